@@ -1,0 +1,37 @@
+// Executes copy tasks on the host.
+#pragma once
+
+#include <cstdint>
+#include <span>
+
+#include "copy/copy_buffers.h"
+#include "copy/thread_pool.h"
+#include "plan/lower.h"
+
+namespace pipecomm {
+
+// Runs all tasks. Large jobs are spread over the pool's threads; without a pool, or for small ones,
+// the calling thread does everything.
+void execute_cpu(std::span<const CopyTask> tasks, const CopyBuffers& buffers, const Scale& scale,
+                 ThreadPool* pool = nullptr);
+
+// Whether a copy goes around the caches: right for data that nobody reads soon.
+enum class Stores : uint8_t { kCached, kStreaming };
+
+// Writes bytes [begin, end) of a message to `chunk`, or reads them from there, without staging:
+// scaled and gathered from the inputs, or scattered to the outputs. Works for staged messages and
+// for those that lie in a tensor. Padding between tensors is left unwritten.
+void pack_range(const LoweredExchange& exchange, const LoweredMessage& send,
+                const CopyBuffers& buffers, int64_t begin, int64_t end, void* chunk,
+                Stores stores = Stores::kCached);
+void unpack_range(const LoweredExchange& exchange, const LoweredMessage& recv,
+                  const CopyBuffers& buffers, int64_t begin, int64_t end, const void* chunk,
+                  Stores stores = Stores::kCached);
+
+// dst[i] = mean of srcs[k][i], summed in fp32 in the order of srcs whatever the dtype, then divided
+// by their number and rounded to the dtype: fp16, bf16, fp32 or fp64, others are
+// std::invalid_argument. dst may be one of the sources.
+void mean_cpu(void* dst, std::span<const void* const> srcs, int64_t count, DType dtype,
+              ThreadPool* pool = nullptr);
+
+}  // namespace pipecomm

@@ -1,0 +1,99 @@
+// A communication operation as data: which boxes of my inputs go to which peer, and which boxes of
+// my outputs the messages of which peer fill.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "plan/checked.h"
+#include "plan/dtype.h"
+
+namespace pipecomm {
+
+struct TensorSpec {
+  Dims shape;
+  DType dtype;
+
+  bool operator==(const TensorSpec&) const = default;
+  int64_t num_elements() const { return checked_product(shape); }
+  int64_t bytes() const { return checked_mul(num_elements(), dtype.itemsize); }
+};
+
+// The n-d slice [start, start + extent) of one tensor, in elements. A box of a 0-d tensor has no
+// dims and one element.
+struct Box {
+  int tensor_idx = 0;
+  Dims start;
+  Dims extent;
+
+  bool operator==(const Box&) const = default;
+};
+
+// What one rank sends to, or receives from, one peer. The message consists of the bytes of the
+// boxes in list order, each box row-major. The next box of the same tensor follows directly; a
+// change of tensor rounds the offset up to kTensorAlignBytes (boxes without elements do not count).
+// The k-th box of a send and the k-th box of the matching receive have the same number of bytes.
+struct Transfer {
+  int peer = 0;
+  std::vector<Box> boxes;
+
+  bool operator==(const Transfer&) const = default;
+};
+
+inline constexpr int64_t kTensorAlignBytes = 16;
+
+// Walks a message: place() gives the byte offset of the next box.
+class MessageCursor {
+ public:
+  int64_t place(int tensor_idx, int64_t bytes);
+  int64_t message_bytes() const { return end_; }
+
+ private:
+  int64_t end_ = 0;
+  int last_tensor_idx_ = -1;
+};
+
+// A factor applied to every element where inputs are read, in the dtype of the input.
+struct Scale {
+  enum class Kind : uint8_t { kNone, kMultiply, kDivide };
+  Kind kind = Kind::kNone;
+  double factor = 1.0;
+
+  bool operator==(const Scale&) const = default;
+  bool is_none() const { return kind == Kind::kNone; }
+  static Scale none() { return {}; }
+  static Scale multiply(double factor) { return {Kind::kMultiply, factor}; }
+  static Scale divide(double factor) { return {Kind::kDivide, factor}; }
+};
+
+struct ExchangePlan {
+  std::string op;
+  int rank = 0;
+  int size = 1;
+  std::vector<TensorSpec> inputs, outputs;
+  std::vector<Transfer> sends, recvs;  // at most one per peer, by increasing peer, self allowed
+  Scale scale;
+  // Hash of the operation and of every argument that all ranks share: equal iff they agree.
+  uint64_t signature = 0;
+
+  // Throws std::invalid_argument for anything that could not be executed: ranks, tensor numbers and
+  // boxes out of range, outputs written twice, self transfers that do not match, types that cannot
+  // be scaled.
+  void validate() const;
+
+  // The plan of the backward: outputs become inputs, receives become sends. Inputs that this plan
+  // sends more than once would be written more than once, which is refused: a gather has no
+  // reversal, its backward is a split.
+  ExchangePlan reversed(Scale backward_scale) const;
+
+  int64_t send_bytes(int send_idx) const;
+  int64_t recv_bytes(int recv_idx) const;
+};
+
+int64_t message_bytes(const Transfer& transfer, const std::vector<TensorSpec>& tensors);
+
+// "[2, 3] bfloat16"
+std::string to_string(const TensorSpec& tensor);
+
+}  // namespace pipecomm

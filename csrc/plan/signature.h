@@ -1,0 +1,28 @@
+// Order-sensitive 64-bit hash of an operation's global arguments.
+#pragma once
+
+#include <cstdint>
+#include <string_view>
+#include <vector>
+
+#include "plan/exchange_plan.h"
+
+namespace pipecomm {
+
+class Signature {
+ public:
+  explicit Signature(std::string_view op) { add(op); }
+
+  Signature& add(int64_t value);
+  Signature& add(std::string_view text);
+  Signature& add(const std::vector<int64_t>& values);
+  Signature& add(DType dtype);
+  Signature& add(const Scale& scale);
+
+  uint64_t value() const { return state_; }
+
+ private:
+  uint64_t state_ = 0x9e3779b97f4a7c15u;
+};
+
+}  // namespace pipecomm
