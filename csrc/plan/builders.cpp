@@ -1,0 +1,434 @@
+#include "plan/builders.h"
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+
+#include "plan/signature.h"
+
+namespace pipecomm {
+
+namespace {
+
+[[noreturn]] void reject(const std::string& what) { throw std::invalid_argument(what); }
+
+void require_member(Member me, const char* op) {
+  if (me.size < 1 || me.rank < 0 || me.rank >= me.size) {
+    reject(std::string(op) + ": rank " + std::to_string(me.rank) + " is no rank of a group of " +
+           std::to_string(me.size));
+  }
+}
+
+void require_dim(const Dims& shape, int dim, const char* op, const char* name) {
+  if (dim < 0 || dim >= std::ssize(shape)) {
+    reject(std::string(op) + ": " + name + " " + std::to_string(dim) +
+           " is out of range for shape " + to_string(shape));
+  }
+}
+
+// A list with one non-negative length per rank.
+void require_sizes(const Sizes& sizes, int size, const char* op, const char* name) {
+  if (std::ssize(sizes) != size) {
+    reject(std::string(op) + ": " + name + " needs one entry for each of the " +
+           std::to_string(size) + " ranks, got " + std::to_string(sizes.size()) + ": " +
+           to_string(sizes));
+  }
+  for (int64_t length : sizes) {
+    if (length < 0) {
+      reject(std::string(op) + ": " + name + " must not be negative, got " + to_string(sizes));
+    }
+  }
+}
+
+void require_length(int64_t length, int64_t expected, const char* op, const std::string& what) {
+  if (length != expected) {
+    reject(std::string(op) + ": " + what + " is " + std::to_string(expected) +
+           ", but the tensor has length " + std::to_string(length));
+  }
+}
+
+TensorSpec with_length(TensorSpec tensor, int dim, int64_t length) {
+  tensor.shape[dim] = length;
+  return tensor;
+}
+
+Box whole(const TensorSpec& tensor, int tensor_idx = 0) {
+  return {tensor_idx, Dims(tensor.shape.size(), 0), tensor.shape};
+}
+
+// The part [start, start + length) of `dim`.
+Box piece(const TensorSpec& tensor, int dim, int64_t start, int64_t length, int tensor_idx = 0) {
+  Box box = whole(tensor, tensor_idx);
+  box.start[dim] = start;
+  box.extent[dim] = length;
+  return box;
+}
+
+ExchangePlan make_plan(const char* op, Member me, std::vector<TensorSpec> inputs,
+                       std::vector<TensorSpec> outputs, Scale scale = {}) {
+  ExchangePlan plan;
+  plan.op = op;
+  plan.rank = me.rank;
+  plan.size = me.size;
+  plan.inputs = std::move(inputs);
+  plan.outputs = std::move(outputs);
+  plan.scale = scale;
+  return plan;
+}
+
+ExchangePlan finished(ExchangePlan plan, const Signature& signature) {
+  plan.signature = signature.value();
+  plan.validate();
+  return plan;
+}
+
+// A rank's part of a gathered dim: pieces [start, start + length) of the full tensor, in the order
+// in which the rank holds them.
+struct Segment {
+  int64_t start;
+  int64_t length;
+};
+using Segments = std::vector<Segment>;
+
+int64_t total_length(const Segments& segments) {
+  int64_t total = 0;
+  for (const Segment& segment : segments) total = checked_add(total, segment.length);
+  return total;
+}
+
+std::vector<Box> local_boxes(const TensorSpec& local, int dim, const Segments& segments) {
+  std::vector<Box> boxes;
+  int64_t start = 0;
+  for (const Segment& segment : segments) {
+    boxes.push_back(piece(local, dim, start, segment.length));
+    start += segment.length;
+  }
+  return boxes;
+}
+
+std::vector<Box> full_boxes(const TensorSpec& full, int dim, const Segments& segments) {
+  std::vector<Box> boxes;
+  for (const Segment& segment : segments) {
+    boxes.push_back(piece(full, dim, segment.start, segment.length));
+  }
+  return boxes;
+}
+
+Signature dim_signature(const char* op, Member me, const TensorSpec& full, int dim, Scale scale) {
+  return Signature(op)
+      .add(int64_t{me.size})
+      .add(full.shape)
+      .add(full.dtype)
+      .add(int64_t{dim})
+      .add(scale);
+}
+
+// Every rank sends what it holds to all; segments_of(rank) says where that belongs.
+template <typename SegmentsOf>
+ExchangePlan gather_segments(const char* op, Member me, const TensorSpec& local, int dim,
+                             int64_t full_length, Scale scale, const SegmentsOf& segments_of) {
+  const TensorSpec full = with_length(local, dim, full_length);
+  ExchangePlan plan = make_plan(op, me, {local}, {full}, scale);
+  const std::vector<Box> mine = local_boxes(local, dim, segments_of(me.rank));
+  for (int peer = 0; peer < me.size; ++peer) {
+    plan.sends.push_back({peer, mine});
+    plan.recvs.push_back({peer, full_boxes(full, dim, segments_of(peer))});
+  }
+  return plan;
+}
+
+// Every rank keeps its segments of a tensor that all hold.
+ExchangePlan split_segments(const char* op, Member me, const TensorSpec& full, int dim, Scale scale,
+                            const Segments& segments) {
+  const TensorSpec local = with_length(full, dim, total_length(segments));
+  ExchangePlan plan = make_plan(op, me, {full}, {local}, scale);
+  plan.sends = {{me.rank, full_boxes(full, dim, segments)}};
+  plan.recvs = {{me.rank, local_boxes(local, dim, segments)}};
+  return plan;
+}
+
+Segments zigzag_segments(int rank, int size, int64_t chunk) {
+  const auto [first, second] = zigzag_chunks(rank, size);
+  return {{first * chunk, chunk}, {second * chunk, chunk}};
+}
+
+// Where each sequence starts in the full packed tensor and how much of it ranks hold before `rank`.
+class PackedLayout {
+ public:
+  PackedLayout(const std::vector<Sizes>& rows, Member me, const char* op) : rows_(rows) {
+    if (std::ssize(rows) != me.size) {
+      reject(std::string(op) + ": split sizes need one row for each of the " +
+             std::to_string(me.size) + " ranks, got " + std::to_string(rows.size()));
+    }
+    const size_t num_sequences = rows[0].size();
+    if (num_sequences == 0) reject(std::string(op) + ": there must be at least one sequence");
+    starts_.assign(me.size, Sizes(num_sequences));
+    for (size_t rank = 0; rank < rows.size(); ++rank) {
+      if (rows[rank].size() != num_sequences) {
+        reject(std::string(op) + ": rank 0 has " + std::to_string(num_sequences) +
+               " sequences, rank " + std::to_string(rank) + " has " +
+               std::to_string(rows[rank].size()));
+      }
+      for (int64_t length : rows[rank]) {
+        if (length < 0) {
+          reject(std::string(op) + ": lengths must not be negative, got " + to_string(rows[rank]));
+        }
+      }
+    }
+    for (size_t sequence = 0; sequence < num_sequences; ++sequence) {
+      for (size_t rank = 0; rank < rows.size(); ++rank) {
+        starts_[rank][sequence] = total_;
+        total_ = checked_add(total_, rows[rank][sequence]);
+      }
+    }
+  }
+
+  int64_t total() const { return total_; }
+
+  Segments segments_of(int rank) const {
+    Segments segments;
+    for (size_t sequence = 0; sequence < rows_[rank].size(); ++sequence) {
+      segments.push_back({starts_[rank][sequence], rows_[rank][sequence]});
+    }
+    return segments;
+  }
+
+ private:
+  const std::vector<Sizes>& rows_;
+  std::vector<Sizes> starts_;  // [rank][sequence]
+  int64_t total_ = 0;
+};
+
+}  // namespace
+
+ExchangePlan all_to_all_plan(Member me, const std::vector<AllToAllTensor>& tensors, int scatter_dim,
+                             int gather_dim, Scale scale) {
+  constexpr const char* kOp = "all_to_all";
+  require_member(me, kOp);
+  if (tensors.empty()) reject("all_to_all: there must be at least one tensor");
+  if (scatter_dim == gather_dim) {
+    reject("all_to_all: scatter_dim and gather_dim must differ, both are " +
+           std::to_string(scatter_dim));
+  }
+  Signature signature(kOp);
+  signature.add(int64_t{me.size}).add(int64_t{scatter_dim}).add(int64_t{gather_dim}).add(scale);
+  ExchangePlan plan = make_plan(kOp, me, {}, {}, scale);
+  for (int peer = 0; peer < me.size; ++peer) {
+    plan.sends.push_back({peer, {}});
+    plan.recvs.push_back({peer, {}});
+  }
+  for (int tensor_idx = 0; tensor_idx < std::ssize(tensors); ++tensor_idx) {
+    const auto& [input, scatter_sizes, gather_sizes] = tensors[tensor_idx];
+    require_dim(input.shape, scatter_dim, kOp, "scatter_dim");
+    require_dim(input.shape, gather_dim, kOp, "gather_dim");
+    require_sizes(scatter_sizes, me.size, kOp, "scatter_sizes");
+    require_sizes(gather_sizes, me.size, kOp, "gather_sizes");
+    const Sizes scatter_offsets = offsets_of(scatter_sizes);
+    const Sizes gather_offsets = offsets_of(gather_sizes);
+    require_length(input.shape[scatter_dim], scatter_offsets.back(), kOp,
+                   "sum of scatter_sizes " + to_string(scatter_sizes));
+    require_length(
+        input.shape[gather_dim], gather_sizes[me.rank], kOp,
+        "entry " + std::to_string(me.rank) + " of gather_sizes " + to_string(gather_sizes));
+    const TensorSpec global = with_length(input, gather_dim, gather_offsets.back());
+    const TensorSpec output = with_length(global, scatter_dim, scatter_sizes[me.rank]);
+    for (int peer = 0; peer < me.size; ++peer) {
+      plan.sends[peer].boxes.push_back(
+          piece(input, scatter_dim, scatter_offsets[peer], scatter_sizes[peer], tensor_idx));
+      plan.recvs[peer].boxes.push_back(
+          piece(output, gather_dim, gather_offsets[peer], gather_sizes[peer], tensor_idx));
+    }
+    plan.inputs.push_back(input);
+    plan.outputs.push_back(output);
+    signature.add(global.shape).add(global.dtype).add(scatter_sizes).add(gather_sizes);
+  }
+  return finished(std::move(plan), signature);
+}
+
+ExchangePlan gather_plan(Member me, const TensorSpec& local, int dim, const Sizes& sizes,
+                         Scale scale) {
+  constexpr const char* kOp = "gather";
+  require_member(me, kOp);
+  require_dim(local.shape, dim, kOp, "dim");
+  require_sizes(sizes, me.size, kOp, "gather_sizes");
+  require_length(local.shape[dim], sizes[me.rank], kOp,
+                 "entry " + std::to_string(me.rank) + " of gather_sizes " + to_string(sizes));
+  const Sizes offsets = offsets_of(sizes);
+  ExchangePlan plan = gather_segments(kOp, me, local, dim, offsets.back(), scale, [&](int rank) {
+    return Segments{{offsets[rank], sizes[rank]}};
+  });
+  return finished(std::move(plan), dim_signature(kOp, me, plan.outputs[0], dim, scale).add(sizes));
+}
+
+ExchangePlan split_plan(Member me, const TensorSpec& full, int dim, const Sizes& sizes,
+                        Scale scale) {
+  constexpr const char* kOp = "split";
+  require_member(me, kOp);
+  require_dim(full.shape, dim, kOp, "dim");
+  require_sizes(sizes, me.size, kOp, "split_sizes");
+  const Sizes offsets = offsets_of(sizes);
+  require_length(full.shape[dim], offsets.back(), kOp, "sum of split_sizes " + to_string(sizes));
+  return finished(split_segments(kOp, me, full, dim, scale, {{offsets[me.rank], sizes[me.rank]}}),
+                  dim_signature(kOp, me, full, dim, scale).add(sizes));
+}
+
+ExchangePlan zigzag_gather_plan(Member me, const TensorSpec& local, int dim, Scale scale) {
+  constexpr const char* kOp = "zigzag_gather";
+  require_member(me, kOp);
+  require_dim(local.shape, dim, kOp, "dim");
+  const int64_t full_length = checked_mul(local.shape[dim], me.size);
+  const int64_t chunk = zigzag_chunk_size(full_length, me.size);
+  ExchangePlan plan = gather_segments(kOp, me, local, dim, full_length, scale, [&](int rank) {
+    return zigzag_segments(rank, me.size, chunk);
+  });
+  return finished(std::move(plan), dim_signature(kOp, me, plan.outputs[0], dim, scale));
+}
+
+ExchangePlan zigzag_split_plan(Member me, const TensorSpec& full, int dim, Scale scale) {
+  constexpr const char* kOp = "zigzag_split";
+  require_member(me, kOp);
+  require_dim(full.shape, dim, kOp, "dim");
+  const int64_t chunk = zigzag_chunk_size(full.shape[dim], me.size);
+  return finished(
+      split_segments(kOp, me, full, dim, scale, zigzag_segments(me.rank, me.size, chunk)),
+      dim_signature(kOp, me, full, dim, scale));
+}
+
+ExchangePlan zigzag_reorder_plan(Member me, const TensorSpec& full, int dim, int num_shards) {
+  constexpr const char* kOp = "zigzag_reorder";
+  require_member(me, kOp);
+  require_dim(full.shape, dim, kOp, "dim");
+  const int64_t chunk = zigzag_chunk_size(full.shape[dim], num_shards);
+  Segments segments;
+  for (int shard = 0; shard < num_shards; ++shard) {
+    for (const Segment& segment : zigzag_segments(shard, num_shards, chunk)) {
+      segments.push_back(segment);
+    }
+  }
+  ExchangePlan plan = make_plan(kOp, me, {full}, {full});
+  plan.sends = {{me.rank, local_boxes(full, dim, segments)}};
+  plan.recvs = {{me.rank, full_boxes(full, dim, segments)}};
+  return finished(std::move(plan), dim_signature(kOp, me, full, dim, {}).add(int64_t{num_shards}));
+}
+
+ExchangePlan packed_gather_plan(Member me, const TensorSpec& local, int dim,
+                                const std::vector<Sizes>& rows, Scale scale) {
+  constexpr const char* kOp = "packed_gather";
+  require_member(me, kOp);
+  require_dim(local.shape, dim, kOp, "dim");
+  const PackedLayout layout(rows, me, kOp);
+  require_length(
+      local.shape[dim], checked_sum(rows[me.rank]), kOp,
+      "sum of row " + std::to_string(me.rank) + " of the split sizes " + to_string(rows[me.rank]));
+  ExchangePlan plan = gather_segments(kOp, me, local, dim, layout.total(), scale,
+                                      [&](int rank) { return layout.segments_of(rank); });
+  Signature signature = dim_signature(kOp, me, plan.outputs[0], dim, scale);
+  for (const Sizes& row : rows) signature.add(row);
+  return finished(std::move(plan), signature);
+}
+
+ExchangePlan packed_split_plan(Member me, const TensorSpec& full, int dim,
+                               const std::vector<Sizes>& rows, Scale scale) {
+  constexpr const char* kOp = "packed_split";
+  require_member(me, kOp);
+  require_dim(full.shape, dim, kOp, "dim");
+  const PackedLayout layout(rows, me, kOp);
+  require_length(full.shape[dim], layout.total(), kOp, "sum of all sequence lengths");
+  Signature signature = dim_signature(kOp, me, full, dim, scale);
+  for (const Sizes& row : rows) signature.add(row);
+  return finished(split_segments(kOp, me, full, dim, scale, layout.segments_of(me.rank)),
+                  signature);
+}
+
+ExchangePlan all_to_all_single_plan(Member me, const TensorSpec& input, const TensorSpec& output,
+                                    const Sizes& input_splits, const Sizes& output_splits) {
+  constexpr const char* kOp = "all_to_all_single";
+  require_member(me, kOp);
+  require_dim(input.shape, 0, kOp, "dim");
+  require_dim(output.shape, 0, kOp, "dim");
+  require_sizes(input_splits, me.size, kOp, "input_split_sizes");
+  require_sizes(output_splits, me.size, kOp, "output_split_sizes");
+  const Dims input_row(input.shape.begin() + 1, input.shape.end());
+  const Dims output_row(output.shape.begin() + 1, output.shape.end());
+  if (input.dtype != output.dtype || input_row != output_row) {
+    reject(std::string(kOp) + ": input " + to_string(input) + " and output " + to_string(output) +
+           " must agree in dtype and in all dims but the first");
+  }
+  const Sizes input_offsets = offsets_of(input_splits);
+  const Sizes output_offsets = offsets_of(output_splits);
+  require_length(input.shape[0], input_offsets.back(), kOp,
+                 "sum of input_split_sizes " + to_string(input_splits));
+  require_length(output.shape[0], output_offsets.back(), kOp,
+                 "sum of output_split_sizes " + to_string(output_splits));
+  ExchangePlan plan = make_plan(kOp, me, {input}, {output});
+  for (int peer = 0; peer < me.size; ++peer) {
+    plan.sends.push_back({peer, {piece(input, 0, input_offsets[peer], input_splits[peer])}});
+    plan.recvs.push_back({peer, {piece(output, 0, output_offsets[peer], output_splits[peer])}});
+  }
+  return finished(std::move(plan),
+                  Signature(kOp).add(int64_t{me.size}).add(input.dtype).add(input_row));
+}
+
+ExchangePlan all_to_all_list_plan(Member me, const std::vector<TensorSpec>& inputs,
+                                  const std::vector<TensorSpec>& outputs) {
+  constexpr const char* kOp = "all_to_all_list";
+  require_member(me, kOp);
+  if (std::ssize(inputs) != me.size || std::ssize(outputs) != me.size) {
+    reject(std::string(kOp) + ": needs one input and one output for each of the " +
+           std::to_string(me.size) + " ranks, got " + std::to_string(inputs.size()) +
+           " inputs and " + std::to_string(outputs.size()) + " outputs");
+  }
+  ExchangePlan plan = make_plan(kOp, me, inputs, outputs);
+  for (int peer = 0; peer < me.size; ++peer) {
+    plan.sends.push_back({peer, {whole(inputs[peer], peer)}});
+    plan.recvs.push_back({peer, {whole(outputs[peer], peer)}});
+  }
+  return finished(std::move(plan), Signature(kOp).add(int64_t{me.size}));
+}
+
+ExchangePlan all_gather_list_plan(Member me, const TensorSpec& input,
+                                  const std::vector<TensorSpec>& outputs) {
+  constexpr const char* kOp = "all_gather_list";
+  require_member(me, kOp);
+  if (std::ssize(outputs) != me.size) {
+    reject(std::string(kOp) + ": needs one output for each of the " + std::to_string(me.size) +
+           " ranks, got " + std::to_string(outputs.size()));
+  }
+  if (outputs[me.rank] != input) {
+    reject(std::string(kOp) + ": output " + std::to_string(me.rank) + " is " +
+           to_string(outputs[me.rank]) + ", but this rank's input is " + to_string(input));
+  }
+  ExchangePlan plan = make_plan(kOp, me, {input}, outputs);
+  Signature signature(kOp);
+  signature.add(int64_t{me.size});
+  for (int peer = 0; peer < me.size; ++peer) {
+    plan.sends.push_back({peer, {whole(input)}});
+    plan.recvs.push_back({peer, {whole(outputs[peer], peer)}});
+    signature.add(outputs[peer].shape).add(outputs[peer].dtype);
+  }
+  return finished(std::move(plan), signature);
+}
+
+ExchangePlan broadcast_plan(Member me, const TensorSpec& tensor, int root) {
+  constexpr const char* kOp = "broadcast";
+  require_member(me, kOp);
+  if (root < 0 || root >= me.size) {
+    reject(std::string(kOp) + ": source " + std::to_string(root) + " is no rank of a group of " +
+           std::to_string(me.size));
+  }
+  ExchangePlan plan = make_plan(kOp, me, {}, {});
+  if (me.rank == root) {
+    plan.inputs = {tensor};
+    for (int peer = 0; peer < me.size; ++peer) {
+      if (peer != root) plan.sends.push_back({peer, {whole(tensor)}});
+    }
+  } else {
+    plan.outputs = {tensor};
+    plan.recvs = {{root, {whole(tensor)}}};
+  }
+  return finished(
+      std::move(plan),
+      Signature(kOp).add(int64_t{me.size}).add(int64_t{root}).add(tensor.shape).add(tensor.dtype));
+}
+
+}  // namespace pipecomm
