@@ -1,0 +1,81 @@
+"""Loads the extension module, after making sure that it was built for the torch found here.
+
+A module built for another torch dies with `undefined symbol: _ZN3c10...`, which tells nobody what to do. torch keeps
+its C++ ABI within a minor version only, so major.minor of both are compared before the module is touched.
+"""
+
+import importlib
+import sys
+from pathlib import Path
+from types import ModuleType
+
+_PACKAGE_DIR = Path(__file__).resolve().parent
+_REBUILD = "pip install --no-build-isolation --force-reinstall --no-deps"
+
+
+def _source_dir() -> str:
+    """Where to build from, as a word for messages: the checkout if this is one, else a placeholder."""
+    root = _PACKAGE_DIR.parents[1]
+    return f"-e {root}" if (root / "setup.py").is_file() else "<pipecomm_ext source folder>"
+
+
+def import_torch() -> ModuleType:
+    try:
+        return importlib.import_module("torch")
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise ImportError(
+            f"pipecomm_ext needs torch, which {sys.executable} does not have. Run: pip install torch, "
+            f"then build pipecomm_ext for it: {_REBUILD} {_source_dir()}"
+        ) from None
+
+
+def check_versions(built: ModuleType, torch: ModuleType) -> None:
+    """Raises ImportError if the build described by `built` (_build_info) cannot load into `torch`."""
+
+    def minor(version: str) -> str:
+        return ".".join(version.split("+")[0].split(".")[:2])
+
+    if minor(built.torch_version) != minor(torch.__version__):
+        raise ImportError(
+            f"pipecomm_ext was built for torch {minor(built.torch_version)}, found {minor(torch.__version__)} "
+            f"(exactly: {built.torch_version} and {torch.__version__}); rebuild with: {_REBUILD} {_source_dir()}"
+        )
+    if built.with_cuda:
+        found = torch.version.cuda or "none (a CPU build)"
+        if built.cuda_version.split(".")[0] != found.split(".")[0]:
+            raise ImportError(
+                f"pipecomm_ext was built for torch with CUDA {built.cuda_version}, found CUDA {found}; "
+                f"rebuild with: {_REBUILD} {_source_dir()}"
+            )
+
+
+def load_extension() -> ModuleType:
+    """Returns the module `_C`. Raises ImportError saying what to run if torch is missing, if the extension is not
+    built, was built for another torch or another Python, or does not load."""
+    torch = import_torch()
+    try:
+        built = importlib.import_module("pipecomm_ext._build_info")
+    except ModuleNotFoundError:
+        raise ImportError(_not_built()) from None
+    check_versions(built, torch)
+    try:
+        return importlib.import_module("pipecomm_ext._C")
+    except ModuleNotFoundError as error:
+        if error.name != "pipecomm_ext._C":
+            raise
+        raise ImportError(_not_built()) from None
+    except ImportError as error:
+        raise ImportError(
+            f"pipecomm_ext._C does not load: {error}. Rebuild with: {_REBUILD} {_source_dir()}"
+        ) from error
+
+
+def _not_built() -> str:
+    others = ", ".join(sorted(path.name for path in _PACKAGE_DIR.glob("_C.*.so")))
+    found = f" (found only {others}, which is for another Python)" if others else ""
+    return (
+        f"the extension module of pipecomm_ext is not built for {sys.executable}{found}. "
+        f"Run: pip install --no-build-isolation {_source_dir()}"
+    )
