@@ -1,0 +1,445 @@
+"""Real rank processes for tests: a warm pool that all tests reuse, and disposable worlds for fault tests.
+
+    def body(world, count): ...                   # module-level; runs on every rank
+    ranks.run(4, body, 10)                        # results in rank order; a failing rank raises RankFailure
+    ranks.attempt(2, body, 10)                    # Outcomes: exceptions are results (type, text, attributes)
+    with ranks.disposable(3, body, 10) as world:  # fresh processes of one test, which may be signalled
+        world.await_mark(1, "posted")
+        world.signal(1, signal.SIGKILL)
+        outcomes = world.collect(deadline=5)
+
+    @on_ranks(2, 3)                                # the same as one test function per rank count
+    def test_ring(world): ...
+
+Each world size has its own processes, forked from a server that has torch imported and joined once in a gloo
+default group over a FileStore. A world that dies, hangs past its deadline or fails unexpectedly is killed,
+reported with the stacks of all its threads, and made anew for the next test.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import fcntl
+import functools
+import importlib
+import inspect
+import multiprocessing
+import os
+import pickle
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+DEFAULT_DEADLINE_S = 30.0
+GROUP_TIMEOUT_S = 60.0  # of the gloo group itself: so long that it never decides a test
+GRACE_S = 3.0  # for the other ranks of a world in which one rank has died, or failed unexpectedly
+STACKS_SIGNAL = signal.SIGUSR2
+LOG_TAIL_BYTES = 8000
+
+
+@dataclass(frozen=True)
+class RaisedError:
+    """An exception of a rank, as data."""
+
+    type: type[BaseException]
+    text: str
+    attributes: dict[str, Any]
+    traceback: str
+
+
+@dataclass
+class Outcome:
+    """How one rank ended: "returned", "raised", "died" or "hung". Times are CLOCK_MONOTONIC."""
+
+    rank: int
+    status: str = "hung"
+    value: Any = None
+    error: RaisedError | None = None
+    exit_code: int | None = None
+    ended_at: float = 0.0
+    log: str = ""
+
+    def __str__(self) -> str:
+        how = {
+            "returned": lambda: "returned",
+            "raised": lambda: f"raised\n{self.error.traceback}",
+            "died": lambda: f"died with exit code {self.exit_code}",
+            "hung": lambda: "did not finish",
+        }[self.status]()
+        return f"--- rank {self.rank} {how}" + (f"\nlog:\n{self.log}" if self.log else "")
+
+
+class RankFailure(AssertionError):
+    """A rank failed, died or hung; the text shows every rank, `outcomes` holds them in rank order."""
+
+    def __init__(self, title: str, outcomes: list[Outcome]):
+        super().__init__("\n".join([title, *map(str, outcomes)]))
+        self.outcomes = outcomes
+
+
+# ---- the rank's side --------------------------------------------------------------------------------------
+
+
+class World:
+    """What a test body sees: this rank, its group, and communicators over it."""
+
+    def __init__(self, rank: int, size: int, device: str, pipe: Connection):
+        self.rank, self.size, self.device = rank, size, device
+        self._pipe = pipe
+        self._shared: dict[tuple, Any] = {}
+        self._fresh: list[Any] = []
+
+    @property
+    def group(self):
+        import torch.distributed as dist
+
+        return dist.group.WORLD
+
+    @property
+    def comm(self):
+        """The Communicator that all tests of this world share; a test that may break one takes fresh_comm."""
+        return self.shared_comm()
+
+    def shared_comm(self, **kwargs):
+        """A Communicator with these arguments, made collectively at first use and kept for later tests."""
+        key = tuple(sorted(kwargs.items()))
+        if key not in self._shared:
+            self._shared[key] = self._make_comm(kwargs)
+        return self._shared[key]
+
+    def fresh_comm(self, **kwargs):
+        """A new Communicator, closed (or, if the body raised, aborted) after the test."""
+        self._fresh.append(self._make_comm(kwargs))
+        return self._fresh[-1]
+
+    def _make_comm(self, kwargs: dict[str, Any]):
+        import pipecomm_ext
+
+        return pipecomm_ext.Communicator(self.group, **{"device": self.device, **kwargs})
+
+    def mark(self, name: str) -> None:
+        """Tells the parent that this point is reached (see RankGroup.await_mark)."""
+        self._pipe.send_bytes(pickle.dumps(("mark", name, time.monotonic())))
+
+    def end_test(self, failed: bool) -> None:
+        fresh, self._fresh = self._fresh, []
+        for comm in fresh:
+            comm.abort("the test body raised") if failed else comm.close()
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A function by name, so that a decorated test can name its own body."""
+
+    module: str
+    qualname: str
+    args: tuple
+    kwargs: dict[str, Any]
+
+    @classmethod
+    def of(cls, function: Callable, args: tuple, kwargs: dict[str, Any]) -> _Call:
+        if "<" in function.__qualname__:
+            raise ValueError(f"{function.__qualname__} is not module-level: ranks import it by name")
+        return cls(function.__module__, function.__qualname__, args, kwargs)
+
+    def __call__(self, world: World) -> Any:
+        target = functools.reduce(getattr, self.qualname.split("."), importlib.import_module(self.module))
+        return getattr(target, "rank_body", target)(world, *self.args, **self.kwargs)
+
+
+def _describe(error: BaseException) -> RaisedError:
+    kind = next(base for base in type(error).__mro__ if _can_pickle(base))
+    attributes = {
+        name: value
+        for name in dir(error)
+        if not name.startswith("__") and not callable(value := getattr(error, name)) and _can_pickle(value)
+    }
+    return RaisedError(kind, str(error), attributes, "".join(traceback.format_exception(error)))
+
+
+def _can_pickle(value: Any) -> bool:
+    try:
+        pickle.dumps(value)
+    except Exception:
+        return False
+    return True
+
+
+def _answer(world: World, call_bytes: bytes) -> bytes:
+    """Runs one call; the pickled ("returned", value, time) or ("raised", error, time)."""
+    import torch
+
+    torch.manual_seed(0)
+    failed = True
+    try:
+        value = pickle.loads(call_bytes)(world)
+        failed = False
+        world.end_test(failed)
+        return pickle.dumps(("returned", value, time.monotonic()))
+    except BaseException as error:  # a rank must answer whatever its body raised, SystemExit included
+        raised_at = time.monotonic()
+        description = _describe(error)
+    if failed:
+        with contextlib.suppress(Exception):
+            world.end_test(failed)
+    return pickle.dumps(("raised", description, raised_at))
+
+
+def _die_with(lifeline: Connection) -> None:
+    """Has the kernel kill this process when the pipe's other end closes, even if it hangs in native code."""
+    fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(lifeline, fcntl.F_SETFL, os.O_ASYNC)
+
+
+def _rank_main(
+    rank: int, size: int, device: str, directory: str, pipe: Connection, lifeline: Connection
+) -> None:
+    """A rank process: joins its world, then answers calls until the pipe closes."""
+    _die_with(lifeline)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is pytest's business
+    log = open(os.path.join(directory, f"rank{rank}.log"), "wb", buffering=0)
+    os.dup2(log.fileno(), 1)
+    os.dup2(log.fileno(), 2)
+    sys.stdout.reconfigure(line_buffering=True)
+    faulthandler.enable(log)
+    faulthandler.register(STACKS_SIGNAL, file=log, all_threads=True)
+
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    store = dist.FileStore(os.path.join(directory, "store"), size)
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=GROUP_TIMEOUT_S)
+    )
+    world = World(rank, size, device, pipe)
+    with contextlib.suppress(EOFError, BrokenPipeError):
+        while True:
+            pipe.send_bytes(_answer(world, pipe.recv_bytes()))
+
+
+# ---- the parent's side ------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Rank:
+    process: Any
+    pipe: Connection
+    lifeline: Connection
+    marks: dict[str, float] = field(default_factory=dict)
+
+
+class RankGroup:
+    """The processes of one world, as the test process holds them."""
+
+    def __init__(self, size: int, device: str, parent_directory: str):
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "torch.distributed", "pytest", "pipecomm_ext"])
+        self.size = size
+        self.directory = Path(tempfile.mkdtemp(prefix=f"world{size}-", dir=parent_directory))
+        self._ranks: list[_Rank] = []
+        for rank in range(size):
+            pipe, rank_pipe = context.Pipe()
+            rank_lifeline, lifeline = context.Pipe(duplex=False)
+            process = context.Process(
+                target=_rank_main,
+                args=(rank, size, device, str(self.directory), rank_pipe, rank_lifeline),
+                daemon=True,
+            )
+            process.start()
+            rank_pipe.close()
+            rank_lifeline.close()
+            self._ranks.append(_Rank(process, pipe, lifeline))
+        self.reset()
+
+    def reset(self) -> None:
+        self._outcomes: dict[int, Outcome] = {}
+        for rank in self._ranks:
+            rank.marks.clear()
+
+    def submit(self, call: _Call) -> None:
+        self.reset()
+        call_bytes = pickle.dumps(call)
+        for rank in self._ranks:
+            with contextlib.suppress(BrokenPipeError):  # dead: collect() reports it
+                rank.pipe.send_bytes(call_bytes)
+
+    def _receive(self, timeout_s: float) -> None:
+        """Takes in what ranks report or how they end, waiting at most `timeout_s` for something."""
+        pending = {rank.pipe: idx for idx, rank in enumerate(self._ranks) if idx not in self._outcomes}
+        for pipe in wait(pending, timeout_s):
+            idx = pending[pipe]
+            try:
+                status, payload, at = pickle.loads(pipe.recv_bytes())
+            except (EOFError, ConnectionResetError):
+                process = self._ranks[idx].process
+                process.join()
+                self._outcomes[idx] = Outcome(
+                    idx, "died", exit_code=process.exitcode, ended_at=time.monotonic()
+                )
+                continue
+            if status == "mark":
+                self._ranks[idx].marks[payload] = at
+            elif status == "returned":
+                self._outcomes[idx] = Outcome(idx, status, value=payload, ended_at=at)
+            else:
+                self._outcomes[idx] = Outcome(idx, status, error=payload, ended_at=at)
+
+    def await_mark(self, rank: int, name: str, deadline: float = DEFAULT_DEADLINE_S) -> float:
+        """Waits until the rank's body has called world.mark(name); the time at which it did."""
+        until = time.monotonic() + deadline
+        marks = self._ranks[rank].marks
+        while name not in marks:
+            if rank in self._outcomes or time.monotonic() > until:
+                raise RankFailure(f"rank {rank} never reached {name!r}", self.collect(deadline=0.0))
+            self._receive(min(0.1, deadline))
+        return marks[name]
+
+    def signal(self, rank: int, number: int) -> float:
+        """Sends a signal to one rank; the time of doing so."""
+        os.kill(self._ranks[rank].process.pid, number)
+        return time.monotonic()
+
+    def pid(self, rank: int) -> int:
+        return self._ranks[rank].process.pid
+
+    def collect(
+        self, deadline: float = DEFAULT_DEADLINE_S, give_up_on: tuple[str, ...] = ()
+    ) -> list[Outcome]:
+        """Outcomes in rank order, after all ranks ended, or `deadline` seconds, or GRACE_S after the first
+        rank that ended in one of the ways `give_up_on`. Ranks still busy then are hung: see their `log`.
+        """
+        until = time.monotonic() + deadline
+        while len(self._outcomes) < self.size and (now := time.monotonic()) < until:
+            self._receive(until - now)
+            if any(outcome.status in give_up_on for outcome in self._outcomes.values()):
+                until = min(until, time.monotonic() + GRACE_S)
+                give_up_on = ()
+        hung = [idx for idx in range(self.size) if idx not in self._outcomes]
+        for idx in hung:
+            with contextlib.suppress(ProcessLookupError):
+                self.signal(idx, STACKS_SIGNAL)
+        time.sleep(0.3 if hung else 0.0)  # for the stacks to be written
+        for idx in hung:
+            self._outcomes[idx] = Outcome(idx, ended_at=time.monotonic())
+        outcomes = [self._outcomes[idx] for idx in range(self.size)]
+        if any(outcome.status in ("died", "hung") for outcome in outcomes):
+            for outcome in outcomes:
+                outcome.log = self._log_tail(outcome.rank)
+        return outcomes
+
+    def _log_tail(self, rank: int) -> str:
+        with contextlib.suppress(FileNotFoundError):
+            log = (self.directory / f"rank{rank}.log").read_bytes()
+            return log[-LOG_TAIL_BYTES:].decode(errors="replace")
+        return ""
+
+    def close(self, grace_s: float = 0.0) -> None:
+        """Ends all processes (by themselves within `grace_s`, else by SIGKILL) and removes the files."""
+        for rank in self._ranks:
+            rank.pipe.close()
+        until = time.monotonic() + grace_s
+        for rank in self._ranks:
+            rank.process.join(max(0.0, until - time.monotonic()))
+            rank.process.kill()
+            rank.process.join()
+            rank.process.close()
+            rank.lifeline.close()
+        self._ranks.clear()
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+
+class RankPool:
+    """Warm worlds by size, and disposable ones."""
+
+    def __init__(self, device: str = "cpu"):
+        self.device = device
+        self._directory = tempfile.mkdtemp(prefix="pipecomm-ranks-")
+        self._worlds: dict[int, RankGroup] = {}
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(self, *exc_info) -> None:
+        self.close()
+
+    def run(
+        self, size: int, body: Callable, *args, deadline: float = DEFAULT_DEADLINE_S, **kwargs
+    ) -> list[Any]:
+        """Calls body(world, *args, **kwargs) on every rank of a world of `size`; the results in rank order.
+
+        Raises RankFailure, and replaces the world, if a rank raises, dies or is not done after `deadline` s.
+        """
+        call = _Call.of(body, args, kwargs)
+        outcomes = self._call(size, call, deadline, ok=("returned",))
+        return [outcome.value for outcome in outcomes]
+
+    def attempt(
+        self, size: int, body: Callable, *args, deadline: float = DEFAULT_DEADLINE_S, **kwargs
+    ) -> list[Outcome]:
+        """Like run, but exceptions of ranks are results, and the world stays in use after them."""
+        return self._call(size, _Call.of(body, args, kwargs), deadline, ok=("returned", "raised"))
+
+    def _call(self, size: int, call: _Call, deadline: float, ok: tuple[str, ...]) -> list[Outcome]:
+        world = self._worlds.pop(size, None) or RankGroup(size, self.device, self._directory)
+        bad = tuple(status for status in ("raised", "died") if status not in ok)
+        try:
+            world.submit(call)
+            outcomes = world.collect(deadline, give_up_on=bad)
+            if not all(outcome.status in ok for outcome in outcomes):
+                raise RankFailure(f"{call.qualname} failed in a world of {size}", outcomes)
+        except BaseException:  # Ctrl-C and pytest's timeout included: the state of these ranks is unknown
+            world.close()
+            raise
+        self._worlds[size] = world
+        return outcomes
+
+    @contextlib.contextmanager
+    def disposable(self, size: int, body: Callable, *args, **kwargs) -> Iterator[RankGroup]:
+        """Fresh processes that run `body` once, for tests that kill, stop or break ranks."""
+        world = RankGroup(size, self.device, self._directory)
+        try:
+            world.submit(_Call.of(body, args, kwargs))
+            yield world
+        finally:
+            world.close()
+
+    def close(self) -> None:
+        for world in self._worlds.values():
+            world.close(grace_s=2.0)
+        self._worlds.clear()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+
+def on_ranks(*sizes: int, deadline: float = DEFAULT_DEADLINE_S) -> Callable[[Callable], Callable]:
+    """Makes a body `test_x(world, ...)` a test that runs it on every rank of a world of each of `sizes`.
+
+    Further parameters are pytest's (fixtures, parametrize); their values are pickled to the ranks.
+    """
+
+    def decorate(body: Callable) -> Callable:
+        @functools.wraps(body)
+        def test(ranks: RankPool, world_size: int, **kwargs) -> None:
+            ranks.run(world_size, body, deadline=deadline, **kwargs)
+
+        mine = list(inspect.signature(test, follow_wrapped=False).parameters.values())[:2]
+        theirs = list(inspect.signature(body).parameters.values())[1:]
+        test.__signature__ = inspect.Signature(mine + theirs)
+        test.rank_body = body
+        return pytest.mark.parametrize("world_size", sizes, ids=lambda size: f"{size}ranks")(test)
+
+    return decorate

@@ -1,0 +1,219 @@
+"""The rank pool itself: results, errors as data, deadlines, replacement, disposable worlds, clean end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import RankFailure, on_ranks
+
+
+class DetailedError(RuntimeError):
+    def __init__(self, text: str, peer: int):
+        super().__init__(text)
+        self.peer = peer
+
+
+def identify(world, factor=1):
+    return world.rank * factor, world.size, os.getpid()
+
+
+def all_reduce_rank(world):
+    total = torch.tensor([world.rank])
+    dist.all_reduce(total, group=world.group)
+    return int(total)
+
+
+def raise_on(world, bad_rank):
+    if world.rank == bad_rank:
+        raise DetailedError(f"rank {world.rank} refuses", peer=7)
+    return world.rank
+
+
+def sleep_on(world, bad_rank, seconds):
+    if world.rank == bad_rank:
+        time.sleep(seconds)
+
+
+def exit_on(world, bad_rank):
+    if world.rank == bad_rank:
+        os._exit(3)
+    time.sleep(60)
+
+
+def return_unpicklable(world):
+    return lambda: None
+
+
+def mark_and_sleep(world):
+    world.mark("ready")
+    time.sleep(60)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_results_come_in_rank_order(ranks, size):
+    results = ranks.run(size, identify, factor=10)
+    assert [r[:2] for r in results] == [(10 * rank, size) for rank in range(size)]
+    assert len({r[2] for r in results}) == size, "every rank is a process of its own"
+
+
+def test_processes_are_reused(ranks):
+    assert ranks.run(2, identify) == ranks.run(2, identify)
+
+
+def test_a_warm_case_is_cheap(ranks):
+    ranks.run(2, identify)
+    started_at = time.monotonic()
+    for _ in range(20):
+        ranks.run(2, identify)
+    assert (time.monotonic() - started_at) / 20 < 0.05
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_default_group_is_the_world(ranks, size):
+    assert ranks.run(size, all_reduce_rank) == [sum(range(size))] * size
+
+
+def test_attempt_carries_exceptions_and_keeps_the_world(ranks):
+    pids = [r[2] for r in ranks.run(3, identify)]
+    outcomes = ranks.attempt(3, raise_on, 1)
+    assert [o.status for o in outcomes] == ["returned", "raised", "returned"]
+    assert [o.value for o in outcomes] == [0, None, 2]
+    error = outcomes[1].error
+    assert issubclass(error.type, RuntimeError) and error.type is DetailedError
+    assert error.text == "rank 1 refuses" and error.attributes["peer"] == 7
+    assert "in raise_on" in error.traceback
+    assert [r[2] for r in ranks.run(3, identify)] == pids
+
+
+def test_run_raises_with_the_rank_and_its_traceback(ranks):
+    with pytest.raises(RankFailure, match="rank 1 raised") as caught:
+        ranks.run(2, raise_on, 1)
+    assert "in raise_on" in str(caught.value) and "DetailedError: rank 1 refuses" in str(caught.value)
+    assert ranks.run(2, all_reduce_rank) == [1, 1]
+
+
+def test_one_failure_does_not_wait_for_the_deadline_of_the_others(ranks, monkeypatch):
+    monkeypatch.setattr("ranks.GRACE_S", 0.2)
+    started_at = time.monotonic()
+    with pytest.raises(RankFailure, match="rank 0 died with exit code 3"):
+        ranks.run(2, exit_on, 0, deadline=30)
+    assert time.monotonic() - started_at < 5
+
+
+def test_a_hung_rank_is_killed_with_its_stacks_and_replaced(ranks):
+    pids = [r[2] for r in ranks.run(2, identify)]
+    with pytest.raises(RankFailure, match="rank 1 did not finish") as caught:
+        ranks.run(2, sleep_on, 1, 60, deadline=0.5)
+    assert "in sleep_on" in str(caught.value), "faulthandler's stacks are part of the report"
+    assert caught.value.outcomes[0].status == "returned"
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    assert ranks.run(2, all_reduce_rank) == [1, 1]
+
+
+def test_an_answer_that_cannot_travel_is_an_error(ranks):
+    assert [o.status for o in ranks.attempt(2, return_unpicklable)] == ["raised", "raised"]
+
+
+def test_a_local_function_is_refused(ranks):
+    with pytest.raises(ValueError, match="not module-level"):
+        ranks.run(2, lambda world: None)
+
+
+def test_a_disposable_world_can_be_killed(ranks):
+    with ranks.disposable(2, mark_and_sleep) as world:
+        marked_at = world.await_mark(1, "ready")
+        killed_at = world.signal(1, signal.SIGKILL)
+        outcomes = world.collect(deadline=0.5)
+        pids = [world.pid(rank) for rank in range(2)]
+    assert marked_at <= killed_at <= outcomes[1].ended_at
+    assert [o.status for o in outcomes] == ["hung", "died"] and outcomes[1].exit_code == -signal.SIGKILL
+    assert "in mark_and_sleep" in outcomes[0].log
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def test_a_missing_mark_is_reported(ranks):
+    with (
+        ranks.disposable(2, raise_on, 1) as world,
+        pytest.raises(RankFailure, match="rank 1 never reached 'ready'"),
+    ):
+        world.await_mark(1, "ready")
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("word", ["one", "two"])
+def test_decorated_bodies_run_on_every_rank(world, word, tmp_path):
+    """The values of fixtures and parameters reach the ranks."""
+    (tmp_path / f"{word}{world.rank}").touch()
+    dist.barrier(world.group)
+    assert len(list(tmp_path.iterdir())) == world.size
+
+
+@pytest.mark.parametrize("ending", ["normal", "ctrl-c", "kill"])
+def test_nothing_is_left_behind(tmp_path, ending):
+    """Runs a pytest of its own whose warm pool is idle, busy and interrupted, or orphaned by SIGKILL."""
+    (tmp_path / "conftest.py").write_text("from ranks import *\nfrom tests_conftest import ranks\n")
+    (tmp_path / "tests_conftest.py").write_text((Path(__file__).parent / "conftest.py").read_text())
+    (tmp_path / "test_inner.py").write_text(
+        textwrap.dedent(
+            """
+            import os, time
+            from pathlib import Path
+
+            def body(world, directory, seconds):
+                Path(directory, f"pid{world.rank}").write_text(str(os.getpid()))
+                time.sleep(seconds)
+
+            def test_inner(ranks):
+                ranks.run(2, body, os.environ["INNER_DIR"], float(os.environ["INNER_SECONDS"]))
+            """
+        )
+    )
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    python_path = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {
+        "TMPDIR": str(scratch),
+        "INNER_DIR": str(tmp_path),
+        "INNER_SECONDS": "0" if ending == "normal" else "60",
+        "PYTHONPATH": os.pathsep.join(python_path),
+    }
+    pytest_process = subprocess.Popen(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_inner.py"],
+        cwd=tmp_path,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    try:
+        if ending != "normal":
+            wait_for(lambda: all((tmp_path / f"pid{rank}").exists() for rank in range(2)), seconds=30)
+            if ending == "ctrl-c":
+                os.killpg(pytest_process.pid, signal.SIGINT)
+            else:
+                pytest_process.kill()
+        output, _ = pytest_process.communicate(timeout=30)
+    finally:
+        pytest_process.kill()
+    pids = [int((tmp_path / f"pid{rank}").read_text()) for rank in range(2)]
+    wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), seconds=5)
+    if ending == "normal":
+        assert pytest_process.returncode == 0, output.decode()
+    if ending != "kill":
+        wait_for(lambda: not list(scratch.iterdir()), seconds=5)
+
+
+def wait_for(condition, seconds: float) -> None:
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until, "the condition never came true"
+        time.sleep(0.02)
