@@ -20,7 +20,8 @@ enum class Stores : uint8_t { kCached, kStreaming };
 
 // Writes bytes [begin, end) of a message to `chunk`, or reads them from there, without staging:
 // scaled and gathered from the inputs, or scattered to the outputs. Works for staged messages and
-// for those that lie in a tensor. Padding between tensors is left unwritten.
+// for those that lie in a tensor. Padding between tensors is left unwritten. Scaled
+// messages are cut at multiples of 8 bytes.
 void pack_range(const LoweredExchange& exchange, const LoweredMessage& send,
                 const CopyBuffers& buffers, int64_t begin, int64_t end, void* chunk,
                 Stores stores = Stores::kCached);

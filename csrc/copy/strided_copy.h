@@ -5,8 +5,8 @@
 
 namespace pipecomm {
 
-// Outer loops of one copy. A box of a dense tensor needs one; sliced and permuted tensors of up to
-// six dims need at most four or are cut in several copies.
+// Outer loops of one copy. A box of a dense tensor needs one; what needs more than four (sliced and
+// permuted tensors of six and more dims) is cut in several copies.
 inline constexpr int kMaxCopyDims = 4;
 
 // Copies run_bytes for every index of the loop nest count[0] x ... x count[num_dims - 1], the last
