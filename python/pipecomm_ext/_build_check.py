@@ -1,7 +1,8 @@
 """Loads the extension module, after making sure that it was built for the torch found here.
 
-A module built for another torch dies with `undefined symbol: _ZN3c10...`, which tells nobody what to do. torch keeps
-its C++ ABI within a minor version only, so major.minor of both are compared before the module is touched.
+A module built for another torch dies with `undefined symbol: _ZN3c10...`, which tells nobody what to do.
+torch keeps its C++ ABI within a minor version only, so major.minor of both are compared before the module is
+touched.
 """
 
 import importlib
@@ -37,10 +38,11 @@ def check_versions(built: ModuleType, torch: ModuleType) -> None:
     def minor(version: str) -> str:
         return ".".join(version.split("+")[0].split(".")[:2])
 
-    if minor(built.torch_version) != minor(torch.__version__):
+    wanted, found = minor(built.torch_version), minor(torch.__version__)
+    if wanted != found:
         raise ImportError(
-            f"pipecomm_ext was built for torch {minor(built.torch_version)}, found {minor(torch.__version__)} "
-            f"(exactly: {built.torch_version} and {torch.__version__}); rebuild with: {_REBUILD} {_source_dir()}"
+            f"pipecomm_ext was built for torch {wanted}, found {found} (exactly: {built.torch_version} and "
+            f"{torch.__version__}); rebuild with: {_REBUILD} {_source_dir()}"
         )
     if built.with_cuda:
         found = torch.version.cuda or "none (a CPU build)"
@@ -52,8 +54,11 @@ def check_versions(built: ModuleType, torch: ModuleType) -> None:
 
 
 def load_extension() -> ModuleType:
-    """Returns the module `_C`. Raises ImportError saying what to run if torch is missing, if the extension is not
-    built, was built for another torch or another Python, or does not load."""
+    """Returns the module `_C`.
+
+    Raises ImportError that says what to run if torch is missing, or if the extension is not built, was built
+    for another torch or another Python, or does not load.
+    """
     torch = import_torch()
     try:
         built = importlib.import_module("pipecomm_ext._build_info")

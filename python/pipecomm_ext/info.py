@@ -17,11 +17,12 @@ from . import _build_info
 def info() -> dict[str, Any]:
     """Returns build and run-time facts as plain data (`json.dumps` accepts it).
 
-    Keys: `version`; `build` (git revision, compiler, the torch built for, faults); `python`; `torch`; `cuda` (built or
-    why not, toolkit, archs, devices of this process); `nccl` (version of the header built against and of the library
-    that torch loaded, its paths in this process); `transports` (name -> available, reason); `choice` (what `auto`
-    takes for "cpu" and "cuda" tensors and why, as far as one process can know: `shm` also needs all ranks on one host);
-    `environment` (every PIPECOMM_* variable set); `warnings` (list of texts, empty if all is well).
+    Keys: `version`; `build` (git revision, compiler, the torch built for, faults); `python`; `torch`;
+    `cuda` (built or why not, toolkit, archs, devices of this process); `nccl` (version of the header
+    built against and of the library that torch loaded, its paths in this process); `transports` (name ->
+    available, reason); `choice` (what `auto` takes for "cpu" and "cuda" tensors and why, as far as one
+    process can know: `shm` also needs all ranks on one host); `environment` (every PIPECOMM_* variable
+    set); `warnings` (list of texts, empty if all is well).
 
     Starts no process group. Asking for CUDA devices does not create a CUDA context.
     """
@@ -47,8 +48,10 @@ def info() -> dict[str, Any]:
         "nccl": nccl,
         "transports": transports,
         "choice": {device: choose_transport(device, transports) for device in ("cpu", "cuda")},
-        "environment": {key: value for key, value in sorted(os.environ.items()) if key.startswith("PIPECOMM_")},
-        "warnings": _warnings(nccl),
+        "environment": {
+            key: value for key, value in sorted(os.environ.items()) if key.startswith("PIPECOMM_")
+        },
+        "warnings": warnings_of(nccl),
     }
 
 
@@ -66,7 +69,9 @@ def transport_status(cuda: dict[str, Any], nccl: dict[str, Any]) -> dict[str, di
     return {
         "c10d": {
             "available": has_c10d,
-            "reason": "any torch.distributed group" if has_c10d else "torch was built without torch.distributed",
+            "reason": "any torch.distributed group"
+            if has_c10d
+            else "torch was built without torch.distributed",
         },
         "nccl": {
             "available": not nccl_reason,
@@ -77,8 +82,8 @@ def transport_status(cuda: dict[str, Any], nccl: dict[str, Any]) -> dict[str, di
 
 
 def choose_transport(device: str, transports: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """What `transport="auto"` takes for tensors on `device` ("cpu" or "cuda"): the fast transport of that device if it
-    is available, else the c10d group."""
+    """What `transport="auto"` takes for tensors on `device` ("cpu" or "cuda"): the fast transport of that
+    device if it is available, else the c10d group."""
     fast = {"cpu": "shm", "cuda": "nccl"}[device]
     if transports[fast]["available"]:
         return {"transport": fast, "reason": transports[fast]["reason"]}
@@ -155,7 +160,8 @@ def _has_backend(name: str) -> bool:
     return torch.distributed.is_available() and torch.distributed.is_backend_available(name)
 
 
-def _warnings(nccl: dict[str, Any]) -> list[str]:
+def warnings_of(nccl: dict[str, Any]) -> list[str]:
+    """What is wrong with the NCCL of this process, and what to do; empty if all is well."""
     warnings = []
     if len(nccl["libraries"]) > 1:
         warnings.append(
@@ -163,10 +169,12 @@ def _warnings(nccl: dict[str, Any]) -> list[str]:
             "remove LD_PRELOAD or the package that brings the second one"
         )
     if nccl["built"] and nccl["loaded_version"] and nccl["header_version"]:
-        built, loaded = (tuple(map(int, nccl[key].split("."))) for key in ("header_version", "loaded_version"))
+        built, loaded = (
+            tuple(map(int, nccl[key].split("."))) for key in ("header_version", "loaded_version")
+        )
         if loaded[:2] < built[:2]:
             warnings.append(
-                f"NCCL {nccl['loaded_version']} is loaded, older than the {nccl['header_version']} whose header the "
-                "extension was built with; rebuild it here"
+                f"NCCL {nccl['loaded_version']} is loaded, older than the header of "
+                f"{nccl['header_version']} that the extension was built with; rebuild it here"
             )
     return warnings

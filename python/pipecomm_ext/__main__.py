@@ -1,0 +1,62 @@
+"""Command line: `python -m pipecomm_ext info | draw | check | doctor`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+
+
+def run_info(args: argparse.Namespace) -> int:
+    from .info import format_info, info
+
+    facts = info()
+    print(json.dumps(facts, indent=2) if args.json else format_info(facts))
+    return 0
+
+
+def run_doctor(args: argparse.Namespace) -> int:
+    from .doctor import diagnose, run_rank
+
+    if args.rank is not None:
+        return run_rank(args.rank, args.store, args.deadline)
+    return diagnose(args.deadline)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    from .schedules.cli import add_check_parser, add_draw_parser
+
+    parser = argparse.ArgumentParser(prog="python -m pipecomm_ext", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    info = commands.add_parser(
+        "info", help="what was built, what is usable here, which transport is chosen and why"
+    )
+    info.add_argument("--json", action="store_true", help="the same as JSON")
+    info.set_defaults(run=run_info)
+
+    add_draw_parser(commands)
+    add_check_parser(commands)
+
+    doctor = commands.add_parser(
+        "doctor", help="self-test: two ranks on this machine exchange and compare data"
+    )
+    doctor.add_argument(
+        "--deadline", type=float, default=60.0, metavar="SECONDS", help="give up after this time"
+    )
+    doctor.add_argument(
+        "--rank", type=int, help=argparse.SUPPRESS
+    )  # set by doctor for the ranks that it starts
+    doctor.add_argument("--store", help=argparse.SUPPRESS)
+    doctor.set_defaults(run=run_doctor)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = make_parser().parse_args(argv)
+    return args.run(args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

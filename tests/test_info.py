@@ -1,0 +1,188 @@
+"""info() and the command line: facts, reasons, and a doctor that tells sick from well."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+import torch
+
+import pipecomm_ext
+from pipecomm_ext import __main__ as command_line
+from pipecomm_ext import _build_info, doctor
+from pipecomm_ext.info import choose_transport, format_info, info, transport_status, warnings_of
+
+KEYS = {
+    "version",
+    "build",
+    "python",
+    "torch",
+    "cuda",
+    "nccl",
+    "transports",
+    "choice",
+    "environment",
+    "warnings",
+}
+CUDA = {"built": True, "reason": "nvcc 13.0", "devices": ["GPU"]}
+NCCL = {
+    "built": True,
+    "header_version": "2.28.9",
+    "loaded_version": "2.28.9",
+    "libraries": ["/a/libnccl.so.2"],
+}
+
+
+def test_info_is_plain_data_with_the_promised_keys() -> None:
+    facts = pipecomm_ext.info()
+    assert set(facts) == KEYS
+    assert json.loads(json.dumps(facts)) == facts
+    assert facts["version"] == pipecomm_ext.__version__
+    assert facts["torch"]["version"] == torch.__version__
+    assert facts["build"]["torch"] == _build_info.torch_version
+    assert facts["cuda"]["built"] == _build_info.with_cuda
+    assert set(facts["transports"]) == {"c10d", "nccl", "shm"}
+    for status in facts["transports"].values():
+        assert isinstance(status["available"], bool) and status["reason"]
+    assert facts["transports"]["c10d"]["available"]
+    for choice in facts["choice"].values():
+        assert facts["transports"][choice["transport"]]["available"] and choice["reason"]
+
+
+def test_info_sees_the_nccl_that_torch_loaded() -> None:
+    nccl = info()["nccl"]
+    if torch.version.cuda is None:
+        assert nccl["loaded_version"] is None and nccl["libraries"] == []
+    else:
+        assert nccl["loaded_version"] == ".".join(map(str, torch.cuda.nccl.version()[:3]))
+        assert len(nccl["libraries"]) == 1
+
+
+def test_info_shows_our_environment_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIPECOMM_SAMPLE", "7")
+    assert info()["environment"]["PIPECOMM_SAMPLE"] == "7"
+    assert "PIPECOMM_SAMPLE=7" in format_info(info())
+
+
+@pytest.mark.parametrize(
+    ("cuda", "nccl", "reason"),
+    [
+        ({"built": False, "reason": "torch 2.13.0+cpu is a CPU build"}, {"built": False}, "is a CPU build"),
+        ({}, {"built": False}, "nccl.h was not found"),
+        ({}, {"loaded_version": None}, "no libnccl.so.2"),
+        ({"devices": []}, {}, "no CUDA device"),
+    ],
+)
+def test_nccl_is_refused_with_the_first_reason(cuda: dict, nccl: dict, reason: str) -> None:
+    status = transport_status({**CUDA, **cuda}, {**NCCL, **nccl})
+    assert not status["nccl"]["available"]
+    assert reason in status["nccl"]["reason"]
+    choice = choose_transport("cuda", status)
+    assert choice["transport"] == "c10d"
+    assert status["nccl"]["reason"] in choice["reason"]
+
+
+def test_cuda_tensors_take_nccl_where_it_is_usable() -> None:
+    status = transport_status(CUDA, NCCL)
+    assert choose_transport("cuda", status) == {
+        "transport": "nccl",
+        "reason": "NCCL 2.28.9 and a CUDA device",
+    }
+
+
+@pytest.mark.parametrize(
+    ("nccl", "text"),
+    [
+        (
+            {"libraries": ["/a/libnccl.so.2", "/b/libnccl.so.2"]},
+            "2 copies of NCCL are loaded (/a/libnccl.so.2, /b/",
+        ),
+        ({"loaded_version": "2.27.5"}, "NCCL 2.27.5 is loaded, older than the header of 2.28.9"),
+    ],
+)
+def test_warnings_name_the_cause(nccl: dict[str, Any], text: str) -> None:
+    (warning,) = warnings_of({**NCCL, **nccl})
+    assert text in warning
+
+
+def test_no_warning_for_one_nccl_as_new_as_its_header() -> None:
+    assert warnings_of(NCCL) == []
+    assert warnings_of({**NCCL, "loaded_version": "2.30.1"}) == []
+    assert (
+        warnings_of({"built": False, "header_version": None, "loaded_version": None, "libraries": []}) == []
+    )
+
+
+# ---- command line ---------------------------------------------------------------------------------
+
+
+def test_info_command_prints_text_or_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command_line.main(["info"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith(f"pipecomm_ext {pipecomm_ext.__version__} ")
+    assert "auto        cpu tensors: " in text
+    assert command_line.main(["info", "--json"]) == 0
+    assert set(json.loads(capsys.readouterr().out)) == KEYS
+
+
+@pytest.mark.parametrize("command", ["info", "draw", "check", "doctor"])
+def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        command_line.main([command, "--help"])
+    assert stopped.value.code == 0
+    assert f"python -m pipecomm_ext {command}" in capsys.readouterr().out
+
+
+def run_doctor(**environment: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "pipecomm_ext", "doctor", "--deadline", "40"],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_doctor_passes_here() -> None:
+    result = run_doctor()
+    assert result.returncode == 0, result.stdout + result.stderr
+    passed = [line.split()[1] for line in result.stdout.splitlines() if line.startswith("ok ")]
+    assert passed == list(doctor.STEPS)
+    assert result.stdout.rstrip().endswith("doctor: all is well")
+
+
+def test_doctor_names_the_step_that_failed_and_shows_the_error() -> None:
+    result = run_doctor(GLOO_SOCKET_IFNAME="no_such_interface")
+    assert result.returncode == 1
+    assert any(line.startswith("FAIL  join") for line in result.stdout.splitlines()), result.stdout
+    assert "--- errors of rank" in result.stdout and "Traceback" in result.stdout
+    assert result.stdout.rstrip().endswith("doctor: stopped at step join")
+
+
+def test_doctor_stops_ranks_that_hang(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    processes = []
+
+    def hanging_rank(*_: object) -> list[str]:
+        return [sys.executable, "-c", "import time; time.sleep(600)"]
+
+    def start(*args: object, **kwargs: object) -> subprocess.Popen:
+        processes.append(popen(*args, **kwargs))
+        return processes[-1]
+
+    popen = subprocess.Popen
+    monkeypatch.setattr(doctor, "rank_command", hanging_rank)
+    monkeypatch.setattr(doctor, "GRACE_S", 0.2)
+    monkeypatch.setattr(subprocess, "Popen", start)
+    started = time.monotonic()
+    assert doctor.diagnose(0.5) == 1
+    assert time.monotonic() - started < 20
+    assert "FAIL  join       rank 0 was still waiting when stopped; rank 1 was" in capsys.readouterr().out
+    assert len(processes) == doctor.NUM_RANKS
+    assert all(process.poll() is not None for process in processes)
