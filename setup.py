@@ -1,7 +1,7 @@
 """Builds pipecomm_ext._C with CMake; all metadata stands in pyproject.toml.
 
-Environment: PIPECOMM_CUDA (AUTO, ON, OFF), PIPECOMM_FAULTS (ON, OFF), PIPECOMM_NCCL_INCLUDE, TORCH_CUDA_ARCH_LIST,
-MAX_JOBS, CMAKE_BUILD_TYPE, CC, CXX, CUDACXX, CUDA_HOME.
+Environment: PIPECOMM_CUDA (AUTO, ON, OFF), PIPECOMM_FAULTS (ON, OFF), PIPECOMM_NCCL_INCLUDE, MAX_JOBS,
+TORCH_CUDA_ARCH_LIST, CMAKE_BUILD_TYPE, CC, CXX, CUDACXX, CUDA_HOME.
 """
 
 import os
@@ -42,14 +42,14 @@ def check_compiler() -> None:
 
 
 def build_dir() -> Path:
-    """One folder per Python, torch and CUDA, kept between builds, so that a rebuild compiles only what changed."""
+    """One folder per Python, torch and CUDA, kept between builds: a rebuild compiles only what changed."""
     try:
         import torch
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
         raise SystemExit(
-            f"pipecomm_ext: torch is not installed in {sys.executable}, and the extension is built against it.\n"
+            f"pipecomm_ext is built against torch, which is not installed for {sys.executable}.\n"
             "Run: pip install torch setuptools wheel cmake ninja\n"
             "then: pip install --no-build-isolation .\n"
             "(with build isolation pip hides the installed torch)"
@@ -91,7 +91,9 @@ class CMakeBuild(build_ext):
         for step in steps:
             status = subprocess.run(step).returncode
             if status != 0:
-                raise SystemExit(f"pipecomm_ext: the build failed (status {status}, see above): {' '.join(step)}")
+                raise SystemExit(
+                    f"pipecomm_ext: the build failed (status {status}, see above): {' '.join(step)}"
+                )
 
 
 setup(ext_modules=[CMakeExtension("pipecomm_ext._C")], cmdclass={"build_ext": CMakeBuild})

@@ -1,0 +1,260 @@
+"""The package as it is built and installed: metadata, import check, stub, symbols, wheel."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+import pipecomm_ext
+from pipecomm_ext import _C, _build_info
+
+PACKAGE_DIR = Path(pipecomm_ext.__file__).parent
+ROOT = Path(__file__).parents[1]
+
+
+# ---- metadata -------------------------------------------------------------------------------------
+
+
+def test_version_is_the_same_everywhere() -> None:
+    assert re.fullmatch(r"\d+\.\d+\.\d+", pipecomm_ext.__version__)
+    assert _build_info.version == pipecomm_ext.__version__
+    assert importlib.metadata.version("pipecomm_ext") == pipecomm_ext.__version__
+
+
+def test_metadata_names_torch_python_and_license() -> None:
+    metadata = importlib.metadata.metadata("pipecomm_ext")
+    assert metadata["Requires-Python"] == ">=3.10"
+    assert any(re.match(r"torch\s*\(?>=", entry) for entry in metadata.get_all("Requires-Dist"))
+    assert "Apache" in " ".join(metadata.get_all("Classifier"))
+    assert "Apache License" in (ROOT / "LICENSE").read_text()
+
+
+def test_torch_is_no_build_requirement() -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+    requires = re.search(r"^requires = \[(.*)\]$", text, re.MULTILINE)
+    assert requires is not None
+    assert "torch" not in requires[1] and "pybind11" not in requires[1]
+
+
+def test_all_names_exist() -> None:
+    assert len(set(pipecomm_ext.__all__)) == len(pipecomm_ext.__all__)
+    missing = [name for name in pipecomm_ext.__all__ if not hasattr(pipecomm_ext, name)]
+    assert missing == []
+
+
+# ---- import check ---------------------------------------------------------------------------------
+
+BUILD_INFO = 'torch_version = "2.11.0+cu130"\nwith_cuda = True\ncuda_version = "13.0"\n'
+TORCH = 'from . import version\n__version__ = "{version}"\n'
+
+
+def import_in_fake_environment(
+    folder: Path,
+    *,
+    torch_version: str = "2.11.1+cu130",
+    torch_cuda: str | None = "13.0",
+    torch_text: str = TORCH,
+    build_info: str | None = BUILD_INFO,
+    extension: str | None = 'raise SystemExit("_C was touched")\n',
+    prelude: str = "",
+) -> subprocess.CompletedProcess:
+    """Imports a copy of the package's __init__ and import check beside stand-ins of torch and `_C`."""
+    package, torch_package = folder / "pipecomm_ext", folder / "torch"
+    package.mkdir()
+    torch_package.mkdir()
+    for name in ("__init__.py", "_build_check.py"):
+        shutil.copy(PACKAGE_DIR / name, package)
+    (torch_package / "__init__.py").write_text(torch_text.format(version=torch_version))
+    (torch_package / "version.py").write_text(f"cuda = {torch_cuda!r}\n")
+    if build_info is not None:
+        (package / "_build_info.py").write_text(build_info)
+    if extension is not None:
+        (package / "_C.py").write_text(extension)
+    return subprocess.run(
+        [sys.executable, "-c", f"{prelude}\nimport pipecomm_ext"],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(folder)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def last_line(result: subprocess.CompletedProcess) -> str:
+    assert result.returncode == 1, result.stderr
+    return result.stderr.strip().splitlines()[-1]
+
+
+@pytest.mark.parametrize("found", ["2.13.0+cpu", "2.1.1", "2.110.0", "3.11.0"])
+def test_another_torch_is_named_before_the_extension_is_touched(tmp_path: Path, found: str) -> None:
+    message = last_line(import_in_fake_environment(tmp_path, torch_version=found))
+    minor = ".".join(found.split(".")[:2])
+    assert message.startswith(f"ImportError: pipecomm_ext was built for torch 2.11, found {minor} ")
+    assert found in message
+    assert "rebuild with: pip install --no-build-isolation" in message
+
+
+def test_another_patch_release_of_torch_is_accepted(tmp_path: Path) -> None:
+    result = import_in_fake_environment(tmp_path, torch_version="2.11.9+cu130")
+    assert last_line(result) == "_C was touched"
+
+
+@pytest.mark.parametrize(("found", "text"), [("12.8", "12.8"), (None, "none (a CPU build)")])
+def test_another_cuda_is_named(tmp_path: Path, found: str | None, text: str) -> None:
+    message = last_line(import_in_fake_environment(tmp_path, torch_cuda=found))
+    assert message.startswith(
+        f"ImportError: pipecomm_ext was built for torch with CUDA 13.0, found CUDA {text};"
+    )
+
+
+def test_a_build_without_cuda_runs_with_any_cuda(tmp_path: Path) -> None:
+    build_info = BUILD_INFO.replace("True", "False").replace('"13.0"', "None")
+    result = import_in_fake_environment(tmp_path, build_info=build_info, torch_cuda="12.8")
+    assert last_line(result) == "_C was touched"
+
+
+def test_missing_torch_says_what_to_install(tmp_path: Path) -> None:
+    result = import_in_fake_environment(tmp_path, prelude="import sys; sys.modules['torch'] = None")
+    assert "Run: pip install torch" in last_line(result)
+
+
+def test_a_broken_torch_keeps_its_own_error(tmp_path: Path) -> None:
+    result = import_in_fake_environment(tmp_path, torch_text="import a_module_that_torch_needs\n")
+    assert last_line(result) == "ModuleNotFoundError: No module named 'a_module_that_torch_needs'"
+
+
+@pytest.mark.parametrize("missing", ["build_info", "extension"])
+def test_an_unbuilt_package_says_how_to_build(tmp_path: Path, missing: str) -> None:
+    message = last_line(import_in_fake_environment(tmp_path, **{missing: None}))
+    assert message.startswith("ImportError: the extension module of pipecomm_ext is not built for ")
+    assert "Run: pip install --no-build-isolation" in message
+
+
+def test_an_extension_of_another_python_is_named(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    prelude = "open('pipecomm_ext/_C.cpython-399-x86_64-linux-gnu.so', 'w')"
+    message = last_line(import_in_fake_environment(tmp_path, extension=None, prelude=prelude))
+    assert "_C.cpython-399-x86_64-linux-gnu.so, which is for another Python" in message
+
+
+def test_an_extension_that_does_not_load_says_rebuild(tmp_path: Path) -> None:
+    symbol = "undefined symbol: _ZN3c105ErrorC1Ev"
+    result = import_in_fake_environment(tmp_path, extension=f"raise ImportError({symbol!r})\n")
+    message = last_line(result)
+    assert symbol in message and "Rebuild with: pip install" in message
+
+
+# ---- stub and symbols -----------------------------------------------------------------------------
+
+
+def names_of(statements: list[ast.stmt]) -> set[str]:
+    """Names that a stub defines at one level, without imports and names with a leading underscore."""
+    names = set()
+    for statement in statements:
+        if isinstance(statement, ast.ClassDef | ast.FunctionDef):
+            names.add(statement.name)
+        elif isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+            names.add(statement.target.id)
+        elif isinstance(statement, ast.Assign):
+            names.update(target.id for target in statement.targets if isinstance(target, ast.Name))
+    return {name for name in names if not name.startswith("_")}
+
+
+def public_names(namespace: object) -> set[str]:
+    names = {name for name in vars(namespace) if not name.startswith("_")}
+    # pybind11's enumerations carry these besides their members
+    return names - {"name", "value"} if hasattr(namespace, "__members__") else names
+
+
+def test_stub_has_the_names_of_the_module() -> None:
+    assert (PACKAGE_DIR / "py.typed").is_file()
+    stub = ast.parse((PACKAGE_DIR / "_C.pyi").read_text())
+    assert names_of(stub.body) == public_names(_C)
+
+
+def test_stub_has_the_members_of_the_classes() -> None:
+    stub = ast.parse((PACKAGE_DIR / "_C.pyi").read_text())
+    classes = {statement.name: statement for statement in stub.body if isinstance(statement, ast.ClassDef)}
+    for name, statement in classes.items():
+        members = {member for member in public_names(getattr(_C, name))}
+        assert names_of(statement.body) == members, f"members of {name}"
+
+
+def symbols(kind: str) -> list[str]:
+    if shutil.which("nm") is None:
+        pytest.skip("nm (binutils) is not installed")
+    output = subprocess.run(
+        ["nm", "-D", f"--{kind}-only", _C.__file__], capture_output=True, text=True, check=True, timeout=60
+    ).stdout
+    return [line.split()[-1] for line in output.splitlines()]
+
+
+def test_the_module_exports_its_init_function_and_nothing_of_ours() -> None:
+    exported = symbols("defined")
+    assert "PyInit__C" in exported
+    assert [name for name in exported if "pipecomm" in name or "pybind11" in name] == []
+
+
+def test_the_module_needs_no_symbol_that_wheels_lack_or_that_would_link_nccl() -> None:
+    forbidden = re.compile(
+        r"nccl[A-Z]|NCCLComm|ProcessGroupNCCL|ProcessGroupGloo|4gloo|cublas|cusparse|cusolver"
+    )
+    assert [name for name in symbols("undefined") if forbidden.search(name)] == []
+
+
+# ---- wheel ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.timeout(400)
+def test_wheel_holds_the_package_and_imports(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--no-build-isolation",
+        "--no-deps",
+        "-q",
+        "-w",
+        str(tmp_path),
+    ]
+    subprocess.run([*command, str(ROOT)], check=True, timeout=380, stdout=subprocess.DEVNULL)
+    (wheel,) = tmp_path.glob("pipecomm_ext-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        archive.extractall(tmp_path / "unpacked")
+    modules = [name for name in names if name.endswith(".so")]
+    assert modules == [f"pipecomm_ext/{Path(_C.__file__).name}"]
+    sources = {
+        str(path.relative_to(PACKAGE_DIR))
+        for path in PACKAGE_DIR.rglob("*.py*")
+        if path.suffix in (".py", ".pyi")
+    }
+    packed = {name.removeprefix("pipecomm_ext/") for name in names if name.endswith((".py", ".pyi"))}
+    assert packed == sources
+    assert "pipecomm_ext/py.typed" in names
+    assert any(name.endswith("/LICENSE") for name in names)
+
+    program = "import pipecomm_ext; print(pipecomm_ext.__file__, pipecomm_ext.info()['build']['torch'])"
+    result = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path / "unpacked")},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert result.stdout.split() == [
+        str(tmp_path / "unpacked/pipecomm_ext/__init__.py"),
+        torch.__version__,
+    ], result.stderr
