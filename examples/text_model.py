@@ -1,0 +1,115 @@
+"""The small byte-level language model that the examples train, how it is cut into stages, and its text."""
+
+from __future__ import annotations
+
+import itertools
+import sysconfig
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+VOCABULARY = 256  # bytes in, bytes out: no tokenizer
+MAX_TEXT_BYTES = 4_000_000
+
+
+class Embedding(nn.Module):
+    """Byte and position embedding: int64[batch, seq] -> float[batch, seq, hidden]."""
+
+    def __init__(self, seq_len: int, hidden: int):
+        super().__init__()
+        self.byte = nn.Embedding(VOCABULARY, hidden)
+        self.position = nn.Parameter(torch.empty(seq_len, hidden))
+        nn.init.normal_(self.byte.weight, std=0.02)
+        nn.init.normal_(self.position, std=0.02)
+
+    def forward(self, text: torch.Tensor) -> torch.Tensor:
+        return self.byte(text) + self.position
+
+
+class Block(nn.Module):
+    """Pre-norm transformer block with causal attention: float[batch, seq, hidden] -> the same shape."""
+
+    def __init__(self, hidden: int, num_heads: int, depth: int):
+        super().__init__()
+        self.num_heads = num_heads
+        self.norm_attention, self.norm_mlp = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
+        self.qkv = nn.Linear(hidden, 3 * hidden)
+        self.out = nn.Linear(hidden, hidden)
+        self.up, self.down = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
+        for linear in (
+            self.out,
+            self.down,
+        ):  # residual branches start small: the sum over the depth keeps its scale
+            nn.init.normal_(linear.weight, std=0.02 / (2 * depth) ** 0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, seq, hidden = x.shape
+        qkv = self.qkv(self.norm_attention(x)).view(batch, seq, 3, self.num_heads, hidden // self.num_heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        attention = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attention.transpose(1, 2).reshape(batch, seq, hidden))
+        return x + self.down(functional.gelu(self.up(self.norm_mlp(x))))
+
+
+class Head(nn.Module):
+    """float[batch, seq, hidden] -> logits float[batch, seq, 256]."""
+
+    def __init__(self, hidden: int):
+        super().__init__()
+        self.norm = nn.LayerNorm(hidden)
+        self.logits = nn.Linear(hidden, VOCABULARY, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.logits(self.norm(x))
+
+
+def build_layers(num_blocks: int, hidden: int, seq_len: int, seed: int) -> list[nn.Module]:
+    """All layers in order, with the same weights wherever the seed is the same."""
+    torch.manual_seed(seed)
+    num_heads = max(1, hidden // 32)
+    blocks = [Block(hidden, num_heads, num_blocks) for _ in range(num_blocks)]
+    return [Embedding(seq_len, hidden), *blocks, Head(hidden)]
+
+
+def split_layers(num_blocks: int, num_stages: int) -> list[range]:
+    """Layer indices of each stage: blocks remainder-first, the embedding on the first, the head on the last.
+
+    >>> split_layers(num_blocks=5, num_stages=2)
+    [range(0, 4), range(4, 7)]
+    """
+    if num_stages > num_blocks:
+        raise ValueError(
+            f"{num_blocks} blocks cannot fill {num_stages} stages; give --layers {num_stages} or more"
+        )
+    share, remainder = divmod(num_blocks, num_stages)
+    bounds = [1 + idx * share + min(idx, remainder) for idx in range(num_stages + 1)]
+    bounds[0], bounds[-1] = 0, num_blocks + 2
+    return [range(start, end) for start, end in itertools.pairwise(bounds)]
+
+
+def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Mean cross entropy in nats per byte."""
+    return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+class TextBatches:
+    """Batches of Python's standard library, a function of (seed, step): every rank draws the same ones."""
+
+    def __init__(self, batch_size: int, seq_len: int, seed: int):
+        self.directory = Path(sysconfig.get_paths()["stdlib"])
+        text = b"\n".join(path.read_bytes() for path in sorted(self.directory.glob("*.py")))[:MAX_TEXT_BYTES]
+        if len(text) <= seq_len:
+            raise FileNotFoundError(
+                f"no Python sources in {self.directory}: this Python was installed without them"
+            )
+        self.text = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        self.batch_size, self.seq_len, self.seed = batch_size, seq_len, seed
+
+    def __call__(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(inputs, targets), int64[batch, seq] each; a target is the byte that follows its input."""
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + step)
+        starts = torch.randint(len(self.text) - self.seq_len, (self.batch_size, 1), generator=generator)
+        rows = self.text[starts + torch.arange(self.seq_len + 1)].long()
+        return rows[:, :-1], rows[:, 1:]

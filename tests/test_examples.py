@@ -1,0 +1,129 @@
+"""The example trains, equals the unsplit model, and ends cleanly whatever happens."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import time
+
+import pytest
+from scripts import REPOSITORY, Script, run_script
+
+sys.path.insert(0, str(REPOSITORY / "examples"))
+from text_model import TextBatches, split_layers  # noqa: E402
+
+TRAIN = "examples/train_text.py"
+TINY = ["--layers", 4, "--hidden", 32, "--seq-len", 16, "--batch-size", 8, "--microbatches", 4]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_split_training_equals_unsplit(tmp_path, num_ranks):
+    exit_code, output = run_script(
+        TRAIN, "--ranks", num_ranks, *TINY, "--steps", 12, "--verify",
+        "--out", tmp_path / "out", scratch=tmp_path / "scratch",
+    )  # fmt: skip
+    assert exit_code == 0, output
+    first, last = map(float, re.search(r"^loss +([\d.]+) -> ([\d.]+)", output, re.MULTILINE).groups())
+    assert last < first - 0.5, output
+    assert re.search(r"^verify +equal to the unsplit model", output, re.MULTILINE), output
+    assert re.search(rf"^pipeline +{num_ranks} stages", output, re.MULTILINE), output
+    assert re.search(r"^transport +\w+: \S", output, re.MULTILINE), output
+    picture = tmp_path / "out" / "loss.png"
+    assert f"picture    {picture}" in output
+    assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n" and picture.stat().st_size > 10_000
+    assert "Warning" not in output and "Traceback" not in output, output
+
+
+def test_verify_fails_on_a_difference(tmp_path, monkeypatch):
+    """With a limit below zero equal results count as different: exit code 1, and the text says so."""
+    broken = (REPOSITORY / TRAIN).read_text().replace("VERIFY_LIMIT = 1e-5", "VERIFY_LIMIT = -1.0")
+    (tmp_path / "broken.py").write_text(broken)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(REPOSITORY / "examples"), *sys.path]))
+    exit_code, output = run_script(
+        str(tmp_path / "broken.py"), "--ranks", 2, *TINY, "--steps", 2, "--verify",
+        "--out", tmp_path / "out", scratch=tmp_path / "scratch",
+    )  # fmt: skip
+    assert exit_code == 1 and "DIFFERS from the unsplit model" in output, output
+
+
+def test_runs_under_torchrun(tmp_path):
+    exit_code, output = run_script(
+        TRAIN, *TINY, "--steps", 3, "--out", tmp_path / "out", scratch=tmp_path / "scratch",
+        launcher=("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+    )  # fmt: skip
+    assert exit_code == 0 and "pipeline   2 stages" in output, output
+
+
+def busy_script(tmp_path) -> Script:
+    return Script(
+        TRAIN,
+        "--ranks",
+        2,
+        *TINY,
+        "--steps",
+        100_000,
+        "--out",
+        tmp_path / "out",
+        scratch=tmp_path / "scratch",
+    )
+
+
+def wait_until_training(script: Script) -> None:
+    """Reads the progress bar until the first step is shown."""
+    until = time.monotonic() + 60
+    text = ""
+    while not re.search(r" [1-9]\d*/100000", text):
+        assert time.monotonic() < until, text
+        text += script.process.stdout.read(1)
+
+
+def test_interrupt_ends_everything(tmp_path):
+    with busy_script(tmp_path) as script:
+        wait_until_training(script)
+        os.killpg(script.process.pid, signal.SIGINT)
+        exit_code, output = script.finish(20)
+        assert exit_code == 130 and "interrupted" in output and "Traceback" not in output, output
+        script.assert_nothing_left()
+
+
+def test_a_killed_rank_ends_everything(tmp_path):
+    with busy_script(tmp_path) as script:
+        wait_until_training(script)
+        os.kill(script.pids()[-1], signal.SIGKILL)
+        exit_code, output = script.finish(20)
+        assert exit_code == 1 and re.search(r"SIGKILL|PipeComm\w+", output), output
+        script.assert_nothing_left()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--batch-size", 10, "--microbatches", 4], "not a multiple of --microbatches 4"),
+        (["--ranks", 5], "give --layers 5 or more"),
+        (["--hidden", 40], "not a multiple of 32"),
+        (["--steps", 0], "--steps must be positive, got 0"),
+    ],
+)
+def test_bad_arguments_are_explained(tmp_path, arguments, message):
+    exit_code, output = run_script(TRAIN, *arguments, scratch=tmp_path / "scratch")
+    assert exit_code == 2 and message in output, output
+
+
+@pytest.mark.parametrize("num_blocks", range(1, 9))
+def test_every_layer_has_one_stage(num_blocks):
+    for num_stages in range(1, num_blocks + 1):
+        stages = split_layers(num_blocks, num_stages)
+        assert [idx for stage in stages for idx in stage] == list(range(num_blocks + 2))
+        num_blocks_of = [sum(1 <= idx <= num_blocks for idx in stage) for stage in stages]
+        assert max(num_blocks_of) - min(num_blocks_of) <= 1 and num_blocks_of == sorted(num_blocks_of)[::-1]
+
+
+def test_batches_are_a_function_of_seed_and_step():
+    one, same, other = TextBatches(4, 8, seed=1), TextBatches(4, 8, seed=1), TextBatches(4, 8, seed=2)
+    inputs, targets = one(step=3)
+    assert inputs.shape == targets.shape == (4, 8)
+    assert inputs[:, 1:].equal(targets[:, :-1])
+    assert inputs.equal(same(step=3)[0])
+    assert not inputs.equal(one(step=4)[0]) and not inputs.equal(other(step=3)[0])
