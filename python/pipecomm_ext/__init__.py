@@ -6,6 +6,27 @@ __version__ = "0.1.0"
 
 _C = _load_extension()
 
+from .communicator import Communicator, Recv, Send, Work, get_communicator  # noqa: E402
+from .errors import (  # noqa: E402
+    PipeCommAborted,
+    PipeCommError,
+    PipeCommMismatch,
+    PipeCommPeerLost,
+    PipeCommTimeout,
+)
 from .info import info  # noqa: E402
 
-__all__ = ["__version__", "info"]
+__all__ = [
+    "Communicator",
+    "PipeCommAborted",
+    "PipeCommError",
+    "PipeCommMismatch",
+    "PipeCommPeerLost",
+    "PipeCommTimeout",
+    "Recv",
+    "Send",
+    "Work",
+    "__version__",
+    "get_communicator",
+    "info",
+]

@@ -1,0 +1,126 @@
+#include "bindings/python_args.h"
+
+#include <ATen/MemoryOverlap.h>
+
+#include <cmath>
+
+namespace pipecomm {
+namespace {
+
+std::string type_name(py::handle object) { return Py_TYPE(object.ptr())->tp_name; }
+
+[[noreturn]] void throw_value_error(const std::string& text) { throw py::value_error(text); }
+
+}  // namespace
+
+int index_argument(py::handle object, const std::string& name) {
+  if (PyBool_Check(object.ptr()) || !PyIndex_Check(object.ptr()))
+    throw py::type_error(name + " must be an int, not " + type_name(object));
+  const auto number = py::reinterpret_steal<py::object>(PyNumber_Index(object.ptr()));
+  if (!number) throw py::error_already_set();
+  int overflow = 0;
+  const long long value = PyLong_AsLongLongAndOverflow(number.ptr(), &overflow);
+  if (overflow != 0 || value < INT_MIN || value > INT_MAX)
+    throw_value_error(name + " " + py::str(number).cast<std::string>() + " is out of range");
+  return static_cast<int>(value);
+}
+
+std::optional<std::chrono::nanoseconds> timeout_argument(py::handle object) {
+  if (object.is_none()) return std::nullopt;
+  double seconds;
+  if (PyFloat_Check(object.ptr()) || (PyLong_Check(object.ptr()) && !PyBool_Check(object.ptr()))) {
+    seconds = PyFloat_AsDouble(object.ptr());
+    if (PyErr_Occurred()) throw py::error_already_set();
+  } else if (py::hasattr(object, "total_seconds")) {
+    seconds = object.attr("total_seconds")().cast<double>();
+  } else {
+    throw py::type_error("timeout must be a number of seconds, a timedelta or None, not " +
+                         type_name(object));
+  }
+  if (std::isinf(seconds) && seconds > 0) return std::nullopt;
+  constexpr double kMaxSeconds = 10.0 * 365 * 86400;
+  if (!(seconds > 0) || seconds > kMaxSeconds)
+    throw_value_error(
+        "timeout must be more than 0 and at most 10 years of seconds (math.inf: no limit), not " +
+        py::repr(object).cast<std::string>());
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(
+      std::chrono::duration<double>(seconds));
+}
+
+at::Tensor tensor_argument(py::handle object, const std::string& name, Access access,
+                           at::DeviceType device) {
+  if (!THPVariable_Check(object.ptr()))
+    throw py::type_error(name + " must be a torch.Tensor, not " + type_name(object));
+  at::Tensor tensor = THPVariable_Unpack(object.ptr());
+  if (!tensor.defined()) throw_value_error(name + " is undefined");
+  if (tensor.key_set().has(c10::DispatchKey::Python))
+    throw py::type_error(name + " is a " + type_name(object) +
+                         "; pass a plain torch.Tensor (its local, real data)");
+  if (tensor.layout() != at::kStrided || tensor.is_nested() || tensor.is_quantized())
+    throw_value_error(name + " must be a dense tensor, not " +
+                      (tensor.is_nested()      ? std::string("nested")
+                       : tensor.is_quantized() ? std::string("quantized")
+                                               : c10::str(tensor.layout())));
+  if (tensor.device().type() != device)
+    throw_value_error(name + " is on " + tensor.device().str() + ", but the communicator is for " +
+                      c10::DeviceTypeName(device, true) + " tensors");
+  if (access == Access::read) {
+    if (tensor.is_conj() || tensor.is_neg()) {
+      at::NoGradGuard no_grad;
+      tensor = tensor.resolve_conj().resolve_neg();
+    }
+    return tensor;
+  }
+  if (tensor.is_conj() || tensor.is_neg())
+    throw_value_error(
+        name +
+        " is a conjugate or negative view; receive into its base and take the view afterwards");
+  if (at::has_internal_overlap(tensor) == at::MemOverlap::Yes)
+    throw_value_error(
+        name +
+        " is expanded: several of its elements share memory; receive into a tensor of its own");
+  if (tensor.requires_grad() && at::GradMode::is_enabled())
+    throw_value_error(
+        name +
+        " requires grad; receive into a tensor that does not, and call requires_grad_() after, or "
+        "receive under torch.no_grad()");
+  return tensor;
+}
+
+TensorRef tensor_ref(const at::Tensor& tensor) {
+  TensorRef ref;
+  ref.data = static_cast<std::byte*>(tensor.data_ptr());
+  ref.dtype = {static_cast<uint8_t>(tensor.scalar_type()),
+               static_cast<uint8_t>(tensor.element_size())};
+  ref.shape.assign(tensor.sizes().begin(), tensor.sizes().end());
+  ref.strides.assign(tensor.strides().begin(), tensor.strides().end());
+  ref.storage = std::make_shared<c10::Storage>(tensor.storage());
+  return ref;
+}
+
+void mark_written(const at::Tensor& tensor) {
+  if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
+}
+
+void raise_failure(const Failure& failure) {
+  const auto errors = py::module_::import("pipecomm_ext.errors");
+  static constexpr const char* kNames[] = {"PipeCommError", "PipeCommTimeout", "PipeCommPeerLost",
+                                           "PipeCommMismatch", "PipeCommAborted"};
+  auto optional = [](int64_t value) -> py::object {
+    return value < 0 ? py::none() : py::object(py::int_(value));
+  };
+  const py::object error = errors.attr(kNames[static_cast<int>(failure.kind)])(
+      failure.message, py::arg("op") = failure.op, py::arg("rank") = optional(failure.rank),
+      py::arg("peer") = optional(failure.peer), py::arg("channel") = optional(failure.channel),
+      py::arg("seq") = optional(failure.seq), py::arg("dtype") = failure.dtype,
+      py::arg("shape") = py::tuple(py::cast(failure.shape)),
+      py::arg("origin_rank") = optional(failure.origin_rank));
+  PyErr_SetObject(py::type::of(error).ptr(), error.ptr());
+}
+
+void check_signals() {
+  py::gil_scoped_acquire gil;
+  if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+}
+
+}  // namespace pipecomm

@@ -1,0 +1,40 @@
+// From Python objects to what the engine takes, with errors that name the argument.
+#pragma once
+
+#include <torch/python.h>
+
+#include <optional>
+#include <string>
+
+#include "engine/communicator.h"
+
+namespace pipecomm {
+
+namespace py = pybind11;
+
+// A real integer (operator.index); bool, float and str are TypeErrors.
+int index_argument(py::handle object, const std::string& name);
+
+// None -> nullopt; a positive number of seconds or a timedelta. Zero, negative, NaN and absurdly
+// large values are ValueErrors, infinity is legal and means "no limit".
+std::optional<std::chrono::nanoseconds> timeout_argument(py::handle object);
+
+enum class Access : uint8_t { read, write };
+
+// A dense tensor on `device`. For Access::write also: no expanded memory, no conjugate view, no
+// autograd leaf.
+at::Tensor tensor_argument(py::handle object, const std::string& name, Access access,
+                           at::DeviceType device);
+
+TensorRef tensor_ref(const at::Tensor& tensor);
+
+// What was written to behind autograd's back is noted, so that it can complain about saved tensors.
+void mark_written(const at::Tensor& tensor);
+
+// The Python exception of a failure, with its fields as attributes.
+void raise_failure(const Failure& failure);
+
+// Runs pending signal handlers (Ctrl-C); call without the GIL.
+void check_signals();
+
+}  // namespace pipecomm

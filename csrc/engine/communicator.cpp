@@ -1,0 +1,437 @@
+#include "engine/communicator.h"
+
+#include <algorithm>
+
+#include "copy/copy_cpu.h"
+#include "plan/signature.h"
+
+namespace pipecomm {
+namespace {
+
+constexpr auto kTick = std::chrono::milliseconds(20);
+constexpr auto kGoodbyeLimit = std::chrono::seconds(2);
+constexpr size_t kMinSweep = 1024;
+
+std::string seconds_text(Clock::duration duration) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%.1f s", std::chrono::duration<double>(duration).count());
+  return text;
+}
+
+Descriptor describe(OpCode op, int channel, const TensorRef& tensor, uint64_t signature,
+                    int64_t num_bytes) {
+  Descriptor descriptor;
+  descriptor.op = op;
+  descriptor.channel = static_cast<uint8_t>(channel);
+  descriptor.dtype = tensor.dtype.code;
+  descriptor.num_dims = static_cast<uint8_t>(tensor.shape.size());
+  const size_t num_kept = std::min<size_t>(tensor.shape.size(), kMaxDescriptorDims);
+  std::copy_n(tensor.shape.begin(), num_kept, descriptor.shape.begin());
+  descriptor.signature = signature;
+  descriptor.num_bytes = num_bytes;
+  return descriptor;
+}
+
+// The communicator's failure as one of its operations reports it: with what that operation was
+// waiting for.
+FailurePtr failure_for(const FailurePtr& failure, const Operation& operation) {
+  const RequestPtr request = operation.first_pending();
+  if (!request) return failure;
+  auto own = std::make_shared<Failure>(*failure);
+  const Descriptor& descriptor = request->descriptor;
+  own->op = op_name(descriptor.op);
+  own->peer = request->peer;
+  own->channel = descriptor.channel;
+  own->seq = static_cast<int64_t>(descriptor.seq);
+  own->dtype = dtype_name(descriptor.dtype);
+  own->shape.assign(
+      descriptor.shape.begin(),
+      descriptor.shape.begin() + std::min<int>(descriptor.num_dims, kMaxDescriptorDims));
+  own->message +=
+      "; this rank was waiting for " + request_text(*request) + " of " + descriptor.text();
+  return own;
+}
+
+}  // namespace
+
+Communicator::Communicator(const CommunicatorOptions& options, const MakeTransport& make_transport)
+    : options_(options), copy_pool_(options.num_threads) {
+  if (options_.size < 1 || options_.rank < 0 || options_.rank >= options_.size)
+    throw std::invalid_argument("rank " + std::to_string(options_.rank) + " is not in a group of " +
+                                std::to_string(options_.size));
+  if (options_.num_channels < 1 || options_.num_channels > kMaxUserChannels)
+    throw std::invalid_argument("channels must be 1 to " + std::to_string(kMaxUserChannels) +
+                                ", not " + std::to_string(options_.num_channels));
+  transport_ = make_transport(*this);
+  watchdog_ = std::thread([this] { watch(); });
+}
+
+Communicator::~Communicator() {
+  if (!closed_) {
+    // Nobody can wait for operations any more; peers learn it from the goodbye.
+    closing_ = true;
+    transport_->begin_close();
+    transport_->close(Clock::now() + kGoodbyeLimit);
+  }
+  {
+    std::lock_guard lock(mutex_);
+    stop_watching_ = true;
+  }
+  stop_watch_.notify_all();
+  if (watchdog_.joinable()) watchdog_.join();
+}
+
+// ------------------------------------------------------------------------------------------------
+// checks
+
+FailurePtr Communicator::failure() const {
+  std::lock_guard lock(mutex_);
+  return failure_;
+}
+
+void Communicator::check_usable(OpCode op) const {
+  std::lock_guard lock(mutex_);
+  if (failure_) throw PipeCommException(failure_);
+  if (!closing_) return;
+  Failure closed{.kind = FailureKind::aborted,
+                 .message = "rank " + std::to_string(rank()) + ": " + op_name(op) +
+                            " on a closed communicator; create a new Communicator to go on",
+                 .op = op_name(op),
+                 .rank = rank(),
+                 .origin_rank = rank()};
+  throw PipeCommException(std::make_shared<Failure>(std::move(closed)));
+}
+
+// ------------------------------------------------------------------------------------------------
+// operations
+
+OperationPtr Communicator::make_operation(OpCode op) {
+  const Deadline deadline =
+      options_.timeout
+          ? Clock::now() + std::chrono::duration_cast<Clock::duration>(*options_.timeout)
+          : Deadline::max();
+  return std::make_shared<Operation>(op, deadline);
+}
+
+void Communicator::post(const OperationPtr& operation) {
+  std::vector<RequestPtr> requests = operation->seal();
+  for (const RequestPtr& request : requests) request->operation = operation;
+  {
+    std::lock_guard lock(mutex_);
+    if (failure_) throw PipeCommException(failure_);
+    if (in_flight_.size() >= sweep_at_) {
+      std::erase_if(in_flight_, [](const auto& weak) {
+        const OperationPtr op = weak.lock();
+        return !op || op->done();
+      });
+      sweep_at_ = std::max(kMinSweep, 2 * in_flight_.size());
+    }
+    in_flight_.push_back(operation);
+  }
+  if (!requests.empty()) transport_->post(std::move(requests));
+}
+
+OperationPtr Communicator::batch_p2p(std::span<const PointToPoint> batch,
+                                     std::function<void()> on_success) {
+  check_usable(OpCode::p2p);
+  check_batch(batch, size(), options_.num_channels);
+  const OperationPtr operation = make_operation(OpCode::p2p);
+  for (const auto& [send, recv] : pair_own_messages(batch, rank()))
+    std::copy_n(send->tensor.data, send->tensor.num_bytes(), recv->tensor.data);
+  for (const PointToPoint& op : batch) {
+    if (op.tensor.storage) operation->keep(op.tensor.storage);
+    if (op.peer == rank()) continue;
+    operation->add_request(op.direction, op.peer,
+                           describe(OpCode::p2p, op.channel, op.tensor, 0, op.tensor.num_bytes()),
+                           op.tensor.data);
+  }
+  if (on_success) operation->on_success(std::move(on_success));
+  std::lock_guard lock(post_mutex_);
+  post(operation);
+  return operation;
+}
+
+OperationPtr Communicator::exchange(OpCode op, PreparedExchangePtr prepared,
+                                    std::span<const TensorRef> inputs,
+                                    std::span<const TensorRef> outputs,
+                                    std::function<void()> on_success) {
+  check_usable(op);
+  const ExchangePlan& plan = prepared->plan();
+  if (plan.rank != rank() || plan.size != size())
+    throw std::invalid_argument("the plan is for rank " + std::to_string(plan.rank) + " of " +
+                                std::to_string(plan.size) + ", this is rank " +
+                                std::to_string(rank()) + " of " + std::to_string(size()));
+  auto layouts = [&](const char* what, std::span<const TensorRef> tensors,
+                     const std::vector<TensorSpec>& specs) {
+    if (tensors.size() != specs.size())
+      throw std::invalid_argument(plan.op + " takes " + std::to_string(specs.size()) + " " + what +
+                                  ", got " + std::to_string(tensors.size()));
+    std::vector<Layout> layouts;
+    for (size_t idx = 0; idx < tensors.size(); ++idx) {
+      const TensorSpec actual{tensors[idx].shape, tensors[idx].dtype};
+      if (actual != specs[idx])
+        throw std::invalid_argument(plan.op + ": " + what + "[" + std::to_string(idx) +
+                                    "] must be " + to_string(specs[idx]) + ", not " +
+                                    to_string(actual));
+      layouts.push_back({actual.shape, tensors[idx].strides, actual.dtype.itemsize});
+    }
+    return layouts;
+  };
+  auto lowered = prepared->lowered(layouts("inputs", inputs, plan.inputs),
+                                   layouts("outputs", outputs, plan.outputs));
+
+  struct Memory {  // what the copies read and write, alive until the epilogue has run
+    std::vector<const void*> inputs;
+    std::vector<void*> outputs;
+    std::shared_ptr<std::byte> send_staging, recv_staging;
+    CopyBuffers buffers() const {
+      return {inputs, outputs, send_staging.get(), recv_staging.get()};
+    }
+  };
+  auto memory = std::make_shared<Memory>();
+  for (const TensorRef& tensor : inputs) memory->inputs.push_back(tensor.data);
+  for (const TensorRef& tensor : outputs) memory->outputs.push_back(tensor.data);
+  memory->send_staging = staging_.acquire(lowered->send_staging_bytes);
+  memory->recv_staging = staging_.acquire(lowered->recv_staging_bytes);
+
+  const OperationPtr operation = make_operation(op);
+  operation->keep(memory);
+  for (const TensorRef& tensor : inputs) operation->keep(tensor.storage);
+  for (const TensorRef& tensor : outputs) operation->keep(tensor.storage);
+
+  auto copy = [this](std::span<const CopyTask> tasks, const CopyBuffers& buffers,
+                     const Scale& scale) {
+    if (tasks.empty()) return;
+    std::unique_lock lock(copy_pool_mutex_, std::try_to_lock);
+    execute_cpu(tasks, buffers, scale, lock ? &copy_pool_ : nullptr);
+  };
+  copy(lowered->pack_and_local(), memory->buffers(), lowered->scale);
+  operation->on_success([copy, lowered, memory, on_success = std::move(on_success)] {
+    copy(lowered->unpack(), memory->buffers(), Scale{});
+    if (on_success) on_success();
+  });
+
+  // One message per ordered pair, empty ones too: that is how ranks hear of each other.
+  const TensorRef nothing;
+  const TensorRef& shown = !inputs.empty() ? inputs[0] : !outputs.empty() ? outputs[0] : nothing;
+  auto add_requests = [&](Direction direction, const std::vector<LoweredMessage>& messages) {
+    auto message = messages.begin();
+    for (int peer = 0; peer < size(); ++peer) {
+      if (peer == rank()) continue;
+      std::byte* data = nullptr;
+      int64_t num_bytes = 0;
+      if (message != messages.end() && message->peer == peer) {
+        num_bytes = message->bytes;
+        std::byte* base = nullptr;
+        if (!message->is_staged())
+          base = direction == Direction::send ? inputs[message->tensor_idx].data
+                                              : outputs[message->tensor_idx].data;
+        else
+          base = (direction == Direction::send ? memory->send_staging : memory->recv_staging).get();
+        data = base + message->offset_bytes;
+        ++message;
+      }
+      operation->add_request(direction, peer,
+                             describe(op, kCollectiveChannel, shown, plan.signature, num_bytes),
+                             data);
+    }
+  };
+  add_requests(Direction::recv, lowered->recvs);
+  add_requests(Direction::send, lowered->sends);
+  ++num_exchanges_;
+  num_passes_ += lowered->copy_passes();
+  std::lock_guard lock(post_mutex_);
+  post(operation);
+  return operation;
+}
+
+OperationPtr Communicator::broadcast(const TensorRef& tensor, int source,
+                                     std::function<void()> on_success) {
+  check_usable(OpCode::broadcast);
+  check_peer(source, size(), "source rank");
+  const uint64_t signature =
+      Signature("broadcast").add(source).add(tensor.dtype).add(tensor.shape).value();
+  const OperationPtr operation = make_operation(OpCode::broadcast);
+  if (tensor.storage) operation->keep(tensor.storage);
+  for (Direction direction : {Direction::recv, Direction::send}) {
+    for (int peer = 0; peer < size(); ++peer) {
+      if (peer == rank()) continue;
+      const int sender = direction == Direction::send ? rank() : peer;
+      const int64_t num_bytes = sender == source ? tensor.num_bytes() : 0;
+      operation->add_request(
+          direction, peer,
+          describe(OpCode::broadcast, kCollectiveChannel, tensor, signature, num_bytes),
+          num_bytes > 0 ? tensor.data : nullptr);
+    }
+  }
+  if (on_success) operation->on_success(std::move(on_success));
+  std::lock_guard lock(post_mutex_);
+  post(operation);
+  return operation;
+}
+
+OperationPtr Communicator::barrier() {
+  check_usable(OpCode::barrier);
+  const OperationPtr operation = make_operation(OpCode::barrier);
+  for (Direction direction : {Direction::recv, Direction::send})
+    for (int peer = 0; peer < size(); ++peer)
+      if (peer != rank())
+        operation->add_request(direction, peer,
+                               describe(OpCode::barrier, kCollectiveChannel, {}, 0, 0), nullptr);
+  std::lock_guard lock(post_mutex_);
+  post(operation);
+  return operation;
+}
+
+void Communicator::refuse(OpCode op, const std::string& reason) {
+  check_usable(op);
+  const OperationPtr operation = make_operation(op);
+  for (Direction direction : {Direction::recv, Direction::send}) {
+    for (int peer = 0; peer < size(); ++peer) {
+      if (peer == rank()) continue;
+      Request& request = operation->add_request(
+          direction, peer, describe(op, kCollectiveChannel, {}, 0, 0), nullptr);
+      request.refuses = true;
+      request.refusal = reason;
+    }
+  }
+  std::lock_guard lock(post_mutex_);
+  post(operation);
+}
+
+bool Communicator::wait(Operation& operation, Deadline until,
+                        const std::function<void()>& interrupted) {
+  while (!operation.done()) {
+    transport_->assist(operation);
+    const auto slice = std::min(until, Clock::now() + 5 * kTick);
+    if (operation.wait_until(slice)) break;
+    if (interrupted) interrupted();
+    if (Clock::now() >= until) return false;
+  }
+  if (const FailurePtr failure = operation.failure()) throw PipeCommException(failure);
+  return true;
+}
+
+// ------------------------------------------------------------------------------------------------
+// failure and end
+
+void Communicator::fail(Failure failure) {
+  auto shared = std::make_shared<const Failure>(std::move(failure));
+  std::deque<std::weak_ptr<Operation>> in_flight;
+  {
+    std::lock_guard lock(mutex_);
+    if (failure_ || closed_) return;
+    failure_ = shared;
+    in_flight.swap(in_flight_);
+  }
+  transport_->abort(*shared);
+  for (const auto& weak : in_flight)
+    if (const OperationPtr operation = weak.lock())
+      operation->fail(failure_for(shared, *operation));
+}
+
+void Communicator::abort(const std::string& reason) {
+  fail({.kind = FailureKind::aborted,
+        .message = "rank " + std::to_string(rank()) + ": communicator aborted by rank " +
+                   std::to_string(rank()) + (reason.empty() ? "" : ": " + reason),
+        .rank = rank(),
+        .origin_rank = rank()});
+}
+
+void Communicator::on_peer_lost(int peer, const std::string& why) {
+  fail({.kind = FailureKind::peer_lost,
+        .message = "rank " + std::to_string(rank()) + ": lost the connection to rank " +
+                   std::to_string(peer) + ", which died or was cut off (" + why + ")",
+        .rank = rank(),
+        .peer = peer,
+        .origin_rank = peer});
+}
+
+void Communicator::on_remote_failure(const Failure& remote) {
+  Failure failure = remote;
+  failure.rank = rank();
+  failure.message = "rank " + std::to_string(rank()) + ": communicator failed on rank " +
+                    std::to_string(remote.rank) + ": " + remote.message;
+  fail(std::move(failure));
+}
+
+void Communicator::on_broken(const std::string& why) {
+  fail({.kind = FailureKind::error,
+        .message = "rank " + std::to_string(rank()) + ": transport failure: " + why,
+        .rank = rank(),
+        .origin_rank = rank()});
+}
+
+void Communicator::expire(Operation& operation) {
+  Failure failure{.kind = FailureKind::timeout,
+                  .op = op_name(operation.op()),
+                  .rank = rank(),
+                  .origin_rank = rank()};
+  std::string text = "rank " + std::to_string(rank()) + ": " + op_name(operation.op()) +
+                     " timed out after " + seconds_text(Clock::now() - operation.posted_at()) +
+                     " (limit " + seconds_text(operation.deadline() - operation.posted_at()) +
+                     "), " + operation.pending_text();
+  if (const RequestPtr request = operation.first_pending())
+    text +=
+        "; rank " + std::to_string(request->peer) + ": " + transport_->describe_peer(request->peer);
+  failure.message =
+      text + "; check that the other rank calls the matching operation, or raise timeout=";
+  fail(std::move(failure));
+}
+
+void Communicator::watch() {
+  std::unique_lock lock(mutex_);
+  while (!stop_watching_) {
+    stop_watch_.wait_for(lock, kTick);
+    OperationPtr expired;
+    while (!in_flight_.empty()) {
+      OperationPtr oldest = in_flight_.front().lock();
+      if (oldest && !oldest->done()) {
+        if (Clock::now() >= oldest->deadline()) expired = std::move(oldest);
+        break;
+      }
+      in_flight_.pop_front();
+    }
+    lock.unlock();
+    transport_->tick();
+    if (expired) expire(*expired);
+    expired.reset();
+    lock.lock();
+  }
+}
+
+void Communicator::close(const std::function<void()>& interrupted) {
+  std::vector<OperationPtr> pending;
+  bool failed_before = false;
+  {
+    std::lock_guard post_lock(post_mutex_);
+    std::lock_guard lock(mutex_);
+    if (std::exchange(closing_, true)) return;
+    failed_before = failure_ != nullptr;
+    for (const auto& weak : in_flight_)
+      if (OperationPtr operation = weak.lock()) pending.push_back(std::move(operation));
+  }
+  transport_->begin_close();
+  FailurePtr failure;
+  if (!failed_before) {
+    for (const OperationPtr& operation : pending) {
+      try {
+        wait(*operation, Deadline::max(), interrupted);
+      } catch (const PipeCommException& error) {
+        if (!failure) failure = error.failure();
+      }
+    }
+  }
+  pending.clear();
+  transport_->close(Clock::now() + kGoodbyeLimit);
+  {
+    std::lock_guard lock(mutex_);
+    stop_watching_ = true;
+    closed_ = true;
+  }
+  stop_watch_.notify_all();
+  watchdog_.join();
+  if (failure) throw PipeCommException(failure);
+}
+
+}  // namespace pipecomm

@@ -1,0 +1,120 @@
+// The engine: validates calls, orders them, runs plan -> pack -> transport -> unpack, and turns
+// whatever goes wrong on any rank into one error on all of them. Knows tensors only as addresses,
+// shapes and strides.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "copy/thread_pool.h"
+#include "engine/failure.h"
+#include "engine/operation.h"
+#include "engine/point_to_point.h"
+#include "engine/prepared_exchange.h"
+#include "engine/staging.h"
+#include "transport/transport.h"
+
+namespace pipecomm {
+
+struct CommunicatorOptions {
+  int rank = 0;
+  int size = 1;
+  int num_channels = 2;
+  std::optional<std::chrono::nanoseconds> timeout;  // none: wait forever
+  int num_threads = 1;                              // for packing
+};
+
+// Bytes and passes that exchanges of this communicator have copied, for tests and benchmarks.
+struct CopyCounters {
+  int64_t num_exchanges = 0;
+  int64_t num_passes = 0;
+  int64_t num_staging_allocations = 0;
+};
+
+class Communicator final : private TransportEvents {
+ public:
+  using MakeTransport = std::function<std::unique_ptr<HostTransport>(TransportEvents&)>;
+  Communicator(const CommunicatorOptions& options, const MakeTransport& make_transport);
+  ~Communicator() override;
+
+  int rank() const { return options_.rank; }
+  int size() const { return options_.size; }
+  const CommunicatorOptions& options() const { return options_; }
+
+  // All calls below throw std::invalid_argument before anything is posted, or PipeCommException
+  // with the original cause once the communicator has failed or is closed.
+  //
+  // Point-to-point: one group of messages. `on_success` runs before waiters see the end.
+  OperationPtr batch_p2p(std::span<const PointToPoint> batch,
+                         std::function<void()> on_success = nullptr);
+
+  // Collectives: every rank hears from every other one, so that a rank that refuses is known to
+  // all.
+  OperationPtr exchange(OpCode op, PreparedExchangePtr plan, std::span<const TensorRef> inputs,
+                        std::span<const TensorRef> outputs,
+                        std::function<void()> on_success = nullptr);
+  OperationPtr broadcast(const TensorRef& tensor, int source,
+                         std::function<void()> on_success = nullptr);
+  OperationPtr barrier();
+  // Instead of a collective that this rank cannot take part in.
+  void refuse(OpCode op, const std::string& reason);
+
+  // Blocks until the operation is done and throws its failure, if any; false if `until` passes
+  // first. `interrupted` is asked now and then on the waiting thread and may throw (pending
+  // signals).
+  bool wait(Operation& operation, Deadline until, const std::function<void()>& interrupted);
+
+  // The failure of all operations from now on, on all ranks; the first one counts.
+  void fail(Failure failure);
+  void abort(const std::string& reason);
+  // Finishes what is under way, says goodbye and releases everything. Throws if operations were
+  // still pending when their deadline passed. Idempotent.
+  void close(const std::function<void()>& interrupted);
+  bool closed() const { return closed_; }
+  FailurePtr failure() const;
+  CopyCounters copy_counters() const {
+    return {num_exchanges_, num_passes_, staging_.num_allocations()};
+  }
+
+ private:
+  void on_peer_lost(int peer, const std::string& why) override;
+  void on_remote_failure(const Failure& failure) override;
+  void on_broken(const std::string& why) override;
+
+  void check_usable(OpCode op) const;
+  OperationPtr make_operation(OpCode op);
+  void post(const OperationPtr& operation);
+  void watch();
+  void expire(Operation& operation);
+
+  const CommunicatorOptions options_;
+  StagingPool staging_;
+  ThreadPool copy_pool_;
+  std::mutex copy_pool_mutex_;
+  std::atomic<int64_t> num_exchanges_{0};
+  std::atomic<int64_t> num_passes_{0};
+
+  mutable std::mutex mutex_;
+  FailurePtr failure_;
+  std::deque<std::weak_ptr<Operation>> in_flight_;  // in post order, and so in order of deadlines
+  size_t sweep_at_ = 0;                             // length at which finished ones are removed
+  std::atomic<bool> closed_{false};
+  bool closing_ = false;
+
+  std::mutex post_mutex_;  // the order of posts is the order of matches
+  std::unique_ptr<HostTransport> transport_;
+  std::condition_variable stop_watch_;
+  bool stop_watching_ = false;
+  std::thread watchdog_;
+};
+
+}  // namespace pipecomm

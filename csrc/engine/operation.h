@@ -1,0 +1,108 @@
+// One call of the user: a set of requests that succeed or fail together, and the thing that a Work
+// handle waits on.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstddef>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "engine/descriptor.h"
+#include "engine/failure.h"
+
+namespace pipecomm {
+
+using Clock = std::chrono::steady_clock;
+using Deadline = Clock::time_point;
+
+enum class Direction : uint8_t { send, recv };
+
+class Operation;
+using OperationPtr = std::shared_ptr<Operation>;
+
+// One message, one direction. Messages match in post order per (source, destination, channel).
+struct Request {
+  Direction direction = Direction::send;
+  int peer = 0;
+  Descriptor descriptor;  // what this end believes; the transport fills in `seq`
+  std::byte* data =
+      nullptr;             // contiguous payload of `descriptor.num_bytes`; may be null if that is 0
+  OperationPtr operation;  // null only for a refusal
+
+  // A refusal takes the message's place in the order, carries no payload, and fails the request of
+  // the other end with `refusal` as the reason. The refusing end's own request settles without
+  // failure.
+  bool refuses = false;
+  std::string refusal;
+
+  std::atomic<bool> settled{false};
+  std::shared_ptr<void> transport_state;  // the transport's own, opaque to everybody else
+};
+using RequestPtr = std::shared_ptr<Request>;
+
+// "recv #3 on channel 0 from rank 1"
+std::string request_text(const Request& request);
+
+class Operation {
+ public:
+  Operation(OpCode op, Deadline deadline)
+      : op_(op), posted_at_(Clock::now()), deadline_(deadline) {}
+
+  OpCode op() const { return op_; }
+  Clock::time_point posted_at() const { return posted_at_; }
+  Deadline deadline() const { return deadline_; }
+
+  // --- building, before the operation is posted ---
+  Request& add_request(Direction direction, int peer, const Descriptor& descriptor,
+                       std::byte* data);
+  // `resource` (a storage, a staging buffer) lives until the operation has settled.
+  void keep(std::shared_ptr<void> resource) { kept_.push_back(std::move(resource)); }
+  // Runs once, on the thread that settles the last request, and only if all succeeded: the unpack
+  // copy of an exchange.
+  void on_success(std::function<void()> epilogue) { epilogue_ = std::move(epilogue); }
+  // Call once after the last add_request: the requests to post. Settles at once if there are none.
+  std::vector<RequestPtr> seal();
+
+  // --- called by transports: the first call for a request counts, later ones are ignored ---
+  static void settle(Request& request, FailurePtr failure);
+
+  // Fails the operation at once, whatever its requests do (communicator failure). What the requests
+  // point to stays alive as long as the transport holds them, since a request owns its operation.
+  void fail(FailurePtr failure);
+
+  // --- called by waiters ---
+  bool done() const { return done_.load(std::memory_order_acquire); }
+  FailurePtr failure() const;
+  // False if `until` passes first.
+  bool wait_until(Deadline until);
+
+  // "1 send, 2 recv pending", for error texts.
+  std::string pending_text() const;
+  // A pending request to name in errors, or null.
+  RequestPtr first_pending() const;
+  // The requests that a waiting thread may help with (empty once done).
+  std::vector<RequestPtr> requests() const;
+
+ private:
+  void settle_one(FailurePtr failure);
+  void finish(std::unique_lock<std::mutex>& lock);
+
+  const OpCode op_;
+  const Clock::time_point posted_at_;
+  const Deadline deadline_;
+  mutable std::mutex mutex_;
+  std::condition_variable settled_;
+  std::atomic<bool> done_{false};
+  int num_pending_ = 0;
+  FailurePtr failure_;
+  std::function<void()> epilogue_;
+  std::vector<std::shared_ptr<void>> kept_;
+  std::vector<RequestPtr> requests_;
+};
+
+}  // namespace pipecomm

@@ -1,0 +1,92 @@
+#include "engine/point_to_point.h"
+
+#include <algorithm>
+#include <stdexcept>
+
+namespace pipecomm {
+
+void check_peer(int peer, int size, const std::string& what) {
+  if (peer >= 0 && peer < size) return;
+  throw std::invalid_argument(what + " " + std::to_string(peer) + " is not in 0.." +
+                              std::to_string(size - 1) +
+                              "; it is a rank within the group, not a global rank");
+}
+
+void check_batch(std::span<const PointToPoint> batch, int size, int num_channels) {
+  auto at = [&](size_t op_idx) {
+    return batch.size() == 1 ? std::string() : "ops[" + std::to_string(op_idx) + "]: ";
+  };
+  struct Interval {
+    const std::byte* begin;
+    const std::byte* end;
+    size_t op_idx;
+  };
+  std::vector<Interval> intervals;
+  intervals.reserve(batch.size());
+  bool receives = false;
+  for (size_t op_idx = 0; op_idx < batch.size(); ++op_idx) {
+    const PointToPoint& op = batch[op_idx];
+    check_peer(op.peer, size, at(op_idx) + "peer");
+    if (op.channel < 0 || op.channel >= num_channels)
+      throw std::invalid_argument(
+          at(op_idx) + "channel " + std::to_string(op.channel) + " is not in 0.." +
+          std::to_string(num_channels - 1) +
+          "; make the Communicator with channels=" + std::to_string(op.channel + 1));
+    receives |= op.direction == Direction::recv;
+    const int64_t num_bytes = op.tensor.num_bytes();
+    if (num_bytes > 0) intervals.push_back({op.tensor.data, op.tensor.data + num_bytes, op_idx});
+  }
+  if (!receives || intervals.size() < 2) return;
+  // Sends may share memory with sends; a receive with nothing.
+  std::sort(intervals.begin(), intervals.end(),
+            [](const Interval& a, const Interval& b) { return a.begin < b.begin; });
+  const Interval* furthest = nullptr;       // reaches furthest of all before
+  const Interval* furthest_recv = nullptr;  // of the receives before
+  for (const Interval& interval : intervals) {
+    const bool is_recv = batch[interval.op_idx].direction == Direction::recv;
+    const Interval* before = is_recv ? furthest : furthest_recv;
+    if (before && before->end > interval.begin) {
+      const auto [first, second] = std::minmax(before->op_idx, interval.op_idx);
+      throw std::invalid_argument(
+          "ops[" + std::to_string(first) + "] and ops[" + std::to_string(second) +
+          "] share memory, and at least one of them receives into it; use separate tensors");
+    }
+    if (!furthest || interval.end > furthest->end) furthest = &interval;
+    if (is_recv && (!furthest_recv || interval.end > furthest_recv->end)) furthest_recv = &interval;
+  }
+}
+
+std::vector<std::pair<const PointToPoint*, const PointToPoint*>> pair_own_messages(
+    std::span<const PointToPoint> batch, int rank) {
+  std::vector<const PointToPoint*> sends, recvs;
+  for (const PointToPoint& op : batch) {
+    if (op.peer != rank) continue;
+    (op.direction == Direction::send ? sends : recvs).push_back(&op);
+  }
+  auto by_channel = [](const PointToPoint* a, const PointToPoint* b) {
+    return a->channel < b->channel;
+  };
+  std::stable_sort(sends.begin(), sends.end(), by_channel);
+  std::stable_sort(recvs.begin(), recvs.end(), by_channel);
+  const bool pairs_up = std::equal(sends.begin(), sends.end(), recvs.begin(), recvs.end(),
+                                   [](const PointToPoint* send, const PointToPoint* recv) {
+                                     return send->channel == recv->channel;
+                                   });
+  const std::string who = "a message of rank " + std::to_string(rank) + " to itself ";
+  if (!pairs_up)
+    throw std::invalid_argument(
+        who + "needs its receive on the same channel in the same batch, but there are " +
+        std::to_string(sends.size()) + " sends and " + std::to_string(recvs.size()) + " receives");
+  std::vector<std::pair<const PointToPoint*, const PointToPoint*>> pairs;
+  for (size_t idx = 0; idx < sends.size(); ++idx) {
+    const TensorSpec from{sends[idx]->tensor.shape, sends[idx]->tensor.dtype};
+    const TensorSpec to{recvs[idx]->tensor.shape, recvs[idx]->tensor.dtype};
+    if (from != to)
+      throw std::invalid_argument(who + "carries " + to_string(from) +
+                                  ", but the receive expects " + to_string(to));
+    pairs.emplace_back(sends[idx], recvs[idx]);
+  }
+  return pairs;
+}
+
+}  // namespace pipecomm

@@ -1,0 +1,36 @@
+// A plan with the copies that it lowers to, kept per combination of strides: made once, run many
+// times.
+#pragma once
+
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "plan/exchange_plan.h"
+#include "plan/lower.h"
+
+namespace pipecomm {
+
+class PreparedExchange {
+ public:
+  // Throws std::invalid_argument if the plan is not valid.
+  explicit PreparedExchange(ExchangePlan plan) : plan_(std::move(plan)) { plan_.validate(); }
+
+  const ExchangePlan& plan() const { return plan_; }
+  std::shared_ptr<const LoweredExchange> lowered(const std::vector<Layout>& inputs,
+                                                 const std::vector<Layout>& outputs);
+
+ private:
+  struct Entry {
+    std::vector<Dims> strides;  // of inputs, then outputs
+    std::shared_ptr<const LoweredExchange> lowered;
+  };
+
+  const ExchangePlan plan_;
+  std::mutex mutex_;
+  std::vector<Entry> entries_;
+};
+
+using PreparedExchangePtr = std::shared_ptr<PreparedExchange>;
+
+}  // namespace pipecomm

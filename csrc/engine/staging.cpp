@@ -1,0 +1,54 @@
+#include "engine/staging.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <new>
+
+namespace pipecomm {
+namespace {
+
+constexpr int64_t kPageBytes = 4096;
+// More than enough for the exchanges that one communicator has under way; the rest goes back to the
+// system.
+constexpr size_t kMaxFreeBuffers = 16;
+
+}  // namespace
+
+StagingPool::State::~State() {
+  for (const Buffer& buffer : free) std::free(buffer.data);
+}
+
+std::shared_ptr<std::byte> StagingPool::acquire(int64_t num_bytes) {
+  if (num_bytes == 0) return nullptr;
+  Buffer buffer{};
+  {
+    std::lock_guard lock(state_->mutex);
+    // Smallest that fits, but never one that is much too large.
+    auto best = state_->free.end();
+    for (auto it = state_->free.begin(); it != state_->free.end(); ++it) {
+      if (it->num_bytes < num_bytes || it->num_bytes > 2 * num_bytes + kPageBytes) continue;
+      if (best == state_->free.end() || it->num_bytes < best->num_bytes) best = it;
+    }
+    if (best != state_->free.end()) {
+      buffer = *best;
+      state_->free.erase(best);
+    }
+  }
+  if (buffer.data == nullptr) {
+    buffer.num_bytes = (num_bytes + kPageBytes - 1) / kPageBytes * kPageBytes;
+    buffer.data = static_cast<std::byte*>(
+        std::aligned_alloc(kPageBytes, static_cast<size_t>(buffer.num_bytes)));
+    if (buffer.data == nullptr) throw std::bad_alloc();
+    ++state_->num_allocations;
+  }
+  return {buffer.data, [state = state_, buffer](std::byte*) {
+            std::lock_guard lock(state->mutex);
+            if (state->free.size() == kMaxFreeBuffers) {
+              std::free(state->free.front().data);
+              state->free.erase(state->free.begin());
+            }
+            state->free.push_back(buffer);
+          }};
+}
+
+}  // namespace pipecomm

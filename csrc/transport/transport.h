@@ -1,0 +1,64 @@
+// The one interface between the engine and whatever moves bytes between the ranks of a host-memory
+// communicator.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "engine/descriptor.h"
+#include "engine/failure.h"
+#include "engine/operation.h"
+
+namespace pipecomm {
+
+inline constexpr int kMaxUserChannels = 15;
+inline constexpr int kCollectiveChannel =
+    kMaxUserChannels;  // channel of broadcast, barrier, exchanges
+inline constexpr int kNumChannels = kMaxUserChannels + 1;
+
+// What a transport tells its owner. Called from transport threads, never with a transport lock
+// held.
+class TransportEvents {
+ public:
+  virtual ~TransportEvents() = default;
+  virtual void on_peer_lost(int peer, const std::string& why) = 0;
+  virtual void on_remote_failure(
+      const Failure& failure) = 0;  // a peer announced that its communicator failed
+  virtual void on_broken(const std::string& why) = 0;  // an error of the transport itself
+};
+
+class HostTransport {
+ public:
+  virtual ~HostTransport() = default;
+
+  // Takes the whole batch in order and never waits for a peer. Settles each request's operation
+  // exactly once.
+  virtual void post(std::vector<RequestPtr> batch) = 0;
+
+  // Lends the waiting thread to the transport until `operation` is done or nothing is left for it
+  // to help with; may return at any time. Transports that progress by themselves do nothing here.
+  virtual void assist(Operation& /*operation*/) {}
+
+  // Called every few milliseconds by the owner's watchdog: look for dead peers, free threads that
+  // assist.
+  virtual void tick() = 0;
+
+  // Tells every live peer that this communicator failed, and stops all transfers: requests in
+  // flight are dropped, not settled (the owner fails their operations itself). Idempotent.
+  virtual void abort(const Failure& failure) = 0;
+
+  // Tells every peer that this rank posts nothing more: what can no longer match fails on both
+  // ends. Idempotent.
+  virtual void begin_close() = 0;
+
+  // Orderly goodbye within the deadline, then releases threads, connections and memory. Idempotent.
+  virtual void close(Deadline deadline) = 0;
+
+  // What is known of a peer, for error texts: "connection open, 2 messages waiting unmatched".
+  virtual std::string describe_peer(int peer) const = 0;
+};
+
+}  // namespace pipecomm

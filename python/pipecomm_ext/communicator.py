@@ -1,0 +1,399 @@
+"""The communicator: point-to-point batches, collectives and exchange plans over one group of ranks."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import datetime
+import math
+import os
+import sys
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from . import _C
+from .rendezvous import Rendezvous
+
+Send = _C.Send
+Recv = _C.Recv
+Work = _C.Work
+
+DEFAULT_TIMEOUT_S = 600.0
+MAX_CHANNELS = 15
+
+_TRANSPORTS = ("auto", "c10d", "nccl", "shm")
+_CHECKS = ("auto", "full", "off")
+
+
+class Communicator:
+    """Moves tensors between the ranks of a group. Construction is collective: all ranks of `group`, same arguments.
+
+    Args:
+        group: a torch ProcessGroup; None is the default group. Used for its store and its ranks only: all connections
+            are made here, once, and are the communicator's own.
+        device: "cpu" or "cuda", the kind of tensors moved; None takes what the group can do, "cuda" first.
+        transport: "auto", or "c10d", "nccl", "shm" to insist.
+        channels: number of independent message orders per pair of ranks, 1 to 15 (say 0 for activations, 1 for
+            gradients): messages match in post order per (source, destination, channel).
+        timeout: seconds or timedelta after which an operation fails, on all ranks, with PipeCommTimeout; None is
+            600 s, math.inf no limit.
+        check: "auto" and "full" compare a description of every message on CPU; "off" is for measurements of its cost.
+
+    Peers are ranks within the group. After a failure (a dead peer, a timeout, `abort()`) every call raises the
+    original cause. A context manager: leaving it closes, leaving it by an exception aborts.
+
+    Raises:
+        ValueError, TypeError: wrong arguments; the other ranks get PipeCommMismatch naming this one.
+        PipeCommTimeout: a rank did not join within `timeout`.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        device: str | torch.device | None = None,
+        transport: str = "auto",
+        channels: int = 2,
+        timeout: float | datetime.timedelta | None = None,
+        check: str = "auto",
+    ) -> None:
+        if not dist.is_initialized():
+            raise ValueError(
+                "torch.distributed is not initialised; call torch.distributed.init_process_group() first"
+            )
+        if group is None:
+            group = dist.group.WORLD
+        if group is dist.GroupMember.NON_GROUP_MEMBER or dist.get_rank(group) < 0:
+            raise ValueError(f"rank {dist.get_rank()} (global) is not a member of the group")
+        error: Exception | None = None
+        limit: float | None = DEFAULT_TIMEOUT_S
+        facts: dict[str, Any] = {}
+        try:
+            limit = _seconds(timeout)
+            facts = _facts(group, device, transport, channels, limit, check)
+        except (TypeError, ValueError) as wrong:
+            error, facts = wrong, {"error": f"{type(wrong).__name__}: {wrong}"}
+        meeting = Rendezvous(group, limit)
+        try:
+            everybody = meeting.gather("facts", facts)
+        finally:
+            if error is not None:
+                raise error
+        _require_equal(everybody, meeting.rank)
+        self._group = group
+        self._rank, self._size = meeting.rank, meeting.size
+        self._device = torch.device(facts["device"])
+        self._transport, self._transport_reason = _choose(facts, everybody)
+        backend = _connect(meeting)
+        self._c = _C.Communicator(
+            backend=backend,
+            rank=self._rank,
+            size=self._size,
+            epoch=meeting.shared_random(),
+            channels=channels,
+            timeout=math.inf if limit is None else limit,
+            num_threads=torch.get_num_threads(),
+        )
+        del backend  # the extension is its only owner, so that close() really closes the connections
+        _open.add(self)
+
+    # ---------------------------------------------------------------- facts
+
+    @property
+    def rank(self) -> int:
+        """My rank in the group."""
+        return self._rank
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self._size
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The torch group that this was made from."""
+        return self._group
+
+    @property
+    def device(self) -> torch.device:
+        """The kind of device whose tensors are moved."""
+        return self._device
+
+    @property
+    def transport(self) -> str:
+        """What moves the bytes: "c10d", "nccl" or "shm"; equal on all ranks."""
+        return self._transport
+
+    @property
+    def transport_reason(self) -> str:
+        """Why it was chosen."""
+        return self._transport_reason
+
+    @property
+    def closed(self) -> bool:
+        """Whether close() has finished."""
+        return self._c.closed
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else "failed" if self._c.failed else "open"
+        return (
+            f"<Communicator rank {self.rank} of {self.size}, {self.device.type}, {self.transport}, {state}>"
+        )
+
+    # ---------------------------------------------------------------- point to point
+
+    def batch_p2p(self, ops: Sequence[Any], *, async_op: bool = False) -> Work | None:
+        """Posts sends and receives as one group.
+
+        Args:
+            ops: `Send` / `Recv` objects, or torch.distributed.P2POp (their peers are global ranks, their tags
+                channels). Any number, also none. Messages to oneself need their receive in the same batch.
+            async_op: return a Work instead of waiting.
+
+        Shapes and dtypes must agree on both ends, else both raise PipeCommMismatch and nothing is transferred. A
+        non-contiguous send is copied, a non-contiguous receive staged. Buffers belong to the operation until it is
+        done.
+        """
+        if any(type(op) is not Send and type(op) is not Recv for op in ops):
+            ops = [self._from_torch(op, op_idx) for op_idx, op in enumerate(ops)]
+        return self._finish(self._c.batch_p2p(ops), async_op)
+
+    def send(self, tensor: torch.Tensor, dst: int, channel: int = 0) -> None:
+        """Sends a tensor to rank `dst`; returns when the receiver has accepted it."""
+        self._c.isend(tensor, dst, channel).wait()
+
+    def recv(self, tensor: torch.Tensor, src: int, channel: int = 0) -> None:
+        """Receives from rank `src` into `tensor`, whose shape and dtype must be the sender's."""
+        self._c.irecv(tensor, src, channel).wait()
+
+    def isend(self, tensor: torch.Tensor, dst: int, channel: int = 0) -> Work:
+        """Like `send`, without waiting. The buffer must not change until the Work is done."""
+        return self._c.isend(tensor, dst, channel)
+
+    def irecv(self, tensor: torch.Tensor, src: int, channel: int = 0) -> Work:
+        """Like `recv`, without waiting."""
+        return self._c.irecv(tensor, src, channel)
+
+    # ---------------------------------------------------------------- collectives
+
+    def broadcast(self, tensor: torch.Tensor, src: int, *, async_op: bool = False) -> Work | None:
+        """Copies `tensor` of rank `src` into `tensor` of all others; same shape and dtype everywhere."""
+        with self.collective("broadcast"):
+            work = self._c.broadcast(tensor, src)
+        return self._finish(work, async_op)
+
+    def barrier(self) -> None:
+        """Returns when all ranks have called it."""
+        self._c.barrier().wait()
+
+    def exchange(
+        self,
+        plan: _C.Plan,
+        inputs: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+        *,
+        async_op: bool = False,
+        op: str = "exchange",
+    ) -> Work | None:
+        """Runs an exchange plan: packs what is not contiguous, moves one message per peer, unpacks.
+
+        `inputs` and `outputs` have the shapes and dtypes of the plan; inputs are read by their strides. All ranks call
+        it, with plans of the same arguments.
+        """
+        with self.collective(op):
+            work = self._c.exchange(op, plan, inputs, outputs)
+        return self._finish(work, async_op)
+
+    @contextlib.contextmanager
+    def collective(self, op: str) -> Iterator[None]:
+        """Around the argument checks of a collective: if they fail here, every other rank's call of the same collective
+        raises PipeCommMismatch with the reason, nobody waits, and the next call works."""
+        try:
+            yield
+        except (ValueError, TypeError, IndexError) as error:
+            self._c.refuse(op, f"{type(error).__name__}: {error}")
+            raise
+
+    # ---------------------------------------------------------------- end
+
+    def abort(self, reason: str = "") -> None:
+        """Makes every pending and later call raise PipeCommAborted, on all ranks. Idempotent, from any thread."""
+        self._c.abort(str(reason))
+
+    def close(self) -> None:
+        """Waits for what is in flight, says goodbye and releases connections and threads. Idempotent.
+
+        Messages that can no longer match because their peer has closed raise PipeCommPeerLost here if nobody else
+        waited for them; those that nobody ever matches, PipeCommTimeout after the communicator's timeout.
+        """
+        _open.discard(self)
+        self._c.close()
+
+    def __enter__(self) -> Communicator:
+        return self
+
+    def __exit__(self, exc_type, exc, traceback) -> None:
+        if exc_type is not None:
+            self.abort(f"{exc_type.__name__}: {exc}")
+        self.close()
+
+    # ---------------------------------------------------------------- details
+
+    @staticmethod
+    def _finish(work: Work, async_op: bool) -> Work | None:
+        if async_op:
+            return work
+        work.wait()
+        return None
+
+    def _from_torch(self, op: Any, op_idx: int) -> Send | Recv:
+        if type(op) is Send or type(op) is Recv:
+            return op
+        if not isinstance(op, dist.P2POp):
+            raise TypeError(
+                f"ops[{op_idx}] must be a Send, a Recv or a torch.distributed.P2POp, not {type(op).__name__}"
+            )
+        peer = dist.get_group_rank(self._group, op.peer)
+        return (Send if op.op is dist.isend else Recv)(op.tensor, peer, op.tag)
+
+
+# Communicators that are open, closed at exit; and the default ones.
+_open: weakref.WeakSet[Communicator] = weakref.WeakSet()
+_default: weakref.WeakKeyDictionary[Any, dict[str, Communicator]] = weakref.WeakKeyDictionary()
+
+
+def get_communicator(
+    group: dist.ProcessGroup | None = None, device: str | torch.device | None = None
+) -> Communicator:
+    """The communicator of a group and device, made at the first call (which is collective) and closed at exit.
+
+    A closed one is replaced by a new one; a failed one is returned and goes on raising its cause until it is closed.
+    """
+    if not dist.is_initialized():
+        raise ValueError(
+            "torch.distributed is not initialised; call torch.distributed.init_process_group() first"
+        )
+    if group is None:
+        group = dist.group.WORLD
+    kind = _device_kind(group, device)
+    made = _default.setdefault(group, {})
+    if kind not in made or made[kind].closed:
+        made[kind] = Communicator(group, device=kind)
+    return made[kind]
+
+
+@atexit.register
+def _close_all() -> None:
+    crashed = getattr(sys, "last_value", None)
+    for communicator in list(_open):
+        with contextlib.suppress(Exception):
+            if crashed is not None:
+                communicator.abort(f"the process ends after {type(crashed).__name__}: {crashed}")
+            communicator.close()
+
+
+def _seconds(timeout: float | datetime.timedelta | None) -> float | None:
+    """Seconds, or None for no limit."""
+    if timeout is None:
+        return DEFAULT_TIMEOUT_S
+    if isinstance(timeout, datetime.timedelta):
+        timeout = timeout.total_seconds()
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
+        raise TypeError(
+            f"timeout must be a number of seconds, a timedelta or None, not {type(timeout).__name__}"
+        )
+    if timeout == math.inf:
+        return None
+    if not 0 < timeout <= 10 * 365 * 86400:
+        raise ValueError(
+            f"timeout must be more than 0 and at most 10 years (math.inf: no limit), not {timeout}"
+        )
+    return float(timeout)
+
+
+def _device_kind(group: dist.ProcessGroup, device: str | torch.device | None) -> str:
+    if device is None:
+        kinds = {kind.type for kind in group._device_types}
+        return "cuda" if "cuda" in kinds and torch.cuda.is_available() else "cpu"
+    kind = torch.device(device).type
+    if kind not in ("cpu", "cuda"):
+        raise ValueError(f'device must be "cpu" or "cuda", not "{device}"')
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ValueError('device="cuda" needs a CUDA device, and this process sees none')
+    return kind
+
+
+def _facts(group, device, transport, channels, limit, check) -> dict[str, Any]:
+    """What this rank brings to the construction; must be equal on all ranks, but for the keys under "local"."""
+    if transport not in _TRANSPORTS:
+        raise ValueError(f"transport must be one of {', '.join(_TRANSPORTS)}, not {transport!r}")
+    if check not in _CHECKS:
+        raise ValueError(f"check must be one of {', '.join(_CHECKS)}, not {check!r}")
+    if isinstance(channels, bool) or not isinstance(channels, int):
+        raise TypeError(f"channels must be an int, not {type(channels).__name__}")
+    if not 1 <= channels <= MAX_CHANNELS:
+        raise ValueError(f"channels must be 1 to {MAX_CHANNELS}, not {channels}")
+    requested = os.environ.get("PIPECOMM_TRANSPORT", "auto") if transport == "auto" else transport
+    if requested not in _TRANSPORTS:
+        raise ValueError(f"PIPECOMM_TRANSPORT must be one of {', '.join(_TRANSPORTS)}, not {requested!r}")
+    kind = _device_kind(group, device)
+    if requested in ("nccl", "shm"):
+        raise ValueError(
+            f'transport="{requested}" does not exist in this version for {kind} tensors; use "c10d"'
+        )
+    return {
+        "device": kind,
+        "transport": requested,
+        "channels": channels,
+        "timeout": limit,
+        "check": check,
+    }
+
+
+def _require_equal(everybody: list[dict[str, Any]], rank: int) -> None:
+    from .errors import PipeCommMismatch
+
+    for key in everybody[0]:
+        values = [record[key] for record in everybody]
+        for other, value in enumerate(values):
+            if value != values[0]:
+                raise PipeCommMismatch(
+                    f"rank {rank}: Communicator: ranks disagree about {key}: {values[0]!r} on rank 0, {value!r} on rank {other}",
+                    op="Communicator",
+                    rank=rank,
+                    peer=other,
+                    origin_rank=other,
+                )
+
+
+def _choose(facts: dict[str, Any], everybody: list[dict[str, Any]]) -> tuple[str, str]:
+    if facts["transport"] == "c10d":
+        return "c10d", "asked for"
+    return "c10d", "the portable transport (gloo), the only one for CPU tensors in this version"
+
+
+def _connect(meeting: Rendezvous):
+    """Connections of our own between all ranks, over gloo, whatever the backend of the user's group."""
+    if meeting.size == 1:
+        return None
+    remaining = meeting.remaining()
+    limit = datetime.timedelta(days=3650) if remaining is None else datetime.timedelta(seconds=remaining)
+    backend, outcome = None, {}
+    try:
+        backend = dist.ProcessGroupGloo(
+            dist.PrefixStore("gloo", meeting.store), meeting.rank, meeting.size, limit
+        )
+        # Deadlines are ours: an expired wait of gloo would close every connection.
+        backend._set_default_timeout(datetime.timedelta(days=3650))
+    except RuntimeError as error:
+        outcome = {"error": f"could not connect: {error}"}
+    meeting.gather("connected", outcome)
+    if backend is None:
+        from .errors import PipeCommError
+
+        raise PipeCommError(f"rank {meeting.rank}: {outcome['error']}", op="Communicator", rank=meeting.rank)
+    return backend
