@@ -68,20 +68,20 @@ int main(int argc, char** argv) {
                    {Layout::contiguous(plan.outputs[0])});
     };
     const LoweredExchange pack = lowered(forward), unpack = lowered(backward);
-    std::vector<char> tensor(input.bytes(), 1), staging(pack.send_staging_bytes + 64, 2);
-    void* const aligned = reinterpret_cast<void*>(
-        (reinterpret_cast<uintptr_t>(staging.data()) + 63) & ~uintptr_t{63});
-    const void* const inputs[] = {tensor.data()};
-    void* const outputs[] = {tensor.data()};
-    const CopyBuffers buffers{inputs, outputs, aligned, aligned};
-    int64_t bytes = 0;
-    for (const CopyTask& task : pack.pack()) bytes += task.copy.bytes();
-    measure(
-        "pack", run_bytes, bytes, [&] { execute_cpu(pack.pack(), buffers, {}, &pool); },
-        [&] { std::memcpy(aligned, tensor.data(), bytes); });
-    measure(
-        "unpack", run_bytes, bytes, [&] { execute_cpu(unpack.unpack(), buffers, {}, &pool); },
-        [&] { std::memcpy(tensor.data(), aligned, bytes); });
+    std::vector<char> tensor(input.bytes(), 1), output(input.bytes(), 2),
+        memory(input.bytes() + 64);
+    void* const staging =
+        reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(memory.data()) + 63) & ~uintptr_t{63});
+    const auto whole_pass = [&](const char* name, std::span<const CopyTask> tasks) {
+      const void* const inputs[] = {tensor.data()};
+      void* const outputs[] = {output.data()};
+      const CopyBuffers buffers{inputs, outputs, staging, staging};
+      measure(
+          name, run_bytes, input.bytes(), [&] { execute_cpu(tasks, buffers, {}, &pool); },
+          [&] { std::memcpy(output.data(), tensor.data(), input.bytes()); });
+    };
+    whole_pass("pack", pack.pack_and_local());
+    whole_pass("unpack", unpack.tasks);
   }
   return 0;
 }

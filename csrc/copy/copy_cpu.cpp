@@ -10,10 +10,6 @@
 
 #include "copy/float_formats.h"
 
-#ifdef __SSE2__
-#include <emmintrin.h>
-#endif
-
 namespace pipecomm {
 
 namespace {
@@ -22,13 +18,30 @@ constexpr int64_t kCacheLineBytes = 64;
 constexpr int64_t kSlabBytes = 256 << 10;       // of all tasks together; well inside the L2 cache
 constexpr int64_t kMinTaskSlabBytes = 4 << 10;  // below, starting a task costs more than it saves
 constexpr int64_t kMinThreadBytes = 1 << 20;    // below, waking a thread costs more than it saves
-constexpr int64_t kStreamingBytes = 8 << 20;    // jobs that push everything else out of the caches
 
-// ---- what happens to one run
-// ---------------------------------------------------------------------
+// ---- what happens to one run ----
 
-struct CopyBytes {
-  void operator()(char* dst, const char* src, int64_t bytes) const { std::memcpy(dst, src, bytes); }
+// The hardware foresees neither the jump to the next run nor that its lines will be written, so
+// they are asked for about 1 KiB ahead. Worth 25 % for runs of 256 B to 2 KiB.
+struct CopyRun {
+  int64_t dst_ahead_bytes = 0;
+
+  explicit CopyRun(const StridedCopy& copy) {
+    constexpr int64_t kAheadBytes = 1024, kLongRunBytes = 4096;
+    if (copy.num_dims == 0 || copy.run_bytes >= kLongRunBytes) return;
+    const int64_t runs_ahead = std::clamp<int64_t>(kAheadBytes / copy.run_bytes, 1, 8);
+    dst_ahead_bytes = runs_ahead * copy.dst_stride_bytes[copy.num_dims - 1];
+  }
+
+  void operator()(char* dst, const char* src, int64_t bytes) const {
+    if (dst_ahead_bytes != 0) {
+      const uintptr_t ahead = reinterpret_cast<uintptr_t>(dst) + dst_ahead_bytes;
+      for (int64_t line = 0; line < bytes; line += kCacheLineBytes) {
+        __builtin_prefetch(reinterpret_cast<const void*>(ahead + line), 1);
+      }
+    }
+    std::memcpy(dst, src, bytes);
+  }
 };
 
 // Runs of one machine word, as permuted tensors have them.
@@ -42,41 +55,6 @@ struct CopyWord {
     }
   }
 };
-
-// Writes whole cache lines past the caches, which saves reading them first.
-struct StreamBytes {
-  void operator()(char* dst, const char* src, int64_t bytes) const {
-#ifdef __SSE2__
-    const int64_t head = -reinterpret_cast<intptr_t>(dst) & (kCacheLineBytes - 1);
-    if (bytes >= head + kCacheLineBytes) {
-      std::memcpy(dst, src, head);
-      dst += head;
-      src += head;
-      bytes -= head;
-      for (; bytes >= kCacheLineBytes; bytes -= kCacheLineBytes) {
-        const auto* from = reinterpret_cast<const __m128i*>(src);
-        auto* to = reinterpret_cast<__m128i*>(dst);
-        const __m128i a = _mm_loadu_si128(from), b = _mm_loadu_si128(from + 1);
-        const __m128i c = _mm_loadu_si128(from + 2), d = _mm_loadu_si128(from + 3);
-        _mm_stream_si128(to, a);
-        _mm_stream_si128(to + 1, b);
-        _mm_stream_si128(to + 2, c);
-        _mm_stream_si128(to + 3, d);
-        dst += kCacheLineBytes;
-        src += kCacheLineBytes;
-      }
-    }
-#endif
-    std::memcpy(dst, src, bytes);
-  }
-};
-
-// Streaming stores are weakly ordered: whoever is told that the data is there must see it.
-void fence_streaming_stores() {
-#ifdef __SSE2__
-  _mm_sfence();
-#endif
-}
 
 template <typename Format, Scale::Kind kKind>
 struct ScaleElements {
@@ -95,8 +73,7 @@ struct ScaleElements {
   }
 };
 
-// ---- walking the runs of one task
-// ----------------------------------------------------------------
+// ---- walking the runs of one task ----
 
 // Applies `op` to bytes [begin, end) of the copy, counted in the order of its runs.
 template <typename RunOp>
@@ -165,11 +142,8 @@ void walk_scaled(const StridedCopy& copy, char* dst, const char* src, int64_t be
   }
 }
 
-// Whether a run is long enough that the partial lines at its ends do not matter.
-constexpr int64_t kMinStreamedRunBytes = 4 * kCacheLineBytes;
-
 void copy_range(const CopyTask& task, char* dst, const char* src, int64_t begin, int64_t end,
-                const Scale& scale, Stores stores) {
+                const Scale& scale) {
   const StridedCopy& copy = task.copy;
   if (begin >= end) return;
   switch (task.arithmetic) {
@@ -184,9 +158,6 @@ void copy_range(const CopyTask& task, char* dst, const char* src, int64_t begin,
     case Arithmetic::kBytes:
       break;
   }
-  if (stores == Stores::kStreaming && copy.run_bytes >= kMinStreamedRunBytes) {
-    return walk(copy, dst, src, begin, end, StreamBytes{});
-  }
   switch (copy.run_bytes) {
     case 1:
       return walk(copy, dst, src, begin, end, CopyWord<1>{});
@@ -199,7 +170,7 @@ void copy_range(const CopyTask& task, char* dst, const char* src, int64_t begin,
     case 16:
       return walk(copy, dst, src, begin, end, CopyWord<16>{});
     default:
-      return walk(copy, dst, src, begin, end, CopyBytes{});
+      return walk(copy, dst, src, begin, end, CopyRun(copy));
   }
 }
 
@@ -215,8 +186,7 @@ char* destination_of(const CopyTask& task, const CopyBuffers& buffers) {
   return static_cast<char*>(base) + task.dst_offset_bytes;
 }
 
-// ---- the whole job
-// -------------------------------------------------------------------------------
+// ---- the whole job ----
 
 // Where slab `slab` of `num_slabs` of a task begins: between two runs or, in long runs, two lines.
 int64_t slab_begin(const StridedCopy& copy, int64_t slab, int64_t num_slabs) {
@@ -227,40 +197,7 @@ int64_t slab_begin(const StridedCopy& copy, int64_t slab, int64_t num_slabs) {
   return position / unit * unit;
 }
 
-}  // namespace
-
-void execute_cpu(std::span<const CopyTask> tasks, const CopyBuffers& buffers, const Scale& scale,
-                 ThreadPool* pool) {
-  int64_t total_bytes = 0;
-  for (const CopyTask& task : tasks) total_bytes += task.copy.bytes();
-  if (total_bytes == 0) return;
-
-  const Stores stores = total_bytes >= kStreamingBytes ? Stores::kStreaming : Stores::kCached;
-  const int64_t max_parts = pool ? pool->num_threads() : 1;
-  const int64_t num_parts = std::clamp<int64_t>(total_bytes / kMinThreadBytes, 1, max_parts);
-  const int64_t slab_bytes =
-      std::max<int64_t>(kSlabBytes, kMinTaskSlabBytes * static_cast<int64_t>(tasks.size()));
-  const int64_t slabs_per_part = std::max<int64_t>(total_bytes / slab_bytes / num_parts, 1);
-  const int64_t num_slabs = slabs_per_part * num_parts;
-
-  const auto run_part = [&](int part) {
-    for (int64_t slab = part * slabs_per_part; slab < (part + 1) * slabs_per_part; ++slab) {
-      for (const CopyTask& task : tasks) {
-        copy_range(task, destination_of(task, buffers), source_of(task, buffers),
-                   slab_begin(task.copy, slab, num_slabs),
-                   slab_begin(task.copy, slab + 1, num_slabs), scale, stores);
-      }
-    }
-    if (stores == Stores::kStreaming) fence_streaming_stores();
-  };
-  if (num_parts == 1) {
-    run_part(0);
-  } else {
-    pool->parallel_for(static_cast<int>(num_parts), run_part);
-  }
-}
-
-namespace {
+// ---- part of a message ----
 
 void check_range(const LoweredMessage& message, int64_t begin, int64_t end) {
   if (begin < 0 || begin > end || end > message.bytes) {
@@ -299,55 +236,73 @@ void for_tasks_in_range(std::span<const CopyTask> tasks, const LoweredMessage& m
   }
 }
 
-void copy_bytes(char* dst, const char* src, int64_t bytes, Stores stores) {
-  if (stores == Stores::kStreaming) {
-    StreamBytes{}(dst, src, bytes);
-    fence_streaming_stores();
+}  // namespace
+
+void execute_cpu(std::span<const CopyTask> tasks, const CopyBuffers& buffers, const Scale& scale,
+                 ThreadPool* pool) {
+  int64_t total_bytes = 0;
+  for (const CopyTask& task : tasks) total_bytes += task.copy.bytes();
+  if (total_bytes == 0) return;
+
+  const int64_t max_parts = pool ? pool->num_threads() : 1;
+  const int64_t num_parts = std::clamp<int64_t>(total_bytes / kMinThreadBytes, 1, max_parts);
+  const int64_t slab_bytes =
+      std::max<int64_t>(kSlabBytes, kMinTaskSlabBytes * static_cast<int64_t>(tasks.size()));
+  const int64_t slabs_per_part = std::max<int64_t>(total_bytes / slab_bytes / num_parts, 1);
+  const int64_t num_slabs = slabs_per_part * num_parts;
+
+  const auto run_part = [&](int part) {
+    for (int64_t slab = part * slabs_per_part; slab < (part + 1) * slabs_per_part; ++slab) {
+      for (const CopyTask& task : tasks) {
+        copy_range(task, destination_of(task, buffers), source_of(task, buffers),
+                   slab_begin(task.copy, slab, num_slabs),
+                   slab_begin(task.copy, slab + 1, num_slabs), scale);
+      }
+    }
+  };
+  if (num_parts == 1) {
+    run_part(0);
   } else {
-    CopyBytes{}(dst, src, bytes);
+    pool->parallel_for(static_cast<int>(num_parts), run_part);
   }
 }
 
-}  // namespace
-
 void pack_range(const LoweredExchange& exchange, const LoweredMessage& send,
-                const CopyBuffers& buffers, int64_t begin, int64_t end, void* chunk,
-                Stores stores) {
+                const CopyBuffers& buffers, int64_t begin, int64_t end, void* chunk) {
   check_range(send, begin, end);
   if (!exchange.scale.is_none()) check_between_elements(send, begin, end);
   if (begin == end) return;
   char* const dst = static_cast<char*>(chunk);
   if (!send.is_staged()) {
     const char* src = static_cast<const char*>(buffers.inputs[send.tensor_idx]);
-    return copy_bytes(dst, src + send.offset_bytes + begin, end - begin, stores);
+    std::memcpy(dst, src + send.offset_bytes + begin, end - begin);
+    return;
   }
   for_tasks_in_range(
       exchange.pack(), send, begin, end, [](const CopyTask& task) { return task.dst_offset_bytes; },
       [&](const CopyTask& task, int64_t task_begin, int64_t task_end, int64_t chunk_offset) {
         copy_range(task, dst + chunk_offset, source_of(task, buffers), task_begin, task_end,
-                   exchange.scale, stores);
+                   exchange.scale);
       });
-  if (stores == Stores::kStreaming) fence_streaming_stores();
 }
 
 void unpack_range(const LoweredExchange& exchange, const LoweredMessage& recv,
-                  const CopyBuffers& buffers, int64_t begin, int64_t end, const void* chunk,
-                  Stores stores) {
+                  const CopyBuffers& buffers, int64_t begin, int64_t end, const void* chunk) {
   check_range(recv, begin, end);
   if (begin == end) return;
   const char* const src = static_cast<const char*>(chunk);
   if (!recv.is_staged()) {
     char* dst = static_cast<char*>(buffers.outputs[recv.tensor_idx]);
-    return copy_bytes(dst + recv.offset_bytes + begin, src, end - begin, stores);
+    std::memcpy(dst + recv.offset_bytes + begin, src, end - begin);
+    return;
   }
   for_tasks_in_range(
       exchange.unpack(), recv, begin, end,
       [](const CopyTask& task) { return task.src_offset_bytes; },
       [&](const CopyTask& task, int64_t task_begin, int64_t task_end, int64_t chunk_offset) {
         copy_range(task, destination_of(task, buffers), src + chunk_offset, task_begin, task_end,
-                   exchange.scale, stores);
+                   exchange.scale);
       });
-  if (stores == Stores::kStreaming) fence_streaming_stores();
 }
 
 }  // namespace pipecomm

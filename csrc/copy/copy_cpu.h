@@ -15,19 +15,14 @@ namespace pipecomm {
 void execute_cpu(std::span<const CopyTask> tasks, const CopyBuffers& buffers, const Scale& scale,
                  ThreadPool* pool = nullptr);
 
-// Whether a copy goes around the caches: right for data that nobody reads soon.
-enum class Stores : uint8_t { kCached, kStreaming };
-
 // Writes bytes [begin, end) of a message to `chunk`, or reads them from there, without staging:
 // scaled and gathered from the inputs, or scattered to the outputs. Works for staged messages and
 // for those that lie in a tensor. Padding between tensors is left unwritten. Scaled
 // messages are cut at multiples of 8 bytes.
 void pack_range(const LoweredExchange& exchange, const LoweredMessage& send,
-                const CopyBuffers& buffers, int64_t begin, int64_t end, void* chunk,
-                Stores stores = Stores::kCached);
+                const CopyBuffers& buffers, int64_t begin, int64_t end, void* chunk);
 void unpack_range(const LoweredExchange& exchange, const LoweredMessage& recv,
-                  const CopyBuffers& buffers, int64_t begin, int64_t end, const void* chunk,
-                  Stores stores = Stores::kCached);
+                  const CopyBuffers& buffers, int64_t begin, int64_t end, const void* chunk);
 
 // dst[i] = mean of srcs[k][i], summed in fp32 in the order of srcs whatever the dtype, then divided
 // by their number and rounded to the dtype: fp16, bf16, fp32 or fp64, others are
