@@ -11,24 +11,18 @@ gradients.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import multiprocessing
 import os
 import sys
-import tempfile
 import threading
 import time
-import traceback
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import launch
 import torch
-import torch.distributed as dist
 from text_model import TextBatches, build_layers, loss_of, split_layers
 from torch import nn
-from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, start_processes
 from tqdm import tqdm
 
 from pipecomm_ext import Communicator, Recv, Send
@@ -309,92 +303,16 @@ def verify(args: argparse.Namespace, device: torch.device, training: Training, l
     return 0 if equal else 1
 
 
-# ---- processes -------------------------------------------------------------------------------------------
+# ---- the script ------------------------------------------------------------------------------------------
 
 
-def run_stage(args: argparse.Namespace, error_file: Path | None = None) -> int:
-    """Trains this rank's stage in the default group; the exit code."""
-    with Communicator(device=args.device) as comm, first_error_to(error_file, comm.rank):
+def run_stage(args: argparse.Namespace) -> int:
+    """Trains this rank's stage; the exit code."""
+    tqdm.set_lock(threading.RLock())  # its default lock is a semaphore of the system, left behind by a kill
+    with Communicator(device=args.device) as comm:
         training, stage = train_pipeline(args, comm)
         comm.barrier()
-        # Inside the communicator's block, so that an error here, too, ends all ranks.
         return report(args, comm, training, stage) if comm.rank == comm.size - 1 else 0
-
-
-@contextlib.contextmanager
-def first_error_to(path: Path | None, rank: int) -> Iterator[None]:
-    """Leaves the first error of any rank in a file: the cause, before its consequences on other ranks."""
-    try:
-        yield
-    except Exception:
-        if path is not None:
-            with contextlib.suppress(FileExistsError), open(path, "x") as file:
-                file.write(f"rank {rank} failed:\n{traceback.format_exc()}")
-        raise
-
-
-def set_up_rank(args: argparse.Namespace, local_rank: int) -> None:
-    torch.set_num_threads(1)  # one core a rank; and the same sums in the same order as the unsplit model's
-    tqdm.set_lock(threading.RLock())  # its default lock is a semaphore of the system, left behind by a kill
-    if args.device == "auto":
-        args.device = "cuda" if torch.cuda.device_count() >= args.ranks else "cpu"
-    if args.device == "cuda":
-        torch.cuda.set_device(local_rank)
-
-
-def started_rank(rank: int, args: argparse.Namespace, directory: str) -> None:
-    """A process that this script started."""
-    set_up_rank(args, rank)
-    store = dist.FileStore(os.path.join(directory, "store"), args.ranks)
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo",
-        store=store,
-        rank=rank,
-        world_size=args.ranks,
-    )
-    try:
-        sys.exit(run_stage(args, Path(directory, "first_error")))
-    finally:
-        dist.destroy_process_group()
-
-
-def start_ranks(args: argparse.Namespace) -> int:
-    """Starts the ranks and waits; none outlives this call. The exit code."""
-    # Imported once for all ranks; torch.optim takes torch._dynamo in at its first step.
-    multiprocessing.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo"])
-    with tempfile.TemporaryDirectory(prefix="train_text-") as directory:
-        ranks = start_processes(
-            started_rank, (args, directory), args.ranks, join=False, start_method="forkserver"
-        )
-        try:
-            while not ranks.join(grace_period=5):
-                pass
-            return 0
-        except KeyboardInterrupt:
-            print("\ninterrupted", file=sys.stderr)
-            return 130
-        except (ProcessRaisedException, ProcessExitedException) as error:
-            first_error = Path(directory, "first_error")
-            if first_error.exists():
-                print(first_error.read_text(), file=sys.stderr)
-            elif not isinstance(error, ProcessExitedException) or error.exit_code != 1:
-                print(error, file=sys.stderr)
-            return 1
-        finally:
-            for process in ranks.processes:
-                process.kill()
-                process.join()
-
-
-def run_under_launcher(args: argparse.Namespace) -> int:
-    """This process is one rank of torchrun."""
-    args.ranks = int(os.environ["WORLD_SIZE"])
-    set_up_rank(args, int(os.environ.get("LOCAL_RANK", 0)))
-    dist.init_process_group("cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo")
-    try:
-        return run_stage(args)
-    finally:
-        dist.destroy_process_group()
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -437,5 +355,5 @@ def parse_arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    arguments = parse_arguments()
-    sys.exit(run_under_launcher(arguments) if "RANK" in os.environ else start_ranks(arguments))
+    # torch.optim imports torch._dynamo at its first step, in every rank anew if not here.
+    sys.exit(launch.run(run_stage, parse_arguments(), preload=("torch._dynamo",)))

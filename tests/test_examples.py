@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import signal
@@ -9,9 +10,11 @@ import sys
 import time
 
 import pytest
+import torch
 from scripts import REPOSITORY, Script, run_script
 
 sys.path.insert(0, str(REPOSITORY / "examples"))
+import train_text  # noqa: E402
 from text_model import TextBatches, split_layers  # noqa: E402
 
 TRAIN = "examples/train_text.py"
@@ -36,16 +39,22 @@ def test_split_training_equals_unsplit(tmp_path, num_ranks):
     assert "Warning" not in output and "Traceback" not in output, output
 
 
-def test_verify_fails_on_a_difference(tmp_path, monkeypatch):
-    """With a limit below zero equal results count as different: exit code 1, and the text says so."""
-    broken = (REPOSITORY / TRAIN).read_text().replace("VERIFY_LIMIT = 1e-5", "VERIFY_LIMIT = -1.0")
-    (tmp_path / "broken.py").write_text(broken)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(REPOSITORY / "examples"), *sys.path]))
-    exit_code, output = run_script(
-        str(tmp_path / "broken.py"), "--ranks", 2, *TINY, "--steps", 2, "--verify",
-        "--out", tmp_path / "out", scratch=tmp_path / "scratch",
-    )  # fmt: skip
-    assert exit_code == 1 and "DIFFERS from the unsplit model" in output, output
+@pytest.mark.parametrize("changed", ["nothing", "loss", "gradient", "not finite"])
+def test_verify_finds_a_difference(changed):
+    args = argparse.Namespace(
+        layers=1, hidden=32, seq_len=8, batch_size=4, microbatches=2, steps=3, seed=1, lr=1e-3
+    )
+    training = train_text.train_unsplit(args, torch.device("cpu"))
+    if changed == "loss":
+        training.losses[1] *= 1.001
+    elif changed == "gradient":
+        training.gradients[-1][0, 0] += 1.0
+    elif changed == "not finite":
+        training.gradients[0].fill_(float("nan"))
+    lines = {}
+    exit_code = train_text.verify(args, torch.device("cpu"), training, lines.__setitem__)
+    assert exit_code == (0 if changed == "nothing" else 1)
+    assert lines["verify"].startswith("equal to" if changed == "nothing" else "DIFFERS from")
 
 
 def test_runs_under_torchrun(tmp_path):

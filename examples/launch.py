@@ -1,0 +1,102 @@
+"""Runs a script's body on several ranks of this machine, or as one of the ranks that torchrun started."""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import wait
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+GRACE_S = 5.0  # for the other ranks to tell their part once one has failed
+
+Body = Callable[[argparse.Namespace], int]
+
+
+def run(body: Body, args: argparse.Namespace, preload: tuple[str, ...] = ()) -> int:
+    """Calls body(args) on `args.ranks` ranks, each with the default group initialised; the exit code.
+
+    Under torchrun this process is one of them, and torchrun's number of ranks replaces `args.ranks`; otherwise
+    the ranks are started here and none outlives this call. `args.device` "auto" becomes "cuda" if there is a
+    GPU for each rank, else "cpu". `body` is module-level and returns an exit code; `preload` names modules to
+    import once for all ranks. If ranks fail, the first cause is printed, not its consequences on other ranks.
+    """
+    if "RANK" in os.environ:
+        args.ranks = int(os.environ["WORLD_SIZE"])
+        return _run_rank(body, args, int(os.environ.get("LOCAL_RANK", 0)))
+    return _start_ranks(body, args, preload)
+
+
+def _run_rank(body: Body, args: argparse.Namespace, local_rank: int, **group_arguments) -> int:
+    torch.set_num_threads(1)  # ranks share the cores
+    if args.device == "auto":
+        args.device = "cuda" if torch.cuda.device_count() >= args.ranks else "cpu"
+    if args.device == "cuda":
+        torch.cuda.set_device(local_rank)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo", **group_arguments)
+    try:
+        return body(args)
+    finally:
+        dist.destroy_process_group()
+
+
+def _started_rank(rank: int, body: Body, args: argparse.Namespace, directory: str) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the script, which ends its ranks
+    store = dist.FileStore(os.path.join(directory, "store"), args.ranks)
+    try:
+        sys.exit(_run_rank(body, args, rank, store=store, rank=rank, world_size=args.ranks))
+    except Exception as error:
+        kind = "cause" if getattr(error, "origin_rank", None) in (None, rank) else "consequence"
+        report = Path(directory, f"{kind}-{time.monotonic_ns():020}")
+        report.write_text(f"rank {rank} failed:\n{traceback.format_exc()}")
+        sys.exit(1)
+
+
+def _start_ranks(body: Body, args: argparse.Namespace, preload: tuple[str, ...]) -> int:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed", *preload])
+    with tempfile.TemporaryDirectory(prefix="pipecomm-launch-") as directory:
+        ranks = [
+            context.Process(target=_started_rank, args=(rank, body, args, directory))
+            for rank in range(args.ranks)
+        ]
+        try:
+            for process in ranks:
+                process.start()
+            exit_codes = _wait_for(ranks)
+        except KeyboardInterrupt:
+            print("\ninterrupted", file=sys.stderr)
+            return 130
+        finally:
+            for process in ranks:
+                if process.pid is not None:
+                    process.kill()
+                    process.join()
+        for rank, exit_code in enumerate(exit_codes):
+            if exit_code is not None and exit_code < 0:
+                print(f"rank {rank} died: {signal.Signals(-exit_code).name}", file=sys.stderr)
+        reports = sorted(Path(directory).glob("c*-*"))  # causes, then consequences, each in the order of time
+        if reports:
+            print(reports[0].read_text(), end="", file=sys.stderr)
+        return max((abs(code) if code in (0, 1, 2) else 1) for code in exit_codes)
+
+
+def _wait_for(ranks: list) -> list[int | None]:
+    """Exit codes once all ranks ended, or GRACE_S after the first failed (None for those still running)."""
+    until = None
+    while any(process.exitcode is None for process in ranks):
+        if until is None and any(process.exitcode for process in ranks):
+            until = time.monotonic() + GRACE_S
+        if until is not None and time.monotonic() > until:
+            break
+        wait([process.sentinel for process in ranks if process.exitcode is None], timeout=0.5)
+    return [process.exitcode for process in ranks]
