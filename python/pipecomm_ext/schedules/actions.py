@@ -1,0 +1,192 @@
+"""The words of a schedule: actions, fused slots, transfers and groups, each with one strict text form.
+
+    F3.7              one action: kind, stage, micro-batch; F is forward, B backward, I and W its parts for
+                      the input and for the weights
+    (F0.3&B7.1)       a fused slot: the forward of one micro-batch and the backward of another
+    [A0.3>1 G5.2<3]   a group, issued as one batch: send the output of F0.3 to rank 1, receive the gradient of
+                      B5.2 from rank 3
+
+Everything here is a tuple: immutable, hashable, comparable, and equal to the plain tuple of its fields.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+KINDS = ("F", "B", "I", "W")
+ACT, GRAD = "ACT", "GRAD"
+SEND, RECV = "SEND", "RECV"
+CHANNEL_OF = {ACT: 0, GRAD: 1}
+
+
+class PlanError(ValueError):
+    """A plan that cannot be read or must not be run.
+
+    Attributes (None where they do not apply): `rank`, `position` (index in the rank's row), `action` (the
+    item there), `waits_for` (text: what it can never get).
+    """
+
+    def __init__(self, message, *, rank=None, position=None, action=None, waits_for=None):
+        super().__init__(message)
+        self.rank = rank
+        self.position = position
+        self.action = action
+        self.waits_for = waits_for
+
+
+class Action(NamedTuple):
+    """One unit of computing: `kind` is "F", "B", "I" or "W"."""
+
+    kind: str
+    stage: int
+    micro: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}{self.stage}.{self.micro}"
+
+
+class Fused(NamedTuple):
+    """One compute slot that runs the forward of one micro-batch and the full backward of another."""
+
+    forward: Action
+    backward: Action
+
+    def __str__(self) -> str:
+        return f"({self.forward}&{self.backward})"
+
+
+class Transfer(NamedTuple):
+    """One end of a message: `kind` is SEND or RECV, `what` is the ACT (output) or GRAD (gradient of the
+    input) that `stage` produced, `peer` the rank at the other end."""
+
+    kind: str
+    what: str
+    stage: int
+    micro: int
+    peer: int
+
+    @property
+    def channel(self) -> int:
+        """Activations travel on channel 0, gradients on channel 1."""
+        return CHANNEL_OF[self.what]
+
+    def __str__(self) -> str:
+        return f"{self.what[0]}{self.stage}.{self.micro}{'>' if self.kind == SEND else '<'}{self.peer}"
+
+
+class Group(NamedTuple):
+    """Sends and receives that a rank issues as one batch."""
+
+    ops: tuple[Transfer, ...]
+
+    def __str__(self) -> str:
+        return f"[{' '.join(map(str, self.ops))}]"
+
+
+Compute = Action | Fused
+Item = Action | Fused | Group
+
+_ACTION = re.compile(r"([FBIW])(\d+)\.(\d+)")
+_FUSED = re.compile(r"\((F\d+\.\d+)&(B\d+\.\d+)\)")
+_TRANSFER = re.compile(r"([AG])(\d+)\.(\d+)([<>])(\d+)")
+_TOKEN = re.compile(r"\[[^\]]*\]|\S+")
+
+
+def actions_in(item: Compute) -> tuple[Action, ...]:
+    """The one or two actions of a compute slot."""
+    return item if type(item) is Fused else (item,)
+
+
+def _parse_action(text: str) -> Action | None:
+    match = _ACTION.fullmatch(text)
+    return match and Action(match[1], int(match[2]), int(match[3]))
+
+
+def parse_compute(text: str) -> Compute:
+    """`F3.7` or `(F0.3&B7.1)`; the whole text must match. Raises PlanError."""
+    action = _parse_action(text)
+    if action:
+        return action
+    match = _FUSED.fullmatch(text)
+    if match:
+        return Fused(_parse_action(match[1]), _parse_action(match[2]))
+    raise PlanError(
+        f"{text!r} is not an action; expected a text like 'F3.7' (kind F, B, I or W) or '(F0.3&B7.1)'"
+    )
+
+
+def parse_transfer(text: str) -> Transfer:
+    """`A0.3>1` (send) or `G5.2<3` (receive); the whole text must match. Raises PlanError."""
+    match = _TRANSFER.fullmatch(text)
+    if not match:
+        raise PlanError(
+            f"{text!r} is not a transfer; expected a text like 'A0.3>1' (send) or 'G5.2<3' (receive)"
+        )
+    letter, stage, micro, arrow, peer = match.groups()
+    return Transfer(
+        SEND if arrow == ">" else RECV, ACT if letter == "A" else GRAD, int(stage), int(micro), int(peer)
+    )
+
+
+def parse_item(text: str) -> Item:
+    """An item of a program row: a compute slot, or a group such as `[A0.3>1 G5.2<3]`."""
+    if text.startswith("[") and text.endswith("]"):
+        return Group(tuple(parse_transfer(op) for op in text[1:-1].split()))
+    return parse_compute(text)
+
+
+def parse_row(text: str) -> tuple[Item, ...]:
+    """A whole row: items separated by blanks."""
+    return tuple(parse_item(token) for token in _TOKEN.findall(text))
+
+
+def as_compute(value) -> Compute:
+    """A compute slot from its text, from plain tuples, or as it is. Raises PlanError."""
+    if type(value) is Action or type(value) is Fused:
+        fields = value
+    elif isinstance(value, str):
+        return parse_compute(value)
+    else:
+        try:
+            fields = tuple(value)
+        except TypeError:
+            fields = ()
+    if len(fields) == 2:
+        forward, backward = (as_compute(part) for part in fields)
+        if (forward[0], backward[0]) == ("F", "B"):
+            return Fused(forward, backward)
+    elif len(fields) == 3:
+        kind, stage, micro = fields
+        if kind in KINDS and _is_index(stage) and _is_index(micro):
+            return value if type(value) is Action else Action(kind, int(stage), int(micro))
+    raise PlanError(
+        f"{value!r} is not an action; expected (kind, stage, micro) with kind F, B, I or W and non-negative "
+        "integers, or a pair of an F and a B"
+    )
+
+
+def _is_index(value) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def as_item(value) -> Item:
+    """An item of a program row from its text, a Group, or a compute slot in any form. Raises PlanError."""
+    if isinstance(value, str):
+        return parse_item(value)
+    if type(value) is not Group:
+        return as_compute(value)
+    return Group(tuple(as_transfer(op) for op in value.ops))
+
+
+def as_transfer(value) -> Transfer:
+    """A transfer from its text, from plain tuples, or as it is. Raises PlanError."""
+    if isinstance(value, str):
+        return parse_transfer(value)
+    if isinstance(value, tuple) and len(value) == 5:
+        kind, what, *indices = value
+        if kind in (SEND, RECV) and what in CHANNEL_OF and all(map(_is_index, indices)):
+            return Transfer(*value)
+    raise PlanError(
+        f"{value!r} is not a transfer; expected ('SEND' or 'RECV', 'ACT' or 'GRAD', stage, micro, peer)"
+    )

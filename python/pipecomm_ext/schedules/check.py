@@ -1,0 +1,68 @@
+"""`check`: proves a plan before anything runs.
+
+1. Completeness (`flow`): each stage runs each micro-batch once forward and once backward (B, or I and then
+   W), on its owner, F first.
+2. No data deadlock (`compute_run`): the compute rows run to the end.
+3. Messages (`messages`): every transfer is there once at both ends and matches in order.
+4. No rendezvous deadlock (`program_run`): the program runs to the end although sends wait for their receives
+   on one in-order stream per rank.
+5. Limits: operations per group, activations and message buffers alive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .actions import PlanError
+from .collector import collector_paused
+from .compute_run import ComputeRun
+from .costs import UNIT_COSTS
+from .errors import plan_error
+from .lower import MAX_GROUP_OPS
+from .plan import Plan
+from .program_run import ProgramRun
+from .simulate import peak_buffers
+from .timeline import peak_activations
+
+
+@collector_paused()
+def check(
+    plan: Plan,
+    *,
+    max_activations: int | Sequence[int] | None = None,
+    max_buffers: int | Sequence[int] | None = None,
+    max_group_ops: int = MAX_GROUP_OPS,
+) -> None:
+    """Returns None if every rank can run `plan` to the end and no message can be mistaken for another.
+
+    Else raises PlanError that names rank, position, action and what it waits for, with the rank's row. The
+    limits, for all ranks or one per rank, bound the activations alive (F +1, B or W -1) and, at unit costs,
+    the messages held (see `Timeline`).
+    """
+    if not isinstance(plan, Plan):
+        raise TypeError(f"expected a Plan, got {type(plan).__name__}")
+    try:
+        run = ProgramRun(plan, UNIT_COSTS, max_group_ops)
+    except PlanError:
+        ComputeRun(plan, UNIT_COSTS)  # if the compute rows alone deadlock, say so rather
+        raise
+    if max_activations is not None:
+        peaks = [peak_activations(row) for row in plan.compute]
+        _check_limit(plan, "activations alive", peaks, max_activations)
+    if max_buffers is not None:
+        _check_limit(plan, "message buffers", peak_buffers(plan, run), max_buffers)
+
+
+def _check_limit(plan: Plan, what: str, peaks: Sequence[int], limit: int | Sequence[int]) -> None:
+    limits = [limit] * plan.P if isinstance(limit, int) else list(limit)
+    if len(limits) != plan.P:
+        raise ValueError(f"expected one limit, or one for each of {plan.P} ranks, got {len(limits)}")
+    for rank, (peak, allowed) in enumerate(zip(peaks, limits, strict=True)):
+        if peak > allowed:
+            raise plan_error(
+                f"{plan.name}: rank {rank} holds {peak} {what} at its peak; the limit is {allowed}",
+                plan.compute,
+                rank,
+                None,
+                None,
+            )

@@ -1,0 +1,164 @@
+"""Runs the program of a plan as the ranks would, with one in-order communication stream each.
+
+Per rank there is one compute lane and one first-in first-out communication lane. A group is posted when the
+compute before it has ended, and starts when the group before it is done. A message takes its latency from the
+moment at which both its ends have started (a send does not buffer). A group is done with its last message. A
+compute waits for the groups that bring its inputs, never for a send. Sent data live until their group is
+done.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from .actions import Group
+from .costs import Costs
+from .errors import Blocked, deadlock_error
+from .lower import MAX_GROUP_OPS
+from .messages import GroupCode, read_messages
+from .plan import Plan
+
+
+class PostedGroup:
+    __slots__ = ("code", "end", "num_open", "position", "posted", "rank", "start")
+
+    def __init__(self, rank: int, position: int, code: GroupCode, posted):
+        self.rank, self.position, self.code, self.posted = rank, position, code, posted
+        self.start = None
+        self.end = posted
+        self.num_open = len(code.results)
+
+
+class ProgramRun:
+    """starts, ends   per rank, the times of its compute slots
+    groups          per rank, its groups in order, with `posted`, `start` and `end`
+    sent_at         per result that is a message: its start and its end, None for others
+
+    Raises PlanError if the messages do not match or the ranks wait for each other.
+    """
+
+    def __init__(self, plan: Plan, costs: Costs, max_group_ops: int = MAX_GROUP_OPS):
+        self._plan, self._costs, self._flow = plan, costs, plan.flow
+        self._code = read_messages(plan, max_group_ops)
+        self.starts: list[list] = [[] for _ in range(plan.P)]
+        self.ends: list[list] = [[] for _ in range(plan.P)]
+        self.groups: list[list[PostedGroup]] = [[] for _ in range(plan.P)]
+        self.sent_at: list = [None] * self._flow.num_results
+        self._position = [0] * plan.P
+        self._waits_for = [-1] * plan.P  # the result that stops the rank
+        self._clock = [0] * plan.P
+        self._durations = [costs.durations(row) for row in plan.compute]
+        self._lanes: list[deque[PostedGroup]] = [deque() for _ in range(plan.P)]
+        self._lane_clock = [0] * plan.P
+        self._begun: list[PostedGroup | None] = [None] * self._flow.num_results  # by the first of both ends
+        self._there_at: list = [None] * self._flow.num_results
+        self._ready = deque()  # ranks whose lane has moved on
+        for rank in range(plan.P):
+            self._advance(rank)
+        while self._ready:
+            rank = self._ready.popleft()
+            self._start_groups(rank)
+            if self._there_at[self._waits_for[rank]] is not None:
+                self._advance(rank)
+        blocked = self._blocked()
+        if blocked:
+            raise deadlock_error(
+                plan.name, plan.program, blocked, "program (each send waits for its receive)"
+            )
+
+    def _advance(self, rank: int) -> None:
+        """Runs computes and posts groups until an input is missing."""
+        flow, code, there_at = self._flow, self._code[rank], self._there_at
+        inputs, outputs, durations = flow.inputs[rank], flow.outputs[rank], self._durations[rank]
+        receiver_of_stage, num_micros = flow.receiver_of_stage, flow.num_micros
+        starts, ends, lane = self.starts[rank], self.ends[rank], self._lanes[rank]
+        clock = self._clock[rank]
+        for position in range(self._position[rank], len(code)):
+            group = code[position]
+            if group is None:
+                slot_idx = len(starts)
+                start = clock
+                for result in inputs[slot_idx]:
+                    arrival = there_at[result]
+                    if arrival is None:
+                        self._position[rank], self._clock[rank] = position, clock
+                        self._waits_for[rank] = result
+                        return
+                    if arrival > start:
+                        start = arrival
+                clock = start + durations[slot_idx]
+                starts.append(start)
+                ends.append(clock)
+                for result in outputs[slot_idx]:
+                    if receiver_of_stage[result // num_micros] < 0:
+                        there_at[result] = clock
+            else:
+                posted = PostedGroup(rank, position, group, clock)
+                self.groups[rank].append(posted)
+                lane.append(posted)
+                if len(lane) == 1:
+                    self._start_groups(rank)
+        self._position[rank], self._clock[rank] = len(code), clock
+
+    def _start_groups(self, rank: int) -> None:
+        """Starts the groups of the rank's lane, one after the other, as long as they get done."""
+        lane, begun = self._lanes[rank], self._begun
+        num_micros, num_stages = self._flow.num_micros, self._flow.num_stages
+        while lane and lane[0].start is None:
+            head = lane[0]
+            head.start = head.end = max(head.posted, self._lane_clock[rank])
+            for result in head.code.results:
+                other = begun[result]
+                if other is None:
+                    begun[result] = head
+                    continue
+                start = head.start if head.start > other.start else other.start
+                end = start + self._costs.latency(result // num_micros % num_stages)
+                self.sent_at[result] = (start, end)
+                for posted in (head, other):
+                    posted.num_open -= 1
+                    if end > posted.end:
+                        posted.end = end
+                if other.num_open == 0:
+                    self._finish(other)
+            if head.num_open == 0:
+                self._finish(head)
+
+    def _finish(self, posted: PostedGroup) -> None:
+        """The group at the head of its lane is done: its receives are there, the next one may start."""
+        rank = posted.rank
+        self._lanes[rank].popleft()
+        self._lane_clock[rank] = posted.end
+        for result in posted.code.received:
+            self._there_at[result] = posted.end
+        self._ready.append(rank)
+
+    def _blocked(self) -> dict[int, Blocked]:
+        blocked = {}
+        for rank, row in enumerate(self._plan.program):
+            lane, position = self._lanes[rank], self._position[rank]
+            if position == len(row) and not lane:
+                continue
+            reasons, source = [], rank
+            if position < len(row):
+                missing = next(
+                    result
+                    for result in self._flow.inputs[rank][len(self.starts[rank])]
+                    if self._there_at[result] is None
+                )
+                reasons.append(self._flow.describe(missing))
+                source = self._plan.owner[self._flow.named(missing)[1]]
+            if lane:
+                head = lane[0]
+                group: Group = row[head.position]
+                op = next(
+                    op
+                    for op, result in zip(group.ops, head.code.results, strict=True)
+                    if self.sent_at[result] is None
+                )
+                reasons.append(f"{op} at position {head.position}, which the peer has not reached")
+                source = op.peer
+                if position == len(row):
+                    position = head.position
+            blocked[rank] = Blocked(rank, position, row[position], ", behind ".join(reasons), source)
+        return blocked
