@@ -3,6 +3,8 @@
 
 #include <span>
 
+#include "plan/lower.h"
+
 namespace pipecomm {
 
 // Tensors are given by the address of their first element, staging buffers by that of their first
@@ -13,5 +15,17 @@ struct CopyBuffers {
   void* send_staging = nullptr;
   const void* recv_staging = nullptr;
 };
+
+inline const char* source_of(const CopyTask& task, const CopyBuffers& buffers) {
+  const void* base =
+      task.src_tensor_idx < 0 ? buffers.recv_staging : buffers.inputs[task.src_tensor_idx];
+  return static_cast<const char*>(base) + task.src_offset_bytes;
+}
+
+inline char* destination_of(const CopyTask& task, const CopyBuffers& buffers) {
+  void* base =
+      task.dst_tensor_idx < 0 ? buffers.send_staging : buffers.outputs[task.dst_tensor_idx];
+  return static_cast<char*>(base) + task.dst_offset_bytes;
+}
 
 }  // namespace pipecomm

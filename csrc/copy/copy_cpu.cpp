@@ -174,18 +174,6 @@ void copy_range(const CopyTask& task, char* dst, const char* src, int64_t begin,
   }
 }
 
-const char* source_of(const CopyTask& task, const CopyBuffers& buffers) {
-  const void* base =
-      task.src_tensor_idx < 0 ? buffers.recv_staging : buffers.inputs[task.src_tensor_idx];
-  return static_cast<const char*>(base) + task.src_offset_bytes;
-}
-
-char* destination_of(const CopyTask& task, const CopyBuffers& buffers) {
-  void* base =
-      task.dst_tensor_idx < 0 ? buffers.send_staging : buffers.outputs[task.dst_tensor_idx];
-  return static_cast<char*>(base) + task.dst_offset_bytes;
-}
-
 // ---- the whole job ----
 
 // Where slab `slab` of `num_slabs` of a task begins: between two runs or, in long runs, two lines.

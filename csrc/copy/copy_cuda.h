@@ -17,7 +17,7 @@ struct CudaLaunch {
   int num_sms = 0;  // multiprocessors to occupy at most; 0: all of the current device
 };
 
-// One launch for up to a few hundred tasks, one more for each further few hundred.
+// One launch for up to 200 tasks (and per dtype, if scaled), one more for each further 200.
 cudaError_t execute_cuda(std::span<const CopyTask> tasks, const CopyBuffers& buffers,
                          const Scale& scale, const CudaLaunch& launch);
 
