@@ -25,8 +25,8 @@ Body = Callable[[argparse.Namespace], int]
 def run(body: Body, args: argparse.Namespace, preload: tuple[str, ...] = ()) -> int:
     """Calls body(args) on `args.ranks` ranks, each with the default group initialised; the exit code.
 
-    Under torchrun this process is one of them, and torchrun's number of ranks replaces `args.ranks`; otherwise
-    the ranks are started here and none outlives this call. `args.device` "auto" becomes "cuda" if there is a
+    Under torchrun this process is one of them, and its number of ranks replaces `args.ranks`; otherwise the
+    ranks are started here and none outlives this call. `args.device` "auto" becomes "cuda" if there is a
     GPU for each rank, else "cpu". `body` is module-level and returns an exit code; `preload` names modules to
     import once for all ranks. If ranks fail, the first cause is printed, not its consequences on other ranks.
     """

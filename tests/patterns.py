@@ -1,0 +1,70 @@
+"""Test data that tells where it came from, and comparison by bytes."""
+
+from __future__ import annotations
+
+import zlib
+
+import numpy as np
+import torch
+
+DTYPES = [
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.complex32,
+    torch.complex64,
+    torch.complex128,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2fnuz,
+]
+
+
+def pattern(shape: int | tuple[int, ...], dtype: torch.dtype, *key: object) -> torch.Tensor:
+    """Random bytes (so NaN payloads, -0.0 and denormals too) that only (shape, dtype, key) decide.
+
+    Any rank can compute what another one sends: `key` names sender, receiver, channel, position, ...
+    """
+    shape = (shape,) if isinstance(shape, int) else tuple(shape)
+    generator = np.random.default_rng(zlib.crc32(repr((shape, dtype, key)).encode()))
+    num_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    data = torch.frombuffer(bytearray(generator.bytes(num_bytes) or b"\0"), dtype=torch.uint8)[:num_bytes]
+    if dtype == torch.bool:
+        data &= 1
+    return data.view(dtype).reshape(shape)
+
+
+def poison(shape: int | tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """A receive buffer full of bytes that pattern() is unlikely to hold."""
+    shape = (shape,) if isinstance(shape, int) else tuple(shape)
+    return torch.full((*shape, dtype.itemsize), 0xA5, dtype=torch.uint8).view(dtype).reshape(shape)
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    """The elements' bytes in row-major order."""
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().tobytes()
+
+
+def assert_same(actual: torch.Tensor, expected: torch.Tensor, what: object = "") -> None:
+    """Equal shape, dtype and bytes."""
+    assert actual.dtype == expected.dtype, f"{what}: dtype {actual.dtype}, expected {expected.dtype}"
+    assert actual.shape == expected.shape, (
+        f"{what}: shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"
+    )
+    ours, theirs = bytes_of(actual), bytes_of(expected)
+    if ours != theirs:
+        first = next(idx for idx, pair in enumerate(zip(ours, theirs, strict=True)) if pair[0] != pair[1])
+        num_wrong = sum(a != b for a, b in zip(ours, theirs, strict=True))
+        raise AssertionError(f"{what}: {num_wrong} of {len(ours)} bytes differ, the first at byte {first}")

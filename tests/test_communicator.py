@@ -1,0 +1,155 @@
+"""Broadcast, barrier, and the life of communicators: groups, independence, timeouts, nothing leaked."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from patterns import assert_same, pattern, poison
+from ranks import on_ranks
+
+from pipecomm_ext import Communicator, Recv, Send, get_communicator
+
+
+@on_ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.float8_e5m2, torch.complex128], ids=str)
+def test_broadcast_from_every_rank(world, dtype):
+    for source in range(world.size):
+        for numel in (0, 1, 17, 100_003):
+            expected = pattern(numel, dtype, "broadcast", source)
+            tensor = expected.clone() if world.rank == source else poison(numel, dtype)
+            assert world.comm.broadcast(tensor, source) is None
+            assert_same(tensor, expected, f"{numel} from rank {source}")
+
+
+@on_ranks(3)
+def test_broadcasts_in_flight_and_into_strided_tensors(world):
+    tensors, works = [], []
+    for idx in range(6):
+        source = idx % world.size
+        tensor = poison((4, 6), torch.int64).t()
+        if world.rank == source:
+            tensor.copy_(pattern((6, 4), torch.int64, idx))
+        tensors.append(tensor)
+        works.append(world.comm.broadcast(tensor, source, async_op=True))
+    for idx, work in reversed(list(enumerate(works))):
+        work.wait()
+        assert_same(tensors[idx], pattern((6, 4), torch.int64, idx), idx)
+
+
+@on_ranks(1, 2, 4)
+def test_nobody_leaves_a_barrier_before_the_last_has_come(world):
+    world.comm.barrier()
+    if world.rank == world.size - 1:
+        time.sleep(0.2)
+    came_at = time.monotonic()
+    world.comm.barrier()
+    left_at = time.monotonic()
+    times = [None] * world.size
+    dist.all_gather_object(times, (came_at, left_at), group=world.group)
+    assert max(came for came, _ in times) <= min(left for _, left in times)
+
+
+@on_ranks(2, 3)
+def test_a_communicator_tells_what_it_is(world):
+    comm = world.fresh_comm()
+    assert (comm.rank, comm.size, comm.device, comm.closed) == (
+        world.rank,
+        world.size,
+        torch.device("cpu"),
+        False,
+    )
+    assert comm.transport in ("c10d", "shm") and comm.transport_reason
+    comm.close()
+    assert comm.closed
+    comm.close()
+
+
+@on_ranks(2)
+def test_with_closes(world):
+    with Communicator(world.group, device="cpu") as comm:
+        comm.barrier()
+    assert comm.closed
+
+
+@on_ranks(2)
+def test_the_default_communicator_is_one_and_comes_again_after_close(world):
+    comm = get_communicator()
+    assert get_communicator(world.group, "cpu") is comm
+    comm.barrier()
+    comm.close()
+    again = get_communicator()
+    assert again is not comm and not again.closed
+    again.barrier()
+
+
+@on_ranks(2)
+def test_communicators_of_one_group_are_independent(world):
+    """Messages of one never match those of another, whatever the order of use."""
+    peer = 1 - world.rank
+    comms = [world.fresh_comm() for _ in range(3)]
+    order = [0, 1, 2] if world.rank == 0 else [2, 0, 1]
+    sends = [comms[idx].isend(pattern(5, torch.int32, world.rank, idx), peer) for idx in order]
+    for idx in reversed(order):
+        received = poison(5, torch.int32)
+        comms[idx].recv(received, peer)
+        assert_same(received, pattern(5, torch.int32, peer, idx), idx)
+    for send in sends:
+        send.wait()
+
+
+@on_ranks(4)
+def test_peers_are_ranks_of_the_sub_group(world):
+    groups = [dist.new_group([3, 1]), dist.new_group([0, 2])]
+    group = groups[0] if world.rank in (1, 3) else groups[1]
+    with Communicator(group, device="cpu") as comm:
+        assert comm.rank == dist.get_rank(group) and comm.size == 2
+        peer = 1 - comm.rank
+        received = poison(4, torch.int32)
+        comm.batch_p2p([Send(pattern(4, torch.int32, world.rank), peer), Recv(received, peer)])
+        assert_same(received, pattern(4, torch.int32, dist.get_global_rank(group, peer)))
+    dist.destroy_process_group(group)
+
+
+@on_ranks(2)
+def test_timeouts_of_every_accepted_form(world):
+    for timeout in (None, 5, 2.5, timedelta(seconds=3), float("inf")):
+        with Communicator(world.group, timeout=timeout) as comm:
+            comm.barrier()
+
+
+def resources() -> tuple[int, int, int]:
+    """(file descriptors, threads, resident bytes) of this process."""
+    with open("/proc/self/statm") as statm:
+        resident = int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), resident
+
+
+@on_ranks(2, deadline=100)
+def test_200_communicators_leak_nothing(world):
+    peer = 1 - world.rank
+
+    def cycle(idx: int) -> None:
+        with Communicator(world.group, device="cpu") as comm:
+            received = torch.empty(25_000)
+            comm.batch_p2p([Send(torch.full((25_000,), float(idx)), peer), Recv(received, peer)])
+            comm.isend(torch.zeros(10), peer, channel=1)
+            comm.recv(torch.zeros(10), peer, channel=1)
+            assert received.eq(idx).all()
+
+    for idx in range(20):
+        cycle(idx)
+    gc.collect()
+    before = resources()
+    for idx in range(200):
+        cycle(idx)
+    gc.collect()
+    time.sleep(0.2)
+    after = resources()
+    assert after[:2] == before[:2], f"(file descriptors, threads): {before[:2]} -> {after[:2]}"
+    assert after[2] - before[2] < 8 << 20, f"{(after[2] - before[2]) / 2**20:.1f} MiB more resident memory"
