@@ -28,6 +28,7 @@ BUILD_INPUTS := CMakeLists.txt setup.py pyproject.toml $(shell find cmake csrc)
 PYTHON_DIRS := $(wildcard python tests bench examples cmake docs setup.py)
 CXX_FILES = $(shell find csrc tests/cpp \( -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu' \) 2>/dev/null)
 
+MAKEFLAGS += --no-builtin-rules
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help setup test demo bench lint format sanitize compile-check gpu-check stubs clean distclean

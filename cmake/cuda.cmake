@@ -43,8 +43,9 @@ endfunction()
 # Sets `result` to why CUDA cannot be compiled here, or to "" after finding PIPECOMM_NVCC.
 function(pipecomm_look_for_cuda result)
   set(reason "")
+  unset(PIPECOMM_NVCC CACHE)  # the environment of this run decides
   if(DEFINED ENV{CUDACXX})
-    set(PIPECOMM_NVCC "$ENV{CUDACXX}" CACHE FILEPATH "" FORCE)
+    set(PIPECOMM_NVCC "$ENV{CUDACXX}" CACHE FILEPATH "")
   endif()
   find_program(PIPECOMM_NVCC nvcc HINTS ENV CUDA_HOME ENV CUDA_PATH PATH_SUFFIXES bin PATHS /usr/local/cuda)
   if(TORCH_CUDA_VERSION STREQUAL "")
