@@ -26,7 +26,7 @@ endif
 # The module lies in python/pipecomm_ext/ whatever torch it is for: only the last environment that built it has a stamp.
 BUILD_INPUTS := CMakeLists.txt setup.py pyproject.toml $(shell find cmake csrc)
 PYTHON_DIRS := $(wildcard python tests bench examples cmake docs setup.py)
-CXX_FILES = $(shell find csrc tests/cpp \( -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu' \) 2>/dev/null)
+CXX_FILES = $(shell find csrc tests/cpp bench/cpp \( -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu' \) 2>/dev/null)
 
 MAKEFLAGS += --no-builtin-rules
 .DEFAULT_GOAL := help
