@@ -253,9 +253,9 @@ def test_interleaved_takes_a_tail_with_a_given_group_size():
     [
         (lambda: schedules.dualpipe(3, 8), "P=3 ranks; expected an even number"),
         (lambda: schedules.dualpipe(4, 9), "M=9 micro-batches; expected an even number"),
-        (lambda: schedules.dualpipe(4, 6), "M=6 micro-batches are too few for P=4 ranks; expected at least 2P = 8"),
+        (lambda: schedules.dualpipe(4, 6), "M=6 .*too few for P=4 ranks; expected at least 2P = 8"),
         (lambda: schedules.dualpipev(4, 7), "M=7 micro-batches are too few"),
-        (lambda: schedules.interleaved_1f1b(4, 11, 2), "M=11 micro-batches do not cut into M // P = 2 equal groups"),
+        (lambda: schedules.interleaved_1f1b(4, 11, 2), "M=11 .*do not cut into M // P = 2 equal groups"),
         (lambda: schedules.interleaved_1f1b(4, 9, 2, group_size=4), "must not be smaller than P=4"),
         (lambda: schedules.interleaved_1f1b(4, 8, 2, group_size=2), "must not be smaller than P=4"),
         (lambda: schedules.gpipe(0, 4), "P must be at least 1, got 0"),

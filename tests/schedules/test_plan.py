@@ -115,8 +115,8 @@ def test_plans_are_frozen():
 
 @pytest.mark.parametrize(
     "token",
-    ["F0", "X0.0", "F0.0x", "F0.0&B1.0", "(F0.0&B1.0", "(B0.0&F1.0)", "(F0.0&I1.0)", "F-1.0", "F0.0.0", "f0.0",
-     "[A0.0]", "[X0.0>1]", "[A0.0>1", "[A0.0>1]x"],
+    ["F0", "X0.0", "F0.0x", "F0.0&B1.0", "(F0.0&B1.0", "(B0.0&F1.0)", "(F0.0&I1.0)", "F-1.0", "F0.0.0",
+     "f0.0", "[A0.0]", "[X0.0>1]", "[A0.0>1", "[A0.0>1]x"],
 )  # fmt: skip
 def test_text_must_match_as_a_whole(token):
     rows = [f"F0.0 {token} B0.0", "F1.0 B1.0"]
@@ -128,7 +128,8 @@ def test_text_must_match_as_a_whole(token):
 
 @pytest.mark.parametrize(
     "value",
-    [7, None, ("F", 0), ("F", 0, -1), ("F", 0, 1.0), ("F", True, 0), ("Q", 0, 0), (("F", 0, 0), ("I", 0, 1)), ()],
+    [7, None, ("F", 0), ("F", 0, -1), ("F", 0, 1.0), ("F", True, 0), ("Q", 0, 0),
+     (("F", 0, 0), ("I", 0, 1)), ()],
 )  # fmt: skip
 def test_bad_actions_are_refused_with_their_place(value):
     with pytest.raises(PlanError, match=r"compute of rank 1, position 2: .*expected") as caught:

@@ -131,7 +131,7 @@ def _check_stage(plan: Plan, stage: int, position_of: dict[str, list[int]]) -> N
         else:
             problem, position = f"W{name} waits for I{name}, which does not end before it", weights
             waits_for = f"I{name} at position {inputs}"
-        place = "" if position is None else f", position {position}: {row[position]}"
+        place = "" if position is None else f", position {position}"
         raise plan_error(
             f"{plan.name}: rank {rank}{place}: {problem}",
             plan.compute,
