@@ -1,0 +1,236 @@
+// Random cases of every plan builder, for all ranks of a group, with the positions that each rank
+// holds before and after. The positions are found by dealing out single elements.
+#pragma once
+
+#include <algorithm>
+#include <string>
+#include <vector>
+
+#include "plan/builders.h"
+#include "world.h"
+
+namespace cases {
+
+using namespace pipecomm;
+using world::Held;
+using world::Random;
+using world::Rank;
+
+inline const std::vector<DType> kAllDTypes = {dtypes::kUInt8, dtypes::kBFloat16, dtypes::kFloat32,
+                                              dtypes::kInt64, dtypes::kComplex128};
+inline const std::vector<DType> kFloatDTypes = {dtypes::kFloat16, dtypes::kBFloat16,
+                                                dtypes::kFloat32, dtypes::kFloat64};
+
+inline DType random_dtype(Random& random, const Scale& scale) {
+  const auto& dtypes = scale.is_none() ? kAllDTypes : kFloatDTypes;
+  return dtypes[random.between(0, static_cast<int64_t>(dtypes.size()) - 1)];
+}
+
+inline Dims random_shape(Random& random, int num_dims) {
+  Dims shape(num_dims);
+  const int64_t longest = num_dims <= 3 ? 9 : num_dims == 4 ? 6 : 4;
+  for (int64_t& length : shape) length = random.between(random.chance(0.05) ? 0 : 1, longest);
+  return shape;
+}
+
+// Lengths of `size` pieces, by dealing out one element after another.
+inline Sizes dealt_sizes(int64_t length, int size) {
+  Sizes sizes(size, 0);
+  for (int64_t i = 0; i < length; ++i) ++sizes[i % size];
+  return sizes;
+}
+
+// Remainder first, or any lengths with that sum.
+inline Sizes random_sizes(Random& random, int64_t length, int size) {
+  if (random.chance(0.4)) return dealt_sizes(length, size);
+  Sizes sizes(size, 0);
+  for (int64_t i = 0; i < length; ++i) ++sizes[random.between(0, size - 1)];
+  return sizes;
+}
+
+inline Dims positions_of_piece(const Sizes& sizes, int rank) {
+  Dims positions;
+  int64_t position = 0;
+  for (int r = 0; r < static_cast<int>(sizes.size()); ++r) {
+    for (int64_t i = 0; i < sizes[r]; ++i, ++position) {
+      if (r == rank) positions.push_back(position);
+    }
+  }
+  return positions;
+}
+
+inline Dims zigzag_positions(int64_t length, int rank, int size) {
+  const int64_t chunk = length / (2 * size);
+  Dims positions;
+  for (int64_t i = 0; i < chunk; ++i) positions.push_back(rank * chunk + i);
+  for (int64_t i = 0; i < chunk; ++i) positions.push_back((2 * size - 1 - rank) * chunk + i);
+  return positions;
+}
+
+inline Dims packed_positions(const std::vector<Sizes>& rows, int rank) {
+  Dims positions;
+  int64_t position = 0;
+  for (size_t sequence = 0; sequence < rows[0].size(); ++sequence) {
+    for (int r = 0; r < static_cast<int>(rows.size()); ++r) {
+      for (int64_t i = 0; i < rows[r][sequence]; ++i, ++position) {
+        if (r == rank) positions.push_back(position);
+      }
+    }
+  }
+  return positions;
+}
+
+inline std::vector<Rank> all_to_all(Random& random, int size, int num_dims, int scatter_dim,
+                                    int gather_dim, const Scale& scale) {
+  const int num_tensors = static_cast<int>(random.between(1, 3));
+  std::vector<Rank> ranks(size);
+  std::vector<std::vector<AllToAllTensor>> tensors(size);
+  for (int t = 0; t < num_tensors; ++t) {
+    const Dims global = random_shape(random, num_dims);
+    const DType dtype = random_dtype(random, scale);
+    const Sizes scatter = random_sizes(random, global[scatter_dim], size);
+    const Sizes gather = random_sizes(random, global[gather_dim], size);
+    for (int r = 0; r < size; ++r) {
+      ranks[r].inputs.push_back(Held::along(global, gather_dim, positions_of_piece(gather, r), t));
+      ranks[r].outputs.push_back(
+          Held::along(global, scatter_dim, positions_of_piece(scatter, r), t));
+      tensors[r].push_back({{ranks[r].inputs[t].shape(), dtype}, scatter, gather});
+    }
+  }
+  for (int r = 0; r < size; ++r) {
+    ranks[r].plan = all_to_all_plan({r, size}, tensors[r], scatter_dim, gather_dim, scale);
+  }
+  return ranks;
+}
+
+// One tensor and one dim: gather, split, zigzag and packed forms, by the positions that ranks hold.
+struct AlongDim {
+  int size;
+  int dim;
+  TensorSpec full;
+  Scale scale;
+  std::vector<Dims> positions;  // of each rank
+
+  template <typename MakePlan>
+  std::vector<Rank> gather(const MakePlan& make_plan) const {
+    std::vector<Rank> ranks;
+    for (int r = 0; r < size; ++r) {
+      const Held local = Held::along(full.shape, dim, positions[r]);
+      ranks.push_back({make_plan(Member{r, size}, TensorSpec{local.shape(), full.dtype}),
+                       {local},
+                       {Held::all(full.shape)}});
+    }
+    return ranks;
+  }
+  template <typename MakePlan>
+  std::vector<Rank> split(const MakePlan& make_plan) const {
+    std::vector<Rank> ranks;
+    for (int r = 0; r < size; ++r) {
+      ranks.push_back({make_plan(Member{r, size}, full),
+                       {Held::all(full.shape)},
+                       {Held::along(full.shape, dim, positions[r])}});
+    }
+    return ranks;
+  }
+};
+
+inline std::vector<Rank> along_dim(Random& random, int kind, int size, int num_dims,
+                                   const Scale& scale) {
+  AlongDim it{size, static_cast<int>(random.between(0, num_dims - 1)), {}, scale, {}};
+  it.full = {random_shape(random, num_dims), random_dtype(random, scale)};
+  int64_t& length = it.full.shape[it.dim];
+  const int dim = it.dim;
+  if (kind <= 1) {
+    const Sizes sizes = random_sizes(random, length, size);
+    for (int r = 0; r < size; ++r) it.positions.push_back(positions_of_piece(sizes, r));
+    if (kind == 0) {
+      return it.gather([&](Member me, const TensorSpec& local) {
+        return gather_plan(me, local, dim, sizes, scale);
+      });
+    }
+    return it.split(
+        [&](Member me, const TensorSpec& full) { return split_plan(me, full, dim, sizes, scale); });
+  }
+  if (kind <= 3) {
+    length = 2 * size * random.between(0, 3);
+    for (int r = 0; r < size; ++r) it.positions.push_back(zigzag_positions(length, r, size));
+    if (kind == 2) {
+      return it.gather([&](Member me, const TensorSpec& local) {
+        return zigzag_gather_plan(me, local, dim, scale);
+      });
+    }
+    return it.split(
+        [&](Member me, const TensorSpec& full) { return zigzag_split_plan(me, full, dim, scale); });
+  }
+  std::vector<Sizes> rows(size);
+  length = 0;
+  for (int64_t sequence = random.between(1, 5); sequence > 0; --sequence) {
+    const int64_t sequence_length = random.between(0, 7);
+    length += sequence_length;
+    const Sizes sizes = random_sizes(random, sequence_length, size);
+    for (int r = 0; r < size; ++r) rows[r].push_back(sizes[r]);
+  }
+  for (int r = 0; r < size; ++r) it.positions.push_back(packed_positions(rows, r));
+  if (kind == 4) {
+    return it.gather([&](Member me, const TensorSpec& local) {
+      return packed_gather_plan(me, local, dim, rows, scale);
+    });
+  }
+  return it.split([&](Member me, const TensorSpec& full) {
+    return packed_split_plan(me, full, dim, rows, scale);
+  });
+}
+inline constexpr int kNumAlongDimKinds = 6;
+
+inline ShardLayout random_layout(Random& random, int64_t length, int size) {
+  ShardLayout layout;
+  for (int r = 0; r < size; ++r) {
+    if (random.chance(0.6)) layout.ranks.push_back(r);
+  }
+  if (layout.ranks.empty()) layout.ranks.push_back(static_cast<int>(random.between(0, size - 1)));
+  if (random.chance(0.5)) std::reverse(layout.ranks.begin(), layout.ranks.end());
+  layout.replicated = random.chance(0.5);
+  if (random.chance(0.5)) {
+    layout.sizes = random_sizes(random, length, static_cast<int>(layout.ranks.size()));
+  }
+  return layout;
+}
+
+inline std::vector<Held> held_in(const ShardLayout& layout, const Dims& shape, int dim, int rank) {
+  const auto it = std::find(layout.ranks.begin(), layout.ranks.end(), rank);
+  if (it == layout.ranks.end()) return {};
+  if (layout.replicated) return {Held::all(shape)};
+  const Sizes sizes = layout.sizes.empty()
+                          ? dealt_sizes(shape[dim], static_cast<int>(layout.ranks.size()))
+                          : layout.sizes;
+  return {Held::along(shape, dim,
+                      positions_of_piece(sizes, static_cast<int>(it - layout.ranks.begin())))};
+}
+
+inline std::vector<Rank> reshard(Random& random, int size, int num_dims, const Scale& scale) {
+  const TensorSpec whole{random_shape(random, num_dims), random_dtype(random, scale)};
+  const int dim = static_cast<int>(random.between(0, num_dims - 1));
+  const ShardLayout source = random_layout(random, whole.shape[dim], size);
+  const ShardLayout destination = random_layout(random, whole.shape[dim], size);
+  std::vector<Rank> ranks;
+  for (int r = 0; r < size; ++r) {
+    ranks.push_back({reshard_plan({r, size}, whole, dim, source, destination, scale),
+                     held_in(source, whole.shape, dim, r),
+                     held_in(destination, whole.shape, dim, r)});
+  }
+  return ranks;
+}
+
+// A random case of any kind.
+inline std::vector<Rank> any(Random& random, int size, const Scale& scale) {
+  const int num_dims = static_cast<int>(random.between(2, 6));
+  const int kind = static_cast<int>(random.between(0, kNumAlongDimKinds + 3));
+  if (kind < kNumAlongDimKinds) return along_dim(random, kind, size, num_dims, scale);
+  if (kind == kNumAlongDimKinds) return reshard(random, size, num_dims, scale);
+  const int scatter_dim = static_cast<int>(random.between(0, num_dims - 1));
+  const int gather_dim =
+      static_cast<int>((scatter_dim + random.between(1, num_dims - 1)) % num_dims);
+  return all_to_all(random, size, num_dims, scatter_dim, gather_dim, scale);
+}
+
+}  // namespace cases

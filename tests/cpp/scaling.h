@@ -1,0 +1,62 @@
+// What scaling does to one element, by the compiler's own _Float16 and by exact rounding of bf16.
+#pragma once
+
+#include <cmath>
+#include <cstring>
+
+#include "world.h"
+
+namespace scaling {
+
+using namespace pipecomm;
+
+// The nearest bf16 by search among the two neighbours, ties to even.
+inline uint16_t nearest_bfloat16(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  if (std::isnan(value)) return 0x7fc0;
+  const auto low = static_cast<uint16_t>(bits >> 16);
+  const uint32_t rest = bits & 0xffffu;
+  if (rest < 0x8000u) return low;
+  if (rest > 0x8000u) return low + 1;
+  return low + (low & 1);
+}
+
+inline float bfloat16_value(uint16_t half) {
+  const uint32_t bits = uint32_t{half} << 16;
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+
+template <typename T>
+T scaled(T value, const Scale& scale) {
+  const T factor = static_cast<T>(scale.factor);
+  return scale.kind == Scale::Kind::kMultiply ? value * factor : value / factor;
+}
+
+inline void scale_element(uint8_t* element, DType dtype, const Scale& scale) {
+  if (dtype == dtypes::kFloat16) {
+    _Float16 value;
+    std::memcpy(&value, element, 2);
+    value = static_cast<_Float16>(scaled(static_cast<float>(value), scale));
+    std::memcpy(element, &value, 2);
+  } else if (dtype == dtypes::kBFloat16) {
+    uint16_t half;
+    std::memcpy(&half, element, 2);
+    half = nearest_bfloat16(scaled(bfloat16_value(half), scale));
+    std::memcpy(element, &half, 2);
+  } else if (dtype == dtypes::kFloat32) {
+    float value;
+    std::memcpy(&value, element, 4);
+    value = scaled(value, scale);
+    std::memcpy(element, &value, 4);
+  } else {
+    double value;
+    std::memcpy(&value, element, 8);
+    value = scaled(value, scale);
+    std::memcpy(element, &value, 8);
+  }
+}
+
+}  // namespace scaling

@@ -1,0 +1,96 @@
+// Enough of CUDA for g++ to compile and run the kernels of csrc/copy on the host: a launch runs all
+// threads of all blocks one after another, the blocks in an order that the test chooses.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <random>
+#include <utility>
+#include <vector>
+
+#define __global__
+#define __host__
+#define __device__
+#define __forceinline__ inline
+#define __grid_constant__
+#define __launch_bounds__(...)
+#define CUDART_VERSION 13000
+
+using cudaStream_t = void*;
+enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidValue = 1 };
+enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount = 16 };
+
+struct dim3 {
+  unsigned x = 1, y = 1, z = 1;
+  dim3() = default;
+  explicit dim3(unsigned x_) : x(x_) {}
+};
+struct alignas(16) uint4 {
+  uint32_t x, y, z, w;
+};
+struct alignas(8) uint2 {
+  uint32_t x, y;
+};
+
+inline dim3 blockIdx, threadIdx, gridDim, blockDim;
+
+namespace shim {
+inline int num_sms = 1;
+inline int num_launches = 0;
+inline int num_preloaded = 0;
+inline int fail_launch = -1;  // number of the launch that fails
+inline std::mt19937 block_order{1};
+}  // namespace shim
+
+struct cudaLaunchConfig_t {
+  dim3 gridDim, blockDim;
+  size_t dynamicSmemBytes = 0;
+  cudaStream_t stream = nullptr;
+};
+struct cudaFuncAttributes {};
+
+inline cudaError_t cudaGetDevice(int* device) {
+  *device = 0;
+  return cudaSuccess;
+}
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
+  *value = shim::num_sms;
+  return cudaSuccess;
+}
+template <typename Kernel>
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes*, Kernel*) {
+  ++shim::num_preloaded;
+  return cudaSuccess;
+}
+
+template <typename... Parameters, typename... Arguments>
+cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
+                               Arguments&&... arguments) {
+  if (shim::num_launches++ == shim::fail_launch) return cudaErrorInvalidValue;
+  if (config->gridDim.x == 0 || config->blockDim.x == 0) return cudaErrorInvalidValue;
+  ::gridDim = config->gridDim;
+  ::blockDim = config->blockDim;
+  std::vector<unsigned> blocks(config->gridDim.x);
+  for (unsigned i = 0; i < blocks.size(); ++i) blocks[i] = i;
+  std::shuffle(blocks.begin(), blocks.end(), shim::block_order);
+  for (unsigned block : blocks) {
+    for (unsigned thread = 0; thread < config->blockDim.x; ++thread) {
+      ::blockIdx.x = block;
+      ::threadIdx.x = thread;
+      kernel(arguments...);
+    }
+  }
+  return cudaSuccess;
+}
+
+// A misaligned access, which the device refuses, is what -fsanitize=undefined reports here.
+template <typename T>
+T __ldcs(const T* address) {
+  return *address;
+}
+template <typename T>
+void __stwb(T* address, T value) {
+  *address = value;
+}

@@ -1,0 +1,4 @@
+// The host shim has one header.
+#pragma once
+
+#include "cuda_runtime.h"

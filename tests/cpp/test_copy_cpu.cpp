@@ -1,0 +1,210 @@
+// The CPU executor: threads, scaling, means, ranges of messages, forks.
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <limits>
+
+#include "cases.h"
+#include "copy/copy_cpu.h"
+#include "copy/float_formats.h"
+#include "scaling.h"
+
+namespace {
+
+using namespace pipecomm;
+using world::Options;
+using world::Random;
+
+// Every fp16 there is, both ways, against the compiler's _Float16; and floats on both sides of
+// every rounding boundary.
+void test_float16() {
+  for (uint32_t bits = 0; bits < 0x10000; ++bits) {
+    const auto half = static_cast<uint16_t>(bits);
+    _Float16 reference;
+    std::memcpy(&reference, &half, 2);
+    const float value = Float16::load(half);
+    if (reference != reference) {
+      CHECK(value != value);
+      CHECK((Float16::store(value) & 0x7fff) > 0x7c00);
+      continue;
+    }
+    CHECK(value == static_cast<float>(reference));
+    CHECK_EQ(Float16::store(value), half);
+    const uint32_t float_value = float_bits(value);
+    for (uint32_t neighbour : {0x0001u, 0x0fffu, 0x1000u, 0x1001u, 0x1fffu, 0x800u << 13}) {
+      const float moved = float_from_bits(float_value + neighbour);
+      if (moved != moved) continue;
+      const auto expected = static_cast<_Float16>(moved);
+      uint16_t expected_bits;
+      std::memcpy(&expected_bits, &expected, 2);
+      CHECK_EQ(Float16::store(moved), expected_bits);
+    }
+  }
+}
+
+void test_bfloat16() {
+  Random random(3);
+  for (uint32_t high = 0; high < 0x10000; ++high) {
+    CHECK_EQ(float_bits(BFloat16::load(static_cast<uint16_t>(high))), high << 16);
+    for (uint32_t low : {0u, 1u, 0x7fffu, 0x8000u, 0x8001u, 0xffffu}) {
+      const float value = float_from_bits(high << 16 | low);
+      CHECK_EQ(BFloat16::store(value), scaling::nearest_bfloat16(value));
+    }
+  }
+}
+
+// A case large enough for several slabs and threads.
+void test_threads() {
+  for (int num_threads : {1, 2, 3, 7}) {
+    ThreadPool pool(num_threads);
+    for (int seed = 0; seed < 3; ++seed) {
+      check::context = std::to_string(num_threads) + " threads, seed " + std::to_string(seed);
+      Random random(seed);
+      const int size = 3;
+      const Dims global{2, 3000 + seed, 11, 16 + 9 * seed};
+      const Sizes heads = cases::dealt_sizes(11, size);
+      const Sizes tokens = cases::random_sizes(random, global[1], size);
+      const Scale scale = seed == 1 ? Scale::divide(3) : Scale::none();
+      std::vector<world::Rank> ranks(size);
+      for (int r = 0; r < size; ++r) {
+        ranks[r].inputs = {world::Held::along(global, 1, cases::positions_of_piece(tokens, r))};
+        ranks[r].outputs = {world::Held::along(global, 2, cases::positions_of_piece(heads, r))};
+        const TensorSpec input{ranks[r].inputs[0].shape(), dtypes::kFloat32};
+        ranks[r].plan = all_to_all_plan({r, size}, {{input, heads, tokens}}, 2, 1, scale);
+      }
+      Options options;
+      options.dense = true;
+      if (!scale.is_none()) {
+        options.transform = [scale](uint8_t* element, DType dtype) {
+          scaling::scale_element(element, dtype, scale);
+        };
+      }
+      options.execute = [&pool](auto tasks, const CopyBuffers& buffers, const Scale& factor) {
+        execute_cpu(tasks, buffers, factor, &pool);
+      };
+      world::Simulation(ranks, options, random).run();
+    }
+  }
+}
+
+void test_pool() {
+  check::context = "thread pool";
+  ThreadPool pool(4);
+  for (int round = 0; round < 200; ++round) {
+    std::vector<std::atomic<int>> calls(round % 9);
+    pool.parallel_for(round % 9, [&](int part) { ++calls[part]; });
+    for (auto& count : calls) CHECK_EQ(count.load(), 1);
+  }
+  CHECK_EQ(ThreadPool(0).num_threads(), 1);
+  ThreadPool never_used(3);
+}
+
+// A child that was forked while threads exist has none; it works alone and ends.
+void test_fork() {
+#if !defined(__SANITIZE_THREAD__)
+  check::context = "fork";
+  auto pool = std::make_unique<ThreadPool>(3);
+  pool->parallel_for(8, [](int) {});
+  const pid_t child = fork();
+  if (child == 0) {
+    alarm(20);
+    std::atomic<int> sum = 0;
+    pool->parallel_for(8, [&](int part) { sum += part; });
+    pool.reset();
+    _exit(sum == 28 ? 0 : 1);
+  }
+  int status = -1;
+  CHECK_EQ(waitpid(child, &status, 0), child);
+  CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+#endif
+}
+
+template <typename T>
+std::vector<const void*> pointers_to(const std::vector<std::vector<T>>& tensors) {
+  std::vector<const void*> pointers;
+  for (const auto& tensor : tensors) pointers.push_back(tensor.data());
+  return pointers;
+}
+
+void test_mean() {
+  check::context = "mean";
+  ThreadPool pool(3);
+  const std::vector<std::vector<float>> pair{{1, 0.1f, 3}, {5, 0.2f, -3}};
+  std::vector<float> result(3);
+  mean_cpu(result.data(), pointers_to(pair), 3, dtypes::kFloat32);
+  CHECK_EQ(result[0], 3.0f);
+  CHECK_EQ(result[1], (0.1f + 0.2f) / 2.0f);
+  CHECK_EQ(result[2], 0.0f);
+
+  // fp64 is averaged in fp32: what a float cannot hold is lost.
+  const std::vector<std::vector<double>> doubles{{1.0 + 1e-12}, {2.0}, {4.0}};
+  double mean = 0;
+  mean_cpu(&mean, pointers_to(doubles), 1, dtypes::kFloat64);
+  CHECK_EQ(mean, static_cast<double>((1.0f + 2.0f + 4.0f) / 3.0f));
+
+  // Summed in fp32, not in the dtype: 1 + 2^-8 + ... would vanish in bf16.
+  const uint16_t one = 0x3f80, small = BFloat16::store(1.0f / 256);
+  const std::vector<std::vector<uint16_t>> halves{{one}, {small}, {small}, {small}};
+  uint16_t half_mean = 0;
+  mean_cpu(&half_mean, pointers_to(halves), 1, dtypes::kBFloat16);
+  CHECK_EQ(half_mean, BFloat16::store((1.0f + 3.0f / 256) / 4));
+
+  // Many blocks and threads, the result in place of a source.
+  Random random(1);
+  const int64_t count = 1000003;
+  std::vector<std::vector<uint16_t>> fp16(3, std::vector<uint16_t>(count));
+  for (auto& tensor : fp16) {
+    for (uint16_t& value : tensor) value = Float16::store(float(random.between(-1000, 1000)) / 7);
+  }
+  const auto sources = fp16;
+  mean_cpu(fp16[1].data(), pointers_to(fp16), count, dtypes::kFloat16, &pool);
+  bool is_equal = true;
+  for (int64_t i = 0; i < count; ++i) {
+    float sum = 0;
+    for (const auto& tensor : sources) sum += Float16::load(tensor[i]);
+    is_equal = is_equal && fp16[1][i] == Float16::store(sum / 3.0f);
+  }
+  CHECK(is_equal);
+  CHECK_INVALID("averaged, got int32",
+                mean_cpu(result.data(), pointers_to(pair), 3, dtypes::kInt32));
+  CHECK_INVALID("mean of no tensors", mean_cpu(result.data(), {}, 3, dtypes::kFloat32));
+}
+
+void test_range_errors() {
+  check::context = "range errors";
+  const TensorSpec tensor{{2, 3, 4}, dtypes::kFloat32};
+  for (const Scale& scale : {Scale::none(), Scale::multiply(2)}) {
+    const ExchangePlan plan = all_to_all_plan({0, 2}, {{tensor, {2, 2}, {3, 3}}}, 2, 1, scale);
+    const LoweredExchange exchange =
+        lower(plan, {Layout::contiguous(plan.inputs[0])}, {Layout::contiguous(plan.outputs[0])});
+    std::vector<float> input(24), output(24);
+    std::vector<char> chunk(64);
+    const void* const inputs[] = {input.data()};
+    void* const outputs[] = {output.data()};
+    const CopyBuffers buffers{inputs, outputs, nullptr, nullptr};
+    const LoweredMessage& send = exchange.sends[0];
+    const LoweredMessage& recv = exchange.recvs[0];
+    CHECK_INVALID("bytes [0, 49) are no part of a message of 48",
+                  pack_range(exchange, send, buffers, 0, 49, chunk.data()));
+    CHECK_INVALID("bytes [5, 4)", pack_range(exchange, send, buffers, 5, 4, chunk.data()));
+    CHECK_INVALID("bytes [-1, 4)", unpack_range(exchange, recv, buffers, -1, 4, chunk.data()));
+    if (!scale.is_none()) {
+      CHECK_INVALID("multiples of 8 bytes, got [0, 12)",
+                    pack_range(exchange, send, buffers, 0, 12, chunk.data()));
+    }
+  }
+}
+
+}  // namespace
+
+int main() {
+  test_float16();
+  test_bfloat16();
+  test_threads();
+  test_pool();
+  test_fork();
+  test_mean();
+  test_range_errors();
+  return check::report("test_copy_cpu");
+}
