@@ -12,6 +12,7 @@ import sysconfig
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.build import build
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
@@ -68,6 +69,14 @@ def num_jobs() -> int:
     return max(1, min(len(os.sched_getaffinity(0)), available_bytes // BYTES_PER_JOB))
 
 
+class FreshBuild(build):
+    """Starts from an empty build_lib: what an earlier build left there would be packed into the wheel."""
+
+    def run(self) -> None:
+        shutil.rmtree(self.build_lib, ignore_errors=True)
+        super().run()
+
+
 class CMakeBuild(build_ext):
     def run(self) -> None:
         folder = build_dir()
@@ -96,4 +105,7 @@ class CMakeBuild(build_ext):
                 )
 
 
-setup(ext_modules=[CMakeExtension("pipecomm_ext._C")], cmdclass={"build_ext": CMakeBuild})
+setup(
+    ext_modules=[CMakeExtension("pipecomm_ext._C")],
+    cmdclass={"build": FreshBuild, "build_ext": CMakeBuild},
+)
