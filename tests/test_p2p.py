@@ -1,4 +1,4 @@
-"""Messages arrive where they belong, in order, on every channel: all dtypes, sizes, layouts, kinds of handles."""
+"""Messages arrive where they belong and in order: channels, dtypes, sizes, layouts, handles."""
 
 from __future__ import annotations
 
@@ -105,6 +105,7 @@ def test_channels_are_independent(world):
     )
     assert_same(received, expected)
     assert not late.is_completed()
+    world.comm.barrier()
     expected = message(previous, world.rank, 0, 0)
     received = poison(expected.shape, expected.dtype)
     world.comm.recv(received, previous, channel=0)

@@ -1,0 +1,413 @@
+"""Wrong calls get the right answer, name what was wrong, and leave the communicator in use.
+
+Either the calling rank refuses before anything is sent, or the two ends find the disagreement and both raise,
+naming both descriptions. Unusual calls that are legal are in test_p2p.py.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from datetime import timedelta
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from patterns import assert_same, pattern, poison
+from ranks import on_ranks
+
+from pipecomm_ext import (
+    Communicator,
+    PipeCommMismatch,
+    Recv,
+    Send,
+)
+
+
+def assert_usable(comm: Communicator, key: object) -> None:
+    """A full exchange with the next and previous rank, on both channels, and a barrier."""
+    following, previous = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    received = [poison(33, torch.float32) for _ in range(2)]
+    ops = [
+        Send(pattern(33, torch.float32, key, comm.rank, channel), following, channel) for channel in (0, 1)
+    ]
+    ops += [Recv(received[channel], previous, channel) for channel in (0, 1)]
+    comm.batch_p2p(ops)
+    for channel in (0, 1):
+        assert_same(received[channel], pattern(33, torch.float32, key, previous, channel))
+    comm.barrier()
+
+
+def ones() -> torch.Tensor:
+    return torch.ones(4)
+
+
+def quantized() -> torch.Tensor:
+    return torch.quantize_per_tensor(torch.ones(4), 1.0, 0, torch.quint8)
+
+
+# ---- refused on the calling rank -------------------------------------------------------------------------
+
+BUFFER = torch.ones(16)
+LEAF = torch.ones(4, requires_grad=True)
+
+# name: (call, exception, pattern of the message)
+REFUSED = {
+    # peers
+    "peer is the group's size": (lambda c: c.send(ones(), 2), ValueError, r"\b2\b.*0\.\.1"),
+    "peer is far too large": (lambda c: c.recv(ones(), 7), ValueError, r"\b7\b.*0\.\.1"),
+    "peer is negative": (lambda c: c.send(ones(), -1), ValueError, r"-1\b.*0\.\.1"),
+    "peer beyond 32 bits": (lambda c: c.send(ones(), 2**40), ValueError, str(2**40)),
+    "peer is True": (lambda c: c.send(ones(), True), TypeError, r"bool"),
+    "peer is a float": (lambda c: c.send(ones(), 1.0), TypeError, r"float"),
+    "peer is a string": (lambda c: c.send(ones(), "1"), TypeError, r"str"),
+    "peer is None": (lambda c: c.isend(ones(), None), TypeError, r"None"),
+    "peer of a Send": (lambda c: c.batch_p2p([Send(ones(), 1.5)]), TypeError, r"float"),
+    "peer of a Recv in a batch": (
+        lambda c: c.batch_p2p([Recv(ones(), 1), Recv(ones(), 2)]),
+        ValueError,
+        r"ops\[1\].*\b2\b",
+    ),
+    "send to oneself": (lambda c: c.send(ones(), 0), ValueError, r"(itself|oneself|own|self)"),
+    "recv from oneself": (lambda c: c.recv(ones(), 0), ValueError, r"(itself|oneself|own|self)"),
+    "own send without its recv": (
+        lambda c: c.batch_p2p([Send(ones(), 0)]),
+        ValueError,
+        r"(itself|oneself|own|self)",
+    ),
+    "own recv shorter than own send": (
+        lambda c: c.batch_p2p([Send(torch.ones(6), 0), Recv(torch.ones(5), 0)]),
+        ValueError,
+        r"\[6\].*\[5\]|\[5\].*\[6\]",
+    ),
+    "own recv of another dtype": (
+        lambda c: c.batch_p2p([Send(ones(), 0), Recv(torch.ones(4, dtype=torch.int32), 0)]),
+        ValueError,
+        r"float32.*int32|int32.*float32",
+    ),
+    # channels
+    "channel is the number of channels": (lambda c: c.send(ones(), 1, 2), ValueError, r"channel.*2"),
+    "channel is negative": (lambda c: c.recv(ones(), 1, -1), ValueError, r"channel.*-1"),
+    "channel is a float": (lambda c: c.send(ones(), 1, 0.0), TypeError, r"channel.*float"),
+    # tensors
+    "tensor is None": (lambda c: c.send(None, 1), TypeError, r"NoneType"),
+    "tensor is a list": (lambda c: c.send([1.0], 1), TypeError, r"list"),
+    "tensor is an ndarray": (lambda c: c.recv(np.ones(3), 1), TypeError, r"ndarray"),
+    "tensor of a batch": (
+        lambda c: c.batch_p2p([Send(ones(), 1), Recv("x", 1)]),
+        TypeError,
+        r"ops\[1\].*str",
+    ),
+    "sparse": (lambda c: c.send(torch.eye(3).to_sparse(), 1), ValueError, r"(?i)sparse"),
+    "sparse csr": (lambda c: c.send(torch.eye(3).to_sparse_csr(), 1), ValueError, r"(?i)sparse"),
+    "mkldnn": (lambda c: c.send(torch.eye(3).to_mkldnn(), 1), ValueError, r"(?i)mkldnn"),
+    "quantized": (lambda c: c.send(quantized(), 1), ValueError, r"(?i)quantized|quint8"),
+    "nested": (
+        lambda c: c.send(torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), 1),
+        ValueError,
+        r"(?i)nested",
+    ),
+    "meta": (lambda c: c.send(torch.ones(3, device="meta"), 1), ValueError, r"meta"),
+    # receive targets
+    "recv into an expanded tensor": (
+        lambda c: c.recv(torch.ones(1, 3).expand(4, 3), 1),
+        ValueError,
+        r"overlap|expand",
+    ),
+    "recv into overlapping strides": (
+        lambda c: c.recv(torch.ones(8).as_strided((3, 3), (2, 1)), 1),
+        ValueError,
+        r"overlap|expand",
+    ),
+    "recv into a leaf that requires grad": (lambda c: c.recv(LEAF, 1), ValueError, r"requires.grad"),
+    "recv into a conjugate view": (
+        lambda c: c.recv(torch.ones(3, dtype=torch.complex64).conj(), 1),
+        ValueError,
+        r"conj",
+    ),
+    "two recvs that overlap": (
+        lambda c: c.batch_p2p([Recv(BUFFER[0:6], 1), Recv(BUFFER[5:9], 1, 1)]),
+        ValueError,
+        r"ops\[0\].*ops\[1\]|ops\[1\].*ops\[0\]",
+    ),
+    "a send that overlaps a recv": (
+        lambda c: c.batch_p2p([Send(BUFFER[4:8], 1), Recv(BUFFER[0:5], 1)]),
+        ValueError,
+        r"ops\[0\].*ops\[1\]|ops\[1\].*ops\[0\]",
+    ),
+    # batches
+    "an element of another type": (
+        lambda c: c.batch_p2p([Send(ones(), 1), ("send", ones(), 1)]),
+        TypeError,
+        r"ops\[1\].*tuple",
+    ),
+    "an element is a tensor": (lambda c: c.batch_p2p([ones()]), TypeError, r"ops\[0\].*Tensor"),
+    "the batch is no sequence": (lambda c: c.batch_p2p(Send(ones(), 1)), TypeError, r""),
+    # waiting
+    "wait with timeout 0": (
+        lambda c: c.batch_p2p([], async_op=True).wait(timeout=0),
+        ValueError,
+        r"timeout.*0",
+    ),
+    "wait with a negative timeout": (
+        lambda c: c.batch_p2p([], async_op=True).wait(-1.0),
+        ValueError,
+        r"timeout.*-1",
+    ),
+    "wait with NaN": (
+        lambda c: c.batch_p2p([], async_op=True).wait(float("nan")),
+        ValueError,
+        r"timeout.*nan",
+    ),
+    "wait with 1e300 s": (
+        lambda c: c.batch_p2p([], async_op=True).wait(1e300),
+        ValueError,
+        r"timeout.*1e\+?300",
+    ),
+    "wait with a string": (lambda c: c.batch_p2p([], async_op=True).wait("1"), TypeError, r"timeout.*str"),
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_before_anything_is_sent(world, name):
+    """One rank makes the call, the other none: nothing was sent, and both go on."""
+    call, expected, message = REFUSED[name]
+    if world.rank == 0:
+        with pytest.raises(expected, match=message) as caught:
+            call(world.comm)
+        assert type(caught.value) is expected, (
+            f"{type(caught.value).__name__} is not exactly {expected.__name__}"
+        )
+    assert_usable(world.comm, name)
+
+
+@on_ranks(2)
+def test_a_batch_is_refused_as_a_whole(world):
+    """The good operations before a bad one are not posted."""
+    if world.rank == 0:
+        received = poison(4, torch.float32)
+        with pytest.raises(ValueError):
+            world.comm.batch_p2p([Send(ones(), 1), Recv(received, 1), Send(ones(), 5)])
+        assert_same(received, poison(4, torch.float32))
+    assert_usable(world.comm, "whole")
+
+
+@on_ranks(4)
+def test_a_global_rank_where_a_group_rank_is_meant_is_explained(world):
+    """Peers are ranks of the group: in a group of the global ranks 2 and 3, global rank 3 is peer 1."""
+    group = dist.new_group([2, 3])
+    if world.rank >= 2:
+        with Communicator(group, device="cpu") as comm:
+            with pytest.raises(ValueError, match=r"\b3\b.*0\.\.1"):
+                comm.send(ones(), 3)
+            assert_usable(comm, "sub-group")
+    else:
+        with pytest.raises(ValueError, match=f"rank {world.rank}.*not a member"):
+            Communicator(group, device="cpu")
+
+
+@on_ranks(2)
+def test_accepted_kinds_of_peers(world):
+    """Whatever operator.index takes, but bool."""
+    peer = np.int64(1 - world.rank)
+    received = poison(3, torch.int32)
+    world.comm.batch_p2p([Send(pattern(3, torch.int32, world.rank), peer), Recv(received, peer, np.uint8(0))])
+    assert_same(received, pattern(3, torch.int32, int(peer)))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("timeout", "expected"),
+    [
+        (0, ValueError),
+        (-1, ValueError),
+        (float("nan"), ValueError),
+        (1e300, ValueError),
+        (timedelta(0), ValueError),
+        ("5", TypeError),
+        (True, TypeError),
+    ],
+)
+def test_constructor_timeouts(world, timeout, expected):
+    with pytest.raises(expected, match="timeout"):
+        Communicator(world.group, device="cpu", timeout=timeout)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("arguments", "expected", "message"),
+    [
+        ({"device": "tpu"}, (ValueError, RuntimeError), "tpu"),
+        ({"device": "meta"}, ValueError, "meta"),
+        ({"transport": "carrier pigeon"}, ValueError, "carrier pigeon"),
+        ({"channels": 0}, ValueError, "channels"),
+        ({"channels": 16}, ValueError, "channels"),
+        ({"channels": 2.0}, TypeError, "channels"),
+        ({"check": "sometimes"}, ValueError, "check"),
+    ],
+)
+def test_constructor_arguments(world, arguments, expected, message):
+    with pytest.raises(expected, match=message):
+        Communicator(world.group, **{"device": "cpu", **arguments})
+    assert_usable(world.comm, "constructor")
+
+
+@on_ranks(2, 3)
+def test_a_constructor_that_one_rank_refuses_is_refused_by_all(world):
+    """Nobody waits for the deadline, and the next construction works."""
+    started_at = time.monotonic()
+    if world.rank == 1:
+        with pytest.raises(ValueError, match="channels"):
+            Communicator(world.group, device="cpu", channels=-3)
+    else:
+        with pytest.raises(PipeCommMismatch, match="rank 1.*channels") as caught:
+            Communicator(world.group, device="cpu")
+        assert caught.value.origin_rank == 1
+    assert time.monotonic() - started_at < 2
+    assert_usable(world.fresh_comm(), "after")
+
+
+@on_ranks(2)
+def test_a_constructor_with_other_arguments_is_refused_by_both(world):
+    with pytest.raises(PipeCommMismatch, match=r"channels.*2.*3"):
+        Communicator(world.group, device="cpu", channels=2 + world.rank)
+    assert_usable(world.fresh_comm(), "after")
+
+
+# ---- found by the two ends -------------------------------------------------------------------------------
+
+# name: (sent by rank 0, received by rank 1, both descriptions as they appear in both messages)
+MISMATCHES = {
+    "nothing sent": ((0,), torch.float32, (3,), torch.float32, "float32[0]", "float32[3]"),
+    "nothing expected": ((3,), torch.float32, (0,), torch.float32, "float32[3]", "float32[0]"),
+    "shorter": ((3,), torch.float32, (5,), torch.float32, "float32[3]", "float32[5]"),
+    "longer": ((5,), torch.float32, (3,), torch.float32, "float32[5]", "float32[3]"),
+    "much longer": ((10**6,), torch.float32, (3,), torch.float32, "float32[1000000]", "float32[3]"),
+    "other dtype of equal bytes": ((4,), torch.float32, (4,), torch.int32, "float32[4]", "int32[4]"),
+    "other dtype and shape of equal bytes": (
+        (2,),
+        torch.float64,
+        (4,),
+        torch.float32,
+        "float64[2]",
+        "float32[4]",
+    ),
+    "other shape of equal elements": (
+        (2, 6),
+        torch.float32,
+        (3, 4),
+        torch.float32,
+        "float32[2, 6]",
+        "float32[3, 4]",
+    ),
+    "other number of dims": ((12,), torch.float32, (12, 1), torch.float32, "float32[12]", "float32[12, 1]"),
+    "scalar and one element": ((), torch.float32, (1,), torch.float32, "float32[]", "float32[1]"),
+}
+
+
+def assert_mismatch(error: PipeCommMismatch, world, sent: str, expected: str) -> None:
+    text = str(error)
+    assert sent in text and expected in text, text
+    assert "rank 0" in text and "rank 1" in text, text
+    assert (error.rank, error.peer, error.channel) == (world.rank, 1 - world.rank, 0)
+    assert isinstance(error.seq, int) and error.op == "p2p"
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("receiver_first", [False, True], ids=["sender first", "receiver first"])
+@pytest.mark.parametrize("name", MISMATCHES)
+def test_both_ends_of_a_mismatch_raise(world, name, receiver_first):
+    """The receive buffer stays as it was, later messages match again, and other channels never noticed."""
+    sent_shape, sent_dtype, shape, dtype, sent, expected = MISMATCHES[name]
+    if (world.rank == 1) != receiver_first:
+        time.sleep(0.02)
+    if world.rank == 0:
+        with pytest.raises(PipeCommMismatch) as caught:
+            world.comm.send(pattern(sent_shape, sent_dtype), 1)
+        assert (caught.value.dtype, caught.value.shape) == (str(sent_dtype)[6:], sent_shape)
+    else:
+        received = poison(shape, dtype)
+        with pytest.raises(PipeCommMismatch) as caught:
+            world.comm.recv(received, 0)
+        assert_same(received, poison(shape, dtype), "a refused receive")
+        assert (caught.value.dtype, caught.value.shape) == (str(dtype)[6:], shape)
+    assert_mismatch(caught.value, world, sent, expected)
+    assert_usable(world.comm, name)
+
+
+@on_ranks(2)
+def test_two_swapped_messages_are_found(world):
+    """A batch that receives in another order than the peer sends."""
+    shapes = [(3,), (4, 4)]
+    if world.rank == 0:
+        with pytest.raises(PipeCommMismatch, match=re.escape("float32[3]")):
+            world.comm.batch_p2p([Send(pattern(shape, torch.float32), 1) for shape in shapes])
+    else:
+        with pytest.raises(PipeCommMismatch, match=re.escape("float32[4, 4]")):
+            world.comm.batch_p2p([Recv(poison(shape, torch.float32), 0) for shape in reversed(shapes)])
+    assert_usable(world.comm, "swapped")
+
+
+@on_ranks(3)
+def test_a_mismatch_concerns_its_two_ends_only(world):
+    """Rank 2 talks to both through it, and the good messages of the same batch arrive."""
+    if world.rank == 2:
+        received = [poison(5, torch.int32) for _ in range(2)]
+        world.comm.batch_p2p([Recv(received[peer], peer) for peer in range(2)])
+        for peer in range(2):
+            assert_same(received[peer], pattern(5, torch.int32, peer))
+    else:
+        bad = Send(torch.ones(2), 1) if world.rank == 0 else Recv(torch.ones(3), 0)
+        with pytest.raises(PipeCommMismatch):
+            world.comm.batch_p2p([bad, Send(pattern(5, torch.int32, world.rank), 2)])
+    assert_usable(world.comm, "third")
+
+
+@on_ranks(2)
+def test_a_mismatch_reaches_a_handle_that_is_waited_for_later_and_again(world):
+    if world.rank == 0:
+        work = world.comm.isend(torch.ones(2), 1)
+    else:
+        work = world.comm.irecv(torch.ones(3), 0)
+    assert_usable(world.comm, "before the wait")
+    for _ in range(2):
+        with pytest.raises(PipeCommMismatch):
+            work.wait()
+    assert work.is_completed()
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("what", ["shape", "dtype", "source", "op"])
+def test_a_collective_on_which_ranks_disagree(world, what):
+    """Every rank raises, nobody waits for a deadline, and the next call works."""
+    odd = world.rank == 1
+    started_at = time.monotonic()
+    with pytest.raises(PipeCommMismatch) as caught:
+        if what == "op" and odd:
+            world.comm.barrier()
+        else:
+            tensor = torch.ones(
+                3 + (odd and what == "shape"), dtype=torch.int32 if odd and what == "dtype" else None
+            )
+            world.comm.broadcast(tensor, 1 if odd and what == "source" else 0)
+    assert time.monotonic() - started_at < 2
+    if what == "op":
+        assert "broadcast" in str(caught.value) and "barrier" in str(caught.value)
+    assert_usable(world.comm, what)
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("bad", ["source", "tensor"])
+def test_a_collective_that_one_rank_refuses_is_refused_by_all(world, bad):
+    started_at = time.monotonic()
+    if world.rank == 1:
+        with pytest.raises(ValueError if bad == "source" else TypeError):
+            world.comm.broadcast(*((ones(), 17) if bad == "source" else (None, 0)))
+    else:
+        with pytest.raises(PipeCommMismatch, match=r"rank 1.*(17|NoneType)") as caught:
+            world.comm.broadcast(ones(), 0)
+        assert caught.value.origin_rank == 1
+    assert time.monotonic() - started_at < 2
+    assert_usable(world.comm, bad)

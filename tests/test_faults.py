@@ -1,0 +1,349 @@
+"""When ranks die, stop, leave or wait too long, all others hear of it in time and are told where it began."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from patterns import assert_same, pattern, poison
+from ranks import Outcome, on_ranks
+
+from pipecomm_ext import (
+    Communicator,
+    PipeCommAborted,
+    PipeCommError,
+    PipeCommPeerLost,
+    PipeCommTimeout,
+    Recv,
+    Send,
+)
+
+DETECTION_LIMIT_S = 2.0
+VICTIM = 1
+
+# ---- a rank dies -----------------------------------------------------------------------------------------
+
+
+def run_until_killed(world, scene, how):
+    """The body of all ranks: acts out `scene` until the victim is gone; survivors report what they got."""
+    comm = Communicator(world.group, device="cpu", timeout=20)
+    try:
+        comm.barrier()
+        scene(world, comm, how)
+        raise AssertionError("no error reached this rank")
+    except PipeCommError as error:
+        raised_at = time.monotonic()
+        try:
+            comm.barrier()
+            raise AssertionError("a failed communicator was usable")
+        except PipeCommError as again:
+            took_s = time.monotonic() - raised_at
+            assert again.origin_rank == error.origin_rank and took_s < 0.2, (str(again), took_s)
+        comm.close()
+        closed_after_s = time.monotonic() - raised_at
+        assert closed_after_s < 3, f"close() after a failure took {closed_after_s:.1f} s"
+        return {
+            "type": type(error),
+            "text": str(error),
+            "origin_rank": error.origin_rank,
+            "raised_at": raised_at,
+        }
+
+
+def die(world, how):
+    """The victim's end: by its own hand, or by the parent's signal."""
+    if how == "exit":
+        world.mark("exits")
+        os._exit(9)
+    world.mark("dies")
+    time.sleep(60)
+
+
+def before_a_message(world, comm, how):
+    if world.rank == VICTIM:
+        die(world, how)
+    comm.recv(torch.ones(1000), VICTIM) if world.rank == 0 else comm.barrier()
+
+
+def while_peers_send_to_it(world, comm, how):
+    if world.rank == VICTIM:
+        die(world, how)
+    comm.send(torch.ones(1000), VICTIM) if world.rank == 0 else comm.recv(torch.ones(1), 0)
+
+
+def in_the_middle_of(world, comm, sender, receiver):
+    """256 MB; the receiver tells the parent as soon as the first bytes have come."""
+    if world.rank == sender:
+        comm.send(torch.ones(2**28, dtype=torch.uint8), receiver)
+    elif world.rank == receiver:
+        buffer = torch.zeros(2**28, dtype=torch.uint8)
+        work = comm.irecv(buffer, sender)
+        while buffer[0] == 0:
+            time.sleep(0.001)
+        world.mark("flows")
+        if world.rank == VICTIM:
+            os.kill(os.getpid(), signal.SIGKILL)
+        work.wait()
+    comm.barrier()
+
+
+def in_the_middle_of_its_send(world, comm, how):
+    in_the_middle_of(world, comm, sender=VICTIM, receiver=0)
+
+
+def in_the_middle_of_its_recv(world, comm, how):
+    in_the_middle_of(world, comm, sender=0, receiver=VICTIM)
+
+
+def after_a_message(world, comm, how):
+    tensor = torch.ones(1000)
+    if world.rank == VICTIM:
+        comm.send(tensor, 0)
+        die(world, how)
+    if world.rank == 0:
+        comm.recv(tensor, VICTIM)
+    comm.barrier()
+
+
+def while_idle(world, comm, how):
+    if world.rank == VICTIM:
+        die(world, how)
+    time.sleep(1.0)
+    comm.barrier()
+
+
+def while_others_talk(world, comm, how):
+    """Two ranks that never talk to the victim hear of it, too."""
+    if world.rank == VICTIM:
+        die(world, how)
+    peer = 2 - world.rank
+    while True:
+        comm.batch_p2p([Send(torch.ones(100), peer), Recv(torch.ones(100), peer)])
+
+
+def assert_survivors_know(outcomes: list[Outcome], died_at: float) -> None:
+    assert outcomes[VICTIM].status == "died", outcomes[VICTIM]
+    survivors = [outcome for outcome in outcomes if outcome.rank != VICTIM]
+    for outcome in survivors:
+        assert outcome.status == "returned", "\n".join(map(str, outcomes))
+        report = outcome.value
+        assert issubclass(report["type"], PipeCommPeerLost), report
+        assert report["origin_rank"] == VICTIM and f"rank {VICTIM}" in report["text"], report
+        took_s = report["raised_at"] - died_at
+        assert took_s < DETECTION_LIMIT_S, f"rank {outcome.rank} heard of it {took_s:.2f} s later: {report}"
+
+
+@pytest.mark.parametrize(
+    "scene",
+    [before_a_message, while_peers_send_to_it, after_a_message, while_idle, while_others_talk],
+)
+@pytest.mark.parametrize("how", ["kill -9", "exit"])
+def test_a_death_reaches_all(ranks, scene, how):
+    with ranks.disposable(3, run_until_killed, scene, how) as world:
+        if how == "exit":
+            died_at = world.await_mark(VICTIM, "exits")
+        else:
+            world.await_mark(VICTIM, "dies")
+            time.sleep(0.05)  # for the others to be in their calls
+            died_at = world.signal(VICTIM, signal.SIGKILL)
+        assert_survivors_know(world.collect(deadline=15), died_at)
+
+
+@pytest.mark.parametrize("scene", [in_the_middle_of_its_send, in_the_middle_of_its_recv])
+def test_a_death_in_the_middle_of_256_mb_reaches_all(ranks, scene):
+    receiver = 0 if scene is in_the_middle_of_its_send else VICTIM
+    with ranks.disposable(3, run_until_killed, scene, "kill -9") as world:
+        died_at = world.await_mark(receiver, "flows")
+        if receiver != VICTIM:
+            died_at = world.signal(VICTIM, signal.SIGKILL)
+        assert_survivors_know(world.collect(deadline=15), died_at)
+
+
+@pytest.mark.parametrize("size", [2, 5])
+def test_a_death_in_other_worlds(ranks, size):
+    with ranks.disposable(size, run_until_killed, before_a_message, "kill -9") as world:
+        world.await_mark(VICTIM, "dies")
+        time.sleep(0.05)
+        died_at = world.signal(VICTIM, signal.SIGKILL)
+        assert_survivors_know(world.collect(deadline=15), died_at)
+
+
+# ---- a rank stops or is slow -----------------------------------------------------------------------------
+
+
+def exchange_through_a_stop(world, timeout):
+    with Communicator(world.group, device="cpu", timeout=timeout) as comm:
+        comm.barrier()
+        if world.rank == VICTIM:
+            world.mark("ready")
+            time.sleep(0.1)
+        for idx in range(20):
+            comm.broadcast(torch.ones(1000), idx % world.size)
+            time.sleep(0.01)
+        comm.barrier()
+
+
+def test_a_pause_shorter_than_the_timeout_does_no_harm(ranks):
+    with ranks.disposable(3, exchange_through_a_stop, 20) as world:
+        world.await_mark(VICTIM, "ready")
+        world.signal(VICTIM, signal.SIGSTOP)
+        time.sleep(1.0)
+        world.signal(VICTIM, signal.SIGCONT)
+        outcomes = world.collect(deadline=15)
+    assert [outcome.status for outcome in outcomes] == ["returned"] * 3, "\n".join(map(str, outcomes))
+
+
+def test_a_stopped_rank_ends_in_a_timeout(ranks):
+    with ranks.disposable(3, exchange_through_a_stop, 1.0) as world:
+        world.await_mark(VICTIM, "ready")
+        stopped_at = world.signal(VICTIM, signal.SIGSTOP)
+        outcomes = world.collect(deadline=8)
+    assert outcomes[VICTIM].status == "hung"
+    for outcome in (outcomes[0], outcomes[2]):
+        assert outcome.status == "raised", "\n".join(map(str, outcomes))
+        assert outcome.error.type is PipeCommTimeout, outcome
+        assert outcome.error.attributes["origin_rank"] in (0, 2)
+        assert outcome.ended_at - stopped_at < 1.0 + 2 * DETECTION_LIMIT_S
+
+
+def join_alone(world):
+    if world.rank != VICTIM:
+        started_at = time.monotonic()
+        with pytest.raises(PipeCommTimeout, match=r"ranks \[1\] of 3 have not joined after 0.5 s"):
+            Communicator(world.group, device="cpu", timeout=0.5)
+        assert time.monotonic() - started_at < DETECTION_LIMIT_S
+
+
+def test_a_rank_that_never_joins_is_named(ranks):
+    with ranks.disposable(3, join_alone) as world:
+        outcomes = world.collect(deadline=10)
+    assert [outcome.status for outcome in outcomes] == ["returned"] * 3, "\n".join(map(str, outcomes))
+
+
+@on_ranks(2)
+def test_an_idle_communicator_outlives_its_timeout(world):
+    """The timeout is of operations; silence is no failure."""
+    comm = world.fresh_comm(timeout=0.5)
+    time.sleep(1.2)
+    comm.barrier()
+
+
+# ---- waits that expire, communicators that end -----------------------------------------------------------
+
+
+@on_ranks(2)
+def test_an_expired_wait_concerns_the_caller_only(world):
+    """The operation stays in flight and can be waited for again."""
+    peer = 1 - world.rank
+    received = poison(6, torch.int32)
+    work = world.comm.irecv(received, peer)
+    for timeout in (0.05, timedelta(milliseconds=50)):
+        started_at = time.monotonic()
+        with pytest.raises(PipeCommTimeout, match=r"1 recv pending") as caught:
+            work.wait(timeout=timeout)
+        assert 0.04 < time.monotonic() - started_at < 1
+        assert (caught.value.rank, caught.value.origin_rank) == (world.rank, world.rank)
+    assert not work.is_completed()
+    dist.barrier(world.group)
+    world.comm.send(pattern(6, torch.int32, world.rank), peer)
+    work.wait()
+    assert_same(received, pattern(6, torch.int32, peer))
+    world.comm.barrier()
+
+
+@on_ranks(2, 3)
+def test_both_ends_sending_ends_by_the_communicator_timeout(world):
+    """All ranks fail with the origin's timeout; later calls raise it at once; abort and close are quick."""
+    comm = world.fresh_comm(timeout=0.5)
+    comm.barrier()
+    started_at = time.monotonic()
+    with pytest.raises(PipeCommTimeout) as caught:
+        if world.rank < 2:
+            comm.send(torch.ones(4), 1 - world.rank)
+        else:
+            comm.recv(torch.ones(4), 0)
+    assert 0.4 < time.monotonic() - started_at < 2.5
+    assert caught.value.origin_rank in range(world.size)
+    assert caught.value.rank == world.rank
+    if caught.value.origin_rank == world.rank:
+        assert "timed out after 0.5 s" in str(caught.value) and "pending" in str(caught.value)
+    following = (world.rank + 1) % world.size
+    for call in (lambda: comm.send(torch.ones(4), following), comm.barrier):
+        started_at = time.monotonic()
+        with pytest.raises(PipeCommTimeout) as again:
+            call()
+        assert time.monotonic() - started_at < 0.1
+        assert again.value.origin_rank == caught.value.origin_rank
+    started_at = time.monotonic()
+    comm.abort()
+    comm.abort("twice")
+    comm.close()
+    comm.close()
+    assert time.monotonic() - started_at < 3 and comm.closed
+
+
+@on_ranks(2)
+def test_a_closed_communicator_refuses(world):
+    comm = world.fresh_comm()
+    comm.close()
+    for call in (lambda: comm.send(torch.ones(4), 1 - world.rank), comm.barrier, lambda: comm.batch_p2p([])):
+        with pytest.raises(PipeCommAborted, match="closed"):
+            call()
+
+
+@on_ranks(2, 3)
+def test_leaving_by_an_exception_aborts_all(world):
+    """Peers that wait get PipeCommAborted naming the origin and its reason."""
+    started_at = time.monotonic()
+    if world.rank == 1:
+        with pytest.raises(KeyError), Communicator(world.group, device="cpu") as comm:
+            comm.barrier()
+            raise KeyError("the data loader broke")
+    else:
+        with (
+            pytest.raises(PipeCommAborted, match=r"rank 1.*KeyError.*the data loader broke") as caught,
+            Communicator(world.group, device="cpu") as comm,
+        ):
+            comm.barrier()
+            comm.recv(torch.ones(4), 1)
+        assert caught.value.origin_rank == 1 and caught.value.rank == world.rank
+    assert time.monotonic() - started_at < 4
+
+
+@on_ranks(2)
+def test_abort_frees_a_waiting_thread(world):
+    comm = world.fresh_comm()
+    comm.barrier()
+    if world.rank == 0:
+        timer = threading.Timer(0.1, comm.abort, args=("enough",))
+        timer.start()
+    started_at = time.monotonic()
+    with pytest.raises(PipeCommAborted, match="rank 0.*enough") as caught:
+        comm.recv(torch.ones(4), 1 - world.rank)
+    assert time.monotonic() - started_at < 2
+    assert caught.value.origin_rank == 0
+    with pytest.raises(PipeCommAborted, match="rank 0.*enough"):
+        comm.barrier()
+
+
+@on_ranks(2)
+def test_a_message_that_meets_a_closed_peer_fails(world):
+    """A send that nobody will receive ends when the peer closes, not at the deadline."""
+    comm = world.fresh_comm()
+    comm.barrier()
+    started_at = time.monotonic()
+    if world.rank == 0:
+        work = comm.isend(torch.ones(4), 1)
+        with pytest.raises(Exception, match=r"rank 1.*closed") as caught:
+            work.wait(timeout=5)
+        assert caught.value.peer == 1
+    else:
+        time.sleep(0.1)
+        comm.close()
+    assert time.monotonic() - started_at < 4
