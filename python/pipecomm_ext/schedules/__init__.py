@@ -6,6 +6,7 @@ from .catalog import GENERATORS, get_plan
 from .check import check
 from .classic import gpipe, interleaved_1f1b, one_f_one_b, u_shaped
 from .costs import Costs
+from .draw import draw
 from .lower import lower
 from .plan import Plan, merge_split_backward
 from .simulate import simulate
@@ -29,6 +30,7 @@ __all__ = [
     "Timeline",
     "Transfer",
     "check",
+    "draw",
     "dualpipe",
     "dualpipev",
     "get_plan",
