@@ -15,6 +15,8 @@ from .errors import (  # noqa: E402
     PipeCommTimeout,
 )
 from .info import info  # noqa: E402
+from .sequence_parallel import *  # noqa: E402, F403
+from .sequence_parallel import __all__ as _sequence_parallel  # noqa: E402
 
 __all__ = [
     "Communicator",
@@ -29,4 +31,5 @@ __all__ = [
     "__version__",
     "get_communicator",
     "info",
+    *_sequence_parallel,
 ]

@@ -1,0 +1,91 @@
+"""The process-wide default of which groups this rank is in. Groups come from the caller, never from a
+guess.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+from .communicator import Communicator
+
+
+class ParallelState:
+    """The groups of context parallelism: ring (zigzag sequence pieces) and Ulysses (all-to-all over heads).
+
+    A group is a torch ProcessGroup or a Communicator; None, or a group of one rank, is "disabled". Members
+    are those of MindSpeed-MM's class of this name that its sequence-parallel functions read.
+
+    Raises:
+        ValueError: this rank is not a member of a group.
+    """
+
+    def __init__(self, ulysses_group: Any = None, ring_group: Any = None):
+        self._ulysses_group, self._ring_group = ulysses_group, ring_group
+        self._ulysses_rank, self._ulysses_size = _rank_and_size(ulysses_group, "ulysses_group")
+        self._ring_rank, self._ring_size = _rank_and_size(ring_group, "ring_group")
+
+    def is_ulysses_enable(self) -> bool:
+        return self._ulysses_size > 1
+
+    def is_ring_enable(self) -> bool:
+        return self._ring_size > 1
+
+    def get_ulysses_group(self) -> Any:
+        return self._ulysses_group
+
+    def get_ring_group(self) -> Any:
+        return self._ring_group
+
+    def get_ulysses_group_size(self) -> int:
+        return self._ulysses_size
+
+    def get_ring_group_size(self) -> int:
+        return self._ring_size
+
+    def get_ulysses_rank(self) -> int:
+        return self._ulysses_rank
+
+    def get_ring_rank(self) -> int:
+        return self._ring_rank
+
+
+def _rank_and_size(group: Any, name: str) -> tuple[int, int]:
+    if group is None:
+        return 0, 1
+    if isinstance(group, Communicator):
+        return group.rank, group.size
+    if group is dist.GroupMember.NON_GROUP_MEMBER or dist.get_rank(group) < 0:
+        raise ValueError(f"rank {dist.get_rank()} (global) is not a member of {name}")
+    return dist.get_rank(group), dist.get_world_size(group)
+
+
+_state: ParallelState | None = None
+
+
+def initialize_sequence_parallel(ulysses_group: Any = None, ring_group: Any = None) -> ParallelState:
+    """Makes and returns the default that the `*_with_cp` functions read; a second call replaces it."""
+    global _state
+    _state = ParallelState(ulysses_group, ring_group)
+    return _state
+
+
+def get_parallel_state() -> ParallelState:
+    """The default.
+
+    Raises:
+        RuntimeError: there is none.
+    """
+    if _state is None:
+        raise RuntimeError(
+            "there is no parallel state; call pipecomm_ext.parallel_state.initialize_sequence_parallel() "
+            "first, or pass parallel_state="
+        )
+    return _state
+
+
+def destroy() -> None:
+    """Forgets the default. Idempotent; groups and communicators are not closed."""
+    global _state
+    _state = None

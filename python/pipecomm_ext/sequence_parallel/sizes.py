@@ -1,0 +1,103 @@
+"""How a dim is divided over ranks, and the checks of dims and size lists that all operations share."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+Sizes = tuple[int, ...]
+
+
+def cal_split_sizes(dim_size: int, world_size: int) -> list[int]:
+    """Lengths of the `world_size` pieces of a dim: equal, and the remainder goes to the first ranks.
+
+    (10, 4) -> [3, 3, 2, 2]; (2, 4) -> [1, 1, 0, 0]. 0-dim integer tensors are accepted. Semantics:
+    MindSpeed-MM.
+
+    Raises:
+        ValueError: `dim_size` < 0 or `world_size` < 1.
+    """
+    dim_size, world_size = whole_number(dim_size, "dim_size"), whole_number(world_size, "world_size")
+    if dim_size < 0 or world_size < 1:
+        raise ValueError(f"cannot divide a length of {dim_size} over {world_size} ranks")
+    length, num_longer = dim_size // world_size, dim_size % world_size
+    return [length + 1] * num_longer + [length] * (world_size - num_longer)
+
+
+def cal_split_sizes_multi(sizes: Sequence[int] | torch.Tensor, world_size: int) -> torch.Tensor:
+    """`cal_split_sizes` of each of several packed sequences: CPU int64 [world_size, len(sizes)], one row per
+    rank.
+
+    ([5, 3], 2) -> [[3, 2], [2, 1]]: every remainder goes to low ranks. Semantics: MindSpeed-MM.
+    """
+    columns = [cal_split_sizes(size, world_size) for size in sizes]
+    rows = list(zip(*columns, strict=True)) if columns else [()] * whole_number(world_size, "world_size")
+    return torch.tensor(rows, dtype=torch.int64)
+
+
+def whole_number(value: Any, name: str) -> int:
+    """An int from an int, a numpy integer or a 0-dim integer tensor; symbolic ints stay what they are."""
+    if isinstance(value, (int, torch.SymInt)):
+        return value
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be an int, not {type(value).__name__}") from None
+
+
+def dim_index(dim: Any, num_dims: int, name: str) -> int:
+    """`dim` counted from the front."""
+    dim = whole_number(dim, name)
+    if not -num_dims <= dim < num_dims:
+        raise IndexError(f"{name} {dim} is out of range for a tensor of {num_dims} dims")
+    return dim % num_dims
+
+
+def size_list(sizes: Any, name: str) -> Sizes:
+    """A list or tuple of ints as a tuple."""
+    if not isinstance(sizes, (list, tuple)):
+        raise ValueError(f"{name} must be a list of one length per rank, not {type(sizes).__name__}")
+    return tuple(whole_number(size, f"{name}[{rank}]") for rank, size in enumerate(sizes))
+
+
+def checked_tensor(tensor: Any, name: str) -> torch.Tensor:
+    """What has a shape to plan with; the engine checks the rest."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, not {type(tensor).__name__}")
+    if tensor.is_nested:
+        raise ValueError(f"{name} must be a dense tensor, not nested")
+    return tensor
+
+
+def packed_split_rows(sequence_lengths: Sequence[int] | torch.Tensor, world_size: int) -> tuple[Sizes, ...]:
+    """`cal_split_sizes_multi` as one tuple per rank."""
+    if isinstance(sequence_lengths, torch.Tensor):
+        sequence_lengths = sequence_lengths.tolist()
+    if not isinstance(sequence_lengths, (list, tuple)):
+        raise ValueError(
+            f"sequence lengths must be a list or a 1-d tensor, not {type(sequence_lengths).__name__}"
+        )
+    if not sequence_lengths:
+        raise ValueError("there must be at least one sequence length")
+    lengths = tuple(whole_number(length, "a sequence length") for length in sequence_lengths)
+    return _split_rows(lengths, world_size)
+
+
+@lru_cache(maxsize=256)
+def _split_rows(lengths: Sizes, world_size: int) -> tuple[Sizes, ...]:
+    return tuple(zip(*(cal_split_sizes(length, world_size) for length in lengths), strict=True))
+
+
+def packed_rows(all_split_sizes: torch.Tensor | Sequence[Sequence[int]]) -> tuple[Sizes, ...]:
+    """lengths[rank][sequence] as tuples."""
+    if isinstance(all_split_sizes, torch.Tensor):
+        all_split_sizes = all_split_sizes.tolist()
+    if not isinstance(all_split_sizes, (list, tuple)):
+        raise ValueError(
+            f"all_split_sizes must be a tensor [ranks, sequences], not {type(all_split_sizes).__name__}"
+        )
+    return tuple(size_list(row, f"all_split_sizes[{rank}]") for rank, row in enumerate(all_split_sizes))

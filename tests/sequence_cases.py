@@ -1,0 +1,149 @@
+"""Cases of sequence-parallel operations, drawn in the test process, and the helpers that ranks check them
+with.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import dataclass, field
+
+import patterns
+import torch
+
+from pipecomm_ext.errors import PipeCommError
+
+FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128]
+
+
+def remainder_first(length: int, size: int) -> list[int]:
+    """The split rule, counted out: one element after the other goes to the rank whose turn it is."""
+    pieces = [0] * size
+    for element in range(length):
+        pieces[element % size] += 1
+    return pieces
+
+
+def offsets(lengths: list[int]) -> list[int]:
+    return [0, *itertools.accumulate(lengths)][:-1]
+
+
+def cut(tensor: torch.Tensor, dim: int, lengths: list[int], rank: int) -> torch.Tensor:
+    """Piece `rank` of a dim that is cut in `lengths`."""
+    return tensor.narrow(dim, offsets(lengths)[rank], lengths[rank])
+
+
+def random_lengths(rng: random.Random, size: int, longest: int) -> list[int]:
+    """Any lengths, with zeros."""
+    return [rng.choice([0, rng.randint(0, longest)]) for _ in range(size)]
+
+
+def laid_out(tensor: torch.Tensor, layout: str) -> torch.Tensor:
+    """The same values in fresh memory."""
+    tensor = tensor.clone(memory_format=torch.contiguous_format)
+    if layout == "reversed":  # dims in opposite order in memory
+        order = list(range(tensor.dim()))[::-1]
+        return tensor.permute(order).contiguous().permute(order)
+    if layout == "sliced":  # a part of something larger in every dim
+        larger = tensor.new_zeros([2 * length + 1 for length in tensor.shape])
+        part = larger[tuple(slice(1, None, 2) for _ in tensor.shape)]
+        return part.copy_(tensor)
+    assert layout == "contiguous"
+    return tensor
+
+
+LAYOUTS = ["contiguous", "reversed", "sliced"]
+
+
+def assert_same(actual: torch.Tensor, expected: torch.Tensor, what: object = "") -> None:
+    """Equal in dtype, shape and bytes, whatever the strides (those of a single element may be anything)."""
+    fresh = torch.contiguous_format
+    patterns.assert_same(
+        actual.detach().clone(memory_format=fresh), expected.detach().clone(memory_format=fresh), what
+    )
+
+
+@dataclass(frozen=True)
+class AllToAllCase:
+    """Global lengths are the sums; `arguments` is what the caller passes beside input, group and dims."""
+
+    shape: tuple[int, ...]  # of this rank's input, but for the two dims
+    dtype: torch.dtype
+    scatter_dim: int
+    gather_dim: int
+    scatter_sizes: list[int]
+    gather_sizes: list[int]
+    arguments: dict = field(default_factory=dict)
+    layout: str = "contiguous"
+
+    @property
+    def whole_shape(self) -> list[int]:
+        shape = list(self.shape)
+        shape[self.scatter_dim] = sum(self.scatter_sizes)
+        shape[self.gather_dim] = sum(self.gather_sizes)
+        return shape
+
+
+KINDS = ["aligned", "scatter uneven", "gather uneven", "both uneven", "explicit", "zeros"]
+
+
+def all_to_all_cases(size: int, kinds: list[str], dtypes: list[torch.dtype], seed: int) -> list[AllToAllCase]:
+    """Every ordered pair of dims of 2- to 6-d tensors, once per kind."""
+    rng = random.Random(f"{seed} {size}")
+    cases = []
+    for num_dims in range(2, 7):
+        for scatter_dim, gather_dim in itertools.permutations(range(num_dims), 2):
+            for kind in kinds:
+                cases.append(_case(rng, size, num_dims, scatter_dim, gather_dim, kind, rng.choice(dtypes)))
+    return cases
+
+
+def _case(
+    rng: random.Random,
+    size: int,
+    num_dims: int,
+    scatter_dim: int,
+    gather_dim: int,
+    kind: str,
+    dtype: torch.dtype,
+) -> AllToAllCase:
+    def even() -> int:
+        return size * rng.randint(1, 2)
+
+    def uneven() -> int:
+        return even() + (rng.randint(1, size - 1) if size > 1 else 0)
+
+    arguments: dict = {}
+    if kind in ("explicit", "zeros"):
+        scatter_sizes, gather_sizes = random_lengths(rng, size, 3), random_lengths(rng, size, 3)
+        if kind == "zeros":
+            scatter_sizes[rng.randrange(size)] = 0
+            gather_sizes[rng.randrange(size)] = 0
+        arguments = {"scatter_sizes": scatter_sizes, "gather_sizes": tuple(gather_sizes)}
+    else:
+        scatter = uneven() if kind in ("scatter uneven", "both uneven") else even()
+        gather = uneven() if kind in ("gather uneven", "both uneven") else even()
+        scatter_sizes, gather_sizes = remainder_first(scatter, size), remainder_first(gather, size)
+        if gather % size or rng.random() < 0.5:
+            arguments["gather_size"] = gather
+    return AllToAllCase(
+        tuple(rng.randint(1, 3) for _ in range(num_dims)),
+        dtype,
+        scatter_dim,
+        gather_dim,
+        scatter_sizes,
+        gather_sizes,
+        arguments,
+        rng.choice(LAYOUTS),
+    )
+
+
+def error_of(call, *args, **kwargs) -> tuple[str, str]:
+    """Type and text of the error of a call that must fail."""
+    try:
+        call(*args, **kwargs)
+    except (ValueError, TypeError, IndexError, RuntimeError) as error:
+        kind = type(error).__name__
+        assert not isinstance(error, RuntimeError) or isinstance(error, PipeCommError), f"{kind}: {error}"
+        return kind, str(error)
+    raise AssertionError(f"{call.__name__} took {kwargs} without complaint")
