@@ -315,7 +315,7 @@ def run_stage(args: argparse.Namespace) -> int:
         return report(args, comm, training, stage) if comm.rank == comm.size - 1 else 0
 
 
-def parse_arguments() -> argparse.Namespace:
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -338,7 +338,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--verify", action="store_true", help="compare with the unsplit model; exit code 1 if unequal"
     )
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     for name in ("ranks", "steps", "batch_size", "microbatches", "seq_len", "layers", "hidden"):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be positive, got {getattr(args, name)}")

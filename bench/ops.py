@@ -1,0 +1,203 @@
+"""The operations that the benchmark compares. To add one: write a function like these and list it in OPS.
+
+An op builds, for one message size on this rank, a Case: the same transfer by torch.distributed and by ours,
+and what must have arrived. Calls block until this rank's part is done, unless posting alone is measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from pipecomm_ext import Communicator, Recv, Send
+
+BASELINE = "torch"
+NUM_HOST_OPS = 8  # operations of the batch whose posting is measured
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What every op gets: this rank, and one communicator per transport."""
+
+    rank: int
+    size: int
+    device: torch.device
+    dtype: torch.dtype
+    comms: dict[str, Communicator]
+
+    @property
+    def next(self) -> int:
+        return (self.rank + 1) % self.size
+
+    @property
+    def previous(self) -> int:
+        return (self.rank - 1) % self.size
+
+    def data(self, numel: int, sender: int, message_idx: int = 0) -> torch.Tensor:
+        """What rank `sender` sends: small whole numbers that tell sender, message and position."""
+        codes = (torch.arange(numel) + 13 * sender + 29 * message_idx) % 113
+        return codes.to(self.dtype).to(self.device)
+
+    def poison(self, numel: int) -> torch.Tensor:
+        return torch.full((numel,), 119, device=self.device).to(self.dtype)
+
+    def numel(self, num_bytes: int) -> int:
+        return max(1, num_bytes // self.dtype.itemsize)
+
+
+@dataclass
+class Case:
+    """One op at one size. `calls` and `drain` are by implementation."""
+
+    num_bytes: int  # that a rank sends, or holds (nccl-tests' "size")
+    received: list[tuple[torch.Tensor, torch.Tensor]]  # (buffer, what must be in it after a call)
+    calls: dict[str, Callable[[], object]]
+    drain: Callable[[object], None] | None = None  # finishes, unmeasured, what a call posted
+    bus_factor: float = 1.0  # bus bandwidth / algorithm bandwidth, as nccl-tests define it
+
+    @property
+    def has_bandwidth(self) -> bool:
+        return self.drain is None
+
+
+def p2p(bench: Bench, num_bytes: int) -> Case:
+    """isend to the next and irecv from the previous rank, a ring as nccl-tests' sendrecv."""
+    numel = bench.numel(num_bytes)
+    sent, received = bench.data(numel, bench.rank), bench.poison(numel)
+
+    def torch_call():
+        works = [dist.irecv(received, bench.previous), dist.isend(sent, bench.next)]
+        for work in works:
+            work.wait()
+
+    def our_call(comm: Communicator):
+        works = [comm.irecv(received, bench.previous), comm.isend(sent, bench.next)]
+        for work in works:
+            work.wait()
+
+    return Case(
+        num_bytes=sent.nbytes,
+        received=[(received, bench.data(numel, bench.previous))],
+        calls={BASELINE: torch_call, **_for_each_transport(bench, our_call)},
+    )
+
+
+def batch(bench: Bench, num_bytes: int) -> Case:
+    """A pipeline stage's batch: activations to the next rank, gradients to the previous one, two channels."""
+    numel = bench.numel(num_bytes // 2)
+    routes = [
+        (bench.next, bench.previous, 0),
+        (bench.previous, bench.next, 1),
+    ]  # (destination, source, channel)
+    sent = [bench.data(numel, bench.rank, channel) for _, _, channel in routes]
+    received = [bench.poison(numel) for _ in routes]
+
+    def torch_call():
+        ops = [dist.P2POp(dist.irecv, received[c], source, tag=c) for _, source, c in routes]
+        ops += [dist.P2POp(dist.isend, sent[c], destination, tag=c) for destination, _, c in routes]
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+
+    def our_call(comm: Communicator):
+        ops = [Recv(received[c], source, c) for _, source, c in routes]
+        ops += [Send(sent[c], destination, c) for destination, _, c in routes]
+        comm.batch_p2p(ops)
+
+    return Case(
+        num_bytes=sum(tensor.nbytes for tensor in sent),
+        received=[(received[c], bench.data(numel, source, c)) for _, source, c in routes],
+        calls={BASELINE: torch_call, **_for_each_transport(bench, our_call)},
+    )
+
+
+def broadcast(bench: Bench, num_bytes: int) -> Case:
+    """Rank 0 to all."""
+    numel = bench.numel(num_bytes)
+    expected = bench.data(numel, sender=0)
+    tensor = expected.clone() if bench.rank == 0 else bench.poison(numel)
+    return Case(
+        num_bytes=tensor.nbytes,
+        received=[] if bench.rank == 0 else [(tensor, expected)],
+        calls={
+            BASELINE: lambda: dist.broadcast(tensor, src=0),
+            **_for_each_transport(bench, lambda comm: comm.broadcast(tensor, 0)),
+        },
+    )
+
+
+def host(bench: Bench, num_bytes: int) -> Case:
+    """The host's time to build and post a batch of 8 operations (4 sends, 4 receives), not to finish it."""
+    numel = bench.numel(num_bytes)
+    messages = range(NUM_HOST_OPS // 2)
+    sent = [bench.data(numel, bench.rank, idx) for idx in messages]
+    received = [bench.poison(numel) for _ in messages]
+
+    def torch_call():
+        ops = [dist.P2POp(dist.irecv, tensor, bench.previous) for tensor in received]
+        ops += [dist.P2POp(dist.isend, tensor, bench.next) for tensor in sent]
+        return dist.batch_isend_irecv(ops)
+
+    def our_call(comm: Communicator):
+        ops = [Recv(tensor, bench.previous) for tensor in received]
+        ops += [Send(tensor, bench.next) for tensor in sent]
+        return comm.batch_p2p(ops, async_op=True)
+
+    return _posting_case(bench, sent, received, torch_call, our_call)
+
+
+def host_prebuilt(bench: Bench, num_bytes: int) -> Case:
+    """Like host, with the operations built once and posted again and again."""
+    numel = bench.numel(num_bytes)
+    messages = range(NUM_HOST_OPS // 2)
+    sent = [bench.data(numel, bench.rank, idx) for idx in messages]
+    received = [bench.poison(numel) for _ in messages]
+    torch_ops = [dist.P2POp(dist.irecv, tensor, bench.previous) for tensor in received]
+    torch_ops += [dist.P2POp(dist.isend, tensor, bench.next) for tensor in sent]
+    our_ops = [Recv(tensor, bench.previous) for tensor in received]
+    our_ops += [Send(tensor, bench.next) for tensor in sent]
+    return _posting_case(
+        bench,
+        sent,
+        received,
+        lambda: dist.batch_isend_irecv(torch_ops),
+        lambda comm: comm.batch_p2p(our_ops, async_op=True),
+    )
+
+
+def _posting_case(bench: Bench, sent, received, torch_call, our_call) -> Case:
+    def drain(works) -> None:
+        for work in works if isinstance(works, list) else [works]:
+            work.wait()
+
+    numel = sent[0].numel()
+    return Case(
+        num_bytes=sent[0].nbytes,
+        received=[(tensor, bench.data(numel, bench.previous, idx)) for idx, tensor in enumerate(received)],
+        calls={BASELINE: torch_call, **_for_each_transport(bench, our_call)},
+        drain=drain,
+    )
+
+
+def _for_each_transport(bench: Bench, call: Callable[[Communicator], object]) -> dict[str, Callable]:
+    return {name: lambda comm=comm: call(comm) for name, comm in bench.comms.items()}
+
+
+@dataclass(frozen=True)
+class Op:
+    build: Callable[[Bench, int], Case]
+    default_sizes: tuple[int, ...]
+
+
+KIB, MIB = 1 << 10, 1 << 20
+DATA_SIZES = (4 * KIB, 64 * KIB, MIB, 16 * MIB)
+
+OPS = {
+    "p2p": Op(p2p, DATA_SIZES),
+    "batch": Op(batch, DATA_SIZES),
+    "broadcast": Op(broadcast, DATA_SIZES),
+    "host": Op(host, (KIB,)),
+    "host_prebuilt": Op(host_prebuilt, (KIB,)),
+}

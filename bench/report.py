@@ -1,0 +1,115 @@
+"""How results are shown: nccl-tests columns, JSON, and a picture."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from measure import Result
+
+HEADER = "{:>12} {:>11} {:>9} {:<16} {:>10} {:>10} {:>10} {:>8} {:>8} {:>7} {:>7}\n".format(
+    "size", "count", "type", "impl", "min", "median", "p99", "algbw", "busbw", "ratio", "#wrong"
+) + "{:>12} {:>11} {:>9} {:<16} {:>10} {:>10} {:>10} {:>8} {:>8}".format(
+    "(B)", "(elements)", "", "", "(us)", "(us)", "(us)", "(GB/s)", "(GB/s)"
+)
+ENVIRONMENT_PREFIXES = ("PIPECOMM_", "NCCL_", "GLOO_")
+ENVIRONMENT_NAMES = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "TORCH_NCCL_BLOCKING_WAIT")
+JSON_FORMAT = 1
+
+
+def row(result: Result) -> str:
+    algbw, busbw = ("-" if value is None else f"{value:.2f}" for value in (result.algbw, result.busbw))
+    return (
+        f"{result.num_bytes:>12} {result.count:>11} {result.dtype:>9} {result.impl:<16} "
+        f"{result.min_us:>10.1f} {result.median_us:>10.1f} {result.p99_us:>10.1f} "
+        f"{algbw:>8} {busbw:>8} {result.ratio:>7.2f} {result.num_wrong:>7}"
+    )
+
+
+def environment() -> dict[str, str]:
+    """The settings that may change a result; nothing else of the user's environment leaves the machine."""
+    return {
+        name: value
+        for name, value in sorted(os.environ.items())
+        if name.startswith(ENVIRONMENT_PREFIXES) or name in ENVIRONMENT_NAMES
+    }
+
+
+def as_json(results: list[Result], arguments: dict[str, Any], transports: dict[str, str]) -> dict[str, Any]:
+    import pipecomm_ext
+
+    return {
+        "format": JSON_FORMAT,
+        "version": pipecomm_ext.__version__,
+        "torch": torch.__version__,
+        "num_cpus": os.cpu_count(),
+        "arguments": arguments,
+        "environment": environment(),
+        "transports": transports,
+        "results": [
+            {
+                "op": result.op,
+                "impl": result.impl,
+                "size_bytes": result.num_bytes,
+                "count": result.count,
+                "dtype": result.dtype,
+                "num_wrong": result.num_wrong,
+                "time_us": {"min": result.min_us, "median": result.median_us, "p99": result.p99_us},
+                "algbw_gb_per_s": result.algbw,
+                "busbw_gb_per_s": result.busbw,
+                "ratio_to_baseline": result.ratio,
+                "iterations_us": [round(us, 3) for us in result.iterations_us],
+            }
+            for result in results
+        ],
+    }
+
+
+def write_json(path: str, document: dict[str, Any]) -> None:
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(json.dumps(document, indent=1) + "\n")
+
+
+def draw(path: str, results: list[Result], title: str) -> None:
+    """Time against size, and bandwidth against size where the op has one; both axes logarithmic."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    from matplotlib.ticker import FuncFormatter
+
+    panels = 2 if results[0].has_bandwidth else 1
+    figure, axes = plt.subplots(1, panels, figsize=(5.5 * panels, 4.2), layout="constrained", squeeze=False)
+    for impl in dict.fromkeys(result.impl for result in results):
+        mine = [result for result in results if result.impl == impl]
+        sizes = [result.num_bytes for result in mine]
+        (line,) = axes[0, 0].plot(sizes, [r.median_us for r in mine], marker="o", label=impl)
+        axes[0, 0].fill_between(
+            sizes, [r.min_us for r in mine], [r.p99_us for r in mine], color=line.get_color(), alpha=0.15
+        )
+        if panels == 2:
+            axes[0, 1].plot(sizes, [r.algbw for r in mine], marker="o", color=line.get_color(), label=impl)
+    axes[0, 0].set(ylabel="time (us): median, min to p99 shaded")
+    if panels == 2:
+        axes[0, 1].set(ylabel="algorithm bandwidth (GB/s)")
+    for axis in axes.flat:
+        axis.set(xscale="log", yscale="log", xlabel="size")
+        axis.xaxis.set_major_formatter(FuncFormatter(lambda size, _: size_text(int(size))))
+        axis.set_xticks(sorted({result.num_bytes for result in results}))
+        axis.minorticks_off()
+        axis.grid(alpha=0.3)
+        axis.legend()
+    figure.suptitle(title)
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def size_text(num_bytes: int) -> str:
+    for unit, name in ((1 << 30, "G"), (1 << 20, "M"), (1 << 10, "K")):
+        if num_bytes >= unit and num_bytes % unit == 0:
+            return f"{num_bytes // unit}{name}"
+    return str(num_bytes)

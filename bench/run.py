@@ -1,0 +1,150 @@
+"""Compares pipecomm_ext with torch.distributed, in one run on the same ranks.
+
+    python bench/run.py p2p --ranks 2                     a table with nccl-tests' columns
+    python bench/run.py batch --ranks 4 --sizes 4K,1M --json out/batch.json --plot out/batch.png
+    python bench/run.py host --ranks 2                    host time of posting 8 operations
+
+Starts its own ranks (or runs under torchrun). Results are checked before they are timed; iterations alternate
+between the implementations in blocks; a time is the slowest rank's; GB are 1e9 bytes; ratio is torch's time
+over ours, so more than 1 is faster. Exit code 1 if anything arrived wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+
+import launch  # noqa: E402
+import report  # noqa: E402
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from measure import measure  # noqa: E402
+from ops import OPS, Bench  # noqa: E402
+
+from pipecomm_ext import Communicator  # noqa: E402
+
+TRANSPORTS = ("auto", "c10d", "shm", "nccl")
+UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+QUICK_ITERATIONS, QUICK_SIZES = 20, (4 << 10, 1 << 20)
+
+
+def run_op(args: argparse.Namespace) -> int:
+    """One rank's part of the benchmark; the exit code."""
+    device = torch.device(args.device)
+    comms = {}
+    for transport in args.transport:
+        comm = Communicator(device=device, transport=transport)
+        if comms.setdefault(f"pipecomm {comm.transport}", comm) is not comm:
+            comm.close()  # "auto" chose what is named, too
+    bench = Bench(dist.get_rank(), dist.get_world_size(), device, args.dtype, comms)
+    is_reporter = bench.rank == 0
+    reasons = {name: comm.transport_reason for name, comm in comms.items()}
+    title = f"{args.op}, {bench.size} ranks, {device.type}"
+    if is_reporter:
+        print(f"# {title}; baseline torch.distributed {dist.get_backend()}, torch {torch.__version__}")
+        print(f"# {OPS[args.op].build.__doc__}")
+        for name, reason in reasons.items():
+            print(f"# {name}: {reason}")
+        print(report.HEADER, flush=True)
+
+    results = []
+    for num_bytes in args.sizes:
+        case = OPS[args.op].build(bench, num_bytes)
+        results += measure(args.op, case, args.dtype, device, args.iters, args.warmup)
+        if is_reporter:
+            for result in results[-len(case.calls) :]:
+                print(report.row(result), flush=True)
+    for comm in comms.values():
+        comm.close()
+
+    if is_reporter:
+        if args.json:
+            arguments = {name: _plain(value) for name, value in vars(args).items()}
+            report.write_json(args.json, report.as_json(results, arguments, reasons))
+            print(f"# numbers: {args.json}")
+        if args.plot:
+            report.draw(args.plot, results, title)
+            print(f"# picture: {args.plot}")
+    return 1 if any(result.num_wrong for result in results) else 0
+
+
+def _plain(value: object) -> object:
+    return str(value) if isinstance(value, torch.dtype) else value
+
+
+def sizes_argument(text: str) -> list[int]:
+    """ "4K,1M" -> [4096, 1048576]"""
+    sizes = []
+    for item in text.split(","):
+        match = re.fullmatch(r"(\d+)([KMG]?)", item.strip().upper())
+        if match is None:
+            raise argparse.ArgumentTypeError(f"{item!r} is not a size like 512, 4K or 16M")
+        sizes.append(int(match[1]) * UNITS[match[2]])
+    return sizes
+
+
+def dtype_argument(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise argparse.ArgumentTypeError(f"{name!r} is not a torch dtype like float32 or bfloat16")
+    return dtype
+
+
+def transports_argument(text: str) -> list[str]:
+    for name in text.split(","):
+        if name not in TRANSPORTS:
+            raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(TRANSPORTS)}")
+    return text.split(",")
+
+
+def positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be positive, got {value}")
+    return value
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("op", choices=list(OPS), help="what to measure")
+    parser.add_argument("--ranks", type=positive, default=2, metavar="N", help="processes (2)")
+    parser.add_argument(
+        "--sizes", type=sizes_argument, metavar="LIST", help="bytes a rank sends, like 4K,64K,1M"
+    )
+    parser.add_argument("--dtype", type=dtype_argument, default=torch.float32, help="element type (float32)")
+    parser.add_argument("--iters", type=positive, metavar="N", help="iterations (about a second's worth)")
+    parser.add_argument("--warmup", type=positive, default=5, metavar="N", help="unmeasured iterations (5)")
+    parser.add_argument(
+        "--transport",
+        type=transports_argument,
+        default=["auto"],
+        metavar="LIST",
+        help="ours, compared side by side (auto)",
+    )
+    parser.add_argument(
+        "--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: a GPU a rank, else cpu"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="few sizes and iterations: a smoke test, not a result"
+    )
+    parser.add_argument("--json", metavar="FILE", help="write all numbers")
+    parser.add_argument("--plot", metavar="FILE", help="write a picture")
+    args = parser.parse_args(arguments)
+    if args.ranks < 2:
+        parser.error("--ranks must be 2 or more: there is nothing to send to oneself")
+    if args.quick:
+        args.iters = args.iters or QUICK_ITERATIONS
+    if args.sizes is None:
+        sizes = OPS[args.op].default_sizes
+        args.sizes = [size for size in sizes if not args.quick or size in QUICK_SIZES] or list(sizes)
+    return args
+
+
+if __name__ == "__main__":
+    sys.exit(launch.run(run_op, parse_arguments()))
