@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdio>
+#include <cstdlib>
 #include <sstream>
 #include <stdexcept>
 #include <string>
@@ -47,8 +48,8 @@ inline int report(const char* name) {
 
 #define CHECK_EQ(a, b)                                                               \
   do {                                                                               \
-    const auto& check_a = (a);                                                       \
-    const auto& check_b = (b);                                                       \
+    const auto check_a = (a);                                                        \
+    const auto check_b = (b);                                                        \
     if (!(check_a == check_b)) {                                                     \
       std::ostringstream check_text;                                                 \
       check_text << #a << " == " << #b << ": " << check_a << " against " << check_b; \

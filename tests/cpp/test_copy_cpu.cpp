@@ -56,13 +56,13 @@ void test_bfloat16() {
 
 // A case large enough for several slabs and threads.
 void test_threads() {
-  for (int num_threads : {1, 2, 3, 7}) {
+  for (int num_threads : {1, 2, 7}) {
     ThreadPool pool(num_threads);
-    for (int seed = 0; seed < 3; ++seed) {
+    for (int seed = 0; seed < 2; ++seed) {
       check::context = std::to_string(num_threads) + " threads, seed " + std::to_string(seed);
       Random random(seed);
       const int size = 3;
-      const Dims global{2, 3000 + seed, 11, 16 + 9 * seed};
+      const Dims global{2, 1700 + seed, 11, 16 + seed};
       const Sizes heads = cases::dealt_sizes(11, size);
       const Sizes tokens = cases::random_sizes(random, global[1], size);
       const Scale scale = seed == 1 ? Scale::divide(3) : Scale::none();
@@ -70,7 +70,8 @@ void test_threads() {
       for (int r = 0; r < size; ++r) {
         ranks[r].inputs = {world::Held::along(global, 1, cases::positions_of_piece(tokens, r))};
         ranks[r].outputs = {world::Held::along(global, 2, cases::positions_of_piece(heads, r))};
-        const TensorSpec input{ranks[r].inputs[0].shape(), dtypes::kFloat32};
+        const DType dtype = scale.is_none() ? dtypes::kComplex128 : dtypes::kFloat64;
+        const TensorSpec input{ranks[r].inputs[0].shape(), dtype};
         ranks[r].plan = all_to_all_plan({r, size}, {{input, heads, tokens}}, 2, 1, scale);
       }
       Options options;
