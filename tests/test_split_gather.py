@@ -18,8 +18,10 @@ from sequence_cases import (
     cut,
     error_of,
     laid_out,
+    numbers,
     random_lengths,
     remainder_first,
+    scaled,
 )
 
 import pipecomm_ext
@@ -34,21 +36,6 @@ from pipecomm_ext import (
     split_forward_gather_backward,
     split_forward_gather_backward_with_cp,
 )
-
-
-def numbers(shape, dtype, *key):
-    """Ordinary random numbers that only shape, dtype and key decide."""
-    generator = torch.Generator().manual_seed(random.Random(repr((shape, key))).getrandbits(60))
-    if dtype.is_complex:
-        return torch.view_as_complex(torch.randn((*shape, 2), generator=generator).to(dtype.to_real()))
-    return torch.randn(shape, generator=generator).to(dtype)
-
-
-def scaled(tensor, grad_scale, size):
-    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    result = real * size if grad_scale == "up" else real / size if grad_scale == "down" else real
-    return torch.view_as_complex(result) if tensor.is_complex() else result
-
 
 # ---- sizes ------------------------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ __version__ = "0.1.0"
 
 _C = _load_extension()
 
+from . import distributed, parallel_state  # noqa: E402
 from .communicator import Communicator, Recv, Send, Work, get_communicator  # noqa: E402
 from .errors import (  # noqa: E402
     PipeCommAborted,
@@ -29,7 +30,9 @@ __all__ = [
     "Send",
     "Work",
     "__version__",
+    "distributed",
     "get_communicator",
     "info",
+    "parallel_state",
     *_sequence_parallel,
 ]
