@@ -37,69 +37,58 @@ def lower(plan: Plan, costs: Costs = UNIT_COSTS, *, max_group_ops: int = MAX_GRO
     if max_group_ops < 1:
         raise ValueError(f"max_group_ops must be at least 1, got {max_group_ops}")
     flow, run = plan.flow, ComputeRun(plan, costs)
-    num_stages, num_micros = flow.num_stages, flow.num_micros
-    rows = [_ProgramRow(max_group_ops) for _ in range(plan.P)]
+    num_stages, num_micros, receiver_of_stage = flow.num_stages, flow.num_micros, flow.receiver_of_stage
+    needed_at, latency = run.needed_at, costs.latency
+    events: list[list] = [[] for _ in range(plan.P)]
     # The sort is stable and the order respects dependencies, so slots of no duration stay in a valid order.
     for rank, position in sorted(run.order, key=lambda slot: run.ends[slot[0]][slot[1]]):
-        rows[rank].add_compute(plan.compute[rank][position])
+        events[rank].append(plan.compute[rank][position])
         for result in flow.outputs[rank][position]:
-            what_stage, micro = divmod(result, num_micros)
-            receiver = flow.receiver_of_stage[what_stage]
+            what_stage = result // num_micros
+            receiver = receiver_of_stage[what_stage]
             if receiver < 0:
                 continue
+            micro = result - what_stage * num_micros
             what, stage = (ACT, what_stage) if what_stage < num_stages else (GRAD, what_stage - num_stages)
-            begun, arrival = run.starts[rank][position], run.ends[rank][position] + costs.latency(stage)
-            send = Transfer(SEND, what, stage, micro, receiver)
-            recv = Transfer(RECV, what, stage, micro, rank)
-            rows[rank].add_send(send, arrival)
-            rows[receiver].add_recv(recv, begun, arrival, run.needed_at[result])
-    return plan.with_trusted_program(tuple(row.finish() for row in rows))
+            begun, arrival = run.starts[rank][position], run.ends[rank][position] + latency(stage)
+            events[rank].append((SEND, what, stage, micro, receiver, begun, arrival, math.inf))
+            events[receiver].append((RECV, what, stage, micro, rank, begun, arrival, needed_at[result]))
+    return plan.with_trusted_program(tuple(_group_neighbours(row, max_group_ops) for row in events))
 
 
-class _ProgramRow:
-    """The program of one rank under construction. The open group takes neighbours as long as
-    * no consumer of it would then wait longer than for its own message,
-    * no receive can depend on a send of the same group: its producer began before that send arrived.
+def _group_neighbours(events: list, max_group_ops: int) -> tuple[Item, ...]:
+    """The program of one rank from its computes and, as plain tuples, its transfers with the estimates for
+    their messages: when the producer begins, when the message is there, when this rank needs it.
+
+    A group takes the next neighbour as long as
+    * no consumer of the group would then wait longer than for its own message,
+    * no receive can depend on a send of the same group: its producer begins before that send arrives.
     """
-
-    def __init__(self, max_group_ops: int):
-        self._items: list[Item] = []
-        self._group: list[Transfer] = []
-        self._max_group_ops = max_group_ops
-        self._open_group()
-
-    def _open_group(self) -> None:
-        self._last_arrival = 0
-        self._first_sent = math.inf  # arrival of the first send
-        self._needed_at = math.inf  # the first time at which a message is needed
-
-    def _close_group(self) -> None:
-        self._items.append(Group(tuple(self._group)))
-        self._group = []
-        self._open_group()
-
-    def add_compute(self, item: Item) -> None:
-        if self._group:
-            self._close_group()
-        self._items.append(item)
-
-    def add_send(self, transfer: Transfer, arrival) -> None:
-        if arrival > self._needed_at or len(self._group) == self._max_group_ops:
-            self._close_group()
-        self._group.append(transfer)
-        self._last_arrival = max(arrival, self._last_arrival)
-        self._first_sent = min(arrival, self._first_sent)
-
-    def add_recv(self, transfer: Transfer, begun, arrival, needed_at) -> None:
-        if self._group:
-            makes_wait = max(arrival, self._last_arrival) > min(needed_at, self._needed_at)
-            if makes_wait or begun >= self._first_sent or len(self._group) == self._max_group_ops:
-                self._close_group()
-        self._group.append(transfer)
-        self._last_arrival = max(arrival, self._last_arrival)
-        self._needed_at = min(needed_at, self._needed_at)
-
-    def finish(self) -> tuple[Item, ...]:
-        if self._group:
-            self._close_group()
-        return tuple(self._items)
+    row: list[Item] = []
+    group: list[Transfer] = []
+    last_arrival = first_sent = first_needed = 0
+    for event in events:
+        if type(event) is not tuple:
+            if group:
+                row.append(Group(tuple(group)))
+                group = []
+            row.append(event)
+            continue
+        kind, what, stage, micro, peer, begun, arrival, needed_at = event
+        if group:
+            if arrival > last_arrival:
+                last_arrival = arrival
+            if needed_at < first_needed:
+                first_needed = needed_at
+            may_depend = kind == RECV and begun >= first_sent
+            if last_arrival > first_needed or may_depend or len(group) == max_group_ops:
+                row.append(Group(tuple(group)))
+                group = []
+        if not group:
+            last_arrival, first_needed, first_sent = arrival, needed_at, math.inf
+        if kind == SEND and arrival < first_sent:
+            first_sent = arrival
+        group.append(Transfer(kind, what, stage, micro, peer))
+    if group:
+        row.append(Group(tuple(group)))
+    return tuple(row)

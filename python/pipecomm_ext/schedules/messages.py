@@ -8,18 +8,12 @@ receive: transports match by order, so anything else would silently swap data.
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import NamedTuple
 
-from .actions import ACT, SEND, Group
+from .actions import ACT, GRAD, SEND, Group
 from .errors import plan_error
 from .plan import Plan
 
-
-class GroupCode(NamedTuple):
-    """A group as numbers of results (see `Flow`)."""
-
-    results: tuple[int, ...]
-    received: tuple[int, ...]
+GroupCode = tuple[list[int], list[int]]  # the results of a group (see `Flow`), and those that it receives
 
 
 def read_messages(plan: Plan, max_group_ops: int) -> list[list[GroupCode | None]]:
@@ -41,72 +35,66 @@ class _MessageReader:
                 raise self._mismatch(*pair)
 
     def _read_row(self, rank: int, row) -> list[GroupCode | None]:
-        compute, flow = self._plan.compute[rank], self._flow
-        inputs, outputs = flow.inputs[rank], flow.outputs[rank]
-        receiver_of_stage, num_micros = flow.receiver_of_stage, flow.num_micros
-        sends, receives = self._orders_of(rank)
+        compute, inputs, outputs = self._plan.compute[rank], self._flow.inputs[rank], self._flow.outputs[rank]
+        is_there, is_sent, is_received = self._is_there, self._is_sent, self._is_received
+        receiver_of_stage, num_micros = self._flow.receiver_of_stage, self._flow.num_micros
+        sends, receives = self._ends_of(rank)
         code: list[GroupCode | None] = []
         num_computed = 0
         for position, item in enumerate(row):
-            if type(item) is Group:
-                code.append(self._read_group(rank, position, item, sends, receives))
+            if type(item) is not Group:
+                if num_computed == len(compute) or item != compute[num_computed]:
+                    raise self._wrong_compute(rank, position, num_computed)
+                for result in inputs[num_computed]:
+                    if not is_received[result] and receiver_of_stage[result // num_micros] >= 0:
+                        raise self._missing(rank, position, item, result, "is not received before")
+                for result in outputs[num_computed]:
+                    is_there[result] = 1
+                num_computed += 1
+                code.append(None)
                 continue
-            if num_computed == len(compute) or item != compute[num_computed]:
-                raise self._wrong_compute(rank, position, num_computed)
-            for result in inputs[num_computed]:
-                if not self._is_received[result] and receiver_of_stage[result // num_micros] >= 0:
-                    raise self._missing(rank, position, item, result, "is not received before")
-            for result in outputs[num_computed]:
-                self._is_there[result] = 1
-            num_computed += 1
-            code.append(None)
+            if len(item.ops) > self._max_group_ops:
+                problem = f"a group of {len(item.ops)} operations; the limit is {self._max_group_ops}"
+                raise self._error(rank, position, problem)
+            results, received = [], []
+            for op in item.ops:
+                kind, what, stage, micro, peer = op
+                end = (sends if kind == SEND else receives).get((what, stage, peer))
+                if end is None or micro >= num_micros:
+                    raise self._error(rank, position, f"{op} is no transfer of this plan")
+                order, first_result = end
+                result = first_result + micro
+                is_done = is_sent if kind == SEND else is_received
+                if is_done[result]:
+                    doing = "sent" if kind == SEND else "received"
+                    raise self._error(rank, position, f"{op} is {doing} a second time")
+                is_done[result] = 1
+                if kind != SEND:
+                    received.append(result)
+                elif not is_there[result]:
+                    raise self._missing(rank, position, op, result, "is not computed before")
+                order.append(result)
+                results.append(result)
+            code.append((results, received))
         if num_computed < len(compute):
             raise self._wrong_compute(rank, len(row), num_computed)
         return code
 
-    def _orders_of(self, rank: int) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
-        """By what * S + stage, the order lists in which a send and a receive of `rank` count."""
-        owner, num_stages = self._plan.owner, self._flow.num_stages
+    def _ends_of(self, rank: int) -> tuple[dict, dict]:
+        """What `rank` may send and receive: (what, stage, peer) -> (order list, result of micro-batch 0)."""
+        owner, flow = self._plan.owner, self._flow
         sends, receives = {}, {}
-        for what_stage, receiver in enumerate(self._flow.receiver_of_stage):
-            channel, stage = divmod(what_stage, num_stages)
+        for what_stage, receiver in enumerate(flow.receiver_of_stage):
+            channel, stage = divmod(what_stage, flow.num_stages)
+            what, first_result = (ACT, GRAD)[channel], what_stage * flow.num_micros
             if receiver >= 0 and owner[stage] == rank:
-                sends[what_stage] = self._sends[rank, receiver, channel]
+                sends[what, stage, receiver] = self._sends[rank, receiver, channel], first_result
             elif receiver == rank:
-                receives[what_stage] = self._receives[owner[stage], rank, channel]
+                receives[what, stage, owner[stage]] = (
+                    self._receives[owner[stage], rank, channel],
+                    first_result,
+                )
         return sends, receives
-
-    def _read_group(self, rank: int, position: int, group: Group, sends, receives) -> GroupCode:
-        num_micros, num_stages, owner = self._flow.num_micros, self._flow.num_stages, self._plan.owner
-        if len(group.ops) > self._max_group_ops:
-            problem = f"a group of {len(group.ops)} operations; the limit is {self._max_group_ops}"
-            raise self._error(rank, position, problem)
-        results, received = [], []
-        for op in group.ops:
-            kind, what, stage, micro, peer = op
-            what_stage = stage if what == ACT else stage + num_stages
-            result = what_stage * num_micros + micro
-            if stage >= num_stages or micro >= num_micros:
-                raise self._error(rank, position, f"{op} is no transfer of this plan")
-            if kind == SEND:
-                if what_stage not in sends or self._flow.receiver_of_stage[what_stage] != peer:
-                    raise self._error(rank, position, f"{op} is no transfer of this plan")
-                if not self._is_there[result]:
-                    raise self._missing(rank, position, op, result, "is not computed before")
-                if self._is_sent[result]:
-                    raise self._error(rank, position, f"{op} is sent a second time")
-                self._is_sent[result] = 1
-                sends[what_stage].append(result)
-            else:
-                if what_stage not in receives or owner[stage] != peer:
-                    raise self._error(rank, position, f"{op} is no transfer of this plan")
-                if self._is_received[result]:
-                    raise self._error(rank, position, f"{op} is received a second time")
-                self._is_received[result] = 1
-                receives[what_stage].append(result)
-                received.append(result)
-            results.append(result)
-        return GroupCode(tuple(results), tuple(received))
 
     def _error(self, rank: int, position: int, problem: str, waits_for: str | None = None):
         row = self._plan.program[rank]
@@ -139,7 +127,7 @@ class _MessageReader:
         result = receives[num_equal] if has_receive else sends[num_equal]
         rank, peer = (dst, src) if has_receive else (src, dst)
         position = next(
-            position for position, group in enumerate(self.code[rank]) if group and result in group.results
+            position for position, group in enumerate(self.code[rank]) if group and result in group[0]
         )
         item = self._plan.program[rank][position]
 

@@ -20,13 +20,15 @@ from .plan import Plan
 
 
 class PostedGroup:
-    __slots__ = ("code", "end", "num_open", "position", "posted", "rank", "start")
+    __slots__ = ("end", "num_open", "position", "posted", "rank", "received", "results", "start")
 
     def __init__(self, rank: int, position: int, code: GroupCode, posted):
-        self.rank, self.position, self.code, self.posted = rank, position, code, posted
+        self.rank = rank
+        self.position = position
+        self.results, self.received = code
+        self.posted = self.end = posted
         self.start = None
-        self.end = posted
-        self.num_open = len(code.results)
+        self.num_open = len(self.results)
 
 
 class ProgramRun:
@@ -107,7 +109,7 @@ class ProgramRun:
         while lane and lane[0].start is None:
             head = lane[0]
             head.start = head.end = max(head.posted, self._lane_clock[rank])
-            for result in head.code.results:
+            for result in head.results:
                 other = begun[result]
                 if other is None:
                     begun[result] = head
@@ -129,7 +131,7 @@ class ProgramRun:
         rank = posted.rank
         self._lanes[rank].popleft()
         self._lane_clock[rank] = posted.end
-        for result in posted.code.received:
+        for result in posted.received:
             self._there_at[result] = posted.end
         self._ready.append(rank)
 
@@ -153,7 +155,7 @@ class ProgramRun:
                 group: Group = row[head.position]
                 op = next(
                     op
-                    for op, result in zip(group.ops, head.code.results, strict=True)
+                    for op, result in zip(group.ops, head.results, strict=True)
                     if self.sent_at[result] is None
                 )
                 reasons.append(f"{op} at position {head.position}, which the peer has not reached")

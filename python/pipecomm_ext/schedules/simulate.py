@@ -81,9 +81,9 @@ def peak_buffers(plan: Plan, run: ProgramRun) -> list[int]:
     for rank in range(plan.P):
         changes = []
         for group in run.groups[rank]:
-            received = group.code.received
+            received = group.received
             changes += [(group.posted, 1)] * len(received)
-            for result in group.code.results:
+            for result in group.results:
                 if result not in received:
                     changes += (produced_at[result], 1), (group.end, -1)
         for start, results in zip(run.starts[rank], flow.inputs[rank], strict=True):
