@@ -65,8 +65,7 @@ class Work {
                     .rank = communicator_->rank(),
                     .origin_rank = communicator_->rank()};
     if (const RequestPtr request = operation_->first_pending()) failure.peer = request->peer;
-    failure.message = "rank " + std::to_string(communicator_->rank()) + ": " + failure.op +
-                      " is not done after " + py::str(timeout).cast<std::string>() +
+    failure.message = failure.op + " is not done after " + py::str(timeout).cast<std::string>() +
                       " s of wait(), " + operation_->pending_text() +
                       "; it stays in flight, wait() again to go on";
     throw PipeCommException(std::make_shared<Failure>(std::move(failure)));

@@ -109,8 +109,9 @@ void raise_failure(const Failure& failure) {
   auto optional = [](int64_t value) -> py::object {
     return value < 0 ? py::none() : py::object(py::int_(value));
   };
+  const std::string who = failure.rank < 0 ? "" : "rank " + std::to_string(failure.rank) + ": ";
   const py::object error = errors.attr(kNames[static_cast<int>(failure.kind)])(
-      failure.message, py::arg("op") = failure.op, py::arg("rank") = optional(failure.rank),
+      who + failure.message, py::arg("op") = failure.op, py::arg("rank") = optional(failure.rank),
       py::arg("peer") = optional(failure.peer), py::arg("channel") = optional(failure.channel),
       py::arg("seq") = optional(failure.seq), py::arg("dtype") = failure.dtype,
       py::arg("shape") = py::tuple(py::cast(failure.shape)),

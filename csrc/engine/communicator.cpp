@@ -94,7 +94,7 @@ void Communicator::check_usable(OpCode op) const {
   if (failure_) throw PipeCommException(failure_);
   if (!closing_) return;
   Failure closed{.kind = FailureKind::aborted,
-                 .message = "rank " + std::to_string(rank()) + ": " + op_name(op) +
+                 .message = std::string(op_name(op)) +
                             " on a closed communicator; create a new Communicator to go on",
                  .op = op_name(op),
                  .rank = rank(),
@@ -302,9 +302,9 @@ void Communicator::refuse(OpCode op, const std::string& reason) {
 bool Communicator::wait(Operation& operation, Deadline until,
                         const std::function<void()>& interrupted) {
   while (!operation.done()) {
-    transport_->assist(operation);
-    const auto slice = std::min(until, Clock::now() + 5 * kTick);
-    if (operation.wait_until(slice)) break;
+    if (transport_->assist(operation) &&
+        operation.wait_until(std::min(until, Clock::now() + 5 * kTick)))
+      break;
     if (interrupted) interrupted();
     if (Clock::now() >= until) return false;
   }
@@ -332,16 +332,16 @@ void Communicator::fail(Failure failure) {
 
 void Communicator::abort(const std::string& reason) {
   fail({.kind = FailureKind::aborted,
-        .message = "rank " + std::to_string(rank()) + ": communicator aborted by rank " +
-                   std::to_string(rank()) + (reason.empty() ? "" : ": " + reason),
+        .message = "communicator aborted by rank " + std::to_string(rank()) +
+                   (reason.empty() ? "" : ": " + reason),
         .rank = rank(),
         .origin_rank = rank()});
 }
 
 void Communicator::on_peer_lost(int peer, const std::string& why) {
   fail({.kind = FailureKind::peer_lost,
-        .message = "rank " + std::to_string(rank()) + ": lost the connection to rank " +
-                   std::to_string(peer) + ", which died or was cut off (" + why + ")",
+        .message = "lost the connection to rank " + std::to_string(peer) +
+                   ", which died or was cut off (" + why + ")",
         .rank = rank(),
         .peer = peer,
         .origin_rank = peer});
@@ -350,14 +350,14 @@ void Communicator::on_peer_lost(int peer, const std::string& why) {
 void Communicator::on_remote_failure(const Failure& remote) {
   Failure failure = remote;
   failure.rank = rank();
-  failure.message = "rank " + std::to_string(rank()) + ": communicator failed on rank " +
-                    std::to_string(remote.rank) + ": " + remote.message;
+  failure.message =
+      "communicator failed on rank " + std::to_string(remote.rank) + ": " + remote.message;
   fail(std::move(failure));
 }
 
 void Communicator::on_broken(const std::string& why) {
   fail({.kind = FailureKind::error,
-        .message = "rank " + std::to_string(rank()) + ": transport failure: " + why,
+        .message = "transport failure: " + why,
         .rank = rank(),
         .origin_rank = rank()});
 }
@@ -367,13 +367,13 @@ void Communicator::expire(Operation& operation) {
                   .op = op_name(operation.op()),
                   .rank = rank(),
                   .origin_rank = rank()};
-  std::string text = "rank " + std::to_string(rank()) + ": " + op_name(operation.op()) +
-                     " timed out after " + seconds_text(Clock::now() - operation.posted_at()) +
-                     " (limit " + seconds_text(operation.deadline() - operation.posted_at()) +
-                     "), " + operation.pending_text();
+  std::string text = std::string(op_name(operation.op())) + " timed out after " +
+                     seconds_text(Clock::now() - operation.posted_at()) + " (limit " +
+                     seconds_text(operation.deadline() - operation.posted_at()) + "), " +
+                     operation.pending_text();
   if (const RequestPtr request = operation.first_pending())
     text +=
-        "; rank " + std::to_string(request->peer) + ": " + transport_->describe_peer(request->peer);
+        "; rank " + std::to_string(request->peer) + " " + transport_->describe_peer(request->peer);
   failure.message =
       text + "; check that the other rank calls the matching operation, or raise timeout=";
   fail(std::move(failure));

@@ -14,7 +14,7 @@ enum class FailureKind : uint8_t { error, timeout, peer_lost, mismatch, aborted 
 
 struct Failure {
   FailureKind kind = FailureKind::error;
-  std::string message = {};
+  std::string message = {};  // without "rank 1: ", which is put before it at the end
   std::string op = {};
   int rank = -1;           // who reports
   int peer = -1;           // the other end of the message, -1 if none

@@ -38,9 +38,9 @@ class HostTransport {
   // exactly once.
   virtual void post(std::vector<RequestPtr> batch) = 0;
 
-  // Lends the waiting thread to the transport until `operation` is done or nothing is left for it
-  // to help with; may return at any time. Transports that progress by themselves do nothing here.
-  virtual void assist(Operation& /*operation*/) {}
+  // Lends the waiting thread to the transport. True: nothing is left that this thread could help
+  // with. False: cut short (see tick), call again after a look at the clock.
+  virtual bool assist(Operation& /*operation*/) { return true; }
 
   // Called every few milliseconds by the owner's watchdog: look for dead peers, free threads that
   // assist.

@@ -1,0 +1,357 @@
+#include "transport/peer_link.h"
+
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+
+#include "plan/dtype.h"
+
+namespace pipecomm {
+namespace {
+
+// What may be under way unanswered: bounds the memory of records that wait for their receive.
+constexpr size_t kWindowBytes = 4 << 20;
+constexpr size_t kWindowRecords = 16384;
+
+constexpr uint64_t kGoodbyeSeq = UINT64_MAX;  // the `seq` of an accept that answers a goodbye
+
+size_t num_inline_bytes(const Request& request) {
+  return has_body(request) || request.refuses ? 0
+                                              : static_cast<size_t>(request.descriptor.num_bytes);
+}
+
+std::string_view as_text(std::span<const std::byte> bytes) {
+  return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
+}
+
+std::shared_ptr<Failure> failure_of(FailureKind kind, int rank, const Request& request) {
+  auto failure = std::make_shared<Failure>();
+  const Descriptor& descriptor = request.descriptor;
+  failure->kind = kind;
+  failure->op = op_name(descriptor.op);
+  failure->rank = rank;
+  failure->peer = request.peer;
+  failure->channel = descriptor.channel;
+  failure->seq = static_cast<int64_t>(descriptor.seq);
+  failure->dtype = dtype_name(descriptor.dtype);
+  const int num_dims = std::min<int>(descriptor.num_dims, kMaxDescriptorDims);
+  failure->shape.assign(descriptor.shape.begin(), descriptor.shape.begin() + num_dims);
+  return failure;
+}
+
+}  // namespace
+
+bool has_body(const Request& request) {
+  return !request.refuses && request.descriptor.num_bytes > kMaxInlineBytes;
+}
+
+// ------------------------------------------------------------------------------------------------
+// posting
+
+void PeerLink::number(Request& request) {
+  Channel& channel = channels_[request.descriptor.channel];
+  request.descriptor.seq =
+      request.direction == Direction::send ? channel.next_send++ : channel.next_recv++;
+}
+
+void PeerLink::post(const RequestPtr& request) {
+  if (dropped_) return;
+  Channel& channel = channels_[request->descriptor.channel];
+  if (request->direction == Direction::send) {
+    if (state_ == State::lost) return settle(request, gone(*request));
+    backlog_.push_back(request);
+    pump();
+  } else if (!channel.unexpected.empty()) {
+    const Arrival arrival = std::move(channel.unexpected.front());
+    channel.unexpected.pop_front();
+    match(request, arrival);
+  } else if (state_ != State::open) {
+    settle(request, gone(*request));
+  } else {
+    channel.posted.push_back(request);
+  }
+}
+
+void PeerLink::pump() {
+  while (!backlog_.empty() && num_unanswered_ < kWindowRecords &&
+         num_unanswered_bytes_ < kWindowBytes) {
+    const RequestPtr request = std::move(backlog_.front());
+    backlog_.pop_front();
+    transmit(request);
+  }
+}
+
+void PeerLink::transmit(const RequestPtr& request) {
+  const Descriptor& descriptor = request->descriptor;
+  channels_[descriptor.channel].unanswered.emplace_hint(
+      channels_[descriptor.channel].unanswered.end(), descriptor.seq, request);
+  num_unanswered_ += 1;
+  num_unanswered_bytes_ += num_inline_bytes(*request);
+  if (request->refuses) {
+    add_text(wire::Kind::refuse, descriptor.channel, descriptor.seq, request->refusal);
+  } else if (has_body(*request)) {
+    add(wire::Kind::announce, descriptor.channel, descriptor.seq, &descriptor, {});
+  } else {
+    add(wire::Kind::data, descriptor.channel, descriptor.seq, &descriptor,
+        {request->data, static_cast<size_t>(descriptor.num_bytes)});
+  }
+}
+
+bool PeerLink::body_arrived(const RequestPtr& request) {
+  Channel& channel = channels_[request->descriptor.channel];
+  const uint64_t seq = request->descriptor.seq;
+  if (channel.receiving.erase(seq) == 0) {
+    if (!dropped_ && !request->settled) channel.early.emplace(seq, request);
+    return false;
+  }
+  add(wire::Kind::accept, request->descriptor.channel, seq, nullptr, {});
+  settle(request, nullptr);
+  return true;
+}
+
+bool PeerLink::awaits_body(const Request& request) const {
+  return channels_[request.descriptor.channel].receiving.contains(request.descriptor.seq);
+}
+
+// ------------------------------------------------------------------------------------------------
+// arriving
+
+void PeerLink::handle_packet(std::span<const std::byte> packet) {
+  const wire::PacketReader reader(packet, epoch_);
+  const wire::PacketHeader& header = reader.header();
+  if (header.packet_number != last_packet_received_ + 1)
+    throw std::runtime_error("packet " + std::to_string(header.packet_number) + " from rank " +
+                             std::to_string(peer_) + " came after packet " +
+                             std::to_string(last_packet_received_));
+  if (header.confirmed > last_packet_sent_)
+    throw std::runtime_error("rank " + std::to_string(peer_) +
+                             " confirms a packet that was never sent");
+  last_packet_received_ = header.packet_number;
+  last_confirmed_ = std::max(last_confirmed_, header.confirmed);
+  for (const wire::Record& record : reader.records()) handle_record(record);
+}
+
+void PeerLink::handle_record(const wire::Record& record) {
+  switch (record.header.kind) {
+    case wire::Kind::data:
+    case wire::Kind::announce:
+    case wire::Kind::refuse:
+      return message_arrived(record);
+    case wire::Kind::accept:
+      if (record.header.seq == kGoodbyeSeq) {
+        goodbye_answered_ = true;
+        return;
+      }
+      return answered(record);
+    case wire::Kind::reject:
+    case wire::Kind::refused:
+      return answered(record);
+    case wire::Kind::failure:
+      failure_ = decode_failure(reinterpret_cast<const char*>(record.payload.data()),
+                                record.payload.size());
+      return;
+    case wire::Kind::closing:
+      if (state_ == State::open) state_ = State::closing;
+      for (Channel& channel : channels_)
+        for (const RequestPtr& request : std::exchange(channel.posted, {}))
+          settle(request, gone(*request));
+      return;
+    case wire::Kind::goodbye:
+      goodbye_heard_ = true;
+      if (state_ != State::lost) state_ = State::disconnecting;
+      add(wire::Kind::accept, 0, kGoodbyeSeq, nullptr, {});
+      return;
+  }
+}
+
+void PeerLink::message_arrived(const wire::Record& record) {
+  if (dropped_) return;
+  Channel& channel = channels_[record.header.channel];
+  if (record.header.seq != channel.next_arrival++)
+    throw std::runtime_error("message " + std::to_string(record.header.seq) + " of rank " +
+                             std::to_string(peer_) + " on channel " +
+                             std::to_string(record.header.channel) + " came out of order");
+  Arrival arrival{record.header, record.descriptor, record.payload, {}};
+  if (!channel.posted.empty()) {
+    const RequestPtr request = std::move(channel.posted.front());
+    channel.posted.pop_front();
+    match(request, arrival);
+  } else if (closing_said_) {
+    add_text(wire::Kind::refused, record.header.channel, record.header.seq,
+             "it has closed its communicator");
+  } else {
+    arrival.stored.assign(record.payload.begin(), record.payload.end());
+    arrival.payload = arrival.stored;
+    channel.unexpected.push_back(std::move(arrival));
+  }
+}
+
+void PeerLink::match(const RequestPtr& request, const Arrival& arrival) {
+  const int channel_idx = arrival.header.channel;
+  const uint64_t seq = arrival.header.seq;
+  Channel& channel = channels_[channel_idx];
+  if (arrival.header.kind == wire::Kind::refuse) {
+    add(wire::Kind::accept, channel_idx, seq, nullptr, {});
+    settle(request, request->refuses ? nullptr : refusal(*request, as_text(arrival.payload)));
+  } else if (request->refuses) {
+    add_text(wire::Kind::refused, channel_idx, seq, request->refusal);
+    settle(request, nullptr);
+  } else if (!request->descriptor.agrees_with(arrival.descriptor)) {
+    add(wire::Kind::reject, channel_idx, seq, &request->descriptor, {});
+    settle(request, mismatch(*request, arrival.descriptor));
+  } else if (arrival.header.kind == wire::Kind::data || channel.early.erase(seq) > 0) {
+    if (!arrival.payload.empty())
+      std::memcpy(request->data, arrival.payload.data(), arrival.payload.size());
+    add(wire::Kind::accept, channel_idx, seq, nullptr, {});
+    settle(request, nullptr);
+  } else {
+    channel.receiving.emplace(seq, request);
+    verified_.push_back(request);
+  }
+}
+
+// The receiver's answer to one of our sends.
+void PeerLink::answered(const wire::Record& record) {
+  if (dropped_) return;
+  auto& unanswered = channels_[record.header.channel].unanswered;
+  const auto found = unanswered.find(record.header.seq);
+  if (found == unanswered.end())
+    throw std::runtime_error("rank " + std::to_string(peer_) +
+                             " answers a message that was never sent");
+  const RequestPtr request = std::move(found->second);
+  unanswered.erase(found);
+  num_unanswered_ -= 1;
+  num_unanswered_bytes_ -= num_inline_bytes(*request);
+  if (record.header.kind == wire::Kind::accept) {
+    settle(request, nullptr);
+  } else if (record.header.kind == wire::Kind::reject) {
+    settle(request, mismatch(*request, record.descriptor));
+  } else if (request->descriptor.op == OpCode::p2p) {  // only a rank that closes refuses these
+    settle(request, gone(*request));
+  } else {
+    settle(request, refusal(*request, record.text()));
+  }
+  pump();
+}
+
+// ------------------------------------------------------------------------------------------------
+// sending
+
+void PeerLink::add(wire::Kind kind, int channel, uint64_t seq, const Descriptor* descriptor,
+                   std::span<const std::byte> payload) {
+  if (state_ == State::lost) return;
+  if (writer_.add(kind, channel, seq, descriptor, payload)) return;
+  flush();
+  writer_.add(kind, channel, seq, descriptor, payload);
+}
+
+void PeerLink::add_text(wire::Kind kind, int channel, uint64_t seq, std::string_view text) {
+  text = text.substr(0, wire::kMaxTextBytes);
+  add(kind, channel, seq, nullptr, std::as_bytes(std::span(text.data(), text.size())));
+}
+
+void PeerLink::flush() {
+  if (writer_.empty() || state_ == State::lost) return;
+  const uint32_t number = ++last_packet_sent_;
+  send_packet_(writer_.take(epoch_, number, last_packet_received_), number);
+}
+
+// ------------------------------------------------------------------------------------------------
+// ending
+
+void PeerLink::say_closing() {
+  if (std::exchange(closing_said_, true)) return;
+  add(wire::Kind::closing, 0, 0, nullptr, {});
+  // What has not met a receive by now never will.
+  for (int channel_idx = 0; channel_idx < kNumChannels; ++channel_idx)
+    for (const Arrival& arrival : std::exchange(channels_[channel_idx].unexpected, {}))
+      add_text(wire::Kind::refused, channel_idx, arrival.header.seq,
+               "it has closed its communicator");
+}
+
+void PeerLink::say_goodbye() {
+  if (std::exchange(goodbye_said_, true)) return;
+  add(wire::Kind::goodbye, 0, 0, nullptr, {});
+}
+
+void PeerLink::say_failure(const Failure& failure) {
+  const std::string bytes = encode_failure(failure);
+  add(wire::Kind::failure, 0, 0, nullptr, std::as_bytes(std::span(bytes.data(), bytes.size())));
+}
+
+void PeerLink::lose() {
+  if (std::exchange(state_, State::lost) == State::lost) return;
+  for (const RequestPtr& request : std::exchange(backlog_, {})) settle(request, gone(*request));
+  for (Channel& channel : channels_) {
+    for (const RequestPtr& request : std::exchange(channel.posted, {}))
+      settle(request, gone(*request));
+    for (const auto& [seq, request] : std::exchange(channel.unanswered, {}))
+      settle(request, gone(*request));
+    for (const auto& [seq, request] : std::exchange(channel.receiving, {}))
+      settle(request, gone(*request));
+  }
+  num_unanswered_ = num_unanswered_bytes_ = 0;
+}
+
+void PeerLink::drop() {
+  dropped_ = true;
+  backlog_.clear();
+  for (Channel& channel : channels_) {
+    channel.posted.clear();
+    channel.unexpected.clear();
+    channel.unanswered.clear();
+    channel.receiving.clear();
+    channel.early.clear();
+  }
+}
+
+void PeerLink::settle(const RequestPtr& request, FailurePtr failure) {
+  outcomes_.push_back({request, std::move(failure)});
+}
+
+// ------------------------------------------------------------------------------------------------
+// what to say
+
+std::string PeerLink::describe() const {
+  switch (state_) {
+    case State::open:
+      return "is connected";
+    case State::closing:
+    case State::disconnecting:
+      return "has closed its communicator";
+    case State::lost:
+      return goodbye_heard_ ? "has closed its communicator" : "died or was cut off";
+  }
+  return "";
+}
+
+FailurePtr PeerLink::mismatch(const Request& request, const Descriptor& theirs) const {
+  auto failure = failure_of(FailureKind::mismatch, rank_, request);
+  const bool sends = request.direction == Direction::send;
+  failure->origin_rank = sends ? request.peer : rank_;
+  failure->message = request_text(request) + (sends ? " carries " : " expects ") +
+                     request.descriptor.text() + ", but rank " + std::to_string(request.peer) +
+                     (sends ? " expects " : " sends ") + theirs.text();
+  if (request.descriptor.text() == theirs.text())
+    failure->message += " with other arguments (sizes, dims or source rank differ)";
+  failure->message += "; nothing was transferred";
+  return failure;
+}
+
+FailurePtr PeerLink::refusal(const Request& request, std::string_view reason) const {
+  auto failure = failure_of(FailureKind::mismatch, rank_, request);
+  failure->origin_rank = request.peer;
+  failure->message = std::string(op_name(request.descriptor.op)) + " was refused by rank " +
+                     std::to_string(request.peer) + ": " + std::string(reason);
+  return failure;
+}
+
+FailurePtr PeerLink::gone(const Request& request) const {
+  auto failure = failure_of(FailureKind::peer_lost, rank_, request);
+  failure->origin_rank = request.peer;
+  failure->message = request_text(request) + " of " + request.descriptor.text() +
+                     " cannot complete: rank " + std::to_string(request.peer) + " " + describe();
+  return failure;
+}
+
+}  // namespace pipecomm

@@ -1,0 +1,141 @@
+// The message protocol between this rank and one peer: order, matching, agreement, flow control,
+// goodbye. Pure logic over control packets; who carries the packets, and how bodies travel, is the
+// transport's business.
+//
+// A message of up to kMaxInlineBytes is one `data` record. A larger one is an `announce` record,
+// and its body travels beside the packets under a key that both ends derive from their own
+// description of the message: ends that disagree never touch each other's memory. The receiver
+// answers each message: `accept`, `reject` with what it expected, or `refused` with a reason.
+// Records of one channel are matched with receives in order; one that comes before its receive is
+// kept, and the sender bounds how much of that there can be.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <map>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "engine/operation.h"
+#include "transport/transport.h"
+#include "transport/wire.h"
+
+namespace pipecomm {
+
+inline constexpr int64_t kMaxInlineBytes = 32 * 1024;
+
+// Whether the payload travels outside the packets.
+bool has_body(const Request& request);
+
+// Not thread-safe: the owner holds its lock around every call, and calls take_outcomes() and
+// take_announcements() to act on them after releasing it.
+class PeerLink {
+ public:
+  using SendPacket = std::function<void(std::vector<std::byte> packet, uint32_t number)>;
+  PeerLink(int rank, int peer, uint32_t epoch, SendPacket send_packet)
+      : rank_(rank), peer_(peer), epoch_(epoch), send_packet_(std::move(send_packet)) {}
+
+  enum class State : uint8_t { open, closing, disconnecting, lost };
+
+  struct Outcome {
+    RequestPtr request;
+    FailurePtr failure;
+  };
+
+  // Gives the request its place in the order; must precede post().
+  void number(Request& request);
+  void post(const RequestPtr& request);
+  // The body of a receive is in its place. True if the announcement had been verified: the message
+  // is complete.
+  bool body_arrived(const RequestPtr& request);
+  // Throws std::runtime_error if the packet breaks the protocol.
+  void handle_packet(std::span<const std::byte> packet);
+  void flush();
+  // The announcement of this receive was verified, its body has not arrived.
+  bool awaits_body(const Request& request) const;
+
+  void say_closing();
+  void say_goodbye();
+  void say_failure(const Failure& failure);
+  // The connection is gone: everything under way fails.
+  void lose();
+  // Forgets everything under way without settling it.
+  void drop();
+
+  State state() const { return state_; }
+  bool goodbye_answered() const { return goodbye_answered_; }
+  uint32_t last_confirmed() const { return last_confirmed_; }
+  bool has_unsent() const { return !writer_.empty(); }
+  std::string describe() const;
+
+  // What the calls since the last take have settled.
+  std::vector<Outcome> take_outcomes() { return std::exchange(outcomes_, {}); }
+  // Receives whose announcement was verified and whose body has not arrived yet.
+  std::vector<RequestPtr> take_verified() { return std::exchange(verified_, {}); }
+  // The peer's communicator failed.
+  std::optional<Failure> take_failure() { return std::exchange(failure_, std::nullopt); }
+
+ private:
+  struct Arrival {  // a message record; `stored` holds the payload if it came before its receive
+                    // was posted
+    wire::RecordHeader header;
+    Descriptor descriptor;
+    std::span<const std::byte> payload;
+    std::vector<std::byte> stored;
+  };
+  struct Channel {
+    std::deque<RequestPtr> posted;              // receives without a record
+    std::deque<Arrival> unexpected;             // records without a receive
+    std::map<uint64_t, RequestPtr> unanswered;  // sends without an answer
+    std::map<uint64_t, RequestPtr> receiving;   // verified receives whose body is under way
+    std::map<uint64_t, RequestPtr> early;       // bodies that arrived before their announcement
+    uint64_t next_send = 0;
+    uint64_t next_recv = 0;
+    uint64_t next_arrival = 0;
+  };
+
+  void pump();
+  void transmit(const RequestPtr& request);
+  void handle_record(const wire::Record& record);
+  void message_arrived(const wire::Record& record);
+  void match(const RequestPtr& request, const Arrival& arrival);
+  void answered(const wire::Record& record);
+  void settle(const RequestPtr& request, FailurePtr failure);
+  void add(wire::Kind kind, int channel, uint64_t seq, const Descriptor* descriptor,
+           std::span<const std::byte> payload);
+  void add_text(wire::Kind kind, int channel, uint64_t seq, std::string_view text);
+
+  FailurePtr mismatch(const Request& request, const Descriptor& theirs) const;
+  FailurePtr refusal(const Request& request, std::string_view reason) const;
+  FailurePtr gone(const Request& request) const;
+
+  const int rank_;
+  const int peer_;
+  const uint32_t epoch_;
+  const SendPacket send_packet_;
+  State state_ = State::open;
+  std::array<Channel, kNumChannels> channels_;
+  wire::PacketWriter writer_;
+  std::deque<RequestPtr> backlog_;  // sends that wait for the window to open
+  size_t num_unanswered_ = 0;
+  size_t num_unanswered_bytes_ = 0;
+  uint32_t last_packet_sent_ = 0;
+  uint32_t last_packet_received_ = 0;
+  uint32_t last_confirmed_ = 0;
+  bool closing_said_ = false;
+  bool goodbye_said_ = false;
+  bool goodbye_answered_ = false;
+  bool goodbye_heard_ = false;
+  bool dropped_ = false;
+  std::vector<Outcome> outcomes_;
+  std::vector<RequestPtr> verified_;
+  std::optional<Failure> failure_;
+};
+
+}  // namespace pipecomm
