@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ..communicator import Communicator, get_communicator
+from ..communicator import _open as open_communicators
 
 
 def communicator_of(process_group: Any, tensor: Any) -> Communicator:
@@ -21,25 +21,24 @@ def communicator_of(process_group: Any, tensor: Any) -> Communicator:
     return get_communicator(process_group, device if device in ("cpu", "cuda") else None)
 
 
-# Communicators that were passed to compiled functions in place of a group.
-_named: weakref.WeakValueDictionary[str, Communicator] = weakref.WeakValueDictionary()
-
-
-@torch.compiler.assume_constant_result
 def group_name(process_group: Any) -> str:
-    """A string that stands for the group within this process."""
+    """A string that stands for the group within this process; can be traced."""
     if isinstance(process_group, Communicator):
-        name = f"pipecomm_ext.Communicator {id(process_group):#x}"
-        _named[name] = process_group
-        return name
+        return f"{_COMMUNICATOR} {id(process_group)}"
     return (dist.group.WORLD if process_group is None else process_group).group_name
+
+
+_COMMUNICATOR = "pipecomm_ext.Communicator"
 
 
 def named_group(name: str) -> Any:
     """The group or Communicator of that name."""
-    if name in _named:
-        return _named[name]
-    return dist.distributed_c10d._resolve_process_group(name)
+    if not name.startswith(_COMMUNICATOR):
+        return dist.distributed_c10d._resolve_process_group(name)
+    for communicator in open_communicators:
+        if group_name(communicator) == name:
+            return communicator
+    raise ValueError("the Communicator that a compiled function was traced with is closed")
 
 
 def rank_and_size(process_group: Any) -> tuple[int, int]:
