@@ -147,7 +147,7 @@ def test_500_random_runs_never_deadlock_and_match_the_replay():
             expected = replay(program, costs.table.get, costs.latency)
             assert expected is not None
             assert [[tuple(span) for span in row] for row in timeline.spans] == expected, repr(plan)
-    assert 1 < worst < Fraction(3, 2), f"worst slowdown against unlimited communication {float(worst):.3f}"
+    assert 1 < worst < Fraction(5, 4), f"worst slowdown against unlimited communication {float(worst):.3f}"
 
 
 def test_replay_and_check_agree_on_which_programs_get_stuck():
