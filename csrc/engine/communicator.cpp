@@ -208,6 +208,9 @@ OperationPtr Communicator::exchange(OpCode op, PreparedExchangePtr prepared,
   copy(lowered->pack_and_local(), memory->buffers(), lowered->scale);
   operation->on_success([copy, lowered, memory, on_success = std::move(on_success)] {
     copy(lowered->unpack(), memory->buffers(), Scale{});
+    // Back in the pool before waiters run, so that their next exchange finds it there.
+    memory->send_staging.reset();
+    memory->recv_staging.reset();
     if (on_success) on_success();
   });
 
