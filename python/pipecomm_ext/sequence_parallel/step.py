@@ -85,9 +85,10 @@ class _Apply(torch.autograd.Function):
     def forward(ctx, group: Any, step: Step, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.group, ctx.step = group, step
         outputs = step.run(group, inputs)
-        ctx.mark_non_differentiable(
-            *(output for output, keep in zip(outputs, step.is_differentiable, strict=True) if not keep)
-        )
+        if not all(step.is_differentiable):
+            ctx.mark_non_differentiable(
+                *(output for output, keep in zip(outputs, step.is_differentiable, strict=True) if not keep)
+            )
         return tuple(outputs)
 
     @staticmethod
