@@ -79,7 +79,7 @@ def draw(path: str, results: list[Result], title: str) -> None:
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
-    from matplotlib.ticker import FuncFormatter
+    from matplotlib.ticker import FuncFormatter, LogLocator
 
     panels = 2 if results[0].has_bandwidth else 1
     figure, axes = plt.subplots(1, panels, figsize=(5.5 * panels, 4.2), layout="constrained", squeeze=False)
@@ -100,6 +100,8 @@ def draw(path: str, results: list[Result], title: str) -> None:
         axis.xaxis.set_major_formatter(FuncFormatter(lambda size, _: size_text(int(size))))
         axis.set_xticks(sorted({result.num_bytes for result in results}))
         axis.minorticks_off()
+        axis.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axis.grid(alpha=0.3)
         axis.legend()
     figure.suptitle(title)
