@@ -22,25 +22,27 @@ constexpr int64_t kMinThreadBytes = 1 << 20;    // below, waking a thread costs 
 // ---- what happens to one run ----
 
 // The hardware foresees neither the jump to the next run nor that its lines will be written, so
-// they are asked for about 1 KiB ahead. Worth 25 % for runs of 256 B to 2 KiB.
+// they are asked for ahead of time: about 25 % faster for runs of 256 B to 16 KiB. Streaming stores
+// were slower than this at 4, 25 and 100 MB (measured on a Xeon with AVX-512, one thread).
 struct CopyRun {
-  int64_t dst_ahead_bytes = 0;
+  static constexpr int64_t kAheadBytes = 1024, kPieceBytes = 4096;
+  int64_t dst_ahead_bytes = kPieceBytes;  // in long runs: the next piece
 
   explicit CopyRun(const StridedCopy& copy) {
-    constexpr int64_t kAheadBytes = 1024, kLongRunBytes = 4096;
-    if (copy.num_dims == 0 || copy.run_bytes >= kLongRunBytes) return;
+    if (copy.num_dims == 0 || copy.run_bytes >= 4 * kPieceBytes) return;
     const int64_t runs_ahead = std::clamp<int64_t>(kAheadBytes / copy.run_bytes, 1, 8);
     dst_ahead_bytes = runs_ahead * copy.dst_stride_bytes[copy.num_dims - 1];
   }
 
   void operator()(char* dst, const char* src, int64_t bytes) const {
-    if (dst_ahead_bytes != 0) {
-      const uintptr_t ahead = reinterpret_cast<uintptr_t>(dst) + dst_ahead_bytes;
-      for (int64_t line = 0; line < bytes; line += kCacheLineBytes) {
+    for (int64_t piece = 0; piece < bytes; piece += kPieceBytes) {
+      const int64_t piece_bytes = std::min(kPieceBytes, bytes - piece);
+      const uintptr_t ahead = reinterpret_cast<uintptr_t>(dst) + piece + dst_ahead_bytes;
+      for (int64_t line = 0; line < piece_bytes; line += kCacheLineBytes) {
         __builtin_prefetch(reinterpret_cast<const void*>(ahead + line), 1);
       }
+      std::memcpy(dst + piece, src + piece, piece_bytes);
     }
-    std::memcpy(dst, src, bytes);
   }
 };
 
