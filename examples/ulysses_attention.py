@@ -1,0 +1,219 @@
+"""Causal attention over real text, split along the sequence over ranks (Ulysses), against the unsplit one.
+
+    python examples/ulysses_attention.py --ranks 4            starts its own 4 processes
+    torchrun --nproc-per-node 4 examples/ulysses_attention.py the same under a launcher
+
+Every rank holds a piece of the sequence. For attention the ranks trade: each gives up tokens of most heads
+and gets all tokens of some heads, one exchange for q, k and v together, and one back. Neither the sequence
+nor the heads need to divide by the ranks, and there may be fewer key/value heads than ranks (grouped
+queries): a key/value head is sent to exactly those ranks whose query heads read it.
+
+Output, loss and the gradients of all weights are compared with the unsplit attention; exit code 1 if unequal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+import time
+
+import launch
+import torch
+import torch.distributed as dist
+from text_model import VOCABULARY, TextBatches
+from torch import nn
+from torch.nn import functional
+
+from pipecomm_ext import (
+    Communicator,
+    all_to_all,
+    all_to_all_many,
+    cal_split_sizes,
+    gather_forward_split_backward,
+    split_forward_gather_backward,
+)
+
+LIMIT = {torch.float32: 1e-4, torch.float64: 1e-12}  # relative to the largest value
+INIT_STD = 0.1
+
+SEQ, HEADS = 1, 2  # dims of [batch, seq, heads, head_dim]
+
+
+class Attention(nn.Module):
+    """Byte embedding, grouped-query causal attention, logits of the next byte."""
+
+    def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int):
+        super().__init__()
+        hidden = num_heads * head_dim
+        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
+        self.embedding = nn.Embedding(VOCABULARY, hidden)
+        self.q = nn.Linear(hidden, hidden)
+        # A bias of the keys would move all scores of a query alike and have no gradient but rounding.
+        self.k = nn.Linear(hidden, num_kv_heads * head_dim, bias=False)
+        self.v = nn.Linear(hidden, num_kv_heads * head_dim)
+        self.out = nn.Linear(hidden, VOCABULARY)
+        nn.init.normal_(self.embedding.weight, std=INIT_STD)
+
+    def forward(self, text: torch.Tensor, attend) -> torch.Tensor:
+        """int64[batch, tokens] -> logits [batch, tokens, 256]; `attend` sees q, k, v of these tokens."""
+        x = self.embedding(text)
+        q, k, v = (
+            layer(x).unflatten(-1, (-1, self.head_dim)) for layer in (self.q, self.k, self.v)
+        )  # [batch, tokens, heads, head_dim]
+        return self.out(attend(q, k, v).flatten(HEADS))
+
+
+def kv_head_of(head: int, num_heads: int, num_kv_heads: int) -> int:
+    """The key/value head that a query head reads."""
+    return head * num_kv_heads // num_heads
+
+
+def attend_whole(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """All tokens, all heads."""
+    kv_heads = [kv_head_of(head, q.size(HEADS), k.size(HEADS)) for head in range(q.size(HEADS))]
+    return attend_heads(q, k[:, :, kv_heads], v[:, :, kv_heads])
+
+
+def attend_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Causal attention of as many key/value as query heads; also of none, as ranks beyond the heads have."""
+    if q.size(HEADS) == 0:
+        return q
+    q, k, v = (tensor.transpose(SEQ, HEADS) for tensor in (q, k, v))
+    return functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(SEQ, HEADS)
+
+
+class UlyssesAttention:
+    """Attention of tokens that are split over the ranks of a communicator: the `attend` of every rank."""
+
+    def __init__(self, comm: Communicator, seq_len: int, num_heads: int, num_kv_heads: int):
+        self.comm, self.seq_len = comm, seq_len
+        self.seq_sizes = cal_split_sizes(seq_len, comm.size)
+        self.head_sizes = cal_split_sizes(num_heads, comm.size)
+        ends = list(itertools.accumulate(self.head_sizes))
+        # For each rank the key/value head of each of its query heads, and which ones it needs.
+        read = [
+            [kv_head_of(head, num_heads, num_kv_heads) for head in range(end - size, end)]
+            for end, size in zip(ends, self.head_sizes, strict=True)
+        ]
+        needed = [sorted(set(heads)) for heads in read]
+        self.kv_sizes = [len(heads) for heads in needed]
+        self.kv_sent = [head for heads in needed for head in heads]
+        mine = needed[comm.rank]
+        self.kv_local = [mine.index(head) for head in read[comm.rank]]
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        k, v = k[:, :, self.kv_sent], v[:, :, self.kv_sent]  # a head twice if two ranks need it
+        q, k, v = all_to_all_many(
+            [q, k, v],
+            self.comm,
+            scatter_dim=HEADS,
+            gather_dim=SEQ,
+            gather_size=self.seq_len,
+            scatter_sizes=[self.head_sizes, self.kv_sizes, self.kv_sizes],
+        )
+        mixed = attend_heads(q, k[:, :, self.kv_local], v[:, :, self.kv_local])
+        return all_to_all(
+            mixed,
+            self.comm,
+            scatter_dim=SEQ,
+            gather_dim=HEADS,
+            scatter_sizes=self.seq_sizes,
+            gather_sizes=self.head_sizes,
+        )
+
+
+def summed_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Nats of all tokens given."""
+    return functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+
+
+def run_rank(args: argparse.Namespace) -> int:
+    device = torch.device(args.device)
+    torch.manual_seed(args.seed)
+    model = Attention(args.heads, args.kv_heads, args.head_dim).to(device, args.dtype)
+    text, targets = (
+        rows.to(device) for rows in TextBatches(args.batch_size, args.seq_len, args.seed)(step=0)
+    )
+
+    model.zero_grad()
+    whole_logits = model(text, attend_whole)
+    whole_loss = summed_loss(whole_logits, targets)
+    whole_loss.backward()
+    whole_grads = [parameter.grad.clone() for parameter in model.parameters()]
+
+    with Communicator(device=device) as comm:
+        attend = UlyssesAttention(comm, args.seq_len, args.heads, args.kv_heads)
+        my_text, my_targets = (split_forward_gather_backward(rows, comm, SEQ) for rows in (text, targets))
+        for _ in range(args.repeat):
+            model.zero_grad()
+            start = time.perf_counter()
+            my_logits = model(my_text, attend)
+            my_loss = summed_loss(my_logits, my_targets)
+            my_loss.backward()
+            seconds = time.perf_counter() - start
+        logits = gather_forward_split_backward(my_logits.detach(), comm, SEQ, attend.seq_sizes)
+        loss = my_loss.detach().clone()
+        dist.all_reduce(loss)
+        for parameter in model.parameters():  # each rank saw its tokens only: the sum over ranks is the whole
+            dist.all_reduce(parameter.grad)
+
+        differences = {"output": relative_difference(logits, whole_logits.detach())}
+        differences["loss"] = relative_difference(loss, whole_loss.detach())
+        for (name, parameter), whole_grad in zip(model.named_parameters(), whole_grads, strict=True):
+            differences[f"gradient of {name}"] = relative_difference(parameter.grad, whole_grad)
+        worst = torch.tensor(max(differences.values()), device=device)
+        dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+        is_equal = bool(worst <= LIMIT[args.dtype])  # False for NaN
+        if comm.rank == 0:
+            print(f"ranks      {comm.size}, {comm.transport}: {comm.transport_reason}")
+            print(f"tokens     {args.batch_size} x {args.seq_len} bytes, a rank holds {attend.seq_sizes}")
+            print(f"heads      {args.heads}, a rank attends {attend.head_sizes}")
+            print(f"kv heads   {args.kv_heads}, a rank receives {attend.kv_sizes}")
+            print(f"time       {1e3 * seconds:.1f} ms forward and backward")
+            for name, difference in differences.items():
+                print(f"  {name:<28} differs by {difference:.1e} of its largest value")
+            verdict = "equal to" if is_equal else "DIFFERS from"
+            print(f"verify     {verdict} the unsplit attention: {worst:.1e}, limit {LIMIT[args.dtype]:.0e}")
+    return 0 if is_equal else 1
+
+
+def relative_difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((actual - expected).abs().max() / expected.abs().max()).item()
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    numbers = [
+        ("ranks", 4, "processes, as many as you like"),
+        ("seq-len", 1021, "tokens, any number"),
+        ("heads", 10, "query heads, any number"),
+        ("kv-heads", 2, "key/value heads, at most the query heads"),
+        ("head-dim", 16, "width of a head"),
+        ("batch-size", 2, "sequences"),
+        ("repeat", 2, "passes; the last one is timed"),
+        ("seed", 1, "of weights and text"),
+    ]
+    for name, default, text in numbers:
+        parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"{text} ({default})")
+    parser.add_argument(
+        "--dtype", choices=["float32", "float64"], default="float32", help="of weights (float32)"
+    )
+    parser.add_argument(
+        "--device", choices=["auto", "cpu"], default="auto", help="auto: a GPU a rank if there are that many"
+    )
+    args = parser.parse_args(arguments)
+    for name, _, _ in numbers:
+        value = getattr(args, name.replace("-", "_"))
+        if value < 1:
+            parser.error(f"--{name} must be positive, got {value}")
+    if args.kv_heads > args.heads:
+        parser.error(f"--kv-heads {args.kv_heads} must be at most --heads {args.heads}")
+    args.dtype = getattr(torch, args.dtype)
+    return args
+
+
+if __name__ == "__main__":
+    sys.exit(launch.run(run_rank, parse_arguments()))
