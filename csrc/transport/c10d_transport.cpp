@@ -322,7 +322,7 @@ void C10dTransport::abort(const Failure& failure) {
     std::lock_guard lock(connection.mutex);
     connection.link->say_failure(failure);
     connection.link->flush();
-    connection.link->drop();
+    connection.dropped = connection.link->drop();
   });
   {
     std::lock_guard lock(waiting_mutex_);
@@ -370,6 +370,7 @@ void C10dTransport::close(Deadline deadline) {
   bodies_.clear();
   for_each_peer([](int, Connection& connection) {
     connection.link->drop();
+    connection.dropped.clear();
     connection.packets.clear();
     for (WorkPtr& work : connection.slot_works) work.reset();
   });

@@ -68,6 +68,9 @@ class C10dTransport final : public HostTransport {
     std::deque<Packet> packets;  // sent, not confirmed by the peer
     std::array<std::vector<std::byte>, kNumSlots> slots;
     std::array<WorkPtr, kNumSlots> slot_works;
+    // What was under way when the communicator failed. gloo stops reading a connection for good
+    // when the buffer of a half-received message goes away, and would never notice the end of it.
+    std::vector<RequestPtr> dropped;
     std::thread reader;
   };
 

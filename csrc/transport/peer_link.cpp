@@ -293,16 +293,21 @@ void PeerLink::lose() {
   num_unanswered_ = num_unanswered_bytes_ = 0;
 }
 
-void PeerLink::drop() {
+std::vector<RequestPtr> PeerLink::drop() {
   dropped_ = true;
+  std::vector<RequestPtr> requests(backlog_.begin(), backlog_.end());
   backlog_.clear();
   for (Channel& channel : channels_) {
+    requests.insert(requests.end(), channel.posted.begin(), channel.posted.end());
+    for (const auto* map : {&channel.unanswered, &channel.receiving, &channel.early})
+      for (const auto& [seq, request] : *map) requests.push_back(request);
     channel.posted.clear();
     channel.unexpected.clear();
     channel.unanswered.clear();
     channel.receiving.clear();
     channel.early.clear();
   }
+  return requests;
 }
 
 void PeerLink::settle(const RequestPtr& request, FailurePtr failure) {

@@ -65,8 +65,8 @@ class PeerLink {
   void say_failure(const Failure& failure);
   // The connection is gone: everything under way fails.
   void lose();
-  // Forgets everything under way without settling it.
-  void drop();
+  // Forgets everything under way without settling it, and returns it.
+  std::vector<RequestPtr> drop();
 
   State state() const { return state_; }
   bool goodbye_answered() const { return goodbye_answered_; }
