@@ -100,13 +100,14 @@ struct StandIns {
 class BoundCommunicator {
  public:
   BoundCommunicator(const py::object& backend, int rank, int size, uint32_t epoch, int num_channels,
-                    const py::object& timeout, int num_threads) {
+                    const py::object& timeout, int num_threads, bool checks) {
     CommunicatorOptions options;
     options.rank = rank;
     options.size = size;
     options.num_channels = num_channels;
     options.timeout = timeout_argument(timeout);
     options.num_threads = num_threads;
+    options.checks = checks;
     auto c10d_backend = backend.is_none() ? c10::intrusive_ptr<c10d::Backend>()
                                           : backend.cast<c10::intrusive_ptr<c10d::Backend>>();
     py::gil_scoped_release no_gil;
@@ -236,6 +237,7 @@ class BoundCommunicator {
   static PointToPoint recv_of(const PointToPointArg& arg, const std::string& name,
                               StandIns& stand_ins) {
     const at::Tensor tensor = tensor_argument(arg.tensor, name, Access::write, at::kCPU);
+    mark_written(tensor);
     return {Direction::recv, arg.peer, arg.channel, tensor_ref(stand_ins.contiguous(tensor))};
   }
 
@@ -282,9 +284,10 @@ passes, and then the operation stays in flight; raises the operation's own error
            "Whether the operation has ended, well or not. Never blocks.");
 
   py::class_<BoundCommunicator>(m, "Communicator")
-      .def(py::init<py::object, int, int, uint32_t, int, py::object, int>(), py::arg("backend"),
-           py::arg("rank"), py::arg("size"), py::arg("epoch"), py::arg("channels"),
-           py::arg("timeout"), py::arg("num_threads"))
+      .def(py::init<py::object, int, int, uint32_t, int, py::object, int, bool>(),
+           py::arg("backend"), py::arg("rank"), py::arg("size"), py::arg("epoch"),
+           py::arg("channels"), py::arg("timeout"), py::arg("num_threads"),
+           py::arg("checks") = true)
       .def("batch_p2p", &BoundCommunicator::batch_p2p, py::arg("ops"))
       .def("isend", &BoundCommunicator::isend, py::arg("tensor"), py::arg("dst"),
            py::arg("channel") = 0)

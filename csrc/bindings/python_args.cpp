@@ -1,13 +1,27 @@
 #include "bindings/python_args.h"
 
-#include <ATen/MemoryOverlap.h>
-
+#include <algorithm>
 #include <cmath>
 
 namespace pipecomm {
 namespace {
 
 std::string type_name(py::handle object) { return Py_TYPE(object.ptr())->tp_name; }
+
+// Also true for a few layouts of interleaved dims that do not overlap; nobody receives into those.
+bool elements_share_memory(const at::Tensor& tensor) {
+  if (tensor.numel() < 2 || tensor.is_non_overlapping_and_dense()) return false;
+  std::vector<std::pair<int64_t, int64_t>> dims;  // stride, size
+  for (int64_t dim = 0; dim < tensor.dim(); ++dim)
+    if (tensor.size(dim) > 1) dims.emplace_back(tensor.stride(dim), tensor.size(dim));
+  std::sort(dims.begin(), dims.end());
+  int64_t reach = 0;  // furthest offset of an element over the dims so far
+  for (const auto& [stride, size] : dims) {
+    if (stride <= reach) return true;
+    reach += (size - 1) * stride;
+  }
+  return false;
+}
 
 [[noreturn]] void throw_value_error(const std::string& text) { throw py::value_error(text); }
 
@@ -75,10 +89,10 @@ at::Tensor tensor_argument(py::handle object, const std::string& name, Access ac
     throw_value_error(
         name +
         " is a conjugate or negative view; receive into its base and take the view afterwards");
-  if (at::has_internal_overlap(tensor) == at::MemOverlap::Yes)
-    throw_value_error(
-        name +
-        " is expanded: several of its elements share memory; receive into a tensor of its own");
+  if (elements_share_memory(tensor))
+    throw_value_error(name +
+                      " is expanded or has overlapping strides: several of its elements share "
+                      "memory; receive into a tensor of its own");
   if (tensor.requires_grad() && at::GradMode::is_enabled())
     throw_value_error(
         name +

@@ -18,20 +18,6 @@ std::string seconds_text(Clock::duration duration) {
   return text;
 }
 
-Descriptor describe(OpCode op, int channel, const TensorRef& tensor, uint64_t signature,
-                    int64_t num_bytes) {
-  Descriptor descriptor;
-  descriptor.op = op;
-  descriptor.channel = static_cast<uint8_t>(channel);
-  descriptor.dtype = tensor.dtype.code;
-  descriptor.num_dims = static_cast<uint8_t>(tensor.shape.size());
-  const size_t num_kept = std::min<size_t>(tensor.shape.size(), kMaxDescriptorDims);
-  std::copy_n(tensor.shape.begin(), num_kept, descriptor.shape.begin());
-  descriptor.signature = signature;
-  descriptor.num_bytes = num_bytes;
-  return descriptor;
-}
-
 // The communicator's failure as one of its operations reports it: with what that operation was
 // waiting for.
 FailurePtr failure_for(const FailurePtr& failure, const Operation& operation) {
@@ -104,6 +90,21 @@ void Communicator::check_usable(OpCode op) const {
 
 // ------------------------------------------------------------------------------------------------
 // operations
+
+Descriptor Communicator::describe(OpCode op, int channel, const TensorRef& tensor,
+                                  uint64_t signature, int64_t num_bytes) const {
+  Descriptor descriptor;
+  descriptor.op = op;
+  descriptor.channel = static_cast<uint8_t>(channel);
+  descriptor.num_bytes = num_bytes;
+  if (!options_.checks) return descriptor;
+  descriptor.dtype = tensor.dtype.code;
+  descriptor.num_dims = static_cast<uint8_t>(tensor.shape.size());
+  const size_t num_kept = std::min<size_t>(tensor.shape.size(), kMaxDescriptorDims);
+  std::copy_n(tensor.shape.begin(), num_kept, descriptor.shape.begin());
+  descriptor.signature = signature;
+  return descriptor;
+}
 
 OperationPtr Communicator::make_operation(OpCode op) {
   const Deadline deadline =
@@ -311,7 +312,10 @@ bool Communicator::wait(Operation& operation, Deadline until,
     if (interrupted) interrupted();
     if (Clock::now() >= until) return false;
   }
-  if (const FailurePtr failure = operation.failure()) throw PipeCommException(failure);
+  if (const FailurePtr failure = operation.failure()) {
+    operation.note_failure_seen();
+    throw PipeCommException(failure);
+  }
   return true;
 }
 
@@ -418,6 +422,7 @@ void Communicator::close(const std::function<void()>& interrupted) {
   FailurePtr failure;
   if (!failed_before) {
     for (const OperationPtr& operation : pending) {
+      if (operation->failure_seen()) continue;
       try {
         wait(*operation, Deadline::max(), interrupted);
       } catch (const PipeCommException& error) {

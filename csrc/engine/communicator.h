@@ -31,6 +31,7 @@ struct CommunicatorOptions {
   int num_channels = 2;
   std::optional<std::chrono::nanoseconds> timeout;  // none: wait forever
   int num_threads = 1;                              // for packing
+  bool checks = true;  // compare dtypes, shapes and arguments, not only sizes
 };
 
 // Bytes and passes that exchanges of this communicator have copied, for tests and benchmarks.
@@ -92,6 +93,8 @@ class Communicator final : private TransportEvents {
 
   void check_usable(OpCode op) const;
   OperationPtr make_operation(OpCode op);
+  Descriptor describe(OpCode op, int channel, const TensorRef& tensor, uint64_t signature,
+                      int64_t num_bytes) const;
   void post(const OperationPtr& operation);
   void watch();
   void expire(Operation& operation);

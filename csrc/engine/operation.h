@@ -78,6 +78,9 @@ class Operation {
   // --- called by waiters ---
   bool done() const { return done_.load(std::memory_order_acquire); }
   FailurePtr failure() const;
+  // Whether somebody has been told of the failure.
+  bool failure_seen() const { return failure_seen_; }
+  void note_failure_seen() { failure_seen_ = true; }
   // False if `until` passes first.
   bool wait_until(Deadline until);
 
@@ -98,6 +101,7 @@ class Operation {
   mutable std::mutex mutex_;
   std::condition_variable settled_;
   std::atomic<bool> done_{false};
+  std::atomic<bool> failure_seen_{false};
   int num_pending_ = 0;
   FailurePtr failure_;
   std::function<void()> epilogue_;

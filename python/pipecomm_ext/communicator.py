@@ -41,7 +41,8 @@ class Communicator:
             gradients): messages match in post order per (source, destination, channel).
         timeout: seconds or timedelta after which an operation fails, on all ranks, with PipeCommTimeout; None is
             600 s, math.inf no limit.
-        check: "auto" and "full" compare a description of every message on CPU; "off" is for measurements of its cost.
+        check: "auto" and "full" compare op, dtype, shape and arguments of every message on CPU; "off" compares
+            sizes only.
 
     Peers are ranks within the group. After a failure (a dead peer, a timeout, `abort()`) every call raises the
     original cause. A context manager: leaving it closes, leaving it by an exception aborts.
@@ -88,15 +89,17 @@ class Communicator:
         self._rank, self._size = meeting.rank, meeting.size
         self._device = torch.device(facts["device"])
         self._transport, self._transport_reason = _choose(facts, everybody)
-        backend = _connect(meeting)
+        epoch = meeting.shared_random()
+        backend = _connect(meeting, epoch)
         self._c = _C.Communicator(
             backend=backend,
             rank=self._rank,
             size=self._size,
-            epoch=meeting.shared_random(),
+            epoch=epoch,
             channels=channels,
             timeout=math.inf if limit is None else limit,
             num_threads=torch.get_num_threads(),
+            checks=check != "off",
         )
         del backend  # the extension is its only owner, so that close() really closes the connections
         _open.add(self)
@@ -376,7 +379,7 @@ def _choose(facts: dict[str, Any], everybody: list[dict[str, Any]]) -> tuple[str
     return "c10d", "the portable transport (gloo), the only one for CPU tensors in this version"
 
 
-def _connect(meeting: Rendezvous):
+def _connect(meeting: Rendezvous, epoch: int):
     """Connections of our own between all ranks, over gloo, whatever the backend of the user's group."""
     if meeting.size == 1:
         return None
@@ -385,7 +388,7 @@ def _connect(meeting: Rendezvous):
     backend, outcome = None, {}
     try:
         backend = dist.ProcessGroupGloo(
-            dist.PrefixStore("gloo", meeting.store), meeting.rank, meeting.size, limit
+            dist.PrefixStore(f"gloo/{epoch}", meeting.store), meeting.rank, meeting.size, limit
         )
         # Deadlines are ours: an expired wait of gloo would close every connection.
         backend._set_default_timeout(datetime.timedelta(days=3650))

@@ -29,13 +29,14 @@ class Rendezvous:
     def __init__(self, group: dist.ProcessGroup, timeout: float | None) -> None:
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
-        number = _num_made.get(group, 0)
-        _num_made[group] = number + 1
+        self._group = group
+        self._number = _num_made.get(group, 0)
+        _num_made[group] = self._number + 1
         # The deadline covers the whole construction, whatever the number of stages.
         self._deadline = None if timeout is None else time.monotonic() + timeout
         self._timeout = timeout
         store = dist.distributed_c10d._get_process_group_store(group)
-        self.store = dist.PrefixStore(f"pipecomm/{group.group_name}/{number}", store)
+        self.store = dist.PrefixStore(f"pipecomm/{group.group_name}/{self._number}", store)
 
     def gather(self, stage: str, record: dict[str, Any]) -> list[dict[str, Any]]:
         """Every rank's record, in rank order. A record with the key "error" makes all ranks raise: the rank itself its
@@ -71,6 +72,8 @@ class Rendezvous:
             self.store.wait([key], limit)
             data = self.store.get(key)
         except RuntimeError as error:  # DistStoreError is one, and FileStore raises the plain one
+            # The next attempt meets the ranks that were late for this one.
+            _num_made[self._group] = self._number
             missing = [r for r in range(self.size) if not self.store.check([f"{stage}/{r}"])]
             raise PipeCommTimeout(
                 f"rank {self.rank}: Communicator: ranks {missing} of {self.size} have not joined after "
