@@ -1,7 +1,7 @@
 """Draws the schedule pictures of these docs: `python docs/make_pictures.py`.
 
-schedules.svg, .png   all schedules side by side on one time scale: the same model on 4 devices (a quarter of it is
-                      the unit on every device), 8 micro-batches, F = I = W
+schedules.svg, .png   all schedules side by side on one time scale: the same model on 4 devices (a quarter of
+                      it is the unit on every device), 8 micro-batches, F = I = W
 <name>.svg            each schedule at its natural unit, all stages alike
 """
 
@@ -21,7 +21,7 @@ def alike(duration) -> Costs:
 
 
 def comparison():
-    """(title, plan, costs): every device holds the same work per micro-batch, so equal areas are equal work."""
+    """(title, plan, costs): every device holds the same work per micro-batch: equal areas are equal work."""
     home = [0.5, *[1] * (P - 1), 0.5]
     return [
         ("GPipe", schedules.gpipe(P, M), alike(1)),

@@ -1,4 +1,4 @@
-"""Errors of communication. Wrong arguments are plain `ValueError` / `TypeError` and raised before anything is sent."""
+"""Errors of communication. Wrong arguments are plain `ValueError` / `TypeError`, raised before anything is sent."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from __future__ import annotations
 class PipeCommError(RuntimeError):
     """A communication failed.
 
-    Attributes (None where they do not apply): `op` (name of the operation), `rank` (who reports, group rank), `peer`
-    (the other end), `channel`, `seq` (number of the message within peer, channel and direction, from 0), `dtype`
-    (name without "torch."), `shape` (tuple), `origin_rank` (where the trouble began).
+    Attributes (None where they do not apply): `op` (name of the operation), `rank` (who reports, group rank),
+    `peer` (the other end), `channel`, `seq` (number of the message within peer, channel and direction, from
+    0), `dtype` (name without "torch."), `shape` (tuple), `origin_rank` (where the trouble began).
     """
 
     def __init__(

@@ -1,6 +1,7 @@
 """How the ranks of a group agree on a communicator before any of them allocates anything for it.
 
-All traffic here goes through the store of the torch group, as JSON with a size cap: nothing is unpickled from a peer.
+All traffic here goes through the store of the torch group, as JSON with a size cap: nothing is unpickled from
+a peer.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from .errors import PipeCommMismatch, PipeCommTimeout
 
 _MAX_RECORD_BYTES = 1 << 20
 
-# How many communicators each group has made: the number is part of the store keys, and equal on all ranks because
-# construction is collective.
+# How many communicators each group has made: the number is part of the store keys, and equal on all ranks
+# because construction is collective.
 _num_made: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
 class Rendezvous:
-    """One construction, seen by one rank: `gather` is collective, every rank gets the same list or the same error."""
+    """One construction, seen by one rank: `gather` is collective, every rank gets the same list or error."""
 
     def __init__(self, group: dist.ProcessGroup, timeout: float | None) -> None:
         self.rank = dist.get_rank(group)
@@ -39,8 +40,11 @@ class Rendezvous:
         self.store = dist.PrefixStore(f"pipecomm/{group.group_name}/{self._number}", store)
 
     def gather(self, stage: str, record: dict[str, Any]) -> list[dict[str, Any]]:
-        """Every rank's record, in rank order. A record with the key "error" makes all ranks raise: the rank itself its
-        own exception, which it holds back until its word is out, the others PipeCommMismatch naming it."""
+        """Every rank's record, in rank order.
+
+        A record with the key "error" makes all ranks raise: the rank itself its own exception, which it holds
+        back until its word is out, the others PipeCommMismatch naming it.
+        """
         data = json.dumps(record)
         self.store.set(f"{stage}/{self.rank}", data)
         records = [record if rank == self.rank else self._get(stage, rank) for rank in range(self.size)]
@@ -77,8 +81,8 @@ class Rendezvous:
             missing = [r for r in range(self.size) if not self.store.check([f"{stage}/{r}"])]
             raise PipeCommTimeout(
                 f"rank {self.rank}: Communicator: ranks {missing} of {self.size} have not joined after "
-                f"{self._timeout} s; construction is collective: every rank of the group must make it, in the same "
-                "order",
+                f"{self._timeout} s; construction is collective: every rank of the group must make it, in the "
+                "same order",
                 op="Communicator",
                 rank=self.rank,
                 peer=missing[0] if missing else None,
