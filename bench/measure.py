@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 from ops import BASELINE, Case
+from work import Work
 
 NUM_BLOCKS = 10  # per implementation, in turns
 SECONDS_PER_RESULT = 1.0  # aimed at, if the number of iterations is not given
@@ -30,6 +31,9 @@ class Result:
     has_bandwidth: bool
     iterations_us: list[float] = field(repr=False)
     ratio: float = 1.0  # baseline's time / this one's, median over pairs of neighbouring blocks
+    bound_ratio: float | None = None  # the same with the bound's time: 1 is as fast as can be
+    label: str = ""
+    work: Work | None = None
 
     @property
     def min_us(self) -> float:
@@ -57,7 +61,9 @@ def measure(
     op: str, case: Case, dtype: torch.dtype, device: torch.device, iters: int | None, warmup: int
 ) -> list[Result]:
     """Collective; every rank returns the same results."""
-    numbers_wrong = {impl: _count_wrong(case, call) for impl, call in case.calls.items()}
+    numbers_wrong = {
+        impl: 0 if impl in case.bounds else _count_wrong(case, call) for impl, call in case.calls.items()
+    }
     timers = {impl: _timer(case, call, device) for impl, call in case.calls.items()}
     for timer in timers.values():
         for _ in range(warmup):
@@ -71,7 +77,12 @@ def measure(
             seconds = [timers[impl]() for _ in range(num_per_block)]
             blocks[impl].append(torch.tensor(seconds, dtype=torch.float64))
     slowest = {impl: _max_over_ranks(torch.stack(times)) * 1e6 for impl, times in blocks.items()}
-    baseline = slowest[BASELINE].median(dim=1).values
+    work = {impl: case.work(impl) for impl in case.calls} if case.work else {}
+    medians = {impl: times.median(dim=1).values for impl, times in slowest.items()}
+
+    def time_ratio(reference: str, impl: str) -> float:
+        return (medians[reference] / medians[impl]).median().item()
+
     return [
         Result(
             op=op,
@@ -83,7 +94,10 @@ def measure(
             bus_factor=case.bus_factor,
             has_bandwidth=case.has_bandwidth,
             iterations_us=times.flatten().tolist(),
-            ratio=(baseline / times.median(dim=1).values).median().item(),
+            ratio=time_ratio(BASELINE, impl),
+            bound_ratio=time_ratio(case.bounds[0], impl) if case.bounds else None,
+            label=case.label,
+            work=work.get(impl),
         )
         for impl, times in slowest.items()
     ]
@@ -97,14 +111,20 @@ def _count_wrong(case: Case, call: Callable[[], object]) -> int:
     posted = call()
     if case.drain is not None:
         case.drain(posted)
-    total = torch.tensor(sum(_num_different(buffer, expected) for buffer, expected in case.received))
+    arrived = [*case.received] if case.returns is None else [*case.received, (posted, case.returns)]
+    total = torch.tensor(sum(_num_different(buffer, expected) for buffer, expected in arrived))
     dist.all_reduce(total)
     return int(total)
 
 
 def _num_different(actual: torch.Tensor, expected: torch.Tensor) -> int:
     """Elements of which any byte differs."""
-    ours, theirs = (tensor.view(torch.uint8).view(-1, tensor.itemsize) for tensor in (actual, expected))
+    if actual.shape != expected.shape:
+        return expected.numel()
+    ours, theirs = (
+        tensor.contiguous().flatten().view(torch.uint8).view(-1, tensor.itemsize)
+        for tensor in (actual, expected)
+    )
     return int((ours != theirs).any(dim=1).sum())
 
 

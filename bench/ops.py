@@ -6,11 +6,12 @@ and what must have arrived. Calls block until this rank's part is done, unless p
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from work import Work
 
 from pipecomm_ext import Communicator, Recv, Send
 
@@ -27,6 +28,7 @@ class Bench:
     device: torch.device
     dtype: torch.dtype
     comms: dict[str, Communicator]
+    matrix: tuple[tuple[int, ...], ...] | None = None  # bytes[source][destination] of an uneven all-to-all
 
     @property
     def next(self) -> int:
@@ -57,6 +59,10 @@ class Case:
     calls: dict[str, Callable[[], object]]
     drain: Callable[[object], None] | None = None  # finishes, unmeasured, what a call posted
     bus_factor: float = 1.0  # bus bandwidth / algorithm bandwidth, as nccl-tests define it
+    label: str = ""  # what distinguishes cases of one size
+    returns: torch.Tensor | None = None  # what a call must return, where results are fresh tensors
+    bounds: tuple[str, ...] = ()  # implementations that only show the least possible time; not checked
+    work: Callable[[str], Work] | None = None  # what one call of an implementation copies and allocates
 
     @property
     def has_bandwidth(self) -> bool:
@@ -187,7 +193,7 @@ def _for_each_transport(bench: Bench, call: Callable[[Communicator], object]) ->
 
 @dataclass(frozen=True)
 class Op:
-    build: Callable[[Bench, int], Case]
+    build: Callable[[Bench, int], Case | Iterable[Case]]
     default_sizes: tuple[int, ...]
 
 

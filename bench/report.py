@@ -20,13 +20,24 @@ ENVIRONMENT_NAMES = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "TORCH_NCCL_BLOC
 JSON_FORMAT = 1
 
 
+# Of operations whose cases count their work.
+WORK_HEADER = " %bound  copies  alloc(B)  case"
+
+
 def row(result: Result) -> str:
     algbw, busbw = ("-" if value is None else f"{value:.2f}" for value in (result.algbw, result.busbw))
     return (
         f"{result.num_bytes:>12} {result.count:>11} {result.dtype:>9} {result.impl:<16} "
         f"{result.min_us:>10.1f} {result.median_us:>10.1f} {result.p99_us:>10.1f} "
-        f"{algbw:>8} {busbw:>8} {result.ratio:>7.2f} {result.num_wrong:>7}"
+        f"{algbw:>8} {busbw:>8} {result.ratio:>7.2f} {result.num_wrong:>7}{_work_columns(result)}"
     )
+
+
+def _work_columns(result: Result) -> str:
+    if result.work is None:
+        return ""
+    bound = "-" if result.bound_ratio is None else f"{100 * result.bound_ratio:.0f}"
+    return f" {bound:>7} {result.work.copy_passes:>7.1f} {result.work.allocated_bytes:>9}  {result.label}"
 
 
 def environment() -> dict[str, str]:
@@ -61,6 +72,10 @@ def as_json(results: list[Result], arguments: dict[str, Any], transports: dict[s
                 "algbw_gb_per_s": result.algbw,
                 "busbw_gb_per_s": result.busbw,
                 "ratio_to_baseline": result.ratio,
+                "ratio_to_bound": result.bound_ratio,
+                "case": result.label,
+                "copy_passes": result.work and result.work.copy_passes,
+                "allocated_bytes": result.work and result.work.allocated_bytes,
                 "iterations_us": [round(us, 3) for us in result.iterations_us],
             }
             for result in results

@@ -3,6 +3,9 @@
     python bench/run.py p2p --ranks 2                     a table with nccl-tests' columns
     python bench/run.py batch --ranks 4 --sizes 4K,1M --json out/batch.json --plot out/batch.png
     python bench/run.py host --ranks 2                    host time of posting 8 operations
+    python bench/run.py all_to_all --ranks 2 --sizes 25M --dtype bfloat16     also: gather, pack
+    python bench/run.py all_to_all --matrix bytes.txt     row: a source, column: a destination, like 4096 or
+    1M
 
 Starts its own ranks (or runs under torchrun). Results are checked before they are timed; iterations alternate
 between the implementations in blocks; a time is the slowest rank's; GB are 1e9 bytes; ratio is torch's time
@@ -23,10 +26,13 @@ import report  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from measure import measure  # noqa: E402
-from ops import OPS, Bench  # noqa: E402
+from ops import OPS as POINT_TO_POINT_OPS  # noqa: E402
+from ops import Bench, Case  # noqa: E402
+from sequence_ops import SEQUENCE_OPS  # noqa: E402
 
 from pipecomm_ext import Communicator  # noqa: E402
 
+OPS = {**POINT_TO_POINT_OPS, **SEQUENCE_OPS}
 TRANSPORTS = ("auto", "c10d", "shm", "nccl")
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 QUICK_ITERATIONS, QUICK_SIZES = 20, (4 << 10, 1 << 20)
@@ -40,7 +46,7 @@ def run_op(args: argparse.Namespace) -> int:
         comm = Communicator(device=device, transport=transport)
         if comms.setdefault(f"pipecomm {comm.transport}", comm) is not comm:
             comm.close()  # "auto" chose what is named, too
-    bench = Bench(dist.get_rank(), dist.get_world_size(), device, args.dtype, comms)
+    bench = Bench(dist.get_rank(), dist.get_world_size(), device, args.dtype, comms, args.matrix)
     is_reporter = bench.rank == 0
     reasons = {name: comm.transport_reason for name, comm in comms.items()}
     title = f"{args.op}, {bench.size} ranks, {device.type}"
@@ -49,15 +55,16 @@ def run_op(args: argparse.Namespace) -> int:
         print(f"# {OPS[args.op].build.__doc__}")
         for name, reason in reasons.items():
             print(f"# {name}: {reason}")
-        print(report.HEADER, flush=True)
+        print(report.HEADER + (report.WORK_HEADER if args.op in SEQUENCE_OPS else ""), flush=True)
 
     results = []
     for num_bytes in args.sizes:
-        case = OPS[args.op].build(bench, num_bytes)
-        results += measure(args.op, case, args.dtype, device, args.iters, args.warmup)
-        if is_reporter:
-            for result in results[-len(case.calls) :]:
-                print(report.row(result), flush=True)
+        built = OPS[args.op].build(bench, num_bytes)
+        for case in [built] if isinstance(built, Case) else built:
+            results += measure(args.op, case, args.dtype, device, args.iters, args.warmup)
+            if is_reporter:
+                for result in results[-len(case.calls) :]:
+                    print(report.row(result), flush=True)
     for comm in comms.values():
         comm.close()
 
@@ -78,13 +85,28 @@ def _plain(value: object) -> object:
 
 def sizes_argument(text: str) -> list[int]:
     """ "4K,1M" -> [4096, 1048576]"""
-    sizes = []
-    for item in text.split(","):
-        match = re.fullmatch(r"(\d+)([KMG]?)", item.strip().upper())
-        if match is None:
-            raise argparse.ArgumentTypeError(f"{item!r} is not a size like 512, 4K or 16M")
-        sizes.append(int(match[1]) * UNITS[match[2]])
-    return sizes
+    return [size_argument(item) for item in text.split(",")]
+
+
+def size_argument(text: str) -> int:
+    match = re.fullmatch(r"(\d+)([KMG]?)", text.strip().upper())
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size like 512, 4K or 16M")
+    return int(match[1]) * UNITS[match[2]]
+
+
+def matrix_argument(path: str) -> tuple[tuple[int, ...], ...]:
+    """Bytes from each rank (row) to each rank (column): a text file of sizes; # starts a comment."""
+    try:
+        lines = [line.split("#")[0].split() for line in Path(path).read_text().splitlines()]
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"cannot read {path}: {error.strerror}") from None
+    rows = tuple(tuple(map(size_argument, line)) for line in lines if line)
+    if len(rows) < 2 or any(len(row) != len(rows) for row in rows):
+        raise argparse.ArgumentTypeError(
+            f"{path} must hold as many sizes in each row as it has rows, 2 or more"
+        )
+    return rows
 
 
 def dtype_argument(name: str) -> torch.dtype:
@@ -117,6 +139,12 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--sizes", type=sizes_argument, metavar="LIST", help="bytes a rank sends, like 4K,64K,1M"
     )
+    parser.add_argument(
+        "--matrix",
+        type=matrix_argument,
+        metavar="FILE",
+        help="all_to_all of these bytes instead; sets --ranks",
+    )
     parser.add_argument("--dtype", type=dtype_argument, default=torch.float32, help="element type (float32)")
     parser.add_argument("--iters", type=positive, metavar="N", help="iterations (about a second's worth)")
     parser.add_argument("--warmup", type=positive, default=5, metavar="N", help="unmeasured iterations (5)")
@@ -136,6 +164,10 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--json", metavar="FILE", help="write all numbers")
     parser.add_argument("--plot", metavar="FILE", help="write a picture")
     args = parser.parse_args(arguments)
+    if args.matrix is not None:
+        if args.op != "all_to_all":
+            parser.error("--matrix is for all_to_all")
+        args.ranks, args.sizes = len(args.matrix), [max(map(sum, args.matrix))]
     if args.ranks < 2:
         parser.error("--ranks must be 2 or more: there is nothing to send to oneself")
     if args.quick:
