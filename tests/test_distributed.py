@@ -210,7 +210,7 @@ def test_wrong_arguments(world, call, expected, message):
         "both ranks": lambda: dist.send(ones, 1, group_dst=1),
         "no rank": lambda: dist.isend(ones),
         "any source": lambda: dist.recv(ones),
-        "tag too large": lambda: dist.send(ones, 1, tag=2),
+        "tag too large": lambda: dist.send(ones, 1, tag=15),
         "wrong function": lambda: dist.P2POp(dist.broadcast, ones, 1),
         "no tensor": lambda: dist.P2POp(dist.isend, [1.0], 1),
         "no P2POp": lambda: dist.batch_isend_irecv([dist.P2POp(dist.isend, ones, 1), (dist.isend, ones, 1)]),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import datetime
+import functools
 import math
 import os
 import sys
@@ -17,6 +18,7 @@ import torch.distributed as dist
 
 from . import _C
 from .rendezvous import Rendezvous
+from .specs import Spec, specs_of
 
 Send = _C.Send
 Recv = _C.Recv
@@ -193,6 +195,17 @@ class Communicator:
         """Returns when all ranks have called it."""
         self._c.barrier().wait()
 
+    def all_to_all(
+        self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], *, async_op: bool = False
+    ) -> Work | None:
+        """Sends inputs[r] to rank r and receives outputs[r] from it; any shapes and dtypes, empty ones too.
+
+        The receiver's shape may differ from the sender's as long as the bytes are as many.
+        """
+        with self.collective("all_to_all"):
+            plan = _list_plan(self.rank, self.size, specs_of(inputs, "inputs"), specs_of(outputs, "outputs"))
+        return self.exchange(plan, inputs, outputs, async_op=async_op, op="all_to_all")
+
     def exchange(
         self,
         plan: _C.Plan,
@@ -264,6 +277,11 @@ class Communicator:
         return (Send if op.op is dist.isend else Recv)(op.tensor, peer, op.tag)
 
 
+@functools.lru_cache(maxsize=512)
+def _list_plan(rank: int, size: int, inputs: tuple[Spec, ...], outputs: tuple[Spec, ...]) -> _C.Plan:
+    return _C.plan_all_to_all_list(rank, size, inputs, outputs)
+
+
 # Communicators that are open, closed at exit; and the default ones.
 _open: weakref.WeakSet[Communicator] = weakref.WeakSet()
 _default: weakref.WeakKeyDictionary[Any, dict[str, Communicator]] = weakref.WeakKeyDictionary()
@@ -285,7 +303,8 @@ def get_communicator(
     kind = _device_kind(group, device)
     made = _default.setdefault(group, {})
     if kind not in made or made[kind].closed:
-        made[kind] = Communicator(group, device=kind)
+        # Channels cost nothing on the host; NCCL needs a communicator for each.
+        made[kind] = Communicator(group, device=kind, channels=MAX_CHANNELS if kind == "cpu" else 2)
     return made[kind]
 
 

@@ -9,7 +9,7 @@ torch has limits:
 * uneven sizes work on every backend, also zero; tensors may have any strides and any dtype;
 * shapes, dtypes and arguments that do not fit raise on both ends (a recv must have the shape that was sent);
 * an empty batch is legal, a dropped handle's data are delivered, a handle may be waited for twice;
-* `tag` is a channel, 0 or 1 on the communicators that are made here;
+* `tag` is a channel: 0 to 14 for CPU tensors, 0 or 1 for CUDA tensors;
 * a receive must name its source.
 
 A group's communicator is made at its first call here, which all its ranks must therefore make; to have it
@@ -28,6 +28,7 @@ import torch.distributed as dist
 from . import _C
 from .communicator import Communicator, Recv, Send, Work
 from .sequence_parallel.group import communicator_of
+from .specs import Spec, spec_of, specs_of
 
 __all__ = [
     "P2POp",
@@ -225,8 +226,8 @@ def all_to_all_single(
         plan = _all_to_all_single_plan(
             comm.rank,
             comm.size,
-            _spec(input, "input"),
-            _spec(output, "output"),
+            spec_of(input, "input"),
+            spec_of(output, "output"),
             _splits(input_split_sizes, "input_split_sizes"),
             _splits(output_split_sizes, "output_split_sizes"),
         )
@@ -244,13 +245,10 @@ def all_to_all(
         return None
     comm = communicator_of(group, _first(input_tensor_list))
     with comm.collective("all_to_all"):
-        plan = _all_to_all_plan(
-            comm.rank,
-            comm.size,
-            _specs(input_tensor_list, "input_tensor_list"),
-            _specs(output_tensor_list, "output_tensor_list"),
-        )
-    return _exchange(comm, "all_to_all", plan, input_tensor_list, output_tensor_list, async_op)
+        specs_of(input_tensor_list, "input_tensor_list")
+        specs_of(output_tensor_list, "output_tensor_list")
+    with torch.no_grad():
+        return comm.all_to_all(input_tensor_list, output_tensor_list, async_op=async_op)
 
 
 def all_gather(
@@ -264,7 +262,7 @@ def all_gather(
     comm = communicator_of(group, tensor)
     with comm.collective("all_gather"):
         plan = _all_gather_plan(
-            comm.rank, comm.size, _spec(tensor, "tensor"), _specs(tensor_list, "tensor_list")
+            comm.rank, comm.size, spec_of(tensor, "tensor"), specs_of(tensor_list, "tensor_list")
         )
     return _exchange(comm, "all_gather", plan, [tensor], tensor_list, async_op)
 
@@ -283,7 +281,7 @@ def all_gather_into_tensor(
         return None
     comm = communicator_of(group, input_tensor)
     with comm.collective("all_gather"):
-        spec, output_spec = _spec(input_tensor, "input_tensor"), _spec(output_tensor, "output_tensor")
+        spec, output_spec = spec_of(input_tensor, "input_tensor"), spec_of(output_tensor, "output_tensor")
         if output_spec == ((comm.size, *spec[0]), spec[1]):
             outputs = list(output_tensor.unbind(0))
             plan = _all_gather_plan(comm.rank, comm.size, spec, (spec,) * comm.size)
@@ -294,20 +292,6 @@ def all_gather_into_tensor(
 
 
 # ---- plans ------------------------------------------------------------------------------------------------
-
-Spec = tuple[tuple[int, ...], torch.dtype]
-
-
-def _spec(tensor: Any, name: str) -> Spec:
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor, not {type(tensor).__name__}")
-    return tuple(tensor.shape), tensor.dtype
-
-
-def _specs(tensors: Any, name: str) -> tuple[Spec, ...]:
-    if not isinstance(tensors, (list, tuple)):
-        raise TypeError(f"{name} must be a list of tensors, not {type(tensors).__name__}")
-    return tuple(_spec(tensor, f"{name}[{idx}]") for idx, tensor in enumerate(tensors))
 
 
 def _splits(sizes: Any, name: str) -> tuple[int, ...] | None:
@@ -337,11 +321,6 @@ def _all_to_all_single_plan(rank, size, input_spec, output_spec, input_splits, o
     if output_splits is None:
         output_splits = _equal_splits(output_spec, size, "output")
     return _C.plan_all_to_all_single(rank, size, input_spec, output_spec, input_splits, output_splits)
-
-
-@lru_cache(maxsize=512)
-def _all_to_all_plan(rank, size, inputs, outputs) -> _C.Plan:
-    return _C.plan_all_to_all_list(rank, size, inputs, outputs)
 
 
 @lru_cache(maxsize=512)
