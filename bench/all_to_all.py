@@ -99,9 +99,9 @@ class Trade:
         return sent, [size * self.scatter_sizes[self.rank] * rest for size in self.gather_sizes]
 
     def by_permutation(self, mine: torch.Tensor) -> torch.Tensor:
-        """Ranks' shares of the scatter dim to the front (the whole dim if it does not divide), and back."""
+        """Ranks' shares of the scatter dim to the front (if one is uneven, the whole dim), and back."""
         sent, received = self.counts(mine)
-        is_even = len(set(self.scatter_sizes)) == 1
+        is_even = len(set(self.scatter_sizes)) == len(set(self.gather_sizes)) == 1
         front = mine.unflatten(self.scatter, (len(sent), -1)) if is_even else mine
         packed = front.movedim(self.scatter, 0).contiguous()
         unpacked = packed.new_empty(sum(received))

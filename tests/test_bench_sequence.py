@@ -56,6 +56,7 @@ def test_counted_work_is_what_the_algorithms_do(world):
         ("even, H to S", "pipecomm c10d", 1),
         ("even, H to S, B=2", BASELINE, 2),
         ("H uneven, H to S", BASELINE, 2),
+        ("S uneven, H to S", BASELINE, 2),
         ("both uneven, H to S", all_to_all_op.LIST, 2),
         ("both uneven, H to S", "pipecomm c10d", 1),
         ("both uneven, S to H", all_to_all_op.LIST, 1),
