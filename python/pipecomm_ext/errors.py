@@ -1,4 +1,4 @@
-"""Errors of communication. Wrong arguments are plain `ValueError` / `TypeError`, raised before anything is sent."""
+"""Errors of communication. Wrong arguments are `ValueError` / `TypeError`, raised before anything is sent."""
 
 from __future__ import annotations
 

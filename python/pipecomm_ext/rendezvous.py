@@ -81,8 +81,8 @@ class Rendezvous:
             missing = [r for r in range(self.size) if not self.store.check([f"{stage}/{r}"])]
             raise PipeCommTimeout(
                 f"rank {self.rank}: Communicator: ranks {missing} of {self.size} have not joined after "
-                f"{self._timeout} s; construction is collective: every rank of the group must make it, in the "
-                "same order",
+                f"{self._timeout} s; construction is collective: every rank of the group must make it, in "
+                "the same order",
                 op="Communicator",
                 rank=self.rank,
                 peer=missing[0] if missing else None,
