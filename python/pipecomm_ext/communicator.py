@@ -32,22 +32,22 @@ _CHECKS = ("auto", "full", "off")
 
 
 class Communicator:
-    """Moves tensors between the ranks of a group. Construction is collective: all ranks of `group`, same arguments.
+    """Moves tensors between the ranks of a group. Construction is collective: all its ranks, same arguments.
 
     Args:
-        group: a torch ProcessGroup; None is the default group. Used for its store and its ranks only: all connections
-            are made here, once, and are the communicator's own.
+        group: a torch ProcessGroup; None is the default group. Used for its store and its ranks only: all
+            connections are made here, once, and are the communicator's own.
         device: "cpu" or "cuda", the kind of tensors moved; None takes what the group can do, "cuda" first.
         transport: "auto", or "c10d", "nccl", "shm" to insist.
-        channels: number of independent message orders per pair of ranks, 1 to 15 (say 0 for activations, 1 for
-            gradients): messages match in post order per (source, destination, channel).
-        timeout: seconds or timedelta after which an operation fails, on all ranks, with PipeCommTimeout; None is
-            600 s, math.inf no limit.
-        check: "auto" and "full" compare op, dtype, shape and arguments of every message on CPU; "off" compares
-            sizes only.
+        channels: number of independent message orders per pair of ranks, 1 to 15 (say 0 for activations, 1
+            for gradients): messages match in post order per (source, destination, channel).
+        timeout: seconds or timedelta after which an operation fails, on all ranks, with PipeCommTimeout; None
+            is 600 s, math.inf no limit.
+        check: "auto" and "full" compare op, dtype, shape and arguments of every message on CPU; "off"
+            compares sizes only.
 
-    Peers are ranks within the group. After a failure (a dead peer, a timeout, `abort()`) every call raises the
-    original cause. A context manager: leaving it closes, leaving it by an exception aborts.
+    Peers are ranks within the group. After a failure (a dead peer, a timeout, `abort()`) every call raises
+    the original cause. A context manager: leaving it closes, leaving it by an exception aborts.
 
     Raises:
         ValueError, TypeError: wrong arguments; the other ranks get PipeCommMismatch naming this one.
@@ -159,9 +159,9 @@ class Communicator:
                 channels). Any number, also none. Messages to oneself need their receive in the same batch.
             async_op: return a Work instead of waiting.
 
-        Shapes and dtypes must agree on both ends, else both raise PipeCommMismatch and nothing is transferred. A
-        non-contiguous send is copied, a non-contiguous receive staged. Buffers belong to the operation until it is
-        done.
+        Shapes and dtypes must agree on both ends, else both raise PipeCommMismatch and nothing is
+        transferred. A non-contiguous send is copied, a non-contiguous receive staged. Buffers belong to the
+        operation until it is done.
         """
         if any(type(op) is not Send and type(op) is not Recv for op in ops):
             ops = [self._from_torch(op, op_idx) for op_idx, op in enumerate(ops)]
@@ -217,8 +217,8 @@ class Communicator:
     ) -> Work | None:
         """Runs an exchange plan: packs what is not contiguous, moves one message per peer, unpacks.
 
-        `inputs` and `outputs` have the shapes and dtypes of the plan; inputs are read by their strides. All ranks call
-        it, with plans of the same arguments.
+        `inputs` and `outputs` have the shapes and dtypes of the plan; inputs are read by their strides. All
+        ranks call it, with plans of the same arguments.
         """
         with self.collective(op):
             work = self._c.exchange(op, plan, inputs, outputs)
@@ -226,8 +226,8 @@ class Communicator:
 
     @contextlib.contextmanager
     def collective(self, op: str) -> Iterator[None]:
-        """Around the argument checks of a collective: if they fail here, every other rank's call of the same collective
-        raises PipeCommMismatch with the reason, nobody waits, and the next call works."""
+        """Around the argument checks of a collective: if they fail here, every other rank's call of the same
+        collective raises PipeCommMismatch with the reason, nobody waits, and the next call works."""
         try:
             yield
         except (ValueError, TypeError, IndexError) as error:
@@ -237,14 +237,15 @@ class Communicator:
     # ---------------------------------------------------------------- end
 
     def abort(self, reason: str = "") -> None:
-        """Makes every pending and later call raise PipeCommAborted, on all ranks. Idempotent, from any thread."""
+        """Makes every pending and later call raise PipeCommAborted, on all ranks. Idempotent, any thread."""
         self._c.abort(str(reason))
 
     def close(self) -> None:
         """Waits for what is in flight, says goodbye and releases connections and threads. Idempotent.
 
-        Messages that can no longer match because their peer has closed raise PipeCommPeerLost here if nobody else
-        waited for them; those that nobody ever matches, PipeCommTimeout after the communicator's timeout.
+        Messages that can no longer match because their peer has closed raise PipeCommPeerLost here if nobody
+        else waited for them; those that nobody ever matches, PipeCommTimeout after the communicator's
+        timeout.
         """
         _open.discard(self)
         self._c.close()
@@ -290,9 +291,10 @@ _default: weakref.WeakKeyDictionary[Any, dict[str, Communicator]] = weakref.Weak
 def get_communicator(
     group: dist.ProcessGroup | None = None, device: str | torch.device | None = None
 ) -> Communicator:
-    """The communicator of a group and device, made at the first call (which is collective) and closed at exit.
+    """The communicator of a group and device, made at the first call (a collective one) and closed at exit.
 
-    A closed one is replaced by a new one; a failed one is returned and goes on raising its cause until it is closed.
+    A closed one is replaced by a new one; a failed one is returned and goes on raising its cause until it is
+    closed.
     """
     if not dist.is_initialized():
         raise ValueError(
@@ -350,7 +352,7 @@ def _device_kind(group: dist.ProcessGroup, device: str | torch.device | None) ->
 
 
 def _facts(group, device, transport, channels, limit, check) -> dict[str, Any]:
-    """What this rank brings to the construction; must be equal on all ranks, but for the keys under "local"."""
+    """What this rank brings to the construction; must be equal on all ranks."""
     if transport not in _TRANSPORTS:
         raise ValueError(f"transport must be one of {', '.join(_TRANSPORTS)}, not {transport!r}")
     if check not in _CHECKS:
@@ -384,7 +386,8 @@ def _require_equal(everybody: list[dict[str, Any]], rank: int) -> None:
         for other, value in enumerate(values):
             if value != values[0]:
                 raise PipeCommMismatch(
-                    f"rank {rank}: Communicator: ranks disagree about {key}: {values[0]!r} on rank 0, {value!r} on rank {other}",
+                    f"rank {rank}: Communicator: ranks disagree about {key}: {values[0]!r} on rank 0, "
+                    f"{value!r} on rank {other}",
                     op="Communicator",
                     rank=rank,
                     peer=other,
