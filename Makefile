@@ -4,6 +4,8 @@ PYTHON ?= python3
 TORCH ?= 2.11.0
 NO_VENV ?=
 ARGS ?=
+RESULTS ?= bench/results
+GPU_BENCHMARKS ?= p2p batch broadcast host all_to_all gather
 
 OPTIONS := $(PIPECOMM_CUDA:%=-cuda-%)$(PIPECOMM_FAULTS:%=-faults-%)
 
@@ -11,18 +13,22 @@ OPTIONS := $(PIPECOMM_CUDA:%=-cuda-%)$(PIPECOMM_FAULTS:%=-faults-%)
 # NO_VENV=1 uses $(PYTHON) and the torch it has, and installs nothing.
 ifeq ($(NO_VENV),)
   VENV := $(if $(filter 2.11.0,$(TORCH)),.venv,.venv-$(TORCH))
-  PY := $(CURDIR)/$(VENV)/bin/python
+  PY_ENV :=
+  PY_EXE := $(CURDIR)/$(VENV)/bin/python
   READY := $(VENV)/.ready
   TOOLS := PATH="$(CURDIR)/$(VENV)/bin:$$PATH"
   INSTALL = $(PY) -m pip install --no-build-isolation --no-deps --disable-pip-version-check -q -e .
   BUILT := build/.built-$(VENV)$(OPTIONS)
 else
-  PY := PYTHONPATH=$(CURDIR)/python$(if $(PYTHONPATH),:$(PYTHONPATH)) $(PYTHON)
+  PY_ENV := PYTHONPATH=$(CURDIR)/python$(if $(PYTHONPATH),:$(PYTHONPATH))
+  PY_EXE := $(PYTHON)
   READY :=
   TOOLS :=
   INSTALL = $(PYTHON) setup.py -q build_ext --inplace
   BUILT := build/.built-system$(OPTIONS)
 endif
+PY := $(PY_ENV) $(PY_EXE)
+COMPUTE_SANITIZER = $(firstword $(shell command -v compute-sanitizer 2>/dev/null) $(wildcard $(or $(CUDA_HOME),/usr/local/cuda)/bin/compute-sanitizer))
 # The module lies in python/pipecomm_ext/ whatever torch it is for: only the last environment that built it has a stamp.
 BUILD_INPUTS := CMakeLists.txt setup.py pyproject.toml $(shell find cmake csrc)
 PYTHON_DIRS := $(wildcard python tests bench examples cmake docs setup.py)
@@ -70,12 +76,12 @@ bench: $(BUILT) ## benchmarks (ARGS='batch --ranks 4' to choose)
 
 lint: $(READY) ## ruff and clang-format, nothing is changed
 	$(TOOLS) ruff check $(PYTHON_DIRS)
-	$(TOOLS) ruff format --check $(PYTHON_DIRS)
+	$(TOOLS) ruff format --check $(PYTHON_DIRS) README.md
 	$(TOOLS) clang-format --dry-run -Werror $(CXX_FILES)
 
 format: $(READY) ## the same, in place
 	$(TOOLS) ruff check --fix $(PYTHON_DIRS)
-	$(TOOLS) ruff format $(PYTHON_DIRS)
+	$(TOOLS) ruff format $(PYTHON_DIRS) README.md
 	$(TOOLS) clang-format -i $(CXX_FILES)
 
 sanitize: $(READY) ## C++ tests under Address-, UndefinedBehavior- and ThreadSanitizer
@@ -91,6 +97,17 @@ compile-check: $(READY) ## nvcc for sm_80, sm_90, sm_100: spills, registers, vec
 gpu-check: $(BUILT) ## tests and benchmarks on a machine with a GPU (NO_VENV=1 for the torch that is there)
 	$(PY) -m pipecomm_ext info
 	$(PY) -m pytest tests/gpu -q $(ARGS)
+	@if [ -n "$(COMPUTE_SANITIZER)" ]; then \
+	  $(PY_ENV) $(COMPUTE_SANITIZER) --tool memcheck --error-exitcode 1 $(PY_EXE) bench/gpu_kernels.py --mib 1; \
+	else echo "== no compute-sanitizer on PATH or in CUDA_HOME: kernels are not run under it"; fi
+	@mkdir -p $(RESULTS)
+	$(PY) bench/gpu_kernels.py > $(RESULTS)/gpu_kernels.txt
+	@cat $(RESULTS)/gpu_kernels.txt
+	@num_gpus=$$($(PY) -c 'import torch; print(torch.cuda.device_count())') || exit 1; \
+	if [ $$num_gpus -lt 2 ]; then echo "== benchmarks between ranks need two GPUs or more, here is $$num_gpus"; exit 0; fi; \
+	for op in $(GPU_BENCHMARKS); do \
+	  $(PY) bench/run.py $$op --ranks $$num_gpus --device cuda --dtype bfloat16 --json $(RESULTS)/gpu_$$op.json || exit 1; \
+	done
 
 stubs: $(BUILT) ## _C.pyi against the built module
 	$(PY) -m pytest tests/test_package.py -q -k stub
