@@ -1,0 +1,138 @@
+"""README.md against the code: the quickstart runs as printed; names, variables, messages, paths exist."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+import pipecomm_ext
+from pipecomm_ext import schedules
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text()
+CODE = {".py", ".cpp", ".h", ".cmake"}
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def section(title: str) -> str:
+    return re.search(rf"^## {title}\n(.*?)(?=^## |\Z)", README, re.MULTILINE | re.DOTALL)[1]
+
+
+def blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+def rows(text: str) -> list[list[str]]:
+    """The cells of all table rows; a bar within backticks is no border."""
+    border = re.compile(r"\|(?=(?:[^`]*`[^`]*`)*[^`]*$)")
+    lines = [line for line in text.splitlines() if line.startswith("| ")]
+    return [[cell.strip() for cell in border.split(line)[1:-1]] for line in lines]
+
+
+def code_words(cell: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", cell)
+
+
+# ---- quickstart -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="torch was built without torch.distributed")
+def test_the_quickstart_runs_as_printed(tmp_path: Path) -> None:
+    text = section("Quickstart")
+    program, command, printed = (blocks(text, language)[0] for language in ("python", "sh", "text"))
+    assert len(program.splitlines()) <= 15
+    (tmp_path / "quickstart.py").write_text(program)
+    launcher, *arguments = shlex.split(command)
+    assert launcher == "torchrun"
+    result = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *arguments],
+        cwd=tmp_path,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert result.returncode == 0, result.stderr
+    assert sorted(result.stdout.splitlines()) == sorted(printed.splitlines()), result.stderr
+
+
+# ---- names ------------------------------------------------------------------------------------------------
+
+MODULES = {
+    "distributed": pipecomm_ext.distributed,
+    "parallel_state": pipecomm_ext.parallel_state,
+    "pipecomm_ext.schedules": schedules,
+}
+
+
+def test_every_name_of_the_api_table_exists() -> None:
+    num_checked = 0
+    for what, described in rows(section("API"))[1:]:
+        for name in (word.split("(")[0] for word in code_words(what)):
+            owner = pipecomm_ext.Communicator if name.startswith(".") else pipecomm_ext
+            for part in name.removeprefix("pipecomm_ext.").removeprefix(".").split("."):
+                assert hasattr(owner, part), f"{name} of the API table does not exist"
+                owner = getattr(owner, part)
+            num_checked += 1
+        if (module := MODULES.get(code_words(what)[0])) is not None:
+            for name in filter(str.isidentifier, code_words(described)):
+                assert hasattr(module, name) or hasattr(dist, name), f"{code_words(what)[0]}.{name}"
+                num_checked += 1
+    assert num_checked > 60
+
+
+def test_every_public_name_is_in_the_api_table() -> None:
+    words = set(re.findall(r"\w+", " ".join(code_words(section("API")))))
+    assert set(pipecomm_ext.__all__) - words == {"__version__"}
+    assert set(pipecomm_ext.distributed.__all__) - words == set()
+
+
+# ---- variables, messages, paths ---------------------------------------------------------------------------
+
+
+def source_text(*names: str) -> str:
+    """The code of files and folders in one string, with literals that are cut over lines put together."""
+    files = []
+    for name in names:
+        path = ROOT / name
+        files += [path] if path.is_file() else [file for file in path.rglob("*") if file.suffix in CODE]
+    return re.sub(r'"\s*\n\s*f?"', "", "\n".join(file.read_text() for file in sorted(files)))
+
+
+def test_the_environment_variables_are_those_that_the_code_reads() -> None:
+    def variables(*names: str) -> set[str]:
+        return set(re.findall(r'"(PIPECOMM_[A-Z_]+)"', source_text(*names)))
+
+    text = section("Environment variables")
+    at_run_time = {word for row in rows(text) for word in code_words(row[0])}
+    assert at_run_time == variables("python", "csrc")
+    at_build_time = set(re.findall(r"PIPECOMM_[A-Z_]+", text)) - at_run_time
+    assert at_build_time == variables("setup.py")
+
+
+def test_the_messages_of_the_troubleshooting_table_exist() -> None:
+    sources = source_text("python", "csrc", "cmake", "setup.py", "CMakeLists.txt", "Makefile")
+    entries = rows(section("Troubleshooting"))[1:]
+    assert len(entries) > 30
+    for message, _ in entries:
+        for part in filter(None, code_words(message)[0].split("...")):
+            assert part.strip() in sources, f"no source says {part.strip()!r}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_links_and_paths_exist(page: Path) -> None:
+    links = [link for link in re.findall(r"\]\(([^)#]+)\)", page.read_text()) if "://" not in link]
+    paths = [page.parent / link for link in links]
+    if page.name == "README.md":
+        tree = [line.split()[0] for line in blocks(section("Tree"), "text")[0].splitlines()]
+        paths += [ROOT / name for name in tree]
+        paths += [ROOT / path for path in re.findall(r"`python ((?:examples|bench)/\S+)", README)]
+    missing = [str(path) for path in paths if not path.exists()]
+    assert missing == []
