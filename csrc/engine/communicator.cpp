@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "copy/copy_cpu.h"
+#include "engine/message_copy.h"
 #include "plan/signature.h"
 
 namespace pipecomm {
@@ -181,19 +182,14 @@ OperationPtr Communicator::exchange(OpCode op, PreparedExchangePtr prepared,
   auto lowered = prepared->lowered(layouts("inputs", inputs, plan.inputs),
                                    layouts("outputs", outputs, plan.outputs));
 
-  struct Memory {  // what the copies read and write, alive until the epilogue has run
-    std::vector<const void*> inputs;
-    std::vector<void*> outputs;
-    std::shared_ptr<std::byte> send_staging, recv_staging;
-    CopyBuffers buffers() const {
-      return {inputs, outputs, send_staging.get(), recv_staging.get()};
-    }
-  };
-  auto memory = std::make_shared<Memory>();
+  const bool stages = !transport_->copies_on_the_way();
+  auto memory = std::make_shared<ExchangeBuffers>();
   for (const TensorRef& tensor : inputs) memory->inputs.push_back(tensor.data);
   for (const TensorRef& tensor : outputs) memory->outputs.push_back(tensor.data);
-  memory->send_staging = staging_.acquire(lowered->send_staging_bytes);
-  memory->recv_staging = staging_.acquire(lowered->recv_staging_bytes);
+  if (stages) {
+    memory->send_staging = staging_.acquire(lowered->send_staging_bytes);
+    memory->recv_staging = staging_.acquire(lowered->recv_staging_bytes);
+  }
 
   const OperationPtr operation = make_operation(op);
   operation->keep(memory);
@@ -206,9 +202,9 @@ OperationPtr Communicator::exchange(OpCode op, PreparedExchangePtr prepared,
     std::unique_lock lock(copy_pool_mutex_, std::try_to_lock);
     execute_cpu(tasks, buffers, scale, lock ? &copy_pool_ : nullptr);
   };
-  copy(lowered->pack_and_local(), memory->buffers(), lowered->scale);
-  operation->on_success([copy, lowered, memory, on_success = std::move(on_success)] {
-    copy(lowered->unpack(), memory->buffers(), Scale{});
+  copy(stages ? lowered->pack_and_local() : lowered->local(), memory->view(), lowered->scale);
+  operation->on_success([copy, stages, lowered, memory, on_success = std::move(on_success)] {
+    if (stages) copy(lowered->unpack(), memory->view(), Scale{});
     // Back in the pool before waiters run, so that their next exchange finds it there.
     memory->send_staging.reset();
     memory->recv_staging.reset();
@@ -224,20 +220,23 @@ OperationPtr Communicator::exchange(OpCode op, PreparedExchangePtr prepared,
       if (peer == rank()) continue;
       std::byte* data = nullptr;
       int64_t num_bytes = 0;
+      std::shared_ptr<const MessageCopy> on_the_way;
       if (message != messages.end() && message->peer == peer) {
+        const bool sends = direction == Direction::send;
         num_bytes = message->bytes;
-        std::byte* base = nullptr;
         if (!message->is_staged())
-          base = direction == Direction::send ? inputs[message->tensor_idx].data
-                                              : outputs[message->tensor_idx].data;
+          data = (sends ? inputs : outputs)[message->tensor_idx].data + message->offset_bytes;
+        else if (stages)
+          data =
+              (sends ? memory->send_staging : memory->recv_staging).get() + message->offset_bytes;
         else
-          base = (direction == Direction::send ? memory->send_staging : memory->recv_staging).get();
-        data = base + message->offset_bytes;
+          on_the_way = std::make_shared<const MessageCopy>(MessageCopy{lowered, &*message, memory});
         ++message;
       }
-      operation->add_request(direction, peer,
-                             describe(op, kCollectiveChannel, shown, plan.signature, num_bytes),
-                             data);
+      Request& request = operation->add_request(
+          direction, peer, describe(op, kCollectiveChannel, shown, plan.signature, num_bytes),
+          data);
+      request.copy = std::move(on_the_way);
     }
   };
   add_requests(Direction::recv, lowered->recvs);

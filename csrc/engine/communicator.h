@@ -66,6 +66,10 @@ class Communicator final : private TransportEvents {
   OperationPtr broadcast(const TensorRef& tensor, int source,
                          std::function<void()> on_success = nullptr);
   OperationPtr barrier();
+  // Memory for a result into which peers may write directly, or null: see HostTransport.
+  std::shared_ptr<std::byte> allocate_result(int64_t num_bytes) {
+    return transport_->allocate_result(num_bytes);
+  }
   // Instead of a collective that this rank cannot take part in.
   void refuse(OpCode op, const std::string& reason);
 

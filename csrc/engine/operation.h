@@ -23,6 +23,7 @@ using Deadline = Clock::time_point;
 enum class Direction : uint8_t { send, recv };
 
 class Operation;
+struct MessageCopy;
 using OperationPtr = std::shared_ptr<Operation>;
 
 // One message, one direction. Messages match in post order per (source, destination, channel).
@@ -30,8 +31,10 @@ struct Request {
   Direction direction = Direction::send;
   int peer = 0;
   Descriptor descriptor;  // what this end believes; the transport fills in `seq`
-  std::byte* data =
-      nullptr;             // contiguous payload of `descriptor.num_bytes`; may be null if that is 0
+  // The payload of `descriptor.num_bytes`, contiguous at `data`, which may be null if it is empty;
+  // or, for transports that copy on the way, gathered and scattered by `copy`.
+  std::byte* data = nullptr;
+  std::shared_ptr<const MessageCopy> copy;
   OperationPtr operation;  // null only for a refusal
 
   // A refusal takes the message's place in the order, carries no payload, and fails the request of

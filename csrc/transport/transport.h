@@ -34,6 +34,14 @@ class HostTransport {
  public:
   virtual ~HostTransport() = default;
 
+  // Whether requests may carry a `copy` instead of contiguous data: packing and unpacking are then
+  // part of the transfer.
+  virtual bool copies_on_the_way() const { return false; }
+
+  // Memory for results of `num_bytes` into which peers can write directly, or null: use any. It
+  // goes back to the transport with the last reference, and may outlive it.
+  virtual std::shared_ptr<std::byte> allocate_result(int64_t /*num_bytes*/) { return nullptr; }
+
   // Takes the whole batch in order and never waits for a peer. Settles each request's operation
   // exactly once.
   virtual void post(std::vector<RequestPtr> batch) = 0;

@@ -1,0 +1,68 @@
+#include "transport/matching.h"
+
+#include <algorithm>
+
+#include "plan/dtype.h"
+
+namespace pipecomm {
+namespace {
+
+std::shared_ptr<Failure> failure_of(FailureKind kind, int rank, const Request& request) {
+  auto failure = std::make_shared<Failure>();
+  const Descriptor& descriptor = request.descriptor;
+  failure->kind = kind;
+  failure->op = op_name(descriptor.op);
+  failure->rank = rank;
+  failure->peer = request.peer;
+  failure->channel = descriptor.channel;
+  failure->seq = static_cast<int64_t>(descriptor.seq);
+  failure->dtype = dtype_name(descriptor.dtype);
+  const int num_dims = std::min<int>(descriptor.num_dims, kMaxDescriptorDims);
+  failure->shape.assign(descriptor.shape.begin(), descriptor.shape.begin() + num_dims);
+  return failure;
+}
+
+}  // namespace
+
+Meeting meet(const Request& recv, bool message_refuses, const Descriptor& message) {
+  if (message_refuses) return Meeting::peer_refuses;
+  if (recv.refuses) return Meeting::self_refuses;
+  return recv.descriptor.agrees_with(message) ? Meeting::agree : Meeting::disagree;
+}
+
+FailurePtr mismatch_failure(int rank, const Request& request, const Descriptor& theirs) {
+  auto failure = failure_of(FailureKind::mismatch, rank, request);
+  const bool sends = request.direction == Direction::send;
+  failure->origin_rank = sends ? request.peer : rank;
+  failure->message = request_text(request) + (sends ? " carries " : " expects ") +
+                     request.descriptor.text() + ", but rank " + std::to_string(request.peer) +
+                     (sends ? " expects " : " sends ") + theirs.text();
+  if (request.descriptor.text() == theirs.text())
+    failure->message += " with other arguments (sizes, dims or source rank differ)";
+  failure->message += "; nothing was transferred";
+  return failure;
+}
+
+FailurePtr refusal_failure(int rank, const Request& request, std::string_view reason) {
+  auto failure = failure_of(FailureKind::mismatch, rank, request);
+  failure->origin_rank = request.peer;
+  failure->message = std::string(op_name(request.descriptor.op)) + " was refused by rank " +
+                     std::to_string(request.peer) + ": " + std::string(reason);
+  return failure;
+}
+
+FailurePtr gone_failure(int rank, const Request& request, const std::string& peer_text) {
+  auto failure = failure_of(FailureKind::peer_lost, rank, request);
+  failure->origin_rank = request.peer;
+  failure->message = request_text(request) + " of " + request.descriptor.text() +
+                     " cannot complete: rank " + std::to_string(request.peer) + " " + peer_text;
+  return failure;
+}
+
+FailurePtr refused_send_failure(int rank, const Request& send, std::string_view reason,
+                                const std::string& peer_text) {
+  return send.descriptor.op == OpCode::p2p ? gone_failure(rank, send, peer_text)
+                                           : refusal_failure(rank, send, reason);
+}
+
+}  // namespace pipecomm

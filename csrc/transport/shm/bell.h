@@ -1,0 +1,48 @@
+// Ringing and sleeping; the rules are in layout.h.
+#pragma once
+
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <climits>
+#include <ctime>
+
+#include "transport/shm/layout.h"
+
+namespace pipecomm::shm {
+
+// Who sleeps on a bell.
+inline constexpr uint32_t kNobody = 0;
+inline constexpr uint32_t kWaiter = 1;    // a thread of the user, in wait()
+inline constexpr uint32_t kProgress = 2;  // the thread that works when no user waits
+inline constexpr uint32_t kEverybody = kWaiter | kProgress;
+
+inline void wake(Bell& bell, uint32_t who) {
+  bell.count.fetch_add(1);
+  syscall(SYS_futex, reinterpret_cast<uint32_t*>(&bell.count), FUTEX_WAKE_BITSET, INT_MAX, nullptr,
+          nullptr, who);
+}
+
+// After a sequentially consistent store of what the sleeper may wait for.
+inline void ring(Bell& bell) {
+  if (const uint32_t who = bell.sleepers.load(); who != kNobody) wake(bell, who);
+}
+
+// Sleeps until the bell is rung for `who` after its count was read as `count`; returns early for
+// signals and after `limit`, if that is not zero.
+inline void sleep(Bell& bell, uint32_t count, uint32_t who,
+                  std::chrono::nanoseconds limit = std::chrono::nanoseconds(0)) {
+  timespec until{};
+  if (limit.count() > 0) {  // FUTEX_WAIT_BITSET takes absolute time
+    clock_gettime(CLOCK_MONOTONIC, &until);
+    const int64_t nanoseconds = until.tv_nsec + limit.count();
+    until.tv_sec += nanoseconds / 1'000'000'000;
+    until.tv_nsec = nanoseconds % 1'000'000'000;
+  }
+  syscall(SYS_futex, reinterpret_cast<uint32_t*>(&bell.count), FUTEX_WAIT_BITSET, count,
+          limit.count() > 0 ? &until : nullptr, nullptr, who);
+}
+
+}  // namespace pipecomm::shm

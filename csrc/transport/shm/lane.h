@@ -1,0 +1,130 @@
+// The two ends of a lane: messages of one source and channel, in order. Not thread-safe: the
+// transport calls them under its lock, and acts on what they settle after releasing it.
+#pragma once
+
+#include <deque>
+#include <memory>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "engine/operation.h"
+#include "transport/shm/bell.h"
+#include "transport/shm/multicast.h"
+#include "transport/shm/ring.h"
+#include "transport/shm/segment.h"
+#include "transport/shm/window.h"
+
+namespace pipecomm::shm {
+
+struct Settlement {
+  RequestPtr request;
+  FailurePtr failure;
+};
+
+// What all lanes of one rank share.
+struct LaneContext {
+  int rank = 0;
+  uint32_t epoch = 0;
+  WindowPool* window = nullptr;
+  std::vector<Settlement> settled;
+
+  void settle(RequestPtr request, FailurePtr failure = nullptr) {
+    settled.push_back({std::move(request), std::move(failure)});
+  }
+};
+
+// Payloads up to this size need no grant.
+int64_t max_eager_bytes(int64_t ring_bytes);
+// Payload that moves before the next lane gets its turn.
+int64_t stream_chunk_bytes(int64_t ring_bytes);
+
+class Outbound {
+ public:
+  // The lane `lane_idx` of this rank in the segment of `receiver`.
+  Outbound(LaneContext& context, Segment& receiver, int lane_idx);
+
+  void post(RequestPtr send);
+  // Moves what can be moved without waiting, a few chunks at most. Throws std::runtime_error if the
+  // other end breaks the protocol.
+  bool advance();
+  bool busy() const { return !unanswered_.empty(); }
+  // Nothing more is posted.
+  void finish() { lane_.num_final_sends.store(num_posted_ + 1); }
+  void drop();
+  // Whether the receiver has posted its last receive before message `seq`.
+  bool is_final_for_receiver(uint64_t seq) const;
+
+ private:
+  enum class Stage : uint8_t { header, grant, stream, direct };
+
+  bool take_answers();
+  bool begin(const RequestPtr& send);
+  bool take_grant(const Request& send);
+  bool stream(const Request& send);
+  bool write_direct(const Request& send);
+  void put_record(RecordKind kind, const Request& send, uint32_t num_inline_bytes,
+                  uint64_t multicast_position);
+  void publish(uint64_t num_bytes);
+  void next_message();
+  void settle(const RequestPtr& send, FailurePtr failure);
+  FailurePtr verdict_on(const Request& send);
+
+  LaneContext& context_;
+  Segment& receiver_;
+  Lane& lane_;
+  Bell& bell_;
+  RingWriter ring_;
+  const int64_t max_eager_bytes_;
+  const int64_t chunk_bytes_;
+  std::deque<RequestPtr> unanswered_;  // in order; the first `num_sent_` of them are through
+  size_t num_sent_ = 0;
+  uint64_t num_posted_ = 0;
+  uint64_t num_answered_ = 0;
+  Stage stage_ = Stage::header;  // of the message after those
+  int64_t offset_ = 0;           // payload written
+  std::unique_ptr<WindowWriter> window_writer_;
+};
+
+class Inbound {
+ public:
+  // The lane `lane_idx` of `sender` in this rank's own segment.
+  Inbound(LaneContext& context, Segment& own, Segment& sender, int lane_idx);
+
+  void post(RequestPtr recv);
+  bool advance();  // as Outbound
+  bool busy() const { return !posted_.empty(); }
+  void finish() { lane_.num_final_recvs.store(num_posted_ + 1); }
+  void drop() { posted_.clear(); }
+
+ private:
+  enum class Stage : uint8_t { header, stream, landing, multicast };
+
+  bool fail_final_receives();
+  bool take_header();
+  bool meet_message(const RecordHeader& header);
+  bool stream();
+  bool take_landed();
+  bool take_multicast();
+  RecordHeader read_header() const;
+  void grant(const Request& recv);
+  void skip_payload(const RecordHeader& header);
+  void answer(FailurePtr failure);
+  void leave_verdict(VerdictKind kind, const Request& recv);
+
+  LaneContext& context_;
+  Segment& sender_;
+  Lane& lane_;
+  Bell& bell_;
+  RingReader ring_;
+  MulticastReader multicast_;
+  const int64_t max_eager_bytes_;
+  const int64_t chunk_bytes_;
+  std::deque<RequestPtr> posted_;
+  uint64_t num_posted_ = 0;
+  uint64_t num_answered_ = 0;
+  Stage stage_ = Stage::header;
+  int64_t offset_ = 0;
+};
+
+}  // namespace pipecomm::shm

@@ -1,0 +1,163 @@
+// The shared memory of a communicator: one segment per rank, mapped by all ranks.
+//
+//   SegmentHeader                  magic, version, epoch, sizes: checked by whoever maps it
+//   Status                         what the owner tells everybody: its bell, its failure, its
+//   goodbye Lane[source][channel] + ring   messages source -> owner, each a ring of `ring_bytes`
+//   Multicast + ring               payloads owner -> all (broadcast): one writer, all readers
+//   window                         results of the owner, which its peers write directly
+//
+// Every word but a bell's count has one writer: the owner, or the rank named below. Nothing is
+// locked across ranks, so a rank may die at any instruction. What comes from another rank is copied
+// out, then checked.
+//
+// Messages. Per lane, in order, each record begins at a multiple of kRecordAlignBytes:
+//   eager       header and payload are published together; the receiver copies them out or skips
+//               them, then counts the message as answered.
+//   rendezvous  header only. The receiver answers with a grant: `stream`, and the payload follows
+//               in the ring, chunk by chunk; or `direct`, and the sender writes the payload into
+//               boxes of the receiver's window and then a `landed` record.
+//   multicast   header only, with the position of the payload in the sender's multicast ring.
+//   refusal     the text of why the sender takes no part.
+// A receiver that disagrees or refuses leaves a verdict before it counts the message as answered,
+// and no payload of a rendezvous is ever sent. A message that finds no posted receive stays in its
+// ring and holds up its sender: memory is bounded, and no other channel waits for it.
+//
+// Ends. `num_final_*` is one more than the number of messages a rank has posted when it closes:
+// what lies beyond can never match and fails on the other end. Death shows as a pidfd that becomes
+// readable without a goodbye.
+//
+// Waking. A rank sleeps on `Bell::count`. It publishes in `sleepers` whom to wake (a futex bitset),
+// looks at everything once more, and sleeps unless the count has moved; whoever changes something
+// that it may wait for stores first and then looks at `sleepers`. All four accesses are
+// sequentially consistent, so either the sleeper sees the change or the other one sees the sleeper.
+// A rank that is awake has `sleepers` 0, and costs its peers one load.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <type_traits>
+
+#include "copy/strided_copy.h"
+#include "engine/descriptor.h"
+#include "transport/transport.h"
+
+namespace pipecomm::shm {
+
+inline constexpr uint64_t kSegmentMagic = 0x314d485350434950;  // "PIPCSHM1"
+inline constexpr uint32_t kLayoutVersion = 1;
+inline constexpr uint32_t kRecordMagic = 0x52435053;
+inline constexpr size_t kPageBytes = 4096;
+inline constexpr size_t kRecordAlignBytes = 128;
+inline constexpr size_t kMaxTextBytes = 4096;     // of refusals
+inline constexpr size_t kMaxFailureBytes = 8192;  // encoded
+inline constexpr int64_t kMinRingBytes = 64 << 10;
+inline constexpr int64_t kMaxRingBytes = int64_t{1} << 30;
+
+using Word = std::atomic<uint32_t>;
+using Counter = std::atomic<uint64_t>;
+static_assert(Word::is_always_lock_free && Counter::is_always_lock_free);
+
+struct SegmentHeader {
+  uint64_t magic;
+  uint32_t version;
+  uint32_t epoch;
+  uint32_t rank;
+  uint32_t size;
+  uint32_t num_lanes;  // per source
+  uint32_t reserved;
+  uint64_t ring_bytes;
+  uint64_t window_bytes;
+  uint64_t segment_bytes;
+};
+
+struct alignas(64) Bell {
+  Word count;
+  Word sleepers;
+};
+
+struct Status {
+  Bell bell;
+  alignas(64) Word failed;  // `failure` is valid
+  Word goodbye;             // the owner has closed: its death is no loss
+  uint32_t num_failure_bytes;
+  std::array<std::byte, kMaxFailureBytes> failure;
+};
+
+enum class GrantKind : uint32_t { stream = 1, direct = 2 };
+
+// Part of the payload, in the order of its bytes, as it lies in the window of the receiver.
+struct Box {
+  int64_t position_bytes;  // in the message
+  int64_t offset_bytes;    // in the window
+  StridedCopy copy;        // src strides are unused
+};
+inline constexpr size_t kMaxBoxes = 8;
+
+struct Grant {
+  GrantKind kind;
+  uint32_t num_boxes;
+  std::array<Box, kMaxBoxes> boxes;
+};
+
+enum class VerdictKind : uint32_t { mismatch = 1, refused = 2 };
+
+struct Verdict {
+  VerdictKind kind;
+  uint32_t num_text_bytes;
+  uint64_t seq;
+  Descriptor expected;
+  std::array<char, kMaxTextBytes> text;
+};
+
+struct alignas(kPageBytes) Lane {
+  // Written by the sender.
+  alignas(64) Counter head;  // bytes ever put in the ring
+  Counter num_final_sends;
+  // Written by the receiver.
+  alignas(64) Counter tail;  // bytes ever taken out
+  Counter num_answered;      // messages
+  Counter num_granted;       // sequence number + 1 of the message that `grant` is for
+  Counter num_final_recvs;
+  alignas(64) Grant grant;
+  // Set by the receiver when `verdict` is valid, cleared by the sender when it has read it.
+  alignas(64) Word has_verdict;
+  Verdict verdict;
+};
+
+struct alignas(64) PaddedCounter {
+  Counter value;
+};
+
+struct alignas(kPageBytes) Multicast {
+  alignas(64) Counter head;                      // written by the owner
+  std::array<PaddedCounter, 1024> tail_of_rank;  // written by that rank
+};
+inline constexpr int kMaxRanks = 1024;
+
+enum class RecordKind : uint32_t {
+  eager = 1,
+  rendezvous = 2,
+  multicast = 3,
+  refusal = 4,
+  landed = 5,
+};
+
+struct alignas(kRecordAlignBytes) RecordHeader {
+  uint32_t magic;
+  RecordKind kind;
+  uint32_t epoch;
+  uint32_t num_inline_bytes;  // that follow: payload of an eager message, text of a refusal
+  uint64_t multicast_position;
+  Descriptor descriptor;
+};
+static_assert(sizeof(RecordHeader) == kRecordAlignBytes);
+static_assert(std::is_trivially_copyable_v<RecordHeader>);
+static_assert(std::is_trivially_copyable_v<Grant> && std::is_trivially_copyable_v<Verdict>);
+
+constexpr uint64_t record_span(uint64_t num_bytes) {
+  return (num_bytes + kRecordAlignBytes - 1) / kRecordAlignBytes * kRecordAlignBytes;
+}
+
+}  // namespace pipecomm::shm

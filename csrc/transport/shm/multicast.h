@@ -1,0 +1,73 @@
+// Payloads from one rank to all others: written once, read by everybody.
+#pragma once
+
+#include <deque>
+#include <functional>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "engine/operation.h"
+#include "transport/shm/bell.h"
+#include "transport/shm/ring.h"
+#include "transport/shm/segment.h"
+
+namespace pipecomm::shm {
+
+// The state of a message on its way to all readers; each send request of it refers to this.
+struct MulticastMessage {
+  RequestPtr source;  // one of the requests: all have the same payload
+  uint64_t position = 0;
+  int64_t offset = 0;
+  int num_unsettled = 0;       // requests; at 0 the payload may be gone
+  std::vector<uint64_t> seqs;  // of the message per reader
+};
+
+class MulticastWriter {
+ public:
+  // Whether the reader has posted its last receive before message `seq`.
+  using IsGone = std::function<bool(int reader, uint64_t seq)>;
+  MulticastWriter(Segment& own, std::vector<Bell*> bells, int rank, IsGone is_gone);
+
+  // `sends`: one per other rank, posted by one call.
+  void post(std::span<const RequestPtr> sends);
+  bool advance();
+  bool busy() const { return !messages_.empty(); }
+  void drop() { messages_.clear(); }
+
+ private:
+  void publish(uint64_t head);
+
+  Multicast& multicast_;
+  const RingMemory memory_;
+  const std::vector<Bell*> bells_;  // of the other ranks, by rank; null for this one
+  const int rank_;
+  const IsGone is_gone_;
+  uint64_t head_ = 0;
+  uint64_t end_ = 0;  // of the last message posted
+  std::deque<std::shared_ptr<MulticastMessage>> messages_;
+};
+
+// One reader's view of one writer's ring.
+class MulticastReader {
+ public:
+  MulticastReader(Segment& source, int reader);
+
+  // Throws std::runtime_error unless the next message begins at `position`.
+  void check_position(uint64_t position) const;
+  // Puts payload from `offset` on in its place; the number of bytes done.
+  int64_t read(const Request& recv, int64_t offset);
+  // Instead of reading a message, perhaps before it is written.
+  void skip(int64_t num_bytes);
+
+ private:
+  void release(uint64_t num_bytes);
+
+  const Counter& head_word_;
+  Counter& tail_word_;
+  const RingMemory memory_;
+  Bell& bell_;
+  uint64_t tail_ = 0;
+};
+
+}  // namespace pipecomm::shm

@@ -1,0 +1,136 @@
+#include "transport/shm/segment.h"
+
+#include <fcntl.h>
+#include <poll.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <new>
+#include <stdexcept>
+#include <system_error>
+#include <utility>
+
+namespace pipecomm::shm {
+namespace {
+
+constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
+
+[[noreturn]] void fail(const std::string& what) {
+  throw std::system_error(errno, std::generic_category(), what);
+}
+
+}  // namespace
+
+int64_t SegmentShape::control_bytes() const {
+  return Segment::multicast_offset(*this) + static_cast<int64_t>(sizeof(Multicast)) + ring_bytes;
+}
+
+int64_t Segment::multicast_offset(const SegmentShape& shape) {
+  constexpr int64_t kStatusPages = (sizeof(Status) + kPageBytes - 1) / kPageBytes;
+  return (1 + kStatusPages) * static_cast<int64_t>(kPageBytes) +
+         int64_t{shape.size} * shape.num_lanes() *
+             (static_cast<int64_t>(sizeof(Lane)) + shape.ring_bytes);
+}
+
+int64_t Segment::lane_offset(int source, int lane_idx) const {
+  const int64_t lane_bytes = static_cast<int64_t>(sizeof(Lane)) + shape_.ring_bytes;
+  const int64_t first =
+      multicast_offset(shape_) - int64_t{shape_.size} * shape_.num_lanes() * lane_bytes;
+  return first + (int64_t{source} * shape_.num_lanes() + lane_idx) * lane_bytes;
+}
+
+std::shared_ptr<Segment> Segment::create(int rank, const SegmentShape& shape) {
+  if (shape.size < 1 || shape.size > kMaxRanks || rank < 0 || rank >= shape.size)
+    throw std::invalid_argument("shared memory serves 1 to " + std::to_string(kMaxRanks) +
+                                " ranks, not " + std::to_string(shape.size));
+  if (shape.ring_bytes < kMinRingBytes || shape.ring_bytes > kMaxRingBytes ||
+      shape.ring_bytes % static_cast<int64_t>(kPageBytes) != 0)
+    throw std::invalid_argument("ring bytes must be a multiple of " + std::to_string(kPageBytes) +
+                                " from " + std::to_string(kMinRingBytes) + " to " +
+                                std::to_string(kMaxRingBytes) + ", not " +
+                                std::to_string(shape.ring_bytes));
+  std::shared_ptr<Segment> segment(new Segment(rank, shape));
+  segment->fd_ = memfd_create("pipecomm", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+  if (segment->fd_ < 0) fail("memfd_create");
+  if (fchmod(segment->fd_, 0600) != 0) fail("fchmod of shared memory");
+  segment->segment_bytes_ = shape.control_bytes() + shape.window_bytes;
+  if (ftruncate(segment->fd_, segment->segment_bytes_) != 0)
+    fail("shared memory of " + bytes_text(segment->segment_bytes_));
+  if (fcntl(segment->fd_, F_ADD_SEALS, kSeals) != 0) fail("sealing shared memory");
+  segment->map();
+  // Fresh pages are zero, which is right for every word.
+  *segment->at<SegmentHeader>(0) = {
+      .magic = kSegmentMagic,
+      .version = kLayoutVersion,
+      .epoch = shape.epoch,
+      .rank = static_cast<uint32_t>(rank),
+      .size = static_cast<uint32_t>(shape.size),
+      .num_lanes = static_cast<uint32_t>(shape.num_lanes()),
+      .reserved = 0,
+      .ring_bytes = static_cast<uint64_t>(shape.ring_bytes),
+      .window_bytes = static_cast<uint64_t>(shape.window_bytes),
+      .segment_bytes = static_cast<uint64_t>(segment->segment_bytes_)};
+  return segment;
+}
+
+std::shared_ptr<Segment> Segment::open(pid_t pid, int fd, int rank, const SegmentShape& shape) {
+  std::shared_ptr<Segment> segment(new Segment(rank, shape));
+  const std::string path = "/proc/" + std::to_string(pid) + "/fd/" + std::to_string(fd);
+  segment->fd_ = ::open(path.c_str(), O_RDWR | O_CLOEXEC | O_NOCTTY);
+  if (segment->fd_ < 0) fail("opening the shared memory of rank " + std::to_string(rank));
+  auto wrong = [&](const char* what) {
+    return std::runtime_error("the shared memory of rank " + std::to_string(rank) + " has " + what);
+  };
+  struct stat facts{};
+  if (fstat(segment->fd_, &facts) != 0) fail("stat of shared memory");
+  if (!S_ISREG(facts.st_mode) || facts.st_uid != geteuid()) throw wrong("another owner");
+  const int seals = fcntl(segment->fd_, F_GET_SEALS);
+  if (seals < 0 || (seals & kSeals) != kSeals) throw wrong("no seals");
+  segment->segment_bytes_ = shape.control_bytes() + shape.window_bytes;
+  if (facts.st_size != segment->segment_bytes_) throw wrong("another size");
+  segment->map();
+  segment->close_fd();
+  const SegmentHeader header = *segment->at<SegmentHeader>(0);
+  if (header.magic != kSegmentMagic || header.version != kLayoutVersion ||
+      header.epoch != shape.epoch || header.rank != static_cast<uint32_t>(rank) ||
+      header.size != static_cast<uint32_t>(shape.size) ||
+      header.num_lanes != static_cast<uint32_t>(shape.num_lanes()) ||
+      header.ring_bytes != static_cast<uint64_t>(shape.ring_bytes) ||
+      header.window_bytes != static_cast<uint64_t>(shape.window_bytes))
+    throw wrong("another header");
+  return segment;
+}
+
+void Segment::map() {
+  void* base = mmap(nullptr, static_cast<size_t>(segment_bytes_), PROT_READ | PROT_WRITE,
+                    MAP_SHARED | MAP_NORESERVE, fd_, 0);
+  if (base == MAP_FAILED) fail("mapping shared memory of " + bytes_text(segment_bytes_));
+  base_ = static_cast<std::byte*>(base);
+  madvise(base_, static_cast<size_t>(segment_bytes_), MADV_DONTDUMP);
+}
+
+void Segment::close_fd() {
+  if (fd_ >= 0) ::close(std::exchange(fd_, -1));
+}
+
+Segment::~Segment() {
+  if (base_) munmap(base_, static_cast<size_t>(segment_bytes_));
+  close_fd();
+}
+
+ProcessWatch::ProcessWatch(pid_t pid) {
+  fd_ = static_cast<int>(syscall(SYS_pidfd_open, pid, 0));
+  if (fd_ < 0) fail("pidfd_open of process " + std::to_string(pid));
+}
+
+ProcessWatch::~ProcessWatch() { ::close(fd_); }
+
+bool ProcessWatch::has_ended() const {
+  pollfd events{.fd = fd_, .events = POLLIN, .revents = 0};
+  return poll(&events, 1, 0) == 1;
+}
+
+}  // namespace pipecomm::shm

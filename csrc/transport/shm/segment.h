@@ -1,0 +1,94 @@
+// One rank's shared memory: created by its owner as an anonymous file, mapped by every rank.
+#pragma once
+
+#include <sys/types.h>
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "transport/shm/layout.h"
+
+namespace pipecomm::shm {
+
+struct SegmentShape {
+  int size = 1;
+  int num_channels = 1;  // of the user; one lane more carries the collectives
+  int64_t ring_bytes = 0;
+  int64_t window_bytes = 0;
+  uint32_t epoch = 0;
+
+  int num_lanes() const { return num_channels + 1; }
+  int64_t control_bytes() const;  // all but the window
+};
+
+class Segment {
+ public:
+  // A memfd: no name, mode 0600, sealed against shrinking, gone with the last process that maps it.
+  // Throws std::system_error.
+  static std::shared_ptr<Segment> create(int rank, const SegmentShape& shape);
+  // The segment that another process holds open under `fd`. Throws std::system_error, or
+  // std::runtime_error if it is not what `shape` says.
+  static std::shared_ptr<Segment> open(pid_t pid, int fd, int rank, const SegmentShape& shape);
+  ~Segment();
+  Segment(const Segment&) = delete;
+  Segment& operator=(const Segment&) = delete;
+
+  int rank() const { return rank_; }
+  const SegmentShape& shape() const { return shape_; }
+  int fd() const { return fd_; }
+  // Once every rank has mapped it.
+  void close_fd();
+
+  Status& status() { return *at<Status>(kPageBytes); }
+  Lane& lane(int source, int lane_idx) { return *at<Lane>(lane_offset(source, lane_idx)); }
+  std::byte* ring(int source, int lane_idx) {
+    return base_ + lane_offset(source, lane_idx) + sizeof(Lane);
+  }
+  Multicast& multicast() { return *at<Multicast>(multicast_offset(shape_)); }
+  std::byte* multicast_ring() { return base_ + multicast_offset(shape_) + sizeof(Multicast); }
+  std::byte* window() { return base_ + shape_.control_bytes(); }
+  int64_t window_bytes() const { return shape_.window_bytes; }
+
+  static int64_t multicast_offset(const SegmentShape& shape);
+
+ private:
+  Segment(int rank, const SegmentShape& shape) : rank_(rank), shape_(shape) {}
+  void map();
+  int64_t lane_offset(int source, int lane_idx) const;
+  template <class T>
+  T* at(int64_t offset) {
+    return reinterpret_cast<T*>(base_ + offset);
+  }
+
+  const int rank_;
+  const SegmentShape shape_;
+  int fd_ = -1;
+  int64_t segment_bytes_ = 0;
+  std::byte* base_ = nullptr;
+};
+
+using SegmentPtr = std::shared_ptr<Segment>;
+
+// Tells the end of a process, killed or not, at once. One descriptor.
+class ProcessWatch {
+ public:
+  explicit ProcessWatch(pid_t pid);  // throws std::system_error
+  ~ProcessWatch();
+  ProcessWatch(const ProcessWatch&) = delete;
+  ProcessWatch& operator=(const ProcessWatch&) = delete;
+  bool has_ended() const;
+
+ private:
+  int fd_ = -1;
+};
+
+// All segments of a communicator as one rank holds them, in rank order, and its watches on the
+// other ranks (empty where ranks are threads of one process).
+struct Neighbourhood {
+  std::vector<SegmentPtr> segments;
+  std::vector<std::unique_ptr<ProcessWatch>> watches;
+};
+
+}  // namespace pipecomm::shm

@@ -1,0 +1,319 @@
+#include "transport/shm/shm_transport.h"
+
+#include <sched.h>
+
+#include <algorithm>
+#include <chrono>
+
+namespace pipecomm::shm {
+namespace {
+
+// Results below this size come from the ordinary allocator: they do not pay for a grant.
+constexpr int64_t kMinResultBytes = 64 << 10;
+// How long a thread that waits stays awake: a sleeper costs its peer a system call, and itself a
+// few microseconds. With more ranks than cores the core is needed by whoever has work.
+constexpr auto kSpinTime = std::chrono::microseconds(50);
+constexpr int kNumYields = 20;
+// A waiting thread returns to the engine this often, which looks at deadlines and signals.
+constexpr auto kAssistTime = std::chrono::milliseconds(50);
+
+bool has_core_per_rank(int size) {
+  cpu_set_t cores;
+  CPU_ZERO(&cores);
+  return sched_getaffinity(0, sizeof cores, &cores) == 0 && CPU_COUNT(&cores) >= size;
+}
+
+void pause_briefly() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+}  // namespace
+
+ShmTransport::ShmTransport(Neighbourhood neighbourhood, int rank, TransportEvents& events)
+    : neighbourhood_(std::move(neighbourhood)),
+      rank_(rank),
+      size_(static_cast<int>(neighbourhood_.segments.size())),
+      has_core_to_itself_(has_core_per_rank(size_)),
+      own_(*neighbourhood_.segments[rank]),
+      events_(events) {
+  context_.rank = rank;
+  context_.epoch = own_.shape().epoch;
+  if (own_.window_bytes() > 0) {
+    window_.emplace(neighbourhood_.segments[rank]);
+    context_.window = &*window_;
+  }
+  std::vector<Bell*> bells(size_);
+  for (int peer_idx = 0; peer_idx < size_; ++peer_idx) {
+    Peer& peer = *peers_.emplace_back(std::make_unique<Peer>());
+    if (peer_idx == rank_) continue;
+    peer.segment = neighbourhood_.segments[peer_idx].get();
+    if (!neighbourhood_.watches.empty()) peer.watch = neighbourhood_.watches[peer_idx].get();
+    bells[peer_idx] = &peer.segment->status().bell;
+    for (int lane = 0; lane < own_.shape().num_lanes(); ++lane) {
+      peer.outbound.push_back(std::make_unique<Outbound>(context_, *peer.segment, lane));
+      peer.inbound.push_back(std::make_unique<Inbound>(context_, own_, *peer.segment, lane));
+    }
+  }
+  const int collective_lane = own_.shape().num_channels;
+  multicast_.emplace(own_, std::move(bells), rank_,
+                     [this, collective_lane](int reader, uint64_t seq) {
+                       return peers_[reader]->outbound[collective_lane]->is_final_for_receiver(seq);
+                     });
+  if (size_ > 1) progress_thread_ = std::thread([this] { progress(); });
+}
+
+ShmTransport::~ShmTransport() { close(Clock::now()); }
+
+std::shared_ptr<std::byte> ShmTransport::allocate_result(int64_t num_bytes) {
+  return window_ && size_ > 1 && num_bytes >= kMinResultBytes ? window_->allocate(num_bytes)
+                                                              : nullptr;
+}
+
+int ShmTransport::lane_of(const Request& request) const {
+  const int channel = request.descriptor.channel;
+  return channel == kCollectiveChannel ? own_.shape().num_channels : channel;
+}
+
+// ----------------------------------------------------------------------------------------------
+// moving messages
+
+void ShmTransport::post(std::vector<RequestPtr> batch) {
+  {
+    std::lock_guard lock(mutex_);
+    if (aborted_) return;
+    for (const RequestPtr& request : batch) {
+      Peer& peer = *peers_[request->peer];
+      const int lane = lane_of(*request);
+      if (request->direction == Direction::send) {
+        Outbound& outbound = *peer.outbound[lane];
+        if (!outbound.busy()) sending_.push_back(&outbound);
+        outbound.post(request);
+      } else {
+        Inbound& inbound = *peer.inbound[lane];
+        if (!inbound.busy()) receiving_.push_back(&inbound);
+        inbound.post(request);
+      }
+    }
+    post_multicasts(batch);
+  }
+  hand_over();
+}
+
+// Does what is quickly done, and leaves the rest to the progress thread. What is left when nothing
+// moves any more waits for a peer, who will ring.
+void ShmTransport::hand_over() {
+  for (int num_turns = 0; num_turns < 2; ++num_turns)
+    if (turn(By::others, kProgress) != Turn::moved) return;
+  ring(own_.status().bell);
+}
+
+void ShmTransport::post_multicasts(const std::vector<RequestPtr>& batch) {
+  if (batch.empty() || batch.front()->descriptor.op != OpCode::broadcast) return;
+  std::vector<RequestPtr> sends;
+  for (const RequestPtr& request : batch)
+    if (request->direction == Direction::send && !request->refuses &&
+        request->descriptor.num_bytes > max_eager_bytes(own_.shape().ring_bytes))
+      sends.push_back(request);
+  if (!sends.empty()) multicast_->post(sends);
+}
+
+// One look at everything that may have moved, under the lock; then settles without it. `sleepers`
+// is whom peers shall wake from now on; the thread that assists has the say in that.
+ShmTransport::Turn ShmTransport::turn(By by, uint32_t sleepers) {
+  std::vector<Settlement> settled;
+  std::vector<Failure> failures;
+  std::optional<std::string> broken;
+  bool moved = false;
+  bool assisted_by_other = false;
+  {
+    std::lock_guard lock(mutex_);
+    if (over_) return Turn::over;
+    Word& asleep = own_.status().bell.sleepers;
+    assisted_by_other = assisted_ && by == By::others;
+    if (!assisted_by_other && asleep.load(std::memory_order_relaxed) != sleepers)
+      asleep.store(sleepers);
+    try {
+      look_for_failures(failures);
+      moved = advance_lanes();
+    } catch (const std::exception& error) {
+      broken = error.what();
+    }
+    settled.swap(context_.settled);
+  }
+  for (Settlement& settlement : settled)
+    Operation::settle(*settlement.request, std::move(settlement.failure));
+  if (!settled.empty() && assisted_by_other) wake(own_.status().bell, kWaiter);
+  for (const Failure& failure : failures) events_.on_remote_failure(failure);
+  if (broken) events_.on_broken(*broken);
+  return moved ? Turn::moved : Turn::idle;
+}
+
+bool ShmTransport::advance_lanes() {
+  bool moved = false;
+  auto advance = [&moved](auto* lane) {
+    moved |= lane->advance();
+    return !lane->busy();
+  };
+  std::erase_if(receiving_, advance);
+  std::erase_if(sending_, advance);
+  if (multicast_->busy()) moved |= multicast_->advance();
+  return moved;
+}
+
+void ShmTransport::look_for_failures(std::vector<Failure>& failures) {
+  for (const auto& peer : peers_) {
+    if (!peer->segment || peer->failure_seen) continue;
+    const Status& status = peer->segment->status();
+    if (status.failed.load(std::memory_order_acquire) == 0) continue;
+    peer->failure_seen = true;
+    const size_t num_bytes = std::min<size_t>(status.num_failure_bytes, kMaxFailureBytes);
+    const std::vector<std::byte> record(status.failure.begin(), status.failure.begin() + num_bytes);
+    failures.push_back(decode_failure(reinterpret_cast<const char*>(record.data()), record.size()));
+  }
+}
+
+bool ShmTransport::assist(Operation& operation) {
+  std::unique_lock role(assist_mutex_, std::try_to_lock);
+  if (!role) return true;
+  {
+    std::lock_guard lock(mutex_);
+    assisted_ = true;
+  }
+  Bell& bell = own_.status().bell;
+  const auto until = Clock::now() + kAssistTime;
+  const auto spin_time = has_core_to_itself_ ? kSpinTime : std::chrono::microseconds(0);
+  Clock::time_point idle_since{};
+  int num_yields = 0;
+  bool cut_short = false;
+  while (!operation.done()) {
+    const Turn result = turn(By::assistant, kNobody);
+    if (result == Turn::over) break;
+    if (result == Turn::moved) {
+      idle_since = {};
+      num_yields = 0;
+      continue;
+    }
+    if (operation.done()) break;
+    const auto now = Clock::now();
+    if (idle_since == Clock::time_point{}) idle_since = now;
+    if (now - idle_since < spin_time) {
+      pause_briefly();
+    } else if (num_yields < kNumYields) {
+      ++num_yields;
+      sched_yield();
+    } else if (now >= until) {
+      cut_short = true;
+      break;
+    } else {
+      const uint32_t count = bell.count.load();
+      if (turn(By::assistant, kWaiter) == Turn::idle && !operation.done())
+        sleep(bell, count, kWaiter, until - now);
+      num_yields = 0;
+      idle_since = now - spin_time;
+    }
+  }
+  {
+    std::lock_guard lock(mutex_);
+    assisted_ = false;
+  }
+  hand_over();  // the progress thread has slept through whatever came meanwhile
+  return !cut_short;
+}
+
+void ShmTransport::progress() {
+  Bell& bell = own_.status().bell;
+  while (true) {
+    while (turn(By::others, kNobody) == Turn::moved) {
+    }
+    const uint32_t count = bell.count.load();
+    if (stopping_) return;
+    if (turn(By::others, kProgress) != Turn::moved) sleep(bell, count, kProgress);
+  }
+}
+
+// ----------------------------------------------------------------------------------------------
+// life and death
+
+void ShmTransport::tick() {
+  for (int peer_idx = 0; peer_idx < size_; ++peer_idx) {
+    Peer& peer = *peers_[peer_idx];
+    if (!peer.watch || peer.lost || !peer.watch->has_ended()) continue;
+    peer.lost = true;
+    turn(By::others, kProgress);  // its last words, if any
+    const Status& status = peer.segment->status();
+    if (status.goodbye.load() == 0 && status.failed.load() == 0)
+      events_.on_peer_lost(peer_idx, "its process has ended");
+  }
+}
+
+void ShmTransport::ring_peers() {
+  for (const auto& peer : peers_)
+    if (peer->segment) ring(peer->segment->status().bell);
+}
+
+void ShmTransport::abort(const Failure& failure) {
+  {
+    std::lock_guard lock(mutex_);
+    if (std::exchange(aborted_, true)) return;
+    over_ = true;
+    for (const auto& peer : peers_) {
+      for (auto& lane : peer->outbound) lane->drop();
+      for (auto& lane : peer->inbound) lane->drop();
+    }
+    multicast_->drop();
+    sending_.clear();
+    receiving_.clear();
+    const std::string record = encode_failure(failure);
+    Status& status = own_.status();
+    if (record.size() <= kMaxFailureBytes) {
+      std::copy_n(reinterpret_cast<const std::byte*>(record.data()), record.size(),
+                  status.failure.begin());
+      status.num_failure_bytes = static_cast<uint32_t>(record.size());
+      status.failed.store(1);
+    }
+  }
+  ring_peers();
+  wake(own_.status().bell, kEverybody);
+}
+
+void ShmTransport::begin_close() {
+  {
+    std::lock_guard lock(mutex_);
+    if (std::exchange(closing_, true)) return;
+    for (const auto& peer : peers_) {
+      for (auto& lane : peer->outbound) lane->finish();
+      for (auto& lane : peer->inbound) lane->finish();
+    }
+  }
+  ring_peers();
+}
+
+// Peers need nothing from this rank any more: what it has sent and answered lies in their memory.
+void ShmTransport::close(Deadline /*deadline*/) {
+  if (stopping_.exchange(true)) return;
+  begin_close();
+  {
+    std::lock_guard lock(mutex_);
+    over_ = true;
+    own_.status().goodbye.store(1);
+  }
+  ring_peers();
+  wake(own_.status().bell, kEverybody);
+  if (progress_thread_.joinable()) progress_thread_.join();
+}
+
+std::string ShmTransport::describe_peer(int peer_idx) const {
+  const Peer& peer = *peers_[peer_idx];
+  if (!peer.segment) return "is this rank";
+  if (peer.segment->status().goodbye.load() != 0) return "has closed its communicator";
+  if (peer.lost) return "died";
+  for (const auto& lane : peer.outbound)
+    if (lane->is_final_for_receiver(UINT64_MAX)) return "has closed its communicator";
+  return "is connected";
+}
+
+}  // namespace pipecomm::shm

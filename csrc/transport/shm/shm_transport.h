@@ -1,0 +1,86 @@
+// Transport between ranks of one host through shared memory; layout.h describes the memory, the
+// protocol and the wake-up rules.
+//
+// Whoever calls does the work: post() moves what can move at once, and a waiting thread turns the
+// lanes itself (assist), so that blocking messages need no hand-over between threads. One thread
+// sleeps until a peer rings while no user waits, which is how asynchronous operations progress. No
+// transfer is ever possible that a bell did not announce to one of them.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "transport/shm/lane.h"
+#include "transport/transport.h"
+
+namespace pipecomm::shm {
+
+class ShmTransport final : public HostTransport {
+ public:
+  ShmTransport(Neighbourhood neighbourhood, int rank, TransportEvents& events);
+  ~ShmTransport() override;
+
+  bool copies_on_the_way() const override { return true; }
+  std::shared_ptr<std::byte> allocate_result(int64_t num_bytes) override;
+  void post(std::vector<RequestPtr> batch) override;
+  bool assist(Operation& operation) override;
+  void tick() override;
+  void abort(const Failure& failure) override;
+  void begin_close() override;
+  void close(Deadline deadline) override;
+  std::string describe_peer(int peer) const override;
+
+ private:
+  struct Peer {
+    Segment* segment = nullptr;
+    const ProcessWatch* watch = nullptr;
+    std::vector<std::unique_ptr<Outbound>> outbound;  // by lane
+    std::vector<std::unique_ptr<Inbound>> inbound;
+    bool failure_seen = false;
+    std::atomic<bool> lost{false};
+  };
+
+  enum class Turn : uint8_t { idle, moved, over };
+  enum class By : uint8_t { assistant, others };
+
+  int lane_of(const Request& request) const;
+  Turn turn(By by, uint32_t sleepers);
+  void hand_over();
+  bool advance_lanes();
+  void look_for_failures(std::vector<Failure>& failures);
+  void post_multicasts(const std::vector<RequestPtr>& batch);
+  void ring_peers();
+  void progress();
+
+  const Neighbourhood neighbourhood_;
+  const int rank_;
+  const int size_;
+  const bool has_core_to_itself_;
+  Segment& own_;
+  TransportEvents& events_;
+  std::optional<WindowPool> window_;
+
+  std::mutex mutex_;  // everything down to the line
+  LaneContext context_;
+  std::vector<std::unique_ptr<Peer>> peers_;
+  std::vector<Outbound*> sending_;  // those that are busy
+  std::vector<Inbound*> receiving_;
+  std::optional<MulticastWriter> multicast_;
+  bool assisted_ = false;
+  bool aborted_ = false;
+  bool closing_ = false;
+  // ---
+
+  std::atomic<bool> over_{false};  // aborted or closed: nothing moves any more
+  std::atomic<bool> stopping_{false};
+  std::mutex assist_mutex_;  // held by the one thread that assists
+  std::thread progress_thread_;
+};
+
+}  // namespace pipecomm::shm

@@ -1,0 +1,164 @@
+#include "transport/shm/window.h"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <stdexcept>
+
+namespace pipecomm::shm {
+namespace {
+
+// What may stay backed by pages while nobody uses it.
+constexpr int64_t kMaxIdleBytes = int64_t{1} << 30;
+constexpr int64_t kScratchBytes = 64 << 10;
+
+// Bytes from the first to the last byte of a box, or nothing if a field makes no sense.
+std::optional<int64_t> span_bytes(const StridedCopy& copy) {
+  if (copy.run_bytes < 1 || copy.num_dims < 0 || copy.num_dims > kMaxCopyDims) return {};
+  int64_t span = copy.run_bytes;
+  int64_t volume = copy.run_bytes;
+  for (int dim = 0; dim < copy.num_dims; ++dim) {
+    int64_t extent;
+    if (copy.count[dim] < 1 || copy.dst_stride_bytes[dim] < 0 ||
+        __builtin_mul_overflow(copy.count[dim] - 1, copy.dst_stride_bytes[dim], &extent) ||
+        __builtin_add_overflow(span, extent, &span) ||
+        __builtin_mul_overflow(volume, copy.count[dim], &volume))
+      return {};
+  }
+  return span;
+}
+
+}  // namespace
+
+WindowPool::WindowPool(SegmentPtr segment)
+    : base_(segment->window()),
+      num_bytes_(segment->window_bytes()),
+      state_(std::make_shared<State>()) {
+  state_->segment = std::move(segment);
+  if (num_bytes_ > 0) state_->free.emplace(0, num_bytes_);
+}
+
+std::shared_ptr<std::byte> WindowPool::allocate(int64_t num_bytes) {
+  if (num_bytes <= 0 || num_bytes > num_bytes_) return nullptr;
+  constexpr int64_t kPage = kPageBytes;
+  num_bytes = (num_bytes + kPage - 1) / kPage * kPage;
+  std::lock_guard lock(state_->mutex);
+  const auto range = std::find_if(state_->free.begin(), state_->free.end(),
+                                  [&](const auto& entry) { return entry.second >= num_bytes; });
+  if (range == state_->free.end()) return nullptr;
+  const auto [offset, range_bytes] = *range;
+  state_->free.erase(range);
+  if (range_bytes > num_bytes) state_->free.emplace(offset + num_bytes, range_bytes - num_bytes);
+  state_->idle_bytes = std::max<int64_t>(0, state_->idle_bytes - num_bytes);
+  return {base_ + offset,
+          [state = state_, offset, num_bytes](std::byte*) { state->release(offset, num_bytes); }};
+}
+
+void WindowPool::State::release(int64_t offset, int64_t num_bytes) {
+  std::lock_guard lock(mutex);
+  auto next = free.lower_bound(offset);
+  idle_bytes += num_bytes;
+  if (next != free.end() && offset + num_bytes == next->first) {
+    num_bytes += next->second;
+    next = free.erase(next);
+  }
+  if (next != free.begin()) {
+    const auto before = std::prev(next);
+    if (before->first + before->second == offset) {
+      before->second += num_bytes;
+      num_bytes = 0;
+    }
+  }
+  if (num_bytes > 0) free.emplace(offset, num_bytes);
+  if (idle_bytes <= kMaxIdleBytes) return;
+  for (const auto& [begin, bytes] : free)
+    madvise(segment->window() + begin, static_cast<size_t>(bytes), MADV_REMOVE);
+  idle_bytes = 0;
+}
+
+std::optional<Grant> WindowPool::find(const Request& recv) const {
+  const auto offset_of = [this](const void* address, int64_t bytes) -> std::optional<int64_t> {
+    const auto begin = reinterpret_cast<uintptr_t>(base_);
+    const auto at = reinterpret_cast<uintptr_t>(address);
+    if (num_bytes_ == 0 || at < begin || at - begin > static_cast<uintptr_t>(num_bytes_)) return {};
+    const auto offset = static_cast<int64_t>(at - begin);
+    if (bytes > num_bytes_ - offset) return {};
+    return offset;
+  };
+  Grant grant{};
+  grant.kind = GrantKind::direct;
+  if (!recv.copy) {
+    const auto offset = offset_of(recv.data, recv.descriptor.num_bytes);
+    if (!offset) return {};
+    grant.num_boxes = 1;
+    grant.boxes[0] = {0, *offset, {.run_bytes = recv.descriptor.num_bytes}};
+    return grant;
+  }
+  const LoweredMessage& message = *recv.copy->message;
+  const auto tasks = recv.copy->exchange->unpack().subspan(message.task_begin,
+                                                           message.task_end - message.task_begin);
+  if (tasks.size() > kMaxBoxes) return {};
+  for (const CopyTask& task : tasks) {
+    const auto span = span_bytes(task.copy);
+    if (!span || task.dst_tensor_idx < 0 || task.arithmetic != Arithmetic::kBytes) return {};
+    const auto offset =
+        offset_of(static_cast<const std::byte*>(recv.copy->buffers->outputs[task.dst_tensor_idx]) +
+                      task.dst_offset_bytes,
+                  *span);
+    if (!offset) return {};
+    grant.boxes[grant.num_boxes++] = {task.src_offset_bytes - message.offset_bytes, *offset,
+                                      task.copy};
+  }
+  return grant;
+}
+
+WindowWriter::WindowWriter(const Grant& grant, Segment& receiver, int64_t num_message_bytes)
+    : window_(receiver.window()) {
+  if (grant.num_boxes < 1 || grant.num_boxes > kMaxBoxes)
+    throw std::runtime_error("a grant of " + std::to_string(grant.num_boxes) + " boxes");
+  int64_t position = 0;
+  for (uint32_t box_idx = 0; box_idx < grant.num_boxes; ++box_idx) {
+    const Box& box = grant.boxes[box_idx];
+    const auto span = span_bytes(box.copy);
+    if (!span || box.offset_bytes < 0 || *span > receiver.window_bytes() ||
+        box.offset_bytes > receiver.window_bytes() - *span || box.position_bytes < position ||
+        box.copy.bytes() > num_message_bytes - box.position_bytes)
+      throw std::runtime_error("a grant outside of the window of rank " +
+                               std::to_string(receiver.rank()));
+    position = box.position_bytes + box.copy.bytes();
+    CopyTask& task = boxes_.tasks.emplace_back();
+    task.dst_tensor_idx = 0;
+    task.src_offset_bytes = box.position_bytes;
+    task.dst_offset_bytes = box.offset_bytes;
+    task.copy = box.copy;
+    const int last = task.copy.num_dims;
+    for (int dim = last - 1; dim >= 0; --dim)  // the source is the message itself: no gaps
+      task.copy.src_stride_bytes[dim] =
+          dim == last - 1 ? task.copy.run_bytes
+                          : task.copy.src_stride_bytes[dim + 1] * task.copy.count[dim + 1];
+  }
+  message_.bytes = num_message_bytes;
+  message_.task_end = static_cast<int>(boxes_.tasks.size());
+  const CopyTask& first = boxes_.tasks.front();
+  if (first.copy.run_bytes == num_message_bytes && first.copy.num_dims == 0) {
+    message_.tensor_idx = 0;
+    message_.offset_bytes = first.dst_offset_bytes;
+  }
+}
+
+void WindowWriter::write(const Request& send, int64_t begin, int64_t end) {
+  void* const window[] = {window_};
+  const CopyBuffers to{.inputs = {}, .outputs = window};
+  if (!send.copy) return unpack_range(boxes_, message_, to, begin, end, send.data + begin);
+  if (!message_.is_staged())
+    return read_payload(send, begin, end,
+                        static_cast<std::byte*>(window_) + message_.offset_bytes + begin);
+  scratch_.resize(kScratchBytes);
+  for (int64_t at = begin; at < end; at += kScratchBytes) {
+    const int64_t stop = std::min(at + kScratchBytes, end);
+    read_payload(send, at, stop, scratch_.data());
+    unpack_range(boxes_, message_, to, at, stop, scratch_.data());
+  }
+}
+
+}  // namespace pipecomm::shm

@@ -1,0 +1,57 @@
+// Results that peers write directly: the window of a segment, on both ends.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <vector>
+
+#include "engine/message_copy.h"
+#include "transport/shm/segment.h"
+
+namespace pipecomm::shm {
+
+// Hands out the window of the rank's own segment, lowest address first, so that pages are used
+// again: the first touch of a page costs more than copying it.
+class WindowPool {
+ public:
+  explicit WindowPool(SegmentPtr segment);
+
+  // Null if nothing that large is free. Aligned to pages. Any thread may drop the last reference.
+  std::shared_ptr<std::byte> allocate(int64_t num_bytes);
+
+  // Where the payload of `recv` lies in the window, if all of it does and few boxes say where.
+  std::optional<Grant> find(const Request& recv) const;
+
+ private:
+  struct State {  // outlives the pool while results are out
+    SegmentPtr segment;
+    std::mutex mutex;
+    std::map<int64_t, int64_t> free;  // offset -> bytes, merged
+    int64_t idle_bytes = 0;           // free, and perhaps still backed by pages
+    void release(int64_t offset, int64_t num_bytes);
+  };
+
+  std::byte* const base_;
+  const int64_t num_bytes_;
+  std::shared_ptr<State> state_;
+};
+
+// Writes a message into the window of its receiver, which has granted it.
+class WindowWriter {
+ public:
+  // Throws std::runtime_error unless the grant lies in the window and holds no more than the
+  // message.
+  WindowWriter(const Grant& grant, Segment& receiver, int64_t num_message_bytes);
+  void write(const Request& send, int64_t begin, int64_t end);
+
+ private:
+  LoweredExchange boxes_;
+  LoweredMessage message_;
+  void* window_;
+  std::vector<std::byte> scratch_;  // between a gather and a scatter
+};
+
+}  // namespace pipecomm::shm
