@@ -196,16 +196,16 @@ void test_unmatched_messages_hold_up_only_their_channel() {
   check::context = "unmatched messages";
   run_ranks(shape_of(2, 2, 64 << 10), [](Communicator& comm) {
     constexpr int kNumMessages = 100;  // many times the ring
-    std::vector<Bytes> bulk(kNumMessages, Bytes(16 << 10));
-    Bytes small(8);
+    const bool sends = comm.rank() == 0;
+    std::vector<Bytes> bulk;
+    for (int i = 0; i < kNumMessages; ++i)
+      bulk.push_back(sends ? coded_bytes(static_cast<uint64_t>(i), 16 << 10) : Bytes(16 << 10));
+    Bytes small = sends ? coded_bytes(99, 8) : Bytes(8);
     std::vector<PointToPoint> messages;
-    const Direction direction = comm.rank() == 0 ? Direction::send : Direction::recv;
+    const Direction direction = sends ? Direction::send : Direction::recv;
     for (Bytes& bytes : bulk) messages.push_back({direction, 1 - comm.rank(), 0, tensor(bytes)});
     const PointToPoint urgent{direction, 1 - comm.rank(), 1, tensor(small)};
-    if (comm.rank() == 0) {
-      for (int i = 0; i < kNumMessages; ++i)
-        bulk[i] = coded_bytes(static_cast<uint64_t>(i), 16 << 10);
-      small = coded_bytes(99, 8);
+    if (sends) {
       const OperationPtr sent = comm.batch_p2p(messages);
       wait(comm, comm.batch_p2p({&urgent, 1}));
       CHECK(!sent->done());
@@ -234,8 +234,9 @@ std::string failure_text(Communicator& comm, const OperationPtr& operation, Fail
 }
 
 void test_mismatches_are_told_on_both_ends() {
-  for (const auto [num_sent, num_expected] :
-       {std::pair{4, 8}, {8, 4}, {0, 4}, {200000, 4}, {4, 200000}, {200000, 200001}}) {
+  const std::vector<std::pair<int, int>> cases{{4, 8},      {8, 4},      {0, 4},
+                                               {200000, 4}, {4, 200000}, {200000, 200001}};
+  for (const auto& [num_sent, num_expected] : cases) {
     check::context = "mismatch " + std::to_string(num_sent) + " " + std::to_string(num_expected);
     run_ranks(shape_of(2, 1, 64 << 10), [&](Communicator& comm) {
       const bool sends = comm.rank() == 0;
@@ -314,7 +315,8 @@ void test_aborts_reach_all_ranks() {
 void test_exchanges(bool in_windows) {
   constexpr int kSize = 3;
   const Dims global{4, 3 * 64, 6 * 64};
-  for (const auto [scatter_dim, gather_dim] : {std::pair{1, 2}, {2, 1}, {0, 2}, {1, 0}}) {
+  const std::vector<std::pair<int, int>> dims{{1, 2}, {2, 1}, {0, 2}, {1, 0}};
+  for (const auto& [scatter_dim, gather_dim] : dims) {
     check::context = "exchange " + std::to_string(scatter_dim) + " " + std::to_string(gather_dim) +
                      (in_windows ? " in windows" : "");
     auto cut = [&](int dim, int rank) {  // remainder first
@@ -350,6 +352,7 @@ void test_exchanges(bool in_windows) {
         scatter.push_back(cut(scatter_dim, rank).second);
         gather.push_back(cut(gather_dim, rank).second);
       }
+      const AllToAllTensor piece{{in_shape, kByte}, scatter, gather};
       const auto plan = std::make_shared<PreparedExchange>(all_to_all_plan(
           {comm.rank(), kSize}, {{{in_shape, kByte}, scatter, gather}}, scatter_dim, gather_dim));
       for (int turn = 0; turn < 3; ++turn) {

@@ -137,17 +137,20 @@ ShmTransport::Turn ShmTransport::turn(By by, uint32_t sleepers) {
     if (!assisted_by_other && asleep.load(std::memory_order_relaxed) != sleepers)
       asleep.store(sleepers);
     try {
-      look_for_failures(failures);
       moved = advance_lanes();
+      look_for_failures(failures);
     } catch (const std::exception& error) {
       broken = error.what();
     }
     settled.swap(context_.settled);
   }
-  for (Settlement& settlement : settled)
-    Operation::settle(*settlement.request, std::move(settlement.failure));
-  if (!settled.empty() && assisted_by_other) wake(own_.status().bell, kWaiter);
+  for (const Settlement& settlement : settled)
+    if (!settlement.failure) Operation::settle(*settlement.request, nullptr);
+  // A peer's failure explains the messages that can no longer match: it comes before those.
   for (const Failure& failure : failures) events_.on_remote_failure(failure);
+  for (const Settlement& settlement : settled)
+    if (settlement.failure) Operation::settle(*settlement.request, settlement.failure);
+  if (!settled.empty() && assisted_by_other) wake(own_.status().bell, kWaiter);
   if (broken) events_.on_broken(*broken);
   return moved ? Turn::moved : Turn::idle;
 }
