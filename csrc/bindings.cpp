@@ -1,11 +1,14 @@
 // The extension module `pipecomm_ext._C`: nothing but bindings.
 #include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include "bindings/plan_bindings.h"
 #include "bindings/python_args.h"
+#include "bindings/shared_memory.h"
 #include "engine/communicator.h"
 #include "transport/c10d_transport.h"
+#include "transport/shm/shm_transport.h"
 
 namespace pipecomm {
 namespace {
@@ -99,8 +102,10 @@ struct StandIns {
 
 class BoundCommunicator {
  public:
-  BoundCommunicator(const py::object& backend, int rank, int size, uint32_t epoch, int num_channels,
-                    const py::object& timeout, int num_threads, bool checks) {
+  // `shared_memory`, or `backend`, which is None if there is nobody to talk to.
+  BoundCommunicator(const py::object& backend, SharedMemory* shared_memory, int rank, int size,
+                    uint32_t epoch, int num_channels, const py::object& timeout, int num_threads,
+                    bool checks) {
     CommunicatorOptions options;
     options.rank = rank;
     options.size = size;
@@ -111,9 +116,13 @@ class BoundCommunicator {
     auto c10d_backend = backend.is_none() ? c10::intrusive_ptr<c10d::Backend>()
                                           : backend.cast<c10::intrusive_ptr<c10d::Backend>>();
     py::gil_scoped_release no_gil;
-    communicator_ = std::make_shared<Communicator>(options, [&](TransportEvents& events) {
-      return std::make_unique<C10dTransport>(std::move(c10d_backend), rank, size, epoch, events);
-    });
+    communicator_ = std::make_shared<Communicator>(
+        options, [&](TransportEvents& events) -> std::unique_ptr<HostTransport> {
+          if (shared_memory)
+            return std::make_unique<shm::ShmTransport>(shared_memory->take(), rank, events);
+          return std::make_unique<C10dTransport>(std::move(c10d_backend), rank, size, epoch,
+                                                 events);
+        });
   }
   ~BoundCommunicator() {
     py::gil_scoped_release no_gil;  // threads are joined here
@@ -175,6 +184,19 @@ class BoundCommunicator {
     auto copy_back = std::move(stand_ins).copy_back();
     py::gil_scoped_release no_gil;
     return {communicator_, communicator_->broadcast(ref, source, std::move(copy_back))};
+  }
+  // For results: in memory that peers write directly, if the transport has such memory.
+  at::Tensor empty(const std::vector<int64_t>& shape, at::ScalarType dtype) {
+    const at::TensorOptions options = at::TensorOptions().dtype(dtype);
+    int64_t num_bytes = static_cast<int64_t>(options.dtype().itemsize());
+    for (int64_t length : shape)
+      if (length < 0 || __builtin_mul_overflow(num_bytes, length, &num_bytes))
+        throw py::value_error("shape must hold lengths >= 0, and not too many elements");
+    auto memory = communicator_->allocate_result(num_bytes);
+    if (!memory) return at::empty(shape, options);
+    std::byte* const data = memory.get();
+    return at::from_blob(data, shape, [memory = std::move(memory)](void*) mutable { memory.reset(); },
+                         options);
   }
   Work barrier() {
     py::gil_scoped_release no_gil;
@@ -264,6 +286,7 @@ PYBIND11_MODULE(_C, m) {
   });
 
   bind_plan(m);
+  bind_shared_memory(m);
   bind_point_to_point<SendArg>(
       m, "Send", "Send(tensor, peer, channel=0): an element of batch_p2p; peer is a group rank.");
   bind_point_to_point<RecvArg>(
@@ -284,9 +307,9 @@ passes, and then the operation stays in flight; raises the operation's own error
            "Whether the operation has ended, well or not. Never blocks.");
 
   py::class_<BoundCommunicator>(m, "Communicator")
-      .def(py::init<py::object, int, int, uint32_t, int, py::object, int, bool>(),
-           py::arg("backend"), py::arg("rank"), py::arg("size"), py::arg("epoch"),
-           py::arg("channels"), py::arg("timeout"), py::arg("num_threads"),
+      .def(py::init<py::object, SharedMemory*, int, int, uint32_t, int, py::object, int, bool>(),
+           py::arg("backend"), py::arg("shared_memory"), py::arg("rank"), py::arg("size"),
+           py::arg("epoch"), py::arg("channels"), py::arg("timeout"), py::arg("num_threads"),
            py::arg("checks") = true)
       .def("batch_p2p", &BoundCommunicator::batch_p2p, py::arg("ops"))
       .def("isend", &BoundCommunicator::isend, py::arg("tensor"), py::arg("dst"),
@@ -295,6 +318,7 @@ passes, and then the operation stays in flight; raises the operation's own error
            py::arg("channel") = 0)
       .def("broadcast", &BoundCommunicator::broadcast, py::arg("tensor"), py::arg("src"))
       .def("barrier", &BoundCommunicator::barrier)
+      .def("empty", &BoundCommunicator::empty, py::arg("shape"), py::arg("dtype"))
       .def("exchange", &BoundCommunicator::exchange, py::arg("op"), py::arg("plan"),
            py::arg("inputs"), py::arg("outputs"))
       .def("refuse", &BoundCommunicator::refuse, py::arg("op"), py::arg("reason"))

@@ -9,6 +9,7 @@ import functools
 import math
 import os
 import sys
+import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from . import _C
+from . import _C, shared_memory
 from .rendezvous import Rendezvous
 from .specs import Spec, specs_of
 
@@ -90,11 +91,13 @@ class Communicator:
         self._group = group
         self._rank, self._size = meeting.rank, meeting.size
         self._device = torch.device(facts["device"])
-        self._transport, self._transport_reason = _choose(facts, everybody)
         epoch = meeting.shared_random()
-        backend = _connect(meeting, epoch)
+        memory, self._transport_reason = _share_memory(meeting, facts, everybody, epoch)
+        self._transport = "c10d" if memory is None else "shm"
+        backend = _connect(meeting, epoch) if memory is None else None
         self._c = _C.Communicator(
             backend=backend,
+            shared_memory=memory,
             rank=self._rank,
             size=self._size,
             epoch=epoch,
@@ -190,6 +193,14 @@ class Communicator:
         with self.collective("broadcast"):
             work = self._c.broadcast(tensor, src)
         return self._finish(work, async_op)
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """An uninitialised tensor for results, on this communicator's device. With shared memory, large ones lie where
+        peers can write them directly: one copy fewer, and no page faults once memory is used again. Its storage
+        cannot be resized; in a forked child it stays shared with this process."""
+        if self._device.type != "cpu":
+            return torch.empty(shape, dtype=dtype, device=self._device)
+        return self._c.empty(list(shape), dtype)
 
     def barrier(self) -> None:
         """Returns when all ranks have called it."""
@@ -365,11 +376,14 @@ def _facts(group, device, transport, channels, limit, check) -> dict[str, Any]:
     if requested not in _TRANSPORTS:
         raise ValueError(f"PIPECOMM_TRANSPORT must be one of {', '.join(_TRANSPORTS)}, not {requested!r}")
     kind = _device_kind(group, device)
-    if requested in ("nccl", "shm"):
+    if requested == "nccl" or (requested == "shm" and kind != "cpu"):
         raise ValueError(
             f'transport="{requested}" does not exist in this version for {kind} tensors; use "c10d"'
         )
+    may_share = kind == "cpu" and requested != "c10d"
     return {
+        "local": shared_memory.host_facts() if may_share else {},
+        "PIPECOMM_SHM_RING_BYTES": shared_memory.ring_bytes() if may_share else 0,
         "device": kind,
         "transport": requested,
         "channels": channels,
@@ -381,7 +395,7 @@ def _facts(group, device, transport, channels, limit, check) -> dict[str, Any]:
 def _require_equal(everybody: list[dict[str, Any]], rank: int) -> None:
     from .errors import PipeCommMismatch
 
-    for key in everybody[0]:
+    for key in everybody[0].keys() - {"local"}:
         values = [record[key] for record in everybody]
         for other, value in enumerate(values):
             if value != values[0]:
@@ -395,10 +409,33 @@ def _require_equal(everybody: list[dict[str, Any]], rank: int) -> None:
                 )
 
 
-def _choose(facts: dict[str, Any], everybody: list[dict[str, Any]]) -> tuple[str, str]:
-    if facts["transport"] == "c10d":
-        return "c10d", "asked for"
-    return "c10d", "the portable transport (gloo), the only one for CPU tensors in this version"
+def _share_memory(
+    meeting: Rendezvous, facts: dict[str, Any], everybody: list[dict[str, Any]], epoch: int
+) -> tuple[_C.SharedMemory | None, str]:
+    """Shared memory, if that is the transport, or None for c10d; and why. The same decision on all ranks."""
+    requested = facts["transport"]
+    if requested == "c10d":
+        return None, "asked for"
+    if facts["device"] != "cpu":
+        return None, "the portable transport, the only one for CUDA tensors in this version"
+    memory, reason = shared_memory.connect(
+        meeting,
+        [record["local"] for record in everybody],
+        facts["PIPECOMM_SHM_RING_BYTES"],
+        facts["channels"],
+        epoch,
+    )
+    if memory is not None:
+        return memory, "asked for" if requested == "shm" else reason
+    if requested == "shm":
+        raise ValueError(f'transport="shm" is not possible: {reason}; use "auto" or "c10d"')
+    if shared_memory.are_neighbours([record["local"] for record in everybody]):
+        warnings.warn(
+            f"pipecomm_ext moves CPU tensors over sockets (c10d), not through shared memory: {reason}",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+    return None, f"the portable transport (gloo), because {reason}"
 
 
 def _connect(meeting: Rendezvous, epoch: int):

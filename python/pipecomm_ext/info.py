@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed
 
-from . import _build_info
+from . import _build_info, shared_memory
 
 
 def info() -> dict[str, Any]:
@@ -77,7 +77,7 @@ def transport_status(cuda: dict[str, Any], nccl: dict[str, Any]) -> dict[str, di
             "available": not nccl_reason,
             "reason": nccl_reason or f"NCCL {nccl['loaded_version']} and a CUDA device",
         },
-        "shm": {"available": False, "reason": "not part of this version"},
+        "shm": dict(zip(("available", "reason"), shared_memory.status(), strict=True)),
     }
 
 

@@ -1,0 +1,466 @@
+"""Ranks on one host through shared memory: who gets it, what it costs, and that nothing of it remains."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import signal
+import time
+import warnings
+from contextlib import contextmanager
+
+import pytest
+import torch
+from patterns import assert_same, pattern, poison
+from ranks import on_ranks
+
+from pipecomm_ext import (
+    _C,
+    Communicator,
+    PipeCommError,
+    PipeCommMismatch,
+    PipeCommPeerLost,
+    Recv,
+    Send,
+    shared_memory,
+)
+
+NUM_KILLS = int(os.environ.get("PIPECOMM_TEST_KILLS", "6"))
+
+
+@contextmanager
+def environment(name, value):
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        os.environ.pop(name) if before is None else os.environ.update({name: before})
+
+
+@contextmanager
+def replaced(holder, name, value):
+    before = getattr(holder, name)
+    setattr(holder, name, value)
+    try:
+        yield
+    finally:
+        setattr(holder, name, before)
+
+
+def shm_comm(world, **kwargs):
+    return world.fresh_comm(transport="shm", **kwargs)
+
+
+def descriptors_and_maps() -> tuple[int, int]:
+    """Open descriptors, and shared segments mapped."""
+    with open("/proc/self/maps") as maps:
+        num_maps = sum("memfd:pipecomm" in line for line in maps)
+    return len(os.listdir("/proc/self/fd")), num_maps
+
+
+# ---- who gets it -----------------------------------------------------------------------------------------
+
+
+@on_ranks(1, 2, 3)
+def test_auto_takes_shared_memory_on_one_host(world):
+    with environment("PIPECOMM_TRANSPORT", "auto"), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        comm = world.fresh_comm()
+    assert comm.transport == "shm"
+    assert comm.transport_reason == f"all {world.size} ranks are on this host"
+
+
+@on_ranks(2)
+def test_the_environment_chooses(world):
+    for name in ("shm", "c10d"):
+        with environment("PIPECOMM_TRANSPORT", name):
+            comm = world.fresh_comm()
+        assert (comm.transport, comm.transport_reason) == (name, "asked for")
+
+
+def check_fallback(world, cause, warns=True):
+    """auto takes c10d and says why, on all ranks; shm is an error on all ranks."""
+    with environment("PIPECOMM_TRANSPORT", "auto"), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        comm = world.fresh_comm()
+    assert comm.transport == "c10d" and cause in comm.transport_reason
+    told = [str(entry.message) for entry in caught if entry.category is RuntimeWarning]
+    assert [cause in text for text in told] == [True] * warns, told
+    tensor = torch.full((4,), float(world.rank))
+    comm.broadcast(tensor, 1)
+    assert tensor.tolist() == [1.0] * 4
+    with pytest.raises(ValueError, match=r'transport="shm" is not possible: .*use "auto" or "c10d"') as error:
+        Communicator(world.group, device="cpu", transport="shm")
+    assert cause in str(error.value)
+
+
+@on_ranks(3)
+def test_too_little_memory_on_one_rank(world):
+    little = (16 << 20) if world.rank == 2 else 1 << 40
+    with replaced(shared_memory, "available_bytes", lambda: little):
+        check_fallback(world, "only 16 MiB of memory are available")
+
+
+@on_ranks(3)
+def test_another_host(world):
+    def facts(original=shared_memory.host_facts):
+        return {**original(), "boot_id": f"host {world.rank // 2}"}
+
+    with replaced(shared_memory, "host_facts", facts):
+        check_fallback(world, "ranks 0 and 2 are on different hosts", warns=False)
+
+
+@on_ranks(3)
+def test_another_pid_namespace(world):
+    def facts(original=shared_memory.host_facts):
+        return {**original(), "pid_namespace": f"pid:[{world.rank // 2}]"}
+
+    with replaced(shared_memory, "host_facts", facts):
+        check_fallback(world, "ranks 0 and 2 are in different PID namespaces")
+
+
+class NoMemory(_C.SharedMemory):
+    def __init__(self, *args):
+        raise RuntimeError("memfd_create: Operation not permitted")
+
+
+class NoPeers(_C.SharedMemory):
+    def connect(self, peers):
+        raise RuntimeError("opening the shared memory of rank 0: Permission denied")
+
+
+@on_ranks(3)
+@pytest.mark.parametrize(
+    ("broken", "cause"),
+    [(NoMemory, "memfd_create: Operation not permitted"), (NoPeers, "rank 0: Permission denied")],
+    ids=["create", "open"],
+)
+def test_one_rank_that_cannot_is_an_obstacle_for_all(world, broken, cause):
+    before = descriptors_and_maps()[1]
+    with replaced(_C, "SharedMemory", broken if world.rank == 1 else _C.SharedMemory):
+        check_fallback(world, f"rank 1: {cause}" if broken is NoMemory else cause)
+    gc.collect()
+    assert descriptors_and_maps()[1] == before
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("value", ["1e6", "", "-1", "65535", str((1 << 30) + 1)])
+def test_wrong_ring_sizes(world, value):
+    wrong = value if world.rank == 1 else "1048576"
+    error = (
+        (ValueError, "PIPECOMM_SHM_RING_BYTES must be") if world.rank == 1 else (PipeCommMismatch, "rank 1")
+    )
+    with environment("PIPECOMM_SHM_RING_BYTES", wrong), pytest.raises(error[0], match=error[1]):
+        Communicator(world.group, device="cpu", transport="shm")
+
+
+@on_ranks(2)
+def test_ring_sizes_must_agree(world):
+    with (
+        environment("PIPECOMM_SHM_RING_BYTES", str(1 << (20 + world.rank))),
+        pytest.raises(PipeCommMismatch, match="disagree about PIPECOMM_SHM_RING_BYTES: 1048576 .* 2097152"),
+    ):
+        Communicator(world.group, device="cpu", transport="shm")
+
+
+def test_only_the_right_memory_is_mapped():
+    def memory(**kwargs):
+        arguments = {"rank": 0, "size": 2, "channels": 1, "ring_bytes": 65536, "window_bytes": 0, "epoch": 1}
+        return _C.SharedMemory(**{**arguments, **kwargs})
+
+    own = memory()
+
+    def connect(fd):
+        own.connect([(os.getpid(), own.fd), (os.getpid(), fd)])
+
+    assert os.fstat(own.fd).st_mode & 0o777 == 0o600
+    right = memory(rank=1)
+    connect(right.fd)
+    for other in (memory(), memory(rank=1, epoch=2)):
+        with pytest.raises(RuntimeError, match="rank 1 has another header"):
+            connect(other.fd)
+    other = memory(rank=1, channels=2)
+    with pytest.raises(RuntimeError, match="rank 1 has another size"):
+        connect(other.fd)
+    plain = os.memfd_create("pipecomm")
+    try:
+        with pytest.raises(RuntimeError, match="rank 1 has no seals"):
+            connect(plain)
+    finally:
+        os.close(plain)
+    with pytest.raises(RuntimeError, match="opening the shared memory of rank 1: No such file"):
+        connect(1_000_000)
+    with pytest.raises(ValueError, match="peers must name 2 ranks, not 1"):
+        own.connect([(1, 1)])
+    with pytest.raises(ValueError, match="ring bytes must be a multiple of 4096"):
+        memory(ring_bytes=70000)
+
+
+# ---- moving data -----------------------------------------------------------------------------------------
+
+
+@on_ranks(4, deadline=110)
+def test_64_mb_both_ways_between_all_pairs(world):
+    with environment("PIPECOMM_SHM_RING_BYTES", str(1 << 20)):
+        comm = shm_comm(world)
+    numel = (64 << 20) // 8
+    peers = [peer for peer in range(world.size) if peer != world.rank]
+    value = torch.arange(numel)
+    sent = {peer: value + (world.rank * 10 + peer) * numel for peer in peers}
+    received = {peer: torch.empty(numel, dtype=torch.int64) for peer in peers}
+    comm.batch_p2p([Send(sent[p], p) for p in peers] + [Recv(received[p], p) for p in peers])
+    for peer in peers:
+        assert torch.equal(received[peer], value + (peer * 10 + world.rank) * numel)
+
+
+@on_ranks(2)
+def test_a_channel_does_not_wait_for_another_one(world):
+    """Far more than a ring holds is sent before its receives are posted."""
+    with environment("PIPECOMM_SHM_RING_BYTES", str(64 << 10)):
+        comm = shm_comm(world)
+    bulk = [pattern(30_000, torch.uint8, "bulk", idx) for idx in range(100)]
+    if world.rank == 0:
+        works = [comm.isend(tensor, 1, channel=0) for tensor in bulk]
+        comm.send(torch.tensor([42]), 1, channel=1)
+        assert not works[-1].is_completed()
+        comm.barrier()
+        for work in works:
+            work.wait()
+    else:
+        urgent = torch.zeros(1, dtype=torch.int64)
+        comm.recv(urgent, 0, channel=1)
+        assert urgent.item() == 42
+        comm.barrier()
+        for idx, expected in enumerate(bulk):
+            buffer = poison(30_000, torch.uint8)
+            comm.recv(buffer, 0, channel=0)
+            assert_same(buffer, expected, idx)
+
+
+SIZES = [0, 1, 127, 128, 129, 4096, 32767, 32768, 32769, 70_000, 300_000]
+
+
+def play_random_program(comm, rank, size, rng, num_steps, channels, only_until=None):
+    """Messages, broadcasts and barriers that all ranks draw alike; each posts its part in its own rhythm."""
+    mine = random.Random(rng.random() + rank)
+    works, checks, batch = [], [], []
+
+    def post():
+        if batch:
+            works.append(comm.batch_p2p(batch, async_op=True))
+            batch.clear()
+
+    for step in range(num_steps):
+        kind = rng.choice(["message"] * 8 + ["broadcast", "barrier"])
+        source = rng.randrange(size)
+        destination = (source + rng.randrange(1, size)) % size
+        channel, num_bytes, key = rng.randrange(channels), rng.choice(SIZES), rng.random()
+        if kind == "barrier":
+            post()
+            comm.barrier()
+        elif kind == "broadcast":
+            expected = pattern(num_bytes, torch.uint8, key)
+            tensor = expected.clone() if rank == source else poison(num_bytes, torch.uint8)
+            works.append(comm.broadcast(tensor, source, async_op=True))
+            checks.append((step, tensor, expected))
+        elif rank == source:
+            batch.append(Send(pattern(num_bytes, torch.uint8, key), destination, channel))
+        elif rank == destination:
+            tensor = poison(num_bytes, torch.uint8)
+            batch.append(Recv(tensor, source, channel))
+            checks.append((step, tensor, pattern(num_bytes, torch.uint8, key)))
+        if mine.random() < 0.4:
+            post()
+    post()
+    mine.shuffle(works)
+    for work in works:
+        work.wait()
+    for step, tensor, expected in checks:
+        assert_same(tensor, expected, step)
+
+
+@on_ranks(2, 3, 4, deadline=110)
+@pytest.mark.parametrize("ring_bytes", [64 << 10, 1 << 20])
+def test_random_programs(world, ring_bytes):
+    """The C++ test plays a thousand more, with threads as ranks, under the sanitizers."""
+    with environment("PIPECOMM_SHM_RING_BYTES", str(ring_bytes)):
+        comm = shm_comm(world, channels=3)
+    for seed in range(40):
+        rng = random.Random(f"{seed} {world.size}")
+        play_random_program(comm, world.rank, world.size, rng, rng.randrange(1, 30), channels=3)
+
+
+@on_ranks(2, 4)
+def test_transfers_go_on_while_the_caller_computes(world):
+    """Nobody calls into the library after posting."""
+    comm = shm_comm(world)
+    peers = [peer for peer in range(world.size) if peer != world.rank]
+    numel = 2_000_000
+    received = {peer: poison(numel, torch.uint8) for peer in peers}
+    work = comm.batch_p2p(
+        [Recv(received[peer], peer) for peer in peers]
+        + [Send(pattern(numel, torch.uint8, world.rank, peer), peer) for peer in peers],
+        async_op=True,
+    )
+    until = time.monotonic() + 20
+    while not work.is_completed() and time.monotonic() < until:
+        torch.ones(1000).sum()
+    assert work.is_completed()
+    for peer in peers:
+        assert_same(received[peer], pattern(numel, torch.uint8, peer, world.rank), peer)
+
+
+@on_ranks(2)
+def test_waiting_costs_no_cpu(world):
+    comm = shm_comm(world)
+    comm.barrier()
+    tensor = torch.zeros(4)
+    before = time.process_time()
+    if world.rank == 0:
+        comm.recv(tensor, 1)
+        assert time.process_time() - before < 0.3
+    else:
+        time.sleep(1.5)
+        comm.send(torch.ones(4), 0)
+
+
+# ---- results ---------------------------------------------------------------------------------------------
+
+
+@on_ranks(2, 3, 4)
+@pytest.mark.parametrize(("scatter_dim", "gather_dim"), [(2, 1), (1, 2), (3, 1), (0, 3)])
+def test_results_that_peers_write(world, scatter_dim, gather_dim):
+    """An uneven all-to-all into tensors of comm.empty(), against slices of the whole tensor."""
+    comm = shm_comm(world)
+    shape = [5, 46, 25, 32]
+    scatter = _C.remainder_first(shape[scatter_dim], world.size)
+    gather = _C.remainder_first(shape[gather_dim], world.size)
+
+    def piece(tensor, dim, sizes):
+        return tensor.narrow(dim, sum(sizes[: world.rank]), sizes[world.rank])
+
+    for turn in range(3):
+        whole = pattern(tuple(shape), torch.float32, turn)
+        source = piece(whole, gather_dim, gather).contiguous()
+        expected = piece(whole, scatter_dim, scatter)
+        plan = _C.plan_all_to_all(
+            world.rank,
+            world.size,
+            [(tuple(source.shape), torch.float32, scatter, gather)],
+            scatter_dim,
+            gather_dim,
+        )
+        result = comm.empty(expected.shape, torch.float32)
+        assert result.is_contiguous() and result.storage_offset() == 0
+        assert result.untyped_storage().nbytes() == expected.numel() * 4
+        comm.exchange(plan, [source], [result])
+        assert_same(result, expected, turn)
+
+
+@on_ranks(2)
+def test_received_messages_may_lie_in_results(world):
+    comm = shm_comm(world)
+    for num_bytes in (100, 100_000, 5_000_000):
+        tensor = comm.empty([num_bytes], torch.uint8)
+        if world.rank == 0:
+            tensor.copy_(pattern(num_bytes, torch.uint8, num_bytes))
+            comm.send(tensor, 1)
+        else:
+            comm.recv(tensor, 0)
+            assert_same(tensor, pattern(num_bytes, torch.uint8, num_bytes))
+
+
+@on_ranks(2)
+def test_results_are_used_again_and_outlive_the_communicator(world):
+    comm = shm_comm(world)
+    first = comm.empty([1 << 20], torch.float32)
+    address = first.data_ptr()
+    second = comm.empty([1 << 20], torch.float32)
+    assert second.data_ptr() != address
+    del first
+    third = comm.empty([3, 1 << 18], torch.float32)
+    assert third.data_ptr() == address
+    assert comm.empty([0, 7], torch.bool).shape == (0, 7)
+    with pytest.raises(ValueError, match="lengths >= 0"):
+        comm.empty([-1], torch.float32)
+    comm.close()
+    third.fill_(3.0)
+    assert third.sum().item() == 3 * third.numel()
+
+
+# ---- deaths and ends -------------------------------------------------------------------------------------
+
+
+def work_until_a_peer_dies(world, seed, victim):
+    num_descriptors, num_maps = descriptors_and_maps()
+    num_threads = len(os.listdir("/proc/self/task"))
+    comm = Communicator(world.group, device="cpu", transport="shm", timeout=20)
+    comm.barrier()
+    world.mark("works")
+    rng = random.Random(seed)
+    try:
+        while True:
+            play_random_program(comm, world.rank, world.size, rng, 10, channels=2)
+    except PipeCommError as error:
+        raised_at = time.monotonic()
+        kind, text, origin = type(error), str(error), error.origin_rank
+    comm.close()
+    del comm
+    gc.collect()
+    left = descriptors_and_maps()
+    # gloo, which the group uses, has closed its own connection to the dead rank meanwhile.
+    assert left[0] <= num_descriptors and left[1] == num_maps, (left, num_descriptors, num_maps)
+    assert len(os.listdir("/proc/self/task")) <= num_threads
+    return kind, text, origin, raised_at
+
+
+@pytest.mark.timeout(30 + 10 * NUM_KILLS)
+def test_kill_at_random_moments(ranks):
+    """PIPECOMM_TEST_KILLS=200 for the long form."""
+    rng = random.Random(7)
+    for round_idx in range(NUM_KILLS):
+        size = rng.randrange(2, 5)
+        victim = rng.randrange(size)
+        with ranks.disposable(size, work_until_a_peer_dies, round_idx, victim) as world:
+            for rank in range(size):
+                world.await_mark(rank, "works")
+            time.sleep(rng.random() * 0.05)
+            killed_at = world.signal(victim, signal.SIGKILL)
+            outcomes = world.collect(deadline=10)
+        assert outcomes[victim].status == "died"
+        for outcome in outcomes:
+            if outcome.rank == victim:
+                continue
+            assert outcome.status == "returned", str(outcome)
+            kind, text, origin, raised_at = outcome.value
+            assert kind is PipeCommPeerLost and origin == victim and f"rank {victim}" in text, text
+            assert raised_at - killed_at < 1.0, (round_idx, raised_at - killed_at, text)
+
+
+@on_ranks(2)
+def test_nothing_is_left_of_many_communicators(world):
+    def one():
+        comm = Communicator(world.group, device="cpu", transport="shm")
+        comm.barrier()
+        comm.close()
+
+    one()
+    gc.collect()
+    before = descriptors_and_maps(), len(os.listdir("/proc/self/task"))
+    for _ in range(20):
+        one()
+    gc.collect()
+    assert (descriptors_and_maps(), len(os.listdir("/proc/self/task"))) == before
+
+
+@on_ranks(2)
+def test_no_descriptor_of_the_memory_stays_open(world):
+    shm_comm(world)
+    targets = [
+        os.readlink(f"/proc/self/fd/{fd}")
+        for fd in os.listdir("/proc/self/fd")
+        if fd.isdigit() and os.path.islink(f"/proc/self/fd/{fd}")
+    ]
+    assert not [target for target in targets if "memfd:pipecomm" in target]
