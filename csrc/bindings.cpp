@@ -195,8 +195,13 @@ class BoundCommunicator {
     auto memory = communicator_->allocate_result(num_bytes);
     if (!memory) return at::empty(shape, options);
     std::byte* const data = memory.get();
-    return at::from_blob(data, shape, [memory = std::move(memory)](void*) mutable { memory.reset(); },
-                         options);
+    const at::Tensor tensor = at::from_blob(
+        data, shape, [memory = std::move(memory)](void*) mutable { memory.reset(); }, options);
+    // An ordinary tensor in every respect: if its storage is resized, it moves to ordinary memory.
+    c10::StorageImpl* const storage = tensor.storage().unsafeGetStorageImpl();
+    storage->set_allocator(c10::GetCPUAllocator());
+    storage->set_resizable(true);
+    return tensor;
   }
   Work barrier() {
     py::gil_scoped_release no_gil;

@@ -195,9 +195,12 @@ class Communicator:
         return self._finish(work, async_op)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """An uninitialised tensor for results, on this communicator's device. With shared memory, large ones lie where
-        peers can write them directly: one copy fewer, and no page faults once memory is used again. Its storage
-        cannot be resized; in a forked child it stays shared with this process."""
+        """An uninitialised tensor for results, on this communicator's device.
+
+        With shared memory, large ones lie where peers can write them directly: one copy fewer, and no page
+        faults once memory is used again. They own their memory as any tensor does, but a forked child goes on
+        sharing it with this process.
+        """
         if self._device.type != "cpu":
             return torch.empty(shape, dtype=dtype, device=self._device)
         return self._c.empty(list(shape), dtype)

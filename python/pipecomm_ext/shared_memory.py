@@ -1,8 +1,8 @@
 """How the ranks of a group find out whether shared memory connects them, and set it up.
 
-A rank's memory is an anonymous file (memfd): nothing has a name, nothing outlives the processes, and the size of
-/dev/shm does not matter. Peers open it as /proc/<pid>/fd/<fd>, which the kernel allows to processes of the same
-user only; once all have it mapped, no descriptor of it is left.
+A rank's memory is an anonymous file (memfd): nothing has a name, nothing outlives the processes, and the size
+of /dev/shm does not matter. Peers open it as /proc/<pid>/fd/<fd>, which the kernel allows to processes of the
+same user only; once all have it mapped, no descriptor of it is left.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MAX_WINDOW_BYTES = 1 << 40
 
 
 def ring_bytes() -> int:
-    """PIPECOMM_SHM_RING_BYTES, rounded up to pages: the memory of one direction of one channel of a pair of ranks."""
+    """PIPECOMM_SHM_RING_BYTES, rounded up to pages: of one direction of one channel of a pair of ranks."""
     text = os.environ.get("PIPECOMM_SHM_RING_BYTES", str(DEFAULT_RING_BYTES))
     try:
         num_bytes = int(text)
@@ -81,8 +81,9 @@ def obstacle(everybody: list[dict[str, Any]], needed_bytes: int) -> str | None:
     least_bytes = min(facts["available_bytes"] for facts in everybody)
     if needed_bytes > least_bytes // 2:
         return (
-            f"the rings of {len(everybody)} ranks take {needed_bytes >> 20} MiB, and only {least_bytes >> 20} MiB of "
-            "memory are available, of which at most half are taken; lower PIPECOMM_SHM_RING_BYTES or channels"
+            f"the rings of {len(everybody)} ranks may take {needed_bytes >> 20} MiB, but only "
+            f"{least_bytes >> 20} MiB of memory are available, and they get at most half of that; lower "
+            "PIPECOMM_SHM_RING_BYTES or channels"
         )
     return None
 

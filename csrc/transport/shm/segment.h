@@ -40,6 +40,8 @@ class Segment {
   int fd() const { return fd_; }
   // Once every rank has mapped it.
   void close_fd();
+  // Gives the pages of the rings back to the system; what the owner told its peers stays readable.
+  void release_rings();
 
   Status& status() { return *at<Status>(kPageBytes); }
   Lane& lane(int source, int lane_idx) { return *at<Lane>(lane_offset(source, lane_idx)); }

@@ -34,24 +34,24 @@ void pause_briefly() {
 }  // namespace
 
 ShmTransport::ShmTransport(Neighbourhood neighbourhood, int rank, TransportEvents& events)
-    : neighbourhood_(std::move(neighbourhood)),
+    : segments_(std::move(neighbourhood.segments)),
       rank_(rank),
-      size_(static_cast<int>(neighbourhood_.segments.size())),
+      size_(static_cast<int>(segments_.size())),
       has_core_to_itself_(has_core_per_rank(size_)),
-      own_(*neighbourhood_.segments[rank]),
+      own_(*segments_[rank]),
       events_(events) {
   context_.rank = rank;
   context_.epoch = own_.shape().epoch;
   if (own_.window_bytes() > 0) {
-    window_.emplace(neighbourhood_.segments[rank]);
+    window_.emplace(segments_[rank]);
     context_.window = &*window_;
   }
   std::vector<Bell*> bells(size_);
   for (int peer_idx = 0; peer_idx < size_; ++peer_idx) {
     Peer& peer = *peers_.emplace_back(std::make_unique<Peer>());
     if (peer_idx == rank_) continue;
-    peer.segment = neighbourhood_.segments[peer_idx].get();
-    if (!neighbourhood_.watches.empty()) peer.watch = neighbourhood_.watches[peer_idx].get();
+    peer.segment = segments_[peer_idx].get();
+    if (!neighbourhood.watches.empty()) peer.watch = std::move(neighbourhood.watches[peer_idx]);
     bells[peer_idx] = &peer.segment->status().bell;
     for (int lane = 0; lane < own_.shape().num_lanes(); ++lane) {
       peer.outbound.push_back(std::make_unique<Outbound>(context_, *peer.segment, lane));
@@ -244,8 +244,12 @@ void ShmTransport::progress() {
 void ShmTransport::tick() {
   for (int peer_idx = 0; peer_idx < size_; ++peer_idx) {
     Peer& peer = *peers_[peer_idx];
-    if (!peer.watch || peer.lost || !peer.watch->has_ended()) continue;
-    peer.lost = true;
+    {
+      std::lock_guard lock(mutex_);
+      if (!peer.watch || !peer.watch->has_ended()) continue;
+      peer.watch.reset();
+      peer.lost = true;
+    }
     turn(By::others, kProgress);  // its last words, if any
     const Status& status = peer.segment->status();
     if (status.goodbye.load() == 0 && status.failed.load() == 0)
@@ -307,6 +311,9 @@ void ShmTransport::close(Deadline /*deadline*/) {
   ring_peers();
   wake(own_.status().bell, kEverybody);
   if (progress_thread_.joinable()) progress_thread_.join();
+  std::lock_guard lock(mutex_);
+  for (const auto& peer : peers_) peer->watch.reset();
+  own_.release_rings();
 }
 
 std::string ShmTransport::describe_peer(int peer_idx) const {

@@ -39,7 +39,7 @@ class ShmTransport final : public HostTransport {
  private:
   struct Peer {
     Segment* segment = nullptr;
-    const ProcessWatch* watch = nullptr;
+    std::unique_ptr<ProcessWatch> watch;
     std::vector<std::unique_ptr<Outbound>> outbound;  // by lane
     std::vector<std::unique_ptr<Inbound>> inbound;
     bool failure_seen = false;
@@ -58,7 +58,7 @@ class ShmTransport final : public HostTransport {
   void ring_peers();
   void progress();
 
-  const Neighbourhood neighbourhood_;
+  const std::vector<SegmentPtr> segments_;
   const int rank_;
   const int size_;
   const bool has_core_to_itself_;

@@ -39,13 +39,17 @@ class Step:
 
     def run(self, group: Any, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Fresh outputs; collective."""
-        device = inputs[0].device
-        outputs = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self._outputs]
+        outputs = [self._empty(group, inputs[0], shape, dtype) for shape, dtype in self._outputs]
         if self._as_real:
             self._fill(group, [_real(tensor) for tensor in inputs], [_real(tensor) for tensor in outputs])
         else:
             self._fill(group, inputs, outputs)
         return outputs
+
+    def _empty(
+        self, group: Any, like: torch.Tensor, shape: Sequence[int], dtype: torch.dtype
+    ) -> torch.Tensor:
+        return communicator_of(group, like).empty(shape, dtype)
 
     def _fill(self, group: Any, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
         communicator_of(group, inputs[0]).exchange(self.plan, inputs, outputs, op=self._op)
@@ -62,6 +66,11 @@ class LocalStep(Step):
         self._dim = dim
         self._pieces = [(start[dim], extent[dim]) for _, start, extent in boxes]
         self._write = {None: _copy, "up": torch.mul, "down": torch.div}[scale]
+
+    def _empty(
+        self, group: Any, like: torch.Tensor, shape: Sequence[int], dtype: torch.dtype
+    ) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=like.device)
 
     def _fill(self, group: Any, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
         [source], [target] = inputs, outputs
