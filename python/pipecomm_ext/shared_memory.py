@@ -93,8 +93,9 @@ def connect(
 ) -> tuple[_C.SharedMemory | None, str]:
     """Shared memory between all ranks, or None and the cause. Collective; all ranks get it, or none does."""
     size = meeting.size
-    control_bytes = _C.SharedMemory.control_bytes(size, channels, ring_bytes)
-    cause = obstacle(everybody, size * control_bytes)
+    # Rings take memory when they are used: further channels than these carry little, if anything.
+    used_bytes = _C.SharedMemory.control_bytes(size, min(channels, 2), ring_bytes)
+    cause = obstacle(everybody, size * used_bytes)
     if cause is not None:
         return None, cause
     memory, record = None, {}
