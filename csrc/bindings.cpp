@@ -1,6 +1,7 @@
 // The extension module `pipecomm_ext._C`: nothing but bindings.
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
+#include <c10/core/CPUAllocator.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include "bindings/plan_bindings.h"
