@@ -4,7 +4,7 @@
 #include <cstring>
 #include <stdexcept>
 
-#include "plan/dtype.h"
+#include "transport/matching.h"
 
 namespace pipecomm {
 namespace {
@@ -22,21 +22,6 @@ size_t num_inline_bytes(const Request& request) {
 
 std::string_view as_text(std::span<const std::byte> bytes) {
   return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
-}
-
-std::shared_ptr<Failure> failure_of(FailureKind kind, int rank, const Request& request) {
-  auto failure = std::make_shared<Failure>();
-  const Descriptor& descriptor = request.descriptor;
-  failure->kind = kind;
-  failure->op = op_name(descriptor.op);
-  failure->rank = rank;
-  failure->peer = request.peer;
-  failure->channel = descriptor.channel;
-  failure->seq = static_cast<int64_t>(descriptor.seq);
-  failure->dtype = dtype_name(descriptor.dtype);
-  const int num_dims = std::min<int>(descriptor.num_dims, kMaxDescriptorDims);
-  failure->shape.assign(descriptor.shape.begin(), descriptor.shape.begin() + num_dims);
-  return failure;
 }
 
 }  // namespace
@@ -190,16 +175,22 @@ void PeerLink::match(const RequestPtr& request, const Arrival& arrival) {
   const int channel_idx = arrival.header.channel;
   const uint64_t seq = arrival.header.seq;
   Channel& channel = channels_[channel_idx];
-  if (arrival.header.kind == wire::Kind::refuse) {
-    add(wire::Kind::accept, channel_idx, seq, nullptr, {});
-    settle(request, request->refuses ? nullptr : refusal(*request, as_text(arrival.payload)));
-  } else if (request->refuses) {
-    add_text(wire::Kind::refused, channel_idx, seq, request->refusal);
-    settle(request, nullptr);
-  } else if (!request->descriptor.agrees_with(arrival.descriptor)) {
-    add(wire::Kind::reject, channel_idx, seq, &request->descriptor, {});
-    settle(request, mismatch(*request, arrival.descriptor));
-  } else if (arrival.header.kind == wire::Kind::data || channel.early.erase(seq) > 0) {
+  switch (meet(*request, arrival.header.kind == wire::Kind::refuse, arrival.descriptor)) {
+    case Meeting::peer_refuses:
+      add(wire::Kind::accept, channel_idx, seq, nullptr, {});
+      return settle(request, request->refuses
+                                 ? nullptr
+                                 : refusal_failure(rank_, *request, as_text(arrival.payload)));
+    case Meeting::self_refuses:
+      add_text(wire::Kind::refused, channel_idx, seq, request->refusal);
+      return settle(request, nullptr);
+    case Meeting::disagree:
+      add(wire::Kind::reject, channel_idx, seq, &request->descriptor, {});
+      return settle(request, mismatch_failure(rank_, *request, arrival.descriptor));
+    case Meeting::agree:
+      break;
+  }
+  if (arrival.header.kind == wire::Kind::data || channel.early.erase(seq) > 0) {
     if (!arrival.payload.empty())
       std::memcpy(request->data, arrival.payload.data(), arrival.payload.size());
     add(wire::Kind::accept, channel_idx, seq, nullptr, {});
@@ -225,11 +216,9 @@ void PeerLink::answered(const wire::Record& record) {
   if (record.header.kind == wire::Kind::accept) {
     settle(request, nullptr);
   } else if (record.header.kind == wire::Kind::reject) {
-    settle(request, mismatch(*request, record.descriptor));
-  } else if (request->descriptor.op == OpCode::p2p) {  // only a rank that closes refuses these
-    settle(request, gone(*request));
+    settle(request, mismatch_failure(rank_, *request, record.descriptor));
   } else {
-    settle(request, refusal(*request, record.text()));
+    settle(request, refused_send_failure(rank_, *request, record.text(), describe()));
   }
   pump();
 }
@@ -330,33 +319,8 @@ std::string PeerLink::describe() const {
   return "";
 }
 
-FailurePtr PeerLink::mismatch(const Request& request, const Descriptor& theirs) const {
-  auto failure = failure_of(FailureKind::mismatch, rank_, request);
-  const bool sends = request.direction == Direction::send;
-  failure->origin_rank = sends ? request.peer : rank_;
-  failure->message = request_text(request) + (sends ? " carries " : " expects ") +
-                     request.descriptor.text() + ", but rank " + std::to_string(request.peer) +
-                     (sends ? " expects " : " sends ") + theirs.text();
-  if (request.descriptor.text() == theirs.text())
-    failure->message += " with other arguments (sizes, dims or source rank differ)";
-  failure->message += "; nothing was transferred";
-  return failure;
-}
-
-FailurePtr PeerLink::refusal(const Request& request, std::string_view reason) const {
-  auto failure = failure_of(FailureKind::mismatch, rank_, request);
-  failure->origin_rank = request.peer;
-  failure->message = std::string(op_name(request.descriptor.op)) + " was refused by rank " +
-                     std::to_string(request.peer) + ": " + std::string(reason);
-  return failure;
-}
-
 FailurePtr PeerLink::gone(const Request& request) const {
-  auto failure = failure_of(FailureKind::peer_lost, rank_, request);
-  failure->origin_rank = request.peer;
-  failure->message = request_text(request) + " of " + request.descriptor.text() +
-                     " cannot complete: rank " + std::to_string(request.peer) + " " + describe();
-  return failure;
+  return gone_failure(rank_, request, describe());
 }
 
 }  // namespace pipecomm

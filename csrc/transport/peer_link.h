@@ -111,8 +111,6 @@ class PeerLink {
            std::span<const std::byte> payload);
   void add_text(wire::Kind kind, int channel, uint64_t seq, std::string_view text);
 
-  FailurePtr mismatch(const Request& request, const Descriptor& theirs) const;
-  FailurePtr refusal(const Request& request, std::string_view reason) const;
   FailurePtr gone(const Request& request) const;
 
   const int rank_;
