@@ -104,9 +104,9 @@ struct StandIns {
 class BoundCommunicator {
  public:
   // `shared_memory`, or `backend`, which is None if there is nobody to talk to.
-  BoundCommunicator(const py::object& backend, SharedMemory* shared_memory, int rank, int size,
-                    uint32_t epoch, int num_channels, const py::object& timeout, int num_threads,
-                    bool checks) {
+  BoundCommunicator(const py::object& backend, int rank, int size, uint32_t epoch, int num_channels,
+                    const py::object& timeout, int num_threads, bool checks,
+                    SharedMemory* shared_memory) {
     CommunicatorOptions options;
     options.rank = rank;
     options.size = size;
@@ -313,10 +313,10 @@ passes, and then the operation stays in flight; raises the operation's own error
            "Whether the operation has ended, well or not. Never blocks.");
 
   py::class_<BoundCommunicator>(m, "Communicator")
-      .def(py::init<py::object, SharedMemory*, int, int, uint32_t, int, py::object, int, bool>(),
-           py::arg("backend"), py::arg("shared_memory"), py::arg("rank"), py::arg("size"),
-           py::arg("epoch"), py::arg("channels"), py::arg("timeout"), py::arg("num_threads"),
-           py::arg("checks") = true)
+      .def(py::init<py::object, int, int, uint32_t, int, py::object, int, bool, SharedMemory*>(),
+           py::arg("backend"), py::arg("rank"), py::arg("size"), py::arg("epoch"),
+           py::arg("channels"), py::arg("timeout"), py::arg("num_threads"),
+           py::arg("checks") = true, py::arg("shared_memory") = py::none())
       .def("batch_p2p", &BoundCommunicator::batch_p2p, py::arg("ops"))
       .def("isend", &BoundCommunicator::isend, py::arg("tensor"), py::arg("dst"),
            py::arg("channel") = 0)

@@ -66,7 +66,6 @@ class Communicator:
     def __init__(
         self,
         backend: Any,
-        shared_memory: SharedMemory | None,
         rank: int,
         size: int,
         epoch: int,
@@ -74,6 +73,7 @@ class Communicator:
         timeout: float | datetime.timedelta | None,
         num_threads: int,
         checks: bool = True,
+        shared_memory: SharedMemory | None = None,
     ) -> None: ...
     def batch_p2p(self, ops: Sequence[Send | Recv]) -> Work: ...
     def isend(self, tensor: torch.Tensor, dst: int, channel: int = 0) -> Work: ...
