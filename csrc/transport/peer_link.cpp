@@ -26,16 +26,9 @@ std::string_view as_text(std::span<const std::byte> bytes) {
 
 std::shared_ptr<Failure> failure_of(FailureKind kind, int rank, const Request& request) {
   auto failure = std::make_shared<Failure>();
-  const Descriptor& descriptor = request.descriptor;
   failure->kind = kind;
-  failure->op = op_name(descriptor.op);
   failure->rank = rank;
-  failure->peer = request.peer;
-  failure->channel = descriptor.channel;
-  failure->seq = static_cast<int64_t>(descriptor.seq);
-  failure->dtype = dtype_name(descriptor.dtype);
-  const int num_dims = std::min<int>(descriptor.num_dims, kMaxDescriptorDims);
-  failure->shape.assign(descriptor.shape.begin(), descriptor.shape.begin() + num_dims);
+  name_message(*failure, request.peer, request.descriptor);
   return failure;
 }
 
@@ -149,6 +142,12 @@ void PeerLink::handle_record(const wire::Record& record) {
     case wire::Kind::failure:
       failure_ = decode_failure(reinterpret_cast<const char*>(record.payload.data()),
                                 record.payload.size());
+      return;
+    case wire::Kind::send_claim:
+    case wire::Kind::recv_claim:
+      claims_.push_back(
+          {record.header.kind == wire::Kind::send_claim ? Direction::send : Direction::recv,
+           record.descriptor});
       return;
     case wire::Kind::closing:
       if (state_ == State::open) state_ = State::closing;
@@ -277,6 +276,11 @@ void PeerLink::say_goodbye() {
 void PeerLink::say_failure(const Failure& failure) {
   const std::string bytes = encode_failure(failure);
   add(wire::Kind::failure, 0, 0, nullptr, std::as_bytes(std::span(bytes.data(), bytes.size())));
+}
+
+void PeerLink::say_claim(Direction direction, const Descriptor& descriptor) {
+  add(direction == Direction::send ? wire::Kind::send_claim : wire::Kind::recv_claim,
+      descriptor.channel, descriptor.seq, &descriptor, {});
 }
 
 void PeerLink::lose() {

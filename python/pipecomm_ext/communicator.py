@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from . import _C
+from . import _C, nccl
 from .rendezvous import Rendezvous
 from .specs import Spec, specs_of
 
@@ -43,8 +43,10 @@ class Communicator:
             for gradients): messages match in post order per (source, destination, channel).
         timeout: seconds or timedelta after which an operation fails, on all ranks, with PipeCommTimeout; None
             is 600 s, math.inf no limit.
-        check: "auto" and "full" compare op, dtype, shape and arguments of every message on CPU; "off"
-            compares sizes only.
+        check: CPU tensors: "auto" and "full" compare op, dtype, shape and arguments of every message; "off"
+            compares sizes only. CUDA tensors (NCCL): "auto" compares each distinct message or collective at
+            its first use, "full" each one behind the transfer, which costs host time; a disagreement about a
+            message then fails the communicator. "off" compares nothing.
 
     Peers are ranks within the group. After a failure (a dead peer, a timeout, `abort()`) every call raises
     the original cause. A context manager: leaving it closes, leaving it by an exception aborts.
@@ -93,16 +95,29 @@ class Communicator:
         self._transport, self._transport_reason = _choose(facts, everybody)
         epoch = meeting.shared_random()
         backend = _connect(meeting, epoch)
-        self._c = _C.Communicator(
-            backend=backend,
-            rank=self._rank,
-            size=self._size,
-            epoch=epoch,
-            channels=channels,
-            timeout=math.inf if limit is None else limit,
-            num_threads=torch.get_num_threads(),
-            checks=check != "off",
-        )
+        limit_s = math.inf if limit is None else limit
+        if self._transport == "nccl":
+            self._c = nccl.make(
+                meeting,
+                backend,
+                epoch=epoch,
+                channels=channels,
+                timeout=limit_s,
+                check=check,
+                options=facts["nccl_options"],
+            )
+        else:
+            self._c = _C.Communicator(
+                backend=backend,
+                rank=self._rank,
+                size=self._size,
+                epoch=epoch,
+                channels=channels,
+                timeout=limit_s,
+                num_threads=torch.get_num_threads(),
+                checks=check != "off",
+                device=self._device.type,
+            )
         del backend  # the extension is its only owner, so that close() really closes the connections
         _open.add(self)
 
@@ -165,15 +180,15 @@ class Communicator:
         """
         if any(type(op) is not Send and type(op) is not Recv for op in ops):
             ops = [self._from_torch(op, op_idx) for op_idx, op in enumerate(ops)]
-        return self._finish(self._c.batch_p2p(ops), async_op)
+        return self._finish(self._c.batch_p2p(ops, async_op), async_op)
 
     def send(self, tensor: torch.Tensor, dst: int, channel: int = 0) -> None:
         """Sends a tensor to rank `dst`; returns when the receiver has accepted it."""
-        self._c.isend(tensor, dst, channel).wait()
+        self._c.isend(tensor, dst, channel, False).wait()
 
     def recv(self, tensor: torch.Tensor, src: int, channel: int = 0) -> None:
         """Receives from rank `src` into `tensor`, whose shape and dtype must be the sender's."""
-        self._c.irecv(tensor, src, channel).wait()
+        self._c.irecv(tensor, src, channel, False).wait()
 
     def isend(self, tensor: torch.Tensor, dst: int, channel: int = 0) -> Work:
         """Like `send`, without waiting. The buffer must not change until the Work is done."""
@@ -188,7 +203,7 @@ class Communicator:
     def broadcast(self, tensor: torch.Tensor, src: int, *, async_op: bool = False) -> Work | None:
         """Copies `tensor` of rank `src` into `tensor` of all others; same shape and dtype everywhere."""
         with self.collective("broadcast"):
-            work = self._c.broadcast(tensor, src)
+            work = self._c.broadcast(tensor, src, async_op)
         return self._finish(work, async_op)
 
     def barrier(self) -> None:
@@ -221,7 +236,7 @@ class Communicator:
         ranks call it, with plans of the same arguments.
         """
         with self.collective(op):
-            work = self._c.exchange(op, plan, inputs, outputs)
+            work = self._c.exchange(op, plan, inputs, outputs, async_op)
         return self._finish(work, async_op)
 
     @contextlib.contextmanager
@@ -365,11 +380,16 @@ def _facts(group, device, transport, channels, limit, check) -> dict[str, Any]:
     if requested not in _TRANSPORTS:
         raise ValueError(f"PIPECOMM_TRANSPORT must be one of {', '.join(_TRANSPORTS)}, not {requested!r}")
     kind = _device_kind(group, device)
-    if requested in ("nccl", "shm"):
+    if requested == "shm" or (requested == "nccl" and kind == "cpu"):
         raise ValueError(
             f'transport="{requested}" does not exist in this version for {kind} tensors; use "c10d"'
         )
+    nccl_facts = nccl.local_facts() if kind == "cuda" else {}
+    if requested == "nccl" and nccl_facts["problem"]:
+        raise ValueError(f'transport="nccl" cannot be used: {nccl_facts["problem"]}; use "c10d"')
     return {
+        "local": nccl_facts,
+        "nccl_options": nccl.options() if kind == "cuda" else {},
         "device": kind,
         "transport": requested,
         "channels": channels,
@@ -382,6 +402,8 @@ def _require_equal(everybody: list[dict[str, Any]], rank: int) -> None:
     from .errors import PipeCommMismatch
 
     for key in everybody[0]:
+        if key == "local":
+            continue
         values = [record[key] for record in everybody]
         for other, value in enumerate(values):
             if value != values[0]:
@@ -396,8 +418,13 @@ def _require_equal(everybody: list[dict[str, Any]], rank: int) -> None:
 
 
 def _choose(facts: dict[str, Any], everybody: list[dict[str, Any]]) -> tuple[str, str]:
-    if facts["transport"] == "c10d":
-        return "c10d", "asked for"
+    if facts["transport"] != "auto":
+        return facts["transport"], "asked for"
+    if facts["device"] == "cuda":
+        problem = nccl.problem_of([other["local"] for other in everybody])
+        if problem:
+            return "c10d", f"staged through host memory over gloo, since NCCL cannot be used: {problem}"
+        return "nccl", "CUDA tensors, and every rank has NCCL and a GPU of its own"
     return "c10d", "the portable transport (gloo), the only one for CPU tensors in this version"
 
 
