@@ -4,9 +4,13 @@
 #include <c10/core/CPUAllocator.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
+#include "bindings/device_bindings.h"
+#include "bindings/host_copies.h"
 #include "bindings/plan_bindings.h"
+#include "bindings/point_to_point_args.h"
 #include "bindings/python_args.h"
 #include "bindings/shared_memory.h"
+#include "bindings/work.h"
 #include "engine/communicator.h"
 #include "transport/c10d_transport.h"
 #include "transport/shm/shm_transport.h"
@@ -14,99 +18,15 @@
 namespace pipecomm {
 namespace {
 
-// One element of a batch as Python holds it.
-struct PointToPointArg {
-  py::object tensor;
-  int peer;
-  int channel;
-};
-struct SendArg : PointToPointArg {};
-struct RecvArg : PointToPointArg {};
-
-template <class Arg>
-void bind_point_to_point(py::module_& m, const char* name, const char* doc) {
-  py::class_<Arg>(m, name, doc)
-      .def(py::init([](py::object tensor, const py::object& peer, const py::object& channel) {
-             Arg arg;
-             arg.tensor = std::move(tensor);
-             arg.peer = index_argument(peer, "peer");
-             arg.channel = index_argument(channel, "channel");
-             return arg;
-           }),
-           py::arg("tensor"), py::arg("peer"), py::arg("channel") = 0)
-      .def_readonly("tensor", &Arg::tensor)
-      .def_readonly("peer", &Arg::peer)
-      .def_readonly("channel", &Arg::channel)
-      .def("__repr__", [name](const Arg& arg) {
-        const bool is_tensor = THPVariable_Check(arg.tensor.ptr());
-        return py::str("{}({}, peer={}, channel={})")
-            .format(name,
-                    is_tensor ? py::str("{}{}").format(arg.tensor.attr("dtype"),
-                                                       py::list(arg.tensor.attr("shape")))
-                              : py::str(arg.tensor),
-                    arg.peer, arg.channel);
-      });
-}
-
-// A handle on an operation. Owns nothing that the operation does not own itself: dropping it is
-// legal.
-class Work {
- public:
-  Work(std::shared_ptr<Communicator> communicator, OperationPtr operation)
-      : communicator_(std::move(communicator)), operation_(std::move(operation)) {}
-
-  void wait(const py::object& timeout) {
-    const auto limit = timeout_argument(timeout);
-    const Deadline until = limit ? Clock::now() + *limit : Deadline::max();
-    bool finished;
-    {
-      py::gil_scoped_release no_gil;
-      finished = communicator_->wait(*operation_, until, check_signals);
-    }
-    if (finished) return;
-    Failure failure{.kind = FailureKind::timeout,
-                    .op = op_name(operation_->op()),
-                    .rank = communicator_->rank(),
-                    .origin_rank = communicator_->rank()};
-    if (const RequestPtr request = operation_->first_pending()) failure.peer = request->peer;
-    failure.message = failure.op + " is not done after " + py::str(timeout).cast<std::string>() +
-                      " s of wait(), " + operation_->pending_text() +
-                      "; it stays in flight, wait() again to go on";
-    throw PipeCommException(std::make_shared<Failure>(std::move(failure)));
-  }
-  bool is_completed() const { return operation_->done(); }
-
- private:
-  std::shared_ptr<Communicator> communicator_;
-  OperationPtr operation_;
-};
-
-// What the engine cannot receive into directly: it gets a contiguous stand-in, copied over at the
-// end.
-struct StandIns {
-  std::vector<std::pair<at::Tensor, at::Tensor>> pairs;  // tensor of the user, stand-in
-
-  at::Tensor contiguous(const at::Tensor& tensor) {
-    if (tensor.is_contiguous()) return tensor;
-    at::AutoDispatchBelowADInplaceOrView guard;
-    pairs.emplace_back(tensor, at::empty(tensor.sizes(), tensor.options()));
-    return pairs.back().second;
-  }
-  std::function<void()> copy_back() && {
-    if (pairs.empty()) return nullptr;
-    return [pairs = std::move(pairs)] {
-      at::AutoDispatchBelowADInplaceOrView guard;
-      for (const auto& [tensor, stand_in] : pairs) tensor.copy_(stand_in);
-    };
-  }
-};
-
 class BoundCommunicator {
  public:
+  using WorkPtr = std::shared_ptr<Work>;
+
   // `shared_memory`, or `backend`, which is None if there is nobody to talk to.
   BoundCommunicator(const py::object& backend, int rank, int size, uint32_t epoch, int num_channels,
                     const py::object& timeout, int num_threads, bool checks,
-                    SharedMemory* shared_memory) {
+                    SharedMemory* shared_memory, const std::string& device)
+      : device_(c10::Device(device).type()) {
     CommunicatorOptions options;
     options.rank = rank;
     options.size = size;
@@ -130,61 +50,36 @@ class BoundCommunicator {
     communicator_.reset();
   }
 
-  Work batch_p2p(const py::sequence& ops) {
-    std::vector<PointToPoint> batch;
-    const size_t num_ops = py::len(ops);
-    batch.reserve(num_ops);
+  WorkPtr batch_p2p(const py::sequence& ops, bool /*async_op*/) {
     StandIns stand_ins;
-    for (size_t op_idx = 0; op_idx < num_ops; ++op_idx) {
-      const py::object op = ops[op_idx];
-      const auto at = [&] {
-        return num_ops == 1 ? std::string("tensor") : "ops[" + std::to_string(op_idx) + "]: tensor";
-      };
-      if (py::isinstance<SendArg>(op)) {
-        batch.push_back(send_of(op.cast<const SendArg&>(), at()));
-      } else if (py::isinstance<RecvArg>(op)) {
-        batch.push_back(recv_of(op.cast<const RecvArg&>(), at(), stand_ins));
-      } else {
-        throw py::type_error("ops[" + std::to_string(op_idx) +
-                             "] must be a Send, a Recv or a torch.distributed.P2POp, not " +
-                             Py_TYPE(op.ptr())->tp_name);
-      }
-    }
+    const auto batch = batch_argument(
+        ops, [&](const PointToPointArg& arg, Direction direction, const std::string& name) {
+          return view(arg, direction, name, stand_ins);
+        });
     return post_p2p(batch, std::move(stand_ins));
   }
-  Work isend(const py::object& tensor, const py::object& dst, const py::object& channel) {
-    SendArg arg;
-    arg.tensor = tensor;
-    arg.peer = index_argument(dst, "dst");
-    arg.channel = index_argument(channel, "channel");
-    return post_p2p({send_of(arg, "tensor")}, {});
-  }
-  Work irecv(const py::object& tensor, const py::object& src, const py::object& channel) {
-    RecvArg arg;
-    arg.tensor = tensor;
-    arg.peer = index_argument(src, "src");
-    arg.channel = index_argument(channel, "channel");
+  WorkPtr isend(const py::object& tensor, const py::object& dst, const py::object& channel,
+                bool /*async_op*/) {
+    const auto arg = point_to_point_arg<SendArg>(tensor, dst, "dst", channel);
     StandIns stand_ins;
-    std::vector<PointToPoint> batch{recv_of(arg, "tensor", stand_ins)};
-    return post_p2p(batch, std::move(stand_ins));
+    const PointToPoint op = view(arg, Direction::send, "tensor", stand_ins);
+    return post_p2p({&op, 1}, std::move(stand_ins));
+  }
+  WorkPtr irecv(const py::object& tensor, const py::object& src, const py::object& channel,
+                bool /*async_op*/) {
+    const auto arg = point_to_point_arg<RecvArg>(tensor, src, "src", channel);
+    StandIns stand_ins;
+    const PointToPoint op = view(arg, Direction::recv, "tensor", stand_ins);
+    return post_p2p({&op, 1}, std::move(stand_ins));
   }
 
-  Work broadcast(const py::object& object, const py::object& src) {
+  WorkPtr broadcast(const py::object& object, const py::object& src, bool /*async_op*/) {
     const int source = index_argument(src, "src");
     const bool sends = source == communicator_->rank();
-    at::Tensor tensor =
-        tensor_argument(object, "tensor", sends ? Access::read : Access::write, at::kCPU);
     StandIns stand_ins;
-    if (sends) {
-      tensor = tensor.contiguous();
-    } else {
-      mark_written(tensor);
-      tensor = stand_ins.contiguous(tensor);
-    }
-    const TensorRef ref = tensor_ref(tensor);
-    auto copy_back = std::move(stand_ins).copy_back();
-    py::gil_scoped_release no_gil;
-    return {communicator_, communicator_->broadcast(ref, source, std::move(copy_back))};
+    const TensorRef tensor = ref(object, "tensor", sends ? Access::read : Access::write, stand_ins);
+    return work(
+        [&] { return communicator_->broadcast(tensor, source, std::move(stand_ins).copy_back()); });
   }
   // For results: in memory that peers write directly, if the transport has such memory.
   at::Tensor empty(const std::vector<int64_t>& shape, at::ScalarType dtype) {
@@ -204,31 +99,38 @@ class BoundCommunicator {
     storage->set_resizable(true);
     return tensor;
   }
-  Work barrier() {
-    py::gil_scoped_release no_gil;
-    return {communicator_, communicator_->barrier()};
+  WorkPtr barrier() {
+    return work([&] { return communicator_->barrier(); });
   }
-  Work exchange(const std::string& op, const PreparedExchangePtr& plan, const py::sequence& inputs,
-                const py::sequence& outputs) {
-    auto refs = [](const py::sequence& tensors, const char* name, Access access) {
+  WorkPtr exchange(const std::string& op, const PreparedExchangePtr& plan,
+                   const py::sequence& inputs, const py::sequence& outputs, bool /*async_op*/) {
+    StandIns stand_ins;
+    auto refs = [&](const py::sequence& tensors, const char* name, Access access) {
       std::vector<TensorRef> refs;
       for (size_t idx = 0; idx < py::len(tensors); ++idx) {
         const std::string label = std::string(name) + "[" + std::to_string(idx) + "]";
-        const at::Tensor tensor = tensor_argument(tensors[idx], label, access, at::kCPU);
-        if (access == Access::write) mark_written(tensor);
-        refs.push_back(tensor_ref(tensor));
+        // Tensors in host memory are read and written by their strides.
+        if (device_ == at::kCPU) {
+          const at::Tensor tensor = tensor_argument(tensors[idx], label, access, device_);
+          if (access == Access::write) mark_written(tensor);
+          refs.push_back(tensor_ref(tensor));
+        } else {
+          refs.push_back(ref(tensors[idx], label, access, stand_ins));
+        }
       }
       return refs;
     };
     const std::vector<TensorRef> input_refs = refs(inputs, "inputs", Access::read);
     const std::vector<TensorRef> output_refs = refs(outputs, "outputs", Access::write);
-    const OpCode code = op_code(op);
-    py::gil_scoped_release no_gil;
-    return {communicator_, communicator_->exchange(code, plan, input_refs, output_refs)};
+    const OpCode code = collective_code(op);
+    return work([&] {
+      return communicator_->exchange(code, plan, input_refs, output_refs,
+                                     std::move(stand_ins).copy_back());
+    });
   }
   void refuse(const std::string& op, const std::string& reason) {
     py::gil_scoped_release no_gil;
-    communicator_->refuse(op_code(op), reason);
+    communicator_->refuse(collective_code(op), reason);
   }
   void abort(const std::string& reason) {
     py::gil_scoped_release no_gil;
@@ -240,41 +142,33 @@ class BoundCommunicator {
   }
   bool closed() const { return communicator_->closed(); }
   bool failed() const { return communicator_->failure() != nullptr; }
-  py::dict copy_counters() const {
-    const CopyCounters counters = communicator_->copy_counters();
-    py::dict dict;
-    dict["num_exchanges"] = counters.num_exchanges;
-    dict["num_passes"] = counters.num_passes;
-    dict["num_staging_allocations"] = counters.num_staging_allocations;
-    return dict;
-  }
+  py::dict copy_counters() const { return counters_dict(communicator_->copy_counters()); }
 
  private:
-  static OpCode op_code(const std::string& name) {
-    for (OpCode op : {OpCode::barrier, OpCode::broadcast, OpCode::all_to_all, OpCode::all_gather,
-                      OpCode::exchange, OpCode::relay})
-      if (name == op_name(op)) return op;
-    throw py::value_error("unknown collective '" + name + "'");
-  }
-
-  static PointToPoint send_of(const PointToPointArg& arg, const std::string& name) {
-    const at::Tensor tensor = tensor_argument(arg.tensor, name, Access::read, at::kCPU);
-    at::NoGradGuard no_grad;
-    return {Direction::send, arg.peer, arg.channel, tensor_ref(tensor.contiguous())};
-  }
-  static PointToPoint recv_of(const PointToPointArg& arg, const std::string& name,
-                              StandIns& stand_ins) {
-    const at::Tensor tensor = tensor_argument(arg.tensor, name, Access::write, at::kCPU);
+  // What the transport reads or writes for a tensor of the user.
+  TensorRef ref(const py::object& object, const std::string& name, Access access,
+                StandIns& stand_ins) const {
+    const at::Tensor tensor = tensor_argument(object, name, access, device_);
+    if (access == Access::read) return tensor_ref(on_host(tensor));
     mark_written(tensor);
-    return {Direction::recv, arg.peer, arg.channel, tensor_ref(stand_ins.contiguous(tensor))};
+    return tensor_ref(stand_ins.for_tensor(tensor));
+  }
+  PointToPoint view(const PointToPointArg& arg, Direction direction, const std::string& name,
+                    StandIns& stand_ins) const {
+    const Access access = direction == Direction::send ? Access::read : Access::write;
+    return {direction, arg.peer, arg.channel, ref(arg.tensor, name, access, stand_ins)};
   }
 
-  Work post_p2p(const std::vector<PointToPoint>& batch, StandIns stand_ins) {
-    auto copy_back = std::move(stand_ins).copy_back();
+  template <class Post>
+  WorkPtr work(Post&& post) {
     py::gil_scoped_release no_gil;
-    return {communicator_, communicator_->batch_p2p(batch, std::move(copy_back))};
+    return std::make_shared<HostWork>(communicator_, post());
+  }
+  WorkPtr post_p2p(std::span<const PointToPoint> batch, StandIns stand_ins) {
+    return work([&] { return communicator_->batch_p2p(batch, std::move(stand_ins).copy_back()); });
   }
 
+  const at::DeviceType device_;
   std::shared_ptr<Communicator> communicator_;
 };
 
@@ -293,40 +187,29 @@ PYBIND11_MODULE(_C, m) {
 
   bind_plan(m);
   bind_shared_memory(m);
-  bind_point_to_point<SendArg>(
-      m, "Send", "Send(tensor, peer, channel=0): an element of batch_p2p; peer is a group rank.");
-  bind_point_to_point<RecvArg>(
-      m, "Recv", "Recv(tensor, peer, channel=0): an element of batch_p2p; peer is a group rank.");
-
-  py::class_<Work>(m, "Work", R"doc(Handle on an operation in flight.
-
-It keeps nothing alive that the operation does not keep alive itself: dropping it is legal, and the data are delivered.)doc")
-      .def("wait", &Work::wait, py::arg("timeout") = py::none(),
-           R"doc(Block until the operation is done.
-
-timeout: seconds or a timedelta; None waits as long as the communicator's own timeout allows. Raises PipeCommTimeout when it
-passes, and then the operation stays in flight; raises the operation's own error if it failed. Idempotent, from any thread.)doc")
-      .def(
-          "synchronize", [](Work& work) { work.wait(py::none()); },
-          "Block the host until the operation is done.")
-      .def("is_completed", &Work::is_completed,
-           "Whether the operation has ended, well or not. Never blocks.");
+  bind_point_to_point_args(m);
+  bind_work(m);
+  bind_device(m);
 
   py::class_<BoundCommunicator>(m, "Communicator")
-      .def(py::init<py::object, int, int, uint32_t, int, py::object, int, bool, SharedMemory*>(),
+      .def(py::init<py::object, int, int, uint32_t, int, py::object, int, bool, SharedMemory*,
+                    std::string>(),
            py::arg("backend"), py::arg("rank"), py::arg("size"), py::arg("epoch"),
            py::arg("channels"), py::arg("timeout"), py::arg("num_threads"),
-           py::arg("checks") = true, py::arg("shared_memory") = py::none())
-      .def("batch_p2p", &BoundCommunicator::batch_p2p, py::arg("ops"))
+           py::arg("checks") = true, py::arg("shared_memory") = py::none(),
+           py::arg("device") = "cpu")
+      // async_op is for the device class, whose members are the same: here all operations are.
+      .def("batch_p2p", &BoundCommunicator::batch_p2p, py::arg("ops"), py::arg("async_op") = false)
       .def("isend", &BoundCommunicator::isend, py::arg("tensor"), py::arg("dst"),
-           py::arg("channel") = 0)
+           py::arg("channel") = 0, py::arg("async_op") = true)
       .def("irecv", &BoundCommunicator::irecv, py::arg("tensor"), py::arg("src"),
-           py::arg("channel") = 0)
-      .def("broadcast", &BoundCommunicator::broadcast, py::arg("tensor"), py::arg("src"))
+           py::arg("channel") = 0, py::arg("async_op") = true)
+      .def("broadcast", &BoundCommunicator::broadcast, py::arg("tensor"), py::arg("src"),
+           py::arg("async_op") = false)
       .def("barrier", &BoundCommunicator::barrier)
       .def("empty", &BoundCommunicator::empty, py::arg("shape"), py::arg("dtype"))
       .def("exchange", &BoundCommunicator::exchange, py::arg("op"), py::arg("plan"),
-           py::arg("inputs"), py::arg("outputs"))
+           py::arg("inputs"), py::arg("outputs"), py::arg("async_op") = false)
       .def("refuse", &BoundCommunicator::refuse, py::arg("op"), py::arg("reason"))
       .def("abort", &BoundCommunicator::abort, py::arg("reason"))
       .def("close", &BoundCommunicator::close)

@@ -13,12 +13,6 @@ constexpr auto kTick = std::chrono::milliseconds(20);
 constexpr auto kGoodbyeLimit = std::chrono::seconds(2);
 constexpr size_t kMinSweep = 1024;
 
-std::string seconds_text(Clock::duration duration) {
-  char text[32];
-  std::snprintf(text, sizeof text, "%.1f s", std::chrono::duration<double>(duration).count());
-  return text;
-}
-
 // The communicator's failure as one of its operations reports it: with what that operation was
 // waiting for.
 FailurePtr failure_for(const FailurePtr& failure, const Operation& operation) {
@@ -26,14 +20,7 @@ FailurePtr failure_for(const FailurePtr& failure, const Operation& operation) {
   if (!request) return failure;
   auto own = std::make_shared<Failure>(*failure);
   const Descriptor& descriptor = request->descriptor;
-  own->op = op_name(descriptor.op);
-  own->peer = request->peer;
-  own->channel = descriptor.channel;
-  own->seq = static_cast<int64_t>(descriptor.seq);
-  own->dtype = dtype_name(descriptor.dtype);
-  own->shape.assign(
-      descriptor.shape.begin(),
-      descriptor.shape.begin() + std::min<int>(descriptor.num_dims, kMaxDescriptorDims));
+  name_message(*own, request->peer, descriptor);
   own->message +=
       "; this rank was waiting for " + request_text(*request) + " of " + descriptor.text();
   return own;
@@ -94,17 +81,8 @@ void Communicator::check_usable(OpCode op) const {
 
 Descriptor Communicator::describe(OpCode op, int channel, const TensorRef& tensor,
                                   uint64_t signature, int64_t num_bytes) const {
-  Descriptor descriptor;
-  descriptor.op = op;
-  descriptor.channel = static_cast<uint8_t>(channel);
-  descriptor.num_bytes = num_bytes;
-  if (!options_.checks) return descriptor;
-  descriptor.dtype = tensor.dtype.code;
-  descriptor.num_dims = static_cast<uint8_t>(tensor.shape.size());
-  const size_t num_kept = std::min<size_t>(tensor.shape.size(), kMaxDescriptorDims);
-  std::copy_n(tensor.shape.begin(), num_kept, descriptor.shape.begin());
-  descriptor.signature = signature;
-  return descriptor;
+  if (!options_.checks) return pipecomm::describe(op, channel, {}, 0, num_bytes);
+  return pipecomm::describe(op, channel, tensor, signature, num_bytes);
 }
 
 OperationPtr Communicator::make_operation(OpCode op) {
@@ -159,28 +137,7 @@ OperationPtr Communicator::exchange(OpCode op, PreparedExchangePtr prepared,
                                     std::function<void()> on_success) {
   check_usable(op);
   const ExchangePlan& plan = prepared->plan();
-  if (plan.rank != rank() || plan.size != size())
-    throw std::invalid_argument("the plan is for rank " + std::to_string(plan.rank) + " of " +
-                                std::to_string(plan.size) + ", this is rank " +
-                                std::to_string(rank()) + " of " + std::to_string(size()));
-  auto layouts = [&](const char* what, std::span<const TensorRef> tensors,
-                     const std::vector<TensorSpec>& specs) {
-    if (tensors.size() != specs.size())
-      throw std::invalid_argument(plan.op + " takes " + std::to_string(specs.size()) + " " + what +
-                                  ", got " + std::to_string(tensors.size()));
-    std::vector<Layout> layouts;
-    for (size_t idx = 0; idx < tensors.size(); ++idx) {
-      const TensorSpec actual{tensors[idx].shape, tensors[idx].dtype};
-      if (actual != specs[idx])
-        throw std::invalid_argument(plan.op + ": " + what + "[" + std::to_string(idx) +
-                                    "] must be " + to_string(specs[idx]) + ", not " +
-                                    to_string(actual));
-      layouts.push_back({actual.shape, tensors[idx].strides, actual.dtype.itemsize});
-    }
-    return layouts;
-  };
-  auto lowered = prepared->lowered(layouts("inputs", inputs, plan.inputs),
-                                   layouts("outputs", outputs, plan.outputs));
+  const auto lowered = prepared->lowered_for(rank(), size(), inputs, outputs);
 
   const bool stages = !transport_->copies_on_the_way();
   auto memory = std::make_shared<ExchangeBuffers>();
@@ -273,20 +230,21 @@ OperationPtr Communicator::broadcast(const TensorRef& tensor, int source,
   return operation;
 }
 
-OperationPtr Communicator::barrier() {
-  check_usable(OpCode::barrier);
-  const OperationPtr operation = make_operation(OpCode::barrier);
+OperationPtr Communicator::barrier() { return agree(OpCode::barrier, {}, 0); }
+
+OperationPtr Communicator::agree(OpCode op, const TensorRef& shown, uint64_t signature) {
+  check_usable(op);
+  const OperationPtr operation = make_operation(op);
+  const Descriptor descriptor = describe(op, kCollectiveChannel, shown, signature, 0);
   for (Direction direction : {Direction::recv, Direction::send})
     for (int peer = 0; peer < size(); ++peer)
-      if (peer != rank())
-        operation->add_request(direction, peer,
-                               describe(OpCode::barrier, kCollectiveChannel, {}, 0, 0), nullptr);
+      if (peer != rank()) operation->add_request(direction, peer, descriptor, nullptr);
   std::lock_guard lock(post_mutex_);
   post(operation);
   return operation;
 }
 
-void Communicator::refuse(OpCode op, const std::string& reason) {
+OperationPtr Communicator::refuse(OpCode op, const std::string& reason) {
   check_usable(op);
   const OperationPtr operation = make_operation(op);
   for (Direction direction : {Direction::recv, Direction::send}) {
@@ -300,6 +258,7 @@ void Communicator::refuse(OpCode op, const std::string& reason) {
   }
   std::lock_guard lock(post_mutex_);
   post(operation);
+  return operation;
 }
 
 bool Communicator::wait(Operation& operation, Deadline until,
@@ -366,6 +325,10 @@ void Communicator::on_broken(const std::string& why) {
         .message = "transport failure: " + why,
         .rank = rank(),
         .origin_rank = rank()});
+}
+
+void Communicator::on_claim(int peer, Direction direction, const Descriptor& descriptor) {
+  if (options_.on_claim) options_.on_claim(peer, direction, descriptor);
 }
 
 void Communicator::expire(Operation& operation) {

@@ -32,6 +32,8 @@ struct CommunicatorOptions {
   std::optional<std::chrono::nanoseconds> timeout;  // none: wait forever
   int num_threads = 1;                              // for packing
   bool checks = true;  // compare dtypes, shapes and arguments, not only sizes
+  // Hears the claims of peers (see `Communicator::claim`), on a thread of the transport.
+  std::function<void(int peer, Direction direction, const Descriptor& descriptor)> on_claim;
 };
 
 // Bytes and passes that exchanges of this communicator have copied, for tests and benchmarks.
@@ -70,8 +72,16 @@ class Communicator final : private TransportEvents {
   std::shared_ptr<std::byte> allocate_result(int64_t num_bytes) {
     return transport_->allocate_result(num_bytes);
   }
-  // Instead of a collective that this rank cannot take part in.
-  void refuse(OpCode op, const std::string& reason);
+  // Instead of a collective that this rank cannot take part in. Done once all others have heard it.
+  OperationPtr refuse(OpCode op, const std::string& reason);
+
+  // For a device communicator, whose data do not pass here. `agree` is a collective without data:
+  // fails unless every rank calls it with the same op and signature; `shown` is the tensor to name
+  // in errors. `claim` tells a peer what this end believes of one message, see HostTransport.
+  OperationPtr agree(OpCode op, const TensorRef& shown, uint64_t signature);
+  void claim(int peer, Direction direction, const Descriptor& descriptor) {
+    transport_->claim(peer, direction, descriptor);
+  }
 
   // Blocks until the operation is done and throws its failure, if any; false if `until` passes
   // first. `interrupted` is asked now and then on the waiting thread and may throw (pending
@@ -94,6 +104,7 @@ class Communicator final : private TransportEvents {
   void on_peer_lost(int peer, const std::string& why) override;
   void on_remote_failure(const Failure& failure) override;
   void on_broken(const std::string& why) override;
+  void on_claim(int peer, Direction direction, const Descriptor& descriptor) override;
 
   void check_usable(OpCode op) const;
   OperationPtr make_operation(OpCode op);

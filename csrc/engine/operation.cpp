@@ -1,12 +1,33 @@
 #include "engine/operation.h"
 
+#include <algorithm>
+#include <cstdio>
+
+#include "plan/dtype.h"
+
 namespace pipecomm {
 
-std::string request_text(const Request& request) {
-  const bool sends = request.direction == Direction::send;
-  return (sends ? "send #" : "recv #") + std::to_string(request.descriptor.seq) + " on channel " +
-         std::to_string(request.descriptor.channel) + (sends ? " to rank " : " from rank ") +
-         std::to_string(request.peer);
+std::string message_text(Direction direction, int peer, const Descriptor& descriptor) {
+  const bool sends = direction == Direction::send;
+  return (sends ? "send #" : "recv #") + std::to_string(descriptor.seq) + " on channel " +
+         std::to_string(descriptor.channel) + (sends ? " to rank " : " from rank ") +
+         std::to_string(peer);
+}
+
+std::string seconds_text(Clock::duration duration) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%.1f s", std::chrono::duration<double>(duration).count());
+  return text;
+}
+
+void name_message(Failure& failure, int peer, const Descriptor& descriptor) {
+  failure.op = op_name(descriptor.op);
+  failure.peer = peer;
+  failure.channel = descriptor.channel;
+  failure.seq = static_cast<int64_t>(descriptor.seq);
+  failure.dtype = dtype_name(descriptor.dtype);
+  const int num_dims = std::min<int>(descriptor.num_dims, kMaxDescriptorDims);
+  failure.shape.assign(descriptor.shape.begin(), descriptor.shape.begin() + num_dims);
 }
 
 Request& Operation::add_request(Direction direction, int peer, const Descriptor& descriptor,

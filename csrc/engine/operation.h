@@ -49,7 +49,16 @@ struct Request {
 using RequestPtr = std::shared_ptr<Request>;
 
 // "recv #3 on channel 0 from rank 1"
-std::string request_text(const Request& request);
+std::string message_text(Direction direction, int peer, const Descriptor& descriptor);
+inline std::string request_text(const Request& request) {
+  return message_text(request.direction, request.peer, request.descriptor);
+}
+
+// "12.5 s"
+std::string seconds_text(Clock::duration duration);
+
+// Fills in the fields of a failure that say which message it is about.
+void name_message(Failure& failure, int peer, const Descriptor& descriptor);
 
 class Operation {
  public:

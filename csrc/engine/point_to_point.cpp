@@ -5,6 +5,20 @@
 
 namespace pipecomm {
 
+Descriptor describe(OpCode op, int channel, const TensorRef& tensor, uint64_t signature,
+                    int64_t num_bytes) {
+  Descriptor descriptor;
+  descriptor.op = op;
+  descriptor.channel = static_cast<uint8_t>(channel);
+  descriptor.dtype = tensor.dtype.code;
+  descriptor.num_dims = static_cast<uint8_t>(tensor.shape.size());
+  const size_t num_kept = std::min<size_t>(tensor.shape.size(), kMaxDescriptorDims);
+  std::copy_n(tensor.shape.begin(), num_kept, descriptor.shape.begin());
+  descriptor.signature = signature;
+  descriptor.num_bytes = num_bytes;
+  return descriptor;
+}
+
 void check_peer(int peer, int size, const std::string& what) {
   if (peer >= 0 && peer < size) return;
   throw std::invalid_argument(what + " " + std::to_string(peer) + " is not in 0.." +

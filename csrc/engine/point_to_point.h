@@ -33,6 +33,10 @@ struct PointToPoint {
   TensorRef tensor;
 };
 
+// The description of a message of `num_bytes` that is, or belongs to, `tensor`.
+Descriptor describe(OpCode op, int channel, const TensorRef& tensor, uint64_t signature,
+                    int64_t num_bytes);
+
 // Throws std::invalid_argument unless 0 <= peer < size; `what` names the argument.
 void check_peer(int peer, int size, const std::string& what);
 

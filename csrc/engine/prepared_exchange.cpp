@@ -1,5 +1,8 @@
 #include "engine/prepared_exchange.h"
 
+#include <stdexcept>
+#include <string>
+
 namespace pipecomm {
 namespace {
 
@@ -23,6 +26,32 @@ std::shared_ptr<const LoweredExchange> PreparedExchange::lowered(
   if (entries_.size() == kMaxEntries) entries_.erase(entries_.begin());
   entries_.push_back({std::move(strides), lowered});
   return lowered;
+}
+
+std::shared_ptr<const LoweredExchange> PreparedExchange::lowered_for(
+    int rank, int size, std::span<const TensorRef> inputs, std::span<const TensorRef> outputs) {
+  if (plan_.rank != rank || plan_.size != size)
+    throw std::invalid_argument("the plan is for rank " + std::to_string(plan_.rank) + " of " +
+                                std::to_string(plan_.size) + ", this is rank " +
+                                std::to_string(rank) + " of " + std::to_string(size));
+  auto layouts = [&](const char* what, std::span<const TensorRef> tensors,
+                     const std::vector<TensorSpec>& specs) {
+    if (tensors.size() != specs.size())
+      throw std::invalid_argument(plan_.op + " takes " + std::to_string(specs.size()) + " " + what +
+                                  ", got " + std::to_string(tensors.size()));
+    std::vector<Layout> layouts;
+    for (size_t idx = 0; idx < tensors.size(); ++idx) {
+      const TensorSpec actual{tensors[idx].shape, tensors[idx].dtype};
+      if (actual != specs[idx])
+        throw std::invalid_argument(plan_.op + ": " + what + "[" + std::to_string(idx) +
+                                    "] must be " + to_string(specs[idx]) + ", not " +
+                                    to_string(actual));
+      layouts.push_back({actual.shape, tensors[idx].strides, actual.dtype.itemsize});
+    }
+    return layouts;
+  };
+  return lowered(layouts("inputs", inputs, plan_.inputs),
+                 layouts("outputs", outputs, plan_.outputs));
 }
 
 }  // namespace pipecomm

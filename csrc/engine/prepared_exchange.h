@@ -4,8 +4,10 @@
 
 #include <memory>
 #include <mutex>
+#include <span>
 #include <vector>
 
+#include "engine/point_to_point.h"
 #include "plan/exchange_plan.h"
 #include "plan/lower.h"
 
@@ -19,6 +21,11 @@ class PreparedExchange {
   const ExchangePlan& plan() const { return plan_; }
   std::shared_ptr<const LoweredExchange> lowered(const std::vector<Layout>& inputs,
                                                  const std::vector<Layout>& outputs);
+  // The same for actual tensors of rank `rank` of `size`. Throws std::invalid_argument if the plan
+  // is not for that rank, or a tensor not of the plan's shape and dtype.
+  std::shared_ptr<const LoweredExchange> lowered_for(int rank, int size,
+                                                     std::span<const TensorRef> inputs,
+                                                     std::span<const TensorRef> outputs);
 
  private:
   struct Entry {

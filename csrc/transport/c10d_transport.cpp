@@ -69,6 +69,7 @@ void C10dTransport::for_each_peer(Function function) {
 void C10dTransport::act(Connection& connection, std::unique_lock<std::mutex>& lock) {
   const auto outcomes = connection.link->take_outcomes();
   const auto verified = connection.link->take_verified();
+  const auto claims = connection.link->take_claims();
   const auto failure = connection.link->take_failure();
   lock.unlock();
   for (const PeerLink::Outcome& outcome : outcomes) {
@@ -82,6 +83,8 @@ void C10dTransport::act(Connection& connection, std::unique_lock<std::mutex>& lo
     const Body* body = body_of(*request);
     if (body && !body->claimed) hand_to_body_thread(request);
   }
+  for (const PeerLink::Claim& claim : claims)
+    events_.on_claim(connection.link->peer(), claim.direction, claim.descriptor);
   if (failure) events_.on_remote_failure(*failure);
 }
 
@@ -105,6 +108,15 @@ void C10dTransport::post(std::vector<RequestPtr> batch) {
     connection.link->flush();
     act(connection, lock);
   });
+}
+
+void C10dTransport::claim(int peer, Direction direction, const Descriptor& descriptor) {
+  if (aborted_) return;
+  Connection& connection = *connections_[peer];
+  std::unique_lock lock(connection.mutex);
+  connection.link->say_claim(direction, descriptor);
+  connection.link->flush();
+  act(connection, lock);
 }
 
 void C10dTransport::start_body(const RequestPtr& request) {

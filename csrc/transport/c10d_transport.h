@@ -37,6 +37,7 @@ class C10dTransport final : public HostTransport {
   ~C10dTransport() override;
 
   void post(std::vector<RequestPtr> batch) override;
+  void claim(int peer, Direction direction, const Descriptor& descriptor) override;
   bool assist(Operation& operation) override;
   void tick() override;
   void abort(const Failure& failure) override;

@@ -1,24 +1,13 @@
 #include "transport/matching.h"
 
-#include <algorithm>
-
-#include "plan/dtype.h"
-
 namespace pipecomm {
 namespace {
 
 std::shared_ptr<Failure> failure_of(FailureKind kind, int rank, const Request& request) {
   auto failure = std::make_shared<Failure>();
-  const Descriptor& descriptor = request.descriptor;
   failure->kind = kind;
-  failure->op = op_name(descriptor.op);
   failure->rank = rank;
-  failure->peer = request.peer;
-  failure->channel = descriptor.channel;
-  failure->seq = static_cast<int64_t>(descriptor.seq);
-  failure->dtype = dtype_name(descriptor.dtype);
-  const int num_dims = std::min<int>(descriptor.num_dims, kMaxDescriptorDims);
-  failure->shape.assign(descriptor.shape.begin(), descriptor.shape.begin() + num_dims);
+  name_message(*failure, request.peer, request.descriptor);
   return failure;
 }
 

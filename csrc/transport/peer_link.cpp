@@ -135,6 +135,12 @@ void PeerLink::handle_record(const wire::Record& record) {
       failure_ = decode_failure(reinterpret_cast<const char*>(record.payload.data()),
                                 record.payload.size());
       return;
+    case wire::Kind::send_claim:
+    case wire::Kind::recv_claim:
+      claims_.push_back(
+          {record.header.kind == wire::Kind::send_claim ? Direction::send : Direction::recv,
+           record.descriptor});
+      return;
     case wire::Kind::closing:
       if (state_ == State::open) state_ = State::closing;
       for (Channel& channel : channels_)
@@ -266,6 +272,11 @@ void PeerLink::say_goodbye() {
 void PeerLink::say_failure(const Failure& failure) {
   const std::string bytes = encode_failure(failure);
   add(wire::Kind::failure, 0, 0, nullptr, std::as_bytes(std::span(bytes.data(), bytes.size())));
+}
+
+void PeerLink::say_claim(Direction direction, const Descriptor& descriptor) {
+  add(direction == Direction::send ? wire::Kind::send_claim : wire::Kind::recv_claim,
+      descriptor.channel, descriptor.seq, &descriptor, {});
 }
 
 void PeerLink::lose() {

@@ -63,11 +63,14 @@ class PeerLink {
   void say_closing();
   void say_goodbye();
   void say_failure(const Failure& failure);
+  // See HostTransport::claim.
+  void say_claim(Direction direction, const Descriptor& descriptor);
   // The connection is gone: everything under way fails.
   void lose();
   // Forgets everything under way without settling it, and returns it.
   std::vector<RequestPtr> drop();
 
+  int peer() const { return peer_; }
   State state() const { return state_; }
   bool goodbye_answered() const { return goodbye_answered_; }
   uint32_t last_confirmed() const { return last_confirmed_; }
@@ -78,6 +81,11 @@ class PeerLink {
   std::vector<Outcome> take_outcomes() { return std::exchange(outcomes_, {}); }
   // Receives whose announcement was verified and whose body has not arrived yet.
   std::vector<RequestPtr> take_verified() { return std::exchange(verified_, {}); }
+  struct Claim {
+    Direction direction;  // as seen from the peer
+    Descriptor descriptor;
+  };
+  std::vector<Claim> take_claims() { return std::exchange(claims_, {}); }
   // The peer's communicator failed.
   std::optional<Failure> take_failure() { return std::exchange(failure_, std::nullopt); }
 
@@ -133,6 +141,7 @@ class PeerLink {
   bool dropped_ = false;
   std::vector<Outcome> outcomes_;
   std::vector<RequestPtr> verified_;
+  std::vector<Claim> claims_;
   std::optional<Failure> failure_;
 };
 

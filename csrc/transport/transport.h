@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -28,6 +29,8 @@ class TransportEvents {
   virtual void on_remote_failure(
       const Failure& failure) = 0;  // a peer announced that its communicator failed
   virtual void on_broken(const std::string& why) = 0;  // an error of the transport itself
+  // What a peer believes of a message between it and us (see HostTransport::claim).
+  virtual void on_claim(int /*peer*/, Direction /*direction*/, const Descriptor& /*descriptor*/) {}
 };
 
 class HostTransport {
@@ -45,6 +48,13 @@ class HostTransport {
   // Takes the whole batch in order and never waits for a peer. Settles each request's operation
   // exactly once.
   virtual void post(std::vector<RequestPtr> batch) = 0;
+
+  // Tells a peer what this end believes of a message that travels by other means; `direction` as
+  // seen from here. Neither matched nor answered, and in no order with the messages. For transports
+  // that serve as the control plane of another one.
+  virtual void claim(int /*peer*/, Direction /*direction*/, const Descriptor& /*descriptor*/) {
+    throw std::logic_error("this transport carries no claims");
+  }
 
   // Lends the waiting thread to the transport. True: nothing is left that this thread could help
   // with. False: cut short (see tick), call again after a look at the clock.

@@ -125,11 +125,12 @@ PacketReader::PacketReader(std::span<const std::byte> packet, uint32_t epoch) {
     offset += sizeof record.header;
     if (record.header.channel >= kNumChannels) malformed("channel out of range");
     const auto kind = static_cast<uint8_t>(record.header.kind);
-    if (kind < static_cast<uint8_t>(Kind::data) || kind > static_cast<uint8_t>(Kind::goodbye))
+    if (kind < static_cast<uint8_t>(Kind::data) || kind > static_cast<uint8_t>(Kind::recv_claim))
       malformed("unknown record kind " + std::to_string(kind));
-    const bool needs_descriptor = record.header.kind == Kind::data ||
-                                  record.header.kind == Kind::announce ||
-                                  record.header.kind == Kind::reject;
+    const bool needs_descriptor =
+        record.header.kind == Kind::data || record.header.kind == Kind::announce ||
+        record.header.kind == Kind::reject || record.header.kind == Kind::send_claim ||
+        record.header.kind == Kind::recv_claim;
     if ((record.header.has_descriptor != 0) != needs_descriptor)
       malformed("descriptor where none belongs, or none");
     if (needs_descriptor) {

@@ -24,15 +24,17 @@ inline constexpr size_t kMaxPacketBytes = 64 * 1024;
 inline constexpr size_t kMaxTextBytes = 4096;
 
 enum class Kind : uint8_t {
-  data = 1,      // descriptor + the whole payload
-  announce = 2,  // descriptor; the payload follows as a body message of its own
-  refuse = 3,    // text: this end takes no part in the collective that comes next on the channel
-  accept = 4,    // the message was matched and (for data) copied to its place
-  reject = 5,    // descriptor of what the receiver expected instead
-  refused = 6,   // text: the receiver takes no part
-  failure = 7,   // an encoded Failure: the sender's communicator is unusable
-  closing = 8,   // the sender posts nothing more
-  goodbye = 9,   // the sender is about to disconnect
+  data = 1,         // descriptor + the whole payload
+  announce = 2,     // descriptor; the payload follows as a body message of its own
+  refuse = 3,       // text: this end takes no part in the collective that comes next on the channel
+  accept = 4,       // the message was matched and (for data) copied to its place
+  reject = 5,       // descriptor of what the receiver expected instead
+  refused = 6,      // text: the receiver takes no part
+  failure = 7,      // an encoded Failure: the sender's communicator is unusable
+  closing = 8,      // the sender posts nothing more
+  goodbye = 9,      // the sender is about to disconnect
+  send_claim = 10,  // descriptor of a message that the sender of the record sends by other means
+  recv_claim = 11,  // descriptor of a message that it expects by other means
 };
 
 struct PacketHeader {

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from . import _C, shared_memory
+from . import _C, nccl, shared_memory
 from .rendezvous import Rendezvous
 from .specs import Spec, specs_of
 
@@ -44,8 +44,10 @@ class Communicator:
             for gradients): messages match in post order per (source, destination, channel).
         timeout: seconds or timedelta after which an operation fails, on all ranks, with PipeCommTimeout; None
             is 600 s, math.inf no limit.
-        check: "auto" and "full" compare op, dtype, shape and arguments of every message on CPU; "off"
-            compares sizes only.
+        check: CPU tensors: "auto" and "full" compare op, dtype, shape and arguments of every message; "off"
+            compares sizes only. CUDA tensors (NCCL): "auto" compares each distinct message or collective at
+            its first use, "full" each one behind the transfer, which costs host time; a disagreement about a
+            message then fails the communicator. "off" compares nothing.
 
     Peers are ranks within the group. After a failure (a dead peer, a timeout, `abort()`) every call raises
     the original cause. A context manager: leaving it closes, leaving it by an exception aborts.
@@ -92,20 +94,37 @@ class Communicator:
         self._rank, self._size = meeting.rank, meeting.size
         self._device = torch.device(facts["device"])
         epoch = meeting.shared_random()
-        memory, self._transport_reason = _share_memory(meeting, facts, everybody, epoch)
-        self._transport = "c10d" if memory is None else "shm"
+        memory = None
+        if self._device.type == "cuda":
+            self._transport, self._transport_reason = _choose_for_cuda(facts, everybody)
+        else:
+            memory, self._transport_reason = _share_memory(meeting, facts, everybody, epoch)
+            self._transport = "c10d" if memory is None else "shm"
         backend = _connect(meeting, epoch) if memory is None else None
-        self._c = _C.Communicator(
-            backend=backend,
-            shared_memory=memory,
-            rank=self._rank,
-            size=self._size,
-            epoch=epoch,
-            channels=channels,
-            timeout=math.inf if limit is None else limit,
-            num_threads=torch.get_num_threads(),
-            checks=check != "off",
-        )
+        limit_s = math.inf if limit is None else limit
+        if self._transport == "nccl":
+            self._c = nccl.make(
+                meeting,
+                backend,
+                epoch=epoch,
+                channels=channels,
+                timeout=limit_s,
+                check=check,
+                options=facts["nccl_options"],
+            )
+        else:
+            self._c = _C.Communicator(
+                backend=backend,
+                shared_memory=memory,
+                rank=self._rank,
+                size=self._size,
+                epoch=epoch,
+                channels=channels,
+                timeout=limit_s,
+                num_threads=torch.get_num_threads(),
+                checks=check != "off",
+                device=self._device.type,
+            )
         del backend  # the extension is its only owner, so that close() really closes the connections
         _open.add(self)
 
@@ -168,15 +187,15 @@ class Communicator:
         """
         if any(type(op) is not Send and type(op) is not Recv for op in ops):
             ops = [self._from_torch(op, op_idx) for op_idx, op in enumerate(ops)]
-        return self._finish(self._c.batch_p2p(ops), async_op)
+        return self._finish(self._c.batch_p2p(ops, async_op), async_op)
 
     def send(self, tensor: torch.Tensor, dst: int, channel: int = 0) -> None:
         """Sends a tensor to rank `dst`; returns when the receiver has accepted it."""
-        self._c.isend(tensor, dst, channel).wait()
+        self._c.isend(tensor, dst, channel, False).wait()
 
     def recv(self, tensor: torch.Tensor, src: int, channel: int = 0) -> None:
         """Receives from rank `src` into `tensor`, whose shape and dtype must be the sender's."""
-        self._c.irecv(tensor, src, channel).wait()
+        self._c.irecv(tensor, src, channel, False).wait()
 
     def isend(self, tensor: torch.Tensor, dst: int, channel: int = 0) -> Work:
         """Like `send`, without waiting. The buffer must not change until the Work is done."""
@@ -191,7 +210,7 @@ class Communicator:
     def broadcast(self, tensor: torch.Tensor, src: int, *, async_op: bool = False) -> Work | None:
         """Copies `tensor` of rank `src` into `tensor` of all others; same shape and dtype everywhere."""
         with self.collective("broadcast"):
-            work = self._c.broadcast(tensor, src)
+            work = self._c.broadcast(tensor, src, async_op)
         return self._finish(work, async_op)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -235,7 +254,7 @@ class Communicator:
         ranks call it, with plans of the same arguments.
         """
         with self.collective(op):
-            work = self._c.exchange(op, plan, inputs, outputs)
+            work = self._c.exchange(op, plan, inputs, outputs, async_op)
         return self._finish(work, async_op)
 
     @contextlib.contextmanager
@@ -379,14 +398,18 @@ def _facts(group, device, transport, channels, limit, check) -> dict[str, Any]:
     if requested not in _TRANSPORTS:
         raise ValueError(f"PIPECOMM_TRANSPORT must be one of {', '.join(_TRANSPORTS)}, not {requested!r}")
     kind = _device_kind(group, device)
-    if requested == "nccl" or (requested == "shm" and kind != "cpu"):
+    if (requested == "shm" and kind != "cpu") or (requested == "nccl" and kind != "cuda"):
         raise ValueError(
             f'transport="{requested}" does not exist in this version for {kind} tensors; use "c10d"'
         )
+    local = nccl.local_facts() if kind == "cuda" else {}
+    if requested == "nccl" and local["problem"]:
+        raise ValueError(f'transport="nccl" cannot be used: {local["problem"]}; use "c10d"')
     may_share = kind == "cpu" and requested != "c10d"
     return {
-        "local": shared_memory.host_facts() if may_share else {},
+        "local": shared_memory.host_facts() if may_share else local,
         "PIPECOMM_SHM_RING_BYTES": shared_memory.ring_bytes() if may_share else 0,
+        "nccl_options": nccl.options() if kind == "cuda" else {},
         "device": kind,
         "transport": requested,
         "channels": channels,
@@ -398,7 +421,9 @@ def _facts(group, device, transport, channels, limit, check) -> dict[str, Any]:
 def _require_equal(everybody: list[dict[str, Any]], rank: int) -> None:
     from .errors import PipeCommMismatch
 
-    for key in everybody[0].keys() - {"local"}:
+    for key in everybody[0]:
+        if key == "local":
+            continue
         values = [record[key] for record in everybody]
         for other, value in enumerate(values):
             if value != values[0]:
@@ -419,8 +444,6 @@ def _share_memory(
     requested = facts["transport"]
     if requested == "c10d":
         return None, "asked for"
-    if facts["device"] != "cpu":
-        return None, "the portable transport, the only one for CUDA tensors in this version"
     memory, reason = shared_memory.connect(
         meeting,
         [record["local"] for record in everybody],
@@ -439,6 +462,15 @@ def _share_memory(
             stacklevel=3,
         )
     return None, f"the portable transport (gloo), because {reason}"
+
+
+def _choose_for_cuda(facts: dict[str, Any], everybody: list[dict[str, Any]]) -> tuple[str, str]:
+    if facts["transport"] != "auto":
+        return facts["transport"], "asked for"
+    problem = nccl.problem_of([other["local"] for other in everybody])
+    if problem:
+        return "c10d", f"staged through host memory over gloo, since NCCL cannot be used: {problem}"
+    return "nccl", "CUDA tensors, and every rank has NCCL and a GPU of its own"
 
 
 def _connect(meeting: Rendezvous, epoch: int):

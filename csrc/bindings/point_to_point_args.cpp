@@ -1,0 +1,37 @@
+#include "bindings/point_to_point_args.h"
+
+namespace pipecomm {
+namespace {
+
+template <class Arg>
+void bind(py::module_& m, const char* name, const char* doc) {
+  py::class_<Arg>(m, name, doc)
+      .def(
+          py::init([](const py::object& tensor, const py::object& peer, const py::object& channel) {
+            return point_to_point_arg<Arg>(tensor, peer, "peer", channel);
+          }),
+          py::arg("tensor"), py::arg("peer"), py::arg("channel") = 0)
+      .def_readonly("tensor", &Arg::tensor)
+      .def_readonly("peer", &Arg::peer)
+      .def_readonly("channel", &Arg::channel)
+      .def("__repr__", [name](const Arg& arg) {
+        const bool is_tensor = THPVariable_Check(arg.tensor.ptr());
+        return py::str("{}({}, peer={}, channel={})")
+            .format(name,
+                    is_tensor ? py::str("{}{}").format(arg.tensor.attr("dtype"),
+                                                       py::list(arg.tensor.attr("shape")))
+                              : py::str(arg.tensor),
+                    arg.peer, arg.channel);
+      });
+}
+
+}  // namespace
+
+void bind_point_to_point_args(py::module_& m) {
+  bind<SendArg>(m, "Send",
+                "Send(tensor, peer, channel=0): an element of batch_p2p; peer is a group rank.");
+  bind<RecvArg>(m, "Recv",
+                "Recv(tensor, peer, channel=0): an element of batch_p2p; peer is a group rank.");
+}
+
+}  // namespace pipecomm

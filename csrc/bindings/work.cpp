@@ -1,0 +1,62 @@
+#include "bindings/work.h"
+
+namespace pipecomm {
+
+void HostWork::wait(const py::object& timeout) {
+  const auto limit = timeout_argument(timeout);
+  const Deadline until = limit ? Clock::now() + *limit : Deadline::max();
+  bool finished;
+  {
+    py::gil_scoped_release no_gil;
+    finished = communicator_->wait(*operation_, until, check_signals);
+  }
+  if (finished) return;
+  const RequestPtr request = operation_->first_pending();
+  throw_still_in_flight(operation_->op(), communicator_->rank(), request ? request->peer : -1,
+                        timeout, operation_->pending_text());
+}
+
+void bind_work(py::module_& m) {
+  py::class_<Work, std::shared_ptr<Work>>(m, "Work", R"doc(Handle on an operation in flight.
+
+It keeps nothing alive that the operation does not keep alive itself: dropping it is legal, and the data are delivered.)doc")
+      .def("wait", &Work::wait, py::arg("timeout") = py::none(),
+           R"doc(Wait until the operation is done.
+
+CPU tensors: blocks. CUDA tensors (NCCL): makes the current stream wait and returns at once, as torch's Work does; with a
+timeout it blocks the host.
+timeout: seconds or a timedelta; None waits as long as the communicator's own timeout allows. Raises PipeCommTimeout when it
+passes, and then the operation stays in flight; raises the operation's own error if it failed. Idempotent, from any thread.)doc")
+      .def("synchronize", &Work::synchronize, "Block the host until the operation is done.")
+      .def("is_completed", &Work::is_completed,
+           "Whether the operation has ended, well or not. Never blocks.");
+}
+
+void throw_still_in_flight(OpCode op, int rank, int peer, const py::object& timeout,
+                           const std::string& state) {
+  Failure failure{.kind = FailureKind::timeout,
+                  .op = op_name(op),
+                  .rank = rank,
+                  .peer = peer,
+                  .origin_rank = rank};
+  failure.message = failure.op + " is not done after " + py::str(timeout).cast<std::string>() +
+                    " s of wait(), " + state + "; it stays in flight, wait() again to go on";
+  throw PipeCommException(std::make_shared<Failure>(std::move(failure)));
+}
+
+OpCode collective_code(const std::string& name) {
+  for (OpCode op : {OpCode::barrier, OpCode::broadcast, OpCode::all_to_all, OpCode::all_gather,
+                    OpCode::exchange, OpCode::relay})
+    if (name == op_name(op)) return op;
+  throw py::value_error("unknown collective '" + name + "'");
+}
+
+py::dict counters_dict(const CopyCounters& counters) {
+  py::dict dict;
+  dict["num_exchanges"] = counters.num_exchanges;
+  dict["num_passes"] = counters.num_passes;
+  dict["num_staging_allocations"] = counters.num_staging_allocations;
+  return dict;
+}
+
+}  // namespace pipecomm

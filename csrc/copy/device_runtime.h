@@ -1,0 +1,41 @@
+// The few things that a communicator asks of a device: streams, events, memory, copies. The real
+// one is CUDA; tests put a fake behind it.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+
+#include "copy/copy_buffers.h"
+#include "plan/lower.h"
+
+namespace pipecomm {
+
+using StreamHandle = void*;              // cudaStream_t
+using EventPtr = std::shared_ptr<void>;  // a recorded event; goes back to a pool when dropped
+
+// All calls are for one device, whatever device is current on the calling thread. Failures are
+// std::exception. Nothing waits for the device.
+class DeviceRuntime {
+ public:
+  virtual ~DeviceRuntime() = default;
+
+  virtual StreamHandle current_stream() = 0;  // of the calling thread
+  virtual StreamHandle new_stream() = 0;      // of high priority, lives as long as this object
+  virtual bool is_capturing(StreamHandle stream) = 0;
+
+  virtual EventPtr record(StreamHandle stream) = 0;
+  virtual void wait(StreamHandle stream, const EventPtr& event) = 0;
+  // Whether the work before the event is done. Harmless to captures on other threads.
+  virtual bool is_done(const EventPtr& event) = 0;
+
+  // Memory for work on `stream` only; may be dropped as soon as that work is enqueued.
+  virtual std::shared_ptr<std::byte> allocate(int64_t num_bytes, StreamHandle stream) = 0;
+
+  virtual void copy(void* destination, const void* source, int64_t num_bytes,
+                    StreamHandle stream) = 0;
+  virtual void execute(std::span<const CopyTask> tasks, const CopyBuffers& buffers,
+                       const Scale& scale, StreamHandle stream) = 0;
+};
+
+}  // namespace pipecomm

@@ -1,0 +1,596 @@
+// The device communicator's host logic, with several ranks as threads over a simulated device.
+#include <atomic>
+#include <numeric>
+#include <thread>
+
+#include "check.h"
+#include "engine/device_communicator.h"
+#include "fake_control.h"
+#include "fake_device.h"
+#include "plan/builders.h"
+
+using namespace pipecomm;
+using namespace std::chrono_literals;
+
+namespace {
+
+std::mutex check_mutex;
+
+#define EXPECT(condition)                                       \
+  do {                                                          \
+    const bool expected = static_cast<bool>(condition);         \
+    std::lock_guard expect_lock(check_mutex);                   \
+    if (!expected) check::fail(__FILE__, __LINE__, #condition); \
+  } while (false)
+
+const auto kNothing = [] {};
+
+DeviceOptions options_of(int size, Check check = Check::first_use) {
+  DeviceOptions options;
+  options.size = size;
+  options.timeout = 20s;
+  options.check = check;
+  return options;
+}
+
+struct Rank {
+  int rank, size;
+  std::shared_ptr<fake::Runtime> runtime;
+  fake::Hub& hub;
+  std::unique_ptr<DeviceCommunicator> comm;
+
+  void finish(const DeviceOperationPtr& operation) {
+    EXPECT(comm->synchronize(*operation, Clock::now() + 30s, kNothing));
+  }
+  DeviceOperationPtr p2p(const std::vector<PointToPoint>& batch, bool is_async = false) {
+    return comm->batch_p2p(batch, is_async);
+  }
+};
+
+std::vector<NcclUniqueId> ids_of(int num_channels) {
+  std::vector<NcclUniqueId> ids;
+  for (int idx = 0; idx < DeviceCommunicator::num_nccl_ids(num_channels); ++idx) {
+    ids.emplace_back();
+    ids.back().bytes[0] = static_cast<char>(idx);
+  }
+  return ids;
+}
+
+// Every rank on a thread; what a rank throws out of its construction goes to `broken`.
+void run(const char* name, DeviceOptions options, const std::function<void(Rank&)>& body,
+         const std::function<void(const std::exception&)>& broken = nullptr,
+         const std::function<NcclResult(const std::string&, int)>& inject = nullptr) {
+  check::context = name;
+  const NcclApi api = fake::make_api();
+  fake::World world;
+  world.inject = inject;
+  fake::world = &world;
+  fake::Hub hub(options.size);
+  std::vector<std::thread> threads;
+  for (int number = 0; number < options.size; ++number) {
+    threads.emplace_back([&, number] {
+      DeviceOptions mine = options;
+      mine.rank = number;
+      Rank rank{number, options.size, std::make_shared<fake::Runtime>(), hub, nullptr};
+      try {
+        rank.comm = std::make_unique<DeviceCommunicator>(
+            mine, rank.runtime, api, ids_of(mine.num_channels),
+            [&](TransportEvents& events) {
+              return std::make_unique<fake::HubTransport>(hub, number, events);
+            },
+            kNothing);
+      } catch (const std::exception& error) {
+        EXPECT(broken != nullptr);
+        if (broken) broken(error);
+        return;
+      }
+      body(rank);
+      try {
+        rank.comm->close(kNothing);
+        rank.comm->close(kNothing);
+      } catch (const PipeCommException&) {
+      }
+      EXPECT(rank.comm->closed());
+      rank.comm.reset();
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  for (const std::string& error : world.errors) check::fail(__FILE__, __LINE__, error);
+  fake::world = nullptr;
+}
+
+// Waits until the communicator has failed, at most 15 s: its failure.
+FailurePtr failure_of(Rank& rank) {
+  for (int attempt = 0; attempt < 1500 && !rank.comm->failure(); ++attempt)
+    std::this_thread::sleep_for(10ms);
+  EXPECT(rank.comm->failure() != nullptr);
+  return rank.comm->failure() ? rank.comm->failure() : std::make_shared<Failure>();
+}
+
+bool contains(const std::string& text, const std::string& part) {
+  return text.find(part) != std::string::npos;
+}
+
+struct Tensor {
+  Tensor(Dims the_shape, float first = -1) : shape(std::move(the_shape)) {
+    data = std::make_shared<std::vector<float>>(checked_product(shape));
+    for (size_t idx = 0; idx < data->size(); ++idx) (*data)[idx] = first + float(idx);
+  }
+  Dims shape;
+  std::shared_ptr<std::vector<float>> data;
+
+  TensorRef ref() const {
+    TensorRef ref;
+    ref.data = reinterpret_cast<std::byte*>(data->data());
+    ref.dtype = dtypes::kFloat32;
+    ref.shape = shape;
+    ref.strides = Layout::contiguous({shape, dtypes::kFloat32}).strides;
+    ref.storage = data;
+    return ref;
+  }
+  PointToPoint to(int peer, int channel = 0) const {
+    return {Direction::send, peer, channel, ref()};
+  }
+  PointToPoint from(int peer, int channel = 0) const {
+    return {Direction::recv, peer, channel, ref()};
+  }
+  bool counts_from(float first) const {
+    for (size_t idx = 0; idx < data->size(); ++idx)
+      if ((*data)[idx] != first + float(idx)) return false;
+    return true;
+  }
+};
+
+// ------------------------------------------------------------------------------------------------
+
+void neighbours_exchange() {
+  run("neighbours", options_of(3), [](Rank& me) {
+    const int next = (me.rank + 1) % 3, prev = (me.rank + 2) % 3;
+    for (bool is_async : {false, true}) {
+      const Tensor forward({5}, float(10 * me.rank)), backward({2, 3}, float(100 * me.rank));
+      Tensor from_prev({5}), from_next({2, 3});
+      const auto operation = me.p2p(
+          {forward.to(next), from_prev.from(prev), backward.to(prev, 1), from_next.from(next, 1)},
+          is_async);
+      me.comm->wait(*operation);
+      me.finish(operation);
+      EXPECT(from_prev.counts_from(float(10 * prev)));
+      EXPECT(from_next.counts_from(float(100 * next)));
+      EXPECT(me.comm->is_completed(*operation));
+    }
+  });
+}
+
+// Each rank is the other's next and previous one, both send first, then both receive: a send of one
+// channel must not wait for a receive of the other.
+void channels_are_independent() {
+  run("channels", options_of(2), [](Rank& me) {
+    const int peer = 1 - me.rank;
+    const Tensor mine({1000}, float(me.rank));
+    Tensor theirs({1000});
+    const auto sent = me.p2p({mine.to(peer, me.rank)}, true);
+    const auto received = me.p2p({theirs.from(peer, peer)}, true);
+    me.finish(received);
+    me.finish(sent);
+    EXPECT(theirs.counts_from(float(peer)));
+  });
+}
+
+void unusual_messages() {
+  run("unusual", options_of(2), [](Rank& me) {
+    const int peer = 1 - me.rank;
+    me.finish(me.p2p({}, true));
+    const Tensor nothing({0, 4});
+    me.finish(me.p2p({nothing.to(peer), nothing.from(peer)}, true));
+
+    const Tensor mine({6}, 3);
+    Tensor copy({6});
+    me.finish(me.p2p({mine.to(me.rank), copy.from(me.rank)}));
+    EXPECT(copy.counts_from(3));
+
+    // Into every second column, from the peer and from myself.
+    const Tensor column({3, 2}, float(7 * me.rank));
+    Tensor table({3, 8}, 0);
+    TensorRef odd = table.ref(), even = table.ref();
+    odd.shape = even.shape = {3, 2};
+    odd.strides = even.strides = {8, 2};
+    odd.data += sizeof(float);
+    const auto operation = me.p2p({column.to(peer),
+                                   {Direction::recv, peer, 0, odd},
+                                   column.to(me.rank),
+                                   {Direction::recv, me.rank, 0, even}},
+                                  true);
+    me.finish(operation);
+    for (int row = 0; row < 3; ++row) {
+      for (int idx = 0; idx < 2; ++idx) {
+        EXPECT((*table.data)[row * 8 + 2 * idx + 1] == float(7 * peer + row * 2 + idx));
+        EXPECT((*table.data)[row * 8 + 2 * idx] == float(7 * me.rank + row * 2 + idx));
+      }
+      EXPECT((*table.data)[row * 8 + 5] == float(row * 8 + 5));
+    }
+  });
+}
+
+void large_batches_are_cut() {
+  DeviceOptions options = options_of(3);
+  options.max_ops_per_group = 16;
+  run("large batch", options, [](Rank& me) {
+    std::vector<Tensor> mine, theirs;
+    std::vector<PointToPoint> batch;
+    for (int idx = 0; idx < 200; ++idx) {
+      for (int peer = 0; peer < 3; ++peer) {
+        if (peer == me.rank) continue;
+        mine.emplace_back(Dims{idx % 5}, float(1000 * me.rank + idx));
+        batch.push_back(mine.back().to(peer));
+        theirs.emplace_back(Dims{idx % 5});
+        batch.push_back(theirs.back().from(peer));
+      }
+    }
+    me.finish(me.p2p(batch));
+    size_t at = 0;
+    for (int idx = 0; idx < 200; ++idx)
+      for (int peer = 0; peer < 3; ++peer)
+        if (peer != me.rank) EXPECT(theirs[at++].counts_from(float(1000 * peer + idx)));
+    EXPECT(fake::world->max_group_ops <= 16 && fake::world->num_groups > 3 * 40);
+  });
+}
+
+PreparedExchangePtr transpose_plan(const Rank& me, int64_t rows, Sizes columns) {
+  const TensorSpec input{{rows, std::accumulate(columns.begin(), columns.end(), int64_t{0})},
+                         dtypes::kFloat32};
+  return std::make_shared<PreparedExchange>(all_to_all_plan(
+      {me.rank, me.size}, {{input, columns, Sizes(me.size, rows)}}, 1, 0, Scale::multiply(2)));
+}
+
+void collectives() {
+  for (Check check : {Check::first_use, Check::full, Check::off}) {
+    run("collectives", options_of(3, check), [](Rank& me) {
+      const Sizes columns{1, 0, 4};
+      const auto plan = transpose_plan(me, 2, columns);
+      for (bool is_async : {false, true, true}) {
+        const Tensor input({2, 5}, float(100 * me.rank));
+        Tensor output({6, columns[me.rank]});
+        const auto operation = me.comm->exchange(OpCode::all_to_all, plan, std::vector{input.ref()},
+                                                 std::vector{output.ref()}, is_async, kNothing);
+        me.comm->wait(*operation);
+        me.finish(operation);
+        const int64_t first = me.rank == 0 ? 0 : 1;
+        for (int64_t row = 0; row < 6; ++row)
+          for (int64_t column = 0; column < columns[me.rank]; ++column)
+            EXPECT((*output.data)[row * columns[me.rank] + column] ==
+                   2 * float(100 * (row / 2) + (row % 2) * 5 + first + column));
+      }
+      for (int source = 0; source < 3; ++source) {
+        Tensor tensor({4}, me.rank == source ? 50.0f : -1.0f);
+        me.finish(me.comm->broadcast(tensor.ref(), source, source == 1, kNothing));
+        EXPECT(tensor.counts_from(50));
+      }
+      EXPECT(me.comm->copy_counters().num_exchanges == 3);
+      const auto barrier = me.comm->barrier();
+      me.comm->control()->wait(*barrier, Clock::now() + 20s, kNothing);
+    });
+  }
+}
+
+// ------------------------------------------------------------------------------------------------
+
+template <class Function>
+std::string failure_text(FailureKind kind, Function&& function) {
+  try {
+    function();
+  } catch (const PipeCommException& error) {
+    EXPECT(error.failure()->kind == kind);
+    return error.what();
+  }
+  EXPECT(!"a PipeCommException was expected");
+  return "";
+}
+
+void wrong_arguments() {
+  run("wrong arguments", options_of(2), [](Rank& me) {
+    const Tensor tensor({4}, 1);
+    Tensor other({4});
+    for (const auto& [batch, text] : std::vector<std::pair<std::vector<PointToPoint>, std::string>>{
+             {{tensor.to(2)}, "peer 2 is not in 0..1"},
+             {{tensor.to(1, 5)}, "channel 5 is not in 0..1"},
+             {{tensor.to(me.rank)}, "needs its receive"},
+             {{tensor.to(1 - me.rank), tensor.from(1 - me.rank)}, "share memory"}}) {
+      try {
+        me.p2p(batch);
+        EXPECT(!"std::invalid_argument was expected");
+      } catch (const std::invalid_argument& error) {
+        EXPECT(contains(error.what(), text));
+      }
+    }
+    me.finish(me.p2p({tensor.to(1 - me.rank), other.from(1 - me.rank)}));
+    EXPECT(other.counts_from(1));
+  });
+}
+
+void mismatched_messages() {
+  for (Check check : {Check::first_use, Check::full}) {
+    run("mismatched messages", options_of(2, check), [](Rank& me) {
+      const Tensor mine({4}, 1);
+      Tensor theirs({me.rank == 0 ? 4 : 6});
+      // Whoever posts last may hear of it at once.
+      const std::string text = failure_text(FailureKind::mismatch, [&] {
+        me.finish(me.p2p({me.rank == 0 ? mine.to(1) : theirs.from(0)}, true));
+      });
+      EXPECT(contains(text, "float32[4] (16 B)") && contains(text, "float32[6] (24 B)"));
+      failure_text(FailureKind::mismatch, [&] { me.p2p({mine.to(1 - me.rank)}); });
+      EXPECT(failure_of(me)->peer >= 0);
+    });
+  }
+}
+
+void steady_state_has_no_host_traffic() {
+  run("steady state", options_of(2), [](Rank& me) {
+    const int peer = 1 - me.rank;
+    const Tensor mine({4}, 1);
+    Tensor theirs({4}), shared({4});
+    auto step = [&] {
+      me.finish(me.p2p({mine.to(peer), theirs.from(peer)}, true));
+      me.finish(me.comm->broadcast(shared.ref(), 0, false, kNothing));
+    };
+    auto meet = [&] {
+      me.comm->control()->wait(*me.comm->barrier(), Clock::now() + 20s, kNothing);
+    };
+    step();
+    meet();
+    EXPECT(me.hub.num_claims() == 4);
+    const int num_messages = me.hub.num_messages();
+    meet();
+    for (int idx = 0; idx < 5; ++idx) step();
+    EXPECT(me.hub.num_claims() == 4);
+    meet();
+    EXPECT(me.hub.num_messages() <= num_messages + 4);  // the two meetings
+  });
+}
+
+void refused_collectives() {
+  run("refused", options_of(3), [](Rank& me) {
+    Tensor tensor({4}, 1);
+    // Not run before: all hear it, and the next call works.
+    if (me.rank == 1) {
+      me.comm->refuse(OpCode::broadcast, "ValueError: bad here");
+    } else {
+      const std::string text = failure_text(
+          FailureKind::mismatch, [&] { me.comm->broadcast(tensor.ref(), 0, false, kNothing); });
+      EXPECT(contains(text, "bad here"));
+    }
+    me.finish(me.comm->broadcast(tensor.ref(), 0, false, kNothing));
+    // Disagreement about the arguments, likewise.
+    Tensor other({me.rank == 2 ? 8 : 6}, 1);
+    failure_text(FailureKind::mismatch,
+                 [&] { me.comm->broadcast(other.ref(), 0, false, kNothing); });
+    me.finish(me.comm->broadcast(tensor.ref(), 0, false, kNothing));
+    // Run before: the others are on the device already.
+    if (me.rank == 1) {
+      me.comm->refuse(OpCode::broadcast, "ValueError: too late");
+      EXPECT(contains(failure_of(me)->message, "too late"));
+    } else {
+      Tensor again({4}, 1);
+      me.comm->broadcast(again.ref(), 0, false, kNothing);
+      EXPECT(contains(failure_of(me)->message, "too late"));
+    }
+  });
+}
+
+// ------------------------------------------------------------------------------------------------
+
+void failures_reach_everybody() {
+  run(
+      "ncclSend fails", options_of(3),
+      [](Rank& me) {
+        Tensor tensor({4}, 1);
+        if (me.rank == 0) {
+          const std::string text =
+              failure_text(FailureKind::error, [&] { me.p2p({tensor.to(1, 1)}); });
+          EXPECT(contains(text, "ncclSend: some error (details of the fake)"));
+          EXPECT(fake::group_depth == 0);
+        } else if (me.rank == 1) {
+          EXPECT(contains(failure_text(FailureKind::error,
+                                       [&] { me.finish(me.p2p({tensor.from(0, 1)}, true)); }),
+                          "ncclSend: some error"));
+        }
+        EXPECT(contains(failure_of(me)->message, "ncclSend: some error"));
+        EXPECT(failure_of(me)->origin_rank == 0);
+      },
+      nullptr,
+      [num = std::make_shared<std::atomic<int>>(0)](const std::string& call, int rank) {
+        // Rank 0 sends 2 messages in each of 3 communicators while connecting.
+        return call == "ncclSend" && rank == 0 && ++*num > 6 ? NcclResult::internal_error
+                                                             : NcclResult::success;
+      });
+
+  run(
+      "timeout",
+      [] {
+        DeviceOptions options = options_of(2);
+        options.timeout = 1s;
+        return options;
+      }(),
+      [](Rank& me) {
+        Tensor tensor({4}, 1);
+        if (me.rank == 0) {
+          const auto operation = me.p2p({tensor.from(1)}, true);
+          EXPECT(!me.comm->synchronize(*operation, Clock::now() + 20ms, kNothing));
+          const std::string text =
+              failure_text(FailureKind::timeout, [&] { me.finish(operation); });
+          EXPECT(contains(text, "timed out on the device") &&
+                 contains(text, "recv #0 on channel 0 from rank 1 of float32[4]"));
+          EXPECT(me.comm->is_completed(*operation));
+        } else {
+          EXPECT(failure_of(me)->kind == FailureKind::timeout && failure_of(me)->origin_rank == 0);
+        }
+      });
+
+  run("dead peer", options_of(3), [num_waiting = std::make_shared<std::atomic<int>>(0)](Rank& me) {
+    Tensor tensor({4}, 1);
+    if (me.rank == 2) {
+      while (*num_waiting < 2) std::this_thread::sleep_for(1ms);
+      return me.hub.lose(2);
+    }
+    const auto operation = me.p2p({tensor.from(2)}, true);
+    ++*num_waiting;
+    failure_text(FailureKind::peer_lost, [&] { me.finish(operation); });
+    EXPECT(failure_of(me)->origin_rank == 2);
+    // The kernel left when NCCL was aborted; that is no success.
+    std::this_thread::sleep_for(100ms);
+    failure_text(FailureKind::peer_lost, [&] { me.comm->wait(*operation); });
+  });
+
+  run("abort", options_of(2), [](Rank& me) {
+    Tensor tensor({4}, 1);
+    if (me.rank == 0) {
+      const auto operation = me.p2p({tensor.from(1)}, true);
+      std::thread([&] { me.comm->abort("enough"); }).join();
+      failure_text(FailureKind::aborted, [&] { me.finish(operation); });
+    }
+    EXPECT(contains(failure_of(me)->message, "enough"));
+  });
+
+  run("asynchronous error", options_of(2), [](Rank& me) {
+    if (me.rank == 0) {
+      std::lock_guard lock(fake::world->mutex);
+      for (const auto& comm : fake::world->comms)
+        if (comm->rank == 0) comm->async_error = NcclResult::remote_error;
+    }
+    EXPECT(failure_of(me)->kind == FailureKind::peer_lost);
+    EXPECT(contains(failure_of(me)->message, "remote process exited"));
+  });
+}
+
+// On one rank, for its second communicator.
+void construction_fails_everywhere() {
+  std::atomic<int> num_broken = 0;
+  run(
+      "construction", options_of(3), [](Rank&) { EXPECT(!"construction must fail"); },
+      [&](const std::exception& error) {
+        ++num_broken;
+        EXPECT(contains(error.what(), "connecting NCCL failed: ncclCommInitRankConfig"));
+      },
+      [num_inits = std::make_shared<int>(0)](const std::string& call, int rank) {
+        return call == "ncclCommInitRankConfig" && rank == 1 && ++*num_inits == 2
+                   ? NcclResult::system_error
+                   : NcclResult::success;
+      });
+  CHECK_EQ(num_broken.load(), 3);
+}
+
+void captures() {
+  run("captures", options_of(2), [](Rank& me) {
+    const int peer = 1 - me.rank;
+    const Tensor mine({4}, 1), fresh({9}, 1);
+    Tensor theirs({4}), second({4}), shared({4}, 1);
+    const std::vector<PointToPoint> batch{mine.to(peer), theirs.from(peer), mine.to(peer, 1),
+                                          second.from(peer, 1)};
+    me.finish(me.p2p(batch, true));
+    const auto in_flight = me.rank == 0 ? me.p2p({theirs.from(peer)}, true) : nullptr;
+    me.finish(me.comm->broadcast(shared.ref(), 0, false, kNothing));
+    const auto invalid = [&](const std::string& text, const std::function<void()>& function) {
+      try {
+        function();
+        EXPECT(!"std::invalid_argument was expected");
+      } catch (const std::invalid_argument& error) {
+        EXPECT(contains(error.what(), text));
+      }
+    };
+
+    me.comm->control()->wait(*me.comm->barrier(), Clock::now() + 20s, kNothing);
+    const int num_claims = me.hub.num_claims();
+    me.runtime->begin_capture();
+    const auto captured = me.p2p(batch, true);  // two channels: forks two streams
+    me.comm->wait(*captured);                   // and joins them
+    me.p2p(batch, false);
+    me.comm->broadcast(shared.ref(), 0, true, kNothing);
+    invalid("inside a CUDA graph capture", [&] { me.p2p({fresh.to(peer)}); });
+    invalid("inside a CUDA graph capture",
+            [&] { me.comm->broadcast(fresh.ref(), 0, false, kNothing); });
+    if (in_flight) invalid("wait before the capture", [&] { me.comm->wait(*in_flight); });
+    me.runtime->end_capture();
+    me.comm->control()->wait(*me.comm->barrier(), Clock::now() + 20s, kNothing);
+    invalid("captured in a CUDA graph", [&] { me.comm->is_completed(*captured); });
+    me.comm->wait(*captured);
+    EXPECT(me.hub.num_claims() == num_claims);
+
+    me.finish(in_flight ? in_flight : me.p2p({mine.to(peer)}, true));
+    EXPECT(!me.comm->failure());
+  });
+}
+
+// Tensors stay alive until the device is done with them, and not longer.
+void lifetimes() {
+  run("lifetimes", options_of(2), [](Rank& me) {
+    auto meet = [&] {
+      me.comm->control()->wait(*me.comm->barrier(), Clock::now() + 20s, kNothing);
+    };
+    if (me.rank == 1) {
+      for (int channel : {0, 1}) {
+        Tensor theirs({4});
+        meet();
+        me.finish(me.p2p({theirs.from(0, channel)}, true));
+        EXPECT(theirs.counts_from(1));
+      }
+      return;
+    }
+    std::weak_ptr<void> alive;
+    {
+      Tensor mine({4}, 1);
+      alive = mine.data;
+      me.p2p({mine.to(1)}, true);  // the handle is dropped, too
+    }
+    EXPECT(!alive.expired());
+    meet();
+    for (int attempt = 0; attempt < 5000 && !alive.expired(); ++attempt) {
+      me.p2p({});
+      std::this_thread::sleep_for(1ms);
+    }
+    EXPECT(alive.expired());
+
+    // The stream that is made to wait is not the one on which the memory would be used again.
+    const Tensor held({4}, 1);
+    const auto num_owners = [&] { return held.data.use_count(); };
+    const DeviceOperationPtr operation = me.p2p({held.to(1, 1)}, true);
+    const StreamHandle caller = me.runtime->current_stream();
+    me.runtime->set_current(me.runtime->new_stream());
+    me.comm->wait(*operation);
+    EXPECT(num_owners() == 2);
+    me.runtime->set_current(caller);
+    me.comm->wait(*operation);
+    EXPECT(num_owners() == 1);
+    meet();
+    me.finish(operation);
+  });
+}
+
+void one_rank() {
+  run("one rank", options_of(1), [](Rank& me) {
+    const Tensor mine({4}, 2);
+    Tensor copy({4});
+    me.finish(me.p2p({mine.to(0), copy.from(0)}, true));
+    EXPECT(copy.counts_from(2));
+    me.finish(me.comm->broadcast(copy.ref(), 0, false, kNothing));
+    EXPECT(fake::world->comms.empty());
+  });
+}
+
+}  // namespace
+
+int main() {
+  neighbours_exchange();
+  channels_are_independent();
+  unusual_messages();
+  large_batches_are_cut();
+  collectives();
+  wrong_arguments();
+  mismatched_messages();
+  steady_state_has_no_host_traffic();
+  refused_collectives();
+  failures_reach_everybody();
+  construction_fails_everywhere();
+  captures();
+  lifetimes();
+  one_rank();
+  return check::report("device");
+}
