@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pipecomm_ext import _C, _build_info, nccl
-from pipecomm_ext.communicator import _choose
+from pipecomm_ext.communicator import _choose_for_cuda
 
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 
@@ -35,11 +35,11 @@ def test_nccl_needs_all_ranks_and_a_gpu_for_each():
 def test_the_choice_for_cuda_tensors():
     facts = {"device": "cuda", "transport": "auto", "local": {"problem": "", "gpu": "host/0"}}
     other = {**facts, "local": {"problem": "", "gpu": "host/1"}}
-    assert _choose(facts, [facts, other])[0] == "nccl"
-    transport, reason = _choose(facts, [facts, facts])
+    assert _choose_for_cuda(facts, [facts, other])[0] == "nccl"
+    transport, reason = _choose_for_cuda(facts, [facts, facts])
     assert transport == "c10d" and "ranks 0 and 1 have the same GPU" in reason
     asked = {**facts, "transport": "nccl"}
-    assert _choose(asked, [asked, asked]) == ("nccl", "asked for")
+    assert _choose_for_cuda(asked, [asked, asked]) == ("nccl", "asked for")
 
 
 @without_gpu
