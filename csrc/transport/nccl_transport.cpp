@@ -11,6 +11,17 @@ constexpr auto kPollInterval = std::chrono::microseconds(50);
 // regardless.
 constexpr auto kAbortPatience = std::chrono::seconds(2);
 
+// The lock, or none once patience is over.
+std::unique_lock<std::mutex> lock_with_patience(std::mutex& mutex) {
+  const Deadline limit = Clock::now() + kAbortPatience;
+  std::unique_lock lock(mutex, std::try_to_lock);
+  while (!lock && Clock::now() < limit) {
+    std::this_thread::sleep_for(kPollInterval);
+    lock.try_lock();
+  }
+  return lock;
+}
+
 }  // namespace
 
 // Brackets the calls of one group. Whatever happens between, the group is ended: NCCL keeps the
@@ -152,7 +163,7 @@ void NcclTransport::poll() {
 
 void NcclTransport::abort() {
   if (ended_.exchange(true)) return;
-  std::unique_lock lock(calls_, kAbortPatience);
+  const auto lock = lock_with_patience(calls_);
   abort_all();
 }
 
@@ -167,7 +178,7 @@ void NcclTransport::abort_all() {
 
 void NcclTransport::close(Deadline deadline) {
   if (ended_.exchange(true)) return;
-  std::unique_lock lock(calls_, kAbortPatience);
+  const auto lock = lock_with_patience(calls_);
   const KeepWaiting until_deadline = [deadline] {
     if (Clock::now() >= deadline) throw NcclError(NcclResult::in_progress, "too late");
   };

@@ -76,7 +76,7 @@ class NcclTransport {
   const int rank_;
   const int size_;
   const int max_ops_per_group_;
-  std::timed_mutex calls_;  // NCCL allows one call at a time on a communicator
+  std::mutex calls_;  // NCCL allows one call at a time on a communicator
   std::vector<NcclComm*> comms_;
   std::atomic<bool> ended_{false};  // abort() or close() has been called
 };
