@@ -37,17 +37,13 @@ class BoundCommunicator {
     auto c10d_backend = backend.is_none() ? c10::intrusive_ptr<c10d::Backend>()
                                           : backend.cast<c10::intrusive_ptr<c10d::Backend>>();
     py::gil_scoped_release no_gil;
-    communicator_ = std::make_shared<Communicator>(
+    communicator_ = shared_with_python(new Communicator(
         options, [&](TransportEvents& events) -> std::unique_ptr<HostTransport> {
           if (shared_memory)
             return std::make_unique<shm::ShmTransport>(shared_memory->take(), rank, events);
           return std::make_unique<C10dTransport>(std::move(c10d_backend), rank, size, epoch,
                                                  events);
-        });
-  }
-  ~BoundCommunicator() {
-    py::gil_scoped_release no_gil;  // threads are joined here
-    communicator_.reset();
+        }));
   }
 
   WorkPtr batch_p2p(const py::sequence& ops, bool /*async_op*/) {

@@ -104,17 +104,13 @@ class BoundDeviceCommunicator {
                                           : backend.cast<c10::intrusive_ptr<c10d::Backend>>();
     py::gil_scoped_release no_gil;
     const auto runtime = device_runtime(device_idx, num_sms);
-    communicator_ = std::make_shared<DeviceCommunicator>(
+    communicator_ = shared_with_python(new DeviceCommunicator(
         options, runtime, nccl(), ids,
         [&](TransportEvents& events) {
           return std::make_unique<C10dTransport>(std::move(c10d_backend), rank, size, epoch,
                                                  events);
         },
-        check_signals);
-  }
-  ~BoundDeviceCommunicator() {
-    py::gil_scoped_release no_gil;  // threads are joined here
-    communicator_.reset();
+        check_signals));
   }
 
   WorkPtr batch_p2p(const py::sequence& ops, bool async_op) {
@@ -158,7 +154,8 @@ class BoundDeviceCommunicator {
   }
   WorkPtr barrier() {
     py::gil_scoped_release no_gil;
-    return std::make_shared<HostWork>(communicator_->control(), communicator_->barrier());
+    const std::shared_ptr<Communicator> control(communicator_, communicator_->control().get());
+    return std::make_shared<HostWork>(control, communicator_->barrier());
   }
   void refuse(const std::string& op, const std::string& reason) {
     py::gil_scoped_release no_gil;

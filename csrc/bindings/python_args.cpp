@@ -123,12 +123,17 @@ void raise_failure(const Failure& failure) {
   auto optional = [](int64_t value) -> py::object {
     return value < 0 ? py::none() : py::object(py::int_(value));
   };
+  // Texts of peers may be cut off within a character, or be no text at all.
+  auto text = [](const std::string& bytes) {
+    return py::reinterpret_steal<py::object>(
+        PyUnicode_DecodeUTF8(bytes.data(), static_cast<Py_ssize_t>(bytes.size()), "replace"));
+  };
   const std::string who = failure.rank < 0 ? "" : "rank " + std::to_string(failure.rank) + ": ";
   const py::object error = errors.attr(kNames[static_cast<int>(failure.kind)])(
-      who + failure.message, py::arg("op") = failure.op, py::arg("rank") = optional(failure.rank),
-      py::arg("peer") = optional(failure.peer), py::arg("channel") = optional(failure.channel),
-      py::arg("seq") = optional(failure.seq), py::arg("dtype") = failure.dtype,
-      py::arg("shape") = py::tuple(py::cast(failure.shape)),
+      text(who + failure.message), py::arg("op") = text(failure.op),
+      py::arg("rank") = optional(failure.rank), py::arg("peer") = optional(failure.peer),
+      py::arg("channel") = optional(failure.channel), py::arg("seq") = optional(failure.seq),
+      py::arg("dtype") = text(failure.dtype), py::arg("shape") = py::tuple(py::cast(failure.shape)),
       py::arg("origin_rank") = optional(failure.origin_rank));
   PyErr_SetObject(py::type::of(error).ptr(), error.ptr());
 }

@@ -1,11 +1,24 @@
 // What Python holds of an operation in flight.
 #pragma once
 
+#include <memory>
 #include <string>
 
 #include "bindings/python_args.h"
 
 namespace pipecomm {
+
+// A communicator of Python objects. Whichever of them goes last, its threads are joined without the
+// GIL, since they may need it. In a fork, where those threads do not exist, it is left as it is.
+template <class AnyCommunicator>
+std::shared_ptr<AnyCommunicator> shared_with_python(AnyCommunicator* made) {
+  return {made, [](AnyCommunicator* communicator) {
+            if (communicator->is_in_fork()) return;
+            if (!PyGILState_Check()) return delete communicator;
+            py::gil_scoped_release no_gil;
+            delete communicator;
+          }};
+}
 
 // Owns nothing that the operation does not own itself: dropping it is legal.
 class Work {

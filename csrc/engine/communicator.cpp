@@ -1,6 +1,9 @@
 #include "engine/communicator.h"
 
+#include <unistd.h>
+
 #include <algorithm>
+#include <exception>
 
 #include "copy/copy_cpu.h"
 #include "engine/message_copy.h"
@@ -29,30 +32,27 @@ FailurePtr failure_for(const FailurePtr& failure, const Operation& operation) {
 }  // namespace
 
 Communicator::Communicator(const CommunicatorOptions& options, const MakeTransport& make_transport)
-    : options_(options), copy_pool_(options.num_threads) {
+    : options_(options), owner_pid_(getpid()), copy_pool_(options.num_threads) {
   if (options_.size < 1 || options_.rank < 0 || options_.rank >= options_.size)
     throw std::invalid_argument("rank " + std::to_string(options_.rank) + " is not in a group of " +
                                 std::to_string(options_.size));
   if (options_.num_channels < 1 || options_.num_channels > kMaxUserChannels)
     throw std::invalid_argument("channels must be 1 to " + std::to_string(kMaxUserChannels) +
                                 ", not " + std::to_string(options_.num_channels));
-  transport_ = make_transport(*this);
+  {
+    // Threads of the transport that have a failure to report wait until there is a transport to
+    // abort.
+    std::lock_guard lock(mutex_);
+    transport_ = make_transport(*this);
+  }
   watchdog_ = std::thread([this] { watch(); });
 }
 
 Communicator::~Communicator() {
-  if (!closed_) {
-    // Nobody can wait for operations any more; peers learn it from the goodbye.
-    closing_ = true;
-    transport_->begin_close();
-    transport_->close(Clock::now() + kGoodbyeLimit);
-  }
-  {
-    std::lock_guard lock(mutex_);
-    stop_watching_ = true;
-  }
-  stop_watch_.notify_all();
-  if (watchdog_.joinable()) watchdog_.join();
+  if (closed_) return;
+  // Nobody can wait for operations any more; peers learn it from the goodbye.
+  transport_->begin_close();
+  end();
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -63,7 +63,20 @@ FailurePtr Communicator::failure() const {
   return failure_;
 }
 
+bool Communicator::is_in_fork() const { return getpid() != owner_pid_; }
+
+void Communicator::check_process() const {
+  if (!is_in_fork()) return;
+  Failure forked{.message =
+                     "this process was forked after the communicator was made, and has no "
+                     "part in its connections; make a new group and Communicator here",
+                 .rank = rank(),
+                 .origin_rank = rank()};
+  throw PipeCommException(std::make_shared<Failure>(std::move(forked)));
+}
+
 void Communicator::check_usable(OpCode op) const {
+  check_process();
   std::lock_guard lock(mutex_);
   if (failure_) throw PipeCommException(failure_);
   if (!closing_) return;
@@ -93,22 +106,27 @@ OperationPtr Communicator::make_operation(OpCode op) {
   return std::make_shared<Operation>(op, deadline);
 }
 
+// With `post_mutex_` held, so that nobody closes in between.
 void Communicator::post(const OperationPtr& operation) {
+  check_usable(operation->op());
   std::vector<RequestPtr> requests = operation->seal();
+  if (requests.empty()) return;
   for (const RequestPtr& request : requests) request->operation = operation;
-  {
-    std::lock_guard lock(mutex_);
-    if (failure_) throw PipeCommException(failure_);
-    if (in_flight_.size() >= sweep_at_) {
-      std::erase_if(in_flight_, [](const auto& weak) {
-        const OperationPtr op = weak.lock();
-        return !op || op->done();
-      });
-      sweep_at_ = std::max(kMinSweep, 2 * in_flight_.size());
-    }
-    in_flight_.push_back(operation);
+  transport_->post(std::move(requests));
+  std::unique_lock lock(mutex_);
+  if (failure_) {  // since the check above: nobody else knows of this operation
+    const FailurePtr failure = failure_;
+    lock.unlock();
+    return operation->fail(failure_for(failure, *operation));
   }
-  if (!requests.empty()) transport_->post(std::move(requests));
+  if (in_flight_.size() >= sweep_at_) {
+    std::erase_if(in_flight_, [](const auto& weak) {
+      const OperationPtr op = weak.lock();
+      return !op || op->done();
+    });
+    sweep_at_ = std::max(kMinSweep, 2 * in_flight_.size());
+  }
+  in_flight_.push_back(operation);
 }
 
 OperationPtr Communicator::batch_p2p(std::span<const PointToPoint> batch,
@@ -264,6 +282,7 @@ OperationPtr Communicator::refuse(OpCode op, const std::string& reason) {
 bool Communicator::wait(Operation& operation, Deadline until,
                         const std::function<void()>& interrupted) {
   while (!operation.done()) {
+    check_process();
     if (transport_->assist(operation) &&
         operation.wait_until(std::min(until, Clock::now() + 5 * kTick)))
       break;
@@ -296,6 +315,7 @@ void Communicator::fail(Failure failure) {
 }
 
 void Communicator::abort(const std::string& reason) {
+  if (is_in_fork()) return;
   fail({.kind = FailureKind::aborted,
         .message = "communicator aborted by rank " + std::to_string(rank()) +
                    (reason.empty() ? "" : ": " + reason),
@@ -363,13 +383,14 @@ void Communicator::watch() {
     }
     lock.unlock();
     transport_->tick();
-    if (expired) expire(*expired);
+    if (expired && !expired->done()) expire(*expired);
     expired.reset();
     lock.lock();
   }
 }
 
 void Communicator::close(const std::function<void()>& interrupted) {
+  if (is_in_fork()) return;
   std::vector<OperationPtr> pending;
   bool failed_before = false;
   {
@@ -381,27 +402,48 @@ void Communicator::close(const std::function<void()>& interrupted) {
       if (OperationPtr operation = weak.lock()) pending.push_back(std::move(operation));
   }
   transport_->begin_close();
-  FailurePtr failure;
+  std::exception_ptr error;
   if (!failed_before) {
     for (const OperationPtr& operation : pending) {
       if (operation->failure_seen()) continue;
       try {
         wait(*operation, Deadline::max(), interrupted);
-      } catch (const PipeCommException& error) {
-        if (!failure) failure = error.failure();
+      } catch (const PipeCommException&) {
+        if (!error) error = std::current_exception();
+      } catch (...) {
+        error = std::current_exception();
+        break;
       }
     }
   }
   pending.clear();
+  end();
+  if (error) std::rethrow_exception(error);
+}
+
+// Whatever is pending now has nobody left who could complete it.
+void Communicator::end() {
   transport_->close(Clock::now() + kGoodbyeLimit);
+  std::deque<std::weak_ptr<Operation>> in_flight;
   {
     std::lock_guard lock(mutex_);
-    stop_watching_ = true;
-    closed_ = true;
+    closing_ = stop_watching_ = closed_ = true;
+    in_flight.swap(in_flight_);
   }
   stop_watch_.notify_all();
   watchdog_.join();
-  if (failure) throw PipeCommException(failure);
+  for (const auto& weak : in_flight) {
+    const OperationPtr operation = weak.lock();
+    if (!operation || operation->done()) continue;
+    const auto failure = std::make_shared<Failure>(Failure{
+        .kind = FailureKind::aborted,
+        .message =
+            std::string(op_name(operation->op())) + " was pending when its communicator was closed",
+        .op = op_name(operation->op()),
+        .rank = rank(),
+        .origin_rank = rank()});
+    operation->fail(failure_for(failure, *operation));
+  }
 }
 
 }  // namespace pipecomm

@@ -92,9 +92,13 @@ class Communicator final : private TransportEvents {
   void fail(Failure failure);
   void abort(const std::string& reason);
   // Finishes what is under way, says goodbye and releases everything. Throws if operations were
-  // still pending when their deadline passed. Idempotent.
+  // still pending when their deadline passed. If `interrupted` throws, what is pending fails, the
+  // rest is done all the same, and the exception goes on. Idempotent.
   void close(const std::function<void()>& interrupted);
   bool closed() const { return closed_; }
+  // Threads and connections stay with the process that made them: in a fork every call is refused,
+  // close() does nothing, and the object must not be destroyed.
+  bool is_in_fork() const;
   FailurePtr failure() const;
   CopyCounters copy_counters() const {
     return {num_exchanges_, num_passes_, staging_.num_allocations()};
@@ -106,6 +110,7 @@ class Communicator final : private TransportEvents {
   void on_broken(const std::string& why) override;
   void on_claim(int peer, Direction direction, const Descriptor& descriptor) override;
 
+  void check_process() const;
   void check_usable(OpCode op) const;
   OperationPtr make_operation(OpCode op);
   Descriptor describe(OpCode op, int channel, const TensorRef& tensor, uint64_t signature,
@@ -113,8 +118,10 @@ class Communicator final : private TransportEvents {
   void post(const OperationPtr& operation);
   void watch();
   void expire(Operation& operation);
+  void end();
 
   const CommunicatorOptions options_;
+  const int owner_pid_;
   StagingPool staging_;
   ThreadPool copy_pool_;
   std::mutex copy_pool_mutex_;

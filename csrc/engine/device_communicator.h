@@ -59,6 +59,7 @@ class DeviceCommunicator {
   int size() const { return options_.size; }
   static int num_nccl_ids(int num_channels) { return num_channels + 1; }
   const std::shared_ptr<Communicator>& control() const { return control_; }
+  bool is_in_fork() const { return control_->is_in_fork(); }
 
   // As for the host communicator; `interrupted` serves the agreement of a first use. Receives may
   // have any strides; sends are contiguous.

@@ -62,7 +62,7 @@ void Operation::settle_one(FailurePtr failure) {
 }
 
 // Runs the epilogue without the lock, then publishes the end. Resources go last, after waiters may
-// run.
+// run, and always without the lock: the end of a tensor may have to wait for Python.
 void Operation::finish(std::unique_lock<std::mutex>& lock) {
   if (epilogue_ && !failure_) {
     auto epilogue = std::move(epilogue_);
@@ -74,13 +74,14 @@ void Operation::finish(std::unique_lock<std::mutex>& lock) {
       failure = std::make_shared<Failure>(
           Failure{.message = std::string("unpack failed: ") + error.what(), .op = op_name(op_)});
     }
+    epilogue = nullptr;
     lock.lock();
     if (done_) return;
     if (failure) failure_ = std::move(failure);
   }
-  auto kept = std::move(kept_);
-  auto requests = std::move(requests_);
-  epilogue_ = nullptr;
+  const auto kept = std::move(kept_);
+  const auto requests = std::move(requests_);
+  const auto epilogue = std::move(epilogue_);
   done_.store(true, std::memory_order_release);
   settled_.notify_all();
   lock.unlock();
@@ -92,8 +93,8 @@ void Operation::fail(FailurePtr failure) {
   if (!failure_) failure_ = std::move(failure);
   // The transport may still hold the requests, which own this operation and so the memory in use:
   // keep `kept_`.
-  auto requests = std::move(requests_);
-  epilogue_ = nullptr;
+  const auto requests = std::move(requests_);
+  const auto epilogue = std::move(epilogue_);
   done_.store(true, std::memory_order_release);
   settled_.notify_all();
   lock.unlock();

@@ -42,7 +42,7 @@ C10dTransport::C10dTransport(c10::intrusive_ptr<c10d::Backend> backend, int rank
   for (int peer = 0; peer < size_; ++peer) {
     Connection& connection = *connections_.emplace_back(std::make_unique<Connection>());
     connection.link = std::make_unique<PeerLink>(
-        rank_, peer, epoch, [this, peer](std::vector<std::byte> bytes, uint32_t number) {
+        rank_, peer, epoch, [this, peer](std::vector<std::byte> bytes, uint64_t number) {
           send_packet(peer, std::move(bytes), number);
         });
   }
@@ -50,8 +50,14 @@ C10dTransport::C10dTransport(c10::intrusive_ptr<c10d::Backend> backend, int rank
   for_each_peer([this](int peer, Connection& connection) {
     for (int slot = 0; slot < kNumSlots; ++slot) {
       connection.slots[slot].resize(wire::kMaxPacketBytes);
-      post_slot(peer, slot);
+      try {
+        post_slot(peer, slot);
+      } catch (const std::exception&) {
+        // The peer is gone already; its reader is about to say so.
+      }
     }
+  });
+  for_each_peer([this](int peer, Connection& connection) {
     connection.reader = std::thread([this, peer] { read_packets(peer); });
   });
   body_thread_ = std::thread([this] { wait_for_bodies(); });
@@ -97,6 +103,7 @@ void C10dTransport::post(std::vector<RequestPtr> batch) {
   for (const RequestPtr& request : batch) {
     Connection& connection = *connections_[request->peer];
     std::unique_lock lock(connection.mutex);
+    if (aborted_) return;  // what was posted before is among the dropped
     connection.link->number(*request);
     if (has_body(*request)) start_body(request);
     connection.link->post(request);
@@ -223,7 +230,7 @@ void C10dTransport::tick() {
   }
   for_each_peer([this](int, Connection& connection) {
     std::unique_lock lock(connection.mutex, std::try_to_lock);
-    if (lock) connection.link->flush();
+    if (lock && !stopping_) connection.link->flush();
   });
 }
 
@@ -237,7 +244,7 @@ std::string C10dTransport::describe_peer(int peer) const {
 // packets
 
 // Called by the link, with the connection's lock held.
-void C10dTransport::send_packet(int peer, std::vector<std::byte> bytes, uint32_t number) {
+void C10dTransport::send_packet(int peer, std::vector<std::byte> bytes, uint64_t number) {
   Packet& packet =
       connections_[peer]->packets.emplace_back(Packet{number, std::move(bytes), nullptr});
   std::vector<at::Tensor> tensors{
@@ -264,6 +271,7 @@ void C10dTransport::read_packets(int peer) {
       std::lock_guard lock(connection.mutex);
       work = connection.slot_works[slot];
     }
+    if (!work) return lost(peer, "the connection was closed before its first message");
     try {
       while (!work->wait(kForever))
         if (stopping_) return;
@@ -332,6 +340,7 @@ void C10dTransport::abort(const Failure& failure) {
   if (aborted_.exchange(true)) return;
   for_each_peer([&](int, Connection& connection) {
     std::lock_guard lock(connection.mutex);
+    if (stopping_) return;
     connection.link->say_failure(failure);
     connection.link->flush();
     connection.dropped = connection.link->drop();
@@ -370,18 +379,29 @@ void C10dTransport::close(Deadline deadline) {
   aborted_ = stopping_ = true;
   for_each_peer([this](int, Connection& connection) {
     std::lock_guard lock(connection.mutex);
-    for (const WorkPtr& work : connection.slot_works) work->abort();
+    for (const WorkPtr& work : connection.slot_works)
+      if (work) work->abort();
   });
   {
     std::lock_guard lock(waiting_mutex_);
     for (c10d::Work* work : waiting_) work->abort();
   }
-  bodies_changed_.notify_all();
+  {
+    std::lock_guard lock(bodies_mutex_);  // so that the body thread sees `stopping_` or the notice
+    bodies_changed_.notify_all();
+  }
   for_each_peer([](int, Connection& connection) { connection.reader.join(); });
   body_thread_.join();
-  bodies_.clear();
+  {
+    std::lock_guard lock(bodies_mutex_);
+    bodies_.clear();
+  }
   for_each_peer([](int, Connection& connection) {
-    connection.link->drop();
+    // Threads that still wait, tick or abort see `stopping_` under this lock.
+    std::vector<RequestPtr> dropped;
+    std::lock_guard lock(connection.mutex);
+    dropped = connection.link->drop();
+    dropped.insert(dropped.end(), connection.dropped.begin(), connection.dropped.end());
     connection.dropped.clear();
     connection.packets.clear();
     for (WorkPtr& work : connection.slot_works) work.reset();

@@ -56,7 +56,7 @@ class C10dTransport final : public HostTransport {
   };
 
   struct Packet {
-    uint32_t number;
+    uint64_t number;
     std::vector<std::byte> bytes;
     WorkPtr work;
   };
@@ -86,7 +86,7 @@ class C10dTransport final : public HostTransport {
   void hand_to_body_thread(RequestPtr request);
   void wait_for_bodies();
 
-  void send_packet(int peer, std::vector<std::byte> bytes, uint32_t number);
+  void send_packet(int peer, std::vector<std::byte> bytes, uint64_t number);
   void post_slot(int peer, int slot);
   void read_packets(int peer);
   void lost(int peer, const std::string& why);

@@ -9,7 +9,8 @@
 namespace pipecomm {
 namespace {
 
-// What may be under way unanswered: bounds the memory of records that wait for their receive.
+// What may be under way unanswered on a channel: bounds the memory of records that wait for their
+// receive.
 constexpr size_t kWindowBytes = 4 << 20;
 constexpr size_t kWindowRecords = 16384;
 
@@ -44,8 +45,8 @@ void PeerLink::post(const RequestPtr& request) {
   Channel& channel = channels_[request->descriptor.channel];
   if (request->direction == Direction::send) {
     if (state_ == State::lost) return settle(request, gone(*request));
-    backlog_.push_back(request);
-    pump();
+    channel.backlog.push_back(request);
+    pump(channel);
   } else if (!channel.unexpected.empty()) {
     const Arrival arrival = std::move(channel.unexpected.front());
     channel.unexpected.pop_front();
@@ -57,21 +58,21 @@ void PeerLink::post(const RequestPtr& request) {
   }
 }
 
-void PeerLink::pump() {
-  while (!backlog_.empty() && num_unanswered_ < kWindowRecords &&
-         num_unanswered_bytes_ < kWindowBytes) {
-    const RequestPtr request = std::move(backlog_.front());
-    backlog_.pop_front();
+void PeerLink::pump(Channel& channel) {
+  if (goodbye_said_) return;
+  while (!channel.backlog.empty() && channel.unanswered.size() < kWindowRecords &&
+         channel.num_unanswered_bytes < kWindowBytes) {
+    const RequestPtr request = std::move(channel.backlog.front());
+    channel.backlog.pop_front();
     transmit(request);
   }
 }
 
 void PeerLink::transmit(const RequestPtr& request) {
   const Descriptor& descriptor = request->descriptor;
-  channels_[descriptor.channel].unanswered.emplace_hint(
-      channels_[descriptor.channel].unanswered.end(), descriptor.seq, request);
-  num_unanswered_ += 1;
-  num_unanswered_bytes_ += num_inline_bytes(*request);
+  Channel& channel = channels_[descriptor.channel];
+  channel.unanswered.emplace_hint(channel.unanswered.end(), descriptor.seq, request);
+  channel.num_unanswered_bytes += num_inline_bytes(*request);
   if (request->refuses) {
     add_text(wire::Kind::refuse, descriptor.channel, descriptor.seq, request->refusal);
   } else if (has_body(*request)) {
@@ -142,6 +143,7 @@ void PeerLink::handle_record(const wire::Record& record) {
            record.descriptor});
       return;
     case wire::Kind::closing:
+      peer_closes_ = true;
       if (state_ == State::open) state_ = State::closing;
       for (Channel& channel : channels_)
         for (const RequestPtr& request : std::exchange(channel.posted, {}))
@@ -157,6 +159,9 @@ void PeerLink::handle_record(const wire::Record& record) {
 
 void PeerLink::message_arrived(const wire::Record& record) {
   if (dropped_) return;
+  if (state_ != State::open)
+    throw std::runtime_error("rank " + std::to_string(peer_) +
+                             " sends a message after it has closed its communicator");
   Channel& channel = channels_[record.header.channel];
   if (record.header.seq != channel.next_arrival++)
     throw std::runtime_error("message " + std::to_string(record.header.seq) + " of rank " +
@@ -201,6 +206,8 @@ void PeerLink::match(const RequestPtr& request, const Arrival& arrival) {
       std::memcpy(request->data, arrival.payload.data(), arrival.payload.size());
     add(wire::Kind::accept, channel_idx, seq, nullptr, {});
     settle(request, nullptr);
+  } else if (state_ == State::lost) {
+    settle(request, gone(*request));
   } else {
     channel.receiving.emplace(seq, request);
     verified_.push_back(request);
@@ -210,23 +217,25 @@ void PeerLink::match(const RequestPtr& request, const Arrival& arrival) {
 // The receiver's answer to one of our sends.
 void PeerLink::answered(const wire::Record& record) {
   if (dropped_) return;
-  auto& unanswered = channels_[record.header.channel].unanswered;
-  const auto found = unanswered.find(record.header.seq);
-  if (found == unanswered.end())
+  Channel& channel = channels_[record.header.channel];
+  const auto found = channel.unanswered.find(record.header.seq);
+  if (found == channel.unanswered.end())
     throw std::runtime_error("rank " + std::to_string(peer_) +
                              " answers a message that was never sent");
   const RequestPtr request = std::move(found->second);
-  unanswered.erase(found);
-  num_unanswered_ -= 1;
-  num_unanswered_bytes_ -= num_inline_bytes(*request);
+  channel.unanswered.erase(found);
+  channel.num_unanswered_bytes -= num_inline_bytes(*request);
   if (record.header.kind == wire::Kind::accept) {
     settle(request, nullptr);
   } else if (record.header.kind == wire::Kind::reject) {
     settle(request, mismatch_failure(rank_, *request, record.descriptor));
   } else {
+    // Nothing but closing makes a rank refuse point-to-point messages.
+    peer_closes_ |= request->descriptor.op == OpCode::p2p;
     settle(request, refused_send_failure(rank_, *request, record.text(), describe()));
   }
-  pump();
+  pump(channel);
+  send_closing();
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -247,7 +256,7 @@ void PeerLink::add_text(wire::Kind kind, int channel, uint64_t seq, std::string_
 
 void PeerLink::flush() {
   if (writer_.empty() || state_ == State::lost) return;
-  const uint32_t number = ++last_packet_sent_;
+  const uint64_t number = ++last_packet_sent_;
   send_packet_(writer_.take(epoch_, number, last_packet_received_), number);
 }
 
@@ -256,12 +265,21 @@ void PeerLink::flush() {
 
 void PeerLink::say_closing() {
   if (std::exchange(closing_said_, true)) return;
-  add(wire::Kind::closing, 0, 0, nullptr, {});
+  send_closing();
   // What has not met a receive by now never will.
   for (int channel_idx = 0; channel_idx < kNumChannels; ++channel_idx)
     for (const Arrival& arrival : std::exchange(channels_[channel_idx].unexpected, {}))
       add_text(wire::Kind::refused, channel_idx, arrival.header.seq,
                "it has closed its communicator");
+}
+
+// Not before the last message: the peer takes what is still unmatched then for lost.
+void PeerLink::send_closing() {
+  if (!closing_said_ || closing_sent_) return;
+  for (const Channel& channel : channels_)
+    if (!channel.backlog.empty()) return;
+  closing_sent_ = true;
+  add(wire::Kind::closing, 0, 0, nullptr, {});
 }
 
 void PeerLink::say_goodbye() {
@@ -281,27 +299,29 @@ void PeerLink::say_claim(Direction direction, const Descriptor& descriptor) {
 
 void PeerLink::lose() {
   if (std::exchange(state_, State::lost) == State::lost) return;
-  for (const RequestPtr& request : std::exchange(backlog_, {})) settle(request, gone(*request));
   for (Channel& channel : channels_) {
-    for (const RequestPtr& request : std::exchange(channel.posted, {}))
-      settle(request, gone(*request));
+    for (auto* requests : {&channel.backlog, &channel.posted})
+      for (const RequestPtr& request : std::exchange(*requests, {}))
+        settle(request, gone(*request));
     for (const auto& [seq, request] : std::exchange(channel.unanswered, {}))
       settle(request, gone(*request));
     for (const auto& [seq, request] : std::exchange(channel.receiving, {}))
       settle(request, gone(*request));
+    channel.early.clear();
+    channel.num_unanswered_bytes = 0;
   }
-  num_unanswered_ = num_unanswered_bytes_ = 0;
 }
 
 std::vector<RequestPtr> PeerLink::drop() {
   dropped_ = true;
-  std::vector<RequestPtr> requests(backlog_.begin(), backlog_.end());
-  backlog_.clear();
+  std::vector<RequestPtr> requests;
   for (Channel& channel : channels_) {
-    requests.insert(requests.end(), channel.posted.begin(), channel.posted.end());
+    for (auto* waiting : {&channel.backlog, &channel.posted}) {
+      requests.insert(requests.end(), waiting->begin(), waiting->end());
+      waiting->clear();
+    }
     for (const auto* map : {&channel.unanswered, &channel.receiving, &channel.early})
       for (const auto& [seq, request] : *map) requests.push_back(request);
-    channel.posted.clear();
     channel.unexpected.clear();
     channel.unanswered.clear();
     channel.receiving.clear();
@@ -320,7 +340,7 @@ void PeerLink::settle(const RequestPtr& request, FailurePtr failure) {
 std::string PeerLink::describe() const {
   switch (state_) {
     case State::open:
-      return "is connected";
+      return peer_closes_ ? "has closed its communicator" : "is connected";
     case State::closing:
     case State::disconnecting:
       return "has closed its communicator";

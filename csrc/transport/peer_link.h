@@ -37,7 +37,7 @@ bool has_body(const Request& request);
 // take_announcements() to act on them after releasing it.
 class PeerLink {
  public:
-  using SendPacket = std::function<void(std::vector<std::byte> packet, uint32_t number)>;
+  using SendPacket = std::function<void(std::vector<std::byte> packet, uint64_t number)>;
   PeerLink(int rank, int peer, uint32_t epoch, SendPacket send_packet)
       : rank_(rank), peer_(peer), epoch_(epoch), send_packet_(std::move(send_packet)) {}
 
@@ -73,7 +73,7 @@ class PeerLink {
   int peer() const { return peer_; }
   State state() const { return state_; }
   bool goodbye_answered() const { return goodbye_answered_; }
-  uint32_t last_confirmed() const { return last_confirmed_; }
+  uint64_t last_confirmed() const { return last_confirmed_; }
   bool has_unsent() const { return !writer_.empty(); }
   std::string describe() const;
 
@@ -97,18 +97,22 @@ class PeerLink {
     std::span<const std::byte> payload;
     std::vector<std::byte> stored;
   };
+  // Channels do not wait for each other, whatever a receiver leaves unmatched on one of them.
   struct Channel {
+    std::deque<RequestPtr> backlog;             // sends that wait for the window to open
     std::deque<RequestPtr> posted;              // receives without a record
     std::deque<Arrival> unexpected;             // records without a receive
     std::map<uint64_t, RequestPtr> unanswered;  // sends without an answer
     std::map<uint64_t, RequestPtr> receiving;   // verified receives whose body is under way
     std::map<uint64_t, RequestPtr> early;       // bodies that arrived before their announcement
+    size_t num_unanswered_bytes = 0;            // of inline payloads
     uint64_t next_send = 0;
     uint64_t next_recv = 0;
     uint64_t next_arrival = 0;
   };
 
-  void pump();
+  void pump(Channel& channel);
+  void send_closing();
   void transmit(const RequestPtr& request);
   void handle_record(const wire::Record& record);
   void message_arrived(const wire::Record& record);
@@ -128,13 +132,12 @@ class PeerLink {
   State state_ = State::open;
   std::array<Channel, kNumChannels> channels_;
   wire::PacketWriter writer_;
-  std::deque<RequestPtr> backlog_;  // sends that wait for the window to open
-  size_t num_unanswered_ = 0;
-  size_t num_unanswered_bytes_ = 0;
-  uint32_t last_packet_sent_ = 0;
-  uint32_t last_packet_received_ = 0;
-  uint32_t last_confirmed_ = 0;
-  bool closing_said_ = false;
+  uint64_t last_packet_sent_ = 0;
+  uint64_t last_packet_received_ = 0;
+  uint64_t last_confirmed_ = 0;
+  bool closing_said_ = false;  // by the owner
+  bool closing_sent_ = false;  // to the peer, behind the last message
+  bool peer_closes_ = false;   // it has said so, or shown it
   bool goodbye_said_ = false;
   bool goodbye_answered_ = false;
   bool goodbye_heard_ = false;

@@ -88,8 +88,8 @@ bool PacketWriter::add_text(Kind kind, int channel, uint64_t seq, std::string_vi
   return add(kind, channel, seq, nullptr, std::as_bytes(std::span(text.data(), text.size())));
 }
 
-std::vector<std::byte> PacketWriter::take(uint32_t epoch, uint32_t packet_number,
-                                          uint32_t confirmed) {
+std::vector<std::byte> PacketWriter::take(uint32_t epoch, uint64_t packet_number,
+                                          uint64_t confirmed) {
   PacketHeader header;
   header.num_records = num_records_;
   header.epoch = epoch;

@@ -42,11 +42,11 @@ struct PacketHeader {
   uint16_t version = kVersion;
   uint16_t num_records = 0;
   uint32_t epoch = 0;          // random per communicator
-  uint32_t packet_number = 0;  // counts packets to this destination, from 1
-  uint32_t confirmed = 0;      // last packet number received from the destination
   uint32_t num_bytes = 0;      // of the whole packet
+  uint64_t packet_number = 0;  // counts packets to this destination, from 1
+  uint64_t confirmed = 0;      // last packet number received from the destination
 };
-static_assert(sizeof(PacketHeader) == 24);
+static_assert(sizeof(PacketHeader) == 32);
 
 struct RecordHeader {
   Kind kind{};
@@ -79,7 +79,7 @@ class PacketWriter {
            std::span<const std::byte> payload);
   bool add_text(Kind kind, int channel, uint64_t seq, std::string_view text);
   // Ends the packet and starts the next one.
-  std::vector<std::byte> take(uint32_t epoch, uint32_t packet_number, uint32_t confirmed);
+  std::vector<std::byte> take(uint32_t epoch, uint64_t packet_number, uint64_t confirmed);
 
  private:
   std::vector<std::byte> bytes_;

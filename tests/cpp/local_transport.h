@@ -1,0 +1,305 @@
+// A transport between threads of one process: the protocol of PeerLink over queues in memory, with
+// deliveries at random moments. Bodies are copied once both ends have posted them.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <random>
+#include <thread>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "transport/peer_link.h"
+#include "transport/transport.h"
+
+namespace local {
+
+using namespace pipecomm;
+
+// What joins the ranks: an inbox each, and the meeting place of bodies.
+class Hub {
+ public:
+  explicit Hub(int size) : inboxes_(size) {}
+  int size() const { return static_cast<int>(inboxes_.size()); }
+
+  struct Delivery {  // a packet, or word of a body that is in its place; neither: disconnected
+    int from = -1;
+    std::vector<std::byte> packet = {};
+    RequestPtr body = nullptr;
+  };
+
+  void send(int to, Delivery delivery) {
+    Inbox& inbox = inboxes_[to];
+    {
+      std::lock_guard lock(inbox.mutex);
+      if (inbox.shut) return;
+      inbox.queue.push_back(std::move(delivery));
+    }
+    inbox.changed.notify_one();
+  }
+  // False once the inbox was shut.
+  bool receive(int rank, Delivery& delivery) {
+    Inbox& inbox = inboxes_[rank];
+    std::unique_lock lock(inbox.mutex);
+    inbox.changed.wait(lock, [&] { return inbox.shut || !inbox.queue.empty(); });
+    if (inbox.shut) return false;
+    delivery = std::move(inbox.queue.front());
+    inbox.queue.pop_front();
+    return true;
+  }
+  void shut(int rank) {
+    Inbox& inbox = inboxes_[rank];
+    std::deque<Delivery> unread;  // ends without the lock
+    {
+      std::lock_guard lock(inbox.mutex);
+      inbox.shut = true;
+      unread.swap(inbox.queue);
+    }
+    inbox.changed.notify_all();
+  }
+  // The end of all connections of a rank, seen from both sides.
+  void disconnect(int rank) {
+    for (int peer = 0; peer < size(); ++peer)
+      if (peer != rank) send(peer, {.from = rank});
+    for (int peer = 0; peer < size(); ++peer)
+      if (peer != rank) send(rank, {.from = peer});
+  }
+
+  // Copies the body if the other half is there; returns that half, or null.
+  RequestPtr meet(int rank, const RequestPtr& request) {
+    const bool sends = request->direction == Direction::send;
+    const BodyKey key{sends ? rank : request->peer, sends ? request->peer : rank,
+                      request->descriptor.channel, request->descriptor.seq,
+                      request->descriptor.digest()};
+    std::lock_guard lock(bodies_mutex_);
+    const auto found = bodies_.find(key);
+    if (found == bodies_.end() || found->second.rank == rank) {
+      bodies_[key] = {rank, request};
+      return nullptr;
+    }
+    const RequestPtr other = std::move(found->second.request);
+    bodies_.erase(found);
+    const Request& from = sends ? *request : *other;
+    const Request& to = sends ? *other : *request;
+    std::copy_n(from.data, from.descriptor.num_bytes, to.data);
+    return other;
+  }
+  void forget_bodies(int rank) {
+    std::vector<RequestPtr> forgotten;  // ends without the lock
+    std::lock_guard lock(bodies_mutex_);
+    for (auto it = bodies_.begin(); it != bodies_.end();) {
+      if (it->second.rank != rank) {
+        ++it;
+        continue;
+      }
+      forgotten.push_back(std::move(it->second.request));
+      it = bodies_.erase(it);
+    }
+  }
+
+ private:
+  using BodyKey = std::tuple<int, int, int, uint64_t, uint64_t>;
+  struct Half {
+    int rank;
+    RequestPtr request;
+  };
+  struct Inbox {
+    std::mutex mutex;
+    std::condition_variable changed;
+    std::deque<Delivery> queue;
+    bool shut = false;
+  };
+  std::vector<Inbox> inboxes_;
+  std::mutex bodies_mutex_;
+  std::map<BodyKey, Half> bodies_;
+};
+
+class Transport final : public HostTransport {
+ public:
+  Transport(std::shared_ptr<Hub> hub, int rank, TransportEvents& events)
+      : hub_(std::move(hub)), rank_(rank), events_(events), num_open_(hub_->size() - 1) {
+    for (int peer = 0; peer < hub_->size(); ++peer) {
+      auto& connection = connections_.emplace_back(std::make_unique<Connection>());
+      connection->link = std::make_unique<PeerLink>(
+          rank, peer, 1, [this, peer](std::vector<std::byte> packet, uint64_t) {
+            hub_->send(peer, {.from = rank_, .packet = std::move(packet)});
+          });
+    }
+    reader_ = std::thread([this] { read(); });
+  }
+  ~Transport() override { close(Clock::now()); }
+
+  void post(std::vector<RequestPtr> batch) override {
+    std::vector<RequestPtr> bodies;
+    for (const RequestPtr& request : batch) {
+      Connection& connection = *connections_[request->peer];
+      std::unique_lock lock(connection.mutex);
+      if (aborted_) return;
+      connection.link->number(*request);
+      connection.link->post(request);
+      if (has_body(*request)) bodies.push_back(request);
+    }
+    for (Connection* connection : peers()) {
+      std::unique_lock lock(connection->mutex);
+      connection->link->flush();
+      act(*connection, lock);
+    }
+    for (const RequestPtr& body : bodies)
+      if (const RequestPtr other = hub_->meet(rank_, body)) deliver_body(body, other);
+    if (aborted_) hub_->forget_bodies(rank_);
+  }
+  void tick() override {
+    for (Connection* connection : peers()) {
+      std::unique_lock lock(connection->mutex);
+      if (!stopped_) connection->link->flush();
+      act(*connection, lock);
+    }
+  }
+  void abort(const Failure& failure) override {
+    if (aborted_.exchange(true)) return;
+    std::vector<RequestPtr> dropped;
+    for (Connection* connection : peers()) {
+      std::lock_guard lock(connection->mutex);
+      if (stopped_) return;
+      connection->link->say_failure(failure);
+      connection->link->flush();
+      for (RequestPtr& request : connection->link->drop()) dropped.push_back(std::move(request));
+    }
+    hub_->forget_bodies(rank_);
+  }
+  void begin_close() override {
+    for (Connection* connection : peers()) {
+      std::unique_lock lock(connection->mutex);
+      connection->link->say_closing();
+      connection->link->flush();
+      act(*connection, lock);
+    }
+  }
+  void close(Deadline deadline) override {
+    if (stopped_) return;
+    begin_close();
+    closing_ = true;
+    for (Connection* connection : peers()) {
+      std::unique_lock lock(connection->mutex);
+      connection->link->say_goodbye();
+      connection->link->flush();
+      act(*connection, lock);
+    }
+    {
+      std::unique_lock lock(close_mutex_);
+      close_changed_.wait_until(lock, deadline, [this] { return num_open_ == 0; });
+    }
+    aborted_ = stopped_ = true;
+    hub_->shut(rank_);
+    reader_.join();
+    hub_->disconnect(rank_);
+    std::vector<RequestPtr> dropped;
+    for (Connection* connection : peers()) {
+      std::lock_guard lock(connection->mutex);
+      for (RequestPtr& request : connection->link->drop()) dropped.push_back(std::move(request));
+    }
+    hub_->forget_bodies(rank_);
+  }
+  std::string describe_peer(int peer) const override {
+    std::lock_guard lock(connections_[peer]->mutex);
+    return connections_[peer]->link->describe();
+  }
+
+ private:
+  struct Connection {
+    std::mutex mutex;
+    std::unique_ptr<PeerLink> link;
+    bool ended = false;
+    bool is_open = true;  // counted in num_open_
+  };
+
+  std::vector<Connection*> peers() const {
+    std::vector<Connection*> peers;
+    for (int peer = 0; peer < hub_->size(); ++peer)
+      if (peer != rank_) peers.push_back(connections_[peer].get());
+    return peers;
+  }
+
+  void act(Connection& connection, std::unique_lock<std::mutex>& lock) {
+    const auto outcomes = connection.link->take_outcomes();
+    connection.link->take_verified();  // bodies need nobody to wait for them here
+    const auto failure = connection.link->take_failure();
+    const bool ends =
+        (connection.ended || connection.link->goodbye_answered()) && connection.is_open;
+    if (ends) connection.is_open = false;
+    lock.unlock();
+    for (const PeerLink::Outcome& outcome : outcomes)
+      Operation::settle(*outcome.request, outcome.failure);
+    if (failure) events_.on_remote_failure(*failure);
+    if (!ends) return;
+    std::lock_guard close_lock(close_mutex_);
+    --num_open_;
+    close_changed_.notify_all();
+  }
+
+  void deliver_body(const RequestPtr& request, const RequestPtr& other) {
+    const RequestPtr& send = request->direction == Direction::send ? request : other;
+    const RequestPtr& recv = request->direction == Direction::send ? other : request;
+    Operation::settle(*send, nullptr);
+    hub_->send(send->peer, {.from = recv->peer, .body = recv});
+  }
+
+  void body_arrived(const RequestPtr& recv) {
+    Connection& connection = *connections_[recv->peer];
+    std::unique_lock lock(connection.mutex);
+    connection.link->body_arrived(recv);
+    act(connection, lock);
+  }
+
+  void read() {
+    std::mt19937 random(rank_);
+    Hub::Delivery delivery;
+    while (hub_->receive(rank_, delivery)) {
+      if (random() % 8 == 0) std::this_thread::yield();
+      if (delivery.body) {
+        body_arrived(std::exchange(delivery.body, nullptr));
+      } else if (delivery.packet.empty()) {
+        lost(delivery.from);
+      } else {
+        Connection& connection = *connections_[delivery.from];
+        std::unique_lock lock(connection.mutex);
+        if (connection.ended) continue;
+        connection.link->handle_packet(delivery.packet);
+        connection.link->flush();
+        act(connection, lock);
+      }
+    }
+  }
+
+  void lost(int peer) {
+    Connection& connection = *connections_[peer];
+    std::unique_lock lock(connection.mutex);
+    const bool orderly = closing_ || connection.link->state() == PeerLink::State::disconnecting;
+    connection.ended = true;
+    connection.link->lose();
+    if (!orderly) {
+      lock.unlock();
+      events_.on_peer_lost(peer, "disconnected");
+      lock.lock();
+    }
+    act(connection, lock);
+  }
+
+  const std::shared_ptr<Hub> hub_;
+  const int rank_;
+  TransportEvents& events_;
+  std::vector<std::unique_ptr<Connection>> connections_;
+  std::atomic<bool> aborted_{false}, closing_{false}, stopped_{false};
+  std::mutex close_mutex_;
+  std::condition_variable close_changed_;
+  int num_open_;
+  std::thread reader_;
+};
+
+}  // namespace local

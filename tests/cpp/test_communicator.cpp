@@ -1,0 +1,644 @@
+// Communicators of several threads as ranks: what calls do, and how they fail, whatever the timing.
+// The point of most of this is to run under ThreadSanitizer and AddressSanitizer.
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <barrier>
+#include <functional>
+#include <memory>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "check.h"
+#include "engine/communicator.h"
+#include "local_transport.h"
+#include "plan/builders.h"
+
+namespace {
+
+using namespace pipecomm;
+using namespace std::chrono_literals;
+
+constexpr auto kLong = 60s;  // hard limit of whatever must not hang
+
+// ------------------------------------------------------------------------------------------------
+// ranks
+
+// A tensor of bytes with a storage of its own.
+struct Tensor {
+  explicit Tensor(int64_t num_bytes, int fill = 0xee)
+      : bytes(std::make_shared<std::vector<std::byte>>(num_bytes, static_cast<std::byte>(fill))) {}
+  TensorRef ref() const {
+    return {bytes->data(), dtypes::kUInt8, {static_cast<int64_t>(bytes->size())}, {1}, bytes};
+  }
+  std::shared_ptr<std::vector<std::byte>> bytes;
+};
+
+Tensor patterned(int64_t num_bytes, uint64_t seed) {
+  Tensor tensor(num_bytes);
+  for (int64_t idx = 0; idx < num_bytes; ++idx)
+    (*tensor.bytes)[idx] = static_cast<std::byte>((seed * 131 + idx * 7 + idx / 251) & 0xff);
+  return tensor;
+}
+
+CommunicatorOptions options_of(int rank, int size, std::chrono::nanoseconds timeout = kLong) {
+  return {.rank = rank, .size = size, .num_channels = 3, .timeout = timeout};
+}
+
+std::unique_ptr<Communicator> join(const std::shared_ptr<local::Hub>& hub,
+                                   const CommunicatorOptions& options) {
+  return std::make_unique<Communicator>(options, [&](TransportEvents& events) {
+    return std::make_unique<local::Transport>(hub, options.rank, events);
+  });
+}
+
+// Runs `body` on a thread and a communicator per rank; what it throws is a failed check.
+void run_ranks(int size, std::chrono::nanoseconds timeout_of_rank_0,
+               const std::function<void(Communicator&, int)>& body,
+               const std::shared_ptr<local::Hub>& given = nullptr) {
+  const auto hub = given ? given : std::make_shared<local::Hub>(size);
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < size; ++rank) {
+    threads.emplace_back([&, rank] {
+      try {
+        const auto communicator =
+            join(hub, options_of(rank, size, rank == 0 ? timeout_of_rank_0 : kLong));
+        body(*communicator, rank);
+      } catch (const std::exception& error) {
+        check::fail(__FILE__, __LINE__, "rank " + std::to_string(rank) + ": " + error.what());
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
+void wait(Communicator& communicator, const OperationPtr& operation) {
+  if (!communicator.wait(*operation, Clock::now() + kLong, nullptr))
+    throw std::runtime_error("still pending: " + operation->pending_text());
+}
+
+// The failure that `call` ends with.
+Failure failure_of(const std::function<void()>& call) {
+  try {
+    call();
+  } catch (const PipeCommException& error) {
+    return *error.failure();
+  }
+  return {.message = "(no failure)"};
+}
+
+void expect_failure(int line, const Failure& failure, FailureKind kind, int origin,
+                    const std::string& text) {
+  if (failure.kind != kind || failure.origin_rank != origin ||
+      failure.message.find(text) == std::string::npos)
+    check::fail(__FILE__, line,
+                "'" + text + "' of rank " + std::to_string(origin) + " expected: kind " +
+                    std::to_string(static_cast<int>(failure.kind)) + " of rank " +
+                    std::to_string(failure.origin_rank) + ": " + failure.message);
+}
+#define CHECK_FAILURE(failure, kind, origin, text) \
+  expect_failure(__LINE__, failure, FailureKind::kind, origin, text)
+
+OperationPtr isend(Communicator& communicator, const Tensor& tensor, int peer, int channel = 0) {
+  const PointToPoint op{Direction::send, peer, channel, tensor.ref()};
+  return communicator.batch_p2p({&op, 1});
+}
+OperationPtr irecv(Communicator& communicator, const Tensor& tensor, int peer, int channel = 0) {
+  const PointToPoint op{Direction::recv, peer, channel, tensor.ref()};
+  return communicator.batch_p2p({&op, 1});
+}
+
+// ------------------------------------------------------------------------------------------------
+// what calls do
+
+// Random messages between all ranks on all channels, in batches cut at random, waited for by other
+// threads in any order, or not at all.
+void test_traffic() {
+  constexpr int kSize = 4, kNumMessages = 300;
+  struct Message {
+    int from, to, channel;
+    int64_t num_bytes;
+  };
+  for (int seed = 0; seed < 4; ++seed) {
+    check::context = "traffic, seed " + std::to_string(seed);
+    std::mt19937 draw(seed);
+    std::vector<Message> messages;
+    for (int idx = 0; idx < kNumMessages; ++idx) {
+      constexpr int64_t kSizes[] = {0, 1, 1000, kMaxInlineBytes, kMaxInlineBytes + 1, 100'000};
+      messages.push_back({static_cast<int>(draw() % kSize), static_cast<int>(draw() % kSize),
+                          static_cast<int>(draw() % 3), kSizes[draw() % 6]});
+    }
+    run_ranks(kSize, kLong, [&](Communicator& communicator, int rank) {
+      std::mt19937 random(100 * seed + rank);
+      std::vector<std::pair<Tensor, int>> received;
+      std::vector<OperationPtr> operations;
+      std::vector<PointToPoint> batch;
+      for (int idx = 0; idx < kNumMessages; ++idx) {
+        const Message& message = messages[idx];
+        if (message.from == rank)
+          batch.push_back({Direction::send, message.to, message.channel,
+                           patterned(message.num_bytes, idx).ref()});
+        if (message.to == rank) {
+          received.emplace_back(Tensor(message.num_bytes), idx);
+          batch.push_back(
+              {Direction::recv, message.from, message.channel, received.back().first.ref()});
+        }
+        if (random() % 5 != 0 && idx + 1 < kNumMessages) continue;
+        const OperationPtr operation = communicator.batch_p2p(batch);
+        if (random() % 3 != 0) operations.push_back(operation);
+        batch.clear();
+      }
+      std::shuffle(operations.begin(), operations.end(), random);
+      std::vector<std::thread> waiters;
+      for (int waiter = 0; waiter < 2; ++waiter)
+        waiters.emplace_back([&] {
+          for (const OperationPtr& operation : operations) wait(communicator, operation);
+        });
+      for (std::thread& waiter : waiters) waiter.join();
+      operations.clear();
+      communicator.close(nullptr);  // the others are delivered all the same
+      for (const auto& [tensor, idx] : received)
+        CHECK(*tensor.bytes == *patterned(messages[idx].num_bytes, idx).bytes);
+    });
+  }
+}
+
+void test_exchange() {
+  check::context = "exchange";
+  constexpr int kSize = 3;
+  constexpr int64_t kRows = 4, kHeads = 6, kWidth = 2000;  // bodies and staging on both sides
+  run_ranks(kSize, kLong, [&](Communicator& communicator, int rank) {
+    const TensorSpec local{{2, kRows, kHeads, kWidth}, dtypes::kUInt8};
+    const auto plan = std::make_shared<PreparedExchange>(
+        all_to_all_plan({rank, kSize}, {{local, {2, 2, 2}, {kRows, kRows, kRows}}}, 2, 1));
+    const auto value = [](int round, int64_t batch, int64_t row, int64_t head, int64_t idx) {
+      return static_cast<std::byte>(round * 17 + batch * 101 + row * 13 + head * 5 + idx);
+    };
+    int64_t num_allocations = 0;
+    for (int round = 0; round < 8; ++round) {
+      const Tensor input(2 * kRows * kHeads * kWidth), output(2 * 12 * 2 * kWidth);
+      const auto at = [&](const Tensor& tensor, int64_t row_idx) {
+        return tensor.bytes->data() + row_idx * kWidth;
+      };
+      for (int64_t batch = 0; batch < 2; ++batch)
+        for (int64_t row = 0; row < kRows; ++row)
+          for (int64_t head = 0; head < kHeads; ++head)
+            for (int64_t idx = 0; idx < kWidth; ++idx)
+              at(input, (batch * kRows + row) * kHeads + head)[idx] =
+                  value(round, batch, rank * kRows + row, head, idx);
+      const auto ref = [](const Tensor& tensor, Dims shape) {
+        TensorRef shaped = tensor.ref();
+        shaped.strides = Layout::contiguous({shape, dtypes::kUInt8}).strides;
+        shaped.shape = std::move(shape);
+        return shaped;
+      };
+      const TensorRef in = ref(input, local.shape), out = ref(output, {2, 12, 2, kWidth});
+      bool succeeded = false;
+      const OperationPtr operation = communicator.exchange(OpCode::all_to_all, plan, {&in, 1},
+                                                           {&out, 1}, [&] { succeeded = true; });
+      wait(communicator, operation);
+      CHECK(succeeded);
+      bool is_equal = true;
+      for (int64_t batch = 0; batch < 2; ++batch)
+        for (int64_t row = 0; row < 12; ++row)
+          for (int64_t head = 0; head < 2; ++head)
+            for (int64_t idx = 0; idx < kWidth; ++idx)
+              is_equal &= at(output, (batch * 12 + row) * 2 + head)[idx] ==
+                          value(round, batch, row, rank * 2 + head, idx);
+      CHECK(is_equal);
+      wait(communicator, communicator.barrier());
+      const CopyCounters counters = communicator.copy_counters();
+      CHECK_EQ(counters.num_exchanges, round + 1);
+      CHECK_EQ(counters.num_passes, 2 * (round + 1));
+      if (round == 0) num_allocations = counters.num_staging_allocations;
+      CHECK_EQ(counters.num_staging_allocations, num_allocations);
+    }
+    communicator.close(nullptr);
+  });
+}
+
+void test_broadcast_and_barrier() {
+  check::context = "broadcast and barrier";
+  constexpr int kSize = 4;
+  std::atomic<int> num_arrived{0};
+  run_ranks(kSize, kLong, [&](Communicator& communicator, int rank) {
+    for (int round = 0; round < 20; ++round) {
+      const int64_t num_bytes = round % 3 == 0 ? 50'000 : round;
+      const bool is_source = round % kSize == rank;
+      const Tensor tensor = is_source ? patterned(num_bytes, round) : Tensor(num_bytes);
+      wait(communicator, communicator.broadcast(tensor.ref(), round % kSize));
+      CHECK(*tensor.bytes == *patterned(num_bytes, round).bytes);
+      ++num_arrived;
+      wait(communicator, communicator.barrier());
+      CHECK(num_arrived >= kSize * (round + 1));
+    }
+  });
+}
+
+void test_messages_to_myself() {
+  check::context = "messages to myself";
+  run_ranks(2, kLong, [&](Communicator& communicator, int rank) {
+    const Tensor from = patterned(100, rank), to(100), shorter(99);
+    const PointToPoint pair[] = {{Direction::send, rank, 1, from.ref()},
+                                 {Direction::recv, rank, 1, to.ref()}};
+    wait(communicator, communicator.batch_p2p(pair));
+    CHECK(*to.bytes == *from.bytes);
+    const PointToPoint wrong[] = {{Direction::send, rank, 1, from.ref()},
+                                  {Direction::recv, rank, 1, shorter.ref()}};
+    CHECK_INVALID("carries [100] uint8, but the receive expects [99] uint8",
+                  communicator.batch_p2p(wrong));
+    CHECK_INVALID("there are 1 sends and 0 receives", communicator.batch_p2p({wrong, 1}));
+    wait(communicator, communicator.batch_p2p({}));
+  });
+}
+
+// Refused before anything is posted: the next call works.
+void test_bad_arguments() {
+  check::context = "bad arguments";
+  run_ranks(2, kLong, [&](Communicator& communicator, int rank) {
+    const Tensor tensor(8);
+    CHECK_INVALID("peer 2 is not in 0..1", isend(communicator, tensor, 2));
+    CHECK_INVALID("peer -1 is not in 0..1", irecv(communicator, tensor, -1));
+    CHECK_INVALID("channel 3 is not in 0..2", isend(communicator, tensor, 1 - rank, 3));
+    CHECK_INVALID("source rank 5 is not in 0..1", communicator.broadcast(tensor.ref(), 5));
+    const PointToPoint shared[] = {{Direction::recv, 1 - rank, 0, tensor.ref()},
+                                   {Direction::send, 1 - rank, 0, tensor.ref()}};
+    CHECK_INVALID("ops[0] and ops[1] share memory", communicator.batch_p2p(shared));
+    const auto plan = std::make_shared<PreparedExchange>(
+        split_plan({1 - rank, 2}, {{4}, dtypes::kUInt8}, 0, {2, 2}));
+    CHECK_INVALID("the plan is for rank", communicator.exchange(OpCode::exchange, plan, {}, {}));
+    wait(communicator, communicator.barrier());
+  });
+  CHECK_INVALID("rank 2 is not in a group of 2", Communicator(options_of(2, 2), nullptr));
+  CommunicatorOptions options = options_of(0, 1);
+  options.num_channels = 16;
+  CHECK_INVALID("channels must be 1 to 15, not 16", Communicator(options, nullptr));
+}
+
+// ------------------------------------------------------------------------------------------------
+// what goes wrong on some ranks
+
+// A rank that cannot take part, or has other arguments: all ranks hear it, and the next call works.
+void test_refusal_and_mismatch() {
+  check::context = "refusal and mismatch";
+  constexpr int kSize = 3;
+  run_ranks(kSize, kLong, [&](Communicator& communicator, int rank) {
+    for (int round = 0; round < 30; ++round) {
+      const int odd = round % kSize;
+      const Tensor tensor(round % 2 == 0 ? 10 : 40'000), larger(50'000);
+      const bool refuses = round % 5 < 3;
+      if (rank == odd && refuses) {
+        communicator.refuse(OpCode::broadcast, "it is round " + std::to_string(round));
+      } else {
+        const OperationPtr operation =
+            communicator.broadcast((rank == odd ? larger : tensor).ref(), 0);
+        const Failure failure = failure_of([&] { wait(communicator, operation); });
+        CHECK(failure.kind == FailureKind::mismatch);
+        CHECK_EQ(failure.rank, rank);
+        if (refuses) {
+          CHECK_FAILURE(
+              failure, mismatch, odd,
+              "refused by rank " + std::to_string(odd) + ": it is round " + std::to_string(round));
+        } else {
+          CHECK(failure.peer == odd || rank == odd);
+          CHECK(failure.message.find("nothing was transferred") != std::string::npos);
+        }
+      }
+      wait(communicator, communicator.barrier());
+    }
+    // Another operation, and point-to-point with other shapes.
+    const OperationPtr operation =
+        rank == 1 ? communicator.broadcast(Tensor(4).ref(), 1) : communicator.barrier();
+    CHECK(failure_of([&] { wait(communicator, operation); }).kind == FailureKind::mismatch);
+    if (rank < 2) {
+      const Tensor tensor(rank == 0 ? 70'000 : 60'000);
+      const OperationPtr message =
+          rank == 0 ? isend(communicator, tensor, 1) : irecv(communicator, tensor, 0);
+      const Failure failure = failure_of([&] { wait(communicator, message); });
+      CHECK_FAILURE(failure, mismatch, 1, "uint8[70000]");
+      CHECK_FAILURE(failure, mismatch, 1, "uint8[60000]");
+    }
+    wait(communicator, communicator.barrier());
+    communicator.close(nullptr);
+  });
+}
+
+void test_timeout() {
+  check::context = "timeout";
+  std::barrier everybody(3);
+  run_ranks(3, 300ms, [&](Communicator& communicator, int rank) {
+    const auto started = Clock::now();
+    const Tensor tensor(16);
+    // Nobody sends what rank 0 expects.
+    OperationPtr operation;
+    if (rank != 0) operation = communicator.barrier();
+    everybody.arrive_and_wait();
+    if (rank == 0) {
+      operation = irecv(communicator, tensor, 1, 2);
+      CHECK(!communicator.wait(*operation, Clock::now() + 20ms, nullptr));
+    }
+    const Failure failure = failure_of([&] { wait(communicator, operation); });
+    CHECK_FAILURE(failure, timeout, 0, "p2p timed out after ");
+    CHECK_FAILURE(failure, timeout, 0, "0 send, 1 recv pending; rank 1 is connected");
+    if (rank == 0) {
+      CHECK_FAILURE(failure, timeout, 0, "recv #0 on channel 2 from rank 1 of uint8[16]");
+      CHECK(failure.channel == 2 && failure.peer == 1 && failure.seq == 0);
+      CHECK(failure.shape == std::vector<int64_t>{16} && failure.dtype == "uint8");
+    } else {
+      CHECK_FAILURE(failure, timeout, 0, "communicator failed on rank 0");
+      CHECK_EQ(failure.op, "barrier");
+    }
+    CHECK_EQ(failure.rank, rank);
+    // The cause stays.
+    CHECK_FAILURE(failure_of([&] { communicator.barrier(); }), timeout, 0, "p2p timed out");
+    CHECK_FAILURE(failure_of([&] { communicator.refuse(OpCode::barrier, ""); }), timeout, 0,
+                  "p2p timed out");
+    communicator.abort("too late");
+    communicator.close(nullptr);
+    CHECK_FAILURE(failure_of([&] { communicator.barrier(); }), timeout, 0, "p2p timed out");
+    CHECK(Clock::now() - started < 20s);
+  });
+}
+
+void test_peer_lost() {
+  check::context = "peer lost";
+  constexpr int kSize = 4;
+  const auto hub = std::make_shared<local::Hub>(kSize);
+  std::barrier everybody(kSize);
+  run_ranks(
+      kSize, kLong,
+      [&](Communicator& communicator, int rank) {
+        const Tensor small(8), large(200'000);
+        std::vector<OperationPtr> operations;
+        if (rank != 3) {
+          operations.push_back(irecv(communicator, small, 3));
+          operations.push_back(isend(communicator, large, 3, 1));
+          operations.push_back(communicator.barrier());
+        }
+        everybody.arrive_and_wait();
+        if (rank == 3) hub->disconnect(3);
+        for (const OperationPtr& operation : operations) {
+          const Failure failure = failure_of([&] { wait(communicator, operation); });
+          CHECK_FAILURE(failure, peer_lost, 3, "lost the connection to rank 3");
+        }
+        if (rank != 3)
+          CHECK_FAILURE(failure_of([&] { communicator.barrier(); }), peer_lost, 3, "rank 3");
+        everybody.arrive_and_wait();
+        communicator.close(nullptr);
+      },
+      hub);
+}
+
+// An abort by another thread, in the middle of posts and waits of several threads: every call ends,
+// and nothing of it stays behind.
+void test_abort_in_the_middle() {
+  constexpr int kSize = 3, kNumThreads = 3;
+  for (int round = 0; round < 12; ++round) {
+    check::context = "abort, round " + std::to_string(round);
+    std::vector<std::weak_ptr<void>> storages[kSize];
+    run_ranks(kSize, kLong, [&](Communicator& communicator, int rank) {
+      std::mutex storages_mutex;
+      std::atomic<int> num_posted{0};
+      std::vector<std::thread> threads;
+      for (int thread_idx = 0; thread_idx < kNumThreads; ++thread_idx) {
+        threads.emplace_back([&, thread_idx] {
+          std::mt19937 random(round * 100 + rank * 10 + thread_idx);
+          while (true) {
+            const Tensor tensor(random() % 4 == 0 ? 70'000 : 100);
+            {
+              std::lock_guard lock(storages_mutex);
+              storages[rank].push_back(tensor.bytes);
+            }
+            const int peer = (rank + 1 + static_cast<int>(random() % 2)) % kSize;
+            OperationPtr operation;
+            const Failure failure = failure_of([&] {
+              operation = random() % 2 == 0 ? isend(communicator, tensor, peer, thread_idx)
+                                            : irecv(communicator, tensor, peer, thread_idx);
+              ++num_posted;
+              if (random() % 4 == 0) wait(communicator, operation);
+            });
+            if (failure.kind == FailureKind::aborted) break;
+          }
+        });
+      }
+      if (rank == round % kSize) {
+        while (num_posted < kNumThreads) std::this_thread::yield();
+        communicator.abort("enough");
+        communicator.abort("again");
+      }
+      for (std::thread& thread : threads) thread.join();
+      CHECK_FAILURE(failure_of([&] { communicator.barrier(); }), aborted, round % kSize, "enough");
+      if (round % 2 == 0) communicator.close(nullptr);
+    });
+    for (const auto& all : storages)
+      for (const auto& storage : all) CHECK(storage.expired());
+  }
+}
+
+// ------------------------------------------------------------------------------------------------
+// the end
+
+// What can still match does; what cannot fails on both ends.
+void test_close() {
+  for (int round = 0; round < 10; ++round) {
+    check::context = "close, round " + std::to_string(round);
+    run_ranks(2, kLong, [&](Communicator& communicator, int rank) {
+      constexpr int kNumSends = 200;  // more than a peer lets wait unmatched
+      const Tensor extra(8);
+      if (rank == 0) {
+        for (int idx = 0; idx < kNumSends; ++idx)
+          isend(communicator, patterned(kMaxInlineBytes, idx), 1);
+        const OperationPtr never = irecv(communicator, extra, 1);
+        const Failure failure = failure_of([&] { communicator.close(nullptr); });
+        CHECK_FAILURE(failure, peer_lost, 1, "rank 1 has closed its communicator");
+        CHECK(never->done());
+      } else {
+        std::vector<Tensor> tensors;
+        std::vector<OperationPtr> operations;
+        for (int idx = 0; idx < kNumSends; ++idx) {
+          if (idx == kNumSends / 2 && round % 2 == 0) std::this_thread::sleep_for(5ms);
+          tensors.emplace_back(kMaxInlineBytes);
+          operations.push_back(irecv(communicator, tensors.back(), 0));
+        }
+        for (int idx = 0; idx < kNumSends; ++idx) {
+          wait(communicator, operations[idx]);
+          CHECK(*tensors[idx].bytes == *patterned(kMaxInlineBytes, idx).bytes);
+        }
+        // Seen by a waiter, it is not reported again by close().
+        const OperationPtr never = irecv(communicator, extra, 0);
+        CHECK_FAILURE(failure_of([&] { wait(communicator, never); }), peer_lost, 0,
+                      "rank 0 has closed its communicator");
+        communicator.close(nullptr);
+      }
+      communicator.close(nullptr);
+      CHECK(communicator.closed());
+      CHECK_FAILURE(failure_of([&] { communicator.barrier(); }), aborted, rank,
+                    "barrier on a closed communicator");
+      communicator.abort("after the end");
+      CHECK(communicator.failure() == nullptr);
+    });
+  }
+}
+
+// Calls of other threads while one closes: each is refused or ends, none is forgotten.
+void test_close_while_posting() {
+  for (int round = 0; round < 20; ++round) {
+    check::context = "close while posting, round " + std::to_string(round);
+    run_ranks(2, kLong, [&](Communicator& communicator, int rank) {
+      std::atomic<int> num_posted{0};
+      std::vector<std::thread> threads;
+      for (int channel = 0; channel < 2; ++channel) {
+        threads.emplace_back([&, channel] {
+          while (true) {
+            const Tensor tensor(8);
+            OperationPtr operation;
+            Failure failure = failure_of([&] {
+              operation = channel == rank ? isend(communicator, tensor, 1 - rank, channel)
+                                          : irecv(communicator, tensor, 1 - rank, channel);
+            });
+            if (!operation) {
+              CHECK_FAILURE(failure, aborted, rank, "on a closed communicator");
+              return;
+            }
+            ++num_posted;
+            failure = failure_of([&] { wait(communicator, operation); });
+            if (failure.message != "(no failure)")
+              CHECK_FAILURE(failure, peer_lost, 1 - rank, "has closed its communicator");
+          }
+        });
+      }
+      while (num_posted < 3 * round) std::this_thread::yield();
+      failure_of([&] { communicator.close(nullptr); });
+      CHECK(communicator.closed());
+      for (std::thread& thread : threads) thread.join();
+    });
+  }
+}
+
+// A signal in the middle of close(): it ends all the same, and what waits fails.
+void test_interrupted_close() {
+  check::context = "interrupted close";
+  std::barrier everybody(2);
+  run_ranks(2, kLong, [&](Communicator& communicator, int rank) {
+    struct Interrupt {};
+    if (rank == 0) {
+      const Tensor tensor(8);
+      const OperationPtr operation = irecv(communicator, tensor, 1);
+      std::thread waiter([&] {
+        CHECK_FAILURE(failure_of([&] { wait(communicator, operation); }), aborted, 0,
+                      "p2p was pending when its communicator was closed");
+      });
+      bool interrupted = false;
+      try {
+        communicator.close([] { throw Interrupt(); });
+      } catch (const Interrupt&) {
+        interrupted = true;
+      }
+      CHECK(interrupted && communicator.closed());
+      waiter.join();
+      communicator.close(nullptr);
+    }
+    everybody.arrive_and_wait();
+  });
+}
+
+// Without close(): peers learn it, and the tensors of what was under way are let go.
+void test_dropped_communicator() {
+  check::context = "dropped communicator";
+  std::weak_ptr<void> storage;
+  std::barrier everybody(2);
+  run_ranks(2, kLong, [&](Communicator& communicator, int rank) {
+    const Tensor tensor(100'000);
+    if (rank == 0) {
+      storage = tensor.bytes;
+      irecv(communicator, tensor, 1);
+      irecv(communicator, tensor, 1, 1);
+      everybody.arrive_and_wait();
+      return;
+    }
+    everybody.arrive_and_wait();
+    const OperationPtr operation = irecv(communicator, tensor, 0);
+    CHECK_FAILURE(failure_of([&] { wait(communicator, operation); }), peer_lost, 0,
+                  "rank 0 has closed its communicator");
+  });
+  CHECK(storage.expired());
+}
+
+// A transport whose threads have a failure to report before its owner has it in hand.
+void test_failure_during_construction() {
+  class Hasty final : public HostTransport {
+   public:
+    Hasty(TransportEvents& events, std::atomic<int>& num_aborts)
+        : num_aborts_(num_aborts), reporter_([&events] { events.on_peer_lost(1, "gone"); }) {
+      std::this_thread::sleep_for(20ms);
+    }
+    ~Hasty() override { close(Clock::now()); }
+    void post(std::vector<RequestPtr>) override { CHECK(false); }
+    void tick() override {}
+    void abort(const Failure& failure) override {
+      CHECK_EQ(failure.origin_rank, 1);
+      ++num_aborts_;
+    }
+    void begin_close() override {}
+    void close(Deadline) override {
+      if (reporter_.joinable()) reporter_.join();
+    }
+    std::string describe_peer(int) const override { return ""; }
+
+   private:
+    std::atomic<int>& num_aborts_;
+    std::thread reporter_;
+  };
+  check::context = "failure during construction";
+  std::atomic<int> num_aborts{0};
+  Communicator communicator(options_of(0, 2), [&](TransportEvents& events) {
+    return std::make_unique<Hasty>(events, num_aborts);
+  });
+  while (num_aborts == 0) std::this_thread::yield();
+  CHECK_FAILURE(failure_of([&] { communicator.barrier(); }), peer_lost, 1, "(gone)");
+  communicator.close(nullptr);
+  CHECK_EQ(num_aborts.load(), 1);
+}
+
+void test_fork() {
+  check::context = "fork";
+  const auto hub = std::make_shared<local::Hub>(1);
+  const auto communicator = join(hub, options_of(0, 1));
+  const pid_t child = fork();
+  if (child == 0) {
+    const bool refused = failure_of([&] { communicator->barrier(); }).message.find("was forked") !=
+                         std::string::npos;
+    communicator->abort("in the child");
+    communicator->close(nullptr);
+    _exit(refused && communicator->is_in_fork() ? 0 : 1);
+  }
+  int status = -1;
+  CHECK_EQ(waitpid(child, &status, 0), child);
+  CHECK_EQ(status, 0);
+  CHECK(!communicator->is_in_fork());
+  wait(*communicator, communicator->barrier());
+}
+
+}  // namespace
+
+int main() {
+  test_fork();  // first: no thread of another test is left behind in the child
+  test_traffic();
+  test_exchange();
+  test_broadcast_and_barrier();
+  test_messages_to_myself();
+  test_bad_arguments();
+  test_refusal_and_mismatch();
+  test_timeout();
+  test_peer_lost();
+  test_abort_in_the_middle();
+  test_close();
+  test_close_while_posting();
+  test_interrupted_close();
+  test_dropped_communicator();
+  test_failure_during_construction();
+  return check::report("test_communicator");
+}

@@ -1,0 +1,775 @@
+// Two PeerLinks joined by a wire in memory that keeps the order of packets and nothing else. What
+// must become of every message follows from the two programs alone, whatever the timing.
+#include <algorithm>
+#include <deque>
+#include <map>
+#include <memory>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "check.h"
+#include "plan/dtype.h"
+#include "transport/peer_link.h"
+#include "transport/wire.h"
+#include "world.h"
+
+namespace {
+
+using namespace pipecomm;
+using wire::Kind;
+using world::Random;
+
+using Bytes = std::vector<std::byte>;
+
+constexpr uint32_t kEpoch = 77;
+// The promise to receivers: what a channel can leave with them unmatched.
+constexpr size_t kWindowBytes = 4 << 20;
+constexpr size_t kWindowRecords = 16384;
+constexpr const char* kClosedText = "has closed its communicator";
+
+Descriptor make_descriptor(int channel, int64_t num_bytes) {
+  Descriptor descriptor;
+  descriptor.op = channel == kCollectiveChannel ? OpCode::exchange : OpCode::p2p;
+  descriptor.channel = static_cast<uint8_t>(channel);
+  descriptor.num_bytes = num_bytes;
+  descriptor.num_dims = 1;
+  descriptor.shape[0] = num_bytes;
+  return descriptor;
+}
+
+// The payload of message `seq` of a rank on a channel.
+std::byte byte_of(int rank, int channel, uint64_t seq, size_t idx) {
+  return static_cast<std::byte>((idx * 7 + seq * 31 + channel * 101 + rank * 11 + 5) & 0xff);
+}
+
+// A request of the program, and what became of it.
+struct Entry {
+  RequestPtr request;
+  Bytes memory;
+  int num_outcomes = 0;
+  bool dropped = false;
+  FailurePtr failure;
+
+  bool succeeded() const { return num_outcomes == 1 && !failure; }
+};
+using EntryPtr = std::shared_ptr<Entry>;
+
+// Both ranks, the wire between them, and the channel beside it that carries bodies.
+class Pair {
+ public:
+  Pair() {
+    for (int rank : {0, 1})
+      sides_[rank].link = std::make_unique<PeerLink>(
+          rank, 1 - rank, kEpoch, [this, rank](Bytes packet, uint64_t number) {
+            CHECK(packet.size() <= wire::kMaxPacketBytes);
+            CHECK_EQ(number, ++sides_[rank].num_packets_sent);
+            note_sent(rank, packet);
+            if (!cut_) sides_[rank].wire.push_back(std::move(packet));
+          });
+  }
+
+  PeerLink& link(int rank) { return *sides_[rank].link; }
+  bool cut() const { return cut_; }
+
+  EntryPtr post(int rank, Direction direction, const Descriptor& descriptor,
+                const std::string& refusal = "") {
+    Side& side = sides_[rank];
+    const auto entry = std::make_shared<Entry>();
+    entry->request = std::make_shared<Request>();
+    Request& request = *entry->request;
+    request.direction = direction;
+    request.peer = 1 - rank;
+    request.descriptor = descriptor;
+    request.refuses = !refusal.empty();
+    request.refusal = refusal;
+    entry->memory.assign(static_cast<size_t>(descriptor.num_bytes), std::byte{0xee});
+    request.data = entry->memory.data();
+    side.link->number(request);
+    if (direction == Direction::send)
+      for (size_t idx = 0; idx < entry->memory.size(); ++idx)
+        entry->memory[idx] = byte_of(rank, descriptor.channel, request.descriptor.seq, idx);
+    side.entries[entry->request.get()] = entry;
+    if (has_body(request)) {
+      CHECK(request.descriptor.num_bytes > kMaxInlineBytes);
+      bodies_[body_key(rank, request)].push_back(entry);
+    }
+    side.link->post(entry->request);
+    settle(rank);
+    return entry;
+  }
+
+  void flush(int rank) {
+    link(rank).flush();
+    CHECK(!link(rank).has_unsent() || link(rank).state() == PeerLink::State::lost);
+    settle(rank);
+  }
+
+  // The next packet of the wire from `rank`; false if there is none.
+  bool deliver(int rank) {
+    std::deque<Bytes>& wire = sides_[rank].wire;
+    if (wire.empty()) return false;
+    Bytes packet = std::move(wire.front());
+    wire.pop_front();
+    packet.resize(wire::kMaxPacketBytes, std::byte{0xdd});
+    link(1 - rank).handle_packet(packet);
+    std::fill(packet.begin(), packet.end(), std::byte{0xcc});  // the slot is used again
+    CHECK(link(1 - rank).last_confirmed() <= sides_[1 - rank].num_packets_sent);
+    settle(1 - rank);
+    return true;
+  }
+
+  // One body whose both ends are posted, in the order of posts for each key; false if there is
+  // none.
+  bool move_body(Random& random) {
+    if (cut_) return false;
+    std::vector<Bodies::iterator> ready;
+    for (auto it = bodies_.begin(); it != bodies_.end(); ++it)
+      if (std::get<0>(it->first) == Direction::send && bodies_.contains(receiving(it->first)))
+        ready.push_back(it);
+    if (ready.empty()) return false;
+    const auto chosen = ready[random.between(0, ready.size() - 1)];
+    const auto receiver = bodies_.find(receiving(chosen->first));
+    const EntryPtr send = take(chosen), recv = take(receiver);
+    CHECK_EQ(send->memory.size(), recv->memory.size());
+    recv->memory.assign(send->memory.begin(), send->memory.end());
+    const int rank = send->request->peer;
+    const bool awaited = link(rank).awaits_body(*recv->request);
+    CHECK_EQ(link(rank).body_arrived(recv->request), awaited);
+    settle(rank);
+    return true;
+  }
+
+  // The connection is gone: no packet and no body any more.
+  void cut_wire() {
+    cut_ = true;
+    for (Side& side : sides_) side.wire.clear();
+  }
+
+  void lose(int rank) {
+    link(rank).lose();
+    settle(rank);
+  }
+
+  void drop(int rank) {
+    for (const RequestPtr& request : link(rank).drop()) {
+      const auto found = sides_[rank].entries.find(request.get());
+      CHECK(found != sides_[rank].entries.end());
+      CHECK_EQ(found->second->num_outcomes, 0);
+      found->second->dropped = true;
+    }
+  }
+
+  // Everything that is under way arrives.
+  void run_to_quiet(Random& random) {
+    for (bool busy = true; busy;) {
+      busy = false;
+      for (int rank : {0, 1}) {
+        flush(rank);
+        busy |= deliver(rank);
+      }
+      busy |= move_body(random);
+    }
+  }
+
+  size_t num_pending(int rank) const {
+    size_t count = 0;
+    for (const auto& [request, entry] : sides_[rank].entries)
+      count += entry->num_outcomes == 0 && !entry->dropped;
+    return count;
+  }
+  // On one channel in one direction, as the peers see it on the wire.
+  size_t most_unanswered_bytes() const { return most_unanswered_bytes_; }
+  size_t most_unanswered_records() const { return most_unanswered_records_; }
+
+  // The requests that anything but the caller and this object still holds, after the end.
+  size_t num_retained() {
+    bodies_.clear();
+    size_t count = 0;
+    for (const Side& side : sides_)
+      for (const auto& [request, entry] : side.entries) count += entry->request.use_count() > 1;
+    return count;
+  }
+
+ private:
+  using BodyKey = std::tuple<Direction, int, int, uint64_t, uint64_t>;  // receiver's rank second
+  using Bodies = std::map<BodyKey, std::deque<EntryPtr>>;
+
+  struct Side {
+    std::unique_ptr<PeerLink> link;
+    std::deque<Bytes> wire;  // packets from here
+    uint64_t num_packets_sent = 0;
+    std::map<Request*, EntryPtr> entries;
+    // Message records by channel and number, with the bytes that they carry.
+    std::map<int, std::map<uint64_t, size_t>> unanswered;
+    std::map<int, size_t> num_unanswered_bytes;
+  };
+
+  static BodyKey body_key(int rank, const Request& request) {
+    const int receiver = request.direction == Direction::send ? request.peer : rank;
+    return {request.direction, receiver, request.descriptor.channel, request.descriptor.seq,
+            request.descriptor.digest()};
+  }
+  static BodyKey receiving(BodyKey key) {
+    std::get<0>(key) = Direction::recv;
+    return key;
+  }
+  EntryPtr take(Bodies::iterator it) {
+    EntryPtr entry = it->second.front();
+    it->second.pop_front();
+    if (it->second.empty()) bodies_.erase(it);
+    return entry;
+  }
+
+  void settle(int rank) {
+    for (const PeerLink::Outcome& outcome : link(rank).take_outcomes()) {
+      const auto found = sides_[rank].entries.find(outcome.request.get());
+      CHECK(found != sides_[rank].entries.end());
+      Entry& entry = *found->second;
+      CHECK(!entry.dropped);
+      CHECK_EQ(++entry.num_outcomes, 1);
+      entry.failure = outcome.failure;
+    }
+    for (const RequestPtr& request : link(rank).take_verified()) {
+      CHECK(has_body(*request) && request->direction == Direction::recv);
+      CHECK(link(rank).awaits_body(*request));
+    }
+  }
+
+  // Follows the messages and answers on the wire, to see how much is unanswered per channel.
+  void note_sent(int rank, const Bytes& packet) {
+    const wire::PacketReader reader(packet, kEpoch);
+    for (const wire::Record& record : reader.records()) {
+      const std::pair key{int{record.header.channel}, record.header.seq};
+      switch (record.header.kind) {
+        case Kind::data:
+        case Kind::announce:
+        case Kind::refuse: {
+          auto& unanswered = sides_[rank].unanswered;
+          CHECK(unanswered[key.first].emplace(key.second, record.payload.size()).second);
+          size_t& num_bytes = sides_[rank].num_unanswered_bytes[key.first];
+          num_bytes += record.payload.size();
+          most_unanswered_bytes_ = std::max(most_unanswered_bytes_, num_bytes);
+          most_unanswered_records_ =
+              std::max(most_unanswered_records_, unanswered[key.first].size());
+          break;
+        }
+        case Kind::accept:
+        case Kind::reject:
+        case Kind::refused: {
+          if (record.header.seq == UINT64_MAX) break;  // answers a goodbye
+          auto& unanswered = sides_[1 - rank].unanswered[key.first];
+          CHECK(unanswered.contains(key.second));  // each message is answered once
+          sides_[1 - rank].num_unanswered_bytes[key.first] -= unanswered[key.second];
+          unanswered.erase(key.second);
+          break;
+        }
+        default:
+          break;
+      }
+    }
+  }
+
+  Side sides_[2];
+  Bodies bodies_;
+  bool cut_ = false;
+  size_t most_unanswered_bytes_ = 0;
+  size_t most_unanswered_records_ = 0;
+};
+
+// ------------------------------------------------------------------------------------------------
+// random programs
+
+enum class Fault { none, size, dtype, shape, signature, op };
+
+struct Message {
+  int channel;
+  int64_t num_bytes;
+  Fault fault;  // in what the receiver expects
+  bool send_refuses, recv_refuses;
+};
+
+Descriptor expected_descriptor(const Message& message) {
+  Descriptor descriptor = make_descriptor(message.channel, message.num_bytes);
+  switch (message.fault) {
+    case Fault::none:
+      break;
+    case Fault::size:
+      descriptor.num_bytes = message.num_bytes == 0 ? 1 : message.num_bytes / 2;
+      break;
+    case Fault::dtype:
+      descriptor.dtype = dtypes::kBFloat16.code;
+      break;
+    case Fault::shape:
+      descriptor.num_dims = 2;
+      descriptor.shape[1] = 1;
+      break;
+    case Fault::signature:
+      descriptor.signature = 99;
+      break;
+    case Fault::op:
+      descriptor.op = OpCode::relay;
+      break;
+  }
+  return descriptor;
+}
+
+// Collectives have other shapes on every rank: only p2p compares dtypes and shapes.
+bool disagrees(const Message& message) {
+  if (message.fault == Fault::none) return false;
+  const bool of_tensor = message.fault == Fault::dtype || message.fault == Fault::shape;
+  return !of_tensor || message.channel != kCollectiveChannel;
+}
+
+Message random_message(Random& random) {
+  constexpr int kChannels[] = {0, 1, 3, kCollectiveChannel};
+  constexpr int64_t kSizes[] = {0, 1, 100, kMaxInlineBytes - 1, kMaxInlineBytes};
+  Message message{kChannels[random.between(0, 3)], 0, Fault::none, false, false};
+  message.num_bytes = random.chance(0.4) ? kMaxInlineBytes + random.between(1, 1000)
+                                         : kSizes[random.between(0, random.chance(0.9) ? 2 : 4)];
+  if (random.chance(0.15)) message.fault = static_cast<Fault>(random.between(1, 5));
+  if (message.channel == kCollectiveChannel) {
+    message.send_refuses = random.chance(0.1);
+    message.recv_refuses = random.chance(0.1);
+  }
+  return message;
+}
+
+enum class End { close, goodbye, loss, failure };
+
+struct Case {
+  std::deque<std::pair<Direction, Message>> program[2];     // in posting order
+  std::map<int, std::vector<EntryPtr>> sends[2], recvs[2];  // by channel, posted
+  std::map<int, std::vector<Message>> messages[2];          // by channel, from that rank
+};
+
+std::string refusal_text(int rank, Direction direction) {
+  return "rank " + std::to_string(rank) + (direction == Direction::send ? " sends" : " expects") +
+         " no such thing";
+}
+
+Case random_case(Random& random) {
+  Case result;
+  const int64_t num_messages = random.between(0, 60);
+  for (int64_t idx = 0; idx < num_messages; ++idx) {
+    const Message message = random_message(random);
+    const int sender = static_cast<int>(random.between(0, 1));
+    result.messages[sender][message.channel].push_back(message);
+    // Without its other half the message stays alone, and moves the partners of those after it:
+    // only at the end of a channel, which random truncation by closing gives.
+    result.program[sender].push_back({Direction::send, message});
+    result.program[1 - sender].push_back({Direction::recv, message});
+  }
+  // Ranks post in orders of their own, except within a channel and direction.
+  for (auto& program : result.program) {
+    for (size_t idx = 1; idx < program.size(); ++idx) {
+      if (!random.chance(0.5)) continue;
+      auto& before = program[idx - 1];
+      auto& after = program[idx];
+      if (before.first != after.first || before.second.channel != after.second.channel)
+        std::swap(before, after);
+    }
+  }
+  return result;
+}
+
+void post_next(Pair& pair, Case& plan, int rank) {
+  auto [direction, message] = plan.program[rank].front();
+  plan.program[rank].pop_front();
+  const bool sends = direction == Direction::send;
+  const bool refuses = sends ? message.send_refuses : message.recv_refuses;
+  Descriptor descriptor =
+      sends ? make_descriptor(message.channel, message.num_bytes) : expected_descriptor(message);
+  if (refuses) descriptor.num_bytes = 0;
+  const EntryPtr entry =
+      pair.post(rank, direction, descriptor, refuses ? refusal_text(rank, direction) : "");
+  (sends ? plan.sends : plan.recvs)[rank][message.channel].push_back(entry);
+}
+
+void check_failure(const Entry& entry, int rank, FailureKind kind, int origin,
+                   const std::string& text) {
+  CHECK_EQ(entry.num_outcomes, 1);
+  CHECK(entry.failure != nullptr);
+  if (!entry.failure) return;
+  CHECK(entry.failure->kind == kind);
+  CHECK_EQ(entry.failure->rank, rank);
+  CHECK_EQ(entry.failure->peer, 1 - rank);
+  CHECK_EQ(entry.failure->origin_rank, origin);
+  CHECK_EQ(entry.failure->channel, int{entry.request->descriptor.channel});
+  CHECK_EQ(entry.failure->seq, static_cast<int64_t>(entry.request->descriptor.seq));
+  if (entry.failure->message.find(text) == std::string::npos)
+    check::fail(__FILE__, __LINE__, "'" + text + "' not in: " + entry.failure->message);
+}
+
+// What must have become of a message whose two halves were both posted.
+void check_met(const Message& message, int sender, const Entry& send, const Entry& recv) {
+  const int receiver = 1 - sender;
+  const auto untouched = [&] {
+    return std::ranges::all_of(recv.memory, [](std::byte byte) { return byte == std::byte{0xee}; });
+  };
+  if (message.send_refuses) {
+    CHECK(send.succeeded());
+    if (message.recv_refuses) {
+      CHECK(recv.succeeded());
+    } else {
+      check_failure(recv, receiver, FailureKind::mismatch, sender,
+                    refusal_text(sender, Direction::send));
+    }
+    CHECK(untouched());
+  } else if (message.recv_refuses) {
+    CHECK(recv.succeeded());
+    check_failure(send, sender, FailureKind::mismatch, receiver,
+                  refusal_text(receiver, Direction::recv));
+  } else if (disagrees(message)) {
+    check_failure(recv, receiver, FailureKind::mismatch, receiver, send.request->descriptor.text());
+    check_failure(send, sender, FailureKind::mismatch, receiver, recv.request->descriptor.text());
+    CHECK(untouched());
+  } else {
+    CHECK(send.succeeded() && recv.succeeded());
+    CHECK(recv.memory == send.memory);
+  }
+}
+
+template <class Visit>
+void for_each_message(const Case& plan, const Visit& visit) {
+  for (int sender : {0, 1}) {
+    for (const auto& [channel, messages] : plan.messages[sender]) {
+      auto entry = [&](const auto& all, int rank, size_t idx) -> const Entry* {
+        const auto found = all[rank].find(channel);
+        if (found == all[rank].end() || idx >= found->second.size()) return nullptr;
+        return found->second[idx].get();
+      };
+      for (size_t idx = 0; idx < messages.size(); ++idx)
+        visit(messages[idx], sender, entry(plan.sends, sender, idx),
+              entry(plan.recvs, 1 - sender, idx));
+    }
+  }
+}
+
+// Both ranks close at some point of their program and everything under way ends as it must.
+void check_closed(const Case& plan) {
+  for_each_message(
+      plan, [](const Message& message, int sender, const Entry* send, const Entry* recv) {
+        if (send && recv) {
+          check_met(message, sender, *send, *recv);
+        } else if (send && send->request->descriptor.op == OpCode::p2p) {
+          check_failure(*send, sender, FailureKind::peer_lost, 1 - sender, kClosedText);
+        } else if (send) {
+          check_failure(*send, sender, FailureKind::mismatch, 1 - sender, kClosedText);
+        } else if (recv) {
+          check_failure(*recv, 1 - sender, FailureKind::peer_lost, sender, kClosedText);
+        }
+      });
+}
+
+// Cut off anywhere: every request ends as it must have, or because the peer is gone.
+void check_cut(const Case& plan) {
+  for_each_message(
+      plan, [](const Message& message, int sender, const Entry* send, const Entry* recv) {
+        for (const auto& [entry, rank] : {std::pair{send, sender}, std::pair{recv, 1 - sender}}) {
+          if (!entry || entry->dropped) continue;
+          CHECK_EQ(entry->num_outcomes, 1);
+          if (!entry->failure) continue;
+          if (entry->failure->kind == FailureKind::peer_lost)
+            check_failure(*entry, rank, FailureKind::peer_lost, 1 - rank, "cannot complete");
+          else if (!message.send_refuses && !message.recv_refuses && !disagrees(message))
+            check_failure(*entry, rank, FailureKind::mismatch, 1 - rank, kClosedText);
+        }
+        if (recv && recv->succeeded() && !message.recv_refuses && !message.send_refuses) {
+          CHECK(send != nullptr && !disagrees(message));
+          if (send) CHECK(recv->memory == send->memory);
+        }
+        if (send && send->succeeded() && !message.send_refuses)
+          CHECK(recv && recv->succeeded() && !message.recv_refuses);
+      });
+}
+
+void test_random_program(int seed, End end) {
+  check::context =
+      "program, seed " + std::to_string(seed) + ", end " + std::to_string(static_cast<int>(end));
+  Random random(seed);
+  Case plan = random_case(random);
+  Pair pair;
+  bool closed[2] = {false, false};
+  // Some programs break off early, most run to their end.
+  const bool breaks_off = random.chance(0.4);
+  int64_t steps_left = breaks_off ? random.between(1, 150) : INT64_MAX;
+  const double haste = random.chance(0.5) ? 0.2 : 0.7;  // how readily messages are posted
+  while (!(plan.program[0].empty() && plan.program[1].empty()) && steps_left-- > 0) {
+    const int rank = static_cast<int>(random.between(0, 1));
+    if (random.chance(haste)) {
+      if (!plan.program[rank].empty()) post_next(pair, plan, rank);
+      if (end == End::close && breaks_off && !closed[rank] && random.chance(0.02)) {
+        closed[rank] = true;
+        plan.program[rank].clear();  // it posts nothing more
+        pair.link(rank).say_closing();
+      }
+    } else if (random.chance(0.3)) {
+      pair.flush(rank);
+    } else if (random.chance(0.6)) {
+      pair.deliver(rank);
+    } else {
+      pair.move_body(random);
+    }
+  }
+  const int first = static_cast<int>(random.between(0, 1));
+  switch (end) {
+    case End::close:
+      for (int rank : {first, 1 - first}) {
+        pair.link(rank).say_closing();
+        pair.link(rank).say_closing();
+        if (random.chance(0.5)) pair.run_to_quiet(random);
+      }
+      pair.run_to_quiet(random);
+      check_closed(plan);
+      for (int rank : {0, 1}) CHECK(pair.link(rank).state() == PeerLink::State::closing);
+      for (int rank : {first, 1 - first}) {
+        CHECK(!pair.link(rank).goodbye_answered());
+        pair.link(rank).say_goodbye();
+        pair.run_to_quiet(random);
+        CHECK(pair.link(rank).goodbye_answered());
+        CHECK(pair.link(1 - rank).state() == PeerLink::State::disconnecting);
+      }
+      break;
+    case End::goodbye:  // without waiting for anything, as a communicator that is dropped
+      pair.link(first).say_closing();
+      pair.link(first).say_goodbye();
+      pair.run_to_quiet(random);
+      CHECK(pair.link(first).goodbye_answered());
+      break;
+    case End::loss:
+      break;
+    case End::failure: {
+      const Failure failure{.kind = FailureKind::timeout, .message = "too late", .rank = first};
+      pair.link(first).say_failure(failure);
+      pair.flush(first);
+      pair.drop(first);
+      while (pair.deliver(first)) {
+      }
+      const auto heard = pair.link(1 - first).take_failure();
+      CHECK(heard && heard->message == "too late" && heard->kind == FailureKind::timeout);
+      CHECK(!pair.link(1 - first).take_failure());
+      pair.drop(1 - first);
+      // What arrives or is posted afterwards is nobody's.
+      pair.run_to_quiet(random);
+      break;
+    }
+  }
+  pair.cut_wire();
+  for (int rank : {1 - first, first}) {
+    if (!plan.program[rank].empty() && end != End::failure) post_next(pair, plan, rank);
+    pair.lose(rank);
+    CHECK(pair.link(rank).state() == PeerLink::State::lost);
+    pair.lose(rank);
+  }
+  // Late posts find what has arrived before, or nobody.
+  if (end == End::goodbye || end == End::loss)
+    for (int rank : {0, 1})
+      while (!plan.program[rank].empty()) post_next(pair, plan, rank);
+  if (end != End::close) check_cut(plan);
+  for (int rank : {0, 1}) {
+    CHECK_EQ(pair.num_pending(rank), 0u);
+    pair.drop(rank);
+  }
+  CHECK_EQ(pair.num_retained(), 0u);
+}
+
+// ------------------------------------------------------------------------------------------------
+// single properties
+
+void test_window() {
+  for (const bool closes : {false, true}) {
+    check::context = closes ? "window, closing" : "window";
+    Random random(3);
+    Pair pair;
+    const Descriptor large = make_descriptor(0, kMaxInlineBytes);
+    const Descriptor small = make_descriptor(1, 8);
+    constexpr int kNumMessages = 400;
+    std::vector<EntryPtr> recvs;
+    for (int idx = 0; idx < kNumMessages; ++idx) pair.post(0, Direction::send, large);
+    pair.run_to_quiet(random);
+    CHECK(pair.most_unanswered_bytes() >= kWindowBytes);
+    CHECK(pair.most_unanswered_bytes() < kWindowBytes + kMaxInlineBytes);
+    CHECK_EQ(pair.num_pending(0), size_t{kNumMessages});
+
+    // A channel that nobody reads holds up no other one.
+    pair.post(0, Direction::send, small);
+    const EntryPtr other = pair.post(1, Direction::recv, small);
+    pair.run_to_quiet(random);
+    CHECK(other->succeeded());
+
+    // What waits for the window still arrives after its sender has said that it is closing.
+    if (closes) pair.link(0).say_closing();
+    for (int idx = 0; idx < kNumMessages; ++idx) {
+      recvs.push_back(pair.post(1, Direction::recv, large));
+      if (random.chance(0.1)) pair.run_to_quiet(random);
+    }
+    pair.run_to_quiet(random);
+    for (int idx = 0; idx < kNumMessages; ++idx) {
+      CHECK(recvs[idx]->succeeded());
+      CHECK(recvs[idx]->memory[0] == byte_of(0, 0, idx, 0));
+    }
+    CHECK_EQ(pair.num_pending(0), 0u);
+    CHECK(pair.most_unanswered_bytes() < kWindowBytes + kMaxInlineBytes);
+    CHECK(pair.link(1).state() == (closes ? PeerLink::State::closing : PeerLink::State::open));
+  }
+}
+
+void test_window_of_records() {
+  check::context = "window of records";
+  Random random(4);
+  Pair pair;
+  const Descriptor tiny = make_descriptor(2, 1);
+  constexpr size_t kNumMessages = kWindowRecords + 500;
+  for (size_t idx = 0; idx < kNumMessages; ++idx) pair.post(0, Direction::send, tiny);
+  pair.run_to_quiet(random);
+  CHECK_EQ(pair.most_unanswered_records(), kWindowRecords);
+  for (size_t idx = 0; idx < kNumMessages; ++idx) pair.post(1, Direction::recv, tiny);
+  pair.run_to_quiet(random);
+  CHECK_EQ(pair.num_pending(0) + pair.num_pending(1), 0u);
+  CHECK_EQ(pair.most_unanswered_records(), kWindowRecords);
+}
+
+// A body that was announced by a peer that has left since then never comes.
+void test_announced_by_a_peer_that_left() {
+  check::context = "announced, then left";
+  Random random(5);
+  Pair pair;
+  const Descriptor body = make_descriptor(0, kMaxInlineBytes + 1);
+  const Descriptor small = make_descriptor(0, 10);
+  pair.post(0, Direction::send, small);
+  pair.post(0, Direction::send, body);
+  pair.link(0).say_closing();
+  pair.link(0).say_goodbye();
+  pair.run_to_quiet(random);
+  pair.cut_wire();
+  pair.lose(1);
+  CHECK(pair.post(1, Direction::recv, small)->succeeded());
+  check_failure(*pair.post(1, Direction::recv, body), 1, FailureKind::peer_lost, 0, kClosedText);
+  check_failure(*pair.post(1, Direction::recv, body), 1, FailureKind::peer_lost, 0, kClosedText);
+  check_failure(*pair.post(1, Direction::send, body), 1, FailureKind::peer_lost, 0, kClosedText);
+}
+
+class RawPeer {  // writes what it likes
+ public:
+  RawPeer() : link_(0, 1, kEpoch, [](Bytes, uint64_t) {}) {}
+  PeerLink& link() { return link_; }
+  void say(Kind kind, int channel, uint64_t seq, const Descriptor* descriptor, const Bytes& bytes) {
+    writer_.add(kind, channel, seq, descriptor, bytes);
+  }
+  Bytes take(uint64_t number, uint64_t confirmed = 0) {
+    return writer_.take(kEpoch, number, confirmed);
+  }
+  void expect_refused(const char* file, int line, const std::string& text, uint64_t number,
+                      uint64_t confirmed = 0) {
+    try {
+      link_.handle_packet(take(number, confirmed));
+    } catch (const std::runtime_error& error) {
+      if (std::string(error.what()).find(text) == std::string::npos)
+        check::fail(file, line, "the message does not contain '" + text + "': " + error.what());
+      return;
+    }
+    check::fail(file, line, "no std::runtime_error with '" + text + "'");
+  }
+
+ private:
+  PeerLink link_;
+  wire::PacketWriter writer_;
+};
+#define CHECK_REFUSED(text, ...) expect_refused(__FILE__, __LINE__, text, __VA_ARGS__)
+
+void test_protocol_violations() {
+  check::context = "protocol violations";
+  const Descriptor small = make_descriptor(0, 4);
+  {
+    RawPeer peer;
+    peer.say(Kind::closing, 0, 0, nullptr, {});
+    peer.CHECK_REFUSED("packet 2 from rank 1 came after packet 0", 2);
+    peer.say(Kind::closing, 0, 0, nullptr, {});
+    peer.CHECK_REFUSED("confirms a packet that was never sent", 1, 1);
+    peer.say(Kind::data, 0, 1, &small, Bytes(4));
+    peer.CHECK_REFUSED("message 1 of rank 1 on channel 0 came out of order", 1);
+  }
+  {
+    RawPeer peer;
+    peer.say(Kind::accept, 0, 0, nullptr, {});
+    peer.CHECK_REFUSED("answers a message that was never sent", 1);
+  }
+  {
+    RawPeer peer;
+    peer.say(Kind::closing, 0, 0, nullptr, {});
+    peer.say(Kind::data, 0, 0, &small, Bytes(4));
+    peer.CHECK_REFUSED("sends a message after it has closed its communicator", 1);
+  }
+  {
+    RawPeer peer;
+    peer.say(Kind::failure, 0, 0, nullptr, Bytes(3));
+    peer.CHECK_REFUSED("malformed failure record", 1);
+  }
+}
+
+// Whatever a peer sends, a link either takes it or throws, and still ends in order.
+void test_fuzz(int num_cases) {
+  Random random(21);
+  int num_taken = 0, num_refused = 0;
+  for (int case_idx = 0; case_idx < num_cases; ++case_idx) {
+    check::context = "fuzzed peer " + std::to_string(case_idx);
+    RawPeer peer;
+    std::vector<EntryPtr> entries;
+    for (int64_t left = random.between(0, 6); left > 0; --left) {
+      const auto entry = std::make_shared<Entry>();
+      entry->request = std::make_shared<Request>();
+      entry->request->direction = random.chance(0.5) ? Direction::send : Direction::recv;
+      entry->request->peer = 1;
+      entry->request->descriptor = make_descriptor(0, random.between(0, 3) * 20'000);
+      entry->memory.resize(static_cast<size_t>(entry->request->descriptor.num_bytes));
+      entry->request->data = entry->memory.data();
+      peer.link().number(*entry->request);
+      peer.link().post(entry->request);
+      entries.push_back(entry);
+    }
+    peer.link().flush();
+    try {
+      for (uint64_t number = 1; number <= 3; ++number) {
+        for (int64_t left = random.between(1, 5); left > 0; --left) {
+          const auto kind = static_cast<Kind>(random.between(1, 9));
+          const Descriptor descriptor = make_descriptor(0, random.between(0, 3) * 20'000);
+          const bool described =
+              kind == Kind::data || kind == Kind::announce || kind == Kind::reject;
+          const size_t num_bytes =
+              kind == Kind::data ? static_cast<size_t>(descriptor.num_bytes) : random.between(0, 9);
+          peer.say(kind, 0, static_cast<uint64_t>(random.between(0, 3)),
+                   described ? &descriptor : nullptr, Bytes(num_bytes));
+        }
+        Bytes packet = peer.take(number, random.chance(0.9) ? 0 : 5);
+        if (random.chance(0.3)) packet[random.between(0, packet.size() - 1)] ^= std::byte{0x10};
+        peer.link().handle_packet(packet);
+        ++num_taken;
+      }
+    } catch (const std::runtime_error&) {
+      ++num_refused;
+    }
+    std::map<Request*, int> num_outcomes;
+    peer.link().lose();
+    for (const auto& outcome : peer.link().take_outcomes()) ++num_outcomes[outcome.request.get()];
+    for (const EntryPtr& entry : entries) CHECK_EQ(num_outcomes[entry->request.get()], 1);
+    peer.link().take_verified();
+    peer.link().drop();
+    for (const EntryPtr& entry : entries) CHECK_EQ(entry->request.use_count(), 1);
+  }
+  CHECK(num_taken > num_cases / 10 && num_refused > num_cases / 10);
+}
+
+}  // namespace
+
+int main() {
+  for (int seed = 0; seed < 600; ++seed)
+    for (End end : {End::close, End::goodbye, End::loss, End::failure})
+      test_random_program(seed, end);
+  test_window();
+  test_window_of_records();
+  test_announced_by_a_peer_that_left();
+  test_protocol_violations();
+  test_fuzz(3000);
+  return check::report("test_peer_link");
+}

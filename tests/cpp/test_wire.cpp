@@ -1,0 +1,340 @@
+// Control packets and failure records: what is written is what is read, and no sequence of bytes is
+// more than an error.
+#include <algorithm>
+#include <cstring>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "check.h"
+#include "engine/failure.h"
+#include "transport/transport.h"
+#include "transport/wire.h"
+#include "world.h"
+
+namespace {
+
+using namespace pipecomm;
+using wire::Kind;
+using wire::PacketReader;
+using wire::PacketWriter;
+using world::Random;
+
+using Bytes = std::vector<std::byte>;
+
+constexpr uint32_t kEpoch = 0xfeedbeef;
+
+// Also the kinds that carry a descriptor, written down a second time.
+constexpr Kind kKinds[] = {Kind::data,    Kind::announce, Kind::refuse,  Kind::accept, Kind::reject,
+                           Kind::refused, Kind::failure,  Kind::closing, Kind::goodbye};
+bool carries_descriptor(Kind kind) {
+  return kind == Kind::data || kind == Kind::announce || kind == Kind::reject;
+}
+
+Bytes random_bytes(size_t num_bytes, Random& random) {
+  Bytes bytes(num_bytes);
+  for (std::byte& byte : bytes) byte = static_cast<std::byte>(random.between(0, 255));
+  return bytes;
+}
+
+Descriptor random_descriptor(Random& random) {
+  Descriptor descriptor;
+  descriptor.op = static_cast<OpCode>(random.between(1, 7));
+  descriptor.dtype = static_cast<uint8_t>(random.between(0, 255));
+  descriptor.num_dims = static_cast<uint8_t>(random.between(0, 255));
+  descriptor.channel = static_cast<uint8_t>(random.between(0, kNumChannels - 1));
+  descriptor.seq = static_cast<uint64_t>(random.between(INT64_MIN, INT64_MAX));
+  descriptor.signature = static_cast<uint64_t>(random.between(INT64_MIN, INT64_MAX));
+  descriptor.num_bytes = random.between(0, INT64_MAX);
+  for (int64_t& extent : descriptor.shape) extent = random.between(0, INT64_MAX);
+  return descriptor;
+}
+
+bool same(const Descriptor& a, const Descriptor& b) {
+  return a.op == b.op && a.dtype == b.dtype && a.num_dims == b.num_dims && a.channel == b.channel &&
+         a.seq == b.seq && a.signature == b.signature && a.num_bytes == b.num_bytes &&
+         a.shape == b.shape;
+}
+
+struct Sample {
+  Kind kind;
+  int channel;
+  uint64_t seq;
+  std::optional<Descriptor> descriptor;
+  Bytes payload;
+};
+
+Sample random_sample(Random& random) {
+  const Kind kind = kKinds[random.between(0, std::size(kKinds) - 1)];
+  Sample sample{kind, static_cast<int>(random.between(0, kNumChannels - 1)),
+                static_cast<uint64_t>(random.between(INT64_MIN, INT64_MAX)), std::nullopt,
+                random_bytes(random.between(0, random.chance(0.1) ? 5000 : 40), random)};
+  if (carries_descriptor(kind)) {
+    sample.descriptor = random_descriptor(random);
+    if (kind == Kind::data)
+      sample.descriptor->num_bytes = static_cast<int64_t>(sample.payload.size());
+  }
+  return sample;
+}
+
+bool add(PacketWriter& writer, const Sample& sample) {
+  return writer.add(sample.kind, sample.channel, sample.seq,
+                    sample.descriptor ? &*sample.descriptor : nullptr, sample.payload);
+}
+
+void expect_malformed(const char* file, int line, const std::string& text, const Bytes& packet) {
+  try {
+    PacketReader(packet, kEpoch);
+  } catch (const std::runtime_error& error) {
+    if (std::string(error.what()).find(text) == std::string::npos)
+      check::fail(file, line, "the message does not contain '" + text + "': " + error.what());
+    return;
+  }
+  check::fail(file, line, "no std::runtime_error with '" + text + "'");
+}
+#define CHECK_MALFORMED(text, packet) expect_malformed(__FILE__, __LINE__, text, packet)
+
+void test_round_trip() {
+  for (int seed = 0; seed < 300; ++seed) {
+    check::context = "round trip, seed " + std::to_string(seed);
+    Random random(seed);
+    PacketWriter writer;
+    CHECK(writer.empty());
+    std::vector<Sample> samples;
+    for (int64_t left = random.between(1, 60); left > 0; --left) {
+      Sample sample = random_sample(random);
+      if (!add(writer, sample)) break;
+      samples.push_back(std::move(sample));
+    }
+    CHECK(!writer.empty());
+    const auto number = static_cast<uint64_t>(random.between(INT64_MIN, INT64_MAX));
+    const auto confirmed = static_cast<uint64_t>(random.between(INT64_MIN, INT64_MAX));
+    Bytes packet = writer.take(kEpoch, number, confirmed);
+    CHECK(writer.empty());
+    CHECK(packet.size() <= wire::kMaxPacketBytes);
+    const size_t num_bytes = packet.size();
+    if (random.chance(0.5)) packet.resize(wire::kMaxPacketBytes);  // as it lies in a slot
+    const PacketReader reader(packet, kEpoch);
+    CHECK_EQ(reader.header().packet_number, number);
+    CHECK_EQ(reader.header().confirmed, confirmed);
+    CHECK_EQ(reader.header().num_bytes, num_bytes);
+    CHECK_EQ(reader.records().size(), samples.size());
+    for (size_t idx = 0; idx < std::min(samples.size(), reader.records().size()); ++idx) {
+      const wire::Record& record = reader.records()[idx];
+      const Sample& sample = samples[idx];
+      CHECK(record.header.kind == sample.kind);
+      CHECK_EQ(int{record.header.channel}, sample.channel);
+      CHECK_EQ(record.header.seq, sample.seq);
+      CHECK(std::ranges::equal(record.payload, sample.payload));
+      CHECK_EQ(record.header.has_descriptor != 0, sample.descriptor.has_value());
+      if (sample.descriptor) CHECK(same(record.descriptor, *sample.descriptor));
+    }
+  }
+}
+
+// The largest payload fits, one byte more does not, and a refused record leaves no trace.
+void test_limits() {
+  check::context = "limits";
+  Random random(1);
+  Descriptor descriptor = random_descriptor(random);
+  PacketWriter writer;
+  const Bytes largest = random_bytes(wire::max_inline_bytes(), random);
+  const Bytes larger = random_bytes(wire::max_inline_bytes() + 1, random);
+  descriptor.num_bytes = static_cast<int64_t>(larger.size());
+  CHECK(!writer.add(Kind::data, 0, 0, &descriptor, larger));
+  CHECK(writer.empty());
+  descriptor.num_bytes = static_cast<int64_t>(largest.size());
+  CHECK(writer.add(Kind::data, 0, 0, &descriptor, largest));
+  CHECK(!writer.add(Kind::accept, 0, 0, nullptr, {}));
+  const Bytes packet = writer.take(kEpoch, 1, 0);
+  CHECK_EQ(packet.size(), wire::kMaxPacketBytes);
+  CHECK_EQ(PacketReader(packet, kEpoch).records().size(), 1u);
+
+  CHECK(writer.add_text(Kind::refuse, 0, 0, std::string(100'000, 'x')));
+  const Bytes text = writer.take(kEpoch, 2, 0);
+  CHECK_EQ(PacketReader(text, kEpoch).records()[0].text(), std::string(wire::kMaxTextBytes, 'x'));
+}
+
+template <class T>
+Bytes with(Bytes packet, size_t offset, T value) {
+  std::memcpy(packet.data() + offset, &value, sizeof value);
+  return packet;
+}
+
+void test_malformed() {
+  check::context = "malformed packets";
+  constexpr size_t kRecord = sizeof(wire::PacketHeader);
+  constexpr size_t kDescriptor = kRecord + sizeof(wire::RecordHeader);
+  PacketWriter writer;
+  Descriptor descriptor;
+  descriptor.num_bytes = 8;
+  writer.add(Kind::data, 3, 5, &descriptor, Bytes(8));
+  const Bytes good = writer.take(kEpoch, 1, 0);
+  CHECK_EQ(PacketReader(good, kEpoch).records().size(), 1u);
+
+  CHECK_MALFORMED("shorter than its header", Bytes(kRecord - 1));
+  CHECK_MALFORMED("wrong magic number", with(good, 0, uint32_t{1}));
+  CHECK_MALFORMED("protocol version 9", with(good, 4, uint16_t{9}));
+  CHECK_MALFORMED("belongs to another communicator", with(good, 8, kEpoch + 1));
+  CHECK_MALFORMED("wrong length", with(good, 12, uint32_t{kRecord - 1}));
+  CHECK_MALFORMED("wrong length", with(good, 12, static_cast<uint32_t>(good.size() + 1)));
+  CHECK_MALFORMED("bytes after the last record", with(good, 6, uint16_t{0}));
+  CHECK_MALFORMED("a record header is cut off", with(good, 6, uint16_t{2}));
+  CHECK_MALFORMED("unknown record kind 0", with(good, kRecord, uint8_t{0}));
+  CHECK_MALFORMED("unknown record kind 200", with(good, kRecord, uint8_t{200}));
+  CHECK_MALFORMED("channel out of range", with(good, kRecord + 1, uint8_t{kNumChannels}));
+  CHECK_MALFORMED("descriptor where none belongs", with(good, kRecord + 2, uint16_t{0}));
+  CHECK_MALFORMED("descriptor where none belongs", with(good, kRecord, uint8_t(Kind::accept)));
+  CHECK_MALFORMED("a payload is cut off", with(good, kRecord + 4, uint32_t{9}));
+  CHECK_MALFORMED("a payload is cut off", with(good, kRecord + 4, UINT32_MAX));
+  CHECK_MALFORMED("differ in size", with(good, kRecord + 4, uint32_t{7}));
+  CHECK_MALFORMED("negative size", with(good, kDescriptor + 24, int64_t{-1}));
+  CHECK_MALFORMED("negative extent", with(good, kDescriptor + 32, int64_t{-1}));
+  Bytes cut = with(good, 12, uint32_t{kDescriptor + 10});
+  cut.resize(kDescriptor + 10);
+  CHECK_MALFORMED("a descriptor is cut off", cut);
+}
+
+std::string random_text(size_t max_bytes, Random& random) {
+  std::string text(random.between(0, max_bytes), ' ');
+  for (char& c : text) c = static_cast<char>(random.between(-128, 127));
+  return text;
+}
+
+Failure random_failure(Random& random) {
+  Failure failure;
+  failure.kind = static_cast<FailureKind>(random.between(0, 4));
+  failure.message = random_text(300, random);
+  failure.op = random_text(20, random);
+  failure.dtype = random_text(20, random);
+  for (int* field : {&failure.rank, &failure.peer, &failure.channel, &failure.origin_rank})
+    *field = static_cast<int>(random.between(-1, 5000));
+  failure.seq = random.between(-1, INT64_MAX);
+  for (int64_t left = random.between(0, 12); left > 0; --left)
+    failure.shape.push_back(random.between(0, INT64_MAX));
+  return failure;
+}
+
+bool same(const Failure& a, const Failure& b) {
+  return a.kind == b.kind && a.message == b.message && a.op == b.op && a.rank == b.rank &&
+         a.peer == b.peer && a.channel == b.channel && a.seq == b.seq && a.dtype == b.dtype &&
+         a.shape == b.shape && a.origin_rank == b.origin_rank;
+}
+
+void test_failures() {
+  Random random(7);
+  for (int case_idx = 0; case_idx < 300; ++case_idx) {
+    check::context = "failure record " + std::to_string(case_idx);
+    const Failure failure = random_failure(random);
+    const std::string bytes = encode_failure(failure);
+    CHECK(same(decode_failure(bytes.data(), bytes.size()), failure));
+  }
+  check::context = "long failure";
+  Failure longest{.message = std::string(1 << 20, 'm'), .shape = std::vector<int64_t>(1000, 1)};
+  const std::string bytes = encode_failure(longest);
+  CHECK(bytes.size() < wire::max_inline_bytes());  // so it always fits a packet
+  CHECK_EQ(decode_failure(bytes.data(), bytes.size()).message, std::string(2048, 'm'));
+}
+
+// A few bytes changed, numbers at their limits, cut off, extended, or two packets spliced.
+template <class Buffer>
+void mutate(Buffer& bytes, const Buffer& other, Random& random) {
+  using Byte = typename Buffer::value_type;
+  for (int64_t left = random.between(1, 4); left > 0 && !bytes.empty(); --left) {
+    const auto at = static_cast<size_t>(random.between(0, bytes.size() - 1));
+    switch (random.between(0, 5)) {
+      case 0:
+        bytes[at] = static_cast<Byte>(random.between(0, 255));
+        break;
+      case 1: {
+        const uint64_t extremes[] = {0, 1, 0x7fffffff, 0xffffffff, uint64_t(INT64_MAX), UINT64_MAX};
+        const uint64_t value = extremes[random.between(0, 5)];
+        const size_t num_bytes = std::min<size_t>(size_t{1} << random.between(0, 3), bytes.size());
+        std::memcpy(bytes.data() + std::min(at, bytes.size() - num_bytes), &value, num_bytes);
+        break;
+      }
+      case 2:
+        bytes.resize(at);
+        break;
+      case 3:
+        bytes.resize(bytes.size() + random.between(1, 100), static_cast<Byte>(0x5a));
+        break;
+      case 4:
+        if (at >= other.size()) break;
+        bytes.resize(other.size());
+        std::copy(other.begin() + at, other.end(), bytes.begin() + at);
+        break;
+      default:
+        bytes[at] = static_cast<Byte>(static_cast<int>(bytes[at]) ^ (1 << random.between(0, 7)));
+    }
+  }
+}
+
+void test_fuzz_packets(int num_packets) {
+  Random random(11);
+  std::vector<Bytes> packets;
+  for (int idx = 0; idx < 64; ++idx) {
+    PacketWriter writer;
+    for (int64_t left = random.between(1, 6); left > 0; --left) add(writer, random_sample(random));
+    packets.push_back(writer.take(kEpoch, idx, 0));
+  }
+  int num_parsed = 0;
+  size_t num_seen = 0;
+  for (int idx = 0; idx < num_packets; ++idx) {
+    check::context = "fuzzed packet " + std::to_string(idx);
+    Bytes packet = packets[random.between(0, packets.size() - 1)];
+    mutate(packet, packets[random.between(0, packets.size() - 1)], random);
+    // Exactly as large as what may be read.
+    const auto memory = std::make_unique<std::byte[]>(packet.size());
+    std::copy(packet.begin(), packet.end(), memory.get());
+    try {
+      const PacketReader reader({memory.get(), packet.size()}, kEpoch);
+      ++num_parsed;
+      for (const wire::Record& record : reader.records()) {
+        for (std::byte byte : record.payload) num_seen += static_cast<size_t>(byte) & 1;
+        num_seen += record.descriptor.text().size();
+        CHECK(record.header.channel < kNumChannels);
+        CHECK(record.descriptor.num_bytes >= 0);
+      }
+    } catch (const std::runtime_error&) {
+    }
+  }
+  CHECK(num_seen > 0);
+  // The mutations are neither all harmless nor all refused at the first byte.
+  CHECK(num_parsed > num_packets / 20 && num_parsed < num_packets * 9 / 10);
+}
+
+void test_fuzz_failures(int num_records) {
+  Random random(13);
+  std::vector<std::string> records;
+  for (int idx = 0; idx < 64; ++idx) records.push_back(encode_failure(random_failure(random)));
+  int num_parsed = 0;
+  for (int idx = 0; idx < num_records; ++idx) {
+    check::context = "fuzzed failure " + std::to_string(idx);
+    std::string bytes = records[random.between(0, records.size() - 1)];
+    mutate(bytes, records[random.between(0, records.size() - 1)], random);
+    const auto memory = std::make_unique<char[]>(bytes.size());
+    std::copy(bytes.begin(), bytes.end(), memory.get());
+    try {
+      const Failure failure = decode_failure(memory.get(), bytes.size());
+      ++num_parsed;
+      CHECK(failure.message.size() <= bytes.size());
+      CHECK(static_cast<int>(failure.kind) <= 4);
+    } catch (const std::runtime_error&) {
+    }
+  }
+  CHECK(num_parsed > num_records / 20 && num_parsed < num_records * 9 / 10);
+}
+
+}  // namespace
+
+int main() {
+  test_round_trip();
+  test_limits();
+  test_malformed();
+  test_failures();
+  test_fuzz_packets(200'000);
+  test_fuzz_failures(50'000);
+  return check::report("test_wire");
+}
