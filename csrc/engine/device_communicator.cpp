@@ -257,6 +257,7 @@ DeviceOperationPtr DeviceCommunicator::batch_p2p(std::span<const PointToPoint> b
   const auto own = pair_own_messages(batch, rank());
 
   std::lock_guard lock(launch_mutex_);
+  check_usable(OpCode::p2p);  // again, now that nobody can close in between
   const DeviceOperationPtr operation = make_operation(OpCode::p2p, is_async);
   check_messages(batch, operation->is_captured);
   std::vector<std::vector<const PointToPoint*>> by_channel(options_.num_channels);
@@ -329,6 +330,7 @@ DeviceOperationPtr DeviceCommunicator::exchange(OpCode op, PreparedExchangePtr p
   agree(op, shown, prepared->plan().signature, interrupted);
 
   std::lock_guard lock(launch_mutex_);
+  check_usable(op);
   const DeviceOperationPtr operation = make_operation(op, is_async);
   std::vector<const void*> sources;
   std::vector<void*> destinations;
@@ -381,6 +383,7 @@ DeviceOperationPtr DeviceCommunicator::broadcast(const TensorRef& tensor, int so
   agree(OpCode::broadcast, tensor, signature, interrupted);
 
   std::lock_guard lock(launch_mutex_);
+  check_usable(OpCode::broadcast);
   const DeviceOperationPtr operation = make_operation(OpCode::broadcast, is_async);
   if (is_async && tensor.storage) operation->keep(tensor.storage);
   const int64_t num_bytes = tensor.num_bytes();
