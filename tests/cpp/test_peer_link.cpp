@@ -732,10 +732,10 @@ void test_fuzz(int num_cases) {
     try {
       for (uint64_t number = 1; number <= 3; ++number) {
         for (int64_t left = random.between(1, 5); left > 0; --left) {
-          const auto kind = static_cast<Kind>(random.between(1, 9));
+          const auto kind = static_cast<Kind>(random.between(1, 11));
           const Descriptor descriptor = make_descriptor(0, random.between(0, 3) * 20'000);
-          const bool described =
-              kind == Kind::data || kind == Kind::announce || kind == Kind::reject;
+          const bool described = kind == Kind::data || kind == Kind::announce ||
+                                 kind == Kind::reject || kind >= Kind::send_claim;
           const size_t num_bytes =
               kind == Kind::data ? static_cast<size_t>(descriptor.num_bytes) : random.between(0, 9);
           peer.say(kind, 0, static_cast<uint64_t>(random.between(0, 3)),
