@@ -37,8 +37,8 @@ class BoundCommunicator {
     auto c10d_backend = backend.is_none() ? c10::intrusive_ptr<c10d::Backend>()
                                           : backend.cast<c10::intrusive_ptr<c10d::Backend>>();
     py::gil_scoped_release no_gil;
-    communicator_ = shared_with_python(new Communicator(
-        options, [&](TransportEvents& events) -> std::unique_ptr<HostTransport> {
+    communicator_ = shared_with_python(
+        new Communicator(options, [&](TransportEvents& events) -> std::unique_ptr<HostTransport> {
           if (shared_memory)
             return std::make_unique<shm::ShmTransport>(shared_memory->take(), rank, events);
           return std::make_unique<C10dTransport>(std::move(c10d_backend), rank, size, epoch,
