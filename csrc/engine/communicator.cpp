@@ -51,6 +51,7 @@ Communicator::Communicator(const CommunicatorOptions& options, const MakeTranspo
 Communicator::~Communicator() {
   if (closed_) return;
   // Nobody can wait for operations any more; peers learn it from the goodbye.
+  if (const FailurePtr failed = failure()) transport_->abort(*failed);
   transport_->begin_close();
   end();
 }
@@ -392,15 +393,17 @@ void Communicator::watch() {
 void Communicator::close(const std::function<void()>& interrupted) {
   if (is_in_fork()) return;
   std::vector<OperationPtr> pending;
-  bool failed_before = false;
+  FailurePtr failed_before;
   {
     std::lock_guard post_lock(post_mutex_);
     std::lock_guard lock(mutex_);
     if (std::exchange(closing_, true)) return;
-    failed_before = failure_ != nullptr;
+    failed_before = failure_;
     for (const auto& weak : in_flight_)
       if (OperationPtr operation = weak.lock()) pending.push_back(std::move(operation));
   }
+  // The thread that failed it may not have told the peers yet, and they must hear that first.
+  if (failed_before) transport_->abort(*failed_before);
   transport_->begin_close();
   std::exception_ptr error;
   if (!failed_before) {
