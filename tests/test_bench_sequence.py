@@ -22,7 +22,7 @@ RUN = "bench/run.py"
 
 
 def bench_of(world, matrix=None) -> Bench:
-    comms = {"pipecomm c10d": world.comm}
+    comms = {"pipecomm c10d": world.shared_comm(transport="c10d")}
     return Bench(world.rank, world.size, torch.device("cpu"), torch.bfloat16, comms, matrix)
 
 
