@@ -14,30 +14,21 @@ Output, loss and the gradients of all weights are compared with the unsplit atte
 from __future__ import annotations
 
 import argparse
-import itertools
 import sys
 import time
 
 import launch
 import torch
 import torch.distributed as dist
+from attention import HEADS, SEQ, UlyssesAttention, attend_whole
 from text_model import VOCABULARY, TextBatches
 from torch import nn
 from torch.nn import functional
 
-from pipecomm_ext import (
-    Communicator,
-    all_to_all,
-    all_to_all_many,
-    cal_split_sizes,
-    gather_forward_split_backward,
-    split_forward_gather_backward,
-)
+from pipecomm_ext import Communicator, gather_forward_split_backward, split_forward_gather_backward
 
 LIMIT = {torch.float32: 1e-4, torch.float64: 1e-12}  # relative to the largest value
 INIT_STD = 0.1
-
-SEQ, HEADS = 1, 2  # dims of [batch, seq, heads, head_dim]
 
 
 class Attention(nn.Module):
@@ -62,65 +53,6 @@ class Attention(nn.Module):
             layer(x).unflatten(-1, (-1, self.head_dim)) for layer in (self.q, self.k, self.v)
         )  # [batch, tokens, heads, head_dim]
         return self.out(attend(q, k, v).flatten(HEADS))
-
-
-def kv_head_of(head: int, num_heads: int, num_kv_heads: int) -> int:
-    """The key/value head that a query head reads."""
-    return head * num_kv_heads // num_heads
-
-
-def attend_whole(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """All tokens, all heads."""
-    kv_heads = [kv_head_of(head, q.size(HEADS), k.size(HEADS)) for head in range(q.size(HEADS))]
-    return attend_heads(q, k[:, :, kv_heads], v[:, :, kv_heads])
-
-
-def attend_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Causal attention of as many key/value as query heads; also of none, as ranks beyond the heads have."""
-    if q.size(HEADS) == 0:
-        return q
-    q, k, v = (tensor.transpose(SEQ, HEADS) for tensor in (q, k, v))
-    return functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(SEQ, HEADS)
-
-
-class UlyssesAttention:
-    """Attention of tokens that are split over the ranks of a communicator: the `attend` of every rank."""
-
-    def __init__(self, comm: Communicator, seq_len: int, num_heads: int, num_kv_heads: int):
-        self.comm, self.seq_len = comm, seq_len
-        self.seq_sizes = cal_split_sizes(seq_len, comm.size)
-        self.head_sizes = cal_split_sizes(num_heads, comm.size)
-        ends = list(itertools.accumulate(self.head_sizes))
-        # For each rank the key/value head of each of its query heads, and which ones it needs.
-        read = [
-            [kv_head_of(head, num_heads, num_kv_heads) for head in range(end - size, end)]
-            for end, size in zip(ends, self.head_sizes, strict=True)
-        ]
-        needed = [sorted(set(heads)) for heads in read]
-        self.kv_sizes = [len(heads) for heads in needed]
-        self.kv_sent = [head for heads in needed for head in heads]
-        mine = needed[comm.rank]
-        self.kv_local = [mine.index(head) for head in read[comm.rank]]
-
-    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        k, v = k[:, :, self.kv_sent], v[:, :, self.kv_sent]  # a head twice if two ranks need it
-        q, k, v = all_to_all_many(
-            [q, k, v],
-            self.comm,
-            scatter_dim=HEADS,
-            gather_dim=SEQ,
-            gather_size=self.seq_len,
-            scatter_sizes=[self.head_sizes, self.kv_sizes, self.kv_sizes],
-        )
-        mixed = attend_heads(q, k[:, :, self.kv_local], v[:, :, self.kv_local])
-        return all_to_all(
-            mixed,
-            self.comm,
-            scatter_dim=SEQ,
-            gather_dim=HEADS,
-            scatter_sizes=self.seq_sizes,
-            gather_sizes=self.head_sizes,
-        )
 
 
 def summed_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
