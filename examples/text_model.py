@@ -2,38 +2,42 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import sysconfig
 from pathlib import Path
 
 import torch
+from sequence import SequencePiece
 from torch import nn
 from torch.nn import functional
 
 VOCABULARY = 256  # bytes in, bytes out: no tokenizer
 MAX_TEXT_BYTES = 4_000_000
+HEAD_DIM = 32
 
 
 class Embedding(nn.Module):
-    """Byte and position embedding: int64[batch, seq] -> float[batch, seq, hidden]."""
+    """Bytes and their positions in the sequence: int64[batch, tokens] -> float[batch, tokens, hidden]."""
 
-    def __init__(self, seq_len: int, hidden: int):
+    def __init__(self, hidden: int, piece: SequencePiece):
         super().__init__()
+        self.tokens = piece.tokens
         self.byte = nn.Embedding(VOCABULARY, hidden)
-        self.position = nn.Parameter(torch.empty(seq_len, hidden))
+        self.position = nn.Parameter(torch.empty(piece.seq_len, hidden))
         nn.init.normal_(self.byte.weight, std=0.02)
         nn.init.normal_(self.position, std=0.02)
 
     def forward(self, text: torch.Tensor) -> torch.Tensor:
-        return self.byte(text) + self.position
+        return self.byte(text) + self.position[self.tokens]
 
 
 class Block(nn.Module):
-    """Pre-norm transformer block with causal attention: float[batch, seq, hidden] -> the same shape."""
+    """Pre-norm transformer block with causal attention: float[batch, tokens, hidden] -> the same shape."""
 
-    def __init__(self, hidden: int, num_heads: int, depth: int):
+    def __init__(self, hidden: int, depth: int, piece: SequencePiece):
         super().__init__()
-        self.num_heads = num_heads
+        self.attend = piece.attend
         self.norm_attention, self.norm_mlp = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
         self.qkv = nn.Linear(hidden, 3 * hidden)
         self.out = nn.Linear(hidden, hidden)
@@ -45,16 +49,14 @@ class Block(nn.Module):
             nn.init.normal_(linear.weight, std=0.02 / (2 * depth) ** 0.5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        batch, seq, hidden = x.shape
-        qkv = self.qkv(self.norm_attention(x)).view(batch, seq, 3, self.num_heads, hidden // self.num_heads)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)
-        attention = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(attention.transpose(1, 2).reshape(batch, seq, hidden))
+        qkv = self.qkv(self.norm_attention(x))
+        q, k, v = qkv.unflatten(-1, (3, -1, HEAD_DIM)).unbind(2)  # [batch, tokens, heads, head_dim] each
+        x = x + self.out(self.attend(q, k, v).flatten(2))
         return x + self.down(functional.gelu(self.up(self.norm_mlp(x))))
 
 
 class Head(nn.Module):
-    """float[batch, seq, hidden] -> logits float[batch, seq, 256]."""
+    """float[batch, tokens, hidden] -> logits float[batch, tokens, 256]."""
 
     def __init__(self, hidden: int):
         super().__init__()
@@ -65,12 +67,11 @@ class Head(nn.Module):
         return self.logits(self.norm(x))
 
 
-def build_layers(num_blocks: int, hidden: int, seq_len: int, seed: int) -> list[nn.Module]:
-    """All layers in order, with the same weights wherever the seed is the same."""
+def build_layers(num_blocks: int, hidden: int, piece: SequencePiece, seed: int) -> list[nn.Module]:
+    """All layers in order for this piece's tokens, with the same weights wherever the seed is the same."""
     torch.manual_seed(seed)
-    num_heads = max(1, hidden // 32)
-    blocks = [Block(hidden, num_heads, num_blocks) for _ in range(num_blocks)]
-    return [Embedding(seq_len, hidden), *blocks, Head(hidden)]
+    blocks = [Block(hidden, num_blocks, piece) for _ in range(num_blocks)]
+    return [Embedding(hidden, piece), *blocks, Head(hidden)]
 
 
 def split_layers(num_blocks: int, num_stages: int) -> list[range]:
@@ -89,9 +90,15 @@ def split_layers(num_blocks: int, num_stages: int) -> list[range]:
     return [range(start, end) for start, end in itertools.pairwise(bounds)]
 
 
-def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Mean cross entropy in nats per byte."""
-    return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+def loss_of(logits: torch.Tensor, targets: torch.Tensor, seq_len: int) -> torch.Tensor:
+    """Cross entropy in nats per byte of whole sequences; for a piece of them its share, which may be 0."""
+    nats = functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+    return nats / (len(targets) * seq_len)
+
+
+@functools.cache
+def read_sources(directory: Path) -> bytes:
+    return b"\n".join(path.read_bytes() for path in sorted(directory.glob("*.py")))[:MAX_TEXT_BYTES]
 
 
 class TextBatches:
@@ -99,7 +106,7 @@ class TextBatches:
 
     def __init__(self, batch_size: int, seq_len: int, seed: int):
         self.directory = Path(sysconfig.get_paths()["stdlib"])
-        text = b"\n".join(path.read_bytes() for path in sorted(self.directory.glob("*.py")))[:MAX_TEXT_BYTES]
+        text = read_sources(self.directory)
         if len(text) <= seq_len:
             raise FileNotFoundError(
                 f"no Python sources in {self.directory}: this Python was installed without them"

@@ -39,20 +39,47 @@ def test_split_training_equals_unsplit(tmp_path, num_ranks):
     assert "Warning" not in output and "Traceback" not in output, output
 
 
-@pytest.mark.parametrize("changed", ["nothing", "loss", "gradient", "not finite"])
+@pytest.mark.parametrize(
+    ("arguments", "pipeline"),
+    [
+        (["--ranks", 4, "--sequence-parallel", 2, "--seq-len", 17, "--hidden", 96],
+         "2 stages x 2 sequence pieces (1+1 blocks; 9+8 tokens, 2+1 heads)"),
+        (["--ranks", 3, "--sequence-parallel", 3, "--seq-len", 2, "--hidden", 32],
+         "1 stages x 3 sequence pieces (2 blocks; 1+1+0 tokens, 1+0+0 heads)"),
+    ],
+    ids=["uneven", "more pieces than tokens and heads"],
+)  # fmt: skip
+def test_split_sequences_train_as_whole_ones(tmp_path, arguments, pipeline):
+    exit_code, output = run_script(
+        TRAIN, *arguments, "--layers", 2, "--batch-size", 8, "--microbatches", 4, "--steps", 6, "--verify",
+        "--out", tmp_path / "out", scratch=tmp_path / "scratch",
+    )  # fmt: skip
+    assert exit_code == 0, output
+    assert f"pipeline   {pipeline}, 4 micro-batches" in output, output
+    assert re.search(r"^verify +equal to the unsplit model in 6 steps", output, re.MULTILINE), output
+    assert "Warning" not in output and "Traceback" not in output, output
+
+
+@pytest.mark.parametrize("changed", ["nothing", "loss", "gradient", "not finite", "weights"])
 def test_verify_finds_a_difference(changed):
     args = argparse.Namespace(
         layers=1, hidden=32, seq_len=8, batch_size=4, microbatches=2, steps=3, seed=1, lr=1e-3
     )
-    training = train_text.train_unsplit(args, torch.device("cpu"))
-    if changed == "loss":
-        training.losses[1] *= 1.001
-    elif changed == "gradient":
-        training.gradients[-1][0, 0] += 1.0
-    elif changed == "not finite":
-        training.gradients[0].fill_(float("nan"))
+    split, unsplit = (train_text.UnsplitModel(args, torch.device("cpu")) for _ in range(2))
+    for step in range(args.steps):
+        loss, gradients = split.backward()
+        if step == 1 and changed == "loss":
+            loss *= 1.001
+        elif step == 1 and changed == "gradient":
+            gradients[-1][0, 0] += 1.0
+        elif step == 1 and changed == "not finite":
+            gradients[0].fill_(float("nan"))
+        unsplit.follow(loss, [gradient.clone() for gradient in gradients])
+        split.follow(loss, gradients)
+        if step == 1 and changed == "weights":
+            split.optimizer.step()
     lines = {}
-    exit_code = train_text.verify(args, torch.device("cpu"), training, lines.__setitem__)
+    exit_code = train_text.verify(unsplit, lines.__setitem__)
     assert exit_code == (0 if changed == "nothing" else 1)
     assert lines["verify"].startswith("equal to" if changed == "nothing" else "DIFFERS from")
 
@@ -113,6 +140,9 @@ def test_a_killed_rank_ends_everything(tmp_path):
         (["--ranks", "5"], "give --layers 5 or more"),
         (["--hidden", "40"], "not a multiple of 32"),
         (["--steps", "0"], "--steps must be positive, got 0"),
+        (["--sequence-parallel", "0"], "--sequence-parallel must be positive, got 0"),
+        (["--sequence-parallel", "3"], "4 ranks cannot form stages of 3 ranks each"),
+        (["--ranks", "10", "--sequence-parallel", "2"], "give --layers 5 or more"),
     ],
 )
 def test_bad_arguments_are_explained(capsys, arguments, message):

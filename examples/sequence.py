@@ -1,0 +1,37 @@
+"""Which tokens of a sequence a rank holds: all of them, or a piece if the ranks of a stage split it."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from attention import UlyssesAttention, attend_heads
+
+from pipecomm_ext import Communicator
+
+
+class SequencePiece:
+    """The tokens of each sequence that this rank holds, and how they attend to all of them.
+
+    `comm` joins the ranks that split the sequence, remainder-first; None: this rank holds the whole.
+    `attend` takes and gives q, k, v and the result as [batch, my tokens, all heads, head_dim].
+    """
+
+    def __init__(self, seq_len: int, num_heads: int, comm: Communicator | None = None):
+        self.comm, self.seq_len = comm, seq_len
+        if comm is None:
+            self.idx, self.attend = 0, attend_heads
+            self.sizes, self.head_sizes = [seq_len], [num_heads]
+        else:
+            self.idx, self.attend = comm.rank, UlyssesAttention(comm, seq_len, num_heads, num_heads)
+            self.sizes, self.head_sizes = self.attend.seq_sizes, self.attend.head_sizes
+        start = sum(self.sizes[: self.idx])
+        self.tokens = slice(start, start + self.sizes[self.idx])
+
+    def sum_over_pieces(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The sums over the ranks that split the sequence, alike on all of them, by one all-reduce."""
+        if self.comm is None:
+            return tensors
+        flat = torch.cat([tensor.flatten() for tensor in tensors])
+        dist.all_reduce(flat, group=self.comm.group)
+        parts = flat.split([tensor.numel() for tensor in tensors])
+        return [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
