@@ -1,0 +1,94 @@
+"""Who may outlive whom: communicators, their handles and tensors, and processes forked from a rank."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+
+import pytest
+import torch
+from patterns import assert_same, pattern, poison
+from ranks import on_ranks
+
+from pipecomm_ext import Communicator, PipeCommError
+from pipecomm_ext import communicator as communicator_module
+
+TRANSPORTS = pytest.mark.parametrize("transport", ["c10d", "shm"])
+HANG_LIMIT_S = 20
+
+
+def run_forked(body) -> int:
+    """The exit status of a forked child that runs `body`: 0 only if it returned in time."""
+    child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(HANG_LIMIT_S)
+        status = 1
+        try:
+            body()
+            status = 0
+        finally:
+            os._exit(status)
+    return os.waitpid(child, 0)[1]
+
+
+@on_ranks(2)
+@TRANSPORTS
+def test_a_forked_child_leaves_the_connections_of_its_parent_alone(world, transport):
+    comm = world.fresh_comm(transport=transport)
+    other = 1 - world.rank
+    received = poison(1000, torch.int32)
+    pending = comm.irecv(received, other)
+    comm.barrier()
+    held = [Communicator(world.group, device="cpu", transport=transport)]
+
+    def child() -> None:
+        for call in (comm.barrier, pending.wait, lambda: comm.send(torch.zeros(3), other)):
+            with pytest.raises(PipeCommError, match="was forked"):
+                call()
+        comm.abort("in the child")
+        communicator_module._close_all()  # what the end of the interpreter does
+        held.clear()  # the last reference
+        gc.collect()
+
+    assert run_forked(child) == 0
+    comm.send(pattern(1000, torch.int32, world.rank), other)
+    pending.wait()
+    assert_same(received, pattern(1000, torch.int32, other), "after the fork")
+    held.pop().close()
+
+
+@on_ranks(2, deadline=60)
+@TRANSPORTS
+def test_a_handle_may_be_the_last_owner_of_a_communicator(world, transport):
+    """The communicator then ends where the handle is dropped, while its threads drop tensors of Python."""
+    for round_idx in range(10):
+        comm = Communicator(world.group, device="cpu", transport=transport)
+        other = 1 - world.rank
+        # Non-contiguous: the engine keeps the tensor itself, whose only reference is soon there.
+        work = comm.irecv(poison((64, 64), torch.int64).t(), other)
+        comm.isend(pattern((64, 64), torch.int64, world.rank), other)
+        if round_idx % 2 == 0:
+            work.wait()
+        comm.barrier()
+        communicator_module._open.discard(comm)
+        del comm
+        gc.collect()
+        del work
+        gc.collect()
+
+
+@on_ranks(2)
+def test_errors_survive_texts_cut_within_a_character(world):
+    comm = world.fresh_comm()
+    reason = "é" * 5000  # two bytes each, and the limit on the wire is even: shift by one
+    for text in (reason, "x" + reason):
+        if world.rank == 0:
+            with pytest.raises(ValueError), comm.collective("broadcast"):
+                raise ValueError(text)
+        else:
+            with pytest.raises(PipeCommError, match="éé") as caught:
+                comm.broadcast(torch.zeros(3), 0)
+            assert caught.value.origin_rank == 0
+    comm.barrier()
