@@ -18,6 +18,7 @@ made at a point of your choice, call `pipecomm_ext.get_communicator(group)`.
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -191,17 +192,28 @@ def broadcast(
         return comm.broadcast(tensor, source, async_op=async_op)
 
 
-def barrier(group: Any = None, async_op: bool = False, device_ids: Any = None) -> Work | None:
-    """Returns, or the handle is done, when all ranks of the group have called it. `device_ids` is not
-    used.
+def barrier(
+    group: Any = None,
+    async_op: bool = False,
+    device_ids: Any = None,
+    timeout: datetime.timedelta | None = None,
+) -> Work | None:
+    """Returns, or the handle is done, when all ranks of the group have called it.
+
+    Args:
+        device_ids: not used.
+        timeout: how long this rank waits before it raises PipeCommTimeout; None: as long as the communicator's
+            own timeout allows. With async_op, give it to the handle's wait() instead.
     """
     if _is_outside(group):
         return None
-    comm = communicator_of(group, None)
-    if not async_op:
-        comm.barrier()
-        return None
-    return comm._c.barrier()
+    if async_op and timeout is not None:
+        raise ValueError("barrier: timeout has no effect with async_op=True; pass it to the handle's wait()")
+    work = communicator_of(group, None)._c.barrier()
+    if async_op:
+        return work
+    work.wait(timeout)
+    return None
 
 
 def all_to_all_single(

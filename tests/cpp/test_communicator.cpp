@@ -599,8 +599,8 @@ void test_failure_during_construction() {
   });
   while (num_aborts == 0) std::this_thread::yield();
   CHECK_FAILURE(failure_of([&] { communicator.barrier(); }), peer_lost, 1, "(gone)");
-  communicator.close(nullptr);
-  CHECK_EQ(num_aborts.load(), 1);
+  communicator.close(nullptr);  // aborts once more: the thread that failed it may not have come so far
+  CHECK_EQ(num_aborts.load(), 2);
 }
 
 void test_fork() {
