@@ -318,7 +318,7 @@ def _list_plan(rank: int, size: int, inputs: tuple[Spec, ...], outputs: tuple[Sp
 
 # Communicators that are open, closed at exit; and the default ones.
 _open: weakref.WeakSet[Communicator] = weakref.WeakSet()
-_default: weakref.WeakKeyDictionary[Any, dict[str, Communicator]] = weakref.WeakKeyDictionary()
+_kept: weakref.WeakKeyDictionary[Any, dict[tuple[str, str], Communicator]] = weakref.WeakKeyDictionary()
 
 
 def get_communicator(
@@ -329,6 +329,19 @@ def get_communicator(
     A closed one is replaced by a new one; a failed one is returned and goes on raising its cause until it is
     closed.
     """
+    # Channels cost nothing on the host; NCCL needs a communicator for each.
+    return kept_communicator(group, device, "default", {"cpu": MAX_CHANNELS, "cuda": 2})
+
+
+def kept_communicator(
+    group: dist.ProcessGroup | None,
+    device: str | torch.device | None,
+    purpose: str,
+    channels: dict[str, int],
+) -> Communicator:
+    """Like `get_communicator`, one for each purpose, so that their messages do not meet; `channels` is by
+    kind of device.
+    """
     if not dist.is_initialized():
         raise ValueError(
             "torch.distributed is not initialised; call torch.distributed.init_process_group() first"
@@ -336,11 +349,10 @@ def get_communicator(
     if group is None:
         group = dist.group.WORLD
     kind = _device_kind(group, device)
-    made = _default.setdefault(group, {})
-    if kind not in made or made[kind].closed:
-        # Channels cost nothing on the host; NCCL needs a communicator for each.
-        made[kind] = Communicator(group, device=kind, channels=MAX_CHANNELS if kind == "cpu" else 2)
-    return made[kind]
+    made = _kept.setdefault(group, {})
+    if (purpose, kind) not in made or made[purpose, kind].closed:
+        made[purpose, kind] = Communicator(group, device=kind, channels=channels[kind])
+    return made[purpose, kind]
 
 
 @atexit.register

@@ -1,0 +1,90 @@
+"""The settings of a pipeline, by Megatron-core's names. Any object with some of these attributes will do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass
+class PipelineConfig:
+    """What `P2PCommunicator` and the schedules read. Names and defaults are those of Megatron-core's
+    `ModelParallelConfig`, except where noted as ours.
+
+    Messages:
+        pipeline_dtype: of the tensors between stages; a sequence with one dtype per tensor of a boundary
+            (ours). Needed wherever something is received.
+        variable_seq_lengths, mtp_standalone: either one has every message preceded by its shapes and dtypes.
+        batch_p2p_comm: all directions of a call as one batch, else one batch per direction.
+        overlap_p2p_comm: the schedules wait for a message at its consumer only; needs batch_p2p_comm=False.
+        overlap_p2p_comm_warmup_flush: accepted with overlap_p2p_comm, which already includes what it does.
+        batch_p2p_sync, use_ring_exchange_p2p: accepted, without effect: there is nothing to synchronise.
+        deallocate_pipeline_outputs: the schedules free the data of an output once it is on its way.
+        device: "cpu" or "cuda" (ours); None: what the group can do, "cuda" first.
+    Schedules:
+        virtual_pipeline_model_parallel_size: chunks per rank, None without interleaving.
+        microbatch_group_size_per_vp_stage: micro-batches that a chunk runs in a row; None: number of ranks.
+        num_microbatches_with_partial_activation_checkpoints: see `forward_backward_no_pipelining`.
+        hidden_size, sequence_parallel: for the shape of a boundary tensor.
+        enable_autocast, autocast_dtype: run forward steps under torch.autocast.
+        timers: `timers(name, log_level=2)` gives an object with start() and stop().
+    Loss and gradients:
+        grad_scale_func, mtp_grad_scale_func, moe_grad_scale_func: scale a loss for mixed precision.
+        calculate_per_token_loss: the loss is a sum over tokens, divided in finalize_model_grads_func.
+        num_moe_experts, mtp_num_layers, experimental_attention_variant: which auxiliary losses there are.
+        set_auxiliary_loss_scale: `f(kind, scale)` (ours), called after every forward with kind "moe", "mtp"
+            or "attention", in the place of Megatron's calls of its scaler classes.
+        no_sync_func, grad_sync_func, param_sync_func, finalize_model_grads_func: hooks of data parallelism.
+        defer_embedding_wgrad_compute, wgrad_deferral_limit: see `finish_embedding_wgrad_compute`.
+    """
+
+    pipeline_dtype: torch.dtype | Sequence[torch.dtype] | None = None
+    variable_seq_lengths: bool = False
+    mtp_standalone: bool = False
+    batch_p2p_comm: bool = True
+    overlap_p2p_comm: bool = False
+    overlap_p2p_comm_warmup_flush: bool = False
+    batch_p2p_sync: bool = True
+    use_ring_exchange_p2p: bool = False
+    deallocate_pipeline_outputs: bool = False
+    device: str | torch.device | None = None
+
+    virtual_pipeline_model_parallel_size: int | None = None
+    microbatch_group_size_per_vp_stage: int | None = None
+    num_microbatches_with_partial_activation_checkpoints: int | None = None
+    hidden_size: int | None = None
+    sequence_parallel: bool = False
+    enable_autocast: bool = False
+    autocast_dtype: torch.dtype | None = None
+    timers: Callable[..., Any] | None = None
+
+    grad_scale_func: Callable[[torch.Tensor], torch.Tensor] | None = None
+    mtp_grad_scale_func: Callable[[], Any] | None = None
+    moe_grad_scale_func: Callable[[], Any] | None = None
+    calculate_per_token_loss: bool = False
+    num_moe_experts: int | None = None
+    mtp_num_layers: int | None = None
+    experimental_attention_variant: str | None = None
+    set_auxiliary_loss_scale: Callable[[str, torch.Tensor], None] | None = None
+    no_sync_func: Callable[[], Any] | Sequence[Callable[[], Any]] | None = None
+    grad_sync_func: Callable[..., Any] | Sequence[Callable[..., Any]] | None = None
+    param_sync_func: Callable[..., Any] | Sequence[Callable[..., Any]] | None = None
+    finalize_model_grads_func: Callable[..., Any] | None = None
+    defer_embedding_wgrad_compute: bool = False
+    wgrad_deferral_limit: int = 0
+
+
+_DEFAULTS = PipelineConfig()
+
+
+def setting(config: Any, name: str) -> Any:
+    """An attribute of the user's config, or the default of `PipelineConfig` if it has none of that name."""
+    return getattr(config, name, getattr(_DEFAULTS, name))
+
+
+def has_variable_shapes(config: Any) -> bool:
+    """Whether messages tell their shapes and dtypes."""
+    return bool(setting(config, "variable_seq_lengths") or setting(config, "mtp_standalone"))
