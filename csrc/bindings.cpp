@@ -46,36 +46,37 @@ class BoundCommunicator {
         }));
   }
 
-  WorkPtr batch_p2p(const py::sequence& ops, bool /*async_op*/) {
+  WorkPtr batch_p2p(const py::sequence& ops, bool async_op) {
     StandIns stand_ins;
     const auto batch = batch_argument(
         ops, [&](const PointToPointArg& arg, Direction direction, const std::string& name) {
           return view(arg, direction, name, stand_ins);
         });
-    return post_p2p(batch, std::move(stand_ins));
+    return post_p2p(batch, std::move(stand_ins), async_op);
   }
   WorkPtr isend(const py::object& tensor, const py::object& dst, const py::object& channel,
-                bool /*async_op*/) {
+                bool async_op) {
     const auto arg = point_to_point_arg<SendArg>(tensor, dst, "dst", channel);
     StandIns stand_ins;
     const PointToPoint op = view(arg, Direction::send, "tensor", stand_ins);
-    return post_p2p({&op, 1}, std::move(stand_ins));
+    return post_p2p({&op, 1}, std::move(stand_ins), async_op);
   }
   WorkPtr irecv(const py::object& tensor, const py::object& src, const py::object& channel,
-                bool /*async_op*/) {
+                bool async_op) {
     const auto arg = point_to_point_arg<RecvArg>(tensor, src, "src", channel);
     StandIns stand_ins;
     const PointToPoint op = view(arg, Direction::recv, "tensor", stand_ins);
-    return post_p2p({&op, 1}, std::move(stand_ins));
+    return post_p2p({&op, 1}, std::move(stand_ins), async_op);
   }
 
-  WorkPtr broadcast(const py::object& object, const py::object& src, bool /*async_op*/) {
+  WorkPtr broadcast(const py::object& object, const py::object& src, bool async_op) {
     const int source = index_argument(src, "src");
     const bool sends = source == communicator_->rank();
     StandIns stand_ins;
     const TensorRef tensor = ref(object, "tensor", sends ? Access::read : Access::write, stand_ins);
-    return work(
-        [&] { return communicator_->broadcast(tensor, source, std::move(stand_ins).copy_back()); });
+    return work([&] {
+      return communicator_->broadcast(tensor, source, std::move(stand_ins).copy_back(), async_op);
+    });
   }
   // For results: in memory that peers write directly, if the transport has such memory.
   at::Tensor empty(const std::vector<int64_t>& shape, at::ScalarType dtype) {
@@ -95,11 +96,11 @@ class BoundCommunicator {
     storage->set_resizable(true);
     return tensor;
   }
-  WorkPtr barrier() {
-    return work([&] { return communicator_->barrier(); });
+  WorkPtr barrier(bool async_op) {
+    return work([&] { return communicator_->barrier(async_op); });
   }
   WorkPtr exchange(const std::string& op, const PreparedExchangePtr& plan,
-                   const py::sequence& inputs, const py::sequence& outputs, bool /*async_op*/) {
+                   const py::sequence& inputs, const py::sequence& outputs, bool async_op) {
     StandIns stand_ins;
     auto refs = [&](const py::sequence& tensors, const char* name, Access access) {
       std::vector<TensorRef> refs;
@@ -121,7 +122,7 @@ class BoundCommunicator {
     const OpCode code = collective_code(op);
     return work([&] {
       return communicator_->exchange(code, plan, input_refs, output_refs,
-                                     std::move(stand_ins).copy_back());
+                                     std::move(stand_ins).copy_back(), async_op);
     });
   }
   void refuse(const std::string& op, const std::string& reason) {
@@ -160,8 +161,10 @@ class BoundCommunicator {
     py::gil_scoped_release no_gil;
     return std::make_shared<HostWork>(communicator_, post());
   }
-  WorkPtr post_p2p(std::span<const PointToPoint> batch, StandIns stand_ins) {
-    return work([&] { return communicator_->batch_p2p(batch, std::move(stand_ins).copy_back()); });
+  WorkPtr post_p2p(std::span<const PointToPoint> batch, StandIns stand_ins, bool async_op) {
+    return work([&] {
+      return communicator_->batch_p2p(batch, std::move(stand_ins).copy_back(), async_op);
+    });
   }
 
   const at::DeviceType device_;
@@ -194,7 +197,7 @@ PYBIND11_MODULE(_C, m) {
            py::arg("channels"), py::arg("timeout"), py::arg("num_threads"),
            py::arg("checks") = true, py::arg("shared_memory") = py::none(),
            py::arg("device") = "cpu")
-      // async_op is for the device class, whose members are the same: here all operations are.
+      // async_op=False: wait() follows at once, on the same thread.
       .def("batch_p2p", &BoundCommunicator::batch_p2p, py::arg("ops"), py::arg("async_op") = false)
       .def("isend", &BoundCommunicator::isend, py::arg("tensor"), py::arg("dst"),
            py::arg("channel") = 0, py::arg("async_op") = true)
@@ -202,7 +205,7 @@ PYBIND11_MODULE(_C, m) {
            py::arg("channel") = 0, py::arg("async_op") = true)
       .def("broadcast", &BoundCommunicator::broadcast, py::arg("tensor"), py::arg("src"),
            py::arg("async_op") = false)
-      .def("barrier", &BoundCommunicator::barrier)
+      .def("barrier", &BoundCommunicator::barrier, py::arg("async_op") = false)
       .def("empty", &BoundCommunicator::empty, py::arg("shape"), py::arg("dtype"))
       .def("exchange", &BoundCommunicator::exchange, py::arg("op"), py::arg("plan"),
            py::arg("inputs"), py::arg("outputs"), py::arg("async_op") = false)

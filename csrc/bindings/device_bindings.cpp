@@ -152,10 +152,10 @@ class BoundDeviceCommunicator {
       return communicator_->exchange(code, plan, input_refs, output_refs, async_op, check_signals);
     });
   }
-  WorkPtr barrier() {
+  WorkPtr barrier(bool async_op) {
     py::gil_scoped_release no_gil;
     const std::shared_ptr<Communicator> control(communicator_, communicator_->control().get());
-    return std::make_shared<HostWork>(control, communicator_->barrier());
+    return std::make_shared<HostWork>(control, communicator_->barrier(async_op));
   }
   void refuse(const std::string& op, const std::string& reason) {
     py::gil_scoped_release no_gil;
@@ -257,7 +257,7 @@ void bind_device(py::module_& m) {
            py::arg("async_op") = true)
       .def("broadcast", &Bound::broadcast, py::arg("tensor"), py::arg("src"),
            py::arg("async_op") = false)
-      .def("barrier", &Bound::barrier)
+      .def("barrier", &Bound::barrier, py::arg("async_op") = false)
       .def("exchange", &Bound::exchange, py::arg("op"), py::arg("plan"), py::arg("inputs"),
            py::arg("outputs"), py::arg("async_op") = false)
       .def("refuse", &Bound::refuse, py::arg("op"), py::arg("reason"))

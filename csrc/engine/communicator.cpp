@@ -108,12 +108,12 @@ OperationPtr Communicator::make_operation(OpCode op) {
 }
 
 // With `post_mutex_` held, so that nobody closes in between.
-void Communicator::post(const OperationPtr& operation) {
+void Communicator::post(const OperationPtr& operation, bool is_async) {
   check_usable(operation->op());
   std::vector<RequestPtr> requests = operation->seal();
   if (requests.empty()) return;
   for (const RequestPtr& request : requests) request->operation = operation;
-  transport_->post(std::move(requests));
+  transport_->post(std::move(requests), is_async);
   std::unique_lock lock(mutex_);
   if (failure_) {  // since the check above: nobody else knows of this operation
     const FailurePtr failure = failure_;
@@ -131,7 +131,7 @@ void Communicator::post(const OperationPtr& operation) {
 }
 
 OperationPtr Communicator::batch_p2p(std::span<const PointToPoint> batch,
-                                     std::function<void()> on_success) {
+                                     std::function<void()> on_success, bool is_async) {
   check_usable(OpCode::p2p);
   check_batch(batch, size(), options_.num_channels);
   const OperationPtr operation = make_operation(OpCode::p2p);
@@ -146,14 +146,14 @@ OperationPtr Communicator::batch_p2p(std::span<const PointToPoint> batch,
   }
   if (on_success) operation->on_success(std::move(on_success));
   std::lock_guard lock(post_mutex_);
-  post(operation);
+  post(operation, is_async);
   return operation;
 }
 
 OperationPtr Communicator::exchange(OpCode op, PreparedExchangePtr prepared,
                                     std::span<const TensorRef> inputs,
                                     std::span<const TensorRef> outputs,
-                                    std::function<void()> on_success) {
+                                    std::function<void()> on_success, bool is_async) {
   check_usable(op);
   const ExchangePlan& plan = prepared->plan();
   const auto lowered = prepared->lowered_for(rank(), size(), inputs, outputs);
@@ -220,12 +220,12 @@ OperationPtr Communicator::exchange(OpCode op, PreparedExchangePtr prepared,
   ++num_exchanges_;
   num_passes_ += lowered->copy_passes();
   std::lock_guard lock(post_mutex_);
-  post(operation);
+  post(operation, is_async);
   return operation;
 }
 
 OperationPtr Communicator::broadcast(const TensorRef& tensor, int source,
-                                     std::function<void()> on_success) {
+                                     std::function<void()> on_success, bool is_async) {
   check_usable(OpCode::broadcast);
   check_peer(source, size(), "source rank");
   const uint64_t signature =
@@ -245,13 +245,16 @@ OperationPtr Communicator::broadcast(const TensorRef& tensor, int source,
   }
   if (on_success) operation->on_success(std::move(on_success));
   std::lock_guard lock(post_mutex_);
-  post(operation);
+  post(operation, is_async);
   return operation;
 }
 
-OperationPtr Communicator::barrier() { return agree(OpCode::barrier, {}, 0); }
+OperationPtr Communicator::barrier(bool is_async) {
+  return agree(OpCode::barrier, {}, 0, is_async);
+}
 
-OperationPtr Communicator::agree(OpCode op, const TensorRef& shown, uint64_t signature) {
+OperationPtr Communicator::agree(OpCode op, const TensorRef& shown, uint64_t signature,
+                                 bool is_async) {
   check_usable(op);
   const OperationPtr operation = make_operation(op);
   const Descriptor descriptor = describe(op, kCollectiveChannel, shown, signature, 0);
@@ -259,7 +262,7 @@ OperationPtr Communicator::agree(OpCode op, const TensorRef& shown, uint64_t sig
     for (int peer = 0; peer < size(); ++peer)
       if (peer != rank()) operation->add_request(direction, peer, descriptor, nullptr);
   std::lock_guard lock(post_mutex_);
-  post(operation);
+  post(operation, is_async);
   return operation;
 }
 

@@ -58,16 +58,16 @@ class Communicator final : private TransportEvents {
   //
   // Point-to-point: one group of messages. `on_success` runs before waiters see the end.
   OperationPtr batch_p2p(std::span<const PointToPoint> batch,
-                         std::function<void()> on_success = nullptr);
+                         std::function<void()> on_success = nullptr, bool is_async = true);
 
   // Collectives: every rank hears from every other one, so that a rank that refuses is known to
   // all.
   OperationPtr exchange(OpCode op, PreparedExchangePtr plan, std::span<const TensorRef> inputs,
                         std::span<const TensorRef> outputs,
-                        std::function<void()> on_success = nullptr);
+                        std::function<void()> on_success = nullptr, bool is_async = true);
   OperationPtr broadcast(const TensorRef& tensor, int source,
-                         std::function<void()> on_success = nullptr);
-  OperationPtr barrier();
+                         std::function<void()> on_success = nullptr, bool is_async = true);
+  OperationPtr barrier(bool is_async = true);
   // Memory for a result into which peers may write directly, or null: see HostTransport.
   std::shared_ptr<std::byte> allocate_result(int64_t num_bytes) {
     return transport_->allocate_result(num_bytes);
@@ -78,7 +78,7 @@ class Communicator final : private TransportEvents {
   // For a device communicator, whose data do not pass here. `agree` is a collective without data:
   // fails unless every rank calls it with the same op and signature; `shown` is the tensor to name
   // in errors. `claim` tells a peer what this end believes of one message, see HostTransport.
-  OperationPtr agree(OpCode op, const TensorRef& shown, uint64_t signature);
+  OperationPtr agree(OpCode op, const TensorRef& shown, uint64_t signature, bool is_async = true);
   void claim(int peer, Direction direction, const Descriptor& descriptor) {
     transport_->claim(peer, direction, descriptor);
   }
@@ -115,7 +115,7 @@ class Communicator final : private TransportEvents {
   OperationPtr make_operation(OpCode op);
   Descriptor describe(OpCode op, int channel, const TensorRef& tensor, uint64_t signature,
                       int64_t num_bytes) const;
-  void post(const OperationPtr& operation);
+  void post(const OperationPtr& operation, bool is_async = true);
   void watch();
   void expire(Operation& operation);
   void end();

@@ -409,10 +409,10 @@ DeviceOperationPtr DeviceCommunicator::broadcast(const TensorRef& tensor, int so
   return operation;
 }
 
-OperationPtr DeviceCommunicator::barrier() {
+OperationPtr DeviceCommunicator::barrier(bool is_async) {
   check_usable(OpCode::barrier);
   std::lock_guard collective_lock(collective_mutex_);
-  return control_->barrier();
+  return control_->barrier(is_async);
 }
 
 }  // namespace pipecomm

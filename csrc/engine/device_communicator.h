@@ -70,7 +70,7 @@ class DeviceCommunicator {
   DeviceOperationPtr broadcast(const TensorRef& tensor, int source, bool is_async,
                                const Interrupted& interrupted);
   // Of the hosts, an operation of control(): says nothing about work on streams.
-  OperationPtr barrier();
+  OperationPtr barrier(bool is_async = true);
   // Instead of a collective that this rank cannot take part in. If the others have run it before,
   // they are not asking any more: then the communicator fails, on all ranks.
   void refuse(OpCode op, const std::string& reason);

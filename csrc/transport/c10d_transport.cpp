@@ -97,7 +97,7 @@ void C10dTransport::act(Connection& connection, std::unique_lock<std::mutex>& lo
 // ------------------------------------------------------------------------------------------------
 // callers
 
-void C10dTransport::post(std::vector<RequestPtr> batch) {
+void C10dTransport::post(std::vector<RequestPtr> batch, bool /*is_async*/) {
   if (aborted_) return;
   std::vector<bool> touched(size_);
   for (const RequestPtr& request : batch) {

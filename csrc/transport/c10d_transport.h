@@ -36,7 +36,7 @@ class C10dTransport final : public HostTransport {
                 TransportEvents& events);
   ~C10dTransport() override;
 
-  void post(std::vector<RequestPtr> batch) override;
+  void post(std::vector<RequestPtr> batch, bool is_async) override;
   void claim(int peer, Direction direction, const Descriptor& descriptor) override;
   bool assist(Operation& operation) override;
   void tick() override;

@@ -46,8 +46,9 @@ class HostTransport {
   virtual std::shared_ptr<std::byte> allocate_result(int64_t /*num_bytes*/) { return nullptr; }
 
   // Takes the whole batch in order and never waits for a peer. Settles each request's operation
-  // exactly once.
-  virtual void post(std::vector<RequestPtr> batch) = 0;
+  // exactly once. `is_async` false: the calling thread waits for the operation next, and need not
+  // be relieved.
+  virtual void post(std::vector<RequestPtr> batch, bool is_async) = 0;
 
   // Tells a peer what this end believes of a message that travels by other means; `direction` as
   // seen from here. Neither matched nor answered, and in no order with the messages. For transports

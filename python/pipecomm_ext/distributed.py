@@ -202,14 +202,14 @@ def barrier(
 
     Args:
         device_ids: not used.
-        timeout: how long this rank waits before it raises PipeCommTimeout; None: as long as the communicator's
-            own timeout allows. With async_op, give it to the handle's wait() instead.
+        timeout: how long this rank waits before it raises PipeCommTimeout; None: as long as the
+            communicator's own timeout allows. With async_op, give it to the handle's wait() instead.
     """
     if _is_outside(group):
         return None
     if async_op and timeout is not None:
         raise ValueError("barrier: timeout has no effect with async_op=True; pass it to the handle's wait()")
-    work = communicator_of(group, None)._c.barrier()
+    work = communicator_of(group, None)._c.barrier(async_op)
     if async_op:
         return work
     work.wait(timeout)

@@ -65,7 +65,7 @@ class HubTransport final : public HostTransport {
   }
   ~HubTransport() override { leave(); }
 
-  void post(std::vector<RequestPtr> batch) override {
+  void post(std::vector<RequestPtr> batch, bool /*is_async*/) override {
     std::lock_guard lock(hub_.mutex_);
     for (const RequestPtr& request : batch) {
       const bool sends = request->direction == Direction::send;

@@ -135,7 +135,7 @@ class Transport final : public HostTransport {
   }
   ~Transport() override { close(Clock::now()); }
 
-  void post(std::vector<RequestPtr> batch) override {
+  void post(std::vector<RequestPtr> batch, bool /*is_async*/) override {
     std::vector<RequestPtr> bodies;
     for (const RequestPtr& request : batch) {
       Connection& connection = *connections_[request->peer];

@@ -576,7 +576,7 @@ void test_failure_during_construction() {
       std::this_thread::sleep_for(20ms);
     }
     ~Hasty() override { close(Clock::now()); }
-    void post(std::vector<RequestPtr>) override { CHECK(false); }
+    void post(std::vector<RequestPtr>, bool) override { CHECK(false); }
     void tick() override {}
     void abort(const Failure& failure) override {
       CHECK_EQ(failure.origin_rank, 1);

@@ -81,7 +81,7 @@ int ShmTransport::lane_of(const Request& request) const {
 // ----------------------------------------------------------------------------------------------
 // moving messages
 
-void ShmTransport::post(std::vector<RequestPtr> batch) {
+void ShmTransport::post(std::vector<RequestPtr> batch, bool is_async) {
   {
     std::lock_guard lock(mutex_);
     if (aborted_) return;
@@ -100,7 +100,10 @@ void ShmTransport::post(std::vector<RequestPtr> batch) {
     }
     post_multicasts(batch);
   }
-  hand_over();
+  if (is_async)
+    hand_over();
+  else
+    turn(By::others, kNobody);  // the caller goes on from here, in assist()
 }
 
 // Does what is quickly done, and leaves the rest to the progress thread. What is left when nothing
@@ -121,8 +124,13 @@ void ShmTransport::post_multicasts(const std::vector<RequestPtr>& batch) {
   if (!sends.empty()) multicast_->post(sends);
 }
 
+bool ShmTransport::busy() const {
+  return !receiving_.empty() || !sending_.empty() || multicast_->busy();
+}
+
 // One look at everything that may have moved, under the lock; then settles without it. `sleepers`
-// is whom peers shall wake from now on; the thread that assists has the say in that.
+// is whom peers shall wake from now on; the thread that assists has the say in that. Nobody needs
+// to be woken for messages that nobody has posted yet: that would cost each message a system call.
 ShmTransport::Turn ShmTransport::turn(By by, uint32_t sleepers) {
   std::vector<Settlement> settled;
   std::vector<Failure> failures;
@@ -142,6 +150,7 @@ ShmTransport::Turn ShmTransport::turn(By by, uint32_t sleepers) {
     } catch (const std::exception& error) {
       broken = error.what();
     }
+    if (!assisted_by_other && sleepers != kNobody && !busy()) asleep.store(kNobody);
     settled.swap(context_.settled);
   }
   for (const Settlement& settlement : settled)
@@ -219,11 +228,14 @@ bool ShmTransport::assist(Operation& operation) {
       idle_since = now - spin_time;
     }
   }
+  bool leaves_work;
   {
     std::lock_guard lock(mutex_);
     assisted_ = false;
+    leaves_work = busy();
+    if (!leaves_work) bell.sleepers.store(kNobody);
   }
-  hand_over();  // the progress thread has slept through whatever came meanwhile
+  if (leaves_work) hand_over();  // the progress thread has slept through whatever came meanwhile
   return !cut_short;
 }
 
@@ -242,6 +254,7 @@ void ShmTransport::progress() {
 // life and death
 
 void ShmTransport::tick() {
+  hand_over();  // for a caller who was to wait and did not come to it
   for (int peer_idx = 0; peer_idx < size_; ++peer_idx) {
     Peer& peer = *peers_[peer_idx];
     {

@@ -28,7 +28,7 @@ class ShmTransport final : public HostTransport {
 
   bool copies_on_the_way() const override { return true; }
   std::shared_ptr<std::byte> allocate_result(int64_t num_bytes) override;
-  void post(std::vector<RequestPtr> batch) override;
+  void post(std::vector<RequestPtr> batch, bool is_async) override;
   bool assist(Operation& operation) override;
   void tick() override;
   void abort(const Failure& failure) override;
@@ -52,6 +52,7 @@ class ShmTransport final : public HostTransport {
   int lane_of(const Request& request) const;
   Turn turn(By by, uint32_t sleepers);
   void hand_over();
+  bool busy() const;
   bool advance_lanes();
   void look_for_failures(std::vector<Failure>& failures);
   void post_multicasts(const std::vector<RequestPtr>& batch);
