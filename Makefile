@@ -5,7 +5,7 @@ TORCH ?= 2.11.0
 NO_VENV ?=
 ARGS ?=
 RESULTS ?= bench/results
-GPU_BENCHMARKS ?= p2p batch broadcast host all_to_all gather
+GPU_BENCHMARKS ?= p2p pingpong batch broadcast host all_to_all gather
 
 OPTIONS := $(PIPECOMM_CUDA:%=-cuda-%)$(PIPECOMM_FAULTS:%=-faults-%)
 

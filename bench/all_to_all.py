@@ -70,6 +70,7 @@ def _case(bench: Bench, label: str, whole_shape: list[int], scatter: int, gather
         BARE: lambda: dist.all_to_all_single(unpacked, packed, received, sent),
         **{name: lambda comm=comm: ours(comm) for name, comm in bench.comms.items()},
     }
+    calls, bound_of = bench.with_bounds(calls, copied=mine.flatten(), over_torch=BARE)
     return Case(
         num_bytes=mine.nbytes,
         received=[],
@@ -77,7 +78,7 @@ def _case(bench: Bench, label: str, whole_shape: list[int], scatter: int, gather
         bus_factor=(bench.size - 1) / bench.size,
         label=label,
         returns=expected,
-        bounds=(BARE,),
+        bound_of=bound_of,
         work=lambda impl: count_work(calls[impl], mine.nbytes, bench.comms.get(impl)),
     )
 

@@ -108,6 +108,7 @@ def _case(bench: Bench, label: str, mine: torch.Tensor, expected: torch.Tensor, 
         BARE: lambda: dist.all_gather_into_tensor(bare, sent),
         **{name: lambda comm=comm: our_call(mine, comm) for name, comm in bench.comms.items()},
     }
+    calls, bound_of = bench.with_bounds(calls, copied=expected, over_torch=BARE)
     return Case(
         num_bytes=mine.nbytes,
         received=[],
@@ -115,6 +116,6 @@ def _case(bench: Bench, label: str, mine: torch.Tensor, expected: torch.Tensor, 
         bus_factor=bench.size - 1,
         label=label,
         returns=expected,
-        bounds=(BARE,),
+        bound_of=bound_of,
         work=lambda impl: count_work(calls[impl], mine.nbytes, bench.comms.get(impl)),
     )

@@ -95,7 +95,7 @@ def measure(
             has_bandwidth=case.has_bandwidth,
             iterations_us=times.flatten().tolist(),
             ratio=time_ratio(BASELINE, impl),
-            bound_ratio=time_ratio(case.bounds[0], impl) if case.bounds else None,
+            bound_ratio=time_ratio(case.bound_of[impl], impl) if impl in case.bound_of else None,
             label=case.label,
             work=work.get(impl),
         )

@@ -7,7 +7,7 @@ and what must have arrived. Calls block until this rank's part is done, unless p
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from work import Work
 from pipecomm_ext import Communicator, Recv, Send
 
 BASELINE = "torch"
+MEMCPY = "memcpy"  # all ranks copy as many bytes at once: the least over memory
 NUM_HOST_OPS = 8  # operations of the batch whose posting is measured
 
 
@@ -49,6 +50,21 @@ class Bench:
     def numel(self, num_bytes: int) -> int:
         return max(1, num_bytes // self.dtype.itemsize)
 
+    def with_bounds(
+        self, calls: dict[str, Callable], copied: torch.Tensor, over_torch: str | None = None
+    ) -> tuple[dict[str, Callable], dict[str, str]]:
+        """The calls, and which of them bounds which: `over_torch`, if given, what torch's transport carries,
+        and a copy of `copied` by all ranks at once the rest.
+        """
+        if self.device.type != "cpu":
+            return calls, {} if over_torch is None else dict.fromkeys(calls, over_torch)
+        over_memory = {name for name, comm in self.comms.items() if comm.transport == "shm"}
+        bound_of = {name: MEMCPY if name in over_memory else over_torch or MEMCPY for name in calls}
+        if MEMCPY not in bound_of.values():
+            return calls, bound_of
+        into = torch.empty_like(copied)
+        return {**calls, MEMCPY: lambda: into.copy_(copied)}, bound_of
+
 
 @dataclass
 class Case:
@@ -61,12 +77,19 @@ class Case:
     bus_factor: float = 1.0  # bus bandwidth / algorithm bandwidth, as nccl-tests define it
     label: str = ""  # what distinguishes cases of one size
     returns: torch.Tensor | None = None  # what a call must return, where results are fresh tensors
-    bounds: tuple[str, ...] = ()  # implementations that only show the least possible time; not checked
+    bound_of: dict[str, str] = field(
+        default_factory=dict
+    )  # the call that shows an implementation's least time
     work: Callable[[str], Work] | None = None  # what one call of an implementation copies and allocates
 
     @property
     def has_bandwidth(self) -> bool:
         return self.drain is None
+
+    @property
+    def bounds(self) -> set[str]:
+        """Calls that only show the least possible time; their results are not checked."""
+        return set(self.bound_of.values())
 
 
 def p2p(bench: Bench, num_bytes: int) -> Case:
@@ -84,10 +107,44 @@ def p2p(bench: Bench, num_bytes: int) -> Case:
         for work in works:
             work.wait()
 
+    calls = {BASELINE: torch_call, **_for_each_transport(bench, our_call)}
+    calls, bound_of = bench.with_bounds(calls, copied=sent)
     return Case(
         num_bytes=sent.nbytes,
         received=[(received, bench.data(numel, bench.previous))],
-        calls={BASELINE: torch_call, **_for_each_transport(bench, our_call)},
+        calls=calls,
+        bound_of=bound_of,
+    )
+
+
+def pingpong(bench: Bench, num_bytes: int) -> Case:
+    """Blocking send and recv, there and back, between neighbours 0-1, 2-3, ...: twice the one-way time."""
+    numel = bench.numel(num_bytes)
+    peer = bench.rank ^ 1
+    sent, received = bench.data(numel, bench.rank), bench.poison(numel)
+    if peer >= bench.size:  # the last of an odd number has nobody to play with
+        calls = dict.fromkeys([BASELINE, *bench.comms], lambda: None)
+        return Case(sent.nbytes, [], {**calls, MEMCPY: lambda: None}, bound_of=dict.fromkeys(calls, MEMCPY))
+
+    def play(send: Callable, recv: Callable):
+        first, second = (send, recv) if bench.rank < peer else (recv, send)
+        first(sent if first is send else received, peer)
+        second(sent if second is send else received, peer)
+
+    def copies():
+        if bench.rank < peer:  # one at a time, as the messages go
+            received.copy_(sent)
+            received.copy_(sent)
+
+    calls = {
+        BASELINE: lambda: play(dist.send, dist.recv),
+        **_for_each_transport(bench, lambda comm: play(comm.send, comm.recv)),
+    }
+    return Case(
+        num_bytes=sent.nbytes,
+        received=[(received, bench.data(numel, peer))],
+        calls={**calls, MEMCPY: copies},
+        bound_of=dict.fromkeys(calls, MEMCPY),
     )
 
 
@@ -112,10 +169,13 @@ def batch(bench: Bench, num_bytes: int) -> Case:
         ops += [Send(sent[c], destination, c) for destination, _, c in routes]
         comm.batch_p2p(ops)
 
+    calls = {BASELINE: torch_call, **_for_each_transport(bench, our_call)}
+    calls, bound_of = bench.with_bounds(calls, copied=torch.cat(sent))
     return Case(
         num_bytes=sum(tensor.nbytes for tensor in sent),
         received=[(received[c], bench.data(numel, source, c)) for _, source, c in routes],
-        calls={BASELINE: torch_call, **_for_each_transport(bench, our_call)},
+        calls=calls,
+        bound_of=bound_of,
     )
 
 
@@ -124,13 +184,16 @@ def broadcast(bench: Bench, num_bytes: int) -> Case:
     numel = bench.numel(num_bytes)
     expected = bench.data(numel, sender=0)
     tensor = expected.clone() if bench.rank == 0 else bench.poison(numel)
+    calls = {
+        BASELINE: lambda: dist.broadcast(tensor, src=0),
+        **_for_each_transport(bench, lambda comm: comm.broadcast(tensor, 0)),
+    }
+    calls, bound_of = bench.with_bounds(calls, copied=tensor)
     return Case(
         num_bytes=tensor.nbytes,
         received=[] if bench.rank == 0 else [(tensor, expected)],
-        calls={
-            BASELINE: lambda: dist.broadcast(tensor, src=0),
-            **_for_each_transport(bench, lambda comm: comm.broadcast(tensor, 0)),
-        },
+        calls=calls,
+        bound_of=bound_of,
     )
 
 
@@ -202,6 +265,7 @@ DATA_SIZES = (4 * KIB, 64 * KIB, MIB, 16 * MIB)
 
 OPS = {
     "p2p": Op(p2p, DATA_SIZES),
+    "pingpong": Op(pingpong, DATA_SIZES),
     "batch": Op(batch, DATA_SIZES),
     "broadcast": Op(broadcast, DATA_SIZES),
     "host": Op(host, (KIB,)),

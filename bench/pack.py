@@ -58,6 +58,6 @@ def _case(bench: Bench, alone: Communicator, num_bytes: int, label: str, run_num
         calls=calls,
         label=label,
         returns=expected,
-        bounds=(COPY,),
+        bound_of=dict.fromkeys(calls, COPY),
         work=work,
     )

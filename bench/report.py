@@ -10,34 +10,43 @@ from typing import Any
 import torch
 from measure import Result
 
-HEADER = "{:>12} {:>11} {:>9} {:<16} {:>10} {:>10} {:>10} {:>8} {:>8} {:>7} {:>7}\n".format(
-    "size", "count", "type", "impl", "min", "median", "p99", "algbw", "busbw", "ratio", "#wrong"
-) + "{:>12} {:>11} {:>9} {:<16} {:>10} {:>10} {:>10} {:>8} {:>8}".format(
-    "(B)", "(elements)", "", "", "(us)", "(us)", "(us)", "(GB/s)", "(GB/s)"
-)
+COLUMNS = "{:>12} {:>11} {:>9} {:<16} {:>10} {:>10} {:>10} {:>8} {:>8} {:>7} {:>7} {:>7}"
+NAMES = "size", "count", "type", "impl", "min", "median", "p99", "algbw", "busbw", "ratio", "#wrong", "%bound"
+UNITS = "(B)", "(elements)", "", "", "(us)", "(us)", "(us)", "(GB/s)", "(GB/s)", "", "", ""
+WORK_COLUMNS = " {:>7} {:>10}  {}"  # of operations whose cases count their work
 ENVIRONMENT_PREFIXES = ("PIPECOMM_", "NCCL_", "GLOO_")
 ENVIRONMENT_NAMES = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "TORCH_NCCL_BLOCKING_WAIT")
 JSON_FORMAT = 1
 
 
-# Of operations whose cases count their work.
-WORK_HEADER = " %bound  copies  alloc(B)  case"
+def header(counts_work: bool) -> str:
+    names, units = COLUMNS.format(*NAMES), COLUMNS.format(*UNITS)
+    if counts_work:
+        names, units = (
+            names + WORK_COLUMNS.format("copies", "alloc", "case"),
+            units + WORK_COLUMNS.format("", "(B)", ""),
+        )
+    return f"{names}\n{units.rstrip()}"
 
 
 def row(result: Result) -> str:
     algbw, busbw = ("-" if value is None else f"{value:.2f}" for value in (result.algbw, result.busbw))
-    return (
-        f"{result.num_bytes:>12} {result.count:>11} {result.dtype:>9} {result.impl:<16} "
-        f"{result.min_us:>10.1f} {result.median_us:>10.1f} {result.p99_us:>10.1f} "
-        f"{algbw:>8} {busbw:>8} {result.ratio:>7.2f} {result.num_wrong:>7}{_work_columns(result)}"
+    columns = COLUMNS.format(
+        result.num_bytes,
+        result.count,
+        result.dtype,
+        result.impl,
+        *(f"{us:.1f}" for us in (result.min_us, result.median_us, result.p99_us)),
+        algbw,
+        busbw,
+        f"{result.ratio:.2f}",
+        result.num_wrong,
+        "-" if result.bound_ratio is None else f"{100 * result.bound_ratio:.0f}",
     )
-
-
-def _work_columns(result: Result) -> str:
     if result.work is None:
-        return ""
-    bound = "-" if result.bound_ratio is None else f"{100 * result.bound_ratio:.0f}"
-    return f" {bound:>7} {result.work.copy_passes:>7.1f} {result.work.allocated_bytes:>9}  {result.label}"
+        return columns
+    passes = f"{result.work.copy_passes:.1f}"
+    return columns + WORK_COLUMNS.format(passes, result.work.allocated_bytes, result.label)
 
 
 def environment() -> dict[str, str]:

@@ -55,7 +55,7 @@ def run_op(args: argparse.Namespace) -> int:
         print(f"# {OPS[args.op].build.__doc__}")
         for name, reason in reasons.items():
             print(f"# {name}: {reason}")
-        print(report.HEADER + (report.WORK_HEADER if args.op in SEQUENCE_OPS else ""), flush=True)
+        print(report.header(counts_work=args.op in SEQUENCE_OPS), flush=True)
 
     results = []
     for num_bytes in args.sizes:

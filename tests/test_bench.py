@@ -13,7 +13,7 @@ from scripts import REPOSITORY, run_script
 
 sys.path.insert(0, str(REPOSITORY / "bench"))
 from measure import NUM_BLOCKS, measure  # noqa: E402
-from ops import BASELINE, OPS, Bench, Case  # noqa: E402
+from ops import BASELINE, MEMCPY, OPS, Bench, Case  # noqa: E402
 from report import environment, row, size_text  # noqa: E402
 from run import parse_arguments  # noqa: E402
 
@@ -31,8 +31,10 @@ def test_every_op_moves_the_right_data(world, op, dtype):
     for num_bytes in (4, 4096, 100_000):
         case = OPS[op].build(bench_of(world, dtype), num_bytes)
         results = measure(op, case, dtype, torch.device("cpu"), iters=NUM_BLOCKS, warmup=1)
-        assert [result.impl for result in results] == [BASELINE, "pipecomm c10d"]
+        bounds = [MEMCPY] if case.has_bandwidth else []
+        assert [result.impl for result in results] == [BASELINE, "pipecomm c10d", *bounds]
         for result in results:
+            assert (result.bound_ratio is not None) == (bool(bounds) and result.impl != MEMCPY)
             assert result.num_wrong == 0, row(result)
             assert len(result.iterations_us) == NUM_BLOCKS
             assert 0 < result.min_us <= result.median_us <= max(result.iterations_us)
@@ -90,6 +92,7 @@ def test_a_run_writes_table_json_and_picture(tmp_path, monkeypatch):
         "busbw",
         "ratio",
         "#wrong",
+        "%bound",
     ):
         assert column in output
     assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n" and picture.stat().st_size > 10_000
@@ -100,7 +103,7 @@ def test_a_run_writes_table_json_and_picture(tmp_path, monkeypatch):
     assert "SECRET_TOKEN" not in numbers.read_text()
     assert list(document["transports"]) == ["pipecomm c10d"]
     assert [(r["size_bytes"], r["impl"]) for r in document["results"]] == [
-        (size, impl) for size in (4096, 65536) for impl in (BASELINE, "pipecomm c10d")
+        (size, impl) for size in (4096, 65536) for impl in (BASELINE, "pipecomm c10d", MEMCPY)
     ]
     for result in document["results"]:
         times = result["iterations_us"]
