@@ -6,6 +6,7 @@
 
 #include "bindings/device_bindings.h"
 #include "bindings/host_copies.h"
+#include "bindings/mean.h"
 #include "bindings/plan_bindings.h"
 #include "bindings/point_to_point_args.h"
 #include "bindings/python_args.h"
@@ -100,7 +101,9 @@ class BoundCommunicator {
     return work([&] { return communicator_->barrier(async_op); });
   }
   WorkPtr exchange(const std::string& op, const PreparedExchangePtr& plan,
-                   const py::sequence& inputs, const py::sequence& outputs, bool async_op) {
+                   const py::sequence& inputs, const py::sequence& outputs, bool async_op,
+                   std::vector<int> members, const py::object& channel,
+                   const std::shared_ptr<Work>& after) {
     StandIns stand_ins;
     auto refs = [&](const py::sequence& tensors, const char* name, Access access) {
       std::vector<TensorRef> refs;
@@ -120,14 +123,21 @@ class BoundCommunicator {
     const std::vector<TensorRef> input_refs = refs(inputs, "inputs", Access::read);
     const std::vector<TensorRef> output_refs = refs(outputs, "outputs", Access::write);
     const OpCode code = collective_code(op);
+    const Scope scope = scope_argument(std::move(members), channel);
+    const auto* first = after ? dynamic_cast<const HostWork*>(after.get()) : nullptr;
+    if (after && !first) throw py::type_error("after must be the Work of one exchange");
     return work([&] {
       return communicator_->exchange(code, plan, input_refs, output_refs,
-                                     std::move(stand_ins).copy_back(), async_op);
+                                     std::move(stand_ins).copy_back(), async_op, scope,
+                                     first ? first->operation() : nullptr);
     });
   }
-  void refuse(const std::string& op, const std::string& reason) {
+  void refuse(const std::string& op, const std::string& reason, std::vector<int> members,
+              const py::object& channel) {
+    const Scope scope = scope_argument(std::move(members), channel);
+    const OpCode code = collective_code(op);
     py::gil_scoped_release no_gil;
-    communicator_->refuse(collective_code(op), reason);
+    communicator_->refuse(code, reason, scope);
   }
   void abort(const std::string& reason) {
     py::gil_scoped_release no_gil;
@@ -185,6 +195,7 @@ PYBIND11_MODULE(_C, m) {
   });
 
   bind_plan(m);
+  bind_mean(m);
   bind_shared_memory(m);
   bind_point_to_point_args(m);
   bind_work(m);
@@ -208,8 +219,11 @@ PYBIND11_MODULE(_C, m) {
       .def("barrier", &BoundCommunicator::barrier, py::arg("async_op") = false)
       .def("empty", &BoundCommunicator::empty, py::arg("shape"), py::arg("dtype"))
       .def("exchange", &BoundCommunicator::exchange, py::arg("op"), py::arg("plan"),
-           py::arg("inputs"), py::arg("outputs"), py::arg("async_op") = false)
-      .def("refuse", &BoundCommunicator::refuse, py::arg("op"), py::arg("reason"))
+           py::arg("inputs"), py::arg("outputs"), py::arg("async_op") = false,
+           py::arg("members") = std::vector<int>(), py::arg("channel") = py::none(),
+           py::arg("after") = py::none())
+      .def("refuse", &BoundCommunicator::refuse, py::arg("op"), py::arg("reason"),
+           py::arg("members") = std::vector<int>(), py::arg("channel") = py::none())
       .def("abort", &BoundCommunicator::abort, py::arg("reason"))
       .def("close", &BoundCommunicator::close)
       .def("copy_counters", &BoundCommunicator::copy_counters)

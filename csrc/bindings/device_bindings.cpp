@@ -138,7 +138,9 @@ class BoundDeviceCommunicator {
     return work([&] { return communicator_->broadcast(ref, source, async_op, check_signals); });
   }
   WorkPtr exchange(const std::string& op, const PreparedExchangePtr& plan,
-                   const py::sequence& inputs, const py::sequence& outputs, bool async_op) {
+                   const py::sequence& inputs, const py::sequence& outputs, bool async_op,
+                   std::vector<int> members, const py::object& channel,
+                   const std::shared_ptr<Work>& /*after: exchanges of a channel share a stream*/) {
     const auto label = [](const char* name, size_t idx) {
       return std::string(name) + "[" + std::to_string(idx) + "]";
     };
@@ -148,8 +150,10 @@ class BoundDeviceCommunicator {
     for (size_t idx = 0; idx < py::len(outputs); ++idx)
       output_refs.push_back(ref_to_write(outputs[idx], label("outputs", idx)));
     const OpCode code = collective_code(op);
+    const Scope scope = scope_argument(std::move(members), channel);
     return work([&] {
-      return communicator_->exchange(code, plan, input_refs, output_refs, async_op, check_signals);
+      return communicator_->exchange(code, plan, input_refs, output_refs, async_op, check_signals,
+                                     scope);
     });
   }
   WorkPtr barrier(bool async_op) {
@@ -157,9 +161,12 @@ class BoundDeviceCommunicator {
     const std::shared_ptr<Communicator> control(communicator_, communicator_->control().get());
     return std::make_shared<HostWork>(control, communicator_->barrier(async_op));
   }
-  void refuse(const std::string& op, const std::string& reason) {
+  void refuse(const std::string& op, const std::string& reason, std::vector<int> members,
+              const py::object& channel) {
+    const Scope scope = scope_argument(std::move(members), channel);
+    const OpCode code = collective_code(op);
     py::gil_scoped_release no_gil;
-    communicator_->refuse(collective_code(op), reason);
+    communicator_->refuse(code, reason, scope);
   }
   void abort(const std::string& reason) {
     py::gil_scoped_release no_gil;
@@ -259,8 +266,10 @@ void bind_device(py::module_& m) {
            py::arg("async_op") = false)
       .def("barrier", &Bound::barrier, py::arg("async_op") = false)
       .def("exchange", &Bound::exchange, py::arg("op"), py::arg("plan"), py::arg("inputs"),
-           py::arg("outputs"), py::arg("async_op") = false)
-      .def("refuse", &Bound::refuse, py::arg("op"), py::arg("reason"))
+           py::arg("outputs"), py::arg("async_op") = false, py::arg("members") = std::vector<int>(),
+           py::arg("channel") = py::none(), py::arg("after") = py::none())
+      .def("refuse", &Bound::refuse, py::arg("op"), py::arg("reason"),
+           py::arg("members") = std::vector<int>(), py::arg("channel") = py::none())
       .def("abort", &Bound::abort, py::arg("reason"))
       .def("close", &Bound::close)
       .def("copy_counters", &Bound::copy_counters)

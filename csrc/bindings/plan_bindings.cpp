@@ -37,6 +37,14 @@ PreparedExchangePtr prepare(ExchangePlan plan) {
   return std::make_shared<PreparedExchange>(std::move(plan));
 }
 
+// (ranks, dim, sizes or None, replicated)
+using ReshardLayout = std::tuple<std::vector<int>, int, std::optional<Sizes>, bool>;
+
+ShardLayout shard_layout(const ReshardLayout& layout) {
+  const auto& [ranks, dim, sizes, replicated] = layout;
+  return {ranks, sizes.value_or(Sizes()), replicated, dim};
+}
+
 py::list transfers(const std::vector<Transfer>& transfers) {
   py::list list;
   for (const Transfer& transfer : transfers) {
@@ -160,6 +168,29 @@ void bind_plan(py::module_& m) {
         return prepare(all_to_all_list_plan({rank, size}, specs_of(inputs), specs_of(outputs)));
       },
       py::arg("rank"), py::arg("size"), py::arg("inputs"), py::arg("outputs"));
+  m.def(
+      "plan_reshard",
+      [](int rank, int size, const Spec& whole, const ReshardLayout& source,
+         const ReshardLayout& destination, bool own_in_place, const std::string& tag,
+         const std::optional<Spec>& shown) {
+        ReshardOptions options{.own_in_place = own_in_place, .tag = tag};
+        if (shown) options.shown = spec_of(*shown);
+        return prepare(reshard_plan({rank, size}, spec_of(whole), shard_layout(source),
+                                    shard_layout(destination), options));
+      },
+      py::arg("rank"), py::arg("size"), py::arg("whole"), py::arg("source"), py::arg("destination"),
+      py::arg("own_in_place") = false, py::arg("tag") = "", py::arg("shown") = py::none());
+  m.def(
+      "plan_collect_pieces",
+      [](int rank, int size, const Spec& whole, const ReshardLayout& pieces, const std::string& tag,
+         const std::optional<Spec>& shown) {
+        ReshardOptions options{.tag = tag};
+        if (shown) options.shown = spec_of(*shown);
+        return prepare(
+            collect_pieces_plan({rank, size}, spec_of(whole), shard_layout(pieces), options));
+      },
+      py::arg("rank"), py::arg("size"), py::arg("whole"), py::arg("pieces"), py::arg("tag") = "",
+      py::arg("shown") = py::none());
   m.def(
       "plan_all_gather_list",
       [](int rank, int size, const Spec& input, const std::vector<Spec>& outputs) {

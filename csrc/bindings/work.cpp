@@ -1,5 +1,7 @@
 #include "bindings/work.h"
 
+#include <algorithm>
+
 namespace pipecomm {
 
 void HostWork::wait(const py::object& timeout) {
@@ -16,6 +18,34 @@ void HostWork::wait(const py::object& timeout) {
                         timeout, operation_->pending_text());
 }
 
+void JoinedWork::wait(const py::object& timeout) {
+  const auto limit = timeout_argument(timeout);
+  const Deadline until = limit ? Clock::now() + *limit : Deadline::max();
+  for (const auto& work : works_) {
+    if (!limit) {
+      work->wait(timeout);
+      continue;
+    }
+    constexpr double kLeastSeconds = 1e-3;  // enough to see that a work is done
+    const std::chrono::duration<double> left = until - Clock::now();
+    work->wait(py::float_(std::max(left.count(), kLeastSeconds)));
+  }
+}
+
+void JoinedWork::synchronize() {
+  for (const auto& work : works_) work->synchronize();
+}
+
+bool JoinedWork::is_completed() {
+  return std::all_of(works_.begin(), works_.end(),
+                     [](const auto& work) { return work->is_completed(); });
+}
+
+Scope scope_argument(std::vector<int> members, const py::object& channel) {
+  if (channel.is_none()) return {std::move(members)};
+  return {std::move(members), index_argument(channel, "channel")};
+}
+
 void bind_work(py::module_& m) {
   py::class_<Work, std::shared_ptr<Work>>(m, "Work", R"doc(Handle on an operation in flight.
 
@@ -30,6 +60,13 @@ passes, and then the operation stays in flight; raises the operation's own error
       .def("synchronize", &Work::synchronize, "Block the host until the operation is done.")
       .def("is_completed", &Work::is_completed,
            "Whether the operation has ended, well or not. Never blocks.");
+  m.def(
+      "join_works",
+      [](std::vector<std::shared_ptr<Work>> works) -> std::shared_ptr<Work> {
+        if (works.size() == 1) return works.front();
+        return std::make_shared<JoinedWork>(std::move(works));
+      },
+      py::arg("works"), "One handle on several operations.");
 }
 
 void throw_still_in_flight(OpCode op, int rank, int peer, const py::object& timeout,

@@ -3,6 +3,8 @@
 
 #include <memory>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "bindings/python_args.h"
 
@@ -39,11 +41,28 @@ class HostWork final : public Work {
   void wait(const py::object& timeout) override;
   void synchronize() override { wait(py::none()); }
   bool is_completed() override { return operation_->done(); }
+  const OperationPtr& operation() const { return operation_; }
 
  private:
   std::shared_ptr<Communicator> communicator_;
   OperationPtr operation_;
 };
+
+// On several operations at once.
+class JoinedWork final : public Work {
+ public:
+  explicit JoinedWork(std::vector<std::shared_ptr<Work>> works) : works_(std::move(works)) {}
+  void wait(const py::object& timeout) override;
+  void synchronize() override;
+  bool is_completed() override;
+
+ private:
+  const std::vector<std::shared_ptr<Work>> works_;
+};
+
+// The part of a communicator's ranks that `members` (empty: all) and `channel` (None: the order of
+// the collectives) name.
+Scope scope_argument(std::vector<int> members, const py::object& channel);
 
 void bind_work(py::module_& m);
 

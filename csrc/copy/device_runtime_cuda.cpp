@@ -164,4 +164,11 @@ std::shared_ptr<DeviceRuntime> make_cuda_runtime(int device_idx, int num_sms) {
   return std::make_shared<CudaRuntime>(device_idx, num_sms);
 }
 
+void mean_on_current_stream(int device_idx, void* dst, std::span<const void* const> srcs,
+                            int64_t count, DType dtype) {
+  const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device_idx));
+  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(device_idx).stream();
+  require(mean_cuda(dst, srcs, count, dtype, {stream}), "averaging tensors");
+}
+
 }  // namespace pipecomm

@@ -4,6 +4,8 @@
 
 #include <algorithm>
 #include <exception>
+#include <functional>
+#include <numeric>
 
 #include "copy/copy_cpu.h"
 #include "engine/message_copy.h"
@@ -45,11 +47,24 @@ Communicator::Communicator(const CommunicatorOptions& options, const MakeTranspo
     std::lock_guard lock(mutex_);
     transport_ = make_transport(*this);
   }
+  for (int channel = 0; channel < options_.num_channels; ++channel)
+    sequencers_.push_back(std::make_unique<Sequencer>([this](Operation& operation) -> FailurePtr {
+      try {
+        wait(operation, Deadline::max(), nullptr);
+      } catch (const PipeCommException& error) {
+        return error.failure();
+      }
+      return nullptr;
+    }));
   watchdog_ = std::thread([this] { watch(); });
 }
 
 Communicator::~Communicator() {
   if (closed_) return;
+  {
+    std::scoped_lock lock(post_mutex_, mutex_);
+    closing_ = true;  // for what is still to be posted
+  }
   // Nobody can wait for operations any more; peers learn it from the goodbye.
   if (const FailurePtr failed = failure()) transport_->abort(*failed);
   transport_->begin_close();
@@ -99,12 +114,35 @@ Descriptor Communicator::describe(OpCode op, int channel, const TensorRef& tenso
   return pipecomm::describe(op, channel, tensor, signature, num_bytes);
 }
 
+Deadline Communicator::deadline_from_now() const {
+  return options_.timeout
+             ? Clock::now() + std::chrono::duration_cast<Clock::duration>(*options_.timeout)
+             : Deadline::max();
+}
+
 OperationPtr Communicator::make_operation(OpCode op) {
-  const Deadline deadline =
-      options_.timeout
-          ? Clock::now() + std::chrono::duration_cast<Clock::duration>(*options_.timeout)
-          : Deadline::max();
-  return std::make_shared<Operation>(op, deadline);
+  return std::make_shared<Operation>(op, deadline_from_now());
+}
+
+// The other ranks that take part.
+std::vector<int> Communicator::peers_in(const Scope& scope) const {
+  if (scope.channel != kCollectiveChannel &&
+      (scope.channel < 0 || scope.channel >= options_.num_channels))
+    throw std::invalid_argument("channel " + std::to_string(scope.channel) + " is not in 0.." +
+                                std::to_string(options_.num_channels - 1));
+  std::vector<int> peers = scope.members;
+  if (peers.empty()) {
+    peers.resize(size());
+    std::iota(peers.begin(), peers.end(), 0);
+  }
+  const bool is_increasing =
+      std::adjacent_find(peers.begin(), peers.end(), std::greater_equal<>()) == peers.end();
+  if (!is_increasing || peers.front() < 0 || peers.back() >= size() ||
+      std::erase(peers, rank()) == 0)
+    throw std::invalid_argument("members must be increasing ranks of 0.." +
+                                std::to_string(size() - 1) + " with this rank, " +
+                                std::to_string(rank()) + ", among them");
+  return peers;
 }
 
 // With `post_mutex_` held, so that nobody closes in between.
@@ -153,10 +191,39 @@ OperationPtr Communicator::batch_p2p(std::span<const PointToPoint> batch,
 OperationPtr Communicator::exchange(OpCode op, PreparedExchangePtr prepared,
                                     std::span<const TensorRef> inputs,
                                     std::span<const TensorRef> outputs,
-                                    std::function<void()> on_success, bool is_async) {
+                                    std::function<void()> on_success, bool is_async,
+                                    const Scope& scope, const OperationPtr& after) {
   check_usable(op);
-  const ExchangePlan& plan = prepared->plan();
-  const auto lowered = prepared->lowered_for(rank(), size(), inputs, outputs);
+  prepared->lowered_for(rank(), size(), inputs, outputs);  // refuses what does not fit the plan
+  peers_in(scope);
+  const OperationPtr operation = make_operation(op);
+  for (const auto tensors : {inputs, outputs})
+    for (const TensorRef& tensor : tensors) operation->keep(tensor.storage);
+  if (scope.channel == kCollectiveChannel) {
+    if (after) throw std::invalid_argument("what follows another operation needs a channel");
+    start_exchange(operation, *prepared, inputs, outputs, std::move(on_success), is_async, scope);
+    return operation;
+  }
+  sequencers_[scope.channel]->submit(
+      after, operation,
+      [this, operation, prepared, inputs = std::vector(inputs.begin(), inputs.end()),
+       outputs = std::vector(outputs.begin(), outputs.end()), on_success = std::move(on_success),
+       is_async, scope]() mutable {
+        operation->restart(deadline_from_now());
+        start_exchange(operation, *prepared, inputs, outputs, std::move(on_success), is_async,
+                       scope);
+      });
+  return operation;
+}
+
+void Communicator::start_exchange(const OperationPtr& operation, PreparedExchange& prepared,
+                                  std::span<const TensorRef> inputs,
+                                  std::span<const TensorRef> outputs,
+                                  std::function<void()> on_success, bool is_async,
+                                  const Scope& scope) {
+  const OpCode op = operation->op();
+  const ExchangePlan& plan = prepared.plan();
+  const auto lowered = prepared.lowered_for(rank(), size(), inputs, outputs);
 
   const bool stages = !transport_->copies_on_the_way();
   auto memory = std::make_shared<ExchangeBuffers>();
@@ -166,11 +233,7 @@ OperationPtr Communicator::exchange(OpCode op, PreparedExchangePtr prepared,
     memory->send_staging = staging_.acquire(lowered->send_staging_bytes);
     memory->recv_staging = staging_.acquire(lowered->recv_staging_bytes);
   }
-
-  const OperationPtr operation = make_operation(op);
   operation->keep(memory);
-  for (const TensorRef& tensor : inputs) operation->keep(tensor.storage);
-  for (const TensorRef& tensor : outputs) operation->keep(tensor.storage);
 
   auto copy = [this](std::span<const CopyTask> tasks, const CopyBuffers& buffers,
                      const Scale& scale) {
@@ -188,12 +251,17 @@ OperationPtr Communicator::exchange(OpCode op, PreparedExchangePtr prepared,
   });
 
   // One message per ordered pair, empty ones too: that is how ranks hear of each other.
-  const TensorRef nothing;
-  const TensorRef& shown = !inputs.empty() ? inputs[0] : !outputs.empty() ? outputs[0] : nothing;
+  TensorRef shown;
+  if (plan.shown) {
+    shown.shape = plan.shown->shape;
+    shown.dtype = plan.shown->dtype;
+  } else if (!inputs.empty() || !outputs.empty()) {
+    shown = !inputs.empty() ? inputs[0] : outputs[0];
+  }
+  const std::vector<int> peers = peers_in(scope);
   auto add_requests = [&](Direction direction, const std::vector<LoweredMessage>& messages) {
     auto message = messages.begin();
-    for (int peer = 0; peer < size(); ++peer) {
-      if (peer == rank()) continue;
+    for (const int peer : peers) {
       std::byte* data = nullptr;
       int64_t num_bytes = 0;
       std::shared_ptr<const MessageCopy> on_the_way;
@@ -210,10 +278,12 @@ OperationPtr Communicator::exchange(OpCode op, PreparedExchangePtr prepared,
         ++message;
       }
       Request& request = operation->add_request(
-          direction, peer, describe(op, kCollectiveChannel, shown, plan.signature, num_bytes),
-          data);
+          direction, peer, describe(op, scope.channel, shown, plan.signature, num_bytes), data);
       request.copy = std::move(on_the_way);
     }
+    if (message != messages.end())
+      throw std::invalid_argument("the plan has a message for rank " +
+                                  std::to_string(message->peer) + ", which is no member");
   };
   add_requests(Direction::recv, lowered->recvs);
   add_requests(Direction::send, lowered->sends);
@@ -221,7 +291,6 @@ OperationPtr Communicator::exchange(OpCode op, PreparedExchangePtr prepared,
   num_passes_ += lowered->copy_passes();
   std::lock_guard lock(post_mutex_);
   post(operation, is_async);
-  return operation;
 }
 
 OperationPtr Communicator::broadcast(const TensorRef& tensor, int source,
@@ -254,32 +323,38 @@ OperationPtr Communicator::barrier(bool is_async) {
 }
 
 OperationPtr Communicator::agree(OpCode op, const TensorRef& shown, uint64_t signature,
-                                 bool is_async) {
+                                 bool is_async, const Scope& scope) {
   check_usable(op);
   const OperationPtr operation = make_operation(op);
-  const Descriptor descriptor = describe(op, kCollectiveChannel, shown, signature, 0);
+  const Descriptor descriptor = describe(op, scope.channel, shown, signature, 0);
+  const std::vector<int> peers = peers_in(scope);
   for (Direction direction : {Direction::recv, Direction::send})
-    for (int peer = 0; peer < size(); ++peer)
-      if (peer != rank()) operation->add_request(direction, peer, descriptor, nullptr);
+    for (const int peer : peers) operation->add_request(direction, peer, descriptor, nullptr);
   std::lock_guard lock(post_mutex_);
   post(operation, is_async);
   return operation;
 }
 
-OperationPtr Communicator::refuse(OpCode op, const std::string& reason) {
+OperationPtr Communicator::refuse(OpCode op, const std::string& reason, const Scope& scope) {
   check_usable(op);
+  const std::vector<int> peers = peers_in(scope);
   const OperationPtr operation = make_operation(op);
   for (Direction direction : {Direction::recv, Direction::send}) {
-    for (int peer = 0; peer < size(); ++peer) {
-      if (peer == rank()) continue;
-      Request& request = operation->add_request(
-          direction, peer, describe(op, kCollectiveChannel, {}, 0, 0), nullptr);
+    for (const int peer : peers) {
+      Request& request =
+          operation->add_request(direction, peer, describe(op, scope.channel, {}, 0, 0), nullptr);
       request.refuses = true;
       request.refusal = reason;
     }
   }
-  std::lock_guard lock(post_mutex_);
-  post(operation);
+  auto post_now = [this, operation] {
+    std::lock_guard lock(post_mutex_);
+    post(operation);
+  };
+  if (scope.channel == kCollectiveChannel)
+    post_now();
+  else
+    sequencers_[scope.channel]->submit(nullptr, operation, post_now);
   return operation;
 }
 
@@ -395,6 +470,14 @@ void Communicator::watch() {
 
 void Communicator::close(const std::function<void()>& interrupted) {
   if (is_in_fork()) return;
+  std::exception_ptr error;
+  try {
+    for (const auto& sequencer : sequencers_)
+      while (!sequencer->wait_until_idle(Clock::now() + 5 * kTick))
+        if (interrupted) interrupted();
+  } catch (...) {
+    error = std::current_exception();
+  }
   std::vector<OperationPtr> pending;
   FailurePtr failed_before;
   {
@@ -408,8 +491,7 @@ void Communicator::close(const std::function<void()>& interrupted) {
   // The thread that failed it may not have told the peers yet, and they must hear that first.
   if (failed_before) transport_->abort(*failed_before);
   transport_->begin_close();
-  std::exception_ptr error;
-  if (!failed_before) {
+  if (!failed_before && !error) {
     for (const OperationPtr& operation : pending) {
       if (operation->failure_seen()) continue;
       try {
@@ -450,6 +532,7 @@ void Communicator::end() {
         .origin_rank = rank()});
     operation->fail(failure_for(failure, *operation));
   }
+  sequencers_.clear();
 }
 
 }  // namespace pipecomm

@@ -20,6 +20,7 @@
 #include "engine/operation.h"
 #include "engine/point_to_point.h"
 #include "engine/prepared_exchange.h"
+#include "engine/sequencer.h"
 #include "engine/staging.h"
 #include "transport/transport.h"
 
@@ -34,6 +35,12 @@ struct CommunicatorOptions {
   bool checks = true;  // compare dtypes, shapes and arguments, not only sizes
   // Hears the claims of peers (see `Communicator::claim`), on a thread of the transport.
   std::function<void(int peer, Direction direction, const Descriptor& descriptor)> on_claim;
+};
+
+// Who takes part in a collective, and in which order of messages.
+struct Scope {
+  std::vector<int> members;          // increasing, this rank among them; empty: all ranks
+  int channel = kCollectiveChannel;  // or one of the user's
 };
 
 // Bytes and passes that exchanges of this communicator have copied, for tests and benchmarks.
@@ -62,9 +69,12 @@ class Communicator final : private TransportEvents {
 
   // Collectives: every rank hears from every other one, so that a rank that refuses is known to
   // all.
+  // An exchange on a channel of the user is posted when all earlier ones on that channel are, and
+  // `after`, if given, has succeeded; it fails if `after` fails. Nobody has to wait for that.
   OperationPtr exchange(OpCode op, PreparedExchangePtr plan, std::span<const TensorRef> inputs,
                         std::span<const TensorRef> outputs,
-                        std::function<void()> on_success = nullptr, bool is_async = true);
+                        std::function<void()> on_success = nullptr, bool is_async = true,
+                        const Scope& scope = {}, const OperationPtr& after = nullptr);
   OperationPtr broadcast(const TensorRef& tensor, int source,
                          std::function<void()> on_success = nullptr, bool is_async = true);
   OperationPtr barrier(bool is_async = true);
@@ -73,12 +83,13 @@ class Communicator final : private TransportEvents {
     return transport_->allocate_result(num_bytes);
   }
   // Instead of a collective that this rank cannot take part in. Done once all others have heard it.
-  OperationPtr refuse(OpCode op, const std::string& reason);
+  OperationPtr refuse(OpCode op, const std::string& reason, const Scope& scope = {});
 
   // For a device communicator, whose data do not pass here. `agree` is a collective without data:
   // fails unless every rank calls it with the same op and signature; `shown` is the tensor to name
   // in errors. `claim` tells a peer what this end believes of one message, see HostTransport.
-  OperationPtr agree(OpCode op, const TensorRef& shown, uint64_t signature, bool is_async = true);
+  OperationPtr agree(OpCode op, const TensorRef& shown, uint64_t signature, bool is_async = true,
+                     const Scope& scope = {});
   void claim(int peer, Direction direction, const Descriptor& descriptor) {
     transport_->claim(peer, direction, descriptor);
   }
@@ -112,7 +123,12 @@ class Communicator final : private TransportEvents {
 
   void check_process() const;
   void check_usable(OpCode op) const;
+  Deadline deadline_from_now() const;
   OperationPtr make_operation(OpCode op);
+  std::vector<int> peers_in(const Scope& scope) const;
+  void start_exchange(const OperationPtr& operation, PreparedExchange& prepared,
+                      std::span<const TensorRef> inputs, std::span<const TensorRef> outputs,
+                      std::function<void()> on_success, bool is_async, const Scope& scope);
   Descriptor describe(OpCode op, int channel, const TensorRef& tensor, uint64_t signature,
                       int64_t num_bytes) const;
   void post(const OperationPtr& operation, bool is_async = true);
@@ -135,6 +151,7 @@ class Communicator final : private TransportEvents {
   std::atomic<bool> closed_{false};
   bool closing_ = false;
 
+  std::vector<std::unique_ptr<Sequencer>> sequencers_;  // one per channel of the user
   std::mutex post_mutex_;  // the order of posts is the order of matches
   std::unique_ptr<HostTransport> transport_;
   std::condition_variable stop_watch_;

@@ -136,7 +136,7 @@ void DeviceCommunicator::check_messages(std::span<const PointToPoint> batch, boo
 }
 
 void DeviceCommunicator::agree(OpCode op, const TensorRef& shown, uint64_t signature,
-                               const Interrupted& interrupted) {
+                               const Interrupted& interrupted, const Scope& scope) {
   if (size() == 1 || options_.check == Check::off) return;
   const auto key = std::pair(op, signature);
   const bool is_first = !agreed_.contains(key);
@@ -147,17 +147,18 @@ void DeviceCommunicator::agree(OpCode op, const TensorRef& shown, uint64_t signa
                                 " with these arguments inside a CUDA graph capture, where the "
                                 "ranks cannot compare them; run it once before capturing");
   }
-  const OperationPtr agreement = control_->agree(op, shown, signature);
-  if (is_first) {
+  const OperationPtr agreement = control_->agree(op, shown, signature, true, scope);
+  if (is_first && scope.channel == kCollectiveChannel) {
     control_->wait(*agreement, Deadline::max(), interrupted);
     agreed_.insert(key);
   } else {
+    agreed_.insert(key);
     std::lock_guard lock(mutex_);
     pending_.push_back({agreement, std::nullopt, Clock::now()});
   }
 }
 
-void DeviceCommunicator::refuse(OpCode op, const std::string& reason) {
+void DeviceCommunicator::refuse(OpCode op, const std::string& reason, const Scope& scope) {
   check_usable(op);
   if (size() == 1) return;
   Failure failure{.kind = FailureKind::mismatch,
@@ -172,7 +173,7 @@ void DeviceCommunicator::refuse(OpCode op, const std::string& reason) {
     return;
   }
   std::lock_guard collective_lock(collective_mutex_);
-  const OperationPtr refusal = control_->refuse(op, reason);
+  const OperationPtr refusal = control_->refuse(op, reason, scope);
   std::lock_guard lock(mutex_);
   pending_.push_back({refusal, std::move(failure), Clock::now()});
 }
@@ -320,14 +321,15 @@ DeviceOperationPtr DeviceCommunicator::batch_p2p(std::span<const PointToPoint> b
 DeviceOperationPtr DeviceCommunicator::exchange(OpCode op, PreparedExchangePtr prepared,
                                                 std::span<const TensorRef> inputs,
                                                 std::span<const TensorRef> outputs, bool is_async,
-                                                const Interrupted& interrupted) {
+                                                const Interrupted& interrupted,
+                                                const Scope& scope) {
   check_usable(op);
   sweep();
   const auto lowered = prepared->lowered_for(rank(), size(), inputs, outputs);
   const TensorRef nothing;
   const TensorRef& shown = !inputs.empty() ? inputs[0] : !outputs.empty() ? outputs[0] : nothing;
   std::lock_guard collective_lock(collective_mutex_);
-  agree(op, shown, prepared->plan().signature, interrupted);
+  agree(op, shown, prepared->plan().signature, interrupted, scope);
 
   std::lock_guard lock(launch_mutex_);
   check_usable(op);
@@ -341,7 +343,8 @@ DeviceOperationPtr DeviceCommunicator::exchange(OpCode op, PreparedExchangePtr p
       if (is_async && tensor.storage) operation->keep(tensor.storage);
 
   launch(*operation, [&] {
-    const int lane_idx = options_.num_channels;
+    const bool is_collective = scope.channel == kCollectiveChannel;
+    const int lane_idx = is_collective ? options_.num_channels : scope.channel;
     const StreamHandle stream = enter(*operation, lane_idx, !is_async,
                                       is_async ? runtime_->record(operation->caller) : nullptr);
     const auto send_staging = runtime_->allocate(lowered->send_staging_bytes, stream);

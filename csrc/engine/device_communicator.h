@@ -62,18 +62,20 @@ class DeviceCommunicator {
   bool is_in_fork() const { return control_->is_in_fork(); }
 
   // As for the host communicator; `interrupted` serves the agreement of a first use. Receives may
-  // have any strides; sends are contiguous.
+  // have any strides; sends are contiguous. On a channel of the user nobody waits for the
+  // agreement, and exchanges follow each other on its stream.
   DeviceOperationPtr batch_p2p(std::span<const PointToPoint> batch, bool is_async);
   DeviceOperationPtr exchange(OpCode op, PreparedExchangePtr plan,
                               std::span<const TensorRef> inputs, std::span<const TensorRef> outputs,
-                              bool is_async, const Interrupted& interrupted);
+                              bool is_async, const Interrupted& interrupted,
+                              const Scope& scope = {});
   DeviceOperationPtr broadcast(const TensorRef& tensor, int source, bool is_async,
                                const Interrupted& interrupted);
   // Of the hosts, an operation of control(): says nothing about work on streams.
   OperationPtr barrier(bool is_async = true);
   // Instead of a collective that this rank cannot take part in. If the others have run it before,
   // they are not asking any more: then the communicator fails, on all ranks.
-  void refuse(OpCode op, const std::string& reason);
+  void refuse(OpCode op, const std::string& reason, const Scope& scope = {});
 
   // Makes the current stream wait for the operation.
   void wait(DeviceOperation& operation);
@@ -105,7 +107,8 @@ class DeviceCommunicator {
   void check_usable(OpCode op) const;
   DeviceOperationPtr make_operation(OpCode op, bool is_async);
   void check_messages(std::span<const PointToPoint> batch, bool is_capturing);
-  void agree(OpCode op, const TensorRef& shown, uint64_t signature, const Interrupted& interrupted);
+  void agree(OpCode op, const TensorRef& shown, uint64_t signature, const Interrupted& interrupted,
+             const Scope& scope = {});
   StreamHandle enter(DeviceOperation& operation, int lane_idx, bool on_caller,
                      const EventPtr& start);
   void leave(DeviceOperation& operation, int lane_idx, StreamHandle stream);

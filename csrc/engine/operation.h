@@ -70,6 +70,11 @@ class Operation {
   Deadline deadline() const { return deadline_; }
 
   // --- building, before the operation is posted ---
+  // Counts from now on, if it is posted later than it was made.
+  void restart(Deadline deadline) {
+    posted_at_ = Clock::now();
+    deadline_ = deadline;
+  }
   Request& add_request(Direction direction, int peer, const Descriptor& descriptor,
                        std::byte* data);
   // `resource` (a storage, a staging buffer) lives until the operation has settled.
@@ -108,8 +113,8 @@ class Operation {
   void finish(std::unique_lock<std::mutex>& lock);
 
   const OpCode op_;
-  const Clock::time_point posted_at_;
-  const Deadline deadline_;
+  Clock::time_point posted_at_;
+  Deadline deadline_;
   mutable std::mutex mutex_;
   std::condition_variable settled_;
   std::atomic<bool> done_{false};

@@ -3,6 +3,8 @@
 // was expected and what came.
 #pragma once
 
+#include <optional>
+#include <string>
 #include <vector>
 
 #include "plan/exchange_plan.h"
@@ -61,17 +63,31 @@ ExchangePlan all_gather_list_plan(Member me, const TensorSpec& input,
 // The root has one input and no output, the others one output and no input.
 ExchangePlan broadcast_plan(Member me, const TensorSpec& tensor, int root);
 
-// How a set of ranks holds a tensor along one dim. Sharded: ranks[i] holds the piece sizes[i].
+// How a set of ranks holds a tensor. Sharded: ranks[i] holds the piece sizes[i] along `dim`.
 // Replicated: each holds the whole; as a source, ranks[i] sends only the piece sizes[i].
 struct ShardLayout {
   std::vector<int> ranks;
   Sizes sizes;  // empty: remainder_first over the ranks
   bool replicated = false;
+  int dim = 0;
 };
 
-// Moves a tensor of shape `whole` from one layout to another; the sets of ranks may overlap. A rank
-// outside `source` has no input, a rank outside `destination` no output.
-ExchangePlan reshard_plan(Member me, const TensorSpec& whole, int dim, const ShardLayout& source,
-                          const ShardLayout& destination, Scale scale = {});
+struct ReshardOptions {
+  Scale scale = {};
+  // What a rank would send to itself lies in its output already: leave it there.
+  bool own_in_place = false;
+  std::string tag = {};                  // further arguments on which all ranks must agree
+  std::optional<TensorSpec> shown = {};  // in errors, if `whole` is a form of another tensor
+};
+
+// Moves a tensor of shape `whole` from one layout to another; the sets of ranks may overlap, the
+// dims may differ. A rank outside `source` has no input, a rank outside `destination` no output.
+ExchangePlan reshard_plan(Member me, const TensorSpec& whole, const ShardLayout& source,
+                          const ShardLayout& destination, const ReshardOptions& options = {});
+
+// Every rank of the layout holds a whole tensor of its own, and collects its piece of each: one
+// input, one output per rank of the layout. What a reduce-scatter adds up.
+ExchangePlan collect_pieces_plan(Member me, const TensorSpec& whole, const ShardLayout& pieces,
+                                 const ReshardOptions& options = {});
 
 }  // namespace pipecomm

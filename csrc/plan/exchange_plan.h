@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -76,6 +77,8 @@ struct ExchangePlan {
   Scale scale;
   // Hash of the operation and of every argument that all ranks share: equal iff they agree.
   uint64_t signature = 0;
+  // The tensor that errors name, if not my first input or output.
+  std::optional<TensorSpec> shown;
 
   // Throws std::invalid_argument for anything that could not be executed: ranks, tensor numbers and
   // boxes out of range, outputs written twice, self transfers that do not match, types that cannot

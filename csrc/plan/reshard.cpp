@@ -1,7 +1,8 @@
-// Intersection of two layouts of one tensor along a dim.
+// Intersection of two layouts of one tensor, each along a dim of its own.
 #include <algorithm>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 
 #include "plan/builders.h"
 #include "plan/signature.h"
@@ -16,11 +17,38 @@ constexpr const char* kOp = "reshard";
   throw std::invalid_argument("reshard: " + what);
 }
 
+// A slice [begin, end) of every dim of the whole tensor.
+struct Region {
+  Dims begin, end;
+
+  bool empty() const {
+    return !std::equal(begin.begin(), begin.end(), end.begin(),
+                       [](int64_t from, int64_t to) { return from < to; });
+  }
+};
+
+Region everything(const Dims& shape) { return {Dims(shape.size(), 0), shape}; }
+
+Region nothing(const Dims& shape) { return {Dims(shape.size(), 0), Dims(shape.size(), 0)}; }
+
+Region intersection(const Region& a, const Region& b) {
+  Region common = a;
+  for (size_t d = 0; d < a.begin.size(); ++d) {
+    common.begin[d] = std::max(a.begin[d], b.begin[d]);
+    common.end[d] = std::max(common.begin[d], std::min(a.end[d], b.end[d]));
+  }
+  return common;
+}
+
 // A checked layout with explicit sizes.
 class ResolvedLayout {
  public:
-  ResolvedLayout(const ShardLayout& layout, int64_t length, int group_size, const char* name)
-      : ranks_(layout.ranks), replicated_(layout.replicated) {
+  ResolvedLayout(const ShardLayout& layout, const Dims& shape, int group_size, const char* name)
+      : ranks_(layout.ranks), dim_(layout.dim), replicated_(layout.replicated), shape_(shape) {
+    if (dim_ < 0 || dim_ >= std::ssize(shape)) {
+      reject(std::string(name) + " dim " + std::to_string(dim_) + " is out of range for shape " +
+             to_string(shape));
+    }
     if (ranks_.empty()) reject(std::string(name) + " has no ranks");
     std::vector<int> sorted = ranks_;
     std::sort(sorted.begin(), sorted.end());
@@ -30,6 +58,7 @@ class ResolvedLayout {
              std::to_string(group_size) + ", got " +
              to_string(std::vector<int64_t>(ranks_.begin(), ranks_.end())));
     }
+    const int64_t length = shape[dim_];
     sizes_ = layout.sizes.empty() ? remainder_first(length, static_cast<int>(ranks_.size()))
                                   : layout.sizes;
     if (sizes_.size() != ranks_.size()) {
@@ -54,47 +83,52 @@ class ResolvedLayout {
     const auto it = std::find(ranks_.begin(), ranks_.end(), rank);
     return it == ranks_.end() ? -1 : static_cast<int>(it - ranks_.begin());
   }
-  // [begin, end) of my piece.
-  int64_t piece_begin(int i) const { return offsets_[i]; }
-  int64_t piece_end(int i) const { return offsets_[i + 1]; }
-  // [begin, end) of what I hold.
-  int64_t held_begin(int i) const { return replicated_ ? 0 : offsets_[i]; }
-  int64_t held_end(int i) const { return replicated_ ? offsets_.back() : offsets_[i + 1]; }
+  Region piece(int i) const {
+    Region region = everything(shape_);
+    region.begin[dim_] = offsets_[i];
+    region.end[dim_] = offsets_[i + 1];
+    return region;
+  }
+  Region held(int i) const { return replicated_ ? everything(shape_) : piece(i); }
 
   void add_to(Signature& signature) const {
     signature.add(std::vector<int64_t>(ranks_.begin(), ranks_.end()));
-    signature.add(sizes_).add(int64_t{replicated_});
+    signature.add(sizes_).add(int64_t{dim_}).add(int64_t{replicated_});
   }
 
  private:
   std::vector<int> ranks_;
+  int dim_;
   bool replicated_;
+  Dims shape_;
   Sizes sizes_, offsets_;
-};
-
-struct Range {
-  int64_t begin, end;
 };
 
 // What source i sends to destination j. A destination that already holds the whole as a replicated
 // source takes everything from itself.
-Range transfer_range(const ResolvedLayout& source, int i, const ResolvedLayout& destination,
-                     int j) {
-  Range sent{source.piece_begin(i), source.piece_end(i)};
+Region transferred(const ResolvedLayout& source, int i, const ResolvedLayout& destination, int j,
+                   const Dims& shape) {
+  Region sent = source.piece(i);
   if (source.replicated() && source.find(destination.rank(j)) >= 0) {
     const bool is_self = source.rank(i) == destination.rank(j);
-    sent = is_self ? Range{source.held_begin(i), source.held_end(i)} : Range{0, 0};
+    sent = is_self ? source.held(i) : nothing(shape);
   }
-  const int64_t begin = std::max(sent.begin, destination.held_begin(j));
-  const int64_t end = std::min(sent.end, destination.held_end(j));
-  return begin < end ? Range{begin, end} : Range{0, 0};
+  return intersection(sent, destination.held(j));
 }
 
-Transfer transfer(int peer, const TensorSpec& held, int dim, int64_t held_begin, Range range) {
-  Box box{0, Dims(held.shape.size(), 0), held.shape};
-  box.start[dim] = range.begin - held_begin;
-  box.extent[dim] = range.end - range.begin;
+Transfer transfer(int peer, const Region& held, const Region& region) {
+  Box box{0, region.begin, region.end};
+  for (size_t d = 0; d < box.start.size(); ++d) {
+    box.extent[d] -= box.start[d];
+    box.start[d] -= held.begin[d];
+  }
   return {peer, {box}};
+}
+
+TensorSpec spec_of(const Region& held, DType dtype) {
+  TensorSpec spec{held.end, dtype};
+  for (size_t d = 0; d < held.begin.size(); ++d) spec.shape[d] -= held.begin[d];
+  return spec;
 }
 
 void sort_by_peer(std::vector<Transfer>& transfers) {
@@ -104,45 +138,77 @@ void sort_by_peer(std::vector<Transfer>& transfers) {
 
 }  // namespace
 
-ExchangePlan reshard_plan(Member me, const TensorSpec& whole, int dim, const ShardLayout& source,
-                          const ShardLayout& destination, Scale scale) {
-  if (dim < 0 || dim >= std::ssize(whole.shape)) {
-    reject("dim " + std::to_string(dim) + " is out of range for shape " + to_string(whole.shape));
-  }
-  const ResolvedLayout from(source, whole.shape[dim], me.size, "source");
-  const ResolvedLayout to(destination, whole.shape[dim], me.size, "destination");
+ExchangePlan reshard_plan(Member me, const TensorSpec& whole, const ShardLayout& source,
+                          const ShardLayout& destination, const ReshardOptions& options) {
+  const ResolvedLayout from(source, whole.shape, me.size, "source");
+  const ResolvedLayout to(destination, whole.shape, me.size, "destination");
 
   ExchangePlan plan;
   plan.op = kOp;
   plan.rank = me.rank;
   plan.size = me.size;
-  plan.scale = scale;
+  plan.scale = options.scale;
+  plan.shown = options.shown.value_or(whole);
+  const auto is_moved = [&](int sender, int receiver, const Region& region) {
+    return !region.empty() && !(options.own_in_place && sender == receiver);
+  };
   if (const int i = from.find(me.rank); i >= 0) {
-    TensorSpec held = whole;
-    held.shape[dim] = from.held_end(i) - from.held_begin(i);
-    plan.inputs = {held};
+    const Region held = from.held(i);
+    plan.inputs = {spec_of(held, whole.dtype)};
     for (int j = 0; j < to.num_ranks(); ++j) {
-      const Range range = transfer_range(from, i, to, j);
-      if (range.begin == range.end) continue;
-      plan.sends.push_back(transfer(to.rank(j), held, dim, from.held_begin(i), range));
+      const Region region = transferred(from, i, to, j, whole.shape);
+      if (!is_moved(me.rank, to.rank(j), region)) continue;
+      plan.sends.push_back(transfer(to.rank(j), held, region));
     }
     sort_by_peer(plan.sends);
   }
   if (const int j = to.find(me.rank); j >= 0) {
-    TensorSpec held = whole;
-    held.shape[dim] = to.held_end(j) - to.held_begin(j);
-    plan.outputs = {held};
+    const Region held = to.held(j);
+    plan.outputs = {spec_of(held, whole.dtype)};
     for (int i = 0; i < from.num_ranks(); ++i) {
-      const Range range = transfer_range(from, i, to, j);
-      if (range.begin == range.end) continue;
-      plan.recvs.push_back(transfer(from.rank(i), held, dim, to.held_begin(j), range));
+      const Region region = transferred(from, i, to, j, whole.shape);
+      if (!is_moved(from.rank(i), me.rank, region)) continue;
+      plan.recvs.push_back(transfer(from.rank(i), held, region));
     }
     sort_by_peer(plan.recvs);
   }
   Signature signature(kOp);
-  signature.add(int64_t{me.size}).add(whole.shape).add(whole.dtype).add(int64_t{dim}).add(scale);
+  signature.add(int64_t{me.size}).add(whole.shape).add(whole.dtype).add(options.scale);
+  signature.add(int64_t{options.own_in_place}).add(std::string_view(options.tag));
   from.add_to(signature);
   to.add_to(signature);
+  plan.signature = signature.value();
+  plan.validate();
+  return plan;
+}
+
+ExchangePlan collect_pieces_plan(Member me, const TensorSpec& whole, const ShardLayout& pieces,
+                                 const ReshardOptions& options) {
+  const ResolvedLayout layout(pieces, whole.shape, me.size, "piece");
+  ExchangePlan plan;
+  plan.op = "collect_pieces";
+  plan.rank = me.rank;
+  plan.size = me.size;
+  plan.scale = options.scale;
+  plan.shown = options.shown.value_or(whole);
+  const int mine = layout.find(me.rank);
+  if (mine < 0) throw std::invalid_argument("collect_pieces: this rank is not in the layout");
+  plan.inputs = {whole};
+  for (int j = 0; j < layout.num_ranks(); ++j) {
+    const Region sent = layout.piece(j), kept = layout.piece(mine);
+    plan.outputs.push_back(spec_of(kept, whole.dtype));
+    if (!sent.empty())
+      plan.sends.push_back(transfer(layout.rank(j), everything(whole.shape), sent));
+    if (kept.empty()) continue;
+    plan.recvs.push_back(transfer(layout.rank(j), kept, kept));
+    plan.recvs.back().boxes[0].tensor_idx = j;
+  }
+  sort_by_peer(plan.sends);
+  sort_by_peer(plan.recvs);
+  Signature signature(plan.op);
+  signature.add(int64_t{me.size}).add(whole.shape).add(whole.dtype).add(options.scale);
+  signature.add(std::string_view(options.tag));
+  layout.add_to(signature);
   plan.signature = signature.value();
   plan.validate();
   return plan;

@@ -182,8 +182,9 @@ inline std::vector<Rank> along_dim(Random& random, int kind, int size, int num_d
 }
 inline constexpr int kNumAlongDimKinds = 6;
 
-inline ShardLayout random_layout(Random& random, int64_t length, int size) {
+inline ShardLayout random_layout(Random& random, const Dims& shape, int size) {
   ShardLayout layout;
+  layout.dim = static_cast<int>(random.between(0, std::ssize(shape) - 1));
   for (int r = 0; r < size; ++r) {
     if (random.chance(0.6)) layout.ranks.push_back(r);
   }
@@ -191,32 +192,30 @@ inline ShardLayout random_layout(Random& random, int64_t length, int size) {
   if (random.chance(0.5)) std::reverse(layout.ranks.begin(), layout.ranks.end());
   layout.replicated = random.chance(0.5);
   if (random.chance(0.5)) {
-    layout.sizes = random_sizes(random, length, static_cast<int>(layout.ranks.size()));
+    layout.sizes = random_sizes(random, shape[layout.dim], static_cast<int>(layout.ranks.size()));
   }
   return layout;
 }
 
-inline std::vector<Held> held_in(const ShardLayout& layout, const Dims& shape, int dim, int rank) {
+inline std::vector<Held> held_in(const ShardLayout& layout, const Dims& shape, int rank) {
   const auto it = std::find(layout.ranks.begin(), layout.ranks.end(), rank);
   if (it == layout.ranks.end()) return {};
   if (layout.replicated) return {Held::all(shape)};
   const Sizes sizes = layout.sizes.empty()
-                          ? dealt_sizes(shape[dim], static_cast<int>(layout.ranks.size()))
+                          ? dealt_sizes(shape[layout.dim], static_cast<int>(layout.ranks.size()))
                           : layout.sizes;
-  return {Held::along(shape, dim,
+  return {Held::along(shape, layout.dim,
                       positions_of_piece(sizes, static_cast<int>(it - layout.ranks.begin())))};
 }
 
 inline std::vector<Rank> reshard(Random& random, int size, int num_dims, const Scale& scale) {
   const TensorSpec whole{random_shape(random, num_dims), random_dtype(random, scale)};
-  const int dim = static_cast<int>(random.between(0, num_dims - 1));
-  const ShardLayout source = random_layout(random, whole.shape[dim], size);
-  const ShardLayout destination = random_layout(random, whole.shape[dim], size);
+  const ShardLayout source = random_layout(random, whole.shape, size);
+  const ShardLayout destination = random_layout(random, whole.shape, size);
   std::vector<Rank> ranks;
   for (int r = 0; r < size; ++r) {
-    ranks.push_back({reshard_plan({r, size}, whole, dim, source, destination, scale),
-                     held_in(source, whole.shape, dim, r),
-                     held_in(destination, whole.shape, dim, r)});
+    ranks.push_back({reshard_plan({r, size}, whole, source, destination, {.scale = scale}),
+                     held_in(source, whole.shape, r), held_in(destination, whole.shape, r)});
   }
   return ranks;
 }

@@ -127,17 +127,19 @@ void test_builder_errors() {
   CHECK_INVALID("this rank's input is [2, 6, 4] float32",
                 all_gather_list_plan(me, kTensor, {{{2}, dtypes::kInt32}, kTensor}));
   CHECK_INVALID("source 2 is no rank", broadcast_plan(me, kTensor, 2));
-  CHECK_INVALID("source has no ranks", reshard_plan(me, kTensor, 1, {}, {{0}, {}, false}));
+  CHECK_INVALID("source has no ranks", reshard_plan(me, kTensor, {}, {{0}, {}, false, 1}));
   CHECK_INVALID("different ranks of a group of 2, got [0, 0]",
-                reshard_plan(me, kTensor, 1, {{0, 0}, {}, false}, {{1}, {}, false}));
+                reshard_plan(me, kTensor, {{0, 0}, {}, false, 1}, {{1}, {}, false, 1}));
   CHECK_INVALID("has 1 ranks but 2 sizes",
-                reshard_plan(me, kTensor, 1, {{0}, {3, 3}, false}, {{1}, {}, false}));
+                reshard_plan(me, kTensor, {{0}, {3, 3}, false, 1}, {{1}, {}, false, 1}));
   CHECK_INVALID("destination sizes [5] must sum to the length 6",
-                reshard_plan(me, kTensor, 1, {{0}, {}, false}, {{1}, {5}, false}));
+                reshard_plan(me, kTensor, {{0}, {}, false, 1}, {{1}, {5}, false, 1}));
   CHECK_INVALID("sizes must not be negative",
-                reshard_plan(me, kTensor, 1, {{0, 1}, {7, -1}, false}, {{1}, {}, false}));
-  CHECK_INVALID("dim 3 is out of range",
-                reshard_plan(me, kTensor, 3, {{0}, {}, false}, {{1}, {}, false}));
+                reshard_plan(me, kTensor, {{0, 1}, {7, -1}, false, 1}, {{1}, {}, false, 1}));
+  CHECK_INVALID("source dim 3 is out of range",
+                reshard_plan(me, kTensor, {{0}, {}, false, 3}, {{1}, {}, false, 1}));
+  CHECK_INVALID("destination dim -1 is out of range",
+                reshard_plan(me, kTensor, {{0}, {}, false, 1}, {{1}, {}, false, -1}));
   CHECK_INVALID("float64 can be scaled, got int32",
                 split_plan(me, {{4}, dtypes::kInt32}, 0, two, Scale::divide(2)));
   CHECK_INVALID("finite and not zero", split_plan(me, kTensor, 1, three, Scale::divide(0)));

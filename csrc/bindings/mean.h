@@ -1,0 +1,10 @@
+// The mean of tensors as one fused kernel.
+#pragma once
+
+#include <torch/python.h>
+
+namespace pipecomm {
+
+void bind_mean(pybind11::module_& m);
+
+}  // namespace pipecomm

@@ -1,0 +1,48 @@
+// Posts operations one after the other, each when what it depends on is done, without anybody
+// waiting for that: the second hop of a relay starts when the first has arrived.
+#pragma once
+
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <mutex>
+#include <thread>
+
+#include "engine/operation.h"
+
+namespace pipecomm {
+
+class Sequencer {
+ public:
+  using Post = std::function<void()>;
+  // Null if the operation succeeds.
+  using Await = std::function<FailurePtr(Operation&)>;
+  explicit Sequencer(Await await) : await_(std::move(await)) {}
+  // Everything queued must be able to end: what it waits for done, or failed.
+  ~Sequencer();
+
+  // Calls `post` once everything submitted before has been posted and `after` (or null) has
+  // succeeded: here and now, or later on the sequencer's thread. If `after` or `post` fails, so
+  // does `operation`; here and now that is an exception.
+  void submit(OperationPtr after, const OperationPtr& operation, Post post);
+
+  // Whether everything submitted is posted or has failed; waits for it, but not longer.
+  bool wait_until_idle(Deadline until);
+
+ private:
+  struct Step {
+    OperationPtr after, operation;
+    Post post;
+  };
+  void run();
+  void execute(Step step);
+
+  const Await await_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<Step> steps_;  // the first one is being executed
+  bool finishing_ = false;
+  std::thread thread_;  // started by the first step that cannot be posted at once
+};
+
+}  // namespace pipecomm
