@@ -4,6 +4,7 @@
     python bench/run.py batch --ranks 4 --sizes 4K,1M --json out/batch.json --plot out/batch.png
     python bench/run.py host --ranks 2                    host time of posting 8 operations
     python bench/run.py all_to_all --ranks 2 --sizes 25M --dtype bfloat16     also: gather, pack
+    python bench/run.py relay --ranks 3 --sizes 16M       stages of 1 and 2 ranks, and of 2 and 1
     python bench/run.py all_to_all --matrix bytes.txt     row: a source, column: a destination, like 4096 or
     1M
 
@@ -22,17 +23,19 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
 import launch  # noqa: E402
+import relay  # noqa: E402
 import report  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from measure import measure  # noqa: E402
+from ops import MIB, Bench, Case, Op  # noqa: E402
 from ops import OPS as POINT_TO_POINT_OPS  # noqa: E402
-from ops import Bench, Case  # noqa: E402
 from sequence_ops import SEQUENCE_OPS  # noqa: E402
 
 from pipecomm_ext import Communicator  # noqa: E402
 
-OPS = {**POINT_TO_POINT_OPS, **SEQUENCE_OPS}
+COUNTED_OPS = {**SEQUENCE_OPS, "relay": Op(relay.build, (MIB, 16 * MIB))}
+OPS = {**POINT_TO_POINT_OPS, **COUNTED_OPS}
 TRANSPORTS = ("auto", "c10d", "shm", "nccl")
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 QUICK_ITERATIONS, QUICK_SIZES = 20, (4 << 10, 1 << 20)
@@ -55,7 +58,7 @@ def run_op(args: argparse.Namespace) -> int:
         print(f"# {OPS[args.op].build.__doc__}")
         for name, reason in reasons.items():
             print(f"# {name}: {reason}")
-        print(report.header(counts_work=args.op in SEQUENCE_OPS), flush=True)
+        print(report.header(counts_work=args.op in COUNTED_OPS), flush=True)
 
     results = []
     for num_bytes in args.sizes:

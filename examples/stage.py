@@ -5,52 +5,43 @@ from __future__ import annotations
 from collections import deque
 
 import torch
+from links import ACTIVATIONS, GRADIENTS, RankLink, RelayLink
 from sequence import SequencePiece
+from tensor_parallel import whole_gradients
 from text_model import loss_of
 from torch import nn
 
-from pipecomm_ext import Communicator, Recv, Send
-
-ACTIVATIONS, GRADIENTS = 0, 1  # channels
-
 
 class Stage:
-    """This rank's layers, its optimizer, and the messages to the stages before and after it.
-
-    The ranks of `comm` are the stages. If the sequence is split, there is one such communicator per piece.
-    """
+    """This rank's layers, its optimizer, and the messages to the stages before and after it."""
 
     def __init__(
         self,
         layers: list[nn.Module],
-        comm: Communicator,
+        link: RankLink | RelayLink,
         piece: SequencePiece,
         micro_shape: tuple[int, int, int],
         lr: float,
     ):
-        self.comm, self.piece = comm, piece
-        self.module = nn.Sequential(*layers).to(comm.device)
+        self.link, self.piece = link, piece
+        self.module = nn.Sequential(*layers).to(link.device)
         self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=lr)
-        self.previous = comm.rank - 1 if comm.rank > 0 else None
-        self.next = comm.rank + 1 if comm.rank < comm.size - 1 else None
+        self.is_first, self.is_last = link.stage_idx == 0, link.stage_idx == link.num_stages - 1
         self.micro_shape = micro_shape  # [micro-batch, my tokens, hidden] of every activation and gradient
         self.num_bytes_sent = 0
 
-    def receive_buffer(self) -> torch.Tensor:
-        return torch.empty(self.micro_shape, device=self.comm.device)
-
-    def exchange(self, sends: list[tuple], recvs: list[tuple]) -> list[torch.Tensor | None]:
-        """Sends (tensor, peer, channel) and receives (peer, channel) as one batch; peer None: no message."""
-        buffers = [None if peer is None else self.receive_buffer() for peer, _ in recvs]
-        messages = [Send(tensor, peer, channel) for tensor, peer, channel in sends if peer is not None]
-        self.num_bytes_sent += sum(send.tensor.nbytes for send in messages)
-        messages += [
-            Recv(buffer, peer, channel)
-            for buffer, (peer, channel) in zip(buffers, recvs, strict=True)
-            if buffer is not None
-        ]
-        self.comm.batch_p2p(messages)
-        return buffers
+    def exchange(
+        self, sends: list[tuple[torch.Tensor | None, int]], recvs: list[int]
+    ) -> list[torch.Tensor | None]:
+        """Sends (tensor, kind) and receives kinds together; None where there is no stage to receive from."""
+        no_send = {ACTIVATIONS: self.is_last, GRADIENTS: self.is_first}
+        no_recv = {ACTIVATIONS: self.is_first, GRADIENTS: self.is_last}
+        sends = [(tensor, kind) for tensor, kind in sends if not no_send[kind]]
+        self.num_bytes_sent += sum(tensor.nbytes for tensor, _ in sends)
+        received = iter(
+            self.link.exchange(sends, [kind for kind in recvs if not no_recv[kind]], self.micro_shape)
+        )
+        return [None if no_recv[kind] else next(received) for kind in recvs]
 
     def step_1f1b(
         self, inputs: tuple[torch.Tensor, ...], targets: tuple[torch.Tensor, ...]
@@ -60,15 +51,14 @@ class Stage:
         On the last stage my tokens' share of the losses, to be summed over the pieces; [] elsewhere.
         """
         num_micro = len(inputs)
-        num_warmup = min(self.comm.size - self.comm.rank - 1, num_micro)
-        from_previous, from_next = (self.previous, ACTIVATIONS), (self.next, GRADIENTS)
+        num_warmup = min(self.link.num_stages - self.link.stage_idx - 1, num_micro)
         in_flight: deque[tuple[torch.Tensor, torch.Tensor]] = deque()  # (stage input, stage output)
         losses: list[torch.Tensor] = []
 
         def forward(micro_idx: int, received: torch.Tensor | None) -> torch.Tensor:
             x = inputs[micro_idx] if received is None else received.requires_grad_()
             output = self.module(x)
-            if self.next is None:
+            if self.is_last:
                 output = loss_of(output, targets[micro_idx], self.piece.seq_len)
                 losses.append(output.detach())
                 output = output / num_micro
@@ -82,24 +72,22 @@ class Stage:
 
         self.optimizer.zero_grad()
         for micro_idx in range(num_warmup):
-            (received,) = self.exchange([], [from_previous])
+            (received,) = self.exchange([], [ACTIVATIONS])
             output = forward(micro_idx, received)
-            self.exchange([(output, self.next, ACTIVATIONS)], [])
+            self.exchange([(output, ACTIVATIONS)], [])
 
         num_steady = num_micro - num_warmup
-        received = self.exchange([], [from_previous])[0] if num_steady else None
+        received = self.exchange([], [ACTIVATIONS])[0] if num_steady else None
         for idx in range(num_steady):
             output = forward(num_warmup + idx, received)
-            (gradient,) = self.exchange([(output, self.next, ACTIVATIONS)], [from_next])
+            (gradient,) = self.exchange([(output, ACTIVATIONS)], [GRADIENTS])
             gradient = backward(gradient)
-            is_last = idx == num_steady - 1
-            (received,) = self.exchange(
-                [(gradient, self.previous, GRADIENTS)], [(None, ACTIVATIONS) if is_last else from_previous]
-            )
+            awaited = [ACTIVATIONS] if idx < num_steady - 1 else []
+            received = next(iter(self.exchange([(gradient, GRADIENTS)], awaited)), None)
 
         for _ in range(num_warmup):
-            (gradient,) = self.exchange([], [from_next])
-            self.exchange([(backward(gradient), self.previous, GRADIENTS)], [])
+            (gradient,) = self.exchange([], [GRADIENTS])
+            self.exchange([(backward(gradient), GRADIENTS)], [])
 
         parameters = list(self.module.parameters())
         gradients = self.piece.sum_over_pieces([parameter.grad for parameter in parameters])
@@ -109,16 +97,9 @@ class Stage:
         return losses
 
     def gather_gradients(self, shapes: list[list[torch.Size]]) -> list[torch.Tensor] | None:
-        """The gradients of all stages in layer order, on the last stage; `shapes[stage]` are their shapes."""
-        mine = [parameter.grad for parameter in self.module.parameters()]
-        last = self.comm.size - 1
-        if self.comm.rank != last:
-            self.comm.batch_p2p([Send(gradient, last) for gradient in mine])
-            return None
-        theirs = [
-            Recv(torch.empty(shape, device=self.comm.device), stage)
-            for stage in range(last)
-            for shape in shapes[stage]
-        ]
-        self.comm.batch_p2p(theirs)
-        return [recv.tensor for recv in theirs] + mine
+        """The gradients of all layers in order, on (the leader of) the last stage; called by all ranks.
+
+        `shapes[stage]` are those of the unsplit layers' parameters.
+        """
+        mine = whole_gradients(list(self.module))
+        return self.link.collect(mine, shapes) if self.link.is_leader else None

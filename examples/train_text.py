@@ -2,11 +2,13 @@
 
     python examples/train_text.py --ranks 4 --verify          starts its own 4 processes
     torchrun --nproc-per-node 4 examples/train_text.py        the same under a launcher
+    python examples/train_text.py --stages 1,2,1 --verify     stages of 1, 2 and 1 ranks
 
 Every rank holds one stage. Activations go to the next stage on channel 0, gradients come back on channel 1,
 in the 1F1B order. With --sequence-parallel N every stage is N ranks, each of which holds a piece of every
-sequence and trades tokens for heads with the others during attention. --verify trains the unsplit model along
-in one process and compares the loss and all gradients of every step.
+sequence and trades tokens for heads with the others during attention. With --stages the stages are
+tensor-parallel, each over as many ranks as it says, and a StageRelay carries what goes between them. --verify
+trains the unsplit model along in one process and compares the loss and all gradients of every step.
 """
 
 from __future__ import annotations
@@ -24,13 +26,16 @@ from pathlib import Path
 import launch
 import torch
 import torch.distributed as dist
+from links import RankLink, RelayLink
 from sequence import SequencePiece
 from stage import Stage
+from tensor_parallel import split_over
 from text_model import HEAD_DIM, TextBatches, build_layers, loss_of, split_layers
 from torch import nn
 from tqdm import tqdm
 
 from pipecomm_ext import Communicator
+from pipecomm_ext.parallel_state import PipelineTopology
 
 VERIFY_LIMIT = 1e-5
 SMOOTHING = 0.8  # of the plotted loss, per step
@@ -58,9 +63,9 @@ def micro_batches(
     return inputs.chunk(num_micro), targets.chunk(num_micro)
 
 
-def is_reporter(comm: Communicator, piece: SequencePiece) -> bool:
+def is_reporter(link: RankLink | RelayLink, piece: SequencePiece) -> bool:
     """Whether this rank tells the result: the last stage's, of its ranks the first."""
-    return comm.rank == comm.size - 1 and piece.idx == 0
+    return link.stage_idx == link.num_stages - 1 and link.is_leader and piece.idx == 0
 
 
 @dataclass
@@ -73,35 +78,37 @@ class Training:
 
 
 def train_pipeline(
-    args: argparse.Namespace, comm: Communicator, piece: SequencePiece
+    args: argparse.Namespace, link: RankLink | RelayLink, piece: SequencePiece
 ) -> tuple[Training, Stage]:
     layers = layers_of(args, piece)
-    owned = split_layers(args.layers, comm.size)
+    owned = split_layers(args.layers, link.num_stages)
     micro_shape = (args.batch_size // args.microbatches, piece.sizes[piece.idx], args.hidden)
-    stage = Stage([layers[idx] for idx in owned[comm.rank]], comm, piece, micro_shape, args.lr)
+    mine = [layers[idx] for idx in owned[link.stage_idx]]
+    if isinstance(link, RelayLink):
+        mine = split_over(mine, link.topology.get_tensor_model_parallel_group())
+    stage = Stage(mine, link, piece, micro_shape, args.lr)
     batches = batches_of(args)
     shapes = [
         [parameter.shape for idx in stage_layers for parameter in layers[idx].parameters()]
         for stage_layers in owned
     ]
-    is_last = comm.rank == comm.size - 1
 
     training = Training(losses=[], seconds=0.0)
-    if args.verify and is_reporter(comm, piece):
-        training.unsplit = UnsplitModel(args, comm.device)
+    if args.verify and is_reporter(link, piece):
+        training.unsplit = UnsplitModel(args, link.device)
     with tqdm(
         total=args.steps,
         desc="training",
         unit="step",
         ncols=90,
-        disable=not is_reporter(comm, piece),
+        disable=not is_reporter(link, piece),
         mininterval=0.2 if sys.stderr.isatty() else 5.0,
     ) as progress:
         for step in range(args.steps):
-            inputs, targets = micro_batches(batches, step, args.microbatches, comm.device, piece.tokens)
+            inputs, targets = micro_batches(batches, step, args.microbatches, link.device, piece.tokens)
             started_at = time.perf_counter()
             losses = stage.step_1f1b(inputs, targets)
-            if is_last:
+            if stage.is_last:
                 training.losses.append(torch.stack(piece.sum_over_pieces(losses)).mean().item())
                 progress.set_postfix(loss=f"{training.losses[-1]:.3f}", refresh=False)
                 progress.update()
@@ -191,14 +198,17 @@ def plus(sizes: Iterable[int]) -> str:
     return "+".join(map(str, sizes))
 
 
-def report(args: argparse.Namespace, comm: Communicator, training: Training, stage: Stage) -> int:
+def report(args: argparse.Namespace, link: RankLink | RelayLink, training: Training, stage: Stage) -> int:
     """The last stage's summary, the picture and the verification; the exit code."""
     batches = batches_of(args)
-    owned = split_layers(args.layers, comm.size)
+    comm = link.comm
+    owned = split_layers(args.layers, link.num_stages)
     num_parameters = sum(parameter.numel() for layer in layers_of(args) for parameter in layer.parameters())
     num_text_bytes = args.steps * args.batch_size * args.seq_len
     blocks = plus(sum(1 <= idx <= args.layers for idx in layers) for layers in owned)
-    shape, split = f"{comm.size} stages", f"{blocks} blocks"
+    shape, split = f"{link.num_stages} stages", f"{blocks} blocks"
+    if args.stages is not None:
+        shape += f" of {plus(args.stages)} ranks"
     if stage.piece.comm is not None:
         shape += f" x {stage.piece.comm.size} sequence pieces"
         split += f"; {plus(stage.piece.sizes)} tokens, {plus(stage.piece.head_sizes)} heads"
@@ -245,12 +255,18 @@ def verify(unsplit: UnsplitModel, line: Callable[[str, str], None]) -> int:
 
 
 @contextlib.contextmanager
-def communicators(args: argparse.Namespace) -> Iterator[tuple[Communicator, Communicator | None]]:
-    """(all stages of my sequence piece, all pieces of my stage): a column and a row of the grid of ranks."""
+def links(args: argparse.Namespace) -> Iterator[tuple[RankLink | RelayLink, Communicator | None]]:
+    """My link to the other stages, and what joins all pieces of my stage's sequences."""
+    if args.stages is not None:
+        topology = PipelineTopology(args.stages)
+        with topology.communicator:
+            yield RelayLink(topology), None
+        return
     if args.sequence_parallel == 1:
         with Communicator(device=args.device) as stages:
-            yield stages, None
+            yield RankLink(stages), None
         return
+    # A column and a row of the grid of ranks.
     grid = torch.arange(dist.get_world_size()).view(-1, args.sequence_parallel)  # [stage, piece]
     column, _ = dist.new_subgroups_by_enumeration(grid.T.tolist())
     row, _ = dist.new_subgroups_by_enumeration(grid.tolist())
@@ -258,17 +274,25 @@ def communicators(args: argparse.Namespace) -> Iterator[tuple[Communicator, Comm
         Communicator(column, device=args.device) as stages,
         Communicator(row, device=args.device) as pieces,
     ):
-        yield stages, pieces
+        yield RankLink(stages), pieces
 
 
 def run_stage(args: argparse.Namespace) -> int:
     """Trains this rank's stage; the exit code."""
     tqdm.set_lock(threading.RLock())  # its default lock is a semaphore of the system, left behind by a kill
-    with communicators(args) as (comm, pieces):
+    with links(args) as (link, pieces):
         piece = piece_of(args, pieces)
-        training, stage = train_pipeline(args, comm, piece)
-        comm.barrier()
-        return report(args, comm, training, stage) if is_reporter(comm, piece) else 0
+        training, stage = train_pipeline(args, link, piece)
+        link.comm.barrier()
+        return report(args, link, training, stage) if is_reporter(link, piece) else 0
+
+
+def stages_argument(text: str) -> list[int]:
+    """ "1,2,1" -> [1, 2, 1]"""
+    try:
+        return [int(size) for size in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers of ranks like 1,2,1") from None
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -284,6 +308,12 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         default=1,
         help="ranks a stage, each with a piece of the sequence; neither tokens nor heads need divide (1)",
         **integer,
+    )
+    parser.add_argument(
+        "--stages",
+        type=stages_argument,
+        metavar="LIST",
+        help="ranks of each stage, like 1,2,1, which split its layers (tensor parallelism); sets --ranks",
     )
     parser.add_argument("--steps", default=100, help="optimizer steps (100)", **integer)
     parser.add_argument("--batch-size", default=16, help="sequences a step (16)", **integer)
@@ -313,16 +343,36 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         )
     if args.hidden % HEAD_DIM:
         parser.error(f"--hidden {args.hidden} is not a multiple of {HEAD_DIM}, the width of a head")
+    if args.stages is not None:
+        check_stages(parser, args)
+        return args
     num_ranks = int(os.environ.get("WORLD_SIZE", args.ranks))
     if num_ranks % args.sequence_parallel:
         parser.error(
             f"{num_ranks} ranks cannot form stages of {args.sequence_parallel} ranks each; "
             "make the ranks a multiple of --sequence-parallel"
         )
-    num_stages = num_ranks // args.sequence_parallel
+    check_num_stages(parser, args, num_ranks // args.sequence_parallel)
+    return args
+
+
+def check_num_stages(parser: argparse.ArgumentParser, args: argparse.Namespace, num_stages: int) -> None:
     if num_stages > args.layers:
         parser.error(f"{num_stages} stages need at least as many blocks; give --layers {num_stages} or more")
-    return args
+
+
+def check_stages(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """--stages sets the number of ranks."""
+    args.ranks = sum(args.stages)
+    num_ranks = int(os.environ.get("WORLD_SIZE", args.ranks))
+    if min(args.stages) < 1 or num_ranks != args.ranks:
+        parser.error(f"--stages {args.stages} must be 1 or more each, and together the {num_ranks} ranks")
+    if args.sequence_parallel > 1:
+        parser.error("--stages and --sequence-parallel do not go together")
+    num_heads = args.hidden // HEAD_DIM
+    if max(args.stages) > num_heads:
+        parser.error(f"a stage of {max(args.stages)} ranks needs as many heads, there are {num_heads}")
+    check_num_stages(parser, args, len(args.stages))
 
 
 if __name__ == "__main__":

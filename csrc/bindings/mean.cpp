@@ -1,8 +1,5 @@
 #include "bindings/mean.h"
 
-#include <ATen/ops/empty_like.h>
-
-#include <stdexcept>
 #include <vector>
 
 #include "bindings/python_args.h"
@@ -14,29 +11,28 @@
 namespace pipecomm {
 namespace {
 
-// Summed in fp32 in the order of the list. On a device it is enqueued on the current stream.
-at::Tensor mean(const std::vector<at::Tensor>& given) {
-  if (given.empty()) throw py::value_error("the mean of no tensors is not defined");
-  const at::NoGradGuard no_grad;
-  std::vector<at::Tensor> tensors;
+// The mean of tensors, written over the first of them. On a device it is enqueued on the current
+// stream.
+void mean_into_first(const std::vector<at::Tensor>& tensors) {
+  if (tensors.empty()) throw py::value_error("the mean of no tensors is not defined");
+  const at::Tensor& first = tensors[0];
   std::vector<const void*> srcs;
-  for (const at::Tensor& tensor : given) {
-    if (tensor.sizes() != given[0].sizes() || tensor.scalar_type() != given[0].scalar_type() ||
-        tensor.device() != given[0].device())
-      throw py::value_error("tensors to be averaged must agree in shape, dtype and device");
-    tensors.push_back(tensor.contiguous());
-    srcs.push_back(tensors.back().const_data_ptr());
+  for (const at::Tensor& tensor : tensors) {
+    if (!tensor.is_contiguous() || tensor.sizes() != first.sizes() ||
+        tensor.scalar_type() != first.scalar_type() || tensor.device() != first.device())
+      throw py::value_error(
+          "tensors to be averaged must be contiguous and agree in shape, dtype and device");
+    srcs.push_back(tensor.const_data_ptr());
   }
-  const at::Tensor result = at::empty_like(tensors[0], at::MemoryFormat::Contiguous);
-  const DType dtype = tensor_ref(result).dtype;
-  if (result.device().is_cpu()) {
+  const DType dtype = tensor_ref(first).dtype;
+  void* const dst = first.mutable_data_ptr();
+  const int64_t count = first.numel();
+  if (first.device().is_cpu()) {
     const py::gil_scoped_release no_gil;
-    mean_cpu(result.data_ptr(), srcs, result.numel(), dtype);
-    return result;
+    return mean_cpu(dst, srcs, count, dtype);
   }
 #ifdef PIPECOMM_WITH_CUDA
-  mean_on_current_stream(result.device().index(), result.data_ptr(), srcs, result.numel(), dtype);
-  return result;
+  mean_on_current_stream(first.device().index(), dst, srcs, count, dtype);
 #else
   throw py::value_error("this build of pipecomm_ext averages tensors in host memory only");
 #endif
@@ -44,6 +40,6 @@ at::Tensor mean(const std::vector<at::Tensor>& given) {
 
 }  // namespace
 
-void bind_mean(py::module_& m) { m.def("mean", &mean, py::arg("tensors")); }
+void bind_mean(py::module_& m) { m.def("mean_into_first", &mean_into_first, py::arg("tensors")); }
 
 }  // namespace pipecomm

@@ -16,6 +16,8 @@ from .errors import (  # noqa: E402
     PipeCommTimeout,
 )
 from .info import info  # noqa: E402
+from .relay import *  # noqa: E402, F403
+from .relay import __all__ as _relay  # noqa: E402
 from .sequence_parallel import *  # noqa: E402, F403
 from .sequence_parallel import __all__ as _sequence_parallel  # noqa: E402
 
@@ -34,5 +36,6 @@ __all__ = [
     "get_communicator",
     "info",
     "parallel_state",
+    *_relay,
     *_sequence_parallel,
 ]

@@ -92,6 +92,7 @@ class Communicator:
         _require_equal(everybody, meeting.rank)
         self._group = group
         self._rank, self._size = meeting.rank, meeting.size
+        self._channels = channels
         self._device = torch.device(facts["device"])
         epoch = meeting.shared_random()
         memory = None
@@ -101,7 +102,7 @@ class Communicator:
             memory, self._transport_reason = _share_memory(meeting, facts, everybody, epoch)
             self._transport = "c10d" if memory is None else "shm"
         backend = _connect(meeting, epoch) if memory is None else None
-        limit_s = math.inf if limit is None else limit
+        self._timeout = limit_s = math.inf if limit is None else limit
         if self._transport == "nccl":
             self._c = nccl.make(
                 meeting,
@@ -149,6 +150,16 @@ class Communicator:
     def device(self) -> torch.device:
         """The kind of device whose tensors are moved."""
         return self._device
+
+    @property
+    def channels(self) -> int:
+        """Number of channels."""
+        return self._channels
+
+    @property
+    def timeout(self) -> float:
+        """Seconds after which an operation fails, math.inf if never."""
+        return self._timeout
 
     @property
     def transport(self) -> str:
@@ -247,25 +258,39 @@ class Communicator:
         *,
         async_op: bool = False,
         op: str = "exchange",
+        members: Sequence[int] = (),
+        channel: int | None = None,
+        after: Work | None = None,
     ) -> Work | None:
         """Runs an exchange plan: packs what is not contiguous, moves one message per peer, unpacks.
 
         `inputs` and `outputs` have the shapes and dtypes of the plan; inputs are read by their strides. All
-        ranks call it, with plans of the same arguments.
+        ranks call it, with plans of the same arguments; or only the ranks `members` (increasing), between
+        which the plan moves data. On a `channel` (None: the order of all collectives) exchanges are posted in
+        the order of the calls, and not before `after` has succeeded: the Work of another exchange, whose
+        failure fails this one too. Nobody has to wait for that.
         """
-        with self.collective(op):
-            work = self._c.exchange(op, plan, inputs, outputs, async_op)
+        with self.collective(op, members, channel):
+            work = self._c.exchange(op, plan, inputs, outputs, async_op, members, channel, after)
         return self._finish(work, async_op)
 
     @contextlib.contextmanager
-    def collective(self, op: str) -> Iterator[None]:
-        """Around the argument checks of a collective: if they fail here, every other rank's call of the same
-        collective raises PipeCommMismatch with the reason, nobody waits, and the next call works."""
+    def collective(self, op: str, members: Sequence[int] = (), channel: int | None = None) -> Iterator[None]:
+        """Around the argument checks of a collective (of `members`, on `channel`, see `exchange`): if they
+        fail here, every other rank's call of the same collective raises PipeCommMismatch with the reason,
+        nobody waits, and the next call works.
+        """
         try:
             yield
         except (ValueError, TypeError, IndexError) as error:
-            self._c.refuse(op, f"{type(error).__name__}: {error}")
+            self.refuse(op, error, members, channel)
             raise
+
+    def refuse(
+        self, op: str, error: Exception, members: Sequence[int] = (), channel: int | None = None
+    ) -> None:
+        """Instead of a collective that this rank cannot take part in because of `error`; does not wait."""
+        self._c.refuse(op, f"{type(error).__name__}: {error}", members, channel)
 
     # ---------------------------------------------------------------- end
 

@@ -27,10 +27,10 @@ _num_made: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 class Rendezvous:
     """One construction, seen by one rank: `gather` is collective, every rank gets the same list or error."""
 
-    def __init__(self, group: dist.ProcessGroup, timeout: float | None) -> None:
+    def __init__(self, group: dist.ProcessGroup, timeout: float | None, what: str = "Communicator") -> None:
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
-        self._group = group
+        self._group, self._what = group, what
         self._number = _num_made.get(group, 0)
         _num_made[group] = self._number + 1
         # The deadline covers the whole construction, whatever the number of stages.
@@ -51,8 +51,8 @@ class Rendezvous:
         for rank, other in enumerate(records):
             if rank != self.rank and "error" in other:
                 raise PipeCommMismatch(
-                    f"rank {self.rank}: Communicator was refused by rank {rank}: {other['error']}",
-                    op="Communicator",
+                    f"rank {self.rank}: {self._what} was refused by rank {rank}: {other['error']}",
+                    op=self._what,
                     rank=self.rank,
                     peer=rank,
                     origin_rank=rank,
@@ -80,16 +80,16 @@ class Rendezvous:
             _num_made[self._group] = self._number
             missing = [r for r in range(self.size) if not self.store.check([f"{stage}/{r}"])]
             raise PipeCommTimeout(
-                f"rank {self.rank}: Communicator: ranks {missing} of {self.size} have not joined after "
+                f"rank {self.rank}: {self._what}: ranks {missing} of {self.size} have not joined after "
                 f"{self._timeout} s; construction is collective: every rank of the group must make it, in "
                 "the same order",
-                op="Communicator",
+                op=self._what,
                 rank=self.rank,
                 peer=missing[0] if missing else None,
                 origin_rank=self.rank,
             ) from error
         if len(data) > _MAX_RECORD_BYTES:
             raise PipeCommMismatch(
-                f"rank {self.rank}: record of rank {rank} has {len(data)} bytes, too many", op="Communicator"
+                f"rank {self.rank}: record of rank {rank} has {len(data)} bytes, too many", op=self._what
             )
         return json.loads(data)

@@ -1,6 +1,4 @@
-"""The process-wide default of which groups this rank is in. Groups come from the caller, never from a
-guess.
-"""
+"""The ring and Ulysses groups of this rank. Groups come from the caller, never from a guess."""
 
 from __future__ import annotations
 
@@ -8,7 +6,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .communicator import Communicator
+from ..communicator import Communicator
 
 
 class ParallelState:
@@ -59,33 +57,3 @@ def _rank_and_size(group: Any, name: str) -> tuple[int, int]:
     if group is dist.GroupMember.NON_GROUP_MEMBER or dist.get_rank(group) < 0:
         raise ValueError(f"rank {dist.get_rank()} (global) is not a member of {name}")
     return dist.get_rank(group), dist.get_world_size(group)
-
-
-_state: ParallelState | None = None
-
-
-def initialize_sequence_parallel(ulysses_group: Any = None, ring_group: Any = None) -> ParallelState:
-    """Makes and returns the default that the `*_with_cp` functions read; a second call replaces it."""
-    global _state
-    _state = ParallelState(ulysses_group, ring_group)
-    return _state
-
-
-def get_parallel_state() -> ParallelState:
-    """The default.
-
-    Raises:
-        RuntimeError: there is none.
-    """
-    if _state is None:
-        raise RuntimeError(
-            "there is no parallel state; call pipecomm_ext.parallel_state.initialize_sequence_parallel() "
-            "first, or pass parallel_state="
-        )
-    return _state
-
-
-def destroy() -> None:
-    """Forgets the default. Idempotent; groups and communicators are not closed."""
-    global _state
-    _state = None

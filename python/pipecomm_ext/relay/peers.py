@@ -1,0 +1,99 @@
+"""Messages to and from ranks that the caller names: one or several of them, over a group each.
+
+Semantics of MindSpeed-MM's layerwise-disaggregated p2p: `group`, `next_rank` and `prev_rank` are single
+values or lists that are walked together; the same tensor goes to all, and what comes from several is
+averaged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .. import _C
+from ..communicator import Communicator, Work, kept_communicator
+from ..parallel_state import PipelineTopology
+from ..parallel_state.pipeline import NUM_CHANNELS, NUM_RELAY_CHANNELS
+
+# Within the two channels for messages between single ranks.
+ACTIVATIONS, GRADIENTS = 0, 1
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A rank on the other end, and the order of messages to and from it."""
+
+    comm: Communicator
+    rank: int
+    channel: int
+
+
+def peers_of(topology: PipelineTopology, groups: Any, ranks: Any, default_rank: int, kind: int) -> list[Peer]:
+    """Of the pairs of groups and global ranks (lists, single values, or None for the topology's)."""
+    groups = groups if isinstance(groups, list) else [groups]
+    ranks = ranks if isinstance(ranks, list) else [ranks]
+    peers = []
+    for group, rank in zip(groups, ranks, strict=False):  # the shortest list ends it, as there
+        rank = default_rank if rank is None else rank
+        if group is None or group is topology.get_pipeline_model_parallel_group():
+            comm, first_channel, group = topology.communicator, NUM_RELAY_CHANNELS, topology.group
+        else:
+            counts = {"cpu": NUM_CHANNELS - NUM_RELAY_CHANNELS, "cuda": NUM_CHANNELS - NUM_RELAY_CHANNELS}
+            comm, first_channel = kept_communicator(group, None, "peers", counts), 0
+        peers.append(Peer(comm, dist.get_group_rank(group, rank), first_channel + kind))
+    return peers
+
+
+def send_to(peers: Sequence[Peer], tensor: torch.Tensor) -> list[Work]:
+    """The same tensor to each."""
+    return [peer.comm.isend(tensor.detach(), peer.rank, peer.channel) for peer in peers]
+
+
+class Received:
+    """A tensor on its way from one rank, or from several whose mean it will be.
+
+    Like a Work: `wait` may be called more than once, and only by one thread at a time if there are several
+    sources. The mean is taken in fp32 by one kernel, on the current stream if the tensor is on a device.
+    """
+
+    def __init__(self, peers: Sequence[Peer], shape: Sequence[int], dtype: torch.dtype):
+        self._buffers = [peer.comm.empty(shape, dtype) for peer in peers]
+        self._works = [
+            peer.comm.irecv(buffer, peer.rank, peer.channel)
+            for peer, buffer in zip(peers, self._buffers, strict=True)
+        ]
+        self.tensor = self._buffers[0]
+
+    def wait(self, timeout: float | None = None) -> None:
+        for work in self._works:
+            work.wait(timeout)
+        if len(self._buffers) > 1:
+            _C.mean_into_first(self._buffers)
+            self._buffers = self._buffers[:1]
+
+    def is_completed(self) -> bool:
+        """Whether everything has arrived; the mean is taken by `wait`."""
+        return all(work.is_completed() for work in self._works)
+
+
+def required(tensor_shape: Any, config: Any) -> tuple[Sequence[int], torch.dtype]:
+    """Shape and dtype of what is to be received.
+
+    Raises:
+        RuntimeError: either is None, as in MindSpeed-MM.
+    """
+    dtype = getattr(config, "pipeline_dtype", None)
+    if dtype is None:
+        raise RuntimeError("config.pipeline_dtype must be set, to receive a tensor of that dtype")
+    if tensor_shape is None:
+        raise RuntimeError("tensor_shape must be given, to receive a tensor of that shape")
+    return tensor_shape, dtype
+
+
+def leaf(tensor: torch.Tensor) -> torch.Tensor:
+    """Requires grad if its dtype can."""
+    return tensor.requires_grad_(tensor.is_floating_point() or tensor.is_complex())

@@ -1,0 +1,470 @@
+"""The stage relay: the same bits by every route, for stages of any sizes, layouts and dtypes."""
+
+from __future__ import annotations
+
+import itertools
+import time
+
+import pytest
+import torch
+from ranks import on_ranks
+from relay_cases import Traffic, numbers, piece, same_bytes, topology_of
+
+from pipecomm_ext import Communicator, PipeCommMismatch, StageRelay
+from pipecomm_ext.relay import cost
+
+SIZES = [(1, 2), (2, 1), (1, 2, 2), (2, 3), (4, 2, 1), (1, 3, 4)]
+ALGORITHMS = ["leader", "pipelined", "sharded", "direct", "auto"]
+SPECS = [
+    ((7,), torch.float32),
+    ((5, 3), torch.bfloat16),
+    ((4, 2, 3), torch.float64),
+    ((2, 3, 2, 2), torch.float16),
+    ((0, 3), torch.float32),
+    ((3, 2), torch.complex64),
+]
+NO_GRADIENTS = [((6, 2), torch.int64), ((2, 9), torch.bool), ((1, 3), torch.float8_e4m3fn)]
+
+
+def layouts_of(num_stages):
+    """One for all stages, and lists that differ by stage."""
+    replicated, rows, columns = "replicated", ("sharded", 0), ("sharded", 1)
+    return [
+        [replicated] * num_stages,
+        [rows] * num_stages,
+        [(replicated, rows)[idx % 2] for idx in range(num_stages)],
+        [(rows, replicated, columns)[idx % 3] for idx in range(num_stages)],
+        [(rows, columns)[idx % 2] for idx in range(num_stages)],
+    ]
+
+
+def all_at_once(relay: StageRelay, traffic: Traffic) -> None:
+    """Everything in flight together, over every link of the ring, waited for in an odd order."""
+    spec = (traffic.shape, traffic.dtype)
+    gradient, gradient_work = relay.recv_backward(*spec, async_op=True)
+    sends = [relay.send_backward(traffic.sent_backward(), async_op=True)]
+    activation, activation_work = relay.recv_forward(*spec, async_op=True)
+    sends.append(relay.send_forward(traffic.sent_forward(), async_op=True))
+    for work in (activation_work, *sends, gradient_work, activation_work):
+        work.wait(20)
+        assert work.is_completed()
+    check(activation, traffic.received_forward(), traffic)
+    check(gradient, traffic.received_backward(), traffic)
+
+
+def stage_by_stage(relay: StageRelay, traffic: Traffic) -> None:
+    """Round the ring and back, each call waiting."""
+    spec = (traffic.shape, traffic.dtype)
+    if traffic.stage_idx == 0:
+        assert relay.send_forward(traffic.sent_forward()) is None
+        activation = relay.recv_forward(*spec)
+        assert relay.send_backward(traffic.sent_backward()) is None
+        gradient = relay.recv_backward(*spec)
+    else:
+        activation = relay.recv_forward(*spec)
+        relay.send_forward(traffic.sent_forward())
+        gradient = relay.recv_backward(*spec)
+        relay.send_backward(traffic.sent_backward())
+    check(activation, traffic.received_forward(), traffic)
+    check(gradient, traffic.received_backward(), traffic)
+
+
+def check(actual, expected, traffic):
+    assert same_bytes(actual, expected), (traffic.layouts, traffic.grad_reduce, traffic.shape, traffic.dtype)
+    assert not actual.requires_grad
+
+
+def run_matrix(world, sizes, cases, **communicator) -> None:
+    topology = topology_of(world, list(sizes))
+    comm = world.shared_comm(channels=6, **communicator) if communicator else None
+    for idx, (algorithm, layouts, grad_reduce, (shape, dtype)) in enumerate(cases):
+        if any(layout != "replicated" and layout[1] >= len(shape) for layout in layouts):
+            continue
+        relay = StageRelay(
+            topology, algorithm=algorithm, layout=layouts, grad_reduce=grad_reduce, communicator=comm
+        )
+        traffic = Traffic(topology, layouts, grad_reduce, shape, dtype, idx)
+        (all_at_once if idx % 2 == 0 else stage_by_stage)(relay, traffic)
+
+
+def body_all_cases(world, sizes):
+    layouts = layouts_of(len(sizes))
+    with_gradients = itertools.product(ALGORITHMS, layouts, ["leader", "sum", "mean"], SPECS)
+    without = itertools.product(ALGORITHMS, layouts, ["leader"], NO_GRADIENTS)
+    cases = [*with_gradients, *without]
+    # All pairs of everything are in the smallest worlds, a third of them in the larger ones.
+    run_matrix(world, sizes, cases if sum(sizes) <= 3 else cases[:: 3 if sum(sizes) <= 5 else 7])
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_values_and_gradients(ranks, sizes):
+    ranks.run(sum(sizes), body_all_cases, sizes, deadline=90)
+
+
+def body_c10d(world, sizes):
+    cases = list(itertools.product(ALGORITHMS, layouts_of(len(sizes)), ["sum"], SPECS[:3]))
+    run_matrix(world, sizes, cases[::2], transport="c10d")
+
+
+@pytest.mark.parametrize("sizes", [(1, 2), (2, 3)], ids=str)
+def test_values_and_gradients_over_sockets(ranks, sizes):
+    ranks.run(sum(sizes), body_c10d, sizes, deadline=90)
+
+
+@on_ranks(5, deadline=60)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_large_tensors_of_mixed_dtypes(world, algorithm):
+    """Enough bytes for rendezvous, windows and several chunks; several relays under way in each direction."""
+    topology = topology_of(world, [2, 3])
+    relay = StageRelay(topology, algorithm=algorithm, grad_reduce="mean")
+    steps = []
+    for step, (shape, dtype) in enumerate([((300, 1001), torch.float32), ((1 << 20,), torch.bfloat16)] * 2):
+        traffic = Traffic(topology, ["replicated"] * 2, "mean", shape, dtype, step)
+        received = relay.recv_forward(shape, dtype, True), relay.recv_backward(shape, dtype, True)
+        sent = (
+            relay.send_forward(traffic.sent_forward(), True),
+            relay.send_backward(traffic.sent_backward(), True),
+        )
+        steps.append((traffic, received, sent))
+    for traffic, ((activation, first), (gradient, second)), sent in reversed(steps):
+        for work in (first, second, *sent):
+            work.wait(30)
+        check(activation, traffic.received_forward(), traffic)
+        check(gradient, traffic.received_backward(), traffic)
+
+
+@on_ranks(3)
+def test_strides_and_unshared_memory(world):
+    topology = topology_of(world, [1, 2])
+    whole = numbers((6, 4), torch.float32, "strided")
+    for algorithm in ALGORITHMS:
+        relay = StageRelay(topology, algorithm=algorithm)
+        if topology.is_pipeline_first_stage():
+            relay.send_forward(whole.t().contiguous().t())
+        else:
+            received = relay.recv_forward([6, 4], torch.float32)
+            assert same_bytes(received, whole) and received.is_contiguous() and received._base is None
+            received.add_(1)  # its own memory: nothing of a peer changes
+            world.comm.barrier() if False else None
+            assert same_bytes(received, whole + 1)
+
+
+@on_ranks(3)
+def test_a_scalar_is_relayed(world):
+    topology = topology_of(world, [1, 2])
+    for algorithm in ALGORITHMS:
+        relay = StageRelay(topology, algorithm=algorithm)
+        if topology.is_pipeline_first_stage():
+            relay.send_forward(torch.tensor(7.5))
+        else:
+            assert relay.recv_forward((), torch.float32).item() == 7.5
+
+
+def wait_for(condition, seconds: float = 10.0) -> None:
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.005)
+
+
+@on_ranks(5)
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_arrives_without_anybody_waiting(world, algorithm, transport):
+    topology = topology_of(world, [2, 3])
+    comm = world.shared_comm(channels=6, transport=transport)
+    relay = StageRelay(topology, algorithm=algorithm, communicator=comm)
+    whole = numbers((1 << 19,), torch.float32, "unwatched", algorithm)
+    if topology.is_pipeline_first_stage():
+        work = relay.send_forward(whole, async_op=True)
+        wait_for(work.is_completed)
+        relay.drain()
+    else:
+        received, work = relay.recv_forward(whole.shape, whole.dtype, async_op=True)
+        wait_for(work.is_completed)
+        assert same_bytes(received, whole)
+        work.wait()
+
+
+@on_ranks(3)
+def test_dropped_handles_are_delivered(world):
+    topology = topology_of(world, [2, 1])
+    relay = StageRelay(topology, algorithm="pipelined")
+    wholes = [numbers((1 << 18,), torch.float32, "dropped", idx) for idx in range(4)]
+    if topology.is_pipeline_first_stage():
+        for whole in wholes:
+            relay.send_forward(whole.clone(), async_op=True)
+        relay.drain()
+    else:
+        for whole in wholes:
+            assert same_bytes(relay.recv_forward(whole.shape, whole.dtype), whole)
+
+
+# ---- errors -----------------------------------------------------------------------------------------------
+
+
+def expect(kinds, text, call):
+    with pytest.raises(kinds) as raised:
+        result = call()
+        if result is not None:
+            result[1].wait(10)
+    assert text in str(raised.value), raised.value
+
+
+def still_works(relay: StageRelay, step) -> None:
+    topology = relay.topology
+    layouts = ["replicated"] * topology.num_stages
+    all_at_once(relay, Traffic(topology, layouts, relay._grad_reduce, (5, 3), torch.float32, step))
+
+
+@on_ranks(3, 5)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("is_async", [False, True])
+def test_disagreeing_stages_hear_of_it(world, algorithm, is_async):
+    topology = topology_of(world, [1, 2] if world.size == 3 else [2, 3])
+    relay = StageRelay(topology, algorithm=algorithm)
+    is_first = topology.is_pipeline_first_stage()
+    sent = torch.zeros(4, 6)
+    for shape, dtype in [((6, 4), torch.float32), ((4, 6), torch.float64), ((4, 5), torch.float32)]:
+        if is_first:
+            call = lambda: (None, relay.send_forward(sent, True)) if is_async else relay.send_forward(sent)  # noqa: E731
+        else:
+            call = lambda: relay.recv_forward(shape, dtype, is_async)  # noqa: B023, E731
+        expect(PipeCommMismatch, "relay of float32[4, 6]", call)
+        still_works(relay, (shape, str(dtype)))
+
+
+@on_ranks(3, 5)
+@pytest.mark.parametrize("grad_reduce", ["leader", "sum"])
+@pytest.mark.parametrize("algorithm", ["leader", "pipelined", "sharded"])
+def test_a_stage_that_disagrees_with_itself(world, algorithm, grad_reduce):
+    """One rank of the sending, or of the receiving stage differs: everybody raises."""
+    topology = topology_of(world, [1, 2] if world.size == 3 else [2, 3])
+    relay = StageRelay(topology, algorithm=algorithm, grad_reduce=grad_reduce)
+    is_odd = world.rank == world.size - 1
+    length = 9 if is_odd else 8
+    if topology.is_pipeline_first_stage():
+        expect(PipeCommMismatch, "relay", lambda: relay.send_forward(torch.zeros(8)))
+        expect(PipeCommMismatch, "relay", lambda: relay.recv_backward([8], torch.float32))
+    else:
+        expect(PipeCommMismatch, "relay", lambda: relay.recv_forward([length], torch.float32))
+        expect(PipeCommMismatch, "relay", lambda: relay.send_backward(torch.zeros(length)))
+    still_works(relay, "self")
+
+
+@on_ranks(5)
+@pytest.mark.parametrize("grad_reduce", ["leader", "mean"])
+@pytest.mark.parametrize("layout", ["replicated", ("sharded", 0)])
+def test_one_rank_rejects_the_call(world, layout, grad_reduce):
+    topology = topology_of(world, [2, 3])
+    relay = StageRelay(topology, layout=layout, grad_reduce=grad_reduce)
+    is_bad = world.rank == 4
+    if topology.is_pipeline_first_stage():
+        expect(
+            PipeCommMismatch,
+            "refused by rank 4: TypeError",
+            lambda: relay.recv_backward([6, 2], torch.float32),
+        )
+        expect(
+            PipeCommMismatch, "refused by rank 4: ValueError", lambda: relay.send_forward(torch.zeros(3, 2))
+        )
+    else:
+        bad, text = (TypeError, "tensor must be") if is_bad else (PipeCommMismatch, "refused by rank 4")
+        expect(bad, text, lambda: relay.send_backward("no tensor" if is_bad else torch.zeros(2, 2)))
+        bad, text = (ValueError, "lengths >= 0") if is_bad else (PipeCommMismatch, "refused by rank 4")
+        expect(bad, text, lambda: relay.recv_forward([-1, 2] if is_bad else [6, 2], torch.float32))
+    relay = StageRelay(topology, grad_reduce=grad_reduce)
+    still_works(relay, "rejected")
+
+
+@on_ranks(5)
+def test_pieces_must_be_remainder_first(world):
+    topology = topology_of(world, [2, 3])
+    relay = StageRelay(topology, layout=("sharded", 0))
+    if topology.is_pipeline_first_stage():
+        mine = torch.zeros(1 + 2 * world.rank, 2)
+        expect(ValueError, "hold lengths [1, 3] along dim 0", lambda: relay.send_forward(mine))
+        expect(ValueError, "tensor must be [2, 2]", lambda: relay.send_forward(mine, shape=(4, 2)))
+    else:
+        for _ in range(2):
+            expect(PipeCommMismatch, "refused by rank", lambda: relay.recv_forward([4, 2], torch.float32))
+    shape = (5, 2)
+    traffic = Traffic(topology, [("sharded", 0)] * 2, "leader", shape, torch.float32, "pieces")
+    if topology.is_pipeline_first_stage():
+        relay.send_forward(traffic.sent_forward(), shape=shape)
+    else:
+        check(relay.recv_forward(shape, torch.float32), traffic.received_forward(), traffic)
+
+
+@on_ranks(3)
+def test_integer_gradients_have_no_mean(world):
+    topology = topology_of(world, [2, 1])
+    relay = StageRelay(topology, grad_reduce="mean")
+    integers = torch.zeros(4, dtype=torch.int64)
+    if topology.is_pipeline_first_stage():
+        with pytest.raises(TypeError, match="needs floating-point or complex gradients, not torch.int64"):
+            relay.send_backward(integers)
+    else:
+        expect(PipeCommMismatch, "refused", lambda: relay.recv_backward([4], torch.int64))
+    still_works(relay, "integers")
+
+
+@on_ranks(3)
+def test_bad_arguments(world):
+    topology = topology_of(world, [1, 2])
+    for arguments, text in [
+        ({"algorithm": "fast"}, "algorithm must be one of auto, leader"),
+        ({"layout": "split"}, 'layout must be "replicated"'),
+        ({"layout": ("sharded", -1)}, "0 or more, not -1"),
+        ({"layout": ["replicated"]}, "one entry for each of the 2 stages, got 1"),
+        ({"grad_reduce": "max"}, "grad_reduce must be one of leader, sum, mean"),
+    ]:
+        with pytest.raises(ValueError) as raised:
+            StageRelay(topology, **arguments)
+        assert text in str(raised.value)
+    with pytest.raises(TypeError, match="topology must be a PipelineTopology, not list"):
+        StageRelay([1, 2])
+    with pytest.raises(TypeError, match="communicator must be a Communicator"):
+        StageRelay(topology, communicator=world.group)
+    with pytest.raises(RuntimeError, match="initialize_pipeline"):
+        StageRelay()
+    relay = StageRelay(topology, layout=("sharded", 1))
+    for call in (
+        lambda: relay.recv_forward([4], torch.float32),
+        lambda: relay.send_forward(torch.zeros(4)),
+    ):
+        with pytest.raises(ValueError, match="sharded along dim 1, but it has 1 dims"):
+            call()
+
+
+@on_ranks(3)
+def test_a_communicator_with_few_channels(world):
+    """Its transport is taken; the messages have channels of their own."""
+    topology = topology_of(world, [1, 2])
+    comm = world.fresh_comm(channels=2, transport="c10d", timeout=33)
+    relay = StageRelay(topology, communicator=comm)
+    try:
+        assert relay.communicator is not comm and relay.communicator.channels == 6
+        assert (relay.communicator.transport, relay.communicator.timeout) == ("c10d", 33)
+        still_works(relay, "few channels")
+    finally:
+        relay.communicator.close()
+
+
+@on_ranks(2)
+def test_one_stage_has_no_neighbour(world):
+    topology = topology_of(world, [2])
+    with pytest.raises(ValueError, match="a pipeline of one stage"):
+        StageRelay(topology).send_forward(torch.zeros(2))
+
+
+# ---- any two stages ---------------------------------------------------------------------------------------
+
+
+@on_ranks(5, deadline=60)
+@pytest.mark.parametrize("grad_reduce", ["leader", "sum"])
+@pytest.mark.parametrize("algorithm", ["leader", "pipelined", "sharded"])
+def test_relay_is_differentiable(world, algorithm, grad_reduce):
+    """From stage 0 to 2 and back to 1, through weights on each: gradients as if it were one process."""
+    sizes = [1, 2, 2]
+    topology = topology_of(world, sizes)
+    relay = StageRelay(topology, algorithm=algorithm, grad_reduce=grad_reduce)
+    stage_idx, position = topology.get_vtp_my_stage_idx(), topology.get_tensor_model_parallel_rank()
+    shape, dtype = (3, 4), torch.float64
+    x = numbers(shape, dtype, "x").requires_grad_()
+    weights = [numbers(shape, dtype, "weight", idx).requires_grad_() for idx in range(3)]
+
+    # The ranks of a stage hold replicas, of which each one's loss is the part 1 / n.
+    factor = {"leader": 1.0, "sum": 0.5}[grad_reduce]
+    if stage_idx == 0:
+        token = relay.relay(x * weights[0], shape, dtype, 0, 2)
+        assert token.numel() == 0 and token.requires_grad
+        token.backward()
+    elif stage_idx == 2:
+        received = relay.relay(None, shape, dtype, 0, 2)
+        assert received.requires_grad
+        relay.relay(received * weights[2] * factor, shape, dtype, 2, 1).backward()
+    else:
+        received = relay.relay(None, shape, dtype, 2, 1)
+        (received * weights[1]).sum().backward()
+
+    expected_x = x.detach().clone().requires_grad_()
+    expected = [weight.detach().clone().requires_grad_() for weight in weights]
+    y = expected_x * expected[0] * expected[2] * factor
+    scale = {"leader": 1.0, "sum": 2.0}[grad_reduce]  # of what two equal replicas of stage 1 send back
+    (y * expected[1]).sum().backward()
+    if stage_idx == 0:
+        total = scale * scale  # stage 2 sends the sum of its two, too
+        assert torch.equal(x.grad, expected_x.grad * total)
+        assert torch.equal(weights[0].grad, expected[0].grad * total)
+    else:
+        own = scale if stage_idx == 2 else 1.0
+        assert torch.equal(weights[stage_idx].grad, expected[stage_idx].grad * own), position
+
+
+@on_ranks(3)
+def test_relay_of_integers_and_of_what_needs_no_gradient(world):
+    topology = topology_of(world, [1, 2])
+    relay = StageRelay(topology)
+    indices, values = numbers((4,), torch.int64, "indices"), numbers((4,), torch.float32, "values")
+    if topology.is_pipeline_first_stage():
+        token = relay.relay(indices, [4], torch.int64, 0, 1)
+        assert token.numel() == 0 and not token.requires_grad
+        relay.relay(values, [4], torch.float32, 0, 1).backward()  # receives it, though nobody wants it
+        assert values.grad is None
+    else:
+        received = relay.relay(None, [4], torch.int64, 0, 1)
+        assert same_bytes(received, indices) and not received.requires_grad
+        received = relay.relay(None, [4], torch.float32, 0, 1)
+        received.sum().backward()
+
+
+@on_ranks(5)
+def test_relay_arguments(world):
+    topology = topology_of(world, [1, 2, 2])
+    relay = StageRelay(topology)
+    stage_idx = topology.get_vtp_my_stage_idx()
+    x = torch.zeros(2, 2)
+    for source_idx, destination_idx, text in [(1, 1, "must differ"), (0, 3, "dst_stage 3 is not in 0..2")]:
+        with pytest.raises(ValueError, match=text):
+            relay.relay(x, [2, 2], torch.float32, source_idx, destination_idx)
+    if stage_idx == 2:
+        with pytest.raises(ValueError, match="this rank is in stage 2, neither in 0 nor in 1"):
+            relay.relay(None, [2, 2], torch.float32, 0, 1)
+        return
+    mine = x if stage_idx == 0 else None
+    if world.rank == 2:
+        with pytest.raises(ValueError, match="tensor must be None"):
+            relay.relay(x, [2, 2], torch.float32, 0, 1)
+    else:
+        with pytest.raises(PipeCommMismatch, match="refused by rank 2: ValueError: tensor must be None"):
+            relay.relay(mine, [2, 2], torch.float32, 0, 1)
+    if stage_idx == 0:
+        with pytest.raises(ValueError, match="tensor is torch.float32, but dtype says torch.float64"):
+            relay.relay(x, [2, 2], torch.float64, 0, 1)
+    else:
+        with pytest.raises(PipeCommMismatch, match="refused by rank 0"):
+            relay.relay(None, [2, 2], torch.float64, 0, 1)
+    result = relay.relay(mine, [2, 2], torch.float32, 0, 1)
+    assert result.shape == ((0,) if stage_idx == 0 else (2, 2))
+
+
+# ---- the model of costs -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("transport", ["shm", "c10d", "nccl"])
+def test_choice_of_route(transport):
+    for num_speakers, num_receivers in itertools.product((1, 2, 4, 8), repeat=2):
+        assert cost.choose(transport, 0, num_speakers, num_receivers)[0] == "direct"
+        for num_bytes in (1 << 10, 1 << 20, 1 << 28):
+            algorithm, num_chunks = cost.choose(transport, num_bytes, num_speakers, num_receivers)
+            assert num_chunks == 1 or (algorithm == "pipelined" and num_chunks <= cost.MAX_CHUNKS)
+            assert num_receivers > 1 or algorithm == "direct"
+            named = cost.choose(transport, num_bytes, num_speakers, num_receivers, "pipelined")
+            assert named[0] == "pipelined" and named[1] >= 1
+    assert cost.choose("nccl", 100 << 20, 8, 8)[0] == "sharded"
+
+
+def test_communicator_type():
+    assert piece(torch.arange(5), ("sharded", 0), 1, 3).tolist() == [2, 3]
+    assert Communicator is not None

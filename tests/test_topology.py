@@ -1,0 +1,137 @@
+"""Pipeline stages of any sizes: who is in which stage and chain, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import on_ranks
+from relay_cases import topology_of
+
+from pipecomm_ext import PipeCommMismatch, parallel_state
+from pipecomm_ext.parallel_state import PipelineTopology
+
+
+@on_ranks(5)
+def test_sizes_and_neighbours(world):
+    topology = topology_of(world, [1, 2, 2])
+    stage_of, position_of = [0, 1, 1, 2, 2], [0, 0, 1, 0, 1]
+    chain = [0, 2, 4] if world.rank in (2, 4) else [0, 1, 3]
+    stage_idx = stage_of[world.rank]
+    assert topology.get_vtp_size_list() == [1, 2, 2]
+    assert topology.get_vtp_stage_ranks() == [[0], [1, 2], [3, 4]]
+    assert topology.get_vtp_my_stage_idx() == topology.get_pipeline_model_parallel_rank() == stage_idx
+    assert topology.get_pipeline_model_parallel_world_size() == topology.num_stages == 3
+    assert topology.get_tensor_model_parallel_rank() == position_of[world.rank]
+    assert topology.get_tensor_model_parallel_world_size() == [1, 2, 2][stage_idx]
+    assert topology.is_vtp_stage_rank0() == (world.rank in (0, 1, 3))
+    assert topology.get_pipeline_model_parallel_next_rank() == chain[(stage_idx + 1) % 3]
+    assert topology.get_pipeline_model_parallel_prev_rank() == chain[stage_idx - 1]
+    assert dist.get_process_group_ranks(topology.get_pipeline_model_parallel_group()) == chain
+    members = [[0], [1, 2], [3, 4]][stage_idx]
+    assert dist.get_process_group_ranks(topology.get_tensor_model_parallel_group()) == members
+    assert topology.is_pipeline_first_stage() == (stage_idx == 0)
+    assert topology.is_pipeline_last_stage() == (stage_idx == 2)
+    assert topology.communicator.size == 5 and f"I am in stage {stage_idx}" in repr(topology)
+    total = torch.tensor([world.rank])  # the groups work
+    dist.all_reduce(total, group=topology.get_tensor_model_parallel_group())
+    assert total.item() == sum(members)
+
+
+@on_ranks(5)
+def test_lists_of_ranks(world):
+    """A stage's ranks need neither be neighbours nor in order; the first one of the list leads."""
+    topology = topology_of(world, [[4, 1], [0], [2, 3]])
+    stage_of, position_of = [1, 0, 2, 2, 0], [0, 1, 0, 1, 0]
+    assert topology.get_vtp_my_stage_idx() == stage_of[world.rank]
+    assert topology.get_tensor_model_parallel_rank() == position_of[world.rank]
+    assert topology.get_vtp_stage_ranks() == [[4, 1], [0], [2, 3]]
+    assert topology.is_vtp_stage_rank0() == (world.rank in (4, 0, 2))
+    chain = [1, 0, 3] if world.rank in (1, 3) else [4, 0, 2]
+    assert topology.get_pipeline_model_parallel_next_rank() == chain[(stage_of[world.rank] + 1) % 3]
+
+
+@on_ranks(3)
+def test_virtual_stages(world):
+    topology = PipelineTopology([1, 2], virtual_stages=2)
+    with topology.communicator:
+        assert topology.get_virtual_pipeline_model_parallel_world_size() == 2
+        is_first = world.rank == 0
+        for chunk in range(2):
+            topology.set_virtual_pipeline_model_parallel_rank(chunk)
+            assert topology.get_virtual_pipeline_model_parallel_rank() == chunk
+            assert topology.is_pipeline_first_stage() == is_first
+            assert topology.is_pipeline_last_stage() == (not is_first)
+            assert topology.is_pipeline_first_stage(ignore_virtual=False) == (is_first and chunk == 0)
+            assert topology.is_pipeline_last_stage(ignore_virtual=False) == (not is_first and chunk == 1)
+        with pytest.raises(ValueError, match="virtual stage 2 is not in 0..1"):
+            topology.set_virtual_pipeline_model_parallel_rank(2)
+
+
+@on_ranks(3)
+def test_part_of_the_world(world):
+    """Over a group: its ranks count, and ranks outside have no part in it."""
+    group = dist.new_group([0, 2])
+    if world.rank == 1:
+        with pytest.raises(ValueError, match="not a member of the group"):
+            PipelineTopology([1, 1], group=group)
+        return
+    topology = PipelineTopology([[1], [0]], group=group)
+    with topology.communicator:
+        assert topology.get_vtp_stage_ranks() == [[2], [0]]
+        assert topology.get_pipeline_model_parallel_next_rank() == 2 - world.rank
+
+
+@on_ranks(3)
+def test_default_topology(world):
+    with pytest.raises(RuntimeError, match="there is no pipeline topology"):
+        parallel_state.get_pipeline_topology()
+    topology = parallel_state.initialize_pipeline([2, 1])
+    try:
+        assert parallel_state.get_pipeline_topology() is topology
+        with pytest.raises(RuntimeError, match="already"):
+            parallel_state.initialize_pipeline([1, 2])
+    finally:
+        topology.close()
+        parallel_state.destroy()
+        parallel_state.destroy()
+    with pytest.raises(RuntimeError, match="there is no pipeline topology"):
+        parallel_state.get_pipeline_topology()
+
+
+WRONG = [
+    ([1, 1], ValueError, "3 together, the size of the group, not 2"),
+    ([0, 3], ValueError, "1 rank or more each"),
+    ([], ValueError, "stages must be a list"),
+    (3, ValueError, "stages must be a list"),
+    ([1, [1, 2]], ValueError, "all sizes or all lists"),
+    ([[0], []], ValueError, "stage 1 has no ranks"),
+    ([[0], [1, 3]], ValueError, "rank 3 of stage 1 is not in the group, whose ranks are 0..2"),
+    ([[0, 1], [1, 2]], ValueError, "rank 1 is in stage 0 and in stage 1"),
+    ([[0], [2]], ValueError, "ranks [1] of the group are in no stage"),
+    ([1.5, 1.5], TypeError, "the size of a stage must be an int, not float"),
+    ([True, 2], TypeError, "must be an int, not a bool"),
+]
+
+
+@on_ranks(3)
+def test_wrong_stages_on_all_ranks(world):
+    for stages, kind, text in WRONG:
+        with pytest.raises(kind) as raised:
+            PipelineTopology(stages)
+        assert text in str(raised.value), (stages, raised.value)
+    with pytest.raises(ValueError, match="virtual_stages must be 1 or more, not 0"):
+        PipelineTopology([1, 2], virtual_stages=0)
+
+
+@on_ranks(3)
+def test_wrong_stages_on_one_rank(world):
+    kind, text = (
+        (ValueError, "not 2") if world.rank == 1 else (PipeCommMismatch, "refused by rank 1: ValueError")
+    )
+    with pytest.raises(kind, match=text):
+        PipelineTopology([1, 1] if world.rank == 1 else [1, 2])
+    with pytest.raises(PipeCommMismatch, match=r"disagree about stages: \[\[0\], \[1, 2\]\] on rank 0"):
+        PipelineTopology([2, 1] if world.rank == 2 else [1, 2])
+    with pytest.raises(PipeCommMismatch, match="disagree about virtual_stages: 1 on rank 0, 2 on rank 2"):
+        PipelineTopology([1, 2], virtual_stages=2 if world.rank == 2 else 1)

@@ -1,0 +1,263 @@
+"""MindSpeed-MM's functions between stages: vtp_* over the relay, and the layerwise-disaggregated ones."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import on_ranks
+from relay_cases import numbers, same_bytes, topology_of
+
+from pipecomm_ext import (
+    PipeCommMismatch,
+    parallel_state,
+    vtp_recv_backward,
+    vtp_recv_forward,
+    vtp_send_backward,
+    vtp_send_forward,
+)
+from pipecomm_ext.pipeline_parallel import (
+    recv_backward_with_reqs,
+    recv_forward_with_reqs,
+    send_backward,
+    send_forward,
+)
+
+FP32 = SimpleNamespace(pipeline_dtype=torch.float32)
+
+
+def finish(works) -> None:
+    for work in works or []:
+        work.wait(10)
+
+
+@on_ranks(3)
+def test_vtp_example_of_the_reference(world):
+    """[1, 2]: rank 0 sends (3, 4); the gradient of rank 1 comes back, nothing is added up."""
+    topology = topology_of(world, [1, 2])
+    if world.rank == 0:
+        works = vtp_send_forward(torch.tensor([3.0, 4.0]), topology=topology)
+        assert len(works) == 1
+        gradient = vtp_recv_backward([2], FP32, topology=topology)
+        assert gradient.tolist() == [7.0, 8.0]
+        finish(works)
+    else:
+        received = vtp_recv_forward([2], FP32, topology=topology)
+        assert received.tolist() == [3.0, 4.0] and received.is_leaf and received.requires_grad
+        works = vtp_send_backward(torch.tensor([7.0, 8.0]) * world.rank, topology=topology)
+        assert (works is None) == (world.rank == 2)
+        finish(works)
+
+
+@on_ranks(5)
+@pytest.mark.parametrize("is_async", [False, True])
+def test_vtp_round_the_ring(world, is_async):
+    """Wraparound both ways, with the default topology; wait() may be called twice."""
+    parallel_state._topology = topology = topology_of(world, [1, 2, 2])
+    try:
+        mine, num_stages = topology.get_vtp_my_stage_idx(), 3
+        config = SimpleNamespace(pipeline_dtype=torch.bfloat16)
+        sent = vtp_send_forward(numbers((6, 2), torch.bfloat16, "F", mine)) or []
+        sent += vtp_send_backward(numbers((6, 2), torch.bfloat16, "B", mine)) or []
+        forward = vtp_recv_forward((6, 2), config, async_op=is_async)
+        backward = vtp_recv_backward((6, 2), config, async_op=is_async)
+        if is_async:
+            (forward, first), (backward, second) = forward, backward
+            assert list(first) == ["recv_prev"] and list(second) == ["recv_next"]
+            for work in (second["recv_next"], first["recv_prev"], second["recv_next"]):
+                work.wait()
+                assert work.is_completed()
+        assert same_bytes(forward, numbers((6, 2), torch.bfloat16, "F", (mine - 1) % num_stages))
+        assert same_bytes(backward, numbers((6, 2), torch.bfloat16, "B", (mine + 1) % num_stages))
+        finish(sent)
+    finally:
+        parallel_state.destroy()
+
+
+@on_ranks(3)
+def test_vtp_errors(world):
+    topology = topology_of(world, [1, 2])
+    for config, shape, kind, text in [
+        (SimpleNamespace(pipeline_dtype=None), [2], RuntimeError, "config.pipeline_dtype must be set"),
+        (FP32, None, RuntimeError, "tensor_shape must be given"),
+        (
+            SimpleNamespace(pipeline_dtype=torch.float32, sequence_parallel=True),
+            [2],
+            ValueError,
+            "with sequence_parallel",
+        ),
+    ]:
+        if world.rank == 0:
+            with pytest.raises(PipeCommMismatch, match="refused by rank"):
+                vtp_send_forward(torch.zeros(2), topology=topology)[0].wait(10)
+        else:
+            with pytest.raises(kind, match=text):
+                vtp_recv_forward(shape, config, topology=topology)
+    if world.rank == 0:
+        with pytest.raises(PipeCommMismatch):
+            vtp_send_forward(torch.zeros(2), topology=topology)[0].wait(10)
+        finish(vtp_send_forward(torch.ones(2), topology=topology))
+    else:
+        with pytest.raises(PipeCommMismatch):
+            vtp_recv_forward([2], SimpleNamespace(pipeline_dtype=torch.bfloat16), topology=topology)
+        assert vtp_recv_forward([2], FP32, topology=topology).tolist() == [1.0, 1.0]
+    with pytest.raises(RuntimeError, match="there is no pipeline topology"):
+        vtp_recv_forward([2], FP32)
+
+
+@on_ranks(4)
+def test_vtp_with_named_ranks(world):
+    """Stage 1 of two ranks hears from the two ranks of lists: it gets their fp32 mean, all its ranks."""
+    topology = topology_of(world, [1, 2, 1])
+    group = dist.group.WORLD
+    for is_async in (False, True):
+        if world.rank in (0, 3):
+            value = {0: 1.0, 3: 5.0}[world.rank]
+            finish(vtp_send_forward(torch.full((3,), value), topology=topology, group=group, next_rank=1))
+        else:
+            lists = {"group": [group, group], "prev_rank": [0, 3], "topology": topology}
+            received = vtp_recv_forward([3], FP32, async_op=is_async, **lists)
+            if is_async:
+                received, works = received
+                works["recv_prev"].wait()
+                works["recv_prev"].wait()
+            assert received.tolist() == [3.0] * 3 and received.is_leaf and received.requires_grad
+    if world.rank == 1:
+        works = vtp_send_backward(
+            torch.arange(2.0), topology=topology, group=[group, group], prev_rank=[0, 3]
+        )
+        assert len(works) == 2
+        finish(works)
+    elif world.rank == 2:
+        assert vtp_send_backward(torch.zeros(2), topology=topology, group=group, prev_rank=0) is None
+    else:
+        received = vtp_recv_backward([2], FP32, topology=topology, group=group, next_rank=1)
+        assert received.tolist() == [0.0, 1.0]
+
+
+# ---- layerwise disaggregated ------------------------------------------------------------------------------
+
+
+def config_of(**changes) -> SimpleNamespace:
+    fields = {
+        "pipeline_dtype": torch.float32,
+        "batch_p2p_comm": False,
+        "layerwise_disaggregated_training": True,
+    }
+    return SimpleNamespace(**{**fields, **changes})
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("modes", [{}, {"batch_p2p_comm": True}, {"use_ring_exchange_p2p": True}], ids=str)
+def test_u_shape(world, modes):
+    """Down the stages and back to the first, which has both ends; gradients the other way round."""
+    topology = topology_of(world, [1, 1, 1])
+    config, key = config_of(**modes), {"topology": topology}
+    requests = [] if "use_ring_exchange_p2p" in modes else None
+    x = [numbers((2, 3), torch.float32, "x", idx) for idx in range(3)]
+    g = [numbers((2, 3), torch.float32, "g", idx) for idx in range(3)]
+    if world.rank == 0:
+        assert recv_forward_with_reqs((2, 3), config, **key) == (None, None)
+        assert send_forward(x[0], config, **key) is None
+        received, reqs = recv_forward_with_reqs((2, 3), config, is_end_stage=True, **key)
+        assert same_bytes(received, x[2]) and received.requires_grad and received.is_leaf and reqs == requests
+        assert send_forward(x[0], config, is_end_stage=True, **key) is None  # the loss is here
+        assert recv_backward_with_reqs((2, 3), config, is_end_stage=True, **key) == (None, None)
+        send_backward(g[0], config, is_end_stage=True, **key)
+        received, _ = recv_backward_with_reqs((2, 3), config, **key)
+        assert same_bytes(received, g[1])
+        assert send_backward(g[0], config, **key) is None
+    else:
+        for is_end_stage in [False]:
+            received, reqs = recv_forward_with_reqs((2, 3), config, is_end_stage, **key)
+            assert same_bytes(received, x[world.rank - 1]) and reqs == requests
+            send_forward(x[world.rank], config, is_end_stage, **key)
+            received, _ = recv_backward_with_reqs((2, 3), config, is_end_stage, **key)
+            assert same_bytes(received, g[(world.rank + 1) % 3])
+            send_backward(g[world.rank], config, is_end_stage, **key)
+
+
+@on_ranks(2)
+def test_straight_pipeline_and_requests(world):
+    """Not disaggregated: the last stage has nothing after it. Without waiting, requests by name."""
+    topology = topology_of(world, [1, 1])
+    config, key = config_of(layerwise_disaggregated_training=False), {"topology": topology}
+    if world.rank == 0:
+        send_forward(torch.ones(4).view(2, 2).t(), config, wait_on_reqs=False, **key)
+        received, reqs = recv_backward_with_reqs([3], config, wait_on_reqs=False, **key)
+        assert list(reqs) == ["recv_next"]
+        for _ in range(2):
+            reqs["recv_next"].wait()
+        assert reqs["recv_next"].is_completed() and received.tolist() == [1.0, 2.0, 3.0]
+    else:
+        assert send_forward(torch.ones(4), config, **key) is None
+        assert recv_backward_with_reqs([3], config, **key) == (None, None)
+        received, reqs = recv_forward_with_reqs((2, 2), config, wait_on_reqs=False, **key)
+        reqs["recv_prev"].wait()
+        assert received.tolist() == [[1.0, 1.0], [1.0, 1.0]]
+        send_backward(torch.tensor([1.0, 2.0, 3.0]), config, **key)
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_mean_of_several(world, dtype):
+    """One edge for two clouds: the same tensor to each, and the fp32 mean of what comes back; {1, 5} -> 3."""
+    topology = topology_of(world, [1, 1, 1])
+    groups = [dist.group.WORLD] * 2
+    config, key = config_of(pipeline_dtype=dtype), {"topology": topology}
+    for wait_on_reqs in (True, False):
+        if world.rank == 0:
+            lists = {"group": groups, "next_rank": [1, 2], "prev_rank": [1, 2]}
+            send_forward(torch.full((5,), 2.0, dtype=dtype), config, **lists, **key)
+            received, reqs = recv_backward_with_reqs([5], config, wait_on_reqs=wait_on_reqs, **lists, **key)
+            if not wait_on_reqs:
+                for _ in range(2):
+                    reqs["recv_next"].wait()
+            assert received.tolist() == [3.0] * 5 and received.dtype == dtype
+            assert received.is_leaf and received.requires_grad
+        else:
+            edge = {"group": dist.group.WORLD, "prev_rank": 0}
+            received, _ = recv_forward_with_reqs([5], config, **edge, **key)
+            assert received.tolist() == [2.0] * 5
+            value = {1: 1.0, 2: 5.0}[world.rank]
+            send_backward(torch.full((5,), value, dtype=dtype), config, **edge, **key)
+
+
+@on_ranks(2)
+def test_layerwise_errors(world):
+    topology = topology_of(world, [1, 1])
+    key = {"topology": topology, "is_end_stage": True}
+    with pytest.raises(RuntimeError, match="config.pipeline_dtype must be set"):
+        recv_forward_with_reqs([2], config_of(pipeline_dtype=None), **key)
+    with pytest.raises(RuntimeError, match="tensor_shape must be given"):
+        recv_forward_with_reqs(None, config_of(), **key)
+    with pytest.raises(ValueError, match="wait_on_reqs=False needs config.batch_p2p_comm=False"):
+        recv_forward_with_reqs([2], config_of(batch_p2p_comm=True), wait_on_reqs=False, **key)
+    if world.rank == 0:
+        with pytest.raises(PipeCommMismatch, match=r"expects float64\[2\]"):
+            send_forward(torch.zeros(2), config_of(), topology=topology)
+    else:
+        with pytest.raises(PipeCommMismatch, match=r"sends float32\[2\]"):
+            recv_forward_with_reqs([2], config_of(pipeline_dtype=torch.float64), topology=topology)
+
+
+@on_ranks(2)
+def test_timers(world):
+    topology = topology_of(world, [1, 1])
+    calls = []
+
+    def timers(name, **kwargs):
+        note = lambda event: lambda: calls.append((name, event, kwargs))  # noqa: E731
+        return SimpleNamespace(start=note("start"), stop=note("stop"))
+
+    config = config_of(timers=timers, layerwise_disaggregated_training=False)
+    if world.rank == 0:
+        send_forward(torch.zeros(1), config, topology=topology)
+        send_backward(torch.zeros(1), config, topology=topology)
+        name = "forward-send"
+    else:
+        recv_forward_with_reqs([1], config, topology=topology)
+        name = "forward-recv"
+    assert calls == [(name, "start", {"log_level": 2}), (name, "stop", {})]
