@@ -93,6 +93,7 @@ class Communicator:
         self._group = group
         self._rank, self._size = meeting.rank, meeting.size
         self._device = torch.device(facts["device"])
+        self._channels = channels
         epoch = meeting.shared_random()
         memory = None
         if self._device.type == "cuda":
@@ -144,6 +145,11 @@ class Communicator:
     def group(self) -> dist.ProcessGroup:
         """The torch group that this was made from."""
         return self._group
+
+    @property
+    def channels(self) -> int:
+        """Number of channels for messages."""
+        return self._channels
 
     @property
     def device(self) -> torch.device:

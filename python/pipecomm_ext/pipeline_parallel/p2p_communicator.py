@@ -127,6 +127,12 @@ class P2PCommunicator:
 
     def _header_communicator(self) -> Communicator:
         if self.communicator.device.type == "cpu":
+            num_channels = self.communicator.channels
+            if num_channels < NUM_CHANNELS:
+                raise ValueError(
+                    f"the Communicator has {num_channels} channels, and headers of variable shapes need "
+                    f"{NUM_CHANNELS}; make it with channels={NUM_CHANNELS}"
+                )
             return self.communicator
         return kept_communicator(self.communicator.group, "cpu", "pipeline", {"cpu": NUM_CHANNELS})
 
@@ -294,15 +300,7 @@ class P2PCommunicator:
 
         Sends are done when all works are; `Receipt.wait()` gives what was received.
         """
-        outgoing = [
-            Outgoing(self._sendable(channel, tensors), self._destination(channel), channel)
-            for channel, tensors in sends
-        ]
-        incoming = [
-            Incoming(self._expected(channel, shapes), self._source(channel), channel)
-            for channel, shapes in recvs
-        ]
-        return self._exchange.post(outgoing, incoming)
+        return self._exchange.post(*self._prepared(sends, recvs))
 
     def abort(self, reason: str) -> None:
         """Makes every pending and later call fail, on all ranks of the pipeline, with this reason."""
@@ -315,6 +313,20 @@ class P2PCommunicator:
             self._exchange.headers.close()
 
     # ---------------------------------------------------------------- details
+
+    def _prepared(
+        self, sends: Sequence[tuple[int, Tensors]], recvs: Sequence[tuple[int, Any]]
+    ) -> tuple[list[Outgoing], list[Incoming]]:
+        """The arguments of `post`, checked and completed."""
+        outgoing = [
+            Outgoing(self._sendable(channel, tensors), self._destination(channel), channel)
+            for channel, tensors in sends
+        ]
+        incoming = [
+            Incoming(self._expected(channel, shapes), self._source(channel), channel)
+            for channel, shapes in recvs
+        ]
+        return outgoing, incoming
 
     def _destination(self, channel: int) -> int:
         return self._peer(+1 if channel == ACTIVATIONS else -1)
@@ -390,7 +402,8 @@ class P2PCommunicator:
         recvs = [(want.channel, want.shapes) for want in wanted if want.is_due]
         groups = [(sends, recvs)] if is_batch else [([m], []) for m in sends] + [([], [r]) for r in recvs]
         with self._timed(timer):
-            posted = [self.post(*group) for group in groups]
+            prepared = [self._prepared(*group) for group in groups]
+            posted = [self._exchange.post(*group) for group in prepared]
             receipts = [receipt for _, some in posted for receipt in some]
             for receipt in receipts:
                 receipt.tensors()
