@@ -17,8 +17,7 @@ Semantics: megatron.core.pipeline_parallel.p2p_communication (Megatron Core 0.20
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,13 +27,29 @@ from ..communicator import Communicator, Work, kept_communicator
 from ..errors import PipeCommMismatch
 from ..specs import Spec
 from .boundary import Tensors, is_differentiable, is_single_shape, shape_list, tensor_list
-from .config import has_variable_shapes, setting
+from .config import has_variable_shapes, setting, timed
 from .exchange import ACTIVATIONS, GRADIENTS, NUM_CHANNELS, Exchange, Incoming, Outgoing, Receipt
 
 WaitHandles = dict[str, Work]
 
 _SEND_NAMES = {ACTIVATIONS: "send_next", GRADIENTS: "send_prev"}
 _RECV_NAMES = {ACTIVATIONS: "recv_prev", GRADIENTS: "recv_next"}
+
+
+def timer_name(send_channels: Sequence[int], recv_channels: Sequence[int]) -> str:
+    """Megatron's name of the timer of an exchange with these sends and receives, like
+    "forward-send-backward-recv".
+    """
+    words = []
+    for channels, what in ((send_channels, "send"), (recv_channels, "recv")):
+        if channels:
+            kinds = [
+                ("forward", "backward")[channel]
+                for channel in (ACTIVATIONS, GRADIENTS)
+                if channel in channels
+            ]
+            words += [*kinds, what]
+    return "-".join(words)
 
 
 class _Message(NamedTuple):
@@ -401,7 +416,7 @@ class P2PCommunicator:
             )
         recvs = [(want.channel, want.shapes) for want in wanted if want.is_due]
         groups = [(sends, recvs)] if is_batch else [([m], []) for m in sends] + [([], [r]) for r in recvs]
-        with self._timed(timer):
+        with timed(self.config, timer):
             prepared = [self._prepared(*group) for group in groups]
             posted = [self._exchange.post(*group) for group in prepared]
             receipts = [receipt for _, some in posted for receipt in some]
@@ -426,14 +441,3 @@ class P2PCommunicator:
             if receipt.work is not None:
                 handles[_RECV_NAMES[channel]] = receipt.work
         return result, handles
-
-    @contextlib.contextmanager
-    def _timed(self, name: str) -> Iterator[None]:
-        timers = setting(self.config, "timers")
-        if timers is None:
-            yield
-            return
-        timer = timers(name, log_level=2)
-        timer.start()
-        yield
-        timer.stop()
