@@ -92,6 +92,7 @@ class Communicator:
         _require_equal(everybody, meeting.rank)
         self._group = group
         self._rank, self._size = meeting.rank, meeting.size
+        self._channels, self._timeout_s = channels, math.inf if limit is None else limit
         self._device = torch.device(facts["device"])
         self._channels = channels
         epoch = meeting.shared_random()
@@ -102,14 +103,13 @@ class Communicator:
             memory, self._transport_reason = _share_memory(meeting, facts, everybody, epoch)
             self._transport = "c10d" if memory is None else "shm"
         backend = _connect(meeting, epoch) if memory is None else None
-        limit_s = math.inf if limit is None else limit
         if self._transport == "nccl":
             self._c = nccl.make(
                 meeting,
                 backend,
                 epoch=epoch,
                 channels=channels,
-                timeout=limit_s,
+                timeout=self._timeout_s,
                 check=check,
                 options=facts["nccl_options"],
             )
@@ -121,7 +121,7 @@ class Communicator:
                 size=self._size,
                 epoch=epoch,
                 channels=channels,
-                timeout=limit_s,
+                timeout=self._timeout_s,
                 num_threads=torch.get_num_threads(),
                 checks=check != "off",
                 device=self._device.type,
@@ -155,6 +155,16 @@ class Communicator:
     def device(self) -> torch.device:
         """The kind of device whose tensors are moved."""
         return self._device
+
+    @property
+    def channels(self) -> int:
+        """Number of independent message orders per pair of ranks."""
+        return self._channels
+
+    @property
+    def timeout(self) -> float:
+        """Seconds after which an operation fails; math.inf: never."""
+        return self._timeout_s
 
     @property
     def transport(self) -> str:
