@@ -400,7 +400,7 @@ def test_fused_slots_use_the_method_of_the_stages(world):
 
 
 class Growing(nn.Module):
-    """Makes large outputs that its own backward does not need, and notes at each backward how many are left."""
+    """Large outputs that its own backward does not need; at each backward it counts how many are left."""
 
     def __init__(self):
         super().__init__()
