@@ -92,9 +92,8 @@ class Communicator:
         _require_equal(everybody, meeting.rank)
         self._group = group
         self._rank, self._size = meeting.rank, meeting.size
-        self._channels, self._timeout_s = channels, math.inf if limit is None else limit
         self._device = torch.device(facts["device"])
-        self._channels = channels
+        self._channels, self._timeout_s = channels, math.inf if limit is None else limit
         epoch = meeting.shared_random()
         memory = None
         if self._device.type == "cuda":
@@ -145,11 +144,6 @@ class Communicator:
     def group(self) -> dist.ProcessGroup:
         """The torch group that this was made from."""
         return self._group
-
-    @property
-    def channels(self) -> int:
-        """Number of channels for messages."""
-        return self._channels
 
     @property
     def device(self) -> torch.device:
