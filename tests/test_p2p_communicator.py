@@ -1,9 +1,9 @@
-"""P2PCommunicator's nine methods: nothing swapped, nothing lost, whatever mode, shape form, edge and number of
-stages."""
+"""P2PCommunicator: nothing swapped, nothing lost, in every mode and for any number of stages."""
 
 from __future__ import annotations
 
 import gc
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
@@ -11,8 +11,9 @@ import torch
 from patterns import assert_same, pattern
 from ranks import on_ranks
 
-from pipecomm_ext import PipeCommMismatch
+from pipecomm_ext import PipeCommAborted, PipeCommMismatch
 from pipecomm_ext.pipeline_parallel import P2PCommunicator, PipelineConfig
+from pipecomm_ext.pipeline_parallel.boundary import is_single_shape
 
 FORWARD, BACKWARD = "activation", "gradient"
 MODES = {"batched": (True, False), "individual": (False, False), "overlapped": (False, True)}
@@ -39,7 +40,7 @@ class Stage:
         self.previous, self.next = (self.rank - 1) % self.size, (self.rank + 1) % self.size
 
     def payload(self, sender: int, kind: str, shapes, step: str):
-        """What `sender` sends in `step`: a tensor for a single shape, else a list; lengths vary if they may."""
+        """What `sender` sends: a tensor for a single shape, else a list; lengths vary if they may."""
         if not isinstance(shapes[0], int):
             return [self.payload(sender, kind, shape, f"{step} {idx}") for idx, shape in enumerate(shapes)]
         shape = list(shapes)
@@ -144,3 +145,297 @@ def test_every_method_with_every_shape_form_at_every_stage(world, mode, variable
         both_ways(stage, shapes)
         shifts(stage, shapes, is_ring=True)
         shifts(stage, shapes, is_ring=False)
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("variable", [False, True], ids=["fixed", "variable"])
+def test_the_same_over_c10d(world, variable):
+    comm = world.shared_comm(transport="c10d", channels=4)
+    for mode in MODES:
+        stage = Stage(world, mode, variable, comm)
+        for shapes in SHAPE_FORMS.values():
+            one_way(stage, shapes)
+            shifts(stage, shapes, is_ring=True)
+
+
+# ---- facts ------------------------------------------------------------------------------------------------
+
+
+@on_ranks(3)
+def test_neighbours_are_global_ranks_and_the_ring_wraps(world):
+    import torch.distributed as dist
+
+    group = dist.new_group([0, 2], timeout=timedelta(seconds=30))
+    if world.rank == 1:
+        return
+    config = PipelineConfig(pipeline_dtype=torch.float32, virtual_pipeline_model_parallel_size=2)
+    p2p = P2PCommunicator(group, config)
+    position = world.rank // 2
+    assert (p2p.current_stage, p2p.total_stages) == (position, 2)
+    assert p2p.next_rank == p2p.prev_rank == (2 if world.rank == 0 else 0)
+    assert (p2p.is_pp_first_stage, p2p.is_pp_last_stage) == (position == 0, position == 1)
+    assert p2p.virtual_pipeline_model_parallel_size == 2 and p2p.config is config
+    received = p2p.send_forward_recv_forward(torch.full((2,), float(world.rank)), True, (2,))
+    assert received.tolist() == [p2p.prev_rank] * 2
+    p2p.close()
+    dist.destroy_process_group(group)
+
+
+@on_ranks(2)
+def test_objects_of_a_group_share_connections_apart_from_those_of_other_calls(world):
+    from pipecomm_ext import get_communicator
+
+    first, second = (P2PCommunicator(world.group, PipelineConfig()) for _ in range(2))
+    assert first.communicator is second.communicator
+    assert first.communicator is not get_communicator(world.group)
+
+
+def test_what_is_a_single_shape():
+    for shape in (torch.Size([]), torch.Size([2]), (1,), [3, 4], (0,)):
+        assert is_single_shape(shape)
+    for shapes in ((), [], [()], [(2,)], [torch.Size([1])], None, 3, [True], "12"):
+        assert not is_single_shape(shapes)
+
+
+# ---- what is moved ----------------------------------------------------------------------------------------
+
+
+def p2p_of(world, **settings) -> P2PCommunicator:
+    return P2PCommunicator(world.group, PipelineConfig(**{"pipeline_dtype": torch.float32, **settings}))
+
+
+def to_next(p2p: P2PCommunicator, rank: int, tensors, shapes):
+    """Rank 0 sends to rank 1, which gets the result."""
+    if rank == 0:
+        return p2p.send_forward(tensors, False)
+    return p2p.recv_forward(shapes, False)
+
+
+BOUNDARY = [
+    pattern((3, 2, 8), torch.bfloat16, "hidden"),
+    pattern((3, 2), torch.int64, "positions"),
+    pattern((), torch.float32, "scalar"),
+    pattern((0, 7), torch.bool, "empty"),
+    pattern((2, 1, 3, 1, 2), torch.complex64, "five dims"),
+]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("variable", [False, True], ids=["fixed", "variable"])
+def test_a_boundary_of_several_dtypes_and_ranks(world, variable):
+    p2p = p2p_of(world, pipeline_dtype=[tensor.dtype for tensor in BOUNDARY], variable_seq_lengths=variable)
+    shapes = [()] if variable else [tuple(tensor.shape) for tensor in BOUNDARY]
+    received = to_next(p2p, world.rank, tuple(BOUNDARY), shapes)
+    grads = [torch.full_like(t, 2) if t.dtype.is_floating_point or t.is_complex() else None for t in BOUNDARY]
+    if world.rank == 1:
+        for got, sent in zip(received, BOUNDARY, strict=True):
+            assert_same(got.detach(), sent)
+            assert got.requires_grad == (sent.is_floating_point() or sent.is_complex())
+        p2p.send_backward(grads, False)
+    else:
+        for got, sent in zip(p2p.recv_backward(shapes, False), grads, strict=True):
+            assert got is None if sent is None else torch.equal(got, sent)
+
+
+@on_ranks(2)
+def test_headers_of_any_length(world):
+    """More tensors than the fixed part of a header can describe, twice in a row."""
+    p2p = p2p_of(world, variable_seq_lengths=True)
+    for num_tensors in (0, 1, 10, 11, 40, 200):
+        tensors = [pattern((idx % 3, 2), torch.int16, idx) for idx in range(num_tensors)]
+        for _ in range(2):
+            received = to_next(p2p, world.rank, tensors, [()])
+            if world.rank == 1:
+                assert len(received) == num_tensors
+                for got, sent in zip(received, tensors, strict=True):
+                    assert_same(got, sent)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("variable", [False, True], ids=["fixed", "variable"])
+def test_strides_of_any_kind_and_tensors_that_require_grad(world, variable):
+    p2p = p2p_of(world, variable_seq_lengths=variable)
+    base = torch.arange(48.0).reshape(4, 12).requires_grad_()
+    views = [base.t(), base[:, ::3], base[1:2].expand(3, 12), base * 2]
+    received = to_next(p2p, world.rank, views, [tuple(view.shape) for view in views])
+    if world.rank == 1:
+        for got, sent in zip(received, views, strict=True):
+            assert got.is_contiguous() and torch.equal(got, sent)
+
+
+@on_ranks(2)
+def test_one_dtype_that_has_no_gradients(world):
+    """A single pipeline_dtype is that of everything, gradients too."""
+    for dtype in (torch.int32, torch.float64):
+        p2p = p2p_of(world, pipeline_dtype=dtype)
+        values = torch.arange(6).reshape(2, 3).to(dtype)
+        if world.rank == 0:
+            received = p2p.send_forward_recv_backward(values, (2, 3), False)
+        else:
+            received = p2p.send_backward_recv_forward(values, (2, 3), False)
+        assert torch.equal(received, values) and received.requires_grad == dtype.is_floating_point
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("mode", MODES)
+def test_an_absent_gradient_arrives_as_none_or_as_zeros(world, mode):
+    for variable in (False, True):
+        stage = Stage(world, mode, variable)
+        shapes = [(2, 3), (4,)]
+        if world.rank == 0:
+            stage.call("send_forward", [torch.ones(2, 3), torch.ones(4)], False)
+            gradients = stage.call("recv_backward", shapes, False)
+            assert torch.equal(gradients[0], torch.full((2, 3), 5.0))
+            assert gradients[1] is None if variable else torch.equal(gradients[1], torch.zeros(4))
+            stage.call("send_forward", torch.ones(3), False)
+            gradient = stage.call("recv_backward", (3,), False)
+            assert gradient is None if variable else torch.equal(gradient, torch.zeros(3))
+        else:
+            stage.call("recv_forward", shapes, False)
+            stage.call("send_backward", [torch.full((2, 3), 5.0), None], False)
+            stage.call("recv_forward", (3,), False)
+            stage.call("send_backward", None, False)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("variable", [False, True], ids=["fixed", "variable"])
+def test_dropped_handles_deliver_and_sent_memory_is_kept(world, variable):
+    stage = Stage(world, "overlapped", variable)
+    num_messages, shape = 20, (64, 64)
+    if world.rank == 0:
+        for idx in range(num_messages):
+            stage.p2p.send_forward(torch.full(shape, float(idx)), False, overlap_p2p_comm=True)
+        gc.collect()
+        garbage = [torch.full(shape, -1.0) for _ in range(num_messages)]  # would take freed memory
+        world.comm.barrier()
+        assert len(garbage) == num_messages
+    else:
+        world.comm.barrier()  # nothing is received before all has been sent and dropped
+        kept = [stage.p2p.recv_forward(shape, False, overlap_p2p_comm=True) for _ in range(num_messages)]
+        for idx, (received, handles) in reversed(list(enumerate(kept))):
+            handles.pop("recv_prev").wait()
+            assert received.eq(idx).all()
+
+
+@on_ranks(3)
+def test_variable_shapes_of_many_messages_in_flight(world):
+    """Headers are read in the order of their messages, whatever order receipts are waited for in."""
+    p2p = p2p_of(world, variable_seq_lengths=True)
+    sizes = [5, 0, 70_000, 1, 33, 12_000]
+    sends = [
+        (channel, [pattern(size, torch.float32, world.rank, channel)]) for size in sizes for channel in (0, 1)
+    ]
+    works, _ = p2p.post(sends, [])
+    _, receipts = p2p.post([], [(channel, [()]) for _ in sizes for channel in (0, 1)])
+    for idx in reversed(range(len(receipts))):
+        channel = idx % 2
+        sender = (world.rank - 1) % world.size if channel == 0 else (world.rank + 1) % world.size
+        [received] = receipts[idx].wait()
+        assert_same(received.detach(), pattern(sizes[idx // 2], torch.float32, sender, channel))
+        assert receipts[idx].wait()[0] is received
+    for work in works:
+        work.wait()
+
+
+# ---- errors -----------------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_wrong_arguments_are_refused_before_anything_is_sent(world):
+    p2p, ones = p2p_of(world), torch.ones(2)
+    mixed = p2p_of(world, pipeline_dtype=[torch.float32, torch.int64])
+    for error, message, call in [
+        (RuntimeError, "pipeline_dtype must be set",
+         lambda: p2p_of(world, pipeline_dtype=None).recv_forward((2,), False)),
+        (RuntimeError, "the tensor shape must be given", lambda: p2p.recv_forward(None, False)),
+        (RuntimeError, "shape must be given", lambda: p2p.send_forward_recv_forward(ones, True, None)),
+        (RuntimeError, "shape must be given",
+         lambda: p2p_of(world, batch_p2p_comm=False).send_forward_recv_backward(ones, None, False)),
+        (RuntimeError, "shape must be given",
+         lambda: p2p_of(world, variable_seq_lengths=True).send_forward_recv_backward(ones, None, False)),
+        (TypeError, "'ab' is not a shape", lambda: p2p.recv_forward(["ab"], False)),
+        (TypeError, "a shape must be a torch.Size", lambda: p2p.recv_backward(7, False)),
+        (ValueError, "negative length", lambda: p2p.recv_backward((2, -1), False)),
+        (TypeError, "output_tensors must be a tensor, None", lambda: p2p.send_forward([ones, "x"], False)),
+        (ValueError, "tensor 0 of 1 to be sent is None", lambda: p2p.send_forward(None, False)),
+        (ValueError, "1 tensors are sent, but there are shapes for 2",
+         lambda: p2p.send_forward_recv_backward([ones], [(2,), (2,)], False)),
+        (ValueError, "2 tensors are sent, but there are shapes for 1",
+         lambda: p2p.send_backward_recv_forward([ones, ones], (2,), False)),
+        (ValueError, "2 dtypes for 1 tensors", lambda: mixed.recv_forward((2,), False)),
+        (ValueError, "overlap_p2p_comm needs config.batch_p2p_comm=False",
+         lambda: p2p.send_forward(ones, False, overlap_p2p_comm=True)),
+    ]:  # fmt: skip
+        with pytest.raises(error, match=message):
+            call()
+    received = p2p.send_forward_recv_forward(torch.full((2,), float(world.rank)), True, (2,))
+    assert received.tolist() == [1 - world.rank] * 2
+
+
+@on_ranks(2)
+def test_disagreement_raises_on_both_ends_and_the_pipeline_goes_on(world):
+    p2p = p2p_of(world)
+    for sent, shape in [(torch.ones(3), (4,)), (torch.ones(4, dtype=torch.float64), (4,))]:
+        with pytest.raises(PipeCommMismatch, match="nothing was transferred"):
+            to_next(p2p, world.rank, sent, shape)
+    variable = p2p_of(world, variable_seq_lengths=True)
+    if world.rank == 0:
+        variable.send_forward([torch.ones(3), torch.ones(2)], False)
+    else:
+        with pytest.raises(PipeCommMismatch, match="2 tensors came from rank 0, where one was expected"):
+            variable.recv_forward((1,), False)
+    received = to_next(p2p, world.rank, torch.ones(4), (4,))
+    assert world.rank == 0 or received.eq(1).all()
+
+
+@on_ranks(2)
+def test_an_integer_member_of_a_boundary_has_no_gradient_to_send(world):
+    p2p = p2p_of(world, pipeline_dtype=[torch.float32, torch.int64])
+    shapes = [(2,), (3,)]
+    to_next(p2p, world.rank, [torch.ones(2), torch.arange(3)], shapes)
+    if world.rank == 1:
+        with pytest.raises(
+            ValueError, match=r"gradient 1 belongs to a tensor of torch.int64, which has none"
+        ):
+            p2p.send_backward([torch.ones(2), torch.ones(3)], False)
+        p2p.send_backward([torch.ones(2), None], False)
+    else:
+        gradients = p2p.recv_backward(shapes, False)
+        assert gradients[0].tolist() == [1, 1] and gradients[1] is None
+
+
+@on_ranks(2)
+def test_a_communicator_in_the_place_of_a_group(world):
+    comm = world.fresh_comm(channels=2)
+    p2p = P2PCommunicator(comm, PipelineConfig(pipeline_dtype=torch.float32))
+    assert p2p.communicator is comm
+    assert to_next(p2p, world.rank, torch.ones(1), (1,)) is None or world.rank == 1
+    with pytest.raises(ValueError, match="has 2 channels, and headers of variable shapes need 4"):
+        P2PCommunicator(comm, PipelineConfig(variable_seq_lengths=True))
+
+
+@on_ranks(2)
+def test_an_abort_reaches_the_other_stage(world):
+    p2p = P2PCommunicator(
+        world.fresh_comm(channels=4), PipelineConfig(pipeline_dtype=torch.float32, variable_seq_lengths=True)
+    )
+    if world.rank == 0:
+        p2p.abort("stage 0 gave up")
+    with pytest.raises(PipeCommAborted, match="stage 0 gave up"):
+        p2p.recv_backward((1,), False) if world.rank == 0 else p2p.recv_forward((1,), False)
+
+
+@on_ranks(2)
+def test_timers_are_named_as_in_megatron(world):
+    class Timers(list):
+        def __call__(self, name, log_level):
+            return SimpleNamespace(
+                start=lambda: self.append(f"{name} {log_level}"), stop=lambda: self.append("stop")
+            )
+
+    timers = Timers()
+    p2p = p2p_of(world, timers=timers)
+    p2p.send_forward_backward_recv_forward_backward(torch.ones(1), torch.ones(1), True, True, (1,))
+    to_next(p2p, world.rank, torch.ones(1), (1,))
+    last = "forward-send 2" if world.rank == 0 else "forward-recv 2"
+    assert timers == ["forward-backward-send-forward-backward-recv 2", "stop", last, "stop"]

@@ -92,8 +92,8 @@ class Communicator:
         _require_equal(everybody, meeting.rank)
         self._group = group
         self._rank, self._size = meeting.rank, meeting.size
-        self._channels = channels
         self._device = torch.device(facts["device"])
+        self._channels, self._timeout_s = channels, math.inf if limit is None else limit
         epoch = meeting.shared_random()
         memory = None
         if self._device.type == "cuda":
@@ -102,14 +102,13 @@ class Communicator:
             memory, self._transport_reason = _share_memory(meeting, facts, everybody, epoch)
             self._transport = "c10d" if memory is None else "shm"
         backend = _connect(meeting, epoch) if memory is None else None
-        self._timeout = limit_s = math.inf if limit is None else limit
         if self._transport == "nccl":
             self._c = nccl.make(
                 meeting,
                 backend,
                 epoch=epoch,
                 channels=channels,
-                timeout=limit_s,
+                timeout=self._timeout_s,
                 check=check,
                 options=facts["nccl_options"],
             )
@@ -121,7 +120,7 @@ class Communicator:
                 size=self._size,
                 epoch=epoch,
                 channels=channels,
-                timeout=limit_s,
+                timeout=self._timeout_s,
                 num_threads=torch.get_num_threads(),
                 checks=check != "off",
                 device=self._device.type,
@@ -153,13 +152,13 @@ class Communicator:
 
     @property
     def channels(self) -> int:
-        """Number of channels."""
+        """Number of independent message orders per pair of ranks."""
         return self._channels
 
     @property
     def timeout(self) -> float:
-        """Seconds after which an operation fails, math.inf if never."""
-        return self._timeout
+        """Seconds after which an operation fails; math.inf: never."""
+        return self._timeout_s
 
     @property
     def transport(self) -> str:

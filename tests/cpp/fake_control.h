@@ -2,9 +2,10 @@
 // rank.
 #pragma once
 
-#include <condition_variable>
+#include <atomic>
 #include <cstring>
 #include <deque>
+#include <latch>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -21,14 +22,14 @@ using namespace pipecomm;
 
 class Hub {
  public:
-  explicit Hub(int size) : events_(size) {}
+  explicit Hub(int size) : events_(size), joined_(size) {}
 
   void lose(int rank) {
     std::lock_guard lock(mutex_);
     lost_.insert(rank);
     for (size_t peer = 0; peer < events_.size(); ++peer)
       if (events_[peer] && int(peer) != rank)
-        events_[peer]->on_peer_lost(rank, "connection closed");
+        events_[peer].load()->on_peer_lost(rank, "connection closed");
   }
   int num_claims() {
     std::lock_guard lock(mutex_);
@@ -45,23 +46,20 @@ class Hub {
     std::deque<RequestPtr> sends, recvs;
   };
   std::recursive_mutex mutex_;
-  std::vector<TransportEvents*> events_;
+  std::vector<std::atomic<TransportEvents*>> events_;
   std::map<std::tuple<int, int, int>, Queue> queues_;  // source, destination, channel
   std::set<int> lost_;
-  std::condition_variable_any joined_;
-  int num_joined_ = 0;
+  std::latch joined_;
   int num_claims_ = 0;
   int num_messages_ = 0;
 };
 
 class HubTransport final : public HostTransport {
  public:
+  // Without the hub's lock: the owner may hold one that it also takes when the hub calls it.
   HubTransport(Hub& hub, int rank, TransportEvents& events) : hub_(hub), rank_(rank) {
-    std::unique_lock lock(hub_.mutex_);
     hub_.events_[rank] = &events;
-    ++hub_.num_joined_;
-    hub_.joined_.notify_all();
-    hub_.joined_.wait(lock, [this] { return hub_.num_joined_ == int(hub_.events_.size()); });
+    hub_.joined_.arrive_and_wait();
   }
   ~HubTransport() override { leave(); }
 
@@ -85,7 +83,8 @@ class HubTransport final : public HostTransport {
   void claim(int peer, Direction direction, const Descriptor& descriptor) override {
     std::lock_guard lock(hub_.mutex_);
     ++hub_.num_claims_;
-    if (hub_.events_[peer]) hub_.events_[peer]->on_claim(rank_, direction, descriptor);
+    if (TransportEvents* events = hub_.events_[peer])
+      events->on_claim(rank_, direction, descriptor);
   }
   void tick() override {}
   void abort(const Failure& failure) override {
@@ -95,7 +94,8 @@ class HubTransport final : public HostTransport {
     });
     if (hub_.lost_.contains(rank_)) return;
     for (size_t peer = 0; peer < hub_.events_.size(); ++peer)
-      if (hub_.events_[peer] && int(peer) != rank_) hub_.events_[peer]->on_remote_failure(failure);
+      if (hub_.events_[peer] && int(peer) != rank_)
+        hub_.events_[peer].load()->on_remote_failure(failure);
   }
   void begin_close() override {}
   void close(Deadline) override { leave(); }

@@ -47,9 +47,7 @@ def shape_list(shapes: Any) -> list[tuple[int, ...]]:
     if is_single_shape(shapes):
         shapes = [shapes]
     if not isinstance(shapes, (list, tuple)):
-        raise TypeError(
-            f"a tensor shape must be a torch.Size, a list or a tuple, not {type(shapes).__name__}"
-        )
+        raise TypeError(f"a shape must be a torch.Size, a list or a tuple, not {type(shapes).__name__}")
     for shape in shapes:
         if not isinstance(shape, (list, tuple)) or not all(_is_length(length) for length in shape):
             raise TypeError(f"{shape!r} is not a shape; expected ints in a torch.Size, a list or a tuple")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,3 +89,16 @@ def setting(config: Any, name: str) -> Any:
 def has_variable_shapes(config: Any) -> bool:
     """Whether messages tell their shapes and dtypes."""
     return bool(setting(config, "variable_seq_lengths") or setting(config, "mtp_standalone"))
+
+
+@contextlib.contextmanager
+def timed(config: Any, name: str) -> Iterator[None]:
+    """Around what the timer `name` of level 2 of the config, if it has timers, is to measure."""
+    timers = setting(config, "timers")
+    if timers is None:
+        yield
+        return
+    timer = timers(name, log_level=2)
+    timer.start()
+    yield
+    timer.stop()

@@ -17,8 +17,7 @@ Semantics: megatron.core.pipeline_parallel.p2p_communication (Megatron Core 0.20
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,13 +27,29 @@ from ..communicator import Communicator, Work, kept_communicator
 from ..errors import PipeCommMismatch
 from ..specs import Spec
 from .boundary import Tensors, is_differentiable, is_single_shape, shape_list, tensor_list
-from .config import has_variable_shapes, setting
+from .config import has_variable_shapes, setting, timed
 from .exchange import ACTIVATIONS, GRADIENTS, NUM_CHANNELS, Exchange, Incoming, Outgoing, Receipt
 
 WaitHandles = dict[str, Work]
 
 _SEND_NAMES = {ACTIVATIONS: "send_next", GRADIENTS: "send_prev"}
 _RECV_NAMES = {ACTIVATIONS: "recv_prev", GRADIENTS: "recv_next"}
+
+
+def timer_name(send_channels: Sequence[int], recv_channels: Sequence[int]) -> str:
+    """Megatron's name of the timer of an exchange with these sends and receives, like
+    "forward-send-backward-recv".
+    """
+    words = []
+    for channels, what in ((send_channels, "send"), (recv_channels, "recv")):
+        if channels:
+            kinds = [
+                ("forward", "backward")[channel]
+                for channel in (ACTIVATIONS, GRADIENTS)
+                if channel in channels
+            ]
+            words += [*kinds, what]
+    return "-".join(words)
 
 
 class _Message(NamedTuple):
@@ -127,6 +142,12 @@ class P2PCommunicator:
 
     def _header_communicator(self) -> Communicator:
         if self.communicator.device.type == "cpu":
+            num_channels = self.communicator.channels
+            if num_channels < NUM_CHANNELS:
+                raise ValueError(
+                    f"the Communicator has {num_channels} channels, and headers of variable shapes need "
+                    f"{NUM_CHANNELS}; make it with channels={NUM_CHANNELS}"
+                )
             return self.communicator
         return kept_communicator(self.communicator.group, "cpu", "pipeline", {"cpu": NUM_CHANNELS})
 
@@ -294,15 +315,7 @@ class P2PCommunicator:
 
         Sends are done when all works are; `Receipt.wait()` gives what was received.
         """
-        outgoing = [
-            Outgoing(self._sendable(channel, tensors), self._destination(channel), channel)
-            for channel, tensors in sends
-        ]
-        incoming = [
-            Incoming(self._expected(channel, shapes), self._source(channel), channel)
-            for channel, shapes in recvs
-        ]
-        return self._exchange.post(outgoing, incoming)
+        return self._exchange.post(*self._prepared(sends, recvs))
 
     def abort(self, reason: str) -> None:
         """Makes every pending and later call fail, on all ranks of the pipeline, with this reason."""
@@ -315,6 +328,20 @@ class P2PCommunicator:
             self._exchange.headers.close()
 
     # ---------------------------------------------------------------- details
+
+    def _prepared(
+        self, sends: Sequence[tuple[int, Tensors]], recvs: Sequence[tuple[int, Any]]
+    ) -> tuple[list[Outgoing], list[Incoming]]:
+        """The arguments of `post`, checked and completed."""
+        outgoing = [
+            Outgoing(self._sendable(channel, tensors), self._destination(channel), channel)
+            for channel, tensors in sends
+        ]
+        incoming = [
+            Incoming(self._expected(channel, shapes), self._source(channel), channel)
+            for channel, shapes in recvs
+        ]
+        return outgoing, incoming
 
     def _destination(self, channel: int) -> int:
         return self._peer(+1 if channel == ACTIVATIONS else -1)
@@ -389,8 +416,9 @@ class P2PCommunicator:
             )
         recvs = [(want.channel, want.shapes) for want in wanted if want.is_due]
         groups = [(sends, recvs)] if is_batch else [([m], []) for m in sends] + [([], [r]) for r in recvs]
-        with self._timed(timer):
-            posted = [self.post(*group) for group in groups]
+        with timed(self.config, timer):
+            prepared = [self._prepared(*group) for group in groups]
+            posted = [self._exchange.post(*group) for group in prepared]
             receipts = [receipt for _, some in posted for receipt in some]
             for receipt in receipts:
                 receipt.tensors()
@@ -413,14 +441,3 @@ class P2PCommunicator:
             if receipt.work is not None:
                 handles[_RECV_NAMES[channel]] = receipt.work
         return result, handles
-
-    @contextlib.contextmanager
-    def _timed(self, name: str) -> Iterator[None]:
-        timers = setting(self.config, "timers")
-        if timers is None:
-            yield
-            return
-        timer = timers(name, log_level=2)
-        timer.start()
-        yield
-        timer.stop()

@@ -9,6 +9,7 @@ from .costs import Costs
 from .draw import draw
 from .lower import lower
 from .plan import Plan, merge_split_backward
+from .runtime import Executor, StageError, StepResult, WeightGradStore
 from .simulate import simulate
 from .timeline import Message, Span, Timeline
 from .zero_bubble import zb_h1, zb_h2, zb_v
@@ -21,14 +22,18 @@ __all__ = [
     "SEND",
     "Action",
     "Costs",
+    "Executor",
     "Fused",
     "Group",
     "Message",
     "Plan",
     "PlanError",
     "Span",
+    "StageError",
+    "StepResult",
     "Timeline",
     "Transfer",
+    "WeightGradStore",
     "check",
     "draw",
     "dualpipe",

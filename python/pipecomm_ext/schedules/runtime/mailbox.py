@@ -1,0 +1,325 @@
+"""What crosses the borders of stages: outputs one way, gradients the other, between ranks or within one.
+
+Shapes. The rank of a chain's first stage tells all ranks of the chain at the start of a step of which kind
+each micro-batch is (a number for: training or not, shapes and dtypes of its inputs). The first time that a
+border sees a kind, the specs of the tensors travel ahead of them; from then on both ends know them. So sizes
+may differ between micro-batches and between steps, and nothing but one small message per rank and step is
+paid for that. All this goes over a channel of its own: where headers stand between data then depends on
+nothing but the order of the data.
+
+Only differentiable tensors have a gradient message. A gradient that autograd did not produce travels as
+zeros: the other end waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from ...communicator import Communicator, Recv, Send, Work
+from ..actions import ACT, GRAD, SEND, Group
+from ..plan import Plan
+
+Tensors = tuple[torch.Tensor, ...]
+Key = tuple[str, int, int]  # what, producing stage, micro-batch
+
+CONTROL_CHANNEL = 2
+MAX_SPEC_WORDS = 1024
+_DTYPES = sorted({dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}, key=str)
+_CODE_OF = {dtype: code for code, dtype in enumerate(_DTYPES)}
+
+
+class TensorSpec(NamedTuple):
+    """A tensor of a border: differentiable ones have a gradient that goes back."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    is_differentiable: bool
+
+    def __str__(self) -> str:
+        name = str(self.dtype).removeprefix("torch.")
+        return f"{name}{list(self.shape)}" + (" with gradient" if self.is_differentiable else "")
+
+
+Specs = tuple[TensorSpec, ...]
+
+
+def specs_of(tensors: Tensors) -> Specs:
+    return tuple(TensorSpec(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors)
+
+
+def text_of(specs: Specs) -> str:
+    return "(" + ", ".join(map(str, specs)) + ")"
+
+
+class Transport:
+    """The communicator for data, and where small messages between hosts go: a channel of it, or for CUDA
+    tensors (and where it has no channel left) a communicator of its own."""
+
+    def __init__(self, data: Communicator):
+        self.data = data
+        self._owns_control = data.device.type != "cpu" or data.channels <= CONTROL_CHANNEL
+        self.control = (
+            Communicator(data.group, device="cpu", channels=1, timeout=data.timeout)
+            if self._owns_control
+            else data
+        )
+        self._channel = 0 if self._owns_control else CONTROL_CHANNEL
+
+    def send_words(self, words: torch.Tensor, peer: int) -> Work:
+        return self.control.isend(words, peer, self._channel)
+
+    def receive_words(self, num_words: int, peer: int) -> tuple[torch.Tensor, Work]:
+        words = torch.empty(num_words, dtype=torch.int64)
+        return words, self.control.irecv(words, peer, self._channel)
+
+    def abort(self, reason: str) -> None:
+        self.data.abort(reason)
+        self.control.abort(reason)
+
+    def close_control(self) -> None:
+        if self._owns_control:
+            self.control.close()
+
+
+class _Header:
+    """The kinds of a chain's micro-batches in this step: given by the rank of its first stage, handed from
+    each rank of the chain to those that it is the first to reach."""
+
+    def __init__(self, plan: Plan, chain: Sequence[int], rank: int):
+        owners = [plan.owner[stage] for stage in chain]
+        order = list(dict.fromkeys(owners))
+        parent_of = {owner: owners[owners.index(owner) - 1] for owner in order[1:]}
+        self.first_stage = chain[0]
+        self.is_mine = rank == order[0]
+        self.parent = parent_of.get(rank)
+        self.children = [owner for owner in order if parent_of.get(owner) == rank]
+        self.kinds: list[int] | None = None
+        self.pending: tuple[torch.Tensor, Work] | None = None
+
+
+class _Route(NamedTuple):
+    """A transfer of the program, with what is needed to carry it out."""
+
+    key: Key
+    peer: int
+    channel: int
+
+
+class _Arrival(NamedTuple):
+    """Received tensors, and the work after which their contents are there."""
+
+    tensors: list[torch.Tensor]
+    specs: Sequence[TensorSpec]
+    work: Work | None
+
+
+class PreparedGroup(NamedTuple):
+    sends: tuple[_Route, ...]
+    receives: tuple[_Route, ...]
+
+
+class Mailbox:
+    """Outputs and gradients of the stages of one rank.
+
+    Args:
+        plan: ranks in it are pipeline ranks; `peer_of` gives the communicator's rank of each.
+        rank: my pipeline rank.
+        dynamic_shapes: specs travel with every output, for shapes that do not follow from the inputs'.
+        check_border: called with (stage, specs) of every output; may raise.
+
+    put_* hand over what a stage made; `post` runs a group of the program; take_* wait for what a stage needs
+    and give it away. A neighbour on the same rank gets the tensor itself, detached.
+    """
+
+    def __init__(self, plan, rank, transport, peer_of, *, dynamic_shapes=False, check_border=None):
+        self._plan, self._rank, self._transport, self._peer_of = plan, rank, transport, peer_of
+        self._dynamic_shapes, self._check_border = dynamic_shapes, check_border
+        self._headers = [_Header(plan, chain, rank) for chain in plan.chains]
+        self._header_of = {
+            stage: header for header, chain in zip(self._headers, plan.chains, strict=True) for stage in chain
+        }
+        self._known_specs: dict[tuple[int, int], Specs] = {}  # (producing stage, kind)
+        self._is_training = False
+        self._forget_step()
+
+    def _forget_step(self) -> None:
+        self._outbox: dict[Key, tuple[list[torch.Tensor], Specs]] = {}
+        self._arrived: dict[Key, _Arrival] = {}
+        self._awaited_gradients: dict[tuple[int, int], Specs] = {}
+        self._works: list[Work] = []
+
+    def prepare(self, group: Group) -> PreparedGroup:
+        """A group of the program, looked up once for all steps."""
+        routes: dict[bool, list[_Route]] = {True: [], False: []}
+        for op in group.ops:
+            key = (op.what, op.stage, op.micro)
+            route = _Route(key, self._peer_of[op.peer], op.channel)
+            routes[op.kind == SEND].append(route)
+        return PreparedGroup(tuple(routes[True]), tuple(routes[False]))
+
+    # ---------------------------------------------------------------- step
+
+    def begin_step(self, kinds_of: dict[int, list[int]], is_training: bool) -> None:
+        """`kinds_of` has the kinds of the micro-batches of the chains that start here, by first stage."""
+        self._forget_step()
+        self._is_training = is_training
+        for header in self._headers:
+            header.kinds = header.pending = None
+            if header.is_mine:
+                header.kinds = kinds_of[header.first_stage]
+                self._pass_on(header, torch.tensor([is_training, *header.kinds], dtype=torch.int64))
+            elif header.parent is not None:
+                num_words = 1 + self._plan.micros_per_chain
+                header.pending = self._transport.receive_words(num_words, self._peer_of[header.parent])
+
+    def _pass_on(self, header: _Header, words: torch.Tensor) -> None:
+        self._works += [self._transport.send_words(words, self._peer_of[child]) for child in header.children]
+
+    def _kind(self, stage: int, micro: int) -> int:
+        header = self._header_of[stage]
+        if header.kinds is None:
+            words, work = header.pending
+            work.wait()
+            self._pass_on(header, words)
+            is_training, *header.kinds = words.tolist()
+            if bool(is_training) != self._is_training:
+                modes = {True: "training", False: "forward only (grad mode is off)"}
+                raise ValueError(
+                    f"this rank's step is {modes[self._is_training]}, that of the rank with stage "
+                    f"{header.first_stage} is {modes[not self._is_training]}; run the same on all ranks"
+                )
+        return header.kinds[micro]
+
+    def finish_step(self) -> None:
+        """Waits for everything that is under way."""
+        for work in self._works:
+            work.wait()
+        self._forget_step()
+
+    # ---------------------------------------------------------------- handing over and taking
+
+    def put_output(self, stage: int, micro: int, outputs: Tensors) -> None:
+        """The outputs of F, for the next stage of the chain."""
+        following = self._plan.next_of[stage]
+        specs = specs_of(outputs)
+        if self._check_border is not None:
+            self._check_border(stage, specs)
+        data = [output.detach() for output in outputs]
+        key = (ACT, stage, micro)
+        if self._plan.owner[following] == self._rank:
+            self._arrived[key] = _Arrival(data, specs, None)
+            return
+        self._outbox[key] = data, specs
+        if self._is_training:
+            self._awaited_gradients[stage, micro] = tuple(spec for spec in specs if spec.is_differentiable)
+
+    def put_gradient(self, stage: int, micro: int, inputs: Tensors) -> None:
+        """The gradients that B or I left in the inputs of a stage, for the stage before it."""
+        gradients = [
+            torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+            for tensor in inputs
+            if tensor.requires_grad
+        ]
+        key = (GRAD, stage, micro)
+        if self._plan.owner[self._plan.prev_of[stage]] == self._rank:
+            self._arrived[key] = _Arrival(gradients, (), None)
+        else:
+            self._outbox[key] = gradients, ()
+
+    def take_inputs(self, stage: int, micro: int) -> Tensors:
+        """The outputs of the stage before, as leaves that require grad where they are differentiable."""
+        arrival = self._arrived.pop((ACT, self._plan.prev_of[stage], micro))
+        if arrival.work is not None:
+            arrival.work.wait()
+        return tuple(
+            tensor.requires_grad_() if spec.is_differentiable else tensor
+            for tensor, spec in zip(arrival.tensors, arrival.specs, strict=True)
+        )
+
+    def take_gradients(self, stage: int, micro: int) -> list[torch.Tensor]:
+        """The gradients of those outputs of a stage that are differentiable."""
+        arrival = self._arrived.pop((GRAD, self._plan.next_of[stage], micro))
+        if arrival.work is not None:
+            arrival.work.wait()
+        return arrival.tensors
+
+    # ---------------------------------------------------------------- messages
+
+    def post(self, group: PreparedGroup) -> None:
+        """Starts the sends and receives of a group as one batch."""
+        ops: list[Send | Recv] = []
+        # Announcements first: a peer may wait for one of them before it sends what this rank receives here.
+        for key, peer, channel in group.sends:
+            what, stage, micro = key
+            if what == GRAD and not self._is_training:
+                continue
+            tensors, specs = self._outbox.pop(key)
+            if what == ACT:
+                self._announce(stage, micro, specs, peer)
+            ops += [Send(tensor, peer, channel) for tensor in tensors]
+        arrivals = []
+        for key, peer, channel in group.receives:
+            what, stage, micro = key
+            if what == ACT:
+                specs = self._specs_from(stage, micro, peer)
+            elif self._is_training:
+                specs = self._awaited_gradients.pop((self._plan.prev_of[stage], micro))
+            else:
+                continue
+            buffers = [self._transport.data.empty(spec.shape, spec.dtype) for spec in specs]
+            ops += [Recv(buffer, peer, channel) for buffer in buffers]
+            arrivals.append((key, buffers, specs))
+        work = None
+        if ops:
+            work = self._transport.data.batch_p2p(ops, async_op=True)
+            self._works.append(work)
+        for key, buffers, specs in arrivals:
+            self._arrived[key] = _Arrival(buffers, specs, work)
+
+    # ---------------------------------------------------------------- specs
+
+    def _announce(self, stage: int, micro: int, specs: Specs, peer: int) -> None:
+        """Tells the receiver the specs of an output if it does not know them."""
+        kind = self._kind(stage, micro)
+        known = self._known_specs.get((stage, kind))
+        if self._dynamic_shapes or known is None:
+            self._known_specs[stage, kind] = specs
+            self._works.append(self._transport.send_words(_encode(stage, specs), peer))
+        elif known != specs:
+            raise ValueError(
+                f"stage {stage} made {text_of(specs)} of micro-batch {micro}, but {text_of(known)} of "
+                "another one whose inputs have the same shapes and dtypes; if shapes depend on data, make "
+                "the Executor with dynamic_shapes=True"
+            )
+
+    def _specs_from(self, stage: int, micro: int, peer: int) -> Specs:
+        kind = self._kind(stage, micro)
+        if self._dynamic_shapes or (stage, kind) not in self._known_specs:
+            words, work = self._transport.receive_words(MAX_SPEC_WORDS, peer)
+            work.wait()
+            self._known_specs[stage, kind] = _decode(words.tolist())
+        return self._known_specs[stage, kind]
+
+
+def _encode(stage: int, specs: Specs) -> torch.Tensor:
+    words = [len(specs)]
+    for shape, dtype, is_differentiable in specs:
+        words += [_CODE_OF[dtype], is_differentiable, len(shape), *shape]
+    if len(words) > MAX_SPEC_WORDS:
+        raise ValueError(
+            f"stage {stage} returned {len(specs)} tensors, more than a border can describe; return fewer"
+        )
+    return torch.tensor(words + [0] * (MAX_SPEC_WORDS - len(words)), dtype=torch.int64)
+
+
+def _decode(words: list[int]) -> Specs:
+    specs, position = [], 1
+    for _ in range(words[0]):
+        code, is_differentiable, num_dims = words[position : position + 3]
+        position += 3 + num_dims
+        shape = tuple(words[position - num_dims : position])
+        specs.append(TensorSpec(shape, _DTYPES[code], bool(is_differentiable)))
+    return tuple(specs)

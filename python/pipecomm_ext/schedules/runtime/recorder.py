@@ -1,0 +1,83 @@
+"""When the actions of a step ran, on this rank and then on all of them."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from ...communicator import Communicator
+from ..actions import Compute, Fused
+from ..plan import Plan
+from ..timeline import Span, Timeline
+
+
+class Recorder:
+    """Start and end of each action of the last step: host times, or for CUDA the device's."""
+
+    def __init__(self, device: torch.device):
+        self._is_cuda = device.type == "cuda"
+        self._marks: list[tuple[Any, Any]] = []
+        self._origin: tuple[Any, float] | None = None  # an event, and the host's time when it was over
+        self.is_training = True
+
+    def begin_step(self, is_training: bool) -> None:
+        self._marks, self.is_training = [], is_training
+        if self._is_cuda:
+            event = self.mark()
+            event.synchronize()
+            self._origin = event, time.perf_counter()
+
+    def mark(self) -> Any:
+        """Now, in the order of the current stream if the device has one."""
+        if not self._is_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def add(self, start: Any, end: Any) -> None:
+        self._marks.append((start, end))
+
+    def seconds(self) -> torch.Tensor:
+        """float64[actions, 2] on the host's clock."""
+        if not self._is_cuda or not self._marks:
+            return torch.tensor(self._marks, dtype=torch.float64).view(-1, 2)
+        self._marks[-1][1].synchronize()
+        event, origin_s = self._origin
+        rows = [[origin_s + event.elapsed_time(mark) / 1e3 for mark in marks] for marks in self._marks]
+        return torch.tensor(rows, dtype=torch.float64)
+
+
+def gather_timeline(
+    plan: Plan, rank: int, comm: Communicator, peer_of: list[int], mine: Recorder
+) -> Timeline:
+    """The last step of all ranks as one Timeline, in seconds. Collective. Ranks of one host have one clock;
+    between hosts the times are as exact as their wall clocks agree.
+    """
+    items = [_computed(row, mine.is_training) for row in plan.compute]
+    seconds = mine.seconds()
+    with comm.collective("all_to_all"):
+        if len(seconds) != len(items[rank]):
+            raise ValueError("no step has been recorded yet: run step() before timeline()")
+    outgoing = (seconds + (time.time() - time.perf_counter())).to(comm.device)
+    incoming = [torch.empty(0)] * comm.size
+    for pipeline_rank, peer in enumerate(peer_of):
+        incoming[peer] = torch.empty(len(items[pipeline_rank]), 2, dtype=torch.float64, device=comm.device)
+    comm.all_to_all([outgoing] * comm.size, incoming)
+    rows = [incoming[peer].tolist() for peer in peer_of]
+    begin = min((start for row in rows for start, _ in row), default=0.0)
+    spans = [
+        [Span(item, start - begin, end - begin) for item, (start, end) in zip(row_items, row, strict=True)]
+        for row_items, row in zip(items, rows, strict=True)
+    ]
+    return Timeline.from_spans(plan, spans)
+
+
+def _computed(row: tuple[Compute, ...], is_training: bool) -> list[Compute]:
+    """The slots of a row that a step runs."""
+    if is_training:
+        return list(row)
+    forwards = (item.forward if type(item) is Fused else item for item in row)
+    return [action for action in forwards if action.kind == "F"]

@@ -1,0 +1,53 @@
+"""Gradients of stages that hold the same weights (`Plan.replicas`), as DualPipe's two chains do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+
+from ...communicator import Communicator, Recv, Send
+from ..plan import Plan
+
+CHANNEL = 1  # of gradients
+
+
+def sum_replicas(
+    plan: Plan,
+    rank: int,
+    stages: Mapping[int, nn.Module],
+    communicator: Communicator,
+    peer_of: Sequence[int],
+) -> None:
+    """Replaces the gradients of replicated stages by the sum over their replicas, the same bits on all ranks.
+
+    Collective. A gradient that is None counts as zeros, and becomes one if all replicas have none. Shapes and
+    dtypes of the parameters must agree.
+    """
+    ops: list[Send | Recv] = []
+    gradients_of: dict[int, list[torch.Tensor]] = {}  # by stage, of all replicas of mine
+    groups = [group for group in plan.replicas if any(plan.owner[stage] == rank for stage in group)]
+    for group in groups:
+        mine = [stage for stage in group if plan.owner[stage] == rank]
+        peers = sorted({plan.owner[stage] for stage in group} - {rank})
+        for stage in mine:
+            gradients_of[stage] = [_gradient(parameter) for parameter in stages[stage].parameters()]
+            for peer in peers:
+                ops += [Send(gradient, peer_of[peer], CHANNEL) for gradient in gradients_of[stage]]
+        for stage in group:
+            if stage not in mine:
+                gradients_of[stage] = [torch.empty_like(part) for part in gradients_of[mine[0]]]
+                peer = peer_of[plan.owner[stage]]
+                ops += [Recv(gradient, peer, CHANNEL) for gradient in gradients_of[stage]]
+    communicator.batch_p2p(ops)
+    for group in groups:
+        totals = [sum(parts[1:], start=parts[0]) for parts in zip(*map(gradients_of.get, group), strict=True)]
+        for stage in group:
+            if plan.owner[stage] == rank:
+                for parameter, total in zip(stages[stage].parameters(), totals, strict=True):
+                    parameter.grad = total.clone()
+
+
+def _gradient(parameter: nn.Parameter) -> torch.Tensor:
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad

@@ -1,0 +1,121 @@
+"""Small models cut into stages, and the same models unsplit in one process, for tests of pipelines."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from pipecomm_ext.schedules import Executor, Plan
+
+WIDTH = 6
+Micro = tuple[torch.Tensor, ...]
+
+
+class Block(nn.Module):
+    """Nonlinear, with weights of several kinds: [rows, WIDTH] -> the same."""
+
+    def __init__(self, depth: int):
+        super().__init__()
+        generator = torch.Generator().manual_seed(100 + depth)
+        self.first, self.norm, self.second = nn.Linear(WIDTH, 9), nn.LayerNorm(9), nn.Linear(9, WIDTH)
+        self.double()
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) / 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.second(torch.tanh(self.norm(self.first(x))))
+
+
+def batches(num_micros: int, seed: int, rows: int = 3, last_rows: int | None = None) -> list[torch.Tensor]:
+    """[rows, WIDTH] each; the last one may be smaller or larger."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = [rows] * (num_micros - 1) + [rows if last_rows is None else last_rows]
+    return [torch.randn(size, WIDTH, generator=generator, dtype=torch.float64) for size in sizes]
+
+
+def squared_error(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return ((output - target) ** 2).mean()
+
+
+class Pipeline:
+    """A plan's stages of this rank beside the whole unsplit model, with data for all chains.
+
+    `layer(depth)` makes a layer of the model; both sides start from equal weights.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        rank: int,
+        layer: Callable[[int], nn.Module] = Block,
+        loss_fn: Callable = squared_error,
+        seed: int = 1,
+        last_rows: int | None = 2,
+        rows: int = 3,
+    ):
+        self.plan, self.rank, self.loss_fn = plan, rank, loss_fn
+        self.depth_of = {stage: depth for chain in plan.chains for depth, stage in enumerate(chain)}
+        self.whole = [layer(depth) for depth in range(len(plan.chains[0]))]
+        self.stages = {s: copy.deepcopy(self.whole[self.depth_of[s]]) for s in plan.stages_of(rank)}
+        self.set_data(seed, last_rows, rows)
+
+    def set_data(self, seed: int, last_rows: int | None = None, rows: int = 3) -> None:
+        num_micros = self.plan.micros_per_chain
+        seeds = [1000 * seed + chain_idx for chain_idx in range(len(self.plan.chains))]
+        self.inputs = [batches(num_micros, chain_seed, rows, last_rows) for chain_seed in seeds]
+        self.targets = [batches(num_micros, 500 + chain_seed, rows, last_rows) for chain_seed in seeds]
+
+    def of_my(self, end: int, data: list[list]) -> dict[int, list] | None:
+        """By stage the data of the chains whose first (0) or last (-1) stage is mine."""
+        mine = {
+            chain[end]: values
+            for chain, values in zip(self.plan.chains, data, strict=True)
+            if self.plan.owner[chain[end]] == self.rank
+        }
+        return mine or None
+
+    def step(self, executor: Executor):
+        return executor.step(self.of_my(0, self.inputs), self.of_my(-1, self.targets))
+
+    def run_whole(self, backward: bool = True, scale: float = 1.0) -> list[list[torch.Tensor]]:
+        """Adds the gradients of all micro-batches to the unsplit model; the losses by chain."""
+        losses = []
+        for inputs, targets in zip(self.inputs, self.targets, strict=True):
+            losses.append([])
+            for x, target in zip(inputs, targets, strict=True):
+                for layer in self.whole:
+                    x = layer(*x) if isinstance(x, tuple) else layer(x)
+                loss = self.loss_fn(x, target)
+                if backward:
+                    (loss * scale).backward()
+                losses[-1].append(loss.detach())
+        return losses
+
+    def assert_losses(self, got, expected: list[list[torch.Tensor]]) -> None:
+        mine = self.of_my(-1, expected)
+        if mine is None:
+            assert got is None
+            return
+        by_stage = got if isinstance(got, dict) else {next(iter(mine)): got}
+        assert set(by_stage) == set(mine)
+        for stage, losses in mine.items():
+            assert all(not loss.requires_grad and loss.shape == () for loss in by_stage[stage])
+            torch.testing.assert_close(by_stage[stage], losses, rtol=1e-12, atol=1e-12)
+
+    def assert_gradients(self) -> None:
+        """Of all my stages; a replicated one has its part only, so give replicas' sums before."""
+        for stage, module in self.stages.items():
+            whole = self.whole[self.depth_of[stage]]
+            for (name, mine), theirs in zip(module.named_parameters(), whole.parameters(), strict=True):
+                assert (mine.grad is None) == (theirs.grad is None), f"stage {stage}, {name}"
+                if mine.grad is not None:
+                    is_equal = torch.allclose(mine.grad, theirs.grad, rtol=1e-10, atol=1e-12)
+                    assert is_equal, f"stage {stage}, {name}: {mine.grad} is not {theirs.grad}"
+
+    def zero_grad(self) -> None:
+        for module in [*self.whole, *self.stages.values()]:
+            module.zero_grad()
