@@ -60,6 +60,18 @@ def test_split_sequences_train_as_whole_ones(tmp_path, arguments, pipeline):
     assert "Warning" not in output and "Traceback" not in output, output
 
 
+def test_stages_of_different_size_train_as_one(tmp_path):
+    exit_code, output = run_script(
+        TRAIN, "--stages", "1,2,1", "--layers", 3, "--hidden", 96, "--seq-len", 16, "--batch-size", 8,
+        "--microbatches", 4, "--steps", 6, "--verify",
+        "--out", tmp_path / "out", scratch=tmp_path / "scratch",
+    )  # fmt: skip
+    assert exit_code == 0, output
+    assert "pipeline   3 stages of 1+2+1 ranks (1+1+1 blocks), 4 micro-batches" in output, output
+    assert re.search(r"^verify +equal to the unsplit model in 6 steps", output, re.MULTILINE), output
+    assert "Warning" not in output and "Traceback" not in output, output
+
+
 @pytest.mark.parametrize("changed", ["nothing", "loss", "gradient", "not finite", "weights"])
 def test_verify_finds_a_difference(changed):
     args = argparse.Namespace(
@@ -143,6 +155,11 @@ def test_a_killed_rank_ends_everything(tmp_path):
         (["--sequence-parallel", "0"], "--sequence-parallel must be positive, got 0"),
         (["--sequence-parallel", "3"], "4 ranks cannot form stages of 3 ranks each"),
         (["--ranks", "10", "--sequence-parallel", "2"], "give --layers 5 or more"),
+        (["--stages", "1,x"], "is not a list of numbers of ranks"),
+        (["--stages", "1,0"], "must be 1 or more each"),
+        (["--stages", "1,3"], "a stage of 3 ranks needs as many heads, there are 2"),
+        (["--stages", "1,1,1,1,1"], "give --layers 5 or more"),
+        (["--stages", "1,2", "--sequence-parallel", "2"], "do not go together"),
     ],
 )
 def test_bad_arguments_are_explained(capsys, arguments, message):

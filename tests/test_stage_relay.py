@@ -10,7 +10,7 @@ import torch
 from ranks import on_ranks
 from relay_cases import Traffic, numbers, piece, same_bytes, topology_of
 
-from pipecomm_ext import Communicator, PipeCommMismatch, StageRelay
+from pipecomm_ext import PipeCommMismatch, StageRelay
 from pipecomm_ext.relay import cost
 
 SIZES = [(1, 2), (2, 1), (1, 2, 2), (2, 3), (4, 2, 1), (1, 3, 4)]
@@ -92,8 +92,7 @@ def body_all_cases(world, sizes):
     with_gradients = itertools.product(ALGORITHMS, layouts, ["leader", "sum", "mean"], SPECS)
     without = itertools.product(ALGORITHMS, layouts, ["leader"], NO_GRADIENTS)
     cases = [*with_gradients, *without]
-    # All pairs of everything are in the smallest worlds, a third of them in the larger ones.
-    run_matrix(world, sizes, cases if sum(sizes) <= 3 else cases[:: 3 if sum(sizes) <= 5 else 7])
+    run_matrix(world, sizes, cases if sum(sizes) <= 5 else cases[::3])
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
@@ -144,8 +143,7 @@ def test_strides_and_unshared_memory(world):
         else:
             received = relay.recv_forward([6, 4], torch.float32)
             assert same_bytes(received, whole) and received.is_contiguous() and received._base is None
-            received.add_(1)  # its own memory: nothing of a peer changes
-            world.comm.barrier() if False else None
+            received.add_(1)  # its own memory
             assert same_bytes(received, whole + 1)
 
 
@@ -259,20 +257,22 @@ def test_one_rank_rejects_the_call(world, layout, grad_reduce):
     topology = topology_of(world, [2, 3])
     relay = StageRelay(topology, layout=layout, grad_reduce=grad_reduce)
     is_bad = world.rank == 4
+    whole = (6, 2)
+    mine = piece(torch.zeros(whole), layout, 0, topology.get_tensor_model_parallel_world_size())
     if topology.is_pipeline_first_stage():
         expect(
-            PipeCommMismatch,
-            "refused by rank 4: TypeError",
-            lambda: relay.recv_backward([6, 2], torch.float32),
+            PipeCommMismatch, "refused by rank 4: TypeError", lambda: relay.recv_backward(whole, mine.dtype)
         )
-        expect(
-            PipeCommMismatch, "refused by rank 4: ValueError", lambda: relay.send_forward(torch.zeros(3, 2))
-        )
+        expect(PipeCommMismatch, "refused by rank 4: ValueError", lambda: relay.send_forward(mine))
     else:
-        bad, text = (TypeError, "tensor must be") if is_bad else (PipeCommMismatch, "refused by rank 4")
-        expect(bad, text, lambda: relay.send_backward("no tensor" if is_bad else torch.zeros(2, 2)))
-        bad, text = (ValueError, "lengths >= 0") if is_bad else (PipeCommMismatch, "refused by rank 4")
-        expect(bad, text, lambda: relay.recv_forward([-1, 2] if is_bad else [6, 2], torch.float32))
+        bad, text = (
+            (TypeError, "tensor must be") if is_bad else (PipeCommMismatch, "refused by rank 4: TypeError")
+        )
+        expect(bad, text, lambda: relay.send_backward("no tensor" if is_bad else mine))
+        bad, text = (
+            (ValueError, "lengths >= 0") if is_bad else (PipeCommMismatch, "refused by rank 4: ValueError")
+        )
+        expect(bad, text, lambda: relay.recv_forward([-1, 2] if is_bad else whole, mine.dtype))
     relay = StageRelay(topology, grad_reduce=grad_reduce)
     still_works(relay, "rejected")
 
@@ -463,8 +463,3 @@ def test_choice_of_route(transport):
             named = cost.choose(transport, num_bytes, num_speakers, num_receivers, "pipelined")
             assert named[0] == "pipelined" and named[1] >= 1
     assert cost.choose("nccl", 100 << 20, 8, 8)[0] == "sharded"
-
-
-def test_communicator_type():
-    assert piece(torch.arange(5), ("sharded", 0), 1, 3).tolist() == [2, 3]
-    assert Communicator is not None

@@ -68,14 +68,14 @@ class PipelineTopology:
         self._stage_rank = self.stage_ranks.index(my_rank)
         global_ranks = dist.get_process_group_ranks(group)
         self._global_stages = [[global_ranks[rank] for rank in ranks] for ranks in self._stages]
-        self._chains = [
+        chains = [
             [ranks[chain_idx if chain_idx < len(ranks) else 0] for ranks in self._global_stages]
             for chain_idx in range(max(map(len, self._stages)))
         ]
-        self._chain = self._chains[self._stage_rank]
-        # In one order on all ranks, so that nobody waits in a circle.
-        self._stage_group = _group_of_mine(self._global_stages, self._global_stages[self._stage_idx])
-        self._chain_group = _group_of_mine(self._chains, self._chain)
+        self._chain = chains[self._stage_rank]
+        groups = _make_groups(group, [*self._global_stages, *chains])
+        self._stage_group = groups[tuple(self._global_stages[self._stage_idx])]
+        self._chain_group = groups[tuple(self._chain)]
         self._communicator = Communicator(group, channels=NUM_CHANNELS)
 
     # ---------------------------------------------------------------- stages, as group ranks
@@ -269,12 +269,23 @@ def _whole_number(value: Any, name: str) -> int:
         raise TypeError(f"{name} must be an int, not {type(value).__name__}") from None
 
 
-def _group_of_mine(all_groups: list[list[int]], mine: list[int]) -> dist.ProcessGroup:
-    """Makes the torch groups that I am a member of, in the order of the list; the one of `mine`."""
+def _make_groups(
+    group: dist.ProcessGroup, all_ranks: list[list[int]]
+) -> dict[tuple[int, ...], dist.ProcessGroup]:
+    """torch groups of these global ranks, by them; those that this rank is a member of."""
     me = dist.get_rank()
-    made = {
-        tuple(ranks): dist.new_group(ranks, use_local_synchronization=True)
-        for ranks in all_groups
-        if me in ranks
-    }
-    return made[tuple(mine)]
+    if dist.get_world_size(group) == dist.get_world_size():
+        made = [(ranks, dist.new_group(ranks)) for ranks in all_ranks]
+        return {tuple(ranks): new for ranks, new in made if me in ranks}
+    # Only the ranks of the group are here. torch then names a new group by its members and by how many
+    # groups the process has had, so all ranks make equally many: in a group of its own who is no member.
+    names = dist.distributed_c10d._world.pg_names
+    meeting = Rendezvous(group, DEFAULT_TIMEOUT_S, "PipelineTopology")
+    records = meeting.gather("groups", {"num_made": len(names)})
+    for _ in range(max(record["num_made"] for record in records) - len(names)):
+        dist.new_group([me], use_local_synchronization=True)
+    made = [
+        (ranks, dist.new_group(ranks if me in ranks else [me], use_local_synchronization=True))
+        for ranks in all_ranks
+    ]
+    return {tuple(ranks): new for ranks, new in made if me in ranks}
