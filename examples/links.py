@@ -44,6 +44,7 @@ class RelayLink:
         self.topology, self.relay = topology, StageRelay(topology)
         self.comm = topology.communicator
         self.device = self.comm.device
+        self.messages = get_communicator(topology.group, self.device)  # made by all, used by leaders
         self.stage_idx = topology.get_vtp_my_stage_idx()
         self.num_stages = topology.num_stages
         self.is_leader = topology.is_vtp_stage_rank0()
@@ -64,7 +65,7 @@ class RelayLink:
     def collect(self, mine: list[torch.Tensor], shapes: list[list[torch.Size]]) -> list[torch.Tensor] | None:
         """All stages' tensors, in order, on the leader of the last stage; called by all leaders."""
         leaders = [ranks[0] for ranks in self.topology.stages]
-        return _collect(get_communicator(self.topology.group, self.device), leaders, mine, shapes)
+        return _collect(self.messages, leaders, mine, shapes)
 
 
 def _collect(
