@@ -14,6 +14,8 @@ from .forward_backward import (
     forward_backward_pipelining_without_interleaving,
     get_forward_backward_func,
 )
+from .layout import PipelineParallelLayerLayout
+from .layout_language import LayerType, LayoutError
 from .p2p_communicator import P2PCommunicator
 from .steps import (
     backward_step,
@@ -26,8 +28,11 @@ from .steps import (
 )
 
 __all__ = [
+    "LayerType",
+    "LayoutError",
     "P2PCommunicator",
     "PipelineConfig",
+    "PipelineParallelLayerLayout",
     "backward_step",
     "check_first_val_step",
     "clear_embedding_activation_buffer",
