@@ -4,6 +4,7 @@
     python bench/run.py batch --ranks 4 --sizes 4K,1M --json out/batch.json --plot out/batch.png
     python bench/run.py host --ranks 2                    host time of posting 8 operations
     python bench/run.py all_to_all --ranks 2 --sizes 25M --dtype bfloat16     also: gather, pack
+    python bench/run.py pipeline_p2p --ranks 2            P2PCommunicator, fixed and variable shapes
     python bench/run.py all_to_all --matrix bytes.txt     row: a source, column: a destination, like 4096 or
     1M
 
@@ -28,11 +29,13 @@ import torch.distributed as dist  # noqa: E402
 from measure import measure  # noqa: E402
 from ops import OPS as POINT_TO_POINT_OPS  # noqa: E402
 from ops import Bench, Case  # noqa: E402
+from pipeline_p2p import PIPELINE_OPS  # noqa: E402
 from sequence_ops import SEQUENCE_OPS  # noqa: E402
 
 from pipecomm_ext import Communicator  # noqa: E402
 
-OPS = {**POINT_TO_POINT_OPS, **SEQUENCE_OPS}
+OPS = {**POINT_TO_POINT_OPS, **PIPELINE_OPS, **SEQUENCE_OPS}
+CHANNELS = {"cpu": 4, "cuda": 2}  # on the host they cost nothing, and pipeline_p2p needs four
 TRANSPORTS = ("auto", "c10d", "shm", "nccl")
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 QUICK_ITERATIONS, QUICK_SIZES = 20, (4 << 10, 1 << 20)
@@ -43,7 +46,7 @@ def run_op(args: argparse.Namespace) -> int:
     device = torch.device(args.device)
     comms = {}
     for transport in args.transport:
-        comm = Communicator(device=device, transport=transport)
+        comm = Communicator(device=device, transport=transport, channels=CHANNELS[device.type])
         if comms.setdefault(f"pipecomm {comm.transport}", comm) is not comm:
             comm.close()  # "auto" chose what is named, too
     bench = Bench(dist.get_rank(), dist.get_world_size(), device, args.dtype, comms, args.matrix)
