@@ -5,6 +5,7 @@
     python bench/run.py host --ranks 2                    host time of posting 8 operations
     python bench/run.py all_to_all --ranks 2 --sizes 25M --dtype bfloat16     also: gather, pack
     python bench/run.py pipeline_p2p --ranks 2            P2PCommunicator, fixed and variable shapes
+    python bench/run.py schedule --ranks 4 --transport c10d,shm               also: schedule_host
     python bench/run.py all_to_all --matrix bytes.txt     row: a source, column: a destination, like 4096 or
     1M
 
@@ -30,11 +31,12 @@ from measure import measure  # noqa: E402
 from ops import OPS as POINT_TO_POINT_OPS  # noqa: E402
 from ops import Bench, Case  # noqa: E402
 from pipeline_p2p import PIPELINE_OPS  # noqa: E402
+from schedule import SCHEDULE_OPS  # noqa: E402
 from sequence_ops import SEQUENCE_OPS  # noqa: E402
 
 from pipecomm_ext import Communicator  # noqa: E402
 
-OPS = {**POINT_TO_POINT_OPS, **PIPELINE_OPS, **SEQUENCE_OPS}
+OPS = {**POINT_TO_POINT_OPS, **PIPELINE_OPS, **SCHEDULE_OPS, **SEQUENCE_OPS}
 CHANNELS = {"cpu": 4, "cuda": 2}  # on the host they cost nothing, and pipeline_p2p needs four
 TRANSPORTS = ("auto", "c10d", "shm", "nccl")
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
@@ -58,7 +60,7 @@ def run_op(args: argparse.Namespace) -> int:
         print(f"# {OPS[args.op].build.__doc__}")
         for name, reason in reasons.items():
             print(f"# {name}: {reason}")
-        print(report.header(counts_work=args.op in SEQUENCE_OPS), flush=True)
+        print(report.header(args.op in SEQUENCE_OPS, has_cases=args.op in SCHEDULE_OPS), flush=True)
 
     results = []
     for num_bytes in args.sizes:
