@@ -112,15 +112,19 @@ def _count_wrong(case: Case, call: Callable[[], object]) -> int:
     if case.drain is not None:
         case.drain(posted)
     arrived = [*case.received] if case.returns is None else [*case.received, (posted, case.returns)]
-    total = torch.tensor(sum(_num_different(buffer, expected) for buffer, expected in arrived))
+    different = [_num_different(buffer, expected, case.tolerance) for buffer, expected in arrived]
+    total = torch.tensor(sum(different))
     dist.all_reduce(total)
     return int(total)
 
 
-def _num_different(actual: torch.Tensor, expected: torch.Tensor) -> int:
-    """Elements of which any byte differs."""
+def _num_different(actual: torch.Tensor, expected: torch.Tensor, tolerance: float) -> int:
+    """Elements of which any byte differs, or with a tolerance, whose values do."""
     if actual.shape != expected.shape:
         return expected.numel()
+    if tolerance:
+        is_close = (actual - expected).abs() <= tolerance * expected.abs().max()  # False for NaN
+        return int((~is_close).sum())
     ours, theirs = (
         tensor.contiguous().flatten().view(torch.uint8).view(-1, tensor.itemsize)
         for tensor in (actual, expected)
@@ -129,14 +133,14 @@ def _num_different(actual: torch.Tensor, expected: torch.Tensor) -> int:
 
 
 def _timer(case: Case, call: Callable[[], object], device: torch.device) -> Callable[[], float]:
-    """Seconds of one call on this rank; of posting alone if the case has a drain."""
+    """Seconds of one call on this rank, or of a part of it; of posting alone if the case has a drain."""
 
     def timed() -> float:
-        start = time.perf_counter()
+        start = case.clock()
         posted = call()
         if case.drain is None and device.type == "cuda":
             torch.cuda.synchronize()
-        seconds = time.perf_counter() - start
+        seconds = (case.clock() - start) / case.num_parts
         if case.drain is not None:
             case.drain(posted)
         return seconds

@@ -6,6 +6,7 @@ and what must have arrived. Calls block until this rank's part is done, unless p
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -81,10 +82,14 @@ class Case:
         default_factory=dict
     )  # the call that shows an implementation's least time
     work: Callable[[str], Work] | None = None  # what one call of an implementation copies and allocates
+    tolerance: float = 0.0  # of what arrived, relative to its largest value; 0: every byte counts
+    clock: Callable[[], float] = time.perf_counter  # in seconds
+    num_parts: int = 1  # of a call; times are those of a part
+    moves_size: bool = True  # a call moves `num_bytes`, so that bandwidths mean something
 
     @property
     def has_bandwidth(self) -> bool:
-        return self.drain is None
+        return self.drain is None and self.moves_size
 
     @property
     def bounds(self) -> set[str]:

@@ -19,13 +19,15 @@ ENVIRONMENT_NAMES = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "TORCH_NCCL_BLOC
 JSON_FORMAT = 1
 
 
-def header(counts_work: bool) -> str:
+def header(counts_work: bool, has_cases: bool = False) -> str:
     names, units = COLUMNS.format(*NAMES), COLUMNS.format(*UNITS)
     if counts_work:
         names, units = (
             names + WORK_COLUMNS.format("copies", "alloc", "case"),
             units + WORK_COLUMNS.format("", "(B)", ""),
         )
+    elif has_cases:
+        names += "  case"
     return f"{names}\n{units.rstrip()}"
 
 
@@ -44,7 +46,7 @@ def row(result: Result) -> str:
         "-" if result.bound_ratio is None else f"{100 * result.bound_ratio:.0f}",
     )
     if result.work is None:
-        return columns
+        return f"{columns}  {result.label}" if result.label else columns
     passes = f"{result.work.copy_passes:.1f}"
     return columns + WORK_COLUMNS.format(passes, result.work.allocated_bytes, result.label)
 

@@ -5,6 +5,8 @@
     python bench/run.py host --ranks 2                    host time of posting 8 operations
     python bench/run.py all_to_all --ranks 2 --sizes 25M --dtype bfloat16     also: gather, pack
     python bench/run.py relay --ranks 3 --sizes 16M       stages of 1 and 2 ranks, and of 2 and 1
+    python bench/run.py pipeline_p2p --ranks 2            P2PCommunicator, fixed and variable shapes
+    python bench/run.py schedule --ranks 4 --transport c10d,shm               also: schedule_host
     python bench/run.py all_to_all --matrix bytes.txt     row: a source, column: a destination, like 4096 or
     1M
 
@@ -30,12 +32,15 @@ import torch.distributed as dist  # noqa: E402
 from measure import measure  # noqa: E402
 from ops import MIB, Bench, Case, Op  # noqa: E402
 from ops import OPS as POINT_TO_POINT_OPS  # noqa: E402
+from pipeline_p2p import PIPELINE_OPS  # noqa: E402
+from schedule import SCHEDULE_OPS  # noqa: E402
 from sequence_ops import SEQUENCE_OPS  # noqa: E402
 
 from pipecomm_ext import Communicator  # noqa: E402
 
 COUNTED_OPS = {**SEQUENCE_OPS, "relay": Op(relay.build, (MIB, 16 * MIB))}
-OPS = {**POINT_TO_POINT_OPS, **COUNTED_OPS}
+OPS = {**POINT_TO_POINT_OPS, **PIPELINE_OPS, **SCHEDULE_OPS, **COUNTED_OPS}
+CHANNELS = {"cpu": 4, "cuda": 2}  # on the host they cost nothing, and pipeline_p2p needs four
 TRANSPORTS = ("auto", "c10d", "shm", "nccl")
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 QUICK_ITERATIONS, QUICK_SIZES = 20, (4 << 10, 1 << 20)
@@ -46,7 +51,7 @@ def run_op(args: argparse.Namespace) -> int:
     device = torch.device(args.device)
     comms = {}
     for transport in args.transport:
-        comm = Communicator(device=device, transport=transport)
+        comm = Communicator(device=device, transport=transport, channels=CHANNELS[device.type])
         if comms.setdefault(f"pipecomm {comm.transport}", comm) is not comm:
             comm.close()  # "auto" chose what is named, too
     bench = Bench(dist.get_rank(), dist.get_world_size(), device, args.dtype, comms, args.matrix)
@@ -58,7 +63,7 @@ def run_op(args: argparse.Namespace) -> int:
         print(f"# {OPS[args.op].build.__doc__}")
         for name, reason in reasons.items():
             print(f"# {name}: {reason}")
-        print(report.header(counts_work=args.op in COUNTED_OPS), flush=True)
+        print(report.header(args.op in COUNTED_OPS, has_cases=args.op in SCHEDULE_OPS), flush=True)
 
     results = []
     for num_bytes in args.sizes:

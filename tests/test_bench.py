@@ -16,6 +16,7 @@ from measure import NUM_BLOCKS, measure  # noqa: E402
 from ops import BASELINE, MEMCPY, OPS, Bench, Case  # noqa: E402
 from report import environment, row, size_text  # noqa: E402
 from run import parse_arguments  # noqa: E402
+from schedule import SCHEDULE_OPS  # noqa: E402
 
 RUN = "bench/run.py"
 
@@ -39,6 +40,30 @@ def test_every_op_moves_the_right_data(world, op, dtype):
             assert len(result.iterations_us) == NUM_BLOCKS
             assert 0 < result.min_us <= result.median_us <= max(result.iterations_us)
         assert results[0].ratio == 1.0 and results[1].ratio > 0
+
+
+@on_ranks(2, deadline=60)
+def test_pipelines_compute_the_gradients_of_the_unsplit_model(world):
+    for op in SCHEDULE_OPS:
+        for case in SCHEDULE_OPS[op].build(bench_of(world), num_bytes=512):
+            results = measure(op, case, torch.float32, torch.device("cpu"), iters=NUM_BLOCKS, warmup=1)
+            assert [result.num_wrong for result in results] == [0, 0], row(results[-1])
+            assert all(result.algbw is None and result.min_us > 0 for result in results)
+            assert row(results[-1]).endswith(case.label)
+
+
+@on_ranks(2)
+def test_values_within_the_tolerance_are_right(world):
+    buffer = torch.zeros(3)
+    expected = torch.tensor([100.0, 1.0, 0.0])
+    deviations = {BASELINE: 0.09, "far": 0.11, "not finite": float("nan")}
+    calls = {
+        name: lambda deviation=deviation: buffer.copy_(expected).add_(torch.tensor([0, deviation, 0]))
+        for name, deviation in deviations.items()
+    }
+    case = Case(12, [(buffer, expected)], calls, tolerance=1e-3)
+    results = measure("test", case, torch.float32, torch.device("cpu"), iters=NUM_BLOCKS, warmup=1)
+    assert [result.num_wrong for result in results] == [0, 2, 2]
 
 
 @on_ranks(2)

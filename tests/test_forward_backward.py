@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +12,14 @@ import torch
 from ranks import on_ranks
 from torch import nn
 
-from pipecomm_ext.pipeline_parallel import P2PCommunicator, PipelineConfig, get_forward_backward_func
+from pipecomm_ext import PipeCommAborted
+from pipecomm_ext.pipeline_parallel import (
+    P2PCommunicator,
+    PipelineConfig,
+    forward_backward_pipelining_with_interleaving,
+    forward_backward_pipelining_without_interleaving,
+    get_forward_backward_func,
+)
 
 SEQ, BATCH, HIDDEN = 3, 2, 4
 
@@ -146,3 +155,319 @@ def test_interleaving_equals_the_unsplit_model(world, mode):
                 **MODES[mode],
             )
     check(world, 2, P, forward_only=True, **MODES[mode])
+
+
+# ---- what crosses boundaries ------------------------------------------------------------------------------
+
+
+class Ragged(Chunk):
+    """A stage with two outputs that have gradients and one that has none; the last stage has a loss."""
+
+    def set_input_tensor(self, tensors):
+        self.inputs = tensors
+
+    def forward(self, x):
+        if self.inputs[0] is None:
+            hidden, skip, ids = x, x * 2, torch.arange(5)
+        else:
+            hidden, skip, ids = self.inputs
+            assert ids.tolist() == list(range(5)) and not ids.requires_grad
+        hidden = torch.tanh(hidden @ self.weight)
+        # An identity and an integer among the outputs.
+        return hidden, skip, ids
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("mode", MODES)
+def test_boundaries_of_several_tensors(world, mode):
+    """(hidden, skip, ids): all reach the last stage, whose loss uses hidden and skip."""
+
+    def func(iterator, model):
+        x, target = next(iterator)
+        return model(x), lambda outputs: (((outputs[0] - target + outputs[1]) ** 2).mean(), None)
+
+    data = micro_batches(4)
+    chunks = [Ragged(stage, None) for stage in range(world.size)]
+    for x, target in data:
+        x = x.clone().requires_grad_()
+        hidden, skip = x, x * 2
+        for chunk in chunks:
+            hidden = torch.tanh(hidden @ chunk.weight)
+        (((hidden - target + skip) ** 2).mean() / len(data)).backward()
+
+    for variable, frees in itertools.product((False, True), (False, True)):
+        config = PipelineConfig(
+            pipeline_dtype=torch.float32 if variable else [torch.float32, torch.float32, torch.int64],
+            variable_seq_lengths=variable,
+            deallocate_pipeline_outputs=frees,
+            hidden_size=HIDDEN,
+            **MODES[mode],
+        )
+        chunk = Ragged(world.rank, config)
+        shape = (SEQ, BATCH, HIDDEN)
+        shapes = [()] if variable else [shape, shape, (5,)]
+        forward_backward_pipelining_without_interleaving(
+            forward_step_func=func,
+            data_iterator=[iter(data)],
+            model=[chunk],
+            num_microbatches=4,
+            seq_length=SEQ,
+            micro_batch_size=BATCH,
+            adjust_tensor_shapes_fn=lambda recv, send, shapes=shapes: (shapes, shapes),
+            p2p_communicator=P2PCommunicator(world.group, config),
+            pg_collection=GROUPS,
+        )
+        torch.testing.assert_close(chunk.weight.grad, chunks[world.rank].weight.grad)
+
+
+class Frozen(Chunk):
+    """A stage whose output needs no gradient."""
+
+    def forward(self, x):
+        with torch.no_grad():
+            return super().forward(x)
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("mode", MODES)
+def test_frozen_stages_keep_their_neighbours_going(world, mode):
+    """The gradients before a frozen stage are none, or zero; behind it they are right."""
+    data = micro_batches(4)
+    losses, expected = unsplit(3, data)
+    for variable, frozen in itertools.product((False, True), (0, 1)):
+        config = PipelineConfig(
+            pipeline_dtype=torch.float32, hidden_size=HIDDEN, variable_seq_lengths=variable, **MODES[mode]
+        )
+        chunk = (Frozen if world.rank == frozen else Chunk)(world.rank, config)
+        results = step(world, chunk, data, config)
+        if world.rank > frozen:
+            torch.testing.assert_close(chunk.weight.grad, expected[world.rank])
+        else:
+            assert chunk.weight.grad is None or not chunk.weight.grad.any()
+        if world.rank == 2:
+            torch.testing.assert_close([result["loss"] for result in results], losses)
+
+
+def step(world, chunk, data, config, func=forward_step_func, p2p=None, **kwargs):
+    """1F1B of one chunk."""
+    arguments = {
+        "forward_step_func": func,
+        "data_iterator": iter(data),
+        "model": chunk,
+        "num_microbatches": len(data),
+        "seq_length": SEQ,
+        "micro_batch_size": BATCH,
+        "p2p_communicator": p2p or P2PCommunicator(world.group, config),
+        "pg_collection": GROUPS,
+    }
+    return forward_backward_pipelining_without_interleaving(**{**arguments, **kwargs})
+
+
+@on_ranks(2)
+def test_gradients_accumulate_over_steps_and_the_config_is_only_read(world):
+    settings = {"microbatch_group_size_per_vp_stage": 2, "no_sync_func": contextlib.nullcontext}
+    _, gradients, chunks = run(world, 2, 4, calls=3, **settings)
+    _, expected = unsplit(4, micro_batches(4))
+    for chunk_idx, gradient in enumerate(gradients):
+        torch.testing.assert_close(gradient, 3 * expected[chunk_idx * 2 + world.rank])
+    config = PipelineConfig(pipeline_dtype=torch.float32, hidden_size=HIDDEN, **settings)
+    assert chunks[0].config == config
+
+
+@on_ranks(3)
+def test_a_subgroup_of_the_world(world):
+    import torch.distributed as dist
+
+    group = dist.new_group([2, 0])
+    if world.rank == 1:
+        return
+    stage = dist.get_rank(group)
+    config = PipelineConfig(pipeline_dtype=torch.float32, hidden_size=HIDDEN)
+    chunk, data = Chunk(stage, config), micro_batches(3)
+    p2p = P2PCommunicator(group, config)
+    results = step(world, chunk, data, config, p2p=p2p)
+    losses, expected = unsplit(2, data)
+    torch.testing.assert_close(chunk.weight.grad, expected[stage])
+    assert len(results) == (3 if stage == 1 else 0)
+    p2p.close()
+    dist.destroy_process_group(group)
+
+
+# ---- what the steps are told ------------------------------------------------------------------------------
+
+
+@on_ranks(3)
+def test_partial_checkpointing_and_first_microbatches(world):
+    flags, firsts = [], []
+
+    class Told(Chunk):
+        def set_is_first_microbatch(self):
+            firsts.append(len(flags))
+
+    def func(iterator, model, is_checkpointed):
+        flags.append(is_checkpointed)
+        return forward_step_func(iterator, model)
+
+    config = PipelineConfig(
+        pipeline_dtype=torch.float32,
+        hidden_size=HIDDEN,
+        num_microbatches_with_partial_activation_checkpoints=1,
+    )
+    chunk, data = Told(world.rank, config), micro_batches(5)
+    step(world, chunk, data, config, func)
+    in_flight = 3 - world.rank
+    assert flags == [idx % in_flight >= 1 for idx in range(5)] and firsts == [0]
+    flags.clear()
+    step(world, chunk, data, config, func, forward_only=True, first_val_step=False)
+    assert firsts == [0]
+
+
+@on_ranks(2)
+def test_tokens_are_summed_and_handed_on(world):
+    finalized = []
+
+    def func(iterator, model):
+        x, target = next(iterator)
+        return model(x), lambda out: (((out - target) ** 2).sum(), torch.tensor(10, dtype=torch.int), "data")
+
+    for is_per_token in (False, True):
+        config = PipelineConfig(
+            pipeline_dtype=torch.float32,
+            hidden_size=HIDDEN,
+            calculate_per_token_loss=is_per_token,
+            finalize_model_grads_func=lambda *args, **kwargs: finalized.append((args, kwargs)),
+        )
+        chunk, data = Chunk(world.rank, config), micro_batches(4)
+        assert step(world, chunk, data, config, func) == (["data"] * 4 if world.rank == 1 else [])
+        _, expected = unsplit(2, data)
+        num_elements = data[0][0].numel()
+        scale = num_elements * 4 if is_per_token else num_elements / 10
+        torch.testing.assert_close(chunk.weight.grad, expected[world.rank] * scale)
+        (models, num_tokens), kwargs = finalized.pop()
+        assert models == [chunk] and kwargs == {"pg_collection": GROUPS, "force_all_reduce": False}
+        if is_per_token:
+            assert int(num_tokens) == (40 if world.rank == 1 else 0)
+        else:
+            assert num_tokens is None
+
+
+@on_ranks(2)
+def test_collecting_other_data(world):
+    config = PipelineConfig(pipeline_dtype=torch.float32, hidden_size=HIDDEN)
+
+    def func(iterator, model):
+        x, _ = next(iterator)
+        return model(x), lambda output, non_loss_data: output.sum() if non_loss_data else None
+
+    chunk, data = Chunk(world.rank, config), micro_batches(3)
+    collected = step(world, chunk, data, config, func, forward_only=True, collect_non_loss_data=True)
+    if world.rank == 1:
+        outputs = [Chunk(1, None)(Chunk(0, None)(x)).sum() for x, _ in data]
+        torch.testing.assert_close(collected, outputs)
+
+
+@on_ranks(2)
+def test_timers_of_a_schedule(world):
+    names = []
+
+    def timers(name, log_level):
+        assert log_level == 2
+        return SimpleNamespace(start=lambda: names.append(name), stop=lambda: None)
+
+    config = PipelineConfig(pipeline_dtype=torch.float32, hidden_size=HIDDEN, timers=timers)
+    step(world, Chunk(world.rank, config), micro_batches(1), config)
+    ends = [["forward-send", "backward-recv"], ["forward-recv", "backward-send"]][world.rank]
+    forward, backward = "forward-compute", "backward-compute"
+    if world.rank == 0:
+        assert names == [forward, *ends, backward]
+    else:
+        assert names == [ends[0], forward, backward, ends[1]]
+
+
+# ---- errors -----------------------------------------------------------------------------------------------
+
+
+def fails_in_the_middle(world, failing_rank: int, overlap: bool):
+    config = PipelineConfig(
+        pipeline_dtype=torch.float32, hidden_size=HIDDEN, batch_p2p_comm=not overlap, overlap_p2p_comm=overlap
+    )
+    num_calls = itertools.count()
+
+    def func(iterator, model):
+        if world.rank == failing_rank and next(num_calls) == 2:
+            raise KeyError("no such token")
+        return forward_step_func(iterator, model)
+
+    chunk, data = Chunk(world.rank, config), micro_batches(6)
+    p2p = P2PCommunicator(world.fresh_comm(channels=4), config)
+    begin = time.monotonic()
+    try:
+        step(world, chunk, data, config, func, p2p=p2p)
+    except (KeyError, PipeCommAborted) as error:
+        p2p.close()
+        # A new one of the same group works.
+        again = P2PCommunicator(world.fresh_comm(channels=4), config)
+        step(world, chunk, data, config, p2p=again)
+        return type(error).__name__, str(error), time.monotonic() - begin
+    return None
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("failing_rank", [0, 2])
+def test_an_exception_in_one_stage_reaches_all(ranks, failing_rank, overlap):
+    for rank, outcome in enumerate(ranks.run(3, fails_in_the_middle, failing_rank, overlap)):
+        name, text, seconds = outcome
+        assert name == ("KeyError" if rank == failing_rank else "PipeCommAborted"), text
+        assert "no such token" in text
+        if rank != failing_rank:
+            assert f"one_f_one_b, rank {failing_rank}, F{failing_rank}.2: KeyError" in text
+        assert seconds < 10
+
+
+@on_ranks(2)
+def test_wrong_arguments_of_schedules(world):
+    config = PipelineConfig(pipeline_dtype=torch.float32, hidden_size=HIDDEN)
+    chunk = Chunk(world.rank, config)
+
+    def with_config(**settings):
+        defaults = {"pipeline_dtype": torch.float32, "hidden_size": HIDDEN}
+        return Chunk(world.rank, PipelineConfig(**{**defaults, **settings}))
+
+    def plain(**kwargs):
+        step(world, kwargs.pop("model", chunk), micro_batches(2), config, **kwargs)
+
+    def interleaved(num_micro=4, **kwargs):
+        step_of = forward_backward_pipelining_with_interleaving
+        arguments = {
+            "forward_step_func": forward_step_func, "data_iterator": [iter(())] * 2, "model": [chunk] * 2,
+            "num_microbatches": num_micro, "seq_length": SEQ, "micro_batch_size": BATCH,
+            "p2p_communicator": P2PCommunicator(world.group, config), "pg_collection": GROUPS,
+        }  # fmt: skip
+        step_of(**{**arguments, **kwargs})
+
+    overlap = {"overlap_p2p_comm": True}
+    for error, message, call in [
+        (ValueError, "both p2p_communicator and pg_collection", lambda: plain(pg_collection=None)),
+        (TypeError, "a P2PCommunicator of this package, not str", lambda: plain(p2p_communicator="p2p")),
+        (ValueError, "model must be one, or a list of one", lambda: plain(model=[chunk, chunk])),
+        (ValueError, "needs config.batch_p2p_comm=False", lambda: plain(model=with_config(**overlap))),
+        (ValueError, "warmup_flush needs config.overlap_p2p_comm",
+         lambda: plain(model=with_config(overlap_p2p_comm_warmup_flush=True))),
+        (ValueError, "hidden_size must be set", lambda: plain(model=with_config(hidden_size=None))),
+        (ValueError, "M must be at least 1", lambda: plain(num_microbatches=0)),
+        (TypeError, "model must be a list", lambda: interleaved(model=chunk)),
+        (TypeError, "data_iterator must be a list", lambda: interleaved(data_iterator=iter(()))),
+        (ValueError, "2 model chunks and 1 data iterators", lambda: interleaved(data_iterator=[None])),
+        (ValueError, "not supported with interleaving", lambda: interleaved(adjust_tensor_shapes_fn=print)),
+        (ValueError, "needs config.batch_p2p_comm=False",
+         lambda: interleaved(model=[with_config(**overlap)] * 2)),
+        (ValueError, "at least the number of pipeline ranks, 2, and at most that of micro-batches, 1",
+         lambda: interleaved(1)),
+        (ValueError, "microbatch_group_size_per_vp_stage is 5",
+         lambda: interleaved(model=[with_config(microbatch_group_size_per_vp_stage=5)] * 2)),
+        (RuntimeError, "of 5 micro-batches in groups of 4 the last group has 1; it must have at least 2",
+         lambda: interleaved(5, model=[with_config(microbatch_group_size_per_vp_stage=4)] * 2)),
+    ]:  # fmt: skip
+        with pytest.raises(error, match=message):
+            call()
+    check(world, None, 2)

@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 import pipecomm_ext
-from pipecomm_ext import schedules
+from pipecomm_ext import pipeline_parallel, schedules
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
@@ -70,6 +70,7 @@ def test_the_quickstart_runs_as_printed(tmp_path: Path) -> None:
 MODULES = {
     "distributed": pipecomm_ext.distributed,
     "parallel_state": pipecomm_ext.parallel_state,
+    "pipecomm_ext.pipeline_parallel": pipeline_parallel,
     "pipecomm_ext.schedules": schedules,
 }
 

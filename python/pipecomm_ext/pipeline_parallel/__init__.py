@@ -15,6 +15,8 @@ from .forward_backward import (
     get_forward_backward_func,
 )
 from .layerwise import recv_backward_with_reqs, recv_forward_with_reqs, send_backward, send_forward
+from .layout import PipelineParallelLayerLayout
+from .layout_language import LayerType, LayoutError
 from .p2p_communicator import P2PCommunicator
 from .steps import (
     backward_step,
@@ -27,8 +29,11 @@ from .steps import (
 )
 
 __all__ = [
+    "LayerType",
+    "LayoutError",
     "P2PCommunicator",
     "PipelineConfig",
+    "PipelineParallelLayerLayout",
     "backward_step",
     "check_first_val_step",
     "clear_embedding_activation_buffer",

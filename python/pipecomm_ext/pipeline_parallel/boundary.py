@@ -9,6 +9,7 @@ that a receive of one can be posted without knowing anything; what does not fit 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -70,29 +71,34 @@ def is_differentiable(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
 
 
-def header_messages(tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-    """The header of these tensors as one or two int64 CPU tensors; the first is of HEADER_WORDS."""
-    words = [0, len(tensors)]
-    for tensor in tensors:
-        if tensor is None:
+def header_messages(tensors: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor, ...]:
+    """The header of these tensors as one or two int64 CPU tensors, not to be changed; the first is of
+    HEADER_WORDS."""
+    return _header_of(tuple(None if tensor is None else (tensor.shape, tensor.dtype) for tensor in tensors))
+
+
+@lru_cache(maxsize=512)
+def _header_of(specs: tuple[Spec | None, ...]) -> tuple[torch.Tensor, ...]:
+    words = [0, len(specs)]
+    for spec in specs:
+        if spec is None:
             words.append(ABSENT)
-        elif tensor.dtype in _CODES:
-            words += (_CODES[tensor.dtype], tensor.dim(), *tensor.shape)
-        else:
-            raise TypeError(f"tensors of {tensor.dtype} cannot be sent with variable shapes")
+            continue
+        shape, dtype = spec
+        if dtype not in _CODES:
+            raise TypeError(f"tensors of {dtype} cannot be sent with variable shapes")
+        words += (_CODES[dtype], len(shape), *shape)
     words[0] = len(words)
     words += [0] * (HEADER_WORDS - len(words))
-    head = torch.tensor(words[:HEADER_WORDS], dtype=torch.int64)
-    rest = words[HEADER_WORDS:]
-    return [head, torch.tensor(rest, dtype=torch.int64)] if rest else [head]
+    head, rest = words[:HEADER_WORDS], words[HEADER_WORDS:]
+    return tuple(torch.tensor(part, dtype=torch.int64) for part in (head, rest) if part)
 
 
-def num_words_after(head: torch.Tensor) -> int:
-    """Length of the second message of a header, 0 if there is none."""
-    num_words = int(head[0])
-    if not 2 <= num_words <= MAX_HEADER_WORDS:
-        raise PipeCommError(f"a header of {num_words} words: the peer runs another version of pipecomm_ext")
-    return max(0, num_words - HEADER_WORDS)
+def num_words_after(head: Sequence[int]) -> int:
+    """Length of the second message of a header that begins with these words, 0 if there is none."""
+    if not 2 <= head[0] <= MAX_HEADER_WORDS:
+        raise PipeCommError(f"a header of {head[0]} words: the peer runs another version of pipecomm_ext")
+    return max(0, head[0] - HEADER_WORDS)
 
 
 def specs_of_header(words: Sequence[int]) -> list[Spec | None]:

@@ -91,14 +91,17 @@ def has_variable_shapes(config: Any) -> bool:
     return bool(setting(config, "variable_seq_lengths") or setting(config, "mtp_standalone"))
 
 
-@contextlib.contextmanager
-def timed(config: Any, name: str) -> Iterator[None]:
+def timed(config: Any, name: str) -> contextlib.AbstractContextManager:
     """Around what the timer `name` of level 2 of the config, if it has timers, is to measure."""
     timers = setting(config, "timers")
-    if timers is None:
-        yield
-        return
-    timer = timers(name, log_level=2)
+    return _UNTIMED if timers is None else _timed(timers(name, log_level=2))
+
+
+_UNTIMED = contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _timed(timer: Any) -> Iterator[None]:
     timer.start()
     yield
     timer.stop()

@@ -84,39 +84,30 @@ class Exchange:
 
     def post(self, sends: Sequence[Outgoing], recvs: Sequence[Incoming]) -> tuple[list[Work], list[Receipt]]:
         """One batch of these messages. The works are those of all that is posted now, in any order."""
-        header_ops = [
-            Send(part, peer, HEADERS + channel)
-            for tensors, peer, channel in sends
-            if self.headers is not None
-            for part in header_messages(tensors)
-        ]
-        ops = [
-            Send(tensor, peer, channel)
-            for tensors, peer, channel in sends
-            for tensor in tensors
-            if tensor is not None
-        ]
+        header_ops: list[Send | Recv] = []
+        ops: list[Send | Recv] = []
+        for tensors, peer, channel in sends:
+            if self.headers is not None:
+                header_ops += [Send(part, peer, HEADERS + channel) for part in header_messages(tensors)]
+            ops += [Send(tensor, peer, channel) for tensor in tensors if tensor is not None]
         receipts = [Receipt(self, incoming) for incoming in recvs]
         known = [receipt for receipt in receipts if receipt.incoming.specs is not None]
         for receipt in known:
             ops += self._buffers(receipt, receipt.incoming.specs)
+        if self.headers is self.payload:
+            works = self._batch(self.payload, header_ops + ops)
+        else:
+            works = self._batch(self.payload, ops) + self._batch(self.headers, header_ops)
+        for receipt in known:
+            if any(tensor is not None for tensor in receipt._tensors):
+                receipt.work = works[0]
         for receipt in receipts:
             if receipt.incoming.specs is None:
                 self._expect_header(receipt)
-        if self.headers is self.payload:
-            works = self._batch(self.payload, header_ops + ops)
-            work = works[0] if works else None
-        else:
-            works = self._batch(self.payload, ops)
-            work = works[0] if works else None
-            if header_ops:
-                works += self._batch(self.headers, header_ops)
-        for receipt in known:
-            receipt.work = work
         return works, receipts
 
     @staticmethod
-    def _batch(comm: Communicator, ops: Sequence[Send | Recv]) -> list[Work]:
+    def _batch(comm: Communicator | None, ops: Sequence[Send | Recv]) -> list[Work]:
         """Its work, if there is anything to do. Buffers may require grad: nothing has used them yet."""
         if not ops:
             return []
@@ -147,7 +138,7 @@ class Exchange:
             work.wait()
             unread.popleft()
             words = head.tolist()
-            if num_more := num_words_after(head):
+            if num_more := num_words_after(words):
                 rest = torch.empty(num_more, dtype=torch.int64)
                 self.headers.recv(rest, peer, HEADERS + channel)
                 words += rest.tolist()

@@ -137,6 +137,7 @@ class P2PCommunicator:
             device = setting(config, "device")
             payload = kept_communicator(pp_group, device, "pipeline", {"cpu": NUM_CHANNELS, "cuda": 2})
         self.communicator = payload
+        self._prev, self._next = ((payload.rank + step) % payload.size for step in (-1, +1))
         self._exchange = Exchange(payload, self._header_communicator() if self.has_variable_shapes else None)
         self._last_forward_specs: Sequence[Spec] = ()
 
@@ -181,15 +182,12 @@ class P2PCommunicator:
     @property
     def next_rank(self) -> int:
         """Global rank of the next stage; the last one's is the first."""
-        return dist.get_global_rank(self.communicator.group, self._peer(+1))
+        return dist.get_global_rank(self.communicator.group, self._next)
 
     @property
     def prev_rank(self) -> int:
         """Global rank of the previous stage; the first one's is the last."""
-        return dist.get_global_rank(self.communicator.group, self._peer(-1))
-
-    def _peer(self, step: int) -> int:
-        return (self.current_stage + step) % self.total_stages
+        return dist.get_global_rank(self.communicator.group, self._prev)
 
     # ---------------------------------------------------------------- the nine methods
 
@@ -344,10 +342,10 @@ class P2PCommunicator:
         return outgoing, incoming
 
     def _destination(self, channel: int) -> int:
-        return self._peer(+1 if channel == ACTIVATIONS else -1)
+        return self._next if channel == ACTIVATIONS else self._prev
 
     def _source(self, channel: int) -> int:
-        return self._peer(-1 if channel == ACTIVATIONS else +1)
+        return self._prev if channel == ACTIVATIONS else self._next
 
     def _answer(self, channel: int, sent: Any, num_sent: int, tensor_shapes: Any, is_due: bool) -> _Wanted:
         """What comes back for `sent`: as many tensors, and in its form."""

@@ -9,7 +9,17 @@ from .costs import Costs
 from .draw import draw
 from .lower import lower
 from .plan import Plan, merge_split_backward
-from .runtime import Executor, StageError, StepResult, WeightGradStore
+from .runtime import (
+    DualPipe,
+    DualPipeV,
+    Executor,
+    StageError,
+    StepResult,
+    WeightGradStore,
+    run_backward,
+    set_p2p_tensor_dtype,
+    set_p2p_tensor_shapes,
+)
 from .simulate import simulate
 from .timeline import Message, Span, Timeline
 from .zero_bubble import zb_h1, zb_h2, zb_v
@@ -22,6 +32,8 @@ __all__ = [
     "SEND",
     "Action",
     "Costs",
+    "DualPipe",
+    "DualPipeV",
     "Executor",
     "Fused",
     "Group",
@@ -44,6 +56,9 @@ __all__ = [
     "lower",
     "merge_split_backward",
     "one_f_one_b",
+    "run_backward",
+    "set_p2p_tensor_dtype",
+    "set_p2p_tensor_shapes",
     "simulate",
     "u_shaped",
     "zb_h1",

@@ -77,6 +77,7 @@ class Executor:
         dynamic_shapes: shapes of outputs may depend on data, not only on the shapes of the inputs: one more
             small message per output.
         record_timeline: keep the times of every action for `timeline()`.
+        check_border: called with (stage, specs of its tensors) before an output is passed on; may raise.
 
     Gradients accumulate in `.grad`, over micro-batches and over steps. I and W of a split backward work for
     any module (see `backward.py`); hooks on tensors within the stage then run in both halves. A fused slot
@@ -372,7 +373,7 @@ class Executor:
             return
         alive = self._alive.pop((stage1, micro1))
         outputs1, gradients1 = ([], []) if gradients is None else _roots(alive, gradients)
-        criterion, labels = self._criterion(stage0, micro0)
+        criterion, labels = self._criterion_of(stage0, micro0)
         outputs, loss = overlapped(
             module0,
             inputs,
@@ -386,7 +387,7 @@ class Executor:
         self._keep(stage0, micro0, inputs, outputs[0] if len(outputs) == 1 else tuple(outputs), loss)
         self._hand_back(stage1, micro1, alive)
 
-    def _criterion(self, stage: int, micro: int) -> tuple[Callable[..., torch.Tensor] | None, list]:
+    def _criterion_of(self, stage: int, micro: int) -> tuple[Callable[..., torch.Tensor] | None, list]:
         """The loss function as an overlapped method calls it, `criterion(*outputs, *labels)`, and the labels;
         None and none unless the stage is the last of its chain."""
         if stage not in self._targets:

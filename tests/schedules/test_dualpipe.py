@@ -1,0 +1,239 @@
+"""DualPipe's classes on real ranks against the unsplit model."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from pipelines import WIDTH, Block, squared_error
+from ranks import on_ranks
+from torch import nn
+
+from pipecomm_ext import PipeCommAborted, PipeCommError
+from pipecomm_ext.schedules import (
+    DualPipe,
+    DualPipeV,
+    WeightGradStore,
+    set_p2p_tensor_dtype,
+    set_p2p_tensor_shapes,
+)
+
+ROWS = 2  # of a chunk
+
+
+class LinearFunction(torch.autograd.Function):
+    """The weight gradient goes through WeightGradStore, and is written by hand."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+
+        def weight_gradient():
+            if weight.grad is None:
+                weight.grad = torch.zeros_like(weight)
+            weight.grad += gradient.flatten(0, -2).t() @ x.flatten(0, -2)
+
+        if WeightGradStore.enabled:
+            WeightGradStore.put(weight_gradient)
+        else:
+            weight_gradient()
+        return gradient @ weight, None
+
+
+class StoringBlock(nn.Module):
+    """As DualPipe's users write them."""
+
+    def __init__(self, depth: int):
+        super().__init__()
+        self.weight = nn.Parameter(Block(depth).first.weight.detach()[:WIDTH].clone())
+
+    def forward(self, x):
+        return torch.tanh(LinearFunction.apply(x, self.weight))
+
+    @classmethod
+    def overlapped_forward_backward(
+        cls, module0, inputs0, criterion0, labels0, module1, loss1, outputs1, output_grads1
+    ):
+        outputs0 = [module0(*inputs0)]
+        loss0 = criterion0(*outputs0, *labels0) if criterion0 is not None else None
+        if loss1 is not None:
+            loss1.backward()
+            loss1.detach_()
+        else:
+            torch.autograd.backward(outputs1, output_grads1)
+        return outputs0, loss0
+
+
+def batch(num_rows: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(num_rows, WIDTH, generator=generator, dtype=torch.float64)
+
+
+def unsplit(layers, x, labels, num_chunks):
+    """Losses by chunk, and all outputs; adds gradients if grad mode is on."""
+    losses, outputs = [], []
+    for chunk, chunk_labels in zip(x.chunk(num_chunks), labels.chunk(num_chunks), strict=True):
+        output = nn.Sequential(*layers)(chunk)
+        loss = squared_error(output, chunk_labels)
+        if torch.is_grad_enabled():
+            loss.backward()
+        losses.append(loss.detach())
+        outputs.append(output.detach())
+    return torch.stack(losses), torch.cat(outputs)
+
+
+@on_ranks(2, 4, deadline=60)
+@pytest.mark.parametrize("block", [Block, StoringBlock], ids=["plain", "storing"])
+def test_dualpipe_trains_and_infers_as_the_unsplit_model(world, block):
+    P = world.size
+    mapping = list(reversed(range(P))) if block is Block else None
+    rank = mapping[world.rank] if mapping else world.rank
+    whole = [block(depth) for depth in range(P)]
+    pipe = DualPipe((copy.deepcopy(whole[rank]), copy.deepcopy(whole[P - 1 - rank])), rank_mapping=mapping)
+    assert (pipe.rank, pipe.is_first_rank, pipe.is_last_rank) == (rank, rank == 0, rank == P - 1)
+    num_chunks = 2 * P + 2
+    half = num_chunks // 2
+    x0, x1 = (batch(half * ROWS, seed) for seed in (1, 2))  # of the first rank, of the last rank
+    l0, l1 = (batch(half * ROWS, seed) for seed in (3, 4))  # labels of x0, labels of x1
+    inputs = {0: (x0,), P - 1: (x1,)}.get(rank, ())
+    labels = {0: [l1], P - 1: [l0]}.get(rank, [])
+    for is_training in (True, True, False):
+        with torch.set_grad_enabled(is_training):
+            loss, outputs = pipe.step(
+                *inputs, num_chunks=num_chunks, criterion=squared_error, labels=labels, return_outputs=True
+            )
+            expected = {
+                P - 1: unsplit(whole, x0, l0, half),
+                0: unsplit(whole, x1, l1, half),
+            }.get(rank)
+        if expected is None:
+            assert loss is None and outputs is None
+        else:
+            assert loss.shape == (half,) and not loss.requires_grad and not outputs.requires_grad
+            torch.testing.assert_close(loss, expected[0])
+            torch.testing.assert_close(outputs, expected[1])
+        if not is_training:
+            with torch.no_grad():
+                loss, outputs = pipe.step(*inputs, num_chunks=num_chunks, return_outputs=rank == 0)
+            assert loss is None and (outputs is None) == (rank != 0)
+    pipe.sum_replica_gradients()
+    for module, depth in zip(pipe.module, (rank, P - 1 - rank), strict=True):
+        for mine, theirs in zip(module.parameters(), whole[depth].parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-10, atol=1e-12)
+    pipe.close()
+
+
+@on_ranks(1, 2, 3)
+def test_dualpipev_trains_as_the_unsplit_model(world):
+    P, rank = world.size, world.rank
+    for block, num_chunks in ((Block, 2 * P), (StoringBlock, 2 * P + 3)):
+        whole = [block(depth) for depth in range(2 * P)]
+        pipe = DualPipeV((copy.deepcopy(whole[rank]), copy.deepcopy(whole[2 * P - 1 - rank])))
+        x, labels = batch(num_chunks * ROWS, 1), batch(num_chunks * ROWS, 2)
+        given = ((x,), [labels]) if rank == 0 else ((), [])
+        loss, outputs = pipe.step(
+            *given[0], num_chunks=num_chunks, criterion=squared_error, labels=given[1], return_outputs=True
+        )
+        expected = unsplit(whole, x, labels, num_chunks)
+        if rank == 0:
+            torch.testing.assert_close(loss, expected[0])
+            torch.testing.assert_close(outputs, expected[1])
+        else:
+            assert loss is None and outputs is None
+        for module, depth in zip(pipe.module, (rank, 2 * P - 1 - rank), strict=True):
+            for mine, theirs in zip(module.parameters(), whole[depth].parameters(), strict=True):
+                torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-10, atol=1e-12)
+        pipe.close()
+
+
+class Pair(nn.Module):
+    """Two inputs of which one may be None, two outputs along dim 1."""
+
+    def forward(self, x, mask):
+        return (x, mask) if mask is not None else (x, x[:, :0] > 0)
+
+
+@on_ranks(3)
+def test_a_group_smaller_than_the_world_and_modules_without_parameters(world):
+    group = dist.new_group([2, 0])
+    if world.rank == 1:
+        return
+    pipe = DualPipe((Pair(), Pair()), batch_dim=1, process_group=group, rank_mapping=[1, 0])
+    assert pipe.rank == {0: 1, 2: 0}[world.rank]
+    x = batch(WIDTH, pipe.rank)
+    with torch.no_grad():
+        loss, outputs = pipe.step(x[:, :4], None, num_chunks=4, return_outputs=True)
+    other = batch(WIDTH, 1 - pipe.rank)
+    assert loss is None and outputs[0].equal(other[:, :4]) and outputs[1].dtype == torch.bool
+    pipe.close()
+
+
+@on_ranks(2)
+def test_wrong_steps_raise_on_all_ranks_and_the_next_step_works(world):
+    pipe = DualPipe((Block(world.rank), Block(1 - world.rank)))
+    x, labels = batch(4, 1), batch(4, 2)
+
+    def step(*inputs, **changes):
+        options = {"num_chunks": 4, "criterion": squared_error, "labels": [labels], **changes}
+        return pipe.step(*inputs, **options)
+
+    def declared(x):
+        set_p2p_tensor_shapes([(9, WIDTH)])
+        try:
+            return step(x)
+        finally:
+            set_p2p_tensor_shapes(None)
+
+    def declared_dtype(x):
+        set_p2p_tensor_dtype(torch.float32)
+        try:
+            return step(x)
+        finally:
+            set_p2p_tensor_dtype(None)
+
+    cases = [
+        (lambda: step(x[:3]), ValueError, "inputs[0] of batch size 3 (dim 0) does not divide into 2"),
+        (lambda: step(x, labels=[labels[:1]]), ValueError, "labels[0] of batch size 1"),
+        (lambda: step("x"), TypeError, "inputs[0] must be a tensor or None, not str"),
+        (lambda: step(x, criterion=None), ValueError, "give step() a criterion"),
+        (lambda: step(x, num_chunks=0), ValueError, "at least twice the 2 ranks, got 0"),
+        (lambda: step(x, num_chunks=5), ValueError, "expected an even number"),
+        (lambda: declared(x), PipeCommError, "set_p2p_tensor_shapes declared [[9, 6]]"),
+        (lambda: declared_dtype(x), PipeCommError, "set_p2p_tensor_dtype declared torch.float32"),
+        (lambda: step(x, criterion=lambda *_: 1 / 0), PipeCommError, "ZeroDivisionError"),
+    ]
+    for call, kind, message in cases:
+        with pytest.raises(kind if world.rank == 0 else (PipeCommAborted, kind)) as caught:
+            call() if world.rank == 0 else step(x)
+        assert message in str(caught.value), str(caught.value)
+        loss, _ = step(x)
+        assert loss.shape == (2,)
+    pipe.close()
+    with pytest.raises(ValueError, match=r"call step\(\) before"):
+        pipe.sum_replica_gradients()
+
+
+@on_ranks(3)
+def test_wrong_constructions(world):
+    blocks = (Block(0), Block(1))
+    with pytest.raises(ValueError, match="an even number of ranks, the group has 3"):
+        DualPipe(blocks)
+    with pytest.raises(ValueError, match="the two modules of this rank"):
+        DualPipeV(blocks[:1])
+    with pytest.raises(ValueError, match="rank_mapping must give each of the 3 ranks"):
+        DualPipeV(blocks, rank_mapping=[0, 1, 1])
+    with pytest.raises(TypeError, match="not str"):
+        set_p2p_tensor_dtype("float32")
+
+
+def test_a_star_import_gives_the_names():
+    names = {}
+    exec("from pipecomm_ext.schedules import *", names)
+    assert {"DualPipe", "DualPipeV", "WeightGradStore", "set_p2p_tensor_shapes"} <= set(names)
