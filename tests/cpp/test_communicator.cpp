@@ -220,6 +220,76 @@ void test_exchange() {
   });
 }
 
+// From rank 0 to 1 and on to 2, which waits for nothing but the end: 1 passes on what it has not
+// waited for. Rank 0 refuses some rounds, then nobody posts the second hop.
+void test_exchanges_that_follow_each_other() {
+  check::context = "exchanges that follow each other";
+  constexpr int kSize = 3, kNumRounds = 40;
+  const auto refuses = [](int round) { return round % 7 == 3; };
+  run_ranks(kSize, kLong, [&](Communicator& communicator, int rank) {
+    std::vector<Tensor> tensors;
+    std::vector<OperationPtr> first, second;
+    for (int round = 0; round < kNumRounds; ++round) {
+      const int64_t num_bytes = round % 3 == 0 ? 50'000 : 1 + round;
+      const TensorSpec whole{{num_bytes}, dtypes::kUInt8};
+      const auto hop = [&](int from, int to) {
+        return std::make_shared<PreparedExchange>(
+            reshard_plan({rank, kSize}, whole, {{from}, {}, true}, {{to}, {}, true}));
+      };
+      tensors.push_back(rank == 0 ? patterned(num_bytes, round) : Tensor(num_bytes));
+      const TensorRef tensor = tensors.back().ref();
+      const std::span<const TensorRef> held{&tensor, 1}, none;
+      if (rank == 0 && refuses(round))
+        first.push_back(communicator.refuse(OpCode::relay, "not now", {{}, 1}));
+      else
+        first.push_back(communicator.exchange(OpCode::relay, hop(0, 1), rank == 0 ? held : none,
+                                              rank == 1 ? held : none, nullptr, true, {{}, 1}));
+      if (rank == 0) continue;
+      second.push_back(communicator.exchange(OpCode::relay, hop(1, 2), rank == 1 ? held : none,
+                                             rank == 2 ? held : none, nullptr, true, {{1, 2}, 1},
+                                             first.back()));
+    }
+    for (int round = kNumRounds - 1; round >= 0; --round) {
+      if (rank == 0) {
+        wait(communicator, first[round]);
+      } else if (refuses(round)) {
+        CHECK_FAILURE(failure_of([&] { wait(communicator, second[round]); }), mismatch, 0,
+                      "refused by rank 0: not now");
+      } else {
+        wait(communicator, second[round]);
+        CHECK(*tensors[round].bytes ==
+              *patterned(static_cast<int64_t>(tensors[round].bytes->size()), round).bytes);
+      }
+    }
+    CHECK_INVALID("channel 3 is not in 0..2", communicator.refuse(OpCode::relay, "", {{}, 3}));
+    CHECK_INVALID("members must be increasing ranks of 0..2",
+                  communicator.refuse(OpCode::relay, "", {{(rank + 1) % kSize}, 1}));
+    wait(communicator, communicator.barrier());
+  });
+}
+
+// What is queued behind an exchange that never comes ends with the communicator.
+void test_what_follows_ends_with_the_communicator() {
+  check::context = "what follows ends with the communicator";
+  run_ranks(2, kLong, [&](Communicator& communicator, int rank) {
+    const TensorSpec whole{{8}, dtypes::kUInt8};
+    const auto plan = std::make_shared<PreparedExchange>(
+        reshard_plan({rank, 2}, whole, {{0}, {}, true}, {{1}, {}, true}));
+    const Tensor tensor(8);
+    const TensorRef ref = tensor.ref();
+    if (rank == 1) {
+      const auto first =
+          communicator.exchange(OpCode::relay, plan, {}, {&ref, 1}, nullptr, true, {{}, 0});
+      const auto second =
+          communicator.exchange(OpCode::relay, plan, {}, {&ref, 1}, nullptr, true, {{}, 0}, first);
+      CHECK_FAILURE(failure_of([&] { wait(communicator, second); }), aborted, 0, "enough");
+    } else {
+      communicator.abort("enough");
+    }
+    communicator.close(nullptr);
+  });
+}
+
 void test_broadcast_and_barrier() {
   check::context = "broadcast and barrier";
   constexpr int kSize = 4;
@@ -599,7 +669,8 @@ void test_failure_during_construction() {
   });
   while (num_aborts == 0) std::this_thread::yield();
   CHECK_FAILURE(failure_of([&] { communicator.barrier(); }), peer_lost, 1, "(gone)");
-  communicator.close(nullptr);  // aborts once more: the thread that failed it may not have come so far
+  communicator.close(
+      nullptr);  // aborts once more: the thread that failed it may not have come so far
   CHECK_EQ(num_aborts.load(), 2);
 }
 
@@ -628,6 +699,8 @@ int main() {
   test_fork();  // first: no thread of another test is left behind in the child
   test_traffic();
   test_exchange();
+  test_exchanges_that_follow_each_other();
+  test_what_follows_ends_with_the_communicator();
   test_broadcast_and_barrier();
   test_messages_to_myself();
   test_bad_arguments();

@@ -145,6 +145,32 @@ void test_builder_errors() {
   CHECK_INVALID("finite and not zero", split_plan(me, kTensor, 1, three, Scale::divide(0)));
 }
 
+// Each rank of the layout gets its piece of every other one's tensor; an own piece that lies in
+// its place stays there.
+void test_pieces() {
+  const ShardLayout layout{{2, 0}, {4, 2}, false, 1};
+  const ExchangePlan plan = collect_pieces_plan({0, 3}, kTensor, layout);
+  CHECK_EQ(plan.inputs.size(), size_t{1});
+  CHECK_EQ(plan.outputs.size(), size_t{2});
+  CHECK(plan.outputs[0].shape == (Dims{2, 2, 4}) && plan.outputs[1].shape == (Dims{2, 2, 4}));
+  CHECK(plan.recvs == (std::vector<Transfer>{{0, {{1, {0, 0, 0}, {2, 2, 4}}}},
+                                             {2, {{0, {0, 0, 0}, {2, 2, 4}}}}}));
+  CHECK(plan.sends == (std::vector<Transfer>{{0, {{0, {0, 4, 0}, {2, 2, 4}}}},
+                                             {2, {{0, {0, 0, 0}, {2, 4, 4}}}}}));
+  CHECK_INVALID("this rank is not in the layout", collect_pieces_plan({1, 3}, kTensor, layout));
+
+  const ShardLayout everywhere{{2, 0}, {}, true, 1};
+  const ExchangePlan gather =
+      reshard_plan({0, 3}, kTensor, layout, everywhere, {.own_in_place = true});
+  CHECK_EQ(gather.sends.size(), size_t{1});
+  CHECK_EQ(gather.recvs.size(), size_t{1});
+  CHECK_EQ(gather.recvs[0].peer, 2);
+  const auto tagged = [&](const char* tag) {
+    return reshard_plan({0, 3}, kTensor, layout, everywhere, {.tag = tag}).signature;
+  };
+  CHECK(tagged("a") == tagged("a") && tagged("a") != tagged("b"));
+}
+
 void test_validate() {
   const ExchangePlan good = all_to_all_plan({1, 2}, {{kTensor, {2, 2}, {3, 6}}}, 2, 1);
   const auto changed = [&](auto&& change) {
@@ -283,6 +309,7 @@ int main() {
   test_message_cursor();
   test_signatures();
   test_builder_errors();
+  test_pieces();
   test_validate();
   test_copy_passes();
   test_shared_staging();
