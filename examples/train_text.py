@@ -5,8 +5,9 @@
 
 Every rank holds one stage. Activations go to the next stage on channel 0, gradients come back on channel 1,
 in the 1F1B order. With --sequence-parallel N every stage is N ranks, each of which holds a piece of every
-sequence and trades tokens for heads with the others during attention. --verify trains the unsplit model along
-in one process and compares the loss and all gradients of every step.
+sequence and trades tokens for heads with the others during attention. --schedule runs another order of the
+same work, by name (zb_v, dualpipe, interleaved, ...), and draws it as simulated and as measured. --verify
+trains the unsplit model along in one process and compares the loss and all gradients of every step.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from pathlib import Path
 import launch
 import torch
 import torch.distributed as dist
+from planned import PlannedStages, plan_of
 from sequence import SequencePiece
 from stage import Stage
 from text_model import HEAD_DIM, TextBatches, build_layers, loss_of, split_layers
@@ -58,6 +60,13 @@ def micro_batches(
     return inputs.chunk(num_micro), targets.chunk(num_micro)
 
 
+def num_stages_of(args: argparse.Namespace, num_ranks: int) -> int:
+    """Stages of the model; a schedule may give a rank several of them."""
+    if args.schedule is None:
+        return num_ranks
+    return len(plan_of(args.schedule, num_ranks, args.microbatches).chains[0])
+
+
 def is_reporter(comm: Communicator, piece: SequencePiece) -> bool:
     """Whether this rank tells the result: the last stage's, of its ranks the first."""
     return comm.rank == comm.size - 1 and piece.idx == 0
@@ -74,11 +83,15 @@ class Training:
 
 def train_pipeline(
     args: argparse.Namespace, comm: Communicator, piece: SequencePiece
-) -> tuple[Training, Stage]:
+) -> tuple[Training, Stage | PlannedStages]:
     layers = layers_of(args, piece)
-    owned = split_layers(args.layers, comm.size)
+    owned = split_layers(args.layers, num_stages_of(args, comm.size))
     micro_shape = (args.batch_size // args.microbatches, piece.sizes[piece.idx], args.hidden)
-    stage = Stage([layers[idx] for idx in owned[comm.rank]], comm, piece, micro_shape, args.lr)
+    if args.schedule is not None:
+        plan = plan_of(args.schedule, comm.size, args.microbatches)
+        stage = PlannedStages(plan, layers, owned, comm, piece, micro_shape, args.lr)
+    else:
+        stage = Stage([layers[idx] for idx in owned[comm.rank]], comm, piece, micro_shape, args.lr)
     batches = batches_of(args)
     shapes = [
         [parameter.shape for idx in stage_layers for parameter in layers[idx].parameters()]
@@ -100,7 +113,7 @@ def train_pipeline(
         for step in range(args.steps):
             inputs, targets = micro_batches(batches, step, args.microbatches, comm.device, piece.tokens)
             started_at = time.perf_counter()
-            losses = stage.step_1f1b(inputs, targets)
+            losses = stage.step(inputs, targets)
             if is_last:
                 training.losses.append(torch.stack(piece.sum_over_pieces(losses)).mean().item())
                 progress.set_postfix(loss=f"{training.losses[-1]:.3f}", refresh=False)
@@ -191,17 +204,20 @@ def plus(sizes: Iterable[int]) -> str:
     return "+".join(map(str, sizes))
 
 
-def report(args: argparse.Namespace, comm: Communicator, training: Training, stage: Stage) -> int:
+def report(
+    args: argparse.Namespace, comm: Communicator, training: Training, stage: Stage | PlannedStages
+) -> int:
     """The last stage's summary, the picture and the verification; the exit code."""
     batches = batches_of(args)
-    owned = split_layers(args.layers, comm.size)
+    owned = split_layers(args.layers, num_stages_of(args, comm.size))
     num_parameters = sum(parameter.numel() for layer in layers_of(args) for parameter in layer.parameters())
     num_text_bytes = args.steps * args.batch_size * args.seq_len
     blocks = plus(sum(1 <= idx <= args.layers for idx in layers) for layers in owned)
-    shape, split = f"{comm.size} stages", f"{blocks} blocks"
+    shape, split = f"{len(owned)} stages", f"{blocks} blocks"
     if stage.piece.comm is not None:
         shape += f" x {stage.piece.comm.size} sequence pieces"
         split += f"; {plus(stage.piece.sizes)} tokens, {plus(stage.piece.head_sizes)} heads"
+    name = "1F1B" if args.schedule is None else stage.plan.name
     picture = Path(args.out) / "loss.png"
     draw_losses(training.losses, picture, f"Byte-level transformer, pipeline of {shape} ({comm.transport})")
 
@@ -214,7 +230,7 @@ def report(args: argparse.Namespace, comm: Communicator, training: Training, sta
         f"byte-level decoder, {args.layers} blocks, hidden {args.hidden}, {num_parameters:,} parameters",
     )
     line("text", f"{len(batches.text) / 1e6:.1f} MB of Python sources from {batches.directory}")
-    line("pipeline", f"{shape} ({split}), {args.microbatches} micro-batches, 1F1B, {comm.device}")
+    line("pipeline", f"{shape} ({split}), {args.microbatches} micro-batches, {name}, {comm.device}")
     line("transport", f"{comm.transport}: {comm.transport_reason}")
     line(
         "messages",
@@ -268,7 +284,16 @@ def run_stage(args: argparse.Namespace) -> int:
         piece = piece_of(args, pieces)
         training, stage = train_pipeline(args, comm, piece)
         comm.barrier()
-        return report(args, comm, training, stage) if is_reporter(comm, piece) else 0
+        timelines = None
+        if args.schedule is not None and piece.idx == 0:
+            Path(args.out).mkdir(parents=True, exist_ok=True)
+            timelines = stage.draw_timelines(Path(args.out) / "timeline.html")
+        if not is_reporter(comm, piece):
+            return 0
+        exit_code = report(args, comm, training, stage)
+        if timelines is not None:
+            print(f"timeline   {Path(args.out) / 'timeline.html'} (hover shows what is where)\n{timelines}")
+        return exit_code
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -284,6 +309,11 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         default=1,
         help="ranks a stage, each with a piece of the sequence; neither tokens nor heads need divide (1)",
         **integer,
+    )
+    parser.add_argument(
+        "--schedule",
+        metavar="NAME",
+        help="gpipe, 1f1b, interleaved, zb_h1, zb_h2, zb_v, dualpipe, dualpipev or u_shaped (1F1B by hand)",
     )
     parser.add_argument("--steps", default=100, help="optimizer steps (100)", **integer)
     parser.add_argument("--batch-size", default=16, help="sequences a step (16)", **integer)
@@ -319,7 +349,10 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
             f"{num_ranks} ranks cannot form stages of {args.sequence_parallel} ranks each; "
             "make the ranks a multiple of --sequence-parallel"
         )
-    num_stages = num_ranks // args.sequence_parallel
+    try:
+        num_stages = num_stages_of(args, num_ranks // args.sequence_parallel)
+    except ValueError as error:
+        parser.error(f"--schedule {args.schedule}: {error}")
     if num_stages > args.layers:
         parser.error(f"{num_stages} stages need at least as many blocks; give --layers {num_stages} or more")
     return args
