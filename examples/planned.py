@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from pathlib import Path
 
@@ -43,7 +42,7 @@ class PlannedStages:
         self.depth_of = {stage: depth for chain in plan.chains for depth, stage in enumerate(chain)}
         self.stages = nn.ModuleDict()
         for stage in plan.stages_of(comm.rank):
-            mine = [copy.deepcopy(layers[idx]) for idx in owned[self.depth_of[stage]]]
+            mine = [layers[idx] for idx in owned[self.depth_of[stage]]]
             self.stages[str(stage)] = nn.Sequential(*mine).to(comm.device)
         self.optimizer = torch.optim.AdamW(self.stages.parameters(), lr=lr)
         self.executor = Executor(

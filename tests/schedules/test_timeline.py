@@ -10,7 +10,7 @@ from pipecomm_ext.schedules import Costs, Timeline, get_plan, simulate
 def test_a_picture_in_text_shows_what_runs_when():
     assert simulate(get_plan("1f1b", 4, 8)).text_picture(width=33).splitlines() == [
         "  0 |FFFF......BBFBBFBBFBBFBB.BB.BB.BB|",
-        "  1 |.FFF....BBFBBFBBFBBFBBFBBFBB.BB..|",
+        "  1 |.FFF....BBFBBFBBFBBFBBFBB.BB.BB..|",
         "  2 |..FF..BBFBBFBBFBBFBBFBBFBB.BB....|",
         "  3 |...FBBFBBFBBFBBFBBFBBFBBFBB......|",
     ]
