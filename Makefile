@@ -4,6 +4,7 @@ PYTHON ?= python3
 TORCH ?= 2.11.0
 NO_VENV ?=
 ARGS ?=
+SCHEDULE ?= zb_v
 RESULTS ?= bench/results
 GPU_BENCHMARKS ?= p2p pingpong batch broadcast host all_to_all gather
 
@@ -43,6 +44,7 @@ help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo "  variables: TORCH=$(TORCH) (own environment per version: .venv, .venv-2.13.0, ...), PYTHON=$(PYTHON),"
 	@echo "             NO_VENV=1 (use PYTHON's own torch), ARGS='...' (for pytest or bench/run.py),"
+	@echo "             SCHEDULE=$(SCHEDULE) (what the demo trains with at its end; dualpipe, 1f1b, ...),"
 	@echo "             PIPECOMM_CUDA=AUTO|ON|OFF, TORCH_CUDA_ARCH_LIST, MAX_JOBS (for the build)"
 
 ifneq ($(READY),)
@@ -67,9 +69,10 @@ setup: $(BUILT) ## environment and extension
 test: $(BUILT) ## the test suite (ARGS='-k name' to choose)
 	$(PY) -m pytest tests -q $(ARGS)
 
-demo: $(BUILT) ## train a small transformer over 4 pipeline ranks on real text, then a short benchmark
+demo: $(BUILT) ## train a small transformer on real text over 4 pipeline ranks, a short benchmark, another schedule
 	$(PY) examples/train_text.py --ranks 4 --steps 50 --verify
 	$(PY) bench/run.py p2p --ranks 2 --quick
+	$(PY) examples/train_text.py --ranks 2 --steps 20 --schedule $(SCHEDULE) --out out/train_text_$(SCHEDULE)
 
 bench: $(BUILT) ## benchmarks (ARGS='batch --ranks 4' to choose)
 	$(PY) bench/run.py $(or $(ARGS),p2p --ranks 2)

@@ -43,10 +43,8 @@ class Stage:
         )
         return [None if no_recv[kind] else next(received) for kind in recvs]
 
-    def step_1f1b(
-        self, inputs: tuple[torch.Tensor, ...], targets: tuple[torch.Tensor, ...]
-    ) -> list[torch.Tensor]:
-        """One optimizer step over the micro-batches of my tokens.
+    def step(self, inputs: tuple[torch.Tensor, ...], targets: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
+        """One optimizer step over the micro-batches of my tokens, by 1F1B.
 
         On the last stage my tokens' share of the losses, to be summed over the pieces; [] elsewhere.
         """

@@ -7,7 +7,9 @@
 Every rank holds one stage. Activations go to the next stage on channel 0, gradients come back on channel 1,
 in the 1F1B order. With --sequence-parallel N every stage is N ranks, each of which holds a piece of every
 sequence and trades tokens for heads with the others during attention. With --stages the stages are
-tensor-parallel, each over as many ranks as it says, and a StageRelay carries what goes between them. --verify
+tensor-parallel, each over as many ranks as it says, and a StageRelay carries what goes between them.
+--schedule runs another order of the same work, by name (zb_v, dualpipe, interleaved, ...), and draws it as
+simulated and as measured. --verify
 trains the unsplit model along in one process and compares the loss and all gradients of every step.
 """
 
@@ -27,6 +29,7 @@ import launch
 import torch
 import torch.distributed as dist
 from links import RankLink, RelayLink
+from planned import PlannedStages, plan_of
 from sequence import SequencePiece
 from stage import Stage
 from tensor_parallel import split_over
@@ -63,6 +66,13 @@ def micro_batches(
     return inputs.chunk(num_micro), targets.chunk(num_micro)
 
 
+def num_stages_of(args: argparse.Namespace, num_ranks: int) -> int:
+    """Stages of the model; a schedule may give a rank several of them."""
+    if args.schedule is None:
+        return num_ranks
+    return len(plan_of(args.schedule, num_ranks, args.microbatches).chains[0])
+
+
 def is_reporter(link: RankLink | RelayLink, piece: SequencePiece) -> bool:
     """Whether this rank tells the result: the last stage's, of its ranks the first."""
     return link.stage_idx == link.num_stages - 1 and link.is_leader and piece.idx == 0
@@ -79,19 +89,24 @@ class Training:
 
 def train_pipeline(
     args: argparse.Namespace, link: RankLink | RelayLink, piece: SequencePiece
-) -> tuple[Training, Stage]:
+) -> tuple[Training, Stage | PlannedStages]:
     layers = layers_of(args, piece)
-    owned = split_layers(args.layers, link.num_stages)
+    owned = split_layers(args.layers, num_stages_of(args, link.num_stages))
     micro_shape = (args.batch_size // args.microbatches, piece.sizes[piece.idx], args.hidden)
-    mine = [layers[idx] for idx in owned[link.stage_idx]]
-    if isinstance(link, RelayLink):
-        mine = split_over(mine, link.topology.get_tensor_model_parallel_group())
-    stage = Stage(mine, link, piece, micro_shape, args.lr)
+    if args.schedule is not None:
+        plan = plan_of(args.schedule, link.num_stages, args.microbatches)
+        stage = PlannedStages(plan, layers, owned, link.comm, piece, micro_shape, args.lr)
+    else:
+        mine = [layers[idx] for idx in owned[link.stage_idx]]
+        if isinstance(link, RelayLink):
+            mine = split_over(mine, link.topology.get_tensor_model_parallel_group())
+        stage = Stage(mine, link, piece, micro_shape, args.lr)
     batches = batches_of(args)
     shapes = [
         [parameter.shape for idx in stage_layers for parameter in layers[idx].parameters()]
         for stage_layers in owned
     ]
+    is_last = link.stage_idx == link.num_stages - 1
 
     training = Training(losses=[], seconds=0.0)
     if args.verify and is_reporter(link, piece):
@@ -107,8 +122,8 @@ def train_pipeline(
         for step in range(args.steps):
             inputs, targets = micro_batches(batches, step, args.microbatches, link.device, piece.tokens)
             started_at = time.perf_counter()
-            losses = stage.step_1f1b(inputs, targets)
-            if stage.is_last:
+            losses = stage.step(inputs, targets)
+            if is_last:
                 training.losses.append(torch.stack(piece.sum_over_pieces(losses)).mean().item())
                 progress.set_postfix(loss=f"{training.losses[-1]:.3f}", refresh=False)
                 progress.update()
@@ -198,20 +213,23 @@ def plus(sizes: Iterable[int]) -> str:
     return "+".join(map(str, sizes))
 
 
-def report(args: argparse.Namespace, link: RankLink | RelayLink, training: Training, stage: Stage) -> int:
+def report(
+    args: argparse.Namespace, link: RankLink | RelayLink, training: Training, stage: Stage | PlannedStages
+) -> int:
     """The last stage's summary, the picture and the verification; the exit code."""
     batches = batches_of(args)
     comm = link.comm
-    owned = split_layers(args.layers, link.num_stages)
+    owned = split_layers(args.layers, num_stages_of(args, link.num_stages))
     num_parameters = sum(parameter.numel() for layer in layers_of(args) for parameter in layer.parameters())
     num_text_bytes = args.steps * args.batch_size * args.seq_len
     blocks = plus(sum(1 <= idx <= args.layers for idx in layers) for layers in owned)
-    shape, split = f"{link.num_stages} stages", f"{blocks} blocks"
+    shape, split = f"{len(owned)} stages", f"{blocks} blocks"
     if args.stages is not None:
         shape += f" of {plus(args.stages)} ranks"
     if stage.piece.comm is not None:
         shape += f" x {stage.piece.comm.size} sequence pieces"
         split += f"; {plus(stage.piece.sizes)} tokens, {plus(stage.piece.head_sizes)} heads"
+    name = "1F1B" if args.schedule is None else stage.plan.name
     picture = Path(args.out) / "loss.png"
     draw_losses(training.losses, picture, f"Byte-level transformer, pipeline of {shape} ({comm.transport})")
 
@@ -224,7 +242,7 @@ def report(args: argparse.Namespace, link: RankLink | RelayLink, training: Train
         f"byte-level decoder, {args.layers} blocks, hidden {args.hidden}, {num_parameters:,} parameters",
     )
     line("text", f"{len(batches.text) / 1e6:.1f} MB of Python sources from {batches.directory}")
-    line("pipeline", f"{shape} ({split}), {args.microbatches} micro-batches, 1F1B, {comm.device}")
+    line("pipeline", f"{shape} ({split}), {args.microbatches} micro-batches, {name}, {comm.device}")
     line("transport", f"{comm.transport}: {comm.transport_reason}")
     line(
         "messages",
@@ -284,7 +302,16 @@ def run_stage(args: argparse.Namespace) -> int:
         piece = piece_of(args, pieces)
         training, stage = train_pipeline(args, link, piece)
         link.comm.barrier()
-        return report(args, link, training, stage) if is_reporter(link, piece) else 0
+        timelines = None
+        if args.schedule is not None and piece.idx == 0:
+            Path(args.out).mkdir(parents=True, exist_ok=True)
+            timelines = stage.draw_timelines(Path(args.out) / "timeline.html")
+        if not is_reporter(link, piece):
+            return 0
+        exit_code = report(args, link, training, stage)
+        if timelines is not None:
+            print(f"timeline   {Path(args.out) / 'timeline.html'} (hover shows what is where)\n{timelines}")
+        return exit_code
 
 
 def stages_argument(text: str) -> list[int]:
@@ -314,6 +341,11 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         type=stages_argument,
         metavar="LIST",
         help="ranks of each stage, like 1,2,1, which split its layers (tensor parallelism); sets --ranks",
+    )
+    parser.add_argument(
+        "--schedule",
+        metavar="NAME",
+        help="gpipe, 1f1b, interleaved, zb_h1, zb_h2, zb_v, dualpipe, dualpipev or u_shaped (1F1B by hand)",
     )
     parser.add_argument("--steps", default=100, help="optimizer steps (100)", **integer)
     parser.add_argument("--batch-size", default=16, help="sequences a step (16)", **integer)
@@ -356,7 +388,11 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def check_num_stages(parser: argparse.ArgumentParser, args: argparse.Namespace, num_stages: int) -> None:
+def check_num_stages(parser: argparse.ArgumentParser, args: argparse.Namespace, num_parts: int) -> None:
+    try:
+        num_stages = num_stages_of(args, num_parts)
+    except ValueError as error:
+        parser.error(f"--schedule {args.schedule}: {error}")
     if num_stages > args.layers:
         parser.error(f"{num_stages} stages need at least as many blocks; give --layers {num_stages} or more")
 
@@ -367,8 +403,8 @@ def check_stages(parser: argparse.ArgumentParser, args: argparse.Namespace) -> N
     num_ranks = int(os.environ.get("WORLD_SIZE", args.ranks))
     if min(args.stages) < 1 or num_ranks != args.ranks:
         parser.error(f"--stages {args.stages} must be 1 or more each, and together the {num_ranks} ranks")
-    if args.sequence_parallel > 1:
-        parser.error("--stages and --sequence-parallel do not go together")
+    if args.sequence_parallel > 1 or args.schedule is not None:
+        parser.error("--stages does not go with --sequence-parallel or --schedule")
     num_heads = args.hidden // HEAD_DIM
     if max(args.stages) > num_heads:
         parser.error(f"a stage of {max(args.stages)} ranks needs as many heads, there are {num_heads}")

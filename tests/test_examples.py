@@ -72,6 +72,40 @@ def test_stages_of_different_size_train_as_one(tmp_path):
     assert "Warning" not in output and "Traceback" not in output, output
 
 
+@pytest.mark.parametrize(
+    ("arguments", "pipeline"),
+    [
+        (["--ranks", 2, "--schedule", "zb_v"], "4 stages (1+1+1+1 blocks), 4 micro-batches, zb_v, cpu"),
+        (["--ranks", 4, "--schedule", "dualpipe", "--sequence-parallel", 2, "--hidden", 64],
+         "2 stages x 2 sequence pieces (2+2 blocks; 8+8 tokens, 1+1 heads), 4 micro-batches, dualpipe, cpu"),
+    ],
+    ids=["zb_v", "dualpipe with split sequences"],
+)  # fmt: skip
+def test_other_schedules_train_the_same(tmp_path, arguments, pipeline):
+    exit_code, output = run_script(
+        TRAIN,
+        *TINY,
+        *arguments,
+        "--steps",
+        4,
+        "--verify",
+        "--out",
+        tmp_path / "out",
+        scratch=tmp_path / "scratch",
+    )
+    assert exit_code == 0, output
+    assert f"pipeline   {pipeline}" in output, output
+    assert re.search(r"^verify +equal to the unsplit model in 4 steps", output, re.MULTILINE), output
+    drawn = re.search(
+        r"^timeline +(\S+) .*\nsimulated: .*\n((?:.+\n){2})measured: .*\n((?:.+\n?){2})", output, re.MULTILINE
+    )
+    assert drawn, output
+    assert all(re.fullmatch(r"  \d \|[FBIWX.]{96}\|", row) for row in (drawn[2] + drawn[3]).splitlines())
+    page = open(drawn[1]).read()
+    assert "simulated, in seconds" in page and "measured, in seconds" in page
+    assert "Warning" not in output and "Traceback" not in output, output
+
+
 @pytest.mark.parametrize("changed", ["nothing", "loss", "gradient", "not finite", "weights"])
 def test_verify_finds_a_difference(changed):
     args = argparse.Namespace(
@@ -153,13 +187,16 @@ def test_a_killed_rank_ends_everything(tmp_path):
         (["--hidden", "40"], "not a multiple of 32"),
         (["--steps", "0"], "--steps must be positive, got 0"),
         (["--sequence-parallel", "0"], "--sequence-parallel must be positive, got 0"),
+        (["--schedule", "zb"], "--schedule zb: unknown schedule 'zb'; expected one of gpipe"),
+        (["--schedule", "dualpipe", "--microbatches", "4"], "M=4 micro-batches are too few for P=4 ranks"),
+        (["--schedule", "zb_v"], "give --layers 8 or more"),
         (["--sequence-parallel", "3"], "4 ranks cannot form stages of 3 ranks each"),
         (["--ranks", "10", "--sequence-parallel", "2"], "give --layers 5 or more"),
         (["--stages", "1,x"], "is not a list of numbers of ranks"),
         (["--stages", "1,0"], "must be 1 or more each"),
         (["--stages", "1,3"], "a stage of 3 ranks needs as many heads, there are 2"),
         (["--stages", "1,1,1,1,1"], "give --layers 5 or more"),
-        (["--stages", "1,2", "--sequence-parallel", "2"], "do not go together"),
+        (["--stages", "1,2", "--sequence-parallel", "2"], "does not go with --sequence-parallel"),
     ],
 )
 def test_bad_arguments_are_explained(capsys, arguments, message):

@@ -241,7 +241,7 @@ def test_a_boundary_of_several_dtypes_and_ranks(world, variable):
 def test_headers_of_any_length(world):
     """More tensors than the fixed part of a header can describe, twice in a row."""
     p2p = p2p_of(world, variable_seq_lengths=True)
-    for num_tensors in (0, 1, 10, 11, 40, 200):
+    for num_tensors in (1, 10, 11, 40, 200):
         tensors = [pattern((idx % 3, 2), torch.int16, idx) for idx in range(num_tensors)]
         for _ in range(2):
             received = to_next(p2p, world.rank, tensors, [()])
@@ -249,6 +249,17 @@ def test_headers_of_any_length(world):
                 assert len(received) == num_tensors
                 for got, sent in zip(received, tensors, strict=True):
                     assert_same(got, sent)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("variable", [False, True], ids=["fixed", "variable"])
+def test_an_empty_list_is_no_message(world, variable):
+    p2p = p2p_of(world, variable_seq_lengths=variable)
+    assert p2p.recv_forward((), False) == p2p.recv_backward([], False) == []
+    assert p2p.send_forward([], False) is None and p2p.send_backward((), False) is None
+    assert p2p.send_forward_recv_backward([], [], False) == []
+    received = to_next(p2p, world.rank, torch.ones(2), (2,))
+    assert world.rank == 0 or received.tolist() == [1, 1]
 
 
 @on_ranks(2)

@@ -76,7 +76,7 @@ class _Wanted(NamedTuple):
     def of(cls, channel: int, tensor_shapes: Any, is_due: bool) -> _Wanted:
         shapes = None if tensor_shapes is None else shape_list(tensor_shapes)
         is_single = shapes is None or is_single_shape(tensor_shapes)
-        return cls(channel, shapes, is_single, len(shapes or ()), bool(is_due))
+        return cls(channel, shapes, is_single, len(shapes or ()), bool(is_due) and shapes != [])
 
     @classmethod
     def if_asked(cls, channel: int, tensor_shape: Any, is_due: bool) -> _Wanted:
@@ -109,11 +109,10 @@ class P2PCommunicator:
             is collective over it: at the first time its connections are made, and kept for later objects.
         config: see `PipelineConfig`.
 
-    Shapes: "tensor_shapes" is the shape of one tensor, which makes results single tensors, or a list of
-        shapes,
-    which makes them lists. With variable shapes only that difference counts, give any shape; [()] is a list.
-    Received tensors are fresh leaves that require grad if their dtype can. A stage at an edge, where there is
-    nothing to receive, gets None, or a list of None.
+    "tensor_shapes" is the shape of one tensor, which makes results single tensors, or a list of shapes, which
+    makes them lists. With variable shapes only that difference counts: give any shape; [()] is a list, of as
+    many tensors as are sent. An empty list is no message. Received tensors are fresh leaves that require grad
+    if their dtype can. A stage at an edge, where there is nothing to receive, gets None, or a list of None.
 
     Methods return when what they receive is there and what they send has been taken. With
     `overlap_p2p_comm=True` they return (what they return otherwise, handles) at once: `handles` maps
@@ -318,6 +317,8 @@ class P2PCommunicator:
     def abort(self, reason: str) -> None:
         """Makes every pending and later call fail, on all ranks of the pipeline, with this reason."""
         self.communicator.abort(reason)
+        if self._exchange.headers is not None:
+            self._exchange.headers.abort(reason)
 
     def close(self) -> None:
         """Closes the connections, which all objects of this group share; a later object makes new ones."""
@@ -355,6 +356,7 @@ class P2PCommunicator:
                 f"{num_sent} tensors are sent, but there are shapes for {len(shapes)} to receive"
             )
         is_single = not isinstance(sent, (list, tuple))
+        is_due = is_due and num_sent > 0
         return _Wanted(channel, None if tensor_shapes is None else shapes, is_single, num_sent, is_due)
 
     def _dtypes(self, num_tensors: int) -> list[torch.dtype]:
@@ -412,6 +414,7 @@ class P2PCommunicator:
             raise ValueError(
                 "overlap_p2p_comm needs config.batch_p2p_comm=False: a batch is waited for as one"
             )
+        sends = [message for message in sends if message.tensors]
         recvs = [(want.channel, want.shapes) for want in wanted if want.is_due]
         groups = [(sends, recvs)] if is_batch else [([m], []) for m in sends] + [([], [r]) for r in recvs]
         with timed(self.config, timer):

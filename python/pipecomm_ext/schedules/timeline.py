@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from numbers import Real
+from statistics import median
 from typing import NamedTuple
 
-from .actions import Compute, Group, actions_in
+from .actions import Compute, Fused, Group, actions_in
+from .costs import Costs
 from .plan import Plan
 
 
@@ -81,6 +83,47 @@ class Timeline:
             ),
             plan=plan,
         )
+
+    def costs(self) -> Costs:
+        """The median duration of each kind of action of each stage, to simulate what was measured.
+
+        A whole backward counts as I, with a W of nothing, where a stage has no I. Messages take no time.
+        """
+        durations: dict[tuple[str, int], list[Real]] = {}
+        for span in (span for row in self.spans for span in row):
+            kind, stage = ("FB", span.action.forward.stage) if type(span.action) is Fused else span.action[:2]
+            durations.setdefault((kind, stage), []).append(span.end - span.start)
+        if not durations:
+            raise ValueError("this timeline has no spans to take durations from")
+
+        def per_stage(*kinds: str) -> tuple[Real, ...]:
+            def cost(stage: int) -> Real:
+                found = next((durations[kind, stage] for kind in kinds if (kind, stage) in durations), [0])
+                return median(found)
+
+            return tuple(map(cost, range(1 + max(stage for _, stage in durations))))
+
+        has_fused = any(kind == "FB" for kind, _ in durations)
+        return Costs(
+            F=per_stage("F"),
+            I=per_stage("I", "B"),
+            W=per_stage("W"),
+            FB=per_stage("FB") if has_fused else None,
+        )
+
+    def text_picture(self, width: int = 96) -> str:
+        """One line per rank, `width` characters for the makespan: the kind of the action that runs then (X: a
+        fused slot), or a dot."""
+        begin = min((row[0].start for row in self.spans if row), default=0)
+        lines = []
+        for rank, row in enumerate(self.spans):
+            cells = ["."] * width
+            for action, start, end in row:
+                first, last = (round(width * (time - begin) / self.makespan) for time in (start, end))
+                letter = "X" if type(action) is Fused else action.kind
+                cells[first:last] = letter * (last - first)
+            lines.append(f"{rank:>3} |{''.join(cells)}|")
+        return "\n".join(lines)
 
     def __str__(self) -> str:
         def per_rank(values):
