@@ -198,6 +198,23 @@ def test_dropped_handles_are_delivered(world):
             assert same_bytes(relay.recv_forward(whole.shape, whole.dtype), whole)
 
 
+@on_ranks(3)
+def test_drain_tells_what_went_wrong(world):
+    topology = topology_of(world, [1, 2])
+    relay = StageRelay(topology)
+    if topology.is_pipeline_first_stage():
+        for length in (3, 4, 3):
+            relay.send_forward(torch.zeros(length), async_op=True)
+        with pytest.raises(PipeCommMismatch, match=r"relay of float32\[4\]"):
+            relay.drain()
+        relay.drain()
+    else:
+        relay.recv_forward([3], torch.float32)
+        with pytest.raises(PipeCommMismatch):
+            relay.recv_forward([3], torch.float32)
+        relay.recv_forward([3], torch.float32)
+
+
 # ---- errors -----------------------------------------------------------------------------------------------
 
 

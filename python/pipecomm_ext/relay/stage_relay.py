@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from .. import _C
 from ..communicator import Communicator, Work
-from ..errors import PipeCommMismatch
+from ..errors import PipeCommError, PipeCommMismatch
 from ..parallel_state import PipelineTopology, get_pipeline_topology
 from ..parallel_state.pipeline import NUM_LINK_COLOURS, NUM_RELAY_CHANNELS
 from ..specs import spec_of
@@ -146,10 +146,16 @@ class StageRelay:
         self._refuse(self._link(kind, receives), error)
 
     def drain(self) -> None:
-        """Waits for all sends that were left to themselves; raises what went wrong with the first of them."""
+        """Waits for all sends that were left to themselves; raises the first error among them, at the end."""
         pending, self._pending = self._pending, []
+        errors = []
         for work in pending:
-            work.wait()
+            try:
+                work.wait()
+            except PipeCommError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
     # ---------------------------------------------------------------- any two stages
 

@@ -12,7 +12,6 @@ ranks named, over the groups named, and passes on to its stage; then both ends n
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,8 +22,6 @@ from ..communicator import Work
 from ..parallel_state import PipelineTopology, get_pipeline_topology
 from .peers import ACTIVATIONS, GRADIENTS, Peer, Received, leaf, peers_of, required, send_to
 from .stage_relay import BACKWARD, FORWARD, StageRelay
-
-_relays: weakref.WeakKeyDictionary[PipelineTopology, StageRelay] = weakref.WeakKeyDictionary()
 
 
 def vtp_recv_forward(
@@ -78,17 +75,11 @@ def vtp_send_backward(tensor: torch.Tensor, **kwargs: Any) -> list[Work] | None:
     return _send(BACKWARD, "prev_rank", tensor, kwargs)
 
 
-def _relay_of(topology: PipelineTopology) -> StageRelay:
-    if topology not in _relays:
-        _relays[topology] = StageRelay(topology)
-    return _relays[topology]
-
-
 def _receive(
     kind: str, handle: str, rank_name: str, tensor_shape: Any, config: Any, async_op: bool, kwargs: dict
 ) -> Any:
     topology = kwargs.get("topology") or get_pipeline_topology()
-    relay = _relay_of(topology)
+    relay = StageRelay(topology)
     peers = _named_peers(topology, kind, rank_name, kwargs)
     try:
         shape, dtype = required(tensor_shape, config)
@@ -118,7 +109,7 @@ def _send(kind: str, rank_name: str, tensor: torch.Tensor, kwargs: dict) -> list
     peers = _named_peers(topology, kind, rank_name, kwargs)
     if peers is not None:
         return send_to(peers, tensor) if topology.is_vtp_stage_rank0() else None
-    relay = _relay_of(topology)
+    relay = StageRelay(topology)
     work = (relay.send_forward if kind == FORWARD else relay.send_backward)(tensor, async_op=True)
     return [work] if topology.is_vtp_stage_rank0() else None
 
