@@ -1,4 +1,4 @@
-"""Routes of the stage relay as data, without processes: how many hops, who sends what, how often each byte."""
+"""Routes of the stage relay as data, without processes: hops, who sends what, how often each byte goes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def sent_bytes(hops, receivers) -> int:
 def test_bytes_and_hops(sizes, algorithm):
     size, num_receivers = sum(sizes), sizes[1]
     for source_dim, destination_dim in itertools.product((None, 0, 1), repeat=2):
-        num_chunks = 3 if algorithm == "pipelined" else 1
+        num_chunks = 3 if algorithm in ("pipelined", "sharded") else 1
         relayed = relayed_of(sizes, source_dim, destination_dim, algorithm, num_chunks)
         routes = [route_of(rank, size, relayed) for rank in range(size)]
         senders, receivers = routes[: sizes[0]], routes[sizes[0] :]

@@ -115,10 +115,12 @@ def test_values_and_gradients_over_sockets(ranks, sizes):
 def test_large_tensors_of_mixed_dtypes(world, algorithm):
     """Enough bytes for rendezvous, windows and several chunks; several relays under way in each direction."""
     topology = topology_of(world, [2, 3])
-    relay = StageRelay(topology, algorithm=algorithm, grad_reduce="mean")
     steps = []
-    for step, (shape, dtype) in enumerate([((300, 1001), torch.float32), ((1 << 20,), torch.bfloat16)] * 2):
-        traffic = Traffic(topology, ["replicated"] * 2, "mean", shape, dtype, step)
+    layouts = [["replicated"] * 2, [("sharded", 1), "replicated"]]
+    specs = [((300, 1001), torch.float32), ((1 << 10, 1 << 10), torch.bfloat16)]
+    for step, (layout, (shape, dtype)) in enumerate(itertools.product(layouts, specs)):
+        relay = StageRelay(topology, algorithm=algorithm, grad_reduce="mean", layout=layout)
+        traffic = Traffic(topology, layout, "mean", shape, dtype, step)
         received = relay.recv_forward(shape, dtype, True), relay.recv_backward(shape, dtype, True)
         sent = (
             relay.send_forward(traffic.sent_forward(), True),
@@ -475,8 +477,11 @@ def test_choice_of_route(transport):
         assert cost.choose(transport, 0, num_speakers, num_receivers)[0] == "direct"
         for num_bytes in (1 << 10, 1 << 20, 1 << 28):
             algorithm, num_chunks = cost.choose(transport, num_bytes, num_speakers, num_receivers)
-            assert num_chunks == 1 or (algorithm == "pipelined" and num_chunks <= cost.MAX_CHUNKS)
+            assert num_chunks == 1 or (
+                algorithm in ("pipelined", "sharded") and num_chunks <= cost.MAX_CHUNKS
+            )
             assert num_receivers > 1 or algorithm == "direct"
             named = cost.choose(transport, num_bytes, num_speakers, num_receivers, "pipelined")
             assert named[0] == "pipelined" and named[1] >= 1
+            assert cost.choose(transport, num_bytes, num_speakers, num_receivers, "leader") == ("leader", 1)
     assert cost.choose("nccl", 100 << 20, 8, 8)[0] == "sharded"

@@ -20,7 +20,7 @@ class TransportCosts:
 
 _COSTS = {
     # The sender's core copies into the receiver's memory.
-    "shm": TransportCosts(60e-6, 5e9, 5e9),
+    "shm": TransportCosts(100e-6, 5e9, 5e9),
     # gloo over loopback or a network: every message costs both ends.
     "c10d": TransportCosts(300e-6, 1.2e9, 1.2e9),
     # A NIC per GPU between stages, NVLink within one.
@@ -34,44 +34,32 @@ def choose(
     """(algorithm, number of chunks) for a tensor that `num_speakers` ranks can send parts of, and all of
     `num_receivers` need: `algorithm`, unless that is "auto"."""
     costs = _COSTS[transport]
-    times = {
-        "direct": _direct_s(costs, num_bytes, num_speakers, num_receivers),
-        "sharded": _sharded_s(costs, num_bytes, num_speakers, num_receivers),
-        "leader": _by_leader_s(costs, num_bytes, num_receivers, 1),
+    to_leader_s = num_bytes / costs.link_bytes_per_s
+    from_leader_s = num_bytes * (num_receivers - 1) / costs.stage_bytes_per_s
+    to_pieces_s = to_leader_s / min(num_speakers, num_receivers)
+    gather_s = num_bytes * (num_receivers - 1) / num_receivers / costs.stage_bytes_per_s
+    most = num_bytes // MIN_CHUNK_BYTES
+    candidates = {
+        # Every speaker sends its part to every receiver.
+        "direct": (costs.hop_s + to_leader_s * max(num_receivers / num_speakers, 1), 1),
+        "leader": (_chunked_s(costs, to_leader_s, from_leader_s, 1), 1),
+        "pipelined": _best_chunks(costs, to_leader_s, from_leader_s, most),
+        # Every byte crosses once, over as many pairs as there are.
+        "sharded": _best_chunks(costs, to_pieces_s, gather_s, most),
     }
-    num_chunks = best_num_chunks(costs, num_bytes, num_receivers)
-    if num_chunks > 1:
-        times["pipelined"] = _by_leader_s(costs, num_bytes, num_receivers, num_chunks)
-    best = min(times, key=times.__getitem__) if algorithm == "auto" else algorithm
-    return best, num_chunks if best == "pipelined" else 1
+    if algorithm == "auto":
+        algorithm = min(candidates, key=lambda name: candidates[name][0])
+    return algorithm, candidates[algorithm][1]
 
 
-def best_num_chunks(costs: TransportCosts, num_bytes: int, num_receivers: int) -> int:
-    """Where the latency of one more chunk costs what it saves of the second hop."""
-    second_hop_s = num_bytes * (num_receivers - 1) / costs.stage_bytes_per_s
-    most = min(MAX_CHUNKS, num_bytes // MIN_CHUNK_BYTES)
-    return max(1, min(most, round(math.sqrt(second_hop_s / costs.hop_s))))
+def _best_chunks(costs: TransportCosts, first_s: float, second_s: float, most: int) -> tuple[float, int]:
+    """(time, number of chunks) where one more hop costs what it saves of the shorter one."""
+    best = round(math.sqrt(min(first_s, second_s) / costs.hop_s))
+    num_chunks = max(1, min(MAX_CHUNKS, most, best))
+    return _chunked_s(costs, first_s, second_s, num_chunks), num_chunks
 
 
-def _direct_s(costs: TransportCosts, num_bytes: int, num_speakers: int, num_receivers: int) -> float:
-    """Every speaker sends its part to every receiver."""
-    busiest = max(num_receivers / num_speakers, 1)
-    return costs.hop_s + busiest * num_bytes / costs.link_bytes_per_s
-
-
-def _sharded_s(costs: TransportCosts, num_bytes: int, num_speakers: int, num_receivers: int) -> float:
-    """Every byte crosses once, over as many pairs as there are; then an all-gather."""
-    num_rails = min(num_speakers, num_receivers)
-    gathered = num_bytes * (num_receivers - 1) / num_receivers
-    return (
-        2 * costs.hop_s
-        + num_bytes / (num_rails * costs.link_bytes_per_s)
-        + gathered / costs.stage_bytes_per_s
-    )
-
-
-def _by_leader_s(costs: TransportCosts, num_bytes: int, num_receivers: int, num_chunks: int) -> float:
-    """To the leader, which passes on each chunk while it receives the next one."""
-    link_s = num_bytes / num_chunks / costs.link_bytes_per_s
-    stage_s = num_bytes / num_chunks * (num_receivers - 1) / costs.stage_bytes_per_s
-    return (num_chunks + 1) * costs.hop_s + link_s + stage_s + (num_chunks - 1) * max(link_s, stage_s)
+def _chunked_s(costs: TransportCosts, first_s: float, second_s: float, num_chunks: int) -> float:
+    """Two hops, of which one chunk's second overlaps the next one's first."""
+    overlapped_s = (num_chunks - 1) * max(first_s, second_s) / num_chunks
+    return (num_chunks + 1) * costs.hop_s + (first_s + second_s) / num_chunks + overlapped_s

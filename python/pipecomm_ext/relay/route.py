@@ -105,10 +105,8 @@ def route_of(rank: int, size: int, relayed: Relayed) -> tuple[Hop, ...]:
     builder = _RouteBuilder(rank, size, relayed)
     if relayed.takes_one_hop:
         builder.add_direct()
-    elif relayed.algorithm == "sharded":
-        builder.add_sharded()
     else:
-        builder.add_chunks_by_leader()
+        builder.add_chunks()
     return tuple(builder.hops)
 
 
@@ -127,38 +125,69 @@ class _RouteBuilder:
         mine = destination.shape_on(self._rank, self._shape) if self._rank in destination.ranks else None
         self._add_first(0, self._length, layout, None if mine is None else (0, mine[self._dim]))
 
-    def add_sharded(self) -> None:
-        """To each its piece, which it then gives to the others of its stage."""
-        ranks = self._destination.ranks
-        offsets = [0, *accumulate(_C.remainder_first(self._length, len(ranks)))]
-        pieces = (ranks, self._dim, None, False)
-        piece = None
-        if self._rank in ranks:
-            idx = ranks.index(self._rank)
-            piece = (offsets[idx], offsets[idx + 1] - offsets[idx])
-        self._add_first(0, self._length, pieces, piece)
-        if piece is None:
-            return
-        plan = self._plan(self._length, pieces, (ranks, self._dim, None, True), "gather", own_in_place=True)
-        whole = (self._view(RESULT, 0, self._length),)
-        self.hops.append(Hop(plan, tuple(sorted(ranks)), (self._view(RESULT, *piece),), whole, after=0))
-
-    def add_chunks_by_leader(self) -> None:
-        """Chunk by chunk to the leader, which passes on a chunk while it receives the next one."""
-        destination, rank = self._destination, self._rank
-        others = tuple(sorted(set(destination.ranks) - {destination.leader}))
+    def add_chunks(self) -> None:
+        """Two hops for each chunk, of which the next one arrives while one is passed on in the stage."""
         offsets = accumulate(_C.remainder_first(self._length, self._relayed.num_chunks), initial=0)
-        arrival: int | None = None  # the hop that brought the chunk before
-        unsent: tuple[int, int] | None = None
+        pass_on = self._add_gather if self._relayed.algorithm == "sharded" else self._add_pass_on
+        arrived: tuple[int, int] | None = None  # chunk (start, length)
+        arrived_with: int | None = None  # hop
         for start, end in pairwise(offsets):
             chunk = (start, end - start)
-            to_leader = ((destination.leader,), self._dim, None, True)
-            self._add_first(*chunk, to_leader, chunk if rank == destination.leader else None, after=arrival)
+            self._add_arrival(chunk, after=arrived_with)
             newest = len(self.hops) - 1
-            if unsent is not None:
-                self._add_pass_on(unsent, others, arrival)
-            arrival, unsent = newest, chunk
-        self._add_pass_on(unsent, others, arrival)
+            if arrived is not None:
+                pass_on(arrived, arrived_with)
+            arrived, arrived_with = chunk, newest
+        pass_on(arrived, arrived_with)
+
+    def _add_arrival(self, chunk: tuple[int, int], after: int | None) -> None:
+        """Sharded: to each its piece of the chunk; else all of it to the leader."""
+        if self._relayed.algorithm == "sharded":
+            layout = (self._destination.ranks, self._dim, None, False)
+            received = self._piece_of(chunk)
+        else:
+            layout = ((self._destination.leader,), self._dim, None, True)
+            received = chunk if self._rank == self._destination.leader else None
+        self._add_first(*chunk, layout, received, after)
+
+    def _piece_of(self, chunk: tuple[int, int]) -> tuple[int, int] | None:
+        """This rank's part (start, length) of a chunk that the destination shares out."""
+        ranks = self._destination.ranks
+        if self._rank not in ranks:
+            return None
+        lengths, idx = _C.remainder_first(chunk[1], len(ranks)), ranks.index(self._rank)
+        return chunk[0] + sum(lengths[:idx]), lengths[idx]
+
+    def _add_gather(self, chunk: tuple[int, int], after: int) -> None:
+        """The pieces of a chunk, to everybody in the stage; the own one lies in its place."""
+        ranks, piece = self._destination.ranks, self._piece_of(chunk)
+        if piece is None:
+            return
+        plan = self._plan(
+            chunk[1],
+            (ranks, self._dim, None, False),
+            (ranks, self._dim, None, True),
+            f"gather {chunk[0]}",
+            own_in_place=True,
+        )
+        inputs, outputs = (self._view(RESULT, *piece),), (self._view(RESULT, *chunk),)
+        self.hops.append(Hop(plan, tuple(sorted(ranks)), inputs, outputs, after))
+
+    def _add_pass_on(self, chunk: tuple[int, int], after: int) -> None:
+        """A chunk, from the leader to the others."""
+        destination = self._destination
+        if self._rank not in destination.ranks:
+            return
+        plan = self._plan(
+            chunk[1],
+            ((destination.leader,), self._dim, None, True),
+            (tuple(sorted(set(destination.ranks) - {destination.leader})), self._dim, None, True),
+            f"pass on {chunk[0]}",
+        )
+        view = (self._view(RESULT, *chunk),)
+        is_leader = self._rank == destination.leader
+        inputs, outputs = (view, ()) if is_leader else ((), view)
+        self.hops.append(Hop(plan, tuple(sorted(destination.ranks)), inputs, outputs, after))
 
     @property
     def _length(self) -> int:
@@ -179,21 +208,6 @@ class _RouteBuilder:
         inputs = () if sent is None else (sent,)
         outputs = () if received is None else (self._view(RESULT, *received),)
         self.hops.append(Hop(plan, self._relayed.members, inputs, outputs, after))
-
-    def _add_pass_on(self, chunk: tuple[int, int], others: tuple[int, ...], after: int) -> None:
-        destination = self._destination
-        if self._rank not in destination.ranks:
-            return
-        plan = self._plan(
-            chunk[1],
-            ((destination.leader,), self._dim, None, True),
-            (others, self._dim, None, True),
-            f"pass on {chunk[0]}",
-        )
-        view = (self._view(RESULT, *chunk),)
-        is_leader = self._rank == destination.leader
-        inputs, outputs = (view, ()) if is_leader else ((), view)
-        self.hops.append(Hop(plan, tuple(sorted(destination.ranks)), inputs, outputs, after))
 
     def _source_layout(self, start: int, length: int) -> tuple[View | None, _Layout]:
         """What this rank gives of a slice of the cut dim, and how the source holds that slice."""
