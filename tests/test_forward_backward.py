@@ -122,7 +122,12 @@ MODES = {
 @on_ranks(2, 3, 4)
 @pytest.mark.parametrize("mode", MODES)
 def test_1f1b_equals_the_unsplit_model(world, mode):
-    for num_microbatches, variable, frees in itertools.product((1, 2, 5), (False, True), (False, True)):
+    for num_microbatches, variable, frees in [
+        (1, False, False),
+        (2, True, False),
+        (5, False, True),
+        (5, True, True),
+    ]:
         check(
             world,
             None,
