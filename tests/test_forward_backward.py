@@ -12,13 +12,14 @@ import torch
 from ranks import on_ranks
 from torch import nn
 
-from pipecomm_ext import PipeCommAborted
+from pipecomm_ext import PipeCommAborted, parallel_state
 from pipecomm_ext.pipeline_parallel import (
     P2PCommunicator,
     PipelineConfig,
     forward_backward_pipelining_with_interleaving,
     forward_backward_pipelining_without_interleaving,
     get_forward_backward_func,
+    get_pp_rank_microbatches,
 )
 
 SEQ, BATCH, HIDDEN = 3, 2, 4
@@ -296,6 +297,32 @@ def test_a_subgroup_of_the_world(world):
     assert len(results) == (3 if stage == 1 else 0)
     p2p.close()
     dist.destroy_process_group(group)
+
+
+@on_ranks(2)
+def test_groups_of_the_default_topology(world):
+    data = micro_batches(4)
+    for num_chunks in (1, 2):
+        parallel_state.initialize_pipeline([1, 1], group=world.group, virtual_stages=num_chunks)
+        try:
+            config = PipelineConfig(pipeline_dtype=torch.float32, hidden_size=HIDDEN)
+            chunks = [Chunk(chunk * 2 + world.rank, config) for chunk in range(num_chunks)]
+            results = get_forward_backward_func()(
+                forward_step_func=forward_step_func,
+                data_iterator=[iter(data) for _ in chunks],
+                model=chunks,
+                num_microbatches=4,
+                seq_length=SEQ,
+                micro_batch_size=BATCH,
+            )
+            warmup = get_pp_rank_microbatches(4, num_chunks, None)[2]
+        finally:
+            parallel_state.destroy()
+        losses, expected = unsplit(2 * num_chunks, data)
+        for chunk_idx, chunk in enumerate(chunks):
+            torch.testing.assert_close(chunk.weight.grad, expected[chunk_idx * 2 + world.rank])
+        assert len(results) == (4 if world.rank == 1 else 0)
+        assert warmup == (1 - world.rank if num_chunks == 1 else 2 * (1 - world.rank) + 2)
 
 
 # ---- what the steps are told ------------------------------------------------------------------------------
