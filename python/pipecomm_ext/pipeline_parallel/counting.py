@@ -13,7 +13,7 @@ from .wrapped import size_of
 
 
 def default_pipeline() -> tuple[int, int, int | None]:
-    """(ranks, my rank, chunks per rank or None if one) of the default topology; (1, 0, None) if there is none."""
+    """(ranks, my rank, chunks per rank or None if one) of the default topology; (1, 0, None) without one."""
     try:
         topology = parallel_state.get_pipeline_topology()
     except RuntimeError:
