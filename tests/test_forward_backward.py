@@ -456,6 +456,28 @@ def test_an_exception_in_one_stage_reaches_all(ranks, failing_rank, overlap):
         assert seconds < 10
 
 
+@on_ranks(1)
+def test_a_pipeline_of_one_rank(world):
+    """1F1B of one rank is no pipelining; there is nothing to interleave."""
+    check(world, None, 3)
+    config = PipelineConfig(pipeline_dtype=torch.float32, hidden_size=HIDDEN)
+    p2p, data, losses = P2PCommunicator(world.group, config), micro_batches(3), unsplit(1, micro_batches(3))
+    chunk = Chunk(0, config)
+    results = step(world, chunk, data, config, p2p=p2p)
+    torch.testing.assert_close(([result["loss"] for result in results], [chunk.weight.grad]), losses)
+    with pytest.raises(ValueError, match="at least two pipeline ranks"):
+        forward_backward_pipelining_with_interleaving(
+            forward_step_func=forward_step_func,
+            data_iterator=[iter(data)] * 2,
+            model=[chunk] * 2,
+            num_microbatches=3,
+            seq_length=SEQ,
+            micro_batch_size=BATCH,
+            p2p_communicator=p2p,
+            pg_collection=GROUPS,
+        )
+
+
 @on_ranks(2)
 def test_wrong_arguments_of_schedules(world):
     config = PipelineConfig(pipeline_dtype=torch.float32, hidden_size=HIDDEN)

@@ -197,7 +197,7 @@ def forward_backward_pipelining_with_interleaving(
         adjust_tensor_shapes_fn: must be None.
 
     Raises:
-        ValueError: not PP <= group size <= number of micro-batches.
+        ValueError: one rank; or not PP <= group size <= number of micro-batches.
         RuntimeError: the last group is smaller than PP.
     """
     for name, value in (("model", model), ("data_iterator", data_iterator)):
@@ -211,6 +211,8 @@ def forward_backward_pipelining_with_interleaving(
     _require_consistent(config)
     p2p, groups = _pipeline(config, p2p_communicator, pg_collection)
     num_ranks = p2p.total_stages
+    if num_ranks == 1:
+        raise ValueError("interleaving needs at least two pipeline ranks")
     group_size = setting(config, "microbatch_group_size_per_vp_stage") or num_ranks
     if not num_ranks <= group_size <= num_microbatches:
         raise ValueError(
