@@ -55,8 +55,8 @@ def text_of(specs: Specs) -> str:
 
 
 class Transport:
-    """The communicator for data, and where small messages between hosts go: a channel of it, or for CUDA
-    tensors (and where it has no channel left) a communicator of its own."""
+    """The communicator for data, and what carries headers and specs, which the host reads: a channel of it,
+    or for CUDA tensors, and where it has no channel left, a communicator of its own."""
 
     def __init__(self, data: Communicator):
         self.data = data
@@ -266,18 +266,20 @@ class Mailbox:
         order of its own, a consumer waits for its message alone, and the receives of the next group are
         posted already: what is produced early then arrives during a compute.
         """
+        is_one_stream = self._transport.is_one_stream
         sends = self._sends_of(group)  # announces: a peer may wait for that before it sends what comes here
+        if not is_one_stream:
+            self._start(sends)
         receives = [
             self._receive(route, self._specs_from(route))
             for route in group.receives
             if self._is_wanted(route) and route.key not in self._arrived
         ]
-        if self._transport.is_one_stream:
+        if is_one_stream:
             work = self._start(sends + [op for _, ops in receives for op in ops])
             for key, _ in receives:
                 self._arrived[key] = self._arrived[key]._replace(work=work)
             return
-        self._start(sends)
         for route in filter(self._is_wanted, group.ahead):
             specs = self._specs_if_known(route)
             if specs is None:
