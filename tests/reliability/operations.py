@@ -6,8 +6,8 @@
     call.check()                                         # against a model of all ranks, by bytes
 
 All ranks prepare an operation with equal draws, unless a test wants them to disagree. The communicator needs
-NUM_CHANNELS channels. The fault suite, the soak and the matrix of wrong calls all read this table: an operation
-that is added here is tested by all of them.
+NUM_CHANNELS channels. The fault suite, the soak and the matrix of wrong calls all read this table: an
+operation that is added here is tested by all of them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Operations of sequence and pipeline parallelism, added to the table of operations.py; with their backward."""
+"""Operations of sequence and pipeline parallelism, with their backward, for the table of operations.py."""
 
 from __future__ import annotations
 
@@ -93,7 +93,11 @@ def all_to_all_many(comm: Communicator, draw: Draw) -> Call:
 
 
 def gathered(
-    comm: Communicator, draw: Draw, shape: tuple[int, ...], piece: Callable[[torch.Tensor], torch.Tensor], call
+    comm: Communicator,
+    draw: Draw,
+    shape: tuple[int, ...],
+    piece: Callable[[torch.Tensor], torch.Tensor],
+    call: Callable[[torch.Tensor], torch.Tensor],
 ) -> Call:
     """A gather of `piece`s into the whole, whose backward keeps this rank's piece of its gradient times P."""
     whole, grads = whole_tensors(comm, draw, shape)
@@ -107,7 +111,7 @@ def split(
     shape: tuple[int, ...],
     piece_of: Callable[[torch.Tensor, int], torch.Tensor],
     join: Callable[[list[torch.Tensor]], torch.Tensor],
-    call,
+    call: Callable[[torch.Tensor], torch.Tensor],
 ) -> Call:
     """A split into pieces, whose backward gathers the pieces' gradients over P; only that communicates."""
     whole, _ = whole_tensors(comm, draw, shape)
