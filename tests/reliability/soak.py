@@ -1,10 +1,10 @@
 """Random programs over all operations and transports for a given time, with random faults.
 
     python tests/reliability/soak.py --minutes 10                      # or: make soak MINUTES=10
-    python tests/reliability/soak.py --first 1234 --programs 1 --transport shm --ranks 4     # one of them again
+    python tests/reliability/soak.py --first 1234 --programs 1 --transport shm     # one of them again
 
-One world of ranks plays programs all the time; its ranks are paused, make wrong calls, disagree and abort, and
-neither memory nor descriptors nor threads may grow. Beside it, worlds of 2 to 8 ranks lose one.
+One world of ranks plays programs all the time; its ranks are paused, make wrong calls, disagree and abort,
+and neither memory nor descriptors nor threads may grow. Beside it, worlds of 2 to 8 ranks lose one.
 """
 
 from __future__ import annotations
@@ -70,9 +70,7 @@ _comms: dict[str, Communicator] = {}
 
 
 def connect(group, transport: str, timeout_s: float = 30.0) -> Communicator:
-    return Communicator(
-        group, device="cpu", transport=transport, channels=NUM_CHANNELS, timeout=timeout_s
-    )
+    return Communicator(group, device="cpu", transport=transport, channels=NUM_CHANNELS, timeout=timeout_s)
 
 
 def play(world, transports: tuple[str, ...], first: int, num_programs: int):
@@ -151,9 +149,7 @@ class Soak:
             arguments += f" --transport {self.transports[0]}"
         try:
             with self.pausing(ranks, rng):
-                answers = ranks.run(
-                    self.num_ranks, play, self.transports, first, num_programs, deadline=120
-                )
+                answers = ranks.run(self.num_ranks, play, self.transports, first, num_programs, deadline=120)
         except RankFailure as failure:
             raise SoakFailure(f"{failure}\n\nagain: python tests/reliability/soak.py {arguments}") from None
         self.counts += answers[0][0]
