@@ -26,6 +26,7 @@ VALUE = (ValueError,)
 TYPE = (TypeError,)
 EITHER = (ValueError, TypeError)
 RANGE = (ValueError, IndexError)
+PLAN = (schedules.PlanError,)
 HUGE = 2**63 - 1
 
 
@@ -47,18 +48,19 @@ def ints(*others: Mistake) -> list[Mistake]:
 
 
 NONE = Mistake("None", lambda good: None, TYPE, "None")
+NOT_GIVEN = Mistake("None", lambda good: None, VALUE, "must name a rank")
 
 TENSORS = [
     NONE,
     Mistake("a list", lambda good: [1.0, 2.0], TYPE, "list"),
     Mistake("an ndarray", lambda good: np.ones(3), TYPE, "ndarray"),
     Mistake("a string", lambda good: "tensor", TYPE, "str"),
-    Mistake("sparse", lambda good: torch.eye(4).to_sparse(), VALUE, "(?i)sparse"),
-    Mistake("sparse csr", lambda good: torch.eye(4).to_sparse_csr(), VALUE, "(?i)sparse"),
-    Mistake("mkldnn", lambda good: torch.eye(4).to_mkldnn(), VALUE, "(?i)mkldnn"),
+    Mistake("sparse", lambda good: good.to_sparse(), VALUE, "(?i)sparse"),
+    Mistake("sparse csr", lambda good: good.to_sparse_csr(), VALUE, "(?i)sparse"),
+    Mistake("mkldnn", lambda good: good.to_mkldnn(), VALUE, "(?i)mkldnn"),
     Mistake(
         "quantized",
-        lambda good: torch.quantize_per_tensor(torch.ones(4, 4), 1.0, 0, torch.quint8),
+        lambda good: torch.quantize_per_tensor(good, 1.0, 0, torch.quint8),
         VALUE,
         "(?i)quint8|quantized",
     ),
@@ -121,6 +123,14 @@ LENGTHS = [
     Mistake("a string", lambda good: "12", EITHER, "str"),
 ]
 
+PEERS = ints(
+    Mistake("True", lambda good: True, TYPE, "bool"),
+    Mistake("the number of ranks", lambda good: 2, VALUE, r"\b2\b"),
+    Mistake("-1", lambda good: -1, VALUE, "-1"),
+    Mistake("beyond 32 bits", lambda good: 2**40, VALUE, str(2**40)),
+)
+MESSAGE_PEERS = [*PEERS, Mistake("oneself", lambda good: 0, VALUE, "itself|oneself|own|self")]
+
 MISTAKES: dict[str, list[Mistake]] = {
     "tensor": TENSORS,
     "target": TENSORS + TARGETS_ONLY + LEAF,
@@ -128,21 +138,10 @@ MISTAKES: dict[str, list[Mistake]] = {
     "tensors": in_list(TENSORS),
     "targets": in_list(TENSORS + TARGETS_ONLY + LEAF),
     "facade targets": in_list(TENSORS + TARGETS_ONLY),
-    "peer": ints(
-        NONE,
-        Mistake("True", lambda good: True, TYPE, "bool"),
-        Mistake("the number of ranks", lambda good: 2, VALUE, r"\b2\b"),
-        Mistake("-1", lambda good: -1, VALUE, "-1"),
-        Mistake("beyond 32 bits", lambda good: 2**40, VALUE, str(2**40)),
-    ),
-    "message peer": ints(
-        NONE,
-        Mistake("True", lambda good: True, TYPE, "bool"),
-        Mistake("oneself", lambda good: 0, VALUE, "itself|oneself|own|self"),
-        Mistake("the number of ranks", lambda good: 2, VALUE, r"\b2\b"),
-        Mistake("-1", lambda good: -1, VALUE, "-1"),
-        Mistake("beyond 32 bits", lambda good: 2**40, VALUE, str(2**40)),
-    ),
+    "peer": [NONE, *PEERS],
+    "message peer": [NONE, *MESSAGE_PEERS],
+    "facade peer": [NOT_GIVEN, *PEERS],
+    "facade message peer": [NOT_GIVEN, *MESSAGE_PEERS],
     "channel": ints(
         NONE,
         Mistake("the number of channels", lambda good: NUM_CHANNELS, VALUE, f"{NUM_CHANNELS}"),
@@ -217,7 +216,12 @@ MISTAKES: dict[str, list[Mistake]] = {
     "count": ints(
         NONE,
         Mistake("zero", lambda good: 0, VALUE, r"\b0\b"),
-        Mistake("negative", lambda good: -2, VALUE, "-2"),
+        Mistake("negative", lambda good: -2, VALUE, "-[24]"),
+    ),
+    "plan count": ints(
+        NONE,
+        Mistake("zero", lambda good: 0, PLAN, r"\b0\b"),
+        Mistake("negative", lambda good: -2, PLAN, "-2"),
     ),
 }
 
@@ -332,12 +336,6 @@ target(
         "outputs": [ones() for _ in range(comm.size)],
     },
     {"inputs": "tensors", "outputs": "targets"},
-    [
-        (
-            "outputs",
-            Mistake("one tensor twice", lambda good: [good[0]] * len(good), VALUE, "share|same|overlap"),
-        ),
-    ],
 )
 
 
@@ -358,8 +356,8 @@ target(
     exchange_arguments,
     {"inputs": "tensors", "outputs": "targets"},
     [
-        ("plan", NONE),
-        ("plan", Mistake("a string", lambda good: "plan", TYPE, "")),
+        ("plan", Mistake("None", lambda good: None, TYPE, "NoneType")),
+        ("plan", Mistake("a string", lambda good: "plan", TYPE, "str")),
         (
             "plan",
             Mistake(
@@ -416,11 +414,9 @@ def facade_message(name: str, tensor_kind: str):
         f"distributed.{name}",
         "message",
         lambda comm, **kw: getattr(facade, name)(group=comm, **kw),
-        lambda comm: {"tensor": ones(), peer: 1, "tag": 0},
-        {"tensor": tensor_kind, peer: "message peer", "tag": "channel"},
-        [
-            (peer, Mistake("two ways to say it", lambda good: None, EITHER, "must name")),
-        ],
+        lambda comm: {"tensor": ones(), peer: 1, "tag": 0, "group_" + peer: None},
+        {"tensor": tensor_kind, peer: "facade message peer", "tag": "channel"},
+        [("group_" + peer, Mistake("two ways to say it", lambda good: 1, VALUE, "not both"))],
     )
 
 
@@ -433,7 +429,7 @@ target(
     "message",
     lambda comm, **kw: facade.batch_isend_irecv([facade.P2POp(group=comm, **kw)]),
     lambda comm: {"op": facade.isend, "tensor": ones(), "peer": 1, "tag": 0},
-    {"tensor": "tensor", "peer": "message peer", "tag": "channel"},
+    {"tensor": "tensor", "peer": "facade message peer", "tag": "channel"},
     [("op", Mistake("another function", lambda good: facade.send, VALUE, "send"))],
 )
 target(
@@ -448,7 +444,7 @@ target(
     "collective",
     lambda comm, **kw: facade.broadcast(group=comm, **kw),
     lambda comm: {"tensor": ones(), "src": 1},
-    {"tensor": "facade target", "src": "peer"},
+    {"tensor": "facade target", "src": "facade peer"},
 )
 target(
     "distributed.barrier",
@@ -474,7 +470,9 @@ target(
         "output_split_sizes": "sizes",
         "input_split_sizes": "sizes",
     },
-    [("output", Mistake("another dtype", lambda good: good.double(), VALUE, "float64|double"))],
+    [
+        ("output", Mistake("another dtype", lambda good: good.double(), VALUE, "float64|double")),
+    ],
 )
 target(
     "distributed.all_to_all",
@@ -573,7 +571,7 @@ target(
     lambda comm, **kw: pipecomm_ext.load_balanced_gather_forward_split_backward(process_group=comm, **kw),
     lambda comm: {"input_": ones(4, 3), "dim": 0},
     {"input_": "tensor", "dim": "dim"},
-    [("input_", Mistake("an odd length", lambda good: ones(3, 3), VALUE, "3"))],
+    [("input_", Mistake("an odd length", lambda good: ones(3, 3), VALUE, "length 6"))],
 )
 target(
     "load_balanced_split_forward_gather_backward",
@@ -764,5 +762,5 @@ for generator in ("gpipe", "one_f_one_b", "zb_h1", "zb_h2", "zb_v", "dualpipe", 
         "local",
         lambda comm, generator=generator, **kw: getattr(schedules, generator)(**kw),
         lambda comm: {"P": 4, "M": 12},
-        {"P": "count", "M": "count"},
+        {"P": "plan count", "M": "plan count"},
     )
