@@ -336,6 +336,12 @@ target(
         "outputs": [ones() for _ in range(comm.size)],
     },
     {"inputs": "tensors", "outputs": "targets"},
+    [
+        (
+            "outputs",
+            Mistake("one tensor twice", lambda good: [good[0]] * len(good), VALUE, "share|same|overlap"),
+        ),
+    ],
 )
 
 

@@ -14,12 +14,14 @@ import torch
 import torch.distributed as dist
 from bad_inputs import TARGETS, Target, matrix
 from operations import NUM_CHANNELS, OPERATIONS, Draw
+from patterns import assert_same, pattern, poison
 from ranks import on_ranks
 from test_bad_calls import assert_usable
 from test_lifetime import run_forked
 
 import pipecomm_ext
 from pipecomm_ext import Communicator, PipeCommAborted, PipeCommError, PipeCommMismatch
+from pipecomm_ext import distributed as facade
 from pipecomm_ext.pipeline_parallel import P2PCommunicator
 
 TRANSPORTS = pytest.mark.parametrize("transport", ["c10d", "shm"])
@@ -95,6 +97,74 @@ def test_the_arguments_that_are_called_good_are(world, transport, name):
                 target.function(comm, **arguments)
         else:
             target.function(comm, **arguments)
+
+
+# ---- tensors that share memory -----------------------------------------------------------------------------
+
+
+ALIASED = [
+    "an output twice",
+    "outputs that overlap",
+    "outputs are the inputs",
+    "output is the input",
+    "the input lies in the output",
+]
+
+
+def aliased(world) -> dict[str, tuple]:
+    """Pairs of a call whose tensors share memory, and the same call of the other ranks."""
+    comm, one = world.shared_comm(channels=NUM_CHANNELS), torch.ones(4, 3)
+
+    def fresh(num: int) -> list[torch.Tensor]:
+        return [torch.ones(4, 3) for _ in range(num)]
+
+    def lists(outputs, inputs):
+        return lambda: comm.all_to_all(inputs, outputs)
+
+    def single(output, input_):
+        return lambda: facade.all_to_all_single(output, input_, group=comm)
+
+    def gather(outputs, tensor):
+        return lambda: facade.all_gather(outputs, tensor, comm)
+
+    buffer, rows = torch.ones(7, 3), torch.ones(8, 3)
+    return {
+        "an output twice": (lists([one, one], fresh(2)), lists(fresh(2), fresh(2))),
+        "outputs that overlap": (lists([buffer[:4], buffer[3:]], fresh(2)), lists(fresh(2), fresh(2))),
+        "outputs are the inputs": (lists(rows.chunk(2), rows.chunk(2)[::-1]), lists(fresh(2), fresh(2))),
+        "output is the input": (single(rows, rows), single(torch.ones(8, 3), torch.ones(8, 3))),
+        "the input lies in the output": (
+            gather(list(rows.chunk(2)), rows[4:]),
+            gather(fresh(2), torch.ones(4, 3)),
+        ),
+    }
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", ALIASED)
+def test_tensors_that_share_memory_are_refused(world, name):
+    wrong, right = aliased(world)[name]
+    if world.rank == 0:
+        with pytest.raises(ValueError, match="share memory; use separate tensors"):
+            wrong()
+    else:
+        with pytest.raises(PipeCommMismatch, match="rank 0.*share memory"):
+            right()
+    assert_usable(world.shared_comm(channels=NUM_CHANNELS), name)
+
+
+@on_ranks(2, 3)
+def test_a_gather_in_place_is_legal(world):
+    """The input is its own place in the output; columns of one tensor share nothing either."""
+    expected = pattern((4 * world.size, 3), torch.int32)
+    output = poison((4 * world.size, 3), torch.int32)
+    mine = output[4 * world.rank : 4 * world.rank + 4]
+    mine.copy_(expected[4 * world.rank : 4 * world.rank + 4])
+    facade.all_gather_into_tensor(output, mine, world.comm)
+    assert_same(output, expected)
+    columns = poison((4, world.size), torch.int32)
+    facade.all_gather(list(columns.split(1, 1)), expected[:4, :1] + world.rank, world.comm)
+    assert_same(columns, expected[:4, :1] + torch.arange(world.size, dtype=torch.int32))
 
 
 # ---- communicators in the wrong state, place or time -------------------------------------------------------
