@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import random
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
-from pipelines import WIDTH, Pipeline, squared_error
+from pipelines import WIDTH, Block, Pipeline, squared_error
 from ranks import on_ranks
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -118,6 +119,38 @@ def test_sockets_serve_as_well_as_shared_memory(world):
         pipeline = Pipeline(plan, world.rank)
         executor = make(world, plan, pipeline, communicator=world.shared_comm(channels=3, transport="c10d"))
         pipeline.assert_losses(pipeline.step(executor).losses, pipeline.run_whole())
+        pipeline.assert_gradients()
+
+
+class Unsteady(Block):
+    """Takes now and then much longer than planned."""
+
+    def __init__(self, depth: int):
+        super().__init__(depth)
+        self.random = random.Random(depth)
+
+    def forward(self, x):
+        time.sleep(self.random.choice([0, 0, 0.001, 0.01]))
+        return super().forward(x)
+
+
+@on_ranks(4, deadline=60)
+def test_unsteady_durations_and_sizes_that_change_in_every_step(world):
+    """Other shapes are announced while messages of known ones are under way."""
+    for name in ("interleaved_1f1b", "zb_v", "dualpipe"):
+        plan = plan_named(name, world.size)
+        pipeline = Pipeline(plan, world.rank, Unsteady)
+        executor = make(world, plan, pipeline)
+        sizes = random.Random(5)  # alike on all ranks
+        for step in range(4):
+            pipeline.set_data(seed=step, last_rows=1 + sizes.randrange(4))
+            for data in pipeline.inputs, pipeline.targets:
+                for chain in data:
+                    for micro in range(len(chain)):
+                        chain[micro] = chain[micro][: 1 + (micro * (step + 1)) % 3]
+            losses = pipeline.step(executor).losses
+            pipeline.assert_losses(losses, pipeline.run_whole())
+        executor.sum_replica_gradients()
         pipeline.assert_gradients()
 
 
