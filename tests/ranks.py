@@ -47,6 +47,15 @@ GROUP_TIMEOUT_S = 60.0  # of the gloo group itself: so long that it never decide
 GRACE_S = 3.0  # for the other ranks of a world in which one rank has died, or failed unexpectedly
 STACKS_SIGNAL = signal.SIGUSR2
 LOG_TAIL_BYTES = 8000
+# What every rank would import itself, seconds each time; the last one comes with the first backward().
+PRELOADED = [
+    "torch",
+    "torch.distributed",
+    "numpy",
+    "pytest",
+    "pipecomm_ext",
+    "torch.fx.experimental.symbolic_shapes",
+]
 
 
 @dataclass(frozen=True)
@@ -248,7 +257,7 @@ class RankGroup:
 
     def __init__(self, size: int, device: str, parent_directory: str):
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed", "pytest", "pipecomm_ext"])
+        context.set_forkserver_preload(PRELOADED)
         self.size = size
         self.directory = Path(tempfile.mkdtemp(prefix=f"world{size}-", dir=parent_directory))
         self._ranks: list[_Rank] = []

@@ -347,3 +347,19 @@ def test_a_message_that_meets_a_closed_peer_fails(world):
         time.sleep(0.1)
         comm.close()
     assert time.monotonic() - started_at < 4
+
+
+@on_ranks(3, deadline=60)
+@pytest.mark.parametrize("transport", ["c10d", "shm"])
+def test_an_abort_that_is_followed_by_a_close_is_heard_as_an_abort(world, transport):
+    """Also if two peers tell of it at once, and one of them has closed already."""
+    for round_idx in range(30):
+        comm = Communicator(world.group, device="cpu", transport=transport, timeout=20)
+        dist.barrier(world.group)
+        if world.rank == round_idx % world.size:
+            comm.abort("enough")
+        else:
+            with pytest.raises(PipeCommAborted, match="enough") as caught:
+                comm.barrier()
+            assert caught.value.origin_rank == round_idx % world.size
+        comm.close()

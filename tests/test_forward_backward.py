@@ -12,13 +12,14 @@ import torch
 from ranks import on_ranks
 from torch import nn
 
-from pipecomm_ext import PipeCommAborted
+from pipecomm_ext import PipeCommAborted, parallel_state
 from pipecomm_ext.pipeline_parallel import (
     P2PCommunicator,
     PipelineConfig,
     forward_backward_pipelining_with_interleaving,
     forward_backward_pipelining_without_interleaving,
     get_forward_backward_func,
+    get_pp_rank_microbatches,
 )
 
 SEQ, BATCH, HIDDEN = 3, 2, 4
@@ -122,7 +123,12 @@ MODES = {
 @on_ranks(2, 3, 4)
 @pytest.mark.parametrize("mode", MODES)
 def test_1f1b_equals_the_unsplit_model(world, mode):
-    for num_microbatches, variable, frees in itertools.product((1, 2, 5), (False, True), (False, True)):
+    for num_microbatches, variable, frees in [
+        (1, False, False),
+        (2, True, False),
+        (5, False, True),
+        (5, True, True),
+    ]:
         check(
             world,
             None,
@@ -293,6 +299,32 @@ def test_a_subgroup_of_the_world(world):
     dist.destroy_process_group(group)
 
 
+@on_ranks(2)
+def test_groups_of_the_default_topology(world):
+    data = micro_batches(4)
+    for num_chunks in (1, 2):
+        parallel_state.initialize_pipeline([1, 1], group=world.group, virtual_stages=num_chunks)
+        try:
+            config = PipelineConfig(pipeline_dtype=torch.float32, hidden_size=HIDDEN)
+            chunks = [Chunk(chunk * 2 + world.rank, config) for chunk in range(num_chunks)]
+            results = get_forward_backward_func()(
+                forward_step_func=forward_step_func,
+                data_iterator=[iter(data) for _ in chunks],
+                model=chunks,
+                num_microbatches=4,
+                seq_length=SEQ,
+                micro_batch_size=BATCH,
+            )
+            warmup = get_pp_rank_microbatches(4, num_chunks, None)[2]
+        finally:
+            parallel_state.destroy()
+        losses, expected = unsplit(2 * num_chunks, data)
+        for chunk_idx, chunk in enumerate(chunks):
+            torch.testing.assert_close(chunk.weight.grad, expected[chunk_idx * 2 + world.rank])
+        assert len(results) == (4 if world.rank == 1 else 0)
+        assert warmup == (1 - world.rank if num_chunks == 1 else 2 * (1 - world.rank) + 2)
+
+
 # ---- what the steps are told ------------------------------------------------------------------------------
 
 
@@ -422,6 +454,28 @@ def test_an_exception_in_one_stage_reaches_all(ranks, failing_rank, overlap):
         if rank != failing_rank:
             assert f"one_f_one_b, rank {failing_rank}, F{failing_rank}.2: KeyError" in text
         assert seconds < 10
+
+
+@on_ranks(1)
+def test_a_pipeline_of_one_rank(world):
+    """1F1B of one rank is no pipelining; there is nothing to interleave."""
+    check(world, None, 3)
+    config = PipelineConfig(pipeline_dtype=torch.float32, hidden_size=HIDDEN)
+    p2p, data, losses = P2PCommunicator(world.group, config), micro_batches(3), unsplit(1, micro_batches(3))
+    chunk = Chunk(0, config)
+    results = step(world, chunk, data, config, p2p=p2p)
+    torch.testing.assert_close(([result["loss"] for result in results], [chunk.weight.grad]), losses)
+    with pytest.raises(ValueError, match="at least two pipeline ranks"):
+        forward_backward_pipelining_with_interleaving(
+            forward_step_func=forward_step_func,
+            data_iterator=[iter(data)] * 2,
+            model=[chunk] * 2,
+            num_microbatches=3,
+            seq_length=SEQ,
+            micro_batch_size=BATCH,
+            p2p_communicator=p2p,
+            pg_collection=GROUPS,
+        )
 
 
 @on_ranks(2)

@@ -14,6 +14,7 @@ from ranks import on_ranks
 from pipecomm_ext import PipeCommAborted, PipeCommMismatch
 from pipecomm_ext.pipeline_parallel import P2PCommunicator, PipelineConfig
 from pipecomm_ext.pipeline_parallel.boundary import is_single_shape
+from pipecomm_ext.pipeline_parallel.exchange import Exchange, Incoming, Outgoing
 
 FORWARD, BACKWARD = "activation", "gradient"
 MODES = {"batched": (True, False), "individual": (False, False), "overlapped": (False, True)}
@@ -346,6 +347,31 @@ def test_variable_shapes_of_many_messages_in_flight(world):
         assert receipts[idx].wait()[0] is received
     for work in works:
         work.wait()
+
+
+@on_ranks(2)
+def test_headers_on_a_communicator_of_their_own(world):
+    """As for CUDA tensors, whose headers stay on the host."""
+    exchange = Exchange(world.shared_comm(channels=2), world.shared_comm(channels=4))
+    peer = 1 - world.rank
+    sent = {
+        channel: [pattern((channel + 3, 2), torch.float32, world.rank, channel), None] for channel in (0, 1)
+    }
+    works, receipts = exchange.post(
+        [Outgoing(tensors, peer, channel) for channel, tensors in sent.items()],
+        [Incoming(None, peer, channel) for channel in sent],
+    )
+    for channel, receipt in enumerate(receipts):
+        tensor, absent = receipt.wait()
+        assert absent is None and tensor.requires_grad
+        assert_same(tensor.detach(), pattern((channel + 3, 2), torch.float32, peer, channel))
+    for work in works:
+        work.wait()
+    # Nothing but a header.
+    works, [receipt] = exchange.post([Outgoing([None], peer, 0)], [Incoming(None, peer, 0)])
+    assert receipt.wait() == [None] and receipt.work is None
+    [work] = works
+    work.wait()
 
 
 # ---- errors -----------------------------------------------------------------------------------------------

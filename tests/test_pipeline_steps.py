@@ -128,6 +128,7 @@ def test_which_schedule():
     assert get_forward_backward_func(1, 2) is forward_backward_no_pipelining
     assert get_forward_backward_func(2, None) is forward_backward_pipelining_without_interleaving
     assert get_forward_backward_func(pp_size=2, vp_size=1) is forward_backward_pipelining_with_interleaving
+    assert get_forward_backward_func() is forward_backward_no_pipelining
 
 
 def test_the_first_validation_step():

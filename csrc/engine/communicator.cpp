@@ -379,6 +379,9 @@ bool Communicator::wait(Operation& operation, Deadline until,
 // failure and end
 
 void Communicator::fail(Failure failure) {
+  // Whoever comes second returns when all has failed, not before: what its peer said next must not
+  // reach operations ahead of the cause.
+  std::lock_guard failing_lock(failing_mutex_);
   auto shared = std::make_shared<const Failure>(std::move(failure));
   std::deque<std::weak_ptr<Operation>> in_flight;
   {
@@ -405,7 +408,8 @@ void Communicator::abort(const std::string& reason) {
 void Communicator::on_peer_lost(int peer, const std::string& why) {
   fail({.kind = FailureKind::peer_lost,
         .message = "lost the connection to rank " + std::to_string(peer) +
-                   ", which died or was cut off (" + why + ")",
+                   ", which died or was cut off (" + why +
+                   "); to go on, make a new group and Communicator of the other ranks",
         .rank = rank(),
         .peer = peer,
         .origin_rank = peer});

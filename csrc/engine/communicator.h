@@ -144,6 +144,7 @@ class Communicator final : private TransportEvents {
   std::atomic<int64_t> num_exchanges_{0};
   std::atomic<int64_t> num_passes_{0};
 
+  std::mutex failing_mutex_;  // held before mutex_
   mutable std::mutex mutex_;
   FailurePtr failure_;
   std::deque<std::weak_ptr<Operation>> in_flight_;  // in post order, and so in order of deadlines

@@ -3,6 +3,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "engine/aliasing.h"
+
 namespace pipecomm {
 namespace {
 
@@ -50,8 +52,10 @@ std::shared_ptr<const LoweredExchange> PreparedExchange::lowered_for(
     }
     return layouts;
   };
-  return lowered(layouts("inputs", inputs, plan_.inputs),
-                 layouts("outputs", outputs, plan_.outputs));
+  auto input_layouts = layouts("inputs", inputs, plan_.inputs);
+  auto output_layouts = layouts("outputs", outputs, plan_.outputs);
+  check_aliasing(plan_, inputs, outputs);
+  return lowered(input_layouts, output_layouts);
 }
 
 }  // namespace pipecomm

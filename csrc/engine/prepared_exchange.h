@@ -22,7 +22,7 @@ class PreparedExchange {
   std::shared_ptr<const LoweredExchange> lowered(const std::vector<Layout>& inputs,
                                                  const std::vector<Layout>& outputs);
   // The same for actual tensors of rank `rank` of `size`. Throws std::invalid_argument if the plan
-  // is not for that rank, or a tensor not of the plan's shape and dtype.
+  // is not for that rank, a tensor not of the plan's shape and dtype, or outputs share memory.
   std::shared_ptr<const LoweredExchange> lowered_for(int rank, int size,
                                                      std::span<const TensorRef> inputs,
                                                      std::span<const TensorRef> outputs);

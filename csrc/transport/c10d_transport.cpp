@@ -78,20 +78,26 @@ void C10dTransport::act(Connection& connection, std::unique_lock<std::mutex>& lo
   const auto claims = connection.link->take_claims();
   const auto failure = connection.link->take_failure();
   lock.unlock();
-  for (const PeerLink::Outcome& outcome : outcomes) {
-    Operation::settle(*outcome.request, outcome.failure);
-    if (const Body* body = body_of(*outcome.request)) {
-      std::lock_guard waiting_lock(waiting_mutex_);
-      if (waiting_.contains(body->work.get())) body->work->abort();
+  const auto settle = [&](bool failed) {
+    for (const PeerLink::Outcome& outcome : outcomes) {
+      if ((outcome.failure != nullptr) != failed) continue;
+      Operation::settle(*outcome.request, outcome.failure);
+      if (const Body* body = body_of(*outcome.request)) {
+        std::lock_guard waiting_lock(waiting_mutex_);
+        if (waiting_.contains(body->work.get())) body->work->abort();
+      }
     }
-  }
+  };
+  settle(false);
+  // A peer's failure explains the messages that can no longer match: it comes before those.
+  if (failure) events_.on_remote_failure(*failure);
+  settle(true);
   for (const RequestPtr& request : verified) {
     const Body* body = body_of(*request);
     if (body && !body->claimed) hand_to_body_thread(request);
   }
   for (const PeerLink::Claim& claim : claims)
     events_.on_claim(connection.link->peer(), claim.direction, claim.descriptor);
-  if (failure) events_.on_remote_failure(*failure);
 }
 
 // ------------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ FailurePtr mismatch_failure(int rank, const Request& request, const Descriptor& 
                      (sends ? " expects " : " sends ") + theirs.text();
   if (request.descriptor.text() == theirs.text())
     failure->message += " with other arguments (sizes, dims or source rank differ)";
-  failure->message += "; nothing was transferred";
+  failure->message += "; nothing was transferred; make the two calls agree";
   return failure;
 }
 

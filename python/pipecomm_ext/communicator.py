@@ -230,6 +230,10 @@ class Communicator:
         faults once memory is used again. They own their memory as any tensor does, but a forked child goes on
         sharing it with this process.
         """
+        if isinstance(shape, str) or not isinstance(shape, Sequence):
+            raise TypeError(f"shape must be a sequence of lengths, not {type(shape).__name__}")
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(f"dtype must be a torch.dtype, not {type(dtype).__name__}")
         if self._device.type != "cpu":
             return torch.empty(shape, dtype=dtype, device=self._device)
         return self._c.empty(list(shape), dtype)
@@ -270,6 +274,11 @@ class Communicator:
         failure fails this one too. Nobody has to wait for that.
         """
         with self.collective(op, members, channel):
+            if not isinstance(plan, _C.Plan):
+                raise TypeError(f"plan must be an exchange plan, not {type(plan).__name__}")
+            for name, tensors in (("inputs", inputs), ("outputs", outputs)):
+                if not isinstance(tensors, (list, tuple)):
+                    raise TypeError(f"{name} must be a list of tensors, not {type(tensors).__name__}")
             work = self._c.exchange(op, plan, inputs, outputs, async_op, members, channel, after)
         return self._finish(work, async_op)
 
@@ -412,7 +421,7 @@ def _device_kind(group: dist.ProcessGroup, device: str | torch.device | None) ->
     if device is None:
         kinds = {kind.type for kind in group._device_types}
         return "cuda" if "cuda" in kinds and torch.cuda.is_available() else "cpu"
-    kind = torch.device(device).type
+    kind = str(device).split(":")[0]
     if kind not in ("cpu", "cuda"):
         raise ValueError(f'device must be "cpu" or "cuda", not "{device}"')
     if kind == "cuda" and not torch.cuda.is_available():

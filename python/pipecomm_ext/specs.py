@@ -10,9 +10,12 @@ Spec = tuple[tuple[int, ...], torch.dtype]
 
 
 def spec_of(tensor: Any, name: str) -> Spec:
-    """Shape and dtype; `name` is the argument's, for the TypeError if it is no tensor."""
+    """Shape and dtype; `name` is the argument's, for the error if it is no dense tensor."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, not {type(tensor).__name__}")
+    if tensor.is_nested or tensor.layout != torch.strided:
+        layout = "nested" if tensor.is_nested else f"of layout {tensor.layout}"
+        raise ValueError(f"{name} must be a dense tensor, not {layout}")
     return tuple(tensor.shape), tensor.dtype
 
 

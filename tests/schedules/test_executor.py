@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
+import random
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
-from pipelines import WIDTH, Pipeline, squared_error
+from pipelines import WIDTH, Block, Pipeline, squared_error
 from ranks import on_ranks
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -98,6 +98,60 @@ def test_user_plans_merged_backwards_and_programs_for_other_costs(world):
     compare_with_unsplit(world, mine)
     compare_with_unsplit(world, merge_split_backward(plan_named("zb_v", 2)))
     compare_with_unsplit(world, lower(plan_named("dualpipev", 2), Costs(F=3, I=1, W=7, comm=2)))
+
+
+@on_ranks(2, 4, deadline=60)
+def test_groups_as_single_batches_as_on_an_in_order_stream(world):
+    """What a program does where receives must not be posted before their place (NCCL)."""
+    is_one_stream = property(lambda transport: True, lambda transport, value: None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            "pipecomm_ext.schedules.runtime.mailbox.Transport.is_one_stream", is_one_stream, raising=False
+        )
+        for name in ("one_f_one_b", "zb_v", "dualpipe"):
+            compare_with_unsplit(world, plan_named(name, world.size))
+
+
+@on_ranks(3, deadline=60)
+def test_sockets_serve_as_well_as_shared_memory(world):
+    for name in ("interleaved_1f1b", "zb_h2"):
+        plan = plan_named(name, world.size)
+        pipeline = Pipeline(plan, world.rank)
+        executor = make(world, plan, pipeline, communicator=world.shared_comm(channels=3, transport="c10d"))
+        pipeline.assert_losses(pipeline.step(executor).losses, pipeline.run_whole())
+        pipeline.assert_gradients()
+
+
+class Unsteady(Block):
+    """Takes now and then much longer than planned."""
+
+    def __init__(self, depth: int):
+        super().__init__(depth)
+        self.random = random.Random(depth)
+
+    def forward(self, x):
+        time.sleep(self.random.choice([0, 0, 0.001, 0.01]))
+        return super().forward(x)
+
+
+@on_ranks(4, deadline=60)
+def test_unsteady_durations_and_sizes_that_change_in_every_step(world):
+    """Other shapes are announced while messages of known ones are under way."""
+    for name in ("interleaved_1f1b", "zb_v", "dualpipe"):
+        plan = plan_named(name, world.size)
+        pipeline = Pipeline(plan, world.rank, Unsteady)
+        executor = make(world, plan, pipeline)
+        sizes = random.Random(5)  # alike on all ranks
+        for step in range(4):
+            pipeline.set_data(seed=step, last_rows=1 + sizes.randrange(4))
+            for data in pipeline.inputs, pipeline.targets:
+                for chain in data:
+                    for micro in range(len(chain)):
+                        chain[micro] = chain[micro][: 1 + (micro * (step + 1)) % 3]
+            losses = pipeline.step(executor).losses
+            pipeline.assert_losses(losses, pipeline.run_whole())
+        executor.sum_replica_gradients()
+        pipeline.assert_gradients()
 
 
 # ---- losses and outputs -----------------------------------------------------------------------------------
@@ -498,7 +552,6 @@ def run_failing(world, where, failing_rank):
         pipeline.step(executor)
     finally:
         # Its own communicator is made anew: the next step works.
-        failed_at = time.monotonic()
         if world.rank == failing_rank:
             pipeline.stages[world.rank].where = None
             executor.stages[world.rank] = Pipeline(plan, world.rank).stages[world.rank]
@@ -506,13 +559,11 @@ def run_failing(world, where, failing_rank):
         losses = pipeline.step(executor).losses
         pipeline.assert_losses(losses, pipeline.run_whole(backward=False))
         executor.close()
-        world.failed_at = failed_at
 
 
 @pytest.mark.parametrize("failing_rank", [0, 1, 2])
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_an_exception_in_a_stage_reaches_all_ranks(ranks, where, failing_rank):
-    started = time.monotonic()
     outcomes = ranks.attempt(3, run_failing, where, failing_rank)
     for rank, outcome in enumerate(outcomes):
         text = outcome.error.text
@@ -525,7 +576,6 @@ def test_an_exception_in_a_stage_reaches_all_ranks(ranks, where, failing_rank):
             assert "KeyError: 'no such expert'" in outcome.error.traceback
         else:
             assert outcome.error.type is PipeCommAborted
-        assert outcome.ended_at - started < 20
 
 
 def time_of_failure(world):
@@ -657,7 +707,7 @@ def test_nothing_is_left_of_a_step(world):
     pipeline.step(executor)
     kept = [executor._alive, executor._weight_work, executor._inputs, executor._targets]
     kept += [executor._mailbox._outbox, executor._mailbox._arrived, executor._mailbox._awaited_gradients]
-    assert not any(kept) and math.isfinite(len(kept))
+    assert not any(kept)
 
 
 def test_communicators_tell_their_channels_and_timeout(ranks):

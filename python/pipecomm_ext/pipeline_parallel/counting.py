@@ -6,9 +6,24 @@ from __future__ import annotations
 
 from typing import Any
 
+from .. import parallel_state
 from ..schedules import interleaved_1f1b
 from .config import has_variable_shapes, setting
 from .wrapped import size_of
+
+
+def default_pipeline() -> tuple[int, int, int | None]:
+    """(ranks, my rank, chunks per rank or None if one) of the default topology; (1, 0, None) without one."""
+    try:
+        topology = parallel_state.get_pipeline_topology()
+    except RuntimeError:
+        return 1, 0, None
+    num_chunks = topology.get_virtual_pipeline_model_parallel_world_size()
+    return (
+        topology.get_pipeline_model_parallel_world_size(),
+        topology.get_pipeline_model_parallel_rank(),
+        num_chunks if num_chunks > 1 else None,
+    )
 
 
 def get_pp_rank_microbatches(
@@ -23,11 +38,13 @@ def get_pp_rank_microbatches(
 
     Args:
         p2p_communicator: tells `total_stages`, `current_stage` and `virtual_pipeline_model_parallel_size`
-            (None: no interleaving, if there is one chunk). None: a pipeline of one rank.
+            (None: no interleaving, if there is one chunk). None: those of the default topology.
     """
-    num_ranks = 1 if p2p_communicator is None else p2p_communicator.total_stages
-    rank = 0 if p2p_communicator is None else p2p_communicator.current_stage
-    vp_size = getattr(p2p_communicator, "virtual_pipeline_model_parallel_size", None)
+    if p2p_communicator is None:
+        num_ranks, rank, vp_size = default_pipeline()
+    else:
+        num_ranks, rank = p2p_communicator.total_stages, p2p_communicator.current_stage
+        vp_size = getattr(p2p_communicator, "virtual_pipeline_model_parallel_size", None)
     total = num_microbatches * num_model_chunks
     if forward_only:
         num_warmup = total

@@ -29,7 +29,7 @@ from .. import parallel_state
 from ..schedules import ACT, GRAD, Plan, interleaved_1f1b, one_f_one_b
 from .boundary import shape_list
 from .config import setting
-from .counting import get_tensor_shapes
+from .counting import default_pipeline, get_tensor_shapes
 from .embedding import clear_embedding_activation_buffer, finish_embedding_wgrad_compute
 from .hooks import Hooks, InterleavedHooks, UnpipelinedHooks
 from .p2p_communicator import P2PCommunicator
@@ -49,10 +49,8 @@ def get_forward_backward_func(
         none.
     `schedule_pg_collection` is accepted and has no effect: pipelines of several modules are not supported.
     """
-    if pp_size is None and vp_size is None and (topology := _topology()) is not None:
-        pp_size = topology.get_pipeline_model_parallel_world_size()
-        num_chunks = topology.get_virtual_pipeline_model_parallel_world_size()
-        vp_size = num_chunks if num_chunks > 1 else None
+    if pp_size is None and vp_size is None:
+        pp_size, _, vp_size = default_pipeline()
     if pp_size is None or pp_size <= 1:
         return forward_backward_no_pipelining
     if vp_size is None:
@@ -199,7 +197,7 @@ def forward_backward_pipelining_with_interleaving(
         adjust_tensor_shapes_fn: must be None.
 
     Raises:
-        ValueError: not PP <= group size <= number of micro-batches.
+        ValueError: one rank; or not PP <= group size <= number of micro-batches.
         RuntimeError: the last group is smaller than PP.
     """
     for name, value in (("model", model), ("data_iterator", data_iterator)):
@@ -213,6 +211,8 @@ def forward_backward_pipelining_with_interleaving(
     _require_consistent(config)
     p2p, groups = _pipeline(config, p2p_communicator, pg_collection)
     num_ranks = p2p.total_stages
+    if num_ranks == 1:
+        raise ValueError("interleaving needs at least two pipeline ranks")
     group_size = setting(config, "microbatch_group_size_per_vp_stage") or num_ranks
     if not num_ranks <= group_size <= num_microbatches:
         raise ValueError(
@@ -309,14 +309,6 @@ def _require_consistent(config: Any) -> None:
             raise ValueError("config.overlap_p2p_comm needs config.batch_p2p_comm=False")
     elif setting(config, "overlap_p2p_comm_warmup_flush"):
         raise ValueError("config.overlap_p2p_comm_warmup_flush needs config.overlap_p2p_comm")
-
-
-def _topology() -> Any:
-    """The default pipeline topology, or None."""
-    try:
-        return parallel_state.get_pipeline_topology()
-    except RuntimeError:
-        return None
 
 
 def _pipeline(config: Any, p2p: P2PCommunicator | None, groups: Any) -> tuple[P2PCommunicator, Any]:

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from ..specs import spec_of
+
 Sizes = tuple[int, ...]
 
 
@@ -65,11 +67,11 @@ def size_list(sizes: Any, name: str) -> Sizes:
 
 
 def checked_tensor(tensor: Any, name: str) -> torch.Tensor:
-    """What has a shape to plan with; the engine checks the rest."""
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor, not {type(tensor).__name__}")
-    if tensor.is_nested:
-        raise ValueError(f"{name} must be a dense tensor, not nested")
+    """A dense tensor that holds data, as local copies and plans need it; the engine checks the rest."""
+    spec_of(tensor, name)
+    if tensor.is_quantized or tensor.device.type == "meta":
+        kind = f"quantized, {tensor.dtype}" if tensor.is_quantized else "on the meta device"
+        raise ValueError(f"{name} must be a tensor of plain elements, not {kind}")
     return tensor
 
 

@@ -124,6 +124,7 @@ class _TwoStagesPerRank(nn.Module):
         self.prev_rank = None if self.is_first_rank else group_rank_of[self.rank - 1]
         self.next_rank = None if self.is_last_rank else group_rank_of[self.rank + 1]
         self._communicator: Communicator | None = None
+        self._has_failed = False
         self._executors: dict[int, _StepExecutor] = {}
 
     def _require_ranks(self) -> None:
@@ -157,9 +158,7 @@ class _TwoStagesPerRank(nn.Module):
         reaches all ranks, gradients are those of a part of the step, and the next step makes new connections.
         """
         try:
-            if self._communicator is None:
-                device = device_of(self.module) or "cpu"
-                self._communicator = Communicator(self.group, device=device, channels=3)
+            self._connect()
             executor = self._executor_of(num_chunks)
             plan = executor.plan
             starts = any(plan.owner[chain[0]] == self.rank for chain in plan.chains)
@@ -174,7 +173,9 @@ class _TwoStagesPerRank(nn.Module):
             micro_labels = self._chunks("labels", labels, num_micros) if ends and criterion else None
             result = executor.run(micro_inputs, micro_labels, criterion, return_outputs)
         except BaseException as error:
-            self._disconnect(f"{type(error).__name__}: {error}")
+            self._has_failed = True
+            if self._communicator is not None:  # the other ranks may be waiting
+                self._communicator.abort(f"{type(error).__name__}: {error}")
             raise
         loss = None if result.losses is None else torch.stack(result.losses)
         return loss, None if result.outputs is None else self._joined(result.outputs)
@@ -216,11 +217,14 @@ class _TwoStagesPerRank(nn.Module):
         joined = [torch.cat(pieces, self.batch_dim) for pieces in zip(*map(as_tuple, outputs), strict=True)]
         return joined[0] if len(joined) == 1 else joined
 
-    def _disconnect(self, reason: str) -> None:
-        """Tells the other ranks, who may be waiting; the next step connects anew."""
-        if self._communicator is not None:
-            self._communicator.abort(reason)
+    def _connect(self) -> None:
+        """Collective, if this is the first step, or the first one after a failure."""
+        if self._has_failed:
             self.close()
+        if self._communicator is None:
+            device = device_of(self.module) or "cpu"
+            self._communicator = Communicator(self.group, device=device, channels=3)
+            self._has_failed = False
 
     def close(self) -> None:
         """Ends the connections; a later step makes new ones. Idempotent."""

@@ -12,7 +12,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ...communicator import Communicator
 from ...errors import PipeCommError
-from ..actions import Action, Compute, Group, actions_in
+from ..actions import Action, Compute, actions_in
 from ..check import check
 from ..plan import Plan, row_text
 from ..timeline import Timeline
@@ -152,10 +152,7 @@ class Executor:
         self._transport = Transport(self._communicator)
         self._mailbox = Mailbox(self.plan, self.rank, self._transport, self._peer_of, **self._options)
         self._recorder = Recorder(self._communicator.device) if self._record_timeline else None
-        self._program = [
-            self._mailbox.prepare(item) if type(item) is Group else item
-            for item in self.plan.program[self.rank]
-        ]
+        self._program = self._mailbox.prepare(self.plan.program[self.rank])
 
     # ---------------------------------------------------------------- facts
 

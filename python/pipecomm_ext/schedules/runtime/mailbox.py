@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 
 from ...communicator import Communicator, Recv, Send, Work
-from ..actions import ACT, GRAD, SEND, Group
+from ..actions import ACT, GRAD, SEND, Compute, Group, Item, Transfer
 from ..plan import Plan
 
 Tensors = tuple[torch.Tensor, ...]
@@ -55,8 +55,8 @@ def text_of(specs: Specs) -> str:
 
 
 class Transport:
-    """The communicator for data, and where small messages between hosts go: a channel of it, or for CUDA
-    tensors (and where it has no channel left) a communicator of its own."""
+    """The communicator for data, and what carries headers and specs, which the host reads: a channel of it,
+    or for CUDA tensors, and where it has no channel left, a communicator of its own."""
 
     def __init__(self, data: Communicator):
         self.data = data
@@ -67,6 +67,7 @@ class Transport:
             else data
         )
         self._channel = 0 if self._owns_control else CONTROL_CHANNEL
+        self.is_one_stream = data.transport == "nccl"  # else each pair and channel is an order of its own
 
     def send_words(self, words: torch.Tensor, peer: int) -> Work:
         return self.control.isend(words, peer, self._channel)
@@ -117,8 +118,11 @@ class _Arrival(NamedTuple):
 
 
 class PreparedGroup(NamedTuple):
+    """`ahead` are receives of the next group, to be posted now if their specs are known."""
+
     sends: tuple[_Route, ...]
     receives: tuple[_Route, ...]
+    ahead: tuple[_Route, ...]
 
 
 class Mailbox:
@@ -151,14 +155,21 @@ class Mailbox:
         self._awaited_gradients: dict[tuple[int, int], Specs] = {}
         self._works: list[Work] = []
 
-    def prepare(self, group: Group) -> PreparedGroup:
-        """A group of the program, looked up once for all steps."""
-        routes: dict[bool, list[_Route]] = {True: [], False: []}
-        for op in group.ops:
-            key = (op.what, op.stage, op.micro)
-            route = _Route(key, self._peer_of[op.peer], op.channel)
-            routes[op.kind == SEND].append(route)
-        return PreparedGroup(tuple(routes[True]), tuple(routes[False]))
+    def prepare(self, program: Sequence[Item]) -> list[Compute | PreparedGroup]:
+        """The program with its groups looked up once for all steps."""
+        prepared: list[Compute | PreparedGroup] = []
+        following: tuple[_Route, ...] = ()
+        for item in reversed(program):
+            if type(item) is Group:
+                sends = tuple(self._route(op) for op in item.ops if op.kind == SEND)
+                receives = tuple(self._route(op) for op in item.ops if op.kind != SEND)
+                item = PreparedGroup(sends, receives, () if self._transport.is_one_stream else following)
+                following = receives
+            prepared.append(item)
+        return prepared[::-1]
+
+    def _route(self, op: Transfer) -> _Route:
+        return _Route((op.what, op.stage, op.micro), self._peer_of[op.peer], op.channel)
 
     # ---------------------------------------------------------------- step
 
@@ -249,35 +260,57 @@ class Mailbox:
     # ---------------------------------------------------------------- messages
 
     def post(self, group: PreparedGroup) -> None:
-        """Starts the sends and receives of a group as one batch."""
-        ops: list[Send | Recv] = []
-        # Announcements first: a peer may wait for one of them before it sends what this rank receives here.
-        for key, peer, channel in group.sends:
+        """Starts the sends and receives of a group.
+
+        On one in-order stream they are one batch, as the plan has it. Where every pair and channel has an
+        order of its own, a consumer waits for its message alone, and the receives of the next group are
+        posted already: what is produced early then arrives during a compute.
+        """
+        is_one_stream = self._transport.is_one_stream
+        sends = self._sends_of(group)  # announces: a peer may wait for that before it sends what comes here
+        if not is_one_stream:
+            self._start(sends)
+        receives = [
+            self._receive(route, self._specs_from(route))
+            for route in group.receives
+            if self._is_wanted(route) and route.key not in self._arrived
+        ]
+        if is_one_stream:
+            work = self._start(sends + [op for _, ops in receives for op in ops])
+            for key, _ in receives:
+                self._arrived[key] = self._arrived[key]._replace(work=work)
+            return
+        for route in filter(self._is_wanted, group.ahead):
+            specs = self._specs_if_known(route)
+            if specs is None:
+                break
+            receives.append(self._receive(route, specs))
+        for key, ops in receives:
+            self._arrived[key] = self._arrived[key]._replace(work=self._start(ops))
+
+    def _is_wanted(self, route: _Route) -> bool:
+        return self._is_training or route.key[0] == ACT
+
+    def _start(self, ops: list[Send | Recv]) -> Work | None:
+        if not ops:
+            return None
+        self._works.append(self._transport.data.batch_p2p(ops, async_op=True))
+        return self._works[-1]
+
+    def _sends_of(self, group: PreparedGroup) -> list[Send]:
+        ops = []
+        for key, peer, channel in filter(self._is_wanted, group.sends):
             what, stage, micro = key
-            if what == GRAD and not self._is_training:
-                continue
             tensors, specs = self._outbox.pop(key)
             if what == ACT:
                 self._announce(stage, micro, specs, peer)
             ops += [Send(tensor, peer, channel) for tensor in tensors]
-        arrivals = []
-        for key, peer, channel in group.receives:
-            what, stage, micro = key
-            if what == ACT:
-                specs = self._specs_from(stage, micro, peer)
-            elif self._is_training:
-                specs = self._awaited_gradients.pop((self._plan.prev_of[stage], micro))
-            else:
-                continue
-            buffers = [self._transport.data.empty(spec.shape, spec.dtype) for spec in specs]
-            ops += [Recv(buffer, peer, channel) for buffer in buffers]
-            arrivals.append((key, buffers, specs))
-        work = None
-        if ops:
-            work = self._transport.data.batch_p2p(ops, async_op=True)
-            self._works.append(work)
-        for key, buffers, specs in arrivals:
-            self._arrived[key] = _Arrival(buffers, specs, work)
+        return ops
+
+    def _receive(self, route: _Route, specs: Specs) -> tuple[Key, list[Recv]]:
+        buffers = [self._transport.data.empty(spec.shape, spec.dtype) for spec in specs]
+        self._arrived[route.key] = _Arrival(buffers, specs, None)
+        return route.key, [Recv(buffer, route.peer, route.channel) for buffer in buffers]
 
     # ---------------------------------------------------------------- specs
 
@@ -295,13 +328,27 @@ class Mailbox:
                 "the Executor with dynamic_shapes=True"
             )
 
-    def _specs_from(self, stage: int, micro: int, peer: int) -> Specs:
-        kind = self._kind(stage, micro)
-        if self._dynamic_shapes or (stage, kind) not in self._known_specs:
-            words, work = self._transport.receive_words(MAX_SPEC_WORDS, peer)
-            work.wait()
-            self._known_specs[stage, kind] = _decode(words.tolist())
-        return self._known_specs[stage, kind]
+    def _specs_from(self, route: _Route) -> Specs:
+        """The specs of a message to receive; waits for their announcement if there must be one."""
+        specs = self._specs_if_known(route)
+        if specs is None:
+            _, stage, micro = route.key
+            kind = self._kind(stage, micro)
+            specs = self._known_specs.get((stage, kind))
+            if self._dynamic_shapes or specs is None:
+                words, work = self._transport.receive_words(MAX_SPEC_WORDS, route.peer)
+                work.wait()
+                specs = self._known_specs[stage, kind] = _decode(words.tolist())
+        return specs
+
+    def _specs_if_known(self, route: _Route) -> Specs | None:
+        what, stage, micro = route.key
+        if what == GRAD:  # known since the forward on this rank
+            return self._awaited_gradients.pop((self._plan.prev_of[stage], micro), None)
+        kinds = self._header_of[stage].kinds
+        if kinds is None or self._dynamic_shapes:
+            return None
+        return self._known_specs.get((stage, kinds[micro]))
 
 
 def _encode(stage: int, specs: Specs) -> torch.Tensor:

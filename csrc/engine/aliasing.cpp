@@ -1,0 +1,79 @@
+#include "engine/aliasing.h"
+
+#include <stdexcept>
+#include <string>
+
+namespace pipecomm {
+namespace {
+
+struct Interval {
+  const std::byte* begin = nullptr;
+  const std::byte* end = nullptr;
+
+  bool overlaps(const Interval& other) const { return begin < other.end && other.begin < end; }
+  bool contains(const Interval& other) const { return begin <= other.begin && other.end <= end; }
+};
+
+bool is_row_major(const TensorRef& tensor) {
+  int64_t pitch = 1;
+  for (size_t dim = tensor.shape.size(); dim-- > 0;) {
+    if (tensor.shape[dim] != 1 && tensor.strides[dim] != pitch) return false;
+    pitch *= tensor.shape[dim];
+  }
+  return true;
+}
+
+// All bytes of a row-major tensor, the first element of another one.
+Interval memory_of(const TensorRef& tensor) {
+  const int64_t num_bytes = tensor.num_bytes();
+  if (num_bytes == 0) return {};
+  return {tensor.data, tensor.data + (is_row_major(tensor) ? num_bytes : tensor.dtype.itemsize)};
+}
+
+// The bytes of a row-major output that come from this rank itself, if they are one run.
+Interval own_place(const ExchangePlan& plan, const TensorRef& output, int output_idx) {
+  if (!is_row_major(output)) return {};
+  for (const Transfer& recv : plan.recvs) {
+    if (recv.peer != plan.rank) continue;
+    for (const Box& box : recv.boxes) {
+      if (box.tensor_idx != output_idx) continue;
+      // A run: whole rows of all dims behind the first one that has more than one element.
+      size_t dim = 0;
+      while (dim < box.extent.size() && box.extent[dim] == 1) ++dim;
+      int64_t begin = 0, num_elements = 1;
+      for (size_t idx = 0; idx < box.extent.size(); ++idx) {
+        if (idx > dim && box.extent[idx] != output.shape[idx]) return {};
+        begin += box.start[idx] * output.strides[idx];
+        num_elements *= box.extent[idx];
+      }
+      const std::byte* first = output.data + begin * output.dtype.itemsize;
+      return {first, first + num_elements * output.dtype.itemsize};
+    }
+  }
+  return {};
+}
+
+[[noreturn]] void reject(const ExchangePlan& plan, const std::string& a, size_t a_idx,
+                         size_t b_idx) {
+  throw std::invalid_argument(plan.op + ": " + a + "[" + std::to_string(a_idx) + "] and outputs[" +
+                              std::to_string(b_idx) + "] share memory; use separate tensors");
+}
+
+}  // namespace
+
+void check_aliasing(const ExchangePlan& plan, std::span<const TensorRef> inputs,
+                    std::span<const TensorRef> outputs) {
+  for (size_t idx = 0; idx < outputs.size(); ++idx) {
+    const Interval memory = memory_of(outputs[idx]);
+    for (size_t other = 0; other < idx; ++other)
+      if (memory.overlaps(memory_of(outputs[other]))) reject(plan, "outputs", other, idx);
+    for (size_t other = 0; other < inputs.size(); ++other) {
+      const Interval read = memory_of(inputs[other]);
+      if (memory.overlaps(read) &&
+          !own_place(plan, outputs[idx], static_cast<int>(idx)).contains(read))
+        reject(plan, "inputs", other, idx);
+    }
+  }
+}
+
+}  // namespace pipecomm

@@ -1,0 +1,526 @@
+"""What can go wrong with a rank in the middle of any operation, and what all other ranks must make of it.
+
+Each fault is a scene that all ranks act: the victim misbehaves, the others are in the operation. A rank
+reports how it ended; expectations are stated beside the scene. `Stage` is what a scene sees.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import signal
+import socket
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import operations_parallel  # noqa: F401  (fills the table)
+import torch
+import torch.distributed as dist
+from operations import NUM_CHANNELS, OPERATIONS, Draw, Operation
+from ranks import RankFailure
+
+from pipecomm_ext import (
+    Communicator,
+    PipeCommAborted,
+    PipeCommError,
+    PipeCommMismatch,
+    PipeCommPeerLost,
+    PipeCommTimeout,
+)
+
+VICTIM = 1
+NUM_RANKS = 3
+PATIENT_S = 20.0  # the timeout of communicators where something else must be faster
+IMPATIENT_S = 1.0  # where it is the timeout that ends the wait
+FIRST_HEARS_S = 1.0  # until one rank knows of a dead peer
+ALL_HEAR_S = 2.0  # until all do
+AFTER_TIMEOUT_S = 1.0  # until all know that one rank's wait timed out
+SMALL, LARGE = Draw(length=5), Draw(length=1 << 17)
+
+
+@dataclass
+class Stage:
+    """One rank's part of a scene."""
+
+    world: Any
+    operation: Operation
+    transport: str
+    timeout_s: float = PATIENT_S
+    comm: Any = None
+    descriptors: list[int] = field(default_factory=list)  # of the communicator
+    struck_at: float = 0.0
+
+    @property
+    def is_victim(self) -> bool:
+        return self.world.rank == VICTIM
+
+    def strike(self) -> None:
+        """The trouble begins here."""
+        self.struck_at = time.monotonic()
+
+    def connect(self, **kwargs) -> Communicator:
+        arguments = {"transport": self.transport, "channels": NUM_CHANNELS, "timeout": self.timeout_s}
+        return Communicator(self.world.group, device="cpu", **{**arguments, **kwargs})
+
+    def prepare(self, draw: Draw = SMALL, operation: Operation | None = None):
+        return (operation or self.operation).prepare(self.comm, draw)
+
+    def await_end(self) -> None:
+        """Marks the place at which the parent strikes."""
+        self.world.mark("here")
+        time.sleep(60)
+
+
+class Fault(NamedTuple):
+    name: str
+    scene: Callable[[Stage], None]
+    expected: tuple[type, ...]  # how the others end; () means that they return
+    origin: str = "victim"  # of the error: "victim", "others" (a timeout is found by whoever waits), "any"
+    victim: str = "lives"  # "lives", "dies", "stops"
+    # What the parent does to the victim of fresh processes, and when. Other faults happen within warm ones.
+    strike: Callable[[Any], float] | None = None
+    begins_after_s: float = 0.0  # time of the wait that is no detection
+    limit_s: float = ALL_HEAR_S
+    timeout_s: float = PATIENT_S
+    keeps: bool = False  # the same communicator must go on after it
+    concerns: Callable[[Operation, str], bool] = lambda operation, transport: True
+
+
+FAULTS: dict[str, Fault] = {}
+
+
+def fault(name: str, *expected: type, **facts):
+    """Adds a scene to the table."""
+
+    def register(scene: Callable[[Stage], None]):
+        FAULTS[name] = Fault(name, scene, expected, **facts)
+        return scene
+
+    return register
+
+
+# ---- the parent's part -------------------------------------------------------------------------------------
+
+
+def when_all_are_there(world) -> None:
+    for rank in range(NUM_RANKS):
+        world.await_mark(rank, "here")
+    time.sleep(0.05)  # for the others to be in their calls
+
+
+def kill(world) -> float:
+    when_all_are_there(world)
+    return world.signal(VICTIM, signal.SIGKILL)
+
+
+def stop(world) -> float:
+    when_all_are_there(world)
+    return world.signal(VICTIM, signal.SIGSTOP)
+
+
+def pause(world) -> float:
+    stopped_at = stop(world)
+    time.sleep(0.5)
+    world.signal(VICTIM, signal.SIGCONT)
+    return stopped_at
+
+
+def await_exit(world) -> float:
+    return world.await_mark(VICTIM, "exits")
+
+
+# ---- a rank dies, or leaves --------------------------------------------------------------------------------
+
+
+@fault("kill -9 before the call", PipeCommPeerLost, victim="dies", strike=kill)
+def killed_before(stage: Stage) -> None:
+    if stage.is_victim:
+        stage.await_end()
+    call = stage.prepare()
+    stage.world.mark("here")
+    call.run()
+
+
+@fault("kill -9 in the middle", PipeCommPeerLost, victim="dies", strike=kill)
+def killed_within(stage: Stage) -> None:
+    call = stage.prepare(LARGE)
+    call.run()
+    stage.world.mark("here")
+    while True:
+        for work in call.start():
+            work.wait()
+
+
+@fault("kill -9 after the call", PipeCommPeerLost, victim="dies", strike=kill)
+def killed_after(stage: Stage) -> None:
+    call = stage.prepare()
+    call.run()
+    if stage.is_victim:
+        stage.await_end()
+    stage.world.mark("here")
+    call.run()
+
+
+@fault("exit without close()", PipeCommPeerLost, victim="dies", strike=await_exit)
+def exits(stage: Stage) -> None:
+    call = stage.prepare()
+    if stage.is_victim:
+        time.sleep(0.05)
+        stage.world.mark("exits")
+        os._exit(3)
+    call.run()
+
+
+@fault("close() while others call", PipeCommPeerLost, origin="any")
+def closes(stage: Stage) -> None:
+    call = stage.prepare()
+    if stage.is_victim:
+        time.sleep(0.05)
+        stage.strike()
+        stage.comm.close()
+        return
+    call.run()
+
+
+@fault("an exception leaves the with block", PipeCommAborted)
+def raises(stage: Stage) -> None:
+    call = stage.prepare()
+    if not stage.is_victim:
+        call.run()
+    with contextlib.suppress(KeyError), stage.comm:
+        time.sleep(0.05)
+        stage.strike()
+        raise KeyError("the data loader broke")
+
+
+@fault("Ctrl-C in a wait", PipeCommAborted)
+def interrupted(stage: Stage) -> None:
+    """The victim waits in the operation, the others for a message of it."""
+    if not stage.is_victim:
+        stage.comm.recv(torch.ones(2), VICTIM, NUM_CHANNELS - 1)
+    call = stage.prepare()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    timer = threading.Timer(0.1, lambda: (stage.strike(), os.kill(os.getpid(), signal.SIGINT)))
+    try:
+        with contextlib.suppress(KeyboardInterrupt), stage.comm:
+            timer.start()
+            call.run()
+    finally:
+        timer.join()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+@fault("connections are cut", PipeCommPeerLost, concerns=lambda op, transport: transport == "c10d")
+def cut(stage: Stage) -> None:
+    """All sockets of the victim's communicator are shut down, while all are in the operation."""
+    call = stage.prepare()
+    if stage.is_victim:
+        threading.Timer(0.05, cut_connections, [stage]).start()
+        time.sleep(0.2)
+    call.run()
+
+
+def cut_connections(stage: Stage) -> None:
+    stage.strike()
+    for descriptor in stage.descriptors:
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+            if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                connection.shutdown(socket.SHUT_RDWR)
+
+
+# ---- a rank is silent, or late -----------------------------------------------------------------------------
+
+SILENT = {
+    "origin": "others",
+    "timeout_s": IMPATIENT_S,
+    "begins_after_s": IMPATIENT_S,
+    "limit_s": AFTER_TIMEOUT_S,
+}
+ANY_SILENT = {**SILENT, "origin": "any"}
+
+
+@fault("SIGSTOP for good", PipeCommTimeout, victim="stops", strike=stop, **SILENT)
+def stopped(stage: Stage) -> None:
+    call = stage.prepare()
+    stage.world.mark("here")
+    if stage.is_victim:
+        time.sleep(60)
+    call.run()
+
+
+@fault("SIGSTOP and SIGCONT", strike=pause)
+def paused(stage: Stage) -> None:
+    calls = [stage.prepare(Draw(key, 600)) for key in range(3)]
+    stage.world.mark("here")
+    for call in calls:
+        time.sleep(0.1)
+        call.run()
+
+
+@fault("a slow rank", keeps=True)
+def slow(stage: Stage) -> None:
+    call = stage.prepare(Draw(length=600))
+    if stage.is_victim:
+        time.sleep(0.3)
+    call.run()
+
+
+@fault("a rank never calls", PipeCommTimeout, **SILENT)
+def never_calls(stage: Stage) -> None:
+    call = stage.prepare()
+    stage.strike()
+    if not stage.is_victim:
+        call.run()
+    time.sleep(2 * IMPATIENT_S)
+    stage.comm.barrier()  # fails with the others' error
+
+
+# ---- ranks disagree ----------------------------------------------------------------------------------------
+
+
+def other_collective(operation: Operation) -> Operation:
+    return OPERATIONS["broadcast" if "barrier" in operation.name else "barrier"]
+
+
+def is_collective(operation: Operation, transport: str) -> bool:
+    return operation.form == "collective"
+
+
+def is_message(operation: Operation, transport: str) -> bool:
+    return operation.form != "collective"
+
+
+@fault("another operation", PipeCommMismatch, origin="any", keeps=True, concerns=is_collective)
+def calls_another(stage: Stage) -> None:
+    operation = other_collective(stage.operation) if stage.is_victim else None
+    stage.strike()
+    stage.prepare(operation=operation).run()
+
+
+@fault("a collective instead of a message", PipeCommTimeout, concerns=is_message, **ANY_SILENT)
+def calls_a_collective(stage: Stage) -> None:
+    stage.strike()
+    stage.prepare(operation=OPERATIONS["barrier"] if stage.is_victim else None).run()
+
+
+@fault("another order", PipeCommMismatch, origin="any", keeps=True, concerns=is_collective)
+def calls_in_another_order(stage: Stage) -> None:
+    calls = [stage.prepare(), stage.prepare(operation=other_collective(stage.operation))]
+    stage.strike()
+    for call in reversed(calls) if stage.is_victim else calls:
+        call.run()
+
+
+def disagreement(what: str, draw: Draw) -> None:
+    def compares(operation: Operation, transport: str) -> bool:
+        return what in operation.compares
+
+    @fault(f"another {what}", PipeCommMismatch, origin="any", concerns=compares)
+    def disagrees(stage: Stage) -> None:
+        """Those whom it does not concern hear of it when another rank gives up."""
+        call = stage.prepare(draw if stage.is_victim else SMALL)
+        stage.strike()
+        call.run()
+
+
+disagreement("shape", Draw(length=7))
+disagreement("dtype", Draw(length=5, dtype=torch.int32))
+disagreement("plan", Draw(length=5, variant=1))
+
+# ---- means run out -----------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def limited(what: int, limit: int):
+    before = resource.getrlimit(what)
+    resource.setrlimit(what, (limit, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(what, before)
+
+
+@fault("no descriptor is left", keeps=True)
+def no_descriptors(stage: Stage) -> None:
+    """An open communicator needs no further one."""
+    call = stage.prepare(Draw(length=6000))
+    scope = limited(resource.RLIMIT_NOFILE, 3) if stage.is_victim else contextlib.nullcontext()
+    with scope:
+        for work in call.start():
+            work.wait()
+    call.check()
+
+
+@fault("no shared memory is left", keeps=True, concerns=lambda op, transport: transport == "shm")
+def no_shared_memory(stage: Stage) -> None:
+    """Found while connecting: "shm" is refused on all ranks, "auto" takes sockets, and says why."""
+    scope = limited(resource.RLIMIT_FSIZE, 1 << 20) if stage.is_victim else contextlib.nullcontext()
+    with scope:
+        try:
+            stage.connect().close()
+            raise AssertionError("shared memory without memory")
+        except ValueError as error:
+            assert f"rank {VICTIM}" in str(error) and 'use "auto" or "c10d"' in str(error), error
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            fallback = stage.connect(transport="auto")
+        assert fallback.transport == "c10d" and f"rank {VICTIM}" in fallback.transport_reason
+        assert any("not through shared memory" in str(entry.message) for entry in caught)
+    stage.comm.close()
+    stage.comm = fallback
+    stage.prepare().run()
+
+
+# ---- a rank's way through any of them ----------------------------------------------------------------------
+
+
+@dataclass
+class Report:
+    """How a rank ended; times are CLOCK_MONOTONIC."""
+
+    ended_at: float
+    struck_at: float
+    kind: type | None = None  # of the error, None if the scene returned
+    text: str = ""
+    attributes: dict[str, Any] = field(default_factory=dict)
+
+
+def act(world, fault_name: str, operation_name: str, transport: str) -> Report:
+    """What every rank does: the scene; then its report; then it goes on with those that are left."""
+    fault, operation = FAULTS[fault_name], OPERATIONS[operation_name]
+    stage = Stage(world, operation, transport, fault.timeout_s)
+    dist.barrier(world.group)
+    descriptors = descriptor_names()
+    stage.comm = stage.connect()
+    stage.descriptors = [int(name) for name in descriptor_names() - descriptors]
+    try:
+        stage.comm.barrier()
+        try:
+            fault.scene(stage)
+            report = Report(time.monotonic(), stage.struck_at)
+        except PipeCommError as error:
+            report = Report(time.monotonic(), stage.struck_at, type(error), str(error), dict(vars(error)))
+            if not fault.keeps:
+                stage.comm.abort("gives up after an error")
+        if fault.keeps:
+            dist.barrier(world.group)
+            operation.prepare(stage.comm, Draw("again")).run()
+        if fault.victim == "dies":
+            check_that_it_stays_failed(stage.comm, report)
+    finally:
+        closing_at = time.monotonic()
+        with contextlib.suppress(PipeCommError):
+            stage.comm.close()
+        took_s = time.monotonic() - closing_at
+    assert took_s < 3.0, f"close() took {took_s:.1f} s"
+    go_on(world, fault, operation, transport)
+    return report
+
+
+def check_that_it_stays_failed(comm: Communicator, report: Report) -> None:
+    called_at = time.monotonic()
+    try:
+        comm.barrier()
+    except PipeCommError as error:
+        assert error.origin_rank == report.attributes["origin_rank"], error
+        assert time.monotonic() - called_at < 0.2
+    else:
+        raise AssertionError("a failed communicator was usable")
+
+
+def go_on(world, fault: Fault, operation: Operation, transport: str) -> None:
+    """A new communicator of the ranks that are left does the operation."""
+    group = world.group
+    if fault.victim != "lives":
+        left = [rank for rank in range(world.size) if rank != VICTIM]
+        group = dist.new_group(left, backend="gloo", use_local_synchronization=True)
+    with Communicator(
+        group, device="cpu", transport=transport, channels=NUM_CHANNELS, timeout=PATIENT_S
+    ) as comm:
+        operation.prepare(comm, Draw("after", 40)).run()
+
+
+def descriptor_names() -> set[str]:
+    return set(os.listdir("/proc/self/fd"))
+
+
+# ---- the matrix --------------------------------------------------------------------------------------------
+
+
+class Case(NamedTuple):
+    fault: str
+    operation: str
+    transport: str
+
+    def __str__(self) -> str:
+        return f"{self.fault} | {self.operation} | {self.transport}"
+
+
+def all_cases() -> list[Case]:
+    return [
+        Case(fault.name, operation.name, transport)
+        for fault in FAULTS.values()
+        for operation in OPERATIONS.values()
+        for transport in ("c10d", "shm")
+        if fault.concerns(operation, transport)
+    ]
+
+
+def chosen_cases() -> list[Case]:
+    """A few for every fault and transport; which operations, goes round."""
+    chosen, turn = [], 0
+    for fault in FAULTS:
+        for transport in ("c10d", "shm"):
+            cases = [case for case in all_cases() if (case.fault, case.transport) == (fault, transport)]
+            if cases:
+                chosen.append(cases[turn % len(cases)])
+                turn += 5
+    return chosen
+
+
+def run_case(ranks, case: Case) -> None:
+    """Plays a case and compares how all ranks ended with what must be."""
+    fault = FAULTS[case.fault]
+    if fault.strike is None:
+        reports = ranks.run(NUM_RANKS, act, *case)
+        struck_at = reports[VICTIM].struck_at
+    else:
+        with ranks.disposable(NUM_RANKS, act, *case) as world:
+            struck_at = fault.strike(world)
+            outcomes = world.collect(deadline=8 if fault.victim == "stops" else 30)
+        wanted = {"lives": "returned", "dies": "died", "stops": "hung"}[fault.victim]
+        statuses = ["returned"] * NUM_RANKS
+        statuses[VICTIM] = wanted
+        if [outcome.status for outcome in outcomes] != statuses:
+            raise RankFailure(f"{case}: not as expected", outcomes)
+        reports = [outcome.value for outcome in outcomes]
+    for rank, report in enumerate(reports):
+        if rank != VICTIM:
+            check_report(fault, rank, report, struck_at)
+
+
+def check_report(fault: Fault, rank: int, report: Report, struck_at: float) -> None:
+    if not fault.expected:
+        assert report.kind is None, report
+        return
+    assert report.kind is not None, f"rank {rank} did not notice"
+    # Where a rank gives up because of an error, those whom that did not concern hear of it.
+    allowed = (*fault.expected, PipeCommAborted) if fault.origin == "any" else fault.expected
+    assert issubclass(report.kind, allowed), report
+    took_s = report.ended_at - struck_at
+    assert took_s < fault.begins_after_s + fault.limit_s, f"rank {rank} after {took_s:.2f} s: {report}"
+    assert took_s > 0.9 * fault.begins_after_s, report
+    attributes = report.attributes
+    assert attributes["rank"] == rank and attributes["op"], report
+    origin = attributes["origin_rank"]
+    if fault.origin == "victim":
+        assert origin == VICTIM and f"rank {VICTIM}" in report.text, report
+    elif fault.origin == "others":
+        assert origin in range(NUM_RANKS) and origin != VICTIM, report
+    for name in ("peer", "seq", "shape", "dtype"):
+        assert attributes[name] is not None, f"{name}: {report}"

@@ -1,0 +1,312 @@
+"""Every public operation once: how all ranks call it with what a draw decides, and what the right answer is.
+
+    call = OPERATIONS["broadcast"].prepare(comm, draw)   # data, nothing is sent
+    for work in call.start():                            # may be repeated
+        work.wait()
+    call.check()                                         # against a model of all ranks, by bytes
+
+All ranks prepare an operation with equal draws, unless a test wants them to disagree. The communicator needs
+NUM_CHANNELS channels. The fault suite, the soak and the matrix of wrong calls all read this table: an
+operation that is added here is tested by all of them.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from patterns import assert_same, pattern, poison
+from sequence_cases import remainder_first
+
+from pipecomm_ext import _C, Communicator, Recv, Send
+from pipecomm_ext import distributed as facade
+
+NUM_CHANNELS = 4
+
+
+@dataclass(frozen=True)
+class Draw:
+    """What a call is made of, whatever the operation."""
+
+    key: object = 0  # names the data
+    length: int = 6  # of the dims that are moved
+    dtype: torch.dtype = torch.float32
+    variant: int = 0  # the rest: source rank, sizes, dims, channel
+
+    @classmethod
+    def random(cls, rng: random.Random, lengths: list[int]) -> Draw:
+        dtype = rng.choice([torch.float32, torch.bfloat16, torch.int64, torch.uint8])
+        return cls(rng.getrandbits(32), rng.choice(lengths), dtype, rng.randrange(6))
+
+
+class Call(NamedTuple):
+    start: Callable[[], list[Any]]  # what it returns is to be waited for
+    check: Callable[[], None]
+
+    def run(self) -> None:
+        for work in self.start():
+            work.wait()
+        self.check()
+
+
+class Operation(NamedTuple):
+    name: str
+    prepare: Callable[[Communicator, Draw], Call]
+    # "collective": a rank that disagrees is noticed by all. "ring": by its neighbours, and all ranks end.
+    # "chain": by its neighbours, and those behind them go on waiting.
+    form: str
+    # In which of shape, dtype, plan (Draw.variant) two ranks may disagree and are found out.
+    compares: tuple[str, ...]
+
+
+OPERATIONS: dict[str, Operation] = {}
+
+
+def operation(name: str, form: str, compares: str = "shape dtype plan"):
+    """Adds a function that prepares calls to the table."""
+
+    def register(prepare: Callable[[Communicator, Draw], Call]):
+        OPERATIONS[name] = Operation(name, prepare, form, tuple(compares.split()))
+        return prepare
+
+    return register
+
+
+def works_of(*works: Any) -> list[Any]:
+    """Handles without the None of calls that returned when they were done."""
+    return [work for work in works if work is not None]
+
+
+def check_tensors(actual, expected, name: str) -> None:
+    for idx, (got, wanted) in enumerate(zip(actual, expected, strict=True)):
+        assert_same(got, wanted, f"{name}[{idx}]")
+
+
+# ---- point to point: every rank to the next one ------------------------------------------------------------
+
+
+class Ring:
+    """What every rank sends to the next one and receives from the previous one."""
+
+    def __init__(self, comm: Communicator, draw: Draw):
+        self.next, self.previous = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+        shape = (draw.length, 3)
+        self.sent = pattern(shape, draw.dtype, draw.key, comm.rank)
+        self.received = poison(shape, draw.dtype)
+        self._expected = pattern(shape, draw.dtype, draw.key, self.previous)
+
+    def check(self) -> None:
+        assert_same(self.received, self._expected, "from the previous rank")
+
+
+@operation("batch_p2p", "ring", "shape dtype")
+def batch_p2p(comm: Communicator, draw: Draw) -> Call:
+    ring, channel = Ring(comm, draw), draw.variant % NUM_CHANNELS
+
+    def start():
+        ops = [Send(ring.sent, ring.next, channel), Recv(ring.received, ring.previous, channel)]
+        return [comm.batch_p2p(ops[:: 1 if draw.variant % 2 else -1], async_op=True)]
+
+    return Call(start, ring.check)
+
+
+@operation("isend, irecv", "ring", "shape dtype")
+def isend_irecv(comm: Communicator, draw: Draw) -> Call:
+    ring, channel = Ring(comm, draw), draw.variant % NUM_CHANNELS
+    return Call(
+        lambda: [
+            comm.isend(ring.sent, ring.next, channel),
+            comm.irecv(ring.received, ring.previous, channel),
+        ],
+        ring.check,
+    )
+
+
+@operation("send, recv", "chain", "shape dtype")
+def send_recv(comm: Communicator, draw: Draw) -> Call:
+    ring = Ring(comm, draw)
+
+    def start():
+        steps = [lambda: comm.send(ring.sent, ring.next), lambda: comm.recv(ring.received, ring.previous)]
+        for step in steps if comm.rank == 0 else reversed(steps):
+            step()
+        return []
+
+    return Call(start, ring.check)
+
+
+@operation("distributed.send, recv", "chain", "shape dtype")
+def facade_send_recv(comm: Communicator, draw: Draw) -> Call:
+    ring = Ring(comm, draw)
+
+    def start():
+        steps = [
+            lambda: facade.send(ring.sent, group=comm, group_dst=ring.next),
+            lambda: facade.recv(ring.received, group=comm, group_src=ring.previous),
+        ]
+        for step in steps if comm.rank == 0 else reversed(steps):
+            step()
+        return []
+
+    return Call(start, ring.check)
+
+
+@operation("distributed.isend, irecv", "ring", "shape dtype")
+def facade_isend_irecv(comm: Communicator, draw: Draw) -> Call:
+    ring = Ring(comm, draw)
+    return Call(
+        lambda: [
+            facade.irecv(ring.received, group=comm, group_src=ring.previous),
+            facade.isend(ring.sent, group=comm, group_dst=ring.next),
+        ],
+        ring.check,
+    )
+
+
+@operation("distributed.batch_isend_irecv", "ring", "shape dtype")
+def batch_isend_irecv(comm: Communicator, draw: Draw) -> Call:
+    ring = Ring(comm, draw)
+
+    def start():
+        return facade.batch_isend_irecv(
+            [
+                facade.P2POp(facade.isend, ring.sent, group=comm, group_peer=ring.next),
+                facade.P2POp(facade.irecv, ring.received, group=comm, group_peer=ring.previous),
+            ]
+        )
+
+    return Call(start, ring.check)
+
+
+# ---- collectives -------------------------------------------------------------------------------------------
+
+
+def _broadcast(comm: Communicator, draw: Draw, call: Callable[[torch.Tensor, int], Any]) -> Call:
+    source = draw.variant % comm.size
+    expected = pattern((draw.length, 3), draw.dtype, draw.key, source)
+    tensor = expected.clone() if comm.rank == source else poison((draw.length, 3), draw.dtype)
+    return Call(lambda: [call(tensor, source)], lambda: assert_same(tensor, expected, "broadcast"))
+
+
+@operation("broadcast", "collective")
+def broadcast(comm: Communicator, draw: Draw) -> Call:
+    return _broadcast(comm, draw, lambda tensor, source: comm.broadcast(tensor, source, async_op=True))
+
+
+@operation("distributed.broadcast", "collective")
+def facade_broadcast(comm: Communicator, draw: Draw) -> Call:
+    return _broadcast(
+        comm,
+        draw,
+        lambda tensor, source: facade.broadcast(tensor, group=comm, group_src=source, async_op=True),
+    )
+
+
+@operation("barrier", "collective", "")
+def barrier(comm: Communicator, draw: Draw) -> Call:
+    return Call(lambda: works_of(comm.barrier()), lambda: None)
+
+
+@operation("distributed.barrier", "collective", "")
+def facade_barrier(comm: Communicator, draw: Draw) -> Call:
+    return Call(lambda: works_of(facade.barrier(comm, async_op=bool(draw.variant % 2))), lambda: None)
+
+
+def _rows(draw: Draw, source: int, destination: int) -> int:
+    """Uneven numbers of rows that all ranks know, zeros among them."""
+    return draw.length * ((source + 2 * destination + draw.variant) % 4)
+
+
+class Lists:
+    """A tensor from everybody for everybody."""
+
+    def __init__(self, comm: Communicator, draw: Draw):
+        me, everybody = comm.rank, range(comm.size)
+
+        def tensor(source: int, destination: int) -> torch.Tensor:
+            shape = (_rows(draw, source, destination), 2)
+            return pattern(shape, draw.dtype, draw.key, source, destination)
+
+        self.inputs = [tensor(me, rank) for rank in everybody]
+        self.expected = [tensor(rank, me) for rank in everybody]
+        self.outputs = [poison(tuple(wanted.shape), draw.dtype) for wanted in self.expected]
+
+    def check(self) -> None:
+        check_tensors(self.outputs, self.expected, "outputs")
+
+
+@operation("Communicator.all_to_all", "collective", "shape dtype")
+def all_to_all_lists(comm: Communicator, draw: Draw) -> Call:
+    lists = Lists(comm, draw)
+    return Call(lambda: [comm.all_to_all(lists.inputs, lists.outputs, async_op=True)], lists.check)
+
+
+@operation("distributed.all_to_all", "collective", "shape dtype")
+def facade_all_to_all(comm: Communicator, draw: Draw) -> Call:
+    lists = Lists(comm, draw)
+    return Call(lambda: works_of(facade.all_to_all(lists.outputs, lists.inputs, comm)), lists.check)
+
+
+@operation("distributed.all_to_all_single", "collective")
+def all_to_all_single(comm: Communicator, draw: Draw) -> Call:
+    lists = Lists(comm, draw)
+    source, expected = torch.cat(lists.inputs), torch.cat(lists.expected)
+    output = poison(tuple(expected.shape), draw.dtype)
+    sizes = [len(tensor) for tensor in lists.expected], [len(tensor) for tensor in lists.inputs]
+    return Call(
+        lambda: [facade.all_to_all_single(output, source, *sizes, group=comm, async_op=True)],
+        lambda: assert_same(output, expected, "output"),
+    )
+
+
+@operation("exchange", "collective")
+def exchange(comm: Communicator, draw: Draw) -> Call:
+    """An uneven all-to-all of two dims, into memory that peers may write."""
+    whole_shape = (comm.size + draw.variant % 3, draw.length + comm.size, 2)
+    scatter, gather = (remainder_first(length, comm.size) for length in whole_shape[:2])
+    whole = pattern(whole_shape, draw.dtype, draw.key)
+    source = whole.split(gather, 1)[comm.rank].contiguous()
+    expected = whole.split(scatter, 0)[comm.rank]
+    output = comm.empty(list(expected.shape), draw.dtype)
+    spec = (tuple(source.shape), draw.dtype, scatter, gather)
+    plan = _C.plan_all_to_all(comm.rank, comm.size, [spec], 0, 1)
+    return Call(
+        lambda: [comm.exchange(plan, [source], [output], async_op=True)],
+        lambda: assert_same(output, expected, "output"),
+    )
+
+
+class Gathered:
+    """A tensor of everybody for all; they differ in length by rank and variant."""
+
+    def __init__(self, comm: Communicator, draw: Draw):
+        self.lengths = [draw.length + (rank * draw.variant) % 3 for rank in range(comm.size)]
+        self.expected = [
+            pattern((length, 2), draw.dtype, draw.key, rank) for rank, length in enumerate(self.lengths)
+        ]
+        self.mine = self.expected[comm.rank]
+
+
+@operation("distributed.all_gather", "collective", "shape dtype")
+def all_gather(comm: Communicator, draw: Draw) -> Call:
+    gathered = Gathered(comm, draw)
+    outputs = [poison((length, 2), draw.dtype) for length in gathered.lengths]
+    return Call(
+        lambda: [facade.all_gather(outputs, gathered.mine, comm, async_op=True)],
+        lambda: check_tensors(outputs, gathered.expected, "tensor_list"),
+    )
+
+
+@operation("distributed.all_gather_into_tensor", "collective", "shape dtype")
+def all_gather_into_tensor(comm: Communicator, draw: Draw) -> Call:
+    total = draw.length * comm.size + draw.variant % comm.size
+    expected = pattern((total, 2), draw.dtype, draw.key)
+    mine = expected.split(remainder_first(total, comm.size))[comm.rank].contiguous()
+    output = poison((total, 2), draw.dtype)
+    return Call(
+        lambda: [facade.all_gather_into_tensor(output, mine, comm, async_op=True)],
+        lambda: assert_same(output, expected, "output_tensor"),
+    )

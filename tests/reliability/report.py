@@ -1,0 +1,83 @@
+"""What the fault suite and the matrix of wrong arguments try, counted, for docs/reliability.md.
+
+python tests/reliability/report.py           # prints the tables
+python tests/reliability/report.py --write   # puts them into the page; a test compares them
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from bad_inputs import TARGETS, matrix
+from faults import FAULTS, all_cases, chosen_cases
+from operations import OPERATIONS
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "reliability.md"
+BEGIN, END = "<!-- counted by tests/reliability/report.py -->\n", "<!-- end of the counts -->\n"
+STATES = ("closed", "forked child", "another thread")
+TRANSPORTS = ("c10d", "shm")
+
+
+def fault_table() -> list[str]:
+    cases, chosen = all_cases(), chosen_cases()
+    lines = ["| Fault | c10d | shm | All others end with |", "|---|---|---|---|"]
+    for fault in FAULTS.values():
+        counts = collections.Counter(case.transport for case in cases if case.fault == fault.name)
+        ends = " or ".join(f"`{kind.__name__}`" for kind in fault.expected) or "the right result"
+        lines.append(f"| {fault.name} | {counts['c10d']} | {counts['shm']} | {ends} |")
+    lines.append(
+        f"\n{len(cases)} cases: {len(FAULTS)} faults in {len(OPERATIONS)} operations; `make faults` plays "
+        f"them all, the test suite {len(chosen)}."
+    )
+    return lines
+
+
+def bad_input_table() -> list[str]:
+    kinds = {
+        "message": "the caller",
+        "collective": "the caller, and refused on all ranks",
+        "local": "the caller",
+    }
+    lines = ["| Functions | Wrong arguments | Error on |", "|---|---|---|"]
+    total = 0
+    for form, who in kinds.items():
+        targets = [target for target in TARGETS.values() if target.form == form]
+        count = sum(len(list(matrix(target))) for target in targets)
+        total += count
+        lines.append(f"| {len(targets)} ({form}) | {count} | {who} |")
+    num_states = len(STATES) * len(OPERATIONS)
+    lines.append(
+        f"\n{total} wrong arguments and {num_states} calls on communicators that are closed, in a forked "
+        f"child or used by another thread, each on {len(TRANSPORTS)} transports: "
+        f"{len(TRANSPORTS) * (total + num_states)} calls, all in the test suite."
+    )
+    return lines
+
+
+def counted() -> str:
+    return "\n".join([*fault_table(), "", *bad_input_table()]) + "\n"
+
+
+def with_counts(page: str) -> str:
+    """The page with its block of counts made anew."""
+    before, rest = page.split(BEGIN)
+    return before + BEGIN + "\n" + counted() + "\n" + END + rest.split(END)[1]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--write", action="store_true", help="into docs/reliability.md")
+    if parser.parse_args().write:
+        PAGE.write_text(with_counts(PAGE.read_text()))
+    else:
+        print(counted())
+
+
+if __name__ == "__main__":
+    main()

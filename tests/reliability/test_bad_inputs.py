@@ -1,0 +1,258 @@
+"""The matrix of wrong arguments, see bad_inputs.py; and every operation on a communicator that is closed, or
+in another process or thread.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+
+import operations_parallel  # noqa: F401  (fills the table)
+import pytest
+import torch
+import torch.distributed as dist
+from bad_inputs import TARGETS, Target, matrix
+from operations import NUM_CHANNELS, OPERATIONS, Draw
+from patterns import assert_same, pattern, poison
+from ranks import on_ranks
+from test_bad_calls import assert_usable
+from test_lifetime import run_forked
+
+import pipecomm_ext
+from pipecomm_ext import Communicator, PipeCommAborted, PipeCommError, PipeCommMismatch
+from pipecomm_ext import distributed as facade
+from pipecomm_ext.pipeline_parallel import P2PCommunicator
+
+TRANSPORTS = pytest.mark.parametrize("transport", ["c10d", "shm"])
+REFUSAL_LIMIT_S = 2.0
+
+
+def make_wrong_call(comm, target: Target, argument: str, mistake) -> str:
+    """The text of the error, after checking that it is the right one."""
+    arguments = target.good(comm)
+    arguments[argument] = mistake.value(arguments[argument])
+    try:
+        target.function(comm, **arguments)
+    except Exception as error:
+        text = str(error)
+        assert type(error) in mistake.raises, f"{type(error).__name__}: {text}"
+        assert re.search(mistake.says, text), f"does not say {mistake.says!r}: {text}"
+        return text
+    raise AssertionError("was accepted")
+
+
+def try_one(comm, target: Target, argument: str, mistake) -> None:
+    began_at = time.monotonic()
+    if comm.rank == 0:
+        make_wrong_call(comm, target, argument, mistake)
+    elif target.form == "collective":
+        with pytest.raises(PipeCommMismatch, match="rank 0") as caught:
+            target.function(comm, **target.good(comm))
+        assert caught.value.origin_rank == 0
+    assert time.monotonic() - began_at < REFUSAL_LIMIT_S
+    assert_usable(comm, f"{argument}: {mistake.name}")
+
+
+@on_ranks(2, deadline=60)
+@TRANSPORTS
+@pytest.mark.parametrize("name", TARGETS)
+def test_wrong_arguments(world, transport, name):
+    """The rank that is wrong gets ValueError or TypeError, collectives are refused on all, and all go on."""
+    target, failures, comm = TARGETS[name], [], None
+    for argument, mistake in matrix(target):
+        if comm is None:
+            comm = Communicator(
+                world.group, device="cpu", transport=transport, channels=NUM_CHANNELS, timeout=5
+            )
+        went_wrong = torch.zeros(1)
+        try:
+            try_one(comm, target, argument, mistake)
+        except BaseException as error:  # that of pytest.raises included
+            failures.append(f"{argument}: {mistake.name}: {error}")
+            went_wrong += 1
+            comm.abort("the test failed")
+        dist.all_reduce(went_wrong)
+        if went_wrong:  # what is on its way between the ranks now does not match
+            comm = comm.close()
+    if comm is not None:
+        comm.close()
+    assert not failures, "\n".join([name, *failures])
+
+
+@on_ranks(2)
+@TRANSPORTS
+@pytest.mark.parametrize("name", TARGETS)
+def test_the_arguments_that_are_called_good_are(world, transport, name):
+    """Else the matrix would show nothing. What is left of messages ends with the communicator."""
+    target = TARGETS[name]
+    with Communicator(
+        world.group, device="cpu", transport=transport, channels=NUM_CHANNELS, timeout=20
+    ) as comm:
+        arguments = target.good(comm)
+        if target.form == "message":
+            dist.barrier(world.group)
+            comm.abort("only whether it is accepted")
+            with pytest.raises(PipeCommAborted):
+                target.function(comm, **arguments)
+        else:
+            target.function(comm, **arguments)
+
+
+# ---- tensors that share memory -----------------------------------------------------------------------------
+
+
+ALIASED = [
+    "an output twice",
+    "outputs that overlap",
+    "outputs are the inputs",
+    "output is the input",
+    "the input lies in the output",
+]
+
+
+def aliased(world) -> dict[str, tuple]:
+    """Pairs of a call whose tensors share memory, and the same call of the other ranks."""
+    comm, one = world.shared_comm(channels=NUM_CHANNELS), torch.ones(4, 3)
+
+    def fresh(num: int) -> list[torch.Tensor]:
+        return [torch.ones(4, 3) for _ in range(num)]
+
+    def lists(outputs, inputs):
+        return lambda: comm.all_to_all(inputs, outputs)
+
+    def single(output, input_):
+        return lambda: facade.all_to_all_single(output, input_, group=comm)
+
+    def gather(outputs, tensor):
+        return lambda: facade.all_gather(outputs, tensor, comm)
+
+    buffer, rows = torch.ones(7, 3), torch.ones(8, 3)
+    return {
+        "an output twice": (lists([one, one], fresh(2)), lists(fresh(2), fresh(2))),
+        "outputs that overlap": (lists([buffer[:4], buffer[3:]], fresh(2)), lists(fresh(2), fresh(2))),
+        "outputs are the inputs": (lists(rows.chunk(2), rows.chunk(2)[::-1]), lists(fresh(2), fresh(2))),
+        "output is the input": (single(rows, rows), single(torch.ones(8, 3), torch.ones(8, 3))),
+        "the input lies in the output": (
+            gather(list(rows.chunk(2)), rows[4:]),
+            gather(fresh(2), torch.ones(4, 3)),
+        ),
+    }
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", ALIASED)
+def test_tensors_that_share_memory_are_refused(world, name):
+    wrong, right = aliased(world)[name]
+    if world.rank == 0:
+        with pytest.raises(ValueError, match="share memory; use separate tensors"):
+            wrong()
+    else:
+        with pytest.raises(PipeCommMismatch, match="rank 0.*share memory"):
+            right()
+    assert_usable(world.shared_comm(channels=NUM_CHANNELS), name)
+
+
+@on_ranks(2, 3)
+def test_a_gather_in_place_is_legal(world):
+    """The input is its own place in the output; columns of one tensor share nothing either."""
+    expected = pattern((4 * world.size, 3), torch.int32)
+    output = poison((4 * world.size, 3), torch.int32)
+    mine = output[4 * world.rank : 4 * world.rank + 4]
+    mine.copy_(expected[4 * world.rank : 4 * world.rank + 4])
+    facade.all_gather_into_tensor(output, mine, world.comm)
+    assert_same(output, expected)
+    columns = poison((4, world.size), torch.int32)
+    facade.all_gather(list(columns.split(1, 1)), expected[:4, :1] + world.rank, world.comm)
+    assert_same(columns, expected[:4, :1] + torch.arange(world.size, dtype=torch.int32))
+
+
+# ---- communicators in the wrong state, place or time -------------------------------------------------------
+
+
+@on_ranks(2)
+@TRANSPORTS
+def test_every_operation_on_a_closed_communicator(world, transport):
+    comm = world.fresh_comm(transport=transport, channels=NUM_CHANNELS)
+    calls = {name: operation.prepare(comm, Draw()) for name, operation in OPERATIONS.items()}
+    comm.close()
+    for name, call in calls.items():
+        with pytest.raises(PipeCommAborted, match="closed communicator; create a new"):
+            call.run()
+            raise AssertionError(name)
+
+
+@on_ranks(2)
+@TRANSPORTS
+def test_every_operation_in_a_forked_child(world, transport):
+    comm = world.shared_comm(transport=transport, channels=NUM_CHANNELS)
+    calls = {name: operation.prepare(comm, Draw()) for name, operation in OPERATIONS.items()}
+
+    def child() -> None:
+        for name, call in calls.items():
+            with pytest.raises(PipeCommError, match="was forked.*make a new group and Communicator"):
+                call.run()
+                raise AssertionError(name)
+
+    assert run_forked(child) == 0
+    assert_usable(comm, "fork")
+
+
+@on_ranks(2)
+@TRANSPORTS
+def test_every_operation_from_another_thread(world, transport):
+    comm = world.shared_comm(transport=transport, channels=NUM_CHANNELS)
+    errors: list[tuple[str, BaseException]] = []
+
+    def work() -> None:
+        for name, operation in OPERATIONS.items():
+            try:
+                operation.prepare(comm, Draw()).run()
+            except BaseException as error:
+                errors.append((name, error))
+                return
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive() and not errors, errors
+
+
+# ---- the lists are complete --------------------------------------------------------------------------------
+
+# Public names without arguments that can be wrong, or whose tests are elsewhere.
+NOT_IN_THE_MATRIX = {
+    "info": "takes nothing",
+    "__version__": "a string",
+    "distributed": "a module, its functions are here",
+    "parallel_state": "groups only, see test_split_gather.py",
+    "get_communicator": "the arguments of Communicator",
+    "Send": "batch_p2p of a Send",
+    "Recv": "batch_p2p of a Recv",
+    "Work": "wait() is here",
+}
+METHODS_NOT_IN_THE_MATRIX = {"abort", "barrier", "close", "collective"}
+
+
+def public_names() -> set[str]:
+    names = {name for name in pipecomm_ext.__all__ if not name.startswith("PipeComm")}
+    names |= {f"distributed.{name}" for name in pipecomm_ext.distributed.__all__}
+    for owner in (pipecomm_ext.Communicator, P2PCommunicator):
+        names |= {
+            f"{owner.__name__}.{name}"
+            for name, member in vars(owner).items()
+            if callable(member) and not name.startswith("_") and name not in METHODS_NOT_IN_THE_MATRIX
+        }
+    return names - set(NOT_IN_THE_MATRIX)
+
+
+def test_every_public_function_is_in_the_matrix() -> None:
+    assert public_names() - set(TARGETS) == {"P2PCommunicator.post"}
+
+
+def test_every_communicating_function_is_in_the_table_of_operations() -> None:
+    words = set(re.findall(r"\w+", " ".join(OPERATIONS)))
+    functions = {name.split(".")[-1] for name in public_names()}
+    local = {"Communicator", "P2POp", "empty", "post", "reorder_output"}
+    local |= {name for name in functions if name.startswith(("cal_split", "split_", "packed_data_split_f"))}
+    assert functions - words - local == set()

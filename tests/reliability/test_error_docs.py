@@ -1,0 +1,106 @@
+"""docs/errors.md against the code: every class and every message that is raised has its row."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+from test_readme import ROOT, code_words, rows, source_text
+
+PAGE = (ROOT / "docs" / "errors.md").read_text()
+PACKAGE = ROOT / "python" / "pipecomm_ext"
+FAMILY = {"PipeCommError", "PipeCommMismatch", "PipeCommTimeout", "PipeCommPeerLost", "PipeCommAborted"}
+ARGUMENT_ERRORS = {"ValueError", "TypeError", "IndexError"}
+UNKNOWN = "…"
+
+
+def section(title: str) -> str:
+    return re.search(rf"^## {title}.*?\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL)[1]
+
+
+def text_of(node: ast.expr) -> str:
+    """A string expression with UNKNOWN in the place of what is computed."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    if isinstance(node, ast.JoinedStr):
+        return "".join(map(text_of, node.values))
+    if isinstance(node, ast.BinOp):
+        return text_of(node.left) + text_of(node.right)
+    return UNKNOWN
+
+
+def raised() -> list[tuple[str, str, str]]:
+    """Class, text and place of everything that the package raises by name."""
+    found = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+                name = node.exc.func
+                kind = name.id if isinstance(name, ast.Name) else getattr(name, "attr", "")
+                text = text_of(node.exc.args[0]) if node.exc.args else UNKNOWN
+                found.append((kind, text, f"{path.name}:{node.lineno}"))
+    return found
+
+
+def failure_texts() -> list[str]:
+    """The literals of messages of failures in C++, one list entry per message."""
+    statements = []
+    for folder in ("engine", "transport"):
+        for path in sorted((ROOT / "csrc" / folder).rglob("*.cpp")):
+            statements += re.findall(r"\bmessage\s*\+?=([^;]*);", path.read_text())
+            statements += re.findall(r"\.message\s*=([^;]*?)(?:,\s*\.\w|\})", path.read_text())
+    texts = ["".join(re.findall(r'"((?:[^"\\]|\\.)*)"', statement)) for statement in statements]
+    return [text for text in texts if len(text.split()) >= 3]
+
+
+def documented() -> list[str]:
+    """The pieces of the messages of all tables but that of classes."""
+    pieces = []
+    for title in ("Ranks disagree", "Time is over", "A rank is gone", "Ended on purpose", "Everything else"):
+        for message, *_ in rows(section(title))[1:]:
+            pieces += [part.strip() for word in code_words(message) for part in word.split("...")]
+    return [piece for piece in pieces if piece]
+
+
+def test_every_class_has_a_row() -> None:
+    listed = {word for first, *_ in rows(section("Classes"))[1:] for word in code_words(first)}
+    kinds = {kind for kind, *_ in raised() if kind.endswith("Error") and not kind.startswith("_")}
+    kinds = {kind for kind in kinds if kind[0].isupper()}
+    assert kinds | FAMILY <= listed, kinds - listed
+
+
+def test_every_communication_error_has_a_row() -> None:
+    pieces = documented()
+    messages = [text for kind, text, _ in raised() if kind in FAMILY] + failure_texts()
+    assert len(messages) > 15
+    missing = [
+        text
+        for text in messages
+        if text.strip(UNKNOWN + "rank: ") and not any(piece in text for piece in pieces)
+    ]
+    assert missing == []
+
+
+def test_every_row_is_in_the_code() -> None:
+    source = source_text("python", "csrc")
+    assert [piece for piece in documented() if piece not in source] == []
+
+
+FORMS = [
+    re.compile(".*".join(re.escape(part) for part in word.split("...")), re.DOTALL)
+    for first, *_ in rows(section("Wrong arguments"))[1:]
+    for word in code_words(first)
+]
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: path.name)
+def test_messages_of_wrong_arguments_have_a_known_form(path: Path) -> None:
+    wrong = [
+        (place, text)
+        for kind, text, place in raised()
+        if kind in ARGUMENT_ERRORS and place.startswith(path.name + ":") and re.search(r"\w", text)
+        if not any(form.search(text) for form in FORMS)
+    ]
+    assert wrong == []

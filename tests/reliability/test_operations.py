@@ -1,0 +1,26 @@
+"""The table of operations itself: every call gives the right answer, on every transport."""
+
+from __future__ import annotations
+
+import random
+
+import operations_parallel  # noqa: F401  (fills the table)
+import pytest
+from operations import NUM_CHANNELS, OPERATIONS, Draw
+from ranks import on_ranks
+
+LENGTHS = [1, 2, 7, 300, 6000]
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("transport", ["c10d", "shm"])
+def test_every_operation_gives_the_right_answer(world, transport):
+    comm = world.shared_comm(transport=transport, channels=NUM_CHANNELS)
+    rng = random.Random(world.size)
+    for operation in OPERATIONS.values():
+        for _ in range(4):
+            draw = Draw.random(rng, LENGTHS)
+            try:
+                operation.prepare(comm, draw).run()
+            except Exception as error:
+                raise AssertionError(f"{operation.name} with {draw}") from error

@@ -1,0 +1,10 @@
+"""docs/reliability.md against the tables of the suites."""
+
+from __future__ import annotations
+
+from report import PAGE, with_counts
+
+
+def test_the_counts_are_those_of_the_suites() -> None:
+    page = PAGE.read_text()
+    assert page == with_counts(page), "run: python tests/reliability/report.py --write"
