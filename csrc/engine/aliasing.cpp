@@ -53,6 +53,40 @@ Interval own_place(const ExchangePlan& plan, const TensorRef& output, int output
   return {};
 }
 
+// Whether an input is a slice of an output into which nothing is received, unless it is the very
+// slice that this rank sends to itself.
+bool is_slice_that_stays(const ExchangePlan& plan, const TensorRef& input, const TensorRef& output,
+                         int output_idx) {
+  const size_t num_dims = output.shape.size();
+  const int64_t offset_bytes = input.data - output.data;
+  if (input.shape.size() != num_dims || offset_bytes < 0 ||
+      offset_bytes % output.dtype.itemsize != 0)
+    return false;
+  int64_t offset = offset_bytes / output.dtype.itemsize;
+  Dims start(num_dims, 0);
+  for (size_t dim = 0; dim < num_dims; ++dim) {  // strides of a slice decrease
+    if (output.shape[dim] == 1) continue;
+    const int64_t stride = output.strides[dim];
+    if (stride == 0 || (input.shape[dim] != 1 && input.strides[dim] != stride)) return false;
+    start[dim] = offset / stride;
+    offset %= stride;
+    if (start[dim] + input.shape[dim] > output.shape[dim]) return false;
+  }
+  if (offset != 0) return false;
+  for (const Transfer& recv : plan.recvs) {
+    for (const Box& box : recv.boxes) {
+      if (box.tensor_idx != output_idx) continue;
+      if (recv.peer == plan.rank && box.start == start && box.extent == input.shape) continue;
+      bool overlaps = true;
+      for (size_t dim = 0; dim < num_dims; ++dim)
+        overlaps &= start[dim] < box.start[dim] + box.extent[dim] &&
+                    box.start[dim] < start[dim] + input.shape[dim];
+      if (overlaps) return false;
+    }
+  }
+  return true;
+}
+
 [[noreturn]] void reject(const ExchangePlan& plan, const std::string& a, size_t a_idx,
                          size_t b_idx) {
   throw std::invalid_argument(plan.op + ": " + a + "[" + std::to_string(a_idx) + "] and outputs[" +
@@ -70,7 +104,8 @@ void check_aliasing(const ExchangePlan& plan, std::span<const TensorRef> inputs,
     for (size_t other = 0; other < inputs.size(); ++other) {
       const Interval read = memory_of(inputs[other]);
       if (memory.overlaps(read) &&
-          !own_place(plan, outputs[idx], static_cast<int>(idx)).contains(read))
+          !own_place(plan, outputs[idx], static_cast<int>(idx)).contains(read) &&
+          !is_slice_that_stays(plan, inputs[other], outputs[idx], static_cast<int>(idx)))
         reject(plan, "inputs", other, idx);
     }
   }

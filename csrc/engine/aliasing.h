@@ -9,8 +9,9 @@
 namespace pipecomm {
 
 // Throws std::invalid_argument if two outputs share memory, or an output and an input do. Legal is
-// an input that is its own place in an output, as in a gather in place. Tensors with gaps between
-// their elements may interleave; of those only a common first element is noticed.
+// an input that is its own place in an output, as in a gather in place, or a slice of it into which
+// nothing is received. Tensors with gaps between their elements may interleave; of those only a
+// common first element is noticed.
 void check_aliasing(const ExchangePlan& plan, std::span<const TensorRef> inputs,
                     std::span<const TensorRef> outputs);
 

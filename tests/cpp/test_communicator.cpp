@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "check.h"
+#include "engine/aliasing.h"
 #include "engine/communicator.h"
 #include "local_transport.h"
 #include "plan/builders.h"
@@ -266,6 +267,30 @@ void test_exchanges_that_follow_each_other() {
                   communicator.refuse(OpCode::relay, "", {{(rank + 1) % kSize}, 1}));
     wait(communicator, communicator.barrier());
   });
+}
+
+// An input may be a slice of an output if nothing is received there.
+void test_slices_that_stay() {
+  check::context = "slices that stay";
+  const ShardLayout pieces{{0, 1}, {}, false, 1}, whole{{0, 1}, {}, true, 1};
+  const TensorSpec spec{{2, 6}, dtypes::kUInt8};
+  const auto plan = [&](bool in_place) {
+    return reshard_plan({1, 2}, spec, pieces, whole, {.own_in_place = in_place});
+  };
+  const Tensor tensor(12);
+  const auto slice = [&](int64_t column, int64_t width) {
+    TensorRef ref = tensor.ref();
+    ref.data += column;
+    ref.shape = {2, width};
+    ref.strides = {6, 1};
+    return ref;
+  };
+  const TensorRef all = slice(0, 6), own = slice(3, 3), moved = slice(2, 3);
+  for (bool in_place : {true, false}) {
+    check_aliasing(plan(in_place), {&own, 1}, {&all, 1});
+    CHECK_INVALID("inputs[0] and outputs[0] share memory",
+                  check_aliasing(plan(in_place), {&moved, 1}, {&all, 1}));
+  }
 }
 
 // What is queued behind an exchange that never comes ends with the communicator.
@@ -700,6 +725,7 @@ int main() {
   test_traffic();
   test_exchange();
   test_exchanges_that_follow_each_other();
+  test_slices_that_stay();
   test_what_follows_ends_with_the_communicator();
   test_broadcast_and_barrier();
   test_messages_to_myself();
