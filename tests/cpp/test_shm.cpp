@@ -311,6 +311,23 @@ void test_aborts_reach_all_ranks() {
   });
 }
 
+// The peer's threads see its abort and its close at once, and must tell of the abort.
+void test_a_close_does_not_overtake_an_abort() {
+  for (int round = 0; round < 100; ++round) {
+    check::context = "abort and close, round " + std::to_string(round);
+    run_ranks(shape_of(2, 1, 64 << 10), [](Communicator& comm) {
+      Bytes bytes(1000);
+      const PointToPoint op{Direction::recv, 1 - comm.rank(), 0, tensor(bytes)};
+      if (comm.rank() == 1) return comm.abort("enough");
+      try {
+        failure_text(comm, comm.batch_p2p({&op, 1}), FailureKind::aborted);
+      } catch (const PipeCommException& error) {  // it was over before this rank began
+        CHECK(error.failure()->message.find("enough") != std::string::npos);
+      }
+    });
+  }
+}
+
 // All-to-all of [2, 24, 6] bytes, scattered and gathered along the given dims; results in ordinary
 // memory or in windows, against indices computed here.
 void test_exchanges(bool in_windows) {
@@ -510,6 +527,7 @@ int main(int argc, char** argv) {
   test_refused_collectives_are_told_to_all();
   test_what_can_no_longer_match_fails_when_a_rank_closes();
   test_aborts_reach_all_ranks();
+  test_a_close_does_not_overtake_an_abort();
   test_unmatched_messages_hold_up_only_their_channel();
   test_large_messages_both_ways_between_all_pairs(1 << 20);
   test_exchanges(false);

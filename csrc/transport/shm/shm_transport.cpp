@@ -152,13 +152,15 @@ ShmTransport::Turn ShmTransport::turn(By by, uint32_t sleepers) {
     }
     if (!assisted_by_other && sleepers != kNobody && !busy()) asleep.store(kNobody);
     settled.swap(context_.settled);
+    // A peer's failure explains the messages that can no longer match. The owner hears of it from
+    // the thread that saw it, perhaps not yet, and fails all operations for that cause.
+    if (any_failure_seen_)
+      for (Settlement& settlement : settled)
+        if (settlement.failure) settlement.request = nullptr;
   }
   for (const Settlement& settlement : settled)
-    if (!settlement.failure) Operation::settle(*settlement.request, nullptr);
-  // A peer's failure explains the messages that can no longer match: it comes before those.
+    if (settlement.request) Operation::settle(*settlement.request, settlement.failure);
   for (const Failure& failure : failures) events_.on_remote_failure(failure);
-  for (const Settlement& settlement : settled)
-    if (settlement.failure) Operation::settle(*settlement.request, settlement.failure);
   if (!settled.empty() && assisted_by_other) wake(own_.status().bell, kWaiter);
   if (broken) events_.on_broken(*broken);
   return moved ? Turn::moved : Turn::idle;
@@ -181,7 +183,7 @@ void ShmTransport::look_for_failures(std::vector<Failure>& failures) {
     if (!peer->segment || peer->failure_seen) continue;
     const Status& status = peer->segment->status();
     if (status.failed.load(std::memory_order_acquire) == 0) continue;
-    peer->failure_seen = true;
+    peer->failure_seen = any_failure_seen_ = true;
     const size_t num_bytes = std::min<size_t>(status.num_failure_bytes, kMaxFailureBytes);
     const std::vector<std::byte> record(status.failure.begin(), status.failure.begin() + num_bytes);
     failures.push_back(decode_failure(reinterpret_cast<const char*>(record.data()), record.size()));

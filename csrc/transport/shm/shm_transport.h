@@ -74,6 +74,7 @@ class ShmTransport final : public HostTransport {
   std::vector<Inbound*> receiving_;
   std::optional<MulticastWriter> multicast_;
   bool assisted_ = false;
+  bool any_failure_seen_ = false;
   bool aborted_ = false;
   bool closing_ = false;
   // ---
