@@ -163,7 +163,8 @@ class BoundCommunicator {
   PointToPoint view(const PointToPointArg& arg, Direction direction, const std::string& name,
                     StandIns& stand_ins) const {
     const Access access = direction == Direction::send ? Access::read : Access::write;
-    return {direction, arg.peer, arg.channel, ref(arg.tensor, name, access, stand_ins)};
+    return {direction, arg.peer, arg.channel, ref(arg.tensor, name, access, stand_ins),
+            arg.signature};
   }
 
   template <class Post>

@@ -201,9 +201,10 @@ class BoundDeviceCommunicator {
   }
   PointToPoint view(const PointToPointArg& arg, Direction direction,
                     const std::string& name) const {
-    return {direction, arg.peer, arg.channel,
-            direction == Direction::send ? dense_ref(arg.tensor, name)
-                                         : ref_to_write(arg.tensor, name)};
+    return {
+        direction, arg.peer, arg.channel,
+        direction == Direction::send ? dense_ref(arg.tensor, name) : ref_to_write(arg.tensor, name),
+        arg.signature};
   }
   template <class Post>
   WorkPtr work(Post&& post) {

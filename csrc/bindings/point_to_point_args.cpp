@@ -6,11 +6,14 @@ namespace {
 template <class Arg>
 void bind(py::module_& m, const char* name, const char* doc) {
   py::class_<Arg>(m, name, doc)
-      .def(
-          py::init([](const py::object& tensor, const py::object& peer, const py::object& channel) {
-            return point_to_point_arg<Arg>(tensor, peer, "peer", channel);
-          }),
-          py::arg("tensor"), py::arg("peer"), py::arg("channel") = 0)
+      .def(py::init([](const py::object& tensor, const py::object& peer, const py::object& channel,
+                       uint64_t signature) {
+             Arg arg = point_to_point_arg<Arg>(tensor, peer, "peer", channel);
+             arg.signature = signature;
+             return arg;
+           }),
+           py::arg("tensor"), py::arg("peer"), py::arg("channel") = 0, py::kw_only(),
+           py::arg("signature") = 0)
       .def_readonly("tensor", &Arg::tensor)
       .def_readonly("peer", &Arg::peer)
       .def_readonly("channel", &Arg::channel)

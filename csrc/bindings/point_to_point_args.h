@@ -12,6 +12,7 @@ struct PointToPointArg {
   py::object tensor;
   int peer;
   int channel;
+  uint64_t signature = 0;
 };
 struct SendArg : PointToPointArg {};
 struct RecvArg : PointToPointArg {};

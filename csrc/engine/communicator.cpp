@@ -178,9 +178,10 @@ OperationPtr Communicator::batch_p2p(std::span<const PointToPoint> batch,
   for (const PointToPoint& op : batch) {
     if (op.tensor.storage) operation->keep(op.tensor.storage);
     if (op.peer == rank()) continue;
-    operation->add_request(op.direction, op.peer,
-                           describe(OpCode::p2p, op.channel, op.tensor, 0, op.tensor.num_bytes()),
-                           op.tensor.data);
+    operation->add_request(
+        op.direction, op.peer,
+        describe(OpCode::p2p, op.channel, op.tensor, op.signature, op.tensor.num_bytes()),
+        op.tensor.data);
   }
   if (on_success) operation->on_success(std::move(on_success));
   std::lock_guard lock(post_mutex_);

@@ -30,7 +30,7 @@ struct Descriptor {
   uint8_t num_dims = 0;
   uint8_t channel = 0;
   uint64_t seq = 0;  // position within (source, destination, channel), assigned by the transport
-  uint64_t signature = 0;  // hash of the global arguments of a collective; 0 for point-to-point
+  uint64_t signature = 0;  // what both ends must share besides, such as a collective's arguments
   int64_t num_bytes = 0;   // payload bytes of this very message
   std::array<int64_t, kMaxDescriptorDims> shape{};  // of the tensor that this rank passed in
 

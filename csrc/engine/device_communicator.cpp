@@ -116,7 +116,8 @@ void DeviceCommunicator::check_usable(OpCode op) const {
 void DeviceCommunicator::check_messages(std::span<const PointToPoint> batch, bool is_capturing) {
   for (const PointToPoint& op : batch) {
     if (op.peer == rank()) continue;
-    Descriptor descriptor = describe(OpCode::p2p, op.channel, op.tensor, 0, op.tensor.num_bytes());
+    Descriptor descriptor =
+        describe(OpCode::p2p, op.channel, op.tensor, op.signature, op.tensor.num_bytes());
     if (is_capturing) {
       if (!check_.is_known(op.peer, op.direction, descriptor))
         throw std::invalid_argument(
@@ -266,8 +267,9 @@ DeviceOperationPtr DeviceCommunicator::batch_p2p(std::span<const PointToPoint> b
     by_channel[op.channel].push_back(&op);
     if (is_async && op.tensor.storage) operation->keep(op.tensor.storage);
     if (!operation->shown && op.peer != rank())
-      operation->shown = {op.direction, op.peer,
-                          describe(OpCode::p2p, op.channel, op.tensor, 0, op.tensor.num_bytes())};
+      operation->shown = {
+          op.direction, op.peer,
+          describe(OpCode::p2p, op.channel, op.tensor, op.signature, op.tensor.num_bytes())};
   }
   const auto num_used = std::count_if(by_channel.begin(), by_channel.end(),
                                       [](const auto& ops) { return !ops.empty(); });

@@ -95,9 +95,10 @@ std::vector<std::pair<const PointToPoint*, const PointToPoint*>> pair_own_messag
   for (size_t idx = 0; idx < sends.size(); ++idx) {
     const TensorSpec from{sends[idx]->tensor.shape, sends[idx]->tensor.dtype};
     const TensorSpec to{recvs[idx]->tensor.shape, recvs[idx]->tensor.dtype};
-    if (from != to)
+    if (from != to || sends[idx]->signature != recvs[idx]->signature)
       throw std::invalid_argument(who + "carries " + to_string(from) +
-                                  ", but the receive expects " + to_string(to));
+                                  ", but the receive expects " + to_string(to) +
+                                  (from == to ? " as part of another list of tensors" : ""));
     pairs.emplace_back(sends[idx], recvs[idx]);
   }
   return pairs;

@@ -31,6 +31,7 @@ struct PointToPoint {
   int peer = 0;
   int channel = 0;
   TensorRef tensor;
+  uint64_t signature = 0;  // what both ends must agree on beside shape and dtype
 };
 
 // The description of a message of `num_bytes` that is, or belongs to, `tensor`.

@@ -27,7 +27,9 @@ FailurePtr mismatch_failure(int rank, const Request& request, const Descriptor& 
                      request.descriptor.text() + ", but rank " + std::to_string(request.peer) +
                      (sends ? " expects " : " sends ") + theirs.text();
   if (request.descriptor.text() == theirs.text())
-    failure->message += " with other arguments (sizes, dims or source rank differ)";
+    failure->message += request.descriptor.op == OpCode::p2p
+                            ? " as part of another list of tensors (their numbers differ)"
+                            : " with other arguments (sizes, dims or source rank differ)";
   failure->message += "; nothing was transferred; make the two calls agree";
   return failure;
 }

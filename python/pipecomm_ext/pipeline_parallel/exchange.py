@@ -89,7 +89,11 @@ class Exchange:
         for tensors, peer, channel in sends:
             if self.headers is not None:
                 header_ops += [Send(part, peer, HEADERS + channel) for part in header_messages(tensors)]
-            ops += [Send(tensor, peer, channel) for tensor in tensors if tensor is not None]
+            ops += [
+                Send(tensor, peer, channel, signature=self._part(idx, len(tensors)))
+                for idx, tensor in enumerate(tensors)
+                if tensor is not None
+            ]
         receipts = [Receipt(self, incoming) for incoming in recvs]
         known = [receipt for receipt in receipts if receipt.incoming.specs is not None]
         for receipt in known:
@@ -121,7 +125,15 @@ class Exchange:
             None if spec is None else self.payload.empty(*spec).requires_grad_(is_differentiable(spec[1]))
             for spec in specs
         ]
-        return [Recv(tensor, peer, channel) for tensor in receipt._tensors if tensor is not None]
+        return [
+            Recv(tensor, peer, channel, signature=self._part(idx, len(specs)))
+            for idx, tensor in enumerate(receipt._tensors)
+            if tensor is not None
+        ]
+
+    def _part(self, idx: int, num_tensors: int) -> int:
+        """What tells the engine that lists of different lengths do not match; headers tell it themselves."""
+        return 0 if self.headers is not None else num_tensors << 32 | idx
 
     def _expect_header(self, receipt: Receipt) -> None:
         _, peer, channel = receipt.incoming
