@@ -209,6 +209,7 @@ void PeerLink::match(const RequestPtr& request, const Arrival& arrival) {
   } else if (state_ == State::lost) {
     settle(request, gone(*request));
   } else {
+    request->note_started();
     channel.receiving.emplace(seq, request);
     verified_.push_back(request);
   }
