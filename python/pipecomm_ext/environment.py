@@ -1,8 +1,8 @@
 """Every environment variable named PIPECOMM_*: grammar, default, meaning. Nothing else reads them.
 
 Arguments come first: a variable sets a default, or what no argument sets. All are read together whenever a
-communicator is made, so a wrong value is found whether or not it would have mattered. What both ends of a message
-must have alike is compared between the ranks (`Variable.on_wire`).
+communicator is made, so a wrong value is found whether or not it would have mattered. What both ends of a
+message must have alike is compared between the ranks (`Variable.on_wire`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 
 class Grammar(Protocol):
-    """What a value may look like: `text` completes "NAME must be ..."; `parse` gives None for what it is not."""
+    """What a value may look like: `text` completes "NAME must be ..."; `parse` gives None for all else."""
 
     @property
     def text(self) -> str: ...
@@ -70,7 +70,7 @@ class Variable:
     """One variable that is read at run time.
 
     `default` is the value if it is not set; None: whatever `meaning` says. `on_wire`: the ranks of a
-    communicator must have the same.
+    communicator must have the same. `argument`: what it is the default of, where ranks compare that instead.
     """
 
     name: str
@@ -78,6 +78,7 @@ class Variable:
     default: Any
     meaning: str
     on_wire: bool
+    argument: str | None = None
 
 
 TRANSPORTS = ("auto", "c10d", "nccl", "shm")
@@ -85,9 +86,21 @@ CHECKS = ("auto", "full", "off")
 
 VARIABLES: tuple[Variable, ...] = (
     Variable(
-        "PIPECOMM_TRANSPORT", Choice(TRANSPORTS), "auto", 'what `transport="auto"` takes', on_wire=True
+        "PIPECOMM_TRANSPORT",
+        Choice(TRANSPORTS),
+        "auto",
+        'what `transport="auto"` takes',
+        on_wire=True,
+        argument="transport",
     ),
-    Variable("PIPECOMM_CHECK", Choice(CHECKS), "auto", 'what `check="auto"` takes', on_wire=True),
+    Variable(
+        "PIPECOMM_CHECK",
+        Choice(CHECKS),
+        "auto",
+        'what `check="auto"` takes',
+        on_wire=True,
+        argument="check",
+    ),
     Variable(
         "PIPECOMM_SHM_RING_BYTES",
         Number(64 << 10, 1 << 30, "bytes"),
@@ -141,7 +154,7 @@ VARIABLES: tuple[Variable, ...] = (
         "PIPECOMM_FLIGHT_DIR",
         Folder(),
         None,
-        "where flight records go on an error or SIGUSR1 ([flight_record.md](flight_record.md)); else nowhere",
+        "where flight records are written on an error or on SIGUSR1; else nowhere",
         on_wire=False,
     ),
 )
@@ -158,10 +171,11 @@ _warned_of: set[str] = set()
 def read(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
     """The value of each variable, set or default, by name. ValueError for a value outside its grammar."""
     environ = os.environ if environ is None else environ
-    return {name: _value(variable, environ.get(name)) for name, variable in _by_name.items()}
+    return {name: value_of(variable, environ.get(name)) for name, variable in _by_name.items()}
 
 
-def _value(variable: Variable, text: str | None) -> Any:
+def value_of(variable: Variable, text: str | None) -> Any:
+    """The value that `text` gives to a variable, None being not set. ValueError as in `read`."""
     if text is None:
         return variable.default
     value = variable.grammar.parse(text)
@@ -173,9 +187,9 @@ def _value(variable: Variable, text: str | None) -> Any:
 def on_wire(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The part of `settings` that must be equal on all ranks, as far as no argument stands for it."""
     return {
-        name: settings[name]
-        for name, variable in _by_name.items()
-        if variable.on_wire and name not in ("PIPECOMM_TRANSPORT", "PIPECOMM_CHECK")
+        variable.name: settings[variable.name]
+        for variable in VARIABLES
+        if variable.on_wire and variable.argument is None
     }
 
 
