@@ -5,6 +5,7 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include "bindings/device_bindings.h"
+#include "bindings/flight.h"
 #include "bindings/host_copies.h"
 #include "bindings/mean.h"
 #include "bindings/plan_bindings.h"
@@ -35,6 +36,7 @@ class BoundCommunicator {
     options.timeout = timeout_argument(timeout);
     options.num_threads = num_threads;
     options.checks = checks;
+    options.on_failure = raise_flight_alarm;
     auto c10d_backend = backend.is_none() ? c10::intrusive_ptr<c10d::Backend>()
                                           : backend.cast<c10::intrusive_ptr<c10d::Backend>>();
     py::gil_scoped_release no_gil;
@@ -136,6 +138,7 @@ class BoundCommunicator {
               const py::object& channel) {
     const Scope scope = scope_argument(std::move(members), channel);
     const OpCode code = collective_code(op);
+    note_call_site();
     py::gil_scoped_release no_gil;
     communicator_->refuse(code, reason, scope);
   }
@@ -149,6 +152,8 @@ class BoundCommunicator {
   }
   bool closed() const { return communicator_->closed(); }
   bool failed() const { return communicator_->failure() != nullptr; }
+  py::object failure() const { return failure_dict(communicator_->failure()); }
+  py::list flight_record() const { return flights_list(communicator_->flights()); }
   py::dict copy_counters() const { return counters_dict(communicator_->copy_counters()); }
 
  private:
@@ -169,6 +174,7 @@ class BoundCommunicator {
 
   template <class Post>
   WorkPtr work(Post&& post) {
+    note_call_site();
     py::gil_scoped_release no_gil;
     return std::make_shared<HostWork>(communicator_, post());
   }
@@ -200,6 +206,7 @@ PYBIND11_MODULE(_C, m) {
   bind_shared_memory(m);
   bind_point_to_point_args(m);
   bind_work(m);
+  bind_flight(m);
   bind_device(m);
 
   py::class_<BoundCommunicator>(m, "Communicator")
@@ -228,6 +235,8 @@ PYBIND11_MODULE(_C, m) {
       .def("abort", &BoundCommunicator::abort, py::arg("reason"))
       .def("close", &BoundCommunicator::close)
       .def("copy_counters", &BoundCommunicator::copy_counters)
+      .def("failure", &BoundCommunicator::failure)
+      .def("flight_record", &BoundCommunicator::flight_record)
       .def_property_readonly("closed", &BoundCommunicator::closed)
       .def_property_readonly("failed", &BoundCommunicator::failed);
 }

@@ -27,6 +27,7 @@ KEYS = {
     "transports",
     "choice",
     "environment",
+    "settings",
     "warnings",
 }
 CUDA = {"built": True, "reason": "nvcc 13.0", "devices": ["GPU"]}

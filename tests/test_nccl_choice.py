@@ -5,24 +5,28 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pipecomm_ext import _C, _build_info, nccl
+from pipecomm_ext import _C, _build_info, environment, nccl
 from pipecomm_ext.communicator import _choose_for_cuda
 
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 
 
 def test_options_come_from_the_environment(monkeypatch):
-    assert nccl.options() == {}
+    assert nccl.options(environment.read()) == {"max_ops_per_group": 64}
     monkeypatch.setenv("PIPECOMM_NCCL_MAX_CTAS", "16")
     monkeypatch.setenv("PIPECOMM_NCCL_TRAFFIC_CLASS", "0")
-    assert nccl.options() == {"max_ctas": 16, "traffic_class": 0}
+    assert nccl.options(environment.read()) == {
+        "max_ops_per_group": 64,
+        "max_ctas": 16,
+        "traffic_class": 0,
+    }
 
 
 @pytest.mark.parametrize("text", ["", "abc", "12junk", "-1", "1", "4096", "1.5", "\u0663\u0663"])
 def test_wrong_options_are_refused(monkeypatch, text):
     monkeypatch.setenv("PIPECOMM_NCCL_MAX_OPS_PER_GROUP", text)
     with pytest.raises(ValueError, match="PIPECOMM_NCCL_MAX_OPS_PER_GROUP must be a number from 2 to 1024"):
-        nccl.options()
+        nccl.options(environment.read())
 
 
 def test_nccl_needs_all_ranks_and_a_gpu_for_each():

@@ -4,6 +4,7 @@
 
 #include <cstring>
 
+#include "bindings/flight.h"
 #include "bindings/point_to_point_args.h"
 #include "bindings/python_args.h"
 #include "bindings/work.h"
@@ -57,8 +58,9 @@ class DeviceWork final : public Work {
       finished = communicator_->synchronize(*operation_, until, check_signals);
     }
     if (finished) return;
-    const auto& shown = operation_->shown;
-    throw_still_in_flight(operation_->op, communicator_->rank(), shown ? shown->peer : -1, timeout,
+    const bool is_p2p = operation_->op == OpCode::p2p && !operation_->messages.empty();
+    throw_still_in_flight(operation_->op, communicator_->rank(),
+                          is_p2p ? operation_->messages.front().peer : -1, timeout,
                           "the device has not reached its end");
   }
 
@@ -83,6 +85,7 @@ class BoundDeviceCommunicator {
     options.num_channels = num_channels;
     options.timeout = timeout_argument(timeout);
     options.check = check_argument(check);
+    options.on_failure = raise_flight_alarm;
     options.max_ops_per_group = max_ops_per_group;
     options.nccl = {min_ctas, max_ctas, num_channels_per_net_peer, traffic_class, name};
     const auto num_ids = size > 1 ? DeviceCommunicator::num_nccl_ids(num_channels) : 0;
@@ -157,6 +160,7 @@ class BoundDeviceCommunicator {
     });
   }
   WorkPtr barrier(bool async_op) {
+    note_call_site();
     py::gil_scoped_release no_gil;
     const std::shared_ptr<Communicator> control(communicator_, communicator_->control().get());
     return std::make_shared<HostWork>(control, communicator_->barrier(async_op));
@@ -165,6 +169,7 @@ class BoundDeviceCommunicator {
               const py::object& channel) {
     const Scope scope = scope_argument(std::move(members), channel);
     const OpCode code = collective_code(op);
+    note_call_site();
     py::gil_scoped_release no_gil;
     communicator_->refuse(code, reason, scope);
   }
@@ -178,6 +183,8 @@ class BoundDeviceCommunicator {
   }
   bool closed() const { return communicator_->closed(); }
   bool failed() const { return communicator_->failure() != nullptr; }
+  py::object failure() const { return failure_dict(communicator_->failure()); }
+  py::list flight_record() const { return flights_list(communicator_->flights()); }
   py::dict copy_counters() const { return counters_dict(communicator_->copy_counters()); }
 
  private:
@@ -208,6 +215,7 @@ class BoundDeviceCommunicator {
   }
   template <class Post>
   WorkPtr work(Post&& post) {
+    note_call_site();
     py::gil_scoped_release no_gil;
     return std::make_shared<DeviceWork>(communicator_, post());
   }
@@ -274,6 +282,8 @@ void bind_device(py::module_& m) {
       .def("abort", &Bound::abort, py::arg("reason"))
       .def("close", &Bound::close)
       .def("copy_counters", &Bound::copy_counters)
+      .def("failure", &Bound::failure)
+      .def("flight_record", &Bound::flight_record)
       .def_property_readonly("closed", &Bound::closed)
       .def_property_readonly("failed", &Bound::failed);
 }

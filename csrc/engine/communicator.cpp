@@ -34,7 +34,10 @@ FailurePtr failure_for(const FailurePtr& failure, const Operation& operation) {
 }  // namespace
 
 Communicator::Communicator(const CommunicatorOptions& options, const MakeTransport& make_transport)
-    : options_(options), owner_pid_(getpid()), copy_pool_(options.num_threads) {
+    : options_(options),
+      owner_pid_(getpid()),
+      flight_record_(options.on_failure),
+      copy_pool_(options.num_threads) {
   if (options_.size < 1 || options_.rank < 0 || options_.rank >= options_.size)
     throw std::invalid_argument("rank " + std::to_string(options_.rank) + " is not in a group of " +
                                 std::to_string(options_.size));
@@ -148,6 +151,7 @@ std::vector<int> Communicator::peers_in(const Scope& scope) const {
 // With `post_mutex_` held, so that nobody closes in between.
 void Communicator::post(const OperationPtr& operation, bool is_async) {
   check_usable(operation->op());
+  operation->record_in(flight_record_, num_posted_++);
   std::vector<RequestPtr> requests = operation->seal();
   if (requests.empty()) return;
   for (const RequestPtr& request : requests) request->operation = operation;
@@ -395,6 +399,21 @@ void Communicator::fail(Failure failure) {
   for (const auto& weak : in_flight)
     if (const OperationPtr operation = weak.lock())
       operation->fail(failure_for(shared, *operation));
+  flight_record_.note_failure();
+}
+
+std::vector<Flight> Communicator::flights() const {
+  if (is_in_fork()) return {};
+  std::deque<std::weak_ptr<Operation>> in_flight;
+  {
+    std::lock_guard lock(mutex_);
+    in_flight = in_flight_;
+  }
+  std::vector<Flight> pending;
+  for (const auto& weak : in_flight)
+    if (const OperationPtr operation = weak.lock())
+      if (auto flight = operation->pending_flight()) pending.push_back(*std::move(flight));
+  return merge_flights(std::move(pending), flight_record_.ended());
 }
 
 void Communicator::abort(const std::string& reason) {

@@ -17,6 +17,7 @@
 
 #include "copy/thread_pool.h"
 #include "engine/failure.h"
+#include "engine/flight_record.h"
 #include "engine/operation.h"
 #include "engine/point_to_point.h"
 #include "engine/prepared_exchange.h"
@@ -34,7 +35,10 @@ struct CommunicatorOptions {
   int num_threads = 1;                              // for packing
   bool checks = true;  // compare dtypes, shapes and arguments, not only sizes
   // Hears the claims of peers (see `Communicator::claim`), on a thread of the transport.
-  std::function<void(int peer, Direction direction, const Descriptor& descriptor)> on_claim;
+  std::function<void(int peer, Direction direction, const Descriptor& descriptor)> on_claim =
+      nullptr;
+  // Hears that an operation or the communicator has failed, see FlightRecord.
+  std::function<void()> on_failure = nullptr;
 };
 
 // Who takes part in a collective, and in which order of messages.
@@ -111,6 +115,8 @@ class Communicator final : private TransportEvents {
   // close() does nothing, and the object must not be destroyed.
   bool is_in_fork() const;
   FailurePtr failure() const;
+  // The latest operations that have ended, and all that have not, by number.
+  std::vector<Flight> flights() const;
   CopyCounters copy_counters() const {
     return {num_exchanges_, num_passes_, staging_.num_allocations()};
   }
@@ -138,6 +144,7 @@ class Communicator final : private TransportEvents {
 
   const CommunicatorOptions options_;
   const int owner_pid_;
+  FlightRecord flight_record_;
   StagingPool staging_;
   ThreadPool copy_pool_;
   std::mutex copy_pool_mutex_;
@@ -154,6 +161,7 @@ class Communicator final : private TransportEvents {
 
   std::vector<std::unique_ptr<Sequencer>> sequencers_;  // one per channel of the user
   std::mutex post_mutex_;  // the order of posts is the order of matches
+  uint64_t num_posted_ = 0;
   std::unique_ptr<HostTransport> transport_;
   std::condition_variable stop_watch_;
   bool stop_watching_ = false;

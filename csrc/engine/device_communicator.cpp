@@ -37,12 +37,15 @@ DeviceCommunicator::DeviceCommunicator(const DeviceOptions& options,
                                        const Interrupted& interrupted)
     : options_(options),
       runtime_(std::move(runtime)),
-      check_(options.size, options.num_channels, options.check) {
+      check_(options.size, options.num_channels, options.check),
+      flight_record_(options.on_failure),
+      num_noted_(size_t(options.size) * 2 * kNumChannels) {
   CommunicatorOptions control;
   control.rank = options_.rank;
   control.size = options_.size;
   control.num_channels = options_.num_channels;
   control.timeout = options_.timeout;
+  control.on_failure = options_.on_failure;
   control.on_claim = [this](int peer, Direction direction, const Descriptor& theirs) {
     if (const auto mismatch = check_.heard(peer, direction, theirs)) fail_mismatch(*mismatch);
   };
@@ -113,27 +116,39 @@ void DeviceCommunicator::check_usable(OpCode op) const {
 }
 
 // Claims what is new, or refuses it inside a capture.
-void DeviceCommunicator::check_messages(std::span<const PointToPoint> batch, bool is_capturing) {
+void DeviceCommunicator::check_messages(std::span<const PointToPoint> batch,
+                                        DeviceOperation& operation) {
   for (const PointToPoint& op : batch) {
     if (op.peer == rank()) continue;
     Descriptor descriptor =
         describe(OpCode::p2p, op.channel, op.tensor, op.signature, op.tensor.num_bytes());
-    if (is_capturing) {
+    if (operation.is_captured) {
       if (!check_.is_known(op.peer, op.direction, descriptor))
         throw std::invalid_argument(
             "first " + std::string(op.direction == Direction::send ? "send to" : "recv from") +
             " rank " + std::to_string(op.peer) + " of " + descriptor.text() +
             " inside a CUDA graph capture, where the two ranks cannot compare it; run the batch "
             "once before capturing, or use check=\"off\"");
+      note_message(operation, op.direction, op.peer, descriptor);
       continue;
     }
     const MessageCheck::Posted posted = check_.posted(op.peer, op.direction, descriptor);
+    note_message(operation, op.direction, op.peer, descriptor);
     if (posted.claim) control_->claim(op.peer, op.direction, descriptor);
     if (posted.mismatch) {
       fail_mismatch(*posted.mismatch);
       throw_failure();
     }
   }
+}
+
+// Numbers a message in the order of its (peer, direction, channel), like the host transports do.
+void DeviceCommunicator::note_message(DeviceOperation& operation, Direction direction, int peer,
+                                      Descriptor descriptor) {
+  const size_t lane_idx =
+      (size_t(peer) * 2 + size_t(direction)) * kNumChannels + descriptor.channel;
+  descriptor.seq = num_noted_[lane_idx]++;
+  operation.add_message(direction, peer, descriptor);
 }
 
 void DeviceCommunicator::agree(OpCode op, const TensorRef& shown, uint64_t signature,
@@ -190,6 +205,7 @@ DeviceOperationPtr DeviceCommunicator::make_operation(OpCode op, bool is_async) 
   const StreamHandle caller = runtime_->current_stream();
   auto operation = std::make_shared<DeviceOperation>(op, deadline, caller, is_async);
   operation->is_captured = runtime_->is_capturing(caller);
+  operation->number = num_launched_++;
   return operation;
 }
 
@@ -217,8 +233,8 @@ void DeviceCommunicator::leave(DeviceOperation& operation, int lane_idx, StreamH
 }
 
 void DeviceCommunicator::publish(const DeviceOperationPtr& operation) {
-  if (operation->ends.empty()) operation->done = true;
-  if (operation->is_captured || operation->done) return;
+  if (operation->ends.empty()) return note_done(*operation);
+  if (operation->is_captured) return write_down(*operation, nullptr);  // nobody sees its replays
   std::lock_guard lock(mutex_);
   in_flight_.push_back(operation);
 }
@@ -261,15 +277,11 @@ DeviceOperationPtr DeviceCommunicator::batch_p2p(std::span<const PointToPoint> b
   std::lock_guard lock(launch_mutex_);
   check_usable(OpCode::p2p);  // again, now that nobody can close in between
   const DeviceOperationPtr operation = make_operation(OpCode::p2p, is_async);
-  check_messages(batch, operation->is_captured);
+  check_messages(batch, *operation);
   std::vector<std::vector<const PointToPoint*>> by_channel(options_.num_channels);
   for (const PointToPoint& op : batch) {
     by_channel[op.channel].push_back(&op);
     if (is_async && op.tensor.storage) operation->keep(op.tensor.storage);
-    if (!operation->shown && op.peer != rank())
-      operation->shown = {
-          op.direction, op.peer,
-          describe(OpCode::p2p, op.channel, op.tensor, op.signature, op.tensor.num_bytes())};
   }
   const auto num_used = std::count_if(by_channel.begin(), by_channel.end(),
                                       [](const auto& ops) { return !ops.empty(); });
@@ -364,6 +376,10 @@ DeviceOperationPtr DeviceCommunicator::exchange(OpCode op, PreparedExchangePtr p
     };
     add(Direction::send, lowered->sends);
     add(Direction::recv, lowered->recvs);
+    for (const DeviceMessage& message : messages)
+      note_message(
+          *operation, message.direction, message.peer,
+          describe(op, scope.channel, shown, prepared->plan().signature, message.num_bytes));
     if (!lowered->pack_and_local().empty())
       runtime_->execute(lowered->pack_and_local(), buffers, lowered->scale, stream);
     if (!messages.empty())
@@ -392,6 +408,12 @@ DeviceOperationPtr DeviceCommunicator::broadcast(const TensorRef& tensor, int so
   const DeviceOperationPtr operation = make_operation(OpCode::broadcast, is_async);
   if (is_async && tensor.storage) operation->keep(tensor.storage);
   const int64_t num_bytes = tensor.num_bytes();
+  const Descriptor descriptor =
+      describe(OpCode::broadcast, kCollectiveChannel, tensor, signature, num_bytes);
+  for (int peer = 0; peer < size(); ++peer)
+    if (peer != rank() && (rank() == source || peer == source))
+      note_message(*operation, rank() == source ? Direction::send : Direction::recv, peer,
+                   descriptor);
   if (size() > 1 && num_bytes > 0) {
     launch(*operation, [&] {
       const int lane_idx = options_.num_channels;

@@ -39,6 +39,7 @@ struct DeviceOptions {
   int num_channels = 2;
   std::optional<std::chrono::nanoseconds> timeout;  // none: wait forever
   Check check = Check::first_use;
+  std::function<void()> on_failure;  // see CommunicatorOptions
   int max_ops_per_group = kDefaultMaxOpsPerGroup;
   NcclConfig nccl;
 };
@@ -87,6 +88,9 @@ class DeviceCommunicator {
   void close(const Interrupted& interrupted);
   bool closed() const { return closed_; }
   FailurePtr failure() const { return control_->failure(); }
+  // As for the host communicator; with the operations of the control plane, which are numbered
+  // apart.
+  std::vector<Flight> flights() const;
   CopyCounters copy_counters() const { return {num_exchanges_, num_passes_, 0}; }
 
  private:
@@ -106,7 +110,9 @@ class DeviceCommunicator {
   void connect(std::span<const NcclUniqueId> nccl_ids, const Interrupted& interrupted);
   void check_usable(OpCode op) const;
   DeviceOperationPtr make_operation(OpCode op, bool is_async);
-  void check_messages(std::span<const PointToPoint> batch, bool is_capturing);
+  void check_messages(std::span<const PointToPoint> batch, DeviceOperation& operation);
+  void note_message(DeviceOperation& operation, Direction direction, int peer,
+                    Descriptor descriptor);
   void agree(OpCode op, const TensorRef& shown, uint64_t signature, const Interrupted& interrupted,
              const Scope& scope = {});
   StreamHandle enter(DeviceOperation& operation, int lane_idx, bool on_caller,
@@ -121,6 +127,8 @@ class DeviceCommunicator {
   void fail_expired(const DeviceOperation& operation);
   void throw_failure() const;
   bool poll_done(DeviceOperation& operation);
+  void note_done(DeviceOperation& operation);
+  void write_down(const DeviceOperation& operation, FailurePtr failure);
   void sweep();
 
   void watch();
@@ -130,17 +138,20 @@ class DeviceCommunicator {
   const DeviceOptions options_;
   const std::shared_ptr<DeviceRuntime> runtime_;
   MessageCheck check_;
+  FlightRecord flight_record_;
   std::shared_ptr<Communicator> control_;
   std::shared_ptr<NcclTransport> nccl_;  // null if there are no other ranks
 
-  std::mutex launch_mutex_;      // one host order of everything enqueued
-  std::vector<Lane> lanes_;      // one per channel, then the collectives'
-  std::mutex collective_mutex_;  // the order of agreements is the order of collectives
+  std::mutex launch_mutex_;  // one host order of everything enqueued
+  uint64_t num_launched_ = 0;
+  std::vector<uint64_t> num_noted_;  // messages in the flight record, see note_message()
+  std::vector<Lane> lanes_;          // one per channel, then the collectives'
+  std::mutex collective_mutex_;      // the order of agreements is the order of collectives
   std::set<std::pair<OpCode, uint64_t>> agreed_;
   std::atomic<int64_t> num_exchanges_{0};
   std::atomic<int64_t> num_passes_{0};
 
-  std::mutex mutex_;
+  mutable std::mutex mutex_;
   std::deque<DeviceOperationPtr> in_flight_;
   std::deque<Pending> pending_;
   std::condition_variable stop_watch_;

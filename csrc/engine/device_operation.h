@@ -4,11 +4,11 @@
 #include <atomic>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <string>
 #include <vector>
 
 #include "copy/device_runtime.h"
+#include "engine/flight_record.h"
 #include "engine/operation.h"
 
 namespace pipecomm {
@@ -23,18 +23,33 @@ class DeviceOperation {
   const Deadline deadline;
   const StreamHandle caller;  // the stream that was current at the call
   const bool is_async;
+  const uint32_t call_site = FlightRecord::call_site;
 
   // Filled in before the operation is published:
   bool is_captured = false;    // part of a CUDA graph: runs at each replay, never by itself
   std::vector<EventPtr> ends;  // all done = operation done
-  struct Message {
-    Direction direction;
-    int peer;
-    Descriptor descriptor;
-  };
-  std::optional<Message> shown;  // its first message, to name in errors
+  uint64_t number = 0;         // in the order of launches
+  std::vector<FlightMessage> messages;  // the first of them, for errors and the flight record
+  size_t num_messages = 0;
 
   std::atomic<bool> done{false};  // seen by the host
+
+  void add_message(Direction direction, int peer, const Descriptor& descriptor) {
+    if (++num_messages <= FlightRecord::kMaxMessagesPerOperation)
+      messages.push_back({direction, MessageState::posted, false, peer, descriptor});
+  }
+
+  FlightOperation flight() const {
+    FlightOperation flight;
+    flight.number = number;
+    flight.op = op;
+    flight.on_device = true;
+    flight.is_captured = is_captured;
+    flight.call_site = call_site;
+    flight.posted_at = posted_at;
+    flight.num_messages = num_messages;
+    return flight;
+  }
 
   // A tensor lives until the host has seen the end, or until release().
   void keep(std::shared_ptr<void> resource) { kept_.push_back(std::move(resource)); }

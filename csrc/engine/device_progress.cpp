@@ -1,6 +1,7 @@
 // The device communicator after the launch: waiting for operations, watching them, failing, ending.
 #include <algorithm>
 #include <future>
+#include <iterator>
 
 #include "engine/device_communicator.h"
 
@@ -39,8 +40,39 @@ bool DeviceCommunicator::poll_done(DeviceOperation& operation) {
                     .origin_rank = rank()});
   }
   if (control_->failure()) return false;
-  operation.done = true;
+  note_done(operation);
   return true;
+}
+
+void DeviceCommunicator::note_done(DeviceOperation& operation) {
+  if (!operation.done.exchange(true)) write_down(operation, nullptr);
+}
+
+// When the host sees the end: the device came to it some time before.
+void DeviceCommunicator::write_down(const DeviceOperation& operation, FailurePtr failure) {
+  FlightOperation flight = operation.flight();
+  flight.ended = true;
+  flight.ended_at = Clock::now();
+  flight.failure = std::move(failure);
+  flight_record_.add(flight, [&](size_t idx) {
+    FlightMessage message = operation.messages[idx];
+    message.state = flight.failure ? MessageState::posted : MessageState::done;
+    return message;
+  });
+}
+
+std::vector<Flight> DeviceCommunicator::flights() const {
+  if (is_in_fork()) return {};
+  std::vector<Flight> pending;
+  {
+    std::lock_guard lock(mutex_);
+    for (const DeviceOperationPtr& operation : in_flight_)
+      if (!operation->done) pending.push_back({operation->flight(), operation->messages});
+  }
+  std::vector<Flight> flights = merge_flights(std::move(pending), flight_record_.ended());
+  std::vector<Flight> control = control_->flights();
+  std::move(control.begin(), control.end(), std::back_inserter(flights));
+  return flights;
 }
 
 // Drops what finished operations kept alive. On the threads of users only: memory that goes back to
@@ -135,11 +167,12 @@ void DeviceCommunicator::fail_expired(const DeviceOperation& operation) {
   failure.message = std::string(op_name(operation.op)) + " timed out on the device after " +
                     seconds_text(Clock::now() - operation.posted_at) + " (limit " +
                     seconds_text(operation.deadline - operation.posted_at) + ")";
-  if (const auto& shown = operation.shown) {
-    name_message(failure, shown->peer, shown->descriptor);
+  if (operation.op == OpCode::p2p && !operation.messages.empty()) {
+    const FlightMessage& shown = operation.messages.front();
+    name_message(failure, shown.peer, shown.descriptor);
     failure.message += "; its first message is " +
-                       message_text(shown->direction, shown->peer, shown->descriptor) + " of " +
-                       shown->descriptor.text();
+                       message_text(shown.direction, shown.peer, shown.descriptor) + " of " +
+                       shown.descriptor.text();
   }
   failure.message += "; check that the other ranks call the matching operation, or raise timeout=";
   control_->fail(std::move(failure));
@@ -239,8 +272,14 @@ void DeviceCommunicator::close(const Interrupted& interrupted) {
     abort_nccl();
   else if (nccl_)
     nccl_->close(Clock::now() + kCloseLimit);
+  if (const FailurePtr cause = control_->failure())
+    for (const DeviceOperationPtr& operation : in_flight)
+      if (!operation->done) write_down(*operation, cause);
   in_flight.clear();
-  in_flight_.clear();
+  {
+    std::lock_guard lock(mutex_);
+    in_flight_.clear();
+  }
   control_->close(interrupted);
   closed_ = true;
   if (failure) throw PipeCommException(failure);

@@ -3,9 +3,21 @@
 #include <algorithm>
 #include <cstdio>
 
+#include "engine/flight_record.h"
 #include "plan/dtype.h"
 
 namespace pipecomm {
+namespace {
+
+FlightMessage flight_message(const Request& request) {
+  const auto state = request.settled ? MessageState::done
+                     : request.started_at.load(std::memory_order_relaxed) != 0
+                         ? MessageState::started
+                         : MessageState::posted;
+  return {request.direction, state, request.refuses, request.peer, request.descriptor};
+}
+
+}  // namespace
 
 std::string message_text(Direction direction, int peer, const Descriptor& descriptor) {
   const bool sends = direction == Direction::send;
@@ -29,6 +41,9 @@ void name_message(Failure& failure, int peer, const Descriptor& descriptor) {
   const int num_dims = std::min<int>(descriptor.num_dims, kMaxDescriptorDims);
   failure.shape.assign(descriptor.shape.begin(), descriptor.shape.begin() + num_dims);
 }
+
+Operation::Operation(OpCode op, Deadline deadline)
+    : op_(op), posted_at_(Clock::now()), deadline_(deadline), call_site_(FlightRecord::call_site) {}
 
 Request& Operation::add_request(Direction direction, int peer, const Descriptor& descriptor,
                                 std::byte* data) {
@@ -79,6 +94,7 @@ void Operation::finish(std::unique_lock<std::mutex>& lock) {
     if (done_) return;
     if (failure) failure_ = std::move(failure);
   }
+  write_down();
   const auto kept = std::move(kept_);
   const auto requests = std::move(requests_);
   const auto epilogue = std::move(epilogue_);
@@ -91,6 +107,7 @@ void Operation::fail(FailurePtr failure) {
   std::unique_lock lock(mutex_);
   if (done_) return;
   if (!failure_) failure_ = std::move(failure);
+  write_down();
   // The transport may still hold the requests, which own this operation and so the memory in use:
   // keep `kept_`.
   const auto requests = std::move(requests_);
@@ -114,6 +131,46 @@ bool Operation::wait_until(Deadline until) {
 std::vector<RequestPtr> Operation::requests() const {
   std::lock_guard lock(mutex_);
   return requests_;
+}
+
+FlightOperation Operation::flight_operation() const {
+  FlightOperation flight;
+  flight.number = number_;
+  flight.op = op_;
+  flight.call_site = call_site_;
+  flight.posted_at = posted_at_;
+  flight.num_messages = requests_.size();
+  Clock::rep started_at = 0;
+  for (const RequestPtr& request : requests_) {
+    const Clock::rep at = request->started_at.load(std::memory_order_relaxed);
+    if (at != 0 && (started_at == 0 || at < started_at)) started_at = at;
+  }
+  flight.started_at = Clock::time_point(Clock::duration(started_at));
+  return flight;
+}
+
+// Before waiters hear of the end, so that a record that they ask for has it.
+void Operation::write_down() const {
+  if (!record_) return;
+  FlightOperation flight = flight_operation();
+  flight.ended = true;
+  flight.ended_at = Clock::now();
+  flight.failure = failure_;
+  record_->add(flight, [this](size_t idx) { return flight_message(*requests_[idx]); });
+}
+
+std::optional<Flight> Operation::pending_flight() const {
+  std::lock_guard lock(mutex_);
+  if (done_) return std::nullopt;
+  Flight flight{flight_operation(), {}};
+  flight.operation.failure = failure_;
+  // The unsettled ones tell the story: first.
+  for (const bool settled : {false, true})
+    for (const RequestPtr& request : requests_)
+      if (request->settled == settled &&
+          flight.messages.size() < FlightRecord::kMaxMessagesPerOperation)
+        flight.messages.push_back(flight_message(*request));
+  return flight;
 }
 
 RequestPtr Operation::first_pending() const {

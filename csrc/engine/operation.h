@@ -9,6 +9,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -22,7 +23,10 @@ using Deadline = Clock::time_point;
 
 enum class Direction : uint8_t { send, recv };
 
+class FlightRecord;
 class Operation;
+struct Flight;
+struct FlightOperation;
 struct MessageCopy;
 using OperationPtr = std::shared_ptr<Operation>;
 
@@ -44,7 +48,14 @@ struct Request {
   std::string refusal;
 
   std::atomic<bool> settled{false};
+  // When its payload began to move, for payloads that travel apart from their description; 0: not
+  // yet. See note_started().
+  mutable std::atomic<Clock::rep> started_at{0};
   std::shared_ptr<void> transport_state;  // the transport's own, opaque to everybody else
+
+  void note_started() const {
+    started_at.store(Clock::now().time_since_epoch().count(), std::memory_order_relaxed);
+  }
 };
 using RequestPtr = std::shared_ptr<Request>;
 
@@ -62,8 +73,7 @@ void name_message(Failure& failure, int peer, const Descriptor& descriptor);
 
 class Operation {
  public:
-  Operation(OpCode op, Deadline deadline)
-      : op_(op), posted_at_(Clock::now()), deadline_(deadline) {}
+  Operation(OpCode op, Deadline deadline);
 
   OpCode op() const { return op_; }
   Clock::time_point posted_at() const { return posted_at_; }
@@ -82,6 +92,12 @@ class Operation {
   // Runs once, on the thread that settles the last request, and only if all succeeded: the unpack
   // copy of an exchange.
   void on_success(std::function<void()> epilogue) { epilogue_ = std::move(epilogue); }
+  // Its end is written down in `record`, which outlives it; `number` is its place in the order of
+  // posts.
+  void record_in(FlightRecord& record, uint64_t number) {
+    record_ = &record;
+    number_ = number;
+  }
   // Call once after the last add_request: the requests to post. Settles at once if there are none.
   std::vector<RequestPtr> seal();
 
@@ -107,14 +123,21 @@ class Operation {
   RequestPtr first_pending() const;
   // The requests that a waiting thread may help with (empty once done).
   std::vector<RequestPtr> requests() const;
+  // What a flight record says of it while it is pending; nothing once it has ended.
+  std::optional<Flight> pending_flight() const;
 
  private:
   void settle_one(FailurePtr failure);
   void finish(std::unique_lock<std::mutex>& lock);
+  FlightOperation flight_operation() const;
+  void write_down() const;
 
   const OpCode op_;
   Clock::time_point posted_at_;
   Deadline deadline_;
+  const uint32_t call_site_;
+  FlightRecord* record_ = nullptr;
+  uint64_t number_ = 0;
   mutable std::mutex mutex_;
   std::condition_variable settled_;
   std::atomic<bool> done_{false};

@@ -201,6 +201,7 @@ void PeerLink::match(const RequestPtr& request, const Arrival& arrival) {
     case Meeting::agree:
       break;
   }
+  if (arrival.header.kind == wire::Kind::announce) request->note_started();
   if (arrival.header.kind == wire::Kind::data || channel.early.erase(seq) > 0) {
     if (!arrival.payload.empty())
       std::memcpy(request->data, arrival.payload.data(), arrival.payload.size());

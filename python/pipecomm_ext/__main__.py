@@ -17,6 +17,11 @@ def run_info(args: argparse.Namespace) -> int:
 
 
 def run_doctor(args: argparse.Namespace) -> int:
+    if args.flight is not None:
+        from .flight_report import report
+
+        return report(args.flight)
+
     from .doctor import diagnose, run_rank
 
     if args.rank is not None:
@@ -40,7 +45,14 @@ def make_parser() -> argparse.ArgumentParser:
     add_check_parser(commands)
 
     doctor = commands.add_parser(
-        "doctor", help="self-test: two ranks on this machine exchange and compare data"
+        "doctor",
+        help="self-test: two ranks on this machine exchange and compare data; or reads flight records",
+    )
+    doctor.add_argument(
+        "--flight",
+        metavar="DIR",
+        help="no self-test: say from the flight records of all ranks in DIR who waited for whom, and why; "
+        "status 1 if something is wrong, 2 if there is nothing to read",
     )
     doctor.add_argument(
         "--deadline", type=float, default=60.0, metavar="SECONDS", help="give up after this time"

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from . import _C, nccl, shared_memory
+from . import _C, environment, flight, nccl, shared_memory
 from .rendezvous import Rendezvous
 from .specs import Spec, specs_of
 
@@ -27,9 +27,6 @@ Work = _C.Work
 
 DEFAULT_TIMEOUT_S = 600.0
 MAX_CHANNELS = 15
-
-_TRANSPORTS = ("auto", "c10d", "nccl", "shm")
-_CHECKS = ("auto", "full", "off")
 
 
 class Communicator:
@@ -80,7 +77,9 @@ class Communicator:
         facts: dict[str, Any] = {}
         try:
             limit = _seconds(timeout)
-            facts = _facts(group, device, transport, channels, limit, check)
+            settings = environment.read()
+            facts = _facts(group, device, transport, channels, limit, check, settings)
+            flight.start(settings["PIPECOMM_FLIGHT_DIR"])
         except (TypeError, ValueError) as wrong:
             error, facts = wrong, {"error": f"{type(wrong).__name__}: {wrong}"}
         meeting = Rendezvous(group, limit)
@@ -95,6 +94,7 @@ class Communicator:
         self._device = torch.device(facts["device"])
         self._channels, self._timeout_s = channels, math.inf if limit is None else limit
         epoch = meeting.shared_random()
+        self._id = f"{epoch:08x}"
         memory = None
         if self._device.type == "cuda":
             self._transport, self._transport_reason = _choose_for_cuda(facts, everybody)
@@ -109,8 +109,8 @@ class Communicator:
                 epoch=epoch,
                 channels=channels,
                 timeout=self._timeout_s,
-                check=check,
-                options=facts["nccl_options"],
+                check=facts["check"],
+                options=nccl.options(settings),
             )
         else:
             self._c = _C.Communicator(
@@ -122,13 +122,20 @@ class Communicator:
                 channels=channels,
                 timeout=self._timeout_s,
                 num_threads=torch.get_num_threads(),
-                checks=check != "off",
+                checks=facts["check"] != "off",
                 device=self._device.type,
             )
         del backend  # the extension is its only owner, so that close() really closes the connections
         _open.add(self)
+        flight.watch(self)
+        environment.warn_of_unknown(stacklevel=2)
 
     # ---------------------------------------------------------------- facts
+
+    @property
+    def id(self) -> str:
+        """A random number of this communicator, the same on all ranks, by which records name it."""
+        return self._id
 
     @property
     def rank(self) -> int:
@@ -300,6 +307,24 @@ class Communicator:
         """Instead of a collective that this rank cannot take part in because of `error`; does not wait."""
         self._c.refuse(op, f"{type(error).__name__}: {error}", members, channel)
 
+    # ---------------------------------------------------------------- record
+
+    def flight_record(self) -> list[dict[str, Any]]:
+        """What this rank did lately: the last 1024 operations that have ended and all that have not, in the
+        order of their calls, as plain data (docs/flight_record.md lists the fields). Any thread, any state.
+        """
+        return self._c.flight_record()
+
+    def dump_flight(self, folder: str | os.PathLike[str]) -> str:
+        """Writes the flight record to a new file in `folder`, which is made if it does not exist: JSON lines,
+        for `python -m pipecomm_ext doctor --flight FOLDER`. Returns its path.
+
+        Raises:
+            ValueError: `folder` is none, or one in which others could replace files.
+            OSError: it cannot be written.
+        """
+        return flight.dump(self, folder, "asked for")
+
     # ---------------------------------------------------------------- end
 
     def abort(self, reason: str = "") -> None:
@@ -314,7 +339,10 @@ class Communicator:
         timeout.
         """
         _open.discard(self)
-        self._c.close()
+        try:
+            self._c.close()
+        finally:
+            flight.dump_if_failed(self)
 
     def __enter__(self) -> Communicator:
         return self
@@ -429,19 +457,17 @@ def _device_kind(group: dist.ProcessGroup, device: str | torch.device | None) ->
     return kind
 
 
-def _facts(group, device, transport, channels, limit, check) -> dict[str, Any]:
+def _facts(group, device, transport, channels, limit, check, settings) -> dict[str, Any]:
     """What this rank brings to the construction; must be equal on all ranks."""
-    if transport not in _TRANSPORTS:
-        raise ValueError(f"transport must be one of {', '.join(_TRANSPORTS)}, not {transport!r}")
-    if check not in _CHECKS:
-        raise ValueError(f"check must be one of {', '.join(_CHECKS)}, not {check!r}")
+    if transport not in environment.TRANSPORTS:
+        raise ValueError(f"transport must be one of {', '.join(environment.TRANSPORTS)}, not {transport!r}")
+    if check not in environment.CHECKS:
+        raise ValueError(f"check must be one of {', '.join(environment.CHECKS)}, not {check!r}")
     if isinstance(channels, bool) or not isinstance(channels, int):
         raise TypeError(f"channels must be an int, not {type(channels).__name__}")
     if not 1 <= channels <= MAX_CHANNELS:
         raise ValueError(f"channels must be 1 to {MAX_CHANNELS}, not {channels}")
-    requested = os.environ.get("PIPECOMM_TRANSPORT", "auto") if transport == "auto" else transport
-    if requested not in _TRANSPORTS:
-        raise ValueError(f"PIPECOMM_TRANSPORT must be one of {', '.join(_TRANSPORTS)}, not {requested!r}")
+    requested = settings["PIPECOMM_TRANSPORT"] if transport == "auto" else transport
     kind = _device_kind(group, device)
     if (requested == "shm" and kind != "cpu") or (requested == "nccl" and kind != "cuda"):
         raise ValueError(
@@ -453,13 +479,12 @@ def _facts(group, device, transport, channels, limit, check) -> dict[str, Any]:
     may_share = kind == "cpu" and requested != "c10d"
     return {
         "local": shared_memory.host_facts() if may_share else local,
-        "PIPECOMM_SHM_RING_BYTES": shared_memory.ring_bytes() if may_share else 0,
-        "nccl_options": nccl.options() if kind == "cuda" else {},
         "device": kind,
         "transport": requested,
         "channels": channels,
         "timeout": limit,
-        "check": check,
+        "check": settings["PIPECOMM_CHECK"] if check == "auto" else check,
+        **environment.on_wire(settings),
     }
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed
 
-from . import _build_info, shared_memory
+from . import _build_info, environment, shared_memory
 
 
 def info() -> dict[str, Any]:
@@ -22,12 +22,14 @@ def info() -> dict[str, Any]:
     built against and of the library that torch loaded, its paths in this process); `transports` (name ->
     available, reason); `choice` (what `auto` takes for "cpu" and "cuda" tensors and why, as far as one
     process can know: `shm` also needs all ranks on one host); `environment` (every PIPECOMM_* variable
-    set); `warnings` (list of texts, empty if all is well).
+    set); `settings` (every PIPECOMM_* variable that there is, with the value in effect, None: see its
+    meaning); `warnings` (list of texts, empty if all is well).
 
     Starts no process group. Asking for CUDA devices does not create a CUDA context.
     """
     nccl = _nccl_facts()
     cuda = _cuda_facts()
+    settings, environment_warnings = _environment_facts()
     transports = transport_status(cuda, nccl)
     return {
         "version": _build_info.version,
@@ -51,7 +53,8 @@ def info() -> dict[str, Any]:
         "environment": {
             key: value for key, value in sorted(os.environ.items()) if key.startswith("PIPECOMM_")
         },
-        "warnings": warnings_of(nccl),
+        "settings": settings,
+        "warnings": [*warnings_of(nccl), *environment_warnings],
     }
 
 
@@ -113,8 +116,27 @@ def format_info(facts: dict[str, Any]) -> str:
     for device, choice in facts["choice"].items():
         lines.append(f"  auto        {device} tensors: {choice['transport']} ({choice['reason']})")
     lines += [f"  set         {key}={value}" for key, value in facts["environment"].items()]
+    lines += [
+        f"  default     {key}={'' if value is None else value}"
+        for key, value in facts["settings"].items()
+        if key not in facts["environment"]
+    ]
     lines += [f"warning: {text}" for text in facts["warnings"]]
     return "\n".join(lines)
+
+
+def _environment_facts() -> tuple[dict[str, Any], list[str]]:
+    """The value of each variable as `environment.read` has it, and what is wrong with those that are set."""
+    settings, problems = {}, []
+    for variable in environment.VARIABLES:
+        try:
+            settings[variable.name] = environment.value_of(variable, os.environ.get(variable.name))
+        except ValueError as error:
+            settings[variable.name] = None
+            problems.append(str(error))
+    for name, similar in environment.unknown().items():
+        problems.append(f"{name} means nothing{f'; did you mean {similar}?' if similar else ''}")
+    return settings, problems
 
 
 def _cuda_facts() -> dict[str, Any]:

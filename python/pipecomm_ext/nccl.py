@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-import re
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,29 +12,21 @@ import torch
 from . import _C
 from .rendezvous import Rendezvous
 
-# Argument of _C.DeviceCommunicator -> environment variable, smallest and largest value. What is not set is
-# NCCL's choice, or the extension's default. All ranks must have the same.
+# Argument of _C.DeviceCommunicator -> environment variable. What is not set is NCCL's choice.
 _OPTIONS = {
-    "max_ops_per_group": ("PIPECOMM_NCCL_MAX_OPS_PER_GROUP", 2, 1024),
-    "min_ctas": ("PIPECOMM_NCCL_MIN_CTAS", 1, 64),
-    "max_ctas": ("PIPECOMM_NCCL_MAX_CTAS", 1, 64),
-    "channels_per_net_peer": ("PIPECOMM_NCCL_CHANNELS_PER_NET_PEER", 1, 64),
-    "traffic_class": ("PIPECOMM_NCCL_TRAFFIC_CLASS", 0, 255),
-    "num_sms": ("PIPECOMM_PACK_SMS", 1, 1024),
+    "max_ops_per_group": "PIPECOMM_NCCL_MAX_OPS_PER_GROUP",
+    "min_ctas": "PIPECOMM_NCCL_MIN_CTAS",
+    "max_ctas": "PIPECOMM_NCCL_MAX_CTAS",
+    "channels_per_net_peer": "PIPECOMM_NCCL_CHANNELS_PER_NET_PEER",
+    "traffic_class": "PIPECOMM_NCCL_TRAFFIC_CLASS",
+    "num_sms": "PIPECOMM_PACK_SMS",
 }
 
 
-def options() -> dict[str, int]:
-    """The options set in the environment. ValueError for anything but a number in range."""
-    chosen = {}
-    for name, (variable, low, high) in _OPTIONS.items():
-        text = os.environ.get(variable)
-        if text is None:
-            continue
-        if not re.fullmatch(r"[0-9]{1,6}", text) or not low <= int(text) <= high:
-            raise ValueError(f"{variable} must be a number from {low} to {high}, not {text!r}")
-        chosen[name] = int(text)
-    return chosen
+def options(settings: Mapping[str, Any]) -> dict[str, int]:
+    """The arguments of _C.DeviceCommunicator that follow from `environment.read()`."""
+    chosen = {argument: settings[variable] for argument, variable in _OPTIONS.items()}
+    return {argument: value for argument, value in chosen.items() if value is not None}
 
 
 def local_facts() -> dict[str, str]:

@@ -14,27 +14,9 @@ from typing import Any
 from . import _C
 from .rendezvous import Rendezvous
 
-DEFAULT_RING_BYTES = 1 << 20
-MIN_RING_BYTES = 64 << 10
-MAX_RING_BYTES = 1 << 30
 _PAGE_BYTES = 4096
 # Address space for results, which takes memory only as far as it is used.
 _MAX_WINDOW_BYTES = 1 << 40
-
-
-def ring_bytes() -> int:
-    """PIPECOMM_SHM_RING_BYTES, rounded up to pages: of one direction of one channel of a pair of ranks."""
-    text = os.environ.get("PIPECOMM_SHM_RING_BYTES", str(DEFAULT_RING_BYTES))
-    try:
-        num_bytes = int(text)
-    except ValueError:
-        num_bytes = -1
-    if not MIN_RING_BYTES <= num_bytes <= MAX_RING_BYTES:
-        raise ValueError(
-            f"PIPECOMM_SHM_RING_BYTES must be a number of bytes from {MIN_RING_BYTES} to {MAX_RING_BYTES}, "
-            f"not {text!r}"
-        )
-    return -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES
 
 
 def status() -> tuple[bool, str]:
@@ -91,7 +73,11 @@ def obstacle(everybody: list[dict[str, Any]], needed_bytes: int) -> str | None:
 def connect(
     meeting: Rendezvous, everybody: list[dict[str, Any]], ring_bytes: int, channels: int, epoch: int
 ) -> tuple[_C.SharedMemory | None, str]:
-    """Shared memory between all ranks, or None and the cause. Collective; all ranks get it, or none does."""
+    """Shared memory between all ranks, or None and the cause. Collective; all ranks get it, or none does.
+
+    `ring_bytes`: of one direction of one channel of a pair of ranks, rounded up to pages.
+    """
+    ring_bytes = -(-ring_bytes // _PAGE_BYTES) * _PAGE_BYTES
     size = meeting.size
     # Rings take memory when they are used: further channels than these carry little, if anything.
     used_bytes = _C.SharedMemory.control_bytes(size, min(channels, 2), ring_bytes)

@@ -204,6 +204,7 @@ void Outbound::next_message() {
 bool Outbound::take_grant(const Request& send) {
   if (lane_.num_granted.load(std::memory_order_acquire) != send.descriptor.seq + 1) return false;
   const Grant grant = lane_.grant;
+  send.note_started();
   if (grant.kind == GrantKind::stream) {
     stage_ = Stage::stream;
   } else if (grant.kind == GrantKind::direct) {
@@ -382,10 +383,12 @@ bool Inbound::meet_message(const RecordHeader& header) {
     case Meeting::agree:
       offset_ = 0;
       if (header.kind == RecordKind::rendezvous) {
+        recv.note_started();
         grant(recv);
         return true;
       }
       if (header.kind == RecordKind::multicast) {
+        recv.note_started();
         stage_ = Stage::multicast;
         return true;
       }

@@ -1,0 +1,27 @@
+// Python's view of flight records, and what wakes the thread that writes them to files.
+#pragma once
+
+#include <torch/python.h>
+
+#include <vector>
+
+#include "engine/flight_record.h"
+
+namespace pipecomm {
+
+namespace py = pybind11;
+
+// A list of dicts, one for each operation.
+py::list flights_list(const std::vector<Flight>& flights);
+// The fields of a failure as a dict; None if there is none.
+py::object failure_dict(const FailurePtr& failure);
+
+// Notes where in the user's program this thread is, for the operations that it makes; with the GIL.
+void note_call_site();
+
+// Wakes the thread in `flight_wait()`; async-signal-safe.
+void raise_flight_alarm();
+
+void bind_flight(py::module_& m);
+
+}  // namespace pipecomm

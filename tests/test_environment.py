@@ -1,0 +1,206 @@
+"""PIPECOMM_* variables: strict, in one place, compared between ranks, and documented as they are."""
+
+from __future__ import annotations
+
+import os
+import re
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import on_ranks
+
+import pipecomm_ext
+from pipecomm_ext import PipeCommMismatch, Recv, Send, environment
+from pipecomm_ext.info import format_info
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "python" / "pipecomm_ext"
+WIRE_VALUES = {
+    "PIPECOMM_SHM_RING_BYTES": ("65536", "131072"),
+    "PIPECOMM_NCCL_MIN_CTAS": ("1", "2"),
+    "PIPECOMM_NCCL_MAX_CTAS": ("16", "32"),
+    "PIPECOMM_NCCL_CHANNELS_PER_NET_PEER": ("1", "2"),
+    "PIPECOMM_NCCL_TRAFFIC_CLASS": ("0", "255"),
+    "PIPECOMM_NCCL_MAX_OPS_PER_GROUP": ("2", "1024"),
+}
+
+
+def names(variables) -> list[str]:
+    return [variable.name for variable in variables]
+
+
+# ---- grammar ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("variable", environment.VARIABLES, ids=lambda variable: variable.name)
+def test_wrong_values_are_refused_with_name_grammar_and_value(variable):
+    wrong = [""]
+    if isinstance(variable.grammar, environment.Number):
+        low, high = variable.grammar.low, variable.grammar.high
+        assert environment.read({variable.name: str(low)})[variable.name] == low
+        assert environment.read({variable.name: str(high)})[variable.name] == high
+        wrong += [
+            str(low - 1),
+            str(high + 1),
+            "abc",
+            f"{high}junk",
+            f" {high}",
+            "1e3",
+            "0x10",
+            "\u0663",
+            "9" * 400,
+        ]
+    elif isinstance(variable.grammar, environment.Choice):
+        for word in variable.grammar.words:
+            assert environment.read({variable.name: word})[variable.name] == word
+        wrong += ["AUTO", "auto ", "automatic"]
+    for text in wrong:
+        expected = re.escape(f"{variable.name} must be {variable.grammar.text}, not {text!r}")
+        with pytest.raises(ValueError, match=f"^{expected}$"):
+            environment.read({variable.name: text})
+
+
+def test_what_is_not_set_has_its_default():
+    assert environment.read({}) == {variable.name: variable.default for variable in environment.VARIABLES}
+    for variable in environment.VARIABLES:
+        if variable.default is not None:
+            assert variable.grammar.parse(str(variable.default)) == variable.default
+
+
+def test_unknown_names_come_with_the_nearest_one():
+    environ = dict.fromkeys(
+        [
+            "PIPECOMM_SHM_RING_BYTE",
+            "PIPECOMM_TRANSPROT",
+            "PIPECOMM_COFFEE",
+            "PIPECOMM_CUDA",
+            "PIPECOMM_TEST_KILLS",
+            "HOME",
+        ],
+        "1",
+    )
+    assert environment.unknown(environ) == {
+        "PIPECOMM_COFFEE": None,
+        "PIPECOMM_SHM_RING_BYTE": "PIPECOMM_SHM_RING_BYTES",
+        "PIPECOMM_TRANSPROT": "PIPECOMM_TRANSPORT",
+    }
+    assert (
+        environment.unknown(dict.fromkeys([*names(environment.VARIABLES), *environment.BUILD_VARIABLES], ""))
+        == {}
+    )
+
+
+# ---- between ranks ---------------------------------------------------------------------------------------
+
+
+def test_every_wire_variable_without_an_argument_is_tried_below():
+    assert set(WIRE_VALUES) == set(environment.on_wire(environment.read({})))
+
+
+@on_ranks(2)
+def test_ranks_that_differ_get_one_clear_error_on_all(world):
+    for name, values in WIRE_VALUES.items():
+        os.environ[name] = values[world.rank]
+        try:
+            expected = f"disagree about {name}: {values[0]} on rank 0, {values[1]} on rank 1"
+            with pytest.raises(PipeCommMismatch, match=expected):
+                world.fresh_comm()
+        finally:
+            del os.environ[name]
+    os.environ["PIPECOMM_CHECK"] = ("full", "off")[world.rank]
+    try:
+        with pytest.raises(PipeCommMismatch, match="disagree about check: 'full' on rank 0, 'off' on rank 1"):
+            world.fresh_comm()
+    finally:
+        del os.environ["PIPECOMM_CHECK"]
+    os.environ["PIPECOMM_PACK_SMS"] = str(1 + world.rank)  # concerns nobody else
+    try:
+        world.fresh_comm().barrier()
+    finally:
+        del os.environ["PIPECOMM_PACK_SMS"]
+
+
+@on_ranks(2)
+def test_a_wrong_value_on_one_rank_is_refused_on_all(world):
+    error = (ValueError, "PIPECOMM_NCCL_MIN_CTAS must be a number from 1 to 64, not '0'")
+    if world.rank == 0:
+        os.environ["PIPECOMM_NCCL_MIN_CTAS"] = "0"
+    else:
+        error = (PipeCommMismatch, "refused by rank 0: ValueError: PIPECOMM_NCCL_MIN_CTAS must be")
+    try:
+        with pytest.raises(error[0], match=error[1]):
+            world.fresh_comm()
+    finally:
+        os.environ.pop("PIPECOMM_NCCL_MIN_CTAS", None)
+    world.fresh_comm().barrier()
+
+
+@on_ranks(2)
+def test_the_first_communicator_warns_of_unknown_names_once(world):
+    os.environ["PIPECOMM_SHM_RINGBYTES"] = "1"
+    try:
+        with pytest.warns(
+            RuntimeWarning, match="PIPECOMM_SHM_RINGBYTES means nothing.*PIPECOMM_SHM_RING_BYTES"
+        ) as caught:
+            world.fresh_comm()
+        assert [Path(warning.filename).name for warning in caught] == ["ranks.py"]  # who made it
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            world.fresh_comm()
+    finally:
+        del os.environ["PIPECOMM_SHM_RINGBYTES"]
+        environment._warned_of.clear()
+
+
+@on_ranks(2)
+def test_the_check_can_be_switched_off_from_outside(world):
+    """int32 into float32 of equal size: an error, unless only sizes are compared."""
+    peer = 1 - world.rank
+    sent, received = torch.arange(4, dtype=torch.int32), torch.empty(4, dtype=torch.float32)
+
+    def exchange(comm):
+        comm.batch_p2p([Send(sent, peer), Recv(received, peer)])
+
+    with pytest.raises(PipeCommMismatch):
+        exchange(world.fresh_comm())
+    os.environ["PIPECOMM_CHECK"] = "off"
+    try:
+        exchange(world.fresh_comm())
+        assert torch.equal(received.view(torch.int32), sent)
+        with pytest.raises(PipeCommMismatch):  # the argument comes first
+            exchange(world.fresh_comm(check="full"))
+    finally:
+        del os.environ["PIPECOMM_CHECK"]
+
+
+# ---- one place -------------------------------------------------------------------------------------------
+
+
+def test_nothing_else_reads_our_variables():
+    for path in [*PACKAGE.rglob("*.py"), *(ROOT / "csrc").rglob("*.[ch]*")]:
+        if path.name == "environment.py":
+            continue
+        reads = re.findall(r"(?:environ|getenv)[\[.(a-z]*[\[(]\s*f?[\"']PIPECOMM_", path.read_text())
+        assert not reads, f"{path.name}: {reads}"
+
+
+def test_info_shows_the_values_in_effect_and_what_is_wrong(monkeypatch):
+    monkeypatch.setenv("PIPECOMM_SHM_RING_BYTES", "65536")
+    monkeypatch.setenv("PIPECOMM_PACK_SMS", "many")
+    monkeypatch.setenv("PIPECOMM_TRANSPRT", "shm")
+    facts = pipecomm_ext.info()
+    assert set(facts["settings"]) == set(names(environment.VARIABLES))
+    assert facts["settings"]["PIPECOMM_SHM_RING_BYTES"] == 65536
+    assert facts["settings"]["PIPECOMM_TRANSPORT"] == "auto"
+    text = format_info(facts)
+    assert "set         PIPECOMM_SHM_RING_BYTES=65536" in text
+    assert "default     PIPECOMM_NCCL_MAX_OPS_PER_GROUP=64" in text
+    assert "warning: PIPECOMM_PACK_SMS must be a number from 1 to 1024, not 'many'" in text
+    assert "warning: PIPECOMM_TRANSPRT means nothing; did you mean PIPECOMM_TRANSPORT?" in text
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/environment.md"])
+def test_the_documented_table_is_the_modules(page):
+    assert environment.table() in (ROOT / page).read_text(), f"paste environment.table() into {page}"
