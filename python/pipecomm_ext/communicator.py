@@ -64,14 +64,7 @@ class Communicator:
         timeout: float | datetime.timedelta | None = None,
         check: str = "auto",
     ) -> None:
-        if not dist.is_initialized():
-            raise ValueError(
-                "torch.distributed is not initialised; call torch.distributed.init_process_group() first"
-            )
-        if group is None:
-            group = dist.group.WORLD
-        if group is dist.GroupMember.NON_GROUP_MEMBER or dist.get_rank(group) < 0:
-            raise ValueError(f"rank {dist.get_rank()} (global) is not a member of the group")
+        group = own_group(group)
         error: Exception | None = None
         limit: float | None = DEFAULT_TIMEOUT_S
         facts: dict[str, Any] = {}
@@ -403,13 +396,8 @@ def kept_communicator(
     """Like `get_communicator`, one for each purpose, so that their messages do not meet; `channels` is by
     kind of device.
     """
-    if not dist.is_initialized():
-        raise ValueError(
-            "torch.distributed is not initialised; call torch.distributed.init_process_group() first"
-        )
-    if group is None:
-        group = dist.group.WORLD
-    kind = _device_kind(group, device)
+    group = own_group(group)
+    kind = device_kind(group, device)
     made = _kept.setdefault(group, {})
     if (purpose, kind) not in made or made[purpose, kind].closed:
         made[purpose, kind] = Communicator(group, device=kind, channels=channels[kind])
@@ -445,7 +433,21 @@ def _seconds(timeout: float | datetime.timedelta | None) -> float | None:
     return float(timeout)
 
 
-def _device_kind(group: dist.ProcessGroup, device: str | torch.device | None) -> str:
+def own_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """The group, or the default one for None. ValueError if there is none, or without this rank."""
+    if not dist.is_initialized():
+        raise ValueError(
+            "torch.distributed is not initialised; call torch.distributed.init_process_group() first"
+        )
+    if group is None:
+        return dist.group.WORLD
+    if group is dist.GroupMember.NON_GROUP_MEMBER or dist.get_rank(group) < 0:
+        raise ValueError(f"rank {dist.get_rank()} (global) is not a member of the group")
+    return group
+
+
+def device_kind(group: dist.ProcessGroup, device: str | torch.device | None) -> str:
+    """ "cpu" or "cuda": the kind of `device`, or for None what the group can do, "cuda" first."""
     if device is None:
         kinds = {kind.type for kind in group._device_types}
         return "cuda" if "cuda" in kinds and torch.cuda.is_available() else "cpu"
@@ -468,7 +470,7 @@ def _facts(group, device, transport, channels, limit, check, settings) -> dict[s
     if not 1 <= channels <= MAX_CHANNELS:
         raise ValueError(f"channels must be 1 to {MAX_CHANNELS}, not {channels}")
     requested = settings["PIPECOMM_TRANSPORT"] if transport == "auto" else transport
-    kind = _device_kind(group, device)
+    kind = device_kind(group, device)
     if (requested == "shm" and kind != "cpu") or (requested == "nccl" and kind != "cuda"):
         raise ValueError(
             f'transport="{requested}" does not exist in this version for {kind} tensors; use "c10d"'

@@ -35,7 +35,7 @@ def plan_named(name: str, P: int, M: int | None = None) -> Plan:
 
 
 def make(world, plan, pipeline, **options) -> Executor:
-    options.setdefault("communicator", world.shared_comm(channels=3))
+    options.setdefault("communicator", world.shared_comm(channels=4))
     return Executor(plan, pipeline.stages, loss_fn=pipeline.loss_fn, **options)
 
 
@@ -117,7 +117,7 @@ def test_sockets_serve_as_well_as_shared_memory(world):
     for name in ("interleaved_1f1b", "zb_h2"):
         plan = plan_named(name, world.size)
         pipeline = Pipeline(plan, world.rank)
-        executor = make(world, plan, pipeline, communicator=world.shared_comm(channels=3, transport="c10d"))
+        executor = make(world, plan, pipeline, communicator=world.shared_comm(channels=4, transport="c10d"))
         pipeline.assert_losses(pipeline.step(executor).losses, pipeline.run_whole())
         pipeline.assert_gradients()
 
@@ -203,7 +203,7 @@ class LossBlock(nn.Module):
 def test_a_last_stage_may_return_its_loss(world):
     plan = plan_named("one_f_one_b", 2)
     pipeline = Pipeline(plan, world.rank, LossBlock, loss_fn=lambda loss, _target: loss)
-    executor = Executor(plan, pipeline.stages, communicator=world.shared_comm(channels=3))
+    executor = Executor(plan, pipeline.stages, communicator=world.shared_comm(channels=4))
     result = executor.step(pipeline.of_my(0, pipeline.inputs))
     pipeline.assert_losses(result.losses, pipeline.run_whole())
     pipeline.assert_gradients()
@@ -347,7 +347,7 @@ def test_shapes_that_depend_on_data(world):
 def run_with_changing_shapes(world):
     plan = plan_named("one_f_one_b", 2, 6)
     pipeline = Pipeline(plan, world.rank, Selecting, selected_error)
-    pipeline.step(make(world, plan, pipeline, communicator=world.fresh_comm(channels=3)))
+    pipeline.step(make(world, plan, pipeline, communicator=world.fresh_comm(channels=4)))
 
 
 def test_shapes_that_depend_on_data_are_refused_without_being_announced(ranks):
@@ -478,7 +478,7 @@ def test_outputs_are_freed_when_they_are_sent_and_not_at_their_backward(world):
     plan = plan_named("gpipe", 2, 12)
     stage = Growing() if world.rank == 0 else nn.Identity()
     executor = Executor(
-        plan, [stage], communicator=world.shared_comm(channels=3), loss_fn=lambda y, t: y.mean() * t.sum()
+        plan, [stage], communicator=world.shared_comm(channels=4), loss_fn=lambda y, t: y.mean() * t.sum()
     )
     ones = [torch.ones(1)] * 12
     executor.step(ones, ones)
@@ -583,7 +583,7 @@ def time_of_failure(world):
     pipeline = Pipeline(plan, world.rank)
     if world.rank == 0:
         pipeline.stages[0] = Failing("forward", micro=1)
-    executor = make(world, plan, pipeline, communicator=world.fresh_comm(channels=3))
+    executor = make(world, plan, pipeline, communicator=world.fresh_comm(channels=4))
     with pytest.raises(PipeCommError):
         pipeline.step(executor)
     at = time.monotonic()
@@ -658,7 +658,7 @@ def test_wrong_results_of_stages_and_losses_are_explained(world):
 
 @on_ranks(2)
 def test_wrong_constructions_are_refused_on_all_ranks(world):
-    comm = world.shared_comm(channels=3)
+    comm = world.shared_comm(channels=4)
     plan = plan_named("one_f_one_b", 2)
     stages = [nn.Identity()]
     cases = [
@@ -696,7 +696,7 @@ def test_wrong_constructions_are_refused_on_all_ranks(world):
 def test_fewer_micro_batches_than_stages_is_a_warning(world):
     plan = plan_named("one_f_one_b", 2, 1)
     with pytest.warns(UserWarning, match="1 micro-batches are fewer than the stages"):
-        Executor(plan, [nn.Identity()], communicator=world.shared_comm(channels=3))
+        Executor(plan, [nn.Identity()], communicator=world.shared_comm(channels=4))
 
 
 @on_ranks(2)

@@ -133,6 +133,42 @@ def test_an_output_that_no_input_leads_to():
     torch.testing.assert_close(weights[1].grad, torch.full((3,), 10.0).exp_().fill_(10 * torch.e**2))
 
 
+def test_an_output_twice_that_no_input_leads_to():
+    weight = nn.Parameter(torch.ones(3))
+    x = torch.ones(3, requires_grad=True)
+    output = weight * 2
+    work = split_backward([x * 1, output, output], [torch.ones(3), torch.ones(3), torch.full((3,), 5.0)], [x])
+    for part in work:
+        part()
+    assert weight.grad.equal(torch.full((3,), 12.0))
+
+
+class Hooked(nn.Module):
+    """Hooks on tensors change gradients: in front of weights, of an output, and where a Tanh is between."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        x = self.first(x)
+        x.register_hook(lambda gradient: gradient * 2)
+        x = torch.tanh(x)
+        x.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
+        x = self.second(x)
+        x.register_hook(lambda gradient: gradient + 1)
+        return x
+
+
+def test_hooks_that_change_gradients_change_them_once():
+    whole, x, split, y, work = whole_and_split(Hooked())
+    assert len(work) == 2
+    for part in work:
+        part()
+    for got, expected in zip(gradients_of(split, y), gradients_of(whole, x), strict=True):
+        assert got.equal(expected)
+
+
 def test_shared_weights_are_counted_once():
     """They hang below two nodes: I is the whole backward."""
     layer = nn.Linear(8, 8)

@@ -20,8 +20,11 @@ def as_tuple(value: Any) -> tuple:
     return tuple(value) if isinstance(value, (tuple, list)) else (value,)
 
 
-def by_stage(name: str, values: Any, stages: list[int], num_micros: int) -> dict[int, MicroBatches]:
-    """Micro-batches by stage, from a list if there is one stage. Raises ValueError or TypeError."""
+def by_stage(
+    name: str, values: Any, stages: list[int], all_stages: list[int], num_micros: int
+) -> dict[int, MicroBatches]:
+    """Micro-batches of my `stages`, from a list if there is one, or from a mapping that may have others of
+    `all_stages`, too. Raises ValueError or TypeError."""
     if not stages:
         return {}
     if not isinstance(values, Mapping):
@@ -30,9 +33,10 @@ def by_stage(name: str, values: Any, stages: list[int], num_micros: int) -> dict
                 f"{name}: the stages {stages} on this rank all need some; give a mapping from stage to a list"
             )
         values = {stages[0]: values}
-    if set(values) != set(stages):
-        raise ValueError(f"{name} must be given for the stages {stages}, got {sorted(values)}")
-    for stage, micro_batches in values.items():
+    if not set(stages) <= set(values) <= set(all_stages):
+        raise ValueError(f"{name} must be given for the stages {stages}, got {list(values)}")
+    mine = {stage: values[stage] for stage in stages}
+    for stage, micro_batches in mine.items():
         if isinstance(micro_batches, torch.Tensor) or not isinstance(micro_batches, Sequence):
             raise TypeError(
                 f"{name} of stage {stage} must be a list of {num_micros} micro-batches, not "
@@ -42,7 +46,7 @@ def by_stage(name: str, values: Any, stages: list[int], num_micros: int) -> dict
             raise ValueError(
                 f"{name} of stage {stage} has {len(micro_batches)} micro-batches, the plan has {num_micros}"
             )
-    return dict(values)
+    return mine
 
 
 def one_or_many(by_stage: dict[int, list]) -> Any:

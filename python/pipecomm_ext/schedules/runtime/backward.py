@@ -54,10 +54,10 @@ def split_backward(
         for join in joins:
             hooks.callback(join.node.register_prehook(join.keep).remove)
         torch.autograd.backward(edges, gradients, inputs=inputs, retain_graph=True)
-    for edge, gradient in zip(edges, gradients, strict=True):  # of outputs that no input leads to
-        for join in joins:
-            if join.is_root and join.node is edge.node:
-                join.gradients[edge.output_nr] = gradient
+    for join in joins:
+        if join.is_root:  # no input leads to it: I did not come here
+            mine = [idx for idx, edge in enumerate(edges) if edge.node is join.node]
+            join.roots = [edges[idx] for idx in mine], [gradients[idx] for idx in mine]
     return [join.run for join in joins]
 
 
@@ -66,16 +66,23 @@ class _Join:
 
     def __init__(self, node: Node, weights: list[torch.Tensor], is_root: bool):
         self.node, self.weights, self.is_root = node, weights, is_root
-        self.gradients: dict[int, torch.Tensor | None] = {}  # by output of the node
+        self.roots: tuple[list[GradientEdge], list[torch.Tensor]] = ([], [])  # where W starts
+        self._arrived: tuple[torch.Tensor | None, ...] | None = None  # by output of the node
 
     def keep(self, gradients: tuple[torch.Tensor | None, ...]) -> None:
-        self.gradients = dict(enumerate(gradients))
+        self._arrived = gradients
+        numbers = [nr for nr, gradient in enumerate(gradients) if gradient is not None]
+        self.roots = [GradientEdge(self.node, nr) for nr in numbers], [gradients[nr] for nr in numbers]
 
     def run(self) -> None:
-        arrived = {nr: gradient for nr, gradient in self.gradients.items() if gradient is not None}
-        if arrived:
-            edges = tuple(GradientEdge(self.node, nr) for nr in arrived)
-            torch.autograd.backward(edges, tuple(arrived.values()), inputs=self.weights)
+        edges, gradients = self.roots
+        if not edges:
+            return
+        with contextlib.ExitStack() as hooks:
+            if self._arrived is not None:
+                # Hooks on the node's outputs, which run again now, have changed these gradients already in I.
+                hooks.callback(self.node.register_prehook(lambda _: self._arrived).remove)
+            torch.autograd.backward(edges, gradients, inputs=self.weights)
 
 
 def _find_joins(edges: Sequence[GradientEdge], inputs: Sequence[torch.Tensor]) -> list[_Join] | None:

@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ...communicator import Communicator
+from ...communicator import Communicator, own_group
 from ..bidirectional import dualpipe, dualpipev
 from ..plan import Plan
 from .arguments import as_tuple, device_of
 from .executor import Executor
-from .mailbox import Specs, text_of
+from .mailbox import Specs, connect, text_of
 
 _declared_shapes: list[tuple[int, ...]] | None = None
 _declared_dtype: torch.dtype | None = None
@@ -104,11 +104,9 @@ class _TwoStagesPerRank(nn.Module):
         super().__init__()
         if not isinstance(modules, (tuple, list, nn.ModuleList)) or len(modules) != 2:
             raise ValueError(f"modules must be the two modules of this rank, got {modules!r}")
-        if not dist.is_initialized():
-            raise ValueError("torch.distributed is not initialised; call init_process_group() first")
         self.module = nn.ModuleList(modules)
         self.batch_dim = batch_dim
-        self.group = dist.group.WORLD if process_group is None else process_group
+        self.group = own_group(process_group)
         self.num_ranks = dist.get_world_size(self.group)
         self._require_ranks()
         self.rank_mapping = list(range(self.num_ranks)) if rank_mapping is None else list(rank_mapping)
@@ -198,6 +196,8 @@ class _TwoStagesPerRank(nn.Module):
 
     def _chunks(self, name: str, tensors: Sequence[Any], num_chunks: int) -> list[tuple]:
         """The tensors cut along the batch dim, by chunk."""
+        if isinstance(tensors, torch.Tensor) or not isinstance(tensors, Sequence):
+            raise TypeError(f"{name} must be a list of tensors, not {type(tensors).__name__}")
         cut = []
         for idx, tensor in enumerate(tensors):
             if tensor is None:
@@ -222,8 +222,7 @@ class _TwoStagesPerRank(nn.Module):
         if self._has_failed:
             self.close()
         if self._communicator is None:
-            device = device_of(self.module) or "cpu"
-            self._communicator = Communicator(self.group, device=device, channels=3)
+            self._communicator = connect(self.group, device_of(self.module) or torch.device("cpu"))
             self._has_failed = False
 
     def close(self) -> None:
@@ -260,7 +259,11 @@ class DualPipe(_TwoStagesPerRank):
         """Replaces the gradients of both copies of a stage by their sum. Collective, after a step."""
         if not self._executors:
             raise ValueError("there are no gradients to add up: call step() before")
-        next(reversed(self._executors.values())).sum_replica_gradients()
+        try:
+            next(reversed(self._executors.values())).sum_replica_gradients()
+        except BaseException:
+            self._has_failed = True
+            raise
 
 
 class DualPipeV(_TwoStagesPerRank):

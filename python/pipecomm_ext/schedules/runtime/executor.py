@@ -30,7 +30,7 @@ from .arguments import (
 )
 from .backward import Work, run_backward, split_backward
 from .errors import StageError
-from .mailbox import Mailbox, PreparedGroup, Tensors, Transport
+from .mailbox import NUM_DATA_CHANNELS, Mailbox, PreparedGroup, Tensors, Transport, connect
 from .recorder import Recorder, gather_timeline
 from .replicas import sum_replicas
 
@@ -69,7 +69,8 @@ class Executor:
             made, and made anew after a failed step. Give different executors that may run at the same time
             different ones.
         loss_fn: `loss_fn(output, target)` gives the scalar loss of a micro-batch from what the last stage
-            returned. None: a last stage returns its loss itself.
+            returned. None: a last stage returns its loss itself; forward only, it may return anything else,
+            and then there are no losses.
         loss_scale: what losses are multiplied by before backward: "sum" (1), "mean" (1 / plan.M), or a
             number. Reported losses are not scaled.
         rank_mapping: pipeline rank of each rank of the communicator; None: the same.
@@ -110,9 +111,7 @@ class Executor:
         self._owns_communicator = not isinstance(communicator, Communicator)
         self._group = communicator.group if isinstance(communicator, Communicator) else communicator
         self._communicator = (
-            Communicator(self._group, device=device_of(stages), channels=3)
-            if self._owns_communicator
-            else communicator
+            connect(self._group, device_of(stages)) if self._owns_communicator else communicator
         )
         comm = self._communicator
         with comm.collective("all_to_all"):
@@ -122,6 +121,11 @@ class Executor:
                 raise ValueError(
                     f"{plan.name} is a plan for {plan.P} ranks, the communicator has {comm.size}; "
                     "make the plan for as many, or give a group of that size"
+                )
+            if comm.channels < NUM_DATA_CHANNELS:
+                raise ValueError(
+                    f"the communicator has {comm.channels} channel; an Executor needs "
+                    f"{NUM_DATA_CHANNELS}, for activations and for gradients"
                 )
             self._peer_of = pipeline_order(rank_mapping, comm.size)
             self.rank = self._peer_of.index(comm.rank)
@@ -143,13 +147,14 @@ class Executor:
         self._first_stages = [chain[0] for chain in plan.chains if plan.owner[chain[0]] == self.rank]
         self._loss_stages = [chain[-1] for chain in plan.chains if plan.owner[chain[-1]] == self.rank]
         self._kind_of: dict[Any, int] = {}
+        self._is_closed = False
         self._forget_step()
         self._connect()
 
     def _connect(self) -> None:
         """What belongs to a communicator."""
         self._is_usable = True
-        self._transport = Transport(self._communicator)
+        self._transport = Transport(self._communicator, len(self.plan.chains))
         self._mailbox = Mailbox(self.plan, self.rank, self._transport, self._peer_of, **self._options)
         self._recorder = Recorder(self._communicator.device) if self._record_timeline else None
         self._program = self._mailbox.prepare(self.plan.program[self.rank])
@@ -169,20 +174,23 @@ class Executor:
 
     def step(
         self,
-        inputs: MicroBatches | Mapping[int, MicroBatches] | None = None,
-        targets: MicroBatches | Mapping[int, MicroBatches] | None = None,
+        inputs: MicroBatches | Mapping[int, MicroBatches | None] | None = None,
+        targets: MicroBatches | Mapping[int, MicroBatches | None] | None = None,
     ) -> StepResult:
         """Forward and backward of all micro-batches; only forward where grad mode is off. Collective.
 
         Args:
             inputs: on ranks with a chain's first stage, one entry per micro-batch: a tensor, or a tuple.
-                Micro-batches may differ in shape. With two chains on this rank: a mapping from first stage to
-                such a list.
+                Micro-batches may differ in shape. Or a mapping from first stage to such a list, needed if two
+                chains start on this rank.
             targets: on ranks with a loss stage, what `loss_fn` gets as its second argument, likewise.
 
-        Both are ignored on other ranks, so that all may make the same call.
+        A list is ignored on other ranks, and so is what a mapping has for stages of other ranks: all ranks
+        may make the same call.
         """
         is_training = torch.is_grad_enabled()
+        if self._is_closed:
+            raise ValueError("this Executor is closed; make a new one")
         try:
             if not self._is_usable:
                 self._reconnect()
@@ -197,11 +205,9 @@ class Executor:
                 else:
                     self._run(item, position, is_training)
             self._mailbox.finish_step()
-            return self._result(is_training)
+            return self._result()
         except BaseException as error:
-            self._is_usable = False
-            is_told = isinstance(error, StageError)
-            self._transport.abort(str(error) if is_told else f"{type(error).__name__}: {error}")
+            self._fail(error)
             raise
         finally:
             self._forget_step()
@@ -211,15 +217,25 @@ class Executor:
         inputs: MicroBatches | Mapping[int, MicroBatches] | None = None,
         targets: MicroBatches | Mapping[int, MicroBatches] | None = None,
     ) -> StepResult:
-        """`step` without gradients: the forwards, in the plan's order. Losses only if there are targets."""
+        """`step` without gradients: the forwards, in the plan's order. With a `loss_fn`, losses only if there
+        are targets."""
         with torch.no_grad():
             return self.step(inputs, targets)
+
+    def _fail(self, error: BaseException) -> None:
+        """Tells the other ranks."""
+        self._is_usable = False
+        is_told = isinstance(error, StageError)
+        self._transport.abort(str(error) if is_told else f"{type(error).__name__}: {error}")
 
     def _begin_step(self, inputs: Any, targets: Any, is_training: bool) -> None:
         num_micros = self.plan.micros_per_chain
         needs_targets = targets is not None or (is_training and self._loss_fn is not None)
-        self._inputs = by_stage("inputs", inputs, self._first_stages, num_micros)
-        self._targets = by_stage("targets", targets, self._loss_stages if needs_targets else [], num_micros)
+        first_stages, loss_stages = ([chain[end] for chain in self.plan.chains] for end in (0, -1))
+        self._inputs = by_stage("inputs", inputs, self._first_stages, first_stages, num_micros)
+        self._targets = by_stage(
+            "targets", targets, self._loss_stages if needs_targets else [], loss_stages, num_micros
+        )
         self._losses = {stage: [None] * num_micros for stage in self._loss_stages}
         self._outputs = {stage: [None] * num_micros for stage in self._loss_stages}
         if self._recorder is not None:
@@ -248,8 +264,8 @@ class Executor:
         self._alive: dict[tuple[int, int], _Alive] = {}
         self._weight_work: dict[tuple[int, int], list[Work]] = {}
 
-    def _result(self, is_training: bool) -> StepResult:
-        has_losses = bool(self._targets) or (is_training and self._loss_fn is None)
+    def _result(self) -> StepResult:
+        has_losses = all(loss is not None for losses in self._losses.values() for loss in losses)
         return StepResult(
             one_or_many(self._losses if has_losses else {}),
             one_or_many(self._outputs if self._return_outputs else {}),
@@ -322,7 +338,8 @@ class Executor:
             self._outputs[stage][micro] = detached if isinstance(output, (tuple, list)) else detached[0]
         if loss is None:
             if self._loss_fn is None:
-                if not torch.is_grad_enabled():
+                is_loss = isinstance(output, torch.Tensor) and output.numel() == 1
+                if not torch.is_grad_enabled() and not is_loss:
                     return None
                 loss = output
             elif stage in self._targets:
@@ -364,12 +381,13 @@ class Executor:
         _, stage1, micro1 = backward
         module0, module1 = self.stages[stage0], self.stages[stage1]
         overlapped = getattr(type(module0), "overlapped_forward_backward", None)
-        if overlapped is None or type(module0) is not type(module1):
+        roots, root_gradients = _roots(self._alive[stage1, micro1], gradients)
+        if overlapped is None or type(module0) is not type(module1) or not roots:
             self._forward(stage0, micro0, inputs)
             self._backward(stage1, micro1, gradients)
             return
         alive = self._alive.pop((stage1, micro1))
-        outputs1, gradients1 = ([], []) if gradients is None else _roots(alive, gradients)
+        outputs1, gradients1 = ([], []) if gradients is None else (roots, root_gradients)
         criterion, labels = self._criterion_of(stage0, micro0)
         outputs, loss = overlapped(
             module0,
@@ -387,7 +405,7 @@ class Executor:
     def _criterion_of(self, stage: int, micro: int) -> tuple[Callable[..., torch.Tensor] | None, list]:
         """The loss function as an overlapped method calls it, `criterion(*outputs, *labels)`, and the labels;
         None and none unless the stage is the last of its chain."""
-        if stage not in self._targets:
+        if self._loss_fn is None or stage not in self._targets:
             return None, []
 
         def criterion(*outputs_and_target):
@@ -404,27 +422,37 @@ class Executor:
         """Adds up the gradients of stages with the same weights (`plan.replicas`).
 
         Collective, for use after step() and before the optimizer. The sums are the same bits on all ranks. A
-        gradient that is None counts as zeros.
-        The stages must be modules with parameters of the same shapes and dtypes.
+        gradient that is None counts as zeros; parameters that need no gradient are left out. The stages must
+        be modules with parameters of the same shapes and dtypes. If anything raises, the communicator is
+        aborted, as in a step.
         """
-        sum_replicas(self.plan, self.rank, self.stages, self._communicator, self._peer_of)
+        try:
+            sum_replicas(self.plan, self.rank, self.stages, self._communicator, self._peer_of)
+        except BaseException as error:
+            self._fail(error)
+            raise
 
     def timeline(self) -> Timeline:
         """When the actions of the last step ran on all ranks, in seconds. Collective; the Executor must have
         been made with record_timeline=True on all ranks."""
-        if self._recorder is None:
-            raise ValueError("make the Executor with record_timeline=True to get a timeline")
+        with self._communicator.collective("all_to_all"):
+            if self._recorder is None:
+                raise ValueError("make the Executor with record_timeline=True to get a timeline")
         return gather_timeline(self.plan, self.rank, self._communicator, self._peer_of, self._recorder)
 
     def _reconnect(self) -> None:
         """After a failed step, which failed on all ranks: a new communicator in place of the failed one."""
         if self._owns_communicator:
-            self.close()
-            self._communicator = Communicator(self._group, device=self._communicator.device, channels=3)
+            self._release()
+            self._communicator = connect(self._group, self._communicator.device)
             self._connect()
 
     def close(self) -> None:
-        """Ends the communicator if it is the executor's own. Idempotent."""
+        """Ends the communicator if it is the executor's own; no step can follow. Idempotent."""
+        self._is_closed = True
+        self._release()
+
+    def _release(self) -> None:
         self._transport.close_control()
         if self._owns_communicator:
             self._communicator.close()

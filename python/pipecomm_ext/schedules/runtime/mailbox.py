@@ -4,8 +4,8 @@ Shapes. The rank of a chain's first stage tells all ranks of the chain at the st
 each micro-batch is (a number for: training or not, shapes and dtypes of its inputs). The first time that a
 border sees a kind, the specs of the tensors travel ahead of them; from then on both ends know them. So sizes
 may differ between micro-batches and between steps, and nothing but one small message per rank and step is
-paid for that. All this goes over a channel of its own: where headers stand between data then depends on
-nothing but the order of the data.
+paid for that. All this goes over channels of its own, one for each chain: what two ranks tell each other
+about a chain has one order, whatever the data and the other chains do meanwhile.
 
 Only differentiable tensors have a gradient message. A gradient that autograd did not produce travels as
 zeros: the other end waits for it.
@@ -17,15 +17,16 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 
-from ...communicator import Communicator, Recv, Send, Work
+from ...communicator import Communicator, Recv, Send, Work, device_kind, own_group
 from ..actions import ACT, GRAD, SEND, Compute, Group, Item, Transfer
 from ..plan import Plan
 
 Tensors = tuple[torch.Tensor, ...]
 Key = tuple[str, int, int]  # what, producing stage, micro-batch
 
-CONTROL_CHANNEL = 2
+NUM_DATA_CHANNELS = 2  # activations and gradients
 MAX_SPEC_WORDS = 1024
 _DTYPES = sorted({dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}, key=str)
 _CODE_OF = {dtype: code for code, dtype in enumerate(_DTYPES)}
@@ -54,27 +55,37 @@ def text_of(specs: Specs) -> str:
     return "(" + ", ".join(map(str, specs)) + ")"
 
 
-class Transport:
-    """The communicator for data, and what carries headers and specs, which the host reads: a channel of it,
-    or for CUDA tensors, and where it has no channel left, a communicator of its own."""
+def connect(group: dist.ProcessGroup | None, device: torch.device | None) -> Communicator:
+    """A communicator for an executor. Collective. Channels cost nothing on the host, so there are some for
+    the control messages of two chains; NCCL needs a communicator for each."""
+    group = own_group(group)
+    is_on_host = (device_kind(group, None) if device is None else device.type) == "cpu"
+    num_channels = NUM_DATA_CHANNELS + (2 if is_on_host else 0)
+    return Communicator(group, device=device, channels=num_channels)
 
-    def __init__(self, data: Communicator):
+
+class Transport:
+    """The communicator for data, and what carries headers and specs, which the host reads, on one channel
+    for each chain: channels of it, or for CUDA tensors, and where it has too few, a communicator of its own.
+    """
+
+    def __init__(self, data: Communicator, num_chains: int):
         self.data = data
-        self._owns_control = data.device.type != "cpu" or data.channels <= CONTROL_CHANNEL
+        self._owns_control = data.device.type != "cpu" or data.channels < NUM_DATA_CHANNELS + num_chains
         self.control = (
-            Communicator(data.group, device="cpu", channels=1, timeout=data.timeout)
+            Communicator(data.group, device="cpu", channels=num_chains, timeout=data.timeout)
             if self._owns_control
             else data
         )
-        self._channel = 0 if self._owns_control else CONTROL_CHANNEL
+        self._first_channel = 0 if self._owns_control else NUM_DATA_CHANNELS
         self.is_one_stream = data.transport == "nccl"  # else each pair and channel is an order of its own
 
-    def send_words(self, words: torch.Tensor, peer: int) -> Work:
-        return self.control.isend(words, peer, self._channel)
+    def send_words(self, words: torch.Tensor, peer: int, chain_idx: int) -> Work:
+        return self.control.isend(words, peer, self._first_channel + chain_idx)
 
-    def receive_words(self, num_words: int, peer: int) -> tuple[torch.Tensor, Work]:
+    def receive_words(self, num_words: int, peer: int, chain_idx: int) -> tuple[torch.Tensor, Work]:
         words = torch.empty(num_words, dtype=torch.int64)
-        return words, self.control.irecv(words, peer, self._channel)
+        return words, self.control.irecv(words, peer, self._first_channel + chain_idx)
 
     def abort(self, reason: str) -> None:
         self.data.abort(reason)
@@ -89,7 +100,9 @@ class _Header:
     """The kinds of a chain's micro-batches in this step: given by the rank of its first stage, handed from
     each rank of the chain to those that it is the first to reach."""
 
-    def __init__(self, plan: Plan, chain: Sequence[int], rank: int):
+    def __init__(self, plan: Plan, chain_idx: int, rank: int):
+        self.chain_idx = chain_idx
+        chain = plan.chains[chain_idx]
         owners = [plan.owner[stage] for stage in chain]
         order = list(dict.fromkeys(owners))
         parent_of = {owner: owners[owners.index(owner) - 1] for owner in order[1:]}
@@ -141,7 +154,7 @@ class Mailbox:
     def __init__(self, plan, rank, transport, peer_of, *, dynamic_shapes=False, check_border=None):
         self._plan, self._rank, self._transport, self._peer_of = plan, rank, transport, peer_of
         self._dynamic_shapes, self._check_border = dynamic_shapes, check_border
-        self._headers = [_Header(plan, chain, rank) for chain in plan.chains]
+        self._headers = [_Header(plan, chain_idx, rank) for chain_idx in range(len(plan.chains))]
         self._header_of = {
             stage: header for header, chain in zip(self._headers, plan.chains, strict=True) for stage in chain
         }
@@ -184,10 +197,15 @@ class Mailbox:
                 self._pass_on(header, torch.tensor([is_training, *header.kinds], dtype=torch.int64))
             elif header.parent is not None:
                 num_words = 1 + self._plan.micros_per_chain
-                header.pending = self._transport.receive_words(num_words, self._peer_of[header.parent])
+                header.pending = self._transport.receive_words(
+                    num_words, self._peer_of[header.parent], header.chain_idx
+                )
 
     def _pass_on(self, header: _Header, words: torch.Tensor) -> None:
-        self._works += [self._transport.send_words(words, self._peer_of[child]) for child in header.children]
+        self._works += [
+            self._transport.send_words(words, self._peer_of[child], header.chain_idx)
+            for child in header.children
+        ]
 
     def _kind(self, stage: int, micro: int) -> int:
         header = self._header_of[stage]
@@ -228,12 +246,12 @@ class Mailbox:
             self._awaited_gradients[stage, micro] = tuple(spec for spec in specs if spec.is_differentiable)
 
     def put_gradient(self, stage: int, micro: int, inputs: Tensors) -> None:
-        """The gradients that B or I left in the inputs of a stage, for the stage before it."""
-        gradients = [
-            torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
-            for tensor in inputs
-            if tensor.requires_grad
-        ]
+        """The gradients that B or I left in the inputs of a stage, for the stage before it. They are taken
+        away: until W the graph may go on holding the inputs."""
+        gradients = []
+        for tensor in inputs:
+            gradients.append(torch.zeros_like(tensor) if tensor.grad is None else tensor.grad)
+            tensor.grad = None
         key = (GRAD, stage, micro)
         if self._plan.owner[self._plan.prev_of[stage]] == self._rank:
             self._arrived[key] = _Arrival(gradients, (), None)
@@ -320,12 +338,13 @@ class Mailbox:
         known = self._known_specs.get((stage, kind))
         if self._dynamic_shapes or known is None:
             self._known_specs[stage, kind] = specs
-            self._works.append(self._transport.send_words(_encode(stage, specs), peer))
+            chain_idx = self._header_of[stage].chain_idx
+            self._works.append(self._transport.send_words(_encode(stage, specs), peer, chain_idx))
         elif known != specs:
             raise ValueError(
                 f"stage {stage} made {text_of(specs)} of micro-batch {micro}, but {text_of(known)} of "
                 "another one whose inputs have the same shapes and dtypes; if shapes depend on data, make "
-                "the Executor with dynamic_shapes=True"
+                "the Executor with dynamic_shapes=True; if the stage has been changed, make a new Executor"
             )
 
     def _specs_from(self, route: _Route) -> Specs:
@@ -336,7 +355,8 @@ class Mailbox:
             kind = self._kind(stage, micro)
             specs = self._known_specs.get((stage, kind))
             if self._dynamic_shapes or specs is None:
-                words, work = self._transport.receive_words(MAX_SPEC_WORDS, route.peer)
+                chain_idx = self._header_of[stage].chain_idx
+                words, work = self._transport.receive_words(MAX_SPEC_WORDS, route.peer, chain_idx)
                 work.wait()
                 specs = self._known_specs[stage, kind] = _decode(words.tolist())
         return specs

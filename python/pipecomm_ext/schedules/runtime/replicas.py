@@ -23,8 +23,9 @@ def sum_replicas(
     """Replaces the gradients of replicated stages by the sum over their replicas, the same bits on all ranks.
 
     Collective. A gradient that is None counts as zeros, and becomes one if all replicas have none. Shapes and
-    dtypes of the parameters must agree.
+    dtypes of the parameters must agree. Those that need no gradient, on all replicas alike, are left out.
     """
+    trained = {stage: _trained_parameters(stage, module) for stage, module in stages.items()}
     ops: list[Send | Recv] = []
     gradients_of: dict[int, list[torch.Tensor]] = {}  # by stage, of all replicas of mine
     groups = [group for group in plan.replicas if any(plan.owner[stage] == rank for stage in group)]
@@ -32,7 +33,7 @@ def sum_replicas(
         mine = [stage for stage in group if plan.owner[stage] == rank]
         peers = sorted({plan.owner[stage] for stage in group} - {rank})
         for stage in mine:
-            gradients_of[stage] = [_gradient(parameter) for parameter in stages[stage].parameters()]
+            gradients_of[stage] = [_gradient(parameter) for parameter in trained[stage]]
             for peer in peers:
                 ops += [Send(gradient, peer_of[peer], CHANNEL) for gradient in gradients_of[stage]]
         for stage in group:
@@ -45,8 +46,14 @@ def sum_replicas(
         totals = [sum(parts[1:], start=parts[0]) for parts in zip(*map(gradients_of.get, group), strict=True)]
         for stage in group:
             if plan.owner[stage] == rank:
-                for parameter, total in zip(stages[stage].parameters(), totals, strict=True):
+                for parameter, total in zip(trained[stage], totals, strict=True):
                     parameter.grad = total.clone()
+
+
+def _trained_parameters(stage: int, module: nn.Module) -> list[nn.Parameter]:
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"stage {stage} must be a module to have gradients, not {type(module).__name__}")
+    return [parameter for parameter in module.parameters() if parameter.requires_grad]
 
 
 def _gradient(parameter: nn.Parameter) -> torch.Tensor:

@@ -1,0 +1,206 @@
+"""What users may pass to an Executor beside the usual, and what they are told if it is wrong."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from pipelines import WIDTH, Block, Pipeline
+from ranks import on_ranks
+from torch import nn
+
+from pipecomm_ext import Communicator, PipeCommAborted, PipeCommMismatch
+from pipecomm_ext.schedules import Executor, Plan, get_plan
+
+TWINS = Plan("twins", P=3, M=4, owner=[0, 1, 2, 0, 1, 2], next_of=[1, 2, None, 4, 5, None], compute=[
+    "F0.0 F0.1 F3.0 F3.1 B0.0 B3.0 B0.1 B3.1",
+    "F1.0 F1.1 F4.0 F4.1 B1.0 B4.0 B1.1 B4.1",
+    "F2.0 B2.0 F2.1 B2.1 F5.0 B5.0 F5.1 B5.1",
+])  # fmt: skip
+
+
+def make(world, plan, pipeline, **options) -> Executor:
+    options.setdefault("communicator", world.shared_comm(channels=4))
+    return Executor(plan, pipeline.stages, loss_fn=pipeline.loss_fn, **options)
+
+
+# ---- two chains -------------------------------------------------------------------------------------------
+
+
+@on_ranks(3)
+@pytest.mark.filterwarnings("ignore:.*micro-batches are fewer than the stages")
+def test_two_chains_in_one_direction(world):
+    """What is told about one chain must not get between what is told about the other."""
+    for num_channels in (4, 3):  # 3: the executor makes a communicator for its headers
+        pipeline = Pipeline(TWINS, world.rank)
+        with make(world, TWINS, pipeline, communicator=world.shared_comm(channels=num_channels)) as executor:
+            pipeline.assert_losses(pipeline.step(executor).losses, pipeline.run_whole())
+    with make(world, TWINS, pipeline, communicator=None) as executor:
+        with pytest.raises((ValueError, PipeCommAborted), match="give a mapping from stage to a list"):
+            executor.step(pipeline.inputs[0], pipeline.targets[0])
+
+
+@on_ranks(2)
+def test_all_ranks_may_pass_the_mappings_of_all_chains(world):
+    plan = get_plan("dualpipe", 2, 4)
+    pipeline = Pipeline(plan, world.rank)
+    inputs, targets = (
+        {chain[end]: values for chain, values in zip(plan.chains, data, strict=True)}
+        for end, data in ((0, pipeline.inputs), (-1, pipeline.targets))
+    )
+    executor = make(world, plan, pipeline)
+    pipeline.assert_losses(executor.step(inputs, targets).losses, pipeline.run_whole())
+    mine = {chain[0]: values if plan.owner[chain[0]] == world.rank else None
+            for chain, values in zip(plan.chains, pipeline.inputs, strict=True)}  # fmt: skip
+    pipeline.assert_losses(executor.step(mine, targets).losses, pipeline.run_whole())
+
+
+# ---- losses -----------------------------------------------------------------------------------------------
+
+
+class Mean(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return (x * self.weight).mean()
+
+
+@on_ranks(2)
+def test_without_a_loss_fn_the_loss_is_what_the_last_stage_returns(world):
+    plan = get_plan("1f1b", 2, 4)
+    inputs = [torch.full((2, 3), float(micro)) for micro in range(4)]
+    executor = Executor(
+        plan, [[nn.Identity(), Mean()][world.rank]], communicator=world.shared_comm(channels=4)
+    )
+    for run, targets in ((executor.step, None), (executor.eval, None), (executor.eval, inputs)):
+        losses = run(inputs, targets).losses
+        assert losses is None if world.rank == 0 else torch.stack(losses).tolist() == [0, 1, 2, 3]
+    executor = Executor(plan, [nn.Identity()], communicator=world.shared_comm(channels=4))
+    for targets in (None, inputs):
+        losses, outputs = executor.eval(inputs, targets)
+        assert losses is None and (outputs is None) == (world.rank == 0)
+
+
+class Detached(nn.Module):
+    """Its loss has no gradient, so its fused slots have no backward."""
+
+    def forward(self, x):
+        return x.detach()
+
+    @classmethod
+    def overlapped_forward_backward(cls, *_arguments):
+        raise AssertionError("there is nothing to run backward from")
+
+
+@on_ranks(1)
+def test_a_fused_slot_without_anything_to_run_backward_from(world):
+    plan = get_plan("dualpipev", 1, 4)
+    executor = Executor(plan, [Detached(), Detached()], communicator=world.comm, loss_fn=lambda y, t: y.sum())
+    losses = executor.step([torch.full((2,), float(micro)) for micro in range(4)], [None] * 4).losses
+    assert torch.stack(losses).tolist() == [0, 2, 4, 6]
+
+
+# ---- memory -----------------------------------------------------------------------------------------------
+
+
+class Watching(nn.Module):
+    """At each W of the weight it counts which inputs still have their gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+        self.inputs, self.numbers_left = [], []
+        self.linear.weight.register_post_accumulate_grad_hook(self._count)
+
+    def forward(self, x):
+        self.inputs.append(x)
+        return self.linear(x)
+
+    def _count(self, _weight):
+        self.numbers_left.append(sum(x.grad is not None for x in self.inputs))
+
+
+@on_ranks(2)
+def test_gradients_of_inputs_are_not_kept_until_w(world):
+    plan = get_plan("zb_h2", 2, 4)
+    pipeline = Pipeline(plan, world.rank)
+    stage = Watching() if world.rank == 1 else pipeline.stages[0]
+    pipeline.step(
+        Executor(plan, [stage], communicator=world.shared_comm(channels=4), loss_fn=pipeline.loss_fn)
+    )
+    if world.rank == 1:
+        assert stage.numbers_left == [0] * 4
+
+
+# ---- gradients of replicas --------------------------------------------------------------------------------
+
+
+class PartlyFrozen(Block):
+    def __init__(self, depth: int):
+        super().__init__(depth)
+        self.first.requires_grad_(False)
+
+
+@on_ranks(2)
+def test_sums_over_replicas_leave_frozen_parameters_alone(world):
+    plan = get_plan("dualpipe", 2, 4)
+    pipeline = Pipeline(plan, world.rank, PartlyFrozen)
+    executor = make(world, plan, pipeline)
+    pipeline.step(executor)
+    executor.sum_replica_gradients()
+    pipeline.run_whole()
+    pipeline.assert_gradients()  # None where the unsplit model has none
+
+
+@on_ranks(2)
+def test_replicas_that_are_no_modules_are_refused_on_all_ranks(world):
+    plan = get_plan("dualpipe", 2, 4)
+    pipeline = Pipeline(plan, world.rank)
+    executor = make(world, plan, pipeline, communicator=None)
+    if world.rank == 0:
+        executor.stages[0] = functools.partial(executor.stages[0])
+    expected = TypeError if world.rank == 0 else PipeCommAborted
+    with pytest.raises(expected, match="stage 0 must be a module to have gradients, not partial"):
+        executor.sum_replica_gradients()
+    assert pipeline.step(executor).losses is not None  # it goes on
+    executor.close()
+
+
+# ---- refused ----------------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_a_closed_executor_stays_closed(world):
+    plan = get_plan("1f1b", 2, 4)
+    pipeline = Pipeline(plan, world.rank)
+    executor = make(world, plan, pipeline, communicator=None)
+    pipeline.step(executor)
+    executor.close()
+    executor.close()
+    for _ in range(2):
+        with pytest.raises(ValueError, match="this Executor is closed; make a new one"):
+            pipeline.step(executor)
+
+
+@on_ranks(2)
+def test_one_channel_is_not_enough(world):
+    plan = get_plan("1f1b", 2, 4)
+    with Communicator(channels=1) as comm:
+        with pytest.raises(ValueError, match="has 1 channel; an Executor needs 2"):
+            Executor(plan, [nn.Identity()], communicator=comm)
+        comm.barrier()
+
+
+@on_ranks(2)
+def test_a_timeline_that_one_rank_did_not_record_is_refused_on_all(world):
+    plan = get_plan("1f1b", 2, 4)
+    pipeline = Pipeline(plan, world.rank)
+    executor = make(world, plan, pipeline, record_timeline=world.rank == 0)
+    pipeline.step(executor)
+    expected = PipeCommMismatch if world.rank == 0 else ValueError
+    with pytest.raises(expected, match="make the Executor with record_timeline=True"):
+        executor.timeline()
+    pipeline.step(executor)
