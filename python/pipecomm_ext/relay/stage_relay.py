@@ -225,8 +225,6 @@ class StageRelay:
             # What the stage settles by itself first is refused, too: the other ranks are waiting there.
             with self._settled_in_stage(link) if reduces or asks else contextlib.nullcontext():
                 spec_of(tensor, "tensor")
-                if tensor.layout is not torch.strided:
-                    raise ValueError(f"tensor must be dense, not {tensor.layout}")
                 tensor = tensor.detach()
                 if reduces:
                     check_can_be_reduced(tensor.dtype, self._grad_reduce)
