@@ -447,20 +447,6 @@ def test_relay_is_differentiable(world, algorithm, grad_reduce):
 
 
 @on_ranks(3)
-def test_there_is_no_second_derivative(world):
-    """It would be wrong without a word: the graph ends at the other stage."""
-    relay = StageRelay(topology_of(world, [1, 2]))
-    if world.rank == 0:
-        x = torch.ones(2, requires_grad=True)
-        token = relay.relay(x * x, [2], torch.float32, 0, 1)
-        [gradient] = torch.autograd.grad(token, x, torch.empty(0), create_graph=True)
-        with pytest.raises(RuntimeError, match="once_differentiable"):
-            gradient.sum().backward()
-    else:
-        relay.relay(None, [2], torch.float32, 0, 1).sum().backward()
-
-
-@on_ranks(3)
 def test_relay_of_integers_and_of_what_needs_no_gradient(world):
     topology = topology_of(world, [1, 2])
     relay = StageRelay(topology)

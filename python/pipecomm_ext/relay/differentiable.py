@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 if TYPE_CHECKING:
     from .stage_relay import Link, StageRelay
@@ -57,7 +56,6 @@ class _Give(torch.autograd.Function):
         return tensor.new_empty(0)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, _):
         gradient, _ = ctx.stage_relay.recv_on(ctx.link, *ctx.spec, False)
         return None, None, None, gradient, None
@@ -71,7 +69,6 @@ class _Take(torch.autograd.Function):
         return result
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, gradient):
         ctx.stage_relay.send_on(ctx.link, gradient, False, ctx.shape)
         return None, None, None, None, None

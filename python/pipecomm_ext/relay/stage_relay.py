@@ -175,8 +175,9 @@ class StageRelay:
         Returns:
             in the destination what this rank holds of it, which requires grad if its dtype can; its backward
             sends the gradient. In the source a tensor without elements, whose `backward()`, or that of
-            anything computed with it, receives the gradient of `tensor`. Every call waits for the other
-            stage, so both stages make their calls, backwards included, in one order.
+            anything computed with it, receives the gradient of `tensor` (a constant for second
+            derivatives). Every call waits for the other stage, so both stages make their calls, backwards
+            included, in one order.
 
         Raises:
             ValueError: this rank is in neither stage, or the stages are the same.
