@@ -340,6 +340,18 @@ def test_what_a_rank_rejects_before_its_stage_adds_up(world, grad_reduce):
 
 
 @on_ranks(3)
+def test_memory_that_one_end_does_not_have(world):
+    topology = topology_of(world, [1, 2])
+    relay = StageRelay(topology)
+    if topology.is_pipeline_first_stage():
+        expect(PipeCommMismatch, "refused by rank", lambda: relay.send_forward(torch.ones(2)))
+    else:
+        with pytest.raises(RuntimeError, match="(?i)alloc"):
+            relay.recv_forward([1 << 50], torch.float32)
+    still_works(relay, "memory")
+
+
+@on_ranks(3)
 def test_integer_gradients_have_no_mean(world):
     topology = topology_of(world, [2, 1])
     relay = StageRelay(topology, grad_reduce="mean")

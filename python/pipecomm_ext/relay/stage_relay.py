@@ -245,7 +245,7 @@ class StageRelay:
         self, link: Link, shape: Sequence[int], dtype: torch.dtype, async_op: bool
     ) -> tuple[torch.Tensor, Work | None]:
         """What a rank of the link's destination does."""
-        with self._comm.collective("relay", link.members, link.channel):
+        with self._refused_on(link):
             whole = shape_of(shape)
             if not isinstance(dtype, torch.dtype):
                 raise TypeError(f"dtype must be a torch.dtype, not {type(dtype).__name__}")
@@ -408,11 +408,14 @@ class StageRelay:
 
     @contextlib.contextmanager
     def _refused_on(self, link: Link) -> Iterator[None]:
-        """Like `Communicator.collective`; also if this rank's stage has not agreed with itself."""
+        """Like `Communicator.collective`; also if this rank's stage has not agreed with itself, or memory is
+        short.
+        """
         try:
             yield
-        except (ValueError, TypeError, IndexError, PipeCommMismatch) as error:
-            self._refuse(link, error)
+        except (ValueError, TypeError, IndexError, RuntimeError) as error:
+            if isinstance(error, PipeCommMismatch) or not isinstance(error, PipeCommError):
+                self._refuse(link, error)
             raise
 
     def _refuse(self, link: Link, error: Exception) -> None:
