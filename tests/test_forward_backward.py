@@ -402,7 +402,7 @@ def test_collecting_other_data(world):
 def test_timers_of_a_schedule(world):
     names = []
 
-    def timers(name, log_level):
+    def timers(name, log_level=2):
         assert log_level == 2
         return SimpleNamespace(start=lambda: names.append(name), stop=lambda: None)
 

@@ -476,7 +476,7 @@ def test_an_abort_reaches_the_other_stage(world):
 @on_ranks(2)
 def test_timers_are_named_as_in_megatron(world):
     class Timers(list):
-        def __call__(self, name, log_level):
+        def __call__(self, name, log_level=2):
             return SimpleNamespace(
                 start=lambda: self.append(f"{name} {log_level}"), stop=lambda: self.append("stop")
             )
@@ -486,4 +486,14 @@ def test_timers_are_named_as_in_megatron(world):
     p2p.send_forward_backward_recv_forward_backward(torch.ones(1), torch.ones(1), True, True, (1,))
     to_next(p2p, world.rank, torch.ones(1), (1,))
     last = "forward-send 2" if world.rank == 0 else "forward-recv 2"
-    assert timers == ["forward-backward-send-forward-backward-recv 2", "stop", last, "stop"]
+    assert p2p.recv_forward((1,), True) is None and p2p.send_forward(torch.ones(1), True) is None  # at edges
+    with pytest.raises(ValueError, match="is None, and its shape is not known"):
+        p2p.send_forward(None, False)
+    assert timers == [
+        "forward-backward-send-forward-backward-recv 2",
+        "stop",
+        last,
+        "stop",
+        "forward-send 2",
+        "stop",
+    ]

@@ -28,9 +28,10 @@ NO_GRADIENTS = [((6, 2), torch.int64), ((2, 9), torch.bool), ((1, 3), torch.floa
 
 def layouts_of(num_stages):
     """One for all stages, and lists that differ by stage."""
-    replicated, rows, columns = "replicated", ("sharded", 0), ("sharded", 1)
+    replicated, rows, columns, last = "replicated", ("sharded", 0), ("sharded", 1), ("sharded", -1)
     return [
         [replicated] * num_stages,
+        [(last, replicated)[idx % 2] for idx in range(num_stages)],
         [rows] * num_stages,
         [(replicated, rows)[idx % 2] for idx in range(num_stages)],
         [(rows, replicated, columns)[idx % 3] for idx in range(num_stages)],
@@ -315,6 +316,41 @@ def test_pieces_must_be_remainder_first(world):
         check(relay.recv_forward(shape, torch.float32), traffic.received_forward(), traffic)
 
 
+@on_ranks(5)
+@pytest.mark.parametrize("grad_reduce", ["leader", "sum"])
+def test_what_a_rank_rejects_before_its_stage_adds_up(world, grad_reduce):
+    """Neither the stage nor the link is left out of step, whatever it is."""
+    topology = topology_of(world, [2, 3])
+    relay = StageRelay(topology, layout=[("sharded", 1), "replicated"], grad_reduce=grad_reduce)
+    for bad, kind, text in [
+        (torch.ones(4), ValueError, "sharded along dim 1, but it has 1 dims"),
+        (torch.ones(4, 2).to_sparse(), ValueError, "tensor must be a dense tensor"),
+        (None, TypeError, "tensor must be a torch.Tensor"),
+    ]:
+        if topology.is_pipeline_first_stage():
+            expect(PipeCommMismatch, "refused by rank", lambda: relay.recv_backward([4, 2], torch.float32))
+        elif world.rank == 3:
+            expect(kind, text, lambda: relay.send_backward(bad))  # noqa: B023
+        else:
+            expect(PipeCommMismatch, "refused by rank 3", lambda: relay.send_backward(torch.ones(4, 2)))
+        traffic = Traffic(
+            topology, [("sharded", 1), "replicated"], grad_reduce, (4, 2), torch.float32, "step"
+        )
+        all_at_once(relay, traffic)
+
+
+@on_ranks(3)
+def test_memory_that_one_end_does_not_have(world):
+    topology = topology_of(world, [1, 2])
+    relay = StageRelay(topology)
+    if topology.is_pipeline_first_stage():
+        expect(PipeCommMismatch, "refused by rank", lambda: relay.send_forward(torch.ones(2)))
+    else:
+        with pytest.raises(RuntimeError, match="(?i)alloc"):
+            relay.recv_forward([1 << 50], torch.float32)
+    still_works(relay, "memory")
+
+
 @on_ranks(3)
 def test_integer_gradients_have_no_mean(world):
     topology = topology_of(world, [2, 1])
@@ -334,7 +370,6 @@ def test_bad_arguments(world):
     for arguments, text in [
         ({"algorithm": "fast"}, "algorithm must be one of auto, leader"),
         ({"layout": "split"}, 'layout must be "replicated"'),
-        ({"layout": ("sharded", -1)}, "0 or more, not -1"),
         ({"layout": ["replicated"]}, "one entry for each of the 2 stages, got 1"),
         ({"grad_reduce": "max"}, "grad_reduce must be one of leader, sum, mean"),
     ]:
@@ -343,6 +378,8 @@ def test_bad_arguments(world):
         assert text in str(raised.value)
     with pytest.raises(TypeError, match="topology must be a PipelineTopology, not list"):
         StageRelay([1, 2])
+    with pytest.raises(TypeError, match="the sharded dim must be an int, not float"):
+        StageRelay(topology, layout=("sharded", 1.0))
     with pytest.raises(TypeError, match="communicator must be a Communicator"):
         StageRelay(topology, communicator=world.group)
     with pytest.raises(RuntimeError, match="initialize_pipeline"):

@@ -137,6 +137,30 @@ def test_vtp_with_named_ranks(world):
         assert received.tolist() == [0.0, 1.0]
 
 
+@on_ranks(4)
+def test_named_ranks_that_do_not_fit(world):
+    """The whole receiving stage hears of it; rank 3, of the same group, has no part in any of this."""
+    topology = topology_of(world, [1, 2, 1])
+    name = {"topology": topology, "group": dist.group.WORLD}
+    if world.rank == 0:
+        for dtype in (torch.float64, torch.float32):
+            [work] = vtp_send_forward(torch.ones(2, dtype=dtype), next_rank=1, **name)
+            if dtype == torch.float64:
+                with pytest.raises(PipeCommMismatch, match=r"expects float32\[2\]"):
+                    work.wait(10)
+            else:
+                work.wait(10)
+        with pytest.raises(TypeError, match="tensor must be a torch.Tensor, not list"):
+            vtp_send_forward([1.0], next_rank=1, **name)
+    elif world.rank < 3:
+        _, works = vtp_recv_forward([2], FP32, async_op=True, prev_rank=0, **name)
+        for _ in range(2):
+            with pytest.raises(PipeCommMismatch, match=r"sends float64\[2\]"):
+                works["recv_prev"].wait()
+        assert works["recv_prev"].is_completed()
+        assert vtp_recv_forward([2], FP32, prev_rank=0, **name).tolist() == [1.0, 1.0]
+
+
 # ---- layerwise disaggregated ------------------------------------------------------------------------------
 
 
@@ -170,13 +194,13 @@ def test_u_shape(world, modes):
         assert same_bytes(received, g[1])
         assert send_backward(g[0], config, **key) is None
     else:
-        for is_end_stage in [False]:
-            received, reqs = recv_forward_with_reqs((2, 3), config, is_end_stage, **key)
-            assert same_bytes(received, x[world.rank - 1]) and reqs == requests
-            send_forward(x[world.rank], config, is_end_stage, **key)
-            received, _ = recv_backward_with_reqs((2, 3), config, is_end_stage, **key)
-            assert same_bytes(received, g[(world.rank + 1) % 3])
-            send_backward(g[world.rank], config, is_end_stage, **key)
+        is_end_stage = world.rank == 2  # means nothing but in the first stage
+        received, reqs = recv_forward_with_reqs((2, 3), config, is_end_stage, **key)
+        assert same_bytes(received, x[world.rank - 1]) and reqs == requests
+        send_forward(x[world.rank], config, is_end_stage, **key)
+        received, _ = recv_backward_with_reqs((2, 3), config, is_end_stage, **key)
+        assert same_bytes(received, g[(world.rank + 1) % 3])
+        send_backward(g[world.rank], config, is_end_stage, **key)
 
 
 @on_ranks(2)
@@ -235,6 +259,10 @@ def test_layerwise_errors(world):
         recv_forward_with_reqs(None, config_of(), **key)
     with pytest.raises(ValueError, match="wait_on_reqs=False needs config.batch_p2p_comm=False"):
         recv_forward_with_reqs([2], config_of(batch_p2p_comm=True), wait_on_reqs=False, **key)
+    with pytest.raises(RuntimeError, match="tensor_shape must be given"):  # comes first
+        recv_forward_with_reqs(None, config_of(batch_p2p_comm=True), wait_on_reqs=False, **key)
+    with pytest.raises(TypeError, match="tensor must be a torch.Tensor, not NoneType"):
+        send_backward(None, config_of(), **key)
     if world.rank == 0:
         with pytest.raises(PipeCommMismatch, match=r"expects float64\[2\]"):
             send_forward(torch.zeros(2), config_of(), topology=topology)

@@ -94,14 +94,16 @@ def has_variable_shapes(config: Any) -> bool:
 def timed(config: Any, name: str) -> contextlib.AbstractContextManager:
     """Around what the timer `name` of level 2 of the config, if it has timers, is to measure."""
     timers = setting(config, "timers")
-    return _UNTIMED if timers is None else _timed(timers(name, log_level=2))
+    return _UNTIMED if timers is None else _timed(timers, name)
 
 
 _UNTIMED = contextlib.nullcontext()
 
 
 @contextlib.contextmanager
-def _timed(timer: Any) -> Iterator[None]:
-    timer.start()
-    yield
-    timer.stop()
+def _timed(timers: Callable[..., Any], name: str) -> Iterator[None]:
+    timers(name, log_level=2).start()
+    try:
+        yield
+    finally:
+        timers(name).stop()

@@ -1,10 +1,9 @@
 """Weight gradients of an output embedding that are deferred to the end of a step, on the last stage.
 
-Semantics: megatron.core (Core 0.20). The model's layer, if config.defer_embedding_wgrad_compute is set,
-    does not
-compute its weight gradient but keeps what that takes in two lists, `embedding_activation_buffer` and
-`grad_output_buffer`; the schedules clear them at the start and turn them into the gradient in the
-pipeline's bubble.
+Semantics: megatron.core (Core 0.20). The model's layer, if config.defer_embedding_wgrad_compute is set, does
+not compute its weight gradient but keeps what that takes in two lists, `embedding_activation_buffer` and
+`grad_output_buffer`; the schedules clear them at the start and turn them into the gradient in the pipeline's
+bubble.
 """
 
 from __future__ import annotations

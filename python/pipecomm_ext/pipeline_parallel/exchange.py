@@ -1,9 +1,8 @@
 """Messages between stages, each a list of tensors, with shapes that both ends know or that a header tells.
 
 Activations and gradients have channels of their own, and so have the headers of each: two stages that are
-    each
-other's next and previous one cannot swap anything, and receives of headers can be posted ahead. A header is
-sent in the same batch as its tensors, never waits for an answer and never touches a device: the receiver
+each other's next and previous one cannot swap anything, and receives of headers can be posted ahead. A header
+is sent in the same batch as its tensors, never waits for an answer and never touches a device: the receiver
 reads it, and then knows what to receive.
 """
 

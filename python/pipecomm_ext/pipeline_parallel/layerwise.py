@@ -12,14 +12,14 @@ its shape and dtype checked; a tensor that is not contiguous is copied; `use_rin
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from ..parallel_state import PipelineTopology, get_pipeline_topology
 from ..relay.peers import ACTIVATIONS, GRADIENTS, Received, leaf, peers_of, required, send_to
+from .config import timed
 
 
 def recv_forward_with_reqs(
@@ -46,7 +46,7 @@ def recv_forward_with_reqs(
     topology = kwargs.get("topology") or get_pipeline_topology()
     if topology.is_pipeline_first_stage() and not is_end_stage:
         return None, None
-    with _timed(config, "forward-recv"):
+    with timed(config, "forward-recv"):
         return _receive(topology, "prev", ACTIVATIONS, tensor_shape, config, kwargs)
 
 
@@ -60,7 +60,7 @@ def recv_backward_with_reqs(
     topology = kwargs.get("topology") or get_pipeline_topology()
     if _is_end(topology, config, is_end_stage):
         return None, None
-    with _timed(config, "backward-recv"):
+    with timed(config, "backward-recv"):
         return _receive(topology, "next", GRADIENTS, tensor_shape, config, kwargs)
 
 
@@ -73,7 +73,7 @@ def send_forward(output_tensor: torch.Tensor, config: Any, is_end_stage: bool = 
     topology = kwargs.get("topology") or get_pipeline_topology()
     if _is_end(topology, config, is_end_stage):
         return
-    with _timed(config, "forward-send"):
+    with timed(config, "forward-send"):
         _send(topology, "next", ACTIVATIONS, output_tensor, config, kwargs)
 
 
@@ -86,7 +86,7 @@ def send_backward(
     topology = kwargs.get("topology") or get_pipeline_topology()
     if topology.is_pipeline_first_stage() and not is_end_stage:
         return
-    with _timed(config, "backward-send"):
+    with timed(config, "backward-send"):
         _send(topology, "prev", GRADIENTS, input_tensor_grad, config, kwargs)
 
 
@@ -100,8 +100,8 @@ def _is_end(topology: PipelineTopology, config: Any, is_end_stage: bool) -> bool
 def _receive(
     topology: PipelineTopology, side: str, kind: int, tensor_shape: Any, config: Any, kwargs: dict[str, Any]
 ) -> tuple[torch.Tensor, Any]:
-    waits = _waits(config, kwargs)
     shape, dtype = required(tensor_shape, config)
+    waits = _waits(config, kwargs)
     received = Received(_peers(topology, side, kind, kwargs), shape, dtype)
     if not waits:
         return leaf(received.tensor), {f"recv_{side}": received}
@@ -143,13 +143,3 @@ def _peers(topology: PipelineTopology, side: str, kind: int, kwargs: dict[str, A
         else topology.get_pipeline_model_parallel_prev_rank()
     )
     return peers_of(topology, kwargs.get("group"), kwargs.get(f"{side}_rank"), default_rank, kind)
-
-
-@contextlib.contextmanager
-def _timed(config: Any, name: str) -> Iterator[None]:
-    timers = getattr(config, "timers", None)
-    if timers is not None:
-        timers(name, log_level=2).start()
-    yield
-    if timers is not None:
-        timers(name).stop()

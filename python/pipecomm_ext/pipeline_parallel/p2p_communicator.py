@@ -17,6 +17,7 @@ Semantics: megatron.core.pipeline_parallel.p2p_communication (Megatron Core 0.20
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -417,7 +418,7 @@ class P2PCommunicator:
         sends = [message for message in sends if message.tensors]
         recvs = [(want.channel, want.shapes) for want in wanted if want.is_due]
         groups = [(sends, recvs)] if is_batch else [([m], []) for m in sends] + [([], [r]) for r in recvs]
-        with timed(self.config, timer):
+        with timed(self.config, timer) if sends or recvs else contextlib.nullcontext():
             prepared = [self._prepared(*group) for group in groups]
             posted = [self._exchange.post(*group) for group in prepared]
             receipts = [receipt for _, some in posted for receipt in some]

@@ -164,8 +164,8 @@ class PlanRunner:
 
     def _is_checkpointed(self, forward_idx: int) -> bool | None:
         """Whether this forward recomputes all its activations: all but the first few of those that are in
-        flight
-        together."""
+        flight together.
+        """
         if self._checkpoint_limit is None or self._plan.P == 1:
             return None
         return forward_idx % self._max_outstanding >= self._checkpoint_limit

@@ -210,8 +210,8 @@ def deallocate_output_tensor(out: Any, deallocate_pipeline_outputs: bool = False
 
 def check_first_val_step(first_val_step: bool | None, forward_only: bool, cond: bool) -> bool:
     """Whether weights that are cached for a step must be made anew: `cond`, but in evaluation only in the
-    first
-    step, if the caller says which that is."""
+    first step, if the caller says which that is.
+    """
     if forward_only and first_val_step is not None:
         return first_val_step and cond
     return cond

@@ -2,7 +2,8 @@
 
 Semantics of MindSpeed-MM's layerwise-disaggregated p2p: `group`, `next_rank` and `prev_rank` are single
 values or lists that are walked together; the same tensor goes to all, and what comes from several is
-averaged.
+averaged. Messages within the topology use its connections, whatever group of its ranks is named; for any
+other group connections are made at its first use, by all its ranks.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from .. import _C
 from ..communicator import Communicator, Work, kept_communicator
 from ..parallel_state import PipelineTopology
 from ..parallel_state.pipeline import NUM_CHANNELS, NUM_RELAY_CHANNELS
+from ..specs import spec_of
 
 # Within the two channels for messages between single ranks.
 ACTIVATIONS, GRADIENTS = 0, 1
@@ -37,9 +39,10 @@ def peers_of(topology: PipelineTopology, groups: Any, ranks: Any, default_rank: 
     groups = groups if isinstance(groups, list) else [groups]
     ranks = ranks if isinstance(ranks, list) else [ranks]
     peers = []
+    known_ranks = set(dist.get_process_group_ranks(topology.group))
     for group, rank in zip(groups, ranks, strict=False):  # the shortest list ends it, as there
         rank = default_rank if rank is None else rank
-        if group is None or group is topology.get_pipeline_model_parallel_group():
+        if group is None or known_ranks.issuperset(dist.get_process_group_ranks(group)):
             comm, first_channel, group = topology.communicator, NUM_RELAY_CHANNELS, topology.group
         else:
             counts = {"cpu": NUM_CHANNELS - NUM_RELAY_CHANNELS, "cuda": NUM_CHANNELS - NUM_RELAY_CHANNELS}
@@ -50,6 +53,7 @@ def peers_of(topology: PipelineTopology, groups: Any, ranks: Any, default_rank: 
 
 def send_to(peers: Sequence[Peer], tensor: torch.Tensor) -> list[Work]:
     """The same tensor to each."""
+    spec_of(tensor, "tensor")
     return [peer.comm.isend(tensor.detach(), peer.rank, peer.channel) for peer in peers]
 
 

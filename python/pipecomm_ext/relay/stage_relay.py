@@ -60,8 +60,8 @@ class StageRelay:
             passed on. "sharded": each pair of ranks carries a part, then the stage gathers. "direct": every
             rank receives everything from the source. "auto" decides from bytes, stage sizes and transport.
         layout: how the ranks of a stage hold the boundary tensor: "replicated", or ("sharded", dim) in
-            remainder-first pieces; one for all stages, or a list with one entry per stage. A sharded stage
-            receives its pieces in one hop, whatever the algorithm.
+            remainder-first pieces, dim < 0 counted from the last one; one for all stages, or a list with one
+            entry per stage. A sharded stage receives its pieces in one hop, whatever the algorithm.
         grad_reduce: what the backward sends for a replicated stage whose ranks hold different gradients:
             "leader" (the first rank's), "sum" or "mean" over the ranks, accumulated in fp32 if the dtype is
             smaller. The reduction is done in the stage when it is called, also with `async_op`.
@@ -99,6 +99,7 @@ class StageRelay:
         self._dims = _dims_of(layout, self._topology.num_stages)
         self._comm = _usable(communicator, self._topology)
         self._pending: list[Work] = []
+        self._send_failure: PipeCommError | None = None  # the first one, until `drain` raises it
 
     @property
     def topology(self) -> PipelineTopology:
@@ -146,16 +147,14 @@ class StageRelay:
         self._refuse(self._link(kind, receives), error)
 
     def drain(self) -> None:
-        """Waits for all sends that were left to themselves; raises the first error among them, at the end."""
-        pending, self._pending = self._pending, []
-        errors = []
-        for work in pending:
-            try:
-                work.wait()
-            except PipeCommError as error:
-                errors.append(error)
-        if errors:
-            raise errors[0]
+        """Waits for all sends of `async_op`; raises what went wrong with the first that failed since the last
+        `drain`, whether its handle has said so or was dropped.
+        """
+        self._settle(self._pending)
+        self._pending = []
+        failure, self._send_failure = self._send_failure, None
+        if failure is not None:
+            raise failure
 
     # ---------------------------------------------------------------- any two stages
 
@@ -176,8 +175,9 @@ class StageRelay:
         Returns:
             in the destination what this rank holds of it, which requires grad if its dtype can; its backward
             sends the gradient. In the source a tensor without elements, whose `backward()`, or that of
-            anything computed with it, receives the gradient of `tensor`. Every call waits for the other
-            stage, so both stages make their calls, backwards included, in one order.
+            anything computed with it, receives the gradient of `tensor` (a constant for second
+            derivatives). Every call waits for the other stage, so both stages make their calls, backwards
+            included, in one order.
 
         Raises:
             ValueError: this rank is in neither stage, or the stages are the same.
@@ -199,9 +199,17 @@ class StageRelay:
     ) -> Work | None:
         work = self.send_on(self._link(kind, receives=False), tensor, async_op, shape)
         if async_op:
-            self._pending = [pending for pending in self._pending if not pending.is_completed()]
-            self._pending.append(work)
+            done = [pending for pending in self._pending if pending.is_completed()]
+            self._settle(done)
+            self._pending = [pending for pending in self._pending if pending not in done] + [work]
         return work
+
+    def _settle(self, works: Sequence[Work]) -> None:
+        for work in works:
+            try:
+                work.wait()
+            except PipeCommError as error:
+                self._send_failure = self._send_failure or error
 
     def _recv(self, kind: str, shape: Any, dtype: Any, async_op: bool) -> Any:
         result, work = self.recv_on(self._link(kind, receives=True), shape, dtype, async_op)
@@ -211,28 +219,23 @@ class StageRelay:
         self, link: Link, tensor: torch.Tensor, async_op: bool, shape: Sequence[int] | None = None
     ) -> Work | None:
         """What a rank of the link's source does."""
-        source = self._holding(link.source_idx)
-        reduces = self._reduces(link, source)
-        asks = source.dim is not None and len(source.ranks) > 1 and shape is None
+        reduces = self._reduces(link)
+        is_cut = self._dims[link.source_idx] is not None and len(self._stage(link.source_idx)) > 1
+        asks = is_cut and shape is None
         with self._refused_on(link):
-            # A rank that rejects the call refuses what the stage settles by itself first, too.
-            with self._settled_in_stage(link, source) if reduces or asks else contextlib.nullcontext():
+            # What the stage settles by itself first is refused, too: the other ranks are waiting there.
+            with self._settled_in_stage(link) if reduces or asks else contextlib.nullcontext():
                 spec_of(tensor, "tensor")
+                tensor = tensor.detach()
                 if reduces:
                     check_can_be_reduced(tensor.dtype, self._grad_reduce)
-                whole = tuple(tensor.shape) if shape is None else shape_of(shape)
                 if asks:
-                    check_dims(whole, source, link.source_idx)
-            tensor = tensor.detach()
+                    source = self._holding(link.source_idx, tensor.shape)
+                else:
+                    whole = tuple(tensor.shape) if shape is None else shape_of(shape)
+                    relayed = self._relayed_from(tensor, whole, link)
             if asks:
-                whole = self._whole_shape(tensor, source, link)
-            relayed = self._relayed(link, whole, tensor.dtype)
-            expected = source.shape_on(self._comm.rank, whole)
-            if tuple(tensor.shape) != expected:
-                raise ValueError(
-                    f"tensor must be {list(expected)}, what this rank holds of {list(whole)}, not "
-                    f"{list(tensor.shape)}"
-                )
+                relayed = self._relayed_from(tensor, self._whole_shape(tensor, source, link), link)
             held = tensor.reshape(-1) if relayed.is_flat else tensor
             if reduces:
                 held = reduced(self._comm, held, relayed, self._grad_reduce, link.channel)
@@ -242,12 +245,12 @@ class StageRelay:
         self, link: Link, shape: Sequence[int], dtype: torch.dtype, async_op: bool
     ) -> tuple[torch.Tensor, Work | None]:
         """What a rank of the link's destination does."""
-        with self._comm.collective("relay", link.members, link.channel):
+        with self._refused_on(link):
             whole = shape_of(shape)
             if not isinstance(dtype, torch.dtype):
                 raise TypeError(f"dtype must be a torch.dtype, not {type(dtype).__name__}")
             relayed = self._relayed(link, whole, dtype)
-            mine = self._holding(link.destination_idx).shape_on(self._comm.rank, whole)
+            mine = self._holding(link.destination_idx, whole).shape_on(self._comm.rank, whole)
             result = self._comm.empty(mine, dtype)
         return result, self._run(
             relayed, None, result.view(-1) if relayed.is_flat else result, link, async_op
@@ -310,25 +313,46 @@ class StageRelay:
         return self._link_between(kind, source_idx % num_stages, (source_idx + step) % num_stages, channel)
 
     def _link_between(self, kind: str, source_idx: int, destination_idx: int, channel: int | None) -> Link:
-        stages = self._topology.stages
-        members = tuple(sorted(stages[source_idx] + stages[destination_idx]))
+        members = tuple(sorted(self._stage(source_idx) + self._stage(destination_idx)))
         return Link(kind, source_idx, destination_idx, members, channel)
 
-    def _holding(self, stage_idx: int) -> Holding:
-        return Holding(self._topology.stages[stage_idx], self._dims[stage_idx])
+    def _stage(self, stage_idx: int) -> tuple[int, ...]:
+        return self._topology.stages[stage_idx]
 
-    def _reduces(self, link: Link, source: Holding) -> bool:
+    def _holding(self, stage_idx: int, shape: Sequence[int]) -> Holding:
+        """How a stage holds a tensor with as many dims as `shape` has."""
+        dim, num_dims = self._dims[stage_idx], len(shape)
+        if dim is None:
+            return Holding(self._stage(stage_idx))
+        if not -num_dims <= dim < num_dims:
+            raise ValueError(
+                f"stage {stage_idx} holds the boundary tensor sharded along dim {dim}, but it has "
+                f"{num_dims} dims: {list(shape)}"
+            )
+        return Holding(self._stage(stage_idx), dim % num_dims)
+
+    def _reduces(self, link: Link) -> bool:
         """Whether the source adds up its ranks' gradients, each rank a piece of them."""
-        is_replicated = source.dim is None and len(source.ranks) > 1
+        is_replicated = self._dims[link.source_idx] is None and len(self._stage(link.source_idx)) > 1
         return is_replicated and link.kind == BACKWARD and self._grad_reduce != "leader"
 
+    def _relayed_from(self, tensor: torch.Tensor, whole: Shape, link: Link) -> Relayed:
+        """`tensor` is to be what this rank, of the source, holds."""
+        relayed = self._relayed(link, whole, tensor.dtype)
+        expected = self._holding(link.source_idx, whole).shape_on(self._comm.rank, whole)
+        if tuple(tensor.shape) != expected:
+            raise ValueError(
+                f"tensor must be {list(expected)}, what this rank holds of {list(whole)}, not "
+                f"{list(tensor.shape)}"
+            )
+        return relayed
+
     def _relayed(self, link: Link, whole: Shape, dtype: torch.dtype) -> Relayed:
-        source, destination = self._holding(link.source_idx), self._holding(link.destination_idx)
-        check_dims(whole, source, link.source_idx)
-        check_dims(whole, destination, link.destination_idx)
+        source = self._holding(link.source_idx, whole)
+        destination = self._holding(link.destination_idx, whole)
         num_elements = math.prod(whole)
         is_flat = source.dim is None and destination.dim is None
-        if self._reduces(link, source):
+        if self._reduces(link):
             source = dataclasses.replace(source, dim=destination.dim or 0)
         elif source.dim is None and link.kind == BACKWARD:
             source = dataclasses.replace(source, speaks_by_leader=True)
@@ -379,16 +403,19 @@ class StageRelay:
 
     # ---------------------------------------------------------------- refusals
 
-    def _settled_in_stage(self, link: Link, source: Holding) -> contextlib.AbstractContextManager[None]:
-        return self._comm.collective("relay", sorted(source.ranks), link.channel)
+    def _settled_in_stage(self, link: Link) -> contextlib.AbstractContextManager[None]:
+        return self._comm.collective("relay", sorted(self._stage(link.source_idx)), link.channel)
 
     @contextlib.contextmanager
     def _refused_on(self, link: Link) -> Iterator[None]:
-        """Like `Communicator.collective`; also if this rank's stage has not agreed with itself."""
+        """Like `Communicator.collective`; also if this rank's stage has not agreed with itself, or memory is
+        short.
+        """
         try:
             yield
-        except (ValueError, TypeError, IndexError, PipeCommMismatch) as error:
-            self._refuse(link, error)
+        except (ValueError, TypeError, IndexError, RuntimeError) as error:
+            if isinstance(error, PipeCommMismatch) or not isinstance(error, PipeCommError):
+                self._refuse(link, error)
             raise
 
     def _refuse(self, link: Link, error: Exception) -> None:
@@ -409,16 +436,8 @@ def shape_of(shape: Any) -> Shape:
     return lengths
 
 
-def check_dims(shape: Shape, holding: Holding, stage_idx: int) -> None:
-    if holding.dim is not None and holding.dim >= len(shape):
-        raise ValueError(
-            f"stage {stage_idx} holds the boundary tensor sharded along dim {holding.dim}, but it has "
-            f"{len(shape)} dims: {list(shape)}"
-        )
-
-
 def _dims_of(layout: Any, num_stages: int) -> tuple[int | None, ...]:
-    """The sharded dim of every stage, None where it is replicated."""
+    """The sharded dim of every stage, as given (maybe counted from the end); None where it is replicated."""
     if isinstance(layout, list):
         if len(layout) != num_stages:
             raise ValueError(f"layout needs one entry for each of the {num_stages} stages, got {len(layout)}")
@@ -430,10 +449,9 @@ def _dim_of(layout: Any) -> int | None:
     if layout == "replicated":
         return None
     if isinstance(layout, (tuple, list)) and len(layout) == 2 and layout[0] == "sharded":
-        dim = operator.index(layout[1])
-        if dim >= 0:
-            return dim
-        raise ValueError(f"the sharded dim must count from the front, 0 or more, not {dim}")
+        if not isinstance(layout[1], int) or isinstance(layout[1], bool):
+            raise TypeError(f"the sharded dim must be an int, not {type(layout[1]).__name__}")
+        return layout[1]
     raise ValueError(f'layout must be "replicated" or ("sharded", dim), not {layout!r}')
 
 

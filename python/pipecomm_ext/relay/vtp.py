@@ -19,6 +19,7 @@ import torch
 
 from .. import _C
 from ..communicator import Work
+from ..errors import PipeCommMismatch
 from ..parallel_state import PipelineTopology, get_pipeline_topology
 from .peers import ACTIVATIONS, GRADIENTS, Peer, Received, leaf, peers_of, required, send_to
 from .stage_relay import BACKWARD, FORWARD, StageRelay
@@ -127,7 +128,9 @@ def _named_peers(
 
 
 class _PassedOn:
-    """A tensor that the first rank of a stage receives, and passes on to the others in `wait`."""
+    """A tensor that the first rank of a stage receives, and passes on to the others in `wait`. If what it is
+    sent does not fit, all of them raise.
+    """
 
     def __init__(
         self, topology: PipelineTopology, peers: Sequence[Peer], shape: Sequence[int], dtype: torch.dtype
@@ -135,25 +138,38 @@ class _PassedOn:
         self._topology, self._spec = topology, (tuple(shape), dtype)
         self._received = Received(peers, shape, dtype) if topology.is_vtp_stage_rank0() else None
         self._is_done = False
+        self._mismatch: PipeCommMismatch | None = None
         if self._received is not None:
             self.tensor = self._received.tensor
         else:
             self.tensor = topology.communicator.empty(shape, dtype)
 
     def wait(self, timeout: float | None = None) -> None:
+        if self._mismatch is not None:
+            raise self._mismatch
         if self._is_done:
             return
-        if self._received is not None:
-            self._received.wait(timeout)
-        self._pass_on()
+        try:
+            self._receive_and_pass_on(timeout)
+        except PipeCommMismatch as error:
+            self._mismatch = error
+            raise
         self._is_done = True
 
     def is_completed(self) -> bool:
-        """Whether `wait` has passed it on."""
-        return self._is_done
+        """Whether `wait` has passed it on, or has failed to."""
+        return self._is_done or self._mismatch is not None
 
-    def _pass_on(self) -> None:
+    def _receive_and_pass_on(self, timeout: float | None) -> None:
         comm, (leader, *others) = self._topology.communicator, self._topology.stage_ranks
+        members = sorted(self._topology.stage_ranks)
+        if self._received is not None:
+            try:
+                self._received.wait(timeout)
+            except PipeCommMismatch as error:
+                if others:
+                    comm.refuse("relay", error, members)
+                raise
         if not others:
             return
         shape, dtype = self._spec
@@ -168,4 +184,4 @@ class _PassedOn:
             shown=self._spec,
         )
         inputs, outputs = ([flat], []) if comm.rank == leader else ([], [flat])
-        comm.exchange(plan, inputs, outputs, op="relay", members=sorted(self._topology.stage_ranks))
+        comm.exchange(plan, inputs, outputs, op="relay", members=members)
