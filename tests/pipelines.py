@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from pipecomm_ext.schedules import Executor, Plan
+from pipecomm_ext.schedules import Executor, Plan, get_plan
 
 WIDTH = 6
 Micro = tuple[torch.Tensor, ...]
@@ -119,3 +119,14 @@ class Pipeline:
     def zero_grad(self) -> None:
         for module in [*self.whole, *self.stages.values()]:
             module.zero_grad()
+
+
+def plan_named(name: str, P: int, M: int | None = None) -> Plan:
+    M = 2 * P if M is None else M
+    return get_plan(name, P, M, 2) if name == "interleaved_1f1b" else get_plan(name, P, M)
+
+
+def make_executor(world, plan: Plan, pipeline: Pipeline, **options) -> Executor:
+    """Over a communicator that other tests use, too, unless `options` has one."""
+    options.setdefault("communicator", world.shared_comm(channels=4))
+    return Executor(plan, pipeline.stages, loss_fn=pipeline.loss_fn, **options)

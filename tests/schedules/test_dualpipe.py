@@ -164,6 +164,8 @@ class Pair(nn.Module):
 def test_a_group_smaller_than_the_world_and_modules_without_parameters(world):
     group = dist.new_group([2, 0])
     if world.rank == 1:
+        with pytest.raises(ValueError, match="not a member of the group"):
+            DualPipe((Pair(), Pair()), process_group=group)
         return
     pipe = DualPipe((Pair(), Pair()), batch_dim=1, process_group=group, rank_mapping=[1, 0])
     assert pipe.rank == {0: 1, 2: 0}[world.rank]
@@ -201,6 +203,7 @@ def test_wrong_steps_raise_on_all_ranks_and_the_next_step_works(world):
     cases = [
         (lambda: step(x[:3]), ValueError, "inputs[0] of batch size 3 (dim 0) does not divide into 2"),
         (lambda: step(x, labels=[labels[:1]]), ValueError, "labels[0] of batch size 1"),
+        (lambda: step(x, labels=labels), TypeError, "labels must be a list of tensors, not Tensor"),
         (lambda: step("x"), TypeError, "inputs[0] must be a tensor or None, not str"),
         (lambda: step(x, criterion=None), ValueError, "give step() a criterion"),
         (lambda: step(x, num_chunks=0), ValueError, "at least twice the 2 ranks, got 0"),

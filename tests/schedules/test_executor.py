@@ -8,35 +8,22 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from pipelines import WIDTH, Block, Pipeline, squared_error
+from pipelines import WIDTH, Block, Pipeline, make_executor, plan_named, squared_error
 from ranks import on_ranks
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
-from pipecomm_ext import Communicator, PipeCommAborted, PipeCommError, PipeCommMismatch
+from pipecomm_ext import Communicator, PipeCommAborted
 from pipecomm_ext.schedules import (
     GENERATORS,
     Costs,
     Executor,
     Fused,
     Plan,
-    StageError,
-    get_plan,
     lower,
     merge_split_backward,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*micro-batches are fewer than the stages")
-
-
-def plan_named(name: str, P: int, M: int | None = None) -> Plan:
-    M = 2 * P if M is None else M
-    return get_plan(name, P, M, 2) if name == "interleaved_1f1b" else get_plan(name, P, M)
-
-
-def make(world, plan, pipeline, **options) -> Executor:
-    options.setdefault("communicator", world.shared_comm(channels=4))
-    return Executor(plan, pipeline.stages, loss_fn=pipeline.loss_fn, **options)
 
 
 # ---- every schedule ---------------------------------------------------------------------------------------
@@ -59,7 +46,7 @@ def test_eight_ranks(world):
 
 def compare_with_unsplit(world, plan: Plan) -> None:
     pipeline = Pipeline(plan, world.rank)
-    executor = make(world, plan, pipeline)
+    executor = make_executor(world, plan, pipeline)
     for _ in range(2):
         result = pipeline.step(executor)
     if plan.replicas:
@@ -117,7 +104,9 @@ def test_sockets_serve_as_well_as_shared_memory(world):
     for name in ("interleaved_1f1b", "zb_h2"):
         plan = plan_named(name, world.size)
         pipeline = Pipeline(plan, world.rank)
-        executor = make(world, plan, pipeline, communicator=world.shared_comm(channels=4, transport="c10d"))
+        executor = make_executor(
+            world, plan, pipeline, communicator=world.shared_comm(channels=4, transport="c10d")
+        )
         pipeline.assert_losses(pipeline.step(executor).losses, pipeline.run_whole())
         pipeline.assert_gradients()
 
@@ -140,7 +129,7 @@ def test_unsteady_durations_and_sizes_that_change_in_every_step(world):
     for name in ("interleaved_1f1b", "zb_v", "dualpipe"):
         plan = plan_named(name, world.size)
         pipeline = Pipeline(plan, world.rank, Unsteady)
-        executor = make(world, plan, pipeline)
+        executor = make_executor(world, plan, pipeline)
         sizes = random.Random(5)  # alike on all ranks
         for step in range(4):
             pipeline.set_data(seed=step, last_rows=1 + sizes.randrange(4))
@@ -162,7 +151,7 @@ def test_mean_and_numbers_scale_gradients_and_not_losses(world):
     plan = plan_named("zb_v", 2)
     for loss_scale, factor in (("mean", 1 / plan.M), (0.5, 0.5), (4, 4.0)):
         pipeline = Pipeline(plan, world.rank)
-        executor = make(world, plan, pipeline, loss_scale=loss_scale)
+        executor = make_executor(world, plan, pipeline, loss_scale=loss_scale)
         result = pipeline.step(executor)
         pipeline.assert_losses(result.losses, pipeline.run_whole(scale=factor))
         pipeline.assert_gradients()
@@ -172,7 +161,7 @@ def test_mean_and_numbers_scale_gradients_and_not_losses(world):
 def test_outputs_are_those_of_the_last_stage_without_graph(world):
     plan = plan_named("one_f_one_b", 2)
     pipeline = Pipeline(plan, world.rank)
-    executor = make(world, plan, pipeline)
+    executor = make_executor(world, plan, pipeline)
     for run in (executor.step, executor.eval):
         result = run(pipeline.of_my(0, pipeline.inputs), pipeline.of_my(-1, pipeline.targets))
         if world.rank == 0:
@@ -181,7 +170,7 @@ def test_outputs_are_those_of_the_last_stage_without_graph(world):
         for x, output in zip(pipeline.inputs[0], result.outputs, strict=True):
             assert not output.requires_grad
             torch.testing.assert_close(output, nn.Sequential(*pipeline.whole)(x).detach())
-    without = make(world, plan, pipeline, return_outputs=False)
+    without = make_executor(world, plan, pipeline, return_outputs=False)
     assert pipeline.step(without).outputs is None
     no_targets = executor.eval(pipeline.of_my(0, pipeline.inputs))
     assert no_targets.losses is None and (world.rank == 0 or len(no_targets.outputs) == plan.M)
@@ -246,7 +235,7 @@ def test_borders_of_several_tensors(world):
     for name in ("one_f_one_b", "zb_v", "dualpipev"):
         plan = plan_named(name, world.size)
         pipeline = Pipeline(plan, world.rank, Rich, rich_loss)
-        executor = make(world, plan, pipeline)
+        executor = make_executor(world, plan, pipeline)
         result = pipeline.step(executor)
         pipeline.assert_losses(result.losses, pipeline.run_whole())
         pipeline.assert_gradients()
@@ -280,7 +269,7 @@ def test_identity_views_and_the_same_tensor_twice(world):
     for name in ("interleaved_1f1b", "zb_v", "dualpipev"):
         plan = plan_named(name, 3)
         pipeline = Pipeline(plan, world.rank, Plain)
-        executor = make(world, plan, pipeline)
+        executor = make_executor(world, plan, pipeline)
         losses = pipeline.step(executor).losses
         pipeline.assert_losses(losses, pipeline.run_whole())
         pipeline.assert_gradients()
@@ -306,7 +295,7 @@ def test_stages_without_gradients(world):
     for name in ("one_f_one_b", "zb_h1"):
         plan = plan_named(name, 3)
         pipeline = Pipeline(plan, world.rank, Frozen)
-        executor = make(world, plan, pipeline)
+        executor = make_executor(world, plan, pipeline)
         pipeline.assert_losses(pipeline.step(executor).losses, pipeline.run_whole(backward=False))
         gradients = [parameter.grad for parameter in pipeline.stages[world.rank].parameters()]
         if world.rank == 1:  # zeros arrived: the last stage had no gradient to give
@@ -336,7 +325,7 @@ def selected_error(output, _target):
 def test_shapes_that_depend_on_data(world):
     plan = plan_named("one_f_one_b", 2, 6)
     pipeline = Pipeline(plan, world.rank, Selecting, selected_error)
-    executor = make(world, plan, pipeline, dynamic_shapes=True)
+    executor = make_executor(world, plan, pipeline, dynamic_shapes=True)
     for seed in (1, 2):
         pipeline.set_data(seed)
         losses = pipeline.step(executor).losses
@@ -347,7 +336,7 @@ def test_shapes_that_depend_on_data(world):
 def run_with_changing_shapes(world):
     plan = plan_named("one_f_one_b", 2, 6)
     pipeline = Pipeline(plan, world.rank, Selecting, selected_error)
-    pipeline.step(make(world, plan, pipeline, communicator=world.fresh_comm(channels=4)))
+    pipeline.step(make_executor(world, plan, pipeline, communicator=world.fresh_comm(channels=4)))
 
 
 def test_shapes_that_depend_on_data_are_refused_without_being_announced(ranks):
@@ -396,7 +385,7 @@ def test_a_sub_group_and_two_pipelines_that_cross(world):
 def test_a_communicator_of_two_channels_will_do(world):
     plan = plan_named("zb_v", 2)
     pipeline = Pipeline(plan, world.rank)
-    with make(world, plan, pipeline, communicator=world.comm) as executor:
+    with make_executor(world, plan, pipeline, communicator=world.comm) as executor:
         pipeline.assert_losses(pipeline.step(executor).losses, pipeline.run_whole())
     assert not world.comm.closed
     world.comm.barrier()
@@ -439,7 +428,7 @@ def test_fused_slots_use_the_method_of_the_stages(world):
     for name, loss_scale in (("dualpipe", 1.0), ("dualpipev", 0.5)):
         plan = plan_named(name, 2)
         pipeline = Pipeline(plan, world.rank, Overlapped)
-        executor = make(world, plan, pipeline, loss_scale=loss_scale)
+        executor = make_executor(world, plan, pipeline, loss_scale=loss_scale)
         before = Overlapped.num_calls
         losses = pipeline.step(executor).losses
         num_fused = sum(type(item) is Fused for item in plan.compute[world.rank])
@@ -448,266 +437,6 @@ def test_fused_slots_use_the_method_of_the_stages(world):
             executor.sum_replica_gradients()
         pipeline.assert_losses(losses, pipeline.run_whole(scale=loss_scale))
         pipeline.assert_gradients()
-
-
-# ---- memory, profiler, timeline ---------------------------------------------------------------------------
-
-
-class Growing(nn.Module):
-    """Large outputs that its own backward does not need; at each backward it counts how many are left."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(1))
-        self.storages, self.numbers_alive = [], []
-
-    def forward(self, x):
-        scaled = x * self.weight
-        scaled.register_hook(self._count)
-        output = scaled.expand(4096).clone()
-        self.storages.append(StorageWeakRef(output.untyped_storage()))
-        return output
-
-    def _count(self, gradient):
-        self.numbers_alive.append(sum(not storage.expired() for storage in self.storages))
-        return gradient
-
-
-@on_ranks(2)
-def test_outputs_are_freed_when_they_are_sent_and_not_at_their_backward(world):
-    plan = plan_named("gpipe", 2, 12)
-    stage = Growing() if world.rank == 0 else nn.Identity()
-    executor = Executor(
-        plan, [stage], communicator=world.shared_comm(channels=4), loss_fn=lambda y, t: y.mean() * t.sum()
-    )
-    ones = [torch.ones(1)] * 12
-    executor.step(ones, ones)
-    if world.rank == 0:
-        assert stage.numbers_alive == [0] * 12
-        torch.testing.assert_close(stage.weight.grad, torch.tensor([12.0]))
-
-
-@on_ranks(2)
-def test_every_action_has_a_profiler_range(world):
-    plan = plan_named("dualpipev", 2)
-    pipeline = Pipeline(plan, world.rank)
-    executor = make(world, plan, pipeline)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        pipeline.step(executor)
-    names = {event.name for event in profile.events()}
-    assert {str(item) for item in plan.compute[world.rank]} <= names
-
-
-@on_ranks(2, 3)
-def test_the_timeline_has_all_actions_of_all_ranks_in_order(world, tmp_path):
-    plan = plan_named("zb_v", world.size)
-    pipeline = Pipeline(plan, world.rank)
-    executor = make(world, plan, pipeline, record_timeline=True)
-    for run_backward in (True, False):
-        with torch.set_grad_enabled(run_backward):
-            pipeline.step(executor)
-        timeline = executor.timeline()
-        for row, spans in zip(plan.compute, timeline.spans, strict=True):
-            assert [span.action for span in spans] == [a for a in row if run_backward or a.kind == "F"]
-            times = [time for span in spans for time in span[1:]]
-            assert times == sorted(times)
-        ends = {span.action: span.end for spans in timeline.spans for span in spans}
-        starts = {span.action: span.start for spans in timeline.spans for span in spans}
-        for action, start in starts.items():  # one clock: nothing starts before what it needs has ended
-            if action.kind == "F" and plan.prev_of[action.stage] is not None:
-                assert start >= ends[action._replace(stage=plan.prev_of[action.stage])] - 1e-4
-        assert min(starts.values()) == 0 and timeline.makespan == max(ends.values())
-
-
-# ---- errors -----------------------------------------------------------------------------------------------
-
-
-class Failing(nn.Module):
-    def __init__(self, where: str, micro: int):
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
-        self.where, self.micro, self.num_calls = where, micro, 0
-
-    def forward(self, x):
-        y = self.linear(x)
-        self.num_calls += 1
-        if self.num_calls == self.micro + 1:
-            if self.where == "forward":
-                raise KeyError("no such expert")
-            y.register_hook(self._raise)
-        return y
-
-    @staticmethod
-    def _raise(_gradient):
-        raise KeyError("no such expert")
-
-
-def run_failing(world, where, failing_rank):
-    plan = plan_named("one_f_one_b", world.size)
-    pipeline = Pipeline(plan, world.rank)
-    if world.rank == failing_rank:
-        pipeline.stages[world.rank] = Failing(where, micro=2)
-    executor = make(world, plan, pipeline, communicator=None)
-    try:
-        pipeline.step(executor)
-    finally:
-        # Its own communicator is made anew: the next step works.
-        if world.rank == failing_rank:
-            pipeline.stages[world.rank].where = None
-            executor.stages[world.rank] = Pipeline(plan, world.rank).stages[world.rank]
-        pipeline.set_data(seed=2)
-        losses = pipeline.step(executor).losses
-        pipeline.assert_losses(losses, pipeline.run_whole(backward=False))
-        executor.close()
-
-
-@pytest.mark.parametrize("failing_rank", [0, 1, 2])
-@pytest.mark.parametrize("where", ["forward", "backward"])
-def test_an_exception_in_a_stage_reaches_all_ranks(ranks, where, failing_rank):
-    outcomes = ranks.attempt(3, run_failing, where, failing_rank)
-    for rank, outcome in enumerate(outcomes):
-        text = outcome.error.text
-        action = f"{'F' if where == 'forward' else 'B'}{failing_rank}.2"
-        assert action in text and "one_f_one_b" in text and "KeyError: 'no such expert'" in text, text
-        assert outcome.error.attributes["origin_rank"] == failing_rank
-        if rank == failing_rank:
-            assert outcome.error.type is StageError
-            assert str(outcome.error.attributes["action"]) == action
-            assert "KeyError: 'no such expert'" in outcome.error.traceback
-        else:
-            assert outcome.error.type is PipeCommAborted
-
-
-def time_of_failure(world):
-    plan = plan_named("zb_v", world.size)
-    pipeline = Pipeline(plan, world.rank)
-    if world.rank == 0:
-        pipeline.stages[0] = Failing("forward", micro=1)
-    executor = make(world, plan, pipeline, communicator=world.fresh_comm(channels=4))
-    with pytest.raises(PipeCommError):
-        pipeline.step(executor)
-    at = time.monotonic()
-    with pytest.raises(PipeCommAborted):  # a communicator that was given has failed for good
-        pipeline.step(executor)
-    return at
-
-
-def test_all_ranks_raise_within_two_seconds(ranks):
-    times = ranks.run(4, time_of_failure)
-    assert max(times) - min(times) < 2.0
-
-
-@on_ranks(2)
-def test_wrong_steps_are_refused_on_all_ranks(world):
-    plan = plan_named("one_f_one_b", 2, 4)
-    pipeline = Pipeline(plan, world.rank, last_rows=None)
-    executor = make(world, plan, pipeline, communicator=None)
-    inputs, targets = pipeline.of_my(0, pipeline.inputs), pipeline.of_my(-1, pipeline.targets)
-    good = (inputs, targets)
-    cases = [
-        (0, (inputs and {0: inputs[0][:3]}, targets), ValueError, "inputs of stage 0 has 3 micro-batches"),
-        (0, (None, targets), TypeError, "inputs of stage 0 must be a list of 4 micro-batches, not NoneType"),
-        (0, (torch.ones(4, WIDTH), targets), TypeError, "not Tensor; this rank owns that stage"),
-        (0, ({1: pipeline.inputs[0]}, targets), ValueError, "must be given for the stages [0], got [1]"),
-        (1, (inputs, None), TypeError, "targets of stage 1 must be a list of 4 micro-batches"),
-    ]
-    for rank, arguments, kind, message in cases:
-        error_type = kind if world.rank == rank else PipeCommAborted
-        with pytest.raises(error_type) as caught:
-            executor.step(*(arguments if world.rank == rank else good))
-        assert message in str(caught.value), str(caught.value)
-        assert pipeline.step(executor).outputs is None or world.rank == 1  # it goes on
-    with pytest.raises((ValueError, PipeCommAborted), match="run the same on all ranks"):
-        with torch.set_grad_enabled(world.rank == 0):
-            pipeline.step(executor)
-    executor.close()
-
-
-class Odd(nn.Module):
-    def __init__(self, result):
-        super().__init__()
-        self.result = result
-
-    def forward(self, x):
-        return self.result
-
-
-@on_ranks(2)
-def test_wrong_results_of_stages_and_losses_are_explained(world):
-    plan = plan_named("one_f_one_b", 2, 2)
-    cases = [
-        (
-            {0: Odd("text")},
-            squared_error,
-            StageError,
-            "stage 0 must return a tensor or a tuple of tensors, not (str)",
-        ),
-        ({1: nn.Identity()}, lambda y, t: y, StageError, "must be a tensor of one element, got shape [3, 6]"),
-        ({1: nn.Identity()}, lambda y, t: 1.0, StageError, "must be a tensor of one element, got float"),
-        ({0: Odd((torch.ones(1),) * 400)}, squared_error, ValueError, "returned 400 tensors"),
-    ]
-    for replaced, loss_fn, kind, message in cases:
-        pipeline = Pipeline(plan, world.rank, last_rows=None)
-        pipeline.stages.update({s: module for s, module in replaced.items() if s == world.rank})
-        executor = Executor(plan, pipeline.stages, loss_fn=loss_fn)
-        with pytest.raises(kind if world.rank in replaced else PipeCommAborted) as caught:
-            pipeline.step(executor)
-        assert message in str(caught.value)
-        executor.close()
-
-
-@on_ranks(2)
-def test_wrong_constructions_are_refused_on_all_ranks(world):
-    comm = world.shared_comm(channels=4)
-    plan = plan_named("one_f_one_b", 2)
-    stages = [nn.Identity()]
-    cases = [
-        (("plan", stages), {}, TypeError, "plan must be a Plan, not str"),
-        ((plan_named("gpipe", 3), stages), {}, ValueError, "for 3 ranks, the communicator has 2"),
-        ((plan, []), {}, ValueError, "owns the stages [0], stages has 0 entries"),
-        ((plan, {5: stages[0]}), {}, ValueError, "owns the stages [0], stages has [5]"),
-        ((plan, ["module"]), {}, TypeError, "stage 0 must be a module or a callable, not str"),
-        ((plan, nn.Identity()), {}, TypeError, "must be a mapping or a list of modules, not Identity"),
-        ((plan, stages), {"loss_scale": "max"}, ValueError, '"sum", "mean" or a number, not \'max\''),
-        ((plan, stages), {"rank_mapping": [0, 0]}, ValueError, "each pipeline rank 0..1 once"),
-        (
-            (Plan("bad", 2, 1, owner=[0, 1], compute=["F0.0", "F1.0 B1.0"]), stages),
-            {},
-            ValueError,
-            "no backward",
-        ),
-    ]
-    for arguments, options, kind, message in cases:
-        if world.rank == 0:
-            with pytest.raises(kind) as caught:
-                Executor(*arguments, communicator=comm, **options)
-            assert message in str(caught.value), str(caught.value)
-        else:
-            with pytest.raises(PipeCommMismatch) as caught:
-                Executor(plan, stages, communicator=comm)
-            assert caught.value.origin_rank == 0 and message in str(caught.value), str(caught.value)
-    with pytest.raises(PipeCommMismatch, match="rank 1 has another plan"):
-        Executor(plan_named(["gpipe", "one_f_one_b"][world.rank], 2), stages, communicator=comm)
-    with pytest.raises(ValueError, match="record_timeline=True"):
-        Executor(plan, stages, communicator=comm).timeline()
-
-
-@on_ranks(2)
-def test_fewer_micro_batches_than_stages_is_a_warning(world):
-    plan = plan_named("one_f_one_b", 2, 1)
-    with pytest.warns(UserWarning, match="1 micro-batches are fewer than the stages"):
-        Executor(plan, [nn.Identity()], communicator=world.shared_comm(channels=4))
-
-
-@on_ranks(2)
-def test_nothing_is_left_of_a_step(world):
-    plan = plan_named("dualpipe", 2)
-    pipeline = Pipeline(plan, world.rank)
-    executor = make(world, plan, pipeline)
-    pipeline.step(executor)
-    kept = [executor._alive, executor._weight_work, executor._inputs, executor._targets]
-    kept += [executor._mailbox._outbox, executor._mailbox._arrived, executor._mailbox._awaited_gradients]
-    assert not any(kept)
 
 
 def test_communicators_tell_their_channels_and_timeout(ranks):

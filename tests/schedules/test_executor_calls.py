@@ -6,7 +6,7 @@ import functools
 
 import pytest
 import torch
-from pipelines import WIDTH, Block, Pipeline
+from pipelines import WIDTH, Block, Pipeline, make_executor
 from ranks import on_ranks
 from torch import nn
 
@@ -20,11 +20,6 @@ TWINS = Plan("twins", P=3, M=4, owner=[0, 1, 2, 0, 1, 2], next_of=[1, 2, None, 4
 ])  # fmt: skip
 
 
-def make(world, plan, pipeline, **options) -> Executor:
-    options.setdefault("communicator", world.shared_comm(channels=4))
-    return Executor(plan, pipeline.stages, loss_fn=pipeline.loss_fn, **options)
-
-
 # ---- two chains -------------------------------------------------------------------------------------------
 
 
@@ -34,9 +29,11 @@ def test_two_chains_in_one_direction(world):
     """What is told about one chain must not get between what is told about the other."""
     for num_channels in (4, 3):  # 3: the executor makes a communicator for its headers
         pipeline = Pipeline(TWINS, world.rank)
-        with make(world, TWINS, pipeline, communicator=world.shared_comm(channels=num_channels)) as executor:
+        with make_executor(
+            world, TWINS, pipeline, communicator=world.shared_comm(channels=num_channels)
+        ) as executor:
             pipeline.assert_losses(pipeline.step(executor).losses, pipeline.run_whole())
-    with make(world, TWINS, pipeline, communicator=None) as executor:
+    with make_executor(world, TWINS, pipeline, communicator=None) as executor:
         with pytest.raises((ValueError, PipeCommAborted), match="give a mapping from stage to a list"):
             executor.step(pipeline.inputs[0], pipeline.targets[0])
 
@@ -49,7 +46,7 @@ def test_all_ranks_may_pass_the_mappings_of_all_chains(world):
         {chain[end]: values for chain, values in zip(plan.chains, data, strict=True)}
         for end, data in ((0, pipeline.inputs), (-1, pipeline.targets))
     )
-    executor = make(world, plan, pipeline)
+    executor = make_executor(world, plan, pipeline)
     pipeline.assert_losses(executor.step(inputs, targets).losses, pipeline.run_whole())
     mine = {chain[0]: values if plan.owner[chain[0]] == world.rank else None
             for chain, values in zip(plan.chains, pipeline.inputs, strict=True)}  # fmt: skip
@@ -148,7 +145,7 @@ class PartlyFrozen(Block):
 def test_sums_over_replicas_leave_frozen_parameters_alone(world):
     plan = get_plan("dualpipe", 2, 4)
     pipeline = Pipeline(plan, world.rank, PartlyFrozen)
-    executor = make(world, plan, pipeline)
+    executor = make_executor(world, plan, pipeline)
     pipeline.step(executor)
     executor.sum_replica_gradients()
     pipeline.run_whole()
@@ -159,7 +156,7 @@ def test_sums_over_replicas_leave_frozen_parameters_alone(world):
 def test_replicas_that_are_no_modules_are_refused_on_all_ranks(world):
     plan = get_plan("dualpipe", 2, 4)
     pipeline = Pipeline(plan, world.rank)
-    executor = make(world, plan, pipeline, communicator=None)
+    executor = make_executor(world, plan, pipeline, communicator=None)
     if world.rank == 0:
         executor.stages[0] = functools.partial(executor.stages[0])
     expected = TypeError if world.rank == 0 else PipeCommAborted
@@ -176,7 +173,7 @@ def test_replicas_that_are_no_modules_are_refused_on_all_ranks(world):
 def test_a_closed_executor_stays_closed(world):
     plan = get_plan("1f1b", 2, 4)
     pipeline = Pipeline(plan, world.rank)
-    executor = make(world, plan, pipeline, communicator=None)
+    executor = make_executor(world, plan, pipeline, communicator=None)
     pipeline.step(executor)
     executor.close()
     executor.close()
@@ -198,9 +195,25 @@ def test_one_channel_is_not_enough(world):
 def test_a_timeline_that_one_rank_did_not_record_is_refused_on_all(world):
     plan = get_plan("1f1b", 2, 4)
     pipeline = Pipeline(plan, world.rank)
-    executor = make(world, plan, pipeline, record_timeline=world.rank == 0)
+    executor = make_executor(world, plan, pipeline, record_timeline=world.rank == 0)
     pipeline.step(executor)
     expected = PipeCommMismatch if world.rank == 0 else ValueError
     with pytest.raises(expected, match="make the Executor with record_timeline=True"):
         executor.timeline()
     pipeline.step(executor)
+
+
+def fail_on_pipeline_rank_0(world):
+    plan = get_plan("1f1b", 2, 4)
+    pipeline = Pipeline(plan, 1 - world.rank)
+    if world.rank == 1:
+        pipeline.stages[0] = lambda x: 1 / 0
+    make_executor(world, plan, pipeline, communicator=world.fresh_comm(channels=4), rank_mapping=[1, 0]).step(
+        pipeline.inputs[0], pipeline.targets[0]
+    )
+
+
+def test_errors_have_the_ranks_of_the_communicator(ranks):
+    for outcome in ranks.attempt(2, fail_on_pipeline_rank_0):
+        assert "rank 1: F0.0 at position 0 of one_f_one_b: ZeroDivisionError" in outcome.error.text
+        assert outcome.error.attributes["origin_rank"] == 1

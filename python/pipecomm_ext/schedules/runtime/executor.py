@@ -289,12 +289,13 @@ class Executor:
         except PipeCommError:
             raise
         except Exception as error:
+            rank = self._communicator.rank
             failure = StageError(
-                f"rank {self.rank}: {item} at position {position} of {self.plan.name}: "
+                f"rank {rank}: {item} at position {position} of {self.plan.name}: "
                 f"{type(error).__name__}: {error}",
                 op=str(item),
-                rank=self.rank,
-                origin_rank=self.rank,
+                rank=rank,
+                origin_rank=rank,
             )
             failure.position, failure.action = position, item
             raise failure from error

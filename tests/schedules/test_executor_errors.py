@@ -1,0 +1,193 @@
+"""What all ranks see when a stage fails, or when a step or a construction is wrong on one of them."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from pipelines import WIDTH, Pipeline, make_executor, plan_named, squared_error
+from ranks import on_ranks
+from torch import nn
+
+from pipecomm_ext import PipeCommAborted, PipeCommError, PipeCommMismatch
+from pipecomm_ext.schedules import Executor, Plan, StageError
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*micro-batches are fewer than the stages")
+
+
+class Failing(nn.Module):
+    def __init__(self, where: str, micro: int):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+        self.where, self.micro, self.num_calls = where, micro, 0
+
+    def forward(self, x):
+        y = self.linear(x)
+        self.num_calls += 1
+        if self.num_calls == self.micro + 1:
+            if self.where == "forward":
+                raise KeyError("no such expert")
+            y.register_hook(self._raise)
+        return y
+
+    @staticmethod
+    def _raise(_gradient):
+        raise KeyError("no such expert")
+
+
+def run_failing(world, where, failing_rank):
+    plan = plan_named("one_f_one_b", world.size)
+    pipeline = Pipeline(plan, world.rank)
+    if world.rank == failing_rank:
+        pipeline.stages[world.rank] = Failing(where, micro=2)
+    executor = make_executor(world, plan, pipeline, communicator=None)
+    try:
+        pipeline.step(executor)
+    finally:
+        # Its own communicator is made anew: the next step works.
+        if world.rank == failing_rank:
+            pipeline.stages[world.rank].where = None
+            executor.stages[world.rank] = Pipeline(plan, world.rank).stages[world.rank]
+        pipeline.set_data(seed=2)
+        losses = pipeline.step(executor).losses
+        pipeline.assert_losses(losses, pipeline.run_whole(backward=False))
+        executor.close()
+
+
+@pytest.mark.parametrize("failing_rank", [0, 1, 2])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_an_exception_in_a_stage_reaches_all_ranks(ranks, where, failing_rank):
+    outcomes = ranks.attempt(3, run_failing, where, failing_rank)
+    for rank, outcome in enumerate(outcomes):
+        text = outcome.error.text
+        action = f"{'F' if where == 'forward' else 'B'}{failing_rank}.2"
+        assert action in text and "one_f_one_b" in text and "KeyError: 'no such expert'" in text, text
+        assert outcome.error.attributes["origin_rank"] == failing_rank
+        if rank == failing_rank:
+            assert outcome.error.type is StageError
+            assert str(outcome.error.attributes["action"]) == action
+            assert "KeyError: 'no such expert'" in outcome.error.traceback
+        else:
+            assert outcome.error.type is PipeCommAborted
+
+
+def time_of_failure(world):
+    plan = plan_named("zb_v", world.size)
+    pipeline = Pipeline(plan, world.rank)
+    if world.rank == 0:
+        pipeline.stages[0] = Failing("forward", micro=1)
+    executor = make_executor(world, plan, pipeline, communicator=world.fresh_comm(channels=4))
+    with pytest.raises(PipeCommError):
+        pipeline.step(executor)
+    at = time.monotonic()
+    with pytest.raises(PipeCommAborted):  # a communicator that was given has failed for good
+        pipeline.step(executor)
+    return at
+
+
+def test_all_ranks_raise_within_two_seconds(ranks):
+    times = ranks.run(4, time_of_failure)
+    assert max(times) - min(times) < 2.0
+
+
+@on_ranks(2)
+def test_wrong_steps_are_refused_on_all_ranks(world):
+    plan = plan_named("one_f_one_b", 2, 4)
+    pipeline = Pipeline(plan, world.rank, last_rows=None)
+    executor = make_executor(world, plan, pipeline, communicator=None)
+    inputs, targets = pipeline.of_my(0, pipeline.inputs), pipeline.of_my(-1, pipeline.targets)
+    good = (inputs, targets)
+    cases = [
+        (0, (inputs and {0: inputs[0][:3]}, targets), ValueError, "inputs of stage 0 has 3 micro-batches"),
+        (0, (None, targets), TypeError, "inputs of stage 0 must be a list of 4 micro-batches, not NoneType"),
+        (0, (torch.ones(4, WIDTH), targets), TypeError, "not Tensor; this rank owns that stage"),
+        (0, ({1: pipeline.inputs[0]}, targets), ValueError, "must be given for the stages [0], got [1]"),
+        (1, (inputs, None), TypeError, "targets of stage 1 must be a list of 4 micro-batches"),
+    ]
+    for rank, arguments, kind, message in cases:
+        error_type = kind if world.rank == rank else PipeCommAborted
+        with pytest.raises(error_type) as caught:
+            executor.step(*(arguments if world.rank == rank else good))
+        assert message in str(caught.value), str(caught.value)
+        assert pipeline.step(executor).outputs is None or world.rank == 1  # it goes on
+    with pytest.raises((ValueError, PipeCommAborted), match="run the same on all ranks"):
+        with torch.set_grad_enabled(world.rank == 0):
+            pipeline.step(executor)
+    executor.close()
+
+
+class Odd(nn.Module):
+    def __init__(self, result):
+        super().__init__()
+        self.result = result
+
+    def forward(self, x):
+        return self.result
+
+
+@on_ranks(2)
+def test_wrong_results_of_stages_and_losses_are_explained(world):
+    plan = plan_named("one_f_one_b", 2, 2)
+    cases = [
+        (
+            {0: Odd("text")},
+            squared_error,
+            StageError,
+            "stage 0 must return a tensor or a tuple of tensors, not (str)",
+        ),
+        ({1: nn.Identity()}, lambda y, t: y, StageError, "must be a tensor of one element, got shape [3, 6]"),
+        ({1: nn.Identity()}, lambda y, t: 1.0, StageError, "must be a tensor of one element, got float"),
+        ({0: Odd((torch.ones(1),) * 400)}, squared_error, ValueError, "returned 400 tensors"),
+    ]
+    for replaced, loss_fn, kind, message in cases:
+        pipeline = Pipeline(plan, world.rank, last_rows=None)
+        pipeline.stages.update({s: module for s, module in replaced.items() if s == world.rank})
+        executor = Executor(plan, pipeline.stages, loss_fn=loss_fn)
+        with pytest.raises(kind if world.rank in replaced else PipeCommAborted) as caught:
+            pipeline.step(executor)
+        assert message in str(caught.value)
+        executor.close()
+
+
+@on_ranks(2)
+def test_wrong_constructions_are_refused_on_all_ranks(world):
+    comm = world.shared_comm(channels=4)
+    plan = plan_named("one_f_one_b", 2)
+    stages = [nn.Identity()]
+    cases = [
+        (("plan", stages), {}, TypeError, "plan must be a Plan, not str"),
+        ((plan_named("gpipe", 3), stages), {}, ValueError, "for 3 ranks, the communicator has 2"),
+        ((plan, []), {}, ValueError, "owns the stages [0], stages has 0 entries"),
+        ((plan, {5: stages[0]}), {}, ValueError, "owns the stages [0], stages has [5]"),
+        ((plan, ["module"]), {}, TypeError, "stage 0 must be a module or a callable, not str"),
+        ((plan, nn.Identity()), {}, TypeError, "must be a mapping or a list of modules, not Identity"),
+        ((plan, stages), {"loss_scale": "max"}, ValueError, '"sum", "mean" or a number, not \'max\''),
+        ((plan, stages), {"rank_mapping": [0, 0]}, ValueError, "each pipeline rank 0..1 once"),
+        (
+            (Plan("bad", 2, 1, owner=[0, 1], compute=["F0.0", "F1.0 B1.0"]), stages),
+            {},
+            ValueError,
+            "no backward",
+        ),
+    ]
+    for arguments, options, kind, message in cases:
+        if world.rank == 0:
+            with pytest.raises(kind) as caught:
+                Executor(*arguments, communicator=comm, **options)
+            assert message in str(caught.value), str(caught.value)
+        else:
+            with pytest.raises(PipeCommMismatch) as caught:
+                Executor(plan, stages, communicator=comm)
+            assert caught.value.origin_rank == 0 and message in str(caught.value), str(caught.value)
+    with pytest.raises(PipeCommMismatch, match="rank 1 has another plan"):
+        Executor(plan_named(["gpipe", "one_f_one_b"][world.rank], 2), stages, communicator=comm)
+    with pytest.raises(ValueError, match="record_timeline=True"):
+        Executor(plan, stages, communicator=comm).timeline()
+
+
+@on_ranks(2)
+def test_fewer_micro_batches_than_stages_is_a_warning(world):
+    plan = plan_named("one_f_one_b", 2, 1)
+    with pytest.warns(UserWarning, match="1 micro-batches are fewer than the stages"):
+        Executor(plan, [nn.Identity()], communicator=world.shared_comm(channels=4))
