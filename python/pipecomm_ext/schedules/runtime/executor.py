@@ -87,8 +87,9 @@ class Executor:
 
     If anything raises on a rank, the communicator is aborted, so every rank raises at once (one that has done
     its part of the step, in its next): StageError here (the user's exception is its cause), PipeCommAborted
-    with the reason there, ValueError and TypeError for wrong arguments. Gradients are then those of a part of the step: zero them. The executor can be used again
-    if the communicator is its own; a given one has failed for good.
+    with the reason there, ValueError and TypeError for wrong arguments. Gradients are then those of a part of
+    the step: zero them. The executor can be used again if the communicator is its own; a given one has failed
+    for good.
 
     A context manager; `close()` releases the communicator if it is the executor's own.
     """
