@@ -428,8 +428,8 @@ def test_disagreement_raises_on_both_ends_and_the_pipeline_goes_on(world):
 @on_ranks(2)
 @pytest.mark.parametrize("num_expected", [1, 2, 4])
 def test_lists_of_different_lengths_do_not_shift_into_each_other(world, num_expected):
-    """Shapes and dtypes agree, so nothing but the lengths of the lists can tell. The end of the longer one goes
-    on waiting for its further tensors, until the other one gives up.
+    """Shapes and dtypes agree, so nothing but the lengths of the lists can tell. The end of the longer one
+    goes on waiting for its further tensors, until the other one gives up.
     """
     p2p = P2PCommunicator(world.fresh_comm(), PipelineConfig(pipeline_dtype=torch.float32))
     with pytest.raises(PipeCommMismatch, match="as part of another list of tensors"):

@@ -1,6 +1,4 @@
-"""Counts, orders and shapes of Megatron's schedules, by its names. The orders are those of `schedules`
-plans.
-"""
+"""Counts, orders and shapes of Megatron's schedules, by its names; the orders are those of `schedules`."""
 
 from __future__ import annotations
 

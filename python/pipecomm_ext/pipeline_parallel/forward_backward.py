@@ -1,7 +1,7 @@
 """Megatron-core's schedules: plans of `pipecomm_ext.schedules`, run with its step functions and hooks.
 
 Signatures and semantics: megatron.core.pipeline_parallel.schedules (Megatron Core 0.20). Different on
-    purpose:
+purpose:
 
 * One loop runs all three, over a plan that can be printed, checked and drawn; without pipelining it is 1F1B
   of one rank.
@@ -45,8 +45,7 @@ def get_forward_backward_func(
 ) -> Callable[..., list]:
     """The schedule for a pipeline of `pp_size` ranks and `vp_size` chunks per rank (None: no interleaving).
 
-    Both None: those of the default topology (`parallel_state.initialize_pipeline`), one rank if there is
-        none.
+    Both None: those of the default topology (`parallel_state.initialize_pipeline`), one rank if there is none.
     `schedule_pg_collection` is accepted and has no effect: pipelines of several modules are not supported.
     """
     if pp_size is None and vp_size is None:

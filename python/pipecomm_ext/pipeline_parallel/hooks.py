@@ -1,12 +1,9 @@
-"""When the hooks of data parallelism are called: no_sync_func, grad_sync_func and param_sync_func of the
-config.
+"""When the config's hooks of data parallelism are called: no_sync_func, grad_sync_func and param_sync_func.
 
 Semantics: megatron.core.pipeline_parallel.schedules (Core 0.20). Gradients are synchronised from the last
-    backward of
-a chunk on: until then its no_sync context is entered. A grad_sync_func starts the synchronisation itself;
-    so that all
-stages start theirs together, the stages with less to wait for start it in the bubble. Evaluation calls
-neither grad_sync_func nor param_sync_func. The config is only read.
+backward of a chunk on: until then its no_sync context is entered. A grad_sync_func starts the synchronisation
+itself; so that all stages start theirs together, the stages with less to wait for start it in the bubble.
+Evaluation calls neither grad_sync_func nor param_sync_func. The config is only read.
 """
 
 from __future__ import annotations

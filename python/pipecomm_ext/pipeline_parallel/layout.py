@@ -1,7 +1,7 @@
 """`PipelineParallelLayerLayout`: which layers each rank and model chunk of a pipeline holds.
 
 Names and rules: megatron.core.transformer.pipeline_parallel_layer_layout (Megatron Core 0.20). Different on
-    purpose:
+purpose:
 
 * A parser reads the text; errors are ValueErrors that point at the character. Groups may be nested.
 * A pure object: queries are answered from their arguments, nothing global is read; ranks and chunks out of

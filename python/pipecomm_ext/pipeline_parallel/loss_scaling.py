@@ -1,5 +1,6 @@
-"""The factors of losses, as pure functions. Semantics: megatron.core.pipeline_parallel.schedules (Core
-0.20).
+"""The factors of losses, as pure functions.
+
+Semantics: megatron.core.pipeline_parallel.schedules (Core 0.20).
 """
 
 from __future__ import annotations

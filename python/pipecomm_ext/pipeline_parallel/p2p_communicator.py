@@ -9,8 +9,8 @@ Semantics: megatron.core.pipeline_parallel.p2p_communication (Megatron Core 0.20
 * A list of tensors is one batch. A tuple is as good as a list. Tensors may have any strides.
 * `is_single_shape` decides everywhere: a list of ints is one shape, also in the combined methods.
 * As many tensors as shapes, else ValueError before anything is sent; shapes and dtypes that differ between
-  the ends raise PipeCommMismatch on both. If lists of fixed shapes differ in length, the end of the longer one
-  has messages left that match nothing: whoever catches that error has to `abort`.
+  the ends raise PipeCommMismatch on both. If lists of fixed shapes differ in length, the end of the longer
+  one has messages left that match nothing: whoever catches that error has to `abort`.
 * Tensors of integer dtypes are received without requires_grad, and have no gradient message.
 * Every method can overlap; with overlap and batch_p2p_comm both, ValueError instead of an assertion.
 * batch_p2p_sync and use_ring_exchange_p2p have no effect.

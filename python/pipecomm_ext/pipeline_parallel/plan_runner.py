@@ -39,10 +39,9 @@ class StepArguments:
 class PlanRunner:
     """One step of one rank.
 
-    `p2p` moves what crosses ranks, `shapes` says what its receives get: ACT inputs of a stage, GRAD
-        gradients of its
-    outputs; neither is needed for a plan of one rank. State is keyed by (stage, micro-batch); nothing is
-    "the next one in a queue".
+    `p2p` moves what crosses ranks, `shapes` says what its receives get: ACT inputs of a stage, GRAD gradients
+    of its outputs; neither is needed for a plan of one rank. State is keyed by (stage, micro-batch); nothing
+    is "the next one in a queue".
     """
 
     def __init__(

@@ -1,9 +1,8 @@
 """Forward and backward of one micro-batch through one model chunk.
 
 Signatures and semantics: megatron.core.pipeline_parallel.schedules (Megatron Core 0.20). Different on
-    purpose: losses
-are scaled out of place; all outputs that require grad are run backward, not only the first; wrong arguments
-are ValueError or TypeError, not assertions.
+purpose: losses are scaled out of place; all outputs that require grad are run backward, not only the first;
+wrong arguments are ValueError or TypeError, not assertions.
 """
 
 from __future__ import annotations
@@ -189,7 +188,7 @@ def deallocate_output_tensor(out: Any, deallocate_pipeline_outputs: bool = False
     """Frees the data of an output that has been sent (or of each in a list, tuple or dict); its graph stays.
 
     Does nothing unless `deallocate_pipeline_outputs`. The tensor has one element afterwards: see
-        `custom_backward`.
+    `custom_backward`.
 
     Raises:
         TypeError: not a tensor.
