@@ -45,7 +45,7 @@ def get_forward_backward_func(
 ) -> Callable[..., list]:
     """The schedule for a pipeline of `pp_size` ranks and `vp_size` chunks per rank (None: no interleaving).
 
-    Both None: those of the default topology (`parallel_state.initialize_pipeline`), one rank if there is none.
+    Both None: those of the default topology (`parallel_state.initialize_pipeline`); one rank without one.
     `schedule_pg_collection` is accepted and has no effect: pipelines of several modules are not supported.
     """
     if pp_size is None and vp_size is None:
