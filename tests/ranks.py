@@ -43,6 +43,7 @@ from typing import Any
 import pytest
 
 DEFAULT_DEADLINE_S = 30.0
+START_DEADLINE_S = 100.0  # until new processes have joined their world: no part of a body's deadline
 GROUP_TIMEOUT_S = 60.0  # of the gloo group itself: so long that it never decides a test
 GRACE_S = 3.0  # for the other ranks of a world in which one rank has died, or failed unexpectedly
 STACKS_SIGNAL = signal.SIGUSR2
@@ -236,6 +237,7 @@ def _rank_main(
         "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=GROUP_TIMEOUT_S)
     )
     world = World(rank, size, device, pipe)
+    world.mark("joined")
     with contextlib.suppress(EOFError, BrokenPipeError):
         while True:
             pipe.send_bytes(_answer(world, pipe.recv_bytes()))
@@ -274,6 +276,12 @@ class RankGroup:
             rank_lifeline.close()
             self._ranks.append(_Rank(process, pipe, lifeline))
         self.reset()
+        try:
+            for rank in range(size):
+                self.await_mark(rank, "joined", START_DEADLINE_S)
+        except BaseException:
+            self.close()
+            raise
 
     def reset(self) -> None:
         self._outcomes: dict[int, Outcome] = {}

@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from operations import NUM_CHANNELS
+from operations_pipeline import topology_of
 
 import pipecomm_ext
-from pipecomm_ext import Communicator, Recv, Send, parallel_state, schedules
+from pipecomm_ext import Communicator, Recv, Send, StageRelay, parallel_state, schedules
 from pipecomm_ext import distributed as facade
 from pipecomm_ext.pipeline_parallel import P2PCommunicator
 
@@ -232,6 +233,7 @@ class Target(NamedTuple):
     good: Callable[[Communicator], dict[str, Any]]
     kinds: dict[str, str]  # of the arguments that may be wrong
     # "collective": the others make the good call. "message": they do nothing. "local": nobody is concerned.
+    # "relay": the other stage makes the opposite call.
     form: str
     more: list[tuple[str, Mistake]]  # further mistakes, by argument
 
@@ -758,6 +760,57 @@ pipeline(
         "tensor_shape": (4, 2),
     },
     {"output_tensor": OUTPUT, "input_tensor_grad": OUTPUT, "tensor_shape": SHAPE},
+)
+
+# ---- relay ------------------------------------------------------------------------------------------------
+
+
+def relay(method: str, good, kinds: dict[str, str], form: str, more=()) -> None:
+    def call(comm: Communicator, **kw: Any) -> Any:
+        return getattr(StageRelay(topology_of(comm), communicator=comm), method)(**kw)
+
+    target(f"StageRelay.{method}", form, call, good, kinds, more)
+
+
+target(
+    "StageRelay",
+    "local",
+    lambda comm, **kw: StageRelay(topology_of(comm), communicator=comm, **kw),
+    lambda comm: {"algorithm": "auto", "layout": "replicated", "grad_reduce": "leader"},
+    {},
+    [
+        ("algorithm", Mistake("an unknown one", lambda good: "fast", VALUE, "fast")),
+        ("algorithm", Mistake("None", lambda good: None, VALUE, "None")),
+        ("layout", Mistake("an unknown one", lambda good: "halved", VALUE, "halved")),
+        ("layout", Mistake("a dim from the end", lambda good: ("sharded", -1), VALUE, "-1")),
+        ("layout", Mistake("too few entries", lambda good: ["replicated"], VALUE, "1")),
+        ("grad_reduce", Mistake("an unknown one", lambda good: "max", VALUE, "max")),
+    ],
+)
+for direction in ("forward", "backward"):
+    relay(
+        f"send_{direction}",
+        lambda comm, argument="tensor" if direction == "forward" else "gradient": {argument: ones()},
+        {"tensor" if direction == "forward" else "gradient": "tensor"},
+        "relay",
+    )
+    relay(
+        f"recv_{direction}",
+        lambda comm: {"shape": (4, 2), "dtype": torch.float32},
+        {"shape": "shape", "dtype": "dtype"},
+        "relay",
+    )
+RELAYED = {"tensor": None, "shape": (4, 2), "dtype": torch.float32, "src_stage": 1, "dst_stage": 0}
+relay(
+    "relay",
+    lambda comm: dict(RELAYED) if comm.rank == 0 else {**RELAYED, "tensor": ones()},
+    {},
+    "local",
+    [
+        ("src_stage", Mistake("no stage", lambda good: 2, VALUE, r"2 is not in 0\.\.1")),
+        ("dst_stage", Mistake("no stage", lambda good: -1, VALUE, "-1 is not in")),
+        ("src_stage", Mistake("the other stage", lambda good: 0, VALUE, "differ")),
+    ],
 )
 
 # ---- schedules ---------------------------------------------------------------------------------------------

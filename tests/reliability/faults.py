@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import operations_parallel  # noqa: F401  (fills the table)
+import operations_pipeline  # noqa: F401  (fills the table)
 import torch
 import torch.distributed as dist
 from operations import NUM_CHANNELS, OPERATIONS, Draw, Operation
@@ -398,6 +399,7 @@ def act(world, fault_name: str, operation_name: str, transport: str) -> Report:
     descriptors = descriptor_names()
     stage.comm = stage.connect()
     stage.descriptors = [int(name) for name in descriptor_names() - descriptors]
+    operation.prepare(stage.comm, SMALL)  # what it makes once for a group, collectively
     try:
         stage.comm.barrier()
         try:
@@ -467,7 +469,7 @@ def all_cases() -> list[Case]:
         for fault in FAULTS.values()
         for operation in OPERATIONS.values()
         for transport in ("c10d", "shm")
-        if fault.concerns(operation, transport)
+        if operation.form != "apart" and fault.concerns(operation, transport)
     ]
 
 

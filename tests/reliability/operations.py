@@ -24,7 +24,7 @@ from sequence_cases import remainder_first
 from pipecomm_ext import _C, Communicator, Recv, Send
 from pipecomm_ext import distributed as facade
 
-NUM_CHANNELS = 4
+NUM_CHANNELS = 6  # as many as a relay needs
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,8 @@ class Operation(NamedTuple):
     name: str
     prepare: Callable[[Communicator, Draw], Call]
     # "collective": a rank that disagrees is noticed by all. "ring": by its neighbours, and all ranks end.
-    # "chain": by its neighbours, and those behind them go on waiting.
+    # "chain": by its neighbours, and those behind them go on waiting. "apart": it has connections of its own,
+    # so faults of this communicator do not concern it.
     form: str
     # In which of shape, dtype, plan (Draw.variant) two ranks may disagree and are found out.
     compares: tuple[str, ...]

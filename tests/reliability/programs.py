@@ -12,6 +12,7 @@ import time
 from typing import Any
 
 import operations_parallel  # noqa: F401  (fills the table)
+import operations_pipeline  # noqa: F401  (fills the table)
 import torch
 import torch.distributed as dist
 from operations import NUM_CHANNELS, OPERATIONS, Call, Draw

@@ -41,7 +41,8 @@ def fault_table() -> list[str]:
 def bad_input_table() -> list[str]:
     kinds = {
         "message": "the caller",
-        "collective": "the caller, and refused on all ranks",
+        "collective": "all ranks",
+        "relay": "all ranks",
         "local": "the caller",
     }
     lines = ["| Functions | Wrong arguments | Error on |", "|---|---|---|"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import operations_parallel  # noqa: F401  (fills the table)
+import operations_pipeline  # noqa: F401  (fills the table)
 import pytest
 from operations import NUM_CHANNELS, OPERATIONS, Draw
 from ranks import on_ranks
@@ -12,10 +13,10 @@ from ranks import on_ranks
 LENGTHS = [1, 2, 7, 300, 6000]
 
 
-@on_ranks(2, 3)
+@on_ranks(2, 3, deadline=60)
 @pytest.mark.parametrize("transport", ["c10d", "shm"])
 def test_every_operation_gives_the_right_answer(world, transport):
-    comm = world.shared_comm(transport=transport, channels=NUM_CHANNELS)
+    comm = world.shared_comm(transport=transport, channels=NUM_CHANNELS, timeout=20)
     rng = random.Random(world.size)
     for operation in OPERATIONS.values():
         for _ in range(4):
