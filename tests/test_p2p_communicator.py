@@ -13,7 +13,7 @@ from ranks import on_ranks
 
 from pipecomm_ext import PipeCommAborted, PipeCommMismatch
 from pipecomm_ext.pipeline_parallel import P2PCommunicator, PipelineConfig
-from pipecomm_ext.pipeline_parallel.boundary import is_single_shape
+from pipecomm_ext.pipeline_parallel.boundary import header_messages, is_single_shape, specs_of_header
 from pipecomm_ext.pipeline_parallel.exchange import Exchange, Incoming, Outgoing
 
 FORWARD, BACKWARD = "activation", "gradient"
@@ -196,6 +196,15 @@ def test_what_is_a_single_shape():
         assert is_single_shape(shape)
     for shapes in ((), [], [()], [(2,)], [torch.Size([1])], None, 3, [True], "12"):
         assert not is_single_shape(shapes)
+
+
+def test_headers_tell_of_all_dtypes_that_can_be_stored():
+    names = (
+        "bool uint8 int64 uint16 bfloat16 complex32 complex128 float8_e5m2 float8_e8m0fnu float4_e2m1fn_x2"
+    )
+    for dtype in (getattr(torch, name) for name in names.split()):
+        [words] = header_messages([torch.empty((2, 0), dtype=dtype), None])
+        assert specs_of_header(words.tolist()) == [((2, 0), dtype), None]
 
 
 # ---- what is moved ----------------------------------------------------------------------------------------

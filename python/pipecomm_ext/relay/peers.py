@@ -3,7 +3,7 @@
 Semantics of MindSpeed-MM's layerwise-disaggregated p2p: `group`, `next_rank` and `prev_rank` are single
 values or lists that are walked together; the same tensor goes to all, and what comes from several is
 averaged. Messages within the topology use its connections, whatever group of its ranks is named; for any
-other group connections are made at its first use, by all its ranks.
+other group connections are made at its first use, by all its ranks, which must be first in their stages.
 """
 
 from __future__ import annotations

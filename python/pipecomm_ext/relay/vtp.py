@@ -118,10 +118,12 @@ def _send(kind: str, rank_name: str, tensor: torch.Tensor, kwargs: dict) -> list
 def _named_peers(
     topology: PipelineTopology, kind: str, rank_name: str, kwargs: dict[str, Any]
 ) -> list[Peer] | None:
-    """The ranks that the caller names; None if he does not."""
+    """The ranks that the caller names; None if he does not. What is named matters on a stage's first rank."""
     groups, ranks = kwargs.get("group"), kwargs.get(rank_name)
     if groups is None and ranks is None:
         return None
+    if not topology.is_vtp_stage_rank0():
+        return []
     stages, mine = topology.get_vtp_stage_ranks(), topology.get_vtp_my_stage_idx()
     neighbour = stages[(mine + 1) % len(stages) if rank_name == "next_rank" else mine - 1]
     return peers_of(topology, groups, ranks, neighbour[0], ACTIVATIONS if kind == FORWARD else GRADIENTS)
