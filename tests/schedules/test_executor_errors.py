@@ -187,6 +187,33 @@ def test_wrong_constructions_are_refused_on_all_ranks(world):
 
 
 @on_ranks(2)
+def test_wrong_constructions_are_refused_on_all_ranks_over_communicators_of_their_own(world):
+    """The refusal arrives although nothing is left of the executor that made it, and of its communicator."""
+    plan = plan_named("one_f_one_b", 2)
+    for delay_s in (0, 0.3):
+        with pytest.raises(PipeCommMismatch if world.rank else ValueError, match="stages has 0 entries"):
+            if world.rank == 0:
+                Executor(plan, [])
+            else:
+                Executor(plan, _SlowList([nn.Identity()], delay_s))
+    pipeline = Pipeline(plan, world.rank)
+    with Executor(plan, pipeline.stages, loss_fn=pipeline.loss_fn) as executor:
+        pipeline.assert_losses(pipeline.step(executor).losses, pipeline.run_whole())
+
+
+class _SlowList(list):
+    """Its rank comes late to the collective of the constructor."""
+
+    def __init__(self, stages, delay_s: float):
+        super().__init__(stages)
+        self.delay_s = delay_s
+
+    def __iter__(self):
+        time.sleep(self.delay_s)
+        return super().__iter__()
+
+
+@on_ranks(2)
 def test_fewer_micro_batches_than_stages_is_a_warning(world):
     plan = plan_named("one_f_one_b", 2, 1)
     with pytest.warns(UserWarning, match="1 micro-batches are fewer than the stages"):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -115,7 +116,7 @@ class Executor:
             connect(self._group, device_of(stages)) if self._owns_communicator else communicator
         )
         comm = self._communicator
-        with comm.collective("all_to_all"):
+        with self._closed_on_failure(), comm.collective("all_to_all"):
             if not isinstance(plan, Plan):
                 raise TypeError(f"plan must be a Plan, not {type(plan).__name__}; see get_plan")
             if comm.size != plan.P:
@@ -134,7 +135,8 @@ class Executor:
             self._loss_factor = loss_factor(loss_scale, plan)
             check(plan)
         own_program = [row_text(row) for row in plan.program] if plan.has_own_program else None
-        require_equal_settings(comm, (plan.digest, own_program, self._peer_of, dynamic_shapes))
+        with self._closed_on_failure():
+            require_equal_settings(comm, (plan.digest, own_program, self._peer_of, dynamic_shapes))
         if plan.micros_per_chain < max(map(len, plan.chains)):
             warnings.warn(
                 f"{plan.name}: {plan.micros_per_chain} micro-batches are fewer than the stages of a chain: "
@@ -151,6 +153,18 @@ class Executor:
         self._is_closed = False
         self._forget_step()
         self._connect()
+
+    @contextlib.contextmanager
+    def _closed_on_failure(self) -> Iterator[None]:
+        """Around the constructor's checks: what they refuse must have reached the other ranks before a
+        communicator of the executor's own goes."""
+        try:
+            yield
+        except BaseException:
+            if self._owns_communicator:
+                with contextlib.suppress(PipeCommError):
+                    self._communicator.close()
+            raise
 
     def _connect(self) -> None:
         """What belongs to a communicator."""
