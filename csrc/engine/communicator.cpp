@@ -15,6 +15,8 @@ namespace pipecomm {
 namespace {
 
 constexpr auto kTick = std::chrono::milliseconds(20);
+// How long a batch whose failure is known waits for the rest of it, which mostly comes through.
+constexpr auto kRestLimit = std::chrono::seconds(1);
 constexpr auto kGoodbyeLimit = std::chrono::seconds(2);
 constexpr size_t kMinSweep = 1024;
 
@@ -371,6 +373,7 @@ bool Communicator::wait(Operation& operation, Deadline until,
         operation.wait_until(std::min(until, Clock::now() + 5 * kTick)))
       break;
     if (interrupted) interrupted();
+    if (operation.failed_before(Clock::now() - kRestLimit)) break;
     if (Clock::now() >= until) return false;
   }
   if (const FailurePtr failure = operation.failure()) {
@@ -486,7 +489,11 @@ void Communicator::watch() {
     }
     lock.unlock();
     transport_->tick();
-    if (expired && !expired->done()) expire(*expired);
+    // The rest of a failed batch, which nobody waits for any more, is no failure of its own.
+    if (expired && expired->failure())
+      expired->fail(nullptr);
+    else if (expired && !expired->done())
+      expire(*expired);
     expired.reset();
     lock.lock();
   }

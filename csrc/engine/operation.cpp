@@ -72,7 +72,10 @@ void Operation::settle(Request& request, FailurePtr failure) {
 void Operation::settle_one(FailurePtr failure) {
   std::unique_lock lock(mutex_);
   if (done_) return;  // failed as a whole earlier
-  if (failure && !failure_) failure_ = std::move(failure);
+  if (failure && !failure_) {
+    failure_ = std::move(failure);
+    failed_at_ = Clock::now();
+  }
   if (--num_pending_ == 0) finish(lock);
 }
 
@@ -120,6 +123,11 @@ void Operation::fail(FailurePtr failure) {
 FailurePtr Operation::failure() const {
   std::lock_guard lock(mutex_);
   return failure_;
+}
+
+bool Operation::failed_before(Clock::time_point time) const {
+  std::lock_guard lock(mutex_);
+  return failure_ && failed_at_ < time;
 }
 
 bool Operation::wait_until(Deadline until) {

@@ -111,6 +111,8 @@ class Operation {
   // --- called by waiters ---
   bool done() const { return done_.load(std::memory_order_acquire); }
   FailurePtr failure() const;
+  // Whether one of its messages failed before `time`, though others may be pending still.
+  bool failed_before(Clock::time_point time) const;
   // Whether somebody has been told of the failure.
   bool failure_seen() const { return failure_seen_; }
   void note_failure_seen() { failure_seen_ = true; }
@@ -144,6 +146,7 @@ class Operation {
   std::atomic<bool> failure_seen_{false};
   int num_pending_ = 0;
   FailurePtr failure_;
+  Clock::time_point failed_at_;
   std::function<void()> epilogue_;
   std::vector<std::shared_ptr<void>> kept_;
   std::vector<RequestPtr> requests_;
