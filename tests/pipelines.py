@@ -129,4 +129,6 @@ def plan_named(name: str, P: int, M: int | None = None) -> Plan:
 def make_executor(world, plan: Plan, pipeline: Pipeline, **options) -> Executor:
     """Over a communicator that other tests use, too, unless `options` has one."""
     options.setdefault("communicator", world.shared_comm(channels=4))
-    return Executor(plan, pipeline.stages, loss_fn=pipeline.loss_fn, **options)
+    executor = Executor(plan, pipeline.stages, loss_fn=pipeline.loss_fn, **options)
+    world.comm.barrier()  # a step that fails at once would else reach ranks that are still in the constructor
+    return executor
