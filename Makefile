@@ -4,11 +4,8 @@ PYTHON ?= python3
 TORCH ?= 2.11.0
 NO_VENV ?=
 ARGS ?=
-<<<<<<< HEAD
 SCHEDULE ?= zb_v
-=======
 MINUTES ?= 1
->>>>>>> adefb9e (Reliability: wrong arguments that crashed, hung or passed are refused; documents of promises and errors)
 RESULTS ?= bench/results
 GPU_BENCHMARKS ?= p2p pingpong batch broadcast host all_to_all gather
 
@@ -73,17 +70,13 @@ setup: $(BUILT) ## environment and extension
 test: $(BUILT) ## the test suite (ARGS='-k name' to choose)
 	$(PY) -m pytest tests -q $(ARGS)
 
-<<<<<<< HEAD
-demo: $(BUILT) ## train a small transformer on real text over 4 pipeline ranks, a short benchmark, another schedule
-=======
 faults: $(BUILT) ## every fault in every operation, on both CPU transports (long; the suite plays a few)
 	PIPECOMM_TEST_FAULTS=all $(PY) -m pytest tests/reliability/test_faults_of_all_operations.py -q $(ARGS)
 
 soak: $(BUILT) ## random programs with random faults for MINUTES=1 (ARGS='--ranks 6 --seed 7' to choose)
 	$(PY) tests/reliability/soak.py --minutes $(MINUTES) $(ARGS)
 
-demo: $(BUILT) ## train a small transformer over 4 pipeline ranks on real text, then a short benchmark
->>>>>>> adefb9e (Reliability: wrong arguments that crashed, hung or passed are refused; documents of promises and errors)
+demo: $(BUILT) ## train a small transformer on real text over 4 pipeline ranks, a short benchmark, another schedule
 	$(PY) examples/train_text.py --ranks 4 --steps 50 --verify
 	$(PY) bench/run.py p2p --ranks 2 --quick
 	$(PY) examples/train_text.py --ranks 2 --steps 20 --schedule $(SCHEDULE) --out out/train_text_$(SCHEDULE)
