@@ -100,6 +100,19 @@ class Round {
     for (int rank : {0, 1}) segments_.push_back(shm::Segment::create(rank, shape));
     for (int rank : {0, 1}) ranks_[rank] = std::make_unique<Rank>(rank, segments_);
   }
+  Round(const Round&) = delete;
+  Round& operator=(const Round&) = delete;
+
+  // As a transport does at its end: what is under way forgets what it refers to.
+  ~Round() {
+    for (const auto& rank : ranks_) {
+      for (int lane = 0; lane < 2; ++lane) {
+        rank->outbound[lane]->drop();
+        rank->inbound[lane]->drop();
+      }
+      rank->multicast.drop();
+    }
+  }
 
   // Whether rank 0 found the peer out.
   bool run() {
