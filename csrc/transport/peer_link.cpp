@@ -50,6 +50,8 @@ void PeerLink::post(const RequestPtr& request) {
   } else if (!channel.unexpected.empty()) {
     const Arrival arrival = std::move(channel.unexpected.front());
     channel.unexpected.pop_front();
+    if (arrival.header.kind == wire::Kind::data)
+      channel.num_unexpected_bytes -= arrival.stored.size();
     match(request, arrival);
   } else if (state_ != State::open) {
     settle(request, gone(*request));
@@ -167,6 +169,7 @@ void PeerLink::message_arrived(const wire::Record& record) {
     throw std::runtime_error("message " + std::to_string(record.header.seq) + " of rank " +
                              std::to_string(peer_) + " on channel " +
                              std::to_string(record.header.channel) + " came out of order");
+  check_message(record, channel);
   Arrival arrival{record.header, record.descriptor, record.payload, {}};
   if (!channel.posted.empty()) {
     const RequestPtr request = std::move(channel.posted.front());
@@ -178,8 +181,26 @@ void PeerLink::message_arrived(const wire::Record& record) {
   } else {
     arrival.stored.assign(record.payload.begin(), record.payload.end());
     arrival.payload = arrival.stored;
+    if (arrival.header.kind == wire::Kind::data)
+      channel.num_unexpected_bytes += arrival.stored.size();
     channel.unexpected.push_back(std::move(arrival));
   }
+}
+
+// What a sender that follows the rules never does: the two ends would use memory beyond all bounds,
+// or wait for a body that only one of them knows of.
+void PeerLink::check_message(const wire::Record& record, const Channel& channel) const {
+  auto breaks = [&](const std::string& what) {
+    throw std::runtime_error("rank " + std::to_string(peer_) + " " + what);
+  };
+  const int64_t num_bytes = record.descriptor.num_bytes;
+  if (record.header.kind == wire::Kind::data && num_bytes > kMaxInlineBytes)
+    breaks("sends " + bytes_text(num_bytes) + " inside a packet");
+  if (record.header.kind == wire::Kind::announce && num_bytes <= kMaxInlineBytes)
+    breaks("announces a message of only " + bytes_text(num_bytes));
+  if (channel.unexpected.size() >= kWindowRecords ||
+      channel.num_unexpected_bytes > kWindowBytes + kMaxInlineBytes)
+    breaks("sends more than may wait for its receives");
 }
 
 void PeerLink::match(const RequestPtr& request, const Arrival& arrival) {
@@ -268,10 +289,12 @@ void PeerLink::say_closing() {
   if (std::exchange(closing_said_, true)) return;
   send_closing();
   // What has not met a receive by now never will.
-  for (int channel_idx = 0; channel_idx < kNumChannels; ++channel_idx)
+  for (int channel_idx = 0; channel_idx < kNumChannels; ++channel_idx) {
+    channels_[channel_idx].num_unexpected_bytes = 0;
     for (const Arrival& arrival : std::exchange(channels_[channel_idx].unexpected, {}))
       add_text(wire::Kind::refused, channel_idx, arrival.header.seq,
                "it has closed its communicator");
+  }
 }
 
 // Not before the last message: the peer takes what is still unmatched then for lost.
@@ -324,6 +347,7 @@ std::vector<RequestPtr> PeerLink::drop() {
     for (const auto* map : {&channel.unanswered, &channel.receiving, &channel.early})
       for (const auto& [seq, request] : *map) requests.push_back(request);
     channel.unexpected.clear();
+    channel.num_unexpected_bytes = 0;
     channel.unanswered.clear();
     channel.receiving.clear();
     channel.early.clear();

@@ -106,6 +106,7 @@ class PeerLink {
     std::map<uint64_t, RequestPtr> receiving;   // verified receives whose body is under way
     std::map<uint64_t, RequestPtr> early;       // bodies that arrived before their announcement
     size_t num_unanswered_bytes = 0;            // of inline payloads
+    size_t num_unexpected_bytes = 0;            // of payloads in `unexpected`
     uint64_t next_send = 0;
     uint64_t next_recv = 0;
     uint64_t next_arrival = 0;
@@ -116,6 +117,7 @@ class PeerLink {
   void transmit(const RequestPtr& request);
   void handle_record(const wire::Record& record);
   void message_arrived(const wire::Record& record);
+  void check_message(const wire::Record& record, const Channel& channel) const;
   void match(const RequestPtr& request, const Arrival& arrival);
   void answered(const wire::Record& record);
   void settle(const RequestPtr& request, FailurePtr failure);

@@ -706,6 +706,40 @@ void test_protocol_violations() {
     peer.say(Kind::failure, 0, 0, nullptr, Bytes(3));
     peer.CHECK_REFUSED("malformed failure record", 1);
   }
+  const Descriptor large = make_descriptor(0, kMaxInlineBytes + 1);
+  {
+    RawPeer peer;
+    peer.say(Kind::data, 0, 0, &large, Bytes(kMaxInlineBytes + 1));
+    peer.CHECK_REFUSED("rank 1 sends 32.0 KiB inside a packet", 1);
+  }
+  {
+    RawPeer peer;
+    peer.say(Kind::announce, 0, 0, &small, {});
+    peer.CHECK_REFUSED("rank 1 announces a message of only 4 B", 1);
+  }
+}
+
+// The memory of messages without a receive is bounded by the rules, and the rules are enforced.
+void test_a_sender_that_ignores_the_window() {
+  for (const int64_t num_bytes : {int64_t{0}, kMaxInlineBytes}) {
+    check::context = "beyond the window with messages of " + std::to_string(num_bytes);
+    RawPeer peer;
+    const Descriptor descriptor = make_descriptor(0, num_bytes);
+    const size_t num_allowed =
+        num_bytes == 0 ? kWindowRecords : (kWindowBytes + kMaxInlineBytes) / num_bytes + 1;
+    uint64_t seq = 0, number = 0;
+    std::string refusal;
+    while (refusal.empty() && seq < 2 * num_allowed) {
+      peer.say(Kind::data, 0, seq++, &descriptor, Bytes(static_cast<size_t>(num_bytes)));
+      try {
+        peer.link().handle_packet(peer.take(++number, 0));
+      } catch (const std::runtime_error& error) {
+        refusal = error.what();
+      }
+    }
+    CHECK(refusal == "rank 1 sends more than may wait for its receives");
+    CHECK_EQ(seq, num_allowed + 1);
+  }
 }
 
 // Whatever a peer sends, a link either takes it or throws, and still ends in order.
@@ -762,7 +796,8 @@ void test_fuzz(int num_cases) {
 
 }  // namespace
 
-int main() {
+// test_peer_link [fuzzed peers]
+int main(int argc, char** argv) {
   for (int seed = 0; seed < 600; ++seed)
     for (End end : {End::close, End::goodbye, End::loss, End::failure})
       test_random_program(seed, end);
@@ -770,6 +805,7 @@ int main() {
   test_window_of_records();
   test_announced_by_a_peer_that_left();
   test_protocol_violations();
-  test_fuzz(3000);
+  test_a_sender_that_ignores_the_window();
+  test_fuzz(argc > 1 ? std::stoi(argv[1]) : 3000);
   return check::report("test_peer_link");
 }

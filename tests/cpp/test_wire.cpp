@@ -331,12 +331,14 @@ void test_fuzz_failures(int num_records) {
 
 }  // namespace
 
-int main() {
+// test_wire [fuzzed packets]
+int main(int argc, char** argv) {
+  const int num_packets = argc > 1 ? std::stoi(argv[1]) : 200'000;
   test_round_trip();
   test_limits();
   test_malformed();
   test_failures();
-  test_fuzz_packets(200'000);
-  test_fuzz_failures(50'000);
+  test_fuzz_packets(num_packets);
+  test_fuzz_failures(num_packets / 4);
   return check::report("test_wire");
 }

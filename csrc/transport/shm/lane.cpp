@@ -97,7 +97,7 @@ bool Outbound::take_answers() {
       --num_sent_;
     } else {
       if (!failure) broken(receiver_, "an answer to half a message");
-      stage_ = Stage::header;
+      start_over();
     }
     settle(send, std::move(failure));
     moved = true;
@@ -106,8 +106,8 @@ bool Outbound::take_answers() {
     const RequestPtr send = std::move(unanswered_.back());
     unanswered_.pop_back();
     if (num_sent_ >= unanswered_.size()) {
-      num_sent_ = std::min(num_sent_, unanswered_.size());
-      stage_ = Stage::header;
+      num_sent_ = unanswered_.size();
+      start_over();
     }
     settle(send, gone_failure(context_.rank, *send, kClosed));
     moved = true;
@@ -139,7 +139,7 @@ void Outbound::drop() {
   for (const RequestPtr& send : unanswered_) send->transport_state.reset();
   unanswered_.clear();
   num_sent_ = 0;
-  stage_ = Stage::header;
+  start_over();
 }
 
 bool Outbound::begin(const RequestPtr& send) {
@@ -197,8 +197,13 @@ void Outbound::publish(uint64_t num_bytes) {
 
 void Outbound::next_message() {
   ++num_sent_;
+  start_over();
+}
+
+void Outbound::start_over() {
   stage_ = Stage::header;
   offset_ = 0;
+  window_writer_.reset();
 }
 
 bool Outbound::take_grant(const Request& send) {
@@ -244,7 +249,6 @@ bool Outbound::write_direct(const Request& send) {
   }
   if (!ring_.has_space(sizeof(RecordHeader))) return false;
   put_record(RecordKind::landed, send, 0, 0);
-  window_writer_.reset();
   next_message();
   publish(sizeof(RecordHeader));
   return true;
@@ -297,6 +301,8 @@ bool Inbound::advance() {
 bool Inbound::fail_final_receives() {
   const uint64_t final_sends = lane_.num_final_sends.load(std::memory_order_acquire);
   if (final_sends == 0) return false;
+  if (stage_ != Stage::header && num_answered_ >= final_sends - 1)
+    broken(sender_, "its last message, and then another one");
   bool moved = false;
   while (!posted_.empty() && posted_.back()->descriptor.seq >= final_sends - 1) {
     const RequestPtr recv = std::move(posted_.back());
@@ -441,7 +447,9 @@ bool Inbound::stream() {
   const int64_t end = offset_ + static_cast<int64_t>(from.size());
   write_payload(recv, offset_, end, from.data());
   if (end == num_bytes) {
-    ring_.release(record_span(static_cast<uint64_t>(num_bytes - offset_)));
+    const uint64_t span = record_span(static_cast<uint64_t>(num_bytes - offset_));
+    if (ring_.available(span) < span) broken(sender_, "half a record");
+    ring_.release(span);
     answer(nullptr);  // rings
   } else {
     offset_ = end;

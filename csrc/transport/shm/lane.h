@@ -67,6 +67,7 @@ class Outbound {
                   uint64_t multicast_position);
   void publish(uint64_t num_bytes);
   void next_message();
+  void start_over();
   void settle(const RequestPtr& send, FailurePtr failure);
   FailurePtr verdict_on(const Request& send);
 

@@ -1,0 +1,169 @@
+// The flight record: what it keeps, in which order, and that it can be read while it is written.
+#include <atomic>
+#include <set>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "check.h"
+#include "engine/flight_record.h"
+
+namespace {
+
+using namespace pipecomm;
+
+FlightMessage message_of(uint64_t number, size_t idx) {
+  FlightMessage message;
+  message.peer = static_cast<int>(idx);
+  message.descriptor.seq = number;
+  message.descriptor.num_bytes = static_cast<int64_t>(number * 1000 + idx);
+  return message;
+}
+
+void add(FlightRecord& record, uint64_t number, size_t num_messages, FailurePtr failure = nullptr) {
+  FlightOperation operation;
+  operation.number = number;
+  operation.ended = true;
+  operation.num_messages = num_messages;
+  operation.failure = std::move(failure);
+  record.add(operation, [&](size_t idx) { return message_of(number, idx); });
+}
+
+bool is_whole(const Flight& flight) {
+  for (size_t idx = 0; idx < flight.messages.size(); ++idx) {
+    // Of messages that are not all kept, the last ones are.
+    const size_t first =
+        std::min(flight.operation.num_messages, FlightRecord::kMaxMessagesPerOperation) -
+        flight.messages.size();
+    const FlightMessage expected = message_of(flight.operation.number, first + idx);
+    if (flight.messages[idx].descriptor.num_bytes != expected.descriptor.num_bytes) return false;
+  }
+  return true;
+}
+
+void test_the_latest_are_kept() {
+  check::context = "the latest";
+  FlightRecord record;
+  CHECK(record.ended().empty());
+  constexpr uint64_t kNumAdded = 3 * FlightRecord::kNumOperations + 17;
+  for (uint64_t number = 0; number < kNumAdded; ++number) add(record, number, 1);
+  const std::vector<Flight> flights = record.ended();
+  CHECK_EQ(flights.size(), FlightRecord::kNumOperations);
+  for (size_t idx = 0; idx < flights.size(); ++idx) {
+    CHECK_EQ(flights[idx].operation.number, kNumAdded - flights.size() + idx);
+    CHECK_EQ(flights[idx].messages.size(), 1u);
+    CHECK(is_whole(flights[idx]));
+  }
+}
+
+void test_messages_are_bounded() {
+  check::context = "messages";
+  FlightRecord record;
+  for (uint64_t number = 0; number < 100; ++number) add(record, number, 3 * number);
+  size_t num_kept = 0;
+  for (const Flight& flight : record.ended()) {
+    CHECK(is_whole(flight));
+    CHECK_EQ(flight.operation.num_messages, 3 * flight.operation.number);
+    CHECK(flight.messages.size() <= FlightRecord::kMaxMessagesPerOperation);
+    num_kept += flight.messages.size();
+  }
+  CHECK_EQ(num_kept, FlightRecord::kNumMessages);
+}
+
+void test_failures_are_heard_of() {
+  check::context = "failures";
+  int num_heard = 0;
+  FlightRecord record([&] { ++num_heard; });
+  add(record, 0, 1);
+  CHECK_EQ(num_heard, 0);
+  add(record, 1, 1, std::make_shared<Failure>());
+  record.note_failure();
+  CHECK_EQ(num_heard, 2);
+}
+
+void test_what_ends_meanwhile_counts_once() {
+  check::context = "merge";
+  auto flight = [](uint64_t number, bool ended) {
+    Flight made;
+    made.operation.number = number;
+    made.operation.ended = ended;
+    return made;
+  };
+  const auto merged = merge_flights({flight(1, false), flight(4, false)},
+                                    {flight(2, true), flight(0, true), flight(1, true)});
+  CHECK_EQ(merged.size(), 4u);
+  for (size_t idx = 0; idx < 3; ++idx) {
+    CHECK_EQ(merged[idx].operation.number, idx);
+    CHECK(merged[idx].operation.ended);
+  }
+  CHECK(merged[3].operation.number == 4 && !merged[3].operation.ended);
+}
+
+void test_reading_while_threads_write() {
+  check::context = "threads";
+  FlightRecord record;
+  constexpr int kNumThreads = 3, kNumEach = 20'000;
+  std::atomic<int> num_running{kNumThreads};
+  std::vector<std::thread> threads;
+  for (int thread = 0; thread < kNumThreads; ++thread)
+    threads.emplace_back([&, thread] {
+      for (int idx = 0; idx < kNumEach; ++idx)
+        add(record, static_cast<uint64_t>(thread) * kNumEach + idx, idx % 4);
+      --num_running;
+    });
+  while (num_running > 0)
+    for (const Flight& flight : record.ended()) CHECK(is_whole(flight));
+  for (std::thread& thread : threads) thread.join();
+  std::set<uint64_t> numbers;
+  for (const Flight& flight : record.ended()) numbers.insert(flight.operation.number);
+  CHECK_EQ(numbers.size(), FlightRecord::kNumOperations);
+}
+
+void test_operations_write_themselves_down() {
+  check::context = "operations";
+  FlightRecord record;
+  FlightRecord::call_site = 42;
+  Operation operation(OpCode::exchange, Deadline::max());
+  FlightRecord::call_site = 0;
+  for (int peer = 0; peer < 2; ++peer) {
+    Descriptor descriptor;
+    descriptor.num_bytes = 10 + peer;
+    operation.add_request(Direction::send, peer, descriptor, nullptr);
+  }
+  operation.record_in(record, 5);
+  const std::vector<RequestPtr> requests = operation.seal();
+  // The operation owns itself for as long as this test needs it.
+  for (const RequestPtr& request : requests)
+    request->operation = OperationPtr(&operation, [](Operation*) {});
+  requests[1]->note_started();
+  Operation::settle(*requests[1], nullptr);
+
+  const auto pending = operation.pending_flight();
+  CHECK(pending.has_value());
+  CHECK(pending->operation.number == 5 && pending->operation.call_site == 42);
+  CHECK(!pending->operation.ended && pending->operation.started_at > Clock::time_point());
+  // What is missing comes first.
+  CHECK(pending->messages[0].peer == 0 && pending->messages[0].state == MessageState::posted);
+  CHECK(pending->messages[1].peer == 1 && pending->messages[1].state == MessageState::done);
+  CHECK(record.ended().empty());
+
+  Operation::settle(*requests[0], nullptr);
+  CHECK(!operation.pending_flight());
+  const std::vector<Flight> ended = record.ended();
+  CHECK_EQ(ended.size(), 1u);
+  CHECK(ended[0].operation.ended && ended[0].operation.ended_at >= ended[0].operation.started_at);
+  CHECK(ended[0].messages[1].descriptor.num_bytes == 11);
+  for (const RequestPtr& request : requests) request->operation = nullptr;
+}
+
+}  // namespace
+
+int main() {
+  test_the_latest_are_kept();
+  test_messages_are_bounded();
+  test_failures_are_heard_of();
+  test_what_ends_meanwhile_counts_once();
+  test_reading_while_threads_write();
+  test_operations_write_themselves_down();
+  return check::report("flight_record");
+}
