@@ -14,8 +14,11 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path.append(str(Path(__file__).resolve().parents[1]))
 
+import bad_input_targets  # noqa: F401  (fills the table)
+import bad_input_targets_parallel  # noqa: F401  (fills the table)
 from bad_inputs import TARGETS, matrix
-from faults import FAULTS, all_cases, chosen_cases
+from fault_cases import all_cases, chosen_cases
+from faults import FAULTS
 from operations import OPERATIONS
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reliability.md"

@@ -8,6 +8,8 @@ import re
 import threading
 import time
 
+import bad_input_targets  # noqa: F401  (fills the table)
+import bad_input_targets_parallel  # noqa: F401  (fills the table)
 import operations_parallel  # noqa: F401  (fills the table)
 import operations_pipeline  # noqa: F401  (fills the table)
 import pytest

@@ -1,4 +1,4 @@
-"""Faults in every operation, see faults.py. The suite plays a few for each; PIPECOMM_TEST_FAULTS=all, or
+"""Faults in every operation, see fault_cases.py. The suite plays a few for each; PIPECOMM_TEST_FAULTS=all, or
 `make faults`, plays every combination.
 """
 
@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 
 import pytest
-from faults import all_cases, chosen_cases, run_case
+from fault_cases import all_cases, chosen_cases, run_case
 
 CASES = all_cases() if os.environ.get("PIPECOMM_TEST_FAULTS") == "all" else chosen_cases()
 

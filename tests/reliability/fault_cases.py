@@ -1,0 +1,187 @@
+"""A rank's way through any fault, what all others must report of it, and the matrix of cases.
+
+What a fault is, see faults.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import time
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import operations_parallel  # noqa: F401  (fills the table)
+import operations_pipeline  # noqa: F401  (fills the table)
+import torch.distributed as dist
+from faults import FAULTS, FIRST_HEARS_S, NUM_RANKS, PATIENT_S, SMALL, VICTIM, Fault, Stage
+from operations import NUM_CHANNELS, OPERATIONS, Draw, Operation
+from ranks import RankFailure
+
+from pipecomm_ext import (
+    Communicator,
+    PipeCommAborted,
+    PipeCommError,
+    PipeCommMismatch,
+    PipeCommPeerLost,
+    PipeCommTimeout,
+)
+
+# What the texts say is to be done, or was the reason.
+CURES = {
+    PipeCommPeerLost: "make a new group and Communicator of the other ranks|has closed its communicator",
+    PipeCommTimeout: "check that the other rank calls the matching operation, or raise timeout=",
+    PipeCommMismatch: "make the two calls agree",
+    PipeCommAborted: "aborted by rank [0-9]: .",
+}
+
+
+@dataclass
+class Report:
+    """How a rank ended; times are CLOCK_MONOTONIC."""
+
+    ended_at: float
+    struck_at: float
+    kind: type | None = None  # of the error, None if the scene returned
+    text: str = ""
+    attributes: dict[str, Any] = field(default_factory=dict)
+
+
+def act(world, fault_name: str, operation_name: str, transport: str) -> Report:
+    """What every rank does: the scene; then its report; then it goes on with those that are left."""
+    fault, operation = FAULTS[fault_name], OPERATIONS[operation_name]
+    stage = Stage(world, operation, transport, fault.timeout_s)
+    dist.barrier(world.group)
+    descriptors = descriptor_names()
+    stage.comm = stage.connect()
+    stage.descriptors = [int(name) for name in descriptor_names() - descriptors]
+    operation.prepare(stage.comm, SMALL)  # what it makes once for a group, collectively
+    try:
+        stage.comm.barrier()
+        try:
+            fault.scene(stage)
+            report = Report(time.monotonic(), stage.struck_at)
+        except PipeCommError as error:
+            report = Report(time.monotonic(), stage.struck_at, type(error), str(error), dict(vars(error)))
+            if not fault.keeps:
+                stage.comm.abort("gives up after an error")
+        if fault.keeps:
+            dist.barrier(world.group)
+            operation.prepare(stage.comm, Draw("again")).run()
+        if fault.victim == "dies":
+            check_that_it_stays_failed(stage.comm, report)
+    finally:
+        closing_at = time.monotonic()
+        with contextlib.suppress(PipeCommError):
+            stage.comm.close()
+        took_s = time.monotonic() - closing_at
+    assert took_s < 3.0, f"close() took {took_s:.1f} s"
+    go_on(world, fault, operation, transport)
+    return report
+
+
+def check_that_it_stays_failed(comm: Communicator, report: Report) -> None:
+    called_at = time.monotonic()
+    try:
+        comm.barrier()
+    except PipeCommError as error:
+        assert error.origin_rank == report.attributes["origin_rank"], error
+        assert time.monotonic() - called_at < 0.2
+    else:
+        raise AssertionError("a failed communicator was usable")
+
+
+def go_on(world, fault: Fault, operation: Operation, transport: str) -> None:
+    """A new communicator of the ranks that are left does the operation."""
+    group = world.group
+    if fault.victim != "lives":
+        left = [rank for rank in range(world.size) if rank != VICTIM]
+        group = dist.new_group(left, backend="gloo", use_local_synchronization=True)
+    with Communicator(
+        group, device="cpu", transport=transport, channels=NUM_CHANNELS, timeout=PATIENT_S
+    ) as comm:
+        operation.prepare(comm, Draw("after", 40)).run()
+
+
+def descriptor_names() -> set[str]:
+    return set(os.listdir("/proc/self/fd"))
+
+
+# ---- the matrix --------------------------------------------------------------------------------------------
+
+
+class Case(NamedTuple):
+    fault: str
+    operation: str
+    transport: str
+
+    def __str__(self) -> str:
+        return f"{self.fault} | {self.operation} | {self.transport}"
+
+
+def all_cases() -> list[Case]:
+    return [
+        Case(fault.name, operation.name, transport)
+        for fault in FAULTS.values()
+        for operation in OPERATIONS.values()
+        for transport in ("c10d", "shm")
+        if operation.form != "apart" and fault.concerns(operation, transport)
+    ]
+
+
+def chosen_cases() -> list[Case]:
+    """A few for every fault and transport; which operations, goes round."""
+    chosen, turn = [], 0
+    for fault in FAULTS:
+        for transport in ("c10d", "shm"):
+            cases = [case for case in all_cases() if (case.fault, case.transport) == (fault, transport)]
+            if cases:
+                chosen.append(cases[turn % len(cases)])
+                turn += 5
+    return chosen
+
+
+def run_case(ranks, case: Case) -> None:
+    """Plays a case and compares how all ranks ended with what must be."""
+    fault = FAULTS[case.fault]
+    if fault.strike is None:
+        reports = ranks.run(NUM_RANKS, act, *case)
+        struck_at = reports[VICTIM].struck_at
+    else:
+        with ranks.disposable(NUM_RANKS, act, *case) as world:
+            struck_at = fault.strike(world)
+            outcomes = world.collect(deadline=8 if fault.victim == "stops" else 30)
+        wanted = {"lives": "returned", "dies": "died", "stops": "hung"}[fault.victim]
+        statuses = ["returned"] * NUM_RANKS
+        statuses[VICTIM] = wanted
+        if [outcome.status for outcome in outcomes] != statuses:
+            raise RankFailure(f"{case}: not as expected", outcomes)
+        reports = [outcome.value for outcome in outcomes]
+    others = {rank: report for rank, report in enumerate(reports) if rank != VICTIM}
+    for rank, report in others.items():
+        check_report(fault, rank, report, struck_at)
+    if fault.victim == "dies":
+        assert min(report.ended_at for report in others.values()) - struck_at < FIRST_HEARS_S, others
+
+
+def check_report(fault: Fault, rank: int, report: Report, struck_at: float) -> None:
+    if not fault.expected:
+        assert report.kind is None, report
+        return
+    assert report.kind is not None, f"rank {rank} did not notice"
+    # Where a rank gives up because of an error, those whom that did not concern hear of it.
+    allowed = (*fault.expected, PipeCommAborted) if fault.origin == "any" else fault.expected
+    assert report.kind in allowed and re.search(CURES[report.kind], report.text), report
+    took_s = report.ended_at - struck_at
+    assert took_s < fault.begins_after_s + fault.limit_s, f"rank {rank} after {took_s:.2f} s: {report}"
+    assert took_s > 0.9 * fault.begins_after_s, report
+    attributes = report.attributes
+    assert attributes["rank"] == rank and attributes["op"], report
+    origin = attributes["origin_rank"]
+    if fault.origin == "victim":
+        assert origin == VICTIM and f"rank {VICTIM}" in report.text, report
+    elif fault.origin == "others":
+        assert origin in range(NUM_RANKS) and origin != VICTIM, report
+    for name in ("peer", "seq", "shape", "dtype"):
+        assert attributes[name] is not None, f"{name}: {report}"
