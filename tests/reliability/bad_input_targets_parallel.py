@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from bad_inputs import NONE, TYPE, VALUE, Mistake, ones, target
+from bad_inputs import EITHER, NONE, TYPE, VALUE, Mistake, ones, target
 from operations_pipeline import topology_of
 
 import pipecomm_ext
@@ -279,7 +279,7 @@ target(
         ("algorithm", Mistake("an unknown one", lambda good: "fast", VALUE, "fast")),
         ("algorithm", Mistake("None", lambda good: None, VALUE, "None")),
         ("layout", Mistake("an unknown one", lambda good: "halved", VALUE, "halved")),
-        ("layout", Mistake("a dim from the end", lambda good: ("sharded", -1), VALUE, "-1")),
+        ("layout", Mistake("a dim that is a float", lambda good: ("sharded", 1.5), EITHER, "1.5|float")),
         ("layout", Mistake("too few entries", lambda good: ["replicated"], VALUE, "1")),
         ("grad_reduce", Mistake("an unknown one", lambda good: "max", VALUE, "max")),
     ],

@@ -252,7 +252,7 @@ NOT_IN_THE_MATRIX = {
     "vtp_recv_forward": "StageRelay.recv_forward",
     "vtp_recv_backward": "StageRelay.recv_backward",
 }
-METHODS_NOT_IN_THE_MATRIX = {"abort", "barrier", "close", "collective"}
+METHODS_NOT_IN_THE_MATRIX = {"abort", "barrier", "close", "collective", "dump_flight", "flight_record"}
 
 
 def public_names() -> set[str]:
