@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from report import PAGE, with_counts
+from counts import PAGE, with_counts
 
 
 def test_the_counts_are_those_of_the_suites() -> None:
     page = PAGE.read_text()
-    assert page == with_counts(page), "run: python tests/reliability/report.py --write"
+    assert page == with_counts(page), "run: python tests/reliability/counts.py --write"

@@ -1,7 +1,7 @@
 """What the fault suite and the matrix of wrong arguments try, counted, for docs/reliability.md.
 
-python tests/reliability/report.py           # prints the tables
-python tests/reliability/report.py --write   # puts them into the page; a test compares them
+python tests/reliability/counts.py           # prints the tables
+python tests/reliability/counts.py --write   # puts them into the page; a test compares them
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from faults import FAULTS
 from operations import OPERATIONS
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reliability.md"
-BEGIN, END = "<!-- counted by tests/reliability/report.py -->\n", "<!-- end of the counts -->\n"
+BEGIN, END = "<!-- counted by tests/reliability/counts.py -->\n", "<!-- end of the counts -->\n"
 STATES = ("closed", "forked child", "another thread")
 TRANSPORTS = ("c10d", "shm")
 
