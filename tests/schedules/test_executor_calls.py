@@ -33,8 +33,9 @@ def test_two_chains_in_one_direction(world):
             world, TWINS, pipeline, communicator=world.shared_comm(channels=num_channels)
         ) as executor:
             pipeline.assert_losses(pipeline.step(executor).losses, pipeline.run_whole())
-    with make_executor(world, TWINS, pipeline, communicator=None) as executor:
-        with pytest.raises((ValueError, PipeCommAborted), match="give a mapping from stage to a list"):
+    # A rank may hear of it while it is still constructing.
+    with pytest.raises((ValueError, PipeCommAborted), match="give a mapping from stage to a list"):
+        with make_executor(world, TWINS, pipeline, communicator=None) as executor:
             executor.step(pipeline.inputs[0], pipeline.targets[0])
 
 

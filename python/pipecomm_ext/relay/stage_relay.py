@@ -33,18 +33,28 @@ Shape = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Link:
-    """Two stages and the order of messages between them: a channel, or None for that of all collectives."""
+    """Two stages and the order of messages between them: a channel, or None for that of all collectives.
+
+    `stage_channel`: of what the source settles among its own ranks first; None: the same.
+    """
 
     kind: str
     source_idx: int
     destination_idx: int
     members: tuple[int, ...]
     channel: int | None
+    stage_channel: int | None = None
 
     def reversed(self) -> Link:
         """For the gradient of what goes over this link."""
         kind = BACKWARD if self.kind == FORWARD else FORWARD
-        return Link(kind, self.destination_idx, self.source_idx, self.members, self.channel)
+        return dataclasses.replace(
+            self, kind=kind, source_idx=self.destination_idx, destination_idx=self.source_idx
+        )
+
+    @property
+    def channel_in_stage(self) -> int | None:
+        return self.channel if self.stage_channel is None else self.stage_channel
 
     def __str__(self) -> str:
         return f"{self.kind}, stage {self.source_idx} to stage {self.destination_idx}"
@@ -190,7 +200,7 @@ class StageRelay:
         mine = self._topology.get_vtp_my_stage_idx()
         if mine not in (src_stage, dst_stage):
             raise ValueError(f"this rank is in stage {mine}, neither in {src_stage} nor in {dst_stage}")
-        return relay(self, tensor, shape, dtype, self._link_between(FORWARD, src_stage, dst_stage, None))
+        return relay(self, tensor, shape, dtype, self.link_between(FORWARD, src_stage, dst_stage, None))
 
     # ---------------------------------------------------------------- one relay
 
@@ -230,7 +240,7 @@ class StageRelay:
                 if reduces:
                     check_can_be_reduced(tensor.dtype, self._grad_reduce)
                 if asks:
-                    source = self._holding(link.source_idx, tensor.shape)
+                    source = self.holding(link.source_idx, tensor.shape)
                 else:
                     whole = tuple(tensor.shape) if shape is None else shape_of(shape)
                     relayed = self._relayed_from(tensor, whole, link)
@@ -238,7 +248,7 @@ class StageRelay:
                 relayed = self._relayed_from(tensor, self._whole_shape(tensor, source, link), link)
             held = tensor.reshape(-1) if relayed.is_flat else tensor
             if reduces:
-                held = reduced(self._comm, held, relayed, self._grad_reduce, link.channel)
+                held = reduced(self._comm, held, relayed, self._grad_reduce, link.channel_in_stage)
         return self._run(relayed, held, None, link, async_op)
 
     def recv_on(
@@ -250,7 +260,7 @@ class StageRelay:
             if not isinstance(dtype, torch.dtype):
                 raise TypeError(f"dtype must be a torch.dtype, not {type(dtype).__name__}")
             relayed = self._relayed(link, whole, dtype)
-            mine = self._holding(link.destination_idx, whole).shape_on(self._comm.rank, whole)
+            mine = self.holding(link.destination_idx, whole).shape_on(self._comm.rank, whole)
             result = self._comm.empty(mine, dtype)
         return result, self._run(
             relayed, None, result.view(-1) if relayed.is_flat else result, link, async_op
@@ -310,16 +320,23 @@ class StageRelay:
         lower %= num_stages
         colour = NUM_LINK_COLOURS - 1 if lower == num_stages - 1 else lower % 2
         channel = 2 * colour + (kind == BACKWARD)
-        return self._link_between(kind, source_idx % num_stages, (source_idx + step) % num_stages, channel)
+        return self.link_between(kind, source_idx % num_stages, (source_idx + step) % num_stages, channel)
 
-    def _link_between(self, kind: str, source_idx: int, destination_idx: int, channel: int | None) -> Link:
+    def link_between(
+        self,
+        kind: str,
+        source_idx: int,
+        destination_idx: int,
+        channel: int | None,
+        stage_channel: int | None = None,
+    ) -> Link:
         members = tuple(sorted(self._stage(source_idx) + self._stage(destination_idx)))
-        return Link(kind, source_idx, destination_idx, members, channel)
+        return Link(kind, source_idx, destination_idx, members, channel, stage_channel)
 
     def _stage(self, stage_idx: int) -> tuple[int, ...]:
         return self._topology.stages[stage_idx]
 
-    def _holding(self, stage_idx: int, shape: Sequence[int]) -> Holding:
+    def holding(self, stage_idx: int, shape: Sequence[int]) -> Holding:
         """How a stage holds a tensor with as many dims as `shape` has."""
         dim, num_dims = self._dims[stage_idx], len(shape)
         if dim is None:
@@ -339,7 +356,7 @@ class StageRelay:
     def _relayed_from(self, tensor: torch.Tensor, whole: Shape, link: Link) -> Relayed:
         """`tensor` is to be what this rank, of the source, holds."""
         relayed = self._relayed(link, whole, tensor.dtype)
-        expected = self._holding(link.source_idx, whole).shape_on(self._comm.rank, whole)
+        expected = self.holding(link.source_idx, whole).shape_on(self._comm.rank, whole)
         if tuple(tensor.shape) != expected:
             raise ValueError(
                 f"tensor must be {list(expected)}, what this rank holds of {list(whole)}, not "
@@ -348,8 +365,8 @@ class StageRelay:
         return relayed
 
     def _relayed(self, link: Link, whole: Shape, dtype: torch.dtype) -> Relayed:
-        source = self._holding(link.source_idx, whole)
-        destination = self._holding(link.destination_idx, whole)
+        source = self.holding(link.source_idx, whole)
+        destination = self.holding(link.destination_idx, whole)
         num_elements = math.prod(whole)
         is_flat = source.dim is None and destination.dim is None
         if self._reduces(link):
@@ -390,7 +407,7 @@ class StageRelay:
         mine = torch.tensor([tensor.size(dim)], device=comm.device)
         everybody = torch.empty(num_ranks, dtype=torch.int64, device=comm.device)
         comm.exchange(
-            plan, [mine], [everybody], op="relay", members=sorted(source.ranks), channel=link.channel
+            plan, [mine], [everybody], op="relay", members=sorted(source.ranks), channel=link.channel_in_stage
         )
         lengths = everybody.tolist()
         expected = _C.remainder_first(sum(lengths), num_ranks)
@@ -404,7 +421,7 @@ class StageRelay:
     # ---------------------------------------------------------------- refusals
 
     def _settled_in_stage(self, link: Link) -> contextlib.AbstractContextManager[None]:
-        return self._comm.collective("relay", sorted(self._stage(link.source_idx)), link.channel)
+        return self._comm.collective("relay", sorted(self._stage(link.source_idx)), link.channel_in_stage)
 
     @contextlib.contextmanager
     def _refused_on(self, link: Link) -> Iterator[None]:

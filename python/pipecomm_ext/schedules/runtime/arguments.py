@@ -10,6 +10,7 @@ import torch
 
 from ...communicator import Communicator
 from ...errors import PipeCommMismatch
+from ...parallel_state import PipelineTopology
 from ..plan import Plan
 
 Stage = Callable[..., Any]
@@ -53,6 +54,29 @@ def one_or_many(by_stage: dict[int, list]) -> Any:
     if len(by_stage) == 1:
         return next(iter(by_stage.values()))
     return by_stage or None
+
+
+def ranks_by_pipeline_rank(
+    plan: Plan, comm: Communicator, topology: PipelineTopology | None, rank_mapping: Sequence[int] | None
+) -> tuple[tuple[int, ...], ...]:
+    """The communicator's ranks that each pipeline rank stands for."""
+    if topology is None:
+        if comm.size != plan.P:
+            raise ValueError(
+                f"{plan.name} is a plan for {plan.P} ranks, the communicator has {comm.size}; "
+                "make the plan for as many, or give a group of that size"
+            )
+        return tuple((peer,) for peer in pipeline_order(rank_mapping, comm.size))
+    if not isinstance(topology, PipelineTopology):
+        raise TypeError(f"topology must be a PipelineTopology, not {type(topology).__name__}")
+    if rank_mapping is not None:
+        raise ValueError("rank_mapping must be None with a topology, whose stages are in order already")
+    if topology.num_stages != plan.P:
+        raise ValueError(
+            f"{plan.name} is a plan for {plan.P} ranks, the topology has {topology.num_stages} stages; "
+            "make the plan for as many"
+        )
+    return topology.stages
 
 
 def pipeline_order(rank_mapping: Sequence[int] | None, size: int) -> list[int]:
@@ -116,7 +140,7 @@ def require_equal_settings(comm: Communicator, settings: tuple) -> None:
         if not other.equal(everybody[0]):
             raise PipeCommMismatch(
                 f"rank {comm.rank}: Executor: rank {peer} has another plan, rank_mapping or dynamic_shapes "
-                "than rank 0; give all ranks the same",
+                "(or topology, layout, grad_reduce) than rank 0; give all ranks the same",
                 op="Executor",
                 rank=comm.rank,
                 peer=peer,

@@ -13,6 +13,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ...communicator import Communicator
 from ...errors import PipeCommError
+from ...parallel_state import PipelineTopology
 from ..actions import Action, Compute, actions_in
 from ..check import check
 from ..plan import Plan, row_text
@@ -25,7 +26,7 @@ from .arguments import (
     device_of,
     loss_factor,
     one_or_many,
-    pipeline_order,
+    ranks_by_pipeline_rank,
     require_equal_settings,
     stages_by_id,
 )
@@ -33,6 +34,7 @@ from .backward import Work, run_backward, split_backward
 from .errors import StageError
 from .mailbox import NUM_DATA_CHANNELS, Mailbox, PreparedGroup, Tensors, Transport, connect
 from .recorder import Recorder, gather_timeline
+from .relayed import RelayedBorders, make_relay
 from .replicas import sum_replicas
 
 
@@ -75,6 +77,10 @@ class Executor:
         loss_scale: what losses are multiplied by before backward: "sum" (1), "mean" (1 / plan.M), or a
             number. Reported losses are not scaled.
         rank_mapping: pipeline rank of each rank of the communicator; None: the same.
+        topology: its stages, plan.P of them and maybe several ranks each, are the pipeline ranks; every rank
+            of a stage runs that row of the plan. The communicator joins the same ranks as the topology.
+        layout, grad_reduce: with a topology, how the ranks of a stage hold the tensors of borders, and which
+            gradient they send back, see `StageRelay`. Not used between two single ranks.
         return_outputs: keep the outputs of the last stage for the StepResult.
         dynamic_shapes: shapes of outputs may depend on data, not only on the shapes of the inputs: one more
             small message per output.
@@ -104,6 +110,9 @@ class Executor:
         loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
         loss_scale: str | float = "sum",
         rank_mapping: Sequence[int] | None = None,
+        topology: PipelineTopology | None = None,
+        layout: str | tuple[str, int] | list[str | tuple[str, int]] = "replicated",
+        grad_reduce: str = "leader",
         return_outputs: bool = True,
         dynamic_shapes: bool = False,
         record_timeline: bool = False,
@@ -112,31 +121,32 @@ class Executor:
         self.plan = plan
         self._owns_communicator = not isinstance(communicator, Communicator)
         self._group = communicator.group if isinstance(communicator, Communicator) else communicator
+        if communicator is None and isinstance(topology, PipelineTopology):
+            self._group = topology.group
+        self._relay_arguments = None if topology is None else (topology, layout, grad_reduce)
         self._communicator = (
-            connect(self._group, device_of(stages)) if self._owns_communicator else communicator
+            self._new_communicator(device_of(stages)) if self._owns_communicator else communicator
         )
         comm = self._communicator
         with self._closed_on_failure(), comm.collective("all_to_all"):
             if not isinstance(plan, Plan):
                 raise TypeError(f"plan must be a Plan, not {type(plan).__name__}; see get_plan")
-            if comm.size != plan.P:
-                raise ValueError(
-                    f"{plan.name} is a plan for {plan.P} ranks, the communicator has {comm.size}; "
-                    "make the plan for as many, or give a group of that size"
-                )
             if comm.channels < NUM_DATA_CHANNELS:
                 raise ValueError(
                     f"the communicator has {comm.channels} channel; an Executor needs "
                     f"{NUM_DATA_CHANNELS}, for activations and for gradients"
                 )
-            self._peer_of = pipeline_order(rank_mapping, comm.size)
-            self.rank = self._peer_of.index(comm.rank)
+            self._ranks_of = ranks_by_pipeline_rank(plan, comm, topology, rank_mapping)
+            if self._relay_arguments:
+                make_relay(comm, *self._relay_arguments)
+            self.rank = next(rank for rank, ranks in enumerate(self._ranks_of) if comm.rank in ranks)
             self.stages = stages_by_id(plan, self.rank, stages)
             self._loss_factor = loss_factor(loss_scale, plan)
             check(plan)
         own_program = [row_text(row) for row in plan.program] if plan.has_own_program else None
+        borders = (dynamic_shapes, repr(layout), grad_reduce)
         with self._closed_on_failure():
-            require_equal_settings(comm, (plan.digest, own_program, self._peer_of, dynamic_shapes))
+            require_equal_settings(comm, (plan.digest, own_program, self._ranks_of, *borders))
         if plan.micros_per_chain < max(map(len, plan.chains)):
             warnings.warn(
                 f"{plan.name}: {plan.micros_per_chain} micro-batches are fewer than the stages of a chain: "
@@ -166,11 +176,20 @@ class Executor:
                     self._communicator.close()
             raise
 
+    def _new_communicator(self, device: torch.device | None) -> Communicator:
+        return connect(self._group, device, has_relays=self._relay_arguments is not None)
+
     def _connect(self) -> None:
         """What belongs to a communicator."""
         self._is_usable = True
         self._transport = Transport(self._communicator, len(self.plan.chains))
-        self._mailbox = Mailbox(self.plan, self.rank, self._transport, self._peer_of, **self._options)
+        relayed = None
+        if self._relay_arguments:
+            relay = make_relay(self._communicator, *self._relay_arguments)
+            relayed = RelayedBorders(self.plan, relay, self._transport.num_channels)
+        self._mailbox = Mailbox(
+            self.plan, self.rank, self._transport, self._ranks_of, relayed, **self._options
+        )
         self._recorder = Recorder(self._communicator.device) if self._record_timeline else None
         self._program = self._mailbox.prepare(self.plan.program[self.rank])
 
@@ -440,10 +459,10 @@ class Executor:
         Collective, for use after step() and before the optimizer. The sums are the same bits on all ranks. A
         gradient that is None counts as zeros; parameters that need no gradient are left out. The stages must
         be modules with parameters of the same shapes and dtypes. If anything raises, the communicator is
-        aborted, as in a step.
+        aborted, as in a step. Replicas that are several ranks each are refused (ValueError).
         """
         try:
-            sum_replicas(self.plan, self.rank, self.stages, self._communicator, self._peer_of)
+            sum_replicas(self.plan, self.rank, self.stages, self._communicator, self._ranks_of)
         except BaseException as error:
             self._fail(error)
             raise
@@ -454,13 +473,13 @@ class Executor:
         with self._communicator.collective("all_to_all"):
             if self._recorder is None:
                 raise ValueError("make the Executor with record_timeline=True to get a timeline")
-        return gather_timeline(self.plan, self.rank, self._communicator, self._peer_of, self._recorder)
+        return gather_timeline(self.plan, self.rank, self._communicator, self._ranks_of, self._recorder)
 
     def _reconnect(self) -> None:
         """After a failed step, which failed on all ranks: a new communicator in place of the failed one."""
         if self._owns_communicator:
             self._release()
-            self._communicator = connect(self._group, self._communicator.device)
+            self._communicator = self._new_communicator(self._communicator.device)
             self._connect()
 
     def close(self) -> None:

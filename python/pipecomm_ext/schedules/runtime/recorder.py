@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -51,10 +52,11 @@ class Recorder:
 
 
 def gather_timeline(
-    plan: Plan, rank: int, comm: Communicator, peer_of: list[int], mine: Recorder
+    plan: Plan, rank: int, comm: Communicator, ranks_of: Sequence[Sequence[int]], mine: Recorder
 ) -> Timeline:
-    """The last step of all ranks as one Timeline, in seconds. Collective. Ranks of one host have one clock;
-    between hosts the times are as exact as their wall clocks agree.
+    """The last step of all pipeline ranks (by the first one of each, if it is several ranks) as one Timeline,
+    in seconds. Collective. Ranks of one host have one clock; between hosts the times are as exact as their
+    wall clocks agree.
     """
     items = [_computed(row, mine.is_training) for row in plan.compute]
     seconds = mine.seconds()
@@ -63,10 +65,11 @@ def gather_timeline(
             raise ValueError("no step has been recorded yet: run step() before timeline()")
     outgoing = (seconds + (time.time() - time.perf_counter())).to(comm.device)
     incoming = [torch.empty(0)] * comm.size
-    for pipeline_rank, peer in enumerate(peer_of):
-        incoming[peer] = torch.empty(len(items[pipeline_rank]), 2, dtype=torch.float64, device=comm.device)
+    for row_items, peers in zip(items, ranks_of, strict=True):
+        for peer in peers:
+            incoming[peer] = torch.empty(len(row_items), 2, dtype=torch.float64, device=comm.device)
     comm.all_to_all([outgoing] * comm.size, incoming)
-    rows = [incoming[peer].tolist() for peer in peer_of]
+    rows = [incoming[peers[0]].tolist() for peers in ranks_of]
     begin = min((start for row in rows for start, _ in row), default=0.0)
     spans = [
         [Span(item, start - begin, end - begin) for item, (start, end) in zip(row_items, row, strict=True)]

@@ -18,13 +18,22 @@ def sum_replicas(
     rank: int,
     stages: Mapping[int, nn.Module],
     communicator: Communicator,
-    peer_of: Sequence[int],
+    ranks_of: Sequence[Sequence[int]],
 ) -> None:
     """Replaces the gradients of replicated stages by the sum over their replicas, the same bits on all ranks.
 
     Collective. A gradient that is None counts as zeros, and becomes one if all replicas have none. Shapes and
     dtypes of the parameters must agree. Those that need no gradient, on all replicas alike, are left out.
+
+    Raises:
+        ValueError: there are replicas, and a pipeline rank is several of the communicator's `ranks_of` it.
     """
+    if plan.replicas and any(len(ranks) > 1 for ranks in ranks_of):
+        raise ValueError(
+            f"the replicas of {plan.name} must be one rank each, but the topology has stages of several; add "
+            "their gradients up over groups of your own"
+        )
+    peer_of = [ranks[0] for ranks in ranks_of]
     trained = {stage: _trained_parameters(stage, module) for stage, module in stages.items()}
     ops: list[Send | Recv] = []
     gradients_of: dict[int, list[torch.Tensor]] = {}  # by stage, of all replicas of mine

@@ -1,0 +1,427 @@
+"""The executor on stages of several ranks each, against the unsplit model in one process."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from pipelines import WIDTH, Block, Pipeline
+from ranks import on_ranks
+from relay_cases import piece, topology_of
+from torch import nn
+
+from pipecomm_ext import PipeCommAborted, PipeCommError, PipeCommMismatch
+from pipecomm_ext.schedules import Executor, StageError, get_plan
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*micro-batches are fewer than the stages")
+
+ROWS = ("sharded", 0)
+SCHEDULES = ("one_f_one_b", "zb_h1", "interleaved_1f1b")
+
+
+def plan_named(name: str, P: int, M: int | None = None):
+    M = 2 * P if M is None else M
+    return get_plan(name, P, M, 2) if name == "interleaved_1f1b" else get_plan(name, P, M)
+
+
+def summed_error(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Unlike a mean, the sum of the losses of pieces is that of the whole."""
+    return ((output - target) ** 2).sum()
+
+
+class Stages(Pipeline):
+    """A plan's stages of this rank, one of maybe several of its pipeline rank, each with all weights.
+
+    Where the layout is sharded, it computes its piece of every micro-batch, and gradients and losses are
+    those of the pieces.
+    """
+
+    def __init__(self, plan, topology, layout="replicated", layer=Block, loss_fn=summed_error, **options):
+        self.topology = topology
+        self.layouts = layout if isinstance(layout, list) else [layout] * plan.P
+        super().__init__(plan, topology.get_vtp_my_stage_idx(), layer, loss_fn, **options)
+
+    @property
+    def layout(self):
+        return self.layouts[self.rank]
+
+    def of_my(self, end, data):
+        """Of inputs and targets this rank's pieces; losses, which have no dims, as they are."""
+        mine = super().of_my(end, data)
+        return mine and {
+            stage: [value if value.ndim == 0 else self.piece_of(value) for value in values]
+            for stage, values in mine.items()
+        }
+
+    def piece_of(self, whole: torch.Tensor, layout=None) -> torch.Tensor:
+        position = self.topology.get_tensor_model_parallel_rank()
+        size = self.topology.get_tensor_model_parallel_world_size()
+        return piece(whole, layout or self.layout, position, size)
+
+    def add_up(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Over the ranks of this stage, if each has its piece only."""
+        if self.layout != "replicated":
+            dist.all_reduce(tensor, group=self.topology.get_tensor_model_parallel_group())
+        return tensor
+
+    def compare(self, executor) -> None:
+        """Two steps that accumulate; losses of the last one, then gradients."""
+        for _ in range(2):
+            losses = self.step(executor).losses
+            expected = self.run_whole()
+        self.compare_losses(losses, expected)
+        self.compare_gradients()
+
+    def compare_losses(self, losses, expected) -> None:
+        self.assert_losses(losses and [self.add_up(loss.clone()) for loss in losses], expected)
+
+    def compare_gradients(self) -> None:
+        for module in self.stages.values():
+            for parameter in module.parameters():
+                self.add_up(parameter.grad)
+        self.assert_gradients()
+
+
+def make(world, plan, stages: Stages, layout="replicated", **options) -> Executor:
+    options.setdefault("communicator", world.shared_comm(channels=15))
+    return Executor(
+        plan, stages.stages, loss_fn=stages.loss_fn, topology=stages.topology, layout=layout, **options
+    )
+
+
+def compare_each(world, sizes, names, layout="replicated", layer=Block, **options) -> None:
+    topology = topology_of(world, sizes)
+    for name in names:
+        plan = plan_named(name, topology.num_stages)
+        stages = Stages(plan, topology, layout, layer)
+        stages.compare(make(world, plan, stages, layout, **options))
+
+
+# ---- schedules and layouts --------------------------------------------------------------------------------
+
+
+def body_every_layout(world, sizes):
+    mixed = ["replicated" if size == 1 else ROWS for size in sizes]
+    for layout in ("replicated", ROWS, mixed):
+        compare_each(world, sizes, SCHEDULES, layout)
+
+
+@pytest.mark.parametrize("sizes", [[1, 2, 1], [2, 1], [1, 2], [2, 2]], ids=str)
+def test_stages_of_several_ranks_equal_the_unsplit_model(ranks, sizes):
+    """Accumulating steps; pieces of rows have different lengths, and the last micro-batch is smaller."""
+    ranks.run(sum(sizes), body_every_layout, sizes, deadline=60)
+
+
+@on_ranks(4, deadline=60)
+def test_chains_that_meet_a_stage_twice_or_in_both_directions(world):
+    for layout in ("replicated", ROWS):
+        compare_each(world, [1, 2, 1], ["zb_v", "u_shaped"], layout)
+
+
+@on_ranks(4)
+def test_two_chains_with_two_copies_of_the_weights(world):
+    topology = topology_of(world, [1, 3])
+    plan = get_plan("dualpipe", 2, 8)
+    stages = Stages(plan, topology)
+    with make(world, plan, stages, communicator=None) as executor:
+        stages.assert_losses(stages.step(executor).losses, stages.run_whole())
+        with pytest.raises((ValueError, PipeCommAborted), match="must be one rank each"):
+            executor.sum_replica_gradients()
+    for depth, whole in enumerate(stages.whole):
+        (stage,) = (stage for stage in stages.stages if stages.depth_of[stage] == depth)
+        for mine, expected in zip(stages.stages[stage].parameters(), whole.parameters(), strict=True):
+            copies = [torch.empty_like(mine.grad) for _ in range(world.size)]
+            dist.all_gather(copies, mine.grad)
+            assert torch.equal(copies[1], copies[2]) and torch.equal(copies[1], copies[3])
+            torch.testing.assert_close(copies[0] + copies[1], expected.grad)
+
+
+@on_ranks(3, deadline=60)
+def test_ranks_in_any_order_over_sockets_and_on_an_in_order_stream(world):
+    compare_each(world, [[2, 0], [1]], SCHEDULES, ROWS)
+    over_sockets = world.shared_comm(channels=15, transport="c10d")
+    compare_each(world, [1, 2], SCHEDULES, ROWS, communicator=over_sockets)
+    compare_each(world, [1, 2], SCHEDULES, communicator=over_sockets, grad_reduce="mean")
+    is_one_stream = property(lambda transport: True, lambda transport, value: None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            "pipecomm_ext.schedules.runtime.mailbox.Transport.is_one_stream", is_one_stream, raising=False
+        )
+        compare_each(world, [1, 2], SCHEDULES, ROWS)
+
+
+class Scale(nn.Module):
+    """Elementwise: any piece of its input gives that piece of its output."""
+
+    def __init__(self, depth: int):
+        super().__init__()
+        self.factor = nn.Parameter(torch.tensor(1.1 + depth, dtype=torch.float64))
+
+    def forward(self, x):
+        return torch.sin(x * self.factor)
+
+
+@on_ranks(5, deadline=60)
+def test_layouts_along_different_dims(world):
+    """Columns to rows to replicated, and the other way round; 6 columns on 2 ranks, 3 rows on 2 or 3."""
+    compare_each(world, [2, 2, 1], SCHEDULES, [("sharded", 1), ROWS, "replicated"], Scale)
+    compare_each(world, [3, 2], SCHEDULES, [ROWS, ("sharded", 1)], Scale)
+
+
+@on_ranks(4)
+def test_borders_between_two_ranks_have_messages(world):
+    topology = topology_of(world, [1, 1, 2])
+    plan = plan_named("one_f_one_b", 3)
+    stages = Stages(plan, topology)
+    executor = make(world, plan, stages)
+    stages.compare(executor)
+    relayed = executor._mailbox._relayed
+    assert relayed.link(("ACT", 0, 1)) is None and relayed.link(("GRAD", 1, 0)) is None
+    assert relayed.link(("ACT", 1, 2)) is not None and relayed.link(("GRAD", 2, 1)) is not None
+
+
+# ---- sizes that change ------------------------------------------------------------------------------------
+
+
+@on_ranks(3, deadline=60)
+def test_whole_sizes_are_told_apart_where_pieces_of_a_rank_are_equal(world):
+    """3 and 4 rows are both 2 on the first of two ranks, 2 and 3 rows both 1 on the second."""
+    for sizes, layout in (([2, 1], [ROWS, "replicated"]), ([1, 2], ["replicated", ROWS])):
+        topology = topology_of(world, sizes)
+        plan = plan_named("interleaved_1f1b", 2, 6)
+        stages = Stages(plan, topology, layout)
+        executor = make(world, plan, stages, layout)
+        for step in range(3):
+            for data in (stages.inputs, stages.targets):
+                generator = torch.Generator().manual_seed(10 * step + (data is stages.inputs))
+                rows = [1 + (micro + step) % 4 for micro in range(6)]
+                data[0] = [torch.randn(n, WIDTH, generator=generator, dtype=torch.float64) for n in rows]
+            with torch.no_grad():
+                stages.compare_losses(stages.step(executor).losses, stages.run_whole(backward=False))
+            stages.step(executor)
+            stages.run_whole()
+        stages.compare_gradients()
+
+
+class Selecting(nn.Module):
+    """Passes on as many rows as the data say."""
+
+    def __init__(self, depth: int):
+        super().__init__()
+        self.factor = nn.Parameter(torch.tensor(1.5, dtype=torch.float64))
+
+    def forward(self, x):
+        return (x * self.factor)[: 1 + int((x[:, 0] > 0).sum())]
+
+
+def squared(output, _target):
+    return output.square().sum()
+
+
+@on_ranks(3)
+def test_shapes_that_depend_on_data(world):
+    for sizes in ([2, 1], [1, 2]):
+        plan = plan_named("one_f_one_b", 2, 6)
+        stages = Stages(plan, topology_of(world, sizes), layer=Selecting, loss_fn=squared)
+        stages.compare(make(world, plan, stages, dynamic_shapes=True))
+        with make(world, plan, stages, communicator=None) as executor:
+            with pytest.raises((ValueError, PipeCommAborted), match="dynamic_shapes=True"):
+                stages.step(executor)
+
+
+class Several(nn.Module):
+    """Passes on a differentiable tensor, integers, one that nobody uses and an empty one."""
+
+    def __init__(self, depth: int):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+        nn.init.normal_(self.linear.weight, generator=torch.Generator().manual_seed(depth))
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, x, ids=None, unused=None, empty=None):
+        ids = torch.arange(x.shape[0]) if ids is None else ids
+        x = torch.tanh(self.linear(x)) + ids[:, None] * 0.1
+        return x.t().contiguous().t(), ids + 2, x * 3, x[:, :0]
+
+
+def first_error(output, target):
+    return summed_error(output[0], target)
+
+
+@on_ranks(4)
+def test_borders_of_several_tensors(world):
+    topology = topology_of(world, [1, 2, 1])
+    for name in ("one_f_one_b", "zb_v"):
+        plan = plan_named(name, 3)
+        stages = Stages(plan, topology, layer=Several, loss_fn=first_error)
+        stages.compare(make(world, plan, stages))
+
+
+# ---- gradients of a stage ---------------------------------------------------------------------------------
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("grad_reduce", ["leader", "sum", "mean"])
+def test_gradients_of_a_replicated_border_are_reduced(world, grad_reduce):
+    """The ranks of the last stage compute different rows, so their gradients are parts of the whole one."""
+    plan = plan_named("zb_h1", 2)
+    stages = Stages(plan, topology_of(world, [1, 2]))
+    stages.loss_fn = lambda *whole: summed_error(*(stages.piece_of(value, ROWS) for value in whole))
+    stages.step(make(world, plan, stages, grad_reduce=grad_reduce))
+    stages.loss_fn = summed_error
+    if grad_reduce == "leader":
+        stages.loss_fn = lambda *whole: summed_error(*(piece(value, ROWS, 0, 2) for value in whole))
+    stages.run_whole(scale=0.5 if grad_reduce == "mean" else 1.0)
+    if world.rank == 0:
+        stages.assert_gradients()
+
+
+# ---- failures ---------------------------------------------------------------------------------------------
+
+
+class Failing(Block):
+    """Raises in its third forward as long as it is told to."""
+
+    def __init__(self, depth: int):
+        super().__init__(depth)
+        self.countdown = -1
+
+    def forward(self, x):
+        self.countdown -= 1
+        if self.countdown == 0:
+            raise KeyError("no such expert")
+        return super().forward(x)
+
+
+def run_failing(world, failing_rank):
+    topology = topology_of(world, [1, 2, 1])
+    plan = plan_named("one_f_one_b", 3)
+    stages = Stages(plan, topology, layer=Failing)
+    if world.rank == failing_rank:
+        stages.stages[stages.rank].countdown = 3
+    with make(world, plan, stages, communicator=None) as executor:
+        with pytest.raises(PipeCommError) as caught:
+            stages.step(executor)
+        at = time.monotonic()
+        stages.zero_grad()
+        stages.compare(executor)  # its own communicator has been made anew
+    return at, type(caught.value), str(caught.value), caught.value.origin_rank
+
+
+@pytest.mark.parametrize("failing_rank", [0, 1, 2])
+def test_an_exception_on_one_rank_of_a_stage_reaches_all_within_two_seconds(ranks, failing_rank):
+    times, kinds, texts, origins = zip(*ranks.run(4, run_failing, failing_rank), strict=True)
+    assert max(times) - min(times) < 2.0
+    stage = [0, 1, 1][failing_rank]
+    for rank in range(4):
+        assert f"rank {failing_rank}: F{stage}.2" in texts[rank] and "no such expert" in texts[rank]
+        assert kinds[rank] is (StageError if rank == failing_rank else PipeCommAborted)
+        assert origins[rank] == failing_rank
+
+
+class Uneven(nn.Module):
+    """Gives the second rank of a stage one row more than it got."""
+
+    def __init__(self, position: int):
+        super().__init__()
+        self.position = position
+
+    def forward(self, x):
+        return torch.cat([x, x[:1]]) if self.position else x
+
+
+def run_pieces_that_do_not_fit(world, layout):
+    topology = topology_of(world, [2, 1])
+    plan = plan_named("one_f_one_b", 2, 2)
+    stages = Stages(plan, topology, layout)
+    if stages.rank == 0:
+        stages.stages[0] = Uneven(topology.get_tensor_model_parallel_rank())
+    with make(world, plan, stages, layout, communicator=None) as executor:
+        stages.step(executor)
+
+
+@pytest.mark.parametrize("layout", ["replicated", [ROWS, "replicated"]], ids=str)
+def test_ranks_whose_tensors_do_not_fit_are_named(ranks, layout):
+    outcomes = ranks.attempt(3, run_pieces_that_do_not_fit, layout)
+    assert ValueError in [outcome.error.type for outcome in outcomes]
+    for outcome in outcomes:
+        assert outcome.error.type in (ValueError, PipeCommAborted)
+        assert (
+            "stage 0 made (float64[" in outcome.error.text
+            and "on rank 1; by its layout" in outcome.error.text
+        )
+
+
+@on_ranks(3)
+def test_wrong_constructions_are_refused_on_all_ranks(world):
+    topology = topology_of(world, [1, 2])
+    comm = world.shared_comm(channels=15)
+    plan, stages = plan_named("one_f_one_b", 2), [nn.Identity()]
+    good = {"topology": topology}
+    cases = [
+        (plan_named("gpipe", 3), good, ValueError, "for 3 ranks, the topology has 2 stages"),
+        (plan, {"topology": [1, 2]}, TypeError, "topology must be a PipelineTopology, not list"),
+        (plan, good | {"layout": ["replicated"]}, ValueError, "one entry for each of the 2 stages, got 1"),
+        (plan, good | {"layout": "rows"}, ValueError, 'must be "replicated" or ("sharded", dim)'),
+        (plan, good | {"grad_reduce": "max"}, ValueError, "must be one of leader, sum, mean"),
+        (
+            plan,
+            good | {"rank_mapping": [0, 1, 2]},
+            ValueError,
+            "rank_mapping must be None with a topology",
+        ),
+    ]
+    for bad_plan, options, kind, message in cases:
+        if world.rank == 0:
+            with pytest.raises(kind) as caught:
+                Executor(bad_plan, stages, communicator=comm, **options)
+        else:
+            with pytest.raises(PipeCommMismatch) as caught:
+                Executor(plan, stages, communicator=comm, topology=topology)
+            assert caught.value.origin_rank == 0
+        assert message in str(caught.value), str(caught.value)
+    for options in ({"layout": ROWS}, {"grad_reduce": "sum"}):
+        with pytest.raises(PipeCommMismatch, match="rank 1 has another plan.* layout"):
+            Executor(
+                plan, stages, communicator=comm, topology=topology, **(options if world.rank == 1 else {})
+            )
+
+
+@on_ranks(3)
+def test_communicators_that_cannot_serve_are_refused(world):
+    topology = topology_of(world, [1, 2])
+    plan, stages = plan_named("interleaved_1f1b", 2), [nn.Identity()] * 2
+    for channels, message in ((3, "needs 6 or more"), (6, "need 8 channels, the communicator has 6")):
+        with pytest.raises(ValueError, match=message):
+            Executor(plan, stages, communicator=world.shared_comm(channels=channels), topology=topology)
+    group = dist.new_group([0, 1])
+    if world.rank < 2:
+        with pytest.raises(ValueError, match=r"joins the ranks \[0, 1\], but the topology has \[0, 1, 2\]"):
+            Executor(plan, stages, communicator=group, topology=topology)
+
+
+@on_ranks(3)
+def test_steps_that_disagree_about_gradients_are_refused(world):
+    topology = topology_of(world, [2, 1])
+    plan = plan_named("one_f_one_b", 2)
+    stages = Stages(plan, topology)
+    with make(world, plan, stages, communicator=None) as executor:
+        with pytest.raises((ValueError, PipeCommAborted), match="run the same on all ranks"):
+            with torch.set_grad_enabled(world.rank != 1):
+                stages.step(executor)
+
+
+# ---- measured ---------------------------------------------------------------------------------------------
+
+
+@on_ranks(3)
+def test_a_timeline_has_the_first_rank_of_each_stage(world):
+    topology = topology_of(world, [1, 2])
+    plan = plan_named("interleaved_1f1b", 2)
+    stages = Stages(plan, topology)
+    executor = make(world, plan, stages, record_timeline=True)
+    stages.step(executor)
+    spans = executor.timeline().spans
+    assert [[span.action for span in row] for row in spans] == [list(row) for row in plan.compute]
