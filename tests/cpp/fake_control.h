@@ -1,17 +1,23 @@
 // A host transport between the ranks of one process: matches requests in memory, and can lose a
-// rank.
+// rank. What ranks hear of each other comes on a thread of the hub, as it does from real
+// transports: a rank that is failing holds locks which another failing one must not have to wait
+// for.
 #pragma once
 
 #include <atomic>
+#include <condition_variable>
 #include <cstring>
 #include <deque>
+#include <functional>
 #include <latch>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <set>
 #include <string>
+#include <thread>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "transport/transport.h"
@@ -22,14 +28,25 @@ using namespace pipecomm;
 
 class Hub {
  public:
-  explicit Hub(int size) : events_(size), joined_(size) {}
+  explicit Hub(int size) : events_(size), joined_(size), messenger_([this] { deliver_news(); }) {}
+  ~Hub() {
+    {
+      std::lock_guard lock(news_mutex_);
+      stopping_ = true;
+    }
+    news_changed_.notify_one();
+    messenger_.join();
+  }
 
   void lose(int rank) {
-    std::lock_guard lock(mutex_);
-    lost_.insert(rank);
-    for (size_t peer = 0; peer < events_.size(); ++peer)
-      if (events_[peer] && int(peer) != rank)
-        events_[peer].load()->on_peer_lost(rank, "connection closed");
+    {
+      std::lock_guard lock(mutex_);
+      lost_.insert(rank);
+    }
+    for (int peer = 0; peer < int(events_.size()); ++peer)
+      if (peer != rank)
+        tell(peer,
+             [rank](TransportEvents& events) { events.on_peer_lost(rank, "connection closed"); });
   }
   int num_claims() {
     std::lock_guard lock(mutex_);
@@ -45,6 +62,36 @@ class Hub {
   struct Queue {
     std::deque<RequestPtr> sends, recvs;
   };
+  using News = std::function<void(TransportEvents&)>;
+
+  void tell(int peer, News news) {
+    {
+      std::lock_guard lock(news_mutex_);
+      news_.emplace_back(peer, std::move(news));
+    }
+    news_changed_.notify_one();
+  }
+  void deliver_news() {
+    std::unique_lock lock(news_mutex_);
+    while (true) {
+      news_changed_.wait(lock, [this] { return stopping_ || !news_.empty(); });
+      if (stopping_) return;
+      const auto [peer, news] = std::move(news_.front());
+      news_.pop_front();
+      lock.unlock();
+      {
+        std::lock_guard delivery_lock(delivery_mutex_);
+        if (TransportEvents* const events = events_[peer]) news(*events);
+      }
+      lock.lock();
+    }
+  }
+  // Nothing is delivered to this rank any more.
+  void leave(int rank) {
+    std::lock_guard delivery_lock(delivery_mutex_);
+    events_[rank] = nullptr;
+  }
+
   std::recursive_mutex mutex_;
   std::vector<std::atomic<TransportEvents*>> events_;
   std::map<std::tuple<int, int, int>, Queue> queues_;  // source, destination, channel
@@ -52,6 +99,13 @@ class Hub {
   std::latch joined_;
   int num_claims_ = 0;
   int num_messages_ = 0;
+
+  std::mutex news_mutex_;
+  std::condition_variable news_changed_;
+  std::deque<std::pair<int, News>> news_;  // for rank
+  bool stopping_ = false;
+  std::mutex delivery_mutex_;  // held while somebody is told
+  std::thread messenger_;
 };
 
 class HubTransport final : public HostTransport {
@@ -61,7 +115,7 @@ class HubTransport final : public HostTransport {
     hub_.events_[rank] = &events;
     hub_.joined_.arrive_and_wait();
   }
-  ~HubTransport() override { leave(); }
+  ~HubTransport() override { hub_.leave(rank_); }
 
   void post(std::vector<RequestPtr> batch, bool /*is_async*/) override {
     std::lock_guard lock(hub_.mutex_);
@@ -81,10 +135,13 @@ class HubTransport final : public HostTransport {
     }
   }
   void claim(int peer, Direction direction, const Descriptor& descriptor) override {
-    std::lock_guard lock(hub_.mutex_);
-    ++hub_.num_claims_;
-    if (TransportEvents* events = hub_.events_[peer])
-      events->on_claim(rank_, direction, descriptor);
+    {
+      std::lock_guard lock(hub_.mutex_);
+      ++hub_.num_claims_;
+    }
+    hub_.tell(peer, [rank = rank_, direction, descriptor](TransportEvents& events) {
+      events.on_claim(rank, direction, descriptor);
+    });
   }
   void tick() override {}
   void abort(const Failure& failure) override {
@@ -93,19 +150,15 @@ class HubTransport final : public HostTransport {
       return std::get<0>(entry.first) == rank_ || std::get<1>(entry.first) == rank_;
     });
     if (hub_.lost_.contains(rank_)) return;
-    for (size_t peer = 0; peer < hub_.events_.size(); ++peer)
-      if (hub_.events_[peer] && int(peer) != rank_)
-        hub_.events_[peer].load()->on_remote_failure(failure);
+    for (int peer = 0; peer < int(hub_.events_.size()); ++peer)
+      if (peer != rank_)
+        hub_.tell(peer, [failure](TransportEvents& events) { events.on_remote_failure(failure); });
   }
   void begin_close() override {}
-  void close(Deadline) override { leave(); }
+  void close(Deadline) override { hub_.leave(rank_); }
   std::string describe_peer(int) const override { return "is connected"; }
 
  private:
-  void leave() {
-    std::lock_guard lock(hub_.mutex_);
-    hub_.events_[rank_] = nullptr;
-  }
   static void match(Request& send, Request& recv) {
     auto fail = [](Request& request, const std::string& text) {
       auto failure =
