@@ -25,13 +25,13 @@ class PipeCommError(RuntimeError):
         origin_rank: int | None = None,
     ) -> None:
         super().__init__(message)
-        self.op = op
+        self.op = op or None
         self.rank = rank
         self.peer = peer
         self.channel = channel
         self.seq = seq
-        self.dtype = dtype
-        self.shape = shape
+        self.dtype = dtype or None
+        self.shape = shape if shape or self.dtype else None
         self.origin_rank = origin_rank
 
     def __reduce__(self):

@@ -177,11 +177,13 @@ def check_report(fault: Fault, rank: int, report: Report, struck_at: float) -> N
     assert took_s < fault.begins_after_s + fault.limit_s, f"rank {rank} after {took_s:.2f} s: {report}"
     assert took_s > 0.9 * fault.begins_after_s, report
     attributes = report.attributes
-    assert attributes["rank"] == rank and attributes["op"], report
     origin = attributes["origin_rank"]
+    assert attributes["rank"] == rank, report
     if fault.origin == "victim":
         assert origin == VICTIM and f"rank {VICTIM}" in report.text, report
     elif fault.origin == "others":
         assert origin in range(NUM_RANKS) and origin != VICTIM, report
-    for name in ("peer", "seq", "shape", "dtype"):
+    if fault.origin == "any" and report.kind is PipeCommAborted:
+        return  # another rank gave up before this one was in its call
+    for name in ("op", "peer", "seq", "shape", "dtype"):
         assert attributes[name] is not None, f"{name}: {report}"

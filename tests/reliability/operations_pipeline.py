@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from operations import Call, Draw, operation
 from patterns import assert_same, pattern
 
@@ -22,7 +23,18 @@ def topology_of(comm: Communicator) -> PipelineTopology:
     """One rank, and all others; made once for a group, collectively."""
     if comm.group not in _topologies:
         _topologies[comm.group] = PipelineTopology([1, comm.size - 1], group=comm.group)
+        make_equally_many_groups(comm.group)
     return _topologies[comm.group]
+
+
+def make_equally_many_groups(group: Any) -> None:
+    """torch names a group that only its members make by how many groups each of them has had: ranks that are
+    in more groups than others could make no group of those that are left with them."""
+    names = dist.distributed_c10d._world.pg_names
+    most = torch.tensor([len(names)])
+    dist.all_reduce(most, dist.ReduceOp.MAX, group)
+    while len(names) < most.item():
+        dist.new_group([dist.get_rank()], use_local_synchronization=True)
 
 
 class Boundary:

@@ -27,7 +27,8 @@ if __name__ == "__main__":
     sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 import torch.distributed as dist
-from operations import NUM_CHANNELS
+from operations import NUM_CHANNELS, OPERATIONS, Draw
+from operations_pipeline import topology_of
 from programs import ABORT, Program, abort_and_close
 from ranks import RankFailure, RankPool
 
@@ -66,32 +67,34 @@ class Footprint:
 
 # ---- the ranks' side ---------------------------------------------------------------------------------------
 
-_comms: dict[str, Communicator] = {}
-
 
 def connect(group, transport: str, timeout_s: float = 30.0) -> Communicator:
-    return Communicator(group, device="cpu", transport=transport, channels=NUM_CHANNELS, timeout=timeout_s)
+    comm = Communicator(group, device="cpu", transport=transport, channels=NUM_CHANNELS, timeout=timeout_s)
+    topology_of(comm)  # what relays make once for a group, before anybody is lost
+    return comm
 
 
 def play(world, transports: tuple[str, ...], first: int, num_programs: int):
-    """Programs one after the other, over the transports in turn; communicators are kept between calls."""
+    """Programs one after the other, over the transports in turn; then everything is given back."""
+    comms = {transport: connect(world.group, transport) for transport in transports}
+    for operation in OPERATIONS.values():
+        if operation.form == "apart":  # what it has started once stays
+            operation.prepare(comms[transports[0]], Draw()).run()
     counts: collections.Counter[str] = collections.Counter()
     for seed in range(first, first + num_programs):
         transport = transports[seed % len(transports)]
-        if transport not in _comms:
-            _comms[transport] = connect(world.group, transport)
         try:
-            counts += Program(_comms[transport], seed).play()
+            counts += Program(comms[transport], seed).play()
         except BaseException as error:
             raise AssertionError(f"program {seed} over {transport}: {error}") from error
         counts[transport] += 1
         if random.Random(seed).random() < ABORT:
-            abort_and_close(_comms.pop(transport), seed)
+            abort_and_close(comms[transport], seed)
+            comms[transport] = connect(world.group, transport)
             counts["abort"] += 1
-    for transport in transports:  # a footprint has the same connections every time
-        if transport not in _comms:
-            _comms[transport] = connect(world.group, transport)
-        _comms[transport].barrier()
+    for comm in comms.values():
+        comm.close()
+    comms.clear()
     return counts, Footprint.now()
 
 
@@ -107,10 +110,11 @@ def play_until_one_is_lost(world, transport: str, seed: int, timeout_s: float):
     except PipeCommError as error:
         heard = type(error), error.origin_rank, str(error), time.monotonic()
     comm.close()
-    lost = world.size - 1
-    group = dist.new_group(list(range(lost)), backend="gloo", use_local_synchronization=True)
-    with connect(group, transport) as comm:
-        Program(comm, seed).play()
+    num_left = world.size - 1
+    if num_left > 1:
+        group = dist.new_group(list(range(num_left)), backend="gloo", use_local_synchronization=True)
+        with connect(group, transport) as comm:
+            Program(comm, seed).play()
     return heard
 
 
@@ -194,7 +198,7 @@ class Soak:
                 world.await_mark(rank, "plays")
             time.sleep(rng.random() * 0.1)
             struck_at = world.signal(lost, number)
-            outcomes = world.collect(deadline=12, give_up_on=("raised",))
+            outcomes = world.collect(deadline=15, give_up_on=("raised",))
         for outcome in outcomes[:lost]:
             if outcome.status != "returned":
                 raise SoakFailure(str(RankFailure(what, outcomes)))
