@@ -158,6 +158,7 @@ void Communicator::post(const OperationPtr& operation, bool is_async) {
   if (requests.empty()) return;
   for (const RequestPtr& request : requests) request->operation = operation;
   transport_->post(std::move(requests), is_async);
+  operation->note_posted();
   std::unique_lock lock(mutex_);
   if (failure_) {  // since the check above: nobody else knows of this operation
     const FailurePtr failure = failure_;

@@ -52,8 +52,8 @@ Request& Operation::add_request(Direction direction, int peer, const Descriptor&
   request->peer = peer;
   request->descriptor = descriptor;
   request->data = data;
-  requests_.push_back(std::move(request));
-  return *requests_.back();
+  std::lock_guard lock(mutex_);
+  return *requests_.emplace_back(std::move(request));
 }
 
 std::vector<RequestPtr> Operation::seal() {
@@ -138,7 +138,7 @@ bool Operation::wait_until(Deadline until) {
 
 std::vector<RequestPtr> Operation::requests() const {
   std::lock_guard lock(mutex_);
-  return requests_;
+  return posted_ ? requests_ : std::vector<RequestPtr>();
 }
 
 FlightOperation Operation::flight_operation() const {

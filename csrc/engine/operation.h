@@ -88,7 +88,10 @@ class Operation {
   Request& add_request(Direction direction, int peer, const Descriptor& descriptor,
                        std::byte* data);
   // `resource` (a storage, a staging buffer) lives until the operation has settled.
-  void keep(std::shared_ptr<void> resource) { kept_.push_back(std::move(resource)); }
+  void keep(std::shared_ptr<void> resource) {
+    std::lock_guard lock(mutex_);
+    kept_.push_back(std::move(resource));
+  }
   // Runs once, on the thread that settles the last request, and only if all succeeded: the unpack
   // copy of an exchange.
   void on_success(std::function<void()> epilogue) { epilogue_ = std::move(epilogue); }
@@ -100,6 +103,12 @@ class Operation {
   }
   // Call once after the last add_request: the requests to post. Settles at once if there are none.
   std::vector<RequestPtr> seal();
+  // The transport has them: from now on waiters may help. An operation that follows another one is
+  // waited for while it is still being built, on another thread.
+  void note_posted() {
+    std::lock_guard lock(mutex_);
+    posted_ = true;
+  }
 
   // --- called by transports: the first call for a request counts, later ones are ignored ---
   static void settle(Request& request, FailurePtr failure);
@@ -150,6 +159,7 @@ class Operation {
   std::function<void()> epilogue_;
   std::vector<std::shared_ptr<void>> kept_;
   std::vector<RequestPtr> requests_;
+  bool posted_ = false;
 };
 
 }  // namespace pipecomm
