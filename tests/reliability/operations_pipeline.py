@@ -53,6 +53,13 @@ class Boundary:
         assert_same(self.received.detach(), self.expected, "from the other stage")
 
 
+def finished(*works: Any) -> list[Any]:
+    """Relays post on the first channels when it is their turn: nobody else may use these meanwhile."""
+    for work in works:
+        work.wait()
+    return []
+
+
 @operation("StageRelay.send_forward, recv_forward", "ring", "shape dtype")
 def relay_forward(comm: Communicator, draw: Draw) -> Call:
     boundary = Boundary(comm, draw)
@@ -60,7 +67,7 @@ def relay_forward(comm: Communicator, draw: Draw) -> Call:
 
     def start() -> list[Any]:
         boundary.received, work = relay.recv_forward(boundary.shape, boundary.dtype, async_op=True)
-        return [work, relay.send_forward(boundary.sent, async_op=True)]
+        return finished(work, relay.send_forward(boundary.sent, async_op=True))
 
     return Call(start, boundary.check)
 
@@ -73,7 +80,7 @@ def relay_backward(comm: Communicator, draw: Draw) -> Call:
     def start() -> list[Any]:
         work = relay.send_backward(boundary.sent, async_op=True)
         boundary.received = relay.recv_backward(boundary.shape, boundary.dtype)
-        return [work]
+        return finished(work)
 
     return Call(start, boundary.check)
 
