@@ -58,6 +58,8 @@ void test_order_of_the_end() {
     CHECK(operation->pending_text() == "0 send, 0 recv pending");  // not under the lock
   });
   const auto requests = seal(operation);
+  CHECK(operation->requests().empty());  // nobody helps before the transport has them
+  operation->note_posted();
   CHECK_EQ(operation->requests().size(), 2u);
   CHECK(operation->pending_text() == "1 send, 1 recv pending");
   CHECK(operation->first_pending() == requests[0]);
