@@ -157,6 +157,7 @@ def test_decorated_bodies_run_on_every_rank(world, word, tmp_path):
     assert len(list(tmp_path.iterdir())) == world.size
 
 
+@pytest.mark.timeout(300)  # the inner run imports everything anew
 @pytest.mark.parametrize("ending", ["normal", "ctrl-c", "kill"])
 def test_nothing_is_left_behind(tmp_path, ending):
     """Runs a pytest of its own whose warm pool is idle, busy and interrupted, or orphaned by SIGKILL."""
@@ -196,12 +197,12 @@ def test_nothing_is_left_behind(tmp_path, ending):
     )
     try:
         if ending != "normal":
-            wait_for(lambda: all((tmp_path / f"pid{rank}").exists() for rank in range(2)), seconds=30)
+            wait_for(lambda: all((tmp_path / f"pid{rank}").exists() for rank in range(2)), seconds=100)
             if ending == "ctrl-c":
                 os.killpg(pytest_process.pid, signal.SIGINT)
             else:
                 pytest_process.kill()
-        output, _ = pytest_process.communicate(timeout=30)
+        output, _ = pytest_process.communicate(timeout=100)
     finally:
         pytest_process.kill()
     pids = [int((tmp_path / f"pid{rank}").read_text()) for rank in range(2)]
