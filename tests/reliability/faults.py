@@ -86,6 +86,7 @@ class Fault(NamedTuple):
     limit_s: float = ALL_HEAR_S
     timeout_s: float = PATIENT_S
     keeps: bool = False  # the same communicator must go on after it
+    is_in_call: bool = True  # all others are in the operation when it happens, not between two
     concerns: Callable[[Operation, str], bool] = lambda operation, transport: True
 
 
@@ -144,7 +145,7 @@ def killed_before(stage: Stage) -> None:
     call.run()
 
 
-@fault("kill -9 in the middle", PipeCommPeerLost, victim="dies", strike=kill)
+@fault("kill -9 in the middle", PipeCommPeerLost, victim="dies", strike=kill, is_in_call=False)
 def killed_within(stage: Stage) -> None:
     call = stage.prepare(LARGE)
     call.run()
@@ -345,7 +346,8 @@ def limited(what: int, limit: int):
 
 @fault("no descriptor is left", keeps=True)
 def no_descriptors(stage: Stage) -> None:
-    """An open communicator needs no further one."""
+    """An open communicator needs no further one. (Modules that are imported at their first use do.)"""
+    stage.prepare().run()
     call = stage.prepare(Draw(length=6000))
     scope = limited(resource.RLIMIT_NOFILE, 3) if stage.is_victim else contextlib.nullcontext()
     with scope:

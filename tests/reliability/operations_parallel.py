@@ -137,7 +137,7 @@ def gather_forward_split_backward(comm: Communicator, draw: Draw) -> Call:
     )
 
 
-@operation("split_forward_gather_backward", "collective", "shape dtype")
+@operation("split_forward_gather_backward", "collective", "shape")
 def split_forward_gather_backward(comm: Communicator, draw: Draw) -> Call:
     sizes = remainder_first(draw.length + draw.variant, comm.size)
     return split(
@@ -171,7 +171,7 @@ def zigzag_gather(comm: Communicator, draw: Draw) -> Call:
     )
 
 
-@operation("load_balanced_split_forward_gather_backward", "collective", "shape dtype")
+@operation("load_balanced_split_forward_gather_backward", "collective", "shape")
 def zigzag_split(comm: Communicator, draw: Draw) -> Call:
     return split(
         comm,
@@ -218,7 +218,7 @@ def packed_gather(comm: Communicator, draw: Draw) -> Call:
     )
 
 
-@operation("packed_data_split_forward_gather_backward", "collective", "shape dtype")
+@operation("packed_data_split_forward_gather_backward", "collective", "shape")
 def packed_split(comm: Communicator, draw: Draw) -> Call:
     packed = Packed(comm, draw)
     return split(

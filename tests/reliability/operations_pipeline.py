@@ -110,7 +110,7 @@ class Scale(torch.nn.Module):
         return tensor * self.factor
 
 
-@operation("schedules.Executor.step", "chain", "")
+@operation("schedules.Executor.step", "collective", "")
 def executor_step(comm: Communicator, draw: Draw) -> Call:
     """1F1B over all ranks; losses and gradients are those of one process."""
     plan = schedules.one_f_one_b(comm.size, comm.size + draw.variant % 2)
