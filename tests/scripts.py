@@ -13,6 +13,11 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 
+def _take_interrupts() -> None:
+    """Like a shell's foreground: what runs in the background of a script ignores SIGINT, and so would we."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 class Script:
     """A running script in a session of its own, so that all its processes can be found and signalled."""
 
@@ -26,6 +31,7 @@ class Script:
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
+            preexec_fn=_take_interrupts,
         )
 
     def __enter__(self) -> Script:

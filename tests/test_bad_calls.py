@@ -398,6 +398,31 @@ def test_a_collective_on_which_ranks_disagree(world, what):
     assert_usable(world.comm, what)
 
 
+@on_ranks(2, 3)
+@pytest.mark.parametrize("empty", [False, True], ids=["full", "own and empty"])
+def test_lists_of_as_many_bytes_of_another_dtype(world, empty):
+    """Where there are elements: pieces without any have no dtype to compare."""
+    dtype = torch.int32 if world.rank == 1 else torch.float32
+    shapes = [(0 if empty and rank != world.rank else 4, 2) for rank in range(world.size)]
+    inputs = [pattern(shape, dtype, world.rank) for shape in shapes]
+    outputs = [poison(shape, dtype) for shape in shapes]
+    if empty:
+        world.comm.all_to_all(inputs, outputs)
+    else:
+        with pytest.raises(PipeCommMismatch, match=r"int32\[4, 2\].*float32|float32\[4, 2\].*int32"):
+            world.comm.all_to_all(inputs, outputs)
+        assert_same(outputs[0 if world.rank == 1 else 1], poison((4, 2), dtype), "not received")
+    assert_usable(world.comm, "lists")
+
+
+@on_ranks(2)
+def test_the_own_piece_of_a_list_keeps_its_dtype(world):
+    ones_of = [torch.ones(4, dtype=torch.int32), torch.ones(4)][:: 1 if world.rank == 0 else -1]
+    with pytest.raises(ValueError, match=r"\[4\] int32.*\[4\] float32"):
+        world.comm.all_to_all(ones_of, [torch.ones(4), torch.ones(4)])
+    assert_usable(world.comm, "own piece")
+
+
 @on_ranks(2, 4)
 @pytest.mark.parametrize("bad", ["source", "tensor"])
 def test_a_collective_that_one_rank_refuses_is_refused_by_all(world, bad):

@@ -272,10 +272,12 @@ void Communicator::start_exchange(const OperationPtr& operation, PreparedExchang
     for (const int peer : peers) {
       std::byte* data = nullptr;
       int64_t num_bytes = 0;
+      uint64_t signature = plan.signature;
       std::shared_ptr<const MessageCopy> on_the_way;
       if (message != messages.end() && message->peer == peer) {
         const bool sends = direction == Direction::send;
         num_bytes = message->bytes;
+        signature ^= message->dtypes;
         if (!message->is_staged())
           data = (sends ? inputs : outputs)[message->tensor_idx].data + message->offset_bytes;
         else if (stages)
@@ -286,7 +288,7 @@ void Communicator::start_exchange(const OperationPtr& operation, PreparedExchang
         ++message;
       }
       Request& request = operation->add_request(
-          direction, peer, describe(op, scope.channel, shown, plan.signature, num_bytes), data);
+          direction, peer, describe(op, scope.channel, shown, signature, num_bytes), data);
       request.copy = std::move(on_the_way);
     }
     if (message != messages.end())

@@ -378,6 +378,11 @@ ExchangePlan all_to_all_list_plan(Member me, const std::vector<TensorSpec>& inpu
            std::to_string(me.size) + " ranks, got " + std::to_string(inputs.size()) +
            " inputs and " + std::to_string(outputs.size()) + " outputs");
   }
+  if (inputs[me.rank].dtype != outputs[me.rank].dtype) {
+    reject(std::string(kOp) + ": rank " + std::to_string(me.rank) + " keeps its own input " +
+           to_string(inputs[me.rank]) + ", but output " + std::to_string(me.rank) + " is " +
+           to_string(outputs[me.rank]));
+  }
   ExchangePlan plan = make_plan(kOp, me, inputs, outputs);
   for (int peer = 0; peer < me.size; ++peer) {
     plan.sends.push_back({peer, {whole(inputs[peer], peer)}});

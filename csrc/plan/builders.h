@@ -52,8 +52,9 @@ ExchangePlan packed_gather_plan(Member me, const TensorSpec& local, int dim,
 ExchangePlan packed_split_plan(Member me, const TensorSpec& full, int dim,
                                const std::vector<Sizes>& rows, Scale scale = {});
 
-// torch.distributed's forms. Split sizes along dim 0 are known to one rank only, so they are no
-// part of the signature: the message headers compare the bytes of every pair.
+// torch.distributed's forms. Split sizes along dim 0, and the tensors of lists, are known to one
+// rank only, so they are no part of the signature: the message headers compare the bytes and dtypes
+// of every pair.
 ExchangePlan all_to_all_single_plan(Member me, const TensorSpec& input, const TensorSpec& output,
                                     const Sizes& input_splits, const Sizes& output_splits);
 ExchangePlan all_to_all_list_plan(Member me, const std::vector<TensorSpec>& inputs,

@@ -5,6 +5,8 @@
 #include <string>
 #include <utility>
 
+#include "plan/signature.h"
+
 namespace pipecomm {
 
 namespace {
@@ -178,6 +180,19 @@ PlacedMessage place_message(const Transfer& transfer, const std::vector<Layout>&
   return message;
 }
 
+// Of runs of elements of one dtype: the two ends may cut the same message into other boxes.
+uint64_t hash_dtypes(const PlacedMessage& message, const std::vector<TensorSpec>& tensors) {
+  if (message.boxes.empty()) return 0;
+  Signature signature("dtypes");
+  const DType* previous = nullptr;
+  for (const PlacedBox& box : message.boxes) {
+    const DType& dtype = tensors[box.tensor_idx].dtype;
+    if (!previous || *previous != dtype) signature.add(dtype);
+    previous = &dtype;
+  }
+  return signature.value();
+}
+
 bool is_run(const PlacedBox& box) { return box.tensor_stride_bytes == box.message_stride_bytes; }
 
 // Whether all bytes of the message lie in order and without gaps in one tensor.
@@ -244,6 +259,7 @@ class Lowering {
       if (send.peer == plan_.rank) continue;
       LoweredMessage message{.peer = send.peer};
       const PlacedMessage placed = place_message(send, inputs_);
+      message.dtypes = hash_dtypes(placed, plan_.inputs);
       if (!lower_in_place(placed, !plan_.scale.is_none(), message)) {
         const auto same = std::find_if(staged.begin(), staged.end(), [&](const auto& earlier) {
           return earlier.first->boxes == send.boxes;
@@ -270,6 +286,7 @@ class Lowering {
       if (recv.peer == plan_.rank) continue;
       LoweredMessage message{.peer = recv.peer};
       const PlacedMessage placed = place_message(recv, outputs_);
+      message.dtypes = hash_dtypes(placed, plan_.outputs);
       if (!lower_in_place(placed, false, message)) {
         message.offset_bytes = reserve(lowered_.recv_staging_bytes, message.bytes);
         message.task_begin = num_tasks() - first_unpack_task;

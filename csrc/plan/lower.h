@@ -42,6 +42,7 @@ struct LoweredMessage {
   int64_t offset_bytes = 0;
   int task_begin = 0;
   int task_end = 0;
+  uint64_t dtypes = 0;  // hash of the dtypes of its elements, in their order; 0 if it has none
 
   bool is_staged() const { return tensor_idx < 0; }
 };

@@ -29,7 +29,7 @@ FailurePtr mismatch_failure(int rank, const Request& request, const Descriptor& 
   if (request.descriptor.text() == theirs.text())
     failure->message += request.descriptor.op == OpCode::p2p
                             ? " as part of another list of tensors (their numbers differ)"
-                            : " with other arguments (sizes, dims or source rank differ)";
+                            : " with other arguments (sizes, dims, dtypes or source rank differ)";
   failure->message += "; nothing was transferred; make the two calls agree";
   return failure;
 }

@@ -122,7 +122,10 @@ void test_builder_errors() {
   CHECK_INVALID("got 1 inputs and 2 outputs",
                 all_to_all_list_plan(me, {kTensor}, {kTensor, kTensor}));
   CHECK_INVALID("sends 192 bytes to itself but receives 4",
-                all_to_all_list_plan(me, {kTensor, kTensor}, {{{1}, dtypes::kInt32}, kTensor}));
+                all_to_all_list_plan(me, {kTensor, kTensor}, {{{1}, kTensor.dtype}, kTensor}));
+  CHECK_INVALID(
+      "rank 0 keeps its own input [2, 6, 4] float32, but output 0 is [2, 6, 4] int32",
+      all_to_all_list_plan(me, {kTensor, kTensor}, {{kTensor.shape, dtypes::kInt32}, kTensor}));
   CHECK_INVALID("one output for each of the 2 ranks", all_gather_list_plan(me, kTensor, {kTensor}));
   CHECK_INVALID("this rank's input is [2, 6, 4] float32",
                 all_gather_list_plan(me, kTensor, {{{2}, dtypes::kInt32}, kTensor}));

@@ -59,8 +59,8 @@ class Operation(NamedTuple):
     # "chain": by its neighbours, and those behind them go on waiting. "apart": it has connections of its own,
     # so faults of this communicator do not concern it.
     form: str
-    # In which of shape, dtype, plan (Draw.variant) two ranks may disagree and are found out. Lists of any
-    # tensors are compared by their bytes only; a split of integers has no backward, so nothing to compare.
+    # In which of shape, dtype, plan (Draw.variant) two ranks may disagree and are found out. Lists are
+    # compared by bytes and dtypes, not by shapes; a split of integers has no backward, so nothing to compare.
     compares: tuple[str, ...]
 
 
@@ -240,13 +240,13 @@ class Lists:
         check_tensors(self.outputs, self.expected, "outputs")
 
 
-@operation("Communicator.all_to_all", "collective", "shape")
+@operation("Communicator.all_to_all", "collective", "shape dtype")
 def all_to_all_lists(comm: Communicator, draw: Draw) -> Call:
     lists = Lists(comm, draw)
     return Call(lambda: [comm.all_to_all(lists.inputs, lists.outputs, async_op=True)], lists.check)
 
 
-@operation("distributed.all_to_all", "collective", "shape")
+@operation("distributed.all_to_all", "collective", "shape dtype")
 def facade_all_to_all(comm: Communicator, draw: Draw) -> Call:
     lists = Lists(comm, draw)
     return Call(lambda: works_of(facade.all_to_all(lists.outputs, lists.inputs, comm)), lists.check)

@@ -8,11 +8,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from operations import Call, Draw, operation
+from operations import Call, Draw, check_tensors, operation
 from patterns import assert_same, pattern
 
 from pipecomm_ext import Communicator, StageRelay, schedules, vtp_recv_forward, vtp_send_forward
 from pipecomm_ext.parallel_state import PipelineTopology
+from pipecomm_ext.pipeline_parallel import (
+    P2PCommunicator,
+    PipelineConfig,
+    forward_backward_pipelining_without_interleaving,
+)
 
 ALGORITHMS = ("auto", "leader", "pipelined", "sharded", "direct")
 
@@ -110,32 +115,94 @@ class Scale(torch.nn.Module):
         return tensor * self.factor
 
 
+class Training:
+    """A step of a pipeline with one stage per rank; the loss is the first element of what comes out."""
+
+    def __init__(self, comm: Communicator, draw: Draw):
+        self.num_micros = comm.size + draw.variant % 2
+        factors = [float(1 + rank % 2) for rank in range(comm.size)]
+        self.shape = (draw.length, 2, 1)
+        self.inputs = [torch.full(self.shape, float(1 + micro % 3)) for micro in range(self.num_micros)]
+        self.is_first, self.is_last = comm.rank == 0, comm.rank == comm.size - 1
+        self.factor, self.product = factors[comm.rank], torch.tensor(factors).prod()
+        self.losses: list[torch.Tensor] = []
+        self.gradient: torch.Tensor | None = None
+
+    def check(self) -> None:
+        if self.is_last:
+            wanted = [tensor[0, 0, 0] * self.product for tensor in self.inputs]
+            check_tensors(self.losses, wanted, "losses")
+        total = sum(tensor[0, 0, 0] for tensor in self.inputs)
+        assert_same(self.gradient, total * self.product / self.factor, "gradient")
+
+
 @operation("schedules.Executor.step", "collective", "")
 def executor_step(comm: Communicator, draw: Draw) -> Call:
-    """1F1B over all ranks; losses and gradients are those of one process."""
-    plan = schedules.one_f_one_b(comm.size, comm.size + draw.variant % 2)
-    factors = [float(1 + rank % 2) for rank in range(comm.size)]
-    inputs = [torch.full((draw.length, 2), float(1 + micro % 3)) for micro in range(plan.M)]
-    is_first, is_last = comm.rank == 0, comm.rank == comm.size - 1
-    done: list[Any] = []
+    training = Training(comm, draw)
+    plan = schedules.one_f_one_b(comm.size, training.num_micros)
 
     def start() -> list[Any]:
-        stage = Scale(factors[comm.rank])
+        stage = Scale(training.factor)
         executor = schedules.Executor(
-            plan, {comm.rank: stage}, communicator=comm, loss_fn=lambda output, target: output[0, 0] - target
+            plan,
+            {comm.rank: stage},
+            communicator=comm,
+            loss_fn=lambda output, target: output[0, 0, 0] - target,
         )
-        losses, _ = executor.step(
-            inputs if is_first else None, [torch.zeros(())] * plan.M if is_last else None
+        training.losses, _ = executor.step(
+            training.inputs if training.is_first else None,
+            [torch.zeros(())] * plan.M if training.is_last else None,
         )
-        done[:] = [losses, stage.factor.grad]
+        training.gradient = stage.factor.grad
         return []
 
-    def check() -> None:
-        product = torch.tensor(factors).prod()
-        if is_last:
-            for micro, loss in enumerate(done[0]):
-                assert_same(loss, inputs[micro][0, 0] * product, f"loss {micro}")
-        total = sum(tensor[0, 0] for tensor in inputs)
-        assert_same(done[1], total * product / factors[comm.rank], "gradient")
+    return Call(start, training.check)
 
-    return Call(start, check)
+
+class ScaleOfInput(Scale):
+    """The same, with what Megatron's schedules ask of a model."""
+
+    def __init__(self, factor: float, config: PipelineConfig):
+        super().__init__(factor)
+        self.config = config
+
+    def set_input_tensor(self, tensors: list[torch.Tensor | None]) -> None:
+        [self.received] = tensors
+
+    def forward(self, tensor: torch.Tensor | None) -> torch.Tensor:
+        return super().forward(tensor if self.received is None else self.received)
+
+
+@operation("pipeline_parallel.forward_backward_pipelining_without_interleaving", "chain", "")
+def megatron_1f1b(comm: Communicator, draw: Draw) -> Call:
+    """With losses per token, so that nothing is divided and all is exact."""
+    training = Training(comm, draw)
+
+    def start() -> list[Any]:
+        config = PipelineConfig(
+            pipeline_dtype=torch.float32,
+            hidden_size=1,
+            variable_seq_lengths=draw.variant % 4 >= 2,
+            calculate_per_token_loss=True,
+        )
+        stage = ScaleOfInput(training.factor, config)
+
+        def loss_of(output: torch.Tensor):
+            loss = output[0, 0, 0]
+            return loss, torch.tensor(1), {"loss": loss.detach().clone()}
+
+        results = forward_backward_pipelining_without_interleaving(
+            forward_step_func=lambda data, model: (model(next(data)), loss_of),
+            data_iterator=iter(training.inputs),
+            model=stage,
+            num_microbatches=training.num_micros,
+            seq_length=draw.length,
+            micro_batch_size=2,
+            p2p_communicator=P2PCommunicator(comm, config),
+            pg_collection=SimpleNamespace(tp=None, cp=None),
+        )
+        training.losses = [result["loss"] for result in results]
+        training.gradient = stage.factor.grad
+        return []
+
+    return Call(start, training.check)
