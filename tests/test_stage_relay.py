@@ -522,3 +522,6 @@ def test_choice_of_route(transport):
             assert named[0] == "pipelined" and named[1] >= 1
             assert cost.choose(transport, num_bytes, num_speakers, num_receivers, "leader") == ("leader", 1)
     assert cost.choose("nccl", 100 << 20, 8, 8)[0] == "sharded"
+    # Through shared memory it is cores that copy: with two, one rank's threads occupy them.
+    assert cost.choose("shm", 100 << 20, 1, 2, num_cores=2)[0] == "direct"
+    assert cost.choose("shm", 100 << 20, 1, 2, num_cores=16)[0] == "sharded"

@@ -89,11 +89,15 @@ class Communicator:
         epoch = meeting.shared_random()
         self._id = f"{epoch:08x}"
         memory = None
+        self._num_cores: int | None = None
         if self._device.type == "cuda":
             self._transport, self._transport_reason = _choose_for_cuda(facts, everybody)
         else:
             memory, self._transport_reason = _share_memory(meeting, facts, everybody, epoch)
-            self._transport = "c10d" if memory is None else "shm"
+            self._transport = "c10d"
+            if memory is not None:
+                self._transport = "shm"
+                self._num_cores = shared_memory.num_cores([record["local"] for record in everybody])
         backend = _connect(meeting, epoch) if memory is None else None
         if self._transport == "nccl":
             self._c = nccl.make(
@@ -154,6 +158,11 @@ class Communicator:
     def channels(self) -> int:
         """Number of independent message orders per pair of ranks."""
         return self._channels
+
+    @property
+    def num_cores(self) -> int | None:
+        """Number of processor cores that all ranks may use together, with `shm`; else None."""
+        return self._num_cores
 
     @property
     def timeout(self) -> float:

@@ -38,6 +38,7 @@ def host_facts() -> dict[str, Any]:
         "pid_namespace": _namespace("pid"),
         "user": os.geteuid(),
         "available_bytes": available_bytes(),
+        "cores": f"{sum(1 << core for core in os.sched_getaffinity(0)):x}",
         "obstacle": None if available else reason,
     }
 
@@ -45,6 +46,14 @@ def host_facts() -> dict[str, Any]:
 def are_neighbours(everybody: list[dict[str, Any]]) -> bool:
     """Whether all ranks run on one host."""
     return all(facts["boot_id"] == everybody[0]["boot_id"] for facts in everybody)
+
+
+def num_cores(everybody: list[dict[str, Any]]) -> int:
+    """Of all that any of the ranks may use."""
+    mask = 0
+    for facts in everybody:
+        mask |= int(facts["cores"], 16)
+    return mask.bit_count()
 
 
 def obstacle(everybody: list[dict[str, Any]], needed_bytes: int) -> str | None:

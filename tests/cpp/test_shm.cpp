@@ -192,6 +192,73 @@ void test_large_messages_both_ways_between_all_pairs(int64_t num_bytes) {
   });
 }
 
+// Granted payloads are written in pieces, by the thread that waits and by the transport's own.
+void test_large_messages_into_windows() {
+  check::context = "large messages into windows";
+  constexpr int64_t kNumBytes = (5 << 20) + 1;
+  run_ranks(shape_of(3, 2, 64 << 10, 64 << 20), [](Communicator& comm) {
+    for (uint64_t turn = 0; turn < 5; ++turn) {
+      auto key = [turn](int source, int destination) {
+        return (turn * 3 + uint64_t(source)) * 3 + uint64_t(destination);
+      };
+      std::vector<Bytes> sent(3);
+      std::vector<std::shared_ptr<std::byte>> received(3);
+      std::vector<PointToPoint> batch;
+      for (int peer = 0; peer < comm.size(); ++peer) {
+        if (peer == comm.rank()) continue;
+        const int channel = (comm.rank() + peer) % 2;
+        sent[peer] = coded_bytes(key(comm.rank(), peer), kNumBytes);
+        received[peer] = comm.allocate_result(kNumBytes);
+        batch.push_back({Direction::send, peer, channel, tensor(sent[peer])});
+        batch.push_back({Direction::recv,
+                         peer,
+                         channel,
+                         {received[peer].get(), kByte, {kNumBytes}, {1}, received[peer]}});
+      }
+      wait(comm, comm.batch_p2p(batch));
+      for (int peer = 0; peer < comm.size(); ++peer) {
+        if (peer == comm.rank()) continue;
+        const Bytes expected = coded_bytes(key(peer, comm.rank()), kNumBytes);
+        CHECK(std::memcmp(received[peer].get(), expected.data(), expected.size()) == 0);
+      }
+    }
+  });
+}
+
+// When an operation has failed its tensors may be gone, whoever was reading them.
+void test_an_abort_waits_for_those_who_write() {
+  std::mt19937_64 random(5);
+  for (int round = 0; round < 40; ++round) {
+    check::context = "abort while writing, round " + std::to_string(round);
+    const auto delay = std::chrono::microseconds(random() % 3000);
+    run_ranks(shape_of(2, 1, 64 << 10, 64 << 20), [&](Communicator& comm) {
+      constexpr int64_t kNumBytes = 16 << 20;
+      const bool sends = comm.rank() == 0;
+      const auto window = sends ? nullptr : comm.allocate_result(kNumBytes);
+      auto heap = std::make_unique<Bytes>(sends ? kNumBytes : 0);
+      const PointToPoint op{sends ? Direction::send : Direction::recv,
+                            1 - comm.rank(),
+                            0,
+                            {sends ? heap->data() : window.get(), kByte, {kNumBytes}, {1}, window}};
+      std::thread aborts;
+      try {
+        wait(comm, comm.barrier());
+        const OperationPtr operation = comm.batch_p2p({&op, 1});
+        if (sends)
+          aborts = std::thread([&] {
+            std::this_thread::sleep_for(delay);
+            comm.abort("enough");
+          });
+        wait(comm, operation);
+      } catch (const PipeCommException& error) {
+        CHECK(error.failure()->message.find("enough") != std::string::npos);
+      }
+      heap.reset();
+      if (aborts.joinable()) aborts.join();
+    });
+  }
+}
+
 void test_unmatched_messages_hold_up_only_their_channel() {
   check::context = "unmatched messages";
   run_ranks(shape_of(2, 2, 64 << 10), [](Communicator& comm) {
@@ -530,6 +597,8 @@ int main(int argc, char** argv) {
   test_a_close_does_not_overtake_an_abort();
   test_unmatched_messages_hold_up_only_their_channel();
   test_large_messages_both_ways_between_all_pairs(1 << 20);
+  test_large_messages_into_windows();
+  test_an_abort_waits_for_those_who_write();
   test_exchanges(false);
   test_exchanges(true);
   test_random_programs(num_programs);

@@ -13,7 +13,7 @@ namespace {
 
 constexpr int64_t kMaxEagerBytes = 32 << 10;
 constexpr int64_t kMaxChunkBytes = 128 << 10;
-constexpr int64_t kDirectChunkBytes = 1 << 20;
+constexpr int64_t kPieceBytes = 512 << 10;
 constexpr int kMessagesPerTurn = 64;
 constexpr const char* kClosed = "has closed its communicator";
 
@@ -73,12 +73,11 @@ bool Outbound::advance() {
         went_on = stream(*send);
         break;
       case Stage::direct:
-        went_on = write_direct(*send);
+        went_on = say_landed(*send);
         break;
     }
     moved |= went_on;
-    const bool moved_chunk = stage == Stage::stream || stage == Stage::direct;
-    if (!went_on || (moved_chunk && num_sent == num_sent_)) break;
+    if (!went_on || (stage == Stage::stream && num_sent == num_sent_)) break;
   }
   return moved;
 }
@@ -90,6 +89,7 @@ bool Outbound::take_answers() {
   if (num_answered < num_answered_ || num_answered > num_begun)
     broken(receiver_, "an answer to no message");
   for (; num_answered_ < num_answered; ++num_answered_) {
+    if (num_sent_ == 0 && num_pieces_ > 0) return moved;  // somebody still reads the payload
     const RequestPtr send = std::move(unanswered_.front());
     unanswered_.pop_front();
     FailurePtr failure = verdict_on(*send);
@@ -103,6 +103,7 @@ bool Outbound::take_answers() {
     moved = true;
   }
   while (!unanswered_.empty() && is_final_for_receiver(unanswered_.back()->descriptor.seq)) {
+    if (num_sent_ + 1 == unanswered_.size() && num_pieces_ > 0) return moved;
     const RequestPtr send = std::move(unanswered_.back());
     unanswered_.pop_back();
     if (num_sent_ >= unanswered_.size()) {
@@ -213,7 +214,8 @@ bool Outbound::take_grant(const Request& send) {
   if (grant.kind == GrantKind::stream) {
     stage_ = Stage::stream;
   } else if (grant.kind == GrantKind::direct) {
-    window_writer_ = std::make_unique<WindowWriter>(grant, receiver_, send.descriptor.num_bytes);
+    window_writer_ =
+        std::make_shared<const WindowWriter>(grant, receiver_, send.descriptor.num_bytes);
     stage_ = Stage::direct;
   } else {
     broken(receiver_, "an unknown grant");
@@ -239,14 +241,20 @@ bool Outbound::stream(const Request& send) {
   return true;
 }
 
-bool Outbound::write_direct(const Request& send) {
-  const int64_t num_bytes = send.descriptor.num_bytes;
-  if (offset_ < num_bytes) {
-    const int64_t end = std::min(offset_ + kDirectChunkBytes, num_bytes);
-    window_writer_->write(send, offset_, end);
-    offset_ = end;
-    if (offset_ < num_bytes) return true;
-  }
+bool Outbound::has_piece() const {
+  return stage_ == Stage::direct && offset_ < unanswered_[num_sent_]->descriptor.num_bytes;
+}
+
+Piece Outbound::take_piece() {
+  const RequestPtr& send = unanswered_[num_sent_];
+  const int64_t begin = offset_;
+  offset_ = std::min(begin + kPieceBytes, send->descriptor.num_bytes);
+  ++num_pieces_;
+  return {this, send, window_writer_, begin, offset_};
+}
+
+bool Outbound::say_landed(const Request& send) {
+  if (offset_ < send.descriptor.num_bytes || num_pieces_ > 0) return false;
   if (!ring_.has_space(sizeof(RecordHeader))) return false;
   put_record(RecordKind::landed, send, 0, 0);
   next_message();

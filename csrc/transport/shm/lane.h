@@ -1,5 +1,6 @@
 // The two ends of a lane: messages of one source and channel, in order. Not thread-safe: the
-// transport calls them under its lock, and acts on what they settle after releasing it.
+// transport calls them under its lock, and acts on what they settle after releasing it. What a
+// receiver has granted is written in pieces, without the lock, by as many threads as come for them.
 #pragma once
 
 #include <deque>
@@ -34,6 +35,18 @@ struct LaneContext {
   }
 };
 
+class Outbound;
+
+// Part of a payload for the receiver's window.
+struct Piece {
+  Outbound* lane;
+  RequestPtr send;
+  std::shared_ptr<const WindowWriter> writer;
+  int64_t begin, end;
+
+  void write() const { writer->write(*send, begin, end); }
+};
+
 // Payloads up to this size need no grant.
 int64_t max_eager_bytes(int64_t ring_bytes);
 // Payload that moves before the next lane gets its turn.
@@ -49,8 +62,13 @@ class Outbound {
   // other end breaks the protocol.
   bool advance();
   bool busy() const { return !unanswered_.empty(); }
+  // What nobody writes yet of a granted payload.
+  bool has_piece() const;
+  Piece take_piece();
+  void note_written() { --num_pieces_; }
   // Nothing more is posted.
   void finish() { lane_.num_final_sends.store(num_posted_ + 1); }
+  // Nothing that was taken may be in somebody's hands.
   void drop();
   // Whether the receiver has posted its last receive before message `seq`.
   bool is_final_for_receiver(uint64_t seq) const;
@@ -62,7 +80,7 @@ class Outbound {
   bool begin(const RequestPtr& send);
   bool take_grant(const Request& send);
   bool stream(const Request& send);
-  bool write_direct(const Request& send);
+  bool say_landed(const Request& send);
   void put_record(RecordKind kind, const Request& send, uint32_t num_inline_bytes,
                   uint64_t multicast_position);
   void publish(uint64_t num_bytes);
@@ -83,8 +101,9 @@ class Outbound {
   uint64_t num_posted_ = 0;
   uint64_t num_answered_ = 0;
   Stage stage_ = Stage::header;  // of the message after those
-  int64_t offset_ = 0;           // payload written
-  std::unique_ptr<WindowWriter> window_writer_;
+  int64_t offset_ = 0;           // payload written, or taken to be written
+  int num_pieces_ = 0;           // taken, not written yet
+  std::shared_ptr<const WindowWriter> window_writer_;
 };
 
 class Inbound {

@@ -17,10 +17,13 @@ constexpr int kNumYields = 20;
 // A waiting thread returns to the engine this often, which looks at deadlines and signals.
 constexpr auto kAssistTime = std::chrono::milliseconds(50);
 
-bool has_core_per_rank(int size) {
+// A second thread is called for messages of this size: to wake it costs some microseconds.
+constexpr int64_t kMinSharedBytes = 2 << 20;
+
+int num_usable_cores() {
   cpu_set_t cores;
   CPU_ZERO(&cores);
-  return sched_getaffinity(0, sizeof cores, &cores) == 0 && CPU_COUNT(&cores) >= size;
+  return sched_getaffinity(0, sizeof cores, &cores) == 0 ? CPU_COUNT(&cores) : 1;
 }
 
 void pause_briefly() {
@@ -37,7 +40,7 @@ ShmTransport::ShmTransport(Neighbourhood neighbourhood, int rank, TransportEvent
     : segments_(std::move(neighbourhood.segments)),
       rank_(rank),
       size_(static_cast<int>(segments_.size())),
-      has_core_to_itself_(has_core_per_rank(size_)),
+      num_cores_(num_usable_cores()),
       own_(*segments_[rank]),
       events_(events) {
   context_.rank = rank;
@@ -137,6 +140,7 @@ ShmTransport::Turn ShmTransport::turn(By by, uint32_t sleepers) {
   std::optional<std::string> broken;
   bool moved = false;
   bool assisted_by_other = false;
+  bool has_pieces = false;
   {
     std::lock_guard lock(mutex_);
     if (over_) return Turn::over;
@@ -146,6 +150,7 @@ ShmTransport::Turn ShmTransport::turn(By by, uint32_t sleepers) {
       asleep.store(sleepers);
     try {
       moved = advance_lanes();
+      has_pieces = any_pieces();
       look_for_failures(failures);
     } catch (const std::exception& error) {
       broken = error.what();
@@ -163,6 +168,7 @@ ShmTransport::Turn ShmTransport::turn(By by, uint32_t sleepers) {
   for (const Failure& failure : failures) events_.on_remote_failure(failure);
   if (!settled.empty() && assisted_by_other) wake(own_.status().bell, kWaiter);
   if (broken) events_.on_broken(*broken);
+  if (has_pieces) moved |= write_piece(by);
   return moved ? Turn::moved : Turn::idle;
 }
 
@@ -176,6 +182,31 @@ bool ShmTransport::advance_lanes() {
   std::erase_if(sending_, advance);
   if (multicast_->busy()) moved |= multicast_->advance();
   return moved;
+}
+
+bool ShmTransport::any_pieces() const {
+  return std::any_of(sending_.begin(), sending_.end(),
+                     [](const Outbound* lane) { return lane->has_piece(); });
+}
+
+// Nothing may be called from here that might wait for the piece to be written.
+bool ShmTransport::write_piece(By by) {
+  std::unique_lock lock(mutex_);
+  const auto lane = std::find_if(sending_.begin(), sending_.end(),
+                                 [](const Outbound* lane) { return lane->has_piece(); });
+  if (over_ || lane == sending_.end()) return false;
+  const Piece piece = (*lane)->take_piece();
+  std::rotate(sending_.begin(), lane + 1, sending_.end());  // the next piece is another lane's
+  ++num_pieces_;
+  lock.unlock();
+  if (by == By::assistant && num_cores_ > 1 && piece.begin == 0 &&
+      piece.send->descriptor.num_bytes >= kMinSharedBytes)
+    wake(own_.status().bell, kProgress);
+  piece.write();
+  lock.lock();
+  piece.lane->note_written();
+  if (--num_pieces_ == 0) pieces_written_.notify_all();
+  return true;
 }
 
 void ShmTransport::look_for_failures(std::vector<Failure>& failures) {
@@ -199,7 +230,7 @@ bool ShmTransport::assist(Operation& operation) {
   }
   Bell& bell = own_.status().bell;
   const auto until = Clock::now() + kAssistTime;
-  const auto spin_time = has_core_to_itself_ ? kSpinTime : std::chrono::microseconds(0);
+  const auto spin_time = num_cores_ >= size_ ? kSpinTime : std::chrono::microseconds(0);
   Clock::time_point idle_since{};
   int num_yields = 0;
   bool cut_short = false;
@@ -279,9 +310,10 @@ void ShmTransport::ring_peers() {
 
 void ShmTransport::abort(const Failure& failure) {
   {
-    std::lock_guard lock(mutex_);
+    std::unique_lock lock(mutex_);
     if (std::exchange(aborted_, true)) return;
     over_ = true;
+    pieces_written_.wait(lock, [this] { return num_pieces_ == 0; });
     for (const auto& peer : peers_) {
       for (auto& lane : peer->outbound) lane->drop();
       for (auto& lane : peer->inbound) lane->drop();
@@ -319,8 +351,9 @@ void ShmTransport::close(Deadline /*deadline*/) {
   if (stopping_.exchange(true)) return;
   begin_close();
   {
-    std::lock_guard lock(mutex_);
+    std::unique_lock lock(mutex_);
     over_ = true;
+    pieces_written_.wait(lock, [this] { return num_pieces_ == 0; });
     own_.status().goodbye.store(1);
   }
   ring_peers();

@@ -4,10 +4,12 @@
 // Whoever calls does the work: post() moves what can move at once, and a waiting thread turns the
 // lanes itself (assist), so that blocking messages need no hand-over between threads. One thread
 // sleeps until a peer rings while no user waits, which is how asynchronous operations progress. No
-// transfer is ever possible that a bell did not announce to one of them.
+// transfer is ever possible that a bell did not announce to one of them. Large payloads that their
+// receiver has granted are written by both, if there are cores for two.
 #pragma once
 
 #include <atomic>
+#include <condition_variable>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -54,6 +56,8 @@ class ShmTransport final : public HostTransport {
   void hand_over();
   bool busy() const;
   bool advance_lanes();
+  bool any_pieces() const;
+  bool write_piece(By by);
   void look_for_failures(std::vector<Failure>& failures);
   void post_multicasts(const std::vector<RequestPtr>& batch);
   void ring_peers();
@@ -62,7 +66,7 @@ class ShmTransport final : public HostTransport {
   const std::vector<SegmentPtr> segments_;
   const int rank_;
   const int size_;
-  const bool has_core_to_itself_;
+  const int num_cores_;
   Segment& own_;
   TransportEvents& events_;
   std::optional<WindowPool> window_;
@@ -73,6 +77,8 @@ class ShmTransport final : public HostTransport {
   std::vector<Outbound*> sending_;  // those that are busy
   std::vector<Inbound*> receiving_;
   std::optional<MulticastWriter> multicast_;
+  int num_pieces_ = 0;  // being written, without the lock
+  std::condition_variable pieces_written_;
   bool assisted_ = false;
   bool any_failure_seen_ = false;
   bool aborted_ = false;

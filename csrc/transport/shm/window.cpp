@@ -3,6 +3,7 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <array>
 #include <stdexcept>
 
 namespace pipecomm::shm {
@@ -146,18 +147,18 @@ WindowWriter::WindowWriter(const Grant& grant, Segment& receiver, int64_t num_me
   }
 }
 
-void WindowWriter::write(const Request& send, int64_t begin, int64_t end) {
+void WindowWriter::write(const Request& send, int64_t begin, int64_t end) const {
   void* const window[] = {window_};
   const CopyBuffers to{.inputs = {}, .outputs = window};
   if (!send.copy) return unpack_range(boxes_, message_, to, begin, end, send.data + begin);
   if (!message_.is_staged())
     return read_payload(send, begin, end,
                         static_cast<std::byte*>(window_) + message_.offset_bytes + begin);
-  scratch_.resize(kScratchBytes);
+  thread_local std::array<std::byte, kScratchBytes> scratch;  // between a gather and a scatter
   for (int64_t at = begin; at < end; at += kScratchBytes) {
     const int64_t stop = std::min(at + kScratchBytes, end);
-    read_payload(send, at, stop, scratch_.data());
-    unpack_range(boxes_, message_, to, at, stop, scratch_.data());
+    read_payload(send, at, stop, scratch.data());
+    unpack_range(boxes_, message_, to, at, stop, scratch.data());
   }
 }
 

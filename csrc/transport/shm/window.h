@@ -45,13 +45,13 @@ class WindowWriter {
   // Throws std::runtime_error unless the grant lies in the window and holds no more than the
   // message.
   WindowWriter(const Grant& grant, Segment& receiver, int64_t num_message_bytes);
-  void write(const Request& send, int64_t begin, int64_t end);
+  // Thread-safe for parts that do not overlap.
+  void write(const Request& send, int64_t begin, int64_t end) const;
 
  private:
   LoweredExchange boxes_;
   LoweredMessage message_;
   void* window_;
-  std::vector<std::byte> scratch_;  // between a gather and a scatter
 };
 
 }  // namespace pipecomm::shm

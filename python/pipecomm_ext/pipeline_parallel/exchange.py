@@ -1,9 +1,8 @@
 """Messages between stages, each a list of tensors, with shapes that both ends know or that a header tells.
 
 Activations and gradients have channels of their own, and so have the headers of each: two stages that are
-each other's next and previous one cannot swap anything, and receives of headers can be posted ahead. A header
-is sent in the same batch as its tensors, never waits for an answer and never touches a device: the receiver
-reads it, and then knows what to receive.
+each other's next and previous one cannot swap anything. A header is sent in the same batch as its tensors,
+never waits for an answer and never touches a device: the receiver reads it, and then knows what to receive.
 """
 
 from __future__ import annotations
@@ -63,10 +62,11 @@ class Receipt:
 
     def wait(self) -> Tensors:
         """The received tensors: leaves, which require grad if their dtype can."""
-        tensors = self.tensors()
+        if self._tensors is None:
+            self._exchange._read_headers_until(self, waits=True)
         if self.work is not None:
             self.work.wait()
-        return tensors
+        return self._tensors
 
 
 class Exchange:
@@ -78,11 +78,16 @@ class Exchange:
 
     def __init__(self, payload: Communicator, headers: Communicator | None):
         self.payload, self.headers = payload, headers
-        # Headers that have not been read, by (peer, channel), in the order of their posts.
-        self._unread: dict[tuple[int, int], deque[tuple[Receipt, torch.Tensor, Work]]] = {}
+        # Messages whose headers have not been read, by (peer, channel), in the order of their posts.
+        self._unread: dict[tuple[int, int], deque[Receipt]] = {}
 
-    def post(self, sends: Sequence[Outgoing], recvs: Sequence[Incoming]) -> tuple[list[Work], list[Receipt]]:
-        """One batch of these messages. The works are those of all that is posted now, in any order."""
+    def post(
+        self, sends: Sequence[Outgoing], recvs: Sequence[Incoming], waits: bool = False
+    ) -> tuple[list[Work], list[Receipt]]:
+        """One batch of these messages. The works are those of all that is posted now, in any order.
+
+        `waits`: the caller would wait for all of it at once, so it may be done on return.
+        """
         header_ops: list[Send | Recv] = []
         ops: list[Send | Recv] = []
         for tensors, peer, channel in sends:
@@ -97,25 +102,28 @@ class Exchange:
         known = [receipt for receipt in receipts if receipt.incoming.specs is not None]
         for receipt in known:
             ops += self._buffers(receipt, receipt.incoming.specs)
+        waits = waits and len(known) == len(receipts)
         if self.headers is self.payload:
-            works = self._batch(self.payload, header_ops + ops)
+            works = self._batch(self.payload, header_ops + ops, waits)
         else:
             works = self._batch(self.payload, ops) + self._batch(self.headers, header_ops)
         for receipt in known:
-            if any(tensor is not None for tensor in receipt._tensors):
+            if works and any(tensor is not None for tensor in receipt._tensors):
                 receipt.work = works[0]
         for receipt in receipts:
             if receipt.incoming.specs is None:
-                self._expect_header(receipt)
+                _, peer, channel = receipt.incoming
+                self._unread.setdefault((peer, channel), deque()).append(receipt)
         return works, receipts
 
     @staticmethod
-    def _batch(comm: Communicator | None, ops: Sequence[Send | Recv]) -> list[Work]:
-        """Its work, if there is anything to do. Buffers may require grad: nothing has used them yet."""
+    def _batch(comm: Communicator | None, ops: Sequence[Send | Recv], waits: bool = False) -> list[Work]:
+        """Its work, if anything is left to do. Buffers may require grad: nothing has used them yet."""
         if not ops:
             return []
         with torch.no_grad():
-            return [comm.batch_p2p(ops, async_op=True)]
+            work = comm.batch_p2p(ops, async_op=not waits)
+        return [] if work is None else [work]
 
     def _buffers(self, receipt: Receipt, specs: Sequence[Spec | None]) -> list[Recv]:
         """Allocates what the receipt's message fills; the receives for it."""
@@ -134,24 +142,21 @@ class Exchange:
         """What tells the engine that lists of different lengths do not match; headers tell it themselves."""
         return 0 if self.headers is not None else num_tensors << 32 | idx
 
-    def _expect_header(self, receipt: Receipt) -> None:
-        _, peer, channel = receipt.incoming
-        head = torch.empty(HEADER_WORDS, dtype=torch.int64)
-        work = self.headers.irecv(head, peer, HEADERS + channel)
-        self._unread.setdefault((peer, channel), deque()).append((receipt, head, work))
-
-    def _read_headers_until(self, receipt: Receipt) -> None:
+    def _read_headers_until(self, receipt: Receipt, waits: bool = False) -> None:
         """Posts the receives of all messages up to this one: they come in the order of their headers."""
         _, peer, channel = receipt.incoming
         unread = self._unread[peer, channel]
         while receipt._tensors is None:
-            earliest, head, work = unread[0]
-            work.wait()
+            earliest = unread[0]
+            words = self._read_words(HEADER_WORDS, peer, channel)
             unread.popleft()
-            words = head.tolist()
             if num_more := num_words_after(words):
-                rest = torch.empty(num_more, dtype=torch.int64)
-                self.headers.recv(rest, peer, HEADERS + channel)
-                words += rest.tolist()
-            works = self._batch(self.payload, self._buffers(earliest, specs_of_header(words)))
+                words += self._read_words(num_more, peer, channel)
+            buffers = self._buffers(earliest, specs_of_header(words))
+            works = self._batch(self.payload, buffers, waits and earliest is receipt)
             earliest.work = works[0] if works else None
+
+    def _read_words(self, num_words: int, peer: int, channel: int) -> list[int]:
+        words = torch.empty(num_words, dtype=torch.int64)
+        self.headers.recv(words, peer, HEADERS + channel)
+        return words.tolist()

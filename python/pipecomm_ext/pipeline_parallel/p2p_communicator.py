@@ -421,12 +421,13 @@ class P2PCommunicator:
         groups = [(sends, recvs)] if is_batch else [([m], []) for m in sends] + [([], [r]) for r in recvs]
         with timed(self.config, timer) if sends or recvs else contextlib.nullcontext():
             prepared = [self._prepared(*group) for group in groups]
-            posted = [self._exchange.post(*group) for group in prepared]
+            waits = not overlap and len(groups) == 1
+            posted = [self._exchange.post(*group, waits) for group in prepared]
             receipts = [receipt for _, some in posted for receipt in some]
-            for receipt in receipts:
+            for receipt in receipts if overlap else receipts[:-1]:
                 receipt.tensors()
             if not overlap:
-                for receipt in receipts:
+                for receipt in reversed(receipts):
                     receipt.wait()
                 for work in (work for works, _ in posted for work in works):
                     work.wait()

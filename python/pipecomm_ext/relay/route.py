@@ -126,19 +126,17 @@ class _RouteBuilder:
         self._add_first(0, self._length, layout, None if mine is None else (0, mine[self._dim]))
 
     def add_chunks(self) -> None:
-        """Two hops for each chunk, of which the next one arrives while one is passed on in the stage."""
+        """Two hops for each chunk: one arrives while the one before is passed on in the stage.
+
+        All chunks follow the first one, with which the ranks agree, so the source never waits for more.
+        """
         offsets = accumulate(_C.remainder_first(self._length, self._relayed.num_chunks), initial=0)
+        chunks = [(start, end - start) for start, end in pairwise(offsets)]
         pass_on = self._add_gather if self._relayed.algorithm == "sharded" else self._add_pass_on
-        arrived: tuple[int, int] | None = None  # chunk (start, length)
-        arrived_with: int | None = None  # hop
-        for start, end in pairwise(offsets):
-            chunk = (start, end - start)
-            self._add_arrival(chunk, after=arrived_with)
-            newest = len(self.hops) - 1
-            if arrived is not None:
-                pass_on(arrived, arrived_with)
-            arrived, arrived_with = chunk, newest
-        pass_on(arrived, arrived_with)
+        for idx, chunk in enumerate(chunks):
+            self._add_arrival(chunk, after=0 if idx else None)
+        for idx, chunk in enumerate(chunks):
+            pass_on(chunk, after=idx)
 
     def _add_arrival(self, chunk: tuple[int, int], after: int | None) -> None:
         """Sharded: to each its piece of the chunk; else all of it to the leader."""

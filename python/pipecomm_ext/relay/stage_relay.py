@@ -379,6 +379,7 @@ class StageRelay:
             num_speakers=1 if source.speaks_by_leader else len(source.ranks),
             num_receivers=1 if destination.dim is not None else len(destination.ranks),
             algorithm=self._algorithm,
+            num_cores=self._comm.num_cores,
         )
         return Relayed(
             whole=((num_elements,) if is_flat else whole, dtype),
