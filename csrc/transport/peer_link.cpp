@@ -85,16 +85,17 @@ void PeerLink::transmit(const RequestPtr& request) {
   }
 }
 
-bool PeerLink::body_arrived(const RequestPtr& request) {
+void PeerLink::body_arrived(const RequestPtr& request) {
+  if (dropped_) return;
   Channel& channel = channels_[request->descriptor.channel];
   const uint64_t seq = request->descriptor.seq;
-  if (channel.receiving.erase(seq) == 0) {
-    if (!dropped_ && !request->settled) channel.early.emplace(seq, request);
-    return false;
-  }
-  add(wire::Kind::accept, request->descriptor.channel, seq, nullptr, {});
+  if (channel.receiving.erase(seq) > 0)
+    add(wire::Kind::accept, request->descriptor.channel, seq, nullptr, {});
+  else if (state_ == State::open)
+    channel.early.insert(seq);
+  else
+    return;  // settled when the peer went
   settle(request, nullptr);
-  return true;
 }
 
 bool PeerLink::awaits_body(const Request& request) const {
@@ -148,8 +149,7 @@ void PeerLink::handle_record(const wire::Record& record) {
       peer_closes_ = true;
       if (state_ == State::open) state_ = State::closing;
       for (Channel& channel : channels_)
-        for (const RequestPtr& request : std::exchange(channel.posted, {}))
-          settle(request, gone(*request));
+        for (const RequestPtr& request : take_posted(channel)) settle(request, gone(*request));
       return;
     case wire::Kind::goodbye:
       goodbye_heard_ = true;
@@ -207,7 +207,15 @@ void PeerLink::match(const RequestPtr& request, const Arrival& arrival) {
   const int channel_idx = arrival.header.channel;
   const uint64_t seq = arrival.header.seq;
   Channel& channel = channels_[channel_idx];
-  switch (meet(*request, arrival.header.kind == wire::Kind::refuse, arrival.descriptor)) {
+  const Meeting meeting =
+      meet(*request, arrival.header.kind == wire::Kind::refuse, arrival.descriptor);
+  if (channel.early.erase(seq) > 0) {
+    if (meeting != Meeting::agree)
+      throw std::runtime_error("rank " + std::to_string(peer_) +
+                               " announces a message after another one's body");
+    return add(wire::Kind::accept, channel_idx, seq, nullptr, {});
+  }
+  switch (meeting) {
     case Meeting::peer_refuses:
       add(wire::Kind::accept, channel_idx, seq, nullptr, {});
       return settle(request, request->refuses
@@ -223,7 +231,7 @@ void PeerLink::match(const RequestPtr& request, const Arrival& arrival) {
       break;
   }
   if (arrival.header.kind == wire::Kind::announce) request->note_started();
-  if (arrival.header.kind == wire::Kind::data || channel.early.erase(seq) > 0) {
+  if (arrival.header.kind == wire::Kind::data) {
     if (!arrival.payload.empty())
       std::memcpy(request->data, arrival.payload.data(), arrival.payload.size());
     add(wire::Kind::accept, channel_idx, seq, nullptr, {});
@@ -324,33 +332,40 @@ void PeerLink::say_claim(Direction direction, const Descriptor& descriptor) {
 void PeerLink::lose() {
   if (std::exchange(state_, State::lost) == State::lost) return;
   for (Channel& channel : channels_) {
-    for (auto* requests : {&channel.backlog, &channel.posted})
-      for (const RequestPtr& request : std::exchange(*requests, {}))
-        settle(request, gone(*request));
+    for (const RequestPtr& request : std::exchange(channel.backlog, {}))
+      settle(request, gone(*request));
+    for (const RequestPtr& request : take_posted(channel)) settle(request, gone(*request));
     for (const auto& [seq, request] : std::exchange(channel.unanswered, {}))
       settle(request, gone(*request));
     for (const auto& [seq, request] : std::exchange(channel.receiving, {}))
       settle(request, gone(*request));
-    channel.early.clear();
     channel.num_unanswered_bytes = 0;
   }
+}
+
+// Those that are still to be settled.
+std::vector<RequestPtr> PeerLink::take_posted(Channel& channel) {
+  std::vector<RequestPtr> pending;
+  for (RequestPtr& request : channel.posted)
+    if (!channel.early.contains(request->descriptor.seq)) pending.push_back(std::move(request));
+  channel.posted.clear();
+  channel.early.clear();
+  return pending;
 }
 
 std::vector<RequestPtr> PeerLink::drop() {
   dropped_ = true;
   std::vector<RequestPtr> requests;
   for (Channel& channel : channels_) {
-    for (auto* waiting : {&channel.backlog, &channel.posted}) {
-      requests.insert(requests.end(), waiting->begin(), waiting->end());
-      waiting->clear();
-    }
-    for (const auto* map : {&channel.unanswered, &channel.receiving, &channel.early})
+    requests.insert(requests.end(), channel.backlog.begin(), channel.backlog.end());
+    channel.backlog.clear();
+    for (RequestPtr& request : take_posted(channel)) requests.push_back(std::move(request));
+    for (const auto* map : {&channel.unanswered, &channel.receiving})
       for (const auto& [seq, request] : *map) requests.push_back(request);
     channel.unexpected.clear();
     channel.num_unexpected_bytes = 0;
     channel.unanswered.clear();
     channel.receiving.clear();
-    channel.early.clear();
   }
   return requests;
 }

@@ -4,10 +4,11 @@
 //
 // A message of up to kMaxInlineBytes is one `data` record. A larger one is an `announce` record,
 // and its body travels beside the packets under a key that both ends derive from their own
-// description of the message: ends that disagree never touch each other's memory. The receiver
-// answers each message: `accept`, `reject` with what it expected, or `refused` with a reason.
-// Records of one channel are matched with receives in order; one that comes before its receive is
-// kept, and the sender bounds how much of that there can be.
+// description of the message: ends that disagree never touch each other's memory, so a body that
+// arrives is the right one, announced or not. The receiver answers each message: `accept`, `reject`
+// with what it expected, or `refused` with a reason. Records of one channel are matched with
+// receives in order; one that comes before its receive is kept, and the sender bounds how much of
+// that there can be.
 #pragma once
 
 #include <array>
@@ -16,6 +17,7 @@
 #include <functional>
 #include <map>
 #include <optional>
+#include <set>
 #include <span>
 #include <string>
 #include <string_view>
@@ -51,9 +53,8 @@ class PeerLink {
   // Gives the request its place in the order; must precede post().
   void number(Request& request);
   void post(const RequestPtr& request);
-  // The body of a receive is in its place. True if the announcement had been verified: the message
-  // is complete.
-  bool body_arrived(const RequestPtr& request);
+  // The body of a receive is in its place: the message is complete.
+  void body_arrived(const RequestPtr& request);
   // Throws std::runtime_error if the packet breaks the protocol.
   void handle_packet(std::span<const std::byte> packet);
   void flush();
@@ -104,9 +105,9 @@ class PeerLink {
     std::deque<Arrival> unexpected;             // records without a receive
     std::map<uint64_t, RequestPtr> unanswered;  // sends without an answer
     std::map<uint64_t, RequestPtr> receiving;   // verified receives whose body is under way
-    std::map<uint64_t, RequestPtr> early;       // bodies that arrived before their announcement
-    size_t num_unanswered_bytes = 0;            // of inline payloads
-    size_t num_unexpected_bytes = 0;            // of payloads in `unexpected`
+    std::set<uint64_t> early;  // of `posted`: complete, as the body came before its announcement
+    size_t num_unanswered_bytes = 0;  // of inline payloads
+    size_t num_unexpected_bytes = 0;  // of payloads in `unexpected`
     uint64_t next_send = 0;
     uint64_t next_recv = 0;
     uint64_t next_arrival = 0;
@@ -121,6 +122,7 @@ class PeerLink {
   void match(const RequestPtr& request, const Arrival& arrival);
   void answered(const wire::Record& record);
   void settle(const RequestPtr& request, FailurePtr failure);
+  std::vector<RequestPtr> take_posted(Channel& channel);
   void add(wire::Kind kind, int channel, uint64_t seq, const Descriptor* descriptor,
            std::span<const std::byte> payload);
   void add_text(wire::Kind kind, int channel, uint64_t seq, std::string_view text);
