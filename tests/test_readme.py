@@ -40,6 +40,13 @@ def code_words(cell: str) -> list[str]:
     return re.findall(r"`([^`]+)`", cell)
 
 
+def test_the_table_of_results_is_what_the_benchmarks_wrote():
+    """python bench/tabulate.py --write"""
+    command = [sys.executable, str(ROOT / "bench" / "tabulate.py")]
+    table = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert table.count("\n") > 10 and table in README
+
+
 # ---- quickstart -------------------------------------------------------------------------------------------
 
 

@@ -68,6 +68,15 @@ def test_virtual_stages(world):
             topology.set_virtual_pipeline_model_parallel_rank(2)
 
 
+@on_ranks(2)
+def test_the_timeout_is_that_of_the_communicator(world):
+    topology = PipelineTopology([1, 1], timeout=7)
+    assert topology.communicator.timeout == 7
+    topology.close()
+    with pytest.raises(ValueError if world.rank == 0 else PipeCommMismatch, match="timeout"):
+        PipelineTopology([1, 1], timeout=-1 if world.rank == 0 else 7)
+
+
 @on_ranks(3)
 def test_part_of_the_world(world):
     """Over a group: its ranks count, and ranks outside have no part in it."""

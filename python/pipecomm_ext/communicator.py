@@ -374,7 +374,7 @@ class Communicator:
         return (Send if op.op is dist.isend else Recv)(op.tensor, peer, op.tag)
 
 
-@functools.lru_cache(maxsize=512)
+@functools.lru_cache(maxsize=256)
 def _list_plan(rank: int, size: int, inputs: tuple[Spec, ...], outputs: tuple[Spec, ...]) -> _C.Plan:
     return _C.plan_all_to_all_list(rank, size, inputs, outputs)
 

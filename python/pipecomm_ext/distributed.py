@@ -326,7 +326,7 @@ def _equal_splits(spec: Spec, size: int, name: str) -> tuple[int, ...]:
     return (shape[0] // size,) * size
 
 
-@lru_cache(maxsize=512)
+@lru_cache(maxsize=256)
 def _all_to_all_single_plan(rank, size, input_spec, output_spec, input_splits, output_splits) -> _C.Plan:
     if input_splits is None:
         input_splits = _equal_splits(input_spec, size, "input")
@@ -335,12 +335,12 @@ def _all_to_all_single_plan(rank, size, input_spec, output_spec, input_splits, o
     return _C.plan_all_to_all_single(rank, size, input_spec, output_spec, input_splits, output_splits)
 
 
-@lru_cache(maxsize=512)
+@lru_cache(maxsize=256)
 def _all_gather_plan(rank, size, spec, outputs) -> _C.Plan:
     return _C.plan_all_gather_list(rank, size, spec, outputs)
 
 
-@lru_cache(maxsize=512)
+@lru_cache(maxsize=256)
 def _all_gather_into_plan(rank, size, spec, output_spec) -> _C.Plan:
     (shape, dtype), (output_shape, output_dtype) = spec, output_spec
     sizes = _C.remainder_first(output_shape[0], size) if output_shape else []

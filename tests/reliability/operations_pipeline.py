@@ -27,7 +27,7 @@ _topologies: weakref.WeakKeyDictionary[Any, PipelineTopology] = weakref.WeakKeyD
 def topology_of(comm: Communicator) -> PipelineTopology:
     """One rank, and all others; made once for a group, collectively."""
     if comm.group not in _topologies:
-        _topologies[comm.group] = PipelineTopology([1, comm.size - 1], group=comm.group)
+        _topologies[comm.group] = PipelineTopology([1, comm.size - 1], group=comm.group, timeout=comm.timeout)
         make_equally_many_groups(comm.group)
     return _topologies[comm.group]
 

@@ -13,6 +13,7 @@ import argparse
 import collections
 import contextlib
 import gc
+import itertools
 import os
 import random
 import signal
@@ -104,9 +105,8 @@ def play_until_one_is_lost(world, transport: str, seed: int, timeout_s: float):
     comm.barrier()
     world.mark("plays")
     try:
-        while True:
-            Program(comm, seed).play()
-            seed += 1
+        for number in itertools.count(seed):
+            Program(comm, number).play()
     except PipeCommError as error:
         heard = type(error), error.origin_rank, str(error), time.monotonic()
     comm.close()
@@ -114,7 +114,7 @@ def play_until_one_is_lost(world, transport: str, seed: int, timeout_s: float):
     if num_left > 1:
         group = dist.new_group(list(range(num_left)), backend="gloo", use_local_synchronization=True)
         with connect(group, transport) as comm:
-            Program(comm, seed).play()
+            Program(comm, seed).play()  # the ranks may have been in different ones when they heard
     return heard
 
 

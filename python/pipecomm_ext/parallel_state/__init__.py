@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Sequence
 from typing import Any
 
@@ -50,6 +51,7 @@ def initialize_pipeline(
     *,
     group: dist.ProcessGroup | None = None,
     virtual_stages: int = 1,
+    timeout: float | datetime.timedelta | None = None,
 ) -> PipelineTopology:
     """Makes the default `PipelineTopology` (see there) of whatever takes `topology=`, and returns it.
 
@@ -61,7 +63,7 @@ def initialize_pipeline(
         raise RuntimeError(
             "there is a default pipeline topology already; call pipecomm_ext.parallel_state.destroy() first"
         )
-    _topology = PipelineTopology(stages, group=group, virtual_stages=virtual_stages)
+    _topology = PipelineTopology(stages, group=group, virtual_stages=virtual_stages, timeout=timeout)
     return _topology
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -32,6 +33,7 @@ class PipelineTopology:
             rank, and the first rank of a stage leads it.
         group: a torch ProcessGroup; None is the default group.
         virtual_stages: model chunks per stage (Megatron's virtual pipeline size).
+        timeout: of the communicator, as there.
 
     **Chains** (as MindSpeed-MM): chain i is the i-th rank of every stage, or the first one of stages that
     have fewer. The first rank of a stage belongs to chain 0, any other to its own. The pipeline group of a
@@ -51,6 +53,7 @@ class PipelineTopology:
         *,
         group: dist.ProcessGroup | None = None,
         virtual_stages: int = 1,
+        timeout: float | datetime.timedelta | None = None,
     ) -> None:
         if not dist.is_initialized():
             raise ValueError(
@@ -76,7 +79,7 @@ class PipelineTopology:
         groups = _make_groups(group, [*self._global_stages, *chains])
         self._stage_group = groups[tuple(self._global_stages[self._stage_idx])]
         self._chain_group = groups[tuple(self._chain)]
-        self._communicator = Communicator(group, channels=NUM_CHANNELS)
+        self._communicator = Communicator(group, channels=NUM_CHANNELS, timeout=timeout)
 
     # ---------------------------------------------------------------- stages, as group ranks
 

@@ -99,7 +99,7 @@ class Relayed:
 _Layout = tuple[tuple[int, ...], int, tuple[int, ...] | None, bool]
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=256)
 def route_of(rank: int, size: int, relayed: Relayed) -> tuple[Hop, ...]:
     """The hops that `rank` takes part in."""
     builder = _RouteBuilder(rank, size, relayed)

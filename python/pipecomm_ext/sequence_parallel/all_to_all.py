@@ -157,7 +157,7 @@ def _sizes_of(
     return scatter_sizes, gather_sizes
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=256)
 def _user_step(rank: int, size: int, requests: tuple[Request, ...], dims: tuple[int, int]) -> Step:
     exchanged = []
     for shape, dtype, gather_size, scatter_sizes, gather_sizes in requests:
@@ -174,7 +174,7 @@ def _user_step(rank: int, size: int, requests: tuple[Request, ...], dims: tuple[
     return _step(rank, size, tuple(exchanged), scatter_dim, gather_dim)
 
 
-@lru_cache(maxsize=2048)
+@lru_cache(maxsize=256)
 def _step(rank: int, size: int, exchanged: tuple[Exchanged, ...], scatter_dim: int, gather_dim: int) -> Step:
     plan = _C.plan_all_to_all(rank, size, list(exchanged), scatter_dim, gather_dim)
     dtypes = [dtype for _, dtype, _, _ in exchanged]

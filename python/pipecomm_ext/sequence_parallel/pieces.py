@@ -78,7 +78,7 @@ def _run_gather(
 # ---- steps ------------------------------------------------------------------------------------------------
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=256)
 def _split_step(
     rank: int,
     size: int,
@@ -102,7 +102,7 @@ def _split_step(
     return LocalStep(plan, dim, (local_shape, dtype), gradient, scale)
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=256)
 def _gather_step(
     rank: int,
     size: int,
