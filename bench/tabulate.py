@@ -12,8 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from report import size_text
-
 BENCH = Path(__file__).resolve().parent
 README = BENCH.parent / "README.md"
 BEGIN, END = "<!-- by bench/tabulate.py -->\n", "<!-- end of the table -->\n"
@@ -47,7 +45,7 @@ def rows_of(op: str) -> Iterator[str]:
                 key = (result["case"], result["size_bytes"], variant)
                 cases.setdefault(key, {})[transport] = result
         for (case, num_bytes, variant), results in cases.items():
-            what = [NAMES.get(op, op), size_text(num_bytes) + "B" if num_bytes else "", case, variant]
+            what = [NAMES.get(op, op), _size(num_bytes), case, variant]
             name = ", ".join(part for part in [*what, f"{document['arguments']['ranks']} ranks"] if part)
             torch_us = results[BASELINE]["time_us"]["median"]
             cells = [_time(torch_us)]
@@ -71,6 +69,13 @@ def _against(result: dict[str, Any], torch_us: float, has_own_baseline: bool) ->
     median_us = result["time_us"]["median"]
     ratio = torch_us / median_us if has_own_baseline else result["ratio_to_baseline"]
     return f"{_time(median_us)} ({ratio:.2f}x)"
+
+
+def _size(num_bytes: int) -> str:
+    for unit, name in ((1 << 20, "MiB"), (1 << 10, "KiB")):
+        if num_bytes >= unit:
+            return f"{num_bytes / unit:.0f} {name}"
+    return f"{num_bytes} B"
 
 
 def _time(us: float) -> str:
