@@ -41,8 +41,8 @@ def code_words(cell: str) -> list[str]:
 
 
 def test_the_table_of_results_is_what_the_benchmarks_wrote():
-    """python bench/tabulate.py --write"""
-    command = [sys.executable, str(ROOT / "bench" / "tabulate.py")]
+    """python bench/readme_table.py --write"""
+    command = [sys.executable, str(ROOT / "bench" / "readme_table.py")]
     table = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert table.count("\n") > 10 and table in README
 

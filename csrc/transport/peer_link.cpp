@@ -89,12 +89,14 @@ void PeerLink::body_arrived(const RequestPtr& request) {
   if (dropped_) return;
   Channel& channel = channels_[request->descriptor.channel];
   const uint64_t seq = request->descriptor.seq;
-  if (channel.receiving.erase(seq) > 0)
+  if (channel.receiving.erase(seq) > 0) {
     add(wire::Kind::accept, request->descriptor.channel, seq, nullptr, {});
-  else if (state_ == State::open)
+  } else if (state_ == State::open) {
+    request->note_started();
     channel.early.insert(seq);
-  else
+  } else {
     return;  // settled when the peer went
+  }
   settle(request, nullptr);
 }
 

@@ -1,7 +1,7 @@
 """The table of results in README.md, made from what `bench/run.py --json` wrote.
 
-python bench/tabulate.py             # prints it
-python bench/tabulate.py --write     # puts it into README.md; a test compares the two
+python bench/readme_table.py             # prints it
+python bench/readme_table.py --write     # puts it into README.md; a test compares the two
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 BENCH = Path(__file__).resolve().parent
 README = BENCH.parent / "README.md"
-BEGIN, END = "<!-- by bench/tabulate.py -->\n", "<!-- end of the table -->\n"
+BEGIN, END = "<!-- by bench/readme_table.py -->\n", "<!-- end of the table -->\n"
 BASELINE, TRANSPORTS = "torch", ("c10d", "shm")
 NAMES = {
     "p2p": "p2p ring",
