@@ -400,6 +400,7 @@ def fail_twice(world, comm):
                     Recv(torch.empty(2 + world.rank), 1 - world.rank),
                 ]
             )
+    await_dumps(Path(os.environ["PIPECOMM_FLIGHT_DIR"]), 2)  # written by a thread of its own
     comm.barrier()
     comm.abort("enough")
     comm.close()
