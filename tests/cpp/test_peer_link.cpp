@@ -716,6 +716,20 @@ void test_protocol_violations() {
     peer.say(Kind::announce, 0, 0, &small, {});
     peer.CHECK_REFUSED("rank 1 announces a message of only 4 B", 1);
   }
+  {  // as if two descriptions had one tag
+    RawPeer peer;
+    const auto recv = std::make_shared<Request>();
+    recv->direction = Direction::recv;
+    recv->peer = 1;
+    recv->descriptor = large;
+    peer.link().number(*recv);
+    peer.link().post(recv);
+    peer.link().body_arrived(recv);
+    CHECK_EQ(peer.link().take_outcomes().size(), 1u);
+    const Descriptor other = make_descriptor(0, kMaxInlineBytes + 2);
+    peer.say(Kind::announce, 0, 0, &other, {});
+    peer.CHECK_REFUSED("rank 1 announces a message after another one's body", 1);
+  }
 }
 
 // The memory of messages without a receive is bounded by the rules, and the rules are enforced.

@@ -38,8 +38,9 @@ def choose(
     num_cores: int | None = None,
 ) -> tuple[str, int]:
     """(algorithm, number of chunks) for a tensor that `num_speakers` ranks can send parts of, and all of
-    `num_receivers` need: `algorithm`, unless that is "auto". `num_cores`: of
-    a host whose memory the ranks share, else None."""
+    `num_receivers` need: `algorithm`, unless that is "auto". `num_cores`: of the host whose memory the ranks
+    share, or None.
+    """
     costs = _COSTS[transport]
     # Whatever the route, every receiver's copy is written once.
     all_cores_s = num_bytes * num_receivers / (costs.core_bytes_per_s * (num_cores or math.inf))
