@@ -71,7 +71,7 @@ Communicator::~Communicator() {
     closing_ = true;  // for what is still to be posted
   }
   // Nobody can wait for operations any more; peers learn it from the goodbye.
-  if (const FailurePtr failed = failure()) transport_->abort(*failed);
+  if (const FailurePtr failed = failure()) tell_peers(*failed);
   transport_->begin_close();
   end();
 }
@@ -401,11 +401,17 @@ void Communicator::fail(Failure failure) {
     failure_ = shared;
     in_flight.swap(in_flight_);
   }
-  transport_->abort(*shared);
+  tell_peers(*shared);
   for (const auto& weak : in_flight)
     if (const OperationPtr operation = weak.lock())
       operation->fail(failure_for(shared, *operation));
   flight_record_.note_failure();
+}
+
+// Whoever comes second returns when the first one has told all peers.
+void Communicator::tell_peers(const Failure& failure) {
+  std::lock_guard telling_lock(telling_mutex_);
+  transport_->abort(failure);
 }
 
 std::vector<Flight> Communicator::flights() const {
@@ -522,8 +528,8 @@ void Communicator::close(const std::function<void()>& interrupted) {
     for (const auto& weak : in_flight_)
       if (OperationPtr operation = weak.lock()) pending.push_back(std::move(operation));
   }
-  // The thread that failed it may not have told the peers yet, and they must hear that first.
-  if (failed_before) transport_->abort(*failed_before);
+  // The thread that failed it may not have told all peers yet, and they must hear that first.
+  if (failed_before) tell_peers(*failed_before);
   transport_->begin_close();
   if (!failed_before && !error) {
     for (const OperationPtr& operation : pending) {

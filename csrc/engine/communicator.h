@@ -138,6 +138,7 @@ class Communicator final : private TransportEvents {
   Descriptor describe(OpCode op, int channel, const TensorRef& tensor, uint64_t signature,
                       int64_t num_bytes) const;
   void post(const OperationPtr& operation, bool is_async = true);
+  void tell_peers(const Failure& failure);
   void watch();
   void expire(Operation& operation);
   void end();
@@ -152,6 +153,7 @@ class Communicator final : private TransportEvents {
   std::atomic<int64_t> num_passes_{0};
 
   std::mutex failing_mutex_;  // held before mutex_
+  std::mutex telling_mutex_;
   mutable std::mutex mutex_;
   FailurePtr failure_;
   std::deque<std::weak_ptr<Operation>> in_flight_;  // in post order, and so in order of deadlines

@@ -664,7 +664,8 @@ void test_dropped_communicator() {
   CHECK(storage.expired());
 }
 
-// A transport whose threads have a failure to report before its owner has it in hand.
+// A transport whose threads have a failure to report before its owner has it in hand, and whose
+// abort takes its time: what the owner does next must wait until it is through.
 void test_failure_during_construction() {
   class Hasty final : public HostTransport {
    public:
@@ -677,9 +678,11 @@ void test_failure_during_construction() {
     void tick() override {}
     void abort(const Failure& failure) override {
       CHECK_EQ(failure.origin_rank, 1);
-      ++num_aborts_;
+      if (++num_aborts_ > 1) return;
+      std::this_thread::sleep_for(50ms);
+      has_aborted_ = true;
     }
-    void begin_close() override {}
+    void begin_close() override { CHECK(has_aborted_); }
     void close(Deadline) override {
       if (reporter_.joinable()) reporter_.join();
     }
@@ -687,6 +690,7 @@ void test_failure_during_construction() {
 
    private:
     std::atomic<int>& num_aborts_;
+    std::atomic<bool> has_aborted_{false};
     std::thread reporter_;
   };
   check::context = "failure during construction";
@@ -696,8 +700,7 @@ void test_failure_during_construction() {
   });
   while (num_aborts == 0) std::this_thread::yield();
   CHECK_FAILURE(failure_of([&] { communicator.barrier(); }), peer_lost, 1, "(gone)");
-  communicator.close(
-      nullptr);  // aborts once more: the thread that failed it may not have come so far
+  communicator.close(nullptr);  // aborts once more, which waits for the first
   CHECK_EQ(num_aborts.load(), 2);
 }
 
