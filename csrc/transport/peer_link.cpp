@@ -10,16 +10,10 @@ namespace pipecomm {
 namespace {
 
 // What may be under way unanswered on a channel: bounds the memory of records that wait for their
-// receive.
-constexpr size_t kWindowBytes = 4 << 20;
-constexpr size_t kWindowRecords = 16384;
+// receive to 4 MiB of payload.
+constexpr size_t kWindowRecords = 4096;
 
 constexpr uint64_t kGoodbyeSeq = UINT64_MAX;  // the `seq` of an accept that answers a goodbye
-
-size_t num_inline_bytes(const Request& request) {
-  return has_body(request) || request.refuses ? 0
-                                              : static_cast<size_t>(request.descriptor.num_bytes);
-}
 
 std::string_view as_text(std::span<const std::byte> bytes) {
   return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
@@ -50,20 +44,17 @@ void PeerLink::post(const RequestPtr& request) {
   } else if (!channel.unexpected.empty()) {
     const Arrival arrival = std::move(channel.unexpected.front());
     channel.unexpected.pop_front();
-    if (arrival.header.kind == wire::Kind::data)
-      channel.num_unexpected_bytes -= arrival.stored.size();
     match(request, arrival);
   } else if (state_ != State::open) {
     settle(request, gone(*request));
   } else {
-    channel.posted.push_back(request);
+    channel.posted.push_back({request});
   }
 }
 
 void PeerLink::pump(Channel& channel) {
   if (goodbye_said_) return;
-  while (!channel.backlog.empty() && channel.unanswered.size() < kWindowRecords &&
-         channel.num_unanswered_bytes < kWindowBytes) {
+  while (!channel.backlog.empty() && channel.unanswered.size() < kWindowRecords) {
     const RequestPtr request = std::move(channel.backlog.front());
     channel.backlog.pop_front();
     transmit(request);
@@ -74,11 +65,11 @@ void PeerLink::transmit(const RequestPtr& request) {
   const Descriptor& descriptor = request->descriptor;
   Channel& channel = channels_[descriptor.channel];
   channel.unanswered.emplace_hint(channel.unanswered.end(), descriptor.seq, request);
-  channel.num_unanswered_bytes += num_inline_bytes(*request);
   if (request->refuses) {
     add_text(wire::Kind::refuse, descriptor.channel, descriptor.seq, request->refusal);
   } else if (has_body(*request)) {
-    add(wire::Kind::announce, descriptor.channel, descriptor.seq, &descriptor, {});
+    add(wire::Kind::announce, descriptor.channel, descriptor.seq, &descriptor, {},
+        Urgency::can_wait);
   } else {
     add(wire::Kind::data, descriptor.channel, descriptor.seq, &descriptor,
         {request->data, static_cast<size_t>(descriptor.num_bytes)});
@@ -90,18 +81,34 @@ void PeerLink::body_arrived(const RequestPtr& request) {
   Channel& channel = channels_[request->descriptor.channel];
   const uint64_t seq = request->descriptor.seq;
   if (channel.receiving.erase(seq) > 0) {
-    add(wire::Kind::accept, request->descriptor.channel, seq, nullptr, {});
-  } else if (state_ == State::open) {
-    request->note_started();
-    channel.early.insert(seq);
+    add(wire::Kind::accept, request->descriptor.channel, seq, nullptr, {}, Urgency::can_wait);
   } else {
-    return;  // settled when the peer went
+    const uint64_t idx = seq - channel.next_arrival;  // of consecutive ones
+    if (idx >= channel.posted.size()) return;         // settled when the peer went
+    request->note_started();
+    channel.posted[idx] = {nullptr, request->descriptor.digest()};
   }
   settle(request, nullptr);
 }
 
+void PeerLink::body_gone(const RequestPtr& request) {
+  Channel& channel = channels_[request->descriptor.channel];
+  // Settled when the peer went; or not announced yet, and to be settled by the answer.
+  if (channel.unanswered.erase(request->descriptor.seq) == 0) return;
+  settle(request, nullptr);
+  pump(channel);
+  send_closing();
+}
+
 bool PeerLink::awaits_body(const Request& request) const {
   return channels_[request.descriptor.channel].receiving.contains(request.descriptor.seq);
+}
+
+std::vector<RequestPtr> PeerLink::awaiting_bodies() const {
+  std::vector<RequestPtr> requests;
+  for (const Channel& channel : channels_)
+    for (const auto& [seq, request] : channel.receiving) requests.push_back(request);
+  return requests;
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -174,17 +181,18 @@ void PeerLink::message_arrived(const wire::Record& record) {
   check_message(record, channel);
   Arrival arrival{record.header, record.descriptor, record.payload, {}};
   if (!channel.posted.empty()) {
-    const RequestPtr request = std::move(channel.posted.front());
+    const Posted posted = std::move(channel.posted.front());
     channel.posted.pop_front();
-    match(request, arrival);
+    if (posted.request)
+      match(posted.request, arrival);
+    else
+      match_complete(posted.digest, arrival);
   } else if (closing_said_) {
     add_text(wire::Kind::refused, record.header.channel, record.header.seq,
              "it has closed its communicator");
   } else {
     arrival.stored.assign(record.payload.begin(), record.payload.end());
     arrival.payload = arrival.stored;
-    if (arrival.header.kind == wire::Kind::data)
-      channel.num_unexpected_bytes += arrival.stored.size();
     channel.unexpected.push_back(std::move(arrival));
   }
 }
@@ -200,8 +208,7 @@ void PeerLink::check_message(const wire::Record& record, const Channel& channel)
     breaks("sends " + bytes_text(num_bytes) + " inside a packet");
   if (record.header.kind == wire::Kind::announce && num_bytes <= kMaxInlineBytes)
     breaks("announces a message of only " + bytes_text(num_bytes));
-  if (channel.unexpected.size() >= kWindowRecords ||
-      channel.num_unexpected_bytes > kWindowBytes + kMaxInlineBytes)
+  if (channel.unexpected.size() >= kWindowRecords)
     breaks("sends more than may wait for its receives");
 }
 
@@ -211,12 +218,6 @@ void PeerLink::match(const RequestPtr& request, const Arrival& arrival) {
   Channel& channel = channels_[channel_idx];
   const Meeting meeting =
       meet(*request, arrival.header.kind == wire::Kind::refuse, arrival.descriptor);
-  if (channel.early.erase(seq) > 0) {
-    if (meeting != Meeting::agree)
-      throw std::runtime_error("rank " + std::to_string(peer_) +
-                               " announces a message after another one's body");
-    return add(wire::Kind::accept, channel_idx, seq, nullptr, {});
-  }
   switch (meeting) {
     case Meeting::peer_refuses:
       add(wire::Kind::accept, channel_idx, seq, nullptr, {});
@@ -246,17 +247,29 @@ void PeerLink::match(const RequestPtr& request, const Arrival& arrival) {
   }
 }
 
+// A record whose message is complete already.
+void PeerLink::match_complete(uint64_t digest, const Arrival& arrival) {
+  if (arrival.header.kind != wire::Kind::announce || arrival.descriptor.digest() != digest)
+    throw std::runtime_error("rank " + std::to_string(peer_) +
+                             " announces a message after another one's body");
+  add(wire::Kind::accept, arrival.header.channel, arrival.header.seq, nullptr, {},
+      Urgency::can_wait);
+}
+
 // The receiver's answer to one of our sends.
 void PeerLink::answered(const wire::Record& record) {
   if (dropped_) return;
   Channel& channel = channels_[record.header.channel];
   const auto found = channel.unanswered.find(record.header.seq);
-  if (found == channel.unanswered.end())
+  if (found == channel.unanswered.end()) {
+    const bool is_late = record.header.kind == wire::Kind::accept &&
+                         record.header.seq < channel.next_send;  // its body was gone before
+    if (is_late) return;
     throw std::runtime_error("rank " + std::to_string(peer_) +
                              " answers a message that was never sent");
+  }
   const RequestPtr request = std::move(found->second);
   channel.unanswered.erase(found);
-  channel.num_unanswered_bytes -= num_inline_bytes(*request);
   if (record.header.kind == wire::Kind::accept) {
     settle(request, nullptr);
   } else if (record.header.kind == wire::Kind::reject) {
@@ -274,11 +287,13 @@ void PeerLink::answered(const wire::Record& record) {
 // sending
 
 void PeerLink::add(wire::Kind kind, int channel, uint64_t seq, const Descriptor* descriptor,
-                   std::span<const std::byte> payload) {
+                   std::span<const std::byte> payload, Urgency urgency) {
   if (state_ == State::lost) return;
-  if (writer_.add(kind, channel, seq, descriptor, payload)) return;
-  flush();
-  writer_.add(kind, channel, seq, descriptor, payload);
+  if (!writer_.add(kind, channel, seq, descriptor, payload)) {
+    flush();
+    writer_.add(kind, channel, seq, descriptor, payload);
+  }
+  is_urgent_ |= urgency == Urgency::urgent;
 }
 
 void PeerLink::add_text(wire::Kind kind, int channel, uint64_t seq, std::string_view text) {
@@ -286,8 +301,13 @@ void PeerLink::add_text(wire::Kind kind, int channel, uint64_t seq, std::string_
   add(kind, channel, seq, nullptr, std::as_bytes(std::span(text.data(), text.size())));
 }
 
+void PeerLink::flush_urgent() {
+  if (is_urgent_) flush();
+}
+
 void PeerLink::flush() {
   if (writer_.empty() || state_ == State::lost) return;
+  is_urgent_ = false;
   const uint64_t number = ++last_packet_sent_;
   send_packet_(writer_.take(epoch_, number, last_packet_received_), number);
 }
@@ -300,7 +320,6 @@ void PeerLink::say_closing() {
   send_closing();
   // What has not met a receive by now never will.
   for (int channel_idx = 0; channel_idx < kNumChannels; ++channel_idx) {
-    channels_[channel_idx].num_unexpected_bytes = 0;
     for (const Arrival& arrival : std::exchange(channels_[channel_idx].unexpected, {}))
       add_text(wire::Kind::refused, channel_idx, arrival.header.seq,
                "it has closed its communicator");
@@ -341,17 +360,15 @@ void PeerLink::lose() {
       settle(request, gone(*request));
     for (const auto& [seq, request] : std::exchange(channel.receiving, {}))
       settle(request, gone(*request));
-    channel.num_unanswered_bytes = 0;
   }
 }
 
 // Those that are still to be settled.
 std::vector<RequestPtr> PeerLink::take_posted(Channel& channel) {
   std::vector<RequestPtr> pending;
-  for (RequestPtr& request : channel.posted)
-    if (!channel.early.contains(request->descriptor.seq)) pending.push_back(std::move(request));
+  for (Posted& posted : channel.posted)
+    if (posted.request) pending.push_back(std::move(posted.request));
   channel.posted.clear();
-  channel.early.clear();
   return pending;
 }
 
@@ -365,7 +382,6 @@ std::vector<RequestPtr> PeerLink::drop() {
     for (const auto* map : {&channel.unanswered, &channel.receiving})
       for (const auto& [seq, request] : *map) requests.push_back(request);
     channel.unexpected.clear();
-    channel.num_unexpected_bytes = 0;
     channel.unanswered.clear();
     channel.receiving.clear();
   }

@@ -17,7 +17,6 @@
 #include <functional>
 #include <map>
 #include <optional>
-#include <set>
 #include <span>
 #include <string>
 #include <string_view>
@@ -30,7 +29,7 @@
 
 namespace pipecomm {
 
-inline constexpr int64_t kMaxInlineBytes = 32 * 1024;
+inline constexpr int64_t kMaxInlineBytes = 1024;
 
 // Whether the payload travels outside the packets.
 bool has_body(const Request& request);
@@ -53,13 +52,19 @@ class PeerLink {
   // Gives the request its place in the order; must precede post().
   void number(Request& request);
   void post(const RequestPtr& request);
-  // The body of a receive is in its place: the message is complete.
+  // The body of a receive is in its place, or that of a send is gone, which is only to where its
+  // receiver wants it: the message is complete.
   void body_arrived(const RequestPtr& request);
+  void body_gone(const RequestPtr& request);
   // Throws std::runtime_error if the packet breaks the protocol.
   void handle_packet(std::span<const std::byte> packet);
   void flush();
-  // The announcement of this receive was verified, its body has not arrived.
+  // Leaves what nobody waits for to the next flush(): announcements and answers of bodies, which
+  // travel without them.
+  void flush_urgent();
+  // Receives whose announcement was verified and whose body has not arrived.
   bool awaits_body(const Request& request) const;
+  std::vector<RequestPtr> awaiting_bodies() const;
 
   void say_closing();
   void say_goodbye();
@@ -98,16 +103,18 @@ class PeerLink {
     std::span<const std::byte> payload;
     std::vector<std::byte> stored;
   };
+  // A receive that waits for its record; complete, and let go, if the body came before that.
+  struct Posted {
+    RequestPtr request;
+    uint64_t digest = 0;  // of its description, which the announcement must agree with
+  };
   // Channels do not wait for each other, whatever a receiver leaves unmatched on one of them.
   struct Channel {
     std::deque<RequestPtr> backlog;             // sends that wait for the window to open
-    std::deque<RequestPtr> posted;              // receives without a record
+    std::deque<Posted> posted;                  // receives without a record
     std::deque<Arrival> unexpected;             // records without a receive
     std::map<uint64_t, RequestPtr> unanswered;  // sends without an answer
     std::map<uint64_t, RequestPtr> receiving;   // verified receives whose body is under way
-    std::set<uint64_t> early;  // of `posted`: complete, as the body came before its announcement
-    size_t num_unanswered_bytes = 0;  // of inline payloads
-    size_t num_unexpected_bytes = 0;  // of payloads in `unexpected`
     uint64_t next_send = 0;
     uint64_t next_recv = 0;
     uint64_t next_arrival = 0;
@@ -120,11 +127,13 @@ class PeerLink {
   void message_arrived(const wire::Record& record);
   void check_message(const wire::Record& record, const Channel& channel) const;
   void match(const RequestPtr& request, const Arrival& arrival);
+  void match_complete(uint64_t digest, const Arrival& arrival);
   void answered(const wire::Record& record);
   void settle(const RequestPtr& request, FailurePtr failure);
   std::vector<RequestPtr> take_posted(Channel& channel);
+  enum class Urgency : uint8_t { can_wait, urgent };
   void add(wire::Kind kind, int channel, uint64_t seq, const Descriptor* descriptor,
-           std::span<const std::byte> payload);
+           std::span<const std::byte> payload, Urgency urgency = Urgency::urgent);
   void add_text(wire::Kind kind, int channel, uint64_t seq, std::string_view text);
 
   FailurePtr gone(const Request& request) const;
@@ -136,6 +145,7 @@ class PeerLink {
   State state_ = State::open;
   std::array<Channel, kNumChannels> channels_;
   wire::PacketWriter writer_;
+  bool is_urgent_ = false;  // something in `writer_` is
   uint64_t last_packet_sent_ = 0;
   uint64_t last_packet_received_ = 0;
   uint64_t last_confirmed_ = 0;
