@@ -349,6 +349,29 @@ def test_a_message_that_meets_a_closed_peer_fails(world):
     assert time.monotonic() - started_at < 4
 
 
+@on_ranks(3)
+@pytest.mark.parametrize("transport", ["c10d", "shm"])
+def test_what_a_peer_has_sent_before_it_closed_arrives(world, transport):
+    """Also if nobody waits for it until then, and the transport is busy with a long message from elsewhere."""
+    with Communicator(world.group, device="cpu", transport=transport, timeout=20) as comm:
+        long, short = torch.zeros(256 << 20, dtype=torch.uint8), torch.full((20_000,), float(world.rank))
+        comm.barrier()
+        if world.rank == 2:
+            comm.send(long, 0)
+        elif world.rank == 1:
+            time.sleep(0.1)
+            comm.send(short, 0)
+        else:
+            works = [comm.irecv(short, 1)]
+            time.sleep(0.06)  # the long one has been announced
+            works.append(comm.irecv(long, 2))
+            while not works[1].is_completed():
+                time.sleep(0.01)
+            for work in works:
+                work.wait()
+            assert (short == 1).all()
+
+
 @on_ranks(3, deadline=60)
 @pytest.mark.parametrize("transport", ["c10d", "shm"])
 def test_an_abort_that_is_followed_by_a_close_is_heard_as_an_abort(world, transport):

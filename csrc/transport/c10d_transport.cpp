@@ -15,6 +15,9 @@ static_assert(kNumChannels <= 1 << 4);
 // Deadlines are ours: a wait of gloo that expires closes every connection.
 constexpr auto kForever = std::chrono::hours(24 * 3650);
 
+// For a body that a thread is waiting for although its peer has gone.
+constexpr auto kLastBodyLimit = std::chrono::milliseconds(200);
+
 at::Tensor bytes_view(std::byte* data, int64_t num_bytes) {
   return at::from_blob(data, {num_bytes}, at::TensorOptions().dtype(at::kByte));
 }
@@ -118,7 +121,7 @@ void C10dTransport::post(std::vector<RequestPtr> batch, bool /*is_async*/) {
   for_each_peer([&](int peer, Connection& connection) {
     if (!touched[peer]) return;
     std::unique_lock lock(connection.mutex);
-    connection.link->flush();
+    connection.link->flush_urgent();
     act(connection, lock);
   });
 }
@@ -163,7 +166,7 @@ bool C10dTransport::assist(Operation& operation) {
       if (connection.link->awaits_body(*request)) hand_to_body_thread(request);
       return false;
     }
-    body_arrived(request);
+    body_through(request);
   }
   return true;
 }
@@ -188,16 +191,14 @@ bool C10dTransport::wait_for_body(const Request& request, Body& body) {
   return through;
 }
 
-void C10dTransport::body_arrived(const RequestPtr& request) {
-  if (request->direction == Direction::send) {
-    // gloo hands a body over only to a receive with the same description.
-    Operation::settle(*request, nullptr);
-    return;
-  }
+void C10dTransport::body_through(const RequestPtr& request) {
   Connection& connection = *connections_[request->peer];
   std::unique_lock lock(connection.mutex);
-  // The answer may wait for the next packet or tick: the sender sees its body go.
-  connection.link->body_arrived(request);
+  if (request->direction == Direction::send)
+    connection.link->body_gone(request);
+  else
+    connection.link->body_arrived(request);
+  connection.link->flush_urgent();
   act(connection, lock);
 }
 
@@ -223,7 +224,7 @@ void C10dTransport::wait_for_bodies() {
     if (body.claimed.exchange(true)) continue;
     while (!aborted_ && !request->settled) {
       if (!wait_for_body(*request, body)) continue;
-      body_arrived(request);
+      body_through(request);
       break;
     }
   }
@@ -302,7 +303,7 @@ void C10dTransport::read_packets(int peer) {
     while (!connection.packets.empty() &&
            connection.packets.front().number <= connection.link->last_confirmed())
       connection.packets.pop_front();
-    connection.link->flush();
+    connection.link->flush_urgent();
     const bool answered = connection.link->goodbye_answered() && !answered_before;
     act(connection, lock);
     if (answered) {
@@ -316,8 +317,29 @@ void C10dTransport::read_packets(int peer) {
   }
 }
 
+// Bodies that a peer has sent before it left in order are there, noticed or not.
+void C10dTransport::take_last_bodies(Connection& connection) {
+  std::vector<RequestPtr> requests;
+  {
+    std::lock_guard lock(connection.mutex);
+    if (connection.link->state() != PeerLink::State::disconnecting) return;
+    requests = connection.link->awaiting_bodies();
+  }
+  const Deadline limit = Clock::now() + kLastBodyLimit;
+  for (const RequestPtr& request : requests) {
+    Body* body = body_of(*request);
+    if (!body) continue;
+    // Whoever has claimed it is about to settle it, or to find that it never came.
+    bool is_mine = false;
+    while (!request->settled && !(is_mine = !body->claimed.exchange(true)) && Clock::now() < limit)
+      std::this_thread::sleep_for(std::chrono::microseconds(100));
+    if (is_mine && wait_for_body(*request, *body)) body_through(request);
+  }
+}
+
 void C10dTransport::lost(int peer, const std::string& why) {
   Connection& connection = *connections_[peer];
+  take_last_bodies(connection);
   std::unique_lock lock(connection.mutex);
   const bool orderly = disconnecting_ || connection.link->state() == PeerLink::State::disconnecting;
   const bool answered = connection.link->goodbye_answered();

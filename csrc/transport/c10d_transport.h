@@ -82,13 +82,14 @@ class C10dTransport final : public HostTransport {
   void start_body(const RequestPtr& request);
   static Body* body_of(const Request& request);
   bool wait_for_body(const Request& request, Body& body);
-  void body_arrived(const RequestPtr& request);
+  void body_through(const RequestPtr& request);
   void hand_to_body_thread(RequestPtr request);
   void wait_for_bodies();
 
   void send_packet(int peer, std::vector<std::byte> bytes, uint64_t number);
   void post_slot(int peer, int slot);
   void read_packets(int peer);
+  void take_last_bodies(Connection& connection);
   void lost(int peer, const std::string& why);
 
   c10::intrusive_ptr<c10d::Backend> backend_;
