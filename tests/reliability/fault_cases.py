@@ -185,6 +185,9 @@ def check_report(fault: Fault, rank: int, report: Report, struck_at: float) -> N
     assert attributes["rank"] == rank, report
     if fault.origin == "victim":
         assert origin == VICTIM and f"rank {VICTIM}" in report.text, report
+    elif fault.origin == "either end":
+        # The victim loses its peers one after the other, and tells those that it still has.
+        assert f"rank {VICTIM}" in report.text, report
     elif fault.origin == "others":
         assert origin in range(NUM_RANKS) and origin != VICTIM, report
     gave_up = fault.origin == "any" and report.kind is PipeCommAborted

@@ -78,7 +78,8 @@ class Fault(NamedTuple):
     name: str
     scene: Callable[[Stage], None]
     expected: tuple[type, ...]  # how the others end; () means that they return
-    origin: str = "victim"  # of the error: "victim", "others" (a timeout is found by whoever waits), "any"
+    # Of the error: "victim", "others" (whoever waits finds a timeout), "either end" of a connection, "any".
+    origin: str = "victim"
     victim: str = "lives"  # "lives", "dies", "stops"
     # What the parent does to the victim of fresh processes, and when. Other faults happen within warm ones.
     strike: Callable[[Any], float] | None = None
@@ -214,7 +215,12 @@ def interrupted(stage: Stage) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-@fault("connections are cut", PipeCommPeerLost, concerns=lambda op, transport: transport == "c10d")
+@fault(
+    "connections are cut",
+    PipeCommPeerLost,
+    origin="either end",
+    concerns=lambda op, transport: transport == "c10d",
+)
 def cut(stage: Stage) -> None:
     """All sockets of the victim's communicator are shut down, while all are in the operation."""
     call = stage.prepare()
@@ -359,7 +365,7 @@ def no_descriptors(stage: Stage) -> None:
 @fault("no shared memory is left", keeps=True, concerns=lambda op, transport: transport == "shm")
 def no_shared_memory(stage: Stage) -> None:
     """Found while connecting: "shm" is refused on all ranks, "auto" takes sockets, and says why."""
-    scope = limited(resource.RLIMIT_FSIZE, 1 << 20) if stage.is_victim else contextlib.nullcontext()
+    scope = limited(resource.RLIMIT_FSIZE, 8 << 20) if stage.is_victim else contextlib.nullcontext()
     with scope:
         try:
             stage.connect().close()
