@@ -352,7 +352,7 @@ def test_a_message_that_meets_a_closed_peer_fails(world):
 @on_ranks(3)
 @pytest.mark.parametrize("transport", ["c10d", "shm"])
 def test_what_a_peer_has_sent_before_it_closed_arrives(world, transport):
-    """Also if nobody waits for it until then, and the transport is busy with a long message from elsewhere."""
+    """Also if nobody waits for it until then, and a long message from elsewhere keeps the transport busy."""
     with Communicator(world.group, device="cpu", transport=transport, timeout=20) as comm:
         long, short = torch.zeros(256 << 20, dtype=torch.uint8), torch.full((20_000,), float(world.rank))
         comm.barrier()
