@@ -34,8 +34,8 @@ inline constexpr int64_t kMaxInlineBytes = 1024;
 // Whether the payload travels outside the packets.
 bool has_body(const Request& request);
 
-// Not thread-safe: the owner holds its lock around every call, and calls take_outcomes() and
-// take_announcements() to act on them after releasing it.
+// Not thread-safe: the owner holds its lock around every call, and calls the take_...()
+// to act on what they give after releasing it.
 class PeerLink {
  public:
   using SendPacket = std::function<void(std::vector<std::byte> packet, uint64_t number)>;
