@@ -6,8 +6,10 @@ NO_VENV ?=
 ARGS ?=
 SCHEDULE ?= zb_v
 MINUTES ?= 1
-RESULTS ?= bench/results
-GPU_BENCHMARKS ?= p2p pingpong batch broadcast host all_to_all gather
+RESULTS ?= out/gpu_check
+# Python 3.12 if there is one that runs (a shim of pyenv may not), else empty.
+PYTHON312 = $(firstword $(foreach python,python3.12 $(wildcard $(or $(PYENV_ROOT),$(HOME)/.pyenv)/versions/3.12*/bin/python3.12),\
+  $(shell $(python) -c 'import venv' 2>/dev/null && echo $(python))))
 
 OPTIONS := $(PIPECOMM_CUDA:%=-cuda-%)$(PIPECOMM_FAULTS:%=-faults-%)
 
@@ -30,7 +32,8 @@ else
   BUILT := build/.built-system$(OPTIONS)
 endif
 PY := $(PY_ENV) $(PY_EXE)
-COMPUTE_SANITIZER = $(firstword $(shell command -v compute-sanitizer 2>/dev/null) $(wildcard $(or $(CUDA_HOME),/usr/local/cuda)/bin/compute-sanitizer))
+# Half of the tests' time is waiting. Each worker has a pool of ranks of its own (ARGS='-n 0' for a single one).
+PARALLEL = $(shell $(PY) -c 'import xdist' 2>/dev/null && echo --numprocesses auto --maxprocesses 4 --dist worksteal)
 # The module lies in python/pipecomm_ext/ whatever torch it is for: only the last environment that built it has a stamp.
 BUILD_INPUTS := CMakeLists.txt setup.py pyproject.toml $(shell find cmake csrc)
 PYTHON_DIRS := $(wildcard python tests bench examples cmake docs setup.py)
@@ -39,22 +42,23 @@ CXX_FILES = $(shell find csrc tests/cpp bench/cpp \( -name '*.h' -o -name '*.cuh
 MAKEFLAGS += --no-builtin-rules
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup test faults soak demo bench lint format sanitize compile-check gpu-check stubs clean distclean
+.PHONY: help setup test smoke clients client-tests python312 faults soak demo bench lint format sanitize compile-check \
+  gpu-check stubs clean distclean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo "  variables: TORCH=$(TORCH) (own environment per version: .venv, .venv-2.13.0, ...), PYTHON=$(PYTHON),"
-	@echo "             NO_VENV=1 (use PYTHON's own torch), ARGS='...' (for pytest or bench/run.py),"
+	@echo "             NO_VENV=1 (use PYTHON's own torch), ARGS='...' (for pytest or bench/run.py), RESULTS=$(RESULTS),"
 	@echo "             SCHEDULE=$(SCHEDULE) (what the demo trains with at its end; dualpipe, 1f1b, ...),"
 	@echo "             PIPECOMM_CUDA=AUTO|ON|OFF, TORCH_CUDA_ARCH_LIST, MAX_JOBS (for the build)"
 
 ifneq ($(READY),)
-$(READY): requirements-dev.txt
+$(READY): requirements-dev.txt $(EXTRA_REQUIREMENTS)
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(f"Python >= 3.10 is needed, $(PYTHON) is {v[0]}.{v[1]}" if v < (3, 10) else 0)'
 	@$(PYTHON) -c 'import ensurepip, venv' || { echo "$(PYTHON) has no venv (Debian/Ubuntu: apt install python3-venv)"; exit 1; }
-	@echo "== $(VENV): torch $(TORCH) and the tools of requirements-dev.txt"
+	@echo "== $(VENV): torch $(TORCH) and $^"
 	$(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --disable-pip-version-check -q torch==$(TORCH) -r requirements-dev.txt
+	$(PY) -m pip install --disable-pip-version-check -q torch==$(TORCH) $(addprefix -r ,$^)
 	@touch $@
 endif
 
@@ -68,10 +72,24 @@ setup: $(BUILT) ## environment and extension
 	@$(PY) -m pipecomm_ext info
 
 test: $(BUILT) ## the test suite (ARGS='-k name' to choose)
-	$(PY) -m pytest tests -q $(ARGS)
+	$(PY) -m pytest tests -q $(PARALLEL) $(ARGS)
+
+smoke: $(BUILT) ## the tests that start no new Pythons and no compilers, for a second torch (TORCH=2.13.0)
+	$(PY) -m pytest tests -q $(PARALLEL) -m "not slow" $(ARGS)
+
+clients: ## Megatron-core, transformers, torchtitan and yunchang: as they are, and with our parts (Python 3.12)
+	@[ -n "$(PYTHON312)" ] || { echo "make clients needs Python 3.12, as megatron-core does; none that runs is on PATH or in pyenv"; exit 1; }
+	@$(MAKE) --no-print-directory client-tests VENV=.venv-clients PYTHON=$(PYTHON312) PIPECOMM_CUDA=OFF \
+	  EXTRA_REQUIREMENTS=tests/clients/requirements.txt
+
+client-tests: $(BUILT)
+	$(PY) -m pytest tests/clients -q --disable-warnings $(ARGS)
+
+python312:
+	@echo $(PYTHON312)
 
 faults: $(BUILT) ## every fault in every operation, on both CPU transports (long; the suite plays a few)
-	PIPECOMM_TEST_FAULTS=all $(PY) -m pytest tests/reliability/test_faults_of_all_operations.py -q $(ARGS)
+	PIPECOMM_TEST_FAULTS=all $(PY) -m pytest tests/reliability/test_faults_of_all_operations.py tests/reliability/test_failing_calls.py -q $(PARALLEL) $(ARGS)
 
 soak: $(BUILT) ## random programs with random faults for MINUTES=1 (ARGS='--ranks 6 --seed 7' to choose)
 	$(PY) tests/reliability/soak.py --minutes $(MINUTES) $(ARGS)
@@ -104,20 +122,8 @@ sanitize: $(READY) ## C++ tests under Address-, UndefinedBehavior- and ThreadSan
 compile-check: $(READY) ## nvcc for sm_80, sm_90, sm_100: spills, registers, vector loads (no GPU needed)
 	$(PY) tests/cuda_compile_check.py
 
-gpu-check: $(BUILT) ## tests and benchmarks on a machine with a GPU (NO_VENV=1 for the torch that is there)
-	$(PY) -m pipecomm_ext info
-	$(PY) -m pytest tests/gpu -q $(ARGS)
-	@if [ -n "$(COMPUTE_SANITIZER)" ]; then \
-	  $(PY_ENV) $(COMPUTE_SANITIZER) --tool memcheck --error-exitcode 1 $(PY_EXE) bench/gpu_kernels.py --mib 1; \
-	else echo "== no compute-sanitizer on PATH or in CUDA_HOME: kernels are not run under it"; fi
-	@mkdir -p $(RESULTS)
-	$(PY) bench/gpu_kernels.py > $(RESULTS)/gpu_kernels.txt
-	@cat $(RESULTS)/gpu_kernels.txt
-	@num_gpus=$$($(PY) -c 'import torch; print(torch.cuda.device_count())') || exit 1; \
-	if [ $$num_gpus -lt 2 ]; then echo "== benchmarks between ranks need two GPUs or more, here is $$num_gpus"; exit 0; fi; \
-	for op in $(GPU_BENCHMARKS); do \
-	  $(PY) bench/run.py $$op --ranks $$num_gpus --device cuda --dtype bfloat16 --json $(RESULTS)/gpu_$$op.json || exit 1; \
-	done
+gpu-check: $(READY) ## all that needs a GPU, in stages, with logs and figures in RESULTS (ARGS='--minutes 10' to choose)
+	$(PY) tests/gpu/check.py --results $(RESULTS) $(ARGS)
 
 stubs: $(BUILT) ## _C.pyi against the built module
 	$(PY) -m pytest tests/test_package.py -q -k stub

@@ -134,7 +134,7 @@ class Trade:
         return torch.cat(self._shaped(unpacked, received, mine), self.gather)
 
     def _part_shape(self, mine: torch.Tensor, length: int) -> list[int]:
-        """Of what comes from a rank that holds `length` of the gather dim."""
+        """The shape that comes from a rank which holds `length` of the gather dim."""
         shape = list(mine.shape)
         shape[self.scatter] = self.scatter_sizes[self.rank]
         shape[self.gather] = length

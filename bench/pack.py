@@ -1,6 +1,4 @@
-"""Packing alone: the pieces of a tensor for 8 peers put one after the other, against torch and a plain
-copy.
-"""
+"""Packing alone: the pieces of a tensor for 8 peers in a row, against torch and a plain copy."""
 
 from __future__ import annotations
 

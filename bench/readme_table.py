@@ -1,7 +1,10 @@
-"""The table of results in README.md, made from what `bench/run.py --json` wrote.
+"""The tables of results, made from the files that `bench/run.py --json` wrote.
 
-python bench/readme_table.py             # prints it
-python bench/readme_table.py --write     # puts it into README.md; a test compares the two
+docs/benchmarks.md has all rows, README.md those of HIGHLIGHTS. A test compares both files with the tables.
+
+python bench/readme_table.py             # prints the long table
+python bench/readme_table.py --short     # prints the table of README.md
+python bench/readme_table.py --write     # puts both tables into their files
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 BENCH = Path(__file__).resolve().parent
-README = BENCH.parent / "README.md"
+README, PAGE = BENCH.parent / "README.md", BENCH.parent / "docs" / "benchmarks.md"
 BEGIN, END = "<!-- by bench/readme_table.py -->\n", "<!-- end of the table -->\n"
 BASELINE, TRANSPORTS = "torch", ("c10d", "shm")
 NAMES = {
@@ -26,16 +29,39 @@ NAMES = {
     "schedule": "training step",
     "schedule_host": "host time of an action",
 }
+HIGHLIGHTS = (
+    "host time to post 4 sends and 4 receives, 1 KiB, 2 ranks",
+    "there and back, 4 KiB, 2 ranks",
+    "there and back, 1 MiB, 2 ranks",
+    "p2p ring, 64 KiB, 2 ranks",
+    "p2p ring, 16 MiB, 2 ranks",
+    "batch on two channels, 64 KiB, 2 ranks",
+    "batch on two channels, 16 MiB, 2 ranks",
+    "broadcast, 4 KiB, 4 ranks",
+    "broadcast, 16 MiB, 4 ranks",
+    "all-to-all, 25 MiB, even, H to S, 4 ranks",
+    "all-to-all, 25 MiB, both uneven, H to S, 4 ranks",
+    "gather, 16 MiB, uneven, 4 ranks",
+    "gather, 16 MiB, 16 packed, 4 ranks",
+    "relay, 16 MiB, 1 to 2, R to R, 3 ranks",
+    "relay, 16 MiB, 2 to 1, S0 to S1, 3 ranks",
+    "`P2PCommunicator`, both ways, 64 KiB, 2 ranks",
+    "`P2PCommunicator`, both ways, 1 MiB, 2 ranks",
+    "training step, 16 KiB, ZB-V, 8 stages, 8 micro-batches, 4 ranks",
+    "training step, 256 KiB, 1F1B, 4 stages, 8 micro-batches, 4 ranks",
+    "host time of an action, 4 B, 1F1B, 4 stages, 8 micro-batches, 4 ranks",
+)
 
 
-def rows() -> Iterator[str]:
+def rows() -> Iterator[tuple[str, str]]:
+    """The name and the text of each row."""
     for op in ("host", "p2p", "pingpong", "batch", "broadcast", "all_to_all", "gather"):
         yield from rows_of(op)
     for op in ("relay", "pipeline_p2p", "schedule", "schedule_host"):
         yield from rows_of(op)
 
 
-def rows_of(op: str) -> Iterator[str]:
+def rows_of(op: str) -> Iterator[tuple[str, str]]:
     for path in sorted((BENCH / "results").glob(f"{op}_[0-9]*.json")):
         document = json.loads(path.read_text())
         cases: dict[tuple[str, int, str], dict[str, Any]] = {}
@@ -52,11 +78,11 @@ def rows_of(op: str) -> Iterator[str]:
             for transport in TRANSPORTS:
                 mine = results.get(transport)
                 cells.append("" if mine is None else _against(mine, torch_us, bool(variant)))
-            yield f"| {name} | {' | '.join(cells)} |"
+            yield name, f"| {name} | {' | '.join(cells)} |"
 
 
 def _split(impl: str) -> tuple[str, str]:
-    """("shm", "variable") of "pipecomm shm variable"; ("", "") of what the table does not show."""
+    """("shm", "variable") for "pipecomm shm variable"; ("", "") for an implementation without a column."""
     words = impl.split()
     if words[0] == "pipecomm":
         words = words[1:]
@@ -82,19 +108,29 @@ def _time(us: float) -> str:
     return f"{us:.0f} us" if us < 1000 else f"{us / 1000:.1f} ms"
 
 
-def table() -> str:
-    return "\n".join(["| What | torch | c10d | shm |", "|---|---|---|---|", *rows()]) + "\n"
+def table(is_short: bool) -> str:
+    lines = dict(rows())
+    if is_short:
+        lines = {name: lines[name] for name in HIGHLIGHTS}
+    return "\n".join(["| What | torch | c10d | shm |", "|---|---|---|---|", *lines.values()]) + "\n"
+
+
+def write(path: Path, text: str) -> None:
+    """Replaces the table between the two marks of a file."""
+    head, rest = path.read_text().split(BEGIN)
+    path.write_text(head + BEGIN + "\n" + text + "\n" + END + rest.split(END)[1])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="the table of results in README.md")
-    parser.add_argument("--write", action="store_true", help="put it into README.md")
-    if not parser.parse_args().write:
-        print(table(), end="")
-        return
-    text = README.read_text()
-    head, rest = text.split(BEGIN)
-    README.write_text(head + BEGIN + "\n" + table() + "\n" + END + rest.split(END)[1])
+    parser = argparse.ArgumentParser(description="the tables of results in README.md and docs/benchmarks.md")
+    parser.add_argument("--short", action="store_true", help="print the table of README.md, not the long one")
+    parser.add_argument("--write", action="store_true", help="put both tables into their files")
+    arguments = parser.parse_args()
+    if arguments.write:
+        write(README, table(is_short=True))
+        write(PAGE, table(is_short=False))
+    else:
+        print(table(arguments.short), end="")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from pipecomm_ext import Communicator, StageRelay, cal_split_sizes
 from pipecomm_ext.parallel_state import PipelineTopology
 
 COLUMNS = 1024  # of the tensor [rows, 1024, 2]
-ALGORITHMS = ("leader", "pipelined", "sharded", "direct")
+ALGORITHMS = ("sharded", "direct")
 # The layouts of alpa's cross-mesh resharding cases, one mesh dim: replicated or sharded on either side.
 LAYOUTS = {
     "R to R": ("replicated", "replicated"),
@@ -74,7 +74,7 @@ def _case(
             impl = name if algorithm == "auto" else f"{name.split()[-1]} {algorithm}"
             calls[impl] = lambda relay=relay: relay_call(relay)
             used[impl] = comm
-    # The least over memory: whoever receives writes it once, all at the same time.
+    # The least over memory: every receiver writes it once, all at the same time.
     calls, bound_of = bench.with_bounds(calls, copied=mine[:0] if sends else mine)
     return Case(
         num_bytes=whole.nbytes,
@@ -97,8 +97,9 @@ def _held(whole: torch.Tensor, layout, topology: PipelineTopology) -> torch.Tens
 def _by_torch(
     topology: PipelineTopology, mine: torch.Tensor, layouts: tuple, whole: torch.Tensor
 ) -> torch.Tensor | None:
-    """The reference scheme: the first rank sends the whole, the first rank receives and broadcasts; pieces
-    are gathered before and cut after it.
+    """The reference scheme: first rank to first rank, then a broadcast.
+
+    Pieces are gathered before and cut after it.
     """
     (leader, *_), (receiver, *others) = topology.get_vtp_stage_ranks()
     group = topology.get_tensor_model_parallel_group()

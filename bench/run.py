@@ -163,9 +163,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         metavar="LIST",
         help="ours, compared side by side (auto)",
     )
-    parser.add_argument(
-        "--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: a GPU a rank, else cpu"
-    )
+    parser.add_argument("--device", **launch.DEVICE_OPTION)
     parser.add_argument(
         "--quick", action="store_true", help="few sizes and iterations: a smoke test, not a result"
     )
@@ -186,5 +184,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
+def main(arguments: list[str] | None = None) -> int:
+    return launch.run(run_op, parse_arguments(arguments))
+
+
 if __name__ == "__main__":
-    sys.exit(launch.run(run_op, parse_arguments()))
+    sys.exit(main())

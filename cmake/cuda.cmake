@@ -10,14 +10,22 @@ set(PIPECOMM_CUDA_ARCHS "")
 set(PIPECOMM_NCCL_VERSION "")
 set(PIPECOMM_NCCL_INCLUDE_DIR "")
 
-# TORCH_CUDA_ARCH_LIST ("8.0;9.0a+PTX") in CMake's words ("80-real;90a"); without it 80, 90, 100 as far as nvcc goes.
+# TORCH_CUDA_ARCH_LIST ("8.0;9.0a+PTX;Hopper") in CMake's words ("80-real;90a;90-real"); without it 80, 90, 100 as far as nvcc goes.
 function(pipecomm_cuda_architectures nvcc result)
   set(archs "")
   if(NOT "$ENV{TORCH_CUDA_ARCH_LIST}" STREQUAL "")
-    string(REGEX REPLACE "[ ,;]+" ";" requested "$ENV{TORCH_CUDA_ARCH_LIST}")
+    set(requested "$ENV{TORCH_CUDA_ARCH_LIST}")
+    # torch's names.
+    foreach(name "Volta=7.0+PTX" "Turing=7.5+PTX" "Ampere[+]Tegra=8.7" "Ampere=8.0;8.6+PTX" "Ada=8.9+PTX" "Hopper=9.0+PTX"
+            "Blackwell[+]Tegra=11.0" "Blackwell=10.0;10.3;12.0;12.1+PTX")
+      string(REGEX MATCH "^([^=]+)=(.+)$" _ "${name}")
+      set(numbers "${CMAKE_MATCH_2}")
+      string(REGEX REPLACE "(^|[ ,;])${CMAKE_MATCH_1}([+]PTX)?($|[ ,;])" "\\1${numbers}\\3" requested "${requested}")
+    endforeach()
+    string(REGEX REPLACE "[ ,;]+" ";" requested "${requested}")
     foreach(arch IN LISTS requested)
       if(NOT arch MATCHES "^([0-9]+)\\.([0-9])([af]?)(\\+PTX)?$")
-        message(FATAL_ERROR "TORCH_CUDA_ARCH_LIST has '${arch}'; expected numbers such as 9.0, 9.0a or 9.0+PTX.")
+        message(FATAL_ERROR "TORCH_CUDA_ARCH_LIST has '${arch}'; expected names such as Hopper, or numbers such as 9.0, 9.0a or 9.0+PTX.")
       endif()
       set(number "${CMAKE_MATCH_1}${CMAKE_MATCH_2}${CMAKE_MATCH_3}")
       if(CMAKE_MATCH_4)

@@ -119,9 +119,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=text)
     parser.add_argument("--v", action="store_true", help="DualPipeV")
     parser.add_argument("--lr", type=float, default=0.1, help="learning rate (0.1)")
-    parser.add_argument(
-        "--device", choices=["auto", "cpu"], default="auto", help="auto: a GPU a rank if there are that many"
-    )
+    parser.add_argument("--device", **launch.DEVICE_OPTION)
     args = parser.parse_args(arguments)
     for name in ("ranks", "steps", "chunk_size", "seq_len", "hidden"):
         if getattr(args, name) < 1:
@@ -131,6 +129,10 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-if __name__ == "__main__":
+def main(arguments: list[str] | None = None) -> int:
     # torch.optim imports torch._dynamo at its first step, in every rank anew if not here.
-    sys.exit(launch.run(run_rank, parse_arguments(), preload=("torch._dynamo",)))
+    return launch.run(run_rank, parse_arguments(arguments), preload=("torch._dynamo",))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

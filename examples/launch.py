@@ -6,6 +6,7 @@ import argparse
 import multiprocessing
 import os
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -18,6 +19,21 @@ import torch
 import torch.distributed as dist
 
 GRACE_S = 5.0  # for the other ranks to tell their part once one has failed
+DEVICE_OPTION = {
+    "choices": ["auto", "cpu", "cuda"],
+    "default": "auto",
+    "help": "cuda: ranks share GPUs if need be; auto: a GPU a rank if there are that many, else cpu",
+}
+SHARED_GPU = {  # NCCL between ranks on one GPU: by sockets on the loopback device, with few thread blocks
+    "NCCL_NET": "Socket",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_IB_DISABLE": "1",
+    "NCCL_MNNVL_ENABLE": "0",
+    "NCCL_NVLS_ENABLE": "0",
+    "NCCL_NET_PLUGIN": "none",
+    "NCCL_MAX_CTAS": "4",
+    "NCCL_RAS_ENABLE": "0",
+}
 
 Body = Callable[[argparse.Namespace], int]
 
@@ -25,11 +41,15 @@ Body = Callable[[argparse.Namespace], int]
 def run(body: Body, args: argparse.Namespace, preload: tuple[str, ...] = ()) -> int:
     """Calls body(args) on `args.ranks` ranks, each with the default group initialised; the exit code.
 
-    Under torchrun this process is one of them, and its number of ranks replaces `args.ranks`; otherwise the
-    ranks are started here and none outlives this call. `args.device` "auto" becomes "cuda" if there is a
-    GPU for each rank, else "cpu". `body` is module-level and returns an exit code; `preload` names modules to
-    import once for all ranks. If ranks fail, the first cause is printed, not its consequences on other ranks.
+    Under torchrun this process is one of them, and so it is if it has joined a default group already: the
+    number of its ranks replaces `args.ranks`. Otherwise the ranks are started here and none outlives this
+    call. `args.device` "auto" becomes "cuda" if there is a GPU for each rank, else "cpu"; with "cuda", ranks
+    share GPUs if need be. `body` is module-level and returns an exit code; `preload` names modules to import
+    once for all ranks. If ranks fail, the first cause is printed, not its consequences on other ranks.
     """
+    if dist.is_initialized():
+        args.ranks = dist.get_world_size()
+        return _run_rank(body, args, dist.get_rank())
     if "RANK" in os.environ:
         args.ranks = int(os.environ["WORLD_SIZE"])
         return _run_rank(body, args, int(os.environ.get("LOCAL_RANK", 0)))
@@ -41,12 +61,28 @@ def _run_rank(body: Body, args: argparse.Namespace, local_rank: int, **group_arg
     if args.device == "auto":
         args.device = "cuda" if torch.cuda.device_count() >= args.ranks else "cpu"
     if args.device == "cuda":
-        torch.cuda.set_device(local_rank)
+        take_gpu(local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", args.ranks)))
+    if dist.is_initialized():
+        return body(args)
     dist.init_process_group("cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo", **group_arguments)
     try:
         return body(args)
     finally:
         dist.destroy_process_group()
+
+
+def take_gpu(local_rank: int, num_local_ranks: int) -> None:
+    """Makes a GPU the current one, before NCCL is used: one for each rank of the machine if there are enough.
+
+    NCCL refuses two ranks on one GPU of one host. Ranks that share one get host ids of their own: NCCL takes
+    them for ranks of different machines. The GPU serves their processes in turns, so that results are right
+    and times on the device mean nothing.
+    """
+    if torch.cuda.device_count() == 0:
+        raise RuntimeError("this process sees no CUDA device; use --device cpu")
+    if torch.cuda.device_count() < num_local_ranks:
+        os.environ.update(SHARED_GPU, NCCL_HOSTID=f"{socket.gethostname()}-{local_rank}")
+    torch.cuda.set_device(local_rank % torch.cuda.device_count())
 
 
 def _started_rank(rank: int, body: Body, args: argparse.Namespace, directory: str) -> None:

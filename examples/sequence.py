@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.distributed as dist
-from attention import UlyssesAttention, attend_heads
+from attention import attend_heads
 
-from pipecomm_ext import Communicator
+from pipecomm_ext import Communicator, cal_split_sizes, ulysses_attention
 
 
 class SequencePiece:
@@ -22,8 +24,9 @@ class SequencePiece:
             self.idx, self.attend = 0, attend_heads
             self.sizes, self.head_sizes = [seq_len], [num_heads]
         else:
-            self.idx, self.attend = comm.rank, UlyssesAttention(comm, seq_len, num_heads, num_heads)
-            self.sizes, self.head_sizes = self.attend.seq_sizes, self.attend.head_sizes
+            split = {"process_group": comm, "gather_size": seq_len, "is_causal": True}
+            self.idx, self.attend = comm.rank, functools.partial(ulysses_attention, **split)
+            self.sizes, self.head_sizes = (cal_split_sizes(n, comm.size) for n in (seq_len, num_heads))
         start = sum(self.sizes[: self.idx])
         self.tokens = slice(start, start + self.sizes[self.idx])
 

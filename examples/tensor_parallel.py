@@ -27,7 +27,7 @@ class _Copied(torch.autograd.Function):
     def backward(ctx, gradient):
         total = gradient.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=ctx.group)
-        return total, None
+        return total, None  # group
 
 
 class _AddedUp(torch.autograd.Function):
@@ -41,7 +41,7 @@ class _AddedUp(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        return gradient, None
+        return gradient, None  # group
 
 
 class SplitBlock(nn.Module):
@@ -83,7 +83,7 @@ class SplitBlock(nn.Module):
         return x + _AddedUp.apply(part, self.group) + self.down_bias
 
     def whole_gradients(self) -> list[torch.Tensor]:
-        """Of the parameters of the unsplit block, in its order; called by all ranks."""
+        """The gradients of the parameters of the unsplit block, in its order; called by all ranks."""
 
         def whole(name: str) -> torch.Tensor:
             dim, sizes = self.cuts[name]
@@ -112,7 +112,7 @@ def split_over(layers: list[nn.Module], group: dist.ProcessGroup) -> list[nn.Mod
 
 
 def whole_gradients(layers: list[nn.Module]) -> list[torch.Tensor]:
-    """Of all parameters of the unsplit layers, in their order; called by all ranks of the stage."""
+    """The gradients of all parameters of the unsplit layers, in order; called by all ranks of the stage."""
     return [
         gradient
         for layer in layers

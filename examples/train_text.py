@@ -356,9 +356,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=3e-3, help="learning rate (3e-3)")
     parser.add_argument("--seed", default=1, help="of weights and batches (1)", **integer)
     parser.add_argument("--out", default="out/train_text", metavar="DIR", help="where the picture goes")
-    parser.add_argument(
-        "--device", choices=["auto", "cpu"], default="auto", help="auto: a GPU a rank if there are that many"
-    )
+    parser.add_argument("--device", **launch.DEVICE_OPTION)
     parser.add_argument(
         "--verify", action="store_true", help="compare with the unsplit model; exit code 1 if unequal"
     )
@@ -411,6 +409,10 @@ def check_stages(parser: argparse.ArgumentParser, args: argparse.Namespace) -> N
     check_num_stages(parser, args, len(args.stages))
 
 
-if __name__ == "__main__":
+def main(arguments: list[str] | None = None) -> int:
     # torch.optim imports torch._dynamo at its first step, in every rank anew if not here.
-    sys.exit(launch.run(run_stage, parse_arguments(), preload=("torch._dynamo",)))
+    return launch.run(run_stage, parse_arguments(arguments), preload=("torch._dynamo",))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

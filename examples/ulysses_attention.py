@@ -4,7 +4,8 @@
     torchrun --nproc-per-node 4 examples/ulysses_attention.py the same under a launcher
 
 Every rank holds a piece of the sequence. For attention the ranks trade: each gives up tokens of most heads
-and gets all tokens of some heads, one exchange for q, k and v together, and one back. Neither the sequence
+and gets all tokens of some heads, one exchange for q, k and v together, and one back; in chunks of heads, so
+that the next chunk arrives while one is computed. Neither the sequence
 nor the heads need to divide by the ranks, and there may be fewer key/value heads than ranks (grouped
 queries): a key/value head is sent to exactly those ranks whose query heads read it.
 
@@ -14,18 +15,25 @@ Output, loss and the gradients of all weights are compared with the unsplit atte
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 import time
 
 import launch
 import torch
 import torch.distributed as dist
-from attention import HEADS, SEQ, UlyssesAttention, attend_whole
+from attention import HEADS, SEQ, attend_whole
 from text_model import VOCABULARY, TextBatches
 from torch import nn
 from torch.nn import functional
 
-from pipecomm_ext import Communicator, gather_forward_split_backward, split_forward_gather_backward
+from pipecomm_ext import (
+    Communicator,
+    cal_split_sizes,
+    gather_forward_split_backward,
+    split_forward_gather_backward,
+    ulysses_attention,
+)
 
 LIMIT = {torch.float32: 1e-4, torch.float64: 1e-12}  # relative to the largest value
 INIT_STD = 0.1
@@ -75,7 +83,9 @@ def run_rank(args: argparse.Namespace) -> int:
     whole_grads = [parameter.grad.clone() for parameter in model.parameters()]
 
     with Communicator(device=device) as comm:
-        attend = UlyssesAttention(comm, args.seq_len, args.heads, args.kv_heads)
+        split = {"process_group": comm, "chunks": args.chunks, "gather_size": args.seq_len}
+        attend = functools.partial(ulysses_attention, **split, is_causal=True)
+        seq_sizes, head_sizes = (cal_split_sizes(n, comm.size) for n in (args.seq_len, args.heads))
         my_text, my_targets = (split_forward_gather_backward(rows, comm, SEQ) for rows in (text, targets))
         for _ in range(args.repeat):
             model.zero_grad()
@@ -84,7 +94,7 @@ def run_rank(args: argparse.Namespace) -> int:
             my_loss = summed_loss(my_logits, my_targets)
             my_loss.backward()
             seconds = time.perf_counter() - start
-        logits = gather_forward_split_backward(my_logits.detach(), comm, SEQ, attend.seq_sizes)
+        logits = gather_forward_split_backward(my_logits.detach(), comm, SEQ, seq_sizes)
         loss = my_loss.detach().clone()
         dist.all_reduce(loss)
         for parameter in model.parameters():  # each rank saw its tokens only: the sum over ranks is the whole
@@ -99,9 +109,9 @@ def run_rank(args: argparse.Namespace) -> int:
         is_equal = bool(worst <= LIMIT[args.dtype])  # False for NaN
         if comm.rank == 0:
             print(f"ranks      {comm.size}, {comm.transport}: {comm.transport_reason}")
-            print(f"tokens     {args.batch_size} x {args.seq_len} bytes, a rank holds {attend.seq_sizes}")
-            print(f"heads      {args.heads}, a rank attends {attend.head_sizes}")
-            print(f"kv heads   {args.kv_heads}, a rank receives {attend.kv_sizes}")
+            print(f"tokens     {args.batch_size} x {args.seq_len} bytes, a rank holds {seq_sizes}")
+            print(f"heads      {args.heads}, a rank attends {head_sizes}")
+            print(f"kv heads   {args.kv_heads}, sent to the ranks whose heads read them")
             print(f"time       {1e3 * seconds:.1f} ms forward and backward")
             for name, difference in differences.items():
                 print(f"  {name:<28} differs by {difference:.1e} of its largest value")
@@ -123,6 +133,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         ("seq-len", 1021, "tokens, any number"),
         ("heads", 10, "query heads, any number"),
         ("kv-heads", 2, "key/value heads, at most the query heads"),
+        ("chunks", 2, "of a rank's heads"),
         ("head-dim", 16, "width of a head"),
         ("batch-size", 2, "sequences"),
         ("repeat", 2, "passes; the last one is timed"),
@@ -133,9 +144,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--dtype", choices=["float32", "float64"], default="float32", help="of weights (float32)"
     )
-    parser.add_argument(
-        "--device", choices=["auto", "cpu"], default="auto", help="auto: a GPU a rank if there are that many"
-    )
+    parser.add_argument("--device", **launch.DEVICE_OPTION)
     args = parser.parse_args(arguments)
     for name, _, _ in numbers:
         value = getattr(args, name.replace("-", "_"))
@@ -147,5 +156,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
+def main(arguments: list[str] | None = None) -> int:
+    return launch.run(run_rank, parse_arguments(arguments))
+
+
 if __name__ == "__main__":
-    sys.exit(launch.run(run_rank, parse_arguments()))
+    sys.exit(main())

@@ -1,4 +1,18 @@
-"""Fixtures that all tests share."""
+"""Fixtures that all tests share, and how the suite is organised.
+
+* test_x.py tests the public behaviour of x; schedules/ holds the schedules' tests, cpp/ those of the C++ core
+  (test_cpp.py builds and runs them), gpu/ what needs a GPU, clients/ real frameworks (`make clients`).
+* reliability/ multiplies tables: operations.py (every operation, with its right answer) by faults.py, by
+  bad_inputs.py and by random programs (soak.py). A new operation enters the table and gets all of them.
+* Tests of several ranks run on the warm pool of ranks.py: on_ranks() makes a body a test, and a test that
+  kills its ranks takes a disposable world. Every call has a deadline, after which its ranks are replaced.
+* Scripts run on the pool as well, with one command line of each in a Python of its own (scripts.py).
+* `make test` runs as many workers as there are cores, each with its own pool: much of the time is waiting.
+  A test is alone in its ranks, but not on the machine, which may stand still for seconds.
+* The marker `timed` is for a test with an upper limit of time: the best of three runs must keep it.
+* The marker `slow` is for a test that starts Pythons or compilers, or computes for long;
+  `make smoke` omits it.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +23,22 @@ from ranks import RankPool
 
 
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[RankPool]:
-    """The pool of rank processes; see ranks.py."""
+def pool() -> Iterator[RankPool]:
     with RankPool() as pool:
         yield pool
+
+
+@pytest.fixture
+def ranks(pool: RankPool) -> Iterator[RankPool]:
+    """The pool of rank processes; see ranks.py."""
+    yield pool
+    pool.retire_old_worlds()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """What measures time comes first, while no pool of ranks loads the machine yet."""
+    items.sort(key=lambda item: item.path.name != "test_step_time.py")
+    if config.pluginmanager.hasplugin("rerunfailures"):
+        for item in items:
+            if item.get_closest_marker("timed"):
+                item.add_marker(pytest.mark.flaky(reruns=2))

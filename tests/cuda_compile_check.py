@@ -1,10 +1,13 @@
-"""Compiles the CUDA copy kernels for every supported architecture and reads what came out; no GPU is needed.
+"""Compiles the CUDA copy kernels for every supported architecture and reads what came out; builds the program
+that runs them (cpp/kernels). No GPU is needed.
 
     python tests/cuda_compile_check.py      or      pytest tests/cuda_compile_check.py
 
-For each architecture: no register spills and no local memory, and in the kernel for aligned copies every
-load and store of global memory has 16 bytes, four of each. The machine code is read with cuobjdump or
-nvdisasm where one is found (CUDA toolkit, CUDA wheels, triton's wheel), the PTX otherwise.
+For each architecture and kernel: no spills, no local memory, no strong stores, and not more registers and
+instructions than its budget, so that as many blocks as computed lie on a multiprocessor. In the kernel for
+aligned copies every load and store of global memory has 16 bytes, and four loads come before four stores.
+The machine code is read with cuobjdump or nvdisasm where one is found (CUDA toolkit, CUDA wheels, triton's
+wheel), the PTX otherwise.
 """
 
 from __future__ import annotations
@@ -17,15 +20,41 @@ import sys
 import sysconfig
 import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 ARCHS = ("80", "90", "100")
-SOURCE = Path(__file__).resolve().parent.parent / "csrc" / "copy" / "copy_cuda.cu"
-REGISTER_BUDGET = 96  # two blocks of 256 threads and more on a multiprocessor
-NUM_KERNELS = 16
+CSRC = Path(__file__).resolve().parent.parent / "csrc"
 LOADS_IN_FLIGHT = 4
-COMPILE_TIMEOUT_S = 300
+COMPILE_TIMEOUT_S = 900
+
+
+class Budget(NamedTuple):
+    """What a kernel may have, and how many blocks of 256 threads a multiprocessor then holds of it."""
+
+    registers: int
+    instructions: int
+    blocks: int
+
+
+# By the part of a kernel's name that tells it from others, and how many there are of each.
+BUDGETS = {
+    "copy": {
+        "AlignedTile": (3, Budget(40, 250, 6)),
+        "AnyTile": (3, Budget(56, 1100, 4)),
+        "7Float16": (3, Budget(56, 2400, 4)),
+        "8BFloat16": (3, Budget(56, 2400, 4)),
+        "7Float32": (3, Budget(48, 1800, 5)),
+        "7Float64": (3, Budget(56, 1800, 4)),
+    },
+    "mean": {
+        "7Float16": (1, Budget(40, 1100, 6)),
+        "8BFloat16": (1, Budget(40, 1100, 6)),
+        "7Float32": (1, Budget(40, 900, 6)),
+        "7Float64": (1, Budget(40, 900, 6)),
+    },
+}
 
 
 def find_tool(name: str) -> str | None:
@@ -49,14 +78,13 @@ def run(*command: str) -> str:
     return output
 
 
-def compile_kernels(arch: str, form: str, output: Path) -> str:
+def compile_kernels(source: str, arch: str, form: str, output: Path) -> str:
     """Compiles to "cubin" or "ptx" and returns what ptxas printed."""
     nvcc = find_tool("nvcc")
     assert nvcc is not None
-    include = str(SOURCE.parent.parent)
     ptxas = "-Xptxas=-v,--warn-on-spills,--warn-on-local-memory-usage"
-    flags = ["-std=c++20", "-O3", f"-arch=sm_{arch}", f"-I{include}", ptxas, f"-{form}"]
-    return run(nvcc, *flags, str(SOURCE), "-o", str(output))
+    flags = ["-std=c++20", "-O3", f"-arch=sm_{arch}", f"-I{CSRC}", ptxas, f"-{form}"]
+    return run(nvcc, *flags, str(CSRC / "copy" / f"{source}_cuda.cu"), "-o", str(output))
 
 
 def kernels_of(text: str, header: str) -> dict[str, list[str]]:
@@ -84,26 +112,61 @@ def accesses(lines: list[str], pattern: str) -> list[str]:
     return [found.group(0) for line in lines if (found := re.search(pattern, line))]
 
 
-def aligned_kernels(kernels: dict[str, list[str]]) -> dict[str, list[str]]:
-    found = {
-        name: lines for name, lines in kernels.items() if "copy_kernel" in name and "AlignedTile" in name
+def instructions_of(lines: list[str]) -> list[str]:
+    """Without labels, encodings and padding."""
+    found = [re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;", line) for line in lines]
+    return [match.group(1) for match in found if match and not match.group(1).startswith("NOP")]
+
+
+def blocks_per_multiprocessor(registers: int) -> int:
+    """Of 256 threads: warps get registers in units of 256, a multiprocessor has 65536 and 64 warps."""
+    per_warp = -(-registers * 32 // 256) * 256
+    return min(64, 65536 // per_warp) // 8
+
+
+def check_registers(source: str, log: str) -> dict[str, int]:
+    """Budgets of registers, spills and stacks from what ptxas printed; the registers per kernel."""
+    assert "warning" not in log, log
+    for number in re.findall(r"(\d+) bytes (?:spill|stack frame)", log):
+        assert number == "0", log
+    entries = re.split(r"Compiling entry function '", log)[1:]
+    registers = {
+        entry.split("'")[0]: int(re.search(r"Used (\d+) registers", entry).group(1)) for entry in entries
     }
-    assert len(found) == 2, f"expected the aligned kernel in two capacities, found {sorted(found)}"
-    return found
+    for part, (count, budget) in BUDGETS[source].items():
+        used = [number for name, number in registers.items() if part in name]
+        assert len(used) == count, f"{part}: {sorted(registers)}"
+        assert max(used) <= budget.registers, f"{source}, {part}: {used} registers of {budget.registers}"
+        assert blocks_per_multiprocessor(max(used)) >= budget.blocks, (source, part, used)
+    assert len(registers) == sum(count for count, _ in BUDGETS[source].values()), sorted(registers)
+    return registers
 
 
-def check_machine_code(kernels: dict[str, list[str]]) -> None:
-    assert len(kernels) == NUM_KERNELS, sorted(kernels)
+def check_machine_code(source: str, arch: str, kernels: dict[str, list[str]]) -> dict[str, int]:
+    """Budgets of instructions, and what no kernel may have; the instructions per kernel."""
+    sizes = {}
+    leeway = 1.05 if arch == "100" else 1.0  # the same code takes some instructions more there
     for name, lines in kernels.items():
         assert not accesses(lines, r"\b(LDL|STL)\b\S*"), f"{name} uses local memory"
+        assert not accesses(lines, r"\bST\S*STRONG\S*"), f"{name} has strong stores"
+        sizes[name] = len(instructions_of(lines))
+    for part, (count, budget) in BUDGETS[source].items():
+        used = [size for name, size in sizes.items() if part in name]
+        assert len(used) == count, f"{part}: {sorted(sizes)}"
+        limit = budget.instructions * leeway
+        assert max(used) <= limit, f"{source}, {part}: {used} instructions of {limit}"
     for name, lines in aligned_kernels(kernels).items():
-        loads = accesses(lines, r"\bLDG?\.E\S*")
-        stores = accesses(lines, r"\bSTG?\.E\S*")
-        for instructions in (loads, stores):
-            assert len(instructions) == LOADS_IN_FLIGHT, f"{name}: {loads} {stores}"
-            assert all(".128" in instruction for instruction in instructions), f"{name}: {instructions}"
+        memory = accesses(lines, r"\b(LDG?|STG?)\.E\S*")
+        kinds = [instruction[:2] for instruction in memory]
+        assert kinds == ["LD"] * LOADS_IN_FLIGHT + ["ST"] * LOADS_IN_FLIGHT, f"{name}: {memory}"
+        assert all(".128" in instruction for instruction in memory), f"{name}: {memory}"
         # A conditional jump to the exit may be printed as CALL; only a function that is called returns.
         assert not accesses(lines, r"\bRET\b\S*"), f"{name} calls a function"
+    return sizes
+
+
+def aligned_kernels(kernels: dict[str, list[str]]) -> dict[str, list[str]]:
+    return {name: lines for name, lines in kernels.items() if "AlignedTile" in name}
 
 
 def check_ptx(kernels: dict[str, list[str]]) -> None:
@@ -117,24 +180,23 @@ def check_ptx(kernels: dict[str, list[str]]) -> None:
 
 @pytest.mark.timeout(2 * COMPILE_TIMEOUT_S)
 @pytest.mark.skipif(find_tool("nvcc") is None, reason="nvcc is not installed")
+@pytest.mark.parametrize("source", BUDGETS)
 @pytest.mark.parametrize("arch", ARCHS)
-def test_kernels(arch: str, tmp_path: Path) -> None:
-    cubin = tmp_path / "copy.cubin"
-    log = compile_kernels(arch, "cubin", cubin)
-    spills = [int(count) for count in re.findall(r"(\d+) bytes spill", log)]
-    stacks = [int(count) for count in re.findall(r"(\d+) bytes stack frame", log)]
-    registers = [int(count) for count in re.findall(r"Used (\d+) registers", log)]
-    assert len(registers) == NUM_KERNELS, log
-    assert not any(spills) and not any(stacks) and "warning" not in log, log
-    assert max(registers) <= REGISTER_BUDGET, registers
+def test_kernels(arch: str, source: str, tmp_path: Path) -> None:
+    cubin = tmp_path / f"{source}.cubin"
+    registers = check_registers(source, compile_kernels(source, arch, "cubin", cubin))
     kernels = machine_code(cubin)
-    if kernels is not None:
-        check_machine_code(kernels)
-    else:
-        ptx = tmp_path / "copy.ptx"
-        compile_kernels(arch, "ptx", ptx)
+    sizes = {} if kernels is None else check_machine_code(source, arch, kernels)
+    if kernels is None:
+        ptx = tmp_path / f"{source}.ptx"
+        compile_kernels(source, arch, "ptx", ptx)
         check_ptx(kernels_of(ptx.read_text(), r"\.entry (\w+)"))
-    print(f"sm_{arch}: {NUM_KERNELS} kernels, at most {max(registers)} registers, no spills", flush=True)
+    for part in BUDGETS[source]:
+        used = max(number for name, number in registers.items() if part in name)
+        size = max((size for name, size in sizes.items() if part in name), default="unknown")
+        blocks = blocks_per_multiprocessor(used)
+        line = f"{used} registers, {blocks} blocks of 256, {size} instructions"
+        print(f"sm_{arch} {source} {part.lstrip('0123456789')}: {line}", flush=True)
 
 
 @pytest.mark.timeout(COMPILE_TIMEOUT_S)
@@ -142,22 +204,56 @@ def test_kernels(arch: str, tmp_path: Path) -> None:
 def test_ptx(tmp_path: Path) -> None:
     """What is read where no disassembler is installed; all architectures have the same accesses in PTX."""
     ptx = tmp_path / "copy.ptx"
-    compile_kernels(ARCHS[0], "ptx", ptx)
+    compile_kernels("copy", ARCHS[0], "ptx", ptx)
     check_ptx(kernels_of(ptx.read_text(), r"\.entry (\w+)"))
 
 
+@pytest.mark.timeout(COMPILE_TIMEOUT_S)
+@pytest.mark.skipif(None in (find_tool("nvcc"), find_tool("cmake")), reason="nvcc or cmake is not installed")
+def test_program(tmp_path: Path) -> None:
+    """It is built, and fails where there is no GPU for it."""
+    source, cmake = CSRC.parent / "tests" / "cpp" / "kernels", find_tool("cmake")
+    run(cmake, "-S", str(source), "-B", str(tmp_path), f"-DCMAKE_CUDA_ARCHITECTURES={ARCHS[1]}")
+    run(cmake, "--build", str(tmp_path), "--parallel", str(len(os.sched_getaffinity(0))))
+    nowhere = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    command = [str(tmp_path / "copy_kernels"), "many"]
+    done = subprocess.run(command, env=nowhere, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, "passed" in done.stdout) == (1, False), done.stdout
+
+
 def test_checks_can_fail() -> None:
-    """A kernel with one narrow load, one missing store or local memory is refused."""
-    good = ["LDG.E.EF.128 R4, desc[UR10][R4.64] ;"] * 4 + ["@!P0 STG.E.128 desc[UR10][R20.64], R4 ;"] * 4
-    names = [f"copy_kernel_{capacity}_AlignedTile" for capacity in (25, 200)]
-    others = {f"other_{i}": [] for i in range(NUM_KERNELS - 2)}
-    check_machine_code({**others, **dict.fromkeys(names, good)})
-    narrow_load = ["LDG.E.U8 R4, desc[UR10][R4.64] ;", *good[1:]]
-    for bad in (good[:-1], narrow_load, [*good, "STL [R1], R2 ;"], [*good, "RET.REL.NODEC R2 0x0 ;"]):
+    """Narrow, missing, late and strong accesses, local memory, calls, code and registers beyond a budget."""
+    loads = ["/*0010*/ LDG.E.EF.128 R4, desc[UR10][R4.64] ;"] * 4
+    good = loads + ["/*0020*/ @!P0 STG.E.128 desc[UR10][R20.64], R4 ;"] * 4
+    kernels = {
+        f"{part}_{idx}": (good if part == "AlignedTile" else [])
+        for part, (count, _) in BUDGETS["copy"].items()
+        for idx in range(count)
+    }
+    check_machine_code("copy", "90", kernels)
+    for bad in (
+        good[:-1],
+        ["/*0010*/ LDG.E.U8 R4, desc[UR10][R4.64] ;", *good[1:]],
+        [*good[4:], *good[:4]],
+        [*good[:-1], "/*0020*/ STG.E.128.STRONG.SM desc[UR10][R20.64], R4 ;"],
+        [*good, "/*0030*/ STL [R1], R2 ;"],
+        [*good, "/*0030*/ RET.REL.NODEC R2 0x0 ;"],
+        good + ["/*0030*/ IADD R1, R1, R2 ;"] * 250,
+    ):
         with pytest.raises(AssertionError):
-            check_machine_code({**others, names[0]: good, names[1]: bad})
+            check_machine_code("copy", "90", {**kernels, "AlignedTile_1": bad})
+    entry = "Compiling entry function '{}' for 'sm_90'\n0 bytes stack frame\nUsed {} registers\n"
+    names = [f"{part}_{idx}" for part, (count, _) in BUDGETS["copy"].items() for idx in range(count)]
+    check_registers("copy", "".join(entry.format(name, 36) for name in names))
+    for log in (
+        "".join(entry.format(name, 64) for name in names),
+        "".join(entry.format(name, 36) for name in names[:-1]),
+        "".join(entry.format(name, 36) for name in names) + "8 bytes spill stores",
+    ):
+        with pytest.raises(AssertionError):
+            check_registers("copy", log)
     with pytest.raises(AssertionError):
-        check_ptx({names[0]: ["ld.global.cs.u32 r1"] * 4, names[1]: []})
+        check_ptx({"AlignedTile_0": ["ld.global.cs.u32 r1"] * 4})
 
 
 def main() -> int:
@@ -166,8 +262,10 @@ def main() -> int:
         return 0
     with tempfile.TemporaryDirectory() as directory:
         for arch in ARCHS:
-            test_kernels(arch, Path(directory))
+            for source in BUDGETS:
+                test_kernels(arch, source, Path(directory))
         test_ptx(Path(directory))
+        test_program(Path(directory) / "program")
     return 0
 
 

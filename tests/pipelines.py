@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from pipecomm_ext.schedules import Executor, Plan, get_plan
 
@@ -88,7 +89,7 @@ class Pipeline:
             losses.append([])
             for x, target in zip(inputs, targets, strict=True):
                 for layer in self.whole:
-                    x = layer(*x) if isinstance(x, tuple) else layer(x)
+                    x = layer(**x) if isinstance(x, dict) else layer(*x) if isinstance(x, tuple) else layer(x)
                 loss = self.loss_fn(x, target)
                 if backward:
                     (loss * scale).backward()
@@ -132,3 +133,42 @@ def make_executor(world, plan: Plan, pipeline: Pipeline, **options) -> Executor:
     executor = Executor(plan, pipeline.stages, loss_fn=pipeline.loss_fn, **options)
     world.comm.barrier()  # a step that fails at once would else reach ranks that are still in the constructor
     return executor
+
+
+class MegatronCheckpoint(torch.autograd.Function):
+    """Reentrant recomputation by a Function that refuses as Megatron-core's does."""
+
+    @staticmethod
+    def forward(ctx, run, x):
+        ctx.run = run
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return run(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if not torch.autograd._is_checkpoint_valid():
+            raise RuntimeError(
+                "Checkpointing is not compatible with .grad(), please use .backward() if possible"
+            )
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            torch.autograd.backward(ctx.run(x), gradient)
+        return None, x.grad
+
+
+class ReentrantBlock(Block):
+    """A Block whose first half is recomputed, in the ways of torch and of Megatron-core by turns."""
+
+    def __init__(self, depth: int):
+        super().__init__(depth)
+        self.is_torch = depth % 2 == 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x if x.requires_grad else x.detach().requires_grad_()  # else the weights within get no gradient
+        if self.is_torch:
+            return x + self.second(torch.tanh(checkpoint(self.half, x, use_reentrant=True)))
+        return x + self.second(torch.tanh(MegatronCheckpoint.apply(self.half, x)))
+
+    def half(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.first(x))

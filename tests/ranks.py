@@ -42,13 +42,15 @@ from typing import Any
 
 import pytest
 
-DEFAULT_DEADLINE_S = 30.0
+DEFAULT_DEADLINE_S = 100.0  # far from what any body takes: it ends hangs, and judges nothing
 START_DEADLINE_S = 100.0  # until new processes have joined their world: no part of a body's deadline
-GROUP_TIMEOUT_S = 60.0  # of the gloo group itself: so long that it never decides a test
+MAX_CALLS_OF_A_WORLD = 150
+GROUP_TIMEOUT_S = 200.0  # of the gloo group itself: so long that it never decides a test
 GRACE_S = 3.0  # for the other ranks of a world in which one rank has died, or failed unexpectedly
 STACKS_SIGNAL = signal.SIGUSR2
 LOG_TAIL_BYTES = 8000
-# What every rank would import itself, seconds each time; the last one comes with the first backward().
+# What every rank would import itself, seconds each time; the last two come with the first backward() and the
+# first step of an optimizer.
 PRELOADED = [
     "torch",
     "torch.distributed",
@@ -56,6 +58,7 @@ PRELOADED = [
     "pytest",
     "pipecomm_ext",
     "torch.fx.experimental.symbolic_shapes",
+    "torch._dynamo",
 ]
 
 
@@ -101,6 +104,32 @@ class RankFailure(AssertionError):
 
 # ---- the rank's side --------------------------------------------------------------------------------------
 
+_made: dict[tuple, Any] = {}
+_kept_groups: set[Any] = set()
+
+
+def _groups_of_torch() -> set[Any]:
+    from torch.distributed.distributed_c10d import _world
+
+    return set(_world.pg_map)
+
+
+def keep_groups() -> None:
+    """Keeps the groups of torch's that exist now for later tests, for those who cache them."""
+    _kept_groups.update(_groups_of_torch())
+
+
+def once_a_test(make: Callable) -> Callable:
+    """functools.cache until the end of a test, for what holds groups of torch's."""
+
+    @functools.wraps(make)
+    def cached(*args):
+        if (key := (make, *args)) not in _made:
+            _made[key] = make(*args)
+        return _made[key]
+
+    return cached
+
 
 class World:
     """What a test body sees: this rank, its group, and communicators over it."""
@@ -123,9 +152,9 @@ class World:
         return self.shared_comm()
 
     def shared_comm(self, **kwargs):
-        """A Communicator with these arguments, made collectively at first use and kept for later tests."""
+        """A Communicator with these arguments, made collectively at first use, or once one is closed."""
         key = tuple(sorted(kwargs.items()))
-        if key not in self._shared:
+        if key not in self._shared or self._shared[key].closed:
             self._shared[key] = self._make_comm(kwargs)
         return self._shared[key]
 
@@ -143,8 +172,19 @@ class World:
         """Tells the parent that this point is reached (see RankGroup.await_mark)."""
         self._pipe.send_bytes(pickle.dumps(("mark", name, time.monotonic())))
 
+    def begin_test(self) -> None:
+        """Destroys the groups of torch's that the test before has made, now that no rank is in it any more.
+
+        Each has threads that wake up a hundred times a second: hundreds load the machine.
+        """
+        import torch.distributed as dist
+
+        for group in _groups_of_torch() - {dist.group.WORLD} - _kept_groups:
+            dist.destroy_process_group(group)
+
     def end_test(self, failed: bool) -> None:
         fresh, self._fresh = self._fresh, []
+        _made.clear()
         for comm in fresh:
             comm.abort("the test body raised") if failed else comm.close()
 
@@ -193,6 +233,7 @@ def _answer(world: World, call_bytes: bytes) -> bytes:
 
     torch.manual_seed(0)
     failed = True
+    world.begin_test()
     try:
         value = pickle.loads(call_bytes)(world)
         failed = False
@@ -261,6 +302,7 @@ class RankGroup:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
         self.size = size
+        self.num_calls = 0
         self.directory = Path(tempfile.mkdtemp(prefix=f"world{size}-", dir=parent_directory))
         self._ranks: list[_Rank] = []
         for rank in range(size):
@@ -289,6 +331,7 @@ class RankGroup:
             rank.marks.clear()
 
     def submit(self, call: _Call) -> None:
+        self.num_calls += 1
         self.reset()
         call_bytes = pickle.dumps(call)
         for rank in self._ranks:
@@ -410,6 +453,13 @@ class RankPool:
     ) -> list[Outcome]:
         """Like run, but exceptions of ranks are results, and the world stays in use after them."""
         return self._call(size, _Call.of(body, args, kwargs), deadline, ok=("returned", "raised"))
+
+    def retire_old_worlds(self) -> None:
+        """Ends worlds that have run many tests: each group that a test has made leaves a thread of torch's
+        that wakes up a hundred times a second."""
+        for size, world in list(self._worlds.items()):
+            if world.num_calls >= MAX_CALLS_OF_A_WORLD:
+                self._worlds.pop(size).close(grace_s=2.0)
 
     def _call(self, size: int, call: _Call, deadline: float, ok: tuple[str, ...]) -> list[Outcome]:
         world = self._worlds.pop(size, None) or RankGroup(size, self.device, self._directory)

@@ -7,20 +7,21 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from ranks import keep_groups
 
 from pipecomm_ext.parallel_state import PipelineTopology
 
 Layout = Any
 
-_topologies: dict[tuple, PipelineTopology] = {}
+_topologies: dict[str, PipelineTopology] = {}
 
 
 def topology_of(world, stages) -> PipelineTopology:
     """Made once per world of rank processes, and used by all its tests."""
-    key = (world.size, repr(stages))
-    if key not in _topologies:
-        _topologies[key] = PipelineTopology(stages)
-    return _topologies[key]
+    if repr(stages) not in _topologies:
+        _topologies[repr(stages)] = PipelineTopology(stages)
+        keep_groups()
+    return _topologies[repr(stages)]
 
 
 def numbers(shape, dtype, *key) -> torch.Tensor:
@@ -78,7 +79,7 @@ class Traffic:
         return numbers(self.shape, self.dtype, "activation", self.step, source_idx)
 
     def _gradient(self, source_idx: int, position: int) -> torch.Tensor:
-        """Of one rank of a stage; in a replicated stage they differ."""
+        """The gradient that one rank of a stage has; in a replicated stage they differ."""
         if self.layouts[source_idx] != "replicated":
             position = 0
         return numbers(self.shape, self.dtype, "gradient", self.step, source_idx, position)

@@ -1,6 +1,4 @@
-"""Cases of sequence-parallel operations, drawn in the test process, and the helpers that ranks check them
-with.
-"""
+"""Cases of sequence-parallel operations, drawn in the test process, and what ranks check them with."""
 
 from __future__ import annotations
 
@@ -161,3 +159,8 @@ def error_of(call, *args, **kwargs) -> tuple[str, str]:
         assert not isinstance(error, RuntimeError) or isinstance(error, PipeCommError), f"{kind}: {error}"
         return kind, str(error)
     raise AssertionError(f"{call.__name__} took {kwargs} without complaint")
+
+
+def num_posted(comm) -> int:
+    """Operations that this rank has posted so far, of which there is at least one."""
+    return 1 + max(flight["number"] for flight in comm.flight_record())

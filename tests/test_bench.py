@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 from ranks import on_ranks
-from scripts import REPOSITORY, run_script
+from scripts import REPOSITORY, run_on_ranks, run_script
 
 sys.path.insert(0, str(REPOSITORY / "bench"))
 from measure import NUM_BLOCKS, measure  # noqa: E402
@@ -42,7 +42,7 @@ def test_every_op_moves_the_right_data(world, op, dtype):
         assert results[0].ratio == 1.0 and results[1].ratio > 0
 
 
-@on_ranks(2, deadline=60)
+@on_ranks(2)
 def test_pipelines_compute_the_gradients_of_the_unsplit_model(world):
     for op in SCHEDULE_OPS:
         for case in SCHEDULE_OPS[op].build(bench_of(world), num_bytes=512):
@@ -96,13 +96,13 @@ def test_times_are_the_slowest_ranks(world):
     assert slow.algbw == pytest.approx(4 / slow.median_us / 1e3)
 
 
+@pytest.mark.slow
 def test_a_run_writes_table_json_and_picture(tmp_path, monkeypatch):
     monkeypatch.setenv("PIPECOMM_TRANSPORT", "c10d")
     monkeypatch.setenv("SECRET_TOKEN", "not for the report")
     numbers, picture = tmp_path / "out" / "numbers.json", tmp_path / "out" / "picture.png"
     exit_code, output = run_script(
         RUN, "p2p", "--ranks", 2, "--sizes", "4K,64K", "--iters", 20, "--json", numbers, "--plot", picture,
-        scratch=tmp_path / "scratch",
     )  # fmt: skip
     assert exit_code == 0, output
     for column in (
@@ -141,11 +141,10 @@ def test_a_run_writes_table_json_and_picture(tmp_path, monkeypatch):
         assert result["busbw_gb_per_s"] == result["algbw_gb_per_s"] and result["ratio_to_baseline"] > 0
 
 
-def test_a_quick_run_of_posting_has_no_bandwidth(tmp_path):
+def test_a_quick_run_of_posting_has_no_bandwidth(ranks, tmp_path):
     numbers = tmp_path / "numbers.json"
-    exit_code, output = run_script(
-        RUN, "host", "--quick", "--json", numbers, "--plot", tmp_path / "p.png", scratch=tmp_path / "scratch"
-    )
+    arguments = ["host", "--quick", "--json", numbers, "--plot", tmp_path / "p.png"]
+    exit_code, output = run_on_ranks(ranks, 2, "run", *arguments)
     assert exit_code == 0, output
     assert all(result["algbw_gb_per_s"] is None for result in json.loads(numbers.read_text())["results"])
 

@@ -16,7 +16,7 @@ from pipeline_p2p import PIPELINE_OPS  # noqa: E402
 from run import parse_arguments  # noqa: E402
 
 
-@on_ranks(2, 3, deadline=60)
+@on_ranks(2, 3)
 @pytest.mark.parametrize("num_bytes", [1000, 300_000])
 def test_pipeline_p2p(world, num_bytes):
     comms = {f"pipecomm {name}": world.shared_comm(transport=name, channels=4) for name in ("c10d", "shm")}

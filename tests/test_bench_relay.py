@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import sys
 
-import pytest
 import torch
 from ranks import on_ranks
-from scripts import REPOSITORY, run_script
+from scripts import REPOSITORY, run_on_ranks
 
 sys.path.insert(0, str(REPOSITORY / "bench"))
 import relay  # noqa: E402
 from measure import NUM_BLOCKS, measure  # noqa: E402
 from ops import BASELINE, MEMCPY, Bench  # noqa: E402
 
-RUN = "bench/run.py"
 
-
-@on_ranks(2, 3, 4, deadline=60)
+@on_ranks(2, 3, 4)
 def test_all_implementations_give_the_same(world):
     comms = {"pipecomm shm": world.shared_comm(transport="shm")}
     bench = Bench(world.rank, world.size, torch.device("cpu"), torch.bfloat16, comms)
@@ -32,10 +29,7 @@ def test_all_implementations_give_the_same(world):
     assert len(set(labels)) == len(labels) == (1 if world.size == 2 else num_splits * len(relay.LAYOUTS))
 
 
-@pytest.mark.parametrize("num_ranks", [3])
-def test_table(tmp_path, num_ranks):
-    exit_code, output = run_script(
-        RUN, "relay", "--ranks", num_ranks, "--sizes", "64K", "--iters", 10, scratch=tmp_path / "scratch"
-    )
+def test_table(ranks):
+    exit_code, output = run_on_ranks(ranks, 3, "run", "relay", "--ranks", 3, "--sizes", "64K", "--iters", 10)
     assert exit_code == 0, output
     assert "1 to 2, R to R" in output and "shm sharded" in output and "2 to 1, S0 to S1" in output

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 from ranks import on_ranks
-from scripts import REPOSITORY, run_script
+from scripts import REPOSITORY, run_on_ranks
 
 sys.path.insert(0, str(REPOSITORY / "bench"))
 import all_to_all as all_to_all_op  # noqa: E402
@@ -18,15 +18,13 @@ from run import parse_arguments  # noqa: E402
 from sequence_ops import SEQUENCE_OPS  # noqa: E402
 from work import count_work  # noqa: E402
 
-RUN = "bench/run.py"
-
 
 def bench_of(world, matrix=None) -> Bench:
     comms = {f"pipecomm {name}": world.shared_comm(transport=name) for name in ("c10d", "shm")}
     return Bench(world.rank, world.size, torch.device("cpu"), torch.bfloat16, comms, matrix)
 
 
-@on_ranks(2, 3, deadline=60)
+@on_ranks(2, 3)
 @pytest.mark.parametrize("op", SEQUENCE_OPS)
 def test_all_implementations_give_the_same(world, op):
     num_cases = 0
@@ -84,12 +82,11 @@ def test_a_matrix_of_bytes(world):
     assert [result.num_wrong for result in results] == [0, 0, 0]
 
 
-def test_a_matrix_file(tmp_path):
+def test_a_matrix_file(ranks, tmp_path):
     matrix, numbers = tmp_path / "matrix.txt", tmp_path / "numbers.json"
     matrix.write_text("# to 0, to 1\n0 64K\n1000 0\n")
-    exit_code, output = run_script(
-        RUN, "all_to_all", "--matrix", matrix, "--iters", 20, "--json", numbers, scratch=tmp_path / "scratch"
-    )
+    arguments = ["all_to_all", "--matrix", matrix, "--iters", 20, "--json", numbers]
+    exit_code, output = run_on_ranks(ranks, 2, "run", *arguments)
     assert exit_code == 0, output
     assert "%bound" in output and "copies" in output
     results = json.loads(numbers.read_text())["results"]

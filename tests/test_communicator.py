@@ -70,6 +70,15 @@ def test_a_communicator_tells_what_it_is(world):
     comm.close()
 
 
+@on_ranks(1)
+def test_facts_of_a_communicator_cannot_be_changed(world):
+    with Communicator(timeout=5) as comm:
+        for name in ("timeout", "rank", "device", "speed"):
+            with pytest.raises(AttributeError, match=f"the {name} of a Communicator cannot be changed"):
+                setattr(comm, name, 1)
+        assert comm.timeout == 5
+
+
 @on_ranks(2)
 def test_with_closes(world):
     with Communicator(world.group, device="cpu") as comm:
@@ -130,7 +139,7 @@ def resources() -> tuple[int, int, int]:
     return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), resident
 
 
-@on_ranks(2, deadline=100)
+@on_ranks(2)
 def test_200_communicators_leak_nothing(world):
     peer = 1 - world.rank
 

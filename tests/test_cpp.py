@@ -1,61 +1,80 @@
 """The C++ tests of tests/cpp as part of the suite; `make sanitize` runs them under sanitizers.
 
-They are built in build/cpp-tests, which is kept: only the first run compiles everything.
+They are a target of the module's own build folder and link its objects: only the tests are compiled here.
 """
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from scripts import REPOSITORY, locked_build
 
-ROOT = Path(__file__).resolve().parents[1]
-BUILD = ROOT / "build" / "cpp-tests"
-FLAGS = "-O1"  # compiles in two thirds of the time of -O3
-BUILD_LIMIT_S, TEST_LIMIT_S = 900, 60  # about 40 s if the cores are free, much more if they are not
+BUILD_LIMIT_S, TEST_LIMIT_S = 900, 200  # about 40 s if the cores are free, much more if they are not
 
 
-def tool(name: str) -> str | None:
+def tool(name: str) -> str:
     """The one of this Python's environment first, as setup.py has it."""
-    return shutil.which(name, path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
+    path = shutil.which(name, path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
+    if path is None:
+        pytest.skip(f"{name} is missing: pip install cmake ninja")
+    return path
 
 
-def run(command: list[str], limit_s: float) -> None:
+def run(*command: object, limit_s: float) -> None:
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        list(map(str, command)),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
     ) as process:
         try:
             output, _ = process.communicate(timeout=limit_s)
         except BaseException:
             os.killpg(process.pid, signal.SIGKILL)  # compilers outlive the build tool that is killed alone
             raise
-    assert process.returncode == 0, f"{' '.join(command)} ended with {process.returncode}\n{output}"
+    assert process.returncode == 0, f"{' '.join(map(str, command))} ended with {process.returncode}\n{output}"
 
 
-@pytest.fixture
-def built_tests() -> Iterator[Path]:
-    """The build folder, ours alone while the test runs."""
-    cmake, ninja = tool("cmake"), tool("ninja")
-    if cmake is None or ninja is None:
-        pytest.skip("cmake or ninja is missing: pip install cmake ninja")
-    BUILD.mkdir(parents=True, exist_ok=True)
-    with open(BUILD / ".lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        configure = [cmake, "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}", "-S", str(ROOT / "tests" / "cpp")]
-        run([*configure, "-B", str(BUILD), "-DSANITIZE=", f"-DCMAKE_CXX_FLAGS_RELEASE={FLAGS}"], limit_s=60)
-        run([cmake, "--build", str(BUILD), "--parallel", "2"], limit_s=BUILD_LIMIT_S)
-        yield BUILD
+def build_folder() -> Path:
+    """Where setup.py has built the module for this Python and torch; the latest, if with and without CUDA."""
+    version = torch.__version__.split("+")[0]
+    folders = (REPOSITORY / "build").glob(f"{sys.implementation.cache_tag}-torch{version}-*")
+    return max(folders, key=lambda folder: (folder / "build.ninja").stat().st_mtime)
 
 
-@pytest.mark.timeout(BUILD_LIMIT_S + 100)
-def test_the_cpp_tests_pass(built_tests: Path) -> None:
-    ctest = shutil.which("ctest", path=str(Path(tool("cmake")).parent))
-    limits = ["--no-tests=error", "--timeout", str(TEST_LIMIT_S)]
-    run([ctest, "--test-dir", str(built_tests), "--output-on-failure", *limits], limit_s=BUILD_LIMIT_S)
+@pytest.mark.slow
+@pytest.mark.timeout(2 * BUILD_LIMIT_S)
+def test_the_program_of_kernels_can_fail() -> None:
+    """Each of its parts, for a wrong byte in a result and for one beside it."""
+    cmake, folder = tool("cmake"), build_folder()
+    with locked_build():
+        run(cmake, "--build", folder, "--target", "copy_kernels_on_host", limit_s=BUILD_LIMIT_S)
+    program = folder / "tests" / "cpp" / "copy_kernels_on_host"
+    for part in (["values", "5"], ["many"], ["mean"], ["large", "10"], ["bandwidth", "1"]):
+        for planted in ("result", "guard"):
+            command = list(map(str, [program, *part, "--plant", planted]))
+            done = subprocess.run(command, capture_output=True, text=True, timeout=TEST_LIMIT_S, check=False)
+            assert done.returncode == 1 and "case: " in done.stdout, (command, done.returncode, done.stdout)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2 * BUILD_LIMIT_S)
+def test_the_cpp_tests_pass() -> None:
+    cmake = tool("cmake")
+    ctest = shutil.which("ctest", path=str(Path(cmake).resolve().parent)) or tool("ctest")
+    folder = build_folder()
+    num_workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
+    parallel = ["--parallel", max(1, len(os.sched_getaffinity(0)) // num_workers)]
+    with locked_build():
+        run(cmake, "--build", folder, "--target", "cpp_tests", *parallel, limit_s=BUILD_LIMIT_S)
+        limits = ["--no-tests=error", "--timeout", TEST_LIMIT_S]
+        tests = folder / "tests" / "cpp"
+        run(ctest, "--test-dir", tests, "--output-on-failure", *limits, *parallel, limit_s=BUILD_LIMIT_S)

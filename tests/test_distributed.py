@@ -5,6 +5,7 @@ Point-to-point, broadcast and barrier; the other collectives are in test_distrib
 
 from __future__ import annotations
 
+import importlib
 import time
 
 import pytest
@@ -13,6 +14,7 @@ import torch.distributed as torch_dist
 from patterns import assert_same, pattern, poison
 from ranks import on_ranks
 
+import pipecomm_ext
 from pipecomm_ext import PipeCommMismatch
 from pipecomm_ext import distributed as dist
 
@@ -65,6 +67,43 @@ def test_a_program_gives_the_same_with_an_import_swapped(world):
     ours, theirs = stage_step(dist, world), stage_step(torch_dist, world)
     for idx, (actual, expected) in enumerate(zip(ours, theirs, strict=True)):
         assert_same(actual, expected, idx)
+
+
+def test_every_other_name_is_torchs_own():
+    differ = {
+        name
+        for name in dir(torch_dist)
+        if not name.startswith("__") and getattr(dist, name) is not getattr(torch_dist, name)
+    }
+    assert differ == {*dist.__all__, "Work"} & {*dir(torch_dist)} and dist.Work is pipecomm_ext.Work
+    assert {*dir(torch_dist), *dist.__all__} <= set(dir(dist))
+    assert dist.group.WORLD is torch_dist.group.WORLD and dist.ReduceOp.SUM == torch_dist.ReduceOp.SUM
+    with pytest.raises(
+        AttributeError, match="neither pipecomm_ext.distributed nor torch.distributed has .* 'al"
+    ):
+        dist.al_reduce  # noqa: B018
+    with pytest.raises(ImportError, match="cannot import name 'al_reduce'"):
+        from pipecomm_ext.distributed import al_reduce  # noqa: F401
+    with pytest.raises(ModuleNotFoundError, match="'pipecomm_ext.distributed' is not a package"):
+        importlib.import_module("pipecomm_ext.distributed.fsdp")  # not a second copy of torch's
+
+
+@on_ranks(2)
+def test_a_training_script_with_one_line_changed(world):
+    """Reductions, groups and queries are torch's, messages are ours; a compiled function may ask, too."""
+    from pipecomm_ext.distributed import ReduceOp, all_reduce, new_group
+
+    assert dist.is_initialized() and (dist.get_rank(), dist.get_world_size()) == (world.rank, 2)
+    group = new_group([1, 0])
+    total = torch.tensor([world.rank + 1.0])
+    all_reduce(total, op=ReduceOp.MAX, group=group)
+    dist.all_reduce(total, group=group)
+    gathered = [torch.empty(1) for _ in range(2)]
+    dist.all_gather(gathered, total + dist.get_rank(), group=group)
+    assert [tensor.item() for tensor in gathered] == [4.0, 5.0]
+    compiled = torch.compile(lambda x: x * dist.get_world_size(), backend="eager", fullgraph=True)
+    assert compiled(torch.ones(1)).item() == 2
+    dist.destroy_process_group(group)
 
 
 @on_ranks(2)
@@ -222,6 +261,7 @@ def test_wrong_arguments(world, call, expected, message):
     test_torchs_operations_are_accepted_in_a_batch.rank_body(world)
 
 
+@pytest.mark.timed
 @on_ranks(2, 3)
 @pytest.mark.parametrize("source", [17, -1, None, 1.5])
 def test_a_broadcast_that_one_rank_refuses_is_refused_by_all(world, source):

@@ -12,8 +12,9 @@ import torch
 from ranks import on_ranks
 
 import pipecomm_ext
-from pipecomm_ext import PipeCommMismatch, Recv, Send, environment
-from pipecomm_ext.info import format_info
+from pipecomm_ext import PipeCommMismatch, Recv, Send
+from pipecomm_ext.core import environment
+from pipecomm_ext.diagnostics.info import format_info
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "python" / "pipecomm_ext"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import sys
 import time
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -21,6 +22,8 @@ from pipecomm_ext.pipeline_parallel import (
     get_forward_backward_func,
     get_pp_rank_microbatches,
 )
+from pipecomm_ext.pipeline_parallel.plan_runner import PlanRunner, StepArguments
+from pipecomm_ext.schedules import one_f_one_b
 
 SEQ, BATCH, HIDDEN = 3, 2, 4
 
@@ -325,6 +328,88 @@ def test_groups_of_the_default_topology(world):
         assert warmup == (1 - world.rank if num_chunks == 1 else 2 * (1 - world.rank) + 2)
 
 
+class MegatronState(ModuleType):
+    """megatron.core.parallel_state, as far as the schedules ask it, of a pipeline of all ranks."""
+
+    def __init__(self, world, vp_size: int | None, is_initialized: bool = True):
+        super().__init__("megatron.core.parallel_state")
+        self.model_parallel_is_initialized = lambda: is_initialized
+        self.get_pipeline_model_parallel_world_size = lambda: world.size
+        self.get_pipeline_model_parallel_rank = lambda: world.rank
+        self.get_virtual_pipeline_model_parallel_world_size = lambda: vp_size
+        self.get_pipeline_model_parallel_group = lambda: world.group
+        self.get_tensor_model_parallel_group = lambda: SimpleNamespace(size=lambda: 1)
+        self.get_context_parallel_group = lambda check_initialized=True: SimpleNamespace(size=lambda: 2)
+
+
+def default_step(chunks, data, **kwargs):
+    return get_forward_backward_func()(
+        forward_step_func=forward_step_func,
+        data_iterator=[iter(data) for _ in chunks],
+        model=chunks,
+        num_microbatches=len(data),
+        micro_batch_size=BATCH,
+        **{"seq_length": SEQ, **kwargs},
+    )
+
+
+@on_ranks(2)
+def test_sizes_and_groups_of_megatrons_state(world):
+    finalized = []
+    config = PipelineConfig(
+        pipeline_dtype=torch.float32,
+        hidden_size=HIDDEN,
+        # Megatron's own function takes its own groups for None, and refuses groups without `embd`.
+        finalize_model_grads_func=lambda model, num_tokens, pg_collection: finalized.append(pg_collection),
+    )
+    data = micro_batches(4)
+    for vp_size in (None, 1, 2):
+        num_chunks = vp_size or 1
+        chunks = [Chunk(chunk * 2 + world.rank, config) for chunk in range(num_chunks)]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(sys.modules, "megatron.core.parallel_state", MegatronState(world, vp_size))
+            is_interleaved = get_forward_backward_func() is forward_backward_pipelining_with_interleaving
+            assert is_interleaved == (vp_size is not None)
+            results = default_step(chunks, data, seq_length=2 * SEQ)  # context parallelism halves it
+            warmup = get_pp_rank_microbatches(4, num_chunks, None)[2]
+        assert len(results) == (4 if world.rank == 1 else 0)
+        assert warmup == (1 - world.rank) * (1 if vp_size is None else 2) + 2 * (num_chunks - 1)
+        _, expected = unsplit(2 * num_chunks, data)
+        for chunk_idx, chunk in enumerate(chunks):
+            torch.testing.assert_close(chunk.weight.grad, 2 * expected[chunk_idx * 2 + world.rank])
+    assert finalized == [None] * 3
+
+
+@on_ranks(2)
+def test_without_any_default(world):
+    chunk = Chunk(world.rank, PipelineConfig(pipeline_dtype=torch.float32, hidden_size=HIDDEN))
+    with pytest.MonkeyPatch.context() as patch:
+        for is_imported in (False, True):
+            if is_imported:
+                state = MegatronState(world, None, is_initialized=False)
+                patch.setitem(sys.modules, "megatron.core.parallel_state", state)
+            for call in (
+                get_forward_backward_func,
+                lambda: get_pp_rank_microbatches(4, 1, None),
+                lambda: step(
+                    world, chunk, micro_batches(2), chunk.config, pg_collection=None, p2p_communicator=None
+                ),
+            ):
+                with pytest.raises(ValueError, match="no defaults before .*initialize_pipeline.*Megatron's"):
+                    call()
+
+
+@on_ranks(3)
+def test_a_default_topology_of_unequal_stages(world):
+    parallel_state.initialize_pipeline([1, 2], group=world.group)
+    try:
+        chunk = Chunk(0, PipelineConfig(pipeline_dtype=torch.float32, hidden_size=HIDDEN))
+        with pytest.raises(ValueError, match=r"different numbers of ranks, \[1, 2\].*Executor"):
+            default_step([chunk], micro_batches(2))
+    finally:
+        parallel_state.destroy()
+
+
 # ---- what the steps are told ------------------------------------------------------------------------------
 
 
@@ -383,6 +468,37 @@ def test_tokens_are_summed_and_handed_on(world):
             assert num_tokens is None
 
 
+def test_tokens_are_counted_where_the_messages_are():
+    """finalize_model_grads_func broadcasts the count over the pipeline, which may serve CUDA tensors only."""
+    config = PipelineConfig(pipeline_dtype=torch.float32, hidden_size=HIDDEN)
+    step_of = StepArguments(
+        forward_step_func=forward_step_func,
+        data_iterator=[None],
+        model=[Chunk(0, config)],
+        num_microbatches=2,
+        seq_length=SEQ,
+        micro_batch_size=BATCH,
+        p2p_communicator=SimpleNamespace(communicator=SimpleNamespace(device=torch.device("meta"))),
+    )
+    runner = PlanRunner(one_f_one_b(2, 2), 0, step_of, None, None)
+    assert runner.total_num_tokens.device.type == "meta" and runner.total_num_tokens.dtype == torch.int
+
+
+@on_ranks(2)
+def test_interleaving_does_not_look_at_decoder_seq_length(world):
+    topology = parallel_state.initialize_pipeline([1, 1], group=world.group, virtual_stages=2)
+    try:
+        config = PipelineConfig(pipeline_dtype=torch.float32, hidden_size=HIDDEN)
+        chunks, data = [Chunk(2 * chunk + world.rank, config) for chunk in range(2)], micro_batches(2)
+        default_step(chunks, data, decoder_seq_length=7 * SEQ)
+        _, expected = unsplit(4, data)
+        for chunk_idx, chunk in enumerate(chunks):
+            torch.testing.assert_close(chunk.weight.grad, expected[2 * chunk_idx + world.rank])
+    finally:
+        topology.close()
+        parallel_state.destroy()
+
+
 @on_ranks(2)
 def test_collecting_other_data(world):
     config = PipelineConfig(pipeline_dtype=torch.float32, hidden_size=HIDDEN)
@@ -403,17 +519,21 @@ def test_timers_of_a_schedule(world):
     names = []
 
     def timers(name, log_level=2):
-        assert log_level == 2
-        return SimpleNamespace(start=lambda: names.append(name), stop=lambda: None)
+        def start(**barrier):
+            assert (log_level, barrier) == ((1, {"barrier": True}) if name == "forward-backward" else (2, {}))
+            names.append(name)
 
-    config = PipelineConfig(pipeline_dtype=torch.float32, hidden_size=HIDDEN, timers=timers)
+        return SimpleNamespace(start=start, stop=lambda: names.append("stop") if log_level == 1 else None)
+
+    settings = {"timers": timers, "barrier_with_L1_time": True}
+    config = PipelineConfig(pipeline_dtype=torch.float32, hidden_size=HIDDEN, **settings)
     step(world, Chunk(world.rank, config), micro_batches(1), config)
     ends = [["forward-send", "backward-recv"], ["forward-recv", "backward-send"]][world.rank]
     forward, backward = "forward-compute", "backward-compute"
     if world.rank == 0:
-        assert names == [forward, *ends, backward]
+        assert names == ["forward-backward", forward, *ends, backward]
     else:
-        assert names == [ends[0], forward, backward, ends[1]]
+        assert names == ["forward-backward", ends[0], forward, backward, ends[1]]
 
 
 # ---- errors -----------------------------------------------------------------------------------------------
@@ -444,6 +564,7 @@ def fails_in_the_middle(world, failing_rank: int, overlap: bool):
     return None
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("failing_rank", [0, 2])
 def test_an_exception_in_one_stage_reaches_all(ranks, failing_rank, overlap):
@@ -502,13 +623,16 @@ def test_wrong_arguments_of_schedules(world):
     overlap = {"overlap_p2p_comm": True}
     for error, message, call in [
         (ValueError, "both p2p_communicator and pg_collection", lambda: plain(pg_collection=None)),
-        (TypeError, "a P2PCommunicator of this package, not str", lambda: plain(p2p_communicator="p2p")),
+        (TypeError, "be a pipecomm_ext.pipeline_parallel.P2PCommunicator, not megatron.core.p2p.P2PCommunic",
+         lambda: plain(p2p_communicator=type("P2PCommunicator", (), {"__module__": "megatron.core.p2p"})())),
         (ValueError, "model must be one, or a list of one", lambda: plain(model=[chunk, chunk])),
         (ValueError, "needs config.batch_p2p_comm=False", lambda: plain(model=with_config(**overlap))),
         (ValueError, "warmup_flush needs config.overlap_p2p_comm",
          lambda: plain(model=with_config(overlap_p2p_comm_warmup_flush=True))),
         (ValueError, "hidden_size must be set", lambda: plain(model=with_config(hidden_size=None))),
         (ValueError, "M must be at least 1", lambda: plain(num_microbatches=0)),
+        (TypeError, r"^forward_backward_pipelining_with_interleaving\(\) got an unexpected .* 'models'",
+         lambda: interleaved(models=[chunk])),
         (TypeError, "model must be a list", lambda: interleaved(model=chunk)),
         (TypeError, "data_iterator must be a list", lambda: interleaved(data_iterator=iter(()))),
         (ValueError, "2 model chunks and 1 data iterators", lambda: interleaved(data_iterator=[None])),

@@ -14,8 +14,11 @@ import torch
 
 import pipecomm_ext
 from pipecomm_ext import __main__ as command_line
-from pipecomm_ext import _build_info, doctor
-from pipecomm_ext.info import choose_transport, format_info, info, transport_status, warnings_of
+from pipecomm_ext import _build_info
+from pipecomm_ext.diagnostics import doctor
+from pipecomm_ext.diagnostics.info import choose_transport, format_info, info, transport_status, warnings_of
+from pipecomm_ext.transports import TRANSPORTS
+from pipecomm_ext.transports import nccl as nccl_module
 
 KEYS = {
     "version",
@@ -47,7 +50,7 @@ def test_info_is_plain_data_with_the_promised_keys() -> None:
     assert facts["torch"]["version"] == torch.__version__
     assert facts["build"]["torch"] == _build_info.torch_version
     assert facts["cuda"]["built"] == _build_info.with_cuda
-    assert set(facts["transports"]) == {"c10d", "nccl", "shm"}
+    assert set(facts["transports"]) == set(TRANSPORTS) == {"c10d", "nccl", "shm"}
     for status in facts["transports"].values():
         assert isinstance(status["available"], bool) and status["reason"]
     assert facts["transports"]["c10d"]["available"]
@@ -70,6 +73,14 @@ def test_info_shows_our_environment_variables(monkeypatch: pytest.MonkeyPatch) -
     assert "PIPECOMM_SAMPLE=7" in format_info(info())
 
 
+def status_with(cuda: dict, nccl: dict, monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, Any]]:
+    """What `info` says of the transports in a process with these facts."""
+    monkeypatch.setattr(nccl_module, "cuda_facts", lambda: cuda)
+    monkeypatch.setattr(nccl_module, "nccl_facts", lambda: nccl)
+    monkeypatch.setattr(nccl_module, "engine_problem", lambda: "")
+    return transport_status()
+
+
 @pytest.mark.parametrize(
     ("cuda", "nccl", "reason"),
     [
@@ -79,8 +90,10 @@ def test_info_shows_our_environment_variables(monkeypatch: pytest.MonkeyPatch) -
         ({"devices": []}, {}, "no CUDA device"),
     ],
 )
-def test_nccl_is_refused_with_the_first_reason(cuda: dict, nccl: dict, reason: str) -> None:
-    status = transport_status({**CUDA, **cuda}, {**NCCL, **nccl})
+def test_nccl_is_refused_with_the_first_reason(
+    cuda: dict, nccl: dict, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    status = status_with({**CUDA, **cuda}, {**NCCL, **nccl}, monkeypatch)
     assert not status["nccl"]["available"]
     assert reason in status["nccl"]["reason"]
     choice = choose_transport("cuda", status)
@@ -88,8 +101,8 @@ def test_nccl_is_refused_with_the_first_reason(cuda: dict, nccl: dict, reason: s
     assert status["nccl"]["reason"] in choice["reason"]
 
 
-def test_cuda_tensors_take_nccl_where_it_is_usable() -> None:
-    status = transport_status(CUDA, NCCL)
+def test_cuda_tensors_take_nccl_where_it_is_usable(monkeypatch: pytest.MonkeyPatch) -> None:
+    status = status_with(CUDA, NCCL, monkeypatch)
     assert choose_transport("cuda", status) == {
         "transport": "nccl",
         "reason": "NCCL 2.28.9 and a CUDA device",

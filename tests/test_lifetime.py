@@ -5,14 +5,17 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import weakref
 
 import pytest
 import torch
+import torch.distributed as dist
 from patterns import assert_same, pattern, poison
 from ranks import on_ranks
 
 from pipecomm_ext import Communicator, PipeCommError
-from pipecomm_ext import communicator as communicator_module
+from pipecomm_ext.communicator.communicator import open_communicators
+from pipecomm_ext.communicator.registry import close_all, get_communicator
 
 TRANSPORTS = pytest.mark.parametrize("transport", ["c10d", "shm"])
 HANG_LIMIT_S = 20
@@ -48,7 +51,7 @@ def test_a_forked_child_leaves_the_connections_of_its_parent_alone(world, transp
             with pytest.raises(PipeCommError, match="was forked"):
                 call()
         comm.abort("in the child")
-        communicator_module._close_all()  # what the end of the interpreter does
+        close_all()  # what the end of the interpreter does
         held.clear()  # the last reference
         gc.collect()
 
@@ -59,7 +62,7 @@ def test_a_forked_child_leaves_the_connections_of_its_parent_alone(world, transp
     held.pop().close()
 
 
-@on_ranks(2, deadline=60)
+@on_ranks(2)
 @TRANSPORTS
 def test_a_handle_may_be_the_last_owner_of_a_communicator(world, transport):
     """The communicator then ends where the handle is dropped, while its threads drop tensors of Python."""
@@ -72,7 +75,7 @@ def test_a_handle_may_be_the_last_owner_of_a_communicator(world, transport):
         if round_idx % 2 == 0:
             work.wait()
         comm.barrier()
-        communicator_module._open.discard(comm)
+        open_communicators.discard(comm)
         del comm
         gc.collect()
         del work
@@ -92,3 +95,20 @@ def test_errors_survive_texts_cut_within_a_character(world):
                 comm.broadcast(torch.zeros(3), 0)
             assert caught.value.origin_rank == 0
     comm.barrier()
+
+
+@on_ranks(2)
+def test_communicators_of_destroyed_groups_end(world):
+    """Their threads and those of torch's group, too: the ranks of a long job may make and destroy many."""
+    numbers = []
+    for _ in range(6):
+        group = dist.new_group([0, 1])
+        comm = get_communicator(group)
+        comm.barrier()
+        dist.destroy_process_group(group)
+        last = weakref.ref(group)
+        del group, comm
+        numbers.append(len(os.listdir("/proc/self/task")))
+    get_communicator(dist.new_group([0, 1]))
+    gc.collect()
+    assert last() is None and numbers[-1] <= numbers[1]

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-PAGE = (Path(__file__).resolve().parents[1] / "docs" / "migrating.md").read_text()
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = (ROOT / "docs" / "migrating.md").read_text()
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 IMPORTS = [
     (node.module, alias.name)
@@ -27,6 +28,19 @@ def test_there_is_code():
 @pytest.mark.parametrize(("module", "name"), IMPORTS)
 def test_what_it_imports_is_there(module, name):
     assert hasattr(importlib.import_module(module), name)
+
+
+def test_what_it_says_is_not_there_is_not():
+    assert "there are none: any two dims are exchanged as they are" in PAGE
+    package = importlib.import_module("pipecomm_ext")
+    assert not hasattr(package, "adjust_tensor_dimensions")
+    assert not hasattr(package, "unadjust_tensor_dimensions")
+    megatron = importlib.import_module("pipecomm_ext.pipeline_parallel")
+    several = "MultiModulePipelineCommunicator", "BridgeCommunicator", "HyperCommGrid"
+    for name in (*several, "ScheduleNode", "combined_1f1b_schedule_for_interleaved_pipelining"):
+        assert not hasattr(megatron, name) and not hasattr(megatron.schedules, name)
+    for page in (PAGE, (ROOT / "README.md").read_text()):
+        assert all(f"`{name}`" in page for name in several) and "`ScheduleNode`s" in page
 
 
 def test_the_layout_of_the_page():

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 
-from pipecomm_ext import _C, _build_info, environment, nccl
-from pipecomm_ext.communicator import _choose_for_cuda
+from pipecomm_ext import _C, _build_info
+from pipecomm_ext.communicator.construction import choose
+from pipecomm_ext.core import environment
+from pipecomm_ext.transports import TRANSPORTS, Construction, c10d, nccl
 
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 
@@ -33,22 +37,56 @@ def test_nccl_needs_all_ranks_and_a_gpu_for_each():
     good = [{"problem": "", "gpu": f"host/{idx}"} for idx in range(3)]
     assert nccl.problem_of(good) == ""
     assert nccl.problem_of([*good, {"problem": "no driver", "gpu": ""}]) == "rank 3: no driver"
-    assert nccl.problem_of([*good, good[1]]) == "ranks 1 and 3 have the same GPU"
+    problem = nccl.problem_of([*good, good[1]])
+    assert problem.startswith("ranks 1 and 3 have the same GPU") and "set_device" in problem
 
 
-def test_the_choice_for_cuda_tensors():
-    facts = {"device": "cuda", "transport": "auto", "local": {"problem": "", "gpu": "host/0"}}
-    other = {**facts, "local": {"problem": "", "gpu": "host/1"}}
-    assert _choose_for_cuda(facts, [facts, other])[0] == "nccl"
-    transport, reason = _choose_for_cuda(facts, [facts, facts])
-    assert transport == "c10d" and "ranks 0 and 1 have the same GPU" in reason
-    asked = {**facts, "transport": "nccl"}
-    assert _choose_for_cuda(asked, [asked, asked]) == ("nccl", "asked for")
+def test_more_thread_blocks_at_least_than_at_most(monkeypatch):
+    monkeypatch.setenv("PIPECOMM_NCCL_MIN_CTAS", "8")
+    assert nccl.options(environment.read())["min_ctas"] == 8
+    monkeypatch.setenv("PIPECOMM_NCCL_MAX_CTAS", "4")
+    with pytest.raises(
+        ValueError, match=r"MIN_CTAS \(8\) must not be more than PIPECOMM_NCCL_MAX_CTAS \(4\)"
+    ):
+        nccl.options(environment.read())
+
+
+@pytest.mark.parametrize(
+    ("gpus", "is_asked_for", "transport", "reason"),
+    [
+        (("host/0", "host/1"), False, "nccl", "every rank has NCCL and a GPU of its own"),
+        (("host/0", "host/0"), False, "c10d", "NCCL cannot be used: ranks 0 and 1 have the same GPU"),
+        (("host/0", "host/0"), True, "nccl", "asked for"),
+    ],
+)
+def test_the_choice_for_cuda_tensors(monkeypatch, gpus, is_asked_for, transport, reason):
+    """Rank 0 of two, with engines that connect nothing."""
+    engines = {"nccl": object(), "c10d": object()}
+    monkeypatch.setattr(nccl, "connect", lambda construction: engines["nccl"])
+    monkeypatch.setattr(c10d, "connect", lambda construction: engines["c10d"])
+    requested = "nccl" if is_asked_for else "auto"
+    candidates = {"nccl": [{"problem": "", "gpu": gpu} for gpu in gpus]}
+    if not is_asked_for:
+        candidates["c10d"] = [{}, {}]
+    construction = Construction(
+        None, 1, torch.device("cuda", 0), 2, 1.0, "auto", settings={}, requested=requested
+    )
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        chosen, made, why = choose(construction, candidates)
+    assert chosen == transport and made.engine is engines[transport] and reason in why
+    if transport == "c10d":
+        assert why.startswith("staged through host memory over gloo")
+        (warning,) = warned
+        assert warning.category is RuntimeWarning
+        assert "stages CUDA tensors" in str(warning.message) and "set_device" in str(warning.message)
+    else:
+        assert not warned
 
 
 @without_gpu
 def test_this_machine_says_why_not():
-    assert nccl.local_facts()["problem"]
+    assert TRANSPORTS["nccl"].local_facts(torch.device("cuda", 0))["problem"]
     if _build_info.with_nccl:
         assert _C.nccl_problem() == ""  # torch has loaded a libnccl that is new enough
     else:
@@ -57,12 +95,11 @@ def test_this_machine_says_why_not():
 
 @without_gpu
 def test_a_device_communicator_without_a_device():
-    with pytest.raises(RuntimeError, match="no CUDA and NCCL support|CUDA: looking for devices"):
+    with pytest.raises(RuntimeError, match="has no CUDA support|CUDA: looking for devices"):
         _C.DeviceCommunicator(
-            backend=None,
+            _C.C10dConnections(None, 0, 1, epoch=1),
             rank=0,
             size=1,
-            epoch=1,
             channels=2,
             timeout=5,
             check="auto",
@@ -75,17 +112,16 @@ def test_a_device_communicator_without_a_device():
     ("wrong", "text"),
     [
         ({"check": "sometimes"}, "check must be"),
-        ({"size": 2}, "nccl_ids must have 3 elements"),
-        ({"size": 2, "nccl_ids": [b"short"] * 3}, "must have 128 bytes, not 5"),
+        ({"size": 2}, "nccl_ids must have 5 elements"),
+        ({"size": 2, "nccl_ids": [b"short"] * 5}, "must have 128 bytes, not 5"),
         ({"timeout": 0}, "timeout must be more than 0"),
     ],
 )
 def test_wrong_arguments_of_a_device_communicator(wrong, text):
     arguments = {
-        "backend": None,
+        "connections": _C.C10dConnections(None, 0, 1, epoch=1),
         "rank": 0,
         "size": 1,
-        "epoch": 1,
         "channels": 2,
         "timeout": 5,
         "check": "auto",

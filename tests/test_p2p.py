@@ -223,7 +223,7 @@ def test_more_than_2_to_the_31_bytes(world):
         assert tensor.count_nonzero() == len(starts) + 1
 
 
-@on_ranks(2, deadline=60)
+@on_ranks(2)
 def test_a_batch_of_100_000_operations(world):
     num_messages = 50_000
     peer = 1 - world.rank
@@ -364,6 +364,7 @@ def test_a_buffer_that_is_resized_or_dropped_in_flight_is_still_delivered(world)
     assert_same(view, pattern(100_000, torch.float32, peer))
 
 
+@pytest.mark.timed
 @on_ranks(2)
 def test_waiting_twice_and_from_another_thread(world):
     peer = 1 - world.rank
@@ -393,6 +394,7 @@ def test_waiting_twice_and_from_another_thread(world):
     assert_same(received, pattern(10, torch.int32, peer))
 
 
+@pytest.mark.timed
 @on_ranks(2)
 def test_completion_is_seen_without_waiting(world):
     """is_completed() polls and never blocks; a send is complete once the receiver has accepted it."""

@@ -13,8 +13,7 @@ from ranks import on_ranks
 
 from pipecomm_ext import PipeCommAborted, PipeCommMismatch
 from pipecomm_ext.pipeline_parallel import P2PCommunicator, PipelineConfig
-from pipecomm_ext.pipeline_parallel.boundary import header_messages, is_single_shape, specs_of_header
-from pipecomm_ext.pipeline_parallel.exchange import Exchange, Incoming, Outgoing
+from pipecomm_ext.pipeline_parallel.shapes import is_single_shape
 
 FORWARD, BACKWARD = "activation", "gradient"
 MODES = {"batched": (True, False), "individual": (False, False), "overlapped": (False, True)}
@@ -198,13 +197,6 @@ def test_what_is_a_single_shape():
         assert not is_single_shape(shapes)
 
 
-def test_headers_tell_of_all_dtypes_that_can_be_stored():
-    names = "bool uint8 int64 uint16 bfloat16 complex128 float8_e5m2 float8_e8m0fnu float4_e2m1fn_x2"
-    for dtype in (getattr(torch, name) for name in names.split() if hasattr(torch, name)):
-        [words] = header_messages([torch.empty((2, 0), dtype=dtype), None])
-        assert specs_of_header(words.tolist()) == [((2, 0), dtype), None]
-
-
 # ---- what is moved ----------------------------------------------------------------------------------------
 
 
@@ -354,31 +346,6 @@ def test_variable_shapes_of_many_messages_in_flight(world):
         assert receipts[idx].wait()[0] is received
     for work in works:
         work.wait()
-
-
-@on_ranks(2)
-def test_headers_on_a_communicator_of_their_own(world):
-    """As for CUDA tensors, whose headers stay on the host."""
-    exchange = Exchange(world.shared_comm(channels=2), world.shared_comm(channels=4))
-    peer = 1 - world.rank
-    sent = {
-        channel: [pattern((channel + 3, 2), torch.float32, world.rank, channel), None] for channel in (0, 1)
-    }
-    works, receipts = exchange.post(
-        [Outgoing(tensors, peer, channel) for channel, tensors in sent.items()],
-        [Incoming(None, peer, channel) for channel in sent],
-    )
-    for channel, receipt in enumerate(receipts):
-        tensor, absent = receipt.wait()
-        assert absent is None and tensor.requires_grad
-        assert_same(tensor.detach(), pattern((channel + 3, 2), torch.float32, peer, channel))
-    for work in works:
-        work.wait()
-    # Nothing but a header.
-    works, [receipt] = exchange.post([Outgoing([None], peer, 0)], [Incoming(None, peer, 0)])
-    assert receipt.wait() == [None] and receipt.work is None
-    [work] = works
-    work.wait()
 
 
 # ---- errors -----------------------------------------------------------------------------------------------

@@ -1,6 +1,4 @@
-"""Packed sequences: each is split on its own; one exchange gathers them all, alone and over ring and Ulysses
-groups.
-"""
+"""Packed sequences: each is split on its own, and one exchange gathers them all."""
 
 from __future__ import annotations
 
@@ -84,7 +82,7 @@ def check_packed(world, seed):
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
 def test_packed(ranks, size):
-    ranks.run(size, check_packed, 1, deadline=60)
+    ranks.run(size, check_packed, 1)
 
 
 @on_ranks(2)
@@ -185,7 +183,7 @@ def test_bad_lengths(ranks):
         ("TypeError", "a sequence length must be an int, not float"),
         ("ValueError", "sequence lengths must be a list or a 1-d tensor, not int"),
     ]
-    for errors in ranks.run(2, refuse_split, deadline=15):
+    for errors in ranks.run(2, refuse_split):
         for (kind, text), (expected_kind, expected_text) in zip(errors, expected, strict=True):
             assert kind == expected_kind and expected_text in text
 
@@ -218,6 +216,6 @@ def refuse_gather(world, idx, bad_ranks):
 @pytest.mark.parametrize("bad_ranks", [[0, 1], [1]], ids=["everywhere", "on one rank"])
 def test_bad_rows_are_refused_everywhere(ranks, idx, bad_ranks):
     _, kind, text = BAD_ROWS[idx]
-    errors = ranks.run(2, refuse_gather, idx, bad_ranks, deadline=15)
+    errors = ranks.run(2, refuse_gather, idx, bad_ranks)
     assert errors[1][0] == kind and all(text in error_text for _, error_text in errors)
     assert errors[0][0] == (kind if 0 in bad_ranks else "PipeCommMismatch")

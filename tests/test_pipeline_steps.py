@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -83,6 +84,7 @@ def test_the_schedule_table_and_its_order():
     order = convert_schedule_table_to_order(5, 2, table)
     assert order == [1, 1, 1, 2, 2, 2, -2, 1, -2, 1, -2, 2, -1, 2, -1, -1, -2, -2, -1, -1]
     assert get_schedule_table(2, 2, 4) == [(0, 0), (1, 0), (0, 1), (1, 1)]
+    assert get_schedule_table(0, 2, 4) == []
 
 
 def test_orders_are_those_of_the_plans():
@@ -129,6 +131,9 @@ def test_which_schedule():
     assert get_forward_backward_func(2, None) is forward_backward_pipelining_without_interleaving
     assert get_forward_backward_func(pp_size=2, vp_size=1) is forward_backward_pipelining_with_interleaving
     assert get_forward_backward_func() is forward_backward_no_pipelining
+    several = type("MultiModuleProcessGroupCollection", (), {})()
+    with pytest.raises(ValueError, match="pipelines of several modules are not supported"):
+        get_forward_backward_func(2, None, several)
 
 
 def test_the_first_validation_step():
@@ -181,6 +186,66 @@ def test_auxiliary_loss_scales():
     assert auxiliary_loss_scales(PipelineConfig(), num_microbatches=2, cp_size=4) == {}
     with pytest.raises(ValueError, match="mtp_grad_scale_func must give one element, not 2"):
         scales(mtp_grad_scale_func=lambda: torch.ones(2))
+
+
+class Scaler:
+    """A class like Megatron's, which keeps what it is told."""
+
+    def __init__(self):
+        self.scales = []
+
+    def set_loss_scale(self, scale):
+        self.scales.append(scale.item())
+
+
+MEGATRONS_SCALERS = {
+    "num_moe_experts": ("moe.moe_utils", "MoEAuxLossAutoScaler"),
+    "mtp_num_layers": ("multi_token_prediction", "MTPLossAutoScaler"),
+    "experimental_attention_variant": ("experimental_attention_variant.dsa", "DSAIndexerLossAutoScaler"),
+}
+
+
+def test_megatrons_scalers_are_told_the_scale_of_auxiliary_losses(monkeypatch):
+    scalers = {feature: Scaler() for feature in MEGATRONS_SCALERS}
+    for feature, (module, name) in MEGATRONS_SCALERS.items():
+        full_name = f"megatron.core.transformer.{module}"
+        monkeypatch.setitem(sys.modules, full_name, SimpleNamespace(**{name: scalers[feature]}))
+    groups = SimpleNamespace(cp=SimpleNamespace(size=lambda: 6))
+    settings = {"num_moe_experts": 8, "grad_scale_func": lambda loss: loss * 4}
+    no_pipelining(Model(PipelineConfig(**settings)), 3, pg_collection=groups)
+    assert [scaler.scales for scaler in scalers.values()] == [[8.0] * 3, [], []]
+    settings |= {"mtp_num_layers": 1, "experimental_attention_variant": "dsa"}
+    no_pipelining(Model(PipelineConfig(calculate_per_token_loss=True, **settings)), 1, pg_collection=groups)
+    assert [scaler.scales[-1] for scaler in scalers.values()] == [4.0] * 3
+
+
+@pytest.mark.parametrize("feature", MEGATRONS_SCALERS)
+def test_auxiliary_losses_that_nobody_scales_are_refused(feature):
+    value = "dsa" if feature == "experimental_attention_variant" else 2
+    model = Model(PipelineConfig(**{feature: value}))
+    with pytest.raises(ValueError, match=f"config.{feature} needs config.set_auxiliary_loss_scale"):
+        no_pipelining(model, 1)
+    model.config.set_auxiliary_loss_scale = lambda kind, scale: None
+    no_pipelining(model, 1)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"overlap_moe_expert_parallel_comm": True},
+        {"delay_wgrad_compute": True},
+        {"hybrid_context_parallel": True},
+        {"fine_grained_activation_offloading": True},
+        {"moe_paged_stash": True},
+        {"cuda_graph_impl": "local"},
+    ],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_settings_that_change_what_training_computes_are_refused(settings):
+    [name] = settings
+    with pytest.raises(ValueError, match=f"these schedules do not support config.{name}"):
+        no_pipelining(Model(SimpleNamespace(**settings)), 1)
+    no_pipelining(Model(SimpleNamespace(**{name: "none" if name == "cuda_graph_impl" else False})), 1)
 
 
 # ---- steps ------------------------------------------------------------------------------------------------
@@ -296,6 +361,21 @@ def test_a_backward_step_from_a_loss():
         backward_step([x], [x, x], [None], config)
 
 
+def test_a_backward_step_with_and_without_a_model_type():
+    config = PipelineConfig(grad_scale_func=lambda loss: loss * 8)
+    for arguments, keywords in [
+        ((config,), {}),
+        ((), {"config": config}),
+        (("encoder_or_decoder", config), {}),
+        (("encoder_or_decoder",), {"config": config}),
+        ((), {"model_type": "encoder_or_decoder", "config": config}),
+    ]:
+        x = torch.ones(3, requires_grad=True)
+        assert backward_step(x, x.sum(), None, *arguments, **keywords).tolist() == [8, 8, 8]
+    with pytest.raises(TypeError, match="needs a config"):
+        backward_step(x, x.sum(), None)
+
+
 def test_freed_outputs_and_their_backward():
     x = torch.ones(4, requires_grad=True)
     outputs = {"a": x * 2, "b": [x * 3, None]}
@@ -325,6 +405,17 @@ def test_the_current_microbatch_of_layers():
     model.decoder.layers = nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1)])
     set_current_microbatch(wrapped(model), 3)
     assert [layer.current_microbatch for layer in model.decoder.layers] == [3, 3]
+    model.mtp = nn.Module()
+    model.mtp.layers = nn.ModuleList([nn.Module(), nn.Module()])
+    for layer in model.mtp.layers:
+        layer.mtp_model_layer = nn.Linear(1, 1)
+    model.vision_model = nn.Module()
+    model.vision_model.decoder = nn.Module()
+    model.vision_model.decoder.layers = nn.ModuleList([nn.Linear(1, 1)])
+    set_current_microbatch(wrapped(model), 4)
+    layers = [layer.mtp_model_layer for layer in model.mtp.layers]
+    layers += [*model.decoder.layers, *model.vision_model.decoder.layers]
+    assert [layer.current_microbatch for layer in layers] == [4] * 5
     set_current_microbatch(nn.Linear(1, 1), 3)
 
 
@@ -486,6 +577,33 @@ def test_no_pipelining():
     assert model.weight.grad.item() == 6 and calls[1][1]["pg_collection"] is groups
     no_pipelining(model, 3, forward_only=True)
     assert model.weight.grad.item() == 6 and len(calls) == 2
+
+
+def test_the_finalizing_hook_gets_what_its_version_of_megatron_takes():
+    calls = []
+
+    def core_0_20(model, num_tokens=None, pg_collection=None, force_all_reduce=False):
+        calls.append((pg_collection, force_all_reduce))
+
+    def core_0_15(model, num_tokens=None, pg_collection=None):
+        calls.append((pg_collection,))
+
+    def core_0_12(model, num_tokens=None):
+        calls.append(())
+
+    groups = SimpleNamespace(tp=None, cp=None)
+    for hook, expected in [(core_0_20, (groups, False)), (core_0_15, (groups,)), (core_0_12, ())]:
+        model = Model(PipelineConfig(finalize_model_grads_func=hook))
+        no_pipelining(model, 1, pg_collection=groups)
+        no_pipelining(model, 1)
+        assert calls == [expected, tuple(None if value is groups else value for value in expected)]
+        calls.clear()
+        if hook is core_0_20:
+            no_pipelining(model, 1, force_all_reduce=True)
+            assert calls.pop() == (None, True)
+        else:
+            with pytest.raises(TypeError, match="force_all_reduce"):
+                no_pipelining(model, 1, force_all_reduce=True)
 
 
 def test_no_pipelining_refuses_what_it_cannot_do():

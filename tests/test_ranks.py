@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
-import textwrap
 import time
 from pathlib import Path
 
@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import RankFailure, on_ranks
+from scripts import files_in, short_folder, take_interrupts
 
 
 class DetailedError(RuntimeError):
@@ -69,6 +70,7 @@ def test_processes_are_reused(ranks):
     assert ranks.run(2, identify) == ranks.run(2, identify)
 
 
+@pytest.mark.timed
 def test_a_warm_case_is_cheap(ranks):
     ranks.run(2, identify)
     started_at = time.monotonic()
@@ -101,6 +103,7 @@ def test_run_raises_with_the_rank_and_its_traceback(ranks):
     assert ranks.run(2, all_reduce_rank) == [1, 1]
 
 
+@pytest.mark.timed
 def test_one_failure_does_not_wait_for_the_deadline_of_the_others(ranks, monkeypatch):
     monkeypatch.setattr("ranks.GRACE_S", 0.2)
     started_at = time.monotonic()
@@ -157,34 +160,35 @@ def test_decorated_bodies_run_on_every_rank(world, word, tmp_path):
     assert len(list(tmp_path.iterdir())) == world.size
 
 
+INNER_TEST = """
+import os, time
+from pathlib import Path
+
+def body(world, directory, seconds):
+    Path(directory, f"pid{world.rank}").write_text(str(os.getpid()))
+    time.sleep(seconds)
+
+def test_inner(ranks):
+    ranks.run(2, body, os.environ["INNER_DIR"], float(os.environ["INNER_SECONDS"]), deadline=60)
+"""
+INTERRUPTED_WITHIN_S = (
+    20.0  # far less than the inner test's deadline, at which it would end without Ctrl-C too
+)
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(300)  # the inner run imports everything anew
 @pytest.mark.parametrize("ending", ["normal", "ctrl-c", "kill"])
 def test_nothing_is_left_behind(tmp_path, ending):
     """Runs a pytest of its own whose warm pool is idle, busy and interrupted, or orphaned by SIGKILL."""
-    (tmp_path / "conftest.py").write_text("from ranks import *\nfrom tests_conftest import ranks\n")
-    (tmp_path / "tests_conftest.py").write_text((Path(__file__).parent / "conftest.py").read_text())
-    (tmp_path / "test_inner.py").write_text(
-        textwrap.dedent(
-            """
-            import os, time
-            from pathlib import Path
-
-            def body(world, directory, seconds):
-                Path(directory, f"pid{world.rank}").write_text(str(os.getpid()))
-                time.sleep(seconds)
-
-            def test_inner(ranks):
-                ranks.run(2, body, os.environ["INNER_DIR"], float(os.environ["INNER_SECONDS"]))
-            """
-        )
-    )
-    scratch = tmp_path / "scratch"
-    scratch.mkdir()
+    (tmp_path / "conftest.py").write_text((Path(__file__).parent / "conftest.py").read_text())
+    (tmp_path / "test_inner.py").write_text(INNER_TEST)
+    scratch = short_folder()
     python_path = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {
         "TMPDIR": str(scratch),
         "INNER_DIR": str(tmp_path),
-        "INNER_SECONDS": "0" if ending == "normal" else "60",
+        "INNER_SECONDS": "0" if ending == "normal" else "120",
         "PYTHONPATH": os.pathsep.join(python_path),
     }
     pytest_process = subprocess.Popen(
@@ -194,6 +198,7 @@ def test_nothing_is_left_behind(tmp_path, ending):
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         start_new_session=True,
+        preexec_fn=take_interrupts,
     )
     try:
         if ending != "normal":
@@ -202,15 +207,25 @@ def test_nothing_is_left_behind(tmp_path, ending):
                 os.killpg(pytest_process.pid, signal.SIGINT)
             else:
                 pytest_process.kill()
+        struck_at = time.monotonic()
         output, _ = pytest_process.communicate(timeout=100)
     finally:
         pytest_process.kill()
+    took_s = time.monotonic() - struck_at
     pids = [int((tmp_path / f"pid{rank}").read_text()) for rank in range(2)]
-    wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), seconds=5)
-    if ending == "normal":
-        assert pytest_process.returncode == 0, output.decode()
+    # Far less than the time for which the ranks of the inner test sleep.
+    wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), seconds=20)
+    expected = {
+        "normal": pytest.ExitCode.OK,
+        "ctrl-c": pytest.ExitCode.INTERRUPTED,
+        "kill": -signal.SIGKILL,
+    }
+    assert pytest_process.returncode == expected[ending], output.decode()
+    if ending == "ctrl-c":
+        assert took_s < INTERRUPTED_WITHIN_S, output.decode()
     if ending != "kill":
-        wait_for(lambda: not list(scratch.iterdir()), seconds=5)
+        wait_for(lambda: not files_in(scratch), seconds=5)
+    shutil.rmtree(scratch)
 
 
 def wait_for(condition, seconds: float) -> None:

@@ -12,7 +12,7 @@ from pipecomm_ext import StageRelay
 ROWS = [40_000] * 5 + [30_001]
 
 
-@on_ranks(4, deadline=60)
+@on_ranks(4)
 @pytest.mark.parametrize("transport", ["c10d", "shm"])
 def test_many_large_tensors_in_flight_both_ways(world, transport):
     topology = topology_of(world, [2, 2])

@@ -1,6 +1,4 @@
-"""Gradients of the sequence-parallel operations: gradcheck, double backward, and everything that wraps
-autograd.
-"""
+"""Gradients of the sequence-parallel operations: gradcheck, double backward, and what wraps autograd."""
 
 from __future__ import annotations
 
@@ -8,9 +6,11 @@ import pytest
 import torch
 from ranks import on_ranks
 from sequence_cases import assert_same, cut, numbers, remainder_first
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from pipecomm_ext import (
+    PipeCommMismatch,
     all_to_all,
     all_to_all_many,
     cal_split_sizes_multi,
@@ -89,9 +89,7 @@ def test_gradcheck(ranks, name):
 
 
 def check_numerical_gradient(world):
-    """d(sum over ranks of loss_r) / dx of the all-to-all, by central differences in lockstep over all
-    ranks.
-    """
+    """d(sum of all ranks' losses) / dx of the all-to-all, by central differences in lockstep."""
     name = "all_to_all"
     x = local_input(world, name)
     weight = numbers(
@@ -161,7 +159,77 @@ def test_double_backward_equals_the_model(world):
     torch.testing.assert_close(x.grad, cut(whole.grad, 0, pieces(2), world.rank))
 
 
+# ---- the order of backwards ---
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("transport", ["c10d", "shm"])
+@pytest.mark.parametrize("name", ["all_to_all", "all_to_all_many"])
+def test_backwards_in_another_order_are_told(world, transport, name):
+    """Gradients of one shape would change places."""
+    comm, call = world.shared_comm(transport=transport), OPERATIONS[name][0]
+    x, y = local_input(world, name), local_input(world, name)
+    for is_refused in (True, False):
+        losses = [call(x, comm).sum(), (10 * call(y, comm)).sum()]
+        if is_refused and world.rank == 0:
+            losses.reverse()
+        for loss in losses:
+            if is_refused:
+                with pytest.raises(PipeCommMismatch, match="and backwards run in the same order"):
+                    loss.backward()
+                assert x.grad is None and y.grad is None
+            else:
+                loss.backward()
+    assert_same(10 * x.grad, y.grad)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("transport", ["c10d", "shm"])
+def test_refused_and_interleaved_calls_do_not_disturb_the_numbers(world, transport):
+    """A collective that one rank refuses, messages, and forwards that only one rank records."""
+    comm, peer = world.shared_comm(transport=transport), 1 - world.rank
+    x = numbers((4, 2), torch.float64, world.rank).requires_grad_()
+    with pytest.raises((ValueError, IndexError, PipeCommMismatch)):
+        all_to_all(x, comm, 1, 0 if world.rank else 7)
+    comm.send(torch.ones(1), peer) if world.rank else comm.recv(torch.ones(1), peer)
+    with torch.set_grad_enabled(world.rank == 0):
+        all_to_all(x, comm, 1, 0)
+    y = all_to_all(x, comm, 1, 0)
+    comm.barrier()
+    [grad] = torch.autograd.grad(y, x, torch.ones_like(y), create_graph=True)
+    assert_same(grad, torch.ones_like(x))
+
+
 # ---- what wraps autograd ----------------------------------------------------------------------------------
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_forward_mode(world, name, requires_grad):
+    """Tangents move as values do; a rank without one has zeros."""
+    call = OPERATIONS[name][0]
+    x = local_input(world, name).detach().requires_grad_(requires_grad)
+    direction = numbers(tuple(x.shape), torch.float64, "direction", name, world.rank)
+    has_tangent = world.rank != 1
+    with torch.no_grad():
+        expected = call(direction if has_tangent else torch.zeros_like(direction), world.comm)
+        value = call(x, world.comm)
+    with forward_ad.dual_level():
+        y = call(forward_ad.make_dual(x, direction) if has_tangent else x, world.comm)
+        primal, tangent = forward_ad.unpack_dual(y * y)
+        assert y.requires_grad == requires_grad
+    torch.testing.assert_close(primal, value * value)
+    torch.testing.assert_close(tangent, 2 * value * expected)
+
+
+@on_ranks(2)
+def test_forward_mode_beside_integers(world):
+    x, ids = torch.ones(2, 2), torch.arange(4).reshape(2, 2)
+    with forward_ad.dual_level():
+        y, moved = all_to_all_many([forward_ad.make_dual(x, 3 * x), ids], world.comm, 1, 0)
+        assert torch.equal(forward_ad.unpack_dual(y).tangent, torch.full((4, 1), 3.0))
+    assert torch.equal(moved, all_to_all(ids, world.comm, 1, 0))
 
 
 @on_ranks(2)

@@ -23,8 +23,9 @@ from pipecomm_ext import (
     PipeCommPeerLost,
     Recv,
     Send,
-    shared_memory,
 )
+from pipecomm_ext.transports import TRANSPORTS
+from pipecomm_ext.transports import shm as shared_memory
 
 NUM_KILLS = int(os.environ.get("PIPECOMM_TEST_KILLS", "6"))
 
@@ -105,19 +106,19 @@ def test_too_little_memory_on_one_rank(world):
 
 @on_ranks(3)
 def test_another_host(world):
-    def facts(original=shared_memory.host_facts):
-        return {**original(), "boot_id": f"host {world.rank // 2}"}
+    def facts(device, original=TRANSPORTS["shm"].local_facts):
+        return {**original(device), "boot_id": f"host {world.rank // 2}"}
 
-    with replaced(shared_memory, "host_facts", facts):
+    with replaced(TRANSPORTS["shm"], "local_facts", facts):
         check_fallback(world, "ranks 0 and 2 are on different hosts", warns=False)
 
 
 @on_ranks(3)
 def test_another_pid_namespace(world):
-    def facts(original=shared_memory.host_facts):
-        return {**original(), "pid_namespace": f"pid:[{world.rank // 2}]"}
+    def facts(device, original=TRANSPORTS["shm"].local_facts):
+        return {**original(device), "pid_namespace": f"pid:[{world.rank // 2}]"}
 
-    with replaced(shared_memory, "host_facts", facts):
+    with replaced(TRANSPORTS["shm"], "local_facts", facts):
         check_fallback(world, "ranks 0 and 2 are in different PID namespaces")
 
 
@@ -138,6 +139,7 @@ class NoPeers(_C.SharedMemory):
     ids=["create", "open"],
 )
 def test_one_rank_that_cannot_is_an_obstacle_for_all(world, broken, cause):
+    gc.collect()  # communicators that earlier tests left to the collector still map their segments
     before = descriptors_and_maps()[1]
     with replaced(_C, "SharedMemory", broken if world.rank == 1 else _C.SharedMemory):
         check_fallback(world, f"rank 1: {cause}" if broken is NoMemory else cause)
@@ -179,14 +181,14 @@ def test_only_the_right_memory_is_mapped():
     right = memory(rank=1)
     connect(right.fd)
     for other in (memory(), memory(rank=1, epoch=2)):
-        with pytest.raises(RuntimeError, match="rank 1 has another header"):
+        with pytest.raises(RuntimeError, match="rank 1 has the wrong header"):
             connect(other.fd)
     other = memory(rank=1, channels=2)
-    with pytest.raises(RuntimeError, match="rank 1 has another size"):
+    with pytest.raises(RuntimeError, match="rank 1 has the wrong size"):
         connect(other.fd)
     plain = os.memfd_create("pipecomm")
     try:
-        with pytest.raises(RuntimeError, match="rank 1 has no seals"):
+        with pytest.raises(RuntimeError, match="rank 1 is not sealed"):
             connect(plain)
     finally:
         os.close(plain)
@@ -201,7 +203,7 @@ def test_only_the_right_memory_is_mapped():
 # ---- moving data -----------------------------------------------------------------------------------------
 
 
-@on_ranks(4, deadline=110)
+@on_ranks(4, deadline=200)
 def test_64_mb_both_ways_between_all_pairs(world):
     with environment("PIPECOMM_SHM_RING_BYTES", str(1 << 20)):
         comm = shm_comm(world)
@@ -281,7 +283,7 @@ def play_random_program(comm, rank, size, rng, num_steps, channels, only_until=N
         assert_same(tensor, expected, step)
 
 
-@on_ranks(2, 3, 4, deadline=110)
+@on_ranks(2, 3, 4, deadline=200)
 @pytest.mark.parametrize("ring_bytes", [64 << 10, 1 << 20])
 def test_random_programs(world, ring_bytes):
     """The C++ test plays a thousand more, with threads as ranks, under the sanitizers."""
@@ -312,6 +314,7 @@ def test_transfers_go_on_while_the_caller_computes(world):
         assert_same(received[peer], pattern(numel, torch.uint8, peer, world.rank), peer)
 
 
+@pytest.mark.timed
 @on_ranks(2)
 def test_waiting_costs_no_cpu(world):
     comm = shm_comm(world)
@@ -418,10 +421,12 @@ def work_until_a_peer_dies(world, seed, victim):
     return kind, text, origin, raised_at
 
 
+@pytest.mark.timed
 @pytest.mark.timeout(30 + 10 * NUM_KILLS)
 def test_kill_at_random_moments(ranks):
     """PIPECOMM_TEST_KILLS=200 for the long form."""
     rng = random.Random(7)
+    late = []
     for round_idx in range(NUM_KILLS):
         size = rng.randrange(2, 5)
         victim = rng.randrange(size)
@@ -430,7 +435,7 @@ def test_kill_at_random_moments(ranks):
                 world.await_mark(rank, "works")
             time.sleep(rng.random() * 0.05)
             killed_at = world.signal(victim, signal.SIGKILL)
-            outcomes = world.collect(deadline=10)
+            outcomes = world.collect()
         assert outcomes[victim].status == "died"
         for outcome in outcomes:
             if outcome.rank == victim:
@@ -438,7 +443,10 @@ def test_kill_at_random_moments(ranks):
             assert outcome.status == "returned", str(outcome)
             kind, text, origin, raised_at = outcome.value
             assert kind is PipeCommPeerLost and origin == victim and f"rank {victim}" in text, text
-            assert raised_at - killed_at < 1.0, (round_idx, raised_at - killed_at, text)
+            if raised_at - killed_at >= 1.0:
+                late.append((round_idx, raised_at - killed_at, text))
+    # None by itself; a machine that stands still for a second makes one late now and then.
+    assert len(late) <= NUM_KILLS // 20, late
 
 
 @on_ranks(2)

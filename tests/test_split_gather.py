@@ -1,6 +1,4 @@
-"""Split and gather, contiguous and zigzag, alone and over ring and Ulysses groups: values, gradients, scales,
-errors.
-"""
+"""Split and gather, contiguous and zigzag, alone and over ring and Ulysses groups together."""
 
 from __future__ import annotations
 
@@ -10,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from patterns import DTYPES, pattern
-from ranks import on_ranks
+from ranks import on_ranks, once_a_test
 from sequence_cases import (
     FLOATS,
     LAYOUTS,
@@ -36,6 +34,7 @@ from pipecomm_ext import (
     split_forward_gather_backward,
     split_forward_gather_backward_with_cp,
 )
+from pipecomm_ext.core.extension import _C
 
 # ---- sizes ------------------------------------------------------------------------------------------------
 
@@ -46,7 +45,8 @@ def test_cal_split_sizes():
     assert cal_split_sizes(torch.tensor(5), 2) == [3, 2]
     for length in range(40):
         for size in range(1, 10):
-            assert cal_split_sizes(length, size) == remainder_first(length, size)
+            expected = remainder_first(length, size)
+            assert cal_split_sizes(length, size) == _C.remainder_first(length, size) == expected
     assert all(type(piece) is int for piece in cal_split_sizes(torch.tensor(5), 2))
     for bad, kind in [((-1, 2), ValueError), ((3, 0), ValueError), ((3.0, 2), TypeError)]:
         with pytest.raises(kind):
@@ -127,12 +127,12 @@ def check_pairs(world, cases):
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
 def test_contiguous_pieces(ranks, size):
     cases = pair_cases(size, 1, FLOATS)
-    ranks.run(size, check_pairs, cases if size < 8 else cases[::4], deadline=60)
+    ranks.run(size, check_pairs, cases if size < 8 else cases[::4])
 
 
 def test_contiguous_pieces_of_every_dtype(ranks):
     cases = [case for dtype in DTYPES for case in pair_cases(3, 2, [dtype])[2:15:6]]
-    ranks.run(3, check_pairs, cases, deadline=60)
+    ranks.run(3, check_pairs, cases)
 
 
 @on_ranks(2)
@@ -217,7 +217,7 @@ def test_reorder_output():
         for dim in (1, -2):
             assert torch.equal(reorder_output(shards, 0, cp_size, None, dim), whole)
     assert reorder_output(torch.zeros(0, 3), 0, 2, None).shape == (0, 3)
-    with pytest.raises(ValueError, match="length 6 of dim 0 must divide by 2 \\* cp_size = 4"):
+    with pytest.raises(ValueError, match="length 6 of dim 0 must be divisible by 2 \\* cp_size = 4"):
         reorder_output(torch.zeros(6), 0, 2, None)
     with pytest.raises(IndexError, match="dim 1 is out of range"):
         reorder_output(torch.zeros(4), 0, 2, None, 1)
@@ -226,29 +226,25 @@ def test_reorder_output():
 # ---- ring and Ulysses together ----------------------------------------------------------------------------
 
 
+@once_a_test
 def grid(world, ring_size, neighbours):
     """(ParallelState, ring rank, Ulysses rank); `neighbours` says which group's ranks follow each other."""
-    key = f"grid {ring_size} {neighbours}"
-    if not hasattr(world, "grids"):
-        world.grids = {}
-    if key not in world.grids:
-        ulysses_size = world.size // ring_size
-        place = {}
-        for rank in range(world.size):
-            place[rank] = (
-                (rank % ring_size, rank // ring_size)
-                if neighbours == "ring"
-                else (rank // ulysses_size, rank % ulysses_size)
-            )
-        ring, ulysses = place[world.rank]
-        groups = {}
-        for u in range(ulysses_size):
-            groups["ring", u] = dist.new_group([rank for rank in place if place[rank][1] == u])
-        for r in range(ring_size):
-            groups["ulysses", r] = dist.new_group([rank for rank in place if place[rank][0] == r])
-        state = parallel_state.ParallelState(groups["ulysses", ring], groups["ring", ulysses])
-        world.grids[key] = state, ring, ulysses
-    return world.grids[key]
+    ulysses_size = world.size // ring_size
+    place = {}
+    for rank in range(world.size):
+        place[rank] = (
+            (rank % ring_size, rank // ring_size)
+            if neighbours == "ring"
+            else (rank // ulysses_size, rank % ulysses_size)
+        )
+    ring, ulysses = place[world.rank]
+    groups = {}
+    for u in range(ulysses_size):
+        groups["ring", u] = dist.new_group([rank for rank in place if place[rank][1] == u])
+    for r in range(ring_size):
+        groups["ulysses", r] = dist.new_group([rank for rank in place if place[rank][0] == r])
+    state = parallel_state.ParallelState(groups["ulysses", ring], groups["ring", ulysses])
+    return state, ring, ulysses
 
 
 GRIDS = [(1, 1), (2, 1), (2, 2), (4, 2), (4, 4), (6, 2), (8, 2)]
@@ -306,11 +302,23 @@ def test_the_default_parallel_state(world):
         split = split_forward_gather_backward_with_cp(torch.arange(8), 0)
         assert split.tolist() == [[[0, 1], [6, 7]], [[2, 3], [4, 5]]][ring][ulysses]
         assert gather_forward_split_backward_with_cp(split, 0, 8).tolist() == list(range(8))
+        theirs = AnotherState(state)
+        assert split_forward_gather_backward_with_cp(torch.arange(8), 0, parallel_state=theirs).equal(split)
         ring_only = parallel_state.initialize_sequence_parallel(ring_group=state.get_ring_group())
         assert not ring_only.is_ulysses_enable() and ring_only.get_ulysses_group_size() == 1
     finally:
         parallel_state.destroy()
         parallel_state.destroy()
+
+
+class AnotherState:
+    """Of another package, with the same methods and more."""
+
+    def __init__(self, state):
+        self._state = state
+
+    def __getattr__(self, name):
+        return getattr(self._state, name)
 
 
 class RingOff:
@@ -354,10 +362,10 @@ def refuse_cp(world, bad_rank):
 
 @pytest.mark.parametrize("bad_rank", [0, 3])
 def test_context_parallel_refusal_reaches_the_whole_grid(ranks, bad_rank):
-    errors = ranks.run(4, refuse_cp, bad_rank, deadline=15)
+    errors = ranks.run(4, refuse_cp, bad_rank)
     expected = [
         ("ValueError", "gather_size 20 means a length of 5 along dim 0, not 4"),
-        ("ValueError", "gather_size must divide by 2 * ring size = 2 * 2, and 17 does not"),
+        ("ValueError", "gather_size must be divisible by 2 * ring size = 2 * 2, and 17 is not"),
         ("TypeError", "gather_size must be an int, not str"),
     ]
     for rank in range(4):
@@ -418,7 +426,7 @@ BAD_GATHERS = {
 @pytest.mark.parametrize("bad_ranks", [[0, 1], [1]], ids=["everywhere", "on one rank"])
 def test_bad_arguments_of_a_gather(ranks, name, bad_ranks):
     bad, kind, text = BAD_GATHERS[name]
-    errors = ranks.run(2, refuse_gather, bad_ranks, bad, deadline=15)
+    errors = ranks.run(2, refuse_gather, bad_ranks, bad)
     assert errors[1][0] == kind and all(text in error_text for _, error_text in errors)
     assert errors[0][0] == (kind if 0 in bad_ranks else "PipeCommMismatch")
 
@@ -427,11 +435,16 @@ def test_bad_arguments_of_a_gather(ranks, name, bad_ranks):
 def test_unequal_lengths_without_gather_sizes(ranks, zigzag):
     bad = {"length": 4, "zigzag": True} if zigzag else {"length": 3}
     if zigzag:
-        errors = ranks.run(2, refuse_unequal_zigzag, deadline=15)
+        errors = ranks.run(2, refuse_unequal_zigzag)
     else:
-        errors = ranks.run(2, refuse_gather, [1], bad, deadline=15)
+        errors = ranks.run(2, refuse_gather, [1], bad)
     for kind, text in errors:
         assert kind == "PipeCommMismatch" and "[2, 2]" in text
+        assert (
+            text.endswith("unequal lengths along dim 0, 2 and 3, so give gather_sizes")
+            or zigzag
+            or (text.endswith("unequal lengths along dim 0, 3 and 2, so give gather_sizes"))
+        )
 
 
 def refuse_unequal_zigzag(world):
@@ -469,7 +482,7 @@ def test_bad_arguments_of_a_split(ranks):
         ("ValueError", "2"),
         ("ValueError", "6"),
     ]
-    for errors in ranks.run(2, refuse_split, deadline=15):
+    for errors in ranks.run(2, refuse_split):
         for (kind, text), (expected_kind, expected_text) in zip(errors, expected, strict=True):
             assert kind == expected_kind and expected_text in text
 

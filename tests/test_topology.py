@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -91,12 +93,34 @@ def test_part_of_the_world(world):
         assert topology.get_pipeline_model_parallel_next_rank() == 2 - world.rank
 
 
+DEFAULT_GETTERS = [
+    name
+    for name in parallel_state.__all__
+    if name.startswith(("get_", "is_")) and name not in ("get_parallel_state", "get_pipeline_topology")
+]
+
+
+def test_every_getter_of_a_topology_is_a_function_of_the_default_one():
+    getters = {name for name in vars(PipelineTopology) if name.startswith(("get_", "is_", "set_"))}
+    assert getters == {*DEFAULT_GETTERS, "set_virtual_pipeline_model_parallel_rank"}
+
+
 @on_ranks(3)
 def test_default_topology(world):
     with pytest.raises(RuntimeError, match="there is no pipeline topology"):
         parallel_state.get_pipeline_topology()
+    getters = {name: getattr(parallel_state, name) for name in DEFAULT_GETTERS}
+    for getter in getters.values():
+        with pytest.raises(RuntimeError, match=r"there is no pipeline topology; call .*initialize_pipeline"):
+            getter()
     topology = parallel_state.initialize_pipeline([2, 1])
     try:
+        for name, getter in getters.items():
+            assert getter() == getattr(topology, name)(), name
+            assert getter.__name__ == name and "self" not in inspect.signature(getter).parameters
+        parallel_state.set_virtual_pipeline_model_parallel_rank(0)
+        assert parallel_state.is_pipeline_first_stage(ignore_virtual=False) == (world.rank < 2)
+        assert parallel_state.is_pipeline_last_stage(False) == (world.rank == 2)
         assert parallel_state.get_pipeline_topology() is topology
         with pytest.raises(RuntimeError, match="already"):
             parallel_state.initialize_pipeline([1, 2])
@@ -119,7 +143,7 @@ WRONG = [
     ([[0, 1], [1, 2]], ValueError, "rank 1 is in stage 0 and in stage 1"),
     ([[0], [2]], ValueError, "ranks [1] of the group are in no stage"),
     ([1.5, 1.5], TypeError, "the size of a stage must be an int, not float"),
-    ([True, 2], TypeError, "must be an int, not a bool"),
+    ([True, 2], TypeError, "must be an int, not bool"),
 ]
 
 

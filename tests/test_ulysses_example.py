@@ -6,38 +6,30 @@ import re
 import sys
 
 import pytest
-from scripts import REPOSITORY, run_script
+from scripts import REPOSITORY, run_on_ranks, run_script
 
 sys.path.insert(0, str(REPOSITORY / "examples"))
 import ulysses_attention  # noqa: E402
 
-SCRIPT = "examples/ulysses_attention.py"
 
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--ranks", 3, "--seq-len", 101, "--heads", 7, "--kv-heads", 2],
-        [
-            "--ranks",
-            4,
-            "--seq-len",
-            3,
-            "--heads",
-            3,
-            "--kv-heads",
-            1,
-            "--dtype",
-            "float64",
-        ],  # ranks with none
-    ],
-    ids=["uneven", "fewer than ranks"],
-)
-def test_split_attention_equals_unsplit(tmp_path, arguments):
-    exit_code, output = run_script(SCRIPT, *arguments, "--head-dim", 8, scratch=tmp_path)
-    assert exit_code == 0, output
+def assert_equal(output: str) -> None:
     assert re.search(r"^verify +equal to the unsplit attention", output, re.MULTILINE), output
     assert "Warning" not in output and "Traceback" not in output, output
+
+
+@pytest.mark.slow
+def test_the_command_line_with_uneven_pieces():
+    arguments = ["--ranks", 3, "--seq-len", 101, "--heads", 7, "--kv-heads", 2, "--head-dim", 8]
+    exit_code, output = run_script("examples/ulysses_attention.py", *arguments)
+    assert exit_code == 0, output
+    assert_equal(output)
+
+
+def test_fewer_tokens_and_heads_than_ranks(ranks):
+    arguments = ["--seq-len", 3, "--heads", 3, "--kv-heads", 1, "--head-dim", 8, "--dtype", "float64"]
+    exit_code, output = run_on_ranks(ranks, 4, "ulysses_attention", *arguments)
+    assert exit_code == 0, output
+    assert_equal(output)
 
 
 def test_a_difference_is_found(tmp_path, monkeypatch):

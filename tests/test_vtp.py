@@ -11,13 +11,17 @@ from ranks import on_ranks
 from relay_cases import numbers, same_bytes, topology_of
 
 from pipecomm_ext import (
+    PipeCommAborted,
+    PipeCommError,
     PipeCommMismatch,
+    PipeCommTimeout,
     parallel_state,
     vtp_recv_backward,
     vtp_recv_forward,
     vtp_send_backward,
     vtp_send_forward,
 )
+from pipecomm_ext.parallel_state import PipelineTopology
 from pipecomm_ext.pipeline_parallel import (
     recv_backward_with_reqs,
     recv_forward_with_reqs,
@@ -147,7 +151,7 @@ def test_named_ranks_that_do_not_fit(world):
         for dtype in (torch.float64, torch.float32):
             [work] = vtp_send_forward(torch.ones(2, dtype=dtype), next_rank=1, **name)
             if dtype == torch.float64:
-                with pytest.raises(PipeCommMismatch, match=r"expects float32\[2\]"):
+                with pytest.raises(PipeCommMismatch, match=r"exchange of float32\[2\]"):
                     work.wait(10)
             else:
                 work.wait(10)
@@ -156,10 +160,87 @@ def test_named_ranks_that_do_not_fit(world):
     elif world.rank < 3:
         _, works = vtp_recv_forward([2], FP32, async_op=True, prev_rank=0, **name)
         for _ in range(2):
-            with pytest.raises(PipeCommMismatch, match=r"sends float64\[2\]"):
+            with pytest.raises(PipeCommMismatch, match=r"exchange of float64\[2\]"):
                 works["recv_prev"].wait()
         assert works["recv_prev"].is_completed()
         assert vtp_recv_forward([2], FP32, prev_rank=0, **name).tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("stages", "who"),
+    [
+        ([1, 2], "the source"),
+        ([2, 1], "the source"),
+        ([1, 2], "the destination"),
+        ([2, 1], "the destination"),
+        ([1, 2], "the first ranks"),
+    ],
+    ids=str,
+)
+@on_ranks(3)
+def test_only_one_end_names_the_other(world, stages, who):
+    """Nobody waits for a deadline, and the reason reaches all ranks."""
+    topology = PipelineTopology(stages, timeout=60)
+    is_source, is_first = topology.is_pipeline_first_stage(), topology.is_vtp_stage_rank0()
+    names = {"the source": is_source, "the destination": not is_source, "the first ranks": is_first}[who]
+    key = {"topology": topology}
+    if names:
+        key |= {"group": world.group, "next_rank": stages[0], "prev_rank": 0}
+    with pytest.raises(PipeCommError) as raised:
+        if is_source:
+            for work in vtp_send_forward(torch.ones(2), **key) or []:
+                work.wait()
+        else:
+            vtp_recv_forward([2], FP32, **key)
+        topology.communicator.barrier()
+    is_told = not (is_source and isinstance(raised.value, PipeCommMismatch))  # by a handle of a send
+    if is_told:
+        assert "give group, next_rank or prev_rank, or none does" in str(raised.value)
+    with pytest.raises(PipeCommAborted, match="with vtp_"):
+        topology.communicator.barrier()
+    topology.close()
+
+
+@on_ranks(2)
+def test_a_wait_that_expires_names_the_rule(world):
+    topology = topology_of(world, [1, 1])
+    if world.rank == 1:
+        _, works = vtp_recv_forward([1], FP32, async_op=True, topology=topology, prev_rank=0)
+        with pytest.raises(PipeCommTimeout, match="stays in flight.*; with vtp_"):
+            works["recv_prev"].wait(0.05)
+    topology.communicator.barrier()
+    if world.rank == 0:
+        finish(vtp_send_forward(torch.ones(1), topology=topology, next_rank=1))
+    else:
+        works["recv_prev"].wait()
+
+
+@on_ranks(5)
+def test_one_edge_for_two_domains(world):
+    """The edge is rank 0; the domains have a stage of two ranks each. One topology holds all of them."""
+    topology = topology_of(world, [[0], [1, 2], [3, 4]])
+    groups = [dist.new_group([0, leader]) for leader in (1, 3)]
+    key = {"topology": topology}
+    for step in range(2):
+        if world.rank == 0:
+            for domain, leader in enumerate((1, 3)):  # one domain after the other, each its own batch
+                batch = numbers((3, 2), torch.float32, step, domain)
+                finish(vtp_send_forward(batch, group=groups[domain], next_rank=leader, **key))
+            mean = vtp_recv_backward((3, 2), FP32, group=groups, next_rank=[1, 3], **key)
+            parts = [numbers((3, 2), torch.float32, "g", step, domain) for domain in range(2)]
+            assert same_bytes(mean, (parts[0] + parts[1]) / 2)
+            finish(vtp_send_forward(mean, group=groups, next_rank=[1, 3], **key))
+        else:
+            domain = (world.rank - 1) // 2
+            is_leader = topology.is_vtp_stage_rank0()
+            edge = {
+                "group": groups[domain] if is_leader else dist.GroupMember.NON_GROUP_MEMBER,
+                "prev_rank": 0,
+            }
+            received = vtp_recv_forward((3, 2), FP32, **edge, **key)
+            assert same_bytes(received, numbers((3, 2), torch.float32, step, domain))
+            finish(vtp_send_backward(numbers((3, 2), torch.float32, "g", step, domain), **edge, **key))
+            vtp_recv_forward((3, 2), FP32, **edge, **key)
 
 
 # ---- layerwise disaggregated ------------------------------------------------------------------------------
@@ -250,6 +331,20 @@ def test_mean_of_several(world, dtype):
             send_backward(torch.full((5,), value, dtype=dtype), config, **edge, **key)
 
 
+@on_ranks(3)
+def test_the_shortest_list_ends_it(world):
+    """Two groups and two next ranks, but one previous one: a single exchange, with the first of each."""
+    topology = topology_of(world, [1, 1, 1])
+    lists = {"group": [dist.group.WORLD] * 2, "next_rank": [1, 2], "prev_rank": [2], "topology": topology}
+    edge = {"group": dist.group.WORLD, "prev_rank": 0, "topology": topology}
+    if world.rank == 0:
+        send_forward(torch.ones(2), config_of(), **lists)
+        assert recv_backward_with_reqs([2], config_of(), **lists)[0].tolist() == [5.0, 5.0]
+    elif world.rank == 1:
+        recv_forward_with_reqs([2], config_of(), **edge)
+        send_backward(torch.full((2,), 5.0), config_of(), **edge)
+
+
 @on_ranks(2)
 def test_layerwise_errors(world):
     topology = topology_of(world, [1, 1])
@@ -262,8 +357,10 @@ def test_layerwise_errors(world):
         recv_forward_with_reqs([2], config_of(batch_p2p_comm=True), wait_on_reqs=False, **key)
     with pytest.raises(RuntimeError, match="tensor_shape must be given"):  # comes first
         recv_forward_with_reqs(None, config_of(batch_p2p_comm=True), wait_on_reqs=False, **key)
-    with pytest.raises(TypeError, match="tensor must be a torch.Tensor, not NoneType"):
-        send_backward(None, config_of(), **key)
+    with pytest.raises(TypeError, match="tensor must be a torch.Tensor, not list"):
+        send_backward([torch.zeros(2)], config_of(), **key)
+    assert send_forward(None, config_of(), topology=topology) is None  # sends nothing, as there
+    assert send_backward(None, config_of(), **key) is None
     if world.rank == 0:
         with pytest.raises(PipeCommMismatch, match=r"expects float64\[2\]"):
             send_forward(torch.zeros(2), config_of(), topology=topology)

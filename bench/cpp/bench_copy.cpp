@@ -1,7 +1,7 @@
 // Speed of packing against a memcpy of the same bytes, both into warm buffers.
 //
-//   g++ -std=c++20 -O3 -I csrc bench/cpp/bench_copy.cpp csrc/plan/*.cpp csrc/copy/*.cpp -pthread
-//   ./a.out [megabytes = 25] [threads = 1]
+//   cmake -S tests/cpp -B build/cpp && cmake --build build/cpp --target bench_copy
+//   build/cpp/bench_copy [megabytes = 25] [threads = 1]
 //
 // The case is an all-to-all of [tokens, heads, dim] that scatters the heads over 8 ranks: a run is
 // what one rank gets of one token. Rank 0's own share is left out on both sides. Median of
@@ -62,10 +62,11 @@ int main(int argc, char** argv) {
     const Sizes heads(kNumRanks, 1);
     const Sizes tokens(kNumRanks, num_tokens);
     const ExchangePlan forward = all_to_all_plan({0, kNumRanks}, {{input, heads, tokens}}, 2, 1);
-    const ExchangePlan backward = forward.reversed({});
+    const ExchangePlan backward =
+        all_to_all_plan({0, kNumRanks}, {{forward.outputs[0], tokens, heads}}, 1, 2);
     const auto lowered = [](const ExchangePlan& plan) {
-      return lower(plan, {Layout::contiguous(plan.inputs[0])},
-                   {Layout::contiguous(plan.outputs[0])});
+      return lower(plan, {StridedLayout::contiguous(plan.inputs[0])},
+                   {StridedLayout::contiguous(plan.outputs[0])});
     };
     const LoweredExchange pack = lowered(forward), unpack = lowered(backward);
     std::vector<char> tensor(input.bytes(), 1), output(input.bytes(), 2),

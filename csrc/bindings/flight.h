@@ -1,11 +1,11 @@
 // Python's view of flight records, and what wakes the thread that writes them to files.
 #pragma once
 
-#include <torch/python.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include <vector>
 
-#include "engine/flight_record.h"
+#include "message/flight_record.h"
 
 namespace pipecomm {
 

@@ -1,7 +1,7 @@
 // The mean of tensors as one fused kernel.
 #pragma once
 
-#include <torch/python.h>
+#include <torch/csrc/utils/pybind.h>
 
 namespace pipecomm {
 

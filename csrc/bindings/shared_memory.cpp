@@ -1,8 +1,32 @@
-#include "bindings/shared_memory.h"
-
+#include <optional>
 #include <utility>
+#include <vector>
+
+#include "bindings/connections.h"
+#include "transport/shm/segment.h"
+#include "transport/shm/shm_transport.h"
 
 namespace pipecomm {
+namespace {
+
+namespace py = pybind11;
+
+// The shared memory of a communicator: made, shown to the peers, connected.
+class SharedMemory final : public Connections {
+ public:
+  SharedMemory(int rank, const shm::SegmentShape& shape);
+  // The descriptor that peers open through /proc while this process holds it.
+  int fd() const { return own_->fd(); }
+  // Maps the memory of all others and watches their processes: (pid, fd) by rank.
+  void connect(const std::vector<std::pair<int, int>>& peers);
+  // Once all ranks are connected: ends the time in which others could open it.
+  void close_descriptor() { own_->close_fd(); }
+  std::unique_ptr<HostTransport> make_transport(TransportEvents& events) override;
+
+ private:
+  shm::SegmentPtr own_;
+  shm::Neighbourhood neighbourhood_;
+};
 
 SharedMemory::SharedMemory(int rank, const shm::SegmentShape& shape)
     : own_(shm::Segment::create(rank, shape)) {}
@@ -17,20 +41,23 @@ void SharedMemory::connect(const std::vector<std::pair<int, int>>& peers) {
     const auto& [pid, fd] = peers[rank];
     const bool is_own = rank == own_->rank();
     // The watch comes first: what is opened after it belongs to the process that is watched.
-    neighbourhood.watches.push_back(is_own ? nullptr : std::make_unique<shm::ProcessWatch>(pid));
+    neighbourhood.watches.push_back(is_own ? nullptr : std::make_unique<ProcessWatch>(pid));
     neighbourhood.segments.push_back(is_own ? own_ : shm::Segment::open(pid, fd, rank, shape));
   }
   neighbourhood_ = std::move(neighbourhood);
 }
 
-shm::Neighbourhood SharedMemory::take() {
+std::unique_ptr<HostTransport> SharedMemory::make_transport(TransportEvents& events) {
   if (neighbourhood_.segments.empty())
     throw std::invalid_argument("shared memory is not connected, or belongs to a communicator");
-  return std::exchange(neighbourhood_, {});
+  return std::make_unique<shm::ShmTransport>(std::exchange(neighbourhood_, {}), own_->rank(),
+                                             events);
 }
 
+}  // namespace
+
 void bind_shared_memory(py::module_& m) {
-  py::class_<SharedMemory>(m, "SharedMemory")
+  py::class_<SharedMemory, Connections>(m, "SharedMemory")
       .def(py::init([](int rank, int size, int channels, int64_t ring_bytes, int64_t window_bytes,
                        uint32_t epoch) {
              return SharedMemory(rank, {.size = size,

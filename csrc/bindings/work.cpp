@@ -13,9 +13,11 @@ void HostWork::wait(const py::object& timeout) {
     finished = communicator_->wait(*operation_, until, check_signals);
   }
   if (finished) return;
-  const RequestPtr request = operation_->first_pending();
-  throw_still_in_flight(operation_->op(), communicator_->rank(), request ? request->peer : -1,
-                        timeout, operation_->pending_text());
+  std::vector<FlightMessage> pending;
+  if (auto flight = operation_->pending_flight()) pending = std::move(flight->messages);
+  std::erase_if(pending,
+                [](const FlightMessage& message) { return message.state == MessageState::done; });
+  throw_still_in_flight(operation_->op(), communicator_->rank(), pending, timeout);
 }
 
 void JoinedWork::wait(const py::object& timeout) {
@@ -59,7 +61,10 @@ timeout: seconds or a timedelta; None waits as long as the communicator's own ti
 passes, and then the operation stays in flight; raises the operation's own error if it failed. Idempotent, from any thread.)doc")
       .def("synchronize", &Work::synchronize, "Block the host until the operation is done.")
       .def("is_completed", &Work::is_completed,
-           "Whether the operation has ended, well or not. Never blocks.");
+           "Whether the operation has ended, well or not. Never blocks.")
+      .def_property_readonly("number", &Work::number,
+                             "The place of a collective of CPU tensors in the order of its "
+                             "communicator, equal on all ranks; else 0.");
   m.def(
       "join_works",
       [](std::vector<std::shared_ptr<Work>> works) -> std::shared_ptr<Work> {
@@ -67,24 +72,38 @@ passes, and then the operation stays in flight; raises the operation's own error
         return std::make_shared<JoinedWork>(std::move(works));
       },
       py::arg("works"), "One handle on several operations.");
+  m.def(
+      "timeout_seconds",
+      [](const py::object& timeout) -> std::optional<double> {
+        const auto limit = timeout_argument(timeout);
+        if (!limit) return std::nullopt;
+        return std::chrono::duration<double>(*limit).count();
+      },
+      py::arg("timeout"), "A timeout (seconds or a timedelta) in seconds; None: no limit.");
 }
 
-void throw_still_in_flight(OpCode op, int rank, int peer, const py::object& timeout,
-                           const std::string& state) {
-  Failure failure{.kind = FailureKind::timeout,
-                  .op = op_name(op),
-                  .rank = rank,
-                  .peer = peer,
-                  .origin_rank = rank};
-  failure.message = failure.op + " is not done after " + py::str(timeout).cast<std::string>() +
-                    " s of wait(), " + state + "; it stays in flight, wait() again to go on";
+void throw_still_in_flight(OpCode op, int rank, std::span<const FlightMessage> pending,
+                           const py::object& timeout) {
+  constexpr size_t kMaxNamed = 4;
+  Failure failure{
+      .kind = FailureKind::timeout, .op = op_name(op), .rank = rank, .origin_rank = rank};
+  if (!pending.empty()) name_message(failure, pending[0].peer, pending[0].descriptor);
+  std::string text =
+      failure.op + " is not done after " + py::str(timeout).cast<std::string>() + " s of wait()";
+  for (size_t idx = 0; idx < std::min(pending.size(), kMaxNamed); ++idx) {
+    const FlightMessage& message = pending[idx];
+    text += (idx == 0 ? ", this rank is waiting for " : ", ") +
+            message_text(message.direction, message.peer, message.descriptor) + " of " +
+            message.descriptor.text();
+  }
+  if (pending.size() > kMaxNamed)
+    text += " and " + std::to_string(pending.size() - kMaxNamed) + " more";
+  failure.message = text + "; it stays in flight, wait() again to go on";
   throw PipeCommException(std::make_shared<Failure>(std::move(failure)));
 }
 
 OpCode collective_code(const std::string& name) {
-  for (OpCode op : {OpCode::barrier, OpCode::broadcast, OpCode::all_to_all, OpCode::all_gather,
-                    OpCode::exchange, OpCode::relay})
-    if (name == op_name(op)) return op;
+  if (const auto op = op_code(name); op && op != OpCode::p2p) return *op;
   throw py::value_error("unknown collective '" + name + "'");
 }
 

@@ -2,11 +2,13 @@
 #pragma once
 
 #include <memory>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "bindings/python_args.h"
+#include "message/flight_record.h"
 
 namespace pipecomm {
 
@@ -31,6 +33,7 @@ class Work {
   virtual void wait(const py::object& timeout) = 0;
   virtual void synchronize() = 0;
   virtual bool is_completed() = 0;
+  virtual uint64_t number() const { return 0; }
 };
 
 // On an operation of a host communicator.
@@ -41,6 +44,7 @@ class HostWork final : public Work {
   void wait(const py::object& timeout) override;
   void synchronize() override { wait(py::none()); }
   bool is_completed() override { return operation_->done(); }
+  uint64_t number() const override { return operation_->number_of_collective(); }
   const OperationPtr& operation() const { return operation_; }
 
  private:
@@ -66,9 +70,9 @@ Scope scope_argument(std::vector<int> members, const py::object& channel);
 
 void bind_work(py::module_& m);
 
-// PipeCommTimeout of a wait(), not of the operation; `state` says what it is waiting for.
-[[noreturn]] void throw_still_in_flight(OpCode op, int rank, int peer, const py::object& timeout,
-                                        const std::string& state);
+// PipeCommTimeout of a wait(), not of the operation, that names the messages which are `pending`.
+[[noreturn]] void throw_still_in_flight(OpCode op, int rank, std::span<const FlightMessage> pending,
+                                        const py::object& timeout);
 
 // "all_to_all" -> OpCode::all_to_all
 OpCode collective_code(const std::string& name);

@@ -7,8 +7,7 @@
 
 namespace pipecomm {
 
-// Tensors are given by the address of their first element, staging buffers by that of their first
-// byte.
+// Addresses of the first element of each tensor, and of the first byte of each staging buffer.
 struct CopyBuffers {
   std::span<const void* const> inputs;
   std::span<void* const> outputs;

@@ -1,6 +1,6 @@
-// A job is cut in slabs: the same fraction of every task. Slab after slab, all tasks read (or
-// write) the same rows of the tensor, so each row passes through the caches once however many peers
-// share it.
+// A job is cut into slabs: the same fraction of every task. Slab after slab, all tasks read (or
+// write) the same rows of the tensor, so each row passes through the caches once, even if many
+// peers share it.
 #include "copy/copy_cpu.h"
 
 #include <algorithm>
@@ -19,10 +19,10 @@ constexpr int64_t kSlabBytes = 256 << 10;       // of all tasks together; well i
 constexpr int64_t kMinTaskSlabBytes = 4 << 10;  // below, starting a task costs more than it saves
 constexpr int64_t kMinThreadBytes = 1 << 20;    // below, waking a thread costs more than it saves
 
-// ---- what happens to one run ----
+// ---- copying one run ----
 
 // The hardware foresees neither the jump to the next run nor that its lines will be written, so
-// they are asked for ahead of time: about 25 % faster for runs of 256 B to 16 KiB. Streaming stores
+// they are prefetched: about 25 % faster for runs of 256 B to 16 KiB. Streaming stores
 // were slower than this at 4, 25 and 100 MB (measured on a Xeon with AVX-512, one thread).
 inline void prefetch_for_writing(const char* dst, int64_t ahead_bytes, int64_t bytes) {
   const uintptr_t ahead = reinterpret_cast<uintptr_t>(dst) + ahead_bytes;
@@ -31,7 +31,7 @@ inline void prefetch_for_writing(const char* dst, int64_t ahead_bytes, int64_t b
   }
 }
 
-// Asks for the run that is about 1 KiB further on.
+// Prefetches the run that lies about 1 KiB ahead.
 struct CopyRun {
   int64_t dst_ahead_bytes;
 
@@ -47,8 +47,8 @@ struct CopyRun {
   }
 };
 
-// Runs that are worth asking for piece by piece. This is a type of its own because the compiler
-// would copy short pieces with its string instruction, which takes long to start.
+// Runs that are worth prefetching piece by piece. This is a type of its own because the compiler
+// would copy short pieces with its string instruction, which is slow to start.
 constexpr int64_t kLongRunBytes = 16 << 10;
 struct CopyLongRun {
   void operator()(char* dst, const char* src, int64_t bytes) const {
@@ -210,11 +210,12 @@ int64_t slab_begin(const StridedCopy& copy, int64_t slab, int64_t num_slabs) {
 void check_range(const LoweredMessage& message, int64_t begin, int64_t end) {
   if (begin < 0 || begin > end || end > message.bytes) {
     throw std::invalid_argument("bytes [" + std::to_string(begin) + ", " + std::to_string(end) +
-                                ") are no part of a message of " + std::to_string(message.bytes));
+                                ") lie outside a message of " + std::to_string(message.bytes) +
+                                " bytes");
   }
 }
 
-// A cut inside a number could not be scaled; messages begin every number at a multiple of its size.
+// A number cut in two cannot be scaled. In a message every number begins at a multiple of its size.
 void check_between_elements(const LoweredMessage& message, int64_t begin, int64_t end) {
   constexpr int64_t kLargestNumberBytes = 8;
   if (begin % kLargestNumberBytes != 0 ||

@@ -17,16 +17,16 @@ void execute_cpu(std::span<const CopyTask> tasks, const CopyBuffers& buffers, co
 
 // Writes bytes [begin, end) of a message to `chunk`, or reads them from there, without staging:
 // scaled and gathered from the inputs, or scattered to the outputs. Works for staged messages and
-// for those that lie in a tensor. Padding between tensors is left unwritten. Scaled
-// messages are cut at multiples of 8 bytes.
+// for those that lie in a tensor. Padding between tensors is left unwritten. Scaled messages are
+// cut at multiples of 8 bytes.
 void pack_range(const LoweredExchange& exchange, const LoweredMessage& send,
                 const CopyBuffers& buffers, int64_t begin, int64_t end, void* chunk);
 void unpack_range(const LoweredExchange& exchange, const LoweredMessage& recv,
                   const CopyBuffers& buffers, int64_t begin, int64_t end, const void* chunk);
 
-// dst[i] = mean of srcs[k][i], summed in fp32 in the order of srcs whatever the dtype, then divided
-// by their number and rounded to the dtype: fp16, bf16, fp32 or fp64, others are
-// std::invalid_argument. dst may be one of the sources.
+// dst[i] = mean of srcs[k][i]: summed in the order of srcs, fp64 in fp64 and all others in fp32, then
+// divided by their number and rounded to the dtype. dst may be one of the sources. Throws
+// std::invalid_argument unless the dtype is fp16, bf16, fp32 or fp64.
 void mean_cpu(void* dst, std::span<const void* const> srcs, int64_t count, DType dtype,
               ThreadPool* pool = nullptr);
 

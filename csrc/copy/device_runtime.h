@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <span>
 
 #include "copy/copy_buffers.h"
@@ -20,8 +21,10 @@ class DeviceRuntime {
  public:
   virtual ~DeviceRuntime() = default;
 
+  virtual void adopt_thread() {}              // first on a thread that belongs to the library
   virtual StreamHandle current_stream() = 0;  // of the calling thread
-  virtual StreamHandle new_stream() = 0;      // of high priority, lives as long as this object
+  // Of high priority. Serves this object alone as long as it lives, and is never destroyed.
+  virtual StreamHandle new_stream() = 0;
   virtual bool is_capturing(StreamHandle stream) = 0;
 
   virtual EventPtr record(StreamHandle stream) = 0;
@@ -32,10 +35,16 @@ class DeviceRuntime {
   // Memory for work on `stream` only; may be dropped as soon as that work is enqueued.
   virtual std::shared_ptr<std::byte> allocate(int64_t num_bytes, StreamHandle stream) = 0;
 
+  // Memory of the host that the device reads and writes, too. Harmless to captures on other threads.
+  virtual std::shared_ptr<std::byte> allocate_host(int64_t num_bytes) = 0;
+
   virtual void copy(void* destination, const void* source, int64_t num_bytes,
                     StreamHandle stream) = 0;
   virtual void execute(std::span<const CopyTask> tasks, const CopyBuffers& buffers,
                        const Scale& scale, StreamHandle stream) = 0;
+
+  // Of the device, shared by all objects of this process for it: held while NCCL is given work.
+  virtual std::mutex& launch_mutex() = 0;
 };
 
 }  // namespace pipecomm

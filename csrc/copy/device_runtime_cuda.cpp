@@ -2,6 +2,9 @@
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 
+#include <algorithm>
+#include <cstdint>
+#include <map>
 #include <mutex>
 #include <stdexcept>
 #include <string>
@@ -15,7 +18,7 @@ namespace {
 
 void require(cudaError_t error, const char* what) {
   if (error == cudaSuccess) return;
-  cudaGetLastError();  // reported here, and not once more by the next call of somebody else
+  cudaGetLastError();  // reported here: a later call by other code must not report it again
   throw std::runtime_error(std::string("CUDA: ") + what + ": " + cudaGetErrorString(error) + " (" +
                            cudaGetErrorName(error) + ")");
 }
@@ -23,7 +26,7 @@ void require(cudaError_t error, const char* what) {
 cudaStream_t stream_of(StreamHandle stream) { return static_cast<cudaStream_t>(stream); }
 
 // Lets this thread ask about events while it, or another thread, captures a graph: a question about
-// work outside of the capture does not harm it.
+// work outside the capture does no harm to it.
 class RelaxedCapture {
  public:
   RelaxedCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
@@ -33,30 +36,104 @@ class RelaxedCapture {
   cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
 };
 
+bool is_without_image(cudaError_t error) {
+  return error == cudaErrorNoKernelImageForDevice || error == cudaErrorInvalidDeviceFunction;
+}
+
+cudaError_t load_kernels() {
+  const cudaError_t error = preload_cuda_copy();
+  return error == cudaSuccess ? preload_cuda_mean() : error;
+}
+
+// For GPUs that this build has no kernels for: the loops of a task from `dim` on, by the driver.
+cudaError_t copy_with_driver(const StridedCopy& copy, const char* source, char* destination,
+                             cudaStream_t stream, int dim = 0) {
+  const int64_t run = copy.run_bytes;
+  const bool has_loop = dim < copy.num_dims;
+  const int64_t from = has_loop ? copy.src_stride_bytes[dim] : run;
+  const int64_t to = has_loop ? copy.dst_stride_bytes[dim] : run;
+  constexpr int64_t kMaxPitch = INT32_MAX;
+  const bool is_table =
+      copy.num_dims - dim == 1 && std::min(from, to) >= run && std::max(from, to) <= kMaxPitch;
+  if (!has_loop)
+    return cudaMemcpyAsync(destination, source, size_t(run), cudaMemcpyDefault, stream);
+  if (is_table)
+    return cudaMemcpy2DAsync(destination, size_t(to), source, size_t(from), size_t(run),
+                             size_t(copy.count[dim]), cudaMemcpyDefault, stream);
+  for (int64_t idx = 0; idx < copy.count[dim]; ++idx) {
+    const cudaError_t error =
+        copy_with_driver(copy, source + idx * from, destination + idx * to, stream, dim + 1);
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
+}
+// What all communicators of this process on one device share; lives as long as the process.
+class SharedDevice {
+ public:
+  static SharedDevice& get(int device_idx) {
+    static std::mutex mutex;
+    static auto* const devices = new std::map<int, SharedDevice>;
+    std::lock_guard lock(mutex);
+    return (*devices)[device_idx];
+  }
+
+  std::mutex launch_mutex;
+
+  // Streams are used again and never destroyed: torch's allocator keeps blocks under the handle of
+  // the stream for which they were made, and would meet a dead handle, or another stream's.
+  cudaStream_t take() {
+    std::lock_guard lock(mutex_);
+    if (free_.empty()) return nullptr;
+    cudaStream_t stream = free_.back();
+    free_.pop_back();
+    return stream;
+  }
+  // But for those on which a kernel may still be stuck.
+  void give_back(const std::vector<cudaStream_t>& streams) {
+    const RelaxedCapture relaxed;
+    std::lock_guard lock(mutex_);
+    for (cudaStream_t stream : streams)
+      if (cudaStreamQuery(stream) == cudaSuccess) free_.push_back(stream);
+    cudaGetLastError();
+  }
+
+ private:
+  std::mutex mutex_;
+  std::vector<cudaStream_t> free_;
+};
+
 class CudaRuntime final : public DeviceRuntime {
  public:
   CudaRuntime(int device_idx, int num_sms)
-      : device_idx_(static_cast<c10::DeviceIndex>(device_idx)), num_sms_(num_sms) {
+      : device_idx_(static_cast<c10::DeviceIndex>(device_idx)),
+        num_sms_(num_sms),
+        shared_(SharedDevice::get(device_idx)) {
     c10::cuda::CUDAGuard guard(device_idx_);
     int lowest = 0;
     require(cudaDeviceGetStreamPriorityRange(&lowest, &highest_priority_), "stream priorities");
-    require(preload_cuda_copy(), "loading the copy kernels");
+    const cudaError_t loaded = load_kernels();
+    has_kernels_ = !is_without_image(loaded);
+    if (has_kernels_)
+      require(loaded, "loading the kernels");
+    else
+      cudaGetLastError();
   }
-  ~CudaRuntime() override {
-    for (cudaStream_t stream : streams_) cudaStreamDestroy(stream);
-  }
+  ~CudaRuntime() override { shared_.give_back(streams_); }
+
+  void adopt_thread() override { require(cudaSetDevice(device_idx_), "choosing the device"); }
 
   StreamHandle current_stream() override {
     return c10::cuda::getCurrentCUDAStream(device_idx_).stream();
   }
 
   // Not from torch's pool, whose streams are handed out again after a while: two channels, or a
-  // channel and somebody else's collective, on one stream can deadlock.
+  // channel and another library's collective, on one stream can deadlock.
   StreamHandle new_stream() override {
     c10::cuda::CUDAGuard guard(device_idx_);
-    cudaStream_t stream = nullptr;
-    require(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, highest_priority_),
-            "creating a stream");
+    cudaStream_t stream = shared_.take();
+    if (!stream)
+      require(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, highest_priority_),
+              "creating a stream");
     streams_.push_back(stream);
     return stream;
   }
@@ -82,7 +159,9 @@ class CudaRuntime final : public DeviceRuntime {
             "waiting for an event");
   }
 
+  // Guarded too: the first question of a thread would make a context on device 0.
   bool is_done(const EventPtr& event) override {
+    c10::cuda::CUDAGuard guard(device_idx_);
     const RelaxedCapture relaxed;
     const cudaError_t state = cudaEventQuery(static_cast<cudaEvent_t>(event.get()));
     if (state == cudaErrorNotReady) {
@@ -102,6 +181,22 @@ class CudaRuntime final : public DeviceRuntime {
     return {static_cast<std::byte*>(data), [](std::byte* data) { allocator::raw_delete(data); }};
   }
 
+  std::shared_ptr<std::byte> allocate_host(int64_t num_bytes) override {
+    c10::cuda::CUDAGuard guard(device_idx_);
+    const RelaxedCapture relaxed;
+    void* data = nullptr;
+    require(cudaHostAlloc(&data, static_cast<size_t>(num_bytes), cudaHostAllocPortable),
+            "allocating pinned memory");
+    return {static_cast<std::byte*>(data), [device_idx = device_idx_](std::byte* memory) {
+              int current = device_idx;
+              cudaGetDevice(&current);
+              cudaSetDevice(device_idx);  // not CUDAGuard, which throws when the process ends
+              const RelaxedCapture relaxed_too;
+              cudaFreeHost(memory);
+              cudaSetDevice(current);
+            }};
+  }
+
   void copy(void* destination, const void* source, int64_t num_bytes,
             StreamHandle stream) override {
     c10::cuda::CUDAGuard guard(device_idx_);
@@ -113,11 +208,29 @@ class CudaRuntime final : public DeviceRuntime {
   void execute(std::span<const CopyTask> tasks, const CopyBuffers& buffers, const Scale& scale,
                StreamHandle stream) override {
     c10::cuda::CUDAGuard guard(device_idx_);
-    require(execute_cuda(tasks, buffers, scale, {stream_of(stream), num_sms_}),
+    if (!has_kernels_) return execute_with_driver(tasks, buffers, stream_of(stream));
+    std::lock_guard lock(recent_mutex_);
+    require(execute_cuda(recent_tasks_.resolve(tasks, buffers), buffers, scale,
+                         {stream_of(stream), num_sms_}),
             "launching a pack kernel");
   }
 
+  std::mutex& launch_mutex() override { return shared_.launch_mutex; }
+
  private:
+  static void execute_with_driver(std::span<const CopyTask> tasks, const CopyBuffers& buffers,
+                                  cudaStream_t stream) {
+    for (const CopyTask& task : tasks) {
+      if (task.arithmetic != Arithmetic::kBytes)
+        throw std::runtime_error(
+            "CUDA: this build has no kernels for this GPU, and scaling takes one; install "
+            "pipecomm_ext again with TORCH_CUDA_ARCH_LIST naming it");
+      require(copy_with_driver(task.copy, source_of(task, buffers), destination_of(task, buffers),
+                               stream),
+              "copying");
+    }
+  }
+
   // Outlives the runtime as long as an event is out.
   class Events : public std::enable_shared_from_this<Events> {
    public:
@@ -148,8 +261,12 @@ class CudaRuntime final : public DeviceRuntime {
 
   const c10::DeviceIndex device_idx_;
   const int num_sms_;
+  bool has_kernels_ = true;
+  SharedDevice& shared_;
   int highest_priority_ = 0;
   std::vector<cudaStream_t> streams_;
+  std::mutex recent_mutex_;
+  RecentTasks recent_tasks_;
   std::shared_ptr<Events> events_ = std::make_shared<Events>();
 };
 
@@ -160,8 +277,16 @@ std::shared_ptr<DeviceRuntime> make_cuda_runtime(int device_idx, int num_sms) {
   require(cudaGetDeviceCount(&num_devices), "looking for devices");
   if (device_idx < 0 || device_idx >= num_devices)
     throw std::runtime_error("there is no CUDA device " + std::to_string(device_idx) +
-                             ", this process sees " + std::to_string(num_devices));
+                             ": this process sees " + std::to_string(num_devices));
   return std::make_shared<CudaRuntime>(device_idx, num_sms);
+}
+
+std::string cuda_kernel_problem(int device_idx) {
+  const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device_idx));
+  const cudaError_t error = load_kernels();
+  if (error == cudaSuccess) return "";
+  cudaGetLastError();
+  return cudaGetErrorString(error);
 }
 
 void mean_on_current_stream(int device_idx, void* dst, std::span<const void* const> srcs,

@@ -4,16 +4,22 @@
 #include <cstdint>
 #include <memory>
 #include <span>
+#include <string>
 
 #include "copy/device_runtime.h"
 
 namespace pipecomm {
 
-// Exists if PIPECOMM_WITH_CUDA. `num_sms`: multiprocessors that pack and unpack kernels may occupy,
-// 0: all. Loads the kernels. Throws std::runtime_error if there is no such device.
+// What is here exists if PIPECOMM_WITH_CUDA. `num_sms`: multiprocessors that pack and unpack kernels
+// may occupy, 0: all. Loads the kernels; without any for this device, the driver copies boxes one by
+// one and nothing can be scaled. Throws std::runtime_error if there is no such device.
 std::shared_ptr<DeviceRuntime> make_cuda_runtime(int device_idx, int num_sms);
 
-// mean_cuda on the current stream of the calling thread; throws what CUDA has to say.
+// Why the kernels cannot be loaded on the device, or "".
+std::string cuda_kernel_problem(int device_idx);
+
+// mean_cuda on the current stream of the calling thread. Throws std::runtime_error with CUDA's
+// text.
 void mean_on_current_stream(int device_idx, void* dst, std::span<const void* const> srcs,
                             int64_t count, DType dtype);
 

@@ -27,8 +27,8 @@ PIPECOMM_HOST_DEVICE float float_from_bits(uint32_t bits) {
   return value;
 }
 
-// Each format: the type of an element in memory, the type that arithmetic uses, and the way
-// between.
+// A format: the type of an element in memory, the type for arithmetic, and conversions between
+// them.
 struct Float16 {
   using Storage = uint16_t;
   using Compute = float;

@@ -15,14 +15,15 @@ constexpr int64_t kMinThreadElements = 1 << 18;
 template <typename Format>
 void mean_range(void* dst, std::span<const void* const> srcs, int64_t begin, int64_t end) {
   using Storage = typename Format::Storage;
-  const auto num_srcs = static_cast<float>(srcs.size());
-  float sums[kBlockElements];
+  using Compute = typename Format::Compute;
+  const auto num_srcs = static_cast<Compute>(srcs.size());
+  Compute sums[kBlockElements];
   for (int64_t block = begin; block < end; block += kBlockElements) {
     const int64_t count = std::min(kBlockElements, end - block);
-    std::fill_n(sums, count, 0.0f);
+    std::fill_n(sums, count, Compute{0});
     for (const void* src : srcs) {
       const Storage* from = static_cast<const Storage*>(src) + block;
-      for (int64_t i = 0; i < count; ++i) sums[i] += static_cast<float>(Format::load(from[i]));
+      for (int64_t i = 0; i < count; ++i) sums[i] += Format::load(from[i]);
     }
     Storage* to = static_cast<Storage*>(dst) + block;
     for (int64_t i = 0; i < count; ++i) to[i] = Format::store(sums[i] / num_srcs);

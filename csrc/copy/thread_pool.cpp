@@ -77,7 +77,7 @@ class ThreadPool::Workers {
 ThreadPool::ThreadPool(int num_threads) : num_threads_(num_threads < 1 ? 1 : num_threads) {}
 
 ThreadPool::~ThreadPool() {
-  // A forked child has the handles but not the threads: nothing could be joined, and destroying a
+  // A forked child has the handles but not the threads: they cannot be joined, and destroying a
   // condition variable would wait for its lost waiters. The child leaves them alone.
   if (workers_ && !workers_->exist_in_this_process()) workers_.release();
 }

@@ -2,10 +2,13 @@
 
 #include <algorithm>
 #include <bit>
+#include <utility>
 
 namespace pipecomm {
 
 namespace {
+
+constexpr int kVectorBytes = 16;  // the widest load and store
 
 int element_bytes(Arithmetic arithmetic) {
   switch (arithmetic) {
@@ -22,41 +25,40 @@ int element_bytes(Arithmetic arithmetic) {
   return 1;
 }
 
-// Appends the copy, halved along its outermost loop, or else along its run, until it fits.
-void append(const StridedCopy& copy, VectorTask task, int64_t max_vectors,
-            std::vector<VectorTask>& result) {
-  const int64_t num_vectors = copy.bytes() / task.vector_bytes;
-  if (num_vectors == 0) return;
-  if (num_vectors > max_vectors) {
-    StridedCopy first = copy, second = copy;
-    VectorTask second_task = task;
-    const auto outermost = std::find_if(copy.count, copy.count + copy.num_dims,
-                                        [](int64_t count) { return count > 1; });
-    if (outermost != copy.count + copy.num_dims) {
-      const auto d = outermost - copy.count;
-      first.count[d] = copy.count[d] / 2;
-      second.count[d] -= first.count[d];
-      second_task.src += first.count[d] * copy.src_stride_bytes[d];
-      second_task.dst += first.count[d] * copy.dst_stride_bytes[d];
-    } else {
-      first.run_bytes = copy.run_bytes / task.vector_bytes / 2 * task.vector_bytes;
-      second.run_bytes -= first.run_bytes;
-      second_task.src += first.run_bytes;
-      second_task.dst += first.run_bytes;
-    }
-    append(first, task, max_vectors, result);
-    append(second, second_task, max_vectors, result);
-    return;
+// The vectors of a run. A run in pieces has up to 15 bytes before and after whole ones.
+int64_t run_vectors_of(const VectorTask& task, int64_t run_bytes) {
+  return task.in_pieces ? (run_bytes + 2 * (kVectorBytes - 1)) / kVectorBytes
+                        : run_bytes / task.vector_bytes;
+}
+
+// Halves the copy along its outermost loop, or else along its run.
+std::pair<CopyTask, CopyTask> halves(const CopyTask& whole, int64_t granule) {
+  CopyTask first = whole, second = whole;
+  const StridedCopy& copy = whole.copy;
+  const auto outermost =
+      std::find_if(copy.count, copy.count + copy.num_dims, [](int64_t count) { return count > 1; });
+  const auto d = outermost - copy.count;
+  if (d < copy.num_dims) {
+    first.copy.count[d] = copy.count[d] / 2;
+    second.copy.count[d] -= first.copy.count[d];
+    second.src_offset_bytes += first.copy.count[d] * copy.src_stride_bytes[d];
+    second.dst_offset_bytes += first.copy.count[d] * copy.dst_stride_bytes[d];
+  } else {
+    first.copy.run_bytes = copy.run_bytes / granule / 2 * granule;
+    second.copy.run_bytes -= first.copy.run_bytes;
+    second.src_offset_bytes += first.copy.run_bytes;
+    second.dst_offset_bytes += first.copy.run_bytes;
   }
-  task.num_vectors = static_cast<uint32_t>(num_vectors);
-  task.num_dims = copy.num_dims;
-  task.run_vectors = Divisor(static_cast<uint32_t>(copy.run_bytes / task.vector_bytes));
-  for (int d = 0; d < copy.num_dims; ++d) {
-    task.count[d] = Divisor(static_cast<uint32_t>(copy.count[d]));
-    task.src_stride_bytes[d] = copy.src_stride_bytes[d];
-    task.dst_stride_bytes[d] = copy.dst_stride_bytes[d];
-  }
-  result.push_back(task);
+  return {first, second};
+}
+
+bool is_same(const CopyTask& a, const CopyTask& b) {
+  return a.src_tensor_idx == b.src_tensor_idx && a.dst_tensor_idx == b.dst_tensor_idx &&
+         a.src_offset_bytes == b.src_offset_bytes && a.dst_offset_bytes == b.dst_offset_bytes &&
+         a.arithmetic == b.arithmetic && a.copy.run_bytes == b.copy.run_bytes &&
+         a.copy.num_dims == b.copy.num_dims && std::ranges::equal(a.copy.count, b.copy.count) &&
+         std::ranges::equal(a.copy.src_stride_bytes, b.copy.src_stride_bytes) &&
+         std::ranges::equal(a.copy.dst_stride_bytes, b.copy.dst_stride_bytes);
 }
 
 }  // namespace
@@ -68,39 +70,94 @@ Divisor::Divisor(uint32_t divisor) : value(divisor) {
 
 int vector_bytes_of(const CopyTask& task, const void* src, const void* dst) {
   uint64_t address_bits = reinterpret_cast<uintptr_t>(src) | reinterpret_cast<uintptr_t>(dst) |
-                          static_cast<uint64_t>(task.copy.run_bytes) | 16;
+                          static_cast<uint64_t>(task.copy.run_bytes) | kVectorBytes;
   for (int d = 0; d < task.copy.num_dims; ++d) {
     if (task.copy.count[d] == 1) continue;
     address_bits |= static_cast<uint64_t>(task.copy.src_stride_bytes[d]) |
                     static_cast<uint64_t>(task.copy.dst_stride_bytes[d]);
   }
   const int vector_bytes = 1 << std::countr_zero(address_bits);
-  if (task.arithmetic == Arithmetic::kBytes || vector_bytes == 16) return vector_bytes;
+  if (task.arithmetic == Arithmetic::kBytes || vector_bytes == kVectorBytes) return vector_bytes;
   return element_bytes(task.arithmetic);
 }
 
-std::vector<VectorTask> vector_tasks(std::span<const CopyTask> tasks, const CopyBuffers& buffers,
-                                     int64_t max_vectors) {
-  std::vector<VectorTask> result;
-  result.reserve(tasks.size());
-  for (const CopyTask& task : tasks) {
-    VectorTask resolved;
-    resolved.src = source_of(task, buffers);
-    resolved.dst = destination_of(task, buffers);
-    resolved.arithmetic = task.arithmetic;
-    resolved.vector_bytes = static_cast<uint8_t>(vector_bytes_of(task, resolved.src, resolved.dst));
-    append(task.copy, resolved, max_vectors, result);
+ResolvedTasks::ResolvedTasks(std::span<const CopyTask> tasks, const CopyBuffers& buffers,
+                             int64_t max_vectors)
+    : alignment_(alignment_of(buffers)) {
+  tasks_.reserve(tasks.size());
+  for (const CopyTask& from : tasks) {
+    VectorTask task;
+    task.vector_bytes = static_cast<uint8_t>(
+        vector_bytes_of(from, source_of(from, buffers), destination_of(from, buffers)));
+    task.in_pieces = task.vector_bytes < kVectorBytes && from.copy.run_bytes >= kMinRunInPieces;
+    append(from, task, max_vectors);
   }
-  return result;
+  std::stable_sort(tasks_.begin(), tasks_.end(), [](const Resolved& a, const Resolved& b) {
+    return a.from.arithmetic < b.from.arithmetic;
+  });
 }
 
-int64_t number_tiles(std::span<VectorTask> tasks) {
-  int64_t num_tiles = 0;
-  for (VectorTask& task : tasks) {
-    task.first_tile = static_cast<uint32_t>(num_tiles);
-    num_tiles += (int64_t{task.num_vectors} + kTileVectors - 1) / kTileVectors;
+void ResolvedTasks::append(const CopyTask& from, VectorTask task, int64_t max_vectors) {
+  const StridedCopy& copy = from.copy;
+  if (copy.bytes() == 0) return;
+  const int64_t run_vectors = run_vectors_of(task, copy.run_bytes);
+  if (copy.num_runs() * run_vectors > max_vectors) {
+    const auto [first, second] = halves(from, task.vector_bytes);
+    append(first, task, max_vectors);
+    append(second, task, max_vectors);
+    return;
   }
-  return num_tiles;
+  task.run_bytes = copy.run_bytes;
+  task.num_vectors = static_cast<uint32_t>(copy.num_runs() * run_vectors);
+  task.num_dims = static_cast<uint8_t>(copy.num_dims);
+  task.run_vectors = Divisor(static_cast<uint32_t>(run_vectors));
+  for (int d = 0; d < copy.num_dims; ++d) {
+    task.count[d] = Divisor(static_cast<uint32_t>(copy.count[d]));
+    task.src_stride_bytes[d] = copy.src_stride_bytes[d];
+    task.dst_stride_bytes[d] = copy.dst_stride_bytes[d];
+  }
+  tasks_.push_back({task, from});
+}
+
+std::vector<uint8_t> ResolvedTasks::alignment_of(const CopyBuffers& buffers) {
+  std::vector<uint8_t> alignment;
+  alignment.reserve(buffers.inputs.size() + buffers.outputs.size() + 2);
+  const auto add = [&](const void* address) {
+    alignment.push_back(reinterpret_cast<uintptr_t>(address) % kVectorBytes);
+  };
+  for (const void* input : buffers.inputs) add(input);
+  for (const void* output : buffers.outputs) add(output);
+  add(buffers.send_staging);
+  add(buffers.recv_staging);
+  return alignment;
+}
+
+bool ResolvedTasks::are_aligned(size_t begin, size_t end) const {
+  return std::all_of(tasks_.begin() + begin, tasks_.begin() + end, [](const Resolved& resolved) {
+    return resolved.task.vector_bytes == kVectorBytes;
+  });
+}
+
+VectorTask ResolvedTasks::at(size_t idx, const CopyBuffers& buffers) const {
+  VectorTask task = tasks_[idx].task;
+  task.src = source_of(tasks_[idx].from, buffers);
+  task.dst = destination_of(tasks_[idx].from, buffers);
+  return task;
+}
+
+const ResolvedTasks& RecentTasks::resolve(std::span<const CopyTask> tasks,
+                                          const CopyBuffers& buffers) {
+  constexpr size_t kMaxEntries = 32;
+  const auto known = std::find_if(entries_.begin(), entries_.end(), [&](const Entry& entry) {
+    return std::ranges::equal(entry.tasks, tasks, is_same) && entry.resolved.suits(buffers);
+  });
+  if (known != entries_.end()) {
+    entries_.splice(entries_.begin(), entries_, known);
+  } else {
+    entries_.push_front({{tasks.begin(), tasks.end()}, ResolvedTasks(tasks, buffers)});
+    if (entries_.size() > kMaxEntries) entries_.pop_back();
+  }
+  return entries_.front().resolved;
 }
 
 }  // namespace pipecomm

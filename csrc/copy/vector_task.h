@@ -1,17 +1,22 @@
-// A copy task as the CUDA kernel runs it: an index space of 16-, 8-, 4-, 2- or 1-byte vectors, cut
-// in tiles. The arithmetic is the same on the host, where the tests run it.
+// A copy task as the CUDA kernels run it: an index space of vectors, cut into tiles. The arithmetic
+// is the same on the host, where the tests run it.
 //
-//   vector v of a task:  run = v / run_vectors,  column = v % run_vectors,
-//                        (i_0, ..., i_n-1) = run in the mixed base count[0..n-1], last digit
-//                        fastest
-//   src address:         src + sum_d i_d * src_stride_bytes[d] + column * vector_bytes, dst
-//   likewise
+//   vector v of a task:  run = v / run_vectors,  column = v % run_vectors
+//   digits of its run:   (i_0, ..., i_n-1) in the mixed base count[0..n-1], the last one fastest
+//   src address:         src + sum_d i_d * src_stride_bytes[d] + column * vector_bytes
+//   dst address:         likewise
 //
-// A task has fewer than 2^31 vectors (larger ones are cut in several), so divisions are in 32 bits;
-// offsets are in 64.
+// Vectors have 16, 8, 4, 2 or 1 bytes, as addresses, strides and run allow. Long runs that allow
+// fewer than 16 move in pieces: column k is then what the run has of the k-th aligned 16 bytes of
+// the destination that it touches, so that all but its ends is stored in whole vectors.
+//
+// A task has fewer than 2^31 vectors (larger ones are cut into several), so divisions are in 32
+// bits; offsets are in 64.
 #pragma once
 
 #include <cstdint>
+#include <list>
+#include <span>
 #include <vector>
 
 #include "copy/copy_buffers.h"
@@ -21,8 +26,10 @@
 namespace pipecomm {
 
 // Division by a number that is known before the kernel starts, for dividends below 2^31: a
-// multiply, an add and a shift. With 2^s >= divisor > 2^(s-1), magic = floor(2^32 (2^s - divisor) /
-// divisor) + 1 gives floor(n / divisor) = (floor(n * magic / 2^32) + n) >> s.
+// multiply, an add and a shift. With 2^s >= divisor > 2^(s-1) and
+//   magic = floor(2^32 (2^s - divisor) / divisor) + 1
+// it holds that
+//   floor(n / divisor) = (floor(n * magic / 2^32) + n) >> s.
 struct Divisor {
   uint32_t value = 1;
   uint32_t magic = 1;
@@ -37,52 +44,102 @@ struct Divisor {
   }
 };
 
-struct VectorOffsets {
+// Where a vector lies, and which one of its run it is.
+struct VectorPlace {
   int64_t src_bytes;
   int64_t dst_bytes;
+  uint32_t column;
 };
 
 struct VectorTask {
   const char* src = nullptr;
   char* dst = nullptr;
+  int64_t run_bytes = 0;
   uint32_t num_vectors = 0;
-  uint32_t first_tile = 0;    // tiles of the launch before this task
   uint8_t vector_bytes = 16;  // a power of two that divides both addresses, all strides and the run
-  Arithmetic arithmetic = Arithmetic::kBytes;
-  int32_t num_dims = 0;
+  bool in_pieces = false;     // of 16 bytes each, made of units of vector_bytes
+  uint8_t num_dims = 0;
   Divisor run_vectors;
   Divisor count[kMaxCopyDims];
   int64_t src_stride_bytes[kMaxCopyDims] = {};
   int64_t dst_stride_bytes[kMaxCopyDims] = {};
 
-  PIPECOMM_HOST_DEVICE VectorOffsets offsets_of(uint32_t vector) const {
-    uint32_t run = run_vectors.divide(vector);
-    const int64_t column_bytes = int64_t{vector - run * run_vectors.value} * vector_bytes;
-    VectorOffsets offsets{column_bytes, column_bytes};
-    for (int d = num_dims - 1; d >= 0; --d) {
-      const uint32_t next = count[d].divide(run);
-      const int64_t index = run - next * count[d].value;
-      offsets.src_bytes += index * src_stride_bytes[d];
-      offsets.dst_bytes += index * dst_stride_bytes[d];
-      run = next;
+  // The loop over dims is outside, so that kCount independent chains of divisions run side by side.
+  template <int kCount>
+  PIPECOMM_HOST_DEVICE void locate(int column_bytes, const uint32_t (&vectors)[kCount],
+                                   VectorPlace (&places)[kCount]) const {
+    uint32_t runs[kCount];
+    for (int i = 0; i < kCount; ++i) {
+      runs[i] = run_vectors.divide(vectors[i]);
+      const uint32_t column = vectors[i] - runs[i] * run_vectors.value;
+      places[i] = {int64_t{column} * column_bytes, int64_t{column} * column_bytes, column};
     }
-    return offsets;
+#ifdef __CUDA_ARCH__
+#pragma unroll 1
+#endif
+    for (int d = num_dims - 1; d >= 0; --d) {
+      const Divisor divisor = count[d];
+      const int64_t src_stride = src_stride_bytes[d], dst_stride = dst_stride_bytes[d];
+      for (int i = 0; i < kCount; ++i) {
+        const uint32_t next = divisor.divide(runs[i]);
+        const int64_t index = runs[i] - next * divisor.value;
+        places[i].src_bytes += index * src_stride;
+        places[i].dst_bytes += index * dst_stride;
+        runs[i] = next;
+      }
+    }
   }
 };
 
-inline constexpr int kTileThreads = 256;
-inline constexpr int kTileVectorsPerThread = 4;  // independent loads in flight
-inline constexpr int kTileVectors = kTileThreads * kTileVectorsPerThread;
+inline constexpr int64_t kMinRunInPieces = 128;
 
-// The largest of 16, 8, 4, 2, 1 bytes in which the whole task can be copied. Scaled tasks move
-// 16-byte vectors or single elements.
+// The largest of 16, 8, 4, 2, 1 bytes that addresses, strides and run are multiples of. Scaled tasks
+// have 16 or those of an element.
 int vector_bytes_of(const CopyTask& task, const void* src, const void* dst);
 
-// Resolves tasks to addresses. Tasks of more than `max_vectors` vectors become several.
-std::vector<VectorTask> vector_tasks(std::span<const CopyTask> tasks, const CopyBuffers& buffers,
-                                     int64_t max_vectors = (int64_t{1} << 31) - 1);
+// The vector tasks of copy tasks, ordered by arithmetic. Apart from their addresses they depend on
+// the buffers by alignment alone, so they are made once for most callers.
+class ResolvedTasks {
+ public:
+  // Tasks of more than `max_vectors` vectors become several.
+  ResolvedTasks(std::span<const CopyTask> tasks, const CopyBuffers& buffers,
+                int64_t max_vectors = (int64_t{1} << 31) - 1);
 
-// Numbers the tiles of tasks that are launched together; returns how many there are.
-int64_t number_tiles(std::span<VectorTask> tasks);
+  // Whether they are right for these buffers too.
+  bool suits(const CopyBuffers& buffers) const { return alignment_ == alignment_of(buffers); }
+
+  size_t size() const { return tasks_.size(); }
+  int64_t num_vectors(size_t idx) const { return tasks_[idx].task.num_vectors; }
+  Arithmetic arithmetic(size_t idx) const { return tasks_[idx].from.arithmetic; }
+  // Whether tasks [begin, end) have 16-byte vectors only.
+  bool are_aligned(size_t begin, size_t end) const;
+  VectorTask at(size_t idx, const CopyBuffers& buffers) const;
+
+ private:
+  struct Resolved {
+    VectorTask task;  // without addresses
+    CopyTask from;    // whose ends they are found by
+  };
+
+  static std::vector<uint8_t> alignment_of(const CopyBuffers& buffers);
+  void append(const CopyTask& from, VectorTask task, int64_t max_vectors);
+
+  std::vector<Resolved> tasks_;
+  std::vector<uint8_t> alignment_;  // addresses of inputs, outputs and staging modulo 16
+};
+
+// Resolves what is executed again and again only once. For one thread at a time.
+class RecentTasks {
+ public:
+  // Good until the next call.
+  const ResolvedTasks& resolve(std::span<const CopyTask> tasks, const CopyBuffers& buffers);
+
+ private:
+  struct Entry {
+    std::vector<CopyTask> tasks;
+    ResolvedTasks resolved;
+  };
+  std::list<Entry> entries_;  // the latest first
+};
 
 }  // namespace pipecomm

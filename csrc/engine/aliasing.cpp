@@ -14,25 +14,16 @@ struct Interval {
   bool contains(const Interval& other) const { return begin <= other.begin && other.end <= end; }
 };
 
-bool is_row_major(const TensorRef& tensor) {
-  int64_t pitch = 1;
-  for (size_t dim = tensor.shape.size(); dim-- > 0;) {
-    if (tensor.shape[dim] != 1 && tensor.strides[dim] != pitch) return false;
-    pitch *= tensor.shape[dim];
-  }
-  return true;
-}
-
-// All bytes of a row-major tensor, the first element of another one.
+// All bytes of a contiguous tensor, the first element of another one.
 Interval memory_of(const TensorRef& tensor) {
   const int64_t num_bytes = tensor.num_bytes();
   if (num_bytes == 0) return {};
-  return {tensor.data, tensor.data + (is_row_major(tensor) ? num_bytes : tensor.dtype.itemsize)};
+  return {tensor.data, tensor.data + (tensor.is_contiguous() ? num_bytes : tensor.dtype.itemsize)};
 }
 
-// The bytes of a row-major output that come from this rank itself, if they are one run.
+// The bytes of a contiguous output that come from this rank itself, if they are one run.
 Interval own_place(const ExchangePlan& plan, const TensorRef& output, int output_idx) {
-  if (!is_row_major(output)) return {};
+  if (!output.is_contiguous()) return {};
   for (const Transfer& recv : plan.recvs) {
     if (recv.peer != plan.rank) continue;
     for (const Box& box : recv.boxes) {

@@ -8,8 +8,8 @@
 #include <numeric>
 
 #include "copy/copy_cpu.h"
-#include "engine/message_copy.h"
-#include "plan/signature.h"
+#include "message/message_copy.h"
+#include "message/start_thread.h"
 
 namespace pipecomm {
 namespace {
@@ -33,12 +33,29 @@ FailurePtr failure_for(const FailurePtr& failure, const Operation& operation) {
   return own;
 }
 
+StagingPool pool_for(const std::shared_ptr<DeviceRuntime>& device) {
+  if (!device) return StagingPool();
+  return StagingPool([device](int64_t num_bytes) { return device->allocate_host(num_bytes); });
+}
+
 }  // namespace
+
+void throw_closed(OpCode op, int rank) {
+  Failure closed{.kind = FailureKind::aborted,
+                 .message = std::string(op_name(op)) +
+                            " on a closed communicator; create a new Communicator to go on",
+                 .op = op_name(op),
+                 .rank = rank,
+                 .origin_rank = rank};
+  throw PipeCommException(std::make_shared<Failure>(std::move(closed)));
+}
 
 Communicator::Communicator(const CommunicatorOptions& options, const MakeTransport& make_transport)
     : options_(options),
       owner_pid_(getpid()),
       flight_record_(options.on_failure),
+      device_(options.device ? std::make_unique<HostStaging>(options.device) : nullptr),
+      staging_(pool_for(options.device)),
       copy_pool_(options.num_threads) {
   if (options_.size < 1 || options_.rank < 0 || options_.rank >= options_.size)
     throw std::invalid_argument("rank " + std::to_string(options_.rank) + " is not in a group of " +
@@ -61,16 +78,28 @@ Communicator::Communicator(const CommunicatorOptions& options, const MakeTranspo
       }
       return nullptr;
     }));
-  watchdog_ = std::thread([this] { watch(); });
+  try {
+    watchdog_ = start_thread([this] { watch(); }, options_.rank);
+  } catch (const PipeCommException& error) {
+    fail(*error.failure());
+    throw;
+  }
 }
 
 Communicator::~Communicator() {
   if (closed_) return;
+  bool has_pending;
   {
     std::scoped_lock lock(post_mutex_, mutex_);
     closing_ = true;  // for what is still to be posted
+    has_pending = std::any_of(in_flight_.begin(), in_flight_.end(), [](const auto& weak) {
+      const OperationPtr operation = weak.lock();
+      return operation && !operation->done();
+    });
   }
-  // Nobody can wait for operations any more; peers learn it from the goodbye.
+  // No thread can wait for operations any more. The goodbye tells the peers, unless they may be
+  // waiting for messages that will not come.
+  if (has_pending) abort("its communicator was dropped with operations in flight, without close()");
   if (const FailurePtr failed = failure()) tell_peers(*failed);
   transport_->begin_close();
   end();
@@ -101,22 +130,16 @@ void Communicator::check_usable(OpCode op) const {
   std::lock_guard lock(mutex_);
   if (failure_) throw PipeCommException(failure_);
   if (!closing_) return;
-  Failure closed{.kind = FailureKind::aborted,
-                 .message = std::string(op_name(op)) +
-                            " on a closed communicator; create a new Communicator to go on",
-                 .op = op_name(op),
-                 .rank = rank(),
-                 .origin_rank = rank()};
-  throw PipeCommException(std::make_shared<Failure>(std::move(closed)));
+  throw_closed(op, rank());
 }
 
 // ------------------------------------------------------------------------------------------------
 // operations
 
-Descriptor Communicator::describe(OpCode op, int channel, const TensorRef& tensor,
-                                  uint64_t signature, int64_t num_bytes) const {
-  if (!options_.checks) return pipecomm::describe(op, channel, {}, 0, num_bytes);
-  return pipecomm::describe(op, channel, tensor, signature, num_bytes);
+// What peers compare of a description: with check="off" nothing but the size.
+Descriptor Communicator::checked(const Descriptor& descriptor) const {
+  if (options_.checks) return descriptor;
+  return describe(descriptor.op, descriptor.channel, {}, 0, descriptor.num_bytes);
 }
 
 Deadline Communicator::deadline_from_now() const {
@@ -129,7 +152,6 @@ OperationPtr Communicator::make_operation(OpCode op) {
   return std::make_shared<Operation>(op, deadline_from_now());
 }
 
-// The other ranks that take part.
 std::vector<int> Communicator::peers_in(const Scope& scope) const {
   if (scope.channel != kCollectiveChannel &&
       (scope.channel < 0 || scope.channel >= options_.num_channels))
@@ -150,17 +172,19 @@ std::vector<int> Communicator::peers_in(const Scope& scope) const {
   return peers;
 }
 
-// With `post_mutex_` held, so that nobody closes in between.
+// With `post_mutex_` held, so that no other thread closes in between.
 void Communicator::post(const OperationPtr& operation, bool is_async) {
   check_usable(operation->op());
   operation->record_in(flight_record_, num_posted_++);
   std::vector<RequestPtr> requests = operation->seal();
   if (requests.empty()) return;
+  if (requests.front()->descriptor.channel == kCollectiveChannel)
+    operation->set_number_of_collective(++num_collectives_);
   for (const RequestPtr& request : requests) request->operation = operation;
   transport_->post(std::move(requests), is_async);
   operation->note_posted();
   std::unique_lock lock(mutex_);
-  if (failure_) {  // since the check above: nobody else knows of this operation
+  if (failure_) {  // since the check above, and without this operation
     const FailurePtr failure = failure_;
     lock.unlock();
     return operation->fail(failure_for(failure, *operation));
@@ -179,18 +203,18 @@ OperationPtr Communicator::batch_p2p(std::span<const PointToPoint> batch,
                                      std::function<void()> on_success, bool is_async) {
   check_usable(OpCode::p2p);
   check_batch(batch, size(), options_.num_channels);
+  const auto own = pair_own_messages(batch, rank());
   const OperationPtr operation = make_operation(OpCode::p2p);
-  for (const auto& [send, recv] : pair_own_messages(batch, rank()))
-    std::copy_n(send->tensor.data, send->tensor.num_bytes(), recv->tensor.data);
-  for (const PointToPoint& op : batch) {
+  const auto data = stage(*operation, batch, own, std::move(on_success));
+  for (size_t idx = 0; idx < batch.size(); ++idx) {
+    const PointToPoint& op = batch[idx];
     if (op.tensor.storage) operation->keep(op.tensor.storage);
     if (op.peer == rank()) continue;
     operation->add_request(
         op.direction, op.peer,
-        describe(OpCode::p2p, op.channel, op.tensor, op.signature, op.tensor.num_bytes()),
-        op.tensor.data);
+        checked(describe(OpCode::p2p, op.channel, op.tensor, op.signature, op.tensor.num_bytes())),
+        data[idx]);
   }
-  if (on_success) operation->on_success(std::move(on_success));
   std::lock_guard lock(post_mutex_);
   post(operation, is_async);
   return operation;
@@ -202,55 +226,47 @@ OperationPtr Communicator::exchange(OpCode op, PreparedExchangePtr prepared,
                                     std::function<void()> on_success, bool is_async,
                                     const Scope& scope, const OperationPtr& after) {
   check_usable(op);
-  prepared->lowered_for(rank(), size(), inputs, outputs);  // refuses what does not fit the plan
-  peers_in(scope);
+  auto lowered = prepared->lowered_for(rank(), size(), inputs, outputs, device_ != nullptr);
+  auto messages = exchange_messages(op, scope.channel, prepared->plan(), *lowered, peers_in(scope),
+                                    scope.gradient_of);
   const OperationPtr operation = make_operation(op);
+  auto memory = std::make_shared<ExchangeBuffers>();
+  for (const TensorRef& tensor : inputs) memory->inputs.push_back(tensor.data);
+  for (const TensorRef& tensor : outputs) memory->outputs.push_back(tensor.data);
   for (const auto tensors : {inputs, outputs})
     for (const TensorRef& tensor : tensors) operation->keep(tensor.storage);
+  operation->keep(memory);
+  if (after && scope.channel == kCollectiveChannel)
+    throw std::invalid_argument("what follows another operation needs a channel");
+  const EventPtr caller = work_of_caller(op);
   if (scope.channel == kCollectiveChannel) {
-    if (after) throw std::invalid_argument("what follows another operation needs a channel");
-    start_exchange(operation, *prepared, inputs, outputs, std::move(on_success), is_async, scope);
+    start_exchange(operation, caller, lowered, memory, messages, std::move(on_success), is_async);
     return operation;
   }
   sequencers_[scope.channel]->submit(
       after, operation,
-      [this, operation, prepared, inputs = std::vector(inputs.begin(), inputs.end()),
-       outputs = std::vector(outputs.begin(), outputs.end()), on_success = std::move(on_success),
-       is_async, scope]() mutable {
+      [this, operation, caller, lowered = std::move(lowered), memory = std::move(memory),
+       messages = std::move(messages), on_success = std::move(on_success), is_async]() mutable {
         operation->restart(deadline_from_now());
-        start_exchange(operation, *prepared, inputs, outputs, std::move(on_success), is_async,
-                       scope);
+        start_exchange(operation, caller, lowered, memory, messages, std::move(on_success),
+                       is_async);
       });
   return operation;
 }
 
-void Communicator::start_exchange(const OperationPtr& operation, PreparedExchange& prepared,
-                                  std::span<const TensorRef> inputs,
-                                  std::span<const TensorRef> outputs,
-                                  std::function<void()> on_success, bool is_async,
-                                  const Scope& scope) {
-  const OpCode op = operation->op();
-  const ExchangePlan& plan = prepared.plan();
-  const auto lowered = prepared.lowered_for(rank(), size(), inputs, outputs);
-
-  const bool stages = !transport_->copies_on_the_way();
-  auto memory = std::make_shared<ExchangeBuffers>();
-  for (const TensorRef& tensor : inputs) memory->inputs.push_back(tensor.data);
-  for (const TensorRef& tensor : outputs) memory->outputs.push_back(tensor.data);
+void Communicator::start_exchange(const OperationPtr& operation, const EventPtr& caller,
+                                  const std::shared_ptr<const LoweredExchange>& lowered,
+                                  const std::shared_ptr<ExchangeBuffers>& memory,
+                                  std::span<const PeerMessages> messages,
+                                  std::function<void()> on_success, bool is_async) {
+  const bool stages = device_ || !transport_->copies_on_the_way();
   if (stages) {
     memory->send_staging = staging_.acquire(lowered->send_staging_bytes);
     memory->recv_staging = staging_.acquire(lowered->recv_staging_bytes);
   }
-  operation->keep(memory);
-
-  auto copy = [this](std::span<const CopyTask> tasks, const CopyBuffers& buffers,
-                     const Scale& scale) {
-    if (tasks.empty()) return;
-    std::unique_lock lock(copy_pool_mutex_, std::try_to_lock);
-    execute_cpu(tasks, buffers, scale, lock ? &copy_pool_ : nullptr);
-  };
-  copy(stages ? lowered->pack_and_local() : lowered->local(), memory->view(), lowered->scale);
-  operation->on_success([copy, stages, lowered, memory, on_success = std::move(on_success)] {
+  before_posting(*operation, caller, stages ? lowered->pack_and_local() : lowered->local(),
+                 memory->view(), lowered->scale);
+  operation->on_success([this, stages, lowered, memory, on_success = std::move(on_success)] {
     if (stages) copy(lowered->unpack(), memory->view(), Scale{});
     // Back in the pool before waiters run, so that their next exchange finds it there.
     memory->send_staging.reset();
@@ -258,90 +274,151 @@ void Communicator::start_exchange(const OperationPtr& operation, PreparedExchang
     if (on_success) on_success();
   });
 
-  // One message per ordered pair, empty ones too: that is how ranks hear of each other.
-  TensorRef shown;
-  if (plan.shown) {
-    shown.shape = plan.shown->shape;
-    shown.dtype = plan.shown->dtype;
-  } else if (!inputs.empty() || !outputs.empty()) {
-    shown = !inputs.empty() ? inputs[0] : outputs[0];
-  }
-  const std::vector<int> peers = peers_in(scope);
-  auto add_requests = [&](Direction direction, const std::vector<LoweredMessage>& messages) {
-    auto message = messages.begin();
-    for (const int peer : peers) {
-      std::byte* data = nullptr;
-      int64_t num_bytes = 0;
-      uint64_t signature = plan.signature;
-      std::shared_ptr<const MessageCopy> on_the_way;
-      if (message != messages.end() && message->peer == peer) {
-        const bool sends = direction == Direction::send;
-        num_bytes = message->bytes;
-        signature ^= message->dtypes;
-        if (!message->is_staged())
-          data = (sends ? inputs : outputs)[message->tensor_idx].data + message->offset_bytes;
-        else if (stages)
-          data =
-              (sends ? memory->send_staging : memory->recv_staging).get() + message->offset_bytes;
-        else
-          on_the_way = std::make_shared<const MessageCopy>(MessageCopy{lowered, &*message, memory});
-        ++message;
-      }
-      Request& request = operation->add_request(
-          direction, peer, describe(op, scope.channel, shown, signature, num_bytes), data);
-      request.copy = std::move(on_the_way);
-    }
-    if (message != messages.end())
-      throw std::invalid_argument("the plan has a message for rank " +
-                                  std::to_string(message->peer) + ", which is no member");
+  auto add_request = [&](Direction direction, int peer, const Descriptor& descriptor,
+                         const LoweredMessage* message) {
+    const bool sends = direction == Direction::send;
+    const void* data = nullptr;
+    std::shared_ptr<const MessageCopy> on_the_way;
+    if (message && !message->is_staged())
+      data = sends ? memory->inputs[message->tensor_idx] : memory->outputs[message->tensor_idx];
+    else if (message && stages)
+      data = (sends ? memory->send_staging : memory->recv_staging).get();
+    else if (message)
+      on_the_way = std::make_shared<const MessageCopy>(MessageCopy{lowered, message, memory});
+    auto* const bytes = static_cast<std::byte*>(const_cast<void*>(data));
+    operation
+        ->add_request(direction, peer, checked(descriptor),
+                      bytes ? bytes + message->offset_bytes : nullptr)
+        .copy = std::move(on_the_way);
   };
-  add_requests(Direction::recv, lowered->recvs);
-  add_requests(Direction::send, lowered->sends);
+  for (const PeerMessages& peer : messages)
+    add_request(Direction::recv, peer.peer, peer.recv, peer.lowered_recv);
+  for (const PeerMessages& peer : messages)
+    add_request(Direction::send, peer.peer, peer.send, peer.lowered_send);
   ++num_exchanges_;
   num_passes_ += lowered->copy_passes();
   std::lock_guard lock(post_mutex_);
   post(operation, is_async);
 }
 
+EventPtr Communicator::work_of_caller(OpCode op) {
+  return device_ ? device_->work_of_caller(op_name(op)) : nullptr;
+}
+
+void Communicator::copy(std::span<const CopyTask> tasks, const CopyBuffers& buffers,
+                        const Scale& scale) {
+  if (tasks.empty()) return;
+  if (device_) return device_->execute(tasks, buffers, scale);
+  std::unique_lock lock(copy_pool_mutex_, std::try_to_lock);
+  execute_cpu(tasks, buffers, scale, lock ? &copy_pool_ : nullptr);
+}
+
+// The copies that precede the messages. On a device they, and those that follow the messages, come
+// after the caller's work. An error there leaves peers waiting, so all ranks fail.
+void Communicator::before_posting(const Operation& operation, const EventPtr& caller,
+                                  std::span<const CopyTask> tasks, const CopyBuffers& buffers,
+                                  const Scale& scale) {
+  if (!device_) return copy(tasks, buffers, scale);
+  const auto fail_with = [&](FailureKind kind, const std::string& text) {
+    fail({.kind = kind,
+          .message = op_name(operation.op()) + text,
+          .op = op_name(operation.op()),
+          .rank = rank(),
+          .origin_rank = rank()});
+  };
+  try {
+    device_->wait(caller, [&] {
+      check_usable(operation.op());
+      if (Clock::now() >= operation.deadline())
+        fail_with(FailureKind::timeout,
+                  " timed out after " + seconds_text(Clock::now() - operation.posted_at()) +
+                      ": the caller's CUDA stream has not come to it, which may wait for "
+                      "another rank itself");
+    });
+    copy(tasks, buffers, scale);
+  } catch (const PipeCommException&) {
+    throw;
+  } catch (const std::exception& error) {
+    fail_with(FailureKind::error, std::string(" could not be enqueued: ") + error.what());
+    check_usable(operation.op());
+    throw;
+  }
+}
+
+// Where the messages of a batch lie in host memory: in the tensors themselves, if those do.
+std::vector<std::byte*> Communicator::stage(Operation& operation,
+                                            std::span<const PointToPoint> batch,
+                                            const OwnMessages& own,
+                                            std::function<void()> on_success) {
+  std::vector<std::byte*> data;
+  if (!device_) {
+    for (const auto& [send, recv] : own)
+      std::copy_n(send->tensor.data, send->tensor.num_bytes(), recv->tensor.data);
+    for (const PointToPoint& op : batch) data.push_back(op.tensor.data);
+    if (on_success) operation.on_success(std::move(on_success));
+    return data;
+  }
+  const EventPtr caller = work_of_caller(operation.op());
+  auto staged = std::make_shared<StagedBatch>(HostStaging::stage(batch, own, rank(), staging_));
+  data = staged->data;
+  before_posting(operation, caller, staged->outgoing.tasks(), staged->outgoing.buffers(), Scale{});
+  operation.keep(staged);
+  operation.on_success([this, staged, on_success = std::move(on_success)] {
+    copy(staged->incoming.tasks(), staged->incoming.buffers(), Scale{});
+    staged->memory.reset();
+    if (on_success) on_success();
+  });
+  return data;
+}
+
 OperationPtr Communicator::broadcast(const TensorRef& tensor, int source,
                                      std::function<void()> on_success, bool is_async) {
   check_usable(OpCode::broadcast);
   check_peer(source, size(), "source rank");
-  const uint64_t signature =
-      Signature("broadcast").add(source).add(tensor.dtype).add(tensor.shape).value();
   const OperationPtr operation = make_operation(OpCode::broadcast);
   if (tensor.storage) operation->keep(tensor.storage);
-  for (Direction direction : {Direction::recv, Direction::send}) {
-    for (int peer = 0; peer < size(); ++peer) {
-      if (peer == rank()) continue;
-      const int sender = direction == Direction::send ? rank() : peer;
-      const int64_t num_bytes = sender == source ? tensor.num_bytes() : 0;
-      operation->add_request(
-          direction, peer,
-          describe(OpCode::broadcast, kCollectiveChannel, tensor, signature, num_bytes),
-          num_bytes > 0 ? tensor.data : nullptr);
-    }
-  }
-  if (on_success) operation->on_success(std::move(on_success));
+  const Direction way = source == rank() ? Direction::send : Direction::recv;
+  const PointToPoint whole{way, -1, kCollectiveChannel, tensor, 0};
+  std::byte* const data = stage(*operation, {&whole, 1}, {}, std::move(on_success))[0];
+  auto add_request = [&](Direction direction, int peer, const Descriptor& descriptor) {
+    operation->add_request(direction, peer, checked(descriptor),
+                           descriptor.num_bytes > 0 ? data : nullptr);
+  };
+  const auto pairs = broadcast_messages(tensor, rank(), source, peers_in({}));
+  for (const PeerMessages& pair : pairs) add_request(Direction::recv, pair.peer, pair.recv);
+  for (const PeerMessages& pair : pairs) add_request(Direction::send, pair.peer, pair.send);
   std::lock_guard lock(post_mutex_);
   post(operation, is_async);
   return operation;
 }
 
 OperationPtr Communicator::barrier(bool is_async) {
-  return agree(OpCode::barrier, {}, 0, is_async);
-}
-
-OperationPtr Communicator::agree(OpCode op, const TensorRef& shown, uint64_t signature,
-                                 bool is_async, const Scope& scope) {
-  check_usable(op);
-  const OperationPtr operation = make_operation(op);
-  const Descriptor descriptor = describe(op, scope.channel, shown, signature, 0);
-  const std::vector<int> peers = peers_in(scope);
+  check_usable(OpCode::barrier);
+  const OperationPtr operation = make_operation(OpCode::barrier);
+  const Descriptor descriptor = describe(OpCode::barrier, kCollectiveChannel, {}, 0, 0);
   for (Direction direction : {Direction::recv, Direction::send})
-    for (const int peer : peers) operation->add_request(direction, peer, descriptor, nullptr);
+    for (const int peer : peers_in({}))
+      operation->add_request(direction, peer, descriptor, nullptr);
   std::lock_guard lock(post_mutex_);
   post(operation, is_async);
+  return operation;
+}
+
+OperationPtr Communicator::agree(OpCode op, const std::shared_ptr<Agreement>& agreement) {
+  check_usable(op);
+  const OperationPtr operation = make_operation(op);
+  operation->keep(agreement);
+  auto add = [&](Direction direction, int peer, const Descriptor& descriptor,
+                 std::span<std::byte> note) {
+    Request& request = operation->add_request(direction, peer, descriptor, note.data());
+    request.num_note_bytes = static_cast<int64_t>(note.size());
+  };
+  for (const PeerMessages& pair : agreement->pairs())
+    add(Direction::recv, pair.peer, pair.recv, agreement->heard(pair.peer));
+  for (const PeerMessages& pair : agreement->pairs())
+    add(Direction::send, pair.peer, pair.send, agreement->told());
+  std::lock_guard lock(post_mutex_);
+  post(operation);
   return operation;
 }
 
@@ -390,8 +467,8 @@ bool Communicator::wait(Operation& operation, Deadline until,
 // failure and end
 
 void Communicator::fail(Failure failure) {
-  // Whoever comes second returns when all has failed, not before: what its peer said next must not
-  // reach operations ahead of the cause.
+  // A second caller returns only once everything has failed: what its peer said next must not reach
+  // operations ahead of the cause.
   std::lock_guard failing_lock(failing_mutex_);
   auto shared = std::make_shared<const Failure>(std::move(failure));
   std::deque<std::weak_ptr<Operation>> in_flight;
@@ -408,7 +485,7 @@ void Communicator::fail(Failure failure) {
   flight_record_.note_failure();
 }
 
-// Whoever comes second returns when the first one has told all peers.
+// A second caller returns once the first one has told all peers.
 void Communicator::tell_peers(const Failure& failure) {
   std::lock_guard telling_lock(telling_mutex_);
   transport_->abort(failure);
@@ -498,7 +575,7 @@ void Communicator::watch() {
     }
     lock.unlock();
     transport_->tick();
-    // The rest of a failed batch, which nobody waits for any more, is no failure of its own.
+    // The rest of a failed batch, for which no thread waits any more, does not fail the communicator.
     if (expired && expired->failure())
       expired->fail(nullptr);
     else if (expired && !expired->done())
@@ -511,12 +588,14 @@ void Communicator::watch() {
 void Communicator::close(const std::function<void()>& interrupted) {
   if (is_in_fork()) return;
   std::exception_ptr error;
+  bool is_interrupted = false;
   try {
     for (const auto& sequencer : sequencers_)
       while (!sequencer->wait_until_idle(Clock::now() + 5 * kTick))
         if (interrupted) interrupted();
   } catch (...) {
     error = std::current_exception();
+    is_interrupted = true;
   }
   std::vector<OperationPtr> pending;
   FailurePtr failed_before;
@@ -540,16 +619,19 @@ void Communicator::close(const std::function<void()>& interrupted) {
         if (!error) error = std::current_exception();
       } catch (...) {
         error = std::current_exception();
+        is_interrupted = true;
         break;
       }
     }
   }
+  // Peers that wait for what is still pending must hear that it will not come.
+  if (is_interrupted) abort("its close() was interrupted");
   pending.clear();
   end();
   if (error) std::rethrow_exception(error);
 }
 
-// Whatever is pending now has nobody left who could complete it.
+// No transport is left that could complete what is pending now.
 void Communicator::end() {
   transport_->close(Clock::now() + kGoodbyeLimit);
   std::deque<std::weak_ptr<Operation>> in_flight;

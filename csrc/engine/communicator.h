@@ -1,6 +1,6 @@
-// The engine: validates calls, orders them, runs plan -> pack -> transport -> unpack, and turns
-// whatever goes wrong on any rank into one error on all of them. Knows tensors only as addresses,
-// shapes and strides.
+// The engine: validates calls, orders them, runs plan -> pack -> transport -> unpack, and turns an
+// error on any rank into one error on all of them. It knows tensors only as addresses, shapes and
+// strides.
 #pragma once
 
 #include <atomic>
@@ -15,14 +15,18 @@
 #include <thread>
 #include <vector>
 
+#include "copy/device_runtime.h"
 #include "copy/thread_pool.h"
-#include "engine/failure.h"
-#include "engine/flight_record.h"
-#include "engine/operation.h"
+#include "engine/agreement.h"
+#include "engine/host_staging.h"
 #include "engine/point_to_point.h"
 #include "engine/prepared_exchange.h"
 #include "engine/sequencer.h"
 #include "engine/staging.h"
+#include "message/failure.h"
+#include "message/flight_record.h"
+#include "message/message_copy.h"
+#include "message/operation.h"
 #include "transport/transport.h"
 
 namespace pipecomm {
@@ -34,17 +38,21 @@ struct CommunicatorOptions {
   std::optional<std::chrono::nanoseconds> timeout;  // none: wait forever
   int num_threads = 1;                              // for packing
   bool checks = true;  // compare dtypes, shapes and arguments, not only sizes
-  // Hears the claims of peers (see `Communicator::claim`), on a thread of the transport.
+  // Called with the claims of peers (see `Communicator::claim`), on a thread of the transport.
   std::function<void(int peer, Direction direction, const Descriptor& descriptor)> on_claim =
       nullptr;
-  // Hears that an operation or the communicator has failed, see FlightRecord.
+  // Called when an operation or the communicator has failed, see FlightRecord.
   std::function<void()> on_failure = nullptr;
+  // Where the tensors are; null: in host memory. Calls then wait for what the caller's stream holds.
+  std::shared_ptr<DeviceRuntime> device = nullptr;
 };
 
 // Who takes part in a collective, and in which order of messages.
 struct Scope {
   std::vector<int> members;          // increasing, this rank among them; empty: all ranks
   int channel = kCollectiveChannel;  // or one of the user's
+  // The number of the collective whose gradients this one moves, which the ranks compare; or 0.
+  uint64_t gradient_of = 0;
 };
 
 // Bytes and passes that exchanges of this communicator have copied, for tests and benchmarks.
@@ -53,6 +61,9 @@ struct CopyCounters {
   int64_t num_passes = 0;
   int64_t num_staging_allocations = 0;
 };
+
+// Throws the PipeCommException of a call after close().
+[[noreturn]] void throw_closed(OpCode op, int rank);
 
 class Communicator final : private TransportEvents {
  public:
@@ -71,10 +82,9 @@ class Communicator final : private TransportEvents {
   OperationPtr batch_p2p(std::span<const PointToPoint> batch,
                          std::function<void()> on_success = nullptr, bool is_async = true);
 
-  // Collectives: every rank hears from every other one, so that a rank that refuses is known to
-  // all.
+  // Collectives: every rank hears from every other one, so that all know of a rank that refuses.
   // An exchange on a channel of the user is posted when all earlier ones on that channel are, and
-  // `after`, if given, has succeeded; it fails if `after` fails. Nobody has to wait for that.
+  // `after`, if given, has succeeded; it fails if `after` fails. No caller has to wait for that.
   OperationPtr exchange(OpCode op, PreparedExchangePtr plan, std::span<const TensorRef> inputs,
                         std::span<const TensorRef> outputs,
                         std::function<void()> on_success = nullptr, bool is_async = true,
@@ -86,14 +96,14 @@ class Communicator final : private TransportEvents {
   std::shared_ptr<std::byte> allocate_result(int64_t num_bytes) {
     return transport_->allocate_result(num_bytes);
   }
-  // Instead of a collective that this rank cannot take part in. Done once all others have heard it.
+  // Call it instead of a collective that this rank cannot take part in. Done once all others have
+  // heard it.
   OperationPtr refuse(OpCode op, const std::string& reason, const Scope& scope = {});
 
   // For a device communicator, whose data do not pass here. `agree` is a collective without data:
-  // fails unless every rank calls it with the same op and signature; `shown` is the tensor to name
-  // in errors. `claim` tells a peer what this end believes of one message, see HostTransport.
-  OperationPtr agree(OpCode op, const TensorRef& shown, uint64_t signature, bool is_async = true,
-                     const Scope& scope = {});
+  // fails if the two ends of a pair disagree, and leaves the notes of all peers in `agreement`.
+  // `claim` tells a peer what this end believes of one message, see HostTransport.
+  OperationPtr agree(OpCode op, const std::shared_ptr<Agreement>& agreement);
   void claim(int peer, Direction direction, const Descriptor& descriptor) {
     transport_->claim(peer, direction, descriptor);
   }
@@ -107,14 +117,18 @@ class Communicator final : private TransportEvents {
   void fail(Failure failure);
   void abort(const std::string& reason);
   // Finishes what is under way, says goodbye and releases everything. Throws if operations were
-  // still pending when their deadline passed. If `interrupted` throws, what is pending fails, the
-  // rest is done all the same, and the exception goes on. Idempotent.
+  // still pending when their deadline passed. If `interrupted` throws, the communicator is aborted,
+  // the rest is done all the same, and the exception goes on. Idempotent.
   void close(const std::function<void()>& interrupted);
   bool closed() const { return closed_; }
   // Threads and connections stay with the process that made them: in a fork every call is refused,
   // close() does nothing, and the object must not be destroyed.
   bool is_in_fork() const;
+  void check_process() const;  // throws PipeCommException in a fork
+  // The other ranks that take part. Throws std::invalid_argument if `scope` is not possible.
+  std::vector<int> peers_in(const Scope& scope) const;
   FailurePtr failure() const;
+  Deadline deadline_from_now() const;
   // The latest operations that have ended, and all that have not, by number.
   std::vector<Flight> flights() const;
   CopyCounters copy_counters() const {
@@ -127,16 +141,21 @@ class Communicator final : private TransportEvents {
   void on_broken(const std::string& why) override;
   void on_claim(int peer, Direction direction, const Descriptor& descriptor) override;
 
-  void check_process() const;
   void check_usable(OpCode op) const;
-  Deadline deadline_from_now() const;
   OperationPtr make_operation(OpCode op);
-  std::vector<int> peers_in(const Scope& scope) const;
-  void start_exchange(const OperationPtr& operation, PreparedExchange& prepared,
-                      std::span<const TensorRef> inputs, std::span<const TensorRef> outputs,
-                      std::function<void()> on_success, bool is_async, const Scope& scope);
-  Descriptor describe(OpCode op, int channel, const TensorRef& tensor, uint64_t signature,
-                      int64_t num_bytes) const;
+  void start_exchange(const OperationPtr& operation, const EventPtr& caller,
+                      const std::shared_ptr<const LoweredExchange>& lowered,
+                      const std::shared_ptr<ExchangeBuffers>& memory,
+                      std::span<const PeerMessages> messages, std::function<void()> on_success,
+                      bool is_async);
+  EventPtr work_of_caller(OpCode op);
+  void before_posting(const Operation& operation, const EventPtr& caller,
+                      std::span<const CopyTask> tasks, const CopyBuffers& buffers,
+                      const Scale& scale);
+  void copy(std::span<const CopyTask> tasks, const CopyBuffers& buffers, const Scale& scale);
+  std::vector<std::byte*> stage(Operation& operation, std::span<const PointToPoint> batch,
+                                const OwnMessages& own, std::function<void()> on_success);
+  Descriptor checked(const Descriptor& descriptor) const;
   void post(const OperationPtr& operation, bool is_async = true);
   void tell_peers(const Failure& failure);
   void watch();
@@ -146,6 +165,7 @@ class Communicator final : private TransportEvents {
   const CommunicatorOptions options_;
   const int owner_pid_;
   FlightRecord flight_record_;
+  const std::unique_ptr<HostStaging> device_;  // null: tensors are in host memory
   StagingPool staging_;
   ThreadPool copy_pool_;
   std::mutex copy_pool_mutex_;
@@ -164,6 +184,7 @@ class Communicator final : private TransportEvents {
   std::vector<std::unique_ptr<Sequencer>> sequencers_;  // one per channel of the user
   std::mutex post_mutex_;  // the order of posts is the order of matches
   uint64_t num_posted_ = 0;
+  uint64_t num_collectives_ = 0;  // refused ones included, so that ranks count alike
   std::unique_ptr<HostTransport> transport_;
   std::condition_variable stop_watch_;
   bool stop_watching_ = false;

@@ -5,6 +5,15 @@
 
 namespace pipecomm {
 
+bool TensorRef::is_contiguous() const {
+  int64_t pitch = 1;
+  for (size_t dim = shape.size(); dim-- > 0;) {
+    if (shape[dim] != 1 && strides[dim] != pitch) return false;
+    pitch *= shape[dim];
+  }
+  return true;
+}
+
 Descriptor describe(OpCode op, int channel, const TensorRef& tensor, uint64_t signature,
                     int64_t num_bytes) {
   Descriptor descriptor;
@@ -48,7 +57,8 @@ void check_batch(std::span<const PointToPoint> batch, int size, int num_channels
           "; make the Communicator with channels=" + std::to_string(op.channel + 1));
     receives |= op.direction == Direction::recv;
     const int64_t num_bytes = op.tensor.num_bytes();
-    if (num_bytes > 0) intervals.push_back({op.tensor.data, op.tensor.data + num_bytes, op_idx});
+    if (num_bytes > 0 && op.tensor.is_contiguous())  // gaps may hold another tensor
+      intervals.push_back({op.tensor.data, op.tensor.data + num_bytes, op_idx});
   }
   if (!receives || intervals.size() < 2) return;
   // Sends may share memory with sends; a receive with nothing.
@@ -70,8 +80,7 @@ void check_batch(std::span<const PointToPoint> batch, int size, int num_channels
   }
 }
 
-std::vector<std::pair<const PointToPoint*, const PointToPoint*>> pair_own_messages(
-    std::span<const PointToPoint> batch, int rank) {
+OwnMessages pair_own_messages(std::span<const PointToPoint> batch, int rank) {
   std::vector<const PointToPoint*> sends, recvs;
   for (const PointToPoint& op : batch) {
     if (op.peer != rank) continue;

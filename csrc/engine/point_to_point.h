@@ -9,12 +9,12 @@
 #include <utility>
 #include <vector>
 
-#include "engine/operation.h"
+#include "message/operation.h"
 #include "plan/exchange_plan.h"
 
 namespace pipecomm {
 
-// A dense tensor in memory that `storage` keeps alive.
+// A tensor in memory that `storage` keeps alive.
 struct TensorRef {
   std::byte* data = nullptr;
   DType dtype;
@@ -23,9 +23,10 @@ struct TensorRef {
   std::shared_ptr<void> storage;
 
   int64_t num_bytes() const { return TensorSpec{shape, dtype}.bytes(); }
+  bool is_contiguous() const;
 };
 
-// One element of a batch; the tensor is contiguous.
+// One element of a batch. In host memory the tensor is contiguous.
 struct PointToPoint {
   Direction direction = Direction::send;
   int peer = 0;
@@ -41,13 +42,14 @@ Descriptor describe(OpCode op, int channel, const TensorRef& tensor, uint64_t si
 // Throws std::invalid_argument unless 0 <= peer < size; `what` names the argument.
 void check_peer(int peer, int size, const std::string& what);
 
-// Peers and channels in range, no receive that shares memory with anything else in the batch.
+// Peers and channels in range, no receive that shares memory with anything else in the batch, of
+// contiguous tensors.
 void check_batch(std::span<const PointToPoint> batch, int size, int num_channels);
 
 // Messages of `rank` to itself: the k-th send of a channel meets the k-th receive of that channel,
 // within the batch. Throws std::invalid_argument if they do not pair up or differ in shape or
 // dtype.
-std::vector<std::pair<const PointToPoint*, const PointToPoint*>> pair_own_messages(
-    std::span<const PointToPoint> batch, int rank);
+using OwnMessages = std::vector<std::pair<const PointToPoint*, const PointToPoint*>>;
+OwnMessages pair_own_messages(std::span<const PointToPoint> batch, int rank);
 
 }  // namespace pipecomm

@@ -3,6 +3,8 @@
 #include <exception>
 #include <utility>
 
+#include "message/start_thread.h"
+
 namespace pipecomm {
 
 void Sequencer::submit(OperationPtr after, const OperationPtr& operation, Post post) {
@@ -11,8 +13,14 @@ void Sequencer::submit(OperationPtr after, const OperationPtr& operation, Post p
     post();  // with the lock held: posts keep their order
     return;
   }
+  if (!thread_.joinable()) {
+    try {
+      thread_ = start_thread([this] { run(); }, -1);
+    } catch (const PipeCommException&) {  // the limit on threads is reached: the caller waits
+      return execute({std::move(after), operation, std::move(post)});
+    }
+  }
   steps_.push_back({std::move(after), operation, std::move(post)});
-  if (!thread_.joinable()) thread_ = std::thread([this] { run(); });
   changed_.notify_all();
 }
 

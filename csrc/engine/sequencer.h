@@ -1,5 +1,5 @@
-// Posts operations one after the other, each when what it depends on is done, without anybody
-// waiting for that: the second hop of a relay starts when the first has arrived.
+// Posts operations one after the other, each when what it depends on is done, while no caller
+// waits: the second hop of a relay starts when the first has arrived.
 #pragma once
 
 #include <condition_variable>
@@ -8,7 +8,7 @@
 #include <mutex>
 #include <thread>
 
-#include "engine/operation.h"
+#include "message/operation.h"
 
 namespace pipecomm {
 

@@ -12,15 +12,20 @@ constexpr int64_t kPageBytes = 4096;
 // system.
 constexpr size_t kMaxFreeBuffers = 16;
 
+std::shared_ptr<std::byte> allocate_pages(int64_t num_bytes) {
+  auto* const data =
+      static_cast<std::byte*>(std::aligned_alloc(kPageBytes, static_cast<size_t>(num_bytes)));
+  if (data == nullptr) throw std::bad_alloc();
+  return {data, [](std::byte* memory) { std::free(memory); }};
+}
+
 }  // namespace
 
-StagingPool::State::~State() {
-  for (const Buffer& buffer : free) std::free(buffer.data);
-}
+StagingPool::StagingPool() : StagingPool(allocate_pages) {}
 
 std::shared_ptr<std::byte> StagingPool::acquire(int64_t num_bytes) {
   if (num_bytes == 0) return nullptr;
-  Buffer buffer{};
+  Buffer buffer;
   {
     std::lock_guard lock(state_->mutex);
     // Smallest that fits, but never one that is much too large.
@@ -30,21 +35,21 @@ std::shared_ptr<std::byte> StagingPool::acquire(int64_t num_bytes) {
       if (best == state_->free.end() || it->num_bytes < best->num_bytes) best = it;
     }
     if (best != state_->free.end()) {
-      buffer = *best;
+      buffer = std::move(*best);
       state_->free.erase(best);
     }
   }
-  if (buffer.data == nullptr) {
+  if (!buffer.data) {
     buffer.num_bytes = (num_bytes + kPageBytes - 1) / kPageBytes * kPageBytes;
-    buffer.data = static_cast<std::byte*>(
-        std::aligned_alloc(kPageBytes, static_cast<size_t>(buffer.num_bytes)));
-    if (buffer.data == nullptr) throw std::bad_alloc();
+    buffer.data = allocate_(buffer.num_bytes);
     ++state_->num_allocations;
   }
-  return {buffer.data, [state = state_, buffer](std::byte*) {
+  std::byte* const data = buffer.data.get();
+  return {data, [state = state_, buffer = std::move(buffer)](std::byte*) {
+            Buffer dropped;  // ends without the lock
             std::lock_guard lock(state->mutex);
             if (state->free.size() == kMaxFreeBuffers) {
-              std::free(state->free.front().data);
+              dropped = std::move(state->free.front());
               state->free.erase(state->free.begin());
             }
             state->free.push_back(buffer);

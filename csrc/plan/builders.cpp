@@ -5,6 +5,7 @@
 #include <string>
 
 #include "plan/signature.h"
+#include "plan/split.h"
 
 namespace pipecomm {
 
@@ -14,7 +15,7 @@ namespace {
 
 void require_member(Member me, const char* op) {
   if (me.size < 1 || me.rank < 0 || me.rank >= me.size) {
-    reject(std::string(op) + ": rank " + std::to_string(me.rank) + " is no rank of a group of " +
+    reject(std::string(op) + ": rank " + std::to_string(me.rank) + " is not a rank in a group of " +
            std::to_string(me.size));
   }
 }
@@ -45,6 +46,18 @@ void require_length(int64_t length, int64_t expected, const char* op, const std:
     reject(std::string(op) + ": " + what + " is " + std::to_string(expected) +
            ", but the tensor has length " + std::to_string(length));
   }
+}
+
+// Where the piece of each rank begins: as given, or one behind the other so that they fill `length`.
+Sizes starts_of(const Sizes& given, const Sizes& sizes, int64_t length, const char* op,
+                const std::string& name) {
+  if (given.empty()) {
+    Sizes starts = offsets_of(sizes);
+    require_length(length, starts.back(), op, "sum of " + name + "_sizes " + to_string(sizes));
+    return starts;
+  }
+  require_sizes(given, static_cast<int>(sizes.size()), op, (name + "_starts").c_str());
+  return given;
 }
 
 TensorSpec with_length(TensorSpec tensor, int dim, int64_t length) {
@@ -90,12 +103,6 @@ struct Segment {
 };
 using Segments = std::vector<Segment>;
 
-int64_t total_length(const Segments& segments) {
-  int64_t total = 0;
-  for (const Segment& segment : segments) total = checked_add(total, segment.length);
-  return total;
-}
-
 std::vector<Box> local_boxes(const TensorSpec& local, int dim, const Segments& segments) {
   std::vector<Box> boxes;
   int64_t start = 0;
@@ -123,7 +130,8 @@ Signature dim_signature(const char* op, Member me, const TensorSpec& full, int d
       .add(scale);
 }
 
-// Every rank sends what it holds to all; segments_of(rank) says where that belongs.
+// Every rank sends its tensor to all ranks; segments_of(rank) says where it belongs in the full
+// one.
 template <typename SegmentsOf>
 ExchangePlan gather_segments(const char* op, Member me, const TensorSpec& local, int dim,
                              int64_t full_length, Scale scale, const SegmentsOf& segments_of) {
@@ -137,22 +145,12 @@ ExchangePlan gather_segments(const char* op, Member me, const TensorSpec& local,
   return plan;
 }
 
-// Every rank keeps its segments of a tensor that all hold.
-ExchangePlan split_segments(const char* op, Member me, const TensorSpec& full, int dim, Scale scale,
-                            const Segments& segments) {
-  const TensorSpec local = with_length(full, dim, total_length(segments));
-  ExchangePlan plan = make_plan(op, me, {full}, {local}, scale);
-  plan.sends = {{me.rank, full_boxes(full, dim, segments)}};
-  plan.recvs = {{me.rank, local_boxes(local, dim, segments)}};
-  return plan;
-}
-
 Segments zigzag_segments(int rank, int size, int64_t chunk) {
   const auto [first, second] = zigzag_chunks(rank, size);
   return {{first * chunk, chunk}, {second * chunk, chunk}};
 }
 
-// Where each sequence starts in the full packed tensor and how much of it ranks hold before `rank`.
+// Where the piece that each rank holds of each sequence lies in the full packed tensor.
 class PackedLayout {
  public:
   PackedLayout(const std::vector<Sizes>& rows, Member me, const char* op) : rows_(rows) {
@@ -202,7 +200,7 @@ class PackedLayout {
 }  // namespace
 
 ExchangePlan all_to_all_plan(Member me, const std::vector<AllToAllTensor>& tensors, int scatter_dim,
-                             int gather_dim, Scale scale) {
+                             int gather_dim, Scale scale, const std::string& tag) {
   constexpr const char* kOp = "all_to_all";
   require_member(me, kOp);
   if (tensors.empty()) reject("all_to_all: there must be at least one tensor");
@@ -212,25 +210,28 @@ ExchangePlan all_to_all_plan(Member me, const std::vector<AllToAllTensor>& tenso
   }
   Signature signature(kOp);
   signature.add(int64_t{me.size}).add(int64_t{scatter_dim}).add(int64_t{gather_dim}).add(scale);
+  if (!tag.empty()) signature.add(tag);
   ExchangePlan plan = make_plan(kOp, me, {}, {}, scale);
   for (int peer = 0; peer < me.size; ++peer) {
     plan.sends.push_back({peer, {}});
     plan.recvs.push_back({peer, {}});
   }
   for (int tensor_idx = 0; tensor_idx < std::ssize(tensors); ++tensor_idx) {
-    const auto& [input, scatter_sizes, gather_sizes] = tensors[tensor_idx];
+    const AllToAllTensor& tensor = tensors[tensor_idx];
+    const auto& [input, scatter_sizes, gather_sizes, scatter_starts, gather_starts, length] =
+        tensor;
     require_dim(input.shape, scatter_dim, kOp, "scatter_dim");
     require_dim(input.shape, gather_dim, kOp, "gather_dim");
     require_sizes(scatter_sizes, me.size, kOp, "scatter_sizes");
     require_sizes(gather_sizes, me.size, kOp, "gather_sizes");
-    const Sizes scatter_offsets = offsets_of(scatter_sizes);
-    const Sizes gather_offsets = offsets_of(gather_sizes);
-    require_length(input.shape[scatter_dim], scatter_offsets.back(), kOp,
-                   "sum of scatter_sizes " + to_string(scatter_sizes));
+    const Sizes scatter_offsets =
+        starts_of(scatter_starts, scatter_sizes, input.shape[scatter_dim], kOp, "scatter");
+    const int64_t gathered = gather_starts.empty() ? checked_sum(gather_sizes) : length;
+    const Sizes gather_offsets = starts_of(gather_starts, gather_sizes, gathered, kOp, "gather");
     require_length(
         input.shape[gather_dim], gather_sizes[me.rank], kOp,
         "entry " + std::to_string(me.rank) + " of gather_sizes " + to_string(gather_sizes));
-    const TensorSpec global = with_length(input, gather_dim, gather_offsets.back());
+    const TensorSpec global = with_length(input, gather_dim, gathered);
     const TensorSpec output = with_length(global, scatter_dim, scatter_sizes[me.rank]);
     for (int peer = 0; peer < me.size; ++peer) {
       plan.sends[peer].boxes.push_back(
@@ -241,6 +242,8 @@ ExchangePlan all_to_all_plan(Member me, const std::vector<AllToAllTensor>& tenso
     plan.inputs.push_back(input);
     plan.outputs.push_back(output);
     signature.add(global.shape).add(global.dtype).add(scatter_sizes).add(gather_sizes);
+    for (const Sizes& starts : {scatter_starts, gather_starts})
+      if (!starts.empty()) signature.add(starts);
   }
   return finished(std::move(plan), signature);
 }
@@ -260,18 +263,6 @@ ExchangePlan gather_plan(Member me, const TensorSpec& local, int dim, const Size
   return finished(std::move(plan), dim_signature(kOp, me, plan.outputs[0], dim, scale).add(sizes));
 }
 
-ExchangePlan split_plan(Member me, const TensorSpec& full, int dim, const Sizes& sizes,
-                        Scale scale) {
-  constexpr const char* kOp = "split";
-  require_member(me, kOp);
-  require_dim(full.shape, dim, kOp, "dim");
-  require_sizes(sizes, me.size, kOp, "split_sizes");
-  const Sizes offsets = offsets_of(sizes);
-  require_length(full.shape[dim], offsets.back(), kOp, "sum of split_sizes " + to_string(sizes));
-  return finished(split_segments(kOp, me, full, dim, scale, {{offsets[me.rank], sizes[me.rank]}}),
-                  dim_signature(kOp, me, full, dim, scale).add(sizes));
-}
-
 ExchangePlan zigzag_gather_plan(Member me, const TensorSpec& local, int dim, Scale scale) {
   constexpr const char* kOp = "zigzag_gather";
   require_member(me, kOp);
@@ -282,33 +273,6 @@ ExchangePlan zigzag_gather_plan(Member me, const TensorSpec& local, int dim, Sca
     return zigzag_segments(rank, me.size, chunk);
   });
   return finished(std::move(plan), dim_signature(kOp, me, plan.outputs[0], dim, scale));
-}
-
-ExchangePlan zigzag_split_plan(Member me, const TensorSpec& full, int dim, Scale scale) {
-  constexpr const char* kOp = "zigzag_split";
-  require_member(me, kOp);
-  require_dim(full.shape, dim, kOp, "dim");
-  const int64_t chunk = zigzag_chunk_size(full.shape[dim], me.size);
-  return finished(
-      split_segments(kOp, me, full, dim, scale, zigzag_segments(me.rank, me.size, chunk)),
-      dim_signature(kOp, me, full, dim, scale));
-}
-
-ExchangePlan zigzag_reorder_plan(Member me, const TensorSpec& full, int dim, int num_shards) {
-  constexpr const char* kOp = "zigzag_reorder";
-  require_member(me, kOp);
-  require_dim(full.shape, dim, kOp, "dim");
-  const int64_t chunk = zigzag_chunk_size(full.shape[dim], num_shards);
-  Segments segments;
-  for (int shard = 0; shard < num_shards; ++shard) {
-    for (const Segment& segment : zigzag_segments(shard, num_shards, chunk)) {
-      segments.push_back(segment);
-    }
-  }
-  ExchangePlan plan = make_plan(kOp, me, {full}, {full});
-  plan.sends = {{me.rank, local_boxes(full, dim, segments)}};
-  plan.recvs = {{me.rank, full_boxes(full, dim, segments)}};
-  return finished(std::move(plan), dim_signature(kOp, me, full, dim, {}).add(int64_t{num_shards}));
 }
 
 ExchangePlan packed_gather_plan(Member me, const TensorSpec& local, int dim,
@@ -325,19 +289,6 @@ ExchangePlan packed_gather_plan(Member me, const TensorSpec& local, int dim,
   Signature signature = dim_signature(kOp, me, plan.outputs[0], dim, scale);
   for (const Sizes& row : rows) signature.add(row);
   return finished(std::move(plan), signature);
-}
-
-ExchangePlan packed_split_plan(Member me, const TensorSpec& full, int dim,
-                               const std::vector<Sizes>& rows, Scale scale) {
-  constexpr const char* kOp = "packed_split";
-  require_member(me, kOp);
-  require_dim(full.shape, dim, kOp, "dim");
-  const PackedLayout layout(rows, me, kOp);
-  require_length(full.shape[dim], layout.total(), kOp, "sum of all sequence lengths");
-  Signature signature = dim_signature(kOp, me, full, dim, scale);
-  for (const Sizes& row : rows) signature.add(row);
-  return finished(split_segments(kOp, me, full, dim, scale, layout.segments_of(me.rank)),
-                  signature);
 }
 
 ExchangePlan all_to_all_single_plan(Member me, const TensorSpec& input, const TensorSpec& output,
@@ -412,28 +363,6 @@ ExchangePlan all_gather_list_plan(Member me, const TensorSpec& input,
     signature.add(outputs[peer].shape).add(outputs[peer].dtype);
   }
   return finished(std::move(plan), signature);
-}
-
-ExchangePlan broadcast_plan(Member me, const TensorSpec& tensor, int root) {
-  constexpr const char* kOp = "broadcast";
-  require_member(me, kOp);
-  if (root < 0 || root >= me.size) {
-    reject(std::string(kOp) + ": source " + std::to_string(root) + " is no rank of a group of " +
-           std::to_string(me.size));
-  }
-  ExchangePlan plan = make_plan(kOp, me, {}, {});
-  if (me.rank == root) {
-    plan.inputs = {tensor};
-    for (int peer = 0; peer < me.size; ++peer) {
-      if (peer != root) plan.sends.push_back({peer, {whole(tensor)}});
-    }
-  } else {
-    plan.outputs = {tensor};
-    plan.recvs = {{root, {whole(tensor)}}};
-  }
-  return finished(
-      std::move(plan),
-      Signature(kOp).add(int64_t{me.size}).add(int64_t{root}).add(tensor.shape).add(tensor.dtype));
 }
 
 }  // namespace pipecomm

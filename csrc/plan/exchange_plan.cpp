@@ -6,15 +6,10 @@
 #include <set>
 #include <stdexcept>
 #include <string>
-#include <string_view>
-
-#include "plan/signature.h"
 
 namespace pipecomm {
 
 namespace {
-
-constexpr std::string_view kBackwardSuffix = "_backward";
 
 std::string describe(const Box& box) {
   return "box of tensor " + std::to_string(box.tensor_idx) + " at " + to_string(box.start) +
@@ -68,7 +63,7 @@ void validate_transfers(const std::vector<Transfer>& transfers, int size,
   for (const Transfer& transfer : transfers) {
     if (transfer.peer < 0 || transfer.peer >= size) {
       throw std::invalid_argument("peer " + std::to_string(transfer.peer) +
-                                  " is no rank of a group of " + std::to_string(size));
+                                  " is not a rank in a group of " + std::to_string(size));
     }
     if (transfer.peer <= last_peer) {
       throw std::invalid_argument(
@@ -187,18 +182,10 @@ std::string to_string(const TensorSpec& tensor) {
   return to_string(tensor.shape) + " " + dtype_name(tensor.dtype.code);
 }
 
-int64_t ExchangePlan::send_bytes(int send_idx) const {
-  return message_bytes(sends.at(send_idx), inputs);
-}
-
-int64_t ExchangePlan::recv_bytes(int recv_idx) const {
-  return message_bytes(recvs.at(recv_idx), outputs);
-}
-
 void ExchangePlan::validate() const {
   try {
     if (size < 1 || rank < 0 || rank >= size) {
-      throw std::invalid_argument("rank " + std::to_string(rank) + " is no rank of a group of " +
+      throw std::invalid_argument("rank " + std::to_string(rank) + " is not a rank in a group of " +
                                   std::to_string(size));
     }
     for (const TensorSpec& tensor : inputs) validate_tensor(tensor);
@@ -211,23 +198,6 @@ void ExchangePlan::validate() const {
   } catch (const std::invalid_argument& error) {
     throw std::invalid_argument(op + ": " + error.what());
   }
-}
-
-ExchangePlan ExchangePlan::reversed(Scale backward_scale) const {
-  ExchangePlan backward;
-  backward.op = op.ends_with(kBackwardSuffix) ? op.substr(0, op.size() - kBackwardSuffix.size())
-                                              : op + std::string(kBackwardSuffix);
-  backward.rank = rank;
-  backward.size = size;
-  backward.inputs = outputs;
-  backward.outputs = inputs;
-  backward.sends = recvs;
-  backward.recvs = sends;
-  backward.scale = backward_scale;
-  backward.signature =
-      Signature(backward.op).add(static_cast<int64_t>(signature)).add(backward_scale).value();
-  backward.validate();
-  return backward;
 }
 
 }  // namespace pipecomm

@@ -31,10 +31,10 @@ struct Box {
   bool operator==(const Box&) const = default;
 };
 
-// What one rank sends to, or receives from, one peer. The message consists of the bytes of the
-// boxes in list order, each box row-major. The next box of the same tensor follows directly; a
-// change of tensor rounds the offset up to kTensorAlignBytes (boxes without elements do not count).
-// The k-th box of a send and the k-th box of the matching receive have the same number of bytes.
+// The message that one rank sends to, or receives from, one peer: the bytes of the boxes in list
+// order, each box row-major. The next box of the same tensor follows directly; a change of tensor
+// rounds the offset up to kTensorAlignBytes (boxes without elements do not count). The k-th box of
+// a send and the k-th box of the matching receive have the same number of bytes.
 struct Transfer {
   int peer = 0;
   std::vector<Box> boxes;
@@ -68,6 +68,12 @@ struct Scale {
   static Scale divide(double factor) { return {Kind::kDivide, factor}; }
 };
 
+// The rank that a plan is for: its number in its group, and the size of the group.
+struct Member {
+  int rank = 0;
+  int size = 1;
+};
+
 struct ExchangePlan {
   std::string op;
   int rank = 0;
@@ -75,23 +81,14 @@ struct ExchangePlan {
   std::vector<TensorSpec> inputs, outputs;
   std::vector<Transfer> sends, recvs;  // at most one per peer, by increasing peer, self allowed
   Scale scale;
-  // Hash of the operation and of every argument that all ranks share: equal iff they agree.
+  // Hash of the operation and of every argument that all ranks share: equal if they agree.
   uint64_t signature = 0;
-  // The tensor that errors name, if not my first input or output.
+  // The tensor that errors name, if it is not the first input or output.
   std::optional<TensorSpec> shown;
 
-  // Throws std::invalid_argument for anything that could not be executed: ranks, tensor numbers and
-  // boxes out of range, outputs written twice, self transfers that do not match, types that cannot
-  // be scaled.
+  // Throws std::invalid_argument if the plan cannot be executed: ranks, tensor numbers or boxes out
+  // of range, outputs written twice, self transfers that do not match, types that cannot be scaled.
   void validate() const;
-
-  // The plan of the backward: outputs become inputs, receives become sends. Inputs that this plan
-  // sends more than once would be written more than once, which is refused: a gather has no
-  // reversal, its backward is a split.
-  ExchangePlan reversed(Scale backward_scale) const;
-
-  int64_t send_bytes(int send_idx) const;
-  int64_t recv_bytes(int recv_idx) const;
 };
 
 int64_t message_bytes(const Transfer& transfer, const std::vector<TensorSpec>& tensors);

@@ -111,8 +111,8 @@ class TaskList {
   const size_t first_;  // tasks before this one belong to other messages
 };
 
-void validate_layouts(const std::vector<TensorSpec>& tensors, const std::vector<Layout>& layouts,
-                      bool are_outputs) {
+void validate_layouts(const std::vector<TensorSpec>& tensors,
+                      const std::vector<StridedLayout>& layouts, bool are_outputs) {
   const char* role = are_outputs ? "output" : "input";
   if (tensors.size() != layouts.size()) {
     throw std::invalid_argument("the plan has " + std::to_string(tensors.size()) + " " + role +
@@ -120,7 +120,7 @@ void validate_layouts(const std::vector<TensorSpec>& tensors, const std::vector<
   }
   for (size_t i = 0; i < tensors.size(); ++i) {
     const TensorSpec& tensor = tensors[i];
-    const Layout& layout = layouts[i];
+    const StridedLayout& layout = layouts[i];
     const std::string name = std::string(role) + " " + std::to_string(i);
     if (layout.shape != tensor.shape || layout.itemsize != tensor.dtype.itemsize) {
       throw std::invalid_argument(name + " must be " + to_string(tensor) + ", got shape " +
@@ -148,7 +148,7 @@ void validate_layouts(const std::vector<TensorSpec>& tensors, const std::vector<
   }
 }
 
-PlacedBox place_box(const Box& box, const Layout& layout) {
+PlacedBox place_box(const Box& box, const StridedLayout& layout) {
   PlacedBox placed;
   placed.tensor_idx = box.tensor_idx;
   placed.bytes = layout.itemsize;
@@ -167,7 +167,7 @@ PlacedBox place_box(const Box& box, const Layout& layout) {
   return placed;
 }
 
-PlacedMessage place_message(const Transfer& transfer, const std::vector<Layout>& layouts) {
+PlacedMessage place_message(const Transfer& transfer, const std::vector<StridedLayout>& layouts) {
   PlacedMessage message;
   MessageCursor cursor;
   for (const Box& box : transfer.boxes) {
@@ -180,7 +180,7 @@ PlacedMessage place_message(const Transfer& transfer, const std::vector<Layout>&
   return message;
 }
 
-// Of runs of elements of one dtype: the two ends may cut the same message into other boxes.
+// Hashes the dtypes of runs, not of boxes: the two ends may cut the same message into other boxes.
 uint64_t hash_dtypes(const PlacedMessage& message, const std::vector<TensorSpec>& tensors) {
   if (message.boxes.empty()) return 0;
   Signature signature("dtypes");
@@ -212,9 +212,9 @@ bool is_one_run(const PlacedMessage& message) {
 
 class Lowering {
  public:
-  Lowering(const ExchangePlan& plan, const std::vector<Layout>& input_layouts,
-           const std::vector<Layout>& output_layouts)
-      : plan_(plan), inputs_(input_layouts), outputs_(output_layouts) {
+  Lowering(const ExchangePlan& plan, const std::vector<StridedLayout>& input_layouts,
+           const std::vector<StridedLayout>& output_layouts, bool all_staged)
+      : plan_(plan), inputs_(input_layouts), outputs_(output_layouts), all_staged_(all_staged) {
     lowered_.scale = plan.scale;
   }
 
@@ -235,11 +235,11 @@ class Lowering {
                                  : arithmetic_of(plan_.inputs[tensor_idx].dtype);
   }
 
-  // Fills in where the message lies if that needs no tasks.
+  // Fills in where the message lies, if that needs no tasks.
   bool lower_in_place(const PlacedMessage& placed, bool scaled, LoweredMessage& message) const {
     message.bytes = placed.bytes;
     if (placed.bytes == 0) return true;
-    if (scaled || !is_one_run(placed)) return false;
+    if (scaled || all_staged_ || !is_one_run(placed)) return false;
     message.tensor_idx = placed.boxes[0].tensor_idx;
     message.offset_bytes = placed.boxes[0].tensor_offset_bytes;
     return true;
@@ -252,8 +252,7 @@ class Lowering {
   }
 
   void lower_sends() {
-    // Staged transfers so far, each with the number of its message. Equal ones share the staged
-    // copy.
+    // Staged transfers so far, each with the number of its message. Equal ones share one copy.
     std::vector<std::pair<const Transfer*, int>> staged;
     for (const Transfer& send : plan_.sends) {
       if (send.peer == plan_.rank) continue;
@@ -343,7 +342,7 @@ class Lowering {
   }
 
   PlacedMessage place_self(const std::vector<Transfer>& transfers,
-                           const std::vector<Layout>& layouts) const {
+                           const std::vector<StridedLayout>& layouts) const {
     for (const Transfer& transfer : transfers) {
       if (transfer.peer == plan_.rank) return place_message(transfer, layouts);
     }
@@ -362,15 +361,16 @@ class Lowering {
   }
 
   const ExchangePlan& plan_;
-  const std::vector<Layout>& inputs_;
-  const std::vector<Layout>& outputs_;
+  const std::vector<StridedLayout>& inputs_;
+  const std::vector<StridedLayout>& outputs_;
+  const bool all_staged_;
   LoweredExchange lowered_;
 };
 
 }  // namespace
 
-Layout Layout::contiguous(const TensorSpec& tensor) {
-  Layout layout{tensor.shape, Dims(tensor.shape.size()), tensor.dtype.itemsize};
+StridedLayout StridedLayout::contiguous(const TensorSpec& tensor) {
+  StridedLayout layout{tensor.shape, Dims(tensor.shape.size()), tensor.dtype.itemsize};
   int64_t stride = 1;
   for (int d = static_cast<int>(tensor.shape.size()) - 1; d >= 0; --d) {
     layout.strides[d] = stride;
@@ -379,15 +379,15 @@ Layout Layout::contiguous(const TensorSpec& tensor) {
   return layout;
 }
 
-LoweredExchange lower(const ExchangePlan& plan, const std::vector<Layout>& input_layouts,
-                      const std::vector<Layout>& output_layouts) {
+LoweredExchange lower(const ExchangePlan& plan, const std::vector<StridedLayout>& input_layouts,
+                      const std::vector<StridedLayout>& output_layouts, bool all_staged) {
   try {
     validate_layouts(plan.inputs, input_layouts, false);
     validate_layouts(plan.outputs, output_layouts, true);
   } catch (const std::invalid_argument& error) {
     throw std::invalid_argument(plan.op + ": " + error.what());
   }
-  return Lowering(plan, input_layouts, output_layouts).run();
+  return Lowering(plan, input_layouts, output_layouts, all_staged).run();
 }
 
 }  // namespace pipecomm

@@ -5,23 +5,23 @@
 #include <span>
 #include <vector>
 
-#include "copy/strided_copy.h"
 #include "plan/exchange_plan.h"
+#include "plan/strided_copy.h"
 
 namespace pipecomm {
 
 // Where the elements of an actual tensor lie. Strides in elements, none negative.
-struct Layout {
+struct StridedLayout {
   Dims shape;
   Dims strides;
   int64_t itemsize = 1;
 
-  static Layout contiguous(const TensorSpec& tensor);
+  static StridedLayout contiguous(const TensorSpec& tensor);
 };
 
 // One copy between tensors and staging buffers. Packing reads an input and writes the send staging,
-// unpacking reads the receive staging and writes an output, a self transfer connects the two
-// tensors.
+// unpacking reads the receive staging and writes an output, a self transfer reads an input and
+// writes an output.
 struct CopyTask {
   int32_t src_tensor_idx = -1;  // input, or -1: receive staging
   int32_t dst_tensor_idx = -1;  // output, or -1: send staging
@@ -32,9 +32,8 @@ struct CopyTask {
 };
 
 // One message to or from another rank, perhaps of zero bytes. Its bytes lie at offset_bytes of
-// tensor tensor_idx, or, if that is -1, of the staging buffer, where the tasks [task_begin,
-// task_end) of pack() or unpack() connect them with the tensors, in the order of the message's
-// bytes.
+// tensor tensor_idx, or, if that is -1, of the staging buffer. The tasks [task_begin, task_end) of
+// pack() or unpack(), in the order of the message's bytes, then connect it with the tensors.
 struct LoweredMessage {
   int peer = 0;
   int64_t bytes = 0;
@@ -73,9 +72,10 @@ struct LoweredExchange {
 
 inline constexpr int64_t kStagingAlignBytes = 64;
 
-// The layouts must have the shapes of the plan's tensors. Throws std::invalid_argument if they have
-// not, for negative strides, and for outputs whose elements share memory (stride 0).
-LoweredExchange lower(const ExchangePlan& plan, const std::vector<Layout>& input_layouts,
-                      const std::vector<Layout>& output_layouts);
+// `all_staged`: no message is sent from, or received into, the tensors in place. Throws
+// std::invalid_argument if the layouts do not have the shapes of the plan's tensors, for
+// negative strides, and for outputs whose elements share memory (stride 0).
+LoweredExchange lower(const ExchangePlan& plan, const std::vector<StridedLayout>& input_layouts,
+                      const std::vector<StridedLayout>& output_layouts, bool all_staged = false);
 
 }  // namespace pipecomm

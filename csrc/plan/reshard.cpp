@@ -1,11 +1,12 @@
-// Intersection of two layouts of one tensor, each along a dim of its own.
+#include "plan/reshard.h"
+
 #include <algorithm>
 #include <stdexcept>
 #include <string>
 #include <string_view>
 
-#include "plan/builders.h"
 #include "plan/signature.h"
+#include "plan/split.h"
 
 namespace pipecomm {
 
@@ -54,7 +55,7 @@ class ResolvedLayout {
     std::sort(sorted.begin(), sorted.end());
     if (sorted.front() < 0 || sorted.back() >= group_size ||
         std::adjacent_find(sorted.begin(), sorted.end()) != sorted.end()) {
-      reject(std::string(name) + " ranks must be different ranks of a group of " +
+      reject(std::string(name) + " ranks must be distinct ranks in a group of " +
              std::to_string(group_size) + ", got " +
              to_string(std::vector<int64_t>(ranks_.begin(), ranks_.end())));
     }
@@ -78,7 +79,7 @@ class ResolvedLayout {
   int num_ranks() const { return static_cast<int>(ranks_.size()); }
   int rank(int i) const { return ranks_[i]; }
   bool replicated() const { return replicated_; }
-  // My position in the list, -1 if I am not in it.
+  // The position of `rank` in the list, or -1.
   int find(int rank) const {
     const auto it = std::find(ranks_.begin(), ranks_.end(), rank);
     return it == ranks_.end() ? -1 : static_cast<int>(it - ranks_.begin());
@@ -104,8 +105,8 @@ class ResolvedLayout {
   Sizes sizes_, offsets_;
 };
 
-// What source i sends to destination j. A destination that already holds the whole as a replicated
-// source takes everything from itself.
+// The region that source i sends to destination j. A destination that already holds the whole as a
+// replicated source takes everything from itself.
 Region transferred(const ResolvedLayout& source, int i, const ResolvedLayout& destination, int j,
                    const Dims& shape) {
   Region sent = source.piece(i);
@@ -197,8 +198,9 @@ ExchangePlan collect_pieces_plan(Member me, const TensorSpec& whole, const Shard
   for (int j = 0; j < layout.num_ranks(); ++j) {
     const Region sent = layout.piece(j), kept = layout.piece(mine);
     plan.outputs.push_back(spec_of(kept, whole.dtype));
-    if (!sent.empty())
+    if (!sent.empty()) {
       plan.sends.push_back(transfer(layout.rank(j), everything(whole.shape), sent));
+    }
     if (kept.empty()) continue;
     plan.recvs.push_back(transfer(layout.rank(j), kept, kept));
     plan.recvs.back().boxes[0].tensor_idx = j;

@@ -1,4 +1,4 @@
-// Order-sensitive 64-bit hash of an operation's global arguments.
+// Order-sensitive 64-bit hash of the values on which two ranks must agree.
 #pragma once
 
 #include <cstdint>
@@ -11,6 +11,7 @@ namespace pipecomm {
 
 class Signature {
  public:
+  Signature() = default;
   explicit Signature(std::string_view op) { add(op); }
 
   Signature& add(int64_t value);

@@ -53,14 +53,4 @@ int64_t zigzag_chunk_size(int64_t dim_size, int world_size) {
   return dim_size / num_chunks;
 }
 
-std::vector<Sizes> packed_rows(const Sizes& sequence_lengths, int world_size) {
-  require_world_size(world_size);
-  std::vector<Sizes> rows(world_size, Sizes(sequence_lengths.size()));
-  for (size_t sequence = 0; sequence < sequence_lengths.size(); ++sequence) {
-    const Sizes pieces = remainder_first(sequence_lengths[sequence], world_size);
-    for (int rank = 0; rank < world_size; ++rank) rows[rank][sequence] = pieces[rank];
-  }
-  return rows;
-}
-
 }  // namespace pipecomm

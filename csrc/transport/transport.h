@@ -1,5 +1,5 @@
-// The one interface between the engine and whatever moves bytes between the ranks of a host-memory
-// communicator.
+// The interface between the engine and the code that moves bytes between the ranks of a
+// communicator in host memory.
 #pragma once
 
 #include <cstddef>
@@ -9,27 +9,27 @@
 #include <string>
 #include <vector>
 
-#include "engine/descriptor.h"
-#include "engine/failure.h"
-#include "engine/operation.h"
+#include "message/descriptor.h"
+#include "message/failure.h"
+#include "message/operation.h"
 
 namespace pipecomm {
 
 inline constexpr int kMaxUserChannels = 15;
-inline constexpr int kCollectiveChannel =
-    kMaxUserChannels;  // channel of broadcast, barrier, exchanges
+inline constexpr int kCollectiveChannel = kMaxUserChannels;  // of broadcast, barrier and exchanges
 inline constexpr int kNumChannels = kMaxUserChannels + 1;
 
-// What a transport tells its owner. Called from transport threads, never with a transport lock
-// held.
+// Events that a transport reports to its owner, from threads of the transport and never with a lock
+// of the transport held.
 class TransportEvents {
  public:
   virtual ~TransportEvents() = default;
   virtual void on_peer_lost(int peer, const std::string& why) = 0;
-  virtual void on_remote_failure(
-      const Failure& failure) = 0;  // a peer announced that its communicator failed
-  virtual void on_broken(const std::string& why) = 0;  // an error of the transport itself
-  // What a peer believes of a message between it and us (see HostTransport::claim).
+  // A peer announced that its communicator failed.
+  virtual void on_remote_failure(const Failure& failure) = 0;
+  // An error of the transport itself.
+  virtual void on_broken(const std::string& why) = 0;
+  // How a peer describes a message between it and this rank (see HostTransport::claim).
   virtual void on_claim(int /*peer*/, Direction /*direction*/, const Descriptor& /*descriptor*/) {}
 };
 
@@ -41,42 +41,41 @@ class HostTransport {
   // part of the transfer.
   virtual bool copies_on_the_way() const { return false; }
 
-  // Memory for results of `num_bytes` into which peers can write directly, or null: use any. It
-  // goes back to the transport with the last reference, and may outlive it.
+  // Memory for results of `num_bytes` into which peers can write directly, or null if any memory
+  // will do. It goes back to the transport with the last reference, and may outlive it.
   virtual std::shared_ptr<std::byte> allocate_result(int64_t /*num_bytes*/) { return nullptr; }
 
-  // Takes the whole batch in order and never waits for a peer. Settles each request's operation
-  // exactly once. `is_async` false: the calling thread waits for the operation next, and need not
-  // be relieved.
+  // Takes the whole batch in order and never waits for a peer. Settles each request exactly once.
+  // If `is_async` is false the calling thread waits for the operation next and makes its progress.
   virtual void post(std::vector<RequestPtr> batch, bool is_async) = 0;
 
-  // Tells a peer what this end believes of a message that travels by other means; `direction` as
-  // seen from here. Neither matched nor answered, and in no order with the messages. For transports
-  // that serve as the control plane of another one.
+  // Tells a peer how this end describes a message that travels by other means; `direction` is seen
+  // from here. A claim is neither matched nor answered, and has no order with the messages. For
+  // transports that serve as the control plane of another one.
   virtual void claim(int /*peer*/, Direction /*direction*/, const Descriptor& /*descriptor*/) {
     throw std::logic_error("this transport carries no claims");
   }
 
-  // Lends the waiting thread to the transport. True: nothing is left that this thread could help
-  // with. False: cut short (see tick), call again after a look at the clock.
+  // Lends the waiting thread to the transport. Returns true if nothing is left that this thread can
+  // help with, false if it was cut short (see tick): look at the clock, then call again.
   virtual bool assist(Operation& /*operation*/) { return true; }
 
-  // Called every few milliseconds by the owner's watchdog: look for dead peers, free threads that
-  // assist.
+  // Looks for dead peers and frees threads that assist. Called every few milliseconds by a
+  // watchdog.
   virtual void tick() = 0;
 
   // Tells every live peer that this communicator failed, and stops all transfers: requests in
   // flight are dropped, not settled (the owner fails their operations itself). Idempotent.
   virtual void abort(const Failure& failure) = 0;
 
-  // Tells every peer that this rank posts nothing more: what can no longer match fails on both
-  // ends. Idempotent.
+  // Tells every peer that this rank posts nothing more: requests that can no longer match fail on
+  // both ends. Idempotent.
   virtual void begin_close() = 0;
 
-  // Orderly goodbye within the deadline, then releases threads, connections and memory. Idempotent.
+  // Says goodbye within the deadline, then releases threads, connections and memory. Idempotent.
   virtual void close(Deadline deadline) = 0;
 
-  // What is known of a peer, for error texts: "connection open, 2 messages waiting unmatched".
+  // The state of a peer as a predicate, for error texts: "has closed its communicator".
   virtual std::string describe_peer(int peer) const = 0;
 };
 

@@ -1,25 +1,18 @@
 """Pipeline and sequence-parallel communication for PyTorch."""
 
-from ._build_check import load_extension as _load_extension
+import importlib
 
 __version__ = "0.1.0"
 
-_C = _load_extension()
-
-from . import distributed, parallel_state  # noqa: E402
-from .communicator import Communicator, Recv, Send, Work, get_communicator  # noqa: E402
-from .errors import (  # noqa: E402
-    PipeCommAborted,
-    PipeCommError,
-    PipeCommMismatch,
-    PipeCommPeerLost,
-    PipeCommTimeout,
-)
-from .info import info  # noqa: E402
-from .relay import *  # noqa: E402, F403
-from .relay import __all__ as _relay  # noqa: E402
-from .sequence_parallel import *  # noqa: E402, F403
-from .sequence_parallel import __all__ as _sequence_parallel  # noqa: E402
+from .core.extension import _C as _C  # isort: skip  (first: says what is wrong with torch or the build)
+from . import distributed, parallel_state
+from .communicator import Communicator, Recv, Send, Work, get_communicator
+from .diagnostics.info import info
+from .errors import PipeCommAborted, PipeCommError, PipeCommMismatch, PipeCommPeerLost, PipeCommTimeout
+from .mindspeed.vtp import vtp_recv_backward, vtp_recv_forward, vtp_send_backward, vtp_send_forward
+from .relay import StageRelay
+from .sequence_parallel import *  # noqa: F403
+from .sequence_parallel import __all__ as _sequence_parallel
 
 __all__ = [
     "Communicator",
@@ -30,12 +23,23 @@ __all__ = [
     "PipeCommTimeout",
     "Recv",
     "Send",
+    "StageRelay",
     "Work",
     "__version__",
     "distributed",
     "get_communicator",
     "info",
     "parallel_state",
-    *_relay,
+    "vtp_recv_backward",
+    "vtp_recv_forward",
+    "vtp_send_backward",
+    "vtp_send_forward",
     *_sequence_parallel,
 ]
+
+
+def __getattr__(name):
+    """Loads the larger public modules when they are used."""
+    if name in ("pipeline_parallel", "schedules"):
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 
 def run_info(args: argparse.Namespace) -> int:
-    from .info import format_info, info
+    from .diagnostics.info import format_info, info
 
     facts = info()
     print(json.dumps(facts, indent=2) if args.json else format_info(facts))
@@ -18,11 +18,11 @@ def run_info(args: argparse.Namespace) -> int:
 
 def run_doctor(args: argparse.Namespace) -> int:
     if args.flight is not None:
-        from .flight_report import report
+        from .diagnostics.flight_report import report
 
         return report(args.flight)
 
-    from .doctor import diagnose, run_rank
+    from .diagnostics.doctor import diagnose, run_rank
 
     if args.rank is not None:
         return run_rank(args.rank, args.store, args.deadline)
@@ -57,9 +57,8 @@ def make_parser() -> argparse.ArgumentParser:
     doctor.add_argument(
         "--deadline", type=float, default=60.0, metavar="SECONDS", help="give up after this time"
     )
-    doctor.add_argument(
-        "--rank", type=int, help=argparse.SUPPRESS
-    )  # set by doctor for the ranks that it starts
+    # Set by doctor for the ranks that it starts.
+    doctor.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     doctor.add_argument("--store", help=argparse.SUPPRESS)
     doctor.set_defaults(run=run_doctor)
     return parser

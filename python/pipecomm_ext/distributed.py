@@ -2,39 +2,46 @@
 
     from pipecomm_ext import distributed as dist
 
-As in torch, peers are global ranks, `group` None is the default group, and a rank outside the group does
-nothing. Groups are those of torch; a pipecomm_ext.Communicator may stand in their place. Different where
-torch has limits:
+Every other name (`get_rank`, `all_reduce`, `ReduceOp`, `group`, ...) is torch.distributed's own object. Its
+submodules are imported from torch, and `import *` takes the calls below only.
 
-* uneven sizes work on every backend, also zero; tensors may have any strides and any dtype;
+As in torch, peers are global ranks, `group` None is the default group, and a rank outside the group does
+nothing. A pipecomm_ext.Communicator may be passed as the group. The calls differ where torch has limits:
+
+* uneven sizes, zero among them, work on every backend; tensors may have any strides and any dtype;
 * shapes, dtypes and arguments that do not fit raise on both ends (a recv must have the shape that was sent);
-* an empty batch is legal, a dropped handle's data are delivered, a handle may be waited for twice;
+* an empty batch is legal, the data of a dropped handle arrive, a handle may be waited for twice;
 * `tag` is a channel: 0 to 14 for CPU tensors, 0 or 1 for CUDA tensors;
 * a receive must name its source.
 
-A group's communicator is made at its first call here, which all its ranks must therefore make; to have it
-made at a point of your choice, call `pipecomm_ext.get_communicator(group)`.
+A group's communicator is made by the first call here, which all ranks of the group must therefore make. To
+make it at a point of your choice, call `pipecomm_ext.get_communicator(group)`.
 """
 
 from __future__ import annotations
 
 import datetime
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from . import _C
 from .communicator import Communicator, Recv, Send, Work
-from .sequence_parallel.group import communicator_of
-from .specs import Spec, spec_of, specs_of
+from .communicator.communicator import list_plan
+from .communicator.registry import communicator_of
+from .core.checked import whole_number
+from .core.extension import _C
+from .core.tensor_specs import TensorSpec, spec_of, specs_of
 
 __all__ = [
     "P2POp",
     "all_gather",
     "all_gather_into_tensor",
+    "all_gather_single",
     "all_to_all",
     "all_to_all_single",
     "barrier",
@@ -46,15 +53,23 @@ __all__ = [
     "send",
 ]
 
+
+def __getattr__(name: str) -> Any:
+    """What only torch.distributed has, but no `__path__`, which would make this module a package."""
+    if name.startswith("__") or not hasattr(dist, name):
+        raise AttributeError(f"neither {__name__} nor torch.distributed has an attribute {name!r}")
+    return getattr(dist, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *dir(dist)})
+
+
 # ---- point to point ---------------------------------------------------------------------------------------
 
 
 def isend(
-    tensor: torch.Tensor,
-    dst: int | None = None,
-    group: Any = None,
-    tag: int = 0,
-    group_dst: int | None = None,
+    tensor: Tensor, dst: int | None = None, group: Any = None, tag: int = 0, group_dst: int | None = None
 ) -> Work | None:
     """Starts sending `tensor` to global rank `dst` (or `group_dst`, a rank of the group) on channel `tag`."""
     if _is_outside(group):
@@ -64,11 +79,7 @@ def isend(
 
 
 def irecv(
-    tensor: torch.Tensor,
-    src: int | None = None,
-    group: Any = None,
-    tag: int = 0,
-    group_src: int | None = None,
+    tensor: Tensor, src: int | None = None, group: Any = None, tag: int = 0, group_src: int | None = None
 ) -> Work | None:
     """Starts receiving into `tensor` from global rank `src` (or `group_src`, a rank of the group)."""
     if _is_outside(group):
@@ -80,11 +91,7 @@ def irecv(
 
 
 def send(
-    tensor: torch.Tensor,
-    dst: int | None = None,
-    group: Any = None,
-    tag: int = 0,
-    group_dst: int | None = None,
+    tensor: Tensor, dst: int | None = None, group: Any = None, tag: int = 0, group_dst: int | None = None
 ) -> None:
     """`isend`, and waits until the receiver has the data."""
     work = isend(tensor, dst, group, tag, group_dst)
@@ -93,13 +100,9 @@ def send(
 
 
 def recv(
-    tensor: torch.Tensor,
-    src: int | None = None,
-    group: Any = None,
-    tag: int = 0,
-    group_src: int | None = None,
+    tensor: Tensor, src: int | None = None, group: Any = None, tag: int = 0, group_src: int | None = None
 ) -> int:
-    """`irecv`, and waits; the global rank of the sender, or -1 outside the group."""
+    """`irecv`, and waits. Returns the global rank of the sender, or -1 outside the group."""
     work = irecv(tensor, src, group, tag, group_src)
     if work is None:
         return -1
@@ -107,28 +110,22 @@ def recv(
     return src if src is not None else dist.get_global_rank(_torch_group(group), group_src)
 
 
+@dataclass(eq=False, repr=False)
 class P2POp:
     """One element of `batch_isend_irecv`: `op` is isend or irecv, of this module or of torch.distributed."""
 
-    def __init__(
-        self,
-        op: Any,
-        tensor: torch.Tensor,
-        peer: int | None = None,
-        group: Any = None,
-        tag: int = 0,
-        group_peer: int | None = None,
-    ):
-        if op not in _DIRECTIONS:
-            raise ValueError(f"op must be isend or irecv, not {getattr(op, '__name__', op)}")
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"tensor must be a torch.Tensor, not {type(tensor).__name__}")
-        self.op = op
-        self.tensor = tensor
-        self.peer = peer
-        self.group = group
-        self.tag = tag
-        self.group_peer = group_peer
+    op: Any
+    tensor: Tensor
+    peer: int | None = None
+    group: Any = None
+    tag: int = 0
+    group_peer: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.op not in _DIRECTIONS:
+            raise ValueError(f"op must be isend or irecv, not {getattr(self.op, '__name__', self.op)}")
+        if not isinstance(self.tensor, Tensor):
+            raise TypeError(f"tensor must be a torch.Tensor, not {type(self.tensor).__name__}")
 
     def __repr__(self) -> str:
         peer = f"peer={self.peer}" if self.peer is not None else f"group_peer={self.group_peer}"
@@ -140,8 +137,8 @@ _DIRECTIONS = {isend: Send, irecv: Recv, dist.isend: Send, dist.irecv: Recv}
 
 
 def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
-    """Starts all sends and receives of the list as one batch; a list of one handle, or of none if it is
-    empty.
+    """Starts all sends and receives of the list as one batch. Returns a list of one handle, or of none for an
+    empty batch.
 
     The elements are `P2POp` of this module or of torch.distributed, all of the same group. A message to
     oneself needs its receive in the same batch.
@@ -176,7 +173,7 @@ def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
 
 
 def broadcast(
-    tensor: torch.Tensor,
+    tensor: Tensor,
     src: int | None = None,
     group: Any = None,
     async_op: bool = False,
@@ -198,44 +195,37 @@ def barrier(
     device_ids: Any = None,
     timeout: datetime.timedelta | None = None,
 ) -> Work | None:
-    """Returns, or the handle is done, when all ranks of the group have called it.
+    """Returns when all ranks of the group have called it, or returns a handle that is done by then.
 
     Args:
         device_ids: not used.
-        timeout: how long this rank waits before it raises PipeCommTimeout; None: as long as the
-            communicator's own timeout allows. With async_op, give it to the handle's wait() instead.
+        timeout: how long this rank waits before it raises PipeCommTimeout; None is the communicator's own
+            timeout. With async_op, pass it to the handle's wait() instead.
     """
     if _is_outside(group):
         return None
-    if async_op and timeout is not None:
-        raise ValueError("barrier: timeout has no effect with async_op=True; pass it to the handle's wait()")
-    work = communicator_of(group, None)._c.barrier(async_op)
-    if async_op:
-        return work
-    work.wait(timeout)
-    return None
+    return communicator_of(group, None).barrier(timeout=timeout, async_op=async_op)
 
 
 def all_to_all_single(
-    output: torch.Tensor,
-    input: torch.Tensor,
+    output: Tensor,
+    input: Tensor,
     output_split_sizes: Sequence[int] | None = None,
     input_split_sizes: Sequence[int] | None = None,
     group: Any = None,
     async_op: bool = False,
 ) -> Work | None:
-    """Sends piece r of `input` to rank r, receives piece r of `output` from it; pieces are cut along dim 0.
+    """Sends piece r of `input` to rank r and receives piece r of `output` from it. Pieces are cut along dim
+    0.
 
     Args:
-        output, input: same dtype, and same shape but for dim 0; any strides.
-        output_split_sizes, input_split_sizes: lengths along dim 0, one per rank, zeros allowed; None: equal
-            ones.
+        output, input: tensors of one dtype and, but for dim 0, of one shape, with any strides.
+        output_split_sizes, input_split_sizes: lengths along dim 0, one per rank, zeros allowed; None divides
+            the dim equally.
     """
-    if _is_outside(group):
-        return None
-    comm = communicator_of(group, input)
-    with comm.collective("all_to_all"):
-        plan = _all_to_all_single_plan(
+
+    def plan(comm: Communicator) -> _C.PreparedExchange:
+        return _all_to_all_single_plan(
             comm.rank,
             comm.size,
             spec_of(input, "input"),
@@ -243,81 +233,93 @@ def all_to_all_single(
             _splits(input_split_sizes, "input_split_sizes"),
             _splits(output_split_sizes, "output_split_sizes"),
         )
-    return _exchange(comm, "all_to_all", plan, [input], [output], async_op)
+
+    return _exchange("all_to_all", plan, [input], [output], group, async_op)
 
 
 def all_to_all(
-    output_tensor_list: Sequence[torch.Tensor],
-    input_tensor_list: Sequence[torch.Tensor],
+    output_tensor_list: Sequence[Tensor],
+    input_tensor_list: Sequence[Tensor],
     group: Any = None,
     async_op: bool = False,
 ) -> Work | None:
     """Sends input_tensor_list[r] to rank r, receives output_tensor_list[r] from it: any shapes and dtypes."""
-    if _is_outside(group):
-        return None
-    comm = communicator_of(group, _first(input_tensor_list))
-    with comm.collective("all_to_all"):
-        specs_of(input_tensor_list, "input_tensor_list")
-        specs_of(output_tensor_list, "output_tensor_list")
-    with torch.no_grad():
-        return comm.all_to_all(input_tensor_list, output_tensor_list, async_op=async_op)
+
+    def plan(comm: Communicator) -> _C.PreparedExchange:
+        inputs = specs_of(input_tensor_list, "input_tensor_list")
+        outputs = specs_of(output_tensor_list, "output_tensor_list")
+        return list_plan(comm.rank, comm.size, inputs, outputs)
+
+    return _exchange("all_to_all", plan, input_tensor_list, output_tensor_list, group, async_op)
 
 
 def all_gather(
-    tensor_list: Sequence[torch.Tensor], tensor: torch.Tensor, group: Any = None, async_op: bool = False
+    tensor_list: Sequence[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False
 ) -> Work | None:
-    """Receives rank r's `tensor` into tensor_list[r]; the shapes of the ranks' tensors may differ in any
-    way.
-    """
-    if _is_outside(group):
-        return None
-    comm = communicator_of(group, tensor)
-    with comm.collective("all_gather"):
-        plan = _all_gather_plan(
-            comm.rank, comm.size, spec_of(tensor, "tensor"), specs_of(tensor_list, "tensor_list")
-        )
-    return _exchange(comm, "all_gather", plan, [tensor], tensor_list, async_op)
+    """Receives rank r's `tensor` into tensor_list[r]. The tensors of the ranks may have different shapes."""
+
+    def plan(comm: Communicator) -> _C.PreparedExchange:
+        specs = spec_of(tensor, "tensor"), specs_of(tensor_list, "tensor_list")
+        return _all_gather_plan(comm.rank, comm.size, *specs)
+
+    return _exchange("all_gather", plan, [tensor], tensor_list, group, async_op)
 
 
 def all_gather_into_tensor(
-    output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any = None, async_op: bool = False
+    output_tensor: Tensor, input_tensor: Tensor, group: Any = None, async_op: bool = False
 ) -> Work | None:
     """Gathers the ranks' `input_tensor` into one tensor.
 
     Args:
         output_tensor: the inputs concatenated along dim 0, or stacked along a new dim 0 (then all are equal).
-        input_tensor: of the same dtype. Concatenated ones may differ by one in length along dim 0: rank r
-            holds entry r of pipecomm_ext.cal_split_sizes(len(output_tensor), P).
+        input_tensor: a tensor of the same dtype. If they are concatenated, their lengths along dim 0 may
+            differ by one: rank r has entry r of pipecomm_ext.cal_split_sizes(len(output_tensor), P).
     """
-    if _is_outside(group):
-        return None
-    comm = communicator_of(group, input_tensor)
-    with comm.collective("all_gather"):
+    outputs = []
+
+    def plan(comm: Communicator) -> _C.PreparedExchange:
         spec, output_spec = spec_of(input_tensor, "input_tensor"), spec_of(output_tensor, "output_tensor")
         if output_spec == ((comm.size, *spec[0]), spec[1]):
-            outputs = list(output_tensor.unbind(0))
-            plan = _all_gather_plan(comm.rank, comm.size, spec, (spec,) * comm.size)
-        else:
-            outputs = [output_tensor]
-            plan = _all_gather_into_plan(comm.rank, comm.size, spec, output_spec)
-    return _exchange(comm, "all_gather", plan, [input_tensor], outputs, async_op)
+            outputs.extend(output_tensor.unbind(0))
+            return _all_gather_plan(comm.rank, comm.size, spec, (spec,) * comm.size)
+        outputs.append(output_tensor)
+        return _all_gather_into_plan(comm.rank, comm.size, spec, output_spec)
+
+    return _exchange("all_gather", plan, [input_tensor], outputs, group, async_op)
+
+
+all_gather_single = all_gather_into_tensor  # the name since torch 2.13
+
+
+def _exchange(
+    op: str,
+    plan: Callable[[Communicator], _C.PreparedExchange],
+    inputs: Any,
+    outputs: Any,
+    group: Any,
+    async_op: bool,
+) -> Work | None:
+    if _is_outside(group):
+        return None
+    first = inputs[0] if isinstance(inputs, (list, tuple)) and inputs else None
+    comm = communicator_of(group, first)
+    with torch.no_grad():
+        return comm.exchange(lambda: plan(comm), inputs, outputs, async_op=async_op, op=op)
 
 
 # ---- plans ------------------------------------------------------------------------------------------------
 
 
 def _splits(sizes: Any, name: str) -> tuple[int, ...] | None:
-    """None or empty, as torch has it: equal pieces."""
+    """The sizes as a tuple; None (equal pieces) for None and, as in torch, for an empty list."""
     if sizes is None:
         return None
     if not isinstance(sizes, (list, tuple)):
         raise TypeError(f"{name} must be a list of ints, not {type(sizes).__name__}")
-    if not all(isinstance(size, int) for size in sizes):
-        raise TypeError(f"{name} must be a list of ints, not {sizes!r}")
-    return tuple(sizes) or None
+    return tuple(whole_number(size, f"{name}[{rank}]") for rank, size in enumerate(sizes)) or None
 
 
-def _equal_splits(spec: Spec, size: int, name: str) -> tuple[int, ...]:
+def _equal_splits(spec: TensorSpec, size: int, name: str) -> tuple[int, ...]:
     shape, _ = spec
     if not shape or shape[0] % size:
         raise ValueError(
@@ -327,7 +329,9 @@ def _equal_splits(spec: Spec, size: int, name: str) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=256)
-def _all_to_all_single_plan(rank, size, input_spec, output_spec, input_splits, output_splits) -> _C.Plan:
+def _all_to_all_single_plan(
+    rank, size, input_spec, output_spec, input_splits, output_splits
+) -> _C.PreparedExchange:
     if input_splits is None:
         input_splits = _equal_splits(input_spec, size, "input")
     if output_splits is None:
@@ -336,12 +340,12 @@ def _all_to_all_single_plan(rank, size, input_spec, output_spec, input_splits, o
 
 
 @lru_cache(maxsize=256)
-def _all_gather_plan(rank, size, spec, outputs) -> _C.Plan:
+def _all_gather_plan(rank, size, spec, outputs) -> _C.PreparedExchange:
     return _C.plan_all_gather_list(rank, size, spec, outputs)
 
 
 @lru_cache(maxsize=256)
-def _all_gather_into_plan(rank, size, spec, output_spec) -> _C.Plan:
+def _all_gather_into_plan(rank, size, spec, output_spec) -> _C.PreparedExchange:
     (shape, dtype), (output_shape, output_dtype) = spec, output_spec
     sizes = _C.remainder_first(output_shape[0], size) if output_shape else []
     if (
@@ -357,11 +361,6 @@ def _all_gather_into_plan(rank, size, spec, output_spec) -> _C.Plan:
     return _C.plan_gather(rank, size, spec, 0, sizes)
 
 
-def _exchange(comm: Communicator, op: str, plan: _C.Plan, inputs, outputs, async_op: bool) -> Work | None:
-    with torch.no_grad():
-        return comm.exchange(plan, inputs, outputs, async_op=async_op, op=op)
-
-
 # ---- groups and ranks -------------------------------------------------------------------------------------
 
 
@@ -375,10 +374,6 @@ def _is_outside(group: Any) -> bool:
     return group is dist.GroupMember.NON_GROUP_MEMBER
 
 
-def _first(tensors: Any) -> Any:
-    return tensors[0] if isinstance(tensors, (list, tuple)) and tensors else None
-
-
 def _peer(comm: Communicator, global_rank: int | None, group_rank: int | None, name: str) -> int:
     """The peer's rank in the group, from one of two ways to say it."""
     if (global_rank is None) == (group_rank is None):
@@ -388,8 +383,7 @@ def _peer(comm: Communicator, global_rank: int | None, group_rank: int | None, n
         raise ValueError(f"{name} must name a rank{hint}")
     if group_rank is not None:
         return group_rank
-    if isinstance(global_rank, bool) or not isinstance(global_rank, int):
-        raise TypeError(f"{name} must be an int, not {type(global_rank).__name__}")
+    global_rank = whole_number(global_rank, name)
     if comm.group is dist.group.WORLD:
         return global_rank
     try:

@@ -1,14 +1,19 @@
-"""Errors of communication. Wrong arguments are `ValueError` / `TypeError`, raised before anything is sent."""
+"""Errors of communication. Wrong arguments raise `ValueError` or `TypeError` before anything is sent."""
 
 from __future__ import annotations
+
+from typing import Any
 
 
 class PipeCommError(RuntimeError):
     """A communication failed.
 
-    Attributes (None where they do not apply): `op` (name of the operation), `rank` (who reports, group rank),
-    `peer` (the other end), `channel`, `seq` (number of the message within peer, channel and direction, from
-    0), `dtype` (name without "torch."), `shape` (tuple), `origin_rank` (where the trouble began).
+    Attributes (None where they do not apply):
+        op: name of the operation.
+        rank, peer: the rank that reports the error, and the other end (ranks of the group).
+        channel, seq: channel of the message, and its number there in this direction, from 0.
+        dtype, shape: of the tensor; the name without "torch.", and a tuple.
+        origin_rank: the rank on which the cause arose.
     """
 
     def __init__(
@@ -52,6 +57,16 @@ class PipeCommMismatch(PipeCommError):
 
 class PipeCommAborted(PipeCommError):
     """The communicator was aborted, here or on another rank, or is closed."""
+
+
+class StageError(PipeCommError):
+    """The code of a stage, or a loss function, raised; its exception is the `__cause__`.
+
+    Attributes beside those of PipeCommError: `position` in the program of the rank, `action` there.
+    """
+
+    position: int | None = None
+    action: Any = None
 
 
 def _rebuild(cls, message, fields):

@@ -3,10 +3,12 @@
 #pragma once
 
 #include <algorithm>
+#include <functional>
 #include <string>
 #include <vector>
 
 #include "plan/builders.h"
+#include "plan/reshard.h"
 #include "world.h"
 
 namespace cases {
@@ -103,84 +105,49 @@ inline std::vector<Rank> all_to_all(Random& random, int size, int num_dims, int 
   return ranks;
 }
 
-// One tensor and one dim: gather, split, zigzag and packed forms, by the positions that ranks hold.
-struct AlongDim {
-  int size;
-  int dim;
-  TensorSpec full;
-  Scale scale;
-  std::vector<Dims> positions;  // of each rank
-
-  template <typename MakePlan>
-  std::vector<Rank> gather(const MakePlan& make_plan) const {
-    std::vector<Rank> ranks;
-    for (int r = 0; r < size; ++r) {
-      const Held local = Held::along(full.shape, dim, positions[r]);
-      ranks.push_back({make_plan(Member{r, size}, TensorSpec{local.shape(), full.dtype}),
-                       {local},
-                       {Held::all(full.shape)}});
-    }
-    return ranks;
-  }
-  template <typename MakePlan>
-  std::vector<Rank> split(const MakePlan& make_plan) const {
-    std::vector<Rank> ranks;
-    for (int r = 0; r < size; ++r) {
-      ranks.push_back({make_plan(Member{r, size}, full),
-                       {Held::all(full.shape)},
-                       {Held::along(full.shape, dim, positions[r])}});
-    }
-    return ranks;
-  }
-};
-
-inline std::vector<Rank> along_dim(Random& random, int kind, int size, int num_dims,
-                                   const Scale& scale) {
-  AlongDim it{size, static_cast<int>(random.between(0, num_dims - 1)), {}, scale, {}};
-  it.full = {random_shape(random, num_dims), random_dtype(random, scale)};
-  int64_t& length = it.full.shape[it.dim];
-  const int dim = it.dim;
-  if (kind <= 1) {
+// A gather of one tensor along one dim: of pieces, of zigzag chunks, of packed sequences.
+inline std::vector<Rank> gather(Random& random, int kind, int size, int num_dims,
+                                const Scale& scale) {
+  const int dim = static_cast<int>(random.between(0, num_dims - 1));
+  TensorSpec full{random_shape(random, num_dims), random_dtype(random, scale)};
+  int64_t& length = full.shape[dim];
+  std::vector<Dims> positions;  // that each rank holds
+  std::function<ExchangePlan(Member, const TensorSpec& local)> make_plan;
+  if (kind == 0) {
     const Sizes sizes = random_sizes(random, length, size);
-    for (int r = 0; r < size; ++r) it.positions.push_back(positions_of_piece(sizes, r));
-    if (kind == 0) {
-      return it.gather([&](Member me, const TensorSpec& local) {
-        return gather_plan(me, local, dim, sizes, scale);
-      });
-    }
-    return it.split(
-        [&](Member me, const TensorSpec& full) { return split_plan(me, full, dim, sizes, scale); });
-  }
-  if (kind <= 3) {
+    for (int r = 0; r < size; ++r) positions.push_back(positions_of_piece(sizes, r));
+    make_plan = [=](Member me, const TensorSpec& local) {
+      return gather_plan(me, local, dim, sizes, scale);
+    };
+  } else if (kind == 1) {
     length = 2 * size * random.between(0, 3);
-    for (int r = 0; r < size; ++r) it.positions.push_back(zigzag_positions(length, r, size));
-    if (kind == 2) {
-      return it.gather([&](Member me, const TensorSpec& local) {
-        return zigzag_gather_plan(me, local, dim, scale);
-      });
+    for (int r = 0; r < size; ++r) positions.push_back(zigzag_positions(length, r, size));
+    make_plan = [=](Member me, const TensorSpec& local) {
+      return zigzag_gather_plan(me, local, dim, scale);
+    };
+  } else {
+    std::vector<Sizes> rows(size);
+    length = 0;
+    for (int64_t sequence = random.between(1, 5); sequence > 0; --sequence) {
+      const int64_t sequence_length = random.between(0, 7);
+      length += sequence_length;
+      const Sizes sizes = random_sizes(random, sequence_length, size);
+      for (int r = 0; r < size; ++r) rows[r].push_back(sizes[r]);
     }
-    return it.split(
-        [&](Member me, const TensorSpec& full) { return zigzag_split_plan(me, full, dim, scale); });
-  }
-  std::vector<Sizes> rows(size);
-  length = 0;
-  for (int64_t sequence = random.between(1, 5); sequence > 0; --sequence) {
-    const int64_t sequence_length = random.between(0, 7);
-    length += sequence_length;
-    const Sizes sizes = random_sizes(random, sequence_length, size);
-    for (int r = 0; r < size; ++r) rows[r].push_back(sizes[r]);
-  }
-  for (int r = 0; r < size; ++r) it.positions.push_back(packed_positions(rows, r));
-  if (kind == 4) {
-    return it.gather([&](Member me, const TensorSpec& local) {
+    for (int r = 0; r < size; ++r) positions.push_back(packed_positions(rows, r));
+    make_plan = [=](Member me, const TensorSpec& local) {
       return packed_gather_plan(me, local, dim, rows, scale);
-    });
+    };
   }
-  return it.split([&](Member me, const TensorSpec& full) {
-    return packed_split_plan(me, full, dim, rows, scale);
-  });
+  std::vector<Rank> ranks;
+  for (int r = 0; r < size; ++r) {
+    const Held local = Held::along(full.shape, dim, positions[r]);
+    ranks.push_back(
+        {make_plan({r, size}, {local.shape(), full.dtype}), {local}, {Held::all(full.shape)}});
+  }
+  return ranks;
 }
-inline constexpr int kNumAlongDimKinds = 6;
+inline constexpr int kNumGatherKinds = 3;
 
 inline ShardLayout random_layout(Random& random, const Dims& shape, int size) {
   ShardLayout layout;
@@ -223,9 +190,9 @@ inline std::vector<Rank> reshard(Random& random, int size, int num_dims, const S
 // A random case of any kind.
 inline std::vector<Rank> any(Random& random, int size, const Scale& scale) {
   const int num_dims = static_cast<int>(random.between(2, 6));
-  const int kind = static_cast<int>(random.between(0, kNumAlongDimKinds + 3));
-  if (kind < kNumAlongDimKinds) return along_dim(random, kind, size, num_dims, scale);
-  if (kind == kNumAlongDimKinds) return reshard(random, size, num_dims, scale);
+  const int kind = static_cast<int>(random.between(0, kNumGatherKinds + 3));
+  if (kind < kNumGatherKinds) return gather(random, kind, size, num_dims, scale);
+  if (kind == kNumGatherKinds) return reshard(random, size, num_dims, scale);
   const int scatter_dim = static_cast<int>(random.between(0, num_dims - 1));
   const int gather_dim =
       static_cast<int>((scatter_dim + random.between(1, num_dims - 1)) % num_dims);

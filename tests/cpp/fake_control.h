@@ -20,6 +20,7 @@
 #include <utility>
 #include <vector>
 
+#include "message/matching.h"
 #include "transport/transport.h"
 
 namespace fake {
@@ -160,23 +161,18 @@ class HubTransport final : public HostTransport {
 
  private:
   static void match(Request& send, Request& recv) {
-    auto fail = [](Request& request, const std::string& text) {
-      auto failure =
-          std::make_shared<Failure>(Failure{.kind = FailureKind::mismatch, .message = text});
-      name_message(*failure, request.peer, request.descriptor);
-      Operation::settle(request, std::move(failure));
-    };
+    const int sender = recv.peer, receiver = send.peer;
     if (send.refuses || recv.refuses) {
-      const std::string text = "refused: " + (send.refuses ? send.refusal : recv.refusal);
-      send.refuses ? Operation::settle(send, nullptr) : fail(send, text);
-      recv.refuses ? Operation::settle(recv, nullptr) : fail(recv, text);
+      Operation::settle(send, send.refuses ? nullptr : refusal_failure(sender, send, recv.refusal));
+      Operation::settle(recv,
+                        recv.refuses ? nullptr : refusal_failure(receiver, recv, send.refusal));
     } else if (!send.descriptor.agrees_with(recv.descriptor)) {
-      const std::string text = send.descriptor.text() + " against " + recv.descriptor.text();
-      fail(send, text);
-      fail(recv, text);
+      Operation::settle(send, mismatch_failure(sender, send, recv.descriptor));
+      Operation::settle(recv, mismatch_failure(receiver, recv, send.descriptor));
     } else {
-      if (send.descriptor.num_bytes > 0)
-        std::memcpy(recv.data, send.data, size_t(send.descriptor.num_bytes));
+      const int64_t num_bytes =
+          send.only_describes() ? send.num_note_bytes : send.descriptor.num_bytes;
+      if (num_bytes > 0) std::memcpy(recv.data, send.data, size_t(num_bytes));
       Operation::settle(send, nullptr);
       Operation::settle(recv, nullptr);
     }

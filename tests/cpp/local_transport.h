@@ -15,7 +15,7 @@
 #include <utility>
 #include <vector>
 
-#include "transport/peer_link.h"
+#include "transport/c10d/peer_link.h"
 #include "transport/transport.h"
 
 namespace local {

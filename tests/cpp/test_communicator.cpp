@@ -17,6 +17,7 @@
 #include "engine/communicator.h"
 #include "local_transport.h"
 #include "plan/builders.h"
+#include "plan/reshard.h"
 
 namespace {
 
@@ -192,7 +193,7 @@ void test_exchange() {
                   value(round, batch, rank * kRows + row, head, idx);
       const auto ref = [](const Tensor& tensor, Dims shape) {
         TensorRef shaped = tensor.ref();
-        shaped.strides = Layout::contiguous({shape, dtypes::kUInt8}).strides;
+        shaped.strides = StridedLayout::contiguous({shape, dtypes::kUInt8}).strides;
         shaped.shape = std::move(shape);
         return shaped;
       };
@@ -365,7 +366,7 @@ void test_bad_arguments() {
                                    {Direction::send, 1 - rank, 0, tensor.ref()}};
     CHECK_INVALID("ops[0] and ops[1] share memory", communicator.batch_p2p(shared));
     const auto plan = std::make_shared<PreparedExchange>(
-        split_plan({1 - rank, 2}, {{4}, dtypes::kUInt8}, 0, {2, 2}));
+        gather_plan({1 - rank, 2}, {{2}, dtypes::kUInt8}, 0, {2, 2}));
     CHECK_INVALID("the plan is for rank", communicator.exchange(OpCode::exchange, plan, {}, {}));
     wait(communicator, communicator.barrier());
   });
@@ -615,7 +616,7 @@ void test_close_while_posting() {
   }
 }
 
-// A signal in the middle of close(): it ends all the same, and what waits fails.
+// A signal in the middle of close(): it ends all the same, and what waits fails, on the peers too.
 void test_interrupted_close() {
   check::context = "interrupted close";
   std::barrier everybody(2);
@@ -626,7 +627,7 @@ void test_interrupted_close() {
       const OperationPtr operation = irecv(communicator, tensor, 1);
       std::thread waiter([&] {
         CHECK_FAILURE(failure_of([&] { wait(communicator, operation); }), aborted, 0,
-                      "p2p was pending when its communicator was closed");
+                      "aborted by rank 0: its close() was interrupted; this rank was waiting");
       });
       bool interrupted = false;
       try {
@@ -637,6 +638,11 @@ void test_interrupted_close() {
       CHECK(interrupted && communicator.closed());
       waiter.join();
       communicator.close(nullptr);
+    } else {  // it hears of the close or of its interruption, whichever comes first
+      const Tensor tensor(100'000);
+      const Failure failure =
+          failure_of([&] { wait(communicator, irecv(communicator, tensor, 0)); });
+      CHECK_EQ(failure.origin_rank, 0);
     }
     everybody.arrive_and_wait();
   });
@@ -658,8 +664,8 @@ void test_dropped_communicator() {
     }
     everybody.arrive_and_wait();
     const OperationPtr operation = irecv(communicator, tensor, 0);
-    CHECK_FAILURE(failure_of([&] { wait(communicator, operation); }), peer_lost, 0,
-                  "rank 0 has closed its communicator");
+    CHECK_FAILURE(failure_of([&] { wait(communicator, operation); }), aborted, 0,
+                  "its communicator was dropped with operations in flight, without close()");
   });
   CHECK(storage.expired());
 }
@@ -708,8 +714,12 @@ void test_fork() {
   check::context = "fork";
   const auto hub = std::make_shared<local::Hub>(1);
   const auto communicator = join(hub, options_of(0, 1));
+  // A thread that is just starting may hold a lock of a sanitizer's allocator, which stays locked in
+  // the child.
+  std::this_thread::sleep_for(std::chrono::milliseconds(200));
   const pid_t child = fork();
   if (child == 0) {
+    alarm(60);
     const bool refused = failure_of([&] { communicator->barrier(); }).message.find("was forked") !=
                          std::string::npos;
     communicator->abort("in the child");

@@ -1,15 +1,23 @@
-// The CUDA executor, compiled for the host by shim/cuda_runtime.h, against the positions model.
+// The CUDA executor, compiled for the host by shim/cuda_runtime.h: arithmetic, tasks and launches. What
+// it makes of exchanges is tested by kernels/.
+#include <array>
+#include <bit>
+#include <cmath>
 #include <limits>
 
-#include "cases.h"
 #include "copy/copy_cuda.cu"
-#include "scaling.h"
+#include "copy/mean_cuda.cu"
+#include "world.h"
 
 namespace {
 
 using namespace pipecomm;
-using world::Options;
 using world::Random;
+
+cudaError_t run(std::span<const CopyTask> tasks, const CopyBuffers& buffers,
+                const Scale& scale = {}, const CudaLaunch& launch = {}) {
+  return execute_cuda(ResolvedTasks(tasks, buffers), buffers, scale, launch);
+}
 
 void test_divisor() {
   check::context = "divisor";
@@ -26,54 +34,7 @@ void test_divisor() {
   }
 }
 
-Options cuda_options(Random& random, const Scale& scale) {
-  Options options;
-  options.dense = random.chance(0.3);
-  if (!scale.is_none()) {
-    options.transform = [scale](uint8_t* element, DType dtype) {
-      scaling::scale_element(element, dtype, scale);
-    };
-  }
-  shim::num_sms = static_cast<int>(random.between(1, 3));
-  const int limit = static_cast<int>(random.between(0, 2));
-  options.execute = [limit](auto tasks, const CopyBuffers& buffers, const Scale& factor) {
-    CHECK_EQ(execute_cuda(tasks, buffers, factor, {nullptr, limit}), cudaSuccess);
-  };
-  return options;
-}
-
-void test_random_cases(int num_cases) {
-  for (int seed = 0; seed < num_cases; ++seed) {
-    check::context = "cuda, seed " + std::to_string(seed);
-    Random random(seed * 7919 + 5);
-    const int size = static_cast<int>(random.between(1, 6));
-    const Scale scale = seed % 3 == 0   ? Scale::none()
-                        : seed % 3 == 1 ? Scale::divide(size + 2)
-                                        : Scale::multiply(0.3);
-    const auto ranks = cases::any(random, size, scale);
-    const Options options = cuda_options(random, scale);
-    world::Simulation(ranks, options, random).run();
-  }
-}
-
-// Several tiles a task, and far more blocks' worth of tiles than blocks.
-void test_large_tasks() {
-  check::context = "cuda, many tiles";
-  Random random(11);
-  const Dims global{2, 700, 6, 13};
-  const Sizes heads{3, 1, 2}, tokens{300, 0, 400};
-  std::vector<world::Rank> ranks(3);
-  for (int r = 0; r < 3; ++r) {
-    ranks[r].inputs = {world::Held::along(global, 1, cases::positions_of_piece(tokens, r))};
-    ranks[r].outputs = {world::Held::along(global, 2, cases::positions_of_piece(heads, r))};
-    ranks[r].plan = all_to_all_plan(
-        {r, 3}, {{{ranks[r].inputs[0].shape(), dtypes::kBFloat16}, heads, tokens}}, 2, 1);
-  }
-  const Options options = cuda_options(random, {});
-  world::Simulation(ranks, options, random).run();
-}
-
-// As many launches as 200 tasks each need, all tasks run once.
+// As many launches as 196 tasks each need, all tasks run once.
 void test_number_of_launches() {
   check::context = "cuda launches";
   std::vector<uint8_t> from(500 * 3), to(500 * 3, 0);
@@ -81,7 +42,7 @@ void test_number_of_launches() {
   const void* const inputs[] = {from.data()};
   void* const outputs[] = {to.data()};
   for (const auto& [num_tasks, num_launches] :
-       {std::pair{0, 0}, {1, 1}, {25, 1}, {26, 1}, {200, 1}, {201, 2}, {500, 3}}) {
+       {std::pair{0, 0}, {1, 1}, {4, 1}, {5, 1}, {24, 1}, {25, 1}, {196, 1}, {197, 2}, {500, 3}}) {
     std::vector<CopyTask> tasks(num_tasks);
     for (int i = 0; i < num_tasks; ++i) {
       tasks[i].src_tensor_idx = tasks[i].dst_tensor_idx = 0;
@@ -90,7 +51,7 @@ void test_number_of_launches() {
     }
     std::fill(to.begin(), to.end(), 0);
     shim::num_launches = 0;
-    CHECK_EQ(execute_cuda(tasks, {inputs, outputs, nullptr, nullptr}, {}, {}), cudaSuccess);
+    CHECK_EQ(run(tasks, {inputs, outputs, nullptr, nullptr}), cudaSuccess);
     CHECK_EQ(shim::num_launches, num_launches);
     CHECK(std::equal(to.begin(), to.begin() + num_tasks * 3, from.begin()));
     CHECK(
@@ -98,7 +59,7 @@ void test_number_of_launches() {
 
     shim::num_launches = 0;
     shim::fail_launch = num_launches - 1;
-    CHECK_EQ(execute_cuda(tasks, {inputs, outputs, nullptr, nullptr}, {}, {}),
+    CHECK_EQ(run(tasks, {inputs, outputs, nullptr, nullptr}),
              num_launches == 0 ? cudaSuccess : cudaErrorInvalidValue);
     shim::fail_launch = -1;
   }
@@ -111,7 +72,7 @@ void test_cut_tasks() {
     Random random(seed);
     CopyTask task;
     task.src_tensor_idx = task.dst_tensor_idx = 0;
-    task.copy.run_bytes = random.between(1, 40);
+    task.copy.run_bytes = random.chance(0.5) ? random.between(1, 40) : random.between(128, 400);
     task.copy.num_dims = static_cast<int32_t>(random.between(0, kMaxCopyDims));
     int64_t src_pitch = task.copy.run_bytes, dst_pitch = task.copy.run_bytes;
     for (int d = task.copy.num_dims - 1; d >= 0; --d) {
@@ -127,16 +88,11 @@ void test_cut_tasks() {
     void* const outputs[] = {whole.data()};
     execute_cpu({&task, 1}, {inputs, outputs, nullptr, nullptr}, {});
     void* const cut_outputs[] = {cut.data()};
-    const int64_t max_vectors = random.between(1, 20);
-    for (const VectorTask& piece :
-         vector_tasks({&task, 1}, {inputs, cut_outputs, nullptr, nullptr}, max_vectors)) {
-      CHECK(piece.num_vectors <= max_vectors);
-      for (uint32_t v = 0; v < piece.num_vectors; ++v) {
-        const VectorOffsets offsets = piece.offsets_of(v);
-        std::memcpy(piece.dst + offsets.dst_bytes, piece.src + offsets.src_bytes,
-                    piece.vector_bytes);
-      }
-    }
+    const int64_t max_vectors = random.between(2, 20);
+    const CopyBuffers buffers{inputs, cut_outputs, nullptr, nullptr};
+    const ResolvedTasks cut_tasks({&task, 1}, buffers, max_vectors);
+    for (size_t i = 0; i < cut_tasks.size(); ++i) CHECK(cut_tasks.num_vectors(i) <= max_vectors);
+    CHECK_EQ(execute_cuda(cut_tasks, buffers, {}, {}), cudaSuccess);
     CHECK(whole == cut);
   }
 }
@@ -166,37 +122,117 @@ void test_vector_bytes() {
   CHECK_EQ(vector_bytes_of(task, at(0x1000), at(0x2000)), 2);
 }
 
-void test_mean() {
-  check::context = "cuda mean";
-  Random random(2);
-  for (DType dtype : cases::kFloatDTypes) {
-    for (int64_t count : {0, 1, 7, 8, 255, 4099}) {
-      for (int num_sources : {1, 2, 5, kMaxMeanSources}) {
-        for (int64_t misalignment : {0, 1}) {
-          const int64_t bytes = (count + misalignment) * dtype.itemsize;
-          std::vector<std::vector<uint8_t>> sources(num_sources, std::vector<uint8_t>(bytes));
-          std::vector<const void*> pointers;
-          for (auto& source : sources) {
-            for (int64_t i = 0; i < count + misalignment; ++i) {
-              const double value = double(random.between(-1000, 1000)) / 7;
-              const float single = static_cast<float>(value);
-              const uint16_t half =
-                  dtype == dtypes::kFloat16 ? Float16::store(single) : BFloat16::store(single);
-              const void* element = dtype.itemsize == 2   ? static_cast<const void*>(&half)
-                                    : dtype.itemsize == 4 ? static_cast<const void*>(&single)
-                                                          : static_cast<const void*>(&value);
-              std::memcpy(source.data() + i * dtype.itemsize, element, dtype.itemsize);
-            }
-            pointers.push_back(source.data() + misalignment * dtype.itemsize);
-          }
-          std::vector<uint8_t> expected(count * dtype.itemsize), result(count * dtype.itemsize);
-          mean_cpu(expected.data(), pointers, count, dtype);
-          CHECK_EQ(mean_cuda(result.data(), pointers, count, dtype, {}), cudaSuccess);
-          CHECK(expected == result);
-        }
+// Equal tasks are resolved once, unless a buffer has another alignment; addresses are those of the call.
+void test_recent_tasks() {
+  check::context = "recent tasks";
+  std::vector<uint8_t> from(4096), to(4096);
+  for (size_t i = 0; i < from.size(); ++i) from[i] = static_cast<uint8_t>(i * 29 + i / 256);
+  RecentTasks recent;
+  std::vector<const ResolvedTasks*> resolved;
+  const auto copy = [&](int64_t offset, int64_t num_bytes) {
+    CopyTask task;
+    task.src_tensor_idx = task.dst_tensor_idx = 0;
+    task.copy.run_bytes = num_bytes;
+    const void* const inputs[] = {from.data() + offset};
+    void* const outputs[] = {to.data() + offset};
+    const CopyBuffers buffers{inputs, outputs, nullptr, nullptr};
+    resolved.push_back(&recent.resolve({&task, 1}, buffers));
+    std::fill(to.begin(), to.end(), 0);
+    CHECK_EQ(execute_cuda(*resolved.back(), buffers, {}, {}), cudaSuccess);
+    CHECK(std::equal(to.begin() + offset, to.begin() + offset + num_bytes, from.begin() + offset));
+    CHECK(to[offset + num_bytes] == 0);
+  };
+  for (const int64_t offset : {0, 1024, 1, 17, 1041, 32}) copy(offset, 1000);
+  CHECK(resolved[0] == resolved[1] && resolved[0] == resolved[5]);
+  CHECK(resolved[2] == resolved[3] && resolved[2] == resolved[4] && resolved[0] != resolved[2]);
+  for (int64_t num_bytes = 0; num_bytes < 100; ++num_bytes) copy(3, num_bytes);
+}
+
+// One run at every pair of alignments: as many vectors as an aligned one needs, two more at most, and
+// not a byte beyond it is read (the memory ends there) or written.
+void test_misaligned_runs() {
+  Random random(31);
+  for (int64_t src_gap = 0; src_gap < 16; ++src_gap) {
+    for (int64_t dst_gap = 0; dst_gap < 16; ++dst_gap) {
+      check::context = "run at " + std::to_string(src_gap) + " to " + std::to_string(dst_gap);
+      CopyTask task;
+      task.src_tensor_idx = task.dst_tensor_idx = 0;
+      task.copy.run_bytes = random.between(kMinRunInPieces, 5 * kMinRunInPieces);
+      std::vector<uint8_t> from(src_gap + task.copy.run_bytes);
+      for (uint8_t& byte : from) byte = static_cast<uint8_t>(random.between(0, 255));
+      std::vector<uint8_t> to(dst_gap + task.copy.run_bytes + 64, world::kPoison);
+      const void* const inputs[] = {from.data() + src_gap};
+      void* const outputs[] = {to.data() + dst_gap};
+      const CopyBuffers buffers{inputs, outputs, nullptr, nullptr};
+      CHECK(ResolvedTasks({&task, 1}, buffers).num_vectors(0) <= task.copy.run_bytes / 16 + 2);
+      CHECK_EQ(run({&task, 1}, buffers), cudaSuccess);
+      std::vector<uint8_t> expected(to.size(), world::kPoison);
+      std::copy(from.begin() + src_gap, from.end(), expected.begin() + dst_gap);
+      CHECK(to == expected);
+    }
+  }
+}
+
+// The bits of a division wherever it is replaced: powers of two, corrected products, their limits.
+template <typename T, typename Bits>
+void test_scaling_of() {
+  Random random(41);
+  const auto anything = [&] {
+    return std::bit_cast<T>(static_cast<Bits>(
+        random.between(std::numeric_limits<int64_t>::min(), std::numeric_limits<int64_t>::max())));
+  };
+  std::vector<double> divisors{0.1, 1e-30, 1e30, 0x1p-140, 1 << 20, (1 << 20) + 1.0};
+  for (int divisor = 1; divisor <= 100; ++divisor) divisors.push_back(divisor);
+  for (const double divisor : divisors) {
+    check::context = "division by " + std::to_string(divisor);
+    const Scaling<T> scale(Scale::divide(divisor));
+    for (int i = 0; i < 3000; ++i) {
+      using Limits = std::numeric_limits<T>;
+      T values[] = {anything(), T(random.between(-1000000, 1000000)) / 7, T(i), T(-0.0)};
+      if (i % 4 == 0)
+        values[i % 3] =
+            std::array{T(0), Limits::infinity(), Limits::denorm_min(), Limits::max()}[i / 4 % 4];
+      const auto given = std::to_array(values);
+      scale(values);
+      for (size_t k = 0; k < given.size(); ++k) {
+        const T expected = given[k] / T(divisor);
+        CHECK(std::bit_cast<Bits>(values[k]) == std::bit_cast<Bits>(expected) ||
+              (std::isnan(values[k]) && std::isnan(expected)));
       }
     }
   }
+}
+
+void test_scaling() {
+  test_scaling_of<float, uint32_t>();
+  test_scaling_of<double, uint64_t>();
+}
+
+// As many blocks as the device holds, asked once; a limit of multiprocessors is one of blocks.
+void test_grid() {
+  check::context = "grid";
+  std::vector<uint8_t> from(1 << 20, 7), to(1 << 20, 0);
+  const void* const inputs[] = {from.data()};
+  void* const outputs[] = {to.data()};
+  CopyTask task;
+  task.src_tensor_idx = task.dst_tensor_idx = 0;
+  task.copy.run_bytes = static_cast<int64_t>(to.size());
+  shim::num_sms = 5;
+  for (const int limit : {0, 1, 3, 9}) {
+    std::fill(to.begin(), to.end(), 0);
+    CHECK_EQ(run({&task, 1}, {inputs, outputs, nullptr, nullptr}, {}, {nullptr, limit}),
+             cudaSuccess);
+    CHECK(to == from);
+    CHECK_EQ(shim::last_block.x, unsigned(limit == 0 ? kThreads : kMaxThreads));
+    CHECK_EQ(shim::last_grid.x, unsigned(limit == 0 ? 5 * shim::blocks_per_sm : limit));
+  }
+  const int num_queries = shim::num_occupancy_queries;
+  CHECK_EQ(run({&task, 1}, {inputs, outputs, nullptr, nullptr}), cudaSuccess);
+  CHECK_EQ(shim::num_occupancy_queries, num_queries);
+}
+
+void test_refused_means() {
+  check::context = "cuda mean";
   float value = 0;
   const std::vector<const void*> too_many(kMaxMeanSources + 1, &value);
   CHECK_EQ(mean_cuda(&value, too_many, 1, dtypes::kFloat32, {}), cudaErrorInvalidValue);
@@ -207,19 +243,22 @@ void test_mean() {
 void test_preload() {
   check::context = "preload";
   CHECK_EQ(preload_cuda_copy(), cudaSuccess);
-  CHECK_EQ(shim::num_preloaded, 16);  // (2 plain + 4 scaled) x 2 capacities + 4 means
+  CHECK_EQ(preload_cuda_mean(), cudaSuccess);
+  CHECK_EQ(shim::num_preloaded, 22);  // (2 plain + 4 scaled) x 3 capacities + 4 means
 }
 
 }  // namespace
 
-int main(int argc, char** argv) {
+int main() {
+  test_grid();
   test_divisor();
-  test_random_cases(argc > 1 ? std::atoi(argv[1]) : 600);
-  test_large_tasks();
   test_number_of_launches();
   test_cut_tasks();
   test_vector_bytes();
-  test_mean();
+  test_misaligned_runs();
+  test_recent_tasks();
+  test_scaling();
+  test_refused_means();
   test_preload();
   return check::report("test_copy_cuda");
 }

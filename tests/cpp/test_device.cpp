@@ -1,147 +1,13 @@
 // The device communicator's host logic, with several ranks as threads over a simulated device.
-#include <atomic>
+#include <algorithm>
+#include <barrier>
 #include <numeric>
-#include <thread>
 
-#include "check.h"
-#include "engine/device_communicator.h"
-#include "fake_control.h"
-#include "fake_device.h"
+#include "device_world.h"
 #include "plan/builders.h"
-
-using namespace pipecomm;
-using namespace std::chrono_literals;
+#include "plan/reshard.h"
 
 namespace {
-
-std::mutex check_mutex;
-
-#define EXPECT(condition)                                       \
-  do {                                                          \
-    const bool expected = static_cast<bool>(condition);         \
-    std::lock_guard expect_lock(check_mutex);                   \
-    if (!expected) check::fail(__FILE__, __LINE__, #condition); \
-  } while (false)
-
-const auto kNothing = [] {};
-
-DeviceOptions options_of(int size, Check check = Check::first_use) {
-  DeviceOptions options;
-  options.size = size;
-  options.timeout = 20s;
-  options.check = check;
-  return options;
-}
-
-struct Rank {
-  int rank, size;
-  std::shared_ptr<fake::Runtime> runtime;
-  fake::Hub& hub;
-  std::unique_ptr<DeviceCommunicator> comm;
-
-  void finish(const DeviceOperationPtr& operation) {
-    EXPECT(comm->synchronize(*operation, Clock::now() + 30s, kNothing));
-  }
-  DeviceOperationPtr p2p(const std::vector<PointToPoint>& batch, bool is_async = false) {
-    return comm->batch_p2p(batch, is_async);
-  }
-};
-
-std::vector<NcclUniqueId> ids_of(int num_channels) {
-  std::vector<NcclUniqueId> ids;
-  for (int idx = 0; idx < DeviceCommunicator::num_nccl_ids(num_channels); ++idx) {
-    ids.emplace_back();
-    ids.back().bytes[0] = static_cast<char>(idx);
-  }
-  return ids;
-}
-
-// Every rank on a thread; what a rank throws out of its construction goes to `broken`.
-void run(const char* name, DeviceOptions options, const std::function<void(Rank&)>& body,
-         const std::function<void(const std::exception&)>& broken = nullptr,
-         const std::function<NcclResult(const std::string&, int)>& inject = nullptr) {
-  check::context = name;
-  const NcclApi api = fake::make_api();
-  fake::World world;
-  world.inject = inject;
-  fake::world = &world;
-  fake::Hub hub(options.size);
-  std::vector<std::thread> threads;
-  for (int number = 0; number < options.size; ++number) {
-    threads.emplace_back([&, number] {
-      DeviceOptions mine = options;
-      mine.rank = number;
-      Rank rank{number, options.size, std::make_shared<fake::Runtime>(), hub, nullptr};
-      try {
-        rank.comm = std::make_unique<DeviceCommunicator>(
-            mine, rank.runtime, api, ids_of(mine.num_channels),
-            [&](TransportEvents& events) {
-              return std::make_unique<fake::HubTransport>(hub, number, events);
-            },
-            kNothing);
-      } catch (const std::exception& error) {
-        EXPECT(broken != nullptr);
-        if (broken) broken(error);
-        return;
-      }
-      body(rank);
-      try {
-        rank.comm->close(kNothing);
-        rank.comm->close(kNothing);
-      } catch (const PipeCommException&) {
-      }
-      EXPECT(rank.comm->closed());
-      rank.comm.reset();
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
-  for (const std::string& error : world.errors) check::fail(__FILE__, __LINE__, error);
-  fake::world = nullptr;
-}
-
-// Waits until the communicator has failed, at most 15 s: its failure.
-FailurePtr failure_of(Rank& rank) {
-  for (int attempt = 0; attempt < 1500 && !rank.comm->failure(); ++attempt)
-    std::this_thread::sleep_for(10ms);
-  EXPECT(rank.comm->failure() != nullptr);
-  return rank.comm->failure() ? rank.comm->failure() : std::make_shared<Failure>();
-}
-
-bool contains(const std::string& text, const std::string& part) {
-  return text.find(part) != std::string::npos;
-}
-
-struct Tensor {
-  Tensor(Dims the_shape, float first = -1) : shape(std::move(the_shape)) {
-    data = std::make_shared<std::vector<float>>(checked_product(shape));
-    for (size_t idx = 0; idx < data->size(); ++idx) (*data)[idx] = first + float(idx);
-  }
-  Dims shape;
-  std::shared_ptr<std::vector<float>> data;
-
-  TensorRef ref() const {
-    TensorRef ref;
-    ref.data = reinterpret_cast<std::byte*>(data->data());
-    ref.dtype = dtypes::kFloat32;
-    ref.shape = shape;
-    ref.strides = Layout::contiguous({shape, dtypes::kFloat32}).strides;
-    ref.storage = data;
-    return ref;
-  }
-  PointToPoint to(int peer, int channel = 0) const {
-    return {Direction::send, peer, channel, ref()};
-  }
-  PointToPoint from(int peer, int channel = 0) const {
-    return {Direction::recv, peer, channel, ref()};
-  }
-  bool counts_from(float first) const {
-    for (size_t idx = 0; idx < data->size(); ++idx)
-      if ((*data)[idx] != first + float(idx)) return false;
-    return true;
-  }
-};
-
-// ------------------------------------------------------------------------------------------------
 
 void neighbours_exchange() {
   run("neighbours", options_of(3), [](Rank& me) {
@@ -201,6 +67,7 @@ void unusual_messages() {
                                    {Direction::recv, me.rank, 0, even}},
                                   true);
     me.finish(operation);
+    EXPECT(me.runtime->num_launches <= 2);  // one for each lane
     for (int row = 0; row < 3; ++row) {
       for (int idx = 0; idx < 2; ++idx) {
         EXPECT((*table.data)[row * 8 + 2 * idx + 1] == float(7 * peer + row * 2 + idx));
@@ -231,7 +98,7 @@ void large_batches_are_cut() {
     for (int idx = 0; idx < 200; ++idx)
       for (int peer = 0; peer < 3; ++peer)
         if (peer != me.rank) EXPECT(theirs[at++].counts_from(float(1000 * peer + idx)));
-    EXPECT(fake::world->max_group_ops <= 16 && fake::world->num_groups > 3 * 40);
+    EXPECT(fake::world->max_group_ops <= 16 && fake::world->num_kernels > 3 * 40);
   });
 }
 
@@ -274,18 +141,6 @@ void collectives() {
 
 // ------------------------------------------------------------------------------------------------
 
-template <class Function>
-std::string failure_text(FailureKind kind, Function&& function) {
-  try {
-    function();
-  } catch (const PipeCommException& error) {
-    EXPECT(error.failure()->kind == kind);
-    return error.what();
-  }
-  EXPECT(!"a PipeCommException was expected");
-  return "";
-}
-
 void wrong_arguments() {
   run("wrong arguments", options_of(2), [](Rank& me) {
     const Tensor tensor({4}, 1);
@@ -312,7 +167,7 @@ void mismatched_messages() {
     run("mismatched messages", options_of(2, check), [](Rank& me) {
       const Tensor mine({4}, 1);
       Tensor theirs({me.rank == 0 ? 4 : 6});
-      // Whoever posts last may hear of it at once, and the device may be done before that.
+      // The rank that posts last may hear of it at once, and the device may be done before that.
       try {
         me.finish(me.p2p({me.rank == 0 ? mine.to(1) : theirs.from(0)}, true));
       } catch (const PipeCommException& error) {
@@ -324,6 +179,211 @@ void mismatched_messages() {
       EXPECT(failure_of(me)->peer >= 0);
     });
   }
+}
+
+// An all-to-all whose sizes only the two ends of each pair know: sizes[a][b] floats go from a to b,
+// in one tensor or in a list.
+struct Uneven {
+  std::vector<Sizes> sizes;
+  bool is_list = false;
+  DType recv_dtype = dtypes::kFloat32;  // of lists
+};
+
+// Runs it with values that say where they come from; false if what came is wrong.
+bool run_uneven(Rank& me, const Uneven& uneven) {
+  Sizes sends = uneven.sizes[me.rank], recvs;
+  for (const Sizes& row : uneven.sizes) recvs.push_back(row[me.rank]);
+  std::vector<Tensor> inputs, outputs;
+  if (uneven.is_list) {
+    for (int64_t length : sends) inputs.emplace_back(Dims{length}, float(10 * me.rank));
+    for (int64_t length : recvs) outputs.emplace_back(Dims{length});
+  } else {
+    inputs.emplace_back(Dims{std::accumulate(sends.begin(), sends.end(), int64_t{0})},
+                        float(10 * me.rank));
+    outputs.emplace_back(Dims{std::accumulate(recvs.begin(), recvs.end(), int64_t{0})});
+  }
+  std::vector<TensorRef> input_refs, output_refs;
+  std::vector<TensorSpec> input_specs, output_specs;
+  for (const Tensor& tensor : inputs) input_refs.push_back(tensor.ref());
+  for (const Tensor& tensor : outputs) output_refs.push_back(tensor.ref());
+  for (size_t peer = 0; uneven.is_list && peer < output_refs.size(); ++peer)
+    if (int(peer) != me.rank) output_refs[peer].dtype = uneven.recv_dtype;
+  for (const TensorRef& ref : input_refs) input_specs.push_back({ref.shape, ref.dtype});
+  for (const TensorRef& ref : output_refs) output_specs.push_back({ref.shape, ref.dtype});
+  const Member member{me.rank, me.size};
+  auto plan = uneven.is_list
+                  ? all_to_all_list_plan(member, input_specs, output_specs)
+                  : all_to_all_single_plan(member, input_specs[0], output_specs[0], sends, recvs);
+  const auto untouched = [&] {
+    return std::all_of(outputs.begin(), outputs.end(),
+                       [](const Tensor& tensor) { return tensor.counts_from(-1); });
+  };
+  try {
+    me.finish(me.comm->exchange(OpCode::all_to_all,
+                                std::make_shared<PreparedExchange>(std::move(plan)), input_refs,
+                                output_refs, false, kNothing));
+  } catch (const PipeCommException&) {
+    EXPECT(me.comm->failure() || untouched());
+    throw;
+  }
+  std::vector<float> values, got;
+  for (int peer = 0; peer < me.size; ++peer) {
+    const Sizes& row = uneven.sizes[peer];
+    const int64_t before =
+        uneven.is_list ? 0 : std::accumulate(row.begin(), row.begin() + me.rank, int64_t{0});
+    for (int64_t idx = 0; idx < row[me.rank]; ++idx)
+      values.push_back(float(10 * peer) + float(before + idx));
+  }
+  for (const Tensor& tensor : outputs)
+    got.insert(got.end(), tensor.data->begin(), tensor.data->end());
+  return got == values;
+}
+
+// What this rank believes: `agreed`, but for its messages with one peer.
+Uneven with_size(Uneven agreed, int from, int to, int64_t size) {
+  agreed.sizes[from][to] = size;
+  return agreed;
+}
+
+DeviceOptions quick_options_of(int size, Check check) {
+  DeviceOptions options = options_of(size, check);
+  options.timeout = 5s;
+  return options;
+}
+
+// Exchanges that are new to all ranks: refused on all, and the next one works.
+void mismatched_exchanges() {
+  for (Check check : {Check::first_use, Check::full}) {
+    for (bool is_list : {false, true}) {
+      for (auto [sent, wanted] : {std::pair(2, 3), std::pair(3, 2), std::pair(0, 2)}) {
+        const std::string sent_text = bytes_text(4 * sent), wanted_text = bytes_text(4 * wanted);
+        run("mismatched exchange of 2", quick_options_of(2, check), [&](Rank& me) {
+          const Uneven agreed{{{1, sent}, {2, 1}}, is_list};
+          const Uneven mine = me.rank == 0 ? agreed : with_size(agreed, 0, 1, wanted);
+          const std::string text =
+              failure_text(FailureKind::mismatch, [&] { run_uneven(me, mine); });
+          EXPECT(contains(text, "all_to_all of float32") && contains(text, sent_text) &&
+                 contains(text, wanted_text) && contains(text, "nothing was transferred"));
+          EXPECT(!me.comm->failure());
+          EXPECT(run_uneven(me, agreed) && run_uneven(me, agreed));
+        });
+      }
+      run("mismatched exchange of 3", quick_options_of(3, check), [&](Rank& me) {
+        const Uneven agreed{{{1, 2, 3}, {4, 5, 6}, {7, 8, 9}}, is_list};
+        const Uneven mine = me.rank == 1 ? with_size(agreed, 0, 1, 3) : agreed;
+        const std::string text = failure_text(FailureKind::mismatch, [&] { run_uneven(me, mine); });
+        EXPECT(contains(text, "8 B") && contains(text, "12 B"));
+        if (me.rank == 2)
+          EXPECT(contains(text, "rank 0 sends 8 B to rank 1, which expects 12 B; nothing was"));
+        EXPECT(!me.comm->failure());
+        EXPECT(run_uneven(me, agreed) && run_uneven(me, agreed));
+      });
+    }
+    run("mismatched dtypes", quick_options_of(3, check), [&](Rank& me) {
+      const Uneven agreed{{{1, 2, 3}, {4, 5, 6}, {7, 8, 9}}, true};
+      Uneven mine = agreed;
+      if (me.rank == 2) mine.recv_dtype = {3, 4};  // int32
+      const std::string text = failure_text(FailureKind::mismatch, [&] { run_uneven(me, mine); });
+      EXPECT(contains(text, "rank") && contains(text, "dtypes"));
+      EXPECT(!me.comm->failure());
+      EXPECT(run_uneven(me, agreed));
+    });
+  }
+}
+
+// Two ranks change what they exchange, and disagree. The third has run its part before and begins at
+// once, so there is no way back: all ranks fail.
+void late_mismatched_exchanges() {
+  for (Check check : {Check::first_use, Check::full}) {
+    for (int wanted : {2, 5}) {  // which rank 1 has seen before, or not
+      std::barrier meeting(3);
+      run("late mismatch", quick_options_of(3, check), [&](Rank& me) {
+        const Uneven agreed{{{1, 2, 3}, {4, 5, 6}, {7, 8, 9}}};
+        EXPECT(run_uneven(me, agreed));
+        meeting.arrive_and_wait();
+        const Uneven mine = me.rank == 0   ? with_size(agreed, 0, 1, 4)
+                            : me.rank == 1 ? with_size(agreed, 0, 1, wanted)
+                                           : agreed;
+        try {
+          run_uneven(me, mine);
+          EXPECT(me.rank == 2);  // may be done before the others find out
+        } catch (const PipeCommException& error) {
+          EXPECT(error.failure()->kind == FailureKind::mismatch);
+        }
+        const FailurePtr failure = failure_of(me);
+        EXPECT(failure->kind == FailureKind::mismatch);
+        EXPECT(contains(failure->message, "16 B") &&
+               contains(failure->message, bytes_text(4 * wanted)));
+      });
+    }
+  }
+}
+
+// A relay moves a flat form of the tensor that the user knows.
+void errors_show_the_tensor_of_the_plan() {
+  run("shown tensor", options_of(2), [](Rank& me) {
+    const TensorSpec whole{{12}, dtypes::kFloat32};
+    ReshardOptions plan_options;
+    plan_options.tag = me.rank == 0 ? "direct" : "sharded";
+    plan_options.shown = TensorSpec{{3, 4}, dtypes::kFloat32};
+    const auto plan = std::make_shared<PreparedExchange>(
+        reshard_plan({me.rank, 2}, whole, {{0}, {}, false, 0}, {{1}, {}, false, 0}, plan_options));
+    const Tensor tensor({12}, 1);
+    const std::vector<TensorRef> mine{tensor.ref()}, none;
+    const std::string text = failure_text(FailureKind::mismatch, [&] {
+      me.comm->exchange(OpCode::relay, plan, me.rank == 0 ? mine : none, me.rank == 0 ? none : mine,
+                        false, kNothing);
+    });
+    EXPECT(contains(text, "relay of float32[3, 4] with a message of "));
+    EXPECT(!me.comm->failure());
+  });
+}
+
+// Only ranks that change what they exchange hear of each other, and only the first time.
+void changing_exchanges() {
+  std::barrier meeting(3);
+  run("changing exchanges", options_of(3), [&](Rank& me) {
+    const Uneven first{{{1, 2, 3}, {4, 5, 6}, {7, 8, 9}}};
+    const Uneven second = with_size(first, 0, 1, 7);
+    auto traffic_so_far = [&] {
+      meeting.arrive_and_wait();
+      const int number = me.hub.num_messages() + me.hub.num_claims();
+      meeting.arrive_and_wait();
+      return number;
+    };
+    auto traffic = [&](const Uneven& uneven) {
+      const int before = traffic_so_far();
+      EXPECT(run_uneven(me, uneven));
+      return traffic_so_far() - before;
+    };
+    EXPECT(traffic(first) == 6 + 12);  // agreements, and claims of both directions
+    EXPECT(traffic(first) == 0);
+    EXPECT(traffic(second) == 2 + 4);
+    EXPECT(traffic(second) == 0 && traffic(first) == 0);
+
+    me.runtime->begin_capture();
+    for (const Uneven& uneven : {first, with_size(first, 0, 1, 9)}) {
+      try {
+        const Member member{me.rank, me.size};
+        const Sizes& sends = uneven.sizes[me.rank];
+        Sizes recvs;
+        for (const Sizes& row : uneven.sizes) recvs.push_back(row[me.rank]);
+        const Tensor input({std::accumulate(sends.begin(), sends.end(), int64_t{0})});
+        const Tensor output({std::accumulate(recvs.begin(), recvs.end(), int64_t{0})});
+        me.comm->exchange(OpCode::all_to_all,
+                          std::make_shared<PreparedExchange>(all_to_all_single_plan(
+                              member, {input.shape, dtypes::kFloat32},
+                              {output.shape, dtypes::kFloat32}, sends, recvs)),
+                          std::vector{input.ref()}, std::vector{output.ref()}, false, kNothing);
+        EXPECT(uneven.sizes[0][1] == 2 || me.rank == 2);
+      } catch (const std::invalid_argument& error) {
+        EXPECT(uneven.sizes[0][1] == 9 && contains(error.what(), "inside a CUDA graph capture"));
+      }
+    }
+    me.runtime->end_capture();
+    meeting.arrive_and_wait();
+    EXPECT(!me.comm->failure());
+  });
 }
 
 void steady_state_has_no_host_traffic() {
@@ -340,11 +400,11 @@ void steady_state_has_no_host_traffic() {
     };
     step();
     meet();
-    EXPECT(me.hub.num_claims() == 4);
+    EXPECT(me.hub.num_claims() == 8);
     const int num_messages = me.hub.num_messages();
     meet();
     for (int idx = 0; idx < 5; ++idx) step();
-    EXPECT(me.hub.num_claims() == 4);
+    EXPECT(me.hub.num_claims() == 8);
     meet();
     EXPECT(me.hub.num_messages() <= num_messages + 4);  // the two meetings
   });
@@ -419,7 +479,7 @@ void failures_reach_everybody() {
           const std::string text =
               failure_text(FailureKind::error, [&] { me.p2p({tensor.to(1, 1)}); });
           EXPECT(contains(text, "ncclSend: some error (details of the fake)"));
-          EXPECT(fake::group_depth == 0);
+          EXPECT(fake::group.depth == 0);
         } else if (me.rank == 1) {
           EXPECT(contains(failure_text(FailureKind::error,
                                        [&] { me.finish(me.p2p({tensor.from(0, 1)}, true)); }),
@@ -430,7 +490,7 @@ void failures_reach_everybody() {
       },
       nullptr,
       [num = std::make_shared<std::atomic<int>>(0)](const std::string& call, int rank) {
-        // Rank 0 sends 2 messages in each of 3 communicators while connecting.
+        // Rank 0, the lowest, sends 2 messages in each of 3 communicators while connecting.
         return call == "ncclSend" && rank == 0 && ++*num > 6 ? NcclResult::internal_error
                                                              : NcclResult::success;
       });
@@ -531,11 +591,12 @@ void captures() {
 
     me.comm->control()->wait(*me.comm->barrier(), Clock::now() + 20s, kNothing);
     const int num_claims = me.hub.num_claims();
+    me.comm->control()->wait(*me.comm->barrier(), Clock::now() + 20s, kNothing);
     me.runtime->begin_capture();
     const auto captured = me.p2p(batch, true);  // two channels: forks two streams
     me.comm->wait(*captured);                   // and joins them
     me.p2p(batch, false);
-    me.comm->broadcast(shared.ref(), 0, true, kNothing);
+    me.comm->wait(*me.comm->broadcast(shared.ref(), 0, true, kNothing));
     invalid("inside a CUDA graph capture", [&] { me.p2p({fresh.to(peer)}); });
     invalid("inside a CUDA graph capture",
             [&] { me.comm->broadcast(fresh.ref(), 0, false, kNothing); });
@@ -544,7 +605,8 @@ void captures() {
     me.comm->control()->wait(*me.comm->barrier(), Clock::now() + 20s, kNothing);
     invalid("captured in a CUDA graph", [&] { me.comm->is_completed(*captured); });
     me.comm->wait(*captured);
-    EXPECT(me.hub.num_claims() == num_claims);
+    // Each of 6 orders may be told once by each rank that its numbers mean nothing any more.
+    EXPECT(me.hub.num_claims() <= num_claims + 12);
 
     me.finish(in_flight ? in_flight : me.p2p({mine.to(peer)}, true));
     EXPECT(!me.comm->failure());
@@ -617,6 +679,10 @@ int main() {
   collectives();
   wrong_arguments();
   mismatched_messages();
+  mismatched_exchanges();
+  late_mismatched_exchanges();
+  errors_show_the_tensor_of_the_plan();
+  changing_exchanges();
   steady_state_has_no_host_traffic();
   flight_records();
   refused_collectives();

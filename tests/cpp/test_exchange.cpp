@@ -54,29 +54,6 @@ void test_random_cases(const char* name, int num_cases, Options options, bool sc
   }
 }
 
-// The backward of an all-to-all is its forward with sends and receives swapped: ranks get their
-// inputs back, and a second reversal is the forward again.
-void test_reversed() {
-  for (int seed = 0; seed < 100; ++seed) {
-    check::context = "reversed, seed " + std::to_string(seed);
-    Random random(seed);
-    const int size = static_cast<int>(random.between(1, 6));
-    auto ranks = cases::all_to_all(random, size, 3, 2, 1, {});
-    for (Rank& rank : ranks) {
-      const ExchangePlan forward = rank.plan;
-      rank.plan = forward.reversed({});
-      std::swap(rank.inputs, rank.outputs);
-      CHECK_EQ(rank.plan.op, "all_to_all_backward");
-      CHECK_EQ(rank.plan.signature, ranks[0].plan.signature);
-      const ExchangePlan again = rank.plan.reversed({});
-      CHECK(again.sends == forward.sends && again.recvs == forward.recvs);
-      CHECK(again.inputs == forward.inputs && again.outputs == forward.outputs);
-      CHECK_EQ(again.op, "all_to_all");
-    }
-    run(ranks, {}, random);
-  }
-}
-
 void test_torch_forms() {
   for (int seed = 0; seed < 100; ++seed) {
     check::context = "torch forms, seed " + std::to_string(seed);
@@ -103,8 +80,7 @@ void test_torch_forms() {
       for (const Dims& part : parts) all.insert(all.end(), part.begin(), part.end());
       return world::Held::along(global, 0, all);
     };
-    std::vector<Rank> single, list, gathered, broadcast;
-    const int root = static_cast<int>(random.between(0, size - 1));
+    std::vector<Rank> single, list, gathered;
     for (int r = 0; r < size; ++r) {
       std::vector<Dims> received;
       Sizes receive_rows;
@@ -131,36 +107,11 @@ void test_torch_forms() {
       list.push_back(list_rank);
       gather_rank.plan = all_gather_list_plan({r, size}, input, gather_outputs);
       gathered.push_back(gather_rank);
-
-      const world::Held whole = world::Held::all(global);
-      Rank broadcast_rank{broadcast_plan({r, size}, {global, dtype}, root), {}, {}};
-      (r == root ? broadcast_rank.inputs : broadcast_rank.outputs) = {whole};
-      broadcast.push_back(broadcast_rank);
     }
-    for (const auto* ranks : {&single, &list, &gathered, &broadcast}) {
+    for (const auto* ranks : {&single, &list, &gathered}) {
       for (const Rank& rank : *ranks) CHECK_EQ(rank.plan.signature, (*ranks)[0].plan.signature);
       run(*ranks, {}, random);
     }
-  }
-}
-
-// A gather and the split of the same sizes, and a zigzag gather against the reorder of its shards.
-void test_reorder() {
-  Random random(5);
-  for (int num_shards : {1, 2, 3, 8}) {
-    const Dims shape{3, 4 * num_shards, 2};
-    world::Held shards = world::Held::all(shape);
-    shards.positions[1].clear();
-    for (int shard = 0; shard < num_shards; ++shard) {
-      for (int64_t position : cases::zigzag_positions(shape[1], shard, num_shards)) {
-        shards.positions[1].push_back(position);
-      }
-    }
-    const Rank rank{zigzag_reorder_plan({0, 1}, {shape, dtypes::kFloat32}, 1, num_shards),
-                    {shards},
-                    {world::Held::all(shape)}};
-    check::context = "reorder of " + std::to_string(num_shards) + " shards";
-    run({rank}, {}, random);
   }
 }
 
@@ -175,8 +126,6 @@ int main(int argc, char** argv) {
   in_ranges.in_ranges = true;
   test_random_cases("in ranges", num_cases, in_ranges, false);
   test_random_cases("in ranges, scaled", num_cases, in_ranges, true);
-  test_reversed();
   test_torch_forms();
-  test_reorder();
   return check::report("test_exchange");
 }

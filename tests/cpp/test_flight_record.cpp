@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "check.h"
-#include "engine/flight_record.h"
+#include "message/flight_record.h"
 
 namespace {
 

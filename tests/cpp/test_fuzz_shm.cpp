@@ -12,9 +12,9 @@
 #include <vector>
 
 #include "check.h"
-#include "engine/flight_record.h"
-#include "engine/operation.h"
 #include "engine/point_to_point.h"
+#include "message/flight_record.h"
+#include "message/operation.h"
 #include "transport/shm/lane.h"
 #include "transport/shm/window.h"
 
@@ -219,30 +219,30 @@ class Round {
 
   void change_grant(shm::Grant& grant) {
     if (random_.one_in(2)) return scribble(&grant, sizeof grant);
-    shm::Box& box = grant.boxes[random_.below(2)];
+    shm::WindowPart& part = grant.parts[random_.below(2)];
     switch (random_.below(7)) {
       case 0:
         grant.kind = static_cast<shm::GrantKind>(random_.below(4));
         return;
       case 1:
-        grant.num_boxes = static_cast<uint32_t>(random_.around(grant.num_boxes));
+        grant.num_parts = static_cast<uint32_t>(random_.around(grant.num_parts));
         return;
       case 2:
-        box.position_bytes = static_cast<int64_t>(random_.around(box.position_bytes));
+        part.position_bytes = static_cast<int64_t>(random_.around(part.position_bytes));
         return;
       case 3:
-        box.offset_bytes = static_cast<int64_t>(random_.around(box.offset_bytes));
+        part.offset_bytes = static_cast<int64_t>(random_.around(part.offset_bytes));
         return;
       case 4:
-        box.copy.run_bytes = static_cast<int64_t>(random_.around(box.copy.run_bytes));
+        part.copy.run_bytes = static_cast<int64_t>(random_.around(part.copy.run_bytes));
         return;
       case 5:
-        box.copy.num_dims = static_cast<int>(random_.around(box.copy.num_dims));
+        part.copy.num_dims = static_cast<int>(random_.around(part.copy.num_dims));
         return;
       default:
-        box.copy.count[0] = static_cast<int64_t>(random_.around(box.copy.count[0]));
-        box.copy.dst_stride_bytes[0] =
-            static_cast<int64_t>(random_.around(box.copy.dst_stride_bytes[0]));
+        part.copy.count[0] = static_cast<int64_t>(random_.around(part.copy.count[0]));
+        part.copy.dst_stride_bytes[0] =
+            static_cast<int64_t>(random_.around(part.copy.dst_stride_bytes[0]));
         return;
     }
   }

@@ -1,12 +1,12 @@
-// Rounds: what both ends compute alike, and message checks: who finds a disagreement.
+// Rounds that both ends compute alike, and message checks that find disagreements.
 #include <map>
 #include <numeric>
 #include <random>
 
 #include "check.h"
-#include "engine/message_check.h"
+#include "engine/device/message_check.h"
 #include "engine/point_to_point.h"
-#include "transport/nccl_rounds.h"
+#include "transport/nccl/nccl_rounds.h"
 
 using namespace pipecomm;
 

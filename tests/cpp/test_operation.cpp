@@ -1,5 +1,5 @@
-// Operations under many threads: who settles, waits, fails and lets go of what at which moment. The
-// point of most of this is to run under ThreadSanitizer and AddressSanitizer.
+// Operations under many threads that settle, wait, fail and let go of handles at any moment. Most of
+// these tests are meant to run under ThreadSanitizer and AddressSanitizer.
 #include <algorithm>
 #include <atomic>
 #include <latch>
@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "check.h"
-#include "engine/operation.h"
+#include "message/operation.h"
 
 namespace {
 

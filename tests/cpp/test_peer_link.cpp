@@ -1,5 +1,5 @@
-// Two PeerLinks joined by a wire in memory that keeps the order of packets and nothing else. What
-// must become of every message follows from the two programs alone, whatever the timing.
+// Two PeerLinks joined by a wire in memory that keeps the order of packets and nothing else. The
+// outcome of every message follows from the two programs alone, at any timing.
 #include <algorithm>
 #include <deque>
 #include <map>
@@ -11,8 +11,8 @@
 
 #include "check.h"
 #include "plan/dtype.h"
-#include "transport/peer_link.h"
-#include "transport/wire.h"
+#include "transport/c10d/peer_link.h"
+#include "transport/c10d/wire.h"
 #include "world.h"
 
 namespace {
@@ -74,7 +74,7 @@ class Pair {
   uint64_t num_packets_sent(int rank) const { return sides_[rank].num_packets_sent; }
 
   EntryPtr post(int rank, Direction direction, const Descriptor& descriptor,
-                const std::string& refusal = "") {
+                const std::string& refusal = "", int64_t num_note_bytes = -1) {
     Side& side = sides_[rank];
     const auto entry = std::make_shared<Entry>();
     entry->request = std::make_shared<Request>();
@@ -84,7 +84,10 @@ class Pair {
     request.descriptor = descriptor;
     request.refuses = !refusal.empty();
     request.refusal = refusal;
-    entry->memory.assign(static_cast<size_t>(descriptor.num_bytes), std::byte{0xee});
+    request.num_note_bytes = num_note_bytes;
+    entry->memory.assign(
+        static_cast<size_t>(num_note_bytes >= 0 ? num_note_bytes : descriptor.num_bytes),
+        std::byte{0xee});
     request.data = entry->memory.data();
     side.link->number(request);
     if (direction == Direction::send)
@@ -102,7 +105,6 @@ class Pair {
 
   void flush(int rank) {
     link(rank).flush();
-    CHECK(!link(rank).has_unsent() || link(rank).state() == PeerLink::State::lost);
     settle(rank);
   }
 
@@ -120,8 +122,7 @@ class Pair {
     return true;
   }
 
-  // One body whose both ends are posted, in the order of posts for each key; false if there is
-  // none.
+  // Moves one body with both ends posted, in the order of posts for each key; false for none.
   bool move_body(Random& random) {
     if (cut_) return false;
     std::vector<Bodies::iterator> ready;
@@ -246,6 +247,7 @@ class Pair {
       switch (record.header.kind) {
         case Kind::data:
         case Kind::announce:
+        case Kind::describe:
         case Kind::refuse: {
           auto& unanswered = sides_[rank].unanswered;
           CHECK(unanswered[key.first].insert(key.second).second);
@@ -557,7 +559,7 @@ void test_random_program(int seed, End end) {
     CHECK(pair.link(rank).state() == PeerLink::State::lost);
     pair.lose(rank);
   }
-  // Late posts find what has arrived before, or nobody.
+  // A late post finds a message that has arrived before, or that the peer is gone.
   if (end == End::goodbye || end == End::loss)
     for (int rank : {0, 1})
       while (!plan.program[rank].empty()) post_next(pair, plan, rank);
@@ -609,7 +611,30 @@ void test_window() {
   }
 }
 
-// What nobody waits for costs no packet of its own: announcements, and the answers of bodies.
+// A description of a message that travels elsewhere: its note arrives if both ends agree.
+void test_descriptions() {
+  check::context = "descriptions";
+  const Descriptor agreed = make_descriptor(0, 5 << 20), other = make_descriptor(0, 6 << 20);
+  for (const bool early : {false, true}) {
+    for (const auto& [theirs, note_bytes] : {std::pair(agreed, 24), std::pair(other, 24),
+                                             std::pair(agreed, 16), std::pair(agreed, -1)}) {
+      Random random(4);
+      Pair pair;
+      EntryPtr send, recv;
+      auto post_send = [&] { send = pair.post(0, Direction::send, agreed, "", 24); };
+      if (early) post_send(), pair.run_to_quiet(random);
+      recv = pair.post(1, Direction::recv, theirs, "", note_bytes);
+      if (!early) post_send();
+      pair.run_to_quiet(random);
+      const bool agrees = theirs.num_bytes == agreed.num_bytes && note_bytes == 24;
+      CHECK(send->succeeded() == agrees && recv->succeeded() == agrees);
+      CHECK_EQ(pair.num_pending(0) + pair.num_pending(1), 0u);
+      if (agrees) CHECK(recv->memory == send->memory);
+    }
+  }
+}
+
+// Announcements and the answers of bodies cost no packet of their own: no rank waits for them.
 void test_urgency() {
   check::context = "urgency";
   Random random(6);
@@ -771,7 +796,7 @@ void test_a_sender_that_ignores_the_window() {
   peer.CHECK_REFUSED("rank 1 sends more than may wait for its receives", number);
 }
 
-// Whatever a peer sends, a link either takes it or throws, and still ends in order.
+// A link either takes what a peer sends or throws, and still ends in order.
 void test_fuzz(int num_cases) {
   Random random(21);
   int num_taken = 0, num_refused = 0;
@@ -795,7 +820,7 @@ void test_fuzz(int num_cases) {
     try {
       for (uint64_t number = 1; number <= 3; ++number) {
         for (int64_t left = random.between(1, 5); left > 0; --left) {
-          const auto kind = static_cast<Kind>(random.between(1, 11));
+          const auto kind = static_cast<Kind>(random.between(1, 12));
           const Descriptor descriptor = make_descriptor(0, random.between(0, 3) * 20'000);
           const bool described = kind == Kind::data || kind == Kind::announce ||
                                  kind == Kind::reject || kind >= Kind::send_claim;
@@ -831,6 +856,7 @@ int main(int argc, char** argv) {
     for (End end : {End::close, End::goodbye, End::loss, End::failure})
       test_random_program(seed, end);
   test_window();
+  test_descriptions();
   test_urgency();
   test_announced_by_a_peer_that_left();
   test_protocol_violations();

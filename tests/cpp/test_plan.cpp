@@ -5,6 +5,8 @@
 #include "plan/builders.h"
 #include "plan/dtype.h"
 #include "plan/lower.h"
+#include "plan/reshard.h"
+#include "plan/split.h"
 
 namespace pipecomm {
 namespace {
@@ -12,9 +14,10 @@ namespace {
 const TensorSpec kTensor{{2, 6, 4}, dtypes::kFloat32};
 
 LoweredExchange lowered(const ExchangePlan& plan) {
-  std::vector<Layout> inputs, outputs;
-  for (const TensorSpec& tensor : plan.inputs) inputs.push_back(Layout::contiguous(tensor));
-  for (const TensorSpec& tensor : plan.outputs) outputs.push_back(Layout::contiguous(tensor));
+  std::vector<StridedLayout> inputs, outputs;
+  for (const TensorSpec& tensor : plan.inputs) inputs.push_back(StridedLayout::contiguous(tensor));
+  for (const TensorSpec& tensor : plan.outputs)
+    outputs.push_back(StridedLayout::contiguous(tensor));
   return lower(plan, inputs, outputs);
 }
 
@@ -33,7 +36,6 @@ void test_split_rules() {
   CHECK(remainder_first(2, 4) == (Sizes{1, 1, 0, 0}));
   CHECK(remainder_first(0, 2) == (Sizes{0, 0}));
   CHECK(offsets_of({3, 2}) == (Sizes{0, 3, 5}));
-  CHECK(packed_rows({5, 3}, 2) == (std::vector<Sizes>{{3, 2}, {2, 1}}));
   CHECK(zigzag_chunks(1, 4) == (std::pair{1, 6}));
   CHECK_EQ(zigzag_chunk_size(24, 3), 4);
   CHECK_INVALID("at least 1, got 0", remainder_first(4, 0));
@@ -45,8 +47,8 @@ void test_split_rules() {
   CHECK_EQ(checked_product({kHuge, 2, 0}), 0);
 }
 
-// Messages: boxes follow each other, another tensor begins at the next 16 bytes, nothing is
-// nothing.
+// Boxes of a message follow each other, another tensor begins at the next 16 bytes, and an empty
+// box takes no place.
 void test_message_cursor() {
   MessageCursor cursor;
   CHECK_EQ(cursor.place(0, 5), 0);
@@ -73,7 +75,35 @@ void test_signatures() {
   const TensorSpec local{{4, 3}, dtypes::kFloat32};
   CHECK(gather_plan({0, 2}, local, 0, {4, 4}).signature !=
         gather_plan({0, 2}, local, 0, {4, 4}, Scale::divide(2)).signature);
-  CHECK(broadcast_plan({0, 2}, local, 0).signature != broadcast_plan({0, 2}, local, 1).signature);
+}
+
+// Pieces that begin where they are told to: with gaps and twice in the input, with gaps in the output.
+void test_all_to_all_with_starts() {
+  const TensorSpec input{{3, 6}, dtypes::kFloat32};
+  const AllToAllTensor forward{input, {2, 3}, {3, 4}, {1, 2}};
+  const ExchangePlan plan = all_to_all_plan({0, 2}, {forward}, 1, 0);
+  CHECK(plan.sends[0].boxes[0] == (Box{0, {0, 1}, {3, 2}}));
+  CHECK(plan.sends[1].boxes[0] == (Box{0, {0, 2}, {3, 3}}));
+  CHECK(plan.outputs[0].shape == (Dims{7, 2}));
+
+  const TensorSpec gradient{{7, 2}, dtypes::kFloat32};
+  const AllToAllTensor backward{gradient, {3, 4}, {2, 3}, {}, {0, 4}, 9};
+  const ExchangePlan back = all_to_all_plan({0, 2}, {backward}, 0, 1);
+  CHECK(back.recvs[0].boxes[0] == (Box{0, {0, 0}, {3, 2}}));
+  CHECK(back.recvs[1].boxes[0] == (Box{0, {0, 4}, {3, 3}}));
+  CHECK(back.outputs[0].shape == (Dims{3, 9}));
+
+  AllToAllTensor elsewhere = forward;
+  elsewhere.scatter_starts = {1, 3};
+  CHECK(all_to_all_plan({0, 2}, {elsewhere}, 1, 0).signature != plan.signature);
+  CHECK(all_to_all_plan({0, 2}, {forward}, 1, 0, {}, "tag").signature != plan.signature);
+  elsewhere.scatter_starts = {1, 4};
+  CHECK_INVALID("", all_to_all_plan({0, 2}, {elsewhere}, 1, 0));
+  elsewhere.scatter_starts = {1};
+  CHECK_INVALID("scatter_starts needs one entry", all_to_all_plan({0, 2}, {elsewhere}, 1, 0));
+  AllToAllTensor twice = backward;
+  twice.gather_starts = {0, 1};
+  CHECK_INVALID("", all_to_all_plan({0, 2}, {twice}, 0, 1));
 }
 
 void test_builder_errors() {
@@ -94,22 +124,18 @@ void test_builder_errors() {
   CHECK_INVALID("entry 0 of gather_sizes [5, 6] is 5, but the tensor has length 6",
                 all_to_all(2, 1, two, {5, 6}));
   CHECK_INVALID("at least one tensor", all_to_all_plan(me, {}, 0, 1));
-  CHECK_INVALID("rank 2 is no rank of a group of 2", gather_plan({2, 2}, kTensor, 0, two));
+  CHECK_INVALID("rank 2 is not a rank in a group of 2", gather_plan({2, 2}, kTensor, 0, two));
   CHECK_INVALID("entry 0 of gather_sizes [3, 2] is 3", gather_plan(me, kTensor, 0, {3, 2}));
   CHECK_INVALID("gather_sizes needs one entry", gather_plan(me, kTensor, 0, {}));
-  CHECK_INVALID("sum of split_sizes [3, 2] is 5, but the tensor has length 6",
-                split_plan(me, kTensor, 1, {3, 2}));
-  CHECK_INVALID("2 * group size = 8, got length 6", zigzag_split_plan({0, 4}, kTensor, 1));
   CHECK_INVALID("2 * group size = 4, got length 6",
                 zigzag_gather_plan(me, {{3}, dtypes::kInt32}, 0));
-  CHECK_INVALID("at least one sequence", packed_split_plan(me, kTensor, 1, {{}, {}}));
-  CHECK_INVALID("one row for each of the 2 ranks, got 1", packed_split_plan(me, kTensor, 1, {{6}}));
+  CHECK_INVALID("at least one sequence", packed_gather_plan(me, kTensor, 1, {{}, {}}));
+  CHECK_INVALID("one row for each of the 2 ranks, got 1",
+                packed_gather_plan(me, kTensor, 1, {{6}}));
   CHECK_INVALID("rank 0 has 2 sequences, rank 1 has 1",
-                packed_split_plan(me, kTensor, 1, {{2, 1}, {3}}));
+                packed_gather_plan(me, kTensor, 1, {{2, 1}, {3}}));
   CHECK_INVALID("must not be negative, got [-1, 4]",
-                packed_split_plan(me, kTensor, 1, {{-1, 4}, {0, 3}}));
-  CHECK_INVALID("sum of all sequence lengths is 5, but the tensor has length 6",
-                packed_split_plan(me, kTensor, 1, {{2, 1}, {1, 1}}));
+                packed_gather_plan(me, kTensor, 1, {{-1, 4}, {0, 3}}));
   CHECK_INVALID("sum of row 0 of the split sizes [2, 1] is 3",
                 packed_gather_plan(me, kTensor, 1, {{2, 1}, {1, 1}}));
   CHECK_INVALID("must agree in dtype", all_to_all_single_plan(me, {{4, 3}, dtypes::kInt32},
@@ -129,9 +155,8 @@ void test_builder_errors() {
   CHECK_INVALID("one output for each of the 2 ranks", all_gather_list_plan(me, kTensor, {kTensor}));
   CHECK_INVALID("this rank's input is [2, 6, 4] float32",
                 all_gather_list_plan(me, kTensor, {{{2}, dtypes::kInt32}, kTensor}));
-  CHECK_INVALID("source 2 is no rank", broadcast_plan(me, kTensor, 2));
   CHECK_INVALID("source has no ranks", reshard_plan(me, kTensor, {}, {{0}, {}, false, 1}));
-  CHECK_INVALID("different ranks of a group of 2, got [0, 0]",
+  CHECK_INVALID("distinct ranks in a group of 2, got [0, 0]",
                 reshard_plan(me, kTensor, {{0, 0}, {}, false, 1}, {{1}, {}, false, 1}));
   CHECK_INVALID("has 1 ranks but 2 sizes",
                 reshard_plan(me, kTensor, {{0}, {3, 3}, false, 1}, {{1}, {}, false, 1}));
@@ -144,8 +169,8 @@ void test_builder_errors() {
   CHECK_INVALID("destination dim -1 is out of range",
                 reshard_plan(me, kTensor, {{0}, {}, false, 1}, {{1}, {}, false, -1}));
   CHECK_INVALID("float64 can be scaled, got int32",
-                split_plan(me, {{4}, dtypes::kInt32}, 0, two, Scale::divide(2)));
-  CHECK_INVALID("finite and not zero", split_plan(me, kTensor, 1, three, Scale::divide(0)));
+                gather_plan(me, {{2}, dtypes::kInt32}, 0, two, Scale::divide(2)));
+  CHECK_INVALID("finite and not zero", gather_plan(me, kTensor, 0, two, Scale::divide(0)));
 }
 
 // Each rank of the layout gets its piece of every other one's tensor; an own piece that lies in
@@ -183,7 +208,8 @@ void test_validate() {
   };
   changed([](ExchangePlan&) {});
   CHECK_INVALID("all_to_all: rank 5", changed([](auto& plan) { plan.rank = 5; }));
-  CHECK_INVALID("peer 2 is no rank", changed([](auto& plan) { plan.sends[1].peer = 2; }));
+  CHECK_INVALID("peer 2 is not a rank in a group of 2",
+                changed([](auto& plan) { plan.sends[1].peer = 2; }));
   CHECK_INVALID("peers must increase", changed([](auto& plan) { plan.recvs[1].peer = 0; }));
   CHECK_INVALID("there are 1 input tensors",
                 changed([](auto& plan) { plan.sends[0].boxes[0].tensor_idx = 1; }));
@@ -200,7 +226,6 @@ void test_validate() {
   CHECK_INVALID("negative length", changed([](auto& plan) { plan.inputs[0].shape[0] = -1; }));
   CHECK_INVALID("1, 2, 4, 8 or 16 bytes, got 3",
                 changed([](auto& plan) { plan.inputs[0].dtype.itemsize = 3; }));
-  CHECK_INVALID("two receives write", gather_plan({0, 2}, kTensor, 0, {2, 2}).reversed({}));
 }
 
 // Staging only where the dims before the scatter or gather dim make a box several runs.
@@ -252,14 +277,14 @@ void test_shared_staging() {
 }
 
 void test_lower_errors() {
-  const ExchangePlan plan = split_plan({0, 1}, kTensor, 1, {6});
-  const Layout good = Layout::contiguous(kTensor);
-  const auto lower_with = [&](Layout input, Layout output) {
+  const ExchangePlan plan = gather_plan({0, 1}, kTensor, 1, {6});
+  const StridedLayout good = StridedLayout::contiguous(kTensor);
+  const auto lower_with = [&](StridedLayout input, StridedLayout output) {
     return lower(plan, {input}, {output});
   };
   CHECK_EQ(lower_with(good, good).local().size(), 1u);
   CHECK_EQ(lower_with(good, good).local()[0].copy.run_bytes, 192);
-  CHECK_INVALID("split: the plan has 1 input tensors, got 0", lower(plan, {}, {good}));
+  CHECK_INVALID("gather: the plan has 1 input tensors, got 0", lower(plan, {}, {good}));
   CHECK_INVALID("input 0 must be [2, 6, 4] float32, got shape [2, 6]",
                 lower_with({{2, 6}, {6, 1}, 4}, good));
   CHECK_INVALID("got shape [2, 6, 4] of 8-byte", lower_with({{2, 6, 4}, {24, 4, 1}, 8}, good));
@@ -281,10 +306,10 @@ void test_lower_errors() {
 // Loops beyond the fixed maximum become several tasks.
 void test_many_dims() {
   const TensorSpec tensor{{2, 2, 2, 2, 2, 2, 2}, dtypes::kUInt8};
-  Layout input = Layout::contiguous(tensor);
+  StridedLayout input = StridedLayout::contiguous(tensor);
   for (int64_t& stride : input.strides) stride *= stride * 2;  // nothing merges
   const LoweredExchange exchange =
-      lower(split_plan({0, 1}, tensor, 0, {2}), {input}, {Layout::contiguous(tensor)});
+      lower(gather_plan({0, 1}, tensor, 0, {2}), {input}, {StridedLayout::contiguous(tensor)});
   CHECK_EQ(exchange.local().size(), 8u);
   for (const CopyTask& task : exchange.local()) CHECK_EQ(task.copy.num_dims, kMaxCopyDims);
 }
@@ -294,7 +319,7 @@ void test_large() {
   const int64_t rows = int64_t{1} << 33;
   const ExchangePlan plan =
       all_to_all_plan({1, 2}, {{{{rows, 4}, dtypes::kFloat64}, {2, 2}, {rows, rows}}}, 1, 0);
-  CHECK_EQ(plan.send_bytes(0), rows * 16);
+  CHECK_EQ(message_bytes(plan.sends[0], plan.inputs), rows * 16);
   CHECK_EQ(lowered(plan).pack()[0].copy.count[0], rows);
   CHECK_EQ(lowered(plan).recvs[0].offset_bytes, 0);
   CHECK_EQ(lowered(plan).local()[0].dst_offset_bytes, rows * 16);
@@ -311,6 +336,7 @@ int main() {
   test_split_rules();
   test_message_cursor();
   test_signatures();
+  test_all_to_all_with_starts();
   test_builder_errors();
   test_pieces();
   test_validate();

@@ -78,8 +78,7 @@ Bytes coded_bytes(uint64_t key, int64_t num_bytes) {
   return bytes;
 }
 
-// ---- random programs
-// -----------------------------------------------------------------------------
+// ---- random programs ---------------------------------------------------------------------------
 
 // One step of a program: a message, or a collective of all ranks.
 struct Step {
@@ -170,8 +169,7 @@ void test_random_programs(uint64_t num_programs) {
   }
 }
 
-// ---- single cases
-// --------------------------------------------------------------------------------
+// ---- single cases ------------------------------------------------------------------------------
 
 void test_large_messages_both_ways_between_all_pairs(int64_t num_bytes) {
   check::context = "large messages both ways";
@@ -225,7 +223,7 @@ void test_large_messages_into_windows() {
   });
 }
 
-// When an operation has failed its tensors may be gone, whoever was reading them.
+// Once an operation has failed its tensors may be freed: no thread may still read them.
 void test_an_abort_waits_for_those_who_write() {
   std::mt19937_64 random(5);
   for (int round = 0; round < 40; ++round) {
@@ -484,8 +482,7 @@ void test_results_return_to_their_pool_and_outlive_the_transport() {
   std::memset(survivor.get(), 1, 1 << 20);
 }
 
-// ---- what a peer may not do
-// ----------------------------------------------------------------------
+// ---- what a peer must not do --------------------------------------------------------------------
 
 struct Ruin {
   const char* name;
@@ -553,9 +550,9 @@ void test_nonsense_from_a_peer_is_an_error() {
 void test_a_grant_must_lie_in_the_window() {
   check::context = "grants";
   const auto segment = shm::Segment::create(0, shape_of(2, 1, 64 << 10, 1 << 20));
-  const auto refused = [&](shm::Box box, uint32_t num_boxes = 1) {
-    shm::Grant grant{shm::GrantKind::direct, num_boxes, {}};
-    grant.boxes[0] = box;
+  const auto refused = [&](shm::WindowPart part, uint32_t num_parts = 1) {
+    shm::Grant grant{shm::GrantKind::direct, num_parts, {}};
+    grant.parts[0] = part;
     try {
       shm::WindowWriter writer(grant, *segment, 100000);
     } catch (const std::runtime_error&) {
@@ -566,9 +563,9 @@ void test_a_grant_must_lie_in_the_window() {
   const StridedCopy rows{
       .run_bytes = 100, .num_dims = 1, .count = {1000}, .dst_stride_bytes = {1000}};
   auto with = [&](auto change) {
-    shm::Box box{0, 0, rows};
-    change(box);
-    return box;
+    shm::WindowPart part{0, 0, rows};
+    change(part);
+    return part;
   };
   CHECK(!refused({0, 0, rows}));
   CHECK(!refused({0, (1 << 20) - 999100, rows}));
@@ -577,13 +574,14 @@ void test_a_grant_must_lie_in_the_window() {
   CHECK(refused({1, 0, rows}));
   CHECK(refused({0, 0, rows}, 0));
   CHECK(refused({0, 0, rows}, 99));
-  CHECK(refused(with([](shm::Box& box) { box.copy.run_bytes = 0; })));
-  CHECK(refused(with([](shm::Box& box) { box.copy.run_bytes = -100; })));
-  CHECK(refused(with([](shm::Box& box) { box.copy.num_dims = 9; })));
-  CHECK(refused(with([](shm::Box& box) { box.copy.count[0] = 0; })));
-  CHECK(refused(with([](shm::Box& box) { box.copy.count[0] = INT64_MAX; })));
-  CHECK(refused(with([](shm::Box& box) { box.copy.dst_stride_bytes[0] = -8; })));
-  CHECK(refused(with([](shm::Box& box) { box.copy.dst_stride_bytes[0] = INT64_MAX / 2; })));
+  CHECK(refused(with([](shm::WindowPart& part) { part.copy.run_bytes = 0; })));
+  CHECK(refused(with([](shm::WindowPart& part) { part.copy.run_bytes = -100; })));
+  CHECK(refused(with([](shm::WindowPart& part) { part.copy.num_dims = 9; })));
+  CHECK(refused(with([](shm::WindowPart& part) { part.copy.count[0] = 0; })));
+  CHECK(refused(with([](shm::WindowPart& part) { part.copy.count[0] = INT64_MAX; })));
+  CHECK(refused(with([](shm::WindowPart& part) { part.copy.dst_stride_bytes[0] = -8; })));
+  CHECK(
+      refused(with([](shm::WindowPart& part) { part.copy.dst_stride_bytes[0] = INT64_MAX / 2; })));
 }
 
 }  // namespace

@@ -56,7 +56,7 @@ class HostTensor {
     });
   }
 
-  const Layout& layout() const { return layout_; }
+  const StridedLayout& layout() const { return layout_; }
   uint8_t* data() { return memory_.data() + front_bytes_; }
 
   // Calls visit(index, address) for every element in row-major order.
@@ -86,7 +86,7 @@ class HostTensor {
   }
 
  private:
-  Layout layout_;
+  StridedLayout layout_;
   int64_t front_bytes_;
   std::vector<uint8_t> memory_;
   std::vector<bool> is_element_;
@@ -121,8 +121,7 @@ inline void element_at(int64_t position, int tensor, int64_t itemsize, uint8_t* 
   std::memcpy(bytes, words, itemsize);
 }
 
-// Which positions of a global tensor a rank's tensor holds: positions[d][i] for its index i in dim
-// d.
+// The positions of a global tensor that a rank's tensor holds: positions[d][i] at index i of dim d.
 struct Held {
   Dims global_shape;
   std::vector<Dims> positions;
@@ -239,7 +238,7 @@ class Simulation {
         : plan(rank.plan), held_outputs(rank.outputs) {
       inputs = allocate(plan.inputs, rank.inputs, options, random);
       outputs = allocate(plan.outputs, rank.outputs, options, random);
-      std::vector<Layout> input_layouts, output_layouts;
+      std::vector<StridedLayout> input_layouts, output_layouts;
       for (size_t t = 0; t < inputs.size(); ++t) {
         const Held& held = rank.inputs[t];
         inputs[t]->for_each([&](const Dims& index, uint8_t* element) {
@@ -271,7 +270,7 @@ class Simulation {
         const int64_t itemsize = specs[t].dtype.itemsize;
         tensors.push_back(std::make_unique<HostTensor>(
             specs[t],
-            options.dense ? Layout::contiguous(specs[t]).strides
+            options.dense ? StridedLayout::contiguous(specs[t]).strides
                           : random_strides(specs[t].shape, random),
             options.dense ? 0 : itemsize * random.between(0, 16 / itemsize)));
       }

@@ -45,6 +45,9 @@ for kind, made in (("Send", Send), ("Recv", Recv)):
     )
 
 
+BOTH_OPS = r"ops\[0\].*ops\[1\]|ops\[1\].*ops\[0\]"
+
+
 def overlapping(other_kind: type) -> Callable[[Any], Any]:
     def ops(good: Any) -> Any:
         buffer = torch.ones(16)
@@ -60,14 +63,8 @@ target(
     lambda comm: {"ops": [Send(ones(), 1), Recv(ones(), 1)]},
     {"ops": "batch"},
     [
-        (
-            "ops",
-            Mistake("two receives that overlap", overlapping(Recv), VALUE, r"ops\[0\].*ops\[1\]|ops\[1\].*"),
-        ),
-        (
-            "ops",
-            Mistake("a send that overlaps a receive", overlapping(Send), VALUE, r"ops\[[01]\].*ops\[[01]\]"),
-        ),
+        ("ops", Mistake("two receives that overlap", overlapping(Recv), VALUE, BOTH_OPS)),
+        ("ops", Mistake("a send that overlaps a receive", overlapping(Send), VALUE, BOTH_OPS)),
     ],
 )
 target(
@@ -159,11 +156,11 @@ target(
         ("device", Mistake("meta", lambda good: "meta", VALUE, "meta")),
         ("transport", Mistake("an unknown one", lambda good: "pigeon", VALUE, "pigeon")),
         ("transport", Mistake("None", lambda good: None, VALUE, "None")),
-        ("channels", Mistake("zero", lambda good: 0, VALUE, "0")),
-        ("channels", Mistake("too many", lambda good: 16, VALUE, "16")),
-        ("channels", Mistake("a float", lambda good: 2.0, TYPE, "float")),
+        ("channels", Mistake("zero", lambda good: 0, VALUE, "channels.*0")),
+        ("channels", Mistake("too many", lambda good: 16, VALUE, "channels.*16")),
+        ("channels", Mistake("a float", lambda good: 2.0, TYPE, "channels.*float")),
         ("channels", Mistake("True", lambda good: True, TYPE, "bool")),
-        ("check", Mistake("an unknown one", lambda good: "sometimes", VALUE, "sometimes")),
+        ("check", Mistake("an unknown one", lambda good: "sometimes", VALUE, "check.*sometimes")),
         ("check", Mistake("True", lambda good: True, VALUE, "True")),
     ],
 )

@@ -62,6 +62,34 @@ target(
     },
 )
 target(
+    "ulysses_attention",
+    "collective",
+    lambda comm, **kw: pipecomm_ext.ulysses_attention(process_group=comm, **kw),
+    lambda comm: {
+        "q": ones(2, 3, 4, 2),
+        "k": ones(2, 3, 2, 2),
+        "v": ones(2, 3, 2, 2),
+        "chunks": 2,
+        "gather_size": 6,
+        "heads_dim": 2,
+        "seq_dim": 1,
+    },
+    {
+        "q": "tensor",
+        "k": "tensor",
+        "v": "tensor",
+        "chunks": "count",
+        "gather_size": "length",
+        "heads_dim": "dim",
+        "seq_dim": "dim",
+    },
+    [
+        ("q", Mistake("fewer heads than k", lambda good: good[:, :, :1], VALUE, "must have 1 to 1")),
+        ("v", Mistake("another length", lambda good: good[:, :2], VALUE, "same length along dim 1")),
+        ("seq_dim", Mistake("the dim of heads", lambda good: 2, VALUE, "must differ")),
+    ],
+)
+target(
     "gather_forward_split_backward",
     "collective",
     lambda comm, **kw: pipecomm_ext.gather_forward_split_backward(process_group=comm, **kw),

@@ -121,8 +121,8 @@ LENGTHS = [
 
 PEERS = ints(
     Mistake("True", lambda good: True, TYPE, "bool"),
-    Mistake("the number of ranks", lambda good: 2, VALUE, r"\b2\b"),
-    Mistake("-1", lambda good: -1, VALUE, "-1"),
+    Mistake("the number of ranks", lambda good: 2, VALUE, r"\b2\b.*0\.\.1"),
+    Mistake("-1", lambda good: -1, VALUE, r"-1\b.*0\.\.1"),
     Mistake("beyond 32 bits", lambda good: 2**40, VALUE, str(2**40)),
 )
 MESSAGE_PEERS = [*PEERS, Mistake("oneself", lambda good: 0, VALUE, "itself|oneself|own|self")]
@@ -179,13 +179,13 @@ MISTAKES: dict[str, list[Mistake]] = {
         Mistake("True", lambda good: True, VALUE, "True"),
     ],
     "timeout": [
-        Mistake("0", lambda good: 0, VALUE, "0"),
-        Mistake("negative", lambda good: -1.0, VALUE, "-1"),
-        Mistake("NaN", lambda good: math.nan, VALUE, "nan"),
-        Mistake("1e300", lambda good: 1e300, VALUE, r"1e\+?300"),
-        Mistake("no time", lambda good: timedelta(0), VALUE, "0"),
-        Mistake("a string", lambda good: "5", TYPE, "str"),
-        Mistake("True", lambda good: True, TYPE, "bool"),
+        Mistake("0", lambda good: 0, VALUE, "timeout.*0"),
+        Mistake("negative", lambda good: -1.0, VALUE, "timeout.*-1"),
+        Mistake("NaN", lambda good: math.nan, VALUE, "timeout.*nan"),
+        Mistake("1e300", lambda good: 1e300, VALUE, r"timeout.*1e\+?300"),
+        Mistake("no time", lambda good: timedelta(0), VALUE, "timeout.*0"),
+        Mistake("a string", lambda good: "5", TYPE, "timeout.*str"),
+        Mistake("True", lambda good: True, TYPE, "timeout.*bool"),
     ],
     "batch": [
         NONE,

@@ -17,7 +17,7 @@ import operations_pipeline  # noqa: F401  (fills the table)
 import torch.distributed as dist
 from faults import FAULTS, FIRST_HEARS_S, NUM_RANKS, PATIENT_S, SMALL, VICTIM, Fault, Stage
 from operations import NUM_CHANNELS, OPERATIONS, Draw, Operation
-from ranks import RankFailure
+from ranks import DEFAULT_DEADLINE_S, RankFailure
 
 from pipecomm_ext import (
     Communicator,
@@ -155,7 +155,7 @@ def run_case(ranks, case: Case) -> None:
             if fault.victim == "stops":  # nobody needs to wait for it
                 for rank in set(range(NUM_RANKS)) - {VICTIM}:
                     world.await_mark(rank, "done")
-            outcomes = world.collect(deadline=0.5 if fault.victim == "stops" else 30)
+            outcomes = world.collect(deadline=0.5 if fault.victim == "stops" else DEFAULT_DEADLINE_S)
         wanted = {"lives": "returned", "dies": "died", "stops": "hung"}[fault.victim]
         statuses = ["returned"] * NUM_RANKS
         statuses[VICTIM] = wanted

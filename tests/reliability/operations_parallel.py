@@ -92,6 +92,29 @@ def all_to_all_many(comm: Communicator, draw: Draw) -> Call:
     return Call(start, check)
 
 
+@operation("ulysses_attention", "collective")
+def ulysses_attention(comm: Communicator, draw: Draw) -> Call:
+    """With an attention that returns its queries, so that every dtype will do."""
+    whole, grads = whole_tensors(comm, draw, (draw.length, comm.size * (1 + draw.variant % 3), 2))
+    sequence = remainder_first(draw.length, comm.size)
+    mine, grad = (tensor.split(sequence, 0)[comm.rank] for tensor in (whole, grads[0]))
+    return differentiable(
+        lambda tensor: pipecomm_ext.ulysses_attention(
+            *[tensor] * 3,
+            lambda q, k, v: q.clone(),
+            comm,
+            chunks=2,
+            gather_size=draw.length,
+            heads_dim=1,
+            seq_dim=0,
+        ),
+        mine,
+        mine,
+        grad,
+        grad,
+    )
+
+
 def gathered(
     comm: Communicator,
     draw: Draw,

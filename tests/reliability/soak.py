@@ -200,7 +200,7 @@ class Soak:
                 world.await_mark(rank, "plays")
             time.sleep(rng.random() * 0.1)
             struck_at = world.signal(lost, number)
-            outcomes = world.collect(deadline=15, give_up_on=("raised",))
+            outcomes = world.collect(give_up_on=("raised",))
         for outcome in outcomes[:lost]:
             if outcome.status != "returned":
                 raise SoakFailure(str(RankFailure(what, outcomes)))

@@ -13,7 +13,7 @@ from ranks import on_ranks
 LENGTHS = [1, 2, 7, 300, 6000]
 
 
-@on_ranks(2, 3, deadline=60)
+@on_ranks(2, 3)
 @pytest.mark.parametrize("transport", ["c10d", "shm"])
 def test_every_operation_gives_the_right_answer(world, transport):
     comm = world.shared_comm(transport=transport, channels=NUM_CHANNELS, timeout=20)

@@ -1,10 +1,13 @@
-"""Ten seconds of the soak; `make soak MINUTES=10` is the long form."""
+"""A few seconds of the soak; `make soak MINUTES=10` is the long form."""
 
 from __future__ import annotations
 
+import pytest
 from soak import Soak
 
-SECONDS = 10
+pytestmark = pytest.mark.timed
+
+SECONDS = 2.5
 
 
 def test_soak(ranks) -> None:

@@ -14,7 +14,7 @@ import pytest
 from pipecomm_ext import __main__ as command_line
 from pipecomm_ext import schedules
 from pipecomm_ext.schedules import Costs, Timeline, draw, simulate
-from pipecomm_ext.schedules.scene import SHADES, build_scene
+from pipecomm_ext.schedules.drawing.scene import SHADES, build_scene
 
 FILL_KIND = {fill: kind for kind, fills in SHADES.items() for fill in fills}
 
@@ -69,7 +69,7 @@ def test_fused_slots_are_two_half_boxes(tmp_path):
 class _Page(HTMLParser):
     def __init__(self):
         super().__init__()
-        self.titles, self.keys, self.num_links, self.outside = [], [], 0, []
+        self.titles, self.keys, self.num_curves, self.outside = [], [], 0, []
         self._in_title = False
 
     def handle_starttag(self, tag, attributes):
@@ -77,8 +77,8 @@ class _Page(HTMLParser):
         self._in_title = tag == "title"
         if tag == "rect" and "data-m" in attributes:
             self.keys.append(attributes["data-m"])
-        if attributes.get("class") == "link":
-            self.num_links += 1
+        if attributes.get("class") == "message":
+            self.num_curves += 1
         self.outside += [attributes[name] for name in ("src", "href") if name in attributes]
 
     def handle_data(self, data):
@@ -95,7 +95,7 @@ def test_html_page_is_self_contained_and_tells_actions_times_and_messages(tmp_pa
     timeline = simulate(plan, Costs(comm=1))
     num_actions = sum(len(str(span.action).split("&")) for row in timeline.spans for span in row)
     assert len(page.keys) == num_actions and len(set(page.keys)) == plan.M
-    assert page.num_links == len(timeline.messages) and not page.outside
+    assert page.num_curves == len(timeline.messages) and not page.outside
     tip = next(tip for tip in page.titles if tip.startswith("F1.0: "))
     sent = next(message for message in timeline.messages if message[:3] == ("ACT", 1, 0))
     assert tip == (
@@ -112,13 +112,15 @@ def test_measured_timeline_is_drawn_like_a_simulated_one(tmp_path):
     draw([plan, measured], tmp_path / "both.svg", titles=["simulated", "measured"])
     assert ">measured</text>" in (tmp_path / "both.svg").read_text()
     scene = build_scene([measured], ["measured"], 1200)
-    assert min(box.x for box in scene.boxes if box.micro_key) == 78
+    assert min(rect.x for rect in scene.rects if rect.micro_key) == 78
 
 
 def test_panels_share_one_scale_and_numbers_are_left_out_where_they_do_not_fit():
     long, short = simulate(schedules.gpipe(2, 8)), simulate(schedules.gpipe(2, 4))
     scene = build_scene([long, short], ["a", "b"], 1200)
-    widths = {round(box.width, 3) for box in scene.boxes if FILL_KIND.get(box.fill) == "F" and box.micro_key}
+    widths = {
+        round(rect.width, 3) for rect in scene.rects if FILL_KIND.get(rect.fill) == "F" and rect.micro_key
+    }
     assert len(widths) == 1
     crowded = build_scene([simulate(schedules.gpipe(2, 400))], ["c"], 1200)
     assert len(crowded.labels) < 60

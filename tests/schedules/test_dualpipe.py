@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from pipelines import WIDTH, Block, squared_error
+from pipelines import WIDTH, Block, ReentrantBlock, squared_error
 from ranks import on_ranks
 from torch import nn
 
@@ -89,14 +89,17 @@ def unsplit(layers, x, labels, num_chunks):
     return torch.stack(losses), torch.cat(outputs)
 
 
-@on_ranks(2, 4, deadline=60)
-@pytest.mark.parametrize("block", [Block, StoringBlock], ids=["plain", "storing"])
+@on_ranks(2, 4)
+@pytest.mark.parametrize(
+    "block", [Block, StoringBlock, ReentrantBlock], ids=["plain", "storing", "reentrant"]
+)
 def test_dualpipe_trains_and_infers_as_the_unsplit_model(world, block):
     P = world.size
     mapping = list(reversed(range(P))) if block is Block else None
     rank = mapping[world.rank] if mapping else world.rank
     whole = [block(depth) for depth in range(P)]
-    pipe = DualPipe((copy.deepcopy(whole[rank]), copy.deepcopy(whole[P - 1 - rank])), rank_mapping=mapping)
+    modules = nn.Sequential(copy.deepcopy(whole[rank]), copy.deepcopy(whole[P - 1 - rank]))
+    pipe = DualPipe(modules, rank_mapping=mapping)
     assert (pipe.rank, pipe.is_first_rank, pipe.is_last_rank) == (rank, rank == 0, rank == P - 1)
     num_chunks = 2 * P + 2
     half = num_chunks // 2
@@ -133,9 +136,9 @@ def test_dualpipe_trains_and_infers_as_the_unsplit_model(world, block):
 @on_ranks(1, 2, 3)
 def test_dualpipev_trains_as_the_unsplit_model(world):
     P, rank = world.size, world.rank
-    for block, num_chunks in ((Block, 2 * P), (StoringBlock, 2 * P + 3)):
+    for block, num_chunks in ((Block, 2 * P), (StoringBlock, 2 * P + 3), (ReentrantBlock, 2 * P)):
         whole = [block(depth) for depth in range(2 * P)]
-        pipe = DualPipeV((copy.deepcopy(whole[rank]), copy.deepcopy(whole[2 * P - 1 - rank])))
+        pipe = DualPipeV(nn.Sequential(copy.deepcopy(whole[rank]), copy.deepcopy(whole[2 * P - 1 - rank])))
         x, labels = batch(num_chunks * ROWS, 1), batch(num_chunks * ROWS, 2)
         given = ((x,), [labels]) if rank == 0 else ((), [])
         loss, outputs = pipe.step(
@@ -173,8 +176,43 @@ def test_a_group_smaller_than_the_world_and_modules_without_parameters(world):
     with torch.no_grad():
         loss, outputs = pipe.step(x[:, :4], None, num_chunks=4, return_outputs=True)
     other = batch(WIDTH, 1 - pipe.rank)
-    assert loss is None and outputs[0].equal(other[:, :4]) and outputs[1].dtype == torch.bool
+    assert (
+        loss is None
+        and type(outputs) is tuple
+        and outputs[0].equal(other[:, :4])
+        and outputs[1].dtype == torch.bool
+    )
     pipe.close()
+
+
+@on_ranks(2)
+def test_losses_keep_their_shape(world):
+    """As they come from a criterion: one element in training, anything in inference (reduction="none")."""
+    pipe = DualPipe((Block(world.rank), Block(1 - world.rank)))
+    x, labels = batch(4 * ROWS, world.rank), batch(4 * ROWS, 5)
+
+    def step(criterion):
+        return pipe.step(x, num_chunks=4, criterion=criterion, labels=[labels[: 2 * ROWS].repeat(2, 1)])[0]
+
+    assert step(squared_error).shape == (2,)
+    kept = step(lambda *args: squared_error(*args).reshape(1))
+    assert kept.shape == (2, 1) and torch.equal(kept[:, 0], step(squared_error))
+    with torch.no_grad():
+        vector = step(nn.MSELoss(reduction="none"))
+        assert vector.shape == (2, 2 * ROWS, WIDTH)
+        torch.testing.assert_close(vector.mean((1, 2)), kept[:, 0])
+    with pytest.raises(PipeCommError, match="must be a tensor of one element, got shape"):
+        step(nn.MSELoss(reduction="none"))
+    pipe.close()
+
+
+@on_ranks(4)
+def test_what_a_rank_tells_about_itself(world):
+    pipe = DualPipe((Block(0), Block(1)), rank_mapping=[3, 2, 1, 0])
+    assert pipe.is_in_second_half == (world.rank < 2) and pipe.is_middle_rank == (world.rank in (1, 2))
+    assert not pipe.overlapped_forward_backward
+    assert DualPipe((StoringBlock(0), StoringBlock(1))).overlapped_forward_backward
+    assert not DualPipeV((StoringBlock(0), Block(1))).overlapped_forward_backward
 
 
 @on_ranks(2)
@@ -229,9 +267,12 @@ def test_wrong_constructions(world):
     blocks = (Block(0), Block(1))
     with pytest.raises(ValueError, match="an even number of ranks, the group has 3"):
         DualPipe(blocks)
-    with pytest.raises(ValueError, match="the two modules of this rank"):
-        DualPipeV(blocks[:1])
-    with pytest.raises(ValueError, match="rank_mapping must give each of the 3 ranks"):
+    for pair in (blocks, list(blocks), nn.ModuleList(blocks), iter(blocks)):
+        assert list(DualPipeV(pair).module) == list(blocks)
+    for wrong in (blocks[:1], nn.Sequential(*blocks, Block(2)), Block(0), None):
+        with pytest.raises(ValueError, match="the two modules of this rank"):
+            DualPipeV(wrong)
+    with pytest.raises(ValueError, match="rank_mapping must name each pipeline rank 0..2 once"):
         DualPipeV(blocks, rank_mapping=[0, 1, 1])
     with pytest.raises(TypeError, match="not str"):
         set_p2p_tensor_dtype("float32")

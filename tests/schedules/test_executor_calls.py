@@ -6,7 +6,7 @@ import functools
 
 import pytest
 import torch
-from pipelines import WIDTH, Block, Pipeline, make_executor
+from pipelines import WIDTH, Block, Pipeline, ReentrantBlock, make_executor
 from ranks import on_ranks
 from torch import nn
 
@@ -54,6 +54,18 @@ def test_all_ranks_may_pass_the_mappings_of_all_chains(world):
     pipeline.assert_losses(executor.step(mine, targets).losses, pipeline.run_whole())
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("name", ["zb_h1", "zb_v", "dualpipe"])
+def test_reentrant_checkpoints_in_split_backwards(world, name):
+    plan = get_plan(name, 2, 4)
+    pipeline = Pipeline(plan, world.rank, ReentrantBlock)
+    with make_executor(world, plan, pipeline) as executor:
+        for _ in range(2):
+            pipeline.assert_losses(pipeline.step(executor).losses, pipeline.run_whole())
+        executor.sum_replica_gradients()
+    pipeline.assert_gradients()
+
+
 # ---- losses -----------------------------------------------------------------------------------------------
 
 
@@ -80,6 +92,34 @@ def test_without_a_loss_fn_the_loss_is_what_the_last_stage_returns(world):
     for targets in (None, inputs):
         losses, outputs = executor.eval(inputs, targets)
         assert losses is None and (outputs is None) == (world.rank == 0)
+
+
+@on_ranks(2)
+def test_a_step_may_have_a_criterion_and_keep_outputs_of_its_own(world):
+    plan = get_plan("1f1b", 2, 4)
+    inputs = [torch.full((3,), float(micro)) for micro in range(4)]
+    targets = [(torch.full((3,), 2.0), torch.full((3,), 0.5)) for _ in range(4)]
+    stages = [nn.Linear(3, 3), lambda x: (x, 2 * x)]
+    executor = Executor(
+        plan,
+        [stages[world.rank]],
+        communicator=world.shared_comm(channels=4),
+        loss_fn=lambda outputs, target: outputs[0].sum() * len(target),
+        return_outputs=False,
+    )
+
+    def criterion(x, doubled, factor, bias):
+        assert torch.equal(doubled, 2 * x)
+        return (x * factor + bias).mean()
+
+    for _ in range(2):  # the next step has the executor's own again
+        losses, outputs = executor.step(inputs, targets, criterion=criterion, return_outputs=True)
+        own_losses, own_outputs = executor.step(inputs, targets)
+        assert own_outputs is None
+        if world.rank == 1:
+            xs = [x for x, _ in outputs]
+            torch.testing.assert_close(losses, [2 * x.mean() + 0.5 for x in xs])
+            torch.testing.assert_close(own_losses, [2 * x.sum() for x in xs])
 
 
 class Detached(nn.Module):

@@ -111,10 +111,10 @@ def body_every_layout(world, sizes):
 @pytest.mark.parametrize("sizes", [[1, 2, 1], [2, 1], [1, 2], [2, 2]], ids=str)
 def test_stages_of_several_ranks_equal_the_unsplit_model(ranks, sizes):
     """Accumulating steps; pieces of rows have different lengths, and the last micro-batch is smaller."""
-    ranks.run(sum(sizes), body_every_layout, sizes, deadline=60)
+    ranks.run(sum(sizes), body_every_layout, sizes)
 
 
-@on_ranks(4, deadline=60)
+@on_ranks(4)
 def test_chains_that_meet_a_stage_twice_or_in_both_directions(world):
     for layout in ("replicated", ROWS):
         compare_each(world, [1, 2, 1], ["zb_v", "u_shaped"], layout)
@@ -138,17 +138,14 @@ def test_two_chains_with_two_copies_of_the_weights(world):
             torch.testing.assert_close(copies[0] + copies[1], expected.grad)
 
 
-@on_ranks(3, deadline=60)
+@on_ranks(3)
 def test_ranks_in_any_order_over_sockets_and_on_an_in_order_stream(world):
     compare_each(world, [[2, 0], [1]], SCHEDULES, ROWS)
     over_sockets = world.shared_comm(channels=15, transport="c10d")
     compare_each(world, [1, 2], SCHEDULES, ROWS, communicator=over_sockets)
     compare_each(world, [1, 2], SCHEDULES, communicator=over_sockets, grad_reduce="mean")
-    is_one_stream = property(lambda transport: True, lambda transport, value: None)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            "pipecomm_ext.schedules.runtime.mailbox.Transport.is_one_stream", is_one_stream, raising=False
-        )
+        patch.setattr("pipecomm_ext.runtime.border_channels.BorderChannels.is_one_stream", True)
         compare_each(world, [1, 2], SCHEDULES, ROWS)
 
 
@@ -163,7 +160,7 @@ class Scale(nn.Module):
         return torch.sin(x * self.factor)
 
 
-@on_ranks(5, deadline=60)
+@on_ranks(5)
 def test_layouts_along_different_dims(world):
     """Columns to rows to replicated, and the other way round; 6 columns on 2 ranks, 3 rows on 2 or 3."""
     compare_each(world, [2, 2, 1], SCHEDULES, [("sharded", 1), ROWS, "replicated"], Scale)
@@ -185,7 +182,7 @@ def test_borders_between_two_ranks_have_messages(world):
 # ---- sizes that change ------------------------------------------------------------------------------------
 
 
-@on_ranks(3, deadline=60)
+@on_ranks(3)
 def test_whole_sizes_are_told_apart_where_pieces_of_a_rank_are_equal(world):
     """3 and 4 rows are both 2 on the first of two ranks, 2 and 3 rows both 1 on the second."""
     for sizes, layout in (([2, 1], [ROWS, "replicated"]), ([1, 2], ["replicated", ROWS])):
@@ -246,8 +243,16 @@ class Several(nn.Module):
         return x.t().contiguous().t(), ids + 2, x * 3, x[:, :0]
 
 
+class Named(Several):
+    """Passes them on in a dict."""
+
+    def forward(self, x, ids=None, others=(None,)):
+        x, ids, *others = super().forward(x, ids)
+        return {"x": x, "others": (None, others), "ids": ids}
+
+
 def first_error(output, target):
-    return summed_error(output[0], target)
+    return summed_error(output["x"] if isinstance(output, dict) else output[0], target)
 
 
 @on_ranks(4)
@@ -255,8 +260,9 @@ def test_borders_of_several_tensors(world):
     topology = topology_of(world, [1, 2, 1])
     for name in ("one_f_one_b", "zb_v"):
         plan = plan_named(name, 3)
-        stages = Stages(plan, topology, layer=Several, loss_fn=first_error)
-        stages.compare(make(world, plan, stages))
+        for layer in (Several, Named):
+            stages = Stages(plan, topology, layer=layer, loss_fn=first_error)
+            stages.compare(make(world, plan, stages))
 
 
 # ---- gradients of a stage ---------------------------------------------------------------------------------
@@ -310,6 +316,7 @@ def run_failing(world, failing_rank):
     return at, type(caught.value), str(caught.value), caught.value.origin_rank
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("failing_rank", [0, 1, 2])
 def test_an_exception_on_one_rank_of_a_stage_reaches_all_within_two_seconds(ranks, failing_rank):
     times, kinds, texts, origins = zip(*ranks.run(4, run_failing, failing_rank), strict=True)
@@ -340,6 +347,21 @@ def run_pieces_that_do_not_fit(world, layout):
         stages.stages[0] = Uneven(topology.get_tensor_model_parallel_rank())
     with make(world, plan, stages, layout, communicator=None) as executor:
         stages.step(executor)
+
+
+@on_ranks(3)
+def test_ranks_of_a_stage_that_return_different_structures_are_named(world):
+    topology = topology_of(world, [2, 1])
+    plan = plan_named("one_f_one_b", 2, 2)
+    stages = Stages(plan, topology)
+    if world.rank == 1:
+        block = stages.stages[0]
+        stages.stages[0] = lambda x: (block(x), None)
+    with make(world, plan, stages, communicator=None) as executor:
+        with pytest.raises((ValueError, PipeCommAborted)) as caught:
+            stages.step(executor)
+        held = "(float64[3, 6] with gradient)"
+        assert f'{held} on rank 0, {held} as ["tuple", 1, null] on rank 1; by' in str(caught.value)
 
 
 @pytest.mark.parametrize("layout", ["replicated", [ROWS, "replicated"]], ids=str)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import torch
 from pipelines import Pipeline, make_executor, plan_named
 from ranks import on_ranks
@@ -12,7 +14,8 @@ from pipecomm_ext.schedules import Executor
 
 
 class Growing(nn.Module):
-    """Large outputs that its own backward does not need; at each backward it counts how many are left."""
+    """Large outputs that its own backward does not need; at each backward it counts how many are left, once
+    the other rank has had the time to receive them."""
 
     def __init__(self):
         super().__init__()
@@ -27,7 +30,12 @@ class Growing(nn.Module):
         return output
 
     def _count(self, gradient):
-        self.numbers_alive.append(sum(not storage.expired() for storage in self.storages))
+        give_up_at = time.monotonic() + 5
+        while (num_alive := sum(not storage.expired() for storage in self.storages)) > 0:
+            if time.monotonic() > give_up_at:
+                break
+            time.sleep(0.001)
+        self.numbers_alive.append(num_alive)
         return gradient
 
 
@@ -83,6 +91,7 @@ def test_nothing_is_left_of_a_step(world):
     pipeline = Pipeline(plan, world.rank)
     executor = make_executor(world, plan, pipeline)
     pipeline.step(executor)
-    kept = [executor._alive, executor._weight_work, executor._inputs, executor._targets]
-    kept += [executor._mailbox._outbox, executor._mailbox._arrived, executor._mailbox._awaited_gradients]
+    kept = [executor._alive, executor._weight_work, executor._inputs, executor._keywords, executor._ends]
+    mailbox = executor._mailbox
+    kept += [mailbox.outbox, mailbox.receipts, mailbox._awaited_gradients, mailbox._structures]
     assert not any(kept)

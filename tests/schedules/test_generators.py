@@ -260,7 +260,7 @@ def test_interleaved_takes_a_tail_with_a_given_group_size():
         (lambda: schedules.interleaved_1f1b(4, 8, 2, group_size=2), "must not be smaller than P=4"),
         (lambda: schedules.gpipe(0, 4), "P must be at least 1, got 0"),
         (lambda: schedules.zb_h1(2, 0), "M must be at least 1, got 0"),
-        (lambda: schedules.get_plan("dual"), "unknown schedule 'dual'; expected one of gpipe, "),
+        (lambda: schedules.get_plan("dual"), "unknown schedule 'dual'; expected one of dualpipe, "),
     ],
 )  # fmt: skip
 def test_refusals_name_the_condition(call, message):

@@ -152,7 +152,7 @@ def test_bad_actions_are_refused_with_their_place(value):
         (dict(next_of=[1, 0]), PlanError, r"ring of stages \[0, 1\]"),
         (dict(prev_of=[None, None]), PlanError, "prev_of .* contradicts next_of"),
         (dict(replicas=[(0, 5)]), PlanError, "replicas .* 5 is not a stage"),
-        (dict(replicas=[(0, 1), (1,)]), PlanError, "1 is not a stage, or stands there twice"),
+        (dict(replicas=[(0, 1), (1,)]), PlanError, "1 is not a stage, or is listed twice"),
         (dict(compute=["F0.0 B0.0"]), PlanError, "compute has 1 rows for P=2 ranks"),
         (dict(next_of=[None, None]), PlanError, "M=1 micro-batches do not divide over 2 chains"),
         (dict(compute=["[A0.0>1]", ""]), PlanError, "is not an action"),
@@ -179,7 +179,7 @@ CSV = two_rank_plan(replicas=[(0, 1)]).to_csv()
         ("replicas,0&1", "replicas,0&", "line 4: replicas must be"),
         ("compute,1,", "compute,0,", "line 6: a second compute row for rank 0"),
         ("compute,1,", "compute,2,", r"compute rows for ranks \[0, 2\]; expected one for each of 0..1"),
-        ("owner,0,1", "owner,0,1\nowner,0,1", "line 3: 'owner' is unknown or stands twice"),
+        ("owner,0,1", "owner,0,1\nowner,0,1", "line 3: 'owner' is unknown or appears twice"),
         ("next_of", "nextof", "line 3: 'nextof' is unknown"),
     ],
 )

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
+from pipecomm_ext.runtime.backward import split_backward
 from pipecomm_ext.schedules import WeightGradStore, run_backward
-from pipecomm_ext.schedules.runtime.backward import split_backward
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
-from pipecomm_ext.schedules.runtime.backward import run_backward, split_backward
+from pipecomm_ext.runtime.backward import run_backward, split_backward
 
 WIDTH = 4
 

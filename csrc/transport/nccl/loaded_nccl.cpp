@@ -8,7 +8,7 @@
 #include <string>
 #include <type_traits>
 
-#include "transport/nccl_api.h"
+#include "transport/nccl/nccl_api.h"
 
 namespace pipecomm {
 namespace {

@@ -1,4 +1,4 @@
-// Ringing and sleeping; the rules are in layout.h.
+// Sleeping on a bell and waking its sleepers; the rules are in layout.h.
 #pragma once
 
 #include <linux/futex.h>
@@ -13,7 +13,7 @@
 
 namespace pipecomm::shm {
 
-// Who sleeps on a bell.
+// The threads of a rank that may sleep on its bell.
 inline constexpr uint32_t kNobody = 0;
 inline constexpr uint32_t kWaiter = 1;    // a thread of the user, in wait()
 inline constexpr uint32_t kProgress = 2;  // the thread that works when no user waits
@@ -25,24 +25,21 @@ inline void wake(Bell& bell, uint32_t who) {
           nullptr, who);
 }
 
-// After a sequentially consistent store of what the sleeper may wait for.
-inline void ring(Bell& bell) {
+// To be called after a sequentially consistent store of anything that a sleeper may wait for.
+inline void wake_sleepers(Bell& bell) {
   if (const uint32_t who = bell.sleepers.load(); who != kNobody) wake(bell, who);
 }
 
-// Sleeps until the bell is rung for `who` after its count was read as `count`; returns early for
-// signals and after `limit`, if that is not zero.
-inline void sleep(Bell& bell, uint32_t count, uint32_t who,
-                  std::chrono::nanoseconds limit = std::chrono::nanoseconds(0)) {
-  timespec until{};
-  if (limit.count() > 0) {  // FUTEX_WAIT_BITSET takes absolute time
-    clock_gettime(CLOCK_MONOTONIC, &until);
-    const int64_t nanoseconds = until.tv_nsec + limit.count();
-    until.tv_sec += nanoseconds / 1'000'000'000;
-    until.tv_nsec = nanoseconds % 1'000'000'000;
-  }
-  syscall(SYS_futex, reinterpret_cast<uint32_t*>(&bell.count), FUTEX_WAIT_BITSET, count,
-          limit.count() > 0 ? &until : nullptr, nullptr, who);
+// Sleeps until somebody wakes `who`, unless that has happened since the bell's count was `count`.
+// Returns early for signals and after `limit`.
+inline void sleep(Bell& bell, uint32_t count, uint32_t who, std::chrono::nanoseconds limit) {
+  timespec until{};  // FUTEX_WAIT_BITSET takes absolute time
+  clock_gettime(CLOCK_MONOTONIC, &until);
+  const int64_t nanoseconds = until.tv_nsec + limit.count();
+  until.tv_sec += nanoseconds / 1'000'000'000;
+  until.tv_nsec = nanoseconds % 1'000'000'000;
+  syscall(SYS_futex, reinterpret_cast<uint32_t*>(&bell.count), FUTEX_WAIT_BITSET, count, &until,
+          nullptr, who);
 }
 
 }  // namespace pipecomm::shm

@@ -5,8 +5,8 @@
 #include <string>
 #include <string_view>
 
-#include "engine/message_copy.h"
-#include "transport/matching.h"
+#include "message/matching.h"
+#include "message/message_copy.h"
 
 namespace pipecomm::shm {
 namespace {
@@ -89,7 +89,7 @@ bool Outbound::take_answers() {
   if (num_answered < num_answered_ || num_answered > num_begun)
     broken(receiver_, "an answer to no message");
   for (; num_answered_ < num_answered; ++num_answered_) {
-    if (num_sent_ == 0 && num_pieces_ > 0) return moved;  // somebody still reads the payload
+    if (num_sent_ == 0 && num_pieces_ > 0) return moved;  // a thread still reads the payload
     const RequestPtr send = std::move(unanswered_.front());
     unanswered_.pop_front();
     FailurePtr failure = verdict_on(*send);
@@ -121,7 +121,7 @@ FailurePtr Outbound::verdict_on(const Request& send) {
   const Verdict verdict = lane_.verdict;
   if (verdict.seq != send.descriptor.seq) return nullptr;
   lane_.has_verdict.store(0);
-  ring(bell_);
+  wake_sleepers(bell_);
   if (verdict.kind == VerdictKind::mismatch)
     return mismatch_failure(context_.rank, send, verdict.expected);
   const std::string_view text(verdict.text.data(),
@@ -193,7 +193,7 @@ void Outbound::put_record(RecordKind kind, const Request& send, uint32_t num_inl
 
 void Outbound::publish(uint64_t num_bytes) {
   ring_.publish(num_bytes);
-  ring(bell_);
+  wake_sleepers(bell_);
 }
 
 void Outbound::next_message() {
@@ -432,7 +432,7 @@ void Inbound::grant(const Request& recv) {
   lane_.grant = direct ? *direct : Grant{GrantKind::stream, 0, {}};
   lane_.num_granted.store(recv.descriptor.seq + 1);
   stage_ = direct ? Stage::landing : Stage::stream;
-  ring(bell_);
+  wake_sleepers(bell_);
 }
 
 // Counts the first posted receive as answered.
@@ -442,7 +442,7 @@ void Inbound::answer(FailurePtr failure) {
   stage_ = Stage::header;
   context_.settle(recv, std::move(failure));
   lane_.num_answered.store(++num_answered_);
-  ring(bell_);
+  wake_sleepers(bell_);
 }
 
 bool Inbound::stream() {
@@ -458,11 +458,11 @@ bool Inbound::stream() {
     const uint64_t span = record_span(static_cast<uint64_t>(num_bytes - offset_));
     if (ring_.available(span) < span) broken(sender_, "half a record");
     ring_.release(span);
-    answer(nullptr);  // rings
+    answer(nullptr);  // wakes the sender
   } else {
     offset_ = end;
     ring_.release(from.size());
-    ring(bell_);
+    wake_sleepers(bell_);
   }
   return true;
 }

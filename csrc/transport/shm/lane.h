@@ -1,6 +1,6 @@
 // The two ends of a lane: messages of one source and channel, in order. Not thread-safe: the
-// transport calls them under its lock, and acts on what they settle after releasing it. What a
-// receiver has granted is written in pieces, without the lock, by as many threads as come for them.
+// transport calls them under its lock, and completes what they settle after releasing it. A payload
+// that its receiver has granted is written in pieces, without the lock, by one or more threads.
 #pragma once
 
 #include <deque>
@@ -9,7 +9,7 @@
 #include <utility>
 #include <vector>
 
-#include "engine/operation.h"
+#include "message/operation.h"
 #include "transport/shm/bell.h"
 #include "transport/shm/multicast.h"
 #include "transport/shm/ring.h"
@@ -23,7 +23,7 @@ struct Settlement {
   FailurePtr failure;
 };
 
-// What all lanes of one rank share.
+// State that all lanes of one rank share.
 struct LaneContext {
   int rank = 0;
   uint32_t epoch = 0;
@@ -58,17 +58,17 @@ class Outbound {
   Outbound(LaneContext& context, Segment& receiver, int lane_idx);
 
   void post(RequestPtr send);
-  // Moves what can be moved without waiting, a few chunks at most. Throws std::runtime_error if the
+  // Moves as much as goes without waiting, a few chunks at most. Throws std::runtime_error if the
   // other end breaks the protocol.
   bool advance();
   bool busy() const { return !unanswered_.empty(); }
-  // What nobody writes yet of a granted payload.
+  // Whether some of a granted payload is not being written yet, and the next piece of it.
   bool has_piece() const;
   Piece take_piece();
   void note_written() { --num_pieces_; }
   // Nothing more is posted.
   void finish() { lane_.num_final_sends.store(num_posted_ + 1); }
-  // Nothing that was taken may be in somebody's hands.
+  // No piece may be being written.
   void drop();
   // Whether the receiver has posted its last receive before message `seq`.
   bool is_final_for_receiver(uint64_t seq) const;
@@ -96,7 +96,7 @@ class Outbound {
   RingWriter ring_;
   const int64_t max_eager_bytes_;
   const int64_t chunk_bytes_;
-  std::deque<RequestPtr> unanswered_;  // in order; the first `num_sent_` of them are through
+  std::deque<RequestPtr> unanswered_;  // in order; the first `num_sent_` of them are sent
   size_t num_sent_ = 0;
   uint64_t num_posted_ = 0;
   uint64_t num_answered_ = 0;

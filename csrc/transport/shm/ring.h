@@ -24,9 +24,9 @@ struct RingMemory {
 
 inline bool is_before(uint64_t a, uint64_t b) { return static_cast<int64_t>(a - b) < 0; }
 
-// Bytes between two positions of a ring, the later one or the earlier one told by another rank.
+// Bytes between two positions of a ring, one of which another rank has written.
 inline uint64_t checked_distance(uint64_t from, uint64_t to, uint64_t num_ring_bytes) {
-  if (to - from > num_ring_bytes) throw std::runtime_error("a position outside of a ring");
+  if (to - from > num_ring_bytes) throw std::runtime_error("a position lies outside its ring");
   return to - from;
 }
 
@@ -47,7 +47,7 @@ class RingWriter {
   std::span<std::byte> piece(uint64_t ahead, uint64_t max_bytes) const {
     return memory_.piece(head_ + ahead, max_bytes);
   }
-  // The reader's bell is rung after this.
+  // To be followed by waking the reader.
   void publish(uint64_t num_bytes) { head_word_.store(head_ += num_bytes); }
   uint64_t head() const { return head_; }
 
@@ -76,7 +76,7 @@ class RingReader {
   std::span<const std::byte> piece(uint64_t ahead, uint64_t max_bytes) const {
     return memory_.piece(tail_ + ahead, max_bytes);
   }
-  // The writer's bell is rung after this.
+  // To be followed by waking the writer.
   void release(uint64_t num_bytes) { tail_word_.store(tail_ += num_bytes); }
   uint64_t tail() const { return tail_; }
 

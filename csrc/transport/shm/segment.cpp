@@ -1,10 +1,8 @@
 #include "transport/shm/segment.h"
 
 #include <fcntl.h>
-#include <poll.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
-#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -44,7 +42,7 @@ int64_t Segment::lane_offset(int source, int lane_idx) const {
 
 std::shared_ptr<Segment> Segment::create(int rank, const SegmentShape& shape) {
   if (shape.size < 1 || shape.size > kMaxRanks || rank < 0 || rank >= shape.size)
-    throw std::invalid_argument("shared memory serves 1 to " + std::to_string(kMaxRanks) +
+    throw std::invalid_argument("shared memory supports 1 to " + std::to_string(kMaxRanks) +
                                 " ranks, not " + std::to_string(shape.size));
   if (shape.ring_bytes < kMinRingBytes || shape.ring_bytes > kMaxRingBytes ||
       shape.ring_bytes % static_cast<int64_t>(kPageBytes) != 0)
@@ -82,15 +80,15 @@ std::shared_ptr<Segment> Segment::open(pid_t pid, int fd, int rank, const Segmen
   segment->fd_ = ::open(path.c_str(), O_RDWR | O_CLOEXEC | O_NOCTTY);
   if (segment->fd_ < 0) fail("opening the shared memory of rank " + std::to_string(rank));
   auto wrong = [&](const char* what) {
-    return std::runtime_error("the shared memory of rank " + std::to_string(rank) + " has " + what);
+    return std::runtime_error("the shared memory of rank " + std::to_string(rank) + " " + what);
   };
   struct stat facts{};
   if (fstat(segment->fd_, &facts) != 0) fail("stat of shared memory");
-  if (!S_ISREG(facts.st_mode) || facts.st_uid != geteuid()) throw wrong("another owner");
+  if (!S_ISREG(facts.st_mode) || facts.st_uid != geteuid()) throw wrong("belongs to another user");
   const int seals = fcntl(segment->fd_, F_GET_SEALS);
-  if (seals < 0 || (seals & kSeals) != kSeals) throw wrong("no seals");
+  if (seals < 0 || (seals & kSeals) != kSeals) throw wrong("is not sealed");
   segment->segment_bytes_ = shape.control_bytes() + shape.window_bytes;
-  if (facts.st_size != segment->segment_bytes_) throw wrong("another size");
+  if (facts.st_size != segment->segment_bytes_) throw wrong("has the wrong size");
   segment->map();
   segment->close_fd();
   const SegmentHeader header = *segment->at<SegmentHeader>(0);
@@ -100,7 +98,7 @@ std::shared_ptr<Segment> Segment::open(pid_t pid, int fd, int rank, const Segmen
       header.num_lanes != static_cast<uint32_t>(shape.num_lanes()) ||
       header.ring_bytes != static_cast<uint64_t>(shape.ring_bytes) ||
       header.window_bytes != static_cast<uint64_t>(shape.window_bytes))
-    throw wrong("another header");
+    throw wrong("has the wrong header");
   return segment;
 }
 
@@ -129,18 +127,6 @@ void Segment::release_rings() {
 Segment::~Segment() {
   if (base_) munmap(base_, static_cast<size_t>(segment_bytes_));
   close_fd();
-}
-
-ProcessWatch::ProcessWatch(pid_t pid) {
-  fd_ = static_cast<int>(syscall(SYS_pidfd_open, pid, 0));
-  if (fd_ < 0) fail("pidfd_open of process " + std::to_string(pid));
-}
-
-ProcessWatch::~ProcessWatch() { ::close(fd_); }
-
-bool ProcessWatch::has_ended() const {
-  pollfd events{.fd = fd_, .events = POLLIN, .revents = 0};
-  return poll(&events, 1, 0) == 1;
 }
 
 }  // namespace pipecomm::shm

@@ -1,4 +1,4 @@
-// One rank's shared memory: created by its owner as an anonymous file, mapped by every rank.
+// One rank's shared memory: an anonymous file that its owner creates and every rank maps.
 #pragma once
 
 #include <sys/types.h>
@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "transport/process_watch.h"
 #include "transport/shm/layout.h"
 
 namespace pipecomm::shm {
@@ -25,11 +26,12 @@ struct SegmentShape {
 
 class Segment {
  public:
-  // A memfd: no name, mode 0600, sealed against shrinking, gone with the last process that maps it.
+  // Creates a memfd: no name, mode 0600, sealed against shrinking, gone with the last process that
+  // maps it.
   // Throws std::system_error.
   static std::shared_ptr<Segment> create(int rank, const SegmentShape& shape);
-  // The segment that another process holds open under `fd`. Throws std::system_error, or
-  // std::runtime_error if it is not what `shape` says.
+  // Maps the segment that another process holds open under `fd`. Throws std::system_error, or
+  // std::runtime_error if it does not have this shape.
   static std::shared_ptr<Segment> open(pid_t pid, int fd, int rank, const SegmentShape& shape);
   ~Segment();
   Segment(const Segment&) = delete;
@@ -40,7 +42,7 @@ class Segment {
   int fd() const { return fd_; }
   // Once every rank has mapped it.
   void close_fd();
-  // Gives the pages of the rings back to the system; what the owner told its peers stays readable.
+  // Gives the pages of the rings back to the system. The status stays readable.
   void release_rings();
 
   Status& status() { return *at<Status>(kPageBytes); }
@@ -73,21 +75,8 @@ class Segment {
 
 using SegmentPtr = std::shared_ptr<Segment>;
 
-// Tells the end of a process, killed or not, at once. One descriptor.
-class ProcessWatch {
- public:
-  explicit ProcessWatch(pid_t pid);  // throws std::system_error
-  ~ProcessWatch();
-  ProcessWatch(const ProcessWatch&) = delete;
-  ProcessWatch& operator=(const ProcessWatch&) = delete;
-  bool has_ended() const;
-
- private:
-  int fd_ = -1;
-};
-
 // All segments of a communicator as one rank holds them, in rank order, and its watches on the
-// other ranks (empty where ranks are threads of one process).
+// other ranks (none if the ranks are threads of one process).
 struct Neighbourhood {
   std::vector<SegmentPtr> segments;
   std::vector<std::unique_ptr<ProcessWatch>> watches;

@@ -5,19 +5,24 @@
 #include <algorithm>
 #include <chrono>
 
+#include "message/start_thread.h"
+
 namespace pipecomm::shm {
 namespace {
 
 // Results below this size come from the ordinary allocator: they do not pay for a grant.
 constexpr int64_t kMinResultBytes = 64 << 10;
 // How long a thread that waits stays awake: a sleeper costs its peer a system call, and itself a
-// few microseconds. With more ranks than cores the core is needed by whoever has work.
+// few microseconds. With more ranks than cores, ranks that have work need the core.
 constexpr auto kSpinTime = std::chrono::microseconds(50);
 constexpr int kNumYields = 20;
 // A waiting thread returns to the engine this often, which looks at deadlines and signals.
 constexpr auto kAssistTime = std::chrono::milliseconds(50);
 
-// A second thread is called for messages of this size: to wake it costs some microseconds.
+// No thread depends on being woken for longer than this, whatever a system does.
+constexpr auto kLongestSleep = std::chrono::seconds(1);
+
+// Messages of this size wake a second thread, which costs some microseconds.
 constexpr int64_t kMinSharedBytes = 2 << 20;
 
 int num_usable_cores() {
@@ -66,7 +71,13 @@ ShmTransport::ShmTransport(Neighbourhood neighbourhood, int rank, TransportEvent
                      [this, collective_lane](int reader, uint64_t seq) {
                        return peers_[reader]->outbound[collective_lane]->is_final_for_receiver(seq);
                      });
-  if (size_ > 1) progress_thread_ = std::thread([this] { progress(); });
+  if (size_ == 1) return;
+  try {
+    progress_thread_ = start_thread([this] { progress(); }, rank_);
+  } catch (const PipeCommException& error) {
+    abort(*error.failure());
+    throw;
+  }
 }
 
 ShmTransport::~ShmTransport() { close(Clock::now()); }
@@ -109,12 +120,12 @@ void ShmTransport::post(std::vector<RequestPtr> batch, bool is_async) {
     turn(By::others, kNobody);  // the caller goes on from here, in assist()
 }
 
-// Does what is quickly done, and leaves the rest to the progress thread. What is left when nothing
-// moves any more waits for a peer, who will ring.
+// Does what is quickly done, and leaves the rest to the progress thread. If nothing moves, all that
+// is left waits for a peer, which will wake this rank.
 void ShmTransport::hand_over() {
   for (int num_turns = 0; num_turns < 2; ++num_turns)
     if (turn(By::others, kProgress) != Turn::moved) return;
-  ring(own_.status().bell);
+  wake_sleepers(own_.status().bell);
 }
 
 void ShmTransport::post_multicasts(const std::vector<RequestPtr>& batch) {
@@ -131,9 +142,10 @@ bool ShmTransport::busy() const {
   return !receiving_.empty() || !sending_.empty() || multicast_->busy();
 }
 
-// One look at everything that may have moved, under the lock; then settles without it. `sleepers`
-// is whom peers shall wake from now on; the thread that assists has the say in that. Nobody needs
-// to be woken for messages that nobody has posted yet: that would cost each message a system call.
+// Looks once at everything that may have moved, under the lock, then settles without it. `sleepers`
+// are the threads that peers shall wake from now on; if a thread assists, it decides. A message
+// that this rank has not posted yet need not wake anybody: that would cost each message a system
+// call.
 ShmTransport::Turn ShmTransport::turn(By by, uint32_t sleepers) {
   std::vector<Settlement> settled;
   std::vector<Failure> failures;
@@ -157,8 +169,8 @@ ShmTransport::Turn ShmTransport::turn(By by, uint32_t sleepers) {
     }
     if (!assisted_by_other && sleepers != kNobody && !busy()) asleep.store(kNobody);
     settled.swap(context_.settled);
-    // A peer's failure explains the messages that can no longer match. The owner hears of it from
-    // the thread that saw it, perhaps not yet, and fails all operations for that cause.
+    // A peer's failure explains the messages that can no longer match. The thread that saw it tells
+    // the owner, perhaps later, and the owner then fails all operations for that cause.
     if (any_failure_seen_)
       for (Settlement& settlement : settled)
         if (settlement.failure) settlement.request = nullptr;
@@ -189,14 +201,14 @@ bool ShmTransport::any_pieces() const {
                      [](const Outbound* lane) { return lane->has_piece(); });
 }
 
-// Nothing may be called from here that might wait for the piece to be written.
+// Must not call anything that might wait for the piece to be written.
 bool ShmTransport::write_piece(By by) {
   std::unique_lock lock(mutex_);
   const auto lane = std::find_if(sending_.begin(), sending_.end(),
-                                 [](const Outbound* lane) { return lane->has_piece(); });
+                                 [](const Outbound* each) { return each->has_piece(); });
   if (over_ || lane == sending_.end()) return false;
   const Piece piece = (*lane)->take_piece();
-  std::rotate(sending_.begin(), lane + 1, sending_.end());  // the next piece is another lane's
+  std::rotate(sending_.begin(), lane + 1, sending_.end());  // the next piece: another lane's
   ++num_pieces_;
   lock.unlock();
   if (by == By::assistant && num_cores_ > 1 && piece.begin == 0 &&
@@ -217,7 +229,7 @@ void ShmTransport::look_for_failures(std::vector<Failure>& failures) {
     peer->failure_seen = any_failure_seen_ = true;
     const size_t num_bytes = std::min<size_t>(status.num_failure_bytes, kMaxFailureBytes);
     const std::vector<std::byte> record(status.failure.begin(), status.failure.begin() + num_bytes);
-    failures.push_back(decode_failure(reinterpret_cast<const char*>(record.data()), record.size()));
+    failures.push_back(decode_failure(record));
   }
 }
 
@@ -268,7 +280,7 @@ bool ShmTransport::assist(Operation& operation) {
     leaves_work = busy();
     if (!leaves_work) bell.sleepers.store(kNobody);
   }
-  if (leaves_work) hand_over();  // the progress thread has slept through whatever came meanwhile
+  if (leaves_work) hand_over();  // the progress thread has slept meanwhile
   return !cut_short;
 }
 
@@ -279,7 +291,7 @@ void ShmTransport::progress() {
     }
     const uint32_t count = bell.count.load();
     if (stopping_) return;
-    if (turn(By::others, kProgress) != Turn::moved) sleep(bell, count, kProgress);
+    if (turn(By::others, kProgress) != Turn::moved) sleep(bell, count, kProgress, kLongestSleep);
   }
 }
 
@@ -287,7 +299,7 @@ void ShmTransport::progress() {
 // life and death
 
 void ShmTransport::tick() {
-  hand_over();  // for a caller who was to wait and did not come to it
+  hand_over();  // in case a caller posted in order to wait, and then did not
   for (int peer_idx = 0; peer_idx < size_; ++peer_idx) {
     Peer& peer = *peers_[peer_idx];
     {
@@ -303,9 +315,9 @@ void ShmTransport::tick() {
   }
 }
 
-void ShmTransport::ring_peers() {
+void ShmTransport::wake_peers() {
   for (const auto& peer : peers_)
-    if (peer->segment) ring(peer->segment->status().bell);
+    if (peer->segment) wake_sleepers(peer->segment->status().bell);
 }
 
 void ShmTransport::abort(const Failure& failure) {
@@ -321,16 +333,15 @@ void ShmTransport::abort(const Failure& failure) {
     multicast_->drop();
     sending_.clear();
     receiving_.clear();
-    const std::string record = encode_failure(failure);
+    const std::vector<std::byte> record = encode_failure(failure);
     Status& status = own_.status();
     if (record.size() <= kMaxFailureBytes) {
-      std::copy_n(reinterpret_cast<const std::byte*>(record.data()), record.size(),
-                  status.failure.begin());
+      std::copy(record.begin(), record.end(), status.failure.begin());
       status.num_failure_bytes = static_cast<uint32_t>(record.size());
       status.failed.store(1);
     }
   }
-  ring_peers();
+  wake_peers();
   wake(own_.status().bell, kEverybody);
 }
 
@@ -343,10 +354,10 @@ void ShmTransport::begin_close() {
       for (auto& lane : peer->inbound) lane->finish();
     }
   }
-  ring_peers();
+  wake_peers();
 }
 
-// Peers need nothing from this rank any more: what it has sent and answered lies in their memory.
+// Peers need nothing from this rank any more: its messages and answers lie in their memory.
 void ShmTransport::close(Deadline /*deadline*/) {
   if (stopping_.exchange(true)) return;
   begin_close();
@@ -356,7 +367,7 @@ void ShmTransport::close(Deadline /*deadline*/) {
     pieces_written_.wait(lock, [this] { return num_pieces_ == 0; });
     own_.status().goodbye.store(1);
   }
-  ring_peers();
+  wake_peers();
   wake(own_.status().bell, kEverybody);
   if (progress_thread_.joinable()) progress_thread_.join();
   std::lock_guard lock(mutex_);

@@ -1,11 +1,11 @@
 // Transport between ranks of one host through shared memory; layout.h describes the memory, the
 // protocol and the wake-up rules.
 //
-// Whoever calls does the work: post() moves what can move at once, and a waiting thread turns the
-// lanes itself (assist), so that blocking messages need no hand-over between threads. One thread
-// sleeps until a peer rings while no user waits, which is how asynchronous operations progress. No
-// transfer is ever possible that a bell did not announce to one of them. Large payloads that their
-// receiver has granted are written by both, if there are cores for two.
+// The calling thread does the work: post() moves what can move at once, and a waiting thread
+// advances the lanes itself (assist), so that blocking messages need no hand-over between threads.
+// While no user waits, one thread sleeps until a peer wakes it, and so asynchronous operations
+// progress. Any change that makes a transfer possible wakes one of them. Both write large payloads
+// that their receiver has granted, if there are cores for two.
 #pragma once
 
 #include <atomic>
@@ -60,7 +60,7 @@ class ShmTransport final : public HostTransport {
   bool write_piece(By by);
   void look_for_failures(std::vector<Failure>& failures);
   void post_multicasts(const std::vector<RequestPtr>& batch);
-  void ring_peers();
+  void wake_peers();
   void progress();
 
   const std::vector<SegmentPtr> segments_;
@@ -74,7 +74,7 @@ class ShmTransport final : public HostTransport {
   std::mutex mutex_;  // everything down to the line
   LaneContext context_;
   std::vector<std::unique_ptr<Peer>> peers_;
-  std::vector<Outbound*> sending_;  // those that are busy
+  std::vector<Outbound*> sending_;  // only busy ones
   std::vector<Inbound*> receiving_;
   std::optional<MulticastWriter> multicast_;
   int num_pieces_ = 0;  // being written, without the lock

@@ -9,11 +9,11 @@
 namespace pipecomm::shm {
 namespace {
 
-// What may stay backed by pages while nobody uses it.
+// How much unused memory may stay backed by pages.
 constexpr int64_t kMaxIdleBytes = int64_t{1} << 30;
 constexpr int64_t kScratchBytes = 64 << 10;
 
-// Bytes from the first to the last byte of a box, or nothing if a field makes no sense.
+// Bytes from the first to the last byte of a part, or nothing if a field makes no sense.
 std::optional<int64_t> span_bytes(const StridedCopy& copy) {
   if (copy.run_bytes < 1 || copy.num_dims < 0 || copy.num_dims > kMaxCopyDims) return {};
   int64_t span = copy.run_bytes;
@@ -91,14 +91,14 @@ std::optional<Grant> WindowPool::find(const Request& recv) const {
   if (!recv.copy) {
     const auto offset = offset_of(recv.data, recv.descriptor.num_bytes);
     if (!offset) return {};
-    grant.num_boxes = 1;
-    grant.boxes[0] = {0, *offset, {.run_bytes = recv.descriptor.num_bytes}};
+    grant.num_parts = 1;
+    grant.parts[0] = {0, *offset, {.run_bytes = recv.descriptor.num_bytes}};
     return grant;
   }
   const LoweredMessage& message = *recv.copy->message;
   const auto tasks = recv.copy->exchange->unpack().subspan(message.task_begin,
                                                            message.task_end - message.task_begin);
-  if (tasks.size() > kMaxBoxes) return {};
+  if (tasks.size() > kMaxWindowParts) return {};
   for (const CopyTask& task : tasks) {
     const auto span = span_bytes(task.copy);
     if (!span || task.dst_tensor_idx < 0 || task.arithmetic != Arithmetic::kBytes) return {};
@@ -107,7 +107,7 @@ std::optional<Grant> WindowPool::find(const Request& recv) const {
                       task.dst_offset_bytes,
                   *span);
     if (!offset) return {};
-    grant.boxes[grant.num_boxes++] = {task.src_offset_bytes - message.offset_bytes, *offset,
+    grant.parts[grant.num_parts++] = {task.src_offset_bytes - message.offset_bytes, *offset,
                                       task.copy};
   }
   return grant;
@@ -115,23 +115,25 @@ std::optional<Grant> WindowPool::find(const Request& recv) const {
 
 WindowWriter::WindowWriter(const Grant& grant, Segment& receiver, int64_t num_message_bytes)
     : window_(receiver.window()) {
-  if (grant.num_boxes < 1 || grant.num_boxes > kMaxBoxes)
-    throw std::runtime_error("a grant of " + std::to_string(grant.num_boxes) + " boxes");
+  const auto refuse = [&receiver](const std::string& what) {
+    throw std::runtime_error("rank " + std::to_string(receiver.rank()) + " granted " + what);
+  };
+  if (grant.num_parts < 1 || grant.num_parts > kMaxWindowParts)
+    refuse(std::to_string(grant.num_parts) + " parts");
   int64_t position = 0;
-  for (uint32_t box_idx = 0; box_idx < grant.num_boxes; ++box_idx) {
-    const Box& box = grant.boxes[box_idx];
-    const auto span = span_bytes(box.copy);
-    if (!span || box.offset_bytes < 0 || *span > receiver.window_bytes() ||
-        box.offset_bytes > receiver.window_bytes() - *span || box.position_bytes < position ||
-        box.copy.bytes() > num_message_bytes - box.position_bytes)
-      throw std::runtime_error("a grant outside of the window of rank " +
-                               std::to_string(receiver.rank()));
-    position = box.position_bytes + box.copy.bytes();
-    CopyTask& task = boxes_.tasks.emplace_back();
+  for (uint32_t part_idx = 0; part_idx < grant.num_parts; ++part_idx) {
+    const WindowPart& part = grant.parts[part_idx];
+    const auto span = span_bytes(part.copy);
+    if (!span || part.offset_bytes < 0 || *span > receiver.window_bytes() ||
+        part.offset_bytes > receiver.window_bytes() - *span || part.position_bytes < position ||
+        part.copy.bytes() > num_message_bytes - part.position_bytes)
+      refuse("memory outside its window");
+    position = part.position_bytes + part.copy.bytes();
+    CopyTask& task = parts_.tasks.emplace_back();
     task.dst_tensor_idx = 0;
-    task.src_offset_bytes = box.position_bytes;
-    task.dst_offset_bytes = box.offset_bytes;
-    task.copy = box.copy;
+    task.src_offset_bytes = part.position_bytes;
+    task.dst_offset_bytes = part.offset_bytes;
+    task.copy = part.copy;
     const int last = task.copy.num_dims;
     for (int dim = last - 1; dim >= 0; --dim)  // the source is the message itself: no gaps
       task.copy.src_stride_bytes[dim] =
@@ -139,8 +141,8 @@ WindowWriter::WindowWriter(const Grant& grant, Segment& receiver, int64_t num_me
                           : task.copy.src_stride_bytes[dim + 1] * task.copy.count[dim + 1];
   }
   message_.bytes = num_message_bytes;
-  message_.task_end = static_cast<int>(boxes_.tasks.size());
-  const CopyTask& first = boxes_.tasks.front();
+  message_.task_end = static_cast<int>(parts_.tasks.size());
+  const CopyTask& first = parts_.tasks.front();
   if (first.copy.run_bytes == num_message_bytes && first.copy.num_dims == 0) {
     message_.tensor_idx = 0;
     message_.offset_bytes = first.dst_offset_bytes;
@@ -150,15 +152,15 @@ WindowWriter::WindowWriter(const Grant& grant, Segment& receiver, int64_t num_me
 void WindowWriter::write(const Request& send, int64_t begin, int64_t end) const {
   void* const window[] = {window_};
   const CopyBuffers to{.inputs = {}, .outputs = window};
-  if (!send.copy) return unpack_range(boxes_, message_, to, begin, end, send.data + begin);
+  if (!send.copy) return unpack_range(parts_, message_, to, begin, end, send.data + begin);
   if (!message_.is_staged())
     return read_payload(send, begin, end,
                         static_cast<std::byte*>(window_) + message_.offset_bytes + begin);
-  thread_local std::array<std::byte, kScratchBytes> scratch;  // between a gather and a scatter
+  thread_local std::array<std::byte, kScratchBytes> scratch;  // between packing and unpacking
   for (int64_t at = begin; at < end; at += kScratchBytes) {
     const int64_t stop = std::min(at + kScratchBytes, end);
     read_payload(send, at, stop, scratch.data());
-    unpack_range(boxes_, message_, to, at, stop, scratch.data());
+    unpack_range(parts_, message_, to, at, stop, scratch.data());
   }
 }
 

@@ -8,13 +8,13 @@
 #include <optional>
 #include <vector>
 
-#include "engine/message_copy.h"
+#include "message/message_copy.h"
 #include "transport/shm/segment.h"
 
 namespace pipecomm::shm {
 
-// Hands out the window of the rank's own segment, lowest address first, so that pages are used
-// again: the first touch of a page costs more than copying it.
+// Hands out the window of the rank's own segment, lowest address first, so that pages are reused:
+// the first touch of a page costs more than copying it.
 class WindowPool {
  public:
   explicit WindowPool(SegmentPtr segment);
@@ -22,7 +22,7 @@ class WindowPool {
   // Null if nothing that large is free. Aligned to pages. Any thread may drop the last reference.
   std::shared_ptr<std::byte> allocate(int64_t num_bytes);
 
-  // Where the payload of `recv` lies in the window, if all of it does and few boxes say where.
+  // Where the payload of `recv` lies in the window, if all of it does, in few enough parts.
   std::optional<Grant> find(const Request& recv) const;
 
  private:
@@ -49,7 +49,7 @@ class WindowWriter {
   void write(const Request& send, int64_t begin, int64_t end) const;
 
  private:
-  LoweredExchange boxes_;
+  LoweredExchange parts_;
   LoweredMessage message_;
   void* window_;
 };

@@ -1,19 +1,17 @@
-"""The ring and Ulysses groups of this rank. Groups come from the caller, never from a guess."""
+"""The ring and Ulysses groups of this rank, which the caller names; nothing is guessed."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch.distributed as dist
-
-from ..communicator import Communicator
+from ..communicator.registry import rank_and_size
 
 
 class ParallelState:
     """The groups of context parallelism: ring (zigzag sequence pieces) and Ulysses (all-to-all over heads).
 
-    A group is a torch ProcessGroup or a Communicator; None, or a group of one rank, is "disabled". Members
-    are those of MindSpeed-MM's class of this name that its sequence-parallel functions read.
+    A group is a torch ProcessGroup or a Communicator; None and a group of one rank mean "disabled". The
+    methods are those of MindSpeed-MM's class of this name that its sequence-parallel functions call.
 
     Raises:
         ValueError: this rank is not a member of a group.
@@ -50,10 +48,4 @@ class ParallelState:
 
 
 def _rank_and_size(group: Any, name: str) -> tuple[int, int]:
-    if group is None:
-        return 0, 1
-    if isinstance(group, Communicator):
-        return group.rank, group.size
-    if group is dist.GroupMember.NON_GROUP_MEMBER or dist.get_rank(group) < 0:
-        raise ValueError(f"rank {dist.get_rank()} (global) is not a member of {name}")
-    return dist.get_rank(group), dist.get_world_size(group)
+    return (0, 1) if group is None else rank_and_size(group, name)

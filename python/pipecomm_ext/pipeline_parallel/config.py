@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +19,9 @@ class PipelineConfig:
             (ours). Needed wherever something is received.
         variable_seq_lengths, mtp_standalone: either one has every message preceded by its shapes and dtypes.
         batch_p2p_comm: all directions of a call as one batch, else one batch per direction.
-        overlap_p2p_comm: the schedules wait for a message at its consumer only; needs batch_p2p_comm=False.
-        overlap_p2p_comm_warmup_flush: accepted with overlap_p2p_comm, which already includes what it does.
+        overlap_p2p_comm, overlap_p2p_comm_warmup_flush: checked as in Megatron (the first needs
+            batch_p2p_comm=False, the second needs the first); without effect on the schedules, which always
+            wait for a message only where the next compute needs it.
         batch_p2p_sync, use_ring_exchange_p2p: accepted, without effect: there is nothing to synchronise.
         deallocate_pipeline_outputs: the schedules free the data of an output once it is on its way.
         device: "cpu" or "cuda" (ours); None: what the group can do, "cuda" first.
@@ -32,12 +32,14 @@ class PipelineConfig:
         hidden_size, sequence_parallel: for the shape of a boundary tensor.
         enable_autocast, autocast_dtype: run forward steps under torch.autocast.
         timers: `timers(name, log_level=2)` gives an object with start() and stop().
+        barrier_with_L1_time: the timer "forward-backward", of level 1, is started with barrier=True.
     Loss and gradients:
         grad_scale_func, mtp_grad_scale_func, moe_grad_scale_func: scale a loss for mixed precision.
         calculate_per_token_loss: the loss is a sum over tokens, divided in finalize_model_grads_func.
         num_moe_experts, mtp_num_layers, experimental_attention_variant: which auxiliary losses there are.
         set_auxiliary_loss_scale: `f(kind, scale)` (ours), called after every forward with kind "moe", "mtp"
-            or "attention", in the place of Megatron's calls of its scaler classes.
+            or "attention". None: Megatron's scaler classes are told, as by Megatron's schedules; if they
+            cannot be imported, a config with an auxiliary loss is refused.
         no_sync_func, grad_sync_func, param_sync_func, finalize_model_grads_func: hooks of data parallelism.
         defer_embedding_wgrad_compute, wgrad_deferral_limit: see `finish_embedding_wgrad_compute`.
     """
@@ -61,6 +63,7 @@ class PipelineConfig:
     enable_autocast: bool = False
     autocast_dtype: torch.dtype | None = None
     timers: Callable[..., Any] | None = None
+    barrier_with_L1_time: bool = False
 
     grad_scale_func: Callable[[torch.Tensor], torch.Tensor] | None = None
     mtp_grad_scale_func: Callable[[], Any] | None = None
@@ -91,19 +94,22 @@ def has_variable_shapes(config: Any) -> bool:
     return bool(setting(config, "variable_seq_lengths") or setting(config, "mtp_standalone"))
 
 
-def timed(config: Any, name: str) -> contextlib.AbstractContextManager:
-    """Around what the timer `name` of level 2 of the config, if it has timers, is to measure."""
-    timers = setting(config, "timers")
-    return _UNTIMED if timers is None else _timed(timers, name)
+# Settings of Megatron that change what training computes, and that the schedules here do not follow.
+_NOT_SUPPORTED = (
+    "overlap_moe_expert_parallel_comm",
+    "delay_wgrad_compute",
+    "hybrid_context_parallel",
+    "fine_grained_activation_offloading",
+    "moe_paged_stash",
+)
 
 
-_UNTIMED = contextlib.nullcontext()
-
-
-@contextlib.contextmanager
-def _timed(timers: Callable[..., Any], name: str) -> Iterator[None]:
-    timers(name, log_level=2).start()
-    try:
-        yield
-    finally:
-        timers(name).stop()
+def check_supported(config: Any) -> None:
+    """Raises ValueError if a setting is on that would be ignored, and change what training computes."""
+    refused = [name for name in _NOT_SUPPORTED if getattr(config, name, False)]
+    if getattr(config, "cuda_graph_impl", None) == "local":
+        refused.append('cuda_graph_impl="local"')
+    if refused:
+        raise ValueError(
+            f"these schedules do not support config.{', config.'.join(refused)}; training would go wrong"
+        )

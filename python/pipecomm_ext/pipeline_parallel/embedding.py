@@ -1,9 +1,9 @@
 """Weight gradients of an output embedding that are deferred to the end of a step, on the last stage.
 
-Semantics: megatron.core (Core 0.20). The model's layer, if config.defer_embedding_wgrad_compute is set, does
-not compute its weight gradient but keeps what that takes in two lists, `embedding_activation_buffer` and
-`grad_output_buffer`; the schedules clear them at the start and turn them into the gradient in the pipeline's
-bubble.
+Semantics: megatron.core (Core 0.20). With config.defer_embedding_wgrad_compute the model's layer does not
+compute its weight gradient, but puts activations and gradients of outputs into two lists,
+`embedding_activation_buffer` and `grad_output_buffer`. The schedules clear them at the start, and compute the
+weight gradient from them in the pipeline's bubble.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ import torch
 
 from ..sequence_parallel import gather_forward_split_backward
 from .config import setting
-from .wrapped import owner_of, size_of
+from .shapes import size_of
+from .wrapped_model import owner_of
 
 
 def clear_embedding_activation_buffer(config: Any, model: Any, is_last_stage: bool) -> Any:
-    """Empties the activations; the module that has them, or None if nothing is deferred here.
+    """Empties the buffer of activations; returns the module that has it, or None if nothing is deferred.
 
     `model` may be a list of chunks, of which the last one has the embedding.
     """

@@ -5,8 +5,8 @@ purpose:
 
 * One loop runs all three, over a plan that can be printed, checked and drawn; without pipelining it is 1F1B
   of one rank.
-* Overlap works in plain 1F1B too, and one chunk per rank works with interleaving.
-* With overlap a message is posted when its producer is expected to be done and waited for at its consumer,
+* One chunk per rank works with interleaving.
+* In every mode a message is posted when its producer is expected to be done and waited for at its consumer,
   also with variable shapes: the header is read there.
 * A stage whose output needs no gradient keeps its neighbours going: its gradients are None, or zeros with
   fixed shapes.
@@ -14,30 +14,31 @@ purpose:
   with the cause; P2PCommunicator.close() then makes room for a new one.
 * Wrong arguments are ValueError, TypeError or RuntimeError, not assertions.
 
-Without `p2p_communicator` and `pg_collection`, groups are those of `parallel_state.initialize_pipeline`,
-with no context parallelism.
+Without `p2p_communicator` and `pg_collection`, groups are those of the default pipeline: of an initialised
+`megatron.core.parallel_state`, else of `parallel_state.initialize_pipeline`, with no context parallelism.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable
-from functools import lru_cache
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ParamSpec
 
-from .. import parallel_state
+from ..core.timers import timed
 from ..schedules import ACT, GRAD, Plan, interleaved_1f1b, one_f_one_b
-from .boundary import shape_list
-from .config import setting
-from .counting import default_pipeline, get_tensor_shapes
+from .config import check_supported, setting
+from .default_pipeline import default_groups, default_sizes, megatron_cp_group
 from .embedding import clear_embedding_activation_buffer, finish_embedding_wgrad_compute
 from .hooks import Hooks, InterleavedHooks, UnpipelinedHooks
+from .loss_scaling import auxiliary_loss_setters
 from .p2p_communicator import P2PCommunicator
 from .plan_runner import PlanRunner, Shapes, StepArguments
-from .wrapped import attribute_of, size_of
+from .shapes import get_tensor_shapes, shape_list
 
-_one_f_one_b = lru_cache(maxsize=16)(one_f_one_b)
-_interleaved_1f1b = lru_cache(maxsize=16)(interleaved_1f1b)
+_one_f_one_b = functools.lru_cache(maxsize=16)(one_f_one_b)
+_interleaved_1f1b = functools.lru_cache(maxsize=16)(interleaved_1f1b)
 
 
 def get_forward_backward_func(
@@ -45,11 +46,18 @@ def get_forward_backward_func(
 ) -> Callable[..., list]:
     """The schedule for a pipeline of `pp_size` ranks and `vp_size` chunks per rank (None: no interleaving).
 
-    Both None: those of the default topology (`parallel_state.initialize_pipeline`); one rank without one.
-    `schedule_pg_collection` is accepted and has no effect: pipelines of several modules are not supported.
+    Both None: those of an initialised `megatron.core.parallel_state`, else of
+    `parallel_state.initialize_pipeline`, else, in a world of one rank, no pipelining.
+    `schedule_pg_collection` has no effect.
+
+    Raises:
+        ValueError: no sizes are given, there are none to be found, and there are several ranks; or
+            `schedule_pg_collection` is Megatron's for pipelines of several modules, which are not supported.
     """
+    if type(schedule_pg_collection).__name__ == "MultiModuleProcessGroupCollection":
+        raise ValueError("pipelines of several modules are not supported; use Megatron's own schedules")
     if pp_size is None and vp_size is None:
-        pp_size, _, vp_size = default_pipeline()
+        pp_size, _, vp_size = default_sizes()
     if pp_size is None or pp_size <= 1:
         return forward_backward_no_pipelining
     if vp_size is None:
@@ -57,23 +65,31 @@ def get_forward_backward_func(
     return forward_backward_pipelining_with_interleaving
 
 
-def forward_backward_no_pipelining(
-    *,
-    forward_step_func: Callable[..., Any],
-    data_iterator: Any,
-    model: Any,
-    num_microbatches: int,
-    seq_length: int,
-    micro_batch_size: int,
-    decoder_seq_length: int | None = None,
-    forward_only: bool = False,
-    collect_non_loss_data: bool = False,
-    first_val_step: bool | None = None,
-    adjust_tensor_shapes_fn: Callable[..., Any] | None = None,
-    p2p_communicator: P2PCommunicator | None = None,
-    pg_collection: Any = None,
-    force_all_reduce: bool = False,
-) -> list:
+Parameters = ParamSpec("Parameters")
+
+
+def _with_arguments_of(
+    make_step: Callable[Parameters, StepArguments],
+) -> Callable[[Callable[[StepArguments], list]], Callable[Parameters, list]]:
+    """Decorator: a function of one StepArguments becomes one with their fields as keywords."""
+
+    def decorate(run: Callable[[StepArguments], list]) -> Callable[Parameters, list]:
+        def schedule(*args: Parameters.args, **kwargs: Parameters.kwargs) -> list:
+            try:
+                step = make_step(*args, **kwargs)
+            except TypeError as error:  # a missing or unknown argument
+                raise TypeError(str(error).replace("StepArguments.__init__", run.__name__)) from None
+            return run(step)
+
+        functools.update_wrapper(schedule, run)
+        schedule.__signature__ = inspect.signature(make_step).replace(return_annotation="list")
+        return schedule
+
+    return decorate
+
+
+@_with_arguments_of(StepArguments)
+def forward_backward_no_pipelining(step: StepArguments) -> list:
     """Forward and backward of each micro-batch in turn; no messages.
 
     Args:
@@ -83,47 +99,23 @@ def forward_backward_no_pipelining(
         seq_length, micro_batch_size, decoder_seq_length, p2p_communicator: not used here.
         collect_non_loss_data, first_val_step: see `forward_step_calc_loss` and `check_first_val_step`.
         adjust_tensor_shapes_fn: must be None.
-        pg_collection: `cp` and `tp` are read, if there are such; passed on to
-            config.finalize_model_grads_func.
-        force_all_reduce: passed on to it.
+        pg_collection: its `cp` and `tp` are read if it has them; handed on to
+            config.finalize_model_grads_func as it is, also if it is None.
+        force_all_reduce: handed to it, too, if it is true or the function takes it.
 
     Returns:
         What the loss function gave beside the loss, one entry per micro-batch.
     """
-    if adjust_tensor_shapes_fn is not None:
+    if step.adjust_tensor_shapes_fn is not None:
         raise ValueError("adjust_tensor_shapes_fn has nothing to adjust without pipelining")
-    return _run(
-        _one_f_one_b(1, num_microbatches),
-        UnpipelinedHooks,
-        models=[_only(model, "model")],
-        data_iterators=[_only(data_iterator, "data_iterator")],
-        forward_step_func=forward_step_func,
-        num_microbatches=num_microbatches,
-        forward_only=forward_only,
-        collect_non_loss_data=collect_non_loss_data,
-        first_val_step=first_val_step,
-        force_all_reduce=force_all_reduce,
-        groups=pg_collection or SimpleNamespace(tp=None, cp=None, pp=None),
-    )
+    _as_one_chunk(step)
+    step.p2p_communicator = None
+    step.groups = step.pg_collection or SimpleNamespace(cp=megatron_cp_group())
+    return _run(_one_f_one_b(1, step.num_microbatches), UnpipelinedHooks, step)
 
 
-def forward_backward_pipelining_without_interleaving(
-    *,
-    forward_step_func: Callable[..., Any],
-    data_iterator: Any,
-    model: Any,
-    num_microbatches: int,
-    seq_length: int,
-    micro_batch_size: int,
-    decoder_seq_length: int | None = None,
-    forward_only: bool = False,
-    collect_non_loss_data: bool = False,
-    first_val_step: bool | None = None,
-    adjust_tensor_shapes_fn: Callable[..., Any] | None = None,
-    p2p_communicator: P2PCommunicator | None = None,
-    pg_collection: Any = None,
-    force_all_reduce: bool = False,
-) -> list:
+@_with_arguments_of(StepArguments)
+def forward_backward_pipelining_without_interleaving(step: StepArguments) -> list:
     """1F1B: the plan `schedules.one_f_one_b`. Collective over the pipeline.
 
     Args:
@@ -143,48 +135,17 @@ def forward_backward_pipelining_without_interleaving(
         ValueError, TypeError: wrong arguments.
         PipeCommError: another rank failed.
     """
-    model = _only(model, "model")
-    config = attribute_of(model, "config")
-    _require_consistent(config)
-    p2p, groups = _pipeline(config, p2p_communicator, pg_collection)
-    shapes = _shapes(config, groups, seq_length, micro_batch_size, decoder_seq_length)
+    _as_one_chunk(step)
+    p2p, shapes = _pipeline(step)
     recv_shapes, send_shapes = shapes, shapes
-    if adjust_tensor_shapes_fn is not None:
-        recv_shapes, send_shapes = map(shape_list, adjust_tensor_shapes_fn(recv_shapes, send_shapes))
-    return _run(
-        _one_f_one_b(p2p.total_stages, num_microbatches),
-        Hooks,
-        models=[model],
-        data_iterators=[_only(data_iterator, "data_iterator")],
-        forward_step_func=forward_step_func,
-        num_microbatches=num_microbatches,
-        forward_only=forward_only,
-        collect_non_loss_data=collect_non_loss_data,
-        first_val_step=first_val_step,
-        force_all_reduce=force_all_reduce,
-        groups=groups,
-        p2p=p2p,
-        shapes={ACT: recv_shapes, GRAD: send_shapes},
-    )
+    if step.adjust_tensor_shapes_fn is not None:
+        recv_shapes, send_shapes = map(shape_list, step.adjust_tensor_shapes_fn(shapes, shapes))
+    plan = _one_f_one_b(p2p.total_stages, step.num_microbatches)
+    return _run(plan, Hooks, step, {ACT: recv_shapes, GRAD: send_shapes})
 
 
-def forward_backward_pipelining_with_interleaving(
-    *,
-    forward_step_func: Callable[..., Any],
-    data_iterator: list,
-    model: list,
-    num_microbatches: int,
-    seq_length: int,
-    micro_batch_size: int,
-    decoder_seq_length: int | None = None,
-    forward_only: bool = False,
-    collect_non_loss_data: bool = False,
-    first_val_step: bool | None = None,
-    adjust_tensor_shapes_fn: Callable[..., Any] | None = None,
-    p2p_communicator: P2PCommunicator | None = None,
-    pg_collection: Any = None,
-    force_all_reduce: bool = False,
-) -> list:
+@_with_arguments_of(StepArguments)
+def forward_backward_pipelining_with_interleaving(step: StepArguments) -> list:
     """Interleaved 1F1B: the plan `schedules.interleaved_1f1b`. Collective over the pipeline.
 
     Arguments and results are those of `forward_backward_pipelining_without_interleaving`, except:
@@ -193,26 +154,28 @@ def forward_backward_pipelining_with_interleaving(
         model, data_iterator: lists with one entry per chunk of this rank; chunk c of rank r is stage c * PP
             + r.
         num_microbatches: cut into groups of config.microbatch_group_size_per_vp_stage (None: PP).
+        decoder_seq_length: not used.
         adjust_tensor_shapes_fn: must be None.
 
     Raises:
         ValueError: one rank; or not PP <= group size <= number of micro-batches.
         RuntimeError: the last group is smaller than PP.
     """
-    for name, value in (("model", model), ("data_iterator", data_iterator)):
+    for name in ("model", "data_iterator"):
+        value = getattr(step, name)
         if not isinstance(value, (list, tuple)) or not value:
             raise TypeError(f"{name} must be a list with one entry per chunk, not {type(value).__name__}")
-    if len(model) != len(data_iterator):
-        raise ValueError(f"there are {len(model)} model chunks and {len(data_iterator)} data iterators")
-    if adjust_tensor_shapes_fn is not None:
+    num_chunks, num_microbatches = len(step.model), step.num_microbatches
+    if num_chunks != len(step.data_iterator):
+        raise ValueError(f"there are {num_chunks} model chunks and {len(step.data_iterator)} data iterators")
+    if step.adjust_tensor_shapes_fn is not None:
         raise ValueError("adjust_tensor_shapes_fn is not supported with interleaving")
-    config = attribute_of(model[0], "config")
-    _require_consistent(config)
-    p2p, groups = _pipeline(config, p2p_communicator, pg_collection)
+    step.decoder_seq_length = None  # Megatron's interleaved schedule does not look at it
+    p2p, shapes = _pipeline(step)
     num_ranks = p2p.total_stages
     if num_ranks == 1:
         raise ValueError("interleaving needs at least two pipeline ranks")
-    group_size = setting(config, "microbatch_group_size_per_vp_stage") or num_ranks
+    group_size = setting(step.config, "microbatch_group_size_per_vp_stage") or num_ranks
     if not num_ranks <= group_size <= num_microbatches:
         raise ValueError(
             f"microbatch_group_size_per_vp_stage is {group_size}; it must be at least the number of pipeline "
@@ -223,116 +186,91 @@ def forward_backward_pipelining_with_interleaving(
             f"of {num_microbatches} micro-batches in groups of {group_size} the last group has "
             f"{num_microbatches % group_size}; it must have at least {num_ranks}, as many as pipeline ranks"
         )
-    shapes = _shapes(config, groups, seq_length, micro_batch_size, decoder_seq_length)
-    return _run(
-        _interleaved_1f1b(num_ranks, num_microbatches, len(model), group_size),
-        InterleavedHooks,
-        models=model,
-        data_iterators=data_iterator,
-        forward_step_func=forward_step_func,
-        num_microbatches=num_microbatches,
-        forward_only=forward_only,
-        collect_non_loss_data=collect_non_loss_data,
-        first_val_step=first_val_step,
-        force_all_reduce=force_all_reduce,
-        groups=groups,
-        p2p=p2p,
-        shapes={ACT: shapes, GRAD: shapes},
-    )
+    plan = _interleaved_1f1b(num_ranks, num_microbatches, num_chunks, group_size)
+    return _run(plan, InterleavedHooks, step, {ACT: shapes, GRAD: shapes})
 
 
 def _run(
-    plan: Plan,
-    make_hooks: type[Hooks],
-    *,
-    models: list,
-    data_iterators: list,
-    forward_step_func: Callable[..., Any],
-    num_microbatches: int,
-    forward_only: bool,
-    collect_non_loss_data: bool,
-    first_val_step: bool | None,
-    force_all_reduce: bool,
-    groups: Any,
-    p2p: P2PCommunicator | None = None,
-    shapes: dict[str, Shapes] | None = None,
+    plan: Plan, make_hooks: type[Hooks], step: StepArguments, shapes: dict[str, Shapes] | None = None
 ) -> list:
-    config = attribute_of(models[0], "config")
-    rank = 0 if p2p is None else p2p.current_stage
+    """Runs the plan, and the hooks that follow it."""
+    config = step.config
+    check_supported(config)
+    auxiliary_loss_setters(config)  # raises before anything is sent
+    barrier = {"barrier": True} if setting(config, "barrier_with_L1_time") else {}
+    with timed(setting(config, "timers"), "forward-backward", 1, **barrier):
+        rank = 0 if step.p2p_communicator is None else step.p2p_communicator.current_stage
+        return _run_rank(plan, rank, make_hooks, step, shapes)
+
+
+def _run_rank(
+    plan: Plan, rank: int, make_hooks: type[Hooks], step: StepArguments, shapes: dict[str, Shapes] | None
+) -> list:
+    config, is_training = step.config, not step.forward_only
     is_last_rank = rank == plan.P - 1
-    embedding = None if forward_only else clear_embedding_activation_buffer(config, models, is_last_rank)
-    step = StepArguments(
-        forward_step_func=forward_step_func,
-        data_iterators=data_iterators,
-        models=models,
-        config=config,
-        num_microbatches=num_microbatches,
-        cp_size=size_of(getattr(groups, "cp", None)),
-        forward_only=forward_only,
-        collect_non_loss_data=collect_non_loss_data,
-        first_val_step=first_val_step,
-    )
+    embedding = clear_embedding_activation_buffer(config, step.model, is_last_rank) if is_training else None
     forward_chunks, backward_chunks = (
         [action.stage // plan.P for action in plan.compute[rank] if action.kind == kind] for kind in "FB"
     )
-    with make_hooks(config, models, rank, forward_chunks, backward_chunks, forward_only) as hooks:
-        runner = PlanRunner(plan, rank, step, hooks, p2p, shapes)
+    with make_hooks(config, step.model, rank, forward_chunks, backward_chunks, step.forward_only) as hooks:
+        runner = PlanRunner(plan, rank, step, hooks, shapes)
         runner.run()
+    if embedding is not None:
+        finish_embedding_wgrad_compute(config, embedding, is_last_rank, getattr(step.groups, "tp", None))
     finalize = setting(config, "finalize_model_grads_func")
-    if not forward_only:
-        if embedding is not None:
-            finish_embedding_wgrad_compute(config, embedding, is_last_rank, getattr(groups, "tp", None))
-        if finalize is not None:
-            is_per_token = setting(config, "calculate_per_token_loss")
-            finalize(
-                list(models),
-                runner.total_num_tokens if is_per_token else None,
-                pg_collection=groups,
-                force_all_reduce=force_all_reduce,
-            )
+    if is_training and finalize is not None:
+        num_tokens = runner.total_num_tokens if setting(config, "calculate_per_token_loss") else None
+        finalize(list(step.model), num_tokens, **_finalize_options(finalize, step))
     return runner.forward_data_store
 
 
-def _only(value: Any, name: str) -> Any:
-    """What is given as it is, or as a list of one."""
-    if not isinstance(value, (list, tuple)):
-        return value
-    if len(value) != 1:
-        raise ValueError(f"{name} must be one, or a list of one, not of {len(value)}")
-    return value[0]
+def _finalize_options(finalize: Callable[..., Any], step: StepArguments) -> dict[str, Any]:
+    """The keywords for the hook, whose signature differs between versions of Megatron: those that it takes.
+    A force_all_reduce that is on is never left out."""
+    options = {"pg_collection": step.pg_collection, "force_all_reduce": step.force_all_reduce}
+    try:
+        parameters = inspect.signature(finalize).parameters
+    except ValueError:  # some callables of C have none
+        return options
+    if any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return options
+    taken = {name: value for name, value in options.items() if name in parameters}
+    return {**taken, "force_all_reduce": True} if step.force_all_reduce else taken
 
 
-def _require_consistent(config: Any) -> None:
+def _as_one_chunk(step: StepArguments) -> None:
+    """Makes lists of model and data iterator, unless they are lists of one already."""
+    for name in ("model", "data_iterator"):
+        value = getattr(step, name)
+        if not isinstance(value, (list, tuple)):
+            setattr(step, name, [value])
+        elif len(value) != 1:
+            raise ValueError(f"{name} must be one, or a list of one, not of {len(value)}")
+
+
+def _pipeline(step: StepArguments) -> tuple[P2PCommunicator, Shapes]:
+    """The step's communicator, if need be that of the default pipeline, and the shapes of a border."""
+    config, p2p, groups = step.config, step.p2p_communicator, step.pg_collection
     if setting(config, "overlap_p2p_comm"):
         if setting(config, "batch_p2p_comm"):
             raise ValueError("config.overlap_p2p_comm needs config.batch_p2p_comm=False")
     elif setting(config, "overlap_p2p_comm_warmup_flush"):
         raise ValueError("config.overlap_p2p_comm_warmup_flush needs config.overlap_p2p_comm")
-
-
-def _pipeline(config: Any, p2p: P2PCommunicator | None, groups: Any) -> tuple[P2PCommunicator, Any]:
-    """The two arguments, or what stands for them."""
     if (p2p is None) != (groups is None):
         raise ValueError("give both p2p_communicator and pg_collection, or neither")
     if p2p is None:
-        topology = parallel_state.get_pipeline_topology()
-        pp_group = topology.get_pipeline_model_parallel_group()
-        tp_group = topology.get_tensor_model_parallel_group()
-        return P2PCommunicator(pp_group, config), SimpleNamespace(pp=pp_group, tp=tp_group, cp=None)
-    if not isinstance(p2p, P2PCommunicator):
+        groups = default_groups()
+        p2p = step.p2p_communicator = P2PCommunicator(groups.pp, config)
+    elif not isinstance(p2p, P2PCommunicator):
         raise TypeError(
-            f"p2p_communicator must be a P2PCommunicator of this package, not {type(p2p).__name__}"
+            "p2p_communicator must be a pipecomm_ext.pipeline_parallel.P2PCommunicator, not "
+            f"{type(p2p).__module__}.{type(p2p).__qualname__}"
         )
-    return p2p, groups
-
-
-def _shapes(
-    config: Any, groups: Any, seq_length: int, micro_batch_size: int, decoder_seq_length: int | None
-) -> Shapes:
-    return get_tensor_shapes(
-        seq_length=seq_length,
-        micro_batch_size=micro_batch_size,
-        decoder_seq_length=decoder_seq_length,
+    step.groups = groups
+    return p2p, get_tensor_shapes(
+        seq_length=step.seq_length,
+        micro_batch_size=step.micro_batch_size,
+        decoder_seq_length=step.decoder_seq_length,
         config=config,
         tp_group=getattr(groups, "tp", None),
         cp_group=getattr(groups, "cp", None),

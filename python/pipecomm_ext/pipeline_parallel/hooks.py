@@ -1,9 +1,9 @@
-"""When the config's hooks of data parallelism are called: no_sync_func, grad_sync_func and param_sync_func.
+"""Calls the config's hooks of data parallelism: no_sync_func, grad_sync_func and param_sync_func.
 
-Semantics: megatron.core.pipeline_parallel.schedules (Core 0.20). Gradients are synchronised from the last
-backward of a chunk on: until then its no_sync context is entered. A grad_sync_func starts the synchronisation
-itself; so that all stages start theirs together, the stages with less to wait for start it in the bubble.
-Evaluation calls neither grad_sync_func nor param_sync_func. The config is only read.
+Semantics: megatron.core.pipeline_parallel.schedules (Core 0.20). The no_sync context is left for the last
+backward of a chunk, which synchronises its gradients. A grad_sync_func starts that by itself; so that all
+stages start it together, those that are done early do so in the bubble. Evaluation calls neither
+grad_sync_func nor param_sync_func. The config is only read.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from .config import setting
 
 
 class Hooks:
-    """Told by the schedule what it is about to do; here without interleaving. A context manager: leaving
-    it, also by an exception, leaves no_sync.
+    """The hooks of a schedule without interleaving, which says before and after each step what it does.
+
+    A context manager: leaving it, also by an exception, leaves no_sync.
 
     Args:
         models: the chunks of this rank, here one.
@@ -61,19 +62,19 @@ class Hooks:
             no_sync.close()
 
     def before_forward(self, idx: int) -> None:
-        """Before the forward number `idx` of this rank."""
+        """Must be called before forward number `idx` of this rank."""
 
     def before_backward(self, idx: int) -> None:
-        """Before the backward number `idx` of this rank."""
+        """Must be called before backward number `idx` of this rank."""
         is_last = idx == len(self._backward_chunks) - 1
         if is_last and (self._grad_sync_funcs is None or self._rank == 0):
             self._leave_no_sync()
 
     def after_backward(self, idx: int) -> None:
-        """After the backward number `idx` of this rank."""
+        """Must be called after backward number `idx` of this rank."""
 
     def finish(self) -> None:
-        """After the last backward: starts what has not been started."""
+        """Starts, after the last backward, every synchronisation that has not been started."""
         if self._no_sync is not None:
             self._leave_no_sync()
             if self._grad_sync_funcs is not None:
@@ -81,7 +82,7 @@ class Hooks:
 
 
 class UnpipelinedHooks(Hooks):
-    """One stage: the last micro-batch, its forward included, is outside no_sync; no other hook is called."""
+    """The hooks of one stage: no_sync is left before the last forward; no other hook is called."""
 
     def before_forward(self, idx: int) -> None:
         if idx == len(self._forward_chunks) - 1:
@@ -95,8 +96,10 @@ class UnpipelinedHooks(Hooks):
 
 
 class InterleavedHooks(Hooks):
-    """Several chunks. Step k of rank 0 and step k + r of rank r happen at about the same time: where stages
-    are to start something together, rank r looks at step k - r of its backwards, and at step k + r of its
+    """The hooks of several chunks.
+
+    Step k of rank 0 and step k + r of rank r happen at about the same time. So that the stages start a
+    synchronisation together, rank r at step k acts for step k - r of its backwards, and for step k + r of its
     forwards.
     """
 
@@ -150,7 +153,7 @@ class InterleavedHooks(Hooks):
 def _per_chunk(
     config: Any, name: str, num_chunks: int, forward_only: bool
 ) -> list[Callable[..., Any]] | None:
-    """The hook of each chunk: a single function serves all."""
+    """The hook of each chunk, None if there is none; a single function serves all chunks."""
     funcs = None if forward_only else setting(config, name)
     if funcs is None:
         return None

@@ -19,13 +19,14 @@ from functools import lru_cache
 from itertools import groupby
 from typing import Any
 
+from ..core.checked import whole_number
 from .layout_language import Layer, LayerType, LayoutError, parse_layout
 
 logger = logging.getLogger(__name__)
 
 
 class PipelineParallelLayerLayout:
-    """Layers by pipeline rank and model chunk.
+    """The layers of each pipeline rank and model chunk.
 
     Args:
         layout: text (see `layout_language`), or a list with the layers of each stage, as `LayerType` or
@@ -39,16 +40,14 @@ class PipelineParallelLayerLayout:
         flatten_layout: all of them, in the order in which data pass.
 
     Raises:
-        LayoutError (a ValueError), TypeError: this is no layout. Whether it fits a model is told by
-            `validate_layer_layout`.
+        LayoutError (a ValueError), TypeError: `layout` cannot be read, or has not as many stages as it
+            must. `validate_layer_layout` checks whether it fits a model.
     """
 
     def __init__(self, layout: str | Sequence[Sequence[LayerType | str]], pipeline_model_parallel_size: int):
-        if isinstance(pipeline_model_parallel_size, bool) or not isinstance(
-            pipeline_model_parallel_size, int
-        ):
-            kind = type(pipeline_model_parallel_size).__name__
-            raise TypeError(f"pipeline_model_parallel_size must be an int, not {kind}")
+        pipeline_model_parallel_size = whole_number(
+            pipeline_model_parallel_size, "pipeline_model_parallel_size"
+        )
         if pipeline_model_parallel_size < 1:
             raise ValueError(
                 f"pipeline_model_parallel_size must be at least 1, not {pipeline_model_parallel_size}"
@@ -71,9 +70,7 @@ class PipelineParallelLayerLayout:
     @staticmethod
     @lru_cache
     def from_str(layout: str, pipeline_model_parallel_size: int) -> PipelineParallelLayerLayout:
-        """The layout of a text, made once for each pair of arguments, with its table in the log (level
-        INFO).
-        """
+        """The layout of a text, made once for each pair of arguments. Its table is logged at level INFO."""
         parsed = PipelineParallelLayerLayout(layout, pipeline_model_parallel_size)
         logger.info("pipeline layout %s:\n%s", layout, parsed.pretty_repr())
         return parsed
@@ -108,7 +105,7 @@ class PipelineParallelLayerLayout:
         vp_stage: int | None = None,
         pp_rank: int | None = None,
     ) -> int:
-        """Number of layers of that type in all stages before."""
+        """Number of layers of that type in all stages before this one."""
         return sum(self._count(layer_type, before) for before in range(self._stage_idx(vp_stage, pp_rank)))
 
     def get_layer_id_list(
@@ -117,7 +114,7 @@ class PipelineParallelLayerLayout:
         vp_stage: int | None = None,
         pp_rank: int | None = None,
     ) -> list[int]:
-        """The numbers of its layers of that type, counted from 0 over the whole model."""
+        """The indices of this chunk's layers of that type, counted from 0 over the whole model."""
         offset = self.get_layer_offset(layer_type, vp_stage, pp_rank)
         return list(range(offset, offset + self.get_num_layers_to_build(layer_type, vp_stage, pp_rank)))
 
@@ -134,18 +131,20 @@ class PipelineParallelLayerLayout:
     def validate_layer_layout(
         self, num_layers: int, mtp_num_layers: int | None, *, allow_split_mtp: bool = False
     ) -> bool:
-        """Whether some m is on another rank than the last: what `mtp_standalone` in the config is to be.
+        """Checks the layout against a model. True if some m is not on the last rank; config.mtp_standalone
+        must then be set.
 
         Args:
-            num_layers: of type t.
-            mtp_num_layers: of type m; None is 0.
-            allow_split_mtp: m may be in several stages.
+            num_layers: number of layers of type t.
+            mtp_num_layers: number of layers of type m; None is 0.
+            allow_split_mtp: layers of type m may be in several stages.
 
         Raises:
-            LayoutError: exactly one E, the first layer of the first stage, and one L, the last layer of the
-                last stage; the right numbers of t and m; no t behind an m; m in one stage, in the last
-                chunk of its rank, not on the first rank. The message says which of these fails, and where.
-            NotImplementedError: a layer of type encoder.
+            LayoutError: one of these rules is broken; the message says which one, and where. There is one E,
+                the first layer of the first stage, and one L, the last layer of the last stage; the numbers
+                of t and m are right; no t is behind an m; all m are in one stage, in the last chunk of its
+                rank, and not on the first rank.
+            NotImplementedError: there is a layer of type encoder.
         """
         for layer_type, number in [
             (LayerType.embedding, 1),
@@ -198,7 +197,7 @@ class PipelineParallelLayerLayout:
         ]
 
     def _error(self, problem: str, places: list[tuple[int, int]]) -> LayoutError:
-        """At the first of these places, if there is one."""
+        """The error, with the first of these places if there is one."""
         if not places:
             return LayoutError(f"pipeline layout {self!r}: {problem}")
         stage_idx, layer_idx = places[0]
@@ -255,7 +254,7 @@ def _layer_type(value: Any, stage_idx: int, layer_idx: int) -> LayerType:
             raise TypeError(f"{where} must be a LayerType or a name, not {type(value).__name__}")
     name = value.strip().lower()
     if name not in LayerType.__members__:
-        raise LayoutError(f"{where}: {value!r} is none of {', '.join(LayerType.__members__)}")
+        raise LayoutError(f"{where}: {value!r} is not one of {', '.join(LayerType.__members__)}")
     return LayerType[name]
 
 
@@ -264,8 +263,7 @@ def _index(name: str, value: int | None, size: int) -> int:
         if size > 1:
             raise ValueError(f"{name} must be given: it may be 0 to {size - 1}")
         return 0
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int, not {type(value).__name__}")
+    value = whole_number(value, name)
     if not 0 <= value < size:
         raise ValueError(f"{name} {value} is not in 0..{size - 1}")
     return value

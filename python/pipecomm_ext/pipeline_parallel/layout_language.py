@@ -33,9 +33,7 @@ _BORDER = "|"
 
 
 class LayoutError(ValueError):
-    """A layout that cannot be read or is not valid. `position` is the index of the character, if there is
-    one.
-    """
+    """A layout cannot be read or is not valid. `position` is the index of the character, or None."""
 
     def __init__(self, problem: str, text: str | None = None, position: int | None = None):
         if text is not None and position is not None:
@@ -116,7 +114,7 @@ class _Parser:
             )
         if char.isspace():
             raise self._error("whitespace is not allowed", start)
-        raise self._error(f"{char!r} is none of E, t, m, L, | ( ) * and comma", start)
+        raise self._error(f"{char!r} is not one of E, t, m, L, | ( ) * and comma", start)
 
     def _repeated(self, atom: list[tuple[str, int]]) -> list[tuple[str, int]]:
         star = self._next

@@ -1,25 +1,41 @@
-"""The factors of losses, as pure functions.
+"""Scales losses, and tells auxiliary losses their scale.
 
 Semantics: megatron.core.pipeline_parallel.schedules (Core 0.20).
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from .config import setting
 
+# The settings that mean that there is an auxiliary loss, by its kind.
+_FEATURES = {
+    "moe": "num_moe_experts",
+    "mtp": "mtp_num_layers",
+    "attention": "experimental_attention_variant",
+}
+# Megatron's classes that scale the gradients of these losses, all of them in megatron.core.transformer.
+_MEGATRONS_SCALERS = {
+    "moe": ("moe.moe_utils", "MoEAuxLossAutoScaler"),
+    "mtp": ("multi_token_prediction", "MTPLossAutoScaler"),
+    "attention": ("experimental_attention_variant.dsa", "DSAIndexerLossAutoScaler"),
+}
+
 
 def scaled_loss(
     outputs: Any, *, num_microbatches: int, cp_size: int, is_per_token: bool
 ) -> tuple[torch.Tensor, Any, Any]:
-    """(loss to run backward from, number of tokens, reduced data) of what a loss function returned.
+    """From what a loss function returned: (loss to run backward from, number of tokens, reduced data).
 
-    (loss, num_tokens, data): the loss, a sum over tokens, is divided by num_tokens (at least 1) and the
-    number of micro-batches, or left as it is if `is_per_token`. (loss, data): times cp_size, over the
-    number of micro-batches.
+    Of (loss, num_tokens, data) the loss, a sum over tokens, is divided by num_tokens (at least 1) and by the
+    number of micro-batches, or left as it is if `is_per_token`. Of (loss, data) the loss is multiplied by
+    cp_size and divided by the number of micro-batches.
     """
     if not isinstance(outputs, (tuple, list)) or len(outputs) not in (2, 3):
         raise ValueError(
@@ -46,21 +62,48 @@ def auxiliary_loss_scales(
     grad_scale_func(ones(1)), else 1.
 
     Raises:
-        ValueError: such a function gives anything but one element.
+        ValueError: one of these functions does not return exactly one element.
     """
     is_per_token = setting(config, "calculate_per_token_loss")
     by_microbatch = 1.0 if is_per_token else 1.0 / num_microbatches
     by_rank = 1.0 if is_per_token else cp_size / num_microbatches
     kinds = [
-        ("moe", "num_moe_experts", "moe_grad_scale_func", by_rank),
-        ("mtp", "mtp_num_layers", "mtp_grad_scale_func", by_microbatch),
-        ("attention", "experimental_attention_variant", "", by_rank),
+        ("moe", "moe_grad_scale_func", by_rank),
+        ("mtp", "mtp_grad_scale_func", by_microbatch),
+        ("attention", "", by_rank),
     ]
     return {
         kind: _grad_scale(config, scale_func, device) * factor
-        for kind, feature, scale_func, factor in kinds
-        if setting(config, feature) is not None
+        for kind, scale_func, factor in kinds
+        if setting(config, _FEATURES[kind]) is not None
     }
+
+
+def auxiliary_loss_setters(config: Any) -> dict[str, Callable[[torch.Tensor], object]]:
+    """By kind of auxiliary loss that `config` has, what to call with its scale: set_auxiliary_loss_scale, or
+    else set_loss_scale of Megatron's class.
+
+    Raises:
+        ValueError: there is neither; the loss would be scaled wrongly.
+    """
+    set_scale = setting(config, "set_auxiliary_loss_scale")
+    setters: dict[str, Callable[[torch.Tensor], object]] = {}
+    for kind, feature in _FEATURES.items():
+        if setting(config, feature) is None:
+            continue
+        if set_scale is not None:
+            setters[kind] = functools.partial(set_scale, kind)
+            continue
+        module, name = _MEGATRONS_SCALERS[kind]
+        try:
+            scaler = getattr(importlib.import_module(f"megatron.core.transformer.{module}"), name)
+        except (ImportError, AttributeError) as missing:
+            raise ValueError(
+                f"config.{feature} needs config.set_auxiliary_loss_scale, because Megatron's {name} cannot "
+                f"be imported: {missing}"
+            ) from missing
+        setters[kind] = scaler.set_loss_scale
+    return setters
 
 
 def _grad_scale(config: Any, own_func: str, device: torch.device | str) -> torch.Tensor:

@@ -18,22 +18,25 @@ Semantics: megatron.core.pipeline_parallel.p2p_communication (Megatron Core 0.20
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from ..communicator import Communicator, Work, kept_communicator
+from ..communicator import Communicator, Recv, Send, Work, kept_communicator
+from ..core.timers import timed
 from ..errors import PipeCommMismatch
-from ..specs import Spec
-from .boundary import Tensors, is_differentiable, is_single_shape, shape_list, tensor_list
-from .config import has_variable_shapes, setting, timed
-from .exchange import ACTIVATIONS, GRADIENTS, NUM_CHANNELS, Exchange, Incoming, Outgoing, Receipt
+from ..runtime.border import BorderSpec, Tensors, can_have_gradient
+from ..runtime.border_channels import NUM_DATA_CHANNELS, BorderChannels, Incoming, Outgoing, Receipt
+from .config import has_variable_shapes, setting
+from .shapes import is_single_shape, shape_list, tensor_list
 
-WaitHandles = dict[str, Work]
+ACTIVATIONS, GRADIENTS = 0, 1
+NUM_CHANNELS = 2 * NUM_DATA_CHANNELS  # each one's headers have a channel, too
 
+_PASS_NAMES = {ACTIVATIONS: "forward", GRADIENTS: "backward"}
 _SEND_NAMES = {ACTIVATIONS: "send_next", GRADIENTS: "send_prev"}
 _RECV_NAMES = {ACTIVATIONS: "recv_prev", GRADIENTS: "recv_next"}
 
@@ -45,28 +48,15 @@ def timer_name(send_channels: Sequence[int], recv_channels: Sequence[int]) -> st
     words = []
     for channels, what in ((send_channels, "send"), (recv_channels, "recv")):
         if channels:
-            kinds = [
-                ("forward", "backward")[channel]
-                for channel in (ACTIVATIONS, GRADIENTS)
-                if channel in channels
-            ]
-            words += [*kinds, what]
+            words += [*(name for channel, name in _PASS_NAMES.items() if channel in channels), what]
     return "-".join(words)
 
 
-class _Message(NamedTuple):
-    """What a call sends on a channel."""
-
-    channel: int
-    tensors: Tensors
-
-    @classmethod
-    def of(cls, channel: int, tensors: Any, name: str) -> _Message:
-        return cls(channel, tensor_list(tensors, name))
+Message = tuple[int, Tensors]  # the channel, and what is sent on it
 
 
 class _Wanted(NamedTuple):
-    """What a call returns for a channel: received if it is due, else None or `num_tensors` times None."""
+    """The result of a call for a channel: a message if one is due, else None or `num_tensors` times None."""
 
     channel: int
     shapes: list[tuple[int, ...]] | None
@@ -111,6 +101,14 @@ class P2PCommunicator:
             is collective over it: at the first time its connections are made, and kept for later objects.
         config: see `PipelineConfig`.
 
+    Attributes:
+        pp_group, config, virtual_pipeline_model_parallel_size: as given.
+        communicator: moves the tensors.
+        total_stages, current_stage: number of ranks of the pipeline, and my rank in it.
+        is_pp_first_stage, is_pp_last_stage: whether that is the first or the last one, whatever the chunks.
+        prev_rank, next_rank: global ranks of the neighbours; the first and the last stage are neighbours.
+        has_variable_shapes: whether every message is preceded by its shapes.
+
     "tensor_shapes" is the shape of one tensor, which makes results single tensors, or a list of shapes, which
     makes them lists. With variable shapes only that difference counts: give any shape; [()] is a list, of as
     many tensors as are sent. An empty list is no message. Received tensors are fresh leaves that require grad
@@ -138,9 +136,16 @@ class P2PCommunicator:
             device = setting(config, "device")
             payload = kept_communicator(pp_group, device, "pipeline", {"cpu": NUM_CHANNELS, "cuda": 2})
         self.communicator = payload
-        self._prev, self._next = ((payload.rank + step) % payload.size for step in (-1, +1))
-        self._exchange = Exchange(payload, self._header_communicator() if self.has_variable_shapes else None)
-        self._last_forward_specs: Sequence[Spec] = ()
+        self.has_variable_shapes = has_variable_shapes(config)
+        self.current_stage, self.total_stages = payload.rank, payload.size
+        self.is_pp_first_stage = payload.rank == 0
+        self.is_pp_last_stage = payload.rank == payload.size - 1
+        before, after = ((payload.rank + step) % payload.size for step in (-1, +1))
+        self.prev_rank, self.next_rank = (dist.get_global_rank(payload.group, r) for r in (before, after))
+        self._ends = {ACTIVATIONS: (before, after), GRADIENTS: (after, before)}  # source, destination
+        headers = self._header_communicator() if self.has_variable_shapes else None
+        self._channels = BorderChannels(payload, headers)
+        self._last_forward_specs: Sequence[BorderSpec] = ()
 
     def _header_communicator(self) -> Communicator:
         if self.communicator.device.type == "cpu":
@@ -153,43 +158,6 @@ class P2PCommunicator:
             return self.communicator
         return kept_communicator(self.communicator.group, "cpu", "pipeline", {"cpu": NUM_CHANNELS})
 
-    # ---------------------------------------------------------------- facts
-
-    @property
-    def has_variable_shapes(self) -> bool:
-        """Whether every message is preceded by its shapes."""
-        return has_variable_shapes(self.config)
-
-    @property
-    def total_stages(self) -> int:
-        """Number of ranks of the pipeline."""
-        return self.communicator.size
-
-    @property
-    def current_stage(self) -> int:
-        """My rank in the pipeline."""
-        return self.communicator.rank
-
-    @property
-    def is_pp_first_stage(self) -> bool:
-        """Whether this is rank 0 of the pipeline, whatever its chunks."""
-        return self.current_stage == 0
-
-    @property
-    def is_pp_last_stage(self) -> bool:
-        """Whether this is the last rank of the pipeline, whatever its chunks."""
-        return self.current_stage == self.total_stages - 1
-
-    @property
-    def next_rank(self) -> int:
-        """Global rank of the next stage; the last one's is the first."""
-        return dist.get_global_rank(self.communicator.group, self._next)
-
-    @property
-    def prev_rank(self) -> int:
-        """Global rank of the previous stage; the first one's is the last."""
-        return dist.get_global_rank(self.communicator.group, self._prev)
-
     # ---------------------------------------------------------------- the nine methods
 
     def recv_forward(
@@ -197,31 +165,28 @@ class P2PCommunicator:
     ) -> Any:
         """The input of this stage, from the previous one; None(s) on the first stage."""
         wanted = _Wanted.of(ACTIVATIONS, tensor_shapes, is_due=not is_first_stage)
-        return self._call("forward-recv", [], [wanted], overlap_p2p_comm)
+        return self._call([], [wanted], overlap_p2p_comm)
 
     def recv_backward(
         self, tensor_shapes: Any, is_last_stage: bool, *, overlap_p2p_comm: bool = False
     ) -> Any:
         """The gradient of this stage's output, from the next one; None(s) on the last stage."""
         wanted = _Wanted.of(GRADIENTS, tensor_shapes, is_due=not is_last_stage)
-        return self._call("backward-recv", [], [wanted], overlap_p2p_comm)
+        return self._call([], [wanted], overlap_p2p_comm)
 
     def send_forward(
         self, output_tensors: Any, is_last_stage: bool, *, overlap_p2p_comm: bool = False
     ) -> Any:
         """Sends this stage's output to the next one; nothing on the last stage."""
-        sends = (
-            [] if is_last_stage else [_Message(ACTIVATIONS, tensor_list(output_tensors, "output_tensors"))]
-        )
-        return self._call("forward-send", sends, [], overlap_p2p_comm)
+        outputs = [] if is_last_stage else tensor_list(output_tensors, "output_tensors")
+        return self._call([(ACTIVATIONS, outputs)], [], overlap_p2p_comm)
 
     def send_backward(
         self, input_tensor_grads: Any, is_first_stage: bool, *, overlap_p2p_comm: bool = False
     ) -> Any:
         """Sends the gradient of this stage's input to the previous one; nothing on the first stage."""
         grads = tensor_list(input_tensor_grads, "input_tensor_grads")
-        sends = [] if is_first_stage else [_Message(GRADIENTS, grads)]
-        return self._call("backward-send", sends, [], overlap_p2p_comm)
+        return self._call([(GRADIENTS, [] if is_first_stage else grads)], [], overlap_p2p_comm)
 
     def send_forward_recv_backward(
         self,
@@ -237,8 +202,7 @@ class P2PCommunicator:
         """
         outputs = tensor_list(output_tensors, "output_tensors")
         wanted = self._answer(GRADIENTS, output_tensors, len(outputs), tensor_shapes, not is_last_stage)
-        sends = [] if is_last_stage else [_Message(ACTIVATIONS, outputs)]
-        return self._call("forward-send-backward-recv", sends, [wanted], overlap_p2p_comm)
+        return self._call([(ACTIVATIONS, [] if is_last_stage else outputs)], [wanted], overlap_p2p_comm)
 
     def send_backward_recv_forward(
         self,
@@ -254,30 +218,25 @@ class P2PCommunicator:
         """
         grads = tensor_list(input_tensor_grads, "input_tensor_grads")
         wanted = self._answer(ACTIVATIONS, input_tensor_grads, len(grads), tensor_shapes, not is_first_stage)
-        sends = [] if is_first_stage else [_Message(GRADIENTS, grads)]
-        return self._call("backward-send-forward-recv", sends, [wanted], overlap_p2p_comm)
+        return self._call([(GRADIENTS, [] if is_first_stage else grads)], [wanted], overlap_p2p_comm)
 
     def send_forward_recv_forward(
         self, output_tensor: Any, recv_prev: bool, tensor_shape: Any, overlap_p2p_comm: bool = False
     ) -> Any:
-        """Sends the output to the next stage (None: nothing), receives an input from the previous one (if
-        recv_prev, else None).
-        """
-        sends = [] if output_tensor is None else [_Message.of(ACTIVATIONS, output_tensor, "output_tensor")]
+        """Sends the output, if there is one, to the next stage; receives an input from the previous one if
+        `recv_prev`, else gives None."""
+        sends = [(ACTIVATIONS, _given(output_tensor, "output_tensor"))]
         wanted = _Wanted.if_asked(ACTIVATIONS, tensor_shape, is_due=recv_prev)
-        return self._call("forward-send-forward-recv", sends, [wanted], overlap_p2p_comm)
+        return self._call(sends, [wanted], overlap_p2p_comm)
 
     def send_backward_recv_backward(
         self, input_tensor_grad: Any, recv_next: bool, tensor_shape: Any, overlap_p2p_comm: bool = False
     ) -> Any:
-        """Sends a gradient to the previous stage (None: nothing), receives one from the next (if recv_next,
-        else None).
-        """
-        sends = []
-        if input_tensor_grad is not None:
-            sends = [_Message.of(GRADIENTS, input_tensor_grad, "input_tensor_grad")]
+        """Sends a gradient, if there is one, to the previous stage; receives one from the next stage if
+        `recv_next`, else gives None."""
+        sends = [(GRADIENTS, _given(input_tensor_grad, "input_tensor_grad"))]
         wanted = _Wanted.if_asked(GRADIENTS, tensor_shape, is_due=recv_next)
-        return self._call("backward-send-backward-recv", sends, [wanted], overlap_p2p_comm)
+        return self._call(sends, [wanted], overlap_p2p_comm)
 
     def send_forward_backward_recv_forward_backward(
         self,
@@ -290,21 +249,69 @@ class P2PCommunicator:
         overlap_p2p_comm: bool = False,
     ) -> Any:
         """All four directions at once: (input, gradient of the output), each None if not asked for."""
-        sends = []
-        if output_tensor is not None:
-            sends.append(_Message.of(ACTIVATIONS, output_tensor, "output_tensor"))
-        if input_tensor_grad is not None:
-            sends.append(_Message.of(GRADIENTS, input_tensor_grad, "input_tensor_grad"))
+        sends = [
+            (ACTIVATIONS, _given(output_tensor, "output_tensor")),
+            (GRADIENTS, _given(input_tensor_grad, "input_tensor_grad")),
+        ]
         wanted = [
             _Wanted.if_asked(ACTIVATIONS, tensor_shape, is_due=recv_prev),
             _Wanted.if_asked(GRADIENTS, tensor_shape, is_due=recv_next),
         ]
-        return self._call("forward-backward-send-forward-backward-recv", sends, wanted, overlap_p2p_comm)
+        return self._call(sends, wanted, overlap_p2p_comm)
+
+    # ---------------------------------------------------------------- Megatron's private methods
+
+    def _communicate(
+        self,
+        *,
+        tensor_send_next: Any,
+        tensor_send_prev: Any,
+        recv_prev: bool,
+        recv_next: bool,
+        tensor_shape: Any,
+        wait_on_reqs: bool = True,
+    ) -> tuple[Any, Any, dict[str, Work] | None]:
+        """(tensor from the previous stage, tensor from the next one, handles if nothing was waited for).
+
+        It is here for code written over Megatron's method; the nine methods do not call it.
+        """
+        result = self.send_forward_backward_recv_forward_backward(
+            tensor_send_next,
+            tensor_send_prev,
+            recv_prev,
+            recv_next,
+            tensor_shape,
+            overlap_p2p_comm=not wait_on_reqs,
+        )
+        received, handles = (result, None) if wait_on_reqs else result
+        return *received, handles
+
+    def _communicate_shapes(
+        self, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool
+    ) -> tuple[list[int], list[int]]:
+        """Shapes of what the previous and the next stage are about to send, 3-d tensors, as lists; [0, 0, 0]
+        where nothing is received. Like `_communicate`: messages of this package tell their shapes anyway.
+        """
+        comm, ops, shapes = self.communicator, [], []
+        for channel, tensor, receives in (
+            (ACTIVATIONS, tensor_send_next, recv_prev),
+            (GRADIENTS, tensor_send_prev, recv_next),
+        ):
+            source, destination = self._ends[channel]
+            shapes.append(torch.zeros(3, dtype=torch.int64, device=comm.device))
+            if tensor is not None:
+                sizes = torch.tensor(tensor.shape, dtype=torch.int64, device=comm.device)
+                ops.append(Send(sizes, destination, channel))
+            if receives:
+                ops.append(Recv(shapes[-1], source, channel))
+        comm.batch_p2p(ops)
+        recv_prev_shape, recv_next_shape = (shape.tolist() for shape in shapes)
+        return recv_prev_shape, recv_next_shape
 
     # ---------------------------------------------------------------- groups of messages
 
     def post(
-        self, sends: Sequence[tuple[int, Tensors]], recvs: Sequence[tuple[int, Any]]
+        self, sends: Sequence[Message], recvs: Sequence[tuple[int, Any]]
     ) -> tuple[list[Work], list[Receipt]]:
         """Starts any number of messages as one batch, in order for each channel; waits for nothing.
 
@@ -314,41 +321,37 @@ class P2PCommunicator:
 
         Sends are done when all works are; `Receipt.wait()` gives what was received.
         """
-        return self._exchange.post(*self._prepared(sends, recvs))
+        return self._channels.post(*self._prepared(sends, recvs))
 
     def abort(self, reason: str) -> None:
         """Makes every pending and later call fail, on all ranks of the pipeline, with this reason."""
-        self.communicator.abort(reason)
-        if self._exchange.headers is not None:
-            self._exchange.headers.abort(reason)
+        self._channels.abort(reason)
 
     def close(self) -> None:
         """Closes the connections, which all objects of this group share; a later object makes new ones."""
         self.communicator.close()
-        if self._exchange.headers is not None:
-            self._exchange.headers.close()
+        self._channels.close_headers()
 
     # ---------------------------------------------------------------- details
 
     def _prepared(
-        self, sends: Sequence[tuple[int, Tensors]], recvs: Sequence[tuple[int, Any]]
+        self, sends: Sequence[Message], recvs: Sequence[tuple[int, Any]]
     ) -> tuple[list[Outgoing], list[Incoming]]:
         """The arguments of `post`, checked and completed."""
-        outgoing = [
-            Outgoing(self._sendable(channel, tensors), self._destination(channel), channel)
-            for channel, tensors in sends
-        ]
-        incoming = [
-            Incoming(self._expected(channel, shapes), self._source(channel), channel)
-            for channel, shapes in recvs
-        ]
-        return outgoing, incoming
+        outgoing = [self._outgoing(*message) for message in sends]
+        return outgoing, [self._incoming(*message) for message in recvs]
 
-    def _destination(self, channel: int) -> int:
-        return self._next if channel == ACTIVATIONS else self._prev
-
-    def _source(self, channel: int) -> int:
-        return self._prev if channel == ACTIVATIONS else self._next
+    def _outgoing(self, channel: int, tensors: Tensors) -> Outgoing:
+        _, peer = self._ends[channel]
+        if not self.has_variable_shapes:
+            return Outgoing(self._sendable(channel, tensors), peer, channel)
+        specs = [
+            None
+            if tensor is None
+            else BorderSpec(tensor.shape, tensor.dtype, can_have_gradient(tensor.dtype))
+            for tensor in tensors
+        ]
+        return Outgoing(tensors, peer, channel, self._channels.header(specs, peer, channel))
 
     def _answer(self, channel: int, sent: Any, num_sent: int, tensor_shapes: Any, is_due: bool) -> _Wanted:
         """What comes back for `sent`: as many tensors, and in its form."""
@@ -373,56 +376,62 @@ class P2PCommunicator:
         """Whether a gradient is sent back for a tensor of fixed shape: not for those that a list of dtypes
         declares to be integers."""
         is_declared = not isinstance(setting(self.config, "pipeline_dtype"), torch.dtype)
-        return not is_declared or is_differentiable(dtype)
+        return not is_declared or can_have_gradient(dtype)
 
-    def _expected(self, channel: int, shapes: Any) -> list[Spec | None] | None:
+    def _incoming(self, channel: int, shapes: Any) -> Incoming:
+        peer, _ = self._ends[channel]
         if setting(self.config, "pipeline_dtype") is None:
             raise RuntimeError("config.pipeline_dtype must be set, to receive tensors of that dtype")
         if shapes is None:
             raise RuntimeError("the tensor shape must be given, to receive a tensor of that shape")
         if self.has_variable_shapes:
-            return None
-        specs = list(zip(shapes, self._dtypes(len(shapes)), strict=True))
+            return Incoming(partial(self._channels.receive_header, peer, channel), peer, channel)
+        specs = [
+            BorderSpec(shape, dtype, can_have_gradient(dtype))
+            for shape, dtype in zip(shapes, self._dtypes(len(shapes)), strict=True)
+        ]
         if channel == ACTIVATIONS:
             self._last_forward_specs = specs
-            return specs
-        return [spec if self._has_gradient(spec[1]) else None for spec in specs]
+        else:
+            specs = [spec if self._has_gradient(spec.dtype) else None for spec in specs]
+        return Incoming(specs, peer, channel)
 
     def _sendable(self, channel: int, tensors: Tensors) -> Tensors:
-        """With fixed shapes nobody can tell the receiver that a tensor is None, so it gets zeros."""
-        if self.has_variable_shapes:
-            return tensors
+        """The tensors as they are sent. With fixed shapes nothing tells the receiver that one is None, so it
+        gets zeros."""
         specs = self._last_forward_specs if channel == GRADIENTS else ()
-        sendable: Tensors = []
+        sendable: list[torch.Tensor | None] = []
         for idx, tensor in enumerate(tensors):
             spec = specs[idx] if len(specs) == len(tensors) else None
-            if spec is not None and not self._has_gradient(spec[1]):
+            if spec is not None and not self._has_gradient(spec.dtype):
                 if tensor is not None:
-                    raise ValueError(f"gradient {idx} belongs to a tensor of {spec[1]}, which has none")
+                    raise ValueError(f"gradient {idx} belongs to a tensor of {spec.dtype}, which has none")
             elif tensor is None:
                 if spec is None:
                     raise ValueError(
                         f"tensor {idx} of {len(tensors)} to be sent is None, and its shape is not known; "
                         "send a tensor, or set variable_seq_lengths"
                     )
-                shape, dtype = spec
-                tensor = torch.zeros(shape, dtype=dtype, device=self.communicator.device)
+                tensor = torch.zeros(spec.shape, dtype=spec.dtype, device=self.communicator.device)
             sendable.append(tensor)
         return sendable
 
-    def _call(self, timer: str, sends: list[_Message], wanted: list[_Wanted], overlap: bool) -> Any:
+    def _call(self, messages: list[Message], wanted: list[_Wanted], overlap: bool) -> Any:
+        """Carries a method out. A message without tensors is not sent; it only names the timer."""
         is_batch = bool(setting(self.config, "batch_p2p_comm"))
         if overlap and is_batch:
             raise ValueError(
                 "overlap_p2p_comm needs config.batch_p2p_comm=False: a batch is waited for as one"
             )
-        sends = [message for message in sends if message.tensors]
+        sends = [(channel, tensors) for channel, tensors in messages if tensors]
         recvs = [(want.channel, want.shapes) for want in wanted if want.is_due]
         groups = [(sends, recvs)] if is_batch else [([m], []) for m in sends] + [([], [r]) for r in recvs]
-        with timed(self.config, timer) if sends or recvs else contextlib.nullcontext():
+        timers = setting(self.config, "timers") if sends or recvs else None
+        timer = "" if timers is None else timer_name([m[0] for m in messages], [w.channel for w in wanted])
+        with timed(timers, timer):
             prepared = [self._prepared(*group) for group in groups]
             waits = not overlap and len(groups) == 1
-            posted = [self._exchange.post(*group, waits) for group in prepared]
+            posted = [self._channels.post(*group, waits) for group in prepared]
             receipts = [receipt for _, some in posted for receipt in some]
             for receipt in receipts if overlap else receipts[:-1]:
                 receipt.tensors()
@@ -436,12 +445,14 @@ class P2PCommunicator:
         result = results[0] if len(results) == 1 else tuple(results) or None
         if not overlap:
             return result
-        handles = {
-            _SEND_NAMES[message.channel]: works[0]
-            for message, (works, _) in zip(sends, posted, strict=False)
-            if works
-        }
+        sent = {_SEND_NAMES[message[0]]: works for message, (works, _) in zip(sends, posted, strict=False)}
+        handles = {name: works[0] for name, works in sent.items() if works}
         for (channel, _), receipt in zip(recvs, receipts, strict=True):
             if receipt.work is not None:
                 handles[_RECV_NAMES[channel]] = receipt.work
         return result, handles
+
+
+def _given(tensors: Any, name: str) -> Tensors:
+    """The tensors to send; None is nothing."""
+    return [] if tensors is None else tensor_list(tensors, name)

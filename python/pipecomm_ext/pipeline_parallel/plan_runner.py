@@ -1,129 +1,170 @@
-"""Runs one rank's row of a plan with Megatron's step functions."""
+"""Runs one rank's row of a plan with Megatron's step functions and hooks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 
-from ..communicator import Work
-from ..schedules import ACT, GRAD, SEND, Action, Group, Plan
-from .boundary import Tensors
-from .config import setting, timed
-from .exchange import Receipt
+from ..core.timers import timed
+from ..runtime.border import Tensors
+from ..runtime.mailbox import Mailbox
+from ..runtime.plan_loop import PlanLoop, failing_together
+from ..schedules.actions import ACT, GRAD, SEND, Action, Compute, Group
+from ..schedules.plan import Plan
+from .config import setting
 from .hooks import Hooks
-from .p2p_communicator import P2PCommunicator, timer_name
+from .p2p_communicator import ACTIVATIONS, GRADIENTS, P2PCommunicator, timer_name
+from .shapes import size_of
 from .steps import backward_step, check_first_val_step, deallocate_output_tensor, forward_step
+from .wrapped_model import attribute_of
 
-Key = tuple[str, int, int]  # ACT or GRAD, the stage that makes it, micro-batch
 Shapes = list[tuple[int, ...]]
 
 
-@dataclass
+@dataclass(kw_only=True)
 class StepArguments:
-    """What a schedule was called with. Models and iterators are by chunk of this rank."""
+    """The arguments that Megatron's three schedules have in common.
 
-    forward_step_func: Callable[..., Any]
-    data_iterators: Sequence[Any]
-    models: Sequence[Any]
-    config: Any
-    num_microbatches: int
-    cp_size: int
-    forward_only: bool
-    collect_non_loss_data: bool
-    first_val_step: bool | None
-
-
-class PlanRunner:
-    """One step of one rank.
-
-    `p2p` moves what crosses ranks, `shapes` says what its receives get: ACT inputs of a stage, GRAD gradients
-    of its outputs; neither is needed for a plan of one rank. State is keyed by (stage, micro-batch); nothing
-    is "the next one in a queue".
+    A schedule first brings them into one form: `model` and `data_iterator` are lists with one entry for each
+    chunk of this rank, `p2p_communicator` is there unless nothing crosses ranks, and `groups` are those of
+    `pg_collection`, or the default ones if the caller gave none.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        rank: int,
-        step: StepArguments,
-        hooks: Hooks,
-        p2p: P2PCommunicator | None = None,
-        shapes: dict[str, Shapes] | None = None,
-    ):
-        self._plan, self._rank, self._step, self._hooks, self._p2p = plan, rank, step, hooks, p2p
-        self._shapes = shapes or {ACT: [()]}
-        config = step.config
-        self._overlaps = bool(setting(config, "overlap_p2p_comm"))
-        self._frees_outputs = bool(setting(config, "deallocate_pipeline_outputs")) and not step.forward_only
-        self._checkpoint_limit = setting(config, "num_microbatches_with_partial_activation_checkpoints")
-        kinds = [action.kind for action in plan.compute[rank]]
-        self._max_outstanding = kinds.index("B")
-        self._num_forwards = self._num_backwards = 0
-        self._in_flight: dict[tuple[int, int], tuple[Tensors, list]] = {}  # inputs and outputs
-        self._to_send: dict[Key, Tensors] = {}
-        self._receipts: dict[Key, Receipt] = {}
-        self._sends: list[Work] = []
-        self.forward_data_store: list = []
-        self.total_num_tokens: Any = torch.tensor(0, dtype=torch.int)
+    forward_step_func: Callable[..., Any]
+    data_iterator: Any
+    model: Any
+    num_microbatches: int
+    seq_length: int
+    micro_batch_size: int
+    decoder_seq_length: int | None = None
+    forward_only: bool = False
+    collect_non_loss_data: bool = False
+    first_val_step: bool | None = None
+    adjust_tensor_shapes_fn: Callable[..., Any] | None = None
+    p2p_communicator: P2PCommunicator | None = None
+    pg_collection: Any = None
+    force_all_reduce: bool = False
+    groups: Any = field(init=False, default=None)  # has `cp` and `tp`, or lacks them
 
-    def run(self) -> None:
-        """Runs the row. If anything fails, so does the communicator, on all ranks, with the reason."""
-        item = None
-        try:
-            for item in self._plan.program[self._rank]:
-                if type(item) is Group:
-                    self._exchange(item)
-                elif item.kind == "F":
-                    self._forward(item)
-                elif not self._step.forward_only:
-                    self._backward(item)
-            for work in self._sends:
-                work.wait()
-            if not self._step.forward_only:
-                self._hooks.finish()
-        except BaseException as error:
-            if self._p2p is not None:
-                self._p2p.abort(
-                    f"{self._plan.name}, rank {self._rank}, {item}: {type(error).__name__}: {error}"
-                )
-            raise
+    @cached_property
+    def config(self) -> Any:
+        """The config of the first chunk."""
+        return attribute_of(self.model[0], "config")
 
-    def _exchange(self, group: Group) -> None:
-        ops = [op for op in group.ops if op.what == ACT or not self._step.forward_only]
-        sends = [op for op in ops if op.kind == SEND]
-        recvs = [op for op in ops if op.kind != SEND]
+
+class P2PMailbox(Mailbox):
+    """The messages of one step over a `P2PCommunicator`.
+
+    `shapes` says what is received: ACT inputs of a stage, GRAD gradients of its outputs. The timers of sends
+    measure their posts; those of receives measure what the next compute waits.
+    """
+
+    def __init__(self, plan: Plan, rank: int, step: StepArguments, shapes: dict[str, Shapes]):
+        super().__init__(plan, rank)
+        self.is_training = not step.forward_only
+        self._p2p, self._shapes = step.p2p_communicator, shapes
+        self._timers = setting(step.config, "timers")
+        self._frees_outputs = self.is_training and setting(step.config, "deallocate_pipeline_outputs")
+
+    def put(self, what: str, stage: int, micro: int, tensors: Tensors) -> None:
+        """Hands what a stage made to the stage that needs it, if there is one."""
+        consumers = self.plan.next_of if what == ACT else self.plan.prev_of
+        if consumers[stage] is not None:
+            self.outbox[what, stage, micro] = tensors
+
+    def post(self, group: Group) -> None:
+        ops = [op for op in group.ops if self.is_wanted(op.what)]
         if not ops:
             return
-        messages = [(op.channel, self._to_send.pop(op[1:4])) for op in sends]
-        with timed(self._step.config, timer_name([op.channel for op in sends], [op.channel for op in recvs])):
+        sends = [op for op in ops if op.kind == SEND]
+        recvs = [op for op in ops if op.kind != SEND]
+        messages = [(op.channel, self.outbox.pop(op[1:4])) for op in sends]
+        with timed(self._timers if sends else None, timer_name([op.channel for op in sends], [])):
             works, receipts = self._p2p.post(messages, [(op.channel, self._shapes[op.what]) for op in recvs])
-            if not self._overlaps:
-                for pending in [*receipts, *works]:
-                    pending.wait()
-        self._receipts.update(zip((op[1:4] for op in recvs), receipts, strict=True))
-        self._sends = [work for work in (*self._sends, *works) if not work.is_completed()]
+        self.receipts.update(zip((op[1:4] for op in recvs), receipts, strict=True))
+        self.works = [work for work in (*self.works, *works) if not work.is_completed()]
         if self._frees_outputs:
             for op, (_, tensors) in zip(sends, messages, strict=True):
                 if op.what == ACT:
-                    _free(tensors)
+                    _free(tensors)  # the message keeps the storage until it is sent
 
-    def _forward(self, action: Action) -> None:
-        stage, micro, step = action.stage, action.micro, self._step
+    def take_inputs(self, stage: int, micro: int) -> list:
+        with timed(self._timers, timer_name([], [ACTIVATIONS])):
+            return super().take_inputs(stage, micro)
+
+    def take_gradients(self, stage: int, micro: int) -> list:
+        with timed(self._timers, timer_name([], [GRADIENTS])):
+            return super().take_gradients(stage, micro)
+
+
+class PlanRunner:
+    """One step of one rank with Megatron's step functions.
+
+    `shapes` says what is received, see `P2PMailbox`; a plan of one rank needs none.
+    """
+
+    def __init__(
+        self, plan: Plan, rank: int, step: StepArguments, hooks: Hooks, shapes: dict[str, Shapes] | None
+    ):
+        self._plan, self._rank = plan, rank
+        self._step, self._hooks = step, hooks
+        shapes = shapes or {ACT: [()]}
+        self._num_inputs = len(shapes[ACT])
+        self._mailbox = P2PMailbox(plan, rank, step, shapes)
+        self._cp_size = size_of(getattr(step.groups, "cp", None))
+        self._checkpoint_limit = setting(step.config, "num_microbatches_with_partial_activation_checkpoints")
+        self._max_outstanding = [action.kind for action in plan.compute[rank]].index("B")
+        self._num_forwards = self._num_backwards = 0
+        self._in_flight: dict[tuple[int, int], tuple[Tensors, list]] = {}  # inputs and outputs
+        self.forward_data_store: list = []
+        # Where the messages are: finalize_model_grads_func broadcasts the count over the pipeline.
+        device = None if step.p2p_communicator is None else step.p2p_communicator.communicator.device
+        self.total_num_tokens: Any = torch.tensor(0, dtype=torch.int, device=device)
+
+    def run(self) -> None:
+        """Runs the row. If anything fails, so does the communicator, on all ranks, with the reason."""
+        loop = PlanLoop(self._plan, self._mailbox, self._chain_input, self._compute)
+
+        def abort(reason: str) -> None:
+            if self._step.p2p_communicator is not None:
+                self._step.p2p_communicator.abort(
+                    f"{self._plan.name}, rank {self._rank}, {loop.item}: {reason}"
+                )
+
+        with failing_together(abort):
+            loop.run(self._plan.program[self._rank], is_training=not self._step.forward_only)
+            if not self._step.forward_only:
+                self._hooks.finish()
+
+    def _chain_input(self, stage: int, micro: int) -> list[None]:
+        return [None] * self._num_inputs
+
+    def _compute(
+        self, item: Compute, position: int, actions: Sequence[Action], operands: Sequence[Any]
+    ) -> None:
+        (kind, stage, micro), operand = actions[0], operands[0]
+        if kind == "F":
+            self._forward(stage, micro, operand)
+        else:
+            self._backward(stage, micro, operand)
+
+    def _forward(self, stage: int, micro: int, inputs: list[torch.Tensor | None]) -> None:
+        step = self._step
         chunk, is_last = stage // self._plan.P, self._plan.next_of[stage] is None
-        inputs = self._received(ACT, self._plan.prev_of[stage], micro)
         self._hooks.before_forward(self._num_forwards)
         outputs, num_tokens = forward_step(
             step.forward_step_func,
-            step.data_iterators[chunk],
-            step.models[chunk],
+            step.data_iterator[chunk],
+            step.model[chunk],
             step.num_microbatches,
-            [None] * len(self._shapes[ACT]) if inputs is None else inputs,
+            inputs,
             self.forward_data_store,
             step.config,
-            step.cp_size,
+            self._cp_size,
             collect_non_loss_data=step.collect_non_loss_data,
             checkpoint_activations_microbatch=self._is_checkpointed(self._num_forwards),
             is_first_microbatch=check_first_val_step(step.first_val_step, step.forward_only, micro == 0),
@@ -133,19 +174,15 @@ class PlanRunner:
         )
         self._num_forwards += 1
         self.total_num_tokens = self.total_num_tokens + num_tokens
-        if not is_last:
-            self._to_send[ACT, stage, micro] = outputs
+        self._mailbox.put(ACT, stage, micro, outputs)
         if not step.forward_only:
-            self._in_flight[stage, micro] = inputs or [], outputs
+            self._in_flight[stage, micro] = inputs, outputs
 
-    def _backward(self, action: Action) -> None:
-        stage, micro = action.stage, action.micro
-        is_last = self._plan.next_of[stage] is None
+    def _backward(self, stage: int, micro: int, grads: list[torch.Tensor | None] | None) -> None:
         inputs, outputs = self._in_flight.pop((stage, micro))
-        grads = [None] * len(outputs) if is_last else self._received(GRAD, self._plan.next_of[stage], micro)
         self._hooks.before_backward(self._num_backwards)
-        if is_last:
-            outputs, grads = outputs[:1], grads[:1]  # the loss; whatever is beside it is the user's
+        if grads is None:
+            outputs, grads = outputs[:1], [None]  # the loss; whatever is beside it is the user's
         else:
             # None is no gradient here, not the gradient of a loss.
             kept = [pair for pair in zip(outputs, grads, strict=True) if pair[1] is not None]
@@ -154,12 +191,7 @@ class PlanRunner:
             backward_step(inputs, outputs, grads, self._step.config)
         self._hooks.after_backward(self._num_backwards)
         self._num_backwards += 1
-        if self._plan.prev_of[stage] is not None:
-            self._to_send[GRAD, stage, micro] = [None if x is None else x.grad for x in inputs]
-
-    def _received(self, what: str, producer: int | None, micro: int) -> Tensors | None:
-        """What another stage has made; None if there is no such stage."""
-        return None if producer is None else self._receipts.pop((what, producer, micro)).wait()
+        self._mailbox.put(GRAD, stage, micro, [None if x is None else x.grad for x in inputs])
 
     def _is_checkpointed(self, forward_idx: int) -> bool | None:
         """Whether this forward recomputes all its activations: all but the first few of those that are in
@@ -171,7 +203,7 @@ class PlanRunner:
 
 
 def _free(outputs: Tensors) -> None:
-    """Of the outputs that own their memory and that nobody else has: not views, not inputs passed on."""
+    """Frees the outputs that own their memory and have no other user: no views, no inputs passed on."""
     for output in outputs:
         if output is not None and output._base is None and not output.is_leaf:
             deallocate_output_tensor(output, deallocate_pipeline_outputs=True)

@@ -14,9 +14,12 @@ from typing import Any
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from .config import setting, timed
-from .loss_scaling import auxiliary_loss_scales, scaled_loss
-from .wrapped import attribute_of, owner_of
+from ..core.timers import timed
+from .config import setting
+from .default_pipeline import is_default_last_stage, megatron_cp_group
+from .loss_scaling import auxiliary_loss_scales, auxiliary_loss_setters, scaled_loss
+from .shapes import size_of
+from .wrapped_model import attribute_of, owner_of
 
 
 def forward_step(
@@ -49,7 +52,7 @@ def forward_step(
         (output, number of tokens). The output is the loss on the last stage. It comes in a list if and only
         if `input_tensor` is a list; a tuple or list of outputs is that list.
     """
-    with timed(config, "forward-compute"):
+    with timed(setting(config, "timers"), "forward-compute"):
         if is_first_microbatch and (owner := owner_of(model, "set_is_first_microbatch")) is not None:
             owner.set_is_first_microbatch()
         if current_microbatch is not None:
@@ -88,18 +91,18 @@ def forward_step_calc_loss(
     cp_group_size: int | None = None,
     is_last_stage: bool | None = None,
 ) -> tuple[Any, Any]:
-    """The loss part of `forward_step`: (output or loss, number of tokens).
+    """Calls the loss function, as a part of `forward_step`; returns (output or loss, number of tokens).
 
-    `loss_func(output)` gives (loss, data) or (loss, number of tokens, data); with `collect_non_loss_data`
-    it is called as `loss_func(output, non_loss_data=True)`, and all that it gives is stored. None: the
-    output is stored.
+    `loss_func(output)` gives (loss, data) or (loss, number of tokens, data). With `collect_non_loss_data`
+    `loss_func(output, non_loss_data=True)` is called, and its result stored. Without a `loss_func` the output
+    is stored. If `cp_group_size` or `is_last_stage` is None, the default pipeline tells it.
     """
     model_vp_stage = getattr(model, "vp_stage", None)
     if None not in (vp_stage, model_vp_stage) and vp_stage != model_vp_stage:
         raise ValueError(f"vp_stage is {vp_stage}, but the model says {model_vp_stage}")
-    cp_size = 1 if cp_group_size is None else cp_group_size
+    cp_size = size_of(megatron_cp_group()) if cp_group_size is None else cp_group_size
     num_tokens: Any = torch.tensor(0, dtype=torch.int)
-    if is_last_stage or is_last_stage is None:
+    if is_default_last_stage(vp_stage) if is_last_stage is None else is_last_stage:
         if loss_func is None:
             forward_data_store.append(output_tensor)
         elif collect_non_loss_data:
@@ -112,27 +115,35 @@ def forward_step_calc_loss(
                 is_per_token=setting(config, "calculate_per_token_loss"),
             )
             forward_data_store.append(data)
-    set_scale = setting(config, "set_auxiliary_loss_scale")
-    if set_scale is not None:
-        device = _device_of(output_tensor)
+    setters = auxiliary_loss_setters(config)
+    if setters:
+        first = next(iter(output_tensor), None) if isinstance(output_tensor, (list, tuple)) else output_tensor
+        device = first.device if isinstance(first, torch.Tensor) else "cpu"
         scales = auxiliary_loss_scales(
             config, num_microbatches=num_microbatches, cp_size=cp_size, device=device
         )
         for kind, scale in scales.items():
-            set_scale(kind, scale)
+            setters[kind](scale)
     return output_tensor, num_tokens
 
 
-def backward_step(input_tensor: Any, output_tensor: Any, output_tensor_grad: Any, config: Any) -> Any:
-    """Runs backward from the outputs; the gradients of the inputs, a list if `input_tensor` is one.
+def backward_step(
+    input_tensor: Any, output_tensor: Any, output_tensor_grad: Any, model_type: Any = None, config: Any = None
+) -> Any:
+    """Runs backward from the outputs. Returns the gradients of the inputs, a list if `input_tensor` is one.
 
     Args:
         input_tensor: a tensor, None, or a list of them.
         output_tensor: the same; those that do not require grad are skipped.
         output_tensor_grad: the gradient of each output. The first one is None on the last stage: the output
             is a loss, scaled by config.grad_scale_func if there is one.
+        model_type: not used. Older versions of Megatron have it, newer ones have `config` in its place.
+        config: see `PipelineConfig`.
     """
-    with timed(config, "backward-compute"):
+    config = model_type if config is None else config
+    if config is None:
+        raise TypeError("backward_step() needs a config")
+    with timed(setting(config, "timers"), "backward-compute"):
         inputs = input_tensor if isinstance(input_tensor, list) else [input_tensor]
         outputs = list(output_tensor) if isinstance(output_tensor, list) else [output_tensor]
         grads = output_tensor_grad if isinstance(output_tensor_grad, list) else [output_tensor_grad]
@@ -158,10 +169,10 @@ def backward_step(input_tensor: Any, output_tensor: Any, output_tensor_grad: Any
 def custom_backward(output: torch.Tensor, grad_output: torch.Tensor | None) -> None:
     """Runs backward from an output whose data `deallocate_output_tensor` has freed.
 
-    `grad_output` has the shape that the output had; None: the output is a loss, its gradient 1.
+    `grad_output` has the shape that the output had; None stands for 1, the gradient of a loss.
 
     Raises:
-        TypeError: not tensors.
+        TypeError: an argument is not a tensor.
         ValueError: the output has more than one element, so it was not freed.
     """
     if not isinstance(output, torch.Tensor):
@@ -176,7 +187,7 @@ def custom_backward(output: torch.Tensor, grad_output: torch.Tensor | None) -> N
 
 
 def _run_backward(pairs: list[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
-    """From the gradient edges of the outputs, which do not mind that their data are gone."""
+    """Runs backward from the gradient edges of the outputs, whose data may have been freed."""
     if pairs:
         torch.autograd.backward(
             [get_gradient_edge(output) for output, _ in pairs],
@@ -191,8 +202,8 @@ def deallocate_output_tensor(out: Any, deallocate_pipeline_outputs: bool = False
     `custom_backward`.
 
     Raises:
-        TypeError: not a tensor.
-        ValueError: a view, whose memory belongs to another tensor.
+        TypeError: the output is not a tensor.
+        ValueError: it is a view, whose memory belongs to another tensor.
     """
     if out is None or not deallocate_pipeline_outputs:
         return
@@ -208,8 +219,9 @@ def deallocate_output_tensor(out: Any, deallocate_pipeline_outputs: bool = False
 
 
 def check_first_val_step(first_val_step: bool | None, forward_only: bool, cond: bool) -> bool:
-    """Whether weights that are cached for a step must be made anew: `cond`, but in evaluation only in the
-    first step, if the caller says which that is.
+    """Whether weights that are cached for a step must be made anew.
+
+    That is `cond`, and in evaluation `first_val_step`, too, unless it is None.
     """
     if forward_only and first_val_step is not None:
         return first_val_step and cond
@@ -217,10 +229,19 @@ def check_first_val_step(first_val_step: bool | None, forward_only: bool, cond: 
 
 
 def set_current_microbatch(model: Any, microbatch_id: int) -> None:
-    """Sets `current_microbatch` of every layer of the model's `decoder`, if it has one."""
+    """Sets `current_microbatch` of every layer of the model's `decoder`, of the transformer layers in its
+    `mtp`, and of every layer of the decoder of its `vision_model`, as far as it has them.
+    """
     owner = owner_of(model, "decoder")
-    for layer in getattr(getattr(owner, "decoder", None), "layers", ()):
+    vision_model = getattr(owner_of(model, "vision_model"), "vision_model", None)
+    layers = [*_layers_of(owner, "decoder"), *_layers_of(vision_model, "decoder")]
+    layers += [layer.mtp_model_layer for layer in _layers_of(owner, "mtp")]
+    for layer in layers:
         layer.current_microbatch = microbatch_id
+
+
+def _layers_of(owner: Any, name: str) -> Any:
+    return getattr(getattr(owner, name, None), "layers", ())
 
 
 def _autocast(config: Any, inputs: list) -> Any:
@@ -232,8 +253,3 @@ def _autocast(config: Any, inputs: list) -> Any:
             setting(config, "device") or ("cuda" if torch.cuda.is_available() else "cpu")
         ).type
     return torch.autocast(device, dtype=setting(config, "autocast_dtype"))
-
-
-def _device_of(output: Any) -> torch.device:
-    first = next(iter(output), None) if isinstance(output, (list, tuple)) else output
-    return first.device if isinstance(first, torch.Tensor) else torch.device("cpu")

@@ -1,74 +1,67 @@
-"""The relay as autograd sees it: the source gives a tensor away, the destination gets it, and the other way
-round with the gradient.
-"""
+"""The relay as autograd sees it: one stage gives a tensor to another, and gets its gradient back."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
-if TYPE_CHECKING:
-    from .stage_relay import Link, StageRelay
+from .link import Link
 
 
-class SentToken(torch.Tensor):
+class SentToken(Tensor):
     """What the source keeps of a tensor that it gave away: no elements, and a place in the graph."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
-    def backward(self, gradient: torch.Tensor | None = None, *args: Any, **kwargs: Any) -> None:
+    def backward(self, gradient: Tensor | None = None, *args: Any, **kwargs: Any) -> None:
         """Receives the gradient and goes on from there; needs no argument, as there are no elements."""
         super().backward(torch.empty_like(self) if gradient is None else gradient, *args, **kwargs)
 
 
-def relay(
-    stage_relay: StageRelay,
-    tensor: torch.Tensor | None,
-    shape: Sequence[int],
-    dtype: torch.dtype,
-    link: Link,
-) -> torch.Tensor:
-    """See `StageRelay.relay`; this rank is in one of the stages of `link`."""
-    comm = stage_relay.communicator
-    is_source = stage_relay.topology.get_vtp_my_stage_idx() == link.source_idx
-    with comm.collective("relay", link.members, link.channel):
-        if not is_source and tensor is not None:
-            raise ValueError("tensor must be None on the ranks of dst_stage, which receive it")
-        if is_source and not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"tensor must be a torch.Tensor in src_stage, not {type(tensor).__name__}")
-        if is_source and tensor.dtype != dtype:
-            raise ValueError(f"tensor is {tensor.dtype}, but dtype says {dtype}")
+def give(relay: Any, link: Link, tensor: Tensor, shape: Sequence[int]) -> SentToken:
+    """Sends what this rank of the source holds, by a StageRelay; the backward receives its gradient."""
+    return _Give.apply(relay, link, shape, tensor, _anchor(tensor.dtype, tensor.device)).as_subclass(
+        SentToken
+    )
+
+
+def take(relay: Any, link: Link, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Receives what this rank of the destination is to hold; the backward sends its gradient."""
+    return _Take.apply(relay, link, shape, dtype, _anchor(dtype, device))
+
+
+def _anchor(dtype: Any, device: torch.device) -> Tensor:
+    """An input that makes autograd record the relay on both stages if `dtype` can have a gradient.
+
+    Each stage relies on the other's backward, whether or not anything before the relay requires grad.
+    """
     can_have_grad = isinstance(dtype, torch.dtype) and (dtype.is_floating_point or dtype.is_complex)
-    # Both stages record the relay, whatever requires grad before it: each relies on the other's backward.
-    anchor = torch.empty(0, device=comm.device, requires_grad=can_have_grad)
-    if is_source:
-        return _Give.apply(stage_relay, link, shape, tensor, anchor).as_subclass(SentToken)
-    return _Take.apply(stage_relay, link, shape, dtype, anchor)
+    return torch.empty(0, device=device, requires_grad=can_have_grad)
 
 
 class _Give(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, stage_relay, link, shape, tensor, anchor):
-        stage_relay.send_on(link, tensor, False, shape)
-        ctx.stage_relay, ctx.link, ctx.spec = stage_relay, link.reversed(), (shape, tensor.dtype)
+    def forward(ctx, relay, link, shape, tensor, anchor):
+        relay.send_on(link, tensor, False, shape)
+        ctx.relay, ctx.link, ctx.shape, ctx.dtype = relay, link.reversed(), shape, tensor.dtype
         return tensor.new_empty(0)
 
     @staticmethod
     def backward(ctx, _):
-        gradient, _ = ctx.stage_relay.recv_on(ctx.link, *ctx.spec, False)
-        return None, None, None, gradient, None
+        gradient, _ = ctx.relay.recv_on(ctx.link, ctx.shape, ctx.dtype, False)
+        return None, None, None, gradient, None  # relay, link, shape, tensor's, anchor
 
 
 class _Take(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, stage_relay, link, shape, dtype, anchor):
-        result, _ = stage_relay.recv_on(link, shape, dtype, False)
-        ctx.stage_relay, ctx.link, ctx.shape = stage_relay, link.reversed(), shape
-        return result
+    def forward(ctx, relay, link, shape, dtype, anchor):
+        ctx.relay, ctx.link, ctx.shape = relay, link.reversed(), shape
+        return relay.recv_on(link, shape, dtype, False)[0]
 
     @staticmethod
     def backward(ctx, gradient):
-        ctx.stage_relay.send_on(ctx.link, gradient, False, ctx.shape)
-        return None, None, None, None, None
+        ctx.relay.send_on(ctx.link, gradient, False, ctx.shape)
+        return None, None, None, None, None  # relay, link, shape, dtype, anchor

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
-from .. import _C
 from ..communicator import Communicator
+from ..core.extension import _C
 from .route import Relayed
 
 
-def check_can_be_reduced(dtype: torch.dtype, mode: str) -> None:
-    if not (dtype.is_floating_point or dtype.is_complex):
-        raise TypeError(f'grad_reduce="{mode}" needs floating-point or complex gradients, not {dtype}')
-
-
-def reduced(
-    comm: Communicator, gradient: torch.Tensor, relayed: Relayed, mode: str, channel: int | None
-) -> torch.Tensor:
+def reduced(comm: Communicator, gradient: Tensor, relayed: Relayed, mode: str, channel: int | None) -> Tensor:
     """This rank's piece of the "sum" or "mean" over the ranks of the source: one exchange in the stage.
 
-    Added up in rank order, in fp32 if the dtype is smaller, and rounded once: the same bits on every route.
+    The gradients are added in the order of the ranks, in fp32 if the dtype is smaller, and the result is
+    rounded once: the same bits on every route.
     """
     pieces = relayed.source
     plan = _C.plan_collect_pieces(

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
 
-from .. import _C
-from ..specs import Spec
+from ..core.extension import _C
+from ..core.tensor_specs import TensorSpec
 
 HELD, RESULT = "held", "result"
 
@@ -27,12 +27,8 @@ class Holding:
     dim: int | None = None
     speaks_by_leader: bool = False
 
-    @property
-    def leader(self) -> int:
-        return self.ranks[0]
-
     def shape_on(self, rank: int, whole: tuple[int, ...]) -> tuple[int, ...]:
-        """Of what a rank holds of a tensor of shape `whole`."""
+        """The shape that a rank holds of a tensor of shape `whole`."""
         if self.dim is None:
             return whole
         length = _C.remainder_first(whole[self.dim], len(self.ranks))[self.ranks.index(rank)]
@@ -53,7 +49,7 @@ class View:
 class Hop:
     """One exchange: what it reads and writes here, who takes part, and which hop of the route it follows."""
 
-    plan: _C.Plan
+    plan: _C.PreparedExchange
     members: tuple[int, ...]
     inputs: tuple[View, ...]
     outputs: tuple[View, ...]
@@ -65,17 +61,19 @@ class Relayed:
     """One relay as all ranks of both stages see it.
 
     `whole` is the tensor as it is cut: flat if neither side holds pieces, else in its own shape; `shown` is
-    the tensor that errors name. `tag` holds further arguments that all ranks must share.
+    the tensor that errors name. `tag` holds further arguments that all ranks must share. If the source
+    `is_reduced`, each of its ranks has a whole gradient of its own, and `source` are the pieces of their sum.
     """
 
-    whole: Spec
+    whole: TensorSpec
     source: Holding
     destination: Holding
     algorithm: str
     num_chunks: int
     is_flat: bool
-    shown: Spec
+    shown: TensorSpec
     tag: str
+    is_reduced: bool = False
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -90,11 +88,19 @@ class Relayed:
 
     @property
     def takes_one_hop(self) -> bool:
-        """Every piece goes straight to whoever is to hold it."""
+        """Whether every piece goes straight to the ranks that are to hold it."""
         is_held_once = self.destination.dim is not None or len(self.destination.ranks) == 1
         return is_held_once or self.algorithm == "direct"
 
+    def shape_on(self, rank: int) -> tuple[int, ...]:
+        """The shape of the tensor that a rank sends, or receives."""
+        whole, _ = self.shown
+        if rank not in self.source.ranks:
+            return self.destination.shape_on(rank, whole)
+        return whole if self.is_reduced else self.source.shape_on(rank, whole)
 
+
+Span = tuple[int, int]  # start and length along the cut dim
 # A plan's view of a holding: ranks, dim, lengths (None: remainder-first), replicated.
 _Layout = tuple[tuple[int, ...], int, tuple[int, ...] | None, bool]
 
@@ -103,119 +109,85 @@ _Layout = tuple[tuple[int, ...], int, tuple[int, ...] | None, bool]
 def route_of(rank: int, size: int, relayed: Relayed) -> tuple[Hop, ...]:
     """The hops that `rank` takes part in."""
     builder = _RouteBuilder(rank, size, relayed)
-    if relayed.takes_one_hop:
-        builder.add_direct()
-    else:
-        builder.add_chunks()
-    return tuple(builder.hops)
+    return builder.direct() if relayed.takes_one_hop else builder.sharded()
 
 
 class _RouteBuilder:
     def __init__(self, rank: int, size: int, relayed: Relayed):
-        self.hops: list[Hop] = []
         self._rank, self._size, self._relayed = rank, size, relayed
         self._shape, self._dtype = relayed.whole
         self._dim = relayed.cut_dim
+        self._length = self._shape[self._dim]
         self._source, self._destination = relayed.source, relayed.destination
+        self._replicas: _Layout = (self._destination.ranks, self._dim, None, True)
 
-    def add_direct(self) -> None:
-        destination = self._destination
-        is_replicated = destination.dim is None
-        layout = (destination.ranks, self._dim, None, is_replicated)
-        mine = destination.shape_on(self._rank, self._shape) if self._rank in destination.ranks else None
-        self._add_first(0, self._length, layout, None if mine is None else (0, mine[self._dim]))
+    def direct(self) -> tuple[Hop, ...]:
+        destination, received = self._destination, None
+        if self._rank in destination.ranks:
+            received = 0, destination.shape_on(self._rank, self._shape)[self._dim]
+        pieces: _Layout = (destination.ranks, self._dim, None, False)
+        layout = self._replicas if destination.dim is None else pieces
+        return (self._arrival((0, self._length), layout, received, after=None),)
 
-    def add_chunks(self) -> None:
-        """Two hops for each chunk: one arrives while the one before is passed on in the stage.
+    def sharded(self) -> tuple[Hop, ...]:
+        """Two hops for each chunk: it arrives while the chunk before is gathered in the stage.
 
         All chunks follow the first one, with which the ranks agree, so the source never waits for more.
         """
-        offsets = accumulate(_C.remainder_first(self._length, self._relayed.num_chunks), initial=0)
+        offsets = accumulate(self._cut(self._length, self._relayed.num_chunks), initial=0)
         chunks = [(start, end - start) for start, end in pairwise(offsets)]
-        pass_on = self._add_gather if self._relayed.algorithm == "sharded" else self._add_pass_on
-        for idx, chunk in enumerate(chunks):
-            self._add_arrival(chunk, after=0 if idx else None)
-        for idx, chunk in enumerate(chunks):
-            pass_on(chunk, after=idx)
+        hops = [
+            self._arrival(chunk, self._pieces(chunk), self._piece_of(chunk), after=0 if idx else None)
+            for idx, chunk in enumerate(chunks)
+        ]
+        if self._rank in self._destination.ranks:
+            hops += [self._gather(chunk, after=idx) for idx, chunk in enumerate(chunks)]
+        return tuple(hops)
 
-    def _add_arrival(self, chunk: tuple[int, int], after: int | None) -> None:
-        """Sharded: to each its piece of the chunk; else all of it to the leader."""
-        if self._relayed.algorithm == "sharded":
-            layout = (self._destination.ranks, self._dim, None, False)
-            received = self._piece_of(chunk)
-        else:
-            layout = ((self._destination.leader,), self._dim, None, True)
-            received = chunk if self._rank == self._destination.leader else None
-        self._add_first(*chunk, layout, received, after)
+    def _arrival(self, chunk: Span, layout: _Layout, received: Span | None, after: int | None) -> Hop:
+        """The hop of a chunk from the source to `layout`, which fills `received` of this rank's result."""
+        sent, sender = self._source_layout(*chunk)
+        plan = self._plan(chunk[1], sender, layout, f"first {chunk[0]}")
+        inputs = () if sent is None else (sent,)
+        outputs = () if received is None else (self._view(RESULT, *received),)
+        return Hop(plan, self._relayed.members, inputs, outputs, after)
 
-    def _piece_of(self, chunk: tuple[int, int]) -> tuple[int, int] | None:
-        """This rank's part (start, length) of a chunk that the destination shares out."""
+    def _gather(self, chunk: Span, after: int) -> Hop:
+        """The hop in the stage that gives every rank all pieces of a chunk; its own one lies in its place."""
+        plan = self._plan(
+            chunk[1], self._pieces(chunk), self._replicas, f"gather {chunk[0]}", own_in_place=True
+        )
+        inputs = (self._view(RESULT, *self._piece_of(chunk)),)
+        outputs = (self._view(RESULT, *chunk),)
+        return Hop(plan, tuple(sorted(self._destination.ranks)), inputs, outputs, after)
+
+    def _piece_of(self, chunk: Span) -> Span | None:
+        """This rank's part of a chunk that the destination shares out."""
         ranks = self._destination.ranks
         if self._rank not in ranks:
             return None
-        lengths, idx = _C.remainder_first(chunk[1], len(ranks)), ranks.index(self._rank)
+        lengths, idx = self._cut(chunk[1], len(ranks)), ranks.index(self._rank)
         return chunk[0] + sum(lengths[:idx]), lengths[idx]
 
-    def _add_gather(self, chunk: tuple[int, int], after: int) -> None:
-        """The pieces of a chunk, to everybody in the stage; the own one lies in its place."""
-        ranks, piece = self._destination.ranks, self._piece_of(chunk)
-        if piece is None:
-            return
-        plan = self._plan(
-            chunk[1],
-            (ranks, self._dim, None, False),
-            (ranks, self._dim, None, True),
-            f"gather {chunk[0]}",
-            own_in_place=True,
-        )
-        inputs, outputs = (self._view(RESULT, *piece),), (self._view(RESULT, *chunk),)
-        self.hops.append(Hop(plan, tuple(sorted(ranks)), inputs, outputs, after))
+    def _pieces(self, chunk: Span) -> _Layout:
+        """A chunk that the destination shares out."""
+        ranks = self._destination.ranks
+        return ranks, self._dim, self._cut(chunk[1], len(ranks)), False
 
-    def _add_pass_on(self, chunk: tuple[int, int], after: int) -> None:
-        """A chunk, from the leader to the others."""
-        destination = self._destination
-        if self._rank not in destination.ranks:
-            return
-        plan = self._plan(
-            chunk[1],
-            ((destination.leader,), self._dim, None, True),
-            (tuple(sorted(set(destination.ranks) - {destination.leader})), self._dim, None, True),
-            f"pass on {chunk[0]}",
-        )
-        view = (self._view(RESULT, *chunk),)
-        is_leader = self._rank == destination.leader
-        inputs, outputs = (view, ()) if is_leader else ((), view)
-        self.hops.append(Hop(plan, tuple(sorted(destination.ranks)), inputs, outputs, after))
-
-    @property
-    def _length(self) -> int:
-        return self._shape[self._dim]
-
-    def _add_first(
-        self,
-        start: int,
-        length: int,
-        layout: _Layout,
-        received: tuple[int, int] | None,
-        after: int | None = None,
-    ) -> None:
-        """From the source, the slice [start, start + length) of the cut dim, to `layout`, of which this rank
-        receives the slice `received` (start, length) of its result."""
-        sent, sender = self._source_layout(start, length)
-        plan = self._plan(length, sender, layout, f"first {start}")
-        inputs = () if sent is None else (sent,)
-        outputs = () if received is None else (self._view(RESULT, *received),)
-        self.hops.append(Hop(plan, self._relayed.members, inputs, outputs, after))
+    def _cut(self, length: int, num_parts: int) -> tuple[int, ...]:
+        """Lengths of parts; a flat tensor is cut at multiples of 16 bytes, which NCCL moves at once."""
+        granule = max(1, 16 // self._dtype.itemsize) if self._relayed.is_flat else 1
+        granules = accumulate(_C.remainder_first(-(-length // granule), num_parts), initial=0)
+        return tuple(end - begin for begin, end in pairwise(min(n * granule, length) for n in granules))
 
     def _source_layout(self, start: int, length: int) -> tuple[View | None, _Layout]:
-        """What this rank gives of a slice of the cut dim, and how the source holds that slice."""
+        """What this rank gives of a span of the cut dim, and how the source holds that span."""
         source, dim = self._source, self._dim
         is_mine = self._rank in source.ranks
         if source.dim is None:
-            one_speaks = source.speaks_by_leader or self._relayed.algorithm in ("leader", "pipelined")
-            speakers = (source.leader,) if one_speaks else source.ranks
+            speakers = source.ranks[:1] if source.speaks_by_leader else source.ranks
             sent = self._view(HELD, start, length) if self._rank in speakers else None
-            return sent, (speakers, dim, None, True)
+            return sent, (speakers, dim, self._cut(length, len(speakers)), True)
         if source.dim != dim:  # never cut in chunks: the destination holds pieces
             held = source.shape_on(self._rank, self._shape) if is_mine else None
             sent = None if held is None else self._view(HELD, 0, held[dim])
@@ -238,7 +210,7 @@ class _RouteBuilder:
 
     def _plan(
         self, length: int, source: _Layout, destination: _Layout, hop: str, own_in_place: bool = False
-    ) -> _C.Plan:
+    ) -> _C.PreparedExchange:
         shape = (*self._shape[: self._dim], length, *self._shape[self._dim + 1 :])
         return _C.plan_reshard(
             self._rank,

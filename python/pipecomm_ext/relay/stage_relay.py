@@ -5,59 +5,34 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import operator
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from .. import _C
 from ..communicator import Communicator, Work
+from ..core.checked import whole_number
+from ..core.extension import _C
+from ..core.tensor_specs import spec_of
 from ..errors import PipeCommError, PipeCommMismatch
 from ..parallel_state import PipelineTopology, get_pipeline_topology
 from ..parallel_state.pipeline import NUM_LINK_COLOURS, NUM_RELAY_CHANNELS
-from ..specs import spec_of
 from . import cost
-from .differentiable import relay
-from .reduction import check_can_be_reduced, reduced
-from .route import HELD, RESULT, Holding, Hop, Relayed, View, route_of
+from .differentiable import give, take
+from .link import BACKWARD, FORWARD, Link
+from .reduction import reduced
+from .route import HELD, RESULT, Holding, Relayed, View, route_of
 
-ALGORITHMS = ("auto", "leader", "pipelined", "sharded", "direct")
+# Routes of earlier versions, which no case is faster by, and what takes their place.
+_REPLACED = {"leader": "direct", "pipelined": "direct"}
+ALGORITHMS = ("auto", "sharded", "direct", *_REPLACED)
 GRAD_REDUCES = ("leader", "sum", "mean")
-FORWARD, BACKWARD = "forward", "backward"
+OP = "relay"
 
 Layout = str | tuple[str, int]
 Shape = tuple[int, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Link:
-    """Two stages and the order of messages between them: a channel, or None for that of all collectives.
-
-    `stage_channel`: of what the source settles among its own ranks first; None: the same.
-    """
-
-    kind: str
-    source_idx: int
-    destination_idx: int
-    members: tuple[int, ...]
-    channel: int | None
-    stage_channel: int | None = None
-
-    def reversed(self) -> Link:
-        """For the gradient of what goes over this link."""
-        kind = BACKWARD if self.kind == FORWARD else FORWARD
-        return dataclasses.replace(
-            self, kind=kind, source_idx=self.destination_idx, destination_idx=self.source_idx
-        )
-
-    @property
-    def channel_in_stage(self) -> int | None:
-        return self.channel if self.stage_channel is None else self.stage_channel
-
-    def __str__(self) -> str:
-        return f"{self.kind}, stage {self.source_idx} to stage {self.destination_idx}"
 
 
 class StageRelay:
@@ -65,10 +40,10 @@ class StageRelay:
 
     Args:
         topology: the stages; None is the default one of `parallel_state`.
-        algorithm: how a tensor reaches all ranks of a stage; the same bits in each case. "leader": its first
-            rank receives and passes on. "pipelined": the same in chunks, the next one received while one is
-            passed on. "sharded": each pair of ranks carries a part, then the stage gathers. "direct": every
-            rank receives everything from the source. "auto" decides from bytes, stage sizes and transport.
+        algorithm: how a tensor reaches all ranks of a stage; the same bits in each case. "sharded": each pair
+            of ranks carries a part, then the stage gathers. "direct": every rank receives everything from the
+            source. "auto" decides from bytes, stage sizes and transport. "leader" and "pipelined" are
+            accepted, and mean "direct".
         layout: how the ranks of a stage hold the boundary tensor: "replicated", or ("sharded", dim) in
             remainder-first pieces, dim < 0 counted from the last one; one for all stages, or a list with one
             entry per stage. A sharded stage receives its pieces in one hop, whatever the algorithm.
@@ -76,8 +51,8 @@ class StageRelay:
             "leader" (the first rank's), "sum" or "mean" over the ranks, accumulated in fp32 if the dtype is
             smaller. The reduction is done in the stage when it is called, also with `async_op`.
         communicator: over the topology's group; None is the topology's own. Its first six channels carry
-            the relay's messages; one with fewer channels lends its device and transport to one that is made
-            here (a collective call), as the relay needs an order for each of its links.
+            the relay's messages, one for each link and direction. From one that has fewer, a new one with the
+            same device and transport is made here, which is a collective call.
 
     Arguments are the same on all ranks. All ranks of both stages call, in the same order; forward goes to the
     next stage, from the last stage to the first, and backward the other way. The two ways, and the two links
@@ -98,48 +73,41 @@ class StageRelay:
         grad_reduce: str = "leader",
         communicator: Communicator | None = None,
     ) -> None:
-        self._topology = get_pipeline_topology() if topology is None else topology
-        if not isinstance(self._topology, PipelineTopology):
+        self.topology = get_pipeline_topology() if topology is None else topology
+        if not isinstance(self.topology, PipelineTopology):
             raise TypeError(f"topology must be a PipelineTopology, not {type(topology).__name__}")
         if algorithm not in ALGORITHMS:
             raise ValueError(f"algorithm must be one of {', '.join(ALGORITHMS)}, not {algorithm!r}")
         if grad_reduce not in GRAD_REDUCES:
             raise ValueError(f"grad_reduce must be one of {', '.join(GRAD_REDUCES)}, not {grad_reduce!r}")
-        self._algorithm, self._grad_reduce = algorithm, grad_reduce
-        self._dims = _dims_of(layout, self._topology.num_stages)
-        self._comm = _usable(communicator, self._topology)
+        self._algorithm, self._grad_reduce = _REPLACED.get(algorithm, algorithm), grad_reduce
+        self._stages = self.topology.stages
+        self._dims = _dims_of(layout, len(self._stages))
+        self.communicator = _usable(communicator, self.topology)
         self._pending: list[Work] = []
         self._send_failure: PipeCommError | None = None  # the first one, until `drain` raises it
-
-    @property
-    def topology(self) -> PipelineTopology:
-        return self._topology
-
-    @property
-    def communicator(self) -> Communicator:
-        return self._comm
 
     # ---------------------------------------------------------------- neighbours
 
     def send_forward(
-        self, tensor: torch.Tensor, async_op: bool = False, *, shape: Sequence[int] | None = None
+        self, tensor: Tensor, async_op: bool = False, *, shape: Sequence[int] | None = None
     ) -> Work | None:
         """Sends the boundary tensor to the next stage; returns when that has taken it, or a Work.
 
-        `shape`: of the whole tensor. The ranks of a sharded stage that all give it save telling each other
-        their lengths first. The tensor must not change until the Work is done.
+        `shape` is that of the whole tensor. If all ranks of a sharded stage give it, they need not tell each
+        other their lengths first. The tensor must not change until the Work is done.
         """
         return self._send(FORWARD, tensor, async_op, shape)
 
     def send_backward(
-        self, gradient: torch.Tensor, async_op: bool = False, *, shape: Sequence[int] | None = None
+        self, gradient: Tensor, async_op: bool = False, *, shape: Sequence[int] | None = None
     ) -> Work | None:
-        """Sends the gradient of what came from the previous stage back to it; as `send_forward`."""
+        """Sends the gradient of what came from the previous stage back to it; see `send_forward`."""
         return self._send(BACKWARD, gradient, async_op, shape)
 
     def recv_forward(
         self, shape: Sequence[int], dtype: torch.dtype, async_op: bool = False
-    ) -> torch.Tensor | tuple[torch.Tensor, Work]:
+    ) -> Tensor | tuple[Tensor, Work]:
         """Receives from the previous stage: a fresh tensor, or (tensor, Work) before it has arrived.
 
         The part within the stage runs as soon as the data are there, whether anybody waits or not.
@@ -148,17 +116,20 @@ class StageRelay:
 
     def recv_backward(
         self, shape: Sequence[int], dtype: torch.dtype, async_op: bool = False
-    ) -> torch.Tensor | tuple[torch.Tensor, Work]:
-        """Receives the gradient of what went to the next stage; as `recv_forward`."""
+    ) -> Tensor | tuple[Tensor, Work]:
+        """Receives the gradient of what went to the next stage; see `recv_forward`."""
         return self._recv(BACKWARD, shape, dtype, async_op)
 
     def refuse(self, kind: str, receives: bool, error: Exception) -> None:
-        """Instead of a call (`kind` FORWARD or BACKWARD) that this rank cannot make: the others raise."""
-        self._refuse(self._link(kind, receives), error)
+        """Replaces a call (`kind` FORWARD or BACKWARD) that this rank cannot make: the others raise."""
+        link = self.link(kind, receives)
+        self.communicator.refuse(OP, error, link.members, link.channel)
 
     def drain(self) -> None:
-        """Waits for all sends of `async_op`; raises what went wrong with the first that failed since the last
-        `drain`, whether its handle has said so or was dropped.
+        """Waits for all sends of `async_op`.
+
+        Raises the error of the first one that has failed since the last `drain`, also if its handle has
+        raised it before or was dropped.
         """
         self._settle(self._pending)
         self._pending = []
@@ -169,14 +140,9 @@ class StageRelay:
     # ---------------------------------------------------------------- any two stages
 
     def relay(
-        self,
-        tensor: torch.Tensor | None,
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        src_stage: int,
-        dst_stage: int,
-    ) -> torch.Tensor:
-        """From one stage to another, recorded by autograd; ranks of other stages do not call.
+        self, tensor: Tensor | None, shape: Sequence[int], dtype: torch.dtype, src_stage: int, dst_stage: int
+    ) -> Tensor:
+        """Moves a tensor from one stage to another, recorded by autograd; ranks of other stages do not call.
 
         Args:
             tensor: what this rank of the source holds; None in the destination.
@@ -193,21 +159,30 @@ class StageRelay:
             ValueError: this rank is in neither stage, or the stages are the same.
         """
         for name, stage_idx in (("src_stage", src_stage), ("dst_stage", dst_stage)):
-            if not 0 <= stage_idx < self._topology.num_stages:
-                raise ValueError(f"{name} {stage_idx} is not in 0..{self._topology.num_stages - 1}")
+            if not 0 <= stage_idx < len(self._stages):
+                raise ValueError(f"{name} {stage_idx} is not in 0..{len(self._stages) - 1}")
         if src_stage == dst_stage:
             raise ValueError(f"src_stage and dst_stage must differ, both are {src_stage}")
-        mine = self._topology.get_vtp_my_stage_idx()
+        mine = self.topology.get_vtp_my_stage_idx()
         if mine not in (src_stage, dst_stage):
             raise ValueError(f"this rank is in stage {mine}, neither in {src_stage} nor in {dst_stage}")
-        return relay(self, tensor, shape, dtype, self.link_between(FORWARD, src_stage, dst_stage, None))
+        link = self.link_between(FORWARD, src_stage, dst_stage, None)
+        is_source = mine == src_stage
+        with self._refused_on(link):
+            if not is_source and tensor is not None:
+                raise ValueError("tensor must be None on the ranks of dst_stage, which receive it")
+            if is_source and not isinstance(tensor, Tensor):
+                raise TypeError(f"tensor must be a torch.Tensor in src_stage, not {type(tensor).__name__}")
+            if is_source and tensor.dtype != dtype:
+                raise ValueError(f"tensor is {tensor.dtype}, but dtype says {dtype}")
+        if is_source:
+            return give(self, link, tensor, shape)
+        return take(self, link, shape, dtype, self.communicator.device)
 
     # ---------------------------------------------------------------- one relay
 
-    def _send(
-        self, kind: str, tensor: torch.Tensor, async_op: bool, shape: Sequence[int] | None
-    ) -> Work | None:
-        work = self.send_on(self._link(kind, receives=False), tensor, async_op, shape)
+    def _send(self, kind: str, tensor: Tensor, async_op: bool, shape: Sequence[int] | None) -> Work | None:
+        work = self.send_on(self.link(kind, receives=False), tensor, async_op, shape)
         if async_op:
             done = [pending for pending in self._pending if pending.is_completed()]
             self._settle(done)
@@ -222,102 +197,133 @@ class StageRelay:
                 self._send_failure = self._send_failure or error
 
     def _recv(self, kind: str, shape: Any, dtype: Any, async_op: bool) -> Any:
-        result, work = self.recv_on(self._link(kind, receives=True), shape, dtype, async_op)
+        result, work = self.recv_on(self.link(kind, receives=True), shape, dtype, async_op)
         return (result, work) if async_op else result
 
     def send_on(
-        self, link: Link, tensor: torch.Tensor, async_op: bool, shape: Sequence[int] | None = None
+        self, link: Link, tensor: Tensor, async_op: bool, shape: Sequence[int] | None = None
     ) -> Work | None:
-        """What a rank of the link's source does."""
-        reduces = self._reduces(link)
-        is_cut = self._dims[link.source_idx] is not None and len(self._stage(link.source_idx)) > 1
-        asks = is_cut and shape is None
+        """Sends what this rank of the link's source holds."""
         with self._refused_on(link):
-            # What the stage settles by itself first is refused, too: the other ranks are waiting there.
-            with self._settled_in_stage(link) if reduces or asks else contextlib.nullcontext():
-                spec_of(tensor, "tensor")
-                tensor = tensor.detach()
-                if reduces:
-                    check_can_be_reduced(tensor.dtype, self._grad_reduce)
-                if asks:
-                    source = self.holding(link.source_idx, tensor.shape)
-                else:
-                    whole = tuple(tensor.shape) if shape is None else shape_of(shape)
-                    relayed = self._relayed_from(tensor, whole, link)
-            if asks:
-                relayed = self._relayed_from(tensor, self._whole_shape(tensor, source, link), link)
-            held = tensor.reshape(-1) if relayed.is_flat else tensor
-            if reduces:
-                held = reduced(self._comm, held, relayed, self._grad_reduce, link.channel_in_stage)
+            if self._reduces(link):
+                relayed, held = self._reduced(link, tensor, shape)
+            else:
+                if shape is None and self._holds_pieces(link.source_idx):
+                    shape = self._agreed_shape(link, tensor)
+                relayed, held = self._checked(link, tensor, shape)
         return self._run(relayed, held, None, link, async_op)
 
     def recv_on(
         self, link: Link, shape: Sequence[int], dtype: torch.dtype, async_op: bool
-    ) -> tuple[torch.Tensor, Work | None]:
-        """What a rank of the link's destination does."""
+    ) -> tuple[Tensor, Work | None]:
+        """Receives what this rank of the link's destination is to hold; the Work says when it is there."""
         with self._refused_on(link):
-            whole = shape_of(shape)
             if not isinstance(dtype, torch.dtype):
                 raise TypeError(f"dtype must be a torch.dtype, not {type(dtype).__name__}")
-            relayed = self._relayed(link, whole, dtype)
-            mine = self.holding(link.destination_idx, whole).shape_on(self._comm.rank, whole)
-            result = self._comm.empty(mine, dtype)
-        return result, self._run(
-            relayed, None, result.view(-1) if relayed.is_flat else result, link, async_op
-        )
+            relayed = self._relayed(link, shape_of(shape), dtype)
+            result = self.communicator.empty(relayed.shape_on(self.communicator.rank), dtype)
+            target = result.view(-1) if relayed.is_flat else result
+        return result, self._run(relayed, None, target, link, async_op)
 
     def _run(
-        self,
-        relayed: Relayed,
-        held: torch.Tensor | None,
-        result: torch.Tensor | None,
-        link: Link,
-        async_op: bool,
+        self, relayed: Relayed, held: Tensor | None, result: Tensor | None, link: Link, async_op: bool
     ) -> Work | None:
-        comm, tensors = self._comm, {HELD: held, RESULT: result}
-        hops = route_of(comm.rank, comm.size, relayed)
-
-        def exchange(hop: Hop, is_async: bool, after: Work | None = None) -> Work | None:
-            return comm.exchange(
+        comm, tensors = self.communicator, {HELD: held, RESULT: result}
+        in_flight = async_op or relayed.num_chunks > 1  # else each hop is waited for when it is posted
+        works: list[Work | None] = []
+        for hop in route_of(comm.rank, comm.size, relayed):
+            after = None if hop.after is None else works[hop.after]
+            if after is not None and not async_op:  # waits itself, so that it needs no channel
+                after.wait()
+                after = None
+            work = comm.exchange(
                 hop.plan,
                 [_slice(tensors[view.of], view) for view in hop.inputs],
                 [_slice(tensors[view.of], view) for view in hop.outputs],
-                async_op=is_async,
-                op="relay",
+                async_op=in_flight,
+                op=OP,
                 members=hop.members,
                 channel=link.channel,
                 after=after,
             )
-
-        if not async_op and relayed.num_chunks == 1:
-            for hop in hops:
-                exchange(hop, False)
+            works.append(work)
+        if not in_flight:
             return None
-        works: list[Work] = []
-        for hop in hops:
-            after = None if hop.after is None else works[hop.after]
-            if after is not None and not async_op:
-                after.wait()
-                after = None
-            works.append(exchange(hop, True, after))
         work = _C.join_works(works)
         if async_op:
             return work
         work.wait()
         return None
 
+    # ---------------------------------------------------------------- what the source sends
+
+    def _checked(self, link: Link, tensor: Tensor, shape: Sequence[int] | None) -> tuple[Relayed, Tensor]:
+        """The relay of what this rank of the source holds, and the tensor as the relay cuts it.
+
+        `shape` is that of the whole tensor; None: `tensor` is whole.
+        """
+        spec_of(tensor, "tensor")
+        whole = tuple(tensor.shape) if shape is None else shape_of(shape)
+        relayed = self._relayed(link, whole, tensor.dtype)
+        expected = relayed.shape_on(self.communicator.rank)
+        if tuple(tensor.shape) != expected:
+            raise ValueError(
+                f"tensor must be {list(expected)}, what this rank holds of {list(whole)}, not "
+                f"{list(tensor.shape)}"
+            )
+        tensor = tensor.detach()
+        return relayed, tensor.reshape(-1) if relayed.is_flat else tensor
+
+    def _reduced(self, link: Link, gradient: Tensor, shape: Sequence[int] | None) -> tuple[Relayed, Tensor]:
+        """The relay of a gradient that the ranks of the source add up first, and this rank's piece of it."""
+        with self._refused_in_source(link):
+            relayed, held = self._checked(link, gradient, shape)
+            if not (held.is_floating_point() or held.is_complex()):
+                raise TypeError(
+                    f'grad_reduce="{self._grad_reduce}" needs floating-point or complex gradients, not '
+                    f"{held.dtype}"
+                )
+        return relayed, reduced(self.communicator, held, relayed, self._grad_reduce, link.stage_channel)
+
+    def _agreed_shape(self, link: Link, tensor: Tensor) -> Shape:
+        """The shape of the whole tensor, from the lengths that the ranks of the source tell each other."""
+        comm = self.communicator
+        with self._refused_in_source(link):
+            spec_of(tensor, "tensor")
+            source = self.holding(link.source_idx, tensor.shape)
+        dim, num_ranks = source.dim, len(source.ranks)
+        plan = _C.plan_reshard(
+            comm.rank,
+            comm.size,
+            ((num_ranks,), torch.int64),
+            (source.ranks, 0, None, False),
+            (source.ranks, 0, None, True),
+            tag=f"lengths, {link}",
+            shown=(tuple(tensor.shape), tensor.dtype),
+        )
+        mine = torch.tensor([tensor.size(dim)], device=comm.device)
+        of_all = torch.empty(num_ranks, dtype=torch.int64, device=comm.device)
+        comm.exchange(plan, [mine], [of_all], op=OP, members=sorted(source.ranks), channel=link.stage_channel)
+        lengths = of_all.tolist()
+        expected = _C.remainder_first(sum(lengths), num_ranks)
+        if lengths != expected:
+            raise ValueError(
+                f"the ranks of stage {link.source_idx} hold lengths {lengths} along dim {dim}; the "
+                f"remainder-first pieces of {sum(lengths)} are {expected}"
+            )
+        return (*tensor.shape[:dim], sum(lengths), *tensor.shape[dim + 1 :])
+
     # ---------------------------------------------------------------- what both ends know
 
-    def _link(self, kind: str, receives: bool) -> Link:
-        """Between my stage and the one that `kind` names."""
-        num_stages = self._topology.num_stages
+    def link(self, kind: str, receives: bool) -> Link:
+        """The link between my stage and the one that `kind` names."""
+        num_stages = len(self._stages)
         if num_stages == 1:
             raise ValueError("a pipeline of one stage has no stage to exchange with")
-        mine = self._topology.get_vtp_my_stage_idx()
+        mine = self.topology.get_vtp_my_stage_idx()
         step = 1 if kind == FORWARD else -1
         source_idx = mine - step if receives else mine
-        lower = source_idx if kind == FORWARD else source_idx - 1
-        lower %= num_stages
+        lower = (source_idx if kind == FORWARD else source_idx - 1) % num_stages
         colour = NUM_LINK_COLOURS - 1 if lower == num_stages - 1 else lower % 2
         channel = 2 * colour + (kind == BACKWARD)
         return self.link_between(kind, source_idx % num_stages, (source_idx + step) % num_stages, channel)
@@ -330,56 +336,47 @@ class StageRelay:
         channel: int | None,
         stage_channel: int | None = None,
     ) -> Link:
-        members = tuple(sorted(self._stage(source_idx) + self._stage(destination_idx)))
+        members = tuple(sorted(self._stages[source_idx] + self._stages[destination_idx]))
+        stage_channel = channel if stage_channel is None else stage_channel
         return Link(kind, source_idx, destination_idx, members, channel, stage_channel)
-
-    def _stage(self, stage_idx: int) -> tuple[int, ...]:
-        return self._topology.stages[stage_idx]
 
     def holding(self, stage_idx: int, shape: Sequence[int]) -> Holding:
         """How a stage holds a tensor with as many dims as `shape` has."""
         dim, num_dims = self._dims[stage_idx], len(shape)
         if dim is None:
-            return Holding(self._stage(stage_idx))
+            return Holding(self._stages[stage_idx])
         if not -num_dims <= dim < num_dims:
             raise ValueError(
                 f"stage {stage_idx} holds the boundary tensor sharded along dim {dim}, but it has "
                 f"{num_dims} dims: {list(shape)}"
             )
-        return Holding(self._stage(stage_idx), dim % num_dims)
+        return Holding(self._stages[stage_idx], dim % num_dims)
+
+    def _holds_pieces(self, stage_idx: int) -> bool:
+        return self._dims[stage_idx] is not None and len(self._stages[stage_idx]) > 1
 
     def _reduces(self, link: Link) -> bool:
         """Whether the source adds up its ranks' gradients, each rank a piece of them."""
-        is_replicated = self._dims[link.source_idx] is None and len(self._stage(link.source_idx)) > 1
+        is_replicated = self._dims[link.source_idx] is None and len(self._stages[link.source_idx]) > 1
         return is_replicated and link.kind == BACKWARD and self._grad_reduce != "leader"
-
-    def _relayed_from(self, tensor: torch.Tensor, whole: Shape, link: Link) -> Relayed:
-        """`tensor` is to be what this rank, of the source, holds."""
-        relayed = self._relayed(link, whole, tensor.dtype)
-        expected = self.holding(link.source_idx, whole).shape_on(self._comm.rank, whole)
-        if tuple(tensor.shape) != expected:
-            raise ValueError(
-                f"tensor must be {list(expected)}, what this rank holds of {list(whole)}, not "
-                f"{list(tensor.shape)}"
-            )
-        return relayed
 
     def _relayed(self, link: Link, whole: Shape, dtype: torch.dtype) -> Relayed:
         source = self.holding(link.source_idx, whole)
         destination = self.holding(link.destination_idx, whole)
         num_elements = math.prod(whole)
         is_flat = source.dim is None and destination.dim is None
-        if self._reduces(link):
+        is_reduced = self._reduces(link)
+        if is_reduced:
             source = dataclasses.replace(source, dim=destination.dim or 0)
         elif source.dim is None and link.kind == BACKWARD:
             source = dataclasses.replace(source, speaks_by_leader=True)
         algorithm, num_chunks = cost.choose(
-            self._comm.transport,
+            self.communicator.transport,
             num_elements * dtype.itemsize,
             num_speakers=1 if source.speaks_by_leader else len(source.ranks),
             num_receivers=1 if destination.dim is not None else len(destination.ranks),
             algorithm=self._algorithm,
-            num_cores=self._comm.num_cores,
+            num_cores=self.communicator.num_cores,
         )
         return Relayed(
             whole=((num_elements,) if is_flat else whole, dtype),
@@ -390,57 +387,30 @@ class StageRelay:
             is_flat=is_flat,
             shown=(whole, dtype),
             tag=f"{link}, {algorithm}, {self._grad_reduce}, {whole}",
+            is_reduced=is_reduced,
         )
-
-    def _whole_shape(self, tensor: torch.Tensor, source: Holding, link: Link) -> Shape:
-        """From the lengths of all ranks of the stage."""
-        comm, dim = self._comm, source.dim
-        num_ranks = len(source.ranks)
-        plan = _C.plan_reshard(
-            comm.rank,
-            comm.size,
-            ((num_ranks,), torch.int64),
-            (source.ranks, 0, None, False),
-            (source.ranks, 0, None, True),
-            tag=f"lengths, {link}",
-            shown=(tuple(tensor.shape), tensor.dtype),
-        )
-        mine = torch.tensor([tensor.size(dim)], device=comm.device)
-        everybody = torch.empty(num_ranks, dtype=torch.int64, device=comm.device)
-        comm.exchange(
-            plan, [mine], [everybody], op="relay", members=sorted(source.ranks), channel=link.channel_in_stage
-        )
-        lengths = everybody.tolist()
-        expected = _C.remainder_first(sum(lengths), num_ranks)
-        if lengths != expected:
-            raise ValueError(
-                f"the ranks of stage {link.source_idx} hold lengths {lengths} along dim {dim}; the "
-                f"remainder-first pieces of {sum(lengths)} are {expected}"
-            )
-        return (*tensor.shape[:dim], sum(lengths), *tensor.shape[dim + 1 :])
 
     # ---------------------------------------------------------------- refusals
 
-    def _settled_in_stage(self, link: Link) -> contextlib.AbstractContextManager[None]:
-        return self._comm.collective("relay", sorted(self._stage(link.source_idx)), link.channel_in_stage)
+    def _refused_in_source(self, link: Link) -> contextlib.AbstractContextManager[None]:
+        """Wraps the checks before an exchange among the ranks of the source, where its other ranks wait."""
+        return self.communicator.collective(OP, sorted(self._stages[link.source_idx]), link.stage_channel)
 
     @contextlib.contextmanager
     def _refused_on(self, link: Link) -> Iterator[None]:
-        """Like `Communicator.collective`; also if this rank's stage has not agreed with itself, or memory is
-        short.
+        """Wraps what comes before a relay: if it fails here, the relay raises on all ranks of both stages.
+
+        Wrong arguments, ranks of this stage that disagree, and a lack of memory are such failures.
         """
         try:
             yield
         except (ValueError, TypeError, IndexError, RuntimeError) as error:
             if isinstance(error, PipeCommMismatch) or not isinstance(error, PipeCommError):
-                self._refuse(link, error)
+                self.communicator.refuse(OP, error, link.members, link.channel)
             raise
 
-    def _refuse(self, link: Link, error: Exception) -> None:
-        self._comm.refuse("relay", error, link.members, link.channel)
 
-
-def _slice(tensor: torch.Tensor, view: View) -> torch.Tensor:
+def _slice(tensor: Tensor, view: View) -> Tensor:
     return tensor.narrow(view.dim, view.start, view.length)
 
 
@@ -448,7 +418,7 @@ def shape_of(shape: Any) -> Shape:
     """A shape as a tuple of ints >= 0."""
     if not isinstance(shape, (list, tuple)):
         raise TypeError(f"shape must be a list of lengths, not {type(shape).__name__}")
-    lengths = tuple(operator.index(length) for length in shape)
+    lengths = tuple(whole_number(length, "a length of shape") for length in shape)
     if any(length < 0 for length in lengths):
         raise ValueError(f"shape must hold lengths >= 0, not {list(lengths)}")
     return lengths
@@ -467,9 +437,7 @@ def _dim_of(layout: Any) -> int | None:
     if layout == "replicated":
         return None
     if isinstance(layout, (tuple, list)) and len(layout) == 2 and layout[0] == "sharded":
-        if not isinstance(layout[1], int) or isinstance(layout[1], bool):
-            raise TypeError(f"the sharded dim must be an int, not {type(layout[1]).__name__}")
-        return layout[1]
+        return whole_number(layout[1], "the sharded dim")
     raise ValueError(f'layout must be "replicated" or ("sharded", dim), not {layout!r}')
 
 

@@ -1,28 +1,28 @@
-"""Pipeline schedules as data: generate, check, simulate, lower and draw them without processes or devices."""
+"""Pipeline schedules as data: generate, check, simulate, lower and draw them without processes or devices.
 
-from .actions import ACT, GRAD, RECV, SEND, Action, Fused, Group, PlanError, Transfer
-from .bidirectional import dualpipe, dualpipev
-from .catalog import GENERATORS, get_plan
+Nothing here imports the rest of the package. The classes that run plans live in folders above this one; this
+module hands them out when they are asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from .actions import ACT, GRAD, RECV, SEND, Action, Fused, Group, Transfer
 from .check import check
-from .classic import gpipe, interleaved_1f1b, one_f_one_b, u_shaped
 from .costs import Costs
-from .draw import draw
-from .lower import lower
-from .plan import Plan, merge_split_backward
-from .runtime import (
-    DualPipe,
-    DualPipeV,
-    Executor,
-    StageError,
-    StepResult,
-    WeightGradStore,
-    run_backward,
-    set_p2p_tensor_dtype,
-    set_p2p_tensor_shapes,
-)
+from .drawing.draw import draw
+from .generators import *  # noqa: F403  (every schedule by its name)
+from .generators import GENERATORS, get_plan
+from .plan import Plan, lower, merge_split_backward
+from .plan_error import PlanError
 from .simulate import simulate
 from .timeline import Message, Span, Timeline
-from .zero_bubble import zb_h1, zb_h2, zb_v
+
+if TYPE_CHECKING:
+    from ..dualpipe import DualPipe, DualPipeV, set_p2p_tensor_dtype, set_p2p_tensor_shapes
+    from ..runtime import Executor, StageError, StepResult, WeightGradStore, run_backward
 
 __all__ = [
     "ACT",
@@ -48,20 +48,30 @@ __all__ = [
     "WeightGradStore",
     "check",
     "draw",
-    "dualpipe",
-    "dualpipev",
     "get_plan",
-    "gpipe",
-    "interleaved_1f1b",
     "lower",
     "merge_split_backward",
-    "one_f_one_b",
     "run_backward",
     "set_p2p_tensor_dtype",
     "set_p2p_tensor_shapes",
     "simulate",
-    "u_shaped",
-    "zb_h1",
-    "zb_h2",
-    "zb_v",
+    *GENERATORS,
 ]
+
+_HOME_OF = {
+    "DualPipe": "dualpipe",
+    "DualPipeV": "dualpipe",
+    "Executor": "runtime",
+    "StageError": "runtime",
+    "StepResult": "runtime",
+    "WeightGradStore": "runtime",
+    "run_backward": "runtime",
+    "set_p2p_tensor_dtype": "dualpipe",
+    "set_p2p_tensor_shapes": "dualpipe",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"pipecomm_ext.{_HOME_OF[name]}"), name)

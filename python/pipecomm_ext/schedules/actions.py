@@ -14,29 +14,16 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
+from .plan_error import PlanError
+
 KINDS = ("F", "B", "I", "W")
 ACT, GRAD = "ACT", "GRAD"
 SEND, RECV = "SEND", "RECV"
 CHANNEL_OF = {ACT: 0, GRAD: 1}
 
 
-class PlanError(ValueError):
-    """A plan that cannot be read or must not be run.
-
-    Attributes (None where they do not apply): `rank`, `position` (index in the rank's row), `action` (the
-    item there), `waits_for` (text: what it can never get).
-    """
-
-    def __init__(self, message, *, rank=None, position=None, action=None, waits_for=None):
-        super().__init__(message)
-        self.rank = rank
-        self.position = position
-        self.action = action
-        self.waits_for = waits_for
-
-
 class Action(NamedTuple):
-    """One unit of computing: `kind` is "F", "B", "I" or "W"."""
+    """One unit of work: `kind` is "F", "B", "I" or "W"."""
 
     kind: str
     stage: int

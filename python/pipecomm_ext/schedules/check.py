@@ -1,9 +1,9 @@
 """`check`: proves a plan before anything runs.
 
-1. Completeness (`flow`): each stage runs each micro-batch once forward and once backward (B, or I and then
+1. Completeness (`flow_of`): each stage runs each micro-batch once forward and once backward (B, or I and then
    W), on its owner, F first.
 2. No data deadlock (`compute_run`): the compute rows run to the end.
-3. Messages (`messages`): every transfer is there once at both ends and matches in order.
+3. Messages (`message_matching`): each transfer occurs once at both ends and matches in order.
 4. No rendezvous deadlock (`program_run`): the program runs to the end although sends wait for their receives
    on one in-order stream per rank.
 5. Limits: operations per group, activations and message buffers alive.
@@ -13,19 +13,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .actions import PlanError
-from .collector import collector_paused
 from .compute_run import ComputeRun
 from .costs import UNIT_COSTS
-from .errors import plan_error
-from .lower import MAX_GROUP_OPS
+from .gc_pause import gc_paused
+from .lowering import MAX_GROUP_OPS
 from .plan import Plan
+from .plan_error import PlanError, error_in_row
 from .program_run import ProgramRun
 from .simulate import peak_buffers
 from .timeline import peak_activations
 
 
-@collector_paused()
+@gc_paused()
 def check(
     plan: Plan,
     *,
@@ -33,9 +32,9 @@ def check(
     max_buffers: int | Sequence[int] | None = None,
     max_group_ops: int = MAX_GROUP_OPS,
 ) -> None:
-    """Returns None if every rank can run `plan` to the end and no message can be mistaken for another.
+    """Proves that every rank can run `plan` to the end and that no message can be mistaken for another.
 
-    Else raises PlanError that names rank, position, action and what it waits for, with the rank's row. The
+    Otherwise raises a PlanError with rank, position, action, what it waits for, and the rank's row. The
     limits, for all ranks or one per rank, bound the activations alive (F +1, B or W -1) and, at unit costs,
     the messages held (see `Timeline`).
     """
@@ -44,7 +43,7 @@ def check(
     try:
         run = ProgramRun(plan, UNIT_COSTS, max_group_ops)
     except PlanError:
-        ComputeRun(plan, UNIT_COSTS)  # if the compute rows alone deadlock, say so rather
+        ComputeRun(plan, UNIT_COSTS)  # if the compute rows alone deadlock, say so instead
         raise
     if max_activations is not None:
         peaks = [peak_activations(row) for row in plan.compute]
@@ -59,10 +58,5 @@ def _check_limit(plan: Plan, what: str, peaks: Sequence[int], limit: int | Seque
         raise ValueError(f"expected one limit, or one for each of {plan.P} ranks, got {len(limits)}")
     for rank, (peak, allowed) in enumerate(zip(peaks, limits, strict=True)):
         if peak > allowed:
-            raise plan_error(
-                f"{plan.name}: rank {rank} holds {peak} {what} at its peak; the limit is {allowed}",
-                plan.compute,
-                rank,
-                None,
-                None,
-            )
+            headline = f"{plan.name}: rank {rank} holds {peak} {what} at its peak; the limit is {allowed}"
+            raise error_in_row(headline, plan.compute, rank, None, None)

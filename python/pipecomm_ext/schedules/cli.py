@@ -7,12 +7,14 @@ returns the exit status.
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
+from collections.abc import Callable
 
-from .catalog import ALIASES, GENERATORS, get_plan
 from .check import check
 from .costs import Costs
-from .draw import draw
+from .drawing.draw import draw
+from .generators.registry import ALIASES, GENERATORS, get_plan
 from .plan import Plan
 from .simulate import simulate
 
@@ -27,7 +29,7 @@ def add_draw_parser(subparsers) -> argparse.ArgumentParser:
     parser.add_argument("-o", "--output", required=True, metavar="PATH", help="ends with .svg, .html or .png")
     parser.add_argument("--width", type=int, default=1200, metavar="PIXELS", help="default: 1200")
     _add_cost_arguments(parser)
-    parser.set_defaults(run=run_draw)
+    parser.set_defaults(run=functools.partial(_reporting_errors, "draw", _draw))
     return parser
 
 
@@ -42,7 +44,7 @@ def add_check_parser(subparsers) -> argparse.ArgumentParser:
     parser.add_argument("--max-activations", type=int, metavar="N", help="refuse a higher peak on any rank")
     parser.add_argument("--print", action="store_true", dest="print_rows", help="print the plan's rows too")
     _add_cost_arguments(parser)
-    parser.set_defaults(run=run_check)
+    parser.set_defaults(run=functools.partial(_reporting_errors, "check", _check))
     return parser
 
 
@@ -86,14 +88,6 @@ def costs_from_arguments(arguments: argparse.Namespace) -> Costs:
     return Costs(F=arguments.F, I=arguments.I, W=arguments.W, FB=arguments.FB, comm=arguments.comm)
 
 
-def run_draw(arguments: argparse.Namespace) -> int:
-    return _reporting_errors("draw", _draw, arguments)
-
-
-def run_check(arguments: argparse.Namespace) -> int:
-    return _reporting_errors("check", _check, arguments)
-
-
 def _draw(arguments: argparse.Namespace) -> None:
     plan = plan_from_arguments(arguments)
     draw(plan, arguments.output, costs=costs_from_arguments(arguments), width=arguments.width)
@@ -109,7 +103,9 @@ def _check(arguments: argparse.Namespace) -> None:
     print("check passed")
 
 
-def _reporting_errors(command: str, action, arguments: argparse.Namespace) -> int:
+def _reporting_errors(
+    command: str, action: Callable[[argparse.Namespace], None], arguments: argparse.Namespace
+) -> int:
     try:
         action(arguments)
     except (ValueError, TypeError, OSError, ImportError) as error:

@@ -1,25 +1,25 @@
-"""Runs the compute rows of a plan in dependency order: times with unlimited communication, or the
-deadlock."""
+"""`ComputeRun`: runs the compute rows of a plan in dependency order, with unlimited communication."""
 
 from __future__ import annotations
 
 from collections import deque
 
+from .compute_plan import ComputePlan
 from .costs import Costs
-from .errors import Blocked, deadlock_error
-from .plan import Plan
+from .flow import flow_of
+from .plan_error import Blocked, deadlock_error
 
 
 class ComputeRun:
     """starts, ends    per rank, the times of its slots
     order           (rank, position) of all slots, in an order that respects all dependencies
-    needed_at       per result, the start of the slot that uses it (None: nobody)
+    needed_at       per result, the start of the slot that uses it (None: no slot does)
 
-    A message is there `costs.latency` after its producer has ended. Raises PlanError for a data deadlock.
+    A message arrives `costs.latency` after its producer has ended. Raises PlanError for a data deadlock.
     """
 
-    def __init__(self, plan: Plan, costs: Costs):
-        flow = plan.flow
+    def __init__(self, plan: ComputePlan, costs: Costs):
+        flow = flow_of(plan)
         self.starts: list[list] = [[] for _ in range(plan.P)]
         self.ends: list[list] = [[] for _ in range(plan.P)]
         self.order: list[tuple[int, int]] = []
@@ -61,14 +61,12 @@ class ComputeRun:
         if len(self.order) < sum(map(len, plan.compute)):
             raise deadlock_error(plan.name, plan.compute, self._blocked(plan, there_at), "compute rows")
 
-    def _blocked(self, plan: Plan, there_at) -> dict[int, Blocked]:
-        blocked = {}
+    def _blocked(self, plan: ComputePlan, there_at) -> dict[int, Blocked]:
+        blocked, flow = {}, flow_of(plan)
         for rank, row in enumerate(plan.compute):
             position = len(self.starts[rank])
             if position < len(row):
-                missing = next(
-                    result for result in plan.flow.inputs[rank][position] if there_at[result] is None
-                )
-                source = plan.owner[plan.flow.named(missing)[1]]
-                blocked[rank] = Blocked(rank, position, row[position], plan.flow.describe(missing), source)
+                missing = next(result for result in flow.inputs[rank][position] if there_at[result] is None)
+                source = plan.owner[flow.named(missing)[1]]
+                blocked[rank] = Blocked(rank, position, row[position], flow.describe(missing), source)
         return blocked

@@ -1,4 +1,4 @@
-"""How long things take, in any unit of time."""
+"""`Costs`: durations of actions and messages, in any unit of time."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from numbers import Real
 
-from .actions import Compute, Fused, PlanError
+from .actions import Compute, Fused
+from .plan_error import PlanError
 
 Cost = Real | tuple[Real, ...]
 
@@ -17,7 +18,7 @@ class Costs:
 
     Each is one number, or a sequence with one per stage. FB is the duration of a fused slot (by the stage of
     its forward); None means that fusing gains nothing: F + I + W. `comm` is the time that a message takes
-    once both ends are there (by the stage that made it). With integers or fractions every result is exact.
+    once both ends have started it (by the stage that made it). Results are exact for integers and fractions.
     """
 
     F: Cost = 1
@@ -51,16 +52,12 @@ class Costs:
                 return _at(self.FB, forward.stage)
             return self._duration(forward) + self._duration(backward)
         kind, stage, _ = item
-        if kind == "F":
-            return _at(self.F, stage)
-        if kind == "I":
-            return _at(self.I, stage)
-        if kind == "W":
-            return _at(self.W, stage)
-        return _at(self.I, stage) + _at(self.W, stage)
+        if kind == "B":
+            return _at(self.I, stage) + _at(self.W, stage)
+        return _at(getattr(self, kind), stage)
 
     def latency(self, stage: int):
-        """Duration of a message made by `stage`, from the moment at which both its ends have started."""
+        """The duration of a message made by `stage`, once both its ends have started."""
         return _at(self.comm, stage)
 
 

@@ -7,7 +7,8 @@
     compute,<rank>,F0.0,(F0.1&B7.0),...           one row per rank
     program,<rank>,F0.0,[A0.0>1 G1.0<1],...       one row per rank, only if the plan was lowered
 
-The reader is strict: each cell must match as a whole, each row must be there once.
+The reader is strict: each cell must match as a whole, each row must be there once. It also reads the form of
+torch.distributed.pipelining (`torch_csv`).
 """
 
 from __future__ import annotations
@@ -15,12 +16,15 @@ from __future__ import annotations
 import csv
 import io
 import os
+from typing import Any
 
-from .actions import PlanError, parse_item
-from .plan import Plan
+from .actions import Item, parse_item
+from .compute_plan import ComputePlan
+from .plan_error import PlanError
+from .torch_csv import is_torch_form, read_torch_rows
 
 
-def write_csv(plan: Plan, path=None) -> str:
+def csv_text(plan: ComputePlan, program: tuple[tuple[Item, ...], ...] | None) -> str:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["plan", plan.name, plan.P, plan.M])
@@ -30,16 +34,13 @@ def write_csv(plan: Plan, path=None) -> str:
         writer.writerow(["replicas", *("&".join(map(str, group)) for group in plan.replicas)])
     for rank, row in enumerate(plan.compute):
         writer.writerow(["compute", rank, *map(str, row)])
-    if plan.has_own_program:
-        for rank, row in enumerate(plan.program):
-            writer.writerow(["program", rank, *map(str, row)])
-    if path is not None:
-        with open(path, "w", newline="", encoding="utf-8") as file:
-            file.write(text.getvalue())
+    for rank, row in enumerate(program or ()):
+        writer.writerow(["program", rank, *map(str, row)])
     return text.getvalue()
 
 
-def read_csv(source) -> Plan:
+def read_csv(source) -> dict[str, Any]:
+    """The arguments of `Plan` that a CSV text, or the file at a path, holds. Raises PlanError."""
     if isinstance(source, str) and "\n" in source:
         text = source
     elif isinstance(source, (str, os.PathLike)):
@@ -47,9 +48,14 @@ def read_csv(source) -> Plan:
             text = file.read()
     else:
         raise TypeError(f"expected CSV text or a path, got {source!r} of type {type(source).__name__}")
+    lines = list(csv.reader(io.StringIO(text)))
+    return read_torch_rows(lines) if is_torch_form(lines) else _read_rows(lines)
+
+
+def _read_rows(lines: list[list[str]]) -> dict[str, Any]:
     facts: dict[str, list[str]] = {}
     rows: dict[str, dict[int, tuple]] = {"compute": {}, "program": {}}
-    for line, cells in enumerate(csv.reader(io.StringIO(text)), start=1):
+    for line, cells in enumerate(lines, start=1):
         if not cells:
             continue
         key, values = cells[0], cells[1:]
@@ -62,7 +68,7 @@ def read_csv(source) -> Plan:
             )
         elif key not in ("plan", "owner", "next_of", "replicas") or key in facts:
             raise PlanError(
-                f"line {line}: {key!r} is unknown or stands twice; expected plan, owner, next_of, "
+                f"line {line}: {key!r} is unknown or appears twice; expected plan, owner, next_of, "
                 "replicas, compute, program"
             )
         else:
@@ -80,17 +86,16 @@ def read_csv(source) -> Plan:
     next_of = [None if cell == "" else _integer(cell, line, "next_of") for cell in next_of]
     line, *replicas = facts.get("replicas", ["0"])
     replicas = [[_integer(stage, line, "replicas") for stage in cell.split("&")] for cell in replicas]
-    return Plan(
-        name,
-        P,
-        M,
-        owner,
-        next_of,
-        None,
-        replicas,
-        _by_rank("compute", rows, P),
-        _by_rank("program", rows, P) if rows["program"] else None,
-    )
+    return {
+        "name": name,
+        "P": P,
+        "M": M,
+        "owner": owner,
+        "next_of": next_of,
+        "replicas": replicas,
+        "compute": _by_rank("compute", rows, P),
+        "program": _by_rank("program", rows, P) if rows["program"] else None,
+    }
 
 
 def _by_rank(key: str, rows, P: int) -> list[tuple]:

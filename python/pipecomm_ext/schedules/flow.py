@@ -1,16 +1,23 @@
-"""`Flow`: what each compute slot of a plan needs and makes, as numbers; built only from complete plans.
+"""`flow_of`: the results that each compute slot of a plan needs and makes, as numbers; complete plans only.
 
 A result is one number: the output of (stage, micro) is stage * K + micro, its input gradient S * K more,
 where K is the number of micro-batches of a chain and S that of stages. Every result has one producer and at
-most one consumer slot. What a stage keeps for itself (F for its B or I, I for its W) is no result:
-completeness orders it in its row.
+most one consumer slot. The data that a stage keeps for itself (F for its B or I, I for its W) are
+not results: completeness orders them in their row.
 """
 
 from __future__ import annotations
 
 from .actions import ACT, GRAD, Action, Fused
-from .errors import plan_error
-from .plan import Plan
+from .compute_plan import ComputePlan
+from .plan_error import PlanError, error_in_row, slot_error
+
+
+def flow_of(plan: ComputePlan) -> Flow:
+    """The data flow of the compute rows, built once per plan. Raises PlanError if they are not complete."""
+    if "flow" not in plan.derived:
+        plan.derived["flow"] = Flow(plan)
+    return plan.derived["flow"]
 
 
 class Flow:
@@ -19,15 +26,13 @@ class Flow:
                        message, or -1; the index is `result // num_micros`
     """
 
-    def __init__(self, plan: Plan):
+    def __init__(self, plan: ComputePlan):
         self.num_stages, self.num_micros = plan.num_stages, plan.micros_per_chain
         self.num_results = 2 * self.num_stages * self.num_micros
-        self.receiver_of_stage = [
-            -1 if receiver is None else receiver
-            for receiver in (
-                plan.receiver_of(what, stage) for what in (ACT, GRAD) for stage in range(self.num_stages)
-            )
-        ]
+        receivers = (
+            plan.receiver_of(what, stage) for what in (ACT, GRAD) for stage in range(plan.num_stages)
+        )
+        self.receiver_of_stage = [-1 if receiver is None else receiver for receiver in receivers]
         self.inputs: list[list[tuple[int, ...]]] = []
         self.outputs: list[list[tuple[int, ...]]] = []
         position_of = {kind: [-1] * (self.num_stages * self.num_micros) for kind in "FBIW"}
@@ -35,9 +40,6 @@ class Flow:
             self._read_row(plan, rank, position_of)
         for stage in range(plan.num_stages):
             _check_stage(plan, stage, position_of)
-
-    def result(self, what: str, stage: int, micro: int) -> int:
-        return ((what == GRAD) * self.num_stages + stage) * self.num_micros + micro
 
     def named(self, result: int) -> tuple[str, int, int]:
         """(ACT | GRAD, producing stage, micro-batch) of a result."""
@@ -50,7 +52,7 @@ class Flow:
             f"the output of F{stage}.{micro}" if what == ACT else f"the gradient of B{stage}.{micro} (or I)"
         )
 
-    def _read_row(self, plan: Plan, rank: int, position_of: dict[str, list[int]]) -> None:
+    def _read_row(self, plan: ComputePlan, rank: int, position_of: dict[str, list[int]]) -> None:
         num_stages, num_micros, owner = self.num_stages, self.num_micros, plan.owner
         num_cells = num_stages * num_micros
         prev_of, next_of = plan.prev_of, plan.next_of
@@ -59,13 +61,9 @@ class Flow:
             needs, makes = (), ()
             for kind, stage, micro in item if type(item) is Fused else (item,):
                 cell = stage * num_micros + micro
-                if (
-                    stage >= num_stages
-                    or micro >= num_micros
-                    or owner[stage] != rank
-                    or position_of[kind][cell] >= 0
-                ):
-                    raise _misplaced(plan, rank, position, item, Action(kind, stage, micro), position_of)
+                is_of_rank = stage < num_stages and micro < num_micros and owner[stage] == rank
+                if not is_of_rank or position_of[kind][cell] >= 0:
+                    raise _misplaced(plan, rank, position, Action(kind, stage, micro), position_of)
                 position_of[kind][cell] = position
                 if kind == "F":
                     if prev_of[stage] is not None:
@@ -81,7 +79,7 @@ class Flow:
         self.outputs.append(outputs)
 
 
-def _misplaced(plan: Plan, rank: int, position: int, item, action: Action, position_of):
+def _misplaced(plan: ComputePlan, rank: int, position: int, action: Action, position_of) -> PlanError:
     _, stage, micro = action
     if stage >= plan.num_stages:
         problem = f"there is no stage {stage}; the plan has stages 0..{plan.num_stages - 1}"
@@ -93,17 +91,11 @@ def _misplaced(plan: Plan, rank: int, position: int, item, action: Action, posit
         problem = f"stage {stage} belongs to rank {plan.owner[stage]}"
     else:
         earlier = position_of[action.kind][stage * plan.micros_per_chain + micro]
-        problem = f"{action} stands already at position {earlier}"
-    return plan_error(
-        f"{plan.name}: rank {rank}, position {position}: {item}: {problem}",
-        plan.compute,
-        rank,
-        position,
-        item,
-    )
+        problem = f"{action} is already at position {earlier}"
+    return slot_error(plan.name, plan.compute, rank, position, problem)
 
 
-def _check_stage(plan: Plan, stage: int, position_of: dict[str, list[int]]) -> None:
+def _check_stage(plan: ComputePlan, stage: int, position_of: dict[str, list[int]]) -> None:
     """Each micro-batch has its F, then B, or I and then W."""
     rank, num_micros = plan.owner[stage], plan.micros_per_chain
     row = plan.compute[rank]
@@ -132,11 +124,6 @@ def _check_stage(plan: Plan, stage: int, position_of: dict[str, list[int]]) -> N
             problem, position = f"W{name} waits for I{name}, which does not end before it", weights
             waits_for = f"I{name} at position {inputs}"
         place = "" if position is None else f", position {position}"
-        raise plan_error(
-            f"{plan.name}: rank {rank}{place}: {problem}",
-            plan.compute,
-            rank,
-            position,
-            Action("F", stage, micro) if position is None else row[position],
-            waits_for,
-        )
+        action = Action("F", stage, micro) if position is None else row[position]
+        headline = f"{plan.name}: rank {rank}{place}: {problem}"
+        raise error_in_row(headline, plan.compute, rank, position, action, waits_for)

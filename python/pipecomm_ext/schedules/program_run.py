@@ -1,10 +1,9 @@
-"""Runs the program of a plan as the ranks would, with one in-order communication stream each.
+"""`ProgramRun`: runs the program of a plan as the ranks would, with one in-order communication stream each.
 
-Per rank there is one compute lane and one first-in first-out communication lane. A group is posted when the
-compute before it has ended, and starts when the group before it is done. A message takes its latency from the
-moment at which both its ends have started (a send does not buffer). A group is done with its last message. A
-compute waits for the groups that bring its inputs, never for a send. Sent data live until their group is
-done.
+Each rank computes in order and has one first-in first-out queue of groups. A group is posted when the compute
+before it has ended, and starts when the group before it is done. A message takes its latency from the moment
+at which both its ends have started (a send does not buffer). A group is done with its last message. A compute
+waits for the groups that bring its inputs, never for a send. Sent data live until their group is done.
 """
 
 from __future__ import annotations
@@ -13,10 +12,11 @@ from collections import deque
 
 from .actions import Group
 from .costs import Costs
-from .errors import Blocked, deadlock_error
-from .lower import MAX_GROUP_OPS
-from .messages import GroupCode, read_messages
+from .flow import flow_of
+from .lowering import MAX_GROUP_OPS
+from .message_matching import GroupCode, match_messages
 from .plan import Plan
+from .plan_error import Blocked, deadlock_error
 
 
 class PostedGroup:
@@ -40,8 +40,8 @@ class ProgramRun:
     """
 
     def __init__(self, plan: Plan, costs: Costs, max_group_ops: int = MAX_GROUP_OPS):
-        self._plan, self._costs, self._flow = plan, costs, plan.flow
-        self._code = read_messages(plan, max_group_ops)
+        self._plan, self._costs, self._flow = plan, costs, flow_of(plan)
+        self._code = match_messages(plan, max_group_ops)
         self.starts: list[list] = [[] for _ in range(plan.P)]
         self.ends: list[list] = [[] for _ in range(plan.P)]
         self.groups: list[list[PostedGroup]] = [[] for _ in range(plan.P)]
@@ -50,11 +50,12 @@ class ProgramRun:
         self._waits_for = [-1] * plan.P  # the result that stops the rank
         self._clock = [0] * plan.P
         self._durations = [costs.durations(row) for row in plan.compute]
-        self._lanes: list[deque[PostedGroup]] = [deque() for _ in range(plan.P)]
-        self._lane_clock = [0] * plan.P
-        self._begun: list[PostedGroup | None] = [None] * self._flow.num_results  # by the first of both ends
+        self._queues: list[deque[PostedGroup]] = [deque() for _ in range(plan.P)]
+        self._queue_clock = [0] * plan.P
+        # Per result, the group of that end of its message which starts first.
+        self._begun: list[PostedGroup | None] = [None] * self._flow.num_results
         self._there_at: list = [None] * self._flow.num_results
-        self._ready = deque()  # ranks whose lane has moved on
+        self._ready = deque()  # ranks whose queue has moved on
         for rank in range(plan.P):
             self._advance(rank)
         while self._ready:
@@ -64,16 +65,15 @@ class ProgramRun:
                 self._advance(rank)
         blocked = self._blocked()
         if blocked:
-            raise deadlock_error(
-                plan.name, plan.program, blocked, "program (each send waits for its receive)"
-            )
+            where = "program (each send waits for its receive)"
+            raise deadlock_error(plan.name, plan.program, blocked, where)
 
     def _advance(self, rank: int) -> None:
         """Runs computes and posts groups until an input is missing."""
         flow, code, there_at = self._flow, self._code[rank], self._there_at
         inputs, outputs, durations = flow.inputs[rank], flow.outputs[rank], self._durations[rank]
         receiver_of_stage, num_micros = flow.receiver_of_stage, flow.num_micros
-        starts, ends, lane = self.starts[rank], self.ends[rank], self._lanes[rank]
+        starts, ends, queue = self.starts[rank], self.ends[rank], self._queues[rank]
         clock = self._clock[rank]
         for position in range(self._position[rank], len(code)):
             group = code[position]
@@ -97,18 +97,18 @@ class ProgramRun:
             else:
                 posted = PostedGroup(rank, position, group, clock)
                 self.groups[rank].append(posted)
-                lane.append(posted)
-                if len(lane) == 1:
+                queue.append(posted)
+                if len(queue) == 1:
                     self._start_groups(rank)
         self._position[rank], self._clock[rank] = len(code), clock
 
     def _start_groups(self, rank: int) -> None:
-        """Starts the groups of the rank's lane, one after the other, as long as they get done."""
-        lane, begun = self._lanes[rank], self._begun
+        """Starts the groups of the rank's queue one after the other, as long as each is done at once."""
+        queue, begun = self._queues[rank], self._begun
         num_micros, num_stages = self._flow.num_micros, self._flow.num_stages
-        while lane and lane[0].start is None:
-            head = lane[0]
-            head.start = head.end = max(head.posted, self._lane_clock[rank])
+        while queue and queue[0].start is None:
+            head = queue[0]
+            head.start = head.end = max(head.posted, self._queue_clock[rank])
             for result in head.results:
                 other = begun[result]
                 if other is None:
@@ -127,10 +127,10 @@ class ProgramRun:
                 self._finish(head)
 
     def _finish(self, posted: PostedGroup) -> None:
-        """The group at the head of its lane is done: its receives are there, the next one may start."""
+        """Records that the head of its queue is done: its receives have arrived, the next group may start."""
         rank = posted.rank
-        self._lanes[rank].popleft()
-        self._lane_clock[rank] = posted.end
+        self._queues[rank].popleft()
+        self._queue_clock[rank] = posted.end
         for result in posted.received:
             self._there_at[result] = posted.end
         self._ready.append(rank)
@@ -138,8 +138,8 @@ class ProgramRun:
     def _blocked(self) -> dict[int, Blocked]:
         blocked = {}
         for rank, row in enumerate(self._plan.program):
-            lane, position = self._lanes[rank], self._position[rank]
-            if position == len(row) and not lane:
+            queue, position = self._queues[rank], self._position[rank]
+            if position == len(row) and not queue:
                 continue
             reasons, source = [], rank
             if position < len(row):
@@ -150,8 +150,8 @@ class ProgramRun:
                 )
                 reasons.append(self._flow.describe(missing))
                 source = self._plan.owner[self._flow.named(missing)[1]]
-            if lane:
-                head = lane[0]
+            if queue:
+                head = queue[0]
                 group: Group = row[head.position]
                 op = next(
                     op

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from .collector import collector_paused
 from .compute_run import ComputeRun
 from .costs import UNIT_COSTS, Costs
-from .lower import lower
-from .plan import Plan
+from .flow import flow_of
+from .gc_pause import gc_paused
+from .plan import Plan, lower
 from .program_run import ProgramRun
 from .timeline import Message, Span, Timeline
 
 
-@collector_paused()
+@gc_paused()
 def simulate(plan: Plan, costs: Costs = UNIT_COSTS, *, compute_only: bool = False) -> Timeline:
     """The timeline of `plan` at `costs`.
 
-    Simulated is the program: the plan's own if it has one, else its lowering for these costs, with one
-    in-order communication stream per rank. compute_only=True gives the bound instead: unlimited
-    communication, a message is there `comm` after its producer has ended. Raises PlanError for a deadlock or
-    a mismatch of messages.
+    The plan's own program is simulated, or else its lowering for these costs, with one in-order
+    communication stream per rank. compute_only=True gives the lower bound instead: communication is
+    unlimited, and a message arrives `comm` after its producer has ended. Raises PlanError for a deadlock or
+    mismatched messages.
     """
     if compute_only:
         run = ComputeRun(plan, costs)
@@ -40,10 +40,10 @@ def _spans(plan: Plan, run: ComputeRun | ProgramRun) -> list[list[Span]]:
 
 
 def _messages(plan: Plan, run: ProgramRun) -> list[Message]:
-    messages = []
+    messages, flow = [], flow_of(plan)
     for result, times in enumerate(run.sent_at):
         if times is not None:
-            what, stage, micro = plan.flow.named(result)
+            what, stage, micro = flow.named(result)
             messages.append(
                 Message(what, stage, micro, plan.owner[stage], plan.receiver_of(what, stage), *times)
             )
@@ -52,8 +52,9 @@ def _messages(plan: Plan, run: ProgramRun) -> list[Message]:
 
 def _produced_at(plan: Plan, run: ProgramRun) -> list:
     """Per result, the end of its producer."""
-    produced_at = [None] * plan.flow.num_results
-    for ends, outputs in zip(run.ends, plan.flow.outputs, strict=True):
+    flow = flow_of(plan)
+    produced_at = [None] * flow.num_results
+    for ends, outputs in zip(run.ends, flow.outputs, strict=True):
         for end, results in zip(ends, outputs, strict=True):
             for result in results:
                 produced_at[result] = end
@@ -61,10 +62,10 @@ def _produced_at(plan: Plan, run: ProgramRun) -> list:
 
 
 def _exposed_comm(plan: Plan, run: ProgramRun) -> list:
-    """Per rank, the time that computes waited although all their inputs had been produced."""
+    """Per rank, the time for which computes waited although all their inputs had been produced."""
     produced_at = _produced_at(plan, run)
     exposed = []
-    for starts, ends, inputs in zip(run.starts, run.ends, plan.flow.inputs, strict=True):
+    for starts, ends, inputs in zip(run.starts, run.ends, flow_of(plan).inputs, strict=True):
         free_at = [0, *ends[:-1]]
         ready_at = [
             max([free, *(produced_at[result] for result in results)])
@@ -76,7 +77,7 @@ def _exposed_comm(plan: Plan, run: ProgramRun) -> list:
 
 def peak_buffers(plan: Plan, run: ProgramRun) -> list[int]:
     """Per rank, the most messages held at once: posted and not yet consumed, or produced and not yet sent."""
-    flow, produced_at = plan.flow, _produced_at(plan, run)
+    flow, produced_at = flow_of(plan), _produced_at(plan, run)
     peaks = []
     for rank in range(plan.P):
         changes = []

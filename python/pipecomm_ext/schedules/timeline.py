@@ -1,4 +1,4 @@
-"""`Timeline`: when everything of a plan ran, simulated or measured, and the numbers that follow."""
+"""`Timeline`: when each action and message of a plan ran, simulated or measured, with the derived numbers."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ class Span(NamedTuple):
 
 
 class Message(NamedTuple):
-    """The ACT or GRAD that `stage` made for `micro`, under way from `start` (both ends have started it) to
-    `end`."""
+    """The ACT or GRAD that `stage` made for `micro`; both ends have started it at `start`."""
 
     what: str
     stage: int
@@ -38,7 +37,7 @@ class Timeline:
     """Times are in the unit of the costs, or seconds if measured. Tuples have one entry per rank.
 
     makespan           from the first start (0 if simulated) to the last end
-    idle               makespan less the rank's work: the bubble
+    idle               makespan minus the rank's work: the bubble
     bubble_ratio       idle time of all ranks over P * makespan
     peak_activations   most micro-batches alive at once: F +1, B or W -1
     spans              per rank, its compute slots with start and end, in order
@@ -87,7 +86,7 @@ class Timeline:
     def costs(self) -> Costs:
         """The median duration of each kind of action of each stage, to simulate what was measured.
 
-        A whole backward counts as I, with a W of nothing, where a stage has no I. Messages take no time.
+        Where a stage has no I, its whole backward counts as I, and W costs nothing. Messages take no time.
         """
         durations: dict[tuple[str, int], list[Real]] = {}
         for span in (span for row in self.spans for span in row):
@@ -96,24 +95,20 @@ class Timeline:
         if not durations:
             raise ValueError("this timeline has no spans to take durations from")
 
-        def per_stage(*kinds: str) -> tuple[Real, ...]:
-            def cost(stage: int) -> Real:
-                found = next((durations[kind, stage] for kind in kinds if (kind, stage) in durations), [0])
-                return median(found)
-
-            return tuple(map(cost, range(1 + max(stage for _, stage in durations))))
+        def per_stage(kind: str, other: str = "") -> tuple[Real, ...]:
+            stages = range(1 + max(stage for _, stage in durations))
+            found = (durations.get((kind, stage)) or durations.get((other, stage), [0]) for stage in stages)
+            return tuple(map(median, found))
 
         has_fused = any(kind == "FB" for kind, _ in durations)
-        return Costs(
-            F=per_stage("F"),
-            I=per_stage("I", "B"),
-            W=per_stage("W"),
-            FB=per_stage("FB") if has_fused else None,
-        )
+        fused = per_stage("FB") if has_fused else None
+        return Costs(F=per_stage("F"), I=per_stage("I", "B"), W=per_stage("W"), FB=fused)
 
     def text_picture(self, width: int = 96) -> str:
-        """One line per rank, `width` characters for the makespan: the kind of the action that runs then (X: a
-        fused slot), or a dot."""
+        """One line per rank, `width` characters for the makespan: the kind of the running action, or a dot.
+
+        X is a fused slot.
+        """
         begin = min((row[0].start for row in self.spans if row), default=0)
         lines = []
         for rank, row in enumerate(self.spans):
@@ -126,20 +121,17 @@ class Timeline:
         return "\n".join(lines)
 
     def __str__(self) -> str:
-        def per_rank(values):
-            return " ".join(f"{float(value):g}" for value in values)
-
         name = f"{self.plan.name} P={self.plan.P} M={self.plan.M}" if self.plan else "timeline"
-        lines = [
-            f"{name}: makespan {float(self.makespan):g}, bubble {self.bubble_ratio:.1%}",
-            f"  idle per rank            {per_rank(self.idle)}",
-            f"  idle within own span     {per_rank(self.own_span_idle)}",
-            f"  peak activations         {per_rank(self.peak_activations)}",
-        ]
-        if self.exposed_comm:
-            lines.append(f"  exposed communication    {per_rank(self.exposed_comm)}")
-        if self.peak_buffers:
-            lines.append(f"  peak message buffers     {per_rank(self.peak_buffers)}")
+        lines = [f"{name}: makespan {float(self.makespan):g}, bubble {self.bubble_ratio:.1%}"]
+        for label, per_rank in (
+            ("idle per rank", self.idle),
+            ("idle within own span", self.own_span_idle),
+            ("peak activations", self.peak_activations),
+            ("exposed communication", self.exposed_comm),
+            ("peak message buffers", self.peak_buffers),
+        ):
+            if per_rank:
+                lines.append(f"  {label:<25}{' '.join(f'{float(value):g}' for value in per_rank)}")
         return "\n".join(lines)
 
 

@@ -17,6 +17,7 @@ from .split_gather import (
     reorder_output,
     split_forward_gather_backward,
 )
+from .ulysses import ulysses_attention
 
 __all__ = [
     "all_to_all",
@@ -34,4 +35,5 @@ __all__ = [
     "reorder_output",
     "split_forward_gather_backward",
     "split_forward_gather_backward_with_cp",
+    "ulysses_attention",
 ]

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from .. import _C
-from .group import communicator_of, group_name, named_group, rank_and_size
-from .sizes import Sizes, cal_split_sizes, checked_tensor, dim_index, size_list, whole_number
-from .step import Step, apply
+from ..communicator.registry import communicator_of, group_name, named_group, rank_and_size
+from ..core.checked import whole_number
+from ..core.extension import _C
+from .asynchronous import StepWork, apply_async
+from .differentiable import ExchangeStep, Step, apply, can_have_gradient
+from .sizes import Sizes, cal_split_sizes, checked_spec, dim_index, size_list, taken_as_equal
+
+OP = "all_to_all"  # in errors and records
+_CURE = "gather_size, their sum, or gather_sizes"
 
 
 def all_to_all(
-    input_: torch.Tensor,
+    input_: Tensor,
     process_group: Any,
     scatter_dim: int = 2,
     gather_dim: int = 1,
@@ -23,7 +30,8 @@ def all_to_all(
     *,
     scatter_sizes: Sequence[int] | None = None,
     gather_sizes: Sequence[int] | None = None,
-) -> torch.Tensor:
+    async_op: bool = False,
+) -> Tensor | tuple[Tensor, StepWork]:
     """Exchanges pieces so that each rank holds the whole `gather_dim` and only its piece of `scatter_dim`.
 
     With P ranks and the global tensor X, the rank-order concatenation of all inputs along `gather_dim`: rank
@@ -40,6 +48,9 @@ def all_to_all(
         scatter_sizes: lengths of the pieces of `scatter_dim`, one per rank, zeros allowed; default
             remainder-first.
         gather_sizes: lengths along `gather_dim` that the ranks hold, instead of `gather_size`.
+        async_op: return (tensor, work) at once. The tensor may be used after `work.wait()`. In the backward,
+            what was computed between the call and `wait()` runs beside the exchange of gradients. A captured
+            graph of torch.compile breaks here.
 
     Returns:
         a fresh contiguous tensor of length sum(gather_sizes) along `gather_dim`, scatter_sizes[r] along
@@ -49,25 +60,24 @@ def all_to_all(
         ValueError, IndexError, TypeError: bad arguments on this rank; nothing was sent.
         PipeCommMismatch: another rank refused, or the ranks' arguments do not fit; the next call works.
     """
-    if torch.compiler.is_compiling():
-        return _compiled(
-            input_,
-            group_name(process_group),
-            scatter_dim,
-            gather_dim,
-            gather_size,
-            scatter_sizes,
-            gather_sizes,
-        )
+    if torch.compiler.is_compiling() and not async_op:
+        group = group_name(process_group)
+        return _compiled(input_, group, scatter_dim, gather_dim, gather_size, scatter_sizes, gather_sizes)
     comm = communicator_of(process_group, input_)
-    with comm.collective("all_to_all"):
+    with comm.collective(OP):
         request = _request(input_, "input_", gather_size, scatter_sizes, gather_sizes)
-        step = _user_step(comm.rank, comm.size, (request,), _dims(scatter_dim, gather_dim))
-    return apply(comm, step, [input_])[0]
+        step = exchange_step(comm.rank, comm.size, (request,), *_dims(scatter_dim, gather_dim))
+    cure = _CURE if gather_size is None and gather_sizes is None else None
+    told = partial(taken_as_equal, gather_dim, cure)
+    if async_op:
+        [output], work = apply_async(comm, step, [input_], told=told)
+        return output, work
+    with told():
+        return apply(comm, step, [input_])[0]
 
 
 def all_to_all_many(
-    inputs: Sequence[torch.Tensor],
+    inputs: Sequence[Tensor],
     process_group: Any,
     scatter_dim: int = 2,
     gather_dim: int = 1,
@@ -75,19 +85,25 @@ def all_to_all_many(
     *,
     scatter_sizes: Sequence[Sequence[int] | None] | None = None,
     gather_sizes: Sequence[Sequence[int] | None] | None = None,
-) -> list[torch.Tensor]:
-    """`all_to_all` of several tensors (say q, k and v) in one exchange: one message per peer, forward and
-    backward.
+    async_op: bool = False,
+) -> list[Tensor] | tuple[list[Tensor], StepWork]:
+    """`all_to_all` of several tensors (say q, k and v) in one exchange, also in the backward.
 
-    The tensors may differ in shape and dtype; integer ones have no gradient. Arguments are those of
+    Each peer gets one message. The tensors may differ in shape and dtype. Arguments are those of
     `all_to_all`, for all tensors alike; `scatter_sizes` and `gather_sizes` may also be one list (or None) per
-    tensor.
+    tensor. The backward exchanges the gradients of the inputs that require one, which must be the same inputs
+    on all ranks: else it raises PipeCommMismatch.
+
+    Warns:
+        UserWarning: lengths that differ between the tensors are divided by default, and not all of them
+            evenly: as heads of q and of k and v, what a rank gets of them does not belong together.
 
     Returns:
-        a list of fresh contiguous tensors, in the order of `inputs`.
+        a list of fresh contiguous tensors, in the order of `inputs`; those require a gradient whose inputs
+        do. With async_op: (list, work).
     """
     comm = communicator_of(process_group, inputs[0] if isinstance(inputs, (list, tuple)) and inputs else None)
-    with comm.collective("all_to_all"):
+    with comm.collective(OP):
         if not isinstance(inputs, (list, tuple)):
             raise TypeError(f"inputs must be a list of tensors, not {type(inputs).__name__}")
         scatter_lists = _per_tensor(scatter_sizes, len(inputs), "scatter_sizes")
@@ -96,21 +112,24 @@ def all_to_all_many(
             _request(tensor, f"inputs[{idx}]", gather_size, scatter_lists[idx], gather_lists[idx])
             for idx, tensor in enumerate(inputs)
         )
-        step = _user_step(comm.rank, comm.size, requests, _dims(scatter_dim, gather_dim))
-    return list(apply(comm, step, inputs))
+        needs = tuple(tensor.requires_grad for tensor in inputs) if torch.is_grad_enabled() else None
+        step = exchange_step(comm.rank, comm.size, requests, *_dims(scatter_dim, gather_dim), needs)
+    cure = _CURE if gather_size is None and any(sizes is None for sizes in gather_lists) else None
+    told = partial(taken_as_equal, gather_dim, cure)
+    if async_op:
+        outputs, work = apply_async(comm, step, inputs, told=told)
+        return list(outputs), work
+    with told():
+        return list(apply(comm, step, inputs))
 
 
 # One tensor as the caller describes it: shape, dtype, gather_size, scatter_sizes, gather_sizes.
-Request = tuple[torch.Size, torch.dtype, int | None, Sizes | None, Sizes | None]
-# One tensor as the plan knows it: shape, dtype, scatter_sizes, gather_sizes.
-Exchanged = tuple[Sequence[int], torch.dtype, Sizes, Sizes]
+Request = tuple[Sequence[int], torch.dtype, int | None, Sizes | None, Sizes | None]
 
 
 def _request(tensor: Any, name: str, gather_size, scatter_sizes, gather_sizes) -> Request:
-    tensor = checked_tensor(tensor, name)
     return (
-        tensor.shape,
-        tensor.dtype,
+        *checked_spec(tensor, name),
         None if gather_size is None else whole_number(gather_size, "gather_size"),
         None if scatter_sizes is None else size_list(scatter_sizes, "scatter_sizes"),
         None if gather_sizes is None else size_list(gather_sizes, "gather_sizes"),
@@ -133,16 +152,8 @@ def _per_tensor(lists: Any, num_tensors: int, name: str) -> Sequence[Any]:
     return lists
 
 
-def _sizes_of(
-    shape: Sequence[int],
-    size: int,
-    scatter_dim: int,
-    gather_dim: int,
-    gather_size: int | None,
-    scatter_sizes: Sequence[int] | None,
-    gather_sizes: Sequence[int] | None,
-) -> tuple[Sequence[int], Sequence[int]]:
-    """Scatter and gather sizes with the defaults filled in; dims count from the front."""
+def _sizes_of(shape, size, scatter_dim, gather_dim, gather_size, scatter_sizes, gather_sizes):
+    """Both size lists with the defaults filled in; dims count from the front."""
     if scatter_dim == gather_dim:
         raise ValueError(f"scatter_dim and gather_dim must differ, both are {scatter_dim}")
     if scatter_sizes is None:
@@ -158,62 +169,66 @@ def _sizes_of(
 
 
 @lru_cache(maxsize=256)
-def _user_step(rank: int, size: int, requests: tuple[Request, ...], dims: tuple[int, int]) -> Step:
-    exchanged = []
-    for shape, dtype, gather_size, scatter_sizes, gather_sizes in requests:
-        scatter_dim = dim_index(dims[0], len(shape), "scatter_dim")
-        gather_dim = dim_index(dims[1], len(shape), "gather_dim")
-        if exchanged and len(shape) != len(exchanged[0][0]):
-            raise ValueError(
-                f"inputs must have the same number of dims, got {len(exchanged[0][0])} and {len(shape)}"
-            )
-        sizes = _sizes_of(shape, size, scatter_dim, gather_dim, gather_size, scatter_sizes, gather_sizes)
-        exchanged.append((tuple(shape), dtype, *map(tuple, sizes)))
-    if not exchanged:
+def exchange_step(
+    rank: int,
+    size: int,
+    requests: tuple[Request, ...],
+    scatter_dim: int,
+    gather_dim: int,
+    needs: tuple[bool, ...] | None = None,
+) -> Step:
+    """The step of these tensors. `needs` says which ones need a gradient; None: all whose dtype can."""
+    if not requests:
         raise ValueError("inputs must hold at least one tensor")
-    return _step(rank, size, tuple(exchanged), scatter_dim, gather_dim)
-
-
-@lru_cache(maxsize=256)
-def _step(rank: int, size: int, exchanged: tuple[Exchanged, ...], scatter_dim: int, gather_dim: int) -> Step:
-    plan = _C.plan_all_to_all(rank, size, list(exchanged), scatter_dim, gather_dim)
-    dtypes = [dtype for _, dtype, _, _ in exchanged]
-    outputs = list(zip(plan.output_shapes, dtypes, strict=True))
+    num_dims = len(requests[0][0])
+    tensors = []
+    for shape, dtype, *sizes in requests:
+        scatter_dim = dim_index(scatter_dim, len(shape), "scatter_dim")
+        gather_dim = dim_index(gather_dim, len(shape), "gather_dim")
+        if len(shape) != num_dims:
+            raise ValueError(f"inputs must have the same number of dims, got {num_dims} and {len(shape)}")
+        tensors.append((shape, dtype, *_sizes_of(shape, size, scatter_dim, gather_dim, *sizes)))
+    _warn_of_unlike_shares(requests, size, scatter_dim)
+    plan = _C.plan_all_to_all(rank, size, tensors, scatter_dim, gather_dim)
+    outputs = [(shape, dtype) for shape, (_, dtype, *_) in zip(plan.output_shapes, tensors, strict=True)]
+    needs = needs or (True,) * len(outputs)
+    keeps = [need and can_have_gradient(dtype) for need, (_, dtype) in zip(needs, outputs, strict=True)]
 
     def gradient() -> Step:
         back = tuple(
-            (shape, dtype, gather_sizes, scatter_sizes)
-            for (shape, dtype), (_, _, scatter_sizes, gather_sizes) in zip(outputs, exchanged, strict=True)
-            if dtype.is_floating_point or dtype.is_complex
+            (shape, dtype, None, tuple(gather_sizes), tuple(scatter_sizes))
+            for keep, (shape, dtype), (_, _, scatter_sizes, gather_sizes) in zip(
+                keeps, outputs, tensors, strict=True
+            )
+            if keep
         )
-        return _step(rank, size, back, gather_dim, scatter_dim)
+        return exchange_step(rank, size, back, gather_dim, scatter_dim)
 
-    return Step(plan, "all_to_all", outputs, gradient)
-
-
-# ---- in a compiled graph: one custom operator
-# ---------------------------------------------------------------
+    return ExchangeStep(OP, plan, outputs, gradient, is_differentiable=keeps)
 
 
-@torch.library.custom_op("pipecomm_ext::all_to_all", mutates_args=())
-def _compiled(
-    input_: torch.Tensor,
-    group: str,
-    scatter_dim: int,
-    gather_dim: int,
-    gather_size: int | None,
-    scatter_sizes: Sequence[int] | None,
-    gather_sizes: Sequence[int] | None,
-) -> torch.Tensor:
-    return all_to_all(
-        input_,
-        named_group(group),
-        scatter_dim,
-        gather_dim,
-        gather_size,
-        scatter_sizes=scatter_sizes,
-        gather_sizes=gather_sizes,
-    )
+def _warn_of_unlike_shares(requests: tuple[Request, ...], size: int, scatter_dim: int) -> None:
+    lengths = [shape[scatter_dim] for shape, _, _, scatter_sizes, _ in requests if scatter_sizes is None]
+    if len(set(lengths)) > 1 and any(length % size for length in lengths):
+        warnings.warn(
+            f"lengths {lengths} of dim {scatter_dim} are divided over {size} ranks each by itself: if they "
+            "are heads of q, k and v, ranks get key and value heads that their query heads do not read; send "
+            "each head to the ranks that read it, with scatter_sizes (docs/sequence_parallel.md)",
+            stacklevel=4,
+        )
+
+
+# ---- in a compiled graph: one custom operator -------------------------------------------------------------
+
+
+_SCHEMA = """(Tensor input_, str group, SymInt scatter_dim, SymInt gather_dim, SymInt? gather_size,
+              SymInt[]? scatter_sizes, SymInt[]? gather_sizes) -> Tensor"""
+
+
+@torch.library.custom_op("pipecomm_ext::all_to_all", mutates_args=(), schema=_SCHEMA)
+def _compiled(input_, group, scatter_dim, gather_dim, gather_size, scatter_sizes, gather_sizes):
+    sizes = {"scatter_sizes": scatter_sizes, "gather_sizes": gather_sizes}
+    return all_to_all(input_, named_group(group), scatter_dim, gather_dim, gather_size, **sizes)
 
 
 def _resolved(input_, group, scatter_dim, gather_dim, gather_size, scatter_sizes, gather_sizes):
@@ -226,7 +241,7 @@ def _resolved(input_, group, scatter_dim, gather_dim, gather_size, scatter_sizes
 
 
 @_compiled.register_fake
-def _(input_, *arguments) -> torch.Tensor:
+def _(input_, *arguments) -> Tensor:
     rank, scatter_dim, gather_dim, scatter_sizes, gather_sizes = _resolved(input_, *arguments)
     shape = list(input_.shape)
     shape[scatter_dim] = scatter_sizes[rank]
@@ -242,7 +257,7 @@ def _save_for_backward(ctx, inputs, output) -> None:
 def _backward(ctx, grad):
     scatter_dim, gather_dim, scatter_sizes, gather_sizes = ctx.dims_and_sizes
     grad = _compiled(grad, ctx.group, gather_dim, scatter_dim, None, gather_sizes, scatter_sizes)
-    return grad, *[None] * 6
+    return grad, *[None] * 6  # group, scatter_dim, gather_dim, gather_size, scatter_sizes, gather_sizes
 
 
 _compiled.register_autograd(_backward, setup_context=_save_for_backward)

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Sequence
+import contextlib
+import re
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from ..specs import spec_of
+from ..core.checked import whole_number
+from ..core.tensor_specs import TensorSpec, spec_of
+from ..errors import PipeCommMismatch
 
 Sizes = tuple[int, ...]
 
 
 def cal_split_sizes(dim_size: int, world_size: int) -> list[int]:
-    """Lengths of the `world_size` pieces of a dim: equal, and the remainder goes to the first ranks.
+    """Divides a dim over `world_size` ranks: equal lengths, of which the first ones are longer by one.
 
     (10, 4) -> [3, 3, 2, 2]; (2, 4) -> [1, 1, 0, 0]. 0-dim integer tensors are accepted. Semantics:
     MindSpeed-MM.
@@ -26,29 +30,18 @@ def cal_split_sizes(dim_size: int, world_size: int) -> list[int]:
     dim_size, world_size = whole_number(dim_size, "dim_size"), whole_number(world_size, "world_size")
     if dim_size < 0 or world_size < 1:
         raise ValueError(f"cannot divide a length of {dim_size} over {world_size} ranks")
-    length, num_longer = dim_size // world_size, dim_size % world_size
-    return [length + 1] * num_longer + [length] * (world_size - num_longer)
+    # Without a branch or a count that depends on the length: one compiled graph serves all lengths.
+    return [(dim_size + world_size - 1 - rank) // world_size for rank in range(world_size)]
 
 
-def cal_split_sizes_multi(sizes: Sequence[int] | torch.Tensor, world_size: int) -> torch.Tensor:
-    """`cal_split_sizes` of each of several packed sequences: CPU int64 [world_size, len(sizes)], one row per
-    rank.
+def cal_split_sizes_multi(sizes: Sequence[int] | Tensor, world_size: int) -> Tensor:
+    """Divides each of several packed sequences: CPU int64 [world_size, len(sizes)], one row for each rank.
 
     ([5, 3], 2) -> [[3, 2], [2, 1]]: every remainder goes to low ranks. Semantics: MindSpeed-MM.
     """
     columns = [cal_split_sizes(size, world_size) for size in sizes]
     rows = list(zip(*columns, strict=True)) if columns else [()] * whole_number(world_size, "world_size")
     return torch.tensor(rows, dtype=torch.int64)
-
-
-def whole_number(value: Any, name: str) -> int:
-    """An int from an int, a numpy integer or a 0-dim integer tensor; symbolic ints stay what they are."""
-    if isinstance(value, (int, torch.SymInt)):
-        return value
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name} must be an int, not {type(value).__name__}") from None
 
 
 def dim_index(dim: Any, num_dims: int, name: str) -> int:
@@ -66,18 +59,44 @@ def size_list(sizes: Any, name: str) -> Sizes:
     return tuple(whole_number(size, f"{name}[{rank}]") for rank, size in enumerate(sizes))
 
 
-def checked_tensor(tensor: Any, name: str) -> torch.Tensor:
-    """A dense tensor that holds data, as local copies and plans need it; the engine checks the rest."""
-    spec_of(tensor, name)
+def checked_spec(tensor: Any, name: str) -> TensorSpec:
+    """Shape and dtype of a dense tensor that holds data, as local copies and plans need it."""
+    spec = spec_of(tensor, name)
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise TypeError(
+            f"{name} is inside a transform (vmap, torch.func), which communication cannot follow; pass a "
+            "plain torch.Tensor, outside of it"
+        )
     if tensor.is_quantized or tensor.device.type == "meta":
         kind = f"quantized, {tensor.dtype}" if tensor.is_quantized else "on the meta device"
         raise ValueError(f"{name} must be a tensor of plain elements, not {kind}")
-    return tensor
+    return spec
 
 
-def packed_split_rows(sequence_lengths: Sequence[int] | torch.Tensor, world_size: int) -> tuple[Sizes, ...]:
+@contextlib.contextmanager
+def taken_as_equal(dim: int, cure: str | None) -> Iterator[None]:
+    """Wraps an exchange that takes the ranks' lengths along `dim` as equal, unless `cure` is None. If they
+    are not, its PipeCommMismatch says so and names the argument, `cure`, that the call needs.
+    """
+    try:
+        yield
+    except PipeCommMismatch as error:
+        shapes = [shape.split(", ") for shape in re.findall(r"\w\[([\d, ]+)\]", str(error))[:2]]
+        if (
+            cure
+            and len(shapes) == 2
+            and len(shapes[0]) == len(shapes[1])
+            and shapes[0][dim] != shapes[1][dim]
+        ):
+            mine, theirs = (shape[dim] for shape in shapes)
+            told = f"ranks hold unequal lengths along dim {dim}, {mine} and {theirs}, so give {cure}"
+            error.args = (f"{error}; {told}",)
+        raise
+
+
+def packed_split_rows(sequence_lengths: Sequence[int] | Tensor, world_size: int) -> tuple[Sizes, ...]:
     """`cal_split_sizes_multi` as one tuple per rank."""
-    if isinstance(sequence_lengths, torch.Tensor):
+    if isinstance(sequence_lengths, Tensor):
         sequence_lengths = sequence_lengths.tolist()
     if not isinstance(sequence_lengths, (list, tuple)):
         raise ValueError(
@@ -94,9 +113,9 @@ def _split_rows(lengths: Sizes, world_size: int) -> tuple[Sizes, ...]:
     return tuple(zip(*(cal_split_sizes(length, world_size) for length in lengths), strict=True))
 
 
-def packed_rows(all_split_sizes: torch.Tensor | Sequence[Sequence[int]]) -> tuple[Sizes, ...]:
+def packed_rows(all_split_sizes: Tensor | Sequence[Sequence[int]]) -> tuple[Sizes, ...]:
     """lengths[rank][sequence] as tuples."""
-    if isinstance(all_split_sizes, torch.Tensor):
+    if isinstance(all_split_sizes, Tensor):
         all_split_sizes = all_split_sizes.tolist()
     if not isinstance(all_split_sizes, (list, tuple)):
         raise ValueError(

@@ -3,7 +3,7 @@
 A split is a local copy of what every rank holds, its backward a gather; a gather is one exchange, its
 backward a local split. Gradients are scaled by the number of ranks as the reference (MindSpeed-MM) does: "up"
 multiplies, "down" divides, on the small side and in the dtype of the gradient ("up" can overflow float16).
-There is no sum over ranks.
+There is no sum over ranks. With async_op=True each returns (tensor, work), as `all_to_all` does.
 """
 
 from __future__ import annotations
@@ -12,19 +12,24 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from .group import rank_and_size
-from .pieces import ZIGZAG, gather, split
-from .sizes import checked_tensor, dim_index, packed_rows, packed_split_rows, size_list, whole_number
+from ..communicator.registry import rank_and_size
+from ..core.checked import whole_number
+from .layouts import ZIGZAG
+from .sizes import checked_spec, dim_index, packed_rows, packed_split_rows, size_list
+from .split_gather_pair import Result, gather, split
 
 
 def split_forward_gather_backward(
-    input_: torch.Tensor,
+    input_: Tensor,
     process_group: Any,
     dim: int,
     split_sizes: Sequence[int] | None = None,
     grad_scale: str | None = "down",
-) -> torch.Tensor:
+    *,
+    async_op: bool = False,
+) -> Result:
     """Keeps this rank's piece of a tensor that every rank holds; the backward gathers the pieces' gradients.
 
     Args:
@@ -33,27 +38,31 @@ def split_forward_gather_backward(
         dim: the dim to split, negative ones count from the end.
         split_sizes: length of each rank's piece, zeros allowed; default remainder-first (`cal_split_sizes`).
         grad_scale: "down" divides the gradient by P, "up" multiplies by P, None leaves it.
+        async_op: return (tensor, work). The backward posts the gather of gradients where it comes to
+            `work.wait()`, and waits for it where it comes to the call.
 
     Returns:
         a fresh contiguous tensor of length split_sizes[r] along `dim`. Nothing is communicated.
 
     Raises:
-        ValueError: `split_sizes` is no list of P lengths >= 0 with the right sum, or an unknown `grad_scale`.
+        ValueError: `split_sizes` is not a list of P lengths >= 0 with the right sum, or `grad_scale` is
+            unknown.
         IndexError: `dim` is out of range.
     """
     layout = None if split_sizes is None else size_list(split_sizes, "split_sizes")
-    return split(input_, process_group, dim, layout, grad_scale)
+    return split(input_, process_group, dim, layout, grad_scale, async_op)
 
 
 def gather_forward_split_backward(
-    input_: torch.Tensor,
+    input_: Tensor,
     process_group: Any,
     dim: int,
     gather_sizes: Sequence[int] | None = None,
     grad_scale: str | None = "up",
-) -> torch.Tensor:
-    """Concatenates the ranks' tensors in rank order; the backward keeps this rank's piece of its own
-    gradient.
+    *,
+    async_op: bool = False,
+) -> Result:
+    """Concatenates the ranks' tensors in rank order; the backward keeps my piece of my own gradient.
 
     Args:
         input_: any shape of at least one dim, any dtype and strides; the ranks' may differ in length along
@@ -63,6 +72,7 @@ def gather_forward_split_backward(
         gather_sizes: length of each rank's tensor, zeros allowed; without it all must be equal, which is
             checked.
         grad_scale: "up" multiplies the gradient by P, "down" divides by P, None leaves it.
+        async_op: return (tensor, work) at once; the tensor may be used after `work.wait()`.
 
     Returns:
         a fresh contiguous tensor of length sum(gather_sizes) along `dim`, equal on all ranks.
@@ -75,42 +85,43 @@ def gather_forward_split_backward(
     def layout():
         return None if gather_sizes is None else size_list(gather_sizes, "gather_sizes")
 
-    return gather(input_, process_group, dim, layout, grad_scale)
+    return gather(input_, process_group, dim, layout, grad_scale, async_op)
 
 
 def load_balanced_split_forward_gather_backward(
-    input_: torch.Tensor, process_group: Any, dim: int = 0
-) -> torch.Tensor:
-    """Zigzag split, which balances causal attention: of 2P equal chunks of `dim`, rank r keeps r and 2P - 1 -
-    r.
+    input_: Tensor, process_group: Any, dim: int = 0, *, async_op: bool = False
+) -> Result:
+    """Splits `dim` in zigzag order, which balances causal attention.
 
-    The backward divides by P and gathers in natural order. Otherwise like `split_forward_gather_backward`.
+    Of 2P equal chunks, rank r keeps the chunks r and 2P - 1 - r, in this order. The backward divides by P
+    and gathers in natural order. Otherwise like `split_forward_gather_backward`.
 
     Raises:
-        ValueError: the length of `dim` does not divide by 2P.
+        ValueError: the length of `dim` is not divisible by 2P.
     """
-    return split(input_, process_group, dim, ZIGZAG, "down")
+    return split(input_, process_group, dim, ZIGZAG, "down", async_op)
 
 
 def load_balanced_gather_forward_split_backward(
-    input_: torch.Tensor, process_group: Any, dim: int = 0
-) -> torch.Tensor:
+    input_: Tensor, process_group: Any, dim: int = 0, *, async_op: bool = False
+) -> Result:
     """Gathers zigzag pieces in natural order: the inverse of `load_balanced_split_forward_gather_backward`.
 
     All ranks hold the same even length along `dim`. The backward keeps this rank's chunks of its own gradient
     times P.
     """
-    return gather(input_, process_group, dim, lambda: ZIGZAG, "up")
+    return gather(input_, process_group, dim, lambda: ZIGZAG, "up", async_op)
 
 
 def packed_data_split_forward_gather_backward(
-    hidden_states: torch.Tensor,
+    hidden_states: Tensor,
     process_group: Any,
-    sequence_lengths: Sequence[int] | torch.Tensor,
+    sequence_lengths: Sequence[int] | Tensor,
     dim: int = 0,
-) -> torch.Tensor:
-    """Splits each of several sequences, packed along `dim`, on its own; the pieces follow each other in
-    order.
+    *,
+    async_op: bool = False,
+) -> Result:
+    """Splits each of several sequences that are packed along `dim`; a rank packs its pieces in their order.
 
     Each sequence is cut by `cal_split_sizes`: ([5, 3], P = 2) gives rank 0 a0 a1 a2 b0 b1, rank 1 a3 a4 b2.
     The backward is one gather whatever the number of sequences, and divides by P.
@@ -119,45 +130,48 @@ def packed_data_split_forward_gather_backward(
         ValueError: no lengths, a negative one, or their sum is not the length of `dim`.
     """
     _, size = rank_and_size(process_group)
-    return split(hidden_states, process_group, dim, packed_split_rows(sequence_lengths, size), "down")
+    return split(
+        hidden_states, process_group, dim, packed_split_rows(sequence_lengths, size), "down", async_op
+    )
 
 
 def packed_data_gather_forward_split_backward(
-    local_hidden_states: torch.Tensor,
-    all_split_sizes: torch.Tensor | Sequence[Sequence[int]],
+    local_hidden_states: Tensor,
+    all_split_sizes: Tensor | Sequence[Sequence[int]],
     process_group: Any,
     dim: int = 0,
-) -> torch.Tensor:
+    *,
+    async_op: bool = False,
+) -> Result:
     """Gathers what `packed_data_split_forward_gather_backward` split: whole sequences, one after the other.
 
     Args:
         local_hidden_states: this rank's pieces of all sequences, packed along `dim`.
-        all_split_sizes: integers [P, sequences] as from `cal_split_sizes_multi`, on the CPU; any lengths >=
-            0.
+        all_split_sizes: integers >= 0 on the CPU, [P, sequences], as from `cal_split_sizes_multi`.
         process_group: a torch group, a Communicator, or None for the default group.
         dim: the packed dim.
 
     The backward keeps this rank's pieces of its own gradient times P.
     """
-    return gather(local_hidden_states, process_group, dim, lambda: packed_rows(all_split_sizes), "up")
+    return gather(
+        local_hidden_states, process_group, dim, lambda: packed_rows(all_split_sizes), "up", async_op
+    )
 
 
-def reorder_output(
-    attn_output: torch.Tensor, cp_rank: int, cp_size: int, cp_group: Any, dim: int = 0
-) -> torch.Tensor:
-    """Natural order of a tensor that holds all ranks' zigzag pieces in rank order. No communication.
+def reorder_output(attn_output: Tensor, cp_rank: int, cp_size: int, cp_group: Any, dim: int = 0) -> Tensor:
+    """Puts all ranks' zigzag pieces, given in rank order, in natural order. Nothing is communicated.
 
-    Of 2 * cp_size equal chunks along `dim`, which come as 0, 2cp - 1, 1, 2cp - 2, ..., to 0, 1, 2, ...
+    The 2 * cp_size equal chunks of `dim` come as 0, 2cp - 1, 1, 2cp - 2, ... and leave as 0, 1, 2, ...
     `cp_rank` and `cp_group` are not used.
 
     Raises:
-        ValueError: the length of `dim` does not divide by 2 * cp_size.
+        ValueError: the length of `dim` is not divisible by 2 * cp_size.
     """
-    checked_tensor(attn_output, "attn_output")
+    checked_spec(attn_output, "attn_output")
     dim = dim_index(dim, attn_output.dim(), "dim")
     num_chunks = 2 * whole_number(cp_size, "cp_size")
     length = attn_output.size(dim)
     if num_chunks < 2 or length % num_chunks:
-        raise ValueError(f"length {length} of dim {dim} must divide by 2 * cp_size = {num_chunks}")
+        raise ValueError(f"length {length} of dim {dim} must be divisible by 2 * cp_size = {num_chunks}")
     chunks = attn_output.split(length // num_chunks, dim) if length else [attn_output]
     return torch.cat([*chunks[0::2], *chunks[-1::-2]], dim)

@@ -1,5 +1,6 @@
 // Enough of CUDA for g++ to compile and run the kernels of csrc/copy on the host: a launch runs all
-// threads of all blocks one after another, the blocks in an order that the test chooses.
+// threads of all blocks one after another, the blocks in an order that the test chooses. A captured
+// launch runs when its graph does.
 #pragma once
 
 #include <algorithm>
@@ -18,8 +19,8 @@
 #define __launch_bounds__(...)
 #define CUDART_VERSION 13000
 
-using cudaStream_t = void*;
-enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidValue = 1 };
+#include "host_runtime.h"
+
 enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount = 16 };
 
 struct dim3 {
@@ -38,6 +39,9 @@ inline dim3 blockIdx, threadIdx, gridDim, blockDim;
 
 namespace shim {
 inline int num_sms = 1;
+inline int blocks_per_sm = 2;
+inline dim3 last_grid, last_block;
+inline int num_occupancy_queries = 0;
 inline int num_launches = 0;
 inline int num_preloaded = 0;
 inline int fail_launch = -1;  // number of the launch that fails
@@ -65,23 +69,32 @@ cudaError_t cudaFuncGetAttributes(cudaFuncAttributes*, Kernel*) {
   return cudaSuccess;
 }
 
+template <typename Kernel>
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* num_blocks, Kernel*, int, size_t) {
+  ++shim::num_occupancy_queries;
+  *num_blocks = shim::blocks_per_sm;
+  return cudaSuccess;
+}
+
 template <typename... Parameters, typename... Arguments>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
                                Arguments&&... arguments) {
   if (shim::num_launches++ == shim::fail_launch) return cudaErrorInvalidValue;
   if (config->gridDim.x == 0 || config->blockDim.x == 0) return cudaErrorInvalidValue;
-  ::gridDim = config->gridDim;
-  ::blockDim = config->blockDim;
-  std::vector<unsigned> blocks(config->gridDim.x);
-  for (unsigned i = 0; i < blocks.size(); ++i) blocks[i] = i;
-  std::shuffle(blocks.begin(), blocks.end(), shim::block_order);
-  for (unsigned block : blocks) {
-    for (unsigned thread = 0; thread < config->blockDim.x; ++thread) {
-      ::blockIdx.x = block;
-      ::threadIdx.x = thread;
-      kernel(arguments...);
+  shim::enqueue(config->stream, [launch = *config, kernel, arguments...] {
+    shim::last_grid = ::gridDim = launch.gridDim;
+    shim::last_block = ::blockDim = launch.blockDim;
+    std::vector<unsigned> blocks(launch.gridDim.x);
+    for (unsigned i = 0; i < blocks.size(); ++i) blocks[i] = i;
+    std::shuffle(blocks.begin(), blocks.end(), shim::block_order);
+    for (unsigned block : blocks) {
+      for (unsigned thread = 0; thread < launch.blockDim.x; ++thread) {
+        ::blockIdx.x = block;
+        ::threadIdx.x = thread;
+        kernel(arguments...);
+      }
     }
-  }
+  });
   return cudaSuccess;
 }
 
@@ -90,7 +103,6 @@ template <typename T>
 T __ldcs(const T* address) {
   return *address;
 }
-template <typename T>
-void __stwb(T* address, T value) {
-  *address = value;
+inline uint32_t __funnelshift_r(uint32_t low, uint32_t high, uint32_t shift) {
+  return static_cast<uint32_t>(((uint64_t{high} << 32) | low) >> (shift & 31));
 }

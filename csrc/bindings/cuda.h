@@ -1,0 +1,17 @@
+// The CUDA device, in builds with and without CUDA.
+#pragma once
+
+#include <torch/csrc/utils/pybind.h>
+
+#include <memory>
+
+#include "copy/device_runtime.h"
+
+namespace pipecomm {
+
+// See make_cuda_runtime. Throws std::runtime_error if this is a build without CUDA.
+std::shared_ptr<DeviceRuntime> device_runtime(int device_idx, int num_sms);
+
+void bind_cuda(pybind11::module_& m);
+
+}  // namespace pipecomm

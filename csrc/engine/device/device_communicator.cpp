@@ -1,0 +1,492 @@
+#include "engine/device/device_communicator.h"
+
+#include <algorithm>
+
+#include "engine/whole_copies.h"
+#include "message/start_thread.h"
+
+namespace pipecomm {
+namespace {
+
+// Of each collective, so many agreements are awaited: a mistake is refused before anything moves.
+// Later ones, of lengths that vary from step to step, are compared behind the transfer, since a wait
+// would hold up the host until the slowest one is there.
+constexpr int kNumAwaited = 8;
+
+}  // namespace
+
+DeviceCommunicator::DeviceCommunicator(const DeviceOptions& options,
+                                       std::shared_ptr<DeviceRuntime> runtime, const NcclApi& api,
+                                       std::span<const NcclUniqueId> nccl_ids,
+                                       const Communicator::MakeTransport& make_control,
+                                       const Interrupted& interrupted)
+    : options_(options),
+      runtime_(std::move(runtime)),
+      check_(options.size, options.num_channels, options.check),
+      counts_(options.size),
+      drained_(size_t(options.size)) {
+  CommunicatorOptions control;
+  control.rank = options_.rank;
+  control.size = options_.size;
+  control.num_channels = options_.num_channels;
+  control.timeout = options_.timeout;
+  control.on_failure = options_.on_failure;
+  control.on_claim = [this](int peer, Direction direction, const Descriptor& theirs) {
+    on_claim(peer, direction, theirs);
+  };
+  control_ = std::make_shared<Communicator>(control, make_control);
+  in_flight_ = std::make_shared<InFlight>(runtime_, control_, options_.on_failure);
+  for (int lane_idx = 0; lane_idx < num_lanes(options_.num_channels); ++lane_idx)
+    lanes_.push_back({runtime_->new_stream(), nullptr, nullptr});
+  if (size() > 1) {
+    nccl_ =
+        std::make_shared<NcclTransport>(api, runtime_, rank(), size(), options_.max_ops_per_group);
+    connect(nccl_ids, interrupted);
+  }
+  in_flight_->start();
+  try {
+    watchdog_ = start_thread([this] { watch(); }, rank());
+  } catch (const PipeCommException&) {
+    in_flight_->stop();
+    throw;
+  }
+}
+
+void DeviceCommunicator::connect(std::span<const NcclUniqueId> nccl_ids,
+                                 const Interrupted& interrupted) {
+  const Clock::time_point begin = Clock::now();
+  std::vector<NcclLane> lanes;
+  for (size_t idx = 0; idx < nccl_ids.size(); ++idx)
+    lanes.push_back({nccl_ids[idx], reach_of(int(idx), options_.num_channels), lanes_[idx].stream});
+  try {
+    nccl_->connect(lanes, options_.nccl, [&] {
+      if (control_->failure()) throw_failure();
+      interrupted();
+      if (options_.timeout && Clock::now() - begin > *options_.timeout)
+        throw NcclError(NcclResult::in_progress,
+                        "not all ranks are connected after " + seconds_text(Clock::now() - begin));
+    });
+  } catch (const std::exception& error) {
+    const bool is_late = options_.timeout && Clock::now() - begin > *options_.timeout;
+    control_->fail({.kind = is_late ? FailureKind::timeout : FailureKind::error,
+                    .message = std::string("connecting NCCL failed: ") + error.what() +
+                               "; NCCL_DEBUG=INFO shows what it tried",
+                    .op = "Communicator",
+                    .rank = rank(),
+                    .origin_rank = rank()});
+    abort_nccl();
+    if (dynamic_cast<const NcclError*>(&error)) throw_failure();
+    throw;
+  }
+}
+
+// ------------------------------------------------------------------------------------------------
+// checks
+
+void DeviceCommunicator::throw_failure() const { throw PipeCommException(control_->failure()); }
+
+void DeviceCommunicator::check_usable(OpCode op) const {
+  control_->check_process();
+  if (control_->failure()) throw_failure();
+  if (!closing_) return;
+  throw_closed(op, rank());
+}
+
+// Claims what is new, or refuses it inside a capture.
+void DeviceCommunicator::check_messages(std::span<const PointToPoint> batch,
+                                        DeviceOperation& operation) {
+  for (const PointToPoint& op : batch) {
+    if (op.peer == rank()) continue;
+    Descriptor descriptor =
+        describe(OpCode::p2p, op.channel, op.tensor, op.signature, op.tensor.num_bytes());
+    if (operation.is_captured) {
+      if (!check_.is_known(op.peer, op.direction, descriptor))
+        throw std::invalid_argument(
+            "first " + std::string(op.direction == Direction::send ? "send to" : "recv from") +
+            " rank " + std::to_string(op.peer) + " of " + descriptor.text() +
+            " inside a CUDA graph capture, where the two ranks cannot compare it; run the batch "
+            "once before capturing, or use check=\"off\"");
+      note_captured(op.peer, op.direction, descriptor);
+      note_message(operation, op.direction, op.peer, descriptor);
+      continue;
+    }
+    const MessageCheck::Posted posted = check_.posted(op.peer, op.direction, descriptor);
+    note_message(operation, op.direction, op.peer, descriptor);
+    if (posted.claim) control_->claim(op.peer, op.direction, descriptor);
+    if (posted.mismatch) {
+      fail_mismatch(*posted.mismatch);
+      throw_failure();
+    }
+  }
+}
+
+// Host traffic that does not wait, and that no stream takes part in: harmless in a capture.
+void DeviceCommunicator::note_captured(int peer, Direction direction,
+                                       const Descriptor& descriptor) {
+  if (const auto news = check_.captured(peer, direction, descriptor))
+    control_->claim(peer, direction, *news);
+}
+
+// Numbers a message in the order of its (peer, direction, channel), like the host transports do.
+void DeviceCommunicator::note_message(DeviceOperation& operation, Direction direction, int peer,
+                                      Descriptor descriptor) {
+  descriptor.seq = counts_.next(peer, direction, descriptor.channel);
+  operation.add_message(direction, peer, descriptor);
+}
+
+// Compares a collective before its messages travel. Pairs of ranks for which it is new do so, and
+// since both ends of a pair know what was new to them, no other rank has to take part.
+void DeviceCommunicator::agree(OpCode op, std::span<const PeerMessages> pairs, const Scope& scope,
+                               const Interrupted& interrupted) {
+  if (pairs.empty() || options_.check == Check::off) return;
+  std::vector<PeerMessages> fresh;
+  for (const PeerMessages& pair : pairs)
+    if (!check_.is_known(pair.peer, Direction::send, pair.send) ||
+        !check_.is_known(pair.peer, Direction::recv, pair.recv))
+      fresh.push_back(pair);
+  if (runtime_->is_capturing(runtime_->current_stream())) {
+    if (!fresh.empty())
+      throw std::invalid_argument(std::string("first ") + op_name(op) +
+                                  " with these arguments inside a CUDA graph capture, where the "
+                                  "ranks cannot compare them; run it once before capturing");
+    for (const PeerMessages& pair : pairs) {
+      note_captured(pair.peer, Direction::send, pair.send);
+      note_captured(pair.peer, Direction::recv, pair.recv);
+    }
+    return;
+  }
+  const bool is_full = options_.check == Check::full;
+  const bool is_collective = scope.channel == kCollectiveChannel;
+  if (is_collective && !is_full) claim_new(pairs, fresh);
+  if (fresh.empty() && !is_full) return;
+
+  const auto agreement =
+      std::make_shared<Agreement>(rank(), size(), is_full ? pairs : std::span(fresh), fresh);
+  const OperationPtr operation = control_->agree(op, agreement);
+  if (is_collective && !fresh.empty() && num_agreed_[op] < kNumAwaited) {
+    await_agreement(op, *operation, *agreement, fresh.size() == pairs.size(), interrupted);
+    ++num_agreed_[op];
+  } else {
+    std::lock_guard lock(mutex_);
+    pending_.push_back({operation, std::nullopt, Clock::now()});
+  }
+  for (const PeerMessages& pair : fresh) {
+    check_.learn(pair.peer, Direction::send, pair.send);
+    check_.learn(pair.peer, Direction::recv, pair.recv);
+  }
+}
+
+// Numbers the messages of a collective. A peer to which those are known that are new here does not
+// come to compare them: a claim tells it of the mismatch.
+void DeviceCommunicator::claim_new(std::span<const PeerMessages> pairs,
+                                   std::span<const PeerMessages> fresh) {
+  auto next_fresh = fresh.begin();
+  for (const PeerMessages& pair : pairs) {
+    const bool is_fresh = next_fresh != fresh.end() && next_fresh->peer == pair.peer;
+    if (is_fresh) ++next_fresh;
+    for (const Direction direction : {Direction::send, Direction::recv}) {
+      Descriptor descriptor = direction == Direction::send ? pair.send : pair.recv;
+      if (is_fresh) {
+        check_.skip(pair.peer, direction, descriptor);
+        control_->claim(pair.peer, direction, descriptor);
+      } else if (const auto posted = check_.posted(pair.peer, direction, descriptor);
+                 posted.mismatch) {
+        fail_mismatch(*posted.mismatch);
+        throw_failure();
+      }
+    }
+  }
+}
+
+void DeviceCommunicator::await_agreement(OpCode op, Operation& operation,
+                                         const Agreement& agreement, bool is_new_to_all,
+                                         const Interrupted& interrupted) {
+  try {
+    control_->wait(operation, Deadline::max(), interrupted);
+  } catch (const PipeCommException& error) {
+    // Peers that have run it with this rank before do not wait, and cannot take it back.
+    if (!is_new_to_all && error.failure()->kind == FailureKind::mismatch) {
+      control_->fail(*error.failure());
+      throw_failure();
+    }
+    throw;
+  }
+  const auto disagreement = agreement.disagreement();
+  if (!disagreement) return;
+  Failure refused{.kind = FailureKind::mismatch,
+                  .message = std::string(op_name(op)) + " was refused: " + disagreement->text +
+                             "; nothing was transferred; make the two calls agree",
+                  .op = op_name(op),
+                  .rank = rank(),
+                  .origin_rank = disagreement->receiver};
+  throw PipeCommException(std::make_shared<Failure>(std::move(refused)));
+}
+
+void DeviceCommunicator::refuse(OpCode op, const std::string& reason, const Scope& scope) {
+  check_usable(op);
+  if (size() == 1) return;
+  Failure failure{.kind = FailureKind::mismatch,
+                  .message = std::string(op_name(op)) + " was refused by rank " +
+                             std::to_string(rank()) + ": " + reason +
+                             "; the other ranks had already started it, which cannot be undone",
+                  .op = op_name(op),
+                  .rank = rank(),
+                  .origin_rank = rank()};
+  if (options_.check == Check::off) {
+    control_->fail(std::move(failure));
+    return;
+  }
+  std::lock_guard collective_lock(collective_mutex_);
+  if (scope.channel == kCollectiveChannel) {
+    Descriptor refused = describe(op, scope.channel, {}, 0, 0);
+    for (const int peer : control_->peers_in(scope))
+      for (const Direction direction : {Direction::send, Direction::recv})
+        check_.skip(peer, direction, refused);
+  }
+  const OperationPtr refusal = control_->refuse(op, reason, scope);
+  std::lock_guard lock(mutex_);
+  pending_.push_back({refusal, std::move(failure), Clock::now()});
+}
+
+// ------------------------------------------------------------------------------------------------
+// operations
+
+DeviceOperationPtr DeviceCommunicator::make_operation(OpCode op, bool is_async) {
+  const StreamHandle caller = runtime_->current_stream();
+  auto operation =
+      std::make_shared<DeviceOperation>(op, control_->deadline_from_now(), caller, is_async);
+  operation->is_captured = runtime_->is_capturing(caller);
+  if (operation->is_captured) has_captured_ = true;
+  operation->number = num_launched_++;
+  return operation;
+}
+
+// The stream for the operation's work on a lane, ordered after what the caller has enqueued and
+// after the lane's latest operation (NCCL runs the operations of one communicator one by one).
+StreamHandle DeviceCommunicator::enter(DeviceOperation& operation, int lane_idx, bool on_caller,
+                                       const EventPtr& start) {
+  const Lane& lane = lanes_[lane_idx];
+  const StreamHandle stream = on_caller ? operation.caller : lane.stream;
+  if (stream != operation.caller) runtime_->wait(stream, start);
+  // Work before a capture is not part of the graph; the user orders replays, as for any graph.
+  if (lane.last_end && lane.last_stream != stream && !operation.is_captured)
+    runtime_->wait(stream, lane.last_end);
+  return stream;
+}
+
+EventPtr DeviceCommunicator::leave(DeviceOperation& operation, int lane_idx, StreamHandle stream) {
+  EventPtr end = runtime_->record(stream);
+  if (!operation.is_captured) {
+    lanes_[lane_idx].last_stream = stream;
+    lanes_[lane_idx].last_end = end;
+  }
+  if (!operation.is_async && stream != operation.caller) runtime_->wait(operation.caller, end);
+  operation.ends.push_back({stream, end});
+  return end;
+}
+
+void DeviceCommunicator::publish(const DeviceOperationPtr& operation) {
+  if (!operation->ends.empty() && !operation->is_captured) return in_flight_->add(operation);
+  operation->done = !operation->is_captured;
+  in_flight_->add_ended(*operation);  // replays are not seen
+}
+
+// An error while work is being enqueued leaves peers waiting for the rest of it: all ranks fail. What
+// has been enqueued may run until NCCL is aborted, and its tensors stay for so long.
+template <class Launch>
+void DeviceCommunicator::launch(const DeviceOperationPtr& operation, Launch&& body) {
+  try {
+    body();
+  } catch (const PipeCommException&) {
+    if (!operation->is_captured) in_flight_->add(operation);
+    throw;
+  } catch (const std::exception& error) {
+    fail_enqueue(operation->op, error);
+    if (!operation->is_captured) in_flight_->add(operation);
+    throw_failure();
+  }
+}
+
+NcclTransport::KeepWaiting DeviceCommunicator::keep_waiting(Deadline deadline) const {
+  return [this, deadline] {
+    if (control_->failure()) throw_failure();
+    if (Clock::now() >= deadline)
+      throw NcclError(NcclResult::in_progress, "NCCL did not take it before the deadline");
+  };
+}
+
+DeviceOperationPtr DeviceCommunicator::batch_p2p(std::span<const PointToPoint> batch,
+                                                 bool is_async) {
+  check_usable(OpCode::p2p);
+  in_flight_->sweep();
+  check_batch(batch, size(), options_.num_channels);
+  const auto own = pair_own_messages(batch, rank());
+
+  std::lock_guard lock(launch_mutex_);
+  check_usable(OpCode::p2p);  // again, now that no other thread can close in between
+  for (const PointToPoint& op : batch)
+    if (op.peer != rank()) check_open(OpCode::p2p, op.direction, op.peer, op.channel);
+  const DeviceOperationPtr operation = make_operation(OpCode::p2p, is_async);
+  check_messages(batch, *operation);
+  for (const PointToPoint& op : batch)
+    if (is_async && op.tensor.storage) operation->keep(op.tensor.storage);
+
+  launch(operation, [&] {
+    std::vector<LaneBatch> parts = LaneBatch::split(batch, own, rank());
+    // A synchronous batch runs on the caller's stream, but for all lanes except the first.
+    const size_t num_forks = is_async || parts.empty() ? parts.size() : parts.size() - 1;
+    const EventPtr start = num_forks > 0 ? runtime_->record(operation->caller) : nullptr;
+    std::vector<LaneMessages> lanes;
+    bool has_messages = false;
+    for (LaneBatch& part : parts) {
+      const bool on_caller = !is_async && lanes.empty();
+      const StreamHandle stream = enter(*operation, part.lane_idx(), on_caller, start);
+      has_messages |= !lanes.emplace_back(part.begin(*runtime_, stream)).messages.empty();
+    }
+    if (has_messages) nccl_->send_and_receive(lanes, keep_waiting(operation->deadline));
+    for (size_t idx = 0; idx < parts.size(); ++idx) {
+      parts[idx].end(*runtime_, lanes[idx].stream);
+      leave(*operation, lanes[idx].lane_idx, lanes[idx].stream);
+    }
+  });
+  publish(operation);
+  return operation;
+}
+
+// The messages of an exchange, on `stream`, which is that of the first lane. On a channel of the
+// user those to lower ranks run beside them; what comes later on `stream` waits for both.
+void DeviceCommunicator::exchange_messages_on(DeviceOperation& operation, int channel,
+                                              StreamHandle stream,
+                                              std::span<const DeviceMessage> messages) {
+  if (messages.empty()) return;
+  const bool is_collective = channel == kCollectiveChannel;
+  const int first_idx = is_collective ? collective_lane(options_.num_channels) : 2 * channel;
+  std::vector<LaneMessages> lanes{{first_idx, stream, {}}};
+  for (const DeviceMessage& message : messages) {
+    const int lane_idx =
+        is_collective ? first_idx : lane_of(channel, message.direction, rank(), message.peer);
+    if (lane_idx != first_idx && lanes.size() == 1)
+      lanes.push_back({lane_idx, enter(operation, lane_idx, false, runtime_->record(stream)), {}});
+    (lane_idx == first_idx ? lanes.front() : lanes.back()).messages.push_back(message);
+  }
+  nccl_->send_and_receive(lanes, keep_waiting(operation.deadline));
+  if (lanes.size() == 2)
+    runtime_->wait(stream, leave(operation, lanes[1].lane_idx, lanes[1].stream));
+}
+
+DeviceOperationPtr DeviceCommunicator::exchange(OpCode op, PreparedExchangePtr prepared,
+                                                std::span<const TensorRef> inputs,
+                                                std::span<const TensorRef> outputs, bool is_async,
+                                                const Interrupted& interrupted,
+                                                const Scope& scope) {
+  check_usable(op);
+  in_flight_->sweep();
+  const auto lowered = prepared->lowered_for(rank(), size(), inputs, outputs);
+  const std::vector<PeerMessages> pairs =
+      exchange_messages(op, scope.channel, prepared->plan(), *lowered, control_->peers_in(scope));
+  std::lock_guard collective_lock(collective_mutex_);
+  agree(op, pairs, scope, interrupted);
+
+  std::lock_guard lock(launch_mutex_);
+  check_usable(op);
+  for (const PeerMessages& pair : pairs) {
+    if (pair.lowered_send) check_open(op, Direction::send, pair.peer, scope.channel);
+    if (pair.lowered_recv) check_open(op, Direction::recv, pair.peer, scope.channel);
+  }
+  const DeviceOperationPtr operation = make_operation(op, is_async);
+  std::vector<const void*> sources;
+  std::vector<void*> destinations;
+  for (const TensorRef& tensor : inputs) sources.push_back(tensor.data);
+  for (const TensorRef& tensor : outputs) destinations.push_back(tensor.data);
+  for (const auto tensors : {inputs, outputs})
+    for (const TensorRef& tensor : tensors)
+      if (is_async && tensor.storage) operation->keep(tensor.storage);
+
+  launch(operation, [&] {
+    const bool is_collective = scope.channel == kCollectiveChannel;
+    const int lane_idx = is_collective ? collective_lane(options_.num_channels) : 2 * scope.channel;
+    const StreamHandle stream = enter(*operation, lane_idx, !is_async,
+                                      is_async ? runtime_->record(operation->caller) : nullptr);
+    const auto send_staging = runtime_->allocate(lowered->send_staging_bytes, stream);
+    const auto recv_staging = runtime_->allocate(lowered->recv_staging_bytes, stream);
+    const CopyBuffers buffers{sources, destinations, send_staging.get(), recv_staging.get()};
+    std::vector<DeviceMessage> messages;
+    auto add = [&](Direction direction, int peer, const Descriptor& descriptor,
+                   const LoweredMessage* message) {
+      if (!message) return;
+      const bool sends = direction == Direction::send;
+      std::byte* base = message->is_staged() ? (sends ? send_staging : recv_staging).get()
+                                             : (sends ? inputs : outputs)[message->tensor_idx].data;
+      messages.push_back({direction, peer, base + message->offset_bytes, message->bytes});
+      note_message(*operation, direction, peer, descriptor);
+    };
+    for (const PeerMessages& pair : pairs)
+      add(Direction::send, pair.peer, pair.send, pair.lowered_send);
+    for (const PeerMessages& pair : pairs)
+      add(Direction::recv, pair.peer, pair.recv, pair.lowered_recv);
+    if (!lowered->pack_and_local().empty())
+      runtime_->execute(lowered->pack_and_local(), buffers, lowered->scale, stream);
+    exchange_messages_on(*operation, scope.channel, stream, messages);
+    if (!lowered->unpack().empty()) runtime_->execute(lowered->unpack(), buffers, Scale{}, stream);
+    leave(*operation, lane_idx, stream);
+  });
+  ++num_exchanges_;
+  num_passes_ += lowered->copy_passes();
+  publish(operation);
+  return operation;
+}
+
+DeviceOperationPtr DeviceCommunicator::broadcast(const TensorRef& tensor, int source, bool is_async,
+                                                 const Interrupted& interrupted) {
+  check_usable(OpCode::broadcast);
+  check_peer(source, size(), "source rank");
+  in_flight_->sweep();
+  const std::vector<PeerMessages> pairs =
+      broadcast_messages(tensor, rank(), source, control_->peers_in({}));
+  std::lock_guard collective_lock(collective_mutex_);
+  agree(OpCode::broadcast, pairs, {}, interrupted);
+
+  std::lock_guard lock(launch_mutex_);
+  check_usable(OpCode::broadcast);
+  for (const PeerMessages& pair : pairs) {
+    if (rank() == source)
+      check_open(OpCode::broadcast, Direction::send, pair.peer, pair.send.channel);
+    if (pair.peer == source)
+      check_open(OpCode::broadcast, Direction::recv, source, pair.recv.channel);
+  }
+  const DeviceOperationPtr operation = make_operation(OpCode::broadcast, is_async);
+  if (is_async && tensor.storage) operation->keep(tensor.storage);
+  for (const PeerMessages& pair : pairs) {
+    if (rank() == source) note_message(*operation, Direction::send, pair.peer, pair.send);
+    if (pair.peer == source) note_message(*operation, Direction::recv, pair.peer, pair.recv);
+  }
+  const int64_t num_bytes = tensor.num_bytes();
+  if (size() > 1 && num_bytes > 0) {
+    launch(operation, [&] {
+      const int lane_idx = collective_lane(options_.num_channels);
+      const StreamHandle stream = enter(*operation, lane_idx, !is_async,
+                                        is_async ? runtime_->record(operation->caller) : nullptr);
+      std::shared_ptr<std::byte> staging;
+      if (!tensor.is_contiguous()) staging = runtime_->allocate(num_bytes, stream);
+      nccl_->broadcast(lane_idx, staging ? staging.get() : tensor.data, num_bytes, source, stream,
+                       keep_waiting(operation->deadline));
+      if (staging) {
+        WholeCopies scatters;
+        scatters.add(staging.get(), tensor);
+        if (!scatters.empty())
+          runtime_->execute(scatters.tasks(), scatters.buffers(), Scale{}, stream);
+      }
+      leave(*operation, lane_idx, stream);
+    });
+  }
+  publish(operation);
+  return operation;
+}
+
+OperationPtr DeviceCommunicator::barrier(bool is_async) {
+  check_usable(OpCode::barrier);
+  std::lock_guard collective_lock(collective_mutex_);
+  return control_->barrier(is_async);
+}
+
+}  // namespace pipecomm

@@ -1,0 +1,47 @@
+// A failure as data: the same record travels between ranks, is thrown in C++ and becomes the
+// exception in Python.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+namespace pipecomm {
+
+enum class FailureKind : uint8_t { error, timeout, peer_lost, mismatch, aborted };
+
+struct Failure {
+  FailureKind kind = FailureKind::error;
+  std::string message = {};  // without the "rank 1: " that is put before it in the end
+  std::string op = {};
+  int rank = -1;           // who reports
+  int peer = -1;           // the other end of the message, -1 if none
+  int channel = -1;        // -1 if none
+  int64_t seq = -1;        // number of the message within (peer, channel, direction), -1 if none
+  std::string dtype = {};  // as torch prints it, without "torch."
+  std::vector<int64_t> shape = {};
+  int origin_rank = -1;  // the rank on which the trouble began
+};
+
+using FailurePtr = std::shared_ptr<const Failure>;
+
+class PipeCommException : public std::runtime_error {
+ public:
+  explicit PipeCommException(FailurePtr failure)
+      : std::runtime_error(failure->message), failure_(std::move(failure)) {}
+  const FailurePtr& failure() const { return failure_; }
+
+ private:
+  FailurePtr failure_;
+};
+
+// Bytes on the wire for a failure: fixed little-endian layout, no pickle. `decode_failure` throws
+// std::runtime_error on any length or value that does not fit.
+std::vector<std::byte> encode_failure(const Failure& failure);
+Failure decode_failure(std::span<const std::byte> bytes);
+
+}  // namespace pipecomm

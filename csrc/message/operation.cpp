@@ -1,0 +1,201 @@
+#include "message/operation.h"
+
+#include <algorithm>
+#include <cstdio>
+
+#include "message/flight_record.h"
+#include "plan/dtype.h"
+
+namespace pipecomm {
+namespace {
+
+FlightMessage flight_message(const Request& request) {
+  const auto state = request.settled ? MessageState::done
+                     : request.started_at.load(std::memory_order_relaxed) != 0
+                         ? MessageState::started
+                         : MessageState::posted;
+  return {request.direction, state, request.refuses, request.peer, request.descriptor};
+}
+
+}  // namespace
+
+std::string message_text(Direction direction, int peer, const Descriptor& descriptor) {
+  const bool sends = direction == Direction::send;
+  return (sends ? "send #" : "recv #") + std::to_string(descriptor.seq) + " on channel " +
+         std::to_string(descriptor.channel) + (sends ? " to rank " : " from rank ") +
+         std::to_string(peer);
+}
+
+std::string seconds_text(Clock::duration duration) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%.1f s", std::chrono::duration<double>(duration).count());
+  return text;
+}
+
+void name_message(Failure& failure, int peer, const Descriptor& descriptor) {
+  failure.op = op_name(descriptor.op);
+  failure.peer = peer;
+  failure.channel = descriptor.channel;
+  failure.seq = static_cast<int64_t>(descriptor.seq);
+  failure.dtype = dtype_name(descriptor.dtype);
+  const int num_dims = std::min<int>(descriptor.num_dims, kMaxDescriptorDims);
+  failure.shape.assign(descriptor.shape.begin(), descriptor.shape.begin() + num_dims);
+}
+
+Operation::Operation(OpCode op, Deadline deadline)
+    : op_(op), posted_at_(Clock::now()), deadline_(deadline), call_site_(FlightRecord::call_site) {}
+
+Request& Operation::add_request(Direction direction, int peer, const Descriptor& descriptor,
+                                std::byte* data) {
+  auto request = std::make_shared<Request>();
+  request->direction = direction;
+  request->peer = peer;
+  request->descriptor = descriptor;
+  request->data = data;
+  std::lock_guard lock(mutex_);
+  return *requests_.emplace_back(std::move(request));
+}
+
+std::vector<RequestPtr> Operation::seal() {
+  std::unique_lock lock(mutex_);
+  num_pending_ = static_cast<int>(requests_.size());
+  std::vector<RequestPtr> to_post = requests_;
+  if (num_pending_ == 0) finish(lock);
+  return to_post;
+}
+
+void Operation::settle(Request& request, FailurePtr failure) {
+  if (request.settled.exchange(true)) return;
+  if (request.operation) request.operation->settle_one(std::move(failure));
+}
+
+void Operation::settle_one(FailurePtr failure) {
+  std::unique_lock lock(mutex_);
+  if (done_) return;  // failed as a whole earlier
+  if (failure && !failure_) {
+    failure_ = std::move(failure);
+    failed_at_ = Clock::now();
+  }
+  if (--num_pending_ == 0) finish(lock);
+}
+
+// Runs the epilogue without the lock, then publishes the end. Resources go last, after waiters may
+// run, and always without the lock: the end of a tensor may have to wait for Python.
+void Operation::finish(std::unique_lock<std::mutex>& lock) {
+  if (epilogue_ && !failure_) {
+    auto epilogue = std::move(epilogue_);
+    lock.unlock();
+    FailurePtr failure;
+    try {
+      epilogue();
+    } catch (const std::exception& error) {
+      failure = std::make_shared<Failure>(
+          Failure{.message = std::string("unpack failed: ") + error.what(), .op = op_name(op_)});
+    }
+    epilogue = nullptr;
+    lock.lock();
+    if (done_) return;
+    if (failure) failure_ = std::move(failure);
+  }
+  write_down();
+  const auto kept = std::move(kept_);
+  const auto requests = std::move(requests_);
+  const auto epilogue = std::move(epilogue_);
+  done_.store(true, std::memory_order_release);
+  settled_.notify_all();
+  lock.unlock();
+}
+
+void Operation::fail(FailurePtr failure) {
+  std::unique_lock lock(mutex_);
+  if (done_) return;
+  if (!failure_) failure_ = std::move(failure);
+  write_down();
+  // The transport may still hold the requests, which own this operation and so the memory in use:
+  // keep `kept_`.
+  const auto requests = std::move(requests_);
+  const auto epilogue = std::move(epilogue_);
+  done_.store(true, std::memory_order_release);
+  settled_.notify_all();
+  lock.unlock();
+}
+
+FailurePtr Operation::failure() const {
+  std::lock_guard lock(mutex_);
+  return failure_;
+}
+
+bool Operation::failed_before(Clock::time_point time) const {
+  std::lock_guard lock(mutex_);
+  return failure_ && failed_at_ < time;
+}
+
+bool Operation::wait_until(Deadline until) {
+  if (done()) return true;
+  std::unique_lock lock(mutex_);
+  return settled_.wait_until(lock, until, [this] { return done_.load(); });
+}
+
+std::vector<RequestPtr> Operation::requests() const {
+  std::lock_guard lock(mutex_);
+  return posted_ ? requests_ : std::vector<RequestPtr>();
+}
+
+FlightOperation Operation::flight_operation() const {
+  FlightOperation flight;
+  flight.number = number_;
+  flight.op = op_;
+  flight.call_site = call_site_;
+  flight.posted_at = posted_at_;
+  flight.num_messages = requests_.size();
+  Clock::rep started_at = 0;
+  for (const RequestPtr& request : requests_) {
+    const Clock::rep at = request->started_at.load(std::memory_order_relaxed);
+    if (at != 0 && (started_at == 0 || at < started_at)) started_at = at;
+  }
+  flight.started_at = Clock::time_point(Clock::duration(started_at));
+  return flight;
+}
+
+// Before waiters hear of the end, so that a record that they ask for has it.
+void Operation::write_down() const {
+  if (!record_) return;
+  FlightOperation flight = flight_operation();
+  flight.ended = true;
+  flight.ended_at = Clock::now();
+  flight.failure = failure_;
+  record_->add(flight, [this](size_t idx) { return flight_message(*requests_[idx]); });
+}
+
+std::optional<Flight> Operation::pending_flight() const {
+  std::lock_guard lock(mutex_);
+  if (done_) return std::nullopt;
+  Flight flight{flight_operation(), {}};
+  flight.operation.failure = failure_;
+  // The unsettled ones tell the story: first.
+  for (const bool settled : {false, true})
+    for (const RequestPtr& request : requests_)
+      if (request->settled == settled &&
+          flight.messages.size() < FlightRecord::kMaxMessagesPerOperation)
+        flight.messages.push_back(flight_message(*request));
+  return flight;
+}
+
+RequestPtr Operation::first_pending() const {
+  std::lock_guard lock(mutex_);
+  for (const RequestPtr& request : requests_)
+    if (!request->settled) return request;
+  return nullptr;
+}
+
+std::string Operation::pending_text() const {
+  std::lock_guard lock(mutex_);
+  int num_sends = 0, num_recvs = 0;
+  for (const RequestPtr& request : requests_) {
+    if (request->settled) continue;
+    ++(request->direction == Direction::send ? num_sends : num_recvs);
+  }
+  return std::to_string(num_sends) + " send, " + std::to_string(num_recvs) + " recv pending";
+}
+
+}  // namespace pipecomm

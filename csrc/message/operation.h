@@ -1,0 +1,174 @@
+// One call of the user: a set of requests that succeed or fail together, and the thing that a Work
+// handle waits on.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstddef>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "message/descriptor.h"
+#include "message/failure.h"
+
+namespace pipecomm {
+
+using Clock = std::chrono::steady_clock;
+using Deadline = Clock::time_point;
+
+enum class Direction : uint8_t { send, recv };
+
+class FlightRecord;
+class Operation;
+struct Flight;
+struct FlightOperation;
+struct MessageCopy;
+using OperationPtr = std::shared_ptr<Operation>;
+
+// One message, one direction. Messages match in post order per (source, destination, channel).
+struct Request {
+  Direction direction = Direction::send;
+  int peer = 0;
+  Descriptor descriptor;  // what this end believes; the transport fills in `seq`
+  // The payload of `descriptor.num_bytes`, contiguous at `data`, which may be null if it is empty;
+  // or, for transports that copy on the way, gathered and scattered by `copy`.
+  std::byte* data = nullptr;
+  std::shared_ptr<const MessageCopy> copy;
+  OperationPtr operation;  // null only for a refusal
+
+  // A refusal takes the message's place in the order, carries no payload, and fails the request of
+  // the other end with `refusal` as the reason. The refusing end's own request settles without
+  // failure.
+  bool refuses = false;
+  std::string refusal;
+
+  // A message of an agreement only describes one that travels by other means. Its payload is a note
+  // of this many bytes at `data`, alike on both ends; -1: an ordinary message.
+  int64_t num_note_bytes = -1;
+  bool only_describes() const { return num_note_bytes >= 0; }
+
+  std::atomic<bool> settled{false};
+  // When its payload began to move, for payloads that travel apart from their description; 0: not
+  // yet. See note_started().
+  mutable std::atomic<Clock::rep> started_at{0};
+  std::shared_ptr<void> transport_state;  // the transport's own, opaque to all others
+
+  void note_started() const {
+    started_at.store(Clock::now().time_since_epoch().count(), std::memory_order_relaxed);
+  }
+};
+using RequestPtr = std::shared_ptr<Request>;
+
+// "recv #3 on channel 0 from rank 1"
+std::string message_text(Direction direction, int peer, const Descriptor& descriptor);
+inline std::string request_text(const Request& request) {
+  return message_text(request.direction, request.peer, request.descriptor);
+}
+
+// "12.5 s"
+std::string seconds_text(Clock::duration duration);
+
+// Fills in the fields of a failure that say which message it is about.
+void name_message(Failure& failure, int peer, const Descriptor& descriptor);
+
+class Operation {
+ public:
+  Operation(OpCode op, Deadline deadline);
+
+  OpCode op() const { return op_; }
+  Clock::time_point posted_at() const { return posted_at_; }
+  Deadline deadline() const { return deadline_; }
+
+  // --- building, before the operation is posted ---
+  // Counts from now on, if it is posted later than it was made.
+  void restart(Deadline deadline) {
+    posted_at_ = Clock::now();
+    deadline_ = deadline;
+  }
+  Request& add_request(Direction direction, int peer, const Descriptor& descriptor,
+                       std::byte* data);
+  // `resource` (a storage, a staging buffer) lives until the operation has settled.
+  void keep(std::shared_ptr<void> resource) {
+    std::lock_guard lock(mutex_);
+    kept_.push_back(std::move(resource));
+  }
+  // Runs once, on the thread that settles the last request, and only if all succeeded: the unpack
+  // copy of an exchange.
+  void on_success(std::function<void()> epilogue) { epilogue_ = std::move(epilogue); }
+  // Its end is written down in `record`, which outlives it; `number` is its place in the order of
+  // posts.
+  void record_in(FlightRecord& record, uint64_t number) {
+    record_ = &record;
+    number_ = number;
+  }
+  // Its place among the collectives of its communicator, from 1; 0: it is none.
+  void set_number_of_collective(uint64_t number) { number_of_collective_ = number; }
+  uint64_t number_of_collective() const { return number_of_collective_; }
+  // Call once after the last add_request: the requests to post. Settles at once if there are none.
+  std::vector<RequestPtr> seal();
+  // The transport has them: from now on waiters may help. An operation that follows another one is
+  // waited for while it is still being built, on another thread.
+  void note_posted() {
+    std::lock_guard lock(mutex_);
+    posted_ = true;
+  }
+
+  // --- called by transports: the first call for a request counts, later ones are ignored ---
+  static void settle(Request& request, FailurePtr failure);
+
+  // Fails the operation at once, whatever its requests do (communicator failure). What the requests
+  // point to stays alive as long as the transport holds them, since a request owns its operation.
+  void fail(FailurePtr failure);
+
+  // --- called by waiters ---
+  bool done() const { return done_.load(std::memory_order_acquire); }
+  FailurePtr failure() const;
+  // Whether one of its messages failed before `time`, though others may be pending still.
+  bool failed_before(Clock::time_point time) const;
+  // Whether a caller has been told of the failure.
+  bool failure_seen() const { return failure_seen_; }
+  void note_failure_seen() { failure_seen_ = true; }
+  // False if `until` passes first.
+  bool wait_until(Deadline until);
+
+  // "1 send, 2 recv pending", for error texts.
+  std::string pending_text() const;
+  // A pending request to name in errors, or null.
+  RequestPtr first_pending() const;
+  // The requests that a waiting thread may help with (empty once done).
+  std::vector<RequestPtr> requests() const;
+  // What a flight record says of it while it is pending; nothing once it has ended.
+  std::optional<Flight> pending_flight() const;
+
+ private:
+  void settle_one(FailurePtr failure);
+  void finish(std::unique_lock<std::mutex>& lock);
+  FlightOperation flight_operation() const;
+  void write_down() const;
+
+  const OpCode op_;
+  Clock::time_point posted_at_;
+  Deadline deadline_;
+  const uint32_t call_site_;
+  FlightRecord* record_ = nullptr;
+  uint64_t number_ = 0;
+  uint64_t number_of_collective_ = 0;
+  mutable std::mutex mutex_;
+  std::condition_variable settled_;
+  std::atomic<bool> done_{false};
+  std::atomic<bool> failure_seen_{false};
+  int num_pending_ = 0;
+  FailurePtr failure_;
+  Clock::time_point failed_at_;
+  std::function<void()> epilogue_;
+  std::vector<std::shared_ptr<void>> kept_;
+  std::vector<RequestPtr> requests_;
+  bool posted_ = false;
+};
+
+}  // namespace pipecomm

@@ -1,0 +1,38 @@
+// The one way in which the library starts threads.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <system_error>
+#include <thread>
+#include <utility>
+
+#include "message/failure.h"
+
+namespace pipecomm {
+
+#ifdef PIPECOMM_FAULTS
+// For tests: which of the next threads that this thread starts cannot be started; 0: none.
+inline thread_local int failing_thread = 0;
+#endif
+
+// Throws PipeCommException of this rank, which says what to do, if the system gives no thread.
+template <class Body>
+std::thread start_thread(Body&& body, int rank) {
+  try {
+#ifdef PIPECOMM_FAULTS
+    if (failing_thread > 0 && --failing_thread == 0)
+      throw std::system_error(std::make_error_code(std::errc::resource_unavailable_try_again));
+#endif
+    return std::thread(std::forward<Body>(body));
+  } catch (const std::system_error& error) {
+    throw PipeCommException(std::make_shared<Failure>(
+        Failure{.message = std::string("cannot start a thread: ") + error.what() +
+                           "; raise the limit on threads (ulimit -u, or pids.max of the control "
+                           "group)",
+                .rank = rank,
+                .origin_rank = rank}));
+  }
+}
+
+}  // namespace pipecomm

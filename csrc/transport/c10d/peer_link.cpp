@@ -1,0 +1,425 @@
+#include "transport/c10d/peer_link.h"
+
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+
+#include "message/matching.h"
+
+namespace pipecomm {
+namespace {
+
+// Messages that may be unanswered on a channel. This bounds the memory of records that wait for
+// their receive to 4 MiB of payload.
+constexpr size_t kWindowRecords = 4096;
+
+constexpr uint64_t kGoodbyeSeq = UINT64_MAX;  // the `seq` of an accept that answers a goodbye
+
+std::string_view as_text(std::span<const std::byte> bytes) {
+  return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
+}
+
+}  // namespace
+
+bool has_body(const Request& request) {
+  return !request.refuses && !request.only_describes() &&
+         request.descriptor.num_bytes > kMaxInlineBytes;
+}
+
+// ------------------------------------------------------------------------------------------------
+// posting
+
+void PeerLink::number(Request& request) {
+  Channel& channel = channels_[request.descriptor.channel];
+  request.descriptor.seq =
+      request.direction == Direction::send ? channel.next_send++ : channel.next_recv++;
+}
+
+void PeerLink::post(const RequestPtr& request) {
+  if (dropped_) return;
+  Channel& channel = channels_[request->descriptor.channel];
+  if (request->direction == Direction::send) {
+    if (state_ == State::lost) return settle(request, gone(*request));
+    channel.backlog.push_back(request);
+    pump(channel);
+  } else if (!channel.unexpected.empty()) {
+    const Arrival arrival = std::move(channel.unexpected.front());
+    channel.unexpected.pop_front();
+    match(request, arrival);
+  } else if (state_ != State::open) {
+    settle(request, gone(*request));
+  } else {
+    channel.posted.push_back({request});
+  }
+}
+
+void PeerLink::pump(Channel& channel) {
+  if (goodbye_said_) return;
+  while (!channel.backlog.empty() && channel.unanswered.size() < kWindowRecords) {
+    const RequestPtr request = std::move(channel.backlog.front());
+    channel.backlog.pop_front();
+    transmit(request);
+  }
+}
+
+void PeerLink::transmit(const RequestPtr& request) {
+  const Descriptor& descriptor = request->descriptor;
+  Channel& channel = channels_[descriptor.channel];
+  channel.unanswered.emplace_hint(channel.unanswered.end(), descriptor.seq, request);
+  if (request->refuses) {
+    add_text(wire::Kind::refuse, descriptor.channel, descriptor.seq, request->refusal);
+  } else if (request->only_describes()) {
+    add(wire::Kind::describe, descriptor.channel, descriptor.seq, &descriptor,
+        {request->data, static_cast<size_t>(request->num_note_bytes)});
+  } else if (has_body(*request)) {
+    add(wire::Kind::announce, descriptor.channel, descriptor.seq, &descriptor, {},
+        Urgency::can_wait);
+  } else {
+    add(wire::Kind::data, descriptor.channel, descriptor.seq, &descriptor,
+        {request->data, static_cast<size_t>(descriptor.num_bytes)});
+  }
+}
+
+void PeerLink::body_arrived(const RequestPtr& request) {
+  if (dropped_) return;
+  Channel& channel = channels_[request->descriptor.channel];
+  const uint64_t seq = request->descriptor.seq;
+  if (channel.receiving.erase(seq) > 0) {
+    add(wire::Kind::accept, request->descriptor.channel, seq, nullptr, {}, Urgency::can_wait);
+  } else {
+    const uint64_t idx = seq - channel.next_arrival;  // posted receives have consecutive numbers
+    if (idx >= channel.posted.size()) return;         // settled when the peer went
+    request->note_started();
+    channel.posted[idx] = {nullptr, request->descriptor.digest()};
+  }
+  settle(request, nullptr);
+}
+
+void PeerLink::body_gone(const RequestPtr& request) {
+  Channel& channel = channels_[request->descriptor.channel];
+  // Settled when the peer went; or not announced yet, and to be settled by the answer.
+  if (channel.unanswered.erase(request->descriptor.seq) == 0) return;
+  settle(request, nullptr);
+  pump(channel);
+  send_closing();
+}
+
+bool PeerLink::awaits_body(const Request& request) const {
+  return channels_[request.descriptor.channel].receiving.contains(request.descriptor.seq);
+}
+
+std::vector<RequestPtr> PeerLink::awaiting_bodies() const {
+  std::vector<RequestPtr> requests;
+  for (const Channel& channel : channels_)
+    for (const auto& [seq, request] : channel.receiving) requests.push_back(request);
+  return requests;
+}
+
+// ------------------------------------------------------------------------------------------------
+// arriving
+
+void PeerLink::handle_packet(std::span<const std::byte> packet) {
+  const wire::PacketReader reader(packet, epoch_);
+  const wire::PacketHeader& header = reader.header();
+  if (header.packet_number != last_packet_received_ + 1)
+    throw std::runtime_error("packet " + std::to_string(header.packet_number) + " from rank " +
+                             std::to_string(peer_) + " came after packet " +
+                             std::to_string(last_packet_received_));
+  if (header.confirmed > last_packet_sent_)
+    throw std::runtime_error("rank " + std::to_string(peer_) +
+                             " confirms a packet that was never sent");
+  last_packet_received_ = header.packet_number;
+  last_confirmed_ = std::max(last_confirmed_, header.confirmed);
+  for (const wire::Record& record : reader.records()) handle_record(record);
+}
+
+void PeerLink::handle_record(const wire::Record& record) {
+  switch (record.header.kind) {
+    case wire::Kind::data:
+    case wire::Kind::announce:
+    case wire::Kind::describe:
+    case wire::Kind::refuse:
+      return message_arrived(record);
+    case wire::Kind::accept:
+      if (record.header.seq == kGoodbyeSeq) {
+        goodbye_answered_ = true;
+        return;
+      }
+      return answered(record);
+    case wire::Kind::reject:
+    case wire::Kind::refused:
+      return answered(record);
+    case wire::Kind::failure:
+      failure_ = decode_failure(record.payload);
+      return;
+    case wire::Kind::send_claim:
+    case wire::Kind::recv_claim:
+      claims_.push_back(
+          {record.header.kind == wire::Kind::send_claim ? Direction::send : Direction::recv,
+           record.descriptor});
+      return;
+    case wire::Kind::closing:
+      peer_closes_ = true;
+      if (state_ == State::open) state_ = State::closing;
+      for (Channel& channel : channels_)
+        for (const RequestPtr& request : take_posted(channel)) settle(request, gone(*request));
+      return;
+    case wire::Kind::goodbye:
+      goodbye_heard_ = true;
+      if (state_ != State::lost) state_ = State::disconnecting;
+      add(wire::Kind::accept, 0, kGoodbyeSeq, nullptr, {});
+      return;
+  }
+}
+
+void PeerLink::message_arrived(const wire::Record& record) {
+  if (dropped_) return;
+  if (state_ != State::open)
+    throw std::runtime_error("rank " + std::to_string(peer_) +
+                             " sends a message after it has closed its communicator");
+  Channel& channel = channels_[record.header.channel];
+  if (record.header.seq != channel.next_arrival++)
+    throw std::runtime_error("message " + std::to_string(record.header.seq) + " of rank " +
+                             std::to_string(peer_) + " on channel " +
+                             std::to_string(record.header.channel) + " came out of order");
+  check_message(record, channel);
+  Arrival arrival{record.header, record.descriptor, record.payload, {}};
+  if (!channel.posted.empty()) {
+    const Posted posted = std::move(channel.posted.front());
+    channel.posted.pop_front();
+    if (posted.request)
+      match(posted.request, arrival);
+    else
+      match_complete(posted.digest, arrival);
+  } else if (closing_said_) {
+    add_text(wire::Kind::refused, record.header.channel, record.header.seq,
+             "it has closed its communicator");
+  } else {
+    arrival.stored.assign(record.payload.begin(), record.payload.end());
+    arrival.payload = arrival.stored;
+    channel.unexpected.push_back(std::move(arrival));
+  }
+}
+
+// Refuses what a sender that follows the rules never does: the two ends would use memory without
+// bounds, or wait for a body that only one of them knows of.
+void PeerLink::check_message(const wire::Record& record, const Channel& channel) const {
+  auto breaks = [&](const std::string& what) {
+    throw std::runtime_error("rank " + std::to_string(peer_) + " " + what);
+  };
+  const int64_t num_bytes = record.descriptor.num_bytes;
+  if (record.header.kind == wire::Kind::data && num_bytes > kMaxInlineBytes)
+    breaks("sends " + bytes_text(num_bytes) + " inside a packet");
+  if (record.header.kind == wire::Kind::announce && num_bytes <= kMaxInlineBytes)
+    breaks("announces a message of only " + bytes_text(num_bytes));
+  if (channel.unexpected.size() >= kWindowRecords)
+    breaks("sends more than may wait for its receives");
+}
+
+// Only descriptions have notes, of the size that both ends have agreed on.
+bool PeerLink::has_expected_form(const Request& request, const Arrival& arrival) {
+  if (arrival.header.kind != wire::Kind::describe) return !request.only_describes();
+  return request.num_note_bytes == static_cast<int64_t>(arrival.payload.size());
+}
+
+void PeerLink::match(const RequestPtr& request, const Arrival& arrival) {
+  const int channel_idx = arrival.header.channel;
+  const uint64_t seq = arrival.header.seq;
+  Channel& channel = channels_[channel_idx];
+  Meeting meeting = meet(*request, arrival.header.kind == wire::Kind::refuse, arrival.descriptor);
+  if (meeting == Meeting::agree && !has_expected_form(*request, arrival))
+    meeting = Meeting::disagree;
+  switch (meeting) {
+    case Meeting::peer_refuses:
+      add(wire::Kind::accept, channel_idx, seq, nullptr, {});
+      return settle(request, request->refuses
+                                 ? nullptr
+                                 : refusal_failure(rank_, *request, as_text(arrival.payload)));
+    case Meeting::self_refuses:
+      add_text(wire::Kind::refused, channel_idx, seq, request->refusal);
+      return settle(request, nullptr);
+    case Meeting::disagree:
+      add(wire::Kind::reject, channel_idx, seq, &request->descriptor, {});
+      return settle(request, mismatch_failure(rank_, *request, arrival.descriptor));
+    case Meeting::agree:
+      break;
+  }
+  if (arrival.header.kind == wire::Kind::announce) request->note_started();
+  if (arrival.header.kind != wire::Kind::announce) {
+    if (!arrival.payload.empty())
+      std::memcpy(request->data, arrival.payload.data(), arrival.payload.size());
+    add(wire::Kind::accept, channel_idx, seq, nullptr, {});
+    settle(request, nullptr);
+  } else if (state_ == State::lost) {
+    settle(request, gone(*request));
+  } else {
+    channel.receiving.emplace(seq, request);
+    verified_.push_back(request);
+  }
+}
+
+// A record whose message is complete already.
+void PeerLink::match_complete(uint64_t digest, const Arrival& arrival) {
+  if (arrival.header.kind != wire::Kind::announce || arrival.descriptor.digest() != digest)
+    throw std::runtime_error("rank " + std::to_string(peer_) +
+                             " announces a message after another one's body");
+  add(wire::Kind::accept, arrival.header.channel, arrival.header.seq, nullptr, {},
+      Urgency::can_wait);
+}
+
+// The receiver's answer to one of our sends.
+void PeerLink::answered(const wire::Record& record) {
+  if (dropped_) return;
+  Channel& channel = channels_[record.header.channel];
+  const auto found = channel.unanswered.find(record.header.seq);
+  if (found == channel.unanswered.end()) {
+    const bool is_late = record.header.kind == wire::Kind::accept &&
+                         record.header.seq < channel.next_send;  // its body was gone before
+    if (is_late) return;
+    throw std::runtime_error("rank " + std::to_string(peer_) +
+                             " answers a message that was never sent");
+  }
+  const RequestPtr request = std::move(found->second);
+  channel.unanswered.erase(found);
+  if (record.header.kind == wire::Kind::accept) {
+    settle(request, nullptr);
+  } else if (record.header.kind == wire::Kind::reject) {
+    settle(request, mismatch_failure(rank_, *request, record.descriptor));
+  } else {
+    // Nothing but closing makes a rank refuse point-to-point messages.
+    peer_closes_ |= request->descriptor.op == OpCode::p2p;
+    settle(request, refused_send_failure(rank_, *request, record.text(), describe()));
+  }
+  pump(channel);
+  send_closing();
+}
+
+// ------------------------------------------------------------------------------------------------
+// sending
+
+void PeerLink::add(wire::Kind kind, int channel, uint64_t seq, const Descriptor* descriptor,
+                   std::span<const std::byte> payload, Urgency urgency) {
+  if (state_ == State::lost) return;
+  if (!writer_.add(kind, channel, seq, descriptor, payload)) {
+    flush();
+    writer_.add(kind, channel, seq, descriptor, payload);
+  }
+  is_urgent_ |= urgency == Urgency::urgent;
+}
+
+void PeerLink::add_text(wire::Kind kind, int channel, uint64_t seq, std::string_view text) {
+  text = text.substr(0, wire::kMaxTextBytes);
+  add(kind, channel, seq, nullptr, std::as_bytes(std::span(text.data(), text.size())));
+}
+
+void PeerLink::flush_urgent() {
+  if (is_urgent_) flush();
+}
+
+void PeerLink::flush() {
+  if (writer_.empty() || state_ == State::lost) return;
+  is_urgent_ = false;
+  const uint64_t number = ++last_packet_sent_;
+  send_packet_(writer_.take(epoch_, number, last_packet_received_), number);
+}
+
+// ------------------------------------------------------------------------------------------------
+// ending
+
+void PeerLink::say_closing() {
+  if (std::exchange(closing_said_, true)) return;
+  send_closing();
+  // A message that has not met a receive by now never will.
+  for (int channel_idx = 0; channel_idx < kNumChannels; ++channel_idx) {
+    for (const Arrival& arrival : std::exchange(channels_[channel_idx].unexpected, {}))
+      add_text(wire::Kind::refused, channel_idx, arrival.header.seq,
+               "it has closed its communicator");
+  }
+}
+
+// Not before the last message: the peer then gives up every receive that is still unmatched.
+void PeerLink::send_closing() {
+  if (!closing_said_ || closing_sent_) return;
+  for (const Channel& channel : channels_)
+    if (!channel.backlog.empty()) return;
+  closing_sent_ = true;
+  add(wire::Kind::closing, 0, 0, nullptr, {});
+}
+
+void PeerLink::say_goodbye() {
+  if (std::exchange(goodbye_said_, true)) return;
+  add(wire::Kind::goodbye, 0, 0, nullptr, {});
+}
+
+void PeerLink::say_failure(const Failure& failure) {
+  add(wire::Kind::failure, 0, 0, nullptr, encode_failure(failure));
+}
+
+void PeerLink::say_claim(Direction direction, const Descriptor& descriptor) {
+  add(direction == Direction::send ? wire::Kind::send_claim : wire::Kind::recv_claim,
+      descriptor.channel, descriptor.seq, &descriptor, {});
+}
+
+void PeerLink::lose() {
+  if (std::exchange(state_, State::lost) == State::lost) return;
+  for (Channel& channel : channels_) {
+    for (const RequestPtr& request : std::exchange(channel.backlog, {}))
+      settle(request, gone(*request));
+    for (const RequestPtr& request : take_posted(channel)) settle(request, gone(*request));
+    for (const auto& [seq, request] : std::exchange(channel.unanswered, {}))
+      settle(request, gone(*request));
+    for (const auto& [seq, request] : std::exchange(channel.receiving, {}))
+      settle(request, gone(*request));
+  }
+}
+
+// Removes all posted receives and returns those that are still to be settled.
+std::vector<RequestPtr> PeerLink::take_posted(Channel& channel) {
+  std::vector<RequestPtr> pending;
+  for (Posted& posted : channel.posted)
+    if (posted.request) pending.push_back(std::move(posted.request));
+  channel.posted.clear();
+  return pending;
+}
+
+std::vector<RequestPtr> PeerLink::drop() {
+  dropped_ = true;
+  std::vector<RequestPtr> requests;
+  for (Channel& channel : channels_) {
+    requests.insert(requests.end(), channel.backlog.begin(), channel.backlog.end());
+    channel.backlog.clear();
+    for (RequestPtr& request : take_posted(channel)) requests.push_back(std::move(request));
+    for (const auto* map : {&channel.unanswered, &channel.receiving})
+      for (const auto& [seq, request] : *map) requests.push_back(request);
+    channel.unexpected.clear();
+    channel.unanswered.clear();
+    channel.receiving.clear();
+  }
+  return requests;
+}
+
+void PeerLink::settle(const RequestPtr& request, FailurePtr failure) {
+  outcomes_.push_back({request, std::move(failure)});
+}
+
+// ------------------------------------------------------------------------------------------------
+// error texts
+
+std::string PeerLink::describe() const {
+  switch (state_) {
+    case State::open:
+      return peer_closes_ ? "has closed its communicator" : "is connected";
+    case State::closing:
+    case State::disconnecting:
+      return "has closed its communicator";
+    case State::lost:
+      return goodbye_heard_ ? "has closed its communicator" : "died or was cut off";
+  }
+  return "";
+}
+
+FailurePtr PeerLink::gone(const Request& request) const {
+  return gone_failure(rank_, request, describe());
+}
+
+}  // namespace pipecomm

@@ -1,0 +1,165 @@
+// The message protocol between this rank and one peer: order, matching, agreement, flow control,
+// goodbye. Pure logic over control packets: carrying the packets and the bodies is the transport's
+// business.
+//
+// A message of up to kMaxInlineBytes is one `data` record. A larger one is an `announce` record,
+// and its body travels beside the packets under a key that both ends derive from their own
+// description of the message: ends that disagree never touch each other's memory, so a body that
+// arrives is the right one, announced or not. The receiver answers each message: `accept`, `reject`
+// with what it expected, or `refused` with a reason. Records of one channel are matched with
+// receives in order; one that comes before its receive is kept, and the sender bounds how much of
+// that there can be.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <map>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "message/operation.h"
+#include "transport/c10d/wire.h"
+#include "transport/transport.h"
+
+namespace pipecomm {
+
+inline constexpr int64_t kMaxInlineBytes = 1024;
+
+// Whether the payload travels outside the packets.
+bool has_body(const Request& request);
+
+// Not thread-safe: the owner holds its lock around every call, and acts on the results of the
+// take_...() calls after releasing it.
+class PeerLink {
+ public:
+  using SendPacket = std::function<void(std::vector<std::byte> packet, uint64_t number)>;
+  PeerLink(int rank, int peer, uint32_t epoch, SendPacket send_packet)
+      : rank_(rank), peer_(peer), epoch_(epoch), send_packet_(std::move(send_packet)) {}
+
+  enum class State : uint8_t { open, closing, disconnecting, lost };
+
+  struct Outcome {
+    RequestPtr request;
+    FailurePtr failure;
+  };
+
+  // Gives the request its place in the order; must precede post().
+  void number(Request& request);
+  void post(const RequestPtr& request);
+  // The body of a receive is in its place, or that of a send has left for where its receiver wants
+  // it: the message is complete.
+  void body_arrived(const RequestPtr& request);
+  void body_gone(const RequestPtr& request);
+  // Throws std::runtime_error if the packet breaks the protocol.
+  void handle_packet(std::span<const std::byte> packet);
+  void flush();
+  // Flushes unless only announcements and answers of bodies are unsent. Those can wait for the next
+  // flush(), because bodies travel without them.
+  void flush_urgent();
+  // Receives whose announcement was verified and whose body has not arrived.
+  bool awaits_body(const Request& request) const;
+  std::vector<RequestPtr> awaiting_bodies() const;
+
+  void say_closing();
+  void say_goodbye();
+  void say_failure(const Failure& failure);
+  // See HostTransport::claim.
+  void say_claim(Direction direction, const Descriptor& descriptor);
+  // The connection is gone: everything under way fails.
+  void lose();
+  // Forgets all requests under way without settling them, and returns them.
+  std::vector<RequestPtr> drop();
+
+  int peer() const { return peer_; }
+  State state() const { return state_; }
+  bool goodbye_answered() const { return goodbye_answered_; }
+  uint64_t last_confirmed() const { return last_confirmed_; }
+  std::string describe() const;
+
+  // The requests that the calls since the last take have settled.
+  std::vector<Outcome> take_outcomes() { return std::exchange(outcomes_, {}); }
+  // Receives whose announcement was verified and whose body has not arrived yet.
+  std::vector<RequestPtr> take_verified() { return std::exchange(verified_, {}); }
+  struct Claim {
+    Direction direction;  // as seen from the peer
+    Descriptor descriptor;
+  };
+  std::vector<Claim> take_claims() { return std::exchange(claims_, {}); }
+  // The peer's communicator failed.
+  std::optional<Failure> take_failure() { return std::exchange(failure_, std::nullopt); }
+
+ private:
+  // A message record; `stored` holds the payload if it came before its receive was posted.
+  struct Arrival {
+    wire::RecordHeader header;
+    Descriptor descriptor;
+    std::span<const std::byte> payload;
+    std::vector<std::byte> stored;
+  };
+  // A receive that waits for its record.
+  struct Posted {
+    RequestPtr request;   // null if the body came first and completed it
+    uint64_t digest = 0;  // of its description, which the announcement must agree with
+  };
+  // Channels do not wait for each other, whatever a receiver leaves unmatched on one of them.
+  struct Channel {
+    std::deque<RequestPtr> backlog;             // sends that wait for the window to open
+    std::deque<Posted> posted;                  // receives without a record
+    std::deque<Arrival> unexpected;             // records without a receive
+    std::map<uint64_t, RequestPtr> unanswered;  // sends without an answer
+    std::map<uint64_t, RequestPtr> receiving;   // verified receives whose body is under way
+    uint64_t next_send = 0;
+    uint64_t next_recv = 0;
+    uint64_t next_arrival = 0;
+  };
+
+  void pump(Channel& channel);
+  void send_closing();
+  void transmit(const RequestPtr& request);
+  void handle_record(const wire::Record& record);
+  void message_arrived(const wire::Record& record);
+  void check_message(const wire::Record& record, const Channel& channel) const;
+  static bool has_expected_form(const Request& request, const Arrival& arrival);
+  void match(const RequestPtr& request, const Arrival& arrival);
+  void match_complete(uint64_t digest, const Arrival& arrival);
+  void answered(const wire::Record& record);
+  void settle(const RequestPtr& request, FailurePtr failure);
+  std::vector<RequestPtr> take_posted(Channel& channel);
+  enum class Urgency : uint8_t { can_wait, urgent };
+  void add(wire::Kind kind, int channel, uint64_t seq, const Descriptor* descriptor,
+           std::span<const std::byte> payload, Urgency urgency = Urgency::urgent);
+  void add_text(wire::Kind kind, int channel, uint64_t seq, std::string_view text);
+
+  FailurePtr gone(const Request& request) const;
+
+  const int rank_;
+  const int peer_;
+  const uint32_t epoch_;
+  const SendPacket send_packet_;
+  State state_ = State::open;
+  std::array<Channel, kNumChannels> channels_;
+  wire::PacketWriter writer_;
+  bool is_urgent_ = false;  // something in `writer_` is
+  uint64_t last_packet_sent_ = 0;
+  uint64_t last_packet_received_ = 0;
+  uint64_t last_confirmed_ = 0;
+  bool closing_said_ = false;  // by the owner
+  bool closing_sent_ = false;  // to the peer, behind the last message
+  bool peer_closes_ = false;   // it has said so, or shown it
+  bool goodbye_said_ = false;
+  bool goodbye_answered_ = false;
+  bool goodbye_heard_ = false;
+  bool dropped_ = false;
+  std::vector<Outcome> outcomes_;
+  std::vector<RequestPtr> verified_;
+  std::vector<Claim> claims_;
+  std::optional<Failure> failure_;
+};
+
+}  // namespace pipecomm

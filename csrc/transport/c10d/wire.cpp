@@ -1,0 +1,134 @@
+#include "transport/c10d/wire.h"
+
+#include <cstring>
+#include <stdexcept>
+#include <utility>
+
+#include "message/bytes.h"
+#include "transport/transport.h"
+
+namespace pipecomm::wire {
+namespace {
+
+struct WireDescriptor {
+  uint8_t op, dtype, num_dims, channel;
+  uint32_t reserved;
+  uint64_t seq;
+  uint64_t signature;
+  int64_t num_bytes;
+  int64_t shape[kMaxDescriptorDims];
+};
+static_assert(sizeof(WireDescriptor) == 32 + 8 * kMaxDescriptorDims);
+
+constexpr size_t kAlign = 8;
+constexpr size_t aligned(size_t num_bytes) { return (num_bytes + kAlign - 1) / kAlign * kAlign; }
+
+WireDescriptor encode(const Descriptor& d) {
+  WireDescriptor wire{static_cast<uint8_t>(d.op),
+                      d.dtype,
+                      d.num_dims,
+                      d.channel,
+                      0,
+                      d.seq,
+                      d.signature,
+                      d.num_bytes,
+                      {}};
+  for (int dim = 0; dim < kMaxDescriptorDims; ++dim) wire.shape[dim] = d.shape[dim];
+  return wire;
+}
+
+Descriptor decode(const WireDescriptor& wire) {
+  Descriptor d;
+  d.op = static_cast<OpCode>(wire.op);
+  d.dtype = wire.dtype;
+  d.num_dims = wire.num_dims;
+  d.channel = wire.channel;
+  d.seq = wire.seq;
+  d.signature = wire.signature;
+  d.num_bytes = wire.num_bytes;
+  if (d.num_bytes < 0) throw std::runtime_error("malformed packet: a message of negative size");
+  for (int dim = 0; dim < kMaxDescriptorDims; ++dim) {
+    if (wire.shape[dim] < 0) throw std::runtime_error("malformed packet: a negative extent");
+    d.shape[dim] = wire.shape[dim];
+  }
+  return d;
+}
+
+}  // namespace
+
+size_t max_inline_bytes() {
+  return kMaxPacketBytes - sizeof(PacketHeader) - sizeof(RecordHeader) - sizeof(WireDescriptor);
+}
+
+bool PacketWriter::add(Kind kind, int channel, uint64_t seq, const Descriptor* descriptor,
+                       std::span<const std::byte> payload) {
+  if (bytes_.empty()) bytes_.resize(sizeof(PacketHeader));
+  const size_t num_new =
+      sizeof(RecordHeader) + (descriptor ? sizeof(WireDescriptor) : 0) + aligned(payload.size());
+  if (bytes_.size() + num_new > kMaxPacketBytes || num_records_ == UINT16_MAX) return false;
+  RecordHeader header{kind, static_cast<uint8_t>(channel), descriptor != nullptr,
+                      static_cast<uint32_t>(payload.size()), seq};
+  append(bytes_, &header, sizeof header);
+  if (descriptor) {
+    const WireDescriptor wire = encode(*descriptor);
+    append(bytes_, &wire, sizeof wire);
+  }
+  append(bytes_, payload.data(), payload.size());
+  bytes_.resize(bytes_.size() + aligned(payload.size()) - payload.size());
+  ++num_records_;
+  return true;
+}
+
+bool PacketWriter::add_text(Kind kind, int channel, uint64_t seq, std::string_view text) {
+  text = text.substr(0, kMaxTextBytes);
+  return add(kind, channel, seq, nullptr, std::as_bytes(std::span(text.data(), text.size())));
+}
+
+std::vector<std::byte> PacketWriter::take(uint32_t epoch, uint64_t packet_number,
+                                          uint64_t confirmed) {
+  PacketHeader header;
+  header.num_records = num_records_;
+  header.epoch = epoch;
+  header.packet_number = packet_number;
+  header.confirmed = confirmed;
+  header.num_bytes = static_cast<uint32_t>(bytes_.size());
+  std::memcpy(bytes_.data(), &header, sizeof header);
+  num_records_ = 0;
+  return std::exchange(bytes_, {});
+}
+
+PacketReader::PacketReader(std::span<const std::byte> packet, uint32_t epoch) {
+  ByteReader whole(packet, "packet");
+  header_ = whole.value<PacketHeader>("its header");
+  if (header_.magic != kMagic) whole.fail("wrong magic number");
+  if (header_.version != kVersion)
+    whole.fail("protocol version " + std::to_string(header_.version) + ", this rank speaks " +
+               std::to_string(kVersion) + "; install the same pipecomm_ext on all ranks");
+  if (header_.epoch != epoch) whole.fail("it belongs to another communicator");
+  if (header_.num_bytes < sizeof header_ || header_.num_bytes > packet.size())
+    whole.fail("wrong length");
+  ByteReader in(packet.first(header_.num_bytes).subspan(sizeof header_), "packet");
+  records_.reserve(header_.num_records);
+  for (int record_idx = 0; record_idx < header_.num_records; ++record_idx) {
+    Record& record = records_.emplace_back();
+    record.header = in.value<RecordHeader>("a record header");
+    if (record.header.channel >= kNumChannels) in.fail("channel out of range");
+    const Kind kind = record.header.kind;
+    if (kind < Kind::data || kind > Kind::describe)
+      in.fail("unknown record kind " + std::to_string(static_cast<int>(kind)));
+    const bool needs_descriptor = kind == Kind::data || kind == Kind::announce ||
+                                  kind == Kind::reject || kind == Kind::send_claim ||
+                                  kind == Kind::recv_claim || kind == Kind::describe;
+    if ((record.header.has_descriptor != 0) != needs_descriptor)
+      in.fail("descriptor where none belongs, or none");
+    if (needs_descriptor) record.descriptor = decode(in.value<WireDescriptor>("a descriptor"));
+    const size_t num_payload_bytes = record.header.num_payload_bytes;
+    record.payload = in.take(aligned(num_payload_bytes), "a payload").first(num_payload_bytes);
+    if (kind == Kind::data &&
+        static_cast<int64_t>(num_payload_bytes) != record.descriptor.num_bytes)
+      in.fail("payload and description differ in size");
+  }
+  if (!in.at_end()) in.fail("bytes after the last record");
+}
+
+}  // namespace pipecomm::wire

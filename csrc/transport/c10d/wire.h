@@ -1,0 +1,100 @@
+// Control packets in a fixed little-endian layout. Every length that comes from a peer is checked
+// before use. A packet carries several records: a batch of small messages to one peer is one
+// packet.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "message/descriptor.h"
+#include "message/failure.h"
+
+namespace pipecomm::wire {
+
+inline constexpr uint32_t kMagic = 0x31584350;  // "PCX1"
+inline constexpr uint16_t kVersion = 2;
+inline constexpr size_t kMaxPacketBytes = 64 * 1024;
+inline constexpr size_t kMaxTextBytes = 4096;
+
+enum class Kind : uint8_t {
+  data = 1,         // descriptor + the whole payload
+  announce = 2,     // descriptor; the payload follows as a body message of its own
+  refuse = 3,       // text: this end takes no part in the collective that comes next on the channel
+  accept = 4,       // the message was matched and (for data) copied to its place
+  reject = 5,       // descriptor of what the receiver expected instead
+  refused = 6,      // text: the receiver takes no part
+  failure = 7,      // an encoded Failure: the sender's communicator is unusable
+  closing = 8,      // the sender posts nothing more
+  goodbye = 9,      // the sender is about to disconnect
+  send_claim = 10,  // descriptor of a message that the sender of the record sends by other means
+  recv_claim = 11,  // descriptor of a message that it expects by other means
+  describe = 12,    // descriptor of a message that travels by other means, and a note
+};
+
+struct PacketHeader {
+  uint32_t magic = kMagic;
+  uint16_t version = kVersion;
+  uint16_t num_records = 0;
+  uint32_t epoch = 0;          // random per communicator
+  uint32_t num_bytes = 0;      // of the whole packet
+  uint64_t packet_number = 0;  // counts packets to this destination, from 1
+  uint64_t confirmed = 0;      // last packet number received from the destination
+};
+static_assert(sizeof(PacketHeader) == 32);
+
+struct RecordHeader {
+  Kind kind{};
+  uint8_t channel = 0;
+  uint16_t has_descriptor = 0;
+  uint32_t num_payload_bytes = 0;
+  uint64_t seq = 0;
+};
+static_assert(sizeof(RecordHeader) == 16);
+
+struct Record {
+  RecordHeader header;
+  Descriptor descriptor;               // valid if header.has_descriptor
+  std::span<const std::byte> payload;  // points into the packet
+  std::string_view text() const {
+    return {reinterpret_cast<const char*>(payload.data()), payload.size()};
+  }
+};
+
+// Largest payload that travels inside a packet.
+size_t max_inline_bytes();
+
+class PacketWriter {
+ public:
+  bool empty() const { return num_records_ == 0; }
+  size_t num_bytes() const { return bytes_.size(); }
+  // False, and nothing written, if the record does not fit any more. A record always fits an empty
+  // packet if its payload has at most max_inline_bytes().
+  bool add(Kind kind, int channel, uint64_t seq, const Descriptor* descriptor,
+           std::span<const std::byte> payload);
+  bool add_text(Kind kind, int channel, uint64_t seq, std::string_view text);
+  // Ends the packet and starts the next one.
+  std::vector<std::byte> take(uint32_t epoch, uint64_t packet_number, uint64_t confirmed);
+
+ private:
+  std::vector<std::byte> bytes_;
+  uint16_t num_records_ = 0;
+};
+
+// Checks the whole packet before it gives out the first record. Throws std::runtime_error if
+// anything is wrong.
+class PacketReader {
+ public:
+  PacketReader(std::span<const std::byte> packet, uint32_t epoch);
+  const PacketHeader& header() const { return header_; }
+  const std::vector<Record>& records() const { return records_; }
+
+ private:
+  PacketHeader header_;
+  std::vector<Record> records_;
+};
+
+}  // namespace pipecomm::wire

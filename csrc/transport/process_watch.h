@@ -1,0 +1,21 @@
+// Notices the end of another process of this host, whoever else still holds its connections.
+#pragma once
+
+#include <sys/types.h>
+
+namespace pipecomm {
+
+// A process that has ended already is none to wait for. Takes one file descriptor.
+class ProcessWatch {
+ public:
+  explicit ProcessWatch(pid_t pid);  // throws std::system_error
+  ~ProcessWatch();
+  ProcessWatch(const ProcessWatch&) = delete;
+  ProcessWatch& operator=(const ProcessWatch&) = delete;
+  bool has_ended() const;
+
+ private:
+  int fd_ = -1;  // none: it had ended before
+};
+
+}  // namespace pipecomm

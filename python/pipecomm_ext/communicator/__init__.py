@@ -1,0 +1,19 @@
+"""The communicator, and the ones that this process keeps."""
+
+from ..core.process_groups import device_of, own_group
+from .communicator import Communicator, Recv, Send, Work
+from .construction import DEFAULT_TIMEOUT_S, MAX_CHANNELS
+from .registry import get_communicator, kept_communicator
+
+__all__ = [
+    "DEFAULT_TIMEOUT_S",
+    "MAX_CHANNELS",
+    "Communicator",
+    "Recv",
+    "Send",
+    "Work",
+    "device_of",
+    "get_communicator",
+    "kept_communicator",
+    "own_group",
+]

@@ -1,0 +1,334 @@
+"""The communicator: point-to-point batches, collectives and exchange plans over one group of ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import functools
+import os
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..core import environment, flight
+from ..core.extension import _C
+from ..core.process_groups import own_group
+from ..core.tensor_specs import TensorSpec, specs_of
+from ..errors import PipeCommError
+from .construction import agree, choose
+
+Send = _C.Send
+Recv = _C.Recv
+Work = _C.Work
+
+open_communicators: weakref.WeakSet[Communicator] = weakref.WeakSet()
+
+
+class Communicator:
+    """Moves tensors between the ranks of a group. All ranks of the group construct it, with equal arguments.
+
+    Args:
+        group: a torch ProcessGroup; None is the default group. Only its store and its ranks are used: the
+            communicator makes its own connections, all of them here.
+        device: "cpu", "cuda" or "cuda:1", where the tensors are; "cuda" is the device that is current now.
+            None takes what the group is for: "cpu" if its backend for CUDA is gloo, or if it has none.
+        transport: "auto", or "c10d", "nccl" or "shm" to insist on one.
+        channels: number of independent message orders per pair of ranks, 1 to 15 (say 0 for activations, 1
+            for gradients): messages match in post order per (source, destination, channel).
+        timeout: seconds or timedelta after which an operation fails, on all ranks, with PipeCommTimeout; None
+            is 600 s, math.inf no limit.
+        check: CPU tensors: "auto" and "full" compare op, dtype, shape and arguments of every message; "off"
+            compares sizes only. CUDA tensors (NCCL): "auto" compares each distinct message or collective at
+            its first use, "full" each one behind the transfer, which costs host time; a disagreement about a
+            message then fails the communicator. "off" compares nothing.
+
+    Peers are ranks of the group. After a failure (a dead peer, a timeout, `abort()`) every call raises the
+    original cause. As a context manager it closes when the block is left, and aborts first if that is by an
+    exception.
+
+    Raises:
+        ValueError, TypeError: wrong arguments; the other ranks raise PipeCommMismatch, which names this one.
+        PipeCommTimeout: a rank did not join within `timeout`.
+    """
+
+    __slots__ = {
+        "id": "A random number that names this communicator in records; the same on all ranks.",
+        "rank": "This process's rank in the group.",
+        "size": "Number of ranks.",
+        "group": "The torch group that this was made from.",
+        "device": "The torch.device whose tensors are moved; a CUDA device has its index.",
+        "channels": "Number of independent message orders per pair of ranks.",
+        "num_cores": "Number of processor cores that the ranks may use together, with `shm`; else None.",
+        "timeout": "Seconds after which an operation fails; math.inf: never.",
+        "transport": 'The name of what moves the bytes: "c10d", "nccl" or "shm"; equal on all ranks.',
+        "transport_reason": "Why this transport was chosen.",
+        "_c": "The communicator of the extension.",
+        "__weakref__": "For the set of open communicators.",
+    }
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        device: str | torch.device | None = None,
+        transport: str = "auto",
+        channels: int = 2,
+        timeout: float | datetime.timedelta | None = None,
+        check: str = "auto",
+    ) -> None:
+        self.group = own_group(group)
+        construction, candidates = agree(self.group, device, transport, channels, timeout, check)
+        self.transport, made, self.transport_reason = choose(construction, candidates)
+        self.id = f"{construction.epoch:08x}"
+        self.rank, self.size = construction.meeting.rank, construction.meeting.size
+        self.device = construction.device
+        self.channels, self.num_cores = construction.channels, made.num_cores
+        self.timeout = construction.timeout_s
+        self._c = made.engine
+        open_communicators.add(self)
+        flight.watch(self)
+        environment.warn_of_unknown(stacklevel=2)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if hasattr(self, "_c"):
+            raise AttributeError(f"the {name} of a Communicator cannot be changed; make another one")
+        super().__setattr__(name, value)
+
+    @property
+    def closed(self) -> bool:
+        """Whether close() has finished."""
+        return self._c.closed
+
+    @property
+    def failure(self) -> dict[str, Any] | None:
+        """Why every call fails, as plain data with the fields of the error; None: there was no failure."""
+        return self._c.failure()
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else "failed" if self._c.failed else "open"
+        return f"<Communicator rank {self.rank} of {self.size}, {self.device}, {self.transport}, {state}>"
+
+    # ---------------------------------------------------------------- point to point
+
+    def batch_p2p(self, ops: Sequence[Any], *, async_op: bool = False) -> Work | None:
+        """Posts sends and receives as one group.
+
+        Args:
+            ops: any number of `Send` and `Recv`, or of torch.distributed.P2POp, whose peers are global ranks
+                and whose tags are channels. A message to oneself needs its receive in the same batch.
+            async_op: return a Work instead of waiting.
+
+        Shapes and dtypes must agree on both ends, otherwise both raise PipeCommMismatch and nothing is
+        transferred. A non-contiguous send is copied, a non-contiguous receive staged. Buffers belong to the
+        operation until it is done.
+        """
+        if any(type(op) is not Send and type(op) is not Recv for op in ops):
+            ops = [self._from_torch(op, op_idx) for op_idx, op in enumerate(ops)]
+        return self._finish(self._c.batch_p2p(ops, async_op), async_op)
+
+    def send(self, tensor: torch.Tensor, dst: int, channel: int = 0) -> None:
+        """Sends a tensor to rank `dst`; returns when the receiver has accepted it."""
+        self._c.isend(tensor, dst, channel, False).wait()
+
+    def recv(self, tensor: torch.Tensor, src: int, channel: int = 0) -> None:
+        """Receives from rank `src` into `tensor`, whose shape and dtype must be the sender's."""
+        self._c.irecv(tensor, src, channel, False).wait()
+
+    def isend(self, tensor: torch.Tensor, dst: int, channel: int = 0) -> Work:
+        """Like `send`, without waiting. The buffer must not change until the Work is done."""
+        return self._c.isend(tensor, dst, channel)
+
+    def irecv(self, tensor: torch.Tensor, src: int, channel: int = 0) -> Work:
+        """Like `recv`, without waiting."""
+        return self._c.irecv(tensor, src, channel)
+
+    # ---------------------------------------------------------------- collectives
+
+    def broadcast(self, tensor: torch.Tensor, src: int, *, async_op: bool = False) -> Work | None:
+        """Copies `tensor` of rank `src` into `tensor` of all others; same shape and dtype everywhere."""
+        with self.collective("broadcast"):
+            work = self._c.broadcast(tensor, src, async_op)
+        return self._finish(work, async_op)
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Returns an uninitialised tensor for results, on this communicator's device.
+
+        With shared memory, peers can write into large ones directly, which saves a copy, and page faults once
+        memory is reused. They own their memory as any tensor does, but a forked child keeps sharing it with
+        this process.
+        """
+        if isinstance(shape, str) or not isinstance(shape, Sequence):
+            raise TypeError(f"shape must be a sequence of lengths, not {type(shape).__name__}")
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(f"dtype must be a torch.dtype, not {type(dtype).__name__}")
+        if self.device.type != "cpu":
+            return torch.empty(shape, dtype=dtype, device=self.device)
+        return self._c.empty(list(shape), dtype)
+
+    def barrier(
+        self, *, timeout: float | datetime.timedelta | None = None, async_op: bool = False
+    ) -> Work | None:
+        """Returns when all ranks have called it, or a Work that is done by then. `timeout` limits how long
+        this rank waits; it then raises PipeCommTimeout, and the barrier stays in flight.
+        """
+        if async_op and timeout is not None:
+            raise ValueError(
+                "barrier: timeout has no effect with async_op=True; pass it to the handle's wait()"
+            )
+        return self._finish(self._c.barrier(async_op), async_op, timeout)
+
+    def all_to_all(
+        self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], *, async_op: bool = False
+    ) -> Work | None:
+        """Sends inputs[r] to rank r and receives outputs[r] from it. The tensors may have any shapes and
+        dtypes, and may be empty.
+
+        The receiver's shape may differ from the sender's if the number of bytes is the same.
+        """
+        return self.exchange(
+            lambda: list_plan(self.rank, self.size, specs_of(inputs, "inputs"), specs_of(outputs, "outputs")),
+            inputs,
+            outputs,
+            async_op=async_op,
+            op="all_to_all",
+        )
+
+    def exchange(
+        self,
+        plan: _C.PreparedExchange | Callable[[], _C.PreparedExchange],
+        inputs: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+        *,
+        async_op: bool = False,
+        op: str = "exchange",
+        members: Sequence[int] = (),
+        channel: int | None = None,
+        after: Work | None = None,
+        gradient_of: int = 0,
+        returns_work: bool = False,
+    ) -> Work | None:
+        """Runs an exchange plan: packs what is not contiguous, moves one message per peer, unpacks.
+
+        All ranks call it, with plans made from the same arguments, or only the ranks `members` (increasing)
+        that the plan moves data between.
+
+        Args:
+            plan: the plan, or a function that makes it; what that raises refuses the exchange.
+            inputs, outputs: tensors of the shapes and dtypes that the plan has for them, with any strides.
+            channel: exchanges of a channel are posted in the order of the calls; None is the order of all
+                collectives.
+            after: the Work of another exchange. This one is posted once that one has succeeded, and fails if
+                it fails, whether or not anybody waits.
+            gradient_of: the `number` of the Work whose gradients are moved. CPU tensors: ranks compare it.
+            returns_work: return the Work, which is done, without async_op, too.
+        """
+        with self.collective(op, members, channel):
+            if callable(plan):
+                plan = plan()
+            if not isinstance(plan, _C.PreparedExchange):
+                raise TypeError(f"plan must be an exchange plan, not {type(plan).__name__}")
+            for name, tensors in (("inputs", inputs), ("outputs", outputs)):
+                if not isinstance(tensors, (list, tuple)):
+                    raise TypeError(f"{name} must be a list of tensors, not {type(tensors).__name__}")
+            work = self._c.exchange(op, plan, inputs, outputs, async_op, members, channel, after, gradient_of)
+        self._finish(work, async_op)
+        return work if async_op or returns_work else None
+
+    @contextlib.contextmanager
+    def collective(self, op: str, members: Sequence[int] = (), channel: int | None = None) -> Iterator[None]:
+        """Wraps what precedes a collective (of `members`, on `channel`, see `exchange`). If this rank raises
+        anything here, every other rank's call of the same collective raises PipeCommMismatch with the reason;
+        no rank waits, and the next call works.
+        """
+        try:
+            yield
+        except PipeCommError:
+            raise
+        except Exception as error:
+            self.refuse(op, error, members, channel)
+            raise
+
+    def refuse(
+        self, op: str, error: Exception, members: Sequence[int] = (), channel: int | None = None
+    ) -> None:
+        """Refuses a collective, which this rank cannot take part in because of `error`. Does not wait."""
+        self._c.refuse(op, f"{type(error).__name__}: {error}", members, channel)
+
+    # ---------------------------------------------------------------- record
+
+    def flight_record(self) -> list[dict[str, Any]]:
+        """Returns the last 1024 operations that have ended and all that have not, in the order of their
+        calls, as plain data (docs/flight_record.md lists the fields). May be called by any thread, in any
+        state.
+        """
+        return self._c.flight_record()
+
+    def dump_flight(self, folder: str | os.PathLike[str]) -> str:
+        """Writes the flight record to a new file of JSON lines in `folder`, which is made if it does not
+        exist, and returns its path. `python -m pipecomm_ext doctor --flight FOLDER` reads it.
+
+        Raises:
+            ValueError: others could replace files in `folder`.
+            OSError: the file cannot be written.
+        """
+        return flight.dump(self, folder, "asked for")
+
+    # ---------------------------------------------------------------- end
+
+    def abort(self, reason: str = "") -> None:
+        """Makes every pending and later call raise PipeCommAborted, on all ranks. Idempotent; may be called
+        by any thread.
+        """
+        self._c.abort(str(reason))
+
+    def close(self) -> None:
+        """Waits for what is in flight, then releases connections and threads. Idempotent.
+
+        Raises:
+            PipeCommPeerLost: a message that nothing else has waited for cannot match any more, because its
+                peer has closed.
+            PipeCommTimeout: a message found no match within the communicator's timeout.
+        """
+        open_communicators.discard(self)
+        try:
+            self._c.close()
+        finally:
+            flight.dump_if_failed(self)
+
+    def __enter__(self) -> Communicator:
+        return self
+
+    def __exit__(self, exc_type, exc, traceback) -> None:
+        if exc_type is not None:
+            self.abort(f"{exc_type.__name__}: {exc}")
+        self.close()
+
+    # ---------------------------------------------------------------- details
+
+    @staticmethod
+    def _finish(work: Work, async_op: bool, timeout: float | datetime.timedelta | None = None) -> Work | None:
+        if async_op:
+            return work
+        work.wait(timeout)
+        return None
+
+    def _from_torch(self, op: Any, op_idx: int) -> Send | Recv:
+        if type(op) is Send or type(op) is Recv:
+            return op
+        if not isinstance(op, dist.P2POp):
+            raise TypeError(
+                f"ops[{op_idx}] must be a Send, a Recv or a torch.distributed.P2POp, not {type(op).__name__}"
+            )
+        peer = dist.get_group_rank(self.group, op.peer)
+        return (Send if op.op is dist.isend else Recv)(op.tensor, peer, op.tag)
+
+
+@functools.lru_cache(maxsize=256)
+def list_plan(
+    rank: int, size: int, inputs: tuple[TensorSpec, ...], outputs: tuple[TensorSpec, ...]
+) -> _C.PreparedExchange:
+    """The plan of an all-to-all of lists."""
+    return _C.plan_all_to_all_list(rank, size, inputs, outputs)

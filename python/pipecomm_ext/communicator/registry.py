@@ -1,0 +1,109 @@
+"""The communicators of this process: those that are kept for a group, the name by which compiled graphs hold
+one, and the end of all that are open.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import sys
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..core.process_groups import device_of, own_group, rank_in
+from .communicator import Communicator, open_communicators
+from .construction import MAX_CHANNELS
+
+_COMMUNICATOR = "pipecomm_ext.Communicator"
+_kept: weakref.WeakKeyDictionary[Any, dict[tuple[str, str], Communicator]] = weakref.WeakKeyDictionary()
+
+
+def get_communicator(
+    group: dist.ProcessGroup | None = None, device: str | torch.device | None = None
+) -> Communicator:
+    """The communicator of a group and device, made at the first call (a collective one).
+
+    It is closed at exit, or when another one is made after torch has destroyed its group. A closed one is
+    replaced by a new one; a failed one is returned and goes on raising its cause until it is closed.
+    """
+    # Channels cost nothing on the host; NCCL needs a communicator for each.
+    return kept_communicator(group, device, "default", {"cpu": MAX_CHANNELS, "cuda": 2})
+
+
+def kept_communicator(
+    group: dist.ProcessGroup | None,
+    device: str | torch.device | None,
+    purpose: str,
+    channels: Mapping[str, int],
+) -> Communicator:
+    """Like `get_communicator`, with one communicator for each purpose, so that messages of different purposes
+    do not meet. `channels` is by kind of device.
+    """
+    group = own_group(group)
+    device = device_of(group, device)
+    made, key = _kept.setdefault(group, {}), (purpose, str(device))
+    if key not in made or made[key].closed:
+        _close_those_of_destroyed_groups()
+        made[key] = Communicator(group, device=device, channels=channels[device.type])
+    return made[key]
+
+
+def _close_those_of_destroyed_groups() -> None:
+    """A Communicator refers to its group, so neither would ever end of itself."""
+    groups = dist.distributed_c10d._world.pg_map
+    for group in [group for group in _kept if group not in groups]:
+        for communicator in _kept.pop(group).values():
+            communicator.close()
+
+
+def communicator_of(process_group: Any, tensor: Any) -> Communicator:
+    """The kept communicator of a torch group (None: the default one) for the device of `tensor`. A
+    Communicator stands for itself.
+    """
+    if isinstance(process_group, Communicator):
+        return process_group
+    device = tensor.device if isinstance(tensor, torch.Tensor) else None
+    is_known = device is not None and device.type in ("cpu", "cuda")
+    return get_communicator(process_group, device if is_known else None)
+
+
+def group_name(process_group: Any) -> str:
+    """A string that stands for the group within this process and can be traced."""
+    if isinstance(process_group, Communicator):
+        return f"{_COMMUNICATOR} {id(process_group)}"
+    return (dist.group.WORLD if process_group is None else process_group).group_name
+
+
+def named_group(name: str) -> Any:
+    """The group or Communicator whose `group_name` is `name`."""
+    if not name.startswith(_COMMUNICATOR):
+        return dist.distributed_c10d._resolve_process_group(name)
+    for communicator in open_communicators:
+        if group_name(communicator) == name:
+            return communicator
+    raise ValueError("the Communicator that a compiled function was traced with is closed")
+
+
+def rank_and_size(process_group: Any, name: str = "the group") -> tuple[int, int]:
+    """This rank's number in the group, and the number of its ranks, without making a Communicator.
+
+    ValueError, in which the group is called `name`, if this rank is not a member.
+    """
+    if isinstance(process_group, Communicator):
+        return process_group.rank, process_group.size
+    return rank_in(process_group, name), dist.get_world_size(process_group)
+
+
+@atexit.register
+def close_all() -> None:
+    """Closes what is open at the end of the process; aborts it first if the process ends by an exception."""
+    crashed = getattr(sys, "last_value", None)
+    for communicator in list(open_communicators):
+        with contextlib.suppress(Exception):
+            if crashed is not None:
+                communicator.abort(f"the process ends after {type(crashed).__name__}: {crashed}")
+            communicator.close()

@@ -1,0 +1,1 @@
+"""The base of the package: the extension module, settings, rendezvous, flight records."""

@@ -1,0 +1,23 @@
+"""Checks of arguments that several modules share."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from typing import Any
+
+import torch
+
+
+def whole_number(value: Any, name: str) -> int:
+    """An int from an int, a numpy integer or a 0-dim integer tensor; symbolic ints stay what they are.
+
+    Raises TypeError, which calls it `name`, for everything else, bools included.
+    """
+    if isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool):
+        return value
+    is_bool = isinstance(value, bool) or (isinstance(value, torch.Tensor) and value.dtype == torch.bool)
+    if not is_bool:
+        with contextlib.suppress(TypeError):
+            return operator.index(value)
+    raise TypeError(f"{name} must be an int, not {type(value).__name__}")

@@ -1,0 +1,60 @@
+"""Checks of the process groups and devices that users pass."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from .extension import build_info
+
+
+def own_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """The group, or the default one for None. ValueError if there is none, or if this rank is not in it."""
+    if not dist.is_initialized():
+        raise ValueError(
+            "torch.distributed is not initialised; call torch.distributed.init_process_group() first"
+        )
+    if group is None:
+        return dist.group.WORLD
+    rank_in(group)
+    return group
+
+
+def rank_in(group: dist.ProcessGroup | None, name: str = "the group") -> int:
+    """This process's rank in `group`. ValueError, which calls the group `name`, if it is not a member."""
+    rank = dist.get_rank(group)
+    if rank < 0:
+        raise ValueError(f"rank {dist.get_rank()} (global) is not a member of {name}")
+    return rank
+
+
+def device_of(group: dist.ProcessGroup, device: str | torch.device | None) -> torch.device:
+    """`device`, or for None what the group is for; a CUDA device with its index, by default the current one.
+
+    gloo, which a group may name for CUDA tensors too, is for tensors of the host.
+    """
+    if device is None:
+        device = "cuda" if _backend_for_cuda(group) != "gloo" and torch.cuda.is_available() else "cpu"
+    kind, _, index = str(device).partition(":")
+    if kind not in ("cpu", "cuda") or not (index or "0").isdecimal():
+        raise ValueError(f'device must be "cpu" or "cuda", not "{device}"')
+    if kind == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ValueError('device="cuda" needs a CUDA device, but this process sees none')
+    if not build_info.with_cuda:
+        raise ValueError(
+            f'device="cuda" needs a build of pipecomm_ext with CUDA, but {build_info.cuda_reason}'
+        )
+    count = torch.cuda.device_count()
+    if index and int(index) >= count:
+        raise ValueError(f'device="{device}" is not there: this process sees {count} CUDA device(s)')
+    return torch.device("cuda", int(index) if index else torch.cuda.current_device())
+
+
+def _backend_for_cuda(group: dist.ProcessGroup) -> str:
+    """The name of the backend that the group has for CUDA tensors; "gloo" if it has none."""
+    backends = dict(
+        entry.split(":", 1) for entry in dist.get_backend_config(group).split(",") if ":" in entry
+    )
+    return backends.get("cuda", "gloo")

@@ -1,0 +1,142 @@
+"""What was built, what this machine offers, and which transports can therefore be used."""
+
+from __future__ import annotations
+
+import os
+import platform
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..core import environment
+from ..core.accelerators import cuda_facts, nccl_facts
+from ..core.extension import build_info
+from ..transports import TRANSPORTS
+
+
+def info() -> dict[str, Any]:
+    """Returns build and run-time facts as plain data (`json.dumps` accepts it).
+
+    Keys:
+        version, python, torch: versions, and the backends of torch.
+        build: git revision, compiler, the torch built for, fault hooks.
+        cuda: whether it was built and why (not), toolkit, archs, devices of this process.
+        nccl: versions of the header built against and of the library that torch loaded, its paths.
+        transports: for each one `available` and `reason`.
+        choice: what `auto` takes for "cpu" and "cuda" tensors and why, as far as one process can know (`shm`
+            also needs all ranks on one host).
+        environment: every PIPECOMM_* variable that is set.
+        settings: the value in effect of every PIPECOMM_* variable that there is; None: its meaning says.
+        warnings: list of texts, empty if all is well.
+
+    Starts no process group. Asking for CUDA devices does not create a CUDA context.
+    """
+    nccl = nccl_facts()
+    known = ("gloo", "nccl", "mpi", "ucc") if dist.is_available() else ()
+    backends = [name for name in known if dist.is_backend_available(name)]
+    settings, environment_warnings = _environment_facts()
+    transports = transport_status()
+    return {
+        "version": build_info.version,
+        "build": {
+            "git_revision": build_info.git_revision,
+            "compiler": build_info.compiler,
+            "type": build_info.build_type,
+            "torch": build_info.torch_version,
+            "faults": build_info.with_faults,
+        },
+        "python": platform.python_version(),
+        "torch": {
+            "version": torch.__version__,
+            "cuda": torch.version.cuda,
+            "backends": backends,
+        },
+        "cuda": cuda_facts(),
+        "nccl": nccl,
+        "transports": transports,
+        "choice": {device: choose_transport(device, transports) for device in ("cpu", "cuda")},
+        "environment": {key: os.environ[key] for key in sorted(os.environ) if key.startswith("PIPECOMM_")},
+        "settings": settings,
+        "warnings": [*warnings_of(nccl), *environment_warnings],
+    }
+
+
+def transport_status() -> dict[str, dict[str, Any]]:
+    """For each transport whether this process can use it (`available`), and why (not) (`reason`)."""
+    status = {name: TRANSPORTS[name].status() for name in sorted(TRANSPORTS)}
+    return {name: {"available": is_usable, "reason": why} for name, (is_usable, why) in status.items()}
+
+
+def choose_transport(device: str, transports: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """What `transport="auto"` takes for tensors on `device` ("cpu" or "cuda"): the first transport of the
+    table that serves this device and is available.
+    """
+    obstacles = []
+    for row in TRANSPORTS.values():
+        if device not in row.devices:
+            continue
+        status = transports[row.name]
+        if status["available"]:
+            return {"transport": row.name, "reason": "; ".join(obstacles) or status["reason"]}
+        obstacles.append(f"no {row.name}: {status['reason']}")
+    return {"transport": None, "reason": "; ".join(obstacles)}
+
+
+def format_info(facts: dict[str, Any]) -> str:
+    """The text that `python -m pipecomm_ext info` prints."""
+    build, cuda, nccl = facts["build"], facts["cuda"], facts["nccl"]
+    devices = ", ".join(cuda["devices"]) or "none"
+    lines = [
+        f"pipecomm_ext {facts['version']} (git {build['git_revision'] or 'unknown'}, {build['type']}, "
+        f"{build['compiler']}{', with fault hooks' if build['faults'] else ''})",
+        f"  python      {facts['python']}",
+        f"  torch       {facts['torch']['version']}, built for {build['torch']}, "
+        f"backends: {', '.join(facts['torch']['backends']) or 'none'}",
+        f"  CUDA        {'built' if cuda['built'] else 'not built'} ({cuda['reason']})",
+        f"  archs       {cuda['archs'] or '-'}",
+        f"  devices     {devices}",
+        f"  NCCL        header {nccl['header_version'] or '-'}, loaded {nccl['loaded_version'] or '-'}",
+    ]
+    lines += [f"              {path}" for path in nccl["libraries"]]
+    for name, status in facts["transports"].items():
+        lines.append(f"  {name:<11} {'usable' if status['available'] else 'not usable'} ({status['reason']})")
+    for device, choice in facts["choice"].items():
+        lines.append(f"  auto        {device} tensors: {choice['transport']} ({choice['reason']})")
+    lines += [f"  set         {key}={value}" for key, value in facts["environment"].items()]
+    unset = {key: value for key, value in facts["settings"].items() if key not in facts["environment"]}
+    lines += [f"  default     {key}={'' if value is None else value}" for key, value in unset.items()]
+    lines += [f"warning: {text}" for text in facts["warnings"]]
+    return "\n".join(lines)
+
+
+def _environment_facts() -> tuple[dict[str, Any], list[str]]:
+    """The value of each variable as `environment.read` has it, and what is wrong with those that are set."""
+    settings, problems = {}, []
+    for variable in environment.VARIABLES:
+        try:
+            settings[variable.name] = environment.value_of(variable, os.environ.get(variable.name))
+        except ValueError as error:
+            settings[variable.name] = None
+            problems.append(str(error))
+    for name, similar in environment.unknown().items():
+        problems.append(f"{name} means nothing{f'; did you mean {similar}?' if similar else ''}")
+    return settings, problems
+
+
+def warnings_of(nccl: dict[str, Any]) -> list[str]:
+    """What is wrong with the NCCL of this process, and what to do; empty if all is well."""
+    warnings = []
+    if len(nccl["libraries"]) > 1:
+        warnings.append(
+            f"{len(nccl['libraries'])} copies of NCCL are loaded ({', '.join(nccl['libraries'])}); "
+            "remove LD_PRELOAD or the package that brings the second one"
+        )
+    if nccl["built"] and nccl["loaded_version"] and nccl["header_version"]:
+        loaded, built = ([*map(int, nccl[key].split("."))] for key in ("loaded_version", "header_version"))
+        if loaded[:2] < built[:2]:
+            warnings.append(
+                f"NCCL {nccl['loaded_version']} is loaded, older than the header of "
+                f"{nccl['header_version']} that the extension was built with; rebuild it here"
+            )
+    return warnings

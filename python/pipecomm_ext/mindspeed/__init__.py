@@ -1,0 +1,1 @@
+"""MindSpeed-MM's pipeline communication, by its names."""

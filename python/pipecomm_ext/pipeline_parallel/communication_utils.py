@@ -1,0 +1,130 @@
+"""Messages of pipeline-parallel inference: a tensor to the next stage, results of the last one to all.
+
+Names, arguments and results: megatron.core.inference.communication_utils (Core 0.20), and of older versions
+`broadcast_from_last_to_first_pipeline_stage`. Different on purpose: tensors may be on the CPU and have any
+strides; shapes and dtypes that differ raise on all ranks that take part, instead of assertions and lost data;
+no device is synchronised.
+
+`pp_group` is a torch ProcessGroup or a Communicator, whose ranks are the stages; None is the group of the
+default pipeline. A group without a communicator gets one at the first call here, which all its ranks make.
+What the broadcasts return is on the device of that communicator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..communicator import Communicator
+from ..communicator.registry import communicator_of
+from ..core.tensor_specs import spec_of
+from .default_pipeline import default_groups, default_replica
+from .p2p_communicator import ACTIVATIONS, GRADIENTS
+
+__all__ = [
+    "broadcast_float_list",
+    "broadcast_from_last_pipeline_stage",
+    "broadcast_from_last_to_first_pipeline_stage",
+    "broadcast_int_list",
+    "broadcast_list",
+    "broadcast_tensor",
+    "recv_from_prev_pipeline_rank_",
+    "send_to_next_pipeline_rank",
+]
+
+
+def recv_from_prev_pipeline_rank_(recv_buffer: torch.Tensor, pp_group: Any = None) -> None:
+    """Receives what the previous stage sends into `recv_buffer`; the first stage receives from the last."""
+    comm = _communicator(pp_group, recv_buffer)
+    comm.recv(recv_buffer, (comm.rank - 1) % comm.size, ACTIVATIONS)
+
+
+def send_to_next_pipeline_rank(tensor: torch.Tensor, pp_group: Any = None) -> None:
+    """Sends `tensor` to the next stage, in the last stage to the first; returns when it has been accepted."""
+    comm = _communicator(pp_group, tensor)
+    comm.send(tensor.detach(), (comm.rank + 1) % comm.size, ACTIVATIONS)
+
+
+def broadcast_from_last_pipeline_stage(
+    size: Sequence[int], dtype: torch.dtype, tensor: torch.Tensor | None = None, pp_group: Any = None
+) -> torch.Tensor:
+    """Gives all stages the `tensor` of the last one, which has this size and dtype."""
+    comm = _communicator(pp_group)
+    return _broadcast(comm, size, dtype, tensor, comm.size - 1)
+
+
+def broadcast_from_last_to_first_pipeline_stage(
+    size: Sequence[int], dtype: torch.dtype, tensor: torch.Tensor | None = None, pp_group: Any = None
+) -> torch.Tensor | None:
+    """Gives the first stage the `tensor` of the last one, too; those between get None."""
+    comm = _communicator(pp_group)
+    first, last = 0, comm.size - 1
+    if comm.rank not in (first, last):
+        return None
+    if comm.rank != last:
+        tensor = comm.empty(size, dtype)
+        comm.recv(tensor, last, GRADIENTS)  # the other order of messages: apart from activations round a ring
+    elif last != first:
+        comm.send(tensor, first, GRADIENTS)
+    return tensor
+
+
+def broadcast_tensor(
+    size: int | Sequence[int],
+    dtype: torch.dtype,
+    tensor: torch.Tensor | None = None,
+    rank: int = 0,
+    data_parallel: bool = False,
+) -> torch.Tensor:
+    """Gives all ranks of the world the `tensor` of global rank `rank`. With `data_parallel`, the ranks of
+    this rank's replica of the model get that of its first rank, and `rank` is not used.
+    """
+    group, source = default_replica() if data_parallel else (None, rank)
+    comm = communicator_of(group, None)
+    return _broadcast(comm, size, dtype, tensor, dist.get_group_rank(comm.group, source))
+
+
+def broadcast_list(
+    size: int,
+    dtype: torch.dtype,
+    list_values: Sequence[Any] | None = None,
+    rank: int = 0,
+    data_parallel: bool = False,
+) -> torch.Tensor:
+    """Gives all ranks the `size` values of a list as a tensor; see `broadcast_tensor`."""
+    return broadcast_tensor(size, dtype, list_values, rank, data_parallel)
+
+
+def broadcast_int_list(
+    size: int, int_list: Sequence[int] | None = None, rank: int = 0, data_parallel: bool = False
+) -> torch.Tensor:
+    """`broadcast_list` of int64."""
+    return broadcast_list(size, torch.int64, int_list, rank, data_parallel)
+
+
+def broadcast_float_list(
+    size: int, float_list: Sequence[float] | None = None, rank: int = 0, data_parallel: bool = False
+) -> torch.Tensor:
+    """`broadcast_list` of float32."""
+    return broadcast_list(size, torch.float32, float_list, rank, data_parallel)
+
+
+def _communicator(pp_group: Any, tensor: torch.Tensor | None = None) -> Communicator:
+    return communicator_of(default_groups().pp if pp_group is None else pp_group, tensor)
+
+
+def _broadcast(comm: Communicator, size: Any, dtype: torch.dtype, values: Any, source: int) -> torch.Tensor:
+    """The tensor of rank `source`, where `values` are a tensor or a list, on all ranks."""
+    with comm.collective("broadcast"):
+        shape = (size,) if isinstance(size, int) else tuple(size)
+        if comm.rank != source:
+            values = comm.empty(shape, dtype)
+        elif isinstance(values, (list, tuple)):
+            values = torch.tensor(values, dtype=dtype, device=comm.device)
+        if (given := spec_of(values, "tensor")) != (shape, dtype):
+            raise ValueError(f"tensor must be {dtype}{list(shape)}, not {given[1]}{list(given[0])}")
+    comm.broadcast(values.detach(), source)
+    return values

@@ -1,0 +1,8 @@
+"""Runs plans on real ranks: the Executor, and what it is made of."""
+
+from ..errors import StageError
+from .backward import run_backward
+from .executor import Executor, StepResult
+from .weight_grad_store import WeightGradStore
+
+__all__ = ["Executor", "StageError", "StepResult", "WeightGradStore", "run_backward"]

@@ -1,0 +1,148 @@
+"""Backward passes from gradient edges: whole, or split into the part for the inputs and that for the weights.
+
+A gradient edge stands for a tensor in the autograd graph and holds none of its memory, so an output may be
+freed as soon as it is sent.
+
+The split of an ordinary module. Let a node of the graph lead to the stage's inputs. Where one of its children
+does not, a weight joins. I runs backward for the inputs only and keeps the gradient that arrives at each such
+node; W runs each of those nodes again, for its weights only. No work is done twice if no weight (and nothing
+made of weights) hangs below two of them, and if the nodes compute only what is asked for, as those of torch
+do. Else, for a graph with shared weights, with a Python autograd Function at a join, or with reentrant
+activation checkpointing, I is the whole backward and W runs what layers have put into `WeightGradStore`
+meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+
+import torch
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+from .weight_grad_store import WeightGradStore
+
+Root = torch.Tensor | GradientEdge
+Work = Callable[[], object]
+
+
+def run_backward(outputs: Sequence[Root], gradients: Sequence[torch.Tensor | None]) -> None:
+    """Backward from the outputs of a stage, given as tensors or gradient edges, with the gradient of each;
+    gradients accumulate in `.grad`. Nothing happens if there are no outputs."""
+    if outputs:
+        torch.autograd.backward(tuple(outputs), tuple(gradients))
+
+
+def split_backward(
+    roots: Sequence[Root], gradients: Sequence[torch.Tensor | None], inputs: Sequence[torch.Tensor]
+) -> list[Work]:
+    """Adds the gradients of `inputs` (leaves) to their `.grad`, and returns what remains to do for the
+    weights.
+    """
+    if not roots:
+        return []
+    if not inputs:  # nobody waits for this backward
+        return [functools.partial(run_backward, roots, gradients)]
+    edges = [root if isinstance(root, GradientEdge) else get_gradient_edge(root) for root in roots]
+    joins = _find_joins(edges, inputs)
+    if joins is None:
+        with WeightGradStore.recording() as closures:
+            run_backward(edges, gradients)
+        return closures
+    with contextlib.ExitStack() as hooks:
+        for join in joins:
+            hooks.callback(join.node.register_prehook(join.keep).remove)
+        torch.autograd.backward(edges, gradients, inputs=inputs, retain_graph=True)
+    for join in joins:
+        if join.is_root:  # no input leads to it: I did not come here
+            mine = [idx for idx, edge in enumerate(edges) if edge.node is join.node]
+            join.roots = [edges[idx] for idx in mine], [gradients[idx] for idx in mine]
+    return [join.run for join in joins]
+
+
+class _Join:
+    """A node with weights below it that I does not reach through it."""
+
+    def __init__(self, node: Node, weights: list[torch.Tensor], is_root: bool):
+        self.node, self.weights, self.is_root = node, weights, is_root
+        self.roots: tuple[list[GradientEdge], list[torch.Tensor]] = ([], [])  # where W starts
+        self._arrived: tuple[torch.Tensor | None, ...] | None = None  # by output of the node
+
+    def keep(self, gradients: tuple[torch.Tensor | None, ...]) -> None:
+        self._arrived = gradients
+        numbers = [nr for nr, gradient in enumerate(gradients) if gradient is not None]
+        self.roots = [GradientEdge(self.node, nr) for nr in numbers], [gradients[nr] for nr in numbers]
+
+    def run(self) -> None:
+        edges, gradients = self.roots
+        if not edges:
+            return
+        with contextlib.ExitStack() as hooks:
+            if self._arrived is not None:
+                # Hooks on the node's outputs, which run again now, have changed these gradients already in I.
+                hooks.callback(self.node.register_prehook(lambda _: self._arrived).remove)
+            torch.autograd.backward(edges, gradients, inputs=self.weights)
+
+
+def _find_joins(edges: Sequence[GradientEdge], inputs: Sequence[torch.Tensor]) -> list[_Join] | None:
+    """None if the backward cannot be split, or not without doing work twice."""
+    children_of = _children_first(edges)
+    if any(map(_needs_whole_backward, children_of)):
+        return None
+    leads_to_inputs = {get_gradient_edge(tensor).node for tensor in inputs}
+    for node, children in children_of.items():
+        if not leads_to_inputs.isdisjoint(children):
+            leads_to_inputs.add(node)
+    owner_of: dict[Node, Node] = {}
+    joins = []
+    tops = [(node, False) for node in children_of if node in leads_to_inputs]
+    tops += [(node, True) for node in {edge.node for edge in edges} if node not in leads_to_inputs]
+    for node, is_root in tops:
+        below = [node] if is_root else [c for c in children_of[node] if c not in leads_to_inputs]
+        weights = []
+        while below:
+            part = below.pop()
+            if owner_of.get(part) is node:
+                continue
+            if part in owner_of:
+                return None
+            owner_of[part] = node
+            weight = getattr(part, "variable", None)
+            if weight is not None:
+                weights.append(weight)
+            below += children_of[part]
+        if weights:
+            if isinstance(node, BackwardCFunction) and not is_root:
+                return None
+            joins.append(_Join(node, weights, is_root))
+    return joins
+
+
+def _needs_whole_backward(node: Node) -> bool:
+    """Whether a Function, as those of reentrant checkpointing (torch's, Megatron's, DeepSpeed's), asks torch
+    if the backward is one of some inputs only, to refuse it then."""
+    if not isinstance(node, BackwardCFunction):
+        return False
+    backward = inspect.unwrap(node._forward_cls.backward)
+    return "_is_checkpoint_valid" in getattr(getattr(backward, "__code__", None), "co_names", ())
+
+
+def _children_first(edges: Sequence[GradientEdge]) -> dict[Node, list[Node]]:
+    """All nodes of the graph with their children, each behind all of its children."""
+    children_of: dict[Node, list[Node]] = {}
+    entered: dict[Node, list[Node]] = {}
+    stack = [edge.node for edge in edges]
+    while stack:
+        node = stack[-1]
+        if node in children_of:
+            stack.pop()
+        elif node in entered:
+            children_of[node] = entered[node]
+            stack.pop()
+        else:
+            entered[node] = [child for child, _ in node.next_functions if child is not None]
+            stack += [child for child in entered[node] if child not in entered]
+    return children_of

@@ -1,0 +1,169 @@
+"""The border of two stages: what both ends know of its tensors, and the header that tells the other end.
+
+    header = number of words, number of tensors, then of each tensor
+             dtype, is_differentiable, number of dims, dim, dim, ...
+             then, if they are no plain tuple, their structure (`values`): number of characters, characters
+
+in 64-bit words, eight characters in each; a tensor that is None is the word ABSENT alone. The first
+HEADER_WORDS words are a message of their own, whose receive can be posted without knowing anything; the rest,
+if there is any, is a second one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+from ..errors import PipeCommError
+from .values import PLAIN
+
+HEADER_WORDS = 32
+MAX_HEADER_WORDS = 1 << 20
+WORD_BYTES = 8
+ABSENT = -1
+
+# A dtype's place in this list is its number on the wire: append only. The numbers are those of
+# c10::ScalarType, as in csrc/plan/dtype.cpp.
+DTYPE_NAMES = (
+    "uint8 int8 int16 int32 int64 float16 float32 float64 complex32 complex64 complex128 bool qint8 quint8 "
+    "qint32 bfloat16 quint4x2 quint2x4 bits1x8 bits2x4 bits4x2 bits8 bits16 float8_e5m2 float8_e4m3fn "
+    "float8_e5m2fnuz float8_e4m3fnuz uint16 uint32 uint64 uint1 uint2 uint3 uint4 uint5 uint6 uint7 "
+    "int1 int2 int3 int4 int5 int6 int7 float8_e8m0fnu float4_e2m1fn_x2"
+).split()
+_NUMBER_OF = {getattr(torch, name): number for number, name in enumerate(DTYPE_NAMES) if hasattr(torch, name)}
+
+Tensors = Sequence[torch.Tensor | None]
+
+
+class BorderSpec(NamedTuple):
+    """A tensor of a border: differentiable ones have a gradient that goes back."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    is_differentiable: bool
+
+    def __str__(self) -> str:
+        name = str(self.dtype).removeprefix("torch.")
+        return f"{name}{list(self.shape)}" + (" with gradient" if self.is_differentiable else "")
+
+
+Specs = Sequence[BorderSpec | None]  # None where the tensor is None
+
+
+class OutputSpecs(NamedTuple):
+    """What a stage of the Executor passes on."""
+
+    tensors: tuple[BorderSpec, ...]
+    structure: str = PLAIN
+
+    def __str__(self) -> str:
+        return text_of(self.tensors) + (self.structure and f" as {self.structure}")
+
+
+def can_have_gradient(dtype: torch.dtype) -> bool:
+    """Whether torch can differentiate with respect to tensors of this dtype."""
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def specs_of(tensors: Iterable[torch.Tensor], structure: str = PLAIN) -> OutputSpecs:
+    """The specs of a stage's outputs."""
+    return OutputSpecs(
+        tuple(BorderSpec(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors), structure
+    )
+
+
+@lru_cache(maxsize=512)
+def gradient_specs(specs: tuple[BorderSpec, ...]) -> tuple[BorderSpec, ...]:
+    """The specs of the gradients of these tensors."""
+    return tuple(spec._replace(is_differentiable=False) for spec in specs if spec.is_differentiable)
+
+
+def text_of(specs: Specs) -> str:
+    """The specs as error messages show them."""
+    return "(" + ", ".join(map(str, specs)) + ")"
+
+
+@lru_cache(maxsize=512)
+def header_of(specs: tuple[BorderSpec | None, ...], structure: str = PLAIN) -> tuple[torch.Tensor, ...]:
+    """The header as one or two int64 CPU tensors, which must not be changed.
+
+    Raises:
+        TypeError: a dtype has no number.
+    """
+    words = [0, len(specs)]
+    for spec in specs:
+        if spec is None:
+            words.append(ABSENT)
+            continue
+        shape, dtype, is_differentiable = spec
+        if dtype not in _NUMBER_OF:
+            raise TypeError(f"tensors of {dtype} cannot cross a border: that dtype has no number")
+        words += (_NUMBER_OF[dtype], is_differentiable, len(shape), *shape)
+    if structure != PLAIN:
+        text = structure.encode("ascii")
+        words.append(len(text))
+        padded = text.ljust(-(-len(text) // WORD_BYTES) * WORD_BYTES)
+        words += (
+            int.from_bytes(padded[i : i + WORD_BYTES], "little") for i in range(0, len(padded), WORD_BYTES)
+        )
+    words[0] = len(words)
+    words += [0] * (HEADER_WORDS - len(words))
+    head, rest = words[:HEADER_WORDS], words[HEADER_WORDS:]
+    return tuple(torch.tensor(part, dtype=torch.int64) for part in (head, rest) if part)
+
+
+def num_words_after(head: Sequence[int]) -> int:
+    """Length of the second message of a header that begins with these words, 0 if there is none."""
+    if not 2 <= head[0] <= MAX_HEADER_WORDS:
+        raise PipeCommError(f"a header of {head[0]} words: the peer runs another version of pipecomm_ext")
+    return max(0, head[0] - HEADER_WORDS)
+
+
+def specs_in(words: Sequence[int]) -> tuple[BorderSpec | None, ...]:
+    """The specs that the words of a header announce, of which there is a plain list."""
+    specs, structure = output_specs_in(words)
+    if structure != PLAIN:
+        raise PipeCommError(f"the peer sends tensors as {structure[:100]}, where a plain list was expected")
+    return specs
+
+
+def output_specs_in(words: Sequence[int]) -> OutputSpecs:
+    """The specs that the words of a header announce."""
+    specs: list[BorderSpec | None] = []
+    position = 2
+    for _ in range(words[1]):
+        number = words[position]
+        if number == ABSENT:
+            specs.append(None)
+            position += 1
+            continue
+        is_differentiable, num_dims = words[position + 1 : position + 3]
+        position += 3 + num_dims
+        shape = tuple(words[position - num_dims : position])
+        specs.append(BorderSpec(shape, _dtype_of(number), bool(is_differentiable)))
+    return OutputSpecs(tuple(specs), _structure_in(words[position : words[0]]))
+
+
+def _structure_in(words: Sequence[int]) -> str:
+    """The structure that these last words of a header hold."""
+    if not words:
+        return PLAIN
+    num_chars, *parts = words
+    text = b"".join((part % (1 << 64)).to_bytes(WORD_BYTES, "little") for part in parts)
+    if not 0 < num_chars <= len(text) or not text.isascii():
+        raise PipeCommError("a header with a broken structure: the peer runs another version of pipecomm_ext")
+    return text[:num_chars].decode()
+
+
+def _dtype_of(number: int) -> torch.dtype:
+    if not 0 <= number < len(DTYPE_NAMES):
+        raise PipeCommError(f"a header with dtype {number}: the peer runs another version of pipecomm_ext")
+    dtype = getattr(torch, DTYPE_NAMES[number], None)
+    if dtype is None:
+        raise PipeCommError(
+            f"the peer sends tensors of {DTYPE_NAMES[number]}, which this torch does not have"
+        )
+    return dtype

@@ -1,0 +1,277 @@
+"""Messages that cross borders, each a list of tensors whose specs the receiver knows or has to be told.
+
+Activations and gradients have channels of their own, and so have the headers: two stages that are each
+other's next and previous one cannot swap anything. A header never waits for an answer and never touches a
+device: the receiver reads it on the host, and then knows what to receive.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ..communicator import MAX_CHANNELS, Communicator, Recv, Send, Work, device_of, own_group
+from ..transports import TRANSPORTS
+from .border import (
+    HEADER_WORDS,
+    OutputSpecs,
+    Specs,
+    Tensors,
+    header_of,
+    num_words_after,
+    output_specs_in,
+    specs_in,
+)
+from .values import PLAIN
+
+NUM_DATA_CHANNELS = 2  # activations and gradients
+
+
+def connect(
+    group: dist.ProcessGroup | None, device: torch.device | None, has_relays: bool = False
+) -> Communicator:
+    """Makes a communicator for an executor; a collective call. Channels cost nothing on the host, so there
+    are some for the words of two chains; NCCL needs a communicator for each. Relays may need all of them."""
+    group = own_group(group)
+    device = device_of(group, device)
+    num_channels = NUM_DATA_CHANNELS + (2 if device.type == "cpu" else 0)
+    if has_relays:
+        num_channels = MAX_CHANNELS
+    return Communicator(group, device=device, channels=num_channels)
+
+
+class Outgoing(NamedTuple):
+    """A message to send. `header`, from `BorderChannels.header`, goes ahead of it unless the receiver knows
+    the specs."""
+
+    tensors: Tensors
+    peer: int
+    channel: int
+    header: Sequence[Send] = ()
+
+
+class Incoming(NamedTuple):
+    """A message to receive. `specs` may be a function that waits for them; None among them is a tensor that
+    does not come."""
+
+    specs: Specs | Callable[[], Specs]
+    peer: int
+    channel: int
+
+
+class Receipt:
+    """A message on its way to this rank, whose consumer waits for it."""
+
+    __slots__ = ("_channels", "_tensors", "incoming", "work")
+
+    def __init__(self, channels: BorderChannels | None, incoming: Incoming | None):
+        self.incoming = incoming
+        self.work: Work | None = None  # of the tensors, once they are being received; None if there are none
+        self._channels = channels
+        self._tensors: list[torch.Tensor | None] | None = None
+
+    @classmethod
+    def of(cls, tensors: list[torch.Tensor], specs: Specs = (), work: Work | None = None) -> Receipt:
+        """Tensors that come by another way than a message: they are there when `work` is done."""
+        receipt = cls(None, None)
+        receipt._tensors, receipt.work = tensors, work
+        for tensor, spec in zip(tensors, specs, strict=False):
+            if spec.is_differentiable:
+                tensor.requires_grad_()
+        return receipt
+
+    def _begin(self, works: Sequence[Work]) -> None:
+        """The receives of the tensors have been posted, so they may be made to require grad."""
+        for tensor, spec in zip(self._tensors, self.incoming.specs, strict=True):
+            if tensor is not None:
+                if spec.is_differentiable:
+                    tensor.requires_grad_()
+                self.work = works[0] if works else None
+
+    def tensors(self) -> list[torch.Tensor | None]:
+        """The tensors that are being received, valid after `wait`. Blocks until their specs are known."""
+        if self._tensors is None:
+            self._channels._post_deferred_until(self)
+        return self._tensors
+
+    def wait(self) -> list[torch.Tensor | None]:
+        """The received tensors: leaves, which require grad where their specs are differentiable."""
+        if self._tensors is None:
+            self._channels._post_deferred_until(self, waits=True)
+        if self.work is not None:
+            self.work.wait()
+        return self._tensors
+
+
+class BorderChannels:
+    """The communicator of the tensors, and one of CPU tensors for the headers and other words.
+
+    Args:
+        data: moves the tensors.
+        headers: may be `data`, of which it then uses the channels behind the first NUM_DATA_CHANNELS; None:
+            there are none, all specs are known.
+        num_header_channels: that many of them.
+    """
+
+    def __init__(
+        self,
+        data: Communicator,
+        headers: Communicator | None,
+        num_header_channels: int = NUM_DATA_CHANNELS,
+    ):
+        self.data, self.headers = data, headers
+        self.num_channels = NUM_DATA_CHANNELS + (num_header_channels if headers is data else 0)  # of `data`
+        self._first_header_channel = NUM_DATA_CHANNELS if headers is data else 0
+        # Receipts whose receives are not posted yet, by (peer, channel), in the order of their messages.
+        self._deferred: dict[tuple[int, int], deque[Receipt]] = {}
+
+    @classmethod
+    def for_chains(cls, data: Communicator, num_chains: int) -> BorderChannels:
+        """Channels with one header channel for each chain: channels of `data` if it has enough, else of a
+        communicator that is made here (a collective call)."""
+        if data.device.type == "cpu" and data.channels >= NUM_DATA_CHANNELS + num_chains:
+            return cls(data, data, num_chains)
+        headers = Communicator(data.group, device="cpu", channels=num_chains, timeout=data.timeout)
+        return cls(data, headers, num_chains)
+
+    @property
+    def is_one_stream(self) -> bool:
+        """Whether messages run in the order of their posts; else each pair and channel is an order of its
+        own."""
+        return TRANSPORTS[self.data.transport].is_one_stream
+
+    def abort(self, reason: str) -> None:
+        """Makes every pending and later call fail, on all ranks, with this reason."""
+        self.data.abort(reason)
+        if self.headers is not None:
+            self.headers.abort(reason)
+
+    def close_headers(self) -> None:
+        """Closes the communicator of the headers if it is one of its own."""
+        if self.headers is not None and self.headers is not self.data:
+            self.headers.close()
+
+    # ---------------------------------------------------------------- words
+
+    def send_words(self, words: torch.Tensor, peer: int, idx: int) -> Work:
+        """Sends int64 words on the header channel `idx`."""
+        return self.headers.isend(words, peer, self._first_header_channel + idx)
+
+    def begin_words(self, num_words: int, peer: int, idx: int) -> tuple[torch.Tensor, Work]:
+        """Starts to receive words; they are there when the Work is done."""
+        words = torch.empty(num_words, dtype=torch.int64)
+        return words, self.headers.irecv(words, peer, self._first_header_channel + idx)
+
+    def receive_words(self, num_words: int, peer: int, idx: int) -> list[int]:
+        """Waits for words."""
+        words, work = self.begin_words(num_words, peer, idx)
+        work.wait()
+        return words.tolist()
+
+    def header(self, specs: Specs, peer: int, idx: int, structure: str = PLAIN) -> list[Send]:
+        """The messages that tell these specs on the header channel `idx`."""
+        parts = header_of(tuple(specs), structure)
+        return [Send(part, peer, self._first_header_channel + idx) for part in parts]
+
+    def send_header(self, specs: OutputSpecs, peer: int, idx: int) -> list[Work]:
+        """Sends a header by itself."""
+        return _batch(self.headers, self.header(specs.tensors, peer, idx, specs.structure))
+
+    def receive_header(self, peer: int, idx: int) -> Specs:
+        """Waits for the header of a plain list of tensors."""
+        return specs_in(self._header_words(peer, idx))
+
+    def receive_output_header(self, peer: int, idx: int) -> OutputSpecs:
+        """Waits for the header of what a stage passes on."""
+        return output_specs_in(self._header_words(peer, idx))
+
+    def _header_words(self, peer: int, idx: int) -> list[int]:
+        words = self.receive_words(HEADER_WORDS, peer, idx)
+        if num_more := num_words_after(words):
+            words += self.receive_words(num_more, peer, idx)
+        return words
+
+    # ---------------------------------------------------------------- messages
+
+    def post(
+        self, sends: Sequence[Outgoing], recvs: Sequence[Incoming], waits: bool = False
+    ) -> tuple[list[Work], list[Receipt]]:
+        """One batch of these messages. The works are those of all that is posted now, in any order.
+
+        A receive whose specs must be waited for is posted when its receipt is asked for, and so are those
+        that come behind it from the same peer on the same channel.
+
+        `waits`: the caller would wait for all of it at once, so it may be done on return.
+        """
+        headers: list[Send | Recv] = []
+        ops: list[Send | Recv] = []
+        for tensors, peer, channel, header in sends:
+            headers += header
+            ops += self._parts(Send, tensors, peer, channel)
+        receipts = [Receipt(self, incoming) for incoming in recvs]
+        started = [receipt for receipt in receipts if not self._is_deferred(receipt)]
+        for receipt in started:
+            ops += self._receives(receipt)
+        if self.headers is self.data:
+            works = _batch(self.data, headers + ops, waits and len(started) == len(receipts))
+        else:
+            works = _batch(self.data, ops) + _batch(self.headers, headers)
+        for receipt in started:
+            receipt._begin(works)
+        return works, receipts
+
+    def receive(self, incoming: Incoming) -> Receipt:
+        """Posts one message in a batch of its own, as `post` would."""
+        receipt = Receipt(self, incoming)
+        if not self._is_deferred(receipt):
+            receipt._begin(_batch(self.data, self._receives(receipt)))
+        return receipt
+
+    def _is_deferred(self, receipt: Receipt) -> bool:
+        """Whether the receipt has been queued, to be posted later."""
+        specs, peer, channel = receipt.incoming
+        if callable(specs) or self._deferred.get((peer, channel)):
+            self._deferred.setdefault((peer, channel), deque()).append(receipt)
+            return True
+        return False
+
+    def _receives(self, receipt: Receipt) -> list[Recv]:
+        """Allocates what the receipt's message fills; the receives for it."""
+        specs, peer, channel = receipt.incoming
+        empty = self.data.empty
+        receipt._tensors = [None if spec is None else empty(spec.shape, spec.dtype) for spec in specs]
+        return self._parts(Recv, receipt._tensors, peer, channel)
+
+    def _parts(self, op: type[Send | Recv], tensors: Tensors, peer: int, channel: int) -> list[Send | Recv]:
+        """A message as operations. Where no header does, their signatures tell the engine that lists of
+        different lengths do not match."""
+        if self.headers is not None:
+            return [op(tensor, peer, channel) for tensor in tensors if tensor is not None]
+        signature = len(tensors) << 32
+        return [
+            op(tensor, peer, channel, signature=signature | idx)
+            for idx, tensor in enumerate(tensors)
+            if tensor is not None
+        ]
+
+    def _post_deferred_until(self, receipt: Receipt, waits: bool = False) -> None:
+        """Posts the receives of all messages up to this one, in their order."""
+        _, *order = receipt.incoming
+        deferred = self._deferred[tuple(order)]
+        while receipt._tensors is None:
+            earliest = deferred[0]
+            specs = earliest.incoming.specs
+            if callable(specs):
+                earliest.incoming = earliest.incoming._replace(specs=specs())
+            deferred.popleft()
+            earliest._begin(_batch(self.data, self._receives(earliest), waits and earliest is receipt))
+
+
+def _batch(comm: Communicator | None, ops: Sequence[Send | Recv], waits: bool = False) -> list[Work]:
+    """Posts these as one batch; its work, if anything is left to do."""
+    work = comm.batch_p2p(ops, async_op=not waits) if ops else None
+    return [] if work is None else [work]

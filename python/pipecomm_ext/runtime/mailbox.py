@@ -1,0 +1,52 @@
+"""The messages between the stages of one rank and their neighbours: outputs and gradients."""
+
+from __future__ import annotations
+
+import abc
+from typing import Any
+
+from ..communicator import Work
+from ..schedules.actions import ACT, GRAD
+from ..schedules.plan import Plan
+from .border_channels import Receipt
+
+Key = tuple[str, int, int]  # what, producing stage, micro-batch
+
+
+class Mailbox(abc.ABC):
+    """The messages of a step. A message is waited for by the compute that needs it.
+
+    A subclass puts what leaves this rank into the outbox; its `post` sends that, and leaves a receipt of each
+    message to come.
+    """
+
+    def __init__(self, plan: Plan, rank: int):
+        self.plan, self.rank = plan, rank
+        self.is_training = False
+        self.forget_step()
+
+    def forget_step(self) -> None:
+        self.outbox: dict[Key, Any] = {}
+        self.receipts: dict[Key, Receipt] = {}
+        self.works: list[Work] = []  # of the sends
+
+    @abc.abstractmethod
+    def post(self, group: Any) -> None:
+        """Starts the sends and receives of a group of the program."""
+
+    def take_inputs(self, stage: int, micro: int) -> list:
+        """Waits for the outputs of the stage before: leaves, which require grad if differentiable."""
+        return self.receipts.pop((ACT, self.plan.prev_of[stage], micro)).wait()
+
+    def take_gradients(self, stage: int, micro: int) -> list:
+        """Waits for the gradients of a stage's outputs."""
+        return self.receipts.pop((GRAD, self.plan.next_of[stage], micro)).wait()
+
+    def is_wanted(self, what: str) -> bool:
+        return self.is_training or what == ACT
+
+    def finish_step(self) -> None:
+        """Waits for everything that is under way."""
+        for work in self.works:
+            work.wait()
+        self.forget_step()

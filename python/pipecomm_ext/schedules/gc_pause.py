@@ -1,0 +1,27 @@
+"""A pause of Python's garbage collector while large plans are built.
+
+A large plan is millions of small tuples without cycles; a cyclic collector that walks them takes as long as
+building them does.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def gc_paused() -> Iterator[None]:
+    """Context manager and decorator: nothing is collected inside; objects made inside are old afterwards."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            if gc.get_freeze_count() == 0:
+                # Moves all objects to the oldest generation without the walk of a young collection.
+                gc.freeze()
+                gc.unfreeze()
+            gc.enable()

@@ -1,0 +1,24 @@
+"""The transports that can move the bytes of a communicator: a module for each, and one table."""
+
+from ..core import environment
+from .c10d import C10d
+from .nccl import Nccl
+from .shm import Shm
+from .transport import Construction, Costs, Made, Transport
+
+# In order of preference. All that is asked of a transport by its name is looked up here.
+TRANSPORTS: dict[str, Transport] = {row.name: row for row in (Shm(), Nccl(), C10d())}
+
+for _row in TRANSPORTS.values():
+    environment.declare(*_row.variables)
+environment.declare(
+    environment.Variable(
+        "PIPECOMM_TRANSPORT",
+        environment.Choice(("auto", *sorted(TRANSPORTS))),
+        'what `transport="auto"` takes',
+        "auto",
+        argument="transport",
+    )
+)
+
+__all__ = ["TRANSPORTS", "Construction", "Costs", "Made", "Transport"]

@@ -1,0 +1,158 @@
+"""NCCL between GPUs: whether these ranks can use it, its options, and the ids that they share."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..core.accelerators import cuda_facts, nccl_facts
+from ..core.environment import Number, Variable
+from ..core.extension import _C, build_info
+from ..core.rendezvous import Rendezvous
+from . import gloo
+from .transport import Construction, Costs, Made, Transport
+
+engine_problem = _C.nccl_problem
+kernel_problem = _C.cuda_kernel_problem
+_CHOICE = "; else NCCL's choice"
+_CTAS = Number(1, 64)
+# Argument of _C.DeviceCommunicator -> the variable that sets it; an argument that is not set is left out.
+_OPTIONS = {
+    "min_ctas": Variable(
+        "PIPECOMM_NCCL_MIN_CTAS", _CTAS, f"least thread blocks of one NCCL operation{_CHOICE}"
+    ),
+    "max_ctas": Variable(
+        "PIPECOMM_NCCL_MAX_CTAS",
+        _CTAS,
+        "most thread blocks of one NCCL operation; else 4 for messages and NCCL's choice for collectives",
+    ),
+    "channels_per_net_peer": Variable(
+        "PIPECOMM_NCCL_CHANNELS_PER_NET_PEER",
+        Number(1, 64),
+        f"NCCL channels to a rank of another host{_CHOICE}",
+    ),
+    "traffic_class": Variable(
+        "PIPECOMM_NCCL_TRAFFIC_CLASS", Number(0, 255), f"network traffic class{_CHOICE}"
+    ),
+    "max_ops_per_group": Variable(
+        "PIPECOMM_NCCL_MAX_OPS_PER_GROUP", Number(2, 1024), "sends and receives in one NCCL group", 64
+    ),
+    "num_sms": Variable(
+        "PIPECOMM_PACK_SMS",
+        Number(1, 1024),
+        "multiprocessors that pack and unpack kernels may occupy; else all",
+        on_wire=False,
+    ),
+}
+
+
+def options(settings: Mapping[str, Any]) -> dict[str, int]:
+    """The arguments of _C.DeviceCommunicator that follow from `environment.read()`."""
+    least, most = settings["PIPECOMM_NCCL_MIN_CTAS"], settings["PIPECOMM_NCCL_MAX_CTAS"]
+    if least is not None and most is not None and least > most:
+        raise ValueError(
+            f"PIPECOMM_NCCL_MIN_CTAS ({least}) must not be more than PIPECOMM_NCCL_MAX_CTAS ({most})"
+        )
+    chosen = {argument: settings[variable.name] for argument, variable in _OPTIONS.items()}
+    return {argument: value for argument, value in chosen.items() if value is not None}
+
+
+def problem_here(cuda: Mapping[str, Any], nccl: Mapping[str, Any]) -> str:
+    """Why a process with these facts (see core.accelerators) cannot use NCCL, or ""."""
+    if not nccl["built"]:
+        return cuda["reason"] if not cuda["built"] else "nccl.h was not found when this was built"
+    if nccl["loaded_version"] is None:
+        return "this torch has loaded no libnccl.so.2 (a torch that NCCL is linked into does not do)"
+    return "" if cuda["devices"] else "this process sees no CUDA device"
+
+
+def problem_of(everybody: Sequence[Mapping[str, str]]) -> str:
+    """Why the ranks with these `Nccl.local_facts` cannot use NCCL together, or ""."""
+    seen: dict[str, int] = {}
+    for rank, facts in enumerate(everybody):
+        if facts["problem"]:
+            return f"rank {rank}: {facts['problem']}"
+        first = seen.setdefault(facts["gpu"], rank)
+        if first != rank:
+            return (
+                f"ranks {first} and {rank} have the same GPU (call torch.cuda.set_device() on each rank "
+                "with a device of its own, before the communicator is made)"
+            )
+    return ""
+
+
+class Nccl(Transport):
+    name = "nccl"
+    devices = ("cuda",)
+    costs = Costs(20e-6, 48e9, 370e9)  # a guess: a NIC for each GPU between stages, NVLink within
+    is_one_stream = True
+    variables = tuple(_OPTIONS.values())
+
+    def status(self) -> tuple[bool, str]:
+        nccl = nccl_facts()
+        problem = problem_here(cuda_facts(), nccl) or engine_problem()
+        return not problem, problem or f"NCCL {nccl['loaded_version']} and a CUDA device"
+
+    def local_facts(self, device: torch.device) -> dict[str, str]:
+        """Why this rank cannot use NCCL ("" if it can), and which GPU it has."""
+        is_usable, reason = self.status()
+        problem = "" if is_usable else reason
+        if is_usable and (cause := kernel_problem(device.index)):
+            problem = (
+                f"{device} cannot run the kernels of this build, which are for {build_info.cuda_archs}: "
+                f"{cause} (install pipecomm_ext again with TORCH_CUDA_ARCH_LIST naming that GPU)"
+            )
+        if problem:
+            return {"problem": problem, "gpu": ""}
+        # NCCL takes ranks that have different NCCL_HOSTID for ranks of different hosts, and from 2.30 on lets
+        # ranks share a GPU if it is told to.
+        host = os.environ.get("NCCL_HOSTID", platform.node())
+        if os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1":
+            host += f"/{os.getpid()}"
+        return {"problem": "", "gpu": f"{host}/{torch.cuda.get_device_properties(device).uuid}"}
+
+    def make(self, construction: Construction, facts: Sequence[Mapping[str, str]]) -> Made:
+        # Ranks that ask for NCCL hear from NCCL itself what it thinks of a shared GPU.
+        problem = problem_of(facts) if construction.requested == "auto" else ""
+        if problem:
+            warning = (
+                "pipecomm_ext stages CUDA tensors through host memory (c10d), which is many times slower "
+                f'than NCCL: {problem}; transport="c10d" asks for it and is silent'
+            )
+            return Made(None, f"NCCL cannot be used: {problem}", warning=warning)
+        return Made(connect(construction), "CUDA tensors, and every rank has NCCL and a GPU of its own")
+
+
+def connect(construction: Construction) -> _C.DeviceCommunicator:
+    """The communicator over NCCL, with its control plane over gloo. Collective."""
+    meeting = construction.meeting
+    return _C.DeviceCommunicator(
+        gloo.connect(meeting, construction.epoch),
+        rank=meeting.rank,
+        size=meeting.size,
+        channels=construction.channels,
+        timeout=construction.timeout_s,
+        check=construction.check,
+        device_idx=construction.device.index,
+        nccl_ids=_shared_ids(meeting, construction.channels),
+        **options(construction.settings),
+    )
+
+
+def _shared_ids(meeting: Rendezvous, channels: int) -> list[bytes]:
+    """The ids by which the ranks find each other in NCCL, chosen by rank 0. Collective."""
+    record: dict[str, Any] = {"ids": []}
+    error: Exception | None = None
+    if meeting.rank == 0 and meeting.size > 1:
+        try:
+            record = {"ids": [id.hex() for id in _C.nccl_unique_ids(_C.nccl_num_ids(channels))]}
+        except RuntimeError as failed:
+            error, record = failed, {"error": str(failed)}
+    everybody = meeting.gather("nccl_ids", record)
+    if error is not None:
+        raise error
+    return [bytes.fromhex(id) for id in everybody[0]["ids"]]

@@ -1,0 +1,317 @@
+// An NCCL without hardware, with the habits of the real one (2.28): communicators are non-blocking,
+// groups are launched later from another thread and in an order of NCCL's choice, a kernel holds its
+// stream until its peers come, and the end of a communicator waits for graphs and for its peers.
+#pragma once
+
+#include <algorithm>
+#include <cstring>
+
+#include "fake_world.h"
+
+namespace fake {
+
+struct Kernel {
+  struct Op {
+    bool sends;
+    int peer;
+    std::byte* data;
+    size_t num_bytes;
+  };
+  NcclComm* comm;
+  std::vector<Op> ops;
+  int root = -1;  // of a broadcast of the one op
+};
+
+// One run of a kernel.
+class KernelRun {
+ public:
+  explicit KernelRun(const Kernel& kernel) : kernel_(kernel) {}
+
+  bool operator()() {
+    NcclComm& comm = *kernel_.comm;
+    if (comm.aborted) return true;  // leaves at once, with garbage
+    if (!running_ && !begin(comm)) return false;
+    if (!(kernel_.root >= 0 ? broadcast_done(comm) : messages_done())) return false;
+    comm.running = false;
+    return true;
+  }
+
+ private:
+  bool begin(NcclComm& comm) {
+    if (comm.running) {
+      world->errors.push_back("two kernels of one communicator at once");
+      return false;
+    }
+    comm.running = running_ = true;
+    if (kernel_.root >= 0) {
+      number_ = comm.num_broadcasts++;
+      ++world->broadcasts[{comm.id, number_}].num_joined;
+    } else {
+      for (const Kernel::Op& op : kernel_.ops) {
+        halves_.push_back(std::make_shared<Half>(Half{op.data, op.num_bytes}));
+        const int source = op.sends ? comm.rank : op.peer,
+                  destination = op.sends ? op.peer : comm.rank;
+        Pipe& pipe = world->pipes[{comm.id, source, destination}];
+        (op.sends ? pipe.sends : pipe.recvs).push_back(halves_.back());
+      }
+    }
+    world->note_progress();
+    return true;
+  }
+  bool messages_done() const {
+    return std::all_of(halves_.begin(), halves_.end(),
+                       [](const HalfPtr& half) { return half->done; });
+  }
+  bool broadcast_done(const NcclComm& comm) {
+    Broadcast& broadcast = world->broadcasts[{comm.id, number_}];
+    const Kernel::Op& op = kernel_.ops.front();
+    if (kernel_.root == comm.rank && !broadcast.has_data) {
+      broadcast.data.assign(op.data, op.data + op.num_bytes);
+      broadcast.has_data = true;
+      world->note_progress();
+    }
+    const bool is_small = op.num_bytes <= world->fifo_bytes;
+    if (!broadcast.has_data || (!is_small && broadcast.num_joined < comm.size)) return false;
+    std::memcpy(op.data, broadcast.data.data(), std::min(op.num_bytes, broadcast.data.size()));
+    return true;
+  }
+
+  const Kernel kernel_;
+  bool running_ = false;
+  int number_ = 0;
+  std::vector<HalfPtr> halves_;
+};
+
+// The calls of a group, per thread.
+struct Group {
+  int depth = 0;
+  std::vector<std::pair<Kernel, Stream*>> kernels;
+  std::vector<NcclComm*> inits, aborts;
+};
+inline thread_local Group group;
+inline thread_local FakeClock::time_point latest_call;  // that may go on in another thread
+
+inline NcclResult injected(const std::string& call, int rank) {
+  return world->inject ? world->inject(call, rank) : NcclResult::success;
+}
+
+inline bool is_usable(const NcclComm* comm, const std::string& call) {
+  if (comm->ended)
+    world->errors.push_back(call + " of a communicator that is destroyed");
+  else if (!comm->aborted && (!comm->ready || comm->num_launching > 0))
+    world->errors.push_back(call + " while a call on the communicator is in progress");
+  return !comm->ended;
+}
+
+inline void enqueue_kernel(const Kernel& kernel, Stream* stream) {
+  ++world->num_kernels;
+  world->max_group_ops = std::max(world->max_group_ops, kernel.ops.size());
+  const Make make = [kernel](Replay&) -> Work {
+    return [run = std::make_shared<KernelRun>(kernel)] { return (*run)(); };
+  };
+  if (!stream->capture) {
+    Replay once;
+    return stream->work.push_back(make(once));
+  }
+  stream->before[stream] = stream->capture->parts[stream].size() + 1;
+  stream->capture->parts[stream].push_back(make);
+  stream->capture->refs.push_back(kernel.comm->refs);
+  ++*kernel.comm->refs;
+}
+
+inline void launch_later(std::vector<std::pair<Kernel, Stream*>> kernels) {
+  for (const auto& [kernel, stream] : kernels) {
+    ++kernel.comm->num_launching;
+    ++stream->num_launching;
+  }
+  if (kernels.front().first.comm->rank % 2 == 1) std::reverse(kernels.begin(), kernels.end());
+  latest_call = FakeClock::now();
+  world->launch_later([kernels = std::move(kernels)] {
+    for (const auto& [kernel, stream] : kernels) {
+      --kernel.comm->num_launching;
+      --stream->num_launching;
+      enqueue_kernel(kernel, stream);
+    }
+  });
+}
+
+inline NcclResult add_to_group(const char* call, bool sends, std::byte* data, size_t num_bytes,
+                               int dtype, int peer, NcclComm* comm, NcclStream pointer) {
+  std::lock_guard lock(world->mutex);
+  const NcclResult error = injected(call, comm->rank);
+  if (error != NcclResult::success) return error;
+  if (!is_usable(comm, call)) return NcclResult::invalid_usage;
+  if (group.depth != 1 || dtype != kNcclBytes || num_bytes == 0 || peer == comm->rank)
+    world->errors.push_back(std::string("a wrong ") + call);
+  auto* const stream = static_cast<Stream*>(pointer);
+  auto found = std::find_if(group.kernels.begin(), group.kernels.end(),
+                            [&](const auto& each) { return each.first.comm == comm; });
+  if (found == group.kernels.end())
+    found = group.kernels.insert(found, {Kernel{comm, {}, -1}, stream});
+  if (found->second != stream)
+    world->errors.push_back("two streams of one communicator in a group");
+  found->first.ops.push_back({sends, peer, data, num_bytes});
+  return NcclResult::success;
+}
+
+inline NcclResult end_group() {
+  std::unique_lock lock(world->mutex);
+  if (--group.depth != 0) {
+    world->errors.push_back("groups are not bracketed");
+    return NcclResult::invalid_usage;
+  }
+  const Group ended = std::exchange(group, {});
+  latest_call = FakeClock::now();
+  for (NcclComm* comm : ended.inits) ++world->num_joined[comm->id];
+  if (!ended.kernels.empty()) {
+    ++world->num_group_ends[ended.kernels.front().first.comm->rank];
+    launch_later(ended.kernels);
+  }
+  lock.unlock();
+  for (NcclComm* comm : ended.aborts) {
+    world->block([comm] { return *comm->refs == 0 && !world->abort_is_stuck; });
+    std::lock_guard end_lock(world->mutex);
+    comm->ended = true;
+  }
+  return ended.inits.empty() && ended.kernels.empty() ? NcclResult::success
+                                                      : NcclResult::in_progress;
+}
+
+inline NcclResult init(NcclComm** comm, int size, const NcclUniqueId& id, int rank,
+                       const NcclConfig& config) {
+  std::lock_guard lock(world->mutex);
+  const NcclResult error = injected("ncclCommInitRankConfig", rank);
+  if (error != NcclResult::success) return error;
+  if (config.min_ctas > config.max_ctas) return NcclResult::invalid_argument;  // unset: below all
+  world->comms.push_back(std::make_unique<NcclComm>(int(id.bytes[0]), rank, size));
+  *comm = world->comms.back().get();
+  (*comm)->config = config;
+  if (group.depth > 0)
+    group.inits.push_back(*comm);
+  else
+    ++world->num_joined[(*comm)->id];
+  latest_call = FakeClock::now();
+  return NcclResult::in_progress;
+}
+
+inline NcclResult get_async_error(NcclComm* comm, NcclResult* result) {
+  std::lock_guard lock(world->mutex);
+  if (comm->ended) world->errors.push_back("ncclCommGetAsyncError of a destroyed communicator");
+  world->advance();
+  comm->ready |= world->num_joined[comm->id] == comm->size;
+  const bool in_progress = !comm->ready || comm->num_launching > 0 ||
+                           (comm->finalized && *comm->refs > 0 && !world->finished());
+  *result = comm->async_error != NcclResult::success ? comm->async_error
+            : in_progress                            ? NcclResult::in_progress
+                                                     : NcclResult::success;
+  return NcclResult::success;
+}
+
+inline NcclResult finalize(NcclComm* comm) {
+  std::lock_guard lock(world->mutex);
+  if (!is_usable(comm, "ncclCommFinalize")) return NcclResult::invalid_argument;
+  const NcclResult error = injected("ncclCommFinalize", comm->rank);
+  if (error != NcclResult::success) return error;
+  comm->finalized = true;
+  return NcclResult::in_progress;
+}
+
+// Blocks until no graph holds the communicator and all its ranks, which are on one node, have come.
+inline NcclResult destroy(NcclComm* comm) {
+  {
+    std::lock_guard lock(world->mutex);
+    if (!is_usable(comm, "ncclCommDestroy")) return NcclResult::invalid_argument;
+    const NcclResult error = injected("ncclCommDestroy", comm->rank);
+    ++world->num_leaving[comm->id];
+    comm->ended = error != NcclResult::success;
+    if (comm->ended) return error;
+  }
+  world->block([comm] { return *comm->refs == 0 && world->num_leaving[comm->id] == comm->size; });
+  std::lock_guard lock(world->mutex);
+  comm->ended = true;
+  return NcclResult::success;
+}
+
+// Kernels are told to leave at once; what blocks is the rest, at the end of the group.
+inline NcclResult abort(NcclComm* comm) {
+  std::lock_guard lock(world->mutex);
+  if (comm->ended || comm->aborted) {
+    world->errors.push_back("ncclCommAbort of a communicator that is destroyed");
+    return NcclResult::invalid_argument;
+  }
+  if (group.depth != 1) world->errors.push_back("ncclCommAbort outside of a group");
+  group.aborts.push_back(comm);
+  comm->aborted = !world->abort_is_stuck;
+  ++world->num_aborts;
+  ++world->num_leaving[comm->id];
+  for (auto& [key, pipe] : world->pipes) {
+    if (std::get<0>(key) != comm->id || world->abort_is_stuck) continue;
+    if (std::get<1>(key) == comm->rank) pipe.sends.clear();
+    if (std::get<2>(key) == comm->rank) pipe.recvs.clear();
+  }
+  world->advance();
+  return NcclResult::success;
+}
+
+inline NcclResult broadcast(const void*, void* data, size_t count, int, int root, NcclComm* comm,
+                            NcclStream stream) {
+  std::lock_guard lock(world->mutex);
+  if (!is_usable(comm, "ncclBroadcast")) return NcclResult::invalid_usage;
+  const std::pair kernel(Kernel{comm, {{false, root, static_cast<std::byte*>(data), count}}, root},
+                         static_cast<Stream*>(stream));
+  if (group.depth > 0)
+    group.kernels.push_back(kernel);
+  else
+    launch_later({kernel});
+  return NcclResult::in_progress;
+}
+
+inline void note_sleep(std::chrono::microseconds duration) {
+  {
+    std::lock_guard lock(world->mutex);
+    ++world->num_sleeps;
+    world->shortest_before_sleep =
+        std::min(world->shortest_before_sleep, FakeClock::now() - latest_call);
+  }
+  std::this_thread::sleep_for(duration);
+}
+
+inline NcclApi make_api() {
+  NcclApi api{};
+  api.get_version = [](int* version) {
+    *version = 22809;
+    return NcclResult::success;
+  };
+  api.get_error_string = [](NcclResult result) {
+    return result == NcclResult::remote_error ? "remote process exited" : "some error";
+  };
+  api.get_last_error = [](NcclComm*) { return "details of the fake"; };
+  api.get_unique_id = [](NcclUniqueId* id) {
+    std::memset(id, 0, sizeof *id);
+    return NcclResult::success;
+  };
+  api.comm_init = init;
+  api.comm_get_async_error = get_async_error;
+  api.comm_finalize = finalize;
+  api.comm_destroy = destroy;
+  api.comm_abort = abort;
+  api.group_start = [] {
+    ++group.depth;
+    return NcclResult::success;
+  };
+  api.group_end = end_group;
+  api.send = [](const void* data, size_t count, int dtype, int peer, NcclComm* comm,
+                NcclStream stream) {
+    return add_to_group("ncclSend", true, static_cast<std::byte*>(const_cast<void*>(data)), count,
+                        dtype, peer, comm, stream);
+  };
+  api.recv = [](void* data, size_t count, int dtype, int peer, NcclComm* comm, NcclStream stream) {
+    return add_to_group("ncclRecv", false, static_cast<std::byte*>(data), count, dtype, peer, comm,
+                        stream);
+  };
+  api.broadcast = broadcast;
+  api.sleep = note_sleep;
+  return api;
+}
+
+}  // namespace fake

@@ -1,0 +1,297 @@
+// What the ranks of a test share: streams, which one simulation advances under one lock, the thread
+// in which NCCL launches, and a look at whether anything can still move.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "copy/device_runtime.h"
+#include "transport/nccl/nccl_api.h"
+
+namespace fake {
+
+using namespace pipecomm;
+using FakeClock = std::chrono::steady_clock;
+
+using Work = std::function<bool()>;  // true: done
+struct Graph;
+struct Stream;
+using Clocks =
+    std::map<Stream*, size_t>;  // of each stream of a capture, how much is known to be before
+
+struct Event {
+  bool done = false;
+  std::weak_ptr<Graph> graph;  // if it was recorded in a capture
+  bool captured = false;
+  Clocks before;
+};
+
+// Events of a captured graph are new ones in each replay.
+struct Replay {
+  std::map<Event*, std::shared_ptr<Event>> events;
+  std::shared_ptr<Event> of(const std::shared_ptr<Event>& event) {
+    auto& own = events[event.get()];
+    if (!own) own = std::make_shared<Event>();
+    return own;
+  }
+};
+using Make = std::function<Work(Replay&)>;
+
+struct Graph {
+  std::map<Stream*, std::vector<Make>> parts;
+  std::vector<std::shared_ptr<std::atomic<int>>> refs;  // of the communicators in it
+  bool capturing = true;
+  ~Graph() {
+    for (const auto& ref : refs) --*ref;
+  }
+};
+using GraphPtr = std::shared_ptr<Graph>;
+
+struct Stream {
+  std::deque<Work> work;
+  GraphPtr capture;
+  Clocks before;
+  int num_launching = 0;  // NCCL calls whose launch is under way: nothing else may be enqueued
+};
+
+struct Half {  // one direction of a message inside a kernel
+  std::byte* data;
+  size_t num_bytes;
+  bool done = false;
+};
+using HalfPtr = std::shared_ptr<Half>;
+
+// The messages of one communicator from one rank to another. Small ones wait in the receiver's
+// memory, as far as there is room; a large one moves while both kernels run.
+struct Pipe {
+  std::deque<HalfPtr> sends, recvs;
+  std::deque<std::vector<std::byte>> buffered;
+  size_t num_buffered_bytes = 0;
+
+  bool advance(size_t capacity) {
+    bool moved = false;
+    for (bool again = true; again; moved |= again) again = take(capacity);
+    return moved;
+  }
+
+ private:
+  bool take(size_t capacity) {
+    if (!sends.empty() && num_buffered_bytes + sends.front()->num_bytes <= capacity) {
+      const Half& send = *sends.front();
+      buffered.emplace_back(send.data, send.data + send.num_bytes);
+      num_buffered_bytes += send.num_bytes;
+      sends.front()->done = true;
+      sends.pop_front();
+      return true;
+    }
+    if (recvs.empty() || (buffered.empty() && sends.empty())) return false;
+    const HalfPtr recv = recvs.front();
+    recvs.pop_front();
+    if (buffered.empty()) {
+      deliver(*recv, sends.front()->data, sends.front()->num_bytes);
+      sends.front()->done = true;
+      sends.pop_front();
+    } else {
+      deliver(*recv, buffered.front().data(), buffered.front().size());
+      num_buffered_bytes -= buffered.front().size();
+      buffered.pop_front();
+    }
+    return true;
+  }
+  static void deliver(Half& recv, const std::byte* data, size_t num_bytes) {
+    std::copy(data, data + std::min(num_bytes, recv.num_bytes), recv.data);
+    recv.done = recv.num_bytes <= num_bytes;  // one that expects more waits forever
+  }
+};
+
+struct Broadcast {
+  std::vector<std::byte> data;
+  bool has_data = false;
+  int num_joined = 0;
+};
+
+}  // namespace fake
+
+namespace pipecomm {
+struct NcclComm {
+  NcclComm(int the_id, int the_rank, int the_size) : id(the_id), rank(the_rank), size(the_size) {}
+  int id, rank, size;
+  NcclConfig config;
+  bool ready = false;     // all ranks have joined
+  int num_launching = 0;  // groups that are not launched yet
+  NcclResult async_error = NcclResult::success;
+  bool aborted = false, finalized = false, ended = false;
+  bool running = false;
+  int num_broadcasts = 0;
+  std::shared_ptr<std::atomic<int>> refs = std::make_shared<std::atomic<int>>(0);  // live graphs
+};
+}  // namespace pipecomm
+
+namespace fake {
+
+struct World {
+  // What a test chooses:
+  std::chrono::microseconds launch_cost{15};
+  size_t fifo_bytes = 0;  // per pair and communicator
+  int num_hosts = 0;      // threads of ranks
+  bool expects_stuck = false;
+  bool abort_is_stuck = false;                                          // until finish()
+  std::function<NcclResult(const std::string& call, int rank)> inject;  // an error for a call
+
+  std::atomic<bool> driver_is_stuck{false};  // questions about events do not return
+
+  std::recursive_mutex mutex;
+  std::vector<std::unique_ptr<Stream>> streams;
+  std::vector<std::unique_ptr<NcclComm>> comms;
+  std::map<std::tuple<int, int, int>, Pipe> pipes;      // id, source, destination
+  std::map<int, int> num_joined, num_leaving;           // ranks, per id
+  std::map<std::pair<int, int>, Broadcast> broadcasts;  // id, number
+  std::vector<std::string> errors;  // what a real device would punish with a hang or garbage
+  size_t max_group_ops = 0;         // of one communicator
+  int num_kernels = 0;
+  std::map<int, int> num_group_ends;  // with messages, by rank
+  int num_aborts = 0;
+  int num_event_queries = 0;
+  int num_sleeps = 0;  // of threads that wait for NCCL
+  FakeClock::duration shortest_before_sleep = FakeClock::duration::max();  // since a call
+  bool found_stuck = false;
+
+  World() : launcher_([this] { launch_loop(); }) {}
+  ~World() { finish(); }
+
+  // Lets all calls that wait for something return; false if a communicator was leaked.
+  bool finish() {
+    {
+      std::lock_guard lock(mutex);
+      finished_ = true;
+    }
+    bool all_ended = false;
+    for (int attempt = 0; attempt < 10000 && !all_ended; ++attempt) {
+      if (attempt > 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      std::lock_guard lock(mutex);
+      all_ended = num_calls_ == 0;
+      for (const auto& comm : comms) all_ended &= comm->ended;
+    }
+    stopping_ = true;
+    if (launcher_.joinable()) launcher_.join();
+    return all_ended;
+  }
+
+  // A call that blocks its thread until `done`, or the end of the test.
+  void block(const std::function<bool()>& done) {
+    ++num_calls_;
+    while (true) {
+      {
+        std::lock_guard lock(mutex);
+        advance();
+        if (finished_ || done()) break;
+      }
+      std::this_thread::sleep_for(std::chrono::microseconds(200));
+    }
+    --num_calls_;
+  }
+  bool finished() const { return finished_; }
+
+  void launch_later(std::function<void()> launch) {
+    launches_.push_back({FakeClock::now() + launch_cost, std::move(launch)});
+  }
+
+  int num_group_ends_of(int rank) {
+    std::lock_guard lock(mutex);
+    return num_group_ends[rank];
+  }
+  void note_progress() { ++progress_; }
+  void advance() {
+    while (!launches_.empty() && launches_.front().due <= FakeClock::now()) {
+      const auto launch = std::move(launches_.front().launch);
+      launches_.pop_front();
+      launch();
+    }
+    for (uint64_t before = progress_ - 1; before != progress_;) {
+      before = progress_;
+      for (size_t idx = 0; idx < streams.size(); ++idx) run_queue(streams[idx]->work);
+      for (auto& [key, pipe] : pipes) progress_ += pipe.advance(fifo_bytes);
+    }
+  }
+  void run_queue(std::deque<Work>& work) {
+    for (; !work.empty() && work.front()(); ++progress_) work.pop_front();
+  }
+
+  // Hosts that wait for events, or add no work any more. If that is all of them, and no event that
+  // they wait for can come, the program has come to a deadlock.
+  void begin_wait(int rank, std::vector<EventPtr> ends) {
+    std::lock_guard lock(mutex);
+    waiting_[rank] = std::move(ends);
+  }
+  void end_wait(int rank) {
+    std::lock_guard lock(mutex);
+    waiting_.erase(rank);
+  }
+  void end_host() {
+    std::lock_guard lock(mutex);
+    ++num_ended_hosts_;
+  }
+  // Another host may be about to fail for a reason of its own, so unless the test expects a deadlock
+  // it has to last for a while, which `num_stuck` counts.
+  bool is_stuck(int* num_stuck) {
+    std::lock_guard lock(mutex);
+    if (!nothing_moves())
+      *num_stuck = 0;
+    else
+      ++*num_stuck;
+    if (*num_stuck < (expects_stuck ? 1 : 400)) return false;
+    return found_stuck = true;
+  }
+
+ private:
+  bool nothing_moves() {
+    if (!launches_.empty()) return false;
+    advance();
+    if (int(waiting_.size()) + num_ended_hosts_ < num_hosts) return false;
+    for (const auto& [rank, ends] : waiting_) {
+      bool done = true;
+      for (const EventPtr& end : ends) done &= static_cast<Event*>(end.get())->done;
+      if (done) return false;
+    }
+    return true;
+  }
+
+  struct Launch {
+    FakeClock::time_point due;
+    std::function<void()> launch;
+  };
+  // Whether or not anybody asks.
+  void launch_loop() {
+    while (!stopping_) {
+      std::this_thread::sleep_for(std::chrono::microseconds(300));
+      std::lock_guard lock(mutex);
+      if (!launches_.empty()) advance();
+    }
+  }
+
+  std::deque<Launch> launches_;
+  uint64_t progress_ = 0;
+  std::map<int, std::vector<EventPtr>> waiting_;
+  int num_ended_hosts_ = 0;
+  std::atomic<int> num_calls_{0};
+  std::atomic<bool> finished_{false}, stopping_{false};
+  std::thread launcher_;
+};
+
+inline World* world = nullptr;
+
+}  // namespace fake

@@ -1,0 +1,223 @@
+// The end of a device communicator, in every state in which NCCL does not end by itself. Each rank's
+// limit for a step is short here; close() must return within a few of them.
+#include <barrier>
+
+#include "device_world.h"
+
+namespace {
+
+DeviceOptions closing_options(int size) {
+  DeviceOptions options = options_of(size);
+  options.timeout = 600s;
+  options.end_limit = 300ms;
+  return options;
+}
+
+// The failure of close(), if it throws one. A limit of 30 s allows for a machine that stands still.
+FailurePtr close_in_time(Rank& me) {
+  const auto begin = Clock::now();
+  FailurePtr failure;
+  try {
+    me.comm->close(kNothing);
+  } catch (const PipeCommException& error) {
+    failure = error.failure();
+  }
+  EXPECT(Clock::now() - begin < 30s && me.comm->closed());
+  return failure;
+}
+
+fake::GraphPtr capture(Rank& me) {
+  const Tensor mine({4}, 1), theirs({4});
+  const std::vector<PointToPoint> batch{mine.to(1 - me.rank), theirs.from(1 - me.rank)};
+  me.finish(me.p2p(batch, true));
+  me.runtime->begin_capture();
+  me.p2p(batch, false);
+  return me.runtime->end_capture();
+}
+
+void a_graph_is_alive() {
+  std::vector<fake::GraphPtr> graphs(2);
+  run("graph alive", closing_options(2), [&](Rank& me) {
+    graphs[size_t(me.rank)] = capture(me);
+    EXPECT(!close_in_time(me));
+    EXPECT(contains(me.comm->end_warning(), "destroy the CUDA graphs"));
+  });
+  graphs.clear();
+  run("graph destroyed", closing_options(2), [&](Rank& me) {
+    capture(me);
+    meet(me);
+    EXPECT(!close_in_time(me));
+    EXPECT(me.comm->end_warning().empty());
+  });
+}
+
+// Even an abort waits for graphs.
+void a_graph_is_alive_after_a_failure() {
+  std::vector<fake::GraphPtr> graphs(2);
+  run("graph and failure", closing_options(2), [&](Rank& me) {
+    graphs[size_t(me.rank)] = capture(me);
+    meet(me);
+    if (me.rank == 0) me.comm->abort("enough");
+    failure_of(me);
+    close_in_time(me);
+    EXPECT(contains(me.comm->end_warning(), "could not be aborted") &&
+           contains(me.comm->end_warning(), "destroy the CUDA graphs"));
+  });
+}
+
+void a_replay_works_until_the_end() {
+  run("replay", closing_options(2), [](Rank& me) {
+    const int peer = 1 - me.rank;
+    const Tensor mine({4}, float(10 * me.rank)), theirs({4});
+    const std::vector<PointToPoint> batch{mine.to(peer), theirs.from(peer)};
+    me.finish(me.p2p(batch, true));
+    me.runtime->begin_capture();
+    me.comm->wait(*me.p2p(batch, true));
+    const fake::GraphPtr graph = me.runtime->end_capture();
+    for (int replay = 0; replay < 3; ++replay) {
+      std::fill(theirs.data->begin(), theirs.data->end(), -1.f);
+      me.runtime->replay(graph);
+      const EventPtr end = me.runtime->record(me.runtime->current_stream());
+      while (!me.runtime->is_done(end)) std::this_thread::sleep_for(1ms);
+      EXPECT(theirs.counts_from(float(10 * peer)));
+    }
+  });
+}
+
+// The other ranks of the node come late, or never.
+void a_peer_does_not_close() {
+  std::barrier meeting(2);
+  run("peer never closes", closing_options(2), [&](Rank& me) {
+    const Tensor mine({4}, 1), theirs({4});
+    me.finish(me.p2p({mine.to(1 - me.rank), theirs.from(1 - me.rank)}, true));
+    if (me.rank == 0) {
+      EXPECT(!close_in_time(me));
+      EXPECT(me.comm->end_warning().empty());
+    }
+    meeting.arrive_and_wait();
+    if (me.rank == 0) return;
+    // Nothing more can be said to it, and that is known at once.
+    EXPECT(contains(failure_text(FailureKind::peer_lost, [&] { me.p2p({mine.to(0)}, true); }),
+                    "rank 0 has closed"));
+    EXPECT(!me.comm->failure());
+  });
+}
+
+// A message to or from a rank that has closed ends long before the deadline of 600 s. What it has
+// posted before it closed arrives.
+void messages_to_a_closed_peer_end() {
+  for (const bool sends : {false, true}) {
+    std::barrier meeting(3);
+    run(
+        "message to a closed peer", closing_options(3),
+        [&](Rank& me) {
+          const Tensor tensor({4}, 1), second({4});
+          if (me.rank == 0) {
+            const DeviceOperationPtr sent = me.p2p({tensor.to(1, 1)}, true);
+            meeting.arrive_and_wait();
+            me.finish(sent);
+            close_in_time(me);
+            return;
+          }
+          meeting.arrive_and_wait();
+          if (me.rank == 2) {
+            failure_of(me);
+            return;
+          }
+          me.finish(me.p2p({second.from(0, 1)}, true));
+          EXPECT(second.counts_from(1));
+          const std::string text = failure_text(FailureKind::peer_lost, [&] {
+            me.finish(me.p2p({sends ? tensor.to(0) : tensor.from(0)}, true));
+          });
+          EXPECT(contains(text, "rank 0 has closed"));
+          // If it was refused at once, the communicator goes on.
+          if (!me.comm->failure()) me.comm->abort("end of the test");
+        },
+        nullptr, nullptr, [](fake::World& world) { world.fifo_bytes = 1024; });
+  }
+}
+
+// Both wait for a message of the other, and both close.
+void both_close_with_receives_pending() {
+  std::barrier meeting(2);
+  run("both pending", closing_options(2), [&](Rank& me) {
+    const Tensor theirs({4});
+    me.p2p({theirs.from(1 - me.rank)}, true);
+    meeting.arrive_and_wait();
+    close_in_time(me);
+    const FailurePtr failure = me.comm->failure();
+    EXPECT(failure && failure->kind == FailureKind::peer_lost);
+    EXPECT(failure && contains(failure->message, "has no other end"));
+  });
+}
+
+void a_peer_dies() {
+  run("peer gone", closing_options(2), [](Rank& me) {
+    const Tensor theirs({4});
+    if (me.rank == 0) me.p2p({theirs.from(1)}, true);
+    meet(me);
+    if (me.rank == 1) return me.hub.lose(1);
+    failure_of(me);
+    close_in_time(me);
+    EXPECT(me.comm->end_warning().empty());
+  });
+}
+
+// The kernel may still write to the tensor: it stays, although nobody else holds it.
+void an_abort_is_stuck() {
+  for (const bool is_destroyed_only : {false, true}) {
+    std::vector<std::weak_ptr<void>> alive(2);
+    run(
+        "abort stuck", closing_options(2),
+        [&](Rank& me) {
+          {
+            const Tensor theirs({4});
+            alive[size_t(me.rank)] = theirs.data;
+            me.p2p({theirs.from(1 - me.rank)}, true);
+          }
+          meet(me);
+          if (me.rank == 0) me.comm->abort("enough");
+          failure_of(me);
+          if (is_destroyed_only) {
+            me.comm.reset();
+          } else {
+            close_in_time(me);
+            EXPECT(contains(me.comm->end_warning(), "could not be aborted"));
+          }
+          EXPECT(!alive[size_t(me.rank)].expired());
+        },
+        nullptr, nullptr, [](fake::World& world) { world.abort_is_stuck = true; });
+  }
+}
+
+// An error of one call ends the rest; nothing is freed twice, which the world reports.
+void the_end_of_nccl_fails() {
+  for (const char* const failing : {"ncclCommFinalize", "ncclCommDestroy"}) {
+    run(
+        "end fails", closing_options(2),
+        [](Rank& me) {
+          meet(me);
+          EXPECT(!close_in_time(me));
+        },
+        nullptr,
+        [failing, num = std::make_shared<std::atomic<int>>(0)](const std::string& call, int rank) {
+          return call == failing && rank == 0 && ++*num == 2 ? NcclResult::internal_error
+                                                             : NcclResult::success;
+        });
+  }
+}
+
+}  // namespace
+
+int main() {
+  a_graph_is_alive();
+  a_graph_is_alive_after_a_failure();
+  a_replay_works_until_the_end();
+  a_peer_does_not_close();
+  messages_to_a_closed_peer_end();
+  both_close_with_receives_pending();
+  a_peer_dies();
+  an_abort_is_stuck();
+  the_end_of_nccl_fails();
+  return check::report("device_close");
+}

@@ -1,0 +1,297 @@
+// The order of calls: which programs run, which come to a deadlock, and what a call costs the host.
+#include <algorithm>
+#include <random>
+
+#include "device_world.h"
+#include "plan/builders.h"
+
+namespace {
+
+constexpr int64_t kSmall = 4, kLarge = 5000;  // floats; the FIFO holds 1 KiB
+
+std::function<void(fake::World&)> with_fifo(size_t num_bytes) {
+  return [num_bytes](fake::World& world) { world.fifo_bytes = num_bytes; };
+}
+
+enum class Order { recv_first, send_first, mixed };
+
+// Every rank sends to the next one and receives from the one before, and the other way round, in
+// calls of their own on one channel.
+void rings() {
+  for (const int size : {2, 3, 4}) {
+    for (const Order order : {Order::recv_first, Order::send_first, Order::mixed}) {
+      for (const int64_t length : {kSmall, kLarge}) {
+        run(
+            "rings", options_of(size),
+            [&](Rank& me) {
+              const bool recv_first =
+                  order == Order::recv_first || (order == Order::mixed && me.rank % 2);
+              for (const int step : {1, size - 1}) {
+                const int next = (me.rank + step) % size, prev = (me.rank + size - step) % size;
+                const Tensor mine({length}, float(me.rank));
+                const Tensor theirs({length});
+                std::vector<PointToPoint> calls{mine.to(next), theirs.from(prev)};
+                if (recv_first) std::swap(calls[0], calls[1]);
+                std::vector<DeviceOperationPtr> operations;
+                for (const PointToPoint& call : calls) operations.push_back(me.p2p({call}, true));
+                for (const DeviceOperationPtr& operation : operations) me.finish(operation);
+                EXPECT(theirs.counts_from(float(prev)));
+              }
+            },
+            nullptr, nullptr, with_fifo(1024));
+      }
+    }
+  }
+}
+
+// Both rings at once, posted before anything is waited for.
+void rings_in_both_directions() {
+  run("both directions", options_of(4), [](Rank& me) {
+    const int next = (me.rank + 1) % 4, prev = (me.rank + 3) % 4;
+    const Tensor mine({kLarge}, float(me.rank));
+    const Tensor from_next({kLarge}), from_prev({kLarge});
+    std::vector<DeviceOperationPtr> operations;
+    for (const PointToPoint& call :
+         {from_prev.from(prev), mine.to(next), from_next.from(next), mine.to(prev)})
+      operations.push_back(me.p2p({call}, true));
+    for (const DeviceOperationPtr& operation : operations) me.finish(operation);
+    EXPECT(from_next.counts_from(float(next)) && from_prev.counts_from(float(prev)));
+  });
+}
+
+// The fake finds out that nothing moves, long before a deadline.
+void deadlocks_are_found() {
+  const auto is_stuck = [](fake::World& world) { world.expects_stuck = true; };
+  DeviceOptions options = options_of(2);
+  options.timeout = 600s;
+  run(
+      "nobody sends", options,
+      [](Rank& me) {
+        const Tensor theirs({4});
+        failure_text(FailureKind::aborted,
+                     [&] { me.finish(me.p2p({theirs.from(1 - me.rank)}, true)); });
+      },
+      nullptr, nullptr, is_stuck);
+
+  // Messages to higher ranks run in the order of their calls. Each rank here chooses another one;
+  // small messages pass all the same, and so does one batch on the ranks that have two.
+  options.size = 3;
+  enum class Way { large, small, batch };
+  for (const Way way : {Way::large, Way::small, Way::batch}) {
+    run(
+        "three orders", options,
+        [&](Rank& me) {
+          const int64_t length = way == Way::small ? kSmall : kLarge;
+          const Tensor first({length}, 1), second({length}, 2);
+          const std::vector<PointToPoint> calls =
+              me.rank == 0   ? std::vector{first.to(2), second.to(1)}
+              : me.rank == 1 ? std::vector{first.from(0), second.to(2)}
+                             : std::vector{first.from(1), second.from(0)};
+          try {
+            std::vector<DeviceOperationPtr> operations;
+            if (way == Way::batch && me.rank != 1)
+              operations.push_back(me.p2p(calls, true));
+            else
+              for (const PointToPoint& call : calls) operations.push_back(me.p2p({call}, true));
+            for (const DeviceOperationPtr& operation : operations) me.finish(operation);
+            EXPECT(way != Way::large);
+          } catch (const PipeCommException& error) {
+            EXPECT(way == Way::large && error.failure()->kind == FailureKind::aborted);
+          }
+        },
+        nullptr, nullptr,
+        [&](fake::World& world) {
+          world.fifo_bytes = 1024;
+          world.expects_stuck = way == Way::large;
+        });
+  }
+}
+
+// ------------------------------------------------------------------------------------------------
+
+// A program that all ranks make alike from a seed: messages in one global order, cut by operations
+// of all ranks. A rank keeps that order on each lane, and is free between lanes.
+struct Step {
+  int source, destination, channel;
+  int64_t length;
+};
+
+struct Program {
+  std::mt19937 random;
+  int size;
+
+  int below(int limit) { return int(random() % unsigned(limit)); }
+  std::vector<Step> messages() {
+    std::vector<Step> steps;
+    for (int idx = 0; idx < 12; ++idx) {
+      const int source = below(size), shift = 1 + below(size - 1);
+      steps.push_back({source, (source + shift) % size, below(2), below(2) ? kSmall : kLarge});
+    }
+    return steps;
+  }
+};
+
+float value_of(const Step& step, size_t idx) { return float(100 * step.source + int(idx)); }
+
+struct Sent {
+  Tensor tensor;
+  float first;
+};
+
+// The rank's messages, lane by lane in the global order, shuffled between lanes.
+std::vector<PointToPoint> calls_of(Rank& me, const std::vector<Step>& steps, std::mt19937& own,
+                                   std::vector<Sent>& received) {
+  std::vector<std::vector<PointToPoint>> lanes(5);
+  for (size_t idx = 0; idx < steps.size(); ++idx) {
+    const Step& step = steps[idx];
+    if (step.source != me.rank && step.destination != me.rank) continue;
+    const bool sends = step.source == me.rank;
+    const Tensor tensor({step.length}, sends ? value_of(step, idx) : -1);
+    if (!sends) received.push_back({tensor, value_of(step, idx)});
+    const int peer = sends ? step.destination : step.source;
+    auto& lane = lanes[2 * step.channel + (step.source < step.destination)];
+    lane.push_back(sends ? tensor.to(peer, step.channel) : tensor.from(peer, step.channel));
+  }
+  std::vector<PointToPoint> calls;
+  std::vector<size_t> at(lanes.size());
+  for (size_t left = 1; left > 0;) {
+    left = 0;
+    for (size_t lane = 0; lane < lanes.size(); ++lane) left += lanes[lane].size() - at[lane];
+    const size_t lane = own() % lanes.size();
+    if (at[lane] < lanes[lane].size()) calls.push_back(lanes[lane][at[lane]++]);
+  }
+  return calls;
+}
+
+void run_collective(Rank& me, Program& program, uint64_t number,
+                    std::vector<DeviceOperationPtr>& operations) {
+  const bool is_async = program.below(2);
+  if (program.below(2)) {
+    const int source = program.below(me.size);
+    const Tensor shared({kSmall}, me.rank == source ? float(number) : -1);
+    operations.push_back(me.comm->broadcast(shared.ref(), source, is_async, kNothing));
+    me.finish(operations.back());
+    EXPECT(shared.counts_from(float(number)));
+    return;
+  }
+  Scope scope;
+  if (const int channel = program.below(3); channel < 2) scope.channel = channel;
+  const TensorSpec spec{{me.size * kSmall}, dtypes::kFloat32};
+  const Sizes even(me.size, kSmall);
+  const auto plan = std::make_shared<PreparedExchange>(
+      all_to_all_single_plan({me.rank, me.size}, spec, spec, even, even));
+  const Tensor input(spec.shape, float(1000 * me.rank)), output(spec.shape);
+  operations.push_back(me.comm->exchange(OpCode::all_to_all, plan, std::vector{input.ref()},
+                                         std::vector{output.ref()}, is_async, kNothing, scope));
+  me.finish(operations.back());
+  for (int64_t idx = 0; idx < spec.shape[0]; ++idx)
+    EXPECT((*output.data)[idx] == float(1000 * (idx / kSmall) + me.rank * kSmall + idx % kSmall));
+}
+
+void random_programs() {
+  for (unsigned seed = 0; seed < 12; ++seed) {
+    DeviceOptions options = options_of(2 + int(seed % 3));
+    options.timeout = 600s;
+    run(("random program " + std::to_string(seed)).c_str(), options,
+        [seed](Rank& me) {
+          Program program{std::mt19937(seed), me.size};
+          std::mt19937 own(100 * seed + unsigned(me.rank));
+          std::vector<DeviceOperationPtr> operations;
+          std::vector<Sent> received;
+          for (uint64_t part = 0; part < 4; ++part) {
+            const std::vector<PointToPoint> calls = calls_of(me, program.messages(), own, received);
+            for (size_t begin = 0; begin < calls.size();) {
+              const size_t end = std::min(calls.size(), begin + 1 + own() % 3);
+              operations.push_back(me.p2p(
+                  {calls.begin() + std::ptrdiff_t(begin), calls.begin() + std::ptrdiff_t(end)},
+                  true));
+              begin = end;
+            }
+            run_collective(me, program, part, operations);
+          }
+          for (const DeviceOperationPtr& operation : operations) me.finish(operation);
+          for (const auto& [tensor, first] : received) EXPECT(tensor.counts_from(first));
+        },
+        nullptr, nullptr, with_fifo(seed % 2 ? 1024 : 0));
+  }
+}
+
+// ------------------------------------------------------------------------------------------------
+
+// NCCL's launch takes 15 us in the fake, once per group.
+void a_batch_on_two_channels_is_one_group() {
+  DeviceOptions options = options_of(2, Check::off);
+  run("one group", options, [](Rank& me) {
+    const int peer = 1 - me.rank;
+    std::vector<Tensor> tensors;
+    std::vector<PointToPoint> batch;
+    for (int idx = 0; idx < 4; ++idx) {
+      batch.push_back(tensors.emplace_back(Dims{kSmall}, 1.f).to(peer, idx % 2));
+      batch.push_back(tensors.emplace_back(Dims{kSmall}).from(peer, idx % 2));
+    }
+    const int num_before = fake::world->num_group_ends_of(me.rank);
+    auto best = Clock::duration::max();
+    for (int attempt = 0; attempt < 1000; ++attempt) {
+      const auto begin = Clock::now();
+      const DeviceOperationPtr operation = me.p2p(batch, true);
+      best = std::min(best, Clock::now() - begin);
+      me.finish(operation);
+    }
+    EXPECT(fake::world->num_group_ends_of(me.rank) == num_before + 1000);
+#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
+    // About 30 us here; a sleep or a second group would make it 130 or more on any machine.
+    EXPECT(best <= 100us);
+#endif
+    if (me.rank == 0)
+      std::printf("a batch of 8 on two channels: %.1f us of the host at best\n",
+                  std::chrono::duration<double, std::micro>(best).count());
+  });
+}
+
+// While a launch goes on, a thread looks for 200 us before it sleeps.
+void polling_comes_before_sleeping() {
+  for (const auto launch_cost : {15us, 3000us}) {
+    run(
+        "polling", options_of(2),
+        [](Rank& me) {
+          const Tensor mine({kSmall}, 1), theirs({kSmall});
+          for (int attempt = 0; attempt < 20; ++attempt)
+            me.finish(me.p2p({mine.to(1 - me.rank), theirs.from(1 - me.rank)}, true));
+          std::lock_guard lock(fake::world->mutex);
+          EXPECT(fake::world->num_sleeps == 0 || fake::world->shortest_before_sleep >= 200us);
+          EXPECT(fake::world->launch_cost == 15us || fake::world->num_sleeps > 0);
+        },
+        nullptr, nullptr, [&](fake::World& world) { world.launch_cost = launch_cost; });
+  }
+}
+
+// Few thread blocks for lanes, unless the options say so; a minimum alone is legal.
+void thread_blocks() {
+  struct Case {
+    int min_ctas, max_ctas, lane_max, collective_max;
+  };
+  for (const Case& each : {Case{-1, -1, 4, -1}, Case{2, -1, 4, 64}, Case{8, -1, 8, 64},
+                           Case{2, 16, 16, 16}, Case{-1, 2, 2, 2}}) {
+    DeviceOptions options = options_of(2);
+    options.nccl.min_ctas = each.min_ctas;
+    options.nccl.max_ctas = each.max_ctas;
+    run("thread blocks", options, [&](Rank&) {
+      std::lock_guard lock(fake::world->mutex);
+      for (const auto& comm : fake::world->comms)
+        EXPECT(comm->config.max_ctas == (comm->id == 4 ? each.collective_max : each.lane_max));
+    });
+  }
+}
+
+}  // namespace
+
+int main() {
+  rings();
+  rings_in_both_directions();
+  deadlocks_are_found();
+  random_programs();
+  a_batch_on_two_channels_is_one_group();
+  polling_comes_before_sleeping();
+  thread_blocks();
+  return check::report("device_lanes");
+}

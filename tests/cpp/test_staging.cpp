@@ -1,0 +1,379 @@
+// Tensors of a device over a transport of the host: whatever a program does there must come out as
+// it does in host memory. Each program runs twice, and all memory of all ranks is compared.
+#include <algorithm>
+#include <atomic>
+#include <functional>
+#include <memory>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "check.h"
+#include "engine/communicator.h"
+#include "local_transport.h"
+#include "plan/builders.h"
+#include "plan/reshard.h"
+#include "plan/split.h"
+#include "staging_device.h"
+
+namespace {
+
+using namespace pipecomm;
+using namespace std::chrono_literals;
+using staging_device::Device;
+using staging_device::Stream;
+
+constexpr auto kLong = 60s;
+using Bytes = std::vector<std::byte>;
+
+// The memory of one rank, on a device or on the host, and the stream that its thread works on.
+class Memory {
+ public:
+  explicit Memory(int rank, std::shared_ptr<Device> device) : device_(std::move(device)) {
+    if (!device_) host_.resize(Device::kNumBytes);
+    for (size_t idx = 0; idx < Device::kNumBytes; ++idx)
+      here(0)[idx] = static_cast<std::byte>(rank * 91 + idx * 7 + idx / 251);
+    if (device_) Device::current = device_->make_stream();
+  }
+
+  // At a new place, with `gap` elements between the rows of the last dim.
+  TensorRef tensor(const Dims& shape, DType dtype, int64_t gap) {
+    TensorRef ref{nullptr, dtype, shape, Dims(shape.size()), nullptr};
+    int64_t stride = 1;
+    for (size_t dim = shape.size(); dim-- > 0;) {
+      ref.strides[dim] = stride;
+      stride = stride * shape[dim] + (dim + 1 == shape.size() ? gap : 0);
+    }
+    const int64_t end = next_ + stride * dtype.itemsize;
+    if (end > int64_t(Device::kNumBytes)) throw std::runtime_error("memory is used up");
+    ref.data = (device_ ? device_->address() : host_.data()) + next_;
+    next_ = end + dtype.itemsize;
+    return ref;
+  }
+  // As a kernel does it, some time later if this is a device.
+  void fill(const TensorRef& tensor, uint64_t seed) {
+    const auto write = [this, tensor, seed] {
+      std::byte* const data = device_ ? device_->behind(tensor.data) : tensor.data;
+      const int64_t span = tensor.shape[0] * tensor.strides[0] * tensor.dtype.itemsize;
+      for (int64_t idx = 0; idx < span; ++idx)
+        data[idx] = static_cast<std::byte>(seed * 131 + idx * 5 + idx / 253);
+    };
+    if (!device_) return write();
+    Device::current->delay(300us);
+    Device::current->add(write);
+  }
+  // At once, in no order with any stream.
+  Bytes now() { return {here(0), here(0) + Device::kNumBytes}; }
+  Device* device() const { return device_.get(); }
+
+ private:
+  std::byte* here(size_t offset) {
+    return (device_ ? device_->behind(device_->address()) : host_.data()) + offset;
+  }
+  const std::shared_ptr<Device> device_;
+  Bytes host_;
+  int64_t next_ = 64;
+};
+
+using Program = std::function<void(Communicator&, Memory&, int rank)>;
+
+// What all memory holds at the end, per rank.
+std::vector<Bytes> run(int size, bool on_device, const Program& program,
+                       std::chrono::nanoseconds timeout_of_rank_0 = kLong) {
+  const auto hub = std::make_shared<local::Hub>(size);
+  std::vector<Bytes> ends(size);
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < size; ++rank)
+    threads.emplace_back([&, rank] {
+      try {
+        Memory memory(rank, on_device ? std::make_shared<Device>() : nullptr);
+        CommunicatorOptions options{.rank = rank,
+                                    .size = size,
+                                    .num_channels = 4,
+                                    .timeout = rank == 0 ? timeout_of_rank_0 : kLong};
+        if (on_device)
+          options.device = {std::make_shared<int>(), memory.device()};  // owned by `memory`
+        Communicator communicator(options, [&](TransportEvents& events) {
+          return std::make_unique<local::Transport>(hub, rank, events);
+        });
+        program(communicator, memory, rank);
+        ends[rank] = memory.now();
+        if (!communicator.failure()) communicator.close(nullptr);
+      } catch (const std::exception& error) {
+        check::fail(__FILE__, __LINE__, "rank " + std::to_string(rank) + ": " + error.what());
+      }
+    });
+  for (std::thread& thread : threads) thread.join();
+  return ends;
+}
+
+void compare(int size, const Program& program) {
+  const std::vector<Bytes> expected = run(size, false, program), actual = run(size, true, program);
+  for (int rank = 0; rank < size; ++rank) {
+    const bool is_equal = expected[rank] == actual[rank];
+    CHECK(is_equal);
+  }
+}
+
+void wait(Communicator& communicator, const OperationPtr& operation) {
+  if (!communicator.wait(*operation, Clock::now() + kLong, nullptr))
+    throw std::runtime_error("still pending: " + operation->pending_text());
+}
+
+TensorRef rows(TensorRef tensor, int64_t start, int64_t length) {
+  tensor.data += start * tensor.strides[0] * tensor.dtype.itemsize;
+  tensor.shape[0] = length;
+  return tensor;
+}
+
+PreparedExchangePtr prepared(ExchangePlan plan) {
+  return std::make_shared<PreparedExchange>(std::move(plan));
+}
+
+// ------------------------------------------------------------------------------------------------
+// what a relay between stages posts
+
+struct Relay {
+  std::vector<int> source, destination;
+  int64_t length, width, gap;
+  int channel;
+  bool is_async;
+};
+
+// Hop 1: each piece to one rank of the destination, into its rows of the result. Hop 2: these
+// collect the other pieces; their own one stays where it is.
+std::vector<OperationPtr> relay(Communicator& communicator, Memory& memory, int rank, int size,
+                                const Relay& given, int round) {
+  const auto holds = [rank](const std::vector<int>& ranks) {
+    return std::find(ranks.begin(), ranks.end(), rank) - ranks.begin();
+  };
+  const bool sends = holds(given.source) < ssize(given.source);
+  const int64_t place = holds(given.destination);
+  const TensorSpec whole{{given.length, given.width}, dtypes::kBFloat16};
+  const TensorRef tensor = memory.tensor(whole.shape, whole.dtype, given.gap);
+  if (sends) memory.fill(tensor, round);
+  std::vector<OperationPtr> hops;
+  const auto post = [&](ExchangePlan plan, std::vector<TensorRef> inputs,
+                        std::vector<TensorRef> outputs, std::vector<int> members,
+                        const OperationPtr& after) {
+    hops.push_back(communicator.exchange(OpCode::relay, prepared(std::move(plan)), inputs, outputs,
+                                         nullptr, given.is_async, {members, given.channel}, after));
+    if (!given.is_async) wait(communicator, hops.back());
+  };
+  const ShardLayout pieces{given.destination, {}, false, 0};
+  std::vector<int> members = given.source;
+  members.insert(members.end(), given.destination.begin(), given.destination.end());
+  std::sort(members.begin(), members.end());
+  const auto lengths = remainder_first(given.length, int(given.destination.size()));
+  const auto own = [&] {
+    int64_t start = 0;
+    for (int64_t idx = 0; idx < place; ++idx) start += lengths[idx];
+    return rows(tensor, start, lengths[place]);
+  };
+  if (sends)
+    post(reshard_plan({rank, size}, whole, {given.source, {}, true, 0}, pieces), {tensor}, {},
+         members, nullptr);
+  else
+    post(reshard_plan({rank, size}, whole, {given.source, {}, true, 0}, pieces), {}, {own()},
+         members, nullptr);
+  if (!sends && given.destination.size() > 1)
+    post(reshard_plan({rank, size}, whole, pieces, {given.destination, {}, true, 0},
+                      {.own_in_place = true}),
+         {own()}, {tensor}, given.destination, given.is_async ? hops.back() : nullptr);
+  return hops;
+}
+
+void test_relays() {
+  for (int seed = 0; seed < 12; ++seed) {
+    std::mt19937 draw(seed);
+    const int size = 3 + seed % 2;
+    const bool is_async = seed % 3 != 0;
+    check::context = "relays, seed " + std::to_string(seed);
+    std::vector<Relay> relays;
+    for (int round = 0; round < 12; ++round) {
+      const auto below = [&](int limit) { return static_cast<int>(draw() % limit); };
+      Relay one{{0}, {1, 2}, 1 + below(9), 1 + below(300), below(3), below(4), is_async};
+      if (size == 4) one = {{0, 1}, {2, 3}, one.length, one.width, one.gap, one.channel, is_async};
+      if (draw() % 3 == 0) std::swap(one.source, one.destination);
+      one.length = std::max<int64_t>(one.length, 2);
+      relays.push_back(one);
+    }
+    compare(size, [&](Communicator& communicator, Memory& memory, int rank) {
+      std::vector<OperationPtr> in_flight;
+      for (size_t round = 0; round < relays.size(); ++round)
+        for (const OperationPtr& hop :
+             relay(communicator, memory, rank, size, relays[round], int(round)))
+          in_flight.push_back(hop);
+      for (const OperationPtr& hop : in_flight) wait(communicator, hop);
+    });
+  }
+}
+
+// ------------------------------------------------------------------------------------------------
+// exchanges, messages and broadcasts
+
+// Of the collectives' channel, with strides on both sides and a factor; the sender's stream is late.
+void test_exchanges() {
+  constexpr int kSize = 3;
+  for (const Scale& scale : {Scale::none(), Scale::multiply(3), Scale::divide(3)}) {
+    check::context = "exchanges";
+    compare(kSize, [&](Communicator& communicator, Memory& memory, int rank) {
+      std::vector<OperationPtr> in_flight;
+      for (int round = 0; round < 10; ++round) {
+        const Dims shape{2, 2 + rank, 3 * kSize}, gathered{2, 9, 3};
+        const TensorRef input = memory.tensor(shape, dtypes::kFloat32, round % 2);
+        const TensorRef output = memory.tensor(gathered, dtypes::kFloat32, round % 3);
+        memory.fill(input, rank);
+        const auto plan = prepared(all_to_all_plan(
+            {rank, kSize}, {{{shape, dtypes::kFloat32}, {3, 3, 3}, {2, 3, 4}}}, 2, 1, scale));
+        const bool is_async = round % 2;
+        in_flight.push_back(communicator.exchange(OpCode::all_to_all, plan, {&input, 1},
+                                                  {&output, 1}, nullptr, is_async));
+        if (!is_async) wait(communicator, in_flight.back());
+      }
+      for (const OperationPtr& operation : in_flight) wait(communicator, operation);
+    });
+  }
+}
+
+// Around a ring, with gaps between the rows on the device, to oneself too.
+void test_messages() {
+  constexpr int kSize = 3;
+  check::context = "messages";
+  run(kSize, true, [](Communicator& communicator, Memory& memory, int rank) {
+    for (int round = 0; round < 20; ++round) {
+      const int64_t length = round % 5 ? round : 3000;
+      const auto tensor = [&] { return memory.tensor({length, 1}, dtypes::kBFloat16, round % 3); };
+      const TensorRef sent = tensor(), received = tensor(), to_myself = tensor();
+      const Bytes before = memory.now();  // while no stream writes
+      if (length > 0) memory.fill(sent, rank);
+      if (length > 0) memory.fill(received, 50);
+      const int next = (rank + 1) % kSize, previous = (rank + kSize - 1) % kSize;
+      const PointToPoint batch[] = {{Direction::recv, previous, 1, received},
+                                    {Direction::send, next, 1, sent},
+                                    {Direction::send, rank, 0, sent},
+                                    {Direction::recv, rank, 0, to_myself}};
+      wait(communicator, communicator.batch_p2p(batch, nullptr, round % 2));
+      const auto element = [](const Bytes& bytes, const TensorRef& view, int64_t idx, Memory& at) {
+        return bytes[view.data - at.device()->address() + idx];
+      };
+      const Bytes after = memory.now();
+      for (int64_t row = 0; row < length; ++row) {
+        const int64_t pitch = sent.strides[0] * 2;
+        for (int64_t idx = row * pitch; idx < (row + 1) * pitch; ++idx) {
+          const bool is_element = idx < row * pitch + 2;
+          const auto of = [&](uint64_t seed) {
+            return static_cast<std::byte>(seed * 131 + idx * 5 + idx / 253);
+          };
+          CHECK(element(after, received, idx, memory) == of(is_element ? previous : 50));
+          CHECK(element(after, to_myself, idx, memory) ==
+                (is_element ? of(rank) : element(before, to_myself, idx, memory)));
+        }
+      }
+    }
+  });
+}
+
+void test_broadcasts() {
+  check::context = "broadcasts";
+  compare(3, [](Communicator& communicator, Memory& memory, int rank) {
+    for (int round = 0; round < 6; ++round) {
+      const TensorRef tensor = memory.tensor({1000 * round}, dtypes::kUInt8, 0);
+      if (round > 0 && rank == round % 3) memory.fill(tensor, round);
+      wait(communicator, communicator.broadcast(tensor, round % 3, nullptr, round % 2));
+    }
+  });
+}
+
+// Threads with streams of their own on one communicator.
+void test_threads() {
+  check::context = "threads";
+  compare(2, [](Communicator& communicator, Memory& memory, int rank) {
+    std::vector<TensorRef> tensors;
+    for (int idx = 0; idx < 16; ++idx) tensors.push_back(memory.tensor({500}, dtypes::kUInt8, 0));
+    std::vector<std::thread> threads;
+    for (int channel = 0; channel < 4; ++channel)
+      threads.emplace_back([&, channel] {
+        if (memory.device()) Device::current = memory.device()->make_stream();
+        for (int idx = channel; idx < 16; idx += 4) {
+          const auto way = rank == idx / 4 % 2 ? Direction::send : Direction::recv;
+          if (way == Direction::send) memory.fill(tensors[idx], idx);
+          const PointToPoint message{way, 1 - rank, channel, tensors[idx]};
+          wait(communicator, communicator.batch_p2p({&message, 1}));
+        }
+      });
+    for (std::thread& thread : threads) thread.join();
+  });
+}
+
+// ------------------------------------------------------------------------------------------------
+// what is refused, and what fails
+
+void test_capture() {
+  check::context = "capture";
+  run(2, true, [](Communicator& communicator, Memory& memory, int rank) {
+    const TensorRef tensor = memory.tensor({10}, dtypes::kUInt8, 0);
+    const auto plan = prepared(gather_plan({rank, 2}, {{10}, dtypes::kUInt8}, 0, {10, 10}));
+    const TensorRef output = memory.tensor({20}, dtypes::kUInt8, 0);
+    const PointToPoint message{rank == 0 ? Direction::send : Direction::recv, 1 - rank, 0, tensor};
+    Device::current->is_captured = true;
+    CHECK_INVALID("p2p cannot be captured", communicator.batch_p2p({&message, 1}));
+    CHECK_INVALID("broadcast cannot be captured", communicator.broadcast(tensor, 0));
+    CHECK_INVALID("all_gather cannot be captured",
+                  communicator.exchange(OpCode::all_gather, plan, {&tensor, 1}, {&output, 1}));
+    Device::current->is_captured = false;
+    wait(communicator, communicator.batch_p2p({&message, 1}));  // and is usable afterwards
+  });
+}
+
+void expect(int line, FailureKind kind, const std::string& text,
+            const std::function<void()>& call) {
+  try {
+    call();
+    check::fail(__FILE__, line, "no failure with '" + text + "'");
+  } catch (const PipeCommException& error) {
+    const bool is_it = error.failure()->kind == kind && error.failure()->origin_rank == 0 &&
+                       error.failure()->message.find(text) != std::string::npos;
+    if (!is_it) check::fail(__FILE__, line, error.what());
+  }
+}
+
+// An error of the device before the messages are posted, and a stream that never comes to the call.
+void test_failures() {
+  for (const bool hangs : {false, true}) {
+    check::context = hangs ? "a stream that hangs" : "a broken device";
+    std::atomic<bool> has_failed{false};
+    const auto program = [&](Communicator& communicator, Memory& memory, int rank) {
+      const TensorRef tensor = memory.tensor({10}, dtypes::kUInt8, 0);
+      const PointToPoint message{rank == 0 ? Direction::send : Direction::recv, 1 - rank, 0,
+                                 tensor};
+      if (rank == 0 && hangs)
+        Device::current->add([&] {
+          while (!has_failed) std::this_thread::sleep_for(1ms);
+        });
+      memory.device()->is_broken = rank == 0 && !hangs;
+      const auto kind = hangs ? FailureKind::timeout : FailureKind::error;
+      const std::string text = hangs ? "the caller's CUDA stream has not come to it"
+                                     : "could not be enqueued: CUDA: it is";
+      expect(__LINE__, kind, text,
+             [&] { wait(communicator, communicator.batch_p2p({&message, 1})); });
+      if (rank == 0) has_failed = true;
+      expect(__LINE__, kind, text, [&] { communicator.barrier(); });
+    };
+    run(2, true, program, hangs ? std::chrono::nanoseconds(300ms) : kLong);
+  }
+}
+
+}  // namespace
+
+int main() {
+  test_relays();
+  test_exchanges();
+  test_messages();
+  test_broadcasts();
+  test_threads();
+  test_capture();
+  test_failures();
+  return check::report("test_staging");
+}

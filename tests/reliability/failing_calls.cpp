@@ -1,0 +1,218 @@
+// Makes chosen calls of the extension fail. The functions here take the places of those that a shared
+// object imports (the entries of its global offset table), so that the calls of this object are seen, and
+// no other ones: gloo's, torch's and Python's own calls go where they always went.
+//
+//   g++ -std=c++20 -shared -fPIC failing_calls.cpp -o libfailing_calls.so        (loaded with ctypes)
+#include <dlfcn.h>
+#include <fcntl.h>
+#include <link.h>
+#include <poll.h>
+#include <sched.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cerrno>
+#include <cstdlib>
+#include <cstring>
+#include <mutex>
+#include <new>
+#include <string>
+#include <system_error>
+
+namespace {
+
+// As in failing_calls.py.
+enum Kind { kThread, kMemory, kSystemCall, kSleep, kNone };
+constexpr size_t kMinBytes = 4096;  // of memory whose allocation fails
+
+std::mutex mutex;
+std::atomic<int> armed_kind{kNone};
+std::atomic<bool> is_paused{true};
+int failing_call = 0;  // 0: all
+int num_calls = 0;
+int num_failures = 0;
+std::string last_failure;
+
+bool fails(Kind kind, const char* name) {
+  if (is_paused || kind != armed_kind) return false;
+  std::lock_guard lock(mutex);
+  ++num_calls;
+  if (failing_call != 0 && num_calls != failing_call) return false;
+  ++num_failures;
+  last_failure = name;
+  return true;
+}
+
+// `error` and `result` are what the function reports if it fails.
+#define FAILING(kind, name, error, result, parameters, ...)       \
+  auto failing_##name parameters->decltype(::name(__VA_ARGS__)) { \
+    if (!fails(kind, #name)) return ::name(__VA_ARGS__);          \
+    errno = error;                                                \
+    return result;                                                \
+  }
+
+FAILING(kSystemCall, memfd_create, EMFILE, -1, (const char* file, unsigned flags), file, flags)
+FAILING(kSystemCall, fchmod, EPERM, -1, (int fd, mode_t mode), fd, mode)
+FAILING(kSystemCall, ftruncate, ENOSPC, -1, (int fd, off_t size), fd, size)
+FAILING(kSystemCall, fcntl, EPERM, -1, (int fd, int command, long argument), fd, command, argument)
+FAILING(kSystemCall, open, EMFILE, -1, (const char* path, int flags, int mode), path, flags, mode)
+FAILING(kSystemCall, fstat, ENOMEM, -1, (int fd, struct stat* facts), fd, facts)
+FAILING(kSystemCall, mmap, ENOMEM, MAP_FAILED,
+        (void* at, size_t size, int protection, int flags, int fd, off_t offset), at, size,
+        protection, flags, fd, offset)
+FAILING(kSystemCall, madvise, EAGAIN, -1, (void* at, size_t size, int advice), at, size, advice)
+FAILING(kSystemCall, sched_getaffinity, EPERM, -1, (pid_t pid, size_t size, cpu_set_t* cores), pid,
+        size, cores)
+FAILING(kSleep, poll, EINTR, -1, (pollfd * fds, nfds_t count, int timeout), fds, count, timeout)
+FAILING(kMemory, posix_memalign, ENOMEM, ENOMEM, (void** to, size_t align, size_t size), to, align,
+        size)
+
+long failing_syscall(long number, long a, long b, long c, long d, long e, long f) {
+  const bool sleeps = number == SYS_futex;
+  const char* const name = number == SYS_pidfd_open ? "pidfd_open" : sleeps ? "futex" : "syscall";
+  if (!fails(sleeps ? kSleep : kSystemCall, name)) return syscall(number, a, b, c, d, e, f);
+  errno = sleeps ? EINTR : EMFILE;
+  return -1;
+}
+
+void* failing_aligned_alloc(size_t alignment, size_t size) {
+  return size >= kMinBytes && fails(kMemory, "aligned_alloc") ? nullptr
+                                                              : aligned_alloc(alignment, size);
+}
+
+void* failing_new(size_t size) {
+  if (size >= kMinBytes && fails(kMemory, "new")) throw std::bad_alloc();
+  return ::operator new(size);
+}
+
+constexpr const char* kStartThread =
+    "_ZNSt6thread15_M_start_threadESt10unique_ptrINS_6_StateESt14default_deleteIS1_EEPFvvE";
+
+// std::thread's constructor hands over what to run by reference.
+void failing_start_thread(void* thread, void* state, void (*depend)()) {
+  if (fails(kThread, "thread")) throw std::system_error(EAGAIN, std::generic_category());
+  static const auto start =
+      reinterpret_cast<void (*)(void*, void*, void (*)())>(dlsym(RTLD_DEFAULT, kStartThread));
+  start(thread, state, depend);
+}
+
+template <class Function>
+void* address(Function* function) {
+  return reinterpret_cast<void*>(function);
+}
+
+const struct {
+  const char* name;
+  void* function;
+} kFailing[] = {
+    {"memfd_create", address(failing_memfd_create)},
+    {"fchmod", address(failing_fchmod)},
+    {"ftruncate", address(failing_ftruncate)},
+    {"fcntl", address(failing_fcntl)},
+    {"open", address(failing_open)},
+    {"fstat", address(failing_fstat)},
+    {"mmap", address(failing_mmap)},
+    {"madvise", address(failing_madvise)},
+    {"sched_getaffinity", address(failing_sched_getaffinity)},
+    {"poll", address(failing_poll)},
+    {"posix_memalign", address(failing_posix_memalign)},
+    {"syscall", address(failing_syscall)},
+    {"aligned_alloc", address(failing_aligned_alloc)},
+    {"_Znwm", address(failing_new)},
+    {kStartThread, address(failing_start_thread)},
+};
+
+// Calls visit(name, place of the address) for every function that the loaded object imports.
+template <class Visit>
+bool for_each_import(const char* path, Visit visit) {
+  link_map* object = nullptr;
+  void* const handle = dlopen(path, RTLD_LAZY | RTLD_NOLOAD);
+  if (!handle || dlinfo(handle, RTLD_DI_LINKMAP, &object) != 0) return false;
+  const char* names = nullptr;
+  const ElfW(Sym)* symbols = nullptr;
+  struct {
+    const ElfW(Rela) * first;
+    size_t num_bytes;
+  } tables[2]{};
+  for (const ElfW(Dyn)* entry = object->l_ld; entry->d_tag != DT_NULL; ++entry) {
+    const auto at = reinterpret_cast<const void*>(entry->d_un.d_ptr);
+    if (entry->d_tag == DT_STRTAB) names = static_cast<const char*>(at);
+    if (entry->d_tag == DT_SYMTAB) symbols = static_cast<const ElfW(Sym)*>(at);
+    if (entry->d_tag == DT_RELA) tables[0].first = static_cast<const ElfW(Rela)*>(at);
+    if (entry->d_tag == DT_RELASZ) tables[0].num_bytes = entry->d_un.d_val;
+    if (entry->d_tag == DT_JMPREL) tables[1].first = static_cast<const ElfW(Rela)*>(at);
+    if (entry->d_tag == DT_PLTRELSZ) tables[1].num_bytes = entry->d_un.d_val;
+  }
+  for (const auto& [first, num_bytes] : tables) {
+    for (size_t idx = 0; idx < num_bytes / sizeof *first; ++idx) {
+      const ElfW(Sym) & symbol = symbols[ELF64_R_SYM(first[idx].r_info)];
+      if (symbol.st_shndx == SHN_UNDEF && symbol.st_name != 0)
+        visit(names + symbol.st_name,
+              reinterpret_cast<void**>(object->l_addr + first[idx].r_offset));
+    }
+  }
+  dlclose(handle);
+  return true;
+}
+
+}  // namespace
+
+extern "C" {
+
+// Watches the calls of an object that is loaded; `only`: a single function of them. False: no object.
+bool watch(const char* path, const char* only) {
+  return for_each_import(path, [&](const char* name, void** place) {
+    if (only && std::strcmp(only, name) != 0) return;
+    for (const auto& failing : kFailing) {
+      if (std::strcmp(failing.name, name) != 0) continue;
+      const auto page_bytes = static_cast<uintptr_t>(getpagesize());
+      const auto page = reinterpret_cast<uintptr_t>(place) & ~(page_bytes - 1);
+      mprotect(reinterpret_cast<void*>(page), page_bytes, PROT_READ | PROT_WRITE);
+      *place = failing.function;
+    }
+  });
+}
+
+// The names of all functions that an object imports, and of those that can fail here, in lines.
+const char* imports(const char* path) {
+  static std::string lines;
+  lines.clear();
+  for_each_import(path, [&](const char* name, void**) { lines += std::string(name) + '\n'; });
+  return lines.c_str();
+}
+const char* watched() {
+  static std::string lines;
+  lines.clear();
+  for (const auto& failing : kFailing) lines += std::string(failing.name) + '\n';
+  return lines.c_str();
+}
+
+// From now on, while not paused, the `nth` call of a kind fails; 0: all do.
+void arm(int kind, int nth) {
+  std::lock_guard lock(mutex);
+  failing_call = nth;
+  num_calls = num_failures = 0;
+  last_failure.clear();
+  armed_kind = kind;
+}
+void disarm() {
+  is_paused = true;
+  armed_kind = kNone;
+}
+void set_paused(bool paused) { is_paused = paused; }
+bool call_fails(int kind, const char* name) { return fails(static_cast<Kind>(kind), name); }
+int failures() {
+  std::lock_guard lock(mutex);
+  return num_failures;
+}
+const char* last() {
+  std::lock_guard lock(mutex);
+  static std::string copy;
+  copy = last_failure;
+  return copy.c_str();
+}
+
+}  // extern "C"

@@ -1,0 +1,74 @@
+"""Calls that fail, see failing_calls.py. PIPECOMM_TEST_FAULTS=all, or `make faults`, plays every program over
+both transports, the suite the quick ones.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from pathlib import Path
+
+import pytest
+from failing_calls import BEGIN, END, PAGE, PROGRAMS, TRANSPORTS, build, count, documented, load, table
+
+from pipecomm_ext import _C
+
+ALL = [(name, transport) for name in PROGRAMS for transport in TRANSPORTS]
+QUICK = [
+    *((name, t) for name in ("construction", "close", "exchange after another") for t in TRANSPORTS),
+    ("point to point", "c10d"),
+    ("broadcast, barrier", "shm"),
+    ("relay between stages", "c10d"),
+    ("pipeline messages", "shm"),
+]
+PLAYED = ALL if os.environ.get("PIPECOMM_TEST_FAULTS") == "all" else QUICK
+# Functions of the C library that cannot fail, or not so that anything could be done about it: memory and
+# texts, clocks, what ends something, and what threads of the same process share.
+CANNOT_FAIL = set(
+    "__cxa_atexit __cxa_finalize __errno_location __libc_single_threaded __memcpy_chk __sched_cpucount "
+    "__snprintf_chk __stack_chk_fail __tls_get_addr clock_gettime close free frexp frexpf geteuid getpid "
+    "memchr memcmp memcpy memmove memset munmap nanosleep pthread_cond_clockwait pthread_mutex_lock "
+    "pthread_mutex_trylock pthread_mutex_unlock pthread_once sched_yield sem_init sem_post sem_trywait "
+    "sem_wait sigemptyset snprintf strchr strcmp strerror strlen strncmp vsnprintf".split()
+)
+# NCCL is looked for with these (tests/test_nccl_choice.py); a signal that cannot be caught raises ValueError.
+TESTED_ELSEWHERE = {"dlopen", "dlsym", "sigaction"}
+# While the module is imported: pybind11's texts, and what a forked child does.
+AT_IMPORT = {"strdup", "__register_atfork"}
+
+
+def in_libc(name: str) -> bool:
+    return hasattr(ctypes.CDLL("libc.so.6"), name)
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory) -> Path:
+    return build(tmp_path_factory.mktemp("failing_calls"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "transport"), PLAYED)
+def test_every_call_fails_once(ranks, library, name, transport):
+    """The page says how many there are. (A rank that is stopped at the wrong moment may make other calls.)"""
+    for _ in range(3):
+        counts = count(ranks, library, name, transport)
+        if counts == documented().get((name, transport)):
+            return
+    raise AssertionError(f"counted {counts}; run: python tests/reliability/failing_calls.py")
+
+
+@pytest.mark.slow
+def test_every_function_that_may_fail_is_made_to(library):
+    """A new system call enters failing_calls.cpp, or the list of those that cannot fail."""
+    calls = load(library)
+    watched = set(calls.watched().decode().split())
+    imported = set(calls.imports(_C.__file__.encode()).decode().split())
+    assert {"mmap", "memfd_create", "_Znwm"} <= imported
+    libc = {name for name in imported if not name.startswith(("_Z", "Py", "_Py", "cuda")) and in_libc(name)}
+    assert sorted(libc - watched - CANNOT_FAIL - TESTED_ELSEWHERE - AT_IMPORT) == []
+
+
+def test_the_table_is_whole():
+    page = PAGE.read_text()
+    assert list(documented()) == ALL
+    assert page.split(BEGIN)[1].split(END)[0] == table(documented())

@@ -1,0 +1,157 @@
+"""A rank that is gone ends what was posted to it at once, however it went; tensors that have no memory."""
+
+from __future__ import annotations
+
+import gc
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from patterns import assert_same, pattern
+from ranks import on_ranks
+
+import pipecomm_ext
+from pipecomm_ext import Communicator, PipeCommAborted, PipeCommMismatch
+
+pytestmark = pytest.mark.timed
+
+AT_ONCE_S = 2.0
+TRANSPORTS = pytest.mark.parametrize("transport", ["c10d", "shm"])
+MANY_BYTES = 1 << 20  # more than fits into a ring or a packet
+
+POSTED = {
+    "a receive": lambda comm, peer: comm.irecv(torch.zeros(4), peer),
+    "a large send": lambda comm, peer: comm.isend(torch.ones(MANY_BYTES // 4), peer),
+    "a large all-to-all": lambda comm, peer: comm.all_to_all(
+        [torch.ones(MANY_BYTES // 4)] * 2, [torch.empty(MANY_BYTES // 4) for _ in range(2)], async_op=True
+    ),
+}
+MEETS = {
+    "a receive": lambda comm, peer: comm.send(torch.ones(4), peer),
+    "a large send": lambda comm, peer: comm.recv(torch.ones(MANY_BYTES // 4), peer),
+    "a large all-to-all": lambda comm, peer: comm.all_to_all(
+        [torch.ones(MANY_BYTES // 4)] * 2, [torch.empty(MANY_BYTES // 4) for _ in range(2)]
+    ),
+}
+
+
+@on_ranks(2)
+@TRANSPORTS
+@pytest.mark.parametrize("posted", POSTED)
+def test_a_communicator_dropped_in_the_middle(world, transport, posted):
+    comm = Communicator(world.group, device="cpu", transport=transport)  # no other reference
+    dist.barrier(world.group)
+    if world.rank == 1:
+        work = POSTED[posted](comm, 0)
+        del work, comm
+        gc.collect()
+        dist.barrier(world.group)
+        return
+    dist.barrier(world.group)
+    started_at = time.monotonic()
+    with pytest.raises(PipeCommAborted, match="rank 1: its communicator was dropped") as caught:
+        MEETS[posted](comm, 1)
+    assert time.monotonic() - started_at < AT_ONCE_S
+    assert caught.value.origin_rank == 1
+
+
+@on_ranks(2)
+@TRANSPORTS
+def test_a_close_that_is_interrupted(world, transport):
+    class Interrupted(Exception):
+        pass
+
+    def interrupt(*_):
+        raise Interrupted
+
+    comm = world.fresh_comm(transport=transport)
+    dist.barrier(world.group)
+    if world.rank == 1:
+        before = signal.signal(signal.SIGALRM, interrupt)
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        try:
+            with pytest.raises(Interrupted), comm:
+                comm.irecv(torch.zeros(4), 0)  # the end of the block waits for it
+        finally:
+            signal.signal(signal.SIGALRM, before)
+        assert comm.closed
+        dist.barrier(world.group)
+        return
+    dist.barrier(world.group)
+    started_at = time.monotonic()
+    with pytest.raises(PipeCommAborted, match=r"rank 1: its close\(\) was interrupted"):
+        comm.send(torch.ones(4), 1)
+    assert time.monotonic() - started_at < AT_ONCE_S
+
+
+def freed() -> torch.Tensor:
+    tensor = torch.zeros(3, 4)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def shrunk() -> torch.Tensor:
+    tensor = torch.zeros(3, 4)
+    tensor.untyped_storage().resize_(20)
+    return tensor
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("make", [freed, shrunk])
+def test_storage_that_was_freed_or_shrunk_is_refused(world, make):
+    comm, peer = world.comm, 1 - world.rank
+    for call in (lambda: comm.send(make(), peer), lambda: comm.recv(make(), peer)):
+        with pytest.raises(ValueError, match="needs 48 bytes of its storage, which has (0|20); its memory"):
+            call()
+    with pytest.raises((ValueError, PipeCommMismatch), match="its memory has been freed or resized"):
+        pipecomm_ext.all_to_all(make().reshape(1, 3, 4) if world.rank else torch.zeros(1, 3, 4), comm)
+    comm.barrier()
+
+
+@on_ranks(2)
+def test_tensors_that_stand_for_zeros(world):
+    """They are sent as zeros, and refused as results."""
+    comm, peer = world.comm, 1 - world.rank
+    zeros = torch._efficientzerotensor((2, 3))
+    received = pattern((2, 3), torch.float32)
+    comm.batch_p2p([pipecomm_ext.Send(zeros, peer), pipecomm_ext.Recv(received, peer)])
+    assert_same(received, torch.zeros(2, 3))
+    with pytest.raises(ValueError, match="stands for zeros and has no memory"):
+        comm.recv(torch._efficientzerotensor((2, 3)), peer)
+    x = torch.ones(1, 2, 4, requires_grad=True)
+    y = pipecomm_ext.all_to_all(x, comm)
+    y.backward(torch._efficientzerotensor(y.shape))
+    assert_same(x.grad, torch.zeros(1, 2, 4))
+    comm.barrier()
+
+
+TRANSFORMS = {
+    "vmap": lambda f, x: torch.vmap(f)(x),
+    "grad": lambda f, x: torch.func.grad(lambda x: f(x[0]).sum())(x),
+    "hessian": lambda f, x: torch.func.hessian(lambda x: f(x[0]).sum())(x),
+    "jvp": lambda f, x: torch.func.jvp(lambda x: f(x[0]), (x,), (x,)),
+    "functionalize": lambda f, x: torch.func.functionalize(lambda x: f(x[0]))(x),
+}
+CALLS = {
+    "all_to_all": lambda x, comm: pipecomm_ext.all_to_all(x, comm),
+    "gather": lambda x, comm: pipecomm_ext.gather_forward_split_backward(x, comm, 1),
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("name", CALLS)
+def test_tensors_inside_a_transform_are_refused_on_all_ranks(world, transform, name):
+    comm, call = world.comm, CALLS[name]
+    x = torch.ones(3, 1, 2, 4)
+    if world.rank == 0:
+        with pytest.raises(TypeError, match="inside a transform"):
+            TRANSFORMS[transform](lambda x: call(x, comm), x)
+    else:
+        with pytest.raises(PipeCommMismatch, match="refused by rank 0: TypeError: .* inside a transform"):
+            call(x[0], comm)
+    with pytest.raises(TypeError, match="inside a transform"):
+        comm.recv(torch._to_functional_tensor(torch.zeros(3)), 1 - world.rank)
+    comm.barrier()

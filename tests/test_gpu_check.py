@@ -1,0 +1,146 @@
+"""The stages of `make gpu-check`, with commands that need no GPU: none stops another."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from scripts import REPOSITORY
+
+spec = importlib.util.spec_from_file_location("gpu_check", REPOSITORY / "tests" / "gpu" / "check.py")
+gpu_check = sys.modules["gpu_check"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(gpu_check)
+
+
+def stage(name: str, script: str, limit_s: float = 60.0, **options):
+    return gpu_check.Stage(name, ["sh", "-c", script], limit_s, **options)
+
+
+def outcomes(results: Path) -> dict[str, str]:
+    return {entry["name"]: entry["result"] for entry in json.loads((results / "summary.json").read_text())}
+
+
+def test_no_stage_stops_another(tmp_path: Path, capfd) -> None:
+    stages = [
+        stage("good", "echo one; echo '1 passed'"),
+        stage("bad", "echo trouble; exit 3"),
+        stage("needs-bad", "touch never", after="bad"),
+        stage("needs-good", 'echo "${PYTHONPATH%%:*}"', after="good"),
+        stage("small", "echo too small; exit 77"),
+        stage("missing", "touch never", missing=lambda: "no such tool"),
+        gpu_check.Stage("absent", ["/nonexistent/program"], 60.0),
+        stage("measures", """echo '{"us": 3.5}' > {figures}"""),
+    ]
+    assert gpu_check.run_stages(stages, tmp_path, 600.0) == 1
+    assert outcomes(tmp_path) == {
+        "good": "passed",
+        "bad": "failed",
+        "needs-bad": "skipped",
+        "needs-good": "passed",
+        "small": "skipped",
+        "missing": "skipped",
+        "absent": "failed",
+        "measures": "passed",
+    }
+    for name, note in {
+        "good": "1 passed",
+        "bad": "trouble",
+        "needs-bad": "bad has not passed",
+        "needs-good": str(REPOSITORY / "python"),
+        "small": "too small",
+        "missing": "no such tool",
+    }.items():
+        assert json.loads((tmp_path / f"{name}.json").read_text())["note"] == note
+    assert (tmp_path / "good.log").read_text() == "one\n1 passed\n"
+    assert json.loads((tmp_path / "measures.json").read_text())["figures"] == {"us": 3.5}
+    assert json.loads((tmp_path / "bad.json").read_text())["status"] == 3
+    table = capfd.readouterr().out.split("log or reason\n")[1].splitlines()
+    assert [line.split()[0] for line in table] == [each.name for each in stages]
+    assert table[1].split()[1] == "failed" and table[1].endswith("bad.log")
+
+
+def test_a_stage_that_hangs_is_killed_with_what_it_started(tmp_path: Path) -> None:
+    began, survivor = time.monotonic(), tmp_path / "survivor"
+    stages = [
+        stage("hangs", f"(sleep 3; touch {survivor}) & sleep 300", limit_s=1.0),
+        stage("next", "exit 1"),
+    ]
+    assert gpu_check.run_stages(stages, tmp_path, 600.0) == gpu_check.TIMED_OUT
+    assert time.monotonic() - began < 100
+    assert outcomes(tmp_path) == {"hangs": "timed out", "next": "failed"}
+    time.sleep(3.0)
+    assert not survivor.exists()
+
+
+def test_all_stages_together_have_a_limit(tmp_path: Path) -> None:
+    stages = [stage("long", "sleep 300"), stage("late", "touch never")]
+    assert gpu_check.run_stages(stages, tmp_path, 1.5) == gpu_check.TIMED_OUT
+    assert outcomes(tmp_path) == {"long": "timed out", "late": "skipped"}
+    assert json.loads((tmp_path / "late.json").read_text())["note"] == "no time is left"
+
+
+def test_nothing_but_good_stages_and_an_interrupt(tmp_path: Path) -> None:
+    def interrupt():
+        raise KeyboardInterrupt
+
+    stages = [stage("good", "true"), stage("interrupted", "true", missing=interrupt), stage("late", "true")]
+    assert gpu_check.run_stages(stages[:1], tmp_path, 60.0) == 0
+    assert gpu_check.run_stages(stages, tmp_path, 60.0) == 130
+    assert outcomes(tmp_path) == {"good": "passed"}
+
+
+@pytest.mark.parametrize("num_gpus", [1, 4])
+def test_the_stages_name_what_exists(num_gpus: int) -> None:
+    """Files, stages that others come after, and every test of tests/gpu in one of them."""
+    stages = gpu_check.all_stages(num_gpus)
+    names = [each.name for each in stages]
+    assert len(set(names)) == len(names)
+    files = [part for each in stages for part in each.command if part.endswith(".py")]
+    assert all((REPOSITORY / file).is_file() for file in files), files
+    tests = {f"tests/gpu/{path.name}" for path in (REPOSITORY / "tests" / "gpu").glob("test_*.py")}
+    assert tests <= set(files), tests - set(files)
+    for idx, each in enumerate(stages):
+        assert each.after is None or each.after in names[:idx], each.name
+
+
+def test_without_a_gpu_it_says_so(tmp_path: Path, capsys, monkeypatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    assert gpu_check.main(["--results", str(tmp_path)]) == 2
+    assert "no CUDA device" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("folder", "script"), [("bench", "run"), ("examples", "train_text")])
+def test_the_stages_pass_options_that_exist(monkeypatch, folder: str, script: str) -> None:
+    """Of scripts of ours; a wrong one ends the test by SystemExit."""
+    monkeypatch.syspath_prepend(REPOSITORY / folder)
+    module = importlib.import_module(script)
+    stages = [each.command for each in gpu_check.all_stages(4) + gpu_check.all_stages(1)]
+    commands = [list(command) for command in stages if f"{folder}/{script}.py" in command]
+    for command in commands:
+        args = module.parse_arguments(command[command.index(f"{folder}/{script}.py") + 1 :])
+        assert args.device == "cuda" and args.ranks >= 2
+    assert commands
+
+
+@pytest.mark.parametrize(("num_gpus", "gpus", "is_shared"), [(1, [0, 0], True), (2, [0, 1], False)])
+def test_ranks_share_gpus_if_there_are_too_few(monkeypatch, num_gpus, gpus, is_shared) -> None:
+    """Each of them as on a host of its own, as NCCL demands."""
+    monkeypatch.syspath_prepend(REPOSITORY / "examples")
+    launch = importlib.import_module("launch")
+    environment, taken, hosts = {}, [], []
+    monkeypatch.setattr(launch.os, "environ", environment)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: num_gpus)
+    monkeypatch.setattr("torch.cuda.set_device", taken.append)
+    for rank in range(2):
+        launch.take_gpu(rank, 2)
+        hosts.append(environment.get("NCCL_HOSTID"))
+    assert taken == gpus
+    assert len(set(hosts)) == (2 if is_shared else 1)
+    assert ("NCCL_SOCKET_IFNAME" in environment) == is_shared
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    with pytest.raises(RuntimeError, match="sees no CUDA device"):
+        launch.take_gpu(0, 2)

@@ -1,0 +1,136 @@
+"""What happens to tensors while an operation on them is in flight: memory moved, versions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from patterns import assert_same, pattern
+from ranks import on_ranks
+
+from pipecomm_ext import PipeCommError, Recv
+
+TRANSPORTS = pytest.mark.parametrize("transport", ["c10d", "shm"])
+MOVES = {
+    "share_memory_": lambda tensor: tensor.share_memory_(),
+    "larger": lambda tensor: tensor.untyped_storage().resize_(2 * tensor.nbytes),
+    "freed": lambda tensor: tensor.untyped_storage().resize_(0),
+}
+NUM_ELEMENTS = [64, 1 << 16, 1 << 22]
+
+
+def churn():
+    """Gets and overwrites memory that has been freed."""
+    return [torch.full((64,), float("nan")) for _ in range(200)]
+
+
+@on_ranks(2)
+@TRANSPORTS
+@pytest.mark.parametrize("num_elements", NUM_ELEMENTS)
+@pytest.mark.parametrize("move", MOVES)
+def test_a_receive_whose_storage_moves(world, transport, num_elements, move):
+    """Nothing is damaged; the receiver is told that the message is lost, and the next one comes."""
+    comm, peer = world.shared_comm(transport=transport), 1 - world.rank
+    sent = pattern(num_elements, torch.float32)
+    if world.rank == 0:
+        tensor = torch.zeros(num_elements)
+        strided = torch.zeros(num_elements, 2)[:, 0]
+        works = [comm.irecv(tensor, peer), comm.irecv(strided, peer)]
+        MOVES[move](tensor)
+        MOVES[move](strided)
+        used = churn()
+        dist.barrier(world.group)
+        for work in works:
+            with pytest.raises(PipeCommError, match="has got other memory .*so the message is lost"):
+                work.wait()
+        assert all(bool(piece.isnan().all()) for piece in used)
+    else:
+        dist.barrier(world.group)
+        for _ in range(2):
+            comm.send(sent, peer)
+    received = torch.zeros(num_elements)
+    comm.recv(received, peer) if world.rank == 0 else comm.send(sent, peer)
+    assert_same(received, sent if world.rank == 0 else torch.zeros(num_elements))
+    comm.barrier()
+
+
+@on_ranks(2)
+@TRANSPORTS
+@pytest.mark.parametrize("num_elements", NUM_ELEMENTS)
+@pytest.mark.parametrize("move", MOVES)
+def test_a_send_whose_storage_moves(world, transport, num_elements, move):
+    """What was there arrives."""
+    comm, peer = world.shared_comm(transport=transport), 1 - world.rank
+    sent = pattern(num_elements, torch.float32)
+    if world.rank == 0:
+        tensor = sent.clone()
+        work = comm.isend(tensor, peer)
+        again = comm.isend(tensor, peer)
+        MOVES[move](tensor)
+        used = churn()
+        dist.barrier(world.group)
+        work.wait()
+        again.wait()
+        assert all(bool(piece.isnan().all()) for piece in used)
+    else:
+        received = [torch.zeros(num_elements) for _ in range(2)]
+        dist.barrier(world.group)
+        for tensor in received:
+            comm.recv(tensor, peer)
+            assert_same(tensor, sent)
+    comm.barrier()
+
+
+@on_ranks(2)
+@TRANSPORTS
+def test_pinned_memory_is_freed_in_the_end(world, transport):
+    """Of 100 tensors of 4 MB each that move in flight, none stays."""
+    comm, peer = world.shared_comm(transport=transport), 1 - world.rank
+
+    def resident_kb():
+        return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmRSS"))
+
+    before = resident_kb()
+    for _ in range(100):
+        tensor, received = torch.ones(1 << 20), torch.zeros(1 << 20)
+        works = [comm.irecv(received, peer), comm.isend(tensor, peer)]
+        tensor.untyped_storage().resize_(0)
+        for work in works:
+            work.wait()
+        assert received[-1] == 1
+    assert resident_kb() - before < 100_000
+
+
+@on_ranks(2)
+@TRANSPORTS
+@pytest.mark.parametrize("operation", ["irecv", "batch", "broadcast", "all_to_all", "strided"])
+def test_autograd_hears_when_the_data_land(world, transport, operation):
+    """A tensor that is saved for backward between the call and the arrival has changed by then."""
+    comm, peer = world.shared_comm(transport=transport), 1 - world.rank
+    tensor = torch.zeros(8, 2)[:, 0] if operation == "strided" else torch.zeros(8)
+    one = torch.ones(8)
+    if world.rank == 0:
+        work = {
+            "irecv": lambda: comm.irecv(tensor, peer),
+            "strided": lambda: comm.irecv(tensor, peer),
+            "batch": lambda: comm.batch_p2p([Recv(tensor, peer)], async_op=True),
+            "broadcast": lambda: comm.broadcast(tensor, peer, async_op=True),
+            "all_to_all": lambda: comm.all_to_all([one, one], [torch.zeros(8), tensor], async_op=True),
+        }[operation]()
+        x = torch.ones(8, requires_grad=True)
+        product = x * tensor
+        version = tensor._version
+        dist.barrier(world.group)
+        work.wait()
+        assert tensor._version > version and tensor.equal(one)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            product.sum().backward()
+        (x * tensor).sum().backward()  # what is saved afterwards is right
+        assert x.grad.equal(one)
+    else:
+        dist.barrier(world.group)
+        {
+            "broadcast": lambda: comm.broadcast(one, 1),
+            "all_to_all": lambda: comm.all_to_all([one, one], [torch.zeros(8), torch.zeros(8)]),
+        }.get(operation, lambda: comm.send(one, peer))()
+    comm.barrier()

@@ -1,0 +1,130 @@
+"""A dead rank is noticed though its children hold its connections; a failed construction names who failed."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import on_ranks
+
+from pipecomm_ext import Communicator, PipeCommError, PipeCommMismatch, PipeCommPeerLost
+from pipecomm_ext.transports import gloo
+
+pytestmark = pytest.mark.timed
+
+TRANSPORTS = pytest.mark.parametrize("transport", ["c10d", "shm"])
+AT_ONCE_S = 10.0  # of a timeout of 30 s
+CHILD_S = 25  # how long a child lives if nobody ends it
+
+
+def forked() -> int:
+    if (pid := os.fork()) == 0:
+        time.sleep(CHILD_S)
+        os._exit(0)
+    return pid
+
+
+def executed() -> int:
+    """A program that inherits every descriptor that may be inherited."""
+    return subprocess.Popen(
+        [sys.executable, "-c", f"import time; time.sleep({CHILD_S})"], close_fds=False
+    ).pid
+
+
+CHILDREN = {"forked": forked, "executed": executed}
+
+
+def die_before_a_child(world, transport, kind, dies_in_order):
+    comm = Communicator(world.group, device="cpu", transport=transport, timeout=30)
+    if world.rank == 1:
+        child = CHILDREN[kind]()
+        comm.send(torch.tensor([child]), 0)
+        if dies_in_order:
+            comm.isend(torch.full((1 << 16,), 7), 0).wait()
+            comm.close()
+        os.kill(os.getpid(), signal.SIGKILL)
+    child = torch.zeros(1, dtype=torch.int64)
+    comm.recv(child, 1)
+    try:
+        started_at = time.monotonic()
+        if dies_in_order:
+            last = torch.zeros(1 << 16, dtype=torch.int64)
+            comm.recv(last, 1)
+            assert (last == 7).all()
+        with pytest.raises(
+            PipeCommPeerLost, match="has closed" if dies_in_order else "rank 1, which died"
+        ) as caught:
+            comm.recv(torch.zeros(3), 1)
+        assert caught.value.origin_rank == 1
+        comm.close()
+        assert time.monotonic() - started_at < AT_ONCE_S
+    finally:
+        os.kill(int(child), signal.SIGKILL)
+
+
+@TRANSPORTS
+@pytest.mark.parametrize("kind", CHILDREN)
+def test_a_death_is_noticed_although_a_child_lives(ranks, transport, kind):
+    with ranks.disposable(2, die_before_a_child, transport, kind, False) as world:
+        outcome = world.collect()[0]
+        assert outcome.status == "returned", outcome
+
+
+@TRANSPORTS
+def test_last_messages_of_a_rank_whose_child_lives(ranks, transport):
+    with ranks.disposable(2, die_before_a_child, transport, "forked", True) as world:
+        outcome = world.collect()[0]
+        assert outcome.status == "returned", outcome
+
+
+@on_ranks(2)
+def test_programs_do_not_inherit_connections(world):
+    before = gloo._inherited_sockets()
+    comm = world.fresh_comm(transport="c10d")
+    assert gloo._inherited_sockets() == before
+    comm.barrier()
+
+
+# ---- constructions that fail -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_rank_that_cannot_connect_says_so_and_the_others_hear_it(ranks, size):
+    with ranks.disposable(size, make_without_descriptors) as world:
+        outcomes = world.collect()
+        assert all(outcome.status == "returned" for outcome in outcomes), "\n".join(map(str, outcomes))
+
+
+def make_without_descriptors(world):
+    """Rank 1 has no descriptors left for gloo."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    dist.barrier(world.group)
+    started_at = time.monotonic()
+    if world.rank == 1:
+        with open(os.devnull) as next_free:
+            few = next_free.fileno() + 2  # the store needs one
+        resource.setrlimit(resource.RLIMIT_NOFILE, (few, limits[1]))
+        try:
+            with pytest.raises(
+                PipeCommError, match="rank 1: could not connect:.*Too many open files"
+            ) as caught:
+                Communicator(world.group, device="cpu", transport="c10d", timeout=30)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        assert not isinstance(caught.value, PipeCommMismatch)
+    else:
+        with pytest.raises(
+            PipeCommMismatch, match="refused by rank 1: could not connect: .*Too many open files"
+        ):
+            Communicator(world.group, device="cpu", transport="c10d", timeout=30)
+    assert time.monotonic() - started_at < AT_ONCE_S
+    dist.barrier(world.group)
+    with Communicator(world.group, device="cpu", transport="c10d", timeout=30) as comm:
+        comm.barrier()
