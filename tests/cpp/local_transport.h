@@ -246,8 +246,9 @@ class Transport final : public HostTransport {
   void deliver_body(const RequestPtr& request, const RequestPtr& other) {
     const RequestPtr& send = request->direction == Direction::send ? request : other;
     const RequestPtr& recv = request->direction == Direction::send ? other : request;
-    Operation::settle(*send, nullptr);
+    // In this order: whose sends are done may leave, and its end must not overtake the body.
     hub_->send(send->peer, {.from = recv->peer, .body = recv});
+    Operation::settle(*send, nullptr);
   }
 
   void body_arrived(const RequestPtr& recv) {

@@ -111,7 +111,7 @@ void messages_to_a_closed_peer_end() {
     run(
         "message to a closed peer", closing_options(3),
         [&](Rank& me) {
-          const Tensor tensor({4}, 1), second({4});
+          const Tensor tensor({4}, 1), second({4}), larger_than_fifo({1024});
           if (me.rank == 0) {
             const DeviceOperationPtr sent = me.p2p({tensor.to(1, 1)}, true);
             meeting.arrive_and_wait();
@@ -127,7 +127,7 @@ void messages_to_a_closed_peer_end() {
           me.finish(me.p2p({second.from(0, 1)}, true));
           EXPECT(second.counts_from(1));
           const std::string text = failure_text(FailureKind::peer_lost, [&] {
-            me.finish(me.p2p({sends ? tensor.to(0) : tensor.from(0)}, true));
+            me.finish(me.p2p({sends ? larger_than_fifo.to(0) : tensor.from(0)}, true));
           });
           EXPECT(contains(text, "rank 0 has closed"));
           // If it was refused at once, the communicator goes on.
