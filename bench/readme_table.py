@@ -32,24 +32,12 @@ NAMES = {
 HIGHLIGHTS = (
     "host time to post 4 sends and 4 receives, 1 KiB, 2 ranks",
     "there and back, 4 KiB, 2 ranks",
-    "there and back, 1 MiB, 2 ranks",
-    "p2p ring, 64 KiB, 2 ranks",
     "p2p ring, 16 MiB, 2 ranks",
-    "batch on two channels, 64 KiB, 2 ranks",
-    "batch on two channels, 16 MiB, 2 ranks",
     "broadcast, 4 KiB, 4 ranks",
-    "broadcast, 16 MiB, 4 ranks",
-    "all-to-all, 25 MiB, even, H to S, 4 ranks",
     "all-to-all, 25 MiB, both uneven, H to S, 4 ranks",
     "gather, 16 MiB, uneven, 4 ranks",
-    "gather, 16 MiB, 16 packed, 4 ranks",
     "relay, 16 MiB, 1 to 2, R to R, 3 ranks",
-    "relay, 16 MiB, 2 to 1, S0 to S1, 3 ranks",
-    "`P2PCommunicator`, both ways, 64 KiB, 2 ranks",
-    "`P2PCommunicator`, both ways, 1 MiB, 2 ranks",
-    "training step, 16 KiB, ZB-V, 8 stages, 8 micro-batches, 4 ranks",
     "training step, 256 KiB, 1F1B, 4 stages, 8 micro-batches, 4 ranks",
-    "host time of an action, 4 B, 1F1B, 4 stages, 8 micro-batches, 4 ranks",
 )
 
 

@@ -2,6 +2,7 @@
 
 schedules.svg, .png   all schedules side by side on one time scale: the same model on 4 devices (a quarter of
                       it is the unit on every device), 8 micro-batches, F = I = W
+overview.svg          three of them, for the README
 <name>.svg            each schedule at its natural unit, all stages alike
 """
 
@@ -37,12 +38,16 @@ def comparison():
     ]
 
 
+OVERVIEW = ("1F1B", "ZB-V", "DualPipe (two copies of the weights)")
+
+
 def main() -> None:
     IMG.mkdir(exist_ok=True)
-    timelines = [schedules.simulate(plan, costs) for _, plan, costs in comparison()]
-    titles = [title for title, _, _ in comparison()]
-    for ending in ("svg", "png"):
-        schedules.draw(timelines, IMG / f"schedules.{ending}", titles=titles, width=1000)
+    timelines = {title: schedules.simulate(plan, costs) for title, plan, costs in comparison()}
+    files = {"schedules.svg": timelines, "schedules.png": timelines, "overview.svg": OVERVIEW}
+    for name, titles in files.items():
+        shown = [timelines[title] for title in titles]
+        schedules.draw(shown, IMG / name, titles=list(titles), width=1000)
     for name in schedules.GENERATORS:
         sizes = {"dualpipe": (4, 10), "dualpipev": (4, 10), "interleaved_1f1b": (4, 8, 2)}.get(name, (P, M))
         schedules.draw(schedules.get_plan(name, *sizes), IMG / f"{name}.svg", width=1000)

@@ -202,6 +202,6 @@ def test_info_shows_the_values_in_effect_and_what_is_wrong(monkeypatch):
     assert "warning: PIPECOMM_TRANSPRT means nothing; did you mean PIPECOMM_TRANSPORT?" in text
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/environment.md"])
-def test_the_documented_table_is_the_modules(page):
-    assert environment.table() in (ROOT / page).read_text(), f"paste environment.table() into {page}"
+def test_the_documented_table_is_the_modules():
+    page = ROOT / "docs" / "environment.md"
+    assert environment.table() in page.read_text(), f"paste environment.table() into {page}"

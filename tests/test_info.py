@@ -152,6 +152,15 @@ def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixtu
     assert f"python -m pipecomm_ext {command}" in capsys.readouterr().out
 
 
+def test_the_command_line_without_a_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command_line.main([]) == 0
+    assert capsys.readouterr().out.startswith("usage: python -m pipecomm_ext [-h] [--version] {info,")
+    with pytest.raises(SystemExit) as stopped:
+        command_line.main(["--version"])
+    assert stopped.value.code == 0
+    assert capsys.readouterr().out == f"pipecomm_ext {pipecomm_ext.__version__}\n"
+
+
 def run_doctor(**environment: str) -> subprocess.CompletedProcess:
     return subprocess.run(
         [sys.executable, "-m", "pipecomm_ext", "doctor", "--deadline", "40"],

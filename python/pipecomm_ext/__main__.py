@@ -7,6 +7,8 @@ import json
 import sys
 from collections.abc import Sequence
 
+from . import __version__
+
 
 def run_info(args: argparse.Namespace) -> int:
     from .diagnostics.info import format_info, info
@@ -33,7 +35,8 @@ def make_parser() -> argparse.ArgumentParser:
     from .schedules.cli import add_check_parser, add_draw_parser
 
     parser = argparse.ArgumentParser(prog="python -m pipecomm_ext", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
+    parser.add_argument("--version", action="version", version=f"pipecomm_ext {__version__}")
+    commands = parser.add_subparsers(dest="command")
 
     info = commands.add_parser(
         "info", help="what was built, what is usable here, which transport is chosen and why"
@@ -65,7 +68,11 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = make_parser().parse_args(argv)
+    parser = make_parser()
+    args = parser.parse_args(argv)
+    if args.command is None:
+        parser.print_help()
+        return 0
     return args.run(args)
 
 

@@ -210,12 +210,13 @@ def test_command_line_check(tmp_path, capsys):
     [
         (["check", "dualpipe", "--ranks", "3", "--microbatches", "8"], "P=3 ranks; expected an even number"),
         (["check", "gpipe"], "'gpipe' needs --ranks and --microbatches"),
+        (["check", "interleaved", "--ranks", "4", "--microbatches", "8"], "needs --virtual-stages"),
         (["check", "nothing", "--ranks", "2", "--microbatches", "2"], "unknown schedule 'nothing'"),
         (["check", "none.csv"], "No such file"),
         (["check", "none.csv", "--ranks", "2"], "holds a whole plan"),
         (
             ["check", "gpipe", "--ranks", "2", "--microbatches", "2", "--virtual-stages", "2"],
-            "unexpected keyword",
+            "'gpipe' does not take --virtual-stages",
         ),
         (
             ["check", "gpipe", "--ranks", "2", "--microbatches", "4", "--max-activations", "3"],

@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import argparse
 import functools
+import inspect
 import sys
 from collections.abc import Callable
 
 from .check import check
 from .costs import Costs
 from .drawing.draw import draw
-from .generators.registry import ALIASES, GENERATORS, get_plan
+from .generators.registry import ALIASES, GENERATORS, find_generator, get_plan
 from .plan import Plan
 from .simulate import simulate
+
+# The parameters of generators, and the options that give them.
+_OPTIONS = {"P": "--ranks", "M": "--microbatches", "V": "--virtual-stages", "group_size": "--group-size"}
 
 
 def add_draw_parser(subparsers) -> argparse.ArgumentParser:
@@ -68,19 +72,18 @@ def _add_cost_arguments(parser: argparse.ArgumentParser) -> None:
 
 def plan_from_arguments(arguments: argparse.Namespace) -> Plan:
     """The plan that the command line names. Raises ValueError, TypeError or OSError."""
-    sizes = {
-        "P": arguments.ranks,
-        "M": arguments.microbatches,
-        "V": arguments.virtual_stages,
-        "group_size": arguments.group_size,
-    }
-    given = {name: value for name, value in sizes.items() if value is not None}
+    values = {name: getattr(arguments, option[2:].replace("-", "_")) for name, option in _OPTIONS.items()}
+    given = {name: value for name, value in values.items() if value is not None}
     if arguments.plan.lower().endswith(".csv"):
         if given:
             raise ValueError(f"{arguments.plan} holds a whole plan; give no sizes with it")
         return Plan.from_csv(arguments.plan)
-    if arguments.ranks is None or arguments.microbatches is None:
-        raise ValueError(f"the schedule {arguments.plan!r} needs --ranks and --microbatches")
+    taken = inspect.signature(find_generator(arguments.plan)).parameters
+    needed = [name for name, parameter in taken.items() if parameter.default is parameter.empty]
+    if missing := [_OPTIONS[name] for name in needed if name not in given]:
+        raise ValueError(f"the schedule {arguments.plan!r} needs {' and '.join(missing)}")
+    if unknown := [_OPTIONS[name] for name in given if name not in taken]:
+        raise ValueError(f"the schedule {arguments.plan!r} does not take {' or '.join(unknown)}")
     return get_plan(arguments.plan, **given)
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
+from fractions import Fraction
 from numbers import Real
 
 from .actions import Compute, Fused
 from .plan_error import PlanError
 
-Cost = Real | tuple[Real, ...]
+Cost = float | Fraction | Sequence[float | Fraction]
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class Costs:
 
 
 def _at(cost: Cost, stage: int):
-    if type(cost) is not tuple:
+    if not isinstance(cost, tuple):
         return cost
     if stage >= len(cost):
         raise PlanError(f"costs are given for {len(cost)} stages, but the plan has a stage {stage}")

@@ -34,18 +34,24 @@ def generator(*aliases: str) -> Callable[[Callable[Parameters, Plan]], Callable[
     return register
 
 
-def get_plan(name: str, *args, **kwargs) -> Plan:
-    """The plan that the generator `name` makes from the other arguments: `get_plan("dualpipe", P=4, M=10)`.
-
-    Case does not matter, nor does "-" in place of "_"; the names in `ALIASES`, such as "1f1b", are accepted.
-    Raises PlanError for an unknown name, TypeError for arguments that the generator does not take.
-    """
+def find_generator(name: str) -> Callable[..., Plan]:
+    """The generator of a name or an alias, whatever its case, with "-" or "_". Raises as `get_plan` does."""
     if not isinstance(name, str):
         raise TypeError(f"expected the name of a schedule, got {name!r} of type {type(name).__name__}")
     key = name.lower().replace("-", "_")
     make = GENERATORS.get(ALIASES.get(key, key))
     if make is None:
         raise PlanError(f"unknown schedule {name!r}; expected one of {', '.join(sorted(GENERATORS))}")
+    return make
+
+
+def get_plan(name: str, *args, **kwargs) -> Plan:
+    """The plan that the generator `name` makes from the other arguments: `get_plan("dualpipe", P=4, M=10)`.
+
+    Case does not matter, nor does "-" in place of "_"; the names in `ALIASES`, such as "1f1b", are accepted.
+    Raises PlanError for an unknown name, TypeError for arguments that the generator does not take.
+    """
+    make = find_generator(name)
     signature = inspect.signature(make)
     try:
         signature.bind(*args, **kwargs)
