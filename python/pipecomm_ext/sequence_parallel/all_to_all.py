@@ -13,6 +13,7 @@ from torch import Tensor
 from ..communicator.registry import communicator_of, group_name, named_group, rank_and_size
 from ..core.checked import whole_number
 from ..core.extension import _C
+from ..core.operators import communicates
 from .asynchronous import StepWork, apply_async
 from .differentiable import ExchangeStep, Step, apply, can_have_gradient
 from .sizes import Sizes, cal_split_sizes, checked_spec, dim_index, size_list, taken_as_equal
@@ -102,6 +103,10 @@ def all_to_all_many(
         a list of fresh contiguous tensors, in the order of `inputs`; those require a gradient whose inputs
         do. With async_op: (list, work).
     """
+    if torch.compiler.is_compiling() and not async_op:
+        return _traced_many(
+            inputs, process_group, scatter_dim, gather_dim, gather_size, scatter_sizes, gather_sizes
+        )
     comm = communicator_of(process_group, inputs[0] if isinstance(inputs, (list, tuple)) and inputs else None)
     with comm.collective(OP):
         if not isinstance(inputs, (list, tuple)):
@@ -218,13 +223,14 @@ def _warn_of_unlike_shares(requests: tuple[Request, ...], size: int, scatter_dim
         )
 
 
-# ---- in a compiled graph: one custom operator -------------------------------------------------------------
+# ---- in a compiled graph: two custom operators ------------------------------------------------------------
 
 
 _SCHEMA = """(Tensor input_, str group, SymInt scatter_dim, SymInt gather_dim, SymInt? gather_size,
               SymInt[]? scatter_sizes, SymInt[]? gather_sizes) -> Tensor"""
 
 
+@communicates
 @torch.library.custom_op("pipecomm_ext::all_to_all", mutates_args=(), schema=_SCHEMA)
 def _compiled(input_, group, scatter_dim, gather_dim, gather_size, scatter_sizes, gather_sizes):
     sizes = {"scatter_sizes": scatter_sizes, "gather_sizes": gather_sizes}
@@ -261,3 +267,81 @@ def _backward(ctx, grad):
 
 
 _compiled.register_autograd(_backward, setup_context=_save_for_backward)
+
+
+# Of several tensors: the lists of lengths, one for each tensor, travel as one flat list. With `are_equal` the
+# ranks' lengths along gather_dim were taken as equal.
+_SCHEMA_OF_MANY = """(Tensor[] inputs, str group, SymInt scatter_dim, SymInt gather_dim,
+                      SymInt[] scatter_sizes, SymInt[] gather_sizes, bool are_equal) -> Tensor[]"""
+
+
+def _traced_many(inputs, process_group, scatter_dim, gather_dim, gather_size, scatter_sizes, gather_sizes):
+    if not isinstance(inputs, (list, tuple)) or not inputs:
+        raise TypeError("inputs must be a list of at least one tensor")
+    _, size = rank_and_size(process_group)
+    scatter_dim = dim_index(scatter_dim, inputs[0].dim(), "scatter_dim")
+    gather_dim = dim_index(gather_dim, inputs[0].dim(), "gather_dim")
+    scatter_lists = _per_tensor(scatter_sizes, len(inputs), "scatter_sizes")
+    gather_lists = _per_tensor(gather_sizes, len(inputs), "gather_sizes")
+    flat: tuple[list[int], list[int]] = [], []
+    for input_, *lists in zip(inputs, scatter_lists, gather_lists, strict=True):
+        both = _sizes_of(input_.shape, size, scatter_dim, gather_dim, gather_size, *lists)
+        for name, sizes, lengths in zip(("scatter_sizes", "gather_sizes"), both, flat, strict=True):
+            if len(sizes) != size:
+                raise ValueError(f"{name} needs one entry for each of the {size} ranks, got {len(sizes)}")
+            lengths += sizes
+    are_equal = gather_size is None and any(sizes is None for sizes in gather_lists)
+    return _compiled_many(list(inputs), group_name(process_group), scatter_dim, gather_dim, *flat, are_equal)
+
+
+def _cut(lengths: Sequence[int], num_tensors: int) -> list[list[int]]:
+    """One list for each tensor."""
+    size = len(lengths) // num_tensors
+    return [list(lengths[idx * size : (idx + 1) * size]) for idx in range(num_tensors)]
+
+
+@communicates
+@torch.library.custom_op("pipecomm_ext::all_to_all_many", mutates_args=(), schema=_SCHEMA_OF_MANY)
+def _compiled_many(inputs, group, scatter_dim, gather_dim, scatter_sizes, gather_sizes, are_equal):
+    sizes = {
+        "scatter_sizes": _cut(scatter_sizes, len(inputs)),
+        "gather_sizes": _cut(gather_sizes, len(inputs)),
+    }
+    with taken_as_equal(gather_dim, _CURE if are_equal else None):
+        return all_to_all_many(inputs, named_group(group), scatter_dim, gather_dim, **sizes)
+
+
+@_compiled_many.register_fake
+def _(inputs, group, scatter_dim, gather_dim, scatter_sizes, gather_sizes, are_equal) -> list[Tensor]:
+    rank, _ = rank_and_size(named_group(group))
+    outputs = []
+    for input_, scattered, gathered in zip(
+        inputs, _cut(scatter_sizes, len(inputs)), _cut(gather_sizes, len(inputs)), strict=True
+    ):
+        shape = list(input_.shape)
+        shape[scatter_dim], shape[gather_dim] = scattered[rank], sum(gathered)
+        outputs.append(input_.new_empty(shape))
+    return outputs
+
+
+def _save_for_backward_of_many(ctx, inputs, output) -> None:
+    tensors, ctx.group, *ctx.dims, scatter_sizes, gather_sizes, _ = inputs
+    ctx.needs = [tensor.requires_grad for tensor in tensors]
+    ctx.sizes = _cut(scatter_sizes, len(tensors)), _cut(gather_sizes, len(tensors))
+    ctx.mark_non_differentiable(*(out for out, need in zip(output, ctx.needs, strict=True) if not need))
+
+
+def _backward_of_many(ctx, grads):
+    scatter_dim, gather_dim = ctx.dims
+    kept = [grad for grad, need in zip(grads, ctx.needs, strict=True) if need]
+    scatter_sizes, gather_sizes = (
+        [length for sizes, need in zip(lists, ctx.needs, strict=True) if need for length in sizes]
+        for lists in ctx.sizes
+    )
+    back = _compiled_many(kept, ctx.group, gather_dim, scatter_dim, gather_sizes, scatter_sizes, False)
+    back = iter(back)
+    # group, scatter_dim, gather_dim, scatter_sizes, gather_sizes, are_equal
+    return [next(back) if need else None for need in ctx.needs], *[None] * 6
+
+
+_compiled_many.register_autograd(_backward_of_many, setup_context=_save_for_backward_of_many)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..communicator.registry import communicator_of, group_name, named_group, rank_and_size
 from ..core.extension import _C
+from ..core.operators import communicates
 from ..core.tensor_specs import TensorSpec
 from .asynchronous import StepWork, apply_async
 from .differentiable import ExchangeStep, Step, apply, real_views
@@ -196,6 +197,7 @@ def _compiled_split(input_, group, dim, lengths, num_each, scale, grad_scale):
     return _run_split(input_, named_group(group), dim, _unflat(lengths, num_each), scale, grad_scale)
 
 
+@communicates
 @torch.library.custom_op("pipecomm_ext::gather", mutates_args=(), schema=_SCHEMA)
 def _compiled_gather(input_, group, dim, lengths, num_each, scale, grad_scale):
     layout = _unflat(lengths, num_each)
