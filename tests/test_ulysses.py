@@ -184,10 +184,10 @@ def test_communication_runs_beside_attention(world):
 
     local = [numbers((1, 3, 8, 4), torch.float64, name, world.rank).requires_grad_() for name in "qkv"]
     ulysses_attention(*local, attention, comm, chunks=4).sum().backward()
-    # Forward: four exchanges in, then one out behind each chunk. Backward: eight before, four out at once,
-    # then attention's first chunk, whose gradients leave before the next one is computed.
-    assert seen == [("forward", 4), ("forward", 5), ("forward", 6), ("forward", 7)] + [
-        ("backward", 12),
+    # Forward: three exchanges in, then one out behind each chunk, and in for the last chunk. Backward: eight
+    # before, three back, then those of attention's first chunk, and the last one back.
+    assert seen == [("forward", 3), ("forward", 5), ("forward", 6), ("forward", 7)] + [
+        ("backward", 11),
         ("backward", 13),
         ("backward", 14),
         ("backward", 15),
@@ -279,19 +279,33 @@ def test_wrong_arguments_of_one_rank(world, case):
     check_equal(world, 1, 6, 4, 2, 2)
 
 
+@on_ranks(2)
+def test_gradients_where_a_rank_has_no_heads(world):
+    """Of k and v alone: a rank that attends to nothing takes part in the backward."""
+    whole = whole_tensors(1, 4, 1, 1, 4)
+    whole[0].requires_grad_(False)
+    whole_attention(*whole).sum().backward()
+    q, k, v = (cut(tensor.detach(), SEQ, [2, 2], world.rank) for tensor in whole)
+    ulysses_attention(q, k.requires_grad_(), v.requires_grad_(), None, world.comm).sum().backward()
+    for mine, full in zip((k, v), whole[1:], strict=True):
+        torch.testing.assert_close(mine.grad, cut(full.grad, SEQ, [2, 2], world.rank))
+
+
+@pytest.mark.parametrize("at", [1, 2, 4])
 @on_ranks(3)
-def test_attention_that_raises_on_one_rank(world):
+def test_attention_that_raises_on_one_rank(world, at):
+    """Whether or not the others still have chunks to ask for."""
     calls = []
 
     def attention(q, k, v):
         calls.append(0)
-        if world.rank == 1 and len(calls) == 2:
+        if world.rank == 1 and len(calls) == at:
             raise RuntimeError("out of luck")
         return q
 
     tensors = [numbers((1, 3, 12, 4), torch.float64, name).requires_grad_() for name in "qkv"]
     with pytest.raises(RuntimeError if world.rank == 1 else PipeCommMismatch, match="out of luck"):
-        ulysses_attention(*tensors, attention, world.comm, chunks=3)
+        ulysses_attention(*tensors, attention, world.comm, chunks=4)
     check_equal(world, 1, 6, 4, 2, 2)
 
 

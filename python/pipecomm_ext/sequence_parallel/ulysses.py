@@ -1,12 +1,12 @@
 """Ulysses attention in one call: sequence for heads, attention, and back, in chunks of heads that overlap.
 
-The exchanges of all chunks are posted at once; attention of a chunk begins when its heads are there, and
-its result goes back while the next chunk is computed. Autograd runs the chunks backwards in the same way:
-`_Leave` posts the gradients of all chunks, `_Depart` waits for those of one, `_Arrive` posts what attention's
-backward made of them, `_Enter` waits for all. These gradients travel beside the graph, in `_Run`, straight to
-and from the boxes of whole tensors, so no chunk is cut out or put together by a copy. A backward that is
-itself recorded (create_graph=True) sends them through the graph, in one exchange for all chunks,
-without overlap.
+While a chunk is computed the next ones arrive, AHEAD of them, and the result of the last one goes back. More
+would share the link, and a rank that is late with its first chunk stays late. Autograd runs the chunks
+backwards in the same way: `_Leave` posts the gradients of the first results, `_Depart` waits for those of a
+chunk and posts the next ones, `_Arrive` posts what attention's backward made of them, `_Enter` waits for all.
+These gradients travel beside the graph, in `_Run`, straight to and from the boxes of whole tensors, so no
+chunk is cut out or put together by a copy. A backward that is itself recorded (create_graph=True) sends them
+through the graph, in one exchange for all chunks, without overlap.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from torch.nn import functional
 from ..communicator import Communicator, Work
 from ..communicator.registry import communicator_of, rank_and_size
 from ..core.checked import whole_number
+from ..core.extension import _C
+from ..errors import PipeCommError, PipeCommMismatch
 from .all_to_all import OP, all_to_all, exchange_step
 from .differentiable import apply
 from .head_chunks import best_num_chunks, head_chunks
@@ -30,6 +32,8 @@ from .sizes import Sizes, cal_split_sizes, checked_spec, dim_index, taken_as_equ
 from .ulysses_plans import Layout, enter_gradient_plan, enter_plan, leave_gradient_plan, leave_plan
 
 Attention = Callable[..., Tensor]
+
+AHEAD = 2  # chunks that are on their way while one is computed: one moves, one keeps the link busy after it
 
 
 def ulysses_attention(
@@ -49,7 +53,7 @@ def ulysses_attention(
 
     Every rank passes its piece of the sequence, with all heads. An all-to-all gives it the whole sequence of
     some heads, `attention` runs on them, and another all-to-all brings the result back. Heads are exchanged
-    and computed in chunks: those of the next chunk arrive, and those of the last one return, while one is
+    and computed in chunks: those of the next chunks arrive, and those of the last one return, while one is
     computed, forward and backward. Equal to attention on one rank that holds everything, for any lengths,
     numbers of heads (also fewer than ranks) and key/value heads, which are sent to several ranks only if
     these read them.
@@ -96,15 +100,14 @@ def ulysses_attention(
     with taken_as_equal(run.layout.seq_dim, "gather_size" if gather_size is None else None):
         entered = _Enter.apply(run, q, k, v)
         chunk_results = []
-        for chunk in range(run.layout.num_chunks):
-            arrived = run.arrive(chunk, entered[3 * chunk : 3 * chunk + 3])
-            try:
+        try:
+            for chunk in range(run.layout.num_chunks):
+                arrived = run.arrive(chunk, entered[3 * chunk : 3 * chunk + 3])
                 result = run.attend(chunk, arrived, attention or _sdpa(*dims), attention_kwargs)
-            except Exception as error:
-                for _ in range(chunk, run.layout.num_chunks):
-                    comm.refuse(OP, error)
-                raise
-            chunk_results.append(_Depart.apply(run, chunk, result))
+                chunk_results.append(_Depart.apply(run, chunk, result))
+        except Exception as error:
+            run.refuse_the_rest(error)
+            raise
         return _Leave.apply(run, *chunk_results)
 
 
@@ -220,7 +223,10 @@ class _Run:
     def __init__(self, comm: Communicator, layout: Layout, num_channels: int):
         self.comm, self.layout, self.num_channels = comm, layout, num_channels
         self.needs = (False, False, False)  # of q, k and v: which require a gradient
+        self.qkv: Sequence[Tensor] = ()  # whole, until all of it is sent
         self.result: Tensor | None = None
+        self.result_grad: Tensor | None = None
+        self.entered: list[list[Tensor]] = []  # the heads of q, k and v of each chunk
         self.entering: list[_Posted] = []
         self.leaving: list[_Posted] = []
         self.arrived: list[tuple[Tensor, Tensor]] = []  # k and v of the chunks so far
@@ -230,20 +236,38 @@ class _Run:
         self.grads_out: list[Work] = []
         self.whole_grads: list[Tensor] = []  # of those of q, k and v that need one
 
-    def post(self, plan, inputs, outputs=None, dtypes=None, gradient_of: int = 0) -> _Posted:
+    def outputs_of(self, plan: _C.PreparedExchange, inputs: Sequence[Tensor]) -> list[Tensor]:
+        return [
+            self.comm.empty(shape, tensor.dtype)
+            for shape, tensor in zip(plan.output_shapes, inputs, strict=True)
+        ]
+
+    def post(self, plan, inputs, outputs=None, gradient_of: int = 0) -> _Posted:
         if outputs is None:
-            dtypes = dtypes or [tensor.dtype for tensor in inputs]
-            outputs = [
-                self.comm.empty(shape, dtype) for shape, dtype in zip(plan.output_shapes, dtypes, strict=True)
-            ]
+            outputs = self.outputs_of(plan, inputs)
         work = self.comm.exchange(plan, inputs, outputs, async_op=True, op=OP, gradient_of=gradient_of)
         return _Posted(outputs, work)
 
     # forward
 
+    def enter(self, chunk: int) -> None:
+        """Posts the exchange to the heads of a chunk, if there is one."""
+        if chunk < self.layout.num_chunks:
+            plan = enter_plan(self.layout, chunk)
+            with torch.no_grad():  # what is received into is the graph's already
+                self.entering.append(self.post(plan, self.qkv, self.entered[chunk]))
+
+    def refuse_the_rest(self, error: Exception) -> None:
+        """Refuses the exchanges that the other ranks have posted, or will, and this one has not."""
+        if isinstance(error, PipeCommError) and not isinstance(error, PipeCommMismatch):
+            return  # there is no other rank to tell
+        for _ in range(len(self.entering) + len(self.leaving), 2 * self.layout.num_chunks):
+            self.comm.refuse(OP, error)
+
     def arrive(self, chunk: int, entered: Sequence[Tensor]) -> list[Tensor]:
         """Waits for the heads of a chunk, which are the graph's from here on."""
         self.entering[chunk].work.wait()
+        self.enter(chunk + AHEAD)
         arrived = list(entered)
         recorded = [idx for idx, tensor in enumerate(arrived) if tensor.requires_grad]
         if recorded:
@@ -259,7 +283,8 @@ class _Run:
         first, count = heads.q_starts[chunk][rank], heads.q_sizes[chunk][rank]
         shape = (*q.shape[:-1], self.num_channels)
         if count == 0:  # nothing to attend to, but the gradients of this chunk are a collective, too
-            return q.narrow(-1, 0, 1).expand(shape)
+            nothing = q.narrow(-1, 0, 1) + kv[0].narrow(-1, 0, 1) + kv[1].narrow(-1, 0, 1)
+            return nothing.to(q.dtype).expand(shape)
         read = heads.read_by(chunk, rank)
         k, v = self._kv_of(read[0], read[-1] + 1)
         if not _is_even(read):
@@ -287,6 +312,19 @@ class _Run:
             tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim)
             for tensors in zip(*parts, strict=True)
         ]
+
+    # backward
+
+    def return_grad(self, chunk: int) -> None:
+        """Posts the exchange to the gradient of a chunk's result, if there is one."""
+        if chunk < 0:
+            return
+        grad = self.result_grad
+        assert grad is not None
+        plan = leave_gradient_plan(self.layout, chunk, self.num_channels, grad.dtype)
+        self.grads_back[chunk] = self.post(plan, [grad], gradient_of=self.leave_numbers[chunk])
+        if chunk == 0:
+            self.result_grad = None
 
     # backward, recorded: through the graph, by one node each, so that its order is the same on all ranks
 
@@ -341,19 +379,22 @@ def _index(starts: Sizes, sizes: Sizes, device: torch.device) -> Tensor:
 
 
 class _Enter(torch.autograd.Function):
-    """Posts the exchanges of all chunks; the tensors that it returns are on their way."""
+    """Posts the first exchanges; returns the tensors of all chunks, on their way or not even that."""
 
     @staticmethod
     def forward(ctx, run: _Run, *qkv: Tensor) -> tuple[Tensor, ...]:
         ctx.run = run
         ctx.set_materialize_grads(False)
         run.needs = ctx.needs_input_grad[1:]
-        for chunk in range(run.layout.num_chunks):
-            run.entering.append(run.post(enter_plan(run.layout, chunk), qkv))
-            if chunk == 0:  # a rank that refuses the call refuses this exchange, and there is no other one
-                run.entering[0].work.wait()
-        run.enter_numbers = [posted.work.number for posted in run.entering]
-        outputs = [tensor for posted in run.entering for tensor in posted.tensors]
+        run.qkv = [tensor.detach() for tensor in qkv]
+        run.entered = [
+            run.outputs_of(enter_plan(run.layout, idx), qkv) for idx in range(run.layout.num_chunks)
+        ]
+        run.enter(0)
+        run.entering[0].work.wait()  # a rank that refuses the call refuses this exchange, and no other one
+        for chunk in range(1, AHEAD):
+            run.enter(chunk)
+        outputs = [tensor for tensors in run.entered for tensor in tensors]
         ctx.mark_non_differentiable(*(tensor for idx, tensor in enumerate(outputs) if not run.needs[idx % 3]))
         return tuple(outputs)
 
@@ -425,6 +466,7 @@ class _Depart(torch.autograd.Function):
             posted = ctx.run.grads_back.pop(ctx.chunk)
             posted.work.wait()
             [grad] = posted.tensors
+            ctx.run.return_grad(ctx.chunk - AHEAD)
         return None, None, grad
 
 
@@ -436,19 +478,19 @@ class _Leave(torch.autograd.Function):
         ctx.run = run
         for posted in run.leaving:
             posted.work.wait()
+        run.enter_numbers = [posted.work.number for posted in run.entering]
         run.leave_numbers = [posted.work.number for posted in run.leaving]
-        run.entering, run.leaving, run.arrived = [], [], []
+        run.qkv, run.entered, run.entering, run.leaving, run.arrived = (), [], [], [], []
         result, run.result = run.result, None
         return result
 
     @staticmethod
     def backward(ctx, grad: Tensor):
         run: _Run = ctx.run
-        chunks = range(run.layout.num_chunks)
+        num_chunks = run.layout.num_chunks
         if torch.is_grad_enabled():
             return None, *run.result_grads_of(grad)
-        for chunk in reversed(chunks):  # in the order in which autograd wants them
-            plan = leave_gradient_plan(run.layout, chunk, run.num_channels, grad.dtype)
-            posted = run.post(plan, [grad], gradient_of=run.leave_numbers[chunk])
-            run.grads_back[chunk] = posted
-        return None, *[None] * len(chunks)
+        run.result_grad = grad
+        for chunk in range(num_chunks - 1, num_chunks - 1 - AHEAD, -1):  # in autograd's order
+            run.return_grad(chunk)
+        return None, *[None] * num_chunks
