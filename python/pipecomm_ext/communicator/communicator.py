@@ -8,7 +8,7 @@ import functools
 import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 import torch.distributed as dist
@@ -74,10 +74,10 @@ class Communicator:
         group: dist.ProcessGroup | None = None,
         *,
         device: str | torch.device | None = None,
-        transport: str = "auto",
+        transport: Literal["auto", "c10d", "nccl", "shm"] = "auto",
         channels: int = 2,
         timeout: float | datetime.timedelta | None = None,
-        check: str = "auto",
+        check: Literal["auto", "full", "off"] = "auto",
     ) -> None:
         self.group = own_group(group)
         construction, candidates = agree(self.group, device, transport, channels, timeout, check)
@@ -113,6 +113,10 @@ class Communicator:
 
     # ---------------------------------------------------------------- point to point
 
+    @overload
+    def batch_p2p(self, ops: Sequence[Any], *, async_op: Literal[True]) -> Work: ...
+    @overload
+    def batch_p2p(self, ops: Sequence[Any], *, async_op: bool = False) -> Work | None: ...
     def batch_p2p(self, ops: Sequence[Any], *, async_op: bool = False) -> Work | None:
         """Posts sends and receives as one group.
 
@@ -147,6 +151,10 @@ class Communicator:
 
     # ---------------------------------------------------------------- collectives
 
+    @overload
+    def broadcast(self, tensor: torch.Tensor, src: int, *, async_op: Literal[True]) -> Work: ...
+    @overload
+    def broadcast(self, tensor: torch.Tensor, src: int, *, async_op: bool = False) -> Work | None: ...
     def broadcast(self, tensor: torch.Tensor, src: int, *, async_op: bool = False) -> Work | None:
         """Copies `tensor` of rank `src` into `tensor` of all others; same shape and dtype everywhere."""
         with self.collective("broadcast"):
@@ -168,6 +176,12 @@ class Communicator:
             return torch.empty(shape, dtype=dtype, device=self.device)
         return self._c.empty(list(shape), dtype)
 
+    @overload
+    def barrier(self, *, timeout: None = None, async_op: Literal[True]) -> Work: ...
+    @overload
+    def barrier(
+        self, *, timeout: float | datetime.timedelta | None = None, async_op: bool = False
+    ) -> Work | None: ...
     def barrier(
         self, *, timeout: float | datetime.timedelta | None = None, async_op: bool = False
     ) -> Work | None:
@@ -180,6 +194,14 @@ class Communicator:
             )
         return self._finish(self._c.barrier(async_op), async_op, timeout)
 
+    @overload
+    def all_to_all(
+        self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], *, async_op: Literal[True]
+    ) -> Work: ...
+    @overload
+    def all_to_all(
+        self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], *, async_op: bool = False
+    ) -> Work | None: ...
     def all_to_all(
         self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], *, async_op: bool = False
     ) -> Work | None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from .build_check import load_extension
 
 if TYPE_CHECKING:  # the stub, which a module in a variable would hide from type checkers
-    from .. import _C as _C
+    import pipecomm_ext._C as _C
 
     build_info: Any
 else:

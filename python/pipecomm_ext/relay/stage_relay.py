@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 import torch.distributed as dist
@@ -68,9 +68,9 @@ class StageRelay:
         self,
         topology: PipelineTopology | None = None,
         *,
-        algorithm: str = "auto",
+        algorithm: Literal["auto", "sharded", "direct", "leader", "pipelined"] = "auto",
         layout: Layout | Sequence[Layout] = "replicated",
-        grad_reduce: str = "leader",
+        grad_reduce: Literal["leader", "sum", "mean"] = "leader",
         communicator: Communicator | None = None,
     ) -> None:
         self.topology = get_pipeline_topology() if topology is None else topology
@@ -105,6 +105,18 @@ class StageRelay:
         """Sends the gradient of what came from the previous stage back to it; see `send_forward`."""
         return self._send(BACKWARD, gradient, async_op, shape)
 
+    @overload
+    def recv_forward(
+        self, shape: Sequence[int], dtype: torch.dtype, async_op: Literal[False] = False
+    ) -> Tensor: ...
+    @overload
+    def recv_forward(
+        self, shape: Sequence[int], dtype: torch.dtype, async_op: Literal[True]
+    ) -> tuple[Tensor, Work]: ...
+    @overload
+    def recv_forward(
+        self, shape: Sequence[int], dtype: torch.dtype, async_op: bool
+    ) -> Tensor | tuple[Tensor, Work]: ...
     def recv_forward(
         self, shape: Sequence[int], dtype: torch.dtype, async_op: bool = False
     ) -> Tensor | tuple[Tensor, Work]:
@@ -114,6 +126,18 @@ class StageRelay:
         """
         return self._recv(FORWARD, shape, dtype, async_op)
 
+    @overload
+    def recv_backward(
+        self, shape: Sequence[int], dtype: torch.dtype, async_op: Literal[False] = False
+    ) -> Tensor: ...
+    @overload
+    def recv_backward(
+        self, shape: Sequence[int], dtype: torch.dtype, async_op: Literal[True]
+    ) -> tuple[Tensor, Work]: ...
+    @overload
+    def recv_backward(
+        self, shape: Sequence[int], dtype: torch.dtype, async_op: bool
+    ) -> Tensor | tuple[Tensor, Work]: ...
     def recv_backward(
         self, shape: Sequence[int], dtype: torch.dtype, async_op: bool = False
     ) -> Tensor | tuple[Tensor, Work]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -22,6 +22,30 @@ OP = "all_to_all"  # in errors and records
 _CURE = "gather_size, their sum, or gather_sizes"
 
 
+@overload
+def all_to_all(
+    input_: Tensor,
+    process_group: Any,
+    scatter_dim: int = 2,
+    gather_dim: int = 1,
+    gather_size: int | None = None,
+    *,
+    scatter_sizes: Sequence[int] | None = None,
+    gather_sizes: Sequence[int] | None = None,
+    async_op: Literal[False] = False,
+) -> Tensor: ...
+@overload
+def all_to_all(
+    input_: Tensor,
+    process_group: Any,
+    scatter_dim: int = 2,
+    gather_dim: int = 1,
+    gather_size: int | None = None,
+    *,
+    scatter_sizes: Sequence[int] | None = None,
+    gather_sizes: Sequence[int] | None = None,
+    async_op: Literal[True],
+) -> tuple[Tensor, StepWork]: ...
 def all_to_all(
     input_: Tensor,
     process_group: Any,
@@ -77,6 +101,30 @@ def all_to_all(
         return apply(comm, step, [input_])[0]
 
 
+@overload
+def all_to_all_many(
+    inputs: Sequence[Tensor],
+    process_group: Any,
+    scatter_dim: int = 2,
+    gather_dim: int = 1,
+    gather_size: int | None = None,
+    *,
+    scatter_sizes: Sequence[Sequence[int] | None] | None = None,
+    gather_sizes: Sequence[Sequence[int] | None] | None = None,
+    async_op: Literal[False] = False,
+) -> list[Tensor]: ...
+@overload
+def all_to_all_many(
+    inputs: Sequence[Tensor],
+    process_group: Any,
+    scatter_dim: int = 2,
+    gather_dim: int = 1,
+    gather_size: int | None = None,
+    *,
+    scatter_sizes: Sequence[Sequence[int] | None] | None = None,
+    gather_sizes: Sequence[Sequence[int] | None] | None = None,
+    async_op: Literal[True],
+) -> tuple[list[Tensor], StepWork]: ...
 def all_to_all_many(
     inputs: Sequence[Tensor],
     process_group: Any,

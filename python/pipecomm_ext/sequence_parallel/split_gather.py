@@ -9,18 +9,39 @@ There is no sum over ranks. With async_op=True each returns (tensor, work), as `
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
 from ..communicator.registry import rank_and_size
 from ..core.checked import whole_number
+from .asynchronous import StepWork
 from .layouts import ZIGZAG
 from .sizes import checked_spec, dim_index, packed_rows, packed_split_rows, size_list
 from .split_gather_pair import Result, gather, split
 
 
+@overload
+def split_forward_gather_backward(
+    input_: Tensor,
+    process_group: Any,
+    dim: int,
+    split_sizes: Sequence[int] | None = None,
+    grad_scale: str | None = "down",
+    *,
+    async_op: Literal[False] = False,
+) -> Tensor: ...
+@overload
+def split_forward_gather_backward(
+    input_: Tensor,
+    process_group: Any,
+    dim: int,
+    split_sizes: Sequence[int] | None = None,
+    grad_scale: str | None = "down",
+    *,
+    async_op: Literal[True],
+) -> tuple[Tensor, StepWork]: ...
 def split_forward_gather_backward(
     input_: Tensor,
     process_group: Any,
@@ -53,6 +74,26 @@ def split_forward_gather_backward(
     return split(input_, process_group, dim, layout, grad_scale, async_op)
 
 
+@overload
+def gather_forward_split_backward(
+    input_: Tensor,
+    process_group: Any,
+    dim: int,
+    gather_sizes: Sequence[int] | None = None,
+    grad_scale: str | None = "up",
+    *,
+    async_op: Literal[False] = False,
+) -> Tensor: ...
+@overload
+def gather_forward_split_backward(
+    input_: Tensor,
+    process_group: Any,
+    dim: int,
+    gather_sizes: Sequence[int] | None = None,
+    grad_scale: str | None = "up",
+    *,
+    async_op: Literal[True],
+) -> tuple[Tensor, StepWork]: ...
 def gather_forward_split_backward(
     input_: Tensor,
     process_group: Any,
@@ -88,6 +129,14 @@ def gather_forward_split_backward(
     return gather(input_, process_group, dim, layout, grad_scale, async_op)
 
 
+@overload
+def load_balanced_split_forward_gather_backward(
+    input_: Tensor, process_group: Any, dim: int = 0, *, async_op: Literal[False] = False
+) -> Tensor: ...
+@overload
+def load_balanced_split_forward_gather_backward(
+    input_: Tensor, process_group: Any, dim: int = 0, *, async_op: Literal[True]
+) -> tuple[Tensor, StepWork]: ...
 def load_balanced_split_forward_gather_backward(
     input_: Tensor, process_group: Any, dim: int = 0, *, async_op: bool = False
 ) -> Result:
@@ -102,6 +151,14 @@ def load_balanced_split_forward_gather_backward(
     return split(input_, process_group, dim, ZIGZAG, "down", async_op)
 
 
+@overload
+def load_balanced_gather_forward_split_backward(
+    input_: Tensor, process_group: Any, dim: int = 0, *, async_op: Literal[False] = False
+) -> Tensor: ...
+@overload
+def load_balanced_gather_forward_split_backward(
+    input_: Tensor, process_group: Any, dim: int = 0, *, async_op: Literal[True]
+) -> tuple[Tensor, StepWork]: ...
 def load_balanced_gather_forward_split_backward(
     input_: Tensor, process_group: Any, dim: int = 0, *, async_op: bool = False
 ) -> Result:
@@ -113,6 +170,24 @@ def load_balanced_gather_forward_split_backward(
     return gather(input_, process_group, dim, lambda: ZIGZAG, "up", async_op)
 
 
+@overload
+def packed_data_split_forward_gather_backward(
+    hidden_states: Tensor,
+    process_group: Any,
+    sequence_lengths: Sequence[int] | Tensor,
+    dim: int = 0,
+    *,
+    async_op: Literal[False] = False,
+) -> Tensor: ...
+@overload
+def packed_data_split_forward_gather_backward(
+    hidden_states: Tensor,
+    process_group: Any,
+    sequence_lengths: Sequence[int] | Tensor,
+    dim: int = 0,
+    *,
+    async_op: Literal[True],
+) -> tuple[Tensor, StepWork]: ...
 def packed_data_split_forward_gather_backward(
     hidden_states: Tensor,
     process_group: Any,
@@ -135,6 +210,24 @@ def packed_data_split_forward_gather_backward(
     )
 
 
+@overload
+def packed_data_gather_forward_split_backward(
+    local_hidden_states: Tensor,
+    all_split_sizes: Tensor | Sequence[Sequence[int]],
+    process_group: Any,
+    dim: int = 0,
+    *,
+    async_op: Literal[False] = False,
+) -> Tensor: ...
+@overload
+def packed_data_gather_forward_split_backward(
+    local_hidden_states: Tensor,
+    all_split_sizes: Tensor | Sequence[Sequence[int]],
+    process_group: Any,
+    dim: int = 0,
+    *,
+    async_op: Literal[True],
+) -> tuple[Tensor, StepWork]: ...
 def packed_data_gather_forward_split_backward(
     local_hidden_states: Tensor,
     all_split_sizes: Tensor | Sequence[Sequence[int]],
