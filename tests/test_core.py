@@ -57,7 +57,7 @@ def test_timeouts_in_seconds():
 PUBLIC = {
     "pipecomm_ext": """__version__ info Communicator get_communicator Send Recv Work PipeCommError
         PipeCommTimeout PipeCommPeerLost PipeCommMismatch PipeCommAborted distributed parallel_state
-        all_to_all all_to_all_many ulysses_attention
+        all_to_all all_to_all_many ulysses_attention zigzag_attention attention_with_cp
         split_forward_gather_backward gather_forward_split_backward
         load_balanced_split_forward_gather_backward load_balanced_gather_forward_split_backward
         packed_data_split_forward_gather_backward packed_data_gather_forward_split_backward

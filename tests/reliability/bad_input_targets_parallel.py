@@ -90,6 +90,32 @@ target(
     ],
 )
 target(
+    "zigzag_attention",
+    "collective",
+    lambda comm, **kw: pipecomm_ext.zigzag_attention(process_group=comm, is_causal=True, **kw),
+    lambda comm: {
+        "q": ones(2, 4, 4, 2),
+        "k": ones(2, 4, 2, 2),
+        "v": ones(2, 4, 2, 2),
+        "gather_size": 8,
+        "heads_dim": 2,
+        "seq_dim": 1,
+    },
+    {
+        "q": "tensor",
+        "k": "tensor",
+        "v": "tensor",
+        "gather_size": "length",
+        "heads_dim": "dim",
+        "seq_dim": "dim",
+    },
+    [
+        ("q", Mistake("fewer heads than k", lambda good: good[:, :, :1], VALUE, "must have 1 to 1")),
+        ("v", Mistake("another length", lambda good: good[:, :2], VALUE, "same length along dim 1")),
+        ("seq_dim", Mistake("the dim of heads", lambda good: 2, VALUE, "must differ")),
+    ],
+)
+target(
     "gather_forward_split_backward",
     "collective",
     lambda comm, **kw: pipecomm_ext.gather_forward_split_backward(process_group=comm, **kw),
@@ -143,6 +169,31 @@ def over_ulysses(comm: Communicator) -> parallel_state.ParallelState:
     return parallel_state.ParallelState(ulysses_group=comm)
 
 
+target(
+    "attention_with_cp",
+    "collective",
+    lambda comm, **kw: pipecomm_ext.attention_with_cp(
+        is_causal=True, parallel_state=over_ulysses(comm), **kw
+    ),
+    lambda comm: {
+        "q": ones(2, 3, 4, 2),
+        "k": ones(2, 3, 2, 2),
+        "v": ones(2, 3, 2, 2),
+        "chunks": 2,
+        "gather_size": 6,
+        "heads_dim": 2,
+        "seq_dim": 1,
+    },
+    {
+        "q": "tensor",
+        "k": "tensor",
+        "v": "tensor",
+        "chunks": "count",
+        "gather_size": "length",
+        "heads_dim": "dim",
+        "seq_dim": "dim",
+    },
+)
 target(
     "split_forward_gather_backward_with_cp",
     "local",

@@ -115,6 +115,34 @@ def ulysses_attention(comm: Communicator, draw: Draw) -> Call:
     )
 
 
+@operation("zigzag_attention", "collective")
+def zigzag_attention(comm: Communicator, draw: Draw) -> Call:
+    """With an attention that returns the values of its queries, so that every dtype will do."""
+    slices = remainder_first(draw.length, 2 * comm.size)
+
+    def held(tensor: torch.Tensor) -> torch.Tensor:
+        pieces = tensor.split(slices, 0)
+        return torch.cat([pieces[comm.rank], pieces[-1 - comm.rank]], 0)
+
+    whole, grads = whole_tensors(comm, draw, (draw.length, 1 + draw.variant % 3, 2))
+    mine, grad = held(whole), held(grads[0])
+    return differentiable(
+        lambda tensor: pipecomm_ext.zigzag_attention(
+            *[tensor] * 3,
+            lambda q, k, v, is_causal: v[v.size(0) - q.size(0) :].clone(),
+            comm,
+            is_causal=True,
+            gather_size=draw.length,
+            heads_dim=1,
+            seq_dim=0,
+        ),
+        mine,
+        mine,
+        grad,
+        grad,
+    )
+
+
 def gathered(
     comm: Communicator,
     draw: Draw,
@@ -267,6 +295,31 @@ def ring_gather(comm: Communicator, draw: Draw) -> Call:
         lambda tensor: pipecomm_ext.gather_forward_split_backward_with_cp(
             tensor, 0, length, parallel_state=state
         ),
+    )
+
+
+@operation("attention_with_cp", "collective")
+def ulysses_of_all_ranks(comm: Communicator, draw: Draw) -> Call:
+    """Over a Ulysses group of all ranks, no ring, with an attention that returns its queries."""
+    state = pipecomm_ext.parallel_state.ParallelState(ulysses_group=comm)
+    whole, grads = whole_tensors(comm, draw, (draw.length, comm.size * (1 + draw.variant % 3), 2))
+    sequence = remainder_first(draw.length, comm.size)
+    mine, grad = (tensor.split(sequence, 0)[comm.rank] for tensor in (whole, grads[0]))
+    return differentiable(
+        lambda tensor: pipecomm_ext.attention_with_cp(
+            *[tensor] * 3,
+            lambda q, k, v, is_causal: q.clone(),
+            is_causal=False,
+            chunks=2,
+            gather_size=draw.length,
+            heads_dim=1,
+            seq_dim=0,
+            parallel_state=state,
+        ),
+        mine,
+        mine,
+        grad,
+        grad,
     )
 
 

@@ -7,6 +7,7 @@ from .context_parallel import (
     packed_data_split_forward_gather_backward_with_cp,
     split_forward_gather_backward_with_cp,
 )
+from .context_parallel_attention import attention_with_cp
 from .sizes import cal_split_sizes, cal_split_sizes_multi
 from .split_gather import (
     gather_forward_split_backward,
@@ -18,10 +19,12 @@ from .split_gather import (
     split_forward_gather_backward,
 )
 from .ulysses import ulysses_attention
+from .zigzag_attention import zigzag_attention
 
 __all__ = [
     "all_to_all",
     "all_to_all_many",
+    "attention_with_cp",
     "cal_split_sizes",
     "cal_split_sizes_multi",
     "gather_forward_split_backward",
@@ -36,4 +39,5 @@ __all__ = [
     "split_forward_gather_backward",
     "split_forward_gather_backward_with_cp",
     "ulysses_attention",
+    "zigzag_attention",
 ]

@@ -74,9 +74,10 @@ def checked_spec(tensor: Any, name: str) -> TensorSpec:
 
 
 @contextlib.contextmanager
-def taken_as_equal(dim: int, cure: str | None) -> Iterator[None]:
+def taken_as_equal(dim: int, cure: str | None, parts: int = 1) -> Iterator[None]:
     """Wraps an exchange that takes the ranks' lengths along `dim` as equal, unless `cure` is None. If they
-    are not, its PipeCommMismatch says so and names the argument, `cure`, that the call needs.
+    are not, its PipeCommMismatch says so and names the argument, `cure`, that the call needs. The plan's
+    tensors have one of the `parts` in which these lengths are cut.
     """
     try:
         yield
@@ -88,7 +89,7 @@ def taken_as_equal(dim: int, cure: str | None) -> Iterator[None]:
             and len(shapes[0]) == len(shapes[1])
             and shapes[0][dim] != shapes[1][dim]
         ):
-            mine, theirs = (shape[dim] for shape in shapes)
+            mine, theirs = (parts * int(shape[dim]) for shape in shapes)
             told = f"ranks hold unequal lengths along dim {dim}, {mine} and {theirs}, so give {cure}"
             error.args = (f"{error}; {told}",)
         raise

@@ -86,16 +86,14 @@ def ulysses_attention(
             next call works.
     """
     if torch.compiler.is_compiling():
-        dims = _checked_dims(q, k, v, heads_dim, seq_dim)
-        return _traced(
-            q, k, v, attention or _sdpa(*dims), process_group, *dims, gather_size, attention_kwargs
-        )
+        dims = checked_dims(q, k, v, heads_dim, seq_dim)
+        return _traced(q, k, v, attention or sdpa(*dims), process_group, *dims, gather_size, attention_kwargs)
     comm = communicator_of(process_group, q)
     with comm.collective(OP):
         for name, tensor in (("q", q), ("k", k), ("v", v)):
             checked_spec(tensor, name)
-        dims = _checked_dims(q, k, v, heads_dim, seq_dim)
-        run = _Run(comm, _layout(comm, q, k, v, *dims, chunks, gather_size), v.size(-1))
+        dims = checked_dims(q, k, v, heads_dim, seq_dim)
+        run = _Run(comm, layout_of(comm, q, k, v, *dims, chunks, gather_size), v.size(-1))
         enter_plan(run.layout, 0)  # checks the lengths
     with taken_as_equal(run.layout.seq_dim, "gather_size" if gather_size is None else None):
         entered = _Enter.apply(run, q, k, v)
@@ -103,7 +101,7 @@ def ulysses_attention(
         try:
             for chunk in range(run.layout.num_chunks):
                 arrived = run.arrive(chunk, entered[3 * chunk : 3 * chunk + 3])
-                result = run.attend(chunk, arrived, attention or _sdpa(*dims), attention_kwargs)
+                result = run.attend(chunk, arrived, attention or sdpa(*dims), attention_kwargs)
                 chunk_results.append(_Depart.apply(run, chunk, result))
         except Exception as error:
             run.refuse_the_rest(error)
@@ -114,7 +112,7 @@ def ulysses_attention(
 # ---- arguments --------------------------------------------------------------------------------------------
 
 
-def _checked_dims(q: Tensor, k: Tensor, v: Tensor, heads_dim: Any, seq_dim: Any) -> tuple[int, int]:
+def checked_dims(q: Tensor, k: Tensor, v: Tensor, heads_dim: Any, seq_dim: Any) -> tuple[int, int]:
     num_dims = q.dim()
     if num_dims < 3 or k.dim() != num_dims or v.dim() != num_dims:
         counts = [tensor.dim() for tensor in (q, k, v)]
@@ -137,7 +135,7 @@ def _checked_dims(q: Tensor, k: Tensor, v: Tensor, heads_dim: Any, seq_dim: Any)
     return heads_dim, seq_dim
 
 
-def _layout(comm, q, k, v, heads_dim, seq_dim, chunks, gather_size) -> Layout:
+def layout_of(comm, q, k, v, heads_dim, seq_dim, chunks, gather_size) -> Layout:
     if gather_size is None:
         seq_sizes = (q.size(seq_dim),) * comm.size
     else:
@@ -160,7 +158,7 @@ def _layout(comm, q, k, v, heads_dim, seq_dim, chunks, gather_size) -> Layout:
     return Layout(comm.rank, shapes, dtypes, heads_dim, seq_dim, seq_sizes, num_chunks)
 
 
-def _sdpa(heads_dim: int, seq_dim: int) -> Attention:
+def sdpa(heads_dim: int, seq_dim: int) -> Attention:
     """torch's attention for tensors of any layout."""
 
     def attention(q: Tensor, k: Tensor, v: Tensor, **kwargs: Any) -> Tensor:

@@ -1,0 +1,126 @@
+"""Attention over ring and Ulysses groups: heads for sequence within a Ulysses group, keys over the ring."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from ..communicator import Communicator
+from ..communicator.registry import communicator_of
+from ..parallel_state import ParallelState, get_parallel_state
+from .all_to_all import OP
+from .ulysses import Attention, layout_of, ulysses_attention
+from .zigzag_attention import attend, check_arguments, read_keys, zigzag_slices
+
+
+def attention_with_cp(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attention: Attention | None = None,
+    *,
+    is_causal: bool,
+    chunks: int | str = "auto",
+    gather_size: int | None = None,
+    heads_dim: int = 2,
+    seq_dim: int = 1,
+    parallel_state: ParallelState | None = None,
+    **attention_kwargs: Any,
+) -> Tensor:
+    """Attention over a sequence that ranks hold as `split_forward_gather_backward_with_cp` gives it to them.
+
+    The ranks of a Ulysses group exchange sequence for heads, in chunks (`ulysses_attention`); with its heads
+    a rank attends over its ring group, which holds the sequence in zigzag order (`zigzag_attention`). With
+    one group enabled it is one of the two, with none it is `attention` alone. Equal to attention on one rank
+    that holds everything.
+
+    Args:
+        q, k, v: as for `ulysses_attention`. Of 2R slices of the sequence, the ranks with number r of R in
+            their ring group hold the slices r and 2R - 1 - r together, cut over their Ulysses group by
+            `cal_split_sizes`.
+        attention, is_causal: as for `zigzag_attention`, whichever groups are enabled.
+        chunks: of heads, as for `ulysses_attention`.
+        gather_size: the length of the whole sequence. Without it all ranks must hold the same length.
+        heads_dim, seq_dim: dims of q, k and v; negative ones count from the end.
+        parallel_state: the groups; None is the default of `initialize_sequence_parallel`.
+        attention_kwargs: `dropout_p`, `scale` and `enable_gqa`, for `attention`; others are refused.
+
+    Returns:
+        a tensor like `q`, this rank's piece of the result.
+
+    Raises:
+        RuntimeError: there is no parallel state.
+        ValueError, IndexError, TypeError: bad arguments on this rank; nothing was sent.
+        PipeCommMismatch: another rank of either group refused, or its attention raised, or the ranks'
+            arguments do not fit; the next call works.
+    """
+    state = parallel_state or get_parallel_state()
+    ulysses = communicator_of(state.get_ulysses_group(), q) if state.is_ulysses_enable() else None
+    ring = communicator_of(state.get_ring_group(), q) if state.is_ring_enable() else None
+    with contextlib.ExitStack() as refusing:
+        for comm in (ulysses, ring):
+            if comm is not None:
+                refusing.enter_context(comm.collective(OP))
+        dims = check_arguments(q, k, v, is_causal, heads_dim, seq_dim, attention_kwargs)
+        over_ring = _OverRing(ring, attention, is_causal, *dims, gather_size, attention_kwargs)
+        if ulysses is not None:
+            num_ring_ranks = 1 if ring is None else ring.size
+            slices = zigzag_slices(q.size(dims[1]) * ulysses.size, num_ring_ranks, gather_size)
+            ring_lengths = [first + second for first, second in zip(slices, slices[::-1], strict=True)]
+            # The number of chunks is that of the longest: all ranks of the ring must come to the same one.
+            layout = layout_of(ulysses, q, k, v, *dims, chunks, max(ring_lengths))
+            over_ring.num_left = sum(sizes[ulysses.rank] > 0 for sizes in layout.heads.q_sizes)
+    if ulysses is None:
+        return over_ring(q, k, v)
+    if ring is not None and over_ring.num_left == 0:  # no heads: here it hears what the others hear with keys
+        with _refusing(ulysses):
+            ring.barrier()
+    ring_length = None
+    if gather_size is not None:
+        ring_length = ring_lengths[0 if ring is None else ring.rank]
+    places = {"gather_size": ring_length, "heads_dim": heads_dim, "seq_dim": seq_dim}
+    with _refusing(ring, lambda: over_ring.num_left > 0):
+        return ulysses_attention(q, k, v, over_ring, ulysses, chunks=layout.num_chunks, **places)
+
+
+class _OverRing:
+    """Attention over the ring, which has the heads of one chunk at a time; without a ring, attention."""
+
+    def __init__(
+        self,
+        ring: Communicator | None,
+        attention: Attention | None,
+        is_causal: bool,
+        heads_dim: int,
+        seq_dim: int,
+        gather_size: int | None,
+        kwargs: Mapping[str, Any],
+    ):
+        self.ring, self.attention, self.is_causal = ring, attention, is_causal
+        self.dims, self.gather_size, self.kwargs = (heads_dim, seq_dim), gather_size, kwargs
+        self.num_left = 0  # exchanges of keys that the other ranks of the ring still wait for
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        _, seq_dim = self.dims
+        spans = [(q.size(seq_dim), k.size(seq_dim))]
+        if self.ring is not None:
+            num_left, self.num_left = self.num_left - 1, 0  # what fails now fails on all ranks of the ring
+            k, v, spans = read_keys(self.ring, k, v, self.is_causal, seq_dim, self.gather_size)
+            self.num_left = num_left
+        return attend(q, k, v, self.attention, spans, self.is_causal, *self.dims, self.kwargs)
+
+
+@contextlib.contextmanager
+def _refusing(comm: Communicator | None, is_awaited: Callable[[], bool] = lambda: True) -> Iterator[None]:
+    """Tells the ranks of `comm` of any error here, also of one that this rank has heard from another group,
+    if they wait for this rank then.
+    """
+    try:
+        yield
+    except Exception as error:
+        if comm is not None and is_awaited():
+            comm.refuse(OP, error)
+        raise

@@ -1,0 +1,184 @@
+"""Attention over a sequence in zigzag order: each rank of a ring group attends with its two slices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
+
+from ..communicator import Communicator
+from ..communicator.registry import communicator_of
+from ..core.checked import whole_number
+from .all_to_all import OP
+from .differentiable import apply
+from .head_chunks import kv_head_of
+from .sizes import Sizes, cal_split_sizes, checked_spec, taken_as_equal
+from .ulysses import Attention, checked_dims, sdpa
+from .zigzag_exchange import ReadStep, ZigzagLayout
+
+# What means the same whatever part of the sequence attention is given.
+KEYWORDS = ("dropout_p", "scale", "enable_gqa")
+
+
+def zigzag_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attention: Attention | None = None,
+    process_group: Any = None,
+    *,
+    is_causal: bool,
+    gather_size: int | None = None,
+    heads_dim: int = 2,
+    seq_dim: int = 1,
+    **attention_kwargs: Any,
+) -> Tensor:
+    """Attention over a sequence that ranks hold in zigzag order, with equally much work on each.
+
+    Of 2R slices of the sequence, rank r of R holds the slices r and 2R - 1 - r, as
+    `load_balanced_split_forward_gather_backward` gives them. One exchange brings the keys and values that its
+    queries read, in the order of the sequence: all of them, or, if attention is causal, those up to the end
+    of its second slice. One exchange returns their gradients, which are added up in the order of ranks. Equal
+    to attention on one rank that holds everything. In a causal one every rank has as many pairs of a query
+    and a key as any other, if slices are equal.
+
+    Args:
+        q, k, v: as for `ulysses_attention`: equal lengths of the sequence, heads, a last dim of channels.
+        attention: called as attention(q, k, v, is_causal=..., **attention_kwargs) with tensors of the same
+            layout; returns a tensor like its `q` (the number of channels may be another one). A causal one is
+            called for each slice of queries, with the keys up to the end of this slice, so that the last
+            query reads all keys, the one before it all but one, and so on (flash-attention's `causal`;
+            torch's is_causal means this for equal lengths only). Else it is called once, with all keys. None:
+            torch's scaled_dot_product_attention.
+        process_group: a torch group, a Communicator, or None for the default group.
+        is_causal: whether a query reads only the keys up to its own place.
+        gather_size: the length of the whole sequence, cut in slices by cal_split_sizes(gather_size, 2R).
+            Without it all ranks must hold the same even length, which is checked.
+        heads_dim, seq_dim: dims of q, k and v; negative ones count from the end.
+        attention_kwargs: for `attention`: `dropout_p`, `scale` and `enable_gqa`. Others may depend on places
+            in the sequence, as masks do, and are refused; bind to `attention` what does not.
+
+    Returns:
+        a tensor like `q`, for this rank's two slices.
+
+    Raises:
+        ValueError, IndexError, TypeError: bad arguments on this rank; nothing was sent.
+        PipeCommMismatch: another rank refused, or the ranks' arguments do not fit; the next call works.
+    """
+    comm = communicator_of(process_group, q)
+    with comm.collective(OP):
+        dims = check_arguments(q, k, v, is_causal, heads_dim, seq_dim, attention_kwargs)
+    k, v, spans = read_keys(comm, k, v, is_causal, dims[1], gather_size)
+    return attend(q, k, v, attention, spans, is_causal, *dims, attention_kwargs)
+
+
+def check_arguments(
+    q: Any, k: Any, v: Any, is_causal: Any, heads_dim: Any, seq_dim: Any, attention_kwargs: Mapping[str, Any]
+) -> tuple[int, int]:
+    """Both dims, counted from the front, if all is well."""
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        checked_spec(tensor, name)
+    if not isinstance(is_causal, bool):
+        raise TypeError(f"is_causal must be a bool, not {type(is_causal).__name__}")
+    for name, value in attention_kwargs.items():
+        if name not in KEYWORDS and value is not None:
+            raise ValueError(
+                f"{name} may depend on places in the sequence, of which attention is given a part, so it "
+                f"cannot be passed on; if it does not, bind it to attention: functools.partial(attention, "
+                f"{name}=...)"
+            )
+    return checked_dims(q, k, v, heads_dim, seq_dim)
+
+
+def zigzag_slices(length: int, num_ranks: int, gather_size: Any) -> Sizes:
+    """The lengths of the 2R slices, of which a rank holds `length`; without `gather_size` all are equal."""
+    if gather_size is not None:
+        return tuple(cal_split_sizes(whole_number(gather_size, "gather_size"), 2 * num_ranks))
+    if num_ranks > 1 and length % 2:
+        raise ValueError(
+            f"a rank holds two slices of equal lengths, so {length} must be even; give gather_size if they "
+            "are not equal"
+        )
+    return tuple(cal_split_sizes(length * num_ranks, 2 * num_ranks))
+
+
+def read_keys(
+    comm: Communicator, k: Tensor, v: Tensor, is_causal: bool, seq_dim: int, gather_size: Any
+) -> tuple[Tensor, Tensor, list[tuple[int, int]]]:
+    """Keys and values that this rank's queries read, and for each call of attention the number of queries
+    and of keys. Collective: what raises here raises on all ranks.
+    """
+    with comm.collective(OP):
+        length = k.size(seq_dim)
+        slices = zigzag_slices(length, comm.size, gather_size)
+        specs = checked_spec(k, "k"), checked_spec(v, "v")
+        layout = ZigzagLayout(comm.rank, specs, seq_dim, slices, is_causal)
+        if sum(layout.num_held) != length:
+            raise ValueError(
+                f"gather_size {gather_size} means a length of {sum(layout.num_held)} along dim {seq_dim} on "
+                f"rank {comm.rank} of {comm.size}, not {length}"
+            )
+        step = ReadStep(layout, [tensor.requires_grad and torch.is_grad_enabled() for tensor in (k, v)])
+    if comm.size == 1:
+        return k, v, [(length, length)]
+    with taken_as_equal(seq_dim, "gather_size" if gather_size is None else None, parts=2):
+        k, v = apply(comm, step, [k, v])
+    if not is_causal:
+        return k, v, [(length, layout.num_read)]
+    first, second = layout.num_held
+    return k, v, [(first, layout.starts[comm.rank + 1]), (second, layout.num_read)]
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attention: Attention | None,
+    spans: Sequence[tuple[int, int]],
+    is_causal: bool,
+    heads_dim: int,
+    seq_dim: int,
+    kwargs: Mapping[str, Any],
+) -> Tensor:
+    """Attention of consecutive queries, one call for each span with queries, put together."""
+    attention = attention or _causal_sdpa(heads_dim, seq_dim)
+    num_heads, num_kv_heads = q.size(heads_dim), k.size(heads_dim)
+    if num_heads % num_kv_heads:
+        read = [kv_head_of(head, num_heads, num_kv_heads) for head in range(num_heads)]
+        index = torch.tensor(read, device=k.device)
+        k, v = k.index_select(heads_dim, index), v.index_select(heads_dim, index)
+    results, begin = [], 0
+    for num_queries, num_keys in spans:
+        if not num_queries:
+            continue
+        some = q.narrow(seq_dim, begin, num_queries)
+        keys, values = (tensor.narrow(seq_dim, 0, num_keys) for tensor in (k, v))
+        result = attention(some, keys, values, is_causal=is_causal, **kwargs)
+        shape = (*some.shape[:-1], v.size(-1))
+        if tuple(checked_spec(result, "the result of attention")[0]) != shape:
+            raise ValueError(
+                f"attention returned {tuple(result.shape)} for queries {begin} to {begin + num_queries - 1} "
+                f"of this rank, where {shape} belongs"
+            )
+        results.append(result.to(q.dtype))  # autocast may have lowered it
+        begin += num_queries
+    # Nothing of each, so that the backward comes to the exchange on every rank, also on one without queries.
+    nothing = (*q.shape[:seq_dim], 0, *q.shape[seq_dim + 1 : -1], v.size(-1))
+    links = [tensor.narrow(seq_dim, 0, 0).reshape(nothing).to(q.dtype) for tensor in (q, k, v)]
+    return torch.cat([*results, *links], seq_dim)
+
+
+def _causal_sdpa(heads_dim: int, seq_dim: int) -> Callable[..., Tensor]:
+    """torch's attention, where the last query reads the last key if it is causal."""
+    whole = sdpa(heads_dim, seq_dim)
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, **kwargs: Any) -> Tensor:
+        num_queries, num_keys = q.size(seq_dim), k.size(seq_dim)
+        if is_causal and num_queries != num_keys:
+            return whole(q, k, v, **{**kwargs, "attn_mask": causal_lower_right(num_queries, num_keys)})
+        return whole(q, k, v, is_causal=is_causal, **kwargs)
+
+    return attention
