@@ -30,7 +30,7 @@ PYTHON = (
     ("runtime",),
     ("dualpipe", "mindspeed"),
     ("pipeline_parallel",),
-    ("diagnostics",),
+    ("diagnostics", "integrations"),
     ("__main__", "__init__"),
 )
 # Rooms that import nothing else of the package, although the rows below would allow it.

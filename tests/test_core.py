@@ -121,8 +121,9 @@ def test_public_modules_are_attributes_of_the_package():
     program = """
 import sys, pipecomm_ext
 assert "pipecomm_ext.schedules" not in sys.modules, "loaded before use"
-for name in ("distributed", "parallel_state", "pipeline_parallel", "schedules"):
+for name in ("distributed", "integrations", "parallel_state", "pipeline_parallel", "schedules"):
     assert getattr(pipecomm_ext, name) is sys.modules[f"pipecomm_ext.{name}"]
 assert not hasattr(pipecomm_ext, "no_such_module")
+assert "transformers" not in sys.modules, "loaded before use"
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

@@ -40,6 +40,6 @@ __all__ = [
 
 def __getattr__(name):
     """Loads the larger public modules when they are used."""
-    if name in ("pipeline_parallel", "schedules"):
+    if name in ("integrations", "pipeline_parallel", "schedules"):
         return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

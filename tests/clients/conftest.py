@@ -8,16 +8,10 @@ from __future__ import annotations
 
 import pytest
 import ranks
-from pinned import VERSIONS, installed
+from pinned import is_environment_of_clients
 
-SLOW_IMPORTS = {  # seconds each, so not in every rank anew
-    "megatron-core": "megatron_client",
-    "transformers": "transformers.models.llama.modeling_llama",
-    "torchtitan": "torchtitan_client",
-}
-ranks.PRELOADED += [
-    module for client, module in SLOW_IMPORTS.items() if installed(client) == VERSIONS[client]
-]
+if is_environment_of_clients():  # seconds each, so not in every rank anew
+    ranks.PRELOADED += ["megatron_client", "transformers.models.llama.modeling_llama", "torchtitan_client"]
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from page import code_under  # noqa: E402
 from side_by_side import assert_same_bits, gradients, ratio_of_times  # noqa: E402
 from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM  # noqa: E402
 
-import pipecomm_ext  # noqa: E402
+from pipecomm_ext.integrations import transformers as pipecomm_transformers  # noqa: E402
 from pipecomm_ext.schedules import Executor, Plan, get_plan  # noqa: E402
 
 VOCAB = 96
@@ -40,23 +40,10 @@ def llama(num_layers=4, heads=8, kv_heads=2, attention="sdpa") -> LlamaForCausal
 # ---- sequence parallelism --------------------------------------------------------------------------------
 
 
-def my_tokens(world, x: torch.Tensor) -> torch.Tensor:
-    return x.split(pipecomm_ext.cal_split_sizes(x.size(1), world.size), 1)[world.rank].contiguous()
-
-
 def batch_of(seq_len: int) -> dict[str, torch.Tensor]:
-    """The whole batch, with labels that are shifted already, as a split sequence needs them."""
     generator = torch.Generator().manual_seed(seq_len)
-    tokens = torch.randint(0, VOCAB, (2, seq_len + 1), generator=generator)
-    return {
-        "input_ids": tokens[:, :-1],
-        "shift_labels": tokens[:, 1:].contiguous(),
-        "position_ids": torch.arange(seq_len).expand(2, seq_len),
-    }
-
-
-def loss_of(model, batch, num_items, **options) -> torch.Tensor:
-    return model(labels=batch["shift_labels"], num_items_in_batch=num_items, **batch, **options).loss
+    tokens = torch.randint(0, VOCAB, (2, seq_len), generator=generator)
+    return {"input_ids": tokens, "labels": tokens}
 
 
 def summed_over_ranks(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -67,19 +54,16 @@ def summed_over_ranks(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 def split_sequence(world, heads, kv_heads, seq_len, is_masked):
     """Loss and gradients of all ranks together against one process."""
-    page = code_under("transformers: sequence parallelism")
-    AttentionInterface.register("split_sequence", page["split_sequence_attention"](world.group, seq_len))
-    batch, options = batch_of(seq_len), {}
-    if is_masked:  # a mask of the whole sequence, on every rank
-        is_seen = torch.ones(seq_len, seq_len, dtype=torch.bool).tril().expand(2, 1, seq_len, seq_len).clone()
-        is_seen[1, :, 3:, :3] = False
-        options["attention_mask"] = is_seen
-    num_items = batch["input_ids"].numel()
+    pipecomm_transformers.register()
+    batch = batch_of(seq_len)
+    if is_masked:
+        batch["attention_mask"] = torch.ones(2, seq_len, dtype=torch.long)
+        batch["attention_mask"][1, :3] = 0
     whole = llama(heads=heads, kv_heads=kv_heads)
-    expected = loss_of(whole, batch, num_items, **options)
+    expected = whole(**batch).loss
     expected.backward()
-    model = llama(heads=heads, kv_heads=kv_heads, attention="split_sequence")
-    loss = loss_of(model, {name: my_tokens(world, x) for name, x in batch.items()}, num_items, **options)
+    model = llama(heads=heads, kv_heads=kv_heads, attention="pipecomm_ulysses")
+    loss = model(**pipecomm_transformers.split_batch(batch)).loss
     loss.backward()
     [loss] = summed_over_ranks([loss.detach()])
     torch.testing.assert_close(loss, expected.detach(), rtol=1e-6, atol=0)  # computed in float32
@@ -127,15 +111,14 @@ class EqualAllToAll(torch.autograd.Function):
 
 def time_split_sequence(world):
     seq_len = 128 * world.size
-    page = code_under("transformers: sequence parallelism")
-    AttentionInterface.register("split_sequence", page["split_sequence_attention"](world.group, seq_len))
+    pipecomm_transformers.register()
     AttentionInterface.register("equal_all_to_all", equal_all_to_all_attention)
-    batch = {name: my_tokens(world, x) for name, x in batch_of(seq_len).items()}
-    models = [llama(kv_heads=8, attention=name) for name in ("equal_all_to_all", "split_sequence")]
+    piece = pipecomm_transformers.split_batch(batch_of(seq_len))
+    models = [llama(kv_heads=8, attention=name) for name in ("equal_all_to_all", "pipecomm_ulysses")]
 
     def step(model):
         model.zero_grad()
-        loss_of(model, batch, 2 * seq_len).backward()
+        model(**piece).loss.backward()
 
     theirs, ours = (lambda model=model: step(model) for model in models)
     theirs(), ours()

@@ -1,0 +1,19 @@
+"""Sequence parallelism for models of Hugging Face transformers (docs/transformers.md).
+
+register() adds the attention "pipecomm_ulysses", for which every rank passes its piece of the sequence;
+split_batch() makes that piece of a whole batch, and generate() computes a prompt that way.
+"""
+
+try:
+    import transformers.masking_utils as _needed  # noqa: F401
+except ImportError as error:
+    raise ImportError(
+        "pipecomm_ext.integrations.transformers needs Hugging Face transformers: "
+        'pip install "transformers>=5.23,<6"'
+    ) from error
+
+from .attention import register
+from .batch import split_batch
+from .generation import generate
+
+__all__ = ["generate", "register", "split_batch"]

@@ -1,0 +1,196 @@
+"""The attention and the mask that transformers finds under the name "pipecomm_ulysses".
+
+transformers makes the mask once for a forward, before any layer, and calls the attention in each layer. The
+mask of a split sequence is that of the whole one, as attention sees all of it; the 2-d mask that a model is
+given, which is that of the whole sequence on every rank, tells how long that is. What the layers get is no
+tensor, so that a layer which computes attention in another way fails instead of attending to its piece only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import sdpa_mask
+
+from ...communicator.registry import communicator_of
+from ...sequence_parallel import cal_split_sizes, ulysses_attention
+from ...sequence_parallel.all_to_all import OP
+
+NAME = "pipecomm_ulysses"
+LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+# Keywords of attention that change its result or ask for more, and that are not passed on.
+REFUSED = {
+    "softcap": "soft capping of scores",
+    "s_aux": "attention sinks",
+    "sinks": "attention sinks",
+    "position_bias": "a position bias",
+    "indices": "sparse attention",
+    "block_indices": "sparse attention",
+    "cache": "a paged cache",
+    "output_attentions": "output_attentions=True",
+}
+
+GENERATE = "generate() of pipecomm_ext.integrations.transformers"
+NO_MASK = (
+    f"{NAME} needs the attention_mask of the whole sequence on every rank, padded or not: split_batch() and "
+    f"{GENERATE} add it"
+)
+
+
+def register(process_group: Any = None, *, chunks: int | str = "auto") -> None:
+    """Makes attn_implementation="pipecomm_ulysses" known to transformers. Nothing is communicated.
+
+    A model with this attention gets one piece of the sequence on each rank of `process_group`, as
+    `split_batch` makes them: any length, numbers of heads and of key/value heads. Causal and bidirectional
+    masks, sliding windows, chunked attention and padding are those of the whole sequence. A second call
+    replaces the first one.
+
+    Args:
+        process_group: the ranks that share a sequence: a torch group, a Communicator, or None for the default
+            group.
+        chunks: of heads, see `ulysses_attention`.
+
+    The model's forward then raises, on the rank that finds it, while all others raise PipeCommMismatch:
+        ValueError: a batch that `split_batch` did not make for these ranks; a layer, a mask or an option
+            whose result over a split sequence would be another one, which the text names; new tokens behind
+            a cache, which `generate` computes.
+    """
+    split = _SplitAttention(process_group, chunks)
+    AttentionInterface.register(NAME, split.attend)
+    AttentionMaskInterface.register(NAME, split.make_mask)
+
+
+@dataclass(frozen=True)
+class _SplitMask:
+    """The mask of a whole sequence, of which each rank holds a piece."""
+
+    length: int
+    tensor: Tensor | None  # [batch or 1, 1, length, length]: bool, or added to the scores; None: no mask
+    is_causal: bool = False  # without a tensor
+
+
+@dataclass(frozen=True)
+class _SplitAttention:
+    process_group: Any
+    chunks: int | str
+
+    def make_mask(
+        self,
+        *,
+        q_length: int,
+        device: torch.device | str,
+        config: Any,
+        q_offset: int | Tensor = 0,
+        attention_mask: Tensor | None = None,
+        allow_is_causal_skip: bool = True,
+        allow_is_bidirectional_skip: bool = False,
+        **others: Any,
+    ) -> _SplitMask:
+        """Called by transformers' create_causal_mask() and the like."""
+        comm = communicator_of(self.process_group, torch.empty(0, device=device))
+        with comm.collective(OP):
+            _check_config(config)
+            if q_offset > 0:
+                raise ValueError(
+                    f"the cache holds {q_offset} tokens already, and {NAME} does not split the new ones: use "
+                    + GENERATE
+                )
+            if attention_mask is None:
+                raise ValueError(NO_MASK)
+            length = attention_mask.size(-1)
+            if not (allow_is_causal_skip or allow_is_bidirectional_skip):
+                raise ValueError(
+                    f"{NAME} knows masks of positions, windows and padding; this model makes its mask of "
+                    "more (types or blocks of tokens), which is not split"
+                )
+            mine = cal_split_sizes(length, comm.size)[comm.rank]
+            if q_length != mine:
+                raise ValueError(
+                    f"this rank passes {q_length} tokens, where its piece of a sequence of {length} (the "
+                    f"length of attention_mask) has {mine}: split_batch() makes the pieces, and {GENERATE} "
+                    "takes whole prompts"
+                )
+            others |= {"q_length": length, "kv_length": length, "q_offset": 0, "kv_offset": 0}
+            tensor = sdpa_mask(
+                attention_mask=attention_mask,
+                device=device,
+                allow_is_causal_skip=allow_is_causal_skip,
+                allow_is_bidirectional_skip=allow_is_bidirectional_skip,
+                **others,
+            )
+        return _SplitMask(length, tensor, is_causal=tensor is None and allow_is_causal_skip)
+
+    def attend(
+        self,
+        module: torch.nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: _SplitMask | Tensor | None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        **others: Any,
+    ) -> tuple[Tensor, None]:
+        """Called by a layer: q, k and v are [batch, heads, tokens, channels]; the result has heads third."""
+        comm = communicator_of(self.process_group, query)
+        with comm.collective(OP):
+            for name, what in REFUSED.items():
+                if others.get(name) is not None and others[name] is not False:
+                    raise ValueError(f"{NAME} does not support {what} ({name}, of {type(module).__name__})")
+            if key.size(2) != query.size(2):
+                raise ValueError(
+                    f"{NAME} got keys of {key.size(2)} tokens for queries of {query.size(2)}: it supports no "
+                    "static cache and no attention across sequences"
+                )
+            if isinstance(attention_mask, Tensor):
+                _check_config(getattr(module, "config", None))
+                attention_mask = _taken_as_it_is(attention_mask, others.get("sliding_window"))
+            elif attention_mask is None:
+                raise ValueError(NO_MASK)
+        result = ulysses_attention(
+            query,
+            key,
+            value,
+            None,
+            comm,
+            chunks=self.chunks,
+            gather_size=attention_mask.length,
+            heads_dim=1,
+            seq_dim=2,
+            attn_mask=attention_mask.tensor,
+            is_causal=attention_mask.is_causal,
+            dropout_p=dropout,
+            scale=scaling,
+        )
+        return result.transpose(1, 2).contiguous(), None
+
+
+def _check_config(config: Any) -> None:
+    """Refuses models whose other layers would see a piece of the sequence as if it were all."""
+    unknown = sorted(set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES)
+    if unknown:
+        raise ValueError(
+            f"{NAME} cannot split layers of type {', '.join(unknown)}: only attention goes over the pieces"
+        )
+    if getattr(config, "output_router_logits", False):
+        raise ValueError(f"{NAME} cannot split the router's auxiliary loss: set output_router_logits=False")
+
+
+def _taken_as_it_is(mask: Tensor, sliding_window: int | None) -> _SplitMask:
+    """A 4-d mask that the model was given, which transformers hands on to all layers."""
+    length = mask.size(-1)
+    if mask.dim() != 4 or mask.size(1) != 1 or mask.size(2) != length:
+        raise ValueError(
+            f"attention_mask is {tuple(mask.shape)}; it must be that of the whole sequence on every rank, "
+            "[batch, tokens] or [batch, 1, tokens, tokens]"
+        )
+    if sliding_window is not None and sliding_window < length:
+        raise ValueError(
+            f"a mask of four dims, given or made of packed sequences, has no sliding window of "
+            f"{sliding_window} tokens, as this layer has: use full attention, or rows of one sequence each"
+        )
+    return _SplitMask(length, mask)

@@ -1,0 +1,467 @@
+"""Models of Hugging Face transformers over split sequences, against the same model in one process.
+
+Ranks import transformers once, in the server that they are forked from; this process does not.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+from ranks import on_ranks
+from sequence_cases import cut, remainder_first
+from torch.nn import functional
+
+from pipecomm_ext import PipeCommMismatch
+
+if importlib.util.find_spec("transformers") is None:
+    pytest.skip("transformers is not installed", allow_module_level=True)
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # models are made from configs
+ranks.PRELOADED.append("transformers.models.llama.modeling_llama")
+
+VOCAB, WINDOW = 61, 3
+GUIDE = Path(__file__).resolve().parents[1] / "docs" / "transformers.md"
+
+LAYERS = {
+    "vocab_size": VOCAB,
+    "hidden_size": 40,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "head_dim": 8,
+}
+CONFIGS = {
+    "llama": ("LlamaConfig", {**LAYERS, "num_attention_heads": 4, "num_key_value_heads": 4}),
+    "llama 8/2": ("LlamaConfig", {**LAYERS, "num_attention_heads": 8, "num_key_value_heads": 2}),
+    "llama 5/5": ("LlamaConfig", {**LAYERS, "num_attention_heads": 5, "num_key_value_heads": 5}),
+    "qwen3": ("Qwen3Config", {**LAYERS, "num_attention_heads": 6, "num_key_value_heads": 3}),
+    "qwen2 with windows": (
+        "Qwen2Config",
+        {
+            **LAYERS,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "use_sliding_window": True,
+            "sliding_window": WINDOW,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
+    "gpt2": (
+        "GPT2Config",
+        {"vocab_size": VOCAB, "n_embd": 40, "n_layer": 2, "n_head": 4, "n_positions": 64}
+        | {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    ),
+    "gemma2": ("Gemma2Config", {**LAYERS, "num_attention_heads": 4, "num_key_value_heads": 2}),
+}
+
+
+def config_of(name, **changed):
+    import transformers
+
+    kind, options = CONFIGS[name]
+    return getattr(transformers, kind)(**{**options, "pad_token_id": 0, **changed})
+
+
+def exact_loss(logits, labels, vocab_size, num_items_in_batch=None, shift_labels=None, **_):
+    """That of transformers, without its conversion to float32."""
+    if shift_labels is None:
+        shift_labels = functional.pad(labels, (0, 1), value=-100)[:, 1:]
+    reduction = "mean" if num_items_in_batch is None else "sum"
+    loss = functional.cross_entropy(logits.flatten(0, 1), shift_labels.flatten(), reduction=reduction)
+    return loss if num_items_in_batch is None else loss / num_items_in_batch
+
+
+def make_model(name, attention="pipecomm_ulysses", **changed):
+    """Every call makes an equal one."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config_of(name, **changed), attn_implementation=attention)
+    with torch.no_grad():
+        for parameter in model.parameters():  # so large that attention is far from uniform
+            parameter.normal_(std=0.2)
+    model.loss_function = exact_loss
+    return model.double()
+
+
+def registered(comm, chunks="auto"):
+    from pipecomm_ext.integrations import transformers as integration
+
+    integration.register(comm, chunks=chunks)
+    return integration
+
+
+def tokens(length, seed=0):
+    return torch.randint(1, VOCAB, (2, length), generator=torch.Generator().manual_seed(seed))
+
+
+def padding(length, side, count):
+    mask = torch.ones(2, length, dtype=torch.long)
+    mask[1, slice(None, count) if side == "left" else slice(length - count, None)] = 0
+    return mask
+
+
+def make_batch(length, **parts):
+    return {"input_ids": tokens(length), "labels": tokens(length), **parts}
+
+
+def ignoring(batch):
+    """With labels that do not count, more on one rank than on another."""
+    batch["labels"] = batch["labels"].clone()
+    batch["labels"][0, :5] = -100
+    return batch
+
+
+def gradients(model):
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
+def assert_close(actual, expected):
+    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
+
+
+def check_equal(world, integration, comm, batch, whole, model):
+    """Logits of each piece, and loss and gradients of all ranks together."""
+    whole.zero_grad(), model.zero_grad()
+    expected = whole(**batch)
+    expected.loss.backward()
+    result = model(**integration.split_batch(batch, comm))
+    result.loss.backward()
+    sizes = remainder_first(expected.logits.size(1), world.size)
+    assert_close(result.logits, cut(expected.logits, 1, sizes, world.rank))
+    loss = result.loss.detach().clone()
+    dist.all_reduce(loss)
+    assert_close(loss, expected.loss.detach())
+    mine, theirs = gradients(model), gradients(whole)
+    assert len(mine) == len(theirs) > 10
+    for grad, truth in zip(mine, theirs, strict=True):
+        dist.all_reduce(grad)
+        assert_close(grad, truth)
+
+
+def check_works(world, integration, comm):
+    check_equal(world, integration, comm, make_batch(9), make_model("llama", "sdpa"), make_model("llama"))
+
+
+# ---- training ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name != "gemma2"])
+@on_ranks(2, 4)
+def test_equal_to_the_unsplit_model(world, name):
+    comm = world.comm
+    integration = registered(comm)
+    whole, model = make_model(name, "sdpa"), make_model(name)
+    batches = [
+        make_batch(8),
+        make_batch(11),
+        ignoring(make_batch(10, attention_mask=padding(10, "right", 6))),
+        make_batch(9, attention_mask=padding(9, "left", 4)),
+        make_batch(7, position_ids=torch.arange(3, 10).expand(2, 7)),
+    ]
+    for batch in batches:
+        check_equal(world, integration, comm, batch, whole, model)
+
+
+@pytest.mark.parametrize("transport", ["c10d", "shm"])
+@on_ranks(2, 3)
+def test_transports_and_chunks(world, transport):
+    comm = world.shared_comm(transport=transport)
+    integration = registered(comm, chunks=2)
+    whole, model = make_model("llama 8/2", "sdpa"), make_model("llama 8/2")
+    batch = ignoring(make_batch(11, attention_mask=padding(11, "left", 5)))
+    check_equal(world, integration, comm, batch, whole, model)
+    assert comm.transport == transport
+
+
+@on_ranks(2)
+def test_the_loss_of_transformers_and_the_default_group(world):
+    """As the package is used: its own loss, in float32, and no communicator."""
+    integration = registered(None)
+    whole, model = make_model("llama", "sdpa"), make_model("llama")
+    del whole._loss_function, model._loss_function
+    batch = ignoring(make_batch(9))
+    loss = model(**integration.split_batch(batch)).loss.detach()
+    dist.all_reduce(loss)
+    torch.testing.assert_close(loss, whole(**batch).loss.detach(), rtol=1e-6, atol=0)
+
+
+@on_ranks(3)
+def test_packed_sequences_and_masks_of_four_dims(world):
+    integration, comm = registered(world.comm), world.comm
+    whole, model = make_model("llama", "sdpa"), make_model("llama")
+    packed = torch.tensor([[0, 1, 2, 0, 1, 0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5, 6, 0, 1, 2]])
+    # Without a cache, as transformers sees packed sequences only then.
+    check_equal(world, integration, comm, make_batch(10, position_ids=packed, use_cache=False), whole, model)
+    mask = torch.rand(2, 1, 10, 10, generator=torch.Generator().manual_seed(1)) < 0.5
+    mask = (mask | torch.eye(10, dtype=torch.bool)).tril()
+    check_equal(world, integration, comm, make_batch(10, attention_mask=mask), whole, model)
+    added = torch.zeros(1, 1, 10, 10, dtype=torch.float64).masked_fill(~mask[:1], -1e9)
+    check_equal(world, integration, comm, make_batch(10, attention_mask=added), whole, model)
+
+
+@on_ranks(2)
+def test_accumulation_embeddings_and_checkpointing(world):
+    """One step of two batches; inputs_embeds, whose gradient is summed like the others; recomputation."""
+    integration, comm = registered(world.comm), world.comm
+    whole, model = make_model("llama 8/2", "sdpa"), make_model("llama 8/2")
+    model.gradient_checkpointing_enable()
+    model.train()
+    for batch in (make_batch(7, num_items_in_batch=25), ignoring(make_batch(9, num_items_in_batch=25))):
+        check_equal(world, integration, comm, batch, whole, model)
+    embeds = torch.randn(2, 7, 40, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    mine, theirs = embeds.clone().requires_grad_(), embeds.requires_grad_()
+    labels = tokens(7)
+    whole(inputs_embeds=theirs, labels=labels).loss.backward()
+    piece = integration.split_batch({"inputs_embeds": mine, "labels": labels}, comm)
+    model(**piece).loss.backward()
+    dist.all_reduce(mine.grad)
+    assert_close(mine.grad, theirs.grad)
+
+
+@on_ranks(3)
+def test_a_bidirectional_model(world):
+    from transformers import BertConfig, BertModel
+
+    integration = registered(world.comm)
+    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 2}
+    config = BertConfig(**sizes, num_attention_heads=4, max_position_embeddings=32)
+    results = []
+    for mask in (None, padding(10, "right", 4)):
+        batch = {"input_ids": tokens(10), "attention_mask": mask, "token_type_ids": tokens(10) % 2}
+        for attention in ("sdpa", "pipecomm_ulysses"):
+            torch.manual_seed(0)
+            model = BertModel._from_config(config, attn_implementation=attention).double().eval()
+            given = batch if attention == "sdpa" else integration.split_batch(batch, world.comm)
+            results.append(model(**given).last_hidden_state)
+        expected, mine = results[-2:]
+        assert_close(mine, cut(expected, 1, remainder_first(10, 3), world.rank))
+
+
+@on_ranks(2)
+def test_dropout_of_attention_is_passed_on(world):
+    integration = registered(world.comm)
+    model = make_model("llama", attention_dropout=0.5)
+    piece = integration.split_batch({"input_ids": tokens(8)}, world.comm)
+    model.eval()
+    first, again = (model(**piece).logits for _ in range(2))
+    assert torch.equal(first, again)
+    model.train()
+    assert not torch.allclose(model(**piece).logits, first)
+
+
+@on_ranks(2)
+def test_the_code_of_the_guide(world):
+    blocks = re.findall(r"^```python\n(.*?)^```$", GUIDE.read_text(), re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 2
+    whole = make_model("llama 8/2", "sdpa").float()
+    del whole._loss_function
+    batch = {**make_batch(9), "attention_mask": padding(9, "left", 2)}
+    names = {"config": config_of("llama 8/2"), "batches": [batch], "weights": whole.state_dict()}
+    names |= {"prompt": {name: batch[name] for name in ("input_ids", "attention_mask")}}
+    exec(blocks[0], names)
+    whole(**batch).loss.backward()
+    torch.testing.assert_close(names["loss"], whole(**batch).loss.detach(), rtol=1e-5, atol=0)
+    for mine, theirs in zip(gradients(names["model"]), gradients(whole), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-5)
+    names["model"].load_state_dict(whole.state_dict())
+    exec(blocks[1], names)
+    expected = whole.generate(**names["prompt"], max_new_tokens=20, do_sample=False)
+    assert torch.equal(names["tokens"], expected)
+
+
+# ---- generation -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama 8/2", "qwen2 with windows", "gpt2"])
+@on_ranks(2, 3)
+def test_generation(world, name):
+    integration, comm = registered(world.comm), world.comm
+    whole, model = make_model(name, "sdpa"), make_model(name)
+    for mask in (padding(9, "left", 0), padding(10, "left", 4)):
+        prompt = {"input_ids": tokens(mask.size(1)), "attention_mask": mask}
+        options = {"max_new_tokens": 7, "do_sample": False, "eos_token_id": None}
+        options |= {"output_logits": True, "return_dict_in_generate": True}
+        expected = whole.generate(**prompt, **options)
+        result = integration.generate(model, **prompt, process_group=comm, **options)
+        assert torch.equal(result.sequences, expected.sequences)
+        assert_close(torch.stack(result.logits), torch.stack(expected.logits))
+    check_equal(world, integration, comm, make_batch(9), whole, model)  # it is split again
+
+
+@on_ranks(2)
+def test_the_logits_of_a_prefill(world):
+    """A forward with a cache gives those of the unsplit model, too; the cache holds the piece."""
+    integration = registered(world.comm)
+    batch = {"input_ids": tokens(7), "use_cache": True}
+    expected = make_model("llama", "sdpa")(**batch)
+    result = make_model("llama")(**integration.split_batch(batch, world.comm))
+    sizes = remainder_first(7, 2)
+    assert_close(result.logits, cut(expected.logits, 1, sizes, world.rank))
+    whole_keys = expected.past_key_values.layers[1].keys
+    assert_close(result.past_key_values.layers[1].keys, cut(whole_keys, 2, sizes, world.rank))
+
+
+# ---- errors -----------------------------------------------------------------------------------------------
+
+
+def forward_errors(integration, comm):
+    """Calls that fail, with the text of the error."""
+    model = make_model("llama")
+    ids = tokens(8)
+    piece = integration.split_batch({"input_ids": ids}, comm)
+
+    def with_cache(kind):
+        from transformers import StaticCache
+
+        if kind == "static":
+            cache = StaticCache(config=model.config, max_cache_len=32)
+        else:
+            cache = model(**piece, use_cache=True).past_key_values
+        mask = torch.ones(2, 8 if kind == "static" else 9, dtype=torch.bool)
+        ids = piece["input_ids"] if kind == "static" else tokens(1)
+        return model(input_ids=ids, attention_mask=mask, past_key_values=cache)
+
+    windows, soft = make_model("qwen2 with windows"), make_model("gemma2")
+    hybrid, routed = make_model("llama"), make_model("llama")
+    hybrid.config.layer_types = ["linear_attention", "full_attention"]
+    routed.config.output_router_logits = True
+    packed = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2]] * 2)
+    return {
+        "no mask": (lambda: model(piece["input_ids"]), "needs the attention_mask of the whole sequence"),
+        "not split": (
+            lambda: model(ids, attention_mask=piece["attention_mask"]),
+            "this rank passes 8 tokens, where its piece of a sequence of 8 .* has 4",
+        ),
+        "mask of a piece": (
+            lambda: model(piece["input_ids"], attention_mask=piece["attention_mask"][:, :4]),
+            "this rank passes 4 tokens, where its piece of a sequence of 4 .* has 2",
+        ),
+        "mask of no form": (
+            lambda: model(piece["input_ids"], attention_mask=torch.ones(2, 1, 4, 8, dtype=torch.bool)),
+            r"attention_mask is \(2, 1, 4, 8\); it must be that of the whole sequence",
+        ),
+        "the model's generate": (
+            lambda: model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=2),
+            r"split_batch\(\) and generate\(\) of pipecomm_ext.integrations.transformers add it",
+        ),
+        "padded": (
+            lambda: model.generate(ids, attention_mask=padding(8, "left", 2), max_new_tokens=2),
+            r"generate\(\) of pipecomm_ext.integrations.transformers takes whole prompts",
+        ),
+        "new tokens": (
+            lambda: with_cache("piece"),
+            "the cache holds 4 tokens already, and pipecomm_ulysses does not split the new ones",
+        ),
+        "static cache": (
+            lambda: with_cache("static"),
+            "keys of 32 tokens for queries of 4: .* no static",
+        ),
+        "soft capping": (
+            lambda: soft(**piece),
+            "does not support soft capping of scores .softcap, of Gemma",
+        ),
+        "attentions": (
+            lambda: model(**piece, output_attentions=True),
+            "does not support output_attentions=True",
+        ),
+        "other layers": (lambda: hybrid(**piece), "cannot split layers of type linear_attention"),
+        "router's loss": (lambda: routed(**piece), "cannot split the router's auxiliary loss"),
+        "packed with windows": (
+            lambda: windows(**integration.split_batch({"input_ids": ids, "position_ids": packed}, comm)),
+            f"has no sliding window of {WINDOW} tokens",
+        ),
+    }
+
+
+@on_ranks(2)
+def test_what_cannot_be_split_is_refused_by_name(world):
+    integration, comm = registered(world.comm), world.comm
+    for case, (call, text) in forward_errors(integration, comm).items():
+        with pytest.raises(ValueError, match=text):
+            call()
+            pytest.fail(case)
+    check_works(world, integration, comm)
+
+
+@on_ranks(3)
+def test_an_error_of_one_rank_is_told_to_the_others(world):
+    """In the mask, before any layer, and in a layer; and the next call works."""
+    integration, comm = registered(world.comm), world.comm
+    model = make_model("llama")
+    piece = integration.split_batch({"input_ids": tokens(9)}, comm)
+    wrong = [
+        ({"attention_mask": None}, "needs the attention_mask"),
+        ({"attention_mask": torch.ones(2, 1, 3, 9, dtype=torch.bool)}, "must be that of the whole sequence"),
+        ({"output_attentions": True}, "does not support output_attentions"),
+    ]
+    for changed, text in wrong:
+        given = piece | changed if world.rank == 1 else piece
+        with pytest.raises(ValueError if world.rank == 1 else PipeCommMismatch, match=text):
+            model(**given)
+        check_works(world, integration, comm)
+
+
+WRONG_BATCHES = {
+    "nothing": ({}, "must hold input_ids"),
+    "one dim": ({"input_ids": torch.ones(5)}, "must hold input_ids"),
+    "too short": ({"input_ids": tokens(1)}, "a sequence of 1 tokens cannot be split over 2 ranks"),
+    "labels": (
+        {"input_ids": tokens(5), "labels": tokens(4)},
+        r"labels is \(2, 4\), where there are 5",
+    ),
+    "mask": (
+        {"input_ids": tokens(5), "attention_mask": torch.ones(2, 4)},
+        r"attention_mask is \(2, 4\), where there are 5 tokens",
+    ),
+    "unknown": (
+        {"input_ids": tokens(5), "pixel_values": torch.ones(2, 3)},
+        r"does not know how pixel_values, \(2, 3\), is laid out",
+    ),
+}
+
+
+@on_ranks(2)
+def test_wrong_batches(world):
+    integration = registered(world.comm)
+    for batch, text in WRONG_BATCHES.values():
+        with pytest.raises(ValueError, match=text):
+            integration.split_batch(batch, world.comm)
+
+
+@on_ranks(2)
+def test_a_piece(world):
+    integration = registered(world.comm)
+    batch = ignoring(make_batch(5, use_cache=False, num_logits=None))
+    piece = integration.split_batch(batch, world.comm)
+    mine = slice(0, 3) if world.rank == 0 else slice(3, 5)
+    shifted = functional.pad(batch["labels"], (0, 1), value=-100)[:, 1:]
+    assert torch.equal(piece["input_ids"], batch["input_ids"][:, mine]) and piece["input_ids"].is_contiguous()
+    assert torch.equal(piece["position_ids"], torch.arange(5).expand(2, 5)[:, mine])
+    assert torch.equal(piece["shift_labels"], shifted[:, mine]) and piece["labels"] is piece["shift_labels"]
+    assert piece["num_items_in_batch"] == 4  # of the second row; the first has none
+    assert piece["attention_mask"].shape == (2, 5) and piece["attention_mask"].all()
+    assert piece["use_cache"] is False and piece["num_logits"] is None
+    again = integration.split_batch({"input_ids": batch["input_ids"], "shift_labels": shifted}, world.comm)
+    assert torch.equal(again["labels"], piece["labels"]) and again["num_items_in_batch"] == 4
+
+
+def test_without_transformers(monkeypatch):
+    """The text says what to install."""
+    integrations = importlib.import_module("pipecomm_ext.integrations")
+    for name in [name for name in sys.modules if name.split(".")[0] == "transformers"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.delitem(sys.modules, "pipecomm_ext.integrations.transformers", raising=False)
+    monkeypatch.delitem(vars(integrations), "transformers", raising=False)
+    with pytest.raises(ImportError, match=r'pip install "transformers>='):
+        integrations.__getattr__("transformers")
+    with pytest.raises(AttributeError):
+        integrations.__getattr__("no_such_library")
