@@ -1,4 +1,4 @@
-"""How results are shown: nccl-tests columns, JSON, and a picture."""
+"""How results are shown: nccl-tests columns, and JSON; pictures are made by plots.py."""
 
 from __future__ import annotations
 
@@ -97,43 +97,6 @@ def as_json(results: list[Result], arguments: dict[str, Any], transports: dict[s
 def write_json(path: str, document: dict[str, Any]) -> None:
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text(json.dumps(document, indent=1) + "\n")
-
-
-def draw(path: str, results: list[Result], title: str) -> None:
-    """Time against size, and bandwidth against size where the op has one; both axes logarithmic."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    from matplotlib.ticker import FuncFormatter, LogLocator
-
-    panels = 2 if results[0].has_bandwidth else 1
-    figure, axes = plt.subplots(1, panels, figsize=(5.5 * panels, 4.2), layout="constrained", squeeze=False)
-    for impl in dict.fromkeys(result.impl for result in results):
-        mine = [result for result in results if result.impl == impl]
-        sizes = [result.num_bytes for result in mine]
-        (line,) = axes[0, 0].plot(sizes, [r.median_us for r in mine], marker="o", label=impl)
-        axes[0, 0].fill_between(
-            sizes, [r.min_us for r in mine], [r.p99_us for r in mine], color=line.get_color(), alpha=0.15
-        )
-        if panels == 2:
-            axes[0, 1].plot(sizes, [r.algbw for r in mine], marker="o", color=line.get_color(), label=impl)
-    axes[0, 0].set(ylabel="time (us): median, min to p99 shaded")
-    if panels == 2:
-        axes[0, 1].set(ylabel="algorithm bandwidth (GB/s)")
-    for axis in axes.flat:
-        axis.set(xscale="log", yscale="log", xlabel="size")
-        axis.xaxis.set_major_formatter(FuncFormatter(lambda size, _: size_text(int(size))))
-        axis.set_xticks(sorted({result.num_bytes for result in results}))
-        axis.minorticks_off()
-        axis.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-        axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        axis.grid(alpha=0.3)
-        axis.legend()
-    figure.suptitle(title)
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
 
 
 def size_text(num_bytes: int) -> str:

@@ -25,6 +25,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
 import launch  # noqa: E402
+import plots  # noqa: E402
 import relay  # noqa: E402
 import report  # noqa: E402
 import torch  # noqa: E402
@@ -82,7 +83,7 @@ def run_op(args: argparse.Namespace) -> int:
             report.write_json(args.json, report.as_json(results, arguments, reasons))
             print(f"# numbers: {args.json}")
         if args.plot:
-            report.draw(args.plot, results, title)
+            plots.draw(args.plot, results, title)
             print(f"# picture: {args.plot}")
     return 1 if any(result.num_wrong for result in results) else 0
 

@@ -12,8 +12,9 @@ from ranks import on_ranks
 from scripts import REPOSITORY, run_on_ranks, run_script
 
 sys.path.insert(0, str(REPOSITORY / "bench"))
-from measure import NUM_BLOCKS, measure  # noqa: E402
+from measure import NUM_BLOCKS, Result, measure  # noqa: E402
 from ops import BASELINE, MEMCPY, OPS, Bench, Case  # noqa: E402
+from plots import draw  # noqa: E402
 from report import environment, row, size_text  # noqa: E402
 from run import parse_arguments  # noqa: E402
 from schedule import SCHEDULE_OPS  # noqa: E402
@@ -181,3 +182,30 @@ def test_default_sizes_and_quick_ones():
 
 def test_sizes_are_short():
     assert [size_text(size) for size in (1, 1000, 4096, 1 << 20, 3 << 30)] == ["1", "1000", "4K", "1M", "3G"]
+
+
+def drawn_texts(path, labels: list[str], sizes: list[int], median_us: float) -> str:
+    """The source of a picture of results of two implementations."""
+    matplotlib = pytest.importorskip("matplotlib")
+    times = [median_us * factor for factor in (0.9, 1, 1.2)]
+    results = [
+        Result("op", impl, size, size, "uint8", 0, 1.0, True, times, label=label)
+        for impl in ("one", "other")
+        for label in labels
+        for size in sizes
+    ]
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        draw(str(path), results, "a title")
+    return path.read_text()
+
+
+def test_a_picture_has_lines_over_sizes_or_a_group_of_bars_for_each_case(tmp_path):
+    lines = drawn_texts(tmp_path / "lines.svg", [""], [4096, 1 << 20], median_us=20_000)
+    for text in (">4K<", ">1M<", ">20 ms<", ">one<", ">other<", ">a title<"):
+        assert text in lines
+    bars = drawn_texts(tmp_path / "bars.svg", ["even", "uneven"], [4096], median_us=20_000)
+    for text in (">even<", ">uneven<", "time (ms)", ">one<", ">other<"):
+        assert text in bars
+    both = drawn_texts(tmp_path / "both.svg", ["even", "uneven"], [4096, 1 << 20], median_us=20)
+    for text in (">even, 4K<", ">uneven, 1M<", "time (us)"):
+        assert text in both
