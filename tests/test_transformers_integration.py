@@ -18,9 +18,11 @@ import torch
 import torch.distributed as dist
 from ranks import on_ranks
 from sequence_cases import cut, remainder_first
+from test_attention_with_cp import my_piece, state_of
 from torch.nn import functional
 
 from pipecomm_ext import PipeCommMismatch
+from pipecomm_ext.parallel_state import ParallelState
 
 if importlib.util.find_spec("transformers") is None:
     pytest.skip("transformers is not installed", allow_module_level=True)
@@ -134,8 +136,8 @@ def check_equal(world, integration, comm, batch, whole, model):
     expected.loss.backward()
     result = model(**integration.split_batch(batch, comm))
     result.loss.backward()
-    sizes = remainder_first(expected.logits.size(1), world.size)
-    assert_close(result.logits, cut(expected.logits, 1, sizes, world.rank))
+    state = comm if isinstance(comm, ParallelState) else ParallelState(comm)
+    assert_close(result.logits, my_piece(expected.logits, state))
     loss = result.loss.detach().clone()
     dist.all_reduce(loss)
     assert_close(loss, expected.loss.detach())
@@ -179,6 +181,29 @@ def test_transports_and_chunks(world, transport):
     batch = ignoring(make_batch(11, attention_mask=padding(11, "left", 5)))
     check_equal(world, integration, comm, batch, whole, model)
     assert comm.transport == transport
+
+
+@pytest.mark.parametrize("num_ulysses", [1, 2])
+@on_ranks(4)
+def test_over_a_ring_in_zigzag_order(world, num_ulysses):
+    state = state_of(num_ulysses)
+    integration = registered(state)
+    for name in ("llama 8/2", "gpt2"):
+        whole, model = make_model(name, "sdpa"), make_model(name)
+        for batch in (make_batch(16), ignoring(make_batch(13))):
+            check_equal(world, integration, state, batch, whole, model)
+    prompt = {"input_ids": tokens(11), "attention_mask": torch.ones(2, 11, dtype=torch.long)}
+    options = {"max_new_tokens": 5, "do_sample": False}
+    expected = whole.generate(**prompt, **options)
+    assert torch.equal(integration.generate(model, **prompt, process_group=state, **options), expected)
+    piece = integration.split_batch({"input_ids": tokens(9), "attention_mask": padding(9, "left", 2)}, state)
+    with pytest.raises(ValueError, match="over a ring group pipecomm_ulysses takes causal or bidirectional"):
+        model(**piece)
+    piece = integration.split_batch({"input_ids": tokens(9)}, state)
+    error = ValueError if world.rank == 1 else PipeCommMismatch
+    with pytest.raises(error, match="needs the attention_mask"):
+        model(**(piece | {"attention_mask": None} if world.rank == 1 else piece))
+    check_equal(world, integration, state, make_batch(9), whole, model)
 
 
 @on_ranks(2)

@@ -16,9 +16,9 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
-from ...communicator.registry import communicator_of
-from ...sequence_parallel import cal_split_sizes, ulysses_attention
-from ...sequence_parallel.all_to_all import OP
+from ...parallel_state import ParallelState
+from ...sequence_parallel import attention_with_cp, ulysses_attention
+from .pieces import places, refusing, state_of
 
 NAME = "pipecomm_ulysses"
 LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
@@ -51,7 +51,9 @@ def register(process_group: Any = None, *, chunks: int | str = "auto") -> None:
 
     Args:
         process_group: the ranks that share a sequence: a torch group, a Communicator, or None for the default
-            group.
+            group. A ParallelState may have a ring group, too, over which the sequence is in zigzag order, for
+            equal work of causal attention and more ranks than heads; rows are then without padding, and
+            layers without windows.
         chunks: of heads, see `ulysses_attention`.
 
     The model's forward then raises, on the rank that finds it, while all others raise PipeCommMismatch:
@@ -91,8 +93,8 @@ class _SplitAttention:
         **others: Any,
     ) -> _SplitMask:
         """Called by transformers' create_causal_mask() and the like."""
-        comm = communicator_of(self.process_group, torch.empty(0, device=device))
-        with comm.collective(OP):
+        state = state_of(self.process_group)
+        with refusing(state, torch.empty(0, device=device)):
             _check_config(config)
             if q_offset > 0:
                 raise ValueError(
@@ -107,7 +109,7 @@ class _SplitAttention:
                     f"{NAME} knows masks of positions, windows and padding; this model makes its mask of "
                     "more (types or blocks of tokens), which is not split"
                 )
-            mine = cal_split_sizes(length, comm.size)[comm.rank]
+            mine = len(places(state, length))
             if q_length != mine:
                 raise ValueError(
                     f"this rank passes {q_length} tokens, where its piece of a sequence of {length} (the "
@@ -122,6 +124,7 @@ class _SplitAttention:
                 allow_is_bidirectional_skip=allow_is_bidirectional_skip,
                 **others,
             )
+            _check_ring(state, tensor)
         return _SplitMask(length, tensor, is_causal=tensor is None and allow_is_causal_skip)
 
     def attend(
@@ -136,8 +139,8 @@ class _SplitAttention:
         **others: Any,
     ) -> tuple[Tensor, None]:
         """Called by a layer: q, k and v are [batch, heads, tokens, channels]; the result has heads third."""
-        comm = communicator_of(self.process_group, query)
-        with comm.collective(OP):
+        state = state_of(self.process_group)
+        with refusing(state, query):
             for name, what in REFUSED.items():
                 if others.get(name) is not None and others[name] is not False:
                     raise ValueError(f"{NAME} does not support {what} ({name}, of {type(module).__name__})")
@@ -149,23 +152,16 @@ class _SplitAttention:
             if isinstance(attention_mask, Tensor):
                 _check_config(getattr(module, "config", None))
                 attention_mask = _taken_as_it_is(attention_mask, others.get("sliding_window"))
+                _check_ring(state, attention_mask.tensor)
             elif attention_mask is None:
                 raise ValueError(NO_MASK)
-        result = ulysses_attention(
-            query,
-            key,
-            value,
-            None,
-            comm,
-            chunks=self.chunks,
-            gather_size=attention_mask.length,
-            heads_dim=1,
-            seq_dim=2,
-            attn_mask=attention_mask.tensor,
-            is_causal=attention_mask.is_causal,
-            dropout_p=dropout,
-            scale=scaling,
-        )
+        options = {"chunks": self.chunks, "gather_size": attention_mask.length, "heads_dim": 1, "seq_dim": 2}
+        options |= {"is_causal": attention_mask.is_causal, "dropout_p": dropout, "scale": scaling}
+        if state.is_ring_enable():
+            result = attention_with_cp(query, key, value, parallel_state=state, **options)
+        else:
+            group, tensor = state.get_ulysses_group(), attention_mask.tensor
+            result = ulysses_attention(query, key, value, None, group, attn_mask=tensor, **options)
         return result.transpose(1, 2).contiguous(), None
 
 
@@ -194,3 +190,11 @@ def _taken_as_it_is(mask: Tensor, sliding_window: int | None) -> _SplitMask:
             f"{sliding_window} tokens, as this layer has: use full attention, or rows of one sequence each"
         )
     return _SplitMask(length, mask)
+
+
+def _check_ring(state: ParallelState, mask: Tensor | None) -> None:
+    if mask is not None and state.is_ring_enable():
+        raise ValueError(
+            f"over a ring group {NAME} takes causal or bidirectional attention only: no padding, packed "
+            "sequences, sliding windows or masks of four dims"
+        )

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ...communicator.registry import rank_and_size
-from ...sequence_parallel import split_forward_gather_backward
+from .pieces import cut, fewest_tokens, state_of
 
 IGNORED = -100  # the label of a token that does not count, in transformers
 # The sequence dim of what a model takes.
@@ -27,9 +26,9 @@ SEQUENCE_DIM = {
 def split_batch(batch: Mapping[str, Any], process_group: Any = None) -> dict[str, Any]:
     """This rank's piece of a batch that every rank holds whole. Nothing is communicated.
 
-    The sequence is cut by `cal_split_sizes`. A causal language model that is called with the piece returns
-    the logits of its tokens, and as `loss` this rank's share: the sum over the ranks is the loss of the whole
-    batch, and the sum of their gradients is its gradient.
+    The sequence is cut by `cal_split_sizes`, or, over a ring group, in zigzag order. A causal language model
+    that is called with the piece returns the logits of its tokens, and as `loss` this rank's share: the sum
+    over the ranks is the loss of the whole batch, and the sum of their gradients is its gradient.
 
     Args:
         batch: what the model would be called with, [batch, tokens] each: `input_ids` or `inputs_embeds`
@@ -51,13 +50,14 @@ def split_batch(batch: Mapping[str, Any], process_group: Any = None) -> dict[str
     Raises:
         ValueError: lengths that differ, fewer tokens than ranks, or a tensor whose layout is not known.
     """
-    _, num_ranks = rank_and_size(process_group)
+    state = state_of(process_group)
     whole = dict(batch)
     tokens = whole.get("input_ids", whole.get("inputs_embeds"))
     if not isinstance(tokens, Tensor) or tokens.dim() < 2:
         raise ValueError("the batch must hold input_ids [batch, tokens] or inputs_embeds")
     length = tokens.size(1)
-    if length < num_ranks:
+    if fewest_tokens(state, length) == 0:
+        num_ranks = state.get_ulysses_group_size() * state.get_ring_group_size()
         raise ValueError(f"a sequence of {length} tokens cannot be split over {num_ranks} ranks")
     mask = whole.pop("attention_mask", None)
     _check_lengths(whole, mask, length)
@@ -70,9 +70,7 @@ def split_batch(batch: Mapping[str, Any], process_group: Any = None) -> dict[str
     if labels is not None and whole.get("shift_labels") is None:
         whole["shift_labels"] = functional.pad(labels, (0, 1), value=IGNORED)[:, 1:]
     piece = {
-        name: split_forward_gather_backward(value, process_group, SEQUENCE_DIM[name])
-        if name in SEQUENCE_DIM and value is not None
-        else value
+        name: cut(value, SEQUENCE_DIM[name], state) if name in SEQUENCE_DIM and value is not None else value
         for name, value in whole.items()
     }
     if piece.get("shift_labels") is not None:

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from ...communicator.registry import rank_and_size
-from ...sequence_parallel import cal_split_sizes, gather_forward_split_backward
 from .batch import split_batch
+from .pieces import gather, state_of
 
 
 def generate(
@@ -54,12 +53,8 @@ def _prefilled(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor
     piece = split_batch({name: tensor[:, :-1] for name, tensor in prompt.items()}, group)
     cache = DynamicCache()  # without the config: layers with a sliding window keep all, too, as pieces must
     model.base_model(**piece, past_key_values=cache, use_cache=True)
-    sizes = cal_split_sizes(input_ids.size(1) - 1, rank_and_size(group)[1])
+    length, state = input_ids.size(1) - 1, state_of(group)
     whole = DynamicCache()
     for idx, layer in enumerate(cache.layers):
-        keys, values = (
-            gather_forward_split_backward(tensor, group, 2, sizes, None)
-            for tensor in (layer.keys, layer.values)
-        )
-        whole.update(keys, values, idx)
+        whole.update(*(gather(tensor, 2, length, state) for tensor in (layer.keys, layer.values)), idx)
     return whole
