@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from measure import Result
 
-COLUMNS = "{:>12} {:>11} {:>9} {:<16} {:>10} {:>10} {:>10} {:>8} {:>8} {:>7} {:>7} {:>7}"
+COLUMNS = "{:>12} {:>11} {:>9} {:<22} {:>10} {:>10} {:>10} {:>8} {:>8} {:>7} {:>7} {:>7}"
 NAMES = "size", "count", "type", "impl", "min", "median", "p99", "algbw", "busbw", "ratio", "#wrong", "%bound"
 UNITS = "(B)", "(elements)", "", "", "(us)", "(us)", "(us)", "(GB/s)", "(GB/s)", "", "", ""
 WORK_COLUMNS = " {:>7} {:>10}  {}"  # of operations whose cases count their work

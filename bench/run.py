@@ -7,6 +7,7 @@
     python bench/run.py relay --ranks 3 --sizes 16M       stages of 1 and 2 ranks, and of 2 and 1
     python bench/run.py pipeline_p2p --ranks 2            P2PCommunicator, fixed and variable shapes
     python bench/run.py schedule --ranks 4 --transport c10d,shm               also: schedule_host
+    python bench/run.py ulysses --transport c10d --attention sleep --link 800mbit --timeline out/t.png
     python bench/run.py all_to_all --matrix bytes.txt     row: a source, column: a destination, like 4096 or
     1M
 
@@ -25,11 +26,14 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
 import launch  # noqa: E402
+import limited_link  # noqa: E402
 import plots  # noqa: E402
 import relay  # noqa: E402
 import report  # noqa: E402
+import timeline  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+import ulysses  # noqa: E402
 from measure import measure  # noqa: E402
 from ops import MIB, Bench, Case, Op  # noqa: E402
 from ops import OPS as POINT_TO_POINT_OPS  # noqa: E402
@@ -40,7 +44,8 @@ from sequence_ops import SEQUENCE_OPS  # noqa: E402
 from pipecomm_ext import Communicator  # noqa: E402
 
 COUNTED_OPS = {**SEQUENCE_OPS, "relay": Op(relay.build, (MIB, 16 * MIB))}
-OPS = {**POINT_TO_POINT_OPS, **PIPELINE_OPS, **SCHEDULE_OPS, **COUNTED_OPS}
+OPS_OF_CASES = {**SCHEDULE_OPS, **ulysses.ULYSSES_OPS}
+OPS = {**POINT_TO_POINT_OPS, **PIPELINE_OPS, **OPS_OF_CASES, **COUNTED_OPS}
 CHANNELS = {"cpu": 4, "cuda": 2}  # on the host they cost nothing, and pipeline_p2p needs four
 TRANSPORTS = ("auto", "c10d", "shm", "nccl")
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
@@ -55,16 +60,20 @@ def run_op(args: argparse.Namespace) -> int:
         comm = Communicator(device=device, transport=transport, channels=CHANNELS[device.type])
         if comms.setdefault(f"pipecomm {comm.transport}", comm) is not comm:
             comm.close()  # "auto" chose what is named, too
-    bench = Bench(dist.get_rank(), dist.get_world_size(), device, args.dtype, comms, args.matrix)
+    bench = Bench(
+        dist.get_rank(), dist.get_world_size(), device, args.dtype, comms, args.matrix, args.attention
+    )
     is_reporter = bench.rank == 0
     reasons = {name: comm.transport_reason for name, comm in comms.items()}
     title = f"{args.op}, {bench.size} ranks, {device.type}"
+    if args.link:
+        title += f", {args.link}/s over one link"
     if is_reporter:
         print(f"# {title}; baseline torch.distributed {dist.get_backend()}, torch {torch.__version__}")
         print(f"# {OPS[args.op].build.__doc__}")
         for name, reason in reasons.items():
             print(f"# {name}: {reason}")
-        print(report.header(args.op in COUNTED_OPS, has_cases=args.op in SCHEDULE_OPS), flush=True)
+        print(report.header(args.op in COUNTED_OPS, has_cases=args.op in OPS_OF_CASES), flush=True)
 
     results = []
     for num_bytes in args.sizes:
@@ -74,6 +83,7 @@ def run_op(args: argparse.Namespace) -> int:
             if is_reporter:
                 for result in results[-len(case.calls) :]:
                     print(report.row(result), flush=True)
+    panels = ulysses.timelines(bench, args.sizes[-1]) if args.timeline else {}
     for comm in comms.values():
         comm.close()
 
@@ -85,6 +95,9 @@ def run_op(args: argparse.Namespace) -> int:
         if args.plot:
             plots.draw(args.plot, results, title)
             print(f"# picture: {args.plot}")
+        if args.timeline:
+            timeline.draw(args.timeline, panels, f"{title}, forward and backward, {next(iter(comms))}")
+            print(f"# timeline: {args.timeline}")
     return 1 if any(result.num_wrong for result in results) else 0
 
 
@@ -123,6 +136,12 @@ def dtype_argument(name: str) -> torch.dtype:
     if not isinstance(dtype, torch.dtype):
         raise argparse.ArgumentTypeError(f"{name!r} is not a torch dtype like float32 or bfloat16")
     return dtype
+
+
+def rate_argument(text: str) -> str:
+    if not re.fullmatch(r"[1-9]\d*[kmg]bit", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a rate like 800mbit or 2gbit")
+    return text
 
 
 def transports_argument(text: str) -> list[str]:
@@ -164,6 +183,15 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         metavar="LIST",
         help="ours, compared side by side (auto)",
     )
+    parser.add_argument(
+        "--attention", choices=["sdpa", "sleep"], default="sdpa",
+        help="ulysses: torch's, or one that sleeps as long as the exchanges take (sdpa)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--link", type=rate_argument, metavar="RATE",
+        help="the ranks on a network of their own, of a rate like 800mbit; takes root, ip and tc",
+    )  # fmt: skip
+    parser.add_argument("--timeline", metavar="FILE", help="ulysses: write a picture of one call")
     parser.add_argument("--device", **launch.DEVICE_OPTION)
     parser.add_argument(
         "--quick", action="store_true", help="few sizes and iterations: a smoke test, not a result"
@@ -175,6 +203,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         if args.op != "all_to_all":
             parser.error("--matrix is for all_to_all")
         args.ranks, args.sizes = len(args.matrix), [max(map(sum, args.matrix))]
+    if args.timeline is not None and args.op != "ulysses":
+        parser.error("--timeline is for ulysses")
     if args.ranks < 2:
         parser.error("--ranks must be 2 or more: there is nothing to send to oneself")
     if args.quick:
@@ -186,7 +216,13 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    return launch.run(run_op, parse_arguments(arguments))
+    args = parse_arguments(arguments)
+    if args.link is not None:
+        reason = "the ranks are there already" if launch.has_ranks() else limited_link.limit(args.link)
+        if reason is not None:
+            print(f"# the link is NOT limited: {reason}", file=sys.stderr)
+            args.link = None
+    return launch.run(run_op, args)
 
 
 if __name__ == "__main__":

@@ -56,6 +56,11 @@ def run(body: Body, args: argparse.Namespace, preload: tuple[str, ...] = ()) -> 
     return _start_ranks(body, args, preload)
 
 
+def has_ranks() -> bool:
+    """Whether this process is one of ranks that were started elsewhere."""
+    return dist.is_initialized() or "RANK" in os.environ
+
+
 def _run_rank(body: Body, args: argparse.Namespace, local_rank: int, **group_arguments) -> int:
     torch.set_num_threads(1)  # ranks share the cores
     if args.device == "auto":
