@@ -30,9 +30,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .communicator import Communicator, Recv, Send, Work
+from .communicator import Communicator, Recv, Send, Work, traced
 from .communicator.communicator import list_plan
-from .communicator.registry import communicator_of
+from .communicator.registry import communicator_of, group_name, rank_and_size
 from .core.checked import whole_number
 from .core.extension import _C
 from .core.tensor_specs import TensorSpec, spec_of, specs_of
@@ -75,7 +75,7 @@ def isend(
     if _is_outside(group):
         return None
     comm = communicator_of(group, tensor)
-    return comm.isend(tensor, _peer(comm, dst, group_dst, "dst"), tag)
+    return comm.isend(tensor, _peer(group, dst, group_dst, "dst"), tag)
 
 
 def irecv(
@@ -85,7 +85,7 @@ def irecv(
     if _is_outside(group):
         return None
     comm = communicator_of(group, tensor)
-    peer = _peer(comm, src, group_src, "src")
+    peer = _peer(group, src, group_src, "src")
     with torch.no_grad():  # buffers that require grad are legal here, as in torch
         return comm.irecv(tensor, peer, tag)
 
@@ -94,6 +94,9 @@ def send(
     tensor: Tensor, dst: int | None = None, group: Any = None, tag: int = 0, group_dst: int | None = None
 ) -> None:
     """`isend`, and waits until the receiver has the data."""
+    if torch.compiler.is_compiling():
+        _traced_message(True, tensor, dst, group, tag, group_dst)
+        return
     work = isend(tensor, dst, group, tag, group_dst)
     if work is not None:
         work.wait()
@@ -103,11 +106,23 @@ def recv(
     tensor: Tensor, src: int | None = None, group: Any = None, tag: int = 0, group_src: int | None = None
 ) -> int:
     """`irecv`, and waits. Returns the global rank of the sender, or -1 outside the group."""
-    work = irecv(tensor, src, group, tag, group_src)
-    if work is None:
+    if _is_outside(group):
         return -1
-    work.wait()
+    if torch.compiler.is_compiling():
+        _traced_message(False, tensor, src, group, tag, group_src)
+    else:
+        irecv(tensor, src, group, tag, group_src).wait()
     return src if src is not None else dist.get_global_rank(_torch_group(group), group_src)
+
+
+def _traced_message(
+    is_send: bool, tensor: Tensor, peer: int | None, group: Any, tag: int, group_peer: int | None
+) -> None:
+    """One send or receive in a graph of torch.compile."""
+    if not _is_outside(group):
+        peer = _peer(group, peer, group_peer, "dst" if is_send else "src")
+        with torch.no_grad():
+            traced.batch_p2p(group_name(group), [traced.Message(is_send, tensor, peer, tag)])
 
 
 @dataclass(eq=False, repr=False)
@@ -141,7 +156,8 @@ def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
     empty batch.
 
     The elements are `P2POp` of this module or of torch.distributed, all of the same group. A message to
-    oneself needs its receive in the same batch.
+    oneself needs its receive in the same batch. In a graph of torch.compile the batch is done when this
+    returns.
     """
     if not isinstance(p2p_op_list, (list, tuple)):
         raise TypeError(f"p2p_op_list must be a list, not {type(p2p_op_list).__name__}")
@@ -156,11 +172,18 @@ def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
             raise ValueError(f"all elements must have the same group, p2p_op_list[{idx}] has another one")
     if _is_outside(group):
         return []
+    if torch.compiler.is_compiling():
+        messages = [
+            traced.Message(_DIRECTIONS[op.op] is Send, op.tensor, _peer_of(op), op.tag) for op in p2p_op_list
+        ]
+        with torch.no_grad():
+            traced.batch_p2p(group_name(group), messages)
+        return [traced.DoneWork()]
     comm = communicator_of(group, p2p_op_list[0].tensor)
     batch = [
         _DIRECTIONS[op.op](
             op.tensor,
-            op.group_peer if isinstance(op, dist.P2POp) else _peer(comm, op.peer, op.group_peer, "peer"),
+            _peer_of(op),
             op.tag,
         )
         for op in p2p_op_list
@@ -182,10 +205,14 @@ def broadcast(
     """Copies `tensor` of global rank `src` (or `group_src`) into `tensor` of all other ranks of the group."""
     if _is_outside(group):
         return None
+    if torch.compiler.is_compiling() and not async_op:
+        source, (rank, _) = _peer(group, src, group_src, "src"), rank_and_size(group)
+        with torch.no_grad():
+            return traced.broadcast(group_name(group), tensor, source, is_source=source == rank)
     comm = communicator_of(group, tensor)
     with torch.no_grad():
         with comm.collective("broadcast"):
-            source = _peer(comm, src, group_src, "src")
+            source = _peer(group, src, group_src, "src")
         return comm.broadcast(tensor, source, async_op=async_op)
 
 
@@ -374,7 +401,11 @@ def _is_outside(group: Any) -> bool:
     return group is dist.GroupMember.NON_GROUP_MEMBER
 
 
-def _peer(comm: Communicator, global_rank: int | None, group_rank: int | None, name: str) -> int:
+def _peer_of(op: P2POp | dist.P2POp) -> int:
+    return op.group_peer if isinstance(op, dist.P2POp) else _peer(op.group, op.peer, op.group_peer, "peer")
+
+
+def _peer(group: Any, global_rank: int | None, group_rank: int | None, name: str) -> int:
     """The peer's rank in the group, from one of two ways to say it."""
     if (global_rank is None) == (group_rank is None):
         if global_rank is not None:
@@ -384,10 +415,11 @@ def _peer(comm: Communicator, global_rank: int | None, group_rank: int | None, n
     if group_rank is not None:
         return group_rank
     global_rank = whole_number(global_rank, name)
-    if comm.group is dist.group.WORLD:
+    group = _torch_group(group)
+    if group is dist.group.WORLD:
         return global_rank
     try:
-        return dist.get_group_rank(comm.group, global_rank)
+        return dist.get_group_rank(group, global_rank)
     except ValueError:
-        ranks = dist.get_process_group_ranks(comm.group)
+        ranks = dist.get_process_group_ranks(group)
         raise ValueError(f"{name} {global_rank} (global) is not one of the group's ranks {ranks}") from None

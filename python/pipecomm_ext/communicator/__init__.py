@@ -1,6 +1,7 @@
 """The communicator, and the ones that this process keeps."""
 
 from ..core.process_groups import device_of, own_group
+from . import operators  # noqa: F401  (registers them)
 from .communicator import Communicator, Recv, Send, Work
 from .construction import DEFAULT_TIMEOUT_S, MAX_CHANNELS
 from .registry import get_communicator, kept_communicator

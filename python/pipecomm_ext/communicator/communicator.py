@@ -18,12 +18,14 @@ from ..core.extension import _C
 from ..core.process_groups import own_group
 from ..core.tensor_specs import TensorSpec, specs_of
 from ..errors import PipeCommError
+from . import traced
 from .construction import agree, choose
 
 Send = _C.Send
 Recv = _C.Recv
 Work = _C.Work
 
+NAME_IN_GRAPHS = "pipecomm_ext.Communicator"  # no name of a torch group begins with it
 open_communicators: weakref.WeakSet[Communicator] = weakref.WeakSet()
 
 
@@ -127,18 +129,28 @@ class Communicator:
 
         Shapes and dtypes must agree on both ends, otherwise both raise PipeCommMismatch and nothing is
         transferred. A non-contiguous send is copied, a non-contiguous receive staged. Buffers belong to the
-        operation until it is done.
+        operation until it is done. In a graph of torch.compile the batch is done when this returns, and the
+        elements are P2POp.
         """
+        if torch.compiler.is_compiling():
+            traced.batch_p2p(graph_name(self), [self._traced_message(op) for op in ops])
+            return traced.DoneWork() if async_op else None
         if any(type(op) is not Send and type(op) is not Recv for op in ops):
             ops = [self._from_torch(op, op_idx) for op_idx, op in enumerate(ops)]
         return self._finish(self._c.batch_p2p(ops, async_op), async_op)
 
     def send(self, tensor: torch.Tensor, dst: int, channel: int = 0) -> None:
         """Sends a tensor to rank `dst`; returns when the receiver has accepted it."""
+        if torch.compiler.is_compiling():
+            traced.batch_p2p(graph_name(self), [traced.Message(True, tensor, dst, channel)])
+            return
         self._c.isend(tensor, dst, channel, False).wait()
 
     def recv(self, tensor: torch.Tensor, src: int, channel: int = 0) -> None:
         """Receives from rank `src` into `tensor`, whose shape and dtype must be the sender's."""
+        if torch.compiler.is_compiling():
+            traced.batch_p2p(graph_name(self), [traced.Message(False, tensor, src, channel)])
+            return
         self._c.irecv(tensor, src, channel, False).wait()
 
     def isend(self, tensor: torch.Tensor, dst: int, channel: int = 0) -> Work:
@@ -157,6 +169,8 @@ class Communicator:
     def broadcast(self, tensor: torch.Tensor, src: int, *, async_op: bool = False) -> Work | None: ...
     def broadcast(self, tensor: torch.Tensor, src: int, *, async_op: bool = False) -> Work | None:
         """Copies `tensor` of rank `src` into `tensor` of all others; same shape and dtype everywhere."""
+        if torch.compiler.is_compiling() and not async_op:
+            return traced.broadcast(graph_name(self), tensor, src, is_source=src == self.rank)
         with self.collective("broadcast"):
             work = self._c.broadcast(tensor, src, async_op)
         return self._finish(work, async_op)
@@ -172,6 +186,8 @@ class Communicator:
             raise TypeError(f"shape must be a sequence of lengths, not {type(shape).__name__}")
         if not isinstance(dtype, torch.dtype):
             raise TypeError(f"dtype must be a torch.dtype, not {type(dtype).__name__}")
+        if torch.compiler.is_compiling():
+            return torch.ops.pipecomm_ext.empty(list(shape), dtype, graph_name(self))
         if self.device.type != "cpu":
             return torch.empty(shape, dtype=dtype, device=self.device)
         return self._c.empty(list(shape), dtype)
@@ -337,6 +353,10 @@ class Communicator:
         work.wait(timeout)
         return None
 
+    def _traced_message(self, op: dist.P2POp) -> traced.Message:
+        is_send, peer = op.op is dist.isend, dist.get_group_rank(self.group, op.peer)
+        return traced.Message(is_send, op.tensor, peer, op.tag)
+
     def _from_torch(self, op: Any, op_idx: int) -> Send | Recv:
         if type(op) is Send or type(op) is Recv:
             return op
@@ -346,6 +366,11 @@ class Communicator:
             )
         peer = dist.get_group_rank(self.group, op.peer)
         return (Send if op.op is dist.isend else Recv)(op.tensor, peer, op.tag)
+
+
+def graph_name(communicator: Communicator) -> str:
+    """Stands for the communicator within this process and can be traced."""
+    return f"{NAME_IN_GRAPHS} {id(communicator)}"
 
 
 @functools.lru_cache(maxsize=256)

@@ -15,10 +15,9 @@ import torch
 import torch.distributed as dist
 
 from ..core.process_groups import device_of, own_group, rank_in
-from .communicator import Communicator, open_communicators
+from .communicator import NAME_IN_GRAPHS, Communicator, graph_name, open_communicators
 from .construction import MAX_CHANNELS
 
-_COMMUNICATOR = "pipecomm_ext.Communicator"
 _kept: weakref.WeakKeyDictionary[Any, dict[tuple[str, str], Communicator]] = weakref.WeakKeyDictionary()
 
 
@@ -74,16 +73,16 @@ def communicator_of(process_group: Any, tensor: Any) -> Communicator:
 def group_name(process_group: Any) -> str:
     """A string that stands for the group within this process and can be traced."""
     if isinstance(process_group, Communicator):
-        return f"{_COMMUNICATOR} {id(process_group)}"
+        return graph_name(process_group)
     return (dist.group.WORLD if process_group is None else process_group).group_name
 
 
 def named_group(name: str) -> Any:
     """The group or Communicator whose `group_name` is `name`."""
-    if not name.startswith(_COMMUNICATOR):
+    if not name.startswith(NAME_IN_GRAPHS):
         return dist.distributed_c10d._resolve_process_group(name)
     for communicator in open_communicators:
-        if group_name(communicator) == name:
+        if graph_name(communicator) == name:
             return communicator
     raise ValueError("the Communicator that a compiled function was traced with is closed")
 

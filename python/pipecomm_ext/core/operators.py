@@ -1,17 +1,60 @@
-"""Operators of compiled graphs whose calls other ranks take part in."""
+"""Operators of compiled graphs that communicate."""
 
 from __future__ import annotations
 
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
 from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 from torch.library import CustomOpDef
 
 
-def communicates(operator: CustomOpDef) -> CustomOpDef:
-    """Makes a compiled graph keep all calls of an operator and of its like, in their order.
+def communicates(operator: CustomOpDef) -> Callable[[Callable], Callable]:
+    """Registers the fake kernel of an operator that other ranks take part in. Its calls stay in the graph, in
+    the order of the program, together with those of its like.
 
     A compiler takes operators that change no argument for functions, whose calls it drops if nobody uses the
     result, merges if the arguments are equal, and moves. Other ranks, with graphs of their own, would wait
     for them, or get the data of another call.
     """
     _register_effectful_op(operator._opoverload, _EffectType.ORDERED)
-    return operator
+
+    def register(fake: Callable) -> Callable:
+        @functools.wraps(fake)
+        def ordered(*arguments: Any) -> Any:
+            _order_effects_in_inductor()
+            return fake(*arguments)
+
+        operator.register_fake(ordered)
+        return fake
+
+    return register
+
+
+def _order_effects_in_inductor() -> None:
+    """Makes up for an error of inductor, which loses the order of effects: it notes by names of buffers what
+    must come first, and looks for names of operations (pytorch/pytorch#189209). Only if it is loaded: to
+    import it takes seconds. It traces fake kernels before it lowers them.
+    """
+    lowering = sys.modules.get("torch._inductor.lowering")
+    with_effects = torch.ops.higher_order.with_effects
+    original = getattr(lowering, "lowerings", {}).get(with_effects)
+    if original is None or hasattr(original, "orders_pipecomm_ext"):
+        return
+
+    @functools.wraps(original)
+    def ordered(token: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+        graph = lowering.V.graph
+        earlier, num_earlier = list(graph.effectful_ops.values()), len(graph.operations)
+        results = original(token, op, *args, **kwargs)
+        if getattr(op, "namespace", None) == "pipecomm_ext":
+            for operation in graph.operations[num_earlier:]:
+                after = graph.additional_buffer_deps[operation.get_operation_name()]
+                after.update(node.get_name() for node in earlier)
+        return results
+
+    ordered.orders_pipecomm_ext = True
+    lowering.lowerings[with_effects] = ordered

@@ -12,6 +12,7 @@ from itertools import accumulate, pairwise
 
 from ..core.extension import _C
 from ..core.tensor_specs import TensorSpec
+from ..sequence_parallel.sizes import cal_split_sizes
 
 HELD, RESULT = "held", "result"
 
@@ -31,7 +32,7 @@ class Holding:
         """The shape that a rank holds of a tensor of shape `whole`."""
         if self.dim is None:
             return whole
-        length = _C.remainder_first(whole[self.dim], len(self.ranks))[self.ranks.index(rank)]
+        length = cal_split_sizes(whole[self.dim], len(self.ranks))[self.ranks.index(rank)]
         return (*whole[: self.dim], length, *whole[self.dim + 1 :])
 
 

@@ -22,6 +22,7 @@ from ..parallel_state.pipeline import NUM_LINK_COLOURS, NUM_RELAY_CHANNELS
 from . import cost
 from .differentiable import give, take
 from .link import BACKWARD, FORWARD, Link
+from .operators import anchor_of, traced_relay
 from .reduction import reduced
 from .route import HELD, RESULT, Holding, Relayed, View, route_of
 
@@ -86,6 +87,7 @@ class StageRelay:
         self.communicator = _usable(communicator, self.topology)
         self._pending: list[Work] = []
         self._send_failure: PipeCommError | None = None  # the first one, until `drain` raises it
+        self.anchor = anchor_of(self)  # of compiled graphs
 
     # ---------------------------------------------------------------- neighbours
 
@@ -190,15 +192,13 @@ class StageRelay:
         mine = self.topology.get_vtp_my_stage_idx()
         if mine not in (src_stage, dst_stage):
             raise ValueError(f"this rank is in stage {mine}, neither in {src_stage} nor in {dst_stage}")
-        link = self.link_between(FORWARD, src_stage, dst_stage, None)
         is_source = mine == src_stage
+        if torch.compiler.is_compiling():
+            _check_given(tensor, dtype, is_source)
+            return traced_relay(self, tensor, shape, dtype, src_stage, dst_stage)
+        link = self.link_between(FORWARD, src_stage, dst_stage, None)
         with self._refused_on(link):
-            if not is_source and tensor is not None:
-                raise ValueError("tensor must be None on the ranks of dst_stage, which receive it")
-            if is_source and not isinstance(tensor, Tensor):
-                raise TypeError(f"tensor must be a torch.Tensor in src_stage, not {type(tensor).__name__}")
-            if is_source and tensor.dtype != dtype:
-                raise ValueError(f"tensor is {tensor.dtype}, but dtype says {dtype}")
+            _check_given(tensor, dtype, is_source)
         if is_source:
             return give(self, link, tensor, shape)
         return take(self, link, shape, dtype, self.communicator.device)
@@ -432,6 +432,15 @@ class StageRelay:
             if isinstance(error, PipeCommMismatch) or not isinstance(error, PipeCommError):
                 self.communicator.refuse(OP, error, link.members, link.channel)
             raise
+
+
+def _check_given(tensor: Any, dtype: Any, is_source: bool) -> None:
+    if not is_source and tensor is not None:
+        raise ValueError("tensor must be None on the ranks of dst_stage, which receive it")
+    if is_source and not isinstance(tensor, Tensor):
+        raise TypeError(f"tensor must be a torch.Tensor in src_stage, not {type(tensor).__name__}")
+    if is_source and tensor.dtype != dtype:
+        raise ValueError(f"tensor is {tensor.dtype}, but dtype says {dtype}")
 
 
 def _slice(tensor: Tensor, view: View) -> Tensor:

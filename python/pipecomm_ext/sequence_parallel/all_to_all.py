@@ -278,7 +278,6 @@ _SCHEMA = """(Tensor input_, str group, SymInt scatter_dim, SymInt gather_dim, S
               SymInt[]? scatter_sizes, SymInt[]? gather_sizes) -> Tensor"""
 
 
-@communicates
 @torch.library.custom_op("pipecomm_ext::all_to_all", mutates_args=(), schema=_SCHEMA)
 def _compiled(input_, group, scatter_dim, gather_dim, gather_size, scatter_sizes, gather_sizes):
     sizes = {"scatter_sizes": scatter_sizes, "gather_sizes": gather_sizes}
@@ -294,7 +293,7 @@ def _resolved(input_, group, scatter_dim, gather_dim, gather_size, scatter_sizes
     return rank, scatter_dim, gather_dim, *sizes
 
 
-@_compiled.register_fake
+@communicates(_compiled)
 def _(input_, *arguments) -> Tensor:
     rank, scatter_dim, gather_dim, scatter_sizes, gather_sizes = _resolved(input_, *arguments)
     shape = list(input_.shape)
@@ -324,8 +323,10 @@ _SCHEMA_OF_MANY = """(Tensor[] inputs, str group, SymInt scatter_dim, SymInt gat
 
 
 def _traced_many(inputs, process_group, scatter_dim, gather_dim, gather_size, scatter_sizes, gather_sizes):
-    if not isinstance(inputs, (list, tuple)) or not inputs:
-        raise TypeError("inputs must be a list of at least one tensor")
+    if not isinstance(inputs, (list, tuple)):
+        raise TypeError(f"inputs must be a list of tensors, not {type(inputs).__name__}")
+    if not inputs:
+        raise ValueError("inputs must hold at least one tensor")
     _, size = rank_and_size(process_group)
     scatter_dim = dim_index(scatter_dim, inputs[0].dim(), "scatter_dim")
     gather_dim = dim_index(gather_dim, inputs[0].dim(), "gather_dim")
@@ -336,7 +337,7 @@ def _traced_many(inputs, process_group, scatter_dim, gather_dim, gather_size, sc
         both = _sizes_of(input_.shape, size, scatter_dim, gather_dim, gather_size, *lists)
         for name, sizes, lengths in zip(("scatter_sizes", "gather_sizes"), both, flat, strict=True):
             if len(sizes) != size:
-                raise ValueError(f"{name} needs one entry for each of the {size} ranks, got {len(sizes)}")
+                raise ValueError(f"{name} needs one entry for each rank, got {len(sizes)}")
             lengths += sizes
     are_equal = gather_size is None and any(sizes is None for sizes in gather_lists)
     return _compiled_many(list(inputs), group_name(process_group), scatter_dim, gather_dim, *flat, are_equal)
@@ -348,7 +349,6 @@ def _cut(lengths: Sequence[int], num_tensors: int) -> list[list[int]]:
     return [list(lengths[idx * size : (idx + 1) * size]) for idx in range(num_tensors)]
 
 
-@communicates
 @torch.library.custom_op("pipecomm_ext::all_to_all_many", mutates_args=(), schema=_SCHEMA_OF_MANY)
 def _compiled_many(inputs, group, scatter_dim, gather_dim, scatter_sizes, gather_sizes, are_equal):
     sizes = {
@@ -359,7 +359,7 @@ def _compiled_many(inputs, group, scatter_dim, gather_dim, scatter_sizes, gather
         return all_to_all_many(inputs, named_group(group), scatter_dim, gather_dim, **sizes)
 
 
-@_compiled_many.register_fake
+@communicates(_compiled_many)
 def _(inputs, group, scatter_dim, gather_dim, scatter_sizes, gather_sizes, are_equal) -> list[Tensor]:
     rank, _ = rank_and_size(named_group(group))
     outputs = []

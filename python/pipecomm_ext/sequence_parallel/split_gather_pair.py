@@ -197,7 +197,6 @@ def _compiled_split(input_, group, dim, lengths, num_each, scale, grad_scale):
     return _run_split(input_, named_group(group), dim, _unflat(lengths, num_each), scale, grad_scale)
 
 
-@communicates
 @torch.library.custom_op("pipecomm_ext::gather", mutates_args=(), schema=_SCHEMA)
 def _compiled_gather(input_, group, dim, lengths, num_each, scale, grad_scale):
     layout = _unflat(lengths, num_each)
@@ -218,7 +217,7 @@ def _(input_, group, dim, lengths, num_each, scale, grad_scale) -> Tensor:
     return input_.new_empty([*input_.shape[:dim], mine, *input_.shape[dim + 1 :]])
 
 
-@_compiled_gather.register_fake
+@communicates(_compiled_gather)
 def _(input_, group, dim, lengths, num_each, scale, grad_scale) -> Tensor:
     _, size = rank_and_size(named_group(group))
     _check_scale(grad_scale)
