@@ -129,10 +129,10 @@ class Communicator:
 
         Shapes and dtypes must agree on both ends, otherwise both raise PipeCommMismatch and nothing is
         transferred. A non-contiguous send is copied, a non-contiguous receive staged. Buffers belong to the
-        operation until it is done. In a graph of torch.compile the batch is done when this returns, and the
-        elements are P2POp.
+        operation until it is done. A graph of torch.compile keeps batches of P2POp, which are done when this
+        returns.
         """
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() and all(isinstance(op, dist.P2POp) for op in ops):
             traced.batch_p2p(graph_name(self), [self._traced_message(op) for op in ops])
             return traced.DoneWork() if async_op else None
         if any(type(op) is not Send and type(op) is not Recv for op in ops):
