@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import on_ranks
 from sequence_cases import cut, numbers, remainder_first
-from test_zigzag_attention import SEQ, plain_attention, weights_of, whole_tensors, zigzag
+from test_zigzag_attention import HEADS, SEQ, plain_attention, weights_of, whole_tensors, zigzag
 
 from pipecomm_ext import (
     PipeCommMismatch,
     attention_with_cp,
     parallel_state,
     split_forward_gather_backward_with_cp,
+    ulysses_attention,
+    zigzag_attention,
 )
 from pipecomm_ext.parallel_state import ParallelState
 
@@ -88,6 +92,19 @@ def test_default_groups_and_the_split_over_both(world):
 
 
 @on_ranks(4)
+def test_ulysses_attention_of_zigzag_attention(world):
+    """The two levels put together by hand."""
+    state, length = state_of(2), 20
+    whole = whole_tensors(1, length, 4, 2)
+    inner = functools.partial(
+        zigzag_attention, process_group=state.get_ring_group(), is_causal=True, gather_size=length
+    )
+    pieces = [my_piece(tensor, state) for tensor in whole]
+    result = ulysses_attention(*pieces, inner, state.get_ulysses_group(), chunks=2, gather_size=length // 2)
+    torch.testing.assert_close(result, my_piece(plain_attention(*whole, True), state))
+
+
+@on_ranks(4)
 def test_other_dims(world):
     state = state_of(2)
     whole = whole_tensors(1, 16, 4, 2)
@@ -95,6 +112,57 @@ def test_other_dims(world):
     result = attention_with_cp(*pieces, is_causal=True, heads_dim=0, seq_dim=-2, parallel_state=state)
     expected = my_piece(plain_attention(*whole, True), state)[0].transpose(0, 1)
     torch.testing.assert_close(result, expected)
+
+
+@on_ranks(4)
+def test_second_derivatives(world):
+    """create_graph sends gradients through the graph; then backward through them."""
+    state, length = state_of(2), 9
+
+    def second(tensors, call):
+        first = torch.autograd.grad(call(*tensors).sin().sum(), tensors, create_graph=True)
+        return torch.autograd.grad(sum((grad * grad).sum() for grad in first), tensors)
+
+    call = functools.partial(
+        attention_with_cp,
+        attention=plain_attention,
+        is_causal=True,
+        chunks=2,
+        gather_size=length,
+        parallel_state=state,
+    )
+    whole = whole_tensors(1, length, 6, 2)
+    expected = second(whole, functools.partial(plain_attention, is_causal=True))
+    got = second([my_piece(tensor.detach(), state).requires_grad_() for tensor in whole], call)
+    for mine, full in zip(got, expected, strict=True):
+        torch.testing.assert_close(mine, my_piece(full, state), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.slow
+@on_ranks(4)
+def test_in_one_graph_for_all_lengths(world):
+    state, graphs = state_of(2), []
+
+    def function(x, length):
+        q, k, v = x.split([5, 3, 3], HEADS)
+        return attention_with_cp(q.sin(), k, v, is_causal=True, gather_size=length, parallel_state=state)
+
+    def piece(length):
+        return my_piece(numbers((2, length, 11, 16), torch.float64, length), state).requires_grad_()
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    compiled = torch.compile(function, fullgraph=True, backend=count, dynamic=True)
+    for length in (81, 82, 87):  # no other dims: equal ones share a symbol
+        x = piece(length)
+        results = compiled(x, length), function(x, length)
+        torch.testing.assert_close(*results)
+        grads = [torch.autograd.grad(result.cos().sum(), x)[0] for result in results]
+        torch.testing.assert_close(*grads)
+    assert len(graphs) == 1
 
 
 # ---- errors -----------------------------------------------------------------------------------------------

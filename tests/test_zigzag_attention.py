@@ -10,6 +10,7 @@ import pytest
 import torch
 from ranks import on_ranks
 from sequence_cases import numbers, offsets, remainder_first
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from pipecomm_ext import PipeCommMismatch, load_balanced_split_forward_gather_backward, zigzag_attention
@@ -208,6 +209,25 @@ def test_second_derivatives(world):
     )
     for mine, full in zip(got, expected, strict=True):
         torch.testing.assert_close(mine, zigzag(full, world.rank, world.size), rtol=1e-9, atol=1e-9)
+
+
+@on_ranks(2)
+def test_forward_mode(world):
+    """Tangents of keys and values travel, too."""
+    whole = [tensor.detach() for tensor in whole_tensors(1, 8, 4, 2)]
+    tangents = [numbers(tuple(tensor.shape), torch.float64, "t", idx) for idx, tensor in enumerate(whole)]
+    call = functools.partial(
+        zigzag_attention, attention=plain_attention, process_group=world.comm, is_causal=True
+    )
+
+    def tangent_of(function, tensors, tangents):
+        with forward_ad.dual_level():
+            duals = [forward_ad.make_dual(*pair) for pair in zip(tensors, tangents, strict=True)]
+            return forward_ad.unpack_dual(function(*duals)).tangent
+
+    expected = tangent_of(functools.partial(plain_attention, is_causal=True), whole, tangents)
+    got = tangent_of(call, leaves(world, whole), leaves(world, tangents))
+    torch.testing.assert_close(got, zigzag(expected, world.rank, 2))
 
 
 @on_ranks(2)

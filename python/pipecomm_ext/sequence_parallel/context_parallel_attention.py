@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..communicator import Communicator
@@ -13,7 +14,7 @@ from ..communicator.registry import communicator_of
 from ..parallel_state import ParallelState, get_parallel_state
 from .all_to_all import OP
 from .ulysses import Attention, layout_of, ulysses_attention
-from .zigzag_attention import attend, check_arguments, read_keys, zigzag_slices
+from .zigzag_attention import attend, check_arguments, read_keys, traced_keys, zigzag_slices
 
 
 def attention_with_cp(
@@ -58,6 +59,10 @@ def attention_with_cp(
             arguments do not fit; the next call works.
     """
     state = parallel_state or get_parallel_state()
+    if torch.compiler.is_compiling():
+        return _traced(
+            q, k, v, attention, is_causal, gather_size, heads_dim, seq_dim, state, attention_kwargs
+        )
     ulysses = communicator_of(state.get_ulysses_group(), q) if state.is_ulysses_enable() else None
     ring = communicator_of(state.get_ring_group(), q) if state.is_ring_enable() else None
     with contextlib.ExitStack() as refusing:
@@ -67,9 +72,7 @@ def attention_with_cp(
         dims = check_arguments(q, k, v, is_causal, heads_dim, seq_dim, attention_kwargs)
         over_ring = _OverRing(ring, attention, is_causal, *dims, gather_size, attention_kwargs)
         if ulysses is not None:
-            num_ring_ranks = 1 if ring is None else ring.size
-            slices = zigzag_slices(q.size(dims[1]) * ulysses.size, num_ring_ranks, gather_size)
-            ring_lengths = [first + second for first, second in zip(slices, slices[::-1], strict=True)]
+            ring_lengths = _ring_lengths(state, q.size(dims[1]), gather_size)
             # The number of chunks is that of the longest: all ranks of the ring must come to the same one.
             layout = layout_of(ulysses, q, k, v, *dims, chunks, max(ring_lengths))
             over_ring.num_left = sum(sizes[ulysses.rank] > 0 for sizes in layout.heads.q_sizes)
@@ -78,12 +81,17 @@ def attention_with_cp(
     if ring is not None and over_ring.num_left == 0:  # no heads: here it hears what the others hear with keys
         with _refusing(ulysses):
             ring.barrier()
-    ring_length = None
-    if gather_size is not None:
-        ring_length = ring_lengths[0 if ring is None else ring.rank]
+    ring_length = None if gather_size is None else ring_lengths[state.get_ring_rank()]
     places = {"gather_size": ring_length, "heads_dim": heads_dim, "seq_dim": seq_dim}
     with _refusing(ring, lambda: over_ring.num_left > 0):
         return ulysses_attention(q, k, v, over_ring, ulysses, chunks=layout.num_chunks, **places)
+
+
+def _ring_lengths(state: ParallelState, length: int, gather_size: int | None) -> list[int]:
+    """What each rank of the ring holds together with its Ulysses group; `length` is what this rank holds."""
+    num_ranks = state.get_ring_group_size()
+    slices = zigzag_slices(length * state.get_ulysses_group_size(), num_ranks, gather_size)
+    return [slices[rank] + slices[-1 - rank] for rank in range(num_ranks)]
 
 
 class _OverRing:
@@ -124,3 +132,24 @@ def _refusing(comm: Communicator | None, is_awaited: Callable[[], bool] = lambda
         if comm is not None and is_awaited():
             comm.refuse(OP, error)
         raise
+
+
+def _traced(
+    q, k, v, attention, is_causal, gather_size, heads_dim, seq_dim, state: ParallelState, kwargs
+) -> Tensor:
+    """In a compiled graph: one chunk, by operators that stay in it."""
+    heads_dim, seq_dim = check_arguments(q, k, v, is_causal, heads_dim, seq_dim, kwargs)
+
+    def over_ring(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        spans = [(q.size(seq_dim), k.size(seq_dim))]
+        if state.is_ring_enable():
+            k, v, spans = traced_keys(state.get_ring_group(), k, v, is_causal, seq_dim, gather_size)
+        return attend(q, k, v, attention, spans, is_causal, heads_dim, seq_dim, kwargs)
+
+    if not state.is_ulysses_enable():
+        return over_ring(q, k, v)
+    ring_length = None
+    if gather_size is not None:
+        ring_length = _ring_lengths(state, q.size(seq_dim), gather_size)[state.get_ring_rank()]
+    places = {"gather_size": ring_length, "heads_dim": heads_dim, "seq_dim": seq_dim}
+    return ulysses_attention(q, k, v, over_ring, state.get_ulysses_group(), **places)

@@ -87,7 +87,8 @@ def ulysses_attention(
     """
     if torch.compiler.is_compiling():
         dims = checked_dims(q, k, v, heads_dim, seq_dim)
-        return _traced(q, k, v, attention or sdpa(*dims), process_group, *dims, gather_size, attention_kwargs)
+        attention = sdpa(*dims) if attention is None else attention
+        return _traced(q, k, v, attention, process_group, *dims, gather_size, attention_kwargs)
     comm = communicator_of(process_group, q)
     with comm.collective(OP):
         for name, tensor in (("q", q), ("k", k), ("v", v)):

@@ -10,9 +10,10 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
 from ..communicator import Communicator
-from ..communicator.registry import communicator_of
+from ..communicator.registry import communicator_of, rank_and_size
 from ..core.checked import whole_number
-from .all_to_all import OP
+from ..core.tensor_specs import spec_of
+from .all_to_all import OP, all_to_all_many
 from .differentiable import apply
 from .head_chunks import kv_head_of
 from .sizes import Sizes, cal_split_sizes, checked_spec, taken_as_equal
@@ -68,10 +69,14 @@ def zigzag_attention(
         ValueError, IndexError, TypeError: bad arguments on this rank; nothing was sent.
         PipeCommMismatch: another rank refused, or the ranks' arguments do not fit; the next call works.
     """
-    comm = communicator_of(process_group, q)
-    with comm.collective(OP):
+    if torch.compiler.is_compiling():
         dims = check_arguments(q, k, v, is_causal, heads_dim, seq_dim, attention_kwargs)
-    k, v, spans = read_keys(comm, k, v, is_causal, dims[1], gather_size)
+        k, v, spans = traced_keys(process_group, k, v, is_causal, dims[1], gather_size)
+    else:
+        comm = communicator_of(process_group, q)
+        with comm.collective(OP):
+            dims = check_arguments(q, k, v, is_causal, heads_dim, seq_dim, attention_kwargs)
+        k, v, spans = read_keys(comm, k, v, is_causal, dims[1], gather_size)
     return attend(q, k, v, attention, spans, is_causal, *dims, attention_kwargs)
 
 
@@ -79,8 +84,9 @@ def check_arguments(
     q: Any, k: Any, v: Any, is_causal: Any, heads_dim: Any, seq_dim: Any, attention_kwargs: Mapping[str, Any]
 ) -> tuple[int, int]:
     """Both dims, counted from the front, if all is well."""
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        checked_spec(tensor, name)
+    if not torch.compiler.is_compiling():
+        for name, tensor in (("q", q), ("k", k), ("v", v)):
+            checked_spec(tensor, name)
     if not isinstance(is_causal, bool):
         raise TypeError(f"is_causal must be a bool, not {type(is_causal).__name__}")
     for name, value in attention_kwargs.items():
@@ -132,6 +138,35 @@ def read_keys(
     return k, v, [(first, layout.starts[comm.rank + 1]), (second, layout.num_read)]
 
 
+def traced_keys(
+    process_group: Any, k: Tensor, v: Tensor, is_causal: bool, seq_dim: int, gather_size: Any
+) -> tuple[Tensor, Tensor, list[tuple[int, int]]]:
+    """`read_keys` in a compiled graph, by operators that stay in it: brings all keys and values, and drops
+    what this rank does not read.
+    """
+    rank, size = rank_and_size(process_group)
+    slices = zigzag_slices(k.size(seq_dim), size, gather_size)
+    held = [slices[idx] + slices[-1 - idx] for idx in range(size)]
+    if size == 1:
+        return k, v, [(held[0], held[0])]
+    copies = [tensor.unsqueeze(-1).expand(*tensor.shape, size) for tensor in (k, v)]
+    arrived = all_to_all_many(
+        copies, process_group, k.dim(), seq_dim, scatter_sizes=[1] * size, gather_sizes=held
+    )
+    starts = [sum(held[:idx]) for idx in range(size)]
+    starts += [starts[idx] + slices[idx] for idx in reversed(range(size))]
+    ends = [sum(slices[: idx + 1]) for idx in range(2 * size)]
+    num_slices = 2 * size - rank if is_causal else 2 * size
+    places = list(zip(starts, slices, strict=True))[:num_slices]
+    k, v = (
+        torch.cat([whole.squeeze(-1).narrow(seq_dim, *place) for place in places], seq_dim)
+        for whole in arrived
+    )
+    if not is_causal:
+        return k, v, [(held[rank], ends[-1])]
+    return k, v, [(slices[rank], ends[rank]), (slices[-1 - rank], ends[-1 - rank])]
+
+
 def attend(
     q: Tensor,
     k: Tensor,
@@ -144,12 +179,11 @@ def attend(
     kwargs: Mapping[str, Any],
 ) -> Tensor:
     """Attention of consecutive queries, one call for each span with queries, put together."""
-    attention = attention or _causal_sdpa(heads_dim, seq_dim)
+    attention = _causal_sdpa(heads_dim, seq_dim) if attention is None else attention
     num_heads, num_kv_heads = q.size(heads_dim), k.size(heads_dim)
     if num_heads % num_kv_heads:
         read = [kv_head_of(head, num_heads, num_kv_heads) for head in range(num_heads)]
-        index = torch.tensor(read, device=k.device)
-        k, v = k.index_select(heads_dim, index), v.index_select(heads_dim, index)
+        k, v = (tensor[(*(slice(None),) * heads_dim, read)] for tensor in (k, v))
     results, begin = [], 0
     for num_queries, num_keys in spans:
         if not num_queries:
@@ -158,7 +192,7 @@ def attend(
         keys, values = (tensor.narrow(seq_dim, 0, num_keys) for tensor in (k, v))
         result = attention(some, keys, values, is_causal=is_causal, **kwargs)
         shape = (*some.shape[:-1], v.size(-1))
-        if tuple(checked_spec(result, "the result of attention")[0]) != shape:
+        if tuple(spec_of(result, "the result of attention")[0]) != shape:
             raise ValueError(
                 f"attention returned {tuple(result.shape)} for queries {begin} to {begin + num_queries - 1} "
                 f"of this rank, where {shape} belongs"
@@ -178,7 +212,12 @@ def _causal_sdpa(heads_dim: int, seq_dim: int) -> Callable[..., Tensor]:
     def attention(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, **kwargs: Any) -> Tensor:
         num_queries, num_keys = q.size(seq_dim), k.size(seq_dim)
         if is_causal and num_queries != num_keys:
-            return whole(q, k, v, **{**kwargs, "attn_mask": causal_lower_right(num_queries, num_keys)})
+            if torch.compiler.is_compiling():
+                ones = torch.ones(num_queries, num_keys, dtype=torch.bool, device=q.device)
+                mask = ones.tril(num_keys - num_queries)
+            else:  # no mask in memory where a kernel knows this one
+                mask = causal_lower_right(num_queries, num_keys)
+            return whole(q, k, v, **{**kwargs, "attn_mask": mask})
         return whole(q, k, v, is_causal=is_causal, **kwargs)
 
     return attention
