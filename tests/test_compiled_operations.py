@@ -13,7 +13,16 @@ from relay_cases import topology_of
 from sequence_cases import assert_same, error_of, num_posted, numbers
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from pipecomm_ext import StageRelay, all_to_all, all_to_all_many, distributed, gather_forward_split_backward
+from pipecomm_ext import (
+    StageRelay,
+    all_to_all,
+    all_to_all_many,
+    distributed,
+    gather_forward_split_backward,
+    load_balanced_gather_forward_split_backward,
+    load_balanced_split_forward_gather_backward,
+    split_forward_gather_backward,
+)
 from pipecomm_ext.communicator.communicator import graph_name
 from pipecomm_ext.distributed import P2POp, batch_isend_irecv, irecv, isend
 
@@ -46,6 +55,26 @@ def check_lengths(function: Callable, inputs_of: Callable[[int], list[torch.Tens
             grads = [torch.zeros(()) if x.grad is None else x.grad for x in (actual, expected)]
             assert_same(*grads, length)
     assert counter.frame_count == 1, counter.frame_count
+
+
+def inputs_with_gradient(length: int, rank: int) -> list[torch.Tensor]:
+    return [numbers((length, 4), torch.float64, rank, key).requires_grad_() for key in ("x", "y")]
+
+
+@on_ranks(2)
+def test_all_to_all_splits_and_gathers(world):
+    """Lengths that do not divide where they need not; zigzag pieces are quarters."""
+    for group in (world.comm, None):
+
+        def function(x, y, group=group):
+            heads = all_to_all(x.sin(), group, 0, 1)
+            sequence = all_to_all(heads * 2, group, 1, 0, scatter_sizes=[4, 4], gather_size=x.size(0))
+            piece = split_forward_gather_backward(y.cos(), group, 0)
+            whole = gather_forward_split_backward(x * 3, group, 0)
+            zigzag = load_balanced_split_forward_gather_backward(torch.cat([y] * 4), group)
+            return sequence, piece, whole, load_balanced_gather_forward_split_backward(zigzag.sin(), group)
+
+        check_lengths(function, lambda length: inputs_with_gradient(length, world.rank))
 
 
 # ---- several tensors --------------------------------------------------------------------------------------
@@ -195,10 +224,6 @@ def test_stage_relay(world, layout, grad_reduce):
 
 
 # ---- point to point, broadcast, memory --------------------------------------------------------------------
-
-
-def inputs_with_gradient(length: int, rank: int) -> list[torch.Tensor]:
-    return [numbers((length, 4), torch.float64, rank, key).requires_grad_() for key in ("x", "y")]
 
 
 @on_ranks(2)
