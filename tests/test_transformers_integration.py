@@ -10,6 +10,7 @@ import importlib.util
 import os
 import re
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -375,7 +376,7 @@ def forward_errors(integration, comm):
         ),
         "the model's generate": (
             lambda: model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=2),
-            r"split_batch\(\) and generate\(\) of pipecomm_ext.integrations.transformers add it",
+            r"generate\(\) of pipecomm_ext.integrations.transformers",  # a mask of ones may be dropped
         ),
         "padded": (
             lambda: model.generate(ids, attention_mask=padding(8, "left", 2), max_new_tokens=2),
@@ -478,15 +479,22 @@ def test_a_piece(world):
     assert torch.equal(again["labels"], piece["labels"]) and again["num_items_in_batch"] == 4
 
 
-def test_without_transformers(monkeypatch):
-    """The text says what to install."""
+@pytest.mark.parametrize("installed", [None, types.SimpleNamespace(__version__="5.9.3")])
+def test_without_transformers(monkeypatch, installed):
+    """The text says what to install, as the extra does."""
     integrations = importlib.import_module("pipecomm_ext.integrations")
     for name in [name for name in sys.modules if name.split(".")[0] == "transformers"]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    monkeypatch.delitem(sys.modules, "pipecomm_ext.integrations.transformers", raising=False)
+    monkeypatch.setitem(sys.modules, "transformers", installed)
+    for name in [name for name in sys.modules if name.startswith("pipecomm_ext.integrations.transformers")]:
+        monkeypatch.delitem(sys.modules, name)
     monkeypatch.delitem(vars(integrations), "transformers", raising=False)
-    with pytest.raises(ImportError, match=r'pip install "transformers>='):
+    with pytest.raises(ImportError, match="needs Hugging Face transformers from 5.10 on") as raised:
         integrations.__getattr__("transformers")
+    [requirement] = re.findall('pip install ("[^"]+")', str(raised.value))
+    root = GUIDE.parents[1]
+    assert f"transformers = [{requirement}]" in (root / "pyproject.toml").read_text()
+    assert requirement in GUIDE.read_text()
+    assert requirement.strip('"') in (root / "requirements-dev.txt").read_text().splitlines()
     with pytest.raises(AttributeError):
         integrations.__getattr__("no_such_library")

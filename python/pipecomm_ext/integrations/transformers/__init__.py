@@ -4,14 +4,7 @@ register() adds the attention "pipecomm_ulysses", for which every rank passes it
 split_batch() makes that piece of a whole batch, and generate() computes a prompt that way.
 """
 
-try:
-    import transformers.masking_utils as _needed  # noqa: F401
-except ImportError as error:
-    raise ImportError(
-        "pipecomm_ext.integrations.transformers needs Hugging Face transformers: "
-        'pip install "transformers>=5.23,<6"'
-    ) from error
-
+from . import required as _required  # noqa: F401
 from .attention import register
 from .batch import split_batch
 from .generation import generate

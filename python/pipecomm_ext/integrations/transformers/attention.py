@@ -84,6 +84,7 @@ class _SplitAttention:
         self,
         *,
         q_length: int,
+        kv_length: int,
         device: torch.device | str,
         config: Any,
         q_offset: int | Tensor = 0,
@@ -104,6 +105,7 @@ class _SplitAttention:
             if attention_mask is None:
                 raise ValueError(NO_MASK)
             length = attention_mask.size(-1)
+            _check_keys(q_length, kv_length if kv_length != length else q_length)
             if not (allow_is_causal_skip or allow_is_bidirectional_skip):
                 raise ValueError(
                     f"{NAME} knows masks of positions, windows and padding; this model makes its mask of "
@@ -144,11 +146,7 @@ class _SplitAttention:
             for name, what in REFUSED.items():
                 if others.get(name) is not None and others[name] is not False:
                     raise ValueError(f"{NAME} does not support {what} ({name}, of {type(module).__name__})")
-            if key.size(2) != query.size(2):
-                raise ValueError(
-                    f"{NAME} got keys of {key.size(2)} tokens for queries of {query.size(2)}: it supports no "
-                    "static cache and no attention across sequences"
-                )
+            _check_keys(query.size(2), key.size(2))
             if isinstance(attention_mask, Tensor):
                 _check_config(getattr(module, "config", None))
                 attention_mask = _taken_as_it_is(attention_mask, others.get("sliding_window"))
@@ -163,6 +161,14 @@ class _SplitAttention:
             group, tensor = state.get_ulysses_group(), attention_mask.tensor
             result = ulysses_attention(query, key, value, None, group, attn_mask=tensor, **options)
         return result.transpose(1, 2).contiguous(), None
+
+
+def _check_keys(num_queries: int, num_keys: int) -> None:
+    if num_keys != num_queries:
+        raise ValueError(
+            f"{NAME} got keys of {num_keys} tokens for queries of {num_queries}: it supports no static cache "
+            "and no attention across sequences"
+        )
 
 
 def _check_config(config: Any) -> None:

@@ -1,0 +1,13 @@
+"""Says what is missing before anything else of transformers is imported."""
+
+NEEDED = (
+    "pipecomm_ext.integrations.transformers needs Hugging Face transformers from 5.10 on: "
+    'pip install "transformers>=5.10,<6"'
+)
+
+try:
+    from transformers import __version__ as version
+except ImportError as error:
+    raise ImportError(NEEDED) from error
+if tuple(map(int, version.split(".")[:2])) < (5, 10):  # older ones make masks of positions
+    raise ImportError(f"{NEEDED}; it is {version}")
