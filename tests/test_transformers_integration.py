@@ -208,6 +208,16 @@ def test_over_a_ring_in_zigzag_order(world, num_ulysses):
 
 
 @on_ranks(2)
+def test_one_graph_of_torch_compile(world):
+    integration, comm = registered(world.comm), world.comm
+    whole, model = make_model("llama 8/2", "sdpa"), make_model("llama 8/2")
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    batch = make_batch(9, attention_mask=padding(9, "left", 4), use_cache=False)
+    check_equal(world, integration, comm, batch, whole, compiled)
+    torch._dynamo.reset()
+
+
+@on_ranks(2)
 def test_the_loss_of_transformers_and_the_default_group(world):
     """As the package is used: its own loss, in float32, and no communicator."""
     integration = registered(None)

@@ -18,7 +18,7 @@ from transformers.masking_utils import sdpa_mask
 
 from ...parallel_state import ParallelState
 from ...sequence_parallel import attention_with_cp, ulysses_attention
-from .pieces import places, refusing, state_of
+from .pieces import lengths, refusing, state_of
 
 NAME = "pipecomm_ulysses"
 LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
@@ -111,7 +111,7 @@ class _SplitAttention:
                     f"{NAME} knows masks of positions, windows and padding; this model makes its mask of "
                     "more (types or blocks of tokens), which is not split"
                 )
-            mine = len(places(state, length))
+            mine = lengths(state, length)[state.get_ulysses_rank()]
             if q_length != mine:
                 raise ValueError(
                     f"this rank passes {q_length} tokens, where its piece of a sequence of {length} (the "

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .pieces import cut, fewest_tokens, state_of
+from .pieces import cut, ring_lengths, state_of
 
 IGNORED = -100  # the label of a token that does not count, in transformers
 # The sequence dim of what a model takes.
@@ -56,9 +56,9 @@ def split_batch(batch: Mapping[str, Any], process_group: Any = None) -> dict[str
     if not isinstance(tokens, Tensor) or tokens.dim() < 2:
         raise ValueError("the batch must hold input_ids [batch, tokens] or inputs_embeds")
     length = tokens.size(1)
-    if fewest_tokens(state, length) == 0:
-        num_ranks = state.get_ulysses_group_size() * state.get_ring_group_size()
-        raise ValueError(f"a sequence of {length} tokens cannot be split over {num_ranks} ranks")
+    num_ulysses, num_ring = state.get_ulysses_group_size(), state.get_ring_group_size()
+    if min(ring_lengths(state, length)) < num_ulysses:
+        raise ValueError(f"a sequence of {length} tokens cannot be split over {num_ulysses * num_ring} ranks")
     mask = whole.pop("attention_mask", None)
     _check_lengths(whole, mask, length)
 

@@ -28,6 +28,9 @@ def state_of(process_group: Any) -> ParallelState:
 @contextlib.contextmanager
 def refusing(state: ParallelState, tensor: Tensor) -> Iterator[None]:
     """Tells all ranks of the groups what this rank raises here, before attention."""
+    if torch.compiler.is_compiling():  # a captured graph has no place for it
+        yield
+        return
     groups = [state.get_ulysses_group()] if state.get_ulysses_group() is not None else []
     groups += [state.get_ring_group()] if state.is_ring_enable() else []
     with contextlib.ExitStack() as stack:
@@ -36,38 +39,41 @@ def refusing(state: ParallelState, tensor: Tensor) -> Iterator[None]:
         yield
 
 
-def places(state: ParallelState, length: int) -> Tensor:
-    """int64: where in a sequence of `length` this rank's tokens are, in the order in which it holds them."""
-    held = _ring_places(state, length)[state.get_ring_rank()]
-    sizes = cal_split_sizes(len(held), state.get_ulysses_group_size())
-    return held.split(sizes)[state.get_ulysses_rank()]
+def ring_lengths(state: ParallelState, length: int) -> list[int]:
+    """How many tokens each rank of the ring holds with its Ulysses group: of 2R slices two each."""
+    size = state.get_ring_group_size()
+    slices = cal_split_sizes(length, 2 * size)
+    return [slices[rank] + slices[2 * size - 1 - rank] for rank in range(size)]
 
 
-def fewest_tokens(state: ParallelState, length: int) -> int:
-    """Of any rank."""
-    return min(len(held) // state.get_ulysses_group_size() for held in _ring_places(state, length))
+def lengths(state: ParallelState, length: int) -> list[int]:
+    """How many tokens each rank of this rank's Ulysses group holds."""
+    return cal_split_sizes(ring_lengths(state, length)[state.get_ring_rank()], state.get_ulysses_group_size())
 
 
 def cut(tensor: Tensor, dim: int, state: ParallelState) -> Tensor:
     """This rank's tokens of a tensor that every rank holds; the sum of the ranks' gradients is its own."""
-    return tensor.index_select(dim, places(state, tensor.size(dim)).to(tensor.device))
+    length = tensor.size(dim)
+    held = _ring_places(state, length)[state.get_ring_rank()]
+    places = held.split(lengths(state, length))[state.get_ulysses_rank()]
+    return tensor.index_select(dim, places.to(tensor.device))
 
 
 def gather(tensor: Tensor, dim: int, length: int, state: ParallelState) -> Tensor:
     """All tokens in order, on every rank. Has no gradient."""
-    ring_places = _ring_places(state, length)
     if state.is_ulysses_enable():
-        sizes = cal_split_sizes(len(ring_places[state.get_ring_rank()]), state.get_ulysses_group_size())
+        sizes = lengths(state, length)
         tensor = gather_forward_split_backward(tensor, state.get_ulysses_group(), dim, sizes, None)
     if state.is_ring_enable():
-        sizes = [len(held) for held in ring_places]
+        sizes = ring_lengths(state, length)
         tensor = gather_forward_split_backward(tensor, state.get_ring_group(), dim, sizes, None)
-        tensor = tensor.index_select(dim, torch.cat(ring_places).argsort().to(tensor.device))
+        order = torch.cat(_ring_places(state, length)).argsort()
+        tensor = tensor.index_select(dim, order.to(tensor.device))
     return tensor
 
 
 def _ring_places(state: ParallelState, length: int) -> list[Tensor]:
-    """Of the tokens that each rank of the ring holds with its Ulysses group: of 2R slices two each."""
+    """Where in the sequence are the tokens that each rank of the ring holds, in its order."""
     size = state.get_ring_group_size()
     slices = torch.arange(length).split(cal_split_sizes(length, 2 * size))
     return [torch.cat([slices[rank], slices[2 * size - 1 - rank]]) for rank in range(size)]
