@@ -12,6 +12,7 @@ from ranks import on_ranks
 from relay_cases import topology_of
 from sequence_cases import assert_same, error_of, num_posted, numbers
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
 
 from pipecomm_ext import (
     StageRelay,
@@ -166,6 +167,25 @@ def ordered_calls(world, x, y):
     [other] = all_to_all_many([y], comm, 1, 0)
     comm.send(x, peer) if world.rank else comm.recv(torch.empty_like(x), peer)
     return (other, second, whole.detach()) if world.rank else (other, first)
+
+
+@on_ranks(2)
+def test_activation_checkpoints(world):
+    """They compute again what lies between the exchanges, whose results are saved in a graph."""
+
+    def block(x):
+        heads = all_to_all(x.sin(), world.comm, 1, 0)
+        return all_to_all(heads.cos() * 2, world.comm, 0, 1).sin()
+
+    def function(x, y):
+        first = checkpoint(block, x, use_reentrant=False)
+        return (checkpoint(block, first * y, use_reentrant=False),)
+
+    check_lengths(function, lambda length: inputs_with_gradient(2 * length, world.rank))
+    x, y = inputs_with_gradient(6, world.rank)
+    before = num_posted(world.comm)
+    compiled(function)(x, y)[0].sum().backward()
+    assert num_posted(world.comm) == before + 8
 
 
 @pytest.mark.slow

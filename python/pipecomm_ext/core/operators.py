@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
+from torch.fx import traceback
 from torch.library import CustomOpDef
 
 
@@ -25,6 +26,7 @@ def communicates(operator: CustomOpDef) -> Callable[[Callable], Callable]:
     def register(fake: Callable) -> Callable:
         @functools.wraps(fake)
         def ordered(*arguments: Any) -> Any:
+            _keep_out_of_checkpoints()
             _order_effects_in_inductor()
             return fake(*arguments)
 
@@ -32,6 +34,15 @@ def communicates(operator: CustomOpDef) -> Callable[[Callable], Callable]:
         return fake
 
     return register
+
+
+def _keep_out_of_checkpoints() -> None:
+    """Makes activation checkpoints in a graph save the results of the node that is traced now, instead of
+    communicating once more in the backward. torch cannot partition effects that are computed again.
+    """
+    meta = traceback.get_current_meta()
+    meta.pop("recompute", None)
+    meta.pop("ac_graph_id", None)
 
 
 def _order_effects_in_inductor() -> None:
