@@ -28,7 +28,10 @@ NAMES = {
     "all_to_all": "all-to-all",
     "schedule": "training step",
     "schedule_host": "host time of an action",
+    "ulysses": "`ulysses_attention`",
+    "ulysses_link": "the same, asleep, one link of 800 Mbit/s",
 }
+UNLISTED = ("2 chunks", "4 chunks")
 HIGHLIGHTS = (
     "host time to post 4 sends and 4 receives, 1 KiB, 2 ranks",
     "there and back, 4 KiB, 2 ranks",
@@ -45,7 +48,7 @@ def rows() -> Iterator[tuple[str, str]]:
     """The name and the text of each row."""
     for op in ("host", "p2p", "pingpong", "batch", "broadcast", "all_to_all", "gather"):
         yield from rows_of(op)
-    for op in ("relay", "pipeline_p2p", "schedule", "schedule_host"):
+    for op in ("relay", "pipeline_p2p", "schedule", "schedule_host", "ulysses", "ulysses_link"):
         yield from rows_of(op)
 
 
@@ -59,13 +62,19 @@ def rows_of(op: str) -> Iterator[tuple[str, str]]:
                 key = (result["case"], result["size_bytes"], variant)
                 cases.setdefault(key, {})[transport] = result
         for (case, num_bytes, variant), results in cases.items():
+            if variant in UNLISTED:
+                continue
             what = [NAMES.get(op, op), _size(num_bytes), case, variant]
             name = ", ".join(part for part in [*what, f"{document['arguments']['ranks']} ranks"] if part)
-            torch_us = results[BASELINE]["time_us"]["median"]
+            has_own_baseline = BASELINE in results
+            baseline = results[BASELINE] if has_own_baseline else cases[case, num_bytes, ""][BASELINE]
+            torch_us = baseline["time_us"]["median"]
             cells = [_time(torch_us)]
             for transport in TRANSPORTS:
                 mine = results.get(transport)
-                cells.append("" if mine is None else _against(mine, torch_us, bool(variant)))
+                cells.append(
+                    "" if mine is None else _against(mine, torch_us, bool(variant) and has_own_baseline)
+                )
             yield name, f"| {name} | {' | '.join(cells)} |"
 
 

@@ -109,7 +109,7 @@ def draw(path: str, panels: dict[str, list[Call]], title: str) -> None:
             [f"rank {rank}   {row}" if row == ROWS[0] else row for rank in range(num_ranks) for row in ROWS],
         )
         axis.set_title(f"{name}: {end_ms:.0f} ms", loc="left", fontsize=10)
-        axis.invert_yaxis()
+        axis.set_ylim(ROWS_APART * num_ranks - 0.8, -0.7)
         axis.tick_params(axis="y", length=0, labelsize=8)
         for side in ("top", "right", "left"):
             axis.spines[side].set_visible(False)
@@ -124,16 +124,15 @@ def draw(path: str, panels: dict[str, list[Call]], title: str) -> None:
 
 
 def _draw_rank(axis, top: float, call: Call, begin: float) -> None:
+    shortest_named = 0.012 * (call.end - call.begin)
     for row_idx, row in enumerate(ROWS):
-        num_lanes = 1 if row == ROWS[0] else NUM_LANES
-        height = 0.84 / num_lanes
         for intervals in call.rows[row]:
+            num_lanes = 1 if row == ROWS[0] or len(intervals) == 1 else NUM_LANES
+            height = 0.84 / num_lanes
             for chunk, (start, end) in enumerate(intervals):
                 place = top + row_idx + height * (chunk % num_lanes - (num_lanes - 1) / 2)
-                left, right = 1e3 * (start - begin), 1e3 * (end - begin)
-                axis.barh(
-                    place, right - left, height, left, color=COLORS[row], edgecolor="white", linewidth=0.5
-                )
-                if len(intervals) > 1:
+                left, width = 1e3 * (start - begin), 1e3 * (end - start)
+                axis.barh(place, width, height, left, color=COLORS[row], edgecolor="white", linewidth=0.5)
+                if len(intervals) > 1 and end - start > shortest_named:
                     style = {"ha": "center", "va": "center_baseline", "fontsize": 8 if num_lanes == 1 else 5}
-                    axis.text((left + right) / 2, place, chunk, clip_on=True, **style)
+                    axis.text(left + width / 2, place, chunk, **style)
