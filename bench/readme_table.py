@@ -29,7 +29,7 @@ NAMES = {
     "schedule": "training step",
     "schedule_host": "host time of an action",
     "ulysses": "`ulysses_attention`",
-    "ulysses_link": "the same, asleep, one link of 800 Mbit/s",
+    "ulysses_link": "`ulysses_attention`, 800 Mbit/s",
 }
 UNLISTED = ("2 chunks", "4 chunks")
 HIGHLIGHTS = (
