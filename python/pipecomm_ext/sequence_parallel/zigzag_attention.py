@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
 
 from ..communicator import Communicator
 from ..communicator.registry import communicator_of, rank_and_size
@@ -212,6 +211,8 @@ def _causal_sdpa(heads_dim: int, seq_dim: int) -> Callable[..., Tensor]:
     def attention(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, **kwargs: Any) -> Tensor:
         num_queries, num_keys = q.size(seq_dim), k.size(seq_dim)
         if is_causal and num_queries != num_keys:
+            from torch.nn.attention.bias import causal_lower_right  # imports torch._dynamo: a second or two
+
             if torch.compiler.is_compiling():
                 ones = torch.ones(num_queries, num_keys, dtype=torch.bool, device=q.device)
                 mask = ones.tril(num_keys - num_queries)
