@@ -63,7 +63,9 @@ def gather_timeline(
     with comm.collective("all_to_all"):
         if len(seconds) != len(items[rank]):
             raise ValueError("no step has been recorded yet: run step() before timeline()")
-    outgoing = (seconds + (time.time() - time.perf_counter())).to(comm.device)
+    # The largest difference: a thread that stands still between the two readings makes it smaller.
+    wall_clock = max(time.time() - time.perf_counter() for _ in range(10))
+    outgoing = (seconds + wall_clock).to(comm.device)
     incoming = [torch.empty(0)] * comm.size
     for row_items, peers in zip(items, ranks_of, strict=True):
         for peer in peers:
