@@ -239,6 +239,7 @@ def all_stages(num_gpus: int) -> list[Stage]:
         pytest_stage("kernels", "kernels", limit_s=180),
         pytest_stage("nccl", "nccl", limit_s=240),
         pytest_stage("captures", "captures", limit_s=180),
+        pytest_stage("whole-graphs", "whole_graphs", limit_s=180),
         pytest_stage("hazards", "hazards", "allocator", limit_s=240),
         pytest_stage("operations", "all_operations", limit_s=240),
         *(bench_stage(op, num_gpus) for op in ops),
