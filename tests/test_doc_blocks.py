@@ -11,6 +11,7 @@ import re
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from ranks import on_ranks
 from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
@@ -43,7 +44,7 @@ EXECUTED = {
         "mesh = ",
         "executor.sum_shared_gradients",
     ],
-    "sequence_parallel.md": ["qkv = "],
+    "sequence_parallel.md": ["qkv = ", "out = pc.attention_with_cp", "y, work = "],
 }
 ELSEWHERE = {
     "migrating.md": "test_migrating.py",
@@ -224,3 +225,35 @@ def test_ulysses_attention_and_all_to_all(world):
     run("sequence_parallel.md", "qkv = ", names, **{by_hand: ""})
     expected = attention(*even, is_causal=True)[:, zigzag]
     torch.testing.assert_close(names["out"], expected, rtol=1e-10, atol=1e-10)
+
+
+@on_ranks(2)
+def test_a_call_that_does_not_wait(world):
+    x = torch.arange(24.0).reshape(1, 2, 4, 3) + 100 * world.rank
+    names = {"pc": pipecomm_ext, "x": x, "group": world.comm, "layer": torch.exp, "other": torch.zeros(2)}
+    run("sequence_parallel.md", "y, work = ", names)
+    assert torch.equal(names["y"], pipecomm_ext.all_to_all(x, world.comm, 2, 1))
+    assert torch.equal(names["z"], torch.ones(2))
+
+
+@on_ranks(4)
+def test_ring_and_ulysses_groups(world):
+    groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
+    names = {
+        "pc": pipecomm_ext,
+        "ulysses_group": groups[world.rank // 2],
+        "ring_group": groups[2 + world.rank % 2],
+    }
+    torch.manual_seed(1)
+    whole = [torch.randn(2, 16, 4, 8, dtype=torch.float64) for _ in range(3)]
+    names |= dict(zip("qkv", whole, strict=True))
+    try:
+        run("sequence_parallel.md", "out = pc.attention_with_cp", names)
+    finally:
+        pipecomm_ext.parallel_state.destroy()
+    heads_first = (tensor.transpose(1, 2) for tensor in whole)
+    expected = functional.scaled_dot_product_attention(*heads_first, is_causal=True).transpose(1, 2)
+    slices = expected.chunk(4, 1)
+    ring_rank, ulysses_rank = divmod(world.rank, 2)
+    held = torch.cat([slices[ring_rank], slices[3 - ring_rank]], 1)
+    torch.testing.assert_close(names["out"], held.chunk(2, 1)[ulysses_rank], rtol=1e-10, atol=1e-10)
