@@ -72,7 +72,7 @@ def test_a_quick_run_draws_a_timeline(ranks, tmp_path):
 def limit_in_a_process(**environment: str) -> list[str]:
     """What limiting said there, and the rule of its link afterwards."""
     program = (
-        "import limited_link, subprocess; print(limited_link.limit('800mbit'));"
+        "import limited_link, subprocess; print(limited_link.limit('800mbit'), flush=True);"
         "subprocess.run(['tc', 'qdisc', 'show', 'dev', 'lo'])"
     )
     done = subprocess.run(

@@ -7,8 +7,13 @@ clients run it with those frameworks.
 
 from __future__ import annotations
 
+import contextlib
+import io
+import os
 import re
+import sys
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -44,6 +49,7 @@ EXECUTED = {
         "mesh = ",
         "executor.sum_shared_gradients",
     ],
+    "tutorial.md": ["rank = ", "from pipecomm_ext import distributed", "name = "],
     "sequence_parallel.md": ["qkv = ", "out = pc.attention_with_cp", "y, work = "],
 }
 ELSEWHERE = {
@@ -182,6 +188,42 @@ def test_a_mesh(world):
     if losses is not None:
         torch.testing.assert_close(torch.stack(losses).mean(), loss_of_the_whole(names))
     names["executor"].close()
+
+
+# ---- tutorial ----------------------------------------------------------------------------------------------
+
+
+def printed_by(program: str, *arguments: str) -> str:
+    """What a complete program prints on this rank, which has its group already."""
+    output = io.StringIO()
+    with contextlib.ExitStack() as changed:
+        for name in ("init_process_group", "destroy_process_group"):
+            changed.enter_context(mock.patch.object(dist, name))
+        changed.enter_context(mock.patch.object(sys, "argv", ["program.py", *arguments]))
+        changed.enter_context(contextlib.redirect_stdout(output))
+        exec(compile(program, "tutorial.md", "exec"), {})
+    return output.getvalue()
+
+
+def run_tutorial(world, folder: str) -> list[str]:
+    os.chdir(folder)
+    by_torch = block("tutorial.md", "rank = ")
+    changed_line = "import torch.distributed as dist\n"
+    assert by_torch.count(changed_line) == 1
+    by_ours = by_torch.replace(changed_line, block("tutorial.md", "from pipecomm_ext import distributed"))
+    by_schedule = block("tutorial.md", "name = ")
+    programs = [(by_torch,), (by_ours,), (by_schedule,), (by_schedule, "zb_v")]
+    return [printed_by(*program) for program in programs]
+
+
+def test_the_programs_of_the_tutorial_train_alike(ranks, tmp_path):
+    on_rank_0, on_rank_1 = ranks.run(2, run_tutorial, str(tmp_path))
+    losses = on_rank_1[0]
+    assert losses.count("loss 0.") == 3
+    assert on_rank_1 == [losses, losses, losses, ""]
+    assert on_rank_0 == ["", "", "", losses]  # ZB-V has the last stage on the first rank
+    for name in ("1f1b", "zb_v"):
+        assert "measured" in (tmp_path / f"{name}.html").read_text()
 
 
 # ---- relays, sequence parallelism -------------------------------------------------------------------------
