@@ -136,12 +136,17 @@ class Communicator final : private TransportEvents {
   }
 
  private:
+  static constexpr auto kTick = std::chrono::milliseconds(20);
+
   void on_peer_lost(int peer, const std::string& why) override;
   void on_remote_failure(const Failure& failure) override;
   void on_broken(const std::string& why) override;
   void on_claim(int peer, Direction direction, const Descriptor& descriptor) override;
 
   void check_usable(OpCode op) const;
+  // The communicator's failure as one of its operations reports it: with what that operation was
+  // waiting for.
+  static FailurePtr failure_for(const FailurePtr& failure, const Operation& operation);
   OperationPtr make_operation(OpCode op);
   void start_exchange(const OperationPtr& operation, const EventPtr& caller,
                       const std::shared_ptr<const LoweredExchange>& lowered,

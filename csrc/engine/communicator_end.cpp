@@ -1,0 +1,236 @@
+// How a communicator fails, on this rank and on all others, and how it ends.
+#include <algorithm>
+#include <exception>
+#include <functional>
+
+#include "engine/communicator.h"
+
+namespace pipecomm {
+namespace {
+
+constexpr auto kGoodbyeLimit = std::chrono::seconds(2);
+
+}  // namespace
+
+Communicator::~Communicator() {
+  if (closed_) return;
+  bool has_pending;
+  {
+    std::scoped_lock lock(post_mutex_, mutex_);
+    closing_ = true;  // for what is still to be posted
+    has_pending = std::any_of(in_flight_.begin(), in_flight_.end(), [](const auto& weak) {
+      const OperationPtr operation = weak.lock();
+      return operation && !operation->done();
+    });
+  }
+  // No thread can wait for operations any more. The goodbye tells the peers, unless they may be
+  // waiting for messages that will not come.
+  if (has_pending) abort("its communicator was dropped with operations in flight, without close()");
+  if (const FailurePtr failed = failure()) tell_peers(*failed);
+  transport_->begin_close();
+  end();
+}
+
+FailurePtr Communicator::failure_for(const FailurePtr& failure, const Operation& operation) {
+  const RequestPtr request = operation.first_pending();
+  if (!request) return failure;
+  auto own = std::make_shared<Failure>(*failure);
+  const Descriptor& descriptor = request->descriptor;
+  name_message(*own, request->peer, descriptor);
+  own->message +=
+      "; this rank was waiting for " + request_text(*request) + " of " + descriptor.text();
+  return own;
+}
+
+void Communicator::fail(Failure failure) {
+  // A second caller returns only once everything has failed: what its peer said next must not reach
+  // operations ahead of the cause.
+  std::lock_guard failing_lock(failing_mutex_);
+  auto shared = std::make_shared<const Failure>(std::move(failure));
+  std::deque<std::weak_ptr<Operation>> in_flight;
+  {
+    std::lock_guard lock(mutex_);
+    if (failure_ || closed_) return;
+    failure_ = shared;
+    in_flight.swap(in_flight_);
+  }
+  tell_peers(*shared);
+  for (const auto& weak : in_flight)
+    if (const OperationPtr operation = weak.lock())
+      operation->fail(failure_for(shared, *operation));
+  flight_record_.note_failure();
+}
+
+// A second caller returns once the first one has told all peers.
+void Communicator::tell_peers(const Failure& failure) {
+  std::lock_guard telling_lock(telling_mutex_);
+  transport_->abort(failure);
+}
+
+std::vector<Flight> Communicator::flights() const {
+  if (is_in_fork()) return {};
+  std::deque<std::weak_ptr<Operation>> in_flight;
+  {
+    std::lock_guard lock(mutex_);
+    in_flight = in_flight_;
+  }
+  std::vector<Flight> pending;
+  for (const auto& weak : in_flight)
+    if (const OperationPtr operation = weak.lock())
+      if (auto flight = operation->pending_flight()) pending.push_back(*std::move(flight));
+  return merge_flights(std::move(pending), flight_record_.ended());
+}
+
+void Communicator::abort(const std::string& reason) {
+  if (is_in_fork()) return;
+  fail({.kind = FailureKind::aborted,
+        .message = "communicator aborted by rank " + std::to_string(rank()) +
+                   (reason.empty() ? "" : ": " + reason),
+        .rank = rank(),
+        .origin_rank = rank()});
+}
+
+void Communicator::on_peer_lost(int peer, const std::string& why) {
+  fail({.kind = FailureKind::peer_lost,
+        .message = "lost the connection to rank " + std::to_string(peer) +
+                   ", which died or was cut off (" + why +
+                   "); to go on, make a new group and Communicator of the other ranks",
+        .rank = rank(),
+        .peer = peer,
+        .origin_rank = peer});
+}
+
+void Communicator::on_remote_failure(const Failure& remote) {
+  Failure failure = remote;
+  failure.rank = rank();
+  failure.message =
+      "communicator failed on rank " + std::to_string(remote.rank) + ": " + remote.message;
+  fail(std::move(failure));
+}
+
+void Communicator::on_broken(const std::string& why) {
+  fail({.kind = FailureKind::error,
+        .message = "transport failure: " + why,
+        .rank = rank(),
+        .origin_rank = rank()});
+}
+
+void Communicator::on_claim(int peer, Direction direction, const Descriptor& descriptor) {
+  if (options_.on_claim) options_.on_claim(peer, direction, descriptor);
+}
+
+void Communicator::expire(Operation& operation) {
+  Failure failure{.kind = FailureKind::timeout,
+                  .op = op_name(operation.op()),
+                  .rank = rank(),
+                  .origin_rank = rank()};
+  std::string text = std::string(op_name(operation.op())) + " timed out after " +
+                     seconds_text(Clock::now() - operation.posted_at()) + " (limit " +
+                     seconds_text(operation.deadline() - operation.posted_at()) + "), " +
+                     operation.pending_text();
+  if (const RequestPtr request = operation.first_pending())
+    text +=
+        "; rank " + std::to_string(request->peer) + " " + transport_->describe_peer(request->peer);
+  failure.message =
+      text + "; check that the other rank calls the matching operation, or raise timeout=";
+  fail(std::move(failure));
+}
+
+void Communicator::watch() {
+  std::unique_lock lock(mutex_);
+  while (!stop_watching_) {
+    stop_watch_.wait_for(lock, kTick);
+    OperationPtr expired;
+    while (!in_flight_.empty()) {
+      OperationPtr oldest = in_flight_.front().lock();
+      if (oldest && !oldest->done()) {
+        if (Clock::now() >= oldest->deadline()) expired = std::move(oldest);
+        break;
+      }
+      in_flight_.pop_front();
+    }
+    lock.unlock();
+    transport_->tick();
+    // The rest of a failed batch, for which no thread waits any more, does not fail the communicator.
+    if (expired && expired->failure())
+      expired->fail(nullptr);
+    else if (expired && !expired->done())
+      expire(*expired);
+    expired.reset();
+    lock.lock();
+  }
+}
+
+void Communicator::close(const std::function<void()>& interrupted) {
+  if (is_in_fork()) return;
+  std::exception_ptr error;
+  bool is_interrupted = false;
+  try {
+    for (const auto& sequencer : sequencers_)
+      while (!sequencer->wait_until_idle(Clock::now() + 5 * kTick))
+        if (interrupted) interrupted();
+  } catch (...) {
+    error = std::current_exception();
+    is_interrupted = true;
+  }
+  std::vector<OperationPtr> pending;
+  FailurePtr failed_before;
+  {
+    std::lock_guard post_lock(post_mutex_);
+    std::lock_guard lock(mutex_);
+    if (std::exchange(closing_, true)) return;
+    failed_before = failure_;
+    for (const auto& weak : in_flight_)
+      if (OperationPtr operation = weak.lock()) pending.push_back(std::move(operation));
+  }
+  // The thread that failed it may not have told all peers yet, and they must hear that first.
+  if (failed_before) tell_peers(*failed_before);
+  transport_->begin_close();
+  if (!failed_before && !error) {
+    for (const OperationPtr& operation : pending) {
+      if (operation->failure_seen()) continue;
+      try {
+        wait(*operation, Deadline::max(), interrupted);
+      } catch (const PipeCommException&) {
+        if (!error) error = std::current_exception();
+      } catch (...) {
+        error = std::current_exception();
+        is_interrupted = true;
+        break;
+      }
+    }
+  }
+  // Peers that wait for what is still pending must hear that it will not come.
+  if (is_interrupted) abort("its close() was interrupted");
+  pending.clear();
+  end();
+  if (error) std::rethrow_exception(error);
+}
+
+// No transport is left that could complete what is pending now.
+void Communicator::end() {
+  transport_->close(Clock::now() + kGoodbyeLimit);
+  std::deque<std::weak_ptr<Operation>> in_flight;
+  {
+    std::lock_guard lock(mutex_);
+    closing_ = stop_watching_ = closed_ = true;
+    in_flight.swap(in_flight_);
+  }
+  stop_watch_.notify_all();
+  watchdog_.join();
+  for (const auto& weak : in_flight) {
+    const OperationPtr operation = weak.lock();
+    if (!operation || operation->done()) continue;
+    const auto failure = std::make_shared<Failure>(Failure{
+        .kind = FailureKind::aborted,
+        .message =
+            std::string(op_name(operation->op())) + " was pending when its communicator was closed",
+        .op = op_name(operation->op()),
+        .rank = rank(),
+        .origin_rank = rank()});
+    operation->fail(failure_for(failure, *operation));
+  }
+  sequencers_.clear();
+}
+
+}  // namespace pipecomm
