@@ -18,15 +18,56 @@ class _Message:
     channel: Final[int]
     def __init__(self, tensor: torch.Tensor, peer: int, channel: int = 0, *, signature: int = 0) -> None: ...
 
-class Send(_Message): ...
-class Recv(_Message): ...
+class Send(_Message):
+    """A send, as an element of `batch_p2p`. The tensor must not change until the batch is done.
+
+    Args:
+        tensor: any shape, strides and dtype.
+        peer: the destination, a rank of the group.
+        channel: one of the communicator's; messages match in post order per (source, destination, channel).
+    """
+
+class Recv(_Message):
+    """A receive, as an element of `batch_p2p`.
+
+    Args:
+        tensor: is filled; its shape and dtype are those of the tensor that is sent, its strides may be any.
+        peer: the source, a rank of the group.
+        channel: that of the send.
+    """
 
 class Work:
-    def wait(self, timeout: float | datetime.timedelta | None = None) -> None: ...
-    def synchronize(self) -> None: ...
-    def is_completed(self) -> bool: ...
+    """Handle on an operation in flight.
+
+    It keeps nothing alive that the operation does not keep alive itself: dropping it is legal, and the data
+    are delivered.
+    """
+
+    def wait(self, timeout: float | datetime.timedelta | None = None) -> None:
+        """Waits until the operation is done. Idempotent, from any thread.
+
+        CPU tensors: blocks. CUDA tensors (NCCL): makes the current stream wait and returns at once, as
+        torch's Work does; with a timeout it blocks the host.
+
+        Args:
+            timeout: seconds or a timedelta; None waits as long as the communicator's own timeout allows.
+
+        Raises:
+            PipeCommTimeout: the timeout has passed; the operation stays in flight.
+            PipeCommError: the operation's own error, if it failed.
+        """
+
+    def synchronize(self) -> None:
+        """Blocks the host until the operation is done."""
+
+    def is_completed(self) -> bool:
+        """Whether the operation has ended, well or not. Never blocks."""
+
     @property
-    def number(self) -> int: ...
+    def number(self) -> int:
+        """The place of a collective of CPU tensors in the order of its communicator, equal on all ranks; else
+        0.
+        """
 
 def join_works(works: Sequence[Work]) -> Work: ...
 def timeout_seconds(timeout: float | datetime.timedelta) -> float | None: ...

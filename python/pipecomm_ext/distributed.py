@@ -93,7 +93,10 @@ def irecv(
 def send(
     tensor: Tensor, dst: int | None = None, group: Any = None, tag: int = 0, group_dst: int | None = None
 ) -> None:
-    """`isend`, and waits until the receiver has the data."""
+    """Sends `tensor` to global rank `dst`, or to `group_dst` of the group; returns when the receiver has it.
+
+    `tag` is a channel. The arguments are those of `isend`.
+    """
     if torch.compiler.is_compiling():
         _traced_message(True, tensor, dst, group, tag, group_dst)
         return

@@ -40,7 +40,10 @@ def set_p2p_tensor_shapes(shapes: Sequence[Sequence[int]] | None) -> None:
 
 
 def set_p2p_tensor_dtype(dtype: torch.dtype | None) -> None:
-    """Declares the dtype of all these tensors, likewise."""
+    """Declares the dtype of all tensors that stages pass on, as `set_p2p_tensor_shapes` does their shapes.
+
+    None: declare nothing. Raises TypeError if it is not a torch.dtype.
+    """
     global _declared_dtype
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise TypeError(f"dtype must be a torch.dtype or None, not {type(dtype).__name__}")
@@ -233,10 +236,12 @@ class DualPipe(_TwoStagesPerRank):
 
     @property
     def is_in_second_half(self) -> bool:
+        """Whether the pipeline rank is one of the upper half, P/2 to P-1."""
         return self.rank >= self.num_ranks // 2
 
     @property
     def is_middle_rank(self) -> bool:
+        """Whether the pipeline rank is P/2-1 or P/2, whose neighbours hold both copies of its stages."""
         return self.rank in (self.num_ranks // 2 - 1, self.num_ranks // 2)
 
     def _require_ranks(self) -> None:

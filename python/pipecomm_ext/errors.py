@@ -6,9 +6,9 @@ from typing import Any
 
 
 class PipeCommError(RuntimeError):
-    """A communication failed.
+    """A communication failed. What does not apply is None.
 
-    Attributes (None where they do not apply):
+    Attributes:
         op: name of the operation.
         rank, peer: the rank that reports the error, and the other end (ranks of the group).
         channel, seq: channel of the message, and its number there in this direction, from 0.
@@ -62,7 +62,9 @@ class PipeCommAborted(PipeCommError):
 class StageError(PipeCommError):
     """The code of a stage, or a loss function, raised; its exception is the `__cause__`.
 
-    Attributes beside those of PipeCommError: `position` in the program of the rank, `action` there.
+    Attributes:
+        position: place in the program of the rank.
+        action: the action there.
     """
 
     position: int | None = None

@@ -16,9 +16,11 @@ from ..transports import TRANSPORTS
 
 
 def info() -> dict[str, Any]:
-    """Returns build and run-time facts as plain data (`json.dumps` accepts it).
+    """Build and run-time facts as plain data (`json.dumps` accepts it).
 
-    Keys:
+    Starts no process group. Asking for CUDA devices does not create a CUDA context.
+
+    Returns:
         version, python, torch: versions, and the backends of torch.
         build: git revision, compiler, the torch built for, fault hooks.
         cuda: whether it was built and why (not), toolkit, archs, devices of this process.
@@ -29,8 +31,6 @@ def info() -> dict[str, Any]:
         environment: every PIPECOMM_* variable that is set.
         settings: the value in effect of every PIPECOMM_* variable that there is; None: its meaning says.
         warnings: list of texts, empty if all is well.
-
-    Starts no process group. Asking for CUDA devices does not create a CUDA context.
     """
     nccl = nccl_facts()
     known = ("gloo", "nccl", "mpi", "ucc") if dist.is_available() else ()

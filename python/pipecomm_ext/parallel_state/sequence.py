@@ -23,27 +23,35 @@ class ParallelState:
         self._ring_rank, self._ring_size = _rank_and_size(ring_group, "ring_group")
 
     def is_ulysses_enable(self) -> bool:
+        """Whether there is a Ulysses group of more than one rank."""
         return self._ulysses_size > 1
 
     def is_ring_enable(self) -> bool:
+        """Whether there is a ring group of more than one rank."""
         return self._ring_size > 1
 
     def get_ulysses_group(self) -> Any:
+        """The Ulysses group as it was given; None: disabled."""
         return self._ulysses_group
 
     def get_ring_group(self) -> Any:
+        """The ring group as it was given; None: disabled."""
         return self._ring_group
 
     def get_ulysses_group_size(self) -> int:
+        """Number of ranks of the Ulysses group; 1 if it is disabled."""
         return self._ulysses_size
 
     def get_ring_group_size(self) -> int:
+        """Number of ranks of the ring group; 1 if it is disabled."""
         return self._ring_size
 
     def get_ulysses_rank(self) -> int:
+        """This rank's position in the Ulysses group; 0 if it is disabled."""
         return self._ulysses_rank
 
     def get_ring_rank(self) -> int:
+        """This rank's position in the ring group; 0 if it is disabled."""
         return self._ring_rank
 
 

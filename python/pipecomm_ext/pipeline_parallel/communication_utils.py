@@ -101,14 +101,14 @@ def broadcast_list(
 def broadcast_int_list(
     size: int, int_list: Sequence[int] | None = None, rank: int = 0, data_parallel: bool = False
 ) -> torch.Tensor:
-    """`broadcast_list` of int64."""
+    """Gives all ranks the `size` whole numbers of a list, as a tensor of int64; see `broadcast_tensor`."""
     return broadcast_list(size, torch.int64, int_list, rank, data_parallel)
 
 
 def broadcast_float_list(
     size: int, float_list: Sequence[float] | None = None, rank: int = 0, data_parallel: bool = False
 ) -> torch.Tensor:
-    """`broadcast_list` of float32."""
+    """Gives all ranks the `size` numbers of a list, as a tensor of float32; see `broadcast_tensor`."""
     return broadcast_list(size, torch.float32, float_list, rank, data_parallel)
 
 

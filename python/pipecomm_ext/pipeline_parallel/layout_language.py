@@ -19,7 +19,9 @@ MAX_ITEMS = 1_000_000  # layers and stage borders
 
 
 class LayerType(Enum):
-    """What a layer is."""
+    """What a layer is; in the layout language `E` (embedding), `L` (loss), `t` (decoder), `m` (multi-token
+    prediction).
+    """
 
     embedding = 1
     loss = 2

@@ -26,10 +26,12 @@ __all__ = [
 
 
 def is_pp_first_stage(pp_group: Any) -> bool:
+    """Whether this rank has the first stage of the group."""
     return rank_and_size(pp_group)[0] == 0
 
 
 def is_pp_last_stage(pp_group: Any) -> bool:
+    """Whether this rank has the last stage of the group."""
     rank, size = rank_and_size(pp_group)
     return rank == size - 1
 
@@ -40,24 +42,27 @@ def is_vp_first_stage(vp_stage: int | None, vp_size: int | None) -> bool:
 
 
 def is_vp_last_stage(vp_stage: int | None, vp_size: int | None) -> bool:
+    """Whether a chunk is the last of its rank's `vp_size`; see `is_vp_first_stage`."""
     return _chunk(vp_stage, vp_size) == (vp_size or 1) - 1
 
 
 def get_pp_first_rank(pp_group: Any) -> int:
+    """Global rank of the first stage."""
     return _global_rank(pp_group, 0)
 
 
 def get_pp_last_rank(pp_group: Any) -> int:
+    """Global rank of the last stage."""
     return _global_rank(pp_group, -1)
 
 
 def get_pp_next_rank(pp_group: Any) -> int | None:
-    """None in the last stage."""
+    """Global rank of the next stage; None in the last one."""
     return None if is_pp_last_stage(pp_group) else _global_rank(pp_group, rank_and_size(pp_group)[0] + 1)
 
 
 def get_pp_prev_rank(pp_group: Any) -> int | None:
-    """None in the first stage."""
+    """Global rank of the previous stage; None in the first one."""
     return None if is_pp_first_stage(pp_group) else _global_rank(pp_group, rank_and_size(pp_group)[0] - 1)
 
 

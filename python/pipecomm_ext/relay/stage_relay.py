@@ -360,6 +360,10 @@ class StageRelay:
         channel: int | None,
         stage_channel: int | None = None,
     ) -> Link:
+        """Where a tensor goes from stage `source_idx` to stage `destination_idx`.
+
+        `stage_channel` carries what the ranks of the source settle among each other; default: `channel`.
+        """
         members = tuple(sorted(self._stages[source_idx] + self._stages[destination_idx]))
         stage_channel = channel if stage_channel is None else stage_channel
         return Link(kind, source_idx, destination_idx, members, channel, stage_channel)

@@ -23,7 +23,13 @@ CHANNEL_OF = {ACT: 0, GRAD: 1}
 
 
 class Action(NamedTuple):
-    """One unit of work: `kind` is "F", "B", "I" or "W"."""
+    """One unit of work, with the text `F3.7`.
+
+    Attributes:
+        kind: "F" forward, "B" backward, "I" its part for the input, "W" its part for the weights.
+        stage: number of the stage.
+        micro: number of the micro-batch within its chain, from 0.
+    """
 
     kind: str
     stage: int
@@ -34,7 +40,9 @@ class Action(NamedTuple):
 
 
 class Fused(NamedTuple):
-    """One compute slot that runs the forward of one micro-batch and the full backward of another."""
+    """One compute slot that runs the forward of one micro-batch and the full backward of another; its text is
+    `(F0.3&B7.1)`.
+    """
 
     forward: Action
     backward: Action
@@ -63,7 +71,7 @@ class Transfer(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Sends and receives that a rank issues as one batch."""
+    """Sends and receives (`Transfer`) that a rank issues as one batch; its text is `[A0.3>1 G5.2<3]`."""
 
     ops: tuple[Transfer, ...]
 

@@ -71,6 +71,7 @@ class ComputePlan:
 
     @property
     def num_stages(self) -> int:
+        """Number of stages of all chains."""
         return len(self.owner)
 
     @cached_property

@@ -17,9 +17,12 @@ Cost = float | Fraction | Sequence[float | Fraction]
 class Costs:
     """Durations of forward (F), backward for input (I) and for weight (W); a full backward takes I + W.
 
-    Each is one number, or a sequence with one per stage. FB is the duration of a fused slot (by the stage of
-    its forward); None means that fusing gains nothing: F + I + W. `comm` is the time that a message takes
-    once both ends have started it (by the stage that made it). Results are exact for integers and fractions.
+    Each is one number, or a sequence with one per stage. Results are exact for integers and fractions.
+
+    Attributes:
+        F, I, W: of the forward, and of the parts of the backward.
+        FB: of a fused slot (by the stage of its forward); None means that fusing gains nothing: F + I + W.
+        comm: the time that a message takes once both ends have started it (by the stage that made it).
     """
 
     F: Cost = 1

@@ -24,20 +24,24 @@ _CONTENT = ("name", "P", "M", "owner", "next_of", "replicas", "compute")
 class Plan(ComputePlan):
     """Who computes what in which order, and the messages that this takes.
 
-    name       free text
-    P, M       number of ranks; number of micro-batches over all chains (each chain runs M / number of chains)
-    owner      rank of each stage; stages are 0 .. S-1
-    next_of    successor of each stage, None where a chain ends (a loss stage); default: one chain 0 .. S-1
-    prev_of    predecessor of each stage; follows from next_of and is verified if given
-    replicas   groups of stages that hold the same weights
-    compute    one row per rank: actions, fused slots, or their texts; a whole row may be one text
-    program    one row per rank: the compute row with groups of sends and receives, as the rank runs it; if
-               not given, the lowering at unit costs (`lower`)
+    Args:
+        name: free text.
+        P, M: number of ranks; number of micro-batches over all chains (each runs M / number of chains).
+        owner: rank of each stage; stages are 0 .. S-1. A sequence or a mapping.
+        next_of: successor of each stage, None where a chain ends (a loss stage), likewise; default: one chain
+            0 .. S-1.
+        prev_of: predecessor of each stage; follows from next_of and is verified if given.
+        replicas: groups of stages that hold the same weights.
+        compute: one row per rank: actions, fused slots, or their texts; a whole row may be one text.
+        program: one row per rank: the compute row with groups of sends and receives, as the rank runs it; if
+            not given, the lowering at unit costs (`lower`).
 
-    Sequences or mappings are accepted for owner and next_of. Raises PlanError (a ValueError) if the data do
-    not form a plan at all; `check` proves that a plan is complete and free of deadlock.
+    The arguments are attributes of the plan. Plans are immutable, hashable (the hash is the same in every
+    process) and compare by content.
 
-    Plans are immutable, hashable (the hash is the same in every process) and compare by content.
+    Raises:
+        PlanError: (a ValueError) the data do not form a plan at all. `check` proves that a plan is complete
+            and free of deadlock.
     """
 
     def __init__(self, name, P, M, owner, next_of=None, prev_of=None, replicas=(), compute=(), program=None):

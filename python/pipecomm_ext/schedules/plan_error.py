@@ -9,8 +9,13 @@ from typing import Any, NamedTuple
 class PlanError(ValueError):
     """A plan that cannot be read or must not run.
 
-    Attributes (None where they do not apply): `rank`, `position` (index in the rank's row), `action` (the
-    item there), `waits_for` (text: what never arrives).
+    What does not apply is None.
+
+    Attributes:
+        rank: the rank whose row is wrong.
+        position: index in that row.
+        action: the item there.
+        waits_for: what never arrives, as text.
     """
 
     def __init__(self, message, *, rank=None, position=None, action=None, waits_for=None):

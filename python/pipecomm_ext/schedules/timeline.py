@@ -13,7 +13,7 @@ from .plan import Plan
 
 
 class Span(NamedTuple):
-    """A compute slot and the time it took."""
+    """A compute slot, and its start and end in the unit of the timeline."""
 
     action: Compute
     start: Real
@@ -34,17 +34,20 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """Times are in the unit of the costs, or seconds if measured. Tuples have one entry per rank.
+    """When everything in a plan ran, and what follows from it. Times are in the unit of the costs, or seconds
+    if measured. Tuples have one entry per rank, but for `messages`.
 
-    makespan           from the first start (0 if simulated) to the last end
-    idle               makespan minus the rank's work: the bubble
-    bubble_ratio       idle time of all ranks over P * makespan
-    peak_activations   most micro-batches alive at once: F +1, B or W -1
-    spans              per rank, its compute slots with start and end, in order
-    own_span_idle      idle time between the rank's own first start and last end (the Zero Bubble measure)
-    exposed_comm       time that computes waited for a message after its producer had ended
-    peak_buffers       most messages held at once: posted and not yet consumed, or produced and not yet sent
-    messages           all transfers, by start
+    Attributes:
+        makespan: from the first start (0 if simulated) to the last end.
+        idle: makespan minus the rank's work: the bubble.
+        bubble_ratio: idle time of all ranks over P * makespan.
+        peak_activations: most micro-batches alive at once: F +1, B or W -1.
+        spans: the compute slots with start and end, in order.
+        own_span_idle: idle time between the rank's own first start and last end (the Zero Bubble measure).
+        exposed_comm: time that computes waited for a message after its producer had ended.
+        peak_buffers: most messages held at once: posted and not yet consumed, or produced and not yet sent.
+        messages: all transfers, by start.
+        plan: what ran; None if it is not known.
     """
 
     makespan: Real
