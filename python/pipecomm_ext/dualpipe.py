@@ -122,10 +122,9 @@ class _TwoStagesPerRank(nn.Module):
             labels: of the batch whose outputs arrive here, likewise.
 
         Returns:
-            loss: the chunks' losses, stacked, without gradient, on ranks with a last stage, if there is a
-                criterion; else None.
-            outputs: of the last stage, put together along `batch_dim`: a tensor, or a tuple of them if there
-                are several; None elsewhere, or if not asked for.
+            The losses of the chunks, stacked, without gradient, on ranks with a last stage, if there is a
+            criterion, else None; and the outputs of the last stage, put together along `batch_dim`: a tensor,
+            or a tuple of them if there are several, None elsewhere or if not asked for.
 
         Nothing is divided by the number of chunks. Gradients add up in `.grad`. After an exception, which
         reaches all ranks, gradients are those of a part of the step, and the next step makes new connections.

@@ -16,21 +16,20 @@ from ..transports import TRANSPORTS
 
 
 def info() -> dict[str, Any]:
-    """Build and run-time facts as plain data (`json.dumps` accepts it).
+    """Build and run-time facts as plain data (`json.dumps` accepts it). The keys:
+
+    * version, python, torch: versions, and the backends of torch.
+    * build: git revision, compiler, the torch built for, fault hooks.
+    * cuda: whether it was built and why (not), toolkit, archs, devices of this process.
+    * nccl: versions of the header built against and of the library that torch loaded, its paths.
+    * transports: for each one `available` and `reason`.
+    * choice: what `auto` takes for "cpu" and "cuda" tensors and why, as far as one process can know (`shm`
+      also needs all ranks on one host).
+    * environment: every PIPECOMM_* variable that is set.
+    * settings: the value in effect of every PIPECOMM_* variable that there is; None: its meaning says.
+    * warnings: list of texts, empty if all is well.
 
     Starts no process group. Asking for CUDA devices does not create a CUDA context.
-
-    Returns:
-        version, python, torch: versions, and the backends of torch.
-        build: git revision, compiler, the torch built for, fault hooks.
-        cuda: whether it was built and why (not), toolkit, archs, devices of this process.
-        nccl: versions of the header built against and of the library that torch loaded, its paths.
-        transports: for each one `available` and `reason`.
-        choice: what `auto` takes for "cpu" and "cuda" tensors and why, as far as one process can know (`shm`
-            also needs all ranks on one host).
-        environment: every PIPECOMM_* variable that is set.
-        settings: the value in effect of every PIPECOMM_* variable that there is; None: its meaning says.
-        warnings: list of texts, empty if all is well.
     """
     nccl = nccl_facts()
     known = ("gloo", "nccl", "mpi", "ucc") if dist.is_available() else ()

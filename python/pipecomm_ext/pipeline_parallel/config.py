@@ -14,7 +14,7 @@ class PipelineConfig:
     """What `P2PCommunicator` and the schedules read. Names and defaults are those of Megatron-core's
     `ModelParallelConfig`, except where noted as ours.
 
-    Attributes: of messages
+    Attributes: Messages
         pipeline_dtype: of the tensors between stages; a sequence with one dtype per tensor of a boundary
             (ours). Needed wherever something is received.
         variable_seq_lengths, mtp_standalone: either one has every message preceded by its shapes and dtypes.
@@ -26,7 +26,7 @@ class PipelineConfig:
         deallocate_pipeline_outputs: the schedules free the data of an output once it is on its way.
         device: "cpu" or "cuda" (ours); None: what the group can do, "cuda" first.
 
-    Attributes: of schedules
+    Attributes: Schedules
         virtual_pipeline_model_parallel_size: chunks per rank, None without interleaving.
         microbatch_group_size_per_vp_stage: micro-batches that a chunk runs in a row; None: number of ranks.
         num_microbatches_with_partial_activation_checkpoints: see `forward_backward_no_pipelining`.
@@ -35,7 +35,7 @@ class PipelineConfig:
         timers: `timers(name, log_level=2)` gives an object with start() and stop().
         barrier_with_L1_time: the timer "forward-backward", of level 1, is started with barrier=True.
 
-    Attributes: of losses and gradients
+    Attributes: Losses and gradients
         grad_scale_func, mtp_grad_scale_func, moe_grad_scale_func: scale a loss for mixed precision.
         calculate_per_token_loss: the loss is a sum over tokens, divided in finalize_model_grads_func.
         num_moe_experts, mtp_num_layers, experimental_attention_variant: which auxiliary losses there are.

@@ -119,10 +119,11 @@ def forward_backward_pipelining_without_interleaving(step: StepArguments) -> lis
     """1F1B: the plan `schedules.one_f_one_b`. Collective over the pipeline.
 
     Args:
-        forward_step_func, data_iterator, model, num_microbatches, forward_only, collect_non_loss_data,
-            first_val_step, force_all_reduce: as in `forward_backward_no_pipelining`. With
-            config.num_microbatches_with_partial_activation_checkpoints, `forward_step_func` gets a third
-            argument: whether to recompute all activations of this micro-batch.
+        forward_step_func: as in `forward_backward_no_pipelining`. With
+            config.num_microbatches_with_partial_activation_checkpoints, it gets a third argument: whether to
+            recompute all activations of this micro-batch.
+        data_iterator, model, num_microbatches, forward_only: as in `forward_backward_no_pipelining`.
+        collect_non_loss_data, first_val_step, force_all_reduce: likewise.
         seq_length, micro_batch_size, decoder_seq_length: of a micro-batch; see `get_tensor_shapes`.
         adjust_tensor_shapes_fn: (shapes received by a stage, shapes sent) -> the same two lists, changed.
         p2p_communicator, pg_collection: both or neither; the latter has `tp`, `cp`, and what

@@ -36,7 +36,7 @@ class PipelineParallelLayerLayout:
     Attributes:
         input_data: the layout as given.
         pipeline_model_parallel_size, virtual_pipeline_model_parallel_size: ranks, and chunks per rank.
-        layout: layout[pp][vp] is the list of LayerType of that chunk.
+        layout: `layout[pp][vp]` is the list of LayerType of that chunk.
         flatten_layout: all of them, in the order in which data pass.
 
     Raises:

@@ -17,8 +17,14 @@ from typing import NamedTuple
 from .plan_error import PlanError
 
 KINDS = ("F", "B", "I", "W")
-ACT, GRAD = "ACT", "GRAD"
-SEND, RECV = "SEND", "RECV"
+ACT = "ACT"
+"""What a transfer moves: the output of a forward."""
+GRAD = "GRAD"
+"""What a transfer moves: the gradient of an input."""
+SEND = "SEND"
+"""The kind of a transfer."""
+RECV = "RECV"
+"""The kind of a transfer."""
 CHANNEL_OF = {ACT: 0, GRAD: 1}
 
 

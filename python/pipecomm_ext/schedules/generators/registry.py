@@ -12,7 +12,8 @@ from ..plan_error import PlanError
 
 Parameters = ParamSpec("Parameters")
 
-GENERATORS: dict[str, Callable[..., Plan]] = {}  # by name
+GENERATORS: dict[str, Callable[..., Plan]] = {}
+"""The functions that make plans, by name."""
 ALIASES: dict[str, str] = {}  # alias -> name
 
 
