@@ -43,7 +43,7 @@ MAKEFLAGS += --no-builtin-rules
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help setup test smoke clients client-tests python312 faults soak demo bench lint format sanitize compile-check \
-  gpu-check stubs clean distclean
+  gpu-check stubs docs clean distclean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -128,8 +128,17 @@ gpu-check: $(READY) ## all that needs a GPU, in stages, with logs and figures in
 stubs: $(BUILT) ## _C.pyi against the built module
 	$(PY) -m pytest tests/test_package.py -q -k stub
 
+docs: .venv-docs/.ready ## the documentation site, in out/site; no torch is needed, warnings are errors
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet $(ARGS)
+	@echo "out/site/index.html; its search needs a server: $(PYTHON) -m http.server --directory out/site"
+
+.venv-docs/.ready: requirements-docs.txt
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -m pip install --disable-pip-version-check -q -r $<
+	@touch $@
+
 clean: ## remove what was built
-	rm -rf build dist python/*.egg-info python/pipecomm_ext/_C.*.so python/pipecomm_ext/_build_info.py \
+	rm -rf build dist out/site python/*.egg-info python/pipecomm_ext/_C.*.so python/pipecomm_ext/_build_info.py \
 	  .pytest_cache .ruff_cache .hypothesis
 	find python tests bench examples -name __pycache__ -prune -exec rm -rf {} +
 

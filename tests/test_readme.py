@@ -19,7 +19,7 @@ from pipecomm_ext.core import environment
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
 CODE = {".py", ".cpp", ".h", ".cmake"}
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def section(title: str) -> str:
@@ -146,7 +146,7 @@ def test_the_messages_of_the_troubleshooting_table_exist() -> None:
             assert part.strip() in sources, f"no source says {part.strip()!r}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_and_paths_exist(page: Path) -> None:
     text = re.sub(r"^ *```.*?^ *```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     links = [link for link in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in link]

@@ -1,0 +1,101 @@
+"""The documentation site against the code: its navigation has every page, its reference every public name.
+
+`make docs` builds it, and checks links and anchors; this needs nothing but the files.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+import pipecomm_ext
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+REFERENCE = [
+    name
+    for page in sorted((DOCS / "api").glob("*.md"))
+    for name in re.findall(r"^::: (\S+)", page.read_text(), re.MULTILINE)
+]
+MODULES = [
+    "distributed",
+    "integrations.transformers",
+    "parallel_state",
+    "pipeline_parallel",
+    "pipeline_parallel.schedules",
+    "pipeline_parallel.utils",
+    "schedules",
+]
+
+
+def resolved(path: str) -> object:
+    """The object that a dotted path names; its modules are imported."""
+    found, name = pipecomm_ext, "pipecomm_ext"
+    for part in path.split(".")[1:]:
+        name = f"{name}.{part}"
+        found = getattr(found, part) if hasattr(found, part) else importlib.import_module(name)
+    return found
+
+
+def test_the_navigation_has_every_page() -> None:
+    text = (ROOT / "mkdocs.yml").read_text()
+    navigation = re.search(r"^nav:\n((?: .*\n)+)", text, re.MULTILINE)[1]
+    listed = re.findall(r"(\S+\.md)(?: # .*)?$", navigation, re.MULTILINE)
+    of_the_root = re.findall(r'^    "(\w+\.md)": "\w', (DOCS / "site" / "hooks.py").read_text(), re.MULTILINE)
+    pages = [str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")]
+    assert len(of_the_root) > 3
+    assert sorted(listed) == sorted(pages + of_the_root)
+
+
+def test_the_list_of_the_reference_has_every_page() -> None:
+    linked = re.findall(r"\]\((\w+\.md)\)", (DOCS / "api" / "index.md").read_text())
+    assert sorted([*linked, "index.md"]) == sorted(path.name for path in (DOCS / "api").glob("*.md"))
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    names = {f"pipecomm_ext.{name}" for name in pipecomm_ext.__all__}
+    names -= {f"pipecomm_ext.{name}" for name in ("__version__", "parallel_state")}
+    listed = {id(resolved(name)) for name in REFERENCE}
+    for module in MODULES:
+        if module == "integrations.transformers":
+            pytest.importorskip("transformers")
+        names |= {f"pipecomm_ext.{module}.{name}" for name in resolved(f"pipecomm_ext.{module}").__all__}
+    assert len(names) > 130
+    missing = {name for name in names - set(REFERENCE) if id(resolved(name)) not in listed}
+    assert missing == set()
+
+
+def test_the_reference_has_each_name_once_and_all_exist() -> None:
+    assert len(REFERENCE) == len(set(REFERENCE))
+    for name in REFERENCE:
+        if "transformers" not in name:
+            resolved(name)
+
+
+def undocumented_members(class_: type) -> list[str]:
+    """Public methods and properties that a class of this package defines without a docstring."""
+    found = []
+    for owner in class_.__mro__:
+        if owner.__module__.startswith("pipecomm_ext") and "_C" not in owner.__module__:
+            for name, member in vars(owner).items():
+                function = getattr(member, "__func__", getattr(member, "fget", member))
+                if not name.startswith("_") and inspect.isfunction(function) and not function.__doc__:
+                    found.append(f"{owner.__name__}.{name}")
+    return found
+
+
+def test_all_that_the_reference_shows_has_a_docstring() -> None:
+    missing = []
+    for name in REFERENCE:
+        if "transformers" in name:
+            continue
+        found = resolved(name)
+        if inspect.isclass(found):
+            missing += undocumented_members(found)
+        if not isinstance(found, (str, dict)) and not (found.__doc__ or "").strip():
+            missing.append(name)
+    assert missing == []
