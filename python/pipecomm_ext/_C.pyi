@@ -141,6 +141,7 @@ class Communicator(_Engine):
         num_threads: int,
         checks: bool = True,
         device: str = "cpu",
+        num_sms: int = 0,
     ) -> None: ...
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor: ...
 
