@@ -24,6 +24,17 @@ if TYPE_CHECKING:
     from ..dualpipe import DualPipe, DualPipeV, set_p2p_tensor_dtype, set_p2p_tensor_shapes
     from ..runtime import Executor, StageError, StepResult, WeightGradStore, run_backward
 
+    # Those of the schedules that `generators` finds; a type checker takes what is not here for Any.
+    from .generators.bidirectional import dualpipe as dualpipe
+    from .generators.bidirectional import dualpipev as dualpipev
+    from .generators.classic import gpipe as gpipe
+    from .generators.classic import interleaved_1f1b as interleaved_1f1b
+    from .generators.classic import one_f_one_b as one_f_one_b
+    from .generators.classic import u_shaped as u_shaped
+    from .generators.zero_bubble import zb_h1 as zb_h1
+    from .generators.zero_bubble import zb_h2 as zb_h2
+    from .generators.zero_bubble import zb_v as zb_v
+
 __all__ = [
     "ACT",
     "GENERATORS",
@@ -55,7 +66,7 @@ __all__ = [
     "set_p2p_tensor_dtype",
     "set_p2p_tensor_shapes",
     "simulate",
-    *GENERATORS,
+    *GENERATORS,  # pyright: ignore[reportUnsupportedDunderAll]
 ]
 
 _HOME_OF = {

@@ -12,7 +12,7 @@ Everything here is a tuple: immutable, hashable, comparable, and equal to the pl
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
+from typing import Any, NamedTuple, final
 
 from .plan_error import PlanError
 
@@ -28,6 +28,7 @@ RECV = "RECV"
 CHANNEL_OF = {ACT: 0, GRAD: 1}
 
 
+@final
 class Action(NamedTuple):
     """One unit of work, with the text `F3.7`.
 
@@ -45,6 +46,7 @@ class Action(NamedTuple):
         return f"{self.kind}{self.stage}.{self.micro}"
 
 
+@final
 class Fused(NamedTuple):
     """One compute slot that runs the forward of one micro-batch and the full backward of another; its text is
     `(F0.3&B7.1)`.
@@ -76,6 +78,7 @@ class Transfer(NamedTuple):
         return f"{self.what[0]}{self.stage}.{self.micro}{'>' if self.kind == SEND else '<'}{self.peer}"
 
 
+@final
 class Group(NamedTuple):
     """Sends and receives (`Transfer`) that a rank issues as one batch; its text is `[A0.3>1 G5.2<3]`."""
 
@@ -89,29 +92,23 @@ Compute = Action | Fused
 Item = Action | Fused | Group
 
 _ACTION = re.compile(r"([FBIW])(\d+)\.(\d+)")
-_FUSED = re.compile(r"\((F\d+\.\d+)&(B\d+\.\d+)\)")
+_FUSED = re.compile(r"\(F(\d+)\.(\d+)&B(\d+)\.(\d+)\)")
 _TRANSFER = re.compile(r"([AG])(\d+)\.(\d+)([<>])(\d+)")
 _TOKEN = re.compile(r"\[[^\]]*\]|\S+")
 
 
 def actions_in(item: Compute) -> tuple[Action, ...]:
     """The one or two actions of a compute slot."""
-    return item if type(item) is Fused else (item,)
-
-
-def _parse_action(text: str) -> Action | None:
-    match = _ACTION.fullmatch(text)
-    return match and Action(match[1], int(match[2]), int(match[3]))
+    return (item.forward, item.backward) if type(item) is Fused else (item,)
 
 
 def parse_compute(text: str) -> Compute:
     """`F3.7` or `(F0.3&B7.1)`; the whole text must match. Raises PlanError."""
-    action = _parse_action(text)
-    if action:
-        return action
-    match = _FUSED.fullmatch(text)
-    if match:
-        return Fused(_parse_action(match[1]), _parse_action(match[2]))
+    if match := _ACTION.fullmatch(text):
+        return Action(match[1], int(match[2]), int(match[3]))
+    if match := _FUSED.fullmatch(text):
+        stage0, micro0, stage1, micro1 = map(int, match.groups())
+        return Fused(Action("F", stage0, micro0), Action("B", stage1, micro1))
     raise PlanError(
         f"{text!r} is not an action; expected a text like 'F3.7' (kind F, B, I or W) or '(F0.3&B7.1)'"
     )
@@ -142,21 +139,19 @@ def parse_row(text: str) -> tuple[Item, ...]:
     return tuple(parse_item(token) for token in _TOKEN.findall(text))
 
 
-def as_compute(value) -> Compute:
+def as_compute(value: Any) -> Compute:
     """A compute slot from its text, from plain tuples, or as it is. Raises PlanError."""
-    if type(value) is Action or type(value) is Fused:
-        fields = value
-    elif isinstance(value, str):
+    if isinstance(value, str):
         return parse_compute(value)
-    else:
-        try:
-            fields = tuple(value)
-        except TypeError:
-            fields = ()
+    try:
+        fields = tuple(value)
+    except TypeError:
+        fields = ()
     if len(fields) == 2:
         forward, backward = (as_compute(part) for part in fields)
-        if (forward[0], backward[0]) == ("F", "B"):
-            return Fused(forward, backward)
+        if type(forward) is Action and type(backward) is Action:
+            if (forward.kind, backward.kind) == ("F", "B"):
+                return Fused(forward, backward)
     elif len(fields) == 3:
         kind, stage, micro = fields
         if kind in KINDS and _is_index(stage) and _is_index(micro):
@@ -167,11 +162,11 @@ def as_compute(value) -> Compute:
     )
 
 
-def _is_index(value) -> bool:
+def _is_index(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
-def as_item(value) -> Item:
+def as_item(value: Any) -> Item:
     """An item of a program row from its text, a Group, or a compute slot in any form. Raises PlanError."""
     if isinstance(value, str):
         return parse_item(value)
@@ -180,7 +175,7 @@ def as_item(value) -> Item:
     return Group(tuple(as_transfer(op) for op in value.ops))
 
 
-def as_transfer(value) -> Transfer:
+def as_transfer(value: Any) -> Transfer:
     """A transfer from its text, from plain tuples, or as it is. Raises PlanError."""
     if isinstance(value, str):
         return parse_transfer(value)

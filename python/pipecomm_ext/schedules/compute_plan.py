@@ -7,12 +7,16 @@ chains (DualPipe), a chain folded over the ranks (interleaved, V) and one that r
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 from .actions import ACT, Compute, as_compute, parse_row
 from .plan_error import PlanError
+
+Owners = Sequence[int] | Mapping[int, int]
+Neighbours = Sequence[int | None] | Mapping[int, int | None]
+Rows = Iterable[str | Iterable[Any]]
 
 
 class ComputePlan:
@@ -31,7 +35,17 @@ class ComputePlan:
     compute: tuple[tuple[Compute, ...], ...]
     derived: dict[str, Any]  # results that passes keep with the plan; shared with its lowerings
 
-    def __init__(self, name, P, M, owner, next_of=None, prev_of=None, replicas=(), compute=()):
+    def __init__(
+        self,
+        name: str,
+        P: int,
+        M: int,
+        owner: Owners,
+        next_of: Neighbours | None = None,
+        prev_of: Neighbours | None = None,
+        replicas: Iterable[Iterable[int]] = (),
+        compute: Rows = (),
+    ):
         require_count("P", P)
         require_count("M", M)
         owner = per_stage("owner", owner)
@@ -81,8 +95,8 @@ class ComputePlan:
         for first, prev in enumerate(self.prev_of):
             if prev is None:
                 chain = [first]
-                while self.next_of[chain[-1]] is not None:
-                    chain.append(self.next_of[chain[-1]])
+                while (following := self.next_of[chain[-1]]) is not None:
+                    chain.append(following)
                 chains.append(tuple(chain))
         if sum(map(len, chains)) != self.num_stages:
             ring = sorted(set(range(self.num_stages)) - {stage for chain in chains for stage in chain})
@@ -97,6 +111,18 @@ class ComputePlan:
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages that `rank` owns, by increasing id."""
         return tuple(stage for stage, owner in enumerate(self.owner) if owner == rank)
+
+    def stage_before(self, stage: int) -> int:
+        """The predecessor of a stage that has one."""
+        prev = self.prev_of[stage]
+        assert prev is not None
+        return prev
+
+    def stage_after(self, stage: int) -> int:
+        """The successor of a stage that has one."""
+        following = self.next_of[stage]
+        assert following is not None
+        return following
 
     def receiver_of(self, what: str, stage: int) -> int | None:
         """The rank that needs the ACT or GRAD of `stage` as a message; None if no other rank needs it."""
@@ -117,7 +143,7 @@ def require_count(name: str, value) -> None:
         raise PlanError(f"{name} must be at least 1, got {value}")
 
 
-def per_stage(name: str, values, num_stages: int | None = None) -> tuple:
+def per_stage(name: str, values: Any, num_stages: int | None = None) -> tuple[Any, ...]:
     """A tuple indexed by stage, from a sequence or a mapping."""
     if isinstance(values, Mapping):
         if set(values) != set(range(len(values))):
@@ -132,7 +158,7 @@ def per_stage(name: str, values, num_stages: int | None = None) -> tuple:
     return tuple(values)
 
 
-def _invert(next_of) -> tuple[int | None, ...]:
+def _invert(next_of: Sequence[int | None]) -> tuple[int | None, ...]:
     prev_of: list[int | None] = [None] * len(next_of)
     for stage, following in enumerate(next_of):
         if following is None:
@@ -147,7 +173,7 @@ def _invert(next_of) -> tuple[int | None, ...]:
     return tuple(prev_of)
 
 
-def _read_replicas(replicas, num_stages: int) -> tuple[tuple[int, ...], ...]:
+def _read_replicas(replicas: Iterable[Iterable[int]], num_stages: int) -> tuple[tuple[int, ...], ...]:
     groups = tuple(tuple(group) for group in replicas)
     seen: set[int] = set()
     for group in groups:
@@ -158,7 +184,7 @@ def _read_replicas(replicas, num_stages: int) -> tuple[tuple[int, ...], ...]:
     return groups
 
 
-def read_rows(name: str, rows, P: int, read_item) -> tuple[tuple, ...]:
+def read_rows(name: str, rows: Rows, P: int, read_item: Callable[[Any], Any]) -> tuple[tuple[Any, ...], ...]:
     rows = tuple(rows)
     if len(rows) != P:
         raise PlanError(f"{name} has {len(rows)} rows for P={P} ranks; expected one row per rank")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 from .compute_plan import ComputePlan
-from .costs import Costs
+from .costs import Costs, Number
 from .flow import flow_of
 from .plan_error import Blocked, deadlock_error
 
@@ -26,7 +26,7 @@ class ComputeRun:
         self.needed_at: list = [None] * flow.num_results
         there_at: list = [None] * flow.num_results
         waiting: dict[int, int] = {}  # missing result -> the rank that waits for it
-        clock = [0] * plan.P
+        clock: list[Number] = [0] * plan.P
         durations = [costs.durations(row) for row in plan.compute]
         num_micros, num_stages, receiver_of_stage = flow.num_micros, flow.num_stages, flow.receiver_of_stage
         ready = deque(range(plan.P))

@@ -10,7 +10,8 @@ from numbers import Real
 from .actions import Compute, Fused
 from .plan_error import PlanError
 
-Cost = float | Fraction | Sequence[float | Fraction]
+Number = float | Fraction
+Cost = Number | Sequence[Number]
 
 
 @dataclass(frozen=True)
@@ -45,11 +46,11 @@ class Costs:
                 if value < 0:
                     raise PlanError(f"cost {field.name} must not be negative, got {value}")
 
-    def durations(self, row: Iterable[Compute]) -> list:
+    def durations(self, row: Iterable[Compute]) -> list[Number]:
         """The duration of each compute slot of a row."""
         return [self._duration(item) for item in row]
 
-    def _duration(self, item: Compute):
+    def _duration(self, item: Compute) -> Number:
         if type(item) is Fused:
             forward, backward = item
             if self.FB is not None:
@@ -60,13 +61,13 @@ class Costs:
             return _at(self.I, stage) + _at(self.W, stage)
         return _at(getattr(self, kind), stage)
 
-    def latency(self, stage: int):
+    def latency(self, stage: int) -> Number:
         """The duration of a message made by `stage`, once both its ends have started."""
         return _at(self.comm, stage)
 
 
-def _at(cost: Cost, stage: int):
-    if not isinstance(cost, tuple):
+def _at(cost: Cost, stage: int) -> Number:
+    if not isinstance(cost, Sequence):
         return cost
     if stage >= len(cost):
         raise PlanError(f"costs are given for {len(cost)} stages, but the plan has a stage {stage}")

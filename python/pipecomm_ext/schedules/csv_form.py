@@ -34,12 +34,12 @@ def csv_text(plan: ComputePlan, program: tuple[tuple[Item, ...], ...] | None) ->
         writer.writerow(["replicas", *("&".join(map(str, group)) for group in plan.replicas)])
     for rank, row in enumerate(plan.compute):
         writer.writerow(["compute", rank, *map(str, row)])
-    for rank, row in enumerate(program or ()):
-        writer.writerow(["program", rank, *map(str, row)])
+    for rank, items in enumerate(program or ()):
+        writer.writerow(["program", rank, *map(str, items)])
     return text.getvalue()
 
 
-def read_csv(source) -> dict[str, Any]:
+def read_csv(source: str | os.PathLike[str]) -> dict[str, Any]:
     """The arguments of `Plan` that a CSV text, or the file at a path, holds. Raises PlanError."""
     if isinstance(source, str) and "\n" in source:
         text = source
@@ -53,8 +53,8 @@ def read_csv(source) -> dict[str, Any]:
 
 
 def _read_rows(lines: list[list[str]]) -> dict[str, Any]:
-    facts: dict[str, list[str]] = {}
-    rows: dict[str, dict[int, tuple]] = {"compute": {}, "program": {}}
+    facts: dict[str, tuple[int, list[str]]] = {}  # line and cells
+    rows: dict[str, dict[int, tuple[Item, ...]]] = {"compute": {}, "program": {}}
     for line, cells in enumerate(lines, start=1):
         if not cells:
             continue
@@ -72,20 +72,21 @@ def _read_rows(lines: list[list[str]]) -> dict[str, Any]:
                 "replicas, compute, program"
             )
         else:
-            facts[key] = [str(line), *values]
+            facts[key] = line, values
     for key in ("plan", "owner", "next_of"):
         if key not in facts:
             raise PlanError(f"the CSV has no {key!r} row")
-    if len(facts["plan"]) != 4:
-        raise PlanError(f"line {facts['plan'][0]}: expected plan,<name>,<P>,<M>, got {facts['plan'][1:]}")
-    line, name, P, M = facts["plan"]
-    P, M = _integer(P, line, "P"), _integer(M, line, "M")
-    line, *owner = facts["owner"]
-    owner = [_integer(cell, line, "owner") for cell in owner]
-    line, *next_of = facts["next_of"]
-    next_of = [None if cell == "" else _integer(cell, line, "next_of") for cell in next_of]
-    line, *replicas = facts.get("replicas", ["0"])
-    replicas = [[_integer(stage, line, "replicas") for stage in cell.split("&")] for cell in replicas]
+    line, cells = facts["plan"]
+    if len(cells) != 3:
+        raise PlanError(f"line {line}: expected plan,<name>,<P>,<M>, got {cells}")
+    name, P = cells[0], _integer(cells[1], line, "P")
+    M = _integer(cells[2], line, "M")
+    line, cells = facts["owner"]
+    owner = [_integer(cell, line, "owner") for cell in cells]
+    line, cells = facts["next_of"]
+    next_of = [None if cell == "" else _integer(cell, line, "next_of") for cell in cells]
+    line, cells = facts.get("replicas", (0, []))
+    replicas = [[_integer(stage, line, "replicas") for stage in cell.split("&")] for cell in cells]
     return {
         "name": name,
         "P": P,
@@ -98,19 +99,19 @@ def _read_rows(lines: list[list[str]]) -> dict[str, Any]:
     }
 
 
-def _by_rank(key: str, rows, P: int) -> list[tuple]:
+def _by_rank(key: str, rows: dict[str, dict[int, tuple[Item, ...]]], P: int) -> list[tuple[Item, ...]]:
     if set(rows[key]) != set(range(P)):
         raise PlanError(f"{key} rows for ranks {sorted(rows[key])}; expected one for each of 0..{P - 1}")
     return [rows[key][rank] for rank in range(P)]
 
 
-def _integer(cell: str, line, what: str) -> int:
+def _integer(cell: str, line: int, what: str) -> int:
     if not (cell.isascii() and cell.isdigit()):
         raise PlanError(f"line {line}: {what} must be a non-negative integer, got {cell!r}")
     return int(cell)
 
 
-def _item(cell: str, rank: int, line: int, column: int):
+def _item(cell: str, rank: int, line: int, column: int) -> Item:
     try:
         return parse_item(cell)
     except PlanError as error:

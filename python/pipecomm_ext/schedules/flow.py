@@ -8,7 +8,7 @@ not results: completeness orders them in their row.
 
 from __future__ import annotations
 
-from .actions import ACT, GRAD, Action, Fused
+from .actions import ACT, GRAD, Action, actions_in
 from .compute_plan import ComputePlan
 from .plan_error import PlanError, error_in_row, slot_error
 
@@ -58,20 +58,21 @@ class Flow:
         prev_of, next_of = plan.prev_of, plan.next_of
         inputs, outputs = [], []
         for position, item in enumerate(plan.compute[rank]):
-            needs, makes = (), ()
-            for kind, stage, micro in item if type(item) is Fused else (item,):
+            needs: tuple[int, ...] = ()
+            makes: tuple[int, ...] = ()
+            for kind, stage, micro in actions_in(item):
                 cell = stage * num_micros + micro
                 is_of_rank = stage < num_stages and micro < num_micros and owner[stage] == rank
                 if not is_of_rank or position_of[kind][cell] >= 0:
                     raise _misplaced(plan, rank, position, Action(kind, stage, micro), position_of)
                 position_of[kind][cell] = position
                 if kind == "F":
-                    if prev_of[stage] is not None:
-                        needs += (prev_of[stage] * num_micros + micro,)
+                    if (source := prev_of[stage]) is not None:
+                        needs += (source * num_micros + micro,)
                     makes += (cell,)
                 elif kind != "W":
-                    if next_of[stage] is not None:
-                        needs += (num_cells + next_of[stage] * num_micros + micro,)
+                    if (source := next_of[stage]) is not None:
+                        needs += (num_cells + source * num_micros + micro,)
                     makes += (num_cells + cell,)
             inputs.append(needs)
             outputs.append(makes)

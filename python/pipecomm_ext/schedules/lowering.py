@@ -61,7 +61,7 @@ def _group_neighbours(events: list, max_group_ops: int) -> tuple[Item, ...]:
     """
     row: list[Item] = []
     group: list[Transfer] = []
-    last_arrival = first_sent = first_needed = 0
+    last_arrival = first_sent = first_needed = 0.0
     for event in events:
         if type(event) is not tuple:
             if group:

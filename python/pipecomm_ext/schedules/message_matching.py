@@ -28,8 +28,9 @@ class _MessageMatcher:
         self._is_there = bytearray(self._flow.num_results)  # computed on its own rank
         self._is_sent = bytearray(self._flow.num_results)
         self._is_received = bytearray(self._flow.num_results)
-        self._sends = defaultdict(list)  # (src, dst, channel: 0 ACT, 1 GRAD) -> results in order
-        self._receives = defaultdict(list)
+        # (src, dst, channel: 0 ACT, 1 GRAD) -> results in order
+        self._sends: defaultdict[tuple[int, int, int], list[int]] = defaultdict(list)
+        self._receives: defaultdict[tuple[int, int, int], list[int]] = defaultdict(list)
         self.code = [self._read_row(rank, row) for rank, row in enumerate(plan.program)]
         for pair in sorted(self._sends.keys() | self._receives.keys()):
             if self._sends[pair] != self._receives[pair]:

@@ -6,11 +6,13 @@ A Plan is a `ComputePlan` (topology and compute rows) plus its program: the same
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterable
 from functools import cached_property
+from typing import Any
 
-from .actions import Action, Fused, Item, actions_in, as_item, parse_row
-from .compute_plan import ComputePlan, per_stage, read_rows
+from .actions import Action, Group, Item, actions_in, as_item, parse_row
+from .compute_plan import ComputePlan, Neighbours, Owners, Rows, per_stage, read_rows
 from .costs import UNIT_COSTS, Costs
 from .csv_form import csv_text, read_csv
 from .gc_pause import gc_paused
@@ -44,7 +46,20 @@ class Plan(ComputePlan):
             and free of deadlock.
     """
 
-    def __init__(self, name, P, M, owner, next_of=None, prev_of=None, replicas=(), compute=(), program=None):
+    _program: tuple[tuple[Item, ...], ...] | None
+
+    def __init__(
+        self,
+        name: str,
+        P: int,
+        M: int,
+        owner: Owners,
+        next_of: Neighbours | None = None,
+        prev_of: Neighbours | None = None,
+        replicas: Iterable[Iterable[int]] = (),
+        compute: Rows = (),
+        program: Rows | None = None,
+    ):
         super().__init__(name, P, M, owner, next_of, prev_of, replicas, compute)
         vars(self)["_program"] = None if program is None else read_rows("program", program, P, as_item)
 
@@ -59,23 +74,23 @@ class Plan(ComputePlan):
 
         Raises PlanError if the compute rows are incomplete or deadlock.
         """
-        return lower(self)._program if self._program is None else self._program
+        return lower(self).program if self._program is None else self._program
 
-    def replace(self, **changes) -> Plan:
+    def replace(self, **changes: Any) -> Plan:
         """A copy with some constructor arguments changed; a new `compute` or topology drops the program."""
-        fields = dict(zip(_CONTENT, self._key(), strict=True))
+        fields: dict[str, Any] = dict(zip(_CONTENT, self._key(), strict=True))
         if set(changes) <= {"name", "replicas"}:
             fields["program"] = self._program
         return Plan(**{**fields, **changes})
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[type[Plan], tuple[Any, ...]]:
         topology = self.owner, self.next_of, self.prev_of, self.replicas
         return Plan, (self.name, self.P, self.M, *topology, self.compute, self._program)
 
-    def _key(self):
+    def _key(self) -> tuple[Any, ...]:
         return tuple(getattr(self, field) for field in _CONTENT)
 
-    def __eq__(self, other):
+    def __eq__(self, other: object) -> bool:
         if not isinstance(other, Plan):
             return NotImplemented
         if self is other:
@@ -90,7 +105,7 @@ class Plan(ComputePlan):
         head = repr(self._key()[:-1])
         return hashlib.sha256(f"{head}\n{self}".encode()).hexdigest()
 
-    def __hash__(self):
+    def __hash__(self) -> int:
         return int(self.digest[:15], 16)
 
     def __str__(self) -> str:
@@ -100,7 +115,7 @@ class Plan(ComputePlan):
     def __repr__(self) -> str:
         return f"<Plan {self.name} P={self.P} M={self.M} stages={self.num_stages} digest={self.digest[:8]}>"
 
-    def to_csv(self, path=None, format="pipecomm") -> str:
+    def to_csv(self, path: str | os.PathLike[str] | None = None, format: str = "pipecomm") -> str:
         """The plan as CSV text, also written to `path` if given: the whole plan, or with format="torch" its
         compute rows as `_PipelineScheduleRuntime._load_csv` of torch.distributed.pipelining reads them.
 
@@ -115,7 +130,7 @@ class Plan(ComputePlan):
         return text
 
     @classmethod
-    def from_csv(cls, source) -> Plan:
+    def from_csv(cls, source: str | os.PathLike[str]) -> Plan:
         """Reads the output of `to_csv`: the text itself (it has line ends), or the path of a file.
 
         It recognises the form. Plans in torch's form are named "torch"; idle cells, messages and FSDP actions
@@ -124,7 +139,14 @@ class Plan(ComputePlan):
         return cls(**read_csv(source))
 
     @classmethod
-    def from_text(cls, text: str, *, name="custom", next_of=None, replicas=()) -> Plan:
+    def from_text(
+        cls,
+        text: str,
+        *,
+        name: str = "custom",
+        next_of: Neighbours | None = None,
+        replicas: Iterable[Iterable[int]] = (),
+    ) -> Plan:
         """A plan from its rows of text, one line per rank as `str(plan)` prints them.
 
         Owners and M follow from where the actions stand; chains from `next_of` (default: one chain).
@@ -134,7 +156,7 @@ class Plan(ComputePlan):
         last_micro = -1
         for rank, row in enumerate(rows):
             for value in row:
-                if type(value) not in (Action, Fused):
+                if type(value) is Group:
                     raise PlanError(f"{value} in row {rank}: a text of rows holds actions only", rank=rank)
                 for action in actions_in(value):
                     owner.setdefault(action.stage, rank)

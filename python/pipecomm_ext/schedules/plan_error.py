@@ -84,7 +84,7 @@ def deadlock_error(
     shown = (ring + [rank for rank in sorted(blocked) if rank not in ring])[:max_shown]
     lines = [
         f"  rank {rank}, position {position}: {item} waits for {waits_for} from rank {source}"
-        for rank, position, item, waits_for, source in map(blocked.get, shown)
+        for rank, position, item, waits_for, source in map(blocked.__getitem__, shown)
     ]
     if len(blocked) > len(shown):
         lines.append(f"  ... and {len(blocked) - len(shown)} more ranks")

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 
 from .actions import Group
-from .costs import Costs
+from .costs import Costs, Number
 from .flow import flow_of
 from .lowering import MAX_GROUP_OPS
 from .message_matching import GroupCode, match_messages
@@ -20,14 +20,24 @@ from .plan_error import Blocked, deadlock_error
 
 
 class PostedGroup:
-    __slots__ = ("end", "num_open", "position", "posted", "rank", "received", "results", "start")
+    __slots__ = (
+        "end",
+        "has_started",
+        "num_open",
+        "position",
+        "posted",
+        "rank",
+        "received",
+        "results",
+        "start",
+    )
 
-    def __init__(self, rank: int, position: int, code: GroupCode, posted):
+    def __init__(self, rank: int, position: int, code: GroupCode, posted: Number):
         self.rank = rank
         self.position = position
         self.results, self.received = code
-        self.posted = self.end = posted
-        self.start = None
+        self.posted = self.start = self.end = posted  # the last two once it has started
+        self.has_started = False
         self.num_open = len(self.results)
 
 
@@ -48,14 +58,14 @@ class ProgramRun:
         self.sent_at: list = [None] * self._flow.num_results
         self._position = [0] * plan.P
         self._waits_for = [-1] * plan.P  # the result that stops the rank
-        self._clock = [0] * plan.P
+        self._clock: list[Number] = [0] * plan.P
         self._durations = [costs.durations(row) for row in plan.compute]
         self._queues: list[deque[PostedGroup]] = [deque() for _ in range(plan.P)]
-        self._queue_clock = [0] * plan.P
+        self._queue_clock: list[Number] = [0] * plan.P
         # Per result, the group of that end of its message which starts first.
         self._begun: list[PostedGroup | None] = [None] * self._flow.num_results
         self._there_at: list = [None] * self._flow.num_results
-        self._ready = deque()  # ranks whose queue has moved on
+        self._ready: deque[int] = deque()  # ranks whose queue has moved on
         for rank in range(plan.P):
             self._advance(rank)
         while self._ready:
@@ -106,8 +116,9 @@ class ProgramRun:
         """Starts the groups of the rank's queue one after the other, as long as each is done at once."""
         queue, begun = self._queues[rank], self._begun
         num_micros, num_stages = self._flow.num_micros, self._flow.num_stages
-        while queue and queue[0].start is None:
+        while queue and not queue[0].has_started:
             head = queue[0]
+            head.has_started = True
             head.start = head.end = max(head.posted, self._queue_clock[rank])
             for result in head.results:
                 other = begun[result]
@@ -152,7 +163,8 @@ class ProgramRun:
                 source = self._plan.owner[self._flow.named(missing)[1]]
             if queue:
                 head = queue[0]
-                group: Group = row[head.position]
+                group = row[head.position]
+                assert type(group) is Group
                 op = next(
                     op
                     for op, result in zip(group.ops, head.results, strict=True)

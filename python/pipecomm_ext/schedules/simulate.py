@@ -21,8 +21,7 @@ def simulate(plan: Plan, costs: Costs = UNIT_COSTS, *, compute_only: bool = Fals
     mismatched messages.
     """
     if compute_only:
-        run = ComputeRun(plan, costs)
-        return Timeline.from_spans(plan, _spans(plan, run))
+        return Timeline.from_spans(plan, _spans(plan, ComputeRun(plan, costs)))
     if not plan.has_own_program:
         plan = lower(plan, costs)
     run = ProgramRun(plan, costs)
@@ -44,9 +43,8 @@ def _messages(plan: Plan, run: ProgramRun) -> list[Message]:
     for result, times in enumerate(run.sent_at):
         if times is not None:
             what, stage, micro = flow.named(result)
-            messages.append(
-                Message(what, stage, micro, plan.owner[stage], plan.receiver_of(what, stage), *times)
-            )
+            receiver = flow.receiver_of_stage[result // flow.num_micros]
+            messages.append(Message(what, stage, micro, plan.owner[stage], receiver, *times))
     return messages
 
 

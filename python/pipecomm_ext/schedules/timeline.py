@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from numbers import Real
 from statistics import median
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from .actions import Compute, Fused, Group, actions_in
-from .costs import Costs
+from .costs import Costs, Number
 from .plan import Plan
 
 
@@ -16,8 +15,8 @@ class Span(NamedTuple):
     """A compute slot, and its start and end in the unit of the timeline."""
 
     action: Compute
-    start: Real
-    end: Real
+    start: Number
+    end: Number
 
 
 class Message(NamedTuple):
@@ -28,8 +27,8 @@ class Message(NamedTuple):
     micro: int
     src: int
     dst: int
-    start: Real
-    end: Real
+    start: Number
+    end: Number
 
 
 @dataclass(frozen=True)
@@ -50,13 +49,13 @@ class Timeline:
         plan: what ran; None if it is not known.
     """
 
-    makespan: Real
-    idle: tuple[Real, ...]
+    makespan: Number
+    idle: tuple[Number, ...]
     bubble_ratio: float
     peak_activations: tuple[int, ...]
     spans: tuple[tuple[Span, ...], ...]
-    own_span_idle: tuple[Real, ...] = ()
-    exposed_comm: tuple[Real, ...] = ()
+    own_span_idle: tuple[Number, ...] = ()
+    exposed_comm: tuple[Number, ...] = ()
     peak_buffers: tuple[int, ...] = ()
     messages: tuple[Message, ...] = ()
     plan: Plan | None = None
@@ -91,17 +90,19 @@ class Timeline:
 
         Where a stage has no I, its whole backward counts as I, and W costs nothing. Messages take no time.
         """
-        durations: dict[tuple[str, int], list[Real]] = {}
+        durations: dict[tuple[str, int], list[Number]] = {}
         for span in (span for row in self.spans for span in row):
             kind, stage = ("FB", span.action.forward.stage) if type(span.action) is Fused else span.action[:2]
             durations.setdefault((kind, stage), []).append(span.end - span.start)
         if not durations:
             raise ValueError("this timeline has no spans to take durations from")
 
-        def per_stage(kind: str, other: str = "") -> tuple[Real, ...]:
-            stages = range(1 + max(stage for _, stage in durations))
-            found = (durations.get((kind, stage)) or durations.get((other, stage), [0]) for stage in stages)
-            return tuple(map(median, found))
+        def per_stage(kind: str, other: str = "") -> tuple[Number, ...]:
+            medians: list[Number] = []
+            for stage in range(1 + max(stage for _, stage in durations)):
+                times = durations.get((kind, stage)) or durations.get((other, stage)) or [0]
+                medians.append(median(cast(list[float], times)))  # fractions stay exact
+            return tuple(medians)
 
         has_fused = any(kind == "FB" for kind, _ in durations)
         fused = per_stage("FB") if has_fused else None

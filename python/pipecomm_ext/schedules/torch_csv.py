@@ -65,7 +65,7 @@ def _action(text: str, rank: int, column: int) -> Action:
 
 def torch_csv_text(plan: ComputePlan) -> str:
     """The compute rows in torch's form. Raises PlanError if there are several chains."""
-    if len(plan.chains) > 1:
+    if len(plan.chains) != 1:
         raise PlanError(f"{plan.name} has {len(plan.chains)} chains of stages; torch's schedules have one")
     place_of = {stage: place for place, stage in enumerate(plan.chains[0])}
 

@@ -15,7 +15,7 @@ from .scene import build_scene
 
 def draw(
     pictures: Plan | Timeline | Sequence[Plan | Timeline],
-    path: str | os.PathLike,
+    path: str | os.PathLike[str],
     *,
     costs: Costs = UNIT_COSTS,
     titles: Sequence[str] | None = None,

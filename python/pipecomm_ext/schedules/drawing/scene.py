@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from numbers import Real
 
 from ..actions import ACT, GRAD, Action, actions_in
+from ..costs import Number
 from ..timeline import Message, Timeline
 
 SHADES = {
@@ -75,7 +75,7 @@ def build_scene(timelines: list[Timeline], titles: list[str], width: float) -> S
     scene = Scene(width)
     plot_width = width - 2 * MARGIN - LABEL_WIDTH - NUMBERS_WIDTH
     longest = max(timeline.makespan for timeline in timelines) or 1
-    top = MARGIN
+    top: float = MARGIN
     for timeline, title in zip(timelines, titles, strict=True):
         panel = _Panel(scene, timeline, top, float(plot_width / longest))
         panel.draw(title)
@@ -94,7 +94,7 @@ class _Panel:
         self.rows_bottom = top + TITLE_HEIGHT + len(timeline.spans) * (ROW_HEIGHT + ROW_GAP)
         self.bottom = self.rows_bottom + AXIS_HEIGHT
 
-    def x_at(self, time: Real) -> float:
+    def x_at(self, time: Number) -> float:
         return self.left + float(time - self.begin) * self.scale
 
     def row_top(self, rank: int) -> float:
@@ -206,7 +206,7 @@ def _draw_legend(scene: Scene, timelines: list[Timeline], middle: float) -> None
     items = [action for timeline in timelines for row in timeline.spans for action, *_ in row]
     used_fills = {rect.fill for rect in scene.rects}
     num_shades = 1
-    x = MARGIN
+    x: float = MARGIN
     for kind, shades in SHADES.items():
         fills = [fill for fill in shades if fill in used_fills]
         if not fills:
@@ -245,5 +245,5 @@ def _tick_step(makespan: float, num_ticks: float) -> float:
     return next((factor * power for factor in (1, 2, 5) if factor * power >= least), 10 * power)
 
 
-def _number(value: Real) -> str:
+def _number(value: Number) -> str:
     return f"{float(value):.4g}"

@@ -9,4 +9,4 @@ for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
 globals().update(GENERATORS)
 
-__all__ = ["GENERATORS", "get_plan", *GENERATORS]
+__all__ = ["GENERATORS", "get_plan", *GENERATORS]  # pyright: ignore[reportUnsupportedDunderAll]

@@ -28,7 +28,7 @@ class RowBuilder:
     or of one stage.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.items: list[Compute] = []
         self._num_forwards: Counter[int] = Counter()  # by stage
         self._num_backwards: Counter[int] = Counter()

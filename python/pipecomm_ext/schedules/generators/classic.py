@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..actions import Action, Compute
+from ..actions import Action
 from ..plan import Plan
 from .building_blocks import require, require_counts
 from .registry import generator
@@ -30,15 +30,15 @@ def one_f_one_b(P: int, M: int) -> Plan:
     return Plan("one_f_one_b", P, M, owner=range(P), compute=compute)
 
 
-def _alternate(stage: int, M: int, num_warmup: int) -> list[Compute]:
+def _alternate(stage: int, M: int, num_warmup: int) -> list[Action]:
     forwards = [Action("F", stage, micro) for micro in range(M)]
     backwards = [Action("B", stage, micro) for micro in range(M)]
     return _one_by_one(forwards, backwards, num_warmup)
 
 
-def _one_by_one(forwards: list[Action], backwards: list[Action], num_warmup: int) -> list[Compute]:
+def _one_by_one(forwards: list[Action], backwards: list[Action], num_warmup: int) -> list[Action]:
     """`num_warmup` forwards, then forward and backward in turn, then the remaining backwards."""
-    row: list[Compute] = forwards[:num_warmup]
+    row = forwards[:num_warmup]
     for forward, backward in zip(forwards[num_warmup:], backwards, strict=False):
         row += (forward, backward)
     return row + backwards[len(forwards) - num_warmup :]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import ParamSpec
+from typing import Any, ParamSpec
 
 from ..gc_pause import gc_paused
 from ..plan import Plan
@@ -46,7 +46,7 @@ def find_generator(name: str) -> Callable[..., Plan]:
     return make
 
 
-def get_plan(name: str, *args, **kwargs) -> Plan:
+def get_plan(name: str, *args: Any, **kwargs: Any) -> Plan:
     """The plan that the generator `name` makes from the other arguments: `get_plan("dualpipe", P=4, M=10)`.
 
     Case does not matter, nor does "-" in place of "_"; the names in `ALIASES`, such as "1f1b", are accepted.

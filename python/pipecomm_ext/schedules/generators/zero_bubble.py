@@ -3,6 +3,7 @@ weights, free to move), and W fills what would be idle. Qi et al., Zero Bubble P
 
 from __future__ import annotations
 
+from ..actions import actions_in
 from ..plan import Plan
 from .building_blocks import RowBuilder, require_counts
 from .registry import generator
@@ -98,5 +99,5 @@ def zb_v(P: int, M: int) -> Plan:
             whole_backward(down)
         row.remaining_weights(up)
         row.remaining_weights(down)
-        compute.append([action for action in row.items if action.micro < M])
+        compute.append([item for item in row.items if all(part.micro < M for part in actions_in(item))])
     return Plan("zb_v", P, M, owner=[*range(P), *reversed(range(P))], compute=compute)
