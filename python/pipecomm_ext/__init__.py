@@ -5,14 +5,13 @@ import importlib
 __version__ = "0.1.0"
 
 from .core.extension import _C as _C  # isort: skip  (first: says what is wrong with torch or the build)
-from . import distributed, parallel_state
+from . import distributed, parallel_state, sequence_parallel
 from .communicator import Communicator, Recv, Send, Work, get_communicator
 from .diagnostics.info import info
 from .errors import PipeCommAborted, PipeCommError, PipeCommMismatch, PipeCommPeerLost, PipeCommTimeout
 from .mindspeed.vtp import vtp_recv_backward, vtp_recv_forward, vtp_send_backward, vtp_send_forward
 from .relay import StageRelay
 from .sequence_parallel import *  # noqa: F403
-from .sequence_parallel import __all__ as _sequence_parallel
 
 __all__ = [
     "Communicator",
@@ -34,8 +33,8 @@ __all__ = [
     "vtp_recv_forward",
     "vtp_send_backward",
     "vtp_send_forward",
-    *_sequence_parallel,
 ]
+__all__ += sequence_parallel.__all__
 
 
 def __getattr__(name):

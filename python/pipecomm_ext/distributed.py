@@ -114,8 +114,12 @@ def recv(
     if torch.compiler.is_compiling():
         _traced_message(False, tensor, src, group, tag, group_src)
     else:
-        irecv(tensor, src, group, tag, group_src).wait()
-    return src if src is not None else dist.get_global_rank(_torch_group(group), group_src)
+        work = irecv(tensor, src, group, tag, group_src)
+        assert work is not None
+        work.wait()
+    if src is not None:
+        return src
+    return dist.get_global_rank(_torch_group(group), _peer(group, src, group_src, "src"))
 
 
 def _traced_message(
@@ -181,7 +185,7 @@ def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
         ]
         with torch.no_grad():
             traced.batch_p2p(group_name(group), messages)
-        return [traced.DoneWork()]
+        return [traced.done_work()]
     comm = communicator_of(group, p2p_op_list[0].tensor)
     batch = [
         _DIRECTIONS[op.op](
@@ -211,7 +215,8 @@ def broadcast(
     if torch.compiler.is_compiling() and not async_op:
         source, (rank, _) = _peer(group, src, group_src, "src"), rank_and_size(group)
         with torch.no_grad():
-            return traced.broadcast(group_name(group), tensor, source, is_source=source == rank)
+            traced.broadcast(group_name(group), tensor, source, is_source=source == rank)
+        return None
     comm = communicator_of(group, tensor)
     with torch.no_grad():
         with comm.collective("broadcast"):
@@ -305,7 +310,7 @@ def all_gather_into_tensor(
         input_tensor: a tensor of the same dtype. If they are concatenated, their lengths along dim 0 may
             differ by one: rank r has entry r of pipecomm_ext.cal_split_sizes(len(output_tensor), P).
     """
-    outputs = []
+    outputs: list[Tensor] = []
 
     def plan(comm: Communicator) -> _C.PreparedExchange:
         spec, output_spec = spec_of(input_tensor, "input_tensor"), spec_of(output_tensor, "output_tensor")

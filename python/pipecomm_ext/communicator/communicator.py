@@ -134,7 +134,7 @@ class Communicator:
         """
         if torch.compiler.is_compiling() and all(isinstance(op, dist.P2POp) for op in ops):
             traced.batch_p2p(graph_name(self), [self._traced_message(op) for op in ops])
-            return traced.DoneWork() if async_op else None
+            return traced.done_work() if async_op else None
         if any(type(op) is not Send and type(op) is not Recv for op in ops):
             ops = [self._from_torch(op, op_idx) for op_idx, op in enumerate(ops)]
         return self._finish(self._c.batch_p2p(ops, async_op), async_op)
@@ -170,7 +170,8 @@ class Communicator:
     def broadcast(self, tensor: torch.Tensor, src: int, *, async_op: bool = False) -> Work | None:
         """Copies `tensor` of rank `src` into `tensor` of all others; same shape and dtype everywhere."""
         if torch.compiler.is_compiling() and not async_op:
-            return traced.broadcast(graph_name(self), tensor, src, is_source=src == self.rank)
+            traced.broadcast(graph_name(self), tensor, src, is_source=src == self.rank)
+            return None
         with self.collective("broadcast"):
             work = self._c.broadcast(tensor, src, async_op)
         return self._finish(work, async_op)
@@ -234,6 +235,51 @@ class Communicator:
             op="all_to_all",
         )
 
+    @overload
+    def exchange(
+        self,
+        plan: _C.PreparedExchange | Callable[[], _C.PreparedExchange],
+        inputs: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+        *,
+        async_op: Literal[True],
+        op: str = "exchange",
+        members: Sequence[int] = (),
+        channel: int | None = None,
+        after: Work | None = None,
+        gradient_of: int = 0,
+        returns_work: bool = False,
+    ) -> Work: ...
+    @overload
+    def exchange(
+        self,
+        plan: _C.PreparedExchange | Callable[[], _C.PreparedExchange],
+        inputs: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+        *,
+        async_op: bool = False,
+        op: str = "exchange",
+        members: Sequence[int] = (),
+        channel: int | None = None,
+        after: Work | None = None,
+        gradient_of: int = 0,
+        returns_work: Literal[True],
+    ) -> Work: ...
+    @overload
+    def exchange(
+        self,
+        plan: _C.PreparedExchange | Callable[[], _C.PreparedExchange],
+        inputs: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+        *,
+        async_op: bool = False,
+        op: str = "exchange",
+        members: Sequence[int] = (),
+        channel: int | None = None,
+        after: Work | None = None,
+        gradient_of: int = 0,
+        returns_work: bool = False,
+    ) -> Work | None: ...
     def exchange(
         self,
         plan: _C.PreparedExchange | Callable[[], _C.PreparedExchange],

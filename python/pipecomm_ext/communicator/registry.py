@@ -9,7 +9,7 @@ import contextlib
 import sys
 import weakref
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -74,13 +74,18 @@ def group_name(process_group: Any) -> str:
     """A string that stands for the group within this process and can be traced."""
     if isinstance(process_group, Communicator):
         return graph_name(process_group)
-    return (dist.group.WORLD if process_group is None else process_group).group_name
+    if process_group is None:
+        process_group = dist.group.WORLD
+    assert process_group is not None
+    return process_group.group_name
 
 
 def named_group(name: str) -> Any:
     """The group or Communicator whose `group_name` is `name`."""
     if not name.startswith(NAME_IN_GRAPHS):
-        return dist.distributed_c10d._resolve_process_group(name)
+        return dist.distributed_c10d._resolve_process_group(
+            cast(Any, name)
+        )  # a NewType of str in some torches
     for communicator in open_communicators:
         if graph_name(communicator) == name:
             return communicator

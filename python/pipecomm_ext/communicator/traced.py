@@ -7,10 +7,14 @@ when it returns.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
+
+from ..core.extension import _C
+
+Work = _C.Work
 
 
 class Message(NamedTuple):
@@ -23,7 +27,7 @@ class Message(NamedTuple):
 
 
 class DoneWork:
-    """The handle of an operation that is done."""
+    """The handle of an operation that is done: what a `Work` has, so that it stands for one."""
 
     def wait(self, timeout: object = None) -> None:
         """Returns at once."""
@@ -34,6 +38,10 @@ class DoneWork:
     def is_completed(self) -> bool:
         """True."""
         return True
+
+
+def done_work() -> Work:
+    return cast(Work, DoneWork())
 
 
 def batch_p2p(group: str, messages: Sequence[Message]) -> None:

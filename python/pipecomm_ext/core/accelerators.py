@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 import torch
+import torch.cuda.nccl
 
 from .extension import build_info
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -15,7 +15,7 @@ def whole_number(value: Any, name: str) -> int:
     Raises TypeError, which calls it `name`, for everything else, bools included.
     """
     if isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool):
-        return value
+        return cast(int, value)
     is_bool = isinstance(value, bool) or (isinstance(value, torch.Tensor) and value.dtype == torch.bool)
     if not is_bool:
         with contextlib.suppress(TypeError):

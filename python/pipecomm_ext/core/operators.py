@@ -51,6 +51,8 @@ def _order_effects_in_inductor() -> None:
     import it takes seconds. It traces fake kernels before it lowers them.
     """
     lowering = sys.modules.get("torch._inductor.lowering")
+    if lowering is None:
+        return
     with_effects = torch.ops.higher_order.with_effects
     original = getattr(lowering, "lowerings", {}).get(with_effects)
     if original is None or hasattr(original, "orders_pipecomm_ext"):
@@ -67,5 +69,5 @@ def _order_effects_in_inductor() -> None:
                 after.update(node.get_name() for node in earlier)
         return results
 
-    ordered.orders_pipecomm_ext = True
+    vars(ordered)["orders_pipecomm_ext"] = True
     lowering.lowerings[with_effects] = ordered

@@ -15,7 +15,9 @@ def own_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
             "torch.distributed is not initialised; call torch.distributed.init_process_group() first"
         )
     if group is None:
-        return dist.group.WORLD
+        group = dist.group.WORLD
+        assert group is not None
+        return group
     rank_in(group)
     return group
 

@@ -15,7 +15,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
@@ -83,7 +83,7 @@ class Rendezvous:
         threading.Thread(target=run, name="pipecomm_connect", daemon=True).start()
         store = None  # of our own: a thread that waits in a TCPStore keeps all others out
         while not wait([future], _REFUSAL_POLL_S).done:
-            store = store or self.store.clone()
+            store = store or self.store.clone()  # type: ignore[attr-defined]  # torch's stub lacks it
             for key in (f"{stage}/{rank}" for rank in range(self.size)):
                 if store.check([key]) and store.get(key).startswith(b'{"error"'):
                     self.store = store
@@ -115,7 +115,8 @@ class Rendezvous:
         """What `make` returns, once it has returned on all ranks. A rank where it raises raises that, all
         others PipeCommMismatch with the reason.
         """
-        made, error = None, None
+        made: T | None = None
+        error: Exception | None = None
         try:
             made = make()
         except Exception as failed:
@@ -125,7 +126,7 @@ class Rendezvous:
         except Exception:
             made = None  # ends now, and not with the traceback
             raise
-        return made
+        return cast(T, made)  # without an error
 
     def shared_random(self) -> int:
         """A random 32-bit number, the same on all ranks."""
@@ -156,7 +157,7 @@ class Rendezvous:
             _num_made[self._group] = self._number
             with contextlib.suppress(RuntimeError):
                 for own_key in self._own_keys:
-                    self.store.set(own_key, _WITHDRAWN)
+                    self.store.set(own_key, _WITHDRAWN)  # type: ignore[arg-type]  # bytes, too
             raise PipeCommTimeout(
                 f"rank {self.rank}: {self._what}: ranks {missing} of {self.size} have not joined after "
                 f"{self._timeout} s; construction is collective: every rank of the group must make it, in "

@@ -25,7 +25,8 @@ def connect(meeting: Rendezvous, epoch: int) -> _C.C10dConnections:
     def joined() -> dist.ProcessGroupGloo:
         return dist.ProcessGroupGloo(store, meeting.rank, meeting.size, meeting.remaining())
 
-    problem, record = None, {"pid": os.getpid(), **place()}
+    problem, backend = None, None
+    record = {"pid": os.getpid(), **place()}
     try:
         others_sockets = _inherited_sockets()
         backend = meeting.unless_refused("connected", joined)

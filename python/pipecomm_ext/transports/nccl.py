@@ -50,7 +50,7 @@ _OPTIONS = {
 }
 
 
-def options(settings: Mapping[str, Any]) -> dict[str, int]:
+def options(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of _C.DeviceCommunicator that follow from `environment.read()`."""
     least, most = settings["PIPECOMM_NCCL_MIN_CTAS"], settings["PIPECOMM_NCCL_MAX_CTAS"]
     if least is not None and most is not None and least > most:

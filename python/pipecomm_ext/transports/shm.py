@@ -115,7 +115,8 @@ def _connect(
     cause = _obstacle(everybody, size * used_bytes)
     if cause is not None:
         return None, cause
-    memory, record = None, {}
+    memory: _C.SharedMemory | None = None
+    record: dict[str, Any]
     total_bytes = min(facts["available_bytes"] for facts in everybody)
     window_bytes = min(total_bytes, _MAX_WINDOW_BYTES // size) // _PAGE_BYTES * _PAGE_BYTES
     try:
@@ -127,6 +128,7 @@ def _connect(
     cause = _first_cause(records)
     if cause is not None:
         return None, cause
+    assert memory is not None
     record = {}
     try:
         memory.connect([(int(other["pid"]), int(other["fd"])) for other in records])
