@@ -55,8 +55,9 @@ def exchanged(
     destinations: Sequence[int],
     channel: int | None,
     async_op: bool = False,
-) -> Work | None:
-    """Copies `tensor` of rank `source` into that of the destinations, which is contiguous."""
+) -> Work:
+    """Copies `tensor` of rank `source` into that of the destinations, which is contiguous. The
+    Work is done unless `async_op`."""
     flat = tensor.reshape(-1)
     plan = _C.plan_reshard(
         comm.rank,
@@ -69,7 +70,9 @@ def exchanged(
     )
     inputs, outputs = ([flat], []) if comm.rank == source else ([], [flat])
     members = sorted([source, *destinations])
-    return comm.exchange(plan, inputs, outputs, async_op=async_op, members=members, channel=channel)
+    return comm.exchange(
+        plan, inputs, outputs, async_op=async_op, members=members, channel=channel, returns_work=True
+    )
 
 
 def peers_of(topology: PipelineTopology, groups: Any, ranks: Any, default_rank: int, kind: int) -> list[Peer]:
@@ -83,7 +86,7 @@ def peers_of(topology: PipelineTopology, groups: Any, ranks: Any, default_rank: 
         if group is None or known_ranks.issuperset(dist.get_process_group_ranks(group)):
             comm, first_channel, group = topology.communicator, NUM_RELAY_CHANNELS, topology.group
         else:
-            counts = dict.fromkeys(("cpu", "cuda"), NUM_CHANNELS - NUM_RELAY_CHANNELS)
+            counts: dict[str, int] = dict.fromkeys(("cpu", "cuda"), NUM_CHANNELS - NUM_RELAY_CHANNELS)
             comm, first_channel = kept_communicator(group, None, "peers", counts), 0
         peers.append(Peer(comm, dist.get_group_rank(group, rank), first_channel + kind))
     return peers

@@ -110,11 +110,12 @@ def _receive(kind: str, side: str, tensor_shape: Any, config: Any, async_op: boo
         if peers is None:
             relay.refuse(kind, True, error)
         raise
+    work: Work | _PassedOn
     if peers is None:
         receive = relay.recv_forward if kind == FORWARD else relay.recv_backward
         tensor, work = receive(shape, dtype, async_op=True)
     else:
-        work = _PassedOn(topology, peers, shape, dtype, link and link.channel)
+        work = _PassedOn(topology, peers, shape, dtype, None if link is None else link.channel)
         tensor = work.tensor
     if async_op:
         return leaf(tensor), {f"recv_{side}": work}
@@ -146,9 +147,12 @@ def _named_peers(
     stages, mine = topology.get_vtp_stage_ranks(), topology.get_vtp_my_stage_idx()
     idx = (mine + 1) % len(stages) if side == "next" else mine - 1
     peers = peers_of(topology, groups, ranks, stages[idx][0], ACTIVATIONS if kind == FORWARD else GRADIENTS)
-    neighbour = (topology.communicator, topology.stages[idx][0]) if link else None
+    if link is None:
+        return peers
+    neighbour, channel = (topology.communicator, topology.stages[idx][0]), link.channel
+    assert channel is not None
     return [
-        replace(peer, channel=link.channel, is_linked=True) if (peer.comm, peer.rank) == neighbour else peer
+        replace(peer, channel=channel, is_linked=True) if (peer.comm, peer.rank) == neighbour else peer
         for peer in peers
     ]
 

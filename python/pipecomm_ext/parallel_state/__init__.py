@@ -126,7 +126,7 @@ def _of_default(
 
     update_wrapper(get, getter)
     _, *parameters = (signature := inspect.signature(getter)).parameters.values()
-    get.__signature__ = signature.replace(parameters=parameters)
+    get.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]  # any function may
     return get
 
 

@@ -171,6 +171,8 @@ def _agreed(group: dist.ProcessGroup, stages: Any, virtual_stages: Any) -> tuple
     """Returns the arguments, checked here and compared with those of the other ranks."""
     error: Exception | None = None
     facts: dict[str, Any] = {}
+    checked: Stages = ()
+    num_virtual_stages = 0
     try:
         num_virtual_stages = whole_number(virtual_stages, "virtual_stages")
         if num_virtual_stages < 1:
@@ -199,8 +201,8 @@ def _checked_stages(stages: Any, group_size: int) -> Stages:
                 f"stages of sizes {sizes} must have 1 rank or more each, {group_size} together, the size of "
                 f"the group, not {sum(sizes)}"
             )
-        ranks = iter(range(group_size))
-        return tuple(tuple(next(ranks) for _ in range(size)) for size in sizes)
+        numbers = iter(range(group_size))
+        return tuple(tuple(next(numbers) for _ in range(size)) for size in sizes)
     empty = [idx for idx, ranks in enumerate(checked) if not ranks]
     if empty:
         raise ValueError(f"stage {empty[0]} has no ranks")
@@ -227,6 +229,7 @@ def _make_groups(
 ) -> dict[tuple[int, ...], dist.ProcessGroup]:
     """Makes torch groups of these global ranks. Returns those that this rank is in, by their ranks."""
     me = dist.get_rank()
+    made: list[tuple[list[int], Any]]
     if dist.get_world_size(group) == dist.get_world_size():
         made = [(ranks, dist.new_group(ranks)) for ranks in all_ranks]
         return {tuple(ranks): new for ranks, new in made if me in ranks}

@@ -14,7 +14,8 @@ from .link import Link
 class SentToken(Tensor):
     """What the source keeps of a tensor that it gave away: no elements, and a place in the graph."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    # As torch itself does it; its stub takes the function for a method.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def backward(self, gradient: Tensor | None = None, *args: Any, **kwargs: Any) -> None:
         """Receives the gradient and goes on from there; needs no argument, as there are no elements."""
@@ -50,7 +51,7 @@ class _Give(torch.autograd.Function):
         return tensor.new_empty(0)
 
     @staticmethod
-    def backward(ctx, _):
+    def backward(ctx, *_):
         gradient, _ = ctx.relay.recv_on(ctx.link, ctx.shape, ctx.dtype, False)
         return None, None, None, gradient, None  # relay, link, shape, tensor's, anchor
 
@@ -62,6 +63,7 @@ class _Take(torch.autograd.Function):
         return relay.recv_on(link, shape, dtype, False)[0]
 
     @staticmethod
-    def backward(ctx, gradient):
+    def backward(ctx, *gradients):
+        [gradient] = gradients
         ctx.relay.send_on(ctx.link, gradient, False, ctx.shape)
         return None, None, None, None, None  # relay, link, shape, dtype, anchor

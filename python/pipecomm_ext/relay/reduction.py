@@ -17,6 +17,7 @@ def reduced(comm: Communicator, gradient: Tensor, relayed: Relayed, mode: str, c
     rounded once: the same bits on every route.
     """
     pieces = relayed.source
+    assert pieces.dim is not None
     plan = _C.plan_collect_pieces(
         comm.rank,
         comm.size,

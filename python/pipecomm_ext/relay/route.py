@@ -158,7 +158,9 @@ class _RouteBuilder:
         plan = self._plan(
             chunk[1], self._pieces(chunk), self._replicas, f"gather {chunk[0]}", own_in_place=True
         )
-        inputs = (self._view(RESULT, *self._piece_of(chunk)),)
+        mine = self._piece_of(chunk)
+        assert mine is not None
+        inputs = (self._view(RESULT, *mine),)
         outputs = (self._view(RESULT, *chunk),)
         return Hop(plan, tuple(sorted(self._destination.ranks)), inputs, outputs, after)
 

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, overload
+from typing import Any, Literal, cast, overload
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,7 @@ ALGORITHMS = ("auto", "sharded", "direct", *_REPLACED)
 GRAD_REDUCES = ("leader", "sum", "mean")
 OP = "relay"
 
+GradReduce = Literal["leader", "sum", "mean"]
 Layout = str | tuple[str, int]
 Shape = tuple[int, ...]
 
@@ -71,7 +72,7 @@ class StageRelay:
         *,
         algorithm: Literal["auto", "sharded", "direct", "leader", "pipelined"] = "auto",
         layout: Layout | Sequence[Layout] = "replicated",
-        grad_reduce: Literal["leader", "sum", "mean"] = "leader",
+        grad_reduce: GradReduce = "leader",
         communicator: Communicator | None = None,
     ) -> None:
         self.topology = get_pipeline_topology() if topology is None else topology
@@ -91,6 +92,14 @@ class StageRelay:
 
     # ---------------------------------------------------------------- neighbours
 
+    @overload
+    def send_forward(
+        self, tensor: Tensor, async_op: Literal[True], *, shape: Sequence[int] | None = None
+    ) -> Work: ...
+    @overload
+    def send_forward(
+        self, tensor: Tensor, async_op: bool = False, *, shape: Sequence[int] | None = None
+    ) -> Work | None: ...
     def send_forward(
         self, tensor: Tensor, async_op: bool = False, *, shape: Sequence[int] | None = None
     ) -> Work | None:
@@ -101,6 +110,14 @@ class StageRelay:
         """
         return self._send(FORWARD, tensor, async_op, shape)
 
+    @overload
+    def send_backward(
+        self, gradient: Tensor, async_op: Literal[True], *, shape: Sequence[int] | None = None
+    ) -> Work: ...
+    @overload
+    def send_backward(
+        self, gradient: Tensor, async_op: bool = False, *, shape: Sequence[int] | None = None
+    ) -> Work | None: ...
     def send_backward(
         self, gradient: Tensor, async_op: bool = False, *, shape: Sequence[int] | None = None
     ) -> Work | None:
@@ -199,7 +216,7 @@ class StageRelay:
         link = self.link_between(FORWARD, src_stage, dst_stage, None)
         with self._refused_on(link):
             _check_given(tensor, dtype, is_source)
-        if is_source:
+        if tensor is not None:
             return give(self, link, tensor, shape)
         return take(self, link, shape, dtype, self.communicator.device)
 
@@ -207,7 +224,7 @@ class StageRelay:
 
     def _send(self, kind: str, tensor: Tensor, async_op: bool, shape: Sequence[int] | None) -> Work | None:
         work = self.send_on(self.link(kind, receives=False), tensor, async_op, shape)
-        if async_op:
+        if work is not None:
             done = [pending for pending in self._pending if pending.is_completed()]
             self._settle(done)
             self._pending = [pending for pending in self._pending if pending not in done] + [work]
@@ -224,6 +241,14 @@ class StageRelay:
         result, work = self.recv_on(self.link(kind, receives=True), shape, dtype, async_op)
         return (result, work) if async_op else result
 
+    @overload
+    def send_on(
+        self, link: Link, tensor: Tensor, async_op: Literal[True], shape: Sequence[int] | None = None
+    ) -> Work: ...
+    @overload
+    def send_on(
+        self, link: Link, tensor: Tensor, async_op: bool, shape: Sequence[int] | None = None
+    ) -> Work | None: ...
     def send_on(
         self, link: Link, tensor: Tensor, async_op: bool, shape: Sequence[int] | None = None
     ) -> Work | None:
@@ -237,6 +262,14 @@ class StageRelay:
                 relayed, held = self._checked(link, tensor, shape)
         return self._run(relayed, held, None, link, async_op)
 
+    @overload
+    def recv_on(
+        self, link: Link, shape: Sequence[int], dtype: torch.dtype, async_op: Literal[True]
+    ) -> tuple[Tensor, Work]: ...
+    @overload
+    def recv_on(
+        self, link: Link, shape: Sequence[int], dtype: torch.dtype, async_op: bool
+    ) -> tuple[Tensor, Work | None]: ...
     def recv_on(
         self, link: Link, shape: Sequence[int], dtype: torch.dtype, async_op: bool
     ) -> tuple[Tensor, Work | None]:
@@ -252,7 +285,8 @@ class StageRelay:
     def _run(
         self, relayed: Relayed, held: Tensor | None, result: Tensor | None, link: Link, async_op: bool
     ) -> Work | None:
-        comm, tensors = self.communicator, {HELD: held, RESULT: result}
+        comm = self.communicator
+        tensors = {name: tensor for name, tensor in ((HELD, held), (RESULT, result)) if tensor is not None}
         in_flight = async_op or relayed.num_chunks > 1  # else each hop is waited for when it is posted
         works: list[Work | None] = []
         for hop in route_of(comm.rank, comm.size, relayed):
@@ -273,7 +307,7 @@ class StageRelay:
             works.append(work)
         if not in_flight:
             return None
-        work = _C.join_works(works)
+        work = _C.join_works([work for work in works if work is not None])
         if async_op:
             return work
         work.wait()
@@ -316,6 +350,7 @@ class StageRelay:
             spec_of(tensor, "tensor")
             source = self.holding(link.source_idx, tensor.shape)
         dim, num_ranks = source.dim, len(source.ranks)
+        assert dim is not None
         plan = _C.plan_reshard(
             comm.rank,
             comm.size,
@@ -439,11 +474,12 @@ class StageRelay:
 
 
 def _check_given(tensor: Any, dtype: Any, is_source: bool) -> None:
-    if not is_source and tensor is not None:
-        raise ValueError("tensor must be None on the ranks of dst_stage, which receive it")
-    if is_source and not isinstance(tensor, Tensor):
+    if not is_source:
+        if tensor is not None:
+            raise ValueError("tensor must be None on the ranks of dst_stage, which receive it")
+    elif not isinstance(tensor, Tensor):
         raise TypeError(f"tensor must be a torch.Tensor in src_stage, not {type(tensor).__name__}")
-    if is_source and tensor.dtype != dtype:
+    elif tensor.dtype != dtype:
         raise ValueError(f"tensor is {tensor.dtype}, but dtype says {dtype}")
 
 
@@ -491,7 +527,7 @@ def _usable(communicator: Communicator | None, topology: PipelineTopology) -> Co
     return Communicator(
         topology.group,
         device=communicator.device,
-        transport=communicator.transport,
+        transport=cast(Any, communicator.transport),
         channels=NUM_RELAY_CHANNELS,
         timeout=communicator.timeout,
     )

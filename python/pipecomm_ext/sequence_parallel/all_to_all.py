@@ -101,6 +101,10 @@ def all_to_all(
         return apply(comm, step, [input_])[0]
 
 
+# One list of lengths for all tensors, or a list with one (or None) for each.
+SizesOfMany = Sequence[int] | Sequence[Sequence[int] | None] | None
+
+
 @overload
 def all_to_all_many(
     inputs: Sequence[Tensor],
@@ -109,8 +113,8 @@ def all_to_all_many(
     gather_dim: int = 1,
     gather_size: int | None = None,
     *,
-    scatter_sizes: Sequence[Sequence[int] | None] | None = None,
-    gather_sizes: Sequence[Sequence[int] | None] | None = None,
+    scatter_sizes: SizesOfMany = None,
+    gather_sizes: SizesOfMany = None,
     async_op: Literal[False] = False,
 ) -> list[Tensor]: ...
 @overload
@@ -121,8 +125,8 @@ def all_to_all_many(
     gather_dim: int = 1,
     gather_size: int | None = None,
     *,
-    scatter_sizes: Sequence[Sequence[int] | None] | None = None,
-    gather_sizes: Sequence[Sequence[int] | None] | None = None,
+    scatter_sizes: SizesOfMany = None,
+    gather_sizes: SizesOfMany = None,
     async_op: Literal[True],
 ) -> tuple[list[Tensor], StepWork]: ...
 def all_to_all_many(
@@ -132,8 +136,8 @@ def all_to_all_many(
     gather_dim: int = 1,
     gather_size: int | None = None,
     *,
-    scatter_sizes: Sequence[Sequence[int] | None] | None = None,
-    gather_sizes: Sequence[Sequence[int] | None] | None = None,
+    scatter_sizes: SizesOfMany = None,
+    gather_sizes: SizesOfMany = None,
     async_op: bool = False,
 ) -> list[Tensor] | tuple[list[Tensor], StepWork]:
     """`all_to_all` of several tensors (say q, k and v) in one exchange, also in the backward.
@@ -351,12 +355,15 @@ def _cut(lengths: Sequence[int], num_tensors: int) -> list[list[int]]:
 
 @torch.library.custom_op("pipecomm_ext::all_to_all_many", mutates_args=(), schema=_SCHEMA_OF_MANY)
 def _compiled_many(inputs, group, scatter_dim, gather_dim, scatter_sizes, gather_sizes, are_equal):
-    sizes = {
-        "scatter_sizes": _cut(scatter_sizes, len(inputs)),
-        "gather_sizes": _cut(gather_sizes, len(inputs)),
-    }
     with taken_as_equal(gather_dim, _CURE if are_equal else None):
-        return all_to_all_many(inputs, named_group(group), scatter_dim, gather_dim, **sizes)
+        return all_to_all_many(
+            inputs,
+            named_group(group),
+            scatter_dim,
+            gather_dim,
+            scatter_sizes=_cut(scatter_sizes, len(inputs)),
+            gather_sizes=_cut(gather_sizes, len(inputs)),
+        )
 
 
 @communicates(_compiled_many)

@@ -90,12 +90,14 @@ class _Post(torch.autograd.Function):
         keeps = sent.step.is_differentiable
         kept = [grad for grad, keep in zip(grads, keeps, strict=True) if keep]
         back, sent.back = sent.back, None
+        results: Sequence[Tensor] | None = None
         with told_of_backwards():
             if back is not None:
                 posted, results, work = back
                 work.wait()
-            if back is None or any(mine is not its for mine, its in zip(kept, posted, strict=True)):
-                # Results were used without wait(): there are gradients that nobody has posted.
+                if any(mine is not its for mine, its in zip(kept, posted, strict=True)):
+                    results = None
+            if results is None:  # they were used without wait(): there are gradients that nobody has posted
                 results = apply(communicator_of(sent.group, kept[0]), sent.step.gradient(), kept, sent.number)
         input_grads = iter(results)
         return None, None, *(next(input_grads) if keep else None for keep in keeps)

@@ -71,20 +71,31 @@ def attention_with_cp(
                 refusing.enter_context(comm.collective(OP))
         dims = check_arguments(q, k, v, is_causal, heads_dim, seq_dim, attention_kwargs)
         over_ring = _OverRing(ring, attention, is_causal, *dims, gather_size, attention_kwargs)
+        num_chunks, ring_length = 1, gather_size
         if ulysses is not None:
             ring_lengths = _ring_lengths(state, q.size(dims[1]), gather_size)
             # The number of chunks is that of the longest: all ranks of the ring must come to the same one.
             layout = layout_of(ulysses, q, k, v, *dims, chunks, max(ring_lengths))
             over_ring.num_left = sum(sizes[ulysses.rank] > 0 for sizes in layout.heads.q_sizes)
+            num_chunks = layout.num_chunks
+            ring_length = None if gather_size is None else ring_lengths[state.get_ring_rank()]
     if ulysses is None:
         return over_ring(q, k, v)
     if ring is not None and over_ring.num_left == 0:  # no heads: here it hears what the others hear with keys
         with _refusing(ulysses):
             ring.barrier()
-    ring_length = None if gather_size is None else ring_lengths[state.get_ring_rank()]
-    places = {"gather_size": ring_length, "heads_dim": heads_dim, "seq_dim": seq_dim}
     with _refusing(ring, lambda: over_ring.num_left > 0):
-        return ulysses_attention(q, k, v, over_ring, ulysses, chunks=layout.num_chunks, **places)
+        return ulysses_attention(
+            q,
+            k,
+            v,
+            over_ring,
+            ulysses,
+            chunks=num_chunks,
+            gather_size=ring_length,
+            heads_dim=heads_dim,
+            seq_dim=seq_dim,
+        )
 
 
 def _ring_lengths(state: ParallelState, length: int, gather_size: int | None) -> list[int]:

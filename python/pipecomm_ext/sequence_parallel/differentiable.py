@@ -34,17 +34,17 @@ class Step(ABC):
     def __init__(self, outputs: Sequence[TensorSpec], gradient: Callable[[], Step]):
         self.outputs = outputs
         self.gradient = gradient
-        self.is_differentiable = [can_have_gradient(dtype) for _, dtype in outputs]
+        self.is_differentiable: Sequence[bool] = [can_have_gradient(dtype) for _, dtype in outputs]
 
     @abstractmethod
-    def run(self, group: Any, inputs: Sequence[Tensor], gradient_of: int = 0) -> tuple[list[Tensor], int]:
+    def run(self, group: Any, /, inputs: Sequence[Tensor], gradient_of: int = 0) -> tuple[list[Tensor], int]:
         """Fresh outputs, and the number of this run on all ranks, 0 if it does not communicate. For a step
         that does, `group` is a Communicator, and `gradient_of` the number of the run whose gradients these
         are: backwards in another order on another rank do not match.
         """
 
     def start(
-        self, group: Any, inputs: Sequence[Tensor], gradient_of: int = 0
+        self, group: Any, /, inputs: Sequence[Tensor], gradient_of: int = 0
     ) -> tuple[list[Tensor], Work | None]:
         """Like `run`, but does not wait: the outputs are there once the Work, if any, is done."""
         return self.run(group, inputs, gradient_of)[0], None
@@ -71,22 +71,25 @@ class ExchangeStep(Step):
         self._op, self._plan, self._by_real_views = op, plan, by_real_views
 
     def run(
-        self, comm: Communicator, inputs: Sequence[Tensor], gradient_of: int = 0
+        self, comm: Communicator, /, inputs: Sequence[Tensor], gradient_of: int = 0
     ) -> tuple[list[Tensor], int]:
-        outputs, work = self._exchange(comm, inputs, gradient_of, returns_work=True)
+        outputs, work = self._exchange(comm, inputs, gradient_of, async_op=False)
         return outputs, work.number
 
     def start(
-        self, comm: Communicator, inputs: Sequence[Tensor], gradient_of: int = 0
+        self, comm: Communicator, /, inputs: Sequence[Tensor], gradient_of: int = 0
     ) -> tuple[list[Tensor], Work]:
         return self._exchange(comm, inputs, gradient_of, async_op=True)
 
     def _exchange(
-        self, comm: Communicator, inputs: Sequence[Tensor], gradient_of: int, **how: bool
+        self, comm: Communicator, inputs: Sequence[Tensor], gradient_of: int, async_op: bool
     ) -> tuple[list[Tensor], Work]:
         outputs = [comm.empty(shape, dtype) for shape, dtype in self.outputs]
         views = (real_views(inputs), real_views(outputs)) if self._by_real_views else (inputs, outputs)
-        return outputs, comm.exchange(self._plan, *views, op=self._op, gradient_of=gradient_of, **how)
+        work = comm.exchange(
+            self._plan, *views, async_op=async_op, op=self._op, gradient_of=gradient_of, returns_work=True
+        )
+        return outputs, work
 
 
 def real_views(tensors: Sequence[Tensor]) -> list[Tensor]:

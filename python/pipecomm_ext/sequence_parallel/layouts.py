@@ -2,32 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
 from .sizes import Sizes
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
 
 ZIGZAG = "zigzag"
 
 # The lengths of contiguous pieces; lengths[rank][sequence] of packed sequences; ZIGZAG; or None, the default:
 # remainder-first pieces for a split, equal ones for a gather.
-Layout = Sizes | tuple[Sizes, ...] | str | None
+GivenLayout = Sizes | tuple[Sizes, ...] | str
+Layout = GivenLayout | None
 
 
-def is_packed(layout: Layout) -> bool:
-    return bool(layout) and isinstance(layout[0], tuple)
+def is_packed(layout: Layout) -> TypeIs[tuple[Sizes, ...]]:
+    return isinstance(layout, tuple) and len(layout) > 0 and isinstance(layout[0], tuple)
 
 
-def segments_of(layout: Layout, rank: int, size: int, length: int) -> list[tuple[int, int]]:
+def segments_of(layout: GivenLayout, rank: int, size: int, length: int) -> list[tuple[int, int]]:
     """(start, length) of the segments that `rank` keeps of a dim of `length`, in the order it holds them.
 
     Raises:
         ValueError: the layout does not fit `size` ranks or `length`.
     """
-    if layout == ZIGZAG:
+    if isinstance(layout, str):  # ZIGZAG
         if length % (2 * size):
             raise ValueError(
                 f"zigzag order needs a length divisible by 2 * group size = {2 * size}, got length {length}"
             )
         chunk = length // (2 * size)
         return [(rank * chunk, chunk), ((2 * size - 1 - rank) * chunk, chunk)]
+    rows: Sequence[Sizes]
     if is_packed(layout):
         rows, whole = layout, "all sequence lengths"
     else:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import peek_interpreter_stack
 
 from ..core.checked import whole_number
 from ..core.tensor_specs import TensorSpec, spec_of
@@ -39,7 +40,7 @@ def cal_split_sizes_multi(sizes: Sequence[int] | Tensor, world_size: int) -> Ten
 
     ([5, 3], 2) -> [[3, 2], [2, 1]]: every remainder goes to low ranks. Semantics: MindSpeed-MM.
     """
-    columns = [cal_split_sizes(size, world_size) for size in sizes]
+    columns = [cal_split_sizes(whole_number(size, "dim_size"), world_size) for size in sizes]
     rows = list(zip(*columns, strict=True)) if columns else [()] * whole_number(world_size, "world_size")
     return torch.tensor(rows, dtype=torch.int64)
 
@@ -62,7 +63,7 @@ def size_list(sizes: Any, name: str) -> Sizes:
 def checked_spec(tensor: Any, name: str) -> TensorSpec:
     """Shape and dtype of a dense tensor that holds data, as local copies and plans need it."""
     spec = spec_of(tensor, name)
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    if peek_interpreter_stack() is not None:
         raise TypeError(
             f"{name} is inside a transform (vmap, torch.func), which communication cannot follow; pass a "
             "plain torch.Tensor, outside of it"

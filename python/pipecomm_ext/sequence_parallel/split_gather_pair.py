@@ -81,7 +81,13 @@ def _run_gather(
     return _applied(comm, step, input_, async_op, told)
 
 
-def _applied(group: Any, step: Step, input_: Tensor, async_op: bool, told=contextlib.nullcontext) -> Result:
+def _applied(
+    group: Any,
+    step: Step,
+    input_: Tensor,
+    async_op: bool,
+    told: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+) -> Result:
     if async_op:
         [output], work = apply_async(group, step, [input_], told=told)
         return output, work
@@ -107,7 +113,8 @@ class _SplitStep(Step):
         super().__init__([output], gradient)
         self._dim, self._segments, self._size = dim, segments, size
         self._by_real_views = scale is not None and output[1].is_complex
-        self._write = {None: _copy, "up": torch.mul, "down": torch.div}[scale]
+        writers: dict[Scale, Callable[..., object]] = {None: _copy, "up": torch.mul, "down": torch.div}
+        self._write = writers[scale]
 
     def run(self, group: Any, inputs: Sequence[Tensor], gradient_of: int = 0) -> tuple[list[Tensor], int]:
         [source], [(shape, dtype)] = inputs, self.outputs
@@ -152,11 +159,12 @@ def _gather_step(
     by_real_views = scale is not None and dtype.is_complex
     if by_real_views:
         spec = (*shape, 2), dtype.to_real()
-    if layout == ZIGZAG:
+    if isinstance(layout, str):
         plan = _C.plan_zigzag_gather(rank, size, spec, dim, scale)
+    elif is_packed(layout):
+        plan = _C.plan_packed_gather(rank, size, spec, dim, layout, scale)
     else:
-        build = _C.plan_packed_gather if is_packed(layout) else _C.plan_gather
-        plan = build(rank, size, spec, dim, layout, scale)
+        plan = _C.plan_gather(rank, size, spec, dim, layout, scale)
     [full_shape] = plan.output_shapes
     full = full_shape[: len(shape)], dtype
     gradient = partial(_split_step, rank, size, full, dim, layout, grad_scale, scale)
@@ -173,7 +181,7 @@ def _check_scale(grad_scale: Any) -> None:
 
 
 def _flat(layout: Layout) -> tuple[list[int] | None, int]:
-    if layout is None or layout == ZIGZAG:
+    if layout is None or isinstance(layout, str):
         return None, 1 if layout is None else 0
     if is_packed(layout):
         return [length for row in layout for length in row], len(layout[0])

@@ -193,8 +193,9 @@ def _traced(q, k, v, attention, process_group, heads_dim, seq_dim, gather_size, 
         result = attention(q, k, v, **kwargs).to(q.dtype)
     length = result.size(seq_dim)
     seq_sizes = [length // size] * size if gather_size is None else cal_split_sizes(length, size)
-    places = {"scatter_sizes": seq_sizes, "gather_sizes": q_sizes}
-    return all_to_all(result, process_group, seq_dim, heads_dim, **places)
+    return all_to_all(
+        result, process_group, seq_dim, heads_dim, scatter_sizes=seq_sizes, gather_sizes=q_sizes
+    )
 
 
 def _at(dim: int, indices: list[int]) -> tuple[Any, ...]:
@@ -350,10 +351,10 @@ class _Run:
             (layout.seq_sizes, sizes[chunk]) for chunk in range(layout.num_chunks) for _, (_, sizes) in needed
         ]
         back = self._exchanged(grads, sizes, layout.seq_dim, layout.heads_dim)
-        for idx, (shape, (starts, sizes)) in enumerate(needed):
+        for idx, (shape, (starts, lengths)) in enumerate(needed):
             whole = back[idx].new_zeros(shape)
             for chunk, grad in enumerate(back[idx :: len(needed)]):
-                index = _index(starts[chunk], sizes[chunk], grad.device)
+                index = _index(starts[chunk], lengths[chunk], grad.device)
                 whole = whole.index_add(layout.heads_dim, index, grad)
             yield whole
 
@@ -460,7 +461,8 @@ class _Depart(torch.autograd.Function):
         return result
 
     @staticmethod
-    def backward(ctx, grad: Tensor | None):
+    def backward(ctx, *grads: Tensor | None):
+        [grad] = grads
         if grad is None:
             posted = ctx.run.grads_back.pop(ctx.chunk)
             posted.work.wait()
@@ -481,10 +483,12 @@ class _Leave(torch.autograd.Function):
         run.leave_numbers = [posted.work.number for posted in run.leaving]
         run.qkv, run.entered, run.entering, run.leaving, run.arrived = (), [], [], [], []
         result, run.result = run.result, None
+        assert result is not None
         return result
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
+    def backward(ctx, *grads: Tensor):
+        [grad] = grads
         run: _Run = ctx.run
         num_chunks = run.layout.num_chunks
         if torch.is_grad_enabled():

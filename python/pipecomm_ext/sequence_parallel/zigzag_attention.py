@@ -182,7 +182,8 @@ def attend(
     num_heads, num_kv_heads = q.size(heads_dim), k.size(heads_dim)
     if num_heads % num_kv_heads:
         read = [kv_head_of(head, num_heads, num_kv_heads) for head in range(num_heads)]
-        k, v = (tensor[(*(slice(None),) * heads_dim, read)] for tensor in (k, v))
+        index: tuple[Any, ...] = (*(slice(None),) * heads_dim, read)
+        k, v = (tensor[index] for tensor in (k, v))
     results, begin = [], 0
     for num_queries, num_keys in spans:
         if not num_queries:

@@ -133,7 +133,7 @@ class ReadStep(Step):
         self._layout = layout
 
     def run(
-        self, comm: Communicator, inputs: Sequence[Tensor], gradient_of: int = 0
+        self, comm: Communicator, /, inputs: Sequence[Tensor], gradient_of: int = 0
     ) -> tuple[list[Tensor], int]:
         layout = self._layout
         outputs = [comm.empty(shape, dtype) for shape, dtype in self.outputs]
@@ -153,7 +153,7 @@ class ReturnStep(Step):
         self._layout = layout
 
     def run(
-        self, comm: Communicator, inputs: Sequence[Tensor], gradient_of: int = 0
+        self, comm: Communicator, /, inputs: Sequence[Tensor], gradient_of: int = 0
     ) -> tuple[list[Tensor], int]:
         layout, plan = self._layout, return_plan(self._layout)
         sent = [part for tensor in inputs for part in layout.read_parts(tensor)]
