@@ -17,7 +17,7 @@ from torch import nn
 
 from .communicator import Communicator, own_group
 from .runtime.arguments import device_of, pipeline_order
-from .runtime.border import Specs, text_of
+from .runtime.border import FullSpecs, text_of
 from .runtime.border_channels import connect
 from .runtime.executor import Executor
 from .runtime.plan_loop import failing_together
@@ -50,7 +50,7 @@ def set_p2p_tensor_dtype(dtype: torch.dtype | None) -> None:
     _declared_dtype = dtype
 
 
-def _check_declared(stage: int, specs: Specs) -> None:
+def _check_declared(stage: int, specs: FullSpecs) -> None:
     if _declared_shapes is not None and [spec.shape for spec in specs] != _declared_shapes:
         raise ValueError(
             f"stage {stage} passes on {text_of(specs)}, set_p2p_tensor_shapes declared "
@@ -146,9 +146,9 @@ class _TwoStagesPerRank(nn.Module):
             result = executor.step(
                 micro_inputs, micro_labels, criterion=criterion, return_outputs=return_outputs
             )
-        has_loss = criterion is not None and result.losses is not None
-        loss = torch.stack(result.losses) if has_loss else None
-        return loss, None if result.outputs is None else self._joined(result.outputs)
+        losses, outputs = result  # lists: one chain ends here, or none
+        loss = torch.stack(losses) if criterion is not None and isinstance(losses, list) else None
+        return loss, self._joined(outputs) if isinstance(outputs, list) else None
 
     def forward(self, *inputs, **options):
         """`step`."""
@@ -174,7 +174,7 @@ class _TwoStagesPerRank(nn.Module):
         """The tensors cut along the batch dim, by chunk."""
         if isinstance(tensors, torch.Tensor) or not isinstance(tensors, Sequence):
             raise TypeError(f"{name} must be a list of tensors, not {type(tensors).__name__}")
-        cut = []
+        cut: list[Sequence[Any]] = []
         for idx, tensor in enumerate(tensors):
             if tensor is None:
                 cut.append([None] * num_chunks)

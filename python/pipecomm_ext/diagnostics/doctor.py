@@ -83,9 +83,9 @@ def _exchange(comm: Communicator) -> None:
     peer = 1 - comm.rank
     for num_bytes in MESSAGE_BYTES:
         received = {channel: torch.full((num_bytes,), 255, dtype=torch.uint8) for channel in (1, 0)}
-        ops = [Send(_pattern(num_bytes, comm.rank, channel), peer, channel) for channel in (0, 1)]
-        ops += [Recv(tensor, peer, channel) for channel, tensor in received.items()]
-        comm.batch_p2p(ops)
+        sends = [Send(_pattern(num_bytes, comm.rank, channel), peer, channel) for channel in (0, 1)]
+        recvs = [Recv(tensor, peer, channel) for channel, tensor in received.items()]
+        comm.batch_p2p([*sends, *recvs])
         for channel, tensor in received.items():
             if not torch.equal(tensor, _pattern(num_bytes, peer, channel)):
                 raise AssertionError(f"wrong data from rank {peer} on channel {channel} ({num_bytes} bytes)")

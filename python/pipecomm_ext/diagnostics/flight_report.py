@@ -295,7 +295,7 @@ def _at_the_end(history: History, rank: int, all_histories: list[History]) -> st
         if last
         else "it has ended no operation"
     )
-    stack = next(
+    stack: list[str] = next(
         (frames for name, frames in record.head["threads"].items() if name.startswith("MainThread")), []
     )
     where = f"; its main thread was at {stack[0]}" if stack else ""

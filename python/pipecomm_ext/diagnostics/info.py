@@ -71,7 +71,7 @@ def choose_transport(device: str, transports: dict[str, dict[str, Any]]) -> dict
     """What `transport="auto"` takes for tensors on `device` ("cpu" or "cuda"): the first transport of the
     table that serves this device and is available.
     """
-    obstacles = []
+    obstacles: list[str] = []
     for row in TRANSPORTS.values():
         if device not in row.devices:
             continue

@@ -1,15 +1,14 @@
 """Drop-in layer for Megatron-style training loops: messages between stages, schedules, layouts."""
 
 from ..mindspeed.layerwise import recv_backward_with_reqs, recv_forward_with_reqs, send_backward, send_forward
+from . import communication_utils, schedules
 from . import p2p_communication as p2p_communication
 from . import utils as utils
 from .communication_utils import *  # noqa: F403
-from .communication_utils import __all__ as _communication_utils
 from .config import PipelineConfig
 from .layout import PipelineParallelLayerLayout
 from .layout_language import LayerType, LayoutError
 from .schedules import *  # noqa: F403
-from .schedules import __all__ as _schedules
 
 __all__ = [
     "LayerType",
@@ -20,6 +19,6 @@ __all__ = [
     "recv_forward_with_reqs",
     "send_backward",
     "send_forward",
-    *_communication_utils,
-    *_schedules,
 ]
+__all__ += communication_utils.__all__
+__all__ += schedules.__all__

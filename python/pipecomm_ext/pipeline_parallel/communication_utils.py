@@ -13,7 +13,7 @@ What the broadcasts return is on the device of that communicator.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -68,7 +68,7 @@ def broadcast_from_last_to_first_pipeline_stage(
         tensor = comm.empty(size, dtype)
         comm.recv(tensor, last, GRADIENTS)  # the other order of messages: apart from activations round a ring
     elif last != first:
-        comm.send(tensor, first, GRADIENTS)
+        comm.send(cast(torch.Tensor, tensor), first, GRADIENTS)
     return tensor
 
 
@@ -82,9 +82,7 @@ def broadcast_tensor(
     """Gives all ranks of the world the `tensor` of global rank `rank`. With `data_parallel`, the ranks of
     this rank's replica of the model get that of its first rank, and `rank` is not used.
     """
-    group, source = default_replica() if data_parallel else (None, rank)
-    comm = communicator_of(group, None)
-    return _broadcast(comm, size, dtype, tensor, dist.get_group_rank(comm.group, source))
+    return _broadcast_from(rank, size, dtype, tensor, data_parallel)
 
 
 def broadcast_list(
@@ -95,7 +93,7 @@ def broadcast_list(
     data_parallel: bool = False,
 ) -> torch.Tensor:
     """Gives all ranks the `size` values of a list as a tensor; see `broadcast_tensor`."""
-    return broadcast_tensor(size, dtype, list_values, rank, data_parallel)
+    return _broadcast_from(rank, size, dtype, list_values, data_parallel)
 
 
 def broadcast_int_list(
@@ -114,6 +112,14 @@ def broadcast_float_list(
 
 def _communicator(pp_group: Any, tensor: torch.Tensor | None = None) -> Communicator:
     return communicator_of(default_groups().pp if pp_group is None else pp_group, tensor)
+
+
+def _broadcast_from(
+    rank: int, size: Any, dtype: torch.dtype, values: Any, data_parallel: bool
+) -> torch.Tensor:
+    group, source = default_replica() if data_parallel else (None, rank)
+    comm = communicator_of(group, None)
+    return _broadcast(comm, size, dtype, values, dist.get_group_rank(comm.group, source))
 
 
 def _broadcast(comm: Communicator, size: Any, dtype: torch.dtype, values: Any, source: int) -> torch.Tensor:

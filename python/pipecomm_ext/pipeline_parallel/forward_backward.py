@@ -28,6 +28,7 @@ from typing import Any, ParamSpec
 
 from ..core.timers import timed
 from ..schedules import ACT, GRAD, Plan, interleaved_1f1b, one_f_one_b
+from ..schedules.actions import actions_in
 from .config import check_supported, setting
 from .default_pipeline import default_groups, default_sizes, megatron_cp_group
 from .embedding import clear_embedding_activation_buffer, finish_embedding_wgrad_compute
@@ -43,7 +44,7 @@ _interleaved_1f1b = functools.lru_cache(maxsize=16)(interleaved_1f1b)
 
 def get_forward_backward_func(
     pp_size: int | None = None, vp_size: int | None = None, schedule_pg_collection: Any = None
-) -> Callable[..., list]:
+) -> Callable[..., list[Any]]:
     """The schedule for a pipeline of `pp_size` ranks and `vp_size` chunks per rank (None: no interleaving).
 
     Both None: those of an initialised `megatron.core.parallel_state`, else of
@@ -70,11 +71,11 @@ Parameters = ParamSpec("Parameters")
 
 def _with_arguments_of(
     make_step: Callable[Parameters, StepArguments],
-) -> Callable[[Callable[[StepArguments], list]], Callable[Parameters, list]]:
+) -> Callable[[Callable[[StepArguments], list[Any]]], Callable[Parameters, list[Any]]]:
     """Decorator: a function of one StepArguments becomes one with their fields as keywords."""
 
-    def decorate(run: Callable[[StepArguments], list]) -> Callable[Parameters, list]:
-        def schedule(*args: Parameters.args, **kwargs: Parameters.kwargs) -> list:
+    def decorate(run: Callable[[StepArguments], list[Any]]) -> Callable[Parameters, list[Any]]:
+        def schedule(*args: Parameters.args, **kwargs: Parameters.kwargs) -> list[Any]:
             try:
                 step = make_step(*args, **kwargs)
             except TypeError as error:  # a missing or unknown argument
@@ -82,14 +83,15 @@ def _with_arguments_of(
             return run(step)
 
         functools.update_wrapper(schedule, run)
-        schedule.__signature__ = inspect.signature(make_step).replace(return_annotation="list")
+        signature = inspect.signature(make_step).replace(return_annotation="list")
+        schedule.__signature__ = signature  # type: ignore[attr-defined]  # any function may have one
         return schedule
 
     return decorate
 
 
 @_with_arguments_of(StepArguments)
-def forward_backward_no_pipelining(step: StepArguments) -> list:
+def forward_backward_no_pipelining(step: StepArguments) -> list[Any]:
     """Forward and backward of each micro-batch in turn; no messages.
 
     Args:
@@ -115,7 +117,7 @@ def forward_backward_no_pipelining(step: StepArguments) -> list:
 
 
 @_with_arguments_of(StepArguments)
-def forward_backward_pipelining_without_interleaving(step: StepArguments) -> list:
+def forward_backward_pipelining_without_interleaving(step: StepArguments) -> list[Any]:
     """1F1B: the plan `schedules.one_f_one_b`. Collective over the pipeline.
 
     Args:
@@ -146,7 +148,7 @@ def forward_backward_pipelining_without_interleaving(step: StepArguments) -> lis
 
 
 @_with_arguments_of(StepArguments)
-def forward_backward_pipelining_with_interleaving(step: StepArguments) -> list:
+def forward_backward_pipelining_with_interleaving(step: StepArguments) -> list[Any]:
     """Interleaved 1F1B: the plan `schedules.interleaved_1f1b`. Collective over the pipeline.
 
     Arguments and results are those of `forward_backward_pipelining_without_interleaving`, except:
@@ -193,7 +195,7 @@ def forward_backward_pipelining_with_interleaving(step: StepArguments) -> list:
 
 def _run(
     plan: Plan, make_hooks: type[Hooks], step: StepArguments, shapes: dict[str, Shapes] | None = None
-) -> list:
+) -> list[Any]:
     """Runs the plan, and the hooks that follow it."""
     config = step.config
     check_supported(config)
@@ -206,12 +208,13 @@ def _run(
 
 def _run_rank(
     plan: Plan, rank: int, make_hooks: type[Hooks], step: StepArguments, shapes: dict[str, Shapes] | None
-) -> list:
+) -> list[Any]:
     config, is_training = step.config, not step.forward_only
     is_last_rank = rank == plan.P - 1
     embedding = clear_embedding_activation_buffer(config, step.model, is_last_rank) if is_training else None
+    actions = [action for item in plan.compute[rank] for action in actions_in(item)]
     forward_chunks, backward_chunks = (
-        [action.stage // plan.P for action in plan.compute[rank] if action.kind == kind] for kind in "FB"
+        [action.stage // plan.P for action in actions if action.kind == kind] for kind in "FB"
     )
     with make_hooks(config, step.model, rank, forward_chunks, backward_chunks, step.forward_only) as hooks:
         runner = PlanRunner(plan, rank, step, hooks, shapes)

@@ -121,6 +121,7 @@ class InterleavedHooks(Hooks):
 
     def _sync_grads(self, chunk: int) -> None:
         self._leave_no_sync()
+        assert self._grad_sync_funcs is not None
         self._grad_sync_funcs[chunk](self._models[chunk].parameters())
         self._unsynced.discard(chunk)
 

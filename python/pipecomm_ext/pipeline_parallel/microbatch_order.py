@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..schedules import interleaved_1f1b
+from ..schedules.actions import actions_in
 from .default_pipeline import default_sizes
 
 
@@ -55,7 +56,8 @@ def get_schedule_table(
     plan = interleaved_1f1b(
         1, num_microbatches, num_model_chunks, min(microbatch_group_size_per_vp_stage, num_microbatches)
     )
-    return [(action.micro, action.stage) for action in plan.compute[0] if action.kind == "F"]
+    actions = (action for item in plan.compute[0] for action in actions_in(item))
+    return [(action.micro, action.stage) for action in actions if action.kind == "F"]
 
 
 def convert_schedule_table_to_order(

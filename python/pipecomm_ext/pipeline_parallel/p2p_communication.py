@@ -26,7 +26,7 @@ def _batched_p2p_ops(
     """Posts what `_p2p_ops` posts as one batch; returns a list of its handle, or an empty one."""
     ops = _ops(prev_pipeline_rank, next_pipeline_rank, **tensors)
     return dist.batch_isend_irecv(
-        [dist.P2POp(op, *message[:2], group, message[2]) for op, *message in ops.values()]
+        [dist.P2POp(op, tensor, peer, group, tag) for op, tensor, peer, tag in ops.values()]
     )
 
 
@@ -56,4 +56,6 @@ def _ops(
         "send_next": (dist.isend, tensor_send_next, next_rank, ACTIVATIONS),
         "recv_next": (dist.irecv, tensor_recv_next, next_rank, GRADIENTS),
     }
-    return {name: message for name, message in every.items() if message[1] is not None}
+    return {
+        name: (op, tensor, peer, tag) for name, (op, tensor, peer, tag) in every.items() if tensor is not None
+    }

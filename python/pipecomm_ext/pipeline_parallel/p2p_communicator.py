@@ -292,7 +292,8 @@ class P2PCommunicator:
         """Shapes of what the previous and the next stage are about to send, 3-d tensors, as lists; [0, 0, 0]
         where nothing is received. Like `_communicate`: messages of this package tell their shapes anyway.
         """
-        comm, ops, shapes = self.communicator, [], []
+        comm, shapes = self.communicator, []
+        ops: list[Send | Recv] = []
         for channel, tensor, receives in (
             (ACTIVATIONS, tensor_send_next, recv_prev),
             (GRADIENTS, tensor_send_prev, recv_next),
@@ -392,9 +393,8 @@ class P2PCommunicator:
         ]
         if channel == ACTIVATIONS:
             self._last_forward_specs = specs
-        else:
-            specs = [spec if self._has_gradient(spec.dtype) else None for spec in specs]
-        return Incoming(specs, peer, channel)
+            return Incoming(specs, peer, channel)
+        return Incoming([spec if self._has_gradient(spec.dtype) else None for spec in specs], peer, channel)
 
     def _sendable(self, channel: int, tensors: Tensors) -> Tensors:
         """The tensors as they are sent. With fixed shapes nothing tells the receiver that one is None, so it

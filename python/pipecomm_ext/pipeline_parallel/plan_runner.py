@@ -13,7 +13,7 @@ from ..core.timers import timed
 from ..runtime.border import Tensors
 from ..runtime.mailbox import Mailbox
 from ..runtime.plan_loop import PlanLoop, failing_together
-from ..schedules.actions import ACT, GRAD, SEND, Action, Compute, Group
+from ..schedules.actions import ACT, GRAD, SEND, Action, Compute, Group, actions_in
 from ..schedules.plan import Plan
 from .config import setting
 from .hooks import Hooks
@@ -84,6 +84,7 @@ class P2PMailbox(Mailbox):
         recvs = [op for op in ops if op.kind != SEND]
         messages = [(op.channel, self.outbox.pop(op[1:4])) for op in sends]
         with timed(self._timers if sends else None, timer_name([op.channel for op in sends], [])):
+            assert self._p2p is not None
             works, receipts = self._p2p.post(messages, [(op.channel, self._shapes[op.what]) for op in recvs])
         self.receipts.update(zip((op[1:4] for op in recvs), receipts, strict=True))
         self.works = [work for work in (*self.works, *works) if not work.is_completed()]
@@ -117,7 +118,8 @@ class PlanRunner:
         self._mailbox = P2PMailbox(plan, rank, step, shapes)
         self._cp_size = size_of(getattr(step.groups, "cp", None))
         self._checkpoint_limit = setting(step.config, "num_microbatches_with_partial_activation_checkpoints")
-        self._max_outstanding = [action.kind for action in plan.compute[rank]].index("B")
+        kinds = [action.kind for item in plan.compute[rank] for action in actions_in(item)]
+        self._max_outstanding = kinds.index("B")
         self._num_forwards = self._num_backwards = 0
         self._in_flight: dict[tuple[int, int], tuple[Tensors, list]] = {}  # inputs and outputs
         self.forward_data_store: list = []
@@ -182,7 +184,8 @@ class PlanRunner:
         inputs, outputs = self._in_flight.pop((stage, micro))
         self._hooks.before_backward(self._num_backwards)
         if grads is None:
-            outputs, grads = outputs[:1], [None]  # the loss; whatever is beside it is the user's
+            outputs = outputs[:1]  # the loss; whatever is beside it is the user's
+            grads = [None]
         else:
             # None is no gradient here, not the gradient of a loss.
             kept = [pair for pair in zip(outputs, grads, strict=True) if pair[1] is not None]

@@ -2,7 +2,8 @@
 
 from ..errors import StageError
 from .backward import run_backward
-from .executor import Executor, StepResult
+from .chain_ends import StepResult
+from .executor import Executor
 from .weight_grad_store import WeightGradStore
 
 __all__ = ["Executor", "StageError", "StepResult", "WeightGradStore", "run_backward"]

@@ -18,6 +18,7 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch.autograd.function import BackwardCFunction
@@ -33,7 +34,8 @@ def run_backward(outputs: Sequence[Root], gradients: Sequence[torch.Tensor | Non
     """Backward from the outputs of a stage, given as tensors or gradient edges, with the gradient of each;
     gradients accumulate in `.grad`. Nothing happens if there are no outputs."""
     if outputs:
-        torch.autograd.backward(tuple(outputs), tuple(gradients))
+        # torch takes tensors and edges side by side, too
+        torch.autograd.backward(tuple(outputs), tuple(gradients))  # type: ignore[arg-type]
 
 
 def split_backward(
@@ -68,7 +70,7 @@ class _Join:
 
     def __init__(self, node: Node, weights: list[torch.Tensor], is_root: bool):
         self.node, self.weights, self.is_root = node, weights, is_root
-        self.roots: tuple[list[GradientEdge], list[torch.Tensor]] = ([], [])  # where W starts
+        self.roots: tuple[list[GradientEdge], list[torch.Tensor | None]] = ([], [])  # where W starts
         self._arrived: tuple[torch.Tensor | None, ...] | None = None  # by output of the node
 
     def keep(self, gradients: tuple[torch.Tensor | None, ...]) -> None:
@@ -126,7 +128,8 @@ def _needs_whole_backward(node: Node) -> bool:
     if the backward is one of some inputs only, to refuse it then."""
     if not isinstance(node, BackwardCFunction):
         return False
-    backward = inspect.unwrap(node._forward_cls.backward)
+    function: Any = node  # its class, which torch makes for each Function, names that
+    backward = inspect.unwrap(function._forward_cls.backward)
     return "_is_checkpoint_valid" in getattr(getattr(backward, "__code__", None), "co_names", ())
 
 

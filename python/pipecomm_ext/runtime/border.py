@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 
@@ -51,12 +51,13 @@ class BorderSpec(NamedTuple):
 
 
 Specs = Sequence[BorderSpec | None]  # None where the tensor is None
+FullSpecs = tuple[BorderSpec, ...]  # no tensor is None
 
 
 class OutputSpecs(NamedTuple):
     """What a stage of the Executor passes on."""
 
-    tensors: tuple[BorderSpec, ...]
+    tensors: FullSpecs
     structure: str = PLAIN
 
     def __str__(self) -> str:
@@ -76,7 +77,7 @@ def specs_of(tensors: Iterable[torch.Tensor], structure: str = PLAIN) -> OutputS
 
 
 @lru_cache(maxsize=512)
-def gradient_specs(specs: tuple[BorderSpec, ...]) -> tuple[BorderSpec, ...]:
+def gradient_specs(specs: FullSpecs) -> FullSpecs:
     """The specs of the gradients of these tensors."""
     return tuple(spec._replace(is_differentiable=False) for spec in specs if spec.is_differentiable)
 
@@ -124,14 +125,19 @@ def num_words_after(head: Sequence[int]) -> int:
 
 def specs_in(words: Sequence[int]) -> tuple[BorderSpec | None, ...]:
     """The specs that the words of a header announce, of which there is a plain list."""
-    specs, structure = output_specs_in(words)
+    specs, structure = _specs_and_structure(words)
     if structure != PLAIN:
         raise PipeCommError(f"the peer sends tensors as {structure[:100]}, where a plain list was expected")
     return specs
 
 
 def output_specs_in(words: Sequence[int]) -> OutputSpecs:
-    """The specs that the words of a header announce."""
+    """The specs that the words of a header announce; the structure has the place of what is None."""
+    specs, structure = _specs_and_structure(words)
+    return OutputSpecs(cast(FullSpecs, specs), structure)
+
+
+def _specs_and_structure(words: Sequence[int]) -> tuple[tuple[BorderSpec | None, ...], str]:
     specs: list[BorderSpec | None] = []
     position = 2
     for _ in range(words[1]):
@@ -144,7 +150,7 @@ def output_specs_in(words: Sequence[int]) -> OutputSpecs:
         position += 3 + num_dims
         shape = tuple(words[position - num_dims : position])
         specs.append(BorderSpec(shape, _dtype_of(number), bool(is_differentiable)))
-    return OutputSpecs(tuple(specs), _structure_in(words[position : words[0]]))
+    return tuple(specs), _structure_in(words[position : words[0]])
 
 
 def _structure_in(words: Sequence[int]) -> str:

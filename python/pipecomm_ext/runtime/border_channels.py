@@ -18,6 +18,7 @@ from ..communicator import MAX_CHANNELS, Communicator, Recv, Send, Work, device_
 from ..transports import TRANSPORTS
 from .border import (
     HEADER_WORDS,
+    BorderSpec,
     OutputSpecs,
     Specs,
     Tensors,
@@ -63,48 +64,59 @@ class Incoming(NamedTuple):
     channel: int
 
 
-class Receipt:
-    """A message on its way to this rank, whose consumer waits for it."""
+class Arrival:
+    """Tensors that come by another way than a message: they are there when `work` is done."""
 
-    __slots__ = ("_channels", "_tensors", "incoming", "work")
+    __slots__ = ("_tensors", "_work")
 
-    def __init__(self, channels: BorderChannels | None, incoming: Incoming | None):
-        self.incoming = incoming
-        self.work: Work | None = None  # of the tensors, once they are being received; None if there are none
-        self._channels = channels
-        self._tensors: list[torch.Tensor | None] | None = None
-
-    @classmethod
-    def of(cls, tensors: list[torch.Tensor], specs: Specs = (), work: Work | None = None) -> Receipt:
-        """Tensors that come by another way than a message: they are there when `work` is done."""
-        receipt = cls(None, None)
-        receipt._tensors, receipt.work = tensors, work
+    def __init__(
+        self, tensors: list[torch.Tensor], specs: Sequence[BorderSpec] = (), work: Work | None = None
+    ):
+        self._tensors, self._work = tensors, work
         for tensor, spec in zip(tensors, specs, strict=False):
             if spec.is_differentiable:
                 tensor.requires_grad_()
-        return receipt
+
+    def wait(self) -> list[torch.Tensor]:
+        """The tensors: leaves, which require grad where their specs are differentiable."""
+        if self._work is not None:
+            self._work.wait()
+        return self._tensors
+
+
+class Receipt:
+    """A message on its way to this rank, whose consumer waits for it."""
+
+    __slots__ = ("_channels", "_specs", "_tensors", "incoming", "work")
+
+    def __init__(self, channels: BorderChannels, incoming: Incoming):
+        self.incoming = incoming
+        self.work: Work | None = None  # of the tensors, once they are being received; None if there are none
+        self._channels = channels
+        self._specs: Specs = ()
+        self._tensors: list[torch.Tensor | None] | None = None
 
     def _begin(self, works: Sequence[Work]) -> None:
         """The receives of the tensors have been posted, so they may be made to require grad."""
-        for tensor, spec in zip(self._tensors, self.incoming.specs, strict=True):
-            if tensor is not None:
+        for tensor, spec in zip(self.tensors(), self._specs, strict=True):
+            if tensor is not None and spec is not None:
                 if spec.is_differentiable:
                     tensor.requires_grad_()
                 self.work = works[0] if works else None
 
-    def tensors(self) -> list[torch.Tensor | None]:
+    def tensors(self, waits: bool = False) -> list[torch.Tensor | None]:
         """The tensors that are being received, valid after `wait`. Blocks until their specs are known."""
         if self._tensors is None:
-            self._channels._post_deferred_until(self)
+            self._channels._post_deferred_until(self, waits)
+        assert self._tensors is not None
         return self._tensors
 
     def wait(self) -> list[torch.Tensor | None]:
         """The received tensors: leaves, which require grad where their specs are differentiable."""
-        if self._tensors is None:
-            self._channels._post_deferred_until(self, waits=True)
+        tensors = self.tensors(waits=True)
         if self.work is not None:
             self.work.wait()
-        return self._tensors
+        return tensors
 
 
 class BorderChannels:
@@ -157,14 +169,19 @@ class BorderChannels:
 
     # ---------------------------------------------------------------- words
 
+    @property
+    def _words(self) -> Communicator:
+        assert self.headers is not None, "made without headers, all specs are known"
+        return self.headers
+
     def send_words(self, words: torch.Tensor, peer: int, idx: int) -> Work:
         """Sends int64 words on the header channel `idx`."""
-        return self.headers.isend(words, peer, self._first_header_channel + idx)
+        return self._words.isend(words, peer, self._first_header_channel + idx)
 
     def begin_words(self, num_words: int, peer: int, idx: int) -> tuple[torch.Tensor, Work]:
         """Starts to receive words; they are there when the Work is done."""
         words = torch.empty(num_words, dtype=torch.int64)
-        return words, self.headers.irecv(words, peer, self._first_header_channel + idx)
+        return words, self._words.irecv(words, peer, self._first_header_channel + idx)
 
     def receive_words(self, num_words: int, peer: int, idx: int) -> list[int]:
         """Waits for words."""
@@ -179,7 +196,7 @@ class BorderChannels:
 
     def send_header(self, specs: OutputSpecs, peer: int, idx: int) -> list[Work]:
         """Sends a header by itself."""
-        return _batch(self.headers, self.header(specs.tensors, peer, idx, specs.structure))
+        return _batch(self._words, self.header(specs.tensors, peer, idx, specs.structure))
 
     def receive_header(self, peer: int, idx: int) -> Specs:
         """Waits for the header of a plain list of tensors."""
@@ -219,7 +236,7 @@ class BorderChannels:
         if self.headers is self.data:
             works = _batch(self.data, headers + ops, waits and len(started) == len(receipts))
         else:
-            works = _batch(self.data, ops) + _batch(self.headers, headers)
+            works = _batch(self.data, ops) + (_batch(self._words, headers) if headers else [])
         for receipt in started:
             receipt._begin(works)
         return works, receipts
@@ -239,12 +256,15 @@ class BorderChannels:
             return True
         return False
 
-    def _receives(self, receipt: Receipt) -> list[Recv]:
-        """Allocates what the receipt's message fills; the receives for it."""
+    def _receives(self, receipt: Receipt) -> list[Send | Recv]:
+        """Allocates what the receipt's message fills, once its specs are known; the receives for it."""
         specs, peer, channel = receipt.incoming
+        if callable(specs):
+            specs = specs()
         empty = self.data.empty
-        receipt._tensors = [None if spec is None else empty(spec.shape, spec.dtype) for spec in specs]
-        return self._parts(Recv, receipt._tensors, peer, channel)
+        tensors = [None if spec is None else empty(spec.shape, spec.dtype) for spec in specs]
+        receipt._specs, receipt._tensors = specs, tensors
+        return self._parts(Recv, tensors, peer, channel)
 
     def _parts(self, op: type[Send | Recv], tensors: Tensors, peer: int, channel: int) -> list[Send | Recv]:
         """A message as operations. Where no header does, their signatures tell the engine that lists of
@@ -260,18 +280,16 @@ class BorderChannels:
 
     def _post_deferred_until(self, receipt: Receipt, waits: bool = False) -> None:
         """Posts the receives of all messages up to this one, in their order."""
-        _, *order = receipt.incoming
-        deferred = self._deferred[tuple(order)]
+        _, peer, channel = receipt.incoming
+        deferred = self._deferred[peer, channel]
         while receipt._tensors is None:
             earliest = deferred[0]
-            specs = earliest.incoming.specs
-            if callable(specs):
-                earliest.incoming = earliest.incoming._replace(specs=specs())
+            ops = self._receives(earliest)
             deferred.popleft()
-            earliest._begin(_batch(self.data, self._receives(earliest), waits and earliest is receipt))
+            earliest._begin(_batch(self.data, ops, waits and earliest is receipt))
 
 
-def _batch(comm: Communicator | None, ops: Sequence[Send | Recv], waits: bool = False) -> list[Work]:
+def _batch(comm: Communicator, ops: Sequence[Send | Recv], waits: bool = False) -> list[Work]:
     """Posts these as one batch; its work, if anything is left to do."""
     work = comm.batch_p2p(ops, async_op=not waits) if ops else None
     return [] if work is None else [work]

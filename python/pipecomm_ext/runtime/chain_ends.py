@@ -80,25 +80,27 @@ class ChainEnds:
         return stage in self._targets
 
     def _loss(self, stage: int, micro: int, output: Any) -> Any:
-        if self._criterion is None and self._loss_fn is None:
-            return output
-        target = self._targets[stage][micro]
-        if self._criterion is None:
-            return self._loss_fn(output, target)
-        return self._criterion(*as_tuple(output), *as_tuple(target))
+        if self._criterion is not None:
+            return self._criterion(*as_tuple(output), *as_tuple(self._targets[stage][micro]))
+        if self._loss_fn is not None:
+            return self._loss_fn(output, self._targets[stage][micro])
+        return output
 
     def criterion_of(self, stage: int, micro: int) -> tuple[Callable[..., torch.Tensor] | None, list]:
         """The loss function as an overlapped method calls it, `criterion(*outputs, *labels)`, and the labels;
         (None, []) unless the stage is the last of its chain."""
-        if stage not in self._targets or (self._criterion is None and self._loss_fn is None):
+        if stage not in self._targets:
             return None, []
         target = self._targets[stage][micro]
         if self._criterion is not None:
             return self._criterion, list(as_tuple(target))
+        loss_fn = self._loss_fn
+        if loss_fn is None:
+            return None, []
 
         def criterion(*outputs_and_target):
             *outputs, target = outputs_and_target
-            return self._loss_fn(outputs[0] if len(outputs) == 1 else tuple(outputs), target)
+            return loss_fn(outputs[0] if len(outputs) == 1 else tuple(outputs), target)
 
         return criterion, [target]
 

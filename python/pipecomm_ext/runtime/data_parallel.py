@@ -55,8 +55,9 @@ def _held_by(function: Any) -> Iterator[Any]:
     for cell in getattr(function, "__closure__", None) or ():
         with contextlib.suppress(ValueError):  # a cell that is empty yet
             yield cell.cell_contents
+    names_of_module = getattr(function, "__globals__", {})
     for name in getattr(getattr(function, "__code__", None), "co_names", ()):
-        if isinstance(value := function.__globals__.get(name), nn.Module):
+        if isinstance(value := names_of_module.get(name), nn.Module):
             yield value
 
 
@@ -114,9 +115,10 @@ class ReducedOnce:
         functions = [*stages.values(), *others] if is_training else []
         modules = modules_of(functions)
         _refuse_unsupported(modules)
-        self._ddps = [_Ddp(module) for module in modules if isinstance(module, DistributedDataParallel)]
+        ddps = [_Ddp(module) for module in modules if isinstance(module, DistributedDataParallel)]
         self._sharded = _Sharded(list(filter(_is_sharded, modules)))
-        self._sharded_of = {
+        self._parts: list[_Ddp | _Sharded] = [*ddps, self._sharded]
+        self._sharded_of: dict[int, list[Any]] = {
             stage: list(filter(_is_sharded, modules_of([function])))
             for stage, function in (stages.items() if self._sharded.modules else ())
         }
@@ -130,17 +132,17 @@ class ReducedOnce:
         return [*gather, *works, *(group.post_backward for group in _groups_of(modules))]
 
     def __enter__(self) -> ReducedOnce:
-        for part in (*self._ddps, self._sharded):
+        for part in self._parts:
             part.hold()
         return self
 
     def __exit__(self, exc_type, exc, traceback) -> None:
-        for part in (*self._ddps, self._sharded):
+        for part in self._parts:
             part.release()
         if exc is not None:
             self._sharded.forget()
             return
-        for part in (*self._ddps, self._sharded):
+        for part in self._parts:
             part.reduce()
 
 
@@ -179,7 +181,7 @@ class _NoGradients(torch.autograd.Function):
         return parameters[0].new_zeros(())
 
     @staticmethod
-    def backward(ctx, gradient: torch.Tensor) -> tuple[None, ...]:
+    def backward(ctx, *gradients: torch.Tensor) -> tuple[None, ...]:
         return (None,) * len(ctx.needs_input_grad)
 
 
@@ -207,7 +209,9 @@ class _Sharded:
         self._states = list(dict.fromkeys(_state_of(module) for module in modules))
 
     def hold(self) -> None:
-        holders = [(group, self._FLAGS) for group in _groups_of(self.modules)]
+        holders: list[tuple[Any, tuple[str, ...]]] = [
+            (group, self._FLAGS) for group in _groups_of(self.modules)
+        ]
         holders += [(state._state_ctx, ("is_last_backward",)) for state in self._states]
         self._settings = []
         for holder, flags in holders:

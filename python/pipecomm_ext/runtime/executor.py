@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from ..communicator import Communicator
 from ..errors import PipeCommError, StageError
 from ..parallel_state import PipelineTopology
+from ..relay.stage_relay import GradReduce
 from ..schedules.actions import Action, Compute
 from ..schedules.check import check
 from ..schedules.plan import Plan
@@ -102,7 +103,7 @@ class Executor:
     def __init__(
         self,
         plan: Plan,
-        stages: Mapping[int, Stage] | Sequence[Stage],
+        stages: Mapping[int, Stage] | Sequence[Stage] | torch.nn.ModuleList,
         *,
         communicator: Communicator | dist.ProcessGroup | None = None,
         loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
@@ -110,7 +111,7 @@ class Executor:
         rank_mapping: Sequence[int] | None = None,
         topology: PipelineTopology | None = None,
         layout: str | tuple[str, int] | list[str | tuple[str, int]] = "replicated",
-        grad_reduce: str = "leader",
+        grad_reduce: GradReduce = "leader",
         return_outputs: bool = True,
         dynamic_shapes: bool = False,
         record_timeline: bool = False,
@@ -122,10 +123,9 @@ class Executor:
         if communicator is None and isinstance(topology, PipelineTopology):
             self._group = topology.group
         self._relay_arguments = None if topology is None else (topology, layout, grad_reduce)
-        self.communicator = (
-            self._new_communicator(device_of(stages)) if self._owns_communicator else communicator
-        )
-        comm = self.communicator
+        if not isinstance(communicator, Communicator):
+            communicator = self._new_communicator(device_of(stages))
+        self.communicator = comm = communicator
         with self._closed_on_failure(), comm.collective("all_to_all"):
             if not isinstance(plan, Plan):
                 raise TypeError(f"plan must be a Plan, not {type(plan).__name__}; see get_plan")
@@ -154,7 +154,7 @@ class Executor:
             )
         self._loss_fn = loss_fn
         self._return_outputs = return_outputs
-        self._options = {"dynamic_shapes": dynamic_shapes, "check_border": check_border}
+        self._options: dict[str, Any] = {"dynamic_shapes": dynamic_shapes, "check_border": check_border}
         self._record_timeline = record_timeline
         self._first_stages = [chain[0] for chain in plan.chains if plan.owner[chain[0]] == self.rank]
         self._loss_stages = [chain[-1] for chain in plan.chains if plan.owner[chain[-1]] == self.rank]
@@ -246,7 +246,7 @@ class Executor:
                 self._reduced = ReducedOnce(self.stages, (self._loss_fn, criterion), is_training)
                 with self._reduced:
                     loop.run(self._program, is_training)
-                return self._ends.result()
+                return self._running.result()
         finally:
             self._forget_step()
 
@@ -265,6 +265,13 @@ class Executor:
     def _abort(self, reason: str) -> None:
         self._is_usable = False
         self._channels.abort(reason)
+
+    def _forget_step(self) -> None:
+        self._inputs: dict[int, list[Call]] = {}
+        self._keywords: dict[int, Sequence[Mapping[str, Any]]] = {}
+        self._alive: dict[tuple[int, int], _Alive] = {}
+        self._weight_work: dict[tuple[int, int], list[Work]] = {}
+        self._ends: ChainEnds | None = None
 
     def _begin_step(
         self, inputs: Any, targets: Any, kwargs: Any, is_training: bool, criterion: Any, keeps_outputs: Any
@@ -297,12 +304,11 @@ class Executor:
     def _keywords_of(self, stage: int, micro: int) -> Mapping[str, Any]:
         return self._keywords[stage][micro] if stage in self._keywords else {}
 
-    def _forget_step(self) -> None:
-        self._inputs: dict[int, list[Call]] = {}
-        self._keywords: dict[int, Sequence[Mapping[str, Any]]] = {}
-        self._alive: dict[tuple[int, int], _Alive] = {}
-        self._weight_work: dict[tuple[int, int], list[Work]] = {}
-        self._ends: ChainEnds | None = None
+    @property
+    def _running(self) -> ChainEnds:
+        """The ends of the step that runs."""
+        assert self._ends is not None
+        return self._ends
 
     # ---------------------------------------------------------------- actions
 
@@ -315,7 +321,8 @@ class Executor:
         start = self._recorder.mark() if self._recorder is not None else None
         try:
             if len(actions) == 2:
-                self._fused(*actions, *operands)
+                (forward, backward), (call, gradients) = actions, operands
+                self._fused(forward, backward, call, gradients)
             else:
                 kind, stage, micro = actions[0]
                 self._HANDLERS[kind](self, stage, micro, operands[0])
@@ -345,7 +352,7 @@ class Executor:
         """Hands a stage's output over, and keeps what the backward needs of it."""
         edges: tuple[GradientEdge, ...] = ()
         if self.plan.next_of[stage] is None:
-            loss = self._ends.finish(stage, micro, output, loss)
+            loss = self._running.finish(stage, micro, output, loss)
         else:
             outputs, structure = flattened(output, f"the outputs of stage {stage}")
             edges = tuple(get_gradient_edge(value) for value in outputs if value.requires_grad)
@@ -387,14 +394,19 @@ class Executor:
             return
         alive = self._alive.pop((stage1, micro1))
         outputs1, gradients1 = ([], []) if gradients is None else (roots, root_gradients)
-        criterion, labels = self._ends.criterion_of(stage0, micro0)
+        criterion, labels = self._running.criterion_of(stage0, micro0)
         first = (module0, call.args, criterion, labels)
         second = (module1, alive.loss, list(outputs1), list(gradients1))
         outputs, loss = overlapped(*first, *second)
         self._keep(stage0, micro0, call.received, outputs[0] if len(outputs) == 1 else tuple(outputs), loss)
         self._hand_back(stage1, micro1, alive)
 
-    _HANDLERS = {"F": _forward, "B": _backward, "I": _input_backward, "W": _weight_backward}
+    _HANDLERS: ClassVar[dict[str, Callable[..., None]]] = {
+        "F": _forward,
+        "B": _backward,
+        "I": _input_backward,
+        "W": _weight_backward,
+    }
 
     # ---------------------------------------------------------------- after a step
 

@@ -25,8 +25,8 @@ import torch
 from ..communicator import Work
 from ..schedules.actions import ACT, GRAD, SEND, Compute, Group, Item, Transfer
 from ..schedules.plan import Plan
-from .border import OutputSpecs, Specs, gradient_specs, specs_of
-from .border_channels import BorderChannels, Incoming, Outgoing, Receipt
+from .border import FullSpecs, OutputSpecs, gradient_specs, specs_of
+from .border_channels import Arrival, BorderChannels, Incoming, Outgoing
 from .mailbox import Key, Mailbox
 from .values import PLAIN, Call, rebuilt
 
@@ -101,7 +101,7 @@ class ExecutorMailbox(Mailbox):
         relayed: RelayedBorders | None = None,
         *,
         dynamic_shapes: bool = False,
-        check_border: Callable[[int, Specs], None] | None = None,
+        check_border: Callable[[int, FullSpecs], None] | None = None,
     ):
         super().__init__(plan, rank)
         self._channels, self._ranks_of = channels, ranks_of
@@ -121,20 +121,21 @@ class ExecutorMailbox(Mailbox):
     def forget_step(self) -> None:
         super().forget_step()
         self._structures: dict[tuple[int, int], str] = {}  # of outputs that are no plain tuples
-        self._awaited_gradients: dict[tuple[int, int], Specs] = {}
-        self._owed_gradients: dict[tuple[int, int], Specs] = {}  # over a relay
+        self._awaited_gradients: dict[tuple[int, int], FullSpecs] = {}
+        self._owed_gradients: dict[tuple[int, int], FullSpecs] = {}  # over a relay
 
     def prepare(self, program: Sequence[Item]) -> list[Compute | PreparedGroup]:
         """The program with its groups looked up once for all steps."""
         prepared: list[Compute | PreparedGroup] = []
         following: tuple[_Route, ...] = ()
         for item in reversed(program):
-            if type(item) is Group:
-                sends = tuple(self._route(op) for op in item.ops if op.kind == SEND)
-                receives = tuple(self._route(op) for op in item.ops if op.kind != SEND)
-                item = PreparedGroup(sends, receives, () if self._is_one_stream else following)
-                following = receives
-            prepared.append(item)
+            if type(item) is not Group:
+                prepared.append(item)
+                continue
+            sends = tuple(self._route(op) for op in item.ops if op.kind == SEND)
+            receives = tuple(self._route(op) for op in item.ops if op.kind != SEND)
+            prepared.append(PreparedGroup(sends, receives, () if self._is_one_stream else following))
+            following = receives
         return prepared[::-1]
 
     def _route(self, op: Transfer) -> _Route:
@@ -149,6 +150,12 @@ class ExecutorMailbox(Mailbox):
                 return _Route(key, peer, op.channel, speakers, listeners, link)
         return _Route(key, peer, op.channel, () if is_send else (peer,), (peer,) if is_send else (), None)
 
+    @property
+    def _relays(self) -> RelayedBorders:
+        """The borders of routes with a link."""
+        assert self._relayed is not None
+        return self._relayed
+
     # ---------------------------------------------------------------- step
 
     def begin_step(self, kinds_of: dict[int, list[int]], is_training: bool) -> None:
@@ -157,12 +164,11 @@ class ExecutorMailbox(Mailbox):
         self.is_training = is_training
         for header in self._headers:
             header.kinds = header.pending = None
-            mine = kinds_of.get(header.first_stage)
             if header.is_mine:
-                header.kinds = self._agreed(mine, header)
+                header.kinds = self._agreed(kinds_of[header.first_stage], header)
                 self._pass_on(header, torch.tensor([is_training, *header.kinds], dtype=torch.int64))
             elif header.parent is not None:
-                if mine is not None:
+                if (mine := kinds_of.get(header.first_stage)) is not None:
                     words = torch.tensor(mine, dtype=torch.int64)
                     self.works.append(self._channels.send_words(words, header.parent, header.chain_idx))
                 num_words = 1 + self.plan.micros_per_chain
@@ -183,6 +189,7 @@ class ExecutorMailbox(Mailbox):
     def _kind(self, stage: int, micro: int) -> int:
         header = self._header_of[stage]
         if header.kinds is None:
+            assert header.pending is not None
             words, work = header.pending
             work.wait()
             self._pass_on(header, words)
@@ -205,8 +212,8 @@ class ExecutorMailbox(Mailbox):
         if self._check_border is not None:
             self._check_border(stage, specs.tensors)
         tensors = [output.detach() for output in outputs]
-        if self.plan.owner[self.plan.next_of[stage]] == self.rank:
-            self.receipts[ACT, stage, micro] = Receipt.of(tensors, self._noted(stage, micro, specs))
+        if self.plan.owner[self.plan.stage_after(stage)] == self.rank:
+            self.receipts[ACT, stage, micro] = Arrival(tensors, self._noted(stage, micro, specs))
         else:
             self.outbox[ACT, stage, micro] = tensors, specs
 
@@ -217,17 +224,17 @@ class ExecutorMailbox(Mailbox):
         for tensor in inputs:
             gradients.append(torch.zeros_like(tensor) if tensor.grad is None else tensor.grad)
             tensor.grad = None
-        if self.plan.owner[self.plan.prev_of[stage]] == self.rank:
-            self.receipts[GRAD, stage, micro] = Receipt.of(gradients)
+        if self.plan.owner[self.plan.stage_before(stage)] == self.rank:
+            self.receipts[GRAD, stage, micro] = Arrival(gradients)
         else:
             self.outbox[GRAD, stage, micro] = gradients, self._owed_gradients.pop((stage, micro), ())
 
     def take_inputs(self, stage: int, micro: int) -> Call:
         tensors = super().take_inputs(stage, micro)
-        structure = self._structures and self._structures.pop((self.plan.prev_of[stage], micro), PLAIN)
+        structure = self._structures.pop((self.plan.stage_before(stage), micro), PLAIN)
         return Call.of(rebuilt(tensors, structure), tensors) if structure else Call(tensors, {}, tensors)
 
-    def _noted(self, stage: int, micro: int, specs: OutputSpecs) -> Specs:
+    def _noted(self, stage: int, micro: int, specs: OutputSpecs) -> FullSpecs:
         """The specs of the tensors; their structure is kept until they are taken."""
         if specs.structure != PLAIN:
             self._structures[stage, micro] = specs.structure
@@ -245,14 +252,15 @@ class ExecutorMailbox(Mailbox):
         sends = self._sends_of(group)  # announces: a peer may wait for that before it sends what comes here
         if sends and not self._is_one_stream:
             self.works += self._channels.post(sends, [])[0]
-        batch = []
+        batch: list[tuple[_Route, Incoming]] = []
         for route in group.receives:
             if self.is_wanted(route.key[0]) and route.key not in self.receipts:
                 specs = self._specs_if_known(route)
                 is_deferred = self._dynamic_shapes and route.link is None and not self._is_one_stream
-                if specs is None:
-                    specs = partial(self._learned, route) if is_deferred else self._learned(route)
-                self._receive(route, specs, batch)
+                if specs is None and is_deferred:
+                    batch.append((route, Incoming(partial(self._learned, route), route.peer, route.channel)))
+                else:
+                    self._receive(route, self._learned(route) if specs is None else specs, batch)
         for route in group.ahead:
             if not self.is_wanted(route.key[0]):
                 continue
@@ -283,21 +291,19 @@ class ExecutorMailbox(Mailbox):
             if route.link is None:
                 outgoing.append(Outgoing(tensors, route.peer, route.channel))
             else:
-                self.works += self._relayed.send(route.link, tensors, specs)
+                self.works += self._relays.send(route.link, tensors, specs)
         return outgoing
 
-    def _receive(
-        self, route: _Route, specs: Specs | Callable[[], Specs], batch: list[tuple[_Route, Incoming]]
-    ) -> None:
+    def _receive(self, route: _Route, specs: FullSpecs, batch: list[tuple[_Route, Incoming]]) -> None:
         """Adds a message to the batch of those to be received; a relay is started here."""
         if route.link is None:
             batch.append((route, Incoming(specs, route.peer, route.channel)))
             return
-        tensors, work = self._relayed.receive(route.link, specs)
-        self.receipts[route.key] = Receipt.of(tensors, specs, work)
+        tensors, work = self._relays.receive(route.link, specs)
+        self.receipts[route.key] = Arrival(tensors, specs, work)
         what, stage, micro = route.key
         if what == ACT and self.is_training:
-            self._owed_gradients[self.plan.next_of[stage], micro] = gradient_specs(specs)
+            self._owed_gradients[self.plan.stage_after(stage), micro] = gradient_specs(specs)
 
     # ---------------------------------------------------------------- specs
 
@@ -312,7 +318,7 @@ class ExecutorMailbox(Mailbox):
                 self.works += self._channels.send_header(specs, peer, self._header_of[stage].chain_idx)
             known = self._known_specs[stage, kind] = self._announced(route, {self._me: specs})
             return known
-        held = known if route.link is None else self._relayed.held(route.link, known)
+        held = known if route.link is None else self._relays.held(route.link, known)
         if held != specs:
             raise ValueError(
                 f"stage {stage} made {specs} of micro-batch {micro}, but {held} of "
@@ -329,11 +335,11 @@ class ExecutorMailbox(Mailbox):
             chain_idx = self._header_of[stage].chain_idx
             specs_by_rank[speaker] = self._channels.receive_output_header(speaker, chain_idx)
         if route.link is not None:
-            return self._relayed.whole(route.link, stage, specs_by_rank)
+            return self._relays.whole(route.link, stage, specs_by_rank)
         (specs,) = specs_by_rank.values()
         return specs
 
-    def _learned(self, route: _Route) -> Specs:
+    def _learned(self, route: _Route) -> FullSpecs:
         """The specs of a message to receive; waits for their announcement if there must be one."""
         _, stage, micro = route.key
         kind = self._kind(stage, micro)
@@ -342,10 +348,10 @@ class ExecutorMailbox(Mailbox):
             specs = self._known_specs[stage, kind] = self._announced(route, {})
         return self._noted(stage, micro, specs)
 
-    def _specs_if_known(self, route: _Route) -> Specs | None:
+    def _specs_if_known(self, route: _Route) -> FullSpecs | None:
         what, stage, micro = route.key
         if what == GRAD:  # known since the forward on this rank
-            return self._awaited_gradients.pop((self.plan.prev_of[stage], micro), None)
+            return self._awaited_gradients.pop((self.plan.stage_before(stage), micro), None)
         kinds = self._header_of[stage].kinds
         if kinds is None or self._dynamic_shapes:
             return None

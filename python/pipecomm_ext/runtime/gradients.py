@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,9 @@ from ..communicator import Communicator, Recv, Send
 from ..errors import PipeCommMismatch
 from ..schedules.plan import Plan
 from .data_parallel import loaded, modules_of
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 CHANNEL = 1  # of gradients
 _WRAPPERS = {"module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
@@ -62,7 +65,7 @@ class StepGradients:
         weights: list[Held] = []
         for group in plan.replicas:
             mine = [trained[stage] for stage in group if stage in trained]
-            owners = {plan.owner[stage]: [] for stage in group}
+            owners: Held = {plan.owner[stage]: [] for stage in group}
             weights += [{**owners, self._rank: list(copies)} for copies in zip(*mine, strict=True)]
         self._sum([held for held in weights if not any(copy in self._shared for copy in held[self._rank])])
         self._has_summed_replicas = True
@@ -178,7 +181,8 @@ class StepGradients:
     def _copies(self) -> set[nn.Parameter]:
         """Those of my stages whose first replica is another stage."""
         further = {stage for group in self._plan.replicas for stage in group[1:]}
-        first, others = [], []
+        first: list[Any] = []
+        others: list[Any] = []
         for stage, function in self._stages.items():
             (others if stage in further else first).append(function)
         return {*_parameters_of(modules_of(others))} - {*_parameters_of(modules_of(first))}
@@ -263,7 +267,7 @@ def _parameters_of(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
     return list(dict.fromkeys(part for module in modules for part in module.parameters(recurse=False)))
 
 
-def _is_dtensor(tensor: torch.Tensor | None) -> bool:
+def _is_dtensor(tensor: torch.Tensor | None) -> TypeGuard[DTensor]:
     return isinstance(tensor, loaded("torch.distributed.tensor", "DTensor"))
 
 
@@ -278,7 +282,7 @@ def _sharding(parameter: nn.Parameter) -> tuple[dist.ProcessGroup, ...]:
 def _local_gradient_or_none(parameter: nn.Parameter) -> torch.Tensor | None:
     """Shares its memory with the gradient."""
     gradient = parameter.grad
-    if not _is_dtensor(gradient):
+    if not (_is_dtensor(gradient) and _is_dtensor(parameter)):
         return gradient
     if gradient.placements != parameter.placements:  # sums that torch has left pending
         gradient = parameter.grad = gradient.redistribute(parameter.device_mesh, parameter.placements)
@@ -289,7 +293,9 @@ def _local_gradient(parameter: nn.Parameter) -> torch.Tensor:
     """Zeros of its own if there is none."""
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
-    return _local_gradient_or_none(parameter)
+    gradient = _local_gradient_or_none(parameter)
+    assert gradient is not None
+    return gradient
 
 
 def _set_local_gradient(parameter: nn.Parameter, gradient: torch.Tensor) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from ..communicator import Work
 from ..schedules.actions import ACT, GRAD
 from ..schedules.plan import Plan
-from .border_channels import Receipt
+from .border_channels import Arrival, Receipt
 
 Key = tuple[str, int, int]  # what, producing stage, micro-batch
 
@@ -27,20 +27,21 @@ class Mailbox(abc.ABC):
 
     def forget_step(self) -> None:
         self.outbox: dict[Key, Any] = {}
-        self.receipts: dict[Key, Receipt] = {}
+        self.receipts: dict[Key, Arrival | Receipt] = {}
         self.works: list[Work] = []  # of the sends
 
     @abc.abstractmethod
     def post(self, group: Any) -> None:
         """Starts the sends and receives of a group of the program."""
 
-    def take_inputs(self, stage: int, micro: int) -> list:
-        """Waits for the outputs of the stage before: leaves, which require grad if differentiable."""
-        return self.receipts.pop((ACT, self.plan.prev_of[stage], micro)).wait()
+    def take_inputs(self, stage: int, micro: int) -> Any:
+        """Waits for the outputs of the stage before: leaves, which require grad if differentiable. A subclass
+        may return them as the call of the stage."""
+        return self.receipts.pop((ACT, self.plan.stage_before(stage), micro)).wait()
 
     def take_gradients(self, stage: int, micro: int) -> list:
         """Waits for the gradients of a stage's outputs."""
-        return self.receipts.pop((GRAD, self.plan.next_of[stage], micro)).wait()
+        return self.receipts.pop((GRAD, self.plan.stage_after(stage), micro)).wait()
 
     def is_wanted(self, what: str) -> bool:
         return self.is_training or what == ACT

@@ -55,7 +55,7 @@ class PlanLoop:
         self._mailbox.finish_step()
 
     def _run_slot(self, item: Compute, position: int, is_training: bool) -> None:
-        actions = actions_in(item)
+        actions: Sequence[Action] = actions_in(item)
         if not is_training:
             actions = [action for action in actions if action.kind == "F"]
         if actions:

@@ -46,6 +46,7 @@ class Recorder:
         if not self._is_cuda or not self._marks:
             return torch.tensor(self._marks, dtype=torch.float64).view(-1, 2)
         self._marks[-1][1].synchronize()
+        assert self._origin is not None
         event, origin_s = self._origin
         rows = [[origin_s + event.elapsed_time(mark) / 1e3 for mark in marks] for marks in self._marks]
         return torch.tensor(rows, dtype=torch.float64)

@@ -17,6 +17,7 @@ from ..parallel_state import PipelineTopology
 from ..parallel_state.pipeline import NUM_RELAY_CHANNELS
 from ..relay import StageRelay
 from ..relay.link import BACKWARD, FORWARD, Link
+from ..relay.stage_relay import GradReduce
 from ..schedules.actions import ACT, GRAD
 from ..schedules.plan import Plan
 from .border import BorderSpec, OutputSpecs
@@ -119,7 +120,7 @@ class RelayedBorders:
 
 
 def make_relay(
-    communicator: Communicator, topology: PipelineTopology, layout: Any, grad_reduce: str
+    communicator: Communicator, topology: PipelineTopology, layout: Any, grad_reduce: GradReduce
 ) -> StageRelay:
     """The relay of an executor. Raises ValueError and TypeError for wrong arguments."""
     if communicator.channels < NUM_RELAY_CHANNELS:

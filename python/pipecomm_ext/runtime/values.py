@@ -10,9 +10,9 @@ from __future__ import annotations
 import copy
 import inspect
 import json
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -156,8 +156,8 @@ def _filled(template: Any, tensors: Iterator[torch.Tensor]) -> Any:
     return next(tensors)
 
 
-def signature(value: Any) -> Hashable:
-    """Everything about inputs that the shapes of a stage's outputs may depend on."""
+def signature(value: Any) -> object:
+    """Everything about inputs that the shapes of a stage's outputs may depend on, as a key."""
     if isinstance(value, torch.Tensor):
         return value.shape, value.dtype, value.requires_grad
     if isinstance(value, (tuple, list)):
@@ -175,7 +175,7 @@ def detached(value: Any) -> Any:
         parts = map(detached, value)
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     if isinstance(value, Mapping):
-        result = copy.copy(value)
+        result = cast(MutableMapping[Any, Any], copy.copy(value))
         for key, part in value.items():
             result[key] = detached(part)
         return result

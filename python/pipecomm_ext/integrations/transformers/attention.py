@@ -153,7 +153,12 @@ class _SplitAttention:
                 _check_ring(state, attention_mask.tensor)
             elif attention_mask is None:
                 raise ValueError(NO_MASK)
-        options = {"chunks": self.chunks, "gather_size": attention_mask.length, "heads_dim": 1, "seq_dim": 2}
+        options: dict[str, Any] = {
+            "chunks": self.chunks,
+            "gather_size": attention_mask.length,
+            "heads_dim": 1,
+            "seq_dim": 2,
+        }
         options |= {"is_causal": attention_mask.is_causal, "dropout_p": dropout, "scale": scaling}
         if state.is_ring_enable():
             result = attention_with_cp(query, key, value, parallel_state=state, **options)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -10,6 +10,9 @@ from transformers import DynamicCache, PreTrainedModel
 
 from .batch import split_batch
 from .pieces import gather, state_of
+
+if TYPE_CHECKING:
+    from transformers.cache_utils import DynamicLayer
 
 
 def generate(
@@ -37,9 +40,12 @@ def generate(
     """
     cache = _prefilled(model, input_ids, attention_mask, process_group)
     split = model.config._attn_implementation
+    assert split is not None
     model.set_attn_implementation("sdpa")
     try:
-        return model.generate(input_ids, attention_mask=attention_mask, past_key_values=cache, **options)
+        return cast(Any, model).generate(
+            input_ids, attention_mask=attention_mask, past_key_values=cache, **options
+        )
     finally:
         model.set_attn_implementation(split)
 
@@ -55,6 +61,8 @@ def _prefilled(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor
     model.base_model(**piece, past_key_values=cache, use_cache=True)
     length, state = input_ids.size(1) - 1, state_of(group)
     whole = DynamicCache()
-    for idx, layer in enumerate(cache.layers):
-        whole.update(*(gather(tensor, 2, length, state) for tensor in (layer.keys, layer.values)), idx)
+    for idx, layer in enumerate(cast("list[DynamicLayer]", cache.layers)):
+        assert layer.keys is not None and layer.values is not None
+        keys, values = (gather(tensor, 2, length, state) for tensor in (layer.keys, layer.values))
+        whole.update(keys, values, idx)
     return whole
