@@ -102,12 +102,14 @@ demo: $(BUILT) ## train a small transformer on real text over 4 pipeline ranks, 
 bench: $(BUILT) ## benchmarks (ARGS='batch --ranks 4' to choose)
 	$(PY) bench/run.py $(or $(ARGS),p2p --ranks 2)
 
-lint: $(READY) ## ruff and clang-format, nothing is changed
+lint: $(READY) ## ruff, clang-format, pyright and mypy; nothing is changed
 	$(TOOLS) ruff check $(PYTHON_DIRS)
 	$(TOOLS) ruff format --check $(PYTHON_DIRS) README.md
 	$(TOOLS) clang-format --dry-run -Werror $(CXX_FILES)
+	$(TOOLS) pyright
+	$(TOOLS) mypy
 
-format: $(READY) ## the same, in place
+format: $(READY) ## what ruff and clang-format can mend, in place
 	$(TOOLS) ruff check --fix $(PYTHON_DIRS)
 	$(TOOLS) ruff format $(PYTHON_DIRS) README.md
 	$(TOOLS) clang-format -i $(CXX_FILES)
@@ -139,7 +141,7 @@ docs: .venv-docs/.ready ## the documentation site, in out/site; no torch is need
 
 clean: ## remove what was built
 	rm -rf build dist out/site python/*.egg-info python/pipecomm_ext/_C.*.so python/pipecomm_ext/_build_info.py \
-	  .pytest_cache .ruff_cache .hypothesis
+	  .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find python tests bench examples -name __pycache__ -prune -exec rm -rf {} +
 
 distclean: clean ## remove the environments too
