@@ -36,14 +36,14 @@ PY := $(PY_ENV) $(PY_EXE)
 PARALLEL = $(shell $(PY) -c 'import xdist' 2>/dev/null && echo --numprocesses auto --maxprocesses 4 --dist worksteal)
 # The module lies in python/pipecomm_ext/ whatever torch it is for: only the last environment that built it has a stamp.
 BUILD_INPUTS := CMakeLists.txt setup.py pyproject.toml $(shell find cmake csrc)
-PYTHON_DIRS := $(wildcard python tests bench examples cmake docs setup.py)
+PYTHON_DIRS := $(wildcard python tests bench examples cmake docs release setup.py)
 CXX_FILES = $(shell find csrc tests/cpp bench/cpp \( -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu' \) 2>/dev/null)
 
 MAKEFLAGS += --no-builtin-rules
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help setup test smoke clients client-tests python312 faults soak demo bench lint format sanitize compile-check \
-  gpu-check stubs docs clean distclean
+  gpu-check stubs docs wheels clean distclean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -138,6 +138,9 @@ docs: .venv-docs/.ready ## the documentation site, in out/site; no torch is need
 	$(PYTHON) -m venv .venv-docs
 	.venv-docs/bin/python -m pip install --disable-pip-version-check -q -r $<
 	@touch $@
+
+wheels: ## binary wheels for every installed Python and torch 2.11 and 2.13, checked, in dist (ARGS='--list' to look)
+	$(PYTHON) release/build_wheels.py $(ARGS)
 
 clean: ## remove what was built
 	rm -rf build dist out/site python/*.egg-info python/pipecomm_ext/_C.*.so python/pipecomm_ext/_build_info.py \

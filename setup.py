@@ -1,7 +1,7 @@
 """Builds pipecomm_ext._C with CMake; all metadata stands in pyproject.toml.
 
-Environment: PIPECOMM_CUDA (AUTO, ON, OFF), PIPECOMM_FAULTS (ON, OFF), PIPECOMM_NCCL_INCLUDE, MAX_JOBS,
-TORCH_CUDA_ARCH_LIST, CMAKE_BUILD_TYPE, CC, CXX, CUDACXX, CUDA_HOME.
+Environment: PIPECOMM_CUDA (AUTO, ON, OFF), PIPECOMM_FAULTS (ON, OFF), PIPECOMM_LINEINFO (ON, OFF),
+PIPECOMM_NCCL_INCLUDE, MAX_JOBS, TORCH_CUDA_ARCH_LIST, CMAKE_BUILD_TYPE, CC, CXX, CUDACXX, CUDA_HOME.
 """
 
 import os
@@ -90,6 +90,7 @@ class CMakeBuild(build_ext):
             "Python_EXECUTABLE": sys.executable,
             "PIPECOMM_CUDA": os.environ.get("PIPECOMM_CUDA", "AUTO"),
             "PIPECOMM_FAULTS": os.environ.get("PIPECOMM_FAULTS", "OFF"),
+            "PIPECOMM_LINEINFO": os.environ.get("PIPECOMM_LINEINFO", "ON"),
             "PIPECOMM_NCCL_INCLUDE": os.environ.get("PIPECOMM_NCCL_INCLUDE", ""),
         }
         steps = [

@@ -105,7 +105,13 @@ declare(
 )
 
 # Read by setup.py and CMake.
-BUILD_VARIABLES = ("PIPECOMM_CUDA", "PIPECOMM_FAULTS", "PIPECOMM_NCCL_INCLUDE", "PIPECOMM_NVCC")
+BUILD_VARIABLES = (
+    "PIPECOMM_CUDA",
+    "PIPECOMM_FAULTS",
+    "PIPECOMM_LINEINFO",
+    "PIPECOMM_NCCL_INCLUDE",
+    "PIPECOMM_NVCC",
+)
 # Read by the test suite and the soak runs.
 TEST_PREFIX = "PIPECOMM_TEST_"
 
