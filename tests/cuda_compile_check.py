@@ -42,11 +42,11 @@ class Budget(NamedTuple):
 BUDGETS = {
     "copy": {
         "AlignedTile": (3, Budget(40, 250, 6)),
-        "AnyTile": (3, Budget(56, 1100, 4)),
-        "7Float16": (3, Budget(56, 2400, 4)),
-        "8BFloat16": (3, Budget(56, 2400, 4)),
+        "AnyTile": (3, Budget(64, 1100, 4)),
+        "7Float16": (3, Budget(64, 2400, 4)),
+        "8BFloat16": (3, Budget(64, 2400, 4)),
         "7Float32": (3, Budget(48, 1800, 5)),
-        "7Float64": (3, Budget(56, 1800, 4)),
+        "7Float64": (3, Budget(64, 1800, 4)),
     },
     "mean": {
         "7Float16": (1, Budget(40, 1100, 6)),

@@ -53,6 +53,8 @@ def poison(shape: int | tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 def bytes_of(tensor: torch.Tensor) -> bytes:
     """The elements' bytes in row-major order."""
+    if tensor.numel() == 0:
+        return b""  # torch calls any strides of it contiguous, and views it only with some
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().tobytes()
 

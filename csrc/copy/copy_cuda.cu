@@ -18,19 +18,22 @@ constexpr int kManyTasks = 196;
 constexpr int kManyTasks = kSomeTasks;
 #endif
 
+// The tasks of a group take turns: the boxes of one tensor lie between each other in memory, and blocks
+// that run side by side should read and write the same pages of it.
 template <int kCapacity>
 struct TaskBatch {
-  int32_t num_tasks = 0;
-  uint32_t end_tile[kCapacity];  // tiles of the launch up to the end of each task
+  int32_t num_groups = 0;
+  uint32_t first_tile[kCapacity + 1];  // of each group, and the end of the last one
+  uint8_t first_task[kCapacity + 1];   // likewise
   VectorTask tasks[kCapacity];
+  static_assert(kCapacity <= UINT8_MAX);
 
-  // The task of a tile, which is not before `begin`.
-  __device__ __forceinline__ int task_of(uint32_t tile, int begin) const {
-    int end = num_tasks - 1;
-    while (begin < end) {
+  __device__ __forceinline__ int group_of(uint32_t tile) const {
+    int begin = 0, end = num_groups;
+    while (end - begin > 1) {
       const int middle = (begin + end) / 2;
-      if (end_tile[middle] <= tile) {
-        begin = middle + 1;
+      if (first_tile[middle] <= tile) {
+        begin = middle;
       } else {
         end = middle;
       }
@@ -48,9 +51,14 @@ struct AlignedTile {
 
 struct AnyTile {
   __device__ __forceinline__ void operator()(const VectorTask& task, uint32_t tile) const {
-    if (task.in_pieces) return move_pieces(task, tile, *this);
-    const TileVectors vectors(task, tile);
-    switch (task.vector_bytes) {
+    if (task.in_pieces)
+      move_pieces(task, tile, *this);
+    else
+      move_turns(task, tile, *this);
+  }
+
+  __device__ __forceinline__ void operator()(const TileVectors& vectors) const {
+    switch (vectors.task.vector_bytes) {
       case 16:
         return vectors.move<16>(Identity{});
       case 8:
@@ -89,9 +97,14 @@ struct ScaledTile {
   explicit ScaledTile(const Scale& scale) : op{Scaling<typename Format::Compute>(scale)} {}
 
   __device__ __forceinline__ void operator()(const VectorTask& task, uint32_t tile) const {
-    if (task.in_pieces) return move_pieces(task, tile, *this);
-    const TileVectors vectors(task, tile);
-    if (task.vector_bytes == 16) {
+    if (task.in_pieces)
+      move_pieces(task, tile, *this);
+    else
+      move_turns(task, tile, *this);
+  }
+
+  __device__ __forceinline__ void operator()(const TileVectors& vectors) const {
+    if (vectors.task.vector_bytes == 16) {
       vectors.template move<16>(op);
     } else {
       vectors.template move<kElementBytes>(op);
@@ -108,11 +121,14 @@ struct ScaledTile {
 template <int kCapacity, typename Tile>
 __global__ void __launch_bounds__(kMaxThreads)
     copy_kernel(const __grid_constant__ TaskBatch<kCapacity> batch, const Tile move) {
-  const uint32_t num_tiles = batch.end_tile[batch.num_tasks - 1];
-  int task = 0;  // a block's tiles only grow
+  const uint32_t num_tiles = batch.first_tile[batch.num_groups];
   for (uint32_t tile = blockIdx.x; tile < num_tiles; tile += gridDim.x) {
-    if (tile >= batch.end_tile[task]) task = batch.task_of(tile, task + 1);
-    move(batch.tasks[task], task == 0 ? tile : tile - batch.end_tile[task - 1]);
+    const int group = batch.group_of(tile);
+    const uint32_t tile_of_group = tile - batch.first_tile[group];
+    const uint32_t first = batch.first_task[group];
+    const uint32_t num_tasks = batch.first_task[group + 1] - first;
+    const uint32_t tile_of_task = tile_of_group / num_tasks;
+    move(batch.tasks[first + tile_of_group - tile_of_task * num_tasks], tile_of_task);
   }
 }
 
@@ -125,23 +141,41 @@ struct TaskRange {
   size_t begin, end;
 };
 
-int64_t num_tiles_of(int64_t num_vectors, const CudaLaunch& launch) {
-  const int64_t tile_vectors = int64_t{kVectorsPerThread} * threads_of(launch);
-  return (num_vectors + tile_vectors - 1) / tile_vectors;
+// Where tasks differ in length, the tiles that the shorter ones lack are blocks without work. They may
+// be a quarter of a group.
+bool may_take_turns(int64_t num_tasks, int64_t longest, int64_t num_tiles) {
+  return 4 * num_tasks * longest <= 5 * num_tiles;
 }
 
 // Launches the first tasks of the range: as many as the capacity takes, with fewer than 2^31 tiles.
 template <int kCapacity, typename Tile>
 cudaError_t launch_batch(TaskRange& range, const Tile& tile, const CudaLaunch& launch) {
   TaskBatch<kCapacity> batch;
-  int64_t num_tiles = 0;
-  for (; range.begin < range.end && batch.num_tasks < kCapacity; ++range.begin) {
-    const int64_t more_tiles = num_tiles_of(range.tasks.num_vectors(range.begin), launch);
+  int num_tasks = 0;
+  int64_t num_tiles = 0;  // of the launch
+  while (range.begin < range.end && num_tasks < kCapacity) {
+    const size_t first = range.begin;
+    int64_t longest = 0, sum = 0;  // tiles of the group
+    size_t end = first;
+    for (; end < range.end && num_tasks + int(end - first) < kCapacity; ++end) {
+      const int64_t more = range.tasks.num_tiles(end, threads_of(launch));
+      const bool joins = end == first || (range.tasks.lie_together(first, end) &&
+                                          may_take_turns(int64_t(end - first) + 1,
+                                                         std::max(longest, more), sum + more));
+      if (!joins) break;
+      longest = std::max(longest, more);
+      sum += more;
+    }
+    const int64_t more_tiles = longest * int64_t(end - first);
     if (num_tiles + more_tiles >= int64_t{1} << 31) break;
+    batch.first_tile[batch.num_groups] = static_cast<uint32_t>(num_tiles);
+    batch.first_task[batch.num_groups++] = static_cast<uint8_t>(num_tasks);
     num_tiles += more_tiles;
-    batch.tasks[batch.num_tasks] = range.tasks.at(range.begin, range.buffers);
-    batch.end_tile[batch.num_tasks++] = static_cast<uint32_t>(num_tiles);
+    for (; range.begin < end; ++range.begin)
+      batch.tasks[num_tasks++] = range.tasks.at(range.begin, range.buffers);
   }
+  batch.first_tile[batch.num_groups] = static_cast<uint32_t>(num_tiles);
+  batch.first_task[batch.num_groups] = static_cast<uint8_t>(num_tasks);
   return launch_blocks<copy_kernel<kCapacity, Tile>>(num_tiles, launch, batch, tile);
 }
 

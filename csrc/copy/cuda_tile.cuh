@@ -8,8 +8,6 @@
 
 namespace pipecomm {
 
-inline constexpr int kVectorsPerThread = 4;  // independent loads in flight
-
 // Some vectors of a task, a block's width apart. Those beyond its end do not exist; the first vector
 // of the task is read in their place. (What is never written would have registers of its own.)
 template <int kCount>
@@ -43,13 +41,23 @@ struct TileVectors : ThreadVectors<kVectorsPerThread> {
     Vector vectors[kVectorsPerThread];
 #pragma unroll
     for (int i = 0; i < kVectorsPerThread; ++i)
-      vectors[i] = load_once<Vector>(task.src + places[i].src_bytes);
+      vectors[i] = load_vector<Vector>(task.src + places[i].src_bytes);
 #pragma unroll
     for (int i = 0; i < kVectorsPerThread; ++i) {
       if (exists[i]) *reinterpret_cast<Vector*>(task.dst + places[i].dst_bytes) = op(vectors[i]);
     }
   }
 };
+
+// Gives `move` the vectors of a tile, in a turn for each vector that 16 bytes hold.
+template <typename Move>
+__device__ __forceinline__ void move_turns(const VectorTask& task, uint32_t tile,
+                                           const Move& move) {
+  const uint32_t num_turns = 16 / task.vector_bytes;
+#pragma unroll 1
+  for (uint32_t turn = 0; turn < num_turns; ++turn)
+    move(TileVectors(task, tile * num_turns + turn));
+}
 
 // The part of a run that shares 16 aligned bytes of the destination.
 struct Piece {
@@ -84,7 +92,7 @@ struct Piece {
 #pragma unroll
     for (int i = 0; i < kUnits; ++i) {
       if (i * kUnitBytes >= begin && i * kUnitBytes < end)
-        units[i] = load_once<Unit>(src + i * kUnitBytes);
+        units[i] = load_vector<Unit>(src + i * kUnitBytes);
     }
 #pragma unroll
     for (int i = 0; i < kUnits; ++i) {

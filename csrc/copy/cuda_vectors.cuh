@@ -30,13 +30,11 @@ struct VectorOf<1> {
   using Type = uint8_t;
 };
 
-// Sources are read once. Whole vectors are marked so (ld.cs); narrow ones leave the rest of what
-// was fetched to their neighbours.
+// With no hint about caching: neighbours of what is fetched belong to other boxes, whose blocks run at
+// the same time (ld.cs cost a tenth of the speed of short runs on an H100).
 template <typename Vector>
-__device__ __forceinline__ Vector load_once(const void* address) {
-  const auto* vector = static_cast<const Vector*>(address);
-  if constexpr (sizeof(Vector) == 16) return __ldcs(vector);
-  return *vector;
+__device__ __forceinline__ Vector load_vector(const void* address) {
+  return *static_cast<const Vector*>(address);
 }
 
 // The aligned 16 bytes that `address` lies in, and the next ones. Neighbours read them as well.

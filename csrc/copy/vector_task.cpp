@@ -31,6 +31,12 @@ int64_t run_vectors_of(const VectorTask& task, int64_t run_bytes) {
                         : run_bytes / task.vector_bytes;
 }
 
+// The tensor that a task boxes: the input, or for what comes from staging the output.
+std::pair<bool, int> tensor_of(const CopyTask& task) {
+  const bool is_input = task.src_tensor_idx >= 0;
+  return {is_input, is_input ? task.src_tensor_idx : task.dst_tensor_idx};
+}
+
 // Halves the copy along its outermost loop, or else along its run.
 std::pair<CopyTask, CopyTask> halves(const CopyTask& whole, int64_t granule) {
   CopyTask first = whole, second = whole;
@@ -93,8 +99,22 @@ ResolvedTasks::ResolvedTasks(std::span<const CopyTask> tasks, const CopyBuffers&
     append(from, task, max_vectors);
   }
   std::stable_sort(tasks_.begin(), tasks_.end(), [](const Resolved& a, const Resolved& b) {
-    return a.from.arithmetic < b.from.arithmetic;
+    return std::pair(a.from.arithmetic, tensor_of(a.from)) <
+           std::pair(b.from.arithmetic, tensor_of(b.from));
   });
+}
+
+int64_t ResolvedTasks::num_tiles(size_t idx, int num_threads) const {
+  const VectorTask& task = tasks_[idx].task;
+  const int turns = task.in_pieces ? 1 : kVectorBytes / task.vector_bytes;
+  const int64_t tile_vectors = int64_t{kVectorsPerThread} * num_threads * turns;
+  return (task.num_vectors + tile_vectors - 1) / tile_vectors;
+}
+
+bool ResolvedTasks::lie_together(size_t a, size_t b) const {
+  const auto is_strided = [](const CopyTask& task) { return task.copy.num_runs() > 1; };
+  const CopyTask &first = tasks_[a].from, &second = tasks_[b].from;
+  return is_strided(first) && is_strided(second) && tensor_of(first) == tensor_of(second);
 }
 
 void ResolvedTasks::append(const CopyTask& from, VectorTask task, int64_t max_vectors) {

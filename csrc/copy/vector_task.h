@@ -91,13 +91,14 @@ struct VectorTask {
   }
 };
 
+inline constexpr int kVectorsPerThread = 4;  // independent loads in flight
 inline constexpr int64_t kMinRunInPieces = 128;
 
 // The largest of 16, 8, 4, 2, 1 bytes that addresses, strides and run are multiples of. Scaled tasks
 // have 16 or those of an element.
 int vector_bytes_of(const CopyTask& task, const void* src, const void* dst);
 
-// The vector tasks of copy tasks, ordered by arithmetic. Apart from their addresses they depend on
+// The vector tasks of copy tasks, ordered by arithmetic and by the tensor that they box. Apart from their addresses they depend on
 // the buffers by alignment alone, so they are made once for most callers.
 class ResolvedTasks {
  public:
@@ -110,6 +111,10 @@ class ResolvedTasks {
 
   size_t size() const { return tasks_.size(); }
   int64_t num_vectors(size_t idx) const { return tasks_[idx].task.num_vectors; }
+  // Each of as many bytes as so many threads move in vectors of 16, kVectorsPerThread each.
+  int64_t num_tiles(size_t idx, int num_threads) const;
+  // Whether two tasks have their runs between each other's, as boxes of one tensor.
+  bool lie_together(size_t a, size_t b) const;
   Arithmetic arithmetic(size_t idx) const { return tasks_[idx].from.arithmetic; }
   // Whether tasks [begin, end) have 16-byte vectors only.
   bool are_aligned(size_t begin, size_t end) const;

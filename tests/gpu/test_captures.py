@@ -182,10 +182,13 @@ def test_another_thread_asks_for_a_message_during_a_capture(world):
         while not has_ended.is_set():
             answers.append(pending.is_completed())
 
-    thread = threading.Thread(target=ask)
+    thread, graph = threading.Thread(target=ask), torch.cuda.CUDAGraph()
     thread.start()
     try:
-        graph = captured(step)
+        with torch.cuda.stream(torch.cuda.Stream()):  # torch.cuda.graph() would wait for the message
+            graph.capture_begin()
+            step()
+            graph.capture_end()
     finally:
         has_ended.set()
         thread.join()

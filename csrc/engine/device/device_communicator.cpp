@@ -1,6 +1,7 @@
 #include "engine/device/device_communicator.h"
 
 #include <algorithm>
+#include <future>
 
 #include "engine/whole_copies.h"
 #include "message/start_thread.h"
@@ -12,6 +13,7 @@ namespace {
 // Later ones, of lengths that vary from step to step, are compared behind the transfer, since a wait
 // would hold up the host until the slowest one is there.
 constexpr int kNumAwaited = 8;
+constexpr auto kConnectPoll = std::chrono::milliseconds(1);
 
 }  // namespace
 
@@ -58,14 +60,23 @@ void DeviceCommunicator::connect(std::span<const NcclUniqueId> nccl_ids,
   std::vector<NcclLane> lanes;
   for (size_t idx = 0; idx < nccl_ids.size(); ++idx)
     lanes.push_back({nccl_ids[idx], reach_of(int(idx), options_.num_channels), lanes_[idx].stream});
+  // NCCL waits for ranks that may never come, so it does on a thread that can be left behind.
+  std::packaged_task<void()> task(
+      [runtime = runtime_, nccl = nccl_, lanes = std::move(lanes), config = options_.nccl] {
+        runtime->adopt_thread();
+        nccl->connect(lanes, config);
+      });
+  std::future<void> connected = task.get_future();
   try {
-    nccl_->connect(lanes, options_.nccl, [&] {
+    start_thread(std::move(task), rank()).detach();
+    while (connected.wait_for(kConnectPoll) != std::future_status::ready) {
       if (control_->failure()) throw_failure();
       interrupted();
       if (options_.timeout && Clock::now() - begin > *options_.timeout)
         throw NcclError(NcclResult::in_progress,
                         "not all ranks are connected after " + seconds_text(Clock::now() - begin));
-    });
+    }
+    connected.get();
   } catch (const std::exception& error) {
     const bool is_late = options_.timeout && Clock::now() - begin > *options_.timeout;
     control_->fail({.kind = is_late ? FailureKind::timeout : FailureKind::error,

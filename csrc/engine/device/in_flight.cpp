@@ -9,6 +9,9 @@ namespace pipecomm {
 namespace {
 
 constexpr auto kTick = std::chrono::milliseconds(10);
+// For so many ticks the thread looks in vain before it sleeps until it is woken, since that costs
+// the caller more than all the rest of a small operation.
+constexpr int kMaxIdleTicks = 100;
 // After a deadline, how long the device has to answer whether the operation is done.
 constexpr auto kAnswerLimit = std::chrono::milliseconds(500);
 constexpr auto kStopLimit = std::chrono::seconds(1);
@@ -40,14 +43,20 @@ void InFlight::stop() {
 void InFlight::look() {
   runtime_->adopt_thread();
   std::unique_lock lock(mutex_);
-  while (true) {
-    changed_.wait(lock, [this] { return stopping_ || !operations_.empty(); });
-    if (stopping_) return;
-    lock.unlock();
-    const Clock::time_point begin = Clock::now();
-    sweep_first(std::numeric_limits<size_t>::max());
-    lock.lock();
-    looked_at_ = begin;
+  for (int num_idle_ticks = 0; !stopping_;) {
+    if (operations_.empty() && ++num_idle_ticks > kMaxIdleTicks) {
+      is_asleep_ = true;
+      changed_.wait(lock, [this] { return stopping_ || !operations_.empty(); });
+      is_asleep_ = false;
+    }
+    if (!operations_.empty()) {
+      num_idle_ticks = 0;
+      lock.unlock();
+      const Clock::time_point begin = Clock::now();
+      sweep_first(std::numeric_limits<size_t>::max());
+      lock.lock();
+      looked_at_ = begin;
+    }
     changed_.wait_for(lock, kTick, [this] { return stopping_; });
   }
 }
@@ -56,7 +65,7 @@ void InFlight::add(const DeviceOperationPtr& operation) {
   {
     std::lock_guard lock(mutex_);
     operations_.push_back(operation);
-    if (operations_.size() > 1) return;
+    if (!is_asleep_) return;
   }
   changed_.notify_all();
 }

@@ -60,6 +60,7 @@ class InFlight : public std::enable_shared_from_this<InFlight> {
   std::deque<DeviceOperationPtr> operations_;
   std::condition_variable changed_;
   bool stopping_ = false;
+  bool is_asleep_ = false;         // the thread: add() has to wake it
   Clock::time_point looked_at_{};  // when the thread began to ask about all there were
   std::thread thread_;
   std::future<void> ended_;

@@ -56,7 +56,7 @@ struct NcclApi {
                      NcclStream stream);
   NcclResult (*broadcast)(const void* source, void* destination, size_t count, int dtype, int root,
                           NcclComm* comm, NcclStream stream);
-  // ncclCommInitRankConfig, non-blocking.
+  // ncclCommInitRankConfig, blocking unless NCCL_COMM_BLOCKING=0 is set.
   std::function<NcclResult(NcclComm** comm, int size, const NcclUniqueId& id, int rank,
                            const NcclConfig& config)>
       comm_init;

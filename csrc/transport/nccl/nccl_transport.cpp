@@ -102,9 +102,8 @@ bool NcclTransport::in_progress(const char* call, NcclComm* comm) const {
   return state == NcclResult::in_progress;
 }
 
-// Communicators are non-blocking: a call returns "in progress" and goes on in a thread of NCCL.
-// Nothing else may be called until it is done. (Blocking ones, now that every pair is connected,
-// might save the thread and cannot be aborted during a launch: to be measured on a GPU first.)
+// A call of a non-blocking communicator returns "in progress" and goes on in a thread of NCCL.
+// Nothing else may be called until it is done.
 void NcclTransport::settle(const char* call, NcclResult result, Comms comms,
                            const KeepWaiting& keep_waiting) const {
   require(call, result, comms.front());
@@ -123,9 +122,33 @@ void NcclTransport::check_alive() const {
   if (ended_) throw NcclError(NcclResult::invalid_usage, "the NCCL communicators are aborted");
 }
 
+void NcclTransport::connect(std::span<const NcclLane> lanes, const NcclConfig& config) {
+  {
+    std::lock_guard lock(connect_mutex_);
+    check_alive();
+    connecting_ = true;
+  }
+  std::unique_lock calls_lock(calls_);
+  std::exception_ptr error;
+  try {
+    init(lanes, config);
+    connect_pairs(lanes);
+  } catch (...) {
+    error = std::current_exception();
+  }
+  bool has_ended;
+  {
+    std::lock_guard lock(connect_mutex_);
+    connecting_ = false;
+    has_ended = ended_.exchange(ended_ || error);
+  }
+  if (has_ended || error) abort_all();
+  if (error) std::rethrow_exception(error);
+  check_alive();
+}
+
 // All communicators in one group: they find each other at the same time.
-void NcclTransport::init(std::span<const NcclLane> lanes, const NcclConfig& config,
-                         const KeepWaiting& keep_waiting) {
+void NcclTransport::init(std::span<const NcclLane> lanes, const NcclConfig& config) {
   comms_.resize(lanes.size());
   for (size_t lane_idx = 0; lane_idx < lanes.size(); ++lane_idx)
     configs_.push_back(config_of(config, lanes[lane_idx].reach, lane_idx));
@@ -134,15 +157,12 @@ void NcclTransport::init(std::span<const NcclLane> lanes, const NcclConfig& conf
     require("ncclCommInitRankConfig",
             api_.comm_init(&comms_[lane_idx], size_, lanes[lane_idx].id, rank_, configs_[lane_idx]),
             nullptr);
-  group.end(comms_, keep_waiting);
+  group.end(comms_, [] {});
 }
 
 // One byte in each direction of a lane, and a broadcast: NCCL connects a pair, and builds its rings
 // and trees, at their first use.
-void NcclTransport::connect(std::span<const NcclLane> lanes, const NcclConfig& config,
-                            const KeepWaiting& keep_waiting) {
-  std::lock_guard lock(calls_);
-  init(lanes, config, keep_waiting);
+void NcclTransport::connect_pairs(std::span<const NcclLane> lanes) {
   std::vector<std::shared_ptr<std::byte>> scratch;
   std::vector<LaneMessages> hello;
   for (size_t lane_idx = 0; lane_idx < lanes.size(); ++lane_idx) {
@@ -157,16 +177,16 @@ void NcclTransport::connect(std::span<const NcclLane> lanes, const NcclConfig& c
         messages.push_back({Direction::recv, peer, data + peer, 1});
     }
   }
-  enqueue(hello, keep_waiting);
+  enqueue(hello, [] {});
   for (size_t lane_idx = 0; lane_idx < lanes.size(); ++lane_idx)
     if (lanes[lane_idx].reach == Reach::all)
       enqueue_broadcast(int(lane_idx), scratch[lane_idx].get(), 1, 0, lanes[lane_idx].stream,
-                        keep_waiting);
+                        [] {});
   const Pause pause(api_);
   for (const NcclLane& lane : lanes) {
     const EventPtr connected = runtime_->record(lane.stream);
     while (!runtime_->is_done(connected)) {
-      keep_waiting();
+      check_alive();
       for (NcclComm* comm : comms_) in_progress("connecting", comm);
       pause();
     }
@@ -231,7 +251,10 @@ void NcclTransport::poll() {
 }
 
 void NcclTransport::abort() {
-  if (ended_.exchange(true)) return;
+  {
+    std::lock_guard lock(connect_mutex_);
+    if (ended_.exchange(true) || connecting_) return;
+  }
   const auto lock = lock_with_patience(calls_);
   abort_all();
 }

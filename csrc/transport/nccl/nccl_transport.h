@@ -50,7 +50,9 @@ struct LaneMessages {
 // NCCL's own choice would take tens of GB and all multiprocessors.
 inline constexpr int kLaneMaxCtas = 4;
 
-// Calls that enqueue work come from one thread at a time; poll() and abort() from any.
+// Calls that enqueue work come from one thread at a time; poll() and abort() from any. No later
+// call waits for other ranks, so the communicators are blocking; non-blocking ones (the user has set
+// NCCL_COMM_BLOCKING=0) are waited for.
 class NcclTransport {
  public:
   // Asked whenever a call has to wait for NCCL; ends the wait by throwing.
@@ -63,9 +65,9 @@ class NcclTransport {
   NcclTransport& operator=(const NcclTransport&) = delete;
 
   // Collective: one communicator per lane, and in each the connections that its messages need, so
-  // that no later call has to make one.
-  void connect(std::span<const NcclLane> lanes, const NcclConfig& config,
-               const KeepWaiting& keep_waiting);
+  // that no later call has to make one. Waits in NCCL until all ranks have come, even after abort():
+  // for a thread that can be left behind. Throws NcclError, after which all is freed.
+  void connect(std::span<const NcclLane> lanes, const NcclConfig& config);
 
   // These enqueue on streams. They throw NcclError, after which only abort() makes sense. All lanes
   // of a batch share the groups.
@@ -77,7 +79,8 @@ class NcclTransport {
   void poll();
 
   // Makes all kernels in flight leave and frees everything. May take long if another thread hangs
-  // in the CUDA driver, and does not return while a captured graph is alive. Idempotent.
+  // in the CUDA driver, and does not return while a captured graph is alive. Leaves the rest to
+  // connect() if that is under way. Idempotent.
   void abort();
 
   // For an orderly end, once nothing is in flight. Frees everything, but not before all captured
@@ -93,8 +96,8 @@ class NcclTransport {
   bool in_progress(const char* call, NcclComm* comm) const;
   void settle(const char* call, NcclResult result, Comms comms,
               const KeepWaiting& keep_waiting) const;
-  void init(std::span<const NcclLane> lanes, const NcclConfig& config,
-            const KeepWaiting& keep_waiting);
+  void init(std::span<const NcclLane> lanes, const NcclConfig& config);
+  void connect_pairs(std::span<const NcclLane> lanes);
   void enqueue(std::span<const LaneMessages> lanes, const KeepWaiting& keep_waiting);
   void enqueue_broadcast(int lane_idx, std::byte* data, int64_t num_bytes, int source,
                          StreamHandle stream, const KeepWaiting& keep_waiting);
@@ -110,6 +113,8 @@ class NcclTransport {
   std::vector<NcclComm*> comms_;     // null once freed
   std::vector<NcclConfig> configs_;  // NCCL keeps pointers to the names
   std::atomic<bool> ended_{false};   // abort() or finish() has been called
+  std::mutex connect_mutex_;
+  bool connecting_ = false;  // under connect_mutex_
 };
 
 }  // namespace pipecomm

@@ -38,10 +38,7 @@ struct alignas(8) uint2 {
 inline dim3 blockIdx, threadIdx, gridDim, blockDim;
 
 namespace shim {
-inline int num_sms = 1;
-inline int blocks_per_sm = 2;
 inline dim3 last_grid, last_block;
-inline int num_occupancy_queries = 0;
 inline int num_launches = 0;
 inline int num_preloaded = 0;
 inline int fail_launch = -1;  // number of the launch that fails
@@ -55,24 +52,9 @@ struct cudaLaunchConfig_t {
 };
 struct cudaFuncAttributes {};
 
-inline cudaError_t cudaGetDevice(int* device) {
-  *device = 0;
-  return cudaSuccess;
-}
-inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
-  *value = shim::num_sms;
-  return cudaSuccess;
-}
 template <typename Kernel>
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes*, Kernel*) {
   ++shim::num_preloaded;
-  return cudaSuccess;
-}
-
-template <typename Kernel>
-cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* num_blocks, Kernel*, int, size_t) {
-  ++shim::num_occupancy_queries;
-  *num_blocks = shim::blocks_per_sm;
   return cudaSuccess;
 }
 
@@ -98,11 +80,6 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
   return cudaSuccess;
 }
 
-// A misaligned access, which the device refuses, is what -fsanitize=undefined reports here.
-template <typename T>
-T __ldcs(const T* address) {
-  return *address;
-}
 inline uint32_t __funnelshift_r(uint32_t low, uint32_t high, uint32_t shift) {
   return static_cast<uint32_t>(((uint64_t{high} << 32) | low) >> (shift & 31));
 }
