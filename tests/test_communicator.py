@@ -65,6 +65,17 @@ def test_a_communicator_tells_what_it_is(world):
         False,
     )
     assert comm.transport in ("c10d", "shm") and comm.transport_reason
+    comm.connect()
+    comm.connect([world.size - 1, 0])
+    for peer in range(world.size):
+        way = ("self", "a message to oneself is a copy") if peer == world.rank else None
+        assert comm.route(peer) == (way or (comm.transport, comm.transport_reason))
+    for call in (comm.route, lambda peer: comm.connect([0, peer])):
+        for peer in (-1, world.size):
+            with pytest.raises(ValueError, match=f"peer must be 0 to {world.size - 1}, not {peer}"):
+                call(peer)
+        with pytest.raises(TypeError, match="peer must be an int, not str"):
+            call("1")
     comm.close()
     assert comm.closed
     comm.close()

@@ -64,6 +64,8 @@ def test_the_choice_for_cuda_tensors(monkeypatch, gpus, is_asked_for, transport,
     engines = {"nccl": object(), "c10d": object()}
     monkeypatch.setattr(nccl, "connect", lambda construction: engines["nccl"])
     monkeypatch.setattr(c10d, "connect", lambda construction: engines["c10d"])
+    free = iter([7 << 30, (7 << 30) - (160 << 20)])
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (next(free), 8 << 30))
     requested = "nccl" if is_asked_for else "auto"
     candidates = {"nccl": [{"problem": "", "gpu": gpu} for gpu in gpus]}
     if not is_asked_for:
@@ -81,7 +83,7 @@ def test_the_choice_for_cuda_tensors(monkeypatch, gpus, is_asked_for, transport,
         assert warning.category is RuntimeWarning
         assert "stages CUDA tensors" in str(warning.message) and "set_device" in str(warning.message)
     else:
-        assert not warned
+        assert not warned and why.endswith("; connecting took 160 MiB of cuda:0")
 
 
 @without_gpu

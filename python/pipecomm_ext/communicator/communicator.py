@@ -7,13 +7,14 @@ import datetime
 import functools
 import os
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, overload
 
 import torch
 import torch.distributed as dist
 
 from ..core import environment, flight
+from ..core.checked import whole_number
 from ..core.extension import _C
 from ..core.process_groups import own_group
 from ..core.tensor_specs import TensorSpec, specs_of
@@ -112,6 +113,30 @@ class Communicator:
     def __repr__(self) -> str:
         state = "closed" if self.closed else "failed" if self._c.failed else "open"
         return f"<Communicator rank {self.rank} of {self.size}, {self.device}, {self.transport}, {state}>"
+
+    # ---------------------------------------------------------------- routes
+
+    def connect(self, peers: Iterable[int] | None = None) -> None:
+        """Makes the routes to these peers (None: to all ranks), so that no first message has to.
+
+        The constructor has connected all pairs of ranks, so nothing is left to do but to check `peers`.
+
+        Raises:
+            TypeError, ValueError: a peer is not a rank of the group.
+        """
+        for peer in range(self.size) if peers is None else peers:
+            self._checked_peer(peer)
+
+    def route(self, peer: int) -> tuple[str, str]:
+        """Returns by what transport messages to and from `peer` travel, and why: what `transport` and
+        `transport_reason` say, or ("self", ...) for the rank itself, whose messages are copies.
+
+        Raises:
+            TypeError, ValueError: `peer` is not a rank of the group.
+        """
+        if self._checked_peer(peer) == self.rank:
+            return "self", "a message to oneself is a copy"
+        return self.transport, self.transport_reason
 
     # ---------------------------------------------------------------- point to point
 
@@ -391,6 +416,12 @@ class Communicator:
         self.close()
 
     # ---------------------------------------------------------------- details
+
+    def _checked_peer(self, peer: int) -> int:
+        peer = whole_number(peer, "peer")
+        if not 0 <= peer < self.size:
+            raise ValueError(f"peer must be 0 to {self.size - 1}, not {peer}")
+        return peer
 
     @staticmethod
     def _finish(work: Work, async_op: bool, timeout: float | datetime.timedelta | None = None) -> Work | None:

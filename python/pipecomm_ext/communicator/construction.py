@@ -76,7 +76,7 @@ def choose(
         made = TRANSPORTS[name].make(construction, facts)
         if made.engine is not None:
             reason = "asked for" if is_asked_for else ", because ".join([made.reason, *obstacles])
-            return name, made, reason
+            return name, made, f"{reason}; {made.memory}" if made.memory else reason
         obstacles.append(made.reason)
         if made.warning and not is_asked_for:
             warnings.warn(made.warning, RuntimeWarning, stacklevel=3)  # of Communicator()

@@ -124,7 +124,15 @@ class Nccl(Transport):
                 f'than NCCL: {problem}; transport="c10d" asks for it and is silent'
             )
             return Made(None, f"NCCL cannot be used: {problem}", warning=warning)
-        return Made(connect(construction), "CUDA tensors, and every rank has NCCL and a GPU of its own")
+        # NCCL takes its memory when it connects. What other processes take at the same time is counted, too.
+        free_before, _ = torch.cuda.mem_get_info(construction.device)
+        engine = connect(construction)
+        taken = max(free_before - torch.cuda.mem_get_info(construction.device)[0], 0)
+        return Made(
+            engine,
+            "CUDA tensors, and every rank has NCCL and a GPU of its own",
+            memory=f"connecting took {taken >> 20} MiB of {construction.device}",
+        )
 
 
 def connect(construction: Construction) -> _C.DeviceCommunicator:

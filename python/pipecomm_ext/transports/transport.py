@@ -51,6 +51,7 @@ class Made:
     reason: str
     num_cores: int | None = None  # that the ranks may use together, if cores of one host move the bytes
     warning: str | None = None  # for users who get another transport than they would expect
+    memory: str | None = None  # what the connections took of a device
 
 
 class Transport(ABC):
