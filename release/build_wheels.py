@@ -33,7 +33,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 TORCHES = ("2.11.0", "2.13.0")
-BUILD_TOOLS = ("setuptools>=64", "wheel", "cmake>=3.22", "ninja", "twine", "numpy")
+BUILD_TOOLS = ("setuptools>=77", "wheel", "cmake>=3.22", "ninja", "twine", "numpy")
 DIST_INFO = ("METADATA", "RECORD", "WHEEL", "licenses/LICENSE", "top_level.txt")
 Files = dict[str, bytes]
 
