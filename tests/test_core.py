@@ -66,7 +66,8 @@ PUBLIC = {
         cal_split_sizes cal_split_sizes_multi reorder_output StageRelay vtp_recv_forward vtp_recv_backward
         vtp_send_forward vtp_send_backward""",
     "pipecomm_ext.Communicator": """rank size device transport transport_reason closed connect route
-        batch_p2p send recv isend irecv broadcast all_to_all exchange barrier abort close __enter__ __exit__""",
+        batch_p2p send recv isend irecv broadcast all_to_all exchange barrier abort close
+        __enter__ __exit__""",
     "pipecomm_ext.Work": "wait is_completed synchronize",
     "pipecomm_ext.StageRelay": "send_forward recv_forward send_backward recv_backward relay",
     "pipecomm_ext.distributed": """P2POp batch_isend_irecv send recv isend irecv broadcast all_to_all_single
