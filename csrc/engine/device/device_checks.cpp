@@ -1,0 +1,179 @@
+// What the device communicator compares with other ranks, or refuses, before it enqueues anything.
+#include "engine/device/device_communicator.h"
+
+namespace pipecomm {
+namespace {
+
+// Of each collective, so many agreements are awaited: a mistake is refused before anything moves.
+// Later ones, of lengths that vary from step to step, are compared behind the transfer, since a wait
+// would hold up the host until the slowest one is there.
+constexpr int kNumAwaited = 8;
+
+}  // namespace
+
+void DeviceCommunicator::throw_failure() const { throw PipeCommException(control_->failure()); }
+
+void DeviceCommunicator::check_usable(OpCode op) const {
+  control_->check_process();
+  if (control_->failure()) throw_failure();
+  if (!closing_) return;
+  throw_closed(op, rank());
+}
+
+// Claims what is new, or refuses it inside a capture.
+void DeviceCommunicator::check_messages(std::span<const PointToPoint> batch,
+                                        DeviceOperation& operation) {
+  for (const PointToPoint& op : batch) {
+    if (op.peer == rank()) continue;
+    Descriptor descriptor =
+        describe(OpCode::p2p, op.channel, op.tensor, op.signature, op.tensor.num_bytes());
+    if (operation.is_captured) {
+      if (!check_.is_known(op.peer, op.direction, descriptor))
+        throw std::invalid_argument(
+            "first " + std::string(op.direction == Direction::send ? "send to" : "recv from") +
+            " rank " + std::to_string(op.peer) + " of " + descriptor.text() +
+            " inside a CUDA graph capture, where the two ranks cannot compare it; run the batch "
+            "once before capturing, or use check=\"off\"");
+      note_captured(op.peer, op.direction, descriptor);
+      note_message(operation, op.direction, op.peer, descriptor);
+      continue;
+    }
+    const MessageCheck::Posted posted = check_.posted(op.peer, op.direction, descriptor);
+    note_message(operation, op.direction, op.peer, descriptor);
+    if (posted.claim) control_->claim(op.peer, op.direction, descriptor);
+    if (posted.mismatch) {
+      fail_mismatch(*posted.mismatch);
+      throw_failure();
+    }
+  }
+}
+
+// Host traffic that does not wait, and that no stream takes part in: harmless in a capture.
+void DeviceCommunicator::note_captured(int peer, Direction direction,
+                                       const Descriptor& descriptor) {
+  if (const auto news = check_.captured(peer, direction, descriptor))
+    control_->claim(peer, direction, *news);
+}
+
+// Numbers a message in the order of its (peer, direction, channel), like the host transports do.
+void DeviceCommunicator::note_message(DeviceOperation& operation, Direction direction, int peer,
+                                      Descriptor descriptor) {
+  descriptor.seq = counts_.next(peer, direction, descriptor.channel);
+  operation.add_message(direction, peer, descriptor);
+}
+
+// Compares a collective before its messages travel. Pairs of ranks for which it is new do so, and
+// since both ends of a pair know what was new to them, no other rank has to take part.
+void DeviceCommunicator::agree(OpCode op, std::span<const PeerMessages> pairs, const Scope& scope,
+                               const Interrupted& interrupted) {
+  if (pairs.empty() || options_.check == Check::off) return;
+  std::vector<PeerMessages> fresh;
+  for (const PeerMessages& pair : pairs)
+    if (!check_.is_known(pair.peer, Direction::send, pair.send) ||
+        !check_.is_known(pair.peer, Direction::recv, pair.recv))
+      fresh.push_back(pair);
+  if (runtime_->is_capturing(runtime_->current_stream())) {
+    if (!fresh.empty())
+      throw std::invalid_argument(std::string("first ") + op_name(op) +
+                                  " with these arguments inside a CUDA graph capture, where the "
+                                  "ranks cannot compare them; run it once before capturing");
+    for (const PeerMessages& pair : pairs) {
+      note_captured(pair.peer, Direction::send, pair.send);
+      note_captured(pair.peer, Direction::recv, pair.recv);
+    }
+    return;
+  }
+  const bool is_full = options_.check == Check::full;
+  const bool is_collective = scope.channel == kCollectiveChannel;
+  if (is_collective && !is_full) claim_new(pairs, fresh);
+  if (fresh.empty() && !is_full) return;
+
+  const auto agreement =
+      std::make_shared<Agreement>(rank(), size(), is_full ? pairs : std::span(fresh), fresh);
+  const OperationPtr operation = control_->agree(op, agreement);
+  if (is_collective && !fresh.empty() && num_agreed_[op] < kNumAwaited) {
+    await_agreement(op, *operation, *agreement, fresh.size() == pairs.size(), interrupted);
+    ++num_agreed_[op];
+  } else {
+    std::lock_guard lock(mutex_);
+    pending_.push_back({operation, std::nullopt, Clock::now()});
+  }
+  for (const PeerMessages& pair : fresh) {
+    check_.learn(pair.peer, Direction::send, pair.send);
+    check_.learn(pair.peer, Direction::recv, pair.recv);
+  }
+}
+
+// Numbers the messages of a collective. A peer to which those are known that are new here does not
+// come to compare them: a claim tells it of the mismatch.
+void DeviceCommunicator::claim_new(std::span<const PeerMessages> pairs,
+                                   std::span<const PeerMessages> fresh) {
+  auto next_fresh = fresh.begin();
+  for (const PeerMessages& pair : pairs) {
+    const bool is_fresh = next_fresh != fresh.end() && next_fresh->peer == pair.peer;
+    if (is_fresh) ++next_fresh;
+    for (const Direction direction : {Direction::send, Direction::recv}) {
+      Descriptor descriptor = direction == Direction::send ? pair.send : pair.recv;
+      if (is_fresh) {
+        check_.skip(pair.peer, direction, descriptor);
+        control_->claim(pair.peer, direction, descriptor);
+      } else if (const auto posted = check_.posted(pair.peer, direction, descriptor);
+                 posted.mismatch) {
+        fail_mismatch(*posted.mismatch);
+        throw_failure();
+      }
+    }
+  }
+}
+
+void DeviceCommunicator::await_agreement(OpCode op, Operation& operation,
+                                         const Agreement& agreement, bool is_new_to_all,
+                                         const Interrupted& interrupted) {
+  try {
+    control_->wait(operation, Deadline::max(), interrupted);
+  } catch (const PipeCommException& error) {
+    // Peers that have run it with this rank before do not wait, and cannot take it back.
+    if (!is_new_to_all && error.failure()->kind == FailureKind::mismatch) {
+      control_->fail(*error.failure());
+      throw_failure();
+    }
+    throw;
+  }
+  const auto disagreement = agreement.disagreement();
+  if (!disagreement) return;
+  Failure refused{.kind = FailureKind::mismatch,
+                  .message = std::string(op_name(op)) + " was refused: " + disagreement->text +
+                             "; nothing was transferred; make the two calls agree",
+                  .op = op_name(op),
+                  .rank = rank(),
+                  .origin_rank = disagreement->receiver};
+  throw PipeCommException(std::make_shared<Failure>(std::move(refused)));
+}
+
+void DeviceCommunicator::refuse(OpCode op, const std::string& reason, const Scope& scope) {
+  check_usable(op);
+  if (size() == 1) return;
+  Failure failure{.kind = FailureKind::mismatch,
+                  .message = std::string(op_name(op)) + " was refused by rank " +
+                             std::to_string(rank()) + ": " + reason +
+                             "; the other ranks had already started it, which cannot be undone",
+                  .op = op_name(op),
+                  .rank = rank(),
+                  .origin_rank = rank()};
+  if (options_.check == Check::off) {
+    control_->fail(std::move(failure));
+    return;
+  }
+  std::lock_guard collective_lock(collective_mutex_);
+  if (scope.channel == kCollectiveChannel) {
+    Descriptor refused = describe(op, scope.channel, {}, 0, 0);
+    for (const int peer : control_->peers_in(scope))
+      for (const Direction direction : {Direction::send, Direction::recv})
+        check_.skip(peer, direction, refused);
+  }
+  const OperationPtr refusal = control_->refuse(op, reason, scope);
+  std::lock_guard lock(mutex_);
+  pending_.push_back({refusal, std::move(failure), Clock::now()});
+}
+
+}  // namespace pipecomm
