@@ -15,6 +15,8 @@ namespace pipecomm {
 using StreamHandle = void*;              // cudaStream_t
 using EventPtr = std::shared_ptr<void>;  // a recorded event; goes back to a pool when dropped
 
+inline constexpr uint64_t kBrokenCapture = UINT64_MAX;
+
 // All calls are for one device, whatever device is current on the calling thread. Failures are
 // std::exception. Nothing waits for the device.
 class DeviceRuntime {
@@ -25,7 +27,10 @@ class DeviceRuntime {
   virtual StreamHandle current_stream() = 0;  // of the calling thread
   // Of high priority. Serves this object alone as long as it lives, and is never destroyed.
   virtual StreamHandle new_stream() = 0;
-  virtual bool is_capturing(StreamHandle stream) = 0;
+  // Which capture of a graph the stream takes part in, 0: none. One that an error has broken, and
+  // that is not ended yet, is kBrokenCapture.
+  virtual uint64_t capture_of(StreamHandle stream) = 0;
+  bool is_capturing(StreamHandle stream) { return capture_of(stream) != 0; }
 
   virtual EventPtr record(StreamHandle stream) = 0;
   virtual void wait(StreamHandle stream, const EventPtr& event) = 0;

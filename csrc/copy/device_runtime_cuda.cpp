@@ -138,11 +138,13 @@ class CudaRuntime final : public DeviceRuntime {
     return stream;
   }
 
-  bool is_capturing(StreamHandle stream) override {
+  uint64_t capture_of(StreamHandle stream) override {
     c10::cuda::CUDAGuard guard(device_idx_);
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-    require(cudaStreamIsCapturing(stream_of(stream), &status), "asking for a capture");
-    return status != cudaStreamCaptureStatusNone;
+    unsigned long long id = 0;
+    require(cudaStreamGetCaptureInfo(stream_of(stream), &status, &id), "asking for a capture");
+    if (status == cudaStreamCaptureStatusNone) return 0;
+    return status == cudaStreamCaptureStatusActive ? id + 1 : kBrokenCapture;
   }
 
   EventPtr record(StreamHandle stream) override {

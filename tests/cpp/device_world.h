@@ -51,7 +51,7 @@ struct Rank {
     } waiting{rank};
     std::vector<EventPtr> ends;
     for (const auto& end : operation->ends) ends.push_back(end.event);
-    if (!operation->is_captured) fake::world->begin_wait(rank, std::move(ends));
+    if (!operation->is_captured()) fake::world->begin_wait(rank, std::move(ends));
     const Deadline limit = Clock::now() + 30s;
     int num_stuck = 0;
     while (!comm->synchronize(*operation, Clock::now() + 5ms, kNothing)) {

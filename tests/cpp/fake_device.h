@@ -1,6 +1,6 @@
 // A device and an NCCL without any hardware, for several ranks in one process. Captures follow
-// CUDA's rules: forks and joins by events, no dependency on work outside, no questions about
-// captured events, nothing left unjoined.
+// CUDA's rules: forks and joins by events, no dependency on work outside or in another capture, no
+// questions about captured events, nothing left unjoined. Who breaks them breaks the capture.
 #pragma once
 
 #include "copy/copy_cpu.h"
@@ -22,11 +22,13 @@ class Runtime final : public DeviceRuntime {
     stream_of(current_)->capture = std::make_shared<Graph>();
   }
   // NCCL's communicators in the graph live no shorter than it does.
-  GraphPtr end_capture() {
+  GraphPtr end_capture(bool is_broken = false) {
     std::lock_guard lock(world->mutex);
     const GraphPtr graph = stream_of(current_)->capture;
+    if (graph->is_broken != is_broken)
+      world->errors.push_back("CUDA: operation failed due to a previous error during capture");
     for (const auto& [stream, parts] : graph->parts)
-      if (stream_of(current_)->before[stream] < parts.size())
+      if (!is_broken && stream_of(current_)->before[stream] < parts.size())
         world->errors.push_back("CUDA: a capture ends with unjoined work");
     for (const auto& stream : world->streams) {
       if (stream->capture != graph) continue;
@@ -61,9 +63,11 @@ class Runtime final : public DeviceRuntime {
     world->streams.push_back(std::make_unique<Stream>());
     return world->streams.back().get();
   }
-  bool is_capturing(StreamHandle stream) override {
+  uint64_t capture_of(StreamHandle stream) override {
     std::lock_guard lock(world->mutex);
-    return stream_of(stream)->capture != nullptr;
+    const GraphPtr graph = stream_of(stream)->capture;
+    if (graph && graph->is_broken) return kBrokenCapture;
+    return reinterpret_cast<uintptr_t>(graph.get());
   }
 
   EventPtr record(StreamHandle handle) override {
@@ -90,11 +94,13 @@ class Runtime final : public DeviceRuntime {
     check_free(stream);
     const auto event = std::static_pointer_cast<Event>(pointer);
     if (stream->capture && !event->captured)
-      throw std::runtime_error("CUDA: dependency created on uncaptured work in another stream");
+      break_capture(stream, "dependency created on uncaptured work in another stream");
     if (event->captured) {
       const GraphPtr graph = event->graph.lock();
       if (!graph || !graph->capturing)
-        throw std::runtime_error("CUDA: wait for an event of a capture that has ended");
+        break_capture(stream, "wait for an event of a capture that has ended");
+      if (stream->capture && stream->capture != graph)
+        break_capture(stream, "merge of two captures");
       stream->capture = graph;
       for (const auto& [other, count] : event->before)
         stream->before[other] = std::max(stream->before[other], count);
@@ -157,7 +163,13 @@ class Runtime final : public DeviceRuntime {
  private:
   static Stream* stream_of(StreamHandle stream) { return static_cast<Stream*>(stream); }
 
+  [[noreturn]] static void break_capture(Stream* stream, const std::string& reason) {
+    if (stream->capture) stream->capture->is_broken = true;
+    throw std::runtime_error("CUDA: " + reason);
+  }
   static void check_free(Stream* stream) {
+    if (stream->capture && stream->capture->is_broken)
+      throw std::runtime_error("CUDA: operation failed due to a previous error during capture");
     if (stream->num_launching > 0)
       world->errors.push_back("CUDA: work on a stream while NCCL launches on it");
   }

@@ -55,6 +55,8 @@ struct Graph {
   std::map<Stream*, std::vector<Make>> parts;
   std::vector<std::shared_ptr<std::atomic<int>>> refs;  // of the communicators in it
   bool capturing = true;
+  bool is_broken =
+      false;  // by what CUDA forbids: nothing more can be captured, and there is no graph
   ~Graph() {
     for (const auto& ref : refs) --*ref;
   }

@@ -99,7 +99,7 @@ class Device final : public DeviceRuntime {
 
   StreamHandle current_stream() override { return current; }
   StreamHandle new_stream() override { return make_stream(); }
-  bool is_capturing(StreamHandle stream) override { return of(stream)->is_captured; }
+  uint64_t capture_of(StreamHandle stream) override { return of(stream)->is_captured; }
   EventPtr record(StreamHandle stream) override {
     auto event = std::make_shared<std::atomic<bool>>(false);
     if (of(stream)->is_captured) throw std::runtime_error("an event of a capture");

@@ -570,49 +570,6 @@ void construction_fails_everywhere() {
   CHECK_EQ(num_broken.load(), 3);
 }
 
-void captures() {
-  run("captures", options_of(2), [](Rank& me) {
-    const int peer = 1 - me.rank;
-    const Tensor mine({4}, 1), fresh({9}, 1);
-    Tensor theirs({4}), second({4}), shared({4}, 1);
-    const std::vector<PointToPoint> batch{mine.to(peer), theirs.from(peer), mine.to(peer, 1),
-                                          second.from(peer, 1)};
-    me.finish(me.p2p(batch, true));
-    const auto in_flight = me.rank == 0 ? me.p2p({theirs.from(peer)}, true) : nullptr;
-    me.finish(me.comm->broadcast(shared.ref(), 0, false, kNothing));
-    const auto invalid = [&](const std::string& text, const std::function<void()>& function) {
-      try {
-        function();
-        EXPECT(!"std::invalid_argument was expected");
-      } catch (const std::invalid_argument& error) {
-        EXPECT(contains(error.what(), text));
-      }
-    };
-
-    me.comm->control()->wait(*me.comm->barrier(), Clock::now() + 20s, kNothing);
-    const int num_claims = me.hub.num_claims();
-    me.comm->control()->wait(*me.comm->barrier(), Clock::now() + 20s, kNothing);
-    me.runtime->begin_capture();
-    const auto captured = me.p2p(batch, true);  // two channels: forks two streams
-    me.comm->wait(*captured);                   // and joins them
-    me.p2p(batch, false);
-    me.comm->wait(*me.comm->broadcast(shared.ref(), 0, true, kNothing));
-    invalid("inside a CUDA graph capture", [&] { me.p2p({fresh.to(peer)}); });
-    invalid("inside a CUDA graph capture",
-            [&] { me.comm->broadcast(fresh.ref(), 0, false, kNothing); });
-    if (in_flight) invalid("wait before the capture", [&] { me.comm->wait(*in_flight); });
-    me.runtime->end_capture();
-    me.comm->control()->wait(*me.comm->barrier(), Clock::now() + 20s, kNothing);
-    invalid("captured in a CUDA graph", [&] { me.comm->is_completed(*captured); });
-    me.comm->wait(*captured);
-    // Each of 6 orders may be told once by each rank that its numbers mean nothing any more.
-    EXPECT(me.hub.num_claims() <= num_claims + 12);
-
-    me.finish(in_flight ? in_flight : me.p2p({mine.to(peer)}, true));
-    EXPECT(!me.comm->failure());
-  });
-}
-
 // Tensors stay alive until the device is done with them, and not longer.
 void lifetimes() {
   run("lifetimes", options_of(2), [](Rank& me) {
@@ -688,7 +645,6 @@ int main() {
   refused_collectives();
   failures_reach_everybody();
   construction_fails_everywhere();
-  captures();
   lifetimes();
   one_rank();
   return check::report("device");

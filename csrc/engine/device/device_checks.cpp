@@ -1,4 +1,6 @@
 // What the device communicator compares with other ranks, or refuses, before it enqueues anything.
+#include <algorithm>
+
 #include "engine/device/device_communicator.h"
 
 namespace pipecomm {
@@ -20,6 +22,48 @@ void DeviceCommunicator::check_usable(OpCode op) const {
   throw_closed(op, rank());
 }
 
+// The capture that the call is part of, or 0. The streams of `lanes` will be made to wait for the
+// caller's: one that takes part in a capture cannot wait for anything outside of it, and to try
+// breaks the capture.
+uint64_t DeviceCommunicator::check_captures(OpCode op, std::span<const int> lanes) const {
+  const uint64_t capture = runtime_->capture_of(runtime_->current_stream());
+  if (capture == kBrokenCapture)
+    throw std::invalid_argument(
+        std::string(op_name(op)) +
+        " inside a CUDA graph capture that an earlier error has broken; end "
+        "it, and capture again");
+  for (const int lane_idx : lanes) {
+    const uint64_t other = runtime_->capture_of(lanes_[size_t(lane_idx)].stream);
+    if (other == 0 || other == capture) continue;
+    const bool is_collective = lane_idx == collective_lane(options_.num_channels);
+    const std::string order = is_collective ? "the collectives take"
+                                            : "channel " + std::to_string(lane_idx / 2) + " takes";
+    throw std::invalid_argument(
+        std::string(op_name(op)) + " beside a CUDA graph capture, which " + order +
+        " part in until it ends; call it inside of the capture or after its end" +
+        (is_collective ? "" : ", or use another channel"));
+  }
+  return capture;
+}
+
+// The lanes of an exchange that run on their own streams.
+std::vector<int> DeviceCommunicator::forked_lanes(int channel, std::span<const PeerMessages> pairs,
+                                                  bool is_async) const {
+  const bool is_collective = channel == kCollectiveChannel;
+  const int first_idx = is_collective ? collective_lane(options_.num_channels) : 2 * channel;
+  std::vector<int> lanes;
+  if (is_async) lanes.push_back(first_idx);
+  const auto is_other = [&](Direction direction, const PeerMessages& pair) {
+    const bool has_message = direction == Direction::send ? pair.lowered_send : pair.lowered_recv;
+    return has_message && lane_of(channel, direction, rank(), pair.peer) != first_idx;
+  };
+  if (!is_collective && std::ranges::any_of(pairs, [&](const PeerMessages& pair) {
+        return is_other(Direction::send, pair) || is_other(Direction::recv, pair);
+      }))
+    lanes.push_back(first_idx + 1);
+  return lanes;
+}
+
 // Claims what is new, or refuses it inside a capture.
 void DeviceCommunicator::check_messages(std::span<const PointToPoint> batch,
                                         DeviceOperation& operation) {
@@ -27,7 +71,7 @@ void DeviceCommunicator::check_messages(std::span<const PointToPoint> batch,
     if (op.peer == rank()) continue;
     Descriptor descriptor =
         describe(OpCode::p2p, op.channel, op.tensor, op.signature, op.tensor.num_bytes());
-    if (operation.is_captured) {
+    if (operation.is_captured()) {
       if (!check_.is_known(op.peer, op.direction, descriptor))
         throw std::invalid_argument(
             "first " + std::string(op.direction == Direction::send ? "send to" : "recv from") +

@@ -86,12 +86,11 @@ void DeviceCommunicator::connect(std::span<const NcclUniqueId> nccl_ids,
   }
 }
 
-DeviceOperationPtr DeviceCommunicator::make_operation(OpCode op, bool is_async) {
-  const StreamHandle caller = runtime_->current_stream();
-  auto operation =
-      std::make_shared<DeviceOperation>(op, control_->deadline_from_now(), caller, is_async);
-  operation->is_captured = runtime_->is_capturing(caller);
-  if (operation->is_captured) has_captured_ = true;
+DeviceOperationPtr DeviceCommunicator::make_operation(OpCode op, bool is_async, uint64_t capture) {
+  auto operation = std::make_shared<DeviceOperation>(op, control_->deadline_from_now(),
+                                                     runtime_->current_stream(), is_async);
+  operation->capture = capture;
+  if (capture != 0) has_captured_ = true;
   operation->number = num_launched_++;
   return operation;
 }
@@ -104,14 +103,14 @@ StreamHandle DeviceCommunicator::enter(DeviceOperation& operation, int lane_idx,
   const StreamHandle stream = on_caller ? operation.caller : lane.stream;
   if (stream != operation.caller) runtime_->wait(stream, start);
   // Work before a capture is not part of the graph; the user orders replays, as for any graph.
-  if (lane.last_end && lane.last_stream != stream && !operation.is_captured)
+  if (lane.last_end && lane.last_stream != stream && !operation.is_captured())
     runtime_->wait(stream, lane.last_end);
   return stream;
 }
 
 EventPtr DeviceCommunicator::leave(DeviceOperation& operation, int lane_idx, StreamHandle stream) {
   EventPtr end = runtime_->record(stream);
-  if (!operation.is_captured) {
+  if (!operation.is_captured()) {
     lanes_[lane_idx].last_stream = stream;
     lanes_[lane_idx].last_end = end;
   }
@@ -121,8 +120,8 @@ EventPtr DeviceCommunicator::leave(DeviceOperation& operation, int lane_idx, Str
 }
 
 void DeviceCommunicator::publish(const DeviceOperationPtr& operation) {
-  if (!operation->ends.empty() && !operation->is_captured) return in_flight_->add(operation);
-  operation->done = !operation->is_captured;
+  if (!operation->ends.empty() && !operation->is_captured()) return in_flight_->add(operation);
+  operation->done = !operation->is_captured();
   in_flight_->add_ended(*operation);  // replays are not seen
 }
 
@@ -133,11 +132,11 @@ void DeviceCommunicator::launch(const DeviceOperationPtr& operation, Launch&& bo
   try {
     body();
   } catch (const PipeCommException&) {
-    if (!operation->is_captured) in_flight_->add(operation);
+    if (!operation->is_captured()) in_flight_->add(operation);
     throw;
   } catch (const std::exception& error) {
     fail_enqueue(operation->op, error);
-    if (!operation->is_captured) in_flight_->add(operation);
+    if (!operation->is_captured()) in_flight_->add(operation);
     throw_failure();
   }
 }
@@ -156,21 +155,24 @@ DeviceOperationPtr DeviceCommunicator::batch_p2p(std::span<const PointToPoint> b
   in_flight_->sweep();
   check_batch(batch, size(), options_.num_channels);
   const auto own = pair_own_messages(batch, rank());
+  std::vector<LaneBatch> parts = LaneBatch::split(batch, own, rank());
+  // A synchronous batch runs on the caller's stream, but for all lanes except the first.
+  std::vector<int> forked;
+  for (const LaneBatch& part : parts)
+    if (is_async || &part != &parts.front()) forked.push_back(part.lane_idx());
 
   std::lock_guard lock(launch_mutex_);
   check_usable(OpCode::p2p);  // again, now that no other thread can close in between
   for (const PointToPoint& op : batch)
     if (op.peer != rank()) check_open(OpCode::p2p, op.direction, op.peer, op.channel);
-  const DeviceOperationPtr operation = make_operation(OpCode::p2p, is_async);
+  const uint64_t capture = check_captures(OpCode::p2p, forked);
+  const DeviceOperationPtr operation = make_operation(OpCode::p2p, is_async, capture);
   check_messages(batch, *operation);
   for (const PointToPoint& op : batch)
     if (is_async && op.tensor.storage) operation->keep(op.tensor.storage);
 
   launch(operation, [&] {
-    std::vector<LaneBatch> parts = LaneBatch::split(batch, own, rank());
-    // A synchronous batch runs on the caller's stream, but for all lanes except the first.
-    const size_t num_forks = is_async || parts.empty() ? parts.size() : parts.size() - 1;
-    const EventPtr start = num_forks > 0 ? runtime_->record(operation->caller) : nullptr;
+    const EventPtr start = forked.empty() ? nullptr : runtime_->record(operation->caller);
     std::vector<LaneMessages> lanes;
     bool has_messages = false;
     for (LaneBatch& part : parts) {
@@ -219,16 +221,19 @@ DeviceOperationPtr DeviceCommunicator::exchange(OpCode op, PreparedExchangePtr p
   const auto lowered = prepared->lowered_for(rank(), size(), inputs, outputs);
   const std::vector<PeerMessages> pairs =
       exchange_messages(op, scope.channel, prepared->plan(), *lowered, control_->peers_in(scope));
+  const std::vector<int> forked = forked_lanes(scope.channel, pairs, is_async);
   std::lock_guard collective_lock(collective_mutex_);
+  check_captures(op, forked);
   agree(op, pairs, scope, interrupted);
 
   std::lock_guard lock(launch_mutex_);
   check_usable(op);
+  const uint64_t capture = check_captures(op, forked);  // again: a capture may have come since
   for (const PeerMessages& pair : pairs) {
     if (pair.lowered_send) check_open(op, Direction::send, pair.peer, scope.channel);
     if (pair.lowered_recv) check_open(op, Direction::recv, pair.peer, scope.channel);
   }
-  const DeviceOperationPtr operation = make_operation(op, is_async);
+  const DeviceOperationPtr operation = make_operation(op, is_async, capture);
   std::vector<const void*> sources;
   std::vector<void*> destinations;
   for (const TensorRef& tensor : inputs) sources.push_back(tensor.data);
@@ -278,18 +283,21 @@ DeviceOperationPtr DeviceCommunicator::broadcast(const TensorRef& tensor, int so
   in_flight_->sweep();
   const std::vector<PeerMessages> pairs =
       broadcast_messages(tensor, rank(), source, control_->peers_in({}));
+  const std::vector<int> forked = forked_lanes(kCollectiveChannel, pairs, is_async);
   std::lock_guard collective_lock(collective_mutex_);
+  check_captures(OpCode::broadcast, forked);
   agree(OpCode::broadcast, pairs, {}, interrupted);
 
   std::lock_guard lock(launch_mutex_);
   check_usable(OpCode::broadcast);
+  const uint64_t capture = check_captures(OpCode::broadcast, forked);
   for (const PeerMessages& pair : pairs) {
     if (rank() == source)
       check_open(OpCode::broadcast, Direction::send, pair.peer, pair.send.channel);
     if (pair.peer == source)
       check_open(OpCode::broadcast, Direction::recv, source, pair.recv.channel);
   }
-  const DeviceOperationPtr operation = make_operation(OpCode::broadcast, is_async);
+  const DeviceOperationPtr operation = make_operation(OpCode::broadcast, is_async, capture);
   if (is_async && tensor.storage) operation->keep(tensor.storage);
   for (const PeerMessages& pair : pairs) {
     if (rank() == source) note_message(*operation, Direction::send, pair.peer, pair.send);

@@ -116,7 +116,10 @@ class DeviceCommunicator {
 
   void connect(std::span<const NcclUniqueId> nccl_ids, const Interrupted& interrupted);
   void check_usable(OpCode op) const;
-  DeviceOperationPtr make_operation(OpCode op, bool is_async);
+  uint64_t check_captures(OpCode op, std::span<const int> lanes) const;
+  std::vector<int> forked_lanes(int channel, std::span<const PeerMessages> pairs,
+                                bool is_async) const;
+  DeviceOperationPtr make_operation(OpCode op, bool is_async, uint64_t capture);
   void check_messages(std::span<const PointToPoint> batch, DeviceOperation& operation);
   void note_captured(int peer, Direction direction, const Descriptor& descriptor);
   void note_message(DeviceOperation& operation, Direction direction, int peer,

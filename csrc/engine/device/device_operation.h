@@ -26,7 +26,8 @@ class DeviceOperation {
   const uint32_t call_site = FlightRecord::call_site;
 
   // Filled in before the operation is published:
-  bool is_captured = false;  // part of a CUDA graph: runs at each replay, never by itself
+  uint64_t capture =
+      0;  // of a CUDA graph that it is part of: it runs at each replay, never by itself
   struct End {
     StreamHandle stream;
     EventPtr event;
@@ -38,6 +39,7 @@ class DeviceOperation {
 
   std::atomic<bool> done{false};  // seen by the host
 
+  bool is_captured() const { return capture != 0; }
   void add_message(Direction direction, int peer, const Descriptor& descriptor) {
     if (++num_messages <= FlightRecord::kMaxMessagesPerOperation)
       messages.push_back({direction, MessageState::posted, false, peer, descriptor});
@@ -48,7 +50,7 @@ class DeviceOperation {
     flight.number = number;
     flight.op = op;
     flight.on_device = true;
-    flight.is_captured = is_captured;
+    flight.is_captured = is_captured();
     flight.call_site = call_site;
     flight.posted_at = posted_at;
     flight.num_messages = num_messages;

@@ -38,10 +38,11 @@ void DeviceCommunicator::wait(DeviceOperation& operation) {
   control_->check_process();
   if (!operation.done && control_->failure()) throw_failure();
   const StreamHandle current = runtime_->current_stream();
-  const bool is_capturing = runtime_->is_capturing(current);
-  if (operation.is_captured) {
-    if (!is_capturing) return;  // the graph holds the order, and there is nothing to wait for
-  } else if (is_capturing) {
+  const uint64_t capture = runtime_->capture_of(current);
+  if (operation.is_captured()) {
+    // The graph holds the order, and outside of it there is nothing to wait for.
+    if (operation.capture != capture) return;
+  } else if (capture != 0) {
     if (in_flight_->poll(operation)) return;
     throw std::invalid_argument(std::string("wait() inside a CUDA graph capture for a ") +
                                 op_name(operation.op) +
@@ -51,7 +52,7 @@ void DeviceCommunicator::wait(DeviceOperation& operation) {
     for (const auto& end : operation.ends) runtime_->wait(current, end.event);
   // The caller's stream is now ordered behind the last use of the tensors, and their memory is
   // allocated next on that stream. For any other stream the host has to see the end.
-  if (current == operation.caller && !operation.is_captured) operation.release();
+  if (current == operation.caller && !operation.is_captured()) operation.release();
   in_flight_->sweep();
 }
 
@@ -74,7 +75,7 @@ bool DeviceCommunicator::synchronize(DeviceOperation& operation, Deadline until,
 }
 
 bool DeviceCommunicator::is_completed(DeviceOperation& operation) {
-  if (operation.is_captured)
+  if (operation.is_captured())
     throw std::invalid_argument(std::string(op_name(operation.op)) +
                                 " was captured in a CUDA graph: it runs when the graph does, and "
                                 "has no end of its own");
