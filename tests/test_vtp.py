@@ -21,6 +21,7 @@ from pipecomm_ext import (
     vtp_send_backward,
     vtp_send_forward,
 )
+from pipecomm_ext.mindspeed import named_peers
 from pipecomm_ext.parallel_state import PipelineTopology
 from pipecomm_ext.pipeline_parallel import (
     recv_backward_with_reqs,
@@ -387,3 +388,30 @@ def test_timers(world):
         recv_forward_with_reqs([1], config, topology=topology)
         name = "forward-recv"
     assert calls == [(name, "start", {"log_level": 2}), (name, "stop", {})]
+
+
+def test_the_stream_that_takes_the_mean_keeps_the_memory(monkeypatch):
+    """`wait` on another stream than the one that the tensors were received for."""
+
+    class Buffer:
+        is_cuda, device = True, torch.device("cuda", 0)
+
+        def __init__(self):
+            self.streams = []
+            self.record_stream = self.streams.append
+
+    buffers = []
+    means = []
+    comm = SimpleNamespace(
+        empty=lambda shape, dtype: buffers.append(Buffer()) or buffers[-1],
+        irecv=lambda *args: SimpleNamespace(wait=lambda timeout: None),
+    )
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "the stream of wait()")
+    monkeypatch.setattr(named_peers, "_C", SimpleNamespace(mean_into_first=means.append))
+    for num_sources in (1, 3):
+        buffers.clear()
+        received = named_peers.Received([named_peers.Peer(comm, 0, 0)] * num_sources, (4,), torch.float32)
+        received.wait()
+        expected = [] if num_sources == 1 else ["the stream of wait()"]
+        assert [buffer.streams for buffer in buffers] == [expected] * num_sources
+    assert [len(mean) for mean in means] == [3]

@@ -115,6 +115,9 @@ class Received:
             work.wait(timeout)
         if len(self._buffers) > 1:
             _C.mean_into_first(self._buffers)
+            for buffer in self._buffers:
+                if buffer.is_cuda:  # or its memory could be used again on the stream that it was made for
+                    buffer.record_stream(torch.cuda.current_stream(buffer.device))
             self._buffers = self._buffers[:1]
 
     def is_completed(self) -> bool:
