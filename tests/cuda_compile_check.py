@@ -1,4 +1,4 @@
-"""Compiles the CUDA copy kernels for every supported architecture and reads what came out; builds the program
+"""Compiles the CUDA kernels for every supported architecture and reads what came out; builds the program
 that runs them (cpp/kernels). No GPU is needed.
 
     python tests/cuda_compile_check.py      or      pytest tests/cuda_compile_check.py
@@ -54,6 +54,7 @@ BUDGETS = {
         "7Float32": (1, Budget(40, 900, 6)),
         "7Float64": (1, Budget(40, 900, 6)),
     },
+    "count": {"count_kernel": (1, Budget(16, 50, 8))},
 }
 
 

@@ -2,6 +2,7 @@
 // one is CUDA; tests put a fake behind it.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -42,6 +43,12 @@ class DeviceRuntime {
 
   // Memory of the host that the device reads and writes, too. Harmless to captures on other threads.
   virtual std::shared_ptr<std::byte> allocate_host(int64_t num_bytes) = 0;
+
+  // A number that `count` adds 1 to, and that is read at any time: 0 at first, and there for good,
+  // since a graph may outlive everything else. Null if the device cannot count.
+  using Counter = std::atomic<uint32_t>;
+  virtual Counter* new_counter() { return nullptr; }
+  virtual void count(StreamHandle, Counter&) {}
 
   virtual void copy(void* destination, const void* source, int64_t num_bytes,
                     StreamHandle stream) = 0;

@@ -6,11 +6,14 @@
 #include <cstdint>
 #include <map>
 #include <mutex>
+#include <new>
+#include <span>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "copy/copy_cuda.h"
+#include "copy/count_cuda.h"
 #include "copy/device_runtime_cuda.h"
 
 namespace pipecomm {
@@ -41,8 +44,9 @@ bool is_without_image(cudaError_t error) {
 }
 
 cudaError_t load_kernels() {
-  const cudaError_t error = preload_cuda_copy();
-  return error == cudaSuccess ? preload_cuda_mean() : error;
+  cudaError_t error = preload_cuda_copy();
+  if (error == cudaSuccess) error = preload_cuda_mean();
+  return error == cudaSuccess ? preload_cuda_count() : error;
 }
 
 // For GPUs that this build has no kernels for: the loops of a task from `dim` on, by the driver.
@@ -67,6 +71,11 @@ cudaError_t copy_with_driver(const StridedCopy& copy, const char* source, char* 
   }
   return cudaSuccess;
 }
+
+constexpr size_t kNumPinnedCounters = 1 << 14;
+static_assert(sizeof(DeviceRuntime::Counter) == sizeof(uint32_t) &&
+              DeviceRuntime::Counter::is_always_lock_free);
+
 // What all communicators of this process on one device share; lives as long as the process.
 class SharedDevice {
  public:
@@ -97,9 +106,35 @@ class SharedDevice {
     cudaGetLastError();
   }
 
+  // Pinning memory may wait for the device, and so for other ranks: the first numbers are there
+  // before a communicator enqueues anything.
+  void reserve_counters() {
+    std::lock_guard lock(counters_mutex_);
+    pin_counters();
+  }
+  DeviceRuntime::Counter* take_counter() {
+    std::lock_guard lock(counters_mutex_);
+    pin_counters();
+    DeviceRuntime::Counter* const counter = &counters_.front();
+    counters_ = counters_.subspan(1);
+    return counter;
+  }
+
  private:
+  void pin_counters() {
+    if (!counters_.empty()) return;
+    const RelaxedCapture relaxed;
+    void* memory = nullptr;
+    require(cudaHostAlloc(&memory, kNumPinnedCounters * sizeof(DeviceRuntime::Counter),
+                          cudaHostAllocPortable),
+            "allocating pinned memory");
+    counters_ = {new (memory) DeviceRuntime::Counter[kNumPinnedCounters]{}, kNumPinnedCounters};
+  }
+
   std::mutex mutex_;
   std::vector<cudaStream_t> free_;
+  std::mutex counters_mutex_;
+  std::span<DeviceRuntime::Counter> counters_;  // that nobody has
 };
 
 class CudaRuntime final : public DeviceRuntime {
@@ -113,10 +148,12 @@ class CudaRuntime final : public DeviceRuntime {
     require(cudaDeviceGetStreamPriorityRange(&lowest, &highest_priority_), "stream priorities");
     const cudaError_t loaded = load_kernels();
     has_kernels_ = !is_without_image(loaded);
-    if (has_kernels_)
+    if (has_kernels_) {
       require(loaded, "loading the kernels");
-    else
+      shared_.reserve_counters();
+    } else {
       cudaGetLastError();
+    }
   }
   ~CudaRuntime() override { shared_.give_back(streams_); }
 
@@ -197,6 +234,16 @@ class CudaRuntime final : public DeviceRuntime {
               cudaFreeHost(memory);
               cudaSetDevice(current);
             }};
+  }
+
+  Counter* new_counter() override {
+    c10::cuda::CUDAGuard guard(device_idx_);
+    return has_kernels_ ? shared_.take_counter() : nullptr;
+  }
+  void count(StreamHandle stream, Counter& counter) override {
+    c10::cuda::CUDAGuard guard(device_idx_);
+    require(count_cuda(reinterpret_cast<uint32_t*>(&counter), stream_of(stream)),
+            "launching a kernel that counts");
   }
 
   void copy(void* destination, const void* source, int64_t num_bytes,

@@ -13,6 +13,7 @@ namespace fake {
 class Runtime final : public DeviceRuntime {
  public:
   int num_launches = 0;  // of copy kernels
+  bool can_count = true;
 
   Runtime() : current_(new_stream()) {}
 
@@ -137,6 +138,16 @@ class Runtime final : public DeviceRuntime {
   }
   std::shared_ptr<std::byte> allocate_host(int64_t) override {
     throw std::logic_error("nothing is staged here");
+  }
+  Counter* new_counter() override {
+    std::lock_guard lock(world->mutex);
+    return can_count ? &world->counters.emplace_back(0) : nullptr;
+  }
+  void count(StreamHandle stream, Counter& counter) override {
+    enqueue(stream, [&counter] {
+      ++counter;
+      return true;
+    });
   }
   void copy(void* destination, const void* source, int64_t num_bytes,
             StreamHandle stream) override {

@@ -169,6 +169,7 @@ struct World {
   std::map<int, int> num_group_ends;  // with messages, by rank
   int num_aborts = 0;
   int num_event_queries = 0;
+  std::deque<DeviceRuntime::Counter> counters;
   int num_sleeps = 0;  // of threads that wait for NCCL
   FakeClock::duration shortest_before_sleep = FakeClock::duration::max();  // since a call
   bool found_stuck = false;

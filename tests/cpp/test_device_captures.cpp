@@ -163,6 +163,122 @@ void works_of_another_capture() {
   });
 }
 
+// ------------------------------------------------------------------------------------------------
+// replays
+
+DeviceOptions with_timeout(std::optional<std::chrono::nanoseconds> timeout) {
+  DeviceOptions options = options_of(2);
+  options.timeout = timeout;
+  return options;
+}
+
+// A graph of an exchange of both ranks on two channels and a broadcast.
+struct Captured {
+  Tensor mine, theirs{{4}}, shared{{4}};
+  fake::GraphPtr graph;
+
+  explicit Captured(Rank& me) : mine({4}, float(me.rank)) {
+    const int peer = 1 - me.rank;
+    const auto step = [&] {
+      me.p2p({mine.to(peer), theirs.from(peer)}, false);
+      me.comm->wait(*me.p2p({mine.to(peer, 1), theirs.from(peer, 1)}, true));
+      me.comm->wait(*me.comm->broadcast(shared.ref(), 0, true, kNothing));
+    };
+    step();
+    me.runtime->begin_capture();
+    step();
+    graph = me.runtime->end_capture();
+    meet(me);
+  }
+};
+
+void replays_that_a_peer_misses_time_out() {
+  for (const bool is_first : {true, false}) {
+    DeviceOptions options = with_timeout(1s);
+    options.end_limit = 200ms;
+    run("missed replay", options, [&](Rank& me) {
+      const Captured captured(me);
+      for (int attempt = 0; !is_first && attempt < 3; ++attempt) play(me, captured.graph);
+      meet(me);
+      const Clock::time_point began = Clock::now();
+      if (me.rank == 0) me.runtime->replay(captured.graph);
+      const FailurePtr failure = failure_of(me);
+      EXPECT(Clock::now() - began >= 1s && Clock::now() - began < 4s);
+      EXPECT(failure->kind == FailureKind::timeout && failure->origin_rank == 0);
+      EXPECT(contains(failure->message, "p2p in a replay of a CUDA graph timed out on the device"));
+      EXPECT(contains(failure->message, "(limit 1.0 s)") &&
+             contains(failure->message, " rank 1 of"));
+      failure_text(FailureKind::timeout, [&] { me.p2p({captured.mine.to(1 - me.rank)}); });
+    });
+  }
+}
+
+// Neither many replays nor rare ones are late, and eager operations count nothing.
+void replays_that_all_join_do_not() {
+  run("many replays", with_timeout(1s), [](Rank& me) {
+    const Captured captured(me);
+    const Clock::time_point began = Clock::now();
+    for (int number = 0; number < 1000 || Clock::now() - began < 2500ms; ++number) {
+      play(me, captured.graph);
+      if (number >= 1000) std::this_thread::sleep_for(50ms);
+      EXPECT(!me.comm->failure());
+      if (me.comm->failure()) break;
+      meet(me);
+    }
+    EXPECT(captured.theirs.counts_from(float(1 - me.rank)));
+  });
+  run("rare replays", with_timeout(500ms), [](Rank& me) {
+    const Captured captured(me);
+    for (int number = 0; number < 3; ++number) {
+      std::this_thread::sleep_for(800ms);
+      meet(me);
+      play(me, captured.graph);
+    }
+    EXPECT(!me.comm->failure());
+  });
+  run("no replays", with_timeout(1s), [](Rank& me) {
+    const Tensor mine({4}), theirs({4});
+    me.finish(me.p2p({mine.to(1 - me.rank), theirs.from(1 - me.rank)}, true));
+    meet(me);
+    EXPECT(fake::world->counters.empty());
+  });
+}
+
+// Without a timeout, and where the device cannot count.
+void replays_without_a_deadline() {
+  for (const bool can_count : {true, false}) {
+    run("no deadline", with_timeout(can_count ? std::nullopt : std::optional(500ms)),
+        [&](Rank& me) {
+          me.runtime->can_count = can_count;
+          const Captured captured(me);
+          if (me.rank == 0) me.runtime->replay(captured.graph);
+          std::this_thread::sleep_for(1200ms);
+          EXPECT(!me.comm->failure());
+          meet(me);
+          if (me.rank == 1) me.runtime->replay(captured.graph);
+          const EventPtr end = me.runtime->record(me.runtime->current_stream());
+          EXPECT(comes_true([&] { return me.runtime->is_done(end); }));
+          EXPECT(captured.theirs.counts_from(float(1 - me.rank)));
+        });
+  }
+}
+
+// It goes on counting in memory that nobody looks at any more.
+void graphs_outlive_their_communicator() {
+  DeviceOptions options = with_timeout(1s);
+  options.end_limit = 200ms;
+  run("outlived", options, [](Rank& me) {
+    const Captured captured(me);
+    play(me, captured.graph);
+    meet(me);
+    me.comm->close(kNothing);
+    EXPECT(contains(me.comm->end_warning(), "destroy the CUDA graphs"));
+    me.comm.reset();
+    play(me, captured.graph);
+    EXPECT(captured.theirs.counts_from(float(1 - me.rank)));
+  });
+}
+
 }  // namespace
 
 int main() {
@@ -170,5 +286,9 @@ int main() {
   calls_beside_a_capture_are_refused();
   broken_captures_are_refused();
   works_of_another_capture();
+  replays_that_a_peer_misses_time_out();
+  replays_that_all_join_do_not();
+  replays_without_a_deadline();
+  graphs_outlive_their_communicator();
   return check::report("device_captures");
 }

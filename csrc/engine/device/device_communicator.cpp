@@ -20,6 +20,7 @@ DeviceCommunicator::DeviceCommunicator(const DeviceOptions& options,
     : options_(options),
       runtime_(std::move(runtime)),
       check_(options.size, options.num_channels, options.check),
+      replays_(runtime_, options.timeout),
       counts_(options.size),
       drained_(size_t(options.size)) {
   CommunicatorOptions control;
@@ -105,10 +106,12 @@ StreamHandle DeviceCommunicator::enter(DeviceOperation& operation, int lane_idx,
   // Work before a capture is not part of the graph; the user orders replays, as for any graph.
   if (lane.last_end && lane.last_stream != stream && !operation.is_captured())
     runtime_->wait(stream, lane.last_end);
+  replays_.begin_part(operation, stream);
   return stream;
 }
 
 EventPtr DeviceCommunicator::leave(DeviceOperation& operation, int lane_idx, StreamHandle stream) {
+  replays_.end_part(operation, stream);
   EventPtr end = runtime_->record(stream);
   if (!operation.is_captured()) {
     lanes_[lane_idx].last_stream = stream;
@@ -122,7 +125,8 @@ EventPtr DeviceCommunicator::leave(DeviceOperation& operation, int lane_idx, Str
 void DeviceCommunicator::publish(const DeviceOperationPtr& operation) {
   if (!operation->ends.empty() && !operation->is_captured()) return in_flight_->add(operation);
   operation->done = !operation->is_captured();
-  in_flight_->add_ended(*operation);  // replays are not seen
+  in_flight_->add_ended(*operation);  // its replays are nothing that anybody can wait for
+  replays_.add(*operation);
 }
 
 // An error while work is being enqueued leaves peers waiting for the rest of it: all ranks fail. What

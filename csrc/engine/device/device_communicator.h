@@ -31,6 +31,7 @@
 #include "engine/device/lane_batch.h"
 #include "engine/device/message_check.h"
 #include "engine/device/message_counts.h"
+#include "engine/device/replays.h"
 #include "transport/nccl/nccl_transport.h"
 
 namespace pipecomm {
@@ -141,6 +142,9 @@ class DeviceCommunicator {
 
   void fail_mismatch(const MessageCheck::Mismatch& mismatch);
   void fail_expired(const DeviceOperation& operation);
+  void fail_expired(const Replays::Late& late);
+  void fail_expired(OpCode op, const std::string& where, const std::string& remedy,
+                    const FlightMessage* shown, Clock::duration elapsed, Clock::duration limit);
   void fail_enqueue(OpCode op, const std::exception& error);
   void throw_failure() const;
 
@@ -162,6 +166,7 @@ class DeviceCommunicator {
   std::shared_ptr<Communicator> control_;
   std::shared_ptr<NcclTransport> nccl_;  // null if there are no other ranks
   std::shared_ptr<InFlight> in_flight_;
+  Replays replays_;
 
   std::mutex launch_mutex_;  // one host order of everything enqueued
   uint64_t num_launched_ = 0;

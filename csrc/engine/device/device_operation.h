@@ -32,7 +32,13 @@ class DeviceOperation {
     StreamHandle stream;
     EventPtr event;
   };
-  std::vector<End> ends;                // all done = operation done
+  std::vector<End> ends;  // all done = operation done
+  // Of a captured operation, on one stream: how often it has begun and ended.
+  struct Part {
+    StreamHandle stream;
+    DeviceRuntime::Counter *started, *ended;
+  };
+  std::vector<Part> parts;
   uint64_t number = 0;                  // in the order of launches
   std::vector<FlightMessage> messages;  // the first of them, for errors and the flight record
   size_t num_messages = 0;

@@ -102,21 +102,32 @@ void DeviceCommunicator::fail_mismatch(const MessageCheck::Mismatch& mismatch) {
 }
 
 void DeviceCommunicator::fail_expired(const DeviceOperation& operation) {
-  Failure failure{.kind = FailureKind::timeout,
-                  .op = op_name(operation.op),
-                  .rank = rank(),
-                  .origin_rank = rank()};
-  failure.message = std::string(op_name(operation.op)) + " timed out on the device after " +
-                    seconds_text(Clock::now() - operation.posted_at) + " (limit " +
-                    seconds_text(operation.deadline - operation.posted_at) + ")";
-  if (operation.op == OpCode::p2p && !operation.messages.empty()) {
-    const FlightMessage& shown = operation.messages.front();
-    name_message(failure, shown.peer, shown.descriptor);
+  const auto& messages = operation.messages;
+  fail_expired(operation.op, "", "call the matching operation",
+               messages.empty() ? nullptr : &messages.front(), Clock::now() - operation.posted_at,
+               operation.deadline - operation.posted_at);
+}
+
+void DeviceCommunicator::fail_expired(const Replays::Late& late) {
+  fail_expired(late.op, " in a replay of a CUDA graph", "replay their graphs as often",
+               late.first_message ? &*late.first_message : nullptr, late.running_for,
+               *options_.timeout);
+}
+
+void DeviceCommunicator::fail_expired(OpCode op, const std::string& where,
+                                      const std::string& remedy, const FlightMessage* shown,
+                                      Clock::duration elapsed, Clock::duration limit) {
+  Failure failure{
+      .kind = FailureKind::timeout, .op = op_name(op), .rank = rank(), .origin_rank = rank()};
+  failure.message = op_name(op) + where + " timed out on the device after " +
+                    seconds_text(elapsed) + " (limit " + seconds_text(limit) + ")";
+  if (op == OpCode::p2p && shown) {
+    name_message(failure, shown->peer, shown->descriptor);
     failure.message += "; its first message is " +
-                       message_text(shown.direction, shown.peer, shown.descriptor) + " of " +
-                       shown.descriptor.text();
+                       message_text(shown->direction, shown->peer, shown->descriptor) + " of " +
+                       shown->descriptor.text();
   }
-  failure.message += "; check that the other ranks call the matching operation, or raise timeout=";
+  failure.message += "; check that the other ranks " + remedy + ", or raise timeout=";
   control_->fail(std::move(failure));
 }
 
@@ -164,6 +175,7 @@ void DeviceCommunicator::watch_once() {
     });
   }
   for (const DeviceOperationPtr& operation : in_flight_->late()) fail_expired(*operation);
+  if (const auto late = replays_.late()) fail_expired(*late);
   for (Failure& failure : failures) control_->fail(std::move(failure));
   check_unmatched();
 
