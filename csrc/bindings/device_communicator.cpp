@@ -1,5 +1,3 @@
-#include <ATen/core/grad_mode.h>
-
 #include <cstring>
 
 #include "bindings/bound_communicator.h"
@@ -101,7 +99,7 @@ class NcclCommunicator final
     const auto batch =
         batch_of([&](const PointToPointArg& arg, Direction direction, const std::string& name) {
           return PointToPoint{direction, arg.peer, arg.channel,
-                              direction == Direction::send ? dense_ref(arg.tensor, name)
+                              direction == Direction::send ? ref_to_read(arg.tensor, name)
                                                            : ref_to_write(arg.tensor, name),
                               arg.signature};
         });
@@ -111,7 +109,7 @@ class NcclCommunicator final
   WorkPtr broadcast(const py::object& tensor, const py::object& src, bool async_op) {
     const int source = index_argument(src, "src");
     const bool sends = source == communicator_->rank();
-    const TensorRef ref = sends ? dense_ref(tensor, "tensor") : ref_to_write(tensor, "tensor");
+    const TensorRef ref = sends ? ref_to_read(tensor, "tensor") : ref_to_write(tensor, "tensor");
     return work([&] { return communicator_->broadcast(ref, source, async_op, check_signals); });
   }
   // Exchanges of a channel share its first lane, so what `after` names comes first anyway. `gradient_of`
@@ -121,8 +119,7 @@ class NcclCommunicator final
                    std::vector<int> members, const py::object& channel,
                    const std::shared_ptr<Work>& /*after*/, uint64_t /*gradient_of*/) {
     const auto ref_of = [&](const py::object& object, const std::string& name, Access access) {
-      return access == Access::write ? ref_to_write(object, name)
-                                     : tensor_ref(tensor(object, name, access));
+      return access == Access::write ? ref_to_write(object, name) : ref_to_read(object, name);
     };
     const auto input_refs = tensor_refs(inputs, "inputs", Access::read, ref_of);
     const auto output_refs = tensor_refs(outputs, "outputs", Access::write, ref_of);
@@ -157,11 +154,8 @@ class NcclCommunicator final
   at::Tensor tensor(const py::object& object, const std::string& name, Access access) const {
     return tensor_argument(object, name, access, device_);
   }
-  // Contiguous; if that takes a copy, it is made on the current stream.
-  TensorRef dense_ref(const py::object& object, const std::string& name) const {
-    const at::Tensor given = tensor(object, name, Access::read);
-    at::NoGradGuard no_grad;
-    return tensor_ref(given.contiguous());
+  TensorRef ref_to_read(const py::object& object, const std::string& name) const {
+    return tensor_ref(tensor(object, name, Access::read));
   }
   TensorRef ref_to_write(const py::object& object, const std::string& name) const {
     const at::Tensor given = tensor(object, name, Access::write);

@@ -2,6 +2,7 @@
 
 #include <future>
 
+#include "engine/device/packed_sends.h"
 #include "engine/whole_copies.h"
 #include "message/start_thread.h"
 
@@ -158,8 +159,9 @@ DeviceOperationPtr DeviceCommunicator::batch_p2p(std::span<const PointToPoint> b
   check_usable(OpCode::p2p);
   in_flight_->sweep();
   check_batch(batch, size(), options_.num_channels);
-  const auto own = pair_own_messages(batch, rank());
-  std::vector<LaneBatch> parts = LaneBatch::split(batch, own, rank());
+  PackedSends sends(batch);
+  const auto own = pair_own_messages(sends.batch(), rank());
+  std::vector<LaneBatch> parts = LaneBatch::split(sends.batch(), own, rank());
   // A synchronous batch runs on the caller's stream, but for all lanes except the first.
   std::vector<int> forked;
   for (const LaneBatch& part : parts)
@@ -175,7 +177,12 @@ DeviceOperationPtr DeviceCommunicator::batch_p2p(std::span<const PointToPoint> b
   for (const PointToPoint& op : batch)
     if (is_async && op.tensor.storage) operation->keep(op.tensor.storage);
 
+  std::shared_ptr<std::byte> packed;
   launch(operation, [&] {
+    // On the caller's stream: no lane waits for another one, and what a tensor with gaps receives in
+    // the same batch comes after what it sends.
+    packed = sends.pack(*runtime_, operation->caller);
+    if (is_async && packed) operation->keep(packed);
     const EventPtr start = forked.empty() ? nullptr : runtime_->record(operation->caller);
     std::vector<LaneMessages> lanes;
     bool has_messages = false;
@@ -314,15 +321,19 @@ DeviceOperationPtr DeviceCommunicator::broadcast(const TensorRef& tensor, int so
       const StreamHandle stream = enter(*operation, lane_idx, !is_async,
                                         is_async ? runtime_->record(operation->caller) : nullptr);
       std::shared_ptr<std::byte> staging;
-      if (!tensor.is_contiguous()) staging = runtime_->allocate(num_bytes, stream);
+      WholeCopies gathers, scatters;
+      if (!tensor.is_contiguous()) {
+        staging = runtime_->allocate(num_bytes, stream);
+        if (rank() == source)
+          gathers.add(tensor, staging.get());
+        else
+          scatters.add(staging.get(), tensor);
+      }
+      if (!gathers.empty()) runtime_->execute(gathers.tasks(), gathers.buffers(), Scale{}, stream);
       nccl_->broadcast(lane_idx, staging ? staging.get() : tensor.data, num_bytes, source, stream,
                        keep_waiting(operation->deadline));
-      if (staging) {
-        WholeCopies scatters;
-        scatters.add(staging.get(), tensor);
-        if (!scatters.empty())
-          runtime_->execute(scatters.tasks(), scatters.buffers(), Scale{}, stream);
-      }
+      if (!scatters.empty())
+        runtime_->execute(scatters.tasks(), scatters.buffers(), Scale{}, stream);
       leave(*operation, lane_idx, stream);
     });
   }

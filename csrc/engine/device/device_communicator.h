@@ -67,9 +67,9 @@ class DeviceCommunicator {
   const std::shared_ptr<Communicator>& control() const { return control_; }
   bool is_in_fork() const { return control_->is_in_fork(); }
 
-  // As for the host communicator; `interrupted` serves the agreement of a first use. Receives may
-  // have any strides; sends are contiguous. An exchange on a channel of the user is compared while it
-  // runs, and exchanges follow each other on its first lane.
+  // As for the host communicator; `interrupted` serves the agreement of a first use. Tensors may
+  // have any strides. An exchange on a channel of the user is compared while it runs, and exchanges
+  // follow each other on its first lane.
   DeviceOperationPtr batch_p2p(std::span<const PointToPoint> batch, bool is_async);
   DeviceOperationPtr exchange(OpCode op, PreparedExchangePtr plan,
                               std::span<const TensorRef> inputs, std::span<const TensorRef> outputs,

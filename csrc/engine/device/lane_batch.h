@@ -42,9 +42,10 @@ class LaneBatch {
   // without.
   LaneMessages begin(DeviceRuntime& runtime, StreamHandle stream);
   // And from there to all of them in one launch.
-  void end(DeviceRuntime& runtime, StreamHandle stream) const {
+  void end(DeviceRuntime& runtime, StreamHandle stream) {
     if (!scatters_.empty())
       runtime.execute(scatters_.tasks(), scatters_.buffers(), Scale{}, stream);
+    staging_.clear();
   }
 
  private:
