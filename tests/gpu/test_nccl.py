@@ -233,7 +233,9 @@ def test_a_message_that_nobody_sends_times_out(world):
 @on_ranks(2, deadline=DEADLINE_S)
 def test_abort_frees_a_kernel_that_waits(world):
     comm = nccl_comm(world)
+    comm.barrier()  # else the constructor of the other rank may hear of the abort
     work = comm.irecv(torch.zeros(4, device="cuda"), 1 - world.rank)
+    comm.barrier()
     if world.rank == 0:
         comm.abort("enough")
     with pytest.raises(PipeCommAborted, match="enough"):
