@@ -34,11 +34,9 @@ NAMES = {
 UNLISTED = ("2 chunks", "4 chunks")
 HIGHLIGHTS = (
     "host time to post 4 sends and 4 receives, 1 KiB, 2 ranks",
-    "there and back, 4 KiB, 2 ranks",
     "p2p ring, 16 MiB, 2 ranks",
     "broadcast, 4 KiB, 4 ranks",
     "all-to-all, 25 MiB, both uneven, H to S, 4 ranks",
-    "gather, 16 MiB, uneven, 4 ranks",
     "relay, 16 MiB, 1 to 2, R to R, 3 ranks",
     "training step, 256 KiB, 1F1B, 4 stages, 8 micro-batches, 4 ranks",
 )
