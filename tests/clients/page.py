@@ -1,17 +1,12 @@
-"""The code of docs/migrating.md, which these tests run."""
+"""The code of docs/migrating.md, which these tests run as it is printed."""
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
 from typing import Any
 
-_PAGE = Path(__file__).resolve().parents[2] / "docs" / "migrating.md"
+from documents import execute
 
 
-def code_under(heading: str) -> dict[str, Any]:
-    """The names that the first Python block of this section defines."""
-    section = _PAGE.read_text().partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
-    names: dict[str, Any] = {}
-    exec(re.search(r"^```python\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)[1], names)
-    return names
+def code_of(start: str, names: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The names among which the block was executed that has a line that begins with `start`."""
+    return execute("docs/migrating.md", start, {} if names is None else names)

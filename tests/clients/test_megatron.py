@@ -11,7 +11,17 @@ from pinned import needs
 needs("megatron-core")
 
 from megatron.core.pipeline_parallel import schedules  # noqa: E402
-from megatron_client import Setup, Trainer, model_parallel, on_cpu, reported  # noqa: E402
+from megatron_client import (  # noqa: E402
+    MICRO_BATCH_SIZE,
+    NUM_MICROBATCHES,
+    SEQ_LENGTH,
+    Setup,
+    Trainer,
+    model_parallel,
+    on_cpu,
+    reported,
+)
+from page import code_of  # noqa: E402
 from side_by_side import assert_same_bits, gradients, ratio_of_times  # noqa: E402
 
 from pipecomm_ext import pipeline_parallel  # noqa: E402
@@ -126,3 +136,27 @@ def test_two_stages_batched(ranks):
     expected, swapped = ranks.run(2, train_two_stages_batched)[1]
     print(f"losses {expected}, Megatron's own with batched messages {swapped}")
     assert expected and swapped != expected  # or docs/migrating.md has to be changed
+
+
+def run_the_page(world):
+    """The blocks of the page, with what they leave and what they put in its place; a step of each."""
+    setup = Setup()
+    with on_cpu(), model_parallel(setup):
+        communicator = code_of("from megatron.core.pipeline_parallel.p2p_communication")["P2PCommunicator"]
+        assert communicator is pipeline_parallel.P2PCommunicator
+        theirs, ours = Trainer(setup), Trainer(setup)
+        expected = reported(theirs.step(schedules.get_forward_backward_func))
+        names = code_of("from megatron.core.pipeline_parallel import get_forward_backward_func")
+        names |= {"forward_step": ours._forward_step, "data_iterator": ours._micro_batches()}
+        names |= {"model": ours.chunks, "num_microbatches": NUM_MICROBATCHES}
+        names |= {"seq_length": SEQ_LENGTH, "micro_batch_size": MICRO_BATCH_SIZE}
+        for chunk in ours.chunks:
+            chunk.zero_grad_buffer()
+        assert_same_bits(
+            reported(code_of("losses = forward_backward_func", names)["losses"]), expected, "losses"
+        )
+        assert_same_bits(gradients(ours.chunks), gradients(theirs.chunks), "gradients")
+
+
+def test_the_code_of_the_page(ranks):
+    ranks.run(2, run_the_page, deadline=90)

@@ -11,8 +11,10 @@ from torch import nn
 
 needs("torchtitan")
 
+from page import code_of  # noqa: E402
 from pipelines import plan_named  # noqa: E402
 from side_by_side import assert_same_bits, gradients, ratio_of_times  # noqa: E402
+from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B  # noqa: E402
 from torch.distributed.pipelining.schedules import (  # noqa: E402
     ScheduleDualPipeV,
@@ -129,3 +131,20 @@ def exchange_files(world, name, folder):
 @pytest.mark.parametrize("name", ["interleaved_1f1b", "zb_v", "dualpipev"])
 def test_files_of_schedules(ranks, tmp_path, name):
     ranks.run(2, exchange_files, name, str(tmp_path))
+
+
+def run_the_page(world):
+    """The block of the page, with the stages of torchtitan's splitter, against torch's schedule."""
+    job = Job(world.rank, plan_named("interleaved_1f1b", world.size, NUM_MICROBATCHES))
+    theirs, ours = job.modules(), job.modules()
+    expected = job.torchs_step(job.schedule(ScheduleInterleaved1F1B, theirs), theirs)
+    stages = [Stage(module, idx, job.num_stages, torch.device("cpu")) for idx, module in ours.items()]
+    names = {"torch": torch, "stages": stages, "pp_size": world.size, "num_microbatches": NUM_MICROBATCHES}
+    names["pp_mesh"] = init_device_mesh("cpu", (world.size,), mesh_dim_names=("pp",))["pp"]
+    names |= {"loss_fn": cross_entropy, "inputs": job.inputs, "labels": job.labels}
+    code_of("pp_executor = ", names)["pp_executor"].close()
+    assert_same((names["losses"] or [], ours), (expected, theirs))
+
+
+def test_the_code_of_the_page(ranks):
+    ranks.run(2, run_the_page, deadline=60)

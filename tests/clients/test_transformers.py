@@ -11,7 +11,7 @@ from torch.nn import functional
 
 needs("transformers")
 
-from page import code_under  # noqa: E402
+from page import code_of  # noqa: E402
 from side_by_side import assert_same_bits, gradients, ratio_of_times  # noqa: E402
 from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM  # noqa: E402
 
@@ -155,7 +155,7 @@ def micro_batches() -> tuple[list[tuple[torch.Tensor, torch.Tensor]], list[torch
 
 
 def stage_of(model: nn.Module, stage: int, plan: Plan) -> nn.Module:
-    return code_under("transformers: pipeline stages")["LlamaStage"](model, stage, len(plan.owner))
+    return code_of("class LlamaStage")["LlamaStage"](model, stage, len(plan.owner))
 
 
 def my_stages(world, plan: Plan) -> dict[int, nn.Module]:

@@ -15,7 +15,7 @@ needs("yunchang")
 
 import yunchang.hybrid.attn_layer  # noqa: E402
 import yunchang.ulysses.attn_layer  # noqa: E402
-from page import code_under  # noqa: E402
+from page import code_of  # noqa: E402
 from side_by_side import assert_same_bits, ratio_of_times  # noqa: E402
 
 import pipecomm_ext  # noqa: E402
@@ -27,7 +27,7 @@ HEADS, HEAD_DIM = 8, 32
 def replaced():
     """As docs/migrating.md replaces it; undone afterwards."""
     with mock.patch.object(yunchang.ulysses.attn_layer, "SeqAllToAll4D"):
-        yield code_under("yunchang and DeepSpeed-Ulysses")["SeqAllToAll"]
+        yield code_of("class SeqAllToAll")["SeqAllToAll"]
 
 
 def attend(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, **_):
