@@ -1,80 +1,368 @@
-"""Every block of Python in the guides runs as it is printed, given the names that it takes from the reader.
-
-README.md's quickstart is run by test_readme.py, docs/transformers.md by test_transformers_integration.py. Of
-docs/migrating.md, test_migrating.py parses what it shows of other frameworks and tries its imports; tests of
-clients run it with those frameworks.
+"""Every block of code of every document is accounted for: a test executes it as it is printed, or BLOCKS says
+why none does. Blocks of Python of the guides run here, given the names that they take from the reader, with
+smaller sizes, CPUs and other folders where the test says so. Output and trees are compared with what is
+there.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib
 import io
+import math
 import os
 import re
+import shlex
+import signal
+import subprocess
 import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
+from documents import DOCUMENTS, ROOT, begins, block, blocks, blocks_of, execute
 from ranks import on_ranks
+from scripts import run_on_ranks
 from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
 
 import pipecomm_ext
+from pipecomm_ext import __main__ as command_line
 from pipecomm_ext import schedules
 
-DOCS = Path(__file__).resolve().parents[1] / "docs"
+sys.path.insert(0, str(ROOT / "bench"))
 
 
-def blocks(page: str) -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```$", (DOCS / page).read_text(), re.MULTILINE | re.DOTALL)
+class Partly(str):
+    """The test of a block of which it leaves a part out, or has a stand-in for it."""
 
 
-def block(page: str, start: str) -> str:
-    """The block with a line that begins with `start`."""
-    [found] = [text for text in blocks(page) if re.search(rf"^{re.escape(start)}", text, re.MULTILINE)]
-    return found
+class Checked(str):
+    """Why a block is not executed, and what is looked at instead."""
 
 
-# The first words of a line of each block, in order; a block that is new or gone fails the test below.
-EXECUTED = {
-    "relay.md": ["relay = "],
-    "schedules.md": [
-        "plan = schedules.dualpipe",
-        "mine = ",
-        "with Executor",
-        "masks = ",
-        "topology = ",
-        "mesh = ",
-        "executor.sum_shared_gradients",
-    ],
-    "tutorial.md": ["rank = ", "from pipecomm_ext import distributed", "name = "],
-    "sequence_parallel.md": ["qkv = ", "out = pc.attention_with_cp", "y, work = "],
+MIGRATING = "test_migrating.py::"
+CLIENTS = "clients/test_{}.py::test_the_code_of_the_page"  # as printed; test_migrating.py runs what is ours
+TRANSFORMERS = "test_transformers_integration.py::test_the_code_of_the_guide"
+QUICKSTART = "test_readme.py::test_the_quickstart_runs_as_printed"
+CPP = Checked("parts of files that are not there; test_the_parts_of_the_contribution_guide looks at names")
+
+# For each document its blocks in order: words that a line begins with, and the test. A block that is new or
+# gone fails the test below.
+BLOCKS: dict[str, dict[str, str]] = {
+    "CONTRIBUTING.md": {
+        "make setup": Checked("long; test_the_targets_and_files_of_commands_exist"),
+        "cmake -G": Checked("test_cpp.py builds and runs the same tests in another folder"),
+        "@generator": "test_the_schedule_of_the_contribution_guide",
+        "class LoopbackTransport": CPP,
+        "class LoopbackConnections": CPP,
+        "class Loopback(Transport)": Partly("test_the_parts_of_the_contribution_guide"),
+        "ExchangePlan ring_shift_plan": CPP,
+        "m.def(": CPP,
+        "def ring_shift": Partly("test_the_parts_of_the_contribution_guide"),
+    },
+    "README.md": {
+        "pip install": Checked("installs and builds; test_info.py runs the doctor"),
+        "make demo": Checked("long; test_the_targets_and_files_of_commands_exist"),
+        "dist.init_process_group": QUICKSTART,
+        "torchrun": QUICKSTART,
+        "rank 0: received": QUICKSTART,
+        "csrc/": "test_readme.py::test_links_and_paths_exist",
+    },
+    "docs/benchmarks.md": {
+        "make bench": Partly("test_the_commands_of_benchmarks"),
+        "python bench/run.py ulysses": Partly("test_the_commands_of_benchmarks"),
+        "make gpu-check": Checked("needs a GPU; test_the_stages_of_gpu_check"),
+        "cmake -S": Checked("a build; test_the_targets_and_files_of_commands_exist"),
+    },
+    "docs/flight_record.md": {
+        "PIPECOMM_FLIGHT_DIR": "test_the_commands_for_a_flight_record",
+        "Communicator": "test_the_commands_for_a_flight_record",
+    },
+    "docs/migrating.md": {
+        "import torch.distributed as dist": MIGRATING + "test_torch_distributed",
+        "schedule = ": MIGRATING + "test_torch_pipelining",
+        "pp_executor = ": MIGRATING + "test_torchtitan",
+        "from pipecomm_ext.pipeline_parallel.p2p_communication": CLIENTS.format("megatron"),
+        "from megatron.core.pipeline_parallel import": CLIENTS.format("megatron"),
+        "losses = forward_backward_func": CLIENTS.format("megatron"),
+        "layout = ": MIGRATING + "test_the_layout_of_the_page",
+        "from pipecomm_ext.pipeline_parallel.communication_utils": MIGRATING + "test_megatrons_inference",
+        "from pipecomm_ext import all_to_all, gather": MIGRATING + "test_mindspeeds_sequence_parallelism",
+        "initialize_pipeline(": MIGRATING + "test_mindspeeds_stages",
+        "topology = initialize_pipeline(": MIGRATING + "test_mindspeeds_stages",
+        "class LlamaStage": MIGRATING + "test_stages_of_a_llama",
+        "class SeqAllToAll": "clients/test_yunchang.py::test_ulysses_attention",
+    },
+    "docs/relay.md": {"relay = ": "test_a_relay_through_three_stages"},
+    "docs/schedules.md": {
+        "plan = schedules.dualpipe": "test_plans",
+        "python -m pipecomm_ext draw": "test_the_commands_of_schedules",
+        "mine = ": "test_plans",
+        "mine: deadlock": "test_a_plan_that_is_refused",
+        "with Executor": "test_a_training_loop",
+        "masks = ": "test_keywords_and_what_follows_a_step",
+        "topology = ": "test_stages_of_several_ranks",
+        "mesh = ": "test_a_mesh",
+        "executor.sum_shared_gradients": "test_keywords_and_what_follows_a_step",
+    },
+    "docs/sequence_parallel.md": {
+        "qkv = ": "test_ulysses_attention_and_all_to_all",
+        "out = pc.attention_with_cp": "test_ring_and_ulysses_groups",
+        "y, work = ": "test_a_call_that_does_not_wait",
+    },
+    "docs/transformers.md": {"pipecomm_transformers.register": TRANSFORMERS, "tokens = ": TRANSFORMERS},
+    "docs/tutorial.md": {
+        "rank = ": "test_the_programs_of_the_tutorial_train_alike",
+        "torchrun --standalone --nproc-per-node 2 plain.py": "test_the_commands_of_the_tutorial",
+        "from pipecomm_ext import distributed": "test_the_programs_of_the_tutorial_train_alike",
+        "name = ": "test_the_programs_of_the_tutorial_train_alike",
+        "torchrun --standalone --nproc-per-node 2 pipeline.py": "test_the_commands_of_the_tutorial",
+    },
 }
-ELSEWHERE = {
-    "migrating.md": "test_migrating.py",
-    "transformers.md": "test_transformers_integration.py",
-}
+NUM_BLOCKS, NUM_EXECUTED, NUM_PARTLY = 54, 40, 4
+COMMANDS = [text for document in DOCUMENTS for text in blocks(document, "sh") + blocks(document, "")]
 
 
-def test_every_block_of_the_guides_is_executed():
-    for page in sorted(path.name for path in DOCS.glob("*.md")):
-        if page in ELSEWHERE:
-            assert page in (Path(__file__).parent / ELSEWHERE[page]).read_text()
-        else:
-            wanted = [block(page, start) for start in EXECUTED.get(page, [])]
-            assert wanted == blocks(page), f"give each block of docs/{page} a test here"
+def test_every_block_of_every_document_is_accounted_for() -> None:
+    totals = (0, 0, 0)
+    print(f"{'document':28} blocks executed in part")
+    for document in DOCUMENTS:
+        found, wanted = blocks_of(document), BLOCKS.get(document, {})
+        fits = len(found) == len(wanted) and all(map(begins, (text for _, text in found), wanted))
+        assert fits, f"give each block of {document} a test, and a row in BLOCKS"
+        tests = [test for test in wanted.values() if not isinstance(test, Checked)]
+        for test in tests:
+            module, _, name = test.rpartition("::")
+            path = Path(__file__).parent / (module or Path(__file__).name)
+            assert f"\ndef {name}(" in path.read_text()
+        num_partly = sum(isinstance(test, Partly) for test in tests)
+        row = len(found), len(tests) - num_partly, num_partly
+        if found:
+            print(f"{document:28} {row[0]:6} {row[1]:8} {row[2]:7}")
+        totals = tuple(map(sum, zip(totals, row, strict=True)))
+    print(f"{'all':28} {totals[0]:6} {totals[1]:8} {totals[2]:7}")
+    assert totals == (NUM_BLOCKS, NUM_EXECUTED, NUM_PARTLY)
 
 
-def run(page: str, start: str, names: dict, **changes: str) -> dict:
-    """Executes a block among `names`, with the keys of `changes` in its text replaced by their values."""
-    text = block(page, start)
-    for old, new in changes.items():
-        assert old in text
-        text = text.replace(old, new)
-    exec(compile(text, f"{page}: {start}", "exec"), names)
-    return names
+# ---- commands ---------------------------------------------------------------------------------------------
+
+
+def commands(text: str, program: str) -> list[list[str]]:
+    """The arguments of each line that starts a program, after its name."""
+    lines = [shlex.split(line, comments=True) for line in text.splitlines() if line.startswith(program)]
+    return [words[len(program.split()) :] for words in lines]
+
+
+def test_the_targets_and_files_of_commands_exist() -> None:
+    targets = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = {words[0] for text in COMMANDS for words in commands(text, "make")}
+    assert len(named) > 10 and named <= targets
+    paths = {
+        word for text in COMMANDS for word in re.findall(r"(?<![\w/.])(?:bench|tests|\.ci)/[\w./]+", text)
+    }
+    assert {".ci/run", "bench/run.py", "tests/cpp"} <= paths
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+    assert os.access(ROOT / ".ci/run", os.X_OK)
+    [target] = re.findall(r"--target (\w+) ", "\n".join(blocks("docs/benchmarks.md", "")))
+    assert f"add_executable({target} " in (ROOT / "tests/cpp/CMakeLists.txt").read_text()
+    result = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert all(f"make {target} " in result.stdout for target in named - {"help", "gpu-check"})
+
+
+def test_the_commands_of_benchmarks(ranks, tmp_path, monkeypatch) -> None:
+    """With smaller sizes, no limit of the link and one node; `make bench` is the same program with ARGS."""
+    text = "\n".join(blocks("docs/benchmarks.md", ""))
+    [[arguments]] = commands(text, "make bench")
+    lines = [shlex.split(arguments.removeprefix("ARGS=")), *commands(text, "python bench/run.py")]
+    assert [line[0] for line in lines] == ["p2p", "batch", "all_to_all", "ulysses"]
+    (tmp_path / "out").mkdir()
+    for line in lines:
+        size = int(line[line.index("--ranks") + 1])
+        line = [str(tmp_path / word) if word.startswith("out/") else word for word in line]
+        exit_code, output = run_on_ranks(ranks, size, "run", *line, "--quick", "--sizes", "64K")
+        assert exit_code == 0, output
+    written = {path.name for path in (tmp_path / "out").iterdir()}
+    assert written == {"batch.json", "batch.png", "timeline.png"}
+
+
+def test_the_commands_of_schedules(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    schedules.get_plan("zb_v", P=2, M=4).to_csv("my_plan.csv")
+    lines = commands(block("docs/schedules.md", "python -m pipecomm_ext draw"), "python -m pipecomm_ext")
+    assert [command_line.main(line) for line in lines] == [0, 0, 0]
+    assert (tmp_path / "dualpipe.svg").stat().st_size > 1000
+
+
+def torchrun(words: list[str], folder: Path, **environment: str) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", *words],
+        cwd=folder,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(folder), **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not dist.is_available(), reason="torch was built without torch.distributed")
+def test_the_commands_of_the_tutorial(tmp_path) -> None:
+    document, losses = "docs/tutorial.md", []
+    (tmp_path / "plain.py").write_text(block(document, "rank = "))
+    (tmp_path / "pipeline.py").write_text(block(document, "name = "))
+    for text in blocks(document, "sh"):
+        for words in commands(text, "torchrun"):
+            with torchrun(words, tmp_path) as process:
+                output, errors = process.communicate(timeout=100)
+            assert process.returncode == 0, errors
+            losses.append([line for line in output.splitlines() if line.startswith("step ")])
+    assert len(losses) == 3 and len(losses[0]) == 3 and losses[1:] == losses[:1] * 2
+
+
+TRAIN = """
+import torch
+import torch.distributed as dist
+from data import next_batch
+from pipecomm_ext import Communicator
+
+dist.init_process_group("gloo")
+comm = Communicator(device="cpu")
+x = torch.zeros(8, 512, dtype=torch.bfloat16)
+
+
+def forward():
+    comm.recv(x, 1)
+
+
+for _ in range(118):
+    comm.send(x, 0) if comm.rank else forward()
+next_batch() if comm.rank else forward()
+"""
+DATA = """
+from pathlib import Path
+import time
+
+
+def next_batch():
+    Path("hangs").touch()
+    time.sleep(1000)
+"""
+
+
+def without_numbers(text: str) -> str:
+    text = re.sub(r"Communicator \w+", "Communicator", re.sub(r"\S*/(?=\w+\.py)", "", text))
+    return re.sub(r"\d+(\.\d+)?", "0", " ".join(text.split()))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not dist.is_available(), reason="torch was built without torch.distributed")
+def test_the_commands_for_a_flight_record(tmp_path, capsys) -> None:
+    """As printed, in another folder; the signal goes to children of this torchrun only."""
+    [text] = blocks("docs/flight_record.md", "sh")
+    start, signal_it, explain = (shlex.split(line, comments=True) for line in text.splitlines())
+    flights = tmp_path / "flights"
+    (tmp_path / "train.py").write_text(TRAIN)
+    (tmp_path / "data.py").write_text(DATA)
+    variable, program, *words = start
+    assert (variable, program) == ("PIPECOMM_FLIGHT_DIR=/tmp/flights", "torchrun")
+    with torchrun(words, tmp_path, PIPECOMM_FLIGHT_DIR=str(flights), PIPECOMM_TRANSPORT="shm") as process:
+        try:
+            await_that(lambda: (tmp_path / "hangs").exists(), process)
+            time.sleep(1.5)  # less is no waiting to the doctor
+            assert signal_it[0] == "pkill"
+            assert not re.search(
+                signal_it[-1], Path(f"/proc/{process.pid}/cmdline").read_text().replace("\0", " ")
+            )
+            subprocess.run([*signal_it[:2], "-P", str(process.pid), *signal_it[2:]], check=True)
+            await_that(lambda: len(whole_files(flights)) == 2, process)
+        finally:
+            os.killpg(process.pid, signal.SIGTERM)
+            process.communicate(timeout=60)
+    assert explain[:4] == ["python", "-m", "pipecomm_ext", "doctor"]
+    assert command_line.main([*explain[3:-1], str(flights)]) == 1
+    [expected] = blocks("docs/flight_record.md", "text")
+    assert without_numbers(expected) in without_numbers(capsys.readouterr().out)
+
+
+def await_that(holds: Callable[[], bool], process: subprocess.Popen) -> None:
+    until = time.monotonic() + 60
+    while not holds():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def whole_files(folder: Path) -> list[Path]:
+    return [path for path in folder.glob("flight-*") if path.read_text().endswith("\n")]
+
+
+def test_the_stages_of_gpu_check() -> None:
+    text = "\n".join(blocks("docs/benchmarks.md", ""))
+    [[], [with_minutes], [with_names]] = commands(text, "make gpu-check")
+    assert with_minutes == "ARGS=--minutes 10"
+    source = (ROOT / "tests" / "gpu" / "check.py").read_text()
+    names = with_names.removeprefix("ARGS=--only ").split(",")
+    assert len(names) == 3 and all(f'"{name}' in source for name in names)
+
+
+# ---- contributions ----------------------------------------------------------------------------------------
+
+
+def test_the_schedule_of_the_contribution_guide(monkeypatch) -> None:
+    from pipecomm_ext.schedules.generators import registry
+
+    monkeypatch.setattr(registry, "GENERATORS", dict(registry.GENERATORS))
+    monkeypatch.setattr(registry, "ALIASES", dict(registry.ALIASES))
+    names = {"__name__": "pipecomm_ext.schedules.generators.reversed_gpipe"}
+    names["__package__"] = "pipecomm_ext.schedules.generators"
+    execute("CONTRIBUTING.md", "@generator", names)
+    plan = schedules.get_plan("last_in_first_out", 4, 8)
+    assert plan.name == "reversed_gpipe"
+    schedules.check(plan)
+
+
+def test_the_parts_of_the_contribution_guide() -> None:
+    """The Python of a transport and of a collective, with a stand-in for the part that is C++."""
+    names = {"math": math, "Any": Any, "Sequence": Sequence, "Mapping": Mapping, "functools": functools}
+    names |= {"torch": torch, "_C": mock.Mock(), "TensorSpec": None}
+    for module, wanted in {
+        "transports": ["Construction", "Costs", "Made", "Transport"],
+        "transports.transport": ["host_engine"],
+        "communicator.registry": ["communicator_of"],
+        "core.checked": ["whole_number"],
+        "core.tensor_specs": ["spec_of"],
+    }.items():
+        found = importlib.import_module(f"pipecomm_ext.{module}")
+        names |= {name: getattr(found, name) for name in wanted}
+    execute("CONTRIBUTING.md", "class Loopback(Transport)", names)
+    transport = names["Loopback"]()
+    assert transport.status() == (True, "a group of one rank")
+    made = transport.make(mock.Mock(meeting=mock.Mock(size=2)), [])
+    assert made == names["Made"](None, "loopback connects a single rank only")
+    engine = mock.Mock(size=1)
+    assert transport.make(mock.Mock(meeting=engine), []).engine is engine.make.return_value
+    execute("CONTRIBUTING.md", "def ring_shift", names)
+    comm = mock.MagicMock(rank=0, size=2)
+    names["communicator_of"] = lambda group, tensor: comm
+    result = names["ring_shift"](torch.ones(2, 3))
+    assert result is comm.empty.return_value
+    [call] = names["_C"].plan_ring_shift.call_args_list
+    assert call.args[:2] == (0, 2) and call.args[3] == 1
+    comm.exchange.assert_called_once()
+    words = re.findall(
+        r"\b(?:HostTransport|TransportEvents|Connections|Member|Signature|make_plan|finished)\b",
+        "\n".join(blocks("CONTRIBUTING.md", "cpp")),
+    )
+    source = "\n".join(path.read_text() for path in (ROOT / "csrc").rglob("*.[ch]*"))
+    assert len(set(words)) == 7 and all(word in source for word in words)
 
 
 # ---- schedules --------------------------------------------------------------------------------------------
@@ -82,11 +370,18 @@ def run(page: str, start: str, names: dict, **changes: str) -> dict:
 
 def test_plans(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    run("schedules.md", "plan = schedules.dualpipe", {})
+    execute("docs/schedules.md", "plan = schedules.dualpipe", {})
     assert (tmp_path / "dualpipe.html").stat().st_size > 1000
     assert "makespan" in capsys.readouterr().out
-    run("schedules.md", "mine = ", {"schedules": schedules})
+    execute("docs/schedules.md", "mine = ", {"schedules": schedules})
     assert (tmp_path / "mine.svg").stat().st_size > 1000
+
+
+def test_a_plan_that_is_refused() -> None:
+    rows = ["F0.0 B0.0 F0.1 B0.1", "F1.1 B1.1 F1.0 B1.0"]
+    with pytest.raises(schedules.PlanError) as caught:
+        schedules.check(schedules.Plan("mine", P=2, M=2, owner=[0, 1], compute=rows))
+    assert str(caught.value).startswith(block("docs/schedules.md", "mine: deadlock").rstrip())
 
 
 WIDTH, NUM_CLASSES = 6, 4
@@ -137,7 +432,7 @@ def test_a_training_loop(world):
     expected = loss_of_the_whole(names)
     parameters = [weight for stage in names["all_stages"] for weight in stage.parameters()]
     names["optimizer"] = torch.optim.SGD(parameters, lr=0.1)
-    run("schedules.md", "with Executor", names)
+    execute("docs/schedules.md", "with Executor", names)
     if names["losses"] is not None:
         torch.testing.assert_close(torch.stack(names["losses"]).mean(), expected)
         assert not torch.allclose(loss_of_the_whole(names), expected)  # a step was taken
@@ -159,7 +454,7 @@ def test_keywords_and_what_follows_a_step(world):
     }
     with schedules.Executor(plan, mine, loss_fn=functional.cross_entropy) as executor:
         names["executor"] = executor
-        run("schedules.md", "masks = ", names)
+        execute("docs/schedules.md", "masks = ", names)
         if names["losses"] is not None:
             mean = torch.stack(names["losses"]).mean()
             torch.testing.assert_close(mean, loss_of_the_whole(names, masks=masks))
@@ -168,14 +463,14 @@ def test_keywords_and_what_follows_a_step(world):
                 mine[stage].register_module(name, torch.nn.Linear(WIDTH, WIDTH, bias=False))
                 getattr(mine[stage], name).weight.grad = torch.full((WIDTH, WIDTH), 1.0 + stage)
         names["optimizer"].zero_grad()
-        run("schedules.md", "executor.sum_shared_gradients", names)
+        execute("docs/schedules.md", "executor.sum_shared_gradients", names)
         assert names["norm"] > 0
 
 
 @on_ranks(4)
 def test_stages_of_several_ranks(world):
     names = training_names(3)
-    run("schedules.md", "topology = ", names)
+    execute("docs/schedules.md", "topology = ", names)
     assert names["topology"].get_vtp_size_list() == [1, 2, 1]
     names["executor"].close()
 
@@ -183,7 +478,7 @@ def test_stages_of_several_ranks(world):
 @on_ranks(4)
 def test_a_mesh(world):
     names = training_names(4) | {"num_replicas": 2, "num_stages": 2}
-    run("schedules.md", "mesh = ", names, **{'"cuda"': '"cpu"'})
+    execute("docs/schedules.md", "mesh = ", names, **{'"cuda"': '"cpu"'})
     losses, _ = names["executor"].step(names["inputs"], names["targets"])
     if losses is not None:
         torch.testing.assert_close(torch.stack(losses).mean(), loss_of_the_whole(names))
@@ -207,11 +502,13 @@ def printed_by(program: str, *arguments: str) -> str:
 
 def run_tutorial(world, folder: str) -> list[str]:
     os.chdir(folder)
-    by_torch = block("tutorial.md", "rank = ")
+    by_torch = block("docs/tutorial.md", "rank = ")
     changed_line = "import torch.distributed as dist\n"
     assert by_torch.count(changed_line) == 1
-    by_ours = by_torch.replace(changed_line, block("tutorial.md", "from pipecomm_ext import distributed"))
-    by_schedule = block("tutorial.md", "name = ")
+    by_ours = by_torch.replace(
+        changed_line, block("docs/tutorial.md", "from pipecomm_ext import distributed")
+    )
+    by_schedule = block("docs/tutorial.md", "name = ")
     programs = [(by_torch,), (by_ours,), (by_schedule,), (by_schedule, "zb_v")]
     return [printed_by(*program) for program in programs]
 
@@ -233,7 +530,7 @@ def test_the_programs_of_the_tutorial_train_alike(ranks, tmp_path):
 def test_a_relay_through_three_stages(world):
     sent = torch.arange(24, dtype=torch.bfloat16).reshape(4, 1, 6)
     names = {"stage": lambda x: x + 1, "tokens": sent}
-    run("relay.md", "relay = ", names, **{"[1024, 1, 5120]": "[4, 1, 6]"})
+    execute("docs/relay.md", "relay = ", names, **{"[1024, 1, 5120]": "[4, 1, 6]"})
     if world.rank > 0:
         stage = names["topology"].get_vtp_my_stage_idx()
         assert torch.equal(names["y"], sent + stage + 1)
@@ -254,9 +551,9 @@ def test_ulysses_attention_and_all_to_all(world):
     names = dict(zip("qkv", mine, strict=True))
     names |= {"attention": attention, "group": world.comm, "ring_group": world.comm, "seq_len": seq_len}
     names |= {"num_heads": num_heads}
-    with_ring, by_hand = block("sequence_parallel.md", "qkv = ").split("\n\n")[1:]
+    with_ring, by_hand = block("docs/sequence_parallel.md", "qkv = ").split("\n\n")[1:]
     assert "zigzag" in with_ring
-    run("sequence_parallel.md", "qkv = ", names, **{with_ring: with_ring.splitlines()[0]})
+    execute("docs/sequence_parallel.md", "qkv = ", names, **{with_ring: with_ring.splitlines()[0]})
     expected = attention(*whole).split(pipecomm_ext.cal_split_sizes(seq_len, 2), 1)[world.rank]
     torch.testing.assert_close(names["out"], expected, rtol=1e-10, atol=1e-10)
 
@@ -264,7 +561,7 @@ def test_ulysses_attention_and_all_to_all(world):
     places = torch.arange(8).chunk(4)
     zigzag = torch.cat([places[world.rank], places[3 - world.rank]])
     names |= dict(zip("qkv", (tensor[:, zigzag] for tensor in even), strict=True)) | {"seq_len": 8}
-    run("sequence_parallel.md", "qkv = ", names, **{by_hand: ""})
+    execute("docs/sequence_parallel.md", "qkv = ", names, **{by_hand: ""})
     expected = attention(*even, is_causal=True)[:, zigzag]
     torch.testing.assert_close(names["out"], expected, rtol=1e-10, atol=1e-10)
 
@@ -273,7 +570,7 @@ def test_ulysses_attention_and_all_to_all(world):
 def test_a_call_that_does_not_wait(world):
     x = torch.arange(24.0).reshape(1, 2, 4, 3) + 100 * world.rank
     names = {"pc": pipecomm_ext, "x": x, "group": world.comm, "layer": torch.exp, "other": torch.zeros(2)}
-    run("sequence_parallel.md", "y, work = ", names)
+    execute("docs/sequence_parallel.md", "y, work = ", names)
     assert torch.equal(names["y"], pipecomm_ext.all_to_all(x, world.comm, 2, 1))
     assert torch.equal(names["z"], torch.ones(2))
 
@@ -290,7 +587,7 @@ def test_ring_and_ulysses_groups(world):
     whole = [torch.randn(2, 16, 4, 8, dtype=torch.float64) for _ in range(3)]
     names |= dict(zip("qkv", whole, strict=True))
     try:
-        run("sequence_parallel.md", "out = pc.attention_with_cp", names)
+        execute("docs/sequence_parallel.md", "out = pc.attention_with_cp", names)
     finally:
         pipecomm_ext.parallel_state.destroy()
     heads_first = (tensor.transpose(1, 2) for tensor in whole)
