@@ -146,7 +146,7 @@ def check_registers(source: str, log: str) -> dict[str, int]:
 def check_machine_code(source: str, arch: str, kernels: dict[str, list[str]]) -> dict[str, int]:
     """Budgets of instructions, and what no kernel may have; the instructions per kernel."""
     sizes = {}
-    leeway = 1.05 if arch == "100" else 1.0  # the same code takes some instructions more there
+    leeway = 1.0 if arch == "90" else 1.05  # the same code takes some instructions more elsewhere
     for name, lines in kernels.items():
         assert not accesses(lines, r"\b(LDL|STL)\b\S*"), f"{name} uses local memory"
         assert not accesses(lines, r"\bST\S*STRONG\S*"), f"{name} has strong stores"

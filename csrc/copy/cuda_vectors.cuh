@@ -37,6 +37,14 @@ __device__ __forceinline__ Vector load_vector(const void* address) {
   return *static_cast<const Vector*>(address);
 }
 
+// Of memory that no other block reads, whole vectors are marked as read once (ld.cs).
+template <typename Vector>
+__device__ __forceinline__ Vector load_once(const void* address) {
+  const auto* vector = static_cast<const Vector*>(address);
+  if constexpr (sizeof(Vector) == 16) return __ldcs(vector);
+  return *vector;
+}
+
 // The aligned 16 bytes that `address` lies in, and the next ones. Neighbours read them as well.
 struct TwoVectors {
   uint4 low, high;

@@ -24,7 +24,7 @@ __device__ __forceinline__ void mean_vector(void* dst, const MeanSources& source
 #pragma unroll 4
   for (int k = 0; k < sources.num_sources; ++k) {
     const auto* source = static_cast<const Storage*>(sources.pointers[k]);
-    const Vector vector = load_vector<Vector>(source + first);
+    const Vector vector = load_once<Vector>(source + first);
     memcpy(elements, &vector, sizeof(vector));
 #pragma unroll
     for (int i = 0; i < kElements; ++i) sums[i] += Format::load(elements[i]);

@@ -80,6 +80,10 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
   return cudaSuccess;
 }
 
+template <typename T>
+T __ldcs(const T* address) {
+  return *address;
+}
 inline uint32_t __funnelshift_r(uint32_t low, uint32_t high, uint32_t shift) {
   return static_cast<uint32_t>(((uint64_t{high} << 32) | low) >> (shift & 31));
 }
