@@ -75,6 +75,20 @@ target(
     {"timeout": "timeout"},
 )
 target(
+    "Communicator.route",
+    "local",
+    lambda comm, **kw: comm.route(**kw),
+    lambda comm: {"peer": 1},
+    {"peer": "peer"},
+)
+target(
+    "Communicator.connect",
+    "local",
+    lambda comm, peer: comm.connect([0, peer]),
+    lambda comm: {"peer": 1},
+    {"peer": "peer"},
+)
+target(
     "Communicator.broadcast",
     "collective",
     lambda comm, **kw: comm.broadcast(**kw),

@@ -420,7 +420,9 @@ class Communicator:
     def _checked_peer(self, peer: int) -> int:
         peer = whole_number(peer, "peer")
         if not 0 <= peer < self.size:
-            raise ValueError(f"peer must be 0 to {self.size - 1}, not {peer}")
+            raise ValueError(
+                f"peer {peer} is not in 0..{self.size - 1}; it is a rank within the group, not a global rank"
+            )
         return peer
 
     @staticmethod
