@@ -18,8 +18,8 @@ constexpr int kManyTasks = 196;
 constexpr int kManyTasks = kSomeTasks;
 #endif
 
-// The tasks of a group take turns: the boxes of one tensor lie between each other in memory, and blocks
-// that run side by side should read and write the same pages of it.
+// The tasks of a group take turns: the boxes of one tensor lie between each other in memory, and
+// blocks that run side by side should read and write the same pages of it.
 template <int kCapacity>
 struct TaskBatch {
   int32_t num_groups = 0;
@@ -141,8 +141,8 @@ struct TaskRange {
   size_t begin, end;
 };
 
-// Where tasks differ in length, the tiles that the shorter ones lack are blocks without work. They may
-// be a quarter of a group.
+// Blocks without work stand in for the tiles that the shorter tasks of a group lack: at most a
+// quarter as many as there are tiles.
 bool may_take_turns(int64_t num_tasks, int64_t longest, int64_t num_tiles) {
   return 4 * num_tasks * longest <= 5 * num_tiles;
 }

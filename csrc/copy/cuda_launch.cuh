@@ -20,8 +20,8 @@ inline int threads_of(const CudaLaunch& launch) {
 }
 
 // A block for each tile: an H100 deals out blocks better than they share the tiles among themselves
-// (with as many blocks as it holds, 0.94 of a device-to-device copy; so, 0.98). A
-// limit of n multiprocessors is n blocks, which cannot lie on more and go from tile to tile.
+// (with as many blocks as it holds, 0.94 of a device-to-device copy; so, 0.98). A limit of n
+// multiprocessors is n blocks, which cannot lie on more and go from tile to tile.
 template <auto kKernel, typename... Arguments>
 cudaError_t launch_blocks(int64_t num_tiles, const CudaLaunch& launch,
                           const Arguments&... arguments) {

@@ -98,8 +98,9 @@ inline constexpr int64_t kMinRunInPieces = 128;
 // have 16 or those of an element.
 int vector_bytes_of(const CopyTask& task, const void* src, const void* dst);
 
-// The vector tasks of copy tasks, ordered by arithmetic and by the tensor that they box. Apart from their addresses they depend on
-// the buffers by alignment alone, so they are made once for most callers.
+// The vector tasks of copy tasks, ordered by arithmetic and by the tensor that they box. Apart from
+// their addresses they depend on the buffers by alignment alone, so they are made once for most
+// callers.
 class ResolvedTasks {
  public:
   // Tasks of more than `max_vectors` vectors become several.

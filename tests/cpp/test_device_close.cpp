@@ -207,6 +207,48 @@ void the_end_of_nccl_fails() {
   }
 }
 
+// Rank 1 never comes to NCCL. The constructor of rank 0 ends at its deadline or at a Ctrl-C, tells rank
+// 1, and leaves its thread behind.
+void a_rank_does_not_connect() {
+  for (const bool is_interrupted : {false, true}) {
+    check::context = is_interrupted ? "connecting, interrupted" : "connecting, deadline";
+    const auto world = std::make_unique<fake::World>();
+    fake::world = world.get();
+    const auto hub = std::make_unique<fake::Hub>(2);
+    const auto control_of = [&](int rank) {
+      return [&, rank](TransportEvents& events) {
+        return std::make_unique<fake::HubTransport>(*hub, rank, events);
+      };
+    };
+    std::thread other([&] {
+      CommunicatorOptions options;
+      options.rank = 1;
+      options.size = 2;
+      Communicator control(options, control_of(1));
+      EXPECT(comes_true([&] { return control.failure() != nullptr; }));
+    });
+    DeviceOptions options = closing_options(2);
+    if (!is_interrupted) options.timeout = 200ms;
+    const auto begin = Clock::now();
+    try {
+      DeviceCommunicator(options, std::make_shared<fake::Runtime>(), fake::make_api(),
+                         ids_of(options.num_channels), control_of(0), [&] {
+                           if (is_interrupted && Clock::now() - begin > 100ms)
+                             throw std::runtime_error("Ctrl-C");
+                         });
+      EXPECT(!"the constructor must fail");
+    } catch (const std::exception& error) {
+      EXPECT(
+          contains(error.what(), is_interrupted ? "Ctrl-C" : "not all ranks are connected after"));
+    }
+    EXPECT(Clock::now() - begin < 30s);
+    other.join();
+    if (!world->finish()) check::fail(__FILE__, __LINE__, "a communicator was leaked");
+    EXPECT(world->errors.empty());
+    fake::world = nullptr;
+  }
+}
+
 }  // namespace
 
 int main() {
@@ -219,5 +261,6 @@ int main() {
   a_peer_dies();
   an_abort_is_stuck();
   the_end_of_nccl_fails();
+  a_rank_does_not_connect();
   return check::report("device_close");
 }

@@ -132,6 +132,7 @@ void NcclTransport::connect(std::span<const NcclLane> lanes, const NcclConfig& c
   std::exception_ptr error;
   try {
     init(lanes, config);
+    check_alive();
     connect_pairs(lanes);
   } catch (...) {
     error = std::current_exception();
