@@ -171,6 +171,12 @@ def run_doctor(**environment: str) -> subprocess.CompletedProcess:
     )
 
 
+def test_a_reader_may_stop_early() -> None:
+    command = f"{sys.executable} -m pipecomm_ext info | true"  # which has ended before there is any output
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_doctor_passes_here() -> None:
     result = run_doctor()
     assert result.returncode == 0, result.stdout + result.stderr

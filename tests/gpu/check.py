@@ -242,9 +242,9 @@ def all_stages(num_gpus: int) -> list[Stage]:
         pytest_stage("whole-graphs", "whole_graphs", limit_s=180),
         pytest_stage("hazards", "hazards", "allocator", limit_s=240),
         pytest_stage("operations", "all_operations", limit_s=240),
-        *(bench_stage(op, num_gpus) for op in ops),
         pytest_stage("staged", "staged", limit_s=120),
         Stage("train", train, 120, after="build"),
+        *(bench_stage(op, num_gpus) for op in ops),
     ]
 
 
