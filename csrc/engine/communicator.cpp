@@ -18,6 +18,17 @@ namespace {
 constexpr auto kRestLimit = std::chrono::seconds(1);
 constexpr size_t kMinSweep = 1024;
 
+// Messages without data to and from some ranks.
+auto both_ways(const Descriptor& descriptor) {
+  return [descriptor](std::span<const int> peers) {
+    std::vector<RequestPtr> requests;
+    for (const Direction direction : {Direction::recv, Direction::send})
+      for (const int peer : peers)
+        requests.push_back(make_request(direction, peer, descriptor, nullptr));
+    return requests;
+  };
+}
+
 StagingPool pool_for(const std::shared_ptr<DeviceRuntime>& device) {
   if (!device) return StagingPool();
   return StagingPool([device](int64_t num_bytes) { return device->allocate_host(num_bytes); });
@@ -53,6 +64,8 @@ Communicator::Communicator(const CommunicatorOptions& options, const MakeTranspo
     // abort.
     std::lock_guard lock(mutex_);
     transport_ = make_transport(*this);
+    if (size() > options_.direct_limit && !transport_->prefers_direct())
+      line_ = std::make_unique<CollectiveLine>(rank(), size(), options_.direct_limit, *transport_);
   }
   for (int channel = 0; channel < options_.num_channels; ++channel)
     sequencers_.push_back(std::make_unique<Sequencer>([this](Operation& operation) -> FailurePtr {
@@ -149,6 +162,10 @@ void Communicator::post(const OperationPtr& operation, bool is_async) {
   for (const RequestPtr& request : requests) request->operation = operation;
   transport_->post(std::move(requests), is_async);
   operation->note_posted();
+  note_in_flight(operation);
+}
+
+void Communicator::note_in_flight(const OperationPtr& operation) {
   std::unique_lock lock(mutex_);
   if (failure_) {  // since the check above, and without this operation
     const FailurePtr failure = failure_;
@@ -163,6 +180,21 @@ void Communicator::post(const OperationPtr& operation, bool is_async) {
     sweep_at_ = std::max(kMinSweep, 2 * in_flight_.size());
   }
   in_flight_.push_back(operation);
+}
+
+// With all ranks in one order. `collective.members` are those of a scope that has been checked.
+void Communicator::post_collective(Collective collective, int channel, bool is_async) {
+  const OperationPtr operation = collective.operation;
+  const bool is_direct = !runs_in_line(channel);
+  if (is_direct)
+    operation->add_requests(collective.messages_with(peers_in({collective.members, channel})));
+  std::lock_guard lock(post_mutex_);
+  if (is_direct) return post(operation, is_async);
+  check_usable(operation->op());
+  operation->record_in(flight_record_, num_posted_++);
+  operation->set_number_of_collective(++num_collectives_);
+  line_->submit(std::move(collective), is_async);
+  note_in_flight(operation);
 }
 
 OperationPtr Communicator::batch_p2p(std::span<const PointToPoint> batch,
@@ -193,8 +225,8 @@ OperationPtr Communicator::exchange(OpCode op, PreparedExchangePtr prepared,
                                     const Scope& scope, const OperationPtr& after) {
   check_usable(op);
   auto lowered = prepared->lowered_for(rank(), size(), inputs, outputs, device_ != nullptr);
-  auto messages = exchange_messages(op, scope.channel, prepared->plan(), *lowered, peers_in(scope),
-                                    scope.gradient_of);
+  if (!scope.members.empty() || !runs_in_line(scope.channel))
+    check_peers(*lowered, peers_in(scope));
   const OperationPtr operation = make_operation(op);
   auto memory = std::make_shared<ExchangeBuffers>();
   for (const TensorRef& tensor : inputs) memory->inputs.push_back(tensor.data);
@@ -205,44 +237,69 @@ OperationPtr Communicator::exchange(OpCode op, PreparedExchangePtr prepared,
   if (after && scope.channel == kCollectiveChannel)
     throw std::invalid_argument("what follows another operation needs a channel");
   const EventPtr caller = work_of_caller(op);
+  Collective collective{operation, scope.members};
+  if (runs_in_line(scope.channel))
+    collective.common =
+        checked(empty_message(op, scope.channel, prepared->plan(), scope.gradient_of));
+  collective.messages_with = [this, op, channel = scope.channel, gradient_of = scope.gradient_of,
+                              prepared = std::move(prepared), lowered,
+                              memory](std::span<const int> peers) {
+    return exchange_requests(
+        exchange_messages(op, channel, prepared->plan(), *lowered, peers, gradient_of), lowered,
+        memory);
+  };
+  auto start = [this, collective = std::move(collective), channel = scope.channel, caller,
+                lowered = std::move(lowered), memory = std::move(memory),
+                on_success = std::move(on_success), is_async]() mutable {
+    start_exchange(std::move(collective), channel, caller, lowered, memory, std::move(on_success),
+                   is_async);
+  };
   if (scope.channel == kCollectiveChannel) {
-    start_exchange(operation, caller, lowered, memory, messages, std::move(on_success), is_async);
+    start();
     return operation;
   }
-  sequencers_[scope.channel]->submit(
-      after, operation,
-      [this, operation, caller, lowered = std::move(lowered), memory = std::move(memory),
-       messages = std::move(messages), on_success = std::move(on_success), is_async]() mutable {
-        operation->restart(deadline_from_now());
-        start_exchange(operation, caller, lowered, memory, messages, std::move(on_success),
-                       is_async);
-      });
+  sequencers_[scope.channel]->submit(after, operation,
+                                     [this, operation, start = std::move(start)]() mutable {
+                                       operation->restart(deadline_from_now());
+                                       start();
+                                     });
   return operation;
 }
 
-void Communicator::start_exchange(const OperationPtr& operation, const EventPtr& caller,
+void Communicator::start_exchange(Collective collective, int channel, const EventPtr& caller,
                                   const std::shared_ptr<const LoweredExchange>& lowered,
                                   const std::shared_ptr<ExchangeBuffers>& memory,
-                                  std::span<const PeerMessages> messages,
                                   std::function<void()> on_success, bool is_async) {
-  const bool stages = device_ || !transport_->copies_on_the_way();
+  Operation& operation = *collective.operation;
+  const bool stages = stages_exchanges();
   if (stages) {
     memory->send_staging = staging_.acquire(lowered->send_staging_bytes);
     memory->recv_staging = staging_.acquire(lowered->recv_staging_bytes);
   }
-  before_posting(*operation, caller, stages ? lowered->pack_and_local() : lowered->local(),
+  before_posting(operation, caller, stages ? lowered->pack_and_local() : lowered->local(),
                  memory->view(), lowered->scale);
-  operation->on_success([this, stages, lowered, memory, on_success = std::move(on_success)] {
+  operation.on_success([this, stages, lowered, memory, on_success = std::move(on_success)] {
     if (stages) copy(lowered->unpack(), memory->view(), Scale{});
     // Back in the pool before waiters run, so that their next exchange finds it there.
     memory->send_staging.reset();
     memory->recv_staging.reset();
     if (on_success) on_success();
   });
+  if (runs_in_line(channel)) collective.data_peers = peers_of(*lowered);
+  ++num_exchanges_;
+  num_passes_ += lowered->copy_passes();
+  post_collective(std::move(collective), channel, is_async);
+}
 
-  auto add_request = [&](Direction direction, int peer, const Descriptor& descriptor,
-                         const LoweredMessage* message) {
+std::vector<RequestPtr> Communicator::exchange_requests(
+    std::span<const PeerMessages> messages, const std::shared_ptr<const LoweredExchange>& lowered,
+    const std::shared_ptr<ExchangeBuffers>& memory) const {
+  std::vector<RequestPtr> requests;
+  requests.reserve(2 * messages.size());
+  auto add = [&](Direction direction, int peer, const Descriptor& descriptor,
+                 const LoweredMessage* message) {
     const bool sends = direction == Direction::send;
+    const bool stages = stages_exchanges();
     const void* data = nullptr;
     std::shared_ptr<const MessageCopy> on_the_way;
     if (message && !message->is_staged())
@@ -252,19 +309,16 @@ void Communicator::start_exchange(const OperationPtr& operation, const EventPtr&
     else if (message)
       on_the_way = std::make_shared<const MessageCopy>(MessageCopy{lowered, message, memory});
     auto* const bytes = static_cast<std::byte*>(const_cast<void*>(data));
-    operation
-        ->add_request(direction, peer, checked(descriptor),
-                      bytes ? bytes + message->offset_bytes : nullptr)
-        .copy = std::move(on_the_way);
+    requests
+        .emplace_back(make_request(direction, peer, checked(descriptor),
+                                   bytes ? bytes + message->offset_bytes : nullptr))
+        ->copy = std::move(on_the_way);
   };
   for (const PeerMessages& peer : messages)
-    add_request(Direction::recv, peer.peer, peer.recv, peer.lowered_recv);
+    add(Direction::recv, peer.peer, peer.recv, peer.lowered_recv);
   for (const PeerMessages& peer : messages)
-    add_request(Direction::send, peer.peer, peer.send, peer.lowered_send);
-  ++num_exchanges_;
-  num_passes_ += lowered->copy_passes();
-  std::lock_guard lock(post_mutex_);
-  post(operation, is_async);
+    add(Direction::send, peer.peer, peer.send, peer.lowered_send);
+  return requests;
 }
 
 EventPtr Communicator::work_of_caller(OpCode op) {
@@ -346,15 +400,24 @@ OperationPtr Communicator::broadcast(const TensorRef& tensor, int source,
   const Direction way = source == rank() ? Direction::send : Direction::recv;
   const PointToPoint whole{way, -1, kCollectiveChannel, tensor, 0};
   std::byte* const data = stage(*operation, {&whole, 1}, {}, std::move(on_success))[0];
-  auto add_request = [&](Direction direction, int peer, const Descriptor& descriptor) {
-    operation->add_request(direction, peer, checked(descriptor),
-                           descriptor.num_bytes > 0 ? data : nullptr);
+  Collective collective{operation, {}, checked(broadcast_message(tensor, source))};
+  collective.source = source;
+  collective.payload = data;
+  collective.messages_with = [this, source, data,
+                              common = collective.common](std::span<const int> peers) {
+    std::vector<RequestPtr> requests;
+    for (const Direction direction : {Direction::recv, Direction::send}) {
+      for (const int peer : peers) {
+        Descriptor descriptor = common;
+        const bool has_payload = (direction == Direction::send ? rank() : peer) == source;
+        if (!has_payload) descriptor.num_bytes = 0;
+        requests.push_back(
+            make_request(direction, peer, descriptor, descriptor.num_bytes > 0 ? data : nullptr));
+      }
+    }
+    return requests;
   };
-  const auto pairs = broadcast_messages(tensor, rank(), source, peers_in({}));
-  for (const PeerMessages& pair : pairs) add_request(Direction::recv, pair.peer, pair.recv);
-  for (const PeerMessages& pair : pairs) add_request(Direction::send, pair.peer, pair.send);
-  std::lock_guard lock(post_mutex_);
-  post(operation, is_async);
+  post_collective(std::move(collective), kCollectiveChannel, is_async);
   return operation;
 }
 
@@ -362,14 +425,12 @@ OperationPtr Communicator::barrier(bool is_async) {
   check_usable(OpCode::barrier);
   const OperationPtr operation = make_operation(OpCode::barrier);
   const Descriptor descriptor = describe(OpCode::barrier, kCollectiveChannel, {}, 0, 0);
-  for (Direction direction : {Direction::recv, Direction::send})
-    for (const int peer : peers_in({}))
-      operation->add_request(direction, peer, descriptor, nullptr);
-  std::lock_guard lock(post_mutex_);
-  post(operation, is_async);
+  post_collective({operation, {}, descriptor, false, both_ways(descriptor)}, kCollectiveChannel,
+                  is_async);
   return operation;
 }
 
+// Only where all collectives are direct: it does not wait for its place in the line of the others.
 OperationPtr Communicator::agree(OpCode op, const std::shared_ptr<Agreement>& agreement) {
   check_usable(op);
   const OperationPtr operation = make_operation(op);
@@ -390,19 +451,21 @@ OperationPtr Communicator::agree(OpCode op, const std::shared_ptr<Agreement>& ag
 
 OperationPtr Communicator::refuse(OpCode op, const std::string& reason, const Scope& scope) {
   check_usable(op);
-  const std::vector<int> peers = peers_in(scope);
+  peers_in(scope);  // throws if it is not possible
   const OperationPtr operation = make_operation(op);
-  for (Direction direction : {Direction::recv, Direction::send}) {
-    for (const int peer : peers) {
-      Request& request =
-          operation->add_request(direction, peer, describe(op, scope.channel, {}, 0, 0), nullptr);
-      request.refuses = true;
-      request.refusal = reason;
+  const Descriptor descriptor = describe(op, scope.channel, {}, 0, 0);
+  const auto refusals = [messages = both_ways(descriptor), reason](std::span<const int> peers) {
+    auto requests = messages(peers);
+    for (const RequestPtr& request : requests) {
+      request->refuses = true;
+      request->refusal = reason;
     }
-  }
-  auto post_now = [this, operation] {
-    std::lock_guard lock(post_mutex_);
-    post(operation);
+    return requests;
+  };
+  auto post_now = [this, channel = scope.channel,
+                   collective =
+                       Collective{operation, scope.members, descriptor, true, refusals}]() mutable {
+    post_collective(std::move(collective), channel);
   };
   if (scope.channel == kCollectiveChannel)
     post_now();

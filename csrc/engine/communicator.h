@@ -18,6 +18,7 @@
 #include "copy/device_runtime.h"
 #include "copy/thread_pool.h"
 #include "engine/agreement.h"
+#include "engine/collective_line.h"
 #include "engine/host_staging.h"
 #include "engine/point_to_point.h"
 #include "engine/prepared_exchange.h"
@@ -43,6 +44,8 @@ struct CommunicatorOptions {
       nullptr;
   // Called when an operation or the communicator has failed, see FlightRecord.
   std::function<void()> on_failure = nullptr;
+  // Up to this many members of a collective tell each other directly, without a tree.
+  int direct_limit = kDirectLimit;
   // Where the tensors are; null: in host memory. Calls then wait for what the caller's stream holds.
   std::shared_ptr<DeviceRuntime> device = nullptr;
 };
@@ -82,7 +85,7 @@ class Communicator final : private TransportEvents {
   OperationPtr batch_p2p(std::span<const PointToPoint> batch,
                          std::function<void()> on_success = nullptr, bool is_async = true);
 
-  // Collectives: every rank hears from every other one, so that all know of a rank that refuses.
+  // Collectives: every rank hears of every other one, so that all know of a rank that refuses.
   // An exchange on a channel of the user is posted when all earlier ones on that channel are, and
   // `after`, if given, has succeeded; it fails if `after` fails. No caller has to wait for that.
   OperationPtr exchange(OpCode op, PreparedExchangePtr plan, std::span<const TensorRef> inputs,
@@ -148,11 +151,15 @@ class Communicator final : private TransportEvents {
   // waiting for.
   static FailurePtr failure_for(const FailurePtr& failure, const Operation& operation);
   OperationPtr make_operation(OpCode op);
-  void start_exchange(const OperationPtr& operation, const EventPtr& caller,
+  void start_exchange(Collective collective, int channel, const EventPtr& caller,
                       const std::shared_ptr<const LoweredExchange>& lowered,
                       const std::shared_ptr<ExchangeBuffers>& memory,
-                      std::span<const PeerMessages> messages, std::function<void()> on_success,
-                      bool is_async);
+                      std::function<void()> on_success, bool is_async);
+  std::vector<RequestPtr> exchange_requests(std::span<const PeerMessages> messages,
+                                            const std::shared_ptr<const LoweredExchange>& lowered,
+                                            const std::shared_ptr<ExchangeBuffers>& memory) const;
+  // Whether messages of exchanges lie in staging memory, unless they are in one piece in a tensor.
+  bool stages_exchanges() const { return device_ || !transport_->copies_on_the_way(); }
   EventPtr work_of_caller(OpCode op);
   void before_posting(const Operation& operation, const EventPtr& caller,
                       std::span<const CopyTask> tasks, const CopyBuffers& buffers,
@@ -161,7 +168,10 @@ class Communicator final : private TransportEvents {
   std::vector<std::byte*> stage(Operation& operation, std::span<const PointToPoint> batch,
                                 const OwnMessages& own, std::function<void()> on_success);
   Descriptor checked(const Descriptor& descriptor) const;
+  bool runs_in_line(int channel) const { return line_ && channel == kCollectiveChannel; }
+  void post_collective(Collective collective, int channel, bool is_async = true);
   void post(const OperationPtr& operation, bool is_async = true);
+  void note_in_flight(const OperationPtr& operation);
   void tell_peers(const Failure& failure);
   void watch();
   void expire(Operation& operation);
@@ -191,6 +201,7 @@ class Communicator final : private TransportEvents {
   uint64_t num_posted_ = 0;
   uint64_t num_collectives_ = 0;  // refused ones included, so that ranks count alike
   std::unique_ptr<HostTransport> transport_;
+  std::unique_ptr<CollectiveLine> line_;  // null: collectives are direct
   std::condition_variable stop_watch_;
   bool stop_watching_ = false;
   std::thread watchdog_;

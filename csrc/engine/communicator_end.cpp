@@ -25,6 +25,7 @@ Communicator::~Communicator() {
   }
   // No thread can wait for operations any more. The goodbye tells the peers, unless they may be
   // waiting for messages that will not come.
+  if (line_) line_->stop();
   if (has_pending) abort("its communicator was dropped with operations in flight, without close()");
   if (const FailurePtr failed = failure()) tell_peers(*failed);
   transport_->begin_close();
@@ -32,13 +33,16 @@ Communicator::~Communicator() {
 }
 
 FailurePtr Communicator::failure_for(const FailurePtr& failure, const Operation& operation) {
-  const RequestPtr request = operation.first_pending();
-  if (!request) return failure;
   auto own = std::make_shared<Failure>(*failure);
-  const Descriptor& descriptor = request->descriptor;
-  name_message(*own, request->peer, descriptor);
-  own->message +=
-      "; this rank was waiting for " + request_text(*request) + " of " + descriptor.text();
+  if (const RequestPtr request = operation.first_pending()) {
+    const Descriptor& descriptor = request->descriptor;
+    name_message(*own, request->peer, descriptor);
+    own->message +=
+        "; this rank was waiting for " + request_text(*request) + " of " + descriptor.text();
+  } else if (operation.waits_to_start()) {
+    own->op = op_name(operation.op());
+    own->message += "; this rank was waiting to start " + own->op + " behind other collectives";
+  }
   return own;
 }
 
@@ -58,6 +62,7 @@ void Communicator::fail(Failure failure) {
   for (const auto& weak : in_flight)
     if (const OperationPtr operation = weak.lock())
       operation->fail(failure_for(shared, *operation));
+  if (line_) line_->stop();
   flight_record_.note_failure();
 }
 
@@ -185,6 +190,17 @@ void Communicator::close(const std::function<void()>& interrupted) {
   }
   // The thread that failed it may not have told all peers yet, and they must hear that first.
   if (failed_before) tell_peers(*failed_before);
+  // What collectives have still to post must come before this rank says that it posts no more.
+  if (line_ && !failed_before && !error) {
+    try {
+      while (!line_->wait_until_idle(Clock::now() + 5 * kTick))
+        if (interrupted) interrupted();
+    } catch (...) {
+      error = std::current_exception();
+      is_interrupted = true;
+    }
+  }
+  if (line_) line_->stop();
   transport_->begin_close();
   if (!failed_before && !error) {
     for (const OperationPtr& operation : pending) {

@@ -1,5 +1,6 @@
 #include "engine/peer_messages.h"
 
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 
@@ -30,11 +31,6 @@ class Messages {
   const LoweredMessage* with(int peer) {
     return next_ != end_ && next_->peer == peer ? &*next_++ : nullptr;
   }
-  void check_end() const {
-    if (next_ != end_)
-      throw std::invalid_argument("the plan has a message for rank " + std::to_string(next_->peer) +
-                                  ", which is not a member");
-  }
 
  private:
   std::vector<LoweredMessage>::const_iterator next_, end_;
@@ -42,11 +38,32 @@ class Messages {
 
 }  // namespace
 
+Descriptor empty_message(OpCode op, int channel, const ExchangePlan& plan, uint64_t gradient_of) {
+  const uint64_t salt = gradient_of * 0x9e3779b97f4a7c15;  // spreads numbers over all bits
+  return describe(op, channel, shown_tensor(plan), plan.signature ^ salt, 0);
+}
+
+std::vector<int> peers_of(const LoweredExchange& lowered) {
+  std::vector<int> peers;
+  for (const auto* messages : {&lowered.sends, &lowered.recvs})
+    for (const LoweredMessage& message : *messages) peers.push_back(message.peer);
+  std::sort(peers.begin(), peers.end());
+  peers.erase(std::unique(peers.begin(), peers.end()), peers.end());
+  return peers;
+}
+
+void check_peers(const LoweredExchange& lowered, std::span<const int> peers) {
+  for (const auto* messages : {&lowered.sends, &lowered.recvs})
+    for (const LoweredMessage& message : *messages)
+      if (!std::binary_search(peers.begin(), peers.end(), message.peer))
+        throw std::invalid_argument("the plan has a message for rank " +
+                                    std::to_string(message.peer) + ", which is not a member");
+}
+
 std::vector<PeerMessages> exchange_messages(OpCode op, int channel, const ExchangePlan& plan,
                                             const LoweredExchange& lowered,
                                             std::span<const int> peers, uint64_t gradient_of) {
-  const uint64_t salt = gradient_of * 0x9e3779b97f4a7c15;  // spreads numbers over all bits
-  const Descriptor empty = describe(op, channel, shown_tensor(plan), plan.signature ^ salt, 0);
+  const Descriptor empty = empty_message(op, channel, plan, gradient_of);
   const auto description = [&](const LoweredMessage* message) {
     Descriptor descriptor = empty;
     if (message) {
@@ -63,18 +80,22 @@ std::vector<PeerMessages> exchange_messages(OpCode op, int channel, const Exchan
     const LoweredMessage* const recv = recvs.with(peer);
     messages.push_back({peer, description(send), description(recv), send, recv});
   }
-  sends.check_end();
-  recvs.check_end();
   return messages;
+}
+
+Descriptor broadcast_message(const TensorRef& tensor, int source) {
+  const uint64_t signature =
+      Signature("broadcast").add(source).add(tensor.dtype).add(tensor.shape).value();
+  return describe(OpCode::broadcast, kCollectiveChannel, tensor, signature, tensor.num_bytes());
 }
 
 std::vector<PeerMessages> broadcast_messages(const TensorRef& tensor, int rank, int source,
                                              std::span<const int> peers) {
-  const uint64_t signature =
-      Signature("broadcast").add(source).add(tensor.dtype).add(tensor.shape).value();
+  const Descriptor whole = broadcast_message(tensor, source);
   const auto description = [&](int sender) {
-    return describe(OpCode::broadcast, kCollectiveChannel, tensor, signature,
-                    sender == source ? tensor.num_bytes() : 0);
+    Descriptor descriptor = whole;
+    if (sender != source) descriptor.num_bytes = 0;
+    return descriptor;
   };
   std::vector<PeerMessages> messages;
   for (const int peer : peers) messages.push_back({peer, description(rank), description(peer)});

@@ -18,13 +18,24 @@ struct PeerMessages {
   const LoweredMessage* lowered_recv = nullptr;
 };
 
-// With each of `peers`, which are increasing. Throws std::invalid_argument if the exchange has a
-// message for another rank. Errors name the tensor that the plan wants shown, or the first one.
-// Both ends must have the same `gradient_of`, see Scope.
+// A message without data of an exchange, as all ranks describe it. Errors name the tensor that the
+// plan wants shown, or the first one. All ranks must have the same `gradient_of`, see Scope.
+Descriptor empty_message(OpCode op, int channel, const ExchangePlan& plan, uint64_t gradient_of);
+
+// The ranks that it has messages for, increasing.
+std::vector<int> peers_of(const LoweredExchange& lowered);
+
+// Throws std::invalid_argument if the exchange has a message for a rank that is not among `peers`,
+// which are increasing.
+void check_peers(const LoweredExchange& lowered, std::span<const int> peers);
+
+// With each of `peers`, which are increasing and include all that the exchange has messages for.
 std::vector<PeerMessages> exchange_messages(OpCode op, int channel, const ExchangePlan& plan,
                                             const LoweredExchange& lowered,
                                             std::span<const int> peers, uint64_t gradient_of = 0);
 
+// The message with the payload.
+Descriptor broadcast_message(const TensorRef& tensor, int source);
 std::vector<PeerMessages> broadcast_messages(const TensorRef& tensor, int rank, int source,
                                              std::span<const int> peers);
 

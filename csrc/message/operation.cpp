@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <iterator>
 
 #include "message/flight_record.h"
 #include "plan/dtype.h"
@@ -42,18 +43,29 @@ void name_message(Failure& failure, int peer, const Descriptor& descriptor) {
   failure.shape.assign(descriptor.shape.begin(), descriptor.shape.begin() + num_dims);
 }
 
-Operation::Operation(OpCode op, Deadline deadline)
-    : op_(op), posted_at_(Clock::now()), deadline_(deadline), call_site_(FlightRecord::call_site) {}
-
-Request& Operation::add_request(Direction direction, int peer, const Descriptor& descriptor,
-                                std::byte* data) {
+RequestPtr make_request(Direction direction, int peer, const Descriptor& descriptor,
+                        std::byte* data) {
   auto request = std::make_shared<Request>();
   request->direction = direction;
   request->peer = peer;
   request->descriptor = descriptor;
   request->data = data;
+  return request;
+}
+
+Operation::Operation(OpCode op, Deadline deadline)
+    : op_(op), posted_at_(Clock::now()), deadline_(deadline), call_site_(FlightRecord::call_site) {}
+
+Request& Operation::add_request(Direction direction, int peer, const Descriptor& descriptor,
+                                std::byte* data) {
   std::lock_guard lock(mutex_);
-  return *requests_.emplace_back(std::move(request));
+  return *requests_.emplace_back(make_request(direction, peer, descriptor, data));
+}
+
+void Operation::add_requests(std::vector<RequestPtr> requests) {
+  std::lock_guard lock(mutex_);
+  requests_.insert(requests_.end(), std::make_move_iterator(requests.begin()),
+                   std::make_move_iterator(requests.end()));
 }
 
 std::vector<RequestPtr> Operation::seal() {
@@ -64,8 +76,30 @@ std::vector<RequestPtr> Operation::seal() {
   return to_post;
 }
 
+void Operation::hold() {
+  std::lock_guard lock(mutex_);
+  is_held_ = true;
+  num_pending_ = 1;
+}
+
+void Operation::add(RequestPtr request) {
+  std::lock_guard lock(mutex_);
+  if (done_) return;  // failed as a whole; its messages are sent all the same
+  ++num_pending_;
+  requests_.push_back(std::move(request));
+}
+
+void Operation::note_posted() {
+  std::lock_guard lock(mutex_);
+  num_posted_ = requests_.size();
+  if (!is_held_) return;
+  has_new_requests_ = true;
+  settled_.notify_all();
+}
+
 void Operation::settle(Request& request, FailurePtr failure) {
   if (request.settled.exchange(true)) return;
+  if (request.on_settled) failure = request.on_settled(std::move(failure));
   if (request.operation) request.operation->settle_one(std::move(failure));
 }
 
@@ -133,12 +167,15 @@ bool Operation::failed_before(Clock::time_point time) const {
 bool Operation::wait_until(Deadline until) {
   if (done()) return true;
   std::unique_lock lock(mutex_);
-  return settled_.wait_until(lock, until, [this] { return done_.load(); });
+  settled_.wait_until(lock, until, [this] { return done_ || has_new_requests_; });
+  has_new_requests_ = false;
+  return done_;
 }
 
 std::vector<RequestPtr> Operation::requests() const {
   std::lock_guard lock(mutex_);
-  return posted_ ? requests_ : std::vector<RequestPtr>();
+  const auto end = requests_.begin() + static_cast<std::ptrdiff_t>(num_posted_);
+  return done_ ? std::vector<RequestPtr>() : std::vector<RequestPtr>(requests_.begin(), end);
 }
 
 FlightOperation Operation::flight_operation() const {
@@ -179,6 +216,11 @@ std::optional<Flight> Operation::pending_flight() const {
           flight.messages.size() < FlightRecord::kMaxMessagesPerOperation)
         flight.messages.push_back(flight_message(*request));
   return flight;
+}
+
+bool Operation::waits_to_start() const {
+  std::lock_guard lock(mutex_);
+  return !done_ && requests_.empty();
 }
 
 RequestPtr Operation::first_pending() const {

@@ -10,6 +10,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -58,11 +59,18 @@ struct Request {
   mutable std::atomic<Clock::rep> started_at{0};
   std::shared_ptr<void> transport_state;  // the transport's own, opaque to all others
 
+  // Told on the settling thread how the request has ended, before its operation is; what it returns
+  // is the failure that the operation hears of.
+  std::function<FailurePtr(FailurePtr)> on_settled;
+
   void note_started() const {
     started_at.store(Clock::now().time_since_epoch().count(), std::memory_order_relaxed);
   }
 };
 using RequestPtr = std::shared_ptr<Request>;
+
+RequestPtr make_request(Direction direction, int peer, const Descriptor& descriptor,
+                        std::byte* data);
 
 // "recv #3 on channel 0 from rank 1"
 std::string message_text(Direction direction, int peer, const Descriptor& descriptor);
@@ -92,6 +100,7 @@ class Operation {
   }
   Request& add_request(Direction direction, int peer, const Descriptor& descriptor,
                        std::byte* data);
+  void add_requests(std::vector<RequestPtr> requests);
   // `resource` (a storage, a staging buffer) lives until the operation has settled.
   void keep(std::shared_ptr<void> resource) {
     std::lock_guard lock(mutex_);
@@ -111,12 +120,14 @@ class Operation {
   uint64_t number_of_collective() const { return number_of_collective_; }
   // Call once after the last add_request: the requests to post. Settles at once if there are none.
   std::vector<RequestPtr> seal();
-  // The transport has them: from now on waiters may help. An operation that follows another one is
-  // waited for while it is still being built, on another thread.
-  void note_posted() {
-    std::lock_guard lock(mutex_);
-    posted_ = true;
-  }
+  // Instead of seal(), for an operation whose next requests depend on how earlier ones end: it is not
+  // done before release(). Each request is added before it is posted.
+  void hold();
+  void add(RequestPtr request);
+  void release() { settle_one(nullptr); }
+  // The transport has all requests so far: from now on waiters may help with them. An operation that
+  // follows another one is waited for while it is still being built, on another thread.
+  void note_posted();
 
   // --- called by transports: the first call for a request counts, later ones are ignored ---
   static void settle(Request& request, FailurePtr failure);
@@ -133,9 +144,11 @@ class Operation {
   // Whether a caller has been told of the failure.
   bool failure_seen() const { return failure_seen_; }
   void note_failure_seen() { failure_seen_ = true; }
-  // False if `until` passes first.
+  // False if `until` passes first, or once after requests were added, with which a waiter may help.
   bool wait_until(Deadline until);
 
+  // Whether it has no request yet, but will.
+  bool waits_to_start() const;
   // "1 send, 2 recv pending", for error texts.
   std::string pending_text() const;
   // A pending request to name in errors, or null.
@@ -168,7 +181,9 @@ class Operation {
   std::function<void()> epilogue_;
   std::vector<std::shared_ptr<void>> kept_;
   std::vector<RequestPtr> requests_;
-  bool posted_ = false;
+  size_t num_posted_ = 0;          // of `requests_`
+  bool is_held_ = false;           // until release()
+  bool has_new_requests_ = false;  // which no waiter has been woken for
 };
 
 }  // namespace pipecomm

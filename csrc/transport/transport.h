@@ -17,7 +17,10 @@ namespace pipecomm {
 
 inline constexpr int kMaxUserChannels = 15;
 inline constexpr int kCollectiveChannel = kMaxUserChannels;  // of broadcast, barrier and exchanges
-inline constexpr int kNumChannels = kMaxUserChannels + 1;
+// Of the small messages by which many ranks agree on a collective. Nobody answers them: what they
+// mean to their receiver shows in the messages that follow.
+inline constexpr int kControlChannel = kCollectiveChannel + 1;
+inline constexpr int kNumChannels = kControlChannel + 1;
 
 // Events that a transport reports to its owner, from threads of the transport and never with a lock
 // of the transport held.
@@ -40,6 +43,10 @@ class HostTransport {
   // Whether requests may carry a `copy` instead of contiguous data: packing and unpacking are then
   // part of the transfer.
   virtual bool copies_on_the_way() const { return false; }
+
+  // Whether a message costs so little that the ranks of a collective tell each other directly, however
+  // many they are. Such a transport need not carry the control channel.
+  virtual bool prefers_direct() const { return false; }
 
   // Memory for results of `num_bytes` into which peers can write directly, or null if any memory
   // will do. It goes back to the transport with the last reference, and may outlive it.

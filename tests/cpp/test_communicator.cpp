@@ -14,104 +14,15 @@
 
 #include "check.h"
 #include "engine/aliasing.h"
-#include "engine/communicator.h"
-#include "local_transport.h"
 #include "plan/builders.h"
 #include "plan/reshard.h"
+#include "thread_ranks.h"
 
 namespace {
 
 using namespace pipecomm;
+using namespace threads;
 using namespace std::chrono_literals;
-
-constexpr auto kLong = 60s;  // hard limit of whatever must not hang
-
-// ------------------------------------------------------------------------------------------------
-// ranks
-
-// A tensor of bytes with a storage of its own.
-struct Tensor {
-  explicit Tensor(int64_t num_bytes, int fill = 0xee)
-      : bytes(std::make_shared<std::vector<std::byte>>(num_bytes, static_cast<std::byte>(fill))) {}
-  TensorRef ref() const {
-    return {bytes->data(), dtypes::kUInt8, {static_cast<int64_t>(bytes->size())}, {1}, bytes};
-  }
-  std::shared_ptr<std::vector<std::byte>> bytes;
-};
-
-Tensor patterned(int64_t num_bytes, uint64_t seed) {
-  Tensor tensor(num_bytes);
-  for (int64_t idx = 0; idx < num_bytes; ++idx)
-    (*tensor.bytes)[idx] = static_cast<std::byte>((seed * 131 + idx * 7 + idx / 251) & 0xff);
-  return tensor;
-}
-
-CommunicatorOptions options_of(int rank, int size, std::chrono::nanoseconds timeout = kLong) {
-  return {.rank = rank, .size = size, .num_channels = 3, .timeout = timeout};
-}
-
-std::unique_ptr<Communicator> join(const std::shared_ptr<local::Hub>& hub,
-                                   const CommunicatorOptions& options) {
-  return std::make_unique<Communicator>(options, [&](TransportEvents& events) {
-    return std::make_unique<local::Transport>(hub, options.rank, events);
-  });
-}
-
-// Runs `body` on a thread and a communicator per rank; what it throws is a failed check.
-void run_ranks(int size, std::chrono::nanoseconds timeout_of_rank_0,
-               const std::function<void(Communicator&, int)>& body,
-               const std::shared_ptr<local::Hub>& given = nullptr) {
-  const auto hub = given ? given : std::make_shared<local::Hub>(size);
-  std::vector<std::thread> threads;
-  for (int rank = 0; rank < size; ++rank) {
-    threads.emplace_back([&, rank] {
-      try {
-        const auto communicator =
-            join(hub, options_of(rank, size, rank == 0 ? timeout_of_rank_0 : kLong));
-        body(*communicator, rank);
-      } catch (const std::exception& error) {
-        check::fail(__FILE__, __LINE__, "rank " + std::to_string(rank) + ": " + error.what());
-      }
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
-}
-
-void wait(Communicator& communicator, const OperationPtr& operation) {
-  if (!communicator.wait(*operation, Clock::now() + kLong, nullptr))
-    throw std::runtime_error("still pending: " + operation->pending_text());
-}
-
-// The failure that `call` ends with.
-Failure failure_of(const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const PipeCommException& error) {
-    return *error.failure();
-  }
-  return {.message = "(no failure)"};
-}
-
-void expect_failure(int line, const Failure& failure, FailureKind kind, int origin,
-                    const std::string& text) {
-  if (failure.kind != kind || failure.origin_rank != origin ||
-      failure.message.find(text) == std::string::npos)
-    check::fail(__FILE__, line,
-                "'" + text + "' of rank " + std::to_string(origin) + " expected: kind " +
-                    std::to_string(static_cast<int>(failure.kind)) + " of rank " +
-                    std::to_string(failure.origin_rank) + ": " + failure.message);
-}
-#define CHECK_FAILURE(failure, kind, origin, text) \
-  expect_failure(__LINE__, failure, FailureKind::kind, origin, text)
-
-OperationPtr isend(Communicator& communicator, const Tensor& tensor, int peer, int channel = 0) {
-  const PointToPoint op{Direction::send, peer, channel, tensor.ref()};
-  return communicator.batch_p2p({&op, 1});
-}
-OperationPtr irecv(Communicator& communicator, const Tensor& tensor, int peer, int channel = 0) {
-  const PointToPoint op{Direction::recv, peer, channel, tensor.ref()};
-  return communicator.batch_p2p({&op, 1});
-}
 
 // ------------------------------------------------------------------------------------------------
 // what calls do
@@ -739,22 +650,25 @@ void test_fork() {
 
 int main() {
   test_fork();  // first: no thread of another test is left behind in the child
-  test_traffic();
-  test_exchange();
-  test_exchanges_that_follow_each_other();
-  test_slices_that_stay();
-  test_what_follows_ends_with_the_communicator();
-  test_broadcast_and_barrier();
-  test_messages_to_myself();
-  test_bad_arguments();
-  test_refusal_and_mismatch();
-  test_timeout();
-  test_peer_lost();
-  test_abort_in_the_middle();
-  test_close();
-  test_close_while_posting();
-  test_interrupted_close();
-  test_dropped_communicator();
-  test_failure_during_construction();
+  for (const int limit : {kDirectLimit, 1}) {  // then the same by the tree
+    direct_limit = limit;
+    test_traffic();
+    test_exchange();
+    test_exchanges_that_follow_each_other();
+    test_slices_that_stay();
+    test_what_follows_ends_with_the_communicator();
+    test_broadcast_and_barrier();
+    test_messages_to_myself();
+    test_bad_arguments();
+    test_refusal_and_mismatch();
+    test_timeout();
+    test_peer_lost();
+    test_abort_in_the_middle();
+    test_close();
+    test_close_while_posting();
+    test_interrupted_close();
+    test_dropped_communicator();
+    test_failure_during_construction();
+  }
   return check::report("test_communicator");
 }

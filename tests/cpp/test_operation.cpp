@@ -76,6 +76,53 @@ void test_order_of_the_end() {
   CHECK(operation->requests().empty() && operation->first_pending() == nullptr);
 }
 
+// Requests that come while it is under way: it is not done before release(), and waiters are woken
+// once the transport has them.
+void test_held_operation() {
+  check::context = "held operation";
+  const auto request_to = [](const OperationPtr& operation, int peer) {
+    const RequestPtr request = make_request(Direction::recv, peer, Descriptor(), nullptr);
+    request->operation = operation;
+    return request;
+  };
+  const OperationPtr operation = make_operation();
+  operation->hold();
+  CHECK(operation->waits_to_start());
+  const RequestPtr first = request_to(operation, 1);
+  first->on_settled = [&](FailurePtr failure) {
+    CHECK_EQ(failure->message, "unheard");
+    CHECK(!operation->done());
+    operation->add(request_to(operation, 2));
+    return nullptr;  // no failure of the operation
+  };
+  operation->add(first);
+  CHECK(!operation->waits_to_start());
+  CHECK(operation->requests().empty());
+  CHECK(operation->first_pending() == first);
+  operation->note_posted();
+  CHECK_EQ(operation->requests().size(), 1u);
+  CHECK(!operation->wait_until(Clock::now() + 1h));  // returns at once, and only once
+  CHECK(!operation->wait_until(Clock::now() + 1ms));
+  Operation::settle(*first, failure_of("unheard"));
+  const RequestPtr second = operation->first_pending();
+  CHECK_EQ(second->peer, 2);
+  operation->release();
+  CHECK(!operation->done());
+  Operation::settle(*second, nullptr);
+  CHECK(operation->done() && operation->failure() == nullptr);
+
+  const OperationPtr failed = make_operation();
+  failed->hold();
+  failed->fail(failure_of("communicator"));
+  const RequestPtr late = request_to(failed, 1);
+  failed->add(late);
+  failed->note_posted();
+  CHECK(failed->requests().empty());
+  Operation::settle(*late, nullptr);
+  failed->release();
+  CHECK_EQ(failed->failure()->message, "communicator");
+}
+
 void test_failures_count_once() {
   check::context = "failures";
   const OperationPtr operation = make_operation();
@@ -241,6 +288,7 @@ void test_races() {
 
 int main() {
   test_order_of_the_end();
+  test_held_operation();
   test_failures_count_once();
   test_resources_end_without_the_lock();
   test_dropped_handles();

@@ -635,6 +635,42 @@ void test_descriptions() {
 }
 
 // Announcements and the answers of bodies cost no packet of their own: no rank waits for them.
+// Nobody answers a message of the control channel, whatever becomes of it.
+void test_control_channel() {
+  check::context = "control channel";
+  Descriptor word = make_descriptor(kControlChannel, 24), other = word;
+  other.op = OpCode::relay;
+  Pair pair;
+  for (const bool early : {false, true}) {
+    EntryPtr recv;
+    if (!early) recv = pair.post(1, Direction::recv, word);
+    const EntryPtr send = pair.post(0, Direction::send, word);
+    CHECK(send->succeeded());  // before it has left
+    pair.flush(0);
+    CHECK(pair.deliver(0));
+    if (early) recv = pair.post(1, Direction::recv, word);
+    CHECK(recv->succeeded());
+    CHECK(recv->memory == send->memory);
+  }
+  const EntryPtr send = pair.post(0, Direction::send, word);
+  pair.flush(0);
+  CHECK(pair.deliver(0));
+  const EntryPtr recv = pair.post(1, Direction::recv, other);
+  CHECK(recv->failure && recv->failure->kind == FailureKind::mismatch);
+  CHECK(send->succeeded());
+  pair.flush(1);
+  CHECK_EQ(pair.num_packets_sent(1), 0u);
+  pair.link(1).say_closing();
+  for (int idx = 0; idx < 2; ++idx) CHECK(pair.post(0, Direction::send, word)->succeeded());
+  const EntryPtr waiting = pair.post(0, Direction::recv, word);
+  pair.flush(0);
+  CHECK(pair.deliver(0));
+  pair.flush(1);
+  CHECK_EQ(pair.num_packets_sent(1), 1u);  // that it closes
+  CHECK(pair.deliver(1));
+  CHECK(waiting->failure && waiting->failure->kind == FailureKind::peer_lost);
+}
+
 void test_urgency() {
   check::context = "urgency";
   Random random(6);
@@ -857,6 +893,7 @@ int main(int argc, char** argv) {
       test_random_program(seed, end);
   test_window();
   test_descriptions();
+  test_control_channel();
   test_urgency();
   test_announced_by_a_peer_that_left();
   test_protocol_violations();

@@ -30,6 +30,7 @@ DeviceCommunicator::DeviceCommunicator(const DeviceOptions& options,
   control.num_channels = options_.num_channels;
   control.timeout = options_.timeout;
   control.on_failure = options_.on_failure;
+  control.direct_limit = options_.size;  // the agreement before a collective is direct
   control.on_claim = [this](int peer, Direction direction, const Descriptor& theirs) {
     on_claim(peer, direction, theirs);
   };
@@ -230,8 +231,10 @@ DeviceOperationPtr DeviceCommunicator::exchange(OpCode op, PreparedExchangePtr p
   check_usable(op);
   in_flight_->sweep();
   const auto lowered = prepared->lowered_for(rank(), size(), inputs, outputs);
+  const std::vector<int> peers = control_->peers_in(scope);
+  check_peers(*lowered, peers);
   const std::vector<PeerMessages> pairs =
-      exchange_messages(op, scope.channel, prepared->plan(), *lowered, control_->peers_in(scope));
+      exchange_messages(op, scope.channel, prepared->plan(), *lowered, peers);
   const std::vector<int> forked = forked_lanes(scope.channel, pairs, is_async);
   std::lock_guard collective_lock(collective_mutex_);
   check_captures(op, forked);

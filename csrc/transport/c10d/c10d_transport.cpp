@@ -13,7 +13,7 @@ namespace {
 constexpr int kPacketTag = 1;
 constexpr int kBodyTagBit = 1 << 30;
 constexpr int kBodyHashBits = 26;
-static_assert(kNumChannels <= 1 << 4);
+static_assert(kCollectiveChannel < 1 << 4);  // the control channel carries no bodies
 
 // Deadlines are ours: a wait that expires inside gloo closes every connection.
 constexpr auto kForever = std::chrono::hours(24 * 3650);

@@ -13,6 +13,9 @@ namespace {
 // their receive to 4 MiB of payload.
 constexpr size_t kWindowRecords = 4096;
 
+// Whether the receiver answers the messages of a channel.
+bool is_answered(int channel) { return channel != kControlChannel; }
+
 constexpr uint64_t kGoodbyeSeq = UINT64_MAX;  // the `seq` of an accept that answers a goodbye
 
 std::string_view as_text(std::span<const std::byte> bytes) {
@@ -65,7 +68,10 @@ void PeerLink::pump(Channel& channel) {
 void PeerLink::transmit(const RequestPtr& request) {
   const Descriptor& descriptor = request->descriptor;
   Channel& channel = channels_[descriptor.channel];
-  channel.unanswered.emplace_hint(channel.unanswered.end(), descriptor.seq, request);
+  if (is_answered(descriptor.channel))
+    channel.unanswered.emplace_hint(channel.unanswered.end(), descriptor.seq, request);
+  else
+    settle(request, nullptr);
   if (request->refuses) {
     add_text(wire::Kind::refuse, descriptor.channel, descriptor.seq, request->refusal);
   } else if (request->only_describes()) {
@@ -192,6 +198,7 @@ void PeerLink::message_arrived(const wire::Record& record) {
     else
       match_complete(posted.digest, arrival);
   } else if (closing_said_) {
+    if (!is_answered(record.header.channel)) return;
     add_text(wire::Kind::refused, record.header.channel, record.header.seq,
              "it has closed its communicator");
   } else {
@@ -212,6 +219,8 @@ void PeerLink::check_message(const wire::Record& record, const Channel& channel)
     breaks("sends " + bytes_text(num_bytes) + " inside a packet");
   if (record.header.kind == wire::Kind::announce && num_bytes <= kMaxInlineBytes)
     breaks("announces a message of only " + bytes_text(num_bytes));
+  if (!is_answered(record.header.channel) && record.header.kind != wire::Kind::data)
+    breaks("sends more than data on the control channel");
   if (channel.unexpected.size() >= kWindowRecords)
     breaks("sends more than may wait for its receives");
 }
@@ -239,7 +248,8 @@ void PeerLink::match(const RequestPtr& request, const Arrival& arrival) {
       add_text(wire::Kind::refused, channel_idx, seq, request->refusal);
       return settle(request, nullptr);
     case Meeting::disagree:
-      add(wire::Kind::reject, channel_idx, seq, &request->descriptor, {});
+      if (is_answered(channel_idx))
+        add(wire::Kind::reject, channel_idx, seq, &request->descriptor, {});
       return settle(request, mismatch_failure(rank_, *request, arrival.descriptor));
     case Meeting::agree:
       break;
@@ -248,7 +258,7 @@ void PeerLink::match(const RequestPtr& request, const Arrival& arrival) {
   if (arrival.header.kind != wire::Kind::announce) {
     if (!arrival.payload.empty())
       std::memcpy(request->data, arrival.payload.data(), arrival.payload.size());
-    add(wire::Kind::accept, channel_idx, seq, nullptr, {});
+    if (is_answered(channel_idx)) add(wire::Kind::accept, channel_idx, seq, nullptr, {});
     settle(request, nullptr);
   } else if (state_ == State::lost) {
     settle(request, gone(*request));
@@ -332,8 +342,9 @@ void PeerLink::say_closing() {
   // A message that has not met a receive by now never will.
   for (int channel_idx = 0; channel_idx < kNumChannels; ++channel_idx) {
     for (const Arrival& arrival : std::exchange(channels_[channel_idx].unexpected, {}))
-      add_text(wire::Kind::refused, channel_idx, arrival.header.seq,
-               "it has closed its communicator");
+      if (is_answered(channel_idx))
+        add_text(wire::Kind::refused, channel_idx, arrival.header.seq,
+                 "it has closed its communicator");
   }
 }
 

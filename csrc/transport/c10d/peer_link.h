@@ -5,8 +5,8 @@
 // A message of up to kMaxInlineBytes is one `data` record. A larger one is an `announce` record,
 // and its body travels beside the packets under a key that both ends derive from their own
 // description of the message: ends that disagree never touch each other's memory, so a body that
-// arrives is the right one, announced or not. The receiver answers each message: `accept`, `reject`
-// with what it expected, or `refused` with a reason. Records of one channel are matched with
+// arrives is the right one, announced or not. The receiver answers each message, but those of the
+// control channel: `accept`, `reject` with what it expected, or `refused` with a reason. Records of one channel are matched with
 // receives in order; one that comes before its receive is kept, and the sender bounds how much of
 // that there can be.
 #pragma once

@@ -29,6 +29,7 @@ class ShmTransport final : public HostTransport {
   ~ShmTransport() override;
 
   bool copies_on_the_way() const override { return true; }
+  bool prefers_direct() const override { return true; }
   std::shared_ptr<std::byte> allocate_result(int64_t num_bytes) override;
   void post(std::vector<RequestPtr> batch, bool is_async) override;
   bool assist(Operation& operation) override;

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..communicator import MAX_CHANNELS  # and the number of the channel of collectives
+from ..communicator import MAX_CHANNELS  # the channels of collectives come after those
 from ..core.flight import FORMAT_VERSION
 
 STUCK_AFTER_S = 1.0  # younger operations of a healthy communicator are simply in flight
@@ -333,6 +333,6 @@ def _tensor(message: dict[str, Any]) -> str:
 
 def _message(message: dict[str, Any]) -> str:
     channel = message["channel"]
-    where = "of the collectives" if channel == MAX_CHANNELS else f"on channel {channel}"
+    where = "of the collectives" if channel >= MAX_CHANNELS else f"on channel {channel}"
     started = ", under way" if message["state"] == "started" else ""
     return f"{message['direction']} #{message['seq']} {where} of {_tensor(message)}{started}"

@@ -1,0 +1,61 @@
+// How the members of a collective find out with one small message per edge of their tree whether
+// all of them make the same call: statements are joined on their way to the root, whose verdict
+// comes back. Pure logic, one object for each member and collective.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "engine/group_tree.h"
+#include "message/operation.h"
+
+namespace pipecomm {
+
+// What some members say of one collective, as it travels.
+struct Statement {
+  uint64_t common = 0;  // a hash of what all members must share
+  // Over all messages of these members: a hash of each, added by its sender and subtracted by its
+  // receiver. Over all members it is 0 if the two ends of every message agree.
+  uint64_t balance = 0;
+  // Somebody refuses or cannot be heard, or members differ in `common`. As a verdict: the members
+  // do not agree, and tell each other directly what is wrong.
+  uint64_t objects = 0;
+
+  // `request` is a message that this member sends or expects from now on.
+  void add(int rank, const Request& request);
+  void join(const Statement& other);
+  static Statement objection(uint64_t common) { return {common, 0, 1}; }
+};
+
+class AgreementTree {
+ public:
+  explicit AgreementTree(const TreePlace& place)
+      : place_(place), num_missing_(place.children.size()) {}
+
+  struct Message {
+    int to;  // a member
+    Statement statement;
+  };
+  // What there is to send after this member has made its own statement, and then after it has heard
+  // that of a child or the verdict of the parent. Each edge carries one message in each direction,
+  // whatever happens.
+  std::vector<Message> start(const Statement& own);
+  std::vector<Message> hear(int from, const Statement& statement);
+
+  // Whether all members agree, once that is known here.
+  std::optional<bool> verdict() const { return verdict_; }
+
+ private:
+  std::vector<Message> go_on();
+  void decide(const Statement& verdict, std::vector<Message>& messages);
+
+  TreePlace place_;
+  size_t num_missing_;       // children that have not been heard
+  bool has_spoken_ = false;  // to the parent
+  Statement joined_;
+  std::optional<bool> verdict_;
+};
+
+}  // namespace pipecomm

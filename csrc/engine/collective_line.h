@@ -1,0 +1,137 @@
+// Runs the collectives of a large group: agreement along a tree, and only then, if the members do
+// not agree, a message in each direction between any two of them, which names what is wrong as in a
+// small group.
+//
+// An exchange sends its data at once, beside the agreement. A broadcast sends them down the tree
+// once all agree. If the members do not agree, each posts what it has not posted yet of the direct
+// exchange, so any two still have one message in each direction, and the next collective finds both
+// at the same place in the order.
+//
+// The collectives of a rank run one after the other: the next one starts when this rank has posted
+// the last message of the one before. Otherwise what a verdict or a piece that arrives brings about
+// would come after messages of later collectives on one rank and before them on another. All ranks
+// call them in one order, so nobody waits for a rank that waits for it.
+//
+// There is no thread for this: whoever starts a collective or settles one of its messages goes on
+// with what is next. One thread at a time does, without holding a lock while it posts, since posting
+// may settle further messages at once; others leave it what they have heard.
+#pragma once
+
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <set>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include "engine/agreement_tree.h"
+#include "message/operation.h"
+#include "transport/transport.h"
+
+namespace pipecomm {
+
+// Up to this many members tell each other directly. Measured over sockets: with 8 that is faster
+// than the tree, with 16 slower.
+inline constexpr int kDirectLimit = 8;
+
+// Payloads of broadcasts are passed on in pieces of this size.
+inline constexpr int64_t kPieceBytes = 1 << 20;
+
+// What one rank brings to a collective.
+struct Collective {
+  OperationPtr operation;
+  std::vector<int> members;  // increasing, this rank among them; empty: all ranks
+  // How all members describe a message without data; of a broadcast, the one with the payload.
+  Descriptor common = {};
+  bool refuses = false;
+  // The direct exchange with these ranks: the receives from all of them, then the sends.
+  std::function<std::vector<RequestPtr>(std::span<const int> peers)> messages_with = nullptr;
+  std::vector<int> data_peers = {};  // of an exchange
+  int source = -1;                   // of a broadcast
+  std::byte* payload = nullptr;
+};
+
+class CollectiveLine {
+ public:
+  CollectiveLine(int rank, int size, int direct_limit, HostTransport& transport)
+      : rank_(rank), size_(size), direct_limit_(direct_limit), transport_(transport) {}
+
+  // Takes its place behind all that came before. Not called by two threads at a time.
+  void submit(Collective collective, bool is_async);
+  // Whether nothing more is to be posted, but for operations whose end is known to their callers.
+  bool wait_until_idle(Deadline until);
+  // Nothing more is posted, and what waits is let go.
+  void stop();
+
+ private:
+  // The words that travel along the edges; belongs to the operation.
+  struct Words {
+    std::vector<Statement> heard, said;
+  };
+  struct Current {
+    Collective collective;
+    TreePlace place;
+    AgreementTree tree{place};
+    BroadcastRoute route;
+    std::shared_ptr<Words> words;
+    std::set<std::pair<Direction, int>> posted;  // of the direct exchange
+    bool is_whole_here = false;                  // the payload, at the root
+    FailurePtr payload_failure;
+    std::vector<bool> has_piece;
+    size_t num_passed_on = 0;
+    bool is_over = false;  // all is posted
+  };
+  enum class What : uint8_t { heard, whole, piece };
+  struct Event {
+    uint64_t number;  // of the collective
+    What what;
+    int idx;  // of the member that was heard, or of the piece
+    FailurePtr failure;
+  };
+  struct Batch {
+    std::vector<RequestPtr> recvs, sends;
+  };
+
+  void run(std::unique_lock<std::mutex>& lock, bool is_async);
+  bool step(std::unique_lock<std::mutex>& lock, bool is_async);
+  void post(std::unique_lock<std::mutex>& lock, std::vector<RequestPtr> requests, bool is_async);
+
+  // Of the collective in hand; called by the thread that runs, without the lock.
+  void start(Batch& batch);
+  void handle(const Event& event, Batch& batch);
+  void say(const std::vector<AgreementTree::Message>& messages, Batch& batch);
+  void decide(Batch& batch);
+  void exchange_directly(Batch& batch);
+  void receive_pieces(Batch& batch);
+  void pass_on(Batch& batch);
+
+  int num_members() const;
+  int rank_of(int member) const;
+  int member_of(int rank) const;
+  std::vector<int> peers() const;
+  RequestPtr control_request(Direction direction, int member, Statement* word) const;
+  RequestPtr piece_request(Direction direction, int member, size_t idx) const;
+  std::function<FailurePtr(FailurePtr)> tell(What what, int idx);
+
+  const int rank_, size_, direct_limit_;
+  HostTransport& transport_;
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<Collective> waiting_;
+  std::deque<Event> events_;
+  bool is_running_ = false;
+  bool is_stopped_ = false;
+  // Of the thread that runs:
+  std::optional<Current> current_;
+  uint64_t number_ = 0;                // of `current_`
+  OperationPtr current_operation_;     // written under the lock, too
+  std::vector<RequestPtr> sends_;      // to be posted when nothing else is left to do, as one batch
+  std::vector<OperationPtr> through_;  // whose messages are posted, to be released
+};
+
+}  // namespace pipecomm
