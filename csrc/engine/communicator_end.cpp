@@ -133,9 +133,12 @@ void Communicator::expire(Operation& operation) {
                      seconds_text(Clock::now() - operation.posted_at()) + " (limit " +
                      seconds_text(operation.deadline() - operation.posted_at()) + "), " +
                      operation.pending_text();
-  if (const RequestPtr request = operation.first_pending())
+  if (const RequestPtr request = operation.first_pending()) {
     text +=
         "; rank " + std::to_string(request->peer) + " " + transport_->describe_peer(request->peer);
+    if (request->descriptor.channel == kControlChannel)
+      text += " and speaks for other ranks as well";
+  }
   failure.message =
       text + "; check that the other rank calls the matching operation, or raise timeout=";
   fail(std::move(failure));
