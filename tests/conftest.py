@@ -6,6 +6,7 @@
   bad_inputs.py and by random programs (soak.py). A new operation enters the table and gets all of them.
 * Tests of several ranks run on the warm pool of ranks.py: on_ranks() makes a body a test, and a test that
   kills its ranks takes a disposable world. Every call has a deadline, after which its ranks are replaced.
+* hosts.py makes worlds of ranks on several hosts, which are namespaces of this machine; that takes root.
 * Scripts run on the pool as well, with one command line of each in a Python of its own (scripts.py).
 * `make test` runs as many workers as there are cores, each with its own pool: much of the time is waiting.
   A test is alone in its ranks, but not on the machine, which may stand still for seconds.
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import hosts as host_worlds
 import pytest
 from ranks import RankPool
 
@@ -33,6 +35,15 @@ def ranks(pool: RankPool) -> Iterator[RankPool]:
     """The pool of rank processes; see ranks.py."""
     yield pool
     pool.retire_old_worlds()
+
+
+@pytest.fixture(scope="session")
+def host_pool() -> Iterator[host_worlds.HostPool]:
+    """Two hosts of two ranks each; see hosts.py."""
+    if reason := host_worlds.missing():
+        pytest.skip(f"no hosts can be made here: {reason}")
+    with host_worlds.HostPool(host_worlds.HostPlan(2), host_worlds.HostPlan(2)) as pool:
+        yield pool
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

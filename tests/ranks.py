@@ -248,7 +248,7 @@ def _answer(world: World, call_bytes: bytes) -> bytes:
     return pickle.dumps(("raised", description, raised_at))
 
 
-def _die_with(lifeline: Connection) -> None:
+def die_with(lifeline: Connection) -> None:
     """Has the kernel kill this process when the pipe's other end closes, even if it hangs in native code."""
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
@@ -258,8 +258,22 @@ def _die_with(lifeline: Connection) -> None:
 def _rank_main(
     rank: int, size: int, device: str, directory: str, pipe: Connection, lifeline: Connection
 ) -> None:
-    """A rank process: joins its world, then answers calls until the pipe closes."""
-    _die_with(lifeline)
+    """A rank process of this machine's network."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    serve_rank(rank, size, device, directory, pipe, lifeline, f"file://{directory}/store")
+
+
+def serve_rank(
+    rank: int,
+    size: int,
+    device: str,
+    directory: str,
+    pipe: Connection,
+    lifeline: Connection,
+    init_method: str,
+) -> None:
+    """Joins a world as init_process_group does, then answers calls until the pipe closes."""
+    die_with(lifeline)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is pytest's business
     log = open(os.path.join(directory, f"rank{rank}.log"), "wb", buffering=0)
     os.dup2(log.fileno(), 1)
@@ -272,10 +286,8 @@ def _rank_main(
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    store = dist.FileStore(os.path.join(directory, "store"), size)
     dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=GROUP_TIMEOUT_S)
+        "gloo", init_method, rank=rank, world_size=size, timeout=timedelta(seconds=GROUP_TIMEOUT_S)
     )
     world = World(rank, size, device, pipe)
     world.mark("joined")
@@ -287,8 +299,15 @@ def _rank_main(
 # ---- the parent's side ------------------------------------------------------------------------------------
 
 
+def fork_context() -> Any:
+    """Processes forked from a server that has torch imported."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    return context
+
+
 @dataclass
-class _Rank:
+class RankProcess:
     process: Any
     pipe: Connection
     lifeline: Connection
@@ -299,31 +318,32 @@ class RankGroup:
     """The processes of one world, as the test process holds them."""
 
     def __init__(self, size: int, device: str, parent_directory: str):
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
         self.size = size
         self.num_calls = 0
         self.directory = Path(tempfile.mkdtemp(prefix=f"world{size}-", dir=parent_directory))
-        self._ranks: list[_Rank] = []
-        for rank in range(size):
-            pipe, rank_pipe = context.Pipe()
-            rank_lifeline, lifeline = context.Pipe(duplex=False)
-            process = context.Process(
-                target=_rank_main,
-                args=(rank, size, device, str(self.directory), rank_pipe, rank_lifeline),
-                daemon=True,
-            )
-            process.start()
-            rank_pipe.close()
-            rank_lifeline.close()
-            self._ranks.append(_Rank(process, pipe, lifeline))
+        self._ranks: list[RankProcess] = []
         self.reset()
         try:
+            self._start_ranks(fork_context(), device)
             for rank in range(size):
                 self.await_mark(rank, "joined", START_DEADLINE_S)
         except BaseException:
             self.close()
             raise
+
+    def _start_ranks(self, context: Any, device: str) -> None:
+        for rank in range(self.size):
+            pipe, rank_pipe = context.Pipe()
+            rank_lifeline, lifeline = context.Pipe(duplex=False)
+            process = context.Process(
+                target=_rank_main,
+                args=(rank, self.size, device, str(self.directory), rank_pipe, rank_lifeline),
+                daemon=True,
+            )
+            process.start()
+            rank_pipe.close()
+            rank_lifeline.close()
+            self._ranks.append(RankProcess(process, pipe, lifeline))
 
     def reset(self) -> None:
         self._outcomes: dict[int, Outcome] = {}
@@ -461,8 +481,11 @@ class RankPool:
             if world.num_calls >= MAX_CALLS_OF_A_WORLD:
                 self._worlds.pop(size).close(grace_s=2.0)
 
+    def _new_world(self, size: int) -> RankGroup:
+        return RankGroup(size, self.device, self._directory)
+
     def _call(self, size: int, call: _Call, deadline: float, ok: tuple[str, ...]) -> list[Outcome]:
-        world = self._worlds.pop(size, None) or RankGroup(size, self.device, self._directory)
+        world = self._worlds.pop(size, None) or self._new_world(size)
         bad = tuple(status for status in ("raised", "died") if status not in ok)
         try:
             world.submit(call)
@@ -478,7 +501,7 @@ class RankPool:
     @contextlib.contextmanager
     def disposable(self, size: int, body: Callable, *args, **kwargs) -> Iterator[RankGroup]:
         """Fresh processes that run `body` once, for tests that kill, stop or break ranks."""
-        world = RankGroup(size, self.device, self._directory)
+        world = self._new_world(size)
         try:
             world.submit(_Call.of(body, args, kwargs))
             yield world

@@ -1,0 +1,58 @@
+"""Every operation, and faults in the middle of it, over hosts that share no memory; see ../hosts.py.
+
+The suite plays one case for each fault; PIPECOMM_TEST_FAULTS=all, or `make faults`, plays every combination.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+
+import pytest
+from fault_cases import Case, all_cases, run_case
+from faults import FAULTS
+from hosts import HostPlan, HostPool, missing
+from operations import NUM_CHANNELS, OPERATIONS, Draw
+
+LENGTHS = [1, 7, 300, 6000]
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_every_operation_gives_the_right_answer(host_pool, name):
+    host_pool.run(4, runs_over_hosts, name, deadline=30)
+
+
+def runs_over_hosts(world, name: str) -> None:
+    comm = world.shared_comm(channels=NUM_CHANNELS, timeout=20)
+    rng = random.Random(name)
+    for _ in range(4):
+        draw = Draw.random(rng, LENGTHS)
+        try:
+            OPERATIONS[name].prepare(comm, draw).run()
+        except Exception as error:
+            raise AssertionError(f"{name} with {draw}") from error
+
+
+def cases_over_hosts() -> list[Case]:
+    """Over whatever "auto" chooses; all of them, or one for each fault with operations that go round."""
+    cases = [case._replace(transport="auto") for case in all_cases() if case.transport == "c10d"]
+    if os.environ.get("PIPECOMM_TEST_FAULTS") == "all":
+        return cases
+    by_fault = [[case for case in cases if case.fault == fault] for fault in FAULTS]
+    return [mine[7 * idx % len(mine)] for idx, mine in enumerate(by_fault) if mine]
+
+
+@pytest.fixture(scope="module")
+def victim_beside_one() -> Iterator[HostPool]:
+    """Three ranks: the victim shares its host with one of the others, and only that one."""
+    if reason := missing():
+        pytest.skip(f"no hosts can be made here: {reason}")
+    with HostPool(HostPlan(1), HostPlan(2)) as pool:
+        yield pool
+
+
+@pytest.mark.timed
+@pytest.mark.parametrize("case", cases_over_hosts(), ids=str)
+def test_fault_over_hosts(victim_beside_one, case):
+    run_case(victim_beside_one, case)
