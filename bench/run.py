@@ -8,6 +8,8 @@
     python bench/run.py pipeline_p2p --ranks 2            P2PCommunicator, fixed and variable shapes
     python bench/run.py schedule --ranks 4 --transport c10d,shm               also: schedule_host
     python bench/run.py ulysses --transport c10d --attention sleep --link 800mbit --timeline out/t.png
+    python bench/run.py scale --ranks 2,8,32              small operations and footprint over ranks
+    python bench/run.py p2p --busy                        while other work keeps every core busy
     python bench/run.py all_to_all --matrix bytes.txt     row: a source, column: a destination, like 4096 or
     1M
 
@@ -19,6 +21,7 @@ over ours, so more than 1 is faster. Exit code 1 if anything arrived wrong.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import re
 import sys
 from pathlib import Path
@@ -30,10 +33,12 @@ import limited_link  # noqa: E402
 import plots  # noqa: E402
 import relay  # noqa: E402
 import report  # noqa: E402
+import scale  # noqa: E402
 import timeline  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import ulysses  # noqa: E402
+from busy import busy_cores  # noqa: E402
 from measure import measure  # noqa: E402
 from ops import MIB, Bench, Case, Op  # noqa: E402
 from ops import OPS as POINT_TO_POINT_OPS  # noqa: E402
@@ -151,6 +156,10 @@ def transports_argument(text: str) -> list[str]:
     return text.split(",")
 
 
+def ranks_argument(text: str) -> list[int]:
+    return [positive(item) for item in text.split(",")]
+
+
 def positive(text: str) -> int:
     value = int(text)
     if value < 1:
@@ -162,8 +171,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("op", choices=list(OPS), help="what to measure")
-    parser.add_argument("--ranks", type=positive, default=2, metavar="N", help="processes (2)")
+    parser.add_argument("op", choices=[*OPS, "scale"], help="what to measure")
+    parser.add_argument("--ranks", type=ranks_argument, metavar="N", help="processes (2); scale: like 2,8,32")
     parser.add_argument(
         "--sizes", type=sizes_argument, metavar="LIST", help="bytes a rank sends, like 4K,64K,1M"
     )
@@ -179,9 +188,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--transport",
         type=transports_argument,
-        default=["auto"],
         metavar="LIST",
-        help="ours, compared side by side (auto)",
+        help="ours, compared side by side (auto; scale: c10d,shm)",
     )
     parser.add_argument(
         "--attention", choices=["sdpa", "sleep"], default="sdpa",
@@ -191,6 +199,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         "--link", type=rate_argument, metavar="RATE",
         help="the ranks on a network of their own, of a rate like 800mbit; takes root, ip and tc",
     )  # fmt: skip
+    parser.add_argument("--busy", action="store_true", help="while a process spins on every core")
     parser.add_argument("--timeline", metavar="FILE", help="ulysses: write a picture of one call")
     parser.add_argument("--device", **launch.DEVICE_OPTION)
     parser.add_argument(
@@ -199,17 +208,25 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--json", metavar="FILE", help="write all numbers")
     parser.add_argument("--plot", metavar="FILE", help="write a picture")
     args = parser.parse_args(arguments)
+    is_scale = args.op == "scale"
+    args.transport = args.transport or (["c10d", "shm"] if is_scale else ["auto"])
+    counts = args.ranks or (scale.rank_counts(args.quick) if is_scale else [2])
+    if is_scale and (args.sizes or args.device == "cuda"):
+        parser.error("scale has sizes of its own, and cpu tensors")
+    if len(counts) > 1 and not is_scale:
+        parser.error("--ranks takes several numbers for scale only")
+    args.ranks, args.rank_counts = counts[0], counts
     if args.matrix is not None:
         if args.op != "all_to_all":
             parser.error("--matrix is for all_to_all")
         args.ranks, args.sizes = len(args.matrix), [max(map(sum, args.matrix))]
     if args.timeline is not None and args.op != "ulysses":
         parser.error("--timeline is for ulysses")
-    if args.ranks < 2:
+    if min(args.ranks, *args.rank_counts) < 2:
         parser.error("--ranks must be 2 or more: there is nothing to send to oneself")
     if args.quick:
         args.iters = args.iters or QUICK_ITERATIONS
-    if args.sizes is None:
+    if args.sizes is None and not is_scale:
         sizes = OPS[args.op].default_sizes
         args.sizes = [size for size in sizes if not args.quick or size in QUICK_SIZES] or list(sizes)
     return args
@@ -222,7 +239,10 @@ def main(arguments: list[str] | None = None) -> int:
         if reason is not None:
             print(f"# the link is NOT limited: {reason}", file=sys.stderr)
             args.link = None
-    return launch.run(run_op, args)
+    with busy_cores() if args.busy else contextlib.nullcontext():
+        if args.op == "scale":
+            return scale.run(args)
+        return launch.run(run_op, args)
 
 
 if __name__ == "__main__":
