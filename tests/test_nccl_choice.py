@@ -98,7 +98,7 @@ def test_this_machine_says_why_not():
 @without_gpu
 def test_a_device_communicator_without_a_device():
     with pytest.raises(RuntimeError, match="has no CUDA support|CUDA: looking for devices"):
-        _C.DeviceCommunicator(
+        _C.Communicator(
             _C.C10dConnections(None, 0, 1, epoch=1),
             rank=0,
             size=1,
@@ -131,4 +131,4 @@ def test_wrong_arguments_of_a_device_communicator(wrong, text):
         "nccl_ids": [],
     }
     with pytest.raises(ValueError, match=text):
-        _C.DeviceCommunicator(**{**arguments, **wrong})
+        _C.Communicator(**{**arguments, **wrong})

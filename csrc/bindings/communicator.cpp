@@ -14,7 +14,7 @@
 namespace pipecomm {
 namespace {
 
-class HostCommunicator final : public BoundCommunicator<HostCommunicator, Communicator, HostWork> {
+class HostCommunicator final : public CommunicatorOver<Communicator, HostWork> {
  public:
   HostCommunicator(Connections& connections, int rank, int size, int num_channels,
                    const py::object& timeout, int num_threads, bool checks,
@@ -34,8 +34,7 @@ class HostCommunicator final : public BoundCommunicator<HostCommunicator, Commun
         options, [&](TransportEvents& events) { return connections.make_transport(events); }));
   }
 
-  template <class BatchOf>
-  WorkPtr post_p2p(bool async_op, BatchOf&& batch_of) {
+  WorkPtr post_p2p(bool async_op, const BatchOf& batch_of) override {
     StandIns stand_ins;
     const auto batch =
         batch_of([&](const PointToPointArg& arg, Direction direction, const std::string& name) {
@@ -48,7 +47,7 @@ class HostCommunicator final : public BoundCommunicator<HostCommunicator, Commun
     });
   }
 
-  WorkPtr broadcast(const py::object& object, const py::object& src, bool async_op) {
+  WorkPtr broadcast(const py::object& object, const py::object& src, bool async_op) override {
     const int source = index_argument(src, "src");
     const bool sends = source == communicator_->rank();
     StandIns stand_ins;
@@ -58,9 +57,10 @@ class HostCommunicator final : public BoundCommunicator<HostCommunicator, Commun
       return communicator_->broadcast(tensor, source, std::move(stand_ins).copy_back(), async_op);
     });
   }
-  // For results: in memory that peers write directly, if the transport has such memory.
-  at::Tensor empty(const std::vector<int64_t>& shape, at::ScalarType dtype) {
-    const at::TensorOptions options = at::TensorOptions().dtype(dtype);
+  // In memory that peers write directly, if the transport has such memory.
+  at::Tensor empty(const std::vector<int64_t>& shape, at::ScalarType dtype) override {
+    const at::TensorOptions options = at::TensorOptions().dtype(dtype).device(device_);
+    if (!device_.is_cpu()) return at::empty(shape, options);
     int64_t num_bytes = static_cast<int64_t>(options.dtype().itemsize());
     for (int64_t length : shape)
       if (length < 0 || __builtin_mul_overflow(num_bytes, length, &num_bytes))
@@ -76,13 +76,13 @@ class HostCommunicator final : public BoundCommunicator<HostCommunicator, Commun
     storage->set_resizable(true);
     return tensor;
   }
-  WorkPtr barrier(bool async_op) {
+  WorkPtr barrier(bool async_op) override {
     return work([&] { return communicator_->barrier(async_op); });
   }
   WorkPtr exchange(const std::string& op, const PreparedExchangePtr& plan,
                    const py::sequence& inputs, const py::sequence& outputs, bool async_op,
                    std::vector<int> members, const py::object& channel,
-                   const std::shared_ptr<Work>& after, uint64_t gradient_of) {
+                   const std::shared_ptr<Work>& after, uint64_t gradient_of) override {
     StandIns stand_ins;
     const auto ref_of = [&](const py::object& object, const std::string& name, Access access) {
       return ref(object, name, access, stand_ins, async_op, true);
@@ -122,13 +122,39 @@ class HostCommunicator final : public BoundCommunicator<HostCommunicator, Commun
 
 }  // namespace
 
-void bind_communicator(py::module_& m) {
-  bind_operations(py::class_<HostCommunicator>(m, "Communicator"))
-      .def(py::init<Connections&, int, int, int, py::object, int, bool, std::string, int>(),
+// async_op=False: wait() follows at once, on the same thread.
+py::class_<BoundCommunicator> bind_communicator(py::module_& m) {
+  using Bound = BoundCommunicator;
+  return py::class_<Bound>(m, "Communicator",
+                           "Over the threads of hosts, or for CUDA tensors over NCCL, controlled "
+                           "over the connections of its hosts: see the two constructors.")
+      .def(made<HostCommunicator, Connections&, int, int, int, py::object, int, bool, std::string,
+                int>(),
            py::arg("connections"), py::arg("rank"), py::arg("size"), py::arg("channels"),
            py::arg("timeout"), py::arg("num_threads"), py::arg("checks") = true,
            py::arg("device") = "cpu", py::arg("num_sms") = 0)
-      .def("empty", &HostCommunicator::empty, py::arg("shape"), py::arg("dtype"));
+      .def("batch_p2p", &Bound::batch_p2p, py::arg("ops"), py::arg("async_op") = false)
+      .def("isend", &Bound::isend, py::arg("tensor"), py::arg("dst"), py::arg("channel") = 0,
+           py::arg("async_op") = true)
+      .def("irecv", &Bound::irecv, py::arg("tensor"), py::arg("src"), py::arg("channel") = 0,
+           py::arg("async_op") = true)
+      .def("broadcast", &Bound::broadcast, py::arg("tensor"), py::arg("src"),
+           py::arg("async_op") = false)
+      .def("barrier", &Bound::barrier, py::arg("async_op") = false)
+      .def("exchange", &Bound::exchange, py::arg("op"), py::arg("plan"), py::arg("inputs"),
+           py::arg("outputs"), py::arg("async_op") = false, py::arg("members") = std::vector<int>(),
+           py::arg("channel") = py::none(), py::arg("after") = py::none(),
+           py::arg("gradient_of") = 0)
+      .def("empty", &Bound::empty, py::arg("shape"), py::arg("dtype"))
+      .def("refuse", &Bound::refuse, py::arg("op"), py::arg("reason"),
+           py::arg("members") = std::vector<int>(), py::arg("channel") = py::none())
+      .def("abort", &Bound::abort, py::arg("reason"))
+      .def("close", &Bound::close)
+      .def("copy_counters", &Bound::copy_counters)
+      .def("failure", &Bound::failure)
+      .def("flight_record", &Bound::flight_record)
+      .def_property_readonly("closed", &Bound::closed)
+      .def_property_readonly("failed", &Bound::failed);
 }
 
 }  // namespace pipecomm

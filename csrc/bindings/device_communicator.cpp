@@ -1,3 +1,5 @@
+#include <ATen/ops/empty.h>
+
 #include <cstring>
 
 #include "bindings/bound_communicator.h"
@@ -53,8 +55,7 @@ class DeviceWork final : public Work {
   DeviceOperationPtr operation_;
 };
 
-class NcclCommunicator final
-    : public BoundCommunicator<NcclCommunicator, DeviceCommunicator, DeviceWork> {
+class NcclCommunicator final : public CommunicatorOver<DeviceCommunicator, DeviceWork> {
  public:
   NcclCommunicator(Connections& connections, int rank, int size, int num_channels,
                    const py::object& timeout, const std::string& check, int device_idx,
@@ -94,8 +95,7 @@ class NcclCommunicator final
         check_signals));
   }
 
-  template <class BatchOf>
-  WorkPtr post_p2p(bool async_op, BatchOf&& batch_of) {
+  WorkPtr post_p2p(bool async_op, const BatchOf& batch_of) override {
     const auto batch =
         batch_of([&](const PointToPointArg& arg, Direction direction, const std::string& name) {
           return PointToPoint{direction, arg.peer, arg.channel,
@@ -106,7 +106,7 @@ class NcclCommunicator final
     return work([&] { return communicator_->batch_p2p(batch, async_op); });
   }
 
-  WorkPtr broadcast(const py::object& tensor, const py::object& src, bool async_op) {
+  WorkPtr broadcast(const py::object& tensor, const py::object& src, bool async_op) override {
     const int source = index_argument(src, "src");
     const bool sends = source == communicator_->rank();
     const TensorRef ref = sends ? ref_to_read(tensor, "tensor") : ref_to_write(tensor, "tensor");
@@ -117,7 +117,7 @@ class NcclCommunicator final
   WorkPtr exchange(const std::string& op, const PreparedExchangePtr& plan,
                    const py::sequence& inputs, const py::sequence& outputs, bool async_op,
                    std::vector<int> members, const py::object& channel,
-                   const std::shared_ptr<Work>& /*after*/, uint64_t /*gradient_of*/) {
+                   const std::shared_ptr<Work>& /*after*/, uint64_t /*gradient_of*/) override {
     const auto ref_of = [&](const py::object& object, const std::string& name, Access access) {
       return access == Access::write ? ref_to_write(object, name) : ref_to_read(object, name);
     };
@@ -130,20 +130,23 @@ class NcclCommunicator final
                                      scope);
     });
   }
-  void close() {
+  at::Tensor empty(const std::vector<int64_t>& shape, at::ScalarType dtype) override {
+    return at::empty(shape, at::TensorOptions().dtype(dtype).device(device_));
+  }
+  void close() override {
     const auto warn = [&] {
       const std::string& text = communicator_->end_warning();
       return text.empty() || PyErr_WarnEx(PyExc_RuntimeWarning, text.c_str(), 1) == 0;
     };
     try {
-      BoundCommunicator::close();
+      CommunicatorOver::close();
     } catch (...) {
       if (!warn()) PyErr_Clear();  // the failure tells more
       throw;
     }
     if (!warn()) throw py::error_already_set();
   }
-  WorkPtr barrier(bool async_op) {
+  WorkPtr barrier(bool async_op) override {
     note_call_site();
     py::gil_scoped_release no_gil;
     const std::shared_ptr<Communicator> control(communicator_, communicator_->control().get());
@@ -190,24 +193,21 @@ std::vector<py::bytes> nccl_unique_ids(int count) {
 
 }  // namespace
 
-void bind_device_communicator(py::module_& m) {
+void bind_device_communicator(py::module_& m, py::class_<BoundCommunicator>& communicator) {
   m.def("nccl_problem", &nccl_problem,
         "Why NCCL cannot be used in this process, or '' if it can be (a device may be missing).");
   m.def("nccl_num_ids", &DeviceCommunicator::num_nccl_ids, py::arg("channels"));
   m.def("nccl_unique_ids", &nccl_unique_ids, py::arg("count"),
         "For rank 0: ids of new NCCL communicators, for all ranks.");
 
-  bind_operations(
-      py::class_<NcclCommunicator>(m, "DeviceCommunicator",
-                                   "Communicator for CUDA tensors over NCCL, controlled over the "
-                                   "connections of its hosts."))
-      .def(py::init<Connections&, int, int, int, py::object, std::string, int,
-                    std::vector<py::bytes>, int, int, int, int, int, int, std::string>(),
-           py::arg("connections"), py::arg("rank"), py::arg("size"), py::arg("channels"),
-           py::arg("timeout"), py::arg("check"), py::arg("device_idx"), py::arg("nccl_ids"),
-           py::arg("max_ops_per_group") = kDefaultMaxOpsPerGroup, py::arg("min_ctas") = -1,
-           py::arg("max_ctas") = -1, py::arg("channels_per_net_peer") = -1,
-           py::arg("traffic_class") = -1, py::arg("num_sms") = 0, py::arg("name") = "pipecomm");
+  communicator.def(made<NcclCommunicator, Connections&, int, int, int, py::object, std::string, int,
+                        std::vector<py::bytes>, int, int, int, int, int, int, std::string>(),
+                   py::arg("connections"), py::arg("rank"), py::arg("size"), py::arg("channels"),
+                   py::arg("timeout"), py::arg("check"), py::arg("device_idx"), py::arg("nccl_ids"),
+                   py::arg("max_ops_per_group") = kDefaultMaxOpsPerGroup, py::arg("min_ctas") = -1,
+                   py::arg("max_ctas") = -1, py::arg("channels_per_net_peer") = -1,
+                   py::arg("traffic_class") = -1, py::arg("num_sms") = 0,
+                   py::arg("name") = "pipecomm");
 }
 
 }  // namespace pipecomm

@@ -1,4 +1,5 @@
 // The extension module `pipecomm_ext._C`: nothing but bindings.
+#include "bindings/bound_communicator.h"
 #include "bindings/communicator.h"
 #include "bindings/connections.h"
 #include "bindings/cuda.h"
@@ -31,8 +32,8 @@ PYBIND11_MODULE(_C, m) {
   bind_work(m);
   bind_flight(m);
   bind_cuda(m);
-  bind_communicator(m);
-  bind_device_communicator(m);
+  auto communicator = bind_communicator(m);
+  bind_device_communicator(m, communicator);
 }
 
 }  // namespace pipecomm

@@ -7,8 +7,6 @@
 #include <functional>
 #include <numeric>
 
-#include "copy/copy_cpu.h"
-#include "message/message_copy.h"
 #include "message/start_thread.h"
 
 namespace pipecomm {
@@ -29,11 +27,6 @@ auto both_ways(const Descriptor& descriptor) {
   };
 }
 
-StagingPool pool_for(const std::shared_ptr<DeviceRuntime>& device) {
-  if (!device) return StagingPool();
-  return StagingPool([device](int64_t num_bytes) { return device->allocate_host(num_bytes); });
-}
-
 }  // namespace
 
 void throw_closed(OpCode op, int rank) {
@@ -50,9 +43,7 @@ Communicator::Communicator(const CommunicatorOptions& options, const MakeTranspo
     : options_(options),
       owner_pid_(getpid()),
       flight_record_(options.on_failure),
-      device_(options.device ? std::make_unique<HostStaging>(options.device) : nullptr),
-      staging_(pool_for(options.device)),
-      copy_pool_(options.num_threads) {
+      execution_(options.rank, options.num_threads, options.device) {
   if (options_.size < 1 || options_.rank < 0 || options_.rank >= options_.size)
     throw std::invalid_argument("rank " + std::to_string(options_.rank) + " is not in a group of " +
                                 std::to_string(options_.size));
@@ -203,7 +194,7 @@ OperationPtr Communicator::batch_p2p(std::span<const PointToPoint> batch,
   check_batch(batch, size(), options_.num_channels);
   const auto own = pair_own_messages(batch, rank());
   const OperationPtr operation = make_operation(OpCode::p2p);
-  const auto data = stage(*operation, batch, own, std::move(on_success));
+  const auto staged = stage(*operation, batch, own, std::move(on_success));
   for (size_t idx = 0; idx < batch.size(); ++idx) {
     const PointToPoint& op = batch[idx];
     if (op.tensor.storage) operation->keep(op.tensor.storage);
@@ -211,7 +202,7 @@ OperationPtr Communicator::batch_p2p(std::span<const PointToPoint> batch,
     operation->add_request(
         op.direction, op.peer,
         checked(describe(OpCode::p2p, op.channel, op.tensor, op.signature, op.tensor.num_bytes())),
-        data[idx]);
+        staged ? staged->data[idx] : op.tensor.data);
   }
   std::lock_guard lock(post_mutex_);
   post(operation, is_async);
@@ -224,34 +215,36 @@ OperationPtr Communicator::exchange(OpCode op, PreparedExchangePtr prepared,
                                     std::function<void()> on_success, bool is_async,
                                     const Scope& scope, const OperationPtr& after) {
   check_usable(op);
-  auto lowered = prepared->lowered_for(rank(), size(), inputs, outputs, device_ != nullptr);
+  auto lowered = prepared->lowered_for(rank(), size(), inputs, outputs, execution_.is_on_device());
   if (!scope.members.empty() || !runs_in_line(scope.channel))
     check_peers(*lowered, peers_in(scope));
   const OperationPtr operation = make_operation(op);
-  auto memory = std::make_shared<ExchangeBuffers>();
-  for (const TensorRef& tensor : inputs) memory->inputs.push_back(tensor.data);
-  for (const TensorRef& tensor : outputs) memory->outputs.push_back(tensor.data);
+  const auto exchange =
+      execution_.exchange(std::move(lowered), inputs, outputs, transport_->copies_on_the_way());
   for (const auto tensors : {inputs, outputs})
     for (const TensorRef& tensor : tensors) operation->keep(tensor.storage);
-  operation->keep(memory);
+  operation->keep(exchange);
   if (after && scope.channel == kCollectiveChannel)
     throw std::invalid_argument("what follows another operation needs a channel");
-  const EventPtr caller = work_of_caller(op);
+  const EventPtr caller = execution_.work_of_caller(op);
   Collective collective{operation, scope.members};
   if (runs_in_line(scope.channel))
     collective.common =
         checked(empty_message(op, scope.channel, prepared->plan(), scope.gradient_of));
   collective.messages_with = [this, op, channel = scope.channel, gradient_of = scope.gradient_of,
-                              prepared = std::move(prepared), lowered,
-                              memory](std::span<const int> peers) {
-    return exchange_requests(
-        exchange_messages(op, channel, prepared->plan(), *lowered, peers, gradient_of), lowered,
-        memory);
+                              prepared = std::move(prepared),
+                              exchange](std::span<const int> peers) {
+    auto messages =
+        exchange_messages(op, channel, prepared->plan(), exchange->lowered(), peers, gradient_of);
+    for (PeerMessages& peer : messages) {
+      peer.send = checked(peer.send);
+      peer.recv = checked(peer.recv);
+    }
+    return exchange->requests(messages);
   };
-  auto start = [this, collective = std::move(collective), channel = scope.channel, caller,
-                lowered = std::move(lowered), memory = std::move(memory),
+  auto start = [this, collective = std::move(collective), channel = scope.channel, caller, exchange,
                 on_success = std::move(on_success), is_async]() mutable {
-    start_exchange(std::move(collective), channel, caller, lowered, memory, std::move(on_success),
+    start_exchange(std::move(collective), channel, caller, exchange, std::move(on_success),
                    is_async);
   };
   if (scope.channel == kCollectiveChannel) {
@@ -267,78 +260,24 @@ OperationPtr Communicator::exchange(OpCode op, PreparedExchangePtr prepared,
 }
 
 void Communicator::start_exchange(Collective collective, int channel, const EventPtr& caller,
-                                  const std::shared_ptr<const LoweredExchange>& lowered,
-                                  const std::shared_ptr<ExchangeBuffers>& memory,
+                                  const std::shared_ptr<HostExchange>& exchange,
                                   std::function<void()> on_success, bool is_async) {
   Operation& operation = *collective.operation;
-  const bool stages = stages_exchanges();
-  if (stages) {
-    memory->send_staging = staging_.acquire(lowered->send_staging_bytes);
-    memory->recv_staging = staging_.acquire(lowered->recv_staging_bytes);
-  }
-  before_posting(operation, caller, stages ? lowered->pack_and_local() : lowered->local(),
-                 memory->view(), lowered->scale);
-  operation.on_success([this, stages, lowered, memory, on_success = std::move(on_success)] {
-    if (stages) copy(lowered->unpack(), memory->view(), Scale{});
-    // Back in the pool before waiters run, so that their next exchange finds it there.
-    memory->send_staging.reset();
-    memory->recv_staging.reset();
+  exchange->take_memory();
+  before_posting(operation, caller, [&] { exchange->begin(); });
+  operation.on_success([exchange, on_success = std::move(on_success)] {
+    exchange->end();
     if (on_success) on_success();
   });
-  if (runs_in_line(channel)) collective.data_peers = peers_of(*lowered);
-  ++num_exchanges_;
-  num_passes_ += lowered->copy_passes();
+  if (runs_in_line(channel)) collective.data_peers = peers_of(exchange->lowered());
   post_collective(std::move(collective), channel, is_async);
-}
-
-std::vector<RequestPtr> Communicator::exchange_requests(
-    std::span<const PeerMessages> messages, const std::shared_ptr<const LoweredExchange>& lowered,
-    const std::shared_ptr<ExchangeBuffers>& memory) const {
-  std::vector<RequestPtr> requests;
-  requests.reserve(2 * messages.size());
-  auto add = [&](Direction direction, int peer, const Descriptor& descriptor,
-                 const LoweredMessage* message) {
-    const bool sends = direction == Direction::send;
-    const bool stages = stages_exchanges();
-    const void* data = nullptr;
-    std::shared_ptr<const MessageCopy> on_the_way;
-    if (message && !message->is_staged())
-      data = sends ? memory->inputs[message->tensor_idx] : memory->outputs[message->tensor_idx];
-    else if (message && stages)
-      data = (sends ? memory->send_staging : memory->recv_staging).get();
-    else if (message)
-      on_the_way = std::make_shared<const MessageCopy>(MessageCopy{lowered, message, memory});
-    auto* const bytes = static_cast<std::byte*>(const_cast<void*>(data));
-    requests
-        .emplace_back(make_request(direction, peer, checked(descriptor),
-                                   bytes ? bytes + message->offset_bytes : nullptr))
-        ->copy = std::move(on_the_way);
-  };
-  for (const PeerMessages& peer : messages)
-    add(Direction::recv, peer.peer, peer.recv, peer.lowered_recv);
-  for (const PeerMessages& peer : messages)
-    add(Direction::send, peer.peer, peer.send, peer.lowered_send);
-  return requests;
-}
-
-EventPtr Communicator::work_of_caller(OpCode op) {
-  return device_ ? device_->work_of_caller(op_name(op)) : nullptr;
-}
-
-void Communicator::copy(std::span<const CopyTask> tasks, const CopyBuffers& buffers,
-                        const Scale& scale) {
-  if (tasks.empty()) return;
-  if (device_) return device_->execute(tasks, buffers, scale);
-  std::unique_lock lock(copy_pool_mutex_, std::try_to_lock);
-  execute_cpu(tasks, buffers, scale, lock ? &copy_pool_ : nullptr);
 }
 
 // The copies that precede the messages. On a device they, and those that follow the messages, come
 // after the caller's work. An error there leaves peers waiting, so all ranks fail.
 void Communicator::before_posting(const Operation& operation, const EventPtr& caller,
-                                  std::span<const CopyTask> tasks, const CopyBuffers& buffers,
-                                  const Scale& scale) {
-  if (!device_) return copy(tasks, buffers, scale);
+                                  const std::function<void()>& copy) {
+  if (!execution_.is_on_device()) return copy();
   const auto fail_with = [&](FailureKind kind, const std::string& text) {
     fail({.kind = kind,
           .message = op_name(operation.op()) + text,
@@ -347,7 +286,7 @@ void Communicator::before_posting(const Operation& operation, const EventPtr& ca
           .origin_rank = rank()});
   };
   try {
-    device_->wait(caller, [&] {
+    execution_.wait(caller, [&] {
       check_usable(operation.op());
       if (Clock::now() >= operation.deadline())
         fail_with(FailureKind::timeout,
@@ -355,7 +294,7 @@ void Communicator::before_posting(const Operation& operation, const EventPtr& ca
                       ": the caller's CUDA stream has not come to it, which may wait for "
                       "another rank itself");
     });
-    copy(tasks, buffers, scale);
+    copy();
   } catch (const PipeCommException&) {
     throw;
   } catch (const std::exception& error) {
@@ -365,30 +304,27 @@ void Communicator::before_posting(const Operation& operation, const EventPtr& ca
   }
 }
 
-// Where the messages of a batch lie in host memory: in the tensors themselves, if those do.
-std::vector<std::byte*> Communicator::stage(Operation& operation,
-                                            std::span<const PointToPoint> batch,
-                                            const OwnMessages& own,
-                                            std::function<void()> on_success) {
-  std::vector<std::byte*> data;
-  if (!device_) {
-    for (const auto& [send, recv] : own)
-      std::copy_n(send->tensor.data, send->tensor.num_bytes(), recv->tensor.data);
-    for (const PointToPoint& op : batch) data.push_back(op.tensor.data);
+// Null: the messages lie in the tensors themselves.
+std::shared_ptr<StagedBatch> Communicator::stage(Operation& operation,
+                                                 std::span<const PointToPoint> batch,
+                                                 const OwnMessages& own,
+                                                 std::function<void()> on_success) {
+  const EventPtr caller = execution_.work_of_caller(operation.op());
+  auto staged = execution_.stage(batch, own);
+  if (!staged) {
     if (on_success) operation.on_success(std::move(on_success));
-    return data;
+    return nullptr;
   }
-  const EventPtr caller = work_of_caller(operation.op());
-  auto staged = std::make_shared<StagedBatch>(HostStaging::stage(batch, own, rank(), staging_));
-  data = staged->data;
-  before_posting(operation, caller, staged->outgoing.tasks(), staged->outgoing.buffers(), Scale{});
+  before_posting(operation, caller, [&] {
+    execution_.copy(staged->outgoing.tasks(), staged->outgoing.buffers(), Scale{});
+  });
   operation.keep(staged);
   operation.on_success([this, staged, on_success = std::move(on_success)] {
-    copy(staged->incoming.tasks(), staged->incoming.buffers(), Scale{});
+    execution_.copy(staged->incoming.tasks(), staged->incoming.buffers(), Scale{});
     staged->memory.reset();
     if (on_success) on_success();
   });
-  return data;
+  return staged;
 }
 
 OperationPtr Communicator::broadcast(const TensorRef& tensor, int source,
@@ -399,7 +335,8 @@ OperationPtr Communicator::broadcast(const TensorRef& tensor, int source,
   if (tensor.storage) operation->keep(tensor.storage);
   const Direction way = source == rank() ? Direction::send : Direction::recv;
   const PointToPoint whole{way, -1, kCollectiveChannel, tensor, 0};
-  std::byte* const data = stage(*operation, {&whole, 1}, {}, std::move(on_success))[0];
+  const auto staged = stage(*operation, {&whole, 1}, {}, std::move(on_success));
+  std::byte* const data = staged ? staged->data[0] : tensor.data;
   Collective collective{operation, {}, checked(broadcast_message(tensor, source))};
   collective.source = source;
   collective.payload = data;

@@ -1,6 +1,5 @@
-// The engine: validates calls, orders them, runs plan -> pack -> transport -> unpack, and turns an
-// error on any rank into one error on all of them. It knows tensors only as addresses, shapes and
-// strides.
+// The engine: validates calls, orders them, has their data moved (HostExecution), and turns an error
+// on any rank into one error on all of them. It knows tensors only as addresses, shapes and strides.
 #pragma once
 
 #include <atomic>
@@ -16,17 +15,14 @@
 #include <vector>
 
 #include "copy/device_runtime.h"
-#include "copy/thread_pool.h"
 #include "engine/agreement.h"
 #include "engine/collective_line.h"
-#include "engine/host_staging.h"
+#include "engine/host_execution.h"
 #include "engine/point_to_point.h"
 #include "engine/prepared_exchange.h"
 #include "engine/sequencer.h"
-#include "engine/staging.h"
 #include "message/failure.h"
 #include "message/flight_record.h"
-#include "message/message_copy.h"
 #include "message/operation.h"
 #include "transport/transport.h"
 
@@ -56,13 +52,6 @@ struct Scope {
   int channel = kCollectiveChannel;  // or one of the user's
   // The number of the collective whose gradients this one moves, which the ranks compare; or 0.
   uint64_t gradient_of = 0;
-};
-
-// Bytes and passes that exchanges of this communicator have copied, for tests and benchmarks.
-struct CopyCounters {
-  int64_t num_exchanges = 0;
-  int64_t num_passes = 0;
-  int64_t num_staging_allocations = 0;
 };
 
 // Throws the PipeCommException of a call after close().
@@ -134,9 +123,7 @@ class Communicator final : private TransportEvents {
   Deadline deadline_from_now() const;
   // The latest operations that have ended, and all that have not, by number.
   std::vector<Flight> flights() const;
-  CopyCounters copy_counters() const {
-    return {num_exchanges_, num_passes_, staging_.num_allocations()};
-  }
+  CopyCounters copy_counters() const { return execution_.copy_counters(); }
 
  private:
   static constexpr auto kTick = std::chrono::milliseconds(20);
@@ -152,21 +139,12 @@ class Communicator final : private TransportEvents {
   static FailurePtr failure_for(const FailurePtr& failure, const Operation& operation);
   OperationPtr make_operation(OpCode op);
   void start_exchange(Collective collective, int channel, const EventPtr& caller,
-                      const std::shared_ptr<const LoweredExchange>& lowered,
-                      const std::shared_ptr<ExchangeBuffers>& memory,
+                      const std::shared_ptr<HostExchange>& exchange,
                       std::function<void()> on_success, bool is_async);
-  std::vector<RequestPtr> exchange_requests(std::span<const PeerMessages> messages,
-                                            const std::shared_ptr<const LoweredExchange>& lowered,
-                                            const std::shared_ptr<ExchangeBuffers>& memory) const;
-  // Whether messages of exchanges lie in staging memory, unless they are in one piece in a tensor.
-  bool stages_exchanges() const { return device_ || !transport_->copies_on_the_way(); }
-  EventPtr work_of_caller(OpCode op);
   void before_posting(const Operation& operation, const EventPtr& caller,
-                      std::span<const CopyTask> tasks, const CopyBuffers& buffers,
-                      const Scale& scale);
-  void copy(std::span<const CopyTask> tasks, const CopyBuffers& buffers, const Scale& scale);
-  std::vector<std::byte*> stage(Operation& operation, std::span<const PointToPoint> batch,
-                                const OwnMessages& own, std::function<void()> on_success);
+                      const std::function<void()>& copy);
+  std::shared_ptr<StagedBatch> stage(Operation& operation, std::span<const PointToPoint> batch,
+                                     const OwnMessages& own, std::function<void()> on_success);
   Descriptor checked(const Descriptor& descriptor) const;
   bool runs_in_line(int channel) const { return line_ && channel == kCollectiveChannel; }
   void post_collective(Collective collective, int channel, bool is_async = true);
@@ -180,12 +158,7 @@ class Communicator final : private TransportEvents {
   const CommunicatorOptions options_;
   const int owner_pid_;
   FlightRecord flight_record_;
-  const std::unique_ptr<HostStaging> device_;  // null: tensors are in host memory
-  StagingPool staging_;
-  ThreadPool copy_pool_;
-  std::mutex copy_pool_mutex_;
-  std::atomic<int64_t> num_exchanges_{0};
-  std::atomic<int64_t> num_passes_{0};
+  HostExecution execution_;
 
   std::mutex failing_mutex_;  // held before mutex_
   std::mutex telling_mutex_;

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, overload
 
 import torch
 
@@ -99,7 +99,39 @@ class SharedMemory(Connections):
     @staticmethod
     def control_bytes(size: int, channels: int, ring_bytes: int) -> int: ...
 
-class _Engine:
+class Communicator:
+    @overload
+    def __init__(
+        self,
+        connections: Connections,
+        rank: int,
+        size: int,
+        channels: int,
+        timeout: float | datetime.timedelta | None,
+        num_threads: int,
+        checks: bool = True,
+        device: str = "cpu",
+        num_sms: int = 0,
+    ) -> None: ...
+    @overload
+    def __init__(
+        self,
+        connections: Connections,
+        rank: int,
+        size: int,
+        channels: int,
+        timeout: float | datetime.timedelta | None,
+        check: str,
+        device_idx: int,
+        nccl_ids: Sequence[bytes],
+        max_ops_per_group: int = 64,
+        min_ctas: int = -1,
+        max_ctas: int = -1,
+        channels_per_net_peer: int = -1,
+        traffic_class: int = -1,
+        num_sms: int = 0,
+        name: str = "pipecomm",
+    ) -> None: ...
     @property
     def closed(self) -> bool: ...
     @property
@@ -121,6 +153,7 @@ class _Engine:
         after: Work | None = None,
         gradient_of: int = 0,
     ) -> Work: ...
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor: ...
     def refuse(
         self, op: str, reason: str, members: Sequence[int] = (), channel: int | None = None
     ) -> None: ...
@@ -129,41 +162,6 @@ class _Engine:
     def copy_counters(self) -> dict[str, int]: ...
     def failure(self) -> dict[str, Any] | None: ...
     def flight_record(self) -> list[dict[str, Any]]: ...
-
-class Communicator(_Engine):
-    def __init__(
-        self,
-        connections: Connections,
-        rank: int,
-        size: int,
-        channels: int,
-        timeout: float | datetime.timedelta | None,
-        num_threads: int,
-        checks: bool = True,
-        device: str = "cpu",
-        num_sms: int = 0,
-    ) -> None: ...
-    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor: ...
-
-class DeviceCommunicator(_Engine):
-    def __init__(
-        self,
-        connections: Connections,
-        rank: int,
-        size: int,
-        channels: int,
-        timeout: float | datetime.timedelta | None,
-        check: str,
-        device_idx: int,
-        nccl_ids: Sequence[bytes],
-        max_ops_per_group: int = 64,
-        min_ctas: int = -1,
-        max_ctas: int = -1,
-        channels_per_net_peer: int = -1,
-        traffic_class: int = -1,
-        num_sms: int = 0,
-        name: str = "pipecomm",
-    ) -> None: ...
 
 def flight_record_call_sites(library_prefix: str) -> None: ...
 def flight_catch_signal(number: int) -> bool: ...

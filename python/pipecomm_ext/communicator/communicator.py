@@ -214,8 +214,6 @@ class Communicator:
             raise TypeError(f"dtype must be a torch.dtype, not {type(dtype).__name__}")
         if torch.compiler.is_compiling():
             return torch.ops.pipecomm_ext.empty(list(shape), dtype, graph_name(self))
-        if self.device.type != "cpu":
-            return torch.empty(shape, dtype=dtype, device=self.device)
         return self._c.empty(list(shape), dtype)
 
     @overload

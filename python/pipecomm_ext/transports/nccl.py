@@ -20,7 +20,7 @@ engine_problem = _C.nccl_problem
 kernel_problem = _C.cuda_kernel_problem
 _CHOICE = "; else NCCL's choice"
 _CTAS = Number(1, 64)
-# Argument of _C.DeviceCommunicator -> the variable that sets it; an argument that is not set is left out.
+# Argument of _C.Communicator over NCCL -> the variable that sets it; an argument that is not set is left out.
 _OPTIONS = {
     "min_ctas": Variable(
         "PIPECOMM_NCCL_MIN_CTAS", _CTAS, f"least thread blocks of one NCCL operation{_CHOICE}"
@@ -51,7 +51,7 @@ _OPTIONS = {
 
 
 def options(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of _C.DeviceCommunicator that follow from `environment.read()`."""
+    """The arguments of _C.Communicator over NCCL that follow from `environment.read()`."""
     least, most = settings["PIPECOMM_NCCL_MIN_CTAS"], settings["PIPECOMM_NCCL_MAX_CTAS"]
     if least is not None and most is not None and least > most:
         raise ValueError(
@@ -135,10 +135,10 @@ class Nccl(Transport):
         )
 
 
-def connect(construction: Construction) -> _C.DeviceCommunicator:
+def connect(construction: Construction) -> _C.Communicator:
     """The communicator over NCCL, with its control plane over gloo. Collective."""
     meeting = construction.meeting
-    return _C.DeviceCommunicator(
+    return _C.Communicator(
         gloo.connect(meeting, construction.epoch),
         rank=meeting.rank,
         size=meeting.size,
