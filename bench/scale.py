@@ -296,8 +296,9 @@ def run(args: argparse.Namespace) -> int:
             exit_code = max(exit_code, launch.run(run_world, mine))
             if Path(mine.part).exists():
                 worlds.append(json.loads(Path(mine.part).read_text()))
+                if args.json:  # after each: the next one is slower
+                    report.write_json(args.json, {"format": report.JSON_FORMAT, "worlds": worlds})
     if worlds and args.json:
-        report.write_json(args.json, {"format": report.JSON_FORMAT, "worlds": worlds})
         print(f"# numbers: {args.json}")
     if worlds and args.plot:
         draw(args.plot, worlds)
