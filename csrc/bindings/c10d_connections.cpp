@@ -1,10 +1,11 @@
+#include <pybind11/chrono.h>
 #include <pybind11/stl.h>
-#include <torch/csrc/distributed/c10d/Backend.hpp>
 
-#include <map>
+#include <algorithm>
 #include <memory>
-#include <system_error>
+#include <string>
 #include <utility>
+#include <vector>
 
 #include "bindings/connections.h"
 #include "transport/c10d/c10d_transport.h"
@@ -14,36 +15,48 @@ namespace {
 
 namespace py = pybind11;
 
+// A rank's place to be called at, shown to the peers, then told of theirs.
 class C10dConnections final : public Connections {
  public:
-  C10dConnections(const py::object& backend, int rank, int size, uint32_t epoch,
-                  const std::map<int, pid_t>& pids)
-      : rank_(rank), size_(size), epoch_(epoch) {
-    if (backend.is_none() && size > 1)
-      throw std::invalid_argument("a group of several ranks needs a backend");
-    if (!backend.is_none()) backend_ = backend.cast<c10::intrusive_ptr<c10d::Backend>>();
-    for (const auto& [peer, pid] : pids) {
-      try {
-        watches_[peer] = std::make_unique<ProcessWatch>(pid);
-      } catch (const std::system_error&) {
-        // No descriptor is left, or no pidfd is allowed: its connection has to tell.
-      }
-    }
+  C10dConnections(int rank, int size, uint32_t epoch, const std::string& interfaces)
+      : hosts_(tcp::local_hosts(interfaces)) {
+    options_.rank = rank;
+    options_.size = size;
+    options_.epoch = epoch;
+    listener_ = tcp::listen_anywhere(port_);
+  }
+  uint16_t port() const { return port_; }
+  const std::vector<std::string>& hosts() const { return hosts_; }
+
+  void connect(const std::string& token,
+               const std::vector<std::pair<std::vector<std::string>, uint16_t>>& contacts,
+               std::vector<pid_t> pids, int num_local_ranks, int heartbeat_s,
+               int heartbeat_limit_s) {
+    const auto size = static_cast<size_t>(options_.size);
+    if (token.size() != options_.token.size() || contacts.size() != size || pids.size() != size)
+      throw std::invalid_argument(
+          "connect() takes a token of 16 bytes, and a contact and a pid of "
+          "each rank");
+    std::memcpy(options_.token.data(), token.data(), token.size());
+    for (const auto& [hosts, port] : contacts) options_.contacts.push_back({hosts, port});
+    options_.pids = std::move(pids);
+    options_.num_local_ranks = num_local_ranks;
+    options_.heartbeat = std::chrono::seconds(heartbeat_s);
+    options_.heartbeat_limit = std::chrono::seconds(heartbeat_limit_s);
   }
   std::unique_ptr<HostTransport> make_transport(TransportEvents& events) override {
-    if (std::exchange(is_taken_, true))
+    if (!listener_)
       throw std::invalid_argument("the connections belong to a communicator");
-    return std::make_unique<C10dTransport>(std::move(backend_), rank_, size_, epoch_, events,
-                                           std::move(watches_));
+    if (options_.size > 1 && options_.contacts.empty())
+      throw std::invalid_argument("the other ranks are not known yet; call connect() first");
+    return std::make_unique<tcp::C10dTransport>(options_, std::move(listener_), events);
   }
 
  private:
-  c10::intrusive_ptr<c10d::Backend> backend_;  // null for a group of one
-  const int rank_;
-  const int size_;
-  const uint32_t epoch_;
-  std::map<int, std::unique_ptr<ProcessWatch>> watches_;  // by rank
-  bool is_taken_ = false;
+  const std::vector<std::string> hosts_;
+  tcp::C10dOptions options_;
+  uint16_t port_ = 0;
+  tcp::Socket listener_;
 };
 
 }  // namespace
@@ -51,11 +64,17 @@ class C10dConnections final : public Connections {
 void bind_c10d_connections(py::module_& m) {
   py::class_<C10dConnections, Connections>(
       m, "C10dConnections",
-      "A c10d backend with point-to-point messages, as gloo has them, that nothing else uses. "
-      "`pids`: the processes of the peers on this host, by rank.")
-      .def(py::init<py::object, int, int, uint32_t, std::map<int, pid_t>>(), py::arg("backend"),
-           py::arg("rank"), py::arg("size"), py::arg("epoch"),
-           py::arg("pids") = std::map<int, pid_t>{});
+      "Listens for the other ranks of a communicator. `interfaces`: names, separated by commas; "
+      "empty: all that are up.")
+      .def(py::init<int, int, uint32_t, std::string>(), py::arg("rank"), py::arg("size"),
+           py::arg("epoch"), py::arg("interfaces") = "")
+      .def_property_readonly("port", &C10dConnections::port)
+      .def_property_readonly("hosts", &C10dConnections::hosts)
+      .def("connect", &C10dConnections::connect, py::arg("token"), py::arg("contacts"),
+           py::arg("pids"), py::arg("num_local_ranks") = 1, py::arg("heartbeat_s") = 10,
+           py::arg("heartbeat_limit_s") = 60,
+           "Tells where the ranks listen: (hosts, port) of each, most promising host first. "
+           "`pids`: of those on this host, else 0.");
 }
 
 }  // namespace pipecomm

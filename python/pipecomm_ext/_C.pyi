@@ -85,8 +85,17 @@ class PreparedExchange:
 class Connections: ...
 
 class C10dConnections(Connections):
-    def __init__(
-        self, backend: Any, rank: int, size: int, epoch: int, pids: Mapping[int, int] = ...
+    port: Final[int]
+    hosts: Final[list[str]]
+    def __init__(self, rank: int, size: int, epoch: int, interfaces: str = ...) -> None: ...
+    def connect(
+        self,
+        token: bytes,
+        contacts: Sequence[tuple[Sequence[str], int]],
+        pids: Sequence[int],
+        num_local_ranks: int = ...,
+        heartbeat_s: int = ...,
+        heartbeat_limit_s: int = ...,
     ) -> None: ...
 
 class SharedMemory(Connections):

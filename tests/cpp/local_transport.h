@@ -1,17 +1,16 @@
 // A transport between threads of one process: the protocol of PeerLink over queues in memory, with
-// deliveries at random moments. Bodies are copied once both ends have posted them.
+// deliveries at random moments.
 #pragma once
 
 #include <algorithm>
 #include <atomic>
 #include <condition_variable>
 #include <deque>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <random>
+#include <span>
 #include <thread>
-#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -22,16 +21,17 @@ namespace local {
 
 using namespace pipecomm;
 
-// What joins the ranks: an inbox each, and the meeting place of bodies.
+// What joins the ranks: an inbox each.
 class Hub {
  public:
   explicit Hub(int size) : inboxes_(size) {}
   int size() const { return static_cast<int>(inboxes_.size()); }
 
-  struct Delivery {  // a packet, or word of a body that is in its place; neither: disconnected
+  struct Delivery {  // a packet, or the body of message `seq` of a channel; neither: disconnected
     int from = -1;
-    std::vector<std::byte> packet = {};
-    RequestPtr body = nullptr;
+    std::vector<std::byte> bytes = {};
+    int channel = -1;
+    uint64_t seq = 0;
   };
 
   void send(int to, Delivery delivery) {
@@ -71,44 +71,7 @@ class Hub {
       if (peer != rank) send(rank, {.from = peer});
   }
 
-  // Copies the body if the other half is there; returns that half, or null.
-  RequestPtr meet(int rank, const RequestPtr& request) {
-    const bool sends = request->direction == Direction::send;
-    const BodyKey key{sends ? rank : request->peer, sends ? request->peer : rank,
-                      request->descriptor.channel, request->descriptor.seq,
-                      request->descriptor.digest()};
-    std::lock_guard lock(bodies_mutex_);
-    const auto found = bodies_.find(key);
-    if (found == bodies_.end() || found->second.rank == rank) {
-      bodies_[key] = {rank, request};
-      return nullptr;
-    }
-    const RequestPtr other = std::move(found->second.request);
-    bodies_.erase(found);
-    const Request& from = sends ? *request : *other;
-    const Request& to = sends ? *other : *request;
-    std::copy_n(from.data, from.descriptor.num_bytes, to.data);
-    return other;
-  }
-  void forget_bodies(int rank) {
-    std::vector<RequestPtr> forgotten;  // ends without the lock
-    std::lock_guard lock(bodies_mutex_);
-    for (auto it = bodies_.begin(); it != bodies_.end();) {
-      if (it->second.rank != rank) {
-        ++it;
-        continue;
-      }
-      forgotten.push_back(std::move(it->second.request));
-      it = bodies_.erase(it);
-    }
-  }
-
  private:
-  using BodyKey = std::tuple<int, int, int, uint64_t, uint64_t>;
-  struct Half {
-    int rank;
-    RequestPtr request;
-  };
   struct Inbox {
     std::mutex mutex;
     std::condition_variable changed;
@@ -116,8 +79,6 @@ class Hub {
     bool shut = false;
   };
   std::vector<Inbox> inboxes_;
-  std::mutex bodies_mutex_;
-  std::map<BodyKey, Half> bodies_;
 };
 
 class Transport final : public HostTransport {
@@ -127,8 +88,8 @@ class Transport final : public HostTransport {
     for (int peer = 0; peer < hub_->size(); ++peer) {
       auto& connection = connections_.emplace_back(std::make_unique<Connection>());
       connection->link = std::make_unique<PeerLink>(
-          rank, peer, 1, [this, peer](std::vector<std::byte> packet, uint64_t) {
-            hub_->send(peer, {.from = rank_, .packet = std::move(packet)});
+          rank, peer, 1, [this, peer](std::vector<std::byte> packet) {
+            hub_->send(peer, {.from = rank_, .bytes = std::move(packet)});
           });
     }
     reader_ = std::thread([this] { read(); });
@@ -136,28 +97,23 @@ class Transport final : public HostTransport {
   ~Transport() override { close(Clock::now()); }
 
   void post(std::vector<RequestPtr> batch, bool /*is_async*/) override {
-    std::vector<RequestPtr> bodies;
     for (const RequestPtr& request : batch) {
       Connection& connection = *connections_[request->peer];
       std::unique_lock lock(connection.mutex);
       if (aborted_) return;
       connection.link->number(*request);
       connection.link->post(request);
-      if (has_body(*request)) bodies.push_back(request);
     }
     for (Connection* connection : peers()) {
       std::unique_lock lock(connection->mutex);
-      connection->link->flush();
+      flush(*connection);
       act(*connection, lock);
     }
-    for (const RequestPtr& body : bodies)
-      if (const RequestPtr other = hub_->meet(rank_, body)) deliver_body(body, other);
-    if (aborted_) hub_->forget_bodies(rank_);
   }
   void tick() override {
     for (Connection* connection : peers()) {
       std::unique_lock lock(connection->mutex);
-      if (!stopped_) connection->link->flush();
+      if (!stopped_) flush(*connection);
       act(*connection, lock);
     }
   }
@@ -168,16 +124,15 @@ class Transport final : public HostTransport {
       std::lock_guard lock(connection->mutex);
       if (stopped_) return;
       connection->link->say_failure(failure);
-      connection->link->flush();
+      flush(*connection);
       for (RequestPtr& request : connection->link->drop()) dropped.push_back(std::move(request));
     }
-    hub_->forget_bodies(rank_);
   }
   void begin_close() override {
     for (Connection* connection : peers()) {
       std::unique_lock lock(connection->mutex);
       connection->link->say_closing();
-      connection->link->flush();
+      flush(*connection);
       act(*connection, lock);
     }
   }
@@ -188,7 +143,7 @@ class Transport final : public HostTransport {
     for (Connection* connection : peers()) {
       std::unique_lock lock(connection->mutex);
       connection->link->say_goodbye();
-      connection->link->flush();
+      flush(*connection);
       act(*connection, lock);
     }
     {
@@ -204,7 +159,6 @@ class Transport final : public HostTransport {
       std::lock_guard lock(connection->mutex);
       for (RequestPtr& request : connection->link->drop()) dropped.push_back(std::move(request));
     }
-    hub_->forget_bodies(rank_);
   }
   std::string describe_peer(int peer) const override {
     std::lock_guard lock(connections_[peer]->mutex);
@@ -228,7 +182,6 @@ class Transport final : public HostTransport {
 
   void act(Connection& connection, std::unique_lock<std::mutex>& lock) {
     const auto outcomes = connection.link->take_outcomes();
-    connection.link->take_verified();  // bodies need nobody to wait for them here
     const auto failure = connection.link->take_failure();
     const bool ends =
         (connection.ended || connection.link->goodbye_answered()) && connection.is_open;
@@ -243,19 +196,29 @@ class Transport final : public HostTransport {
     close_changed_.notify_all();
   }
 
-  void deliver_body(const RequestPtr& request, const RequestPtr& other) {
-    const RequestPtr& send = request->direction == Direction::send ? request : other;
-    const RequestPtr& recv = request->direction == Direction::send ? other : request;
-    // In this order: whose sends are done may leave, and its end must not overtake the body.
-    hub_->send(send->peer, {.from = recv->peer, .body = recv});
-    Operation::settle(*send, nullptr);
+  // Bodies travel as packets do, behind their announcements.
+  void flush(Connection& connection) {
+    PeerLink& link = *connection.link;
+    std::vector<RequestPtr> departing;
+    do {
+      link.flush();
+      departing = link.take_departing();
+      for (const RequestPtr& send : departing) {
+        const std::byte* const data = send->data;
+        hub_->send(link.peer(), {.from = rank_,
+                                 .bytes = {data, data + send->descriptor.num_bytes},
+                                 .channel = send->descriptor.channel,
+                                 .seq = send->descriptor.seq});
+        link.body_gone(send);
+      }
+    } while (!departing.empty());
   }
 
-  void body_arrived(const RequestPtr& recv) {
-    Connection& connection = *connections_[recv->peer];
-    std::unique_lock lock(connection.mutex);
-    connection.link->body_arrived(recv);
-    act(connection, lock);
+  static void take_body(PeerLink& link, const Hub::Delivery& body) {
+    const std::span<std::byte> place =
+        link.place_for(body.channel, body.seq, static_cast<uint32_t>(body.bytes.size()));
+    std::copy_n(body.bytes.data(), place.size(), place.data());
+    link.piece_arrived(body.channel, body.seq);
   }
 
   void read() {
@@ -263,16 +226,17 @@ class Transport final : public HostTransport {
     Hub::Delivery delivery;
     while (hub_->receive(rank_, delivery)) {
       if (random() % 8 == 0) std::this_thread::yield();
-      if (delivery.body) {
-        body_arrived(std::exchange(delivery.body, nullptr));
-      } else if (delivery.packet.empty()) {
+      if (delivery.bytes.empty()) {
         lost(delivery.from);
       } else {
         Connection& connection = *connections_[delivery.from];
         std::unique_lock lock(connection.mutex);
         if (connection.ended) continue;
-        connection.link->handle_packet(delivery.packet);
-        connection.link->flush();
+        if (delivery.channel >= 0)
+          take_body(*connection.link, delivery);
+        else
+          connection.link->handle_packet(delivery.bytes);
+        flush(connection);
         act(connection, lock);
       }
     }

@@ -111,15 +111,15 @@ void test_round_trip() {
     }
     CHECK(!writer.empty());
     const auto number = static_cast<uint64_t>(random.between(INT64_MIN, INT64_MAX));
-    const auto confirmed = static_cast<uint64_t>(random.between(INT64_MIN, INT64_MAX));
-    Bytes packet = writer.take(kEpoch, number, confirmed);
+    Bytes packet = writer.take(kEpoch, number);
     CHECK(writer.empty());
     CHECK(packet.size() <= wire::kMaxPacketBytes);
     const size_t num_bytes = packet.size();
     if (random.chance(0.5)) packet.resize(wire::kMaxPacketBytes);  // as it lies in a slot
     const PacketReader reader(packet, kEpoch);
     CHECK_EQ(reader.header().packet_number, number);
-    CHECK_EQ(reader.header().confirmed, confirmed);
+    CHECK_EQ(wire::packet_bytes(packet, kEpoch), num_bytes);
+    CHECK(!wire::piece_header(packet, kEpoch));
     CHECK_EQ(reader.header().num_bytes, num_bytes);
     CHECK_EQ(reader.records().size(), samples.size());
     for (size_t idx = 0; idx < std::min(samples.size(), reader.records().size()); ++idx) {
@@ -149,12 +149,12 @@ void test_limits() {
   descriptor.num_bytes = static_cast<int64_t>(largest.size());
   CHECK(writer.add(Kind::data, 0, 0, &descriptor, largest));
   CHECK(!writer.add(Kind::accept, 0, 0, nullptr, {}));
-  const Bytes packet = writer.take(kEpoch, 1, 0);
+  const Bytes packet = writer.take(kEpoch, 1);
   CHECK_EQ(packet.size(), wire::kMaxPacketBytes);
   CHECK_EQ(PacketReader(packet, kEpoch).records().size(), 1u);
 
   CHECK(writer.add_text(Kind::refuse, 0, 0, std::string(100'000, 'x')));
-  const Bytes text = writer.take(kEpoch, 2, 0);
+  const Bytes text = writer.take(kEpoch, 2);
   CHECK_EQ(PacketReader(text, kEpoch).records()[0].text(), std::string(wire::kMaxTextBytes, 'x'));
 }
 
@@ -172,7 +172,7 @@ void test_malformed() {
   Descriptor descriptor;
   descriptor.num_bytes = 8;
   writer.add(Kind::data, 3, 5, &descriptor, Bytes(8));
-  const Bytes good = writer.take(kEpoch, 1, 0);
+  const Bytes good = writer.take(kEpoch, 1);
   CHECK_EQ(PacketReader(good, kEpoch).records().size(), 1u);
 
   CHECK_MALFORMED("its header is cut off", Bytes(kRecord - 1));
@@ -196,6 +196,27 @@ void test_malformed() {
   Bytes cut = with(good, 12, uint32_t{kDescriptor + 10});
   cut.resize(kDescriptor + 10);
   CHECK_MALFORMED("a descriptor is cut off", cut);
+  CHECK_MALFORMED("wrong length", with(good, 12, static_cast<uint32_t>(wire::kMaxPacketBytes + 1)));
+}
+
+void test_pieces() {
+  check::context = "pieces of bodies";
+  const wire::PieceHeader header{.channel = 3, .epoch = kEpoch, .num_bytes = 9, .seq = 7};
+  Bytes bytes(sizeof header + 2);
+  std::memcpy(bytes.data(), &header, sizeof header);
+  const auto read = wire::piece_header(bytes, kEpoch);
+  CHECK(read && read->channel == 3 && read->num_bytes == 9 && read->seq == 7);
+  const auto expect_malformed = [](const std::string& text, const Bytes& malformed) {
+    try {
+      (void)wire::piece_header(malformed, kEpoch);
+      check::fail(__FILE__, __LINE__, "no error with '" + text + "'");
+    } catch (const std::runtime_error& error) {
+      CHECK(std::string(error.what()).find(text) != std::string::npos);
+    }
+  };
+  expect_malformed("its header is cut off", Bytes(sizeof header - 1));
+  expect_malformed("belongs to another communicator", with(bytes, 8, kEpoch + 1));
+  expect_malformed("channel out of range", with(bytes, 4, uint32_t{kNumChannels}));
 }
 
 std::string random_text(size_t max_bytes, Random& random) {
@@ -276,7 +297,7 @@ void test_fuzz_packets(int num_packets) {
   for (int idx = 0; idx < 64; ++idx) {
     PacketWriter writer;
     for (int64_t left = random.between(1, 6); left > 0; --left) add(writer, random_sample(random));
-    packets.push_back(writer.take(kEpoch, idx, 0));
+    packets.push_back(writer.take(kEpoch, idx));
   }
   int num_parsed = 0;
   size_t num_seen = 0;
@@ -334,6 +355,7 @@ int main(int argc, char** argv) {
   test_round_trip();
   test_limits();
   test_malformed();
+  test_pieces();
   test_failures();
   test_fuzz_packets(num_packets);
   test_fuzz_failures(num_packets / 4);

@@ -1,435 +1,432 @@
 #include "transport/c10d/c10d_transport.h"
 
-#include <ATen/ops/from_blob.h>
+#include <sched.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <exception>
+#include <set>
+#include <system_error>
 
 #include "message/start_thread.h"
-#include "plan/signature.h"
 
-namespace pipecomm {
+namespace pipecomm::tcp {
 namespace {
 
-// Tags of our private backend. A body's tag carries its channel, so that two messages whose hashes
-// collide are still posted in the same order on both ends.
-constexpr int kPacketTag = 1;
-constexpr int kBodyTagBit = 1 << 30;
-constexpr int kBodyHashBits = 26;
-static_assert(kCollectiveChannel < 1 << 4);  // the control channel carries no bodies
+// How long a thread that waits stays awake: to be woken takes a few microseconds. With more ranks
+// than cores, ranks that have work need the core.
+constexpr auto kSpinTime = std::chrono::microseconds(50);
+// A waiting thread returns to the engine this often, which looks at deadlines and signals.
+constexpr auto kAssistTime = std::chrono::milliseconds(50);
+constexpr int kLastTicks = 10;
+constexpr int kMaxEvents = 32;
+constexpr uint32_t kBell = UINT32_MAX;  // in the place of a peer
 
-// Deadlines are ours: a wait that expires inside gloo closes every connection.
-constexpr auto kForever = std::chrono::hours(24 * 3650);
-
-// How long to wait for a body whose peer has gone.
-constexpr auto kLastBodyLimit = std::chrono::milliseconds(200);
-
-at::Tensor bytes_view(std::byte* data, int64_t num_bytes) {
-  return at::from_blob(data, {num_bytes}, at::TensorOptions().dtype(at::kByte));
+int num_usable_cores() {
+  cpu_set_t cores;
+  CPU_ZERO(&cores);
+  return sched_getaffinity(0, sizeof cores, &cores) == 0 ? CPU_COUNT(&cores) : 1;
 }
 
-int body_tag(const Descriptor& descriptor) {
-  Signature hash;
-  hash.add(static_cast<int64_t>(descriptor.digest())).add(static_cast<int64_t>(descriptor.seq));
-  return kBodyTagBit | descriptor.channel << kBodyHashBits |
-         static_cast<int>(hash.value() >> (64 - kBodyHashBits));
+Socket checked(int fd, const char* what) {
+  Socket socket(fd);
+  if (!socket) throw std::system_error(errno, std::generic_category(), what);
+  return socket;
 }
 
-// gloo's texts begin with "[path:line] ".
-std::string reason_of(const std::exception& error) {
-  const std::string text = error.what();
-  const size_t end = text.starts_with('[') ? text.find("] ") : std::string::npos;
-  return end == std::string::npos ? text : text.substr(end + 2);
+void watch(const Socket& epoll, int operation, const Socket& socket, uint32_t events,
+           uint32_t tag) {
+  epoll_event event{};
+  event.events = events;
+  event.data.u32 = tag;
+  if (epoll_ctl(epoll.fd(), operation, socket.fd(), &event) != 0)
+    throw std::system_error(errno, std::generic_category(), "epoll_ctl");
+}
+
+void ring(const Socket& bell) {
+  const uint64_t one = 1;
+  (void)!::write(bell.fd(), &one, sizeof one);  // fails only if it has been rung often
+}
+
+void silence(const Socket& bell) {
+  uint64_t count;
+  (void)!::read(bell.fd(), &count, sizeof count);
 }
 
 }  // namespace
 
-C10dTransport::C10dTransport(c10::intrusive_ptr<c10d::Backend> backend, int rank, int size,
-                             uint32_t epoch, TransportEvents& events, Watches watches)
-    : backend_(std::move(backend)), rank_(rank), size_(size), events_(events), num_open_(size - 1) {
-  for (int peer = 0; peer < size_; ++peer) {
-    Connection& connection = *connections_.emplace_back(std::make_unique<Connection>());
-    connection.link = std::make_unique<PeerLink>(
-        rank_, peer, epoch, [this, peer](std::vector<std::byte> bytes, uint64_t number) {
-          send_packet(peer, std::move(bytes), number);
-        });
-    if (const auto watch = watches.find(peer); watch != watches.end())
-      connection.watch = std::move(watch->second);
+std::vector<int> control_neighbours(int rank, int size) {
+  std::set<int> neighbours;
+  for (int64_t distance = 1; distance < size; distance *= 2) {
+    neighbours.insert(static_cast<int>((rank + distance) % size));
+    neighbours.insert(static_cast<int>((rank - distance + size) % size));
   }
-  if (size_ == 1) return;
-  for_each_peer([this](int peer, Connection& connection) {
-    for (int slot = 0; slot < kNumSlots; ++slot) {
-      connection.slots[slot].resize(wire::kMaxPacketBytes);
-      try {
-        post_slot(peer, slot);
-      } catch (const std::exception&) {
-        // The peer is gone already; its reader is about to say so.
-      }
-    }
-  });
-  std::unique_lock gate(starting_mutex_);
+  neighbours.erase(rank);
+  return {neighbours.begin(), neighbours.end()};
+}
+
+C10dTransport::C10dTransport(C10dOptions options, Socket listener, TransportEvents& events)
+    : options_(std::move(options)),
+      num_cores_(num_usable_cores()),
+      events_(events),
+      peers_(static_cast<size_t>(options_.size)) {
+  if (options_.size == 1) return;
+  sockets_ = checked(epoll_create1(EPOLL_CLOEXEC), "epoll_create1");
+  around_ = checked(epoll_create1(EPOLL_CLOEXEC), "epoll_create1");
+  waiter_bell_ = checked(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK), "eventfd");
+  progress_bell_ = checked(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK), "eventfd");
+  watch(sockets_, EPOLL_CTL_ADD, waiter_bell_, EPOLLIN, kBell);
+  watch(around_, EPOLL_CTL_ADD, progress_bell_, EPOLLIN, kBell);
+  connector_ = std::make_unique<Connector>(
+      options_.rank, options_.token, std::move(listener), options_.contacts,
+      Connector::Events{
+          [this](int peer, Socket socket) { connected(peer, std::move(socket)); },
+          [this](int peer, const std::string& why) { unreachable(peer, why); },
+      });
+  arm();
+  progress_thread_ = start_thread([this] { progress(); }, options_.rank);
   try {
-    for_each_peer([this](int peer, Connection& connection) {
-      connection.reader = start_thread([this, peer] { read_packets(peer); }, rank_);
-    });
-    body_thread_ = start_thread([this] { wait_for_bodies(); }, rank_);
-  } catch (const PipeCommException& error) {
-    abort(*error.failure());
+    connector_->start();
+  } catch (const PipeCommException&) {
     stopping_ = true;
-    gate.unlock();
     stop();
     throw;
   }
+  // The lower rank of each pair connects.
+  for (const int peer : control_neighbours(options_.rank, options_.size))
+    if (peer > options_.rank) peer_for(peer);
 }
 
 C10dTransport::~C10dTransport() { close(Clock::now()); }
 
+// ------------------------------------------------------------------------------------------------
+// peers
+
 template <class Function>
 void C10dTransport::for_each_peer(Function function) {
-  for (int peer = 0; peer < size_; ++peer)
-    if (peer != rank_) function(peer, *connections_[peer]);
+  for (size_t idx = 0; idx < peers_.size(); ++idx)
+    if (Peer* const peer = find(static_cast<int>(idx))) function(*peer);
+}
+
+C10dTransport::Peer& C10dTransport::peer_for(int peer_idx) {
+  if (Peer* const peer = find(peer_idx)) return *peer;
+  std::lock_guard lock(making_mutex_);
+  if (Peer* const peer = find(peer_idx)) return *peer;
+  made_.push_back(std::make_unique<Peer>(options_.rank, peer_idx, options_.epoch));
+  Peer& peer = *made_.back();
+  if (failure_) {
+    peer.connection.link().say_failure(*failure_);
+    peer.connection.drop();
+  }
+  if (closing_) peer.connection.link().say_closing();
+  if (disconnecting_) peer.connection.link().say_goodbye();
+  {
+    std::lock_guard close_lock(close_mutex_);
+    ++num_open_;
+  }
+  peers_[peer_idx].store(&peer, std::memory_order_release);
+  connector_->want(peer_idx);
+  return peer;
+}
+
+// On the connector's thread.
+void C10dTransport::connected(int peer_idx, Socket socket) {
+  Peer& peer = peer_for(peer_idx);
+  std::unique_lock lock(peer.mutex);
+  if (stopping_ || peer.is_over) return;
+  keep_alive(socket, options_.heartbeat, options_.heartbeat_limit);
+  peer.num_ticks_left = kLastTicks;
+  try {
+    if (const pid_t pid = options_.pids[peer_idx])
+      peer.watch = std::make_unique<ProcessWatch>(pid);
+  } catch (const std::system_error&) {
+    // No descriptor is left, or no pidfd is allowed: its connection has to tell.
+  }
+  peer.connection.attach(std::move(socket));
+  try {
+    watch(sockets_, EPOLL_CTL_ADD, peer.connection.socket(), EPOLLIN | EPOLLRDHUP,
+          static_cast<uint32_t>(peer_idx));
+  } catch (const std::system_error& error) {
+    return lost(peer, lock, error.what());
+  }
+  write(peer);
+  act(peer, lock);
+}
+
+// On the connector's thread. Ranks listen as long as their communicator is open.
+void C10dTransport::unreachable(int peer_idx, const std::string& why) {
+  Peer& peer = peer_for(peer_idx);
+  std::unique_lock lock(peer.mutex);
+  if (stopping_ || peer.is_over || peer.connection.attached()) return;
+  bool has_died = false;
+  try {
+    const pid_t pid = options_.pids[peer_idx];
+    has_died = pid != 0 && ProcessWatch(pid).has_ended();
+  } catch (const std::system_error&) {
+    // Nothing is known of its process.
+  }
+  if (has_died) return lost(peer, lock, "its process has ended");
+  peer.connection.link().leave();
+  lost(peer, lock, why);
+}
+
+void C10dTransport::note_closed(Peer& peer) {
+  if (!std::exchange(peer.is_open, false)) return;
+  {
+    std::lock_guard close_lock(close_mutex_);
+    --num_open_;
+  }
+  close_changed_.notify_all();
+}
+
+// With the peer's lock held, which is released.
+void C10dTransport::lost(Peer& peer, std::unique_lock<std::mutex>& lock, const std::string& why) {
+  if (std::exchange(peer.is_over, true)) return;
+  PeerLink& link = peer.connection.link();
+  const bool orderly = disconnecting_ || link.state() == PeerLink::State::disconnecting;
+  peer.connection.detach();
+  peer.watch.reset();
+  link.lose();
+  note_closed(peer);
+  if (!orderly) {
+    lock.unlock();
+    events_.on_peer_lost(link.peer(), why);
+    lock.lock();
+  }
+  act(peer, lock);
 }
 
 // Releases the lock, then does what the link has decided. User code may run here.
-void C10dTransport::act(Connection& connection, std::unique_lock<std::mutex>& lock) {
-  const auto outcomes = connection.link->take_outcomes();
-  const auto verified = connection.link->take_verified();
-  const auto claims = connection.link->take_claims();
-  const auto failure = connection.link->take_failure();
+void C10dTransport::act(Peer& peer, std::unique_lock<std::mutex>& lock) {
+  PeerLink& link = peer.connection.link();
+  const auto outcomes = link.take_outcomes();
+  const auto claims = link.take_claims();
+  const auto failure = link.take_failure();
   lock.unlock();
   const auto settle = [&](bool failed) {
-    for (const PeerLink::Outcome& outcome : outcomes) {
-      if ((outcome.failure != nullptr) != failed) continue;
-      Operation::settle(*outcome.request, outcome.failure);
-      if (const Body* body = body_of(*outcome.request)) {
-        std::lock_guard waiting_lock(waiting_mutex_);
-        if (waiting_.contains(body->work.get())) body->work->abort();
-      }
-    }
+    for (const PeerLink::Outcome& outcome : outcomes)
+      if ((outcome.failure != nullptr) == failed)
+        Operation::settle(*outcome.request, outcome.failure);
   };
   settle(false);
   // A peer's failure explains the messages that can no longer match: it comes before those.
   if (failure) events_.on_remote_failure(*failure);
   settle(true);
-  for (const RequestPtr& request : verified) {
-    const Body* body = body_of(*request);
-    if (body && !body->claimed) hand_to_body_thread(request);
-  }
   for (const PeerLink::Claim& claim : claims)
-    events_.on_claim(connection.link->peer(), claim.direction, claim.descriptor);
+    events_.on_claim(link.peer(), claim.direction, claim.descriptor);
+  if (outcomes.empty()) return;
+  num_pending_ -= static_cast<int64_t>(outcomes.size());
+  if (waiter_sleeps_) ring(waiter_bell_);  // its operation may be done
+}
+
+// With the peer's lock held.
+void C10dTransport::write(Peer& peer) {
+  Connection& connection = peer.connection;
+  if (peer.is_over || !connection.attached()) return;
+  connection.write();
+  const bool wants_out = connection.has_unsent();
+  if (std::exchange(peer.wants_out, wants_out) == wants_out) return;
+  const uint32_t out = wants_out ? static_cast<uint32_t>(EPOLLOUT) : 0u;
+  watch(sockets_, EPOLL_CTL_MOD, connection.socket(), EPOLLIN | EPOLLRDHUP | out,
+        static_cast<uint32_t>(connection.link().peer()));
 }
 
 // ------------------------------------------------------------------------------------------------
 // callers
 
-void C10dTransport::post(std::vector<RequestPtr> batch, bool /*is_async*/) {
+void C10dTransport::post(std::vector<RequestPtr> batch, bool is_async) {
   if (aborted_) return;
-  std::vector<bool> touched(size_);
+  num_pending_ += static_cast<int64_t>(batch.size());
+  std::vector<Peer*> touched;
   for (const RequestPtr& request : batch) {
-    Connection& connection = *connections_[request->peer];
-    std::unique_lock lock(connection.mutex);
+    Peer& peer = peer_for(request->peer);
+    std::lock_guard lock(peer.mutex);
     if (aborted_) return;  // what was posted before is among the dropped
-    connection.link->number(*request);
-    if (has_body(*request)) start_body(request);
-    connection.link->post(request);
-    touched[request->peer] = true;
+    peer.connection.link().number(*request);
+    peer.connection.link().post(request);
+    if (std::find(touched.rbegin(), touched.rend(), &peer) == touched.rend())
+      touched.push_back(&peer);
   }
-  for_each_peer([&](int peer, Connection& connection) {
-    if (!touched[peer]) return;
-    std::unique_lock lock(connection.mutex);
-    connection.link->flush_urgent();
-    act(connection, lock);
-  });
+  for (Peer* const peer : touched) {
+    std::unique_lock lock(peer->mutex);
+    write(*peer);
+    act(*peer, lock);
+  }
+  if (is_async) arm();
 }
 
-void C10dTransport::claim(int peer, Direction direction, const Descriptor& descriptor) {
+void C10dTransport::claim(int peer_idx, Direction direction, const Descriptor& descriptor) {
   if (aborted_) return;
-  Connection& connection = *connections_[peer];
-  std::unique_lock lock(connection.mutex);
-  connection.link->say_claim(direction, descriptor);
-  connection.link->flush();
-  act(connection, lock);
-}
-
-void C10dTransport::start_body(const RequestPtr& request) {
-  auto body = std::make_shared<Body>();
-  std::vector<at::Tensor> tensors{bytes_view(request->data, request->descriptor.num_bytes)};
-  const int tag = body_tag(request->descriptor);
-  try {
-    body->work = request->direction == Direction::send
-                     ? backend_->send(tensors, request->peer, tag)
-                     : backend_->recv(tensors, request->peer, tag);
-  } catch (const std::exception&) {
-    return;  // the connection is broken; its reader is about to say so
-  }
-  request->transport_state = std::move(body);
-}
-
-C10dTransport::Body* C10dTransport::body_of(const Request& request) {
-  return static_cast<Body*>(request.transport_state.get());
+  Peer& peer = peer_for(peer_idx);
+  std::unique_lock lock(peer.mutex);
+  peer.connection.link().say_claim(direction, descriptor);
+  write(peer);
+  act(peer, lock);
 }
 
 bool C10dTransport::assist(Operation& operation) {
-  for (const RequestPtr& request : operation.requests()) {
-    if (request->settled) continue;
-    Body* body = body_of(*request);
-    if (!body || body->claimed.exchange(true)) continue;
-    if (!wait_for_body(*request, *body)) {
-      // Cut short so that the caller can look at its deadline and signals. It may not come back.
-      body->claimed = false;
-      Connection& connection = *connections_[request->peer];
-      std::lock_guard lock(connection.mutex);
-      if (connection.link->awaits_body(*request)) hand_to_body_thread(request);
-      return false;
+  std::unique_lock role(assist_mutex_, std::try_to_lock);
+  if (!role || options_.size == 1) return true;
+  disarm();
+  const auto begin = Clock::now();
+  const bool may_spin = num_cores_ >= options_.num_local_ranks;
+  while (!operation.done() && !aborted_ && !stopping_) {
+    const auto passed = Clock::now() - begin;
+    if (passed >= kAssistTime) break;
+    if (may_spin && passed < kSpinTime) {
+      serve_events(0);
+      continue;
     }
-    body_through(request);
+    const auto left = std::chrono::ceil<std::chrono::milliseconds>(kAssistTime - passed);
+    waiter_sleeps_ = true;
+    serve_events(operation.done() ? 1 : static_cast<int>(left.count()));
   }
-  return true;
+  {
+    std::lock_guard lock(arming_mutex_);
+    is_assisted_ = false;
+  }
+  if (num_pending_ > 0) arm();
+  return operation.done() || aborted_ || stopping_;
 }
 
-// Blocks until the body is through. False if the wait is cut short or the connection breaks.
-bool C10dTransport::wait_for_body(const Request& request, Body& body) {
-  {
-    std::lock_guard lock(waiting_mutex_);
-    if (aborted_ || request.settled) return false;
-    waiting_.insert(body.work.get());
+std::string C10dTransport::describe_peer(int peer_idx) const {
+  Peer* const peer = find(peer_idx);
+  if (!peer) return "is not connected";
+  std::lock_guard lock(peer->mutex);
+  if (peer->connection.attached() || peer->is_over) return peer->connection.link().describe();
+  const std::string problem = connector_->problem(peer_idx);
+  return "is not connected" + (problem.empty() ? "" : " (" + problem + ")");
+}
+
+// ------------------------------------------------------------------------------------------------
+// serving the sockets
+
+// Leaves the sockets to the progress thread, unless somebody assists.
+void C10dTransport::arm() {
+  std::lock_guard lock(arming_mutex_);
+  if (is_armed_ || is_assisted_) return;
+  watch(around_, EPOLL_CTL_ADD, sockets_, EPOLLIN, 0);
+  is_armed_ = true;
+}
+
+// Takes them from it: it is not even woken.
+void C10dTransport::disarm() {
+  std::lock_guard lock(arming_mutex_);
+  is_assisted_ = true;
+  if (std::exchange(is_armed_, false)) watch(around_, EPOLL_CTL_DEL, sockets_, 0, 0);
+}
+
+void C10dTransport::serve_events(int timeout_ms) {
+  std::array<epoll_event, kMaxEvents> events;
+  const int num_events = epoll_wait(sockets_.fd(), events.data(), kMaxEvents, timeout_ms);
+  if (timeout_ms != 0) waiter_sleeps_ = false;
+  for (int idx = 0; idx < num_events; ++idx) {
+    if (events[idx].data.u32 == kBell)
+      silence(waiter_bell_);
+    else
+      serve(static_cast<int>(events[idx].data.u32));
   }
-  bool through = false;
+}
+
+void C10dTransport::serve(int peer_idx) {
+  Peer& peer = *find(peer_idx);
+  std::unique_lock lock(peer.mutex);
+  if (peer.is_over || !peer.connection.attached()) return;
+  peer.num_ticks_left = kLastTicks;
   try {
-    through = body.work->wait(kForever);
-  } catch (const std::exception&) {
-    // The reader of this peer reports the cause; do not spin on the broken work until it does.
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    peer.connection.read();
+  } catch (const ConnectionLost& error) {
+    return lost(peer, lock, error.what());
+  } catch (const std::exception& error) {
+    lock.unlock();
+    events_.on_broken(error.what());
+    lock.lock();
+    return lost(peer, lock, error.what());
   }
-  std::lock_guard lock(waiting_mutex_);
-  waiting_.erase(body.work.get());
-  return through;
+  write(peer);
+  if (peer.connection.link().goodbye_answered()) note_closed(peer);
+  act(peer, lock);
 }
 
-void C10dTransport::body_through(const RequestPtr& request) {
-  Connection& connection = *connections_[request->peer];
-  std::unique_lock lock(connection.mutex);
-  if (request->direction == Direction::send)
-    connection.link->body_gone(request);
-  else
-    connection.link->body_arrived(request);
-  connection.link->flush_urgent();
-  act(connection, lock);
-}
-
-void C10dTransport::hand_to_body_thread(RequestPtr request) {
-  {
-    std::lock_guard lock(bodies_mutex_);
-    bodies_.push_back(std::move(request));
-  }
-  bodies_changed_.notify_one();
-}
-
-void C10dTransport::wait_for_bodies() {
-  while (true) {
-    RequestPtr request;
-    {
-      std::unique_lock lock(bodies_mutex_);
-      bodies_changed_.wait(lock, [this] { return stopping_ || !bodies_.empty(); });
-      if (stopping_) return;
-      request = std::move(bodies_.front());
-      bodies_.pop_front();
-    }
-    Body& body = *body_of(*request);
-    if (body.claimed.exchange(true)) continue;
-    while (!aborted_ && !request->settled) {
-      if (!wait_for_body(*request, body)) continue;
-      body_through(request);
-      break;
+void C10dTransport::progress() {
+  while (!stopping_) {
+    std::array<epoll_event, 2> events;
+    const int num_events = epoll_wait(around_.fd(), events.data(), events.size(), -1);
+    for (int idx = 0; idx < num_events; ++idx) {
+      if (events[idx].data.u32 == kBell)
+        silence(progress_bell_);
+      else
+        serve_events(0);
     }
   }
 }
 
 void C10dTransport::tick() {
-  {
-    std::lock_guard lock(waiting_mutex_);
-    for (c10d::Work* work : waiting_) work->abort();
-  }
-  for_each_peer([this](int, Connection& connection) {
-    std::unique_lock lock(connection.mutex, std::try_to_lock);
-    if (!lock || stopping_) return;
-    connection.link->flush();
-    look_after(connection);
+  if (options_.size == 1 || stopping_) return;
+  arm();  // in case a caller posted in order to wait, and then did not
+  for_each_peer([this](Peer& peer) {
+    std::unique_lock lock(peer.mutex, std::try_to_lock);
+    if (lock && !stopping_) look_after(peer, lock);
   });
 }
 
-// With the connection's lock held.
-void C10dTransport::look_after(Connection& connection) {
-  if (!connection.watch || !connection.watch->has_ended() || --connection.num_ticks_left > 0)
-    return;
-  connection.watch.reset();
-  connection.ended = true;
-  for (const WorkPtr& work : connection.slot_works)
-    if (work) work->abort();  // frees the reader
-}
-
-std::string C10dTransport::describe_peer(int peer) const {
-  Connection& connection = *connections_[peer];
-  std::lock_guard lock(connection.mutex);
-  return connection.link->describe();
-}
-
-// ------------------------------------------------------------------------------------------------
-// packets
-
-// Called by the link, with the connection's lock held.
-void C10dTransport::send_packet(int peer, std::vector<std::byte> bytes, uint64_t number) {
-  Packet& packet =
-      connections_[peer]->packets.emplace_back(Packet{number, std::move(bytes), nullptr});
-  std::vector<at::Tensor> tensors{
-      bytes_view(packet.bytes.data(), static_cast<int64_t>(packet.bytes.size()))};
-  try {
-    packet.work = backend_->send(tensors, peer, kPacketTag);
-  } catch (const std::exception&) {
-    // The connection is broken; its reader is about to say so.
-  }
-}
-
-void C10dTransport::post_slot(int peer, int slot) {
-  Connection& connection = *connections_[peer];
-  auto& bytes = connection.slots[slot];
-  std::vector<at::Tensor> tensors{bytes_view(bytes.data(), static_cast<int64_t>(bytes.size()))};
-  connection.slot_works[slot] = backend_->recv(tensors, peer, kPacketTag);
-}
-
-void C10dTransport::read_packets(int peer) {
-  // Before the constructor has returned there is nobody to report to, and if it fails there never is.
-  {
-    std::lock_guard gate(starting_mutex_);
-  }
-  Connection& connection = *connections_[peer];
-  for (int slot = 0; !stopping_; slot = (slot + 1) % kNumSlots) {
-    WorkPtr work;
-    {
-      std::lock_guard lock(connection.mutex);
-      work = connection.slot_works[slot];
-    }
-    if (!work) return lost(peer, "the connection was closed before its first message");
-    try {
-      while (!work->wait(kForever)) {
-        if (stopping_) return;
-        if (connection.ended) return lost(peer, "its process has ended");
-      }
-    } catch (const std::exception& error) {
-      return lost(peer, reason_of(error));
-    }
-    std::unique_lock lock(connection.mutex);
-    const bool answered_before = connection.link->goodbye_answered();
-    try {
-      connection.link->handle_packet(connection.slots[slot]);
-    } catch (const std::exception& error) {
-      lock.unlock();
-      events_.on_broken(error.what());
-      return lost(peer, error.what());
-    }
-    std::string broken;
-    try {
-      post_slot(peer, slot);
-    } catch (const std::exception& error) {
-      broken = reason_of(error);
-    }
-    while (!connection.packets.empty() &&
-           connection.packets.front().number <= connection.link->last_confirmed())
-      connection.packets.pop_front();
-    connection.link->flush_urgent();
-    const bool answered = connection.link->goodbye_answered() && !answered_before;
-    act(connection, lock);
-    if (answered) {
-      {
-        std::lock_guard close_lock(close_mutex_);
-        --num_open_;
-      }
-      close_changed_.notify_all();
-    }
-    if (!broken.empty()) return lost(peer, broken);
-  }
-}
-
-// Bodies that a peer has sent before it left in order are there, noticed or not.
-void C10dTransport::take_last_bodies(Connection& connection) {
-  std::vector<RequestPtr> requests;
-  {
-    std::lock_guard lock(connection.mutex);
-    if (connection.link->state() != PeerLink::State::disconnecting) return;
-    requests = connection.link->awaiting_bodies();
-  }
-  const Deadline limit = Clock::now() + kLastBodyLimit;
-  for (const RequestPtr& request : requests) {
-    Body* body = body_of(*request);
-    if (!body) continue;
-    // The thread that has claimed it is about to settle it, or to find that it never came.
-    bool is_mine = false;
-    while (!request->settled && !(is_mine = !body->claimed.exchange(true)) && Clock::now() < limit)
-      std::this_thread::sleep_for(std::chrono::microseconds(100));
-    if (is_mine && wait_for_body(*request, *body)) body_through(request);
-  }
-}
-
-void C10dTransport::lost(int peer, const std::string& why) {
-  Connection& connection = *connections_[peer];
-  take_last_bodies(connection);
-  std::unique_lock lock(connection.mutex);
-  const bool orderly = disconnecting_ || connection.link->state() == PeerLink::State::disconnecting;
-  const bool answered = connection.link->goodbye_answered();
-  connection.link->lose();
-  if (orderly) {
-    act(connection, lock);
-  } else {
-    lock.unlock();
-    events_.on_peer_lost(peer, why);
-    lock.lock();
-    act(connection, lock);
-  }
-  if (!answered) {
-    {
-      std::lock_guard close_lock(close_mutex_);
-      --num_open_;
-    }
-    close_changed_.notify_all();
-  }
+void C10dTransport::look_after(Peer& peer, std::unique_lock<std::mutex>& lock) {
+  if (peer.is_over || !peer.watch || !peer.watch->has_ended() || --peer.num_ticks_left > 0) return;
+  lost(peer, lock, "its process has ended");
 }
 
 // ------------------------------------------------------------------------------------------------
 // end
 
 void C10dTransport::abort(const Failure& failure) {
-  if (aborted_.exchange(true)) return;
-  for_each_peer([&](int, Connection& connection) {
-    std::lock_guard lock(connection.mutex);
-    if (stopping_) return;
-    connection.link->say_failure(failure);
-    connection.link->flush();
-    connection.dropped = connection.link->drop();
-  });
   {
-    std::lock_guard lock(waiting_mutex_);
-    for (c10d::Work* work : waiting_) work->abort();
+    std::lock_guard lock(making_mutex_);
+    if (failure_) return;
+    failure_ = failure;
+    aborted_ = true;
   }
-  std::lock_guard lock(bodies_mutex_);
-  bodies_.clear();
+  for_each_peer([&](Peer& peer) {
+    std::vector<RequestPtr> dropped;  // ends without the lock
+    std::lock_guard lock(peer.mutex);
+    if (stopping_ || peer.is_over) return;
+    peer.connection.link().say_failure(failure);
+    peer.connection.link().flush();
+    dropped = peer.connection.drop();
+    write(peer);
+  });
+  if (options_.size > 1) ring(waiter_bell_);
 }
 
 void C10dTransport::begin_close() {
-  for_each_peer([this](int, Connection& connection) {
-    std::unique_lock lock(connection.mutex);
-    connection.link->say_closing();
-    connection.link->flush();
-    act(connection, lock);
+  {
+    std::lock_guard lock(making_mutex_);
+    closing_ = true;
+  }
+  for_each_peer([this](Peer& peer) {
+    std::unique_lock lock(peer.mutex);
+    peer.connection.link().say_closing();
+    write(peer);
+    act(peer, lock);
   });
 }
 
 void C10dTransport::close(Deadline deadline) {
-  if (size_ == 1 || stopping_) return;
+  if (options_.size == 1 || stopping_) return;
   begin_close();
   disconnecting_ = true;
-  for_each_peer([this](int, Connection& connection) {
-    std::unique_lock lock(connection.mutex);
-    connection.link->say_goodbye();
-    connection.link->flush();
-    act(connection, lock);
+  for_each_peer([this](Peer& peer) {
+    std::unique_lock lock(peer.mutex);
+    peer.connection.link().say_goodbye();
+    write(peer);
+    // To one that is not connected there is nothing to say but a failure.
+    if (!peer.connection.attached() && !aborted_) note_closed(peer);
+    act(peer, lock);
   });
+  arm();
   {
     std::unique_lock lock(close_mutex_);
     close_changed_.wait_until(lock, deadline, [this] { return num_open_ == 0; });
@@ -438,41 +435,21 @@ void C10dTransport::close(Deadline deadline) {
   stop();
 }
 
-// Ends what threads there are.
+// Ends the threads, then gives up what they have used.
 void C10dTransport::stop() {
-  for_each_peer([this](int, Connection& connection) {
-    std::lock_guard lock(connection.mutex);
-    for (const WorkPtr& work : connection.slot_works)
-      if (work) work->abort();
-  });
-  {
-    std::lock_guard lock(waiting_mutex_);
-    for (c10d::Work* work : waiting_) work->abort();
-  }
-  {
-    std::lock_guard lock(bodies_mutex_);  // so that the body thread sees `stopping_` or the notice
-    bodies_changed_.notify_all();
-  }
-  for_each_peer([](int, Connection& connection) {
-    if (connection.reader.joinable()) connection.reader.join();
-  });
-  if (body_thread_.joinable()) body_thread_.join();
-  {
-    std::lock_guard lock(bodies_mutex_);
-    bodies_.clear();
-  }
-  for_each_peer([](int, Connection& connection) {
+  connector_->stop();
+  ring(progress_bell_);
+  ring(waiter_bell_);
+  if (progress_thread_.joinable()) progress_thread_.join();
+  for_each_peer([](Peer& peer) {
     // Threads that still wait, tick or abort see `stopping_` under this lock.
     std::vector<RequestPtr> dropped;
-    std::lock_guard lock(connection.mutex);
-    dropped = connection.link->drop();
-    dropped.insert(dropped.end(), connection.dropped.begin(), connection.dropped.end());
-    connection.dropped.clear();
-    connection.packets.clear();
-    for (WorkPtr& work : connection.slot_works) work.reset();
-    connection.watch.reset();
+    std::lock_guard lock(peer.mutex);
+    dropped = peer.connection.drop();
+    peer.is_over = true;
+    peer.connection.detach();
+    peer.watch.reset();
   });
-  backend_.reset();
 }
 
-}  // namespace pipecomm
+}  // namespace pipecomm::tcp

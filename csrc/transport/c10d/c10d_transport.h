@@ -1,43 +1,53 @@
-// Transport over a c10d backend with tagged point-to-point messages (gloo): portable, across hosts.
+// Transport over TCP between ranks of any hosts, which find each other through a c10d store.
 //
-// Each pair of ranks speaks the protocol of PeerLink. Packets are messages on one tag; a body is a
-// message of its own whose tag hashes its description. Posting happens on the caller's thread. One
-// thread per peer reads packets, and one more waits for bodies that no user thread is waiting for.
+// Each pair of ranks speaks the protocol of PeerLink over one connection, which is made when one of
+// them first needs it, or in the background between neighbours (control_neighbours), which tell each
+// other of failures. A rank has two threads, however many peers: one that makes connections, and one
+// that serves them while nobody waits. A thread that waits for an operation serves them itself
+// (assist): it takes the sockets from that thread, so that no message is handed from one to the
+// other.
 //
-// gloo has neither polling nor a usable timeout, but aborting a Work frees its waiter without
-// losing the message, so that is how waits are cut short. A pending receive fails as soon as the
-// connection closes, even in the middle of another message: that is how the reader of a peer
-// notices its death. Children of a dead process may hold its connections, so peers on this host are
-// watched as well.
+// A connection that ends without a goodbye means that the peer is lost. Children of a dead process
+// may hold its connections, so peers on this host are watched as well.
 #pragma once
 
-#include <torch/csrc/distributed/c10d/Backend.hpp>
-
-#include <array>
 #include <atomic>
 #include <condition_variable>
-#include <deque>
-#include <map>
+#include <functional>
 #include <memory>
 #include <mutex>
-#include <set>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
 
-#include "transport/c10d/peer_link.h"
+#include "transport/c10d/connection.h"
+#include "transport/c10d/connector.h"
 #include "transport/process_watch.h"
 #include "transport/transport.h"
 
-namespace pipecomm {
+namespace pipecomm::tcp {
+
+// The ranks at distance 2^k, both ways: each hears of a failure after at most log2(size) others.
+std::vector<int> control_neighbours(int rank, int size);
+
+struct C10dOptions {
+  int rank = 0;
+  int size = 1;
+  uint32_t epoch = 0;  // random, the same on all ranks
+  Token token{};       // as well
+  // Of each rank. `pids`: the processes of those on this host, 0 for all others.
+  std::vector<Contact> contacts;
+  std::vector<pid_t> pids;
+  int num_local_ranks = 1;  // that share the cores of this host
+  // How often silent peers are asked whether they are there, and how long without an answer.
+  std::chrono::seconds heartbeat{10}, heartbeat_limit{60};
+};
 
 class C10dTransport final : public HostTransport {
  public:
-  using Watches = std::map<int, std::unique_ptr<ProcessWatch>>;  // by rank
-
-  // The backend is ours alone: no other traffic runs on it. Null for a group of one.
-  C10dTransport(c10::intrusive_ptr<c10d::Backend> backend, int rank, int size, uint32_t epoch,
-                TransportEvents& events, Watches watches = {});
+  // `listener`: where this rank's contact says. None for a group of one.
+  C10dTransport(C10dOptions options, Socket listener, TransportEvents& events);
   ~C10dTransport() override;
 
   void post(std::vector<RequestPtr> batch, bool is_async) override;
@@ -50,81 +60,69 @@ class C10dTransport final : public HostTransport {
   std::string describe_peer(int peer) const override;
 
  private:
-  using WorkPtr = c10::intrusive_ptr<c10d::Work>;
-
-  // The separate message of a payload that is too large for a packet. It is the transport_state of
-  // its request, and so gone before the memory that it points to.
-  struct Body {
-    WorkPtr work;
-    std::atomic<bool> claimed{false};  // a thread waits for `work`
+  struct Peer {
+    Peer(int rank, int peer, uint32_t epoch) : connection(rank, peer, epoch) {}
+    std::mutex mutex;  // guards everything here
+    Connection connection;
+    bool wants_out = false;  // its socket is watched for room, too
+    bool is_over = false;    // lost, or left: nothing is read any more
+    bool is_open = true;     // has neither answered our goodbye nor gone
+    std::unique_ptr<ProcessWatch> watch;
+    // Ticks without news until the connection of a process that has ended is given up: what it sent
+    // last is in the socket. Time does not count, in which this process may have been stopped.
+    int num_ticks_left = 0;
   };
 
-  struct Packet {
-    uint64_t number;
-    std::vector<std::byte> bytes;
-    WorkPtr work;
-  };
-
-  static constexpr int kNumSlots = 2;  // packets that a peer can have under way to us
-  static constexpr int kLastTicks = 10;
-
-  struct Connection {
-    std::mutex mutex;  // guards everything here but the bytes of the slots
-    std::unique_ptr<PeerLink> link;
-    std::deque<Packet> packets;  // sent, not confirmed by the peer
-    std::array<std::vector<std::byte>, kNumSlots> slots;
-    std::array<WorkPtr, kNumSlots> slot_works;
-    // Requests that were under way when the communicator failed. If the buffer of a half-received
-    // message goes away, gloo stops reading the connection for good and never notices its end.
-    std::vector<RequestPtr> dropped;
-    // Ticks until the reader of a peer whose process has ended stops reading: what it sent last is
-    // in the socket. Time does not count, in which this process may have been stopped.
-    int num_ticks_left = kLastTicks;
-    std::atomic<bool> ended{false};
-    std::unique_ptr<ProcessWatch> watch;  // if the peer is on this host; of the watchdog's thread
-    std::thread reader;
-  };
-
+  Peer* find(int peer) const { return peers_[peer].load(std::memory_order_acquire); }
+  Peer& peer_for(int peer);
   template <class Function>
   void for_each_peer(Function function);
-  void act(Connection& connection, std::unique_lock<std::mutex>& lock);
 
-  void start_body(const RequestPtr& request);
-  static Body* body_of(const Request& request);
-  bool wait_for_body(const Request& request, Body& body);
-  void body_through(const RequestPtr& request);
-  void hand_to_body_thread(RequestPtr request);
-  void wait_for_bodies();
-
-  void send_packet(int peer, std::vector<std::byte> bytes, uint64_t number);
-  void post_slot(int peer, int slot);
-  void read_packets(int peer);
-  void look_after(Connection& connection);
-  void take_last_bodies(Connection& connection);
-  void lost(int peer, const std::string& why);
+  void connected(int peer_idx, Socket socket);
+  void unreachable(int peer_idx, const std::string& why);
+  void serve(int peer_idx);
+  void serve_events(int timeout_ms);
+  void progress();
+  void arm();
+  void disarm();
+  void act(Peer& peer, std::unique_lock<std::mutex>& lock);
+  void write(Peer& peer);
+  void note_closed(Peer& peer);
+  void lost(Peer& peer, std::unique_lock<std::mutex>& lock, const std::string& why);
+  void look_after(Peer& peer, std::unique_lock<std::mutex>& lock);
   void stop();
 
-  c10::intrusive_ptr<c10d::Backend> backend_;
-  const int rank_;
-  const int size_;
+  const C10dOptions options_;
+  const int num_cores_;
   TransportEvents& events_;
-  std::vector<std::unique_ptr<Connection>> connections_;
+  std::vector<std::atomic<Peer*>> peers_;  // made when first needed
+  std::mutex making_mutex_;  // down to the line
+  std::vector<std::unique_ptr<Peer>> made_;
+  std::optional<Failure> failure_;
+  bool closing_ = false;
+  // ---
+
+  // All sockets and the waiter's bell; and around it what the progress thread waits for: those, if
+  // it is armed, and its own bell.
+  Socket sockets_, around_, waiter_bell_, progress_bell_;
+  std::mutex assist_mutex_;  // held by the one thread that assists
+  std::mutex arming_mutex_;  // down to the line
+  bool is_armed_ = false;
+  bool is_assisted_ = false;
+  // ---
+  std::atomic<bool> waiter_sleeps_{false};
+  std::atomic<int64_t> num_pending_{0};  // requests
+
   std::atomic<bool> aborted_{false};
   std::atomic<bool> disconnecting_{false};
   std::atomic<bool> stopping_{false};
-  std::mutex starting_mutex_;  // held while threads are started
-
-  std::mutex waiting_mutex_;
-  std::set<c10d::Work*> waiting_;  // works of bodies that some thread is blocked on
-
-  std::mutex bodies_mutex_;
-  std::condition_variable bodies_changed_;
-  std::deque<RequestPtr> bodies_;  // for the body thread
-  std::thread body_thread_;
 
   std::mutex close_mutex_;
   std::condition_variable close_changed_;
-  int num_open_ = 0;  // peers that have neither answered our goodbye nor disconnected
+  int num_open_ = 0;  // peers that are open
+
+  std::unique_ptr<Connector> connector_;
+  std::thread progress_thread_;
 };
 
-}  // namespace pipecomm
+}  // namespace pipecomm::tcp

@@ -9,9 +9,10 @@
 namespace pipecomm {
 namespace {
 
-// Messages that may be unanswered on a channel. This bounds the memory of records that wait for
-// their receive to 4 MiB of payload.
+// What may be unanswered on a channel: messages, and their payload inside packets. This bounds the
+// memory of records that wait for their receive.
 constexpr size_t kWindowRecords = 4096;
+constexpr int64_t kWindowBytes = 4 << 20;
 
 // Whether the receiver answers the messages of a channel.
 bool is_answered(int channel) { return channel != kControlChannel; }
@@ -28,6 +29,21 @@ bool has_body(const Request& request) {
   return !request.refuses && !request.only_describes() &&
          request.descriptor.num_bytes > kMaxInlineBytes;
 }
+
+namespace {
+
+// Of the payload that travels inside a packet.
+int64_t inline_bytes(const Request& request) {
+  if (request.refuses || has_body(request)) return 0;
+  return request.only_describes() ? request.num_note_bytes : request.descriptor.num_bytes;
+}
+
+// The same, as its receiver sees it.
+int64_t counted_bytes(const wire::RecordHeader& header) {
+  return header.kind == wire::Kind::refuse ? 0 : int64_t{header.num_payload_bytes};
+}
+
+}  // namespace
 
 // ------------------------------------------------------------------------------------------------
 // posting
@@ -48,18 +64,25 @@ void PeerLink::post(const RequestPtr& request) {
   } else if (!channel.unexpected.empty()) {
     const Arrival arrival = std::move(channel.unexpected.front());
     channel.unexpected.pop_front();
-    match(request, arrival);
+    channel.unexpected_bytes -= counted_bytes(arrival.header);
+    match({request}, arrival);
   } else if (state_ != State::open) {
     settle(request, gone(*request));
   } else {
-    channel.posted.push_back({request});
+    // A peer keeps only so many of these.
+    const bool is_ready_said = has_body(*request) && channel.posted.size() < kWindowRecords;
+    if (is_ready_said) say_ready(*request);
+    channel.posted.push_back({request, is_ready_said});
   }
 }
 
 void PeerLink::pump(Channel& channel) {
   if (goodbye_said_) return;
   while (!channel.backlog.empty() && channel.unanswered.size() < kWindowRecords) {
-    const RequestPtr request = std::move(channel.backlog.front());
+    const RequestPtr request = channel.backlog.front();
+    const int64_t num_bytes = inline_bytes(*request);
+    if (channel.unanswered_bytes + num_bytes > kWindowBytes) return;
+    if (is_answered(request->descriptor.channel)) channel.unanswered_bytes += num_bytes;
     channel.backlog.pop_front();
     transmit(request);
   }
@@ -72,53 +95,60 @@ void PeerLink::transmit(const RequestPtr& request) {
     channel.unanswered.emplace_hint(channel.unanswered.end(), descriptor.seq, request);
   else
     settle(request, nullptr);
+  channel.next_transmit = descriptor.seq + 1;
+  const auto ready = channel.ready.extract(descriptor.seq);
   if (request->refuses) {
     add_text(wire::Kind::refuse, descriptor.channel, descriptor.seq, request->refusal);
   } else if (request->only_describes()) {
     add(wire::Kind::describe, descriptor.channel, descriptor.seq, &descriptor,
         {request->data, static_cast<size_t>(request->num_note_bytes)});
   } else if (has_body(*request)) {
-    add(wire::Kind::announce, descriptor.channel, descriptor.seq, &descriptor, {},
-        Urgency::can_wait);
+    add(wire::Kind::announce, descriptor.channel, descriptor.seq, &descriptor, {});
+    if (ready && ready.mapped().agrees_with(descriptor)) depart(channel, request);
   } else {
     add(wire::Kind::data, descriptor.channel, descriptor.seq, &descriptor,
         {request->data, static_cast<size_t>(descriptor.num_bytes)});
   }
 }
 
-void PeerLink::body_arrived(const RequestPtr& request) {
-  if (dropped_) return;
-  Channel& channel = channels_[request->descriptor.channel];
-  const uint64_t seq = request->descriptor.seq;
-  if (channel.receiving.erase(seq) > 0) {
-    add(wire::Kind::accept, request->descriptor.channel, seq, nullptr, {}, Urgency::can_wait);
-  } else {
-    const uint64_t idx = seq - channel.next_arrival;  // posted receives have consecutive numbers
-    if (idx >= channel.posted.size()) return;         // settled when the peer went
-    request->note_started();
-    channel.posted[idx] = {nullptr, request->descriptor.digest()};
-  }
-  settle(request, nullptr);
+void PeerLink::depart(Channel& channel, const RequestPtr& request) {
+  channel.unanswered.erase(request->descriptor.seq);
+  channel.departing.emplace(request->descriptor.seq, request);
+  departing_.push_back(request);
 }
 
 void PeerLink::body_gone(const RequestPtr& request) {
   Channel& channel = channels_[request->descriptor.channel];
-  // Settled when the peer went; or not announced yet, and to be settled by the answer.
-  if (channel.unanswered.erase(request->descriptor.seq) == 0) return;
+  if (channel.departing.erase(request->descriptor.seq) == 0) return;  // settled when the peer went
   settle(request, nullptr);
   pump(channel);
   send_closing();
 }
 
-bool PeerLink::awaits_body(const Request& request) const {
-  return channels_[request.descriptor.channel].receiving.contains(request.descriptor.seq);
+std::span<std::byte> PeerLink::place_for(int channel_idx, uint64_t seq, uint32_t num_bytes) {
+  if (dropped_) return {};
+  Channel& channel = channels_[channel_idx];
+  const auto found = channel.receiving.find(seq);
+  if (found == channel.receiving.end())
+    throw std::runtime_error("rank " + std::to_string(peer_) + " sends a body that is not expected");
+  auto& [request, num_arrived] = found->second;
+  if (num_bytes == 0 || num_bytes > request->descriptor.num_bytes - num_arrived)
+    throw std::runtime_error("rank " + std::to_string(peer_) +
+                             " sends a body of another length than it has announced");
+  if (num_arrived == 0) request->note_started();
+  std::byte* const place = request->data + num_arrived;
+  num_arrived += num_bytes;
+  return {place, num_bytes};
 }
 
-std::vector<RequestPtr> PeerLink::awaiting_bodies() const {
-  std::vector<RequestPtr> requests;
-  for (const Channel& channel : channels_)
-    for (const auto& [seq, request] : channel.receiving) requests.push_back(request);
-  return requests;
+void PeerLink::piece_arrived(int channel_idx, uint64_t seq) {
+  Channel& channel = channels_[channel_idx];
+  const auto found = channel.receiving.find(seq);
+  if (found == channel.receiving.end()) return;  // dropped
+  const auto& [request, num_arrived] = found->second;
+  if (num_arrived < request->descriptor.num_bytes) return;
+  settle(request, nullptr);
+  channel.receiving.erase(found);
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -131,11 +161,7 @@ void PeerLink::handle_packet(std::span<const std::byte> packet) {
     throw std::runtime_error("packet " + std::to_string(header.packet_number) + " from rank " +
                              std::to_string(peer_) + " came after packet " +
                              std::to_string(last_packet_received_));
-  if (header.confirmed > last_packet_sent_)
-    throw std::runtime_error("rank " + std::to_string(peer_) +
-                             " confirms a packet that was never sent");
   last_packet_received_ = header.packet_number;
-  last_confirmed_ = std::max(last_confirmed_, header.confirmed);
   for (const wire::Record& record : reader.records()) handle_record(record);
 }
 
@@ -155,6 +181,8 @@ void PeerLink::handle_record(const wire::Record& record) {
     case wire::Kind::reject:
     case wire::Kind::refused:
       return answered(record);
+    case wire::Kind::ready:
+      return peer_is_ready(record);
     case wire::Kind::failure:
       failure_ = decode_failure(record.payload);
       return;
@@ -193,10 +221,7 @@ void PeerLink::message_arrived(const wire::Record& record) {
   if (!channel.posted.empty()) {
     const Posted posted = std::move(channel.posted.front());
     channel.posted.pop_front();
-    if (posted.request)
-      match(posted.request, arrival);
-    else
-      match_complete(posted.digest, arrival);
+    match(posted, arrival);
   } else if (closing_said_) {
     if (!is_answered(record.header.channel)) return;
     add_text(wire::Kind::refused, record.header.channel, record.header.seq,
@@ -204,6 +229,7 @@ void PeerLink::message_arrived(const wire::Record& record) {
   } else {
     arrival.stored.assign(record.payload.begin(), record.payload.end());
     arrival.payload = arrival.stored;
+    channel.unexpected_bytes += counted_bytes(arrival.header);
     channel.unexpected.push_back(std::move(arrival));
   }
 }
@@ -221,7 +247,8 @@ void PeerLink::check_message(const wire::Record& record, const Channel& channel)
     breaks("announces a message of only " + bytes_text(num_bytes));
   if (!is_answered(record.header.channel) && record.header.kind != wire::Kind::data)
     breaks("sends more than data on the control channel");
-  if (channel.unexpected.size() >= kWindowRecords)
+  if (channel.unexpected.size() >= kWindowRecords ||
+      channel.unexpected_bytes + counted_bytes(record.header) > kWindowBytes)
     breaks("sends more than may wait for its receives");
 }
 
@@ -231,7 +258,8 @@ bool PeerLink::has_expected_form(const Request& request, const Arrival& arrival)
   return request.num_note_bytes == static_cast<int64_t>(arrival.payload.size());
 }
 
-void PeerLink::match(const RequestPtr& request, const Arrival& arrival) {
+void PeerLink::match(const Posted& posted, const Arrival& arrival) {
+  const RequestPtr& request = posted.request;
   const int channel_idx = arrival.header.channel;
   const uint64_t seq = arrival.header.seq;
   Channel& channel = channels_[channel_idx];
@@ -254,7 +282,6 @@ void PeerLink::match(const RequestPtr& request, const Arrival& arrival) {
     case Meeting::agree:
       break;
   }
-  if (arrival.header.kind == wire::Kind::announce) request->note_started();
   if (arrival.header.kind != wire::Kind::announce) {
     if (!arrival.payload.empty())
       std::memcpy(request->data, arrival.payload.data(), arrival.payload.size());
@@ -263,18 +290,36 @@ void PeerLink::match(const RequestPtr& request, const Arrival& arrival) {
   } else if (state_ == State::lost) {
     settle(request, gone(*request));
   } else {
-    channel.receiving.emplace(seq, request);
-    verified_.push_back(request);
+    channel.receiving.emplace(seq, Receiving{request});
+    if (!posted.is_ready_said) say_ready(*request);
   }
 }
 
-// A record whose message is complete already.
-void PeerLink::match_complete(uint64_t digest, const Arrival& arrival) {
-  if (arrival.header.kind != wire::Kind::announce || arrival.descriptor.digest() != digest)
-    throw std::runtime_error("rank " + std::to_string(peer_) +
-                             " announces a message after another one's body");
-  add(wire::Kind::accept, arrival.header.channel, arrival.header.seq, nullptr, {},
-      Urgency::can_wait);
+void PeerLink::say_ready(const Request& request) {
+  const Descriptor& descriptor = request.descriptor;
+  add(wire::Kind::ready, descriptor.channel, descriptor.seq, &descriptor, {});
+}
+
+// A receive that does not agree with the message gets to see its announcement, and rejects it.
+void PeerLink::peer_is_ready(const wire::Record& record) {
+  if (dropped_) return;
+  Channel& channel = channels_[record.header.channel];
+  const uint64_t seq = record.header.seq;
+  if (seq >= channel.next_transmit) {
+    if (channel.ready.size() >= kWindowRecords)
+      throw std::runtime_error("rank " + std::to_string(peer_) +
+                               " is ready for more messages than it may be");
+    channel.ready.insert_or_assign(seq, record.descriptor);
+    return;
+  }
+  const auto found = channel.unanswered.find(seq);
+  if (found == channel.unanswered.end() || !has_body(*found->second) ||
+      !record.descriptor.agrees_with(found->second->descriptor))
+    return;
+  const RequestPtr request = found->second;
+  depart(channel, request);
+  pump(channel);
+  send_closing();
 }
 
 // The receiver's answer to one of our sends.
@@ -283,14 +328,12 @@ void PeerLink::answered(const wire::Record& record) {
   Channel& channel = channels_[record.header.channel];
   const auto found = channel.unanswered.find(record.header.seq);
   if (found == channel.unanswered.end()) {
-    const bool is_late = record.header.kind == wire::Kind::accept &&
-                         record.header.seq < channel.next_send;  // its body was gone before
-    if (is_late) return;
     throw std::runtime_error("rank " + std::to_string(peer_) +
                              " answers a message that was never sent");
   }
   const RequestPtr request = std::move(found->second);
   channel.unanswered.erase(found);
+  channel.unanswered_bytes -= inline_bytes(*request);
   if (record.header.kind == wire::Kind::accept) {
     settle(request, nullptr);
   } else if (record.header.kind == wire::Kind::reject) {
@@ -308,13 +351,12 @@ void PeerLink::answered(const wire::Record& record) {
 // sending
 
 void PeerLink::add(wire::Kind kind, int channel, uint64_t seq, const Descriptor* descriptor,
-                   std::span<const std::byte> payload, Urgency urgency) {
+                   std::span<const std::byte> payload) {
   if (state_ == State::lost) return;
   if (!writer_.add(kind, channel, seq, descriptor, payload)) {
     flush();
     writer_.add(kind, channel, seq, descriptor, payload);
   }
-  is_urgent_ |= urgency == Urgency::urgent;
 }
 
 void PeerLink::add_text(wire::Kind kind, int channel, uint64_t seq, std::string_view text) {
@@ -322,15 +364,9 @@ void PeerLink::add_text(wire::Kind kind, int channel, uint64_t seq, std::string_
   add(kind, channel, seq, nullptr, std::as_bytes(std::span(text.data(), text.size())));
 }
 
-void PeerLink::flush_urgent() {
-  if (is_urgent_) flush();
-}
-
 void PeerLink::flush() {
   if (writer_.empty() || state_ == State::lost) return;
-  is_urgent_ = false;
-  const uint64_t number = ++last_packet_sent_;
-  send_packet_(writer_.take(epoch_, number, last_packet_received_), number);
+  send_packet_(writer_.take(epoch_, ++last_packet_sent_));
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -371,6 +407,11 @@ void PeerLink::say_claim(Direction direction, const Descriptor& descriptor) {
       descriptor.channel, descriptor.seq, &descriptor, {});
 }
 
+void PeerLink::leave() {
+  goodbye_heard_ = true;
+  state_ = State::disconnecting;
+}
+
 void PeerLink::lose() {
   if (std::exchange(state_, State::lost) == State::lost) return;
   for (Channel& channel : channels_) {
@@ -379,8 +420,10 @@ void PeerLink::lose() {
     for (const RequestPtr& request : take_posted(channel)) settle(request, gone(*request));
     for (const auto& [seq, request] : std::exchange(channel.unanswered, {}))
       settle(request, gone(*request));
-    for (const auto& [seq, request] : std::exchange(channel.receiving, {}))
+    for (const auto& [seq, request] : std::exchange(channel.departing, {}))
       settle(request, gone(*request));
+    for (const auto& [seq, receiving] : std::exchange(channel.receiving, {}))
+      settle(receiving.request, gone(*receiving.request));
   }
 }
 
@@ -388,7 +431,7 @@ void PeerLink::lose() {
 std::vector<RequestPtr> PeerLink::take_posted(Channel& channel) {
   std::vector<RequestPtr> pending;
   for (Posted& posted : channel.posted)
-    if (posted.request) pending.push_back(std::move(posted.request));
+    pending.push_back(std::move(posted.request));
   channel.posted.clear();
   return pending;
 }
@@ -400,12 +443,15 @@ std::vector<RequestPtr> PeerLink::drop() {
     requests.insert(requests.end(), channel.backlog.begin(), channel.backlog.end());
     channel.backlog.clear();
     for (RequestPtr& request : take_posted(channel)) requests.push_back(std::move(request));
-    for (const auto* map : {&channel.unanswered, &channel.receiving})
+    for (const auto* map : {&channel.unanswered, &channel.departing})
       for (const auto& [seq, request] : *map) requests.push_back(request);
+    for (const auto& [seq, receiving] : channel.receiving) requests.push_back(receiving.request);
     channel.unexpected.clear();
     channel.unanswered.clear();
+    channel.departing.clear();
     channel.receiving.clear();
   }
+  departing_.clear();
   return requests;
 }
 

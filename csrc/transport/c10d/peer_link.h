@@ -1,14 +1,14 @@
 // The message protocol between this rank and one peer: order, matching, agreement, flow control,
 // goodbye. Pure logic over control packets: carrying the packets and the bodies is the transport's
-// business.
+// business, in order.
 //
-// A message of up to kMaxInlineBytes is one `data` record. A larger one is an `announce` record,
-// and its body travels beside the packets under a key that both ends derive from their own
-// description of the message: ends that disagree never touch each other's memory, so a body that
-// arrives is the right one, announced or not. The receiver answers each message, but those of the
-// control channel: `accept`, `reject` with what it expected, or `refused` with a reason. Records of one channel are matched with
-// receives in order; one that comes before its receive is kept, and the sender bounds how much of
-// that there can be.
+// A message of up to kMaxInlineBytes is one `data` record. A larger one is an `announce` record, and
+// its body follows once the receiver has said with a `ready` record that it expects that very
+// message: when the receive is posted, or when the announcement meets it, whichever comes first.
+// So a body goes straight to its place, and ends that disagree never touch each other's memory. The
+// receiver answers every other message but those of the control channel: `accept`, `reject` with what
+// it expected, or `refused` with a reason. Records of one channel are matched with receives in order;
+// one that comes before its receive is kept, and the sender bounds how much of that there can be.
 #pragma once
 
 #include <array>
@@ -29,7 +29,7 @@
 
 namespace pipecomm {
 
-inline constexpr int64_t kMaxInlineBytes = 1024;
+inline constexpr int64_t kMaxInlineBytes = 32 << 10;
 
 // Whether the payload travels outside the packets.
 bool has_body(const Request& request);
@@ -38,7 +38,7 @@ bool has_body(const Request& request);
 // take_...() calls after releasing it.
 class PeerLink {
  public:
-  using SendPacket = std::function<void(std::vector<std::byte> packet, uint64_t number)>;
+  using SendPacket = std::function<void(std::vector<std::byte> packet)>;
   PeerLink(int rank, int peer, uint32_t epoch, SendPacket send_packet)
       : rank_(rank), peer_(peer), epoch_(epoch), send_packet_(std::move(send_packet)) {}
 
@@ -52,19 +52,15 @@ class PeerLink {
   // Gives the request its place in the order; must precede post().
   void number(Request& request);
   void post(const RequestPtr& request);
-  // The body of a receive is in its place, or that of a send has left for where its receiver wants
-  // it: the message is complete.
-  void body_arrived(const RequestPtr& request);
+  // The body of a send that its receiver stands ready for has left: the message is complete.
   void body_gone(const RequestPtr& request);
+  // The place for the next `num_bytes` of the body of receive `seq`; empty if nobody wants them any
+  // more. Throws std::runtime_error if no such body is expected. piece_arrived() follows.
+  std::span<std::byte> place_for(int channel, uint64_t seq, uint32_t num_bytes);
+  void piece_arrived(int channel, uint64_t seq);
   // Throws std::runtime_error if the packet breaks the protocol.
   void handle_packet(std::span<const std::byte> packet);
   void flush();
-  // Flushes unless only announcements and answers of bodies are unsent. Those can wait for the next
-  // flush(), because bodies travel without them.
-  void flush_urgent();
-  // Receives whose announcement was verified and whose body has not arrived.
-  bool awaits_body(const Request& request) const;
-  std::vector<RequestPtr> awaiting_bodies() const;
 
   void say_closing();
   void say_goodbye();
@@ -73,19 +69,20 @@ class PeerLink {
   void say_claim(Direction direction, const Descriptor& descriptor);
   // The connection is gone: everything under way fails.
   void lose();
+  // The peer has left without having met this rank: what follows is no loss.
+  void leave();
   // Forgets all requests under way without settling them, and returns them.
   std::vector<RequestPtr> drop();
 
   int peer() const { return peer_; }
   State state() const { return state_; }
   bool goodbye_answered() const { return goodbye_answered_; }
-  uint64_t last_confirmed() const { return last_confirmed_; }
   std::string describe() const;
 
   // The requests that the calls since the last take have settled.
   std::vector<Outcome> take_outcomes() { return std::exchange(outcomes_, {}); }
-  // Receives whose announcement was verified and whose body has not arrived yet.
-  std::vector<RequestPtr> take_verified() { return std::exchange(verified_, {}); }
+  // Sends whose receivers stand ready for the bodies, which follow what flush() sends.
+  std::vector<RequestPtr> take_departing() { return std::exchange(departing_, {}); }
   struct Claim {
     Direction direction;  // as seen from the peer
     Descriptor descriptor;
@@ -104,8 +101,12 @@ class PeerLink {
   };
   // A receive that waits for its record.
   struct Posted {
-    RequestPtr request;   // null if the body came first and completed it
-    uint64_t digest = 0;  // of its description, which the announcement must agree with
+    RequestPtr request;
+    bool is_ready_said = false;
+  };
+  struct Receiving {
+    RequestPtr request;
+    int64_t num_arrived = 0;
   };
   // Channels do not wait for each other, whatever a receiver leaves unmatched on one of them.
   struct Channel {
@@ -113,8 +114,13 @@ class PeerLink {
     std::deque<Posted> posted;                  // receives without a record
     std::deque<Arrival> unexpected;             // records without a receive
     std::map<uint64_t, RequestPtr> unanswered;  // sends without an answer
-    std::map<uint64_t, RequestPtr> receiving;   // verified receives whose body is under way
+    std::map<uint64_t, RequestPtr> departing;   // sends whose body is under way
+    std::map<uint64_t, Receiving> receiving;    // receives whose body is under way
+    std::map<uint64_t, Descriptor> ready;       // the peer's receives of what is still to be sent
+    int64_t unanswered_bytes = 0;  // of their payloads inside packets
+    int64_t unexpected_bytes = 0;
     uint64_t next_send = 0;
+    uint64_t next_transmit = 0;
     uint64_t next_recv = 0;
     uint64_t next_arrival = 0;
   };
@@ -126,14 +132,15 @@ class PeerLink {
   void message_arrived(const wire::Record& record);
   void check_message(const wire::Record& record, const Channel& channel) const;
   static bool has_expected_form(const Request& request, const Arrival& arrival);
-  void match(const RequestPtr& request, const Arrival& arrival);
-  void match_complete(uint64_t digest, const Arrival& arrival);
+  void match(const Posted& posted, const Arrival& arrival);
+  void say_ready(const Request& request);
+  void peer_is_ready(const wire::Record& record);
+  void depart(Channel& channel, const RequestPtr& request);
   void answered(const wire::Record& record);
   void settle(const RequestPtr& request, FailurePtr failure);
   std::vector<RequestPtr> take_posted(Channel& channel);
-  enum class Urgency : uint8_t { can_wait, urgent };
   void add(wire::Kind kind, int channel, uint64_t seq, const Descriptor* descriptor,
-           std::span<const std::byte> payload, Urgency urgency = Urgency::urgent);
+           std::span<const std::byte> payload);
   void add_text(wire::Kind kind, int channel, uint64_t seq, std::string_view text);
 
   FailurePtr gone(const Request& request) const;
@@ -145,10 +152,8 @@ class PeerLink {
   State state_ = State::open;
   std::array<Channel, kNumChannels> channels_;
   wire::PacketWriter writer_;
-  bool is_urgent_ = false;  // something in `writer_` is
   uint64_t last_packet_sent_ = 0;
   uint64_t last_packet_received_ = 0;
-  uint64_t last_confirmed_ = 0;
   bool closing_said_ = false;  // by the owner
   bool closing_sent_ = false;  // to the peer, behind the last message
   bool peer_closes_ = false;   // it has said so, or shown it
@@ -157,7 +162,7 @@ class PeerLink {
   bool goodbye_heard_ = false;
   bool dropped_ = false;
   std::vector<Outcome> outcomes_;
-  std::vector<RequestPtr> verified_;
+  std::vector<RequestPtr> departing_;
   std::vector<Claim> claims_;
   std::optional<Failure> failure_;
 };

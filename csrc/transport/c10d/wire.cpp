@@ -84,29 +84,44 @@ bool PacketWriter::add_text(Kind kind, int channel, uint64_t seq, std::string_vi
   return add(kind, channel, seq, nullptr, std::as_bytes(std::span(text.data(), text.size())));
 }
 
-std::vector<std::byte> PacketWriter::take(uint32_t epoch, uint64_t packet_number,
-                                          uint64_t confirmed) {
+std::vector<std::byte> PacketWriter::take(uint32_t epoch, uint64_t packet_number) {
   PacketHeader header;
   header.num_records = num_records_;
   header.epoch = epoch;
   header.packet_number = packet_number;
-  header.confirmed = confirmed;
   header.num_bytes = static_cast<uint32_t>(bytes_.size());
   std::memcpy(bytes_.data(), &header, sizeof header);
   num_records_ = 0;
   return std::exchange(bytes_, {});
 }
 
+size_t packet_bytes(std::span<const std::byte> bytes, uint32_t epoch) {
+  ByteReader in(bytes, "packet");
+  const auto header = in.value<PacketHeader>("its header");
+  if (header.magic != kMagic) in.fail("wrong magic number");
+  if (header.version != kVersion)
+    in.fail("protocol version " + std::to_string(header.version) + ", this rank speaks " +
+            std::to_string(kVersion) + "; install the same pipecomm_ext on all ranks");
+  if (header.epoch != epoch) in.fail("it belongs to another communicator");
+  if (header.num_bytes < sizeof header || header.num_bytes > kMaxPacketBytes)
+    in.fail("wrong length");
+  return header.num_bytes;
+}
+
+std::optional<PieceHeader> piece_header(std::span<const std::byte> bytes, uint32_t epoch) {
+  ByteReader in(bytes, "piece of a body");
+  const auto header = in.value<PieceHeader>("its header");
+  if (header.magic != kPieceMagic) return std::nullopt;
+  if (header.epoch != epoch) in.fail("it belongs to another communicator");
+  if (header.channel >= kNumChannels) in.fail("channel out of range");
+  return header;
+}
+
 PacketReader::PacketReader(std::span<const std::byte> packet, uint32_t epoch) {
+  const size_t num_bytes = packet_bytes(packet, epoch);
   ByteReader whole(packet, "packet");
   header_ = whole.value<PacketHeader>("its header");
-  if (header_.magic != kMagic) whole.fail("wrong magic number");
-  if (header_.version != kVersion)
-    whole.fail("protocol version " + std::to_string(header_.version) + ", this rank speaks " +
-               std::to_string(kVersion) + "; install the same pipecomm_ext on all ranks");
-  if (header_.epoch != epoch) whole.fail("it belongs to another communicator");
-  if (header_.num_bytes < sizeof header_ || header_.num_bytes > packet.size())
-    whole.fail("wrong length");
+  if (num_bytes > packet.size()) whole.fail("wrong length");
   ByteReader in(packet.first(header_.num_bytes).subspan(sizeof header_), "packet");
   records_.reserve(header_.num_records);
   for (int record_idx = 0; record_idx < header_.num_records; ++record_idx) {
@@ -114,11 +129,12 @@ PacketReader::PacketReader(std::span<const std::byte> packet, uint32_t epoch) {
     record.header = in.value<RecordHeader>("a record header");
     if (record.header.channel >= kNumChannels) in.fail("channel out of range");
     const Kind kind = record.header.kind;
-    if (kind < Kind::data || kind > Kind::describe)
+    if (kind < Kind::data || kind > Kind::ready)
       in.fail("unknown record kind " + std::to_string(static_cast<int>(kind)));
     const bool needs_descriptor = kind == Kind::data || kind == Kind::announce ||
                                   kind == Kind::reject || kind == Kind::send_claim ||
-                                  kind == Kind::recv_claim || kind == Kind::describe;
+                                  kind == Kind::recv_claim || kind == Kind::describe ||
+                                  kind == Kind::ready;
     if ((record.header.has_descriptor != 0) != needs_descriptor)
       in.fail("descriptor where none belongs, or none");
     if (needs_descriptor) record.descriptor = decode(in.value<WireDescriptor>("a descriptor"));

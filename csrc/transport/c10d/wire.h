@@ -1,10 +1,11 @@
-// Control packets in a fixed little-endian layout. Every length that comes from a peer is checked
-// before use. A packet carries several records: a batch of small messages to one peer is one
-// packet.
+// What two ranks write into their connection: packets of records, and pieces of bodies, in a fixed
+// little-endian layout. Every length that comes from a peer is checked before use. A packet carries
+// several records: a batch of small messages to one peer is one packet.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -16,13 +17,13 @@
 namespace pipecomm::wire {
 
 inline constexpr uint32_t kMagic = 0x31584350;  // "PCX1"
-inline constexpr uint16_t kVersion = 2;
+inline constexpr uint16_t kVersion = 3;
 inline constexpr size_t kMaxPacketBytes = 64 * 1024;
 inline constexpr size_t kMaxTextBytes = 4096;
 
 enum class Kind : uint8_t {
   data = 1,         // descriptor + the whole payload
-  announce = 2,     // descriptor; the payload follows as a body message of its own
+  announce = 2,     // descriptor; the payload follows in pieces once the receiver stands ready
   refuse = 3,       // text: this end takes no part in the collective that comes next on the channel
   accept = 4,       // the message was matched and (for data) copied to its place
   reject = 5,       // descriptor of what the receiver expected instead
@@ -33,6 +34,7 @@ enum class Kind : uint8_t {
   send_claim = 10,  // descriptor of a message that the sender of the record sends by other means
   recv_claim = 11,  // descriptor of a message that it expects by other means
   describe = 12,    // descriptor of a message that travels by other means, and a note
+  ready = 13,       // descriptor of a large receive: its body may be written at once
 };
 
 struct PacketHeader {
@@ -42,9 +44,21 @@ struct PacketHeader {
   uint32_t epoch = 0;          // random per communicator
   uint32_t num_bytes = 0;      // of the whole packet
   uint64_t packet_number = 0;  // counts packets to this destination, from 1
-  uint64_t confirmed = 0;      // last packet number received from the destination
 };
-static_assert(sizeof(PacketHeader) == 32);
+static_assert(sizeof(PacketHeader) == 24);
+
+inline constexpr uint32_t kPieceMagic = 0x31425850;  // "PXB1"
+
+// Ahead of a part of a body, whose parts come in order.
+struct PieceHeader {
+  uint32_t magic = kPieceMagic;
+  uint32_t channel = 0;
+  uint32_t epoch = 0;
+  uint32_t num_bytes = 0;  // that follow
+  uint64_t seq = 0;
+};
+static_assert(sizeof(PieceHeader) == sizeof(PacketHeader));
+inline constexpr size_t kFrameHeaderBytes = sizeof(PacketHeader);
 
 struct RecordHeader {
   Kind kind{};
@@ -77,12 +91,18 @@ class PacketWriter {
            std::span<const std::byte> payload);
   bool add_text(Kind kind, int channel, uint64_t seq, std::string_view text);
   // Ends the packet and starts the next one.
-  std::vector<std::byte> take(uint32_t epoch, uint64_t packet_number, uint64_t confirmed);
+  std::vector<std::byte> take(uint32_t epoch, uint64_t packet_number);
 
  private:
   std::vector<std::byte> bytes_;
   uint16_t num_records_ = 0;
 };
+
+// The length of the packet that begins with these kFrameHeaderBytes. Throws std::runtime_error as
+// PacketReader does.
+size_t packet_bytes(std::span<const std::byte> header, uint32_t epoch);
+// Nothing if it is no piece that begins with them.
+std::optional<PieceHeader> piece_header(std::span<const std::byte> header, uint32_t epoch);
 
 // Checks the whole packet before it gives out the first record. Throws std::runtime_error if
 // anything is wrong.

@@ -1,4 +1,4 @@
-"""The portable transport: sockets of gloo between any hosts, for tensors of any device."""
+"""The portable transport: TCP between any hosts, for tensors of any device."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from typing import Any
 import torch.distributed as dist
 
 from ..core.extension import _C
-from . import gloo
+from . import sockets
 from .transport import Construction, Costs, Made, Transport, host_engine
 
 
 class C10d(Transport):
     name = "c10d"
     devices = ("cpu", "cuda")
+    variables = (sockets.HEARTBEAT, sockets.HEARTBEAT_LIMIT)
     costs = Costs(300e-6, 1.2e9, 1.2e9)  # measured over loopback, where every message costs both ends
 
     def status(self) -> tuple[bool, str]:
@@ -22,10 +23,10 @@ class C10d(Transport):
         return False, "torch was built without torch.distributed"
 
     def make(self, construction: Construction, facts: Any) -> Made:
-        way = {"cpu": "the portable transport (gloo)", "cuda": "staged through host memory over gloo"}
+        way = {"cpu": "the portable transport (TCP)", "cuda": "staged through host memory over TCP"}
         return Made(connect(construction), way[construction.device.type])
 
 
 def connect(construction: Construction) -> _C.Communicator:
-    """The communicator over gloo. Collective."""
-    return host_engine(construction, gloo.connect(construction.meeting, construction.epoch))
+    """The communicator over TCP. Collective."""
+    return host_engine(construction, sockets.connect(construction.meeting, construction.epoch, construction.settings))

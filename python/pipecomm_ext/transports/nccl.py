@@ -13,7 +13,7 @@ from ..core.accelerators import cuda_facts, nccl_facts
 from ..core.environment import Number, Variable
 from ..core.extension import _C, build_info
 from ..core.rendezvous import Rendezvous
-from . import gloo
+from . import sockets
 from .transport import Construction, Costs, Made, Transport
 
 engine_problem = _C.nccl_problem
@@ -136,10 +136,10 @@ class Nccl(Transport):
 
 
 def connect(construction: Construction) -> _C.Communicator:
-    """The communicator over NCCL, with its control plane over gloo. Collective."""
+    """The communicator over NCCL, with its control plane over TCP. Collective."""
     meeting = construction.meeting
     return _C.Communicator(
-        gloo.connect(meeting, construction.epoch),
+        sockets.connect(meeting, construction.epoch, construction.settings),
         rank=meeting.rank,
         size=meeting.size,
         channels=construction.channels,

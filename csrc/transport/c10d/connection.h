@@ -1,0 +1,87 @@
+// The connection to one peer: what the PeerLink says goes into the socket, what arrives goes to the
+// link, and bodies move between the socket and the memory of their requests without a copy.
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <span>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "transport/c10d/peer_link.h"
+#include "transport/c10d/socket.h"
+
+namespace pipecomm::tcp {
+
+// The socket is at its end, or broken.
+class ConnectionLost : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+// Not thread-safe. What is said before there is a socket waits for it.
+class Connection {
+ public:
+  Connection(int rank, int peer, uint32_t epoch);
+  Connection(const Connection&) = delete;
+  Connection& operator=(const Connection&) = delete;
+
+  PeerLink& link() { return link_; }
+  const PeerLink& link() const { return link_; }
+
+  void attach(Socket socket);
+  void detach() { socket_ = {}; }
+  bool attached() const { return static_cast<bool>(socket_); }
+  const Socket& socket() const { return socket_; }
+
+  // Takes in what has arrived, within limits: returns whether there may be more. Throws
+  // ConnectionLost behind the last byte, std::runtime_error if the peer breaks the protocol.
+  bool read();
+  // Writes what goes without waiting. A broken socket shows when it is read.
+  void write();
+  // Whether something waits for the socket to take more.
+  bool has_unsent() const { return !packets_.empty() || !bodies_.empty() || piece_left_ > 0; }
+
+  // Forgets all requests under way, and gives their memory up.
+  std::vector<RequestPtr> drop();
+
+ private:
+  struct Body {
+    RequestPtr send;
+    int64_t num_taken = 0;
+  };
+
+  void take_in(size_t num_bytes);
+  size_t begin_frame(std::span<const std::byte> bytes);
+  void end_piece_if_in();
+  void begin_piece();
+  bool send_some();
+
+  const uint32_t epoch_;
+  PeerLink link_;
+  Socket socket_;
+
+  // Coming in: bytes that are not taken in yet, and where those of the piece under way go.
+  std::vector<std::byte> buffer_;
+  size_t num_buffered_ = 0;
+  int64_t piece_missing_ = 0;
+  std::byte* piece_place_ = nullptr;  // null: nobody wants it
+  wire::PieceHeader piece_header_;
+
+  // Going out: whole packets, then the piece under way, which nothing may interrupt, then bodies in
+  // turns.
+  std::deque<std::vector<std::byte>> packets_;
+  size_t packet_sent_ = 0;  // of the first one
+  std::deque<Body> bodies_;
+  size_t num_before_piece_ = 0;  // packets, its header the last of them
+  const std::byte* piece_data_ = nullptr;
+  int64_t piece_left_ = 0;
+  RequestPtr piece_ends_;  // the request whose last piece it is
+  std::vector<std::byte> stand_in_;
+};
+
+}  // namespace pipecomm::tcp

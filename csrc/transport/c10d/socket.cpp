@@ -1,0 +1,160 @@
+#include "transport/c10d/socket.h"
+
+#include <arpa/inet.h>
+#include <ifaddrs.h>
+#include <net/if.h>
+#include <netdb.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstring>
+#include <memory>
+#include <set>
+#include <sstream>
+#include <stdexcept>
+#include <system_error>
+
+namespace pipecomm::tcp {
+namespace {
+
+constexpr int kFlags = SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC;
+constexpr int kBacklog = 1024;
+
+[[noreturn]] void throw_errno(const std::string& what) {
+  throw std::system_error(errno, std::generic_category(), what);
+}
+
+void set_option(const Socket& socket, int level, int option, int value) {
+  // An option that a system lacks costs speed, or the early notice of a silent end: no more.
+  (void)setsockopt(socket.fd(), level, option, &value, sizeof value);
+}
+
+std::string digits_of(const sockaddr* address, socklen_t num_bytes) {
+  std::array<char, NI_MAXHOST> host{};
+  const int error =
+      getnameinfo(address, num_bytes, host.data(), host.size(), nullptr, 0, NI_NUMERICHOST);
+  return error == 0 ? host.data() : "";
+}
+
+}  // namespace
+
+Socket::~Socket() {
+  if (fd_ >= 0) ::close(fd_);
+}
+
+std::string Address::text() const {
+  const bool is_v6 = host.find(':') != std::string::npos;
+  return (is_v6 ? "[" + host + "]" : host) + ":" + std::to_string(port);
+}
+
+std::vector<std::string> local_hosts(const std::string& interfaces) {
+  std::set<std::string> missing;
+  std::istringstream names(interfaces);
+  for (std::string name; std::getline(names, name, ',');)
+    if (!name.empty()) missing.insert(name);
+  const std::set<std::string> wanted = missing;
+  ifaddrs* first = nullptr;
+  if (getifaddrs(&first) != 0) throw_errno("cannot list the network interfaces");
+  const std::unique_ptr<ifaddrs, void (*)(ifaddrs*)> all(first, freeifaddrs);
+  std::vector<std::string> v4, v6;
+  for (const ifaddrs* each = first; each; each = each->ifa_next) {
+    if (!each->ifa_addr || !(each->ifa_flags & IFF_UP)) continue;
+    if (wanted.empty() ? (each->ifa_flags & IFF_LOOPBACK) != 0 : !wanted.contains(each->ifa_name))
+      continue;
+    const int family = each->ifa_addr->sa_family;
+    if (family == AF_INET) {
+      v4.push_back(digits_of(each->ifa_addr, sizeof(sockaddr_in)));
+    } else if (family == AF_INET6) {
+      const auto* address = reinterpret_cast<const sockaddr_in6*>(each->ifa_addr);
+      if (IN6_IS_ADDR_LINKLOCAL(&address->sin6_addr)) continue;  // has no meaning elsewhere
+      v6.push_back(digits_of(each->ifa_addr, sizeof(sockaddr_in6)));
+    } else {
+      continue;
+    }
+    missing.erase(each->ifa_name);
+  }
+  if (!missing.empty())
+    throw std::invalid_argument("the network interface " + *missing.begin() +
+                                " does not exist here, or has no address");
+  v4.insert(v4.end(), v6.begin(), v6.end());
+  std::erase(v4, "");
+  return v4;
+}
+
+Socket listen_anywhere(uint16_t& port) {
+  // One socket for both families, where there are two.
+  Socket socket(::socket(AF_INET6, kFlags, 0));
+  sockaddr_in6 v6{};
+  v6.sin6_family = AF_INET6;
+  v6.sin6_addr = in6addr_any;
+  sockaddr_in v4{};
+  v4.sin_family = AF_INET;
+  v4.sin_addr.s_addr = htonl(INADDR_ANY);
+  if (socket) set_option(socket, IPPROTO_IPV6, IPV6_V6ONLY, 0);
+  if (!socket || bind(socket.fd(), reinterpret_cast<const sockaddr*>(&v6), sizeof v6) != 0) {
+    socket = Socket(::socket(AF_INET, kFlags, 0));
+    if (!socket) throw_errno("cannot make a socket");
+    if (bind(socket.fd(), reinterpret_cast<const sockaddr*>(&v4), sizeof v4) != 0)
+      throw_errno("cannot bind a socket");
+  }
+  if (listen(socket.fd(), kBacklog) != 0) throw_errno("cannot listen on a socket");
+  sockaddr_storage bound{};
+  socklen_t num_bytes = sizeof bound;
+  if (getsockname(socket.fd(), reinterpret_cast<sockaddr*>(&bound), &num_bytes) != 0)
+    throw_errno("cannot read the address of a socket");
+  port = ntohs(bound.ss_family == AF_INET6 ? reinterpret_cast<const sockaddr_in6*>(&bound)->sin6_port
+                                           : reinterpret_cast<const sockaddr_in*>(&bound)->sin_port);
+  return socket;
+}
+
+Socket accept_from(const Socket& listener) {
+  Socket socket(accept4(listener.fd(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
+  if (socket) set_option(socket, IPPROTO_TCP, TCP_NODELAY, 1);
+  const bool is_passing = errno == EAGAIN || errno == EINTR || errno == ECONNABORTED;
+  if (!socket && !is_passing) throw_errno("cannot accept a connection");
+  return socket;
+}
+
+Socket start_connecting(const Address& address) {
+  addrinfo hints{};
+  hints.ai_socktype = SOCK_STREAM;
+  hints.ai_flags = AI_NUMERICHOST | AI_NUMERICSERV;
+  addrinfo* found = nullptr;
+  const std::string port = std::to_string(address.port);
+  if (const int error = getaddrinfo(address.host.c_str(), port.c_str(), &hints, &found))
+    throw std::system_error(std::make_error_code(std::errc::address_not_available),
+                            address.host + ": " + gai_strerror(error));
+  const std::unique_ptr<addrinfo, void (*)(addrinfo*)> all(found, freeaddrinfo);
+  Socket socket(::socket(found->ai_family, kFlags, 0));
+  if (!socket) throw_errno("cannot make a socket");
+  set_option(socket, IPPROTO_TCP, TCP_NODELAY, 1);
+  if (connect(socket.fd(), found->ai_addr, found->ai_addrlen) != 0 && errno != EINPROGRESS)
+    throw_errno("connect");
+  return socket;
+}
+
+int error_of(const Socket& socket) {
+  int error = 0;
+  socklen_t num_bytes = sizeof error;
+  return getsockopt(socket.fd(), SOL_SOCKET, SO_ERROR, &error, &num_bytes) == 0 ? error : errno;
+}
+
+std::string error_text(int error) { return std::generic_category().message(error); }
+
+void keep_alive(const Socket& socket, std::chrono::seconds interval, std::chrono::seconds limit) {
+  const int interval_s = std::max(1, static_cast<int>(interval.count()));
+  const int limit_s = std::max(interval_s, static_cast<int>(limit.count()));
+  set_option(socket, SOL_SOCKET, SO_KEEPALIVE, 1);
+  set_option(socket, IPPROTO_TCP, TCP_KEEPIDLE, interval_s);
+  set_option(socket, IPPROTO_TCP, TCP_KEEPINTVL, interval_s);
+  // The first question comes after an interval of silence. TCP_USER_TIMEOUT would be stricter, but
+  // also end the connection to a process that a debugger has stopped.
+  set_option(socket, IPPROTO_TCP, TCP_KEEPCNT, std::max(1, limit_s / interval_s - 1));
+}
+
+}  // namespace pipecomm::tcp

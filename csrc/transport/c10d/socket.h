@@ -1,0 +1,56 @@
+// TCP sockets of this process: none blocks, none is inherited by programs that it starts.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace pipecomm::tcp {
+
+class Socket {
+ public:
+  Socket() = default;
+  explicit Socket(int fd) : fd_(fd) {}
+  Socket(Socket&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
+  Socket& operator=(Socket&& other) noexcept {
+    std::swap(fd_, other.fd_);
+    return *this;
+  }
+  ~Socket();
+  int fd() const { return fd_; }
+  explicit operator bool() const { return fd_ >= 0; }
+
+ private:
+  int fd_ = -1;
+};
+
+// A host in digits, IPv4 or IPv6, and the port on which a rank listens.
+struct Address {
+  std::string host;
+  uint16_t port = 0;
+  std::string text() const;  // "10.0.0.1:4242"
+};
+
+// The addresses of this host that others may reach, by `interfaces` (names, separated by commas) or,
+// if it is empty, of all interfaces that are up but the loopback. Throws std::invalid_argument if a
+// name is unknown or has no address.
+std::vector<std::string> local_hosts(const std::string& interfaces);
+
+// Listens on a port that the system chooses, on all interfaces. Throws std::system_error.
+Socket listen_anywhere(uint16_t& port);
+// The next connection, or none. Throws std::system_error.
+Socket accept_from(const Socket& listener);
+
+// Begins to connect; the socket is writable when that is done. Throws std::system_error.
+Socket start_connecting(const Address& address);
+// The error of the attempt, or of the connection: 0 if there is none.
+int error_of(const Socket& socket);
+std::string error_text(int error);
+
+// A connection whose other end is silent is asked every `interval` whether it is there, and ends when
+// `limit` passes without an answer.
+void keep_alive(const Socket& socket, std::chrono::seconds interval, std::chrono::seconds limit);
+
+}  // namespace pipecomm::tcp
