@@ -294,11 +294,6 @@ def test_a_name_that_resolves_to_the_right_interface():
     connect_without_interface(HostPlan(2))
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="each rank publishes one address, the one that its host's name resolves to",
-)
 def test_a_name_that_resolves_to_loopback():
     """127.0.1.1, as Debian has it in /etc/hosts."""
     connect_without_interface(HostPlan(2, resolves_itself_to_loopback=True))

@@ -78,7 +78,7 @@ def test_the_choice_for_cuda_tensors(monkeypatch, gpus, is_asked_for, transport,
         chosen, made, why = choose(construction, candidates)
     assert chosen == transport and made.engine is engines[transport] and reason in why
     if transport == "c10d":
-        assert why.startswith("staged through host memory over gloo")
+        assert why.startswith("staged through host memory over TCP")
         (warning,) = warned
         assert warning.category is RuntimeWarning
         assert "stages CUDA tensors" in str(warning.message) and "set_device" in str(warning.message)
@@ -99,7 +99,7 @@ def test_this_machine_says_why_not():
 def test_a_device_communicator_without_a_device():
     with pytest.raises(RuntimeError, match="has no CUDA support|CUDA: looking for devices"):
         _C.Communicator(
-            _C.C10dConnections(None, 0, 1, epoch=1),
+            _C.C10dConnections(0, 1, epoch=1),
             rank=0,
             size=1,
             channels=2,
@@ -121,7 +121,7 @@ def test_a_device_communicator_without_a_device():
 )
 def test_wrong_arguments_of_a_device_communicator(wrong, text):
     arguments = {
-        "connections": _C.C10dConnections(None, 0, 1, epoch=1),
+        "connections": _C.C10dConnections(0, 1, epoch=1),
         "rank": 0,
         "size": 1,
         "channels": 2,

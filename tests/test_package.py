@@ -9,14 +9,11 @@ import re
 import shutil
 import subprocess
 import sys
-import threading
 import zipfile
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from scripts import locked_build
 
 import pipecomm_ext
@@ -160,32 +157,14 @@ def test_an_extension_that_does_not_load_says_rebuild(tmp_path: Path) -> None:
 # ---- binding --------------------------------------------------------------------------------------
 
 
-def test_a_torch_backend_crosses_the_binding() -> None:
-    """A module compiled against another pybind11 than torch's imports well, then rejects this argument."""
-    store, limit_s, closed = dist.HashStore(), 20, []
-
-    def join_and_meet(rank: int) -> None:
-        backend = dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=limit_s))
-        connections = _C.C10dConnections(backend, rank, 2, epoch=1)
-        options = {"channels": 2, "timeout": float(limit_s), "num_threads": 1}
-        communicator = _C.Communicator(connections, rank, 2, **options)
-        communicator.barrier().wait()
-        communicator.close()
-        closed.append(rank)
-
-    threads = [threading.Thread(target=join_and_meet, args=(rank,), daemon=True) for rank in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(2 * limit_s)
-    assert sorted(closed) == [0, 1]
-
-
 def test_connections_serve_one_communicator() -> None:
-    with pytest.raises(ValueError, match="a group of several ranks needs a backend"):
-        _C.C10dConnections(None, 0, 2, epoch=1)
-    connections = _C.C10dConnections(None, 0, 1, epoch=1)
+    connections = _C.C10dConnections(0, 2, epoch=1)
     options = {"channels": 2, "timeout": 5.0, "num_threads": 1}
+    with pytest.raises(ValueError, match=r"the other ranks are not known yet; call connect\(\) first"):
+        _C.Communicator(connections, 0, 2, **options)
+    with pytest.raises(ValueError, match="a token of 16 bytes, and a contact and a pid of each rank"):
+        connections.connect(bytes(15), [(["127.0.0.1"], 1)] * 2, [0, 0])
+    connections = _C.C10dConnections(0, 1, epoch=1)
     communicator = _C.Communicator(connections, 0, 1, **options)
     with pytest.raises(ValueError, match="the connections belong to a communicator"):
         _C.Communicator(connections, 0, 1, **options)

@@ -45,8 +45,7 @@ class C10dConnections final : public Connections {
     options_.heartbeat_limit = std::chrono::seconds(heartbeat_limit_s);
   }
   std::unique_ptr<HostTransport> make_transport(TransportEvents& events) override {
-    if (!listener_)
-      throw std::invalid_argument("the connections belong to a communicator");
+    if (!listener_) throw std::invalid_argument("the connections belong to a communicator");
     if (options_.size > 1 && options_.contacts.empty())
       throw std::invalid_argument("the other ranks are not known yet; call connect() first");
     return std::make_unique<tcp::C10dTransport>(options_, std::move(listener_), events);

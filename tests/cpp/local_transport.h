@@ -87,8 +87,8 @@ class Transport final : public HostTransport {
       : hub_(std::move(hub)), rank_(rank), events_(events), num_open_(hub_->size() - 1) {
     for (int peer = 0; peer < hub_->size(); ++peer) {
       auto& connection = connections_.emplace_back(std::make_unique<Connection>());
-      connection->link = std::make_unique<PeerLink>(
-          rank, peer, 1, [this, peer](std::vector<std::byte> packet) {
+      connection->link =
+          std::make_unique<PeerLink>(rank, peer, 1, [this, peer](std::vector<std::byte> packet) {
             hub_->send(peer, {.from = rank_, .bytes = std::move(packet)});
           });
     }

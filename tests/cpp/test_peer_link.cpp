@@ -61,8 +61,8 @@ class Pair {
  public:
   Pair() {
     for (int rank : {0, 1})
-      sides_[rank].link = std::make_unique<PeerLink>(
-          rank, 1 - rank, kEpoch, [this, rank](Bytes packet) {
+      sides_[rank].link =
+          std::make_unique<PeerLink>(rank, 1 - rank, kEpoch, [this, rank](Bytes packet) {
             CHECK(packet.size() <= wire::kMaxPacketBytes);
             ++sides_[rank].num_packets_sent;
             note_sent(rank, packet);
@@ -138,7 +138,8 @@ class Pair {
     if (num_sent == 0)  // that its receiver stands ready is the answer to its announcement
       CHECK_EQ(side.unanswered[descriptor.channel].erase(descriptor.seq), 1u);
     const int64_t left = descriptor.num_bytes - num_sent;
-    const auto num_bytes = static_cast<uint32_t>(random.chance(0.3) ? random.between(1, left) : left);
+    const auto num_bytes =
+        static_cast<uint32_t>(random.chance(0.3) ? random.between(1, left) : left);
     const auto place = link(1 - rank).place_for(descriptor.channel, descriptor.seq, num_bytes);
     std::copy_n(send->data + num_sent, place.size(), place.data());
     link(1 - rank).piece_arrived(descriptor.channel, descriptor.seq);
@@ -564,8 +565,7 @@ void test_random_program(int seed, End end) {
 // single properties
 
 void test_window(int64_t num_bytes) {
-  const size_t window =
-      std::min(kWindowRecords, static_cast<size_t>(kWindowBytes / num_bytes));
+  const size_t window = std::min(kWindowRecords, static_cast<size_t>(kWindowBytes / num_bytes));
   for (const bool closes : {false, true}) {
     check::context = closes ? "window, closing" : "window";
     Random random(3);
@@ -915,7 +915,8 @@ int main(int argc, char** argv) {
   for (int seed = 0; seed < 600; ++seed)
     for (End end : {End::close, End::goodbye, End::loss, End::failure})
       test_random_program(seed, end);
-  for (const int64_t num_bytes : {int64_t{8}, kWindowBytes / int64_t{kWindowRecords}, kMaxInlineBytes})
+  for (const int64_t num_bytes :
+       {int64_t{8}, kWindowBytes / int64_t{kWindowRecords}, kMaxInlineBytes})
     test_window(num_bytes);
   test_descriptions();
   test_control_channel();

@@ -32,9 +32,14 @@ int num_usable_cores() {
   return sched_getaffinity(0, sizeof cores, &cores) == 0 ? CPU_COUNT(&cores) : 1;
 }
 
-Socket checked(int fd, const char* what) {
+Socket checked(int fd, int rank) {
   Socket socket(fd);
-  if (!socket) throw std::system_error(errno, std::generic_category(), what);
+  if (!socket)
+    throw PipeCommException(std::make_shared<Failure>(
+        Failure{.message = "cannot make a queue of events: " + error_text(errno) +
+                           "; raise the limit on descriptors (ulimit -n)",
+                .rank = rank,
+                .origin_rank = rank}));
   return socket;
 }
 
@@ -75,14 +80,15 @@ C10dTransport::C10dTransport(C10dOptions options, Socket listener, TransportEven
       events_(events),
       peers_(static_cast<size_t>(options_.size)) {
   if (options_.size == 1) return;
-  sockets_ = checked(epoll_create1(EPOLL_CLOEXEC), "epoll_create1");
-  around_ = checked(epoll_create1(EPOLL_CLOEXEC), "epoll_create1");
-  waiter_bell_ = checked(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK), "eventfd");
-  progress_bell_ = checked(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK), "eventfd");
+  sockets_ = checked(epoll_create1(EPOLL_CLOEXEC), options_.rank);
+  around_ = checked(epoll_create1(EPOLL_CLOEXEC), options_.rank);
+  waiter_bell_ = checked(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK), options_.rank);
+  progress_bell_ = checked(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK), options_.rank);
   watch(sockets_, EPOLL_CTL_ADD, waiter_bell_, EPOLLIN, kBell);
   watch(around_, EPOLL_CTL_ADD, progress_bell_, EPOLLIN, kBell);
   connector_ = std::make_unique<Connector>(
       options_.rank, options_.token, std::move(listener), options_.contacts,
+      checked(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK), options_.rank),
       Connector::Events{
           [this](int peer, Socket socket) { connected(peer, std::move(socket)); },
           [this](int peer, const std::string& why) { unreachable(peer, why); },
@@ -141,8 +147,7 @@ void C10dTransport::connected(int peer_idx, Socket socket) {
   keep_alive(socket, options_.heartbeat, options_.heartbeat_limit);
   peer.num_ticks_left = kLastTicks;
   try {
-    if (const pid_t pid = options_.pids[peer_idx])
-      peer.watch = std::make_unique<ProcessWatch>(pid);
+    if (const pid_t pid = options_.pids[peer_idx]) peer.watch = std::make_unique<ProcessWatch>(pid);
   } catch (const std::system_error&) {
     // No descriptor is left, or no pidfd is allowed: its connection has to tell.
   }

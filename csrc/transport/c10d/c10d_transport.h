@@ -96,7 +96,7 @@ class C10dTransport final : public HostTransport {
   const int num_cores_;
   TransportEvents& events_;
   std::vector<std::atomic<Peer*>> peers_;  // made when first needed
-  std::mutex making_mutex_;  // down to the line
+  std::mutex making_mutex_;                // down to the line
   std::vector<std::unique_ptr<Peer>> made_;
   std::optional<Failure> failure_;
   bool closing_ = false;

@@ -168,7 +168,8 @@ bool Connection::send_some() {
   };
   // While a piece is under way, the packets before it are those that were queued when it began.
   const size_t num_packets = std::min(packets_.size(), kMaxPacketsAtOnce);
-  const size_t num_before = piece_left_ > 0 ? std::min(num_packets, num_before_piece_) : num_packets;
+  const size_t num_before =
+      piece_left_ > 0 ? std::min(num_packets, num_before_piece_) : num_packets;
   for (size_t idx = 0; idx < num_before; ++idx) {
     const size_t sent = idx == 0 ? packet_sent_ : 0;
     add(packets_[idx].data() + sent, packets_[idx].size() - sent);

@@ -1,7 +1,6 @@
 #include "transport/c10d/connector.h"
 
 #include <poll.h>
-#include <sys/eventfd.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -24,22 +23,16 @@ constexpr auto kGreetingLimit = 5s;
 constexpr auto kRest = 100ms;  // between two rounds over the addresses of a peer
 constexpr size_t kMaxGuests = 4096;
 
-Socket new_bell() {
-  Socket bell(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
-  if (!bell) throw std::system_error(errno, std::generic_category(), "eventfd");
-  return bell;
-}
-
 }  // namespace
 
 Connector::Connector(int rank, const Token& token, Socket listener, std::vector<Contact> contacts,
-                     Events events)
+                     Socket bell, Events events)
     : rank_(rank),
       token_(token),
       listener_(std::move(listener)),
       contacts_(std::move(contacts)),
       events_(std::move(events)),
-      bell_(new_bell()) {}
+      bell_(std::move(bell)) {}
 
 Connector::~Connector() { stop(); }
 
@@ -228,7 +221,8 @@ void Connector::try_next_host(int peer, Attempt& attempt) {
 void Connector::host_failed(int peer, Attempt& attempt, const std::string& why, bool is_refusal) {
   const Contact& contact = contacts_[peer];
   note_problem(peer, "connecting to " +
-                         Address{contact.hosts[attempt.host_idx], contact.port}.text() + ": " + why);
+                         Address{contact.hosts[attempt.host_idx], contact.port}.text() + ": " +
+                         why);
   attempt.num_refused += is_refusal;
   ++attempt.host_idx;
   attempt.socket = {};
@@ -283,8 +277,9 @@ bool Connector::is_ours(const Hello& hello) const {
 
 // The buffer of a new socket has room for it.
 bool Connector::say(const Socket& socket, Kind kind, int to) const {
-  const Hello hello{kHelloMagic, wire::kVersion, kind, static_cast<uint32_t>(rank_),
-                    static_cast<uint32_t>(to), token_};
+  const Hello hello{
+      kHelloMagic, wire::kVersion, kind, static_cast<uint32_t>(rank_), static_cast<uint32_t>(to),
+      token_};
   return send(socket.fd(), &hello, sizeof hello, MSG_DONTWAIT | MSG_NOSIGNAL) == sizeof hello;
 }
 

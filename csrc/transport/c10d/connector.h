@@ -43,9 +43,9 @@ class Connector {
     std::function<void(int peer, const std::string& why)> on_unreachable;
   };
 
-  // `contacts`: of each rank.
+  // `contacts`: of each rank. `bell`: an eventfd for its own use.
   Connector(int rank, const Token& token, Socket listener, std::vector<Contact> contacts,
-            Events events);
+            Socket bell, Events events);
   ~Connector();
   void start();  // throws PipeCommException if there is no thread for it
   void stop();   // idempotent; nothing is called afterwards
@@ -106,7 +106,7 @@ class Connector {
   Socket listener_;
   const std::vector<Contact> contacts_;
   const Events events_;
-  const Socket bell_;  // an eventfd
+  const Socket bell_;
 
   mutable std::mutex mutex_;  // down to the line
   std::vector<int> wanted_;

@@ -130,7 +130,8 @@ std::span<std::byte> PeerLink::place_for(int channel_idx, uint64_t seq, uint32_t
   Channel& channel = channels_[channel_idx];
   const auto found = channel.receiving.find(seq);
   if (found == channel.receiving.end())
-    throw std::runtime_error("rank " + std::to_string(peer_) + " sends a body that is not expected");
+    throw std::runtime_error("rank " + std::to_string(peer_) +
+                             " sends a body that is not expected");
   auto& [request, num_arrived] = found->second;
   if (num_bytes == 0 || num_bytes > request->descriptor.num_bytes - num_arrived)
     throw std::runtime_error("rank " + std::to_string(peer_) +
@@ -430,8 +431,7 @@ void PeerLink::lose() {
 // Removes all posted receives and returns those that are still to be settled.
 std::vector<RequestPtr> PeerLink::take_posted(Channel& channel) {
   std::vector<RequestPtr> pending;
-  for (Posted& posted : channel.posted)
-    pending.push_back(std::move(posted.request));
+  for (Posted& posted : channel.posted) pending.push_back(std::move(posted.request));
   channel.posted.clear();
   return pending;
 }

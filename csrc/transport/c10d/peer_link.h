@@ -117,7 +117,7 @@ class PeerLink {
     std::map<uint64_t, RequestPtr> departing;   // sends whose body is under way
     std::map<uint64_t, Receiving> receiving;    // receives whose body is under way
     std::map<uint64_t, Descriptor> ready;       // the peer's receives of what is still to be sent
-    int64_t unanswered_bytes = 0;  // of their payloads inside packets
+    int64_t unanswered_bytes = 0;               // of their payloads inside packets
     int64_t unexpected_bytes = 0;
     uint64_t next_send = 0;
     uint64_t next_transmit = 0;

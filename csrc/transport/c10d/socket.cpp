@@ -107,8 +107,9 @@ Socket listen_anywhere(uint16_t& port) {
   socklen_t num_bytes = sizeof bound;
   if (getsockname(socket.fd(), reinterpret_cast<sockaddr*>(&bound), &num_bytes) != 0)
     throw_errno("cannot read the address of a socket");
-  port = ntohs(bound.ss_family == AF_INET6 ? reinterpret_cast<const sockaddr_in6*>(&bound)->sin6_port
-                                           : reinterpret_cast<const sockaddr_in*>(&bound)->sin_port);
+  port =
+      ntohs(bound.ss_family == AF_INET6 ? reinterpret_cast<const sockaddr_in6*>(&bound)->sin6_port
+                                        : reinterpret_cast<const sockaddr_in*>(&bound)->sin_port);
   return socket;
 }
 

@@ -29,4 +29,5 @@ class C10d(Transport):
 
 def connect(construction: Construction) -> _C.Communicator:
     """The communicator over TCP. Collective."""
-    return host_engine(construction, sockets.connect(construction.meeting, construction.epoch, construction.settings))
+    meeting, settings = construction.meeting, construction.settings
+    return host_engine(construction, sockets.connect(meeting, construction.epoch, settings))

@@ -24,12 +24,14 @@ HEARTBEAT = Variable(
     Number(1, 3600, "seconds"),
     "silence after which a rank of another host is asked whether it is there",
     10,
+    on_wire=False,
 )
 HEARTBEAT_LIMIT = Variable(
     "PIPECOMM_HEARTBEAT_LIMIT_S",
     Number(2, 86400, "seconds"),
     "silence after which it is lost (a cut that no end of the connection reports)",
     60,
+    on_wire=False,
 )
 _LOOPBACK = "127.0.0.1"
 
