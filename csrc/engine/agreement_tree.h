@@ -8,7 +8,7 @@
 #include <span>
 #include <vector>
 
-#include "engine/group_tree.h"
+#include "transport/group_tree.h"
 #include "message/operation.h"
 
 namespace pipecomm {

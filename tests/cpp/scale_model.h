@@ -13,7 +13,7 @@
 
 #include "engine/agreement_tree.h"
 #include "engine/collective_line.h"
-#include "engine/group_tree.h"
+#include "transport/group_tree.h"
 
 namespace model {
 

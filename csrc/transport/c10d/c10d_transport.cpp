@@ -9,10 +9,10 @@
 #include <array>
 #include <cerrno>
 #include <exception>
-#include <set>
 #include <system_error>
 
 #include "message/start_thread.h"
+#include "transport/group_tree.h"
 
 namespace pipecomm::tcp {
 namespace {
@@ -63,16 +63,6 @@ void silence(const Socket& bell) {
 }
 
 }  // namespace
-
-std::vector<int> control_neighbours(int rank, int size) {
-  std::set<int> neighbours;
-  for (int64_t distance = 1; distance < size; distance *= 2) {
-    neighbours.insert(static_cast<int>((rank + distance) % size));
-    neighbours.insert(static_cast<int>((rank - distance + size) % size));
-  }
-  neighbours.erase(rank);
-  return {neighbours.begin(), neighbours.end()};
-}
 
 C10dTransport::C10dTransport(C10dOptions options, Socket listener, TransportEvents& events)
     : options_(std::move(options)),
@@ -162,14 +152,20 @@ void C10dTransport::connected(int peer_idx, Socket socket) {
   act(peer, lock);
 }
 
-// On the connector's thread. Ranks listen as long as their communicator is open.
+// On the connector's thread.
 void C10dTransport::unreachable(int peer_idx, const std::string& why) {
   Peer& peer = peer_for(peer_idx);
   std::unique_lock lock(peer.mutex);
   if (stopping_ || peer.is_over || peer.connection.attached()) return;
+  never_met(peer, lock, why);
+}
+
+// With the peer's lock held, which is released. Ranks listen as long as their communicator is open.
+void C10dTransport::never_met(Peer& peer, std::unique_lock<std::mutex>& lock,
+                              const std::string& why) {
   bool has_died = false;
   try {
-    const pid_t pid = options_.pids[peer_idx];
+    const pid_t pid = options_.pids[peer.connection.link().peer()];
     has_died = pid != 0 && ProcessWatch(pid).has_ended();
   } catch (const std::system_error&) {
     // Nothing is known of its process.
@@ -345,6 +341,8 @@ void C10dTransport::serve(int peer_idx) {
   try {
     peer.connection.read();
   } catch (const ConnectionLost& error) {
+    // It closed, or died, while the two were meeting.
+    if (!peer.connection.link().has_met_peer()) return never_met(peer, lock, error.what());
     return lost(peer, lock, error.what());
   } catch (const std::exception& error) {
     lock.unlock();

@@ -28,9 +28,6 @@
 
 namespace pipecomm::tcp {
 
-// The ranks at distance 2^k, both ways: each hears of a failure after at most log2(size) others.
-std::vector<int> control_neighbours(int rank, int size);
-
 struct C10dOptions {
   int rank = 0;
   int size = 1;
@@ -80,6 +77,7 @@ class C10dTransport final : public HostTransport {
 
   void connected(int peer_idx, Socket socket);
   void unreachable(int peer_idx, const std::string& why);
+  void never_met(Peer& peer, std::unique_lock<std::mutex>& lock, const std::string& why);
   void serve(int peer_idx);
   void serve_events(int timeout_ms);
   void progress();

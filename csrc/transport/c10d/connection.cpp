@@ -30,6 +30,15 @@ Connection::Connection(int rank, int peer, uint32_t epoch)
 void Connection::attach(Socket socket) {
   socket_ = std::move(socket);
   buffer_.resize(kBufferBytes);
+  link_.greet();
+}
+
+void Connection::detach() {
+  // A socket that is closed with bytes unread takes back what the peer has not received yet.
+  if (socket_)
+    while (recv(socket_.fd(), buffer_.data(), buffer_.size(), MSG_DONTWAIT) > 0) {
+    }
+  socket_ = {};
 }
 
 // ------------------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ class Connection {
   const PeerLink& link() const { return link_; }
 
   void attach(Socket socket);
-  void detach() { socket_ = {}; }
+  void detach();
   bool attached() const { return static_cast<bool>(socket_); }
   const Socket& socket() const { return socket_; }
 

@@ -370,6 +370,11 @@ void PeerLink::flush() {
   send_packet_(writer_.take(epoch_, ++last_packet_sent_));
 }
 
+void PeerLink::greet() {
+  flush();
+  if (last_packet_sent_ == 0) send_packet_(writer_.take(epoch_, ++last_packet_sent_));
+}
+
 // ------------------------------------------------------------------------------------------------
 // ending
 

@@ -61,6 +61,9 @@ class PeerLink {
   // Throws std::runtime_error if the packet breaks the protocol.
   void handle_packet(std::span<const std::byte> packet);
   void flush();
+  // Says something, whatever there is to say: a peer that has never spoken has never met this rank.
+  void greet();
+  bool has_met_peer() const { return last_packet_received_ > 0; }
 
   void say_closing();
   void say_goodbye();
@@ -69,7 +72,7 @@ class PeerLink {
   void say_claim(Direction direction, const Descriptor& descriptor);
   // The connection is gone: everything under way fails.
   void lose();
-  // The peer has left without having met this rank: what follows is no loss.
+  // The peer has left, or died, before it met this rank: what follows is no loss.
   void leave();
   // Forgets all requests under way without settling them, and returns them.
   std::vector<RequestPtr> drop();

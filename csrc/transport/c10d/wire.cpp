@@ -85,6 +85,7 @@ bool PacketWriter::add_text(Kind kind, int channel, uint64_t seq, std::string_vi
 }
 
 std::vector<std::byte> PacketWriter::take(uint32_t epoch, uint64_t packet_number) {
+  if (bytes_.empty()) bytes_.resize(sizeof(PacketHeader));
   PacketHeader header;
   header.num_records = num_records_;
   header.epoch = epoch;

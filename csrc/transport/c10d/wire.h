@@ -90,7 +90,7 @@ class PacketWriter {
   bool add(Kind kind, int channel, uint64_t seq, const Descriptor* descriptor,
            std::span<const std::byte> payload);
   bool add_text(Kind kind, int channel, uint64_t seq, std::string_view text);
-  // Ends the packet and starts the next one.
+  // Ends the packet, which may have no records, and starts the next one.
   std::vector<std::byte> take(uint32_t epoch, uint64_t packet_number);
 
  private:

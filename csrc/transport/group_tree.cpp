@@ -1,4 +1,4 @@
-#include "engine/group_tree.h"
+#include "transport/group_tree.h"
 
 #include <algorithm>
 

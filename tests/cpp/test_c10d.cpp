@@ -1,0 +1,475 @@
+// The TCP transport with threads as ranks, over real sockets of this host.
+#include <netinet/in.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstring>
+#include <filesystem>
+#include <functional>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "check.h"
+#include "engine/communicator.h"
+#include "message/start_thread.h"
+#include "transport/c10d/c10d_transport.h"
+#include "world.h"
+
+namespace {
+
+using namespace pipecomm;
+using namespace std::chrono_literals;
+using world::Random;
+
+constexpr DType kByte{0, 1};
+constexpr auto kLimit = 60s;
+constexpr uint32_t kEpoch = 7;
+
+using Bytes = std::vector<std::byte>;
+
+TensorRef tensor(Bytes& bytes) {
+  return {bytes.data(), kByte, {static_cast<int64_t>(bytes.size())}, {1}, nullptr};
+}
+
+Bytes coded_bytes(uint64_t key, int64_t num_bytes) {
+  Bytes bytes(static_cast<size_t>(num_bytes));
+  for (size_t idx = 0; idx < bytes.size(); ++idx)
+    bytes[idx] =
+        static_cast<std::byte>((key * 0x9e3779b97f4a7c15u + idx * 0xbf58476d1ce4e5b9u) >> 40);
+  return bytes;
+}
+
+// What the ranks of a group know of each other before they meet.
+struct Meeting {
+  explicit Meeting(int size) : listeners(size) {
+    for (size_t byte = 0; byte < token.size(); ++byte) token[byte] = std::byte(byte + 1);
+    for (int rank = 0; rank < size; ++rank) {
+      uint16_t port = 0;
+      listeners[rank] = tcp::listen_anywhere(port);
+      contacts.push_back({{"127.0.0.1"}, port});
+    }
+  }
+  tcp::C10dOptions options(int rank) const {
+    const int size = static_cast<int>(contacts.size());
+    return {.rank = rank,
+            .size = size,
+            .epoch = kEpoch,
+            .token = token,
+            .contacts = contacts,
+            .pids = std::vector<pid_t>(contacts.size()),
+            .num_local_ranks = size};
+  }
+  std::unique_ptr<Communicator> communicator(int rank, std::chrono::nanoseconds timeout = kLimit) {
+    const CommunicatorOptions engine{
+        .rank = rank, .size = static_cast<int>(contacts.size()), .timeout = timeout};
+    return std::make_unique<Communicator>(engine, [&](TransportEvents& events) {
+      return std::make_unique<tcp::C10dTransport>(options(rank), std::move(listeners[rank]),
+                                                  events);
+    });
+  }
+
+  tcp::Token token;
+  std::vector<tcp::Socket> listeners;
+  std::vector<tcp::Contact> contacts;
+};
+
+void run_ranks(Meeting& meeting, const std::function<void(Communicator&)>& body) {
+  std::vector<std::thread> ranks;
+  for (size_t rank = 0; rank < meeting.contacts.size(); ++rank)
+    ranks.emplace_back([&, rank] {
+      const auto comm = meeting.communicator(static_cast<int>(rank));
+      try {
+        body(*comm);
+        comm->close(nullptr);
+      } catch (const std::exception& error) {
+        check::fail(__FILE__, __LINE__, error.what());
+        comm->abort(error.what());
+      }
+    });
+  for (std::thread& rank : ranks) rank.join();
+}
+
+void wait(Communicator& comm, const OperationPtr& operation) {
+  comm.wait(*operation, Deadline::max(), nullptr);
+}
+
+// Of an operation that `post` posts, at the call or later.
+FailurePtr failure_of(Communicator& comm, const std::function<OperationPtr()>& post) {
+  try {
+    wait(comm, post());
+  } catch (const PipeCommException& error) {
+    return error.failure();
+  }
+  return nullptr;
+}
+
+// ------------------------------------------------------------------------------------------------
+
+struct Message {
+  int source, destination, channel;
+  int64_t num_bytes;
+};
+
+// Random messages between all ranks, posted one by one or in batches, by a thread that waits or not.
+void test_random_traffic(uint64_t seed) {
+  check::context = "traffic, seed " + std::to_string(seed);
+  Random random(seed);
+  const int size = static_cast<int>(random.between(2, 5));
+  constexpr int64_t kSizes[] = {0,     1,       1000,          kMaxInlineBytes, kMaxInlineBytes + 1,
+                                70000, 1 << 20, (1 << 20) + 1, 3 << 20};
+  std::vector<Message> messages;
+  for (int64_t left = random.between(1, 40); left > 0; --left) {
+    const int source = static_cast<int>(random.between(0, size - 1));
+    const int destination = static_cast<int>((source + random.between(1, size - 1)) % size);
+    messages.push_back({source, destination, static_cast<int>(random.between(0, 1)),
+                        kSizes[random.between(0, random.chance(0.7) ? 5 : 8)]});
+  }
+  Meeting meeting(size);
+  run_ranks(meeting, [&](Communicator& comm) {
+    Random own(seed * 100 + static_cast<uint64_t>(comm.rank()));
+    std::vector<std::unique_ptr<Bytes>> memory;
+    std::vector<std::pair<size_t, Bytes*>> expected;
+    std::vector<PointToPoint> batch;
+    std::vector<OperationPtr> operations;
+    const auto post = [&] {
+      operations.push_back(comm.batch_p2p(batch, nullptr, own.chance(0.7)));
+      batch.clear();
+    };
+    for (size_t idx = 0; idx < messages.size(); ++idx) {
+      const Message& message = messages[idx];
+      if (message.source == comm.rank()) {
+        memory.push_back(std::make_unique<Bytes>(coded_bytes(idx, message.num_bytes)));
+        batch.push_back(
+            {Direction::send, message.destination, message.channel, tensor(*memory.back()), 0});
+      } else if (message.destination == comm.rank()) {
+        memory.push_back(std::make_unique<Bytes>(static_cast<size_t>(message.num_bytes)));
+        expected.emplace_back(idx, memory.back().get());
+        batch.push_back(
+            {Direction::recv, message.source, message.channel, tensor(*memory.back()), 0});
+      } else {
+        continue;
+      }
+      if (own.chance(0.5)) post();
+      if (own.chance(0.1)) std::this_thread::sleep_for(2ms);
+    }
+    post();
+    for (const OperationPtr& operation : operations) {
+      // Some are left to the transport's own thread.
+      if (own.chance(0.2))
+        while (!operation->done()) std::this_thread::sleep_for(1ms);
+      wait(comm, operation);
+    }
+    for (const auto& [idx, bytes] : expected)
+      CHECK(*bytes == coded_bytes(idx, messages[idx].num_bytes));
+    wait(comm, comm.barrier());
+  });
+}
+
+void test_large_messages_both_ways_between_all_pairs() {
+  check::context = "large both ways";
+  constexpr int64_t kNumBytes = 5 << 20;
+  Meeting meeting(3);
+  run_ranks(meeting, [&](Communicator& comm) {
+    std::vector<Bytes> sent, received(3, Bytes(kNumBytes));
+    for (int peer = 0; peer < 3; ++peer)
+      sent.push_back(coded_bytes(static_cast<uint64_t>(10 * comm.rank() + peer), kNumBytes));
+    std::vector<PointToPoint> batch;
+    for (int peer = 0; peer < 3; ++peer) {
+      if (peer == comm.rank()) continue;
+      batch.push_back({Direction::send, peer, 0, tensor(sent[peer]), 0});
+      batch.push_back({Direction::recv, peer, 0, tensor(received[peer]), 0});
+    }
+    for (int round = 0; round < 4; ++round) wait(comm, comm.batch_p2p(batch, nullptr, round % 2));
+    for (int peer = 0; peer < 3; ++peer)
+      if (peer != comm.rank())
+        CHECK(received[peer] ==
+              coded_bytes(static_cast<uint64_t>(10 * peer + comm.rank()), kNumBytes));
+  });
+}
+
+// Ranks 0 and 3 of eight are no neighbours: both ends find out at once that they need each other.
+void test_both_ends_connect_at_once() {
+  for (int round = 0; round < 20; ++round) {
+    check::context = "both at once, round " + std::to_string(round);
+    Meeting meeting(8);
+    std::atomic<int> num_ready{0};
+    run_ranks(meeting, [&](Communicator& comm) {
+      ++num_ready;
+      while (num_ready < 8) std::this_thread::yield();
+      if (comm.rank() != 0 && comm.rank() != 3) return;
+      Bytes mine = coded_bytes(static_cast<uint64_t>(comm.rank()), 40'000), other(40'000);
+      const int peer = 3 - comm.rank();
+      const PointToPoint batch[] = {{Direction::send, peer, 0, tensor(mine), 0},
+                                    {Direction::recv, peer, 0, tensor(other), 0}};
+      wait(comm, comm.batch_p2p(batch));
+      CHECK(other == coded_bytes(static_cast<uint64_t>(peer), 40'000));
+    });
+  }
+}
+
+size_t num_entries(const char* folder) {
+  size_t count = 0;
+  for ([[maybe_unused]] const auto& entry : std::filesystem::directory_iterator(folder)) ++count;
+  return count;
+}
+
+void test_threads_do_not_grow_with_the_group() {
+  check::context = "threads";
+  for (const int size : {2, 9}) {
+    const size_t before = num_entries("/proc/self/task");
+    Meeting meeting(size);
+    std::vector<std::unique_ptr<Communicator>> comms;
+    for (int rank = 0; rank < size; ++rank) comms.push_back(meeting.communicator(rank));
+    std::vector<OperationPtr> barriers;
+    for (const auto& comm : comms) barriers.push_back(comm->barrier());
+    for (int rank = 0; rank < size; ++rank) wait(*comms[rank], barriers[rank]);
+    CHECK_EQ(num_entries("/proc/self/task") - before, static_cast<size_t>(3 * size));
+    std::vector<std::thread> closing;
+    for (const auto& comm : comms) closing.emplace_back([&comm] { comm->close(nullptr); });
+    for (std::thread& thread : closing) thread.join();
+  }
+}
+
+// An address of another network, and one where a stranger listens, come before the right one.
+void test_addresses_that_lead_elsewhere() {
+  check::context = "other addresses";
+  Meeting meeting(2);
+  for (tcp::Contact& contact : meeting.contacts)
+    contact.hosts = {"192.0.2.1", "no address", "127.0.0.1"};
+  run_ranks(meeting, [&](Communicator& comm) { wait(comm, comm.barrier()); });
+}
+
+class Stranger {  // connects, and says what it likes
+ public:
+  explicit Stranger(uint16_t port) : fd_(::socket(AF_INET, SOCK_STREAM, 0)) {
+    sockaddr_in address{};
+    address.sin_family = AF_INET;
+    address.sin_port = htons(port);
+    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    CHECK_EQ(connect(fd_, reinterpret_cast<const sockaddr*>(&address), sizeof address), 0);
+  }
+  ~Stranger() { ::close(fd_); }
+  void say(const void* data, size_t num_bytes) {
+    CHECK_EQ(send(fd_, data, num_bytes, MSG_NOSIGNAL), static_cast<ssize_t>(num_bytes));
+  }
+  // As rank `from` of `meeting` would; `kind`: 1 hello, 2 welcome.
+  void say_hello(const Meeting& meeting, uint32_t from, uint32_t to, uint16_t kind = 1) {
+    struct {
+      uint32_t magic = 0x31484350;
+      uint16_t version = wire::kVersion;
+      uint16_t kind;
+      uint32_t from, to;
+      tcp::Token token;
+    } hello;
+    hello.kind = kind;
+    hello.from = from;
+    hello.to = to;
+    hello.token = meeting.token;
+    say(&hello, sizeof hello);
+  }
+  bool hears_welcome() {
+    std::byte answer[32];
+    return recv(fd_, answer, sizeof answer, MSG_WAITALL) == sizeof answer;
+  }
+  void greet() {
+    const Bytes packet = wire::PacketWriter().take(kEpoch, 1);
+    say(packet.data(), packet.size());
+  }
+
+ private:
+  const int fd_;
+};
+
+void test_strangers_are_sent_away() {
+  check::context = "strangers";
+  Meeting meeting(2), other(2);
+  other.token[3] ^= std::byte{1};
+  run_ranks(meeting, [&](Communicator& comm) {
+    wait(comm, comm.barrier());
+    const uint16_t port = meeting.contacts[comm.rank()].port;
+    const auto rank = static_cast<uint32_t>(comm.rank());
+    Stranger silent(port), half(port);
+    half.say("PCH1", 4);
+    Stranger noisy(port), wrong_token(port), wrong_rank(port), out_of_range(port), twice(port),
+        wrong_kind(port);
+    noisy.say("GET / HTTP/1.1\r\nHost: a-program-of-another-kind\r\n\r\n", 48);
+    CHECK(!noisy.hears_welcome());
+    wrong_token.say_hello(other, 1 - rank, rank);
+    CHECK(!wrong_token.hears_welcome());
+    wrong_rank.say_hello(meeting, 1 - rank, 1 - rank);
+    CHECK(!wrong_rank.hears_welcome());
+    out_of_range.say_hello(meeting, 2, rank);
+    CHECK(!out_of_range.hears_welcome());
+    twice.say_hello(meeting, 1 - rank, rank);  // that rank is connected
+    CHECK(!twice.hears_welcome());
+    wrong_kind.say_hello(meeting, 1 - rank, rank, 2);
+    CHECK(!wrong_kind.hears_welcome());
+    wait(comm, comm.barrier());
+  });
+}
+
+// A peer that knows the secret, and then breaks the protocol or off.
+void test_a_peer_that_breaks() {
+  const auto expect = [](const std::string& what, const std::function<void(Stranger&)>& act,
+                         FailureKind kind, const std::string& text) {
+    check::context = what;
+    Meeting meeting(2);
+    const uint16_t port = meeting.contacts[1].port;
+    const auto comm = meeting.communicator(1);
+    Bytes memory(100'000);
+    const PointToPoint recv{Direction::recv, 0, 0, tensor(memory), 0};
+    const OperationPtr operation = comm->batch_p2p({&recv, 1});
+    auto peer = std::make_unique<Stranger>(port);
+    peer->say_hello(meeting, 0, 1);
+    // The lower rank's attempt counts, whatever this one tries meanwhile.
+    CHECK(peer->hears_welcome());
+    peer->greet();
+    act(*peer);
+    if (kind == FailureKind::peer_lost) peer.reset();
+    const FailurePtr failure = failure_of(*comm, [&] { return operation; });
+    CHECK(failure != nullptr);
+    if (!failure) return;
+    CHECK(failure->kind == kind);
+    if (failure->message.find(text) == std::string::npos)
+      check::fail(__FILE__, __LINE__, "'" + text + "' not in: " + failure->message);
+    comm->close(nullptr);
+  };
+  expect("breaks off", [](Stranger&) {}, FailureKind::peer_lost, "lost the connection to rank 0");
+  expect(
+      "breaks off in a header", [](Stranger& peer) { peer.say("PCX1", 4); }, FailureKind::peer_lost,
+      "lost the connection to rank 0");
+  expect(
+      "nonsense", [](Stranger& peer) { peer.say(Bytes(64).data(), 64); }, FailureKind::error,
+      "wrong magic number");
+  expect(
+      "a body that nobody has called for",
+      [](Stranger& peer) {
+        const wire::PieceHeader header{.channel = 0, .epoch = kEpoch, .num_bytes = 10, .seq = 0};
+        peer.say(&header, sizeof header);
+      },
+      FailureKind::error, "sends a body that is not expected");
+  expect(
+      "a packet of another communicator",
+      [](Stranger& peer) {
+        wire::PacketWriter writer;
+        writer.add(wire::Kind::closing, 0, 0, nullptr, {});
+        const Bytes packet = writer.take(kEpoch + 1, 2);
+        peer.say(packet.data(), packet.size());
+      },
+      FailureKind::error, "belongs to another communicator");
+}
+
+// In the middle of a body, and while messages wait for their turn.
+void test_aborts_reach_all_ranks() {
+  check::context = "abort";
+  Meeting meeting(4);
+  std::atomic<int> num_ready{0};
+  std::vector<std::thread> ranks;
+  for (int rank = 0; rank < 4; ++rank)
+    ranks.emplace_back([&, rank] {
+      const auto comm = meeting.communicator(rank);
+      wait(*comm, comm->barrier());
+      ++num_ready;
+      while (num_ready < 4) std::this_thread::yield();
+      Bytes mine(64 << 20), other(8);
+      const int next = (rank + 1) % 4, previous = (rank + 3) % 4;
+      const PointToPoint batch[] = {{Direction::send, next, 0, tensor(mine), 0},
+                                    {Direction::recv, previous, 1, tensor(other), 0}};
+      const FailurePtr failure = failure_of(*comm, [&] {
+        const auto operation = comm->batch_p2p({batch, size_t{rank == 2 ? 1u : 2u}});
+        if (rank == 2) comm->abort("enough");
+        return operation;
+      });
+      CHECK(failure && failure->kind == FailureKind::aborted);
+      CHECK(failure && failure->message.find("enough") != std::string::npos);
+      comm->close(nullptr);
+    });
+  for (std::thread& rank : ranks) rank.join();
+}
+
+// Rank 3 has no connection to rank 0 when that one closes.
+void test_a_peer_that_closed_before_they_met() {
+  check::context = "closed before they met";
+  Meeting meeting(8);
+  std::atomic<bool> closed{false};
+  std::atomic<int> num_waiting{7};
+  run_ranks(meeting, [&](Communicator& comm) {
+    if (comm.rank() == 0) {
+      comm.close(nullptr);
+      closed = true;
+      return;
+    }
+    while (!closed) std::this_thread::yield();
+    if (comm.rank() == 3) {
+      Bytes memory(8);
+      const PointToPoint recv{Direction::recv, 0, 0, tensor(memory), 0};
+      const FailurePtr failure = failure_of(comm, [&] { return comm.batch_p2p({&recv, 1}); });
+      CHECK(failure && failure->kind == FailureKind::peer_lost);
+      CHECK(failure && failure->message.find("has closed its communicator") != std::string::npos);
+      CHECK(comm.failure() == nullptr);
+    }
+    --num_waiting;
+    while (num_waiting > 0) std::this_thread::yield();
+  });
+}
+
+// Somebody takes the connection and says nothing: the error says so at the deadline.
+void test_a_peer_that_cannot_be_reached() {
+  check::context = "unreachable";
+  Meeting meeting(2);
+  const auto comm = meeting.communicator(0, 500ms);
+  Bytes memory(8);
+  const PointToPoint send{Direction::send, 1, 0, tensor(memory), 0};
+  const FailurePtr failure = failure_of(*comm, [&] { return comm->batch_p2p({&send, 1}); });
+  CHECK(failure && failure->kind == FailureKind::timeout);
+  CHECK(failure && failure->message.find("rank 1 is not connected") != std::string::npos);
+  comm->close(nullptr);
+}
+
+void test_no_thread_is_left() {
+  for (const int failing : {1, 2}) {
+    check::context = "no thread " + std::to_string(failing);
+    Meeting meeting(2);
+    failing_thread = failing;
+    try {
+      meeting.communicator(0);
+      check::fail(__FILE__, __LINE__, "a thread started");
+    } catch (const PipeCommException& error) {
+      CHECK(std::string(error.what()).find("cannot start a thread") != std::string::npos);
+    }
+    failing_thread = 0;
+  }
+}
+
+void test_interfaces() {
+  check::context = "interfaces";
+  for (const std::string& host : tcp::local_hosts("")) CHECK(!host.starts_with("127."));
+  const std::vector<std::string> loopback = tcp::local_hosts("lo");
+  CHECK(std::find(loopback.begin(), loopback.end(), "127.0.0.1") != loopback.end());
+  CHECK_INVALID("the network interface nosuch0 does not exist here",
+                tcp::local_hosts("lo,nosuch0"));
+}
+
+}  // namespace
+
+// test_c10d [random programs]
+int main(int argc, char** argv) {
+  const int num_programs = argc > 1 ? std::stoi(argv[1]) : 40;
+  for (int seed = 0; seed < num_programs; ++seed) test_random_traffic(static_cast<uint64_t>(seed));
+  test_large_messages_both_ways_between_all_pairs();
+  test_both_ends_connect_at_once();
+  test_threads_do_not_grow_with_the_group();
+  test_addresses_that_lead_elsewhere();
+  test_strangers_are_sent_away();
+  test_a_peer_that_breaks();
+  test_aborts_reach_all_ranks();
+  test_a_peer_that_closed_before_they_met();
+  test_a_peer_that_cannot_be_reached();
+  test_no_thread_is_left();
+  test_interfaces();
+  return check::report("test_c10d");
+}
