@@ -17,9 +17,10 @@
 namespace pipecomm::tcp {
 namespace {
 
-// How long a thread that waits stays awake: to be woken takes a few microseconds. With more ranks
-// than cores, ranks that have work need the core.
-constexpr auto kSpinTime = std::chrono::microseconds(50);
+// How long a thread that waits stays awake, which must be longer than it takes to wake another one
+// (50 us or more on an idle virtual machine): else each end sleeps before the answer of the other,
+// for as long as they talk. With more ranks than cores, ranks that have work need the core.
+constexpr auto kSpinTime = std::chrono::microseconds(200);
 // A waiting thread returns to the engine this often, which looks at deadlines and signals.
 constexpr auto kAssistTime = std::chrono::milliseconds(50);
 constexpr int kLastTicks = 10;
