@@ -8,8 +8,8 @@
 #include <span>
 #include <vector>
 
-#include "transport/group_tree.h"
 #include "message/operation.h"
+#include "transport/group_tree.h"
 
 namespace pipecomm {
 
