@@ -89,10 +89,10 @@ def _hosts_of(other: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
 
 def _by_promise(hosts: Sequence[str], store: dist.Store) -> list[str]:
     """`hosts`, those first by which this process reaches the store: the others have reached it, too."""
-    first = None
-    while not hasattr(store, "host") and hasattr(store, "underlying_store"):
-        store = store.underlying_store
-    if name := getattr(store, "host", None):
+    first, base = None, store
+    while isinstance(base, dist.PrefixStore):
+        base = base.underlying_store
+    if name := getattr(base, "host", None):
         with contextlib.suppress(OSError), socket.socket(_family_of(name), socket.SOCK_DGRAM) as probe:
             probe.connect((name, 9))  # sends nothing
             first = probe.getsockname()[0]
