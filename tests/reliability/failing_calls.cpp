@@ -5,10 +5,14 @@
 //   g++ -std=c++20 -shared -fPIC failing_calls.cpp -o libfailing_calls.so        (loaded with ctypes)
 #include <dlfcn.h>
 #include <fcntl.h>
+#include <ifaddrs.h>
 #include <link.h>
 #include <poll.h>
 #include <sched.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
 #include <sys/mman.h>
+#include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -66,6 +70,14 @@ FAILING(kSystemCall, mmap, ENOMEM, MAP_FAILED,
 FAILING(kSystemCall, madvise, EAGAIN, -1, (void* at, size_t size, int advice), at, size, advice)
 FAILING(kSystemCall, sched_getaffinity, EPERM, -1, (pid_t pid, size_t size, cpu_set_t* cores), pid,
         size, cores)
+FAILING(kSystemCall, bind, EADDRINUSE, -1, (int fd, const sockaddr* address, socklen_t size), fd,
+        address, size)
+FAILING(kSystemCall, listen, EADDRINUSE, -1, (int fd, int backlog), fd, backlog)
+FAILING(kSystemCall, getsockname, ENOBUFS, -1, (int fd, sockaddr* address, socklen_t* size), fd,
+        address, size)
+FAILING(kSystemCall, getifaddrs, ENOBUFS, -1, (ifaddrs * *first), first)
+FAILING(kSystemCall, epoll_create1, EMFILE, -1, (int flags), flags)
+FAILING(kSystemCall, eventfd, EMFILE, -1, (unsigned count, int flags), count, flags)
 FAILING(kSleep, poll, EINTR, -1, (pollfd * fds, nfds_t count, int timeout), fds, count, timeout)
 FAILING(kMemory, posix_memalign, ENOMEM, ENOMEM, (void** to, size_t align, size_t size), to, align,
         size)
@@ -117,6 +129,12 @@ const struct {
     {"mmap", address(failing_mmap)},
     {"madvise", address(failing_madvise)},
     {"sched_getaffinity", address(failing_sched_getaffinity)},
+    {"bind", address(failing_bind)},
+    {"listen", address(failing_listen)},
+    {"getsockname", address(failing_getsockname)},
+    {"getifaddrs", address(failing_getifaddrs)},
+    {"epoll_create1", address(failing_epoll_create1)},
+    {"eventfd", address(failing_eventfd)},
     {"poll", address(failing_poll)},
     {"posix_memalign", address(failing_posix_memalign)},
     {"syscall", address(failing_syscall)},

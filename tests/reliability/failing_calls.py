@@ -57,7 +57,8 @@ KINDS = (*COUNTED, "sleep")
 SAYS = {
     "thread": "cannot start a thread: Resource temporarily unavailable; raise|can't start new thread",
     "memory": "allocate|bad_alloc|memory",
-    "system call": "could not connect|memfd|fchmod|memory of rank|shared memory|pidfd_open|/proc|affinity",
+    "system call": "could not listen|queue of events|memfd|fchmod|memory of rank|shared memory|pidfd_open"
+    "|/proc|affinity",
     "sleep": "$nothing",
 }
 

@@ -44,12 +44,18 @@ Socket checked(int fd, int rank) {
   return socket;
 }
 
-void watch(const Socket& epoll, int operation, const Socket& socket, uint32_t events,
-           uint32_t tag) {
+// False if the kernel has no memory for it: the next tick tries again.
+bool try_watch(const Socket& epoll, int operation, const Socket& socket, uint32_t events,
+               uint32_t tag) {
   epoll_event event{};
   event.events = events;
   event.data.u32 = tag;
-  if (epoll_ctl(epoll.fd(), operation, socket.fd(), &event) != 0)
+  return epoll_ctl(epoll.fd(), operation, socket.fd(), &event) == 0;
+}
+
+void watch(const Socket& epoll, int operation, const Socket& socket, uint32_t events,
+           uint32_t tag) {
+  if (!try_watch(epoll, operation, socket, events, tag))
     throw std::system_error(errno, std::generic_category(), "epoll_ctl");
 }
 
@@ -81,27 +87,39 @@ C10dTransport::C10dTransport(C10dOptions options, Socket listener, TransportEven
       options_.rank, options_.token, std::move(listener), options_.contacts,
       checked(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK), options_.rank),
       Connector::Events{
-          [this](int peer, Socket socket) { connected(peer, std::move(socket)); },
-          [this](int peer, const std::string& why) { unreachable(peer, why); },
+          [this](int peer, Socket socket) {
+            or_break([&] { connected(peer, std::move(socket)); });
+          },
+          [this](int peer, const std::string& why) { or_break([&] { unreachable(peer, why); }); },
       });
   arm();
   progress_thread_ = start_thread([this] { progress(); }, options_.rank);
   try {
     connector_->start();
-  } catch (const PipeCommException&) {
+    // The lower rank of each pair connects.
+    for (const int peer : control_neighbours(options_.rank, options_.size))
+      if (peer > options_.rank) peer_for(peer);
+  } catch (...) {
     stopping_ = true;
     stop();
     throw;
   }
-  // The lower rank of each pair connects.
-  for (const int peer : control_neighbours(options_.rank, options_.size))
-    if (peer > options_.rank) peer_for(peer);
 }
 
 C10dTransport::~C10dTransport() { close(Clock::now()); }
 
 // ------------------------------------------------------------------------------------------------
 // peers
+
+// Where nobody could catch what `action` throws: memory may be used up.
+template <class Action>
+void C10dTransport::or_break(Action action) {
+  try {
+    action();
+  } catch (const std::exception& error) {
+    events_.on_broken(error.what());
+  }
+}
 
 template <class Function>
 void C10dTransport::for_each_peer(Function function) {
@@ -231,10 +249,11 @@ void C10dTransport::write(Peer& peer) {
   if (peer.is_over || !connection.attached()) return;
   connection.write();
   const bool wants_out = connection.has_unsent();
-  if (std::exchange(peer.wants_out, wants_out) == wants_out) return;
+  if (peer.wants_out == wants_out) return;
   const uint32_t out = wants_out ? static_cast<uint32_t>(EPOLLOUT) : 0u;
-  watch(sockets_, EPOLL_CTL_MOD, connection.socket(), EPOLLIN | EPOLLRDHUP | out,
-        static_cast<uint32_t>(connection.link().peer()));
+  if (try_watch(sockets_, EPOLL_CTL_MOD, connection.socket(), EPOLLIN | EPOLLRDHUP | out,
+                static_cast<uint32_t>(connection.link().peer())))
+    peer.wants_out = wants_out;
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -311,15 +330,14 @@ std::string C10dTransport::describe_peer(int peer_idx) const {
 void C10dTransport::arm() {
   std::lock_guard lock(arming_mutex_);
   if (is_armed_ || is_assisted_) return;
-  watch(around_, EPOLL_CTL_ADD, sockets_, EPOLLIN, 0);
-  is_armed_ = true;
+  is_armed_ = try_watch(around_, EPOLL_CTL_ADD, sockets_, EPOLLIN, 0);
 }
 
 // Takes them from it: it is not even woken.
 void C10dTransport::disarm() {
   std::lock_guard lock(arming_mutex_);
   is_assisted_ = true;
-  if (std::exchange(is_armed_, false)) watch(around_, EPOLL_CTL_DEL, sockets_, 0, 0);
+  if (is_armed_) is_armed_ = !try_watch(around_, EPOLL_CTL_DEL, sockets_, 0, 0);
 }
 
 void C10dTransport::serve_events(int timeout_ms) {
@@ -330,7 +348,7 @@ void C10dTransport::serve_events(int timeout_ms) {
     if (events[idx].data.u32 == kBell)
       silence(waiter_bell_);
     else
-      serve(static_cast<int>(events[idx].data.u32));
+      or_break([&] { serve(static_cast<int>(events[idx].data.u32)); });
   }
 }
 

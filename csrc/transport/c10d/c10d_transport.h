@@ -74,6 +74,8 @@ class C10dTransport final : public HostTransport {
   Peer& peer_for(int peer);
   template <class Function>
   void for_each_peer(Function function);
+  template <class Action>
+  void or_break(Action action);
 
   void connected(int peer_idx, Socket socket);
   void unreachable(int peer_idx, const std::string& why);

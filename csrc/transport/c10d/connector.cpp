@@ -95,11 +95,10 @@ void Connector::run() {
     }
     for (const Guest& guest : guests_) polled.push_back({guest.socket.fd(), POLLIN, 0});
     const Deadline next = next_deadline();
-    const auto wait =
-        std::chrono::duration_cast<std::chrono::milliseconds>(next - Clock::now()) + 1ms;
-    const int limit_ms =
-        next == Deadline::max() ? -1 : static_cast<int>(std::clamp(wait, 0ms, 60'000ms).count());
-    poll(polled.data(), polled.size(), limit_ms);
+    const auto left = std::chrono::duration_cast<std::chrono::nanoseconds>(next - Clock::now());
+    const auto wait = std::clamp<std::chrono::nanoseconds>(left, 0s, 60s).count();
+    const timespec limit{.tv_sec = wait / 1'000'000'000, .tv_nsec = wait % 1'000'000'000};
+    ppoll(polled.data(), polled.size(), next == Deadline::max() ? nullptr : &limit, nullptr);
 
     uint64_t count;
     (void)!::read(bell_.fd(), &count, sizeof count);
