@@ -37,6 +37,8 @@ class BoundCommunicator {
                            const py::sequence& inputs, const py::sequence& outputs, bool async_op,
                            std::vector<int> members, const py::object& channel,
                            const std::shared_ptr<Work>& after, uint64_t gradient_of) = 0;
+  // Begins to connect to these ranks. Over NCCL all are connected.
+  virtual void connect(const std::vector<int>& /*peers*/) {}
   // For results, where the transport moves them best.
   virtual at::Tensor empty(const std::vector<int64_t>& shape, at::ScalarType dtype) = 0;
   virtual void refuse(const std::string& op, const std::string& reason, std::vector<int> members,

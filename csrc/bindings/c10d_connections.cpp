@@ -1,7 +1,6 @@
-#include <pybind11/chrono.h>
 #include <pybind11/stl.h>
 
-#include <algorithm>
+#include <cstring>
 #include <memory>
 #include <string>
 #include <utility>

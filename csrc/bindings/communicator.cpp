@@ -57,6 +57,10 @@ class HostCommunicator final : public CommunicatorOver<Communicator, HostWork> {
       return communicator_->broadcast(tensor, source, std::move(stand_ins).copy_back(), async_op);
     });
   }
+  void connect(const std::vector<int>& peers) override {
+    py::gil_scoped_release no_gil;
+    communicator_->connect(peers);
+  }
   // In memory that peers write directly, if the transport has such memory.
   at::Tensor empty(const std::vector<int64_t>& shape, at::ScalarType dtype) override {
     const at::TensorOptions options = at::TensorOptions().dtype(dtype).device(device_);
@@ -148,6 +152,7 @@ py::class_<BoundCommunicator> bind_communicator(py::module_& m) {
       .def("empty", &Bound::empty, py::arg("shape"), py::arg("dtype"))
       .def("refuse", &Bound::refuse, py::arg("op"), py::arg("reason"),
            py::arg("members") = std::vector<int>(), py::arg("channel") = py::none())
+      .def("connect", &Bound::connect, py::arg("peers"))
       .def("abort", &Bound::abort, py::arg("reason"))
       .def("close", &Bound::close)
       .def("copy_counters", &Bound::copy_counters)

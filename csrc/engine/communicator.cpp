@@ -367,6 +367,13 @@ OperationPtr Communicator::barrier(bool is_async) {
   return operation;
 }
 
+void Communicator::connect(std::span<const int> peers) {
+  check_process();
+  if (closed_ || failure()) return;
+  for (const int peer : peers)
+    if (peer != rank()) transport_->connect(peer);
+}
+
 // Only where all collectives are direct: it does not wait for its place in the line of the others.
 OperationPtr Communicator::agree(OpCode op, const std::shared_ptr<Agreement>& agreement) {
   check_usable(op);

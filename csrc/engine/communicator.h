@@ -84,6 +84,10 @@ class Communicator final : private TransportEvents {
   OperationPtr broadcast(const TensorRef& tensor, int source,
                          std::function<void()> on_success = nullptr, bool is_async = true);
   OperationPtr barrier(bool is_async = true);
+  // Begins to connect to these ranks, see HostTransport::connect.
+  void connect(std::span<const int> peers);
+  // See HostTransport::describe_peer.
+  std::string describe_peer(int peer) const { return transport_->describe_peer(peer); }
   // Memory for a result into which peers may write directly, or null: see HostTransport.
   std::shared_ptr<std::byte> allocate_result(int64_t num_bytes) {
     return transport_->allocate_result(num_bytes);

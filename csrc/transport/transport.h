@@ -56,6 +56,9 @@ class HostTransport {
   // If `is_async` is false the calling thread waits for the operation next and makes its progress.
   virtual void post(std::vector<RequestPtr> batch, bool is_async) = 0;
 
+  // Begins to connect to a peer, if messages to it would have to do so first. Waits for nobody.
+  virtual void connect(int /*peer*/) {}
+
   // Tells a peer how this end describes a message that travels by other means; `direction` is seen
   // from here. A claim is neither matched nor answered, and has no order with the messages. For
   // transports that serve as the control plane of another one.

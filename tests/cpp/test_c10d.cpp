@@ -211,6 +211,28 @@ void test_both_ends_connect_at_once() {
   }
 }
 
+// Rank 0 of eight is a neighbour of all but ranks 3 and 5.
+void test_connections_ahead_of_messages() {
+  check::context = "connect";
+  Meeting meeting(8);
+  std::atomic<int> num_waiting{7};
+  run_ranks(meeting, [&](Communicator& comm) {
+    if (comm.rank() == 0) {
+      const int peers[] = {0, 1, 3, 5};
+      comm.connect(peers);
+      const auto until = std::chrono::steady_clock::now() + kLimit;
+      for (int peer = 1; peer < 8; ++peer) {
+        while (comm.describe_peer(peer) != "is connected" &&
+               std::chrono::steady_clock::now() < until)
+          std::this_thread::sleep_for(1ms);
+        CHECK_EQ(comm.describe_peer(peer), "is connected");
+      }
+      num_waiting = 0;
+    }
+    while (num_waiting > 0) std::this_thread::yield();
+  });
+}
+
 size_t num_entries(const char* folder) {
   size_t count = 0;
   for ([[maybe_unused]] const auto& entry : std::filesystem::directory_iterator(folder)) ++count;
@@ -464,6 +486,7 @@ int main(int argc, char** argv) {
   for (int seed = 0; seed < num_programs; ++seed) test_random_traffic(static_cast<uint64_t>(seed));
   test_large_messages_both_ways_between_all_pairs();
   test_both_ends_connect_at_once();
+  test_connections_ahead_of_messages();
   test_threads_do_not_grow_with_the_group();
   test_addresses_that_lead_elsewhere();
   test_strangers_are_sent_away();

@@ -289,6 +289,10 @@ void C10dTransport::claim(int peer_idx, Direction direction, const Descriptor& d
   act(peer, lock);
 }
 
+void C10dTransport::connect(int peer_idx) {
+  if (!aborted_ && options_.size > 1) peer_for(peer_idx);
+}
+
 bool C10dTransport::assist(Operation& operation) {
   std::unique_lock role(assist_mutex_, std::try_to_lock);
   if (!role || options_.size == 1) return true;
@@ -392,7 +396,9 @@ void C10dTransport::tick() {
   arm();  // in case a caller posted in order to wait, and then did not
   for_each_peer([this](Peer& peer) {
     std::unique_lock lock(peer.mutex, std::try_to_lock);
-    if (lock && !stopping_) look_after(peer, lock);
+    if (!lock || stopping_) return;
+    write(peer);  // in case its socket could not be watched for room
+    look_after(peer, lock);
   });
 }
 
@@ -439,7 +445,10 @@ void C10dTransport::begin_close() {
 void C10dTransport::close(Deadline deadline) {
   if (options_.size == 1 || stopping_) return;
   begin_close();
-  disconnecting_ = true;
+  {
+    std::lock_guard lock(making_mutex_);  // later peers hear it when they are made
+    disconnecting_ = true;
+  }
   for_each_peer([this](Peer& peer) {
     std::unique_lock lock(peer.mutex);
     peer.connection.link().say_goodbye();

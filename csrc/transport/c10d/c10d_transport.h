@@ -49,6 +49,7 @@ class C10dTransport final : public HostTransport {
 
   void post(std::vector<RequestPtr> batch, bool is_async) override;
   void claim(int peer, Direction direction, const Descriptor& descriptor) override;
+  void connect(int peer) override;
   bool assist(Operation& operation) override;
   void tick() override;
   void abort(const Failure& failure) override;

@@ -117,15 +117,17 @@ class Communicator:
     # ---------------------------------------------------------------- routes
 
     def connect(self, peers: Iterable[int] | None = None) -> None:
-        """Makes the routes to these peers (None: to all ranks), so that no first message has to.
+        """Begins to connect to these peers (None: to all ranks), so that no first message has to; waits for
+        nobody, and one of the two ends is enough.
 
-        The constructor has connected all pairs of ranks, so nothing is left to do but to check `peers`.
+        Over shm and NCCL the constructor has connected all ranks, and nothing is left to do but to check
+        `peers`; nor is there anything to do once the communicator has failed or is closed.
 
         Raises:
             TypeError, ValueError: a peer is not a rank of the group.
         """
-        for peer in range(self.size) if peers is None else peers:
-            self._checked_peer(peer)
+        checked = [self._checked_peer(peer) for peer in (range(self.size) if peers is None else peers)]
+        self._c.connect(checked)
 
     def route(self, peer: int) -> tuple[str, str]:
         """Returns by what transport messages to and from `peer` travel, and why: what `transport` and

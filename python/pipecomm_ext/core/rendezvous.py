@@ -10,11 +10,9 @@ import contextlib
 import datetime
 import json
 import secrets
-import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
 from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
@@ -26,7 +24,6 @@ FOREVER = datetime.timedelta(days=3650)
 _MAX_RECORD_BYTES = 1 << 20
 # In the place of a record whose rank has given up; it may come again.
 _WITHDRAWN = b"withdrawn"
-_REFUSAL_POLL_S = 0.1
 
 T = TypeVar("T")
 
@@ -68,27 +65,6 @@ class Rendezvous:
             texts = [f"by rank {rank}: {records[rank]['error']}" for rank in refusals]
             raise self._mismatch(refusals[0], f"{self._what} was refused {', and '.join(texts)}")
         return records
-
-    def unless_refused(self, stage: str, function: Callable[[], T]) -> T | None:
-        """What `function` returns, which may need all ranks to do so. None as soon as another rank has
-        refused `stage`, so that a `gather` of it raises: the thread of `function` is left to its deadline."""
-        future: Future[T] = Future()
-
-        def run() -> None:
-            try:
-                future.set_result(function())
-            except BaseException as error:
-                future.set_exception(error)
-
-        threading.Thread(target=run, name="pipecomm_connect", daemon=True).start()
-        store = None  # of our own: a thread that waits in a TCPStore keeps all others out
-        while not wait([future], _REFUSAL_POLL_S).done:
-            store = store or self.store.clone()  # type: ignore[attr-defined]  # torch's stub lacks it
-            for key in (f"{stage}/{rank}" for rank in range(self.size)):
-                if store.check([key]) and store.get(key).startswith(b'{"error"'):
-                    self.store = store
-                    return None
-        return future.result()
 
     def agree(
         self, stage: str, facts: dict[str, Any], error: Exception | None, *, private: Sequence[str] = ()
