@@ -1,14 +1,89 @@
-// Binds Python's communicator, with a constructor for each execution.
+// Python's communicator. Where its tensors are, and what moves them, follows from the arguments of
+// its constructor.
 #pragma once
 
-#include <torch/csrc/utils/pybind.h>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "bindings/host_copies.h"
+#include "bindings/point_to_point_args.h"
+#include "bindings/python_args.h"
+#include "bindings/work.h"
+#include "engine/communicator.h"
 
 namespace pipecomm {
 
-class BoundCommunicator;
+class BoundCommunicator {
+ public:
+  using WorkPtr = std::shared_ptr<Work>;
 
-pybind11::class_<BoundCommunicator> bind_communicator(pybind11::module_& m);
-void bind_device_communicator(pybind11::module_& m,
-                              pybind11::class_<BoundCommunicator>& communicator);
+  // Takes the communicator over. `on_streams`: its operations run on streams of the device, after
+  // what the caller has enqueued and before what follows, so tensors need no care of the host.
+  BoundCommunicator(std::unique_ptr<Communicator> communicator, at::Device device, bool on_streams)
+      : communicator_(shared_with_python(std::move(communicator))),
+        device_(device),
+        on_streams_(on_streams) {}
+
+  WorkPtr batch_p2p(const py::sequence& ops, bool async_op) {
+    return post_p2p(async_op, [&](const View& view) { return batch_argument(ops, view); });
+  }
+  WorkPtr isend(const py::object& tensor, const py::object& dst, const py::object& channel,
+                bool async_op) {
+    return post_one<SendArg>(Direction::send, tensor, dst, "dst", channel, async_op);
+  }
+  WorkPtr irecv(const py::object& tensor, const py::object& src, const py::object& channel,
+                bool async_op) {
+    return post_one<RecvArg>(Direction::recv, tensor, src, "src", channel, async_op);
+  }
+  WorkPtr broadcast(const py::object& tensor, const py::object& src, bool async_op);
+  WorkPtr barrier(bool async_op);
+  WorkPtr exchange(const std::string& op, const PreparedExchangePtr& plan,
+                   const py::sequence& inputs, const py::sequence& outputs, bool async_op,
+                   std::vector<int> members, const py::object& channel,
+                   const std::shared_ptr<Work>& after, uint64_t gradient_of);
+  void refuse(const std::string& op, const std::string& reason, std::vector<int> members,
+              const py::object& channel);
+  // Begins to connect to these ranks.
+  void connect(const std::vector<int>& peers);
+  // For results: in memory that peers write directly, if the transport has such memory.
+  at::Tensor empty(const std::vector<int64_t>& shape, at::ScalarType dtype);
+  void abort(const std::string& reason);
+  void close();
+
+  bool closed() const { return communicator_->closed(); }
+  bool failed() const { return communicator_->failure() != nullptr; }
+  py::object failure() const;
+  py::list flight_record() const;
+  py::dict copy_counters() const;
+
+ private:
+  // What the engine is to see of one message, and the batch of them.
+  using View = std::function<PointToPoint(const PointToPointArg& arg, Direction direction,
+                                          const std::string& name)>;
+  using BatchOf = std::function<std::vector<PointToPoint>(const View& view)>;
+  WorkPtr post_p2p(bool async_op, const BatchOf& batch_of);
+  template <class Arg>
+  WorkPtr post_one(Direction direction, const py::object& tensor, const py::object& peer,
+                   const char* peer_name, const py::object& channel, bool async_op) {
+    const auto arg = point_to_point_arg<Arg>(tensor, peer, peer_name, channel);
+    return post_p2p(async_op, [&](const View& view) {
+      return std::vector<PointToPoint>{view(arg, direction, "tensor")};
+    });
+  }
+  template <class Post>
+  WorkPtr work(Post&& post);
+  TensorRef ref(const py::object& object, const std::string& name, Access access,
+                StandIns& stand_ins, bool is_async, bool by_strides = false) const;
+
+  const std::shared_ptr<Communicator> communicator_;
+  const at::Device device_;
+  const bool on_streams_;
+};
+
+// With a constructor for tensors that hosts move, and one for those that NCCL does.
+py::class_<BoundCommunicator> bind_communicator(py::module_& m);
+void bind_nccl_communicator(py::module_& m, py::class_<BoundCommunicator>& communicator);
 
 }  // namespace pipecomm

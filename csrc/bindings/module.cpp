@@ -1,5 +1,4 @@
 // The extension module `pipecomm_ext._C`: nothing but bindings.
-#include "bindings/bound_communicator.h"
 #include "bindings/communicator.h"
 #include "bindings/connections.h"
 #include "bindings/cuda.h"
@@ -33,7 +32,7 @@ PYBIND11_MODULE(_C, m) {
   bind_flight(m);
   bind_cuda(m);
   auto communicator = bind_communicator(m);
-  bind_device_communicator(m, communicator);
+  bind_nccl_communicator(m, communicator);
 }
 
 }  // namespace pipecomm

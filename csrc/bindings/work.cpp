@@ -4,9 +4,19 @@
 
 namespace pipecomm {
 
-void HostWork::wait(const py::object& timeout) {
-  const auto limit = timeout_argument(timeout);
-  const Deadline until = limit ? Clock::now() + *limit : Deadline::max();
+void OperationWork::wait(const py::object& timeout) {
+  if (const auto limit = timeout_argument(timeout))
+    return block_until(Clock::now() + *limit, timeout);
+  py::gil_scoped_release no_gil;
+  communicator_->follow(*operation_, check_signals);
+}
+
+bool OperationWork::is_completed() {
+  py::gil_scoped_release no_gil;
+  return communicator_->is_completed(*operation_);
+}
+
+void OperationWork::block_until(Deadline until, const py::object& timeout) {
   bool finished;
   {
     py::gil_scoped_release no_gil;

@@ -14,9 +14,8 @@ namespace pipecomm {
 
 // A communicator of Python objects. Whichever of them goes last, its threads are joined without the
 // GIL, since they may need it. In a fork, where those threads do not exist, it is left as it is.
-template <class AnyCommunicator>
-std::shared_ptr<AnyCommunicator> shared_with_python(AnyCommunicator* made) {
-  return {made, [](AnyCommunicator* communicator) {
+inline std::shared_ptr<Communicator> shared_with_python(std::unique_ptr<Communicator> made) {
+  return {made.release(), [](Communicator* communicator) {
             if (communicator->is_in_fork()) return;
             if (!PyGILState_Check()) return delete communicator;
             py::gil_scoped_release no_gil;
@@ -36,18 +35,19 @@ class Work {
   virtual uint64_t number() const { return 0; }
 };
 
-// On an operation of a host communicator.
-class HostWork final : public Work {
+class OperationWork final : public Work {
  public:
-  HostWork(std::shared_ptr<Communicator> communicator, OperationPtr operation)
+  OperationWork(std::shared_ptr<Communicator> communicator, OperationPtr operation)
       : communicator_(std::move(communicator)), operation_(std::move(operation)) {}
   void wait(const py::object& timeout) override;
-  void synchronize() override { wait(py::none()); }
-  bool is_completed() override { return operation_->done(); }
+  void synchronize() override { block_until(Deadline::max(), py::none()); }
+  bool is_completed() override;
   uint64_t number() const override { return operation_->number_of_collective(); }
   const OperationPtr& operation() const { return operation_; }
 
  private:
+  void block_until(Deadline until, const py::object& timeout);
+
   std::shared_ptr<Communicator> communicator_;
   OperationPtr operation_;
 };

@@ -7,6 +7,7 @@
 #include <functional>
 #include <numeric>
 
+#include "engine/host_execution.h"
 #include "message/start_thread.h"
 
 namespace pipecomm {
@@ -29,27 +30,22 @@ auto both_ways(const Descriptor& descriptor) {
 
 }  // namespace
 
-void throw_closed(OpCode op, int rank) {
-  Failure closed{.kind = FailureKind::aborted,
-                 .message = std::string(op_name(op)) +
-                            " on a closed communicator; create a new Communicator to go on",
-                 .op = op_name(op),
-                 .rank = rank,
-                 .origin_rank = rank};
-  throw PipeCommException(std::make_shared<Failure>(std::move(closed)));
+Communicator::Communicator(const CommunicatorOptions& options, const MakeTransport& make_transport,
+                           const MakeExecution& make_execution, const Interrupted& interrupted)
+    : Communicator(Unstarted(), options, make_transport, make_execution) {
+  execution_->start(interrupted);  // if it throws, the destructor does the rest
 }
 
-Communicator::Communicator(const CommunicatorOptions& options, const MakeTransport& make_transport)
-    : options_(options),
-      owner_pid_(getpid()),
-      flight_record_(options.on_failure),
-      execution_(options.rank, options.num_threads, options.device) {
+Communicator::Communicator(Unstarted, const CommunicatorOptions& options,
+                           const MakeTransport& make_transport, const MakeExecution& make_execution)
+    : options_(options), owner_pid_(getpid()), flight_record_(options.on_failure) {
   if (options_.size < 1 || options_.rank < 0 || options_.rank >= options_.size)
     throw std::invalid_argument("rank " + std::to_string(options_.rank) + " is not in a group of " +
                                 std::to_string(options_.size));
   if (options_.num_channels < 1 || options_.num_channels > kMaxUserChannels)
     throw std::invalid_argument("channels must be 1 to " + std::to_string(kMaxUserChannels) +
                                 ", not " + std::to_string(options_.num_channels));
+  execution_ = make_execution ? make_execution(*this) : std::make_unique<HostExecution>(*this);
   {
     // Threads of the transport that have a failure to report wait until there is a transport to
     // abort.
@@ -100,13 +96,18 @@ void Communicator::check_usable(OpCode op) const {
   std::lock_guard lock(mutex_);
   if (failure_) throw PipeCommException(failure_);
   if (!closing_) return;
-  throw_closed(op, rank());
+  Failure closed{.kind = FailureKind::aborted,
+                 .message = std::string(op_name(op)) +
+                            " on a closed communicator; create a new Communicator to go on",
+                 .op = op_name(op),
+                 .rank = rank(),
+                 .origin_rank = rank()};
+  throw PipeCommException(std::make_shared<Failure>(std::move(closed)));
 }
 
 // ------------------------------------------------------------------------------------------------
 // operations
 
-// What peers compare of a description: with check="off" nothing but the size.
 Descriptor Communicator::checked(const Descriptor& descriptor) const {
   if (options_.checks) return descriptor;
   return describe(descriptor.op, descriptor.channel, {}, 0, descriptor.num_bytes);
@@ -118,7 +119,7 @@ Deadline Communicator::deadline_from_now() const {
              : Deadline::max();
 }
 
-OperationPtr Communicator::make_operation(OpCode op) {
+OperationPtr Communicator::make_operation(OpCode op) const {
   return std::make_shared<Operation>(op, deadline_from_now());
 }
 
@@ -142,10 +143,19 @@ std::vector<int> Communicator::peers_in(const Scope& scope) const {
   return peers;
 }
 
-// With `post_mutex_` held, so that no other thread closes in between.
+std::unique_lock<std::mutex> Communicator::lock_posts(OpCode op) {
+  std::unique_lock lock(post_mutex_);
+  check_usable(op);  // now that no other thread can close in between
+  return lock;
+}
+
 void Communicator::post(const OperationPtr& operation, bool is_async) {
-  check_usable(operation->op());
-  operation->record_in(flight_record_, num_posted_++);
+  const auto lock = lock_posts(operation->op());
+  post_locked(operation, is_async);
+}
+
+void Communicator::post_locked(const OperationPtr& operation, bool is_async) {
+  number(*operation);
   std::vector<RequestPtr> requests = operation->seal();
   if (requests.empty()) return;
   if (requests.front()->descriptor.channel == kCollectiveChannel)
@@ -173,193 +183,20 @@ void Communicator::note_in_flight(const OperationPtr& operation) {
   in_flight_.push_back(operation);
 }
 
-// With all ranks in one order. `collective.members` are those of a scope that has been checked.
 void Communicator::post_collective(Collective collective, int channel, bool is_async) {
   const OperationPtr operation = collective.operation;
   const bool is_direct = !runs_in_line(channel);
   if (is_direct)
     operation->add_requests(collective.messages_with(peers_in({collective.members, channel})));
-  std::lock_guard lock(post_mutex_);
-  if (is_direct) return post(operation, is_async);
-  check_usable(operation->op());
-  operation->record_in(flight_record_, num_posted_++);
+  const auto lock = lock_posts(operation->op());
+  if (is_direct) return post_locked(operation, is_async);
+  number(*operation);
   operation->set_number_of_collective(++num_collectives_);
   line_->submit(std::move(collective), is_async);
   note_in_flight(operation);
 }
 
-OperationPtr Communicator::batch_p2p(std::span<const PointToPoint> batch,
-                                     std::function<void()> on_success, bool is_async) {
-  check_usable(OpCode::p2p);
-  check_batch(batch, size(), options_.num_channels);
-  const auto own = pair_own_messages(batch, rank());
-  const OperationPtr operation = make_operation(OpCode::p2p);
-  const auto staged = stage(*operation, batch, own, std::move(on_success));
-  for (size_t idx = 0; idx < batch.size(); ++idx) {
-    const PointToPoint& op = batch[idx];
-    if (op.tensor.storage) operation->keep(op.tensor.storage);
-    if (op.peer == rank()) continue;
-    operation->add_request(
-        op.direction, op.peer,
-        checked(describe(OpCode::p2p, op.channel, op.tensor, op.signature, op.tensor.num_bytes())),
-        staged ? staged->data[idx] : op.tensor.data);
-  }
-  std::lock_guard lock(post_mutex_);
-  post(operation, is_async);
-  return operation;
-}
-
-OperationPtr Communicator::exchange(OpCode op, PreparedExchangePtr prepared,
-                                    std::span<const TensorRef> inputs,
-                                    std::span<const TensorRef> outputs,
-                                    std::function<void()> on_success, bool is_async,
-                                    const Scope& scope, const OperationPtr& after) {
-  check_usable(op);
-  auto lowered = prepared->lowered_for(rank(), size(), inputs, outputs, execution_.is_on_device());
-  if (!scope.members.empty() || !runs_in_line(scope.channel))
-    check_peers(*lowered, peers_in(scope));
-  const OperationPtr operation = make_operation(op);
-  const auto exchange =
-      execution_.exchange(std::move(lowered), inputs, outputs, transport_->copies_on_the_way());
-  for (const auto tensors : {inputs, outputs})
-    for (const TensorRef& tensor : tensors) operation->keep(tensor.storage);
-  operation->keep(exchange);
-  if (after && scope.channel == kCollectiveChannel)
-    throw std::invalid_argument("what follows another operation needs a channel");
-  const EventPtr caller = execution_.work_of_caller(op);
-  Collective collective{operation, scope.members};
-  if (runs_in_line(scope.channel))
-    collective.common =
-        checked(empty_message(op, scope.channel, prepared->plan(), scope.gradient_of));
-  collective.messages_with = [this, op, channel = scope.channel, gradient_of = scope.gradient_of,
-                              prepared = std::move(prepared),
-                              exchange](std::span<const int> peers) {
-    auto messages =
-        exchange_messages(op, channel, prepared->plan(), exchange->lowered(), peers, gradient_of);
-    for (PeerMessages& peer : messages) {
-      peer.send = checked(peer.send);
-      peer.recv = checked(peer.recv);
-    }
-    return exchange->requests(messages);
-  };
-  auto start = [this, collective = std::move(collective), channel = scope.channel, caller, exchange,
-                on_success = std::move(on_success), is_async]() mutable {
-    start_exchange(std::move(collective), channel, caller, exchange, std::move(on_success),
-                   is_async);
-  };
-  if (scope.channel == kCollectiveChannel) {
-    start();
-    return operation;
-  }
-  sequencers_[scope.channel]->submit(after, operation,
-                                     [this, operation, start = std::move(start)]() mutable {
-                                       operation->restart(deadline_from_now());
-                                       start();
-                                     });
-  return operation;
-}
-
-void Communicator::start_exchange(Collective collective, int channel, const EventPtr& caller,
-                                  const std::shared_ptr<HostExchange>& exchange,
-                                  std::function<void()> on_success, bool is_async) {
-  Operation& operation = *collective.operation;
-  exchange->take_memory();
-  before_posting(operation, caller, [&] { exchange->begin(); });
-  operation.on_success([exchange, on_success = std::move(on_success)] {
-    exchange->end();
-    if (on_success) on_success();
-  });
-  if (runs_in_line(channel)) collective.data_peers = peers_of(exchange->lowered());
-  post_collective(std::move(collective), channel, is_async);
-}
-
-// The copies that precede the messages. On a device they, and those that follow the messages, come
-// after the caller's work. An error there leaves peers waiting, so all ranks fail.
-void Communicator::before_posting(const Operation& operation, const EventPtr& caller,
-                                  const std::function<void()>& copy) {
-  if (!execution_.is_on_device()) return copy();
-  const auto fail_with = [&](FailureKind kind, const std::string& text) {
-    fail({.kind = kind,
-          .message = op_name(operation.op()) + text,
-          .op = op_name(operation.op()),
-          .rank = rank(),
-          .origin_rank = rank()});
-  };
-  try {
-    execution_.wait(caller, [&] {
-      check_usable(operation.op());
-      if (Clock::now() >= operation.deadline())
-        fail_with(FailureKind::timeout,
-                  " timed out after " + seconds_text(Clock::now() - operation.posted_at()) +
-                      ": the caller's CUDA stream has not come to it, which may wait for "
-                      "another rank itself");
-    });
-    copy();
-  } catch (const PipeCommException&) {
-    throw;
-  } catch (const std::exception& error) {
-    fail_with(FailureKind::error, std::string(" could not be enqueued: ") + error.what());
-    check_usable(operation.op());
-    throw;
-  }
-}
-
-// Null: the messages lie in the tensors themselves.
-std::shared_ptr<StagedBatch> Communicator::stage(Operation& operation,
-                                                 std::span<const PointToPoint> batch,
-                                                 const OwnMessages& own,
-                                                 std::function<void()> on_success) {
-  const EventPtr caller = execution_.work_of_caller(operation.op());
-  auto staged = execution_.stage(batch, own);
-  if (!staged) {
-    if (on_success) operation.on_success(std::move(on_success));
-    return nullptr;
-  }
-  before_posting(operation, caller, [&] {
-    execution_.copy(staged->outgoing.tasks(), staged->outgoing.buffers(), Scale{});
-  });
-  operation.keep(staged);
-  operation.on_success([this, staged, on_success = std::move(on_success)] {
-    execution_.copy(staged->incoming.tasks(), staged->incoming.buffers(), Scale{});
-    staged->memory.reset();
-    if (on_success) on_success();
-  });
-  return staged;
-}
-
-OperationPtr Communicator::broadcast(const TensorRef& tensor, int source,
-                                     std::function<void()> on_success, bool is_async) {
-  check_usable(OpCode::broadcast);
-  check_peer(source, size(), "source rank");
-  const OperationPtr operation = make_operation(OpCode::broadcast);
-  if (tensor.storage) operation->keep(tensor.storage);
-  const Direction way = source == rank() ? Direction::send : Direction::recv;
-  const PointToPoint whole{way, -1, kCollectiveChannel, tensor, 0};
-  const auto staged = stage(*operation, {&whole, 1}, {}, std::move(on_success));
-  std::byte* const data = staged ? staged->data[0] : tensor.data;
-  Collective collective{operation, {}, checked(broadcast_message(tensor, source))};
-  collective.source = source;
-  collective.payload = data;
-  collective.messages_with = [this, source, data,
-                              common = collective.common](std::span<const int> peers) {
-    std::vector<RequestPtr> requests;
-    for (const Direction direction : {Direction::recv, Direction::send}) {
-      for (const int peer : peers) {
-        Descriptor descriptor = common;
-        const bool has_payload = (direction == Direction::send ? rank() : peer) == source;
-        if (!has_payload) descriptor.num_bytes = 0;
-        requests.push_back(
-            make_request(direction, peer, descriptor, descriptor.num_bytes > 0 ? data : nullptr));
-      }
-    }
-    return requests;
-  };
-  post_collective(std::move(collective), kCollectiveChannel, is_async);
-  return operation;
-}
-
-OperationPtr Communicator::barrier(bool is_async) {
-  check_usable(OpCode::barrier);
+OperationPtr Communicator::post_barrier(bool is_async) {
   const OperationPtr operation = make_operation(OpCode::barrier);
   const Descriptor descriptor = describe(OpCode::barrier, kCollectiveChannel, {}, 0, 0);
   post_collective({operation, {}, descriptor, false, both_ways(descriptor)}, kCollectiveChannel,
@@ -367,35 +204,7 @@ OperationPtr Communicator::barrier(bool is_async) {
   return operation;
 }
 
-void Communicator::connect(std::span<const int> peers) {
-  check_process();
-  if (closed_ || failure()) return;
-  for (const int peer : peers)
-    if (peer != rank()) transport_->connect(peer);
-}
-
-// Only where all collectives are direct: it does not wait for its place in the line of the others.
-OperationPtr Communicator::agree(OpCode op, const std::shared_ptr<Agreement>& agreement) {
-  check_usable(op);
-  const OperationPtr operation = make_operation(op);
-  operation->keep(agreement);
-  auto add = [&](Direction direction, int peer, const Descriptor& descriptor,
-                 std::span<std::byte> note) {
-    Request& request = operation->add_request(direction, peer, descriptor, note.data());
-    request.num_note_bytes = static_cast<int64_t>(note.size());
-  };
-  for (const PeerMessages& pair : agreement->pairs())
-    add(Direction::recv, pair.peer, pair.recv, agreement->heard(pair.peer));
-  for (const PeerMessages& pair : agreement->pairs())
-    add(Direction::send, pair.peer, pair.send, agreement->told());
-  std::lock_guard lock(post_mutex_);
-  post(operation);
-  return operation;
-}
-
-OperationPtr Communicator::refuse(OpCode op, const std::string& reason, const Scope& scope) {
-  check_usable(op);
-  peers_in(scope);  // throws if it is not possible
+OperationPtr Communicator::post_refusal(OpCode op, const std::string& reason, const Scope& scope) {
   const OperationPtr operation = make_operation(op);
   const Descriptor descriptor = describe(op, scope.channel, {}, 0, 0);
   const auto refusals = [messages = both_ways(descriptor), reason](std::span<const int> peers) {
@@ -414,15 +223,79 @@ OperationPtr Communicator::refuse(OpCode op, const std::string& reason, const Sc
   if (scope.channel == kCollectiveChannel)
     post_now();
   else
-    sequencers_[scope.channel]->submit(nullptr, operation, post_now);
+    post_after(scope.channel, nullptr, operation, post_now);
   return operation;
 }
 
-bool Communicator::wait(Operation& operation, Deadline until,
-                        const std::function<void()>& interrupted) {
+// Only where all collectives are direct: it does not wait for its place in the line of the others.
+OperationPtr Communicator::agree(OpCode op, const std::shared_ptr<Agreement>& agreement) {
+  const OperationPtr operation = make_operation(op);
+  operation->keep(agreement);
+  auto add = [&](Direction direction, int peer, const Descriptor& descriptor,
+                 std::span<std::byte> note) {
+    Request& request = operation->add_request(direction, peer, descriptor, note.data());
+    request.num_note_bytes = static_cast<int64_t>(note.size());
+  };
+  for (const PeerMessages& pair : agreement->pairs())
+    add(Direction::recv, pair.peer, pair.recv, agreement->heard(pair.peer));
+  for (const PeerMessages& pair : agreement->pairs())
+    add(Direction::send, pair.peer, pair.send, agreement->told());
+  post(operation);
+  return operation;
+}
+
+// ------------------------------------------------------------------------------------------------
+// calls
+
+OperationPtr Communicator::batch_p2p(std::span<const PointToPoint> batch, CallOptions options) {
+  check_usable(OpCode::p2p);
+  check_batch(batch, size(), options_.num_channels);
+  return execution_->batch_p2p(batch, std::move(options));
+}
+
+OperationPtr Communicator::exchange(OpCode op, const PreparedExchangePtr& prepared,
+                                    std::span<const TensorRef> inputs,
+                                    std::span<const TensorRef> outputs, CallOptions options,
+                                    const Scope& scope, const OperationPtr& after) {
+  check_usable(op);
+  const auto lowered =
+      prepared->lowered_for(rank(), size(), inputs, outputs, execution_->stages_all());
+  if (!scope.members.empty() || !runs_in_line(scope.channel))
+    check_peers(*lowered, peers_in(scope));
+  if (after && scope.channel == kCollectiveChannel)
+    throw std::invalid_argument("what follows another operation needs a channel");
+  return execution_->exchange({op, prepared, lowered, inputs, outputs, scope, after},
+                              std::move(options));
+}
+
+OperationPtr Communicator::broadcast(const TensorRef& tensor, int source, CallOptions options) {
+  check_usable(OpCode::broadcast);
+  check_peer(source, size(), "source rank");
+  return execution_->broadcast(tensor, source, std::move(options));
+}
+
+OperationPtr Communicator::barrier(bool is_async) {
+  check_usable(OpCode::barrier);
+  return execution_->barrier(is_async);
+}
+
+OperationPtr Communicator::refuse(OpCode op, const std::string& reason, const Scope& scope) {
+  check_usable(op);
+  peers_in(scope);  // throws if it is not possible
+  return execution_->refuse(op, reason, scope);
+}
+
+void Communicator::connect(std::span<const int> peers) {
+  check_process();
+  if (closed_ || failure()) return;
+  for (const int peer : peers)
+    if (peer != rank()) transport_->connect(peer);
+}
+
+bool Communicator::wait(Operation& operation, Deadline until, const Interrupted& interrupted) {
   while (!operation.done()) {
     check_process();
-    if (transport_->assist(operation) &&
+    if (execution_->assist(operation) &&
         operation.wait_until(std::min(until, Clock::now() + 5 * kTick)))
       break;
     if (interrupted) interrupted();
@@ -434,6 +307,15 @@ bool Communicator::wait(Operation& operation, Deadline until,
     throw PipeCommException(failure);
   }
   return true;
+}
+
+void Communicator::follow(Operation& operation, const Interrupted& interrupted) {
+  check_process();
+  if (!execution_->follow(operation)) wait(operation, Deadline::max(), interrupted);
+}
+
+bool Communicator::is_completed(Operation& operation) {
+  return is_in_fork() ? operation.done() : execution_->poll(operation);
 }
 
 }  // namespace pipecomm

@@ -1,5 +1,5 @@
-// The engine: validates calls, orders them, has their data moved (HostExecution), and turns an error
-// on any rank into one error on all of them. It knows tensors only as addresses, shapes and strides.
+// The engine: validates calls, orders them, has their data moved (Execution), and turns an error on
+// any rank into one error on all of them. It knows tensors only as addresses, shapes and strides.
 #pragma once
 
 #include <atomic>
@@ -17,9 +17,8 @@
 #include "copy/device_runtime.h"
 #include "engine/agreement.h"
 #include "engine/collective_line.h"
-#include "engine/host_execution.h"
+#include "engine/execution.h"
 #include "engine/point_to_point.h"
-#include "engine/prepared_exchange.h"
 #include "engine/sequencer.h"
 #include "message/failure.h"
 #include "message/flight_record.h"
@@ -35,9 +34,6 @@ struct CommunicatorOptions {
   std::optional<std::chrono::nanoseconds> timeout;  // none: wait forever
   int num_threads = 1;                              // for packing
   bool checks = true;  // compare dtypes, shapes and arguments, not only sizes
-  // Called with the claims of peers (see `Communicator::claim`), on a thread of the transport.
-  std::function<void(int peer, Direction direction, const Descriptor& descriptor)> on_claim =
-      nullptr;
   // Called when an operation or the communicator has failed, see FlightRecord.
   std::function<void()> on_failure = nullptr;
   // Up to this many members of a collective tell each other directly, without a tree.
@@ -46,21 +42,14 @@ struct CommunicatorOptions {
   std::shared_ptr<DeviceRuntime> device = nullptr;
 };
 
-// Who takes part in a collective, and in which order of messages.
-struct Scope {
-  std::vector<int> members;          // increasing, this rank among them; empty: all ranks
-  int channel = kCollectiveChannel;  // or one of the user's
-  // The number of the collective whose gradients this one moves, which the ranks compare; or 0.
-  uint64_t gradient_of = 0;
-};
-
-// Throws the PipeCommException of a call after close().
-[[noreturn]] void throw_closed(OpCode op, int rank);
-
 class Communicator final : private TransportEvents {
  public:
   using MakeTransport = std::function<std::unique_ptr<HostTransport>(TransportEvents&)>;
-  Communicator(const CommunicatorOptions& options, const MakeTransport& make_transport);
+  using MakeExecution = std::function<std::unique_ptr<Execution>(Communicator&)>;
+  // Without `make_execution` a HostExecution. Another one may have to wait for all ranks.
+  Communicator(const CommunicatorOptions& options, const MakeTransport& make_transport,
+               const MakeExecution& make_execution = nullptr,
+               const Interrupted& interrupted = nullptr);
   ~Communicator() override;
 
   int rank() const { return options_.rank; }
@@ -70,19 +59,18 @@ class Communicator final : private TransportEvents {
   // All calls below throw std::invalid_argument before anything is posted, or PipeCommException
   // with the original cause once the communicator has failed or is closed.
   //
-  // Point-to-point: one group of messages. `on_success` runs before waiters see the end.
-  OperationPtr batch_p2p(std::span<const PointToPoint> batch,
-                         std::function<void()> on_success = nullptr, bool is_async = true);
+  // Point-to-point: one group of messages.
+  OperationPtr batch_p2p(std::span<const PointToPoint> batch, CallOptions options = {});
 
   // Collectives: every rank hears of every other one, so that all know of a rank that refuses.
   // An exchange on a channel of the user is posted when all earlier ones on that channel are, and
   // `after`, if given, has succeeded; it fails if `after` fails. No caller has to wait for that.
-  OperationPtr exchange(OpCode op, PreparedExchangePtr plan, std::span<const TensorRef> inputs,
-                        std::span<const TensorRef> outputs,
-                        std::function<void()> on_success = nullptr, bool is_async = true,
-                        const Scope& scope = {}, const OperationPtr& after = nullptr);
-  OperationPtr broadcast(const TensorRef& tensor, int source,
-                         std::function<void()> on_success = nullptr, bool is_async = true);
+  OperationPtr exchange(OpCode op, const PreparedExchangePtr& plan,
+                        std::span<const TensorRef> inputs, std::span<const TensorRef> outputs,
+                        CallOptions options = {}, const Scope& scope = {},
+                        const OperationPtr& after = nullptr);
+  OperationPtr broadcast(const TensorRef& tensor, int source, CallOptions options = {});
+  // Meets the hosts of all ranks, whatever runs on streams.
   OperationPtr barrier(bool is_async = true);
   // Begins to connect to these ranks, see HostTransport::connect.
   void connect(std::span<const int> peers);
@@ -96,18 +84,13 @@ class Communicator final : private TransportEvents {
   // heard it.
   OperationPtr refuse(OpCode op, const std::string& reason, const Scope& scope = {});
 
-  // For a device communicator, whose data do not pass here. `agree` is a collective without data:
-  // fails if the two ends of a pair disagree, and leaves the notes of all peers in `agreement`.
-  // `claim` tells a peer what this end believes of one message, see HostTransport.
-  OperationPtr agree(OpCode op, const std::shared_ptr<Agreement>& agreement);
-  void claim(int peer, Direction direction, const Descriptor& descriptor) {
-    transport_->claim(peer, direction, descriptor);
-  }
-
   // Blocks until the operation is done and throws its failure, if any; false if `until` passes
-  // first. `interrupted` is asked now and then on the waiting thread and may throw (pending
-  // signals).
-  bool wait(Operation& operation, Deadline until, const std::function<void()>& interrupted);
+  // first.
+  bool wait(Operation& operation, Deadline until, const Interrupted& interrupted);
+  // What the caller does next, or enqueues on its current stream, comes after the operation.
+  void follow(Operation& operation, const Interrupted& interrupted);
+  // Whether it has ended, well or not.
+  bool is_completed(Operation& operation);
 
   // The failure of all operations from now on, on all ranks; the first one counts.
   void fail(Failure failure);
@@ -115,7 +98,9 @@ class Communicator final : private TransportEvents {
   // Finishes what is under way, says goodbye and releases everything. Throws if operations were
   // still pending when their deadline passed. If `interrupted` throws, the communicator is aborted,
   // the rest is done all the same, and the exception goes on. Idempotent.
-  void close(const std::function<void()>& interrupted);
+  void close(const Interrupted& interrupted);
+  // What close() has left behind, and how to avoid it; or "".
+  std::string end_warning() const { return execution_->end_warning(); }
   bool closed() const { return closed_; }
   // Threads and connections stay with the process that made them: in a fork every call is refused,
   // close() does nothing, and the object must not be destroyed.
@@ -127,7 +112,40 @@ class Communicator final : private TransportEvents {
   Deadline deadline_from_now() const;
   // The latest operations that have ended, and all that have not, by number.
   std::vector<Flight> flights() const;
-  CopyCounters copy_counters() const { return execution_.copy_counters(); }
+  CopyCounters copy_counters() const { return execution_->copy_counters(); }
+
+  // --- for its execution ---
+  void check_usable(OpCode op) const;
+  OperationPtr make_operation(OpCode op) const;
+  // What peers compare of a description: with check="off" nothing but the size.
+  Descriptor checked(const Descriptor& descriptor) const;
+  HostTransport& transport() { return *transport_; }
+  bool runs_in_line(int channel) const { return line_ && channel == kCollectiveChannel; }
+  // Posts the requests of an operation.
+  void post(const OperationPtr& operation, bool is_async = true);
+  // With all ranks in one order. `collective.members` are those of a scope that has been checked.
+  void post_collective(Collective collective, int channel, bool is_async = true);
+  // Calls `post` behind what came before on this channel of the user, and behind `after` (or null).
+  void post_after(int channel, const OperationPtr& after, const OperationPtr& operation,
+                  std::function<void()> post) {
+    sequencers_[channel]->submit(after, operation, std::move(post));
+  }
+  OperationPtr post_barrier(bool is_async);
+  OperationPtr post_refusal(OpCode op, const std::string& reason, const Scope& scope);
+  // A collective without data: fails if the two ends of a pair disagree, and leaves the notes of all
+  // peers in `agreement`.
+  OperationPtr agree(OpCode op, const std::shared_ptr<Agreement>& agreement);
+  // Tells a peer what this end believes of one message, see HostTransport.
+  void claim(int peer, Direction direction, const Descriptor& descriptor) {
+    transport_->claim(peer, direction, descriptor);
+  }
+  // For operations without requests. While the lock is held no other call is posted, and none closes
+  // the communicator. Throws if it is not usable.
+  [[nodiscard]] std::unique_lock<std::mutex> lock_posts(OpCode op);
+  // Its place in the order of posts; with that lock.
+  void number(Operation& operation) { operation.record_in(flight_record_, num_posted_++); }
+  // From now on it has a deadline and fails with the communicator.
+  void note_in_flight(const OperationPtr& operation);
 
  private:
   static constexpr auto kTick = std::chrono::milliseconds(20);
@@ -137,23 +155,13 @@ class Communicator final : private TransportEvents {
   void on_broken(const std::string& why) override;
   void on_claim(int peer, Direction direction, const Descriptor& descriptor) override;
 
-  void check_usable(OpCode op) const;
+  struct Unstarted {};
+  Communicator(Unstarted, const CommunicatorOptions& options, const MakeTransport& make_transport,
+               const MakeExecution& make_execution);
   // The communicator's failure as one of its operations reports it: with what that operation was
   // waiting for.
   static FailurePtr failure_for(const FailurePtr& failure, const Operation& operation);
-  OperationPtr make_operation(OpCode op);
-  void start_exchange(Collective collective, int channel, const EventPtr& caller,
-                      const std::shared_ptr<HostExchange>& exchange,
-                      std::function<void()> on_success, bool is_async);
-  void before_posting(const Operation& operation, const EventPtr& caller,
-                      const std::function<void()>& copy);
-  std::shared_ptr<StagedBatch> stage(Operation& operation, std::span<const PointToPoint> batch,
-                                     const OwnMessages& own, std::function<void()> on_success);
-  Descriptor checked(const Descriptor& descriptor) const;
-  bool runs_in_line(int channel) const { return line_ && channel == kCollectiveChannel; }
-  void post_collective(Collective collective, int channel, bool is_async = true);
-  void post(const OperationPtr& operation, bool is_async = true);
-  void note_in_flight(const OperationPtr& operation);
+  void post_locked(const OperationPtr& operation, bool is_async);
   void tell_peers(const Failure& failure);
   void watch();
   void expire(Operation& operation);
@@ -162,7 +170,7 @@ class Communicator final : private TransportEvents {
   const CommunicatorOptions options_;
   const int owner_pid_;
   FlightRecord flight_record_;
-  HostExecution execution_;
+  std::unique_ptr<Execution> execution_;
 
   std::mutex failing_mutex_;  // held before mutex_
   std::mutex telling_mutex_;

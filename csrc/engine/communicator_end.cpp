@@ -18,6 +18,10 @@ Communicator::~Communicator() {
   {
     std::scoped_lock lock(post_mutex_, mutex_);
     closing_ = true;  // for what is still to be posted
+  }
+  execution_->end(false);
+  {
+    std::lock_guard lock(mutex_);
     has_pending = std::any_of(in_flight_.begin(), in_flight_.end(), [](const auto& weak) {
       const OperationPtr operation = weak.lock();
       return operation && !operation->done();
@@ -121,10 +125,11 @@ void Communicator::on_broken(const std::string& why) {
 }
 
 void Communicator::on_claim(int peer, Direction direction, const Descriptor& descriptor) {
-  if (options_.on_claim) options_.on_claim(peer, direction, descriptor);
+  execution_->on_claim(peer, direction, descriptor);
 }
 
 void Communicator::expire(Operation& operation) {
+  if (operation.is_on_device()) return execution_->expire(operation);
   Failure failure{.kind = FailureKind::timeout,
                   .op = op_name(operation.op()),
                   .rank = rank(),
@@ -152,7 +157,7 @@ void Communicator::watch() {
     while (!in_flight_.empty()) {
       OperationPtr oldest = in_flight_.front().lock();
       if (oldest && !oldest->done()) {
-        if (Clock::now() >= oldest->deadline()) expired = std::move(oldest);
+        if (execution_->is_late(*oldest)) expired = std::move(oldest);
         break;
       }
       in_flight_.pop_front();
@@ -169,18 +174,27 @@ void Communicator::watch() {
   }
 }
 
-void Communicator::close(const std::function<void()>& interrupted) {
+void Communicator::close(const Interrupted& interrupted) {
   if (is_in_fork()) return;
   std::exception_ptr error;
-  bool is_interrupted = false;
-  try {
-    for (const auto& sequencer : sequencers_)
-      while (!sequencer->wait_until_idle(Clock::now() + 5 * kTick))
-        if (interrupted) interrupted();
-  } catch (...) {
-    error = std::current_exception();
-    is_interrupted = true;
-  }
+  const auto attempt = [&](auto&& body) {
+    try {
+      body();
+    } catch (const PipeCommException&) {
+      if (!error) error = std::current_exception();
+    } catch (...) {
+      error = std::current_exception();
+      // Peers that wait for what is still pending must hear that it will not come.
+      abort("its close() was interrupted");
+    }
+  };
+  const auto wait_until_idle = [&](auto& queue) {
+    while (!queue.wait_until_idle(Clock::now() + 5 * kTick))
+      if (interrupted) interrupted();
+  };
+  attempt([&] {
+    for (const auto& sequencer : sequencers_) wait_until_idle(*sequencer);
+  });
   std::vector<OperationPtr> pending;
   FailurePtr failed_before;
   {
@@ -189,38 +203,21 @@ void Communicator::close(const std::function<void()>& interrupted) {
     if (std::exchange(closing_, true)) return;
     failed_before = failure_;
     for (const auto& weak : in_flight_)
-      if (OperationPtr operation = weak.lock()) pending.push_back(std::move(operation));
+      if (OperationPtr operation = weak.lock(); operation && !operation->is_on_device())
+        pending.push_back(std::move(operation));
   }
   // The thread that failed it may not have told all peers yet, and they must hear that first.
   if (failed_before) tell_peers(*failed_before);
+  attempt([&] { execution_->finish(interrupted); });
+  execution_->end(true);
   // What collectives have still to post must come before this rank says that it posts no more.
-  if (line_ && !failed_before && !error) {
-    try {
-      while (!line_->wait_until_idle(Clock::now() + 5 * kTick))
-        if (interrupted) interrupted();
-    } catch (...) {
-      error = std::current_exception();
-      is_interrupted = true;
-    }
-  }
+  if (line_ && !failed_before && !error) attempt([&] { wait_until_idle(*line_); });
   if (line_) line_->stop();
   transport_->begin_close();
-  if (!failed_before && !error) {
-    for (const OperationPtr& operation : pending) {
-      if (operation->failure_seen()) continue;
-      try {
-        wait(*operation, Deadline::max(), interrupted);
-      } catch (const PipeCommException&) {
-        if (!error) error = std::current_exception();
-      } catch (...) {
-        error = std::current_exception();
-        is_interrupted = true;
-        break;
-      }
-    }
+  for (const OperationPtr& operation : pending) {
+    if (failed_before || operation->failure_seen()) continue;
+    attempt([&] { wait(*operation, Deadline::max(), interrupted); });
   }
-  // Peers that wait for what is still pending must hear that it will not come.
-  if (is_interrupted) abort("its close() was interrupted");
   pending.clear();
   end();
   if (error) std::rethrow_exception(error);

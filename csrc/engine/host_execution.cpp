@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "copy/copy_cpu.h"
+#include "engine/peer_messages.h"
 
 namespace pipecomm {
 namespace {
@@ -14,19 +15,118 @@ StagingPool pool_for(const std::shared_ptr<DeviceRuntime>& device) {
 
 }  // namespace
 
-HostExecution::HostExecution(int rank, int num_threads,
-                             const std::shared_ptr<DeviceRuntime>& device)
-    : rank_(rank),
-      staging_(device ? std::make_unique<HostStaging>(device) : nullptr),
-      pool_(pool_for(device)),
-      threads_(num_threads) {}
+HostExecution::HostExecution(Communicator& communicator)
+    : communicator_(communicator),
+      staging_(communicator.options().device
+                   ? std::make_unique<HostStaging>(communicator.options().device)
+                   : nullptr),
+      pool_(pool_for(communicator.options().device)),
+      threads_(communicator.options().num_threads) {}
+
+OperationPtr HostExecution::batch_p2p(std::span<const PointToPoint> batch, CallOptions options) {
+  const int rank = communicator_.rank();
+  const auto own = pair_own_messages(batch, rank);
+  const OperationPtr operation = communicator_.make_operation(OpCode::p2p);
+  const auto staged = stage(*operation, batch, own, std::move(options.on_success));
+  for (size_t idx = 0; idx < batch.size(); ++idx) {
+    const PointToPoint& op = batch[idx];
+    if (op.tensor.storage) operation->keep(op.tensor.storage);
+    if (op.peer == rank) continue;
+    operation->add_request(op.direction, op.peer,
+                           communicator_.checked(describe(OpCode::p2p, op.channel, op.tensor,
+                                                          op.signature, op.tensor.num_bytes())),
+                           staged ? staged->data[idx] : op.tensor.data);
+  }
+  communicator_.post(operation, options.is_async);
+  return operation;
+}
+
+OperationPtr HostExecution::exchange(const ExchangeCall& call, CallOptions options) {
+  const OpCode op = call.op;
+  const int channel = call.scope.channel;
+  const OperationPtr operation = communicator_.make_operation(op);
+  const auto exchange = std::make_shared<HostExchange>(
+      *this, call, stages_all() || !communicator_.transport().copies_on_the_way());
+  for (const auto tensors : {call.inputs, call.outputs})
+    for (const TensorRef& tensor : tensors) operation->keep(tensor.storage);
+  operation->keep(exchange);
+  const EventPtr caller = work_of_caller(op);
+  Collective collective{operation, call.scope.members};
+  const uint64_t gradient_of = call.scope.gradient_of;
+  if (communicator_.runs_in_line(channel))
+    collective.common =
+        communicator_.checked(empty_message(op, channel, call.prepared->plan(), gradient_of));
+  collective.messages_with = [this, op, channel, gradient_of, prepared = call.prepared,
+                              exchange](std::span<const int> peers) {
+    auto messages =
+        exchange_messages(op, channel, prepared->plan(), exchange->lowered(), peers, gradient_of);
+    for (PeerMessages& peer : messages) {
+      peer.send = communicator_.checked(peer.send);
+      peer.recv = communicator_.checked(peer.recv);
+    }
+    return exchange->requests(messages);
+  };
+  auto start = [this, collective = std::move(collective), channel, caller, exchange,
+                options = std::move(options)]() mutable {
+    start_exchange(std::move(collective), channel, caller, exchange, std::move(options));
+  };
+  if (channel == kCollectiveChannel) {
+    start();
+    return operation;
+  }
+  communicator_.post_after(channel, call.after, operation,
+                           [this, operation, start = std::move(start)]() mutable {
+                             operation->restart(communicator_.deadline_from_now());
+                             start();
+                           });
+  return operation;
+}
+
+void HostExecution::start_exchange(Collective collective, int channel, const EventPtr& caller,
+                                   const std::shared_ptr<HostExchange>& exchange,
+                                   CallOptions options) {
+  Operation& operation = *collective.operation;
+  exchange->take_memory();
+  before_posting(operation, caller, [&] { exchange->begin(); });
+  operation.on_success([exchange, on_success = std::move(options.on_success)] {
+    exchange->end();
+    if (on_success) on_success();
+  });
+  if (communicator_.runs_in_line(channel)) collective.data_peers = peers_of(exchange->lowered());
+  communicator_.post_collective(std::move(collective), channel, options.is_async);
+}
+
+OperationPtr HostExecution::broadcast(const TensorRef& tensor, int source, CallOptions options) {
+  const int rank = communicator_.rank();
+  const OperationPtr operation = communicator_.make_operation(OpCode::broadcast);
+  if (tensor.storage) operation->keep(tensor.storage);
+  const Direction way = source == rank ? Direction::send : Direction::recv;
+  const PointToPoint whole{way, -1, kCollectiveChannel, tensor, 0};
+  const auto staged = stage(*operation, {&whole, 1}, {}, std::move(options.on_success));
+  std::byte* const data = staged ? staged->data[0] : tensor.data;
+  Collective collective{operation, {}, communicator_.checked(broadcast_message(tensor, source))};
+  collective.source = source;
+  collective.payload = data;
+  collective.messages_with = [rank, source, data,
+                              common = collective.common](std::span<const int> peers) {
+    std::vector<RequestPtr> requests;
+    for (const Direction direction : {Direction::recv, Direction::send}) {
+      for (const int peer : peers) {
+        Descriptor descriptor = common;
+        const bool has_payload = (direction == Direction::send ? rank : peer) == source;
+        if (!has_payload) descriptor.num_bytes = 0;
+        requests.push_back(
+            make_request(direction, peer, descriptor, descriptor.num_bytes > 0 ? data : nullptr));
+      }
+    }
+    return requests;
+  };
+  communicator_.post_collective(std::move(collective), kCollectiveChannel, options.is_async);
+  return operation;
+}
 
 EventPtr HostExecution::work_of_caller(OpCode op) {
   return staging_ ? staging_->work_of_caller(op_name(op)) : nullptr;
-}
-
-void HostExecution::wait(const EventPtr& caller, const std::function<void()>& keep_waiting) {
-  if (staging_) staging_->wait(caller, keep_waiting);
 }
 
 void HostExecution::copy(std::span<const CopyTask> tasks, const CopyBuffers& buffers,
@@ -37,22 +137,70 @@ void HostExecution::copy(std::span<const CopyTask> tasks, const CopyBuffers& buf
   execute_cpu(tasks, buffers, scale, lock ? &threads_ : nullptr);
 }
 
-std::shared_ptr<StagedBatch> HostExecution::stage(std::span<const PointToPoint> batch,
-                                                  const OwnMessages& own) {
-  if (staging_) return std::make_shared<StagedBatch>(HostStaging::stage(batch, own, rank_, pool_));
-  for (const auto& [send, recv] : own)
-    std::copy_n(send->tensor.data, send->tensor.num_bytes(), recv->tensor.data);
-  return nullptr;
+// Tensors of a device: in which memory they travel, and the copies before and after. Null in host
+// memory, where they travel as they lie; messages to oneself are then copied here.
+std::shared_ptr<StagedBatch> HostExecution::stage(Operation& operation,
+                                                  std::span<const PointToPoint> batch,
+                                                  const OwnMessages& own,
+                                                  std::function<void()> on_success) {
+  if (!staging_) {
+    for (const auto& [send, recv] : own)
+      std::copy_n(send->tensor.data, send->tensor.num_bytes(), recv->tensor.data);
+    if (on_success) operation.on_success(std::move(on_success));
+    return nullptr;
+  }
+  const EventPtr caller = work_of_caller(operation.op());
+  const auto staged =
+      std::make_shared<StagedBatch>(HostStaging::stage(batch, own, communicator_.rank(), pool_));
+  before_posting(operation, caller,
+                 [&] { copy(staged->outgoing.tasks(), staged->outgoing.buffers(), Scale{}); });
+  operation.keep(staged);
+  operation.on_success([this, staged, on_success = std::move(on_success)] {
+    copy(staged->incoming.tasks(), staged->incoming.buffers(), Scale{});
+    staged->memory.reset();
+    if (on_success) on_success();
+  });
+  return staged;
 }
 
-std::shared_ptr<HostExchange> HostExecution::exchange(
-    std::shared_ptr<const LoweredExchange> lowered, std::span<const TensorRef> inputs,
-    std::span<const TensorRef> outputs, bool copies_on_the_way) {
-  auto made = std::make_shared<HostExchange>(*this, std::move(lowered),
-                                             is_on_device() || !copies_on_the_way);
-  for (const TensorRef& tensor : inputs) made->buffers_.inputs.push_back(tensor.data);
-  for (const TensorRef& tensor : outputs) made->buffers_.outputs.push_back(tensor.data);
-  return made;
+// The copies that precede the messages. On a device they, and those that follow the messages, come
+// after the caller's work. An error there leaves peers waiting, so all ranks fail.
+void HostExecution::before_posting(const Operation& operation, const EventPtr& caller,
+                                   const std::function<void()>& copies) {
+  if (!staging_) return copies();
+  const auto fail_with = [&](FailureKind kind, const std::string& text) {
+    communicator_.fail({.kind = kind,
+                        .message = op_name(operation.op()) + text,
+                        .op = op_name(operation.op()),
+                        .rank = communicator_.rank(),
+                        .origin_rank = communicator_.rank()});
+  };
+  try {
+    staging_->wait(caller, [&] {
+      communicator_.check_usable(operation.op());
+      if (Clock::now() >= operation.deadline())
+        fail_with(FailureKind::timeout,
+                  " timed out after " + seconds_text(Clock::now() - operation.posted_at()) +
+                      ": the caller's CUDA stream has not come to it, which may wait for "
+                      "another rank itself");
+    });
+    copies();
+  } catch (const PipeCommException&) {
+    throw;
+  } catch (const std::exception& error) {
+    fail_with(FailureKind::error, std::string(" could not be enqueued: ") + error.what());
+    communicator_.check_usable(operation.op());
+    throw;
+  }
+}
+
+// ------------------------------------------------------------------------------------------------
+// one exchange
+
+HostExchange::HostExchange(HostExecution& execution, const ExchangeCall& call, bool stages)
+    : execution_(execution), lowered_(call.lowered), stages_(stages) {
+  for (const TensorRef& tensor : call.inputs) buffers_.inputs.push_back(tensor.data);
+  for (const TensorRef& tensor : call.outputs) buffers_.outputs.push_back(tensor.data);
 }
 
 void HostExchange::take_memory() {

@@ -1,7 +1,6 @@
-// How a host moves the data of operations: copies into messages, messages of a HostTransport, copies
+// How a host moves the data of operations: copies into messages, messages of the HostTransport, copies
 // out of them. Tensors in host memory travel as they lie where that is possible; those of a device
-// are staged (HostStaging). It knows nothing of the order of calls, of deadlines and of failures:
-// the Communicator does.
+// are staged (HostStaging).
 #pragma once
 
 #include <atomic>
@@ -13,6 +12,8 @@
 
 #include "copy/device_runtime.h"
 #include "copy/thread_pool.h"
+#include "engine/communicator.h"
+#include "engine/execution.h"
 #include "engine/host_staging.h"
 #include "engine/peer_messages.h"
 #include "engine/point_to_point.h"
@@ -21,43 +22,39 @@
 
 namespace pipecomm {
 
-// Bytes and passes that exchanges of this communicator have copied, for tests and benchmarks.
-struct CopyCounters {
-  int64_t num_exchanges = 0;
-  int64_t num_passes = 0;
-  int64_t num_staging_allocations = 0;
-};
-
 class HostExchange;
 
-class HostExecution {
+class HostExecution final : public Execution {
  public:
-  // `device`: where the tensors are; null: in host memory.
-  HostExecution(int rank, int num_threads, const std::shared_ptr<DeviceRuntime>& device);
+  explicit HostExecution(Communicator& communicator);
 
-  bool is_on_device() const { return staging_ != nullptr; }
-  // What the caller's stream holds, which copies of a device follow; null in host memory.
-  EventPtr work_of_caller(OpCode op);
-  // Returns once `caller` is done, or with what `keep_waiting` throws.
-  void wait(const EventPtr& caller, const std::function<void()>& keep_waiting);
-  void copy(std::span<const CopyTask> tasks, const CopyBuffers& buffers, const Scale& scale);
-
-  // Tensors of a device: in which memory they travel, and the copies before and after. Null in host
-  // memory, where they travel as they lie; messages to oneself are then copied here.
-  std::shared_ptr<StagedBatch> stage(std::span<const PointToPoint> batch, const OwnMessages& own);
-  std::shared_ptr<HostExchange> exchange(std::shared_ptr<const LoweredExchange> lowered,
-                                         std::span<const TensorRef> inputs,
-                                         std::span<const TensorRef> outputs,
-                                         bool copies_on_the_way);
-
-  CopyCounters copy_counters() const {
+  OperationPtr batch_p2p(std::span<const PointToPoint> batch, CallOptions options) override;
+  bool stages_all() const override { return staging_ != nullptr; }
+  OperationPtr exchange(const ExchangeCall& call, CallOptions options) override;
+  OperationPtr broadcast(const TensorRef& tensor, int source, CallOptions options) override;
+  OperationPtr barrier(bool is_async) override { return communicator_.post_barrier(is_async); }
+  OperationPtr refuse(OpCode op, const std::string& reason, const Scope& scope) override {
+    return communicator_.post_refusal(op, reason, scope);
+  }
+  bool assist(Operation& operation) override { return communicator_.transport().assist(operation); }
+  CopyCounters copy_counters() const override {
     return {num_exchanges_, num_passes_, pool_.num_allocations()};
   }
 
  private:
   friend HostExchange;
 
-  const int rank_;
+  void copy(std::span<const CopyTask> tasks, const CopyBuffers& buffers, const Scale& scale);
+  // What the caller's stream holds, which copies of a device follow; null in host memory.
+  EventPtr work_of_caller(OpCode op);
+  std::shared_ptr<StagedBatch> stage(Operation& operation, std::span<const PointToPoint> batch,
+                                     const OwnMessages& own, std::function<void()> on_success);
+  void start_exchange(Collective collective, int channel, const EventPtr& caller,
+                      const std::shared_ptr<HostExchange>& exchange, CallOptions options);
+  void before_posting(const Operation& operation, const EventPtr& caller,
+                      const std::function<void()>& copy);
+
+  Communicator& communicator_;
   const std::unique_ptr<HostStaging> staging_;
   StagingPool pool_;
   ThreadPool threads_;
@@ -70,9 +67,7 @@ class HostExecution {
 // piece in a tensor, or the transport packs and unpacks them on the way.
 class HostExchange : public std::enable_shared_from_this<HostExchange> {
  public:
-  HostExchange(HostExecution& execution, std::shared_ptr<const LoweredExchange> lowered,
-               bool stages)
-      : execution_(execution), lowered_(std::move(lowered)), stages_(stages) {}
+  HostExchange(HostExecution& execution, const ExchangeCall& call, bool stages);
 
   void take_memory();
   // The copies that precede the messages.
@@ -84,7 +79,6 @@ class HostExchange : public std::enable_shared_from_this<HostExchange> {
   const LoweredExchange& lowered() const { return *lowered_; }
 
  private:
-  friend HostExecution;
   RequestPtr request(Direction direction, int peer, const Descriptor& descriptor,
                      const LoweredMessage* message);
 

@@ -8,17 +8,6 @@
 #include "plan/dtype.h"
 
 namespace pipecomm {
-namespace {
-
-FlightMessage flight_message(const Request& request) {
-  const auto state = request.settled ? MessageState::done
-                     : request.started_at.load(std::memory_order_relaxed) != 0
-                         ? MessageState::started
-                         : MessageState::posted;
-  return {request.direction, state, request.refuses, request.peer, request.descriptor};
-}
-
-}  // namespace
 
 std::string message_text(Direction direction, int peer, const Descriptor& descriptor) {
   const bool sends = direction == Direction::send;
@@ -154,6 +143,12 @@ void Operation::fail(FailurePtr failure) {
   lock.unlock();
 }
 
+void Operation::let_go() {
+  std::vector<std::shared_ptr<void>> kept;
+  std::lock_guard lock(mutex_);
+  kept.swap(kept_);
+}
+
 FailurePtr Operation::failure() const {
   std::lock_guard lock(mutex_);
   return failure_;
@@ -194,6 +189,26 @@ FlightOperation Operation::flight_operation() const {
   return flight;
 }
 
+FlightMessage Operation::flight_message(size_t idx) const {
+  const Request& request = *requests_[idx];
+  const auto state = request.settled ? MessageState::done
+                     : request.started_at.load(std::memory_order_relaxed) != 0
+                         ? MessageState::started
+                         : MessageState::posted;
+  return {request.direction, state, request.refuses, request.peer, request.descriptor};
+}
+
+// The unsettled ones tell the story: first.
+std::vector<FlightMessage> Operation::pending_messages() const {
+  std::vector<FlightMessage> messages;
+  for (const bool settled : {false, true})
+    for (size_t idx = 0; idx < requests_.size(); ++idx)
+      if (requests_[idx]->settled == settled &&
+          messages.size() < FlightRecord::kMaxMessagesPerOperation)
+        messages.push_back(flight_message(idx));
+  return messages;
+}
+
 // Before waiters hear of the end, so that a record that they ask for has it.
 void Operation::write_down() const {
   if (!record_) return;
@@ -201,20 +216,14 @@ void Operation::write_down() const {
   flight.ended = true;
   flight.ended_at = Clock::now();
   flight.failure = failure_;
-  record_->add(flight, [this](size_t idx) { return flight_message(*requests_[idx]); });
+  record_->add(flight, [this](size_t idx) { return flight_message(idx); });
 }
 
 std::optional<Flight> Operation::pending_flight() const {
   std::lock_guard lock(mutex_);
   if (done_) return std::nullopt;
-  Flight flight{flight_operation(), {}};
+  Flight flight{flight_operation(), pending_messages()};
   flight.operation.failure = failure_;
-  // The unsettled ones tell the story: first.
-  for (const bool settled : {false, true})
-    for (const RequestPtr& request : requests_)
-      if (request->settled == settled &&
-          flight.messages.size() < FlightRecord::kMaxMessagesPerOperation)
-        flight.messages.push_back(flight_message(*request));
   return flight;
 }
 

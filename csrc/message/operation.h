@@ -27,6 +27,7 @@ enum class Direction : uint8_t { send, recv };
 class FlightRecord;
 class Operation;
 struct Flight;
+struct FlightMessage;
 struct FlightOperation;
 struct MessageCopy;
 using OperationPtr = std::shared_ptr<Operation>;
@@ -87,6 +88,10 @@ void name_message(Failure& failure, int peer, const Descriptor& descriptor);
 class Operation {
  public:
   Operation(OpCode op, Deadline deadline);
+  virtual ~Operation() = default;
+
+  // Whether its data move on streams of a device, and not by requests.
+  virtual bool is_on_device() const { return false; }
 
   OpCode op() const { return op_; }
   Clock::time_point posted_at() const { return posted_at_; }
@@ -106,6 +111,8 @@ class Operation {
     std::lock_guard lock(mutex_);
     kept_.push_back(std::move(resource));
   }
+  // Or until this is called, by one who knows that nothing uses them any more.
+  void let_go();
   // Runs once, on the thread that settles the last request, and only if all succeeded: the unpack
   // copy of an exchange.
   void on_success(std::function<void()> epilogue) { epilogue_ = std::move(epilogue); }
@@ -148,7 +155,7 @@ class Operation {
   bool wait_until(Deadline until);
 
   // Whether it has no request yet, but will.
-  bool waits_to_start() const;
+  virtual bool waits_to_start() const;
   // "1 send, 2 recv pending", for error texts.
   std::string pending_text() const;
   // A pending request to name in errors, or null.
@@ -158,11 +165,18 @@ class Operation {
   // What a flight record says of it while it is pending; nothing once it has ended.
   std::optional<Flight> pending_flight() const;
 
+ protected:
+  // All with the lock: what a flight record says of it, and of its messages.
+  virtual FlightOperation flight_operation() const;
+  virtual FlightMessage flight_message(size_t idx) const;
+  virtual std::vector<FlightMessage> pending_messages() const;
+  void write_down() const;
+
+  mutable std::mutex mutex_;
+
  private:
   void settle_one(FailurePtr failure);
   void finish(std::unique_lock<std::mutex>& lock);
-  FlightOperation flight_operation() const;
-  void write_down() const;
 
   const OpCode op_;
   Clock::time_point posted_at_;
@@ -171,7 +185,6 @@ class Operation {
   FlightRecord* record_ = nullptr;
   uint64_t number_ = 0;
   uint64_t number_of_collective_ = 0;
-  mutable std::mutex mutex_;
   std::condition_variable settled_;
   std::atomic<bool> done_{false};
   std::atomic<bool> failure_seen_{false};

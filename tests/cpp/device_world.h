@@ -1,5 +1,5 @@
 // Several ranks as threads of one process, over a simulated device and control plane: what the tests
-// of the device communicator share.
+// of communicators over a DeviceExecution share.
 #pragma once
 
 #include <atomic>
@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "check.h"
-#include "engine/device/device_communicator.h"
+#include "engine/device/device_execution.h"
 #include "fake_control.h"
 #include "fake_device.h"
 
@@ -29,8 +29,10 @@ inline std::mutex check_mutex;
 
 inline const auto kNothing = [] {};
 
-inline DeviceOptions options_of(int size, Check check = Check::first_use) {
-  DeviceOptions options;
+struct Options : CommunicatorOptions, DeviceOptions {};
+
+inline Options options_of(int size, Check check = Check::first_use) {
+  Options options;
   options.size = size;
   options.timeout = 20s;
   options.check = check;
@@ -41,34 +43,37 @@ struct Rank {
   int rank, size;
   std::shared_ptr<fake::Runtime> runtime;
   fake::Hub& hub;
-  std::unique_ptr<DeviceCommunicator> comm;
+  std::unique_ptr<Communicator> comm;
 
   // Waits for the operation; if nothing can move any more, ends the communicator.
-  void finish(const DeviceOperationPtr& operation) {
+  void finish(const OperationPtr& posted) {
+    const auto& operation = static_cast<const DeviceOperation&>(*posted);
     struct Waiting {
       int rank;
       ~Waiting() { fake::world->end_wait(rank); }
     } waiting{rank};
     std::vector<EventPtr> ends;
-    for (const auto& end : operation->ends) ends.push_back(end.event);
-    if (!operation->is_captured()) fake::world->begin_wait(rank, std::move(ends));
+    for (const auto& end : operation.ends) ends.push_back(end.event);
+    if (!operation.is_captured()) fake::world->begin_wait(rank, std::move(ends));
     const Deadline limit = Clock::now() + 30s;
     int num_stuck = 0;
-    while (!comm->synchronize(*operation, Clock::now() + 5ms, kNothing)) {
+    while (!comm->wait(*posted, Clock::now() + 5ms, kNothing)) {
       if (fake::world->is_stuck(&num_stuck)) comm->abort("all streams wait");
       if (Clock::now() < limit) continue;
       EXPECT(!"an operation must end");
       return;
     }
   }
-  DeviceOperationPtr p2p(const std::vector<PointToPoint>& batch, bool is_async = false) {
-    return comm->batch_p2p(batch, is_async);
+  OperationPtr p2p(const std::vector<PointToPoint>& batch, bool is_async = false) {
+    return comm->batch_p2p(batch, {.is_async = is_async});
   }
+  // Makes the current stream wait.
+  void follow(const OperationPtr& operation) { comm->follow(*operation, kNothing); }
 };
 
 inline std::vector<NcclUniqueId> ids_of(int num_channels) {
   std::vector<NcclUniqueId> ids;
-  for (int idx = 0; idx < DeviceCommunicator::num_nccl_ids(num_channels); ++idx) {
+  for (int idx = 0; idx < DeviceExecution::num_nccl_ids(num_channels); ++idx) {
     ids.emplace_back();
     ids.back().bytes[0] = static_cast<char>(idx);
   }
@@ -76,7 +81,7 @@ inline std::vector<NcclUniqueId> ids_of(int num_channels) {
 }
 
 // Every rank on a thread; what a rank throws out of its construction goes to `broken`.
-inline void run(const char* name, DeviceOptions options, const std::function<void(Rank&)>& body,
+inline void run(const char* name, Options options, const std::function<void(Rank&)>& body,
                 const std::function<void(const std::exception&)>& broken = nullptr,
                 const std::function<NcclResult(const std::string&, int)>& inject = nullptr,
                 const std::function<void(fake::World&)>& prepare = nullptr) {
@@ -95,12 +100,12 @@ inline void run(const char* name, DeviceOptions options, const std::function<voi
   std::vector<std::thread> threads;
   for (int number = 0; number < options.size; ++number) {
     threads.emplace_back([&, number] {
-      DeviceOptions mine = options;
+      Options mine = options;
       mine.rank = number;
       Rank rank{number, options.size, std::make_shared<fake::Runtime>(), hub, nullptr};
       try {
-        rank.comm = std::make_unique<DeviceCommunicator>(
-            mine, rank.runtime, api, ids_of(mine.num_channels),
+        rank.comm = make_device_communicator(
+            mine, mine, rank.runtime, api, ids_of(mine.num_channels),
             [&](TransportEvents& events) {
               return std::make_unique<fake::HubTransport>(hub, number, events);
             },
@@ -191,9 +196,7 @@ std::string failure_text(FailureKind kind, Function&& function) {
   return "";
 }
 
-inline void meet(Rank& me) {
-  me.comm->control()->wait(*me.comm->barrier(), Clock::now() + 20s, kNothing);
-}
+inline void meet(Rank& me) { me.comm->wait(*me.comm->barrier(), Clock::now() + 20s, kNothing); }
 
 template <class Condition>
 bool comes_true(Condition&& condition) {

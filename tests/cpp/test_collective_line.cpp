@@ -186,7 +186,7 @@ void test_members() {
         } else {
           const OperationPtr operation =
               communicator.exchange(OpCode::relay, plan, rank == from ? held : none,
-                                    rank == to ? held : none, nullptr, true, {members});
+                                    rank == to ? held : none, {}, {members});
           const Failure failure = failure_of([&] { wait(communicator, operation); });
           CHECK_EQ(failure.message,
                    round == 3 ? "relay was refused by rank 9: not me" : "(no failure)");
@@ -201,7 +201,7 @@ void test_members() {
             OpCode::relay,
             std::make_shared<PreparedExchange>(reshard_plan(
                 {rank, kSize}, whole, {{rank}, {}, true}, {{(rank + 1) % kSize}, {}, true})),
-            {{Tensor(3000).ref()}}, {}, nullptr, true, {{rank}, kCollectiveChannel}));
+            {{Tensor(3000).ref()}}, {}, {}, {{rank}, kCollectiveChannel}));
     communicator.close(nullptr);
   });
 }

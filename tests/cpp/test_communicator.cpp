@@ -110,8 +110,8 @@ void test_exchange() {
       };
       const TensorRef in = ref(input, local.shape), out = ref(output, {2, 12, 2, kWidth});
       bool succeeded = false;
-      const OperationPtr operation = communicator.exchange(OpCode::all_to_all, plan, {&in, 1},
-                                                           {&out, 1}, [&] { succeeded = true; });
+      const OperationPtr operation = communicator.exchange(
+          OpCode::all_to_all, plan, {&in, 1}, {&out, 1}, {.on_success = [&] { succeeded = true; }});
       wait(communicator, operation);
       CHECK(succeeded);
       bool is_equal = true;
@@ -156,10 +156,10 @@ void test_exchanges_that_follow_each_other() {
         first.push_back(communicator.refuse(OpCode::relay, "not now", {{}, 1}));
       else
         first.push_back(communicator.exchange(OpCode::relay, hop(0, 1), rank == 0 ? held : none,
-                                              rank == 1 ? held : none, nullptr, true, {{}, 1}));
+                                              rank == 1 ? held : none, {}, {{}, 1}));
       if (rank == 0) continue;
       second.push_back(communicator.exchange(OpCode::relay, hop(1, 2), rank == 1 ? held : none,
-                                             rank == 2 ? held : none, nullptr, true, {{1, 2}, 1},
+                                             rank == 2 ? held : none, {}, {{1, 2}, 1},
                                              first.back()));
     }
     for (int round = kNumRounds - 1; round >= 0; --round) {
@@ -216,10 +216,9 @@ void test_what_follows_ends_with_the_communicator() {
     const TensorRef ref = tensor.ref();
     if (rank == 1) {
       const auto post_and_wait = [&] {  // the abort may come before the first is posted
-        const auto first =
-            communicator.exchange(OpCode::relay, plan, {}, {&ref, 1}, nullptr, true, {{}, 0});
-        wait(communicator, communicator.exchange(OpCode::relay, plan, {}, {&ref, 1}, nullptr, true,
-                                                 {{}, 0}, first));
+        const auto first = communicator.exchange(OpCode::relay, plan, {}, {&ref, 1}, {}, {{}, 0});
+        wait(communicator,
+             communicator.exchange(OpCode::relay, plan, {}, {&ref, 1}, {}, {{}, 0}, first));
       };
       CHECK_FAILURE(failure_of(post_and_wait), aborted, 0, "enough");
     } else {

@@ -18,7 +18,7 @@ void neighbours_exchange() {
       const auto operation = me.p2p(
           {forward.to(next), from_prev.from(prev), backward.to(prev, 1), from_next.from(next, 1)},
           is_async);
-      me.comm->wait(*operation);
+      me.follow(operation);
       me.finish(operation);
       EXPECT(from_prev.counts_from(float(10 * prev)));
       EXPECT(from_next.counts_from(float(100 * next)));
@@ -79,7 +79,7 @@ void unusual_messages() {
 }
 
 void large_batches_are_cut() {
-  DeviceOptions options = options_of(3);
+  Options options = options_of(3);
   options.max_ops_per_group = 16;
   run("large batch", options, [](Rank& me) {
     std::vector<Tensor> mine, theirs;
@@ -118,8 +118,8 @@ void collectives() {
         const Tensor input({2, 5}, float(100 * me.rank));
         Tensor output({6, columns[me.rank]});
         const auto operation = me.comm->exchange(OpCode::all_to_all, plan, std::vector{input.ref()},
-                                                 std::vector{output.ref()}, is_async, kNothing);
-        me.comm->wait(*operation);
+                                                 std::vector{output.ref()}, {.is_async = is_async});
+        me.follow(operation);
         me.finish(operation);
         const int64_t first = me.rank == 0 ? 0 : 1;
         for (int64_t row = 0; row < 6; ++row)
@@ -129,12 +129,12 @@ void collectives() {
       }
       for (int source = 0; source < 3; ++source) {
         Tensor tensor({4}, me.rank == source ? 50.0f : -1.0f);
-        me.finish(me.comm->broadcast(tensor.ref(), source, source == 1, kNothing));
+        me.finish(me.comm->broadcast(tensor.ref(), source, {.is_async = source == 1}));
         EXPECT(tensor.counts_from(50));
       }
       EXPECT(me.comm->copy_counters().num_exchanges == 3);
       const auto barrier = me.comm->barrier();
-      me.comm->control()->wait(*barrier, Clock::now() + 20s, kNothing);
+      me.comm->wait(*barrier, Clock::now() + 20s, kNothing);
     });
   }
 }
@@ -221,7 +221,7 @@ bool run_uneven(Rank& me, const Uneven& uneven) {
   try {
     me.finish(me.comm->exchange(OpCode::all_to_all,
                                 std::make_shared<PreparedExchange>(std::move(plan)), input_refs,
-                                output_refs, false, kNothing));
+                                output_refs, {.is_async = false}));
   } catch (const PipeCommException&) {
     EXPECT(me.comm->failure() || untouched());
     throw;
@@ -245,8 +245,8 @@ Uneven with_size(Uneven agreed, int from, int to, int64_t size) {
   return agreed;
 }
 
-DeviceOptions quick_options_of(int size, Check check) {
-  DeviceOptions options = options_of(size, check);
+Options quick_options_of(int size, Check check) {
+  Options options = options_of(size, check);
   options.timeout = 5s;
   return options;
 }
@@ -332,7 +332,7 @@ void errors_show_the_tensor_of_the_plan() {
     const std::vector<TensorRef> mine{tensor.ref()}, none;
     const std::string text = failure_text(FailureKind::mismatch, [&] {
       me.comm->exchange(OpCode::relay, plan, me.rank == 0 ? mine : none, me.rank == 0 ? none : mine,
-                        false, kNothing);
+                        {.is_async = false});
     });
     EXPECT(contains(text, "relay of float32[3, 4] with a message of "));
     EXPECT(!me.comm->failure());
@@ -374,7 +374,7 @@ void changing_exchanges() {
                           std::make_shared<PreparedExchange>(all_to_all_single_plan(
                               member, {input.shape, dtypes::kFloat32},
                               {output.shape, dtypes::kFloat32}, sends, recvs)),
-                          std::vector{input.ref()}, std::vector{output.ref()}, false, kNothing);
+                          std::vector{input.ref()}, std::vector{output.ref()}, {.is_async = false});
         EXPECT(uneven.sizes[0][1] == 2 || me.rank == 2);
       } catch (const std::invalid_argument& error) {
         EXPECT(uneven.sizes[0][1] == 9 && contains(error.what(), "inside a CUDA graph capture"));
@@ -393,11 +393,9 @@ void steady_state_has_no_host_traffic() {
     Tensor theirs({4}), shared({4});
     auto step = [&] {
       me.finish(me.p2p({mine.to(peer), theirs.from(peer)}, true));
-      me.finish(me.comm->broadcast(shared.ref(), 0, false, kNothing));
+      me.finish(me.comm->broadcast(shared.ref(), 0, {.is_async = false}));
     };
-    auto meet = [&] {
-      me.comm->control()->wait(*me.comm->barrier(), Clock::now() + 20s, kNothing);
-    };
+    auto meet = [&] { me.comm->wait(*me.comm->barrier(), Clock::now() + 20s, kNothing); };
     step();
     meet();
     EXPECT(me.hub.num_claims() == 8);
@@ -416,14 +414,15 @@ void flight_records() {
     const Tensor mine({4}, 1);
     Tensor theirs({4}), shared({2, 3});
     me.finish(me.p2p({mine.to(peer, 1), theirs.from(peer, 1)}, true));
-    me.finish(me.comm->broadcast(shared.ref(), 0, false, kNothing));
+    me.finish(me.comm->broadcast(shared.ref(), 0, {.is_async = false}));
     me.finish(me.p2p({mine.to(peer, 1), theirs.from(peer, 1)}, true));
     std::vector<Flight> flights = me.comm->flights();
     std::erase_if(flights, [](const Flight& flight) { return !flight.operation.on_device; });
     EXPECT(flights.size() == 3);
     for (size_t idx = 0; idx < flights.size(); ++idx) {
       const auto& [operation, messages] = flights[idx];
-      EXPECT(operation.number == idx && operation.ended && !operation.failure);
+      EXPECT(operation.number == (idx == 0 ? 0 : idx + 1));  // the agreement is one, too
+      EXPECT(operation.ended && !operation.failure);
       EXPECT(operation.posted_at <= operation.ended_at);
       EXPECT(operation.op == (idx == 1 ? OpCode::broadcast : OpCode::p2p));
       EXPECT(messages.size() == (idx == 1 ? 1 : 2));
@@ -447,22 +446,22 @@ void refused_collectives() {
       me.comm->refuse(OpCode::broadcast, "ValueError: bad here");
     } else {
       const std::string text = failure_text(
-          FailureKind::mismatch, [&] { me.comm->broadcast(tensor.ref(), 0, false, kNothing); });
+          FailureKind::mismatch, [&] { me.comm->broadcast(tensor.ref(), 0, {.is_async = false}); });
       EXPECT(contains(text, "bad here"));
     }
-    me.finish(me.comm->broadcast(tensor.ref(), 0, false, kNothing));
+    me.finish(me.comm->broadcast(tensor.ref(), 0, {.is_async = false}));
     // Disagreement about the arguments, likewise.
     Tensor other({me.rank == 2 ? 8 : 6}, 1);
     failure_text(FailureKind::mismatch,
-                 [&] { me.comm->broadcast(other.ref(), 0, false, kNothing); });
-    me.finish(me.comm->broadcast(tensor.ref(), 0, false, kNothing));
+                 [&] { me.comm->broadcast(other.ref(), 0, {.is_async = false}); });
+    me.finish(me.comm->broadcast(tensor.ref(), 0, {.is_async = false}));
     // Run before: the others are on the device already.
     if (me.rank == 1) {
       me.comm->refuse(OpCode::broadcast, "ValueError: too late");
       EXPECT(contains(failure_of(me)->message, "too late"));
     } else {
       Tensor again({4}, 1);
-      me.comm->broadcast(again.ref(), 0, false, kNothing);
+      me.comm->broadcast(again.ref(), 0, {.is_async = false});
       EXPECT(contains(failure_of(me)->message, "too late"));
     }
   });
@@ -498,7 +497,7 @@ void failures_reach_everybody() {
   run(
       "timeout",
       [] {
-        DeviceOptions options = options_of(2);
+        Options options = options_of(2);
         options.timeout = 1s;
         return options;
       }(),
@@ -506,7 +505,7 @@ void failures_reach_everybody() {
         Tensor tensor({4}, 1);
         if (me.rank == 0) {
           const auto operation = me.p2p({tensor.from(1)}, true);
-          EXPECT(!me.comm->synchronize(*operation, Clock::now() + 20ms, kNothing));
+          EXPECT(!me.comm->wait(*operation, Clock::now() + 20ms, kNothing));
           const std::string text =
               failure_text(FailureKind::timeout, [&] { me.finish(operation); });
           EXPECT(contains(text, "timed out on the device") &&
@@ -529,7 +528,7 @@ void failures_reach_everybody() {
     EXPECT(failure_of(me)->origin_rank == 2);
     // The kernel left when NCCL was aborted; that is no success.
     std::this_thread::sleep_for(100ms);
-    failure_text(FailureKind::peer_lost, [&] { me.comm->wait(*operation); });
+    failure_text(FailureKind::peer_lost, [&] { me.follow(operation); });
   });
 
   run("abort", options_of(2), [](Rank& me) {
@@ -573,9 +572,7 @@ void construction_fails_everywhere() {
 // Tensors stay alive until the device is done with them, and not longer.
 void lifetimes() {
   run("lifetimes", options_of(2), [](Rank& me) {
-    auto meet = [&] {
-      me.comm->control()->wait(*me.comm->barrier(), Clock::now() + 20s, kNothing);
-    };
+    auto meet = [&] { me.comm->wait(*me.comm->barrier(), Clock::now() + 20s, kNothing); };
     if (me.rank == 1) {
       for (int channel : {0, 1}) {
         Tensor theirs({4});
@@ -602,13 +599,13 @@ void lifetimes() {
     // The stream that is made to wait is not the one on which the memory would be used again.
     const Tensor held({4}, 1);
     const auto num_owners = [&] { return held.data.use_count(); };
-    const DeviceOperationPtr operation = me.p2p({held.to(1, 1)}, true);
+    const OperationPtr operation = me.p2p({held.to(1, 1)}, true);
     const StreamHandle caller = me.runtime->current_stream();
     me.runtime->set_current(me.runtime->new_stream());
-    me.comm->wait(*operation);
+    me.follow(operation);
     EXPECT(num_owners() == 2);
     me.runtime->set_current(caller);
-    me.comm->wait(*operation);
+    me.follow(operation);
     EXPECT(num_owners() == 1);
     meet();
     me.finish(operation);
@@ -621,7 +618,7 @@ void one_rank() {
     Tensor copy({4});
     me.finish(me.p2p({mine.to(0), copy.from(0)}, true));
     EXPECT(copy.counts_from(2));
-    me.finish(me.comm->broadcast(copy.ref(), 0, false, kNothing));
+    me.finish(me.comm->broadcast(copy.ref(), 0, {.is_async = false}));
     EXPECT(fake::world->comms.empty());
   });
 }

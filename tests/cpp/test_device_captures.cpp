@@ -29,24 +29,24 @@ void captures() {
                                           second.from(peer, 1)};
     me.finish(me.p2p(batch, true));
     const auto in_flight = me.rank == 0 ? me.p2p({theirs.from(peer)}, true) : nullptr;
-    me.finish(me.comm->broadcast(shared.ref(), 0, false, kNothing));
+    me.finish(me.comm->broadcast(shared.ref(), 0, {.is_async = false}));
 
     meet(me);
     const int num_claims = me.hub.num_claims();
     meet(me);
     me.runtime->begin_capture();
     const auto captured = me.p2p(batch, true);  // two channels: forks two streams
-    me.comm->wait(*captured);                   // and joins them
+    me.follow(captured);                        // and joins them
     me.p2p(batch, false);
-    me.comm->wait(*me.comm->broadcast(shared.ref(), 0, true, kNothing));
+    me.follow(me.comm->broadcast(shared.ref(), 0, {.is_async = true}));
     invalid("inside a CUDA graph capture", [&] { me.p2p({fresh.to(peer)}); });
     invalid("inside a CUDA graph capture",
-            [&] { me.comm->broadcast(fresh.ref(), 0, false, kNothing); });
-    if (in_flight) invalid("wait before the capture", [&] { me.comm->wait(*in_flight); });
+            [&] { me.comm->broadcast(fresh.ref(), 0, {.is_async = false}); });
+    if (in_flight) invalid("wait before the capture", [&] { me.follow(in_flight); });
     me.runtime->end_capture();
     meet(me);
     invalid("captured in a CUDA graph", [&] { me.comm->is_completed(*captured); });
-    me.comm->wait(*captured);
+    me.follow(captured);
     // Each of 6 orders may be told once by each rank that its numbers mean nothing any more.
     EXPECT(me.hub.num_claims() <= num_claims + 12);
 
@@ -75,13 +75,13 @@ void calls_beside_a_capture_are_refused() {
       Scope scope;
       scope.channel = channel;
       return me.comm->exchange(OpCode::all_to_all, plan, std::vector{input.ref()},
-                               std::vector{output.ref()}, true, kNothing, scope);
+                               std::vector{output.ref()}, {.is_async = true}, scope);
     };
     const auto step = [&] {
-      for (const DeviceOperationPtr& operation :
+      for (const OperationPtr& operation :
            {me.p2p(batch, true), exchange(0), exchange(kCollectiveChannel),
-            me.comm->broadcast(shared.ref(), 0, true, kNothing)})
-        me.comm->wait(*operation);
+            me.comm->broadcast(shared.ref(), 0, {.is_async = true})})
+        me.follow(operation);
     };
     step();
     me.finish(me.p2p(other_channel, true));
@@ -98,7 +98,7 @@ void calls_beside_a_capture_are_refused() {
       invalid(text, [&] { exchange(0); });
       invalid("which the collectives take part in", [&] { exchange(kCollectiveChannel); });
       invalid("which the collectives take part in",
-              [&] { me.comm->broadcast(shared.ref(), 0, true, kNothing); });
+              [&] { me.comm->broadcast(shared.ref(), 0, {.is_async = true}); });
     };
     all_refused();
     me.finish(me.p2p(other_channel, true));
@@ -127,7 +127,7 @@ void broken_captures_are_refused() {
     me.finish(me.p2p(batch, true));
     const EventPtr outside = me.runtime->record(me.runtime->current_stream());
     me.runtime->begin_capture();
-    me.comm->wait(*me.p2p(batch, true));
+    me.follow(me.p2p(batch, true));
     try {
       me.runtime->wait(me.runtime->current_stream(), outside);
       EXPECT(!"the wait must break the capture");
@@ -150,12 +150,12 @@ void works_of_another_capture() {
     const std::vector<PointToPoint> batch{mine.to(peer), theirs.from(peer)};
     me.finish(me.p2p(batch, true));
     me.runtime->begin_capture();
-    const DeviceOperationPtr first = me.p2p(batch, true);
-    me.comm->wait(*first);
+    const OperationPtr first = me.p2p(batch, true);
+    me.follow(first);
     const fake::GraphPtr graphs[] = {me.runtime->end_capture(), [&] {
                                        me.runtime->begin_capture();
-                                       me.comm->wait(*first);
-                                       me.comm->wait(*me.p2p(batch, true));
+                                       me.follow(first);
+                                       me.follow(me.p2p(batch, true));
                                        return me.runtime->end_capture();
                                      }()};
     for (const fake::GraphPtr& graph : graphs) play(me, graph);
@@ -166,8 +166,8 @@ void works_of_another_capture() {
 // ------------------------------------------------------------------------------------------------
 // replays
 
-DeviceOptions with_timeout(std::optional<std::chrono::nanoseconds> timeout) {
-  DeviceOptions options = options_of(2);
+Options with_timeout(std::optional<std::chrono::nanoseconds> timeout) {
+  Options options = options_of(2);
   options.timeout = timeout;
   return options;
 }
@@ -181,8 +181,8 @@ struct Captured {
     const int peer = 1 - me.rank;
     const auto step = [&] {
       me.p2p({mine.to(peer), theirs.from(peer)}, false);
-      me.comm->wait(*me.p2p({mine.to(peer, 1), theirs.from(peer, 1)}, true));
-      me.comm->wait(*me.comm->broadcast(shared.ref(), 0, true, kNothing));
+      me.follow(me.p2p({mine.to(peer, 1), theirs.from(peer, 1)}, true));
+      me.follow(me.comm->broadcast(shared.ref(), 0, {.is_async = true}));
     };
     step();
     me.runtime->begin_capture();
@@ -194,7 +194,7 @@ struct Captured {
 
 void replays_that_a_peer_misses_time_out() {
   for (const bool is_first : {true, false}) {
-    DeviceOptions options = with_timeout(1s);
+    Options options = with_timeout(1s);
     options.end_limit = 200ms;
     run("missed replay", options, [&](Rank& me) {
       const Captured captured(me);
@@ -265,7 +265,7 @@ void replays_without_a_deadline() {
 
 // It goes on counting in memory that nobody looks at any more.
 void graphs_outlive_their_communicator() {
-  DeviceOptions options = with_timeout(1s);
+  Options options = with_timeout(1s);
   options.end_limit = 200ms;
   run("outlived", options, [](Rank& me) {
     const Captured captured(me);

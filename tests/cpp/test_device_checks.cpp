@@ -12,11 +12,11 @@ PreparedExchangePtr transpose_plan(Member member, int64_t columns_of_each) {
                       1, 0, Scale::multiply(1)));
 }
 
-DeviceOperationPtr transpose(Rank& me, int64_t columns_of_each) {
+OperationPtr transpose(Rank& me, int64_t columns_of_each) {
   const Tensor input({2, columns_of_each * me.size}, float(me.rank));
   const Tensor output({2 * me.size, columns_of_each});
   return me.comm->exchange(OpCode::all_to_all, transpose_plan({me.rank, me.size}, columns_of_each),
-                           std::vector{input.ref()}, std::vector{output.ref()}, true, kNothing);
+                           std::vector{input.ref()}, std::vector{output.ref()}, {.is_async = true});
 }
 
 // Lengths that vary do not make one host wait for another one.
@@ -25,7 +25,7 @@ void later_signatures_do_not_stall() {
   run("run ahead", options_of(2), [&](Rank& me) {
     for (int length = 1; length <= 8; ++length) me.finish(transpose(me, length));
     if (me.rank == 1) EXPECT(comes_true([&] { return num_posted == 4; }));
-    std::vector<DeviceOperationPtr> operations;
+    std::vector<OperationPtr> operations;
     for (int length = 11; length <= 14; ++length, ++num_posted)
       operations.push_back(transpose(me, length));
     for (const auto& operation : operations) me.finish(operation);
@@ -65,9 +65,10 @@ void member_sets_overlap() {
         for (Transfer& transfer : *transfers) transfer.peer = members[transfer.peer];
       plan.rank = me.rank;
       plan.size = me.size;
-      me.finish(me.comm->exchange(
-          OpCode::all_to_all, std::make_shared<PreparedExchange>(std::move(plan)),
-          std::vector{input.ref()}, std::vector{output.ref()}, false, kNothing, Scope{members}));
+      me.finish(me.comm->exchange(OpCode::all_to_all,
+                                  std::make_shared<PreparedExchange>(std::move(plan)),
+                                  std::vector{input.ref()}, std::vector{output.ref()},
+                                  {.is_async = false}, Scope{members}));
       for (int idx = 0; idx < member.size; ++idx)
         EXPECT((*output.data)[6 * idx] == float(10 * members[idx] + 3 * member.rank));
     };

@@ -6,8 +6,8 @@
 
 namespace {
 
-DeviceOptions closing_options(int size) {
-  DeviceOptions options = options_of(size);
+Options closing_options(int size) {
+  Options options = options_of(size);
   options.timeout = 600s;
   options.end_limit = 300ms;
   return options;
@@ -72,7 +72,7 @@ void a_replay_works_until_the_end() {
     const std::vector<PointToPoint> batch{mine.to(peer), theirs.from(peer)};
     me.finish(me.p2p(batch, true));
     me.runtime->begin_capture();
-    me.comm->wait(*me.p2p(batch, true));
+    me.follow(me.p2p(batch, true));
     const fake::GraphPtr graph = me.runtime->end_capture();
     for (int replay = 0; replay < 3; ++replay) {
       std::fill(theirs.data->begin(), theirs.data->end(), -1.f);
@@ -113,7 +113,7 @@ void messages_to_a_closed_peer_end() {
         [&](Rank& me) {
           const Tensor tensor({4}, 1), second({4}), larger_than_fifo({1024});
           if (me.rank == 0) {
-            const DeviceOperationPtr sent = me.p2p({tensor.to(1, 1)}, true);
+            const OperationPtr sent = me.p2p({tensor.to(1, 1)}, true);
             meeting.arrive_and_wait();
             me.finish(sent);
             close_in_time(me);
@@ -227,15 +227,15 @@ void a_rank_does_not_connect() {
       Communicator control(options, control_of(1));
       EXPECT(comes_true([&] { return control.failure() != nullptr; }));
     });
-    DeviceOptions options = closing_options(2);
+    Options options = closing_options(2);
     if (!is_interrupted) options.timeout = 200ms;
     const auto begin = Clock::now();
     try {
-      DeviceCommunicator(options, std::make_shared<fake::Runtime>(), fake::make_api(),
-                         ids_of(options.num_channels), control_of(0), [&] {
-                           if (is_interrupted && Clock::now() - begin > 100ms)
-                             throw std::runtime_error("Ctrl-C");
-                         });
+      make_device_communicator(options, options, std::make_shared<fake::Runtime>(),
+                               fake::make_api(), ids_of(options.num_channels), control_of(0), [&] {
+                                 if (is_interrupted && Clock::now() - begin > 100ms)
+                                   throw std::runtime_error("Ctrl-C");
+                               });
       EXPECT(!"the constructor must fail");
     } catch (const std::exception& error) {
       EXPECT(

@@ -32,9 +32,9 @@ void rings() {
                 const Tensor theirs({length});
                 std::vector<PointToPoint> calls{mine.to(next), theirs.from(prev)};
                 if (recv_first) std::swap(calls[0], calls[1]);
-                std::vector<DeviceOperationPtr> operations;
+                std::vector<OperationPtr> operations;
                 for (const PointToPoint& call : calls) operations.push_back(me.p2p({call}, true));
-                for (const DeviceOperationPtr& operation : operations) me.finish(operation);
+                for (const OperationPtr& operation : operations) me.finish(operation);
                 EXPECT(theirs.counts_from(float(prev)));
               }
             },
@@ -50,11 +50,11 @@ void rings_in_both_directions() {
     const int next = (me.rank + 1) % 4, prev = (me.rank + 3) % 4;
     const Tensor mine({kLarge}, float(me.rank));
     const Tensor from_next({kLarge}), from_prev({kLarge});
-    std::vector<DeviceOperationPtr> operations;
+    std::vector<OperationPtr> operations;
     for (const PointToPoint& call :
          {from_prev.from(prev), mine.to(next), from_next.from(next), mine.to(prev)})
       operations.push_back(me.p2p({call}, true));
-    for (const DeviceOperationPtr& operation : operations) me.finish(operation);
+    for (const OperationPtr& operation : operations) me.finish(operation);
     EXPECT(from_next.counts_from(float(next)) && from_prev.counts_from(float(prev)));
   });
 }
@@ -62,7 +62,7 @@ void rings_in_both_directions() {
 // The fake finds out that nothing moves, long before a deadline.
 void deadlocks_are_found() {
   const auto is_stuck = [](fake::World& world) { world.expects_stuck = true; };
-  DeviceOptions options = options_of(2);
+  Options options = options_of(2);
   options.timeout = 600s;
   run(
       "nobody sends", options,
@@ -88,12 +88,12 @@ void deadlocks_are_found() {
               : me.rank == 1 ? std::vector{first.from(0), second.to(2)}
                              : std::vector{first.from(1), second.from(0)};
           try {
-            std::vector<DeviceOperationPtr> operations;
+            std::vector<OperationPtr> operations;
             if (way == Way::batch && me.rank != 1)
               operations.push_back(me.p2p(calls, true));
             else
               for (const PointToPoint& call : calls) operations.push_back(me.p2p({call}, true));
-            for (const DeviceOperationPtr& operation : operations) me.finish(operation);
+            for (const OperationPtr& operation : operations) me.finish(operation);
             EXPECT(way != Way::large);
           } catch (const PipeCommException& error) {
             EXPECT(way == Way::large && error.failure()->kind == FailureKind::aborted);
@@ -164,12 +164,12 @@ std::vector<PointToPoint> calls_of(Rank& me, const std::vector<Step>& steps, std
 }
 
 void run_collective(Rank& me, Program& program, uint64_t number,
-                    std::vector<DeviceOperationPtr>& operations) {
+                    std::vector<OperationPtr>& operations) {
   const bool is_async = program.below(2);
   if (program.below(2)) {
     const int source = program.below(me.size);
     const Tensor shared({kSmall}, me.rank == source ? float(number) : -1);
-    operations.push_back(me.comm->broadcast(shared.ref(), source, is_async, kNothing));
+    operations.push_back(me.comm->broadcast(shared.ref(), source, {.is_async = is_async}));
     me.finish(operations.back());
     EXPECT(shared.counts_from(float(number)));
     return;
@@ -182,7 +182,7 @@ void run_collective(Rank& me, Program& program, uint64_t number,
       all_to_all_single_plan({me.rank, me.size}, spec, spec, even, even));
   const Tensor input(spec.shape, float(1000 * me.rank)), output(spec.shape);
   operations.push_back(me.comm->exchange(OpCode::all_to_all, plan, std::vector{input.ref()},
-                                         std::vector{output.ref()}, is_async, kNothing, scope));
+                                         std::vector{output.ref()}, {.is_async = is_async}, scope));
   me.finish(operations.back());
   for (int64_t idx = 0; idx < spec.shape[0]; ++idx)
     EXPECT((*output.data)[idx] == float(1000 * (idx / kSmall) + me.rank * kSmall + idx % kSmall));
@@ -190,13 +190,13 @@ void run_collective(Rank& me, Program& program, uint64_t number,
 
 void random_programs() {
   for (unsigned seed = 0; seed < 12; ++seed) {
-    DeviceOptions options = options_of(2 + int(seed % 3));
+    Options options = options_of(2 + int(seed % 3));
     options.timeout = 600s;
     run(("random program " + std::to_string(seed)).c_str(), options,
         [seed](Rank& me) {
           Program program{std::mt19937(seed), me.size};
           std::mt19937 own(100 * seed + unsigned(me.rank));
-          std::vector<DeviceOperationPtr> operations;
+          std::vector<OperationPtr> operations;
           std::vector<Sent> received;
           for (uint64_t part = 0; part < 4; ++part) {
             const std::vector<PointToPoint> calls = calls_of(me, program.messages(), own, received);
@@ -209,7 +209,7 @@ void random_programs() {
             }
             run_collective(me, program, part, operations);
           }
-          for (const DeviceOperationPtr& operation : operations) me.finish(operation);
+          for (const OperationPtr& operation : operations) me.finish(operation);
           for (const auto& [tensor, first] : received) EXPECT(tensor.counts_from(first));
         },
         nullptr, nullptr,
@@ -224,7 +224,7 @@ void random_programs() {
 
 // NCCL's launch takes 15 us in the fake, once per group.
 void a_batch_on_two_channels_is_one_group() {
-  DeviceOptions options = options_of(2, Check::off);
+  Options options = options_of(2, Check::off);
   run("one group", options, [](Rank& me) {
     const int peer = 1 - me.rank;
     std::vector<Tensor> tensors;
@@ -237,7 +237,7 @@ void a_batch_on_two_channels_is_one_group() {
     auto best = Clock::duration::max();
     for (int attempt = 0; attempt < 1000; ++attempt) {
       const auto begin = Clock::now();
-      const DeviceOperationPtr operation = me.p2p(batch, true);
+      const OperationPtr operation = me.p2p(batch, true);
       best = std::min(best, Clock::now() - begin);
       me.finish(operation);
     }
@@ -280,7 +280,7 @@ void thread_blocks() {
   };
   for (const Case& each : {Case{-1, -1, 4, -1}, Case{2, -1, 4, 64}, Case{8, -1, 8, 64},
                            Case{2, 16, 16, 16}, Case{-1, 2, 2, 2}}) {
-    DeviceOptions options = options_of(2);
+    Options options = options_of(2);
     options.nccl.min_ctas = each.min_ctas;
     options.nccl.max_ctas = each.max_ctas;
     run("thread blocks", options, [&](Rank&) {

@@ -80,9 +80,9 @@ void a_batch_is_packed_in_one_launch() {
     for (const bool is_async : {false, true, true}) {
       columns.forget();
       const int num_before = me.runtime->num_launches;
-      const DeviceOperationPtr operation = me.p2p(columns.batch(), is_async);
+      const OperationPtr operation = me.p2p(columns.batch(), is_async);
       EXPECT(me.runtime->num_launches == num_before + num_launches);
-      me.comm->wait(*operation);
+      me.follow(operation);
       me.finish(operation);
       columns.verify();
     }
@@ -101,7 +101,7 @@ void captured_batches_pack_in_every_replay() {
     me.p2p(columns.batch(), false);
     const fake::GraphPtr sync_graph = me.runtime->end_capture();
     me.runtime->begin_capture();
-    me.comm->wait(*me.p2p(columns.batch(), true));
+    me.follow(me.p2p(columns.batch(), true));
     const fake::GraphPtr async_graph = me.runtime->end_capture();
     const int num_launches = me.runtime->num_launches;
     for (const fake::GraphPtr& graph : {sync_graph, async_graph, sync_graph}) {
@@ -122,7 +122,7 @@ void broadcasts() {
     const TensorRef column = table.column(3);
     for (const bool is_async : {false, true}) {
       const int num_before = me.runtime->num_launches;
-      me.finish(me.comm->broadcast(column, 1, is_async, kNothing));
+      me.finish(me.comm->broadcast(column, 1, {.is_async = is_async}));
       EXPECT(me.runtime->num_launches == num_before + 1);
       EXPECT(table.has_column_of(7, 3) && table.has_column_of(me.rank == 1 ? 7 : -1, 4));
     }

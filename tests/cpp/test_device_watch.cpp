@@ -26,8 +26,8 @@ void forks_leave_the_parent_alone() {
     Tensor mine({4}, 1), theirs({4});
     meet(me);
     if (me.rank == 0) {
-      const DeviceOperationPtr pending = me.p2p({theirs.from(1)}, true);
-      DeviceCommunicator& comm = *me.comm;
+      const OperationPtr pending = me.p2p({theirs.from(1)}, true);
+      Communicator& comm = *me.comm;
       const auto is_refused = [](const std::function<void()>& call) {
         try {
           call();
@@ -40,11 +40,11 @@ void forks_leave_the_parent_alone() {
       const int status = in_fork([&] {
         const int num_asked = fake::world->num_event_queries;
         int wrong = 0;
-        wrong |= 1 * !is_refused([&] { comm.batch_p2p(std::vector{mine.to(1)}, true); });
-        wrong |= 2 * !is_refused([&] { comm.wait(*pending); });
-        wrong |= 4 * !is_refused([&] { comm.synchronize(*pending, Deadline::max(), kNothing); });
+        wrong |= 1 * !is_refused([&] { comm.batch_p2p(std::vector{mine.to(1)}); });
+        wrong |= 2 * !is_refused([&] { comm.follow(*pending, kNothing); });
+        wrong |= 4 * !is_refused([&] { comm.wait(*pending, Deadline::max(), kNothing); });
         wrong |= 8 * comm.is_completed(*pending);
-        wrong |= 16 * !is_refused([&] { comm.broadcast(mine.ref(), 0, false, kNothing); });
+        wrong |= 16 * !is_refused([&] { comm.broadcast(mine.ref(), 0, {.is_async = false}); });
         comm.abort("of a child");
         comm.close(kNothing);
         wrong |= 32 * (fake::world->num_aborts > 0);
@@ -90,13 +90,13 @@ void dead_peers_are_named_whoever_notices() {
 
 // Another thread holds the driver's lock, behind the very kernel that never ends.
 void a_stuck_driver_hides_no_timeout() {
-  DeviceOptions options = options_of(2);
+  Options options = options_of(2);
   options.timeout = 1s;
   run("stuck driver", options, [](Rank& me) {
     Tensor tensor({4}, 1);
     meet(me);
     if (me.rank == 0) {
-      const DeviceOperationPtr operation = me.p2p({tensor.from(1)}, true);
+      const OperationPtr operation = me.p2p({tensor.from(1)}, true);
       fake::world->driver_is_stuck = true;
     }
     const FailurePtr failure = failure_of(me);

@@ -158,7 +158,8 @@ std::vector<OperationPtr> relay(Communicator& communicator, Memory& memory, int 
                         std::vector<TensorRef> outputs, std::vector<int> members,
                         const OperationPtr& after) {
     hops.push_back(communicator.exchange(OpCode::relay, prepared(std::move(plan)), inputs, outputs,
-                                         nullptr, given.is_async, {members, given.channel}, after));
+                                         {.is_async = given.is_async}, {members, given.channel},
+                                         after));
     if (!given.is_async) wait(communicator, hops.back());
   };
   const ShardLayout pieces{given.destination, {}, false, 0};
@@ -229,7 +230,7 @@ void test_exchanges() {
             {rank, kSize}, {{{shape, dtypes::kFloat32}, {3, 3, 3}, {2, 3, 4}}}, 2, 1, scale));
         const bool is_async = round % 2;
         in_flight.push_back(communicator.exchange(OpCode::all_to_all, plan, {&input, 1},
-                                                  {&output, 1}, nullptr, is_async));
+                                                  {&output, 1}, {.is_async = is_async}));
         if (!is_async) wait(communicator, in_flight.back());
       }
       for (const OperationPtr& operation : in_flight) wait(communicator, operation);
@@ -254,7 +255,7 @@ void test_messages() {
                                     {Direction::send, next, 1, sent},
                                     {Direction::send, rank, 0, sent},
                                     {Direction::recv, rank, 0, to_myself}};
-      wait(communicator, communicator.batch_p2p(batch, nullptr, round % 2));
+      wait(communicator, communicator.batch_p2p(batch, {.is_async = round % 2 != 0}));
       const auto element = [](const Bytes& bytes, const TensorRef& view, int64_t idx, Memory& at) {
         return bytes[view.data - at.device()->address() + idx];
       };
@@ -281,7 +282,7 @@ void test_broadcasts() {
     for (int round = 0; round < 6; ++round) {
       const TensorRef tensor = memory.tensor({1000 * round}, dtypes::kUInt8, 0);
       if (round > 0 && rank == round % 3) memory.fill(tensor, round);
-      wait(communicator, communicator.broadcast(tensor, round % 3, nullptr, round % 2));
+      wait(communicator, communicator.broadcast(tensor, round % 3, {.is_async = round % 2 != 0}));
     }
   });
 }

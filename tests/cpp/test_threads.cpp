@@ -98,7 +98,7 @@ void test_what_follows_without_a_thread() {
       };
       const auto hop = [&](int from, int to, int channel, const OperationPtr& after) {
         return comm.exchange(OpCode::relay, plan(from, to), ends(rank == from), ends(rank == to),
-                             nullptr, true, {{}, channel}, after);
+                             {}, {{}, channel}, after);
       };
       if (rank == 0) std::this_thread::sleep_for(100ms);  // rank 1 asks for the second hop first
       const OperationPtr first = hop(0, 1, 0, nullptr);

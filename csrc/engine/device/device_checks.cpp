@@ -1,7 +1,7 @@
-// What the device communicator compares with other ranks, or refuses, before it enqueues anything.
+// What a DeviceExecution compares with other ranks, or refuses, before it enqueues anything.
 #include <algorithm>
 
-#include "engine/device/device_communicator.h"
+#include "engine/device/device_execution.h"
 
 namespace pipecomm {
 namespace {
@@ -13,19 +13,12 @@ constexpr int kNumAwaited = 8;
 
 }  // namespace
 
-void DeviceCommunicator::throw_failure() const { throw PipeCommException(control_->failure()); }
-
-void DeviceCommunicator::check_usable(OpCode op) const {
-  control_->check_process();
-  if (control_->failure()) throw_failure();
-  if (!closing_) return;
-  throw_closed(op, rank());
-}
+void DeviceExecution::throw_failure() const { throw PipeCommException(communicator_.failure()); }
 
 // The capture that the call is part of, or 0. The streams of `lanes` will be made to wait for the
 // caller's: one that takes part in a capture cannot wait for anything outside of it, and to try
 // breaks the capture.
-uint64_t DeviceCommunicator::check_captures(OpCode op, std::span<const int> lanes) const {
+uint64_t DeviceExecution::check_captures(OpCode op, std::span<const int> lanes) const {
   const uint64_t capture = runtime_->capture_of(runtime_->current_stream());
   if (capture == kBrokenCapture)
     throw std::invalid_argument(
@@ -35,7 +28,7 @@ uint64_t DeviceCommunicator::check_captures(OpCode op, std::span<const int> lane
   for (const int lane_idx : lanes) {
     const uint64_t other = runtime_->capture_of(lanes_[size_t(lane_idx)].stream);
     if (other == 0 || other == capture) continue;
-    const bool is_collective = lane_idx == collective_lane(options_.num_channels);
+    const bool is_collective = lane_idx == collective_lane(num_channels());
     const std::string order = is_collective ? "the collectives take"
                                             : "channel " + std::to_string(lane_idx / 2) + " takes";
     throw std::invalid_argument(
@@ -47,10 +40,10 @@ uint64_t DeviceCommunicator::check_captures(OpCode op, std::span<const int> lane
 }
 
 // The lanes of an exchange that run on their own streams.
-std::vector<int> DeviceCommunicator::forked_lanes(int channel, std::span<const PeerMessages> pairs,
-                                                  bool is_async) const {
+std::vector<int> DeviceExecution::forked_lanes(int channel, std::span<const PeerMessages> pairs,
+                                               bool is_async) const {
   const bool is_collective = channel == kCollectiveChannel;
-  const int first_idx = is_collective ? collective_lane(options_.num_channels) : 2 * channel;
+  const int first_idx = is_collective ? collective_lane(num_channels()) : 2 * channel;
   std::vector<int> lanes;
   if (is_async) lanes.push_back(first_idx);
   const auto is_other = [&](Direction direction, const PeerMessages& pair) {
@@ -65,8 +58,8 @@ std::vector<int> DeviceCommunicator::forked_lanes(int channel, std::span<const P
 }
 
 // Claims what is new, or refuses it inside a capture.
-void DeviceCommunicator::check_messages(std::span<const PointToPoint> batch,
-                                        DeviceOperation& operation) {
+void DeviceExecution::check_messages(std::span<const PointToPoint> batch,
+                                     DeviceOperation& operation) {
   for (const PointToPoint& op : batch) {
     if (op.peer == rank()) continue;
     Descriptor descriptor =
@@ -84,7 +77,7 @@ void DeviceCommunicator::check_messages(std::span<const PointToPoint> batch,
     }
     const MessageCheck::Posted posted = check_.posted(op.peer, op.direction, descriptor);
     note_message(operation, op.direction, op.peer, descriptor);
-    if (posted.claim) control_->claim(op.peer, op.direction, descriptor);
+    if (posted.claim) communicator_.claim(op.peer, op.direction, descriptor);
     if (posted.mismatch) {
       fail_mismatch(*posted.mismatch);
       throw_failure();
@@ -93,23 +86,22 @@ void DeviceCommunicator::check_messages(std::span<const PointToPoint> batch,
 }
 
 // Host traffic that does not wait, and that no stream takes part in: harmless in a capture.
-void DeviceCommunicator::note_captured(int peer, Direction direction,
-                                       const Descriptor& descriptor) {
+void DeviceExecution::note_captured(int peer, Direction direction, const Descriptor& descriptor) {
   if (const auto news = check_.captured(peer, direction, descriptor))
-    control_->claim(peer, direction, *news);
+    communicator_.claim(peer, direction, *news);
 }
 
 // Numbers a message in the order of its (peer, direction, channel), like the host transports do.
-void DeviceCommunicator::note_message(DeviceOperation& operation, Direction direction, int peer,
-                                      Descriptor descriptor) {
+void DeviceExecution::note_message(DeviceOperation& operation, Direction direction, int peer,
+                                   Descriptor descriptor) {
   descriptor.seq = counts_.next(peer, direction, descriptor.channel);
   operation.add_message(direction, peer, descriptor);
 }
 
 // Compares a collective before its messages travel. Pairs of ranks for which it is new do so, and
 // since both ends of a pair know what was new to them, no other rank has to take part.
-void DeviceCommunicator::agree(OpCode op, std::span<const PeerMessages> pairs, const Scope& scope,
-                               const Interrupted& interrupted) {
+void DeviceExecution::agree(OpCode op, std::span<const PeerMessages> pairs, const Scope& scope,
+                            const Interrupted& interrupted) {
   if (pairs.empty() || options_.check == Check::off) return;
   std::vector<PeerMessages> fresh;
   for (const PeerMessages& pair : pairs)
@@ -134,7 +126,7 @@ void DeviceCommunicator::agree(OpCode op, std::span<const PeerMessages> pairs, c
 
   const auto agreement =
       std::make_shared<Agreement>(rank(), size(), is_full ? pairs : std::span(fresh), fresh);
-  const OperationPtr operation = control_->agree(op, agreement);
+  const OperationPtr operation = communicator_.agree(op, agreement);
   if (is_collective && !fresh.empty() && num_agreed_[op] < kNumAwaited) {
     await_agreement(op, *operation, *agreement, fresh.size() == pairs.size(), interrupted);
     ++num_agreed_[op];
@@ -150,8 +142,8 @@ void DeviceCommunicator::agree(OpCode op, std::span<const PeerMessages> pairs, c
 
 // Numbers the messages of a collective. A peer to which those are known that are new here does not
 // come to compare them: a claim tells it of the mismatch.
-void DeviceCommunicator::claim_new(std::span<const PeerMessages> pairs,
-                                   std::span<const PeerMessages> fresh) {
+void DeviceExecution::claim_new(std::span<const PeerMessages> pairs,
+                                std::span<const PeerMessages> fresh) {
   auto next_fresh = fresh.begin();
   for (const PeerMessages& pair : pairs) {
     const bool is_fresh = next_fresh != fresh.end() && next_fresh->peer == pair.peer;
@@ -160,7 +152,7 @@ void DeviceCommunicator::claim_new(std::span<const PeerMessages> pairs,
       Descriptor descriptor = direction == Direction::send ? pair.send : pair.recv;
       if (is_fresh) {
         check_.skip(pair.peer, direction, descriptor);
-        control_->claim(pair.peer, direction, descriptor);
+        communicator_.claim(pair.peer, direction, descriptor);
       } else if (const auto posted = check_.posted(pair.peer, direction, descriptor);
                  posted.mismatch) {
         fail_mismatch(*posted.mismatch);
@@ -170,15 +162,14 @@ void DeviceCommunicator::claim_new(std::span<const PeerMessages> pairs,
   }
 }
 
-void DeviceCommunicator::await_agreement(OpCode op, Operation& operation,
-                                         const Agreement& agreement, bool is_new_to_all,
-                                         const Interrupted& interrupted) {
+void DeviceExecution::await_agreement(OpCode op, Operation& operation, const Agreement& agreement,
+                                      bool is_new_to_all, const Interrupted& interrupted) {
   try {
-    control_->wait(operation, Deadline::max(), interrupted);
+    communicator_.wait(operation, Deadline::max(), interrupted);
   } catch (const PipeCommException& error) {
     // Peers that have run it with this rank before do not wait, and cannot take it back.
     if (!is_new_to_all && error.failure()->kind == FailureKind::mismatch) {
-      control_->fail(*error.failure());
+      communicator_.fail(*error.failure());
       throw_failure();
     }
     throw;
@@ -194,9 +185,7 @@ void DeviceCommunicator::await_agreement(OpCode op, Operation& operation,
   throw PipeCommException(std::make_shared<Failure>(std::move(refused)));
 }
 
-void DeviceCommunicator::refuse(OpCode op, const std::string& reason, const Scope& scope) {
-  check_usable(op);
-  if (size() == 1) return;
+OperationPtr DeviceExecution::refuse(OpCode op, const std::string& reason, const Scope& scope) {
   Failure failure{.kind = FailureKind::mismatch,
                   .message = std::string(op_name(op)) + " was refused by rank " +
                              std::to_string(rank()) + ": " + reason +
@@ -204,20 +193,23 @@ void DeviceCommunicator::refuse(OpCode op, const std::string& reason, const Scop
                   .op = op_name(op),
                   .rank = rank(),
                   .origin_rank = rank()};
-  if (options_.check == Check::off) {
-    control_->fail(std::move(failure));
-    return;
+  if (size() == 1 || options_.check == Check::off) {
+    if (size() > 1) communicator_.fail(std::move(failure));
+    const OperationPtr nobody_is_told = communicator_.make_operation(op);
+    nobody_is_told->seal();
+    return nobody_is_told;
   }
   std::lock_guard collective_lock(collective_mutex_);
   if (scope.channel == kCollectiveChannel) {
     Descriptor refused = describe(op, scope.channel, {}, 0, 0);
-    for (const int peer : control_->peers_in(scope))
+    for (const int peer : communicator_.peers_in(scope))
       for (const Direction direction : {Direction::send, Direction::recv})
         check_.skip(peer, direction, refused);
   }
-  const OperationPtr refusal = control_->refuse(op, reason, scope);
+  const OperationPtr refusal = communicator_.post_refusal(op, reason, scope);
   std::lock_guard lock(mutex_);
   pending_.push_back({refusal, std::move(failure), Clock::now()});
+  return refusal;
 }
 
 }  // namespace pipecomm

@@ -1,9 +1,9 @@
-// The end of a device communicator. Nothing here waits without a limit: NCCL's calls return when all
+// The end of a DeviceExecution. Nothing here waits without a limit: NCCL's calls return when all
 // ranks of the node have come and no captured graph is alive, or when the driver lets them.
 #include <algorithm>
 #include <future>
 
-#include "engine/device/device_communicator.h"
+#include "engine/device/device_execution.h"
 #include "message/start_thread.h"
 
 namespace pipecomm {
@@ -22,25 +22,10 @@ Direction opposite(Direction direction) {
 
 }  // namespace
 
-DeviceCommunicator::~DeviceCommunicator() {
-  if (closed_) return;
-  // No thread can wait for operations any more. The goodbye of the control plane tells the peers.
-  closing_ = true;
-  {
-    std::lock_guard lock(mutex_);
-    stop_watching_ = true;
-  }
-  stop_watch_.notify_all();
-  watchdog_.join();
-  in_flight_->stop();
-  abort_nccl();
-  in_flight_->abandon(nullptr, abort_is_stuck_);
-}
-
 // ------------------------------------------------------------------------------------------------
 // peers that close
 
-void DeviceCommunicator::on_claim(int peer, Direction direction, const Descriptor& theirs) {
+void DeviceExecution::on_claim(int peer, Direction direction, const Descriptor& theirs) {
   if (theirs.op != OpCode::close) {
     if (const auto mismatch = check_.heard(peer, direction, theirs)) fail_mismatch(*mismatch);
   } else if (theirs.signature == kCount) {
@@ -53,7 +38,7 @@ void DeviceCommunicator::on_claim(int peer, Direction direction, const Descripto
 
 // Refuses what the peer, which has closed, will not match. Captured messages are not counted alike
 // on both ends, see say_closing().
-void DeviceCommunicator::check_open(OpCode op, Direction direction, int peer, int channel) const {
+void DeviceExecution::check_open(OpCode op, Direction direction, int peer, int channel) const {
   if (has_captured_ || !counts_.has_ended(peer, direction, channel)) return;
   Failure failure{.kind = FailureKind::peer_lost,
                   .message = std::string(op_name(op)) + ": rank " + std::to_string(peer) +
@@ -66,7 +51,7 @@ void DeviceCommunicator::check_open(OpCode op, Direction direction, int peer, in
 }
 
 // NCCL cannot take back a message, so one without another end fails the communicator.
-void DeviceCommunicator::check_unmatched() {
+void DeviceExecution::check_unmatched() {
   const auto unmatched = has_captured_ ? std::nullopt : counts_.unmatched();
   if (!unmatched) return;
   Descriptor descriptor;
@@ -77,20 +62,20 @@ void DeviceCommunicator::check_unmatched() {
   failure.message = message_text(unmatched->direction, unmatched->peer, descriptor) +
                     " has no other end: rank " + std::to_string(unmatched->peer) +
                     " has closed its communicator";
-  control_->fail(std::move(failure));
+  communicator_.fail(std::move(failure));
 }
 
 // Tells all peers how many messages there have been. A replay of a graph is not counted, so a rank
 // that has captured something says nothing.
-void DeviceCommunicator::say_closing() {
-  if (has_captured_ || control_->failure()) return;
+void DeviceExecution::say_closing() {
+  if (has_captured_ || communicator_.failure()) return;
   for (int peer = 0; peer < size(); ++peer) {
-    for (int idx = 0; peer != rank() && idx <= options_.num_channels; ++idx) {
-      const int channel = idx == options_.num_channels ? kCollectiveChannel : idx;
+    for (int idx = 0; peer != rank() && idx <= num_channels(); ++idx) {
+      const int channel = idx == num_channels() ? kCollectiveChannel : idx;
       for (const Direction direction : {Direction::send, Direction::recv}) {
         Descriptor claim{.op = OpCode::close, .channel = uint8_t(channel), .signature = kCount};
         claim.seq = counts_.count(peer, direction, channel);
-        control_->claim(peer, direction, claim);
+        communicator_.claim(peer, direction, claim);
       }
     }
   }
@@ -98,18 +83,18 @@ void DeviceCommunicator::say_closing() {
 
 // Until all other ranks have nothing in flight either: until then they may read memory that NCCL
 // would free. False if that takes too long.
-bool DeviceCommunicator::meet(const Interrupted& interrupted) {
+bool DeviceExecution::meet(const Interrupted& interrupted) {
   for (int peer = 0; peer < size(); ++peer)
     if (peer != rank())
-      control_->claim(peer, Direction::send, {.op = OpCode::close, .signature = kDrained});
+      communicator_.claim(peer, Direction::send, {.op = OpCode::close, .signature = kDrained});
   const Deadline limit = Clock::now() + options_.end_limit;
-  while (!control_->failure()) {
+  while (!communicator_.failure()) {
     {
       std::lock_guard lock(mutex_);
       if (std::count(drained_.begin(), drained_.end(), true) == size() - 1) return true;
     }
     if (Clock::now() >= limit) return false;
-    interrupted();
+    if (interrupted) interrupted();
     std::this_thread::sleep_for(kMeetingPoll);
   }
   return false;
@@ -119,8 +104,7 @@ bool DeviceCommunicator::meet(const Interrupted& interrupted) {
 // the end of NCCL
 
 // On a thread that owns what it needs and is left behind if it is stuck; then false.
-bool DeviceCommunicator::run_apart(std::function<void()> body,
-                                   std::chrono::nanoseconds limit) const {
+bool DeviceExecution::run_apart(std::function<void()> body, std::chrono::nanoseconds limit) const {
   std::packaged_task<void()> task([runtime = runtime_, body = std::move(body)] {
     runtime->adopt_thread();
     body();
@@ -135,62 +119,48 @@ bool DeviceCommunicator::run_apart(std::function<void()> body,
   return ended.wait_for(limit) == std::future_status::ready;
 }
 
-void DeviceCommunicator::abort_nccl() {
+void DeviceExecution::abort_nccl() {
   if (!nccl_ || std::exchange(nccl_aborted_, true)) return;
   abort_is_stuck_ = !run_apart([nccl = nccl_] { nccl->abort(); }, options_.end_limit);
 }
 
-void DeviceCommunicator::end_nccl(const Interrupted& interrupted) {
-  if (!nccl_) return;
-  const bool all_came = !control_->failure() && meet(interrupted);
+void DeviceExecution::stop_threads() {
+  {
+    std::lock_guard lock(mutex_);
+    stop_watching_ = true;
+  }
+  stop_watch_.notify_all();
+  if (watchdog_.joinable()) watchdog_.join();
+  in_flight_->stop();
+}
+
+void DeviceExecution::finish(const Interrupted& interrupted) {
+  say_closing();
+  if (!communicator_.failure())
+    for (const DeviceOperationPtr& operation : in_flight_->all())
+      communicator_.wait(*operation, Deadline::max(), interrupted);
+  stop_threads();
+  all_have_come_ = nccl_ && !communicator_.failure() && meet(interrupted);
+}
+
+void DeviceExecution::end(bool in_order) {
+  stop_threads();
   const std::string hint = has_captured_ ? kGraphHint : "";
-  if (control_->failure()) {
+  if (!in_order || communicator_.failure()) {
     abort_nccl();
     if (abort_is_stuck_)
       end_warning_ = "NCCL could not be aborted within " + seconds_text(options_.end_limit) +
                      ": its kernels may still run, and the tensors of operations in flight are "
                      "kept until the process ends" +
                      hint;
-  } else if (!run_apart([nccl = nccl_] { nccl->finish(); },
-                        all_came ? options_.end_limit : std::chrono::nanoseconds(0)) &&
-             all_came) {
+  } else if (nccl_ &&
+             !run_apart([nccl = nccl_] { nccl->finish(); },
+                        all_have_come_ ? options_.end_limit : std::chrono::nanoseconds(0)) &&
+             all_have_come_) {
     end_warning_ = "NCCL did not end within " + seconds_text(options_.end_limit) +
                    ": its memory on the device stays in use until it does" + hint;
   }
-}
-
-void DeviceCommunicator::close(const Interrupted& interrupted) {
-  if (is_in_fork() || closing_.exchange(true)) return;
-  std::vector<DeviceOperationPtr> in_flight;
-  {
-    std::lock_guard launch_lock(launch_mutex_);  // a call that was under way has been published
-    in_flight = in_flight_->all();
-    say_closing();
-  }
-  const bool failed_before = control_->failure() != nullptr;
-  FailurePtr failure;
-  for (const DeviceOperationPtr& operation : in_flight) {
-    if (failed_before) break;
-    try {
-      synchronize(*operation, Deadline::max(), interrupted);
-    } catch (const PipeCommException& error) {
-      failure = error.failure();
-      break;
-    }
-  }
-  {
-    std::lock_guard lock(mutex_);
-    stop_watching_ = true;
-  }
-  stop_watch_.notify_all();
-  watchdog_.join();
-  in_flight_->stop();
-  in_flight.clear();
-  end_nccl(interrupted);
-  in_flight_->abandon(control_->failure(), abort_is_stuck_);
-  control_->close(interrupted);
-  closed_ = true;
-  if (failure) throw PipeCommException(failure);
+  in_flight_->abandon(abort_is_stuck_);
 }
 
 }  // namespace pipecomm

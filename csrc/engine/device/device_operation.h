@@ -1,10 +1,10 @@
-// A call whose work runs on streams of a device.
+// A call whose work runs on streams of a device. It has no requests, and is held until the host has
+// seen the end of that work.
 #pragma once
 
 #include <atomic>
 #include <memory>
 #include <mutex>
-#include <string>
 #include <vector>
 
 #include "copy/device_runtime.h"
@@ -13,19 +13,17 @@
 
 namespace pipecomm {
 
-class DeviceOperation {
+class DeviceOperation final : public Operation {
  public:
-  DeviceOperation(OpCode the_op, Deadline the_deadline, StreamHandle the_caller, bool async)
-      : op(the_op), deadline(the_deadline), caller(the_caller), is_async(async) {}
+  DeviceOperation(OpCode op, Deadline deadline, StreamHandle the_caller, bool async)
+      : Operation(op, deadline), caller(the_caller), is_async(async) {
+    hold();
+  }
 
-  const OpCode op;
-  const Clock::time_point posted_at = Clock::now();
-  const Deadline deadline;
   const StreamHandle caller;  // the stream that was current at the call
   const bool is_async;
-  const uint32_t call_site = FlightRecord::call_site;
 
-  // Filled in before the operation is published:
+  // Filled in before the operation is in flight:
   uint64_t capture =
       0;  // of a CUDA graph that it is part of: it runs at each replay, never by itself
   struct End {
@@ -39,11 +37,8 @@ class DeviceOperation {
     DeviceRuntime::Counter *started, *ended;
   };
   std::vector<Part> parts;
-  uint64_t number = 0;                  // in the order of launches
   std::vector<FlightMessage> messages;  // the first of them, for errors and the flight record
   size_t num_messages = 0;
-
-  std::atomic<bool> done{false};  // seen by the host
 
   bool is_captured() const { return capture != 0; }
   void add_message(Direction direction, int peer, const Descriptor& descriptor) {
@@ -51,29 +46,38 @@ class DeviceOperation {
       messages.push_back({direction, MessageState::posted, false, peer, descriptor});
   }
 
-  FlightOperation flight() const {
-    FlightOperation flight;
-    flight.number = number;
-    flight.op = op;
+  // The host has seen the end. An operation that fails with its communicator is done without it.
+  void end() {
+    if (!has_ended_.exchange(true)) release();
+  }
+  bool has_ended() const { return has_ended_; }
+  // A captured one has no end that the host could see.
+  void write_down_captured() {
+    std::lock_guard lock(mutex_);
+    write_down();
+  }
+
+  bool is_on_device() const override { return true; }
+  bool waits_to_start() const override { return false; }
+
+ protected:
+  FlightOperation flight_operation() const override {
+    FlightOperation flight = Operation::flight_operation();
     flight.on_device = true;
     flight.is_captured = is_captured();
-    flight.call_site = call_site;
-    flight.posted_at = posted_at;
     flight.num_messages = num_messages;
     return flight;
   }
-
-  // A tensor lives until the host has seen the end, or until release().
-  void keep(std::shared_ptr<void> resource) { kept_.push_back(std::move(resource)); }
-  void release() {
-    std::vector<std::shared_ptr<void>> kept;
-    std::lock_guard lock(mutex_);
-    kept.swap(kept_);
+  // The recorded end is when the host saw it; the device came to it some time before.
+  FlightMessage flight_message(size_t idx) const override {
+    FlightMessage message = messages[idx];
+    if (has_ended_ || is_captured()) message.state = MessageState::done;
+    return message;
   }
+  std::vector<FlightMessage> pending_messages() const override { return messages; }
 
  private:
-  std::mutex mutex_;
-  std::vector<std::shared_ptr<void>> kept_;
+  std::atomic<bool> has_ended_{false};
 };
 using DeviceOperationPtr = std::shared_ptr<DeviceOperation>;
 

@@ -1,16 +1,14 @@
-// The device communicator after the launch: waiting for operations, watching them, failing, ending.
+// Operations of a DeviceExecution after the launch: waiting for them, watching them, failing.
 #include <algorithm>
-#include <iterator>
 
-#include "engine/device/device_communicator.h"
-#include "message/start_thread.h"
+#include "engine/device/device_execution.h"
 
 namespace pipecomm {
 namespace {
 
 constexpr auto kTick = std::chrono::milliseconds(10);
 constexpr auto kSyncPoll = std::chrono::microseconds(20);
-constexpr auto kInterruptPoll = std::chrono::milliseconds(50);
+constexpr auto kAssistLimit = std::chrono::milliseconds(20);
 // An error of NCCL's network names no rank; the control plane, which does, gets this long to notice
 // a dead peer first.
 constexpr auto kNamingLimit = std::chrono::seconds(1);
@@ -26,69 +24,59 @@ bool blames_network(const NcclError& error) {
 // ------------------------------------------------------------------------------------------------
 // waiting
 
-std::vector<Flight> DeviceCommunicator::flights() const {
-  if (is_in_fork()) return {};
-  std::vector<Flight> flights = in_flight_->flights();
-  std::vector<Flight> control = control_->flights();
-  std::move(control.begin(), control.end(), std::back_inserter(flights));
-  return flights;
-}
-
-void DeviceCommunicator::wait(DeviceOperation& operation) {
-  control_->check_process();
-  if (!operation.done && control_->failure()) throw_failure();
+bool DeviceExecution::follow(Operation& any) {
+  if (!any.is_on_device()) return false;
+  auto& operation = static_cast<DeviceOperation&>(any);
+  if (!operation.done() && communicator_.failure()) throw_failure();
+  if (const FailurePtr failure = operation.failure()) throw PipeCommException(failure);
   const StreamHandle current = runtime_->current_stream();
   const uint64_t capture = runtime_->capture_of(current);
   if (operation.is_captured()) {
     // The graph holds the order, and outside of it there is nothing to wait for.
-    if (operation.capture != capture) return;
+    if (operation.capture != capture) return true;
   } else if (capture != 0) {
-    if (in_flight_->poll(operation)) return;
+    if (operation.done() || in_flight_->has_ended(operation)) return true;
     throw std::invalid_argument(std::string("wait() inside a CUDA graph capture for a ") +
-                                op_name(operation.op) +
+                                op_name(operation.op()) +
                                 " that was posted before it; wait before the capture begins");
   }
   if (operation.is_async || current != operation.caller)
     for (const auto& end : operation.ends) runtime_->wait(current, end.event);
   // The caller's stream is now ordered behind the last use of the tensors, and their memory is
   // allocated next on that stream. For any other stream the host has to see the end.
-  if (current == operation.caller && !operation.is_captured()) operation.release();
+  if (current == operation.caller && !operation.is_captured()) operation.let_go();
   in_flight_->sweep();
-}
-
-bool DeviceCommunicator::synchronize(DeviceOperation& operation, Deadline until,
-                                     const Interrupted& interrupted) {
-  control_->check_process();
-  Clock::time_point next_interrupt = Clock::now() + kInterruptPoll;
-  while (!is_completed(operation)) {
-    if (control_->failure()) throw_failure();
-    const auto now = Clock::now();
-    if (now >= until) return false;
-    if (now >= next_interrupt) {
-      interrupted();
-      next_interrupt = now + kInterruptPoll;
-    }
-    std::this_thread::sleep_for(kSyncPoll);
-  }
-  if (control_->failure() && !operation.done) throw_failure();
   return true;
 }
 
-bool DeviceCommunicator::is_completed(DeviceOperation& operation) {
-  if (operation.is_captured())
-    throw std::invalid_argument(std::string(op_name(operation.op)) +
+bool DeviceExecution::poll(Operation& operation) {
+  if (!operation.is_on_device()) return operation.done();
+  auto& on_device = static_cast<DeviceOperation&>(operation);
+  if (on_device.is_captured())
+    throw std::invalid_argument(std::string(op_name(operation.op())) +
                                 " was captured in a CUDA graph: it runs when the graph does, and "
                                 "has no end of its own");
-  if (is_in_fork()) return operation.done;
-  if (!in_flight_->poll(operation)) return control_->failure() != nullptr;
-  operation.release();
+  return in_flight_->poll(on_device);
+}
+
+// The thread asks more often than the one that looks after all operations.
+bool DeviceExecution::assist(Operation& operation) {
+  if (!operation.is_on_device()) return communicator_.transport().assist(operation);
+  for (const Deadline until = Clock::now() + kAssistLimit; !poll(operation);) {
+    if (Clock::now() >= until) return false;
+    std::this_thread::sleep_for(kSyncPoll);
+  }
   return true;
+}
+
+bool DeviceExecution::is_late(const Operation& operation) const {
+  return operation.is_on_device() ? in_flight_->is_late(operation) : Execution::is_late(operation);
 }
 
 // ------------------------------------------------------------------------------------------------
 // failing
 
-void DeviceCommunicator::fail_mismatch(const MessageCheck::Mismatch& mismatch) {
+void DeviceExecution::fail_mismatch(const MessageCheck::Mismatch& mismatch) {
   const bool sends = mismatch.direction == Direction::send;
   Failure failure{.kind = FailureKind::mismatch, .rank = rank()};
   name_message(failure, mismatch.peer, mismatch.ours);
@@ -98,25 +86,24 @@ void DeviceCommunicator::fail_mismatch(const MessageCheck::Mismatch& mismatch) {
                     std::to_string(mismatch.peer) + (sends ? " expects " : " sends ") +
                     mismatch.theirs.text() +
                     "; the transfer was under way, so what was received is not to be trusted";
-  control_->fail(std::move(failure));
+  communicator_.fail(std::move(failure));
 }
 
-void DeviceCommunicator::fail_expired(const DeviceOperation& operation) {
-  const auto& messages = operation.messages;
-  fail_expired(operation.op, "", "call the matching operation",
-               messages.empty() ? nullptr : &messages.front(), Clock::now() - operation.posted_at,
-               operation.deadline - operation.posted_at);
+void DeviceExecution::expire(const Operation& operation) {
+  const auto& messages = static_cast<const DeviceOperation&>(operation).messages;
+  fail_expired(operation.op(), "", "call the matching operation",
+               messages.empty() ? nullptr : &messages.front(), Clock::now() - operation.posted_at(),
+               operation.deadline() - operation.posted_at());
 }
 
-void DeviceCommunicator::fail_expired(const Replays::Late& late) {
+void DeviceExecution::fail_expired(const Replays::Late& late) {
   fail_expired(late.op, " in a replay of a CUDA graph", "replay their graphs as often",
-               late.first_message ? &*late.first_message : nullptr, late.running_for,
-               *options_.timeout);
+               late.first_message ? &*late.first_message : nullptr, late.running_for, *timeout_);
 }
 
-void DeviceCommunicator::fail_expired(OpCode op, const std::string& where,
-                                      const std::string& remedy, const FlightMessage* shown,
-                                      Clock::duration elapsed, Clock::duration limit) {
+void DeviceExecution::fail_expired(OpCode op, const std::string& where, const std::string& remedy,
+                                   const FlightMessage* shown, Clock::duration elapsed,
+                                   Clock::duration limit) {
   Failure failure{
       .kind = FailureKind::timeout, .op = op_name(op), .rank = rank(), .origin_rank = rank()};
   failure.message = op_name(op) + where + " timed out on the device after " +
@@ -128,30 +115,31 @@ void DeviceCommunicator::fail_expired(OpCode op, const std::string& where,
                        shown->descriptor.text();
   }
   failure.message += "; check that the other ranks " + remedy + ", or raise timeout=";
-  control_->fail(std::move(failure));
+  communicator_.fail(std::move(failure));
 }
 
-void DeviceCommunicator::fail_enqueue(OpCode op, const std::exception& error) {
+void DeviceExecution::fail_enqueue(OpCode op, const std::exception& error) {
   const auto* const nccl_error = dynamic_cast<const NcclError*>(&error);
   const bool is_peer = nccl_error && blames_network(*nccl_error);
   const Deadline until = Clock::now() + kNamingLimit;
-  while (is_peer && !control_->failure() && Clock::now() < until)
+  while (is_peer && !communicator_.failure() && Clock::now() < until)
     std::this_thread::sleep_for(kTick);
-  control_->fail({.kind = is_peer ? FailureKind::peer_lost : FailureKind::error,
-                  .message = std::string(op_name(op)) + " could not be enqueued: " + error.what(),
-                  .op = op_name(op),
-                  .rank = rank(),
-                  .origin_rank = rank()});
+  communicator_.fail(
+      {.kind = is_peer ? FailureKind::peer_lost : FailureKind::error,
+       .message = std::string(op_name(op)) + " could not be enqueued: " + error.what(),
+       .op = op_name(op),
+       .rank = rank(),
+       .origin_rank = rank()});
 }
 
 // ------------------------------------------------------------------------------------------------
 // watching
 
-void DeviceCommunicator::watch() {
+void DeviceExecution::watch() {
   std::unique_lock lock(mutex_);
   while (!stop_watch_.wait_for(lock, kTick, [this] { return stop_watching_; })) {
     lock.unlock();
-    if (control_->failure())
+    if (communicator_.failure())
       abort_nccl();
     else
       watch_once();
@@ -159,7 +147,7 @@ void DeviceCommunicator::watch() {
   }
 }
 
-void DeviceCommunicator::watch_once() {
+void DeviceExecution::watch_once() {
   std::vector<Failure> failures;
   {
     std::lock_guard lock(mutex_);
@@ -174,9 +162,8 @@ void DeviceCommunicator::watch_once() {
       return true;
     });
   }
-  for (const DeviceOperationPtr& operation : in_flight_->late()) fail_expired(*operation);
   if (const auto late = replays_.late()) fail_expired(*late);
-  for (Failure& failure : failures) control_->fail(std::move(failure));
+  for (Failure& failure : failures) communicator_.fail(std::move(failure));
   check_unmatched();
 
   if (!nccl_) return;
@@ -187,10 +174,10 @@ void DeviceCommunicator::watch_once() {
     const bool is_peer = blames_network(error);
     if (!nccl_error_since_) nccl_error_since_ = Clock::now();
     if (is_peer && Clock::now() - *nccl_error_since_ < kNamingLimit) return;
-    control_->fail({.kind = is_peer ? FailureKind::peer_lost : FailureKind::error,
-                    .message = error.what(),
-                    .rank = rank(),
-                    .origin_rank = rank()});
+    communicator_.fail({.kind = is_peer ? FailureKind::peer_lost : FailureKind::error,
+                        .message = error.what(),
+                        .rank = rank(),
+                        .origin_rank = rank()});
   }
 }
 

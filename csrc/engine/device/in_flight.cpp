@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <limits>
+#include <optional>
+#include <string>
 
 #include "message/start_thread.h"
 
@@ -20,10 +22,10 @@ constexpr size_t kMaxSwept = 16;
 
 }  // namespace
 
-void InFlight::start() {
+void InFlight::start(int rank) {
   std::packaged_task<void()> task([self = shared_from_this()] { self->look(); });
   ended_ = task.get_future();
-  thread_ = start_thread(std::move(task), control_->rank());
+  thread_ = start_thread(std::move(task), rank);
 }
 
 void InFlight::stop() {
@@ -32,6 +34,10 @@ void InFlight::stop() {
     stopping_ = true;
   }
   changed_.notify_all();
+  {
+    std::lock_guard lock(communicator_mutex_);
+    communicator_ = nullptr;
+  }
   if (!thread_.joinable()) return;
   const std::future<void> ended = std::move(ended_);  // which holds the task, and that this object
   if (ended.wait_for(kStopLimit) == std::future_status::ready)
@@ -72,20 +78,27 @@ void InFlight::add(const DeviceOperationPtr& operation) {
 
 // An aborted NCCL kernel leaves its stream without an error, so events that are done after a
 // failure mean nothing.
-bool InFlight::poll(DeviceOperation& operation) {
-  if (operation.done) return true;
+bool InFlight::has_ended(DeviceOperation& operation) {
+  std::optional<std::string> broken;
   try {
     for (const auto& end : operation.ends)
       if (!runtime_->is_done(end.event)) return false;
   } catch (const std::exception& error) {  // of the device: nothing on it works any more
-    control_->fail({.message = error.what(),
-                    .op = op_name(operation.op),
-                    .rank = control_->rank(),
-                    .origin_rank = control_->rank()});
+    broken = error.what();
   }
-  if (control_->failure()) return false;
-  if (!operation.done.exchange(true)) write_down(operation, nullptr);
-  return true;
+  std::lock_guard lock(communicator_mutex_);
+  if (!communicator_) return false;
+  if (broken)
+    communicator_->fail({.message = *broken,
+                         .op = op_name(operation.op()),
+                         .rank = communicator_->rank(),
+                         .origin_rank = communicator_->rank()});
+  return !communicator_->failure();
+}
+
+bool InFlight::poll(DeviceOperation& operation) {
+  if (!operation.done() && has_ended(operation)) operation.end();
+  return operation.done();
 }
 
 // On a thread that captures, memory that goes back to the device's allocator could upset the graph.
@@ -106,18 +119,15 @@ void InFlight::sweep_first(size_t max_asked) {
     const bool is_behind = std::ranges::any_of(operation->ends, [&](const auto& end) {
       return std::ranges::find(busy, end.stream) != busy.end();
     });
-    if (operation->done || (!is_behind && poll(*operation))) continue;
+    if (operation->done() || (!is_behind && poll(*operation))) continue;
     for (const auto& end : operation->ends) busy.push_back(end.stream);
   }
-  std::vector<DeviceOperationPtr> finished;
-  {
-    std::lock_guard lock(mutex_);
-    std::erase_if(operations_, [&](DeviceOperationPtr& operation) {
-      if (operation->done) finished.push_back(operation);
-      return bool(operation->done);
-    });
-  }
-  for (const DeviceOperationPtr& operation : finished) operation->release();
+  std::vector<DeviceOperationPtr> ended;  // they go without the lock
+  std::lock_guard lock(mutex_);
+  std::erase_if(operations_, [&](const DeviceOperationPtr& operation) {
+    if (operation->has_ended()) ended.push_back(operation);
+    return operation->has_ended();
+  });
 }
 
 std::vector<DeviceOperationPtr> InFlight::all() const {
@@ -125,20 +135,14 @@ std::vector<DeviceOperationPtr> InFlight::all() const {
   return {operations_.begin(), operations_.end()};
 }
 
-std::vector<DeviceOperationPtr> InFlight::late() const {
+bool InFlight::is_late(const Operation& operation) const {
   const Clock::time_point now = Clock::now();
-  std::vector<DeviceOperationPtr> late;
+  const Deadline deadline = operation.deadline();
   std::lock_guard lock(mutex_);
-  for (const DeviceOperationPtr& operation : operations_) {
-    const Deadline deadline = operation->deadline;
-    if (now < deadline) break;
-    if (!operation->done && (looked_at_ >= deadline || now - deadline >= kAnswerLimit))
-      late.push_back(operation);
-  }
-  return late;
+  return now >= deadline && (looked_at_ >= deadline || now - deadline >= kAnswerLimit);
 }
 
-void InFlight::abandon(const FailurePtr& failure, bool kernels_may_run) {
+void InFlight::abandon(bool kernels_may_run) {
   static std::mutex kept_mutex;
   static auto* const kept = new std::vector<DeviceOperationPtr>;
   std::deque<DeviceOperationPtr> operations;
@@ -146,34 +150,9 @@ void InFlight::abandon(const FailurePtr& failure, bool kernels_may_run) {
     std::lock_guard lock(mutex_);
     operations.swap(operations_);
   }
-  for (const DeviceOperationPtr& operation : operations)
-    if (failure && !operation->done) write_down(*operation, failure);
   if (!kernels_may_run) return;
   std::lock_guard lock(kept_mutex);
   kept->insert(kept->end(), operations.begin(), operations.end());
-}
-
-// The recorded end is when the host saw it; the device came to it some time before.
-void InFlight::write_down(const DeviceOperation& operation, FailurePtr failure) {
-  FlightOperation flight = operation.flight();
-  flight.ended = true;
-  flight.ended_at = Clock::now();
-  flight.failure = std::move(failure);
-  record_.add(flight, [&](size_t idx) {
-    FlightMessage message = operation.messages[idx];
-    message.state = flight.failure ? MessageState::posted : MessageState::done;
-    return message;
-  });
-}
-
-std::vector<Flight> InFlight::flights() const {
-  std::vector<Flight> pending;
-  {
-    std::lock_guard lock(mutex_);
-    for (const DeviceOperationPtr& operation : operations_)
-      if (!operation->done) pending.push_back({operation->flight(), operation->messages});
-  }
-  return merge_flights(std::move(pending), record_.ended());
 }
 
 }  // namespace pipecomm

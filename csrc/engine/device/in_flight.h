@@ -4,7 +4,6 @@
 // ends; nothing else waits for that thread.
 #pragma once
 
-#include <atomic>
 #include <condition_variable>
 #include <deque>
 #include <future>
@@ -21,40 +20,36 @@ namespace pipecomm {
 
 class InFlight : public std::enable_shared_from_this<InFlight> {
  public:
-  InFlight(std::shared_ptr<DeviceRuntime> runtime, std::shared_ptr<Communicator> control,
-           std::function<void()> on_failure)
-      : runtime_(std::move(runtime)), control_(std::move(control)), record_(on_failure) {}
+  InFlight(std::shared_ptr<DeviceRuntime> runtime, Communicator& communicator)
+      : runtime_(std::move(runtime)), communicator_(&communicator) {}
 
-  void start();
-  // Leaves the thread behind if it is stuck in the driver.
+  void start(int rank);
+  // Leaves the thread behind if it is stuck in the driver. The communicator may go after that.
   void stop();
 
   void add(const DeviceOperationPtr& operation);
-  // Without an end that the host could see: it has none, or the operation is part of a graph.
-  void add_ended(const DeviceOperation& operation) { write_down(operation, nullptr); }
-
-  // Asks the device, unless the end has been seen. A device that reports an error fails the
-  // communicator.
+  // Whether all its work is done; asks the device, without memory of the operation going back. A
+  // device that reports an error fails the communicator.
+  bool has_ended(DeviceOperation& operation);
+  // The same, and the operation is done if it has.
   bool poll(DeviceOperation& operation);
-  // Gives back what finished ones of the first operations kept alive.
+  // Forgets finished ones among the first operations.
   void sweep();
 
   std::vector<DeviceOperationPtr> all() const;
-  // Of which the device has been asked after their deadline, or does not answer.
-  std::vector<DeviceOperationPtr> late() const;
+  // Whether the device has been asked after the deadline, or does not answer.
+  bool is_late(const Operation& operation) const;
   // Those that have no end after the failure of the communicator. If kernels may still run, the
   // memory of their tensors stays for good.
-  void abandon(const FailurePtr& failure, bool kernels_may_run);
-  std::vector<Flight> flights() const;
+  void abandon(bool kernels_may_run);
 
  private:
   void look();
   void sweep_first(size_t max_asked);
-  void write_down(const DeviceOperation& operation, FailurePtr failure);
 
   const std::shared_ptr<DeviceRuntime> runtime_;
-  const std::shared_ptr<Communicator> control_;
-  FlightRecord record_;
+  std::mutex communicator_mutex_;
+  Communicator* communicator_;  // null: nobody is to be told any more
 
   mutable std::mutex mutex_;
   std::deque<DeviceOperationPtr> operations_;

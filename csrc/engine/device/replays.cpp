@@ -27,7 +27,7 @@ void Replays::add(const DeviceOperation& operation) {
   if (operation.parts.empty()) return;
   std::lock_guard lock(mutex_);
   for (const DeviceOperation::Part& part : operation.parts) {
-    Watched& watched = watched_.emplace_back(part, operation.op);
+    Watched& watched = watched_.emplace_back(part, operation.op());
     if (!operation.messages.empty()) watched.first_message = operation.messages.front();
   }
 }

@@ -1,5 +1,5 @@
-// The engine for tensors in device memory. The data go over NCCL, enqueued on streams: no call
-// waits for the device. A host communicator is the control plane: it notices dead peers, carries a
+// Tensors in device memory. The data go over NCCL, enqueued on streams: no call waits for the device.
+// The hosts' messages are the control plane: over them the Communicator notices dead peers, carries a
 // failure of one rank to all others, and compares what ranks are about to do.
 //
 // Streams. A synchronous operation runs on the caller's current stream. An asynchronous one runs on
@@ -32,74 +32,55 @@
 #include "engine/device/message_check.h"
 #include "engine/device/message_counts.h"
 #include "engine/device/replays.h"
+#include "engine/execution.h"
 #include "transport/nccl/nccl_transport.h"
 
 namespace pipecomm {
 
 struct DeviceOptions {
-  int rank = 0;
-  int size = 1;
-  int num_channels = 2;
-  std::optional<std::chrono::nanoseconds> timeout;  // none: wait forever
   Check check = Check::first_use;
-  std::function<void()> on_failure;  // see CommunicatorOptions
   int max_ops_per_group = kDefaultMaxOpsPerGroup;
   NcclConfig nccl;
   // Of each step of the end that other ranks, the driver or the user's graphs can hold up.
   std::chrono::nanoseconds end_limit = std::chrono::seconds(5);
 };
 
-class DeviceCommunicator {
+class DeviceExecution final : public Execution {
  public:
-  // Asked now and then on a thread that waits; may throw (pending signals).
-  using Interrupted = std::function<void()>;
+  // `nccl_ids`: one per lane, the same on all ranks. Of a Communicator whose collectives are direct.
+  DeviceExecution(Communicator& communicator, const DeviceOptions& options,
+                  std::shared_ptr<DeviceRuntime> runtime, const NcclApi& api,
+                  std::vector<NcclUniqueId> nccl_ids);
 
-  // Collective. `nccl_ids`: one per lane, the same on all ranks.
-  DeviceCommunicator(const DeviceOptions& options, std::shared_ptr<DeviceRuntime> runtime,
-                     const NcclApi& api, std::span<const NcclUniqueId> nccl_ids,
-                     const Communicator::MakeTransport& make_control,
-                     const Interrupted& interrupted);
-  ~DeviceCommunicator();
-
-  int rank() const { return options_.rank; }
-  int size() const { return options_.size; }
   static int num_nccl_ids(int num_channels) { return num_lanes(num_channels); }
-  const std::shared_ptr<Communicator>& control() const { return control_; }
-  bool is_in_fork() const { return control_->is_in_fork(); }
 
-  // As for the host communicator; `interrupted` serves the agreement of a first use. Tensors may
-  // have any strides. An exchange on a channel of the user is compared while it runs, and exchanges
-  // follow each other on its first lane.
-  DeviceOperationPtr batch_p2p(std::span<const PointToPoint> batch, bool is_async);
-  DeviceOperationPtr exchange(OpCode op, PreparedExchangePtr plan,
-                              std::span<const TensorRef> inputs, std::span<const TensorRef> outputs,
-                              bool is_async, const Interrupted& interrupted,
-                              const Scope& scope = {});
-  DeviceOperationPtr broadcast(const TensorRef& tensor, int source, bool is_async,
-                               const Interrupted& interrupted);
-  // Meets the hosts of all ranks (an operation of control()), whatever runs on streams.
-  OperationPtr barrier(bool is_async = true);
-  // Call it instead of a collective that this rank cannot take part in. If the others have run that
-  // collective before, they no longer compare it, and the communicator fails on all ranks.
-  void refuse(OpCode op, const std::string& reason, const Scope& scope = {});
+  // Collective.
+  void start(const Interrupted& interrupted) override;
 
-  // Makes the current stream wait for the operation.
-  void wait(DeviceOperation& operation);
-  // Blocks the host until the operation is done; false if `until` passes first.
-  bool synchronize(DeviceOperation& operation, Deadline until, const Interrupted& interrupted);
-  bool is_completed(DeviceOperation& operation);
+  // Tensors may have any strides. An exchange on a channel of the user is compared while it runs, and
+  // exchanges follow each other on its first lane, so that what is to come `after` another one does.
+  // `gradient_of` is not compared: it would make each exchange a new one.
+  OperationPtr batch_p2p(std::span<const PointToPoint> batch, CallOptions options) override;
+  OperationPtr exchange(const ExchangeCall& call, CallOptions options) override;
+  OperationPtr broadcast(const TensorRef& tensor, int source, CallOptions options) override;
+  OperationPtr barrier(bool is_async) override;
+  // If the others have run that collective before, they no longer compare it, and the communicator
+  // fails on all ranks.
+  OperationPtr refuse(OpCode op, const std::string& reason, const Scope& scope) override;
 
-  void abort(const std::string& reason) { control_->abort(reason); }
-  // Returns within a few seconds after the last operation, whatever holds up the end of NCCL.
-  void close(const Interrupted& interrupted);
-  // What close() has left behind, and how to avoid it; or "".
-  const std::string& end_warning() const { return end_warning_; }
-  bool closed() const { return closed_; }
-  FailurePtr failure() const { return control_->failure(); }
-  // As for the host communicator; with the operations of the control plane, which are numbered
-  // apart.
-  std::vector<Flight> flights() const;
-  CopyCounters copy_counters() const { return {num_exchanges_, num_passes_, 0}; }
+  bool follow(Operation& operation) override;
+  bool poll(Operation& operation) override;
+  bool assist(Operation& operation) override;
+  bool is_late(const Operation& operation) const override;
+  void expire(const Operation& operation) override;
+  void on_claim(int peer, Direction direction, const Descriptor& theirs) override;
+
+  // Return within a few seconds after the last operation, whatever holds up the end of NCCL.
+  void finish(const Interrupted& interrupted) override;
+  void end(bool in_order) override;
+  std::string end_warning() const override { return end_warning_; }
+
+  CopyCounters copy_counters() const override { return {num_exchanges_, num_passes_, 0}; }
 
  private:
   // The stream of a lane, and the end of its latest operation.
@@ -115,12 +96,15 @@ class DeviceCommunicator {
     Clock::time_point since;
   };
 
-  void connect(std::span<const NcclUniqueId> nccl_ids, const Interrupted& interrupted);
-  void check_usable(OpCode op) const;
+  int rank() const { return communicator_.rank(); }
+  int size() const { return communicator_.size(); }
+  int num_channels() const { return communicator_.options().num_channels; }
+
+  void connect(const Interrupted& interrupted);
   uint64_t check_captures(OpCode op, std::span<const int> lanes) const;
   std::vector<int> forked_lanes(int channel, std::span<const PeerMessages> pairs,
                                 bool is_async) const;
-  DeviceOperationPtr make_operation(OpCode op, bool is_async, uint64_t capture);
+  DeviceOperationPtr make_operation(OpCode op, CallOptions options, uint64_t capture);
   void check_messages(std::span<const PointToPoint> batch, DeviceOperation& operation);
   void note_captured(int peer, Direction direction, const Descriptor& descriptor);
   void note_message(DeviceOperation& operation, Direction direction, int peer,
@@ -133,6 +117,7 @@ class DeviceCommunicator {
   StreamHandle enter(DeviceOperation& operation, int lane_idx, bool on_caller,
                      const EventPtr& start);
   EventPtr leave(DeviceOperation& operation, int lane_idx, StreamHandle stream);
+  void track(const DeviceOperationPtr& operation);
   void publish(const DeviceOperationPtr& operation);
   void exchange_messages_on(DeviceOperation& operation, int channel, StreamHandle stream,
                             std::span<const DeviceMessage> messages);
@@ -141,7 +126,6 @@ class DeviceCommunicator {
   NcclTransport::KeepWaiting keep_waiting(Deadline deadline) const;
 
   void fail_mismatch(const MessageCheck::Mismatch& mismatch);
-  void fail_expired(const DeviceOperation& operation);
   void fail_expired(const Replays::Late& late);
   void fail_expired(OpCode op, const std::string& where, const std::string& remedy,
                     const FlightMessage* shown, Clock::duration elapsed, Clock::duration limit);
@@ -152,24 +136,23 @@ class DeviceCommunicator {
   void watch_once();
   void abort_nccl();
 
-  void on_claim(int peer, Direction direction, const Descriptor& theirs);
   void check_open(OpCode op, Direction direction, int peer, int channel) const;
   void check_unmatched();
   void say_closing();
   bool meet(const Interrupted& interrupted);
-  void end_nccl(const Interrupted& interrupted);
+  void stop_threads();
   bool run_apart(std::function<void()> body, std::chrono::nanoseconds limit) const;
 
+  Communicator& communicator_;
   const DeviceOptions options_;
+  const std::optional<std::chrono::nanoseconds> timeout_;
   const std::shared_ptr<DeviceRuntime> runtime_;
+  const std::vector<NcclUniqueId> nccl_ids_;
   MessageCheck check_;
-  std::shared_ptr<Communicator> control_;
   std::shared_ptr<NcclTransport> nccl_;  // null if there are no other ranks
   std::shared_ptr<InFlight> in_flight_;
   Replays replays_;
 
-  std::mutex launch_mutex_;  // one host order of everything enqueued
-  uint64_t num_launched_ = 0;
   MessageCounts counts_;
   std::vector<Lane> lanes_;
   std::mutex collective_mutex_;       // the order of agreements is the order of collectives
@@ -181,16 +164,22 @@ class DeviceCommunicator {
   std::deque<Pending> pending_;
   std::condition_variable stop_watch_;
   bool stop_watching_ = false;
-  std::atomic<bool> closing_{false};
-  std::atomic<bool> closed_{false};
 
   std::optional<Clock::time_point> nccl_error_since_;  // watchdog only
-  bool nccl_aborted_ = false;                          // watchdog, then close()
+  bool nccl_aborted_ = false;                          // watchdog, then end()
   bool abort_is_stuck_ = false;                        // likewise
+  bool all_have_come_ = false;                         // to the end
   std::atomic<bool> has_captured_{false};
   std::vector<bool> drained_;  // peers that have closed and have nothing in flight
   std::string end_warning_;
   std::thread watchdog_;
 };
+
+// Collective; `interrupted` is asked while NCCL waits for other ranks.
+std::unique_ptr<Communicator> make_device_communicator(
+    CommunicatorOptions options, const DeviceOptions& device_options,
+    const std::shared_ptr<DeviceRuntime>& runtime, const NcclApi& api,
+    const std::vector<NcclUniqueId>& nccl_ids, const Communicator::MakeTransport& make_transport,
+    const Interrupted& interrupted);
 
 }  // namespace pipecomm

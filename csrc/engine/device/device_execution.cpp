@@ -1,4 +1,4 @@
-#include "engine/device/device_communicator.h"
+#include "engine/device/device_execution.h"
 
 #include <future>
 
@@ -13,51 +13,49 @@ constexpr auto kConnectPoll = std::chrono::milliseconds(1);
 
 }  // namespace
 
-DeviceCommunicator::DeviceCommunicator(const DeviceOptions& options,
-                                       std::shared_ptr<DeviceRuntime> runtime, const NcclApi& api,
-                                       std::span<const NcclUniqueId> nccl_ids,
-                                       const Communicator::MakeTransport& make_control,
-                                       const Interrupted& interrupted)
-    : options_(options),
+DeviceExecution::DeviceExecution(Communicator& communicator, const DeviceOptions& options,
+                                 std::shared_ptr<DeviceRuntime> runtime, const NcclApi& api,
+                                 std::vector<NcclUniqueId> nccl_ids)
+    : communicator_(communicator),
+      options_(options),
+      timeout_(communicator.options().timeout),
       runtime_(std::move(runtime)),
-      check_(options.size, options.num_channels, options.check),
-      replays_(runtime_, options.timeout),
-      counts_(options.size),
-      drained_(size_t(options.size)) {
-  CommunicatorOptions control;
-  control.rank = options_.rank;
-  control.size = options_.size;
-  control.num_channels = options_.num_channels;
-  control.timeout = options_.timeout;
-  control.on_failure = options_.on_failure;
-  control.direct_limit = options_.size;  // the agreement before a collective is direct
-  control.on_claim = [this](int peer, Direction direction, const Descriptor& theirs) {
-    on_claim(peer, direction, theirs);
-  };
-  control_ = std::make_shared<Communicator>(control, make_control);
-  in_flight_ = std::make_shared<InFlight>(runtime_, control_, options_.on_failure);
-  for (int lane_idx = 0; lane_idx < num_lanes(options_.num_channels); ++lane_idx)
-    lanes_.push_back({runtime_->new_stream(), nullptr, nullptr});
-  if (size() > 1) {
+      nccl_ids_(std::move(nccl_ids)),
+      check_(size(), num_channels(), options.check),
+      in_flight_(std::make_shared<InFlight>(runtime_, communicator)),
+      replays_(runtime_, timeout_),
+      counts_(size()),
+      drained_(size_t(size())) {
+  if (size() > 1)
     nccl_ =
         std::make_shared<NcclTransport>(api, runtime_, rank(), size(), options_.max_ops_per_group);
-    connect(nccl_ids, interrupted);
-  }
-  in_flight_->start();
-  try {
-    watchdog_ = start_thread([this] { watch(); }, rank());
-  } catch (const PipeCommException&) {
-    in_flight_->stop();
-    throw;
-  }
+  for (int lane_idx = 0; lane_idx < num_lanes(num_channels()); ++lane_idx)
+    lanes_.push_back({runtime_->new_stream(), nullptr, nullptr});
 }
 
-void DeviceCommunicator::connect(std::span<const NcclUniqueId> nccl_ids,
-                                 const Interrupted& interrupted) {
+std::unique_ptr<Communicator> make_device_communicator(
+    CommunicatorOptions options, const DeviceOptions& device_options,
+    const std::shared_ptr<DeviceRuntime>& runtime, const NcclApi& api,
+    const std::vector<NcclUniqueId>& nccl_ids, const Communicator::MakeTransport& make_transport,
+    const Interrupted& interrupted) {
+  options.direct_limit = options.size;  // the agreement before a collective is direct
+  const auto make_execution = [&](Communicator& communicator) {
+    return std::make_unique<DeviceExecution>(communicator, device_options, runtime, api, nccl_ids);
+  };
+  return std::make_unique<Communicator>(options, make_transport, make_execution, interrupted);
+}
+
+void DeviceExecution::start(const Interrupted& interrupted) {
+  if (nccl_) connect(interrupted);
+  in_flight_->start(rank());
+  watchdog_ = start_thread([this] { watch(); }, rank());
+}
+
+void DeviceExecution::connect(const Interrupted& interrupted) {
   const Clock::time_point begin = Clock::now();
   std::vector<NcclLane> lanes;
-  for (size_t idx = 0; idx < nccl_ids.size(); ++idx)
-    lanes.push_back({nccl_ids[idx], reach_of(int(idx), options_.num_channels), lanes_[idx].stream});
+  for (size_t idx = 0; idx < nccl_ids_.size(); ++idx)
+    lanes.push_back({nccl_ids_[idx], reach_of(int(idx), num_channels()), lanes_[idx].stream});
   // NCCL waits for ranks that may never come, so it does on a thread that can be left behind.
   std::packaged_task<void()> task(
       [runtime = runtime_, nccl = nccl_, lanes = std::move(lanes), config = options_.nccl] {
@@ -68,40 +66,42 @@ void DeviceCommunicator::connect(std::span<const NcclUniqueId> nccl_ids,
   try {
     start_thread(std::move(task), rank()).detach();
     while (connected.wait_for(kConnectPoll) != std::future_status::ready) {
-      if (control_->failure()) throw_failure();
-      interrupted();
-      if (options_.timeout && Clock::now() - begin > *options_.timeout)
+      if (communicator_.failure()) throw_failure();
+      if (interrupted) interrupted();
+      if (timeout_ && Clock::now() - begin > *timeout_)
         throw NcclError(NcclResult::in_progress,
                         "not all ranks are connected after " + seconds_text(Clock::now() - begin));
     }
     connected.get();
   } catch (const std::exception& error) {
-    const bool is_late = options_.timeout && Clock::now() - begin > *options_.timeout;
-    control_->fail({.kind = is_late ? FailureKind::timeout : FailureKind::error,
-                    .message = std::string("connecting NCCL failed: ") + error.what() +
-                               "; NCCL_DEBUG=INFO shows what it tried",
-                    .op = "Communicator",
-                    .rank = rank(),
-                    .origin_rank = rank()});
+    const bool is_late = timeout_ && Clock::now() - begin > *timeout_;
+    communicator_.fail({.kind = is_late ? FailureKind::timeout : FailureKind::error,
+                        .message = std::string("connecting NCCL failed: ") + error.what() +
+                                   "; NCCL_DEBUG=INFO shows what it tried",
+                        .op = "Communicator",
+                        .rank = rank(),
+                        .origin_rank = rank()});
     abort_nccl();
     if (dynamic_cast<const NcclError*>(&error)) throw_failure();
     throw;
   }
 }
 
-DeviceOperationPtr DeviceCommunicator::make_operation(OpCode op, bool is_async, uint64_t capture) {
-  auto operation = std::make_shared<DeviceOperation>(op, control_->deadline_from_now(),
-                                                     runtime_->current_stream(), is_async);
+DeviceOperationPtr DeviceExecution::make_operation(OpCode op, CallOptions options,
+                                                   uint64_t capture) {
+  auto operation = std::make_shared<DeviceOperation>(op, communicator_.deadline_from_now(),
+                                                     runtime_->current_stream(), options.is_async);
+  if (options.on_success) operation->on_success(std::move(options.on_success));
   operation->capture = capture;
   if (capture != 0) has_captured_ = true;
-  operation->number = num_launched_++;
+  communicator_.number(*operation);
   return operation;
 }
 
 // The stream for the operation's work on a lane, ordered after what the caller has enqueued and
 // after the lane's latest operation (NCCL runs the operations of one communicator one by one).
-StreamHandle DeviceCommunicator::enter(DeviceOperation& operation, int lane_idx, bool on_caller,
-                                       const EventPtr& start) {
+StreamHandle DeviceExecution::enter(DeviceOperation& operation, int lane_idx, bool on_caller,
+                                    const EventPtr& start) {
   const Lane& lane = lanes_[lane_idx];
   const StreamHandle stream = on_caller ? operation.caller : lane.stream;
   if (stream != operation.caller) runtime_->wait(stream, start);
@@ -112,7 +112,7 @@ StreamHandle DeviceCommunicator::enter(DeviceOperation& operation, int lane_idx,
   return stream;
 }
 
-EventPtr DeviceCommunicator::leave(DeviceOperation& operation, int lane_idx, StreamHandle stream) {
+EventPtr DeviceExecution::leave(DeviceOperation& operation, int lane_idx, StreamHandle stream) {
   replays_.end_part(operation, stream);
   EventPtr end = runtime_->record(stream);
   if (!operation.is_captured()) {
@@ -124,42 +124,48 @@ EventPtr DeviceCommunicator::leave(DeviceOperation& operation, int lane_idx, Str
   return end;
 }
 
-void DeviceCommunicator::publish(const DeviceOperationPtr& operation) {
-  if (!operation->ends.empty() && !operation->is_captured()) return in_flight_->add(operation);
-  operation->done = !operation->is_captured();
-  in_flight_->add_ended(*operation);  // its replays are nothing that anybody can wait for
+// Memory that streams use is kept first of all, whatever has become of the communicator.
+void DeviceExecution::track(const DeviceOperationPtr& operation) {
+  in_flight_->add(operation);
+  communicator_.note_in_flight(operation);
+}
+
+void DeviceExecution::publish(const DeviceOperationPtr& operation) {
+  if (!operation->is_captured()) {
+    if (operation->ends.empty()) return operation->end();
+    return track(operation);
+  }
+  operation->write_down_captured();  // its replays are nothing that anybody can wait for
   replays_.add(*operation);
 }
 
 // An error while work is being enqueued leaves peers waiting for the rest of it: all ranks fail. What
 // has been enqueued may run until NCCL is aborted, and its tensors stay for so long.
 template <class Launch>
-void DeviceCommunicator::launch(const DeviceOperationPtr& operation, Launch&& body) {
+void DeviceExecution::launch(const DeviceOperationPtr& operation, Launch&& body) {
   try {
     body();
   } catch (const PipeCommException&) {
-    if (!operation->is_captured()) in_flight_->add(operation);
+    if (!operation->is_captured()) track(operation);
     throw;
   } catch (const std::exception& error) {
-    fail_enqueue(operation->op, error);
-    if (!operation->is_captured()) in_flight_->add(operation);
+    fail_enqueue(operation->op(), error);
+    if (!operation->is_captured()) track(operation);
     throw_failure();
   }
 }
 
-NcclTransport::KeepWaiting DeviceCommunicator::keep_waiting(Deadline deadline) const {
+NcclTransport::KeepWaiting DeviceExecution::keep_waiting(Deadline deadline) const {
   return [this, deadline] {
-    if (control_->failure()) throw_failure();
+    if (communicator_.failure()) throw_failure();
     if (Clock::now() >= deadline)
       throw NcclError(NcclResult::in_progress, "NCCL did not take it before the deadline");
   };
 }
 
-DeviceOperationPtr DeviceCommunicator::batch_p2p(std::span<const PointToPoint> batch,
-                                                 bool is_async) {
-  check_usable(OpCode::p2p);
+OperationPtr DeviceExecution::batch_p2p(std::span<const PointToPoint> batch, CallOptions options) {
+  const bool is_async = options.is_async;
   in_flight_->sweep();
-  check_batch(batch, size(), options_.num_channels);
   PackedSends sends(batch);
   const auto own = pair_own_messages(sends.batch(), rank());
   std::vector<LaneBatch> parts = LaneBatch::split(sends.batch(), own, rank());
@@ -168,12 +174,11 @@ DeviceOperationPtr DeviceCommunicator::batch_p2p(std::span<const PointToPoint> b
   for (const LaneBatch& part : parts)
     if (is_async || &part != &parts.front()) forked.push_back(part.lane_idx());
 
-  std::lock_guard lock(launch_mutex_);
-  check_usable(OpCode::p2p);  // again, now that no other thread can close in between
+  const auto lock = communicator_.lock_posts(OpCode::p2p);
   for (const PointToPoint& op : batch)
     if (op.peer != rank()) check_open(OpCode::p2p, op.direction, op.peer, op.channel);
   const uint64_t capture = check_captures(OpCode::p2p, forked);
-  const DeviceOperationPtr operation = make_operation(OpCode::p2p, is_async, capture);
+  const DeviceOperationPtr operation = make_operation(OpCode::p2p, std::move(options), capture);
   check_messages(batch, *operation);
   for (const PointToPoint& op : batch)
     if (is_async && op.tensor.storage) operation->keep(op.tensor.storage);
@@ -192,7 +197,7 @@ DeviceOperationPtr DeviceCommunicator::batch_p2p(std::span<const PointToPoint> b
       const StreamHandle stream = enter(*operation, part.lane_idx(), on_caller, start);
       has_messages |= !lanes.emplace_back(part.begin(*runtime_, stream)).messages.empty();
     }
-    if (has_messages) nccl_->send_and_receive(lanes, keep_waiting(operation->deadline));
+    if (has_messages) nccl_->send_and_receive(lanes, keep_waiting(operation->deadline()));
     for (size_t idx = 0; idx < parts.size(); ++idx) {
       parts[idx].end(*runtime_, lanes[idx].stream);
       leave(*operation, lanes[idx].lane_idx, lanes[idx].stream);
@@ -204,12 +209,12 @@ DeviceOperationPtr DeviceCommunicator::batch_p2p(std::span<const PointToPoint> b
 
 // The messages of an exchange, on `stream`, which is that of the first lane. On a channel of the
 // user those to lower ranks run beside them; what comes later on `stream` waits for both.
-void DeviceCommunicator::exchange_messages_on(DeviceOperation& operation, int channel,
-                                              StreamHandle stream,
-                                              std::span<const DeviceMessage> messages) {
+void DeviceExecution::exchange_messages_on(DeviceOperation& operation, int channel,
+                                           StreamHandle stream,
+                                           std::span<const DeviceMessage> messages) {
   if (messages.empty()) return;
   const bool is_collective = channel == kCollectiveChannel;
-  const int first_idx = is_collective ? collective_lane(options_.num_channels) : 2 * channel;
+  const int first_idx = is_collective ? collective_lane(num_channels()) : 2 * channel;
   std::vector<LaneMessages> lanes{{first_idx, stream, {}}};
   for (const DeviceMessage& message : messages) {
     const int lane_idx =
@@ -218,36 +223,29 @@ void DeviceCommunicator::exchange_messages_on(DeviceOperation& operation, int ch
       lanes.push_back({lane_idx, enter(operation, lane_idx, false, runtime_->record(stream)), {}});
     (lane_idx == first_idx ? lanes.front() : lanes.back()).messages.push_back(message);
   }
-  nccl_->send_and_receive(lanes, keep_waiting(operation.deadline));
+  nccl_->send_and_receive(lanes, keep_waiting(operation.deadline()));
   if (lanes.size() == 2)
     runtime_->wait(stream, leave(operation, lanes[1].lane_idx, lanes[1].stream));
 }
 
-DeviceOperationPtr DeviceCommunicator::exchange(OpCode op, PreparedExchangePtr prepared,
-                                                std::span<const TensorRef> inputs,
-                                                std::span<const TensorRef> outputs, bool is_async,
-                                                const Interrupted& interrupted,
-                                                const Scope& scope) {
-  check_usable(op);
+OperationPtr DeviceExecution::exchange(const ExchangeCall& call, CallOptions options) {
+  const auto& [op, prepared, lowered, inputs, outputs, scope, after] = call;
+  const bool is_async = options.is_async;
   in_flight_->sweep();
-  const auto lowered = prepared->lowered_for(rank(), size(), inputs, outputs);
-  const std::vector<int> peers = control_->peers_in(scope);
-  check_peers(*lowered, peers);
-  const std::vector<PeerMessages> pairs =
-      exchange_messages(op, scope.channel, prepared->plan(), *lowered, peers);
+  const std::vector<PeerMessages> pairs = exchange_messages(
+      op, scope.channel, prepared->plan(), *lowered, communicator_.peers_in(scope));
   const std::vector<int> forked = forked_lanes(scope.channel, pairs, is_async);
   std::lock_guard collective_lock(collective_mutex_);
   check_captures(op, forked);
-  agree(op, pairs, scope, interrupted);
+  agree(op, pairs, scope, options.interrupted);
 
-  std::lock_guard lock(launch_mutex_);
-  check_usable(op);
+  const auto lock = communicator_.lock_posts(op);
   const uint64_t capture = check_captures(op, forked);  // again: a capture may have come since
   for (const PeerMessages& pair : pairs) {
     if (pair.lowered_send) check_open(op, Direction::send, pair.peer, scope.channel);
     if (pair.lowered_recv) check_open(op, Direction::recv, pair.peer, scope.channel);
   }
-  const DeviceOperationPtr operation = make_operation(op, is_async, capture);
+  const DeviceOperationPtr operation = make_operation(op, std::move(options), capture);
   std::vector<const void*> sources;
   std::vector<void*> destinations;
   for (const TensorRef& tensor : inputs) sources.push_back(tensor.data);
@@ -258,7 +256,7 @@ DeviceOperationPtr DeviceCommunicator::exchange(OpCode op, PreparedExchangePtr p
 
   launch(operation, [&] {
     const bool is_collective = scope.channel == kCollectiveChannel;
-    const int lane_idx = is_collective ? collective_lane(options_.num_channels) : 2 * scope.channel;
+    const int lane_idx = is_collective ? collective_lane(num_channels()) : 2 * scope.channel;
     const StreamHandle stream = enter(*operation, lane_idx, !is_async,
                                       is_async ? runtime_->record(operation->caller) : nullptr);
     const auto send_staging = runtime_->allocate(lowered->send_staging_bytes, stream);
@@ -290,20 +288,17 @@ DeviceOperationPtr DeviceCommunicator::exchange(OpCode op, PreparedExchangePtr p
   return operation;
 }
 
-DeviceOperationPtr DeviceCommunicator::broadcast(const TensorRef& tensor, int source, bool is_async,
-                                                 const Interrupted& interrupted) {
-  check_usable(OpCode::broadcast);
-  check_peer(source, size(), "source rank");
+OperationPtr DeviceExecution::broadcast(const TensorRef& tensor, int source, CallOptions options) {
+  const bool is_async = options.is_async;
   in_flight_->sweep();
   const std::vector<PeerMessages> pairs =
-      broadcast_messages(tensor, rank(), source, control_->peers_in({}));
+      broadcast_messages(tensor, rank(), source, communicator_.peers_in({}));
   const std::vector<int> forked = forked_lanes(kCollectiveChannel, pairs, is_async);
   std::lock_guard collective_lock(collective_mutex_);
   check_captures(OpCode::broadcast, forked);
-  agree(OpCode::broadcast, pairs, {}, interrupted);
+  agree(OpCode::broadcast, pairs, {}, options.interrupted);
 
-  std::lock_guard lock(launch_mutex_);
-  check_usable(OpCode::broadcast);
+  const auto lock = communicator_.lock_posts(OpCode::broadcast);
   const uint64_t capture = check_captures(OpCode::broadcast, forked);
   for (const PeerMessages& pair : pairs) {
     if (rank() == source)
@@ -311,7 +306,8 @@ DeviceOperationPtr DeviceCommunicator::broadcast(const TensorRef& tensor, int so
     if (pair.peer == source)
       check_open(OpCode::broadcast, Direction::recv, source, pair.recv.channel);
   }
-  const DeviceOperationPtr operation = make_operation(OpCode::broadcast, is_async, capture);
+  const DeviceOperationPtr operation =
+      make_operation(OpCode::broadcast, std::move(options), capture);
   if (is_async && tensor.storage) operation->keep(tensor.storage);
   for (const PeerMessages& pair : pairs) {
     if (rank() == source) note_message(*operation, Direction::send, pair.peer, pair.send);
@@ -320,7 +316,7 @@ DeviceOperationPtr DeviceCommunicator::broadcast(const TensorRef& tensor, int so
   const int64_t num_bytes = tensor.num_bytes();
   if (size() > 1 && num_bytes > 0) {
     launch(operation, [&] {
-      const int lane_idx = collective_lane(options_.num_channels);
+      const int lane_idx = collective_lane(num_channels());
       const StreamHandle stream = enter(*operation, lane_idx, !is_async,
                                         is_async ? runtime_->record(operation->caller) : nullptr);
       std::shared_ptr<std::byte> staging;
@@ -334,7 +330,7 @@ DeviceOperationPtr DeviceCommunicator::broadcast(const TensorRef& tensor, int so
       }
       if (!gathers.empty()) runtime_->execute(gathers.tasks(), gathers.buffers(), Scale{}, stream);
       nccl_->broadcast(lane_idx, staging ? staging.get() : tensor.data, num_bytes, source, stream,
-                       keep_waiting(operation->deadline));
+                       keep_waiting(operation->deadline()));
       if (!scatters.empty())
         runtime_->execute(scatters.tasks(), scatters.buffers(), Scale{}, stream);
       leave(*operation, lane_idx, stream);
@@ -344,10 +340,9 @@ DeviceOperationPtr DeviceCommunicator::broadcast(const TensorRef& tensor, int so
   return operation;
 }
 
-OperationPtr DeviceCommunicator::barrier(bool is_async) {
-  check_usable(OpCode::barrier);
+OperationPtr DeviceExecution::barrier(bool is_async) {
   std::lock_guard collective_lock(collective_mutex_);
-  return control_->barrier(is_async);
+  return communicator_.post_barrier(is_async);
 }
 
 }  // namespace pipecomm
