@@ -129,6 +129,7 @@ def test_a_pending_operation_stays_on_record_however_many_pass_it(world, transpo
     ]
     numbers = [operation["number"] for operation in record[1:]]
     assert numbers == list(range(numbers[0], numbers[0] + NUM_KEPT))
+    comm.barrier()  # the other rank has its record, too
     comm.isend(torch.zeros(4), peer, 1)
     stuck.wait()
     number = record[0]["number"]

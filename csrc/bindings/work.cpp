@@ -109,7 +109,7 @@ void throw_still_in_flight(OpCode op, int rank, std::span<const FlightMessage> p
   if (pending.size() > kMaxNamed)
     text += " and " + std::to_string(pending.size() - kMaxNamed) + " more";
   failure.message = text + "; it stays in flight, wait() again to go on";
-  throw PipeCommException(std::make_shared<Failure>(std::move(failure)));
+  throw PipeCommException(std::move(failure));
 }
 
 OpCode collective_code(const std::string& name) {

@@ -83,12 +83,10 @@ bool Communicator::is_in_fork() const { return getpid() != owner_pid_; }
 
 void Communicator::check_process() const {
   if (!is_in_fork()) return;
-  Failure forked{.message =
-                     "this process was forked after the communicator was made, and has no "
-                     "part in its connections; make a new group and Communicator here",
-                 .rank = rank(),
-                 .origin_rank = rank()};
-  throw PipeCommException(std::make_shared<Failure>(std::move(forked)));
+  throw PipeCommException(own_failure(FailureKind::error,
+                                      "this process was forked after the communicator was made, "
+                                      "and has no part in its connections; make a new group and "
+                                      "Communicator here"));
 }
 
 void Communicator::check_usable(OpCode op) const {
@@ -96,13 +94,10 @@ void Communicator::check_usable(OpCode op) const {
   std::lock_guard lock(mutex_);
   if (failure_) throw PipeCommException(failure_);
   if (!closing_) return;
-  Failure closed{.kind = FailureKind::aborted,
-                 .message = std::string(op_name(op)) +
-                            " on a closed communicator; create a new Communicator to go on",
-                 .op = op_name(op),
-                 .rank = rank(),
-                 .origin_rank = rank()};
-  throw PipeCommException(std::make_shared<Failure>(std::move(closed)));
+  const std::string name = op_name(op);
+  throw PipeCommException(
+      own_failure(FailureKind::aborted,
+                  name + " on a closed communicator; create a new Communicator to go on", name));
 }
 
 // ------------------------------------------------------------------------------------------------

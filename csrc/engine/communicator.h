@@ -116,6 +116,14 @@ class Communicator final : private TransportEvents {
 
   // --- for its execution ---
   void check_usable(OpCode op) const;
+  // A failure that begins on this rank.
+  Failure own_failure(FailureKind kind, std::string message, std::string op = "") const {
+    return {.kind = kind,
+            .message = std::move(message),
+            .op = std::move(op),
+            .rank = rank(),
+            .origin_rank = rank()};
+  }
   OperationPtr make_operation(OpCode op) const;
   // What peers compare of a description: with check="off" nothing but the size.
   Descriptor checked(const Descriptor& descriptor) const;

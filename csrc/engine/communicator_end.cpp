@@ -92,11 +92,8 @@ std::vector<Flight> Communicator::flights() const {
 
 void Communicator::abort(const std::string& reason) {
   if (is_in_fork()) return;
-  fail({.kind = FailureKind::aborted,
-        .message = "communicator aborted by rank " + std::to_string(rank()) +
-                   (reason.empty() ? "" : ": " + reason),
-        .rank = rank(),
-        .origin_rank = rank()});
+  fail(own_failure(FailureKind::aborted, "communicator aborted by rank " + std::to_string(rank()) +
+                                             (reason.empty() ? "" : ": " + reason)));
 }
 
 void Communicator::on_peer_lost(int peer, const std::string& why) {
@@ -118,10 +115,7 @@ void Communicator::on_remote_failure(const Failure& remote) {
 }
 
 void Communicator::on_broken(const std::string& why) {
-  fail({.kind = FailureKind::error,
-        .message = "transport failure: " + why,
-        .rank = rank(),
-        .origin_rank = rank()});
+  fail(own_failure(FailureKind::error, "transport failure: " + why));
 }
 
 void Communicator::on_claim(int peer, Direction direction, const Descriptor& descriptor) {
@@ -130,10 +124,6 @@ void Communicator::on_claim(int peer, Direction direction, const Descriptor& des
 
 void Communicator::expire(Operation& operation) {
   if (operation.is_on_device()) return execution_->expire(operation);
-  Failure failure{.kind = FailureKind::timeout,
-                  .op = op_name(operation.op()),
-                  .rank = rank(),
-                  .origin_rank = rank()};
   std::string text = std::string(op_name(operation.op())) + " timed out after " +
                      seconds_text(Clock::now() - operation.posted_at()) + " (limit " +
                      seconds_text(operation.deadline() - operation.posted_at()) + "), " +
@@ -144,9 +134,8 @@ void Communicator::expire(Operation& operation) {
     if (request->descriptor.channel == kControlChannel)
       text += " and speaks for other ranks as well";
   }
-  failure.message =
-      text + "; check that the other rank calls the matching operation, or raise timeout=";
-  fail(std::move(failure));
+  text += "; check that the other rank calls the matching operation, or raise timeout=";
+  fail(own_failure(FailureKind::timeout, text, op_name(operation.op())));
 }
 
 void Communicator::watch() {
@@ -164,6 +153,7 @@ void Communicator::watch() {
     }
     lock.unlock();
     transport_->tick();
+    execution_->tick();
     // The rest of a failed batch, for which no thread waits any more, does not fail the communicator.
     if (expired && expired->failure())
       expired->fail(nullptr);
@@ -237,13 +227,9 @@ void Communicator::end() {
   for (const auto& weak : in_flight) {
     const OperationPtr operation = weak.lock();
     if (!operation || operation->done()) continue;
-    const auto failure = std::make_shared<Failure>(Failure{
-        .kind = FailureKind::aborted,
-        .message =
-            std::string(op_name(operation->op())) + " was pending when its communicator was closed",
-        .op = op_name(operation->op()),
-        .rank = rank(),
-        .origin_rank = rank()});
+    const std::string name = op_name(operation->op());
+    const auto failure = std::make_shared<Failure>(own_failure(
+        FailureKind::aborted, name + " was pending when its communicator was closed", name));
     operation->fail(failure_for(failure, *operation));
   }
   sequencers_.clear();

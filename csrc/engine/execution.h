@@ -81,6 +81,8 @@ class Execution {
   virtual bool is_late(const Operation& operation) const {
     return Clock::now() >= operation.deadline();
   }
+  // Looks for trouble, every few milliseconds, on a thread of the Communicator.
+  virtual void tick() {}
   // Fails the communicator because of an operation on a device that is late.
   virtual void expire(const Operation& /*operation*/) {}
 

@@ -169,11 +169,8 @@ void HostExecution::before_posting(const Operation& operation, const EventPtr& c
                                    const std::function<void()>& copies) {
   if (!staging_) return copies();
   const auto fail_with = [&](FailureKind kind, const std::string& text) {
-    communicator_.fail({.kind = kind,
-                        .message = op_name(operation.op()) + text,
-                        .op = op_name(operation.op()),
-                        .rank = communicator_.rank(),
-                        .origin_rank = communicator_.rank()});
+    const std::string name = op_name(operation.op());
+    communicator_.fail(communicator_.own_failure(kind, name + text, name));
   };
   try {
     staging_->wait(caller, [&] {

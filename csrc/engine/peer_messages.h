@@ -16,6 +16,9 @@ struct PeerMessages {
   Descriptor send, recv;
   const LoweredMessage* lowered_send = nullptr;  // of an exchange; null: nothing to send
   const LoweredMessage* lowered_recv = nullptr;
+
+  bool sends() const { return send.num_bytes > 0; }
+  bool receives() const { return recv.num_bytes > 0; }
 };
 
 // A message without data of an exchange, as all ranks describe it. Errors name the tensor that the

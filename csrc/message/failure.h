@@ -33,6 +33,8 @@ class PipeCommException : public std::runtime_error {
  public:
   explicit PipeCommException(FailurePtr failure)
       : std::runtime_error(failure->message), failure_(std::move(failure)) {}
+  explicit PipeCommException(Failure failure)
+      : PipeCommException(std::make_shared<const Failure>(std::move(failure))) {}
   const FailurePtr& failure() const { return failure_; }
 
  private:

@@ -616,8 +616,10 @@ void one_rank() {
   run("one rank", options_of(1), [](Rank& me) {
     const Tensor mine({4}, 2);
     Tensor copy({4});
-    me.finish(me.p2p({mine.to(0), copy.from(0)}, true));
-    EXPECT(copy.counts_from(2));
+    bool succeeded = false;
+    me.finish(me.comm->batch_p2p(std::vector{mine.to(0), copy.from(0)},
+                                 {.on_success = [&] { succeeded = true; }}));
+    EXPECT(copy.counts_from(2) && succeeded);
     me.finish(me.comm->broadcast(copy.ref(), 0, {.is_async = false}));
     EXPECT(fake::world->comms.empty());
   });

@@ -151,6 +151,36 @@ void both_close_with_receives_pending() {
   });
 }
 
+// Ctrl-C, while a message is pending or while the peer has not come to close: the communicator is
+// aborted, all is released, and the exception goes on.
+void a_close_is_interrupted() {
+  for (const bool has_pending : {true, false}) {
+    std::barrier meeting(2);
+    Options options = closing_options(2);
+    options.end_limit = 30s;
+    run("close interrupted", options, [&](Rank& me) {
+      const Tensor theirs({4});
+      if (has_pending && me.rank == 0) me.p2p({theirs.from(1)}, true);
+      meet(me);
+      if (me.rank == 0) {
+        const auto begin = Clock::now();
+        try {
+          me.comm->close([&] {
+            if (Clock::now() - begin > 100ms) throw std::runtime_error("Ctrl-C");
+          });
+          EXPECT(!"close() must throw");
+        } catch (const std::runtime_error& error) {
+          EXPECT(contains(error.what(), "Ctrl-C"));
+        }
+        EXPECT(me.comm->closed() && Clock::now() - begin < 20s);
+      } else {
+        EXPECT(contains(failure_of(me)->message, "its close() was interrupted"));
+      }
+      meeting.arrive_and_wait();
+    });
+  }
+}
+
 void a_peer_dies() {
   run("peer gone", closing_options(2), [](Rank& me) {
     const Tensor theirs({4});
@@ -258,6 +288,7 @@ int main() {
   a_peer_does_not_close();
   messages_to_a_closed_peer_end();
   both_close_with_receives_pending();
+  a_close_is_interrupted();
   a_peer_dies();
   an_abort_is_stuck();
   the_end_of_nccl_fails();

@@ -42,16 +42,15 @@ uint64_t DeviceExecution::check_captures(OpCode op, std::span<const int> lanes) 
 // The lanes of an exchange that run on their own streams.
 std::vector<int> DeviceExecution::forked_lanes(int channel, std::span<const PeerMessages> pairs,
                                                bool is_async) const {
-  const bool is_collective = channel == kCollectiveChannel;
-  const int first_idx = is_collective ? collective_lane(num_channels()) : 2 * channel;
+  const int first_idx = first_lane(channel);
   std::vector<int> lanes;
   if (is_async) lanes.push_back(first_idx);
-  const auto is_other = [&](Direction direction, const PeerMessages& pair) {
-    const bool has_message = direction == Direction::send ? pair.lowered_send : pair.lowered_recv;
-    return has_message && lane_of(channel, direction, rank(), pair.peer) != first_idx;
+  const auto is_other = [&](Direction direction, int peer) {
+    return lane_of(channel, direction, rank(), peer) != first_idx;
   };
-  if (!is_collective && std::ranges::any_of(pairs, [&](const PeerMessages& pair) {
-        return is_other(Direction::send, pair) || is_other(Direction::recv, pair);
+  if (channel != kCollectiveChannel && std::ranges::any_of(pairs, [&](const PeerMessages& pair) {
+        return (pair.sends() && is_other(Direction::send, pair.peer)) ||
+               (pair.receives() && is_other(Direction::recv, pair.peer));
       }))
     lanes.push_back(first_idx + 1);
   return lanes;
@@ -176,23 +175,23 @@ void DeviceExecution::await_agreement(OpCode op, Operation& operation, const Agr
   }
   const auto disagreement = agreement.disagreement();
   if (!disagreement) return;
-  Failure refused{.kind = FailureKind::mismatch,
-                  .message = std::string(op_name(op)) + " was refused: " + disagreement->text +
-                             "; nothing was transferred; make the two calls agree",
-                  .op = op_name(op),
-                  .rank = rank(),
-                  .origin_rank = disagreement->receiver};
-  throw PipeCommException(std::make_shared<Failure>(std::move(refused)));
+  const std::string name = op_name(op);
+  Failure refused =
+      communicator_.own_failure(FailureKind::mismatch,
+                                name + " was refused: " + disagreement->text +
+                                    "; nothing was transferred; make the two calls agree",
+                                name);
+  refused.origin_rank = disagreement->receiver;
+  throw PipeCommException(std::move(refused));
 }
 
 OperationPtr DeviceExecution::refuse(OpCode op, const std::string& reason, const Scope& scope) {
-  Failure failure{.kind = FailureKind::mismatch,
-                  .message = std::string(op_name(op)) + " was refused by rank " +
-                             std::to_string(rank()) + ": " + reason +
-                             "; the other ranks had already started it, which cannot be undone",
-                  .op = op_name(op),
-                  .rank = rank(),
-                  .origin_rank = rank()};
+  const std::string name = op_name(op);
+  Failure failure = communicator_.own_failure(
+      FailureKind::mismatch,
+      name + " was refused by rank " + std::to_string(rank()) + ": " + reason +
+          "; the other ranks had already started it, which cannot be undone",
+      name);
   if (size() == 1 || options_.check == Check::off) {
     if (size() > 1) communicator_.fail(std::move(failure));
     const OperationPtr nobody_is_told = communicator_.make_operation(op);

@@ -45,9 +45,9 @@ void DeviceExecution::check_open(OpCode op, Direction direction, int peer, int c
                              " has closed its communicator",
                   .op = op_name(op),
                   .rank = rank(),
+                  .peer = peer,
                   .origin_rank = peer};
-  failure.peer = peer;
-  throw PipeCommException(std::make_shared<Failure>(std::move(failure)));
+  throw PipeCommException(std::move(failure));
 }
 
 // NCCL cannot take back a message, so one without another end fails the communicator.
@@ -103,34 +103,30 @@ bool DeviceExecution::meet(const Interrupted& interrupted) {
 // ------------------------------------------------------------------------------------------------
 // the end of NCCL
 
-// On a thread that owns what it needs and is left behind if it is stuck; then false.
-bool DeviceExecution::run_apart(std::function<void()> body, std::chrono::nanoseconds limit) const {
-  std::packaged_task<void()> task([runtime = runtime_, body = std::move(body)] {
-    runtime->adopt_thread();
-    body();
-  });
-  std::future<void> ended = task.get_future();
+// On a thread that owns what it needs, and is left behind if it is stuck.
+std::future<void> DeviceExecution::run_apart(std::function<void()> body) const {
+  const auto task =
+      std::make_shared<std::packaged_task<void()>>([runtime = runtime_, body = std::move(body)] {
+        runtime->adopt_thread();
+        body();
+      });
   try {
-    start_thread(std::move(task), rank()).detach();
+    start_thread([task] { (*task)(); }, rank()).detach();
   } catch (const PipeCommException&) {
-    task();
-    return true;
+    (*task)();
   }
-  return ended.wait_for(limit) == std::future_status::ready;
+  return task->get_future();
 }
 
 void DeviceExecution::abort_nccl() {
-  if (!nccl_ || std::exchange(nccl_aborted_, true)) return;
-  abort_is_stuck_ = !run_apart([nccl = nccl_] { nccl->abort(); }, options_.end_limit);
+  if (nccl_ && !aborted_.valid()) aborted_ = run_apart([nccl = nccl_] { nccl->abort(); });
 }
 
-void DeviceExecution::stop_threads() {
+void DeviceExecution::stop_looking() {
   {
-    std::lock_guard lock(mutex_);
-    stop_watching_ = true;
+    std::lock_guard lock(tick_mutex_);
+    is_connected_ = false;
   }
-  stop_watch_.notify_all();
-  if (watchdog_.joinable()) watchdog_.join();
   in_flight_->stop();
 }
 
@@ -139,28 +135,33 @@ void DeviceExecution::finish(const Interrupted& interrupted) {
   if (!communicator_.failure())
     for (const DeviceOperationPtr& operation : in_flight_->all())
       communicator_.wait(*operation, Deadline::max(), interrupted);
-  stop_threads();
+  stop_looking();
   all_have_come_ = nccl_ && !communicator_.failure() && meet(interrupted);
 }
 
 void DeviceExecution::end(bool in_order) {
-  stop_threads();
+  stop_looking();
+  const auto is_late = [](const std::future<void>& ended, std::chrono::nanoseconds limit) {
+    return ended.wait_for(limit) != std::future_status::ready;
+  };
   const std::string hint = has_captured_ ? kGraphHint : "";
-  if (!in_order || communicator_.failure()) {
+  const bool aborts = !in_order || communicator_.failure();
+  bool abort_is_stuck = false;
+  if (nccl_ && aborts) {
     abort_nccl();
-    if (abort_is_stuck_)
+    abort_is_stuck = is_late(aborted_, options_.end_limit);
+    if (abort_is_stuck)
       end_warning_ = "NCCL could not be aborted within " + seconds_text(options_.end_limit) +
                      ": its kernels may still run, and the tensors of operations in flight are "
                      "kept until the process ends" +
                      hint;
-  } else if (nccl_ &&
-             !run_apart([nccl = nccl_] { nccl->finish(); },
-                        all_have_come_ ? options_.end_limit : std::chrono::nanoseconds(0)) &&
-             all_have_come_) {
-    end_warning_ = "NCCL did not end within " + seconds_text(options_.end_limit) +
-                   ": its memory on the device stays in use until it does" + hint;
+  } else if (nccl_) {
+    const auto ended = run_apart([nccl = nccl_] { nccl->finish(); });
+    if (all_have_come_ && is_late(ended, options_.end_limit))
+      end_warning_ = "NCCL did not end within " + seconds_text(options_.end_limit) +
+                     ": its memory on the device stays in use until it does" + hint;
   }
-  in_flight_->abandon(abort_is_stuck_);
+  in_flight_->abandon(abort_is_stuck);
 }
 
 }  // namespace pipecomm

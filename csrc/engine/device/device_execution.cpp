@@ -1,7 +1,5 @@
 #include "engine/device/device_execution.h"
 
-#include <future>
-
 #include "engine/device/packed_sends.h"
 #include "engine/whole_copies.h"
 #include "message/start_thread.h"
@@ -48,7 +46,8 @@ std::unique_ptr<Communicator> make_device_communicator(
 void DeviceExecution::start(const Interrupted& interrupted) {
   if (nccl_) connect(interrupted);
   in_flight_->start(rank());
-  watchdog_ = start_thread([this] { watch(); }, rank());
+  std::lock_guard lock(tick_mutex_);
+  is_connected_ = true;
 }
 
 void DeviceExecution::connect(const Interrupted& interrupted) {
@@ -75,12 +74,10 @@ void DeviceExecution::connect(const Interrupted& interrupted) {
     connected.get();
   } catch (const std::exception& error) {
     const bool is_late = timeout_ && Clock::now() - begin > *timeout_;
-    communicator_.fail({.kind = is_late ? FailureKind::timeout : FailureKind::error,
-                        .message = std::string("connecting NCCL failed: ") + error.what() +
-                                   "; NCCL_DEBUG=INFO shows what it tried",
-                        .op = "Communicator",
-                        .rank = rank(),
-                        .origin_rank = rank()});
+    fail(is_late ? FailureKind::timeout : FailureKind::error,
+         std::string("connecting NCCL failed: ") + error.what() +
+             "; NCCL_DEBUG=INFO shows what it tried",
+         "Communicator");
     abort_nccl();
     if (dynamic_cast<const NcclError*>(&error)) throw_failure();
     throw;
@@ -214,7 +211,7 @@ void DeviceExecution::exchange_messages_on(DeviceOperation& operation, int chann
                                            std::span<const DeviceMessage> messages) {
   if (messages.empty()) return;
   const bool is_collective = channel == kCollectiveChannel;
-  const int first_idx = is_collective ? collective_lane(num_channels()) : 2 * channel;
+  const int first_idx = first_lane(channel);
   std::vector<LaneMessages> lanes{{first_idx, stream, {}}};
   for (const DeviceMessage& message : messages) {
     const int lane_idx =
@@ -228,12 +225,16 @@ void DeviceExecution::exchange_messages_on(DeviceOperation& operation, int chann
     runtime_->wait(stream, leave(operation, lanes[1].lane_idx, lanes[1].stream));
 }
 
-OperationPtr DeviceExecution::exchange(const ExchangeCall& call, CallOptions options) {
-  const auto& [op, prepared, lowered, inputs, outputs, scope, after] = call;
-  const bool is_async = options.is_async;
+// What collectives have in common: they are compared with other ranks, and run on their first lane,
+// on which `body(operation, stream)` enqueues them.
+template <class Launch>
+OperationPtr DeviceExecution::run_collective(OpCode op, const Scope& scope,
+                                             std::span<const PeerMessages> pairs,
+                                             std::span<const TensorRef> inputs,
+                                             std::span<const TensorRef> outputs,
+                                             CallOptions options, Launch&& body) {
   in_flight_->sweep();
-  const std::vector<PeerMessages> pairs = exchange_messages(
-      op, scope.channel, prepared->plan(), *lowered, communicator_.peers_in(scope));
+  const bool is_async = options.is_async;
   const std::vector<int> forked = forked_lanes(scope.channel, pairs, is_async);
   std::lock_guard collective_lock(collective_mutex_);
   check_captures(op, forked);
@@ -242,102 +243,85 @@ OperationPtr DeviceExecution::exchange(const ExchangeCall& call, CallOptions opt
   const auto lock = communicator_.lock_posts(op);
   const uint64_t capture = check_captures(op, forked);  // again: a capture may have come since
   for (const PeerMessages& pair : pairs) {
-    if (pair.lowered_send) check_open(op, Direction::send, pair.peer, scope.channel);
-    if (pair.lowered_recv) check_open(op, Direction::recv, pair.peer, scope.channel);
+    if (pair.sends()) check_open(op, Direction::send, pair.peer, scope.channel);
+    if (pair.receives()) check_open(op, Direction::recv, pair.peer, scope.channel);
   }
   const DeviceOperationPtr operation = make_operation(op, std::move(options), capture);
-  std::vector<const void*> sources;
-  std::vector<void*> destinations;
-  for (const TensorRef& tensor : inputs) sources.push_back(tensor.data);
-  for (const TensorRef& tensor : outputs) destinations.push_back(tensor.data);
   for (const auto tensors : {inputs, outputs})
     for (const TensorRef& tensor : tensors)
       if (is_async && tensor.storage) operation->keep(tensor.storage);
-
+  for (const PeerMessages& pair : pairs)
+    if (pair.sends()) note_message(*operation, Direction::send, pair.peer, pair.send);
+  for (const PeerMessages& pair : pairs)
+    if (pair.receives()) note_message(*operation, Direction::recv, pair.peer, pair.recv);
   launch(operation, [&] {
-    const bool is_collective = scope.channel == kCollectiveChannel;
-    const int lane_idx = is_collective ? collective_lane(num_channels()) : 2 * scope.channel;
+    const int lane_idx = first_lane(scope.channel);
     const StreamHandle stream = enter(*operation, lane_idx, !is_async,
                                       is_async ? runtime_->record(operation->caller) : nullptr);
-    const auto send_staging = runtime_->allocate(lowered->send_staging_bytes, stream);
-    const auto recv_staging = runtime_->allocate(lowered->recv_staging_bytes, stream);
-    const CopyBuffers buffers{sources, destinations, send_staging.get(), recv_staging.get()};
-    std::vector<DeviceMessage> messages;
-    auto add = [&](Direction direction, int peer, const Descriptor& descriptor,
-                   const LoweredMessage* message) {
-      if (!message) return;
-      const bool sends = direction == Direction::send;
-      std::byte* base = message->is_staged() ? (sends ? send_staging : recv_staging).get()
-                                             : (sends ? inputs : outputs)[message->tensor_idx].data;
-      messages.push_back({direction, peer, base + message->offset_bytes, message->bytes});
-      note_message(*operation, direction, peer, descriptor);
-    };
-    for (const PeerMessages& pair : pairs)
-      add(Direction::send, pair.peer, pair.send, pair.lowered_send);
-    for (const PeerMessages& pair : pairs)
-      add(Direction::recv, pair.peer, pair.recv, pair.lowered_recv);
-    if (!lowered->pack_and_local().empty())
-      runtime_->execute(lowered->pack_and_local(), buffers, lowered->scale, stream);
-    exchange_messages_on(*operation, scope.channel, stream, messages);
-    if (!lowered->unpack().empty()) runtime_->execute(lowered->unpack(), buffers, Scale{}, stream);
+    body(*operation, stream);
     leave(*operation, lane_idx, stream);
   });
-  ++num_exchanges_;
-  num_passes_ += lowered->copy_passes();
   publish(operation);
   return operation;
 }
 
+OperationPtr DeviceExecution::exchange(const ExchangeCall& call, CallOptions options) {
+  const auto& [op, prepared, lowered, inputs, outputs, scope, after] = call;
+  const std::vector<PeerMessages> pairs = exchange_messages(
+      op, scope.channel, prepared->plan(), *lowered, communicator_.peers_in(scope));
+  std::vector<const void*> sources;
+  std::vector<void*> destinations;
+  for (const TensorRef& tensor : inputs) sources.push_back(tensor.data);
+  for (const TensorRef& tensor : outputs) destinations.push_back(tensor.data);
+  const auto enqueue = [&](DeviceOperation& operation, StreamHandle stream) {
+    const auto send_staging = runtime_->allocate(lowered->send_staging_bytes, stream);
+    const auto recv_staging = runtime_->allocate(lowered->recv_staging_bytes, stream);
+    const CopyBuffers buffers{sources, destinations, send_staging.get(), recv_staging.get()};
+    std::vector<DeviceMessage> messages;
+    const auto add = [&](Direction direction, const LoweredMessage& message,
+                         const std::shared_ptr<std::byte>& staging,
+                         std::span<const TensorRef> tensors) {
+      std::byte* const base =
+          message.is_staged() ? staging.get() : tensors[message.tensor_idx].data;
+      if (message.bytes > 0)
+        messages.push_back({direction, message.peer, base + message.offset_bytes, message.bytes});
+    };
+    for (const auto& send : lowered->sends) add(Direction::send, send, send_staging, inputs);
+    for (const auto& recv : lowered->recvs) add(Direction::recv, recv, recv_staging, outputs);
+    if (!lowered->pack_and_local().empty())
+      runtime_->execute(lowered->pack_and_local(), buffers, lowered->scale, stream);
+    exchange_messages_on(operation, scope.channel, stream, messages);
+    if (!lowered->unpack().empty()) runtime_->execute(lowered->unpack(), buffers, Scale{}, stream);
+  };
+  const OperationPtr operation =
+      run_collective(op, scope, pairs, inputs, outputs, std::move(options), enqueue);
+  ++num_exchanges_;
+  num_passes_ += lowered->copy_passes();
+  return operation;
+}
+
 OperationPtr DeviceExecution::broadcast(const TensorRef& tensor, int source, CallOptions options) {
-  const bool is_async = options.is_async;
-  in_flight_->sweep();
   const std::vector<PeerMessages> pairs =
       broadcast_messages(tensor, rank(), source, communicator_.peers_in({}));
-  const std::vector<int> forked = forked_lanes(kCollectiveChannel, pairs, is_async);
-  std::lock_guard collective_lock(collective_mutex_);
-  check_captures(OpCode::broadcast, forked);
-  agree(OpCode::broadcast, pairs, {}, options.interrupted);
-
-  const auto lock = communicator_.lock_posts(OpCode::broadcast);
-  const uint64_t capture = check_captures(OpCode::broadcast, forked);
-  for (const PeerMessages& pair : pairs) {
-    if (rank() == source)
-      check_open(OpCode::broadcast, Direction::send, pair.peer, pair.send.channel);
-    if (pair.peer == source)
-      check_open(OpCode::broadcast, Direction::recv, source, pair.recv.channel);
-  }
-  const DeviceOperationPtr operation =
-      make_operation(OpCode::broadcast, std::move(options), capture);
-  if (is_async && tensor.storage) operation->keep(tensor.storage);
-  for (const PeerMessages& pair : pairs) {
-    if (rank() == source) note_message(*operation, Direction::send, pair.peer, pair.send);
-    if (pair.peer == source) note_message(*operation, Direction::recv, pair.peer, pair.recv);
-  }
-  const int64_t num_bytes = tensor.num_bytes();
-  if (size() > 1 && num_bytes > 0) {
-    launch(operation, [&] {
-      const int lane_idx = collective_lane(num_channels());
-      const StreamHandle stream = enter(*operation, lane_idx, !is_async,
-                                        is_async ? runtime_->record(operation->caller) : nullptr);
-      std::shared_ptr<std::byte> staging;
-      WholeCopies gathers, scatters;
-      if (!tensor.is_contiguous()) {
-        staging = runtime_->allocate(num_bytes, stream);
-        if (rank() == source)
-          gathers.add(tensor, staging.get());
-        else
-          scatters.add(staging.get(), tensor);
-      }
-      if (!gathers.empty()) runtime_->execute(gathers.tasks(), gathers.buffers(), Scale{}, stream);
-      nccl_->broadcast(lane_idx, staging ? staging.get() : tensor.data, num_bytes, source, stream,
-                       keep_waiting(operation->deadline()));
-      if (!scatters.empty())
-        runtime_->execute(scatters.tasks(), scatters.buffers(), Scale{}, stream);
-      leave(*operation, lane_idx, stream);
-    });
-  }
-  publish(operation);
-  return operation;
+  const auto enqueue = [&](DeviceOperation& operation, StreamHandle stream) {
+    const int64_t num_bytes = tensor.num_bytes();
+    if (size() == 1 || num_bytes == 0) return;
+    std::shared_ptr<std::byte> staging;
+    WholeCopies gathers, scatters;
+    if (!tensor.is_contiguous()) {
+      staging = runtime_->allocate(num_bytes, stream);
+      if (rank() == source)
+        gathers.add(tensor, staging.get());
+      else
+        scatters.add(staging.get(), tensor);
+    }
+    if (!gathers.empty()) runtime_->execute(gathers.tasks(), gathers.buffers(), Scale{}, stream);
+    nccl_->broadcast(first_lane(kCollectiveChannel), staging ? staging.get() : tensor.data,
+                     num_bytes, source, stream, keep_waiting(operation.deadline()));
+    if (!scatters.empty()) runtime_->execute(scatters.tasks(), scatters.buffers(), Scale{}, stream);
+  };
+  return run_collective(OpCode::broadcast, {}, pairs, {&tensor, 1}, {}, std::move(options),
+                        enqueue);
 }
 
 OperationPtr DeviceExecution::barrier(bool is_async) {

@@ -13,16 +13,15 @@
 // calls that would need some are refused.
 #pragma once
 
-#include <condition_variable>
 #include <deque>
 #include <functional>
+#include <future>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <span>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "copy/device_runtime.h"
@@ -72,6 +71,7 @@ class DeviceExecution final : public Execution {
   bool poll(Operation& operation) override;
   bool assist(Operation& operation) override;
   bool is_late(const Operation& operation) const override;
+  void tick() override;
   void expire(const Operation& operation) override;
   void on_claim(int peer, Direction direction, const Descriptor& theirs) override;
 
@@ -100,6 +100,10 @@ class DeviceExecution final : public Execution {
   int size() const { return communicator_.size(); }
   int num_channels() const { return communicator_.options().num_channels; }
 
+  int first_lane(int channel) const {
+    return channel == kCollectiveChannel ? collective_lane(num_channels()) : 2 * channel;
+  }
+
   void connect(const Interrupted& interrupted);
   uint64_t check_captures(OpCode op, std::span<const int> lanes) const;
   std::vector<int> forked_lanes(int channel, std::span<const PeerMessages> pairs,
@@ -123,8 +127,15 @@ class DeviceExecution final : public Execution {
                             std::span<const DeviceMessage> messages);
   template <class Launch>
   void launch(const DeviceOperationPtr& operation, Launch&& body);
+  template <class Launch>
+  OperationPtr run_collective(OpCode op, const Scope& scope, std::span<const PeerMessages> pairs,
+                              std::span<const TensorRef> inputs, std::span<const TensorRef> outputs,
+                              CallOptions options, Launch&& body);
   NcclTransport::KeepWaiting keep_waiting(Deadline deadline) const;
 
+  void fail(FailureKind kind, const std::string& message, const std::string& op = "") {
+    communicator_.fail(communicator_.own_failure(kind, message, op));
+  }
   void fail_mismatch(const MessageCheck::Mismatch& mismatch);
   void fail_expired(const Replays::Late& late);
   void fail_expired(OpCode op, const std::string& where, const std::string& remedy,
@@ -132,16 +143,15 @@ class DeviceExecution final : public Execution {
   void fail_enqueue(OpCode op, const std::exception& error);
   void throw_failure() const;
 
-  void watch();
-  void watch_once();
+  void look_for_trouble();
   void abort_nccl();
 
   void check_open(OpCode op, Direction direction, int peer, int channel) const;
   void check_unmatched();
   void say_closing();
   bool meet(const Interrupted& interrupted);
-  void stop_threads();
-  bool run_apart(std::function<void()> body, std::chrono::nanoseconds limit) const;
+  void stop_looking();
+  std::future<void> run_apart(std::function<void()> body) const;
 
   Communicator& communicator_;
   const DeviceOptions options_;
@@ -162,17 +172,14 @@ class DeviceExecution final : public Execution {
 
   mutable std::mutex mutex_;
   std::deque<Pending> pending_;
-  std::condition_variable stop_watch_;
-  bool stop_watching_ = false;
-
-  std::optional<Clock::time_point> nccl_error_since_;  // watchdog only
-  bool nccl_aborted_ = false;                          // watchdog, then end()
-  bool abort_is_stuck_ = false;                        // likewise
+  std::mutex tick_mutex_;
+  bool is_connected_ = false;                          // under tick_mutex_, and not ending
+  std::optional<Clock::time_point> nccl_error_since_;  // tick() only
+  std::future<void> aborted_;                          // tick(), then end(); if NCCL is aborted
   bool all_have_come_ = false;                         // to the end
   std::atomic<bool> has_captured_{false};
   std::vector<bool> drained_;  // peers that have closed and have nothing in flight
   std::string end_warning_;
-  std::thread watchdog_;
 };
 
 // Collective; `interrupted` is asked while NCCL waits for other ranks.

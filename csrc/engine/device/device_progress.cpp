@@ -6,7 +6,7 @@
 namespace pipecomm {
 namespace {
 
-constexpr auto kTick = std::chrono::milliseconds(10);
+constexpr auto kNamingPoll = std::chrono::milliseconds(10);
 constexpr auto kSyncPoll = std::chrono::microseconds(20);
 constexpr auto kAssistLimit = std::chrono::milliseconds(20);
 // An error of NCCL's network names no rank; the control plane, which does, gets this long to notice
@@ -104,10 +104,11 @@ void DeviceExecution::fail_expired(const Replays::Late& late) {
 void DeviceExecution::fail_expired(OpCode op, const std::string& where, const std::string& remedy,
                                    const FlightMessage* shown, Clock::duration elapsed,
                                    Clock::duration limit) {
-  Failure failure{
-      .kind = FailureKind::timeout, .op = op_name(op), .rank = rank(), .origin_rank = rank()};
-  failure.message = op_name(op) + where + " timed out on the device after " +
-                    seconds_text(elapsed) + " (limit " + seconds_text(limit) + ")";
+  Failure failure =
+      communicator_.own_failure(FailureKind::timeout,
+                                op_name(op) + where + " timed out on the device after " +
+                                    seconds_text(elapsed) + " (limit " + seconds_text(limit) + ")",
+                                op_name(op));
   if (op == OpCode::p2p && shown) {
     name_message(failure, shown->peer, shown->descriptor);
     failure.message += "; its first message is " +
@@ -123,31 +124,24 @@ void DeviceExecution::fail_enqueue(OpCode op, const std::exception& error) {
   const bool is_peer = nccl_error && blames_network(*nccl_error);
   const Deadline until = Clock::now() + kNamingLimit;
   while (is_peer && !communicator_.failure() && Clock::now() < until)
-    std::this_thread::sleep_for(kTick);
-  communicator_.fail(
-      {.kind = is_peer ? FailureKind::peer_lost : FailureKind::error,
-       .message = std::string(op_name(op)) + " could not be enqueued: " + error.what(),
-       .op = op_name(op),
-       .rank = rank(),
-       .origin_rank = rank()});
+    std::this_thread::sleep_for(kNamingPoll);
+  fail(is_peer ? FailureKind::peer_lost : FailureKind::error,
+       std::string(op_name(op)) + " could not be enqueued: " + error.what(), op_name(op));
 }
 
 // ------------------------------------------------------------------------------------------------
 // watching
 
-void DeviceExecution::watch() {
-  std::unique_lock lock(mutex_);
-  while (!stop_watch_.wait_for(lock, kTick, [this] { return stop_watching_; })) {
-    lock.unlock();
-    if (communicator_.failure())
-      abort_nccl();
-    else
-      watch_once();
-    lock.lock();
-  }
+void DeviceExecution::tick() {
+  std::lock_guard lock(tick_mutex_);
+  if (!is_connected_) return;
+  if (communicator_.failure())
+    abort_nccl();
+  else
+    look_for_trouble();
 }
 
-void DeviceExecution::watch_once() {
+void DeviceExecution::look_for_trouble() {
   std::vector<Failure> failures;
   {
     std::lock_guard lock(mutex_);
@@ -174,10 +168,7 @@ void DeviceExecution::watch_once() {
     const bool is_peer = blames_network(error);
     if (!nccl_error_since_) nccl_error_since_ = Clock::now();
     if (is_peer && Clock::now() - *nccl_error_since_ < kNamingLimit) return;
-    communicator_.fail({.kind = is_peer ? FailureKind::peer_lost : FailureKind::error,
-                        .message = error.what(),
-                        .rank = rank(),
-                        .origin_rank = rank()});
+    fail(is_peer ? FailureKind::peer_lost : FailureKind::error, error.what());
   }
 }
 

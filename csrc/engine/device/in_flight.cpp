@@ -89,10 +89,8 @@ bool InFlight::has_ended(DeviceOperation& operation) {
   std::lock_guard lock(communicator_mutex_);
   if (!communicator_) return false;
   if (broken)
-    communicator_->fail({.message = *broken,
-                         .op = op_name(operation.op()),
-                         .rank = communicator_->rank(),
-                         .origin_rank = communicator_->rank()});
+    communicator_->fail(
+        communicator_->own_failure(FailureKind::error, *broken, op_name(operation.op())));
   return !communicator_->failure();
 }
 
