@@ -136,7 +136,7 @@ void test_random_traffic(uint64_t seed) {
     std::vector<PointToPoint> batch;
     std::vector<OperationPtr> operations;
     const auto post = [&] {
-      operations.push_back(comm.batch_p2p(batch, nullptr, own.chance(0.7)));
+      operations.push_back(comm.batch_p2p(batch, {.is_async = own.chance(0.7)}));
       batch.clear();
     };
     for (size_t idx = 0; idx < messages.size(); ++idx) {
@@ -183,7 +183,8 @@ void test_large_messages_both_ways_between_all_pairs() {
       batch.push_back({Direction::send, peer, 0, tensor(sent[peer]), 0});
       batch.push_back({Direction::recv, peer, 0, tensor(received[peer]), 0});
     }
-    for (int round = 0; round < 4; ++round) wait(comm, comm.batch_p2p(batch, nullptr, round % 2));
+    for (int round = 0; round < 4; ++round)
+      wait(comm, comm.batch_p2p(batch, {.is_async = round % 2 != 0}));
     for (int peer = 0; peer < 3; ++peer)
       if (peer != comm.rank())
         CHECK(received[peer] ==
