@@ -15,6 +15,7 @@ CSRC = (
     ("copy",),
     ("message",),
     ("transport",),
+    ("routes",),
     ("engine",),
     ("bindings",),
 )
@@ -39,7 +40,7 @@ ALONE = frozenset({"errors", "schedules"})
 HANDED_OUT = frozenset({("schedules", "runtime"), ("schedules", "dualpipe")})
 # Transports do not know each other, but for the modules that they share: in C++ they are folders of the room,
 # in Python modules of it.
-SHARED_BY_TRANSPORTS = frozenset({"transports", "transports.sockets", "transports.transport"})
+SHARED_BY_TRANSPORTS = frozenset({"transports", "transports.routes", "transports.transport"})
 # Made by the build, loaded by core/extension.py, which hands them to all others.
 BUILT = frozenset({"_C", "_build_info"})
 

@@ -65,11 +65,13 @@ def test_a_communicator_tells_what_it_is(world):
         False,
     )
     assert comm.transport in ("c10d", "shm") and comm.transport_reason
+    assert comm.known_transport == comm.transport and comm.transport_among([0]) == comm.transport
     comm.connect()
     comm.connect([world.size - 1, 0])
     for peer in range(world.size):
         way = ("self", "a message to oneself is a copy") if peer == world.rank else None
-        assert comm.route(peer) == (way or (comm.transport, comm.transport_reason))
+        kind, reason = comm.route(peer)
+        assert (kind, reason) == way if way else (kind == comm.transport and reason)
     for call in (comm.route, lambda peer: comm.connect([0, peer])):
         for peer in (-1, world.size):
             with pytest.raises(ValueError, match=rf"peer {peer} is not in 0\.\.{world.size - 1}; "):

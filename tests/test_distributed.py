@@ -275,3 +275,33 @@ def test_a_broadcast_that_one_rank_refuses_is_refused_by_all(world, source):
         assert caught.value.origin_rank == 1
     assert time.monotonic() - started_at < 2
     dist.barrier()
+
+
+# ---- who has to be there -----------------------------------------------------------------------------------
+
+
+@on_ranks(4)
+def test_two_ranks_of_four_exchange_while_the_others_sleep(world):
+    """The first call included: nothing waits for ranks that have nothing to say."""
+    group = torch_dist.new_group(list(range(4)))
+    pair = {1: 3, 3: 1}
+    if world.rank not in pair:
+        time.sleep(1.5)
+    else:
+        began_at = time.monotonic()
+        received = poison(50_000, torch.float32)
+        sent = pattern(50_000, torch.float32, world.rank)
+        if world.rank == 1:
+            dist.send(sent, 3, group=group)
+            dist.recv(received, 3, group=group)
+        else:
+            dist.recv(received, 1, group=group)
+            dist.send(sent, 1, group=group)
+        assert_same(received, pattern(50_000, torch.float32, pair[world.rank]))
+        assert time.monotonic() - began_at < 1.2
+    # The others come to it later, and what else a rank has made does not matter.
+    with pipecomm_ext.Communicator(group, device="cpu", channels=3) as other:
+        other.barrier()
+    everywhere = torch.full((3,), float(world.rank))
+    dist.broadcast(everywhere, 2, group=group)
+    assert everywhere.tolist() == [2.0] * 3

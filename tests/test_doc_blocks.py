@@ -61,7 +61,6 @@ BLOCKS: dict[str, dict[str, str]] = {
         "cmake -G": Checked("test_cpp.py builds and runs the same tests in another folder"),
         "@generator": "test_the_schedule_of_the_contribution_guide",
         "class LoopbackTransport": CPP,
-        "class LoopbackConnections": CPP,
         "class Loopback(Transport)": Partly("test_the_parts_of_the_contribution_guide"),
         "ExchangePlan ring_shift_plan": CPP,
         "m.def(": CPP,
@@ -126,7 +125,7 @@ BLOCKS: dict[str, dict[str, str]] = {
         "torchrun --standalone --nproc-per-node 2 pipeline.py": "test_the_commands_of_the_tutorial",
     },
 }
-NUM_BLOCKS, NUM_EXECUTED, NUM_PARTLY = 54, 40, 4
+NUM_BLOCKS, NUM_EXECUTED, NUM_PARTLY = 53, 40, 4
 COMMANDS = [text for document in DOCUMENTS for text in blocks(document, "sh") + blocks(document, "")]
 
 
@@ -334,8 +333,7 @@ def test_the_parts_of_the_contribution_guide() -> None:
     names = {"math": math, "Any": Any, "Sequence": Sequence, "Mapping": Mapping, "functools": functools}
     names |= {"torch": torch, "_C": mock.Mock(), "TensorSpec": None}
     for module, wanted in {
-        "transports": ["Construction", "Costs", "Made", "Transport"],
-        "transports.transport": ["host_engine"],
+        "transports": ["Costs", "Transport"],
         "communicator.registry": ["communicator_of"],
         "core.checked": ["whole_number"],
         "core.tensor_specs": ["spec_of"],
@@ -345,10 +343,6 @@ def test_the_parts_of_the_contribution_guide() -> None:
     execute("CONTRIBUTING.md", "class Loopback(Transport)", names)
     transport = names["Loopback"]()
     assert transport.status() == (True, "a group of one rank")
-    made = transport.make(mock.Mock(meeting=mock.Mock(size=2)), [])
-    assert made == names["Made"](None, "loopback connects a single rank only")
-    engine = mock.Mock(size=1)
-    assert transport.make(mock.Mock(meeting=engine), []).engine is engine.make.return_value
     execute("CONTRIBUTING.md", "def ring_shift", names)
     comm = mock.MagicMock(rank=0, size=2)
     names["communicator_of"] = lambda group, tensor: comm
@@ -358,11 +352,11 @@ def test_the_parts_of_the_contribution_guide() -> None:
     assert call.args[:2] == (0, 2) and call.args[3] == 1
     comm.exchange.assert_called_once()
     words = re.findall(
-        r"\b(?:HostTransport|TransportEvents|Connections|Member|Signature|make_plan|finished)\b",
+        r"\b(?:HostTransport|Member|Signature|make_plan|finished)\b",
         "\n".join(blocks("CONTRIBUTING.md", "cpp")),
     )
     source = "\n".join(path.read_text() for path in (ROOT / "csrc").rglob("*.[ch]*"))
-    assert len(set(words)) == 7 and all(word in source for word in words)
+    assert len(set(words)) == 5 and all(word in source for word in words)
 
 
 # ---- schedules --------------------------------------------------------------------------------------------

@@ -154,14 +154,32 @@ def test_a_death_in_the_middle_of_256_mb_reaches_all(ranks, scene):
 def test_a_rank_that_never_joins_is_named(world):
     if world.rank != VICTIM:
         started_at = time.monotonic()
-        with pytest.raises(PipeCommTimeout, match=r"ranks \[1\] of 3 have not joined after 0.5 s"):
-            Communicator(world.group, device="cpu", timeout=0.5)
+        comm = Communicator(world.group, device="cpu", timeout=0.5)  # waits for nobody
+        assert time.monotonic() - started_at < 0.5
+        with pytest.raises(PipeCommTimeout, match="rank 1 has not made its communicator"):
+            comm.barrier()
         assert time.monotonic() - started_at < DETECTION_LIMIT_S
+        with Communicator(world.group, device="cpu", timeout=0.2) as comm:
+            with pytest.raises(PipeCommTimeout, match=r"ranks \[1\] of 3 have not joined after 0.2 s"):
+                _ = comm.transport
+            with pytest.raises(PipeCommTimeout, match=r"ranks \[1\] of 3 have not joined after 0.2 s"):
+                comm.route(VICTIM)
     dist.barrier(world.group)
-    if world.rank != VICTIM:
-        time.sleep(0.2)  # the late rank must not read what they said in vain
-    with Communicator(world.group, device="cpu", channels=3, timeout=10) as comm:
+    group = dist.new_group(list(range(3)))
+    with Communicator(group, device="cpu", channels=3, timeout=10) as comm:
         comm.barrier()
+
+
+@on_ranks(3)
+def test_a_late_rank_hears_what_became_of_its_communicator(world):
+    group = dist.new_group(list(range(3)))
+    if world.rank == VICTIM:
+        time.sleep(0.5)
+    with Communicator(group, device="cpu", timeout=20) as comm:
+        if world.rank == 0:
+            comm.abort("enough")
+        with pytest.raises(PipeCommAborted, match="enough"):
+            comm.barrier()
 
 
 @on_ranks(2)

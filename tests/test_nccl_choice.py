@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from pipecomm_ext import _C, _build_info
-from pipecomm_ext.communicator.construction import choose
+from pipecomm_ext.communicator import construction
 from pipecomm_ext.core import environment
-from pipecomm_ext.transports import TRANSPORTS, Construction, c10d, nccl
+from pipecomm_ext.transports import TRANSPORTS, nccl
 
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 
@@ -61,22 +62,32 @@ def test_more_thread_blocks_at_least_than_at_most(monkeypatch):
 )
 def test_the_choice_for_cuda_tensors(monkeypatch, gpus, is_asked_for, transport, reason):
     """Rank 0 of two, with engines that connect nothing."""
-    engines = {"nccl": object(), "c10d": object()}
-    monkeypatch.setattr(nccl, "connect", lambda construction: engines["nccl"])
-    monkeypatch.setattr(c10d, "connect", lambda construction: engines["c10d"])
+    meeting = SimpleNamespace(
+        rank=0,
+        size=2,
+        gather_published=lambda: [{"nccl": {"problem": "", "gpu": gpu}} for gpu in gpus],
+        gather=lambda stage, record: [{"ids": []}] * 2,
+        publish=lambda record: None,
+    )
+    made = []
+
+    def engine(connections, **arguments):
+        made.append("nccl" if "nccl_ids" in arguments else "c10d")
+
+    monkeypatch.setattr(_C, "Communicator", engine)
+    monkeypatch.setattr(_C, "nccl_num_ids", lambda channels: 0)
+    monkeypatch.setattr(_C, "nccl_unique_ids", lambda number: [])
     free = iter([7 << 30, (7 << 30) - (160 << 20)])
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (next(free), 8 << 30))
     requested = "nccl" if is_asked_for else "auto"
-    candidates = {"nccl": [{"problem": "", "gpu": gpu} for gpu in gpus]}
-    if not is_asked_for:
-        candidates["c10d"] = [{}, {}]
-    construction = Construction(
-        None, 1, torch.device("cuda", 0), 2, 1.0, "auto", settings={}, requested=requested
-    )
+    arguments = {"transport": requested, "channels": 2, "timeout": 1.0, "check": "auto"}
+    routes = SimpleNamespace(connections=None)
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        chosen, made, why = choose(construction, candidates)
-    assert chosen == transport and made.engine is engines[transport] and reason in why
+        _, chosen, why = construction._engine(
+            meeting, routes, {}, torch.device("cuda", 0), arguments, environment.read()
+        )
+    assert [chosen] == made == [transport] and reason in why
     if transport == "c10d":
         assert why.startswith("staged through host memory over TCP")
         (warning,) = warned
@@ -99,7 +110,7 @@ def test_this_machine_says_why_not():
 def test_a_device_communicator_without_a_device():
     with pytest.raises(RuntimeError, match="has no CUDA support|CUDA: looking for devices"):
         _C.Communicator(
-            _C.C10dConnections(0, 1, epoch=1),
+            _C.Connections(0, 1, 1, bytes(16), lambda rank: None),
             rank=0,
             size=1,
             channels=2,
@@ -121,7 +132,7 @@ def test_a_device_communicator_without_a_device():
 )
 def test_wrong_arguments_of_a_device_communicator(wrong, text):
     arguments = {
-        "connections": _C.C10dConnections(0, 1, epoch=1),
+        "connections": _C.Connections(0, 1, 1, bytes(16), lambda rank: None),
         "rank": 0,
         "size": 1,
         "channels": 2,

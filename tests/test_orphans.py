@@ -130,7 +130,7 @@ def make_without_descriptors(world):
         assert not isinstance(caught.value, PipeCommMismatch)
     else:
         with pytest.raises(PipeCommMismatch, match="refused by rank 1: .*Too many open files"):
-            Communicator(world.group, device="cpu", transport="c10d", timeout=30)
+            Communicator(world.group, device="cpu", transport="c10d", timeout=30).barrier()
     assert time.monotonic() - started_at < AT_ONCE_S
     dist.barrier(world.group)
     with Communicator(world.group, device="cpu", transport="c10d", timeout=30) as comm:

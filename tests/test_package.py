@@ -158,13 +158,15 @@ def test_an_extension_that_does_not_load_says_rebuild(tmp_path: Path) -> None:
 
 
 def test_connections_serve_one_communicator() -> None:
-    connections = _C.C10dConnections(0, 2, epoch=1)
+    def made(size: int, token: bytes = bytes(16)) -> _C.Connections:
+        return _C.Connections(0, size, 1, token, lambda rank: None)
+
     options = {"channels": 2, "timeout": 5.0, "num_threads": 1}
-    with pytest.raises(ValueError, match=r"the other ranks are not known yet; call connect\(\) first"):
-        _C.Communicator(connections, 0, 2, **options)
-    with pytest.raises(ValueError, match="a token of 16 bytes, and a contact and a pid of each rank"):
-        connections.connect(bytes(15), [(["127.0.0.1"], 1)] * 2, [0, 0])
-    connections = _C.C10dConnections(0, 1, epoch=1)
+    with pytest.raises(ValueError, match="there is no way to other ranks: call listen"):
+        _C.Communicator(made(2), 0, 2, **options)
+    with pytest.raises(ValueError, match="token must have 16 bytes, not 15"):
+        made(2, bytes(15))
+    connections = made(1)
     communicator = _C.Communicator(connections, 0, 1, **options)
     with pytest.raises(ValueError, match="the connections belong to a communicator"):
         _C.Communicator(connections, 0, 1, **options)

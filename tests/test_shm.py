@@ -21,10 +21,12 @@ from pipecomm_ext import (
     PipeCommError,
     PipeCommMismatch,
     PipeCommPeerLost,
+    PipeCommTimeout,
     Recv,
     Send,
 )
-from pipecomm_ext.transports import TRANSPORTS
+from pipecomm_ext.core import host
+from pipecomm_ext.transports import routes
 from pipecomm_ext.transports import shm as shared_memory
 
 NUM_KILLS = int(os.environ.get("PIPECOMM_TEST_KILLS", "6"))
@@ -81,68 +83,117 @@ def test_the_environment_chooses(world):
         assert (comm.transport, comm.transport_reason) == (name, "asked for")
 
 
-def check_fallback(world, cause, warns=True):
-    """auto takes c10d and says why, on all ranks; shm is an error on all ranks."""
+def check_routes(world, transport, obstacles, warns=True):
+    """What auto takes where there are `obstacles` between pairs of ranks, and that shm alone fails."""
+    own = {peer: cause for pair, cause in obstacles.items() if world.rank in pair for peer in pair}
+    own.pop(world.rank, None)
     with environment("PIPECOMM_TRANSPORT", "auto"), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        comm = world.fresh_comm()
-    assert comm.transport == "c10d" and cause in comm.transport_reason
+        comm = Communicator(world.group, device="cpu")
+        tensor = torch.full((70_000,), float(world.rank))
+        comm.broadcast(tensor, 1)
+        assert tensor.eq(1).all()
+        for peer in range(world.size):
+            if peer != world.rank:
+                way, reason = comm.route(peer)
+                assert way == ("c10d" if peer in own else "shm")
+                assert own.get(peer, "both ranks are on this host") in reason
+        comm.barrier()
     told = [str(entry.message) for entry in caught if entry.category is RuntimeWarning]
-    assert [cause in text for text in told] == [True] * warns, told
-    tensor = torch.full((4,), float(world.rank))
-    comm.broadcast(tensor, 1)
-    assert tensor.tolist() == [1.0] * 4
-    with pytest.raises(ValueError, match=r'transport="shm" is not possible: .*use "auto" or "c10d"') as error:
-        Communicator(world.group, device="cpu", transport="shm")
-    assert cause in str(error.value)
+    expected = warns and bool(own)
+    assert [any(cause in text for cause in own.values()) for text in told] == [True] * expected, told
+    assert comm.transport == transport
+    with pytest.raises(
+        (ValueError, PipeCommMismatch), match=r'transport="shm" is not possible: .*use "auto" or "c10d"'
+    ) as error:
+        with Communicator(world.group, device="cpu", transport="shm", timeout=20) as alone:
+            alone.barrier()
+    assert any(cause in str(error.value) for cause in obstacles.values())
+    return comm
 
 
 @on_ranks(3)
 def test_too_little_memory_on_one_rank(world):
     little = (16 << 20) if world.rank == 2 else 1 << 40
+    cause = "only 16 MiB of memory are available"
     with replaced(shared_memory, "available_bytes", lambda: little):
-        check_fallback(world, "only 16 MiB of memory are available")
+        comm = check_routes(world, "mixed", {(0, 2): cause, (1, 2): cause})
+    assert cause in comm.transport_reason
+    comm.close()
+
+
+def placed(**changes):
+    """As if this process were somewhere else."""
+    return replaced(routes, "place", lambda: {**host.place(), **changes})
 
 
 @on_ranks(3)
 def test_another_host(world):
-    def facts(device, original=TRANSPORTS["shm"].local_facts):
-        return {**original(device), "boot_id": f"host {world.rank // 2}"}
+    with placed(boot_id=f"host {world.rank // 2}"):
+        causes = {(peer, 2): f"ranks {peer} and 2 are on different hosts" for peer in (0, 1)}
+        comm = check_routes(world, "mixed", causes, warns=False)
+    assert comm.transport_reason == (
+        "shared memory among ranks 0, 1 | 2, else TCP, because ranks 0 and 2 are on different hosts"
+    )
+    comm.close()
 
-    with replaced(TRANSPORTS["shm"], "local_facts", facts):
-        check_fallback(world, "ranks 0 and 2 are on different hosts", warns=False)
+
+@on_ranks(2)
+def test_two_hosts_with_one_rank_each(world):
+    with placed(boot_id=f"host {world.rank}"):
+        comm = check_routes(world, "c10d", {(0, 1): "ranks 0 and 1 are on different hosts"}, warns=False)
+    assert comm.transport_reason == (
+        "the portable transport (TCP), because ranks 0 and 1 are on different hosts"
+    )
+    assert comm.num_cores is None
+    comm.close()
 
 
 @on_ranks(3)
 def test_another_pid_namespace(world):
-    def facts(device, original=TRANSPORTS["shm"].local_facts):
-        return {**original(device), "pid_namespace": f"pid:[{world.rank // 2}]"}
-
-    with replaced(TRANSPORTS["shm"], "local_facts", facts):
-        check_fallback(world, "ranks 0 and 2 are in different PID namespaces")
+    with placed(pid_namespace=f"pid:[{world.rank // 2}]"):
+        causes = {(peer, 2): f"ranks {peer} and 2 are in different PID namespaces" for peer in (0, 1)}
+        check_routes(world, "mixed", causes).close()
 
 
-class NoMemory(_C.SharedMemory):
-    def __init__(self, *args):
+class NoMemory(_C.Connections):
+    def create_memory(self, *args):
         raise RuntimeError("memfd_create: Operation not permitted")
 
 
-class NoPeers(_C.SharedMemory):
-    def connect(self, peers):
-        raise RuntimeError("opening the shared memory of rank 0: Permission denied")
+@on_ranks(3)
+def test_one_rank_that_cannot_create_memory(world):
+    gc.collect()  # communicators that earlier tests left to the collector still map their segments
+    before = descriptors_and_maps()[1]
+    cause = "rank 1: memfd_create: Operation not permitted"
+    with replaced(_C, "Connections", NoMemory if world.rank == 1 else _C.Connections):
+        check_routes(world, "mixed", {(0, 1): cause, (1, 2): cause}).close()
+    gc.collect()
+    assert descriptors_and_maps()[1] == before
 
 
 @on_ranks(3)
-@pytest.mark.parametrize(
-    ("broken", "cause"),
-    [(NoMemory, "memfd_create: Operation not permitted"), (NoPeers, "rank 0: Permission denied")],
-    ids=["create", "open"],
-)
-def test_one_rank_that_cannot_is_an_obstacle_for_all(world, broken, cause):
-    gc.collect()  # communicators that earlier tests left to the collector still map their segments
+def test_one_rank_that_cannot_map_memory(world):
+    """Only it knows: the others learn it from its connection."""
+
+    def elsewhere(**facts):
+        return _C.Introduction(**{**facts, "memory_fd": 1_000_000} if "memory_fd" in facts else facts)
+
+    gc.collect()
     before = descriptors_and_maps()[1]
-    with replaced(_C, "SharedMemory", broken if world.rank == 1 else _C.SharedMemory):
-        check_fallback(world, f"rank 1: {cause}" if broken is NoMemory else cause)
+    original = _C.Introduction
+    with replaced(routes, "Introduction", elsewhere if world.rank == 1 else original):
+        comm = Communicator(world.group, device="cpu", transport="auto")
+        tensor = torch.full((70_000,), float(world.rank))
+        comm.broadcast(tensor, 1)
+        comm.barrier()
+    assert tensor.eq(1).all()
+    ways = {peer: comm.route(peer)[0] for peer in range(3) if peer != world.rank}
+    assert ways == {peer: "c10d" if 1 in (peer, world.rank) else "shm" for peer in ways}
+    if world.rank == 1:
+        assert "opening the shared memory of rank 0: No such file" in comm.route(0)[1]
+    comm.close()
+    del comm
     gc.collect()
     assert descriptors_and_maps()[1] == before
 
@@ -150,54 +201,57 @@ def test_one_rank_that_cannot_is_an_obstacle_for_all(world, broken, cause):
 @on_ranks(2)
 @pytest.mark.parametrize("value", ["1e6", "", "-1", "65535", str((1 << 30) + 1)])
 def test_wrong_ring_sizes(world, value):
-    wrong = value if world.rank == 1 else "1048576"
-    error = (
-        (ValueError, "PIPECOMM_SHM_RING_BYTES must be") if world.rank == 1 else (PipeCommMismatch, "rank 1")
-    )
-    with environment("PIPECOMM_SHM_RING_BYTES", wrong), pytest.raises(error[0], match=error[1]):
-        Communicator(world.group, device="cpu", transport="shm")
+    with environment("PIPECOMM_SHM_RING_BYTES", value if world.rank == 1 else "1048576"):
+        if world.rank == 1:
+            with pytest.raises(ValueError, match="PIPECOMM_SHM_RING_BYTES must be"):
+                Communicator(world.group, device="cpu", transport="shm")
+        else:
+            comm = Communicator(world.group, device="cpu", transport="shm")
+            with pytest.raises(PipeCommMismatch, match="refused by rank 1: ValueError: PIPECOMM_SHM_RING"):
+                comm.barrier()
 
 
 @on_ranks(2)
 def test_ring_sizes_must_agree(world):
     with (
         environment("PIPECOMM_SHM_RING_BYTES", str(1 << (20 + world.rank))),
-        pytest.raises(PipeCommMismatch, match="disagree about PIPECOMM_SHM_RING_BYTES: 1048576 .* 2097152"),
+        pytest.raises(PipeCommMismatch, match=r"disagree about PIPECOMM_SHM_RING_BYTES: \d+ .* \d+"),
     ):
-        Communicator(world.group, device="cpu", transport="shm")
+        Communicator(world.group, device="cpu", transport="shm").barrier()
 
 
 def test_only_the_right_memory_is_mapped():
-    def memory(**kwargs):
-        arguments = {"rank": 0, "size": 2, "channels": 1, "ring_bytes": 65536, "window_bytes": 0, "epoch": 1}
-        return _C.SharedMemory(**{**arguments, **kwargs})
+    """Each wrong one is told from the right one when the peer is met."""
 
-    own = memory()
+    def connections(rank=0, epoch=1, channels=1, lookup=lambda rank: None, ring_bytes=65536):
+        made = _C.Connections(rank, 2, epoch, bytes(16), lookup)
+        made.create_memory(channels, ring_bytes, 0)
+        return made
 
-    def connect(fd):
-        own.connect([(os.getpid(), own.fd), (os.getpid(), fd)])
+    def refusal(fd):
+        met = _C.Introduction(is_on_this_host=True, pid=os.getpid(), memory_fd=fd)
+        comm = _C.Communicator(connections(lookup=lambda rank: met), 0, 2, 1, 5.0, 1)
+        try:
+            with pytest.raises((PipeCommMismatch, PipeCommTimeout)) as error:
+                comm.isend(torch.zeros(1), 1).wait()
+            return str(error.value)
+        finally:
+            comm.close()
 
-    assert os.fstat(own.fd).st_mode & 0o777 == 0o600
-    right = memory(rank=1)
-    connect(right.fd)
-    for other in (memory(), memory(rank=1, epoch=2)):
-        with pytest.raises(RuntimeError, match="rank 1 has the wrong header"):
-            connect(other.fd)
-    other = memory(rank=1, channels=2)
-    with pytest.raises(RuntimeError, match="rank 1 has the wrong size"):
-        connect(other.fd)
+    right = connections(rank=1)
+    assert os.fstat(right.memory_fd).st_mode & 0o777 == 0o600
+    assert "has not answered through shared memory" in refusal(right.memory_fd)
+    for other in (connections(), connections(rank=1, epoch=2)):
+        assert "rank 1 has the wrong header" in refusal(other.memory_fd)
+    other = connections(rank=1, channels=2)
+    assert "rank 1 has the wrong size" in refusal(other.memory_fd)
     plain = os.memfd_create("pipecomm")
     try:
-        with pytest.raises(RuntimeError, match="rank 1 is not sealed"):
-            connect(plain)
+        assert "rank 1 is not sealed" in refusal(plain)
     finally:
         os.close(plain)
-    with pytest.raises(RuntimeError, match="opening the shared memory of rank 1: No such file"):
-        connect(1_000_000)
-    with pytest.raises(ValueError, match="peers must name 2 ranks, not 1"):
-        own.connect([(1, 1)])
     with pytest.raises(ValueError, match="ring bytes must be a multiple of 4096"):
-        memory(ring_bytes=70000)
+        connections(ring_bytes=70000)
 
 
 # ---- moving data -----------------------------------------------------------------------------------------
@@ -465,12 +519,15 @@ def test_nothing_is_left_of_many_communicators(world):
     assert (descriptors_and_maps(), len(os.listdir("/proc/self/task"))) == before
 
 
-@on_ranks(2)
-def test_no_descriptor_of_the_memory_stays_open(world):
-    shm_comm(world)
-    targets = [
-        os.readlink(f"/proc/self/fd/{fd}")
-        for fd in os.listdir("/proc/self/fd")
-        if fd.isdigit() and os.path.islink(f"/proc/self/fd/{fd}")
-    ]
-    assert not [target for target in targets if "memfd:pipecomm" in target]
+@on_ranks(3)
+def test_only_its_own_memory_stays_open_and_only_with_the_communicator(world):
+    def descriptors():
+        links = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+        return sum(os.path.islink(link) and "memfd:pipecomm" in os.readlink(link) for link in links)
+
+    before = descriptors()
+    comm = shm_comm(world)
+    comm.barrier()
+    assert descriptors() == before + 1
+    comm.close()
+    assert descriptors() == before

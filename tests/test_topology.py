@@ -76,7 +76,7 @@ def test_the_timeout_is_that_of_the_communicator(world):
     assert topology.communicator.timeout == 7
     topology.close()
     with pytest.raises(ValueError if world.rank == 0 else PipeCommMismatch, match="timeout"):
-        PipelineTopology([1, 1], timeout=-1 if world.rank == 0 else 7)
+        PipelineTopology([1, 1], timeout=-1 if world.rank == 0 else 7).communicator.barrier()
 
 
 @on_ranks(3)

@@ -126,6 +126,11 @@ void BoundCommunicator::connect(const std::vector<int>& peers) {
   communicator_->connect(peers);
 }
 
+std::pair<std::string, std::string> BoundCommunicator::route(int peer) const {
+  const Route route = communicator_->route(peer);
+  return {route.transport, route.reason};
+}
+
 at::Tensor BoundCommunicator::empty(const std::vector<int64_t>& shape, at::ScalarType dtype) {
   const at::TensorOptions options = at::TensorOptions().dtype(dtype).device(device_);
   if (!device_.is_cpu()) return at::empty(shape, options);
@@ -198,6 +203,7 @@ py::class_<BoundCommunicator> bind_communicator(py::module_& m) {
       .def("refuse", &Bound::refuse, py::arg("op"), py::arg("reason"),
            py::arg("members") = std::vector<int>(), py::arg("channel") = py::none())
       .def("connect", &Bound::connect, py::arg("peers"))
+      .def("route", &Bound::route, py::arg("peer"))
       .def("abort", &Bound::abort, py::arg("reason"))
       .def("close", &Bound::close)
       .def("copy_counters", &Bound::copy_counters)

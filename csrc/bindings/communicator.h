@@ -47,6 +47,8 @@ class BoundCommunicator {
               const py::object& channel);
   // Begins to connect to these ranks.
   void connect(const std::vector<int>& peers);
+  // Name of the transport, "" if it is not settled, and the reason if there is one to tell.
+  std::pair<std::string, std::string> route(int peer) const;
   // For results: in memory that peers write directly, if the transport has such memory.
   at::Tensor empty(const std::vector<int64_t>& shape, at::ScalarType dtype);
   void abort(const std::string& reason);

@@ -1,24 +1,45 @@
-// Connections between the ranks of a group as Python has set them up. Each host transport binds a class
-// of its own, from which a communicator makes the transport.
+// What a rank needs to meet the others, as Python has set it up: a communicator makes its transport
+// from it.
 #pragma once
 
 #include <torch/csrc/utils/pybind.h>
 
 #include <memory>
+#include <optional>
+#include <string>
+#include <vector>
 
-#include "transport/transport.h"
+#include "routes/routed_transport.h"
 
 namespace pipecomm {
 
 class Connections {
  public:
-  virtual ~Connections() = default;
-  // The transport takes the connections over: throws std::invalid_argument if they are gone.
-  virtual std::unique_ptr<HostTransport> make_transport(TransportEvents& events) = 0;
+  Connections(int rank, int size, uint32_t epoch, const std::string& token,
+              pybind11::function lookup);
+  ~Connections();
+  Connections(const Connections&) = delete;
+  Connections& operator=(const Connections&) = delete;
+
+  // Listens for other ranks. `interfaces`: names, separated by commas; empty: all that are up.
+  void listen(const std::string& interfaces, int heartbeat_s, int heartbeat_limit_s);
+  const std::vector<std::string>& hosts() const { return hosts_; }
+  uint16_t port() const { return port_; }
+
+  // Creates memory that other ranks can map. Throws std::system_error or std::invalid_argument.
+  void create_memory(int channels, int64_t ring_bytes, int64_t window_bytes);
+  int memory_fd() const { return options_.memory ? options_.memory->fd() : -1; }
+
+  // Throws std::invalid_argument if it has been made before.
+  std::unique_ptr<HostTransport> make_transport(TransportEvents& events);
+
+ private:
+  RoutedOptions options_;
+  std::vector<std::string> hosts_;
+  uint16_t port_ = 0;
+  bool is_taken_ = false;
 };
 
-// One function for each transport.
-void bind_c10d_connections(pybind11::module_& m);
-void bind_shared_memory(pybind11::module_& m);
+void bind_connections(pybind11::module_& m);
 
 }  // namespace pipecomm

@@ -24,9 +24,7 @@ PYBIND11_MODULE(_C, m) {
 
   bind_plan(m);
   bind_mean(m);
-  py::class_<Connections>(m, "Connections");
-  bind_c10d_connections(m);
-  bind_shared_memory(m);
+  bind_connections(m);
   bind_point_to_point_args(m);
   bind_work(m);
   bind_flight(m);

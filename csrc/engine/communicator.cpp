@@ -51,7 +51,7 @@ Communicator::Communicator(Unstarted, const CommunicatorOptions& options,
     // abort.
     std::lock_guard lock(mutex_);
     transport_ = make_transport(*this);
-    if (size() > options_.direct_limit && !transport_->prefers_direct())
+    if (size() > options_.direct_limit)
       line_ = std::make_unique<CollectiveLine>(rank(), size(), options_.direct_limit, *transport_);
   }
   for (int channel = 0; channel < options_.num_channels; ++channel)

@@ -76,6 +76,7 @@ class Communicator final : private TransportEvents {
   void connect(std::span<const int> peers);
   // See HostTransport::describe_peer.
   std::string describe_peer(int peer) const { return transport_->describe_peer(peer); }
+  Route route(int peer) const { return transport_->route(peer); }
   // Memory for a result into which peers may write directly, or null: see HostTransport.
   std::shared_ptr<std::byte> allocate_result(int64_t num_bytes) {
     return transport_->allocate_result(num_bytes);
@@ -160,6 +161,7 @@ class Communicator final : private TransportEvents {
 
   void on_peer_lost(int peer, const std::string& why) override;
   void on_remote_failure(const Failure& failure) override;
+  void on_refused(int peer, const std::string& why) override;
   void on_broken(const std::string& why) override;
   void on_claim(int peer, Direction direction, const Descriptor& descriptor) override;
 

@@ -114,6 +114,15 @@ void Communicator::on_remote_failure(const Failure& remote) {
   fail(std::move(failure));
 }
 
+void Communicator::on_refused(int peer, const std::string& why) {
+  fail({.kind = FailureKind::mismatch,
+        .message = why,
+        .op = "Communicator",
+        .rank = rank(),
+        .peer = peer,
+        .origin_rank = peer});
+}
+
 void Communicator::on_broken(const std::string& why) {
   fail(own_failure(FailureKind::error, "transport failure: " + why));
 }

@@ -30,10 +30,17 @@ class TransportEvents {
   virtual void on_peer_lost(int peer, const std::string& why) = 0;
   // A peer announced that its communicator failed.
   virtual void on_remote_failure(const Failure& failure) = 0;
+  // A peer takes no part in the communicator, or not in one like this: `why` says what and where.
+  virtual void on_refused(int peer, const std::string& why) = 0;
   // An error of the transport itself.
   virtual void on_broken(const std::string& why) = 0;
   // How a peer describes a message between it and this rank (see HostTransport::claim).
   virtual void on_claim(int /*peer*/, Direction /*direction*/, const Descriptor& /*descriptor*/) {}
+};
+
+struct Route {
+  std::string transport;  // its name; empty: not settled yet
+  std::string reason;     // of another one than both ends might have expected, or empty
 };
 
 class HostTransport {
@@ -43,10 +50,6 @@ class HostTransport {
   // Whether requests may carry a `copy` instead of contiguous data: packing and unpacking are then
   // part of the transfer.
   virtual bool copies_on_the_way() const { return false; }
-
-  // Whether a message costs so little that the ranks of a collective tell each other directly, however
-  // many they are. Such a transport need not carry the control channel.
-  virtual bool prefers_direct() const { return false; }
 
   // Memory for results of `num_bytes` into which peers can write directly, or null if any memory
   // will do. It goes back to the transport with the last reference, and may outlive it.
@@ -84,6 +87,9 @@ class HostTransport {
 
   // Says goodbye within the deadline, then releases threads, connections and memory. Idempotent.
   virtual void close(Deadline deadline) = 0;
+
+  // How messages to and from a peer travel, as far as that is settled.
+  virtual Route route(int /*peer*/) const { return {}; }
 
   // The state of a peer as a predicate, for error texts: "has closed its communicator".
   virtual std::string describe_peer(int peer) const = 0;

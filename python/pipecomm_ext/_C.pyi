@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, overload
 
 import torch
@@ -82,31 +82,31 @@ class PreparedExchange:
     sends: Final[list[tuple[int, list[tuple[int, list[int], list[int]]]]]]
     recvs: Final[list[tuple[int, list[tuple[int, list[int], list[int]]]]]]
 
-class Connections: ...
-
-class C10dConnections(Connections):
-    port: Final[int]
-    hosts: Final[list[str]]
-    def __init__(self, rank: int, size: int, epoch: int, interfaces: str = ...) -> None: ...
-    def connect(
-        self,
-        token: bytes,
-        contacts: Sequence[tuple[Sequence[str], int]],
-        pids: Sequence[int],
-        num_local_ranks: int = ...,
-        heartbeat_s: int = ...,
-        heartbeat_limit_s: int = ...,
-    ) -> None: ...
-
-class SharedMemory(Connections):
-    fd: Final[int]
+class Introduction:
     def __init__(
-        self, rank: int, size: int, channels: int, ring_bytes: int, window_bytes: int, epoch: int
+        self,
+        *,
+        is_on_this_host: bool = False,
+        pid: int = 0,
+        hosts: Sequence[str] = (),
+        port: int = 0,
+        memory_fd: int = -1,
+        window_bytes: int = 0,
+        reason: str = "",
+        refusal: str = "",
     ) -> None: ...
-    def connect(self, peers: Sequence[tuple[int, int]]) -> None: ...
-    def close_descriptor(self) -> None: ...
+
+class Connections:
+    hosts: Final[list[str]]
+    port: Final[int]
+    memory_fd: Final[int]
+    def __init__(
+        self, rank: int, size: int, epoch: int, token: bytes, lookup: Callable[[int], Introduction | None]
+    ) -> None: ...
+    def listen(self, interfaces: str = "", heartbeat_s: int = 10, heartbeat_limit_s: int = 60) -> None: ...
+    def create_memory(self, channels: int, ring_bytes: int, window_bytes: int) -> None: ...
     @staticmethod
-    def control_bytes(size: int, channels: int, ring_bytes: int) -> int: ...
+    def memory_bytes(size: int, channels: int, ring_bytes: int) -> int: ...
 
 class Communicator:
     @overload
@@ -163,6 +163,7 @@ class Communicator:
         gradient_of: int = 0,
     ) -> Work: ...
     def connect(self, peers: Sequence[int]) -> None: ...
+    def route(self, peer: int) -> tuple[str, str]: ...
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor: ...
     def refuse(
         self, op: str, reason: str, members: Sequence[int] = (), channel: int | None = None

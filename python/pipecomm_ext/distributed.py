@@ -14,8 +14,10 @@ nothing. A pipecomm_ext.Communicator may be passed as the group. The calls diffe
 * `tag` is a channel: 0 to 14 for CPU tensors, 0 or 1 for CUDA tensors;
 * a receive must name its source.
 
-A group's communicator is made by the first call here, which all ranks of the group must therefore make. To
-make it at a point of your choice, call `pipecomm_ext.get_communicator(group)`.
+Each rank makes the group's communicator at its first call here, and two ranks connect when they first need
+each other: as in torch, ranks that have nothing to send or receive take no part. (Where NCCL may be used, all
+ranks connect at the first call, which all must therefore make.) To make it at a point of your choice, call
+`pipecomm_ext.get_communicator(group)`.
 """
 
 from __future__ import annotations

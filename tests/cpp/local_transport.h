@@ -182,7 +182,7 @@ class Transport final : public HostTransport {
 
   void act(Connection& connection, std::unique_lock<std::mutex>& lock) {
     const auto outcomes = connection.link->take_outcomes();
-    const auto failure = connection.link->take_failure();
+    const auto failure = connection.link->failure();
     const bool ends =
         (connection.ended || connection.link->goodbye_answered()) && connection.is_open;
     if (ends) connection.is_open = false;

@@ -15,19 +15,21 @@
 
 #include "check.h"
 #include "engine/communicator.h"
+#include "meeting.h"
 #include "message/start_thread.h"
-#include "transport/c10d/c10d_transport.h"
 #include "world.h"
 
 namespace {
 
 using namespace pipecomm;
 using namespace std::chrono_literals;
+using meeting::kEpoch;
+using meeting::kLimit;
+using meeting::Meeting;
+using meeting::run_ranks;
 using world::Random;
 
 constexpr DType kByte{0, 1};
-constexpr auto kLimit = 60s;
-constexpr uint32_t kEpoch = 7;
 
 using Bytes = std::vector<std::byte>;
 
@@ -41,56 +43,6 @@ Bytes coded_bytes(uint64_t key, int64_t num_bytes) {
     bytes[idx] =
         static_cast<std::byte>((key * 0x9e3779b97f4a7c15u + idx * 0xbf58476d1ce4e5b9u) >> 40);
   return bytes;
-}
-
-// What the ranks of a group know of each other before they meet.
-struct Meeting {
-  explicit Meeting(int size) : listeners(size) {
-    for (size_t byte = 0; byte < token.size(); ++byte) token[byte] = std::byte(byte + 1);
-    for (int rank = 0; rank < size; ++rank) {
-      uint16_t port = 0;
-      listeners[rank] = tcp::listen_anywhere(port);
-      contacts.push_back({{"127.0.0.1"}, port});
-    }
-  }
-  tcp::C10dOptions options(int rank) const {
-    const int size = static_cast<int>(contacts.size());
-    return {.rank = rank,
-            .size = size,
-            .epoch = kEpoch,
-            .token = token,
-            .contacts = contacts,
-            .pids = std::vector<pid_t>(contacts.size()),
-            .num_local_ranks = size};
-  }
-  std::unique_ptr<Communicator> communicator(int rank, std::chrono::nanoseconds timeout = kLimit) {
-    const CommunicatorOptions engine{
-        .rank = rank, .size = static_cast<int>(contacts.size()), .timeout = timeout};
-    return std::make_unique<Communicator>(engine, [&](TransportEvents& events) {
-      return std::make_unique<tcp::C10dTransport>(options(rank), std::move(listeners[rank]),
-                                                  events);
-    });
-  }
-
-  tcp::Token token;
-  std::vector<tcp::Socket> listeners;
-  std::vector<tcp::Contact> contacts;
-};
-
-void run_ranks(Meeting& meeting, const std::function<void(Communicator&)>& body) {
-  std::vector<std::thread> ranks;
-  for (size_t rank = 0; rank < meeting.contacts.size(); ++rank)
-    ranks.emplace_back([&, rank] {
-      const auto comm = meeting.communicator(static_cast<int>(rank));
-      try {
-        body(*comm);
-        comm->close(nullptr);
-      } catch (const std::exception& error) {
-        check::fail(__FILE__, __LINE__, error.what());
-        comm->abort(error.what());
-      }
-    });
-  for (std::thread& rank : ranks) rank.join();
 }
 
 void wait(Communicator& comm, const OperationPtr& operation) {
@@ -129,6 +81,7 @@ void test_random_traffic(uint64_t seed) {
                         kSizes[random.between(0, random.chance(0.7) ? 5 : 8)]});
   }
   Meeting meeting(size);
+  meeting.over_tcp();
   run_ranks(meeting, [&](Communicator& comm) {
     Random own(seed * 100 + static_cast<uint64_t>(comm.rank()));
     std::vector<std::unique_ptr<Bytes>> memory;
@@ -173,6 +126,7 @@ void test_large_messages_both_ways_between_all_pairs() {
   check::context = "large both ways";
   constexpr int64_t kNumBytes = 5 << 20;
   Meeting meeting(3);
+  meeting.over_tcp();
   run_ranks(meeting, [&](Communicator& comm) {
     std::vector<Bytes> sent, received(3, Bytes(kNumBytes));
     for (int peer = 0; peer < 3; ++peer)
@@ -197,6 +151,7 @@ void test_both_ends_connect_at_once() {
   for (int round = 0; round < 20; ++round) {
     check::context = "both at once, round " + std::to_string(round);
     Meeting meeting(8);
+    meeting.over_tcp();
     std::atomic<int> num_ready{0};
     run_ranks(meeting, [&](Communicator& comm) {
       ++num_ready;
@@ -216,6 +171,7 @@ void test_both_ends_connect_at_once() {
 void test_connections_ahead_of_messages() {
   check::context = "connect";
   Meeting meeting(8);
+  meeting.over_tcp();
   std::atomic<int> num_waiting{7};
   run_ranks(meeting, [&](Communicator& comm) {
     if (comm.rank() == 0) {
@@ -245,12 +201,13 @@ void test_threads_do_not_grow_with_the_group() {
   for (const int size : {2, 9}) {
     const size_t before = num_entries("/proc/self/task");
     Meeting meeting(size);
+    meeting.over_tcp();
     std::vector<std::unique_ptr<Communicator>> comms;
     for (int rank = 0; rank < size; ++rank) comms.push_back(meeting.communicator(rank));
     std::vector<OperationPtr> barriers;
     for (const auto& comm : comms) barriers.push_back(comm->barrier());
     for (int rank = 0; rank < size; ++rank) wait(*comms[rank], barriers[rank]);
-    CHECK_EQ(num_entries("/proc/self/task") - before, static_cast<size_t>(3 * size));
+    CHECK_EQ(num_entries("/proc/self/task") - before, static_cast<size_t>(4 * size));
     std::vector<std::thread> closing;
     for (const auto& comm : comms) closing.emplace_back([&comm] { comm->close(nullptr); });
     for (std::thread& thread : closing) thread.join();
@@ -261,8 +218,9 @@ void test_threads_do_not_grow_with_the_group() {
 void test_addresses_that_lead_elsewhere() {
   check::context = "other addresses";
   Meeting meeting(2);
-  for (tcp::Contact& contact : meeting.contacts)
-    contact.hosts = {"192.0.2.1", "no address", "127.0.0.1"};
+  meeting.over_tcp();
+  for (Introduction& introduction : meeting.introductions)
+    introduction.hosts = {"192.0.2.1", "no address", "127.0.0.1"};
   run_ranks(meeting, [&](Communicator& comm) { wait(comm, comm.barrier()); });
 }
 
@@ -310,10 +268,11 @@ class Stranger {  // connects, and says what it likes
 void test_strangers_are_sent_away() {
   check::context = "strangers";
   Meeting meeting(2), other(2);
+  meeting.over_tcp();
   other.token[3] ^= std::byte{1};
   run_ranks(meeting, [&](Communicator& comm) {
     wait(comm, comm.barrier());
-    const uint16_t port = meeting.contacts[comm.rank()].port;
+    const uint16_t port = meeting.introductions[comm.rank()].port;
     const auto rank = static_cast<uint32_t>(comm.rank());
     Stranger silent(port), half(port);
     half.say("PCH1", 4);
@@ -341,7 +300,8 @@ void test_a_peer_that_breaks() {
                          FailureKind kind, const std::string& text) {
     check::context = what;
     Meeting meeting(2);
-    const uint16_t port = meeting.contacts[1].port;
+    meeting.over_tcp();
+    const uint16_t port = meeting.introductions[1].port;
     const auto comm = meeting.communicator(1);
     Bytes memory(100'000);
     const PointToPoint recv{Direction::recv, 0, 0, tensor(memory), 0};
@@ -390,6 +350,7 @@ void test_a_peer_that_breaks() {
 void test_aborts_reach_all_ranks() {
   check::context = "abort";
   Meeting meeting(4);
+  meeting.over_tcp();
   std::atomic<int> num_ready{0};
   std::vector<std::thread> ranks;
   for (int rank = 0; rank < 4; ++rank)
@@ -418,6 +379,7 @@ void test_aborts_reach_all_ranks() {
 void test_a_peer_that_closed_before_they_met() {
   check::context = "closed before they met";
   Meeting meeting(8);
+  meeting.over_tcp();
   std::atomic<bool> closed{false};
   std::atomic<int> num_waiting{7};
   run_ranks(meeting, [&](Communicator& comm) {
@@ -444,6 +406,7 @@ void test_a_peer_that_closed_before_they_met() {
 void test_a_peer_that_cannot_be_reached() {
   check::context = "unreachable";
   Meeting meeting(2);
+  meeting.over_tcp();
   const auto comm = meeting.communicator(0, 500ms);
   Bytes memory(8);
   const PointToPoint send{Direction::send, 1, 0, tensor(memory), 0};
@@ -455,9 +418,10 @@ void test_a_peer_that_cannot_be_reached() {
 
 #ifdef PIPECOMM_FAULTS
 void test_no_thread_is_left() {
-  for (const int failing : {1, 2}) {
+  for (const int failing : {1, 2, 3, 4}) {
     check::context = "no thread " + std::to_string(failing);
     Meeting meeting(2);
+    meeting.over_tcp();
     failing_thread = failing;
     try {
       meeting.communicator(0);

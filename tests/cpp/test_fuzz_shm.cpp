@@ -52,13 +52,10 @@ struct Random {
 // One end of a pair of lanes: a rank as its transport has it, without threads.
 struct Rank {
   Rank(int rank, const std::vector<shm::SegmentPtr>& segments)
-      : pool(segments[rank]),
-        multicast(*segments[rank],
-                  {rank == 0 ? nullptr : &segments[0]->status().bell,
-                   rank == 1 ? nullptr : &segments[1]->status().bell},
-                  rank, [this](int, uint64_t seq) {
-                    return outbound[kCollectiveLane]->is_final_for_receiver(seq);
-                  }) {
+      : pool(segments[rank]), multicast(*segments[rank], [this](int, uint64_t seq) {
+          return outbound[kCollectiveLane]->is_final_for_receiver(seq);
+        }) {
+    multicast.add_reader(1 - rank, segments[1 - rank]->status().bell);
     context.rank = rank;
     context.epoch = 7;
     context.window = &pool;

@@ -10,8 +10,8 @@
 
 #include "check.h"
 #include "engine/communicator.h"
+#include "meeting.h"
 #include "plan/builders.h"
-#include "transport/shm/shm_transport.h"
 
 namespace {
 
@@ -42,7 +42,7 @@ void run_ranks(const shm::SegmentShape& shape, const std::function<void(Communic
       const CommunicatorOptions options{
           .rank = rank, .size = shape.size, .num_channels = shape.num_channels, .timeout = timeout};
       Communicator comm(options, [&](TransportEvents& events) {
-        return std::make_unique<shm::ShmTransport>(shm::Neighbourhood{segments, {}}, rank, events);
+        return meeting::over_same_memory(segments, rank, events);
       });
       try {
         body(comm);
@@ -531,9 +531,8 @@ void test_nonsense_from_a_peer_is_an_error() {
     const std::vector<shm::SegmentPtr> segments{shm::Segment::create(0, shape),
                                                 shm::Segment::create(1, shape)};
     Communicator comm(
-        {.rank = 0, .size = 2, .num_channels = 1, .timeout = kLimit}, [&](TransportEvents& events) {
-          return std::make_unique<shm::ShmTransport>(shm::Neighbourhood{segments, {}}, 0, events);
-        });
+        {.rank = 0, .size = 2, .num_channels = 1, .timeout = kLimit},
+        [&](TransportEvents& events) { return meeting::over_same_memory(segments, 0, events); });
     ruin.act(segments[0]->lane(1, 0), segments[0]->ring(1, 0));
     Bytes bytes(8);
     const PointToPoint op{Direction::recv, 1, 0, tensor(bytes)};

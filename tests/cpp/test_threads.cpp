@@ -7,10 +7,10 @@
 
 #include "check.h"
 #include "engine/communicator.h"
+#include "meeting.h"
 #include "message/start_thread.h"
 #include "plan/builders.h"
 #include "plan/reshard.h"
-#include "transport/shm/shm_transport.h"
 
 namespace {
 
@@ -31,7 +31,7 @@ struct Pair {
   std::unique_ptr<Communicator> make(int rank) const {
     const CommunicatorOptions options{.rank = rank, .size = 2, .num_channels = 2, .timeout = 60s};
     return std::make_unique<Communicator>(options, [&](TransportEvents& events) {
-      return std::make_unique<shm::ShmTransport>(shm::Neighbourhood{segments, {}}, rank, events);
+      return meeting::over_same_memory(segments, rank, events);
     });
   }
 };

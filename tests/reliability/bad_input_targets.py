@@ -159,10 +159,18 @@ target(
     {"shape": "shape", "dtype": "dtype"},
 )
 CONSTRUCTOR = {"device": "cpu", "transport": "c10d", "channels": 2, "timeout": 10.0, "check": "auto"}
+
+
+def make_and_use(comm: Communicator, **arguments: Any) -> None:
+    """The constructor waits for nobody: a rank hears of another one's mistake when it needs that one."""
+    with Communicator(comm.group, **arguments) as made:
+        made.barrier()
+
+
 target(
     "Communicator",
     "collective",
-    lambda comm, **kw: Communicator(comm.group, **kw).close(),
+    make_and_use,
     lambda comm: dict(CONSTRUCTOR),
     {"timeout": "timeout"},
     [

@@ -55,10 +55,10 @@ def act(world, fault_name: str, operation_name: str, transport: str) -> Report:
     dist.barrier(world.group)
     descriptors = descriptor_names()
     stage.comm = stage.connect()
-    stage.descriptors = [int(name) for name in descriptor_names() - descriptors]
     operation.prepare(stage.comm, SMALL)  # what it makes once for a group, collectively
     try:
         stage.comm.barrier()
+        stage.descriptors = [int(name) for name in descriptor_names() - descriptors]
         try:
             fault.scene(stage)
             report = Report(time.monotonic(), stage.struck_at)

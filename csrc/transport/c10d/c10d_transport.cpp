@@ -11,8 +11,8 @@
 #include <exception>
 #include <system_error>
 
+#include "message/message_copy.h"
 #include "message/start_thread.h"
-#include "transport/group_tree.h"
 
 namespace pipecomm::tcp {
 namespace {
@@ -59,6 +59,15 @@ void watch(const Socket& epoll, int operation, const Socket& socket, uint32_t ev
     throw std::system_error(errno, std::generic_category(), "epoll_ctl");
 }
 
+// A payload that lies in several tensors goes through memory in between.
+void make_contiguous(Request& request) {
+  const int64_t num_bytes = request.descriptor.num_bytes;
+  const std::shared_ptr<std::byte[]> memory(new std::byte[static_cast<size_t>(num_bytes)]);
+  if (request.direction == Direction::send) read_payload(request, 0, num_bytes, memory.get());
+  request.data = memory.get();
+  request.transport_state = memory;
+}
+
 void ring(const Socket& bell) {
   const uint64_t one = 1;
   (void)!::write(bell.fd(), &one, sizeof one);  // fails only if it has been rung often
@@ -84,7 +93,7 @@ C10dTransport::C10dTransport(C10dOptions options, Socket listener, TransportEven
   watch(sockets_, EPOLL_CTL_ADD, waiter_bell_, EPOLLIN, kBell);
   watch(around_, EPOLL_CTL_ADD, progress_bell_, EPOLLIN, kBell);
   connector_ = std::make_unique<Connector>(
-      options_.rank, options_.token, std::move(listener), options_.contacts,
+      options_.rank, options_.size, options_.token, std::move(listener),
       checked(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK), options_.rank),
       Connector::Events{
           [this](int peer, Socket socket) {
@@ -96,9 +105,6 @@ C10dTransport::C10dTransport(C10dOptions options, Socket listener, TransportEven
   progress_thread_ = start_thread([this] { progress(); }, options_.rank);
   try {
     connector_->start();
-    // The lower rank of each pair connects.
-    for (const int peer : control_neighbours(options_.rank, options_.size))
-      if (peer > options_.rank) peer_for(peer);
   } catch (...) {
     stopping_ = true;
     stop();
@@ -137,30 +143,43 @@ C10dTransport::Peer& C10dTransport::peer_for(int peer_idx) {
     peer.connection.link().say_failure(*failure_);
     peer.connection.drop();
   }
-  if (closing_) peer.connection.link().say_closing();
   if (disconnecting_) peer.connection.link().say_goodbye();
   {
     std::lock_guard close_lock(close_mutex_);
     ++num_open_;
   }
   peers_[peer_idx].store(&peer, std::memory_order_release);
-  connector_->want(peer_idx);
+  if (const auto known = introductions_.find(peer_idx); known != introductions_.end())
+    start_connecting_to(peer, known->second);
+  else if (options_.on_wanted)
+    options_.on_wanted(peer_idx);
   return peer;
+}
+
+// With `making_mutex_` held.
+void C10dTransport::start_connecting_to(Peer& peer, const Introduction& introduction) {
+  peer.pid = introduction.pid;
+  connector_->connect(peer.connection.link().peer(), {introduction.hosts, introduction.port});
+}
+
+void C10dTransport::introduce(int peer_idx, const Introduction& introduction) {
+  std::lock_guard lock(making_mutex_);
+  if (!introductions_.emplace(peer_idx, introduction).second) return;
+  num_local_ranks_ += introduction.is_on_this_host;
+  if (Peer* const peer = find(peer_idx)) start_connecting_to(*peer, introduction);
 }
 
 // On the connector's thread.
 void C10dTransport::connected(int peer_idx, Socket socket) {
+  if (options_.on_connected) options_.on_connected(peer_idx);
   Peer& peer = peer_for(peer_idx);
   std::unique_lock lock(peer.mutex);
   if (stopping_ || peer.is_over) return;
+  if (closing_) say_closing(peer);
   keep_alive(socket, options_.heartbeat, options_.heartbeat_limit);
   peer.num_ticks_left = kLastTicks;
-  try {
-    if (const pid_t pid = options_.pids[peer_idx]) peer.watch = std::make_unique<ProcessWatch>(pid);
-  } catch (const std::system_error&) {
-    // No descriptor is left, or no pidfd is allowed: its connection has to tell.
-  }
   peer.connection.attach(std::move(socket));
+  watch_process(peer);
   try {
     watch(sockets_, EPOLL_CTL_ADD, peer.connection.socket(), EPOLLIN | EPOLLRDHUP,
           static_cast<uint32_t>(peer_idx));
@@ -184,8 +203,7 @@ void C10dTransport::never_met(Peer& peer, std::unique_lock<std::mutex>& lock,
                               const std::string& why) {
   bool has_died = false;
   try {
-    const pid_t pid = options_.pids[peer.connection.link().peer()];
-    has_died = pid != 0 && ProcessWatch(pid).has_ended();
+    has_died = peer.pid != 0 && ProcessWatch(peer.pid).has_ended();
   } catch (const std::system_error&) {
     // Nothing is known of its process.
   }
@@ -225,21 +243,31 @@ void C10dTransport::act(Peer& peer, std::unique_lock<std::mutex>& lock) {
   PeerLink& link = peer.connection.link();
   const auto outcomes = link.take_outcomes();
   const auto claims = link.take_claims();
-  const auto failure = link.take_failure();
+  const std::optional<Failure> failure = link.failure();
+  const bool is_news = failure && !std::exchange(peer.failure_told, true);
   lock.unlock();
   const auto settle = [&](bool failed) {
-    for (const PeerLink::Outcome& outcome : outcomes)
-      if ((outcome.failure != nullptr) == failed)
-        Operation::settle(*outcome.request, outcome.failure);
+    for (const auto& [request, why] : outcomes) {
+      if ((why != nullptr) != failed) continue;
+      if (!failed && request->copy && request->direction == Direction::recv)
+        write_payload(*request, 0, request->descriptor.num_bytes, request->data);
+      Operation::settle(*request, why);
+    }
   };
   settle(false);
-  // A peer's failure explains the messages that can no longer match: it comes before those.
-  if (failure) events_.on_remote_failure(*failure);
-  settle(true);
+  // A peer's failure explains the messages that can no longer match: the owner fails all operations
+  // for that cause, also one that is being posted now.
+  if (is_news) events_.on_remote_failure(*failure);
+  if (!failure) settle(true);
   for (const PeerLink::Claim& claim : claims)
     events_.on_claim(link.peer(), claim.direction, claim.descriptor);
   if (outcomes.empty()) return;
   num_pending_ -= static_cast<int64_t>(outcomes.size());
+  nudge();
+  if (options_.on_settled) options_.on_settled();
+}
+
+void C10dTransport::nudge() {
   if (waiter_sleeps_) ring(waiter_bell_);  // its operation may be done
 }
 
@@ -264,6 +292,7 @@ void C10dTransport::post(std::vector<RequestPtr> batch, bool is_async) {
   num_pending_ += static_cast<int64_t>(batch.size());
   std::vector<Peer*> touched;
   for (const RequestPtr& request : batch) {
+    if (request->copy) make_contiguous(*request);
     Peer& peer = peer_for(request->peer);
     std::lock_guard lock(peer.mutex);
     if (aborted_) return;  // what was posted before is among the dropped
@@ -298,7 +327,7 @@ bool C10dTransport::assist(Operation& operation) {
   if (!role || options_.size == 1) return true;
   disarm();
   const auto begin = Clock::now();
-  const bool may_spin = num_cores_ >= options_.num_local_ranks;
+  const bool may_spin = num_cores_ >= num_local_ranks_;
   while (!operation.done() && !aborted_ && !stopping_) {
     const auto passed = Clock::now() - begin;
     if (passed >= kAssistTime) break;
@@ -402,7 +431,19 @@ void C10dTransport::tick() {
   });
 }
 
+// Once its process is known, which may be after it has connected.
+void C10dTransport::watch_process(Peer& peer) {
+  if (peer.is_watch_tried || peer.pid == 0 || !peer.connection.attached()) return;
+  peer.is_watch_tried = true;
+  try {
+    peer.watch = std::make_unique<ProcessWatch>(peer.pid);
+  } catch (const std::system_error&) {
+    // No descriptor is left, or no pidfd is allowed: its connection has to tell.
+  }
+}
+
 void C10dTransport::look_after(Peer& peer, std::unique_lock<std::mutex>& lock) {
+  if (!peer.is_over) watch_process(peer);
   if (peer.is_over || !peer.watch || !peer.watch->has_ended() || --peer.num_ticks_left > 0) return;
   lost(peer, lock, "its process has ended");
 }
@@ -429,6 +470,19 @@ void C10dTransport::abort(const Failure& failure) {
   if (options_.size > 1) ring(waiter_bell_);
 }
 
+void C10dTransport::say_closing(Peer& peer) {
+  if (peer.is_routed || !options_.waits_for_routes) peer.connection.link().say_closing();
+}
+
+void C10dTransport::note_routed(int peer_idx) {
+  Peer& peer = peer_for(peer_idx);
+  std::unique_lock lock(peer.mutex);
+  peer.is_routed = true;
+  if (closing_) say_closing(peer);
+  write(peer);
+  act(peer, lock);
+}
+
 void C10dTransport::begin_close() {
   {
     std::lock_guard lock(making_mutex_);
@@ -436,7 +490,7 @@ void C10dTransport::begin_close() {
   }
   for_each_peer([this](Peer& peer) {
     std::unique_lock lock(peer.mutex);
-    peer.connection.link().say_closing();
+    say_closing(peer);
     write(peer);
     act(peer, lock);
   });

@@ -1,9 +1,8 @@
 // Transport over TCP between ranks of any hosts, which find each other through a c10d store.
 //
 // Each pair of ranks speaks the protocol of PeerLink over one connection, which is made when one of
-// them first needs it, or in the background between neighbours (control_neighbours), which tell each
-// other of failures. A rank has two threads, however many peers: one that makes connections, and one
-// that serves them while nobody waits. A thread that waits for an operation serves them itself
+// them first needs it and knows where the other one listens. A rank has two threads, however many
+// peers: one that makes connections, and one that serves them while nobody waits. A thread that waits for an operation serves them itself
 // (assist): it takes the sockets from that thread, so that no message is handed from one to the
 // other.
 //
@@ -14,6 +13,7 @@
 #include <atomic>
 #include <condition_variable>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -23,6 +23,7 @@
 
 #include "transport/c10d/connection.h"
 #include "transport/c10d/connector.h"
+#include "transport/directory.h"
 #include "transport/process_watch.h"
 #include "transport/transport.h"
 
@@ -33,23 +34,37 @@ struct C10dOptions {
   int size = 1;
   uint32_t epoch = 0;  // random, the same on all ranks
   Token token{};       // as well
-  // Of each rank. `pids`: the processes of those on this host, 0 for all others.
-  std::vector<Contact> contacts;
-  std::vector<pid_t> pids;
-  int num_local_ranks = 1;  // that share the cores of this host
   // How often silent peers are asked whether they are there, and how long without an answer.
   std::chrono::seconds heartbeat{10}, heartbeat_limit{60};
+  // Whether messages may reach this transport later than they were posted, and after begin_close():
+  // a peer does not hear that nothing more comes before note_routed().
+  bool waits_for_routes = false;
+  // A peer is needed whose introduction is still to come.
+  std::function<void(int peer)> on_wanted = nullptr;
+  // A peer has connected to this rank, or this rank to it; nothing has come from it yet.
+  std::function<void(int peer)> on_connected = nullptr;
+  // Requests have been settled, by a thread that may not be the one that waits for them.
+  std::function<void()> on_settled = nullptr;
 };
 
 class C10dTransport final : public HostTransport {
  public:
-  // `listener`: where this rank's contact says. None for a group of one.
+  // `listener`: none for a group of one.
   C10dTransport(C10dOptions options, Socket listener, TransportEvents& events);
   ~C10dTransport() override;
 
   void post(std::vector<RequestPtr> batch, bool is_async) override;
   void claim(int peer, Direction direction, const Descriptor& descriptor) override;
   void connect(int peer) override;
+  // Where a peer listens, and who it is: connections to it can be made from now on.
+  void introduce(int peer, const Introduction& introduction);
+  // What has waited to be posted to and from the peer is, all else comes directly: see
+  // C10dOptions::waits_for_routes.
+  void note_routed(int peer);
+  // Sees to it that a thread serves the connections, though none assists.
+  void attend() { arm(); }
+  // A thread that assists looks whether its operation is done.
+  void nudge();
   bool assist(Operation& operation) override;
   void tick() override;
   void abort(const Failure& failure) override;
@@ -62,9 +77,13 @@ class C10dTransport final : public HostTransport {
     Peer(int rank, int peer, uint32_t epoch) : connection(rank, peer, epoch) {}
     std::mutex mutex;  // guards everything here
     Connection connection;
-    bool wants_out = false;  // its socket is watched for room, too
-    bool is_over = false;    // lost, or left: nothing is read any more
-    bool is_open = true;     // has neither answered our goodbye nor gone
+    bool is_routed = false;
+    bool failure_told = false;
+    bool wants_out = false;     // its socket is watched for room, too
+    bool is_over = false;       // lost, or left: nothing is read any more
+    bool is_open = true;        // has neither answered our goodbye nor gone
+    std::atomic<pid_t> pid{0};  // of its process, if it can be watched
+    bool is_watch_tried = false;
     std::unique_ptr<ProcessWatch> watch;
     // Ticks without news until the connection of a process that has ended is given up: what it sent
     // last is in the socket. Time does not count, in which this process may have been stopped.
@@ -78,6 +97,7 @@ class C10dTransport final : public HostTransport {
   template <class Action>
   void or_break(Action action);
 
+  void start_connecting_to(Peer& peer, const Introduction& introduction);
   void connected(int peer_idx, Socket socket);
   void unreachable(int peer_idx, const std::string& why);
   void never_met(Peer& peer, std::unique_lock<std::mutex>& lock, const std::string& why);
@@ -90,6 +110,8 @@ class C10dTransport final : public HostTransport {
   void write(Peer& peer);
   void note_closed(Peer& peer);
   void lost(Peer& peer, std::unique_lock<std::mutex>& lock, const std::string& why);
+  void say_closing(Peer& peer);
+  void watch_process(Peer& peer);
   void look_after(Peer& peer, std::unique_lock<std::mutex>& lock);
   void stop();
 
@@ -100,7 +122,7 @@ class C10dTransport final : public HostTransport {
   std::mutex making_mutex_;                // down to the line
   std::vector<std::unique_ptr<Peer>> made_;
   std::optional<Failure> failure_;
-  bool closing_ = false;
+  std::map<int, Introduction> introductions_;
   // ---
 
   // All sockets and the waiter's bell; and around it what the progress thread waits for: those, if
@@ -113,8 +135,10 @@ class C10dTransport final : public HostTransport {
   // ---
   std::atomic<bool> waiter_sleeps_{false};
   std::atomic<int64_t> num_pending_{0};  // requests
+  std::atomic<int> num_local_ranks_{1};  // that are known to share the cores of this host
 
   std::atomic<bool> aborted_{false};
+  std::atomic<bool> closing_{false};
   std::atomic<bool> disconnecting_{false};
   std::atomic<bool> stopping_{false};
 

@@ -25,12 +25,12 @@ constexpr size_t kMaxGuests = 4096;
 
 }  // namespace
 
-Connector::Connector(int rank, const Token& token, Socket listener, std::vector<Contact> contacts,
-                     Socket bell, Events events)
+Connector::Connector(int rank, int size, const Token& token, Socket listener, Socket bell,
+                     Events events)
     : rank_(rank),
+      size_(size),
       token_(token),
       listener_(std::move(listener)),
-      contacts_(std::move(contacts)),
       events_(std::move(events)),
       bell_(std::move(bell)) {}
 
@@ -52,10 +52,10 @@ void Connector::stop() {
   listener_ = {};
 }
 
-void Connector::want(int peer) {
+void Connector::connect(int peer, Contact contact) {
   {
     std::lock_guard lock(mutex_);
-    wanted_.push_back(peer);
+    wanted_.emplace_back(peer, std::move(contact));
   }
   wake();
 }
@@ -125,14 +125,15 @@ void Connector::run() {
 }
 
 void Connector::take_wanted() {
-  std::vector<int> wanted;
+  std::vector<std::pair<int, Contact>> wanted;
   {
     std::lock_guard lock(mutex_);
     wanted.swap(wanted_);
   }
-  for (const int peer : wanted)
+  for (auto& [peer, contact] : wanted)
     if (!connected_.contains(peer) && !attempts_.contains(peer)) {
       Attempt& attempt = attempts_[peer];
+      attempt.contact = std::move(contact);
       attempt.until = Clock::now();
       if (!advance(peer, attempt, false)) attempts_.erase(peer);
     }
@@ -182,7 +183,7 @@ bool Connector::advance(int peer, Attempt& attempt, bool is_ready) {
       host_failed(peer, attempt, "no answer", false);
   }
   // Nothing is left to try in this round.
-  const size_t num_hosts = contacts_[peer].hosts.size();
+  const size_t num_hosts = attempt.contact.hosts.size();
   if (attempt.stage != Stage::resting || attempt.host_idx < num_hosts) return true;
   if (attempt.num_refused == num_hosts) {
     events_.on_unreachable(peer, problem(peer));
@@ -193,12 +194,14 @@ bool Connector::advance(int peer, Attempt& attempt, bool is_ready) {
 }
 
 void Connector::rest(Attempt& attempt) {
-  attempt = {};
+  attempt.stage = Stage::resting;
+  attempt.host_idx = attempt.num_refused = 0;
+  attempt.socket = {};
   attempt.until = Clock::now() + kRest;
 }
 
 void Connector::try_next_host(int peer, Attempt& attempt) {
-  const Contact& contact = contacts_[peer];
+  const Contact& contact = attempt.contact;
   while (attempt.host_idx < contact.hosts.size()) {
     attempt.reply = {};
     try {
@@ -218,7 +221,7 @@ void Connector::try_next_host(int peer, Attempt& attempt) {
 }
 
 void Connector::host_failed(int peer, Attempt& attempt, const std::string& why, bool is_refusal) {
-  const Contact& contact = contacts_[peer];
+  const Contact& contact = attempt.contact;
   note_problem(peer, "connecting to " +
                          Address{contact.hosts[attempt.host_idx], contact.port}.text() + ": " +
                          why);
@@ -270,7 +273,7 @@ Connector::Read Connector::read(const Socket& socket, Incoming& incoming) const 
 
 bool Connector::is_ours(const Hello& hello) const {
   return hello.magic == kHelloMagic && hello.version == wire::kVersion && hello.token == token_ &&
-         hello.to == static_cast<uint32_t>(rank_) && hello.from < contacts_.size() &&
+         hello.to == static_cast<uint32_t>(rank_) && hello.from < static_cast<uint32_t>(size_) &&
          hello.from != static_cast<uint32_t>(rank_);
 }
 

@@ -19,6 +19,7 @@
 #include <set>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "message/operation.h"
@@ -43,14 +44,14 @@ class Connector {
     std::function<void(int peer, const std::string& why)> on_unreachable;
   };
 
-  // `contacts`: of each rank. `bell`: an eventfd for its own use.
-  Connector(int rank, const Token& token, Socket listener, std::vector<Contact> contacts,
-            Socket bell, Events events);
+  // `bell`: an eventfd for its own use.
+  Connector(int rank, int size, const Token& token, Socket listener, Socket bell, Events events);
   ~Connector();
   void start();  // throws PipeCommException if there is no thread for it
   void stop();   // idempotent; nothing is called afterwards
 
-  void want(int peer);
+  // Connects to a peer that listens there, unless the two are connected.
+  void connect(int peer, Contact contact);
   // Why there is no connection to a wanted peer yet: "connecting to 10.0.0.1:4242: Network is
   // unreachable"; empty if nothing is known.
   std::string problem(int peer) const;
@@ -72,6 +73,7 @@ class Connector {
   };
   enum class Stage : uint8_t { resting, connecting, greeting };
   struct Attempt {
+    Contact contact;
     Stage stage = Stage::resting;
     size_t host_idx = 0;
     size_t num_refused = 0;  // hosts of this round where nobody of ours listens
@@ -101,15 +103,14 @@ class Connector {
   void note_problem(int peer, const std::string& text);
   void wake();
 
-  const int rank_;
+  const int rank_, size_;
   const Token token_;
   Socket listener_;
-  const std::vector<Contact> contacts_;
   const Events events_;
   const Socket bell_;
 
   mutable std::mutex mutex_;  // down to the line
-  std::vector<int> wanted_;
+  std::vector<std::pair<int, Contact>> wanted_;
   std::map<int, std::string> problems_;
   bool stopping_ = false;
   // ---

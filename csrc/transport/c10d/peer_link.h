@@ -91,8 +91,8 @@ class PeerLink {
     Descriptor descriptor;
   };
   std::vector<Claim> take_claims() { return std::exchange(claims_, {}); }
-  // The peer's communicator failed.
-  std::optional<Failure> take_failure() { return std::exchange(failure_, std::nullopt); }
+  // Of the peer's communicator, once it has said so.
+  const std::optional<Failure>& failure() const { return failure_; }
 
  private:
   // A message record; `stored` holds the payload if it came before its receive was posted.

@@ -21,6 +21,14 @@ RingMemory ring_memory(Segment& receiver, int source, int lane_idx) {
   return {receiver.ring(source, lane_idx), static_cast<uint64_t>(receiver.shape().ring_bytes)};
 }
 
+// What `peer` has said there when it closed: 0 before that, and 1 if it has never met this rank. Its
+// goodbye, which comes last, is read first.
+uint64_t num_final(Segment& peer, const Counter& word) {
+  const bool has_left = peer.status().goodbye.load(std::memory_order_acquire) != 0;
+  const uint64_t num = word.load(std::memory_order_acquire);
+  return num == 0 && has_left ? 1 : num;
+}
+
 [[noreturn]] void broken(const Segment& peer, const char* what) {
   throw std::runtime_error("rank " + std::to_string(peer.rank()) + " sent " + what +
                            " through shared memory");
@@ -50,7 +58,7 @@ void Outbound::post(RequestPtr send) {
 }
 
 bool Outbound::is_final_for_receiver(uint64_t seq) const {
-  const uint64_t final_recvs = lane_.num_final_recvs.load(std::memory_order_acquire);
+  const uint64_t final_recvs = num_final(receiver_, lane_.num_final_recvs);
   return final_recvs != 0 && seq >= final_recvs - 1;
 }
 
@@ -307,7 +315,7 @@ bool Inbound::advance() {
 }
 
 bool Inbound::fail_final_receives() {
-  const uint64_t final_sends = lane_.num_final_sends.load(std::memory_order_acquire);
+  const uint64_t final_sends = num_final(sender_, lane_.num_final_sends);
   if (final_sends == 0) return false;
   if (stage_ != Stage::header && num_answered_ >= final_sends - 1)
     broken(sender_, "its last message, and then another one");

@@ -1,4 +1,4 @@
-// The shared memory of a communicator: one segment per rank, mapped by all ranks.
+// The shared memory of a communicator: one segment per rank, mapped by the ranks that talk to it.
 //
 //   SegmentHeader                  magic, version, epoch, sizes: checked by each rank that maps it
 //   Status                         of the owner, for all ranks: its bell, its failure, its goodbye
@@ -6,7 +6,7 @@
 //   Multicast + ring               payloads owner -> all (broadcast): one writer, all ranks read
 //   window                         results of the owner, which its peers write directly
 //
-// Every word but a bell's count has one writer: the owner, or the rank named below. Nothing is
+// Every word but a bell's count and `num_met` has one writer: the owner, or the rank named below. Nothing is
 // locked across ranks, so a rank may die at any instruction. Bytes that another rank has written
 // are copied out, then checked.
 //
@@ -22,9 +22,14 @@
 // and no payload of a rendezvous is ever sent. A message that finds no posted receive stays in its
 // ring and holds up its sender: memory is bounded, and no other channel waits for it.
 //
+// Meeting. A rank that needs a peer maps its segment and says so there (`met`). Messages go that way
+// once both have: a rank that cannot map the other one's segment never says so, and connects to it by
+// other means, which tells the other one.
+//
 // Ends. `num_final_*` is one more than the number of messages that a rank has posted when it
 // closes: later ones can never match and fail on the other end. The death of a process shows as a
-// pidfd that becomes readable without a goodbye.
+// pidfd that becomes readable without a goodbye. A peer that says goodbye without having met this rank
+// never had a message for it.
 //
 // Waking. A rank sleeps on `Bell::count`. It publishes in `sleepers` which of its threads to wake
 // (a futex bitset), looks at everything once more, and sleeps unless the count has moved. A rank
@@ -46,7 +51,7 @@
 namespace pipecomm::shm {
 
 inline constexpr uint64_t kSegmentMagic = 0x314d485350434950;  // "PIPCSHM1"
-inline constexpr uint32_t kLayoutVersion = 1;
+inline constexpr uint32_t kLayoutVersion = 2;
 inline constexpr uint32_t kRecordMagic = 0x52435053;
 inline constexpr size_t kPageBytes = 4096;
 inline constexpr size_t kRecordAlignBytes = 128;
@@ -77,8 +82,13 @@ struct alignas(64) Bell {
   Word sleepers;
 };
 
+inline constexpr int kMaxRanks = 1024;
+
 struct Status {
   Bell bell;
+  // Who has mapped this segment: each rank sets its own word, then counts itself.
+  alignas(64) Counter num_met;
+  std::array<Word, kMaxRanks> met;
   alignas(64) Word failed;  // `failure` is valid
   Word goodbye;             // the owner has closed: the end of its process is no loss
   uint32_t num_failure_bytes;
@@ -131,10 +141,9 @@ struct alignas(64) PaddedCounter {
 };
 
 struct alignas(kPageBytes) Multicast {
-  alignas(64) Counter head;                      // written by the owner
-  std::array<PaddedCounter, 1024> tail_of_rank;  // written by that rank
+  alignas(64) Counter head;                           // written by the owner
+  std::array<PaddedCounter, kMaxRanks> tail_of_rank;  // written by that rank
 };
-inline constexpr int kMaxRanks = 1024;
 
 enum class RecordKind : uint32_t {
   eager = 1,

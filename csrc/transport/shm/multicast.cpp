@@ -16,11 +16,10 @@ int64_t chunk_bytes(uint64_t ring_bytes) {
 
 }  // namespace
 
-MulticastWriter::MulticastWriter(Segment& own, std::vector<Bell*> bells, int rank, IsGone is_gone)
+MulticastWriter::MulticastWriter(Segment& own, IsGone is_gone)
     : multicast_(own.multicast()),
       memory_{own.multicast_ring(), static_cast<uint64_t>(own.shape().ring_bytes)},
-      bells_(std::move(bells)),
-      rank_(rank),
+      bells_(static_cast<size_t>(own.shape().size)),
       is_gone_(std::move(is_gone)) {}
 
 void MulticastWriter::post(std::span<const RequestPtr> sends) {
@@ -49,7 +48,7 @@ bool MulticastWriter::advance() {
   }
   const int64_t chunk = std::min(chunk_bytes(memory_.num_bytes), num_bytes - message.offset);
   for (int reader = 0; reader < static_cast<int>(bells_.size()); ++reader) {
-    if (reader == rank_ || is_gone_(reader, message.seqs[reader])) continue;
+    if (!bells_[reader] || is_gone_(reader, message.seqs[reader])) continue;
     const uint64_t tail = multicast_.tail_of_rank[reader].value.load(std::memory_order_acquire);
     if (is_before(head_, tail)) continue;  // this reader skips the message
     const uint64_t used = checked_distance(tail, head_, memory_.num_bytes);

@@ -1,4 +1,4 @@
-// Payloads from one rank to all others: written once, read by every rank. There is no grant to wait
+// Payloads from one rank to all its peers: written once, read by every rank. There is no grant to wait
 // for and one copy per reader less than in a send to each: broadcasts of 64 KiB to 1 MiB are twice
 // as fast (4 ranks).
 #pragma once
@@ -29,9 +29,10 @@ class MulticastWriter {
  public:
   // Whether the reader has posted its last receive before message `seq`.
   using IsGone = std::function<bool(int reader, uint64_t seq)>;
-  MulticastWriter(Segment& own, std::vector<Bell*> bells, int rank, IsGone is_gone);
+  MulticastWriter(Segment& own, IsGone is_gone);
 
-  // `sends`: one for each other rank, posted by one call.
+  void add_reader(int rank, Bell& bell) { bells_[rank] = &bell; }
+  // `sends`: one for each reader, posted by one call.
   void post(std::span<const RequestPtr> sends);
   bool advance();
   bool busy() const { return !messages_.empty(); }
@@ -42,8 +43,7 @@ class MulticastWriter {
 
   Multicast& multicast_;
   const RingMemory memory_;
-  const std::vector<Bell*> bells_;  // of the other ranks, by rank; null for this one
-  const int rank_;
+  std::vector<Bell*> bells_;  // of the readers, by rank; null: not one of them
   const IsGone is_gone_;
   uint64_t head_ = 0;
   uint64_t end_ = 0;  // of the last message posted

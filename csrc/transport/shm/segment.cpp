@@ -114,11 +114,11 @@ void Segment::close_fd() {
   if (fd_ >= 0) ::close(std::exchange(fd_, -1));
 }
 
-void Segment::release_rings() {
+void Segment::release_rings(std::span<const int> sources) {
   const auto release = [this](std::byte* ring) {
     madvise(ring, static_cast<size_t>(shape_.ring_bytes), MADV_REMOVE);
   };
-  for (int source = 0; source < shape_.size; ++source)
+  for (const int source : sources)
     for (int lane_idx = 0; lane_idx < shape_.num_lanes(); ++lane_idx)
       release(ring(source, lane_idx));
   release(multicast_ring());

@@ -1,26 +1,24 @@
-// One rank's shared memory: an anonymous file that its owner creates and every rank maps.
+// One rank's shared memory: an anonymous file that its owner creates and its peers map.
 #pragma once
 
 #include <sys/types.h>
 
 #include <memory>
-#include <optional>
+#include <span>
 #include <string>
-#include <vector>
 
-#include "transport/process_watch.h"
 #include "transport/shm/layout.h"
 
 namespace pipecomm::shm {
 
 struct SegmentShape {
   int size = 1;
-  int num_channels = 1;  // of the user; one lane more carries the collectives
+  int num_channels = 1;  // of the user; two lanes more carry the collectives and their agreements
   int64_t ring_bytes = 0;
   int64_t window_bytes = 0;
   uint32_t epoch = 0;
 
-  int num_lanes() const { return num_channels + 1; }
+  int num_lanes() const { return num_channels + 2; }
   int64_t control_bytes() const;  // all but the window
 };
 
@@ -40,10 +38,10 @@ class Segment {
   int rank() const { return rank_; }
   const SegmentShape& shape() const { return shape_; }
   int fd() const { return fd_; }
-  // Once every rank has mapped it.
+  // Nobody can map it any more.
   void close_fd();
-  // Gives the pages of the rings back to the system. The status stays readable.
-  void release_rings();
+  // Gives the pages of the rings from `sources` back to the system. The status stays readable.
+  void release_rings(std::span<const int> sources);
 
   Status& status() { return *at<Status>(kPageBytes); }
   Lane& lane(int source, int lane_idx) { return *at<Lane>(lane_offset(source, lane_idx)); }
@@ -74,12 +72,5 @@ class Segment {
 };
 
 using SegmentPtr = std::shared_ptr<Segment>;
-
-// All segments of a communicator as one rank holds them, in rank order, and its watches on the
-// other ranks (none if the ranks are threads of one process).
-struct Neighbourhood {
-  std::vector<SegmentPtr> segments;
-  std::vector<std::unique_ptr<ProcessWatch>> watches;
-};
 
 }  // namespace pipecomm::shm

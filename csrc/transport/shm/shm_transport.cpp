@@ -41,36 +41,25 @@ void pause_briefly() {
 
 }  // namespace
 
-ShmTransport::ShmTransport(Neighbourhood neighbourhood, int rank, TransportEvents& events)
-    : segments_(std::move(neighbourhood.segments)),
-      rank_(rank),
-      size_(static_cast<int>(segments_.size())),
+ShmTransport::ShmTransport(SegmentPtr own, ShmOptions options, TransportEvents& events)
+    : own_segment_(std::move(own)),
+      own_(*own_segment_),
+      options_(std::move(options)),
+      rank_(own_.rank()),
+      size_(own_.shape().size),
       num_cores_(num_usable_cores()),
-      own_(*segments_[rank]),
-      events_(events) {
-  context_.rank = rank;
+      events_(events),
+      peers_(static_cast<size_t>(size_)),
+      met_(static_cast<size_t>(size_)) {
+  context_.rank = rank_;
   context_.epoch = own_.shape().epoch;
   if (own_.window_bytes() > 0) {
-    window_.emplace(segments_[rank]);
+    window_.emplace(own_segment_);
     context_.window = &*window_;
   }
-  std::vector<Bell*> bells(size_);
-  for (int peer_idx = 0; peer_idx < size_; ++peer_idx) {
-    Peer& peer = *peers_.emplace_back(std::make_unique<Peer>());
-    if (peer_idx == rank_) continue;
-    peer.segment = segments_[peer_idx].get();
-    if (!neighbourhood.watches.empty()) peer.watch = std::move(neighbourhood.watches[peer_idx]);
-    bells[peer_idx] = &peer.segment->status().bell;
-    for (int lane = 0; lane < own_.shape().num_lanes(); ++lane) {
-      peer.outbound.push_back(std::make_unique<Outbound>(context_, *peer.segment, lane));
-      peer.inbound.push_back(std::make_unique<Inbound>(context_, own_, *peer.segment, lane));
-    }
-  }
-  const int collective_lane = own_.shape().num_channels;
-  multicast_.emplace(own_, std::move(bells), rank_,
-                     [this, collective_lane](int reader, uint64_t seq) {
-                       return peers_[reader]->outbound[collective_lane]->is_final_for_receiver(seq);
-                     });
+  multicast_.emplace(own_, [this, lane = own_.shape().num_channels](int reader, uint64_t seq) {
+    return peers_[reader]->outbound[lane]->is_final_for_receiver(seq);
+  });
   if (size_ == 1) return;
   try {
     progress_thread_ = start_thread([this] { progress(); }, rank_);
@@ -89,7 +78,61 @@ std::shared_ptr<std::byte> ShmTransport::allocate_result(int64_t num_bytes) {
 
 int ShmTransport::lane_of(const Request& request) const {
   const int channel = request.descriptor.channel;
-  return channel == kCollectiveChannel ? own_.shape().num_channels : channel;
+  if (channel < kCollectiveChannel) return channel;
+  return own_.shape().num_channels + (channel - kCollectiveChannel);
+}
+
+// ----------------------------------------------------------------------------------------------
+// peers
+
+void ShmTransport::add_peer(SegmentPtr segment, std::unique_ptr<ProcessWatch> watch) {
+  const int peer_idx = segment->rank();
+  Status& status = segment->status();
+  auto peer = std::make_unique<Peer>();
+  peer->segment = std::move(segment);
+  peer->watch = std::move(watch);
+  {
+    std::lock_guard lock(mutex_);
+    for (int lane = 0; lane < own_.shape().num_lanes(); ++lane) {
+      peer->outbound.push_back(std::make_unique<Outbound>(context_, *peer->segment, lane));
+      peer->inbound.push_back(std::make_unique<Inbound>(context_, own_, *peer->segment, lane));
+    }
+    multicast_->add_reader(peer_idx, status.bell);
+    peers_[peer_idx] = std::move(peer);
+    ++num_peers_;
+  }
+  status.met[rank_].store(1);
+  status.num_met.fetch_add(1);
+  wake(status.bell, kEverybody);
+}
+
+std::vector<int> ShmTransport::newly_met() {
+  std::vector<int> peers;
+  const uint64_t num_met = own_.status().num_met.load();
+  if (std::exchange(num_met_, num_met) == num_met) return peers;
+  for (int peer_idx = 0; peer_idx < size_; ++peer_idx) {
+    if (met_[peer_idx] || own_.status().met[peer_idx].load() == 0) continue;
+    met_[peer_idx] = true;
+    peers.push_back(peer_idx);
+  }
+  return peers;
+}
+
+void ShmTransport::note_routed(int peer_idx) {
+  std::lock_guard lock(mutex_);
+  peers_[peer_idx]->is_routed = true;
+  if (closing_) finish(*peers_[peer_idx]);
+}
+
+void ShmTransport::finish(Peer& peer) {
+  for (auto& lane : peer.outbound) lane->finish();
+  for (auto& lane : peer.inbound) lane->finish();
+  wake_sleepers(peer.segment->status().bell);
+}
+
+void ShmTransport::nudge() {
+  Bell& bell = own_.status().bell;
+  if ((bell.sleepers.load() & kWaiter) != 0) wake(bell, kWaiter);
 }
 
 // ----------------------------------------------------------------------------------------------
@@ -128,14 +171,19 @@ void ShmTransport::hand_over() {
   wake_sleepers(own_.status().bell);
 }
 
+// A ring has the same readers for ever: it takes what goes to all peers, once all are added.
 void ShmTransport::post_multicasts(const std::vector<RequestPtr>& batch) {
-  if (batch.empty() || batch.front()->descriptor.op != OpCode::broadcast) return;
+  if (!all_added_ || batch.empty() || batch.front()->descriptor.op != OpCode::broadcast) return;
   std::vector<RequestPtr> sends;
   for (const RequestPtr& request : batch)
     if (request->direction == Direction::send && !request->refuses &&
         request->descriptor.num_bytes > max_eager_bytes(own_.shape().ring_bytes))
       sends.push_back(request);
-  if (!sends.empty()) multicast_->post(sends);
+  const bool is_one_payload = std::all_of(sends.begin(), sends.end(), [&](const RequestPtr& send) {
+    return send->data == sends.front()->data;
+  });
+  if (is_one_payload && !sends.empty() && static_cast<int>(sends.size()) == num_peers_)
+    multicast_->post(sends);
 }
 
 bool ShmTransport::busy() const {
@@ -149,6 +197,7 @@ bool ShmTransport::busy() const {
 ShmTransport::Turn ShmTransport::turn(By by, uint32_t sleepers) {
   std::vector<Settlement> settled;
   std::vector<Failure> failures;
+  std::vector<int> met;
   std::optional<std::string> broken;
   bool moved = false;
   bool assisted_by_other = false;
@@ -164,6 +213,7 @@ ShmTransport::Turn ShmTransport::turn(By by, uint32_t sleepers) {
       moved = advance_lanes();
       has_pieces = any_pieces();
       look_for_failures(failures);
+      met = newly_met();
     } catch (const std::exception& error) {
       broken = error.what();
     }
@@ -178,7 +228,12 @@ ShmTransport::Turn ShmTransport::turn(By by, uint32_t sleepers) {
   for (const Settlement& settlement : settled)
     if (settlement.request) Operation::settle(*settlement.request, settlement.failure);
   for (const Failure& failure : failures) events_.on_remote_failure(failure);
-  if (!settled.empty() && assisted_by_other) wake(own_.status().bell, kWaiter);
+  for (const int peer : met)
+    if (options_.on_met) options_.on_met(peer);
+  if (!settled.empty()) {
+    if (assisted_by_other) wake(own_.status().bell, kWaiter);
+    if (options_.on_settled) options_.on_settled();
+  }
   if (broken) events_.on_broken(*broken);
   if (has_pieces) moved |= write_piece(by);
   return moved ? Turn::moved : Turn::idle;
@@ -223,7 +278,7 @@ bool ShmTransport::write_piece(By by) {
 
 void ShmTransport::look_for_failures(std::vector<Failure>& failures) {
   for (const auto& peer : peers_) {
-    if (!peer->segment || peer->failure_seen) continue;
+    if (!peer || peer->failure_seen) continue;
     const Status& status = peer->segment->status();
     if (status.failed.load(std::memory_order_acquire) == 0) continue;
     peer->failure_seen = any_failure_seen_ = true;
@@ -242,7 +297,7 @@ bool ShmTransport::assist(Operation& operation) {
   }
   Bell& bell = own_.status().bell;
   const auto until = Clock::now() + kAssistTime;
-  const auto spin_time = num_cores_ >= size_ ? kSpinTime : std::chrono::microseconds(0);
+  const auto spin_time = num_cores_ > num_peers_ ? kSpinTime : std::chrono::microseconds(0);
   Clock::time_point idle_since{};
   int num_yields = 0;
   bool cut_short = false;
@@ -300,24 +355,41 @@ void ShmTransport::progress() {
 
 void ShmTransport::tick() {
   hand_over();  // in case a caller posted in order to wait, and then did not
-  for (int peer_idx = 0; peer_idx < size_; ++peer_idx) {
-    Peer& peer = *peers_[peer_idx];
-    {
-      std::lock_guard lock(mutex_);
-      if (!peer.watch || !peer.watch->has_ended()) continue;
-      peer.watch.reset();
-      peer.lost = true;
+  std::vector<std::pair<int, SegmentPtr>> ended;
+  std::vector<int> met;
+  {
+    std::lock_guard lock(mutex_);
+    met = newly_met();  // after a failure, too, which they are to hear of
+    for (int peer_idx = 0; peer_idx < size_; ++peer_idx) {
+      Peer* const peer = peers_[peer_idx].get();
+      if (!peer) continue;
+      if (!met_[peer_idx] && peer->segment->status().goodbye.load() != 0) {
+        met_[peer_idx] = true;
+        met.push_back(peer_idx);  // it has left without having met this rank
+      }
+      if (!peer->watch || !peer->watch->has_ended()) continue;
+      peer->watch.reset();
+      peer->lost = true;
+      ended.emplace_back(peer_idx, peer->segment);
     }
-    turn(By::others, kProgress);  // its last words, if any
-    const Status& status = peer.segment->status();
-    if (status.goodbye.load() == 0 && status.failed.load() == 0)
-      events_.on_peer_lost(peer_idx, "its process has ended");
   }
+  for (const int peer : met)
+    if (options_.on_met) options_.on_met(peer);
+  if (ended.empty()) return;
+  turn(By::others, kProgress);  // their last words, if any
+  for (const auto& [peer, segment] : ended)
+    if (segment->status().goodbye.load() == 0 && segment->status().failed.load() == 0)
+      events_.on_peer_lost(peer, "its process has ended");
 }
 
 void ShmTransport::wake_peers() {
-  for (const auto& peer : peers_)
-    if (peer->segment) wake_sleepers(peer->segment->status().bell);
+  std::vector<SegmentPtr> segments;
+  {
+    std::lock_guard lock(mutex_);
+    for (const auto& peer : peers_)
+      if (peer) segments.push_back(peer->segment);
+  }
+  for (const SegmentPtr& segment : segments) wake_sleepers(segment->status().bell);
 }
 
 void ShmTransport::abort(const Failure& failure) {
@@ -327,6 +399,7 @@ void ShmTransport::abort(const Failure& failure) {
     over_ = true;
     pieces_written_.wait(lock, [this] { return num_pieces_ == 0; });
     for (const auto& peer : peers_) {
+      if (!peer) continue;
       for (auto& lane : peer->outbound) lane->drop();
       for (auto& lane : peer->inbound) lane->drop();
     }
@@ -349,12 +422,9 @@ void ShmTransport::begin_close() {
   {
     std::lock_guard lock(mutex_);
     if (std::exchange(closing_, true)) return;
-    for (const auto& peer : peers_) {
-      for (auto& lane : peer->outbound) lane->finish();
-      for (auto& lane : peer->inbound) lane->finish();
-    }
+    for (const auto& peer : peers_)
+      if (peer && peer->is_routed) finish(*peer);
   }
-  wake_peers();
 }
 
 // Peers need nothing from this rank any more: its messages and answers lie in their memory.
@@ -371,18 +441,25 @@ void ShmTransport::close(Deadline /*deadline*/) {
   wake(own_.status().bell, kEverybody);
   if (progress_thread_.joinable()) progress_thread_.join();
   std::lock_guard lock(mutex_);
-  for (const auto& peer : peers_) peer->watch.reset();
-  own_.release_rings();
+  std::vector<int> sources;
+  for (int peer_idx = 0; peer_idx < size_; ++peer_idx) {
+    if (!peers_[peer_idx]) continue;
+    peers_[peer_idx]->watch.reset();
+    sources.push_back(peer_idx);
+  }
+  own_.close_fd();
+  own_.release_rings(sources);
 }
 
 std::string ShmTransport::describe_peer(int peer_idx) const {
-  const Peer& peer = *peers_[peer_idx];
-  if (!peer.segment) return "is this rank";
-  if (peer.segment->status().goodbye.load() != 0) return "has closed its communicator";
-  if (peer.lost) return "died";
-  for (const auto& lane : peer.outbound)
+  std::lock_guard lock(mutex_);
+  const Peer* const peer = peers_[peer_idx].get();
+  if (!peer) return "is not connected";
+  if (peer->segment->status().goodbye.load() != 0) return "has closed its communicator";
+  if (peer->lost) return "died";
+  for (const auto& lane : peer->outbound)
     if (lane->is_final_for_receiver(UINT64_MAX)) return "has closed its communicator";
-  return "is connected";
+  return met_[peer_idx] ? "is connected" : "has not answered through shared memory";
 }
 
 }  // namespace pipecomm::shm

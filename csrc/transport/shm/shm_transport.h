@@ -10,6 +10,7 @@
 
 #include <atomic>
 #include <condition_variable>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -18,19 +19,38 @@
 #include <utility>
 #include <vector>
 
+#include "transport/process_watch.h"
 #include "transport/shm/lane.h"
 #include "transport/transport.h"
 
 namespace pipecomm::shm {
 
+struct ShmOptions {
+  // Peers that have mapped this rank's segment, or have left without, each told once: messages may go
+  // to those that this rank has added, too. Called without a lock.
+  std::function<void(int peer)> on_met = nullptr;
+  // Requests have been settled, by a thread that may not be the one that waits for them.
+  std::function<void()> on_settled = nullptr;
+};
+
 class ShmTransport final : public HostTransport {
  public:
-  ShmTransport(Neighbourhood neighbourhood, int rank, TransportEvents& events);
+  ShmTransport(SegmentPtr own, ShmOptions options, TransportEvents& events);
   ~ShmTransport() override;
 
   bool copies_on_the_way() const override { return true; }
-  bool prefers_direct() const override { return true; }
   std::shared_ptr<std::byte> allocate_result(int64_t num_bytes) override;
+  // Meets a peer, whose process is watched (null: a thread of this process). Messages may go to it
+  // and come from it once it has met this rank as well, or has left.
+  void add_peer(SegmentPtr segment, std::unique_ptr<ProcessWatch> watch);
+  // No peer is added from now on: a broadcast to all of them may go through one ring.
+  void note_all_added() { all_added_ = true; }
+  // What has waited to be posted to and from the peer is, all else comes directly.
+  void note_routed(int peer);
+  // Sees to it that a thread makes progress, though none assists.
+  void attend() { hand_over(); }
+  // A thread that assists looks whether its operation is done.
+  void nudge();
   void post(std::vector<RequestPtr> batch, bool is_async) override;
   bool assist(Operation& operation) override;
   void tick() override;
@@ -41,12 +61,13 @@ class ShmTransport final : public HostTransport {
 
  private:
   struct Peer {
-    Segment* segment = nullptr;
+    SegmentPtr segment;
     std::unique_ptr<ProcessWatch> watch;
     std::vector<std::unique_ptr<Outbound>> outbound;  // by lane
     std::vector<std::unique_ptr<Inbound>> inbound;
     bool failure_seen = false;
-    std::atomic<bool> lost{false};
+    bool lost = false;
+    bool is_routed = false;
   };
 
   enum class Turn : uint8_t { idle, moved, over };
@@ -57,6 +78,8 @@ class ShmTransport final : public HostTransport {
   void hand_over();
   bool busy() const;
   bool advance_lanes();
+  std::vector<int> newly_met();
+  void finish(Peer& peer);
   bool any_pieces() const;
   bool write_piece(By by);
   void look_for_failures(std::vector<Failure>& failures);
@@ -64,18 +87,21 @@ class ShmTransport final : public HostTransport {
   void wake_peers();
   void progress();
 
-  const std::vector<SegmentPtr> segments_;
+  const SegmentPtr own_segment_;
+  Segment& own_;
+  const ShmOptions options_;
   const int rank_;
   const int size_;
   const int num_cores_;
-  Segment& own_;
   TransportEvents& events_;
   std::optional<WindowPool> window_;
 
-  std::mutex mutex_;  // everything down to the line
+  mutable std::mutex mutex_;  // everything down to the line
   LaneContext context_;
-  std::vector<std::unique_ptr<Peer>> peers_;
-  std::vector<Outbound*> sending_;  // only busy ones
+  std::vector<std::unique_ptr<Peer>> peers_;  // by rank; null: not added
+  std::vector<bool> met_;                     // by rank: told
+  uint64_t num_met_ = 0;                      // as last seen
+  std::vector<Outbound*> sending_;            // only busy ones
   std::vector<Inbound*> receiving_;
   std::optional<MulticastWriter> multicast_;
   int num_pieces_ = 0;  // being written, without the lock
@@ -86,6 +112,8 @@ class ShmTransport final : public HostTransport {
   bool closing_ = false;
   // ---
 
+  std::atomic<int> num_peers_{0};
+  std::atomic<bool> all_added_{false};
   std::atomic<bool> over_{false};  // aborted or closed: nothing moves any more
   std::atomic<bool> stopping_{false};
   std::mutex assist_mutex_;  // held by the one thread that assists

@@ -20,7 +20,7 @@ from ..core.process_groups import own_group
 from ..core.tensor_specs import TensorSpec, specs_of
 from ..errors import PipeCommError
 from . import traced
-from .construction import agree, choose
+from .construction import make
 
 Send = _C.Send
 Recv = _C.Recv
@@ -33,9 +33,12 @@ open_communicators: weakref.WeakSet[Communicator] = weakref.WeakSet()
 class Communicator:
     """Moves tensors between the ranks of a group. All ranks of the group construct it, with equal arguments.
 
+    The constructor waits for nobody: two ranks connect when one of them first needs the other, or when
+    `connect` names it. (CUDA tensors: where NCCL may be used, all ranks connect here.)
+
     Args:
         group: a torch ProcessGroup; None is the default group. Only its store and its ranks are used: the
-            communicator makes its own connections, all of them here.
+            communicator makes its own connections.
         device: "cpu", "cuda" or "cuda:1", where the tensors are; "cuda" is the device that is current now.
             None takes what the group is for: "cpu" if its backend for CUDA is gloo, or if it has none.
         transport: "auto", or "c10d", "nccl" or "shm" to insist on one.
@@ -53,8 +56,10 @@ class Communicator:
     exception.
 
     Raises:
-        ValueError, TypeError: wrong arguments; the other ranks raise PipeCommMismatch, which names this one.
-        PipeCommTimeout: a rank did not join within `timeout`.
+        ValueError, TypeError: wrong arguments. Ranks that need this one then raise PipeCommMismatch, which
+            names it.
+        PipeCommMismatch: arguments that differ from those of the rank that came first.
+        PipeCommTimeout: where NCCL may be used, a rank did not join within `timeout`.
     """
 
     __slots__ = {
@@ -64,10 +69,11 @@ class Communicator:
         "group": "The torch group that this was made from.",
         "device": "The torch.device whose tensors are moved; a CUDA device has its index.",
         "channels": "Number of independent message orders per pair of ranks.",
-        "num_cores": "Number of processor cores that the ranks may use together, with `shm`; else None.",
         "timeout": "Seconds after which an operation fails; math.inf: never.",
-        "transport": 'The name of what moves the bytes: "c10d", "nccl" or "shm"; equal on all ranks.',
-        "transport_reason": "Why this transport was chosen.",
+        "requested": 'What was asked for as `transport`: a name, or "auto".',
+        "_transport": "The name of what moves the bytes between all ranks; None: each pair has its own way.",
+        "_reason": "Why.",
+        "_routes": "What the ranks have published of themselves.",
         "_c": "The communicator of the extension.",
         "__weakref__": "For the set of open communicators.",
     }
@@ -82,18 +88,30 @@ class Communicator:
         timeout: float | datetime.timedelta | None = None,
         check: Literal["auto", "full", "off"] = "auto",
     ) -> None:
-        self.group = own_group(group)
-        construction, candidates = agree(self.group, device, transport, channels, timeout, check)
-        self.transport, made, self.transport_reason = choose(construction, candidates)
-        self.id = f"{construction.epoch:08x}"
-        self.rank, self.size = construction.meeting.rank, construction.meeting.size
-        self.device = construction.device
-        self.channels, self.num_cores = construction.channels, made.num_cores
-        self.timeout = construction.timeout_s
+        self._set_up(own_group(group), device, transport, channels, timeout, check, purpose="")
+        environment.warn_of_unknown(stacklevel=2)
+
+    def _set_up(
+        self,
+        group: dist.ProcessGroup,
+        device: str | torch.device | None,
+        transport: str,
+        channels: int,
+        timeout: float | datetime.timedelta | None,
+        check: str,
+        purpose: str,
+    ) -> None:
+        made = make(group, device, transport, channels, timeout, check, purpose)
+        self.group = group
+        self._transport, self._reason, self._routes = made.transport, made.reason, made.routes
+        self.id, self.requested = made.id, made.requested
+        self.rank, self.size = made.meeting.rank, made.meeting.size
+        self.device = made.device
+        self.channels = made.channels
+        self.timeout = made.timeout_s
         self._c = made.engine
         open_communicators.add(self)
         flight.watch(self)
-        environment.warn_of_unknown(stacklevel=2)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if hasattr(self, "_c"):
@@ -112,7 +130,9 @@ class Communicator:
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else "failed" if self._c.failed else "open"
-        return f"<Communicator rank {self.rank} of {self.size}, {self.device}, {self.transport}, {state}>"
+        return (
+            f"<Communicator rank {self.rank} of {self.size}, {self.device}, {self.known_transport}, {state}>"
+        )
 
     # ---------------------------------------------------------------- routes
 
@@ -120,8 +140,8 @@ class Communicator:
         """Begins to connect to these peers (None: to all ranks), so that no first message has to; waits for
         nobody, and one of the two ends is enough.
 
-        Over shm and NCCL the constructor has connected all ranks, and nothing is left to do but to check
-        `peers`; nor is there anything to do once the communicator has failed or is closed.
+        Over NCCL the constructor has connected all ranks, and nothing is left to do but to check `peers`; nor
+        is there anything to do once the communicator has failed or is closed.
 
         Raises:
             TypeError, ValueError: a peer is not a rank of the group.
@@ -129,16 +149,63 @@ class Communicator:
         checked = [self._checked_peer(peer) for peer in (range(self.size) if peers is None else peers)]
         self._c.connect(checked)
 
+    @property
+    def transport(self) -> str:
+        """The name of what moves the bytes: "c10d", "nccl" or "shm", or "mixed" if that is not the same for
+        all pairs of ranks.
+
+        It follows from where the ranks are, and is equal on all of them; `route` tells of pairs that turned
+        out otherwise. Waits until all ranks have made the communicator.
+
+        Raises:
+            PipeCommTimeout: a rank has not within `timeout`.
+            PipeCommMismatch: a rank refuses to.
+        """
+        return self.transport_among(range(self.size))
+
+    @property
+    def transport_reason(self) -> str:
+        """Why `transport` is what it is. Waits as that does."""
+        return self._routes.reason() if self._transport is None else self._reason
+
+    @property
+    def known_transport(self) -> str:
+        """What `transport` says if that is known without waiting, else "auto"."""
+        if self._transport is None and not self._routes.are_all_known():
+            return "auto"
+        return self.transport
+
+    @property
+    def num_cores(self) -> int | None:
+        """Number of processor cores that the ranks may use together if `transport` is "shm", else None. Waits
+        as that does; equal on all ranks.
+        """
+        return self._routes.num_cores() if self._transport in (None, "shm") else None
+
+    def transport_among(self, ranks: Iterable[int]) -> str:
+        """What `transport` says, of some ranks. Equal on all of them."""
+        return self._transport or self._routes.transport_among(ranks)
+
     def route(self, peer: int) -> tuple[str, str]:
-        """Returns by what transport messages to and from `peer` travel, and why: what `transport` and
-        `transport_reason` say, or ("self", ...) for the rank itself, whose messages are copies.
+        """Returns by what transport messages to and from `peer` travel ("c10d", "nccl" or "shm"), and why; or
+        ("self", ...) for the rank itself, whose messages are copies.
+
+        A route that is not made yet is the one that is expected; that waits until `peer` has made the
+        communicator.
 
         Raises:
             TypeError, ValueError: `peer` is not a rank of the group.
+            PipeCommTimeout: `peer` has not made the communicator within `timeout`.
+            PipeCommMismatch: it refuses to.
         """
         if self._checked_peer(peer) == self.rank:
             return "self", "a message to oneself is a copy"
-        return self.transport, self.transport_reason
+        if self._transport is not None:
+            return self._transport, self._reason
+        way, surprise = self._c.route(peer)
+        obstacle = surprise or self._routes.obstacle(self.rank, peer)
+        way = way or ("c10d" if obstacle else "shm")
+        return way, obstacle or "both ranks are on this host"
 
     # ---------------------------------------------------------------- point to point
 
@@ -445,6 +512,18 @@ class Communicator:
             )
         peer = dist.get_group_rank(self.group, op.peer)
         return (Send if op.op is dist.isend else Recv)(op.tensor, peer, op.tag)
+
+
+def communicator_for(
+    purpose: str, group: dist.ProcessGroup, device: torch.device, channels: int
+) -> Communicator:
+    """A Communicator that meets those of the same purpose and kind of device, whatever else a rank makes
+    before.
+    """
+    communicator = Communicator.__new__(Communicator)
+    communicator._set_up(group, device, "auto", channels, None, "auto", f"{purpose} {device.type}")
+    environment.warn_of_unknown(stacklevel=2)
+    return communicator
 
 
 def graph_name(communicator: Communicator) -> str:

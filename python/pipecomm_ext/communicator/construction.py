@@ -1,11 +1,14 @@
-"""How a communicator is made: the arguments checked and compared between the ranks, the transport chosen."""
+"""How a communicator is made: the arguments checked and compared with those of the rank that came first, the
+record of this rank published, the transport chosen.
+"""
 
 from __future__ import annotations
 
 import datetime
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,84 +19,152 @@ from ..core.checked import whole_number
 from ..core.extension import _C
 from ..core.process_groups import device_of
 from ..core.rendezvous import Rendezvous
-from ..transports import TRANSPORTS, Construction, Made
+from ..errors import PipeCommMismatch
+from ..transports import TRANSPORTS, Routes, draw, nccl
 
 DEFAULT_TIMEOUT_S = 600.0
 MAX_CHANNELS = 15
 
 
-def agree(
+@dataclass(frozen=True)
+class Made:
+    """What a communicator consists of."""
+
+    engine: _C.Communicator
+    meeting: Rendezvous
+    routes: Routes
+    device: torch.device
+    channels: int
+    timeout_s: float
+    id: str
+    requested: str
+    transport: str | None  # of all pairs; None: each has its own
+    reason: str
+
+
+def make(
     group: dist.ProcessGroup,
     device: str | torch.device | None,
     transport: str,
     channels: int,
     timeout: float | datetime.timedelta | None,
     check: str,
-) -> tuple[Construction, dict[str, list[dict[str, Any]]]]:
-    """Checks the arguments of Communicator() and compares them between the ranks. Collective.
+    purpose: str,
+) -> Made:
+    """Makes this rank's part of a communicator. Waits for other ranks only where NCCL may connect them.
 
-    Returns what the ranks have agreed on, and the transports to try, in order, with the `local_facts` of each
-    rank.
+    Communicators of one `purpose` meet in the order in which each rank makes them.
     """
     limit: float | None = DEFAULT_TIMEOUT_S
     error: Exception | None = None
-    facts: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     settings: dict[str, Any] = {}
+    local: dict[str, str] = {}
     own_device = torch.device("cpu")
     try:
         limit = limit if timeout is None else _C.timeout_seconds(timeout)
         settings = environment.read()
         own_device = device_of(group, device)
-        facts = _facts(own_device, transport, channels, limit, check, settings)
+        arguments, local = _arguments(own_device, transport, channels, limit, check, settings)
         flight.start(settings["PIPECOMM_FLIGHT_DIR"])
     except Exception as wrong:
         error = wrong
-    meeting = Rendezvous(group, limit)
-    everybody = meeting.agree("facts", facts, error, private=("local",))
-    construction = Construction(
+    meeting = Rendezvous(group, limit, purpose=purpose)
+    try:
+        if error is not None:
+            raise error
+        requested = arguments["transport"]
+        shared = meeting.propose(arguments, draw())
+        routes = Routes(
+            meeting,
+            arguments["channels"],
+            settings,
+            shared,
+            uses_memory=own_device.type == "cpu" and requested != "c10d",
+            uses_tcp=requested != "shm",
+        )
+        record = {**routes.record, "nccl": local}
+        engine, name, reason = _engine(meeting, routes, record, own_device, arguments, settings)
+    except PipeCommMismatch:
+        raise  # the others have heard of it, or have said it
+    except Exception as failed:
+        meeting.publish({"error": f"{type(failed).__name__}: {failed}"})
+        raise
+    return Made(
+        engine=engine,
         meeting=meeting,
-        epoch=meeting.shared_random(),
+        routes=routes,
         device=own_device,
-        channels=facts["channels"],
+        channels=arguments["channels"],
         timeout_s=math.inf if limit is None else limit,
-        check=facts["check"],
-        settings=settings,
-        requested=facts["transport"],
+        id=f"{shared['epoch']:08x}",
+        requested=requested,
+        transport=name,
+        reason=reason,
     )
-    return construction, {name: [record["local"][name] for record in everybody] for name in facts["local"]}
 
 
-def choose(
-    construction: Construction, candidates: Mapping[str, Sequence[Mapping[str, Any]]]
-) -> tuple[str, Made, str]:
-    """The first candidate (see `agree`) that connects the ranks: its name, what it made, why it was chosen.
+def _engine(
+    meeting: Rendezvous,
+    routes: Routes,
+    record: Mapping[str, Any],
+    device: torch.device,
+    arguments: Mapping[str, Any],
+    settings: Mapping[str, Any],
+) -> tuple[_C.Communicator, str | None, str]:
+    """The communicator of the extension, the name of its transport if all pairs have the same, and why.
 
-    Collective, with the same choice on all ranks.
+    Publishes the `record` of this rank: first for NCCL, which all ranks connect together, else when nothing
+    can go wrong any more.
     """
-    is_asked_for = construction.requested != "auto"
-    obstacles: list[str] = []
-    for name, facts in candidates.items():
-        made = TRANSPORTS[name].make(construction, facts)
-        if made.engine is not None:
-            reason = "asked for" if is_asked_for else ", because ".join([made.reason, *obstacles])
-            return name, made, f"{reason}; {made.memory}" if made.memory else reason
-        obstacles.append(made.reason)
-        if made.warning and not is_asked_for:
-            warnings.warn(made.warning, RuntimeWarning, stacklevel=3)  # of Communicator()
-    raise ValueError(
-        f'transport="{construction.requested}" is not possible: {"; ".join(obstacles)}; use "auto" or "c10d"'
+    requested = arguments["transport"]
+    if device.type == "cuda" and requested != "c10d":
+        meeting.publish(record)
+        problem = ""
+        facts = [record["nccl"] for record in meeting.gather_published()]
+        if (
+            requested == "auto"
+        ):  # ranks that ask for NCCL hear from NCCL itself what it thinks of a shared GPU
+            problem = nccl.problem_of(facts)
+        if not problem:
+            engine, memory = nccl.connect(meeting, routes.connections, device, arguments, settings)
+            why = "CUDA tensors, and every rank has NCCL and a GPU of its own"
+            return engine, "nccl", f"{why if requested == 'auto' else 'asked for'}; {memory}"
+        warnings.warn(
+            "pipecomm_ext stages CUDA tensors through host memory (c10d), which is many times slower "
+            f'than NCCL: {problem}; transport="c10d" asks for it and is silent',
+            RuntimeWarning,
+            stacklevel=4,  # of Communicator()
+        )
+        reason = f"staged through host memory over TCP, because NCCL cannot be used: {problem}"
+    else:
+        reason = "asked for"
+    engine = _C.Communicator(
+        routes.connections,
+        rank=meeting.rank,
+        size=meeting.size,
+        channels=arguments["channels"],
+        timeout=math.inf if arguments["timeout"] is None else arguments["timeout"],
+        num_threads=torch.get_num_threads(),
+        checks=arguments["check"] != "off",
+        device=str(device),
+        num_sms=settings.get("PIPECOMM_PACK_SMS") or 0,
     )
+    meeting.publish(record)
+    if device.type == "cuda":
+        return engine, "c10d", reason
+    return (engine, None, "") if requested == "auto" else (engine, requested, reason)
 
 
-def _facts(
+def _arguments(
     device: torch.device,
     transport: str,
     channels: int,
     limit: float | None,
     check: str,
     settings: Mapping[str, Any],
-) -> dict[str, Any]:
-    """The facts that must be equal on all ranks, and under "local" this rank's for each transport to try."""
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """What must be equal on all ranks, and what NCCL has to know of this one."""
     names = ("auto", *sorted(TRANSPORTS))
     if transport not in names:
         raise ValueError(f"transport must be one of {', '.join(names)}, not {transport!r}")
@@ -104,16 +175,17 @@ def _facts(
         raise ValueError(f"channels must be 1 to {MAX_CHANNELS}, not {channels}")
     requested = settings["PIPECOMM_TRANSPORT"] if transport == "auto" else transport
     kind = device.type
-    candidates = [
-        row for row in TRANSPORTS.values() if kind in row.devices and requested in ("auto", row.name)
-    ]
-    if not candidates:
-        raise ValueError(f'transport="{requested}" is not supported for {kind} tensors; use "c10d"')
-    local = {row.name: row.local_facts(device) for row in candidates}
-    if requested != "auto" and (problem := local[requested].get("problem")):
-        raise ValueError(f'transport="{requested}" cannot be used: {problem}; use "c10d"')
-    return {
-        "local": local,
+    if requested != "auto":
+        row = TRANSPORTS[requested]
+        if kind not in row.devices:
+            raise ValueError(f'transport="{requested}" is not supported for {kind} tensors; use "c10d"')
+        is_usable, problem = row.status()
+        if not is_usable:
+            raise ValueError(f'transport="{requested}" cannot be used: {problem}; use "c10d"')
+    local = TRANSPORTS["nccl"].local_facts(device) if kind == "cuda" and requested != "c10d" else {}
+    if requested == "nccl" and local["problem"]:
+        raise ValueError(f'transport="nccl" cannot be used: {local["problem"]}; use "c10d"')
+    arguments = {
         "device": kind,
         "transport": requested,
         "channels": channels,
@@ -121,3 +193,4 @@ def _facts(
         "check": settings["PIPECOMM_CHECK"] if check == "auto" else check,
         **environment.on_wire(settings),
     }
+    return arguments, local

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ..core.process_groups import device_of, own_group, rank_in
-from .communicator import NAME_IN_GRAPHS, Communicator, graph_name, open_communicators
+from .communicator import NAME_IN_GRAPHS, Communicator, communicator_for, graph_name, open_communicators
 from .construction import MAX_CHANNELS
 
 _kept: weakref.WeakKeyDictionary[Any, dict[tuple[str, str], Communicator]] = weakref.WeakKeyDictionary()
@@ -24,7 +24,8 @@ _kept: weakref.WeakKeyDictionary[Any, dict[tuple[str, str], Communicator]] = wea
 def get_communicator(
     group: dist.ProcessGroup | None = None, device: str | torch.device | None = None
 ) -> Communicator:
-    """The communicator of a group and device, made at the first call (a collective one).
+    """The communicator of a group and device, made at the first call, which waits for nobody (except
+    where NCCL may connect all ranks).
 
     It is closed at exit, or when another one is made after torch has destroyed its group. A closed one is
     replaced by a new one; a failed one is returned and goes on raising its cause until it is closed.
@@ -47,7 +48,7 @@ def kept_communicator(
     made, key = _kept.setdefault(group, {}), (purpose, str(device))
     if key not in made or made[key].closed:
         _close_those_of_destroyed_groups()
-        made[key] = Communicator(group, device=device, channels=channels[device.type])
+        made[key] = communicator_for(purpose, group, device, channels[device.type])
     return made[key]
 
 

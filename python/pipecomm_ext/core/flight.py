@@ -114,7 +114,7 @@ def _lines(communicator: Recorded, reason: str) -> list[dict[str, Any]]:
         "rank": communicator.rank,
         "size": communicator.size,
         "device": communicator.device.type,
-        "transport": communicator.transport,
+        "transport": communicator.known_transport,
         "host": platform.node(),
         "pid": os.getpid(),
         "time": time.time(),

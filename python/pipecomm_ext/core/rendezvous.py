@@ -1,7 +1,6 @@
-"""How the ranks of a group agree on what they are about to make, before any of them allocates memory for it.
+"""How the ranks of a group agree on what they make, through the store of the torch group.
 
-All traffic goes through the store of the torch group, as JSON of limited size: nothing that a peer sends is
-unpickled.
+All traffic is JSON of limited size: nothing that a peer sends is unpickled.
 """
 
 from __future__ import annotations
@@ -9,10 +8,9 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
-import secrets
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
@@ -22,34 +20,104 @@ from ..errors import PipeCommMismatch, PipeCommTimeout
 # A limit where torch wants one and we want none.
 FOREVER = datetime.timedelta(days=3650)
 _MAX_RECORD_BYTES = 1 << 20
+_COMMON, _RECORD = "common", "record"  # stages
 # In the place of a record whose rank has given up; it may come again.
 _WITHDRAWN = b"withdrawn"
 
 T = TypeVar("T")
 
-# The number of constructions of each group. It is part of the store keys, and equal on all ranks because
-# construction is collective.
-_num_made: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+# The number of constructions of each group, by what is made. It is part of the store keys, and equal on all
+# ranks because they construct in the same order.
+_num_made: weakref.WeakKeyDictionary[Any, dict[str, int]] = weakref.WeakKeyDictionary()
 
 
 class Rendezvous:
-    """One construction, as one rank sees it. Its methods are collective: all ranks get the same result or
-    error.
+    """One construction, as one rank sees it. Ranks construct what has the same name in the same order: the
+    first constructions of all ranks are one, and so on.
 
-    `what` names in errors what is made; `timeout` (seconds, None: no limit) is for all stages together.
+    A rank that waits for nobody calls `propose` and `publish`, and later `look_up`. The other methods are
+    collective: all ranks get the same result or error.
+
+    `what` names in errors what is made, which `purpose` tells from others of the kind; `timeout` (seconds,
+    None: no limit) is for all that waits.
     """
 
-    def __init__(self, group: dist.ProcessGroup, timeout: float | None, what: str = "Communicator") -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, timeout: float | None, what: str = "Communicator", purpose: str = ""
+    ) -> None:
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
         self._group, self._what = group, what
-        self._number = _num_made.get(group, 0)
-        _num_made[group] = self._number + 1
-        self._deadline = None if timeout is None else time.monotonic() + timeout
+        self._name = f"{what}/{purpose}"
+        num_made = _num_made.setdefault(group, {})
+        self._number = num_made.get(self._name, 0)
+        num_made[self._name] = self._number + 1
         self._timeout = timeout
+        self._restart()
+        self._own_store: dist.Store | None = None
         self._own_keys: list[str] = []
         store = dist.distributed_c10d._get_process_group_store(group)
-        self.store = dist.PrefixStore(f"pipecomm/{group.group_name}/{self._number}", store)
+        self.store = dist.PrefixStore(f"pipecomm/{group.group_name}/{self._name}/{self._number}", store)
+
+    # ---- waits for nobody
+
+    def propose(self, arguments: dict[str, Any], chosen: dict[str, Any]) -> dict[str, Any]:
+        """What the first rank has `chosen` that came here: `chosen` if it is this one.
+
+        Raises PipeCommMismatch if its arguments were not equal to these; the others hear of it.
+        """
+        own = {"rank": self.rank, "arguments": arguments, "chosen": chosen}
+        first = self._parsed(self.store.compare_set(_COMMON, "", json.dumps(own)), self.rank)
+        for name, value in json.loads(json.dumps(arguments)).items():
+            if first["arguments"].get(name) != value:
+                values = (
+                    f"{first['arguments'].get(name)!r} on rank {first['rank']}, {value!r} on rank {self.rank}"
+                )
+                text = f"ranks disagree about {name}: {values}"
+                self.publish({"error": text})
+                raise self._mismatch(first["rank"], f"{self._what}: {text}")
+        return first["chosen"]
+
+    def publish(self, record: Mapping[str, Any]) -> None:
+        """Shows the others the record of this rank, or with the key "error" why it refuses."""
+        self._set(_RECORD, record)
+
+    def look_up(self, rank: int) -> dict[str, Any] | None:
+        """The record that `rank` has published, None if it has not yet. May be called by any one thread."""
+        if self._own_store is None:
+            # A thread that waits in a TCPStore keeps all others out of it.
+            clone = getattr(self.store, "clone", None)
+            self._own_store = cast(dist.Store, clone() if clone else self.store)
+        key = f"{_RECORD}/{rank}"
+        if not self._own_store.check([key]) or (data := self._own_store.get(key)) == _WITHDRAWN:
+            return None
+        return self._parsed(data, rank)
+
+    def wait_for(self, rank: int) -> dict[str, Any]:
+        """The record of `rank`, which all ranks publish sooner or later.
+
+        Raises:
+            PipeCommMismatch: that rank refuses.
+            PipeCommTimeout: it has published nothing within the timeout, which begins now.
+        """
+        self._restart()
+        key = f"{_RECORD}/{rank}"
+        try:
+            self.store.wait([key], self.remaining())
+        except RuntimeError as error:
+            raise self._missing([rank], "every rank of the group must make it, in the same order") from error
+        return self._agreed({rank: self._parsed(self.store.get(key), rank)})[rank]
+
+    def refusal_text(self, refusals: Mapping[int, Mapping[str, Any]]) -> str:
+        texts = [f"by rank {rank}: {record['error']}" for rank, record in refusals.items()]
+        return f"{self._what} was refused {', and '.join(texts)}"
+
+    # ---- collective
+
+    def gather_published(self) -> list[dict[str, Any]]:
+        """The records that all ranks have published, in rank order."""
+        records = {rank: self._get(_RECORD, rank) for rank in range(self.size)}
+        return list(self._agreed(records).values())
 
     def gather(self, stage: str, record: dict[str, Any]) -> list[dict[str, Any]]:
         """Every rank's record, in rank order.
@@ -57,13 +125,14 @@ class Rendezvous:
         A record with the key "error" is the refusal of its rank: all others raise PipeCommMismatch that names
         it. The rank itself is to raise its own exception afterwards; `agree` does.
         """
-        self._own_keys.append(f"{stage}/{self.rank}")
-        self.store.set(self._own_keys[-1], json.dumps(record))
-        records = [record if rank == self.rank else self._get(stage, rank) for rank in range(self.size)]
-        refusals = [rank for rank, other in enumerate(records) if rank != self.rank and "error" in other]
+        self._set(stage, record)
+        records = {rank: record if rank == self.rank else self._get(stage, rank) for rank in range(self.size)}
+        return list(self._agreed(records).values())
+
+    def _agreed(self, records: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
+        refusals = {r: record for r, record in records.items() if r != self.rank and "error" in record}
         if refusals:
-            texts = [f"by rank {rank}: {records[rank]['error']}" for rank in refusals]
-            raise self._mismatch(refusals[0], f"{self._what} was refused {', and '.join(texts)}")
+            raise self._mismatch(min(refusals), self.refusal_text(refusals))
         return records
 
     def agree(
@@ -104,15 +173,14 @@ class Rendezvous:
             raise
         return cast(T, made)  # without an error
 
-    def shared_random(self) -> int:
-        """A random 32-bit number, the same on all ranks."""
-        return self.gather("epoch", {"epoch": secrets.randbits(32)})[0]["epoch"]
-
     def remaining(self) -> datetime.timedelta:
         """The time that is left, FOREVER if there is no limit."""
         if self._deadline is None:
             return FOREVER
         return datetime.timedelta(seconds=max(0.001, self._deadline - time.monotonic()))
+
+    def _restart(self) -> None:
+        self._deadline = None if self._timeout is None else time.monotonic() + self._timeout
 
     def _mismatch(self, rank: int, text: str) -> PipeCommMismatch:
         return PipeCommMismatch(
@@ -130,19 +198,30 @@ class Rendezvous:
         except RuntimeError as error:  # DistStoreError is one, and FileStore raises the plain one
             missing = [r for r in range(self.size) if not self.store.check([f"{stage}/{r}"])] or [rank]
             # The next attempt meets the ranks that were late for this one. They must read what it says then.
-            _num_made[self._group] = self._number
+            _num_made[self._group][self._name] = self._number
             with contextlib.suppress(RuntimeError):
                 for own_key in self._own_keys:
                     self.store.set(own_key, _WITHDRAWN)  # type: ignore[arg-type]  # bytes, too
-            raise PipeCommTimeout(
-                f"rank {self.rank}: {self._what}: ranks {missing} of {self.size} have not joined after "
-                f"{self._timeout} s; construction is collective: every rank of the group must make it, in "
-                "the same order",
-                op=self._what,
-                rank=self.rank,
-                peer=missing[0],
-                origin_rank=self.rank,
-            ) from error
+                self.store.set(_COMMON, "")
+            advice = "construction is collective: every rank of the group must make it, in the same order"
+            raise self._missing(missing, advice) from error
+        return self._parsed(data, rank)
+
+    def _missing(self, ranks: list[int], advice: str) -> PipeCommTimeout:
+        return PipeCommTimeout(
+            f"rank {self.rank}: {self._what}: ranks {ranks} of {self.size} have not joined after "
+            f"{self._timeout} s; {advice}",
+            op=self._what,
+            rank=self.rank,
+            peer=ranks[0],
+            origin_rank=self.rank,
+        )
+
+    def _set(self, stage: str, record: Mapping[str, Any]) -> None:
+        self._own_keys.append(f"{stage}/{self.rank}")
+        self.store.set(self._own_keys[-1], json.dumps(dict(record)))
+
+    def _parsed(self, data: bytes, rank: int) -> dict[str, Any]:
         if len(data) > _MAX_RECORD_BYTES:
             raise PipeCommMismatch(
                 f"rank {self.rank}: record of rank {rank} has {len(data)} bytes, too many", op=self._what

@@ -83,6 +83,8 @@ class PipelineTopology:
         self._stage_group = groups[tuple(self._global_stages[self._stage_idx])]
         self._chain_group = groups[tuple(self._chain)]
         self.communicator = Communicator(group, device=device, channels=NUM_CHANNELS, timeout=timeout)
+        around = self.stages[max(0, self._stage_idx - 1) : self._stage_idx + 2]
+        self.communicator.connect(rank for ranks in around for rank in ranks)
 
     def close(self) -> None:
         """Closes the communicator. Idempotent; torch's groups end with the process group of their world."""

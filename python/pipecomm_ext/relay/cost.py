@@ -11,7 +11,8 @@ MIN_CHUNK_BYTES = 1 << 18
 
 
 def choose(
-    transport: str,
+    crossing: str,
+    within: str,
     num_bytes: int,
     num_speakers: int,
     num_receivers: int,
@@ -20,12 +21,13 @@ def choose(
 ) -> tuple[str, int]:
     """("direct" or "sharded", number of chunks) for a tensor of which `num_speakers` ranks can send parts.
 
-    All of `num_receivers` need the whole tensor. The route is `algorithm` unless that is "auto". `num_cores`
-    are the cores of the host whose memory the ranks share; None: they do not share memory.
+    `crossing` is the transport between the two stages, `within` the one between the receivers, the slowest if
+    there are several. All of `num_receivers` need the whole tensor. The route is `algorithm` unless that is
+    "auto". `num_cores` are those of the host whose memory the ranks share; None: they do not share memory.
     """
-    costs = TRANSPORTS[transport].costs
+    costs, within_costs = TRANSPORTS[crossing].costs, TRANSPORTS[within].costs
     # Where both hops of a link are on one stream, no chunk could be gathered while the next one arrives.
-    most_chunks = 1 if TRANSPORTS[transport].is_one_stream else MAX_CHUNKS
+    most_chunks = 1 if TRANSPORTS[crossing].is_one_stream else MAX_CHUNKS
     # On either route each receiver's copy is written once.
     written_s = num_bytes * num_receivers / (costs.core_bytes_per_s * (num_cores or math.inf))
     crossing_s = num_bytes / costs.link_bytes_per_s
@@ -34,7 +36,7 @@ def choose(
 
     # Two hops. Every byte crosses once, over as many pairs as there are; then the receivers gather the parts.
     first_s = crossing_s / min(num_speakers, num_receivers)
-    second_s = num_bytes * (num_receivers - 1) / num_receivers / costs.stage_bytes_per_s
+    second_s = num_bytes * (num_receivers - 1) / num_receivers / within_costs.stage_bytes_per_s
     # One more chunk costs a hop, and lets more of the shorter hop run beside the longer one.
     best = round(math.sqrt(min(first_s, second_s) / costs.hop_s))
     num_chunks = max(1, min(most_chunks, num_bytes // MIN_CHUNK_BYTES, best))

@@ -19,6 +19,7 @@ from ..core.tensor_specs import spec_of
 from ..errors import PipeCommError, PipeCommMismatch
 from ..parallel_state import PipelineTopology, get_pipeline_topology
 from ..parallel_state.pipeline import NUM_LINK_COLOURS, NUM_RELAY_CHANNELS
+from ..transports import MIXED
 from . import cost
 from .differentiable import give, take
 from .link import BACKWARD, FORWARD, Link
@@ -423,6 +424,11 @@ class StageRelay:
         is_replicated = self._dims[link.source_idx] is None and len(self._stages[link.source_idx]) > 1
         return is_replicated and link.kind == BACKWARD and self._grad_reduce != "leader"
 
+    def _slowest_among(self, ranks: Sequence[int]) -> str:
+        """The transport that messages between these ranks wait for."""
+        transport = self.communicator.transport_among(ranks)
+        return "c10d" if transport == MIXED else transport
+
     def _relayed(self, link: Link, whole: Shape, dtype: torch.dtype) -> Relayed:
         source = self.holding(link.source_idx, whole)
         destination = self.holding(link.destination_idx, whole)
@@ -434,7 +440,8 @@ class StageRelay:
         elif source.dim is None and link.kind == BACKWARD:
             source = dataclasses.replace(source, speaks_by_leader=True)
         algorithm, num_chunks = cost.choose(
-            self.communicator.transport,
+            self._slowest_among([*source.ranks, *destination.ranks]),
+            self._slowest_among(destination.ranks),
             num_elements * dtype.itemsize,
             num_speakers=1 if source.speaks_by_leader else len(source.ranks),
             num_receivers=1 if destination.dim is not None else len(destination.ranks),
@@ -527,7 +534,7 @@ def _usable(communicator: Communicator | None, topology: PipelineTopology) -> Co
     return Communicator(
         topology.group,
         device=communicator.device,
-        transport=cast(Any, communicator.transport),
+        transport=cast(Any, communicator.requested),
         channels=NUM_RELAY_CHANNELS,
         timeout=communicator.timeout,
     )

@@ -154,7 +154,7 @@ class BorderChannels:
     def is_one_stream(self) -> bool:
         """Whether messages run in the order of their posts; else each pair and channel is an order of its
         own."""
-        return TRANSPORTS[self.data.transport].is_one_stream
+        return self.data.device.type == "cuda" and TRANSPORTS[self.data.transport].is_one_stream
 
     def abort(self, reason: str) -> None:
         """Makes every pending and later call fail, on all ranks, with this reason."""

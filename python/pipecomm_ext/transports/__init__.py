@@ -3,8 +3,9 @@
 from ..core import environment
 from .c10d import C10d
 from .nccl import Nccl
+from .routes import MIXED, Routes, draw
 from .shm import Shm
-from .transport import Construction, Costs, Made, Transport
+from .transport import Costs, Transport
 
 # In order of preference. All that is asked of a transport by its name is looked up here.
 TRANSPORTS: dict[str, Transport] = {row.name: row for row in (Shm(), Nccl(), C10d())}
@@ -21,4 +22,4 @@ environment.declare(
     )
 )
 
-__all__ = ["TRANSPORTS", "Construction", "Costs", "Made", "Transport"]
+__all__ = ["MIXED", "TRANSPORTS", "Costs", "Routes", "Transport", "draw"]

@@ -1,20 +1,43 @@
-"""The portable transport: TCP between any hosts, for tensors of any device."""
+"""The portable transport: TCP between any hosts, for tensors of any device. Its connections are made when
+they are used; those of `nccl` are its control plane.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import socket
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
 
+from ..core.environment import Number, Variable
 from ..core.extension import _C
-from . import sockets
-from .transport import Construction, Costs, Made, Transport, host_engine
+from ..core.host import network_namespace
+from .transport import Costs, Transport
+
+_HEARTBEAT = Variable(
+    "PIPECOMM_HEARTBEAT_S",
+    Number(1, 3600, "seconds"),
+    "silence after which a rank of another host is asked whether it is there",
+    10,
+    on_wire=False,
+)
+_HEARTBEAT_LIMIT = Variable(
+    "PIPECOMM_HEARTBEAT_LIMIT_S",
+    Number(2, 86400, "seconds"),
+    "silence after which it is lost (a cut that no end of the connection reports)",
+    60,
+    on_wire=False,
+)
+_LOOPBACK = "127.0.0.1"
 
 
 class C10d(Transport):
     name = "c10d"
     devices = ("cpu", "cuda")
-    variables = (sockets.HEARTBEAT, sockets.HEARTBEAT_LIMIT)
+    variables = (_HEARTBEAT, _HEARTBEAT_LIMIT)
     costs = Costs(300e-6, 1.2e9, 1.2e9)  # measured over loopback, where every message costs both ends
 
     def status(self) -> tuple[bool, str]:
@@ -22,12 +45,39 @@ class C10d(Transport):
             return True, "any torch.distributed group"
         return False, "torch was built without torch.distributed"
 
-    def make(self, construction: Construction, facts: Any) -> Made:
-        way = {"cpu": "the portable transport (TCP)", "cuda": "staged through host memory over TCP"}
-        return Made(connect(construction), way[construction.device.type])
+
+def listen(connections: _C.Connections, settings: Mapping[str, Any], store: dist.Store) -> dict[str, Any]:
+    """Listens for other ranks; returns as facts of this rank where."""
+    connections.listen(
+        os.environ.get("GLOO_SOCKET_IFNAME", ""),
+        heartbeat_s=settings[_HEARTBEAT.name],
+        heartbeat_limit_s=settings[_HEARTBEAT_LIMIT.name],
+    )
+    return {
+        "network": network_namespace(),
+        "hosts": _by_promise(connections.hosts, store),
+        "port": connections.port,
+    }
 
 
-def connect(construction: Construction) -> _C.Communicator:
-    """The communicator over TCP. Collective."""
-    meeting, settings = construction.meeting, construction.settings
-    return host_engine(construction, sockets.connect(meeting, construction.epoch, settings))
+def hosts_of(other: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
+    """Where to look for a rank. Within one network, the loopback is there whatever interfaces there are."""
+    if all(own[key] is not None and own[key] == other[key] for key in ("boot_id", "network")):
+        return [_LOOPBACK, *other["hosts"]]
+    return other["hosts"] or [_LOOPBACK]
+
+
+def _by_promise(hosts: Sequence[str], store: dist.Store) -> list[str]:
+    """`hosts`, those first by which this process reaches the store: the others have reached it, too."""
+    first, base = None, store
+    while isinstance(base, dist.PrefixStore):
+        base = base.underlying_store
+    if name := getattr(base, "host", None):
+        with contextlib.suppress(OSError), socket.socket(_family_of(name), socket.SOCK_DGRAM) as probe:
+            probe.connect((name, 9))  # sends nothing
+            first = probe.getsockname()[0]
+    return sorted(hosts, key=lambda host: host != first)
+
+
+def _family_of(name: str) -> socket.AddressFamily:
+    return socket.getaddrinfo(name, None, type=socket.SOCK_DGRAM)[0][0]

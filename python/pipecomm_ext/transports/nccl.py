@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 from collections.abc import Mapping, Sequence
@@ -13,8 +14,7 @@ from ..core.accelerators import cuda_facts, nccl_facts
 from ..core.environment import Number, Variable
 from ..core.extension import _C, build_info
 from ..core.rendezvous import Rendezvous
-from . import sockets
-from .transport import Construction, Costs, Made, Transport
+from .transport import Costs, Transport
 
 engine_problem = _C.nccl_problem
 kernel_problem = _C.cuda_kernel_problem
@@ -115,40 +115,30 @@ class Nccl(Transport):
             host += f"/{os.getpid()}"
         return {"problem": "", "gpu": f"{host}/{torch.cuda.get_device_properties(device).uuid}"}
 
-    def make(self, construction: Construction, facts: Sequence[Mapping[str, str]]) -> Made:
-        # Ranks that ask for NCCL hear from NCCL itself what it thinks of a shared GPU.
-        problem = problem_of(facts) if construction.requested == "auto" else ""
-        if problem:
-            warning = (
-                "pipecomm_ext stages CUDA tensors through host memory (c10d), which is many times slower "
-                f'than NCCL: {problem}; transport="c10d" asks for it and is silent'
-            )
-            return Made(None, f"NCCL cannot be used: {problem}", warning=warning)
-        # NCCL takes its memory when it connects. What other processes take at the same time is counted, too.
-        free_before, _ = torch.cuda.mem_get_info(construction.device)
-        engine = connect(construction)
-        taken = max(free_before - torch.cuda.mem_get_info(construction.device)[0], 0)
-        return Made(
-            engine,
-            "CUDA tensors, and every rank has NCCL and a GPU of its own",
-            memory=f"connecting took {taken >> 20} MiB of {construction.device}",
-        )
 
-
-def connect(construction: Construction) -> _C.Communicator:
-    """The communicator over NCCL, with its control plane over TCP. Collective."""
-    meeting = construction.meeting
-    return _C.Communicator(
-        sockets.connect(meeting, construction.epoch, construction.settings),
+def connect(
+    meeting: Rendezvous,
+    connections: _C.Connections,
+    device: torch.device,
+    arguments: Mapping[str, Any],
+    settings: Mapping[str, Any],
+) -> tuple[_C.Communicator, str]:
+    """The communicator over NCCL, whose control plane is over `connections`, and what it took. Collective."""
+    # NCCL takes its memory when it connects. What other processes take at the same time is counted, too.
+    free_before, _ = torch.cuda.mem_get_info(device)
+    engine = _C.Communicator(
+        connections,
         rank=meeting.rank,
         size=meeting.size,
-        channels=construction.channels,
-        timeout=construction.timeout_s,
-        check=construction.check,
-        device_idx=construction.device.index,
-        nccl_ids=_shared_ids(meeting, construction.channels),
-        **options(construction.settings),
+        channels=arguments["channels"],
+        timeout=math.inf if arguments["timeout"] is None else arguments["timeout"],
+        check=arguments["check"],
+        device_idx=device.index,
+        nccl_ids=_shared_ids(meeting, arguments["channels"]),
+        **options(settings),
     )
+    taken = max(free_before - torch.cuda.mem_get_info(device)[0], 0)
+    return engine, f"connecting took {taken >> 20} MiB of {device}"
 
 
 def _shared_ids(meeting: Rendezvous, channels: int) -> list[bytes]:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ..core.environment import Variable
-from ..core.extension import _C
-from ..core.rendezvous import Rendezvous
 
 
 @dataclass(frozen=True)
@@ -25,33 +22,6 @@ class Costs:
     link_bytes_per_s: float
     stage_bytes_per_s: float
     core_bytes_per_s: float = math.inf  # copied by one core of the host, where cores move the bytes
-
-
-@dataclass(frozen=True)
-class Construction:
-    """A communicator in the making, as one rank sees it; equal on all but for `meeting`, `settings` and the
-    index of `device`.
-    """
-
-    meeting: Rendezvous
-    epoch: int
-    device: torch.device
-    channels: int
-    timeout_s: float
-    check: str  # "auto", "full" or "off"
-    settings: Mapping[str, Any]  # of environment.read()
-    requested: str  # the name of a transport, or "auto"
-
-
-@dataclass(frozen=True)
-class Made:
-    """The communicator of the extension, or None if these ranks cannot use the transport; and why."""
-
-    engine: Any
-    reason: str
-    num_cores: int | None = None  # that the ranks may use together, if cores of one host move the bytes
-    warning: str | None = None  # for users who get another transport than they would expect
-    memory: str | None = None  # what the connections took of a device
 
 
 class Transport(ABC):
@@ -74,26 +44,3 @@ class Transport(ABC):
         With a "problem" that is not empty, this rank refuses a user who asks for this transport.
         """
         return {}
-
-    @abstractmethod
-    def make(self, construction: Construction, facts: Sequence[Mapping[str, Any]]) -> Made:
-        """Connects the ranks, whose `local_facts` these are. Collective, with the same outcome on all."""
-
-
-def host_engine(construction: Construction, connections: _C.Connections) -> _C.Communicator:
-    """The communicator that moves bytes by threads of the host. Collective: all ranks get theirs, or none."""
-    meeting = construction.meeting
-    return meeting.make(
-        "engine",
-        lambda: _C.Communicator(
-            connections,
-            rank=meeting.rank,
-            size=meeting.size,
-            channels=construction.channels,
-            timeout=construction.timeout_s,
-            num_threads=torch.get_num_threads(),
-            checks=construction.check != "off",
-            device=str(construction.device),
-            num_sms=construction.settings.get("PIPECOMM_PACK_SMS") or 0,
-        ),
-    )

@@ -1,0 +1,108 @@
+#include "bindings/connections.h"
+
+#include <pybind11/stl.h>
+
+#include <cstring>
+#include <stdexcept>
+#include <utility>
+
+namespace pipecomm {
+namespace {
+
+namespace py = pybind11;
+
+// Called by a thread of the transport. The function ends with the interpreter's lock held, too.
+Directory::Lookup lookup_by(py::function function) {
+  std::shared_ptr<py::function> held(new py::function(std::move(function)), [](py::function* it) {
+    py::gil_scoped_acquire gil;
+    delete it;
+  });
+  return [held](int peer) -> std::optional<Introduction> {
+    py::gil_scoped_acquire gil;
+    try {
+      return (*held)(peer).cast<std::optional<Introduction>>();
+    } catch (const py::error_already_set& error) {
+      throw std::runtime_error(error.what());  // ends outside the lock
+    }
+  };
+}
+
+}  // namespace
+
+Connections::Connections(int rank, int size, uint32_t epoch, const std::string& token,
+                         py::function lookup) {
+  if (token.size() != options_.tcp.token.size())
+    throw std::invalid_argument("token must have 16 bytes, not " + std::to_string(token.size()));
+  std::memcpy(options_.tcp.token.data(), token.data(), token.size());
+  options_.rank = options_.tcp.rank = rank;
+  options_.size = options_.tcp.size = size;
+  options_.tcp.epoch = epoch;
+  options_.lookup = lookup_by(std::move(lookup));
+}
+
+Connections::~Connections() = default;
+
+void Connections::listen(const std::string& interfaces, int heartbeat_s, int heartbeat_limit_s) {
+  hosts_ = tcp::local_hosts(interfaces);
+  options_.listener = tcp::listen_anywhere(port_);
+  options_.tcp.heartbeat = std::chrono::seconds(heartbeat_s);
+  options_.tcp.heartbeat_limit = std::chrono::seconds(heartbeat_limit_s);
+}
+
+void Connections::create_memory(int channels, int64_t ring_bytes, int64_t window_bytes) {
+  options_.memory = shm::Segment::create(options_.rank, {.size = options_.size,
+                                                         .num_channels = channels,
+                                                         .ring_bytes = ring_bytes,
+                                                         .window_bytes = window_bytes,
+                                                         .epoch = options_.tcp.epoch});
+}
+
+std::unique_ptr<HostTransport> Connections::make_transport(TransportEvents& events) {
+  if (std::exchange(is_taken_, true))
+    throw std::invalid_argument("the connections belong to a communicator");
+  if (options_.size > 1 && !options_.memory && !options_.listener)
+    throw std::invalid_argument("there is no way to other ranks: call listen() or create_memory()");
+  return std::make_unique<RoutedTransport>(std::move(options_), events);
+}
+
+void bind_connections(py::module_& m) {
+  py::class_<Introduction>(m, "Introduction", "How to meet a rank, or why it refuses.")
+      .def(py::init([](bool is_on_this_host, int pid, std::vector<std::string> hosts, uint16_t port,
+                       int memory_fd, int64_t window_bytes, std::string reason,
+                       std::string refusal) {
+             return Introduction{
+                 is_on_this_host, pid,          std::move(hosts),  port,
+                 memory_fd,       window_bytes, std::move(reason), std::move(refusal)};
+           }),
+           py::kw_only(), py::arg("is_on_this_host") = false, py::arg("pid") = 0,
+           py::arg("hosts") = std::vector<std::string>(), py::arg("port") = 0,
+           py::arg("memory_fd") = -1, py::arg("window_bytes") = 0, py::arg("reason") = "",
+           py::arg("refusal") = "");
+  py::class_<Connections>(
+      m, "Connections",
+      "What a rank needs to meet the others. `lookup(rank)` returns an "
+      "Introduction, or None if that rank is not there yet; any thread calls it.")
+      .def(py::init(
+               [](int rank, int size, uint32_t epoch, const py::bytes& token, py::function lookup) {
+                 return std::make_unique<Connections>(rank, size, epoch, token, std::move(lookup));
+               }),
+           py::arg("rank"), py::arg("size"), py::arg("epoch"), py::arg("token"), py::arg("lookup"))
+      .def("listen", &Connections::listen, py::arg("interfaces") = "", py::arg("heartbeat_s") = 10,
+           py::arg("heartbeat_limit_s") = 60)
+      .def("create_memory", &Connections::create_memory, py::arg("channels"), py::arg("ring_bytes"),
+           py::arg("window_bytes"))
+      .def_property_readonly("hosts", &Connections::hosts)
+      .def_property_readonly("port", &Connections::port)
+      .def_property_readonly("memory_fd", &Connections::memory_fd)
+      .def_static(
+          "memory_bytes",
+          [](int size, int channels, int64_t ring_bytes) {
+            return shm::SegmentShape{
+                .size = size, .num_channels = channels, .ring_bytes = ring_bytes}
+                .control_bytes();
+          },
+          py::arg("size"), py::arg("channels"), py::arg("ring_bytes"),
+          "Bytes of one rank's rings and bookkeeping; pages are taken when first used.");
+}
+
+}  // namespace pipecomm

@@ -1,0 +1,335 @@
+#include "routes/routed_transport.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <exception>
+#include <system_error>
+#include <utility>
+
+#include "message/matching.h"
+#include "transport/group_tree.h"
+
+namespace pipecomm {
+namespace {
+
+constexpr const char* kHasClosed = "has closed its communicator";
+
+}  // namespace
+
+RoutedTransport::RoutedTransport(RoutedOptions options, TransportEvents& events)
+    : rank_(options.rank),
+      size_(options.size),
+      events_(events),
+      memory_(std::move(options.memory)),
+      ways_(static_cast<size_t>(options.size)),
+      num_unknown_(memory_ ? options.size - 1 : 0) {
+  if (size_ == 1) return;
+  std::unique_lock lock(mutex_);  // what threads report meanwhile waits until all is there
+  for (std::atomic<Way>& way : ways_) way = memory_ ? Way::unknown : Way::tcp;
+  directory_ = std::make_unique<Directory>(
+      rank_, std::move(options.lookup),
+      [this](int peer, const Introduction& introduction) { found(peer, introduction); });
+  try {
+    if (options.listener) {
+      options.tcp.waits_for_routes = memory_ != nullptr;
+      options.tcp.on_wanted = [this](int peer) { directory_->want(peer); };
+      options.tcp.on_connected = [this](int peer) { connected(peer); };
+      options.tcp.on_settled = [this] {
+        if (shm_) shm_->nudge();
+      };
+      tcp_ = std::make_unique<tcp::C10dTransport>(std::move(options.tcp),
+                                                  std::move(options.listener), events);
+    }
+    if (memory_) {
+      shm::ShmOptions shm;
+      shm.on_met = [this](int peer) { or_break([&] { met(peer); }); };
+      shm.on_settled = [this] {
+        if (tcp_) tcp_->nudge();
+      };
+      shm_ = std::make_unique<shm::ShmTransport>(memory_, std::move(shm), events);
+    }
+    directory_->start();
+    const std::vector<int> neighbours = control_neighbours(rank_, size_);
+    unmet_.insert(neighbours.begin(), neighbours.end());
+    for (const int peer : neighbours) {
+      // One connection is enough; but both ends look whether they agree.
+      if (peer > rank_ || shm_)
+        connect(peer);
+      else
+        directory_->want(peer);
+    }
+  } catch (...) {
+    lock.unlock();
+    directory_->stop();
+    throw;
+  }
+}
+
+RoutedTransport::~RoutedTransport() { close(Clock::now()); }
+
+// On threads of the transports, where nobody could catch what `action` throws: memory may be used up.
+template <class Action>
+void RoutedTransport::or_break(Action action) {
+  try {
+    action();
+  } catch (const std::exception& error) {
+    events_.on_broken(error.what());
+  }
+}
+
+// ------------------------------------------------------------------------------------------------
+// making routes
+
+void RoutedTransport::connect(int peer) {
+  if (size_ == 1) return;
+  if (!shm_) return tcp_->connect(peer);
+  if (way_to(peer) == Way::unknown) directory_->want(peer);
+}
+
+// On the directory's thread.
+void RoutedTransport::found(int peer, const Introduction& introduction) {
+  if (!introduction.refusal.empty()) {
+    events_.on_refused(peer, introduction.refusal);
+    if (tcp_) tcp_->introduce(peer, {});  // which cannot be reached
+    return note_met(peer);
+  }
+  if (tcp_) tcp_->introduce(peer, introduction);
+  if (!shm_ || way_to(peer) != Way::unknown) return;
+  const Way way = map_memory(peer, introduction);
+  std::unique_lock lock(mutex_);
+  Pending& pending = pending_[peer];
+  if (way != Way::shm) return settle(peer, way, lock);
+  pending.is_mapped = true;
+  if (pending.is_met) settle(peer, Way::shm, lock);
+}
+
+// Maps the memory of a peer; returns in which way messages go, for shared memory once it has met us.
+RoutedTransport::Way RoutedTransport::map_memory(int peer, const Introduction& introduction) {
+  std::string reason = introduction.reason;
+  bool has_left = false;
+  if (introduction.memory_fd >= 0) {
+    try {
+      // The watch comes first: what is opened after it belongs to the process that is watched.
+      auto watch = std::make_unique<ProcessWatch>(introduction.pid);
+      if (!tcp_ && watch->has_ended()) {
+        events_.on_peer_lost(peer, "its process has ended");
+        return Way::left;
+      }
+      shm::SegmentShape shape = memory_->shape();
+      shape.window_bytes = introduction.window_bytes;
+      shm_->add_peer(shm::Segment::open(introduction.pid, introduction.memory_fd, peer, shape),
+                     std::move(watch));
+      return Way::shm;
+    } catch (const std::system_error& error) {
+      has_left = error.code().value() == ENOENT;
+      reason = error.what();
+    } catch (const std::exception& error) {
+      reason = error.what();
+    }
+  }
+  {
+    std::lock_guard lock(mutex_);
+    reasons_[peer] = reason;
+  }
+  if (tcp_) return Way::tcp;
+  if (!has_left)
+    events_.on_refused(
+        peer, "transport=\"shm\" is not possible: " + reason + "; use \"auto\" or \"c10d\"");
+  return Way::left;
+}
+
+// The peer has mapped this rank's memory, or has left.
+void RoutedTransport::met(int peer) {
+  std::unique_lock lock(mutex_);
+  if (way_to(peer) != Way::unknown) return;
+  Pending& pending = pending_[peer];
+  pending.is_met = true;
+  if (pending.is_mapped)
+    settle(peer, Way::shm, lock);
+  else
+    directory_->want(peer);
+}
+
+// The peer cannot map this rank's memory, or the two never thought of it.
+void RoutedTransport::connected(int peer) {
+  directory_->want(peer);
+  note_met(peer);
+  if (!memory_) return;
+  std::unique_lock lock(mutex_);
+  settle(peer, Way::tcp, lock);
+}
+
+void RoutedTransport::note_met(int peer) {
+  {
+    std::lock_guard lock(mutex_);
+    unmet_.erase(peer);
+  }
+  settled_.notify_all();
+}
+
+// Posts what has waited for the route, in order; later messages then find it themselves.
+void RoutedTransport::settle(int peer, Way way, std::unique_lock<std::mutex>& lock) {
+  if (way_to(peer) != Way::unknown || std::exchange(pending_[peer].is_settling, true)) return;
+  while (!pending_[peer].requests.empty()) {
+    std::vector<RequestPtr> requests = std::exchange(pending_[peer].requests, {});
+    lock.unlock();
+    post_by(way, std::move(requests), true);
+    lock.lock();
+  }
+  ways_[peer].store(way, std::memory_order_release);
+  pending_.erase(peer);
+  if (way == Way::shm) ++num_shm_;
+  if (way == Way::tcp) ++num_tcp_;
+  if (way != Way::tcp) unmet_.erase(peer);
+  const bool are_all_known = --num_unknown_ == 0;
+  if (way == Way::shm) shm_->note_routed(peer);
+  if (are_all_known) shm_->note_all_added();
+  lock.unlock();
+  settled_.notify_all();
+  if (way == Way::tcp) tcp_->note_routed(peer);
+}
+
+Route RoutedTransport::route(int peer) const {
+  if (size_ == 1) return {};
+  std::lock_guard lock(mutex_);
+  const auto reason = reasons_.find(peer);
+  switch (way_to(peer)) {
+    case Way::shm:
+      return {"shm", ""};
+    case Way::tcp:
+      return {"c10d", reason == reasons_.end() ? "" : reason->second};
+    case Way::left:
+    case Way::unknown:
+      break;
+  }
+  return {};
+}
+
+// ------------------------------------------------------------------------------------------------
+// callers
+
+std::shared_ptr<std::byte> RoutedTransport::allocate_result(int64_t num_bytes) {
+  return shm_ ? shm_->allocate_result(num_bytes) : nullptr;
+}
+
+void RoutedTransport::post(std::vector<RequestPtr> batch, bool is_async) {
+  if (!shm_) return tcp_->post(std::move(batch), is_async);
+  std::vector<RequestPtr> by_shm, by_tcp, to_nobody;
+  for (RequestPtr& request : batch) {
+    Way way = way_to(request->peer);
+    if (way == Way::unknown) {
+      std::lock_guard lock(mutex_);
+      way = way_to(request->peer);
+      if (way == Way::unknown) {
+        if (aborted_) continue;
+        std::vector<RequestPtr>& waiting = pending_[request->peer].requests;
+        if (waiting.empty()) directory_->want(request->peer);
+        waiting.push_back(std::move(request));
+        continue;
+      }
+    }
+    (way == Way::shm ? by_shm : way == Way::tcp ? by_tcp : to_nobody).push_back(std::move(request));
+  }
+  // A thread can help with what travels in one way only.
+  is_async |= by_shm.size() < batch.size() && by_tcp.size() < batch.size();
+  post_by(Way::shm, std::move(by_shm), is_async);
+  post_by(Way::tcp, std::move(by_tcp), is_async);
+  post_by(Way::left, std::move(to_nobody), is_async);
+}
+
+void RoutedTransport::post_by(Way way, std::vector<RequestPtr> requests, bool is_async) {
+  if (requests.empty()) return;
+  if (way == Way::shm) return shm_->post(std::move(requests), is_async);
+  if (way == Way::tcp) return tcp_->post(std::move(requests), is_async);
+  for (const RequestPtr& request : requests)
+    Operation::settle(*request, gone_failure(rank_, *request, kHasClosed));
+}
+
+void RoutedTransport::claim(int peer, Direction direction, const Descriptor& descriptor) {
+  if (!tcp_) return HostTransport::claim(peer, direction, descriptor);
+  tcp_->claim(peer, direction, descriptor);
+}
+
+bool RoutedTransport::assist(Operation& operation) {
+  if (size_ == 1) return true;
+  if (!tcp_ || (shm_ && num_tcp_ == 0)) return shm_->assist(operation);
+  if (!shm_ || num_shm_ == 0) return tcp_->assist(operation);
+  bool has_shm = false, has_tcp = false;
+  for (const RequestPtr& request : operation.requests()) {
+    if (request->settled) continue;
+    const Way way = way_to(request->peer);
+    has_shm |= way == Way::shm;
+    has_tcp |= way == Way::tcp;
+  }
+  // What this thread does not help with, another one does.
+  if (has_tcp && !has_shm) {
+    shm_->attend();
+    return tcp_->assist(operation);
+  }
+  tcp_->attend();
+  return shm_->assist(operation);
+}
+
+std::string RoutedTransport::describe_peer(int peer) const {
+  const std::string problem = directory_->problem(peer);
+  if (!problem.empty()) return problem;
+  switch (way_to(peer)) {
+    case Way::tcp:
+      return tcp_->describe_peer(peer);
+    case Way::left:
+      return kHasClosed;
+    case Way::shm:
+    case Way::unknown:
+      break;
+  }
+  return shm_->describe_peer(peer);
+}
+
+void RoutedTransport::tick() {
+  if (tcp_) tcp_->tick();
+  if (shm_) shm_->tick();
+}
+
+// ------------------------------------------------------------------------------------------------
+// end
+
+void RoutedTransport::abort(const Failure& failure) {
+  std::vector<RequestPtr> dropped;  // end without the lock
+  {
+    std::lock_guard lock(mutex_);
+    aborted_ = true;
+    for (auto& [peer, pending] : pending_)
+      for (RequestPtr& request : std::exchange(pending.requests, {}))
+        dropped.push_back(std::move(request));
+  }
+  if (tcp_) tcp_->abort(failure);
+  if (shm_) shm_->abort(failure);
+}
+
+void RoutedTransport::begin_close() {
+  {
+    // What waited for a route is posted before this rank says that it posts no more.
+    std::unique_lock lock(mutex_);
+    settled_.wait(lock, [this] {
+      return std::none_of(pending_.begin(), pending_.end(),
+                          [](const auto& each) { return each.second.is_settling; });
+    });
+  }
+  if (tcp_) tcp_->begin_close();
+  if (shm_) shm_->begin_close();
+}
+
+void RoutedTransport::close(Deadline deadline) {
+  if (size_ == 1) return;
+  begin_close();
+  {
+    // A neighbour that is about to meet this rank hears of the failure, and tells others.
+    std::unique_lock lock(mutex_);
+    settled_.wait_until(lock, deadline, [this] { return !aborted_ || unmet_.empty(); });
+  }
+  directory_->stop();
+  if (shm_) shm_->close(deadline);
+  if (tcp_) tcp_->close(deadline);
+}
+
+}  // namespace pipecomm

@@ -1,0 +1,98 @@
+// The transport of a communicator whose pairs of ranks may reach each other in different ways: each
+// over shared memory if the two can map each other's, else over TCP.
+//
+// A route is made when one of its two ends first needs it, or when the other end shows that it does;
+// routes between neighbours (control_neighbours), which tell each other of failures, in the
+// background from the start. Messages that are posted before wait here, and nobody waits for a peer.
+// A rank takes shared memory once it has mapped the peer's and the peer has mapped its own; one that
+// cannot map it connects over TCP instead, which tells the other one.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "transport/c10d/c10d_transport.h"
+#include "transport/directory.h"
+#include "transport/shm/segment.h"
+#include "transport/shm/shm_transport.h"
+#include "transport/transport.h"
+
+namespace pipecomm {
+
+struct RoutedOptions {
+  int rank = 0;
+  int size = 1;
+  Directory::Lookup lookup;
+  // At least one of these two, if there is more than one rank.
+  shm::SegmentPtr memory;  // null: no shared memory
+  tcp::Socket listener;    // none: no TCP
+  tcp::C10dOptions tcp;
+};
+
+class RoutedTransport final : public HostTransport {
+ public:
+  RoutedTransport(RoutedOptions options, TransportEvents& events);
+  ~RoutedTransport() override;
+
+  bool copies_on_the_way() const override { return shm_ != nullptr; }
+  std::shared_ptr<std::byte> allocate_result(int64_t num_bytes) override;
+  void post(std::vector<RequestPtr> batch, bool is_async) override;
+  void connect(int peer) override;
+  void claim(int peer, Direction direction, const Descriptor& descriptor) override;
+  bool assist(Operation& operation) override;
+  void tick() override;
+  void abort(const Failure& failure) override;
+  void begin_close() override;
+  void close(Deadline deadline) override;
+  std::string describe_peer(int peer) const override;
+  Route route(int peer) const override;
+
+ private:
+  enum class Way : uint8_t { unknown, shm, tcp, left };  // left: its communicator is closed
+  // A route in the making.
+  struct Pending {
+    bool is_mapped = false;    // the peer's memory, by this rank
+    bool is_met = false;       // this rank's memory, by the peer
+    bool is_settling = false;  // its way is known, and what has waited for it is being posted
+    std::vector<RequestPtr> requests;
+  };
+
+  Way way_to(int peer) const { return ways_[peer].load(std::memory_order_acquire); }
+  void found(int peer, const Introduction& introduction);
+  Way map_memory(int peer, const Introduction& introduction);
+  void met(int peer);
+  void connected(int peer);
+  void note_met(int peer);
+  void settle(int peer, Way way, std::unique_lock<std::mutex>& lock);
+  void post_by(Way way, std::vector<RequestPtr> requests, bool is_async);
+  template <class Action>
+  void or_break(Action action);
+
+  const int rank_, size_;
+  TransportEvents& events_;
+  const shm::SegmentPtr memory_;
+  std::vector<std::atomic<Way>> ways_;  // by rank
+
+  mutable std::mutex mutex_;  // down to the line
+  std::map<int, Pending> pending_;
+  std::condition_variable settled_;
+  std::map<int, std::string> reasons_;  // why a peer shares no memory
+  std::set<int> unmet_;                 // control neighbours
+  int num_unknown_ = 0;                 // peers whose way is not known
+  bool aborted_ = false;
+  // ---
+
+  std::atomic<int> num_shm_{0}, num_tcp_{0};  // routes
+  std::unique_ptr<Directory> directory_;
+  std::unique_ptr<shm::ShmTransport> shm_;
+  std::unique_ptr<tcp::C10dTransport> tcp_;
+};
+
+}  // namespace pipecomm

@@ -1,0 +1,73 @@
+// What a rank knows of its peers: each peer has published how to meet it, and a thread reads that when
+// somebody first needs the peer, which may not have made its communicator yet.
+#pragma once
+
+#include <sys/types.h>
+
+#include <condition_variable>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <mutex>
+#include <optional>
+#include <set>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "message/operation.h"
+
+namespace pipecomm {
+
+// How to meet one peer.
+struct Introduction {
+  bool is_on_this_host = false;
+  pid_t pid = 0;  // of a process that this one can watch, else 0
+  // Where it listens for connections, most promising host first.
+  std::vector<std::string> hosts;
+  uint16_t port = 0;
+  // Its shared memory, which `pid` holds open under `memory_fd`; -1: the two share none, and why.
+  int memory_fd = -1;
+  int64_t window_bytes = 0;
+  std::string reason;
+  // Not empty: the peer has refused to make the communicator.
+  std::string refusal;
+};
+
+class Directory {
+ public:
+  // What the peer has published, or nothing if it has not yet. May throw.
+  using Lookup = std::function<std::optional<Introduction>(int peer)>;
+  // Called on the directory's thread, once for each peer that was wanted.
+  using OnFound = std::function<void(int peer, const Introduction& introduction)>;
+
+  Directory(int rank, Lookup lookup, OnFound on_found);
+  ~Directory();
+  void start();  // throws PipeCommException if there is no thread for it
+  void stop();   // idempotent; nothing is called afterwards
+
+  void want(int peer);
+  // Why a wanted peer is not known yet, as a predicate; empty if it is, or was not wanted.
+  std::string problem(int peer) const;
+
+ private:
+  void run();
+  bool look_up(int peer);
+
+  const int rank_;
+  const Lookup lookup_;
+  const OnFound on_found_;
+
+  mutable std::mutex mutex_;  // down to the line
+  std::condition_variable changed_;
+  std::vector<int> wanted_;  // since the last round
+  std::map<int, std::string> problems_;
+  bool stopping_ = false;
+  // ---
+
+  std::set<int> missing_;  // of the thread
+  std::set<int> found_;
+  std::thread thread_;
+};
+
+}  // namespace pipecomm

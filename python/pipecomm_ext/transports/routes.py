@@ -1,0 +1,199 @@
+"""How the ranks of a communicator reach each other: what each has published of itself, and what follows from
+that for any two of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import secrets
+import threading
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from ..core.extension import _C
+from ..core.host import place
+from ..core.rendezvous import Rendezvous
+from ..errors import PipeCommError
+from . import c10d, shm
+
+MIXED = "mixed"
+Introduction = _C.Introduction
+
+
+def draw() -> dict[str, Any]:
+    """Random numbers, equal on all ranks of a communicator: the name of its traffic, and a secret that tells
+    its ranks from strangers.
+    """
+    return {"epoch": secrets.randbits(32), "token": secrets.token_hex(16)}
+
+
+class Routes:
+    """The routes of one rank of a communicator, over shared memory, TCP or both.
+
+    What follows from the records of the ranks is the same on all of them. What only one end of a pair finds
+    out (the memory of the other rank cannot be mapped) is known to the engine, which tells the other end.
+    """
+
+    def __init__(
+        self,
+        meeting: Rendezvous,
+        channels: int,
+        settings: Mapping[str, Any],
+        shared: Mapping[str, Any],
+        *,
+        uses_memory: bool,
+        uses_tcp: bool,
+    ) -> None:
+        """`shared`: what one rank has drawn for all, see `draw`."""
+        self._meeting, self._channels, self._settings = meeting, channels, settings
+        self._uses_memory, self._uses_tcp = uses_memory, uses_tcp
+        self.connections = _C.Connections(
+            meeting.rank, meeting.size, shared["epoch"], bytes.fromhex(shared["token"]), self._look_up
+        )
+        self.record: dict[str, Any] = {"pid": os.getpid(), **place()}
+        if meeting.size > 1:
+            if uses_tcp:
+                self.record |= self._listen(settings)
+            if uses_memory:
+                facts = shm.Shm().local_facts(torch.device("cpu"))
+                shm.create_memory(self.connections, meeting.size, self._channels, settings, facts)
+                self.record["shm"] = facts
+                if facts["obstacle"] and not uses_tcp:
+                    raise ValueError(
+                        f'transport="shm" is not possible: rank {meeting.rank}: {facts["obstacle"]}; '
+                        'use "auto" or "c10d"'
+                    )
+        self._lock = threading.Lock()
+        self._records: dict[int, dict[str, Any]] = {meeting.rank: self.record}
+        self._num_sharing = 1
+        self._has_warned = False
+
+    def _listen(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        rank = self._meeting.rank
+        try:
+            return c10d.listen(self.connections, settings, self._meeting.store)
+        except ValueError:
+            raise
+        except Exception as error:
+            text = f"rank {rank}: could not listen for the other ranks: {error}"
+            raise PipeCommError(text, op="Communicator", rank=rank) from error
+
+    # ---- what follows from the records
+
+    def obstacle(self, one: int, other: int) -> str | None:
+        """Why two ranks cannot share memory, or None. Waits until both have published their records."""
+        if not self._uses_memory:
+            return "asked for" if self._uses_tcp else None
+        ranks = sorted((one, other))
+        return shm.obstacle(ranks, [self._sharing(self._record_of(rank)) for rank in ranks])
+
+    def transport_among(self, ranks: Iterable[int]) -> str:
+        """By what messages between any two of these ranks travel: "shm", "c10d" or "mixed"."""
+        hosts = self._hosts(tuple(sorted(ranks)))
+        if len(hosts) <= 1:
+            return "shm" if self._uses_memory else "c10d"
+        return MIXED if any(len(host) > 1 for host in hosts) else "c10d"
+
+    def are_all_known(self) -> bool:
+        """Whether `transport_among` all ranks need not wait."""
+        with self._lock:
+            return len(self._records) == self._meeting.size
+
+    def reason(self) -> str:
+        """Why `transport_among` all ranks is what it is."""
+        everybody = tuple(range(self._meeting.size))
+        hosts = self._hosts(everybody)
+        if len(hosts) == 1:
+            return f"all {len(everybody)} ranks are on this host"
+        obstacle = self.obstacle(hosts[0][0], hosts[1][0])
+        if all(len(host) == 1 for host in hosts):
+            return f"the portable transport (TCP), because {obstacle}"
+        parts = " | ".join(", ".join(map(str, host)) for host in hosts)
+        return f"shared memory among ranks {parts}, else TCP, because {obstacle}"
+
+    def num_cores(self) -> int | None:
+        """The cores that the ranks may use together if all share memory, else None."""
+        everybody = tuple(range(self._meeting.size))
+        if self._meeting.size == 1 or self.transport_among(everybody) != "shm":
+            return None
+        return shm.num_cores(self._sharing(self._record_of(rank)) for rank in everybody)
+
+    @functools.lru_cache(maxsize=64)  # noqa: B019  # lives as long as its communicator
+    def _hosts(self, ranks: tuple[int, ...]) -> list[list[int]]:
+        """The ranks by host, as far as those of a host share memory; each by itself that does not."""
+        hosts: list[list[int]] = []
+        for rank in ranks:
+            host = next((host for host in hosts if self.obstacle(host[0], rank) is None), None)
+            if host is None:
+                hosts.append([rank])
+            else:
+                host.append(rank)
+        return hosts
+
+    @staticmethod
+    def _sharing(record: Mapping[str, Any]) -> dict[str, Any]:
+        return {**record["shm"], "boot_id": record["boot_id"], "pid_namespace": record["pid_namespace"]}
+
+    def _record_of(self, rank: int) -> dict[str, Any]:
+        with self._lock:
+            if rank in self._records:
+                return self._records[rank]
+        record = self._meeting.wait_for(rank)
+        with self._lock:
+            return self._records.setdefault(rank, record)
+
+    # ---- for the engine, which asks when it needs a peer
+
+    def _look_up(self, peer: int) -> Introduction | None:
+        record = self._meeting.look_up(peer)
+        if record is None:
+            return None
+        if "error" in record:
+            return Introduction(refusal=self._meeting.refusal_text({peer: record}))
+        with self._lock:
+            self._records.setdefault(peer, record)
+        own = self.record
+        is_here = own["boot_id"] is not None and own["boot_id"] == record["boot_id"]
+        is_watchable = is_here and own["pid_namespace"] == record["pid_namespace"] is not None
+        introduction: dict[str, Any] = {
+            "is_on_this_host": is_here,
+            "pid": record["pid"] if is_watchable and record["pid"] != os.getpid() else 0,
+        }
+        if self._uses_tcp:
+            introduction |= {"hosts": c10d.hosts_of(record, own), "port": record["port"]}
+        if self._uses_memory:
+            reason = self.obstacle(self._meeting.rank, peer) or self._shortage(record)
+            if reason is None:
+                memory = record["shm"]
+                introduction |= {
+                    "pid": record["pid"],
+                    "memory_fd": memory["fd"],
+                    "window_bytes": memory["window_bytes"],
+                }
+            else:
+                introduction["reason"] = reason
+                if is_here and self._uses_tcp:
+                    self._warn(reason)
+        return Introduction(**introduction)
+
+    def _shortage(self, record: Mapping[str, Any]) -> str | None:
+        """The memory of one more peer that shares it."""
+        available_bytes = min(facts["shm"]["available_bytes"] for facts in (self.record, record))
+        text = shm.shortage(self._num_sharing + 1, self._channels, self._settings, available_bytes)
+        self._num_sharing += text is None
+        return text
+
+    def _warn(self, reason: str) -> None:
+        """Once: ranks on one host that use sockets may not have expected it."""
+        if self._has_warned:
+            return
+        self._has_warned = True
+        warnings.warn(
+            f"pipecomm_ext moves CPU tensors over sockets (c10d), not through shared memory: {reason}",
+            RuntimeWarning,
+            stacklevel=2,
+        )

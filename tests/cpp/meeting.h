@@ -1,0 +1,125 @@
+// Ranks of a group that are threads of this process, and reach each other as processes do: over
+// shared memory, real sockets of this host, or both.
+#pragma once
+
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "check.h"
+#include "engine/communicator.h"
+#include "routes/routed_transport.h"
+
+namespace meeting {
+
+using namespace pipecomm;
+using namespace std::chrono_literals;
+
+inline constexpr auto kLimit = 60s;
+inline constexpr uint32_t kEpoch = 7;
+
+// What the ranks of a group know of each other before they meet. Tests may change it.
+struct Meeting {
+  explicit Meeting(int num_ranks) : size(num_ranks), introductions(num_ranks) {
+    for (size_t byte = 0; byte < token.size(); ++byte) token[byte] = std::byte(byte + 1);
+    for (Introduction& each : introductions) each.is_on_this_host = true;
+  }
+  ~Meeting() {
+    for (const Introduction& each : introductions)
+      if (each.memory_fd >= 0) ::close(each.memory_fd);
+  }
+  Meeting(const Meeting&) = delete;
+  Meeting& operator=(const Meeting&) = delete;
+
+  Meeting& over_tcp() {
+    listeners.resize(size);
+    for (int rank = 0; rank < size; ++rank) {
+      listeners[rank] = tcp::listen_anywhere(introductions[rank].port);
+      introductions[rank].hosts = {"127.0.0.1"};
+    }
+    return *this;
+  }
+  Meeting& over_memory(const shm::SegmentShape& shape) {
+    num_channels = shape.num_channels;
+    for (int rank = 0; rank < size; ++rank) {
+      segments.push_back(shm::Segment::create(rank, shape));
+      Introduction& introduction = introductions[rank];
+      introduction.pid = getpid();
+      // A descriptor of our own: its number stays what it is when the rank closes.
+      introduction.memory_fd = fcntl(segments[rank]->fd(), F_DUPFD_CLOEXEC, 0);
+      introduction.window_bytes = shape.window_bytes;
+    }
+    return *this;
+  }
+
+  std::unique_ptr<HostTransport> transport(int rank, TransportEvents& events) {
+    RoutedOptions options;
+    options.rank = options.tcp.rank = rank;
+    options.size = options.tcp.size = size;
+    options.tcp.epoch = kEpoch;
+    options.tcp.token = token;
+    options.lookup = [this, rank](int peer) { return look_up(rank, peer); };
+    if (!listeners.empty()) options.listener = std::move(listeners[rank]);
+    if (!segments.empty()) options.memory = segments[rank];
+    return std::make_unique<RoutedTransport>(std::move(options), events);
+  }
+  std::unique_ptr<Communicator> communicator(int rank, std::chrono::nanoseconds timeout = kLimit) {
+    const CommunicatorOptions options{
+        .rank = rank, .size = size, .num_channels = num_channels, .timeout = timeout};
+    return std::make_unique<Communicator>(
+        options, [&](TransportEvents& events) { return transport(rank, events); });
+  }
+
+  const int size;
+  int num_channels = 2;
+  tcp::Token token;
+  std::vector<tcp::Socket> listeners;
+  std::vector<shm::SegmentPtr> segments;
+  std::vector<Introduction> introductions;
+  std::function<std::optional<Introduction>(int rank, int peer)> look_up = [this](int, int peer) {
+    return introductions[peer];
+  };
+};
+
+// Shared memory alone, where the ranks map the very same segments: the sanitizers then see both ends
+// of every word.
+inline std::unique_ptr<HostTransport> over_same_memory(const std::vector<shm::SegmentPtr>& segments,
+                                                       int rank, TransportEvents& events) {
+  auto transport = std::make_unique<shm::ShmTransport>(segments[rank], shm::ShmOptions{}, events);
+  for (const shm::SegmentPtr& segment : segments) {
+    if (segment->rank() == rank) continue;
+    transport->add_peer(segment, nullptr);
+    transport->note_routed(segment->rank());
+  }
+  transport->note_all_added();
+  return transport;
+}
+
+// Runs `body` on a thread and a communicator per rank; what it throws is a failed check.
+inline void run_ranks(Meeting& meeting, const std::function<void(Communicator&)>& body,
+                      std::chrono::nanoseconds timeout = kLimit) {
+  std::vector<std::thread> ranks;
+  for (int rank = 0; rank < meeting.size; ++rank) {
+    ranks.emplace_back([&, rank] {
+      const auto comm = meeting.communicator(rank, timeout);
+      try {
+        body(*comm);
+        comm->close(nullptr);
+      } catch (const std::exception& error) {
+        check::fail(__FILE__, __LINE__, error.what());
+        comm->abort(error.what());
+      }
+    });
+  }
+  for (std::thread& rank : ranks) rank.join();
+}
+
+}  // namespace meeting
