@@ -199,6 +199,25 @@ def test_one_rank_that_cannot_map_memory(world):
 
 
 @on_ranks(2)
+def test_a_constructor_that_fails_leaves_nothing_open(world):
+    def broken(*args, **kwargs):
+        raise RuntimeError("no engine")
+
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd")), descriptors_and_maps()[1]
+    if world.rank == 1:
+        with replaced(_C, "Communicator", broken), pytest.raises(RuntimeError, match="no engine"):
+            Communicator(world.group, device="cpu", timeout=20)
+    else:
+        with Communicator(world.group, device="cpu", timeout=20) as comm:
+            with pytest.raises(PipeCommMismatch, match="refused by rank 1: RuntimeError: no engine"):
+                comm.barrier()
+        del comm
+    gc.collect()
+    assert (len(os.listdir("/proc/self/fd")), descriptors_and_maps()[1]) == before
+
+
+@on_ranks(2)
 @pytest.mark.parametrize("value", ["1e6", "", "-1", "65535", str((1 << 30) + 1)])
 def test_wrong_ring_sizes(world, value):
     with environment("PIPECOMM_SHM_RING_BYTES", value if world.rank == 1 else "1048576"):

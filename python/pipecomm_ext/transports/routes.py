@@ -9,6 +9,7 @@ import os
 import secrets
 import threading
 import warnings
+import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -51,8 +52,14 @@ class Routes:
         """`shared`: what one rank has drawn for all, see `draw`."""
         self._meeting, self._channels, self._settings = meeting, channels, settings
         self._uses_memory, self._uses_tcp = uses_memory, uses_tcp
+        # The connections, which Python's collector cannot look into, must not keep this object alive.
+        look_up = weakref.WeakMethod(self._look_up)
         self.connections = _C.Connections(
-            meeting.rank, meeting.size, shared["epoch"], bytes.fromhex(shared["token"]), self._look_up
+            meeting.rank,
+            meeting.size,
+            shared["epoch"],
+            bytes.fromhex(shared["token"]),
+            lambda peer: method(peer) if (method := look_up()) else None,
         )
         self.record: dict[str, Any] = {"pid": os.getpid(), **place()}
         if meeting.size > 1:
