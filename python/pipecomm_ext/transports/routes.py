@@ -4,7 +4,6 @@ that for any two of them.
 
 from __future__ import annotations
 
-import functools
 import os
 import secrets
 import threading
@@ -76,6 +75,7 @@ class Routes:
                     )
         self._lock = threading.Lock()
         self._records: dict[int, dict[str, Any]] = {meeting.rank: self.record}
+        self._known_hosts: dict[tuple[int, ...], list[list[int]]] = {}
         self._num_sharing = 1
         self._has_warned = False
 
@@ -129,9 +129,13 @@ class Routes:
             return None
         return shm.num_cores(self._sharing(self._record_of(rank)) for rank in everybody)
 
-    @functools.lru_cache(maxsize=64)  # noqa: B019  # lives as long as its communicator
     def _hosts(self, ranks: tuple[int, ...]) -> list[list[int]]:
         """The ranks by host, as far as those of a host share memory; each by itself that does not."""
+        if ranks not in self._known_hosts:
+            self._known_hosts[ranks] = self._found_hosts(ranks)
+        return self._known_hosts[ranks]
+
+    def _found_hosts(self, ranks: tuple[int, ...]) -> list[list[int]]:
         hosts: list[list[int]] = []
         for rank in ranks:
             host = next((host for host in hosts if self.obstacle(host[0], rank) is None), None)
