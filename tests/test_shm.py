@@ -247,11 +247,12 @@ def test_only_the_right_memory_is_mapped():
         made.create_memory(channels, ring_bytes, 0)
         return made
 
-    def refusal(fd):
-        met = _C.Introduction(is_on_this_host=True, pid=os.getpid(), memory_fd=fd)
+    def refusal(fd, inode=None):
+        inode = inode or os.fstat(fd).st_ino
+        met = _C.Introduction(is_on_this_host=True, pid=os.getpid(), memory_fd=fd, memory_inode=inode)
         comm = _C.Communicator(connections(lookup=lambda rank: met), 0, 2, 1, 5.0, 1)
         try:
-            with pytest.raises((PipeCommMismatch, PipeCommTimeout)) as error:
+            with pytest.raises((PipeCommMismatch, PipeCommTimeout, PipeCommPeerLost)) as error:
                 comm.isend(torch.zeros(1), 1).wait()
             return str(error.value)
         finally:
@@ -259,6 +260,7 @@ def test_only_the_right_memory_is_mapped():
 
     right = connections(rank=1)
     assert os.fstat(right.memory_fd).st_mode & 0o777 == 0o600
+    assert os.fstat(right.memory_fd).st_ino == right.memory_inode
     assert "has not answered through shared memory" in refusal(right.memory_fd)
     for other in (connections(), connections(rank=1, epoch=2)):
         assert "rank 1 has the wrong header" in refusal(other.memory_fd)
@@ -267,6 +269,8 @@ def test_only_the_right_memory_is_mapped():
     plain = os.memfd_create("pipecomm")
     try:
         assert "rank 1 is not sealed" in refusal(plain)
+        # The rank has closed its memory, and the number is given to something else.
+        assert "rank 1 has closed its communicator" in refusal(plain, inode=right.memory_inode)
     finally:
         os.close(plain)
     with pytest.raises(ValueError, match="ring bytes must be a multiple of 4096"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import time
 
@@ -522,19 +523,29 @@ def test_relay_arguments(world):
 # ---- the model of costs -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("transport", ["shm", "c10d", "nccl"])
-def test_choice_of_route(transport):
+@pytest.mark.parametrize("within", ["shm", "c10d", "nccl"])
+@pytest.mark.parametrize("crossing", ["shm", "c10d", "nccl"])
+def test_choice_of_route(crossing, within):
     for num_speakers, num_receivers in itertools.product((1, 2, 4, 8), repeat=2):
-        assert cost.choose(transport, 0, num_speakers, num_receivers)[0] == "direct"
+        choose = functools.partial(
+            cost.choose, crossing, within, num_speakers=num_speakers, num_receivers=num_receivers
+        )
+        assert choose(0)[0] == "direct"
         for num_bytes in (1 << 10, 1 << 20, 1 << 28):
-            algorithm, num_chunks = cost.choose(transport, num_bytes, num_speakers, num_receivers)
+            algorithm, num_chunks = choose(num_bytes)
             assert num_chunks == 1 or (algorithm == "sharded" and num_chunks <= cost.MAX_CHUNKS)
-            assert num_chunks == 1 or transport != "nccl", "both hops are on one stream"
+            assert num_chunks == 1 or crossing != "nccl", "both hops are on one stream"
             assert num_receivers > 1 or algorithm == "direct"
-            named = cost.choose(transport, num_bytes, num_speakers, num_receivers, "sharded")
-            assert named[0] == "sharded" and named[1] >= 1 and (named[1] == 1 or transport != "nccl")
-            assert cost.choose(transport, num_bytes, num_speakers, num_receivers, "direct") == ("direct", 1)
-    assert cost.choose("nccl", 100 << 20, 8, 8)[0] == "sharded"
+            named = choose(num_bytes, algorithm="sharded")
+            assert named[0] == "sharded" and named[1] >= 1 and (named[1] == 1 or crossing != "nccl")
+            assert choose(num_bytes, algorithm="direct") == ("direct", 1)
+
+
+def test_what_decides_the_route():
+    assert cost.choose("nccl", "nccl", 100 << 20, 8, 8)[0] == "sharded"
     # Through shared memory it is cores that copy: with two, one rank's threads occupy them.
-    assert cost.choose("shm", 100 << 20, 1, 2, num_cores=2)[0] == "direct"
-    assert cost.choose("shm", 100 << 20, 1, 2, num_cores=16)[0] == "sharded"
+    assert cost.choose("shm", "shm", 100 << 20, 1, 2, num_cores=2)[0] == "direct"
+    assert cost.choose("shm", "shm", 100 << 20, 1, 2, num_cores=16)[0] == "sharded"
+    # Between two hosts each byte crosses once, and the host that receives spreads it through its memory.
+    assert cost.choose("c10d", "shm", 100 << 20, 1, 4)[0] == "sharded"
+    assert cost.choose("shm", "c10d", 100 << 20, 2, 4)[0] == "direct"

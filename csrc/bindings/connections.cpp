@@ -68,16 +68,17 @@ std::unique_ptr<HostTransport> Connections::make_transport(TransportEvents& even
 void bind_connections(py::module_& m) {
   py::class_<Introduction>(m, "Introduction", "How to meet a rank, or why it refuses.")
       .def(py::init([](bool is_on_this_host, int pid, std::vector<std::string> hosts, uint16_t port,
-                       int memory_fd, int64_t window_bytes, std::string reason,
-                       std::string refusal) {
+                       int memory_fd, uint64_t memory_inode, int64_t window_bytes,
+                       std::string reason, std::string refusal) {
              return Introduction{
-                 is_on_this_host, pid,          std::move(hosts),  port,
-                 memory_fd,       window_bytes, std::move(reason), std::move(refusal)};
+                 is_on_this_host,   pid,          std::move(hosts), port,
+                 memory_fd,         memory_inode, window_bytes,     std::move(reason),
+                 std::move(refusal)};
            }),
            py::kw_only(), py::arg("is_on_this_host") = false, py::arg("pid") = 0,
            py::arg("hosts") = std::vector<std::string>(), py::arg("port") = 0,
-           py::arg("memory_fd") = -1, py::arg("window_bytes") = 0, py::arg("reason") = "",
-           py::arg("refusal") = "");
+           py::arg("memory_fd") = -1, py::arg("memory_inode") = 0, py::arg("window_bytes") = 0,
+           py::arg("reason") = "", py::arg("refusal") = "");
   py::class_<Connections>(
       m, "Connections",
       "What a rank needs to meet the others. `lookup(rank)` returns an "
@@ -94,6 +95,7 @@ void bind_connections(py::module_& m) {
       .def_property_readonly("hosts", &Connections::hosts)
       .def_property_readonly("port", &Connections::port)
       .def_property_readonly("memory_fd", &Connections::memory_fd)
+      .def_property_readonly("memory_inode", &Connections::memory_inode)
       .def_static(
           "memory_bytes",
           [](int size, int channels, int64_t ring_bytes) {

@@ -29,6 +29,7 @@ class Connections {
   // Creates memory that other ranks can map. Throws std::system_error or std::invalid_argument.
   void create_memory(int channels, int64_t ring_bytes, int64_t window_bytes);
   int memory_fd() const { return options_.memory ? options_.memory->fd() : -1; }
+  uint64_t memory_inode() const { return options_.memory ? options_.memory->inode() : 0; }
 
   // Throws std::invalid_argument if it has been made before.
   std::unique_ptr<HostTransport> make_transport(TransportEvents& events);

@@ -117,8 +117,9 @@ RoutedTransport::Way RoutedTransport::map_memory(int peer, const Introduction& i
       }
       shm::SegmentShape shape = memory_->shape();
       shape.window_bytes = introduction.window_bytes;
-      shm_->add_peer(shm::Segment::open(introduction.pid, introduction.memory_fd, peer, shape),
-                     std::move(watch));
+      const shm::SegmentName name{introduction.pid, introduction.memory_fd,
+                                  introduction.memory_inode};
+      shm_->add_peer(shm::Segment::open(name, peer, shape), std::move(watch));
       return Way::shm;
     } catch (const std::system_error& error) {
       has_left = error.code().value() == ENOENT;

@@ -28,6 +28,7 @@ struct Introduction {
   uint16_t port = 0;
   // Its shared memory, which `pid` holds open under `memory_fd`; -1: the two share none, and why.
   int memory_fd = -1;
+  uint64_t memory_inode = 0;
   int64_t window_bytes = 0;
   std::string reason;
   // Not empty: the peer has refused to make the communicator.

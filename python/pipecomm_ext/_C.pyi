@@ -91,6 +91,7 @@ class Introduction:
         hosts: Sequence[str] = (),
         port: int = 0,
         memory_fd: int = -1,
+        memory_inode: int = 0,
         window_bytes: int = 0,
         reason: str = "",
         refusal: str = "",
@@ -100,6 +101,7 @@ class Connections:
     hosts: Final[list[str]]
     port: Final[int]
     memory_fd: Final[int]
+    memory_inode: Final[int]
     def __init__(
         self, rank: int, size: int, epoch: int, token: bytes, lookup: Callable[[int], Introduction | None]
     ) -> None: ...

@@ -55,6 +55,7 @@ struct Meeting {
       introduction.pid = getpid();
       // A descriptor of our own: its number stays what it is when the rank closes.
       introduction.memory_fd = fcntl(segments[rank]->fd(), F_DUPFD_CLOEXEC, 0);
+      introduction.memory_inode = segments[rank]->inode();
       introduction.window_bytes = shape.window_bytes;
     }
     return *this;

@@ -74,16 +74,21 @@ std::shared_ptr<Segment> Segment::create(int rank, const SegmentShape& shape) {
   return segment;
 }
 
-std::shared_ptr<Segment> Segment::open(pid_t pid, int fd, int rank, const SegmentShape& shape) {
+std::shared_ptr<Segment> Segment::open(const SegmentName& name, int rank,
+                                       const SegmentShape& shape) {
   std::shared_ptr<Segment> segment(new Segment(rank, shape));
-  const std::string path = "/proc/" + std::to_string(pid) + "/fd/" + std::to_string(fd);
+  const std::string path = "/proc/" + std::to_string(name.pid) + "/fd/" + std::to_string(name.fd);
+  const std::string opening = "opening the shared memory of rank " + std::to_string(rank);
   segment->fd_ = ::open(path.c_str(), O_RDWR | O_CLOEXEC | O_NOCTTY);
-  if (segment->fd_ < 0) fail("opening the shared memory of rank " + std::to_string(rank));
+  if (segment->fd_ < 0) fail(opening);
   auto wrong = [&](const char* what) {
     return std::runtime_error("the shared memory of rank " + std::to_string(rank) + " " + what);
   };
   struct stat facts{};
   if (fstat(segment->fd_, &facts) != 0) fail("stat of shared memory");
+  // The rank has closed its memory, and the number belongs to something else by now.
+  if (facts.st_ino != name.inode)
+    throw std::system_error(std::make_error_code(std::errc::no_such_file_or_directory), opening);
   if (!S_ISREG(facts.st_mode) || facts.st_uid != geteuid()) throw wrong("belongs to another user");
   const int seals = fcntl(segment->fd_, F_GET_SEALS);
   if (seals < 0 || (seals & kSeals) != kSeals) throw wrong("is not sealed");
@@ -108,6 +113,12 @@ void Segment::map() {
   if (base == MAP_FAILED) fail("mapping shared memory of " + bytes_text(segment_bytes_));
   base_ = static_cast<std::byte*>(base);
   madvise(base_, static_cast<size_t>(segment_bytes_), MADV_DONTDUMP);
+}
+
+uint64_t Segment::inode() const {
+  struct stat facts{};
+  if (fstat(fd_, &facts) != 0) fail("stat of shared memory");
+  return facts.st_ino;
 }
 
 void Segment::close_fd() {

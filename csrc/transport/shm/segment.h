@@ -22,15 +22,23 @@ struct SegmentShape {
   int64_t control_bytes() const;  // all but the window
 };
 
+// Where a process holds a segment open. The inode tells it from a later file with the same number.
+struct SegmentName {
+  pid_t pid = 0;
+  int fd = -1;
+  uint64_t inode = 0;
+};
+
 class Segment {
  public:
   // Creates a memfd: no name, mode 0600, sealed against shrinking, gone with the last process that
   // maps it.
   // Throws std::system_error.
   static std::shared_ptr<Segment> create(int rank, const SegmentShape& shape);
-  // Maps the segment that another process holds open under `fd`. Throws std::system_error, or
-  // std::runtime_error if it does not have this shape.
-  static std::shared_ptr<Segment> open(pid_t pid, int fd, int rank, const SegmentShape& shape);
+  // Maps the segment of another process. Throws std::system_error (no such file: that process has
+  // closed it or ended), or std::runtime_error if it does not have this shape.
+  static std::shared_ptr<Segment> open(const SegmentName& name, int rank,
+                                       const SegmentShape& shape);
   ~Segment();
   Segment(const Segment&) = delete;
   Segment& operator=(const Segment&) = delete;
@@ -38,6 +46,7 @@ class Segment {
   int rank() const { return rank_; }
   const SegmentShape& shape() const { return shape_; }
   int fd() const { return fd_; }
+  uint64_t inode() const;
   // Nobody can map it any more.
   void close_fd();
   // Gives the pages of the rings from `sources` back to the system. The status stays readable.

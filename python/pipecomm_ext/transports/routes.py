@@ -183,6 +183,7 @@ class Routes:
                 introduction |= {
                     "pid": record["pid"],
                     "memory_fd": memory["fd"],
+                    "memory_inode": memory["inode"],
                     "window_bytes": memory["window_bytes"],
                 }
             else:

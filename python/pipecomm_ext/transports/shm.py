@@ -75,7 +75,7 @@ def create_memory(
     except Exception as error:
         facts["obstacle"] = str(error)
         return
-    facts |= {"fd": connections.memory_fd, "window_bytes": window_bytes}
+    facts |= {"fd": connections.memory_fd, "inode": connections.memory_inode, "window_bytes": window_bytes}
 
 
 def shortage(num_ranks: int, channels: int, settings: Mapping[str, Any], available_bytes: int) -> str | None:
