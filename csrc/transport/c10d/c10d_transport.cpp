@@ -1,6 +1,5 @@
 #include "transport/c10d/c10d_transport.h"
 
-#include <sched.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
@@ -13,6 +12,7 @@
 
 #include "message/message_copy.h"
 #include "message/start_thread.h"
+#include "transport/patience.h"
 
 namespace pipecomm::tcp {
 namespace {
@@ -26,12 +26,6 @@ constexpr auto kAssistTime = std::chrono::milliseconds(50);
 constexpr int kLastTicks = 10;
 constexpr int kMaxEvents = 32;
 constexpr uint32_t kBell = UINT32_MAX;  // in the place of a peer
-
-int num_usable_cores() {
-  cpu_set_t cores;
-  CPU_ZERO(&cores);
-  return sched_getaffinity(0, sizeof cores, &cores) == 0 ? CPU_COUNT(&cores) : 1;
-}
 
 Socket checked(int fd, int rank) {
   Socket socket(fd);
@@ -327,17 +321,18 @@ bool C10dTransport::assist(Operation& operation) {
   if (!role || options_.size == 1) return true;
   disarm();
   const auto begin = Clock::now();
-  const bool may_spin = num_cores_ >= num_local_ranks_;
+  Patience patience(num_cores_ >= num_local_ranks_ ? kSpinTime : Clock::duration::zero(), 0);
   while (!operation.done() && !aborted_ && !stopping_) {
     const auto passed = Clock::now() - begin;
     if (passed >= kAssistTime) break;
-    if (may_spin && passed < kSpinTime) {
-      serve_events(0);
+    if (patience.lasts()) {
+      if (serve_events(0)) patience.renew();
       continue;
     }
     const auto left = std::chrono::ceil<std::chrono::milliseconds>(kAssistTime - passed);
     waiter_sleeps_ = true;
     serve_events(operation.done() ? 1 : static_cast<int>(left.count()));
+    patience.renew();
   }
   {
     std::lock_guard lock(arming_mutex_);
@@ -373,7 +368,7 @@ void C10dTransport::disarm() {
   if (is_armed_) is_armed_ = !try_watch(around_, EPOLL_CTL_DEL, sockets_, 0, 0);
 }
 
-void C10dTransport::serve_events(int timeout_ms) {
+bool C10dTransport::serve_events(int timeout_ms) {
   std::array<epoll_event, kMaxEvents> events;
   const int num_events = epoll_wait(sockets_.fd(), events.data(), kMaxEvents, timeout_ms);
   if (timeout_ms != 0) waiter_sleeps_ = false;
@@ -383,6 +378,7 @@ void C10dTransport::serve_events(int timeout_ms) {
     else
       or_break([&] { serve(static_cast<int>(events[idx].data.u32)); });
   }
+  return num_events > 0;
 }
 
 void C10dTransport::serve(int peer_idx) {

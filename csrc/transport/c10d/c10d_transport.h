@@ -102,7 +102,7 @@ class C10dTransport final : public HostTransport {
   void unreachable(int peer_idx, const std::string& why);
   void never_met(Peer& peer, std::unique_lock<std::mutex>& lock, const std::string& why);
   void serve(int peer_idx);
-  void serve_events(int timeout_ms);
+  bool serve_events(int timeout_ms);
   void progress();
   void arm();
   void disarm();

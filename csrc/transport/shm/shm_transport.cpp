@@ -1,19 +1,18 @@
 #include "transport/shm/shm_transport.h"
 
-#include <sched.h>
-
 #include <algorithm>
 #include <chrono>
 
 #include "message/start_thread.h"
+#include "transport/patience.h"
 
 namespace pipecomm::shm {
 namespace {
 
 // Results below this size come from the ordinary allocator: they do not pay for a grant.
 constexpr int64_t kMinResultBytes = 64 << 10;
-// How long a thread that waits stays awake: a sleeper costs its peer a system call, and itself a
-// few microseconds. With more ranks than cores, ranks that have work need the core.
+// How long a thread that waits stays awake: it spins if there is a core for every rank, else yields
+// to ranks that have work.
 constexpr auto kSpinTime = std::chrono::microseconds(50);
 constexpr int kNumYields = 20;
 // A waiting thread returns to the engine this often, which looks at deadlines and signals.
@@ -24,20 +23,6 @@ constexpr auto kLongestSleep = std::chrono::seconds(1);
 
 // Messages of this size wake a second thread, which costs some microseconds.
 constexpr int64_t kMinSharedBytes = 2 << 20;
-
-int num_usable_cores() {
-  cpu_set_t cores;
-  CPU_ZERO(&cores);
-  return sched_getaffinity(0, sizeof cores, &cores) == 0 ? CPU_COUNT(&cores) : 1;
-}
-
-void pause_briefly() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
 
 }  // namespace
 
@@ -297,36 +282,27 @@ bool ShmTransport::assist(Operation& operation) {
   }
   Bell& bell = own_.status().bell;
   const auto until = Clock::now() + kAssistTime;
-  const auto spin_time = num_cores_ > num_peers_ ? kSpinTime : std::chrono::microseconds(0);
-  Clock::time_point idle_since{};
-  int num_yields = 0;
+  const bool has_core = num_cores_ > num_peers_;
+  Patience patience(has_core ? kSpinTime : Clock::duration::zero(), has_core ? 0 : kNumYields);
   bool cut_short = false;
   while (!operation.done()) {
     const Turn result = turn(By::assistant, kNobody);
     if (result == Turn::over) break;
     if (result == Turn::moved) {
-      idle_since = {};
-      num_yields = 0;
+      patience.renew();
       continue;
     }
     if (operation.done()) break;
+    if (patience.lasts()) continue;
     const auto now = Clock::now();
-    if (idle_since == Clock::time_point{}) idle_since = now;
-    if (now - idle_since < spin_time) {
-      pause_briefly();
-    } else if (num_yields < kNumYields) {
-      ++num_yields;
-      sched_yield();
-    } else if (now >= until) {
+    if (now >= until) {
       cut_short = true;
       break;
-    } else {
-      const uint32_t count = bell.count.load();
-      if (turn(By::assistant, kWaiter) == Turn::idle && !operation.done())
-        sleep(bell, count, kWaiter, until - now);
-      num_yields = 0;
-      idle_since = now - spin_time;
     }
+    const uint32_t count = bell.count.load();
+    if (turn(By::assistant, kWaiter) == Turn::idle && !operation.done())
+      sleep(bell, count, kWaiter, until - now);
+    patience.renew();
   }
   bool leaves_work;
   {
