@@ -16,6 +16,7 @@ from ranks import on_ranks
 from pipecomm_ext import Communicator, PipeCommError
 from pipecomm_ext.communicator.communicator import open_communicators
 from pipecomm_ext.communicator.registry import close_all, get_communicator
+from pipecomm_ext.core.rendezvous import Rendezvous
 
 TRANSPORTS = pytest.mark.parametrize("transport", ["c10d", "shm"])
 HANG_LIMIT_S = 20
@@ -95,6 +96,19 @@ def test_errors_survive_texts_cut_within_a_character(world):
                 comm.broadcast(torch.zeros(3), 0)
             assert caught.value.origin_rank == 0
     comm.barrier()
+
+
+@on_ranks(2)
+def test_communicators_of_a_group_share_one_connection_to_its_store(world):
+    """To connect to a TCPStore takes a lookup of names, which may take seconds."""
+    connections = set()
+    for number in range(3):
+        meeting = Rendezvous(world.group, 10, "a test of the store", str(number))
+        meeting.publish({"number": number})
+        meeting.wait_for(1 - world.rank)
+        assert meeting.look_up(1 - world.rank) == {"number": number}
+        connections.add(meeting._background_store.underlying_store)
+    assert len(connections) == 1
 
 
 @on_ranks(2)

@@ -257,6 +257,54 @@ void test_an_abort_waits_for_those_who_write() {
   }
 }
 
+// What a thread waits for may be posted later, by another one: when its route is made, or its turn in
+// a sequence has come. The peer must wake the thread then. Nothing but the peer can, without a tick.
+void test_a_thread_that_waits_hears_of_later_posts() {
+  check::context = "posted later";
+  struct : TransportEvents {
+    void on_peer_lost(int, const std::string&) override {}
+    void on_remote_failure(const Failure&) override {}
+    void on_refused(int, const std::string&) override {}
+    void on_broken(const std::string&) override {}
+  } events;
+  std::vector<shm::SegmentPtr> segments;
+  for (int rank = 0; rank < 2; ++rank)
+    segments.push_back(shm::Segment::create(rank, shape_of(2, 1, 64 << 10)));
+  const auto receiver = meeting::over_same_memory(segments, 0, events);
+  const auto sender = meeting::over_same_memory(segments, 1, events);
+  const auto post = [](HostTransport& transport, const OperationPtr& operation) {
+    const std::vector<RequestPtr> requests = operation->seal();
+    for (const RequestPtr& request : requests) request->operation = operation;
+    transport.post(requests, true);
+    operation->note_posted();
+  };
+  int num_woken = 0;
+  constexpr int kRounds = 20;
+  for (int round = 0; round < kRounds; ++round) {
+    Bytes sent = coded_bytes(round, 100), received(100);
+    const auto recv = std::make_shared<Operation>(OpCode::p2p, Deadline::max());
+    const auto send = std::make_shared<Operation>(OpCode::p2p, Deadline::max());
+    const Descriptor descriptor = describe(OpCode::p2p, 0, tensor(sent), 0, 100);
+    recv->add_request(Direction::recv, 1, descriptor, received.data());
+    send->add_request(Direction::send, 0, descriptor, sent.data());
+    std::thread others([&] {
+      std::this_thread::sleep_for(std::chrono::milliseconds(5));
+      post(*receiver, recv);
+      std::this_thread::sleep_for(std::chrono::milliseconds(5));
+      post(*sender, send);
+    });
+    num_woken += receiver->assist(*recv);
+    others.join();
+    while (!receiver->assist(*recv)) {
+    }
+    CHECK(received == sent);
+  }
+  CHECK(num_woken >= kRounds / 2);  // not all: threads may be late
+  for (const auto& transport : {receiver.get(), sender.get()}) transport->begin_close();
+  for (const auto& transport : {receiver.get(), sender.get()})
+    transport->close(Clock::now() + kLimit);
+}
+
 void test_unmatched_messages_hold_up_only_their_channel() {
   check::context = "unmatched messages";
   run_ranks(shape_of(2, 2, 64 << 10), [](Communicator& comm) {
@@ -595,6 +643,7 @@ int main(int argc, char** argv) {
   test_what_can_no_longer_match_fails_when_a_rank_closes();
   test_aborts_reach_all_ranks();
   test_a_close_does_not_overtake_an_abort();
+  test_a_thread_that_waits_hears_of_later_posts();
   test_unmatched_messages_hold_up_only_their_channel();
   test_large_messages_both_ways_between_all_pairs(1 << 20);
   test_large_messages_into_windows();

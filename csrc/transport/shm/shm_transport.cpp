@@ -177,8 +177,8 @@ bool ShmTransport::busy() const {
 
 // Looks once at everything that may have moved, under the lock, then settles without it. `sleepers`
 // are the threads that peers shall wake from now on; if a thread assists, it decides. A message
-// that this rank has not posted yet need not wake anybody: that would cost each message a system
-// call.
+// that this rank has not posted yet need not wake anybody, which would cost each message a system
+// call, but for a thread that waits: another thread may be about to post what it waits for.
 ShmTransport::Turn ShmTransport::turn(By by, uint32_t sleepers) {
   std::vector<Settlement> settled;
   std::vector<Failure> failures;
@@ -202,7 +202,7 @@ ShmTransport::Turn ShmTransport::turn(By by, uint32_t sleepers) {
     } catch (const std::exception& error) {
       broken = error.what();
     }
-    if (!assisted_by_other && sleepers != kNobody && !busy()) asleep.store(kNobody);
+    if (!assisted_by_other && sleepers == kProgress && !busy()) asleep.store(kNobody);
     settled.swap(context_.settled);
     // A peer's failure explains the messages that can no longer match. The thread that saw it tells
     // the owner, perhaps later, and the owner then fails all operations for that cause.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
+import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +26,21 @@ _COMMON, _RECORD = "common", "record"  # stages
 _WITHDRAWN = b"withdrawn"
 
 T = TypeVar("T")
+
+# What threads in the background look into: a thread that waits in a TCPStore keeps all others out of it. One
+# for each group, since to connect takes a lookup of names, which may take seconds.
+_clones: weakref.WeakKeyDictionary[Any, dist.Store] = weakref.WeakKeyDictionary()
+_clones_lock = threading.Lock()
+
+
+def _clone_of(group: dist.ProcessGroup) -> dist.Store:
+    with _clones_lock:
+        if group not in _clones:
+            store = dist.distributed_c10d._get_process_group_store(group)
+            clone = getattr(store, "clone", None)
+            _clones[group] = clone() if clone else store
+        return _clones[group]
+
 
 # The number of constructions of each group, by what is made. It is part of the store keys, and equal on all
 # ranks because they construct in the same order.
@@ -54,10 +70,11 @@ class Rendezvous:
         num_made[self._name] = self._number + 1
         self._timeout = timeout
         self._restart()
-        self._own_store: dist.Store | None = None
+        self._background_store: dist.Store | None = None
         self._own_keys: list[str] = []
         store = dist.distributed_c10d._get_process_group_store(group)
-        self.store = dist.PrefixStore(f"pipecomm/{group.group_name}/{self._name}/{self._number}", store)
+        self._prefix = f"pipecomm/{group.group_name}/{self._name}/{self._number}"
+        self.store = dist.PrefixStore(self._prefix, store)
 
     # ---- waits for nobody
 
@@ -84,12 +101,10 @@ class Rendezvous:
 
     def look_up(self, rank: int) -> dict[str, Any] | None:
         """The record that `rank` has published, None if it has not yet. May be called by any one thread."""
-        if self._own_store is None:
-            # A thread that waits in a TCPStore keeps all others out of it.
-            clone = getattr(self.store, "clone", None)
-            self._own_store = cast(dist.Store, clone() if clone else self.store)
-        key = f"{_RECORD}/{rank}"
-        if not self._own_store.check([key]) or (data := self._own_store.get(key)) == _WITHDRAWN:
+        if self._background_store is None:
+            self._background_store = dist.PrefixStore(self._prefix, _clone_of(self._group))
+        store, key = self._background_store, f"{_RECORD}/{rank}"
+        if not store.check([key]) or (data := store.get(key)) == _WITHDRAWN:
             return None
         return self._parsed(data, rank)
 
