@@ -3,16 +3,40 @@
 namespace pipecomm {
 
 Agreement::Agreement(int rank, int size, std::span<const PeerMessages> pairs,
-                     std::span<const PeerMessages> fresh)
-    : rank_(rank), size_(size), pairs_(pairs.begin(), pairs.end()), entries_(size_t(size) * size) {
+                     std::span<const PeerMessages> fresh, bool notes)
+    : rank_(rank),
+      size_(notes ? size_t(size) : 0),
+      pairs_(pairs.begin(), pairs.end()),
+      entries_(size_ * size_) {
+  if (!notes) return;
   for (const auto& pair : fresh)
-    entries_[size_t(rank) * size + pair.peer] = {pair.send.num_bytes, pair.recv.num_bytes,
-                                                 pair.send.signature, pair.recv.signature};
+    entries_[size_t(rank) * size_ + pair.peer] = {pair.send.num_bytes, pair.recv.num_bytes,
+                                                  pair.send.signature, pair.recv.signature};
+}
+
+// With the note of `author`: this rank, or the peer.
+RequestPtr Agreement::request(Direction direction, int peer, const Descriptor& descriptor,
+                              int author) {
+  const auto note =
+      std::as_writable_bytes(std::span(entries_).subspan(size_t(author) * size_, size_));
+  RequestPtr request = make_request(direction, peer, descriptor, note.data());
+  request->num_note_bytes = static_cast<int64_t>(note.size());
+  return request;
+}
+
+std::vector<RequestPtr> Agreement::requests() {
+  std::vector<RequestPtr> requests;
+  for (const PeerMessages& pair : pairs_)
+    requests.push_back(request(Direction::recv, pair.peer, pair.recv, pair.peer));
+  for (const PeerMessages& pair : pairs_)
+    requests.push_back(request(Direction::send, pair.peer, pair.send, rank_));
+  return requests;
 }
 
 std::optional<Agreement::Disagreement> Agreement::disagreement() const {
-  for (int source = 0; source < size_; ++source) {
-    for (int destination = 0; destination < size_; ++destination) {
+  const int size = static_cast<int>(size_);
+  for (int source = 0; source < size; ++source) {
+    for (int destination = 0; destination < size; ++destination) {
       const Entry& sender = at(source, destination);
       const Entry& receiver = at(destination, source);
       if (sender.send_bytes == kNotCompared || receiver.recv_bytes == kNotCompared) continue;

@@ -17,14 +17,14 @@ namespace pipecomm {
 
 class Agreement {
  public:
-  // Of `rank` with the peers of `pairs`; others compare those in `fresh`, which are new to it.
+  // Of `rank` with the peers of `pairs`; others compare those in `fresh`, which are new to it. With
+  // `notes`, on all ranks or none, the ranks that agree hear of those that do not.
   Agreement(int rank, int size, std::span<const PeerMessages> pairs,
-            std::span<const PeerMessages> fresh);
+            std::span<const PeerMessages> fresh, bool notes);
 
-  const std::vector<PeerMessages>& pairs() const { return pairs_; }
-  // The note that goes to every peer, and the place for that of `peer`.
-  std::span<std::byte> told() { return row(rank_); }
-  std::span<std::byte> heard(int peer) { return row(peer); }
+  // A message without data for each of `pairs`, in each direction: it fails if the two ends disagree,
+  // and carries the notes. The operation must keep this object.
+  std::vector<RequestPtr> requests();
 
   struct Disagreement {
     int receiver;
@@ -40,12 +40,10 @@ class Agreement {
     uint64_t send_signature = 0, recv_signature = 0;
   };
   const Entry& at(int rank, int peer) const { return entries_[size_t(rank) * size_ + peer]; }
-  std::span<std::byte> row(int rank) {
-    return std::as_writable_bytes(std::span(entries_).subspan(size_t(rank) * size_, size_));
-  }
+  RequestPtr request(Direction direction, int peer, const Descriptor& descriptor, int author);
 
   const int rank_;
-  const int size_;
+  const size_t size_;  // of the notes
   const std::vector<PeerMessages> pairs_;
   std::vector<Entry> entries_;  // what each rank says of its messages with each peer
 };

@@ -222,23 +222,6 @@ OperationPtr Communicator::post_refusal(OpCode op, const std::string& reason, co
   return operation;
 }
 
-// Only where all collectives are direct: it does not wait for its place in the line of the others.
-OperationPtr Communicator::agree(OpCode op, const std::shared_ptr<Agreement>& agreement) {
-  const OperationPtr operation = make_operation(op);
-  operation->keep(agreement);
-  auto add = [&](Direction direction, int peer, const Descriptor& descriptor,
-                 std::span<std::byte> note) {
-    Request& request = operation->add_request(direction, peer, descriptor, note.data());
-    request.num_note_bytes = static_cast<int64_t>(note.size());
-  };
-  for (const PeerMessages& pair : agreement->pairs())
-    add(Direction::recv, pair.peer, pair.recv, agreement->heard(pair.peer));
-  for (const PeerMessages& pair : agreement->pairs())
-    add(Direction::send, pair.peer, pair.send, agreement->told());
-  post(operation);
-  return operation;
-}
-
 // ------------------------------------------------------------------------------------------------
 // calls
 

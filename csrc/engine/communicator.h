@@ -15,7 +15,6 @@
 #include <vector>
 
 #include "copy/device_runtime.h"
-#include "engine/agreement.h"
 #include "engine/collective_line.h"
 #include "engine/execution.h"
 #include "engine/point_to_point.h"
@@ -130,6 +129,10 @@ class Communicator final : private TransportEvents {
   Descriptor checked(const Descriptor& descriptor) const;
   HostTransport& transport() { return *transport_; }
   bool runs_in_line(int channel) const { return line_ && channel == kCollectiveChannel; }
+  // Whether so many members are too many to tell each other directly.
+  bool are_many(size_t num_members) const {
+    return num_members > static_cast<size_t>(options_.direct_limit);
+  }
   // Posts the requests of an operation.
   void post(const OperationPtr& operation, bool is_async = true);
   // With all ranks in one order. `collective.members` are those of a scope that has been checked.
@@ -141,9 +144,6 @@ class Communicator final : private TransportEvents {
   }
   OperationPtr post_barrier(bool is_async);
   OperationPtr post_refusal(OpCode op, const std::string& reason, const Scope& scope);
-  // A collective without data: fails if the two ends of a pair disagree, and leaves the notes of all
-  // peers in `agreement`.
-  OperationPtr agree(OpCode op, const std::shared_ptr<Agreement>& agreement);
   // Tells a peer what this end believes of one message, see HostTransport.
   void claim(int peer, Direction direction, const Descriptor& descriptor) {
     transport_->claim(peer, direction, descriptor);

@@ -29,6 +29,7 @@ class Messages {
       : next_(messages.begin()), end_(messages.end()) {}
 
   const LoweredMessage* with(int peer) {
+    while (next_ != end_ && next_->peer < peer) ++next_;
     return next_ != end_ && next_->peer == peer ? &*next_++ : nullptr;
   }
 
@@ -46,7 +47,8 @@ Descriptor empty_message(OpCode op, int channel, const ExchangePlan& plan, uint6
 std::vector<int> peers_of(const LoweredExchange& lowered) {
   std::vector<int> peers;
   for (const auto* messages : {&lowered.sends, &lowered.recvs})
-    for (const LoweredMessage& message : *messages) peers.push_back(message.peer);
+    for (const LoweredMessage& message : *messages)
+      if (message.bytes > 0) peers.push_back(message.peer);
   std::sort(peers.begin(), peers.end());
   peers.erase(std::unique(peers.begin(), peers.end()), peers.end());
   return peers;

@@ -25,14 +25,14 @@ struct PeerMessages {
 // plan wants shown, or the first one. All ranks must have the same `gradient_of`, see Scope.
 Descriptor empty_message(OpCode op, int channel, const ExchangePlan& plan, uint64_t gradient_of);
 
-// The ranks that it has messages for, increasing.
+// The ranks that it has data for or from, increasing.
 std::vector<int> peers_of(const LoweredExchange& lowered);
 
 // Throws std::invalid_argument if the exchange has a message for a rank that is not among `peers`,
 // which are increasing.
 void check_peers(const LoweredExchange& lowered, std::span<const int> peers);
 
-// With each of `peers`, which are increasing and include all that the exchange has messages for.
+// With each of `peers`, which are increasing.
 std::vector<PeerMessages> exchange_messages(OpCode op, int channel, const ExchangePlan& plan,
                                             const LoweredExchange& lowered,
                                             std::span<const int> peers, uint64_t gradient_of = 0);

@@ -14,6 +14,13 @@ TreePlace tree_place(int member, int size) {
   return place;
 }
 
+std::vector<int> tree_neighbours(int member, int size) {
+  const TreePlace place = tree_place(member, size);
+  std::vector<int> neighbours(place.children.rbegin(), place.children.rend());
+  if (!place.is_root()) neighbours.insert(neighbours.begin(), place.parent);
+  return neighbours;
+}
+
 BroadcastRoute broadcast_route(const TreePlace& place, int source) {
   BroadcastRoute route;
   if (source != 0 && place.is_root()) route.whole_from = source;

@@ -18,6 +18,8 @@ struct TreePlace {
   bool is_root() const { return parent < 0; }
 };
 TreePlace tree_place(int member, int size);
+// The parent, if any, and the children, increasing.
+std::vector<int> tree_neighbours(int member, int size);
 
 // How the payload of a broadcast travels along that tree. A source that is not the root sends it
 // whole to the root, without waiting for anybody; from the root it goes down in pieces, once all

@@ -3,8 +3,7 @@
 #include <barrier>
 #include <numeric>
 
-#include "device_world.h"
-#include "plan/builders.h"
+#include "device_exchanges.h"
 #include "plan/reshard.h"
 
 namespace {
@@ -179,76 +178,6 @@ void mismatched_messages() {
       EXPECT(failure_of(me)->peer >= 0);
     });
   }
-}
-
-// An all-to-all whose sizes only the two ends of each pair know: sizes[a][b] floats go from a to b,
-// in one tensor or in a list.
-struct Uneven {
-  std::vector<Sizes> sizes;
-  bool is_list = false;
-  DType recv_dtype = dtypes::kFloat32;  // of lists
-};
-
-// Runs it with values that say where they come from; false if what came is wrong.
-bool run_uneven(Rank& me, const Uneven& uneven) {
-  Sizes sends = uneven.sizes[me.rank], recvs;
-  for (const Sizes& row : uneven.sizes) recvs.push_back(row[me.rank]);
-  std::vector<Tensor> inputs, outputs;
-  if (uneven.is_list) {
-    for (int64_t length : sends) inputs.emplace_back(Dims{length}, float(10 * me.rank));
-    for (int64_t length : recvs) outputs.emplace_back(Dims{length});
-  } else {
-    inputs.emplace_back(Dims{std::accumulate(sends.begin(), sends.end(), int64_t{0})},
-                        float(10 * me.rank));
-    outputs.emplace_back(Dims{std::accumulate(recvs.begin(), recvs.end(), int64_t{0})});
-  }
-  std::vector<TensorRef> input_refs, output_refs;
-  std::vector<TensorSpec> input_specs, output_specs;
-  for (const Tensor& tensor : inputs) input_refs.push_back(tensor.ref());
-  for (const Tensor& tensor : outputs) output_refs.push_back(tensor.ref());
-  for (size_t peer = 0; uneven.is_list && peer < output_refs.size(); ++peer)
-    if (int(peer) != me.rank) output_refs[peer].dtype = uneven.recv_dtype;
-  for (const TensorRef& ref : input_refs) input_specs.push_back({ref.shape, ref.dtype});
-  for (const TensorRef& ref : output_refs) output_specs.push_back({ref.shape, ref.dtype});
-  const Member member{me.rank, me.size};
-  auto plan = uneven.is_list
-                  ? all_to_all_list_plan(member, input_specs, output_specs)
-                  : all_to_all_single_plan(member, input_specs[0], output_specs[0], sends, recvs);
-  const auto untouched = [&] {
-    return std::all_of(outputs.begin(), outputs.end(),
-                       [](const Tensor& tensor) { return tensor.counts_from(-1); });
-  };
-  try {
-    me.finish(me.comm->exchange(OpCode::all_to_all,
-                                std::make_shared<PreparedExchange>(std::move(plan)), input_refs,
-                                output_refs, {.is_async = false}));
-  } catch (const PipeCommException&) {
-    EXPECT(me.comm->failure() || untouched());
-    throw;
-  }
-  std::vector<float> values, got;
-  for (int peer = 0; peer < me.size; ++peer) {
-    const Sizes& row = uneven.sizes[peer];
-    const int64_t before =
-        uneven.is_list ? 0 : std::accumulate(row.begin(), row.begin() + me.rank, int64_t{0});
-    for (int64_t idx = 0; idx < row[me.rank]; ++idx)
-      values.push_back(float(10 * peer) + float(before + idx));
-  }
-  for (const Tensor& tensor : outputs)
-    got.insert(got.end(), tensor.data->begin(), tensor.data->end());
-  return got == values;
-}
-
-// What this rank believes: `agreed`, but for its messages with one peer.
-Uneven with_size(Uneven agreed, int from, int to, int64_t size) {
-  agreed.sizes[from][to] = size;
-  return agreed;
-}
-
-Options quick_options_of(int size, Check check) {
-  Options options = options_of(size, check);
-  options.timeout = 5s;
-  return options;
 }
 
 // Exchanges that are new to all ranks: refused on all, and the next one works.

@@ -1,6 +1,5 @@
 // How the device communicator compares what ranks do, when they do something new and when not.
-#include "device_world.h"
-#include "plan/builders.h"
+#include "device_exchanges.h"
 
 namespace {
 
@@ -52,30 +51,10 @@ void later_mismatches_reach_everybody() {
 // rank that does not.
 void member_sets_overlap() {
   run("member sets", options_of(3), [](Rank& me) {
-    const auto within = [&](std::vector<int> members) {
-      const auto place = std::ranges::find(members, me.rank);
-      if (place == members.end()) return;
-      const Member member{int(place - members.begin()), int(members.size())};
-      const Tensor input({2, 3 * member.size}, float(10 * me.rank));
-      const Tensor output({2 * member.size, 3});
-      const TensorSpec spec{input.shape, dtypes::kFloat32};
-      ExchangePlan plan = all_to_all_plan(
-          member, {{spec, Sizes(member.size, 3), Sizes(member.size, 2)}}, 1, 0, Scale::multiply(1));
-      for (auto* transfers : {&plan.sends, &plan.recvs})
-        for (Transfer& transfer : *transfers) transfer.peer = members[transfer.peer];
-      plan.rank = me.rank;
-      plan.size = me.size;
-      me.finish(me.comm->exchange(OpCode::all_to_all,
-                                  std::make_shared<PreparedExchange>(std::move(plan)),
-                                  std::vector{input.ref()}, std::vector{output.ref()},
-                                  {.is_async = false}, Scope{members}));
-      for (int idx = 0; idx < member.size; ++idx)
-        EXPECT((*output.data)[6 * idx] == float(10 * members[idx] + 3 * member.rank));
-    };
     for (int turn = 0; turn < 2; ++turn)
       for (const std::vector<int>& members :
            std::vector<std::vector<int>>{{0, 1}, {0, 1, 2}, {1, 2}, {0, 2}})
-        within(members);
+        exchange_within(me, members);
     meet(me);
     EXPECT(!me.comm->failure());
   });

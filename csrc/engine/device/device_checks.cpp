@@ -10,6 +10,8 @@ namespace {
 // Later ones, of lengths that vary from step to step, are compared behind the transfer, since a wait
 // would hold up the host until the slowest one is there.
 constexpr int kNumAwaited = 8;
+// Distinct collectives of many members that are remembered; then all forget all of them.
+constexpr size_t kMaxCompared = 4096;
 
 }  // namespace
 
@@ -97,71 +99,145 @@ void DeviceExecution::note_message(DeviceOperation& operation, Direction directi
   operation.add_message(direction, peer, descriptor);
 }
 
+// What a capture can take part in is known: nobody waits for other ranks while it lasts.
+void DeviceExecution::check_captured(OpCode op, std::span<const PeerMessages> pairs, bool is_new) {
+  if (is_new)
+    throw std::invalid_argument(std::string("first ") + op_name(op) +
+                                " with these arguments inside a CUDA graph capture, where the "
+                                "ranks cannot compare them; run it once before capturing");
+  for (const PeerMessages& pair : pairs) {
+    note_captured(pair.peer, Direction::send, pair.send);
+    note_captured(pair.peer, Direction::recv, pair.recv);
+  }
+}
+
 // Compares a collective before its messages travel. Pairs of ranks for which it is new do so, and
 // since both ends of a pair know what was new to them, no other rank has to take part.
-void DeviceExecution::agree(OpCode op, std::span<const PeerMessages> pairs, const Scope& scope,
+void DeviceExecution::agree(const Compared& compared, std::span<const PeerMessages> pairs,
                             const Interrupted& interrupted) {
-  if (pairs.empty() || options_.check == Check::off) return;
+  const auto& [op, scope, common, messages_with, data_peers, claimed_peers] = compared;
   std::vector<PeerMessages> fresh;
   for (const PeerMessages& pair : pairs)
-    if (!check_.is_known(pair.peer, Direction::send, pair.send) ||
-        !check_.is_known(pair.peer, Direction::recv, pair.recv))
-      fresh.push_back(pair);
-  if (runtime_->is_capturing(runtime_->current_stream())) {
-    if (!fresh.empty())
-      throw std::invalid_argument(std::string("first ") + op_name(op) +
-                                  " with these arguments inside a CUDA graph capture, where the "
-                                  "ranks cannot compare them; run it once before capturing");
-    for (const PeerMessages& pair : pairs) {
-      note_captured(pair.peer, Direction::send, pair.send);
-      note_captured(pair.peer, Direction::recv, pair.recv);
-    }
-    return;
-  }
+    if (!is_known(pair)) fresh.push_back(pair);
+  if (runtime_->is_capturing(runtime_->current_stream()))
+    return check_captured(op, pairs, !fresh.empty());
   const bool is_full = options_.check == Check::full;
   const bool is_collective = scope.channel == kCollectiveChannel;
-  if (is_collective && !is_full) claim_new(pairs, fresh);
+  if (is_collective && !is_full)
+    // A peer to which those are known that are new here does not come to compare them: a claim tells
+    // it of the mismatch.
+    for (const PeerMessages& pair : pairs)
+      claim(pair, std::ranges::binary_search(fresh, pair.peer, {}, &PeerMessages::peer));
   if (fresh.empty() && !is_full) return;
 
-  const auto agreement =
-      std::make_shared<Agreement>(rank(), size(), is_full ? pairs : std::span(fresh), fresh);
-  const OperationPtr operation = communicator_.agree(op, agreement);
+  // On a channel of the user nobody waits for an agreement, or reads its notes.
+  const auto agreement = std::make_shared<Agreement>(
+      rank(), size(), is_full ? pairs : std::span(fresh), fresh, is_collective);
+  const OperationPtr operation = communicator_.make_operation(op);
+  operation->keep(agreement);
+  communicator_.post_collective(
+      {operation, scope.members, common, false,
+       [agreement](std::span<const int> /*peers*/) { return agreement->requests(); }},
+      scope.channel);
   if (is_collective && !fresh.empty() && num_agreed_[op] < kNumAwaited) {
-    await_agreement(op, *operation, *agreement, fresh.size() == pairs.size(), interrupted);
+    await_agreement(op, *operation, agreement, fresh.size() == pairs.size(), interrupted);
     ++num_agreed_[op];
   } else {
-    std::lock_guard lock(mutex_);
-    pending_.push_back({operation, std::nullopt, Clock::now()});
+    compare_behind(operation);
   }
-  for (const PeerMessages& pair : fresh) {
+  learn(fresh);
+}
+
+// Of many members all compare a collective, or none does. The first times that they make it they do,
+// which all count alike; what is new to a pair of them later is claimed. Members that do not agree
+// send each other what they believe of every pair, as few members do at once.
+void DeviceExecution::agree_along_tree(const Compared& compared, const Interrupted& interrupted) {
+  const auto& [op, scope, common, messages_with, data_peers, claimed_peers] = compared;
+  const std::vector<PeerMessages> pairs = messages_with(claimed_peers);
+  auto& num_compared = num_compared_[scope.members];
+  if (num_compared.size() == kMaxCompared) num_compared.clear();
+  const auto found = num_compared.find(common.digest());
+  const int num_times = found == num_compared.end() ? 0 : found->second;
+  const bool is_captured = runtime_->is_capturing(runtime_->current_stream());
+  if (is_captured)
+    check_captured(op, pairs, num_times == 0 || !std::ranges::all_of(pairs, [&](const auto& pair) {
+                                return is_known(pair);
+                              }));
+  const bool is_full = options_.check == Check::full;
+  const bool is_compared = is_full || num_times < kNumAwaited;
+  if (!is_captured && !is_full)
+    for (const PeerMessages& pair : pairs) claim(pair, is_compared);
+  if (!is_compared) return;
+
+  const OperationPtr operation = communicator_.make_operation(op);
+  Collective collective{operation, scope.members, common};
+  Statement statement;
+  for (const PeerMessages& pair : pairs) {
+    if (pair.sends()) statement.add(rank(), Direction::send, pair.peer, pair.send);
+    if (pair.receives()) statement.add(rank(), Direction::recv, pair.peer, pair.recv);
+  }
+  collective.balance = statement.balance;
+  const auto agreement = std::make_shared<std::shared_ptr<const Agreement>>();
+  collective.messages_with = [rank = rank(), size = size(), messages_with, operation,
+                              agreement](std::span<const int> peers) {
+    const std::vector<PeerMessages> all = messages_with(peers);
+    const auto direct = std::make_shared<Agreement>(rank, size, all, all, true);
+    operation->keep(direct);
+    *agreement = direct;
+    return direct->requests();
+  };
+  communicator_.post_collective(std::move(collective), scope.channel);
+  if (!is_captured && num_agreed_[op] < kNumAwaited) {
+    try {
+      await_agreement(op, *operation, *agreement, true, interrupted);
+    } catch (...) {
+      check_.stop_numbers(scope.channel);  // each has numbered what it believed to be in it
+      throw;
+    }
+    ++num_agreed_[op];
+  } else {
+    compare_behind(operation);
+  }
+  ++num_compared[common.digest()];
+  learn(pairs);
+}
+
+bool DeviceExecution::is_known(const PeerMessages& pair) const {
+  return check_.is_known(pair.peer, Direction::send, pair.send) &&
+         check_.is_known(pair.peer, Direction::recv, pair.recv);
+}
+
+// Numbers the messages with a peer, and tells it of those that are new here.
+void DeviceExecution::claim(const PeerMessages& pair, bool is_compared) {
+  for (const Direction direction : {Direction::send, Direction::recv}) {
+    Descriptor descriptor = direction == Direction::send ? pair.send : pair.recv;
+    MessageCheck::Posted posted{.claim = true, .mismatch = {}};
+    if (is_compared)
+      check_.skip(pair.peer, direction, descriptor);
+    else
+      posted = check_.posted(pair.peer, direction, descriptor);
+    if (posted.claim) communicator_.claim(pair.peer, direction, descriptor);
+    if (!posted.mismatch) continue;
+    fail_mismatch(*posted.mismatch);
+    throw_failure();
+  }
+}
+
+void DeviceExecution::learn(std::span<const PeerMessages> pairs) {
+  for (const PeerMessages& pair : pairs) {
     check_.learn(pair.peer, Direction::send, pair.send);
     check_.learn(pair.peer, Direction::recv, pair.recv);
   }
 }
 
-// Numbers the messages of a collective. A peer to which those are known that are new here does not
-// come to compare them: a claim tells it of the mismatch.
-void DeviceExecution::claim_new(std::span<const PeerMessages> pairs,
-                                std::span<const PeerMessages> fresh) {
-  auto next_fresh = fresh.begin();
-  for (const PeerMessages& pair : pairs) {
-    const bool is_fresh = next_fresh != fresh.end() && next_fresh->peer == pair.peer;
-    if (is_fresh) ++next_fresh;
-    for (const Direction direction : {Direction::send, Direction::recv}) {
-      Descriptor descriptor = direction == Direction::send ? pair.send : pair.recv;
-      if (is_fresh) {
-        check_.skip(pair.peer, direction, descriptor);
-        communicator_.claim(pair.peer, direction, descriptor);
-      } else if (const auto posted = check_.posted(pair.peer, direction, descriptor);
-                 posted.mismatch) {
-        fail_mismatch(*posted.mismatch);
-        throw_failure();
-      }
-    }
-  }
+void DeviceExecution::compare_behind(const OperationPtr& operation) {
+  std::lock_guard lock(mutex_);
+  pending_.push_back({operation, std::nullopt, Clock::now()});
 }
 
-void DeviceExecution::await_agreement(OpCode op, Operation& operation, const Agreement& agreement,
+// `agreement` may be set while the operation runs.
+void DeviceExecution::await_agreement(OpCode op, Operation& operation,
+                                      const std::shared_ptr<const Agreement>& agreement,
                                       bool is_new_to_all, const Interrupted& interrupted) {
   try {
     communicator_.wait(operation, Deadline::max(), interrupted);
@@ -173,7 +249,7 @@ void DeviceExecution::await_agreement(OpCode op, Operation& operation, const Agr
     }
     throw;
   }
-  const auto disagreement = agreement.disagreement();
+  const auto disagreement = agreement ? agreement->disagreement() : std::nullopt;
   if (!disagreement) return;
   const std::string name = op_name(op);
   Failure refused =
@@ -199,9 +275,12 @@ OperationPtr DeviceExecution::refuse(OpCode op, const std::string& reason, const
     return nobody_is_told;
   }
   std::lock_guard collective_lock(collective_mutex_);
-  if (scope.channel == kCollectiveChannel) {
+  const std::vector<int> peers = communicator_.peers_in(scope);
+  if (scope.channel == kCollectiveChannel && communicator_.are_many(peers.size() + 1)) {
+    check_.stop_numbers(scope.channel);
+  } else if (scope.channel == kCollectiveChannel) {
     Descriptor refused = describe(op, scope.channel, {}, 0, 0);
-    for (const int peer : communicator_.peers_in(scope))
+    for (const int peer : peers)
       for (const Direction direction : {Direction::send, Direction::recv})
         check_.skip(peer, direction, refused);
   }

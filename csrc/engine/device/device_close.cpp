@@ -10,9 +10,9 @@ namespace pipecomm {
 namespace {
 
 constexpr auto kMeetingPoll = std::chrono::milliseconds(1);
-// Signatures of what a closing rank claims: how many messages of an order there were, and that
-// none of its operations is in flight.
-constexpr uint64_t kCount = 0, kDrained = 1;
+// Signatures of what a closing rank claims: how many messages of an order there were, and its part
+// in a round of the meeting.
+constexpr uint64_t kCount = 0, kMeeting = 1;
 constexpr const char* kGraphHint =
     "; destroy the CUDA graphs that hold operations of this communicator before it is closed";
 
@@ -30,9 +30,9 @@ void DeviceExecution::on_claim(int peer, Direction direction, const Descriptor& 
     if (const auto mismatch = check_.heard(peer, direction, theirs)) fail_mismatch(*mismatch);
   } else if (theirs.signature == kCount) {
     counts_.limit(peer, opposite(direction), theirs.channel, theirs.seq);
-  } else {
+  } else if (theirs.seq < heard_in_round_.size()) {
     std::lock_guard lock(mutex_);
-    drained_[size_t(peer)] = true;
+    heard_in_round_[theirs.seq] = true;
   }
 }
 
@@ -65,12 +65,15 @@ void DeviceExecution::check_unmatched() {
   communicator_.fail(std::move(failure));
 }
 
-// Tells all peers how many messages there have been. A replay of a graph is not counted, so a rank
-// that has captured something says nothing.
+// Tells peers how many messages there have been: all of a small group, and those of a large one that
+// it has had messages with. A replay of a graph is not counted, so a rank that has captured something
+// says nothing.
 void DeviceExecution::say_closing() {
   if (has_captured_ || communicator_.failure()) return;
+  const bool are_many = communicator_.are_many(size_t(size()));
   for (int peer = 0; peer < size(); ++peer) {
-    for (int idx = 0; peer != rank() && idx <= num_channels(); ++idx) {
+    if (peer == rank() || (are_many && !counts_.has_any(peer))) continue;
+    for (int idx = 0; idx <= num_channels(); ++idx) {
       const int channel = idx == num_channels() ? kCollectiveChannel : idx;
       for (const Direction direction : {Direction::send, Direction::recv}) {
         Descriptor claim{.op = OpCode::close, .channel = uint8_t(channel), .signature = kCount};
@@ -82,22 +85,27 @@ void DeviceExecution::say_closing() {
 }
 
 // Until all other ranks have nothing in flight either: until then they may read memory that NCCL
-// would free. False if that takes too long.
+// would free. In round k a rank tells the one 2^k above it that all it has heard of have come. False
+// if that takes too long.
 bool DeviceExecution::meet(const Interrupted& interrupted) {
-  for (int peer = 0; peer < size(); ++peer)
-    if (peer != rank())
-      communicator_.claim(peer, Direction::send, {.op = OpCode::close, .signature = kDrained});
   const Deadline limit = Clock::now() + options_.end_limit;
-  while (!communicator_.failure()) {
-    {
-      std::lock_guard lock(mutex_);
-      if (std::count(drained_.begin(), drained_.end(), true) == size() - 1) return true;
+  for (size_t round = 0; round < heard_in_round_.size(); ++round) {
+    Descriptor claim{.op = OpCode::close, .signature = kMeeting};
+    claim.seq = round;
+    const auto peer = (size_t(rank()) + (size_t{1} << round)) % size_t(size());
+    communicator_.claim(static_cast<int>(peer), Direction::send, claim);
+    while (!has_heard_in(round)) {
+      if (communicator_.failure() || Clock::now() >= limit) return false;
+      if (interrupted) interrupted();
+      std::this_thread::sleep_for(kMeetingPoll);
     }
-    if (Clock::now() >= limit) return false;
-    if (interrupted) interrupted();
-    std::this_thread::sleep_for(kMeetingPoll);
   }
-  return false;
+  return !communicator_.failure();
+}
+
+bool DeviceExecution::has_heard_in(size_t round) const {
+  std::lock_guard lock(mutex_);
+  return heard_in_round_[round];
 }
 
 // ------------------------------------------------------------------------------------------------

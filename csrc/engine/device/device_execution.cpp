@@ -1,5 +1,7 @@
 #include "engine/device/device_execution.h"
 
+#include <bit>
+
 #include "engine/device/packed_sends.h"
 #include "engine/whole_copies.h"
 #include "message/start_thread.h"
@@ -23,7 +25,7 @@ DeviceExecution::DeviceExecution(Communicator& communicator, const DeviceOptions
       in_flight_(std::make_shared<InFlight>(runtime_, communicator)),
       replays_(runtime_, timeout_),
       counts_(size()),
-      drained_(size_t(size())) {
+      heard_in_round_(std::bit_width(size_t(size() - 1))) {
   if (size() > 1)
     nccl_ =
         std::make_shared<NcclTransport>(api, runtime_, rank(), size(), options_.max_ops_per_group);
@@ -36,7 +38,6 @@ std::unique_ptr<Communicator> make_device_communicator(
     const std::shared_ptr<DeviceRuntime>& runtime, const NcclApi& api,
     const std::vector<NcclUniqueId>& nccl_ids, const Communicator::MakeTransport& make_transport,
     const Interrupted& interrupted) {
-  options.direct_limit = options.size;  // the agreement before a collective is direct
   const auto make_execution = [&](Communicator& communicator) {
     return std::make_unique<DeviceExecution>(communicator, device_options, runtime, api, nccl_ids);
   };
@@ -228,17 +229,25 @@ void DeviceExecution::exchange_messages_on(DeviceOperation& operation, int chann
 // What collectives have in common: they are compared with other ranks, and run on their first lane,
 // on which `body(operation, stream)` enqueues them.
 template <class Launch>
-OperationPtr DeviceExecution::run_collective(OpCode op, const Scope& scope,
-                                             std::span<const PeerMessages> pairs,
+OperationPtr DeviceExecution::run_collective(const Compared& compared,
                                              std::span<const TensorRef> inputs,
                                              std::span<const TensorRef> outputs,
                                              CallOptions options, Launch&& body) {
   in_flight_->sweep();
+  const OpCode op = compared.op;
+  const Scope& scope = compared.scope;
   const bool is_async = options.is_async;
+  const std::vector<int> peers = communicator_.peers_in(scope);
+  const bool are_many = communicator_.are_many(peers.size() + 1);
+  const std::vector<PeerMessages> pairs =
+      compared.messages_with(are_many ? compared.data_peers : peers);
   const std::vector<int> forked = forked_lanes(scope.channel, pairs, is_async);
   std::lock_guard collective_lock(collective_mutex_);
   check_captures(op, forked);
-  agree(op, pairs, scope, options.interrupted);
+  if (options_.check != Check::off && are_many && scope.channel == kCollectiveChannel)
+    agree_along_tree(compared, options.interrupted);
+  else if (options_.check != Check::off && !pairs.empty())
+    agree(compared, pairs, options.interrupted);
 
   const auto lock = communicator_.lock_posts(op);
   const uint64_t capture = check_captures(op, forked);  // again: a capture may have come since
@@ -267,8 +276,17 @@ OperationPtr DeviceExecution::run_collective(OpCode op, const Scope& scope,
 
 OperationPtr DeviceExecution::exchange(const ExchangeCall& call, CallOptions options) {
   const auto& [op, prepared, lowered, inputs, outputs, scope, after] = call;
-  const std::vector<PeerMessages> pairs = exchange_messages(
-      op, scope.channel, prepared->plan(), *lowered, communicator_.peers_in(scope));
+  const std::vector<int> data_peers = peers_of(*lowered);
+  const Compared compared{op,
+                          scope,
+                          empty_message(op, scope.channel, prepared->plan(), 0),
+                          [op = op, channel = scope.channel, prepared = prepared,
+                           lowered = lowered](std::span<const int> peers) {
+                            return exchange_messages(op, channel, prepared->plan(), *lowered,
+                                                     peers);
+                          },
+                          data_peers,
+                          data_peers};
   std::vector<const void*> sources;
   std::vector<void*> destinations;
   for (const TensorRef& tensor : inputs) sources.push_back(tensor.data);
@@ -294,15 +312,22 @@ OperationPtr DeviceExecution::exchange(const ExchangeCall& call, CallOptions opt
     if (!lowered->unpack().empty()) runtime_->execute(lowered->unpack(), buffers, Scale{}, stream);
   };
   const OperationPtr operation =
-      run_collective(op, scope, pairs, inputs, outputs, std::move(options), enqueue);
+      run_collective(compared, inputs, outputs, std::move(options), enqueue);
   ++num_exchanges_;
   num_passes_ += lowered->copy_passes();
   return operation;
 }
 
 OperationPtr DeviceExecution::broadcast(const TensorRef& tensor, int source, CallOptions options) {
-  const std::vector<PeerMessages> pairs =
-      broadcast_messages(tensor, rank(), source, communicator_.peers_in({}));
+  const Scope everybody;
+  const Compared compared{OpCode::broadcast,
+                          everybody,
+                          broadcast_message(tensor, source),
+                          [tensor, rank = rank(), source](std::span<const int> peers) {
+                            return broadcast_messages(tensor, rank, source, peers);
+                          },
+                          rank() == source ? communicator_.peers_in({}) : std::vector{source},
+                          tree_neighbours(rank(), size())};
   const auto enqueue = [&](DeviceOperation& operation, StreamHandle stream) {
     const int64_t num_bytes = tensor.num_bytes();
     if (size() == 1 || num_bytes == 0) return;
@@ -320,8 +345,7 @@ OperationPtr DeviceExecution::broadcast(const TensorRef& tensor, int source, Cal
                      num_bytes, source, stream, keep_waiting(operation.deadline()));
     if (!scatters.empty()) runtime_->execute(scatters.tasks(), scatters.buffers(), Scale{}, stream);
   };
-  return run_collective(OpCode::broadcast, {}, pairs, {&tensor, 1}, {}, std::move(options),
-                        enqueue);
+  return run_collective(compared, {&tensor, 1}, {}, std::move(options), enqueue);
 }
 
 OperationPtr DeviceExecution::barrier(bool is_async) {

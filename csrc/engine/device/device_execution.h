@@ -7,10 +7,10 @@
 // lane for messages to higher ranks and one for messages to lower ranks (see lane_batch.h), so that
 // a send never waits behind a receive of another channel or from the other direction.
 //
-// Checks. Before a collective runs for the first time, ranks compare it on the control plane
-// (Agreement); from then on it runs without host traffic. Point-to-point messages are compared
-// behind the transfer (MessageCheck). Inside a graph capture there is no host traffic at all, so
-// calls that would need some are refused.
+// Checks. Before a collective runs for the first time, ranks compare it on the control plane, pair
+// by pair (Agreement) or, in a large group, along its tree (CollectiveLine); from then on it runs
+// without host traffic. Point-to-point messages are compared behind the transfer (MessageCheck).
+// Inside a graph capture no call waits for other hosts, so those that would have to are refused.
 #pragma once
 
 #include <deque>
@@ -22,9 +22,11 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
 #include "copy/device_runtime.h"
+#include "engine/agreement.h"
 #include "engine/communicator.h"
 #include "engine/device/in_flight.h"
 #include "engine/device/lane_batch.h"
@@ -32,6 +34,7 @@
 #include "engine/device/message_counts.h"
 #include "engine/device/replays.h"
 #include "engine/execution.h"
+#include "transport/group_tree.h"
 #include "transport/nccl/nccl_transport.h"
 
 namespace pipecomm {
@@ -46,7 +49,7 @@ struct DeviceOptions {
 
 class DeviceExecution final : public Execution {
  public:
-  // `nccl_ids`: one per lane, the same on all ranks. Of a Communicator whose collectives are direct.
+  // `nccl_ids`: one per lane, the same on all ranks.
   DeviceExecution(Communicator& communicator, const DeviceOptions& options,
                   std::shared_ptr<DeviceRuntime> runtime, const NcclApi& api,
                   std::vector<NcclUniqueId> nccl_ids);
@@ -89,6 +92,17 @@ class DeviceExecution final : public Execution {
     StreamHandle last_stream = nullptr;
     EventPtr last_end;
   };
+  // A collective as its ranks compare it.
+  struct Compared {
+    OpCode op;
+    const Scope& scope;
+    Descriptor common;  // see Collective
+    // What it is between this rank and these members. Owns what it needs.
+    std::function<std::vector<PeerMessages>(std::span<const int> peers)> messages_with;
+    std::vector<int> data_peers;
+    // Of many members, those with whom the messages are numbered and claimed.
+    std::vector<int> claimed_peers;
+  };
   // What is verified behind the transfer, or refused.
   struct Pending {
     OperationPtr operation;
@@ -113,11 +127,17 @@ class DeviceExecution final : public Execution {
   void note_captured(int peer, Direction direction, const Descriptor& descriptor);
   void note_message(DeviceOperation& operation, Direction direction, int peer,
                     Descriptor descriptor);
-  void agree(OpCode op, std::span<const PeerMessages> pairs, const Scope& scope,
+  void agree(const Compared& compared, std::span<const PeerMessages> pairs,
              const Interrupted& interrupted);
-  void claim_new(std::span<const PeerMessages> pairs, std::span<const PeerMessages> fresh);
-  void await_agreement(OpCode op, Operation& operation, const Agreement& agreement,
-                       bool is_new_to_all, const Interrupted& interrupted);
+  void agree_along_tree(const Compared& compared, const Interrupted& interrupted);
+  void check_captured(OpCode op, std::span<const PeerMessages> pairs, bool is_new);
+  bool is_known(const PeerMessages& pair) const;
+  void claim(const PeerMessages& pair, bool is_compared);
+  void learn(std::span<const PeerMessages> pairs);
+  void compare_behind(const OperationPtr& operation);
+  void await_agreement(OpCode op, Operation& operation,
+                       const std::shared_ptr<const Agreement>& agreement, bool is_new_to_all,
+                       const Interrupted& interrupted);
   StreamHandle enter(DeviceOperation& operation, int lane_idx, bool on_caller,
                      const EventPtr& start);
   EventPtr leave(DeviceOperation& operation, int lane_idx, StreamHandle stream);
@@ -128,9 +148,9 @@ class DeviceExecution final : public Execution {
   template <class Launch>
   void launch(const DeviceOperationPtr& operation, Launch&& body);
   template <class Launch>
-  OperationPtr run_collective(OpCode op, const Scope& scope, std::span<const PeerMessages> pairs,
-                              std::span<const TensorRef> inputs, std::span<const TensorRef> outputs,
-                              CallOptions options, Launch&& body);
+  OperationPtr run_collective(const Compared& compared, std::span<const TensorRef> inputs,
+                              std::span<const TensorRef> outputs, CallOptions options,
+                              Launch&& body);
   NcclTransport::KeepWaiting keep_waiting(Deadline deadline) const;
 
   void fail(FailureKind kind, const std::string& message, const std::string& op = "") {
@@ -150,6 +170,7 @@ class DeviceExecution final : public Execution {
   void check_unmatched();
   void say_closing();
   bool meet(const Interrupted& interrupted);
+  bool has_heard_in(size_t round) const;
   void stop_looking();
   std::future<void> run_apart(std::function<void()> body) const;
 
@@ -165,8 +186,11 @@ class DeviceExecution final : public Execution {
 
   MessageCounts counts_;
   std::vector<Lane> lanes_;
-  std::mutex collective_mutex_;       // the order of agreements is the order of collectives
-  std::map<OpCode, int> num_agreed_;  // under collective_mutex_
+  std::mutex collective_mutex_;  // the order of agreements is the order of collectives
+  // Under collective_mutex_: of each collective, the agreements that were awaited; and of distinct
+  // ones of many members, those along the tree, by members and digest.
+  std::map<OpCode, int> num_agreed_;
+  std::map<std::vector<int>, std::unordered_map<uint64_t, int>> num_compared_;
   std::atomic<int64_t> num_exchanges_{0};
   std::atomic<int64_t> num_passes_{0};
 
@@ -178,7 +202,7 @@ class DeviceExecution final : public Execution {
   std::future<void> aborted_;                          // tick(), then end(); if NCCL is aborted
   bool all_have_come_ = false;                         // to the end
   std::atomic<bool> has_captured_{false};
-  std::vector<bool> drained_;  // peers that have closed and have nothing in flight
+  std::vector<bool> heard_in_round_;  // of the meeting at the end
   std::string end_warning_;
 };
 

@@ -100,6 +100,13 @@ bool MessageCheck::learn(Order& order, const Descriptor& descriptor) {
   return true;
 }
 
+void MessageCheck::stop_numbers(int channel) {
+  std::lock_guard lock(mutex_);
+  for (int peer = 0; peer < size_; ++peer)
+    for (const Direction direction : {Direction::send, Direction::recv})
+      stop_numbers(orders_[order_idx(peer, direction, channel)]);
+}
+
 void MessageCheck::stop_numbers(Order& order) {
   order.is_numbered = false;
   order.runs.clear();

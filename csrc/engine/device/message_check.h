@@ -50,6 +50,8 @@ class MessageCheck {
   bool is_known(int peer, Direction direction, const Descriptor& descriptor) const;
   // Numbers a message that is compared elsewhere: claims of the peer about it say nothing.
   void skip(int peer, Direction direction, Descriptor& descriptor);
+  // The ends no longer number the messages of this channel alike.
+  void stop_numbers(int channel);
   // Both ends agree about it, now and later.
   void learn(int peer, Direction direction, const Descriptor& descriptor);
   // A message of this order is now part of a graph. Its replays are not numbered, and the other end

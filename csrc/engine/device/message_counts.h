@@ -2,6 +2,8 @@
 // how many it has had there. A message beyond that has no other end.
 #pragma once
 
+#include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <mutex>
 #include <optional>
@@ -32,6 +34,11 @@ class MessageCounts {
   uint64_t count(int peer, Direction direction, int channel) const {
     std::lock_guard lock(mutex_);
     return counts_[idx_of(peer, direction, channel)];
+  }
+  bool has_any(int peer) const {
+    std::lock_guard lock(mutex_);
+    const auto begin = counts_.begin() + ptrdiff_t(idx_of(peer, Direction::send, 0));
+    return std::any_of(begin, begin + 2 * kNumChannels, [](uint64_t count) { return count > 0; });
   }
   // The peer posts no more than these; `direction` as seen from here.
   void limit(int peer, Direction direction, int channel, uint64_t count) {
