@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -95,8 +96,10 @@ def as_json(results: list[Result], arguments: dict[str, Any], transports: dict[s
 
 
 def write_json(path: str, document: dict[str, Any]) -> None:
+    text = json.dumps(document, indent=1)
+    text = re.sub(r"\[[^][{}]*\]", lambda numbers: " ".join(numbers[0].split()), text)  # a list, a line
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_text(json.dumps(document, indent=1) + "\n")
+    Path(path).write_text(text + "\n")
 
 
 def size_text(num_bytes: int) -> str:

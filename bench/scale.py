@@ -116,7 +116,9 @@ def run_world(args: argparse.Namespace) -> int:
         comm.close()
     if rank == 0:
         _print_footprints(world)
-        arguments = {name: _plain(value) for name, value in vars(args).items()}
+        arguments = {
+            name: _plain(value) for name, value in vars(args).items() if name not in ("part", "store_port")
+        }
         Path(args.part).write_text(json.dumps(world.as_json(arguments)))
     return 1 if any(result.num_wrong for result in world.results) else 0
 
@@ -332,6 +334,8 @@ def draw(path: str, worlds: list[dict[str, Any]]) -> None:
         axis.set(title=title, xlabel="ranks", xscale="log", yscale="log" if "(us)" in title else "linear")
         axis.set_xticks([world["num_ranks"] for world in worlds], [world["num_ranks"] for world in worlds])
         axis.minorticks_off()
+        if axis.get_yscale() == "linear":
+            axis.set_ylim(bottom=0)
         axis.grid(alpha=0.3)
     handles, names = axes[0, 0].get_legend_handles_labels()
     figure.legend(handles, names, loc="outside lower center", ncols=len(names))

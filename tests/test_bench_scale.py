@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import tempfile
 import threading
 from pathlib import Path
 
@@ -67,6 +68,7 @@ def test_the_command_line_goes_through_numbers_of_ranks(tmp_path):
         picture,
     )
     assert exit_code == 0, output
+    assert str(Path(tempfile.gettempdir()) / "pipecomm-scale-") not in numbers.read_text()
     for world, num_ranks in zip(json.loads(numbers.read_text())["worlds"], [2, 3], strict=True):
         check_world(world, num_ranks)
         assert world["arguments"]["busy"] is True
