@@ -257,6 +257,46 @@ def test_a_cut_link_ends_all_waits_by_their_timeout(host_pool, work):
     check_silence(struck_at, endings, lambda rank: {0, 1} if rank >= 2 else {2, 3})
 
 
+def test_a_timeout_tells_of_a_host_that_confirms_nothing(host_pool):
+    cut = "its host confirms nothing that is sent to it: it or the network may be down"
+    _, endings = endings_of(host_pool, "large messages", 3.0, lambda world: world.cut_link(1), [0, 1, 2, 3])
+    told = [(ending, re.search(rf"rank (\d) is connected, but {cut}", ending.text)) for ending in endings]
+    assert any(match for _, match in told), endings
+    for ending, match in told:
+        assert match is None or HOST_OF[int(match[1])] != HOST_OF[ending.origin], ending
+
+
+def waits_for_a_silent_host(world) -> Ending:
+    os.environ.update(PIPECOMM_HEARTBEAT_S="1", PIPECOMM_HEARTBEAT_LIMIT_S="2")
+    comm = Communicator(world.group, device="cpu", timeout=20)
+    ring_exchange(comm, 100)()
+    world.mark("running")
+    try:
+        comm.recv(torch.empty(1), (comm.rank + 2) % NUM_RANKS)
+        raise AssertionError("nobody has sent anything")
+    except PipeCommError as error:
+        ended_at = time.monotonic()
+        text, origin, kind = str(error), error.origin_rank, type(error)
+    comm.close()
+    return Ending(kind, text, origin, ended_at, time.monotonic() - ended_at)
+
+
+def test_a_host_that_stays_silent_is_lost_by_its_heartbeat(host_pool):
+    """Long before the timeout; nothing is under way that would be confirmed."""
+    with host_pool.disposable(NUM_RANKS, waits_for_a_silent_host) as world:
+        for rank in range(NUM_RANKS):
+            world.await_mark(rank, "running", 20)
+        time.sleep(0.3)
+        struck_at = world.cut_link(1)
+        outcomes = world.collect(deadline=12)
+    for rank, outcome in enumerate(outcomes):
+        assert outcome.status == "returned", outcome
+        ending = outcome.value
+        print(f"rank {rank}: after {ending.ended_at - struck_at:.2f} s: {ending.text}")
+        assert ending.kind is PipeCommPeerLost, ending
+        assert HOST_OF[ending.origin] != HOST_OF[rank] and 1.0 < ending.ended_at - struck_at < 6.0, ending
+
+
 @pytest.mark.parametrize("work", ["large messages", "barriers"])
 def test_a_rank_that_is_stopped_ends_all_waits_by_their_timeout(host_pool, work):
     struck_at, endings = endings_of(

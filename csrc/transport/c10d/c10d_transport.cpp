@@ -346,7 +346,7 @@ std::string C10dTransport::describe_peer(int peer_idx) const {
   Peer* const peer = find(peer_idx);
   if (!peer) return "is not connected";
   std::lock_guard lock(peer->mutex);
-  if (peer->connection.attached() || peer->is_over) return peer->connection.link().describe();
+  if (peer->connection.attached() || peer->is_over) return peer->connection.describe();
   const std::string problem = connector_->problem(peer_idx);
   return "is not connected" + (problem.empty() ? "" : " (" + problem + ")");
 }

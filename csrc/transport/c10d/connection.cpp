@@ -41,6 +41,14 @@ void Connection::detach() {
   socket_ = {};
 }
 
+std::string Connection::describe() const {
+  const bool is_cut = link_.state() == PeerLink::State::open && socket_ && is_unconfirmed(socket_);
+  return link_.describe() +
+         (is_cut
+              ? ", but its host confirms nothing that is sent to it: it or the network may be down"
+              : "");
+}
+
 // ------------------------------------------------------------------------------------------------
 // coming in
 

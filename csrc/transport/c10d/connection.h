@@ -46,6 +46,8 @@ class Connection {
   // Whether something waits for the socket to take more.
   bool has_unsent() const { return !packets_.empty() || !bodies_.empty() || piece_left_ > 0; }
 
+  // For error texts, like "is connected".
+  std::string describe() const;
   // Forgets all requests under way, and gives their memory up.
   std::vector<RequestPtr> drop();
 

@@ -147,6 +147,14 @@ int error_of(const Socket& socket) {
 
 std::string error_text(int error) { return std::generic_category().message(error); }
 
+bool is_unconfirmed(const Socket& socket) {
+  constexpr int kTwice = 2;  // sent again: for longer than one lost packet takes
+  tcp_info info{};
+  socklen_t num_bytes = sizeof info;
+  return getsockopt(socket.fd(), IPPROTO_TCP, TCP_INFO, &info, &num_bytes) == 0 &&
+         info.tcpi_unacked > 0 && info.tcpi_retransmits >= kTwice;
+}
+
 void keep_alive(const Socket& socket, std::chrono::seconds interval, std::chrono::seconds limit) {
   const int interval_s = std::max(1, static_cast<int>(interval.count()));
   const int limit_s = std::max(interval_s, static_cast<int>(limit.count()));

@@ -48,6 +48,8 @@ Socket start_connecting(const Address& address);
 // The error of the attempt, or of the connection: 0 if there is none.
 int error_of(const Socket& socket);
 std::string error_text(int error);
+// Whether the other host has left what is sent to it unconfirmed, also when it was sent again.
+bool is_unconfirmed(const Socket& socket);
 
 // A connection whose other end is silent is asked every `interval` whether it is there, and ends when
 // `limit` passes without an answer.
