@@ -422,8 +422,10 @@ void C10dTransport::tick() {
   for_each_peer([this](Peer& peer) {
     std::unique_lock lock(peer.mutex, std::try_to_lock);
     if (!lock || stopping_) return;
-    write(peer);  // in case its socket could not be watched for room
+    // In case its socket could not be watched for room.
+    if (peer.connection.has_unsent() && !peer.wants_out) write(peer);
     look_after(peer, lock);
+    if (lock) act(peer, lock);
   });
 }
 
