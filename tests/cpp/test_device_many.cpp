@@ -124,7 +124,8 @@ void mismatches_are_refused_on_all() {
 }
 
 void refusals_are_told_to_all() {
-  run("refusals", many_options_of(5), [](Rank& me) {
+  std::barrier meeting(5);
+  run("refusals", many_options_of(5), [&](Rank& me) {
     for (int turn = 0; turn < 3; ++turn) {
       if (me.rank == turn) {
         me.comm->refuse(OpCode::broadcast, "ValueError: bad here");
@@ -140,12 +141,17 @@ void refusals_are_told_to_all() {
       EXPECT(!me.comm->failure());
     }
     for (int turn = 0; turn < 9; ++turn) broadcast_from(me, 3);
+    meeting.arrive_and_wait();
     // Compared often enough: the others are on the device already.
     if (me.rank == 1) {
       me.comm->refuse(OpCode::broadcast, "ValueError: too late");
     } else {
       Tensor again({4}, 1);
-      me.comm->broadcast(again.ref(), 3, {.is_async = false});
+      try {
+        me.comm->broadcast(again.ref(), 3, {.is_async = false});
+      } catch (const PipeCommException& error) {
+        EXPECT(contains(error.what(), "too late"));  // it was already known
+      }
     }
     EXPECT(contains(failure_of(me)->message, "too late"));
   });
@@ -178,8 +184,10 @@ void late_mismatches_reach_everybody() {
 // One rank calls another collective than those that it no longer compares: it waits for them, and
 // what it claims tells them.
 void another_collective_is_noticed() {
-  run("another collective", many_options_of(4), [](Rank& me) {
+  std::barrier meeting(4);
+  run("another collective", many_options_of(4), [&](Rank& me) {
     for (int turn = 0; turn < 9; ++turn) broadcast_from(me, 0);
+    meeting.arrive_and_wait();
     Tensor tensor({me.rank == 2 ? 7 : 4}, 1);
     try {
       me.finish(me.comm->broadcast(tensor.ref(), 0, {.is_async = false}));
