@@ -242,6 +242,10 @@ void RoutedTransport::post_by(Way way, std::vector<RequestPtr> requests, bool is
   if (requests.empty()) return;
   if (way == Way::shm) return shm_->post(std::move(requests), is_async);
   if (way == Way::tcp) return tcp_->post(std::move(requests), is_async);
+  {
+    std::lock_guard lock(mutex_);
+    if (aborted_) return;  // they fail for that cause
+  }
   for (const RequestPtr& request : requests)
     Operation::settle(*request, gone_failure(rank_, *request, kHasClosed));
 }

@@ -2,6 +2,7 @@
 #include <atomic>
 #include <chrono>
 #include <functional>
+#include <future>
 #include <memory>
 #include <string>
 #include <thread>
@@ -187,6 +188,32 @@ void test_only_memory_and_none() {
   });
 }
 
+// An operation whose rank looked just before its communicator failed whether it had, and posts after.
+void test_posting_after_a_refusal() {
+  check::context = "post after a refusal";
+  struct Events : TransportEvents {
+    void on_peer_lost(int, const std::string& why) override {
+      check::fail(__FILE__, __LINE__, why);
+    }
+    void on_remote_failure(const Failure&) override {}
+    void on_broken(const std::string& why) override { check::fail(__FILE__, __LINE__, why); }
+    void on_refused(int, const std::string& why) override {
+      (*transport.get_future().get()).abort({.message = why});
+    }
+    std::promise<HostTransport*> transport;
+  } events;
+  Meeting meeting(2);
+  meeting.over_memory(shape_of(2));
+  place(meeting, {0, 1});
+  const auto transport = meeting.transport(0, events);
+  events.transport.set_value(transport.get());
+  while (transport->describe_peer(1) != "has closed its communicator")
+    std::this_thread::sleep_for(1ms);
+  const RequestPtr request = make_request(Direction::recv, 1, {}, nullptr);
+  transport->post({request}, true);
+  CHECK(!request->settled);  // its operation has a better reason to fail
+}
+
 // Rank 1 makes its communicator later than rank 0, whose messages wait.
 void test_a_rank_that_comes_later() {
   for (const bool over_memory : {false, true}) {
@@ -336,6 +363,7 @@ int main() {
   test_pairs_take_the_way_that_they_have();
   test_one_end_without_memory();
   test_only_memory_and_none();
+  test_posting_after_a_refusal();
   test_a_rank_that_comes_later();
   test_a_rank_that_never_comes();
   test_a_rank_that_refuses();
