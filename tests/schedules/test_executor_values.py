@@ -417,6 +417,7 @@ def test_wrong_arguments_are_refused_on_all_ranks_with_their_cure(world):
 def test_wrong_keywords_of_two_chains_and_types_within_a_stage(world):
     plan = get_plan("dualpipe", 2, 4)
     executor = Executor(plan, [lambda x, shift=0: x + shift] * 2)
+    world.comm.barrier()  # all ranks have made theirs
     with pytest.raises((ValueError, PipeCommAborted), match="this rank has stages of several chains"):
         executor.eval(torch.ones(2), kwargs=[{}] * 2)
     world.comm.barrier()
