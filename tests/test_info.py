@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import pipecomm_ext
 from pipecomm_ext import __main__ as command_line
@@ -31,6 +32,7 @@ KEYS = {
     "choice",
     "environment",
     "settings",
+    "communicators",
     "warnings",
 }
 CUDA = {"built": True, "reason": "nvcc 13.0", "devices": ["GPU"]}
@@ -65,6 +67,26 @@ def test_info_sees_the_nccl_that_torch_loaded() -> None:
     else:
         assert nccl["loaded_version"] == ".".join(map(str, torch.cuda.nccl.version()[:3]))
         assert len(nccl["libraries"]) == 1
+
+
+def test_info_lists_the_communicators_that_are_open(tmp_path) -> None:
+    before = info()["communicators"]
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        with pipecomm_ext.Communicator() as comm:
+            (facts,) = (each for each in info()["communicators"] if each not in before)
+            assert facts == {
+                "rank": 0,
+                "size": 1,
+                "device": "cpu",
+                "transport": comm.known_transport,
+                "nccl_communicators": 0,
+                "nccl_bytes": 0,
+            }
+        assert info()["communicators"] == before
+    finally:
+        dist.destroy_process_group()
 
 
 def test_info_shows_our_environment_variables(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from pipecomm_ext import _C, _build_info
 from pipecomm_ext.communicator import construction
 from pipecomm_ext.core import environment
+from pipecomm_ext.core.rendezvous import Rendezvous
 from pipecomm_ext.transports import TRANSPORTS, nccl
 
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
@@ -34,12 +37,30 @@ def test_wrong_options_are_refused(monkeypatch, text):
         nccl.options(environment.read())
 
 
+def choices(gpus, problems=None):
+    """What each rank of a group takes to be the problem with NCCL, all at the same time over one store."""
+    store = dist.HashStore()
+    meetings = []
+    for rank in range(len(gpus)):
+        meeting = Rendezvous.__new__(Rendezvous)
+        meeting.__dict__.update(rank=rank, size=len(gpus), store=store, _deadline=None, _what="Communicator")
+        meetings.append(meeting)
+    problems = problems or [""] * len(gpus)
+
+    def choice(meeting):
+        facts = {"problem": problems[meeting.rank], "gpu": gpus[meeting.rank]}
+        return meeting.first_problem(nccl.problem_among(meeting, facts))
+
+    with ThreadPoolExecutor(len(gpus)) as pool:
+        return list(pool.map(choice, meetings))
+
+
 def test_nccl_needs_all_ranks_and_a_gpu_for_each():
-    good = [{"problem": "", "gpu": f"host/{idx}"} for idx in range(3)]
-    assert nccl.problem_of(good) == ""
-    assert nccl.problem_of([*good, {"problem": "no driver", "gpu": ""}]) == "rank 3: no driver"
-    problem = nccl.problem_of([*good, good[1]])
-    assert problem.startswith("ranks 1 and 3 have the same GPU") and "set_device" in problem
+    assert choices([f"host/{idx}" for idx in range(6)]) == [""] * 6
+    assert choices(["a", "b", ""], ["", "", "no driver"]) == ["rank 2: no driver"] * 3
+    for _ in range(5):
+        (problem,) = set(choices(["a", "b", "c", "b"]))
+        assert problem.startswith("ranks 1 and 3 have the same GPU") and "set_device" in problem
 
 
 def test_more_thread_blocks_at_least_than_at_most(monkeypatch):
@@ -61,31 +82,32 @@ def test_more_thread_blocks_at_least_than_at_most(monkeypatch):
     ],
 )
 def test_the_choice_for_cuda_tensors(monkeypatch, gpus, is_asked_for, transport, reason):
-    """Rank 0 of two, with engines that connect nothing."""
+    """Rank 1 of two, with engines that do nothing."""
     meeting = SimpleNamespace(
-        rank=0,
+        rank=1,
         size=2,
-        gather_published=lambda: [{"nccl": {"problem": "", "gpu": gpu}} for gpu in gpus],
-        gather=lambda stage, record: [{"ids": []}] * 2,
+        first_problem=lambda problem: problem,
+        taken_by=lambda gpu: gpus.index(gpu),
         publish=lambda record: None,
     )
     made = []
 
     def engine(connections, **arguments):
-        made.append("nccl" if "nccl_ids" in arguments else "c10d")
+        made.append("nccl" if "device_idx" in arguments else "c10d")
 
     monkeypatch.setattr(_C, "Communicator", engine)
-    monkeypatch.setattr(_C, "nccl_num_ids", lambda channels: 0)
-    monkeypatch.setattr(_C, "nccl_unique_ids", lambda number: [])
-    free = iter([7 << 30, (7 << 30) - (160 << 20)])
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (next(free), 8 << 30))
     requested = "nccl" if is_asked_for else "auto"
     arguments = {"transport": requested, "channels": 2, "timeout": 1.0, "check": "auto"}
     routes = SimpleNamespace(connections=None)
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         _, chosen, why = construction._engine(
-            meeting, routes, {}, torch.device("cuda", 0), arguments, environment.read()
+            meeting,
+            routes,
+            {"nccl": {"problem": "", "gpu": gpus[1]}},
+            torch.device("cuda", 0),
+            arguments,
+            environment.read(),
         )
     assert [chosen] == made == [transport] and reason in why
     if transport == "c10d":
@@ -94,7 +116,15 @@ def test_the_choice_for_cuda_tensors(monkeypatch, gpus, is_asked_for, transport,
         assert warning.category is RuntimeWarning
         assert "stages CUDA tensors" in str(warning.message) and "set_device" in str(warning.message)
     else:
-        assert not warned and why.endswith("; connecting took 160 MiB of cuda:0")
+        assert not warned
+
+
+def test_what_nccl_has_taken():
+    device = torch.device("cuda", 1)
+    assert nccl.usage_text(0, 0, device) == "nothing is connected yet"
+    assert nccl.usage_text(4, 130 << 20, device) == (
+        "connecting took 130 MiB of cuda:1 for 4 NCCL communicators"
+    )
 
 
 @without_gpu
@@ -117,7 +147,6 @@ def test_a_device_communicator_without_a_device():
             timeout=5,
             check="auto",
             device_idx=0,
-            nccl_ids=[],
         )
 
 
@@ -125,8 +154,6 @@ def test_a_device_communicator_without_a_device():
     ("wrong", "text"),
     [
         ({"check": "sometimes"}, "check must be"),
-        ({"size": 2}, "nccl_ids must have 5 elements"),
-        ({"size": 2, "nccl_ids": [b"short"] * 5}, "must have 128 bytes, not 5"),
         ({"timeout": 0}, "timeout must be more than 0"),
     ],
 )
@@ -139,7 +166,6 @@ def test_wrong_arguments_of_a_device_communicator(wrong, text):
         "timeout": 5,
         "check": "auto",
         "device_idx": 0,
-        "nccl_ids": [],
     }
     with pytest.raises(ValueError, match=text):
         _C.Communicator(**{**arguments, **wrong})

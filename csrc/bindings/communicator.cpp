@@ -121,9 +121,10 @@ void BoundCommunicator::refuse(const std::string& op, const std::string& reason,
   communicator_->refuse(code, reason, scope);
 }
 
-void BoundCommunicator::connect(const std::vector<int>& peers) {
+void BoundCommunicator::connect(const std::vector<int>& peers,
+                                const std::optional<std::vector<int>>& channels) {
   py::gil_scoped_release no_gil;
-  communicator_->connect(peers);
+  communicator_->connect(peers, channels);
 }
 
 std::pair<std::string, std::string> BoundCommunicator::route(int peer) const {
@@ -178,6 +179,11 @@ py::dict BoundCommunicator::copy_counters() const {
   return counters_dict(communicator_->copy_counters());
 }
 
+std::pair<int, int64_t> BoundCommunicator::nccl_usage() const {
+  const DeviceUsage usage = communicator_->device_usage();
+  return {usage.num_nccl_comms, usage.num_bytes};
+}
+
 // async_op=False: wait() follows at once, on the same thread.
 py::class_<BoundCommunicator> bind_communicator(py::module_& m) {
   using Bound = BoundCommunicator;
@@ -202,11 +208,12 @@ py::class_<BoundCommunicator> bind_communicator(py::module_& m) {
       .def("empty", &Bound::empty, py::arg("shape"), py::arg("dtype"))
       .def("refuse", &Bound::refuse, py::arg("op"), py::arg("reason"),
            py::arg("members") = std::vector<int>(), py::arg("channel") = py::none())
-      .def("connect", &Bound::connect, py::arg("peers"))
+      .def("connect", &Bound::connect, py::arg("peers"), py::arg("channels") = py::none())
       .def("route", &Bound::route, py::arg("peer"))
       .def("abort", &Bound::abort, py::arg("reason"))
       .def("close", &Bound::close)
       .def("copy_counters", &Bound::copy_counters)
+      .def("nccl_usage", &Bound::nccl_usage)
       .def("failure", &Bound::failure)
       .def("flight_record", &Bound::flight_record)
       .def_property_readonly("closed", &Bound::closed)

@@ -46,7 +46,7 @@ class BoundCommunicator {
   void refuse(const std::string& op, const std::string& reason, std::vector<int> members,
               const py::object& channel);
   // Begins to connect to these ranks.
-  void connect(const std::vector<int>& peers);
+  void connect(const std::vector<int>& peers, const std::optional<std::vector<int>>& channels);
   // Name of the transport, "" if it is not settled, and the reason if there is one to tell.
   std::pair<std::string, std::string> route(int peer) const;
   // For results: in memory that peers write directly, if the transport has such memory.
@@ -59,6 +59,8 @@ class BoundCommunicator {
   py::object failure() const;
   py::list flight_record() const;
   py::dict copy_counters() const;
+  // The number of NCCL communicators, and the memory of the device that they took.
+  std::pair<int, int64_t> nccl_usage() const;
 
  private:
   // What the engine is to see of one message, and the batch of them.

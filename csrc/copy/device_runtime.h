@@ -24,7 +24,8 @@ class DeviceRuntime {
  public:
   virtual ~DeviceRuntime() = default;
 
-  virtual void adopt_thread() {}              // first on a thread that belongs to the library
+  // First on a thread that belongs to the library, whose calls then do no harm to captures on others.
+  virtual void adopt_thread() {}
   virtual StreamHandle current_stream() = 0;  // of the calling thread
   // Of high priority. Serves this object alone as long as it lives, and is never destroyed.
   virtual StreamHandle new_stream() = 0;
@@ -40,6 +41,9 @@ class DeviceRuntime {
 
   // Memory for work on `stream` only; may be dropped as soon as that work is enqueued.
   virtual std::shared_ptr<std::byte> allocate(int64_t num_bytes, StreamHandle stream) = 0;
+
+  // Of the device, whoever uses the rest.
+  virtual int64_t free_bytes() { return 0; }
 
   // Memory of the host that the device reads and writes, too. Harmless to captures on other threads.
   virtual std::shared_ptr<std::byte> allocate_host(int64_t num_bytes) = 0;

@@ -157,7 +157,11 @@ class CudaRuntime final : public DeviceRuntime {
   }
   ~CudaRuntime() override { shared_.give_back(streams_); }
 
-  void adopt_thread() override { require(cudaSetDevice(device_idx_), "choosing the device"); }
+  void adopt_thread() override {
+    require(cudaSetDevice(device_idx_), "choosing the device");
+    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+    require(cudaThreadExchangeStreamCaptureMode(&mode), "choosing the mode of captures");
+  }
 
   StreamHandle current_stream() override {
     return c10::cuda::getCurrentCUDAStream(device_idx_).stream();
@@ -171,6 +175,7 @@ class CudaRuntime final : public DeviceRuntime {
     if (!stream)
       require(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, highest_priority_),
               "creating a stream");
+    std::lock_guard lock(streams_mutex_);
     streams_.push_back(stream);
     return stream;
   }
@@ -218,6 +223,13 @@ class CudaRuntime final : public DeviceRuntime {
     void* data =
         allocator::raw_alloc_with_stream(static_cast<size_t>(num_bytes), stream_of(stream));
     return {static_cast<std::byte*>(data), [](std::byte* data) { allocator::raw_delete(data); }};
+  }
+
+  int64_t free_bytes() override {
+    c10::cuda::CUDAGuard guard(device_idx_);
+    size_t free = 0, total = 0;
+    if (cudaMemGetInfo(&free, &total) != cudaSuccess) cudaGetLastError();
+    return static_cast<int64_t>(free);
   }
 
   std::shared_ptr<std::byte> allocate_host(int64_t num_bytes) override {
@@ -313,6 +325,7 @@ class CudaRuntime final : public DeviceRuntime {
   bool has_kernels_ = true;
   SharedDevice& shared_;
   int highest_priority_ = 0;
+  std::mutex streams_mutex_;
   std::vector<cudaStream_t> streams_;
   std::mutex recent_mutex_;
   RecentTasks recent_tasks_;

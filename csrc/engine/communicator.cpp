@@ -31,9 +31,9 @@ auto both_ways(const Descriptor& descriptor) {
 }  // namespace
 
 Communicator::Communicator(const CommunicatorOptions& options, const MakeTransport& make_transport,
-                           const MakeExecution& make_execution, const Interrupted& interrupted)
+                           const MakeExecution& make_execution)
     : Communicator(Unstarted(), options, make_transport, make_execution) {
-  execution_->start(interrupted);  // if it throws, the destructor does the rest
+  execution_->start();  // if it throws, the destructor does the rest
 }
 
 Communicator::Communicator(Unstarted, const CommunicatorOptions& options,
@@ -263,11 +263,13 @@ OperationPtr Communicator::refuse(OpCode op, const std::string& reason, const Sc
   return execution_->refuse(op, reason, scope);
 }
 
-void Communicator::connect(std::span<const int> peers) {
+void Communicator::connect(std::span<const int> peers,
+                           const std::optional<std::vector<int>>& channels) {
   check_process();
   if (closed_ || failure()) return;
   for (const int peer : peers)
     if (peer != rank()) transport_->connect(peer);
+  execution_->connect(peers, channels);
 }
 
 bool Communicator::wait(Operation& operation, Deadline until, const Interrupted& interrupted) {

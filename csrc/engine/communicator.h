@@ -45,10 +45,9 @@ class Communicator final : private TransportEvents {
  public:
   using MakeTransport = std::function<std::unique_ptr<HostTransport>(TransportEvents&)>;
   using MakeExecution = std::function<std::unique_ptr<Execution>(Communicator&)>;
-  // Without `make_execution` a HostExecution. Another one may have to wait for all ranks.
+  // Waits for nobody. Without `make_execution` its execution is a HostExecution.
   Communicator(const CommunicatorOptions& options, const MakeTransport& make_transport,
-               const MakeExecution& make_execution = nullptr,
-               const Interrupted& interrupted = nullptr);
+               const MakeExecution& make_execution = nullptr);
   ~Communicator() override;
 
   int rank() const { return options_.rank; }
@@ -71,8 +70,9 @@ class Communicator final : private TransportEvents {
   OperationPtr broadcast(const TensorRef& tensor, int source, CallOptions options = {});
   // Meets the hosts of all ranks, whatever runs on streams.
   OperationPtr barrier(bool is_async = true);
-  // Begins to connect to these ranks, see HostTransport::connect.
-  void connect(std::span<const int> peers);
+  // Begins to connect to these ranks, see HostTransport::connect and Execution::connect.
+  void connect(std::span<const int> peers,
+               const std::optional<std::vector<int>>& channels = std::nullopt);
   // See HostTransport::describe_peer.
   std::string describe_peer(int peer) const { return transport_->describe_peer(peer); }
   Route route(int peer) const { return transport_->route(peer); }
@@ -113,6 +113,7 @@ class Communicator final : private TransportEvents {
   // The latest operations that have ended, and all that have not, by number.
   std::vector<Flight> flights() const;
   CopyCounters copy_counters() const { return execution_->copy_counters(); }
+  DeviceUsage device_usage() const { return execution_->device_usage(); }
 
   // --- for its execution ---
   void check_usable(OpCode op) const;
@@ -145,8 +146,9 @@ class Communicator final : private TransportEvents {
   OperationPtr post_barrier(bool is_async);
   OperationPtr post_refusal(OpCode op, const std::string& reason, const Scope& scope);
   // Tells a peer what this end believes of one message, see HostTransport.
-  void claim(int peer, Direction direction, const Descriptor& descriptor) {
-    transport_->claim(peer, direction, descriptor);
+  void claim(int peer, Direction direction, const Descriptor& descriptor,
+             std::span<const std::byte> note = {}) {
+    transport_->claim(peer, direction, descriptor, note);
   }
   // For operations without requests. While the lock is held no other call is posted, and none closes
   // the communicator. Throws if it is not usable.
@@ -163,7 +165,8 @@ class Communicator final : private TransportEvents {
   void on_remote_failure(const Failure& failure) override;
   void on_refused(int peer, const std::string& why) override;
   void on_broken(const std::string& why) override;
-  void on_claim(int peer, Direction direction, const Descriptor& descriptor) override;
+  void on_claim(int peer, Direction direction, const Descriptor& descriptor,
+                std::span<const std::byte> note) override;
 
   struct Unstarted {};
   Communicator(Unstarted, const CommunicatorOptions& options, const MakeTransport& make_transport,

@@ -127,8 +127,12 @@ void Communicator::on_broken(const std::string& why) {
   fail(own_failure(FailureKind::error, "transport failure: " + why));
 }
 
-void Communicator::on_claim(int peer, Direction direction, const Descriptor& descriptor) {
-  execution_->on_claim(peer, direction, descriptor);
+void Communicator::on_claim(int peer, Direction direction, const Descriptor& descriptor,
+                            std::span<const std::byte> note) {
+  {
+    std::lock_guard lock(mutex_);  // until there is a transport to answer by
+  }
+  execution_->on_claim(peer, direction, descriptor, note);
 }
 
 void Communicator::expire(Operation& operation) {

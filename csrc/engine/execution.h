@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -53,12 +54,18 @@ struct CopyCounters {
   int64_t num_staging_allocations = 0;
 };
 
+// What the execution has made on the device for messages, and the memory that was taken meanwhile.
+struct DeviceUsage {
+  int num_nccl_comms = 0;
+  int64_t num_bytes = 0;
+};
+
 class Execution {
  public:
   virtual ~Execution() = default;
 
-  // Before the first call, once the Communicator has its transport. May wait for other ranks.
-  virtual void start(const Interrupted& /*interrupted*/) {}
+  // Before the first call, once the Communicator has its transport.
+  virtual void start() {}
 
   virtual OperationPtr batch_p2p(std::span<const PointToPoint> batch, CallOptions options) = 0;
   // Whether every message of an exchange has to lie in staging memory.
@@ -69,8 +76,13 @@ class Execution {
   virtual OperationPtr barrier(bool is_async) = 0;
   virtual OperationPtr refuse(OpCode op, const std::string& reason, const Scope& scope) = 0;
 
+  // Prepares messages to and from these ranks, if more than the transport has to; on these channels of
+  // the user, or on all, and then the collectives, too. Waits for nobody.
+  virtual void connect(std::span<const int> /*peers*/,
+                       const std::optional<std::vector<int>>& /*channels*/) {}
   // What a peer believes of a message that travels by other means than the transport.
-  virtual void on_claim(int /*peer*/, Direction /*direction*/, const Descriptor& /*theirs*/) {}
+  virtual void on_claim(int /*peer*/, Direction /*direction*/, const Descriptor& /*theirs*/,
+                        std::span<const std::byte> /*note*/) {}
 
   // Makes the caller's stream wait for the operation; false if only a host can wait for it.
   virtual bool follow(Operation& /*operation*/) { return false; }
@@ -94,6 +106,7 @@ class Execution {
   virtual std::string end_warning() const { return ""; }
 
   virtual CopyCounters copy_counters() const = 0;
+  virtual DeviceUsage device_usage() const { return {}; }
 };
 
 }  // namespace pipecomm

@@ -20,6 +20,7 @@ enum class OpCode : uint8_t {
   exchange = 6,
   relay = 7,
   close = 8,
+  connect = 9,
 };
 
 const char* op_name(OpCode op);

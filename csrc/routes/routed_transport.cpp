@@ -250,9 +250,10 @@ void RoutedTransport::post_by(Way way, std::vector<RequestPtr> requests, bool is
     Operation::settle(*request, gone_failure(rank_, *request, kHasClosed));
 }
 
-void RoutedTransport::claim(int peer, Direction direction, const Descriptor& descriptor) {
-  if (!tcp_) return HostTransport::claim(peer, direction, descriptor);
-  tcp_->claim(peer, direction, descriptor);
+void RoutedTransport::claim(int peer, Direction direction, const Descriptor& descriptor,
+                            std::span<const std::byte> note) {
+  if (!tcp_) return HostTransport::claim(peer, direction, descriptor, note);
+  tcp_->claim(peer, direction, descriptor, note);
 }
 
 bool RoutedTransport::assist(Operation& operation) {
@@ -273,6 +274,11 @@ bool RoutedTransport::assist(Operation& operation) {
   }
   tcp_->attend();
   return shm_->assist(operation);
+}
+
+bool RoutedTransport::has_closed(int peer) const {
+  if (way_to(peer) == Way::left) return true;
+  return tcp_ && tcp_->has_closed(peer);
 }
 
 std::string RoutedTransport::describe_peer(int peer) const {

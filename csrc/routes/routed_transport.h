@@ -45,12 +45,14 @@ class RoutedTransport final : public HostTransport {
   std::shared_ptr<std::byte> allocate_result(int64_t num_bytes) override;
   void post(std::vector<RequestPtr> batch, bool is_async) override;
   void connect(int peer) override;
-  void claim(int peer, Direction direction, const Descriptor& descriptor) override;
+  void claim(int peer, Direction direction, const Descriptor& descriptor,
+             std::span<const std::byte> note) override;
   bool assist(Operation& operation) override;
   void tick() override;
   void abort(const Failure& failure) override;
   void begin_close() override;
   void close(Deadline deadline) override;
+  bool has_closed(int peer) const override;
   std::string describe_peer(int peer) const override;
   Route route(int peer) const override;
 

@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -35,7 +36,8 @@ class TransportEvents {
   // An error of the transport itself.
   virtual void on_broken(const std::string& why) = 0;
   // How a peer describes a message between it and this rank (see HostTransport::claim).
-  virtual void on_claim(int /*peer*/, Direction /*direction*/, const Descriptor& /*descriptor*/) {}
+  virtual void on_claim(int /*peer*/, Direction /*direction*/, const Descriptor& /*descriptor*/,
+                        std::span<const std::byte> /*note*/) {}
 };
 
 struct Route {
@@ -63,9 +65,10 @@ class HostTransport {
   virtual void connect(int /*peer*/) {}
 
   // Tells a peer how this end describes a message that travels by other means; `direction` is seen
-  // from here. A claim is neither matched nor answered, and has no order with the messages. For
-  // transports that serve as the control plane of another one.
-  virtual void claim(int /*peer*/, Direction /*direction*/, const Descriptor& /*descriptor*/) {
+  // from here. A claim is neither matched nor answered, and has no order with the messages. It may
+  // carry a short note. For transports that serve as the control plane of another one.
+  virtual void claim(int /*peer*/, Direction /*direction*/, const Descriptor& /*descriptor*/,
+                     std::span<const std::byte> /*note*/) {
     throw std::logic_error("this transport carries no claims");
   }
 
@@ -91,6 +94,8 @@ class HostTransport {
   // How messages to and from a peer travel, as far as that is settled.
   virtual Route route(int /*peer*/) const { return {}; }
 
+  // Whether this rank knows that a peer has closed its communicator.
+  virtual bool has_closed(int /*peer*/) const { return false; }
   // The state of a peer as a predicate, for error texts: "has closed its communicator".
   virtual std::string describe_peer(int peer) const = 0;
 };

@@ -71,15 +71,6 @@ struct Rank {
   void follow(const OperationPtr& operation) { comm->follow(*operation, kNothing); }
 };
 
-inline std::vector<NcclUniqueId> ids_of(int num_channels) {
-  std::vector<NcclUniqueId> ids;
-  for (int idx = 0; idx < DeviceExecution::num_nccl_ids(num_channels); ++idx) {
-    ids.emplace_back();
-    ids.back().bytes[0] = static_cast<char>(idx);
-  }
-  return ids;
-}
-
 // Every rank on a thread; what a rank throws out of its construction goes to `broken`.
 inline void run(const char* name, Options options, const std::function<void(Rank&)>& body,
                 const std::function<void(const std::exception&)>& broken = nullptr,
@@ -104,12 +95,10 @@ inline void run(const char* name, Options options, const std::function<void(Rank
       mine.rank = number;
       Rank rank{number, options.size, std::make_shared<fake::Runtime>(), hub, nullptr};
       try {
-        rank.comm = make_device_communicator(
-            mine, mine, rank.runtime, api, ids_of(mine.num_channels),
-            [&](TransportEvents& events) {
+        rank.comm =
+            make_device_communicator(mine, mine, rank.runtime, api, [&](TransportEvents& events) {
               return std::make_unique<fake::HubTransport>(hub, number, events);
-            },
-            kNothing);
+            });
       } catch (const std::exception& error) {
         EXPECT(broken != nullptr);
         if (broken) broken(error);

@@ -96,7 +96,7 @@ class Hub {
   std::recursive_mutex mutex_;
   std::vector<std::atomic<TransportEvents*>> events_;
   std::map<std::tuple<int, int, int>, Queue> queues_;  // source, destination, channel
-  std::set<int> lost_;
+  std::set<int> lost_, closed_;
   std::latch joined_;
   int num_claims_ = 0;
   int num_messages_ = 0;
@@ -135,14 +135,15 @@ class HubTransport final : public HostTransport {
       }
     }
   }
-  void claim(int peer, Direction direction, const Descriptor& descriptor) override {
+  void claim(int peer, Direction direction, const Descriptor& descriptor,
+             std::span<const std::byte> note) override {
     {
       std::lock_guard lock(hub_.mutex_);
       ++hub_.num_claims_;
     }
-    hub_.tell(peer, [rank = rank_, direction, descriptor](TransportEvents& events) {
-      events.on_claim(rank, direction, descriptor);
-    });
+    hub_.tell(peer,
+              [rank = rank_, direction, descriptor, note = std::vector(note.begin(), note.end())](
+                  TransportEvents& events) { events.on_claim(rank, direction, descriptor, note); });
   }
   void tick() override {}
   void abort(const Failure& failure) override {
@@ -156,7 +157,17 @@ class HubTransport final : public HostTransport {
         hub_.tell(peer, [failure](TransportEvents& events) { events.on_remote_failure(failure); });
   }
   void begin_close() override {}
-  void close(Deadline) override { hub_.leave(rank_); }
+  void close(Deadline) override {
+    {
+      std::lock_guard lock(hub_.mutex_);
+      hub_.closed_.insert(rank_);
+    }
+    hub_.leave(rank_);
+  }
+  bool has_closed(int peer) const override {
+    std::lock_guard lock(hub_.mutex_);
+    return hub_.closed_.contains(peer);
+  }
   std::string describe_peer(int) const override { return "is connected"; }
 
  private:

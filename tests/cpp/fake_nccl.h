@@ -204,7 +204,9 @@ inline NcclResult init(NcclComm** comm, int size, const NcclUniqueId& id, int ra
   const NcclResult error = injected("ncclCommInitRankConfig", rank);
   if (error != NcclResult::success) return error;
   if (config.min_ctas > config.max_ctas) return NcclResult::invalid_argument;  // unset: below all
-  world->comms.push_back(std::make_unique<NcclComm>(int(id.bytes[0]), rank, size));
+  int number = 0;
+  std::memcpy(&number, id.bytes, sizeof number);
+  world->comms.push_back(std::make_unique<NcclComm>(number, rank, size));
   *comm = world->comms.back().get();
   (*comm)->config = config;
   if (group.depth > 0)
@@ -314,7 +316,10 @@ inline NcclApi make_api() {
   };
   api.get_last_error = [](NcclComm*) { return "details of the fake"; };
   api.get_unique_id = [](NcclUniqueId* id) {
+    std::lock_guard lock(world->mutex);
+    const int number = world->num_ids++;
     std::memset(id, 0, sizeof *id);
+    std::memcpy(id->bytes, &number, sizeof number);
     return NcclResult::success;
   };
   api.comm_init = init;

@@ -164,7 +164,8 @@ struct World {
   std::map<int, int> num_joined, num_leaving;           // ranks, per id
   std::map<std::pair<int, int>, Broadcast> broadcasts;  // id, number
   std::vector<std::string> errors;  // what a real device would punish with a hang or garbage
-  size_t max_group_ops = 0;         // of one communicator
+  int num_ids = 0;
+  size_t max_group_ops = 0;  // of one communicator
   int num_kernels = 0;
   std::map<int, int> num_group_ends;  // with messages, by rank
   int num_aborts = 0;

@@ -285,7 +285,8 @@ void changing_exchanges() {
       EXPECT(run_uneven(me, uneven));
       return traffic_so_far() - before;
     };
-    EXPECT(traffic(first) == 6 + 12);  // agreements, and claims of both directions
+    // Agreements, claims of both directions, and what makes the link of all ranks.
+    EXPECT(traffic(first) == 6 + 12 + 4);
     EXPECT(traffic(first) == 0);
     EXPECT(traffic(second) == 2 + 4);
     EXPECT(traffic(second) == 0 && traffic(first) == 0);
@@ -327,11 +328,12 @@ void steady_state_has_no_host_traffic() {
     auto meet = [&] { me.comm->wait(*me.comm->barrier(), Clock::now() + 20s, kNothing); };
     step();
     meet();
-    EXPECT(me.hub.num_claims() == 8);
+    const int num_claims = me.hub.num_claims();
+    EXPECT(num_claims <= 8 + 5);  // of messages, and of two links
     const int num_messages = me.hub.num_messages();
     meet();
     for (int idx = 0; idx < 5; ++idx) step();
-    EXPECT(me.hub.num_claims() == 8);
+    EXPECT(me.hub.num_claims() == num_claims);
     meet();
     EXPECT(me.hub.num_messages() <= num_messages + 4);  // the two meetings
   });
@@ -418,8 +420,8 @@ void failures_reach_everybody() {
       },
       nullptr,
       [num = std::make_shared<std::atomic<int>>(0)](const std::string& call, int rank) {
-        // Rank 0, the lowest, sends 2 messages in each of 3 communicators while connecting.
-        return call == "ncclSend" && rank == 0 && ++*num > 6 ? NcclResult::internal_error
+        // Rank 0 of the pair sends one message while connecting.
+        return call == "ncclSend" && rank == 0 && ++*num > 1 ? NcclResult::internal_error
                                                              : NcclResult::success;
       });
 
@@ -471,6 +473,9 @@ void failures_reach_everybody() {
   });
 
   run("asynchronous error", options_of(2), [](Rank& me) {
+    const Tensor mine({4}, 1), theirs({4});
+    me.finish(me.p2p({mine.to(1 - me.rank), theirs.from(1 - me.rank)}));
+    meet(me);
     if (me.rank == 0) {
       std::lock_guard lock(fake::world->mutex);
       for (const auto& comm : fake::world->comms)
@@ -479,23 +484,6 @@ void failures_reach_everybody() {
     EXPECT(failure_of(me)->kind == FailureKind::peer_lost);
     EXPECT(contains(failure_of(me)->message, "remote process exited"));
   });
-}
-
-// On one rank, for its second communicator.
-void construction_fails_everywhere() {
-  std::atomic<int> num_broken = 0;
-  run(
-      "construction", options_of(3), [](Rank&) { EXPECT(!"construction must fail"); },
-      [&](const std::exception& error) {
-        ++num_broken;
-        EXPECT(contains(error.what(), "connecting NCCL failed: ncclCommInitRankConfig"));
-      },
-      [num_inits = std::make_shared<int>(0)](const std::string& call, int rank) {
-        return call == "ncclCommInitRankConfig" && rank == 1 && ++*num_inits == 2
-                   ? NcclResult::system_error
-                   : NcclResult::success;
-      });
-  CHECK_EQ(num_broken.load(), 3);
 }
 
 // Tensors stay alive until the device is done with them, and not longer.
@@ -572,7 +560,6 @@ int main() {
   flight_records();
   refused_collectives();
   failures_reach_everybody();
-  construction_fails_everywhere();
   lifetimes();
   one_rank();
   return check::report("device");

@@ -159,7 +159,8 @@ void a_close_is_interrupted() {
     Options options = closing_options(2);
     options.end_limit = 30s;
     run("close interrupted", options, [&](Rank& me) {
-      const Tensor theirs({4});
+      const Tensor mine({4}, 1), theirs({4});
+      me.finish(me.p2p({mine.to(1 - me.rank), theirs.from(1 - me.rank)}));
       if (has_pending && me.rank == 0) me.p2p({theirs.from(1)}, true);
       meet(me);
       if (me.rank == 0) {
@@ -226,6 +227,9 @@ void the_end_of_nccl_fails() {
     run(
         "end fails", closing_options(2),
         [](Rank& me) {
+          const Tensor mine({4}, 1), theirs({4});
+          for (const int channel : {0, 1})
+            me.finish(me.p2p({mine.to(1 - me.rank, channel), theirs.from(1 - me.rank, channel)}));
           meet(me);
           EXPECT(!close_in_time(me));
         },
@@ -237,45 +241,69 @@ void the_end_of_nccl_fails() {
   }
 }
 
-// Rank 1 never comes to NCCL. The constructor of rank 0 ends at its deadline or at a Ctrl-C, tells rank
-// 1, and leaves its thread behind.
+// A rank that knows nothing of NCCL, or that asks for a link as often as it hears of one, and then does
+// not come.
+struct Absent final : TransportEvents {
+  Absent(fake::Hub& hub, bool asks) : asks_(asks), control_(hub, 1, *this) {}
+  void on_peer_lost(int, const std::string&) override {}
+  void on_remote_failure(const Failure&) override { has_failed = true; }
+  void on_refused(int, const std::string&) override {}
+  void on_broken(const std::string&) override {}
+  void on_claim(int peer, Direction direction, const Descriptor& claim,
+                std::span<const std::byte> note) override {
+    if (asks_ && claim.op == OpCode::connect && note.empty())
+      control_.claim(peer, direction, claim, {});
+  }
+  std::atomic<bool> has_failed = false;
+
+ private:
+  const bool asks_;
+  fake::HubTransport control_;
+};
+
+// Rank 1 does not come to NCCL. What rank 0 posts ends at its deadline, and tells rank 1, or at a
+// Ctrl-C, after which the communicator goes on. A thread that waits in NCCL is left behind.
 void a_rank_does_not_connect() {
-  for (const bool is_interrupted : {false, true}) {
-    check::context = is_interrupted ? "connecting, interrupted" : "connecting, deadline";
-    const auto world = std::make_unique<fake::World>();
-    fake::world = world.get();
-    const auto hub = std::make_unique<fake::Hub>(2);
-    const auto control_of = [&](int rank) {
-      return [&, rank](TransportEvents& events) {
-        return std::make_unique<fake::HubTransport>(*hub, rank, events);
+  for (const bool asks : {false, true}) {
+    for (const bool is_interrupted : {false, true}) {
+      check::context = is_interrupted ? "connecting, interrupted" : "connecting, deadline";
+      const auto world = std::make_unique<fake::World>();
+      fake::world = world.get();
+      const auto hub = std::make_unique<fake::Hub>(2);
+      std::unique_ptr<Absent> other;
+      std::thread making([&] { other = std::make_unique<Absent>(*hub, asks); });
+      Options options = closing_options(2);
+      if (!is_interrupted) options.timeout = 200ms;
+      const auto comm =
+          make_device_communicator(options, options, std::make_shared<fake::Runtime>(),
+                                   fake::make_api(), [&](TransportEvents& events) {
+                                     return std::make_unique<fake::HubTransport>(*hub, 0, events);
+                                   });
+      making.join();
+      const Tensor tensor({4}, 1);
+      const auto begin = Clock::now();
+      const auto interrupt = [&] {
+        if (is_interrupted && Clock::now() - begin > 100ms) throw std::runtime_error("Ctrl-C");
       };
-    };
-    std::thread other([&] {
-      CommunicatorOptions options;
-      options.rank = 1;
-      options.size = 2;
-      Communicator control(options, control_of(1));
-      EXPECT(comes_true([&] { return control.failure() != nullptr; }));
-    });
-    Options options = closing_options(2);
-    if (!is_interrupted) options.timeout = 200ms;
-    const auto begin = Clock::now();
-    try {
-      make_device_communicator(options, options, std::make_shared<fake::Runtime>(),
-                               fake::make_api(), ids_of(options.num_channels), control_of(0), [&] {
-                                 if (is_interrupted && Clock::now() - begin > 100ms)
-                                   throw std::runtime_error("Ctrl-C");
-                               });
-      EXPECT(!"the constructor must fail");
-    } catch (const std::exception& error) {
-      EXPECT(
-          contains(error.what(), is_interrupted ? "Ctrl-C" : "not all ranks are connected after"));
+      try {
+        comm->batch_p2p(std::vector{tensor.to(1)}, {.interrupted = interrupt});
+        EXPECT(!"the call must fail");
+      } catch (const std::exception& error) {
+        EXPECT(contains(error.what(),
+                        is_interrupted ? "Ctrl-C" : "NCCL has not connected this rank and rank 1"));
+      }
+      EXPECT(is_interrupted ? !comm->failure()
+                            : comes_true([&] { return other->has_failed.load(); }));
+      try {
+        comm->close(kNothing);
+      } catch (const PipeCommException&) {
+        EXPECT(!is_interrupted);
+      }
+      EXPECT(Clock::now() - begin < 30s);
+      if (!world->finish()) check::fail(__FILE__, __LINE__, "a communicator was leaked");
+      EXPECT(world->errors.empty());
+      fake::world = nullptr;
     }
-    EXPECT(Clock::now() - begin < 30s);
-    other.join();
-    if (!world->finish()) check::fail(__FILE__, __LINE__, "a communicator was leaked");
-    EXPECT(world->errors.empty());
-    fake::world = nullptr;
   }
 }
 

@@ -1,6 +1,8 @@
 // The order of calls: which programs run, which come to a deadlock, and what a call costs the host.
 #include <algorithm>
+#include <map>
 #include <random>
+#include <tuple>
 
 #include "device_world.h"
 #include "plan/builders.h"
@@ -72,45 +74,49 @@ void deadlocks_are_found() {
                      [&] { me.finish(me.p2p({theirs.from(1 - me.rank)}, true)); });
       },
       nullptr, nullptr, is_stuck);
+}
 
-  // Messages to higher ranks run in the order of their calls. Each rank here chooses another one;
-  // small messages pass all the same, and so does one batch on the ranks that have two.
-  options.size = 3;
-  enum class Way { large, small, batch };
-  for (const Way way : {Way::large, Way::small, Way::batch}) {
-    run(
-        "three orders", options,
-        [&](Rank& me) {
-          const int64_t length = way == Way::small ? kSmall : kLarge;
-          const Tensor first({length}, 1), second({length}, 2);
-          const std::vector<PointToPoint> calls =
-              me.rank == 0   ? std::vector{first.to(2), second.to(1)}
-              : me.rank == 1 ? std::vector{first.from(0), second.to(2)}
-                             : std::vector{first.from(1), second.from(0)};
-          try {
-            std::vector<OperationPtr> operations;
-            if (way == Way::batch && me.rank != 1)
-              operations.push_back(me.p2p(calls, true));
-            else
-              for (const PointToPoint& call : calls) operations.push_back(me.p2p({call}, true));
-            for (const OperationPtr& operation : operations) me.finish(operation);
-            EXPECT(way != Way::large);
-          } catch (const PipeCommException& error) {
-            EXPECT(way == Way::large && error.failure()->kind == FailureKind::aborted);
-          }
-        },
-        nullptr, nullptr,
-        [&](fake::World& world) {
-          world.fifo_bytes = 1024;
-          world.expects_stuck = way == Way::large;
-        });
+// What three ranks send upwards, each in another order.
+void orders_that_contradict_each_other() {
+  for (const int64_t length : {kSmall, kLarge}) {
+    run("three orders", options_of(3), [&](Rank& me) {
+      const Tensor first({length}, 1), second({length}, 2);
+      const std::vector<PointToPoint> calls = me.rank == 0 ? std::vector{first.to(2), second.to(1)}
+                                              : me.rank == 1
+                                                  ? std::vector{first.from(0), second.to(2)}
+                                                  : std::vector{first.from(1), second.from(0)};
+      std::vector<OperationPtr> operations;
+      for (const PointToPoint& call : calls) operations.push_back(me.p2p({call}, true));
+      for (const OperationPtr& operation : operations) me.finish(operation);
+      if (me.rank == 1) EXPECT(first.counts_from(2));
+      if (me.rank == 2) EXPECT(first.counts_from(2) && second.counts_from(1));
+    });
+  }
+}
+
+// The same for the two neighbours of each rank on a ring, in all orders of the four calls.
+void halo_exchanges() {
+  for (const int size : {3, 4}) {
+    std::vector<int> order{0, 1, 2, 3};
+    do {
+      run("halo", options_of(size), [&](Rank& me) {
+        const int next = (me.rank + 1) % size, prev = (me.rank + size - 1) % size;
+        const Tensor mine({kLarge}, float(me.rank)), from_next({kLarge}), from_prev({kLarge});
+        const std::vector<PointToPoint> calls{from_next.from(next), mine.to(next),
+                                              from_prev.from(prev), mine.to(prev)};
+        std::vector<OperationPtr> operations;
+        for (const int idx : order) operations.push_back(me.p2p({calls[size_t(idx)]}, true));
+        for (const OperationPtr& operation : operations) me.finish(operation);
+        EXPECT(from_next.counts_from(float(next)) && from_prev.counts_from(float(prev)));
+      });
+    } while (std::next_permutation(order.begin(), order.end()));
   }
 }
 
 // ------------------------------------------------------------------------------------------------
 
 // A program that all ranks make alike from a seed: messages in one global order, cut by operations
-// of all ranks. A rank keeps that order on each lane, and is free between lanes.
+// of all ranks. A rank keeps that order between each two ranks on each channel, and is free otherwise.
 struct Step {
   int source, destination, channel;
   int64_t length;
@@ -138,10 +144,10 @@ struct Sent {
   float first;
 };
 
-// The rank's messages, lane by lane in the global order, shuffled between lanes.
+// The rank's messages, in the global order as far as it counts, shuffled otherwise.
 std::vector<PointToPoint> calls_of(Rank& me, const std::vector<Step>& steps, std::mt19937& own,
                                    std::vector<Sent>& received) {
-  std::vector<std::vector<PointToPoint>> lanes(5);
+  std::map<std::tuple<int, int, int>, std::vector<PointToPoint>> lanes;
   for (size_t idx = 0; idx < steps.size(); ++idx) {
     const Step& step = steps[idx];
     if (step.source != me.rank && step.destination != me.rank) continue;
@@ -149,16 +155,16 @@ std::vector<PointToPoint> calls_of(Rank& me, const std::vector<Step>& steps, std
     const Tensor tensor({step.length}, sends ? value_of(step, idx) : -1);
     if (!sends) received.push_back({tensor, value_of(step, idx)});
     const int peer = sends ? step.destination : step.source;
-    auto& lane = lanes[2 * step.channel + (step.source < step.destination)];
+    auto& lane = lanes[{step.channel, step.source, step.destination}];
     lane.push_back(sends ? tensor.to(peer, step.channel) : tensor.from(peer, step.channel));
   }
+  for (auto& [key, lane] : lanes) std::ranges::reverse(lane);
   std::vector<PointToPoint> calls;
-  std::vector<size_t> at(lanes.size());
-  for (size_t left = 1; left > 0;) {
-    left = 0;
-    for (size_t lane = 0; lane < lanes.size(); ++lane) left += lanes[lane].size() - at[lane];
-    const size_t lane = own() % lanes.size();
-    if (at[lane] < lanes[lane].size()) calls.push_back(lanes[lane][at[lane]++]);
+  while (!lanes.empty()) {
+    const auto chosen = std::next(lanes.begin(), std::ptrdiff_t(own() % lanes.size()));
+    calls.push_back(chosen->second.back());
+    chosen->second.pop_back();
+    if (chosen->second.empty()) lanes.erase(chosen);
   }
   return calls;
 }
@@ -233,6 +239,7 @@ void a_batch_on_two_channels_is_one_group() {
       batch.push_back(tensors.emplace_back(Dims{kSmall}, 1.f).to(peer, idx % 2));
       batch.push_back(tensors.emplace_back(Dims{kSmall}).from(peer, idx % 2));
     }
+    me.finish(me.p2p(batch));  // connects
     const int num_before = fake::world->num_group_ends_of(me.rank);
     auto best = Clock::duration::max();
     for (int attempt = 0; attempt < 1000; ++attempt) {
@@ -283,10 +290,15 @@ void thread_blocks() {
     Options options = options_of(2);
     options.nccl.min_ctas = each.min_ctas;
     options.nccl.max_ctas = each.max_ctas;
-    run("thread blocks", options, [&](Rank&) {
+    run("thread blocks", options, [&](Rank& me) {
+      const Tensor mine({kSmall}, 1), theirs({kSmall});
+      me.finish(me.p2p({mine.to(1 - me.rank), theirs.from(1 - me.rank)}));
+      me.finish(me.comm->broadcast(theirs.ref(), 0));
       std::lock_guard lock(fake::world->mutex);
+      EXPECT(fake::world->comms.size() == 6);
       for (const auto& comm : fake::world->comms)
-        EXPECT(comm->config.max_ctas == (comm->id == 4 ? each.collective_max : each.lane_max));
+        EXPECT(comm->config.max_ctas ==
+               (comm->config.name.empty() ? each.collective_max : each.lane_max));
     });
   }
 }
@@ -297,6 +309,8 @@ int main() {
   rings();
   rings_in_both_directions();
   deadlocks_are_found();
+  orders_that_contradict_each_other();
+  halo_exchanges();
   random_programs();
   a_batch_on_two_channels_is_one_group();
   polling_comes_before_sleeping();

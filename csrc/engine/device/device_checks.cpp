@@ -20,19 +20,20 @@ void DeviceExecution::throw_failure() const { throw PipeCommException(communicat
 // The capture that the call is part of, or 0. The streams of `lanes` will be made to wait for the
 // caller's: one that takes part in a capture cannot wait for anything outside of it, and to try
 // breaks the capture.
-uint64_t DeviceExecution::check_captures(OpCode op, std::span<const int> lanes) const {
+uint64_t DeviceExecution::check_captures(OpCode op, std::span<const LaneKey> lanes) const {
   const uint64_t capture = runtime_->capture_of(runtime_->current_stream());
   if (capture == kBrokenCapture)
     throw std::invalid_argument(
         std::string(op_name(op)) +
         " inside a CUDA graph capture that an earlier error has broken; end "
         "it, and capture again");
-  for (const int lane_idx : lanes) {
-    const uint64_t other = runtime_->capture_of(lanes_[size_t(lane_idx)].stream);
+  for (const LaneKey& key : lanes) {
+    const StreamHandle stream = links_.stream_of(key);
+    const uint64_t other = stream ? runtime_->capture_of(stream) : 0;
     if (other == 0 || other == capture) continue;
-    const bool is_collective = lane_idx == collective_lane(num_channels());
+    const bool is_collective = key.channel == kCollectiveChannel;
     const std::string order = is_collective ? "the collectives take"
-                                            : "channel " + std::to_string(lane_idx / 2) + " takes";
+                                            : "channel " + std::to_string(key.channel) + " takes";
     throw std::invalid_argument(
         std::string(op_name(op)) + " beside a CUDA graph capture, which " + order +
         " part in until it ends; call it inside of the capture or after its end" +
@@ -41,20 +42,16 @@ uint64_t DeviceExecution::check_captures(OpCode op, std::span<const int> lanes) 
   return capture;
 }
 
-// The lanes of an exchange that run on their own streams.
-std::vector<int> DeviceExecution::forked_lanes(int channel, std::span<const PeerMessages> pairs,
-                                               bool is_async) const {
-  const int first_idx = first_lane(channel);
-  std::vector<int> lanes;
-  if (is_async) lanes.push_back(first_idx);
-  const auto is_other = [&](Direction direction, int peer) {
-    return lane_of(channel, direction, rank(), peer) != first_idx;
-  };
-  if (channel != kCollectiveChannel && std::ranges::any_of(pairs, [&](const PeerMessages& pair) {
-        return (pair.sends() && is_other(Direction::send, pair.peer)) ||
-               (pair.receives() && is_other(Direction::recv, pair.peer));
-      }))
-    lanes.push_back(first_idx + 1);
+// The lanes of the messages of a collective, if they have lanes of their own.
+std::vector<LaneKey> DeviceExecution::lanes_between(const Scope& scope,
+                                                    std::span<const PeerMessages> pairs) const {
+  std::vector<LaneKey> lanes;
+  if (is_of_all(scope)) return lanes;
+  for (const PeerMessages& pair : pairs) {
+    if (pair.sends()) lanes.push_back(lane_of(scope.channel, Direction::send, rank(), pair.peer));
+    if (pair.receives())
+      lanes.push_back(lane_of(scope.channel, Direction::recv, rank(), pair.peer));
+  }
   return lanes;
 }
 

@@ -9,10 +9,9 @@
 namespace pipecomm {
 namespace {
 
-constexpr auto kMeetingPoll = std::chrono::milliseconds(1);
-// Signatures of what a closing rank claims: how many messages of an order there were, and its part
-// in a round of the meeting.
-constexpr uint64_t kCount = 0, kMeeting = 1;
+// Signature of what a closing rank claims: how many messages of an order there were.
+constexpr uint64_t kCount = 0;
+static_assert(kCount != Links::kMeeting);
 constexpr const char* kGraphHint =
     "; destroy the CUDA graphs that hold operations of this communicator before it is closed";
 
@@ -25,21 +24,27 @@ Direction opposite(Direction direction) {
 // ------------------------------------------------------------------------------------------------
 // peers that close
 
-void DeviceExecution::on_claim(int peer, Direction direction, const Descriptor& theirs) {
-  if (theirs.op != OpCode::close) {
-    if (const auto mismatch = check_.heard(peer, direction, theirs)) fail_mismatch(*mismatch);
-  } else if (theirs.signature == kCount) {
+void DeviceExecution::on_claim(int peer, Direction direction, const Descriptor& theirs,
+                               std::span<const std::byte> note) {
+  if (theirs.op == OpCode::close && theirs.signature == kCount) {
     counts_.limit(peer, opposite(direction), theirs.channel, theirs.seq);
-  } else if (theirs.seq < heard_in_round_.size()) {
-    std::lock_guard lock(mutex_);
-    heard_in_round_[theirs.seq] = true;
+  } else if (theirs.op == OpCode::close || theirs.op == OpCode::connect) {
+    if (!links_.on_claim(peer, theirs, note))
+      fail(FailureKind::error, "rank " + std::to_string(peer) +
+                                   " says of NCCL what this rank does not understand; all ranks "
+                                   "need the same version of pipecomm_ext");
+  } else if (const auto mismatch = check_.heard(peer, direction, theirs)) {
+    fail_mismatch(*mismatch);
   }
 }
 
 // Refuses what the peer, which has closed, will not match. Captured messages are not counted alike
 // on both ends, see say_closing().
 void DeviceExecution::check_open(OpCode op, Direction direction, int peer, int channel) const {
-  if (has_captured_ || !counts_.has_ended(peer, direction, channel)) return;
+  if (!has_captured_ && counts_.has_ended(peer, direction, channel)) throw_closed(op, peer);
+}
+
+void DeviceExecution::throw_closed(OpCode op, int peer) const {
   Failure failure{.kind = FailureKind::peer_lost,
                   .message = std::string(op_name(op)) + ": rank " + std::to_string(peer) +
                              " has closed its communicator",
@@ -84,28 +89,19 @@ void DeviceExecution::say_closing() {
   }
 }
 
-// Until all other ranks have nothing in flight either: until then they may read memory that NCCL
-// would free. In round k a rank tells the one 2^k above it that all it has heard of have come. False
-// if that takes too long.
+// Until the ranks of all links have nothing in flight either. False if that takes too long.
 bool DeviceExecution::meet(const Interrupted& interrupted) {
   const Deadline limit = Clock::now() + options_.end_limit;
-  for (size_t round = 0; round < heard_in_round_.size(); ++round) {
-    Descriptor claim{.op = OpCode::close, .signature = kMeeting};
-    claim.seq = round;
-    const auto peer = (size_t(rank()) + (size_t{1} << round)) % size_t(size());
-    communicator_.claim(static_cast<int>(peer), Direction::send, claim);
-    while (!has_heard_in(round)) {
-      if (communicator_.failure() || Clock::now() >= limit) return false;
-      if (interrupted) interrupted();
-      std::this_thread::sleep_for(kMeetingPoll);
-    }
-  }
-  return !communicator_.failure();
+  const auto keeps_waiting = [&] {
+    if (interrupted) interrupted();
+    return !communicator_.failure() && Clock::now() < limit;
+  };
+  return links_.meet(keeps_waiting, [this](int peer) { return has_closed(peer); }) &&
+         !communicator_.failure();
 }
 
-bool DeviceExecution::has_heard_in(size_t round) const {
-  std::lock_guard lock(mutex_);
-  return heard_in_round_[round];
+bool DeviceExecution::has_closed(int peer) const {
+  return counts_.has_limit(peer) || communicator_.transport().has_closed(peer);
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -113,13 +109,13 @@ bool DeviceExecution::has_heard_in(size_t round) const {
 
 // On a thread that owns what it needs, and is left behind if it is stuck.
 std::future<void> DeviceExecution::run_apart(std::function<void()> body) const {
-  const auto task =
-      std::make_shared<std::packaged_task<void()>>([runtime = runtime_, body = std::move(body)] {
-        runtime->adopt_thread();
-        body();
-      });
+  const auto task = std::make_shared<std::packaged_task<void()>>(std::move(body));
   try {
-    start_thread([task] { (*task)(); }, rank()).detach();
+    const auto run = [runtime = runtime_, task] {
+      runtime->adopt_thread();
+      (*task)();
+    };
+    start_thread(run, rank()).detach();
   } catch (const PipeCommException&) {
     (*task)();
   }
@@ -133,7 +129,7 @@ void DeviceExecution::abort_nccl() {
 void DeviceExecution::stop_looking() {
   {
     std::lock_guard lock(tick_mutex_);
-    is_connected_ = false;
+    is_looking_ = false;
   }
   in_flight_->stop();
 }

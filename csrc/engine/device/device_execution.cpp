@@ -1,88 +1,40 @@
 #include "engine/device/device_execution.h"
 
-#include <bit>
-
 #include "engine/device/packed_sends.h"
 #include "engine/whole_copies.h"
-#include "message/start_thread.h"
 
 namespace pipecomm {
-namespace {
-
-constexpr auto kConnectPoll = std::chrono::milliseconds(1);
-
-}  // namespace
 
 DeviceExecution::DeviceExecution(Communicator& communicator, const DeviceOptions& options,
-                                 std::shared_ptr<DeviceRuntime> runtime, const NcclApi& api,
-                                 std::vector<NcclUniqueId> nccl_ids)
+                                 std::shared_ptr<DeviceRuntime> runtime, const NcclApi& api)
     : communicator_(communicator),
       options_(options),
       timeout_(communicator.options().timeout),
       runtime_(std::move(runtime)),
-      nccl_ids_(std::move(nccl_ids)),
       check_(size(), num_channels(), options.check),
+      nccl_(size() == 1 ? nullptr
+                        : std::make_shared<NcclTransport>(api, runtime_, rank(), size(),
+                                                          options_.max_ops_per_group)),
+      links_(rank(), size(), runtime_, nccl_, options_.nccl,
+             [this](int peer, const Descriptor& claim, std::span<const std::byte> note) {
+               communicator_.claim(peer, Direction::send, claim, note);
+             }),
       in_flight_(std::make_shared<InFlight>(runtime_, communicator)),
-      replays_(runtime_, timeout_),
-      counts_(size()),
-      heard_in_round_(std::bit_width(size_t(size() - 1))) {
-  if (size() > 1)
-    nccl_ =
-        std::make_shared<NcclTransport>(api, runtime_, rank(), size(), options_.max_ops_per_group);
-  for (int lane_idx = 0; lane_idx < num_lanes(num_channels()); ++lane_idx)
-    lanes_.push_back({runtime_->new_stream(), nullptr, nullptr});
-}
+      replays_(runtime_, timeout_) {}
 
 std::unique_ptr<Communicator> make_device_communicator(
     CommunicatorOptions options, const DeviceOptions& device_options,
     const std::shared_ptr<DeviceRuntime>& runtime, const NcclApi& api,
-    const std::vector<NcclUniqueId>& nccl_ids, const Communicator::MakeTransport& make_transport,
-    const Interrupted& interrupted) {
-  const auto make_execution = [&](Communicator& communicator) {
-    return std::make_unique<DeviceExecution>(communicator, device_options, runtime, api, nccl_ids);
-  };
-  return std::make_unique<Communicator>(options, make_transport, make_execution, interrupted);
+    const Communicator::MakeTransport& make_transport) {
+  return std::make_unique<Communicator>(options, make_transport, [&](Communicator& communicator) {
+    return std::make_unique<DeviceExecution>(communicator, device_options, runtime, api);
+  });
 }
 
-void DeviceExecution::start(const Interrupted& interrupted) {
-  if (nccl_) connect(interrupted);
+void DeviceExecution::start() {
   in_flight_->start(rank());
   std::lock_guard lock(tick_mutex_);
-  is_connected_ = true;
-}
-
-void DeviceExecution::connect(const Interrupted& interrupted) {
-  const Clock::time_point begin = Clock::now();
-  std::vector<NcclLane> lanes;
-  for (size_t idx = 0; idx < nccl_ids_.size(); ++idx)
-    lanes.push_back({nccl_ids_[idx], reach_of(int(idx), num_channels()), lanes_[idx].stream});
-  // NCCL waits for ranks that may never come, so it does on a thread that can be left behind.
-  std::packaged_task<void()> task(
-      [runtime = runtime_, nccl = nccl_, lanes = std::move(lanes), config = options_.nccl] {
-        runtime->adopt_thread();
-        nccl->connect(lanes, config);
-      });
-  std::future<void> connected = task.get_future();
-  try {
-    start_thread(std::move(task), rank()).detach();
-    while (connected.wait_for(kConnectPoll) != std::future_status::ready) {
-      if (communicator_.failure()) throw_failure();
-      if (interrupted) interrupted();
-      if (timeout_ && Clock::now() - begin > *timeout_)
-        throw NcclError(NcclResult::in_progress,
-                        "not all ranks are connected after " + seconds_text(Clock::now() - begin));
-    }
-    connected.get();
-  } catch (const std::exception& error) {
-    const bool is_late = timeout_ && Clock::now() - begin > *timeout_;
-    fail(is_late ? FailureKind::timeout : FailureKind::error,
-         std::string("connecting NCCL failed: ") + error.what() +
-             "; NCCL_DEBUG=INFO shows what it tried",
-         "Communicator");
-    abort_nccl();
-    if (dynamic_cast<const NcclError*>(&error)) throw_failure();
-    throw;
-  }
+  is_looking_ = true;
 }
 
 DeviceOperationPtr DeviceExecution::make_operation(OpCode op, CallOptions options,
@@ -96,27 +48,24 @@ DeviceOperationPtr DeviceExecution::make_operation(OpCode op, CallOptions option
   return operation;
 }
 
-// The stream for the operation's work on a lane, ordered after what the caller has enqueued and
-// after the lane's latest operation (NCCL runs the operations of one communicator one by one).
-StreamHandle DeviceExecution::enter(DeviceOperation& operation, int lane_idx, bool on_caller,
-                                    const EventPtr& start) {
-  const Lane& lane = lanes_[lane_idx];
-  const StreamHandle stream = on_caller ? operation.caller : lane.stream;
-  if (stream != operation.caller) runtime_->wait(stream, start);
+// Orders the operation's work on a lane, which runs on `stream`, after what the caller has enqueued
+// (`start`; null: it runs there, or behind it) and after the lane's latest operation: NCCL runs the
+// operations of one communicator one by one.
+void DeviceExecution::enter(DeviceOperation& operation, const Lane& lane, StreamHandle stream,
+                            const EventPtr& start) {
+  if (start) runtime_->wait(stream, start);
   // Work before a capture is not part of the graph; the user orders replays, as for any graph.
-  if (lane.last_end && lane.last_stream != stream && !operation.is_captured())
-    runtime_->wait(stream, lane.last_end);
+  const Lane::Latest& latest = operation.is_captured() ? lane.latest_in_capture : lane.latest;
+  if (latest.end && latest.stream != stream && latest.capture == operation.capture)
+    runtime_->wait(stream, latest.end);
   replays_.begin_part(operation, stream);
-  return stream;
 }
 
-EventPtr DeviceExecution::leave(DeviceOperation& operation, int lane_idx, StreamHandle stream) {
+EventPtr DeviceExecution::leave(DeviceOperation& operation, Lane& lane, StreamHandle stream) {
   replays_.end_part(operation, stream);
   EventPtr end = runtime_->record(stream);
-  if (!operation.is_captured()) {
-    lanes_[lane_idx].last_stream = stream;
-    lanes_[lane_idx].last_end = end;
-  }
+  (operation.is_captured() ? lane.latest_in_capture : lane.latest) = {stream, end,
+                                                                      operation.capture};
   if (!operation.is_async && stream != operation.caller) runtime_->wait(operation.caller, end);
   operation.ends.push_back({stream, end});
   return end;
@@ -167,10 +116,14 @@ OperationPtr DeviceExecution::batch_p2p(std::span<const PointToPoint> batch, Cal
   PackedSends sends(batch);
   const auto own = pair_own_messages(sends.batch(), rank());
   std::vector<LaneBatch> parts = LaneBatch::split(sends.batch(), own, rank());
+  std::vector<LinkKey> links;
   // A synchronous batch runs on the caller's stream, but for all lanes except the first.
-  std::vector<int> forked;
-  for (const LaneBatch& part : parts)
-    if (is_async || &part != &parts.front()) forked.push_back(part.lane_idx());
+  std::vector<LaneKey> forked;
+  for (const LaneBatch& part : parts) {
+    if (part.key().peer != kEverybody) links.push_back(part.key().link());
+    if (is_async || &part != &parts.front()) forked.push_back(part.key());
+  }
+  require_links(OpCode::p2p, links, options.interrupted);
 
   const auto lock = communicator_.lock_posts(OpCode::p2p);
   for (const PointToPoint& op : batch)
@@ -189,45 +142,59 @@ OperationPtr DeviceExecution::batch_p2p(std::span<const PointToPoint> batch, Cal
     if (is_async && packed) operation->keep(packed);
     const EventPtr start = forked.empty() ? nullptr : runtime_->record(operation->caller);
     std::vector<LaneMessages> lanes;
-    bool has_messages = false;
+    std::vector<std::pair<Lane*, StreamHandle>> entered;
     for (LaneBatch& part : parts) {
-      const bool on_caller = !is_async && lanes.empty();
-      const StreamHandle stream = enter(*operation, part.lane_idx(), on_caller, start);
-      has_messages |= !lanes.emplace_back(part.begin(*runtime_, stream)).messages.empty();
+      Lane& lane = links_.lane(part.key());
+      const bool on_caller = !is_async && entered.empty();
+      const StreamHandle stream = on_caller ? operation->caller : lane.stream;
+      enter(*operation, lane, stream, on_caller ? nullptr : start);
+      entered.emplace_back(&lane, stream);
+      auto messages = part.begin(*runtime_, stream);
+      if (!messages.empty()) lanes.push_back({lane.comm_idx, stream, std::move(messages)});
     }
-    if (has_messages) nccl_->send_and_receive(lanes, keep_waiting(operation->deadline()));
+    if (!lanes.empty()) nccl_->send_and_receive(lanes, keep_waiting(operation->deadline()));
     for (size_t idx = 0; idx < parts.size(); ++idx) {
-      parts[idx].end(*runtime_, lanes[idx].stream);
-      leave(*operation, lanes[idx].lane_idx, lanes[idx].stream);
+      const auto& [lane, stream] = entered[idx];
+      parts[idx].end(*runtime_, stream);
+      leave(*operation, *lane, stream);
     }
   });
   publish(operation);
   return operation;
 }
 
-// The messages of an exchange, on `stream`, which is that of the first lane. On a channel of the
-// user those to lower ranks run beside them; what comes later on `stream` waits for both.
-void DeviceExecution::exchange_messages_on(DeviceOperation& operation, int channel,
+// The messages of an exchange, between what comes before and after them on `stream`. Those between
+// pairs run beside each other, the first of them on `stream`.
+void DeviceExecution::exchange_messages_on(DeviceOperation& operation, const Scope& scope,
                                            StreamHandle stream,
                                            std::span<const DeviceMessage> messages) {
   if (messages.empty()) return;
-  const bool is_collective = channel == kCollectiveChannel;
-  const int first_idx = first_lane(channel);
-  std::vector<LaneMessages> lanes{{first_idx, stream, {}}};
-  for (const DeviceMessage& message : messages) {
-    const int lane_idx =
-        is_collective ? first_idx : lane_of(channel, message.direction, rank(), message.peer);
-    if (lane_idx != first_idx && lanes.size() == 1)
-      lanes.push_back({lane_idx, enter(operation, lane_idx, false, runtime_->record(stream)), {}});
-    (lane_idx == first_idx ? lanes.front() : lanes.back()).messages.push_back(message);
+  const auto wait_on = keep_waiting(operation.deadline());
+  if (is_of_all(scope)) {
+    const LaneMessages all{links_.lane({}).comm_idx, stream, {messages.begin(), messages.end()}};
+    return nccl_->send_and_receive({&all, 1}, wait_on);
   }
-  nccl_->send_and_receive(lanes, keep_waiting(operation.deadline()));
-  if (lanes.size() == 2)
-    runtime_->wait(stream, leave(operation, lanes[1].lane_idx, lanes[1].stream));
+  std::map<LaneKey, std::vector<DeviceMessage>> by_lane;
+  for (const DeviceMessage& message : messages)
+    by_lane[lane_of(scope.channel, message.direction, rank(), message.peer)].push_back(message);
+  const EventPtr start = by_lane.size() > 1 ? runtime_->record(stream) : nullptr;
+  std::vector<LaneMessages> lanes;
+  std::vector<Lane*> entered;
+  for (auto& [key, of_lane] : by_lane) {
+    Lane& lane = *entered.emplace_back(&links_.lane(key));
+    const bool is_first = lanes.empty();
+    lanes.push_back({lane.comm_idx, is_first ? stream : lane.stream, std::move(of_lane)});
+    enter(operation, lane, lanes.back().stream, is_first ? nullptr : start);
+  }
+  nccl_->send_and_receive(lanes, wait_on);
+  for (size_t idx = 0; idx < lanes.size(); ++idx) {
+    const EventPtr end = leave(operation, *entered[idx], lanes[idx].stream);
+    if (idx > 0) runtime_->wait(stream, end);
+  }
 }
 
-// What collectives have in common: they are compared with other ranks, and run on their first lane,
-// on which `body(operation, stream)` enqueues them.
+// What collectives have in common: they are compared with other ranks, and run on the stream of their
+// channel, on which `body(operation, stream)` enqueues them.
 template <class Launch>
 OperationPtr DeviceExecution::run_collective(const Compared& compared,
                                              std::span<const TensorRef> inputs,
@@ -241,13 +208,18 @@ OperationPtr DeviceExecution::run_collective(const Compared& compared,
   const bool are_many = communicator_.are_many(peers.size() + 1);
   const std::vector<PeerMessages> pairs =
       compared.messages_with(are_many ? compared.data_peers : peers);
-  const std::vector<int> forked = forked_lanes(scope.channel, pairs, is_async);
+  std::vector<LaneKey> forked = lanes_between(scope, pairs);
+  std::vector<LinkKey> links;
+  for (const LaneKey& key : forked) links.push_back(key.link());
+  if (is_of_all(scope) && nccl_) links.emplace_back();
+  if (is_async) forked.push_back({scope.channel});
   std::lock_guard collective_lock(collective_mutex_);
   check_captures(op, forked);
   if (options_.check != Check::off && are_many && scope.channel == kCollectiveChannel)
     agree_along_tree(compared, options.interrupted);
   else if (options_.check != Check::off && !pairs.empty())
     agree(compared, pairs, options.interrupted);
+  require_links(op, links, options.interrupted);
 
   const auto lock = communicator_.lock_posts(op);
   const uint64_t capture = check_captures(op, forked);  // again: a capture may have come since
@@ -264,11 +236,11 @@ OperationPtr DeviceExecution::run_collective(const Compared& compared,
   for (const PeerMessages& pair : pairs)
     if (pair.receives()) note_message(*operation, Direction::recv, pair.peer, pair.recv);
   launch(operation, [&] {
-    const int lane_idx = first_lane(scope.channel);
-    const StreamHandle stream = enter(*operation, lane_idx, !is_async,
-                                      is_async ? runtime_->record(operation->caller) : nullptr);
+    Lane& lane = links_.lane({scope.channel});
+    const StreamHandle stream = is_async ? lane.stream : operation->caller;
+    enter(*operation, lane, stream, is_async ? runtime_->record(operation->caller) : nullptr);
     body(*operation, stream);
-    leave(*operation, lane_idx, stream);
+    leave(*operation, lane, stream);
   });
   publish(operation);
   return operation;
@@ -308,7 +280,7 @@ OperationPtr DeviceExecution::exchange(const ExchangeCall& call, CallOptions opt
     for (const auto& recv : lowered->recvs) add(Direction::recv, recv, recv_staging, outputs);
     if (!lowered->pack_and_local().empty())
       runtime_->execute(lowered->pack_and_local(), buffers, lowered->scale, stream);
-    exchange_messages_on(operation, scope.channel, stream, messages);
+    exchange_messages_on(operation, scope, stream, messages);
     if (!lowered->unpack().empty()) runtime_->execute(lowered->unpack(), buffers, Scale{}, stream);
   };
   const OperationPtr operation =
@@ -341,8 +313,8 @@ OperationPtr DeviceExecution::broadcast(const TensorRef& tensor, int source, Cal
         scatters.add(staging.get(), tensor);
     }
     if (!gathers.empty()) runtime_->execute(gathers.tasks(), gathers.buffers(), Scale{}, stream);
-    nccl_->broadcast(first_lane(kCollectiveChannel), staging ? staging.get() : tensor.data,
-                     num_bytes, source, stream, keep_waiting(operation.deadline()));
+    nccl_->broadcast(links_.lane({}).comm_idx, staging ? staging.get() : tensor.data, num_bytes,
+                     source, stream, keep_waiting(operation.deadline()));
     if (!scatters.empty()) runtime_->execute(scatters.tasks(), scatters.buffers(), Scale{}, stream);
   };
   return run_collective(compared, {&tensor, 1}, {}, std::move(options), enqueue);

@@ -3,9 +3,10 @@
 // failure of one rank to all others, and compares what ranks are about to do.
 //
 // Streams. A synchronous operation runs on the caller's current stream. An asynchronous one runs on
-// the streams of its lanes, after what the caller's stream holds at that moment. Each channel has a
-// lane for messages to higher ranks and one for messages to lower ranks (see lane_batch.h), so that
-// a send never waits behind a receive of another channel or from the other direction.
+// the streams of its lanes, after what the caller's stream holds at that moment. The messages from
+// one rank to another one on a channel have a lane of their own (see links.h), so that none waits
+// behind a message of another channel, of another rank or the other way. The first call that needs a
+// lane waits until it is made.
 //
 // Checks. Before a collective runs for the first time, ranks compare it on the control plane, pair
 // by pair (Agreement) or, in a large group, along its tree (CollectiveLine); from then on it runs
@@ -30,6 +31,7 @@
 #include "engine/communicator.h"
 #include "engine/device/in_flight.h"
 #include "engine/device/lane_batch.h"
+#include "engine/device/links.h"
 #include "engine/device/message_check.h"
 #include "engine/device/message_counts.h"
 #include "engine/device/replays.h"
@@ -49,18 +51,16 @@ struct DeviceOptions {
 
 class DeviceExecution final : public Execution {
  public:
-  // `nccl_ids`: one per lane, the same on all ranks.
   DeviceExecution(Communicator& communicator, const DeviceOptions& options,
-                  std::shared_ptr<DeviceRuntime> runtime, const NcclApi& api,
-                  std::vector<NcclUniqueId> nccl_ids);
+                  std::shared_ptr<DeviceRuntime> runtime, const NcclApi& api);
 
-  static int num_nccl_ids(int num_channels) { return num_lanes(num_channels); }
-
-  // Collective.
-  void start(const Interrupted& interrupted) override;
+  void start() override;
+  // Begins to make links; that of the collectives if no channels are named, and `peers` are all.
+  void connect(std::span<const int> peers,
+               const std::optional<std::vector<int>>& channels) override;
 
   // Tensors may have any strides. An exchange on a channel of the user is compared while it runs, and
-  // exchanges follow each other on its first lane, so that what is to come `after` another one does.
+  // exchanges follow each other on a stream of it, so that what is to come `after` another one does.
   // `gradient_of` is not compared: it would make each exchange a new one.
   OperationPtr batch_p2p(std::span<const PointToPoint> batch, CallOptions options) override;
   OperationPtr exchange(const ExchangeCall& call, CallOptions options) override;
@@ -76,7 +76,8 @@ class DeviceExecution final : public Execution {
   bool is_late(const Operation& operation) const override;
   void tick() override;
   void expire(const Operation& operation) override;
-  void on_claim(int peer, Direction direction, const Descriptor& theirs) override;
+  void on_claim(int peer, Direction direction, const Descriptor& theirs,
+                std::span<const std::byte> note) override;
 
   // Return within a few seconds after the last operation, whatever holds up the end of NCCL.
   void finish(const Interrupted& interrupted) override;
@@ -84,14 +85,9 @@ class DeviceExecution final : public Execution {
   std::string end_warning() const override { return end_warning_; }
 
   CopyCounters copy_counters() const override { return {num_exchanges_, num_passes_, 0}; }
+  DeviceUsage device_usage() const override;
 
  private:
-  // The stream of a lane, and the end of its latest operation.
-  struct Lane {
-    StreamHandle stream = nullptr;
-    StreamHandle last_stream = nullptr;
-    EventPtr last_end;
-  };
   // A collective as its ranks compare it.
   struct Compared {
     OpCode op;
@@ -114,14 +110,16 @@ class DeviceExecution final : public Execution {
   int size() const { return communicator_.size(); }
   int num_channels() const { return communicator_.options().num_channels; }
 
-  int first_lane(int channel) const {
-    return channel == kCollectiveChannel ? collective_lane(num_channels()) : 2 * channel;
+  // Whether it runs on the communicator of all ranks.
+  bool is_of_all(const Scope& scope) const {
+    return scope.channel == kCollectiveChannel &&
+           (scope.members.empty() || scope.members.size() == size_t(size()));
   }
-
-  void connect(const Interrupted& interrupted);
-  uint64_t check_captures(OpCode op, std::span<const int> lanes) const;
-  std::vector<int> forked_lanes(int channel, std::span<const PeerMessages> pairs,
-                                bool is_async) const;
+  void require_links(OpCode op, std::span<const LinkKey> keys, const Interrupted& interrupted);
+  void check_answer(OpCode op, const LinkKey& key, Clock::time_point begin, Deadline deadline);
+  bool has_closed(int peer) const;
+  uint64_t check_captures(OpCode op, std::span<const LaneKey> lanes) const;
+  std::vector<LaneKey> lanes_between(const Scope& scope, std::span<const PeerMessages> pairs) const;
   DeviceOperationPtr make_operation(OpCode op, CallOptions options, uint64_t capture);
   void check_messages(std::span<const PointToPoint> batch, DeviceOperation& operation);
   void note_captured(int peer, Direction direction, const Descriptor& descriptor);
@@ -138,12 +136,12 @@ class DeviceExecution final : public Execution {
   void await_agreement(OpCode op, Operation& operation,
                        const std::shared_ptr<const Agreement>& agreement, bool is_new_to_all,
                        const Interrupted& interrupted);
-  StreamHandle enter(DeviceOperation& operation, int lane_idx, bool on_caller,
-                     const EventPtr& start);
-  EventPtr leave(DeviceOperation& operation, int lane_idx, StreamHandle stream);
+  void enter(DeviceOperation& operation, const Lane& lane, StreamHandle stream,
+             const EventPtr& start);
+  EventPtr leave(DeviceOperation& operation, Lane& lane, StreamHandle stream);
   void track(const DeviceOperationPtr& operation);
   void publish(const DeviceOperationPtr& operation);
-  void exchange_messages_on(DeviceOperation& operation, int channel, StreamHandle stream,
+  void exchange_messages_on(DeviceOperation& operation, const Scope& scope, StreamHandle stream,
                             std::span<const DeviceMessage> messages);
   template <class Launch>
   void launch(const DeviceOperationPtr& operation, Launch&& body);
@@ -161,16 +159,18 @@ class DeviceExecution final : public Execution {
   void fail_expired(OpCode op, const std::string& where, const std::string& remedy,
                     const FlightMessage* shown, Clock::duration elapsed, Clock::duration limit);
   void fail_enqueue(OpCode op, const std::exception& error);
+  void fail_connecting(OpCode op, const LinkError& error);
+  void fail_posting(OpCode op, const std::string& why, bool is_peer);
   void throw_failure() const;
 
   void look_for_trouble();
   void abort_nccl();
 
   void check_open(OpCode op, Direction direction, int peer, int channel) const;
+  [[noreturn]] void throw_closed(OpCode op, int peer) const;
   void check_unmatched();
   void say_closing();
   bool meet(const Interrupted& interrupted);
-  bool has_heard_in(size_t round) const;
   void stop_looking();
   std::future<void> run_apart(std::function<void()> body) const;
 
@@ -178,14 +178,13 @@ class DeviceExecution final : public Execution {
   const DeviceOptions options_;
   const std::optional<std::chrono::nanoseconds> timeout_;
   const std::shared_ptr<DeviceRuntime> runtime_;
-  const std::vector<NcclUniqueId> nccl_ids_;
   MessageCheck check_;
   std::shared_ptr<NcclTransport> nccl_;  // null if there are no other ranks
+  Links links_;
   std::shared_ptr<InFlight> in_flight_;
   Replays replays_;
 
   MessageCounts counts_;
-  std::vector<Lane> lanes_;
   std::mutex collective_mutex_;  // the order of agreements is the order of collectives
   // Under collective_mutex_: of each collective, the agreements that were awaited; and of distinct
   // ones of many members, those along the tree, by members and digest.
@@ -197,20 +196,17 @@ class DeviceExecution final : public Execution {
   mutable std::mutex mutex_;
   std::deque<Pending> pending_;
   std::mutex tick_mutex_;
-  bool is_connected_ = false;                          // under tick_mutex_, and not ending
+  bool is_looking_ = false;                            // under tick_mutex_
   std::optional<Clock::time_point> nccl_error_since_;  // tick() only
   std::future<void> aborted_;                          // tick(), then end(); if NCCL is aborted
   bool all_have_come_ = false;                         // to the end
   std::atomic<bool> has_captured_{false};
-  std::vector<bool> heard_in_round_;  // of the meeting at the end
   std::string end_warning_;
 };
 
-// Collective; `interrupted` is asked while NCCL waits for other ranks.
 std::unique_ptr<Communicator> make_device_communicator(
     CommunicatorOptions options, const DeviceOptions& device_options,
     const std::shared_ptr<DeviceRuntime>& runtime, const NcclApi& api,
-    const std::vector<NcclUniqueId>& nccl_ids, const Communicator::MakeTransport& make_transport,
-    const Interrupted& interrupted);
+    const Communicator::MakeTransport& make_transport);
 
 }  // namespace pipecomm

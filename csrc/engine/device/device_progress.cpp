@@ -15,8 +15,10 @@ constexpr auto kNamingLimit = std::chrono::seconds(1);
 // How long a refusal may go unheard by ranks that have run the same collective before.
 constexpr auto kRefusalLimit = std::chrono::seconds(5);
 
-bool blames_network(const NcclError& error) {
-  return error.result() == NcclResult::remote_error || error.result() == NcclResult::system_error;
+constexpr const char* kConnectHint = "; NCCL_DEBUG=INFO shows what it tried";
+
+bool blames_network(NcclResult result) {
+  return result == NcclResult::remote_error || result == NcclResult::system_error;
 }
 
 }  // namespace
@@ -120,13 +122,22 @@ void DeviceExecution::fail_expired(OpCode op, const std::string& where, const st
 }
 
 void DeviceExecution::fail_enqueue(OpCode op, const std::exception& error) {
-  const auto* const nccl_error = dynamic_cast<const NcclError*>(&error);
-  const bool is_peer = nccl_error && blames_network(*nccl_error);
+  const auto* const of_nccl = dynamic_cast<const NcclError*>(&error);
+  fail_posting(op, std::string(" could not be enqueued: ") + error.what(),
+               of_nccl && blames_network(of_nccl->result()));
+}
+
+void DeviceExecution::fail_connecting(OpCode op, const LinkError& error) {
+  fail_posting(op, ": connecting NCCL failed: " + error.text + kConnectHint,
+               blames_network(error.result));
+}
+
+void DeviceExecution::fail_posting(OpCode op, const std::string& why, bool is_peer) {
   const Deadline until = Clock::now() + kNamingLimit;
   while (is_peer && !communicator_.failure() && Clock::now() < until)
     std::this_thread::sleep_for(kNamingPoll);
-  fail(is_peer ? FailureKind::peer_lost : FailureKind::error,
-       std::string(op_name(op)) + " could not be enqueued: " + error.what(), op_name(op));
+  fail(is_peer ? FailureKind::peer_lost : FailureKind::error, std::string(op_name(op)) + why,
+       op_name(op));
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -134,7 +145,7 @@ void DeviceExecution::fail_enqueue(OpCode op, const std::exception& error) {
 
 void DeviceExecution::tick() {
   std::lock_guard lock(tick_mutex_);
-  if (!is_connected_) return;
+  if (!is_looking_) return;
   if (communicator_.failure())
     abort_nccl();
   else
@@ -161,15 +172,24 @@ void DeviceExecution::look_for_trouble() {
   check_unmatched();
 
   if (!nccl_) return;
+  const auto link_error = links_.error();
+  std::string text;
+  NcclResult result = NcclResult::success;
   try {
     nccl_->poll();
-    nccl_error_since_.reset();
   } catch (const NcclError& error) {
-    const bool is_peer = blames_network(error);
-    if (!nccl_error_since_) nccl_error_since_ = Clock::now();
-    if (is_peer && Clock::now() - *nccl_error_since_ < kNamingLimit) return;
-    fail(is_peer ? FailureKind::peer_lost : FailureKind::error, error.what());
+    result = error.result();
+    text = error.what();
   }
+  if (link_error) {
+    result = link_error->result;
+    text = "connecting NCCL failed: " + link_error->text + kConnectHint;
+  }
+  if (result == NcclResult::success) return nccl_error_since_.reset();
+  const bool is_peer = blames_network(result);
+  if (!nccl_error_since_) nccl_error_since_ = Clock::now();
+  if (is_peer && Clock::now() - *nccl_error_since_ < kNamingLimit) return;
+  fail(is_peer ? FailureKind::peer_lost : FailureKind::error, text);
 }
 
 }  // namespace pipecomm

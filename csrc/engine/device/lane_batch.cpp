@@ -7,24 +7,25 @@ namespace pipecomm {
 
 std::vector<LaneBatch> LaneBatch::split(std::span<const PointToPoint> batch, const OwnMessages& own,
                                         int rank) {
-  std::map<int, LaneBatch> lanes;
-  const auto lane = [&](int lane_idx) -> LaneBatch& {
-    return lanes.try_emplace(lane_idx, LaneBatch(lane_idx)).first->second;
+  std::map<LaneKey, LaneBatch> lanes;
+  const auto lane = [&](const LaneKey& key) -> LaneBatch& {
+    return lanes.try_emplace(key, LaneBatch(key)).first->second;
   };
   for (const PointToPoint& op : batch)
     if (op.peer != rank)
       lane(lane_of(op.channel, op.direction, rank, op.peer)).messages_.push_back(&op);
   for (const auto& messages : own) {
-    const int first_idx = 2 * messages.first->channel;
-    lane(lanes.contains(first_idx) || !lanes.contains(first_idx + 1) ? first_idx : first_idx + 1)
-        .own_.push_back(messages);
+    const LaneKey of_channel{messages.first->channel, kEverybody};  // before all others
+    const auto first = lanes.lower_bound(of_channel);
+    const bool has_one = first != lanes.end() && first->first.channel == of_channel.channel;
+    lane(has_one ? first->first : of_channel).own_.push_back(messages);
   }
   std::vector<LaneBatch> used;
-  for (auto& [lane_idx, part] : lanes) used.push_back(std::move(part));
+  for (auto& [key, part] : lanes) used.push_back(std::move(part));
   return used;
 }
 
-LaneMessages LaneBatch::begin(DeviceRuntime& runtime, StreamHandle stream) {
+std::vector<DeviceMessage> LaneBatch::begin(DeviceRuntime& runtime, StreamHandle stream) {
   for (const auto& [send, recv] : own_) {
     const int64_t num_bytes = send->tensor.num_bytes();
     if (num_bytes == 0) continue;
@@ -33,7 +34,7 @@ LaneMessages LaneBatch::begin(DeviceRuntime& runtime, StreamHandle stream) {
     else
       scatters_.add(send->tensor.data, recv->tensor);
   }
-  LaneMessages lane{lane_idx_, stream, {}};
+  std::vector<DeviceMessage> messages;
   for (const PointToPoint* op : messages_) {
     const int64_t num_bytes = op->tensor.num_bytes();
     std::byte* data = op->tensor.data;
@@ -41,9 +42,9 @@ LaneMessages LaneBatch::begin(DeviceRuntime& runtime, StreamHandle stream) {
       data = staging_.emplace_back(runtime.allocate(num_bytes, stream)).get();
       scatters_.add(data, op->tensor);
     }
-    lane.messages.push_back({op->direction, op->peer, data, num_bytes});
+    messages.push_back({op->direction, op->peer, data, num_bytes});
   }
-  return lane;
+  return messages;
 }
 
 }  // namespace pipecomm

@@ -1,9 +1,4 @@
-// The lanes of a communicator, and the part of a batch that runs on one of them.
-//
-// A lane is an NCCL communicator with a stream, on which every rank runs its messages in post order.
-// Each channel has two: one for messages to higher ranks, one for messages to lower ones. So two
-// ranks that first receive and then send, or a ring of them, do not wait for each other. The
-// collectives have a lane of both directions.
+// The part of a batch that runs on one lane, in the order of the batch.
 #pragma once
 
 #include <memory>
@@ -12,35 +7,25 @@
 #include <vector>
 
 #include "copy/device_runtime.h"
+#include "engine/device/links.h"
 #include "engine/point_to_point.h"
 #include "engine/whole_copies.h"
 #include "transport/nccl/nccl_transport.h"
 
 namespace pipecomm {
 
-inline int num_lanes(int num_channels) { return 2 * num_channels + 1; }
-inline int collective_lane(int num_channels) { return 2 * num_channels; }
-inline int lane_of(int channel, Direction direction, int rank, int peer) {
-  const bool goes_up = (direction == Direction::send) == (peer > rank);
-  return 2 * channel + (goes_up ? 0 : 1);
-}
-inline Reach reach_of(int lane_idx, int num_channels) {
-  if (lane_idx == collective_lane(num_channels)) return Reach::all;
-  return lane_idx % 2 == 0 ? Reach::up : Reach::down;
-}
-
 class LaneBatch {
  public:
   using OwnMessages = std::vector<std::pair<const PointToPoint*, const PointToPoint*>>;
 
-  // The lanes that a batch uses; messages to oneself run on the channel's first.
+  // By the lanes that a batch uses; messages to oneself run on the first of the channel.
   static std::vector<LaneBatch> split(std::span<const PointToPoint> batch, const OwnMessages& own,
                                       int rank);
 
-  int lane_idx() const { return lane_idx_; }
+  const LaneKey& key() const { return key_; }
   // Enqueues what comes before the messages. What arrives for tensors with gaps goes through memory
   // without.
-  LaneMessages begin(DeviceRuntime& runtime, StreamHandle stream);
+  std::vector<DeviceMessage> begin(DeviceRuntime& runtime, StreamHandle stream);
   // And from there to all of them in one launch.
   void end(DeviceRuntime& runtime, StreamHandle stream) {
     if (!scatters_.empty())
@@ -49,9 +34,9 @@ class LaneBatch {
   }
 
  private:
-  explicit LaneBatch(int lane_idx) : lane_idx_(lane_idx) {}
+  explicit LaneBatch(const LaneKey& key) : key_(key) {}
 
-  int lane_idx_;
+  LaneKey key_;
   std::vector<const PointToPoint*> messages_;
   OwnMessages own_;
   WholeCopies scatters_;

@@ -16,14 +16,17 @@ constexpr uint64_t kNotNumbered = ~uint64_t{0};  // the `seq` of a claim about a
 }  // namespace
 
 MessageCheck::MessageCheck(int size, int num_channels, Check check)
-    : size_(size),
-      num_channels_(num_channels),
-      check_(check),
-      orders_(size_t(size) * 2 * size_t(num_channels + 1)) {}
+    : size_(size), num_channels_(num_channels), check_(check) {}
+
+MessageCheck::Order& MessageCheck::order_of(int peer, Direction direction, int channel) {
+  const auto [found, is_new] = orders_.try_emplace({peer, direction, channel});
+  if (is_new) found->second.is_numbered = !unnumbered_channels_.contains(channel);
+  return found->second;
+}
 
 MessageCheck::Posted MessageCheck::posted(int peer, Direction direction, Descriptor& descriptor) {
   std::lock_guard lock(mutex_);
-  Order& order = orders_[order_idx(peer, direction, descriptor.channel)];
+  Order& order = order_of(peer, direction, descriptor.channel);
   descriptor.seq = order.next_seq++;
   Posted posted;
   if (check_ == Check::off) return posted;
@@ -54,7 +57,7 @@ std::optional<MessageCheck::Mismatch> MessageCheck::heard(int peer, Direction di
     return std::nullopt;
   const Direction ours = direction == Direction::send ? Direction::recv : Direction::send;
   std::lock_guard lock(mutex_);
-  Order& order = orders_[order_idx(peer, ours, theirs.channel)];
+  Order& order = order_of(peer, ours, theirs.channel);
   if (theirs.seq == kNotNumbered) stop_numbers(order);
   if (!order.is_numbered) return std::nullopt;
   if (theirs.seq >= order.next_seq) {
@@ -73,20 +76,20 @@ std::optional<MessageCheck::Mismatch> MessageCheck::heard(int peer, Direction di
 bool MessageCheck::is_known(int peer, Direction direction, const Descriptor& descriptor) const {
   std::lock_guard lock(mutex_);
   if (check_ == Check::off) return true;
-  return orders_[order_idx(peer, direction, descriptor.channel)].known.contains(
-      descriptor.digest());
+  const auto found = orders_.find({peer, direction, descriptor.channel});
+  return found != orders_.end() && found->second.known.contains(descriptor.digest());
 }
 
 void MessageCheck::skip(int peer, Direction direction, Descriptor& descriptor) {
   std::lock_guard lock(mutex_);
-  Order& order = orders_[order_idx(peer, direction, descriptor.channel)];
+  Order& order = order_of(peer, direction, descriptor.channel);
   descriptor.seq = order.next_seq++;
   order.claims.erase(descriptor.seq);
 }
 
 void MessageCheck::learn(int peer, Direction direction, const Descriptor& descriptor) {
   std::lock_guard lock(mutex_);
-  learn(orders_[order_idx(peer, direction, descriptor.channel)], descriptor);
+  learn(order_of(peer, direction, descriptor.channel), descriptor);
 }
 
 bool MessageCheck::learn(Order& order, const Descriptor& descriptor) {
@@ -102,9 +105,9 @@ bool MessageCheck::learn(Order& order, const Descriptor& descriptor) {
 
 void MessageCheck::stop_numbers(int channel) {
   std::lock_guard lock(mutex_);
-  for (int peer = 0; peer < size_; ++peer)
-    for (const Direction direction : {Direction::send, Direction::recv})
-      stop_numbers(orders_[order_idx(peer, direction, channel)]);
+  unnumbered_channels_.insert(channel);
+  for (auto& [key, order] : orders_)
+    if (std::get<2>(key) == channel) stop_numbers(order);
 }
 
 void MessageCheck::stop_numbers(Order& order) {
@@ -116,7 +119,7 @@ void MessageCheck::stop_numbers(Order& order) {
 std::optional<Descriptor> MessageCheck::captured(int peer, Direction direction,
                                                  const Descriptor& descriptor) {
   std::lock_guard lock(mutex_);
-  Order& order = orders_[order_idx(peer, direction, descriptor.channel)];
+  Order& order = order_of(peer, direction, descriptor.channel);
   if (check_ == Check::off || !order.is_numbered) return std::nullopt;
   stop_numbers(order);
   Descriptor news = descriptor;

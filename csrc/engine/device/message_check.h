@@ -13,8 +13,9 @@
 #include <map>
 #include <mutex>
 #include <optional>
+#include <set>
+#include <tuple>
 #include <unordered_set>
-#include <vector>
 
 #include "message/descriptor.h"
 #include "message/operation.h"
@@ -75,16 +76,15 @@ class MessageCheck {
   };
   static bool learn(Order& order, const Descriptor& descriptor);
   static void stop_numbers(Order& order);
-  size_t order_idx(int peer, Direction direction, int channel) const {
-    const int channel_idx = channel == kCollectiveChannel ? num_channels_ : channel;
-    return (size_t(peer) * 2 + size_t(direction)) * size_t(num_channels_ + 1) + channel_idx;
-  }
+  using Key = std::tuple<int, Direction, int>;
+  Order& order_of(int peer, Direction direction, int channel);  // with mutex_
 
   const int size_;
   const int num_channels_;
   const Check check_;
   mutable std::mutex mutex_;
-  std::vector<Order> orders_;
+  std::map<Key, Order> orders_;  // that have had messages, or claims
+  std::set<int> unnumbered_channels_;
 };
 
 }  // namespace pipecomm

@@ -3,11 +3,12 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <mutex>
 #include <optional>
-#include <vector>
 
 #include "message/operation.h"
 #include "transport/transport.h"
@@ -23,54 +24,64 @@ class MessageCounts {
     uint64_t seq;
   };
 
-  explicit MessageCounts(int size)
-      : counts_(size_t(size) * 2 * kNumChannels), limits_(counts_.size()) {}
-
   // The number of the next message.
   uint64_t next(int peer, Direction direction, int channel) {
     std::lock_guard lock(mutex_);
-    return counts_[idx_of(peer, direction, channel)]++;
+    return peers_[peer].counts[idx_of(direction, channel)]++;
   }
   uint64_t count(int peer, Direction direction, int channel) const {
     std::lock_guard lock(mutex_);
-    return counts_[idx_of(peer, direction, channel)];
+    const auto found = peers_.find(peer);
+    return found == peers_.end() ? 0 : found->second.counts[idx_of(direction, channel)];
   }
   bool has_any(int peer) const {
     std::lock_guard lock(mutex_);
-    const auto begin = counts_.begin() + ptrdiff_t(idx_of(peer, Direction::send, 0));
-    return std::any_of(begin, begin + 2 * kNumChannels, [](uint64_t count) { return count > 0; });
+    const auto found = peers_.find(peer);
+    return found != peers_.end() && std::ranges::any_of(found->second.counts, std::identity());
   }
   // The peer posts no more than these; `direction` as seen from here.
   void limit(int peer, Direction direction, int channel, uint64_t count) {
     std::lock_guard lock(mutex_);
-    if (channel >= 0 && channel < kNumChannels) limits_[idx_of(peer, direction, channel)] = count;
+    if (channel >= 0 && channel < kNumChannels)
+      peers_[peer].limits[idx_of(direction, channel)] = count;
+  }
+  bool has_limit(int peer) const {
+    std::lock_guard lock(mutex_);
+    const auto found = peers_.find(peer);
+    return found != peers_.end() &&
+           std::ranges::any_of(found->second.limits, [](const auto& limit) { return !!limit; });
   }
   // The first message beyond a limit.
   std::optional<Unmatched> unmatched() const {
     std::lock_guard lock(mutex_);
-    for (size_t idx = 0; idx < counts_.size(); ++idx)
-      if (limits_[idx] && counts_[idx] > *limits_[idx]) return at(idx);
+    for (const auto& [peer, messages] : peers_)
+      for (size_t idx = 0; idx < kNumOrders; ++idx)
+        if (const auto& limit = messages.limits[idx]; limit && messages.counts[idx] > *limit)
+          return Unmatched{peer, Direction(idx / kNumChannels), int(idx % kNumChannels), *limit};
     return std::nullopt;
   }
   // Whether the peer will not match the next message.
   bool has_ended(int peer, Direction direction, int channel) const {
     std::lock_guard lock(mutex_);
-    const size_t idx = idx_of(peer, direction, channel);
-    return limits_[idx] && counts_[idx] >= *limits_[idx];
+    const auto found = peers_.find(peer);
+    if (found == peers_.end()) return false;
+    const size_t idx = idx_of(direction, channel);
+    const auto& [counts, limits] = found->second;
+    return limits[idx] && counts[idx] >= *limits[idx];
   }
 
  private:
-  size_t idx_of(int peer, Direction direction, int channel) const {
-    return (size_t(peer) * 2 + size_t(direction)) * kNumChannels + size_t(channel);
-  }
-  Unmatched at(size_t idx) const {
-    return {int(idx / kNumChannels / 2), Direction(idx / kNumChannels % 2), int(idx % kNumChannels),
-            *limits_[idx]};
+  static constexpr size_t kNumOrders = 2 * size_t{kNumChannels};
+  struct Messages {
+    std::array<uint64_t, kNumOrders> counts{};
+    std::array<std::optional<uint64_t>, kNumOrders> limits{};
+  };
+  static size_t idx_of(Direction direction, int channel) {
+    return size_t(direction) * kNumChannels + size_t(channel);
   }
 
   mutable std::mutex mutex_;
-  std::vector<uint64_t> counts_;
-  std::vector<std::optional<uint64_t>> limits_;
+  std::map<int, Messages> peers_;  // that have had messages, or have closed
 };
 
 }  // namespace pipecomm

@@ -254,7 +254,7 @@ void C10dTransport::act(Peer& peer, std::unique_lock<std::mutex>& lock) {
   if (is_news) events_.on_remote_failure(*failure);
   if (!failure) settle(true);
   for (const PeerLink::Claim& claim : claims)
-    events_.on_claim(link.peer(), claim.direction, claim.descriptor);
+    events_.on_claim(link.peer(), claim.direction, claim.descriptor, claim.note);
   if (outcomes.empty()) return;
   num_pending_ -= static_cast<int64_t>(outcomes.size());
   nudge();
@@ -303,11 +303,12 @@ void C10dTransport::post(std::vector<RequestPtr> batch, bool is_async) {
   if (is_async) arm();
 }
 
-void C10dTransport::claim(int peer_idx, Direction direction, const Descriptor& descriptor) {
+void C10dTransport::claim(int peer_idx, Direction direction, const Descriptor& descriptor,
+                          std::span<const std::byte> note) {
   if (aborted_) return;
   Peer& peer = peer_for(peer_idx);
   std::unique_lock lock(peer.mutex);
-  peer.connection.link().say_claim(direction, descriptor);
+  peer.connection.link().say_claim(direction, descriptor, note);
   write(peer);
   act(peer, lock);
 }
@@ -340,6 +341,13 @@ bool C10dTransport::assist(Operation& operation) {
   }
   if (num_pending_ > 0) arm();
   return operation.done() || aborted_ || stopping_;
+}
+
+bool C10dTransport::has_closed(int peer_idx) const {
+  Peer* const peer = find(peer_idx);
+  if (!peer) return false;
+  std::lock_guard lock(peer->mutex);
+  return peer->connection.link().has_closed();
 }
 
 std::string C10dTransport::describe_peer(int peer_idx) const {

@@ -54,7 +54,8 @@ class C10dTransport final : public HostTransport {
   ~C10dTransport() override;
 
   void post(std::vector<RequestPtr> batch, bool is_async) override;
-  void claim(int peer, Direction direction, const Descriptor& descriptor) override;
+  void claim(int peer, Direction direction, const Descriptor& descriptor,
+             std::span<const std::byte> note) override;
   void connect(int peer) override;
   // Where a peer listens, and who it is: connections to it can be made from now on.
   void introduce(int peer, const Introduction& introduction);
@@ -70,6 +71,7 @@ class C10dTransport final : public HostTransport {
   void abort(const Failure& failure) override;
   void begin_close() override;
   void close(Deadline deadline) override;
+  bool has_closed(int peer) const override;
   std::string describe_peer(int peer) const override;
 
  private:

@@ -191,7 +191,8 @@ void PeerLink::handle_record(const wire::Record& record) {
     case wire::Kind::recv_claim:
       claims_.push_back(
           {record.header.kind == wire::Kind::send_claim ? Direction::send : Direction::recv,
-           record.descriptor});
+           record.descriptor,
+           {record.payload.begin(), record.payload.end()}});
       return;
     case wire::Kind::closing:
       peer_closes_ = true;
@@ -408,9 +409,10 @@ void PeerLink::say_failure(const Failure& failure) {
   add(wire::Kind::failure, 0, 0, nullptr, encode_failure(failure));
 }
 
-void PeerLink::say_claim(Direction direction, const Descriptor& descriptor) {
+void PeerLink::say_claim(Direction direction, const Descriptor& descriptor,
+                         std::span<const std::byte> note) {
   add(direction == Direction::send ? wire::Kind::send_claim : wire::Kind::recv_claim,
-      descriptor.channel, descriptor.seq, &descriptor, {});
+      descriptor.channel, descriptor.seq, &descriptor, note);
 }
 
 void PeerLink::leave() {
@@ -467,17 +469,14 @@ void PeerLink::settle(const RequestPtr& request, FailurePtr failure) {
 // ------------------------------------------------------------------------------------------------
 // error texts
 
+bool PeerLink::has_closed() const {
+  if (state_ == State::open) return peer_closes_;
+  return state_ != State::lost || goodbye_heard_;
+}
+
 std::string PeerLink::describe() const {
-  switch (state_) {
-    case State::open:
-      return peer_closes_ ? "has closed its communicator" : "is connected";
-    case State::closing:
-    case State::disconnecting:
-      return "has closed its communicator";
-    case State::lost:
-      return goodbye_heard_ ? "has closed its communicator" : "died or was cut off";
-  }
-  return "";
+  if (has_closed()) return "has closed its communicator";
+  return state_ == State::lost ? "died or was cut off" : "is connected";
 }
 
 FailurePtr PeerLink::gone(const Request& request) const {

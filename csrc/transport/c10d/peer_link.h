@@ -69,7 +69,8 @@ class PeerLink {
   void say_goodbye();
   void say_failure(const Failure& failure);
   // See HostTransport::claim.
-  void say_claim(Direction direction, const Descriptor& descriptor);
+  void say_claim(Direction direction, const Descriptor& descriptor,
+                 std::span<const std::byte> note);
   // The connection is gone: everything under way fails.
   void lose();
   // The peer has left, or died, before it met this rank: what follows is no loss.
@@ -80,6 +81,7 @@ class PeerLink {
   int peer() const { return peer_; }
   State state() const { return state_; }
   bool goodbye_answered() const { return goodbye_answered_; }
+  bool has_closed() const;  // the peer
   std::string describe() const;
 
   // The requests that the calls since the last take have settled.
@@ -89,6 +91,7 @@ class PeerLink {
   struct Claim {
     Direction direction;  // as seen from the peer
     Descriptor descriptor;
+    std::vector<std::byte> note;
   };
   std::vector<Claim> take_claims() { return std::exchange(claims_, {}); }
   // Of the peer's communicator, once it has said so.

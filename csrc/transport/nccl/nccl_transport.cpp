@@ -31,10 +31,15 @@ class Pause {
 };
 
 // NCCL refuses a minimum without a maximum.
-NcclConfig config_of(const NcclConfig& given, Reach reach, size_t lane_idx) {
+NcclConfig config_of(const NcclConfig& given, const NcclLane& lane, int rank) {
   NcclConfig config = given;
-  config.name.append("-").append(std::to_string(lane_idx));
-  if (config.max_ctas < 0 && reach != Reach::all)
+  const bool is_pair = lane.peer != kEverybody;
+  if (is_pair) {
+    const auto [low, high] = std::minmax(rank, lane.peer);
+    config.name.append("-").append(std::to_string(lane.goes_up ? low : high));
+    config.name.append("-").append(std::to_string(lane.goes_up ? high : low));
+  }
+  if (config.max_ctas < 0 && is_pair)
     config.max_ctas = std::max(kLaneMaxCtas, config.min_ctas);
   else if (config.max_ctas < 0 && config.min_ctas > 0)
     config.max_ctas = kMaxCtas;
@@ -119,76 +124,111 @@ void NcclTransport::settle(const char* call, NcclResult result, Comms comms,
 }
 
 void NcclTransport::check_alive() const {
-  if (ended_) throw NcclError(NcclResult::invalid_usage, "the NCCL communicators are aborted");
+  if (ended_) throw_ended();
 }
 
-void NcclTransport::connect(std::span<const NcclLane> lanes, const NcclConfig& config) {
-  {
-    std::lock_guard lock(connect_mutex_);
-    check_alive();
-    connecting_ = true;
-  }
-  std::unique_lock calls_lock(calls_);
+void NcclTransport::throw_ended() {
+  throw NcclError(NcclResult::invalid_usage, "the NCCL communicators are aborted");
+}
+
+NcclUniqueId NcclTransport::new_id() const {
+  NcclUniqueId id;
+  require("ncclGetUniqueId", api_.get_unique_id(&id), nullptr);
+  return id;
+}
+
+void NcclTransport::note_connecting() {
+  std::lock_guard lock(connect_mutex_);
+  check_alive();
+  if (num_connecting_++ == 0) free_bytes_before_ = runtime_->free_bytes();
+}
+
+int NcclTransport::connect(std::span<const NcclLane> lanes, const NcclConfig& config) {
+  note_connecting();
+  std::vector<Comm> comms;
   std::exception_ptr error;
   try {
-    init(lanes, config);
+    init(lanes, config, comms);
     check_alive();
-    connect_pairs(lanes);
+    greet_peers(lanes, comms);
   } catch (...) {
     error = std::current_exception();
   }
-  bool has_ended;
+  const int64_t free_bytes = runtime_->free_bytes();
   {
-    std::lock_guard lock(connect_mutex_);
-    connecting_ = false;
-    has_ended = ended_.exchange(ended_ || error);
+    std::scoped_lock lock(calls_, connect_mutex_);
+    if (--num_connecting_ == 0)
+      usage_.num_bytes += std::max(int64_t{0}, free_bytes_before_ - free_bytes);
+    if (!error && !ended_) {
+      comms_.insert(comms_.end(), comms.begin(), comms.end());
+      usage_.num_comms = static_cast<int>(comms_.size());
+      return static_cast<int>(comms_.size() - comms.size());
+    }
   }
-  if (has_ended || error) abort_all();
+  abort_all(std::move(comms));
   if (error) std::rethrow_exception(error);
-  check_alive();
+  throw_ended();
 }
 
-// All communicators in one group: they find each other at the same time.
-void NcclTransport::init(std::span<const NcclLane> lanes, const NcclConfig& config) {
-  comms_.resize(lanes.size());
-  for (size_t lane_idx = 0; lane_idx < lanes.size(); ++lane_idx)
-    configs_.push_back(config_of(config, lanes[lane_idx].reach, lane_idx));
+NcclTransport::Usage NcclTransport::usage() const {
+  std::lock_guard lock(connect_mutex_);
+  return usage_;
+}
+
+// In one group: they find each other at the same time.
+void NcclTransport::init(std::span<const NcclLane> lanes, const NcclConfig& config,
+                         std::vector<Comm>& comms) {
   GroupCalls group(*this);
-  for (size_t lane_idx = 0; lane_idx < lanes.size(); ++lane_idx)
+  std::vector<NcclComm*> made;
+  comms.resize(lanes.size());
+  for (size_t idx = 0; idx < lanes.size(); ++idx) {
+    Comm& comm = comms[idx];
+    const NcclLane& lane = lanes[idx];
+    comm.is_pair = lane.peer != kEverybody;
+    comm.size = comm.is_pair ? 2 : size_;
+    comm.rank = comm.is_pair ? int(rank_ > lane.peer) : rank_;
+    const auto [low, high] = std::minmax(comm.is_pair ? rank_ : lane.peer, lane.peer);
+    comm.place = {low, high, lane.channel, lane.goes_up};
+    const NcclConfig* kept;
+    {
+      std::lock_guard lock(connect_mutex_);
+      kept = &configs_.emplace_back(config_of(config, lane, rank_));
+    }
     require("ncclCommInitRankConfig",
-            api_.comm_init(&comms_[lane_idx], size_, lanes[lane_idx].id, rank_, configs_[lane_idx]),
-            nullptr);
-  group.end(comms_, [] {});
+            api_.comm_init(&comm.comm, comm.size, lane.id, comm.rank, *kept), nullptr);
+    made.push_back(comm.comm);
+  }
+  group.end(made, [] {});
 }
 
-// One byte in each direction of a lane, and a broadcast: NCCL connects a pair, and builds its rings
-// and trees, at their first use.
-void NcclTransport::connect_pairs(std::span<const NcclLane> lanes) {
+// One byte each way that a communicator carries messages, and a broadcast: NCCL connects a pair, and
+// builds its rings and trees, at their first use.
+void NcclTransport::greet_peers(std::span<const NcclLane> lanes, std::span<const Comm> comms) {
   std::vector<std::shared_ptr<std::byte>> scratch;
   std::vector<LaneMessages> hello;
-  for (size_t lane_idx = 0; lane_idx < lanes.size(); ++lane_idx) {
-    const NcclLane& lane = lanes[lane_idx];
+  for (size_t idx = 0; idx < lanes.size(); ++idx) {
+    const NcclLane& lane = lanes[idx];
     std::byte* data = scratch.emplace_back(runtime_->allocate(size_ + 1, lane.stream)).get();
-    auto& messages = hello.emplace_back(LaneMessages{int(lane_idx), lane.stream, {}}).messages;
+    auto& messages = hello.emplace_back(LaneMessages{int(idx), lane.stream, {}}).messages;
     for (int peer = 0; peer < size_; ++peer) {
-      if (peer == rank_) continue;
-      if (lane.reach == Reach::all || (lane.reach == Reach::up) == (peer > rank_))
+      if (peer == rank_ || (comms[idx].is_pair && peer != lane.peer)) continue;
+      const bool is_up = peer > rank_;
+      if (!comms[idx].is_pair || lane.goes_up == is_up)
         messages.push_back({Direction::send, peer, data + size_, 1});
-      if (lane.reach == Reach::all || (lane.reach == Reach::up) == (peer < rank_))
+      if (!comms[idx].is_pair || lane.goes_up != is_up)
         messages.push_back({Direction::recv, peer, data + peer, 1});
     }
   }
-  enqueue(hello, [] {});
-  for (size_t lane_idx = 0; lane_idx < lanes.size(); ++lane_idx)
-    if (lanes[lane_idx].reach == Reach::all)
-      enqueue_broadcast(int(lane_idx), scratch[lane_idx].get(), 1, 0, lanes[lane_idx].stream,
-                        [] {});
+  enqueue(hello, comms, [] {});
+  for (size_t idx = 0; idx < lanes.size(); ++idx)
+    if (!comms[idx].is_pair)
+      enqueue_broadcast(comms[idx].comm, scratch[idx].get(), 1, 0, lanes[idx].stream, [] {});
   const Pause pause(api_);
   for (const NcclLane& lane : lanes) {
     const EventPtr connected = runtime_->record(lane.stream);
     while (!runtime_->is_done(connected)) {
       check_alive();
-      for (NcclComm* comm : comms_) in_progress("connecting", comm);
+      for (const Comm& comm : comms) in_progress("connecting", comm.comm);
       pause();
     }
   }
@@ -196,19 +236,23 @@ void NcclTransport::connect_pairs(std::span<const NcclLane> lanes) {
 
 // The i-th group holds the i-th round of every lane. Rounds of a lane are alike on both ends of each
 // message; lanes have streams of their own, so how their rounds meet in groups does not matter.
-void NcclTransport::enqueue(std::span<const LaneMessages> lanes, const KeepWaiting& keep_waiting) {
+void NcclTransport::enqueue(std::span<const LaneMessages> lanes, std::span<const Comm> comms,
+                            const KeepWaiting& keep_waiting) {
   std::vector<std::vector<std::vector<DeviceMessage>>> rounds;  // [lane][round][message]
   size_t num_rounds = 0;
   for (const LaneMessages& lane : lanes) {
-    rounds.push_back(cut_rounds(lane.messages, rank_, size_, max_ops_per_group_));
+    const Comm& comm = comms[size_t(lane.comm_idx)];
+    std::vector<DeviceMessage> messages = lane.messages;
+    for (DeviceMessage& message : messages) message.peer = rank_in(comm, message.peer);
+    rounds.push_back(cut_rounds(messages, comm.rank, comm.size, max_ops_per_group_));
     num_rounds = std::max(num_rounds, rounds.back().size());
   }
   for (size_t round_idx = 0; round_idx < num_rounds; ++round_idx) {
-    std::vector<NcclComm*> comms;
+    std::vector<NcclComm*> used;
     GroupCalls group(*this);
     for (size_t idx = 0; idx < lanes.size(); ++idx) {
       if (round_idx >= rounds[idx].size()) continue;
-      NcclComm* const comm = comms.emplace_back(comms_[lanes[idx].lane_idx]);
+      NcclComm* const comm = used.emplace_back(comms[size_t(lanes[idx].comm_idx)].comm);
       const StreamHandle stream = lanes[idx].stream;
       for (const auto& [direction, peer, data, num_bytes] : rounds[idx][round_idx]) {
         const auto count = static_cast<size_t>(num_bytes);
@@ -218,8 +262,17 @@ void NcclTransport::enqueue(std::span<const LaneMessages> lanes, const KeepWaiti
           require("ncclRecv", api_.recv(data, count, kNcclBytes, peer, comm, stream), comm);
       }
     }
-    group.end(comms, keep_waiting);
+    group.end(used, keep_waiting);
   }
+}
+
+// How far the messages of a lane go, around the ring of all ranks: the same on both ends.
+int NcclTransport::step_of(const LaneMessages& lane) const {
+  if (lane.messages.empty()) return 0;
+  const DeviceMessage& message = lane.messages.front();
+  const int distance =
+      message.direction == Direction::send ? message.peer - rank_ : rank_ - message.peer;
+  return (distance + size_) % size_;
 }
 
 // NCCL on one device is given work by one thread at a time, even for several communicators.
@@ -227,59 +280,73 @@ void NcclTransport::send_and_receive(std::span<const LaneMessages> lanes,
                                      const KeepWaiting& keep_waiting) {
   std::scoped_lock lock(calls_, runtime_->launch_mutex());
   check_alive();
-  enqueue(lanes, keep_waiting);
+  if (lanes.size() <= kMaxLanesAtOnce) return enqueue(lanes, comms_, keep_waiting);
+  // Of many lanes some wait for others, in an order that all ranks share.
+  std::vector<LaneMessages> in_order(lanes.begin(), lanes.end());
+  std::ranges::stable_sort(in_order, {}, [this](const auto& lane) { return step_of(lane); });
+  std::vector<EventPtr> before;
+  for (std::span<const LaneMessages> left = in_order; !left.empty();) {
+    const auto now = left.first(std::min(left.size(), kMaxLanesAtOnce));
+    for (const LaneMessages& lane : now)
+      for (const EventPtr& event : before) runtime_->wait(lane.stream, event);
+    enqueue(now, comms_, keep_waiting);
+    before.clear();
+    for (const LaneMessages& lane : now) before.push_back(runtime_->record(lane.stream));
+    left = left.subspan(now.size());
+  }
 }
 
-void NcclTransport::enqueue_broadcast(int lane_idx, std::byte* data, int64_t num_bytes, int source,
-                                      StreamHandle stream, const KeepWaiting& keep_waiting) {
-  NcclComm* const comm = comms_.at(lane_idx);
+void NcclTransport::enqueue_broadcast(NcclComm* comm, std::byte* data, int64_t num_bytes,
+                                      int source, StreamHandle stream,
+                                      const KeepWaiting& keep_waiting) {
   const NcclResult result =
       api_.broadcast(data, data, static_cast<size_t>(num_bytes), kNcclBytes, source, comm, stream);
   settle("ncclBroadcast", result, std::span(&comm, 1), keep_waiting);
 }
 
-void NcclTransport::broadcast(int lane_idx, std::byte* data, int64_t num_bytes, int source,
+void NcclTransport::broadcast(int comm_idx, std::byte* data, int64_t num_bytes, int source,
                               StreamHandle stream, const KeepWaiting& keep_waiting) {
   std::scoped_lock lock(calls_, runtime_->launch_mutex());
   check_alive();
-  enqueue_broadcast(lane_idx, data, num_bytes, source, stream, keep_waiting);
+  enqueue_broadcast(comms_.at(size_t(comm_idx)).comm, data, num_bytes, source, stream,
+                    keep_waiting);
 }
 
 void NcclTransport::poll() {
   std::unique_lock lock(calls_, std::try_to_lock);
   if (!lock || ended_) return;  // a call under way looks at errors itself
-  for (NcclComm* comm : comms_) in_progress("NCCL", comm);
+  for (const Comm& comm : comms_) in_progress("NCCL", comm.comm);
 }
 
 void NcclTransport::abort() {
-  {
-    std::lock_guard lock(connect_mutex_);
-    if (ended_.exchange(true) || connecting_) return;
-  }
+  if (ended_.exchange(true)) return;
   const auto lock = lock_with_patience(calls_);
-  abort_all();
+  abort_all(std::exchange(comms_, {}));
 }
 
 // In one group, so that the kernels of all communicators are told to leave before any call waits
 // for the device.
-void NcclTransport::abort_all() {
+void NcclTransport::abort_all(std::vector<Comm> comms) {
   api_.group_start();
-  for (NcclComm* comm : std::exchange(comms_, {}))
-    if (comm) api_.comm_abort(comm);
+  for (const Comm& comm : comms)
+    if (comm.comm) api_.comm_abort(comm.comm);
   api_.group_end();
 }
 
+// NCCL waits for the ranks of a communicator one after the other: all ranks end them in one order.
 void NcclTransport::finish() {
   if (ended_.exchange(true)) return;
   std::lock_guard lock(calls_);
+  std::ranges::sort(comms_, {}, &Comm::place);
   try {
-    for (NcclComm* comm : comms_) require("ncclCommFinalize", api_.comm_finalize(comm), comm);
-    for (NcclComm* comm : comms_)
-      while (in_progress("ncclCommFinalize", comm)) api_.sleep(kPollInterval);
-    for (NcclComm*& comm : comms_)
-      require("ncclCommDestroy", api_.comm_destroy(std::exchange(comm, nullptr)), nullptr);
+    for (const Comm& comm : comms_)
+      require("ncclCommFinalize", api_.comm_finalize(comm.comm), comm.comm);
+    for (const Comm& comm : comms_)
+      while (in_progress("ncclCommFinalize", comm.comm)) api_.sleep(kPollInterval);
+    for (Comm& comm : comms_)
+      require("ncclCommDestroy", api_.comm_destroy(std::exchange(comm.comm, nullptr)), nullptr);
   } catch (const NcclError&) {
-    abort_all();
+    abort_all(std::exchange(comms_, {}));
   }
 }
 

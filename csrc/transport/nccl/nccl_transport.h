@@ -1,15 +1,18 @@
-// Moves bytes between devices with NCCL. NCCL has no tags, so there is one communicator for each
-// order of messages. Messages go in groups of bounded size, in rounds that both ends compute alike.
-// Errors are found by polling.
+// Moves bytes between devices with NCCL. NCCL has no tags, and runs what a communicator is given in
+// order, so there is one communicator for each order of messages: those from one rank to another one
+// on a channel, or the collectives of all ranks. Messages go in groups of bounded size, in rounds
+// that both ends compute alike. Errors are found by polling.
 #pragma once
 
 #include <atomic>
+#include <deque>
 #include <functional>
 #include <memory>
 #include <mutex>
 #include <span>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "copy/device_runtime.h"
@@ -29,29 +32,35 @@ class NcclError : public std::runtime_error {
   NcclResult result_;
 };
 
-// Which messages a communicator carries.
-enum class Reach : uint8_t { up, down, all };  // to higher ranks; to lower ones; and broadcasts
+inline constexpr int kEverybody = -1;
 
+// A communicator to be made: of this rank and a peer, for messages from the lower rank to the higher
+// one or the other way, or of all ranks.
 struct NcclLane {
-  NcclUniqueId id;
-  Reach reach = Reach::all;
+  NcclUniqueId id{};
+  int peer = kEverybody;
+  int channel = 0;
+  bool goes_up = false;
   StreamHandle stream = nullptr;  // for connecting
 };
 
 // What one communicator does in a batch.
 struct LaneMessages {
-  int lane_idx = 0;
+  int comm_idx = 0;
   StreamHandle stream = nullptr;
   std::vector<DeviceMessage> messages;
 };
 
-// Thread blocks of an operation on a lane that reaches up or down, unless the options say more.
-// NCCL takes buffers for each of them and each peer, and they spin while they wait: many lanes with
-// NCCL's own choice would take tens of GB and all multiprocessors.
+// Thread blocks of an operation between two ranks, unless the options say more. NCCL takes buffers
+// for each of them, and they spin while they wait: many lanes with NCCL's own choice would take tens
+// of GB and all multiprocessors.
 inline constexpr int kLaneMaxCtas = 4;
+// Kernels that wait for each other's peers must fit the device together: of a batch with more lanes,
+// so many run at a time.
+inline constexpr size_t kMaxLanesAtOnce = 32;
 
-// Calls that enqueue work come from one thread at a time; poll() and abort() from any. No later
-// call waits for other ranks, so the communicators are blocking; non-blocking ones (the user has set
+// Calls that enqueue work come from one thread at a time; the others from any. Only connect() waits
+// for other ranks, so the communicators are blocking; non-blocking ones (the user has set
 // NCCL_COMM_BLOCKING=0) are waited for.
 class NcclTransport {
  public:
@@ -64,16 +73,26 @@ class NcclTransport {
   NcclTransport(const NcclTransport&) = delete;
   NcclTransport& operator=(const NcclTransport&) = delete;
 
-  // Collective: one communicator per lane, and in each the connections that its messages need, so
-  // that no later call has to make one. Waits in NCCL until all ranks have come, even after abort():
-  // for a thread that can be left behind. Throws NcclError, after which all is freed.
-  void connect(std::span<const NcclLane> lanes, const NcclConfig& config);
+  // For the rank that chooses the ids of a communicator, which its other ranks get from it.
+  NcclUniqueId new_id() const;
+
+  // Makes communicators in one group, and in each the connections that its messages need, so that no
+  // other call has to make one; returns the number (comm_idx) of the first. All ranks of each
+  // communicator call it. Waits in NCCL until they have come, even after abort(): for a thread that
+  // can be left behind. Any number of threads may be at it. Throws NcclError; nothing is left then.
+  int connect(std::span<const NcclLane> lanes, const NcclConfig& config);
 
   // These enqueue on streams. They throw NcclError, after which only abort() makes sense. All lanes
   // of a batch share the groups.
   void send_and_receive(std::span<const LaneMessages> lanes, const KeepWaiting& keep_waiting);
-  void broadcast(int lane_idx, std::byte* data, int64_t num_bytes, int source, StreamHandle stream,
+  void broadcast(int comm_idx, std::byte* data, int64_t num_bytes, int source, StreamHandle stream,
                  const KeepWaiting& keep_waiting);
+
+  struct Usage {
+    int num_comms = 0;
+    int64_t num_bytes = 0;  // of the device that were taken while they were made, by whomever
+  };
+  Usage usage() const;
 
   // Throws the asynchronous error of a communicator, if there is one. Never waits.
   void poll();
@@ -91,30 +110,45 @@ class NcclTransport {
  private:
   class GroupCalls;
   using Comms = std::span<NcclComm* const>;
+  struct Comm {
+    NcclComm* comm = nullptr;  // null once freed
+    int rank = 0, size = 1;    // in it
+    bool is_pair = false;
+    std::tuple<int, int, int, bool> place;  // in an order that all ranks share
+  };
 
   void require(const char* call, NcclResult result, NcclComm* comm) const;
   bool in_progress(const char* call, NcclComm* comm) const;
   void settle(const char* call, NcclResult result, Comms comms,
               const KeepWaiting& keep_waiting) const;
-  void init(std::span<const NcclLane> lanes, const NcclConfig& config);
-  void connect_pairs(std::span<const NcclLane> lanes);
-  void enqueue(std::span<const LaneMessages> lanes, const KeepWaiting& keep_waiting);
-  void enqueue_broadcast(int lane_idx, std::byte* data, int64_t num_bytes, int source,
+  // The rank in a communicator of `peer`, a rank of the group.
+  int rank_in(const Comm& comm, int peer) const { return comm.is_pair ? int(peer > rank_) : peer; }
+  void init(std::span<const NcclLane> lanes, const NcclConfig& config, std::vector<Comm>& comms);
+  void greet_peers(std::span<const NcclLane> lanes, std::span<const Comm> comms);
+  void enqueue(std::span<const LaneMessages> lanes, std::span<const Comm> comms,
+               const KeepWaiting& keep_waiting);
+  void enqueue_broadcast(NcclComm* comm, std::byte* data, int64_t num_bytes, int source,
                          StreamHandle stream, const KeepWaiting& keep_waiting);
+  int step_of(const LaneMessages& lane) const;
+  void note_connecting();
   void check_alive() const;
-  void abort_all();
+  [[noreturn]] static void throw_ended();
+  void abort_all(std::vector<Comm> comms);
 
   const NcclApi api_;
   const std::shared_ptr<DeviceRuntime> runtime_;
   const int rank_;
   const int size_;
   const int max_ops_per_group_;
-  std::mutex calls_;                 // NCCL allows one call at a time on a communicator
-  std::vector<NcclComm*> comms_;     // null once freed
-  std::vector<NcclConfig> configs_;  // NCCL keeps pointers to the names
-  std::atomic<bool> ended_{false};   // abort() or finish() has been called
-  std::mutex connect_mutex_;
-  bool connecting_ = false;  // under connect_mutex_
+  std::mutex calls_;  // NCCL allows one call at a time on a communicator
+  std::vector<Comm> comms_;
+  std::atomic<bool> ended_{false};  // abort() or finish() has been called
+
+  mutable std::mutex connect_mutex_;  // down to the end; taken after calls_
+  std::deque<NcclConfig> configs_;    // NCCL keeps pointers to the names
+  int num_connecting_ = 0;
+  int64_t free_bytes_before_ = 0;  // they began
+  Usage usage_;
 };
 
 }  // namespace pipecomm

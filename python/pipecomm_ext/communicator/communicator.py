@@ -19,6 +19,7 @@ from ..core.extension import _C
 from ..core.process_groups import own_group
 from ..core.tensor_specs import TensorSpec, specs_of
 from ..errors import PipeCommError
+from ..transports import nccl
 from . import traced
 from .construction import make
 
@@ -34,7 +35,8 @@ class Communicator:
     """Moves tensors between the ranks of a group. All ranks of the group construct it, with equal arguments.
 
     The constructor waits for nobody: two ranks connect when one of them first needs the other, or when
-    `connect` names it. (CUDA tensors: where NCCL may be used, all ranks connect here.)
+    `connect` names it. (CUDA tensors with transport="auto": it waits until all ranks have said whether they
+    can use NCCL.)
 
     Args:
         group: a torch ProcessGroup; None is the default group. Only its store and its ranks are used: the
@@ -59,7 +61,7 @@ class Communicator:
         ValueError, TypeError: wrong arguments. Ranks that need this one then raise PipeCommMismatch, which
             names it.
         PipeCommMismatch: arguments that differ from those of the rank that came first.
-        PipeCommTimeout: where NCCL may be used, a rank did not join within `timeout`.
+        PipeCommTimeout: for CUDA tensors with "auto", a rank did not join within `timeout`.
     """
 
     __slots__ = {
@@ -136,18 +138,20 @@ class Communicator:
 
     # ---------------------------------------------------------------- routes
 
-    def connect(self, peers: Iterable[int] | None = None) -> None:
+    def connect(self, peers: Iterable[int] | None = None, *, channels: Iterable[int] | None = None) -> None:
         """Begins to connect to these peers (None: to all ranks), so that no first message has to; waits for
-        nobody, and one of the two ends is enough.
+        nobody, and one of the two ends is enough. Nothing is left to do once the communicator has failed or
+        is closed.
 
-        Over NCCL the constructor has connected all ranks, and nothing is left to do but to check `peers`; nor
-        is there anything to do once the communicator has failed or is closed.
+        Over NCCL each channel of a peer takes memory of the device: `channels` names those to connect. None
+        are all of them; and, if all ranks call it for all ranks, what the collectives use. Call it before
+        messages are in flight: while NCCL connects, CUDA may wait for kernels that wait for other ranks.
 
         Raises:
-            TypeError, ValueError: a peer is not a rank of the group.
+            TypeError, ValueError: a peer is not a rank of the group, or there is no such channel.
         """
         checked = [self._checked_peer(peer) for peer in (range(self.size) if peers is None else peers)]
-        self._c.connect(checked)
+        self._c.connect(checked, None if channels is None else [self._checked_channel(c) for c in channels])
 
     @property
     def transport(self) -> str:
@@ -165,8 +169,18 @@ class Communicator:
 
     @property
     def transport_reason(self) -> str:
-        """Why `transport` is what it is. Waits as that does."""
-        return self._routes.reason() if self._transport is None else self._reason
+        """Why `transport` is what it is, and what NCCL has taken of the device so far. Waits as that does."""
+        if self._transport is None:
+            return self._routes.reason()
+        if self._transport == "nccl":
+            return f"{self._reason}; {nccl.usage_text(*self.nccl_usage(), self.device)}"
+        return self._reason
+
+    def nccl_usage(self) -> tuple[int, int]:
+        """The NCCL communicators that this rank has made so far, and the bytes of its device that were taken
+        meanwhile, by whomever; zeros without NCCL.
+        """
+        return self._c.nccl_usage()
 
     @property
     def known_transport(self) -> str:
@@ -491,6 +505,12 @@ class Communicator:
                 f"peer {peer} is not in 0..{self.size - 1}; it is a rank within the group, not a global rank"
             )
         return peer
+
+    def _checked_channel(self, channel: int) -> int:
+        channel = whole_number(channel, "channel")
+        if not 0 <= channel < self.channels:
+            raise ValueError(f"channel {channel} is not in 0..{self.channels - 1}")
+        return channel
 
     @staticmethod
     def _finish(work: Work, async_op: bool, timeout: float | datetime.timedelta | None = None) -> Work | None:

@@ -51,7 +51,8 @@ def make(
     check: str,
     purpose: str,
 ) -> Made:
-    """Makes this rank's part of a communicator. Waits for other ranks only where NCCL may connect them.
+    """Makes this rank's part of a communicator. Waits for other ranks only where `auto` has to know whether
+    all of them can use NCCL.
 
     Communicators of one `purpose` meet in the order in which each rank makes them.
     """
@@ -114,22 +115,21 @@ def _engine(
 ) -> tuple[_C.Communicator, str | None, str]:
     """The communicator of the extension, the name of its transport if all pairs have the same, and why.
 
-    Publishes the `record` of this rank: first for NCCL, which all ranks connect together, else when nothing
-    can go wrong any more.
+    Publishes the `record` of this rank: when nothing can go wrong any more, or before, where the ranks have
+    to choose together.
     """
     requested = arguments["transport"]
-    if device.type == "cuda" and requested != "c10d":
+    if device.type == "cuda" and requested == "nccl":
+        # Ranks that ask for NCCL hear from NCCL itself what it thinks of a shared GPU.
+        engine = nccl.engine(meeting, routes.connections, device, arguments, settings)
         meeting.publish(record)
-        problem = ""
-        facts = [record["nccl"] for record in meeting.gather_published()]
-        if (
-            requested == "auto"
-        ):  # ranks that ask for NCCL hear from NCCL itself what it thinks of a shared GPU
-            problem = nccl.problem_of(facts)
+        return engine, "nccl", "asked for"
+    if device.type == "cuda" and requested == "auto":
+        meeting.publish(record)
+        problem = meeting.first_problem(nccl.problem_among(meeting, record["nccl"]))
         if not problem:
-            engine, memory = nccl.connect(meeting, routes.connections, device, arguments, settings)
-            why = "CUDA tensors, and every rank has NCCL and a GPU of its own"
-            return engine, "nccl", f"{why if requested == 'auto' else 'asked for'}; {memory}"
+            engine = nccl.engine(meeting, routes.connections, device, arguments, settings)
+            return engine, "nccl", "CUDA tensors, and every rank has NCCL and a GPU of its own"
         warnings.warn(
             "pipecomm_ext stages CUDA tensors through host memory (c10d), which is many times slower "
             f'than NCCL: {problem}; transport="c10d" asks for it and is silent',

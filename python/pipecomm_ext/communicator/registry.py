@@ -24,8 +24,8 @@ _kept: weakref.WeakKeyDictionary[Any, dict[tuple[str, str], Communicator]] = wea
 def get_communicator(
     group: dist.ProcessGroup | None = None, device: str | torch.device | None = None
 ) -> Communicator:
-    """The communicator of a group and device, made at the first call, which waits for nobody (except
-    where NCCL may connect all ranks).
+    """The communicator of a group and device, made at the first call, which waits for nobody (for CUDA
+    tensors, until all ranks have said whether they can use NCCL).
 
     It is closed at exit, or when another one is made after torch has destroyed its group. A closed one is
     replaced by a new one; a failed one is returned and goes on raising its cause until it is closed.

@@ -22,6 +22,9 @@ from ..errors import PipeCommMismatch, PipeCommTimeout
 FOREVER = datetime.timedelta(days=3650)
 _MAX_RECORD_BYTES = 1 << 20
 _COMMON, _RECORD = "common", "record"  # stages
+# Keys of a choice, see `first_problem`.
+_PROBLEM, _HAS_TOLD, _NUM_TOLD, _VERDICT, _NAME = "problem", "has_told", "num_told", "verdict", "name"
+_NO_PROBLEM = "none"
 # In the place of a record whose rank has given up; it may come again.
 _WITHDRAWN = b"withdrawn"
 
@@ -98,6 +101,8 @@ class Rendezvous:
     def publish(self, record: Mapping[str, Any]) -> None:
         """Shows the others the record of this rank, or with the key "error" why it refuses."""
         self._set(_RECORD, record)
+        if "error" in record:
+            self.store.set(_VERDICT, json.dumps({"rank": self.rank, **record}))
 
     def look_up(self, rank: int) -> dict[str, Any] | None:
         """The record that `rank` has published, None if it has not yet. May be called by any one thread."""
@@ -129,10 +134,27 @@ class Rendezvous:
 
     # ---- collective
 
-    def gather_published(self) -> list[dict[str, Any]]:
-        """The records that all ranks have published, in rank order."""
-        records = {rank: self._get(_RECORD, rank) for rank in range(self.size)}
-        return list(self._agreed(records).values())
+    def first_problem(self, problem: str) -> str:
+        """The problem of the first rank that has one, "" if none has: the same on all ranks, each of which
+        looks into the store a few times, however many there are.
+        """
+        if problem:
+            self.store.compare_set(_PROBLEM, "", problem)
+        own_key = f"{_HAS_TOLD}/{self.rank}"
+        if not self.store.check([own_key]):  # else in an attempt before
+            self.store.set(own_key, "")
+            if self.store.add(_NUM_TOLD, 1) == self.size:
+                found = self.store.compare_set(_PROBLEM, "", _NO_PROBLEM).decode()
+                verdict = {"problem": "" if found == _NO_PROBLEM else found}
+                self.store.compare_set(_VERDICT, "", json.dumps(verdict))
+        verdict = self._read(_VERDICT, self.rank)
+        if "error" in verdict and verdict["rank"] != self.rank:
+            raise self._mismatch(verdict["rank"], self.refusal_text({verdict["rank"]: verdict}))
+        return verdict["problem"]
+
+    def taken_by(self, name: str) -> int:
+        """The first rank that has asked for this name."""
+        return int(self.store.compare_set(f"{_NAME}/{name}", "", str(self.rank)))
 
     def gather(self, stage: str, record: dict[str, Any]) -> list[dict[str, Any]]:
         """Every rank's record, in rank order.
@@ -203,7 +225,10 @@ class Rendezvous:
         )
 
     def _get(self, stage: str, rank: int) -> dict[str, Any]:
-        key = f"{stage}/{rank}"
+        return self._read(f"{stage}/{rank}", rank)
+
+    def _read(self, key: str, rank: int) -> dict[str, Any]:
+        """What comes under this key, for which `rank` is the last to be waited for."""
         try:
             self.store.wait([key], self.remaining())
             while (data := self.store.get(key)) == _WITHDRAWN:
@@ -211,7 +236,8 @@ class Rendezvous:
                     raise RuntimeError(f"rank {rank} has given up")
                 time.sleep(0.01)
         except RuntimeError as error:  # DistStoreError is one, and FileStore raises the plain one
-            missing = [r for r in range(self.size) if not self.store.check([f"{stage}/{r}"])] or [rank]
+            keys = key.rpartition("/")[0] or _HAS_TOLD
+            missing = [r for r in range(self.size) if not self.store.check([f"{keys}/{r}"])] or [rank]
             # The next attempt meets the ranks that were late for this one. They must read what it says then.
             _num_made[self._group][self._name] = self._number
             with contextlib.suppress(RuntimeError):

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..communicator.communicator import Communicator, open_communicators
 from ..core import environment
 from ..core.accelerators import cuda_facts, nccl_facts
 from ..core.extension import build_info
@@ -27,6 +28,9 @@ def info() -> dict[str, Any]:
       also needs all ranks on one host).
     * environment: every PIPECOMM_* variable that is set.
     * settings: the value in effect of every PIPECOMM_* variable that there is; None: its meaning says.
+    * communicators: for each one that is open here its rank, size, device and transport, the number of NCCL
+      communicators that it has made (`nccl_communicators`), and the memory of the device that was taken
+      meanwhile (`nccl_bytes`).
     * warnings: list of texts, empty if all is well.
 
     Starts no process group. Asking for CUDA devices does not create a CUDA context.
@@ -57,7 +61,20 @@ def info() -> dict[str, Any]:
         "choice": {device: choose_transport(device, transports) for device in ("cpu", "cuda")},
         "environment": {key: os.environ[key] for key in sorted(os.environ) if key.startswith("PIPECOMM_")},
         "settings": settings,
+        "communicators": [_communicator_facts(each) for each in open_communicators if not each.closed],
         "warnings": [*warnings_of(nccl), *environment_warnings],
+    }
+
+
+def _communicator_facts(communicator: Communicator) -> dict[str, Any]:
+    num_comms, num_bytes = communicator.nccl_usage()
+    return {
+        "rank": communicator.rank,
+        "size": communicator.size,
+        "device": str(communicator.device),
+        "transport": communicator.known_transport,
+        "nccl_communicators": num_comms,
+        "nccl_bytes": num_bytes,
     }
 
 

@@ -84,7 +84,8 @@ class PipelineTopology:
         self._chain_group = groups[tuple(self._chain)]
         self.communicator = Communicator(group, device=device, channels=NUM_CHANNELS, timeout=timeout)
         around = self.stages[max(0, self._stage_idx - 1) : self._stage_idx + 2]
-        self.communicator.connect(rank for ranks in around for rank in ranks)
+        # Over NCCL a relay connects the channels that it uses.
+        self.communicator.connect((rank for ranks in around for rank in ranks), channels=())
 
     def close(self) -> None:
         """Closes the communicator. Idempotent; torch's groups end with the process group of their world."""

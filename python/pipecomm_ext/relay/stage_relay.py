@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, cast, overload
@@ -89,6 +90,8 @@ class StageRelay:
         self.communicator = _usable(communicator, self.topology)
         self._pending: list[Work] = []
         self._send_failure: PipeCommError | None = None  # the first one, until `drain` raises it
+        if communicator is None:
+            self._connect_neighbours()
         self.anchor = anchor_of(self)  # of compiled graphs
 
     # ---------------------------------------------------------------- neighbours
@@ -374,6 +377,19 @@ class StageRelay:
         return (*tensor.shape[:dim], sum(lengths), *tensor.shape[dim + 1 :])
 
     # ---------------------------------------------------------------- what both ends know
+
+    def _connect_neighbours(self) -> None:
+        """Connects to the stages before and after mine, those of a ring not included, before data flow."""
+        mine, last = self.topology.get_vtp_my_stage_idx(), len(self._stages) - 1
+        for kind, receives in itertools.product((FORWARD, BACKWARD), (False, True)):
+            is_to_next = (kind == FORWARD) != receives
+            if mine != (last if is_to_next else 0):
+                self.connect(self.link(kind, receives))
+
+    def connect(self, link: Link) -> None:
+        """Begins to connect the ranks of a link that this rank is part of."""
+        if link.channel is not None and self.communicator.rank in link.members:
+            self.communicator.connect(link.members, channels=[link.channel])
 
     def link(self, kind: str, receives: bool) -> Link:
         """The link between my stage and the one that `kind` names."""

@@ -27,6 +27,7 @@ from .arguments import (
     device_of,
     keywords_by_stage,
     loss_factor,
+    neighbours_of,
     ranks_by_pipeline_rank,
     require_equal_settings,
     stages_by_id,
@@ -186,6 +187,9 @@ class Executor:
         if self._relay_arguments:
             relay = make_relay(self.communicator, *self._relay_arguments)
             relayed = RelayedBorders(self.plan, relay, self._channels.num_channels)
+        neighbours = neighbours_of(self.plan, self.rank)
+        peers = [self._ranks_of[rank][0] for rank in neighbours if len(self._ranks_of[rank]) == 1]
+        self.communicator.connect(peers, channels=range(NUM_DATA_CHANNELS))
         self._mailbox = ExecutorMailbox(
             self.plan, self.rank, self._channels, self._ranks_of, relayed, **self._options
         )

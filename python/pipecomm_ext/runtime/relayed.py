@@ -51,6 +51,8 @@ class RelayedBorders:
             way: relay.link_between(FORWARD if way[0] == ACT else BACKWARD, *way[1:], channel, first_channel)
             for way, channel in channel_of.items()
         }
+        for link in self._links.values():
+            relay.connect(link)
 
     def link(self, way: Way) -> Link | None:
         """The link that carries the messages of this way; None if they go from one rank to one rank."""

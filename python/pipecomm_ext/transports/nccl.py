@@ -1,11 +1,11 @@
-"""NCCL between GPUs: whether these ranks can use it, its options, and the ids that they share."""
+"""NCCL between GPUs: whether these ranks can use it, its options, and what it takes of them."""
 
 from __future__ import annotations
 
 import math
 import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -70,19 +70,18 @@ def problem_here(cuda: Mapping[str, Any], nccl: Mapping[str, Any]) -> str:
     return "" if cuda["devices"] else "this process sees no CUDA device"
 
 
-def problem_of(everybody: Sequence[Mapping[str, str]]) -> str:
-    """Why the ranks with these `Nccl.local_facts` cannot use NCCL together, or ""."""
-    seen: dict[str, int] = {}
-    for rank, facts in enumerate(everybody):
-        if facts["problem"]:
-            return f"rank {rank}: {facts['problem']}"
-        first = seen.setdefault(facts["gpu"], rank)
-        if first != rank:
-            return (
-                f"ranks {first} and {rank} have the same GPU (call torch.cuda.set_device() on each rank "
-                "with a device of its own, before the communicator is made)"
-            )
-    return ""
+def problem_among(meeting: Rendezvous, facts: Mapping[str, str]) -> str:
+    """Why a rank with these `Nccl.local_facts` cannot use NCCL with the ranks that came before, or ""."""
+    if facts["problem"]:
+        return f"rank {meeting.rank}: {facts['problem']}"
+    first = meeting.taken_by(facts["gpu"])
+    if first == meeting.rank:
+        return ""
+    ranks = " and ".join(map(str, sorted((first, meeting.rank))))
+    return (
+        f"ranks {ranks} have the same GPU (call torch.cuda.set_device() on each rank with a device of its "
+        "own, before the communicator is made)"
+    )
 
 
 class Nccl(Transport):
@@ -116,17 +115,17 @@ class Nccl(Transport):
         return {"problem": "", "gpu": f"{host}/{torch.cuda.get_device_properties(device).uuid}"}
 
 
-def connect(
+def engine(
     meeting: Rendezvous,
     connections: _C.Connections,
     device: torch.device,
     arguments: Mapping[str, Any],
     settings: Mapping[str, Any],
-) -> tuple[_C.Communicator, str]:
-    """The communicator over NCCL, whose control plane is over `connections`, and what it took. Collective."""
-    # NCCL takes its memory when it connects. What other processes take at the same time is counted, too.
-    free_before, _ = torch.cuda.mem_get_info(device)
-    engine = _C.Communicator(
+) -> _C.Communicator:
+    """The communicator over NCCL, whose control plane is over `connections`. Waits for nobody: NCCL connects
+    ranks when they first need each other.
+    """
+    return _C.Communicator(
         connections,
         rank=meeting.rank,
         size=meeting.size,
@@ -134,23 +133,14 @@ def connect(
         timeout=math.inf if arguments["timeout"] is None else arguments["timeout"],
         check=arguments["check"],
         device_idx=device.index,
-        nccl_ids=_shared_ids(meeting, arguments["channels"]),
         **options(settings),
     )
-    taken = max(free_before - torch.cuda.mem_get_info(device)[0], 0)
-    return engine, f"connecting took {taken >> 20} MiB of {device}"
 
 
-def _shared_ids(meeting: Rendezvous, channels: int) -> list[bytes]:
-    """The ids by which the ranks find each other in NCCL, chosen by rank 0. Collective."""
-    record: dict[str, Any] = {"ids": []}
-    error: Exception | None = None
-    if meeting.rank == 0 and meeting.size > 1:
-        try:
-            record = {"ids": [id.hex() for id in _C.nccl_unique_ids(_C.nccl_num_ids(channels))]}
-        except RuntimeError as failed:
-            error, record = failed, {"error": str(failed)}
-    everybody = meeting.gather("nccl_ids", record)
-    if error is not None:
-        raise error
-    return [bytes.fromhex(id) for id in everybody[0]["ids"]]
+def usage_text(num_comms: int, num_bytes: int, device: torch.device) -> str:
+    """What NCCL has taken of the device for a communicator so far. That includes what other processes took
+    while it was connecting.
+    """
+    if num_comms == 0:
+        return "nothing is connected yet"
+    return f"connecting took {num_bytes >> 20} MiB of {device} for {num_comms} NCCL communicators"

@@ -1,0 +1,83 @@
+// How the calls of a DeviceExecution come to the links that they need.
+#include <algorithm>
+#include <numeric>
+#include <set>
+
+#include "engine/device/device_execution.h"
+
+namespace pipecomm {
+namespace {
+
+constexpr auto kPoll = std::chrono::milliseconds(10);
+
+}  // namespace
+
+void DeviceExecution::connect(std::span<const int> peers,
+                              const std::optional<std::vector<int>>& channels) {
+  if (!nccl_) return;
+  std::vector<int> all(num_channels());
+  std::iota(all.begin(), all.end(), 0);
+  std::set<int> others(peers.begin(), peers.end());
+  others.erase(rank());
+  for (const int peer : others)
+    for (const int channel : channels.value_or(all)) links_.begin({peer, channel});
+  if (!channels && others.size() == size_t(size() - 1)) links_.begin({});
+}
+
+// Their peers make them in the background, whatever their users do. So no call waits for a call of
+// another rank here, but one of the collectives, which all ranks make.
+void DeviceExecution::require_links(OpCode op, std::span<const LinkKey> keys,
+                                    const Interrupted& interrupted) {
+  const auto is_ready = [this](const LinkKey& key) { return links_.is_ready(key); };
+  if (std::ranges::all_of(keys, is_ready)) return;
+  if (runtime_->is_capturing(runtime_->current_stream()))
+    throw std::invalid_argument(
+        std::string("first ") + op_name(op) +
+        " between these ranks inside a CUDA graph capture, where NCCL cannot connect them; run it "
+        "once before capturing, or call connect() in time");
+  const Clock::time_point begin = Clock::now();
+  const Deadline deadline = communicator_.deadline_from_now();
+  for (const LinkKey& key : keys) links_.begin(key);
+  for (const LinkKey& key : keys) {
+    while (!links_.wait_until_ready(key, Clock::now() + kPoll)) {
+      communicator_.check_usable(op);
+      if (const auto error = links_.error()) {
+        fail_connecting(op, *error);
+        throw_failure();
+      }
+      check_answer(op, key, begin, deadline);
+      if (interrupted) interrupted();
+    }
+  }
+}
+
+// Throws if a link has not come in time, or will not come.
+void DeviceExecution::check_answer(OpCode op, const LinkKey& key, Clock::time_point begin,
+                                   Deadline deadline) {
+  const bool is_pair = key.peer != kEverybody;
+  if (is_pair && !links_.is_answered(key) && has_closed(key.peer)) throw_closed(op, key.peer);
+  if (Clock::now() < deadline) return;
+  const std::string peer = "rank " + std::to_string(key.peer);
+  Failure failure = communicator_.own_failure(
+      FailureKind::timeout,
+      std::string(op_name(op)) + " timed out after " + seconds_text(Clock::now() - begin) +
+          " (limit " + seconds_text(deadline - begin) + "), NCCL has not connected " +
+          (is_pair
+               ? "this rank and " + peer + "; " + peer + " " + communicator_.describe_peer(key.peer)
+               : "all ranks") +
+          "; check that the other ranks make their communicators and call the matching operation, "
+          "or "
+          "raise timeout=",
+      op_name(op));
+  if (is_pair) failure.peer = key.peer;
+  communicator_.fail(std::move(failure));
+  throw_failure();
+}
+
+DeviceUsage DeviceExecution::device_usage() const {
+  if (!nccl_) return {};
+  const NcclTransport::Usage usage = nccl_->usage();
+  return {usage.num_comms, usage.num_bytes};
+}
+
+}  // namespace pipecomm

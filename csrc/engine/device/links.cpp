@@ -1,0 +1,252 @@
+#include "engine/device/links.h"
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+
+#include "message/start_thread.h"
+#include "transport/group_tree.h"
+
+namespace pipecomm {
+namespace {
+
+// Signatures of what ranks say of a link with OpCode::connect: that they want it, and its ids.
+constexpr uint64_t kAsk = 0, kIds = 1;
+constexpr auto kMeetingPoll = std::chrono::milliseconds(1);
+
+std::vector<LaneKey> lanes_of(const LinkKey& key) {
+  if (key.peer == kEverybody) return {{key.channel, kEverybody, false}};
+  return {{key.channel, key.peer, true}, {key.channel, key.peer, false}};
+}
+
+LinkError link_error(const std::exception& error) {
+  const auto* const of_nccl = dynamic_cast<const NcclError*>(&error);
+  return {of_nccl ? of_nccl->result() : NcclResult::internal_error, error.what()};
+}
+
+}  // namespace
+
+Links::Links(int rank, int size, std::shared_ptr<DeviceRuntime> runtime,
+             std::shared_ptr<NcclTransport> nccl, NcclConfig config, Tell tell)
+    : rank_(rank),
+      size_(size),
+      runtime_(std::move(runtime)),
+      nccl_(std::move(nccl)),
+      config_(std::move(config)),
+      tell_(std::move(tell)),
+      shared_(std::make_shared<Shared>()) {}
+
+int Links::parent_in(const LinkKey& key) const {
+  return key.peer == kEverybody ? tree_place(rank_, size_).parent : key.peer;
+}
+
+std::vector<int> Links::children_in(const LinkKey& key) const {
+  if (key.peer == kEverybody) return tree_place(rank_, size_).children;
+  return is_root(key) ? std::vector{key.peer} : std::vector<int>{};
+}
+
+// ------------------------------------------------------------------------------------------------
+// making links
+
+Links::Link& Links::link_of(const LinkKey& key) {
+  const auto [found, is_new] = shared_->links.try_emplace(key);
+  if (is_new)
+    found->second.heard_in_round.resize(
+        key.peer == kEverybody ? size_t(std::bit_width(size_t(size_ - 1))) : 1);
+  return found->second;
+}
+
+Links::Step Links::begin_locked(const LinkKey& key, Link& link) {
+  if (std::exchange(link.is_begun, true)) return Step::nothing;
+  const Step step = next_step(key, link);
+  return step == Step::nothing && key.peer != kEverybody ? Step::invite : step;
+}
+
+Links::Step Links::next_step(const LinkKey& key, Link& link) {
+  if (!link.is_begun || link.state != State::waiting ||
+      link.have_asked.size() < children_in(key).size())
+    return Step::nothing;
+  if (!is_root(key)) return std::exchange(link.has_asked, true) ? Step::nothing : Step::ask;
+  link.state = State::connecting;
+  return Step::choose;
+}
+
+void Links::begin(const LinkKey& key) {
+  Step step;
+  {
+    std::lock_guard lock(shared_->mutex);
+    step = begin_locked(key, link_of(key));
+  }
+  take(step, key);
+}
+
+void Links::take(Step step, const LinkKey& key, Ids ids) {
+  if (step == Step::nothing) return;
+  if (step == Step::invite) return say(key.peer, OpCode::connect, key, kAsk, 0);
+  if (step == Step::ask) return say(parent_in(key), OpCode::connect, key, kAsk, 0);
+  try {
+    if (step == Step::choose)
+      for (size_t idx = 0; idx < lanes_of(key).size(); ++idx) ids.push_back(nccl_->new_id());
+    for (const int child : children_in(key))
+      say(child, OpCode::connect, key, kIds, 0, std::as_bytes(std::span(ids)));
+    connect_apart(key, ids);
+  } catch (const std::exception& error) {
+    std::lock_guard lock(shared_->mutex);
+    shared_->error = link_error(error);
+  }
+}
+
+// The thread owns what it needs: it is left behind if other ranks do not come.
+void Links::connect_apart(const LinkKey& key, const Ids& ids) {
+  const auto connect = [key, ids, shared = shared_, runtime = runtime_, nccl = nccl_,
+                        config = config_] {
+    try {
+      runtime->adopt_thread();
+      const std::vector<LaneKey> keys = lanes_of(key);
+      std::vector<NcclLane> lanes;
+      for (size_t idx = 0; idx < keys.size(); ++idx)
+        lanes.push_back(
+            {ids[idx], key.peer, key.channel, keys[idx].goes_up, runtime->new_stream()});
+      const int first_idx = nccl->connect(lanes, config);
+      std::lock_guard lock(shared->mutex);
+      for (size_t idx = 0; idx < keys.size(); ++idx) {
+        Lane& lane = shared->lanes[keys[idx]];
+        if (!lane.stream) lane.stream = lanes[idx].stream;
+        lane.comm_idx = first_idx + static_cast<int>(idx);
+      }
+      shared->links.at(key).state = State::ready;
+    } catch (const std::exception& error) {
+      std::lock_guard lock(shared->mutex);
+      shared->error = link_error(error);
+    }
+    shared->changed.notify_all();
+  };
+  start_thread(connect, rank_).detach();
+}
+
+void Links::say(int peer, OpCode op, const LinkKey& key, uint64_t signature, uint64_t seq,
+                std::span<const std::byte> note) const {
+  Descriptor claim{.op = op,
+                   .num_dims = key.peer == kEverybody,
+                   .channel = uint8_t(key.channel),
+                   .signature = signature};
+  claim.seq = seq;
+  tell_(peer, claim, note);
+}
+
+bool Links::on_claim(int peer, const Descriptor& claim, std::span<const std::byte> note) {
+  const bool is_of_all = claim.num_dims != 0;
+  const LinkKey key{is_of_all ? kEverybody : peer, claim.channel};
+  if (!nccl_ || claim.channel > kCollectiveChannel ||
+      (is_of_all && claim.channel != kCollectiveChannel))
+    return false;
+  Ids ids(claim.op == OpCode::connect && claim.signature == kIds ? lanes_of(key).size() : 0);
+  if (note.size() != ids.size() * sizeof(NcclUniqueId)) return false;
+  if (!ids.empty()) std::memcpy(ids.data(), note.data(), note.size());
+
+  Step step = Step::nothing;
+  {
+    std::lock_guard lock(shared_->mutex);
+    Link& link = link_of(key);
+    if (claim.op == OpCode::close) {
+      if (claim.seq >= link.heard_in_round.size()) return false;
+      link.heard_in_round[claim.seq] = true;
+    } else if (!ids.empty()) {
+      if (is_root(key) || peer != parent_in(key) || link.state != State::waiting) return false;
+      link.state = State::connecting;
+      step = Step::join;
+    } else {
+      const std::vector<int> children = children_in(key);
+      if (std::ranges::find(children, peer) != children.end()) link.have_asked.insert(peer);
+      // Of a pair, each rank takes part if the other one asks.
+      step = is_of_all || link.is_begun ? next_step(key, link) : begin_locked(key, link);
+    }
+  }
+  take(step, key, std::move(ids));
+  return true;
+}
+
+// ------------------------------------------------------------------------------------------------
+// their state
+
+bool Links::is_ready(const LinkKey& key) const {
+  std::lock_guard lock(shared_->mutex);
+  const auto found = shared_->links.find(key);
+  return found != shared_->links.end() && found->second.state == State::ready;
+}
+
+bool Links::wait_until_ready(const LinkKey& key, Deadline until) const {
+  std::unique_lock lock(shared_->mutex);
+  return shared_->changed.wait_until(lock, until,
+                                     [&] { return shared_->links.at(key).state == State::ready; });
+}
+
+bool Links::is_answered(const LinkKey& key) const {
+  std::lock_guard lock(shared_->mutex);
+  return shared_->links.at(key).state != State::waiting;
+}
+
+std::optional<LinkError> Links::error() const {
+  std::lock_guard lock(shared_->mutex);
+  return shared_->error;
+}
+
+Lane& Links::lane(const LaneKey& key) {
+  std::lock_guard lock(shared_->mutex);
+  Lane& lane = shared_->lanes[key];
+  if (!lane.stream) lane.stream = runtime_->new_stream();
+  return lane;
+}
+
+StreamHandle Links::stream_of(const LaneKey& key) const {
+  std::lock_guard lock(shared_->mutex);
+  const auto found = shared_->lanes.find(key);
+  return found == shared_->lanes.end() ? nullptr : found->second.stream;
+}
+
+// ------------------------------------------------------------------------------------------------
+// the end
+
+// In round k of a link a rank tells the one 2^k above it that all it has heard of have come.
+bool Links::meet(const std::function<bool()>& keeps_waiting,
+                 const std::function<bool(int peer)>& has_closed) {
+  const auto wait_for = [&](auto&& condition) {
+    std::unique_lock lock(shared_->mutex);
+    while (!condition()) {
+      lock.unlock();
+      if (!keeps_waiting()) return false;
+      std::this_thread::sleep_for(kMeetingPoll);
+      lock.lock();
+    }
+    return true;
+  };
+  // A rank whose link is nearly made will make it, and then waits for this one.
+  const bool are_made = wait_for([&] {
+    return std::ranges::none_of(shared_->links, [&](const auto& each) {
+      const auto& [key, link] = each;
+      return link.state == State::connecting && (key.peer == kEverybody || !has_closed(key.peer));
+    });
+  });
+  if (!are_made) return false;
+  std::vector<std::pair<LinkKey, size_t>> ready;  // and the number of its rounds
+  {
+    std::lock_guard lock(shared_->mutex);
+    for (const auto& [key, link] : shared_->links)
+      if (link.state == State::ready) ready.emplace_back(key, link.heard_in_round.size());
+  }
+  const auto tell_above = [&](const LinkKey& key, size_t round) {
+    const auto above = (size_t(rank_) + (size_t{1} << round)) % size_t(size_);
+    say(key.peer == kEverybody ? static_cast<int>(above) : key.peer, OpCode::close, key, kMeeting,
+        round);
+  };
+  for (const auto& [key, num_rounds] : ready) tell_above(key, 0);
+  for (const auto& [key, num_rounds] : ready) {
+    for (size_t round = 0; round < num_rounds; ++round) {
+      if (round > 0) tell_above(key, round);
+      if (!wait_for([&] { return shared_->links.at(key).heard_in_round[round]; })) return false;
+    }
+  }
+  return true;
+}
+
+}  // namespace pipecomm

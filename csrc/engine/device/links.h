@@ -1,0 +1,157 @@
+// The NCCL communicators of a rank, which are made when they are needed.
+//
+// A link joins a pair of ranks for one channel, by two NCCL communicators, one for each direction;
+// or all ranks, by one, for collectives. A lane is one of these communicators with its stream: on it
+// everything runs in the order of the calls. So the messages from one rank to another one on a
+// channel have an order, and no others wait for each other.
+//
+// A link is made in the background on all its ranks. NCCL waits for them inside of its calls, so it
+// is called on threads of their own, and not before all ranks have said that they are there:
+//
+// * Either rank of a pair asks the other one, which answers by asking, too, whatever its user does.
+//   The lower one, once it has both asked and been asked, chooses the ids and sends them.
+// * The link of all ranks is asked for up the tree (group_tree.h), by each rank that needs it once
+//   all below it have asked; the ids come down from the root.
+#pragma once
+
+#include <compare>
+#include <condition_variable>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <set>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "copy/device_runtime.h"
+#include "message/descriptor.h"
+#include "message/operation.h"
+#include "transport/nccl/nccl_transport.h"
+#include "transport/transport.h"
+
+namespace pipecomm {
+
+struct LinkKey {
+  int peer = kEverybody;
+  int channel = kCollectiveChannel;
+  auto operator<=>(const LinkKey&) const = default;
+};
+
+// `peer` kEverybody: the stream on which the exchanges of a channel follow each other; that of the
+// collectives has the communicator of all ranks.
+struct LaneKey {
+  int channel = kCollectiveChannel;
+  int peer = kEverybody;
+  bool goes_up = false;  // from the lower to the higher rank
+  auto operator<=>(const LaneKey&) const = default;
+
+  LinkKey link() const { return {peer, channel}; }
+};
+
+inline LaneKey lane_of(int channel, Direction direction, int rank, int peer) {
+  return {channel, peer, (direction == Direction::send) == (peer > rank)};
+}
+
+struct Lane {
+  // The end of an operation, and where that ran.
+  struct Latest {
+    StreamHandle stream = nullptr;
+    EventPtr end;
+    uint64_t capture = 0;
+  };
+  StreamHandle stream = nullptr;
+  int comm_idx = -1;         // of NcclTransport; -1: none yet
+  Latest latest;             // of those that run by themselves
+  Latest latest_in_capture;  // of those that are part of a graph
+};
+
+struct LinkError {
+  NcclResult result = NcclResult::internal_error;
+  std::string text;
+};
+
+class Links {
+ public:
+  // Tells a peer something about a link. Called without a lock.
+  using Tell =
+      std::function<void(int peer, const Descriptor& claim, std::span<const std::byte> note)>;
+
+  // Without `nccl`, which ranks that are alone do without, there are only streams.
+  Links(int rank, int size, std::shared_ptr<DeviceRuntime> runtime,
+        std::shared_ptr<NcclTransport> nccl, NcclConfig config, Tell tell);
+
+  // Begins to make a link, if nobody has. Never waits.
+  void begin(const LinkKey& key);
+  bool is_ready(const LinkKey& key) const;
+  bool wait_until_ready(const LinkKey& key, Deadline until) const;
+  // Whether its other ranks have said that they are there.
+  bool is_answered(const LinkKey& key) const;
+  // Why a link could not be made, if so.
+  std::optional<LinkError> error() const;
+
+  // Of a link that is ready; or the stream of a channel, at any time. It stays where it is, and what
+  // it says of its latest operation belongs to whoever holds the lock of posts.
+  Lane& lane(const LaneKey& key);
+  // The stream of a lane if there is one yet, else null.
+  StreamHandle stream_of(const LaneKey& key) const;
+
+  // What a peer says of links, with OpCode::connect, or OpCode::close and kMeeting as `signature`.
+  // False if it makes no sense.
+  static constexpr uint64_t kMeeting = 1;
+  bool on_claim(int peer, const Descriptor& claim, std::span<const std::byte> note);
+
+  // The end: whether all ranks of each link have come to it. Until then they may read memory that
+  // NCCL would free. Asks `keeps_waiting` now and then; `has_closed` tells of ranks that will not
+  // answer any more.
+  bool meet(const std::function<bool()>& keeps_waiting,
+            const std::function<bool(int peer)>& has_closed);
+
+ private:
+  enum class State : uint8_t { waiting, connecting, ready };
+  struct Link {
+    bool is_begun = false;
+    bool has_asked = false;    // its parent
+    std::set<int> have_asked;  // of its children
+    State state = State::waiting;
+    std::vector<bool> heard_in_round;  // of the meeting at the end
+  };
+  // Outlives this object as long as a thread is connecting.
+  struct Shared {
+    std::mutex mutex;
+    std::condition_variable changed;
+    std::map<LinkKey, Link> links;
+    std::map<LaneKey, Lane> lanes;
+    std::optional<LinkError> error;
+  };
+  // What is to be done about a link, without the lock.
+  enum class Step : uint8_t { nothing, invite, ask, choose, join };
+  using Ids = std::vector<NcclUniqueId>;
+
+  // These three with the lock.
+  Link& link_of(const LinkKey& key);
+  Step next_step(const LinkKey& key, Link& link);
+  Step begin_locked(const LinkKey& key, Link& link);
+  void take(Step step, const LinkKey& key, Ids ids = {});
+  void connect_apart(const LinkKey& key, const Ids& ids);
+  void say(int peer, OpCode op, const LinkKey& key, uint64_t signature, uint64_t seq,
+           std::span<const std::byte> note = {}) const;
+
+  // Of the tree in which ranks ask for a link.
+  bool is_root(const LinkKey& key) const {
+    return rank_ == 0 || (key.peer != kEverybody && key.peer > rank_);
+  }
+  int parent_in(const LinkKey& key) const;
+  std::vector<int> children_in(const LinkKey& key) const;
+
+  const int rank_, size_;
+  const std::shared_ptr<DeviceRuntime> runtime_;
+  const std::shared_ptr<NcclTransport> nccl_;
+  const NcclConfig config_;
+  const Tell tell_;
+  const std::shared_ptr<Shared> shared_;
+};
+
+}  // namespace pipecomm
