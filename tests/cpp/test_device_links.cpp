@@ -255,6 +255,34 @@ void a_peer_that_has_closed() {
   }
 }
 
+// The other one closes while the first message to it is on its way, sooner or later: whoever asks hears
+// of that, and nothing waits for the deadline.
+void a_peer_that_closes_meanwhile() {
+  for (int attempt = 0; attempt < 60; ++attempt) {
+    Options options = options_of(2 + attempt % 2);
+    options.timeout = 600s;
+    options.end_limit = 300ms;
+    run("closes meanwhile", options, [&](Rank& me) {
+      meet(me);
+      if (me.rank == attempt / 2 % 2) {
+        std::this_thread::sleep_for(std::chrono::microseconds(attempt * 37 % 1500));
+        return;
+      }
+      if (me.rank == 2) return;
+      const Tensor mine({4}, 1);
+      const auto begin = Clock::now();
+      try {
+        me.p2p({mine.to(1 - me.rank)}, true);
+        failure_of(me);  // it was taken, and has no other end
+      } catch (const PipeCommException& error) {
+        EXPECT(error.failure()->kind == FailureKind::peer_lost);
+        EXPECT(contains(error.what(), "has closed its communicator"));
+      }
+      EXPECT(Clock::now() - begin < 30s);
+    });
+  }
+}
+
 // NCCL cannot make a communicator on the higher rank of a pair: all hear why, whoever needed it.
 void nccl_cannot_connect() {
   for (const int needing : {0, 1, 2}) {
@@ -318,6 +346,7 @@ int main() {
   a_first_use_in_a_capture();
   connecting_beside_a_capture();
   a_peer_that_has_closed();
+  a_peer_that_closes_meanwhile();
   nccl_cannot_connect();
   claims_without_sense();
   return check::report("device_links");

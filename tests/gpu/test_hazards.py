@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import os
 import threading
 import time
@@ -35,6 +37,26 @@ def test_messages_of_one_channel_in_any_order(world, device, order):
         for work in works:
             work.wait()
         assert_same(received.cpu(), pattern(numel, torch.uint8, previous, round_idx), round_idx)
+
+
+@on_ranks(3, deadline=DEADLINE_S)
+@on_devices
+def test_both_neighbours_in_any_order(world, device):
+    """Each rank of a ring exchanges large messages with both, one call each, in an order of its own."""
+    comm = comm_on(world, device)
+    neighbours = [(world.rank + step) % world.size for step in (1, -1)]
+    for round_idx, order in enumerate(itertools.permutations(range(4))):
+        order = order[world.rank :] + order[: world.rank]
+        sent = pattern(LARGE, torch.uint8, world.rank, round_idx).to(device)
+        received = [poison(LARGE, torch.uint8).to(device) for _ in neighbours]
+        posts = [functools.partial(comm.isend, sent, peer) for peer in neighbours]
+        posts += [
+            functools.partial(comm.irecv, into, peer) for into, peer in zip(received, neighbours, strict=True)
+        ]
+        for work in [posts[idx]() for idx in order]:
+            work.wait()
+        for into, peer in zip(received, neighbours, strict=True):
+            assert_same(into.cpu(), pattern(LARGE, torch.uint8, peer, round_idx), round_idx)
 
 
 @on_ranks(2, deadline=DEADLINE_S)

@@ -12,6 +12,7 @@ from gpu_world import DEADLINE_S, nccl_comm
 from patterns import DTYPES, assert_same, pattern, poison
 from ranks import on_ranks
 
+import pipecomm_ext
 from pipecomm_ext import (
     _C,
     Communicator,
@@ -39,6 +40,35 @@ def test_a_rank_sends_to_itself(world, dtype):
         sent, received = on_gpu(pattern(shape, dtype, "self")), on_gpu(poison(shape, dtype))
         comm.batch_p2p([Send(sent, 0), Recv(received, 0)])
         assert_same(received.cpu(), sent.cpu(), shape)
+
+
+@on_ranks(3, deadline=DEADLINE_S)
+def test_ranks_connect_when_they_need_each_other(world):
+    """While the user of the third rank calls nothing; memory is taken then, and told."""
+    comm = nccl_comm(world)
+    assert comm.nccl_usage == (0, 0) and comm.transport_reason.endswith("nothing is connected yet")
+    if world.rank < 2:
+        for channel in (0, 0, 1):
+            received = on_gpu(poison(1000, torch.int16))
+            comm.batch_p2p(
+                [
+                    Send(on_gpu(pattern(1000, torch.int16, world.rank)), 1 - world.rank, channel),
+                    Recv(received, 1 - world.rank, channel),
+                ]
+            )
+            assert_same(received.cpu(), pattern(1000, torch.int16, 1 - world.rank))
+    num_comms, num_bytes = comm.nccl_usage
+    assert num_comms == (4 if world.rank < 2 else 0) and num_bytes >= 0
+    comm.barrier()
+    shared = on_gpu(torch.full((5,), float(world.rank)))
+    comm.broadcast(shared, 2)
+    assert shared.tolist() == [2.0] * 5
+    assert comm.nccl_usage[0] == (5 if world.rank < 2 else 1)
+    assert f"for {comm.nccl_usage[0]} NCCL communicators" in comm.transport_reason
+    (facts,) = (
+        each for each in pipecomm_ext.info()["communicators"] if each["nccl_communicators"] == num_comms + 1
+    )
+    assert facts["transport"] == "nccl" and facts["device"].startswith("cuda:")
 
 
 @on_ranks(2, 3, deadline=DEADLINE_S)

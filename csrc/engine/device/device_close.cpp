@@ -96,12 +96,8 @@ bool DeviceExecution::meet(const Interrupted& interrupted) {
     if (interrupted) interrupted();
     return !communicator_.failure() && Clock::now() < limit;
   };
-  return links_.meet(keeps_waiting, [this](int peer) { return has_closed(peer); }) &&
-         !communicator_.failure();
-}
-
-bool DeviceExecution::has_closed(int peer) const {
-  return counts_.has_limit(peer) || communicator_.transport().has_closed(peer);
+  const auto has_closed = [this](int peer) { return communicator_.transport().has_closed(peer); };
+  return links_.meet(keeps_waiting, has_closed) && !communicator_.failure();
 }
 
 // ------------------------------------------------------------------------------------------------

@@ -117,7 +117,6 @@ class DeviceExecution final : public Execution {
   }
   void require_links(OpCode op, std::span<const LinkKey> keys, const Interrupted& interrupted);
   void check_answer(OpCode op, const LinkKey& key, Clock::time_point begin, Deadline deadline);
-  bool has_closed(int peer) const;
   uint64_t check_captures(OpCode op, std::span<const LaneKey> lanes) const;
   std::vector<LaneKey> lanes_between(const Scope& scope, std::span<const PeerMessages> pairs) const;
   DeviceOperationPtr make_operation(OpCode op, CallOptions options, uint64_t capture);

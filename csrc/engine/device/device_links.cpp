@@ -55,7 +55,11 @@ void DeviceExecution::require_links(OpCode op, std::span<const LinkKey> keys,
 void DeviceExecution::check_answer(OpCode op, const LinkKey& key, Clock::time_point begin,
                                    Deadline deadline) {
   const bool is_pair = key.peer != kEverybody;
-  if (is_pair && !links_.is_answered(key) && has_closed(key.peer)) throw_closed(op, key.peer);
+  if (const auto peer = links_.refused_by(key)) throw_closed(op, *peer);
+  const bool is_answered = links_.is_answered(key);
+  for (const int peer : is_pair ? std::vector{key.peer} : communicator_.peers_in({}))
+    if (communicator_.transport().has_closed(peer) || (!is_answered && counts_.has_limit(peer)))
+      throw_closed(op, peer);
   if (Clock::now() < deadline) return;
   const std::string peer = "rank " + std::to_string(key.peer);
   Failure failure = communicator_.own_failure(

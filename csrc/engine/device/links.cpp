@@ -10,8 +10,9 @@
 namespace pipecomm {
 namespace {
 
-// Signatures of what ranks say of a link with OpCode::connect: that they want it, and its ids.
-constexpr uint64_t kAsk = 0, kIds = 1;
+// Signatures of what ranks say of a link with OpCode::connect: that they want it, its ids, and that
+// they will not make it.
+constexpr uint64_t kAsk = 0, kIds = 1, kRefuse = 2;
 constexpr auto kMeetingPoll = std::chrono::milliseconds(1);
 
 std::vector<LaneKey> lanes_of(const LinkKey& key) {
@@ -80,8 +81,9 @@ void Links::begin(const LinkKey& key) {
   take(step, key);
 }
 
-void Links::take(Step step, const LinkKey& key, Ids ids) {
+void Links::take(Step step, const LinkKey& key, int peer, Ids ids) {
   if (step == Step::nothing) return;
+  if (step == Step::refuse) return say(peer, OpCode::connect, key, kRefuse, 0);
   if (step == Step::invite) return say(key.peer, OpCode::connect, key, kAsk, 0);
   if (step == Step::ask) return say(parent_in(key), OpCode::connect, key, kAsk, 0);
   try {
@@ -151,6 +153,11 @@ bool Links::on_claim(int peer, const Descriptor& claim, std::span<const std::byt
     if (claim.op == OpCode::close) {
       if (claim.seq >= link.heard_in_round.size()) return false;
       link.heard_in_round[claim.seq] = true;
+    } else if (claim.signature == kRefuse) {
+      link.refused_by = peer;
+      shared_->changed.notify_all();
+    } else if (shared_->is_ending) {
+      if (link.state == State::waiting) step = Step::refuse;
     } else if (!ids.empty()) {
       if (is_root(key) || peer != parent_in(key) || link.state != State::waiting) return false;
       link.state = State::connecting;
@@ -162,7 +169,7 @@ bool Links::on_claim(int peer, const Descriptor& claim, std::span<const std::byt
       step = is_of_all || link.is_begun ? next_step(key, link) : begin_locked(key, link);
     }
   }
-  take(step, key, std::move(ids));
+  take(step, key, peer, std::move(ids));
   return true;
 }
 
@@ -184,6 +191,11 @@ bool Links::wait_until_ready(const LinkKey& key, Deadline until) const {
 bool Links::is_answered(const LinkKey& key) const {
   std::lock_guard lock(shared_->mutex);
   return shared_->links.at(key).state != State::waiting;
+}
+
+std::optional<int> Links::refused_by(const LinkKey& key) const {
+  std::lock_guard lock(shared_->mutex);
+  return shared_->links.at(key).refused_by;
 }
 
 std::optional<LinkError> Links::error() const {
@@ -210,8 +222,7 @@ StreamHandle Links::stream_of(const LaneKey& key) const {
 // In round k of a link a rank tells the one 2^k above it that all it has heard of have come.
 bool Links::meet(const std::function<bool()>& keeps_waiting,
                  const std::function<bool(int peer)>& has_closed) {
-  const auto wait_for = [&](auto&& condition) {
-    std::unique_lock lock(shared_->mutex);
+  const auto wait_for = [&](std::unique_lock<std::mutex>& lock, auto&& condition) {
     while (!condition()) {
       lock.unlock();
       if (!keeps_waiting()) return false;
@@ -220,17 +231,18 @@ bool Links::meet(const std::function<bool()>& keeps_waiting,
     }
     return true;
   };
-  // A rank whose link is nearly made will make it, and then waits for this one.
-  const bool are_made = wait_for([&] {
-    return std::ranges::none_of(shared_->links, [&](const auto& each) {
-      const auto& [key, link] = each;
-      return link.state == State::connecting && (key.peer == kEverybody || !has_closed(key.peer));
-    });
-  });
-  if (!are_made) return false;
+  const auto is_being_made = [&](const auto& each) {
+    const auto& [key, link] = each;
+    return link.state == State::connecting && !link.refused_by &&
+           (key.peer == kEverybody || !has_closed(key.peer));
+  };
   std::vector<std::pair<LinkKey, size_t>> ready;  // and the number of its rounds
   {
-    std::lock_guard lock(shared_->mutex);
+    // A rank whose link is nearly made will make it, and then waits for this one.
+    std::unique_lock lock(shared_->mutex);
+    if (!wait_for(lock, [&] { return std::ranges::none_of(shared_->links, is_being_made); }))
+      return false;
+    shared_->is_ending = true;
     for (const auto& [key, link] : shared_->links)
       if (link.state == State::ready) ready.emplace_back(key, link.heard_in_round.size());
   }
@@ -243,7 +255,9 @@ bool Links::meet(const std::function<bool()>& keeps_waiting,
   for (const auto& [key, num_rounds] : ready) {
     for (size_t round = 0; round < num_rounds; ++round) {
       if (round > 0) tell_above(key, round);
-      if (!wait_for([&] { return shared_->links.at(key).heard_in_round[round]; })) return false;
+      std::unique_lock lock(shared_->mutex);
+      if (!wait_for(lock, [&] { return shared_->links.at(key).heard_in_round[round]; }))
+        return false;
     }
   }
   return true;

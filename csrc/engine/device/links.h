@@ -12,6 +12,7 @@
 //   The lower one, once it has both asked and been asked, chooses the ids and sends them.
 // * The link of all ranks is asked for up the tree (group_tree.h), by each rank that needs it once
 //   all below it have asked; the ids come down from the root.
+// * A rank that is about to end refuses.
 #pragma once
 
 #include <compare>
@@ -89,6 +90,8 @@ class Links {
   bool wait_until_ready(const LinkKey& key, Deadline until) const;
   // Whether its other ranks have said that they are there.
   bool is_answered(const LinkKey& key) const;
+  // The rank that has refused it, if any.
+  std::optional<int> refused_by(const LinkKey& key) const;
   // Why a link could not be made, if so.
   std::optional<LinkError> error() const;
 
@@ -116,6 +119,7 @@ class Links {
     bool has_asked = false;    // its parent
     std::set<int> have_asked;  // of its children
     State state = State::waiting;
+    std::optional<int> refused_by;
     std::vector<bool> heard_in_round;  // of the meeting at the end
   };
   // Outlives this object as long as a thread is connecting.
@@ -125,16 +129,17 @@ class Links {
     std::map<LinkKey, Link> links;
     std::map<LaneKey, Lane> lanes;
     std::optional<LinkError> error;
+    bool is_ending = false;  // makes no more links
   };
   // What is to be done about a link, without the lock.
-  enum class Step : uint8_t { nothing, invite, ask, choose, join };
+  enum class Step : uint8_t { nothing, invite, ask, choose, join, refuse };
   using Ids = std::vector<NcclUniqueId>;
 
   // These three with the lock.
   Link& link_of(const LinkKey& key);
   Step next_step(const LinkKey& key, Link& link);
   Step begin_locked(const LinkKey& key, Link& link);
-  void take(Step step, const LinkKey& key, Ids ids = {});
+  void take(Step step, const LinkKey& key, int peer = kEverybody, Ids ids = {});
   void connect_apart(const LinkKey& key, const Ids& ids);
   void say(int peer, OpCode op, const LinkKey& key, uint64_t signature, uint64_t seq,
            std::span<const std::byte> note = {}) const;

@@ -173,9 +173,10 @@ class Communicator:
         if self._transport is None:
             return self._routes.reason()
         if self._transport == "nccl":
-            return f"{self._reason}; {nccl.usage_text(*self.nccl_usage(), self.device)}"
+            return f"{self._reason}; {nccl.usage_text(*self.nccl_usage, self.device)}"
         return self._reason
 
+    @property
     def nccl_usage(self) -> tuple[int, int]:
         """The NCCL communicators that this rank has made so far, and the bytes of its device that were taken
         meanwhile, by whomever; zeros without NCCL.

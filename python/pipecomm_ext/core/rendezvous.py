@@ -145,8 +145,8 @@ class Rendezvous:
             self.store.set(own_key, "")
             if self.store.add(_NUM_TOLD, 1) == self.size:
                 found = self.store.compare_set(_PROBLEM, "", _NO_PROBLEM).decode()
-                verdict = {"problem": "" if found == _NO_PROBLEM else found}
-                self.store.compare_set(_VERDICT, "", json.dumps(verdict))
+                outcome = {"problem": "" if found == _NO_PROBLEM else found}
+                self.store.compare_set(_VERDICT, "", json.dumps(outcome))
         verdict = self._read(_VERDICT, self.rank)
         if "error" in verdict and verdict["rank"] != self.rank:
             raise self._mismatch(verdict["rank"], self.refusal_text({verdict["rank"]: verdict}))

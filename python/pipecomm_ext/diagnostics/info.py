@@ -67,7 +67,7 @@ def info() -> dict[str, Any]:
 
 
 def _communicator_facts(communicator: Communicator) -> dict[str, Any]:
-    num_comms, num_bytes = communicator.nccl_usage()
+    num_comms, num_bytes = communicator.nccl_usage
     return {
         "rank": communicator.rank,
         "size": communicator.size,
