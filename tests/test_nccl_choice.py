@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pipecomm_ext import _C, _build_info
+from pipecomm_ext import _C, PipeCommMismatch, PipeCommTimeout, _build_info
 from pipecomm_ext.communicator import construction
-from pipecomm_ext.core import environment
+from pipecomm_ext.core import environment, rendezvous
 from pipecomm_ext.core.rendezvous import Rendezvous
 from pipecomm_ext.transports import TRANSPORTS, nccl
 
@@ -37,22 +37,26 @@ def test_wrong_options_are_refused(monkeypatch, text):
         nccl.options(environment.read())
 
 
+class Meeting(Rendezvous):
+    """One construction of a group that is nothing but a store."""
+
+    def __init__(self, store, rank, size, timeout=None):
+        self.store, self.rank, self.size = store, rank, size
+        self._group, self._what, self._name, self._number = self, "Communicator", "Communicator/", 0
+        self._timeout, self._own_keys = timeout, []
+        rendezvous._num_made[self] = {}
+        self._restart()
+
+    def choice(self, gpu, problem=""):
+        return self.first_problem(nccl.problem_among(self, {"problem": problem, "gpu": gpu}))
+
+
 def choices(gpus, problems=None):
     """What each rank of a group takes to be the problem with NCCL, all at the same time over one store."""
-    store = dist.HashStore()
-    meetings = []
-    for rank in range(len(gpus)):
-        meeting = Rendezvous.__new__(Rendezvous)
-        meeting.__dict__.update(rank=rank, size=len(gpus), store=store, _deadline=None, _what="Communicator")
-        meetings.append(meeting)
-    problems = problems or [""] * len(gpus)
-
-    def choice(meeting):
-        facts = {"problem": problems[meeting.rank], "gpu": gpus[meeting.rank]}
-        return meeting.first_problem(nccl.problem_among(meeting, facts))
-
-    with ThreadPoolExecutor(len(gpus)) as pool:
-        return list(pool.map(choice, meetings))
+    store, size = dist.HashStore(), len(gpus)
+    with ThreadPoolExecutor(size) as pool:
+        meetings = [Meeting(store, rank, size) for rank in range(size)]
+        return list(pool.map(Meeting.choice, meetings, gpus, problems or [""] * size))
 
 
 def test_nccl_needs_all_ranks_and_a_gpu_for_each():
@@ -61,6 +65,24 @@ def test_nccl_needs_all_ranks_and_a_gpu_for_each():
     for _ in range(5):
         (problem,) = set(choices(["a", "b", "c", "b"]))
         assert problem.startswith("ranks 1 and 3 have the same GPU") and "set_device" in problem
+
+
+def test_the_choice_waits_for_all_ranks_and_can_be_made_again():
+    store = dist.HashStore()
+    with pytest.raises(PipeCommTimeout, match=r"ranks \[1\] of 2 have not joined after 0.2 s"):
+        Meeting(store, 0, 2, timeout=0.2).choice("a")
+    with ThreadPoolExecutor(2) as pool:
+        again = [pool.submit(Meeting(store, rank, 2, timeout=20).choice, "ab"[rank]) for rank in range(2)]
+        assert [each.result() for each in again] == ["", ""]
+
+
+def test_a_rank_that_refuses_ends_the_choice():
+    store = dist.HashStore()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(Meeting(store, 0, 2, timeout=20).choice, "a")
+        Meeting(store, 1, 2).publish({"error": "ValueError: no such transport"})
+        with pytest.raises(PipeCommMismatch, match="refused by rank 1: ValueError: no such transport"):
+            waiting.result()
 
 
 def test_more_thread_blocks_at_least_than_at_most(monkeypatch):

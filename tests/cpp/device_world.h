@@ -117,6 +117,9 @@ inline void run(const char* name, Options options, const std::function<void(Rank
     });
   }
   for (std::thread& thread : threads) thread.join();
+  for (const auto& comm : world.comms)
+    if (world.expects_all_to_connect && world.num_joined[comm->id] < comm->size)
+      check::fail(__FILE__, __LINE__, "a thread waits in NCCL for a rank that does not come");
   if (!world.finish()) check::fail(__FILE__, __LINE__, "a communicator was leaked");
   if (world.found_stuck != world.expects_stuck)
     check::fail(__FILE__, __LINE__, world.found_stuck ? "all streams wait" : "no deadlock");

@@ -151,8 +151,9 @@ struct World {
   size_t fifo_bytes = 0;  // per pair and communicator
   int num_hosts = 0;      // threads of ranks
   bool expects_stuck = false;
-  bool is_blocking = true;      // as NCCL_COMM_BLOCKING has it
-  bool abort_is_stuck = false;  // until finish()
+  bool expects_all_to_connect = false;  // nobody waits in NCCL for a rank that does not come
+  bool is_blocking = true;              // as NCCL_COMM_BLOCKING has it
+  bool abort_is_stuck = false;          // until finish()
   std::function<NcclResult(const std::string& call, int rank)> inject;  // an error for a call
 
   std::atomic<bool> driver_is_stuck{false};  // questions about events do not return

@@ -286,7 +286,7 @@ void changing_exchanges() {
       return traffic_so_far() - before;
     };
     // Agreements, claims of both directions, and what makes the link of all ranks.
-    EXPECT(traffic(first) == 6 + 12 + 4);
+    EXPECT(traffic(first) == 6 + 12 + 8);
     EXPECT(traffic(first) == 0);
     EXPECT(traffic(second) == 2 + 4);
     EXPECT(traffic(second) == 0 && traffic(first) == 0);
@@ -329,7 +329,7 @@ void steady_state_has_no_host_traffic() {
     step();
     meet();
     const int num_claims = me.hub.num_claims();
-    EXPECT(num_claims <= 8 + 5);  // of messages, and of two links
+    EXPECT(num_claims <= 8 + 9);  // of messages, and of two links
     const int num_messages = me.hub.num_messages();
     meet();
     for (int idx = 0; idx < 5; ++idx) step();

@@ -174,7 +174,7 @@ Options with_timeout(std::optional<std::chrono::nanoseconds> timeout) {
 
 // A graph of an exchange of both ranks on two channels and a broadcast.
 struct Captured {
-  Tensor mine, theirs{{4}}, shared{{4}};
+  Tensor mine, theirs{{4}}, shared{{4}}, input{{8}}, output{{8}};
   fake::GraphPtr graph;
 
   explicit Captured(Rank& me) : mine({4}, float(me.rank)) {
@@ -183,6 +183,11 @@ struct Captured {
       me.p2p({mine.to(peer), theirs.from(peer)}, false);
       me.follow(me.p2p({mine.to(peer, 1), theirs.from(peer, 1)}, true));
       me.follow(me.comm->broadcast(shared.ref(), 0, {.is_async = true}));
+      for (const int channel : {0, 1, kCollectiveChannel})
+        for (const bool is_async : {true, false})
+          me.follow(me.comm->exchange(OpCode::all_to_all, halves_plan(me), std::vector{input.ref()},
+                                      std::vector{output.ref()}, {.is_async = is_async},
+                                      Scope{{}, channel}));
     };
     step();
     me.runtime->begin_capture();

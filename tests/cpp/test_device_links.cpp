@@ -283,6 +283,27 @@ void a_peer_that_closes_meanwhile() {
   }
 }
 
+// Ranks connect to all and close at once, each at a time of its own: what is refused holds up nobody, and
+// no thread is left in NCCL.
+void connecting_and_closing() {
+  for (int attempt = 0; attempt < 40; ++attempt) {
+    Options options = options_of(2 + attempt % 4);
+    options.timeout = 600s;
+    options.end_limit = 60s;
+    const auto body = [&](Rank& me) {
+      std::vector<int> all;
+      for (int rank = 0; rank < me.size; ++rank) all.push_back(rank);
+      if ((me.rank + attempt) % 3 != 0) me.comm->connect(all);
+      std::this_thread::sleep_for(std::chrono::microseconds((attempt * me.rank * 131) % 2000));
+      const auto begin = Clock::now();
+      me.comm->close(kNothing);
+      EXPECT(Clock::now() - begin < 30s && me.comm->end_warning().empty());
+    };
+    run("connect and close", options, body, nullptr, nullptr,
+        [](fake::World& world) { world.expects_all_to_connect = true; });
+  }
+}
+
 // NCCL cannot make a communicator on the higher rank of a pair: all hear why, whoever needed it.
 void nccl_cannot_connect() {
   for (const int needing : {0, 1, 2}) {
@@ -322,6 +343,10 @@ void claims_without_sense() {
   claims.push_back({valid, 128});     // ids of the collectives, from a rank that is not the root
   claims.back().first.signature = claims.back().first.num_dims = 1;
   claims.back().first.channel = kCollectiveChannel;
+  for (const uint64_t word : {3, 9}) {  // to go, from a rank that is not the root; nothing
+    claims.push_back({valid, 0});
+    claims.back().first.signature = word;
+  }
   claims.push_back({{.op = OpCode::close}, 0});
   claims.back().first.signature = Links::kMeeting;
   claims.back().first.seq = 77;
@@ -347,6 +372,7 @@ int main() {
   connecting_beside_a_capture();
   a_peer_that_has_closed();
   a_peer_that_closes_meanwhile();
+  connecting_and_closing();
   nccl_cannot_connect();
   claims_without_sense();
   return check::report("device_links");

@@ -79,7 +79,7 @@ void traffic_is_that_of_the_tree() {
     const auto exchange = [&] { EXPECT(run_uneven(me, ring(kSize))); };
     // The first one also makes the link of all ranks, along the same edges.
     for (int turn = 0; turn < 8; ++turn)
-      expect(2 * kNumEdges, 4 * kSize + (turn == 0 ? 2 * kNumEdges : 0), exchange);
+      expect(2 * kNumEdges, 4 * kSize + (turn == 0 ? 4 * kNumEdges : 0), exchange);
     expect(0, 0, exchange);
     expect(0, 0, exchange);
     // Lengths that are new to a pair: the two claim them.

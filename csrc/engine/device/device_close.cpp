@@ -108,7 +108,11 @@ std::future<void> DeviceExecution::run_apart(std::function<void()> body) const {
   const auto task = std::make_shared<std::packaged_task<void()>>(std::move(body));
   try {
     const auto run = [runtime = runtime_, task] {
-      runtime->adopt_thread();
+      try {
+        runtime->adopt_thread();
+      } catch (const std::exception&) {
+        // The device has failed, which must not keep NCCL from its end.
+      }
       (*task)();
     };
     start_thread(run, rank()).detach();
@@ -131,6 +135,7 @@ void DeviceExecution::stop_looking() {
 }
 
 void DeviceExecution::finish(const Interrupted& interrupted) {
+  links_.refuse_more();
   say_closing();
   if (!communicator_.failure())
     for (const DeviceOperationPtr& operation : in_flight_->all())
@@ -140,6 +145,7 @@ void DeviceExecution::finish(const Interrupted& interrupted) {
 }
 
 void DeviceExecution::end(bool in_order) {
+  links_.refuse_more();
   stop_looking();
   const auto is_late = [](const std::future<void>& ended, std::chrono::nanoseconds limit) {
     return ended.wait_for(limit) != std::future_status::ready;
@@ -157,7 +163,8 @@ void DeviceExecution::end(bool in_order) {
                      hint;
   } else if (nccl_) {
     const auto ended = run_apart([nccl = nccl_] { nccl->finish(); });
-    if (all_have_come_ && is_late(ended, options_.end_limit))
+    // Without graphs it may be the ranks of other links that hold up one of this rank.
+    if (all_have_come_ && is_late(ended, options_.end_limit) && has_captured_)
       end_warning_ = "NCCL did not end within " + seconds_text(options_.end_limit) +
                      ": its memory on the device stays in use until it does" + hint;
   }

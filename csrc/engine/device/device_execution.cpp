@@ -48,24 +48,35 @@ DeviceOperationPtr DeviceExecution::make_operation(OpCode op, CallOptions option
   return operation;
 }
 
-// Orders the operation's work on a lane, which runs on `stream`, after what the caller has enqueued
-// (`start`; null: it runs there, or behind it) and after the lane's latest operation: NCCL runs the
-// operations of one communicator one by one.
-void DeviceExecution::enter(DeviceOperation& operation, const Lane& lane, StreamHandle stream,
-                            const EventPtr& start) {
-  if (start) runtime_->wait(stream, start);
-  // Work before a capture is not part of the graph; the user orders replays, as for any graph.
+// NCCL runs the operations of one communicator one by one. Work before a capture is not part of the
+// graph; the user orders replays, as for any graph.
+void DeviceExecution::follow_latest(const DeviceOperation& operation, const Lane& lane,
+                                    StreamHandle stream) {
   const Lane::Latest& latest = operation.is_captured() ? lane.latest_in_capture : lane.latest;
   if (latest.end && latest.stream != stream && latest.capture == operation.capture)
     runtime_->wait(stream, latest.end);
+}
+
+EventPtr DeviceExecution::note_latest(const DeviceOperation& operation, Lane& lane,
+                                      StreamHandle stream) {
+  EventPtr end = runtime_->record(stream);
+  (operation.is_captured() ? lane.latest_in_capture : lane.latest) = {stream, end,
+                                                                      operation.capture};
+  return end;
+}
+
+// Begins the operation's part on a stream: after what the caller has enqueued (`start`; null: the
+// stream is the caller's) and after the latest operation of the lane.
+void DeviceExecution::enter(DeviceOperation& operation, const Lane& lane, StreamHandle stream,
+                            const EventPtr& start) {
+  if (start) runtime_->wait(stream, start);
+  follow_latest(operation, lane, stream);
   replays_.begin_part(operation, stream);
 }
 
 EventPtr DeviceExecution::leave(DeviceOperation& operation, Lane& lane, StreamHandle stream) {
   replays_.end_part(operation, stream);
-  EventPtr end = runtime_->record(stream);
-  (operation.is_captured() ? lane.latest_in_capture : lane.latest) = {stream, end,
-                                                                      operation.capture};
+  EventPtr end = note_latest(operation, lane, stream);
   if (!operation.is_async && stream != operation.caller) runtime_->wait(operation.caller, end);
   operation.ends.push_back({stream, end});
   return end;
@@ -182,15 +193,18 @@ void DeviceExecution::exchange_messages_on(DeviceOperation& operation, const Sco
   std::vector<Lane*> entered;
   for (auto& [key, of_lane] : by_lane) {
     Lane& lane = *entered.emplace_back(&links_.lane(key));
-    const bool is_first = lanes.empty();
-    lanes.push_back({lane.comm_idx, is_first ? stream : lane.stream, std::move(of_lane)});
-    enter(operation, lane, lanes.back().stream, is_first ? nullptr : start);
+    if (lanes.empty()) {
+      lanes.push_back({lane.comm_idx, stream, std::move(of_lane)});
+      follow_latest(operation, lane, stream);
+    } else {
+      lanes.push_back({lane.comm_idx, lane.stream, std::move(of_lane)});
+      enter(operation, lane, lane.stream, start);
+    }
   }
   nccl_->send_and_receive(lanes, wait_on);
-  for (size_t idx = 0; idx < lanes.size(); ++idx) {
-    const EventPtr end = leave(operation, *entered[idx], lanes[idx].stream);
-    if (idx > 0) runtime_->wait(stream, end);
-  }
+  note_latest(operation, *entered.front(), stream);
+  for (size_t idx = 1; idx < lanes.size(); ++idx)
+    runtime_->wait(stream, leave(operation, *entered[idx], lanes[idx].stream));
 }
 
 // What collectives have in common: they are compared with other ranks, and run on the stream of their

@@ -135,6 +135,8 @@ class DeviceExecution final : public Execution {
   void await_agreement(OpCode op, Operation& operation,
                        const std::shared_ptr<const Agreement>& agreement, bool is_new_to_all,
                        const Interrupted& interrupted);
+  void follow_latest(const DeviceOperation& operation, const Lane& lane, StreamHandle stream);
+  EventPtr note_latest(const DeviceOperation& operation, Lane& lane, StreamHandle stream);
   void enter(DeviceOperation& operation, const Lane& lane, StreamHandle stream,
              const EventPtr& start);
   EventPtr leave(DeviceOperation& operation, Lane& lane, StreamHandle stream);

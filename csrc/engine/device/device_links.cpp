@@ -37,11 +37,12 @@ void DeviceExecution::require_links(OpCode op, std::span<const LinkKey> keys,
         "once before capturing, or call connect() in time");
   const Clock::time_point begin = Clock::now();
   const Deadline deadline = communicator_.deadline_from_now();
+  const auto has_closed = [this](int peer) { return communicator_.transport().has_closed(peer); };
   for (const LinkKey& key : keys) links_.begin(key);
   for (const LinkKey& key : keys) {
     while (!links_.wait_until_ready(key, Clock::now() + kPoll)) {
       communicator_.check_usable(op);
-      if (const auto error = links_.error()) {
+      if (const auto error = links_.error(has_closed)) {
         fail_connecting(op, *error);
         throw_failure();
       }

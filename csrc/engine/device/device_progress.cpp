@@ -172,7 +172,8 @@ void DeviceExecution::look_for_trouble() {
   check_unmatched();
 
   if (!nccl_) return;
-  const auto link_error = links_.error();
+  const auto link_error =
+      links_.error([this](int peer) { return communicator_.transport().has_closed(peer); });
   std::string text;
   NcclResult result = NcclResult::success;
   try {

@@ -10,9 +10,8 @@
 namespace pipecomm {
 namespace {
 
-// Signatures of what ranks say of a link with OpCode::connect: that they want it, its ids, and that
-// they will not make it.
-constexpr uint64_t kAsk = 0, kIds = 1, kRefuse = 2;
+// Signatures of what ranks say of a link with OpCode::connect. The `seq` of a refusal is its rank.
+enum Word : uint64_t { kAsk, kIds, kJoin, kGo, kRefuse };
 constexpr auto kMeetingPoll = std::chrono::milliseconds(1);
 
 std::vector<LaneKey> lanes_of(const LinkKey& key) {
@@ -58,18 +57,37 @@ Links::Link& Links::link_of(const LinkKey& key) {
 }
 
 Links::Step Links::begin_locked(const LinkKey& key, Link& link) {
-  if (std::exchange(link.is_begun, true)) return Step::nothing;
+  if (shared_->is_ending || std::exchange(link.is_begun, true)) return Step::nothing;
   const Step step = next_step(key, link);
   return step == Step::nothing && key.peer != kEverybody ? Step::invite : step;
 }
 
 Links::Step Links::next_step(const LinkKey& key, Link& link) {
-  if (!link.is_begun || link.state != State::waiting ||
+  if (!link.is_begun || link.refused_by || link.state != State::waiting ||
       link.have_asked.size() < children_in(key).size())
     return Step::nothing;
   if (!is_root(key)) return std::exchange(link.has_asked, true) ? Step::nothing : Step::ask;
-  link.state = State::connecting;
+  link.state = State::offered;
   return Step::choose;
+}
+
+// Of a link whose ids are here: once all below have joined, the root lets them go, and others join.
+Links::Step Links::step_after_ids(const LinkKey& key, Link& link) {
+  if (link.state != State::offered || link.refused_by ||
+      link.have_joined.size() < children_in(key).size())
+    return Step::nothing;
+  if (!is_root(key)) return Step::join;
+  link.state = State::connecting;
+  return Step::go;
+}
+
+// Nobody waits for it any more.
+Links::Step Links::refuse_locked(Link& link, int by) {
+  if (link.refused_by || (link.state != State::waiting && link.state != State::offered))
+    return Step::nothing;
+  link.refused_by = by;
+  shared_->changed.notify_all();
+  return Step::refuse;
 }
 
 void Links::begin(const LinkKey& key) {
@@ -81,26 +99,76 @@ void Links::begin(const LinkKey& key) {
   take(step, key);
 }
 
-void Links::take(Step step, const LinkKey& key, int peer, Ids ids) {
-  if (step == Step::nothing) return;
-  if (step == Step::refuse) return say(peer, OpCode::connect, key, kRefuse, 0);
-  if (step == Step::invite) return say(key.peer, OpCode::connect, key, kAsk, 0);
-  if (step == Step::ask) return say(parent_in(key), OpCode::connect, key, kAsk, 0);
-  try {
-    if (step == Step::choose)
-      for (size_t idx = 0; idx < lanes_of(key).size(); ++idx) ids.push_back(nccl_->new_id());
-    for (const int child : children_in(key))
-      say(child, OpCode::connect, key, kIds, 0, std::as_bytes(std::span(ids)));
-    connect_apart(key, ids);
-  } catch (const std::exception& error) {
-    std::lock_guard lock(shared_->mutex);
-    shared_->error = link_error(error);
+void Links::take(Step step, const LinkKey& key) {
+  switch (step) {
+    case Step::nothing:
+      return;
+    case Step::invite:
+      return say(key.peer, OpCode::connect, key, kAsk);
+    case Step::ask:
+      return say(parent_in(key), OpCode::connect, key, kAsk);
+    case Step::choose:
+      return choose(key);
+    case Step::offer: {
+      Ids ids;
+      Step next;
+      {
+        std::lock_guard lock(shared_->mutex);
+        Link& link = link_of(key);
+        ids = link.ids;
+        next = step_after_ids(key, link);
+      }
+      say_to_children(key, kIds, ids);
+      return take(next, key);
+    }
+    case Step::join:
+      return say(parent_in(key), OpCode::connect, key, kJoin);
+    case Step::go:
+      say_to_children(key, kGo);
+      return connect_apart(key);
+    case Step::refuse: {
+      uint64_t by;
+      {
+        std::lock_guard lock(shared_->mutex);
+        by = uint64_t(*link_of(key).refused_by);
+      }
+      if (!is_root(key)) say(parent_in(key), OpCode::connect, key, kRefuse, by);
+      for (const int child : children_in(key)) say(child, OpCode::connect, key, kRefuse, by);
+      return;
+    }
   }
 }
 
-// The thread owns what it needs: it is left behind if other ranks do not come.
-void Links::connect_apart(const LinkKey& key, const Ids& ids) {
-  const auto connect = [key, ids, shared = shared_, runtime = runtime_, nccl = nccl_,
+void Links::choose(const LinkKey& key) {
+  Ids ids;
+  try {
+    for (size_t idx = 0; idx < lanes_of(key).size(); ++idx) ids.push_back(nccl_->new_id());
+  } catch (const std::exception& error) {
+    std::lock_guard lock(shared_->mutex);
+    link_of(key).state = State::failed;
+    link_of(key).error = link_error(error);
+    return;
+  }
+  {
+    std::lock_guard lock(shared_->mutex);
+    link_of(key).ids = std::move(ids);
+  }
+  take(Step::offer, key);
+}
+
+// The thread owns what it needs: it is left behind if NCCL does not return.
+void Links::connect_apart(const LinkKey& key) {
+  const auto fail = [key, shared = shared_](const LinkError& error) {
+    std::lock_guard lock(shared->mutex);
+    shared->links.at(key).state = State::failed;
+    shared->links.at(key).error = error;
+  };
+  Ids ids;
+  {
+    std::lock_guard lock(shared_->mutex);
+    ids = link_of(key).ids;
+  }
+  const auto connect = [key, ids, fail, shared = shared_, runtime = runtime_, nccl = nccl_,
                         config = config_] {
     try {
       runtime->adopt_thread();
@@ -118,12 +186,15 @@ void Links::connect_apart(const LinkKey& key, const Ids& ids) {
       }
       shared->links.at(key).state = State::ready;
     } catch (const std::exception& error) {
-      std::lock_guard lock(shared->mutex);
-      shared->error = link_error(error);
+      fail(link_error(error));
     }
     shared->changed.notify_all();
   };
-  start_thread(connect, rank_).detach();
+  try {
+    start_thread(connect, rank_).detach();
+  } catch (const PipeCommException& error) {
+    fail(link_error(error));
+  }
 }
 
 void Links::say(int peer, OpCode op, const LinkKey& key, uint64_t signature, uint64_t seq,
@@ -136,6 +207,11 @@ void Links::say(int peer, OpCode op, const LinkKey& key, uint64_t signature, uin
   tell_(peer, claim, note);
 }
 
+void Links::say_to_children(const LinkKey& key, uint64_t signature, const Ids& ids) const {
+  for (const int child : children_in(key))
+    say(child, OpCode::connect, key, signature, 0, std::as_bytes(std::span(ids)));
+}
+
 bool Links::on_claim(int peer, const Descriptor& claim, std::span<const std::byte> note) {
   const bool is_of_all = claim.num_dims != 0;
   const LinkKey key{is_of_all ? kEverybody : peer, claim.channel};
@@ -146,6 +222,9 @@ bool Links::on_claim(int peer, const Descriptor& claim, std::span<const std::byt
   if (note.size() != ids.size() * sizeof(NcclUniqueId)) return false;
   if (!ids.empty()) std::memcpy(ids.data(), note.data(), note.size());
 
+  const std::vector<int> children = children_in(key);
+  const bool is_from_child = std::ranges::find(children, peer) != children.end();
+  const bool is_from_parent = !is_root(key) && peer == parent_in(key);
   Step step = Step::nothing;
   {
     std::lock_guard lock(shared_->mutex);
@@ -153,23 +232,44 @@ bool Links::on_claim(int peer, const Descriptor& claim, std::span<const std::byt
     if (claim.op == OpCode::close) {
       if (claim.seq >= link.heard_in_round.size()) return false;
       link.heard_in_round[claim.seq] = true;
-    } else if (claim.signature == kRefuse) {
-      link.refused_by = peer;
-      shared_->changed.notify_all();
-    } else if (shared_->is_ending) {
-      if (link.state == State::waiting) step = Step::refuse;
-    } else if (!ids.empty()) {
-      if (is_root(key) || peer != parent_in(key) || link.state != State::waiting) return false;
-      link.state = State::connecting;
-      step = Step::join;
-    } else {
-      const std::vector<int> children = children_in(key);
-      if (std::ranges::find(children, peer) != children.end()) link.have_asked.insert(peer);
-      // Of a pair, each rank takes part if the other one asks.
-      step = is_of_all || link.is_begun ? next_step(key, link) : begin_locked(key, link);
+      return true;
+    }
+    switch (claim.signature) {
+      case kAsk:
+        if (is_from_child) link.have_asked.insert(peer);
+        if (shared_->is_ending)
+          step = refuse_locked(link, rank_);
+        else if (is_of_all || link.is_begun)
+          step = next_step(key, link);
+        else
+          step = begin_locked(key, link);  // of a pair, each rank takes part if the other one asks
+        break;
+      case kIds:
+        if (!is_from_parent || link.state != State::waiting) return false;
+        if (link.refused_by) break;
+        link.ids = std::move(ids);
+        link.state = State::offered;
+        step = shared_->is_ending ? refuse_locked(link, rank_) : Step::offer;
+        break;
+      case kJoin:
+        if (!is_from_child) return false;
+        link.have_joined.insert(peer);
+        step = step_after_ids(key, link);
+        break;
+      case kGo:
+        if (!is_from_parent || link.state != State::offered) return false;
+        link.state = State::connecting;
+        step = Step::go;
+        break;
+      case kRefuse:
+        if (claim.seq >= uint64_t(size_)) return false;
+        step = refuse_locked(link, static_cast<int>(claim.seq));
+        break;
+      default:
+        return false;
     }
   }
-  take(step, key, peer, std::move(ids));
+  take(step, key);
   return true;
 }
 
@@ -198,9 +298,19 @@ std::optional<int> Links::refused_by(const LinkKey& key) const {
   return shared_->links.at(key).refused_by;
 }
 
-std::optional<LinkError> Links::error() const {
+std::optional<LinkError> Links::error(const std::function<bool(int peer)>& has_closed) const {
   std::lock_guard lock(shared_->mutex);
-  return shared_->error;
+  for (auto& [key, link] : shared_->links) {
+    if (!link.error) continue;
+    if (key.peer == kEverybody || !has_closed(key.peer)) return link.error;
+    link.refused_by = key.peer;
+  }
+  return std::nullopt;
+}
+
+void Links::refuse_more() {
+  std::lock_guard lock(shared_->mutex);
+  shared_->is_ending = true;
 }
 
 Lane& Links::lane(const LaneKey& key) {
@@ -233,7 +343,7 @@ bool Links::meet(const std::function<bool()>& keeps_waiting,
   };
   const auto is_being_made = [&](const auto& each) {
     const auto& [key, link] = each;
-    return link.state == State::connecting && !link.refused_by &&
+    return (link.state == State::offered || link.state == State::connecting) && !link.refused_by &&
            (key.peer == kEverybody || !has_closed(key.peer));
   };
   std::vector<std::pair<LinkKey, size_t>> ready;  // and the number of its rounds
@@ -242,7 +352,6 @@ bool Links::meet(const std::function<bool()>& keeps_waiting,
     std::unique_lock lock(shared_->mutex);
     if (!wait_for(lock, [&] { return std::ranges::none_of(shared_->links, is_being_made); }))
       return false;
-    shared_->is_ending = true;
     for (const auto& [key, link] : shared_->links)
       if (link.state == State::ready) ready.emplace_back(key, link.heard_in_round.size());
   }

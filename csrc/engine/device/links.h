@@ -6,13 +6,16 @@
 // channel have an order, and no others wait for each other.
 //
 // A link is made in the background on all its ranks. NCCL waits for them inside of its calls, so it
-// is called on threads of their own, and not before all ranks have said that they are there:
+// is called on threads of their own, and not before all ranks have promised to come:
 //
-// * Either rank of a pair asks the other one, which answers by asking, too, whatever its user does.
-//   The lower one, once it has both asked and been asked, chooses the ids and sends them.
-// * The link of all ranks is asked for up the tree (group_tree.h), by each rank that needs it once
-//   all below it have asked; the ids come down from the root.
-// * A rank that is about to end refuses.
+// * Ask. Either rank of a pair asks the other one, which answers by asking, too, whatever its user
+//   does. The link of all ranks is asked for up the tree (group_tree.h) by each rank that needs it,
+//   once all below it have asked.
+// * Ids. The root of the tree, of a pair the lower rank, chooses the ids, which go down.
+// * Join. A rank that has the ids, and below which all have joined, promises to come.
+// * Go. The root lets all connect, down the tree again.
+//
+// A rank that is about to end refuses until it has joined; that goes up and down the tree.
 #pragma once
 
 #include <compare>
@@ -92,8 +95,8 @@ class Links {
   bool is_answered(const LinkKey& key) const;
   // The rank that has refused it, if any.
   std::optional<int> refused_by(const LinkKey& key) const;
-  // Why a link could not be made, if so.
-  std::optional<LinkError> error() const;
+  // Why a link could not be made, if so; but for one to a rank that `has_closed`, which has refused it.
+  std::optional<LinkError> error(const std::function<bool(int peer)>& has_closed) const;
 
   // Of a link that is ready; or the stream of a channel, at any time. It stays where it is, and what
   // it says of its latest operation belongs to whoever holds the lock of posts.
@@ -106,6 +109,8 @@ class Links {
   static constexpr uint64_t kMeeting = 1;
   bool on_claim(int peer, const Descriptor& claim, std::span<const std::byte> note);
 
+  // From now on none is begun.
+  void refuse_more();
   // The end: whether all ranks of each link have come to it. Until then they may read memory that
   // NCCL would free. Asks `keeps_waiting` now and then; `has_closed` tells of ranks that will not
   // answer any more.
@@ -113,13 +118,17 @@ class Links {
             const std::function<bool(int peer)>& has_closed);
 
  private:
-  enum class State : uint8_t { waiting, connecting, ready };
+  using Ids = std::vector<NcclUniqueId>;
+  // `offered`: it has the ids, and will connect or hear of a refusal.
+  enum class State : uint8_t { waiting, offered, connecting, ready, failed };
   struct Link {
     bool is_begun = false;
-    bool has_asked = false;    // its parent
-    std::set<int> have_asked;  // of its children
+    bool has_asked = false;                 // its parent
+    std::set<int> have_asked, have_joined;  // of its children
     State state = State::waiting;
+    Ids ids;
     std::optional<int> refused_by;
+    std::optional<LinkError> error;
     std::vector<bool> heard_in_round;  // of the meeting at the end
   };
   // Outlives this object as long as a thread is connecting.
@@ -128,21 +137,24 @@ class Links {
     std::condition_variable changed;
     std::map<LinkKey, Link> links;
     std::map<LaneKey, Lane> lanes;
-    std::optional<LinkError> error;
-    bool is_ending = false;  // makes no more links
+    bool is_ending = false;
   };
   // What is to be done about a link, without the lock.
-  enum class Step : uint8_t { nothing, invite, ask, choose, join, refuse };
-  using Ids = std::vector<NcclUniqueId>;
+  enum class Step : uint8_t { nothing, invite, ask, choose, offer, join, go, refuse };
 
-  // These three with the lock.
+  // With the lock:
   Link& link_of(const LinkKey& key);
   Step next_step(const LinkKey& key, Link& link);
   Step begin_locked(const LinkKey& key, Link& link);
-  void take(Step step, const LinkKey& key, int peer = kEverybody, Ids ids = {});
-  void connect_apart(const LinkKey& key, const Ids& ids);
-  void say(int peer, OpCode op, const LinkKey& key, uint64_t signature, uint64_t seq,
+  Step step_after_ids(const LinkKey& key, Link& link);
+  Step refuse_locked(Link& link, int by);
+  // Without it:
+  void take(Step step, const LinkKey& key);
+  void choose(const LinkKey& key);
+  void connect_apart(const LinkKey& key);
+  void say(int peer, OpCode op, const LinkKey& key, uint64_t signature, uint64_t seq = 0,
            std::span<const std::byte> note = {}) const;
+  void say_to_children(const LinkKey& key, uint64_t signature, const Ids& ids = {}) const;
 
   // Of the tree in which ranks ask for a link.
   bool is_root(const LinkKey& key) const {

@@ -17,24 +17,26 @@
 namespace pipecomm::wire {
 
 inline constexpr uint32_t kMagic = 0x31584350;  // "PCX1"
-inline constexpr uint16_t kVersion = 3;
+inline constexpr uint16_t kVersion = 4;
 inline constexpr size_t kMaxPacketBytes = 64 * 1024;
 inline constexpr size_t kMaxTextBytes = 4096;
 
 enum class Kind : uint8_t {
-  data = 1,         // descriptor + the whole payload
-  announce = 2,     // descriptor; the payload follows in pieces once the receiver stands ready
-  refuse = 3,       // text: this end takes no part in the collective that comes next on the channel
-  accept = 4,       // the message was matched and (for data) copied to its place
-  reject = 5,       // descriptor of what the receiver expected instead
-  refused = 6,      // text: the receiver takes no part
-  failure = 7,      // an encoded Failure: the sender's communicator is unusable
-  closing = 8,      // the sender posts nothing more
-  goodbye = 9,      // the sender is about to disconnect
-  send_claim = 10,  // descriptor of a message that the sender of the record sends by other means
-  recv_claim = 11,  // descriptor of a message that it expects by other means
-  describe = 12,    // descriptor of a message that travels by other means, and a note
-  ready = 13,       // descriptor of a large receive: its body may be written at once
+  data = 1,      // descriptor + the whole payload
+  announce = 2,  // descriptor; the payload follows in pieces once the receiver stands ready
+  refuse = 3,    // text: this end takes no part in the collective that comes next on the channel
+  accept = 4,    // the message was matched and (for data) copied to its place
+  reject = 5,    // descriptor of what the receiver expected instead
+  refused = 6,   // text: the receiver takes no part
+  failure = 7,   // an encoded Failure: the sender's communicator is unusable
+  closing = 8,   // the sender posts nothing more
+  goodbye = 9,   // the sender is about to disconnect
+  // Descriptor of a message that the sender of the record sends, or expects, by other means, or of what
+  // they take; and a note.
+  send_claim = 10,
+  recv_claim = 11,
+  describe = 12,  // descriptor of a message that travels by other means, and a note
+  ready = 13,     // descriptor of a large receive: its body may be written at once
 };
 
 struct PacketHeader {

@@ -138,9 +138,10 @@ NcclUniqueId NcclTransport::new_id() const {
 }
 
 void NcclTransport::note_connecting() {
+  const int64_t free_bytes = runtime_->free_bytes();
   std::lock_guard lock(connect_mutex_);
   check_alive();
-  if (num_connecting_++ == 0) free_bytes_before_ = runtime_->free_bytes();
+  if (num_connecting_++ == 0) free_bytes_before_ = free_bytes;
 }
 
 int NcclTransport::connect(std::span<const NcclLane> lanes, const NcclConfig& config) {
@@ -157,22 +158,16 @@ int NcclTransport::connect(std::span<const NcclLane> lanes, const NcclConfig& co
   const int64_t free_bytes = runtime_->free_bytes();
   {
     std::scoped_lock lock(calls_, connect_mutex_);
-    if (--num_connecting_ == 0)
-      usage_.num_bytes += std::max(int64_t{0}, free_bytes_before_ - free_bytes);
+    if (--num_connecting_ == 0) num_bytes_ += std::max(int64_t{0}, free_bytes_before_ - free_bytes);
     if (!error && !ended_) {
       comms_.insert(comms_.end(), comms.begin(), comms.end());
-      usage_.num_comms = static_cast<int>(comms_.size());
+      num_comms_ = static_cast<int>(comms_.size());
       return static_cast<int>(comms_.size() - comms.size());
     }
   }
   abort_all(std::move(comms));
   if (error) std::rethrow_exception(error);
   throw_ended();
-}
-
-NcclTransport::Usage NcclTransport::usage() const {
-  std::lock_guard lock(connect_mutex_);
-  return usage_;
 }
 
 // In one group: they find each other at the same time.

@@ -92,7 +92,7 @@ class NcclTransport {
     int num_comms = 0;
     int64_t num_bytes = 0;  // of the device that were taken while they were made, by whomever
   };
-  Usage usage() const;
+  Usage usage() const { return {num_comms_, num_bytes_}; }
 
   // Throws the asynchronous error of a communicator, if there is one. Never waits.
   void poll();
@@ -148,7 +148,9 @@ class NcclTransport {
   std::deque<NcclConfig> configs_;    // NCCL keeps pointers to the names
   int num_connecting_ = 0;
   int64_t free_bytes_before_ = 0;  // they began
-  Usage usage_;
+  // Read without a lock, by threads that hold others.
+  std::atomic<int> num_comms_{0};
+  std::atomic<int64_t> num_bytes_{0};
 };
 
 }  // namespace pipecomm

@@ -19,7 +19,7 @@ from ..core.checked import whole_number
 from ..core.extension import _C
 from ..core.process_groups import device_of
 from ..core.rendezvous import Rendezvous
-from ..errors import PipeCommMismatch
+from ..errors import PipeCommMismatch, PipeCommTimeout
 from ..transports import TRANSPORTS, Routes, draw, nccl
 
 DEFAULT_TIMEOUT_S = 600.0
@@ -86,8 +86,8 @@ def make(
         )
         record = {**routes.record, "nccl": local}
         engine, name, reason = _engine(meeting, routes, record, own_device, arguments, settings)
-    except PipeCommMismatch:
-        raise  # the others have heard of it, or have said it
+    except (PipeCommMismatch, PipeCommTimeout):
+        raise  # the others have heard of it, have said it, or may come for the next attempt
     except Exception as failed:
         meeting.publish({"error": f"{type(failed).__name__}: {failed}"})
         raise

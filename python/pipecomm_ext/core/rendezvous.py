@@ -146,9 +146,9 @@ class Rendezvous:
             if self.store.add(_NUM_TOLD, 1) == self.size:
                 found = self.store.compare_set(_PROBLEM, "", _NO_PROBLEM).decode()
                 outcome = {"problem": "" if found == _NO_PROBLEM else found}
-                self.store.compare_set(_VERDICT, "", json.dumps(outcome))
+                self.store.set(_VERDICT, json.dumps(outcome))  # which wakes those that wait
         verdict = self._read(_VERDICT, self.rank)
-        if "error" in verdict and verdict["rank"] != self.rank:
+        if "error" in verdict:
             raise self._mismatch(verdict["rank"], self.refusal_text({verdict["rank"]: verdict}))
         return verdict["problem"]
 
