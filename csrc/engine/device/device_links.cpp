@@ -24,8 +24,8 @@ void DeviceExecution::connect(std::span<const int> peers,
   if (!channels && others.size() == size_t(size() - 1)) links_.begin({});
 }
 
-// Their peers make them in the background, whatever their users do. So no call waits for a call of
-// another rank here, but one of the collectives, which all ranks make.
+// Peers make them in the background, whatever their users do. So a call waits here for no call of
+// another rank, unless it is a collective, which all ranks call.
 void DeviceExecution::require_links(OpCode op, std::span<const LinkKey> keys,
                                     const Interrupted& interrupted) {
   const auto is_ready = [this](const LinkKey& key) { return links_.is_ready(key); };
@@ -71,8 +71,7 @@ void DeviceExecution::check_answer(OpCode op, const LinkKey& key, Clock::time_po
                ? "this rank and " + peer + "; " + peer + " " + communicator_.describe_peer(key.peer)
                : "all ranks") +
           "; check that the other ranks make their communicators and call the matching operation, "
-          "or "
-          "raise timeout=",
+          "or raise timeout=",
       op_name(op));
   if (is_pair) failure.peer = key.peer;
   communicator_.fail(std::move(failure));

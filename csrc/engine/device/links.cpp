@@ -71,7 +71,7 @@ Links::Step Links::next_step(const LinkKey& key, Link& link) {
   return Step::choose;
 }
 
-// Of a link whose ids are here: once all below have joined, the root lets them go, and others join.
+// Once all ranks below have joined a link, the root lets them go, and any other rank joins, too.
 Links::Step Links::step_after_ids(const LinkKey& key, Link& link) {
   if (link.state != State::offered || link.refused_by ||
       link.have_joined.size() < children_in(key).size())
@@ -81,7 +81,7 @@ Links::Step Links::step_after_ids(const LinkKey& key, Link& link) {
   return Step::go;
 }
 
-// Nobody waits for it any more.
+// Marks a link as refused, unless its ranks have been let go.
 Links::Step Links::refuse_locked(Link& link, int by) {
   if (link.refused_by || (link.state != State::waiting && link.state != State::offered))
     return Step::nothing;
@@ -237,8 +237,8 @@ bool Links::on_claim(int peer, const Descriptor& claim, std::span<const std::byt
     switch (claim.signature) {
       case kAsk:
         if (is_from_child) link.have_asked.insert(peer);
-        if (shared_->is_ending)
-          step = refuse_locked(link, rank_);
+        if (shared_->is_ending && link.state == State::waiting)
+          step = refuse_locked(link, rank_);  // later, it has joined
         else if (is_of_all || link.is_begun)
           step = next_step(key, link);
         else

@@ -1,21 +1,21 @@
 // The NCCL communicators of a rank, which are made when they are needed.
 //
-// A link joins a pair of ranks for one channel, by two NCCL communicators, one for each direction;
-// or all ranks, by one, for collectives. A lane is one of these communicators with its stream: on it
-// everything runs in the order of the calls. So the messages from one rank to another one on a
-// channel have an order, and no others wait for each other.
+// A link joins two ranks for one channel with two NCCL communicators, one for each direction, or all
+// ranks with one, for collectives. A lane is one of these communicators with its stream: everything
+// runs on it in the order of the calls. So the messages from one rank to another one on a channel
+// keep their order, and no other messages wait for each other.
 //
-// A link is made in the background on all its ranks. NCCL waits for them inside of its calls, so it
-// is called on threads of their own, and not before all ranks have promised to come:
+// The ranks of a link make it in the background. NCCL's calls wait for all of them, so each rank calls
+// it on a thread of its own, and only after all have promised to come:
 //
 // * Ask. Either rank of a pair asks the other one, which answers by asking, too, whatever its user
-//   does. The link of all ranks is asked for up the tree (group_tree.h) by each rank that needs it,
-//   once all below it have asked.
-// * Ids. The root of the tree, of a pair the lower rank, chooses the ids, which go down.
-// * Join. A rank that has the ids, and below which all have joined, promises to come.
-// * Go. The root lets all connect, down the tree again.
+//   does. Each rank that needs the link of all ranks asks for it up the tree (group_tree.h), once all
+//   ranks below it have asked.
+// * Ids. The root of the tree, which is the lower rank of a pair, chooses the ids and sends them down.
+// * Join. A rank that has the ids, and below which all ranks have joined, promises to come.
+// * Go. The root tells all ranks, down the tree again, to connect.
 //
-// A rank that is about to end refuses until it has joined; that goes up and down the tree.
+// A rank that is about to end refuses as long as it has not joined, and all ranks of the link hear so.
 #pragma once
 
 #include <compare>
@@ -83,7 +83,7 @@ class Links {
   using Tell =
       std::function<void(int peer, const Descriptor& claim, std::span<const std::byte> note)>;
 
-  // Without `nccl`, which ranks that are alone do without, there are only streams.
+  // A rank that is alone has no `nccl`, and only streams.
   Links(int rank, int size, std::shared_ptr<DeviceRuntime> runtime,
         std::shared_ptr<NcclTransport> nccl, NcclConfig config, Tell tell);
 
@@ -95,11 +95,11 @@ class Links {
   bool is_answered(const LinkKey& key) const;
   // The rank that has refused it, if any.
   std::optional<int> refused_by(const LinkKey& key) const;
-  // Why a link could not be made, if so; but for one to a rank that `has_closed`, which has refused it.
+  // Why a link could not be made, if so. One to a rank that `has_closed` counts as refused instead.
   std::optional<LinkError> error(const std::function<bool(int peer)>& has_closed) const;
 
-  // Of a link that is ready; or the stream of a channel, at any time. It stays where it is, and what
-  // it says of its latest operation belongs to whoever holds the lock of posts.
+  // The lane of a ready link, or the stream of a channel at any time. It stays where it is; only the
+  // holder of the lock of posts may use what it says of the latest operation.
   Lane& lane(const LaneKey& key);
   // The stream of a lane if there is one yet, else null.
   StreamHandle stream_of(const LaneKey& key) const;
@@ -109,7 +109,7 @@ class Links {
   static constexpr uint64_t kMeeting = 1;
   bool on_claim(int peer, const Descriptor& claim, std::span<const std::byte> note);
 
-  // From now on none is begun.
+  // No link is begun from now on.
   void refuse_more();
   // The end: whether all ranks of each link have come to it. Until then they may read memory that
   // NCCL would free. Asks `keeps_waiting` now and then; `has_closed` tells of ranks that will not
@@ -156,7 +156,7 @@ class Links {
            std::span<const std::byte> note = {}) const;
   void say_to_children(const LinkKey& key, uint64_t signature, const Ids& ids = {}) const;
 
-  // Of the tree in which ranks ask for a link.
+  // The place of this rank in the tree in which ranks ask for a link.
   bool is_root(const LinkKey& key) const {
     return rank_ == 0 || (key.peer != kEverybody && key.peer > rank_);
   }
