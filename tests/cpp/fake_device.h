@@ -14,6 +14,7 @@ class Runtime final : public DeviceRuntime {
  public:
   int num_launches = 0;  // of copy kernels
   bool can_count = true;
+  bool is_out_of_memory = false;
 
   Runtime() : current_(new_stream()) {}
 
@@ -125,6 +126,7 @@ class Runtime final : public DeviceRuntime {
   // dropped is done.
   std::shared_ptr<std::byte> allocate(int64_t num_bytes, StreamHandle stream) override {
     if (num_bytes == 0) return nullptr;
+    if (is_out_of_memory) throw std::runtime_error("CUDA out of memory");
     auto memory = std::make_shared<std::vector<std::byte>>(num_bytes);
     return {memory->data(), [this, memory, stream](std::byte*) {
               std::lock_guard lock(world->mutex);

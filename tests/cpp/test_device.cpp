@@ -369,6 +369,35 @@ void flight_records() {
   });
 }
 
+// Memory that one rank does not have is missed before anything is on the device: the collective is
+// refused, as Python does with what it throws, and the next one works.
+void memory_that_one_rank_lacks() {
+  run("out of memory", options_of(3), [](Rank& me) {
+    const Tensor whole({4, 2}, 1);
+    TensorRef column = whole.ref();
+    column.shape = {4};
+    column.strides = {2};
+    const auto call = [&] { me.finish(me.comm->broadcast(column, 0)); };
+    const Uneven uneven{{{1, 2, 3}, {4, 5, 6}, {7, 8, 9}}};
+    me.runtime->is_out_of_memory = me.rank == 1;
+    if (me.rank == 1) {
+      try {
+        call();
+        EXPECT(!"there is no memory");
+      } catch (const std::runtime_error& error) {
+        EXPECT(contains(error.what(), "out of memory"));
+        me.comm->refuse(OpCode::broadcast, error.what());
+      }
+    } else {
+      EXPECT(contains(failure_text(FailureKind::mismatch, call),
+                      "refused by rank 1: CUDA out of memory"));
+    }
+    me.runtime->is_out_of_memory = false;
+    call();
+    EXPECT(run_uneven(me, uneven) && !me.comm->failure());
+  });
+}
+
 void refused_collectives() {
   run("refused", options_of(3), [](Rank& me) {
     Tensor tensor({4}, 1);
@@ -558,6 +587,7 @@ int main() {
   changing_exchanges();
   steady_state_has_no_host_traffic();
   flight_records();
+  memory_that_one_rank_lacks();
   refused_collectives();
   failures_reach_everybody();
   lifetimes();

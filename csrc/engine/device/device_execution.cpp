@@ -208,12 +208,14 @@ void DeviceExecution::exchange_messages_on(DeviceOperation& operation, const Sco
 }
 
 // What collectives have in common: they are compared with other ranks, and run on the stream of their
-// channel, on which `body(operation, stream)` enqueues them.
-template <class Launch>
+// channel, on which `body(operation, stream)` enqueues them. `reserve(stream)` takes the memory for that
+// while the collective can still be refused; in a capture `body` does, when the stream is part of it.
+template <class Reserve, class Launch>
 OperationPtr DeviceExecution::run_collective(const Compared& compared,
                                              std::span<const TensorRef> inputs,
                                              std::span<const TensorRef> outputs,
-                                             CallOptions options, Launch&& body) {
+                                             CallOptions options, Reserve&& reserve,
+                                             Launch&& body) {
   in_flight_->sweep();
   const OpCode op = compared.op;
   const Scope& scope = compared.scope;
@@ -228,7 +230,8 @@ OperationPtr DeviceExecution::run_collective(const Compared& compared,
   if (is_of_all(scope) && nccl_) links.emplace_back();
   if (is_async) forked.push_back({scope.channel});
   std::lock_guard collective_lock(collective_mutex_);
-  check_captures(op, forked);
+  if (check_captures(op, forked) == 0)
+    reserve(is_async ? links_.lane({scope.channel}).stream : runtime_->current_stream());
   if (options_.check != Check::off && are_many && scope.channel == kCollectiveChannel)
     agree_along_tree(compared, options.interrupted);
   else if (options_.check != Check::off && !pairs.empty())
@@ -277,9 +280,13 @@ OperationPtr DeviceExecution::exchange(const ExchangeCall& call, CallOptions opt
   std::vector<void*> destinations;
   for (const TensorRef& tensor : inputs) sources.push_back(tensor.data);
   for (const TensorRef& tensor : outputs) destinations.push_back(tensor.data);
+  std::shared_ptr<std::byte> send_staging, recv_staging;
+  const auto reserve = [&](StreamHandle stream) {
+    send_staging = runtime_->allocate(lowered->send_staging_bytes, stream);
+    recv_staging = runtime_->allocate(lowered->recv_staging_bytes, stream);
+  };
   const auto enqueue = [&](DeviceOperation& operation, StreamHandle stream) {
-    const auto send_staging = runtime_->allocate(lowered->send_staging_bytes, stream);
-    const auto recv_staging = runtime_->allocate(lowered->recv_staging_bytes, stream);
+    if (operation.is_captured()) reserve(stream);
     const CopyBuffers buffers{sources, destinations, send_staging.get(), recv_staging.get()};
     std::vector<DeviceMessage> messages;
     const auto add = [&](Direction direction, const LoweredMessage& message,
@@ -296,9 +303,10 @@ OperationPtr DeviceExecution::exchange(const ExchangeCall& call, CallOptions opt
       runtime_->execute(lowered->pack_and_local(), buffers, lowered->scale, stream);
     exchange_messages_on(operation, scope, stream, messages);
     if (!lowered->unpack().empty()) runtime_->execute(lowered->unpack(), buffers, Scale{}, stream);
+    send_staging = recv_staging = nullptr;  // while the stream is still the operation's
   };
   const OperationPtr operation =
-      run_collective(compared, inputs, outputs, std::move(options), enqueue);
+      run_collective(compared, inputs, outputs, std::move(options), reserve, enqueue);
   ++num_exchanges_;
   num_passes_ += lowered->copy_passes();
   return operation;
@@ -314,13 +322,16 @@ OperationPtr DeviceExecution::broadcast(const TensorRef& tensor, int source, Cal
                           },
                           rank() == source ? communicator_.peers_in({}) : std::vector{source},
                           tree_neighbours(rank(), size())};
+  const int64_t num_bytes = size() == 1 ? 0 : tensor.num_bytes();
+  std::shared_ptr<std::byte> staging;
+  const auto reserve = [&](StreamHandle stream) {
+    if (!tensor.is_contiguous()) staging = runtime_->allocate(num_bytes, stream);
+  };
   const auto enqueue = [&](DeviceOperation& operation, StreamHandle stream) {
-    const int64_t num_bytes = tensor.num_bytes();
-    if (size() == 1 || num_bytes == 0) return;
-    std::shared_ptr<std::byte> staging;
+    if (num_bytes == 0) return;
+    if (operation.is_captured()) reserve(stream);
     WholeCopies gathers, scatters;
-    if (!tensor.is_contiguous()) {
-      staging = runtime_->allocate(num_bytes, stream);
+    if (staging) {
       if (rank() == source)
         gathers.add(tensor, staging.get());
       else
@@ -330,8 +341,9 @@ OperationPtr DeviceExecution::broadcast(const TensorRef& tensor, int source, Cal
     nccl_->broadcast(links_.lane({}).comm_idx, staging ? staging.get() : tensor.data, num_bytes,
                      source, stream, keep_waiting(operation.deadline()));
     if (!scatters.empty()) runtime_->execute(scatters.tasks(), scatters.buffers(), Scale{}, stream);
+    staging = nullptr;
   };
-  return run_collective(compared, {&tensor, 1}, {}, std::move(options), enqueue);
+  return run_collective(compared, {&tensor, 1}, {}, std::move(options), reserve, enqueue);
 }
 
 OperationPtr DeviceExecution::barrier(bool is_async) {

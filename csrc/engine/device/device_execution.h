@@ -146,10 +146,10 @@ class DeviceExecution final : public Execution {
                             std::span<const DeviceMessage> messages);
   template <class Launch>
   void launch(const DeviceOperationPtr& operation, Launch&& body);
-  template <class Launch>
+  template <class Reserve, class Launch>
   OperationPtr run_collective(const Compared& compared, std::span<const TensorRef> inputs,
                               std::span<const TensorRef> outputs, CallOptions options,
-                              Launch&& body);
+                              Reserve&& reserve, Launch&& body);
   NcclTransport::KeepWaiting keep_waiting(Deadline deadline) const;
 
   void fail(FailureKind kind, const std::string& message, const std::string& op = "") {
