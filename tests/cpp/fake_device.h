@@ -63,6 +63,7 @@ class Runtime final : public DeviceRuntime {
   StreamHandle new_stream() override {
     std::lock_guard lock(world->mutex);
     world->streams.push_back(std::make_unique<Stream>());
+    world->streams.back()->device = this;
     return world->streams.back().get();
   }
   uint64_t capture_of(StreamHandle stream) override {

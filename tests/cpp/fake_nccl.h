@@ -26,24 +26,30 @@ struct Kernel {
 // One run of a kernel.
 class KernelRun {
  public:
-  explicit KernelRun(const Kernel& kernel) : kernel_(kernel) {}
+  KernelRun(const Kernel& kernel, const void* device) : kernel_(kernel), device_(device) {}
 
   bool operator()() {
     NcclComm& comm = *kernel_.comm;
-    if (comm.aborted) return true;  // leaves at once, with garbage
+    if (comm.aborted) return leave();  // at once, with garbage
     if (!running_ && !begin(comm)) return false;
     if (!(kernel_.root >= 0 ? broadcast_done(comm) : messages_done())) return false;
     comm.running = false;
-    return true;
+    return leave();
   }
 
  private:
+  bool leave() {
+    if (std::exchange(running_, false)) --world->num_resident[device_];
+    return true;
+  }
   bool begin(NcclComm& comm) {
+    if (world->num_resident[device_] >= world->max_resident) return false;
     if (comm.running) {
       world->errors.push_back("two kernels of one communicator at once");
       return false;
     }
     comm.running = running_ = true;
+    ++world->num_resident[device_];
     if (kernel_.root >= 0) {
       number_ = comm.num_broadcasts++;
       ++world->broadcasts[{comm.id, number_}].num_joined;
@@ -78,6 +84,7 @@ class KernelRun {
   }
 
   const Kernel kernel_;
+  const void* const device_;
   bool running_ = false;
   int number_ = 0;
   std::vector<HalfPtr> halves_;
@@ -107,8 +114,8 @@ inline bool is_usable(const NcclComm* comm, const std::string& call) {
 inline void enqueue_kernel(const Kernel& kernel, Stream* stream) {
   ++world->num_kernels;
   world->max_group_ops = std::max(world->max_group_ops, kernel.ops.size());
-  const Make make = [kernel](Replay&) -> Work {
-    return [run = std::make_shared<KernelRun>(kernel)] { return (*run)(); };
+  const Make make = [kernel, device = stream->device](Replay&) -> Work {
+    return [run = std::make_shared<KernelRun>(kernel, device)] { return (*run)(); };
   };
   if (!stream->capture) {
     Replay once;

@@ -64,6 +64,7 @@ struct Graph {
 using GraphPtr = std::shared_ptr<Graph>;
 
 struct Stream {
+  const void* device = nullptr;
   std::deque<Work> work;
   GraphPtr capture;
   Clocks before;
@@ -148,8 +149,9 @@ namespace fake {
 struct World {
   // What a test chooses:
   std::chrono::microseconds launch_cost{15};
-  size_t fifo_bytes = 0;  // per pair and communicator
-  int num_hosts = 0;      // threads of ranks
+  size_t fifo_bytes = 0;             // per pair and communicator
+  size_t max_resident = size_t(-1);  // kernels of NCCL that a device runs at a time
+  int num_hosts = 0;                 // threads of ranks
   bool expects_stuck = false;
   bool expects_all_to_connect = false;  // nobody waits in NCCL for a rank that does not come
   bool is_blocking = true;              // as NCCL_COMM_BLOCKING has it
@@ -168,7 +170,8 @@ struct World {
   int num_ids = 0;
   size_t max_group_ops = 0;  // of one communicator
   int num_kernels = 0;
-  std::map<int, int> num_group_ends;  // with messages, by rank
+  std::map<int, int> num_group_ends;           // with messages, by rank
+  std::map<const void*, size_t> num_resident;  // kernels, by device
   int num_aborts = 0;
   int num_event_queries = 0;
   std::deque<DeviceRuntime::Counter> counters;

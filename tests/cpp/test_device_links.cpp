@@ -118,27 +118,29 @@ void everybody_at_once() {
   }
 }
 
-// Messages of a rank with more peers than kernels that may wait at a time: of 18 ranks each has 34 lanes
-// of one channel.
+// Messages of a rank on more lanes than kernels fit the device: of 14 ranks each has 26 of each channel.
+// NCCL launches them in an order of its own.
 void more_lanes_than_run_at_once() {
-  constexpr int size = 18;
-  static_assert(2 * (size - 1) > kMaxLanesAtOnce);
-  for (const bool is_async : {true, false}) {
-    run("many lanes", options_of(size, Check::off), [&](Rank& me) {
-      for (const int64_t length : {4, 1000}) {
-        std::vector<Tensor> tensors;
-        std::vector<PointToPoint> batch;
-        for (int peer = 0; peer < size; ++peer) {
-          if (peer == me.rank) continue;
-          batch.push_back(tensors.emplace_back(Dims{length}, float(100 * me.rank + peer)).to(peer));
-          batch.push_back(tensors.emplace_back(Dims{length}).from(peer));
-        }
-        me.finish(me.p2p(batch, is_async));
-        for (size_t idx = 1; idx < batch.size(); idx += 2)
-          EXPECT(tensors[idx].counts_from(float(100 * batch[idx].peer + me.rank)));
+  constexpr int kSize = 14, kChannels = 5;
+  Options options = options_of(kSize, Check::off);
+  options.num_channels = kChannels;
+  const auto body = [&](Rank& me) {
+    std::vector<Tensor> tensors;
+    std::vector<PointToPoint> batch;
+    for (int peer = 0; peer < kSize; ++peer) {
+      for (int channel = 0; channel < kChannels && peer != me.rank; ++channel) {
+        const float first = float(1000 * me.rank + 10 * peer + channel);
+        batch.push_back(tensors.emplace_back(Dims{9}, first).to(peer, channel));
+        batch.push_back(tensors.emplace_back(Dims{9}).from(peer, channel));
       }
-    });
-  }
+    }
+    me.finish(me.p2p(batch, true));
+    for (size_t idx = 1; idx < batch.size(); idx += 2)
+      EXPECT(tensors[idx].counts_from(
+          float(1000 * batch[idx].peer + 10 * me.rank + batch[idx].channel)));
+  };
+  run("many lanes", options, body, nullptr, nullptr,
+      [](fake::World& world) { world.max_resident = 32; });
 }
 
 // An exchange of some ranks runs between pairs, on the channel of the collectives, too; one that names

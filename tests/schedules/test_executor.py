@@ -91,7 +91,7 @@ def test_user_plans_merged_backwards_and_programs_for_other_costs(world):
 def test_groups_as_single_batches_as_on_an_in_order_stream(world):
     """What a program does where receives must not be posted before their place (NCCL)."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pipecomm_ext.runtime.border_channels.BorderChannels.is_one_stream", True)
+        patch.setattr("pipecomm_ext.runtime.border_channels.BorderChannels.waits_on_device", True)
         for name in ("one_f_one_b", "zb_v", "dualpipe"):
             compare_with_unsplit(world, plan_named(name, world.size))
 

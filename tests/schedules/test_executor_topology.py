@@ -145,7 +145,7 @@ def test_ranks_in_any_order_over_sockets_and_on_an_in_order_stream(world):
     compare_each(world, [1, 2], SCHEDULES, ROWS, communicator=over_sockets)
     compare_each(world, [1, 2], SCHEDULES, communicator=over_sockets, grad_reduce="mean")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pipecomm_ext.runtime.border_channels.BorderChannels.is_one_stream", True)
+        patch.setattr("pipecomm_ext.runtime.border_channels.BorderChannels.waits_on_device", True)
         compare_each(world, [1, 2], SCHEDULES, ROWS)
 
 

@@ -26,8 +26,8 @@ def choose(
     "auto". `num_cores` are those of the host whose memory the ranks share; None: they do not share memory.
     """
     costs, within_costs = TRANSPORTS[crossing].costs, TRANSPORTS[within].costs
-    # Where both hops of a link are on one stream, no chunk could be gathered while the next one arrives.
-    most_chunks = 1 if TRANSPORTS[crossing].is_one_stream else MAX_CHUNKS
+    # On a device both hops of a link are on one stream: no chunk could be gathered while the next arrives.
+    most_chunks = 1 if TRANSPORTS[crossing].waits_on_device else MAX_CHUNKS
     # On either route each receiver's copy is written once.
     written_s = num_bytes * num_receivers / (costs.core_bytes_per_s * (num_cores or math.inf))
     crossing_s = num_bytes / costs.link_bytes_per_s

@@ -151,10 +151,10 @@ class BorderChannels:
         return cls(data, headers, num_chains)
 
     @property
-    def is_one_stream(self) -> bool:
-        """Whether messages run in the order of their posts; else each pair and channel is an order of its
-        own."""
-        return self.data.device.type == "cuda" and TRANSPORTS[self.data.transport].is_one_stream
+    def waits_on_device(self) -> bool:
+        """Whether a message occupies the device from its post until the other end has come, so that none
+        should be posted before it is needed."""
+        return self.data.device.type == "cuda" and TRANSPORTS[self.data.transport].waits_on_device
 
     def abort(self, reason: str) -> None:
         """Makes every pending and later call fail, on all ranks, with this reason."""

@@ -106,7 +106,7 @@ class ExecutorMailbox(Mailbox):
         super().__init__(plan, rank)
         self._channels, self._ranks_of = channels, ranks_of
         self._me = channels.data.rank
-        self._is_one_stream = channels.is_one_stream
+        self._waits_on_device = channels.waits_on_device
         self._relayed = relayed
         self._dynamic_shapes, self._check_border = dynamic_shapes, check_border
         self._headers = [
@@ -134,7 +134,7 @@ class ExecutorMailbox(Mailbox):
                 continue
             sends = tuple(self._route(op) for op in item.ops if op.kind == SEND)
             receives = tuple(self._route(op) for op in item.ops if op.kind != SEND)
-            prepared.append(PreparedGroup(sends, receives, () if self._is_one_stream else following))
+            prepared.append(PreparedGroup(sends, receives, () if self._waits_on_device else following))
             following = receives
         return prepared[::-1]
 
@@ -245,18 +245,18 @@ class ExecutorMailbox(Mailbox):
     def post(self, group: PreparedGroup) -> None:
         """Starts the sends and receives of a group.
 
-        On one in-order stream they are one batch, as the plan has it. Where every pair and channel has an
-        order of its own, a consumer waits for its message alone, and the receives of the next group are
-        posted already: what is produced early then arrives during a compute.
+        Where messages wait on the device they are one batch, as the plan has it. Else a consumer waits for
+        its message alone, and the receives of the next group are posted already: what is produced early
+        then arrives during a compute.
         """
         sends = self._sends_of(group)  # announces: a peer may wait for that before it sends what comes here
-        if sends and not self._is_one_stream:
+        if sends and not self._waits_on_device:
             self.works += self._channels.post(sends, [])[0]
         batch: list[tuple[_Route, Incoming]] = []
         for route in group.receives:
             if self.is_wanted(route.key[0]) and route.key not in self.receipts:
                 specs = self._specs_if_known(route)
-                is_deferred = self._dynamic_shapes and route.link is None and not self._is_one_stream
+                is_deferred = self._dynamic_shapes and route.link is None and not self._waits_on_device
                 if specs is None and is_deferred:
                     batch.append((route, Incoming(partial(self._learned, route), route.peer, route.channel)))
                 else:
@@ -268,7 +268,7 @@ class ExecutorMailbox(Mailbox):
             if specs is None:
                 break
             self._receive(route, specs, batch)
-        if self._is_one_stream:
+        if self._waits_on_device:
             works, receipts = self._channels.post(sends, [incoming for _, incoming in batch])
             self.works += works
             self.receipts.update(zip((route.key for route, _ in batch), receipts, strict=True))

@@ -88,7 +88,7 @@ class Nccl(Transport):
     name = "nccl"
     devices = ("cuda",)
     costs = Costs(20e-6, 48e9, 370e9)  # a guess: a NIC for each GPU between stages, NVLink within
-    is_one_stream = True
+    waits_on_device = True
     variables = tuple(_OPTIONS.values())
 
     def status(self) -> tuple[bool, str]:

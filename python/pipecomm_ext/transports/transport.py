@@ -30,7 +30,7 @@ class Transport(ABC):
     name: str
     devices: tuple[str, ...]  # kinds of tensors that it moves
     costs: Costs
-    is_one_stream = False  # all messages of a channel are one order; else those of each pair and direction
+    waits_on_device = False  # a message occupies the device from its post until the other end has come
     variables: tuple[Variable, ...] = ()  # environment variables that concern it alone
 
     @abstractmethod
