@@ -68,6 +68,14 @@ def test_a_communicator_tells_what_it_is(world):
     assert comm.known_transport == comm.transport and comm.transport_among([0]) == comm.transport
     comm.connect()
     comm.connect([world.size - 1, 0])
+    comm.connect([0], channels=())
+    comm.connect(channels=[comm.channels - 1])
+    for channel in (-1, comm.channels):
+        with pytest.raises(ValueError, match=rf"channel {channel} is not in 0\.\.{comm.channels - 1}"):
+            comm.connect([0], channels=[channel])
+    with pytest.raises(TypeError, match="channel must be an int, not str"):
+        comm.connect([0], channels=["1"])
+    assert comm.nccl_usage == (0, 0)
     for peer in range(world.size):
         way = ("self", "a message to oneself is a copy") if peer == world.rank else None
         kind, reason = comm.route(peer)
