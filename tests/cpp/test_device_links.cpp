@@ -118,10 +118,15 @@ void everybody_at_once() {
   }
 }
 
-// Messages of a rank on more lanes than kernels fit the device: of 14 ranks each has 26 of each channel.
-// NCCL launches them in an order of its own.
+// Messages of a rank on more lanes than kernels fit the device: of 14 ranks each has 26 of each channel,
+// of 6 ranks 10. NCCL launches them in an order of its own.
 void more_lanes_than_run_at_once() {
-  constexpr int kSize = 14, kChannels = 5;
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+  constexpr int kSize = 6;  // whose kernels mostly get by without an order
+#else
+  constexpr int kSize = 14;
+#endif
+  constexpr int kChannels = 5;
   Options options = options_of(kSize, Check::off);
   options.num_channels = kChannels;
   const auto body = [&](Rank& me) {
