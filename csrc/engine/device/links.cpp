@@ -309,8 +309,16 @@ std::optional<LinkError> Links::error(const std::function<bool(int peer)>& has_c
 }
 
 void Links::refuse_more() {
-  std::lock_guard lock(shared_->mutex);
-  shared_->is_ending = true;
+  std::vector<LinkKey> refused;
+  {
+    std::lock_guard lock(shared_->mutex);
+    shared_->is_ending = true;
+    for (auto& [key, link] : shared_->links)
+      if (link.state == State::waiting && (link.is_begun || !link.have_asked.empty()) &&
+          refuse_locked(link, rank_) == Step::refuse)
+        refused.push_back(key);
+  }
+  for (const LinkKey& key : refused) take(Step::refuse, key);
 }
 
 Lane& Links::lane(const LaneKey& key) {

@@ -109,7 +109,7 @@ class Links {
   static constexpr uint64_t kMeeting = 1;
   bool on_claim(int peer, const Descriptor& claim, std::span<const std::byte> note);
 
-  // No link is begun from now on.
+  // No link is begun from now on, and those whose ids have not come are refused.
   void refuse_more();
   // The end: whether all ranks of each link have come to it. Until then they may read memory that
   // NCCL would free. Asks `keeps_waiting` now and then; `has_closed` tells of ranks that will not
