@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -131,7 +132,7 @@ def make_executor(world, plan: Plan, pipeline: Pipeline, **options) -> Executor:
     """Over a communicator that other tests use, too, unless `options` has one."""
     options.setdefault("communicator", world.shared_comm(channels=4))
     executor = Executor(plan, pipeline.stages, loss_fn=pipeline.loss_fn, **options)
-    world.comm.barrier()  # a step that fails at once would else reach ranks that are still in the constructor
+    dist.barrier()  # a step that fails at once would else reach ranks that are still in the constructor
     return executor
 
 

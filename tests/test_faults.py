@@ -293,7 +293,7 @@ def test_leaving_by_an_exception_aborts_all(world):
 @on_ranks(2)
 def test_abort_frees_a_waiting_thread(world):
     comm = world.fresh_comm()
-    comm.barrier()
+    dist.barrier()
     if world.rank == 0:
         timer = threading.Timer(0.1, comm.abort, args=("enough",))
         timer.start()

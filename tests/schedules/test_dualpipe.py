@@ -256,7 +256,7 @@ def test_wrong_steps_raise_on_all_ranks_and_the_next_step_works(world):
         assert message in str(caught.value), str(caught.value)
         loss, _ = step(x)
         assert loss.shape == (2,)
-        world.comm.barrier()  # else the next failure would reach a rank that is still in this step
+        dist.barrier()  # else the next failure would reach a rank that is still in this step
     pipe.close()
     with pytest.raises(ValueError, match=r"call step\(\) before"):
         pipe.sum_replica_gradients()
