@@ -115,7 +115,7 @@ def test_one_failure_does_not_wait_for_the_deadline_of_the_others(ranks, monkeyp
 def test_a_hung_rank_is_killed_with_its_stacks_and_replaced(ranks):
     pids = [r[2] for r in ranks.run(2, identify)]
     with pytest.raises(RankFailure, match="rank 1 did not finish") as caught:
-        ranks.run(2, sleep_on, 1, 60, deadline=0.5)
+        ranks.run(2, sleep_on, 1, 60, deadline=2)
     assert "in sleep_on" in str(caught.value), "faulthandler's stacks are part of the report"
     assert caught.value.outcomes[0].status == "returned"
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
@@ -133,6 +133,7 @@ def test_a_local_function_is_refused(ranks):
 
 def test_a_disposable_world_can_be_killed(ranks):
     with ranks.disposable(2, mark_and_sleep) as world:
+        world.await_mark(0, "ready")
         marked_at = world.await_mark(1, "ready")
         killed_at = world.signal(1, signal.SIGKILL)
         outcomes = world.collect(deadline=0.5)
