@@ -293,7 +293,8 @@ def test_leaving_by_an_exception_aborts_all(world):
 @on_ranks(2)
 def test_abort_frees_a_waiting_thread(world):
     comm = world.fresh_comm()
-    dist.barrier()
+    comm.barrier()  # connects them
+    dist.barrier()  # nobody is in it any more
     if world.rank == 0:
         timer = threading.Timer(0.1, comm.abort, args=("enough",))
         timer.start()

@@ -400,7 +400,7 @@ def fail_twice(world, comm):
                 ]
             )
     await_dumps(Path(os.environ["PIPECOMM_FLIGHT_DIR"]), 2)  # written by a thread of its own
-    dist.barrier()
+    dist.barrier()  # not of `comm`: one rank may abort it while the other is still leaving
     comm.abort("enough")
     comm.close()
     return comm.id
