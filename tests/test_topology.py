@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import inspect
 
 import pytest
@@ -91,6 +92,19 @@ def test_part_of_the_world(world):
     with topology.communicator:
         assert topology.get_vtp_stage_ranks() == [[2], [0]]
         assert topology.get_pipeline_model_parallel_next_rank() == 2 - world.rank
+
+
+@on_ranks(3)
+def test_groups_that_all_ranks_make_after_part_of_the_world(world):
+    """Ranks outside of the topology's group can still make groups of torch's with those inside."""
+    group = dist.new_group([0, 2])
+    if world.rank != 1:
+        for _ in range(2):
+            PipelineTopology([1, 1], group=group).close()
+    for ranks in ([0, 1, 2], [0, 1]):
+        new = dist.new_group(ranks, timeout=datetime.timedelta(seconds=20))
+        if world.rank in ranks:
+            dist.barrier(new)
 
 
 DEFAULT_GETTERS = [

@@ -13,6 +13,7 @@ from ..communicator import DEFAULT_TIMEOUT_S, Communicator
 from ..core.checked import whole_number
 from ..core.process_groups import own_group
 from ..core.rendezvous import Rendezvous
+from .groups import make_groups
 
 # A link joins a stage and the next one. A rank takes part in two links; three colours keep the messages of
 # the two apart on every cycle of stages, in both directions.
@@ -79,7 +80,7 @@ class PipelineTopology:
             for idx in range(max(map(len, self.stages)))
         ]
         self._chain = chains[self._stage_rank]
-        groups = _make_groups(group, [*self._global_stages, *chains])
+        groups = make_groups(group, [*self._global_stages, *chains])
         self._stage_group = groups[tuple(self._global_stages[self._stage_idx])]
         self._chain_group = groups[tuple(self._chain)]
         self.communicator = Communicator(group, device=device, channels=NUM_CHANNELS, timeout=timeout)
@@ -225,27 +226,3 @@ def _checked_stages(stages: Any, group_size: int) -> Stages:
             f"ranks {missing} of the group are in no stage; make a group without them, or add them"
         )
     return checked
-
-
-def _make_groups(
-    group: dist.ProcessGroup, all_ranks: list[list[int]]
-) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """Makes torch groups of these global ranks. Returns those that this rank is in, by their ranks."""
-    me = dist.get_rank()
-    made: list[tuple[list[int], Any]]
-    if dist.get_world_size(group) == dist.get_world_size():
-        made = [(ranks, dist.new_group(ranks)) for ranks in all_ranks]
-        return {tuple(ranks): new for ranks, new in made if me in ranks}
-    # Only the ranks of the group are here. torch then names a new group by its members and by the number of
-    # groups that the process has made, so all ranks must make equally many: one that is not a member makes a
-    # group of its own.
-    names = dist.distributed_c10d._world.pg_names
-    meeting = Rendezvous(group, DEFAULT_TIMEOUT_S, "PipelineTopology")
-    records = meeting.gather("groups", {"num_made": len(names)})
-    for _ in range(max(record["num_made"] for record in records) - len(names)):
-        dist.new_group([me], use_local_synchronization=True)
-    made = [
-        (ranks, dist.new_group(ranks if me in ranks else [me], use_local_synchronization=True))
-        for ranks in all_ranks
-    ]
-    return {tuple(ranks): new for ranks, new in made if me in ranks}
