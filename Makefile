@@ -1,9 +1,12 @@
 # Every target does its own set-up: an environment with torch, then the extension built in place. Needs only Python
 # (>= 3.10, with venv), a C++ compiler and make. The second run reuses both.
 PYTHON ?= python3
-TORCH ?= 2.11.0
+DEFAULT_TORCH := 2.14.1
+TORCH ?= $(DEFAULT_TORCH)
 NO_VENV ?=
+TESTS ?= tests
 ARGS ?=
+RUNS ?= 12
 SCHEDULE ?= zb_v
 MINUTES ?= 1
 RESULTS ?= out/gpu_check
@@ -16,15 +19,15 @@ OPTIONS := $(PIPECOMM_CUDA:%=-cuda-%)$(PIPECOMM_FAULTS:%=-faults-%)
 # One environment per torch version, so that switching costs a rebuild of the extension and no download.
 # NO_VENV=1 uses $(PYTHON) and the torch it has, and installs nothing.
 ifeq ($(NO_VENV),)
-  VENV := $(if $(filter 2.11.0,$(TORCH)),.venv,.venv-$(TORCH))
+  VENV := $(if $(filter $(DEFAULT_TORCH),$(TORCH)),.venv,.venv-$(TORCH))
   PY_ENV :=
-  PY_EXE := $(CURDIR)/$(VENV)/bin/python
+  PY_EXE := $(VENV)/bin/python
   READY := $(VENV)/.ready
   TOOLS := PATH="$(CURDIR)/$(VENV)/bin:$$PATH"
   INSTALL = $(PY) -m pip install --no-build-isolation --no-deps --disable-pip-version-check -q -e .
   BUILT := build/.built-$(VENV)$(OPTIONS)
 else
-  PY_ENV := PYTHONPATH=$(CURDIR)/python$(if $(PYTHONPATH),:$(PYTHONPATH))
+  PY_ENV := PYTHONPATH="$(CURDIR)/python$(if $(PYTHONPATH),:$(PYTHONPATH))"
   PY_EXE := $(PYTHON)
   READY :=
   TOOLS :=
@@ -42,7 +45,7 @@ CXX_FILES = $(shell find csrc tests/cpp bench/cpp \( -name '*.h' -o -name '*.cuh
 MAKEFLAGS += --no-builtin-rules
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup test smoke clients client-tests python312 faults soak demo bench lint format sanitize compile-check \
+.PHONY: help setup test smoke check flaky mutations clients client-tests python312 faults soak demo bench lint format sanitize compile-check \
   gpu-check stubs docs wheels clean distclean
 
 help: ## this list
@@ -71,11 +74,20 @@ $(BUILT): $(READY) $(BUILD_INPUTS)
 setup: $(BUILT) ## environment and extension
 	@$(PY) -m pipecomm_ext info
 
-test: $(BUILT) ## the test suite (ARGS='-k name' to choose)
-	$(PY) -m pytest tests -q $(PARALLEL) $(ARGS)
+test: $(BUILT) ## the test suite (TESTS=tests/schedules or ARGS='-k name' to choose)
+	$(PY) -m pytest $(TESTS) -q $(PARALLEL) $(ARGS)
 
-smoke: $(BUILT) ## the tests that start no new Pythons and no compilers, for a second torch (TORCH=2.13.0)
-	$(PY) -m pytest tests -q $(PARALLEL) -m "not slow" $(ARGS)
+smoke: $(BUILT) ## a minute of tests through all layers, for another torch (TORCH=2.11.0)
+	$(PY) -m pytest tests -q $(PARALLEL) -m smoke $(ARGS)
+
+check: $(BUILT) ## lint and tests of what has changed since the last commit (BASE=main: since that), in a minute
+	$(TOOLS) $(PY) tests/check_changes.py $(addprefix --base ,$(BASE)) $(ARGS)
+
+flaky: $(BUILT) ## the suite RUNS=12 times in random order, every other time on busy cores: what failed even once
+	$(PY) tests/flaky.py --runs $(RUNS) -- $(or $(TESTS),tests) $(ARGS)
+
+mutations: $(BUILT) ## how many of 40 defects the tests find (ARGS='--list' or '--only NAME')
+	$(TOOLS) $(PY) tests/mutations.py $(ARGS)
 
 clients: ## Megatron-core, transformers, torchtitan and yunchang: as they are, and with our parts (Python 3.12)
 	@[ -n "$(PYTHON312)" ] || { echo "make clients needs Python 3.12, as megatron-core does; none that runs is on PATH or in pyenv"; exit 1; }
