@@ -57,8 +57,8 @@ def _make_numbered_groups(
 def _make_equally_many_groups(
     group: dist.ProcessGroup, all_ranks: list[list[int]]
 ) -> list[tuple[list[int], dist.ProcessGroup]]:
-    """torch < 2.14 counts the groups that a process has made, so all ranks must make equally many: a rank that
-    is not a member makes a group of its own."""
+    """torch < 2.14 counts the groups that a process has made, so all ranks must make equally many: a rank
+    that is not a member makes a group of its own."""
     me, names = dist.get_rank(), dist.distributed_c10d._world.pg_names
     meeting = Rendezvous(group, DEFAULT_TIMEOUT_S, "PipelineTopology")
     records = meeting.gather("groups", {"num_made": len(names)})
