@@ -24,15 +24,17 @@ DEVICE_OPTION = {
     "default": "auto",
     "help": "cuda: ranks share GPUs if need be; auto: a GPU a rank if there are that many, else cpu",
 }
-SHARED_GPU = {  # NCCL between ranks on one GPU: by sockets on the loopback device, with few thread blocks
+# NCCL between ranks on one GPU, with few thread blocks, since all ranks' blocks must fit at once.
+SHARED_GPU = {"NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": "4", "NCCL_RAS_ENABLE": "0"}
+# From NCCL 2.30 on two ranks may share a GPU.
+TWO_RANKS = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NET_GDR_LEVEL": "LOC", "CUDA_MODULE_LOADING": "EAGER"}
+# Else they are ranks of different hosts, between which there are sockets on the loopback device.
+AS_HOSTS = {
     "NCCL_NET": "Socket",
     "NCCL_SOCKET_IFNAME": "lo",
     "NCCL_IB_DISABLE": "1",
     "NCCL_MNNVL_ENABLE": "0",
-    "NCCL_NVLS_ENABLE": "0",
     "NCCL_NET_PLUGIN": "none",
-    "NCCL_MAX_CTAS": "4",
-    "NCCL_RAS_ENABLE": "0",
 }
 
 Body = Callable[[argparse.Namespace], int]
@@ -79,15 +81,24 @@ def _run_rank(body: Body, args: argparse.Namespace, local_rank: int, **group_arg
 def take_gpu(local_rank: int, num_local_ranks: int) -> None:
     """Makes a GPU the current one, before NCCL is used: one for each rank of the machine if there are enough.
 
-    NCCL refuses two ranks on one GPU of one host. Ranks that share one get host ids of their own: NCCL takes
-    them for ranks of different machines. The GPU serves their processes in turns, so that results are right
-    and times on the device mean nothing.
+    The GPU serves the processes of ranks that share it in turns, so that results are right and times on the
+    device mean nothing.
     """
-    if torch.cuda.device_count() == 0:
+    num_gpus = torch.cuda.device_count()
+    if num_gpus == 0:
         raise RuntimeError("this process sees no CUDA device; use --device cpu")
-    if torch.cuda.device_count() < num_local_ranks:
-        os.environ.update(SHARED_GPU, NCCL_HOSTID=f"{socket.gethostname()}-{local_rank}")
-    torch.cuda.set_device(local_rank % torch.cuda.device_count())
+    if num_gpus < num_local_ranks:
+        os.environ.update(shared_gpu(local_rank, num_local_ranks, num_gpus, torch.cuda.nccl.version()))
+    torch.cuda.set_device(local_rank % num_gpus)
+
+
+def shared_gpu(
+    local_rank: int, num_local_ranks: int, num_gpus: int, nccl_version: tuple[int, ...]
+) -> dict[str, str]:
+    """The environment in which NCCL lets ranks share a GPU. All ranks of the machine get the same kind."""
+    if nccl_version >= (2, 30) and num_local_ranks <= 2 * num_gpus:
+        return SHARED_GPU | TWO_RANKS
+    return SHARED_GPU | AS_HOSTS | {"NCCL_HOSTID": f"{socket.gethostname()}-{local_rank}"}
 
 
 def _started_rank(rank: int, body: Body, args: argparse.Namespace, directory: str) -> None:

@@ -126,21 +126,25 @@ def test_the_stages_pass_options_that_exist(monkeypatch, folder: str, script: st
     assert commands
 
 
-@pytest.mark.parametrize(("num_gpus", "gpus", "is_shared"), [(1, [0, 0], True), (2, [0, 1], False)])
-def test_ranks_share_gpus_if_there_are_too_few(monkeypatch, num_gpus, gpus, is_shared) -> None:
-    """Each of them as on a host of its own, as NCCL demands."""
+@pytest.mark.parametrize("nccl_version", [(2, 28, 9), (2, 30, 7)])
+@pytest.mark.parametrize(("num_gpus", "num_ranks"), [(1, 2), (1, 3), (2, 2), (2, 4)])
+def test_ranks_share_gpus_if_there_are_too_few(monkeypatch, num_gpus, num_ranks, nccl_version) -> None:
+    """From NCCL 2.30 on two of them in its mode for that, else each as on a host of its own."""
     monkeypatch.syspath_prepend(REPOSITORY / "examples")
     launch = importlib.import_module("launch")
-    environment, taken, hosts = {}, [], []
-    monkeypatch.setattr(launch.os, "environ", environment)
+    taken, hosts = [], []
     monkeypatch.setattr("torch.cuda.device_count", lambda: num_gpus)
+    monkeypatch.setattr("torch.cuda.nccl.version", lambda: nccl_version)
     monkeypatch.setattr("torch.cuda.set_device", taken.append)
-    for rank in range(2):
-        launch.take_gpu(rank, 2)
+    for rank in range(num_ranks):
+        monkeypatch.setattr(launch.os, "environ", environment := {})
+        launch.take_gpu(rank, num_ranks)
         hosts.append(environment.get("NCCL_HOSTID"))
-    assert taken == gpus
-    assert len(set(hosts)) == (2 if is_shared else 1)
-    assert ("NCCL_SOCKET_IFNAME" in environment) == is_shared
+    assert taken == [rank % num_gpus for rank in range(num_ranks)]
+    is_shared, is_mode = num_ranks > num_gpus, nccl_version >= (2, 30) and num_ranks <= 2 * num_gpus
+    assert ("NCCL_MAX_CTAS" in environment) == is_shared
+    assert ("NCCL_MULTI_RANK_GPU_ENABLE" in environment) == (is_shared and is_mode)
+    assert len(set(hosts)) == (num_ranks if is_shared and not is_mode else 1)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     with pytest.raises(RuntimeError, match="sees no CUDA device"):
         launch.take_gpu(0, 2)

@@ -99,6 +99,17 @@ def test_torch_reads_the_csv_of_a_plan(name, tmp_path):
     schedules.check(again)
 
 
+def test_what_torch_adds_when_it_lowers_is_left_out():
+    rows = [
+        "0UNSHARD,0F0,0SEND_F0,0F1,0WAIT_SEND_F0,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1,0WAIT_SEND_F1,0REDUCE_GRAD,"
+        "0WAIT_REDUCE_GRAD,0RESHARD",
+        "1RECV_F0,1F0,1B0,1SEND_B0,1RECV_F1,1F1,1WAIT_SEND_B0,1B1,1SEND_B1,1WAIT_SEND_B1,1REDUCE_GRAD",
+    ]
+    plan = Plan.from_csv("\n".join(rows) + "\n")
+    assert plan.to_csv(format="torch") == "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
+    schedules.check(plan)
+
+
 def test_stages_are_numbered_along_the_chain():
     plan = Plan("back", 2, 1, owner=[1, 0], next_of=[None, 0], compute=["F1.0 B1.0", "F0.0 B0.0"])
     assert plan.to_csv(format="torch") == "0F0,0B0\n1F0,1B0\n"
@@ -213,3 +224,43 @@ def test_the_lines_of_migrating_md(world):
             for mine, theirs in zip(module.parameters(), whole[stage].parameters(), strict=True):
                 torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-11, atol=1e-12)
         names.get("executor", names.get("pp_executor")).close()
+
+
+# ---- the same arguments -----------------------------------------------------------------------------------
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, x, *, factor):
+        return self.weight * factor * x
+
+
+@on_ranks(2)
+def test_pre_split_inputs_have_the_names_of_torch(world):
+    stage = Scaled()
+    inputs, targets, factors = [torch.ones(1), torch.ones(2)], [torch.zeros(1), torch.zeros(2)], (2.0, 3.0)
+    keywords = [{"factor": factor} for factor in factors]
+    arguments = dict(arg_mbs=[(x,) for x in inputs], kwarg_mbs=keywords, target_mbs=targets)
+    with Executor(schedules.gpipe(2, 2), [stage], loss_fn=squared_error) as executor:
+        losses = executor.step(**arguments).losses
+        evaluated = executor.eval(**arguments).losses
+        refusals = [
+            (dict(inputs=inputs), TypeError, "give inputs or arg_mbs, not both"),
+            (
+                dict(arg_mbs=torch.ones(2, 1)),
+                TypeError,
+                "arg_mbs must be a list with one entry per micro",
+            ),
+            (dict(kwarg_mbs=keywords[:1]), ValueError, "kwargs"),
+        ]
+        for wrong, error, text in refusals:
+            with pytest.raises(error, match=text):
+                executor.step(**{**arguments, **wrong})
+        assert executor.step(**arguments).losses == losses  # the executor can still be used
+    cases = zip(inputs, targets, factors, strict=True)
+    expected = [squared_error(factor**2 * x, y).item() for x, y, factor in cases]
+    assert (losses and [loss.item() for loss in losses]) == (expected if world.rank == 1 else None)
+    assert evaluated == losses

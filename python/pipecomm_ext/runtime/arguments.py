@@ -36,6 +36,20 @@ def by_stage(
     return {stage: _micro_batches(f"{name} of stage {stage}", values[stage], num_micros) for stage in stages}
 
 
+def pre_split(name: str, values: Any, mbs_name: str, mbs: Any) -> Any:
+    """`values`, or in their place the list that torch.distributed.pipelining calls `mbs_name`."""
+    if mbs is None:
+        return values
+    if values is not None:
+        raise TypeError(f"give {name} or {mbs_name}, not both")
+    if not isinstance(mbs, list):
+        raise TypeError(
+            f"{mbs_name} must be a list with one entry per micro-batch, not {type(mbs).__name__}; "
+            f"a whole batch is cut if it is given as {name}"
+        )
+    return mbs
+
+
 def _is_by_stage(values: Any) -> bool:
     """Whether this is a mapping from stages, not one from keywords."""
     return isinstance(values, Mapping) and not (values and all(isinstance(key, str) for key in values))

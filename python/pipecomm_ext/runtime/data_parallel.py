@@ -279,5 +279,5 @@ def _require(holder: Any, *names: str) -> None:
         if not hasattr(holder, name):
             raise RuntimeError(
                 f"torch {torch.__version__} has no {type(holder).__name__}.{name}, which an Executor needs "
-                "to reduce the gradients of DDP and FSDP2 stages once per step; use a torch from 2.9 to 2.13"
+                "to reduce the gradients of DDP and FSDP2 stages once per step; use a torch from 2.11 to 2.15"
             )

@@ -28,6 +28,7 @@ from .arguments import (
     keywords_by_stage,
     loss_factor,
     neighbours_of,
+    pre_split,
     ranks_by_pipeline_rank,
     require_equal_settings,
     stages_by_id,
@@ -214,6 +215,9 @@ class Executor:
         targets: MicroBatches | Mapping[int, MicroBatches | None] | None = None,
         *,
         kwargs: Mapping[Any, Any] | Sequence[Mapping[str, Any]] | None = None,
+        arg_mbs: list[Any] | None = None,
+        kwarg_mbs: list[Mapping[str, Any]] | None = None,
+        target_mbs: list[Any] | None = None,
         criterion: Callable[..., torch.Tensor] | None = None,
         return_outputs: bool | None = None,
     ) -> StepResult:
@@ -230,6 +234,8 @@ class Executor:
             kwargs: further keywords of this rank's stages, which may be any objects: one dict for all
                 micro-batches, or a list of one dict for each; or a mapping from stage to either, if not all
                 stages get the same. A tensor in it is not cut, and gets no gradient from the executor.
+            arg_mbs, kwarg_mbs, target_mbs: `inputs`, `kwargs` and `targets` as lists with one entry per
+                micro-batch, under the names that torch.distributed.pipelining has for them (torch >= 2.14).
             criterion: in the place of `loss_fn` in this step, called as `criterion(*outputs, *targets)`.
             return_outputs: in the place of the constructor's in this step; None: the same.
 
@@ -243,6 +249,9 @@ class Executor:
                 if not self._is_usable:
                     self._reconnect()
             with refused_together(None if self._owns_communicator else self.communicator, self._abort):
+                inputs = pre_split("inputs", inputs, "arg_mbs", arg_mbs)
+                targets = pre_split("targets", targets, "target_mbs", target_mbs)
+                kwargs = pre_split("kwargs", kwargs, "kwarg_mbs", kwarg_mbs)
                 kinds_of = self._begin_step(inputs, targets, kwargs, is_training, criterion, return_outputs)
             with failing_together(self._abort):
                 self._mailbox.begin_step(kinds_of, is_training)
@@ -260,11 +269,12 @@ class Executor:
         targets: MicroBatches | Mapping[int, MicroBatches] | None = None,
         *,
         kwargs: Mapping[Any, Any] | Sequence[Mapping[str, Any]] | None = None,
+        **named_mbs: Any,
     ) -> StepResult:
         """`step` without gradients: the forwards, in the plan's order. With a `loss_fn`, losses only if there
-        are targets."""
+        are targets. `arg_mbs`, `kwarg_mbs` and `target_mbs` as for `step`."""
         with torch.no_grad():
-            return self.step(inputs, targets, kwargs=kwargs)
+            return self.step(inputs, targets, kwargs=kwargs, **named_mbs)
 
     def _abort(self, reason: str) -> None:
         self._is_usable = False

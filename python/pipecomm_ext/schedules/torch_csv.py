@@ -5,8 +5,9 @@
     <empty>                the rank is idle
 
 There is one chain, along which stages are numbered, as they are here (V schedules included). What torch adds
-when it lowers a schedule (messages such as 0SEND_F1, and UNSHARD, RESHARD, REDUCE_GRAD of FSDP) is left out.
-The source of the form is torch/distributed/pipelining/schedules.py (`_Action`, `_load_csv`) of torch 2.11.
+when it lowers a schedule (messages such as 0SEND_F1, UNSHARD, RESHARD and REDUCE_GRAD of FSDP, and the waits
+WAIT_SEND_F, WAIT_SEND_B and WAIT_REDUCE_GRAD of torch 2.15) is left out. The source of the form is
+torch/distributed/pipelining/schedules.py (`_Action`, `_load_csv`) of torch 2.11 to 2.15.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from .plan_error import PlanError
 
 _ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
 _FUSED = re.compile(r"\(\s*(\d+F\d+)\s*;\s*(\d+B\d+)\s*\)OVERLAP_F_B")
-_LOWERED = re.compile(r"\d+(?:(?:SEND|RECV)_[FB]\d+|UNSHARD|RESHARD|REDUCE_GRAD)")
+_LOWERED = re.compile(r"\d+(?:(?:SEND|RECV|WAIT_SEND)_[FB]\d+|UNSHARD|RESHARD|(?:WAIT_)?REDUCE_GRAD)")
 
 
 def is_torch_form(rows: Sequence[Sequence[str]]) -> bool:
