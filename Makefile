@@ -45,12 +45,12 @@ CXX_FILES = $(shell find csrc tests/cpp bench/cpp \( -name '*.h' -o -name '*.cuh
 MAKEFLAGS += --no-builtin-rules
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup test smoke check flaky mutations clients client-tests python312 faults soak demo bench lint format sanitize compile-check \
-  gpu-check stubs docs wheels clean distclean
+.PHONY: help setup test smoke check flaky mutations clients client-tests python312 faults soak demo bench lint \
+  format sanitize compile-check gpu-check stubs docs wheels clean distclean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
-	@echo "  variables: TORCH=$(TORCH) (own environment per version: .venv, .venv-2.13.0, ...), PYTHON=$(PYTHON),"
+	@echo "  variables: TORCH=$(TORCH) (own environment per version: .venv, .venv-2.11.0, ...), PYTHON=$(PYTHON),"
 	@echo "             NO_VENV=1 (use PYTHON's own torch), ARGS='...' (for pytest or bench/run.py), RESULTS=$(RESULTS),"
 	@echo "             SCHEDULE=$(SCHEDULE) (what the demo trains with at its end; dualpipe, 1f1b, ...),"
 	@echo "             PIPECOMM_CUDA=AUTO|ON|OFF, TORCH_CUDA_ARCH_LIST, MAX_JOBS (for the build)"
@@ -151,7 +151,7 @@ docs: .venv-docs/.ready ## the documentation site, in out/site; no torch is need
 	.venv-docs/bin/python -m pip install --disable-pip-version-check -q -r $<
 	@touch $@
 
-wheels: ## binary wheels for every installed Python and torch 2.11 and 2.13, checked, in dist (ARGS='--list' to look)
+wheels: ## binary wheels for every installed Python and torch 2.11 and 2.14, checked, in dist (ARGS='--list' to look)
 	$(PYTHON) release/build_wheels.py $(ARGS)
 
 clean: ## remove what was built

@@ -10,7 +10,7 @@ clone, so that neither changes nor build products of this folder get into a whee
 * Its version names torch and CUDA: 0.1.0+torch2.11.cu130, or 0.1.0+torch2.11.cpu.
 
     python release/build_wheels.py --list
-    python release/build_wheels.py --python 3.12 --torch 2.13.0 --cuda OFF
+    python release/build_wheels.py --python 3.12 --torch 2.14.1 --cuda OFF
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-TORCHES = ("2.11.0", "2.13.0")
+TORCHES = ("2.11.0", "2.14.1")
 BUILD_TOOLS = ("setuptools>=77", "wheel", "cmake>=3.22", "ninja", "twine", "numpy")
 DIST_INFO = ("METADATA", "RECORD", "WHEEL", "licenses/LICENSE", "top_level.txt")
 Files = dict[str, bytes]
