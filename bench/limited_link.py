@@ -6,6 +6,8 @@ import ctypes
 import os
 import subprocess
 
+from tools import find_tool, missing
+
 CLONE_NEWNET = 0x40000000  # of <sched.h>
 # What waits in the queue, and what passes at once after a pause.
 BURST, LATENCY = "1mb", "100ms"
@@ -16,15 +18,15 @@ def limit(rate: str) -> str | None:
 
     All ranks share the link, its loopback device, as hosts share a switch; shared memory is not concerned.
     """
+    if reason := missing("ip", "tc"):
+        return reason
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(CLONE_NEWNET) != 0:
         return f"unshare(CLONE_NEWNET): {os.strerror(ctypes.get_errno())} (it takes root)"
     shape = f"tc qdisc add dev lo root tbf rate {rate} burst {BURST} latency {LATENCY}"
     for command in ("ip link set lo up", shape):
-        try:
-            done = subprocess.run(command.split(), capture_output=True, text=True)
-        except FileNotFoundError as error:
-            return f"{error.filename} is not installed (package iproute2)"
+        name, *arguments = command.split()
+        done = subprocess.run([find_tool(name), *arguments], capture_output=True, text=True)
         if done.returncode:
             return f"{command}: {done.stderr.strip()}"
     return None

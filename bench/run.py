@@ -26,7 +26,7 @@ import re
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+sys.path[:0] = [str(Path(__file__).resolve().parent.parent / name) for name in ("examples", "tests")]
 
 import launch  # noqa: E402
 import limited_link  # noqa: E402

@@ -14,15 +14,14 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import sys
-import sysconfig
 import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from tools import find_tool, missing
 
 ARCHS = ("80", "90", "100")
 CSRC = Path(__file__).resolve().parent.parent / "csrc"
@@ -56,20 +55,6 @@ BUDGETS = {
     },
     "count": {"count_kernel": (1, Budget(16, 50, 8))},
 }
-
-
-def find_tool(name: str) -> str | None:
-    """A CUDA tool from PATH, from the toolkit or from an installed wheel."""
-    if path := shutil.which(name):
-        return path
-    roots = [Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "bin"]
-    site_packages = Path(sysconfig.get_path("purelib"))
-    roots += [site_packages / "triton" / "backends" / "nvidia" / "bin"]
-    roots += sorted(site_packages.glob("nvidia/*/bin"))
-    for root in roots:
-        if os.access(root / name, os.X_OK):
-            return str(root / name)
-    return None
 
 
 def run(*command: str) -> str:
@@ -180,7 +165,7 @@ def check_ptx(kernels: dict[str, list[str]]) -> None:
 
 
 @pytest.mark.timeout(2 * COMPILE_TIMEOUT_S)
-@pytest.mark.skipif(find_tool("nvcc") is None, reason="nvcc is not installed")
+@pytest.mark.skipif(bool(missing("nvcc")), reason=str(missing("nvcc")))
 @pytest.mark.parametrize("source", BUDGETS)
 @pytest.mark.parametrize("arch", ARCHS)
 def test_kernels(arch: str, source: str, tmp_path: Path) -> None:
@@ -201,7 +186,7 @@ def test_kernels(arch: str, source: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(COMPILE_TIMEOUT_S)
-@pytest.mark.skipif(find_tool("nvcc") is None, reason="nvcc is not installed")
+@pytest.mark.skipif(bool(missing("nvcc")), reason=str(missing("nvcc")))
 def test_ptx(tmp_path: Path) -> None:
     """What is read where no disassembler is installed; all architectures have the same accesses in PTX."""
     ptx = tmp_path / "copy.ptx"
@@ -210,7 +195,7 @@ def test_ptx(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(COMPILE_TIMEOUT_S)
-@pytest.mark.skipif(None in (find_tool("nvcc"), find_tool("cmake")), reason="nvcc or cmake is not installed")
+@pytest.mark.skipif(bool(missing("nvcc", "cmake")), reason=str(missing("nvcc", "cmake")))
 def test_program(tmp_path: Path) -> None:
     """It is built, and fails where there is no GPU for it."""
     source, cmake = CSRC.parent / "tests" / "cpp" / "kernels", find_tool("cmake")

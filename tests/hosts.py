@@ -8,7 +8,7 @@
 
 A host is a network, PID, mount, UTS and IPC namespace with a name, an address, an /etc/hosts, a /proc and a
 /dev/shm of its own. A further network namespace is the switch: a bridge, to which a veth pair connects each
-host. All belongs to processes and goes with them. It takes root, and `ip`.
+host. All belongs to processes and goes with them. It takes root, `ip` and what tools.py finds of util-linux.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import ctypes
 import functools
 import os
 import select
-import shutil
 import signal
 import socket
 import subprocess
@@ -30,7 +29,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import pytest
 from ranks import RankGroup, RankPool, RankProcess, die_with, serve_rank
+from tools import find_tool, needs
+from tools import missing as missing_tools
 
 # Of <sched.h>, <sys/mount.h> and <sys/prctl.h>.
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x00020000, 0x04000000, 0x08000000
@@ -72,21 +74,35 @@ def hosts_file(host: int, plans: list[HostPlan]) -> str:
 @functools.cache
 def missing() -> str | None:
     """Why hosts cannot be made here, or None."""
-    for program in ("ip", "nsenter", "unshare"):
-        if shutil.which(program) is None:
-            return f"{program} is not installed (packages iproute2 and util-linux)"
+    if reason := missing_tools("ip", "nsenter", "unshare"):
+        return reason
     if not hasattr(os, "pidfd_open"):
         return "this Python has no os.pidfd_open"
     attempt = (
-        "ip link add name port0 type veth peer name eth0 && ip link add name switch type bridge"
-        " && ip link set port0 master switch"
+        "$0 link add name port0 type veth peer name eth0 && $0 link add name switch type bridge"
+        " && $0 link set port0 master switch"
     )
+    namespaces = ["--net", "--uts", "--ipc", "--pid", "--fork", "--mount-proc"]
     done = subprocess.run(
-        ["unshare", "--net", "--uts", "--ipc", "--pid", "--fork", "--mount-proc", "sh", "-c", attempt],
+        [find_tool("unshare"), *namespaces, "sh", "-c", attempt, find_tool("ip")],
         capture_output=True,
         text=True,
     )
     return None if done.returncode == 0 else f"namespaces and veth pairs: {done.stderr.strip()}"
+
+
+@functools.cache
+def cannot_limit() -> str | None:
+    """Why the rate of a link cannot be limited where there are hosts, or None."""
+    [unshare, tc] = needs("unshare", "tc")
+    command = [unshare, "--net", tc, *shaped("lo", "1gbit")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    return None if done.returncode == 0 else f"tc: {done.stderr.strip()}"
+
+
+def shaped(interface: str, rate: str) -> list[str]:
+    """The arguments of `tc` that limit a link."""
+    return f"qdisc add dev {interface} root tbf rate {rate} burst 1mb latency 100ms".split()
 
 
 # ---- what becomes a host -----------------------------------------------------------------------------------
@@ -296,7 +312,7 @@ class HostGroup(RankGroup):
     def run_ip(self, pid: int, *commands: str) -> None:
         """`ip` in the network of a process."""
         done = subprocess.run(
-            ["nsenter", "--target", str(pid), "--net", "ip", "-batch", "-"],
+            [find_tool("nsenter"), "--target", str(pid), "--net", find_tool("ip"), "-batch", "-"],
             input="\n".join(commands) + "\n",
             capture_output=True,
             text=True,
@@ -304,10 +320,11 @@ class HostGroup(RankGroup):
         assert done.returncode == 0, f"{commands}: {done.stderr}"
 
     def limit_rate(self, host: int, rate: str) -> None:
-        """Of what the host receives, like "400mbit"; takes `tc`."""
-        shape = f"tc qdisc add dev port{host} root tbf rate {rate} burst 1mb latency 100ms"
-        command = ["nsenter", "--target", str(self._switch.pid), "--net", *shape.split()]
-        subprocess.run(command, check=True)
+        """Of what the host receives, like "400mbit"; without `tc` the test is skipped."""
+        if reason := cannot_limit():
+            pytest.skip(f"the rate of a link cannot be limited here: {reason}")
+        entered = [find_tool("nsenter"), "--target", str(self._switch.pid), "--net"]
+        subprocess.run([*entered, find_tool("tc"), *shaped(f"port{host}", rate)], check=True)
 
     def cut_link(self, host: int) -> float:
         """Nothing passes any more, and nobody is told; the time of doing so."""
@@ -321,7 +338,7 @@ class HostGroup(RankGroup):
 
     def command_on(self, host: int, *arguments: str) -> list[str]:
         """A command line that runs these arguments on the host."""
-        return ["nsenter", "--target", str(self.hosts[host].first_pid), "--all", *arguments]
+        return [find_tool("nsenter"), "--target", str(self.hosts[host].first_pid), "--all", *arguments]
 
     def close(self, grace_s: float = 0.0) -> None:
         super().close(grace_s)
@@ -336,9 +353,11 @@ class HostGroup(RankGroup):
 
 
 class HostPool(RankPool):
-    """A pool of worlds on such hosts; all have the same size."""
+    """A pool of worlds on such hosts; all have the same size. Where hosts cannot be, the test is skipped."""
 
     def __init__(self, *plans: HostPlan, device: str = "cpu"):
+        if reason := missing():
+            pytest.skip(f"no hosts can be made here: {reason}")
         super().__init__(device)
         self.plans = list(plans)
 

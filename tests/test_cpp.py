@@ -6,7 +6,6 @@ They are a target of the module's own build folder and link its objects: only th
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -15,16 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 from scripts import REPOSITORY, locked_build
+from tools import needs
 
 BUILD_LIMIT_S, TEST_LIMIT_S = 900, 200  # about 40 s if the cores are free, much more if they are not
-
-
-def tool(name: str) -> str:
-    """The one of this Python's environment first, as setup.py has it."""
-    path = shutil.which(name, path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
-    if path is None:
-        pytest.skip(f"{name} is missing: pip install cmake ninja")
-    return path
 
 
 def run(*command: object, limit_s: float) -> None:
@@ -54,7 +46,7 @@ def build_folder() -> Path:
 @pytest.mark.timeout(2 * BUILD_LIMIT_S)
 def test_the_program_of_kernels_can_fail() -> None:
     """Each of its parts, for a wrong byte in a result and for one beside it."""
-    cmake, folder = tool("cmake"), build_folder()
+    [cmake], folder = needs("cmake"), build_folder()
     with locked_build():
         run(cmake, "--build", folder, "--target", "copy_kernels_on_host", limit_s=BUILD_LIMIT_S)
     program = folder / "tests" / "cpp" / "copy_kernels_on_host"
@@ -68,8 +60,7 @@ def test_the_program_of_kernels_can_fail() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(2 * BUILD_LIMIT_S)
 def test_the_cpp_tests_pass() -> None:
-    cmake = tool("cmake")
-    ctest = shutil.which("ctest", path=str(Path(cmake).resolve().parent)) or tool("ctest")
+    cmake, ctest = needs("cmake", "ctest")
     folder = build_folder()
     num_workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
     parallel = ["--parallel", max(1, len(os.sched_getaffinity(0)) // num_workers)]

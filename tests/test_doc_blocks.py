@@ -29,6 +29,7 @@ import torch.distributed as dist
 from documents import DOCUMENTS, ROOT, begins, block, blocks, blocks_of, execute
 from ranks import on_ranks
 from scripts import run_on_ranks
+from tools import needs
 from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
 
@@ -171,7 +172,8 @@ def test_the_targets_and_files_of_commands_exist() -> None:
     assert os.access(ROOT / ".ci/run", os.X_OK)
     [target] = re.findall(r"--target (\w+) ", "\n".join(blocks("docs/benchmarks.md", "")))
     assert f"add_executable({target} " in (ROOT / "tests/cpp/CMakeLists.txt").read_text()
-    result = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True)
+    [make] = needs("make")
+    result = subprocess.run([make, "help"], cwd=ROOT, capture_output=True, text=True, check=True)
     assert all(f"make {target} " in result.stdout for target in named - {"help", "gpu-check"})
 
 
@@ -272,6 +274,7 @@ def test_the_commands_for_a_flight_record(tmp_path, capsys) -> None:
     (tmp_path / "data.py").write_text(DATA)
     variable, program, *words = start
     assert (variable, program) == ("PIPECOMM_FLIGHT_DIR=/tmp/flights", "torchrun")
+    [pkill] = needs(signal_it[0])
     with torchrun(words, tmp_path, PIPECOMM_FLIGHT_DIR=str(flights), PIPECOMM_TRANSPORT="shm") as process:
         try:
             await_that(lambda: (tmp_path / "hangs").exists(), process)
@@ -285,7 +288,7 @@ def test_the_commands_for_a_flight_record(tmp_path, capsys) -> None:
             def doctor_sees_it() -> bool:  # once the other rank has waited for long enough
                 for path in whole_files(flights):
                     path.unlink()
-                subprocess.run([*signal_it[:2], "-P", str(process.pid), *signal_it[2:]], check=True)
+                subprocess.run([pkill, signal_it[1], "-P", str(process.pid), *signal_it[2:]], check=True)
                 await_that(lambda: len(whole_files(flights)) == 2, process)
                 capsys.readouterr()
                 return command_line.main([*explain[3:-1], str(flights)]) == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -194,7 +195,7 @@ def run_doctor(**environment: str) -> subprocess.CompletedProcess:
 
 
 def test_a_reader_may_stop_early() -> None:
-    command = f"{sys.executable} -m pipecomm_ext info | true"  # which has ended before there is any output
+    command = f"{shlex.quote(sys.executable)} -m pipecomm_ext info | true"  # `true` reads nothing and ends
     done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
 

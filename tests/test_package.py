@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from scripts import locked_build
+from tools import needs
 
 import pipecomm_ext
 from pipecomm_ext import _C, _build_info
@@ -211,10 +212,9 @@ def test_stub_has_the_members_of_the_classes() -> None:
 
 
 def symbols(kind: str) -> list[str]:
-    if shutil.which("nm") is None:
-        pytest.skip("nm (binutils) is not installed")
+    [nm] = needs("nm")
     output = subprocess.run(
-        ["nm", "-D", f"--{kind}-only", _C.__file__], capture_output=True, text=True, check=True, timeout=60
+        [nm, "-D", f"--{kind}-only", _C.__file__], capture_output=True, text=True, check=True, timeout=60
     ).stdout
     return [line.split()[-1] for line in output.splitlines()]
 

@@ -6,12 +6,12 @@ import base64
 import csv
 import hashlib
 import importlib.util
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from tools import needs
 
 from pipecomm_ext import _C
 
@@ -81,12 +81,11 @@ def test_paths_of_the_machine_are_found(text: str) -> None:
 
 
 def test_a_module_with_symbols_is_refused(tmp_path: Path) -> None:
-    if shutil.which("readelf") is None or shutil.which("strip") is None:
-        pytest.skip("binutils are not installed")
+    _, strip = needs("readelf", "strip")
     module, stripped = Path(_C.__file__), tmp_path / "stripped.so"
     with pytest.raises(wheels.WheelError, match="not stripped"):
         wheels.check_stripped(module.read_bytes(), tmp_path)
-    subprocess.run(["strip", "-o", stripped, module], check=True, timeout=60)
+    subprocess.run([strip, "-o", stripped, module], check=True, timeout=60)
     wheels.check_stripped(stripped.read_bytes(), tmp_path)
     assert wheels.needed_glibc({"_C.so": module.read_bytes()}).startswith("2.")
 

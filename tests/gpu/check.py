@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -21,6 +20,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from tools import find_tool, missing  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SKIPPED, TIMED_OUT = 77, 124  # exit statuses: of a command that cannot run here, and as timeout(1) has it
@@ -170,18 +173,6 @@ def table(done: list[Result]) -> str:
 # ---- the stages ------------------------------------------------------------------------------------------
 
 
-def find_tool(name: str) -> str | None:
-    folders = [
-        os.environ.get("PATH", ""),
-        os.path.join(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin"),
-    ]
-    return shutil.which(name, path=os.pathsep.join([str(Path(PYTHON).parent), *folders]))
-
-
-def no_sanitizer() -> str | None:
-    return None if find_tool("compute-sanitizer") else "no compute-sanitizer on PATH or in CUDA_HOME"
-
-
 def kernel_stages() -> list[Stage]:
     """The kernels by a program without torch: values, times, and values under a sanitizer."""
     folder = ROOT / "build" / "copy_kernels"
@@ -196,7 +187,13 @@ def kernel_stages() -> list[Stage]:
     def memcheck(name: str, *arguments: str) -> Stage:
         sanitizer = [find_tool("compute-sanitizer") or "", "--padding", "64", "--error-exitcode", "1"]
         command = [*sanitizer, program, name, *arguments]
-        return Stage(f"memcheck-{name}", command, 120, after="kernels-build", missing=no_sanitizer)
+        return Stage(
+            f"memcheck-{name}",
+            command,
+            120,
+            after="kernels-build",
+            missing=lambda: missing("compute-sanitizer"),
+        )
 
     return [
         Stage("kernels-build", ["sh", "-c", build], 300),
@@ -233,7 +230,7 @@ def all_stages(num_gpus: int) -> list[Stage]:
     build = f'"{PYTHON}" setup.py -q build_ext --inplace && "{PYTHON}" -m pipecomm_ext info'
     train = [PYTHON, "examples/train_text.py", "--ranks", "2", "--steps", "5", "--device", "cuda"]
     return [
-        Stage("machine", ["nvidia-smi"], 60),
+        Stage("machine", [find_tool("nvidia-smi") or "nvidia-smi"], 60),
         *kernel_stages(),
         Stage("build", ["sh", "-c", build], 600),
         pytest_stage("kernels", "kernels", limit_s=180),

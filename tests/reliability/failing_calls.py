@@ -17,7 +17,6 @@ import functools
 import itertools
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -39,6 +38,7 @@ import torch.distributed as dist
 from operations import NUM_CHANNELS, OPERATIONS, Draw
 from patterns import assert_same, pattern
 from ranks import RankPool
+from tools import find_tool
 
 from pipecomm_ext import _C, Communicator, PipeCommError
 from pipecomm_ext.core.tensor_specs import specs_of
@@ -66,7 +66,7 @@ SAYS = {
 def build(folder: Path) -> Path:
     """Compiles failing_calls.cpp."""
     library = folder / "libfailing_calls.so"
-    compiler = os.environ.get("CXX") or shutil.which("c++") or "g++"
+    compiler = os.environ.get("CXX") or find_tool("c++") or "g++"
     flags = ["-std=c++20", "-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC"]
     subprocess.run([compiler, *flags, str(SOURCE), "-o", str(library)], check=True)
     return library

@@ -1,0 +1,59 @@
+"""Finds the programs that tests, benchmarks and scripts start, wherever this machine has them.
+
+[nm] = needs("nm")        # in a test: its path, or the test is skipped with the reason
+find_tool("nvcc")         # anywhere: its path, or None
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import sysconfig
+from pathlib import Path
+
+# Debian keeps `ip` and `tc` where the PATH of an ordinary user does not lead.
+SYSTEM_FOLDERS = ["/usr/local/sbin", "/usr/sbin", "/sbin"]
+PACKAGES = {
+    **dict.fromkeys(["ip", "tc"], "iproute2"),
+    **dict.fromkeys(["nsenter", "unshare"], "util-linux"),
+    **dict.fromkeys(["nm", "readelf", "strip"], "binutils"),
+    **dict.fromkeys(["pkill"], "procps"),
+    **dict.fromkeys(["c++"], "g++"),
+}
+
+
+def folders() -> list[str]:
+    """Where tools are looked for: this Python's environment comes first, as in setup.py."""
+    site_packages = Path(sysconfig.get_path("purelib"))
+    return [
+        str(Path(sys.executable).parent),
+        *os.environ.get("PATH", os.defpath).split(os.pathsep),
+        *SYSTEM_FOLDERS,
+        os.path.join(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin"),
+        str(site_packages / "triton" / "backends" / "nvidia" / "bin"),
+        *map(str, sorted(site_packages.glob("nvidia/*/bin"))),
+    ]
+
+
+def find_tool(name: str) -> str | None:
+    """The path of a program."""
+    return shutil.which(name, path=os.pathsep.join(folders()))
+
+
+def missing(*names: str) -> str | None:
+    """Which of these programs is not installed, and the package that has it; None if all are."""
+    for name in names:
+        if find_tool(name) is None:
+            package = f" (package {PACKAGES[name]})" if name in PACKAGES else ""
+            return f"{name} is not installed{package}"
+    return None
+
+
+def needs(*names: str) -> list[str]:
+    """The paths of programs without which the test that calls this is skipped."""
+    import pytest  # scripts that only look for a tool need no pytest
+
+    if reason := missing(*names):
+        pytest.skip(reason)
+    return [find_tool(name) for name in names]
