@@ -64,7 +64,7 @@ def build_dir() -> Path:
 def num_jobs() -> int:
     if "MAX_JOBS" in os.environ:
         return max(1, int(os.environ["MAX_JOBS"]))
-    meminfo = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    meminfo = dict(line.split(":") for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines())
     available_bytes = int(meminfo["MemAvailable"].split()[0]) * 1024
     return max(1, min(len(os.sched_getaffinity(0)), available_bytes // BYTES_PER_JOB))
 

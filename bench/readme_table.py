@@ -52,7 +52,7 @@ def rows() -> Iterator[tuple[str, str]]:
 
 def rows_of(op: str) -> Iterator[tuple[str, str]]:
     for path in sorted((BENCH / "results").glob(f"{op}_[0-9]*.json")):
-        document = json.loads(path.read_text())
+        document = json.loads(path.read_text(encoding="utf-8"))
         cases: dict[tuple[str, int, str], dict[str, Any]] = {}
         for result in document["results"]:
             transport, variant = _split(result["impl"])
@@ -112,8 +112,8 @@ def table(is_short: bool) -> str:
 
 def write(path: Path, text: str) -> None:
     """Replaces the table between the two marks of a file."""
-    head, rest = path.read_text().split(BEGIN)
-    path.write_text(head + BEGIN + "\n" + text + "\n" + END + rest.split(END)[1])
+    head, rest = path.read_text(encoding="utf-8").split(BEGIN)
+    path.write_text(head + BEGIN + "\n" + text + "\n" + END + rest.split(END)[1], encoding="utf-8")
 
 
 def main() -> None:

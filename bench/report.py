@@ -99,7 +99,7 @@ def write_json(path: str, document: dict[str, Any]) -> None:
     text = json.dumps(document, indent=1)
     text = re.sub(r"\[[^][{}]*\]", lambda numbers: " ".join(numbers[0].split()), text)  # a list, a line
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_text(text + "\n")
+    Path(path).write_text(text + "\n", encoding="utf-8")
 
 
 def size_text(num_bytes: int) -> str:

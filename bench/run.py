@@ -125,7 +125,7 @@ def size_argument(text: str) -> int:
 def matrix_argument(path: str) -> tuple[tuple[int, ...], ...]:
     """Bytes from each rank (row) to each rank (column): a text file of sizes; # starts a comment."""
     try:
-        lines = [line.split("#")[0].split() for line in Path(path).read_text().splitlines()]
+        lines = [line.split("#")[0].split() for line in Path(path).read_text(encoding="utf-8").splitlines()]
     except OSError as error:
         raise argparse.ArgumentTypeError(f"cannot read {path}: {error.strerror}") from None
     rows = tuple(tuple(map(size_argument, line)) for line in lines if line)

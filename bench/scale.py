@@ -60,7 +60,9 @@ class Footprint:
 
 def _fields(path: str) -> dict[str, int]:
     """Whole numbers of lines like "Name: 12 kB"."""
-    pairs = (line.split(":", 1) for line in Path(path).read_text().splitlines() if ":" in line)
+    pairs = (
+        line.split(":", 1) for line in Path(path).read_text(encoding="utf-8").splitlines() if ":" in line
+    )
     return {
         name: int(rest.split()[0]) for name, rest in pairs if rest.split()[:1] and rest.split()[0].isdigit()
     }
@@ -119,7 +121,7 @@ def run_world(args: argparse.Namespace) -> int:
         arguments = {
             name: _plain(value) for name, value in vars(args).items() if name not in ("part", "store_port")
         }
-        Path(args.part).write_text(json.dumps(world.as_json(arguments)))
+        Path(args.part).write_text(json.dumps(world.as_json(arguments)), encoding="utf-8")
     return 1 if any(result.num_wrong for result in world.results) else 0
 
 
@@ -297,7 +299,7 @@ def run(args: argparse.Namespace) -> int:
             mine.store_port = store.port if store else None
             exit_code = max(exit_code, launch.run(run_world, mine))
             if Path(mine.part).exists():
-                worlds.append(json.loads(Path(mine.part).read_text()))
+                worlds.append(json.loads(Path(mine.part).read_text(encoding="utf-8")))
                 if args.json:  # after each: the next one is slower
                     report.write_json(args.json, {"format": report.JSON_FORMAT, "worlds": worlds})
     if worlds and args.json:

@@ -109,7 +109,7 @@ def _started_rank(rank: int, body: Body, args: argparse.Namespace, directory: st
     except Exception as error:
         kind = "cause" if getattr(error, "origin_rank", None) in (None, rank) else "consequence"
         report = Path(directory, f"{kind}-{time.monotonic_ns():020}")
-        report.write_text(f"rank {rank} failed:\n{traceback.format_exc()}")
+        report.write_text(f"rank {rank} failed:\n{traceback.format_exc()}", encoding="utf-8")
         sys.exit(1)
 
 

@@ -160,7 +160,7 @@ def host_main(
     socket.sethostname(host_name(host))
     mount("none", "/", None, MS_REC | MS_PRIVATE)
     names = Path(directory, f"hosts{host}")
-    names.write_text(hosts_file(host, plans))
+    names.write_text(hosts_file(host, plans), encoding="utf-8")
     mount(str(names), "/etc/hosts", None, MS_BIND)
     mount("tmpfs", "/dev/shm", "tmpfs")
     is_up, tell_up = os.pipe()

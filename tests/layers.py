@@ -103,7 +103,7 @@ def _csrc_findings(root: Path) -> Iterator[Finding]:
     files = sorted(path for path in source.rglob("*") if path.suffix in (".h", ".cuh", ".cpp", ".cu"))
     includes = []
     for path in files:
-        for number, line in enumerate(path.read_text().splitlines(), 1):
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
             if found := _INCLUDE.match(line):
                 includes.append((path.relative_to(source), number, Path(found[1])))
     graph: dict[str, set[str]] = {}
@@ -201,7 +201,7 @@ def _read_package(package: Path) -> dict[str, _Module]:
             paths[name] = path
     modules = {}
     for name, path in paths.items():
-        tree = ast.parse(path.read_text())
+        tree = ast.parse(path.read_text(encoding="utf-8"))
         around = name.split(".") if path.name == "__init__.py" and name else name.split(".")[:-1]
         imports = list(_imports_in(tree, around, paths.keys()))
         shown = f"python/{PACKAGE}/{path.relative_to(package)}"

@@ -116,6 +116,6 @@ def main_on_rank(world, module: str, arguments: list[str]) -> tuple[int, str]:
 @contextlib.contextmanager
 def locked_build() -> Iterator[None]:
     """The build folders are this test's alone: workers may run two tests at once that build there."""
-    with open(REPOSITORY / "build" / ".lock", "w") as lock:
+    with open(REPOSITORY / "build" / ".lock", "w", encoding="utf-8") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield

@@ -156,7 +156,7 @@ def test_timeouts_of_every_accepted_form(world):
 
 def resources() -> tuple[int, int, int]:
     """(file descriptors, threads, resident bytes) of this process."""
-    with open("/proc/self/statm") as statm:
+    with open("/proc/self/statm", encoding="utf-8") as statm:
         resident = int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), resident
 

@@ -141,7 +141,7 @@ def test_every_block_of_every_document_is_accounted_for() -> None:
         for test in tests:
             module, _, name = test.rpartition("::")
             path = Path(__file__).parent / (module or Path(__file__).name)
-            assert f"\ndef {name}(" in path.read_text()
+            assert f"\ndef {name}(" in path.read_text(encoding="utf-8")
         num_partly = sum(isinstance(test, Partly) for test in tests)
         row = len(found), len(tests) - num_partly, num_partly
         if found:
@@ -161,7 +161,9 @@ def commands(text: str, program: str) -> list[list[str]]:
 
 
 def test_the_targets_and_files_of_commands_exist() -> None:
-    targets = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    targets = set(
+        re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    )
     named = {words[0] for text in COMMANDS for words in commands(text, "make")}
     assert len(named) > 10 and named <= targets
     paths = {
@@ -171,7 +173,7 @@ def test_the_targets_and_files_of_commands_exist() -> None:
     assert [path for path in paths if not (ROOT / path).exists()] == []
     assert os.access(ROOT / ".ci/run", os.X_OK)
     [target] = re.findall(r"--target (\w+) ", "\n".join(blocks("docs/benchmarks.md", "")))
-    assert f"add_executable({target} " in (ROOT / "tests/cpp/CMakeLists.txt").read_text()
+    assert f"add_executable({target} " in (ROOT / "tests/cpp/CMakeLists.txt").read_text(encoding="utf-8")
     [make] = needs("make")
     result = subprocess.run([make, "help"], cwd=ROOT, capture_output=True, text=True, check=True)
     assert all(f"make {target} " in result.stdout for target in named - {"help", "gpu-check"})
@@ -281,7 +283,8 @@ def test_the_commands_for_a_flight_record(tmp_path, capsys) -> None:
             time.sleep(1.5)  # less is no waiting to the doctor
             assert signal_it[0] == "pkill"
             assert not re.search(
-                signal_it[-1], Path(f"/proc/{process.pid}/cmdline").read_text().replace("\0", " ")
+                signal_it[-1],
+                Path(f"/proc/{process.pid}/cmdline").read_text(encoding="utf-8").replace("\0", " "),
             )
             assert explain[:4] == ["python", "-m", "pipecomm_ext", "doctor"]
 
@@ -317,7 +320,7 @@ def test_the_stages_of_gpu_check() -> None:
     text = "\n".join(blocks("docs/benchmarks.md", ""))
     [[], [with_minutes], [with_names]] = commands(text, "make gpu-check")
     assert with_minutes == "ARGS=--minutes 10"
-    source = (ROOT / "tests" / "gpu" / "check.py").read_text()
+    source = (ROOT / "tests" / "gpu" / "check.py").read_text(encoding="utf-8")
     names = with_names.removeprefix("ARGS=--only ").split(",")
     assert len(names) == 3 and all(f'"{name}' in source for name in names)
 
@@ -365,7 +368,7 @@ def test_the_parts_of_the_contribution_guide() -> None:
         r"\b(?:HostTransport|Member|Signature|make_plan|finished)\b",
         "\n".join(blocks("CONTRIBUTING.md", "cpp")),
     )
-    source = "\n".join(path.read_text() for path in (ROOT / "csrc").rglob("*.[ch]*"))
+    source = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "csrc").rglob("*.[ch]*"))
     assert len(set(words)) == 5 and all(word in source for word in words)
 
 

@@ -185,7 +185,9 @@ def test_nothing_else_reads_our_variables():
     for path in [*PACKAGE.rglob("*.py"), *(ROOT / "csrc").rglob("*.[ch]*")]:
         if path.name == "environment.py":
             continue
-        reads = re.findall(r"(?:environ|getenv)[\[.(a-z]*[\[(]\s*f?[\"']PIPECOMM_", path.read_text())
+        reads = re.findall(
+            r"(?:environ|getenv)[\[.(a-z]*[\[(]\s*f?[\"']PIPECOMM_", path.read_text(encoding="utf-8")
+        )
         assert not reads, f"{path.name}: {reads}"
 
 
@@ -206,4 +208,4 @@ def test_info_shows_the_values_in_effect_and_what_is_wrong(monkeypatch):
 
 def test_the_documented_table_is_the_modules():
     page = ROOT / "docs" / "environment.md"
-    assert environment.table() in page.read_text(), f"paste environment.table() into {page}"
+    assert environment.table() in page.read_text(encoding="utf-8"), f"paste environment.table() into {page}"

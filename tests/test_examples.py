@@ -90,7 +90,7 @@ def test_other_schedules_train_the_same(ranks, tmp_path, num_ranks, arguments, p
     )
     assert drawn, output
     assert all(re.fullmatch(r"  \d \|[FBIWX.]{96}\|", row) for row in (drawn[2] + drawn[3]).splitlines())
-    page = open(drawn[1]).read()
+    page = open(drawn[1], encoding="utf-8").read()
     assert "simulated, in seconds" in page and "measured, in seconds" in page
 
 

@@ -574,4 +574,4 @@ def test_records_with_impossible_fields_are_refused(broken, tmp_path, capsys):
 def test_nothing_on_the_wire_or_in_files_is_unpickled():
     words = ["import (?:pickle|marshal|shelve|dill)", r"torch\.(?:load|save)\(", r"\b(?:\w+_)?object_list\b"]
     for path in Path(flight_report.__file__).parent.rglob("*.py"):
-        assert re.findall("|".join(words), path.read_text()) == [], path
+        assert re.findall("|".join(words), path.read_text(encoding="utf-8")) == [], path

@@ -119,7 +119,7 @@ def make_without_descriptors(world):
     dist.barrier(world.group)
     started_at = time.monotonic()
     if world.rank == 1:
-        with open(os.devnull) as next_free:
+        with open(os.devnull, encoding="utf-8") as next_free:
             few = next_free.fileno() + 2  # the store needs one
         resource.setrlimit(resource.RLIMIT_NOFILE, (few, limits[1]))
         try:

@@ -17,7 +17,7 @@ from pipecomm_ext import pipeline_parallel, schedules
 from pipecomm_ext.core import environment
 
 ROOT = Path(__file__).resolve().parents[1]
-README = (ROOT / "README.md").read_text()
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 CODE = {".py", ".cpp", ".h", ".cmake"}
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
@@ -27,7 +27,7 @@ def section(title: str) -> str:
 
 
 def page(name: str) -> str:
-    return (ROOT / "docs" / name).read_text()
+    return (ROOT / "docs" / name).read_text(encoding="utf-8")
 
 
 def blocks(text: str, language: str) -> list[str]:
@@ -51,7 +51,7 @@ def test_the_tables_of_results_are_what_the_benchmarks_wrote(page: str, options:
     command = [sys.executable, str(ROOT / "bench" / "readme_table.py"), *options]
     table = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     num_rows = table.count("\n") - 2
-    assert num_rows >= 6 and f"\n\n{table}\n<!--" in (ROOT / page).read_text()
+    assert num_rows >= 6 and f"\n\n{table}\n<!--" in (ROOT / page).read_text(encoding="utf-8")
     assert page != "README.md" or num_rows <= 8, "the README shows at most 8 rows"
 
 
@@ -121,7 +121,7 @@ def source_text(*names: str) -> str:
     for name in names:
         path = ROOT / name
         files += [path] if path.is_file() else [file for file in path.rglob("*") if file.suffix in CODE]
-    return re.sub(r'"\s*\n\s*f?"', "", "\n".join(file.read_text() for file in sorted(files)))
+    return re.sub(r'"\s*\n\s*f?"', "", "\n".join(file.read_text(encoding="utf-8") for file in sorted(files)))
 
 
 def test_the_environment_variables_are_those_that_the_code_reads() -> None:
@@ -148,7 +148,7 @@ def test_the_messages_of_the_troubleshooting_table_exist() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_and_paths_exist(page: Path) -> None:
-    text = re.sub(r"^ *```.*?^ *```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"^ *```.*?^ *```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     links = [link for link in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in link]
     paths = [page.parent / link for link in links]
     if page.name == "README.md":

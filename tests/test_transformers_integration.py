@@ -295,7 +295,9 @@ def test_dropout_of_attention_is_passed_on(world):
 
 @on_ranks(2)
 def test_the_code_of_the_guide(world):
-    blocks = re.findall(r"^```python\n(.*?)^```$", GUIDE.read_text(), re.MULTILINE | re.DOTALL)
+    blocks = re.findall(
+        r"^```python\n(.*?)^```$", GUIDE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
+    )
     assert len(blocks) == 2
     whole = make_model("llama 8/2", "sdpa").float()
     del whole._loss_function
@@ -503,7 +505,7 @@ def test_without_transformers(monkeypatch, installed):
         integrations.__getattr__("transformers")
     [requirement] = re.findall('pip install ("[^"]+")', str(raised.value))
     root = GUIDE.parents[1]
-    assert f"transformers = [{requirement}]" in (root / "pyproject.toml").read_text()
-    assert requirement in GUIDE.read_text()
+    assert f"transformers = [{requirement}]" in (root / "pyproject.toml").read_text(encoding="utf-8")
+    assert requirement in GUIDE.read_text(encoding="utf-8")
     with pytest.raises(AttributeError):
         integrations.__getattr__("no_such_library")

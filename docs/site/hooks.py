@@ -31,7 +31,7 @@ CODE = re.compile(r"`([^`]+)`")
 REFERENCE = {
     name
     for path in (ROOT / "docs" / "api").glob("*.md")
-    for name in re.findall(r"^::: (\S+)", path.read_text(), re.MULTILINE)
+    for name in re.findall(r"^::: (\S+)", path.read_text(encoding="utf-8"), re.MULTILINE)
 } - {"pipecomm_ext.distributed"}  # a module, without a heading of its own
 FETCHED = re.compile(
     r"""<(?:script|img|iframe|source|video)\b[^>]*\bsrc=["']?(?:https?:)?//[^"'\s>]+"""
@@ -48,7 +48,7 @@ def on_startup(**_) -> None:
 
 def on_files(files, config):
     for uri, name in PAGES.items():
-        text = (ROOT / name).read_text()
+        text = (ROOT / name).read_text(encoding="utf-8")
         if uri == "license.md":
             text = f"# Licence\n\n```text\n{text}```\n"
         files.append(File.generated(config, uri, content=text))
@@ -115,7 +115,7 @@ def on_post_build(config) -> None:
         f"{path.relative_to(site)}: {match[0]}"
         for path in sorted(site.rglob("*"))
         if path.suffix in (".html", ".css", ".svg")
-        for match in FETCHED.finditer(path.read_text())
+        for match in FETCHED.finditer(path.read_text(encoding="utf-8"))
     ]
     if found:
         raise PluginError("these pages fetch from elsewhere:\n" + "\n".join(found))

@@ -143,13 +143,17 @@ def kill_session(process: subprocess.Popen) -> None:
 
 
 def last_line(log: Path) -> str:
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    lines = [
+        line.strip()
+        for line in log.read_text(encoding="utf-8", errors="replace").splitlines()
+        if line.strip()
+    ]
     return lines[-1].strip("= ")[:100] if lines else ""
 
 
 def read_json(path: Path) -> object:
     try:
-        return json.loads(path.read_text())
+        return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
     except ValueError as error:
@@ -159,7 +163,7 @@ def read_json(path: Path) -> object:
 
 
 def write_json(path: Path, content: object) -> None:
-    path.write_text(json.dumps(content, indent=1) + "\n")
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 def table(done: list[Result]) -> str:

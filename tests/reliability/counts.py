@@ -78,7 +78,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--write", action="store_true", help="into docs/reliability.md")
     if parser.parse_args().write:
-        PAGE.write_text(with_counts(PAGE.read_text()))
+        PAGE.write_text(with_counts(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
     else:
         print(counted())
 

@@ -319,7 +319,9 @@ def cell(counts: dict[str, int]) -> str:
 def documented() -> Counts:
     """What the page has of each program and transport."""
     rows = re.findall(
-        r"^\| (.*?) \| (.*?) \| (.*?) \|$", PAGE.read_text().split(BEGIN)[1].split(END)[0], re.M
+        r"^\| (.*?) \| (.*?) \| (.*?) \|$",
+        PAGE.read_text(encoding="utf-8").split(BEGIN)[1].split(END)[0],
+        re.M,
     )
     counts: Counts = {}
     for name, *cells in rows[1:]:
@@ -342,8 +344,8 @@ def main() -> None:
         for name, transport in itertools.product(PROGRAMS, TRANSPORTS):
             counts[name, transport] = count(pool, library, name, transport)
             print(f"{name}, {transport}: {cell(counts[name, transport])}", flush=True)
-    before, rest = PAGE.read_text().split(BEGIN)
-    PAGE.write_text(before + BEGIN + table(counts) + END + rest.split(END)[1])
+    before, rest = PAGE.read_text(encoding="utf-8").split(BEGIN)
+    PAGE.write_text(before + BEGIN + table(counts) + END + rest.split(END)[1], encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -60,7 +60,7 @@ class Footprint:
     def now(cls) -> Footprint:
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)  # what glibc keeps for later allocations is not held
-        resident_pages = int(Path("/proc/self/statm").read_text().split()[1])
+        resident_pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1])
         return cls(
             resident_pages * os.sysconf("SC_PAGE_SIZE") / 2**20,
             len(os.listdir("/proc/self/fd")),

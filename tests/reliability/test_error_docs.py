@@ -8,7 +8,7 @@ import re
 
 from test_readme import ROOT, code_words, rows, source_text
 
-PAGE = (ROOT / "docs" / "errors.md").read_text()
+PAGE = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
 PACKAGE = ROOT / "python" / "pipecomm_ext"
 FAMILY = {"PipeCommError", "PipeCommMismatch", "PipeCommTimeout", "PipeCommPeerLost", "PipeCommAborted"}
 ARGUMENT_ERRORS = {"ValueError", "TypeError", "IndexError"}
@@ -35,7 +35,7 @@ def raised() -> list[tuple[str, str, str]]:
     """Class, text and place of everything that the package raises by name."""
     found = []
     for path in sorted(PACKAGE.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
                 name = node.exc.func
                 kind = name.id if isinstance(name, ast.Name) else getattr(name, "attr", "")
@@ -49,8 +49,10 @@ def failure_texts() -> list[str]:
     statements = []
     for folder in ("engine", "message", "transport"):
         for path in sorted((ROOT / "csrc" / folder).rglob("*.cpp")):
-            statements += re.findall(r"\bmessage\s*\+?=([^;]*);", path.read_text())
-            statements += re.findall(r"\.message\s*=([^;]*?)(?:,\s*\.\w|\})", path.read_text())
+            statements += re.findall(r"\bmessage\s*\+?=([^;]*);", path.read_text(encoding="utf-8"))
+            statements += re.findall(
+                r"\.message\s*=([^;]*?)(?:,\s*\.\w|\})", path.read_text(encoding="utf-8")
+            )
     texts = ["".join(re.findall(r'"((?:[^"\\]|\\.)*)"', statement)) for statement in statements]
     return [text for text in texts if len(text.split()) >= 3]
 

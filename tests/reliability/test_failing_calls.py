@@ -78,6 +78,6 @@ def test_every_function_that_may_fail_is_made_to(library):
 
 
 def test_the_table_is_whole():
-    page = PAGE.read_text()
+    page = PAGE.read_text(encoding="utf-8")
     assert list(documented()) == ALL
     assert page.split(BEGIN)[1].split(END)[0] == table(documented())

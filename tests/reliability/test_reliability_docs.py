@@ -6,5 +6,5 @@ from counts import PAGE, with_counts
 
 
 def test_the_counts_are_those_of_the_suites() -> None:
-    page = PAGE.read_text()
+    page = PAGE.read_text(encoding="utf-8")
     assert page == with_counts(page), "run: python tests/reliability/counts.py --write"

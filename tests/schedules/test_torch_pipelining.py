@@ -95,7 +95,9 @@ def test_torch_reads_the_csv_of_a_plan(name, tmp_path):
     )
     schedule._dump_csv(tmp_path / "lowered.csv")  # with messages and FSDP's actions
     again = Plan.from_csv(tmp_path / "lowered.csv")
-    assert "SEND_F" in (tmp_path / "lowered.csv").read_text() and again.compute == plan.compute
+    assert (
+        "SEND_F" in (tmp_path / "lowered.csv").read_text(encoding="utf-8") and again.compute == plan.compute
+    )
     schedules.check(again)
 
 
@@ -191,7 +193,7 @@ def test_torch_and_the_executor_give_the_same_losses_and_gradients(world, name):
         assert all(map(torch.equal, expected, other))
 
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "migrating.md").read_text()
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "migrating.md").read_text(encoding="utf-8")
 
 
 def code_after(heading: str) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 def read_text(path: str) -> str | None:
     try:
-        return Path(path).read_text().strip()
+        return Path(path).read_text(encoding="utf-8").strip()
     except OSError:
         return None
 

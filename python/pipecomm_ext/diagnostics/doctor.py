@@ -160,7 +160,10 @@ def _started_ranks(deadline_s: float) -> Iterator[list[_Rank]]:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pipecomm-doctor-")))
         ranks = []
         for index in range(NUM_RANKS):
-            files = [stack.enter_context(open(folder / f"{name}.{index}", "w+")) for name in ("out", "err")]
+            paths = (folder / f"{name}.{index}" for name in ("out", "err"))
+            files = [
+                stack.enter_context(open(path, "w+", encoding="utf-8", errors="replace")) for path in paths
+            ]
             command = rank_command(index, folder / "store", deadline_s)
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=files[0], stderr=files[1])
             stack.enter_context(process)  # waits
