@@ -69,3 +69,22 @@ def test_the_cpp_tests_pass() -> None:
         limits = ["--no-tests=error", "--timeout", TEST_LIMIT_S]
         tests = folder / "tests" / "cpp"
         run(ctest, "--test-dir", tests, "--output-on-failure", *limits, *parallel, limit_s=BUILD_LIMIT_S)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cache", ["", "/dev/null/x"], ids=["works", "fails"])
+def test_a_ccache_that_cannot_write_is_not_used(tmp_path: Path, cache: str) -> None:
+    """As in a home that is read-only."""
+    cmake, *_ = needs("cmake", "ccache", "make")
+    lines = [
+        "cmake_minimum_required(VERSION 3.22)",
+        "project(x LANGUAGES CXX)",
+        f'include("{REPOSITORY}/cmake/ccache.cmake")',
+        'message(STATUS "launcher=${CMAKE_CXX_COMPILER_LAUNCHER}.")',
+    ]
+    (tmp_path / "CMakeLists.txt").write_text("\n".join(lines))
+    command = [cmake, "-S", str(tmp_path), "-B", str(tmp_path / "build")]
+    folder = {"CCACHE_DIR": cache or str(tmp_path / "cache")}
+    done = subprocess.run(command, env=os.environ | folder, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert ("launcher=." in done.stdout) == bool(cache), done.stdout
