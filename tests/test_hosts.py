@@ -12,16 +12,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import NamedTuple
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from hosts import MASTER_PORT, HostGroup, HostPlan, HostPool, address
+from hosts import MASTER_PORT, HostGroup, HostPlan, HostPool, address, rank_environment
 from patterns import assert_same, pattern, poison
 from ranks import Outcome, RankFailure
 from relay_cases import Traffic, same_bytes, topology_of
-from scripts import REPOSITORY
+from scripts import REPOSITORY, run_on_ranks
 
 from pipecomm_ext import (
     Communicator,
@@ -32,6 +35,8 @@ from pipecomm_ext import (
     Send,
     StageRelay,
 )
+
+sys.path.insert(0, str(REPOSITORY / "examples"))
 
 pytestmark = pytest.mark.timed
 
@@ -150,26 +155,46 @@ def ring_exchange(comm: Communicator, numel: int) -> Callable[[], None]:
 # ---- what breaks -------------------------------------------------------------------------------------------
 
 
+class Work(NamedTuple):
+    """What a communicator of its own does again and again, until it fails."""
+
+    what: str
+    timeout_s: float
+    heartbeat: bool = False
+
+
 @dataclass
 class Ending:
-    """The error of a rank; times are CLOCK_MONOTONIC."""
+    """The error of a rank."""
 
     kind: type
     text: str
     origin: int | None
-    ended_at: float
+    ended_at: float  # the test's side counts from the strike
     close_s: float
 
 
-def works_until_it_fails(world, work: str, timeout_s: float) -> Ending:
-    comm = Communicator(world.group, device="cpu", timeout=timeout_s)
+def communicator_for(world, work: Work) -> Communicator:
+    beats = {"PIPECOMM_HEARTBEAT_S": "1", "PIPECOMM_HEARTBEAT_LIMIT_S": "2"} if work.heartbeat else {}
+    with mock.patch.dict(os.environ, beats):
+        return Communicator(world.group, device="cpu", timeout=work.timeout_s)
+
+
+def first_run(comm: Communicator, work: Work) -> Callable[[], None]:
+    """What is then to be run again, after a first time that works."""
     run = {
-        "large messages": ring_exchange(comm, LARGE) if work == "large messages" else None,
-        "small messages": ring_exchange(comm, 100),
-        "barriers": comm.barrier,
-    }[work]
+        "large messages": lambda: ring_exchange(comm, LARGE),
+        "small messages": lambda: ring_exchange(comm, 100),
+        "barriers": lambda: comm.barrier,
+        "silence": lambda: ring_exchange(comm, 100),
+    }[work.what]()
     run()
-    world.mark("running")
+    if work.what == "silence":
+        return lambda: comm.recv(torch.empty(1), (comm.rank + 2) % NUM_RANKS)
+    return run
+
+
+def until_it_fails(comm: Communicator, run: Callable[[], None]) -> Ending:
     try:
         while True:
             run()
@@ -177,63 +202,88 @@ def works_until_it_fails(world, work: str, timeout_s: float) -> Ending:
         ended_at = time.monotonic()
         text, origin, kind = str(error), error.origin_rank, type(error)
     comm.close()
-    world.mark("ended")
     return Ending(kind, text, origin, ended_at, time.monotonic() - ended_at)
 
 
-WORKS = ["large messages", "small messages", "barriers"]
+def work_until_all_fail(world, works: list[Work]) -> list[Ending]:
+    """All at the same time, in a thread each: a world is struck once for all of them."""
+    comms = [communicator_for(world, work) for work in works]
+    runs = [first_run(comm, work) for comm, work in zip(comms, works, strict=True)]
+    dist.barrier(world.group)
+    world.mark("running")
+    with ThreadPoolExecutor(len(works)) as threads:
+        endings = list(threads.map(until_it_fails, comms, runs))
+    world.mark("ended")
+    return endings
 
 
 def endings_of(
-    pool: HostPool, work: str, timeout_s: float, strike: Callable[[HostGroup], float], survivors: list[int]
-) -> tuple[float, list[Ending]]:
-    """When it was struck, and how the survivors ended."""
-    with pool.disposable(NUM_RANKS, works_until_it_fails, work, timeout_s) as world:
+    pool: HostPool, works: list[Work], strike: Callable[[HostGroup], float], survivors: list[int]
+) -> list[list[Ending]]:
+    """How each work ended on the survivors, with times since the strike; nothing of the world is left."""
+    with pool.disposable(NUM_RANKS, work_until_all_fail, works) as world:
+        pids = [world.pid(rank) for rank in range(NUM_RANKS)]
+        pids += [pid for host in world.hosts for pid in (host.pid, host.first_pid)]
         for rank in range(NUM_RANKS):
             world.await_mark(rank, "running", 20)
         time.sleep(0.1)
+        assert all(os.path.exists(f"/proc/{pid}") for pid in pids)
         struck_at = strike(world)
         for rank in survivors:
-            world.await_mark(rank, "ended", timeout_s + 8)
+            world.await_mark(rank, "ended", max(work.timeout_s for work in works) + 8)
         outcomes: list[Outcome] = world.collect(deadline=0.5)  # a stopped rank needs no longer
     for rank in survivors:
         if outcomes[rank].status != "returned":
             raise RankFailure(f"rank {rank}", outcomes)
-    endings = [outcomes[rank].value for rank in survivors]
-    for rank, ending in zip(survivors, endings, strict=True):
-        print(
-            f"rank {rank}: {ending.kind.__name__} of rank {ending.origin} after "
-            f"{ending.ended_at - struck_at:.2f} s, close() {ending.close_s:.2f} s: {ending.text}"
-        )
-        assert ending.close_s < 3.0, ending
-    return struck_at, endings
+    await_end(pids)
+    ended = [list(endings) for endings in zip(*(outcomes[rank].value for rank in survivors), strict=True)]
+    for work, endings in zip(works, ended, strict=True):
+        print(work)
+        for rank, ending in zip(survivors, endings, strict=True):
+            ending.ended_at -= struck_at
+            print(
+                f"rank {rank}: {ending.kind.__name__} of rank {ending.origin} after {ending.ended_at:.2f} s, "
+                f"close() {ending.close_s:.2f} s: {ending.text}"
+            )
+            assert ending.close_s < 3.0, ending
+    return ended
 
 
-@pytest.mark.parametrize("work", WORKS)
-def test_a_killed_rank_is_known_on_both_hosts(host_pool, work):
-    struck_at, endings = endings_of(
-        host_pool, work, 20.0, lambda world: world.signal(VICTIM, signal.SIGKILL), [0, 1, 2]
-    )
-    for ending in endings:
-        assert ending.kind is PipeCommPeerLost and ending.origin == VICTIM, ending
-        assert f"rank {VICTIM}" in ending.text
-        assert ending.ended_at - struck_at < LOST_S, ending
+def await_end(pids: list[int]) -> None:
+    until = time.monotonic() + 5
+    while left := [pid for pid in pids if os.path.exists(f"/proc/{pid}")]:
+        assert time.monotonic() < until, left
+        time.sleep(0.02)
 
 
-@pytest.mark.parametrize("work", WORKS)
-def test_a_host_of_which_all_processes_are_killed_is_known(host_pool, work):
-    struck_at, endings = endings_of(host_pool, work, 20.0, lambda world: world.kill_host(1), [0, 1])
-    for ending in endings:
-        assert ending.kind is PipeCommPeerLost and ending.origin in (2, 3), ending
-        assert ending.ended_at - struck_at < LOST_S, ending
+def every_work(timeout_s: float) -> list[Work]:
+    return [Work(what, timeout_s) for what in ("large messages", "small messages", "barriers")]
 
 
-def check_silence(struck_at: float, endings: list[Ending], silent: Callable[[int], set[int]]) -> None:
+def test_a_killed_rank_is_known_on_both_hosts(host_pool):
+    works = every_work(20.0)
+    for endings in endings_of(
+        host_pool, works, lambda world: world.signal(VICTIM, signal.SIGKILL), [0, 1, 2]
+    ):
+        for ending in endings:
+            assert ending.kind is PipeCommPeerLost and ending.origin == VICTIM, ending
+            assert f"rank {VICTIM}" in ending.text
+            assert ending.ended_at < LOST_S, ending
+
+
+def test_a_host_of_which_all_processes_are_killed_is_known(host_pool):
+    for endings in endings_of(host_pool, every_work(20.0), lambda world: world.kill_host(1), [0, 1]):
+        for ending in endings:
+            assert ending.kind is PipeCommPeerLost and ending.origin in (2, 3), ending
+            assert ending.ended_at < LOST_S, ending
+
+
+def check_silence(endings: list[Ending], silent: Callable[[int], set[int]]) -> None:
     """All end by their timeout and name whom they waited for; that may be a rank that waits itself."""
     named = []
     for rank, ending in enumerate(endings):
         assert ending.kind is PipeCommTimeout, ending
-        assert ending.ended_at - struck_at < TIMEOUT_S + AFTER_TIMEOUT_S, ending
+        assert ending.ended_at < TIMEOUT_S + AFTER_TIMEOUT_S, ending
         named.append({int(number) for number in re.findall(r"ranks? (\d)", ending.text)} - {rank})
         assert named[rank], ending
     assert any(named[rank] & silent(rank) for rank in range(len(endings))), endings
@@ -245,158 +295,109 @@ def kill_host_and_link(world: HostGroup) -> float:
     return struck_at
 
 
-@pytest.mark.parametrize("work", ["large messages", "barriers"])
-def test_a_host_that_vanishes_ends_all_waits_by_their_timeout(host_pool, work):
-    struck_at, endings = endings_of(host_pool, work, TIMEOUT_S, kill_host_and_link, [0, 1])
-    check_silence(struck_at, endings, lambda rank: {2, 3})
+def test_a_host_that_vanishes_ends_all_waits_by_their_timeout(host_pool):
+    for endings in endings_of(host_pool, every_work(TIMEOUT_S), kill_host_and_link, [0, 1]):
+        check_silence(endings, lambda rank: {2, 3})
 
 
-@pytest.mark.parametrize("work", WORKS)
-def test_a_cut_link_ends_all_waits_by_their_timeout(host_pool, work):
-    struck_at, endings = endings_of(host_pool, work, TIMEOUT_S, lambda world: world.cut_link(1), [0, 1, 2, 3])
-    check_silence(struck_at, endings, lambda rank: {0, 1} if rank >= 2 else {2, 3})
+def test_a_rank_that_is_stopped_ends_all_waits_by_their_timeout(host_pool):
+    works = every_work(TIMEOUT_S)
+    for endings in endings_of(
+        host_pool, works, lambda world: world.signal(VICTIM, signal.SIGSTOP), [0, 1, 2]
+    ):
+        check_silence(endings, lambda rank: {VICTIM})
 
 
-def test_a_timeout_tells_of_a_host_that_confirms_nothing(host_pool):
+def test_a_cut_link_ends_all_waits_by_their_timeout_or_heartbeat(host_pool):
+    works = [*every_work(TIMEOUT_S), Work("large messages", 3.0), Work("silence", 20.0, heartbeat=True)]
+    *timely, patient, silent = endings_of(host_pool, works, lambda world: world.cut_link(1), [0, 1, 2, 3])
+    for endings in timely:
+        check_silence(endings, lambda rank: {0, 1} if rank >= 2 else {2, 3})
+    # A timeout tells of a host that confirms nothing, once that is certain.
     cut = "its host confirms nothing that is sent to it: it or the network may be down"
-    _, endings = endings_of(host_pool, "large messages", 3.0, lambda world: world.cut_link(1), [0, 1, 2, 3])
-    told = [(ending, re.search(rf"rank (\d) is connected, but {cut}", ending.text)) for ending in endings]
-    assert any(match for _, match in told), endings
+    told = [(ending, re.search(rf"rank (\d) is connected, but {cut}", ending.text)) for ending in patient]
+    assert any(match for _, match in told), patient
     for ending, match in told:
         assert match is None or HOST_OF[int(match[1])] != HOST_OF[ending.origin], ending
-
-
-def waits_for_a_silent_host(world) -> Ending:
-    os.environ.update(PIPECOMM_HEARTBEAT_S="1", PIPECOMM_HEARTBEAT_LIMIT_S="2")
-    comm = Communicator(world.group, device="cpu", timeout=20)
-    ring_exchange(comm, 100)()
-    world.mark("running")
-    try:
-        comm.recv(torch.empty(1), (comm.rank + 2) % NUM_RANKS)
-        raise AssertionError("nobody has sent anything")
-    except PipeCommError as error:
-        ended_at = time.monotonic()
-        text, origin, kind = str(error), error.origin_rank, type(error)
-    comm.close()
-    return Ending(kind, text, origin, ended_at, time.monotonic() - ended_at)
-
-
-def test_a_host_that_stays_silent_is_lost_by_its_heartbeat(host_pool):
-    """Long before the timeout; nothing is under way that would be confirmed."""
-    with host_pool.disposable(NUM_RANKS, waits_for_a_silent_host) as world:
-        for rank in range(NUM_RANKS):
-            world.await_mark(rank, "running", 20)
-        time.sleep(0.3)
-        struck_at = world.cut_link(1)
-        outcomes = world.collect(deadline=12)
-    for rank, outcome in enumerate(outcomes):
-        assert outcome.status == "returned", outcome
-        ending = outcome.value
-        print(f"rank {rank}: after {ending.ended_at - struck_at:.2f} s: {ending.text}")
+    # A heartbeat finds the silent host long before the timeout; nothing is under way that would be confirmed.
+    for rank, ending in enumerate(silent):
         assert ending.kind is PipeCommPeerLost, ending
-        assert HOST_OF[ending.origin] != HOST_OF[rank] and 1.0 < ending.ended_at - struck_at < 6.0, ending
-
-
-@pytest.mark.parametrize("work", ["large messages", "barriers"])
-def test_a_rank_that_is_stopped_ends_all_waits_by_their_timeout(host_pool, work):
-    struck_at, endings = endings_of(
-        host_pool, work, TIMEOUT_S, lambda world: world.signal(VICTIM, signal.SIGSTOP), [0, 1, 2]
-    )
-    check_silence(struck_at, endings, lambda rank: {VICTIM})
+        assert HOST_OF[ending.origin] != HOST_OF[rank] and 1.0 < ending.ended_at < 6.0, ending
 
 
 # ---- addresses ---------------------------------------------------------------------------------------------
 
 
-def connects_without_interface(world) -> tuple[str, float]:
+def connects_without_interface(world) -> float:
     """torch's own group needs GLOO_SOCKET_IFNAME where names are wrong; the communicator is on its own."""
-    os.environ.pop("GLOO_SOCKET_IFNAME", None)
-    began_at = time.monotonic()
-    try:
-        comm = Communicator(world.group, device="cpu", timeout=10)
-        try:
+    with mock.patch.dict(os.environ):
+        os.environ.pop("GLOO_SOCKET_IFNAME", None)
+        began_at = time.monotonic()
+        with Communicator(world.group, device="cpu", timeout=10) as comm:
             ring_exchange(comm, 1000)()
-            return "connected", time.monotonic() - began_at
-        finally:
-            comm.close()
-    except PipeCommError as error:
-        return f"{type(error).__name__}: {error}", time.monotonic() - began_at
+        return time.monotonic() - began_at
 
 
-def connect_without_interface(plan: HostPlan) -> None:
-    with HostPool(plan, plan) as pool:
-        answers = pool.run(NUM_RANKS, connects_without_interface, deadline=30)
-    print(answers)
-    assert [answer for answer, _ in answers] == ["connected"] * NUM_RANKS
-
-
-def test_a_name_that_resolves_to_the_right_interface():
-    connect_without_interface(HostPlan(2))
+def test_a_name_that_resolves_to_the_right_interface(host_pool):
+    print(host_pool.run(NUM_RANKS, connects_without_interface, deadline=30))
 
 
 def test_a_name_that_resolves_to_loopback():
-    """127.0.1.1, as Debian has it in /etc/hosts."""
-    connect_without_interface(HostPlan(2, resolves_itself_to_loopback=True))
-
-
-def test_a_name_that_resolves_to_loopback_with_the_interface_named():
+    """127.0.1.1, as Debian has it in /etc/hosts; with the interface named, and without."""
     plan = HostPlan(2, resolves_itself_to_loopback=True)
     with HostPool(plan, plan) as pool:
         pool.run(NUM_RANKS, exchanges_once, 1000, deadline=30)
+        print(pool.run(NUM_RANKS, connects_without_interface, deadline=30))
 
 
-# ---- the hosts themselves ----------------------------------------------------------------------------------
+# ---- torchrun ----------------------------------------------------------------------------------------------
+
+
+def test_training_over_two_hosts(host_pool, tmp_path):
+    arguments = [
+        "--layers", 4, "--hidden", 32, "--seq-len", 16, "--batch-size", 8, "--microbatches", 4,
+        "--steps", 4, "--verify", "--out", tmp_path,
+    ]  # fmt: skip
+    exit_code, output = run_on_ranks(host_pool, NUM_RANKS, "train_text", *arguments)
+    assert exit_code == 0, output
+    assert "pipeline   4 stages" in output, output
+    assert "verify     equal to the unsplit model in 4 steps" in output, output
+    assert re.search(rf"^transport +{WHOLE}: ", output, re.MULTILINE), output
 
 
 def idles(world) -> None:
     time.sleep(100)
 
 
-def test_nothing_of_hosts_is_left(host_pool):
-    with host_pool.disposable(NUM_RANKS, idles) as world:
-        pids = [world.pid(rank) for rank in range(NUM_RANKS)]
-        pids += [pid for host in world.hosts for pid in (host.pid, host.first_pid)]
-        assert all(os.path.exists(f"/proc/{pid}") for pid in pids)
-    until = time.monotonic() + 5
-    while left := [pid for pid in pids if os.path.exists(f"/proc/{pid}")]:
-        assert time.monotonic() < until, left
-        time.sleep(0.02)
-
-
-# ---- torchrun ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
-def test_torchrun_trains_over_two_hosts(host_pool, tmp_path):
-    arguments = [
-        "--layers", 4, "--hidden", 32, "--seq-len", 16, "--batch-size", 8, "--microbatches", 4,
-        "--steps", 4, "--verify", "--device", "cpu", "--out", tmp_path,
-    ]  # fmt: skip
+def test_torchrun_gives_its_ranks_what_those_of_hosts_have(host_pool, tmp_path):
+    """So that what passes on them passes under torchrun on several machines."""
     with host_pool.disposable(NUM_RANKS, idles) as world:
         nodes = []
         for host in (0, 1):
             torchrun = [
                 sys.executable, "-m", "torch.distributed.run", "--nnodes", 2, "--nproc-per-node", 2,
                 "--node-rank", host, "--master-addr", address(0), "--master-port", MASTER_PORT + 1,
-                REPOSITORY / "examples" / "train_text.py", *arguments,
+                "--no-python", "sh", "-c", 'env > "$0/$RANK"', tmp_path,
             ]  # fmt: skip
             nodes.append(
                 subprocess.Popen(
                     world.command_on(host, *map(str, torchrun)),
-                    env=os.environ | {"GLOO_SOCKET_IFNAME": "eth0"},
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
                     text=True,
                 )
             )
         try:
-            outputs = [node.communicate(timeout=100)[0] for node in nodes]
+            output = "".join(node.communicate(timeout=100)[0] for node in nodes)
         finally:
             for node in nodes:
                 node.kill()
                 node.wait()
-    output = "".join(outputs)
     assert [node.returncode for node in nodes] == [0, 0], output
-    assert "pipeline   4 stages" in output, output
-    assert "verify     equal to the unsplit model in 4 steps" in output, output
-    assert re.search(rf"^transport +{WHOLE}: ", output, re.MULTILINE), output
+    for rank, host in enumerate(HOST_OF):
+        given = (tmp_path / str(rank)).read_text(encoding="utf-8").splitlines()
+        ours = rank_environment(host, host_pool.plans, rank, NUM_RANKS)
+        ours |= {"MASTER_PORT": str(MASTER_PORT + 1)}
+        del ours["GLOO_SOCKET_IFNAME"]  # the user's
+        assert {f"{name}={value}" for name, value in ours.items()} <= set(given), given
