@@ -2,18 +2,12 @@
 // holds before and after. The positions are found by dealing out single elements.
 #pragma once
 
-#include <algorithm>
-#include <functional>
-#include <string>
-#include <vector>
-
 #include "plan/builders.h"
 #include "plan/reshard.h"
 #include "world.h"
 
 namespace cases {
 
-using namespace pipecomm;
 using world::Held;
 using world::Random;
 using world::Rank;

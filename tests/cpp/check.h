@@ -1,18 +1,69 @@
-// The few lines of a test framework that these tests need: failed checks are printed and counted.
+// The few lines of a test framework that these tests need, and the headers of the standard library
+// for all of them: this file is precompiled. main.cpp runs what TEST defines.
 #pragma once
 
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <barrier>
+#include <bit>
+#include <chrono>
+#include <cmath>
+#include <condition_variable>
+#include <cstdint>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <latch>
+#include <limits>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <numeric>
+#include <optional>
+#include <random>
+#include <set>
+#include <span>
 #include <sstream>
 #include <stdexcept>
 #include <string>
+#include <thread>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+namespace pipecomm {}
+using namespace pipecomm;
+using namespace std::chrono_literals;
 
 namespace check {
+
+#ifdef SANITIZED
+inline constexpr bool kSanitized = true;
+#else
+inline constexpr bool kSanitized = false;
+#endif
+
+// How often a loop runs that looks for what is rare. A sanitizer makes each round several times as
+// slow, and sees what is wrong in any of them.
+inline double rounds_factor = kSanitized ? 0.1 : 1;  // --rounds of main.cpp
+inline int rounds(int number) { return std::max(1, static_cast<int>(number * rounds_factor)); }
 
 inline int num_failures = 0;
 inline std::string context;  // the case in hand, printed with a failure
 
+struct Test {
+  const char* name;
+  void (*body)();
+};
+inline std::vector<Test> tests;  // of this program, in the order of their definition
+inline bool add(const Test& test) { return tests.push_back(test), true; }
+
 inline void fail(const char* file, int line, const std::string& what) {
+  static std::mutex mutex;
+  std::lock_guard lock(mutex);
   ++num_failures;
   std::printf("%s:%d: %s\n    case: %s\n", file, line, what.c_str(), context.c_str());
   if (num_failures >= 20) {
@@ -21,17 +72,23 @@ inline void fail(const char* file, int line, const std::string& what) {
   }
 }
 
-template <typename Function>
-void expect_invalid(const char* file, int line, const std::string& text, const Function& function) {
+inline bool contains(const std::string& text, const std::string& part) {
+  return text.find(part) != std::string::npos;
+}
+
+inline void expect_contains(const char* file, int line, const std::string& text,
+                            const std::string& part) {
+  if (!contains(text, part)) fail(file, line, "'" + part + "' is not in: " + text);
+}
+
+template <typename Error, typename Function>
+void expect_throw(const char* file, int line, const std::string& text, const Function& function) {
   try {
     function();
-  } catch (const std::invalid_argument& error) {
-    if (std::string(error.what()).find(text) == std::string::npos) {
-      fail(file, line, "the message does not contain '" + text + "': " + error.what());
-    }
-    return;
+  } catch (const Error& error) {
+    return expect_contains(file, line, error.what(), text);
   }
-  fail(file, line, "no std::invalid_argument with '" + text + "'");
+  fail(file, line, "no error with '" + text + "'");
 }
 
 inline int report(const char* name) {
@@ -40,6 +97,11 @@ inline int report(const char* name) {
 }
 
 }  // namespace check
+
+#define TEST(name)                                                                      \
+  static void test_##name();                                                            \
+  [[maybe_unused]] static const bool name##_is_test = check::add({#name, test_##name}); \
+  static void test_##name()
 
 #define CHECK(condition)                                           \
   do {                                                             \
@@ -57,5 +119,9 @@ inline int report(const char* name) {
     }                                                                                \
   } while (false)
 
-#define CHECK_INVALID(text, ...) \
-  check::expect_invalid(__FILE__, __LINE__, text, [&] { (void)(__VA_ARGS__); })
+#define CHECK_CONTAINS(text, part) check::expect_contains(__FILE__, __LINE__, text, part)
+
+// The statement throws an Error whose text has `part` in it.
+#define CHECK_THROWS(Error, part, ...) \
+  check::expect_throw<Error>(__FILE__, __LINE__, part, [&] { (void)(__VA_ARGS__); })
+#define CHECK_INVALID(part, ...) CHECK_THROWS(std::invalid_argument, part, __VA_ARGS__)

@@ -1,11 +1,6 @@
 // Exchanges that the tests of communicators over a DeviceExecution share.
 #pragma once
 
-#include <algorithm>
-#include <memory>
-#include <numeric>
-#include <vector>
-
 #include "device_world.h"
 #include "plan/builders.h"
 
@@ -51,7 +46,7 @@ inline bool run_uneven(Rank& me, const Uneven& uneven) {
                                 std::make_shared<PreparedExchange>(std::move(plan)), input_refs,
                                 output_refs, {.is_async = false}));
   } catch (const PipeCommException&) {
-    EXPECT(me.comm->failure() || untouched());
+    CHECK(me.comm->failure() || untouched());
     throw;
   }
   std::vector<float> values, got;
@@ -73,10 +68,33 @@ inline Uneven with_size(Uneven agreed, int from, int to, int64_t size) {
   return agreed;
 }
 
-inline Options quick_options_of(int size, Check check) {
+// Of which more than two are many.
+inline Options many_options_of(int size, Check check = Check::first_use) {
   Options options = options_of(size, check);
-  options.timeout = 5s;
+  options.direct_limit = 2;
   return options;
+}
+
+inline Uneven dense(int size) {
+  Uneven uneven;
+  for (int rank = 0; rank < size; ++rank) {
+    Sizes& row = uneven.sizes.emplace_back();
+    for (int peer = 0; peer < size; ++peer) row.push_back(1 + (rank * size + peer) % 5);
+  }
+  return uneven;
+}
+
+// Each to the next one.
+inline Uneven ring(int size) {
+  Uneven uneven{std::vector<Sizes>(size, Sizes(size, 0))};
+  for (int rank = 0; rank < size; ++rank) uneven.sizes[rank][(rank + 1) % size] = 1 + rank;
+  return uneven;
+}
+
+inline void broadcast_from(Rank& me, int source, int64_t length = 4) {
+  Tensor tensor({length}, me.rank == source ? 50.0f : -1.0f);
+  me.finish(me.comm->broadcast(tensor.ref(), source, {.is_async = source % 2 == 1}));
+  CHECK(tensor.counts_from(50));
 }
 
 // An all-to-all of these ranks, if this one is among them.
@@ -97,5 +115,5 @@ inline void exchange_within(Rank& me, const std::vector<int>& members) {
       OpCode::all_to_all, std::make_shared<PreparedExchange>(std::move(plan)),
       std::vector{input.ref()}, std::vector{output.ref()}, {.is_async = false}, Scope{members}));
   for (int idx = 0; idx < member.size; ++idx)
-    EXPECT((*output.data)[6 * idx] == float(10 * members[idx] + 3 * member.rank));
+    CHECK((*output.data)[6 * idx] == float(10 * members[idx] + 3 * member.rank));
 }

@@ -2,34 +2,19 @@
 // of communicators over a DeviceExecution share.
 #pragma once
 
-#include <atomic>
-#include <functional>
-#include <memory>
-#include <mutex>
-#include <string>
-#include <thread>
-#include <vector>
-
 #include "check.h"
 #include "engine/device/device_execution.h"
 #include "fake_control.h"
 #include "fake_device.h"
 
-using namespace pipecomm;
-using namespace std::chrono_literals;
-
-inline std::mutex check_mutex;
-
-#define EXPECT(condition)                                       \
-  do {                                                          \
-    const bool expected = static_cast<bool>(condition);         \
-    std::lock_guard expect_lock(check_mutex);                   \
-    if (!expected) check::fail(__FILE__, __LINE__, #condition); \
-  } while (false)
+using check::contains;
 
 inline const auto kNothing = [] {};
 
-struct Options : CommunicatorOptions, DeviceOptions {};
+struct Options : CommunicatorOptions, DeviceOptions {
+  std::function<NcclResult(const std::string& call, int rank)> inject;  // an error for a call
+  std::function<void(fake::World&)> prepare;
+};
 
 inline Options options_of(int size, Check check = Check::first_use) {
   Options options;
@@ -60,7 +45,7 @@ struct Rank {
     while (!comm->wait(*posted, Clock::now() + 5ms, kNothing)) {
       if (fake::world->is_stuck(&num_stuck)) comm->abort("all streams wait");
       if (Clock::now() < limit) continue;
-      EXPECT(!"an operation must end");
+      CHECK(!"an operation must end");
       return;
     }
   }
@@ -71,20 +56,16 @@ struct Rank {
   void follow(const OperationPtr& operation) { comm->follow(*operation, kNothing); }
 };
 
-// Every rank on a thread; what a rank throws out of its construction goes to `broken`.
-inline void run(const char* name, Options options, const std::function<void(Rank&)>& body,
-                const std::function<void(const std::exception&)>& broken = nullptr,
-                const std::function<NcclResult(const std::string&, int)>& inject = nullptr,
-                const std::function<void(fake::World&)>& prepare = nullptr) {
-  check::context = name;
+// Every rank on a thread.
+inline void run(const Options& options, const std::function<void(Rank&)>& body) {
   const NcclApi api = fake::make_api();
   // On the heap: ThreadSanitizer forgets the order of locks with the memory that held them, but it
   // does not see a place on the stack used again.
   const auto owned_world = std::make_unique<fake::World>();
   fake::World& world = *owned_world;
-  world.inject = inject;
+  world.inject = options.inject;
   world.num_hosts = options.size;
-  if (prepare) prepare(world);
+  if (options.prepare) options.prepare(world);
   fake::world = &world;
   const auto owned_hub = std::make_unique<fake::Hub>(options.size);
   fake::Hub& hub = *owned_hub;
@@ -94,16 +75,10 @@ inline void run(const char* name, Options options, const std::function<void(Rank
       Options mine = options;
       mine.rank = number;
       Rank rank{number, options.size, std::make_shared<fake::Runtime>(), hub, nullptr};
-      try {
-        rank.comm =
-            make_device_communicator(mine, mine, rank.runtime, api, [&](TransportEvents& events) {
-              return std::make_unique<fake::HubTransport>(hub, number, events);
-            });
-      } catch (const std::exception& error) {
-        EXPECT(broken != nullptr);
-        if (broken) broken(error);
-        return;
-      }
+      rank.comm =
+          make_device_communicator(mine, mine, rank.runtime, api, [&](TransportEvents& events) {
+            return std::make_unique<fake::HubTransport>(hub, number, events);
+          });
       body(rank);
       world.end_host();
       if (!rank.comm) return;  // the test has destroyed it
@@ -112,7 +87,7 @@ inline void run(const char* name, Options options, const std::function<void(Rank
         rank.comm->close(kNothing);
       } catch (const PipeCommException&) {
       }
-      EXPECT(rank.comm->closed());
+      CHECK(rank.comm->closed());
       rank.comm.reset();
     });
   }
@@ -131,12 +106,8 @@ inline void run(const char* name, Options options, const std::function<void(Rank
 inline FailurePtr failure_of(Rank& rank) {
   for (int attempt = 0; attempt < 1500 && !rank.comm->failure(); ++attempt)
     std::this_thread::sleep_for(10ms);
-  EXPECT(rank.comm->failure() != nullptr);
+  CHECK(rank.comm->failure() != nullptr);
   return rank.comm->failure() ? rank.comm->failure() : std::make_shared<Failure>();
-}
-
-inline bool contains(const std::string& text, const std::string& part) {
-  return text.find(part) != std::string::npos;
 }
 
 struct Tensor {
@@ -181,10 +152,10 @@ std::string failure_text(FailureKind kind, Function&& function) {
   try {
     function();
   } catch (const PipeCommException& error) {
-    EXPECT(error.failure()->kind == kind);
+    CHECK(error.failure()->kind == kind);
     return error.what();
   }
-  EXPECT(!"a PipeCommException was expected");
+  CHECK(!"a PipeCommException was expected");
   return "";
 }
 
@@ -196,3 +167,28 @@ bool comes_true(Condition&& condition) {
     std::this_thread::sleep_for(1ms);
   return condition();
 }
+
+// What `body` enqueues, as a graph; and one replay of it, to its end.
+template <class Body>
+fake::GraphPtr capture(Rank& me, Body&& body) {
+  me.runtime->begin_capture();
+  body();
+  return me.runtime->end_capture();
+}
+inline void play(Rank& me, const fake::GraphPtr& graph) {
+  me.runtime->replay(graph);
+  const EventPtr end = me.runtime->record(me.runtime->current_stream());
+  CHECK(comes_true([&] { return me.runtime->is_done(end); }));
+}
+
+// What two ranks send each other.
+struct Swap {
+  explicit Swap(const Rank& me) : peer(1 - me.rank), mine({4}, float(me.rank)) {}
+  std::vector<PointToPoint> on(int channel = 0) const {
+    return {mine.to(peer, channel), theirs.from(peer, channel)};
+  }
+  bool has_come() const { return theirs.counts_from(float(peer)); }
+
+  int peer;
+  Tensor mine, theirs{{4}};
+};

@@ -4,28 +4,12 @@
 // for.
 #pragma once
 
-#include <atomic>
-#include <condition_variable>
-#include <cstring>
-#include <deque>
-#include <functional>
-#include <latch>
-#include <map>
-#include <memory>
-#include <mutex>
-#include <set>
-#include <string>
-#include <thread>
-#include <tuple>
-#include <utility>
-#include <vector>
+#include "check.h"
 
 #include "message/matching.h"
 #include "transport/transport.h"
 
 namespace fake {
-
-using namespace pipecomm;
 
 class Hub {
  public:

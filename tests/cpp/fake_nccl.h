@@ -4,9 +4,6 @@
 // for graphs and for its peers.
 #pragma once
 
-#include <algorithm>
-#include <cstring>
-
 #include "fake_world.h"
 
 namespace fake {

@@ -2,29 +2,13 @@
 // in which NCCL launches, and a look at whether anything can still move.
 #pragma once
 
-#include <atomic>
-#include <chrono>
-#include <condition_variable>
-#include <cstddef>
-#include <cstdint>
-#include <deque>
-#include <functional>
-#include <map>
-#include <memory>
-#include <mutex>
-#include <stdexcept>
-#include <string>
-#include <thread>
-#include <tuple>
-#include <utility>
-#include <vector>
+#include "check.h"
 
 #include "copy/device_runtime.h"
 #include "transport/nccl/nccl_api.h"
 
 namespace fake {
 
-using namespace pipecomm;
 using FakeClock = std::chrono::steady_clock;
 
 using Work = std::function<bool()>;  // true: done

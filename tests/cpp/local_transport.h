@@ -2,24 +2,12 @@
 // deliveries at random moments.
 #pragma once
 
-#include <algorithm>
-#include <atomic>
-#include <condition_variable>
-#include <deque>
-#include <memory>
-#include <mutex>
-#include <random>
-#include <span>
-#include <thread>
-#include <utility>
-#include <vector>
+#include "check.h"
 
 #include "transport/c10d/peer_link.h"
 #include "transport/transport.h"
 
 namespace local {
-
-using namespace pipecomm;
 
 // What joins the ranks: an inbox each.
 class Hub {

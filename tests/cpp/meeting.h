@@ -5,26 +5,63 @@
 #include <fcntl.h>
 #include <unistd.h>
 
-#include <chrono>
-#include <functional>
-#include <memory>
-#include <optional>
-#include <string>
-#include <thread>
-#include <utility>
-#include <vector>
-
 #include "check.h"
 #include "engine/communicator.h"
 #include "routes/routed_transport.h"
 
 namespace meeting {
 
-using namespace pipecomm;
-using namespace std::chrono_literals;
-
 inline constexpr auto kLimit = 60s;
 inline constexpr uint32_t kEpoch = 7;
+inline constexpr DType kByte{0, 1};
+
+using Bytes = std::vector<std::byte>;
+
+inline TensorRef tensor(Bytes& bytes) {
+  return {bytes.data(), kByte, {std::ssize(bytes)}, {1}, nullptr};
+}
+
+inline std::byte coded(uint64_t key, size_t position) {
+  uint64_t hash = key * 0x9e3779b97f4a7c15u + position * 0xbf58476d1ce4e5b9u;
+  hash ^= hash >> 31;
+  return static_cast<std::byte>(hash * 0x94d049bb133111ebu >> 56);
+}
+inline Bytes coded_bytes(uint64_t key, size_t num_bytes) {
+  Bytes bytes(num_bytes);
+  for (size_t idx = 0; idx < num_bytes; ++idx) bytes[idx] = coded(key, idx);
+  return bytes;
+}
+
+inline void wait(Communicator& comm, const OperationPtr& operation) {
+  comm.wait(*operation, Deadline::max(), nullptr);
+}
+
+// Of an operation that `post` posts, at the call or later; null: it succeeds.
+inline FailurePtr failure_of(Communicator& comm, const std::function<OperationPtr()>& post) {
+  try {
+    wait(comm, post());
+  } catch (const PipeCommException& error) {
+    return error.failure();
+  }
+  return nullptr;
+}
+
+inline bool says(const FailurePtr& failure, FailureKind kind, const std::string& text) {
+  const bool is_it = failure && failure->kind == kind && check::contains(failure->message, text);
+  if (!is_it)
+    check::fail(__FILE__, __LINE__,
+                "'" + text + "' is not in: " + (failure ? failure->message : "success"));
+  return is_it;
+}
+
+inline shm::SegmentShape shape_of(int size, int64_t window_bytes = 0, int num_channels = 2,
+                                  int64_t ring_bytes = 64 << 10) {
+  return {.size = size,
+          .num_channels = num_channels,
+          .ring_bytes = ring_bytes,
+          .window_bytes = window_bytes,
+          .epoch = kEpoch};
+}
 
 // What the ranks of a group know of each other before they meet. Tests may change it.
 struct Meeting {
@@ -105,12 +142,12 @@ inline std::unique_ptr<HostTransport> over_same_memory(const std::vector<shm::Se
 }
 
 // Runs `body` on a thread and a communicator per rank; what it throws is a failed check.
-inline void run_ranks(Meeting& meeting, const std::function<void(Communicator&)>& body,
-                      std::chrono::nanoseconds timeout = kLimit) {
+inline void run_ranks(int size, const std::function<std::unique_ptr<Communicator>(int rank)>& make,
+                      const std::function<void(Communicator&)>& body) {
   std::vector<std::thread> ranks;
-  for (int rank = 0; rank < meeting.size; ++rank) {
+  for (int rank = 0; rank < size; ++rank) {
     ranks.emplace_back([&, rank] {
-      const auto comm = meeting.communicator(rank, timeout);
+      const auto comm = make(rank);
       try {
         body(*comm);
         comm->close(nullptr);
@@ -121,6 +158,32 @@ inline void run_ranks(Meeting& meeting, const std::function<void(Communicator&)>
     });
   }
   for (std::thread& rank : ranks) rank.join();
+}
+inline void run_ranks(Meeting& meeting, const std::function<void(Communicator&)>& body,
+                      std::chrono::nanoseconds timeout = kLimit) {
+  run_ranks(meeting.size, [&](int rank) { return meeting.communicator(rank, timeout); }, body);
+}
+
+// Ranks over the same memory.
+struct SameMemory {
+  explicit SameMemory(const shm::SegmentShape& its_shape) : shape(its_shape) {
+    for (int rank = 0; rank < shape.size; ++rank)
+      segments.push_back(shm::Segment::create(rank, shape));
+  }
+  std::unique_ptr<Communicator> communicator(int rank) const {
+    const CommunicatorOptions options{
+        .rank = rank, .size = shape.size, .num_channels = shape.num_channels, .timeout = kLimit};
+    return std::make_unique<Communicator>(
+        options, [&](TransportEvents& events) { return over_same_memory(segments, rank, events); });
+  }
+
+  shm::SegmentShape shape;
+  std::vector<shm::SegmentPtr> segments;
+};
+inline void run_ranks(const shm::SegmentShape& shape,
+                      const std::function<void(Communicator&)>& body) {
+  const SameMemory memory(shape);
+  run_ranks(shape.size, [&](int rank) { return memory.communicator(rank); }, body);
 }
 
 }  // namespace meeting

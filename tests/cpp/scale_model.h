@@ -3,21 +3,15 @@
 // is the code of the library (agreement_tree.h, group_tree.h); only the network is a model.
 #pragma once
 
-#include <algorithm>
-#include <cstdint>
-#include <functional>
-#include <memory>
+#include "check.h"
+
 #include <queue>
-#include <random>
-#include <vector>
 
 #include "engine/agreement_tree.h"
 #include "engine/collective_line.h"
 #include "transport/group_tree.h"
 
 namespace model {
-
-using namespace pipecomm;
 
 inline constexpr int kRanksPerHost = 8;
 inline constexpr int64_t kHeaderBytes = 150;  // packet, record and descriptor

@@ -1,14 +1,9 @@
 // What scaling does to one element, by the compiler's own _Float16 and by exact rounding of bf16.
 #pragma once
 
-#include <cmath>
-#include <cstring>
-
 #include "world.h"
 
 namespace scaling {
-
-using namespace pipecomm;
 
 // The nearest bf16 by search among the two neighbours, ties to even.
 inline uint16_t nearest_bfloat16(float value) {

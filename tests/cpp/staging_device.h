@@ -5,29 +5,11 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include <atomic>
-#include <chrono>
-#include <condition_variable>
-#include <cstdlib>
-#include <deque>
-#include <functional>
-#include <map>
-#include <memory>
-#include <mutex>
-#include <random>
-#include <stdexcept>
-#include <string>
-#include <thread>
-#include <utility>
-#include <vector>
-
 #include "check.h"
 #include "copy/copy_cpu.h"
 #include "copy/device_runtime.h"
 
 namespace staging_device {
-
-using namespace pipecomm;
 
 class Stream {
  public:

@@ -2,23 +2,17 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include <atomic>
-#include <limits>
-
 #include "cases.h"
 #include "copy/copy_cpu.h"
 #include "copy/float_formats.h"
 #include "scaling.h"
 
-namespace {
-
-using namespace pipecomm;
 using world::Options;
 using world::Random;
 
 // Every fp16 there is, both ways, against the compiler's _Float16; and floats on both sides of
 // every rounding boundary.
-void test_float16() {
+TEST(float16) {
   for (uint32_t bits = 0; bits < 0x10000; ++bits) {
     const auto half = static_cast<uint16_t>(bits);
     _Float16 reference;
@@ -43,7 +37,7 @@ void test_float16() {
   }
 }
 
-void test_bfloat16() {
+TEST(bfloat16) {
   Random random(3);
   for (uint32_t high = 0; high < 0x10000; ++high) {
     CHECK_EQ(float_bits(BFloat16::load(static_cast<uint16_t>(high))), high << 16);
@@ -55,7 +49,7 @@ void test_bfloat16() {
 }
 
 // A case large enough for several slabs and threads.
-void test_threads() {
+TEST(threads) {
   for (int num_threads : {1, 2, 7}) {
     ThreadPool pool(num_threads);
     for (int seed = 0; seed < 2; ++seed) {
@@ -89,8 +83,7 @@ void test_threads() {
   }
 }
 
-void test_pool() {
-  check::context = "thread pool";
+TEST(pool) {
   ThreadPool pool(4);
   for (int round = 0; round < 200; ++round) {
     std::vector<std::atomic<int>> calls(round % 9);
@@ -102,7 +95,7 @@ void test_pool() {
 }
 
 // A child that was forked while threads exist has none; it works alone and ends.
-void test_fork() {
+TEST(fork) {
 #if !defined(__SANITIZE_THREAD__)
   check::context = "fork";
   auto pool = std::make_unique<ThreadPool>(3);
@@ -128,8 +121,7 @@ std::vector<const void*> pointers_to(const std::vector<std::vector<T>>& tensors)
   return pointers;
 }
 
-void test_mean() {
-  check::context = "mean";
+TEST(mean) {
   ThreadPool pool(3);
   const std::vector<std::vector<float>> pair{{1, 0.1f, 3}, {5, 0.2f, -3}};
   std::vector<float> result(3);
@@ -172,8 +164,7 @@ void test_mean() {
   CHECK_INVALID("mean of no tensors", mean_cpu(result.data(), {}, 3, dtypes::kFloat32));
 }
 
-void test_range_errors() {
-  check::context = "range errors";
+TEST(range_errors) {
   const TensorSpec tensor{{2, 3, 4}, dtypes::kFloat32};
   for (const Scale& scale : {Scale::none(), Scale::multiply(2)}) {
     const ExchangePlan plan = all_to_all_plan({0, 2}, {{tensor, {2, 2}, {3, 3}}}, 2, 1, scale);
@@ -195,17 +186,4 @@ void test_range_errors() {
                     pack_range(exchange, send, buffers, 0, 12, chunk.data()));
     }
   }
-}
-
-}  // namespace
-
-int main() {
-  test_float16();
-  test_bfloat16();
-  test_threads();
-  test_pool();
-  test_fork();
-  test_mean();
-  test_range_errors();
-  return check::report("test_copy_cpu");
 }

@@ -1,15 +1,10 @@
 // The device communicator's host logic, with several ranks as threads over a simulated device.
-#include <algorithm>
-#include <barrier>
-#include <numeric>
 
 #include "device_exchanges.h"
 #include "plan/reshard.h"
 
-namespace {
-
-void neighbours_exchange() {
-  run("neighbours", options_of(3), [](Rank& me) {
+TEST(neighbours_exchange) {
+  run(options_of(3), [](Rank& me) {
     const int next = (me.rank + 1) % 3, prev = (me.rank + 2) % 3;
     for (bool is_async : {false, true}) {
       const Tensor forward({5}, float(10 * me.rank)), backward({2, 3}, float(100 * me.rank));
@@ -19,17 +14,17 @@ void neighbours_exchange() {
           is_async);
       me.follow(operation);
       me.finish(operation);
-      EXPECT(from_prev.counts_from(float(10 * prev)));
-      EXPECT(from_next.counts_from(float(100 * next)));
-      EXPECT(me.comm->is_completed(*operation));
+      CHECK(from_prev.counts_from(float(10 * prev)));
+      CHECK(from_next.counts_from(float(100 * next)));
+      CHECK(me.comm->is_completed(*operation));
     }
   });
 }
 
 // Each rank is the other's next and previous one, both send first, then both receive: a send of one
 // channel must not wait for a receive of the other.
-void channels_are_independent() {
-  run("channels", options_of(2), [](Rank& me) {
+TEST(channels_are_independent) {
+  run(options_of(2), [](Rank& me) {
     const int peer = 1 - me.rank;
     const Tensor mine({1000}, float(me.rank));
     Tensor theirs({1000});
@@ -37,12 +32,12 @@ void channels_are_independent() {
     const auto received = me.p2p({theirs.from(peer, peer)}, true);
     me.finish(received);
     me.finish(sent);
-    EXPECT(theirs.counts_from(float(peer)));
+    CHECK(theirs.counts_from(float(peer)));
   });
 }
 
-void unusual_messages() {
-  run("unusual", options_of(2), [](Rank& me) {
+TEST(unusual_messages) {
+  run(options_of(2), [](Rank& me) {
     const int peer = 1 - me.rank;
     me.finish(me.p2p({}, true));
     const Tensor nothing({0, 4});
@@ -51,7 +46,7 @@ void unusual_messages() {
     const Tensor mine({6}, 3);
     Tensor copy({6});
     me.finish(me.p2p({mine.to(me.rank), copy.from(me.rank)}));
-    EXPECT(copy.counts_from(3));
+    CHECK(copy.counts_from(3));
 
     // Into every second column, from the peer and from myself.
     const Tensor column({3, 2}, float(7 * me.rank));
@@ -66,21 +61,21 @@ void unusual_messages() {
                                    {Direction::recv, me.rank, 0, even}},
                                   true);
     me.finish(operation);
-    EXPECT(me.runtime->num_launches <= 2);  // one for each lane
+    CHECK(me.runtime->num_launches <= 2);  // one for each lane
     for (int row = 0; row < 3; ++row) {
       for (int idx = 0; idx < 2; ++idx) {
-        EXPECT((*table.data)[row * 8 + 2 * idx + 1] == float(7 * peer + row * 2 + idx));
-        EXPECT((*table.data)[row * 8 + 2 * idx] == float(7 * me.rank + row * 2 + idx));
+        CHECK((*table.data)[row * 8 + 2 * idx + 1] == float(7 * peer + row * 2 + idx));
+        CHECK((*table.data)[row * 8 + 2 * idx] == float(7 * me.rank + row * 2 + idx));
       }
-      EXPECT((*table.data)[row * 8 + 5] == float(row * 8 + 5));
+      CHECK((*table.data)[row * 8 + 5] == float(row * 8 + 5));
     }
   });
 }
 
-void large_batches_are_cut() {
+TEST(large_batches_are_cut) {
   Options options = options_of(3);
   options.max_ops_per_group = 16;
-  run("large batch", options, [](Rank& me) {
+  run(options, [](Rank& me) {
     std::vector<Tensor> mine, theirs;
     std::vector<PointToPoint> batch;
     for (int idx = 0; idx < 200; ++idx) {
@@ -96,8 +91,8 @@ void large_batches_are_cut() {
     size_t at = 0;
     for (int idx = 0; idx < 200; ++idx)
       for (int peer = 0; peer < 3; ++peer)
-        if (peer != me.rank) EXPECT(theirs[at++].counts_from(float(1000 * peer + idx)));
-    EXPECT(fake::world->max_group_ops <= 16 && fake::world->num_kernels > 3 * 40);
+        if (peer != me.rank) CHECK(theirs[at++].counts_from(float(1000 * peer + idx)));
+    CHECK(fake::world->max_group_ops <= 16 && fake::world->num_kernels > 3 * 40);
   });
 }
 
@@ -108,9 +103,9 @@ PreparedExchangePtr transpose_plan(const Rank& me, int64_t rows, Sizes columns) 
       {me.rank, me.size}, {{input, columns, Sizes(me.size, rows)}}, 1, 0, Scale::multiply(2)));
 }
 
-void collectives() {
+TEST(collectives) {
   for (Check check : {Check::first_use, Check::full, Check::off}) {
-    run("collectives", options_of(3, check), [](Rank& me) {
+    run(options_of(3, check), [](Rank& me) {
       const Sizes columns{1, 0, 4};
       const auto plan = transpose_plan(me, 2, columns);
       for (bool is_async : {false, true, true}) {
@@ -123,134 +118,57 @@ void collectives() {
         const int64_t first = me.rank == 0 ? 0 : 1;
         for (int64_t row = 0; row < 6; ++row)
           for (int64_t column = 0; column < columns[me.rank]; ++column)
-            EXPECT((*output.data)[row * columns[me.rank] + column] ==
-                   2 * float(100 * (row / 2) + (row % 2) * 5 + first + column));
+            CHECK((*output.data)[row * columns[me.rank] + column] ==
+                  2 * float(100 * (row / 2) + (row % 2) * 5 + first + column));
       }
       for (int source = 0; source < 3; ++source) {
         Tensor tensor({4}, me.rank == source ? 50.0f : -1.0f);
         me.finish(me.comm->broadcast(tensor.ref(), source, {.is_async = source == 1}));
-        EXPECT(tensor.counts_from(50));
+        CHECK(tensor.counts_from(50));
       }
-      EXPECT(me.comm->copy_counters().num_exchanges == 3);
-      const auto barrier = me.comm->barrier();
-      me.comm->wait(*barrier, Clock::now() + 20s, kNothing);
+      CHECK(me.comm->copy_counters().num_exchanges == 3);
+      meet(me);
     });
   }
 }
 
-// ------------------------------------------------------------------------------------------------
-
-void wrong_arguments() {
-  run("wrong arguments", options_of(2), [](Rank& me) {
+TEST(wrong_arguments) {
+  run(options_of(2), [](Rank& me) {
     const Tensor tensor({4}, 1);
     Tensor other({4});
     for (const auto& [batch, text] : std::vector<std::pair<std::vector<PointToPoint>, std::string>>{
              {{tensor.to(2)}, "peer 2 is not in 0..1"},
              {{tensor.to(1, 5)}, "channel 5 is not in 0..1"},
              {{tensor.to(me.rank)}, "needs its receive"},
-             {{tensor.to(1 - me.rank), tensor.from(1 - me.rank)}, "share memory"}}) {
-      try {
-        me.p2p(batch);
-        EXPECT(!"std::invalid_argument was expected");
-      } catch (const std::invalid_argument& error) {
-        EXPECT(contains(error.what(), text));
-      }
-    }
+             {{tensor.to(1 - me.rank), tensor.from(1 - me.rank)}, "share memory"}})
+      CHECK_INVALID(text, me.p2p(batch));
     me.finish(me.p2p({tensor.to(1 - me.rank), other.from(1 - me.rank)}));
-    EXPECT(other.counts_from(1));
+    CHECK(other.counts_from(1));
   });
 }
 
-void mismatched_messages() {
+TEST(mismatched_messages) {
   for (Check check : {Check::first_use, Check::full}) {
-    run("mismatched messages", options_of(2, check), [](Rank& me) {
+    run(options_of(2, check), [](Rank& me) {
       const Tensor mine({4}, 1);
       Tensor theirs({me.rank == 0 ? 4 : 6});
       // The rank that posts last may hear of it at once, and the device may be done before that.
       try {
         me.finish(me.p2p({me.rank == 0 ? mine.to(1) : theirs.from(0)}, true));
       } catch (const PipeCommException& error) {
-        EXPECT(error.failure()->kind == FailureKind::mismatch);
+        CHECK(error.failure()->kind == FailureKind::mismatch);
       }
       const std::string text = failure_of(me)->message;
-      EXPECT(contains(text, "float32[4] (16 B)") && contains(text, "float32[6] (24 B)"));
+      CHECK(contains(text, "float32[4] (16 B)") && contains(text, "float32[6] (24 B)"));
       failure_text(FailureKind::mismatch, [&] { me.p2p({mine.to(1 - me.rank)}); });
-      EXPECT(failure_of(me)->peer >= 0);
+      CHECK(failure_of(me)->peer >= 0);
     });
-  }
-}
-
-// Exchanges that are new to all ranks: refused on all, and the next one works.
-void mismatched_exchanges() {
-  for (Check check : {Check::first_use, Check::full}) {
-    for (bool is_list : {false, true}) {
-      for (auto [sent, wanted] : {std::pair(2, 3), std::pair(3, 2), std::pair(0, 2)}) {
-        const std::string sent_text = bytes_text(4 * sent), wanted_text = bytes_text(4 * wanted);
-        run("mismatched exchange of 2", quick_options_of(2, check), [&](Rank& me) {
-          const Uneven agreed{{{1, sent}, {2, 1}}, is_list};
-          const Uneven mine = me.rank == 0 ? agreed : with_size(agreed, 0, 1, wanted);
-          const std::string text =
-              failure_text(FailureKind::mismatch, [&] { run_uneven(me, mine); });
-          EXPECT(contains(text, "all_to_all of float32") && contains(text, sent_text) &&
-                 contains(text, wanted_text) && contains(text, "nothing was transferred"));
-          EXPECT(!me.comm->failure());
-          EXPECT(run_uneven(me, agreed) && run_uneven(me, agreed));
-        });
-      }
-      run("mismatched exchange of 3", quick_options_of(3, check), [&](Rank& me) {
-        const Uneven agreed{{{1, 2, 3}, {4, 5, 6}, {7, 8, 9}}, is_list};
-        const Uneven mine = me.rank == 1 ? with_size(agreed, 0, 1, 3) : agreed;
-        const std::string text = failure_text(FailureKind::mismatch, [&] { run_uneven(me, mine); });
-        EXPECT(contains(text, "8 B") && contains(text, "12 B"));
-        if (me.rank == 2)
-          EXPECT(contains(text, "rank 0 sends 8 B to rank 1, which expects 12 B; nothing was"));
-        EXPECT(!me.comm->failure());
-        EXPECT(run_uneven(me, agreed) && run_uneven(me, agreed));
-      });
-    }
-    run("mismatched dtypes", quick_options_of(3, check), [&](Rank& me) {
-      const Uneven agreed{{{1, 2, 3}, {4, 5, 6}, {7, 8, 9}}, true};
-      Uneven mine = agreed;
-      if (me.rank == 2) mine.recv_dtype = {3, 4};  // int32
-      const std::string text = failure_text(FailureKind::mismatch, [&] { run_uneven(me, mine); });
-      EXPECT(contains(text, "rank") && contains(text, "dtypes"));
-      EXPECT(!me.comm->failure());
-      EXPECT(run_uneven(me, agreed));
-    });
-  }
-}
-
-// Two ranks change what they exchange, and disagree. The third has run its part before and begins at
-// once, so there is no way back: all ranks fail.
-void late_mismatched_exchanges() {
-  for (Check check : {Check::first_use, Check::full}) {
-    for (int wanted : {2, 5}) {  // which rank 1 has seen before, or not
-      std::barrier meeting(3);
-      run("late mismatch", quick_options_of(3, check), [&](Rank& me) {
-        const Uneven agreed{{{1, 2, 3}, {4, 5, 6}, {7, 8, 9}}};
-        EXPECT(run_uneven(me, agreed));
-        meeting.arrive_and_wait();
-        const Uneven mine = me.rank == 0   ? with_size(agreed, 0, 1, 4)
-                            : me.rank == 1 ? with_size(agreed, 0, 1, wanted)
-                                           : agreed;
-        try {
-          run_uneven(me, mine);
-          EXPECT(me.rank == 2);  // may be done before the others find out
-        } catch (const PipeCommException& error) {
-          EXPECT(error.failure()->kind == FailureKind::mismatch);
-        }
-        const FailurePtr failure = failure_of(me);
-        EXPECT(failure->kind == FailureKind::mismatch);
-        EXPECT(contains(failure->message, "16 B") &&
-               contains(failure->message, bytes_text(4 * wanted)));
-      });
-    }
   }
 }
 
 // A relay moves a flat form of the tensor that the user knows.
-void errors_show_the_tensor_of_the_plan() {
-  run("shown tensor", options_of(2), [](Rank& me) {
+TEST(errors_show_the_tensor_of_the_plan) {
+  run(options_of(2), [](Rank& me) {
     const TensorSpec whole{{12}, dtypes::kFloat32};
     ReshardOptions plan_options;
     plan_options.tag = me.rank == 0 ? "direct" : "sharded";
@@ -263,15 +181,15 @@ void errors_show_the_tensor_of_the_plan() {
       me.comm->exchange(OpCode::relay, plan, me.rank == 0 ? mine : none, me.rank == 0 ? none : mine,
                         {.is_async = false});
     });
-    EXPECT(contains(text, "relay of float32[3, 4] with a message of "));
-    EXPECT(!me.comm->failure());
+    CHECK(contains(text, "relay of float32[3, 4] with a message of "));
+    CHECK(!me.comm->failure());
   });
 }
 
 // Only ranks that change what they exchange hear of each other, and only the first time.
-void changing_exchanges() {
+TEST(changing_exchanges) {
   std::barrier meeting(3);
-  run("changing exchanges", options_of(3), [&](Rank& me) {
+  run(options_of(3), [&](Rank& me) {
     const Uneven first{{{1, 2, 3}, {4, 5, 6}, {7, 8, 9}}};
     const Uneven second = with_size(first, 0, 1, 7);
     auto traffic_so_far = [&] {
@@ -282,14 +200,14 @@ void changing_exchanges() {
     };
     auto traffic = [&](const Uneven& uneven) {
       const int before = traffic_so_far();
-      EXPECT(run_uneven(me, uneven));
+      CHECK(run_uneven(me, uneven));
       return traffic_so_far() - before;
     };
     // Agreements, claims of both directions, and what makes the link of all ranks.
-    EXPECT(traffic(first) == 6 + 12 + 8);
-    EXPECT(traffic(first) == 0);
-    EXPECT(traffic(second) == 2 + 4);
-    EXPECT(traffic(second) == 0 && traffic(first) == 0);
+    CHECK(traffic(first) == 6 + 12 + 8);
+    CHECK(traffic(first) == 0);
+    CHECK(traffic(second) == 2 + 4);
+    CHECK(traffic(second) == 0 && traffic(first) == 0);
 
     me.runtime->begin_capture();
     for (const Uneven& uneven : {first, with_size(first, 0, 1, 9)}) {
@@ -305,19 +223,19 @@ void changing_exchanges() {
                               member, {input.shape, dtypes::kFloat32},
                               {output.shape, dtypes::kFloat32}, sends, recvs)),
                           std::vector{input.ref()}, std::vector{output.ref()}, {.is_async = false});
-        EXPECT(uneven.sizes[0][1] == 2 || me.rank == 2);
+        CHECK(uneven.sizes[0][1] == 2 || me.rank == 2);
       } catch (const std::invalid_argument& error) {
-        EXPECT(uneven.sizes[0][1] == 9 && contains(error.what(), "inside a CUDA graph capture"));
+        CHECK(uneven.sizes[0][1] == 9 && contains(error.what(), "inside a CUDA graph capture"));
       }
     }
     me.runtime->end_capture();
     meeting.arrive_and_wait();
-    EXPECT(!me.comm->failure());
+    CHECK(!me.comm->failure());
   });
 }
 
-void steady_state_has_no_host_traffic() {
-  run("steady state", options_of(2), [](Rank& me) {
+TEST(steady_state_has_no_host_traffic) {
+  run(options_of(2), [](Rank& me) {
     const int peer = 1 - me.rank;
     const Tensor mine({4}, 1);
     Tensor theirs({4}), shared({4});
@@ -325,22 +243,21 @@ void steady_state_has_no_host_traffic() {
       me.finish(me.p2p({mine.to(peer), theirs.from(peer)}, true));
       me.finish(me.comm->broadcast(shared.ref(), 0, {.is_async = false}));
     };
-    auto meet = [&] { me.comm->wait(*me.comm->barrier(), Clock::now() + 20s, kNothing); };
     step();
-    meet();
+    meet(me);
     const int num_claims = me.hub.num_claims();
-    EXPECT(num_claims <= 8 + 9);  // of messages, and of two links
+    CHECK(num_claims <= 8 + 9);  // of messages, and of two links
     const int num_messages = me.hub.num_messages();
-    meet();
+    meet(me);
     for (int idx = 0; idx < 5; ++idx) step();
-    EXPECT(me.hub.num_claims() == num_claims);
-    meet();
-    EXPECT(me.hub.num_messages() <= num_messages + 4);  // the two meetings
+    CHECK(me.hub.num_claims() == num_claims);
+    meet(me);
+    CHECK(me.hub.num_messages() <= num_messages + 4);  // the two meetings
   });
 }
 
-void flight_records() {
-  run("flight records", options_of(2), [](Rank& me) {
+TEST(flight_records) {
+  run(options_of(2), [](Rank& me) {
     const int peer = 1 - me.rank;
     const Tensor mine({4}, 1);
     Tensor theirs({4}), shared({2, 3});
@@ -349,30 +266,30 @@ void flight_records() {
     me.finish(me.p2p({mine.to(peer, 1), theirs.from(peer, 1)}, true));
     std::vector<Flight> flights = me.comm->flights();
     std::erase_if(flights, [](const Flight& flight) { return !flight.operation.on_device; });
-    EXPECT(flights.size() == 3);
+    CHECK(flights.size() == 3);
     for (size_t idx = 0; idx < flights.size(); ++idx) {
       const auto& [operation, messages] = flights[idx];
-      EXPECT(operation.number == (idx == 0 ? 0 : idx + 1));  // the agreement is one, too
-      EXPECT(operation.ended && !operation.failure);
-      EXPECT(operation.posted_at <= operation.ended_at);
-      EXPECT(operation.op == (idx == 1 ? OpCode::broadcast : OpCode::p2p));
-      EXPECT(messages.size() == (idx == 1 ? 1 : 2));
+      CHECK(operation.number == (idx == 0 ? 0 : idx + 1));  // the agreement is one, too
+      CHECK(operation.ended && !operation.failure);
+      CHECK(operation.posted_at <= operation.ended_at);
+      CHECK(operation.op == (idx == 1 ? OpCode::broadcast : OpCode::p2p));
+      CHECK(messages.size() == (idx == 1 ? 1 : 2));
       for (const FlightMessage& message : messages) {
-        EXPECT(message.peer == peer && message.state == MessageState::done);
-        EXPECT(message.descriptor.seq == (idx == 2 ? 1 : 0));
-        EXPECT(message.descriptor.num_bytes == (idx == 1 ? 24 : 16));
-        EXPECT(message.descriptor.channel == (idx == 1 ? kCollectiveChannel : 1));
+        CHECK(message.peer == peer && message.state == MessageState::done);
+        CHECK(message.descriptor.seq == (idx == 2 ? 1 : 0));
+        CHECK(message.descriptor.num_bytes == (idx == 1 ? 24 : 16));
+        CHECK(message.descriptor.channel == (idx == 1 ? kCollectiveChannel : 1));
       }
     }
     // The agreement about the broadcast.
-    EXPECT(me.comm->flights().size() == 4);
+    CHECK(me.comm->flights().size() == 4);
   });
 }
 
 // Memory that one rank does not have is missed before anything is on the device: the collective is
 // refused, as Python does with what it throws, and the next one works.
-void memory_that_one_rank_lacks() {
-  run("out of memory", options_of(3), [](Rank& me) {
+TEST(memory_that_one_rank_lacks) {
+  run(options_of(3), [](Rank& me) {
     const Tensor whole({4, 2}, 1);
     TensorRef column = whole.ref();
     column.shape = {4};
@@ -381,150 +298,113 @@ void memory_that_one_rank_lacks() {
     const Uneven uneven{{{1, 2, 3}, {4, 5, 6}, {7, 8, 9}}};
     me.runtime->is_out_of_memory = me.rank == 1;
     if (me.rank == 1) {
-      try {
-        call();
-        EXPECT(!"there is no memory");
-      } catch (const std::runtime_error& error) {
-        EXPECT(contains(error.what(), "out of memory"));
-        me.comm->refuse(OpCode::broadcast, error.what());
-      }
+      CHECK_THROWS(std::runtime_error, "CUDA out of memory", call());
+      me.comm->refuse(OpCode::broadcast, "CUDA out of memory");
     } else {
-      EXPECT(contains(failure_text(FailureKind::mismatch, call),
-                      "refused by rank 1: CUDA out of memory"));
+      CHECK(contains(failure_text(FailureKind::mismatch, call),
+                     "refused by rank 1: CUDA out of memory"));
     }
     me.runtime->is_out_of_memory = false;
     call();
-    EXPECT(run_uneven(me, uneven) && !me.comm->failure());
+    CHECK(run_uneven(me, uneven) && !me.comm->failure());
   });
 }
 
-void refused_collectives() {
-  run("refused", options_of(3), [](Rank& me) {
-    Tensor tensor({4}, 1);
-    // Not run before: all hear it, and the next call works.
-    if (me.rank == 1) {
-      me.comm->refuse(OpCode::broadcast, "ValueError: bad here");
-    } else {
-      const std::string text = failure_text(
-          FailureKind::mismatch, [&] { me.comm->broadcast(tensor.ref(), 0, {.is_async = false}); });
-      EXPECT(contains(text, "bad here"));
+TEST(a_failing_call_reaches_everybody) {
+  Options options = options_of(3);
+  options.inject = [num = std::make_shared<std::atomic<int>>(0)](const std::string& call,
+                                                                 int rank) {
+    // Rank 0 of the pair sends one message while connecting.
+    return call == "ncclSend" && rank == 0 && ++*num > 1 ? NcclResult::internal_error
+                                                         : NcclResult::success;
+  };
+  run(options, [](Rank& me) {
+    const Tensor tensor({4}, 1);
+    if (me.rank == 0) {
+      CHECK_CONTAINS(failure_text(FailureKind::error, [&] { me.p2p({tensor.to(1, 1)}); }),
+                     "ncclSend: some error (details of the fake)");
+      CHECK(fake::group.depth == 0);
+    } else if (me.rank == 1) {
+      CHECK_CONTAINS(
+          failure_text(FailureKind::error, [&] { me.finish(me.p2p({tensor.from(0, 1)}, true)); }),
+          "ncclSend: some error");
     }
-    me.finish(me.comm->broadcast(tensor.ref(), 0, {.is_async = false}));
-    // Disagreement about the arguments, likewise.
-    Tensor other({me.rank == 2 ? 8 : 6}, 1);
-    failure_text(FailureKind::mismatch,
-                 [&] { me.comm->broadcast(other.ref(), 0, {.is_async = false}); });
-    me.finish(me.comm->broadcast(tensor.ref(), 0, {.is_async = false}));
-    // Run before: the others are on the device already.
-    if (me.rank == 1) {
-      me.comm->refuse(OpCode::broadcast, "ValueError: too late");
-      EXPECT(contains(failure_of(me)->message, "too late"));
+    CHECK_CONTAINS(failure_of(me)->message, "ncclSend: some error");
+    CHECK(failure_of(me)->origin_rank == 0);
+  });
+}
+
+TEST(timeout) {
+  Options options = options_of(2);
+  options.timeout = 500ms;
+  run(options, [](Rank& me) {
+    const Tensor tensor({4}, 1);
+    if (me.rank == 0) {
+      const auto operation = me.p2p({tensor.from(1)}, true);
+      CHECK(!me.comm->wait(*operation, Clock::now() + 20ms, kNothing));
+      const std::string text = failure_text(FailureKind::timeout, [&] { me.finish(operation); });
+      CHECK_CONTAINS(text, "timed out on the device");
+      CHECK_CONTAINS(text, "recv #0 on channel 0 from rank 1 of float32[4]");
+      CHECK(me.comm->is_completed(*operation));
     } else {
-      Tensor again({4}, 1);
-      me.comm->broadcast(again.ref(), 0, {.is_async = false});
-      EXPECT(contains(failure_of(me)->message, "too late"));
+      CHECK(failure_of(me)->kind == FailureKind::timeout && failure_of(me)->origin_rank == 0);
     }
   });
 }
 
-// ------------------------------------------------------------------------------------------------
-
-void failures_reach_everybody() {
-  run(
-      "ncclSend fails", options_of(3),
-      [](Rank& me) {
-        Tensor tensor({4}, 1);
-        if (me.rank == 0) {
-          const std::string text =
-              failure_text(FailureKind::error, [&] { me.p2p({tensor.to(1, 1)}); });
-          EXPECT(contains(text, "ncclSend: some error (details of the fake)"));
-          EXPECT(fake::group.depth == 0);
-        } else if (me.rank == 1) {
-          EXPECT(contains(failure_text(FailureKind::error,
-                                       [&] { me.finish(me.p2p({tensor.from(0, 1)}, true)); }),
-                          "ncclSend: some error"));
-        }
-        EXPECT(contains(failure_of(me)->message, "ncclSend: some error"));
-        EXPECT(failure_of(me)->origin_rank == 0);
-      },
-      nullptr,
-      [num = std::make_shared<std::atomic<int>>(0)](const std::string& call, int rank) {
-        // Rank 0 of the pair sends one message while connecting.
-        return call == "ncclSend" && rank == 0 && ++*num > 1 ? NcclResult::internal_error
-                                                             : NcclResult::success;
-      });
-
-  run(
-      "timeout",
-      [] {
-        Options options = options_of(2);
-        options.timeout = 1s;
-        return options;
-      }(),
-      [](Rank& me) {
-        Tensor tensor({4}, 1);
-        if (me.rank == 0) {
-          const auto operation = me.p2p({tensor.from(1)}, true);
-          EXPECT(!me.comm->wait(*operation, Clock::now() + 20ms, kNothing));
-          const std::string text =
-              failure_text(FailureKind::timeout, [&] { me.finish(operation); });
-          EXPECT(contains(text, "timed out on the device") &&
-                 contains(text, "recv #0 on channel 0 from rank 1 of float32[4]"));
-          EXPECT(me.comm->is_completed(*operation));
-        } else {
-          EXPECT(failure_of(me)->kind == FailureKind::timeout && failure_of(me)->origin_rank == 0);
-        }
-      });
-
-  run("dead peer", options_of(3), [num_waiting = std::make_shared<std::atomic<int>>(0)](Rank& me) {
-    Tensor tensor({4}, 1);
+TEST(dead_peer) {
+  std::atomic<int> num_waiting = 0;
+  run(options_of(3), [&](Rank& me) {
+    const Tensor tensor({4}, 1);
     if (me.rank == 2) {
-      while (*num_waiting < 2) std::this_thread::sleep_for(1ms);
+      CHECK(comes_true([&] { return num_waiting == 2; }));
       return me.hub.lose(2);
     }
     const auto operation = me.p2p({tensor.from(2)}, true);
-    ++*num_waiting;
+    ++num_waiting;
     failure_text(FailureKind::peer_lost, [&] { me.finish(operation); });
-    EXPECT(failure_of(me)->origin_rank == 2);
+    CHECK(failure_of(me)->origin_rank == 2);
     // The kernel left when NCCL was aborted; that is no success.
     std::this_thread::sleep_for(100ms);
     failure_text(FailureKind::peer_lost, [&] { me.follow(operation); });
   });
+}
 
-  run("abort", options_of(2), [](Rank& me) {
-    Tensor tensor({4}, 1);
+TEST(abort) {
+  run(options_of(2), [](Rank& me) {
+    const Tensor tensor({4}, 1);
     if (me.rank == 0) {
       const auto operation = me.p2p({tensor.from(1)}, true);
       std::thread([&] { me.comm->abort("enough"); }).join();
       failure_text(FailureKind::aborted, [&] { me.finish(operation); });
     }
-    EXPECT(contains(failure_of(me)->message, "enough"));
+    CHECK_CONTAINS(failure_of(me)->message, "enough");
   });
+}
 
-  run("asynchronous error", options_of(2), [](Rank& me) {
-    const Tensor mine({4}, 1), theirs({4});
-    me.finish(me.p2p({mine.to(1 - me.rank), theirs.from(1 - me.rank)}));
+TEST(asynchronous_error) {
+  run(options_of(2), [](Rank& me) {
+    me.finish(me.p2p(Swap(me).on()));
     meet(me);
     if (me.rank == 0) {
       std::lock_guard lock(fake::world->mutex);
       for (const auto& comm : fake::world->comms)
         if (comm->rank == 0) comm->async_error = NcclResult::remote_error;
     }
-    EXPECT(failure_of(me)->kind == FailureKind::peer_lost);
-    EXPECT(contains(failure_of(me)->message, "remote process exited"));
+    CHECK(failure_of(me)->kind == FailureKind::peer_lost);
+    CHECK_CONTAINS(failure_of(me)->message, "remote process exited");
   });
 }
 
 // Tensors stay alive until the device is done with them, and not longer.
-void lifetimes() {
-  run("lifetimes", options_of(2), [](Rank& me) {
-    auto meet = [&] { me.comm->wait(*me.comm->barrier(), Clock::now() + 20s, kNothing); };
+TEST(lifetimes) {
+  run(options_of(2), [](Rank& me) {
     if (me.rank == 1) {
       for (int channel : {0, 1}) {
         Tensor theirs({4});
-        meet();
+        meet(me);
         me.finish(me.p2p({theirs.from(0, channel)}, true));
-        EXPECT(theirs.counts_from(1));
+        CHECK(theirs.counts_from(1));
       }
       return;
     }
@@ -534,13 +414,12 @@ void lifetimes() {
       alive = mine.data;
       me.p2p({mine.to(1)}, true);  // the handle is dropped, too
     }
-    EXPECT(!alive.expired());
-    meet();
-    for (int attempt = 0; attempt < 5000 && !alive.expired(); ++attempt) {
+    CHECK(!alive.expired());
+    meet(me);
+    CHECK(comes_true([&] {
       me.p2p({});
-      std::this_thread::sleep_for(1ms);
-    }
-    EXPECT(alive.expired());
+      return alive.expired();
+    }));
 
     // The stream that is made to wait is not the one on which the memory would be used again.
     const Tensor held({4}, 1);
@@ -549,48 +428,24 @@ void lifetimes() {
     const StreamHandle caller = me.runtime->current_stream();
     me.runtime->set_current(me.runtime->new_stream());
     me.follow(operation);
-    EXPECT(num_owners() == 2);
+    CHECK(num_owners() == 2);
     me.runtime->set_current(caller);
     me.follow(operation);
-    EXPECT(num_owners() == 1);
-    meet();
+    CHECK(num_owners() == 1);
+    meet(me);
     me.finish(operation);
   });
 }
 
-void one_rank() {
-  run("one rank", options_of(1), [](Rank& me) {
+TEST(one_rank) {
+  run(options_of(1), [](Rank& me) {
     const Tensor mine({4}, 2);
     Tensor copy({4});
     bool succeeded = false;
     me.finish(me.comm->batch_p2p(std::vector{mine.to(0), copy.from(0)},
                                  {.on_success = [&] { succeeded = true; }}));
-    EXPECT(copy.counts_from(2) && succeeded);
+    CHECK(copy.counts_from(2) && succeeded);
     me.finish(me.comm->broadcast(copy.ref(), 0, {.is_async = false}));
-    EXPECT(fake::world->comms.empty());
+    CHECK(fake::world->comms.empty());
   });
-}
-
-}  // namespace
-
-int main() {
-  neighbours_exchange();
-  channels_are_independent();
-  unusual_messages();
-  large_batches_are_cut();
-  collectives();
-  wrong_arguments();
-  mismatched_messages();
-  mismatched_exchanges();
-  late_mismatched_exchanges();
-  errors_show_the_tensor_of_the_plan();
-  changing_exchanges();
-  steady_state_has_no_host_traffic();
-  flight_records();
-  memory_that_one_rank_lacks();
-  refused_collectives();
-  failures_reach_everybody();
-  lifetimes();
-  one_rank();
-  return check::report("device");
 }

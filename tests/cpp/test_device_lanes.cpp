@@ -1,119 +1,90 @@
 // The order of calls: which programs run, which come to a deadlock, and what a call costs the host.
-#include <algorithm>
-#include <map>
-#include <random>
-#include <tuple>
 
 #include "device_world.h"
 #include "plan/builders.h"
 
-namespace {
-
 constexpr int64_t kSmall = 4, kLarge = 5000;  // floats; the FIFO holds 1 KiB
 
-std::function<void(fake::World&)> with_fifo(size_t num_bytes) {
-  return [num_bytes](fake::World& world) { world.fifo_bytes = num_bytes; };
+// Each in a call of its own, all before anything is waited for.
+void post_and_finish(Rank& me, const std::vector<PointToPoint>& calls) {
+  std::vector<OperationPtr> operations;
+  for (const PointToPoint& call : calls) operations.push_back(me.p2p({call}, true));
+  for (const OperationPtr& operation : operations) me.finish(operation);
 }
 
 enum class Order { recv_first, send_first, mixed };
 
 // Every rank sends to the next one and receives from the one before, and the other way round, in
 // calls of their own on one channel.
-void rings() {
+TEST(rings) {
   for (const int size : {2, 3, 4}) {
+    Options options = options_of(size);
+    options.prepare = [](fake::World& world) { world.fifo_bytes = 1024; };
     for (const Order order : {Order::recv_first, Order::send_first, Order::mixed}) {
       for (const int64_t length : {kSmall, kLarge}) {
-        run(
-            "rings", options_of(size),
-            [&](Rank& me) {
-              const bool recv_first =
-                  order == Order::recv_first || (order == Order::mixed && me.rank % 2);
-              for (const int step : {1, size - 1}) {
-                const int next = (me.rank + step) % size, prev = (me.rank + size - step) % size;
-                const Tensor mine({length}, float(me.rank));
-                const Tensor theirs({length});
-                std::vector<PointToPoint> calls{mine.to(next), theirs.from(prev)};
-                if (recv_first) std::swap(calls[0], calls[1]);
-                std::vector<OperationPtr> operations;
-                for (const PointToPoint& call : calls) operations.push_back(me.p2p({call}, true));
-                for (const OperationPtr& operation : operations) me.finish(operation);
-                EXPECT(theirs.counts_from(float(prev)));
-              }
-            },
-            nullptr, nullptr, with_fifo(1024));
+        run(options, [&](Rank& me) {
+          const bool recv_first =
+              order == Order::recv_first || (order == Order::mixed && me.rank % 2);
+          for (const int step : {1, size - 1}) {
+            const int next = (me.rank + step) % size, prev = (me.rank + size - step) % size;
+            const Tensor mine({length}, float(me.rank)), theirs({length});
+            std::vector<PointToPoint> calls{mine.to(next), theirs.from(prev)};
+            if (recv_first) std::swap(calls[0], calls[1]);
+            post_and_finish(me, calls);
+            CHECK(theirs.counts_from(float(prev)));
+          }
+        });
       }
     }
   }
 }
 
-// Both rings at once, posted before anything is waited for.
-void rings_in_both_directions() {
-  run("both directions", options_of(4), [](Rank& me) {
-    const int next = (me.rank + 1) % 4, prev = (me.rank + 3) % 4;
-    const Tensor mine({kLarge}, float(me.rank));
-    const Tensor from_next({kLarge}), from_prev({kLarge});
-    std::vector<OperationPtr> operations;
-    for (const PointToPoint& call :
-         {from_prev.from(prev), mine.to(next), from_next.from(next), mine.to(prev)})
-      operations.push_back(me.p2p({call}, true));
-    for (const OperationPtr& operation : operations) me.finish(operation);
-    EXPECT(from_next.counts_from(float(next)) && from_prev.counts_from(float(prev)));
+// The fake finds out that nothing moves, long before a deadline.
+TEST(deadlocks_are_found) {
+  Options options = options_of(2);
+  options.timeout = 600s;
+  options.prepare = [](fake::World& world) { world.expects_stuck = true; };
+  run(options, [](Rank& me) {
+    const Tensor theirs({4});
+    failure_text(FailureKind::aborted,
+                 [&] { me.finish(me.p2p({theirs.from(1 - me.rank)}, true)); });
   });
 }
 
-// The fake finds out that nothing moves, long before a deadline.
-void deadlocks_are_found() {
-  const auto is_stuck = [](fake::World& world) { world.expects_stuck = true; };
-  Options options = options_of(2);
-  options.timeout = 600s;
-  run(
-      "nobody sends", options,
-      [](Rank& me) {
-        const Tensor theirs({4});
-        failure_text(FailureKind::aborted,
-                     [&] { me.finish(me.p2p({theirs.from(1 - me.rank)}, true)); });
-      },
-      nullptr, nullptr, is_stuck);
-}
-
 // What three ranks send upwards, each in another order.
-void orders_that_contradict_each_other() {
+TEST(orders_that_contradict_each_other) {
   for (const int64_t length : {kSmall, kLarge}) {
-    run("three orders", options_of(3), [&](Rank& me) {
+    run(options_of(3), [&](Rank& me) {
       const Tensor first({length}, 1), second({length}, 2);
       const std::vector<PointToPoint> calls = me.rank == 0 ? std::vector{first.to(2), second.to(1)}
                                               : me.rank == 1
                                                   ? std::vector{first.from(0), second.to(2)}
                                                   : std::vector{first.from(1), second.from(0)};
-      std::vector<OperationPtr> operations;
-      for (const PointToPoint& call : calls) operations.push_back(me.p2p({call}, true));
-      for (const OperationPtr& operation : operations) me.finish(operation);
-      if (me.rank == 1) EXPECT(first.counts_from(2));
-      if (me.rank == 2) EXPECT(first.counts_from(2) && second.counts_from(1));
+      post_and_finish(me, calls);
+      if (me.rank == 1) CHECK(first.counts_from(2));
+      if (me.rank == 2) CHECK(first.counts_from(2) && second.counts_from(1));
     });
   }
 }
 
-// The same for the two neighbours of each rank on a ring, in all orders of the four calls.
-void halo_exchanges() {
+// Messages with both neighbours on a ring, in all orders of the four calls.
+TEST(halo_exchanges) {
   for (const int size : {3, 4}) {
     std::vector<int> order{0, 1, 2, 3};
     do {
-      run("halo", options_of(size), [&](Rank& me) {
+      run(options_of(size), [&](Rank& me) {
         const int next = (me.rank + 1) % size, prev = (me.rank + size - 1) % size;
         const Tensor mine({kLarge}, float(me.rank)), from_next({kLarge}), from_prev({kLarge});
-        const std::vector<PointToPoint> calls{from_next.from(next), mine.to(next),
-                                              from_prev.from(prev), mine.to(prev)};
-        std::vector<OperationPtr> operations;
-        for (const int idx : order) operations.push_back(me.p2p({calls[size_t(idx)]}, true));
-        for (const OperationPtr& operation : operations) me.finish(operation);
-        EXPECT(from_next.counts_from(float(next)) && from_prev.counts_from(float(prev)));
+        const PointToPoint calls[] = {from_next.from(next), mine.to(next), from_prev.from(prev),
+                                      mine.to(prev)};
+        std::vector<PointToPoint> ordered;
+        for (const int idx : order) ordered.push_back(calls[idx]);
+        post_and_finish(me, ordered);
+        CHECK(from_next.counts_from(float(next)) && from_prev.counts_from(float(prev)));
       });
     } while (std::next_permutation(order.begin(), order.end()));
   }
 }
-
-// ------------------------------------------------------------------------------------------------
 
 // A program that all ranks make alike from a seed: messages in one global order, cut by operations
 // of all ranks. A rank keeps that order between each two ranks on each channel, and is free otherwise.
@@ -177,7 +148,7 @@ void run_collective(Rank& me, Program& program, uint64_t number,
     const Tensor shared({kSmall}, me.rank == source ? float(number) : -1);
     operations.push_back(me.comm->broadcast(shared.ref(), source, {.is_async = is_async}));
     me.finish(operations.back());
-    EXPECT(shared.counts_from(float(number)));
+    CHECK(shared.counts_from(float(number)));
     return;
   }
   Scope scope;
@@ -191,47 +162,43 @@ void run_collective(Rank& me, Program& program, uint64_t number,
                                          std::vector{output.ref()}, {.is_async = is_async}, scope));
   me.finish(operations.back());
   for (int64_t idx = 0; idx < spec.shape[0]; ++idx)
-    EXPECT((*output.data)[idx] == float(1000 * (idx / kSmall) + me.rank * kSmall + idx % kSmall));
+    CHECK((*output.data)[idx] == float(1000 * (idx / kSmall) + me.rank * kSmall + idx % kSmall));
 }
 
-void random_programs() {
+TEST(random_programs) {
   for (unsigned seed = 0; seed < 12; ++seed) {
     Options options = options_of(2 + int(seed % 3));
     options.timeout = 600s;
-    run(("random program " + std::to_string(seed)).c_str(), options,
-        [seed](Rank& me) {
-          Program program{std::mt19937(seed), me.size};
-          std::mt19937 own(100 * seed + unsigned(me.rank));
-          std::vector<OperationPtr> operations;
-          std::vector<Sent> received;
-          for (uint64_t part = 0; part < 4; ++part) {
-            const std::vector<PointToPoint> calls = calls_of(me, program.messages(), own, received);
-            for (size_t begin = 0; begin < calls.size();) {
-              const size_t end = std::min(calls.size(), begin + 1 + own() % 3);
-              operations.push_back(me.p2p(
-                  {calls.begin() + std::ptrdiff_t(begin), calls.begin() + std::ptrdiff_t(end)},
-                  true));
-              begin = end;
-            }
-            run_collective(me, program, part, operations);
-          }
-          for (const OperationPtr& operation : operations) me.finish(operation);
-          for (const auto& [tensor, first] : received) EXPECT(tensor.counts_from(first));
-        },
-        nullptr, nullptr,
-        [seed](fake::World& world) {
-          world.fifo_bytes = seed % 2 ? 1024 : 0;
-          world.is_blocking = seed % 3 != 0;
-        });
+    check::context = "random program " + std::to_string(seed);
+    options.prepare = [seed](fake::World& world) {
+      world.fifo_bytes = seed % 2 ? 1024 : 0;
+      world.is_blocking = seed % 3 != 0;
+    };
+    run(options, [seed](Rank& me) {
+      Program program{std::mt19937(seed), me.size};
+      std::mt19937 own(100 * seed + unsigned(me.rank));
+      std::vector<OperationPtr> operations;
+      std::vector<Sent> received;
+      for (uint64_t part = 0; part < 4; ++part) {
+        const std::vector<PointToPoint> calls = calls_of(me, program.messages(), own, received);
+        for (size_t begin = 0; begin < calls.size();) {
+          const size_t end = std::min(calls.size(), begin + 1 + own() % 3);
+          operations.push_back(me.p2p(
+              {calls.begin() + std::ptrdiff_t(begin), calls.begin() + std::ptrdiff_t(end)}, true));
+          begin = end;
+        }
+        run_collective(me, program, part, operations);
+      }
+      for (const OperationPtr& operation : operations) me.finish(operation);
+      for (const auto& [tensor, first] : received) CHECK(tensor.counts_from(first));
+    });
   }
 }
 
-// ------------------------------------------------------------------------------------------------
-
 // NCCL's launch takes 15 us in the fake, once per group.
-void a_batch_on_two_channels_is_one_group() {
+TEST(a_batch_on_two_channels_is_one_group) {
   Options options = options_of(2, Check::off);
-  run("one group", options, [](Rank& me) {
+  run(options, [](Rank& me) {
     const int peer = 1 - me.rank;
     std::vector<Tensor> tensors;
     std::vector<PointToPoint> batch;
@@ -248,11 +215,9 @@ void a_batch_on_two_channels_is_one_group() {
       best = std::min(best, Clock::now() - begin);
       me.finish(operation);
     }
-    EXPECT(fake::world->num_group_ends_of(me.rank) == num_before + 1000);
-#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
-    // About 30 us here; a sleep or a second group would make it 130 or more on any machine.
-    EXPECT(best <= 100us);
-#endif
+    CHECK(fake::world->num_group_ends_of(me.rank) == num_before + 1000);
+    // About 30 us; a sleep or a second group would make it 130 or more on any machine.
+    if (!check::kSanitized) CHECK(best <= 100us);
     if (me.rank == 0)
       std::printf("a batch of 8 on two channels: %.1f us of the host at best\n",
                   std::chrono::duration<double, std::micro>(best).count());
@@ -260,28 +225,25 @@ void a_batch_on_two_channels_is_one_group() {
 }
 
 // While another thread launches, this one looks for 200 us before it sleeps.
-void polling_comes_before_sleeping() {
+TEST(polling_comes_before_sleeping) {
   for (const auto launch_cost : {15us, 3000us}) {
-    run(
-        "polling", options_of(2),
-        [](Rank& me) {
-          const Tensor mine({kSmall}, 1), theirs({kSmall});
-          for (int attempt = 0; attempt < 20; ++attempt)
-            me.finish(me.p2p({mine.to(1 - me.rank), theirs.from(1 - me.rank)}, true));
-          std::lock_guard lock(fake::world->mutex);
-          EXPECT(fake::world->num_sleeps == 0 || fake::world->shortest_before_sleep >= 200us);
-          EXPECT(fake::world->launch_cost == 15us || fake::world->num_sleeps > 0);
-        },
-        nullptr, nullptr,
-        [&](fake::World& world) {
-          world.is_blocking = false;
-          world.launch_cost = launch_cost;
-        });
+    Options options = options_of(2);
+    options.prepare = [&](fake::World& world) {
+      world.is_blocking = false;
+      world.launch_cost = launch_cost;
+    };
+    run(options, [](Rank& me) {
+      const Swap swap(me);
+      for (int attempt = 0; attempt < 20; ++attempt) me.finish(me.p2p(swap.on(), true));
+      std::lock_guard lock(fake::world->mutex);
+      CHECK(fake::world->num_sleeps == 0 || fake::world->shortest_before_sleep >= 200us);
+      CHECK(fake::world->launch_cost == 15us || fake::world->num_sleeps > 0);
+    });
   }
 }
 
 // Few thread blocks for lanes, unless the options say so; a minimum alone is legal.
-void thread_blocks() {
+TEST(thread_blocks) {
   struct Case {
     int min_ctas, max_ctas, lane_max, collective_max;
   };
@@ -290,30 +252,15 @@ void thread_blocks() {
     Options options = options_of(2);
     options.nccl.min_ctas = each.min_ctas;
     options.nccl.max_ctas = each.max_ctas;
-    run("thread blocks", options, [&](Rank& me) {
-      const Tensor mine({kSmall}, 1), theirs({kSmall});
-      me.finish(me.p2p({mine.to(1 - me.rank), theirs.from(1 - me.rank)}));
-      me.finish(me.comm->broadcast(theirs.ref(), 0));
+    run(options, [&](Rank& me) {
+      const Swap swap(me);
+      me.finish(me.p2p(swap.on()));
+      me.finish(me.comm->broadcast(swap.theirs.ref(), 0));
       std::lock_guard lock(fake::world->mutex);
-      EXPECT(fake::world->comms.size() == 6);
+      CHECK(fake::world->comms.size() == 6);
       for (const auto& comm : fake::world->comms)
-        EXPECT(comm->config.max_ctas ==
-               (comm->config.name.empty() ? each.collective_max : each.lane_max));
+        CHECK(comm->config.max_ctas ==
+              (comm->config.name.empty() ? each.collective_max : each.lane_max));
     });
   }
-}
-
-}  // namespace
-
-int main() {
-  rings();
-  rings_in_both_directions();
-  deadlocks_are_found();
-  orders_that_contradict_each_other();
-  halo_exchanges();
-  random_programs();
-  a_batch_on_two_channels_is_one_group();
-  polling_comes_before_sleeping();
-  thread_blocks();
-  return check::report("device_lanes");
 }

@@ -1,8 +1,6 @@
 // Tensors with gaps between their elements: how they travel, and how many launches that takes.
 #include "device_world.h"
 
-namespace {
-
 constexpr int64_t kRows = 5, kColumns = 80;
 
 // A matrix whose columns travel. The element of row r and column c is `first + 100 * r + c`.
@@ -64,16 +62,16 @@ struct Columns {
   void verify() const {
     for (int idx = 0; idx < kColumns; ++idx) {
       const float first = idx < kNumSent ? theirs_first() : idx == kOwn ? mine_first() : -1;
-      EXPECT(theirs.has_column_of(first, idx));
-      EXPECT(mine.has_column_of(idx == kSwapped ? theirs_first() : mine_first(), idx));
+      CHECK(theirs.has_column_of(first, idx));
+      CHECK(mine.has_column_of(idx == kSwapped ? theirs_first() : mine_first(), idx));
     }
-    EXPECT(received.counts_from(float(peer)));
+    CHECK(received.counts_from(float(peer)));
   }
 };
 
 // One launch packs all sends, and one for each lane with receives unpacks those.
-void a_batch_is_packed_in_one_launch() {
-  run("strided batch", options_of(2), [](Rank& me) {
+TEST(a_batch_is_packed_in_one_launch) {
+  run(options_of(2), [](Rank& me) {
     const Columns columns{me};
     const int num_launches =
         1 + 2 + (me.rank == 1 ? 1 : 0);  // one's own message: on the first lane, to the lower rank
@@ -81,59 +79,44 @@ void a_batch_is_packed_in_one_launch() {
       columns.forget();
       const int num_before = me.runtime->num_launches;
       const OperationPtr operation = me.p2p(columns.batch(), is_async);
-      EXPECT(me.runtime->num_launches == num_before + num_launches);
+      CHECK(me.runtime->num_launches == num_before + num_launches);
       me.follow(operation);
       me.finish(operation);
       columns.verify();
     }
     const int num_before = me.runtime->num_launches;
     me.finish(me.p2p({columns.whole.to(columns.peer), columns.received.from(columns.peer)}));
-    EXPECT(me.runtime->num_launches == num_before);
+    CHECK(me.runtime->num_launches == num_before);
   });
 }
 
-void captured_batches_pack_in_every_replay() {
-  run("captured strided batch", options_of(2), [](Rank& me) {
+TEST(captured_batches_pack_in_every_replay) {
+  run(options_of(2), [](Rank& me) {
     const Columns columns{me};
     me.finish(me.p2p(columns.batch()));
     meet(me);
-    me.runtime->begin_capture();
-    me.p2p(columns.batch(), false);
-    const fake::GraphPtr sync_graph = me.runtime->end_capture();
-    me.runtime->begin_capture();
-    me.follow(me.p2p(columns.batch(), true));
-    const fake::GraphPtr async_graph = me.runtime->end_capture();
+    const auto sync_graph = capture(me, [&] { me.p2p(columns.batch(), false); });
+    const auto async_graph = capture(me, [&] { me.follow(me.p2p(columns.batch(), true)); });
     const int num_launches = me.runtime->num_launches;
     for (const fake::GraphPtr& graph : {sync_graph, async_graph, sync_graph}) {
       columns.forget();
       meet(me);
-      me.runtime->replay(graph);
-      const EventPtr end = me.runtime->record(me.runtime->current_stream());
-      EXPECT(comes_true([&] { return me.runtime->is_done(end); }));
+      play(me, graph);
       columns.verify();
     }
-    EXPECT(me.runtime->num_launches == num_launches);
+    CHECK(me.runtime->num_launches == num_launches);
   });
 }
 
-void broadcasts() {
-  run("strided broadcast", options_of(3), [](Rank& me) {
+TEST(broadcasts) {
+  run(options_of(3), [](Rank& me) {
     const Table table(me.rank == 1 ? 7 : -1);
     const TensorRef column = table.column(3);
     for (const bool is_async : {false, true}) {
       const int num_before = me.runtime->num_launches;
       me.finish(me.comm->broadcast(column, 1, {.is_async = is_async}));
-      EXPECT(me.runtime->num_launches == num_before + 1);
-      EXPECT(table.has_column_of(7, 3) && table.has_column_of(me.rank == 1 ? 7 : -1, 4));
+      CHECK(me.runtime->num_launches == num_before + 1);
+      CHECK(table.has_column_of(7, 3) && table.has_column_of(me.rank == 1 ? 7 : -1, 4));
     }
   });
-}
-
-}  // namespace
-
-int main() {
-  a_batch_is_packed_in_one_launch();
-  captured_batches_pack_in_every_replay();
-  broadcasts();
-  return check::report("device_strides");
 }

@@ -5,8 +5,6 @@
 
 #include "device_world.h"
 
-namespace {
-
 // The exit status of a fork that runs `child`, -1 if it does not end.
 int in_fork(const std::function<int()>& child) {
   const pid_t pid = fork();
@@ -21,8 +19,8 @@ int in_fork(const std::function<int()>& child) {
 }
 
 // A child has copies of everything, but the GPU, NCCL's memory and the sockets are its parent's.
-void forks_leave_the_parent_alone() {
-  run("forks", options_of(2), [](Rank& me) {
+TEST(forks_leave_the_parent_alone) {
+  run(options_of(2), [](Rank& me) {
     Tensor mine({4}, 1), theirs({4});
     meet(me);
     if (me.rank == 0) {
@@ -52,10 +50,10 @@ void forks_leave_the_parent_alone() {
         return wrong;
       });
       lock.unlock();
-      EXPECT(status == 0);
+      CHECK(status == 0);
       meet(me);
       me.finish(pending);
-      EXPECT(theirs.counts_from(1) && !me.comm->failure());
+      CHECK(theirs.counts_from(1) && !me.comm->failure());
     } else {
       meet(me);
       me.finish(me.p2p({mine.to(0)}, true));
@@ -64,35 +62,33 @@ void forks_leave_the_parent_alone() {
 }
 
 // NCCL fails a call because a peer died, before the control plane has noticed who.
-void dead_peers_are_named_whoever_notices() {
+TEST(dead_peers_are_named_whoever_notices) {
   for (const NcclResult result : {NcclResult::remote_error, NcclResult::system_error}) {
     std::atomic<bool> is_dead = false;
-    run(
-        "naming", options_of(3),
-        [&](Rank& me) {
-          Tensor tensor({4}, 1);
-          meet(me);
-          if (me.rank == 2) {
-            is_dead = true;
-            std::this_thread::sleep_for(100ms);
-            return me.hub.lose(2);
-          }
-          while (!is_dead) std::this_thread::sleep_for(1ms);
-          failure_text(FailureKind::peer_lost, [&] { me.p2p({tensor.to(2)}, true); });
-          EXPECT(failure_of(me)->origin_rank == 2);
-        },
-        nullptr,
-        [&](const std::string& call, int) {
-          return is_dead && call == "ncclSend" ? result : NcclResult::success;
-        });
+    Options options = options_of(3);
+    options.inject = [&](const std::string& call, int) {
+      return is_dead && call == "ncclSend" ? result : NcclResult::success;
+    };
+    run(options, [&](Rank& me) {
+      const Tensor tensor({4}, 1);
+      meet(me);
+      if (me.rank == 2) {
+        is_dead = true;
+        std::this_thread::sleep_for(100ms);
+        return me.hub.lose(2);
+      }
+      CHECK(comes_true([&] { return is_dead.load(); }));
+      failure_text(FailureKind::peer_lost, [&] { me.p2p({tensor.to(2)}, true); });
+      CHECK(failure_of(me)->origin_rank == 2);
+    });
   }
 }
 
 // Another thread holds the driver's lock, behind the very kernel that never ends.
-void a_stuck_driver_hides_no_timeout() {
+TEST(a_stuck_driver_hides_no_timeout) {
   Options options = options_of(2);
   options.timeout = 1s;
-  run("stuck driver", options, [](Rank& me) {
+  run(options, [](Rank& me) {
     Tensor tensor({4}, 1);
     meet(me);
     if (me.rank == 0) {
@@ -100,8 +96,8 @@ void a_stuck_driver_hides_no_timeout() {
       fake::world->driver_is_stuck = true;
     }
     const FailurePtr failure = failure_of(me);
-    EXPECT(failure->kind == FailureKind::timeout && failure->origin_rank == 0);
-    EXPECT(comes_true([] {
+    CHECK(failure->kind == FailureKind::timeout && failure->origin_rank == 0);
+    CHECK(comes_true([] {
       std::lock_guard lock(fake::world->mutex);
       return fake::world->num_aborts > 0;
     }));
@@ -110,8 +106,8 @@ void a_stuck_driver_hides_no_timeout() {
 }
 
 // Finished sends are given back although receives before them are not done, and with no further call.
-void memory_goes_back_without_calls() {
-  run("retention", options_of(2), [](Rank& me) {
+TEST(memory_goes_back_without_calls) {
+  run(options_of(2), [](Rank& me) {
     constexpr int kNumWaiting = 6;
     std::vector<Tensor> received;
     for (int idx = 0; idx < kNumWaiting; ++idx) received.emplace_back(Dims{4});
@@ -125,20 +121,10 @@ void memory_goes_back_without_calls() {
       Tensor theirs({4});
       me.finish(me.p2p({theirs.from(0, 1)}, true));
     }
-    if (me.rank == 0) EXPECT(comes_true([&] { return sent.expired(); }));
+    if (me.rank == 0) CHECK(comes_true([&] { return sent.expired(); }));
     meet(me);
     if (me.rank == 1)
       for (const Tensor& tensor : received) me.p2p({tensor.to(0, 0)}, true);
-    EXPECT(comes_true([&] { return received.back().data.use_count() == 1; }));
+    CHECK(comes_true([&] { return received.back().data.use_count() == 1; }));
   });
-}
-
-}  // namespace
-
-int main() {
-  forks_leave_the_parent_alone();
-  dead_peers_are_named_whoever_notices();
-  a_stuck_driver_hides_no_timeout();
-  memory_goes_back_without_calls();
-  return check::report("device_watch");
 }

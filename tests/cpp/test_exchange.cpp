@@ -1,13 +1,9 @@
 // Every plan builder, lowered and executed for all ranks of a group, against the positions model.
-#include <cstdlib>
 
 #include "cases.h"
 #include "copy/thread_pool.h"
 #include "scaling.h"
 
-namespace {
-
-using namespace pipecomm;
 using cases::Random;
 using world::Options;
 using world::Rank;
@@ -17,7 +13,7 @@ void run(const std::vector<Rank>& ranks, const Options& options, Random& random)
 }
 
 // All ordered pairs of dims of 2- to 6-d tensors, for 1 to 8 ranks.
-void test_all_to_all_dim_pairs() {
+TEST(all_to_all_dim_pairs) {
   for (int size : {1, 2, 3, 4, 5, 8}) {
     for (int num_dims = 2; num_dims <= 6; ++num_dims) {
       for (int scatter_dim = 0; scatter_dim < num_dims; ++scatter_dim) {
@@ -36,8 +32,8 @@ void test_all_to_all_dim_pairs() {
   }
 }
 
-void test_random_cases(const char* name, int num_cases, Options options, bool scaled) {
-  for (int seed = 0; seed < num_cases; ++seed) {
+void random_cases(const char* name, Options options, bool scaled) {
+  for (int seed = 0; seed < check::rounds(500); ++seed) {
     check::context = std::string(name) + ", seed " + std::to_string(seed);
     Random random(1000003 * uint64_t(seed) + 17);
     const int size = static_cast<int>(random.between(1, 8));
@@ -54,8 +50,8 @@ void test_random_cases(const char* name, int num_cases, Options options, bool sc
   }
 }
 
-void test_torch_forms() {
-  for (int seed = 0; seed < 100; ++seed) {
+TEST(torch_forms) {
+  for (int seed = 0; seed < check::rounds(100); ++seed) {
     check::context = "torch forms, seed " + std::to_string(seed);
     Random random(seed);
     const int size = static_cast<int>(random.between(1, 5));
@@ -115,17 +111,11 @@ void test_torch_forms() {
   }
 }
 
-}  // namespace
-
-int main(int argc, char** argv) {
-  const int num_cases = argc > 1 ? std::atoi(argv[1]) : 500;
-  test_all_to_all_dim_pairs();
-  test_random_cases("plain", num_cases, {}, false);
-  test_random_cases("scaled", num_cases, {}, true);
+TEST(random_cases) {
   Options in_ranges;
   in_ranges.in_ranges = true;
-  test_random_cases("in ranges", num_cases, in_ranges, false);
-  test_random_cases("in ranges, scaled", num_cases, in_ranges, true);
-  test_torch_forms();
-  return check::report("test_exchange");
+  random_cases("plain", {}, false);
+  random_cases("scaled", {}, true);
+  random_cases("in ranges", in_ranges, false);
+  random_cases("in ranges, scaled", in_ranges, true);
 }

@@ -1,16 +1,7 @@
 // The flight record: what it keeps, in which order, and that it can be read while it is written.
-#include <atomic>
-#include <set>
-#include <string>
-#include <thread>
-#include <vector>
 
 #include "check.h"
 #include "message/flight_record.h"
-
-namespace {
-
-using namespace pipecomm;
 
 FlightMessage message_of(uint64_t number, size_t idx) {
   FlightMessage message;
@@ -41,8 +32,7 @@ bool is_whole(const Flight& flight) {
   return true;
 }
 
-void test_the_latest_are_kept() {
-  check::context = "the latest";
+TEST(the_latest_are_kept) {
   FlightRecord record;
   CHECK(record.ended().empty());
   constexpr uint64_t kNumAdded = 3 * FlightRecord::kNumOperations + 17;
@@ -56,8 +46,7 @@ void test_the_latest_are_kept() {
   }
 }
 
-void test_messages_are_bounded() {
-  check::context = "messages";
+TEST(messages_are_bounded) {
   FlightRecord record;
   for (uint64_t number = 0; number < 100; ++number) add(record, number, 3 * number);
   size_t num_kept = 0;
@@ -70,8 +59,7 @@ void test_messages_are_bounded() {
   CHECK_EQ(num_kept, FlightRecord::kNumMessages);
 }
 
-void test_failures_are_heard_of() {
-  check::context = "failures";
+TEST(failures_are_heard_of) {
   int num_heard = 0;
   FlightRecord record([&] { ++num_heard; });
   add(record, 0, 1);
@@ -81,8 +69,7 @@ void test_failures_are_heard_of() {
   CHECK_EQ(num_heard, 2);
 }
 
-void test_what_ends_meanwhile_counts_once() {
-  check::context = "merge";
+TEST(what_ends_meanwhile_counts_once) {
   auto flight = [](uint64_t number, bool ended) {
     Flight made;
     made.operation.number = number;
@@ -99,8 +86,7 @@ void test_what_ends_meanwhile_counts_once() {
   CHECK(merged[3].operation.number == 4 && !merged[3].operation.ended);
 }
 
-void test_reading_while_threads_write() {
-  check::context = "threads";
+TEST(reading_while_threads_write) {
   FlightRecord record;
   constexpr int kNumThreads = 3, kNumEach = 20'000;
   std::atomic<int> num_running{kNumThreads};
@@ -119,8 +105,7 @@ void test_reading_while_threads_write() {
   CHECK_EQ(numbers.size(), FlightRecord::kNumOperations);
 }
 
-void test_operations_write_themselves_down() {
-  check::context = "operations";
+TEST(operations_write_themselves_down) {
   FlightRecord record;
   FlightRecord::call_site = 42;
   Operation operation(OpCode::exchange, Deadline::max());
@@ -154,16 +139,4 @@ void test_operations_write_themselves_down() {
   CHECK(ended[0].operation.ended && ended[0].operation.ended_at >= ended[0].operation.started_at);
   CHECK(ended[0].messages[1].descriptor.num_bytes == 11);
   for (const RequestPtr& request : requests) request->operation = nullptr;
-}
-
-}  // namespace
-
-int main() {
-  test_the_latest_are_kept();
-  test_messages_are_bounded();
-  test_failures_are_heard_of();
-  test_what_ends_meanwhile_counts_once();
-  test_reading_while_threads_write();
-  test_operations_write_themselves_down();
-  return check::report("flight_record");
 }

@@ -1,16 +1,9 @@
 // Rounds that both ends compute alike, and message checks that find disagreements.
-#include <map>
-#include <numeric>
-#include <random>
 
 #include "check.h"
 #include "engine/device/message_check.h"
 #include "engine/point_to_point.h"
 #include "transport/nccl/nccl_rounds.h"
-
-using namespace pipecomm;
-
-namespace {
 
 using Rounds = std::vector<std::vector<DeviceMessage>>;
 
@@ -60,7 +53,7 @@ bool completes(const std::vector<Rounds>& rounds) {
   return true;
 }
 
-void rounds_agree_on_both_ends() {
+TEST(rounds_agree_on_both_ends) {
   std::mt19937 random(1);
   auto pick = [&](int low, int high) {
     return std::uniform_int_distribution<int>(low, high)(random);
@@ -105,7 +98,7 @@ void rounds_agree_on_both_ends() {
   }
 }
 
-void pieces_are_in_order() {
+TEST(pieces_are_in_order) {
   const std::vector<DeviceMessage> batch{{Direction::send, 1, kBase, 2 * kMaxPieceBytes + 3},
                                          {Direction::send, 1, kBase, 0},
                                          {Direction::send, 1, kBase + 7, 1}};
@@ -149,7 +142,7 @@ struct Pair {
   }
 };
 
-void claims_are_made_once() {
+TEST(claims_are_made_once) {
   Pair pair(Check::first_use);
   for (int idx = 0; idx < 1000; ++idx) {
     CHECK(!pair.send({4, Dims::value_type(idx % 2)}));
@@ -162,7 +155,7 @@ void claims_are_made_once() {
   CHECK(!pair.sender.is_known(1, Direction::recv, tensor_of({4, 1})));
 }
 
-void disagreements_are_found() {
+TEST(disagreements_are_found) {
   {  // the receiver comes later
     Pair pair(Check::first_use);
     CHECK(!pair.send({4}));
@@ -196,14 +189,4 @@ void disagreements_are_found() {
     CHECK(!check.heard(7, Direction::send, tensor_of({4})));
     CHECK(!check.heard(1, Direction::send, tensor_of({4}, 9)));
   }
-}
-
-}  // namespace
-
-int main() {
-  rounds_agree_on_both_ends();
-  pieces_are_in_order();
-  claims_are_made_once();
-  disagreements_are_found();
-  return check::report("nccl_rounds");
 }

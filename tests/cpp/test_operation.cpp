@@ -1,21 +1,8 @@
 // Operations under many threads that settle, wait, fail and let go of handles at any moment. Most of
 // these tests are meant to run under ThreadSanitizer and AddressSanitizer.
-#include <algorithm>
-#include <atomic>
-#include <latch>
-#include <memory>
-#include <random>
-#include <string>
-#include <thread>
-#include <vector>
 
 #include "check.h"
 #include "message/operation.h"
-
-namespace {
-
-using namespace pipecomm;
-using namespace std::chrono_literals;
 
 constexpr int kNumThreads = 4;
 
@@ -43,8 +30,7 @@ void add_requests(Operation& operation, int num_requests) {
   }
 }
 
-void test_order_of_the_end() {
-  check::context = "order of the end";
+TEST(order_of_the_end) {
   auto resource = std::make_shared<int>(1);
   std::weak_ptr<int> kept = resource;
   const OperationPtr operation = make_operation();
@@ -78,8 +64,7 @@ void test_order_of_the_end() {
 
 // Requests that come while it is under way: it is not done before release(), and waiters are woken
 // once the transport has them.
-void test_held_operation() {
-  check::context = "held operation";
+TEST(held_operation) {
   const auto request_to = [](const OperationPtr& operation, int peer) {
     const RequestPtr request = make_request(Direction::recv, peer, Descriptor(), nullptr);
     request->operation = operation;
@@ -123,8 +108,7 @@ void test_held_operation() {
   CHECK_EQ(failed->failure()->message, "communicator");
 }
 
-void test_failures_count_once() {
-  check::context = "failures";
+TEST(failures_count_once) {
   const OperationPtr operation = make_operation();
   add_requests(*operation, 3);
   operation->on_success([] { CHECK(false); });
@@ -155,7 +139,7 @@ void test_failures_count_once() {
 
 // What a destructor of a kept thing or of an epilogue does may need the operation's lock: through
 // another thread that has it, here directly.
-void test_resources_end_without_the_lock() {
+TEST(resources_end_without_the_lock) {
   struct Probe {
     std::weak_ptr<Operation> operation;
     std::atomic<int>* num_ended;
@@ -187,8 +171,7 @@ void test_resources_end_without_the_lock() {
 }
 
 // A pending operation without handles lives until its requests have settled, and not longer.
-void test_dropped_handles() {
-  check::context = "dropped handles";
+TEST(dropped_handles) {
   for (const bool by_failure : {false, true}) {
     OperationPtr operation = make_operation();
     add_requests(*operation, 2);
@@ -216,7 +199,7 @@ void test_dropped_handles() {
 
 // Several threads settle the same requests, with and without failures, while others wait, look,
 // fail the whole and drop their handles.
-void test_races() {
+TEST(races) {
   for (int round = 0; round < 400; ++round) {
     check::context = "race " + std::to_string(round);
     std::mt19937 random(round);
@@ -282,16 +265,4 @@ void test_races() {
     if (some_fail && !all_fail) CHECK_EQ(num_epilogues.load(), 0);
     CHECK(num_epilogues <= 1);
   }
-}
-
-}  // namespace
-
-int main() {
-  test_order_of_the_end();
-  test_held_operation();
-  test_failures_count_once();
-  test_resources_end_without_the_lock();
-  test_dropped_handles();
-  test_races();
-  return check::report("test_operation");
 }

@@ -1,20 +1,13 @@
 // When waiting threads go to sleep, and for how long they take the cores for busy.
-#include <algorithm>
-#include <thread>
 
 #include "check.h"
 #include "transport/patience.h"
-
-using namespace pipecomm;
-using namespace std::chrono_literals;
-
-namespace {
 
 using Clock = Patience::Clock;
 
 const Clock::time_point kStart = Clock::now();
 
-void test_busy_time_grows_while_interruptions_go_on() {
+TEST(busy_time_grows_while_interruptions_go_on) {
   BusyTime busy;
   CHECK(!busy.includes(kStart));
   auto now = kStart;
@@ -30,7 +23,7 @@ void test_busy_time_grows_while_interruptions_go_on() {
   CHECK(length == BusyTime::kLongest);
 }
 
-void test_busy_time_begins_anew_after_quiet_time() {
+TEST(busy_time_begins_anew_after_quiet_time) {
   BusyTime busy;
   busy.note_interruption(kStart);
   const auto second = kStart + BusyTime::kShortest;
@@ -41,20 +34,20 @@ void test_busy_time_begins_anew_after_quiet_time() {
   CHECK(!busy.includes(third + BusyTime::kShortest));
 }
 
-void test_interruptions_within_a_busy_time_do_not_prolong_it() {
+TEST(interruptions_within_a_busy_time_do_not_prolong_it) {
   BusyTime busy;
   busy.note_interruption(kStart);
   busy.note_interruption(kStart + 1ms);
   CHECK(!busy.includes(kStart + BusyTime::kShortest));
 }
 
-void test_no_patience_sleeps_at_once() {
+TEST(no_patience_sleeps_at_once) {
   Patience patience(0ms, 0);
   CHECK(!patience.lasts());
 }
 
 // Other work may end patience early, never prolong it.
-void test_patience_ends_after_its_yields() {
+TEST(patience_ends_after_its_yields) {
   Patience patience(0ms, 3);
   for (int wait = 0; wait < 3; ++wait) {
     patience.renew();
@@ -65,7 +58,7 @@ void test_patience_ends_after_its_yields() {
   }
 }
 
-void test_patience_ends_after_its_spin_time() {
+TEST(patience_ends_after_its_spin_time) {
   Patience patience(1ms, 0);
   patience.lasts();
   const auto begin = Clock::now();
@@ -75,7 +68,7 @@ void test_patience_ends_after_its_spin_time() {
 }
 
 // What interrupts one waiting thread makes all of the process sleep.
-void test_interruption_ends_patience() {
+TEST(interruption_ends_patience) {
   Patience interrupted(1h, 0), other(1h, 0);
   Clock::time_point begin;
   bool other_lasts = false;
@@ -93,17 +86,4 @@ void test_interruption_ends_patience() {
   do {
     other.renew();
   } while (!other.lasts());  // it ends
-}
-
-}  // namespace
-
-int main() {
-  test_busy_time_grows_while_interruptions_go_on();
-  test_busy_time_begins_anew_after_quiet_time();
-  test_interruptions_within_a_busy_time_do_not_prolong_it();
-  test_no_patience_sleeps_at_once();
-  test_patience_ends_after_its_yields();
-  test_patience_ends_after_its_spin_time();
-  test_interruption_ends_patience();
-  return check::report("test_patience");
 }

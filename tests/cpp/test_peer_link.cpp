@@ -1,13 +1,5 @@
 // Two PeerLinks joined by a wire in memory that keeps the order of packets and nothing else. The
 // outcome of every message follows from the two programs alone, at any timing.
-#include <algorithm>
-#include <deque>
-#include <map>
-#include <memory>
-#include <set>
-#include <string>
-#include <tuple>
-#include <vector>
 
 #include "check.h"
 #include "plan/dtype.h"
@@ -15,9 +7,6 @@
 #include "transport/c10d/wire.h"
 #include "world.h"
 
-namespace {
-
-using namespace pipecomm;
 using wire::Kind;
 using world::Random;
 
@@ -78,11 +67,8 @@ class Pair {
                 const std::string& refusal = "", int64_t num_note_bytes = -1) {
     Side& side = sides_[rank];
     const auto entry = std::make_shared<Entry>();
-    entry->request = std::make_shared<Request>();
+    entry->request = make_request(direction, 1 - rank, descriptor, nullptr);
     Request& request = *entry->request;
-    request.direction = direction;
-    request.peer = 1 - rank;
-    request.descriptor = descriptor;
     request.refuses = !refusal.empty();
     request.refusal = refusal;
     request.num_note_bytes = num_note_bytes;
@@ -384,8 +370,7 @@ void check_failure(const Entry& entry, int rank, FailureKind kind, int origin,
   CHECK_EQ(entry.failure->origin_rank, origin);
   CHECK_EQ(entry.failure->channel, int{entry.request->descriptor.channel});
   CHECK_EQ(entry.failure->seq, static_cast<int64_t>(entry.request->descriptor.seq));
-  if (entry.failure->message.find(text) == std::string::npos)
-    check::fail(__FILE__, __LINE__, "'" + text + "' not in: " + entry.failure->message);
+  CHECK_CONTAINS(entry.failure->message, text);
 }
 
 // What must have become of a message whose two halves were both posted.
@@ -471,7 +456,7 @@ void check_cut(const Case& plan) {
       });
 }
 
-void test_random_program(int seed, End end) {
+void run_program(int seed, End end) {
   check::context =
       "program, seed " + std::to_string(seed) + ", end " + std::to_string(static_cast<int>(end));
   Random random(seed);
@@ -560,10 +545,15 @@ void test_random_program(int seed, End end) {
   CHECK_EQ(pair.num_retained(), 0u);
 }
 
+TEST(random_programs) {
+  for (int seed = 0; seed < check::rounds(600); ++seed)
+    for (End end : {End::close, End::goodbye, End::loss, End::failure}) run_program(seed, end);
+}
+
 // ------------------------------------------------------------------------------------------------
 // single properties
 
-void test_window(int64_t num_bytes) {
+void check_window(int64_t num_bytes) {
   const size_t window = std::min(kWindowRecords, static_cast<size_t>(kWindowBytes / num_bytes));
   for (const bool closes : {false, true}) {
     check::context = closes ? "window, closing" : "window";
@@ -601,9 +591,14 @@ void test_window(int64_t num_bytes) {
   }
 }
 
+TEST(window) {
+  for (const int64_t num_bytes :
+       {int64_t{8}, kWindowBytes / int64_t{kWindowRecords}, kMaxInlineBytes})
+    check_window(num_bytes);
+}
+
 // A description of a message that travels elsewhere: its note arrives if both ends agree.
-void test_descriptions() {
-  check::context = "descriptions";
+TEST(descriptions) {
   const Descriptor agreed = make_descriptor(0, 5 << 20), other = make_descriptor(0, 6 << 20);
   for (const bool early : {false, true}) {
     for (const auto& [theirs, note_bytes] : {std::pair(agreed, 24), std::pair(other, 24),
@@ -625,8 +620,7 @@ void test_descriptions() {
 }
 
 // Nobody answers a message of the control channel, whatever becomes of it.
-void test_control_channel() {
-  check::context = "control channel";
+TEST(control_channel) {
   Descriptor word = make_descriptor(kControlChannel, 24), other = word;
   other.op = OpCode::relay;
   Pair pair;
@@ -662,8 +656,7 @@ void test_control_channel() {
 
 // A receive that is there before the message calls for its body, which then needs no further packet;
 // one that comes later does when the announcement meets it. Ends that disagree move nothing.
-void test_ready() {
-  check::context = "ready";
+TEST(ready) {
   Random random(6);
   Pair pair;
   const auto check_packets = [&](int rank, uint64_t num_packets) {
@@ -712,8 +705,7 @@ void test_ready() {
 }
 
 // A body that was announced by a peer that has left since then never comes.
-void test_announced_by_a_peer_that_left() {
-  check::context = "announced, then left";
+TEST(announced_by_a_peer_that_left) {
   Random random(5);
   Pair pair;
   const Descriptor body = make_descriptor(0, kMaxInlineBytes + 1);
@@ -739,77 +731,53 @@ class RawPeer {  // writes what it likes
     writer_.add(kind, channel, seq, descriptor, bytes);
   }
   Bytes take(uint64_t number) { return writer_.take(kEpoch, number); }
-  void expect_refused(const char* file, int line, const std::string& text, uint64_t number) {
-    try {
-      link_.handle_packet(take(number));
-    } catch (const std::runtime_error& error) {
-      if (std::string(error.what()).find(text) == std::string::npos)
-        check::fail(file, line, "the message does not contain '" + text + "': " + error.what());
-      return;
-    }
-    check::fail(file, line, "no std::runtime_error with '" + text + "'");
-  }
 
  private:
   PeerLink link_;
   wire::PacketWriter writer_;
 };
-#define CHECK_REFUSED(text, ...) expect_refused(__FILE__, __LINE__, text, __VA_ARGS__)
+#define CHECK_REFUSED(peer, text, number) \
+  CHECK_THROWS(std::runtime_error, text, peer.link().handle_packet(peer.take(number)))
 
-void test_protocol_violations() {
-  check::context = "protocol violations";
-  const Descriptor small = make_descriptor(0, 4);
-  {
+TEST(protocol_violations) {
+  const Descriptor small = make_descriptor(0, 4), large = make_descriptor(0, kMaxInlineBytes + 1);
+  struct {
+    const char* text;
+    Kind kind;
+    uint64_t seq;
+    const Descriptor* descriptor;
+    size_t num_bytes;
+  } const violations[] = {
+      {"message 1 of rank 1 on channel 0 came out of order", Kind::data, 1, &small, 4},
+      {"answers a message that was never sent", Kind::accept, 0, nullptr, 0},
+      {"malformed failure record", Kind::failure, 0, nullptr, 3},
+      {"rank 1 sends 32.0 KiB inside a packet", Kind::data, 0, &large, kMaxInlineBytes + 1},
+      {"rank 1 announces a message of only 4 B", Kind::announce, 0, &small, 0},
+  };
+  for (const auto& [text, kind, seq, descriptor, num_bytes] : violations) {
     RawPeer peer;
-    peer.say(Kind::closing, 0, 0, nullptr, {});
-    peer.CHECK_REFUSED("packet 2 from rank 1 came after packet 0", 2);
-    peer.say(Kind::data, 0, 1, &small, Bytes(4));
-    peer.CHECK_REFUSED("message 1 of rank 1 on channel 0 came out of order", 1);
+    peer.say(kind, 0, seq, descriptor, Bytes(num_bytes));
+    CHECK_REFUSED(peer, text, 1);
   }
   {
     RawPeer peer;
-    peer.say(Kind::accept, 0, 0, nullptr, {});
-    peer.CHECK_REFUSED("answers a message that was never sent", 1);
+    peer.say(Kind::closing, 0, 0, nullptr, {});
+    CHECK_REFUSED(peer, "packet 2 from rank 1 came after packet 0", 2);
   }
   {
     RawPeer peer;
     peer.say(Kind::closing, 0, 0, nullptr, {});
     peer.say(Kind::data, 0, 0, &small, Bytes(4));
-    peer.CHECK_REFUSED("sends a message after it has closed its communicator", 1);
-  }
-  {
-    RawPeer peer;
-    peer.say(Kind::failure, 0, 0, nullptr, Bytes(3));
-    peer.CHECK_REFUSED("malformed failure record", 1);
-  }
-  const Descriptor large = make_descriptor(0, kMaxInlineBytes + 1);
-  {
-    RawPeer peer;
-    peer.say(Kind::data, 0, 0, &large, Bytes(kMaxInlineBytes + 1));
-    peer.CHECK_REFUSED("rank 1 sends 32.0 KiB inside a packet", 1);
-  }
-  {
-    RawPeer peer;
-    peer.say(Kind::announce, 0, 0, &small, {});
-    peer.CHECK_REFUSED("rank 1 announces a message of only 4 B", 1);
+    CHECK_REFUSED(peer, "sends a message after it has closed its communicator", 1);
   }
   {  // bodies that nobody has called for, or of other lengths
     RawPeer peer;
     const auto expect_throw = [&](const char* text, int channel, uint64_t seq, uint32_t num_bytes) {
-      try {
-        (void)peer.link().place_for(channel, seq, num_bytes);
-        check::fail(__FILE__, __LINE__, std::string("no error with '") + text + "'");
-      } catch (const std::runtime_error& error) {
-        CHECK(std::string(error.what()).find(text) != std::string::npos);
-      }
+      CHECK_THROWS(std::runtime_error, text, peer.link().place_for(channel, seq, num_bytes));
     };
     expect_throw("rank 1 sends a body that is not expected", 0, 0, 10);
     Bytes memory(kMaxInlineBytes + 1);
-    const auto recv = std::make_shared<Request>();
-    recv->direction = Direction::recv;
-    recv->peer = 1;
-    recv->descriptor = large;
-    recv->data = memory.data();
+    const RequestPtr recv = make_request(Direction::recv, 1, large, memory.data());
     peer.link().number(*recv);
     peer.link().post(recv);
     expect_throw("rank 1 sends a body that is not expected", 0, 0, 10);  // not announced
@@ -833,13 +801,12 @@ void test_protocol_violations() {
       peer.link().handle_packet(peer.take(seq + 1));
     }
     peer.say(Kind::ready, 0, kWindowRecords, &large, {});
-    peer.CHECK_REFUSED("rank 1 is ready for more messages than it may be", kWindowRecords + 1);
+    CHECK_REFUSED(peer, "rank 1 is ready for more messages than it may be", kWindowRecords + 1);
   }
 }
 
 // The memory of messages without a receive is bounded by the rules, and the rules are enforced.
-void test_a_sender_that_ignores_the_window(int64_t num_bytes) {
-  check::context = "beyond the window";
+void check_sender_that_ignores_the_window(int64_t num_bytes) {
   RawPeer peer;
   const Descriptor descriptor = make_descriptor(0, num_bytes);
   uint64_t number = 0;
@@ -852,11 +819,17 @@ void test_a_sender_that_ignores_the_window(int64_t num_bytes) {
     peer.link().handle_packet(peer.take(number));
   }
   send();
-  peer.CHECK_REFUSED("rank 1 sends more than may wait for its receives", number);
+  CHECK_REFUSED(peer, "rank 1 sends more than may wait for its receives", number);
+}
+
+TEST(a_sender_that_ignores_the_window) {
+  for (const int64_t num_bytes : {int64_t{1}, kMaxInlineBytes})
+    check_sender_that_ignores_the_window(num_bytes);
 }
 
 // A link either takes what a peer sends or throws, and still ends in order.
-void test_fuzz(int num_cases) {
+TEST(fuzz) {
+  const int num_cases = check::rounds(3000);
   Random random(21);
   int num_taken = 0, num_refused = 0;
   for (int case_idx = 0; case_idx < num_cases; ++case_idx) {
@@ -865,10 +838,9 @@ void test_fuzz(int num_cases) {
     std::vector<EntryPtr> entries;
     for (int64_t left = random.between(0, 6); left > 0; --left) {
       const auto entry = std::make_shared<Entry>();
-      entry->request = std::make_shared<Request>();
-      entry->request->direction = random.chance(0.5) ? Direction::send : Direction::recv;
-      entry->request->peer = 1;
-      entry->request->descriptor = make_descriptor(0, random.between(0, 3) * 20'000);
+      const auto direction = random.chance(0.5) ? Direction::send : Direction::recv;
+      entry->request =
+          make_request(direction, 1, make_descriptor(0, random.between(0, 3) * 20'000), nullptr);
       entry->memory.resize(static_cast<size_t>(entry->request->descriptor.num_bytes));
       entry->request->data = entry->memory.data();
       peer.link().number(*entry->request);
@@ -905,25 +877,4 @@ void test_fuzz(int num_cases) {
     for (const EntryPtr& entry : entries) CHECK_EQ(entry->request.use_count(), 1);
   }
   CHECK(num_taken > num_cases / 10 && num_refused > num_cases / 10);
-}
-
-}  // namespace
-
-// test_peer_link [fuzzed peers]
-int main(int argc, char** argv) {
-  for (int seed = 0; seed < 600; ++seed)
-    for (End end : {End::close, End::goodbye, End::loss, End::failure})
-      test_random_program(seed, end);
-  for (const int64_t num_bytes :
-       {int64_t{8}, kWindowBytes / int64_t{kWindowRecords}, kMaxInlineBytes})
-    test_window(num_bytes);
-  test_descriptions();
-  test_control_channel();
-  test_ready();
-  test_announced_by_a_peer_that_left();
-  test_protocol_violations();
-  for (const int64_t num_bytes : {int64_t{1}, kMaxInlineBytes})
-    test_a_sender_that_ignores_the_window(num_bytes);
-  test_fuzz(argc > 1 ? std::stoi(argv[1]) : 3000);
-  return check::report("test_peer_link");
 }

@@ -1,5 +1,4 @@
 // Split rules, plan contents, signatures, validation and lowering decisions.
-#include <limits>
 
 #include "check.h"
 #include "plan/builders.h"
@@ -7,9 +6,6 @@
 #include "plan/lower.h"
 #include "plan/reshard.h"
 #include "plan/split.h"
-
-namespace pipecomm {
-namespace {
 
 const TensorSpec kTensor{{2, 6, 4}, dtypes::kFloat32};
 
@@ -21,7 +17,7 @@ LoweredExchange lowered(const ExchangePlan& plan) {
   return lower(plan, inputs, outputs);
 }
 
-void test_dtypes() {
+TEST(dtypes) {
   CHECK_EQ(std::string(dtype_name(15)), "bfloat16");
   CHECK_EQ(std::string(dtype_name(24)), "float8_e4m3fn");
   CHECK_EQ(std::string(dtype_name(11)), "bool");
@@ -31,7 +27,7 @@ void test_dtypes() {
   CHECK(arithmetic_of({8, 4}) == Arithmetic::kBytes);  // complex32
 }
 
-void test_split_rules() {
+TEST(split_rules) {
   CHECK(remainder_first(10, 4) == (Sizes{3, 3, 2, 2}));
   CHECK(remainder_first(2, 4) == (Sizes{1, 1, 0, 0}));
   CHECK(remainder_first(0, 2) == (Sizes{0, 0}));
@@ -49,7 +45,7 @@ void test_split_rules() {
 
 // Boxes of a message follow each other, another tensor begins at the next 16 bytes, and an empty
 // box takes no place.
-void test_message_cursor() {
+TEST(message_cursor) {
   MessageCursor cursor;
   CHECK_EQ(cursor.place(0, 5), 0);
   CHECK_EQ(cursor.place(0, 2), 5);
@@ -59,7 +55,7 @@ void test_message_cursor() {
   CHECK_EQ(cursor.message_bytes(), 19);
 }
 
-void test_signatures() {
+TEST(signatures) {
   const auto plan = [](int rank, Sizes scatter, Sizes gather, DType dtype) {
     const TensorSpec input{{3, gather[rank], checked_sum(scatter)}, dtype};
     return all_to_all_plan({rank, 2}, {{input, scatter, gather}}, 2, 1);
@@ -78,7 +74,7 @@ void test_signatures() {
 }
 
 // Pieces that begin where they are told to: with gaps and twice in the input, with gaps in the output.
-void test_all_to_all_with_starts() {
+TEST(all_to_all_with_starts) {
   const TensorSpec input{{3, 6}, dtypes::kFloat32};
   const AllToAllTensor forward{input, {2, 3}, {3, 4}, {1, 2}};
   const ExchangePlan plan = all_to_all_plan({0, 2}, {forward}, 1, 0);
@@ -106,7 +102,7 @@ void test_all_to_all_with_starts() {
   CHECK_INVALID("", all_to_all_plan({0, 2}, {twice}, 0, 1));
 }
 
-void test_builder_errors() {
+TEST(builder_errors) {
   const Member me{0, 2};
   const Sizes two{2, 2}, three{3, 3};
   const auto all_to_all = [&](int scatter_dim, int gather_dim, Sizes scatter, Sizes gather) {
@@ -175,7 +171,7 @@ void test_builder_errors() {
 
 // Each rank of the layout gets its piece of every other one's tensor; an own piece that lies in
 // its place stays there.
-void test_pieces() {
+TEST(pieces) {
   const ShardLayout layout{{2, 0}, {4, 2}, false, 1};
   const ExchangePlan plan = collect_pieces_plan({0, 3}, kTensor, layout);
   CHECK_EQ(plan.inputs.size(), size_t{1});
@@ -199,7 +195,7 @@ void test_pieces() {
   CHECK(tagged("a") == tagged("a") && tagged("a") != tagged("b"));
 }
 
-void test_validate() {
+TEST(validate) {
   const ExchangePlan good = all_to_all_plan({1, 2}, {{kTensor, {2, 2}, {3, 6}}}, 2, 1);
   const auto changed = [&](auto&& change) {
     ExchangePlan plan = good;
@@ -229,7 +225,7 @@ void test_validate() {
 }
 
 // Staging only where the dims before the scatter or gather dim make a box several runs.
-void test_copy_passes() {
+TEST(copy_passes) {
   const auto passes = [](int64_t batch, int scatter_dim, int gather_dim) {
     const TensorSpec input{{batch, 8, 8, 4}, dtypes::kBFloat16};
     return lowered(all_to_all_plan({1, 4}, {{input, {2, 2, 2, 2}, {8, 8, 8, 8}}}, scatter_dim,
@@ -250,7 +246,7 @@ void test_copy_passes() {
 }
 
 // The send of a gather is the same for all peers: one staged copy. Scaling always needs one.
-void test_shared_staging() {
+TEST(shared_staging) {
   const TensorSpec local{{2, 3}, dtypes::kFloat32};
   const LoweredExchange scaled =
       lowered(gather_plan({2, 4}, local, 0, {2, 2, 2, 2}, Scale::divide(4)));
@@ -276,7 +272,7 @@ void test_shared_staging() {
   CHECK_EQ(packed.send_staging_bytes, 66);
 }
 
-void test_lower_errors() {
+TEST(lower_errors) {
   const ExchangePlan plan = gather_plan({0, 1}, kTensor, 1, {6});
   const StridedLayout good = StridedLayout::contiguous(kTensor);
   const auto lower_with = [&](StridedLayout input, StridedLayout output) {
@@ -304,7 +300,7 @@ void test_lower_errors() {
 }
 
 // Loops beyond the fixed maximum become several tasks.
-void test_many_dims() {
+TEST(many_dims) {
   const TensorSpec tensor{{2, 2, 2, 2, 2, 2, 2}, dtypes::kUInt8};
   StridedLayout input = StridedLayout::contiguous(tensor);
   for (int64_t& stride : input.strides) stride *= stride * 2;  // nothing merges
@@ -315,7 +311,7 @@ void test_many_dims() {
 }
 
 // Sizes beyond 32 bits stay exact.
-void test_large() {
+TEST(large) {
   const int64_t rows = int64_t{1} << 33;
   const ExchangePlan plan =
       all_to_all_plan({1, 2}, {{{{rows, 4}, dtypes::kFloat64}, {2, 2}, {rows, rows}}}, 1, 0);
@@ -325,25 +321,4 @@ void test_large() {
   CHECK_EQ(lowered(plan).local()[0].dst_offset_bytes, rows * 16);
   CHECK_INVALID("size overflow", gather_plan({0, 2}, {{int64_t{1} << 61}, dtypes::kFloat64}, 0,
                                              {int64_t{1} << 61, int64_t{1} << 61}));
-}
-
-}  // namespace
-}  // namespace pipecomm
-
-int main() {
-  using namespace pipecomm;
-  test_dtypes();
-  test_split_rules();
-  test_message_cursor();
-  test_signatures();
-  test_all_to_all_with_starts();
-  test_builder_errors();
-  test_pieces();
-  test_validate();
-  test_copy_passes();
-  test_shared_staging();
-  test_lower_errors();
-  test_many_dims();
-  test_large();
-  return check::report("test_plan");
 }

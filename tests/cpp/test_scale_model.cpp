@@ -3,16 +3,9 @@
 // docs/scale.md.
 #include "scale_model.h"
 
-#include <bit>
-#include <cmath>
-#include <cstdio>
-
 #include "check.h"
 #include "plan/signature.h"
 
-namespace {
-
-using namespace pipecomm;
 using model::Course;
 using model::Group;
 
@@ -44,7 +37,7 @@ void check_cost(const Course& course, int size) {
 }
 
 // Every size up to 70, and some beyond: every rank hears the same, and pays no more than it may.
-void test_agreement() {
+TEST(agreement) {
   std::vector<int> sizes;
   for (int size = 1; size <= 70; ++size) sizes.push_back(size);
   for (const int size : {100, 127, 128, 129, 1000, 4095, 4096}) sizes.push_back(size);
@@ -72,7 +65,7 @@ void test_agreement() {
 }
 
 // From every source, the payload reaches every rank once.
-void test_broadcast() {
+TEST(broadcast) {
   for (const int size : {1, 2, 3, 8, 13, 64, 100}) {
     for (int source = 0; source < size; ++source) {
       check::context = "broadcast, " + std::to_string(size) + " from " + std::to_string(source);
@@ -85,7 +78,7 @@ void test_broadcast() {
   }
 }
 
-void test_control_neighbours() {
+TEST(control_neighbours) {
   for (int size = 1; size <= 300; ++size) {
     check::context = "control neighbours of " + std::to_string(size);
     for (int rank = 0; rank < size; ++rank) {
@@ -117,7 +110,7 @@ int failure_rounds(int size, int num_seeds) {
   return most;
 }
 
-void test_scale() {
+TEST(scale) {
   std::printf(
       "Model: hosts of %d ranks; 10 us and 4 GB/s inside, 30 us and 1.25 GB/s across; 3 us a "
       "message\n\n"
@@ -157,14 +150,4 @@ void test_scale() {
     CHECK(per_level[idx].large <= 1.6 * at_64.large);
   }
   for (const int size : {3, 5, 11, 100, 777, 3000}) failure_rounds(size, 30);
-}
-
-}  // namespace
-
-int main() {
-  test_agreement();
-  test_broadcast();
-  test_control_neighbours();
-  test_scale();
-  return check::report("test_scale_model");
 }

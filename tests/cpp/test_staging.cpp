@@ -1,30 +1,18 @@
 // Tensors of a device over a transport of the host: whatever a program does there must come out as
 // it does in host memory. Each program runs twice, and all memory of all ranks is compared.
-#include <algorithm>
-#include <atomic>
-#include <functional>
-#include <memory>
-#include <random>
-#include <string>
-#include <thread>
-#include <vector>
 
-#include "check.h"
-#include "engine/communicator.h"
-#include "local_transport.h"
 #include "plan/builders.h"
 #include "plan/reshard.h"
 #include "plan/split.h"
 #include "staging_device.h"
+#include "thread_ranks.h"
 
-namespace {
-
-using namespace pipecomm;
-using namespace std::chrono_literals;
 using staging_device::Device;
 using staging_device::Stream;
 
-constexpr auto kLong = 60s;
+using threads::failure_of;
+using threads::kLong;
+using threads::wait;
 using Bytes = std::vector<std::byte>;
 
 // The memory of one rank, on a device or on the host, and the stream that its thread works on.
@@ -116,11 +104,6 @@ void compare(int size, const Program& program) {
   }
 }
 
-void wait(Communicator& communicator, const OperationPtr& operation) {
-  if (!communicator.wait(*operation, Clock::now() + kLong, nullptr))
-    throw std::runtime_error("still pending: " + operation->pending_text());
-}
-
 TensorRef rows(TensorRef tensor, int64_t start, int64_t length) {
   tensor.data += start * tensor.strides[0] * tensor.dtype.itemsize;
   tensor.shape[0] = length;
@@ -185,8 +168,8 @@ std::vector<OperationPtr> relay(Communicator& communicator, Memory& memory, int 
   return hops;
 }
 
-void test_relays() {
-  for (int seed = 0; seed < 12; ++seed) {
+TEST(relays) {
+  for (int seed = 0; seed < check::rounds(12); ++seed) {
     std::mt19937 draw(seed);
     const int size = 3 + seed % 2;
     const bool is_async = seed % 3 != 0;
@@ -215,7 +198,7 @@ void test_relays() {
 // exchanges, messages and broadcasts
 
 // Of the collectives' channel, with strides on both sides and a factor; the sender's stream is late.
-void test_exchanges() {
+TEST(exchanges) {
   constexpr int kSize = 3;
   for (const Scale& scale : {Scale::none(), Scale::multiply(3), Scale::divide(3)}) {
     check::context = "exchanges";
@@ -239,7 +222,7 @@ void test_exchanges() {
 }
 
 // Around a ring, with gaps between the rows on the device, to oneself too.
-void test_messages() {
+TEST(messages) {
   constexpr int kSize = 3;
   check::context = "messages";
   run(kSize, true, [](Communicator& communicator, Memory& memory, int rank) {
@@ -276,8 +259,7 @@ void test_messages() {
   });
 }
 
-void test_broadcasts() {
-  check::context = "broadcasts";
+TEST(broadcasts) {
   compare(3, [](Communicator& communicator, Memory& memory, int rank) {
     for (int round = 0; round < 6; ++round) {
       const TensorRef tensor = memory.tensor({1000 * round}, dtypes::kUInt8, 0);
@@ -288,8 +270,7 @@ void test_broadcasts() {
 }
 
 // Threads with streams of their own on one communicator.
-void test_threads() {
-  check::context = "threads";
+TEST(threads) {
   compare(2, [](Communicator& communicator, Memory& memory, int rank) {
     std::vector<TensorRef> tensors;
     for (int idx = 0; idx < 16; ++idx) tensors.push_back(memory.tensor({500}, dtypes::kUInt8, 0));
@@ -311,8 +292,7 @@ void test_threads() {
 // ------------------------------------------------------------------------------------------------
 // what is refused, and what fails
 
-void test_capture() {
-  check::context = "capture";
+TEST(capture) {
   run(2, true, [](Communicator& communicator, Memory& memory, int rank) {
     const TensorRef tensor = memory.tensor({10}, dtypes::kUInt8, 0);
     const auto plan = prepared(gather_plan({rank, 2}, {{10}, dtypes::kUInt8}, 0, {10, 10}));
@@ -328,20 +308,8 @@ void test_capture() {
   });
 }
 
-void expect(int line, FailureKind kind, const std::string& text,
-            const std::function<void()>& call) {
-  try {
-    call();
-    check::fail(__FILE__, line, "no failure with '" + text + "'");
-  } catch (const PipeCommException& error) {
-    const bool is_it = error.failure()->kind == kind && error.failure()->origin_rank == 0 &&
-                       error.failure()->message.find(text) != std::string::npos;
-    if (!is_it) check::fail(__FILE__, line, error.what());
-  }
-}
-
 // An error of the device before the messages are posted, and a stream that never comes to the call.
-void test_failures() {
+TEST(failures) {
   for (const bool hangs : {false, true}) {
     check::context = hangs ? "a stream that hangs" : "a broken device";
     std::atomic<bool> has_failed{false};
@@ -357,24 +325,14 @@ void test_failures() {
       const auto kind = hangs ? FailureKind::timeout : FailureKind::error;
       const std::string text = hangs ? "the caller's CUDA stream has not come to it"
                                      : "could not be enqueued: CUDA: it is";
-      expect(__LINE__, kind, text,
-             [&] { wait(communicator, communicator.batch_p2p({&message, 1})); });
+      const auto expect = [&](const Failure& failure) {
+        CHECK(failure.kind == kind && failure.origin_rank == 0);
+        CHECK_CONTAINS(failure.message, text);
+      };
+      expect(failure_of([&] { wait(communicator, communicator.batch_p2p({&message, 1})); }));
       if (rank == 0) has_failed = true;
-      expect(__LINE__, kind, text, [&] { communicator.barrier(); });
+      expect(failure_of([&] { communicator.barrier(); }));
     };
     run(2, true, program, hangs ? std::chrono::nanoseconds(300ms) : kLong);
   }
-}
-
-}  // namespace
-
-int main() {
-  test_relays();
-  test_exchanges();
-  test_messages();
-  test_broadcasts();
-  test_threads();
-  test_capture();
-  test_failures();
-  return check::report("test_staging");
 }

@@ -1,11 +1,5 @@
 // Control packets and failure records read back as they were written, and no sequence of bytes does
 // worse than raise an error.
-#include <algorithm>
-#include <cstring>
-#include <memory>
-#include <optional>
-#include <string>
-#include <vector>
 
 #include "check.h"
 #include "message/failure.h"
@@ -13,9 +7,6 @@
 #include "transport/transport.h"
 #include "world.h"
 
-namespace {
-
-using namespace pipecomm;
 using wire::Kind;
 using wire::PacketReader;
 using wire::PacketWriter;
@@ -85,20 +76,11 @@ bool add(PacketWriter& writer, const Sample& sample) {
                     sample.descriptor ? &*sample.descriptor : nullptr, sample.payload);
 }
 
-void expect_malformed(const char* file, int line, const std::string& text, const Bytes& packet) {
-  try {
-    PacketReader(packet, kEpoch);
-  } catch (const std::runtime_error& error) {
-    if (std::string(error.what()).find(text) == std::string::npos)
-      check::fail(file, line, "the message does not contain '" + text + "': " + error.what());
-    return;
-  }
-  check::fail(file, line, "no std::runtime_error with '" + text + "'");
-}
-#define CHECK_MALFORMED(text, packet) expect_malformed(__FILE__, __LINE__, text, packet)
+#define CHECK_MALFORMED(text, packet) \
+  CHECK_THROWS(std::runtime_error, text, PacketReader(packet, kEpoch))
 
-void test_round_trip() {
-  for (int seed = 0; seed < 300; ++seed) {
+TEST(round_trip) {
+  for (int seed = 0; seed < check::rounds(300); ++seed) {
     check::context = "round trip, seed " + std::to_string(seed);
     Random random(seed);
     PacketWriter writer;
@@ -136,8 +118,7 @@ void test_round_trip() {
 }
 
 // The largest payload fits, one byte more does not, and a refused record leaves no trace.
-void test_limits() {
-  check::context = "limits";
+TEST(limits) {
   Random random(1);
   Descriptor descriptor = random_descriptor(random);
   PacketWriter writer;
@@ -164,8 +145,7 @@ Bytes with(Bytes packet, size_t offset, T value) {
   return packet;
 }
 
-void test_malformed() {
-  check::context = "malformed packets";
+TEST(malformed) {
   constexpr size_t kRecord = sizeof(wire::PacketHeader);
   constexpr size_t kDescriptor = kRecord + sizeof(wire::RecordHeader);
   PacketWriter writer;
@@ -199,20 +179,14 @@ void test_malformed() {
   CHECK_MALFORMED("wrong length", with(good, 12, static_cast<uint32_t>(wire::kMaxPacketBytes + 1)));
 }
 
-void test_pieces() {
-  check::context = "pieces of bodies";
+TEST(pieces) {
   const wire::PieceHeader header{.channel = 3, .epoch = kEpoch, .num_bytes = 9, .seq = 7};
   Bytes bytes(sizeof header + 2);
   std::memcpy(bytes.data(), &header, sizeof header);
   const auto read = wire::piece_header(bytes, kEpoch);
   CHECK(read && read->channel == 3 && read->num_bytes == 9 && read->seq == 7);
   const auto expect_malformed = [](const std::string& text, const Bytes& malformed) {
-    try {
-      (void)wire::piece_header(malformed, kEpoch);
-      check::fail(__FILE__, __LINE__, "no error with '" + text + "'");
-    } catch (const std::runtime_error& error) {
-      CHECK(std::string(error.what()).find(text) != std::string::npos);
-    }
+    CHECK_THROWS(std::runtime_error, text, wire::piece_header(malformed, kEpoch));
   };
   expect_malformed("its header is cut off", Bytes(sizeof header - 1));
   expect_malformed("belongs to another communicator", with(bytes, 8, kEpoch + 1));
@@ -245,7 +219,7 @@ bool same(const Failure& a, const Failure& b) {
          a.shape == b.shape && a.origin_rank == b.origin_rank;
 }
 
-void test_failures() {
+TEST(failures) {
   Random random(7);
   for (int case_idx = 0; case_idx < 300; ++case_idx) {
     check::context = "failure record " + std::to_string(case_idx);
@@ -291,7 +265,27 @@ void mutate(Bytes& bytes, const Bytes& other, Random& random) {
   }
 }
 
-void test_fuzz_packets(int num_packets) {
+// Gives `read` mutations of the samples, in memory exactly as large as what may be read. It takes
+// some of them: the mutations are neither all harmless nor all refused at the first byte.
+void fuzz(const std::vector<Bytes>& samples, int num_cases, Random& random,
+          const std::function<void(std::span<const std::byte>)>& read) {
+  int num_taken = 0;
+  for (int idx = 0; idx < num_cases; ++idx) {
+    check::context = "fuzzed bytes " + std::to_string(idx);
+    Bytes bytes = samples[random.between(0, samples.size() - 1)];
+    mutate(bytes, samples[random.between(0, samples.size() - 1)], random);
+    const auto memory = std::make_unique<std::byte[]>(bytes.size());
+    std::copy(bytes.begin(), bytes.end(), memory.get());
+    try {
+      read({memory.get(), bytes.size()});
+      ++num_taken;
+    } catch (const std::runtime_error&) {
+    }
+  }
+  CHECK(num_taken > num_cases / 20 && num_taken < num_cases * 9 / 10);
+}
+
+TEST(fuzz_packets) {
   Random random(11);
   std::vector<Bytes> packets;
   for (int idx = 0; idx < 64; ++idx) {
@@ -299,65 +293,26 @@ void test_fuzz_packets(int num_packets) {
     for (int64_t left = random.between(1, 6); left > 0; --left) add(writer, random_sample(random));
     packets.push_back(writer.take(kEpoch, idx));
   }
-  int num_parsed = 0;
   size_t num_seen = 0;
-  for (int idx = 0; idx < num_packets; ++idx) {
-    check::context = "fuzzed packet " + std::to_string(idx);
-    Bytes packet = packets[random.between(0, packets.size() - 1)];
-    mutate(packet, packets[random.between(0, packets.size() - 1)], random);
-    // Exactly as large as what may be read.
-    const auto memory = std::make_unique<std::byte[]>(packet.size());
-    std::copy(packet.begin(), packet.end(), memory.get());
-    try {
-      const PacketReader reader({memory.get(), packet.size()}, kEpoch);
-      ++num_parsed;
-      for (const wire::Record& record : reader.records()) {
-        for (std::byte byte : record.payload) num_seen += static_cast<size_t>(byte) & 1;
-        num_seen += record.descriptor.text().size();
-        CHECK(record.header.channel < kNumChannels);
-        CHECK(record.descriptor.num_bytes >= 0);
-      }
-    } catch (const std::runtime_error&) {
+  fuzz(packets, check::rounds(200'000), random, [&](std::span<const std::byte> bytes) {
+    const PacketReader reader(bytes, kEpoch);
+    for (const wire::Record& record : reader.records()) {
+      for (std::byte byte : record.payload) num_seen += static_cast<size_t>(byte) & 1;
+      num_seen += record.descriptor.text().size();
+      CHECK(record.header.channel < kNumChannels);
+      CHECK(record.descriptor.num_bytes >= 0);
     }
-  }
+  });
   CHECK(num_seen > 0);
-  // The mutations are neither all harmless nor all refused at the first byte.
-  CHECK(num_parsed > num_packets / 20 && num_parsed < num_packets * 9 / 10);
 }
 
-void test_fuzz_failures(int num_records) {
+TEST(fuzz_failures) {
   Random random(13);
   std::vector<Bytes> records;
   for (int idx = 0; idx < 64; ++idx) records.push_back(encode_failure(random_failure(random)));
-  int num_parsed = 0;
-  for (int idx = 0; idx < num_records; ++idx) {
-    check::context = "fuzzed failure " + std::to_string(idx);
-    Bytes bytes = records[random.between(0, records.size() - 1)];
-    mutate(bytes, records[random.between(0, records.size() - 1)], random);
-    const auto memory = std::make_unique<std::byte[]>(bytes.size());
-    std::copy(bytes.begin(), bytes.end(), memory.get());
-    try {
-      const Failure failure = decode_failure({memory.get(), bytes.size()});
-      ++num_parsed;
-      CHECK(failure.message.size() <= bytes.size());
-      CHECK(static_cast<int>(failure.kind) <= 4);
-    } catch (const std::runtime_error&) {
-    }
-  }
-  CHECK(num_parsed > num_records / 20 && num_parsed < num_records * 9 / 10);
-}
-
-}  // namespace
-
-// test_wire [fuzzed packets]
-int main(int argc, char** argv) {
-  const int num_packets = argc > 1 ? std::stoi(argv[1]) : 200'000;
-  test_round_trip();
-  test_limits();
-  test_malformed();
-  test_pieces();
-  test_failures();
-  test_fuzz_packets(num_packets);
-  test_fuzz_failures(num_packets / 4);
-  return check::report("test_wire");
+  fuzz(records, check::rounds(50'000), random, [](std::span<const std::byte> bytes) {
+    const Failure failure = decode_failure(bytes);
+    CHECK(failure.message.size() <= bytes.size());
+    CHECK(static_cast<int>(failure.kind) <= 4);
+  });
 }

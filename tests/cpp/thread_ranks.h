@@ -1,21 +1,11 @@
 // Communicators of several threads as ranks, over a transport in memory.
 #pragma once
 
-#include <chrono>
-#include <functional>
-#include <memory>
-#include <string>
-#include <thread>
-#include <vector>
-
 #include "check.h"
 #include "engine/communicator.h"
 #include "local_transport.h"
 
 namespace threads {
-
-using namespace pipecomm;
-using namespace std::chrono_literals;
 
 inline constexpr auto kLong = 60s;  // hard limit of whatever must not hang
 

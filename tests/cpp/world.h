@@ -3,14 +3,6 @@
 // global positions, without anything of the library.
 #pragma once
 
-#include <cstdint>
-#include <cstring>
-#include <functional>
-#include <memory>
-#include <random>
-#include <string>
-#include <vector>
-
 #include "check.h"
 #include "copy/copy_buffers.h"
 #include "copy/copy_cpu.h"
@@ -18,8 +10,6 @@
 #include "plan/lower.h"
 
 namespace world {
-
-using namespace pipecomm;
 
 class Random {
  public:

@@ -1,0 +1,12 @@
+// An owner of a transport that hears everything and does nothing.
+#pragma once
+
+#include "check.h"
+#include "transport/transport.h"
+
+struct Listener : TransportEvents {
+  void on_peer_lost(int, const std::string&) override {}
+  void on_remote_failure(const Failure&) override {}
+  void on_refused(int, const std::string&) override {}
+  void on_broken(const std::string&) override {}
+};
