@@ -3,62 +3,13 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
-#include <atomic>
-#include <barrier>
-#include <chrono>
-#include <cstring>
 #include <filesystem>
-#include <functional>
-#include <memory>
-#include <string>
-#include <thread>
-#include <vector>
 
-#include "check.h"
-#include "engine/communicator.h"
-#include "meeting.h"
+#include "host_exchanges.h"
 #include "message/start_thread.h"
-#include "world.h"
 
-namespace {
-
-using namespace pipecomm;
-using namespace std::chrono_literals;
-using meeting::kEpoch;
-using meeting::kLimit;
-using meeting::Meeting;
-using meeting::run_ranks;
+using namespace meeting;
 using world::Random;
-
-constexpr DType kByte{0, 1};
-
-using Bytes = std::vector<std::byte>;
-
-TensorRef tensor(Bytes& bytes) {
-  return {bytes.data(), kByte, {static_cast<int64_t>(bytes.size())}, {1}, nullptr};
-}
-
-Bytes coded_bytes(uint64_t key, int64_t num_bytes) {
-  Bytes bytes(static_cast<size_t>(num_bytes));
-  for (size_t idx = 0; idx < bytes.size(); ++idx)
-    bytes[idx] =
-        static_cast<std::byte>((key * 0x9e3779b97f4a7c15u + idx * 0xbf58476d1ce4e5b9u) >> 40);
-  return bytes;
-}
-
-void wait(Communicator& comm, const OperationPtr& operation) {
-  comm.wait(*operation, Deadline::max(), nullptr);
-}
-
-// Of an operation that `post` posts, at the call or later.
-FailurePtr failure_of(Communicator& comm, const std::function<OperationPtr()>& post) {
-  try {
-    wait(comm, post());
-  } catch (const PipeCommException& error) {
-    return error.failure();
-  }
-  return nullptr;
-}
 
 // ------------------------------------------------------------------------------------------------
 
@@ -68,7 +19,7 @@ struct Message {
 };
 
 // Random messages between all ranks, posted one by one or in batches, by a thread that waits or not.
-void test_random_traffic(uint64_t seed) {
+void run_traffic(uint64_t seed) {
   check::context = "traffic, seed " + std::to_string(seed);
   Random random(seed);
   const int size = static_cast<int>(random.between(2, 5));
@@ -123,35 +74,22 @@ void test_random_traffic(uint64_t seed) {
   });
 }
 
-void test_large_messages_both_ways_between_all_pairs() {
-  check::context = "large both ways";
-  constexpr int64_t kNumBytes = 5 << 20;
+TEST(random_traffic) {
+  for (int seed = 0; seed < check::rounds(40); ++seed) run_traffic(static_cast<uint64_t>(seed));
+}
+
+TEST(large_messages_both_ways_between_all_pairs) {
   Meeting meeting(3);
   meeting.over_tcp();
-  run_ranks(meeting, [&](Communicator& comm) {
-    std::vector<Bytes> sent, received(3, Bytes(kNumBytes));
-    for (int peer = 0; peer < 3; ++peer)
-      sent.push_back(coded_bytes(static_cast<uint64_t>(10 * comm.rank() + peer), kNumBytes));
-    std::vector<PointToPoint> batch;
-    for (int peer = 0; peer < 3; ++peer) {
-      if (peer == comm.rank()) continue;
-      batch.push_back({Direction::send, peer, 0, tensor(sent[peer]), 0});
-      batch.push_back({Direction::recv, peer, 0, tensor(received[peer]), 0});
-    }
-    for (int round = 0; round < 4; ++round)
-      wait(comm, comm.batch_p2p(batch, {.is_async = round % 2 != 0}));
-    for (int peer = 0; peer < 3; ++peer)
-      if (peer != comm.rank())
-        CHECK(received[peer] ==
-              coded_bytes(static_cast<uint64_t>(10 * peer + comm.rank()), kNumBytes));
+  run_ranks(meeting, [](Communicator& comm) {
+    for (int round = 0; round < 4; ++round) exchange_with_all(comm, 5 << 20, round, round % 2);
   });
 }
 
 // Ranks 0 and 3 of eight are no neighbours: both ends find out at once that they need each other.
 // The watchdog may find room in a socket before anybody else does, also for the last bytes. Nothing
 // that comes from the peer afterwards tells of them.
-void test_ticks_beside_large_messages() {
-  check::context = "ticks";
+TEST(ticks_beside_large_messages) {
   constexpr int kNumRanks = 5;
   Meeting meeting(kNumRanks);
   meeting.over_tcp();
@@ -189,7 +127,7 @@ void test_ticks_beside_large_messages() {
   for (std::thread& rank : ranks) rank.join();
 }
 
-void test_both_ends_connect_at_once() {
+TEST(both_ends_connect_at_once) {
   for (int round = 0; round < 20; ++round) {
     check::context = "both at once, round " + std::to_string(round);
     Meeting meeting(8);
@@ -210,8 +148,7 @@ void test_both_ends_connect_at_once() {
 }
 
 // Rank 0 of eight is a neighbour of all but ranks 3 and 5.
-void test_connections_ahead_of_messages() {
-  check::context = "connect";
+TEST(connections_ahead_of_messages) {
   Meeting meeting(8);
   meeting.over_tcp();
   std::atomic<int> num_waiting{7};
@@ -238,8 +175,7 @@ size_t num_entries(const char* folder) {
   return count;
 }
 
-void test_threads_do_not_grow_with_the_group() {
-  check::context = "threads";
+TEST(threads_do_not_grow_with_the_group) {
   for (const int size : {2, 9}) {
     const size_t before = num_entries("/proc/self/task");
     Meeting meeting(size);
@@ -257,8 +193,7 @@ void test_threads_do_not_grow_with_the_group() {
 }
 
 // An address of another network, and one where a stranger listens, come before the right one.
-void test_addresses_that_lead_elsewhere() {
-  check::context = "other addresses";
+TEST(addresses_that_lead_elsewhere) {
   Meeting meeting(2);
   meeting.over_tcp();
   for (Introduction& introduction : meeting.introductions)
@@ -307,8 +242,7 @@ class Stranger {  // connects, and says what it likes
   const int fd_;
 };
 
-void test_strangers_are_sent_away() {
-  check::context = "strangers";
+TEST(strangers_are_sent_away) {
   Meeting meeting(2), other(2);
   meeting.over_tcp();
   other.token[3] ^= std::byte{1};
@@ -337,7 +271,7 @@ void test_strangers_are_sent_away() {
 }
 
 // A peer that knows the secret, and then breaks the protocol or off.
-void test_a_peer_that_breaks() {
+TEST(a_peer_that_breaks) {
   const auto expect = [](const std::string& what, const std::function<void(Stranger&)>& act,
                          FailureKind kind, const std::string& text) {
     check::context = what;
@@ -389,8 +323,7 @@ void test_a_peer_that_breaks() {
 }
 
 // In the middle of a body, and while messages wait for their turn.
-void test_aborts_reach_all_ranks() {
-  check::context = "abort";
+TEST(aborts_reach_all_ranks) {
   Meeting meeting(4);
   meeting.over_tcp();
   std::atomic<int> num_ready{0};
@@ -418,8 +351,7 @@ void test_aborts_reach_all_ranks() {
 }
 
 // Rank 3 has no connection to rank 0 when that one closes.
-void test_a_peer_that_closed_before_they_met() {
-  check::context = "closed before they met";
+TEST(a_peer_that_closed_before_they_met) {
   Meeting meeting(8);
   meeting.over_tcp();
   std::atomic<bool> closed{false};
@@ -445,8 +377,7 @@ void test_a_peer_that_closed_before_they_met() {
 }
 
 // Somebody takes the connection and says nothing: the error says so at the deadline.
-void test_a_peer_that_cannot_be_reached() {
-  check::context = "unreachable";
+TEST(a_peer_that_cannot_be_reached) {
   Meeting meeting(2);
   meeting.over_tcp();
   const auto comm = meeting.communicator(0, 500ms);
@@ -459,7 +390,7 @@ void test_a_peer_that_cannot_be_reached() {
 }
 
 #ifdef PIPECOMM_FAULTS
-void test_no_thread_is_left() {
+TEST(no_thread_is_left) {
   for (const int failing : {1, 2, 3, 4}) {
     check::context = "no thread " + std::to_string(failing);
     Meeting meeting(2);
@@ -476,35 +407,10 @@ void test_no_thread_is_left() {
 }
 #endif
 
-void test_interfaces() {
-  check::context = "interfaces";
+TEST(interfaces) {
   for (const std::string& host : tcp::local_hosts("")) CHECK(!host.starts_with("127."));
   const std::vector<std::string> loopback = tcp::local_hosts("lo");
   CHECK(std::find(loopback.begin(), loopback.end(), "127.0.0.1") != loopback.end());
   CHECK_INVALID("the network interface nosuch0 does not exist here",
                 tcp::local_hosts("lo,nosuch0"));
-}
-
-}  // namespace
-
-// test_c10d [random programs]
-int main(int argc, char** argv) {
-  const int num_programs = argc > 1 ? std::stoi(argv[1]) : 40;
-  for (int seed = 0; seed < num_programs; ++seed) test_random_traffic(static_cast<uint64_t>(seed));
-  test_large_messages_both_ways_between_all_pairs();
-  test_ticks_beside_large_messages();
-  test_both_ends_connect_at_once();
-  test_connections_ahead_of_messages();
-  test_threads_do_not_grow_with_the_group();
-  test_addresses_that_lead_elsewhere();
-  test_strangers_are_sent_away();
-  test_a_peer_that_breaks();
-  test_aborts_reach_all_ranks();
-  test_a_peer_that_closed_before_they_met();
-  test_a_peer_that_cannot_be_reached();
-#ifdef PIPECOMM_FAULTS
-  test_no_thread_is_left();
-#endif
-  test_interfaces();
-  return check::report("test_c10d");
 }

@@ -1,16 +1,10 @@
 // Collectives of groups that are too large for a message between any two: by the tree, and as in a
 // small group where ranks do not agree.
-#include <atomic>
-#include <barrier>
-#include <random>
 
 #include "plan/builders.h"
 #include "plan/reshard.h"
 #include "thread_ranks.h"
 
-namespace {
-
-using namespace pipecomm;
 using namespace threads;
 
 constexpr int kSizes[] = {9, 12, 16, 33};
@@ -22,7 +16,7 @@ std::string case_of(const char* name, int size) {
 // ------------------------------------------------------------------------------------------------
 // what calls do
 
-void test_barrier() {
+TEST(barrier) {
   for (const int size : kSizes) {
     check::context = case_of("barrier", size);
     std::atomic<int> num_arrived{0};
@@ -38,7 +32,7 @@ void test_barrier() {
 }
 
 // From every source: nothing, a message inside a packet, one beside it, and several pieces.
-void test_broadcast() {
+TEST(broadcast) {
   constexpr int64_t kNumBytes[] = {0, 1, 700, 5000, 2 * kPieceBytes, 2 * kPieceBytes + 77};
   for (const int size : kSizes) {
     check::context = case_of("broadcast", size);
@@ -104,7 +98,7 @@ struct Shifted {
   PreparedExchangePtr plan;
 };
 
-void test_exchanges() {
+TEST(exchanges) {
   for (const int size : kSizes) {
     check::context = case_of("exchanges", size);
     std::vector<int> all(size);
@@ -123,7 +117,7 @@ void test_exchanges() {
 
 // Many under way at once, of all kinds, waited for in any order or not at all, with messages of
 // point-to-point operations between them.
-void test_many_in_flight() {
+TEST(many_in_flight) {
   for (const int size : {9, 16}) {
     check::context = case_of("many in flight", size);
     run_ranks(size, kLong, [&](Communicator& communicator, int rank) {
@@ -166,7 +160,7 @@ void test_many_in_flight() {
 }
 
 // A relay among some of the ranks, and collectives of few members among those of all.
-void test_members() {
+TEST(members) {
   constexpr int kSize = 14;
   check::context = case_of("members", kSize);
   run_ranks(kSize, kLong, [&](Communicator& communicator, int rank) {
@@ -249,7 +243,7 @@ void check_same_errors(int size, const std::function<OperationPtr(Communicator&,
   CHECK(num_failed > 0);
 }
 
-void test_refusal() {
+TEST(refusal) {
   for (const int size : {9, 16}) {
     for (int odd = 0; odd < size; odd += 3) {
       check::context = case_of("refusal", size) + ", of rank " + std::to_string(odd);
@@ -282,7 +276,7 @@ void test_refusal() {
       CHECK_FAILURE(refused[rank], mismatch, 5, "all_to_all was refused by rank 5: late");
 }
 
-void test_disagreement() {
+TEST(disagreement) {
   constexpr int kSize = 12;
   check::context = "sizes of a broadcast";
   check_same_errors(kSize, [](Communicator& communicator, int rank) {
@@ -315,7 +309,7 @@ void test_disagreement() {
   }
 }
 
-void test_timeout() {
+TEST(timeout) {
   constexpr int kSize = 12;
   for (const int absent : {0, 5, 11}) {
     check::context = "timeout, without rank " + std::to_string(absent);
@@ -356,7 +350,7 @@ void test_timeout() {
 }
 
 // Aborted at any moment, also inside the tree: all calls end, and nothing stays behind.
-void test_abort() {
+TEST(abort) {
   constexpr int kSize = 9;
   for (int round = 0; round < 12; ++round) {
     check::context = "abort, round " + std::to_string(round);
@@ -382,7 +376,7 @@ void test_abort() {
   }
 }
 
-void test_peer_lost() {
+TEST(peer_lost) {
   constexpr int kSize = 12;
   for (const int dead : {0, 4, 11}) {
     check::context = "peer lost, rank " + std::to_string(dead);
@@ -406,7 +400,7 @@ void test_peer_lost() {
 }
 
 // A rank closes instead of joining in: the operation fails on all others, the communicator does not.
-void test_closed_member() {
+TEST(closed_member) {
   constexpr int kSize = 12;
   for (const int gone : {0, 4, 8, 11}) {
     check::context = "closed member " + std::to_string(gone);
@@ -439,7 +433,7 @@ void test_closed_member() {
 }
 
 // close() waits for what is under way, which ends as soon as a member that does not take part closes.
-void test_close_with_pending() {
+TEST(close_with_pending) {
   constexpr int kSize = 12;
   for (const int odd : {0, 4, 11}) {
     check::context = "close with pending collectives, without rank " + std::to_string(odd);
@@ -463,7 +457,7 @@ void test_close_with_pending() {
 }
 
 // What an operation that is under way shows of itself.
-void test_flight_record() {
+TEST(flight_record) {
   constexpr int kSize = 12;
   check::context = "flight record";
   std::barrier everybody(kSize);
@@ -492,23 +486,4 @@ void test_flight_record() {
     CHECK_EQ(flights[0].messages.size(), 2 * (place.children.size() + (place.is_root() ? 0 : 1)));
     communicator.close(nullptr);
   });
-}
-
-}  // namespace
-
-int main() {
-  test_barrier();
-  test_broadcast();
-  test_exchanges();
-  test_many_in_flight();
-  test_members();
-  test_refusal();
-  test_disagreement();
-  test_timeout();
-  test_abort();
-  test_peer_lost();
-  test_closed_member();
-  test_close_with_pending();
-  test_flight_record();
-  return check::report("test_collective_line");
 }

@@ -3,33 +3,54 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include <atomic>
-#include <barrier>
-#include <functional>
-#include <memory>
-#include <random>
-#include <string>
-#include <thread>
-#include <vector>
-
 #include "check.h"
 #include "engine/aliasing.h"
 #include "plan/builders.h"
 #include "plan/reshard.h"
 #include "thread_ranks.h"
 
-namespace {
-
-using namespace pipecomm;
 using namespace threads;
-using namespace std::chrono_literals;
+
+// By messages between every two ranks, and by the tree.
+#define TEST_TWICE(name)              \
+  static void name##_at_a_limit();    \
+  TEST(name) { name##_at_a_limit(); } \
+  TEST(name##_by_the_tree) {          \
+    direct_limit = 1;                 \
+    name##_at_a_limit();              \
+    direct_limit = kDirectLimit;      \
+  }                                   \
+  static void name##_at_a_limit()
+
+// The first test: no thread of another one is left behind in the child.
+TEST(fork) {
+  const auto hub = std::make_shared<local::Hub>(1);
+  const auto communicator = join(hub, options_of(0, 1));
+  // A thread that is just starting may hold a lock of a sanitizer's allocator, which stays locked in
+  // the child.
+  std::this_thread::sleep_for(std::chrono::milliseconds(200));
+  const pid_t child = fork();
+  if (child == 0) {
+    alarm(60);
+    const bool refused = failure_of([&] { communicator->barrier(); }).message.find("was forked") !=
+                         std::string::npos;
+    communicator->abort("in the child");
+    communicator->close(nullptr);
+    _exit(refused && communicator->is_in_fork() ? 0 : 1);
+  }
+  int status = -1;
+  CHECK_EQ(waitpid(child, &status, 0), child);
+  CHECK_EQ(status, 0);
+  CHECK(!communicator->is_in_fork());
+  wait(*communicator, communicator->barrier());
+}
 
 // ------------------------------------------------------------------------------------------------
 // what calls do
 
 // Random messages between all ranks on all channels, in batches cut at random, waited for by other
 // threads in any order, or not at all.
-void test_traffic() {
+TEST_TWICE(traffic) {
   constexpr int kSize = 4, kNumMessages = 300;
   struct Message {
     int from, to, channel;
@@ -79,8 +100,7 @@ void test_traffic() {
   }
 }
 
-void test_exchange() {
-  check::context = "exchange";
+TEST_TWICE(exchange) {
   constexpr int kSize = 3;
   constexpr int64_t kRows = 4, kHeads = 6, kWidth = 2000;  // bodies and staging on both sides
   run_ranks(kSize, kLong, [&](Communicator& communicator, int rank) {
@@ -135,8 +155,7 @@ void test_exchange() {
 
 // From rank 0 to 1 and on to 2, which waits for nothing but the end: 1 passes on what it has not
 // waited for. Rank 0 refuses some rounds, then nobody posts the second hop.
-void test_exchanges_that_follow_each_other() {
-  check::context = "exchanges that follow each other";
+TEST_TWICE(exchanges_that_follow_each_other) {
   constexpr int kSize = 3, kNumRounds = 40;
   const auto refuses = [](int round) { return round % 7 == 3; };
   run_ranks(kSize, kLong, [&](Communicator& communicator, int rank) {
@@ -182,8 +201,7 @@ void test_exchanges_that_follow_each_other() {
 }
 
 // An input may be a slice of an output if nothing is received there.
-void test_slices_that_stay() {
-  check::context = "slices that stay";
+TEST(slices_that_stay) {
   const ShardLayout pieces{{0, 1}, {}, false, 1}, whole{{0, 1}, {}, true, 1};
   const TensorSpec spec{{2, 6}, dtypes::kUInt8};
   const auto plan = [&](bool in_place) {
@@ -206,8 +224,7 @@ void test_slices_that_stay() {
 }
 
 // What is queued behind an exchange that never comes ends with the communicator.
-void test_what_follows_ends_with_the_communicator() {
-  check::context = "what follows ends with the communicator";
+TEST_TWICE(what_follows_ends_with_the_communicator) {
   run_ranks(2, kLong, [&](Communicator& communicator, int rank) {
     const TensorSpec whole{{8}, dtypes::kUInt8};
     const auto plan = std::make_shared<PreparedExchange>(
@@ -228,8 +245,7 @@ void test_what_follows_ends_with_the_communicator() {
   });
 }
 
-void test_broadcast_and_barrier() {
-  check::context = "broadcast and barrier";
+TEST_TWICE(broadcast_and_barrier) {
   constexpr int kSize = 4;
   std::atomic<int> num_arrived{0};
   run_ranks(kSize, kLong, [&](Communicator& communicator, int rank) {
@@ -246,8 +262,7 @@ void test_broadcast_and_barrier() {
   });
 }
 
-void test_messages_to_myself() {
-  check::context = "messages to myself";
+TEST_TWICE(messages_to_myself) {
   run_ranks(2, kLong, [&](Communicator& communicator, int rank) {
     const Tensor from = patterned(100, rank), to(100), shorter(99);
     const PointToPoint pair[] = {{Direction::send, rank, 1, from.ref()},
@@ -264,8 +279,7 @@ void test_messages_to_myself() {
 }
 
 // Refused before anything is posted: the next call works.
-void test_bad_arguments() {
-  check::context = "bad arguments";
+TEST(bad_arguments) {
   run_ranks(2, kLong, [&](Communicator& communicator, int rank) {
     const Tensor tensor(8);
     CHECK_INVALID("peer 2 is not in 0..1", isend(communicator, tensor, 2));
@@ -290,8 +304,7 @@ void test_bad_arguments() {
 // what goes wrong on some ranks
 
 // A rank that cannot take part, or has other arguments: all ranks hear it, and the next call works.
-void test_refusal_and_mismatch() {
-  check::context = "refusal and mismatch";
+TEST_TWICE(refusal_and_mismatch) {
   constexpr int kSize = 3;
   run_ranks(kSize, kLong, [&](Communicator& communicator, int rank) {
     for (int round = 0; round < 30; ++round) {
@@ -334,8 +347,7 @@ void test_refusal_and_mismatch() {
   });
 }
 
-void test_timeout() {
-  check::context = "timeout";
+TEST_TWICE(timeout) {
   std::barrier everybody(3);
   run_ranks(3, 300ms, [&](Communicator& communicator, int rank) {
     const auto started = Clock::now();
@@ -373,8 +385,7 @@ void test_timeout() {
   });
 }
 
-void test_peer_lost() {
-  check::context = "peer lost";
+TEST_TWICE(peer_lost) {
   constexpr int kSize = 4;
   const auto hub = std::make_shared<local::Hub>(kSize);
   std::barrier everybody(kSize);
@@ -404,7 +415,7 @@ void test_peer_lost() {
 
 // An abort by another thread, in the middle of posts and waits of several threads: every call ends,
 // and nothing of it stays behind.
-void test_abort_in_the_middle() {
+TEST_TWICE(abort_in_the_middle) {
   constexpr int kSize = 3, kNumThreads = 3;
   for (int round = 0; round < 12; ++round) {
     check::context = "abort, round " + std::to_string(round);
@@ -452,7 +463,7 @@ void test_abort_in_the_middle() {
 // the end
 
 // What can still match does; what cannot fails on both ends.
-void test_close() {
+TEST_TWICE(close) {
   for (int round = 0; round < 10; ++round) {
     check::context = "close, round " + std::to_string(round);
     run_ranks(2, kLong, [&](Communicator& communicator, int rank) {
@@ -494,7 +505,7 @@ void test_close() {
 }
 
 // Calls of other threads while one closes: each is refused or ends, none is forgotten.
-void test_close_while_posting() {
+TEST_TWICE(close_while_posting) {
   for (int round = 0; round < 20; ++round) {
     check::context = "close while posting, round " + std::to_string(round);
     run_ranks(2, kLong, [&](Communicator& communicator, int rank) {
@@ -529,8 +540,7 @@ void test_close_while_posting() {
 }
 
 // A signal in the middle of close(): it ends all the same, and what waits fails, on the peers too.
-void test_interrupted_close() {
-  check::context = "interrupted close";
+TEST_TWICE(interrupted_close) {
   std::barrier everybody(2);
   run_ranks(2, kLong, [&](Communicator& communicator, int rank) {
     struct Interrupt {};
@@ -561,8 +571,7 @@ void test_interrupted_close() {
 }
 
 // Without close(): peers learn it, and the tensors of what was under way are let go.
-void test_dropped_communicator() {
-  check::context = "dropped communicator";
+TEST_TWICE(dropped_communicator) {
   std::weak_ptr<void> storage;
   std::barrier everybody(2);
   run_ranks(2, kLong, [&](Communicator& communicator, int rank) {
@@ -584,7 +593,7 @@ void test_dropped_communicator() {
 
 // A transport whose threads have a failure to report before its owner has it in hand, and whose
 // abort takes its time: what the owner does next must wait until it is through.
-void test_failure_during_construction() {
+TEST(failure_during_construction) {
   class Hasty final : public HostTransport {
    public:
     Hasty(TransportEvents& events, std::atomic<int>& num_aborts)
@@ -620,54 +629,4 @@ void test_failure_during_construction() {
   CHECK_FAILURE(failure_of([&] { communicator.barrier(); }), peer_lost, 1, "(gone)");
   communicator.close(nullptr);  // aborts once more, which waits for the first
   CHECK_EQ(num_aborts.load(), 2);
-}
-
-void test_fork() {
-  check::context = "fork";
-  const auto hub = std::make_shared<local::Hub>(1);
-  const auto communicator = join(hub, options_of(0, 1));
-  // A thread that is just starting may hold a lock of a sanitizer's allocator, which stays locked in
-  // the child.
-  std::this_thread::sleep_for(std::chrono::milliseconds(200));
-  const pid_t child = fork();
-  if (child == 0) {
-    alarm(60);
-    const bool refused = failure_of([&] { communicator->barrier(); }).message.find("was forked") !=
-                         std::string::npos;
-    communicator->abort("in the child");
-    communicator->close(nullptr);
-    _exit(refused && communicator->is_in_fork() ? 0 : 1);
-  }
-  int status = -1;
-  CHECK_EQ(waitpid(child, &status, 0), child);
-  CHECK_EQ(status, 0);
-  CHECK(!communicator->is_in_fork());
-  wait(*communicator, communicator->barrier());
-}
-
-}  // namespace
-
-int main() {
-  test_fork();  // first: no thread of another test is left behind in the child
-  for (const int limit : {kDirectLimit, 1}) {  // then the same by the tree
-    direct_limit = limit;
-    test_traffic();
-    test_exchange();
-    test_exchanges_that_follow_each_other();
-    test_slices_that_stay();
-    test_what_follows_ends_with_the_communicator();
-    test_broadcast_and_barrier();
-    test_messages_to_myself();
-    test_bad_arguments();
-    test_refusal_and_mismatch();
-    test_timeout();
-    test_peer_lost();
-    test_abort_in_the_middle();
-    test_close();
-    test_close_while_posting();
-    test_interrupted_close();
-    test_dropped_communicator();
-    test_failure_during_construction();
-  }
-  return check::report("test_communicator");
 }

@@ -1,71 +1,9 @@
 // Routes: pairs of ranks that reach each other in different ways, made when they are used.
-#include <atomic>
-#include <chrono>
-#include <functional>
 #include <future>
-#include <memory>
-#include <string>
-#include <thread>
-#include <vector>
 
-#include "check.h"
-#include "meeting.h"
-#include "plan/builders.h"
-#include "world.h"
+#include "host_exchanges.h"
 
-namespace {
-
-using namespace pipecomm;
-using namespace std::chrono_literals;
-using meeting::kEpoch;
-using meeting::Meeting;
-using meeting::run_ranks;
-
-constexpr DType kByte{0, 1};
-
-using Bytes = std::vector<std::byte>;
-
-TensorRef tensor(Bytes& bytes) {
-  return {bytes.data(), kByte, {static_cast<int64_t>(bytes.size())}, {1}, nullptr};
-}
-
-Bytes coded_bytes(uint64_t key, size_t num_bytes) {
-  Bytes bytes(num_bytes);
-  for (size_t idx = 0; idx < num_bytes; ++idx)
-    bytes[idx] =
-        static_cast<std::byte>((key * 0x9e3779b97f4a7c15u + idx * 0xbf58476d1ce4e5b9u) >> 40);
-  return bytes;
-}
-
-void wait(Communicator& comm, const OperationPtr& operation) {
-  comm.wait(*operation, Deadline::max(), nullptr);
-}
-
-// Of an operation that `post` posts, at the call or later; null: it succeeds.
-FailurePtr failure_of(Communicator& comm, const std::function<OperationPtr()>& post) {
-  try {
-    wait(comm, post());
-  } catch (const PipeCommException& error) {
-    return error.failure();
-  }
-  return nullptr;
-}
-
-bool says(const FailurePtr& failure, FailureKind kind, const std::string& text) {
-  if (failure && failure->kind == kind && failure->message.find(text) != std::string::npos)
-    return true;
-  check::fail(__FILE__, __LINE__,
-              "'" + text + "' not in: " + (failure ? failure->message : "success"));
-  return false;
-}
-
-shm::SegmentShape shape_of(int size, int64_t window_bytes = 0) {
-  return {.size = size,
-          .num_channels = 2,
-          .ring_bytes = 64 << 10,
-          .window_bytes = window_bytes,
-          .epoch = kEpoch};
-}
+using namespace meeting;
 
 // Ranks with equal numbers are on one host: others see neither their memory nor their processes.
 void place(Meeting& meeting, const std::vector<int>& hosts) {
@@ -81,27 +19,8 @@ void place(Meeting& meeting, const std::vector<int>& hosts) {
   };
 }
 
-uint64_t key_of(int source, int destination, int round) {
-  return static_cast<uint64_t>((source * 64 + destination) * 1000 + round);
-}
-
-// All pairs, in both directions, at once; small and large, before and after their routes are made.
-void exchange_with_all(Communicator& comm, int round) {
-  const size_t num_bytes = round % 3 == 0 ? 100 : round % 3 == 1 ? 40'000 : 3'000'001;
-  std::vector<Bytes> mine(comm.size()), theirs(comm.size());
-  std::vector<PointToPoint> batch;
-  for (int peer = 0; peer < comm.size(); ++peer) {
-    if (peer == comm.rank()) continue;
-    mine[peer] = coded_bytes(key_of(comm.rank(), peer, round), num_bytes);
-    theirs[peer].resize(num_bytes);
-    batch.push_back({Direction::recv, peer, round % 2, tensor(theirs[peer]), 0});
-    batch.push_back({Direction::send, peer, round % 2, tensor(mine[peer]), 0});
-  }
-  wait(comm, comm.batch_p2p(batch, {.is_async = round % 2 == 0}));
-  for (int peer = 0; peer < comm.size(); ++peer)
-    if (peer != comm.rank())
-      CHECK(theirs[peer] == coded_bytes(key_of(peer, comm.rank(), round), num_bytes));
-}
+constexpr int64_t kNumBytes[] = {100, 40'000, 3'000'001};  // small and large, before and after
+// their routes are made
 
 void broadcast_from_all(Communicator& comm, size_t num_bytes) {
   for (int source = 0; source < comm.size(); ++source) {
@@ -111,28 +30,7 @@ void broadcast_from_all(Communicator& comm, size_t num_bytes) {
   }
 }
 
-// A matrix of bytes cut by columns on one side and by rows on the other: nothing lies in one piece.
-void all_to_all(Communicator& comm) {
-  const int64_t size = comm.size(), length = 5 * size;
-  const Sizes fives(static_cast<size_t>(size), 5);
-  const auto plan = std::make_shared<PreparedExchange>(
-      all_to_all_plan({comm.rank(), comm.size()}, {{{{length, 5}, kByte}, fives, fives}}, 0, 1));
-  Bytes input(static_cast<size_t>(length * 5)), output(static_cast<size_t>(5 * length));
-  const auto value = [&](int64_t row, int64_t column) {
-    return static_cast<std::byte>(row * 37 + column * 11);
-  };
-  for (int64_t row = 0; row < length; ++row)
-    for (int64_t column = 0; column < 5; ++column)
-      input[row * 5 + column] = value(row, comm.rank() * 5 + column);
-  const TensorRef in{input.data(), kByte, {length, 5}, {5, 1}, nullptr};
-  const TensorRef out{output.data(), kByte, {5, length}, {length, 1}, nullptr};
-  wait(comm, comm.exchange(OpCode::all_to_all, plan, {&in, 1}, {&out, 1}));
-  for (int64_t row = 0; row < 5; ++row)
-    for (int64_t column = 0; column < length; ++column)
-      CHECK(output[row * length + column] == value(comm.rank() * 5 + row, column));
-}
-
-void test_pairs_take_the_way_that_they_have() {
+TEST(pairs_take_the_way_that_they_have) {
   for (const auto& hosts : std::vector<std::vector<int>>{
            {0, 0}, {0, 1}, {0, 0, 1, 1}, {0, 1, 0, 1, 2}, {0, 0, 0, 1, 1, 1, 2, 2, 2, 2}}) {
     const int size = static_cast<int>(hosts.size());
@@ -141,9 +39,10 @@ void test_pairs_take_the_way_that_they_have() {
     meeting.over_tcp().over_memory(shape_of(size, 8 << 20));
     place(meeting, hosts);
     run_ranks(meeting, [&](Communicator& comm) {
-      for (int round = 0; round < 6; ++round) exchange_with_all(comm, round);
+      for (int round = 0; round < 6; ++round)
+        exchange_with_all(comm, kNumBytes[round % 3], round, round % 2);
       for (const size_t num_bytes : {100u, 300'000u}) broadcast_from_all(comm, num_bytes);
-      for (int round = 0; round < 3; ++round) all_to_all(comm);
+      all_to_all(comm, {5 * size, 5 * size}, 0, 1);
       wait(comm, comm.barrier());
       for (int peer = 0; peer < size; ++peer)
         if (peer != comm.rank())
@@ -153,7 +52,7 @@ void test_pairs_take_the_way_that_they_have() {
 }
 
 // One end cannot use the memory of the other, which the other does not know.
-void test_one_end_without_memory() {
+TEST(one_end_without_memory) {
   for (const bool cannot_map : {false, true}) {
     check::context = cannot_map ? "cannot map" : "does not want to";
     Meeting meeting(2);
@@ -165,7 +64,8 @@ void test_one_end_without_memory() {
       return introduction;
     };
     run_ranks(meeting, [&](Communicator& comm) {
-      for (int round = 0; round < 3; ++round) exchange_with_all(comm, round);
+      for (int round = 0; round < 3; ++round)
+        exchange_with_all(comm, kNumBytes[round], round, round % 2);
       const Route route = comm.route(1 - comm.rank());
       CHECK_EQ(route.transport, "c10d");
       if (comm.rank() == 1)
@@ -176,8 +76,7 @@ void test_one_end_without_memory() {
 }
 
 // Without TCP there is no other way: the pair fails, and with it the communicator.
-void test_only_memory_and_none() {
-  check::context = "shm alone";
+TEST(only_memory_and_none) {
   Meeting meeting(4);
   meeting.over_memory(shape_of(4));
   place(meeting, {0, 0, 0, 1});
@@ -189,8 +88,7 @@ void test_only_memory_and_none() {
 }
 
 // An operation whose rank looked just before its communicator failed whether it had, and posts after.
-void test_posting_after_a_refusal() {
-  check::context = "post after a refusal";
+TEST(posting_after_a_refusal) {
   struct Events : TransportEvents {
     void on_peer_lost(int, const std::string& why) override {
       check::fail(__FILE__, __LINE__, why);
@@ -215,7 +113,7 @@ void test_posting_after_a_refusal() {
 }
 
 // Rank 1 makes its communicator later than rank 0, whose messages wait.
-void test_a_rank_that_comes_later() {
+TEST(a_rank_that_comes_later) {
   for (const bool over_memory : {false, true}) {
     check::context = over_memory ? "later, memory" : "later, tcp";
     Meeting meeting(3);
@@ -253,7 +151,7 @@ void test_a_rank_that_comes_later() {
 }
 
 // The store cannot be asked, or nobody is there: the operation says so when its time is over.
-void test_a_rank_that_never_comes() {
+TEST(a_rank_that_never_comes) {
   for (const bool throws : {false, true}) {
     check::context = throws ? "no store" : "never";
     Meeting meeting(2);
@@ -274,8 +172,7 @@ void test_a_rank_that_never_comes() {
 }
 
 // All of eight ranks hear that rank 5 refuses, whoever they need.
-void test_a_rank_that_refuses() {
-  check::context = "refusal";
+TEST(a_rank_that_refuses) {
   Meeting meeting(8);
   meeting.over_tcp();
   meeting.look_up = [&](int, int peer) -> std::optional<Introduction> {
@@ -297,7 +194,7 @@ void test_a_rank_that_refuses() {
 }
 
 // Rank 0 has gone before rank 1 looks for it: what rank 1 posts fails, and the communicator does not.
-void test_a_rank_that_has_left() {
+TEST(a_rank_that_has_left) {
   for (const bool tcp : {false, true}) {
     check::context = tcp ? "left, both" : "left, memory";
     Meeting meeting(2);
@@ -317,8 +214,8 @@ void test_a_rank_that_has_left() {
 }
 
 // Ranks that post and close at once, while their routes are being made: what has a match arrives.
-void test_closing_while_routes_are_made() {
-  for (int round = 0; round < 40; ++round) {
+TEST(closing_while_routes_are_made) {
+  for (int round = 0; round < check::rounds(40); ++round) {
     check::context = "closing " + std::to_string(round);
     Meeting meeting(3);
     meeting.over_tcp().over_memory(shape_of(3));
@@ -338,8 +235,7 @@ void test_closing_while_routes_are_made() {
 }
 
 // Messages that wait for a route are dropped with the communicator that fails.
-void test_aborting_while_routes_are_made() {
-  check::context = "aborting";
+TEST(aborting_while_routes_are_made) {
   Meeting meeting(2);
   meeting.over_tcp().over_memory(shape_of(2));
   meeting.look_up = [](int, int) { return std::nullopt; };
@@ -355,20 +251,4 @@ void test_aborting_while_routes_are_made() {
   says(failure_of(*comm, [&] { return operation; }), FailureKind::aborted, "enough");
   operation.reset();
   comm->close(nullptr);
-}
-
-}  // namespace
-
-int main() {
-  test_pairs_take_the_way_that_they_have();
-  test_one_end_without_memory();
-  test_only_memory_and_none();
-  test_posting_after_a_refusal();
-  test_a_rank_that_comes_later();
-  test_a_rank_that_never_comes();
-  test_a_rank_that_refuses();
-  test_a_rank_that_has_left();
-  test_closing_while_routes_are_made();
-  test_aborting_while_routes_are_made();
-  return check::report("test_routed");
 }
