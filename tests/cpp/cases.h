@@ -19,7 +19,7 @@ inline const std::vector<DType> kFloatDTypes = {dtypes::kFloat16, dtypes::kBFloa
 
 inline DType random_dtype(Random& random, const Scale& scale) {
   const auto& dtypes = scale.is_none() ? kAllDTypes : kFloatDTypes;
-  return dtypes[random.between(0, static_cast<int64_t>(dtypes.size()) - 1)];
+  return dtypes[random.between(0, int64_t(dtypes.size()) - 1)];
 }
 
 inline Dims random_shape(Random& random, int num_dims) {
@@ -47,7 +47,7 @@ inline Sizes random_sizes(Random& random, int64_t length, int size) {
 inline Dims positions_of_piece(const Sizes& sizes, int rank) {
   Dims positions;
   int64_t position = 0;
-  for (int r = 0; r < static_cast<int>(sizes.size()); ++r) {
+  for (int r = 0; r < int(sizes.size()); ++r) {
     for (int64_t i = 0; i < sizes[r]; ++i, ++position) {
       if (r == rank) positions.push_back(position);
     }
@@ -67,7 +67,7 @@ inline Dims packed_positions(const std::vector<Sizes>& rows, int rank) {
   Dims positions;
   int64_t position = 0;
   for (size_t sequence = 0; sequence < rows[0].size(); ++sequence) {
-    for (int r = 0; r < static_cast<int>(rows.size()); ++r) {
+    for (int r = 0; r < int(rows.size()); ++r) {
       for (int64_t i = 0; i < rows[r][sequence]; ++i, ++position) {
         if (r == rank) positions.push_back(position);
       }
@@ -78,7 +78,7 @@ inline Dims packed_positions(const std::vector<Sizes>& rows, int rank) {
 
 inline std::vector<Rank> all_to_all(Random& random, int size, int num_dims, int scatter_dim,
                                     int gather_dim, const Scale& scale) {
-  const int num_tensors = static_cast<int>(random.between(1, 3));
+  const int num_tensors = int(random.between(1, 3));
   std::vector<Rank> ranks(size);
   std::vector<std::vector<AllToAllTensor>> tensors(size);
   for (int t = 0; t < num_tensors; ++t) {
@@ -99,10 +99,24 @@ inline std::vector<Rank> all_to_all(Random& random, int size, int num_dims, int 
   return ranks;
 }
 
+// Sequence pieces of a tensor [batch, tokens, heads, width] become pieces of heads.
+inline std::vector<Rank> tokens_to_heads(const Dims& global, DType dtype, const Sizes& tokens,
+                                         const Sizes& heads, const Scale& scale) {
+  const int size = int(tokens.size());
+  std::vector<Rank> ranks(size);
+  for (int r = 0; r < size; ++r) {
+    ranks[r].inputs = {Held::along(global, 1, positions_of_piece(tokens, r))};
+    ranks[r].outputs = {Held::along(global, 2, positions_of_piece(heads, r))};
+    const TensorSpec input{ranks[r].inputs[0].shape(), dtype};
+    ranks[r].plan = all_to_all_plan({r, size}, {{input, heads, tokens}}, 2, 1, scale);
+  }
+  return ranks;
+}
+
 // A gather of one tensor along one dim: of pieces, of zigzag chunks, of packed sequences.
 inline std::vector<Rank> gather(Random& random, int kind, int size, int num_dims,
                                 const Scale& scale) {
-  const int dim = static_cast<int>(random.between(0, num_dims - 1));
+  const int dim = int(random.between(0, num_dims - 1));
   TensorSpec full{random_shape(random, num_dims), random_dtype(random, scale)};
   int64_t& length = full.shape[dim];
   std::vector<Dims> positions;  // that each rank holds
@@ -145,15 +159,15 @@ inline constexpr int kNumGatherKinds = 3;
 
 inline ShardLayout random_layout(Random& random, const Dims& shape, int size) {
   ShardLayout layout;
-  layout.dim = static_cast<int>(random.between(0, std::ssize(shape) - 1));
+  layout.dim = int(random.between(0, std::ssize(shape) - 1));
   for (int r = 0; r < size; ++r) {
     if (random.chance(0.6)) layout.ranks.push_back(r);
   }
-  if (layout.ranks.empty()) layout.ranks.push_back(static_cast<int>(random.between(0, size - 1)));
+  if (layout.ranks.empty()) layout.ranks.push_back(int(random.between(0, size - 1)));
   if (random.chance(0.5)) std::reverse(layout.ranks.begin(), layout.ranks.end());
   layout.replicated = random.chance(0.5);
   if (random.chance(0.5)) {
-    layout.sizes = random_sizes(random, shape[layout.dim], static_cast<int>(layout.ranks.size()));
+    layout.sizes = random_sizes(random, shape[layout.dim], int(layout.ranks.size()));
   }
   return layout;
 }
@@ -163,10 +177,10 @@ inline std::vector<Held> held_in(const ShardLayout& layout, const Dims& shape, i
   if (it == layout.ranks.end()) return {};
   if (layout.replicated) return {Held::all(shape)};
   const Sizes sizes = layout.sizes.empty()
-                          ? dealt_sizes(shape[layout.dim], static_cast<int>(layout.ranks.size()))
+                          ? dealt_sizes(shape[layout.dim], int(layout.ranks.size()))
                           : layout.sizes;
-  return {Held::along(shape, layout.dim,
-                      positions_of_piece(sizes, static_cast<int>(it - layout.ranks.begin())))};
+  return {
+      Held::along(shape, layout.dim, positions_of_piece(sizes, int(it - layout.ranks.begin())))};
 }
 
 inline std::vector<Rank> reshard(Random& random, int size, int num_dims, const Scale& scale) {
@@ -183,13 +197,12 @@ inline std::vector<Rank> reshard(Random& random, int size, int num_dims, const S
 
 // A random case of any kind.
 inline std::vector<Rank> any(Random& random, int size, const Scale& scale) {
-  const int num_dims = static_cast<int>(random.between(2, 6));
-  const int kind = static_cast<int>(random.between(0, kNumGatherKinds + 3));
+  const int num_dims = int(random.between(2, 6));
+  const int kind = int(random.between(0, kNumGatherKinds + 3));
   if (kind < kNumGatherKinds) return gather(random, kind, size, num_dims, scale);
   if (kind == kNumGatherKinds) return reshard(random, size, num_dims, scale);
-  const int scatter_dim = static_cast<int>(random.between(0, num_dims - 1));
-  const int gather_dim =
-      static_cast<int>((scatter_dim + random.between(1, num_dims - 1)) % num_dims);
+  const int scatter_dim = int(random.between(0, num_dims - 1));
+  const int gather_dim = int((scatter_dim + random.between(1, num_dims - 1)) % num_dims);
   return all_to_all(random, size, num_dims, scatter_dim, gather_dim, scale);
 }
 

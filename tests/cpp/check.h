@@ -49,7 +49,7 @@ inline constexpr bool kSanitized = false;
 // How often a loop runs that looks for what is rare. A sanitizer makes each round several times as
 // slow, and sees what is wrong in any of them.
 inline double rounds_factor = kSanitized ? 0.1 : 1;  // --rounds of main.cpp
-inline int rounds(int number) { return std::max(1, static_cast<int>(number * rounds_factor)); }
+inline int rounds(int number) { return std::max(1, int(number * rounds_factor)); }
 
 inline int num_failures = 0;
 inline std::string context;  // the case in hand, printed with a failure
@@ -89,6 +89,14 @@ void expect_throw(const char* file, int line, const std::string& text, const Fun
     return expect_contains(file, line, error.what(), text);
   }
   fail(file, line, "no error with '" + text + "'");
+}
+
+// Runs body(number) for each number below `num`, on a thread of its own.
+template <typename Body>
+void in_threads(int num, const Body& body) {
+  std::vector<std::jthread> threads;
+  for (int number = 0; number < num; ++number)
+    threads.emplace_back([&body, number] { body(number); });
 }
 
 inline int report(const char* name) {

@@ -69,29 +69,25 @@ inline void run(const Options& options, const std::function<void(Rank&)>& body) 
   fake::world = &world;
   const auto owned_hub = std::make_unique<fake::Hub>(options.size);
   fake::Hub& hub = *owned_hub;
-  std::vector<std::thread> threads;
-  for (int number = 0; number < options.size; ++number) {
-    threads.emplace_back([&, number] {
-      Options mine = options;
-      mine.rank = number;
-      Rank rank{number, options.size, std::make_shared<fake::Runtime>(), hub, nullptr};
-      rank.comm =
-          make_device_communicator(mine, mine, rank.runtime, api, [&](TransportEvents& events) {
-            return std::make_unique<fake::HubTransport>(hub, number, events);
-          });
-      body(rank);
-      world.end_host();
-      if (!rank.comm) return;  // the test has destroyed it
-      try {
-        rank.comm->close(kNothing);
-        rank.comm->close(kNothing);
-      } catch (const PipeCommException&) {
-      }
-      CHECK(rank.comm->closed());
-      rank.comm.reset();
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
+  check::in_threads(options.size, [&](int number) {
+    Options mine = options;
+    mine.rank = number;
+    Rank rank{number, options.size, std::make_shared<fake::Runtime>(), hub, nullptr};
+    rank.comm =
+        make_device_communicator(mine, mine, rank.runtime, api, [&](TransportEvents& events) {
+          return std::make_unique<fake::HubTransport>(hub, number, events);
+        });
+    body(rank);
+    world.end_host();
+    if (!rank.comm) return;  // the test has destroyed it
+    try {
+      rank.comm->close(kNothing);
+      rank.comm->close(kNothing);
+    } catch (const PipeCommException&) {
+    }
+    CHECK(rank.comm->closed());
+    rank.comm.reset();
+  });
   for (const auto& comm : world.comms)
     if (world.expects_all_to_connect && world.num_joined[comm->id] < comm->size)
       check::fail(__FILE__, __LINE__, "a thread waits in NCCL for a rank that does not come");

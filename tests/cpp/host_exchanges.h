@@ -10,7 +10,7 @@ namespace meeting {
 inline void exchange_with_all(Communicator& comm, int64_t num_bytes, int round,
                               bool is_async = true) {
   const auto key = [round](int source, int destination) {
-    return static_cast<uint64_t>((round * 64 + source) * 64 + destination);
+    return uint64_t((round * 64 + source) * 64 + destination);
   };
   std::vector<Bytes> mine(comm.size());
   std::vector<std::shared_ptr<std::byte>> theirs(comm.size());
@@ -75,6 +75,94 @@ inline void all_to_all(Communicator& comm, const Dims& global, int scatter_dim, 
     wait(comm, comm.exchange(OpCode::all_to_all, plan, {&from, 1}, {&to, 1}));
     CHECK(std::equal(expected.begin(), expected.end(), data));
   }
+}
+
+// A random program of all ranks: messages, to oneself too, and collectives.
+struct Program {
+  struct Step {
+    OpCode op = OpCode::p2p;
+    int source = 0, destination = 0, channel = 0;
+    int64_t num_bytes = 0;
+  };
+  Program(int its_seed, int most_ranks, int most_channels, int64_t most_bytes, int most_steps = 30)
+      : seed(its_seed) {
+    world::Random random(seed);
+    const auto below = [&](int64_t end) { return int(random.between(0, end - 1)); };
+    size = 2 + below(most_ranks - 1);
+    num_channels = 1 + below(most_channels);
+    static constexpr int64_t kSizes[] = {0,
+                                         1,
+                                         127,
+                                         128,
+                                         129,
+                                         1000,
+                                         4096,
+                                         8192,
+                                         16384,
+                                         16385,
+                                         65536,
+                                         65536 + 64,
+                                         kMaxInlineBytes,
+                                         kMaxInlineBytes + 1};
+    for (int left = 1 + below(most_steps); left > 0; --left) {
+      const int kind = below(10);
+      steps.push_back({kind == 0   ? OpCode::barrier
+                       : kind == 1 ? OpCode::broadcast
+                                   : OpCode::p2p,
+                       below(size), below(size), below(num_channels),
+                       below(3) > 0 ? kSizes[below(std::size(kSizes))] : below(most_bytes + 1)});
+    }
+  }
+  int seed, size, num_channels;
+  std::vector<Step> steps;
+};
+
+// This rank's part: messages in random batches, everything waited for late by two threads, in any
+// order or not at all, and then closed.
+inline void play(const Program& program, Communicator& comm) {
+  std::mt19937_64 random(program.seed * 31 + comm.rank());
+  std::vector<std::pair<size_t, std::shared_ptr<Bytes>>> received;  // by step
+  std::vector<OperationPtr> operations;
+  std::vector<PointToPoint> batch;
+  const auto keep = [&](const OperationPtr& operation) {
+    if (random() % 4 > 0) operations.push_back(operation);
+  };
+  const auto post_batch = [&] {
+    if (!batch.empty()) keep(comm.batch_p2p(batch, {.is_async = random() % 3 > 0}));
+    batch.clear();
+  };
+  for (size_t idx = 0; idx < program.steps.size(); ++idx) {
+    const auto& [op, source, destination, channel, num_bytes] = program.steps[idx];
+    const auto memory = [&](bool has_data) {
+      const auto bytes =
+          std::make_shared<Bytes>(has_data ? coded_bytes(idx, num_bytes) : Bytes(num_bytes));
+      if (!has_data) received.emplace_back(idx, bytes);
+      TensorRef ref = tensor(*bytes);
+      ref.storage = bytes;
+      return ref;
+    };
+    if (op == OpCode::barrier) {
+      post_batch();
+      keep(comm.barrier());
+    } else if (op == OpCode::broadcast) {
+      keep(comm.broadcast(memory(source == comm.rank()), source));
+    } else {
+      if (source == comm.rank())
+        batch.push_back({Direction::send, destination, channel, memory(true)});
+      if (destination == comm.rank())
+        batch.push_back({Direction::recv, source, channel, memory(false)});
+    }
+    if (random() % 3 == 0) post_batch();
+    if (random() % 16 == 0) std::this_thread::sleep_for(std::chrono::microseconds(random() % 200));
+  }
+  post_batch();
+  std::shuffle(operations.begin(), operations.end(), random);
+  check::in_threads(2, [&](int) {
+    for (const OperationPtr& operation : operations) wait(comm, operation);
+  });
+  comm.close(nullptr);  // what nobody waits for arrives all the same
+  for (const auto& [idx, bytes] : received)
+    CHECK(*bytes == coded_bytes(idx, program.steps[idx].num_bytes));
 }
 
 }  // namespace meeting

@@ -13,7 +13,7 @@ namespace local {
 class Hub {
  public:
   explicit Hub(int size) : inboxes_(size) {}
-  int size() const { return static_cast<int>(inboxes_.size()); }
+  int size() const { return int(inboxes_.size()); }
 
   struct Delivery {  // a packet, or the body of message `seq` of a channel; neither: disconnected
     int from = -1;
@@ -204,7 +204,7 @@ class Transport final : public HostTransport {
 
   static void take_body(PeerLink& link, const Hub::Delivery& body) {
     const std::span<std::byte> place =
-        link.place_for(body.channel, body.seq, static_cast<uint32_t>(body.bytes.size()));
+        link.place_for(body.channel, body.seq, uint32_t(body.bytes.size()));
     std::copy_n(body.bytes.data(), place.size(), place.data());
     link.piece_arrived(body.channel, body.seq);
   }

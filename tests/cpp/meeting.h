@@ -144,20 +144,16 @@ inline std::unique_ptr<HostTransport> over_same_memory(const std::vector<shm::Se
 // Runs `body` on a thread and a communicator per rank; what it throws is a failed check.
 inline void run_ranks(int size, const std::function<std::unique_ptr<Communicator>(int rank)>& make,
                       const std::function<void(Communicator&)>& body) {
-  std::vector<std::thread> ranks;
-  for (int rank = 0; rank < size; ++rank) {
-    ranks.emplace_back([&, rank] {
-      const auto comm = make(rank);
-      try {
-        body(*comm);
-        comm->close(nullptr);
-      } catch (const std::exception& error) {
-        check::fail(__FILE__, __LINE__, error.what());
-        comm->abort(error.what());
-      }
-    });
-  }
-  for (std::thread& rank : ranks) rank.join();
+  check::in_threads(size, [&](int rank) {
+    const auto comm = make(rank);
+    try {
+      body(*comm);
+      comm->close(nullptr);
+    } catch (const std::exception& error) {
+      check::fail(__FILE__, __LINE__, error.what());
+      comm->abort(error.what());
+    }
+  });
 }
 inline void run_ranks(Meeting& meeting, const std::function<void(Communicator&)>& body,
                       std::chrono::nanoseconds timeout = kLimit) {

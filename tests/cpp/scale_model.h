@@ -32,7 +32,7 @@ class Network {
 
   void send(int from, int to, int64_t num_bytes, std::function<void()> arrive) {
     const auto [latency, bandwidth] = link_between(from, to);
-    const double busy = kMessageSeconds + static_cast<double>(num_bytes) / bandwidth;
+    const double busy = kMessageSeconds + double(num_bytes) / bandwidth;
     sending_[from] = std::max(sending_[from], now_) + busy;
     receiving_[to] = std::max(receiving_[to] + busy, sending_[from] + latency);
     events_.push({receiving_[to], num_events_++, std::move(arrive)});
@@ -109,7 +109,7 @@ class Group {
     course.most_sent = std::ranges::max(network_.num_sent());
     course.most_bytes = std::ranges::max(network_.num_bytes());
     for (const int64_t num_sent : network_.num_sent())
-      course.mean_sent += static_cast<double>(num_sent) / static_cast<double>(ranks_.size());
+      course.mean_sent += double(num_sent) / double(ranks_.size());
     return course;
   }
 
@@ -166,7 +166,7 @@ class Group {
 // Rounds in which ranks tell their control neighbours, until all that are left know of the dead.
 // Those next to a dead rank notice by themselves, before the first round. -1: some never hear of it.
 inline int rounds_of_failure(const std::vector<bool>& is_dead) {
-  const int size = static_cast<int>(is_dead.size());
+  const int size = int(is_dead.size());
   std::vector<bool> knows(size);
   std::vector<int> telling;
   const auto learn = [&](int rank) {

@@ -10,7 +10,7 @@ inline uint16_t nearest_bfloat16(float value) {
   uint32_t bits;
   std::memcpy(&bits, &value, 4);
   if (std::isnan(value)) return 0x7fc0;
-  const auto low = static_cast<uint16_t>(bits >> 16);
+  const auto low = uint16_t(bits >> 16);
   const uint32_t rest = bits & 0xffffu;
   if (rest < 0x8000u) return low;
   if (rest > 0x8000u) return low + 1;
@@ -34,7 +34,7 @@ inline void scale_element(uint8_t* element, DType dtype, const Scale& scale) {
   if (dtype == dtypes::kFloat16) {
     _Float16 value;
     std::memcpy(&value, element, 2);
-    value = static_cast<_Float16>(scaled(static_cast<float>(value), scale));
+    value = static_cast<_Float16>(scaled(float(value), scale));
     std::memcpy(element, &value, 2);
   } else if (dtype == dtypes::kBFloat16) {
     uint16_t half;
@@ -52,6 +52,12 @@ inline void scale_element(uint8_t* element, DType dtype, const Scale& scale) {
     value = scaled(value, scale);
     std::memcpy(element, &value, 8);
   }
+}
+
+// What an exchange with this scale does to its elements.
+inline world::Transform transform_of(const Scale& scale) {
+  if (scale.is_none()) return nullptr;
+  return [scale](uint8_t* element, DType dtype) { scale_element(element, dtype, scale); };
 }
 
 }  // namespace scaling

@@ -9,73 +9,15 @@
 #include "message/start_thread.h"
 
 using namespace meeting;
-using world::Random;
 
-// ------------------------------------------------------------------------------------------------
-
-struct Message {
-  int source, destination, channel;
-  int64_t num_bytes;
-};
-
-// Random messages between all ranks, posted one by one or in batches, by a thread that waits or not.
-void run_traffic(uint64_t seed) {
-  check::context = "traffic, seed " + std::to_string(seed);
-  Random random(seed);
-  const int size = static_cast<int>(random.between(2, 5));
-  constexpr int64_t kSizes[] = {0,     1,       1000,          kMaxInlineBytes, kMaxInlineBytes + 1,
-                                70000, 1 << 20, (1 << 20) + 1, 3 << 20};
-  std::vector<Message> messages;
-  for (int64_t left = random.between(1, 40); left > 0; --left) {
-    const int source = static_cast<int>(random.between(0, size - 1));
-    const int destination = static_cast<int>((source + random.between(1, size - 1)) % size);
-    messages.push_back({source, destination, static_cast<int>(random.between(0, 1)),
-                        kSizes[random.between(0, random.chance(0.7) ? 5 : 8)]});
+TEST(random_programs) {
+  for (int seed = 0; seed < check::rounds(40); ++seed) {
+    check::context = "program " + std::to_string(seed);
+    const Program program(seed, 5, 2, 3 << 20);
+    Meeting meeting(program.size);
+    meeting.over_tcp();
+    run_ranks(meeting, [&](Communicator& comm) { play(program, comm); });
   }
-  Meeting meeting(size);
-  meeting.over_tcp();
-  run_ranks(meeting, [&](Communicator& comm) {
-    Random own(seed * 100 + static_cast<uint64_t>(comm.rank()));
-    std::vector<std::unique_ptr<Bytes>> memory;
-    std::vector<std::pair<size_t, Bytes*>> expected;
-    std::vector<PointToPoint> batch;
-    std::vector<OperationPtr> operations;
-    const auto post = [&] {
-      operations.push_back(comm.batch_p2p(batch, {.is_async = own.chance(0.7)}));
-      batch.clear();
-    };
-    for (size_t idx = 0; idx < messages.size(); ++idx) {
-      const Message& message = messages[idx];
-      if (message.source == comm.rank()) {
-        memory.push_back(std::make_unique<Bytes>(coded_bytes(idx, message.num_bytes)));
-        batch.push_back(
-            {Direction::send, message.destination, message.channel, tensor(*memory.back()), 0});
-      } else if (message.destination == comm.rank()) {
-        memory.push_back(std::make_unique<Bytes>(static_cast<size_t>(message.num_bytes)));
-        expected.emplace_back(idx, memory.back().get());
-        batch.push_back(
-            {Direction::recv, message.source, message.channel, tensor(*memory.back()), 0});
-      } else {
-        continue;
-      }
-      if (own.chance(0.5)) post();
-      if (own.chance(0.1)) std::this_thread::sleep_for(2ms);
-    }
-    post();
-    for (const OperationPtr& operation : operations) {
-      // Some are left to the transport's own thread.
-      if (own.chance(0.2))
-        while (!operation->done()) std::this_thread::sleep_for(1ms);
-      wait(comm, operation);
-    }
-    for (const auto& [idx, bytes] : expected)
-      CHECK(*bytes == coded_bytes(idx, messages[idx].num_bytes));
-    wait(comm, comm.barrier());
-  });
-}
-
-TEST(random_traffic) {
-  for (int seed = 0; seed < check::rounds(40); ++seed) run_traffic(static_cast<uint64_t>(seed));
 }
 
 TEST(large_messages_both_ways_between_all_pairs) {
@@ -122,9 +64,7 @@ TEST(ticks_beside_large_messages) {
     ticks.join();
     comm->close(nullptr);
   };
-  std::vector<std::thread> ranks;
-  for (int rank = 0; rank < kNumRanks; ++rank) ranks.emplace_back(take_part, rank);
-  for (std::thread& rank : ranks) rank.join();
+  check::in_threads(kNumRanks, take_part);
 }
 
 TEST(both_ends_connect_at_once) {
@@ -137,12 +77,12 @@ TEST(both_ends_connect_at_once) {
       ++num_ready;
       while (num_ready < 8) std::this_thread::yield();
       if (comm.rank() != 0 && comm.rank() != 3) return;
-      Bytes mine = coded_bytes(static_cast<uint64_t>(comm.rank()), 40'000), other(40'000);
+      Bytes mine = coded_bytes(uint64_t(comm.rank()), 40'000), other(40'000);
       const int peer = 3 - comm.rank();
       const PointToPoint batch[] = {{Direction::send, peer, 0, tensor(mine), 0},
                                     {Direction::recv, peer, 0, tensor(other), 0}};
       wait(comm, comm.batch_p2p(batch));
-      CHECK(other == coded_bytes(static_cast<uint64_t>(peer), 40'000));
+      CHECK(other == coded_bytes(uint64_t(peer), 40'000));
     });
   }
 }
@@ -185,10 +125,8 @@ TEST(threads_do_not_grow_with_the_group) {
     std::vector<OperationPtr> barriers;
     for (const auto& comm : comms) barriers.push_back(comm->barrier());
     for (int rank = 0; rank < size; ++rank) wait(*comms[rank], barriers[rank]);
-    CHECK_EQ(num_entries("/proc/self/task") - before, static_cast<size_t>(4 * size));
-    std::vector<std::thread> closing;
-    for (const auto& comm : comms) closing.emplace_back([&comm] { comm->close(nullptr); });
-    for (std::thread& thread : closing) thread.join();
+    CHECK_EQ(num_entries("/proc/self/task") - before, size_t(4 * size));
+    check::in_threads(size, [&](int rank) { comms[rank]->close(nullptr); });
   }
 }
 
@@ -249,7 +187,7 @@ TEST(strangers_are_sent_away) {
   run_ranks(meeting, [&](Communicator& comm) {
     wait(comm, comm.barrier());
     const uint16_t port = meeting.introductions[comm.rank()].port;
-    const auto rank = static_cast<uint32_t>(comm.rank());
+    const auto rank = uint32_t(comm.rank());
     Stranger silent(port), half(port);
     half.say("PCH1", 4);
     Stranger noisy(port), wrong_token(port), wrong_rank(port), out_of_range(port), twice(port),
@@ -327,27 +265,24 @@ TEST(aborts_reach_all_ranks) {
   Meeting meeting(4);
   meeting.over_tcp();
   std::atomic<int> num_ready{0};
-  std::vector<std::thread> ranks;
-  for (int rank = 0; rank < 4; ++rank)
-    ranks.emplace_back([&, rank] {
-      const auto comm = meeting.communicator(rank);
-      wait(*comm, comm->barrier());
-      ++num_ready;
-      while (num_ready < 4) std::this_thread::yield();
-      Bytes mine(64 << 20), other(8);
-      const int next = (rank + 1) % 4, previous = (rank + 3) % 4;
-      const PointToPoint batch[] = {{Direction::send, next, 0, tensor(mine), 0},
-                                    {Direction::recv, previous, 1, tensor(other), 0}};
-      const FailurePtr failure = failure_of(*comm, [&] {
-        const auto operation = comm->batch_p2p({batch, size_t{rank == 2 ? 1u : 2u}});
-        if (rank == 2) comm->abort("enough");
-        return operation;
-      });
-      CHECK(failure && failure->kind == FailureKind::aborted);
-      CHECK(failure && failure->message.find("enough") != std::string::npos);
-      comm->close(nullptr);
+  check::in_threads(4, [&](int rank) {
+    const auto comm = meeting.communicator(rank);
+    wait(*comm, comm->barrier());
+    ++num_ready;
+    while (num_ready < 4) std::this_thread::yield();
+    Bytes mine(64 << 20), other(8);
+    const int next = (rank + 1) % 4, previous = (rank + 3) % 4;
+    const PointToPoint batch[] = {{Direction::send, next, 0, tensor(mine), 0},
+                                  {Direction::recv, previous, 1, tensor(other), 0}};
+    const FailurePtr failure = failure_of(*comm, [&] {
+      const auto operation = comm->batch_p2p({batch, size_t{rank == 2 ? 1u : 2u}});
+      if (rank == 2) comm->abort("enough");
+      return operation;
     });
-  for (std::thread& rank : ranks) rank.join();
+    CHECK(failure && failure->kind == FailureKind::aborted);
+    CHECK(failure && failure->message.find("enough") != std::string::npos);
+    comm->close(nullptr);
+  });
 }
 
 // Rank 3 has no connection to rank 0 when that one closes.

@@ -13,20 +13,17 @@ std::string case_of(const char* name, int size) {
   return std::string(name) + ", " + std::to_string(size) + " ranks";
 }
 
-// ------------------------------------------------------------------------------------------------
-// what calls do
-
 TEST(barrier) {
   for (const int size : kSizes) {
     check::context = case_of("barrier", size);
     std::atomic<int> num_arrived{0};
-    run_ranks(size, kLong, [&](Communicator& communicator, int) {
+    run_ranks(size, kLong, [&](Communicator& comm, int) {
       for (int round = 0; round < 20; ++round) {
         ++num_arrived;
-        wait(communicator, communicator.barrier());
+        wait(comm, comm.barrier());
         CHECK(num_arrived >= size * (round + 1));
       }
-      communicator.close(nullptr);
+      comm.close(nullptr);
     });
   }
 }
@@ -36,14 +33,14 @@ TEST(broadcast) {
   constexpr int64_t kNumBytes[] = {0, 1, 700, 5000, 2 * kPieceBytes, 2 * kPieceBytes + 77};
   for (const int size : kSizes) {
     check::context = case_of("broadcast", size);
-    run_ranks(size, kLong, [&](Communicator& communicator, int rank) {
+    run_ranks(size, kLong, [&](Communicator& comm, int rank) {
       for (int source = 0; source < size; ++source) {
         const int64_t num_bytes = kNumBytes[source % (size > 16 ? 4 : 6)];
         const Tensor tensor = rank == source ? patterned(num_bytes, source) : Tensor(num_bytes);
-        wait(communicator, communicator.broadcast(tensor.ref(), source));
+        wait(comm, comm.broadcast(tensor.ref(), source));
         CHECK(*tensor.bytes == *patterned(num_bytes, source).bytes);
       }
-      communicator.close(nullptr);
+      comm.close(nullptr);
     });
   }
 }
@@ -67,9 +64,9 @@ struct Shifted {
     return std::ranges::any_of(distances,
                                [&](int distance) { return (from + distance) % size == to; });
   }
-  OperationPtr start(Communicator& communicator) const {
-    return communicator.exchange(OpCode::all_to_all, plan, refs(inputs, plan->plan().inputs),
-                                 refs(outputs, plan->plan().outputs));
+  OperationPtr start(Communicator& comm) const {
+    return comm.exchange(OpCode::all_to_all, plan, refs(inputs, plan->plan().inputs),
+                         refs(outputs, plan->plan().outputs));
   }
   bool is_right() const {
     for (int peer = 0; peer < size; ++peer)
@@ -104,13 +101,13 @@ TEST(exchanges) {
     std::vector<int> all(size);
     for (int idx = 0; idx < size; ++idx) all[idx] = idx;
     const std::vector<std::vector<int>> patterns{{1}, {}, all, {0}, {2, 5}};
-    run_ranks(size, kLong, [&](Communicator& communicator, int rank) {
+    run_ranks(size, kLong, [&](Communicator& comm, int rank) {
       for (int round = 0; round < 10; ++round) {
         const Shifted exchange(rank, size, patterns[round % 5], round % 2 == 0 ? 300 : 3000, round);
-        wait(communicator, exchange.start(communicator));
+        wait(comm, exchange.start(comm));
         CHECK(exchange.is_right());
       }
-      communicator.close(nullptr);
+      comm.close(nullptr);
     });
   }
 }
@@ -120,7 +117,7 @@ TEST(exchanges) {
 TEST(many_in_flight) {
   for (const int size : {9, 16}) {
     check::context = case_of("many in flight", size);
-    run_ranks(size, kLong, [&](Communicator& communicator, int rank) {
+    run_ranks(size, kLong, [&](Communicator& comm, int rank) {
       std::mt19937 random(rank);
       std::vector<OperationPtr> operations;
       std::vector<std::pair<Tensor, uint64_t>> received;
@@ -130,28 +127,27 @@ TEST(many_in_flight) {
       };
       for (int round = 0; round < 60; ++round) {
         const int64_t num_bytes = round % 4 == 0 ? 20'000 : 10 * round;
+        operations.push_back(isend(comm, patterned(num_bytes, 1000 + round), (rank + 1) % size));
         operations.push_back(
-            isend(communicator, patterned(num_bytes, 1000 + round), (rank + 1) % size));
-        operations.push_back(
-            irecv(communicator, expect(num_bytes, 1000 + round), (rank + size - 1) % size));
+            irecv(comm, expect(num_bytes, 1000 + round), (rank + size - 1) % size));
         if (round % 3 == 0) {
-          operations.push_back(communicator.barrier());
+          operations.push_back(comm.barrier());
         } else if (round % 3 == 1) {
           const int source = round % size;
-          operations.push_back(communicator.broadcast(
+          operations.push_back(comm.broadcast(
               (rank == source ? patterned(num_bytes, round) : expect(num_bytes, round)).ref(),
               source));
         } else {
           exchanges.push_back(std::make_unique<Shifted>(rank, size, std::vector<int>{1, 3},
                                                         round % 2 == 0 ? 100 : 4000, round));
-          operations.push_back(exchanges.back()->start(communicator));
+          operations.push_back(exchanges.back()->start(comm));
         }
         if (random() % 4 == 0) operations.erase(operations.begin() + random() % operations.size());
       }
       std::shuffle(operations.begin(), operations.end(), random);
-      for (const OperationPtr& operation : operations) wait(communicator, operation);
+      for (const OperationPtr& operation : operations) wait(comm, operation);
       operations.clear();
-      communicator.close(nullptr);  // the others end, too
+      comm.close(nullptr);  // the others end, too
       for (const auto& [tensor, seed] : received)
         CHECK(*tensor.bytes == *patterned(std::ssize(*tensor.bytes), seed).bytes);
       for (const auto& exchange : exchanges) CHECK(exchange->is_right());
@@ -163,7 +159,7 @@ TEST(many_in_flight) {
 TEST(members) {
   constexpr int kSize = 14;
   check::context = case_of("members", kSize);
-  run_ranks(kSize, kLong, [&](Communicator& communicator, int rank) {
+  run_ranks(kSize, kLong, [&](Communicator& comm, int rank) {
     const TensorSpec whole{{3000}, dtypes::kUInt8};
     const std::vector<int> few{1, 2, 5}, many{0, 1, 2, 3, 5, 6, 7, 9, 11, 13};
     for (int round = 0; round < 6; ++round) {
@@ -176,49 +172,45 @@ TEST(members) {
         const TensorRef ref = tensor.ref();
         const std::span<const TensorRef> held{&ref, 1}, none;
         if (round == 3 && rank == 9) {
-          wait(communicator, communicator.refuse(OpCode::relay, "not me", {members}));
+          wait(comm, comm.refuse(OpCode::relay, "not me", {members}));
         } else {
           const OperationPtr operation =
-              communicator.exchange(OpCode::relay, plan, rank == from ? held : none,
-                                    rank == to ? held : none, {}, {members});
-          const Failure failure = failure_of([&] { wait(communicator, operation); });
+              comm.exchange(OpCode::relay, plan, rank == from ? held : none,
+                            rank == to ? held : none, {}, {members});
+          const Failure failure = failure_of([&] { wait(comm, operation); });
           CHECK_EQ(failure.message,
                    round == 3 ? "relay was refused by rank 9: not me" : "(no failure)");
           if (round != 3 && rank == to) CHECK(*tensor.bytes == *patterned(3000, round).bytes);
         }
       }
-      wait(communicator, communicator.barrier());
+      wait(comm, comm.barrier());
     }
-    CHECK_INVALID(
-        "which is not a member",
-        communicator.exchange(
-            OpCode::relay,
-            std::make_shared<PreparedExchange>(reshard_plan(
-                {rank, kSize}, whole, {{rank}, {}, true}, {{(rank + 1) % kSize}, {}, true})),
-            {{Tensor(3000).ref()}}, {}, {}, {{rank}, kCollectiveChannel}));
-    communicator.close(nullptr);
+    CHECK_INVALID("which is not a member",
+                  comm.exchange(OpCode::relay,
+                                std::make_shared<PreparedExchange>(
+                                    reshard_plan({rank, kSize}, whole, {{rank}, {}, true},
+                                                 {{(rank + 1) % kSize}, {}, true})),
+                                {{Tensor(3000).ref()}}, {}, {}, {{rank}, kCollectiveChannel}));
+    comm.close(nullptr);
   });
 }
-
-// ------------------------------------------------------------------------------------------------
-// what goes wrong
 
 // The failures of all ranks after `call`, which each rank makes with `limit`.
 std::vector<Failure> failures(int size, int limit,
                               const std::function<OperationPtr(Communicator&, int)>& call) {
   std::vector<Failure> failures(size);
   direct_limit = limit;
-  run_ranks(size, kLong, [&](Communicator& communicator, int rank) {
-    const OperationPtr operation = call(communicator, rank);
-    failures[rank] = failure_of([&] { wait(communicator, operation); });
+  run_ranks(size, kLong, [&](Communicator& comm, int rank) {
+    const OperationPtr operation = call(comm, rank);
+    failures[rank] = failure_of([&] { wait(comm, operation); });
     // It goes on working, and the ranks are still at one place in their order.
     const Shifted next(rank, size, {1, 2}, 2000, 7);
-    wait(communicator, next.start(communicator));
+    wait(comm, next.start(comm));
     CHECK(next.is_right());
     const Tensor tensor = rank == 3 ? patterned(5000, 1) : Tensor(5000);
-    wait(communicator, communicator.broadcast(tensor.ref(), 3));
+    wait(comm, comm.broadcast(tensor.ref(), 3));
     CHECK(*tensor.bytes == *patterned(5000, 1).bytes);
-    communicator.close(nullptr);
+    comm.close(nullptr);
   });
   direct_limit = kDirectLimit;
   return failures;
@@ -247,9 +239,9 @@ TEST(refusal) {
   for (const int size : {9, 16}) {
     for (int odd = 0; odd < size; odd += 3) {
       check::context = case_of("refusal", size) + ", of rank " + std::to_string(odd);
-      const auto refused = failures(size, kDirectLimit, [&](Communicator& communicator, int rank) {
-        if (rank == odd) return communicator.refuse(OpCode::broadcast, "no " + std::to_string(odd));
-        return communicator.broadcast(Tensor(3000).ref(), (odd + 1) % size);
+      const auto refused = failures(size, kDirectLimit, [&](Communicator& comm, int rank) {
+        if (rank == odd) return comm.refuse(OpCode::broadcast, "no " + std::to_string(odd));
+        return comm.broadcast(Tensor(3000).ref(), (odd + 1) % size);
       });
       for (int rank = 0; rank < size; ++rank)
         CHECK_EQ(refused[rank].message, rank == odd ? "(no failure)"
@@ -263,13 +255,13 @@ TEST(refusal) {
   std::vector<int> all(kSize);
   for (int idx = 0; idx < kSize; ++idx) all[idx] = idx;
   std::vector<std::unique_ptr<Shifted>> kept(kSize);
-  const auto refused = failures(kSize, kDirectLimit, [&](Communicator& communicator, int rank) {
+  const auto refused = failures(kSize, kDirectLimit, [&](Communicator& comm, int rank) {
     if (rank == 5) {
       std::this_thread::sleep_for(20ms);  // the others have posted theirs
-      return communicator.refuse(OpCode::all_to_all, "late");
+      return comm.refuse(OpCode::all_to_all, "late");
     }
     kept[rank] = std::make_unique<Shifted>(rank, kSize, all, rank % 2 == 0 ? 4000 : 4000, 1);
-    return kept[rank]->start(communicator);
+    return kept[rank]->start(comm);
   });
   for (int rank = 0; rank < kSize; ++rank)
     if (rank != 5)
@@ -279,26 +271,26 @@ TEST(refusal) {
 TEST(disagreement) {
   constexpr int kSize = 12;
   check::context = "sizes of a broadcast";
-  check_same_errors(kSize, [](Communicator& communicator, int rank) {
-    return communicator.broadcast(Tensor(rank == 7 ? 5000 : 4000).ref(), 2);
+  check_same_errors(kSize, [](Communicator& comm, int rank) {
+    return comm.broadcast(Tensor(rank == 7 ? 5000 : 4000).ref(), 2);
   });
   check::context = "sources of a broadcast";
-  check_same_errors(kSize, [](Communicator& communicator, int rank) {
-    return communicator.broadcast(Tensor(4000).ref(), rank == 4 ? 4 : 0);
+  check_same_errors(kSize, [](Communicator& comm, int rank) {
+    return comm.broadcast(Tensor(4000).ref(), rank == 4 ? 4 : 0);
   });
   check::context = "operations";
-  check_same_errors(kSize, [](Communicator& communicator, int rank) {
-    return rank == 11 ? communicator.barrier() : communicator.broadcast(Tensor(10).ref(), 0);
+  check_same_errors(kSize, [](Communicator& comm, int rank) {
+    return rank == 11 ? comm.barrier() : comm.broadcast(Tensor(10).ref(), 0);
   });
   // Two ranks differ about one message, which no third one is part of.
   for (const bool in_dtype : {false, true}) {
     check::context = in_dtype ? "dtypes of one message" : "bytes of one message";
     std::vector<std::unique_ptr<Shifted>> kept(kSize);
-    const auto heard = failures(kSize, kDirectLimit, [&](Communicator& communicator, int rank) {
+    const auto heard = failures(kSize, kDirectLimit, [&](Communicator& comm, int rank) {
       kept[rank] = std::make_unique<Shifted>(rank, kSize, std::vector<int>{1},
                                              rank == 6 && !in_dtype ? 3000 : 4000, 1,
                                              rank == 6 && in_dtype ? DType{1, 1} : dtypes::kUInt8);
-      return kept[rank]->start(communicator);
+      return kept[rank]->start(comm);
     });
     for (const int rank : {5, 6, 7}) {
       CHECK_FAILURE(heard[rank], mismatch, heard[rank].origin_rank, "all_to_all");
@@ -315,37 +307,33 @@ TEST(timeout) {
     check::context = "timeout, without rank " + std::to_string(absent);
     std::barrier everybody(kSize);
     const auto hub = std::make_shared<local::Hub>(kSize);
-    std::vector<std::thread> threads;
-    for (int rank = 0; rank < kSize; ++rank) {
-      threads.emplace_back([&, rank] {
-        const auto communicator = join(hub, options_of(rank, kSize, 300ms));
-        if (rank != absent) {
-          const Tensor tensor(100);
-          OperationPtr first, second;
-          const Failure late = failure_of([&] {  // on a machine that stood still so long
-            first = communicator->barrier();
-            second = communicator->broadcast(tensor.ref(), 1);
-          });
-          if (!second) CHECK(late.kind == FailureKind::timeout);
-          for (const OperationPtr& operation : {first, second}) {
-            if (!operation) continue;
-            const Failure failure = failure_of([&] { wait(*communicator, operation); });
-            CHECK(failure.kind == FailureKind::timeout);
-            CHECK_EQ(failure.op, operation == first ? "barrier" : "broadcast");
-            CHECK(failure.message.find("barrier timed out after") != std::string::npos);
-            CHECK(failure.message.find(" is connected and speaks for other ranks as well; ") !=
-                  std::string::npos);
-            CHECK(failure.message.find("channel 16") != std::string::npos || operation != first);
-          }
+    check::in_threads(kSize, [&](int rank) {
+      const auto comm = join(hub, options_of(rank, kSize, 300ms));
+      if (rank != absent) {
+        const Tensor tensor(100);
+        OperationPtr first, second;
+        const Failure late = failure_of([&] {  // on a machine that stood still so long
+          first = comm->barrier();
+          second = comm->broadcast(tensor.ref(), 1);
+        });
+        if (!second) CHECK(late.kind == FailureKind::timeout);
+        for (const OperationPtr& operation : {first, second}) {
+          if (!operation) continue;
+          const Failure failure = failure_of([&] { wait(*comm, operation); });
+          CHECK(failure.kind == FailureKind::timeout);
+          CHECK_EQ(failure.op, operation == first ? "barrier" : "broadcast");
+          CHECK(failure.message.find("barrier timed out after") != std::string::npos);
+          CHECK(failure.message.find(" is connected and speaks for other ranks as well; ") !=
+                std::string::npos);
+          CHECK(failure.message.find("channel 16") != std::string::npos || operation != first);
         }
-        everybody.arrive_and_wait();
-        // The absent rank may not have heard of it yet.
-        const Failure next = failure_of([&] { wait(*communicator, communicator->barrier()); });
-        CHECK(next.kind == FailureKind::timeout);
-        communicator->close(nullptr);
-      });
-    }
-    for (std::thread& thread : threads) thread.join();
+      }
+      everybody.arrive_and_wait();
+      // The absent rank may not have heard of it yet.
+      const Failure next = failure_of([&] { wait(*comm, comm->barrier()); });
+      CHECK(next.kind == FailureKind::timeout);
+      comm->close(nullptr);
+    });
   }
 }
 
@@ -355,21 +343,21 @@ TEST(abort) {
   for (int round = 0; round < 12; ++round) {
     check::context = "abort, round " + std::to_string(round);
     std::vector<std::weak_ptr<void>> storages[kSize];
-    run_ranks(kSize, kLong, [&](Communicator& communicator, int rank) {
+    run_ranks(kSize, kLong, [&](Communicator& comm, int rank) {
       for (int idx = 0;; ++idx) {
         const Tensor tensor(idx % 3 == 0 ? 2 * kPieceBytes : 500);
         storages[rank].push_back(tensor.bytes);
         const Failure failure = failure_of([&] {
-          if (rank == round % kSize && idx == 3 + round) communicator.abort("enough");
-          const OperationPtr operation = communicator.broadcast(tensor.ref(), idx % kSize);
-          communicator.barrier();
-          if (idx % 2 == 0) wait(communicator, operation);
+          if (rank == round % kSize && idx == 3 + round) comm.abort("enough");
+          const OperationPtr operation = comm.broadcast(tensor.ref(), idx % kSize);
+          comm.barrier();
+          if (idx % 2 == 0) wait(comm, operation);
         });
         if (failure.message == "(no failure)") continue;
         CHECK_FAILURE(failure, aborted, round % kSize, "enough");
         break;
       }
-      if (round % 2 == 0) communicator.close(nullptr);
+      if (round % 2 == 0) comm.close(nullptr);
     });
     for (const auto& all : storages)
       for (const auto& storage : all) CHECK(storage.expired());
@@ -384,16 +372,16 @@ TEST(peer_lost) {
     std::barrier everybody(kSize);
     run_ranks(
         kSize, kLong,
-        [&](Communicator& communicator, int rank) {
+        [&](Communicator& comm, int rank) {
           OperationPtr operation;
-          if (rank != dead) operation = communicator.barrier();
+          if (rank != dead) operation = comm.barrier();
           everybody.arrive_and_wait();
           if (rank == dead) hub->disconnect(dead);
           if (operation)
-            CHECK_FAILURE(failure_of([&] { wait(communicator, operation); }), peer_lost, dead,
+            CHECK_FAILURE(failure_of([&] { wait(comm, operation); }), peer_lost, dead,
                           "lost the connection to rank " + std::to_string(dead));
           everybody.arrive_and_wait();
-          communicator.close(nullptr);
+          comm.close(nullptr);
         },
         hub);
   }
@@ -405,29 +393,28 @@ TEST(closed_member) {
   for (const int gone : {0, 4, 8, 11}) {
     check::context = "closed member " + std::to_string(gone);
     std::barrier everybody(kSize);
-    run_ranks(kSize, kLong, [&](Communicator& communicator, int rank) {
-      wait(communicator, communicator.barrier());
+    run_ranks(kSize, kLong, [&](Communicator& comm, int rank) {
+      wait(comm, comm.barrier());
       if (rank == gone) {
-        communicator.close(nullptr);
+        comm.close(nullptr);
       } else {
         const Tensor tensor(4000);
-        const OperationPtr operations[] = {communicator.barrier(),
-                                           communicator.broadcast(tensor.ref(), 1)};
+        const OperationPtr operations[] = {comm.barrier(), comm.broadcast(tensor.ref(), 1)};
         for (const OperationPtr& operation : operations)
-          CHECK_FAILURE(failure_of([&] { wait(communicator, operation); }), peer_lost, gone,
+          CHECK_FAILURE(failure_of([&] { wait(comm, operation); }), peer_lost, gone,
                         "rank " + std::to_string(gone) + " has closed its communicator");
         const int next = (rank + 1) % kSize == gone ? (rank + 2) % kSize : (rank + 1) % kSize;
         const int last = (rank + kSize - 1) % kSize == gone ? (rank + kSize - 2) % kSize
                                                             : (rank + kSize - 1) % kSize;
         const Tensor received(300);
-        const OperationPtr send = isend(communicator, patterned(300, 1), next);
-        wait(communicator, irecv(communicator, received, last));
-        wait(communicator, send);
+        const OperationPtr send = isend(comm, patterned(300, 1), next);
+        wait(comm, irecv(comm, received, last));
+        wait(comm, send);
         CHECK(*received.bytes == *patterned(300, 1).bytes);
-        CHECK(communicator.failure() == nullptr);
+        CHECK(comm.failure() == nullptr);
       }
       everybody.arrive_and_wait();
-      communicator.close(nullptr);
+      comm.close(nullptr);
     });
   }
 }
@@ -437,13 +424,13 @@ TEST(close_with_pending) {
   constexpr int kSize = 12;
   for (const int odd : {0, 4, 11}) {
     check::context = "close with pending collectives, without rank " + std::to_string(odd);
-    run_ranks(kSize, kLong, [&](Communicator& communicator, int rank) {
+    run_ranks(kSize, kLong, [&](Communicator& comm, int rank) {
       const Tensor tensor = rank == 2 ? patterned(4000, 1) : Tensor(4000);
-      const OperationPtr first = communicator.broadcast(tensor.ref(), 2);
+      const OperationPtr first = comm.broadcast(tensor.ref(), 2);
       OperationPtr pending[2];
       if (rank != odd)
-        for (OperationPtr& operation : pending) operation = communicator.barrier();
-      const Failure failure = failure_of([&] { communicator.close(nullptr); });
+        for (OperationPtr& operation : pending) operation = comm.barrier();
+      const Failure failure = failure_of([&] { comm.close(nullptr); });
       CHECK(first->done() && first->failure() == nullptr);
       CHECK(*tensor.bytes == *patterned(4000, 1).bytes);
       if (rank == odd) {
@@ -461,13 +448,13 @@ TEST(flight_record) {
   constexpr int kSize = 12;
   check::context = "flight record";
   std::barrier everybody(kSize);
-  run_ranks(kSize, kLong, [&](Communicator& communicator, int rank) {
+  run_ranks(kSize, kLong, [&](Communicator& comm, int rank) {
     if (rank == 4) everybody.arrive_and_wait();
-    const OperationPtr operation = communicator.barrier();
+    const OperationPtr operation = comm.barrier();
     if (rank != 4) {
       if (rank == 0) {  // its children are 8, 4, 2 and 1
         CHECK_EQ(operation->first_pending()->descriptor.channel, kControlChannel);
-        const auto flights = communicator.flights();
+        const auto flights = comm.flights();
         CHECK_EQ(flights.size(), 1u);
         bool waits_for_it = false;
         for (const FlightMessage& message : flights[0].messages)
@@ -478,12 +465,12 @@ TEST(flight_record) {
       }
       everybody.arrive_and_wait();
     }
-    wait(communicator, operation);
-    const auto flights = communicator.flights();
+    wait(comm, operation);
+    const auto flights = comm.flights();
     CHECK_EQ(flights.size(), 1u);
     CHECK(flights[0].operation.ended);
     const TreePlace place = tree_place(rank, kSize);
     CHECK_EQ(flights[0].messages.size(), 2 * (place.children.size() + (place.is_root() ? 0 : 1)));
-    communicator.close(nullptr);
+    comm.close(nullptr);
   });
 }

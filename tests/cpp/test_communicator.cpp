@@ -5,6 +5,7 @@
 
 #include "check.h"
 #include "engine/aliasing.h"
+#include "host_exchanges.h"
 #include "plan/builders.h"
 #include "plan/reshard.h"
 #include "thread_ranks.h"
@@ -25,131 +26,47 @@ using namespace threads;
 // The first test: no thread of another one is left behind in the child.
 TEST(fork) {
   const auto hub = std::make_shared<local::Hub>(1);
-  const auto communicator = join(hub, options_of(0, 1));
+  const auto comm = join(hub, options_of(0, 1));
   // A thread that is just starting may hold a lock of a sanitizer's allocator, which stays locked in
   // the child.
   std::this_thread::sleep_for(std::chrono::milliseconds(200));
   const pid_t child = fork();
   if (child == 0) {
     alarm(60);
-    const bool refused = failure_of([&] { communicator->barrier(); }).message.find("was forked") !=
-                         std::string::npos;
-    communicator->abort("in the child");
-    communicator->close(nullptr);
-    _exit(refused && communicator->is_in_fork() ? 0 : 1);
+    const bool refused =
+        failure_of([&] { comm->barrier(); }).message.find("was forked") != std::string::npos;
+    comm->abort("in the child");
+    comm->close(nullptr);
+    _exit(refused && comm->is_in_fork() ? 0 : 1);
   }
   int status = -1;
   CHECK_EQ(waitpid(child, &status, 0), child);
   CHECK_EQ(status, 0);
-  CHECK(!communicator->is_in_fork());
-  wait(*communicator, communicator->barrier());
+  CHECK(!comm->is_in_fork());
+  wait(*comm, comm->barrier());
 }
 
-// ------------------------------------------------------------------------------------------------
-// what calls do
-
-// Random messages between all ranks on all channels, in batches cut at random, waited for by other
-// threads in any order, or not at all.
-TEST_TWICE(traffic) {
-  constexpr int kSize = 4, kNumMessages = 300;
-  struct Message {
-    int from, to, channel;
-    int64_t num_bytes;
-  };
-  for (int seed = 0; seed < 4; ++seed) {
-    check::context = "traffic, seed " + std::to_string(seed);
-    std::mt19937 draw(seed);
-    std::vector<Message> messages;
-    for (int idx = 0; idx < kNumMessages; ++idx) {
-      constexpr int64_t kSizes[] = {0, 1, 1000, kMaxInlineBytes, kMaxInlineBytes + 1, 100'000};
-      messages.push_back({static_cast<int>(draw() % kSize), static_cast<int>(draw() % kSize),
-                          static_cast<int>(draw() % 3), kSizes[draw() % 6]});
-    }
-    run_ranks(kSize, kLong, [&](Communicator& communicator, int rank) {
-      std::mt19937 random(100 * seed + rank);
-      std::vector<std::pair<Tensor, int>> received;
-      std::vector<OperationPtr> operations;
-      std::vector<PointToPoint> batch;
-      for (int idx = 0; idx < kNumMessages; ++idx) {
-        const Message& message = messages[idx];
-        if (message.from == rank)
-          batch.push_back({Direction::send, message.to, message.channel,
-                           patterned(message.num_bytes, idx).ref()});
-        if (message.to == rank) {
-          received.emplace_back(Tensor(message.num_bytes), idx);
-          batch.push_back(
-              {Direction::recv, message.from, message.channel, received.back().first.ref()});
-        }
-        if (random() % 5 != 0 && idx + 1 < kNumMessages) continue;
-        const OperationPtr operation = communicator.batch_p2p(batch);
-        if (random() % 3 != 0) operations.push_back(operation);
-        batch.clear();
-      }
-      std::shuffle(operations.begin(), operations.end(), random);
-      std::vector<std::thread> waiters;
-      for (int waiter = 0; waiter < 2; ++waiter)
-        waiters.emplace_back([&] {
-          for (const OperationPtr& operation : operations) wait(communicator, operation);
-        });
-      for (std::thread& waiter : waiters) waiter.join();
-      operations.clear();
-      communicator.close(nullptr);  // the others are delivered all the same
-      for (const auto& [tensor, idx] : received)
-        CHECK(*tensor.bytes == *patterned(messages[idx].num_bytes, idx).bytes);
-    });
+TEST_TWICE(random_programs) {
+  for (int seed = 0; seed < check::rounds(8); ++seed) {
+    check::context = "program " + std::to_string(seed);
+    const meeting::Program program(seed, 4, 3, 100'000, 300);
+    run_ranks(program.size, kLong, [&](Communicator& comm, int) { meeting::play(program, comm); });
   }
 }
 
 TEST_TWICE(exchange) {
-  constexpr int kSize = 3;
-  constexpr int64_t kRows = 4, kHeads = 6, kWidth = 2000;  // bodies and staging on both sides
-  run_ranks(kSize, kLong, [&](Communicator& communicator, int rank) {
-    const TensorSpec local{{2, kRows, kHeads, kWidth}, dtypes::kUInt8};
-    const auto plan = std::make_shared<PreparedExchange>(
-        all_to_all_plan({rank, kSize}, {{local, {2, 2, 2}, {kRows, kRows, kRows}}}, 2, 1));
-    const auto value = [](int round, int64_t batch, int64_t row, int64_t head, int64_t idx) {
-      return static_cast<std::byte>(round * 17 + batch * 101 + row * 13 + head * 5 + idx);
-    };
+  run_ranks(3, kLong, [](Communicator& comm, int) {
     int64_t num_allocations = 0;
-    for (int round = 0; round < 8; ++round) {
-      const Tensor input(2 * kRows * kHeads * kWidth), output(2 * 12 * 2 * kWidth);
-      const auto at = [&](const Tensor& tensor, int64_t row_idx) {
-        return tensor.bytes->data() + row_idx * kWidth;
-      };
-      for (int64_t batch = 0; batch < 2; ++batch)
-        for (int64_t row = 0; row < kRows; ++row)
-          for (int64_t head = 0; head < kHeads; ++head)
-            for (int64_t idx = 0; idx < kWidth; ++idx)
-              at(input, (batch * kRows + row) * kHeads + head)[idx] =
-                  value(round, batch, rank * kRows + row, head, idx);
-      const auto ref = [](const Tensor& tensor, Dims shape) {
-        TensorRef shaped = tensor.ref();
-        shaped.strides = StridedLayout::contiguous({shape, dtypes::kUInt8}).strides;
-        shaped.shape = std::move(shape);
-        return shaped;
-      };
-      const TensorRef in = ref(input, local.shape), out = ref(output, {2, 12, 2, kWidth});
-      bool succeeded = false;
-      const OperationPtr operation = communicator.exchange(
-          OpCode::all_to_all, plan, {&in, 1}, {&out, 1}, {.on_success = [&] { succeeded = true; }});
-      wait(communicator, operation);
-      CHECK(succeeded);
-      bool is_equal = true;
-      for (int64_t batch = 0; batch < 2; ++batch)
-        for (int64_t row = 0; row < 12; ++row)
-          for (int64_t head = 0; head < 2; ++head)
-            for (int64_t idx = 0; idx < kWidth; ++idx)
-              is_equal &= at(output, (batch * 12 + row) * 2 + head)[idx] ==
-                          value(round, batch, row, rank * 2 + head, idx);
-      CHECK(is_equal);
-      wait(communicator, communicator.barrier());
-      const CopyCounters counters = communicator.copy_counters();
-      CHECK_EQ(counters.num_exchanges, round + 1);
-      CHECK_EQ(counters.num_passes, 2 * (round + 1));
-      if (round == 0) num_allocations = counters.num_staging_allocations;
+    for (int round = 1; round <= 3; ++round) {  // bodies and staging on both sides
+      meeting::all_to_all(comm, {2, 12, 6, 2000}, 2, 1);
+      wait(comm, comm.barrier());
+      const CopyCounters counters = comm.copy_counters();
+      CHECK_EQ(counters.num_exchanges, 3 * round);
+      CHECK_EQ(counters.num_passes, 6 * round);
+      if (round == 1) num_allocations = counters.num_staging_allocations;
       CHECK_EQ(counters.num_staging_allocations, num_allocations);
     }
-    communicator.close(nullptr);
+    comm.close(nullptr);
   });
 }
 
@@ -158,7 +75,7 @@ TEST_TWICE(exchange) {
 TEST_TWICE(exchanges_that_follow_each_other) {
   constexpr int kSize = 3, kNumRounds = 40;
   const auto refuses = [](int round) { return round % 7 == 3; };
-  run_ranks(kSize, kLong, [&](Communicator& communicator, int rank) {
+  run_ranks(kSize, kLong, [&](Communicator& comm, int rank) {
     std::vector<Tensor> tensors;
     std::vector<OperationPtr> first, second;
     for (int round = 0; round < kNumRounds; ++round) {
@@ -172,31 +89,30 @@ TEST_TWICE(exchanges_that_follow_each_other) {
       const TensorRef tensor = tensors.back().ref();
       const std::span<const TensorRef> held{&tensor, 1}, none;
       if (rank == 0 && refuses(round))
-        first.push_back(communicator.refuse(OpCode::relay, "not now", {{}, 1}));
+        first.push_back(comm.refuse(OpCode::relay, "not now", {{}, 1}));
       else
-        first.push_back(communicator.exchange(OpCode::relay, hop(0, 1), rank == 0 ? held : none,
-                                              rank == 1 ? held : none, {}, {{}, 1}));
+        first.push_back(comm.exchange(OpCode::relay, hop(0, 1), rank == 0 ? held : none,
+                                      rank == 1 ? held : none, {}, {{}, 1}));
       if (rank == 0) continue;
-      second.push_back(communicator.exchange(OpCode::relay, hop(1, 2), rank == 1 ? held : none,
-                                             rank == 2 ? held : none, {}, {{1, 2}, 1},
-                                             first.back()));
+      second.push_back(comm.exchange(OpCode::relay, hop(1, 2), rank == 1 ? held : none,
+                                     rank == 2 ? held : none, {}, {{1, 2}, 1}, first.back()));
     }
     for (int round = kNumRounds - 1; round >= 0; --round) {
       if (rank == 0) {
-        wait(communicator, first[round]);
+        wait(comm, first[round]);
       } else if (refuses(round)) {
-        CHECK_FAILURE(failure_of([&] { wait(communicator, second[round]); }), mismatch, 0,
+        CHECK_FAILURE(failure_of([&] { wait(comm, second[round]); }), mismatch, 0,
                       "refused by rank 0: not now");
       } else {
-        wait(communicator, second[round]);
+        wait(comm, second[round]);
         CHECK(*tensors[round].bytes ==
-              *patterned(static_cast<int64_t>(tensors[round].bytes->size()), round).bytes);
+              *patterned(int64_t(tensors[round].bytes->size()), round).bytes);
       }
     }
-    CHECK_INVALID("channel 3 is not in 0..2", communicator.refuse(OpCode::relay, "", {{}, 3}));
+    CHECK_INVALID("channel 3 is not in 0..2", comm.refuse(OpCode::relay, "", {{}, 3}));
     CHECK_INVALID("members must be increasing ranks of 0..2",
-                  communicator.refuse(OpCode::relay, "", {{(rank + 1) % kSize}, 1}));
-    wait(communicator, communicator.barrier());
+                  comm.refuse(OpCode::relay, "", {{(rank + 1) % kSize}, 1}));
+    wait(comm, comm.barrier());
   });
 }
 
@@ -225,7 +141,7 @@ TEST(slices_that_stay) {
 
 // What is queued behind an exchange that never comes ends with the communicator.
 TEST_TWICE(what_follows_ends_with_the_communicator) {
-  run_ranks(2, kLong, [&](Communicator& communicator, int rank) {
+  run_ranks(2, kLong, [&](Communicator& comm, int rank) {
     const TensorSpec whole{{8}, dtypes::kUInt8};
     const auto plan = std::make_shared<PreparedExchange>(
         reshard_plan({rank, 2}, whole, {{0}, {}, true}, {{1}, {}, true}));
@@ -233,66 +149,64 @@ TEST_TWICE(what_follows_ends_with_the_communicator) {
     const TensorRef ref = tensor.ref();
     if (rank == 1) {
       const auto post_and_wait = [&] {  // the abort may come before the first is posted
-        const auto first = communicator.exchange(OpCode::relay, plan, {}, {&ref, 1}, {}, {{}, 0});
-        wait(communicator,
-             communicator.exchange(OpCode::relay, plan, {}, {&ref, 1}, {}, {{}, 0}, first));
+        const auto first = comm.exchange(OpCode::relay, plan, {}, {&ref, 1}, {}, {{}, 0});
+        wait(comm, comm.exchange(OpCode::relay, plan, {}, {&ref, 1}, {}, {{}, 0}, first));
       };
       CHECK_FAILURE(failure_of(post_and_wait), aborted, 0, "enough");
     } else {
-      communicator.abort("enough");
+      comm.abort("enough");
     }
-    communicator.close(nullptr);
+    comm.close(nullptr);
   });
 }
 
 TEST_TWICE(broadcast_and_barrier) {
   constexpr int kSize = 4;
   std::atomic<int> num_arrived{0};
-  run_ranks(kSize, kLong, [&](Communicator& communicator, int rank) {
+  run_ranks(kSize, kLong, [&](Communicator& comm, int rank) {
     for (int round = 0; round < 20; ++round) {
       const int64_t num_bytes = round % 3 == 0 ? 50'000 : round;
       const bool is_source = round % kSize == rank;
       const Tensor tensor = is_source ? patterned(num_bytes, round) : Tensor(num_bytes);
-      wait(communicator, communicator.broadcast(tensor.ref(), round % kSize));
+      wait(comm, comm.broadcast(tensor.ref(), round % kSize));
       CHECK(*tensor.bytes == *patterned(num_bytes, round).bytes);
       ++num_arrived;
-      wait(communicator, communicator.barrier());
+      wait(comm, comm.barrier());
       CHECK(num_arrived >= kSize * (round + 1));
     }
   });
 }
 
 TEST_TWICE(messages_to_myself) {
-  run_ranks(2, kLong, [&](Communicator& communicator, int rank) {
+  run_ranks(2, kLong, [&](Communicator& comm, int rank) {
     const Tensor from = patterned(100, rank), to(100), shorter(99);
     const PointToPoint pair[] = {{Direction::send, rank, 1, from.ref()},
                                  {Direction::recv, rank, 1, to.ref()}};
-    wait(communicator, communicator.batch_p2p(pair));
+    wait(comm, comm.batch_p2p(pair));
     CHECK(*to.bytes == *from.bytes);
     const PointToPoint wrong[] = {{Direction::send, rank, 1, from.ref()},
                                   {Direction::recv, rank, 1, shorter.ref()}};
-    CHECK_INVALID("carries [100] uint8, but the receive expects [99] uint8",
-                  communicator.batch_p2p(wrong));
-    CHECK_INVALID("there are 1 sends and 0 receives", communicator.batch_p2p({wrong, 1}));
-    wait(communicator, communicator.batch_p2p({}));
+    CHECK_INVALID("carries [100] uint8, but the receive expects [99] uint8", comm.batch_p2p(wrong));
+    CHECK_INVALID("there are 1 sends and 0 receives", comm.batch_p2p({wrong, 1}));
+    wait(comm, comm.batch_p2p({}));
   });
 }
 
 // Refused before anything is posted: the next call works.
 TEST(bad_arguments) {
-  run_ranks(2, kLong, [&](Communicator& communicator, int rank) {
+  run_ranks(2, kLong, [&](Communicator& comm, int rank) {
     const Tensor tensor(8);
-    CHECK_INVALID("peer 2 is not in 0..1", isend(communicator, tensor, 2));
-    CHECK_INVALID("peer -1 is not in 0..1", irecv(communicator, tensor, -1));
-    CHECK_INVALID("channel 3 is not in 0..2", isend(communicator, tensor, 1 - rank, 3));
-    CHECK_INVALID("source rank 5 is not in 0..1", communicator.broadcast(tensor.ref(), 5));
+    CHECK_INVALID("peer 2 is not in 0..1", isend(comm, tensor, 2));
+    CHECK_INVALID("peer -1 is not in 0..1", irecv(comm, tensor, -1));
+    CHECK_INVALID("channel 3 is not in 0..2", isend(comm, tensor, 1 - rank, 3));
+    CHECK_INVALID("source rank 5 is not in 0..1", comm.broadcast(tensor.ref(), 5));
     const PointToPoint shared[] = {{Direction::recv, 1 - rank, 0, tensor.ref()},
                                    {Direction::send, 1 - rank, 0, tensor.ref()}};
-    CHECK_INVALID("ops[0] and ops[1] share memory", communicator.batch_p2p(shared));
+    CHECK_INVALID("ops[0] and ops[1] share memory", comm.batch_p2p(shared));
     const auto plan = std::make_shared<PreparedExchange>(
         gather_plan({1 - rank, 2}, {{2}, dtypes::kUInt8}, 0, {2, 2}));
-    CHECK_INVALID("the plan is for rank", communicator.exchange(OpCode::exchange, plan, {}, {}));
-    wait(communicator, communicator.barrier());
+    CHECK_INVALID("the plan is for rank", comm.exchange(OpCode::exchange, plan, {}, {}));
+    wait(comm, comm.barrier());
   });
   CHECK_INVALID("rank 2 is not in a group of 2", Communicator(options_of(2, 2), nullptr));
   CommunicatorOptions options = options_of(0, 1);
@@ -300,23 +214,19 @@ TEST(bad_arguments) {
   CHECK_INVALID("channels must be 1 to 15, not 16", Communicator(options, nullptr));
 }
 
-// ------------------------------------------------------------------------------------------------
-// what goes wrong on some ranks
-
 // A rank that cannot take part, or has other arguments: all ranks hear it, and the next call works.
 TEST_TWICE(refusal_and_mismatch) {
   constexpr int kSize = 3;
-  run_ranks(kSize, kLong, [&](Communicator& communicator, int rank) {
+  run_ranks(kSize, kLong, [&](Communicator& comm, int rank) {
     for (int round = 0; round < 30; ++round) {
       const int odd = round % kSize;
       const Tensor tensor(round % 2 == 0 ? 10 : 40'000), larger(50'000);
       const bool refuses = round % 5 < 3;
       if (rank == odd && refuses) {
-        communicator.refuse(OpCode::broadcast, "it is round " + std::to_string(round));
+        comm.refuse(OpCode::broadcast, "it is round " + std::to_string(round));
       } else {
-        const OperationPtr operation =
-            communicator.broadcast((rank == odd ? larger : tensor).ref(), 0);
-        const Failure failure = failure_of([&] { wait(communicator, operation); });
+        const OperationPtr operation = comm.broadcast((rank == odd ? larger : tensor).ref(), 0);
+        const Failure failure = failure_of([&] { wait(comm, operation); });
         CHECK(failure.kind == FailureKind::mismatch);
         CHECK_EQ(failure.rank, rank);
         if (refuses) {
@@ -328,41 +238,39 @@ TEST_TWICE(refusal_and_mismatch) {
           CHECK(failure.message.find("nothing was transferred") != std::string::npos);
         }
       }
-      wait(communicator, communicator.barrier());
+      wait(comm, comm.barrier());
     }
     // Another operation, and point-to-point with other shapes.
-    const OperationPtr operation =
-        rank == 1 ? communicator.broadcast(Tensor(4).ref(), 1) : communicator.barrier();
-    CHECK(failure_of([&] { wait(communicator, operation); }).kind == FailureKind::mismatch);
+    const OperationPtr operation = rank == 1 ? comm.broadcast(Tensor(4).ref(), 1) : comm.barrier();
+    CHECK(failure_of([&] { wait(comm, operation); }).kind == FailureKind::mismatch);
     if (rank < 2) {
       const Tensor tensor(rank == 0 ? 70'000 : 60'000);
-      const OperationPtr message =
-          rank == 0 ? isend(communicator, tensor, 1) : irecv(communicator, tensor, 0);
-      const Failure failure = failure_of([&] { wait(communicator, message); });
+      const OperationPtr message = rank == 0 ? isend(comm, tensor, 1) : irecv(comm, tensor, 0);
+      const Failure failure = failure_of([&] { wait(comm, message); });
       CHECK_FAILURE(failure, mismatch, 1, "uint8[70000]");
       CHECK_FAILURE(failure, mismatch, 1, "uint8[60000]");
     }
-    wait(communicator, communicator.barrier());
-    communicator.close(nullptr);
+    wait(comm, comm.barrier());
+    comm.close(nullptr);
   });
 }
 
 TEST_TWICE(timeout) {
   std::barrier everybody(3);
-  run_ranks(3, 300ms, [&](Communicator& communicator, int rank) {
+  run_ranks(3, 300ms, [&](Communicator& comm, int rank) {
     const auto started = Clock::now();
     const Tensor tensor(16);
     // Nobody sends what rank 0 expects.
     OperationPtr operation;
-    if (rank != 0) operation = communicator.barrier();
+    if (rank != 0) operation = comm.barrier();
     everybody.arrive_and_wait();
     if (rank == 0) {
-      operation = irecv(communicator, tensor, 1, 2);
+      operation = irecv(comm, tensor, 1, 2);
       failure_of([&] {  // unless this thread stood still so long that it is the deadline already
-        CHECK(!communicator.wait(*operation, Clock::now() + 20ms, nullptr));
+        CHECK(!comm.wait(*operation, Clock::now() + 20ms, nullptr));
       });
     }
-    const Failure failure = failure_of([&] { wait(communicator, operation); });
+    const Failure failure = failure_of([&] { wait(comm, operation); });
     CHECK_FAILURE(failure, timeout, 0, "p2p timed out after ");
     CHECK_FAILURE(failure, timeout, 0, "0 send, 1 recv pending; rank 1 is connected");
     if (rank == 0) {
@@ -375,12 +283,12 @@ TEST_TWICE(timeout) {
     }
     CHECK_EQ(failure.rank, rank);
     // The cause stays.
-    CHECK_FAILURE(failure_of([&] { communicator.barrier(); }), timeout, 0, "p2p timed out");
-    CHECK_FAILURE(failure_of([&] { communicator.refuse(OpCode::barrier, ""); }), timeout, 0,
+    CHECK_FAILURE(failure_of([&] { comm.barrier(); }), timeout, 0, "p2p timed out");
+    CHECK_FAILURE(failure_of([&] { comm.refuse(OpCode::barrier, ""); }), timeout, 0,
                   "p2p timed out");
-    communicator.abort("too late");
-    communicator.close(nullptr);
-    CHECK_FAILURE(failure_of([&] { communicator.barrier(); }), timeout, 0, "p2p timed out");
+    comm.abort("too late");
+    comm.close(nullptr);
+    CHECK_FAILURE(failure_of([&] { comm.barrier(); }), timeout, 0, "p2p timed out");
     CHECK(Clock::now() - started < 20s);
   });
 }
@@ -391,24 +299,23 @@ TEST_TWICE(peer_lost) {
   std::barrier everybody(kSize);
   run_ranks(
       kSize, kLong,
-      [&](Communicator& communicator, int rank) {
+      [&](Communicator& comm, int rank) {
         const Tensor small(8), large(200'000);
         std::vector<OperationPtr> operations;
         if (rank != 3) {
-          operations.push_back(irecv(communicator, small, 3));
-          operations.push_back(isend(communicator, large, 3, 1));
-          operations.push_back(communicator.barrier());
+          operations.push_back(irecv(comm, small, 3));
+          operations.push_back(isend(comm, large, 3, 1));
+          operations.push_back(comm.barrier());
         }
         everybody.arrive_and_wait();
         if (rank == 3) hub->disconnect(3);
         for (const OperationPtr& operation : operations) {
-          const Failure failure = failure_of([&] { wait(communicator, operation); });
+          const Failure failure = failure_of([&] { wait(comm, operation); });
           CHECK_FAILURE(failure, peer_lost, 3, "lost the connection to rank 3");
         }
-        if (rank != 3)
-          CHECK_FAILURE(failure_of([&] { communicator.barrier(); }), peer_lost, 3, "rank 3");
+        if (rank != 3) CHECK_FAILURE(failure_of([&] { comm.barrier(); }), peer_lost, 3, "rank 3");
         everybody.arrive_and_wait();
-        communicator.close(nullptr);
+        comm.close(nullptr);
       },
       hub);
 }
@@ -420,7 +327,7 @@ TEST_TWICE(abort_in_the_middle) {
   for (int round = 0; round < 12; ++round) {
     check::context = "abort, round " + std::to_string(round);
     std::vector<std::weak_ptr<void>> storages[kSize];
-    run_ranks(kSize, kLong, [&](Communicator& communicator, int rank) {
+    run_ranks(kSize, kLong, [&](Communicator& comm, int rank) {
       std::mutex storages_mutex;
       std::atomic<int> num_posted{0};
       std::vector<std::thread> threads;
@@ -433,13 +340,13 @@ TEST_TWICE(abort_in_the_middle) {
               std::lock_guard lock(storages_mutex);
               storages[rank].push_back(tensor.bytes);
             }
-            const int peer = (rank + 1 + static_cast<int>(random() % 2)) % kSize;
+            const int peer = (rank + 1 + int(random() % 2)) % kSize;
             OperationPtr operation;
             const Failure failure = failure_of([&] {
-              operation = random() % 2 == 0 ? isend(communicator, tensor, peer, thread_idx)
-                                            : irecv(communicator, tensor, peer, thread_idx);
+              operation = random() % 2 == 0 ? isend(comm, tensor, peer, thread_idx)
+                                            : irecv(comm, tensor, peer, thread_idx);
               ++num_posted;
-              if (random() % 4 == 0) wait(communicator, operation);
+              if (random() % 4 == 0) wait(comm, operation);
             });
             if (failure.kind == FailureKind::aborted) break;
           }
@@ -447,33 +354,29 @@ TEST_TWICE(abort_in_the_middle) {
       }
       if (rank == round % kSize) {
         while (num_posted < kNumThreads) std::this_thread::yield();
-        communicator.abort("enough");
-        communicator.abort("again");
+        comm.abort("enough");
+        comm.abort("again");
       }
       for (std::thread& thread : threads) thread.join();
-      CHECK_FAILURE(failure_of([&] { communicator.barrier(); }), aborted, round % kSize, "enough");
-      if (round % 2 == 0) communicator.close(nullptr);
+      CHECK_FAILURE(failure_of([&] { comm.barrier(); }), aborted, round % kSize, "enough");
+      if (round % 2 == 0) comm.close(nullptr);
     });
     for (const auto& all : storages)
       for (const auto& storage : all) CHECK(storage.expired());
   }
 }
 
-// ------------------------------------------------------------------------------------------------
-// the end
-
 // What can still match does; what cannot fails on both ends.
 TEST_TWICE(close) {
   for (int round = 0; round < 10; ++round) {
     check::context = "close, round " + std::to_string(round);
-    run_ranks(2, kLong, [&](Communicator& communicator, int rank) {
+    run_ranks(2, kLong, [&](Communicator& comm, int rank) {
       constexpr int kNumSends = 200;  // more than a peer lets wait unmatched
       const Tensor extra(8);
       if (rank == 0) {
-        for (int idx = 0; idx < kNumSends; ++idx)
-          isend(communicator, patterned(kMaxInlineBytes, idx), 1);
-        const OperationPtr never = irecv(communicator, extra, 1);
-        const Failure failure = failure_of([&] { communicator.close(nullptr); });
+        for (int idx = 0; idx < kNumSends; ++idx) isend(comm, patterned(kMaxInlineBytes, idx), 1);
+        const OperationPtr never = irecv(comm, extra, 1);
+        const Failure failure = failure_of([&] { comm.close(nullptr); });
         CHECK_FAILURE(failure, peer_lost, 1, "rank 1 has closed its communicator");
         CHECK(never->done());
       } else {
@@ -482,24 +385,24 @@ TEST_TWICE(close) {
         for (int idx = 0; idx < kNumSends; ++idx) {
           if (idx == kNumSends / 2 && round % 2 == 0) std::this_thread::sleep_for(5ms);
           tensors.emplace_back(kMaxInlineBytes);
-          operations.push_back(irecv(communicator, tensors.back(), 0));
+          operations.push_back(irecv(comm, tensors.back(), 0));
         }
         for (int idx = 0; idx < kNumSends; ++idx) {
-          wait(communicator, operations[idx]);
+          wait(comm, operations[idx]);
           CHECK(*tensors[idx].bytes == *patterned(kMaxInlineBytes, idx).bytes);
         }
         // Seen by a waiter, it is not reported again by close().
-        const OperationPtr never = irecv(communicator, extra, 0);
-        CHECK_FAILURE(failure_of([&] { wait(communicator, never); }), peer_lost, 0,
+        const OperationPtr never = irecv(comm, extra, 0);
+        CHECK_FAILURE(failure_of([&] { wait(comm, never); }), peer_lost, 0,
                       "rank 0 has closed its communicator");
-        communicator.close(nullptr);
+        comm.close(nullptr);
       }
-      communicator.close(nullptr);
-      CHECK(communicator.closed());
-      CHECK_FAILURE(failure_of([&] { communicator.barrier(); }), aborted, rank,
+      comm.close(nullptr);
+      CHECK(comm.closed());
+      CHECK_FAILURE(failure_of([&] { comm.barrier(); }), aborted, rank,
                     "barrier on a closed communicator");
-      communicator.abort("after the end");
-      CHECK(communicator.failure() == nullptr);
+      comm.abort("after the end");
+      CHECK(comm.failure() == nullptr);
     });
   }
 }
@@ -508,7 +411,7 @@ TEST_TWICE(close) {
 TEST_TWICE(close_while_posting) {
   for (int round = 0; round < 20; ++round) {
     check::context = "close while posting, round " + std::to_string(round);
-    run_ranks(2, kLong, [&](Communicator& communicator, int rank) {
+    run_ranks(2, kLong, [&](Communicator& comm, int rank) {
       std::atomic<int> num_posted{0};
       std::vector<std::thread> threads;
       for (int channel = 0; channel < 2; ++channel) {
@@ -517,23 +420,23 @@ TEST_TWICE(close_while_posting) {
             const Tensor tensor(8);
             OperationPtr operation;
             Failure failure = failure_of([&] {
-              operation = channel == rank ? isend(communicator, tensor, 1 - rank, channel)
-                                          : irecv(communicator, tensor, 1 - rank, channel);
+              operation = channel == rank ? isend(comm, tensor, 1 - rank, channel)
+                                          : irecv(comm, tensor, 1 - rank, channel);
             });
             if (!operation) {
               CHECK_FAILURE(failure, aborted, rank, "on a closed communicator");
               return;
             }
             ++num_posted;
-            failure = failure_of([&] { wait(communicator, operation); });
+            failure = failure_of([&] { wait(comm, operation); });
             if (failure.message != "(no failure)")
               CHECK_FAILURE(failure, peer_lost, 1 - rank, "has closed its communicator");
           }
         });
       }
       while (num_posted < 3 * round) std::this_thread::yield();
-      failure_of([&] { communicator.close(nullptr); });
-      CHECK(communicator.closed());
+      failure_of([&] { comm.close(nullptr); });
+      CHECK(comm.closed());
       for (std::thread& thread : threads) thread.join();
     });
   }
@@ -542,28 +445,27 @@ TEST_TWICE(close_while_posting) {
 // A signal in the middle of close(): it ends all the same, and what waits fails, on the peers too.
 TEST_TWICE(interrupted_close) {
   std::barrier everybody(2);
-  run_ranks(2, kLong, [&](Communicator& communicator, int rank) {
+  run_ranks(2, kLong, [&](Communicator& comm, int rank) {
     struct Interrupt {};
     if (rank == 0) {
       const Tensor tensor(8);
-      const OperationPtr operation = irecv(communicator, tensor, 1);
+      const OperationPtr operation = irecv(comm, tensor, 1);
       std::thread waiter([&] {
-        CHECK_FAILURE(failure_of([&] { wait(communicator, operation); }), aborted, 0,
+        CHECK_FAILURE(failure_of([&] { wait(comm, operation); }), aborted, 0,
                       "aborted by rank 0: its close() was interrupted; this rank was waiting");
       });
       bool interrupted = false;
       try {
-        communicator.close([] { throw Interrupt(); });
+        comm.close([] { throw Interrupt(); });
       } catch (const Interrupt&) {
         interrupted = true;
       }
-      CHECK(interrupted && communicator.closed());
+      CHECK(interrupted && comm.closed());
       waiter.join();
-      communicator.close(nullptr);
+      comm.close(nullptr);
     } else {  // it hears of the close or of its interruption, whichever comes first
       const Tensor tensor(100'000);
-      const Failure failure =
-          failure_of([&] { wait(communicator, irecv(communicator, tensor, 0)); });
+      const Failure failure = failure_of([&] { wait(comm, irecv(comm, tensor, 0)); });
       CHECK_EQ(failure.origin_rank, 0);
     }
     everybody.arrive_and_wait();
@@ -574,19 +476,19 @@ TEST_TWICE(interrupted_close) {
 TEST_TWICE(dropped_communicator) {
   std::weak_ptr<void> storage;
   std::barrier everybody(2);
-  run_ranks(2, kLong, [&](Communicator& communicator, int rank) {
+  run_ranks(2, kLong, [&](Communicator& comm, int rank) {
     const Tensor tensor(100'000);
     if (rank == 0) {
       storage = tensor.bytes;
-      irecv(communicator, tensor, 1);
-      irecv(communicator, tensor, 1, 1);
+      irecv(comm, tensor, 1);
+      irecv(comm, tensor, 1, 1);
       everybody.arrive_and_wait();
       return;
     }
     everybody.arrive_and_wait();
     // The failure may be here before the receive is posted, or after.
-    CHECK_FAILURE(failure_of([&] { wait(communicator, irecv(communicator, tensor, 0)); }), aborted,
-                  0, "its communicator was dropped with operations in flight, without close()");
+    CHECK_FAILURE(failure_of([&] { wait(comm, irecv(comm, tensor, 0)); }), aborted, 0,
+                  "its communicator was dropped with operations in flight, without close()");
   });
   CHECK(storage.expired());
 }
@@ -622,11 +524,11 @@ TEST(failure_during_construction) {
   };
   check::context = "failure during construction";
   std::atomic<int> num_aborts{0};
-  Communicator communicator(options_of(0, 2), [&](TransportEvents& events) {
+  Communicator comm(options_of(0, 2), [&](TransportEvents& events) {
     return std::make_unique<Hasty>(events, num_aborts);
   });
   while (num_aborts == 0) std::this_thread::yield();
-  CHECK_FAILURE(failure_of([&] { communicator.barrier(); }), peer_lost, 1, "(gone)");
-  communicator.close(nullptr);  // aborts once more, which waits for the first
+  CHECK_FAILURE(failure_of([&] { comm.barrier(); }), peer_lost, 1, "(gone)");
+  comm.close(nullptr);  // aborts once more, which waits for the first
   CHECK_EQ(num_aborts.load(), 2);
 }

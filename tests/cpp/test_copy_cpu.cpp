@@ -14,7 +14,7 @@ using world::Random;
 // every rounding boundary.
 TEST(float16) {
   for (uint32_t bits = 0; bits < 0x10000; ++bits) {
-    const auto half = static_cast<uint16_t>(bits);
+    const auto half = uint16_t(bits);
     _Float16 reference;
     std::memcpy(&reference, &half, 2);
     const float value = Float16::load(half);
@@ -23,7 +23,7 @@ TEST(float16) {
       CHECK((Float16::store(value) & 0x7fff) > 0x7c00);
       continue;
     }
-    CHECK(value == static_cast<float>(reference));
+    CHECK(value == float(reference));
     CHECK_EQ(Float16::store(value), half);
     const uint32_t float_value = float_bits(value);
     for (uint32_t neighbour : {0x0001u, 0x0fffu, 0x1000u, 0x1001u, 0x1fffu, 0x800u << 13}) {
@@ -40,7 +40,7 @@ TEST(float16) {
 TEST(bfloat16) {
   Random random(3);
   for (uint32_t high = 0; high < 0x10000; ++high) {
-    CHECK_EQ(float_bits(BFloat16::load(static_cast<uint16_t>(high))), high << 16);
+    CHECK_EQ(float_bits(BFloat16::load(uint16_t(high))), high << 16);
     for (uint32_t low : {0u, 1u, 0x7fffu, 0x8000u, 0x8001u, 0xffffu}) {
       const float value = float_from_bits(high << 16 | low);
       CHECK_EQ(BFloat16::store(value), scaling::nearest_bfloat16(value));
@@ -55,26 +55,14 @@ TEST(threads) {
     for (int seed = 0; seed < 2; ++seed) {
       check::context = std::to_string(num_threads) + " threads, seed " + std::to_string(seed);
       Random random(seed);
-      const int size = 3;
-      const Dims global{2, 1700 + seed, 11, 16 + seed};
-      const Sizes heads = cases::dealt_sizes(11, size);
-      const Sizes tokens = cases::random_sizes(random, global[1], size);
+      const int64_t num_tokens = 1700 + seed;
       const Scale scale = seed == 1 ? Scale::divide(3) : Scale::none();
-      std::vector<world::Rank> ranks(size);
-      for (int r = 0; r < size; ++r) {
-        ranks[r].inputs = {world::Held::along(global, 1, cases::positions_of_piece(tokens, r))};
-        ranks[r].outputs = {world::Held::along(global, 2, cases::positions_of_piece(heads, r))};
-        const DType dtype = scale.is_none() ? dtypes::kComplex128 : dtypes::kFloat64;
-        const TensorSpec input{ranks[r].inputs[0].shape(), dtype};
-        ranks[r].plan = all_to_all_plan({r, size}, {{input, heads, tokens}}, 2, 1, scale);
-      }
+      const auto ranks = cases::tokens_to_heads(
+          {2, num_tokens, 11, 16 + seed}, scale.is_none() ? dtypes::kComplex128 : dtypes::kFloat64,
+          cases::random_sizes(random, num_tokens, 3), cases::dealt_sizes(11, 3), scale);
       Options options;
       options.dense = true;
-      if (!scale.is_none()) {
-        options.transform = [scale](uint8_t* element, DType dtype) {
-          scaling::scale_element(element, dtype, scale);
-        };
-      }
+      options.transform = scaling::transform_of(scale);
       options.execute = [&pool](auto tasks, const CopyBuffers& buffers, const Scale& factor) {
         execute_cpu(tasks, buffers, factor, &pool);
       };

@@ -17,11 +17,11 @@ TEST(divisor) {
   const int64_t largest = std::numeric_limits<int32_t>::max();
   for (int i = 0; i < 20000; ++i) {
     const int64_t bound = int64_t{1} << random.between(0, 31);
-    const auto divisor = static_cast<uint32_t>(random.between(1, std::min(bound, largest)));
+    const auto divisor = uint32_t(random.between(1, std::min(bound, largest)));
     const Divisor by(divisor);
     for (int64_t n : {int64_t{0}, random.between(0, largest), largest, largest / divisor * divisor,
                       largest / divisor * divisor - 1}) {
-      CHECK_EQ(by.divide(static_cast<uint32_t>(n)), n / divisor);
+      CHECK_EQ(by.divide(uint32_t(n)), n / divisor);
     }
   }
 }
@@ -29,7 +29,7 @@ TEST(divisor) {
 // As many launches as 196 tasks each need, all tasks run once.
 TEST(number_of_launches) {
   std::vector<uint8_t> from(500 * 3), to(500 * 3, 0);
-  for (size_t i = 0; i < from.size(); ++i) from[i] = static_cast<uint8_t>(i * 31 + 7);
+  for (size_t i = 0; i < from.size(); ++i) from[i] = uint8_t(i * 31 + 7);
   const void* const inputs[] = {from.data()};
   void* const outputs[] = {to.data()};
   for (const auto& [num_tasks, num_launches] :
@@ -64,7 +64,7 @@ TEST(cut_tasks) {
     CopyTask task;
     task.src_tensor_idx = task.dst_tensor_idx = 0;
     task.copy.run_bytes = random.chance(0.5) ? random.between(1, 40) : random.between(128, 400);
-    task.copy.num_dims = static_cast<int32_t>(random.between(0, kMaxCopyDims));
+    task.copy.num_dims = int32_t(random.between(0, kMaxCopyDims));
     int64_t src_pitch = task.copy.run_bytes, dst_pitch = task.copy.run_bytes;
     for (int d = task.copy.num_dims - 1; d >= 0; --d) {
       task.copy.count[d] = random.between(1, 4);
@@ -74,7 +74,7 @@ TEST(cut_tasks) {
       dst_pitch *= task.copy.count[d];
     }
     std::vector<uint8_t> from(src_pitch), whole(dst_pitch, 0), cut(dst_pitch, 0);
-    for (size_t i = 0; i < from.size(); ++i) from[i] = static_cast<uint8_t>(i * 37 + 1);
+    for (size_t i = 0; i < from.size(); ++i) from[i] = uint8_t(i * 37 + 1);
     const void* const inputs[] = {from.data()};
     void* const outputs[] = {whole.data()};
     execute_cpu({&task, 1}, {inputs, outputs, nullptr, nullptr}, {});
@@ -115,7 +115,7 @@ TEST(vector_bytes) {
 // Equal tasks are resolved once, unless a buffer has another alignment; addresses are those of the call.
 TEST(recent_tasks) {
   std::vector<uint8_t> from(4096), to(4096);
-  for (size_t i = 0; i < from.size(); ++i) from[i] = static_cast<uint8_t>(i * 29 + i / 256);
+  for (size_t i = 0; i < from.size(); ++i) from[i] = uint8_t(i * 29 + i / 256);
   RecentTasks recent;
   std::vector<const ResolvedTasks*> resolved;
   const auto copy = [&](int64_t offset, int64_t num_bytes) {
@@ -193,7 +193,7 @@ TEST(grid) {
   void* const outputs[] = {to.data()};
   CopyTask task;
   task.src_tensor_idx = task.dst_tensor_idx = 0;
-  task.copy.run_bytes = static_cast<int64_t>(to.size());
+  task.copy.run_bytes = int64_t(to.size());
   for (const int limit : {0, 1, 3, 9}) {
     std::fill(to.begin(), to.end(), 0);
     CHECK_EQ(run({&task, 1}, {inputs, outputs, nullptr, nullptr}, {}, {nullptr, limit}),
@@ -215,7 +215,7 @@ TEST(grid) {
 TEST(turns) {
   constexpr int64_t kRun = 64, kTileRuns = 256;  // runs of a tile
   std::vector<uint8_t> from(8 << 20), to(8 << 20);
-  for (size_t i = 0; i < from.size(); ++i) from[i] = static_cast<uint8_t>(i * 31 + i / 997);
+  for (size_t i = 0; i < from.size(); ++i) from[i] = uint8_t(i * 31 + i / 997);
   const void* const inputs[] = {from.data(), from.data()};
   void* const outputs[] = {to.data()};
   // Columns of tables of 8 runs a row: (tensor, number of tiles) of each; and blocks in all.

@@ -132,9 +132,6 @@ TEST(works_of_another_capture) {
   });
 }
 
-// ------------------------------------------------------------------------------------------------
-// replays
-
 Options with_timeout(std::optional<std::chrono::nanoseconds> timeout) {
   Options options = options_of(2);
   options.timeout = timeout;

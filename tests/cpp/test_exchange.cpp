@@ -36,16 +36,12 @@ void random_cases(const char* name, Options options, bool scaled) {
   for (int seed = 0; seed < check::rounds(500); ++seed) {
     check::context = std::string(name) + ", seed " + std::to_string(seed);
     Random random(1000003 * uint64_t(seed) + 17);
-    const int size = static_cast<int>(random.between(1, 8));
+    const int size = int(random.between(1, 8));
     Scale scale;
     if (scaled) scale = random.chance(0.5) ? Scale::divide(size + 2) : Scale::multiply(size + 0.5);
     const auto ranks = cases::any(random, size, scale);
     options.dense = random.chance(0.3);
-    if (scaled) {
-      options.transform = [scale](uint8_t* element, DType dtype) {
-        scaling::scale_element(element, dtype, scale);
-      };
-    }
+    options.transform = scaling::transform_of(scale);
     run(ranks, options, random);
   }
 }
@@ -54,7 +50,7 @@ TEST(torch_forms) {
   for (int seed = 0; seed < check::rounds(100); ++seed) {
     check::context = "torch forms, seed " + std::to_string(seed);
     Random random(seed);
-    const int size = static_cast<int>(random.between(1, 5));
+    const int size = int(random.between(1, 5));
     const DType dtype = cases::random_dtype(random, {});
     const int64_t width = random.between(0, 4);
     // rows[i][j] rows go from rank i to rank j; the global tensor has them in that order.

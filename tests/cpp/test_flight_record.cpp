@@ -5,9 +5,9 @@
 
 FlightMessage message_of(uint64_t number, size_t idx) {
   FlightMessage message;
-  message.peer = static_cast<int>(idx);
+  message.peer = int(idx);
   message.descriptor.seq = number;
-  message.descriptor.num_bytes = static_cast<int64_t>(number * 1000 + idx);
+  message.descriptor.num_bytes = int64_t(number * 1000 + idx);
   return message;
 }
 
@@ -90,16 +90,14 @@ TEST(reading_while_threads_write) {
   FlightRecord record;
   constexpr int kNumThreads = 3, kNumEach = 20'000;
   std::atomic<int> num_running{kNumThreads};
-  std::vector<std::thread> threads;
-  for (int thread = 0; thread < kNumThreads; ++thread)
-    threads.emplace_back([&, thread] {
-      for (int idx = 0; idx < kNumEach; ++idx)
-        add(record, static_cast<uint64_t>(thread) * kNumEach + idx, idx % 4);
-      --num_running;
-    });
-  while (num_running > 0)
-    for (const Flight& flight : record.ended()) CHECK(is_whole(flight));
-  for (std::thread& thread : threads) thread.join();
+  check::in_threads(kNumThreads + 1, [&](int thread) {
+    while (thread == kNumThreads && num_running > 0)
+      for (const Flight& flight : record.ended()) CHECK(is_whole(flight));
+    if (thread == kNumThreads) return;
+    for (int idx = 0; idx < kNumEach; ++idx)
+      add(record, uint64_t(thread) * kNumEach + idx, idx % 4);
+    --num_running;
+  });
   std::set<uint64_t> numbers;
   for (const Flight& flight : record.ended()) numbers.insert(flight.operation.number);
   CHECK_EQ(numbers.size(), FlightRecord::kNumOperations);

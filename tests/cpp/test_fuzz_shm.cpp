@@ -130,8 +130,8 @@ class Round {
   // A message between the two ranks, its two ends perhaps at odds.
   void post(bool is_multicast) {
     static constexpr int64_t kSizes[] = {0, 1, 128, 4096, 16384, 16385, 40000, 70000, 200000};
-    const int lane = is_multicast ? kCollectiveLane : static_cast<int>(random_.below(2));
-    const int sender = static_cast<int>(random_.below(2));
+    const int lane = is_multicast ? kCollectiveLane : int(random_.below(2));
+    const int sender = int(random_.below(2));
     int64_t num_bytes = kSizes[random_.below(std::size(kSizes))];
     for (int rank : {sender, 1 - sender}) {
       Message& message = messages_.emplace_back();
@@ -161,7 +161,7 @@ class Round {
 
   // Overwrites something that rank 1 says to rank 0.
   void ruin() {
-    const int lane_idx = static_cast<int>(random_.below(2));
+    const int lane_idx = int(random_.below(2));
     shm::Lane& to_us = segments_[0]->lane(1, lane_idx);
     shm::Lane& from_us = segments_[1]->lane(0, lane_idx);
     const auto change = [this](auto& word) {
@@ -226,12 +226,11 @@ class Round {
         header.kind = static_cast<shm::RecordKind>(random_.below(8));
         break;
       case 1:
-        header.num_inline_bytes = static_cast<uint32_t>(random_.around(header.num_inline_bytes));
+        header.num_inline_bytes = uint32_t(random_.around(header.num_inline_bytes));
         break;
       case 2:
-        descriptor.num_bytes = static_cast<int64_t>(random_.around(descriptor.num_bytes));
-        if (random_.one_in(2))
-          header.num_inline_bytes = static_cast<uint32_t>(descriptor.num_bytes);
+        descriptor.num_bytes = int64_t(random_.around(descriptor.num_bytes));
+        if (random_.one_in(2)) header.num_inline_bytes = uint32_t(descriptor.num_bytes);
         break;
       case 3:
         descriptor.seq = random_.around(descriptor.seq);

@@ -19,7 +19,7 @@ int64_t total_bytes(const Rounds& rounds) {
 // Runs the rounds of all ranks, one after the other on each, with messages that need both ends at
 // once: true if all finish.
 bool completes(const std::vector<Rounds>& rounds) {
-  const int size = static_cast<int>(rounds.size());
+  const int size = int(rounds.size());
   std::vector<size_t> at(size, 0);
   std::vector<std::map<std::pair<int, Direction>, int>> pending(size);  // of the current round
   auto enter = [&](int rank) {
@@ -110,8 +110,6 @@ TEST(pieces_are_in_order) {
       {0, kMaxPieceBytes}, {kMaxPieceBytes, kMaxPieceBytes}, {2 * kMaxPieceBytes, 3}, {7, 1}};
   CHECK(pieces == expected);
 }
-
-// ------------------------------------------------------------------------------------------------
 
 Descriptor tensor_of(Dims shape, int channel = 0) {
   TensorRef tensor;

@@ -24,7 +24,7 @@ std::vector<RequestPtr> seal(const OperationPtr& operation) {
 void add_requests(Operation& operation, int num_requests) {
   for (int idx = 0; idx < num_requests; ++idx) {
     Descriptor descriptor;
-    descriptor.seq = static_cast<uint64_t>(idx);
+    descriptor.seq = uint64_t(idx);
     operation.add_request(idx % 3 == 0 ? Direction::send : Direction::recv, idx, descriptor,
                           nullptr);
   }
@@ -203,7 +203,7 @@ TEST(races) {
   for (int round = 0; round < 400; ++round) {
     check::context = "race " + std::to_string(round);
     std::mt19937 random(round);
-    const int num_requests = 1 + static_cast<int>(random() % 20);
+    const int num_requests = 1 + int(random() % 20);
     const bool some_fail = random() % 3 == 0;
     const bool all_fail = random() % 4 == 0;
     std::atomic<int> num_epilogues{0};

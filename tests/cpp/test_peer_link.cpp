@@ -21,7 +21,7 @@ constexpr const char* kClosedText = "has closed its communicator";
 Descriptor make_descriptor(int channel, int64_t num_bytes) {
   Descriptor descriptor;
   descriptor.op = channel == kCollectiveChannel ? OpCode::exchange : OpCode::p2p;
-  descriptor.channel = static_cast<uint8_t>(channel);
+  descriptor.channel = uint8_t(channel);
   descriptor.num_bytes = num_bytes;
   descriptor.num_dims = 1;
   descriptor.shape[0] = num_bytes;
@@ -72,9 +72,8 @@ class Pair {
     request.refuses = !refusal.empty();
     request.refusal = refusal;
     request.num_note_bytes = num_note_bytes;
-    entry->memory.assign(
-        static_cast<size_t>(num_note_bytes >= 0 ? num_note_bytes : descriptor.num_bytes),
-        std::byte{0xee});
+    entry->memory.assign(size_t(num_note_bytes >= 0 ? num_note_bytes : descriptor.num_bytes),
+                         std::byte{0xee});
     request.data = entry->memory.data();
     side.link->number(request);
     if (direction == Direction::send)
@@ -109,7 +108,7 @@ class Pair {
   // false for none.
   bool move_body(Random& random) {
     if (cut_) return false;
-    const int rank = static_cast<int>(random.between(0, 1));
+    const int rank = int(random.between(0, 1));
     return move_body_of(rank, random) || move_body_of(1 - rank, random);
   }
   bool move_body_of(int rank, Random& random) {
@@ -124,8 +123,7 @@ class Pair {
     if (num_sent == 0)  // that its receiver stands ready is the answer to its announcement
       CHECK_EQ(side.unanswered[descriptor.channel].erase(descriptor.seq), 1u);
     const int64_t left = descriptor.num_bytes - num_sent;
-    const auto num_bytes =
-        static_cast<uint32_t>(random.chance(0.3) ? random.between(1, left) : left);
+    const auto num_bytes = uint32_t(random.chance(0.3) ? random.between(1, left) : left);
     const auto place = link(1 - rank).place_for(descriptor.channel, descriptor.seq, num_bytes);
     std::copy_n(send->data + num_sent, place.size(), place.data());
     link(1 - rank).piece_arrived(descriptor.channel, descriptor.seq);
@@ -250,9 +248,6 @@ class Pair {
   size_t most_unanswered_ = 0;
 };
 
-// ------------------------------------------------------------------------------------------------
-// random programs
-
 enum class Fault { none, size, dtype, shape, signature, op };
 
 struct Message {
@@ -326,7 +321,7 @@ Case random_case(Random& random) {
   const int64_t num_messages = random.between(0, 60);
   for (int64_t idx = 0; idx < num_messages; ++idx) {
     const Message message = random_message(random);
-    const int sender = static_cast<int>(random.between(0, 1));
+    const int sender = int(random.between(0, 1));
     result.messages[sender][message.channel].push_back(message);
     // Without its other half the message stays alone, and moves the partners of those after it:
     // only at the end of a channel, which random truncation by closing gives.
@@ -369,7 +364,7 @@ void check_failure(const Entry& entry, int rank, FailureKind kind, int origin,
   CHECK_EQ(entry.failure->peer, 1 - rank);
   CHECK_EQ(entry.failure->origin_rank, origin);
   CHECK_EQ(entry.failure->channel, int{entry.request->descriptor.channel});
-  CHECK_EQ(entry.failure->seq, static_cast<int64_t>(entry.request->descriptor.seq));
+  CHECK_EQ(entry.failure->seq, int64_t(entry.request->descriptor.seq));
   CHECK_CONTAINS(entry.failure->message, text);
 }
 
@@ -457,8 +452,7 @@ void check_cut(const Case& plan) {
 }
 
 void run_program(int seed, End end) {
-  check::context =
-      "program, seed " + std::to_string(seed) + ", end " + std::to_string(static_cast<int>(end));
+  check::context = "program, seed " + std::to_string(seed) + ", end " + std::to_string(int(end));
   Random random(seed);
   Case plan = random_case(random);
   Pair pair;
@@ -468,7 +462,7 @@ void run_program(int seed, End end) {
   int64_t steps_left = breaks_off ? random.between(1, 150) : INT64_MAX;
   const double haste = random.chance(0.5) ? 0.2 : 0.7;  // how readily messages are posted
   while (!(plan.program[0].empty() && plan.program[1].empty()) && steps_left-- > 0) {
-    const int rank = static_cast<int>(random.between(0, 1));
+    const int rank = int(random.between(0, 1));
     if (random.chance(haste)) {
       if (!plan.program[rank].empty()) post_next(pair, plan, rank);
       if (end == End::close && breaks_off && !closed[rank] && random.chance(0.02)) {
@@ -484,7 +478,7 @@ void run_program(int seed, End end) {
       pair.move_body(random);
     }
   }
-  const int first = static_cast<int>(random.between(0, 1));
+  const int first = int(random.between(0, 1));
   switch (end) {
     case End::close:
       for (int rank : {first, 1 - first}) {
@@ -550,23 +544,20 @@ TEST(random_programs) {
     for (End end : {End::close, End::goodbye, End::loss, End::failure}) run_program(seed, end);
 }
 
-// ------------------------------------------------------------------------------------------------
-// single properties
-
 void check_window(int64_t num_bytes) {
-  const size_t window = std::min(kWindowRecords, static_cast<size_t>(kWindowBytes / num_bytes));
+  const size_t window = std::min(kWindowRecords, size_t(kWindowBytes / num_bytes));
   for (const bool closes : {false, true}) {
     check::context = closes ? "window, closing" : "window";
     Random random(3);
     Pair pair;
     const Descriptor large = make_descriptor(0, num_bytes);
     const Descriptor small = make_descriptor(1, 8);
-    const int num_messages = static_cast<int>(window) + 500;
+    const int num_messages = int(window) + 500;
     std::vector<EntryPtr> recvs;
     for (int idx = 0; idx < num_messages; ++idx) pair.post(0, Direction::send, large);
     pair.run_to_quiet(random);
     CHECK_EQ(pair.most_unanswered(), window);
-    CHECK_EQ(pair.num_pending(0), static_cast<size_t>(num_messages));
+    CHECK_EQ(pair.num_pending(0), size_t(num_messages));
 
     // A channel that nobody reads holds up no other one.
     pair.post(0, Direction::send, small);
@@ -811,10 +802,10 @@ void check_sender_that_ignores_the_window(int64_t num_bytes) {
   const Descriptor descriptor = make_descriptor(0, num_bytes);
   uint64_t number = 0;
   const auto send = [&] {
-    peer.say(Kind::data, 0, number, &descriptor, Bytes(static_cast<size_t>(num_bytes)));
+    peer.say(Kind::data, 0, number, &descriptor, Bytes(size_t(num_bytes)));
     ++number;
   };
-  while (number < kWindowRecords && number < static_cast<uint64_t>(kWindowBytes / num_bytes)) {
+  while (number < kWindowRecords && number < uint64_t(kWindowBytes / num_bytes)) {
     send();
     peer.link().handle_packet(peer.take(number));
   }
@@ -841,7 +832,7 @@ TEST(fuzz) {
       const auto direction = random.chance(0.5) ? Direction::send : Direction::recv;
       entry->request =
           make_request(direction, 1, make_descriptor(0, random.between(0, 3) * 20'000), nullptr);
-      entry->memory.resize(static_cast<size_t>(entry->request->descriptor.num_bytes));
+      entry->memory.resize(size_t(entry->request->descriptor.num_bytes));
       entry->request->data = entry->memory.data();
       peer.link().number(*entry->request);
       peer.link().post(entry->request);
@@ -856,9 +847,9 @@ TEST(fuzz) {
           const bool described = kind == Kind::data || kind == Kind::announce ||
                                  kind == Kind::reject || kind >= Kind::send_claim;
           const size_t num_bytes =
-              kind == Kind::data ? static_cast<size_t>(descriptor.num_bytes) : random.between(0, 9);
-          peer.say(kind, 0, static_cast<uint64_t>(random.between(0, 3)),
-                   described ? &descriptor : nullptr, Bytes(num_bytes));
+              kind == Kind::data ? size_t(descriptor.num_bytes) : random.between(0, 9);
+          peer.say(kind, 0, uint64_t(random.between(0, 3)), described ? &descriptor : nullptr,
+                   Bytes(num_bytes));
         }
         Bytes packet = peer.take(number);
         if (random.chance(0.3)) packet[random.between(0, packet.size() - 1)] ^= std::byte{0x10};

@@ -33,7 +33,7 @@ void broadcast_from_all(Communicator& comm, size_t num_bytes) {
 TEST(pairs_take_the_way_that_they_have) {
   for (const auto& hosts : std::vector<std::vector<int>>{
            {0, 0}, {0, 1}, {0, 0, 1, 1}, {0, 1, 0, 1, 2}, {0, 0, 0, 1, 1, 1, 2, 2, 2, 2}}) {
-    const int size = static_cast<int>(hosts.size());
+    const int size = int(hosts.size());
     check::context = "mixed " + std::to_string(size);
     Meeting meeting(size);
     meeting.over_tcp().over_memory(shape_of(size, 8 << 20));
@@ -180,17 +180,13 @@ TEST(a_rank_that_refuses) {
     if (peer == 5) introduction.refusal = "Communicator was refused by rank 5: no reason";
     return introduction;
   };
-  std::vector<std::thread> ranks;
-  for (int rank = 0; rank < 8; ++rank) {
-    if (rank == 5) continue;
-    ranks.emplace_back([&, rank] {
-      const auto comm = meeting.communicator(rank);
-      says(failure_of(*comm, [&] { return comm->barrier(); }), FailureKind::mismatch,
-           "Communicator was refused by rank 5: no reason");
-      comm->close(nullptr);
-    });
-  }
-  for (std::thread& rank : ranks) rank.join();
+  check::in_threads(8, [&](int rank) {
+    if (rank == 5) return;
+    const auto comm = meeting.communicator(rank);
+    says(failure_of(*comm, [&] { return comm->barrier(); }), FailureKind::mismatch,
+         "Communicator was refused by rank 5: no reason");
+    comm->close(nullptr);
+  });
 }
 
 // Rank 0 has gone before rank 1 looks for it: what rank 1 posts fails, and the communicator does not.

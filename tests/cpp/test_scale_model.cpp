@@ -99,8 +99,8 @@ int failure_rounds(int size, int num_seeds) {
     check::context = "failure, " + std::to_string(size) + " ranks, seed " + std::to_string(seed);
     std::mt19937 random(seed);
     const int num_dead = seed % 3 == 0   ? 1
-                         : seed % 3 == 1 ? 1 + static_cast<int>(random() % ceil_log2(size))
-                                         : 1 + static_cast<int>(random() % (1 + size / 4));
+                         : seed % 3 == 1 ? 1 + int(random() % ceil_log2(size))
+                                         : 1 + int(random() % (1 + size / 4));
     std::vector<bool> is_dead(size);
     for (int idx = 0; idx < std::min(num_dead, size - 1); ++idx) is_dead[random() % size] = true;
     const int rounds = model::rounds_of_failure(is_dead);

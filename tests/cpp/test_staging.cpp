@@ -71,28 +71,25 @@ std::vector<Bytes> run(int size, bool on_device, const Program& program,
                        std::chrono::nanoseconds timeout_of_rank_0 = kLong) {
   const auto hub = std::make_shared<local::Hub>(size);
   std::vector<Bytes> ends(size);
-  std::vector<std::thread> threads;
-  for (int rank = 0; rank < size; ++rank)
-    threads.emplace_back([&, rank] {
-      try {
-        Memory memory(rank, on_device ? std::make_shared<Device>() : nullptr);
-        CommunicatorOptions options{.rank = rank,
-                                    .size = size,
-                                    .num_channels = 4,
-                                    .timeout = rank == 0 ? timeout_of_rank_0 : kLong};
-        if (on_device)
-          options.device = {std::make_shared<int>(), memory.device()};  // owned by `memory`
-        Communicator communicator(options, [&](TransportEvents& events) {
-          return std::make_unique<local::Transport>(hub, rank, events);
-        });
-        program(communicator, memory, rank);
-        ends[rank] = memory.now();
-        if (!communicator.failure()) communicator.close(nullptr);
-      } catch (const std::exception& error) {
-        check::fail(__FILE__, __LINE__, "rank " + std::to_string(rank) + ": " + error.what());
-      }
-    });
-  for (std::thread& thread : threads) thread.join();
+  check::in_threads(size, [&](int rank) {
+    try {
+      Memory memory(rank, on_device ? std::make_shared<Device>() : nullptr);
+      CommunicatorOptions options{.rank = rank,
+                                  .size = size,
+                                  .num_channels = 4,
+                                  .timeout = rank == 0 ? timeout_of_rank_0 : kLong};
+      if (on_device)
+        options.device = {std::make_shared<int>(), memory.device()};  // owned by `memory`
+      Communicator comm(options, [&](TransportEvents& events) {
+        return std::make_unique<local::Transport>(hub, rank, events);
+      });
+      program(comm, memory, rank);
+      ends[rank] = memory.now();
+      if (!comm.failure()) comm.close(nullptr);
+    } catch (const std::exception& error) {
+      check::fail(__FILE__, __LINE__, "rank " + std::to_string(rank) + ": " + error.what());
+    }
+  });
   return ends;
 }
 
@@ -114,9 +111,6 @@ PreparedExchangePtr prepared(ExchangePlan plan) {
   return std::make_shared<PreparedExchange>(std::move(plan));
 }
 
-// ------------------------------------------------------------------------------------------------
-// what a relay between stages posts
-
 struct Relay {
   std::vector<int> source, destination;
   int64_t length, width, gap;
@@ -126,7 +120,7 @@ struct Relay {
 
 // Hop 1: each piece to one rank of the destination, into its rows of the result. Hop 2: these
 // collect the other pieces; their own one stays where it is.
-std::vector<OperationPtr> relay(Communicator& communicator, Memory& memory, int rank, int size,
+std::vector<OperationPtr> relay(Communicator& comm, Memory& memory, int rank, int size,
                                 const Relay& given, int round) {
   const auto holds = [rank](const std::vector<int>& ranks) {
     return std::find(ranks.begin(), ranks.end(), rank) - ranks.begin();
@@ -140,10 +134,9 @@ std::vector<OperationPtr> relay(Communicator& communicator, Memory& memory, int 
   const auto post = [&](ExchangePlan plan, std::vector<TensorRef> inputs,
                         std::vector<TensorRef> outputs, std::vector<int> members,
                         const OperationPtr& after) {
-    hops.push_back(communicator.exchange(OpCode::relay, prepared(std::move(plan)), inputs, outputs,
-                                         {.is_async = given.is_async}, {members, given.channel},
-                                         after));
-    if (!given.is_async) wait(communicator, hops.back());
+    hops.push_back(comm.exchange(OpCode::relay, prepared(std::move(plan)), inputs, outputs,
+                                 {.is_async = given.is_async}, {members, given.channel}, after));
+    if (!given.is_async) wait(comm, hops.back());
   };
   const ShardLayout pieces{given.destination, {}, false, 0};
   std::vector<int> members = given.source;
@@ -176,33 +169,29 @@ TEST(relays) {
     check::context = "relays, seed " + std::to_string(seed);
     std::vector<Relay> relays;
     for (int round = 0; round < 12; ++round) {
-      const auto below = [&](int limit) { return static_cast<int>(draw() % limit); };
+      const auto below = [&](int limit) { return int(draw() % limit); };
       Relay one{{0}, {1, 2}, 1 + below(9), 1 + below(300), below(3), below(4), is_async};
       if (size == 4) one = {{0, 1}, {2, 3}, one.length, one.width, one.gap, one.channel, is_async};
       if (draw() % 3 == 0) std::swap(one.source, one.destination);
       one.length = std::max<int64_t>(one.length, 2);
       relays.push_back(one);
     }
-    compare(size, [&](Communicator& communicator, Memory& memory, int rank) {
+    compare(size, [&](Communicator& comm, Memory& memory, int rank) {
       std::vector<OperationPtr> in_flight;
       for (size_t round = 0; round < relays.size(); ++round)
-        for (const OperationPtr& hop :
-             relay(communicator, memory, rank, size, relays[round], int(round)))
+        for (const OperationPtr& hop : relay(comm, memory, rank, size, relays[round], int(round)))
           in_flight.push_back(hop);
-      for (const OperationPtr& hop : in_flight) wait(communicator, hop);
+      for (const OperationPtr& hop : in_flight) wait(comm, hop);
     });
   }
 }
-
-// ------------------------------------------------------------------------------------------------
-// exchanges, messages and broadcasts
 
 // Of the collectives' channel, with strides on both sides and a factor; the sender's stream is late.
 TEST(exchanges) {
   constexpr int kSize = 3;
   for (const Scale& scale : {Scale::none(), Scale::multiply(3), Scale::divide(3)}) {
     check::context = "exchanges";
-    compare(kSize, [&](Communicator& communicator, Memory& memory, int rank) {
+    compare(kSize, [&](Communicator& comm, Memory& memory, int rank) {
       std::vector<OperationPtr> in_flight;
       for (int round = 0; round < 10; ++round) {
         const Dims shape{2, 2 + rank, 3 * kSize}, gathered{2, 9, 3};
@@ -212,11 +201,11 @@ TEST(exchanges) {
         const auto plan = prepared(all_to_all_plan(
             {rank, kSize}, {{{shape, dtypes::kFloat32}, {3, 3, 3}, {2, 3, 4}}}, 2, 1, scale));
         const bool is_async = round % 2;
-        in_flight.push_back(communicator.exchange(OpCode::all_to_all, plan, {&input, 1},
-                                                  {&output, 1}, {.is_async = is_async}));
-        if (!is_async) wait(communicator, in_flight.back());
+        in_flight.push_back(comm.exchange(OpCode::all_to_all, plan, {&input, 1}, {&output, 1},
+                                          {.is_async = is_async}));
+        if (!is_async) wait(comm, in_flight.back());
       }
-      for (const OperationPtr& operation : in_flight) wait(communicator, operation);
+      for (const OperationPtr& operation : in_flight) wait(comm, operation);
     });
   }
 }
@@ -225,7 +214,7 @@ TEST(exchanges) {
 TEST(messages) {
   constexpr int kSize = 3;
   check::context = "messages";
-  run(kSize, true, [](Communicator& communicator, Memory& memory, int rank) {
+  run(kSize, true, [](Communicator& comm, Memory& memory, int rank) {
     for (int round = 0; round < 20; ++round) {
       const int64_t length = round % 5 ? round : 3000;
       const auto tensor = [&] { return memory.tensor({length, 1}, dtypes::kBFloat16, round % 3); };
@@ -238,7 +227,7 @@ TEST(messages) {
                                     {Direction::send, next, 1, sent},
                                     {Direction::send, rank, 0, sent},
                                     {Direction::recv, rank, 0, to_myself}};
-      wait(communicator, communicator.batch_p2p(batch, {.is_async = round % 2 != 0}));
+      wait(comm, comm.batch_p2p(batch, {.is_async = round % 2 != 0}));
       const auto element = [](const Bytes& bytes, const TensorRef& view, int64_t idx, Memory& at) {
         return bytes[view.data - at.device()->address() + idx];
       };
@@ -260,51 +249,45 @@ TEST(messages) {
 }
 
 TEST(broadcasts) {
-  compare(3, [](Communicator& communicator, Memory& memory, int rank) {
+  compare(3, [](Communicator& comm, Memory& memory, int rank) {
     for (int round = 0; round < 6; ++round) {
       const TensorRef tensor = memory.tensor({1000 * round}, dtypes::kUInt8, 0);
       if (round > 0 && rank == round % 3) memory.fill(tensor, round);
-      wait(communicator, communicator.broadcast(tensor, round % 3, {.is_async = round % 2 != 0}));
+      wait(comm, comm.broadcast(tensor, round % 3, {.is_async = round % 2 != 0}));
     }
   });
 }
 
 // Threads with streams of their own on one communicator.
 TEST(threads) {
-  compare(2, [](Communicator& communicator, Memory& memory, int rank) {
+  compare(2, [](Communicator& comm, Memory& memory, int rank) {
     std::vector<TensorRef> tensors;
     for (int idx = 0; idx < 16; ++idx) tensors.push_back(memory.tensor({500}, dtypes::kUInt8, 0));
-    std::vector<std::thread> threads;
-    for (int channel = 0; channel < 4; ++channel)
-      threads.emplace_back([&, channel] {
-        if (memory.device()) Device::current = memory.device()->make_stream();
-        for (int idx = channel; idx < 16; idx += 4) {
-          const auto way = rank == idx / 4 % 2 ? Direction::send : Direction::recv;
-          if (way == Direction::send) memory.fill(tensors[idx], idx);
-          const PointToPoint message{way, 1 - rank, channel, tensors[idx]};
-          wait(communicator, communicator.batch_p2p({&message, 1}));
-        }
-      });
-    for (std::thread& thread : threads) thread.join();
+    check::in_threads(4, [&](int channel) {
+      if (memory.device()) Device::current = memory.device()->make_stream();
+      for (int idx = channel; idx < 16; idx += 4) {
+        const auto way = rank == idx / 4 % 2 ? Direction::send : Direction::recv;
+        if (way == Direction::send) memory.fill(tensors[idx], idx);
+        const PointToPoint message{way, 1 - rank, channel, tensors[idx]};
+        wait(comm, comm.batch_p2p({&message, 1}));
+      }
+    });
   });
 }
 
-// ------------------------------------------------------------------------------------------------
-// what is refused, and what fails
-
 TEST(capture) {
-  run(2, true, [](Communicator& communicator, Memory& memory, int rank) {
+  run(2, true, [](Communicator& comm, Memory& memory, int rank) {
     const TensorRef tensor = memory.tensor({10}, dtypes::kUInt8, 0);
     const auto plan = prepared(gather_plan({rank, 2}, {{10}, dtypes::kUInt8}, 0, {10, 10}));
     const TensorRef output = memory.tensor({20}, dtypes::kUInt8, 0);
     const PointToPoint message{rank == 0 ? Direction::send : Direction::recv, 1 - rank, 0, tensor};
     Device::current->is_captured = true;
-    CHECK_INVALID("p2p cannot be captured", communicator.batch_p2p({&message, 1}));
-    CHECK_INVALID("broadcast cannot be captured", communicator.broadcast(tensor, 0));
+    CHECK_INVALID("p2p cannot be captured", comm.batch_p2p({&message, 1}));
+    CHECK_INVALID("broadcast cannot be captured", comm.broadcast(tensor, 0));
     CHECK_INVALID("all_gather cannot be captured",
-                  communicator.exchange(OpCode::all_gather, plan, {&tensor, 1}, {&output, 1}));
+                  comm.exchange(OpCode::all_gather, plan, {&tensor, 1}, {&output, 1}));
     Device::current->is_captured = false;
-    wait(communicator, communicator.batch_p2p({&message, 1}));  // and is usable afterwards
+    wait(comm, comm.batch_p2p({&message, 1}));  // and is usable afterwards
   });
 }
 
@@ -313,7 +296,7 @@ TEST(failures) {
   for (const bool hangs : {false, true}) {
     check::context = hangs ? "a stream that hangs" : "a broken device";
     std::atomic<bool> has_failed{false};
-    const auto program = [&](Communicator& communicator, Memory& memory, int rank) {
+    const auto program = [&](Communicator& comm, Memory& memory, int rank) {
       const TensorRef tensor = memory.tensor({10}, dtypes::kUInt8, 0);
       const PointToPoint message{rank == 0 ? Direction::send : Direction::recv, 1 - rank, 0,
                                  tensor};
@@ -329,9 +312,9 @@ TEST(failures) {
         CHECK(failure.kind == kind && failure.origin_rank == 0);
         CHECK_CONTAINS(failure.message, text);
       };
-      expect(failure_of([&] { wait(communicator, communicator.batch_p2p({&message, 1})); }));
+      expect(failure_of([&] { wait(comm, comm.batch_p2p({&message, 1})); }));
       if (rank == 0) has_failed = true;
-      expect(failure_of([&] { communicator.barrier(); }));
+      expect(failure_of([&] { comm.barrier(); }));
     };
     run(2, true, program, hangs ? std::chrono::nanoseconds(300ms) : kLong);
   }

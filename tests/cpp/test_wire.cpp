@@ -34,11 +34,11 @@ Bytes random_bytes(size_t num_bytes, Random& random) {
 Descriptor random_descriptor(Random& random) {
   Descriptor descriptor;
   descriptor.op = static_cast<OpCode>(random.between(1, 7));
-  descriptor.dtype = static_cast<uint8_t>(random.between(0, 255));
-  descriptor.num_dims = static_cast<uint8_t>(random.between(0, 255));
-  descriptor.channel = static_cast<uint8_t>(random.between(0, kNumChannels - 1));
-  descriptor.seq = static_cast<uint64_t>(random.between(INT64_MIN, INT64_MAX));
-  descriptor.signature = static_cast<uint64_t>(random.between(INT64_MIN, INT64_MAX));
+  descriptor.dtype = uint8_t(random.between(0, 255));
+  descriptor.num_dims = uint8_t(random.between(0, 255));
+  descriptor.channel = uint8_t(random.between(0, kNumChannels - 1));
+  descriptor.seq = uint64_t(random.between(INT64_MIN, INT64_MAX));
+  descriptor.signature = uint64_t(random.between(INT64_MIN, INT64_MAX));
   descriptor.num_bytes = random.between(0, INT64_MAX);
   for (int64_t& extent : descriptor.shape) extent = random.between(0, INT64_MAX);
   return descriptor;
@@ -60,13 +60,12 @@ struct Sample {
 
 Sample random_sample(Random& random) {
   const Kind kind = kKinds[random.between(0, std::size(kKinds) - 1)];
-  Sample sample{kind, static_cast<int>(random.between(0, kNumChannels - 1)),
-                static_cast<uint64_t>(random.between(INT64_MIN, INT64_MAX)), std::nullopt,
+  Sample sample{kind, int(random.between(0, kNumChannels - 1)),
+                uint64_t(random.between(INT64_MIN, INT64_MAX)), std::nullopt,
                 random_bytes(random.between(0, random.chance(0.1) ? 5000 : 40), random)};
   if (carries_descriptor(kind)) {
     sample.descriptor = random_descriptor(random);
-    if (kind == Kind::data)
-      sample.descriptor->num_bytes = static_cast<int64_t>(sample.payload.size());
+    if (kind == Kind::data) sample.descriptor->num_bytes = int64_t(sample.payload.size());
   }
   return sample;
 }
@@ -92,7 +91,7 @@ TEST(round_trip) {
       samples.push_back(std::move(sample));
     }
     CHECK(!writer.empty());
-    const auto number = static_cast<uint64_t>(random.between(INT64_MIN, INT64_MAX));
+    const auto number = uint64_t(random.between(INT64_MIN, INT64_MAX));
     Bytes packet = writer.take(kEpoch, number);
     CHECK(writer.empty());
     CHECK(packet.size() <= wire::kMaxPacketBytes);
@@ -124,10 +123,10 @@ TEST(limits) {
   PacketWriter writer;
   const Bytes largest = random_bytes(wire::max_inline_bytes(), random);
   const Bytes larger = random_bytes(wire::max_inline_bytes() + 1, random);
-  descriptor.num_bytes = static_cast<int64_t>(larger.size());
+  descriptor.num_bytes = int64_t(larger.size());
   CHECK(!writer.add(Kind::data, 0, 0, &descriptor, larger));
   CHECK(writer.empty());
-  descriptor.num_bytes = static_cast<int64_t>(largest.size());
+  descriptor.num_bytes = int64_t(largest.size());
   CHECK(writer.add(Kind::data, 0, 0, &descriptor, largest));
   CHECK(!writer.add(Kind::accept, 0, 0, nullptr, {}));
   const Bytes packet = writer.take(kEpoch, 1);
@@ -160,7 +159,7 @@ TEST(malformed) {
   CHECK_MALFORMED("protocol version 9", with(good, 4, uint16_t{9}));
   CHECK_MALFORMED("belongs to another communicator", with(good, 8, kEpoch + 1));
   CHECK_MALFORMED("wrong length", with(good, 12, uint32_t{kRecord - 1}));
-  CHECK_MALFORMED("wrong length", with(good, 12, static_cast<uint32_t>(good.size() + 1)));
+  CHECK_MALFORMED("wrong length", with(good, 12, uint32_t(good.size() + 1)));
   CHECK_MALFORMED("bytes after the last record", with(good, 6, uint16_t{0}));
   CHECK_MALFORMED("a record header is cut off", with(good, 6, uint16_t{2}));
   CHECK_MALFORMED("unknown record kind 0", with(good, kRecord, uint8_t{0}));
@@ -176,7 +175,7 @@ TEST(malformed) {
   Bytes cut = with(good, 12, uint32_t{kDescriptor + 10});
   cut.resize(kDescriptor + 10);
   CHECK_MALFORMED("a descriptor is cut off", cut);
-  CHECK_MALFORMED("wrong length", with(good, 12, static_cast<uint32_t>(wire::kMaxPacketBytes + 1)));
+  CHECK_MALFORMED("wrong length", with(good, 12, uint32_t(wire::kMaxPacketBytes + 1)));
 }
 
 TEST(pieces) {
@@ -206,7 +205,7 @@ Failure random_failure(Random& random) {
   failure.op = random_text(20, random);
   failure.dtype = random_text(20, random);
   for (int* field : {&failure.rank, &failure.peer, &failure.channel, &failure.origin_rank})
-    *field = static_cast<int>(random.between(-1, 5000));
+    *field = int(random.between(-1, 5000));
   failure.seq = random.between(-1, INT64_MAX);
   for (int64_t left = random.between(0, 12); left > 0; --left)
     failure.shape.push_back(random.between(0, INT64_MAX));
@@ -236,7 +235,7 @@ TEST(failures) {
 // A few bytes changed, numbers at their limits, cut off, extended, or two packets spliced.
 void mutate(Bytes& bytes, const Bytes& other, Random& random) {
   for (int64_t left = random.between(1, 4); left > 0 && !bytes.empty(); --left) {
-    const auto at = static_cast<size_t>(random.between(0, bytes.size() - 1));
+    const auto at = size_t(random.between(0, bytes.size() - 1));
     switch (random.between(0, 5)) {
       case 0:
         bytes[at] = static_cast<std::byte>(random.between(0, 255));
@@ -297,7 +296,7 @@ TEST(fuzz_packets) {
   fuzz(packets, check::rounds(200'000), random, [&](std::span<const std::byte> bytes) {
     const PacketReader reader(bytes, kEpoch);
     for (const wire::Record& record : reader.records()) {
-      for (std::byte byte : record.payload) num_seen += static_cast<size_t>(byte) & 1;
+      for (std::byte byte : record.payload) num_seen += size_t(byte) & 1;
       num_seen += record.descriptor.text().size();
       CHECK(record.header.channel < kNumChannels);
       CHECK(record.descriptor.num_bytes >= 0);
@@ -313,6 +312,6 @@ TEST(fuzz_failures) {
   fuzz(records, check::rounds(50'000), random, [](std::span<const std::byte> bytes) {
     const Failure failure = decode_failure(bytes);
     CHECK(failure.message.size() <= bytes.size());
-    CHECK(static_cast<int>(failure.kind) <= 4);
+    CHECK(int(failure.kind) <= 4);
   });
 }

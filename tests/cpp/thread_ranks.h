@@ -14,7 +14,7 @@ struct Tensor {
   explicit Tensor(int64_t num_bytes, int fill = 0xee)
       : bytes(std::make_shared<std::vector<std::byte>>(num_bytes, static_cast<std::byte>(fill))) {}
   TensorRef ref() const {
-    return {bytes->data(), dtypes::kUInt8, {static_cast<int64_t>(bytes->size())}, {1}, bytes};
+    return {bytes->data(), dtypes::kUInt8, {int64_t(bytes->size())}, {1}, bytes};
   }
   std::shared_ptr<std::vector<std::byte>> bytes;
 };
@@ -49,23 +49,18 @@ inline void run_ranks(int size, std::chrono::nanoseconds timeout_of_rank_0,
                       const std::function<void(Communicator&, int)>& body,
                       const std::shared_ptr<local::Hub>& given = nullptr) {
   const auto hub = given ? given : std::make_shared<local::Hub>(size);
-  std::vector<std::thread> threads;
-  for (int rank = 0; rank < size; ++rank) {
-    threads.emplace_back([&, rank] {
-      try {
-        const auto communicator =
-            join(hub, options_of(rank, size, rank == 0 ? timeout_of_rank_0 : kLong));
-        body(*communicator, rank);
-      } catch (const std::exception& error) {
-        check::fail(__FILE__, __LINE__, "rank " + std::to_string(rank) + ": " + error.what());
-      }
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
+  check::in_threads(size, [&](int rank) {
+    try {
+      const auto comm = join(hub, options_of(rank, size, rank == 0 ? timeout_of_rank_0 : kLong));
+      body(*comm, rank);
+    } catch (const std::exception& error) {
+      check::fail(__FILE__, __LINE__, "rank " + std::to_string(rank) + ": " + error.what());
+    }
+  });
 }
 
-inline void wait(Communicator& communicator, const OperationPtr& operation) {
-  if (!communicator.wait(*operation, Clock::now() + kLong, nullptr))
+inline void wait(Communicator& comm, const OperationPtr& operation) {
+  if (!comm.wait(*operation, Clock::now() + kLong, nullptr))
     throw std::runtime_error("still pending: " + operation->pending_text());
 }
 
@@ -85,21 +80,19 @@ inline void expect_failure(int line, const Failure& failure, FailureKind kind, i
       failure.message.find(text) == std::string::npos)
     check::fail(__FILE__, line,
                 "'" + text + "' of rank " + std::to_string(origin) + " expected: kind " +
-                    std::to_string(static_cast<int>(failure.kind)) + " of rank " +
+                    std::to_string(int(failure.kind)) + " of rank " +
                     std::to_string(failure.origin_rank) + ": " + failure.message);
 }
 #define CHECK_FAILURE(failure, kind, origin, text) \
   expect_failure(__LINE__, failure, FailureKind::kind, origin, text)
 
-inline OperationPtr isend(Communicator& communicator, const Tensor& tensor, int peer,
-                          int channel = 0) {
+inline OperationPtr isend(Communicator& comm, const Tensor& tensor, int peer, int channel = 0) {
   const PointToPoint op{Direction::send, peer, channel, tensor.ref()};
-  return communicator.batch_p2p({&op, 1});
+  return comm.batch_p2p({&op, 1});
 }
-inline OperationPtr irecv(Communicator& communicator, const Tensor& tensor, int peer,
-                          int channel = 0) {
+inline OperationPtr irecv(Communicator& comm, const Tensor& tensor, int peer, int channel = 0) {
   const PointToPoint op{Direction::recv, peer, channel, tensor.ref()};
-  return communicator.batch_p2p({&op, 1});
+  return comm.batch_p2p({&op, 1});
 }
 
 }  // namespace threads

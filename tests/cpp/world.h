@@ -103,7 +103,7 @@ inline Dims random_strides(const Dims& shape, Random& random) {
 // The bytes of the element at a global position, different for nearly all positions and tensors.
 inline void element_at(int64_t position, int tensor, int64_t itemsize, uint8_t* bytes) {
   uint64_t words[2];
-  uint64_t x = static_cast<uint64_t>(position) * 0x9e3779b97f4a7c15u + tensor * 77 + 1;
+  uint64_t x = uint64_t(position) * 0x9e3779b97f4a7c15u + tensor * 77 + 1;
   for (uint64_t& word : words) {
     x = (x ^ (x >> 31)) * 0xbf58476d1ce4e5b9u;
     word = x ^ (x >> 29);
@@ -119,7 +119,7 @@ struct Held {
 
   Dims shape() const {
     Dims shape;
-    for (const Dims& dim : positions) shape.push_back(static_cast<int64_t>(dim.size()));
+    for (const Dims& dim : positions) shape.push_back(int64_t(dim.size()));
     return shape;
   }
   int64_t global_position(const Dims& index) const {

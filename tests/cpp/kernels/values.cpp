@@ -18,11 +18,7 @@ void execute_on_device(std::span<const CopyTask> tasks, const CopyBuffers& host,
 world::Options options_of(Random& random, const Scale& scale, const device::Stream& stream) {
   world::Options options;
   options.dense = random.chance(0.3);
-  if (!scale.is_none()) {
-    options.transform = [scale](uint8_t* element, DType dtype) {
-      scaling::scale_element(element, dtype, scale);
-    };
-  }
+  options.transform = scaling::transform_of(scale);
   const auto num_sms = static_cast<int>(random.between(0, 3));
   options.execute = [&random, &stream, num_sms](auto tasks, const CopyBuffers& buffers,
                                                 const Scale& factor) {
@@ -49,16 +45,8 @@ void random_cases(int64_t num_cases, const device::Stream& stream) {
 void many_tiles(const Scale& scale, const device::Stream& stream) {
   check::context = "values, many tiles";
   Random random(11);
-  const Dims global{2, 700, 6, 13};
-  const Sizes heads{3, 1, 2}, tokens{300, 0, 400};
-  std::vector<world::Rank> ranks(3);
-  for (int r = 0; r < 3; ++r) {
-    ranks[r].inputs = {world::Held::along(global, 1, cases::positions_of_piece(tokens, r))};
-    ranks[r].outputs = {world::Held::along(global, 2, cases::positions_of_piece(heads, r))};
-    std::vector<AllToAllTensor> tensors(1);
-    tensors[0] = {{ranks[r].inputs[0].shape(), dtypes::kBFloat16}, heads, tokens};
-    ranks[r].plan = all_to_all_plan({r, 3}, tensors, 2, 1, scale);
-  }
+  const auto ranks =
+      cases::tokens_to_heads({2, 700, 6, 13}, dtypes::kBFloat16, {300, 0, 400}, {3, 1, 2}, scale);
   const world::Options options = options_of(random, scale, stream);
   world::Simulation(ranks, options, random).run();
 }
