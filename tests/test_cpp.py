@@ -1,10 +1,12 @@
 """The C++ tests of tests/cpp as part of the suite; `make sanitize` runs them under sanitizers.
 
 They are a target of the module's own build folder and link its objects: only the tests are compiled here.
+Each program is a test of its own, so that workers share them: much of their time is waiting.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import subprocess
@@ -16,7 +18,8 @@ import torch
 from scripts import REPOSITORY, locked_build
 from tools import needs
 
-BUILD_LIMIT_S, TEST_LIMIT_S = 900, 200  # about 40 s if the cores are free, much more if they are not
+SOURCES = REPOSITORY / "tests" / "cpp"
+BUILD_LIMIT_S, TEST_LIMIT_S = 900, 200  # minutes and seconds on free cores, much more on busy ones
 
 
 def run(*command: object, limit_s: float) -> None:
@@ -42,33 +45,36 @@ def build_folder() -> Path:
     return max(folders, key=lambda folder: (folder / "build.ninja").stat().st_mtime)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(2 * BUILD_LIMIT_S)
-def test_the_program_of_kernels_can_fail() -> None:
-    """Each of its parts, for a wrong byte in a result and for one beside it."""
+@functools.cache
+def programs() -> Path:
+    """The folder of the built programs. Other workers wait meanwhile, and find nothing left to build."""
     [cmake], folder = needs("cmake"), build_folder()
     with locked_build():
-        run(cmake, "--build", folder, "--target", "copy_kernels_on_host", limit_s=BUILD_LIMIT_S)
-    program = folder / "tests" / "cpp" / "copy_kernels_on_host"
-    for part in (["values", "5"], ["many"], ["mean"], ["large", "10"], ["bandwidth", "1"]):
-        for planted in ("result", "guard"):
-            command = list(map(str, [program, *part, "--plant", planted]))
-            done = subprocess.run(command, capture_output=True, text=True, timeout=TEST_LIMIT_S, check=False)
-            assert done.returncode == 1 and "case: " in done.stdout, (command, done.returncode, done.stdout)
+        cores = len(os.sched_getaffinity(0))
+        run(cmake, "--build", folder, "--target", "cpp_tests", "--parallel", cores, limit_s=BUILD_LIMIT_S)
+    return folder / "tests" / "cpp"
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(2 * BUILD_LIMIT_S)
-def test_the_cpp_tests_pass() -> None:
-    cmake, ctest = needs("cmake", "ctest")
-    folder = build_folder()
-    num_workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
-    parallel = ["--parallel", max(1, len(os.sched_getaffinity(0)) // num_workers)]
-    with locked_build():
-        run(cmake, "--build", folder, "--target", "cpp_tests", *parallel, limit_s=BUILD_LIMIT_S)
-        limits = ["--no-tests=error", "--timeout", TEST_LIMIT_S]
-        tests = folder / "tests" / "cpp"
-        run(ctest, "--test-dir", tests, "--output-on-failure", *limits, *parallel, limit_s=BUILD_LIMIT_S)
+@pytest.mark.parametrize("part", ["values 5", "many", "mean", "large 10", "bandwidth 1"])
+def test_the_program_of_kernels_can_fail(part) -> None:
+    """For a wrong byte in a result and for one beside it."""
+    for planted in ("result", "guard"):
+        command = [str(programs() / "copy_kernels_on_host"), *part.split(), "--plant", planted]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TEST_LIMIT_S, check=False)
+        assert done.returncode == 1 and "case: " in done.stdout, (command, done.returncode, done.stdout)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2 * BUILD_LIMIT_S)
+@pytest.mark.parametrize(
+    "name", ["kernels_.*", *sorted(path.stem[len("test_") :] for path in SOURCES.glob("test_*.cpp"))]
+)
+def test_the_program_passes(name) -> None:
+    [ctest] = needs("ctest")
+    options = ["--output-on-failure", "--no-tests=error", "--timeout", TEST_LIMIT_S]
+    run(ctest, "--test-dir", programs(), "--tests-regex", f"^{name}$", *options, limit_s=BUILD_LIMIT_S)
 
 
 @pytest.mark.slow
