@@ -200,7 +200,7 @@ void measure(const Case& tested, const Arena& arena, const device::Stream& strea
     }) / repeats;
   };
   std::vector<double> kernel_us, copy_us, fractions;
-  for (int round = 0; round <= kRounds; ++round) {
+  for (int round = 0; round <= (figures.is_of_host() ? 1 : kRounds); ++round) {
     const double theirs = us_of(copy), ours = us_of(launch);
     if (round == 0) continue;  // a warm-up
     kernel_us.push_back(ours);
