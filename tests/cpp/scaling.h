@@ -30,28 +30,22 @@ T scaled(T value, const Scale& scale) {
   return scale.kind == Scale::Kind::kMultiply ? value * factor : value / factor;
 }
 
+template <typename T, typename Wide = T>
+void scale_as(uint8_t* element, const Scale& scale) {
+  T value;
+  std::memcpy(&value, element, sizeof value);
+  value = static_cast<T>(scaled(static_cast<Wide>(value), scale));
+  std::memcpy(element, &value, sizeof value);
+}
+
 inline void scale_element(uint8_t* element, DType dtype, const Scale& scale) {
-  if (dtype == dtypes::kFloat16) {
-    _Float16 value;
-    std::memcpy(&value, element, 2);
-    value = static_cast<_Float16>(scaled(float(value), scale));
-    std::memcpy(element, &value, 2);
-  } else if (dtype == dtypes::kBFloat16) {
-    uint16_t half;
-    std::memcpy(&half, element, 2);
-    half = nearest_bfloat16(scaled(bfloat16_value(half), scale));
-    std::memcpy(element, &half, 2);
-  } else if (dtype == dtypes::kFloat32) {
-    float value;
-    std::memcpy(&value, element, 4);
-    value = scaled(value, scale);
-    std::memcpy(element, &value, 4);
-  } else {
-    double value;
-    std::memcpy(&value, element, 8);
-    value = scaled(value, scale);
-    std::memcpy(element, &value, 8);
-  }
+  if (dtype == dtypes::kFloat16) return scale_as<_Float16, float>(element, scale);
+  if (dtype == dtypes::kFloat32) return scale_as<float>(element, scale);
+  if (dtype == dtypes::kFloat64) return scale_as<double>(element, scale);
+  uint16_t half;
+  std::memcpy(&half, element, 2);
+  half = nearest_bfloat16(scaled(bfloat16_value(half), scale));
+  std::memcpy(element, &half, 2);
 }
 
 // What an exchange with this scale does to its elements.

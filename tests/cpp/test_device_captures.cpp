@@ -187,7 +187,7 @@ TEST(replays_that_all_join_do_not) {
   run(with_timeout(1s), [](Rank& me) {
     const Captured captured(me);
     const Clock::time_point began = Clock::now();
-    for (int number = 0; number < 1000 || Clock::now() - began < 2500ms; ++number) {
+    for (int number = 0; number < 1000 || Clock::now() - began < 1500ms; ++number) {
       play(me, captured.graph);
       if (number >= 1000) std::this_thread::sleep_for(50ms);
       CHECK(!me.comm->failure());
@@ -198,8 +198,8 @@ TEST(replays_that_all_join_do_not) {
   });
   run(with_timeout(500ms), [](Rank& me) {
     const Captured captured(me);
-    for (int number = 0; number < 3; ++number) {
-      std::this_thread::sleep_for(800ms);
+    for (int number = 0; number < 2; ++number) {
+      std::this_thread::sleep_for(650ms);
       meet(me);
       play(me, captured.graph);
     }
@@ -219,7 +219,7 @@ TEST(replays_without_a_deadline) {
       me.runtime->can_count = can_count;
       const Captured captured(me);
       if (me.rank == 0) me.runtime->replay(captured.graph);
-      std::this_thread::sleep_for(1200ms);
+      std::this_thread::sleep_for(800ms);
       CHECK(!me.comm->failure());
       meet(me);
       if (me.rank == 1) me.runtime->replay(captured.graph);

@@ -65,7 +65,7 @@ void expect_refusal(const Options& options, const Uneven& agreed, int64_t wanted
     const Uneven mine = me.rank == 1 ? with_size(agreed, 0, 1, wanted) : agreed;
     for (int turn = 0; turn < 2; ++turn) {
       const std::string text = failure_text(FailureKind::mismatch, [&] { run_uneven(me, mine); });
-      CHECK_CONTAINS(text, "all_to_all of float32");
+      if (me.rank < 2) CHECK_CONTAINS(text, "all_to_all of float32");
       CHECK_CONTAINS(text, bytes_text(4 * sent));
       CHECK_CONTAINS(text, bytes_text(4 * wanted));
       CHECK_CONTAINS(text, "nothing was transferred");
@@ -138,7 +138,9 @@ TEST(late_mismatches) {
 TEST(refused_collectives) {
   for (const Kind& kind : kKinds) {
     std::barrier meeting(kind.size);
-    run(options_of(kind), [&](Rank& me) {
+    Options options = options_of(kind);
+    options.end_limit = 300ms;
+    run(options, [&](Rank& me) {
       const auto broadcast = [&](int64_t length, int source) {
         return me.comm->broadcast(Tensor({length}, 1).ref(), source, {.is_async = false});
       };

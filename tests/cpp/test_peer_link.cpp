@@ -218,28 +218,19 @@ class Pair {
   void note_sent(int rank, const Bytes& packet) {
     const wire::PacketReader reader(packet, kEpoch);
     for (const wire::Record& record : reader.records()) {
-      const std::pair key{int{record.header.channel}, record.header.seq};
-      switch (record.header.kind) {
-        case Kind::data:
-        case Kind::announce:
-        case Kind::describe:
-        case Kind::refuse: {
-          auto& unanswered = sides_[rank].unanswered;
-          CHECK(unanswered[key.first].insert(key.second).second);
-          most_unanswered_ = std::max(most_unanswered_, unanswered[key.first].size());
-          break;
-        }
-        case Kind::accept:
-        case Kind::reject:
-        case Kind::refused: {
-          if (record.header.seq == UINT64_MAX) break;  // answers a goodbye
-          auto& unanswered = sides_[1 - rank].unanswered[key.first];
-          CHECK_EQ(unanswered.erase(key.second), 1u);  // each message is answered once
-          break;
-        }
-        default:
-          break;
+      const auto& [kind, channel, seq] =
+          std::tuple(record.header.kind, int{record.header.channel}, record.header.seq);
+      const auto is_one_of = [kind](std::initializer_list<Kind> kinds) {
+        return std::ranges::find(kinds, kind) != kinds.end();
+      };
+      if (is_one_of({Kind::data, Kind::announce, Kind::describe, Kind::refuse})) {
+        auto& unanswered = sides_[rank].unanswered[channel];
+        CHECK(unanswered.insert(seq).second);
+        most_unanswered_ = std::max(most_unanswered_, unanswered.size());
       }
+      const bool answers_goodbye = seq == UINT64_MAX;
+      if (is_one_of({Kind::accept, Kind::reject, Kind::refused}) && !answers_goodbye)
+        CHECK_EQ(sides_[1 - rank].unanswered[channel].erase(seq), 1u);  // each is answered once
     }
   }
 
@@ -259,26 +250,15 @@ struct Message {
 
 Descriptor expected_descriptor(const Message& message) {
   Descriptor descriptor = make_descriptor(message.channel, message.num_bytes);
-  switch (message.fault) {
-    case Fault::none:
-      break;
-    case Fault::size:
-      descriptor.num_bytes = message.num_bytes == 0 ? 1 : message.num_bytes / 2;
-      break;
-    case Fault::dtype:
-      descriptor.dtype = dtypes::kBFloat16.code;
-      break;
-    case Fault::shape:
-      descriptor.num_dims = 2;
-      descriptor.shape[1] = 1;
-      break;
-    case Fault::signature:
-      descriptor.signature = 99;
-      break;
-    case Fault::op:
-      descriptor.op = OpCode::relay;
-      break;
+  if (message.fault == Fault::size)
+    descriptor.num_bytes = message.num_bytes == 0 ? 1 : message.num_bytes / 2;
+  if (message.fault == Fault::dtype) descriptor.dtype = dtypes::kBFloat16.code;
+  if (message.fault == Fault::shape) {
+    descriptor.num_dims = 2;
+    descriptor.shape[1] = 1;
   }
+  if (message.fault == Fault::signature) descriptor.signature = 99;
+  if (message.fault == Fault::op) descriptor.op = OpCode::relay;
   return descriptor;
 }
 
