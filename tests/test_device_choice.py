@@ -105,7 +105,7 @@ def test_a_gpu_without_kernels_is_told_of(monkeypatch):
 def test_a_communicator_for_a_device_that_is_not_there():
     with pytest.raises(RuntimeError, match="CUDA"):
         _C.Communicator(
-            _C.Connections(0, 1, 1, bytes(16), lambda rank: None),
+            _C.Connections(0, 1, 1, bytes(16), lambda rank: None, lambda farewell: None),
             rank=0,
             size=1,
             channels=2,

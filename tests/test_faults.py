@@ -26,6 +26,7 @@ from pipecomm_ext import (
     Recv,
     Send,
 )
+from pipecomm_ext.transports import routes
 
 pytestmark = pytest.mark.timed
 
@@ -182,6 +183,58 @@ def test_a_late_rank_hears_what_became_of_its_communicator(world):
             comm.abort("enough")
         with pytest.raises(PipeCommAborted, match="enough"):
             comm.barrier()
+
+
+WAYS = ["shm", "c10d", "mixed"]
+
+
+def comm_over(world, group, way, timeout=20):
+    """A Communicator whose ranks share memory, use sockets, or both: ranks 0 and 1 are then on one host."""
+    original = routes.place
+    if way == "mixed":
+        routes.place = lambda: {**original(), "boot_id": f"host {world.rank // 2}"}
+    try:
+        return Communicator(group, device="cpu", transport="auto" if way == "mixed" else way, timeout=timeout)
+    finally:
+        routes.place = original
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("absent", [0, 2])
+@pytest.mark.parametrize("kind", [PipeCommTimeout, PipeCommAborted])
+def test_a_rank_that_comes_when_all_have_failed_and_closed_hears_the_first_cause(world, way, absent, kind):
+    """Nobody is there any more who could say it: not "rank 1 has closed its communicator"."""
+    group = dist.new_group(list(range(3)))
+    if world.rank == absent:
+        dist.barrier()
+    with comm_over(world, group, way, timeout=0.3 if kind is PipeCommTimeout else 20) as comm:
+        if kind is PipeCommAborted and world.rank == 1:
+            comm.abort("enough")
+        with pytest.raises(
+            kind, match="enough" if kind is PipeCommAborted else "barrier timed out"
+        ) as caught:
+            comm.barrier()
+        assert world.rank != absent or caught.value.origin_rank != absent
+        with pytest.raises(kind):
+            comm.send(torch.ones(1), (world.rank + 1) % 3)
+    if world.rank != absent:
+        dist.barrier()
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_rank_that_comes_when_all_have_closed_hears_that(world, way):
+    group = dist.new_group(list(range(3)))
+    if world.rank == 2:
+        dist.barrier()
+    with comm_over(world, group, way) as comm:
+        if world.rank == 2:
+            for peer in (0, 1, 0):  # each message by itself: the communicator has not failed
+                with pytest.raises(PipeCommPeerLost, match=f"rank {peer} has closed its communicator"):
+                    comm.send(torch.ones(1), peer)
+    if world.rank != 2:
+        dist.barrier()
 
 
 @on_ranks(2)

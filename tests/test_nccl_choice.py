@@ -162,7 +162,7 @@ def test_this_machine_says_why_not():
 def test_a_device_communicator_without_a_device():
     with pytest.raises(RuntimeError, match="has no CUDA support|CUDA: looking for devices"):
         _C.Communicator(
-            _C.Connections(0, 1, 1, bytes(16), lambda rank: None),
+            _C.Connections(0, 1, 1, bytes(16), lambda rank: None, lambda farewell: None),
             rank=0,
             size=1,
             channels=2,
@@ -181,7 +181,7 @@ def test_a_device_communicator_without_a_device():
 )
 def test_wrong_arguments_of_a_device_communicator(wrong, text):
     arguments = {
-        "connections": _C.Connections(0, 1, 1, bytes(16), lambda rank: None),
+        "connections": _C.Connections(0, 1, 1, bytes(16), lambda rank: None, lambda farewell: None),
         "rank": 0,
         "size": 1,
         "channels": 2,

@@ -160,7 +160,7 @@ def test_an_extension_that_does_not_load_says_rebuild(tmp_path: Path) -> None:
 
 def test_connections_serve_one_communicator() -> None:
     def made(size: int, token: bytes = bytes(16)) -> _C.Connections:
-        return _C.Connections(0, size, 1, token, lambda rank: None)
+        return _C.Connections(0, size, 1, token, lambda rank: None, lambda farewell: None)
 
     options = {"channels": 2, "timeout": 5.0, "num_threads": 1}
     with pytest.raises(ValueError, match="there is no way to other ranks: call listen"):

@@ -243,13 +243,15 @@ def test_only_the_right_memory_is_mapped():
     """Each wrong one is told from the right one when the peer is met."""
 
     def connections(rank=0, epoch=1, channels=1, lookup=lambda rank: None, ring_bytes=65536):
-        made = _C.Connections(rank, 2, epoch, bytes(16), lookup)
+        made = _C.Connections(rank, 2, epoch, bytes(16), lookup, lambda farewell: None)
         made.create_memory(channels, ring_bytes, 0)
         return made
 
-    def refusal(fd, inode=None):
+    def refusal(fd, inode=None, farewell=None):
         inode = inode or os.fstat(fd).st_ino
-        met = _C.Introduction(is_on_this_host=True, pid=os.getpid(), memory_fd=fd, memory_inode=inode)
+        met = _C.Introduction(
+            is_on_this_host=True, pid=os.getpid(), memory_fd=fd, memory_inode=inode, farewell=farewell
+        )
         comm = _C.Communicator(connections(lookup=lambda rank: met), 0, 2, 1, 5.0, 1)
         try:
             with pytest.raises((PipeCommMismatch, PipeCommTimeout, PipeCommPeerLost)) as error:
@@ -270,7 +272,8 @@ def test_only_the_right_memory_is_mapped():
     try:
         assert "rank 1 is not sealed" in refusal(plain)
         # The rank has closed its memory, and the number is given to something else.
-        assert "rank 1 has closed its communicator" in refusal(plain, inode=right.memory_inode)
+        assert "lost the connection to rank 1" in refusal(plain, inode=right.memory_inode)
+        assert "rank 1 has closed its communicator" in refusal(plain, right.memory_inode, b"")
     finally:
         os.close(plain)
     with pytest.raises(ValueError, match="ring bytes must be a multiple of 4096"):

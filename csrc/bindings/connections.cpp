@@ -11,33 +11,42 @@ namespace {
 
 namespace py = pybind11;
 
-// Called by a thread of the transport. The function ends with the interpreter's lock held, too.
-Directory::Lookup lookup_by(py::function function) {
-  std::shared_ptr<py::function> held(new py::function(std::move(function)), [](py::function* it) {
-    py::gil_scoped_acquire gil;
-    delete it;
-  });
-  return [held](int peer) -> std::optional<Introduction> {
-    py::gil_scoped_acquire gil;
-    try {
-      return (*held)(peer).cast<std::optional<Introduction>>();
-    } catch (const py::error_already_set& error) {
-      throw std::runtime_error(error.what());  // ends outside the lock
-    }
-  };
+// A function that threads of the transport call. It ends with the interpreter's lock held, too.
+using Held = std::shared_ptr<py::function>;
+
+Held hold(py::function function) {
+  return {new py::function(std::move(function)), [](py::function* it) {
+            py::gil_scoped_acquire gil;
+            delete it;
+          }};
+}
+
+template <class Result, class MakeArgument>
+Result call(const Held& function, MakeArgument make_argument) {
+  py::gil_scoped_acquire gil;
+  try {
+    return (*function)(make_argument()).template cast<Result>();
+  } catch (const py::error_already_set& error) {
+    throw std::runtime_error(error.what());  // ends outside the lock
+  }
 }
 
 }  // namespace
 
 Connections::Connections(int rank, int size, uint32_t epoch, const std::string& token,
-                         py::function lookup) {
+                         py::function lookup, py::function say_farewell) {
   if (token.size() != options_.tcp.token.size())
     throw std::invalid_argument("token must have 16 bytes, not " + std::to_string(token.size()));
   std::memcpy(options_.tcp.token.data(), token.data(), token.size());
   options_.rank = options_.tcp.rank = rank;
   options_.size = options_.tcp.size = size;
   options_.tcp.epoch = epoch;
-  options_.lookup = lookup_by(std::move(lookup));
+  options_.lookup = [held = hold(std::move(lookup))](int peer) {
+    return call<std::optional<Introduction>>(held, [&] { return py::int_(peer); });
+  };
+  options_.say_farewell = [held = hold(std::move(say_farewell))](const std::string& farewell) {
+    call<void>(held, [&] { return py::bytes(farewell); });
+  };
 }
 
 Connections::~Connections() = default;
@@ -69,25 +78,30 @@ void bind_connections(py::module_& m) {
   py::class_<Introduction>(m, "Introduction", "How to meet a rank, or why it refuses.")
       .def(py::init([](bool is_on_this_host, int pid, std::vector<std::string> hosts, uint16_t port,
                        int memory_fd, uint64_t memory_inode, int64_t window_bytes,
-                       std::string reason, std::string refusal) {
-             return Introduction{
-                 is_on_this_host,   pid,          std::move(hosts), port,
-                 memory_fd,         memory_inode, window_bytes,     std::move(reason),
-                 std::move(refusal)};
+                       std::string reason, std::string refusal,
+                       std::optional<std::string> farewell) {
+             return Introduction{is_on_this_host,    pid,
+                                 std::move(hosts),   port,
+                                 memory_fd,          memory_inode,
+                                 window_bytes,       std::move(reason),
+                                 std::move(refusal), std::move(farewell)};
            }),
            py::kw_only(), py::arg("is_on_this_host") = false, py::arg("pid") = 0,
            py::arg("hosts") = std::vector<std::string>(), py::arg("port") = 0,
            py::arg("memory_fd") = -1, py::arg("memory_inode") = 0, py::arg("window_bytes") = 0,
-           py::arg("reason") = "", py::arg("refusal") = "");
+           py::arg("reason") = "", py::arg("refusal") = "", py::arg("farewell") = py::none());
   py::class_<Connections>(
       m, "Connections",
       "What a rank needs to meet the others. `lookup(rank)` returns an "
-      "Introduction, or None if that rank is not there yet; any thread calls it.")
-      .def(py::init(
-               [](int rank, int size, uint32_t epoch, const py::bytes& token, py::function lookup) {
-                 return std::make_unique<Connections>(rank, size, epoch, token, std::move(lookup));
-               }),
-           py::arg("rank"), py::arg("size"), py::arg("epoch"), py::arg("token"), py::arg("lookup"))
+      "Introduction, or None if that rank is not there yet. `say_farewell(farewell)` "
+      "shows these bytes to ranks that look this one up from now on. Any one thread calls them.")
+      .def(py::init([](int rank, int size, uint32_t epoch, const py::bytes& token,
+                       py::function lookup, py::function say_farewell) {
+             return std::make_unique<Connections>(rank, size, epoch, token, std::move(lookup),
+                                                  std::move(say_farewell));
+           }),
+           py::arg("rank"), py::arg("size"), py::arg("epoch"), py::arg("token"), py::arg("lookup"),
+           py::arg("say_farewell"))
       .def("listen", &Connections::listen, py::arg("interfaces") = "", py::arg("heartbeat_s") = 10,
            py::arg("heartbeat_limit_s") = 60)
       .def("create_memory", &Connections::create_memory, py::arg("channels"), py::arg("ring_bytes"),

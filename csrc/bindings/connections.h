@@ -16,7 +16,7 @@ namespace pipecomm {
 class Connections {
  public:
   Connections(int rank, int size, uint32_t epoch, const std::string& token,
-              pybind11::function lookup);
+              pybind11::function lookup, pybind11::function say_farewell);
   ~Connections();
   Connections(const Connections&) = delete;
   Connections& operator=(const Connections&) = delete;

@@ -27,13 +27,21 @@ RoutedTransport::RoutedTransport(RoutedOptions options, TransportEvents& events)
   std::unique_lock lock(mutex_);  // what threads report meanwhile waits until all is there
   for (std::atomic<Way>& way : ways_) way = memory_ ? Way::unknown : Way::tcp;
   directory_ = std::make_unique<Directory>(
-      rank_, std::move(options.lookup),
-      [this](int peer, const Introduction& introduction) { found(peer, introduction); });
+      rank_, std::move(options.lookup), std::move(options.say_farewell),
+      Directory::Events{
+          [this](int peer, const Introduction& introduction) { found(peer, introduction); },
+          [this](int peer, const std::optional<std::string>& farewell, const std::string& why) {
+            or_break([&] { gone(peer, farewell, why); });
+          },
+      });
   try {
     if (options.listener) {
       options.tcp.waits_for_routes = memory_ != nullptr;
       options.tcp.on_wanted = [this](int peer) { directory_->want(peer); };
       options.tcp.on_connected = [this](int peer) { connected(peer); };
+      options.tcp.on_missed = [this](int peer, const std::string& why) {
+        directory_->miss(peer, why);
+      };
       options.tcp.on_settled = [this] {
         if (shm_) shm_->nudge();
       };
@@ -49,9 +57,7 @@ RoutedTransport::RoutedTransport(RoutedOptions options, TransportEvents& events)
       shm_ = std::make_unique<shm::ShmTransport>(memory_, std::move(shm), events);
     }
     directory_->start();
-    const std::vector<int> neighbours = control_neighbours(rank_, size_);
-    unmet_.insert(neighbours.begin(), neighbours.end());
-    for (const int peer : neighbours) {
+    for (const int peer : control_neighbours(rank_, size_)) {
       // One connection is enough; but both ends look whether they agree.
       if (peer > rank_ || shm_)
         connect(peer);
@@ -91,11 +97,13 @@ void RoutedTransport::found(int peer, const Introduction& introduction) {
   if (!introduction.refusal.empty()) {
     events_.on_refused(peer, introduction.refusal);
     if (tcp_) tcp_->introduce(peer, {});  // which cannot be reached
-    return note_met(peer);
+    return;
   }
+  if (introduction.farewell) return gone(peer, introduction.farewell, "");
   if (tcp_) tcp_->introduce(peer, introduction);
   if (!shm_ || way_to(peer) != Way::unknown) return;
   const Way way = map_memory(peer, introduction);
+  if (way == Way::unknown) return;  // it is missed
   std::unique_lock lock(mutex_);
   Pending& pending = pending_[peer];
   if (way != Way::shm) return settle(peer, way, lock);
@@ -103,17 +111,30 @@ void RoutedTransport::found(int peer, const Introduction& introduction) {
   if (pending.is_met) settle(peer, Way::shm, lock);
 }
 
+// On the directory's thread. The peer is not there any more, and has never met this rank.
+void RoutedTransport::gone(int peer, const std::optional<std::string>& farewell,
+                           const std::string& why) {
+  if (farewell && !farewell->empty())
+    events_.on_remote_failure(decode_failure(std::as_bytes(std::span(*farewell))));
+  if (tcp_)
+    tcp_->note_gone(peer, farewell.has_value(), why);
+  else if (!farewell)
+    events_.on_peer_lost(peer, why);
+  if (!shm_ || way_to(peer) != Way::unknown) return;
+  std::unique_lock lock(mutex_);
+  settle(peer, Way::left, lock);
+}
+
 // Maps the memory of a peer; returns in which way messages go, for shared memory once it has met us.
 RoutedTransport::Way RoutedTransport::map_memory(int peer, const Introduction& introduction) {
   std::string reason = introduction.reason;
-  bool has_left = false;
   if (introduction.memory_fd >= 0) {
     try {
       // The watch comes first: what is opened after it belongs to the process that is watched.
       auto watch = std::make_unique<ProcessWatch>(introduction.pid);
       if (!tcp_ && watch->has_ended()) {
-        events_.on_peer_lost(peer, "its process has ended");
-        return Way::left;
+        directory_->miss(peer, "its process has ended");
+        return Way::unknown;
       }
       shm::SegmentShape shape = memory_->shape();
       shape.window_bytes = introduction.window_bytes;
@@ -122,8 +143,11 @@ RoutedTransport::Way RoutedTransport::map_memory(int peer, const Introduction& i
       shm_->add_peer(shm::Segment::open(name, peer, shape), std::move(watch));
       return Way::shm;
     } catch (const std::system_error& error) {
-      has_left = error.code().value() == ENOENT;
       reason = error.what();
+      if (!tcp_ && error.code().value() == ENOENT) {
+        directory_->miss(peer, "its shared memory is gone");
+        return Way::unknown;
+      }
     } catch (const std::exception& error) {
       reason = error.what();
     }
@@ -133,9 +157,8 @@ RoutedTransport::Way RoutedTransport::map_memory(int peer, const Introduction& i
     reasons_[peer] = reason;
   }
   if (tcp_) return Way::tcp;
-  if (!has_left)
-    events_.on_refused(
-        peer, "transport=\"shm\" is not possible: " + reason + "; use \"auto\" or \"c10d\"");
+  events_.on_refused(peer,
+                     "transport=\"shm\" is not possible: " + reason + "; use \"auto\" or \"c10d\"");
   return Way::left;
 }
 
@@ -154,18 +177,19 @@ void RoutedTransport::met(int peer) {
 // The peer cannot map this rank's memory, or the two never thought of it.
 void RoutedTransport::connected(int peer) {
   directory_->want(peer);
-  note_met(peer);
   if (!memory_) return;
   std::unique_lock lock(mutex_);
   settle(peer, Way::tcp, lock);
 }
 
-void RoutedTransport::note_met(int peer) {
-  {
-    std::lock_guard lock(mutex_);
-    unmet_.erase(peer);
+// Whether every peer that may look for this rank hears of its end otherwise.
+bool RoutedTransport::has_met_all() const {
+  for (int peer = 0; peer < size_; ++peer) {
+    const Way way = way_to(peer);
+    if (peer != rank_ && (way == Way::unknown || (way == Way::tcp && !tcp_->has_met(peer))))
+      return false;
   }
-  settled_.notify_all();
+  return true;
 }
 
 // Posts what has waited for the route, in order; later messages then find it themselves.
@@ -181,7 +205,6 @@ void RoutedTransport::settle(int peer, Way way, std::unique_lock<std::mutex>& lo
   pending_.erase(peer);
   if (way == Way::shm) ++num_shm_;
   if (way == Way::tcp) ++num_tcp_;
-  if (way != Way::tcp) unmet_.erase(peer);
   const bool are_all_known = --num_unknown_ == 0;
   if (way == Way::shm) shm_->note_routed(peer);
   if (are_all_known) shm_->note_all_added();
@@ -308,7 +331,10 @@ void RoutedTransport::abort(const Failure& failure) {
   std::vector<RequestPtr> dropped;  // end without the lock
   {
     std::lock_guard lock(mutex_);
-    aborted_ = true;
+    if (!std::exchange(aborted_, true)) {
+      const std::vector<std::byte> record = encode_failure(failure);
+      farewell_.assign(reinterpret_cast<const char*>(record.data()), record.size());
+    }
     for (auto& [peer, pending] : pending_)
       for (RequestPtr& request : std::exchange(pending.requests, {}))
         dropped.push_back(std::move(request));
@@ -333,10 +359,9 @@ void RoutedTransport::begin_close() {
 void RoutedTransport::close(Deadline deadline) {
   if (size_ == 1) return;
   begin_close();
-  {
-    // A neighbour that is about to meet this rank hears of the failure, and tells others.
-    std::unique_lock lock(mutex_);
-    settled_.wait_until(lock, deadline, [this] { return !aborted_ || unmet_.empty(); });
+  if (!has_met_all()) {
+    std::lock_guard lock(mutex_);
+    directory_->say_farewell(farewell_);
   }
   directory_->stop();
   if (shm_) shm_->close(deadline);

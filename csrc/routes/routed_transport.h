@@ -14,7 +14,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
-#include <set>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -30,6 +30,7 @@ struct RoutedOptions {
   int rank = 0;
   int size = 1;
   Directory::Lookup lookup;
+  Directory::SayFarewell say_farewell;
   // At least one of these two, if there is more than one rank.
   shm::SegmentPtr memory;  // null: no shared memory
   tcp::Socket listener;    // none: no TCP
@@ -68,10 +69,11 @@ class RoutedTransport final : public HostTransport {
 
   Way way_to(int peer) const { return ways_[peer].load(std::memory_order_acquire); }
   void found(int peer, const Introduction& introduction);
+  void gone(int peer, const std::optional<std::string>& farewell, const std::string& why);
   Way map_memory(int peer, const Introduction& introduction);
   void met(int peer);
   void connected(int peer);
-  void note_met(int peer);
+  bool has_met_all() const;
   void settle(int peer, Way way, std::unique_lock<std::mutex>& lock);
   void post_by(Way way, std::vector<RequestPtr> requests, bool is_async);
   template <class Action>
@@ -86,9 +88,9 @@ class RoutedTransport final : public HostTransport {
   std::map<int, Pending> pending_;
   std::condition_variable settled_;
   std::map<int, std::string> reasons_;  // why a peer shares no memory
-  std::set<int> unmet_;                 // control neighbours
   int num_unknown_ = 0;                 // peers whose way is not known
   bool aborted_ = false;
+  std::string farewell_;  // what peers hear that have not met this rank
   // ---
 
   std::atomic<int> num_shm_{0}, num_tcp_{0};  // routes

@@ -17,8 +17,11 @@ constexpr auto kLongestRest = 100ms;
 
 }  // namespace
 
-Directory::Directory(int rank, Lookup lookup, OnFound on_found)
-    : rank_(rank), lookup_(std::move(lookup)), on_found_(std::move(on_found)) {}
+Directory::Directory(int rank, Lookup lookup, SayFarewell say_farewell, Events events)
+    : rank_(rank),
+      lookup_(std::move(lookup)),
+      say_farewell_(std::move(say_farewell)),
+      events_(std::move(events)) {}
 
 Directory::~Directory() { stop(); }
 
@@ -43,6 +46,22 @@ void Directory::want(int peer) {
   changed_.notify_all();
 }
 
+void Directory::miss(int peer, const std::string& why) {
+  {
+    std::lock_guard lock(mutex_);
+    missed_.emplace(peer, why);
+  }
+  changed_.notify_all();
+}
+
+void Directory::say_farewell(const std::string& farewell) {
+  {
+    std::lock_guard lock(mutex_);
+    farewell_ = farewell;
+  }
+  changed_.notify_all();
+}
+
 std::string Directory::problem(int peer) const {
   std::lock_guard lock(mutex_);
   const auto found = problems_.find(peer);
@@ -52,18 +71,35 @@ std::string Directory::problem(int peer) const {
 void Directory::run() {
   Clock::duration rest = kFirstRest;
   std::unique_lock lock(mutex_);
-  while (!stopping_) {
-    if (wanted_.empty() && missing_.empty()) {
-      changed_.wait(lock);
-    } else if (wanted_.empty()) {
-      changed_.wait_for(lock, rest);
+  const auto has_news = [this] {
+    return stopping_ || farewell_ || !wanted_.empty() || !missed_.empty();
+  };
+  while (true) {
+    if (missing_.empty()) {
+      changed_.wait(lock, has_news);
+    } else if (!changed_.wait_for(lock, rest, has_news)) {
       rest = std::min<Clock::duration>(2 * rest, kLongestRest);
+    }
+    if (const auto farewell = std::exchange(farewell_, std::nullopt)) {
+      lock.unlock();
+      try {
+        say_farewell_(*farewell);
+      } catch (const std::exception&) {
+        // The store is gone: peers take this rank for one that has died.
+      }
+      lock.lock();
+    }
+    if (stopping_) return;
+    for (const auto& [peer, why] : std::exchange(missed_, {})) {
+      lock.unlock();
+      events_.on_gone(peer, farewell_of(peer), why);
+      lock.lock();
     }
     for (const int peer : std::exchange(wanted_, {}))
       if (!found_.contains(peer) && missing_.insert(peer).second) rest = kFirstRest;
     const std::set<int> peers = missing_;
     for (const int peer : peers) {
-      if (stopping_) return;
+      if (stopping_) break;
       lock.unlock();
       const bool is_found = look_up(peer);
       lock.lock();
@@ -79,7 +115,7 @@ bool Directory::look_up(int peer) {
   std::string problem = "has not made its communicator";
   try {
     if (const auto introduction = lookup_(peer)) {
-      on_found_(peer, *introduction);
+      events_.on_found(peer, *introduction);
       return true;
     }
   } catch (const std::exception& error) {
@@ -88,6 +124,15 @@ bool Directory::look_up(int peer) {
   std::lock_guard lock(mutex_);
   problems_[peer] = problem;
   return false;
+}
+
+std::optional<std::string> Directory::farewell_of(int peer) const {
+  try {
+    if (const auto introduction = lookup_(peer)) return introduction->farewell;
+  } catch (const std::exception&) {
+    // Nobody knows.
+  }
+  return std::nullopt;
 }
 
 }  // namespace pipecomm

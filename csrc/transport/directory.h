@@ -1,5 +1,7 @@
 // What a rank knows of its peers: each peer has published how to meet it, and a thread reads that when
-// somebody first needs the peer, which may not have made its communicator yet.
+// somebody first needs the peer, which may not have made its communicator yet. A rank that closes while
+// some peer has not met it publishes that, and the failure that it knows: a peer that finds it gone
+// tells an end in order from a death, and hears of the first cause.
 #pragma once
 
 #include <sys/types.h>
@@ -33,35 +35,55 @@ struct Introduction {
   std::string reason;
   // Not empty: the peer has refused to make the communicator.
   std::string refusal;
+  // Once the peer has closed its communicator: why that had failed (encoded), or nothing.
+  std::optional<std::string> farewell;
 };
 
 class Directory {
  public:
   // What the peer has published, or nothing if it has not yet. May throw.
   using Lookup = std::function<std::optional<Introduction>(int peer)>;
-  // Called on the directory's thread, once for each peer that was wanted.
-  using OnFound = std::function<void(int peer, const Introduction& introduction)>;
+  // Adds the farewell of this rank to what it has published: whoever looks it up afterwards sees it.
+  // May throw.
+  using SayFarewell = std::function<void(const std::string& farewell)>;
+  // All three are called on the directory's thread.
+  struct Events {
+    // Once for each peer that was wanted.
+    std::function<void(int peer, const Introduction& introduction)> on_found;
+    // Of a peer that was missed; without a farewell it has not closed its communicator.
+    std::function<void(int peer, const std::optional<std::string>& farewell,
+                       const std::string& why)>
+        on_gone;
+  };
 
-  Directory(int rank, Lookup lookup, OnFound on_found);
+  Directory(int rank, Lookup lookup, SayFarewell say_farewell, Events events);
   ~Directory();
   void start();  // throws PipeCommException if there is no thread for it
-  void stop();   // idempotent; nothing is called afterwards
+  void stop();   // says farewell first; idempotent; nothing is called afterwards
 
   void want(int peer);
+  // The peer, which was found, is not where it should be: looks again whether it has closed. A rank
+  // says so before it stops to listen, so one look is enough.
+  void miss(int peer, const std::string& why);
+  void say_farewell(const std::string& farewell);
   // Why a wanted peer is not known yet, as a predicate; empty if it is, or was not wanted.
   std::string problem(int peer) const;
 
  private:
   void run();
   bool look_up(int peer);
+  std::optional<std::string> farewell_of(int peer) const;
 
   const int rank_;
   const Lookup lookup_;
-  const OnFound on_found_;
+  const SayFarewell say_farewell_;
+  const Events events_;
 
   mutable std::mutex mutex_;  // down to the line
   std::condition_variable changed_;
   std::vector<int> wanted_;  // since the last round
+  std::map<int, std::string> missed_;
+  std::optional<std::string> farewell_;  // of this rank, while it is to be said
   std::map<int, std::string> problems_;
   bool stopping_ = false;
   // ---

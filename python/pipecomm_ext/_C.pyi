@@ -95,6 +95,7 @@ class Introduction:
         window_bytes: int = 0,
         reason: str = "",
         refusal: str = "",
+        farewell: bytes | None = None,
     ) -> None: ...
 
 class Connections:
@@ -103,7 +104,13 @@ class Connections:
     memory_fd: Final[int]
     memory_inode: Final[int]
     def __init__(
-        self, rank: int, size: int, epoch: int, token: bytes, lookup: Callable[[int], Introduction | None]
+        self,
+        rank: int,
+        size: int,
+        epoch: int,
+        token: bytes,
+        lookup: Callable[[int], Introduction | None],
+        say_farewell: Callable[[bytes], None],
     ) -> None: ...
     def listen(self, interfaces: str = "", heartbeat_s: int = 10, heartbeat_limit_s: int = 60) -> None: ...
     def create_memory(self, channels: int, ring_bytes: int, window_bytes: int) -> None: ...

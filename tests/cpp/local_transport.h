@@ -175,9 +175,12 @@ class Transport final : public HostTransport {
         (connection.ended || connection.link->goodbye_answered()) && connection.is_open;
     if (ends) connection.is_open = false;
     lock.unlock();
+    // As a transport does: a failure explains the messages that can no longer match.
     for (const PeerLink::Outcome& outcome : outcomes)
-      Operation::settle(*outcome.request, outcome.failure);
+      if (!outcome.failure) Operation::settle(*outcome.request, nullptr);
     if (failure) events_.on_remote_failure(*failure);
+    for (const PeerLink::Outcome& outcome : outcomes)
+      if (outcome.failure && !failure) Operation::settle(*outcome.request, outcome.failure);
     if (!ends) return;
     std::lock_guard close_lock(close_mutex_);
     --num_open_;

@@ -65,7 +65,8 @@ inline shm::SegmentShape shape_of(int size, int64_t window_bytes = 0, int num_ch
 
 // What the ranks of a group know of each other before they meet. Tests may change it.
 struct Meeting {
-  explicit Meeting(int num_ranks) : size(num_ranks), introductions(num_ranks) {
+  explicit Meeting(int num_ranks)
+      : size(num_ranks), introductions(num_ranks), farewells(num_ranks) {
     for (size_t byte = 0; byte < token.size(); ++byte) token[byte] = std::byte(byte + 1);
     for (Introduction& each : introductions) each.is_on_this_host = true;
   }
@@ -104,7 +105,20 @@ struct Meeting {
     options.size = options.tcp.size = size;
     options.tcp.epoch = kEpoch;
     options.tcp.token = token;
-    options.lookup = [this, rank](int peer) { return look_up(rank, peer); };
+    options.lookup = [this, rank](int peer) {
+      std::optional<std::string> farewell;
+      {
+        std::lock_guard lock(mutex);
+        farewell = farewells[peer];
+      }
+      std::optional<Introduction> introduction = look_up(rank, peer);
+      if (introduction) introduction->farewell = farewell;
+      return introduction;
+    };
+    options.say_farewell = [this, rank](const std::string& farewell) {
+      std::lock_guard lock(mutex);
+      farewells[rank] = farewell;
+    };
     if (!listeners.empty()) options.listener = std::move(listeners[rank]);
     if (!segments.empty()) options.memory = segments[rank];
     return std::make_unique<RoutedTransport>(std::move(options), events);
@@ -122,6 +136,8 @@ struct Meeting {
   std::vector<tcp::Socket> listeners;
   std::vector<shm::SegmentPtr> segments;
   std::vector<Introduction> introductions;
+  std::mutex mutex;  // guards the line below
+  std::vector<std::optional<std::string>> farewells;
   std::function<std::optional<Introduction>(int rank, int peer)> look_up = [this](int, int peer) {
     return introductions[peer];
   };

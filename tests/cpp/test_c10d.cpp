@@ -1,8 +1,10 @@
 // The TCP transport with threads as ranks, over real sockets of this host.
 #include <netinet/in.h>
 #include <sys/socket.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
+#include <csignal>
 #include <filesystem>
 
 #include "host_exchanges.h"
@@ -278,6 +280,41 @@ TEST(aborts_reach_all_ranks) {
     says(failure, FailureKind::aborted, "enough");
     comm->close(nullptr);
   });
+}
+
+// A rank aborts, and its process ends, while all threads of its peer that could hear of it are busy.
+TEST(a_process_that_ends_after_an_abort) {
+  const pid_t process = fork();
+  if (process == 0) {
+    pause();
+    _exit(0);
+  }
+  Meeting meeting(2);
+  meeting.over_tcp();
+  meeting.introductions[1].pid = process;
+  const auto first = meeting.communicator(0), second = meeting.communicator(1);
+  const OperationPtr barriers[] = {first->barrier(), second->barrier()};
+  wait(*first, barriers[0]);
+  wait(*second, barriers[1]);
+  Bytes mine(8), other(8);
+  const PointToPoint send{Direction::send, 0, 0, tensor(mine), 0};
+  const PointToPoint recv{Direction::recv, 1, 0, tensor(other), 0};
+  const auto is_busy = std::make_shared<std::atomic<bool>>(false);
+  const OperationPtr received = first->batch_p2p({&recv, 1}, {.on_success = [is_busy] {
+                                                   *is_busy = true;
+                                                   std::this_thread::sleep_for(700ms);
+                                                 }});
+  wait(*second, second->batch_p2p({&send, 1}));
+  while (!*is_busy) std::this_thread::sleep_for(1ms);
+  second->abort("enough");
+  kill(process, SIGKILL);
+  waitpid(process, nullptr, 0);
+  failure_of(*first, [&] { return received; });  // either way: it was about to end
+  while (!first->failure()) std::this_thread::sleep_for(1ms);
+  CHECK(first->failure()->kind == FailureKind::aborted);
+  CHECK_EQ(first->failure()->message,
+           "communicator failed on rank 1: communicator aborted by rank 1: enough");
+  for (const auto& comm : {first.get(), second.get()}) comm->close(nullptr);
 }
 
 // Rank 3 has no connection to rank 0 when that one closes.

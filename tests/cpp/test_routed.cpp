@@ -209,6 +209,66 @@ TEST(a_rank_that_has_left) {
   }
 }
 
+void over(Meeting& meeting, const std::string& ways) {
+  if (ways != "tcp") meeting.over_memory(shape_of(meeting.size));
+  if (ways != "memory") meeting.over_tcp();
+}
+
+// Rank 0 has failed and gone before rank 1 looks for it, or after: it hears why, as if they had met.
+TEST(a_rank_that_has_failed) {
+  for (const std::string ways : {"memory", "tcp", "both"}) {
+    for (const bool looks_before : {false, true}) {
+      check::context = "failed, " + ways + (looks_before ? ", looked up before" : "");
+      Meeting meeting(2);
+      over(meeting, ways);
+      std::promise<void> looks;
+      std::atomic<bool> has_looked{false}, is_gone{false};
+      meeting.look_up = [&](int rank, int peer) -> std::optional<Introduction> {
+        if (rank == 0) return std::nullopt;
+        if (!has_looked.exchange(true)) looks.set_value();
+        while (looks_before && !is_gone) std::this_thread::sleep_for(1ms);
+        return meeting.introductions[peer];
+      };
+      std::unique_ptr<Communicator> comm;
+      auto first = meeting.communicator(0, 50ms);
+      if (looks_before) {
+        comm = meeting.communicator(1);
+        looks.get_future().wait();  // it has the record of rank 0, and has not used it yet
+      }
+      says(failure_of(*first, [&] { return first->barrier(); }), FailureKind::timeout,
+           "rank 1 has not made its communicator");
+      first->close(nullptr);
+      is_gone = true;
+      if (!comm) comm = meeting.communicator(1);
+      Bytes bytes(8);
+      const PointToPoint message{Direction::recv, 0, 0, tensor(bytes), 0};
+      const FailurePtr failure = failure_of(*comm, [&] { return comm->batch_p2p({&message, 1}); });
+      says(failure, FailureKind::timeout, "communicator failed on rank 0: barrier timed out after");
+      CHECK(failure && failure->origin_rank == 0);
+      comm->close(nullptr);
+    }
+  }
+}
+
+// Rank 0 has said nothing when rank 1 finds it gone: it has died, which is not to be taken for a close.
+TEST(a_rank_that_has_died) {
+  for (const std::string ways : {"memory", "tcp", "both"}) {
+    check::context = "died, " + ways;
+    Meeting meeting(2);
+    over(meeting, ways);
+    if (ways != "tcp") ::close(std::exchange(meeting.introductions[0].memory_fd, 1'000'000));
+    if (ways != "memory") meeting.listeners[0] = {};
+    const auto comm = meeting.communicator(1);
+    Bytes bytes(8);
+    const PointToPoint message{Direction::recv, 0, 0, tensor(bytes), 0};
+    says(failure_of(*comm, [&] { return comm->batch_p2p({&message, 1}); }), FailureKind::peer_lost,
+         "lost the connection to rank 0, which died or was cut off (");
+    CHECK(comm->failure() != nullptr);
+    comm->close(nullptr);
+    meeting.introductions[0].memory_fd = -1;
+  }
+}
+
 // Ranks that post and close at once, while their routes are being made: what has a match arrives.
 TEST(closing_while_routes_are_made) {
   for (int round = 0; round < check::rounds(40); ++round) {

@@ -189,21 +189,37 @@ void C10dTransport::unreachable(int peer_idx, const std::string& why) {
   Peer& peer = peer_for(peer_idx);
   std::unique_lock lock(peer.mutex);
   if (stopping_ || peer.is_over || peer.connection.attached()) return;
-  never_met(peer, lock, why);
+  miss(peer, lock, why);
 }
 
 // With the peer's lock held, which is released. Ranks listen as long as their communicator is open.
-void C10dTransport::never_met(Peer& peer, std::unique_lock<std::mutex>& lock,
-                              const std::string& why) {
-  bool has_died = false;
+void C10dTransport::miss(Peer& peer, std::unique_lock<std::mutex>& lock, const std::string& why) {
+  if (disconnecting_) return lost(peer, lock, why);
+  peer.connection.detach();
+  peer.watch.reset();
+  lock.unlock();
+  options_.on_missed(peer.connection.link().peer(), why);
+}
+
+void C10dTransport::note_gone(int peer_idx, bool has_closed, const std::string& why) {
+  Peer& peer = peer_for(peer_idx);
+  std::unique_lock lock(peer.mutex);
+  if (stopping_ || peer.is_over || peer.connection.attached()) return;
+  if (has_closed) peer.connection.link().leave();
+  bool has_ended = false;
   try {
-    has_died = peer.pid != 0 && ProcessWatch(peer.pid).has_ended();
+    has_ended = peer.pid != 0 && ProcessWatch(peer.pid).has_ended();
   } catch (const std::system_error&) {
     // Nothing is known of its process.
   }
-  if (has_died) return lost(peer, lock, "its process has ended");
-  peer.connection.link().leave();
-  lost(peer, lock, why);
+  lost(peer, lock, has_ended ? "its process has ended" : why);
+}
+
+bool C10dTransport::has_met(int peer_idx) const {
+  Peer* const peer = find(peer_idx);
+  if (!peer) return false;
+  std::lock_guard lock(peer->mutex);
+  return peer->connection.link().has_met_peer();
 }
 
 void C10dTransport::note_closed(Peer& peer) {
@@ -219,7 +235,9 @@ void C10dTransport::note_closed(Peer& peer) {
 void C10dTransport::lost(Peer& peer, std::unique_lock<std::mutex>& lock, const std::string& why) {
   if (std::exchange(peer.is_over, true)) return;
   PeerLink& link = peer.connection.link();
-  const bool orderly = disconnecting_ || link.state() == PeerLink::State::disconnecting;
+  // What it has said before explains its end.
+  const bool orderly =
+      disconnecting_ || link.state() == PeerLink::State::disconnecting || link.failure();
   peer.connection.detach();
   peer.watch.reset();
   link.lose();
@@ -398,7 +416,7 @@ void C10dTransport::serve(int peer_idx) {
     peer.connection.read();
   } catch (const ConnectionLost& error) {
     // It closed, or died, while the two were meeting.
-    if (!peer.connection.link().has_met_peer()) return never_met(peer, lock, error.what());
+    if (!peer.connection.link().has_met_peer()) return miss(peer, lock, error.what());
     return lost(peer, lock, error.what());
   } catch (const std::exception& error) {
     lock.unlock();
@@ -451,6 +469,13 @@ void C10dTransport::watch_process(Peer& peer) {
 void C10dTransport::look_after(Peer& peer, std::unique_lock<std::mutex>& lock) {
   if (!peer.is_over) watch_process(peer);
   if (peer.is_over || !peer.watch || !peer.watch->has_ended() || --peer.num_ticks_left > 0) return;
+  try {
+    // The thread that serves the sockets may be busy with what came before.
+    while (peer.connection.read()) {
+    }
+  } catch (const std::exception&) {
+    // This was the last of it.
+  }
   lost(peer, lock, "its process has ended");
 }
 
@@ -513,8 +538,7 @@ void C10dTransport::close(Deadline deadline) {
     std::unique_lock lock(peer.mutex);
     peer.connection.link().say_goodbye();
     write(peer);
-    // To one that is not connected there is nothing to say but a failure.
-    if (!peer.connection.attached() && !aborted_) note_closed(peer);
+    if (!peer.connection.attached()) note_closed(peer);  // it hears of the end by the directory
     act(peer, lock);
   });
   arm();

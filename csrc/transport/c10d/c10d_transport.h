@@ -43,6 +43,8 @@ struct C10dOptions {
   std::function<void(int peer)> on_wanted = nullptr;
   // A peer has connected to this rank, or this rank to it; nothing has come from it yet.
   std::function<void(int peer)> on_connected = nullptr;
+  // A peer that this rank has never met is not there: note_gone() follows.
+  std::function<void(int peer, const std::string& why)> on_missed = nullptr;
   // Requests have been settled, by a thread that may not be the one that waits for them.
   std::function<void()> on_settled = nullptr;
 };
@@ -59,6 +61,10 @@ class C10dTransport final : public HostTransport {
   void connect(int peer) override;
   // Where a peer listens, and who it is: connections to it can be made from now on.
   void introduce(int peer, const Introduction& introduction);
+  // A peer that never met this rank has closed its communicator, or has died without a farewell.
+  void note_gone(int peer, bool has_closed, const std::string& why);
+  // Whether the peer has spoken, and so hears of the end of this rank.
+  bool has_met(int peer) const;
   // What has waited to be posted to and from the peer is, all else comes directly: see
   // C10dOptions::waits_for_routes.
   void note_routed(int peer);
@@ -102,7 +108,7 @@ class C10dTransport final : public HostTransport {
   void start_connecting_to(Peer& peer, const Introduction& introduction);
   void connected(int peer_idx, Socket socket);
   void unreachable(int peer_idx, const std::string& why);
-  void never_met(Peer& peer, std::unique_lock<std::mutex>& lock, const std::string& why);
+  void miss(Peer& peer, std::unique_lock<std::mutex>& lock, const std::string& why);
   void serve(int peer_idx);
   bool serve_events(int timeout_ms);
   void progress();

@@ -49,6 +49,8 @@ void Connector::stop() {
   if (thread_.joinable()) thread_.join();
   attempts_.clear();
   guests_.clear();
+  // Ends it for a forked child, too, which would keep the port open.
+  if (listener_) ::shutdown(listener_.fd(), SHUT_RD);
   listener_ = {};
 }
 

@@ -74,6 +74,7 @@ class Rendezvous:
         self._timeout = timeout
         self._restart()
         self._background_store: dist.Store | None = None
+        self._record: dict[str, Any] | None = None  # of this rank, once it is published
         self._own_keys: list[str] = []
         store = dist.distributed_c10d._get_process_group_store(group)
         self._prefix = f"pipecomm/{group.group_name}/{self._name}/{self._number}"
@@ -103,15 +104,28 @@ class Rendezvous:
         self._set(_RECORD, record)
         if "error" in record:
             self.store.set(_VERDICT, json.dumps({"rank": self.rank, **record}))
+        else:
+            self._record = dict(record)
 
     def look_up(self, rank: int) -> dict[str, Any] | None:
         """The record that `rank` has published, None if it has not yet. May be called by any one thread."""
-        if self._background_store is None:
-            self._background_store = dist.PrefixStore(self._prefix, _clone_of(self._group))
-        store, key = self._background_store, f"{_RECORD}/{rank}"
+        store, key = self._in_background(), f"{_RECORD}/{rank}"
         if not store.check([key]) or (data := store.get(key)) == _WITHDRAWN:
             return None
         return self._parsed(data, rank)
+
+    def say_farewell(self, farewell: bytes) -> None:
+        """Adds to the record of this rank how it has ended. Called by the thread that calls `look_up`."""
+        if self._record is None:
+            return  # it has refused
+        store, key = self._in_background(), f"{_RECORD}/{self.rank}"
+        store.set(key, json.dumps({**self._record, "farewell": farewell.hex()}))
+        store.check([key])  # set() of a TCPStore does not wait until it is there
+
+    def _in_background(self) -> dist.Store:
+        if self._background_store is None:
+            self._background_store = dist.PrefixStore(self._prefix, _clone_of(self._group))
+        return self._background_store
 
     def wait_for(self, rank: int) -> dict[str, Any]:
         """The record of `rank`, which all ranks publish sooner or later.

@@ -59,6 +59,7 @@ class Routes:
             shared["epoch"],
             bytes.fromhex(shared["token"]),
             lambda peer: method(peer) if (method := look_up()) else None,
+            meeting.say_farewell,
         )
         self.record: dict[str, Any] = {"pid": os.getpid(), **place()}
         if meeting.size > 1:
@@ -165,6 +166,8 @@ class Routes:
             return None
         if "error" in record:
             return Introduction(refusal=self._meeting.refusal_text({peer: record}))
+        if "farewell" in record:
+            return Introduction(farewell=bytes.fromhex(record["farewell"]))
         with self._lock:
             self._records.setdefault(peer, record)
         own = self.record
