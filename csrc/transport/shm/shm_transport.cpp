@@ -196,10 +196,8 @@ ShmTransport::Turn ShmTransport::turn(By by, uint32_t sleepers) {
       asleep.store(sleepers);
     try {
       moved = advance_lanes();
-      look_for_failures(failures);
-      // What a peer has said before it failed comes first.
-      while (!failures.empty() && advance_lanes()) moved = true;
       has_pieces = any_pieces();
+      look_for_failures(failures);
       met = newly_met();
     } catch (const std::exception& error) {
       broken = error.what();
