@@ -282,16 +282,58 @@ TEST(aborts_reach_all_ranks) {
   });
 }
 
-// A rank aborts, and its process ends, while all threads of its peer that could hear of it are busy.
-TEST(a_process_that_ends_after_an_abort) {
-  const pid_t process = fork();
-  if (process == 0) {
-    pause();
-    _exit(0);
+// A process that holds what this one has open at the time, as a worker of a DataLoader does.
+class Child {
+ public:
+  Child() : pid_(fork()) {
+    if (pid_ == 0) {
+      pause();
+      _exit(0);
+    }
   }
+  ~Child() { end(); }
+  pid_t pid() const { return pid_; }
+  void end() {
+    if (pid_ <= 0) return;
+    kill(pid_, SIGKILL);
+    waitpid(std::exchange(pid_, 0), nullptr, 0);
+  }
+
+ private:
+  pid_t pid_;
+};
+
+// Rank 1 knows where rank 0 listened, and comes when that one has closed; its child holds the port.
+TEST(a_closed_peer_whose_child_lives) {
   Meeting meeting(2);
   meeting.over_tcp();
-  meeting.introductions[1].pid = process;
+  const Child child;
+  std::atomic<bool> looks{false}, closed{false};
+  meeting.look_up = [&](int rank, int peer) -> std::optional<Introduction> {
+    if (rank == 0) return std::nullopt;
+    looks = true;
+    while (!closed) std::this_thread::sleep_for(1ms);
+    return meeting.introductions[peer];
+  };
+  const auto comm = meeting.communicator(1, 10s);
+  while (!looks) std::this_thread::sleep_for(1ms);
+  meeting.communicator(0)->close(nullptr);
+  closed = true;
+  Bytes memory(8);
+  const PointToPoint recv{Direction::recv, 0, 0, tensor(memory), 0};
+  const FailurePtr failure = failure_of(*comm, [&] { return comm->batch_p2p({&recv, 1}); });
+  CHECK(failure && failure->kind == FailureKind::peer_lost);
+  CHECK(failure && failure->message.find("has closed its communicator") != std::string::npos);
+  CHECK(comm->failure() == nullptr);
+  comm->close(nullptr);
+}
+
+// A rank aborts, and its process ends, while all threads of its peer that could hear of it are busy.
+TEST(a_process_that_ends_after_an_abort) {
+  Child process;
+  Meeting meeting(2);
+  meeting.over_tcp();
+  meeting.introductions[1].pid = process.pid();
   const auto first = meeting.communicator(0), second = meeting.communicator(1);
   const OperationPtr barriers[] = {first->barrier(), second->barrier()};
   wait(*first, barriers[0]);
@@ -307,8 +349,7 @@ TEST(a_process_that_ends_after_an_abort) {
   wait(*second, second->batch_p2p({&send, 1}));
   while (!*is_busy) std::this_thread::sleep_for(1ms);
   second->abort("enough");
-  kill(process, SIGKILL);
-  waitpid(process, nullptr, 0);
+  process.end();
   failure_of(*first, [&] { return received; });  // either way: it was about to end
   while (!first->failure()) std::this_thread::sleep_for(1ms);
   CHECK(first->failure()->kind == FailureKind::aborted);
