@@ -15,7 +15,7 @@ using namespace meeting;
 TEST(random_programs) {
   for (int seed = 0; seed < check::rounds(40); ++seed) {
     check::context = "program " + std::to_string(seed);
-    const Program program(seed, 5, 2, 3 << 20);
+    const Program program(seed, 5, 2, 1 << 20);
     Meeting meeting(program.size);
     meeting.over_tcp();
     run_ranks(meeting, [&](Communicator& comm) { play(program, comm); });
@@ -26,7 +26,7 @@ TEST(large_messages_both_ways_between_all_pairs) {
   Meeting meeting(3);
   meeting.over_tcp();
   run_ranks(meeting, [](Communicator& comm) {
-    for (int round = 0; round < 4; ++round) exchange_with_all(comm, 5 << 20, round, round % 2);
+    for (int round = 0; round < 2; ++round) exchange_with_all(comm, 5 << 20, round, round % 2);
   });
 }
 
@@ -56,7 +56,7 @@ TEST(ticks_beside_large_messages) {
     for (int peer = 0; peer < kNumRanks; ++peer)
       if (peer != rank && (peer == 0 || rank == 0))
         batch.push_back({rank == 0 ? Direction::send : Direction::recv, peer, 0, tensor(bytes), 0});
-    for (int round = 0; round < 30; ++round) {
+    for (int round = 0; round < 12; ++round) {
       const FailurePtr failure =
           failure_of(*comm, [&] { return comm->batch_p2p(batch, {.is_async = round % 2 == 0}); });
       if (failure) check::fail(__FILE__, __LINE__, failure->message);

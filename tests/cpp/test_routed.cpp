@@ -19,7 +19,7 @@ void place(Meeting& meeting, const std::vector<int>& hosts) {
   };
 }
 
-constexpr int64_t kNumBytes[] = {100, 40'000, 3'000'001};  // small and large, before and after
+constexpr int64_t kNumBytes[] = {100, 40'000, 1'000'001};  // small and large, before and after
 // their routes are made
 
 void broadcast_from_all(Communicator& comm, size_t num_bytes) {

@@ -184,7 +184,7 @@ TEST(what_can_no_longer_match_fails_when_a_rank_closes) {
     check::context = "closing with messages of " + std::to_string(num_bytes);
     run_ranks(shape_of(3), [&](Communicator& comm) {
       if (comm.rank() == 0) return;
-      Bytes bytes(size_t(num_bytes));
+      Bytes bytes(num_bytes);
       const PointToPoint op{comm.rank() == 1 ? Direction::send : Direction::recv, 0, 0,
                             tensor(bytes)};
       says(failure_of(comm, [&] { return comm.batch_p2p({&op, 1}); }), FailureKind::peer_lost,
