@@ -40,7 +40,7 @@ struct Rank {
     std::vector<EventPtr> ends;
     for (const auto& end : operation.ends) ends.push_back(end.event);
     if (!operation.is_captured()) fake::world->begin_wait(rank, std::move(ends));
-    const Deadline limit = Clock::now() + 30s;
+    const Deadline limit = Clock::now() + 60s;
     int num_stuck = 0;
     while (!comm->wait(*posted, Clock::now() + 5ms, kNothing)) {
       if (fake::world->is_stuck(&num_stuck)) comm->abort("all streams wait");
