@@ -34,8 +34,8 @@ def short_folder() -> Path:
 
 
 def files_in(scratch: Path) -> list[str]:
-    """Names of temporary files, torch's own caches apart."""
-    return [path.name for path in scratch.iterdir() if not path.name.startswith("torch")]
+    """Names of temporary files, apart from torch's caches, and matplotlib's where HOME is read-only."""
+    return [path.name for path in scratch.iterdir() if not path.name.startswith(("torch", "matplotlib-"))]
 
 
 class Script:
