@@ -2,7 +2,8 @@
 
 `make mutations` runs it (ARGS='--only NAME'). A mutation is killed if one of its tests fails, does not end
 within its deadline, or crashes; one that survives names a test that is missing. Nothing outside of
-build/mutations is written. C++ is built there as setup.py builds it, without CUDA.
+build/mutations is written, where NAME.log has what the tests printed. C++ is built there as setup.py builds
+it, without CUDA.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from mutation_table import MUTATIONS, Mutation
 REPOSITORY = Path(__file__).resolve().parent.parent
 TREE = REPOSITORY / "build" / "mutations" / "tree"
 BUILD_LIMIT_S, PROGRAM_LIMIT_S, TEST_LIMIT_S, FILES_LIMIT_S, SUITE_LIMIT_S = 1800, 150, 150, 600, 3600
+LOG = TREE.parent / "last.log"  # what the latest command printed; of each mutation a copy is kept
 MARK = f"PIPECOMM_TEST_MUTATIONS={os.getpid()}"  # in the environment of all processes that are started here
 BUILT = re.compile(r"(^build/|^out/|\.so$|_build_info\.py$|(^|/)(__pycache__|\.git)/)")  # not copied
 
@@ -98,7 +100,9 @@ def run(command: Sequence[object], limit_s: float) -> tuple[int | None, str]:
             end_marked_processes()
             process.wait()
         output.seek(0)
-        return code, output.read()
+        text = output.read()
+    LOG.write_text(text)
+    return code, text
 
 
 def end_marked_processes() -> None:
@@ -259,6 +263,7 @@ def judge(copy: Copy, mutation: Mutation, tries_whole_suite: bool) -> Outcome:
             outcome = whole_suite(copy)
         return outcome
     finally:
+        shutil.copyfile(LOG, LOG.with_name(f"{mutation.name}.log"))
         copy.write(mutation.file, text)
 
 
