@@ -29,6 +29,8 @@ DTYPES = [
     torch.float8_e4m3fnuz,
     torch.float8_e5m2fnuz,
 ]
+if hasattr(torch, "bcomplex32"):  # from 2.14 on
+    DTYPES.append(torch.bcomplex32)
 
 
 def pattern(shape: int | tuple[int, ...], dtype: torch.dtype, *key: object) -> torch.Tensor:

@@ -26,7 +26,7 @@ NUMBERS = {  # on the wire between versions: never change one
     "bits16": 22, "float8_e5m2": 23, "float8_e4m3fn": 24, "float8_e5m2fnuz": 25, "float8_e4m3fnuz": 26,
     "uint16": 27, "uint32": 28, "uint64": 29, "uint1": 30, "uint2": 31, "uint3": 32, "uint4": 33, "uint5": 34,
     "uint6": 35, "uint7": 36, "int1": 37, "int2": 38, "int3": 39, "int4": 40, "int5": 41, "int6": 42,
-    "int7": 43, "float8_e8m0fnu": 44, "float4_e2m1fn_x2": 45,
+    "int7": 43, "float8_e8m0fnu": 44, "float4_e2m1fn_x2": 45, "bcomplex32": 46,
 }  # fmt: skip
 
 

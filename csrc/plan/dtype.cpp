@@ -51,7 +51,8 @@ const char* dtype_name(uint8_t code) {
                                            "int6",
                                            "int7",
                                            "float8_e8m0fnu",
-                                           "float4_e2m1fn_x2"};
+                                           "float4_e2m1fn_x2",
+                                           "bcomplex32"};
   return code < std::size(kNames) ? kNames[code] : "unknown dtype";
 }
 

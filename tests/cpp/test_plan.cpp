@@ -22,7 +22,8 @@ TEST(dtypes) {
   CHECK_EQ(std::string(dtype_name(24)), "float8_e4m3fn");
   CHECK_EQ(std::string(dtype_name(11)), "bool");
   CHECK_EQ(std::string(dtype_name(45)), "float4_e2m1fn_x2");
-  CHECK_EQ(std::string(dtype_name(46)), "unknown dtype");
+  CHECK_EQ(std::string(dtype_name(46)), "bcomplex32");
+  CHECK_EQ(std::string(dtype_name(47)), "unknown dtype");
   CHECK(arithmetic_of(dtypes::kBFloat16) == Arithmetic::kBFloat16);
   CHECK(arithmetic_of({8, 4}) == Arithmetic::kBytes);  // complex32
 }
