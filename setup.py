@@ -1,9 +1,10 @@
-"""Builds pipecomm_ext._C with CMake; all metadata stands in pyproject.toml.
+"""Builds pipecomm_ext._C with CMake; all metadata but the required torch stands in pyproject.toml.
 
 Environment: PIPECOMM_CUDA (AUTO, ON, OFF), PIPECOMM_FAULTS (ON, OFF), PIPECOMM_LINEINFO (ON, OFF),
 PIPECOMM_NCCL_INCLUDE, MAX_JOBS, TORCH_CUDA_ARCH_LIST, CMAKE_BUILD_TYPE, CC, CXX, CUDACXX, CUDA_HOME.
 """
 
+import importlib.metadata
 import os
 import shutil
 import subprocess
@@ -16,12 +17,24 @@ from setuptools.command.build import build
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
+OLDEST_TORCH = "2.11"
 BYTES_PER_JOB = 2 << 30  # what one translation unit with torch's headers may take
 
 
 class CMakeExtension(Extension):
     def __init__(self, name: str) -> None:
         super().__init__(name, sources=[])
+
+
+def torch_requirement() -> str:
+    """Of a wheel that which it is built for, as torch's C++ ABI changes with each minor version; else all."""
+    try:
+        installed = None if "sdist" in sys.argv else importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:  # then nothing but metadata can be made
+        installed = None
+    if installed is None:
+        return f"torch>={OLDEST_TORCH}"
+    return f"torch=={'.'.join(installed.split('.')[:2])}.*"
 
 
 def find_tool(name: str) -> str:
@@ -107,6 +120,7 @@ class CMakeBuild(build_ext):
 
 
 setup(
+    install_requires=[torch_requirement()],
     ext_modules=[CMakeExtension("pipecomm_ext._C")],
     cmdclass={"build": FreshBuild, "build_ext": CMakeBuild},
 )

@@ -5,8 +5,6 @@ clone, so that neither changes nor build products of this folder get into a whee
 `pip install .` installs in this:
 
 * Its module is stripped, and holds no path of the machine that built it.
-* It requires the minor version of torch that it was built for (`torch==2.11.*`), since torch's C++ ABI
-  changes with each.
 * Its version names torch and CUDA: 0.1.0+torch2.11.cu130, or 0.1.0+torch2.11.cpu.
 
     python release/build_wheels.py --list
@@ -192,16 +190,14 @@ def local_version(facts: dict[str, object]) -> tuple[str, str]:
 
 
 def pinned(files: Files, name: str) -> tuple[Files, str]:
-    """The files and the name of a wheel that says for which torch and CUDA it is."""
+    """The files and the name of a wheel whose version says for which torch and CUDA it is."""
     minor, local = local_version(build_facts(files))
     (metadata,) = (path for path in files if path.endswith(".dist-info/METADATA"))
     text, blank_line, description = files[metadata].decode().partition("\n\n")
     (version,) = re.findall(r"^Version: (\S+)$", text, re.MULTILINE)
     text, num_versions = re.subn(r"(?m)^Version: .*$", f"Version: {version}+{local}", text)
-    requirement = f"Requires-Dist: torch=={minor}.*"
-    text, num_requirements = re.subn(r"(?m)^Requires-Dist: torch\s*>=.*$", requirement, text)
-    if (num_versions, num_requirements) != (1, 1):
-        raise WheelError(f"{name}: its metadata have no version or no requirement of torch")
+    if num_versions != 1 or f"\nRequires-Dist: torch=={minor}.*\n" not in f"{text}\n":
+        raise WheelError(f"{name}: its metadata have no version or do not require torch=={minor}.*")
     old, new = metadata.split("/")[0], f"pipecomm_ext-{version}+{local}.dist-info"
     changed = files | {metadata: f"{text}{blank_line}{description}".encode()}
     renamed = {path.replace(f"{old}/", f"{new}/", 1): content for path, content in changed.items()}

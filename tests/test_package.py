@@ -20,6 +20,7 @@ from tools import needs
 import pipecomm_ext
 from pipecomm_ext import _C, _build_info
 
+TORCH_MINOR = ".".join(_build_info.torch_version.split(".")[:2])
 PACKAGE_DIR = Path(pipecomm_ext.__file__).parent
 ROOT = Path(__file__).parents[1]
 
@@ -36,9 +37,39 @@ def test_version_is_the_same_everywhere() -> None:
 def test_metadata_names_torch_python_and_license() -> None:
     metadata = importlib.metadata.metadata("pipecomm_ext")
     assert metadata["Requires-Python"] == ">=3.10"
-    assert any(re.match(r"torch\s*\(?>=", entry) for entry in metadata.get_all("Requires-Dist"))
-    assert "Apache" in " ".join(metadata.get_all("Classifier"))
+    assert any(re.match(r"torch\s*[=>]=", entry) for entry in metadata.get_all("Requires-Dist"))
     assert "Apache License" in (ROOT / "LICENSE").read_text()
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> Path:
+    """A copy of what metadata are made of, so that nothing is written beside the sources."""
+    (tmp_path / "python" / "pipecomm_ext").mkdir(parents=True)
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE", "python/pipecomm_ext/__init__.py"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("command", "path", "requirement"),
+    [
+        (["dist_info"], "pipecomm_ext-*.dist-info/METADATA", f"torch=={TORCH_MINOR}.*"),
+        (["sdist"], "python/pipecomm_ext.egg-info/PKG-INFO", "torch>=2.11"),
+    ],
+)
+def test_a_wheel_requires_its_torch_and_nothing_is_deprecated(
+    sources: Path, command: list[str], path: str, requirement: str
+) -> None:
+    result = subprocess.run(
+        [sys.executable, "setup.py", *command], cwd=sources, capture_output=True, text=True, timeout=100
+    )
+    assert result.returncode == 0, result.stderr
+    assert "Deprecat" not in result.stderr and "****" not in result.stderr, result.stderr
+    (written,) = sources.glob(path)
+    metadata = written.read_text()
+    assert re.search(r"^Requires-Dist: (torch\b.*)$", metadata, re.MULTILINE)[1] == requirement
+    for line in ("License-Expression: Apache-2.0", "License-File: LICENSE"):
+        assert f"\n{line}\n" in metadata
 
 
 def test_torch_is_no_build_requirement() -> None:
