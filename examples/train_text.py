@@ -223,7 +223,7 @@ def report(
     num_parameters = sum(parameter.numel() for layer in layers_of(args) for parameter in layer.parameters())
     num_text_bytes = args.steps * args.batch_size * args.seq_len
     blocks = plus(sum(1 <= idx <= args.layers for idx in layers) for layers in owned)
-    shape, split = f"{len(owned)} stages", f"{blocks} blocks"
+    shape, split = f"{len(owned)} {'stage' if len(owned) == 1 else 'stages'}", f"{blocks} blocks"
     if args.stages is not None:
         shape += f" of {plus(args.stages)} ranks"
     if stage.piece.comm is not None:
@@ -351,7 +351,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batch-size", default=16, help="sequences a step (16)", **integer)
     parser.add_argument("--microbatches", default=8, help="pieces of a batch in the pipeline (8)", **integer)
     parser.add_argument("--seq-len", default=64, help="bytes a sequence (64)", **integer)
-    parser.add_argument("--layers", default=4, help="transformer blocks (4)", **integer)
+    parser.add_argument(
+        "--layers", help="transformer blocks (4, or one per stage if there are more)", **integer
+    )
     parser.add_argument("--hidden", default=64, help=f"width, a multiple of {HEAD_DIM} (64)", **integer)
     parser.add_argument("--lr", type=float, default=3e-3, help="learning rate (3e-3)")
     parser.add_argument("--seed", default=1, help="of weights and batches (1)", **integer)
@@ -365,7 +367,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         "ranks", "sequence_parallel", "steps", "batch_size", "microbatches", "seq_len", "layers", "hidden"
     )  # fmt: skip
     for name in positive:
-        if getattr(args, name) < 1:
+        if getattr(args, name) is not None and getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be positive, got {getattr(args, name)}")
     if args.batch_size % args.microbatches:
         parser.error(
@@ -391,6 +393,8 @@ def check_num_stages(parser: argparse.ArgumentParser, args: argparse.Namespace, 
         num_stages = num_stages_of(args, num_parts)
     except ValueError as error:
         parser.error(f"--schedule {args.schedule}: {error}")
+    if args.layers is None:
+        args.layers = max(4, num_stages)
     if num_stages > args.layers:
         parser.error(f"{num_stages} stages need at least as many blocks; give --layers {num_stages} or more")
 

@@ -173,7 +173,7 @@ def test_a_killed_rank_ends_everything(tmp_path):
     ("arguments", "message"),
     [
         (["--batch-size", "10", "--microbatches", "4"], "not a multiple of --microbatches 4"),
-        (["--ranks", "5"], "give --layers 5 or more"),
+        (["--ranks", "5", "--layers", "4"], "give --layers 5 or more"),
         (["--hidden", "40"], "not a multiple of 32"),
         (["--steps", "0"], "--steps must be positive, got 0"),
         (["--sequence-parallel", "0"], "--sequence-parallel must be positive, got 0"),
@@ -182,13 +182,14 @@ def test_a_killed_rank_ends_everything(tmp_path):
             "--schedule zb: unknown schedule 'zb'; expected one of dualpipe, dualpipev, gpipe",
         ),
         (["--schedule", "dualpipe", "--microbatches", "4"], "M=4 micro-batches are too few for P=4 ranks"),
-        (["--schedule", "zb_v"], "give --layers 8 or more"),
+        (["--schedule", "zb_v", "--layers", "7"], "give --layers 8 or more"),
+        (["--layers", "0"], "--layers must be positive, got 0"),
         (["--sequence-parallel", "3"], "4 ranks cannot form stages of 3 ranks each"),
-        (["--ranks", "10", "--sequence-parallel", "2"], "give --layers 5 or more"),
+        (["--ranks", "10", "--sequence-parallel", "2", "--layers", "4"], "give --layers 5 or more"),
         (["--stages", "1,x"], "is not a list of numbers of ranks"),
         (["--stages", "1,0"], "must be 1 or more each"),
         (["--stages", "1,3"], "a stage of 3 ranks needs as many heads, there are 2"),
-        (["--stages", "1,1,1,1,1"], "give --layers 5 or more"),
+        (["--stages", "1,1,1,1,1", "--layers", "4"], "give --layers 5 or more"),
         (["--stages", "1,2", "--sequence-parallel", "2"], "does not go with --sequence-parallel"),
     ],
 )
@@ -196,6 +197,21 @@ def test_bad_arguments_are_explained(capsys, arguments, message):
     with pytest.raises(SystemExit) as ended:
         train_text.parse_arguments(arguments)
     assert ended.value.code == 2 and message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "num_layers"),
+    [
+        (["--ranks", "4", "--schedule", "zb_v"], 8),
+        (["--ranks", "2", "--schedule", "zb_v"], 4),
+        (["--ranks", "10", "--sequence-parallel", "2"], 5),
+        (["--stages", "1,1,1,1,1"], 5),
+        (["--stages", "1,1,1,1,1", "--layers", "7"], 7),
+        ([], 4),
+    ],
+)
+def test_there_are_as_many_blocks_as_stages_by_default(arguments, num_layers):
+    assert train_text.parse_arguments(arguments).layers == num_layers
 
 
 @pytest.mark.parametrize("num_blocks", range(1, 9))

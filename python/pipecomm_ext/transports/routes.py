@@ -116,6 +116,8 @@ class Routes:
         everybody = tuple(range(self._meeting.size))
         hosts = self._hosts(everybody)
         if len(hosts) == 1:
+            if len(everybody) == 1:
+                return "the only rank is on this host"
             return f"all {len(everybody)} ranks are on this host"
         obstacle = self.obstacle(hosts[0][0], hosts[1][0])
         if all(len(host) == 1 for host in hosts):
