@@ -228,6 +228,19 @@ def test_the_commands_of_the_tutorial(tmp_path) -> None:
             assert process.returncode == 0, errors
             losses.append([line for line in output.splitlines() if line.startswith("step ")])
     assert len(losses) == 3 and len(losses[0]) == 3 and losses[1:] == losses[:1] * 2
+    for page in (tmp_path / f"{name}.html" for name in ("1f1b", "zb_v")):
+        assert_can_be_read(page.read_text())
+
+
+def assert_can_be_read(page: str) -> None:
+    """Each of the two panels has actions over a good part of the width, in the same unit."""
+    assert "simulated, in seconds" in page and "measured, in seconds" in page and "another scale" not in page
+    boxes = re.findall(r'<rect x="([\d.]+)"[^>]* width="([\d.]+)"[^>]* data-m="(\d+)-', page)
+    panels = {panel for _, _, panel in boxes}
+    assert len(panels) == 2
+    for panel in panels:
+        ends = [float(x) + float(width) for x, width, of in boxes if of == panel]
+        assert max(ends) - min(ends) > 200, f"{max(ends) - min(ends):.0f} of 1200 pixels"
 
 
 TRAIN = """

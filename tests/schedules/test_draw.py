@@ -126,6 +126,35 @@ def test_panels_share_one_scale_and_numbers_are_left_out_where_they_do_not_fit()
     assert len(crowded.labels) < 60
 
 
+def widths_of_panels(makespans):
+    """The pixels of the last end of each panel, and the notes in their titles."""
+    plan = schedules.gpipe(2, 4)
+    simulated = simulate(plan)
+    spans = [
+        [[(a, s * factor, e * factor) for a, s, e in row] for row in simulated.spans]
+        for factor in (makespan / simulated.makespan for makespan in makespans)
+    ]
+    timelines = [Timeline.from_spans(plan, rows) for rows in spans]
+    scene = build_scene(timelines, ["x"] * len(timelines), 1200)
+    ends = {}
+    for rect in scene.rects:
+        if rect.micro_key:
+            panel = rect.micro_key.split("-")[0]
+            ends[panel] = max(ends.get(panel, 0), rect.x + rect.width - 78)
+    notes = [label.text.startswith("another scale") for label in scene.labels if "makespan" in label.text]
+    return list(ends.values()), notes
+
+
+def test_panels_in_other_units_can_be_read():
+    """27 slots beside 27 ms: a measured timeline next to a plan of equal slots was one pixel wide."""
+    full = 1200 - 2 * 20 - 58 - 118
+    widths, notes = widths_of_panels([27, 0.027, 0.0135])
+    assert widths == pytest.approx([full, full, full / 2], abs=1) and notes == [False, True, True]
+    widths, notes = widths_of_panels([1, 20])
+    assert widths == pytest.approx([full / 20, full], abs=1) and notes == [False, False]
+    assert widths_of_panels([1, 21, 0.04])[0] == pytest.approx([full, full, full], abs=1)
+
+
 def test_large_plans_become_plain_shapes(tmp_path):
     draw(schedules.gpipe(8, 1300), tmp_path / "x.html")
     text = (tmp_path / "x.html").read_text()

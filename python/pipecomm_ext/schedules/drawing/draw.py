@@ -23,6 +23,9 @@ def draw(
 ) -> None:
     """Draws a plan (simulated at `costs`), a timeline (simulated or measured), or several on one scale.
 
+    A picture 20 times shorter than another one, as a measured timeline (in seconds) beside a plan simulated
+    at costs of 1, gets a scale of its own: `simulate(plan, timeline.costs())` is what compares with it.
+
     The suffix of `path` decides the format: .svg, .html (self-contained; hovering shows action, time and
     messages, and follows the micro-batch) or .png (needs matplotlib). `width` is in pixels. `titles`, one per
     picture, default to the plan's name and size. Raises ValueError for another suffix, PlanError for a plan

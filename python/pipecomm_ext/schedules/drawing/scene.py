@@ -1,8 +1,9 @@
 """The picture of timelines as plain shapes in pixels, for any painter.
 
-Each timeline has a panel, with one row per rank; all panels share one scale. The colour of a rectangle shows
-the kind of the action, its shade the stage among those of the rank (lighter comes first), and its number the
-micro-batch. A fused slot is one rectangle cut in two: forward above, backward below.
+Each timeline has a panel, with one row per rank; all panels share one scale, but for those that would be too
+small to be read. The colour of a rectangle shows the kind of the action, its shade the stage among those of
+the rank (lighter comes first), and its number the micro-batch. A fused slot is one rectangle cut in two:
+forward above, backward below.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ MARGIN, LABEL_WIDTH, NUMBERS_WIDTH = 20, 58, 118
 ROW_HEIGHT, ROW_GAP = 26, 4
 TITLE_HEIGHT, AXIS_HEIGHT, PANEL_GAP, LEGEND_HEIGHT = 30, 22, 16, 34
 FONT_SIZE, SMALL_FONT_SIZE, DIGIT_WIDTH = 13, 11, 6.6
+MOST_OF_A_SCALE = 20  # how many times longer than another panel of the same scale a panel may be
 
 
 @dataclass(frozen=True)
@@ -74,15 +76,27 @@ class Scene:
 def build_scene(timelines: list[Timeline], titles: list[str], width: float) -> Scene:
     scene = Scene(width)
     plot_width = width - 2 * MARGIN - LABEL_WIDTH - NUMBERS_WIDTH
-    longest = max(timeline.makespan for timeline in timelines) or 1
+    longest = _longest_of_scales([timeline.makespan for timeline in timelines])
     top: float = MARGIN
     for timeline, title in zip(timelines, titles, strict=True):
-        panel = _Panel(scene, timeline, top, float(plot_width / longest))
-        panel.draw(title)
+        of_its_scale = longest[timeline.makespan]
+        panel = _Panel(scene, timeline, top, float(plot_width / (of_its_scale or 1)))
+        panel.draw(title, "" if of_its_scale == max(longest) else "another scale   ")
         top = panel.bottom + PANEL_GAP
     _draw_legend(scene, timelines, top + LEGEND_HEIGHT / 2)
     scene.height = top + LEGEND_HEIGHT + MARGIN / 2
     return scene
+
+
+def _longest_of_scales(makespans: list[Number]) -> dict[Number, Number]:
+    """For each makespan the longest one that shares its scale: seconds and slots, say, have one each."""
+    found: dict[Number, Number] = {}
+    longest = max(makespans)
+    for makespan in sorted(makespans, reverse=True):
+        if makespan * MOST_OF_A_SCALE < longest:
+            longest = makespan
+        found[makespan] = longest
+    return found
 
 
 class _Panel:
@@ -100,11 +114,11 @@ class _Panel:
     def row_top(self, rank: int) -> float:
         return self.top + TITLE_HEIGHT + rank * (ROW_HEIGHT + ROW_GAP)
 
-    def draw(self, title: str) -> None:
+    def draw(self, title: str, note: str) -> None:
         timeline, labels = self.timeline, self.scene.labels
         middle = self.top + TITLE_HEIGHT / 2 - 4
         labels.append(Label(MARGIN, middle, title, FONT_SIZE + 2, is_bold=True))
-        summary = f"makespan {_number(timeline.makespan)}   bubble {timeline.bubble_ratio:.1%}"
+        summary = f"{note}makespan {_number(timeline.makespan)}   bubble {timeline.bubble_ratio:.1%}"
         labels.append(Label(self.scene.width - MARGIN, middle, summary, color=FAINT, anchor="end"))
         for rank in range(len(timeline.spans)):
             y = self.row_top(rank)
