@@ -72,7 +72,8 @@ def test_auto_takes_shared_memory_on_one_host(world):
         warnings.simplefilter("error")
         comm = world.fresh_comm()
     assert comm.transport == "shm"
-    assert comm.transport_reason == f"all {world.size} ranks are on this host"
+    everybody = "the only rank is" if world.size == 1 else f"all {world.size} ranks are"
+    assert comm.transport_reason == f"{everybody} on this host"
 
 
 @on_ranks(2)
