@@ -8,5 +8,8 @@ from . import required as _required  # noqa: F401
 from .attention import register
 from .batch import split_batch
 from .generation import generate
+from .model_check import watch_models
+
+watch_models()
 
 __all__ = ["generate", "register", "split_batch"]

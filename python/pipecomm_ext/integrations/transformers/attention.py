@@ -8,6 +8,7 @@ tensor, so that a layer which computes attention in another way fails instead of
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,9 +62,17 @@ def register(process_group: Any = None, *, chunks: int | str = "auto") -> None:
             whose result over a split sequence would be another one, which the text names; new tokens behind
             a cache, which `generate` computes.
     """
-    split = _SplitAttention(process_group, chunks)
+    global _registered
+    _registered = split = _SplitAttention(process_group, chunks)
     AttentionInterface.register(NAME, split.attend)
     AttentionMaskInterface.register(NAME, split.make_mask)
+
+
+def telling_the_others(tensor: Tensor) -> contextlib.AbstractContextManager[None]:
+    """Tells all ranks of the group that `register` was given what this rank raises here."""
+    if _registered is None:
+        return contextlib.nullcontext()
+    return refusing(state_of(_registered.process_group), tensor)
 
 
 @dataclass(frozen=True)
@@ -166,6 +175,9 @@ class _SplitAttention:
             group, tensor = state.get_ulysses_group(), attention_mask.tensor
             result = ulysses_attention(query, key, value, None, group, attn_mask=tensor, **options)
         return result.transpose(1, 2).contiguous(), None
+
+
+_registered: _SplitAttention | None = None
 
 
 def _check_keys(num_queries: int, num_keys: int) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from .model_check import note_piece
 from .pieces import cut, ring_lengths, state_of
 
 IGNORED = -100  # the label of a token that does not count, in transformers
@@ -73,6 +74,7 @@ def split_batch(batch: Mapping[str, Any], process_group: Any = None) -> dict[str
         name: cut(value, SEQUENCE_DIM[name], state) if name in SEQUENCE_DIM and value is not None else value
         for name, value in whole.items()
     }
+    note_piece(length, piece["input_ids" if "input_ids" in piece else "inputs_embeds"].size(1))
     if piece.get("shift_labels") is not None:
         piece["labels"] = piece["shift_labels"]
         piece.setdefault("num_items_in_batch", (whole["shift_labels"] != IGNORED).sum())
