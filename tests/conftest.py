@@ -10,7 +10,10 @@
 * Scripts run on the pool as well, with one command line of each in a Python of its own (scripts.py).
 * `make test` runs as many workers as there are cores, each with its own pool: much of the time is waiting.
   A test is alone in its ranks, but not on the machine, which may stand still for seconds.
-* The marker `timed` is for a test with an upper limit of time: the best of three runs must keep it.
+* No test has an upper limit of time, but `make faults`, on a machine that does nothing else, judges them:
+  those of ranks.assert_within(), and test_step_time.py. A test that would need a second try is a defect;
+  flaky.py finds it.
+* What breaks a communicator does so in World.breaking() or World.broken_comm() of ranks.py.
 * The marker `slow` is for a test that starts Pythons or compilers, or computes for long;
   `make smoke` omits it.
 """
@@ -21,7 +24,9 @@ from collections.abc import Iterator
 
 import hosts as host_worlds
 import pytest
-from ranks import RankPool
+from ranks import JUDGES_TIMES, RankPool
+
+collect_ignore = [] if JUDGES_TIMES else ["test_step_time.py"]
 
 
 @pytest.fixture(scope="session")
@@ -42,12 +47,3 @@ def host_pool() -> Iterator[host_worlds.HostPool]:
     """Two hosts of two ranks each; see hosts.py."""
     with host_worlds.HostPool(host_worlds.HostPlan(2), host_worlds.HostPlan(2)) as pool:
         yield pool
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """What measures time comes first, while no pool of ranks loads the machine yet."""
-    items.sort(key=lambda item: item.path.name != "test_step_time.py")
-    if config.pluginmanager.hasplugin("rerunfailures"):
-        for item in items:
-            if item.get_closest_marker("timed"):
-                item.add_marker(pytest.mark.flaky(reruns=2))

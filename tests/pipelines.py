@@ -6,7 +6,6 @@ import copy
 from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -131,9 +130,7 @@ def plan_named(name: str, P: int, M: int | None = None) -> Plan:
 def make_executor(world, plan: Plan, pipeline: Pipeline, **options) -> Executor:
     """Over a communicator that other tests use, too, unless `options` has one."""
     options.setdefault("communicator", world.shared_comm(channels=4))
-    executor = Executor(plan, pipeline.stages, loss_fn=pipeline.loss_fn, **options)
-    dist.barrier()  # a step that fails at once would else reach ranks that are still in the constructor
-    return executor
+    return Executor(plan, pipeline.stages, loss_fn=pipeline.loss_fn, **options)
 
 
 class MegatronCheckpoint(torch.autograd.Function):

@@ -4,12 +4,19 @@
     ranks.run(4, body, 10)                        # results in rank order; a failing rank raises RankFailure
     ranks.attempt(2, body, 10)                    # Outcomes: exceptions are results (type, text, attributes)
     with ranks.disposable(3, body, 10) as world:  # fresh processes of one test, which may be signalled
-        world.await_mark(1, "posted")
+        world.await_marks("posted")               # all ranks have called world.mark("posted")
         world.signal(1, signal.SIGKILL)
         outcomes = world.collect(deadline=5)
 
     @on_ranks(2, 3)                                # the same as one test function per rank count
     def test_ring(world): ...
+
+A body breaks a communicator, or anything that uses one, between two meetings of all ranks:
+
+    with world.broken_comm(timeout=20) as comm:    # made and connected before, closed after them
+        comm.abort("enough") if world.rank == 0 else pytest.raises(PipeCommAborted, comm.barrier)
+    with world.breaking(), pytest.raises(...):     # the same around an executor's step, say
+        executor.step(...)
 
 Each world size has its own processes, forked from a server that has torch imported and joined once in a gloo
 default group over a FileStore. A world that dies, hangs past its deadline or fails unexpectedly is killed,
@@ -102,6 +109,18 @@ class RankFailure(AssertionError):
         self.outcomes = outcomes
 
 
+JUDGES_TIMES = os.environ.get("PIPECOMM_TEST_FAULTS") == "all"
+
+
+def assert_within(limit_s: float, took_s: float, what: object = "") -> None:
+    """A time that is promised, judged by `make faults` alone, for a machine that does nothing else.
+
+    A machine that runs a test suite may stand still for seconds. There, the kind of an error says that it
+    came before the end of a wait.
+    """
+    assert not JUDGES_TIMES or took_s < limit_s, f"took {took_s:.2f} s, not {limit_s} s: {what}"
+
+
 # ---- the rank's side --------------------------------------------------------------------------------------
 
 _made: dict[tuple, Any] = {}
@@ -148,7 +167,7 @@ class World:
 
     @property
     def comm(self):
-        """The Communicator that all tests of this world share; a test that may break one takes fresh_comm."""
+        """The Communicator that all tests of this world share; a test that breaks one takes broken_comm()."""
         return self.shared_comm()
 
     def shared_comm(self, **kwargs):
@@ -162,6 +181,29 @@ class World:
         """A new Communicator, closed (or, if the body raised, aborted) after the test."""
         self._fresh.append(self._make_comm(kwargs))
         return self._fresh[-1]
+
+    def meet(self) -> None:
+        """Returns once all ranks have called it; over gloo, so that no communicator has a part in it."""
+        import torch.distributed as dist
+
+        dist.barrier(self.group)
+
+    @contextlib.contextmanager
+    def breaking(self) -> Iterator[None]:
+        """Around what makes a communicator fail, on all ranks: the failure meets no rank that is still in a
+        constructor or a call before it, and no rank goes on, or closes, before all have seen theirs."""
+        self.meet()
+        yield
+        self.meet()
+
+    @contextlib.contextmanager
+    def broken_comm(self, **kwargs) -> Iterator[Any]:
+        """A fresh_comm that is connected, in a block that breaks it."""
+        comm = self.fresh_comm(**kwargs)
+        comm.barrier()
+        with self.breaking():
+            yield comm
+        comm.close()
 
     def _make_comm(self, kwargs: dict[str, Any]):
         import pipecomm_ext
@@ -325,8 +367,7 @@ class RankGroup:
         self.reset()
         try:
             self._start_ranks(fork_context(), device)
-            for rank in range(size):
-                self.await_mark(rank, "joined", START_DEADLINE_S)
+            self.await_marks("joined", START_DEADLINE_S)
         except BaseException:
             self.close()
             raise
@@ -388,6 +429,10 @@ class RankGroup:
                 raise RankFailure(f"rank {rank} never reached {name!r}", self.collect(deadline=0.0))
             self._receive(min(0.1, deadline))
         return marks[name]
+
+    def await_marks(self, name: str, deadline: float = DEFAULT_DEADLINE_S) -> float:
+        """Waits until all ranks' bodies have called world.mark(name); the time at which the last one did."""
+        return max(self.await_mark(rank, name, deadline) for rank in range(self.size))
 
     def signal(self, rank: int, number: int) -> float:
         """Sends a signal to one rank; the time of doing so."""

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from ranks import on_ranks
 
 from pipecomm_ext import (
@@ -276,6 +275,7 @@ def be_recorded(world, folder, scene, **kwargs):
     os.environ["PIPECOMM_FLIGHT_DIR"] = folder
     comm = Communicator(world.group, device="cpu", **kwargs)
     comm.barrier()
+    world.meet()
     world.mark("ready")
     return scene(world, comm)
 
@@ -323,8 +323,7 @@ def wait_for_a_dead_one(world, comm):
 
 def test_the_end_of_a_chain_of_waiting_is_found(ranks, tmp_path, capsys):
     with ranks.disposable(3, be_recorded, str(tmp_path), wait_for_a_dead_one, timeout=20) as world:
-        for rank in range(3):
-            world.await_mark(rank, "ready")
+        world.await_marks("ready")
         time.sleep(0.3)
         world.signal(2, signal.SIGKILL)
         outcomes = world.collect()
@@ -354,8 +353,7 @@ def wait_to_be_asked(world, comm):
 
 def test_the_signal_writes_records_and_disturbs_nothing(ranks, tmp_path, capsys):
     with ranks.disposable(2, be_recorded, str(tmp_path), wait_to_be_asked) as world:
-        for rank in (0, 1):
-            world.await_mark(rank, "ready")
+        world.await_marks("ready")
         time.sleep(1.2)
         for rank in (0, 1):
             world.signal(rank, signal.SIGUSR1)
@@ -400,8 +398,8 @@ def fail_twice(world, comm):
                 ]
             )
     await_dumps(Path(os.environ["PIPECOMM_FLIGHT_DIR"]), 2)  # written by a thread of its own
-    dist.barrier()  # not of `comm`: one rank may abort it while the other is still leaving
-    comm.abort("enough")
+    with world.breaking():
+        comm.abort("enough")
     comm.close()
     return comm.id
 

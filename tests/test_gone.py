@@ -8,14 +8,11 @@ import time
 
 import pytest
 import torch
-import torch.distributed as dist
 from patterns import assert_same, pattern
-from ranks import on_ranks
+from ranks import assert_within, on_ranks
 
 import pipecomm_ext
 from pipecomm_ext import Communicator, PipeCommAborted, PipeCommMismatch
-
-pytestmark = pytest.mark.timed
 
 AT_ONCE_S = 2.0
 TRANSPORTS = pytest.mark.parametrize("transport", ["c10d", "shm"])
@@ -42,19 +39,18 @@ MEETS = {
 @pytest.mark.parametrize("posted", POSTED)
 def test_a_communicator_dropped_in_the_middle(world, transport, posted):
     comm = Communicator(world.group, device="cpu", transport=transport)  # no other reference
-    dist.barrier(world.group)
-    if world.rank == 1:
-        work = POSTED[posted](comm, 0)
-        del work, comm
-        gc.collect()
-        dist.barrier(world.group)
-        return
-    dist.barrier(world.group)
-    started_at = time.monotonic()
-    with pytest.raises(PipeCommAborted, match="rank 1: its communicator was dropped") as caught:
-        MEETS[posted](comm, 1)
-    assert time.monotonic() - started_at < AT_ONCE_S
-    assert caught.value.origin_rank == 1
+    with world.breaking():
+        if world.rank == 1:
+            work = POSTED[posted](comm, 0)
+            del work, comm
+            gc.collect()
+        world.meet()
+        if world.rank == 0:
+            started_at = time.monotonic()
+            with pytest.raises(PipeCommAborted, match="rank 1: its communicator was dropped") as caught:
+                MEETS[posted](comm, 1)
+            assert_within(AT_ONCE_S, time.monotonic() - started_at)
+            assert caught.value.origin_rank == 1
 
 
 @on_ranks(2)
@@ -66,24 +62,22 @@ def test_a_close_that_is_interrupted(world, transport):
     def interrupt(*_):
         raise Interrupted
 
-    comm = world.fresh_comm(transport=transport)
-    dist.barrier(world.group)
-    if world.rank == 1:
-        before = signal.signal(signal.SIGALRM, interrupt)
-        signal.setitimer(signal.ITIMER_REAL, 0.2)
-        try:
-            with pytest.raises(Interrupted), comm:
-                comm.irecv(torch.zeros(4), 0)  # the end of the block waits for it
-        finally:
-            signal.signal(signal.SIGALRM, before)
-        assert comm.closed
-        dist.barrier(world.group)
-        return
-    dist.barrier(world.group)
-    started_at = time.monotonic()
-    with pytest.raises(PipeCommAborted, match=r"rank 1: its close\(\) was interrupted"):
-        comm.send(torch.ones(4), 1)
-    assert time.monotonic() - started_at < AT_ONCE_S
+    with world.broken_comm(transport=transport) as comm:
+        if world.rank == 1:
+            before = signal.signal(signal.SIGALRM, interrupt)
+            try:
+                with pytest.raises(Interrupted), comm:
+                    comm.irecv(torch.zeros(4), 0)  # the end of the block waits for it
+                    signal.setitimer(signal.ITIMER_REAL, 0.2)
+            finally:
+                signal.signal(signal.SIGALRM, before)
+            assert comm.closed
+        world.meet()
+        if world.rank == 0:
+            started_at = time.monotonic()
+            with pytest.raises(PipeCommAborted, match=r"rank 1: its close\(\) was interrupted"):
+                comm.send(torch.ones(4), 1)
+            assert_within(AT_ONCE_S, time.monotonic() - started_at)
 
 
 def freed() -> torch.Tensor:

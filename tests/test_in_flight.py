@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
 from patterns import assert_same, pattern
 from ranks import on_ranks
 
@@ -39,13 +38,13 @@ def test_a_receive_whose_storage_moves(world, transport, num_elements, move):
         MOVES[move](tensor)
         MOVES[move](strided)
         used = churn()
-        dist.barrier(world.group)
+        world.meet()
         for work in works:
             with pytest.raises(PipeCommError, match="has got other memory .*so the message is lost"):
                 work.wait()
         assert all(bool(piece.isnan().all()) for piece in used)
     else:
-        dist.barrier(world.group)
+        world.meet()
         for _ in range(2):
             comm.send(sent, peer)
     received = torch.zeros(num_elements)
@@ -68,13 +67,13 @@ def test_a_send_whose_storage_moves(world, transport, num_elements, move):
         again = comm.isend(tensor, peer)
         MOVES[move](tensor)
         used = churn()
-        dist.barrier(world.group)
+        world.meet()
         work.wait()
         again.wait()
         assert all(bool(piece.isnan().all()) for piece in used)
     else:
         received = [torch.zeros(num_elements) for _ in range(2)]
-        dist.barrier(world.group)
+        world.meet()
         for tensor in received:
             comm.recv(tensor, peer)
             assert_same(tensor, sent)
@@ -124,7 +123,7 @@ def test_autograd_hears_when_the_data_land(world, transport, operation):
         x = torch.ones(8, requires_grad=True)
         product = x * tensor
         version = tensor._version
-        dist.barrier(world.group)
+        world.meet()
         work.wait()
         assert tensor._version > version and tensor.equal(one)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -132,7 +131,7 @@ def test_autograd_hears_when_the_data_land(world, transport, operation):
         (x * tensor).sum().backward()  # what is saved afterwards is right
         assert x.grad.equal(one)
     else:
-        dist.barrier(world.group)
+        world.meet()
         {
             "broadcast": lambda: comm.broadcast(one, 1),
             "all_to_all": lambda: comm.all_to_all([one, one], [torch.zeros(8), torch.zeros(8)]),

@@ -405,11 +405,12 @@ def test_lists_of_different_lengths_do_not_shift_into_each_other(world, num_expe
     """Shapes and dtypes agree, so nothing but the lengths of the lists can tell. The end of the longer one
     is told too, though its further tensors have nobody to take them.
     """
-    p2p = P2PCommunicator(world.fresh_comm(), PipelineConfig(pipeline_dtype=torch.float32))
-    with pytest.raises(PipeCommMismatch, match="as part of another list of tensors"):
-        to_next(p2p, world.rank, [torch.ones(2)] * 3, [(2,)] * num_expected)
-    world.comm.barrier()
-    p2p.abort("the lists differ")
+    with world.broken_comm() as comm:
+        p2p = P2PCommunicator(comm, PipelineConfig(pipeline_dtype=torch.float32))
+        with pytest.raises(PipeCommMismatch, match="as part of another list of tensors"):
+            to_next(p2p, world.rank, [torch.ones(2)] * 3, [(2,)] * num_expected)
+        world.meet()
+        p2p.abort("the lists differ")
 
 
 @on_ranks(2)
@@ -440,13 +441,13 @@ def test_a_communicator_in_the_place_of_a_group(world):
 
 @on_ranks(2)
 def test_an_abort_reaches_the_other_stage(world):
-    p2p = P2PCommunicator(
-        world.fresh_comm(channels=4), PipelineConfig(pipeline_dtype=torch.float32, variable_seq_lengths=True)
-    )
-    if world.rank == 0:
-        p2p.abort("stage 0 gave up")
-    with pytest.raises(PipeCommAborted, match="stage 0 gave up"):
-        p2p.recv_backward((1,), False) if world.rank == 0 else p2p.recv_forward((1,), False)
+    config = PipelineConfig(pipeline_dtype=torch.float32, variable_seq_lengths=True)
+    with world.broken_comm(channels=4) as comm:
+        p2p = P2PCommunicator(comm, config)
+        if world.rank == 0:
+            p2p.abort("stage 0 gave up")
+        with pytest.raises(PipeCommAborted, match="stage 0 gave up"):
+            p2p.recv_backward((1,), False) if world.rank == 0 else p2p.recv_forward((1,), False)
 
 
 @on_ranks(2)

@@ -16,6 +16,8 @@ import torch.distributed as dist
 from ranks import RankFailure, on_ranks
 from scripts import files_in, short_folder, take_interrupts
 
+FOREVER_S = 10_000.0  # longer than any test may take
+
 
 class DetailedError(RuntimeError):
     def __init__(self, text: str, peer: int):
@@ -47,7 +49,7 @@ def sleep_on(world, bad_rank, seconds):
 def exit_on(world, bad_rank):
     if world.rank == bad_rank:
         os._exit(3)
-    time.sleep(60)
+    time.sleep(FOREVER_S)
 
 
 def return_unpicklable(world):
@@ -68,15 +70,6 @@ def test_results_come_in_rank_order(ranks, size):
 
 def test_processes_are_reused(ranks):
     assert ranks.run(2, identify) == ranks.run(2, identify)
-
-
-@pytest.mark.timed
-def test_a_warm_case_is_cheap(ranks):
-    ranks.run(2, identify)
-    started_at = time.monotonic()
-    for _ in range(20):
-        ranks.run(2, identify)
-    assert (time.monotonic() - started_at) / 20 < 0.05
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -103,13 +96,10 @@ def test_run_raises_with_the_rank_and_its_traceback(ranks):
     assert ranks.run(2, all_reduce_rank) == [1, 1]
 
 
-@pytest.mark.timed
 def test_one_failure_does_not_wait_for_the_deadline_of_the_others(ranks, monkeypatch):
     monkeypatch.setattr("ranks.GRACE_S", 0.2)
-    started_at = time.monotonic()
     with pytest.raises(RankFailure, match="rank 0 died with exit code 3"):
-        ranks.run(2, exit_on, 0, deadline=30)
-    assert time.monotonic() - started_at < 5
+        ranks.run(2, exit_on, 0, deadline=FOREVER_S)
 
 
 def test_a_hung_rank_is_killed_with_its_stacks_and_replaced(ranks):
@@ -170,11 +160,8 @@ def body(world, directory, seconds):
     time.sleep(seconds)
 
 def test_inner(ranks):
-    ranks.run(2, body, os.environ["INNER_DIR"], float(os.environ["INNER_SECONDS"]), deadline=60)
+    ranks.run(2, body, os.environ["INNER_DIR"], float(os.environ["INNER_SECONDS"]), deadline=10_000)
 """
-INTERRUPTED_WITHIN_S = (
-    20.0  # far less than the inner test's deadline, at which it would end without Ctrl-C too
-)
 
 
 @pytest.mark.slow
@@ -189,7 +176,7 @@ def test_nothing_is_left_behind(tmp_path, ending):
     environment = os.environ | {
         "TMPDIR": str(scratch),
         "INNER_DIR": str(tmp_path),
-        "INNER_SECONDS": "0" if ending == "normal" else "120",
+        "INNER_SECONDS": "0" if ending == "normal" else str(FOREVER_S),
         "PYTHONPATH": os.pathsep.join(python_path),
     }
     pytest_process = subprocess.Popen(
@@ -208,24 +195,19 @@ def test_nothing_is_left_behind(tmp_path, ending):
                 os.killpg(pytest_process.pid, signal.SIGINT)
             else:
                 pytest_process.kill()
-        struck_at = time.monotonic()
         output, _ = pytest_process.communicate(timeout=100)
     finally:
         pytest_process.kill()
-    took_s = time.monotonic() - struck_at
     pids = [int((tmp_path / f"pid{rank}").read_text()) for rank in range(2)]
-    # Far less than the time for which the ranks of the inner test sleep.
-    wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), seconds=20)
+    wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), seconds=100)
     expected = {
         "normal": pytest.ExitCode.OK,
         "ctrl-c": pytest.ExitCode.INTERRUPTED,
         "kill": -signal.SIGKILL,
     }
     assert pytest_process.returncode == expected[ending], output.decode()
-    if ending == "ctrl-c":
-        assert took_s < INTERRUPTED_WITHIN_S, output.decode()
     if ending != "kill":
-        wait_for(lambda: not files_in(scratch), seconds=5)
+        wait_for(lambda: not files_in(scratch), seconds=100)
     shutil.rmtree(scratch)
 
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from patterns import assert_same, pattern, poison
-from ranks import on_ranks
+from ranks import assert_within, on_ranks
 
 from pipecomm_ext import (
     _C,
@@ -395,7 +395,6 @@ def test_transfers_go_on_while_the_caller_computes(world):
         assert_same(received[peer], pattern(numel, torch.uint8, peer, world.rank), peer)
 
 
-@pytest.mark.timed
 @on_ranks(2)
 def test_waiting_costs_no_cpu(world):
     comm = shm_comm(world)
@@ -502,18 +501,15 @@ def work_until_a_peer_dies(world, seed, victim):
     return kind, text, origin, raised_at
 
 
-@pytest.mark.timed
 @pytest.mark.timeout(30 + 10 * NUM_KILLS)
 def test_kill_at_random_moments(ranks):
     """PIPECOMM_TEST_KILLS=200 for the long form."""
     rng = random.Random(7)
-    late = []
     for round_idx in range(NUM_KILLS):
         size = rng.randrange(2, 5)
         victim = rng.randrange(size)
         with ranks.disposable(size, work_until_a_peer_dies, round_idx, victim) as world:
-            for rank in range(size):
-                world.await_mark(rank, "works")
+            world.await_marks("works")
             time.sleep(rng.random() * 0.05)
             killed_at = world.signal(victim, signal.SIGKILL)
             outcomes = world.collect()
@@ -524,10 +520,7 @@ def test_kill_at_random_moments(ranks):
             assert outcome.status == "returned", str(outcome)
             kind, text, origin, raised_at = outcome.value
             assert kind is PipeCommPeerLost and origin == victim and f"rank {victim}" in text, text
-            if raised_at - killed_at >= 1.0:
-                late.append((round_idx, raised_at - killed_at, text))
-    # None by itself; a machine that stands still for a second makes one late now and then.
-    assert len(late) <= NUM_KILLS // 20, late
+            assert_within(1.0, raised_at - killed_at, f"round {round_idx}: {text}")
 
 
 @on_ranks(2)

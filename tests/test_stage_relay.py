@@ -175,14 +175,13 @@ def test_a_scalar_is_relayed(world):
             assert relay.recv_forward((), torch.float32).item() == 7.5
 
 
-def wait_for(condition, seconds: float = 10.0) -> None:
+def wait_for(condition, seconds: float = 60.0) -> None:
     until = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < until
         time.sleep(0.005)
 
 
-@pytest.mark.timed
 @on_ranks(5)
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

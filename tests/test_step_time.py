@@ -1,12 +1,12 @@
 """A step takes the time that its schedule says: stages that only sleep, against the makespan of `simulate`.
 Waiting for a message too early changes no value; it shows here.
 
-Load on the cores adds the same milliseconds to a step however long the stages sleep, an early wait a share of
-the step. So steps whose ratio is not good are tried again with stages that sleep longer.
+That takes a machine that does nothing else: `make faults` plays it, the suite does not (conftest.py).
 """
 
 from __future__ import annotations
 
+import statistics
 import time
 from types import SimpleNamespace
 
@@ -20,10 +20,8 @@ from torch import nn
 from pipecomm_ext.pipeline_parallel import P2PCommunicator, PipelineConfig, get_forward_backward_func
 from pipecomm_ext.schedules import Costs, DualPipe, DualPipeV, Executor, Plan, simulate
 
-pytestmark = pytest.mark.timed
-
-COSTS = Costs(F=0.012, I=0.024, W=0)  # seconds; a stage's weight is so small that W is free
-STRETCHES = (1, 1, 1, 2, 2, 4, 4, 8, 8)  # of the costs, one step each, until a step is good
+COSTS = Costs(F=0.024, I=0.048, W=0)  # seconds; a stage's weight is so small that W is free
+NUM_STEPS = 5  # of which the middle one counts
 NUM_MICROBATCHES = 8
 BOUND = 1.15  # times the makespan; waiting for each message when it is posted costs 1.5 and more
 SHAPE = (2, 1, 4)
@@ -31,20 +29,17 @@ SHAPE = (2, 1, 4)
 
 class Sleep(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, stretch):
-        ctx.stretch = stretch
-        time.sleep(COSTS.F * stretch)
+    def forward(ctx, x):
+        time.sleep(COSTS.F)
         return x.clone()
 
     @staticmethod
     def backward(ctx, grad):
-        time.sleep(COSTS.I * ctx.stretch)
-        return grad, None  # stretch
+        time.sleep(COSTS.I)
+        return grad
 
 
 class SleepingStage(nn.Module):
-    stretch = 1
-
     def __init__(self, config=None):
         super().__init__()
         self.config = config
@@ -55,29 +50,22 @@ class SleepingStage(nn.Module):
         [self.input_tensor] = tensors
 
     def forward(self, x):
-        return Sleep.apply(
-            (x if self.input_tensor is None else self.input_tensor) * self.weight, self.stretch
-        )
+        return Sleep.apply((x if self.input_tensor is None else self.input_tensor) * self.weight)
 
 
-def least_ratio(world, step, stages: list[SleepingStage], plan: Plan) -> float:
-    """The step's time over the plan's makespan, the least of some steps until it is good; the same on all
-    ranks."""
-    least = float("inf")
-    makespan = simulate(plan, COSTS).makespan
-    for stretch in STRETCHES:
-        for stage in stages:
-            stage.stretch = stretch
-        dist.barrier(world.group)
+def assert_takes_its_makespan(world, step, plan: Plan) -> None:
+    """The median of some steps."""
+    ratios = []
+    for _ in range(NUM_STEPS):
+        world.meet()
         begin = time.monotonic()
         step()
         # The clock is the host's: from the first rank that begins to the last one that ends.
         times = torch.tensor([-begin, time.monotonic()], dtype=torch.float64)
         dist.all_reduce(times, op=dist.ReduceOp.MAX, group=world.group)
-        least = min(least, times.sum().item() / (stretch * makespan))
-        if least <= BOUND:
-            break
-    return least
+        ratios.append(times.sum().item() / simulate(plan, COSTS).makespan)
+    ratio = statistics.median(ratios)
+    assert ratio <= BOUND, f"a step takes {ratio:.2f} times the makespan of its schedule: {ratios}"
 
 
 MODES = {
@@ -113,8 +101,7 @@ def test_megatrons_schedules(world, num_chunks, mode):
         )
 
     plan = plan_named("interleaved_1f1b" if num_chunks else "one_f_one_b", world.size, NUM_MICROBATCHES)
-    ratio = least_ratio(world, step, chunks, plan)
-    assert ratio <= BOUND, f"a step takes {ratio:.2f} times the makespan of its schedule"
+    assert_takes_its_makespan(world, step, plan)
 
 
 @on_ranks(4)
@@ -136,8 +123,7 @@ def test_the_executor(world, name):
         def step():
             executor.step(micros if is_first else None, micros if is_last else None)
 
-        ratio = least_ratio(world, step, list(stages.values()), plan)
-    assert ratio <= BOUND, f"a step takes {ratio:.2f} times the makespan of its schedule"
+        assert_takes_its_makespan(world, step, plan)
 
 
 @on_ranks(4)
@@ -159,6 +145,5 @@ def test_the_classes_of_dualpipe(world, kind):
         )
 
     plan = plan_named(kind.__name__.lower(), world.size, NUM_MICROBATCHES)
-    ratio = least_ratio(world, step, list(stages), plan)
+    assert_takes_its_makespan(world, step, plan)
     pipe.close()
-    assert ratio <= BOUND, f"a step takes {ratio:.2f} times the makespan of its schedule"

@@ -296,8 +296,7 @@ def receive_until_killed(world):
 
 def test_a_killed_peer_is_noticed(ranks):
     with ranks.disposable(2, receive_until_killed) as world:
-        for rank in range(2):
-            world.await_mark(rank, "ready", deadline=DEADLINE_S)
+        world.await_marks("ready", deadline=DEADLINE_S)
         died_at = world.signal(1, signal.SIGKILL)
         outcome = world.collect(deadline=60)[0]
     name, origin, raised_at, closed_at = outcome.value

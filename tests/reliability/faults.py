@@ -108,8 +108,7 @@ def fault(name: str, *expected: type, **facts):
 
 
 def when_all_are_there(world) -> None:
-    for rank in range(NUM_RANKS):
-        world.await_mark(rank, "here")
+    world.await_marks("here")
     time.sleep(0.05)  # for the others to be in their calls
 
 

@@ -14,7 +14,6 @@ from typing import Any
 import operations_parallel  # noqa: F401  (fills the table)
 import operations_pipeline  # noqa: F401  (fills the table)
 import torch
-import torch.distributed as dist
 from operations import NUM_CHANNELS, OPERATIONS, Call, Draw
 
 from pipecomm_ext import Communicator, PipeCommAborted, PipeCommError, PipeCommMismatch
@@ -109,13 +108,13 @@ def must_raise(kinds: tuple[type, ...], call) -> Any:
     raise AssertionError(f"{kinds} was not raised")
 
 
-def abort_and_close(comm: Communicator, seed: int) -> None:
+def abort_and_close(world, comm: Communicator, seed: int) -> None:
     """One rank gives up: all others, who wait for it, hear why."""
     victim = seed % comm.size
-    dist.barrier(comm.group)  # all are done with the program
-    if comm.rank == victim:
-        comm.abort(f"after program {seed}")
-    else:
-        error = must_raise((PipeCommAborted,), comm.barrier)
-        assert error.origin_rank == victim and f"after program {seed}" in str(error), error
+    with world.breaking():
+        if comm.rank == victim:
+            comm.abort(f"after program {seed}")
+        else:
+            error = must_raise((PipeCommAborted,), comm.barrier)
+            assert error.origin_rank == victim and f"after program {seed}" in str(error), error
     comm.close()

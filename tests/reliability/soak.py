@@ -92,7 +92,7 @@ def play(world, transports: tuple[str, ...], first: int, num_programs: int):
             raise AssertionError(f"program {seed} over {transport}: {error}") from error
         counts[transport] += 1
         if random.Random(seed).random() < ABORT:
-            abort_and_close(comms[transport], seed)
+            abort_and_close(world, comms[transport], seed)
             comms[transport] = connect(world.group, transport)
             counts["abort"] += 1
     for comm in comms.values():
@@ -131,6 +131,7 @@ class Soak:
     transports: tuple[str, ...] = TRANSPORTS
     seed: int = 0
     say: Callable[[str], None] = print
+    judges_times: bool = True  # where nothing else uses the machine
     counts: collections.Counter[str] = field(default_factory=collections.Counter)
     footprints: list[tuple[float, list[Footprint]]] = field(default_factory=list)
 
@@ -196,8 +197,7 @@ class Soak:
         timeout_s = 1.0 if expected is PipeCommTimeout else 20.0
         what = f"attack on {size} ranks over {transport}: {number.name}, seed {seed}"
         with ranks.disposable(size, play_until_one_is_lost, transport, seed, timeout_s) as world:
-            for rank in range(size):
-                world.await_mark(rank, "plays")
+            world.await_marks("plays")
             time.sleep(rng.random() * 0.1)
             struck_at = world.signal(lost, number)
             outcomes = world.collect(give_up_on=("raised",))
@@ -207,7 +207,7 @@ class Soak:
             kind, origin, text, heard_at = outcome.value
             took_s = heard_at - struck_at
             is_right = issubclass(kind, expected) and (expected is PipeCommTimeout or origin == lost)
-            if not is_right or took_s > DETECTION_S[expected]:
+            if not is_right or (self.judges_times and took_s > DETECTION_S[expected]):
                 raise SoakFailure(f"{what}: rank {outcome.rank} after {took_s:.2f} s: {kind} {text}")
         self.counts[number.name] += 1
 

@@ -55,15 +55,11 @@ def library(tmp_path_factory) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "transport"), PLAYED)
 def test_every_call_fails_once(ranks, library, name, transport):
-    """The page says how many there are. (A rank that is stopped at the wrong moment may make other calls.)"""
-    for _ in range(3):
-        counts = count(ranks, library, name, transport)
-        expected = dict(documented()[name, transport])
-        for counted in (counts, expected):  # routes, made in the background, take memory and descriptors
-            counted.pop("memory"), counted.pop("system call")
-        if counts == expected:
-            return
-    raise AssertionError(f"counted {counts}; run: python tests/reliability/failing_calls.py")
+    """The page says how many there are."""
+    counts, expected = count(ranks, library, name, transport), dict(documented()[name, transport])
+    for counted in (counts, expected):  # routes, made in the background, take memory and descriptors
+        counted.pop("memory"), counted.pop("system call")
+    assert counts == expected, "run: python tests/reliability/failing_calls.py"
 
 
 @pytest.mark.slow

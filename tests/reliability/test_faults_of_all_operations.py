@@ -9,8 +9,6 @@ import os
 import pytest
 from fault_cases import all_cases, chosen_cases, run_case
 
-pytestmark = pytest.mark.timed
-
 CASES = all_cases() if os.environ.get("PIPECOMM_TEST_FAULTS") == "all" else chosen_cases()
 
 

@@ -50,7 +50,6 @@ def victim_beside_one() -> Iterator[HostPool]:
         yield pool
 
 
-@pytest.mark.timed
 @pytest.mark.parametrize("case", cases_over_hosts(), ids=str)
 def test_fault_over_hosts(victim_beside_one, case):
     run_case(victim_beside_one, case)

@@ -10,7 +10,7 @@ from pipelines import WIDTH, Block, Pipeline, ReentrantBlock, make_executor
 from ranks import on_ranks
 from torch import nn
 
-from pipecomm_ext import Communicator, PipeCommAborted, PipeCommMismatch
+from pipecomm_ext import Communicator, PipeCommAborted, PipeCommError, PipeCommMismatch
 from pipecomm_ext.schedules import Executor, Plan, get_plan
 
 TWINS = Plan("twins", P=3, M=4, owner=[0, 1, 2, 0, 1, 2], next_of=[1, 2, None, 4, 5, None], compute=[
@@ -33,9 +33,10 @@ def test_two_chains_in_one_direction(world):
             world, TWINS, pipeline, communicator=world.shared_comm(channels=num_channels)
         ) as executor:
             pipeline.assert_losses(pipeline.step(executor).losses, pipeline.run_whole())
-    # A rank may hear of it while it is still constructing.
-    with pytest.raises((ValueError, PipeCommAborted), match="give a mapping from stage to a list"):
-        with make_executor(world, TWINS, pipeline, communicator=None) as executor:
+    executor = make_executor(world, TWINS, pipeline, communicator=None)
+    expected = (ValueError, PipeCommAborted)
+    with world.breaking(), pytest.raises(expected, match="give a mapping from stage to a list"):
+        with executor:
             executor.step(pipeline.inputs[0], pipeline.targets[0])
 
 
@@ -201,7 +202,10 @@ def test_replicas_that_are_no_modules_are_refused_on_all_ranks(world):
     if world.rank == 0:
         executor.stages[0] = functools.partial(executor.stages[0])
     expected = TypeError if world.rank == 0 else PipeCommAborted
-    with pytest.raises(expected, match="stage 0 must be a module to have gradients, not partial"):
+    with (
+        world.breaking(),
+        pytest.raises(expected, match="stage 0 must be a module to have gradients, not partial"),
+    ):
         executor.sum_replica_gradients()
     assert pipeline.step(executor).losses is not None  # it goes on
     executor.close()
@@ -239,22 +243,20 @@ def test_a_timeline_that_one_rank_did_not_record_is_refused_on_all(world):
     executor = make_executor(world, plan, pipeline, record_timeline=world.rank == 0)
     pipeline.step(executor)
     expected = PipeCommMismatch if world.rank == 0 else ValueError
-    with pytest.raises(expected, match="make the Executor with record_timeline=True"):
+    with world.breaking(), pytest.raises(expected, match="make the Executor with record_timeline=True"):
         executor.timeline()
     pipeline.step(executor)
 
 
-def fail_on_pipeline_rank_0(world):
+@on_ranks(2)
+def test_errors_have_the_ranks_of_the_communicator(world):
     plan = get_plan("1f1b", 2, 4)
     pipeline = Pipeline(plan, 1 - world.rank)
     if world.rank == 1:
         pipeline.stages[0] = lambda x: 1 / 0
-    make_executor(world, plan, pipeline, communicator=world.fresh_comm(channels=4), rank_mapping=[1, 0]).step(
-        pipeline.inputs[0], pipeline.targets[0]
-    )
-
-
-def test_errors_have_the_ranks_of_the_communicator(ranks):
-    for outcome in ranks.attempt(2, fail_on_pipeline_rank_0):
-        assert "rank 1: F0.0 at position 0 of one_f_one_b: ZeroDivisionError" in outcome.error.text
-        assert outcome.error.attributes["origin_rank"] == 1
+    with world.broken_comm(channels=4) as comm:
+        executor = make_executor(world, plan, pipeline, communicator=comm, rank_mapping=[1, 0])
+        with world.breaking(), pytest.raises(PipeCommError) as caught:
+            executor.step(pipeline.inputs[0], pipeline.targets[0])
+    assert "rank 1: F0.0 at position 0 of one_f_one_b: ZeroDivisionError" in str(caught.value)
+    assert caught.value.origin_rank == 1

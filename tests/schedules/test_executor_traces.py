@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 
-import pytest
 import torch
 from pipelines import Pipeline, make_executor, plan_named
 from ranks import on_ranks
@@ -65,7 +64,6 @@ def test_every_action_has_a_profiler_range(world):
     assert {str(item) for item in plan.compute[world.rank]} <= names
 
 
-@pytest.mark.timed
 @on_ranks(2, 3)
 def test_the_timeline_has_all_actions_of_all_ranks_in_order(world, tmp_path):
     plan = plan_named("zb_v", world.size)

@@ -8,7 +8,6 @@ from collections import OrderedDict
 
 import pytest
 import torch
-import torch.distributed as dist
 from pipelines import WIDTH, Block, batches, squared_error
 from ranks import on_ranks
 from torch import nn
@@ -198,10 +197,10 @@ def test_structures_may_differ_where_inputs_do_and_with_dynamic_shapes(world):
     for _ in range(2):
         losses = dynamic.eval(inputs).losses
         assert world.rank == 0 or torch.stack(losses).tolist() == [0, 2, 2, 0]
-    with pytest.raises(
-        ValueError if world.rank == 0 else PipeCommAborted, match="dynamic_shapes=True"
-    ) as caught:
-        Executor(plan, [stage], communicator=world.fresh_comm(channels=4)).eval(inputs)
+    expected = ValueError if world.rank == 0 else PipeCommAborted
+    executor = Executor(plan, [stage], communicator=world.fresh_comm(channels=4))
+    with world.breaking(), pytest.raises(expected, match="dynamic_shapes=True") as caught:
+        executor.eval(inputs)
     assert 'as ["tuple", ["tuple", 1], 1]' in str(caught.value)
 
 
@@ -383,7 +382,6 @@ def test_wrong_arguments_are_refused_on_all_ranks_with_their_cure(world):
     x = torch.ones(4, 3)
     good = {"inputs": x, "targets": x}
     executor = Executor(plan, [Shifted()], loss_fn=squared_error)
-    dist.barrier()  # nobody is in the constructor any more
     mask = torch.ones(1, 3)
     batch = "or a whole batch (a tensor, tuple or dict)"
     cases = [
@@ -407,11 +405,10 @@ def test_wrong_arguments_are_refused_on_all_ranks_with_their_cure(world):
         (1, {"kwargs": {"x": 1}}, StageError, "the keywords x: multiple values for argument 'x'; a tuple is"),
     ]
     for rank, wrong, kind, message in cases:
-        with pytest.raises(kind if world.rank == rank else PipeCommAborted) as caught:
+        with world.breaking(), pytest.raises(kind if world.rank == rank else PipeCommAborted) as caught:
             executor.step(**{**good, **wrong} if world.rank == rank else good)
         assert message in str(caught.value), str(caught.value)
         assert executor.step(**good).losses is None or world.rank == 1  # it goes on
-        dist.barrier()  # nobody is in a step any more
     executor.close()
 
 
@@ -419,10 +416,9 @@ def test_wrong_arguments_are_refused_on_all_ranks_with_their_cure(world):
 def test_wrong_keywords_of_two_chains_and_types_within_a_stage(world):
     plan = get_plan("dualpipe", 2, 4)
     executor = Executor(plan, [lambda x, shift=0: x + shift] * 2)
-    dist.barrier()  # nobody is in the constructor any more
-    with pytest.raises((ValueError, PipeCommAborted), match="this rank has stages of several chains"):
+    expected = (ValueError, PipeCommAborted)
+    with world.breaking(), pytest.raises(expected, match="this rank has stages of several chains"):
         executor.eval(torch.ones(2), kwargs=[{}] * 2)
-    world.comm.barrier()
     for kwargs, sums in [
         ({"shift": 1}, {0: [3, 3], 1: [3, 3]}),
         ({stage: [{"shift": 10 * stage + micro} for micro in (0, 1)] for stage in range(4)},
@@ -435,8 +431,10 @@ def test_wrong_keywords_of_two_chains_and_types_within_a_stage(world):
         return x + len(3)
 
     executor.stages.update(dict.fromkeys(executor.stages, failing))
-    dist.barrier()  # nobody is in a step any more
-    with pytest.raises(PipeCommError, match="TypeError: object of type 'int' has no len") as caught:
+    with (
+        world.breaking(),
+        pytest.raises(PipeCommError, match="TypeError: object of type 'int' has no len") as caught,
+    ):
         executor.eval(torch.ones(2))
     assert "cannot be called" not in str(caught.value)
     executor.close()
