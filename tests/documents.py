@@ -25,7 +25,7 @@ def blocks(document: str, language: str | None = None) -> list[str]:
 
 
 def blocks_of(document: str) -> list[Block]:
-    text = (ROOT / document).read_text()
+    text = (ROOT / document).read_text(encoding="utf-8")
     return [Block(language, textwrap.dedent(code)) for _, language, code in _BLOCK.findall(text)]
 
 
