@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from documents import DOCUMENTS, ROOT, block
 
 import pipecomm_ext
 from pipecomm_ext import pipeline_parallel, schedules
 from pipecomm_ext.core import environment
 
-ROOT = Path(__file__).resolve().parents[1]
-README = (ROOT / "README.md").read_text()
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 CODE = {".py", ".cpp", ".h", ".cmake"}
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / document for document in DOCUMENTS if document != "CHANGELOG.md"]
 
 
 def section(title: str) -> str:
@@ -27,11 +27,7 @@ def section(title: str) -> str:
 
 
 def page(name: str) -> str:
-    return (ROOT / "docs" / name).read_text()
-
-
-def blocks(text: str, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return (ROOT / "docs" / name).read_text(encoding="utf-8")
 
 
 def rows(text: str) -> list[list[str]]:
@@ -51,7 +47,7 @@ def test_the_tables_of_results_are_what_the_benchmarks_wrote(page: str, options:
     command = [sys.executable, str(ROOT / "bench" / "readme_table.py"), *options]
     table = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     num_rows = table.count("\n") - 2
-    assert num_rows >= 6 and f"\n\n{table}\n<!--" in (ROOT / page).read_text()
+    assert num_rows >= 6 and f"\n\n{table}\n<!--" in (ROOT / page).read_text(encoding="utf-8")
     assert page != "README.md" or num_rows <= 8, "the README shows at most 8 rows"
 
 
@@ -60,8 +56,8 @@ def test_the_tables_of_results_are_what_the_benchmarks_wrote(page: str, options:
 
 @pytest.mark.skipif(not dist.is_available(), reason="torch was built without torch.distributed")
 def test_the_quickstart_runs_as_printed(tmp_path: Path) -> None:
-    text = section("Quickstart")
-    program, command, printed = (blocks(text, language)[0] for language in ("python", "sh", "text"))
+    program = block("README.md", "dist.init_process_group")
+    command, printed = (block("README.md", start) for start in ("torchrun", "rank 0: received"))
     assert len(program.splitlines()) <= 15
     (tmp_path / "quickstart.py").write_text(program)
     launcher, *arguments = shlex.split(command)
@@ -121,7 +117,7 @@ def source_text(*names: str) -> str:
     for name in names:
         path = ROOT / name
         files += [path] if path.is_file() else [file for file in path.rglob("*") if file.suffix in CODE]
-    return re.sub(r'"\s*\n\s*f?"', "", "\n".join(file.read_text() for file in sorted(files)))
+    return re.sub(r'"\s*\n\s*f?"', "", "\n".join(file.read_text(encoding="utf-8") for file in sorted(files)))
 
 
 def test_the_environment_variables_are_those_that_the_code_reads() -> None:
@@ -148,11 +144,11 @@ def test_the_messages_of_the_troubleshooting_table_exist() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_and_paths_exist(page: Path) -> None:
-    text = re.sub(r"^ *```.*?^ *```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"^ *```.*?^ *```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     links = [link for link in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in link]
     paths = [page.parent / link for link in links]
     if page.name == "README.md":
-        tree = [line.split()[0] for line in blocks(section("Tree"), "text")[0].splitlines()]
+        tree = [line.split()[0] for line in block("README.md", "csrc/").splitlines()]
         paths += [ROOT / name for name in tree]
         paths += [ROOT / path for path in re.findall(r"`python ((?:examples|bench)/\S+)", README)]
     missing = [str(path) for path in paths if not path.exists()]

@@ -19,7 +19,7 @@ DOCS = ROOT / "docs"
 REFERENCE = [
     name
     for page in sorted((DOCS / "api").glob("*.md"))
-    for name in re.findall(r"^::: (\S+)", page.read_text(), re.MULTILINE)
+    for name in re.findall(r"^::: (\S+)", page.read_text(encoding="utf-8"), re.MULTILINE)
 ]
 MODULES = [
     "distributed",
@@ -42,17 +42,19 @@ def resolved(path: str) -> object:
 
 
 def test_the_navigation_has_every_page() -> None:
-    text = (ROOT / "mkdocs.yml").read_text()
+    text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     navigation = re.search(r"^nav:\n((?: .*\n)+)", text, re.MULTILINE)[1]
     listed = re.findall(r"(\S+\.md)(?: # .*)?$", navigation, re.MULTILINE)
-    of_the_root = re.findall(r'^    "(\w+\.md)": "\w', (DOCS / "site" / "hooks.py").read_text(), re.MULTILINE)
+    of_the_root = re.findall(
+        r'^    "(\w+\.md)": "\w', (DOCS / "site" / "hooks.py").read_text(encoding="utf-8"), re.MULTILINE
+    )
     pages = [str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")]
     assert len(of_the_root) > 3
     assert sorted(listed) == sorted(pages + of_the_root)
 
 
 def test_the_list_of_the_reference_has_every_page() -> None:
-    linked = re.findall(r"\]\((\w+\.md)\)", (DOCS / "api" / "index.md").read_text())
+    linked = re.findall(r"\]\((\w+\.md)\)", (DOCS / "api" / "index.md").read_text(encoding="utf-8"))
     assert sorted([*linked, "index.md"]) == sorted(path.name for path in (DOCS / "api").glob("*.md"))
 
 
