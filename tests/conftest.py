@@ -25,7 +25,7 @@ import pytest
 from ranks import RankPool
 
 # For each layer files, or tests of them, whose first case of each test is part of `pytest -m smoke`, the slow
-# ones apart: what we depend on of torch, in about a minute.
+# ones and those of one rank apart: what we depend on of torch, in about a minute.
 SMOKE = {
     "bindings": [
         "test_core.py",
@@ -71,10 +71,16 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None if collection_path.relative_to(TESTS).as_posix() in files else True
 
 
+def of_one_rank(item: pytest.Item) -> bool:
+    """Whether this case of a test has no other rank to talk to."""
+    parameters = item.callspec.params if hasattr(item, "callspec") else {}
+    return 1 in (parameters.get("world_size"), parameters.get("size"))
+
+
 def mark_smoke(items: list[pytest.Item]) -> set[str]:
     """Marks the first case of each test that SMOKE names; the entries that name a test."""
     entries, marked, used = {entry for some in SMOKE.values() for entry in some}, set(), set()
-    for item in items:
+    for item in sorted(items, key=of_one_rank):
         file = item.path.relative_to(TESTS).as_posix() if item.path.is_relative_to(TESTS) else ""
         test = f"{file}::{item.name.partition('[')[0]}"
         if test not in marked and (named := entries & {file, test}) and not item.get_closest_marker("slow"):
