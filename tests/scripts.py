@@ -112,6 +112,7 @@ class Script:
     def __exit__(self, *exc_info) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.kill()  # if it has no session of its own yet
         self._exit_code(10.0)
         self._output.close()
         shutil.rmtree(self.scratch, ignore_errors=True)
