@@ -2,9 +2,9 @@
 
     python tests/check_changes.py [--base COMMIT] [--list] [pytest's arguments]
 
-Changed files are those of the work tree, or of the last commit if nothing has changed since. The table "Where to
-change what" of CONTRIBUTING.md maps folders to tests; the row with the longest path that a file is in counts. A
-test file stands for itself.
+Changed files are those of the work tree, or of the last commit if nothing has changed since. The table "Where
+to change what" of CONTRIBUTING.md maps folders to tests; the row with the longest path that a file is in
+counts. A test file stands for itself.
 """
 
 from __future__ import annotations

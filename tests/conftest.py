@@ -14,19 +14,85 @@
   those of ranks.assert_within(), and test_step_time.py. A test that would need a second try is a defect;
   flaky.py finds it.
 * What breaks a communicator does so in World.breaking() or World.broken_comm() of ranks.py.
-* The marker `slow` is for a test that starts Pythons or compilers, or computes for long;
-  `make smoke` omits it.
+* The marker `slow` is for a test that starts Pythons or compilers, or computes for long.
+* The marker `smoke` is on what the table SMOKE names: what another torch may break, in a minute.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import hosts as host_worlds
 import pytest
 from ranks import JUDGES_TIMES, RankPool
 
 collect_ignore = [] if JUDGES_TIMES else ["test_step_time.py"]
+
+# For each layer files, or tests of them, whose first case of each test is part of `pytest -m smoke`, the slow
+# ones and those of one rank apart: what we depend on of torch, in about a minute.
+SMOKE = {
+    "bindings": [
+        "test_core.py",
+        "test_package.py",
+        "test_border.py",
+        "test_device_choice.py",
+        "test_info.py",
+    ],
+    "messages": ["test_p2p.py", "test_communicator.py", "test_gone.py", "test_lifetime.py"],
+    "torch.distributed": ["test_distributed.py", "test_distributed_collectives.py", "test_topology.py"],
+    "sequence": ["test_all_to_all.py", "test_split_gather.py", "test_packed.py", "test_zigzag_attention.py"],
+    "autograd": ["test_sequence_autograd.py", "test_asynchronous.py", "test_ulysses.py"],
+    "torch.compile": [
+        "test_compiled_operations.py::test_all_to_all_splits_and_gathers",
+        "test_compiled_operations.py::test_activation_checkpoints",
+        "test_compiled_operations.py::test_batches",
+        "test_compiled_operations.py::test_stage_relay",
+        "test_compiled_operations.py::test_opcheck",
+    ],
+    "relay": ["test_stage_relay.py", "test_vtp.py"],
+    "runtime": [
+        "schedules/test_executor.py",
+        "schedules/test_executor_values.py",
+        "schedules/test_gradients.py",
+        "schedules/test_split_backward.py",
+        "schedules/test_data_parallel.py",
+        "schedules/test_torch_pipelining.py",
+    ],
+    "dualpipe": ["schedules/test_dualpipe.py"],
+    "pipeline_parallel": ["test_p2p_communicator.py", "test_forward_backward.py", "test_pipeline_steps.py"],
+    "diagnostics": ["test_flight.py"],
+    "integrations": ["test_transformers_integration.py"],
+    "examples": ["test_examples.py::test_split_training_equals_unsplit"],
+}
+TESTS = Path(__file__).parent
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """For the smoke set no other file is imported."""
+    if config.option.markexpr != "smoke" or not collection_path.match("test_*.py"):
+        return None
+    files = {entry.partition("::")[0] for entries in SMOKE.values() for entry in entries}
+    return None if collection_path.relative_to(TESTS).as_posix() in files else True
+
+
+def of_one_rank(item: pytest.Item) -> bool:
+    """Whether this case of a test has no other rank to talk to."""
+    parameters = item.callspec.params if hasattr(item, "callspec") else {}
+    return 1 in (parameters.get("world_size"), parameters.get("size"))
+
+
+def mark_smoke(items: list[pytest.Item]) -> set[str]:
+    """Marks the first case of each test that SMOKE names; the entries that name a test."""
+    entries, marked, used = {entry for some in SMOKE.values() for entry in some}, set(), set()
+    for item in sorted(items, key=of_one_rank):
+        file = item.path.relative_to(TESTS).as_posix() if item.path.is_relative_to(TESTS) else ""
+        test = f"{file}::{item.name.partition('[')[0]}"
+        if test not in marked and (named := entries & {file, test}) and not item.get_closest_marker("slow"):
+            item.add_marker(pytest.mark.smoke)
+            marked.add(test)
+            used |= named
+    return used
 
 
 @pytest.fixture(scope="session")
@@ -47,3 +113,14 @@ def host_pool() -> Iterator[host_worlds.HostPool]:
     """Two hosts of two ranks each; see hosts.py."""
     with host_worlds.HostPool(host_worlds.HostPlan(2), host_worlds.HostPlan(2)) as pool:
         yield pool
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """What measures time comes first, while no pool of ranks loads the machine yet."""
+    items.sort(key=lambda item: item.path.name != "test_step_time.py")
+    used = mark_smoke(items)
+    if config.option.markexpr == "smoke" and [Path(arg).resolve() for arg in config.args] == [TESTS]:
+        named = {entry for entries in SMOKE.values() for entry in entries}
+        lost = {entry for entry in named - used if "::" in entry or not (TESTS / entry).exists()}
+        if lost:
+            raise pytest.UsageError(f"SMOKE of {__file__} names what is not there: {sorted(lost)}")

@@ -65,7 +65,7 @@ class _FailureList:
 
     @staticmethod
     def _write(report, name: str) -> None:
-        with open(os.environ[FAILURES], "a") as file:
+        with open(os.environ[FAILURES], "a", encoding="utf-8") as file:
             file.write(json.dumps({"test": name, "text": _essence(report.longreprtext)}) + "\n")
 
 

@@ -82,7 +82,7 @@ def run(command: Sequence[object], limit_s: float) -> tuple[int | None, str]:
         "CCACHE_BASEDIR": str(TREE),
         "CCACHE_NOHASHDIR": "1",
     }
-    with tempfile.TemporaryFile("w+", errors="replace") as output:
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
         process = subprocess.Popen(
             list(map(str, command)),
             cwd=TREE,

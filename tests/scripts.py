@@ -1,16 +1,22 @@
 """Runs the repository's scripts: as a user would, watching what they leave behind, or on the warm rank pool.
 
-A new Python takes seconds to import torch. One run of each script is a command line of its own (run_script);
-all others call its main() on ranks that are there already (run_on_ranks).
+A new Python takes seconds to import torch. One script of each kind is a command line of its own (`is_fresh`);
+others are processes forked from the pool's server (Script, run_script, run_under_torchrun), or only call
+main() on ranks that are there already (run_on_ranks).
 """
 
 from __future__ import annotations
 
+import atexit
+import codecs
 import contextlib
 import fcntl
 import importlib
 import io
+import multiprocessing
 import os
+import runpy
+import shlex
 import shutil
 import signal
 import subprocess
@@ -18,14 +24,19 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from ranks import fork_context
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 
 def take_interrupts() -> None:
     """Like a shell's foreground: what runs in the background of a script ignores SIGINT, and so would we."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def short_folder() -> Path:
@@ -38,20 +49,62 @@ def files_in(scratch: Path) -> list[str]:
     return [path.name for path in scratch.iterdir() if not path.name.startswith(("torch", "matplotlib-"))]
 
 
+def _run_forked(
+    path: str, arguments: list[str], folder: Path, environment: dict[str, str], output: Connection
+) -> None:
+    """What a new Python does with a script, in a process that has imported torch already."""
+    os.setsid()
+    take_interrupts()
+    os.dup2(output.fileno(), 1)
+    os.dup2(output.fileno(), 2)
+    output.close()
+    sys.stdout.reconfigure(line_buffering=True)
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    tempfile.tempdir = None
+    fork = multiprocessing.get_context("fork")  # a server of its own would import torch anew
+    multiprocessing.get_context = lambda method=None: fork
+    sys.argv, sys.path[0:0] = [path, *arguments], [os.path.dirname(path)]
+    try:
+        runpy.run_path(path, run_name="__main__")
+    finally:
+        atexit._run_exitfuncs()
+
+
 class Script:
     """A running script in a session of its own, so that all its processes can be found and signalled."""
 
-    def __init__(self, path: str, *arguments: object, launcher: tuple[str, ...] = ()):
+    def __init__(
+        self,
+        path: str | Path,
+        *arguments: object,
+        is_fresh: bool = False,
+        folder: Path = REPOSITORY,
+        **environment: str,
+    ):
         self.scratch = short_folder()
-        self.process = subprocess.Popen(
-            [sys.executable, *launcher, str(REPOSITORY / path), *map(str, arguments)],
-            env=os.environ | {"TMPDIR": str(self.scratch)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-            preexec_fn=take_interrupts,
-        )
+        path, texts = str(folder / path), [*map(str, arguments)]
+        environment = os.environ | {"TMPDIR": str(self.scratch)} | environment
+        context = fork_context()
+        self._output, output = context.Pipe(duplex=False)
+        if is_fresh:
+            self.process = subprocess.Popen(
+                [sys.executable, path, *texts],
+                cwd=folder,
+                env=environment,
+                stdout=output.fileno(),
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=take_interrupts,
+            )
+        else:
+            arguments = path, texts, folder, environment, output
+            self.process = context.Process(target=_run_forked, args=arguments)
+            self.process.start()
+        output.close()
+        self.text = ""  # what was printed so far
+        self._decoder = codecs.getincrementaldecoder("utf-8")()
 
     def __enter__(self) -> Script:
         return self
@@ -59,13 +112,32 @@ class Script:
     def __exit__(self, *exc_info) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.communicate()
+        self.process.kill()  # if it has no session of its own yet
+        self._exit_code(10.0)
+        self._output.close()
         shutil.rmtree(self.scratch, ignore_errors=True)
+
+    def read(self, until: float) -> bool:
+        """Takes in what is printed next; whether there is an end yet."""
+        if not wait([self._output], max(until - time.monotonic(), 0.0)):
+            raise TimeoutError(self.text)
+        some = os.read(self._output.fileno(), 1 << 16)
+        self.text += self._decoder.decode(some)
+        return not some
 
     def finish(self, timeout_s: float) -> tuple[int, str]:
         """The exit code and what was printed."""
-        output, _ = self.process.communicate(timeout=timeout_s)
-        return self.process.returncode, output
+        until = time.monotonic() + timeout_s
+        while not self.read(until):
+            pass
+        return self._exit_code(max(until - time.monotonic(), 0.1)), self.text
+
+    def _exit_code(self, timeout_s: float) -> int:
+        if isinstance(self.process, subprocess.Popen):
+            return self.process.wait(timeout_s)
+        self.process.join(timeout_s)
+        assert self.process.exitcode is not None, "the script has closed its output, and goes on"
+        return self.process.exitcode
 
     def pids(self) -> list[int]:
         """All live processes of the session, the script's own first."""
@@ -90,20 +162,47 @@ class Script:
 
 
 def run_script(
-    path: str, *arguments: object, launcher: tuple[str, ...] = (), timeout_s: float = 100.0
+    path: str | Path, *arguments: object, timeout_s: float = 100.0, **options: object
 ) -> tuple[int, str]:
     """Runs a script to its end; (exit code, output). Fails if it leaves a process or temporary file."""
-    with Script(path, *arguments, launcher=launcher) as script:
+    with Script(path, *arguments, **options) as script:
         result = script.finish(timeout_s)
         script.assert_nothing_left()
     return result
 
 
-def run_on_ranks(ranks, size: int, module: str, *arguments: object) -> tuple[int, str]:
-    """Calls main(arguments) of a script on all ranks of a world; (exit code, output), as run_script."""
+def run_under_torchrun(command: str, folder: Path, timeout_s: float = 100.0) -> str:
+    """What `torchrun --standalone --nproc-per-node N script arguments` prints, without its own process.
+
+    Each rank is a script with the environment that torchrun gives it; all must end well.
+    """
+    launcher, standalone, option, size, script, *arguments = shlex.split(command)
+    assert [launcher, standalone, option] == ["torchrun", "--standalone", "--nproc-per-node"], command
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    shared = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "OMP_NUM_THREADS": "1"}
+    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    shared |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+    with contextlib.ExitStack() as stack:
+        ranks = [
+            Script(script, *arguments, folder=folder, RANK=str(rank), LOCAL_RANK=str(rank), **shared)
+            for rank in range(int(size))
+        ]
+        for rank in ranks:
+            stack.enter_context(rank)
+        ends = [rank.finish(timeout_s) for rank in ranks]
+        for rank in ranks:
+            rank.assert_nothing_left()
+    assert [exit_code for exit_code, _ in ends] == [0] * len(ranks), ends
+    return "".join(output for _, output in ends)
+
+
+def run_on_ranks(ranks, size: int, module: str, *arguments: object) -> str:
+    """Calls main(arguments) of a script on all ranks of a world; what they print. All must end well."""
     texts = ["--device", "cpu", *map(str, arguments)]
     results = ranks.run(size, main_on_rank, module, texts)
-    return max(exit_code for exit_code, _ in results), "".join(output for _, output in results)
+    output = "".join(output for _, output in results)
+    assert [exit_code for exit_code, _ in results] == [0] * size, output
+    return output
 
 
 def main_on_rank(world, module: str, arguments: list[str]) -> tuple[int, str]:
@@ -111,6 +210,13 @@ def main_on_rank(world, module: str, arguments: list[str]) -> tuple[int, str]:
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
         exit_code = importlib.import_module(module).main(arguments)
     return exit_code, output.getvalue()
+
+
+def assert_refused(capsys, parse, arguments: str, message: str) -> None:
+    """That a script explains what is wrong with its arguments."""
+    with pytest.raises(SystemExit) as ended:
+        parse(arguments.split())
+    assert ended.value.code == 2 and message in capsys.readouterr().err
 
 
 @contextlib.contextmanager

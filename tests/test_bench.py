@@ -1,43 +1,56 @@
-"""The benchmark runs every op, counts wrong data, and writes what it promises."""
+"""The benchmarks move and compute what is right, by every implementation, and count wrong data and work."""
 
 from __future__ import annotations
 
-import json
-import statistics
 import sys
+import time
 
 import pytest
 import torch
 from ranks import on_ranks
-from scripts import REPOSITORY, run_on_ranks, run_script
+from scripts import REPOSITORY
 
 sys.path.insert(0, str(REPOSITORY / "bench"))
+import all_to_all as all_to_all_op  # noqa: E402
+import relay  # noqa: E402
+import ulysses  # noqa: E402
 from measure import NUM_BLOCKS, Result, measure  # noqa: E402
 from ops import BASELINE, MEMCPY, OPS, Bench, Case  # noqa: E402
-from plots import draw  # noqa: E402
-from report import environment, row, size_text  # noqa: E402
-from run import parse_arguments  # noqa: E402
+from pipeline_p2p import PIPELINE_OPS  # noqa: E402
+from report import row  # noqa: E402
 from schedule import SCHEDULE_OPS  # noqa: E402
+from sequence_ops import SEQUENCE_OPS  # noqa: E402
+from work import count_work  # noqa: E402
 
-RUN = "bench/run.py"
+
+def bench_of(world, *transports, dtype=torch.bfloat16, channels=2, **options) -> Bench:
+    comms = {f"pipecomm {name}": world.shared_comm(transport=name, channels=channels) for name in transports}
+    return Bench(world.rank, world.size, torch.device("cpu"), dtype, comms, **options)
 
 
-def bench_of(world, dtype=torch.float32) -> Bench:
-    return Bench(world.rank, world.size, torch.device("cpu"), dtype, {"pipecomm c10d": world.comm})
+def measured(case: Case, dtype=torch.bfloat16, iters=NUM_BLOCKS) -> list[Result]:
+    """The results of a case, in the order of its implementations; nothing may arrive wrong."""
+    results = measure("test", case, dtype, torch.device("cpu"), iters=iters, warmup=1)
+    assert [result.impl for result in results] == list(case.calls) and results[0].impl == BASELINE
+    for result in results:
+        assert result.num_wrong == 0, row(result)
+        assert result.label == case.label
+    return results
+
+
+# ---- what ops move ----------------------------------------------------------------------------------------
 
 
 @on_ranks(2, 3)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8], ids=str)
 @pytest.mark.parametrize("op", OPS)
-def test_every_op_moves_the_right_data(world, op, dtype):
-    for num_bytes in (4, 4096, 100_000):
-        case = OPS[op].build(bench_of(world, dtype), num_bytes)
-        results = measure(op, case, dtype, torch.device("cpu"), iters=NUM_BLOCKS, warmup=1)
+def test_every_op_moves_the_right_data(world, op):
+    for dtype, num_bytes in ((torch.float32, 4), (torch.bfloat16, 4096), (torch.uint8, 100_000)):
+        case = OPS[op].build(bench_of(world, "c10d", dtype=dtype), num_bytes)
+        results = measured(case, dtype)
         bounds = [MEMCPY] if case.has_bandwidth else []
         assert [result.impl for result in results] == [BASELINE, "pipecomm c10d", *bounds]
         for result in results:
             assert (result.bound_ratio is not None) == (bool(bounds) and result.impl != MEMCPY)
-            assert result.num_wrong == 0, row(result)
             assert len(result.iterations_us) == NUM_BLOCKS
             assert 0 < result.min_us <= result.median_us <= max(result.iterations_us)
         assert results[0].ratio == 1.0 and results[1].ratio > 0
@@ -45,18 +58,102 @@ def test_every_op_moves_the_right_data(world, op, dtype):
 
 @on_ranks(2)
 def test_pipelines_compute_the_gradients_of_the_unsplit_model(world):
-    for op in SCHEDULE_OPS:
-        for case in SCHEDULE_OPS[op].build(bench_of(world), num_bytes=512):
-            results = measure(op, case, torch.float32, torch.device("cpu"), iters=NUM_BLOCKS, warmup=1)
-            assert [result.num_wrong for result in results] == [0, 0], row(results[-1])
+    for op in SCHEDULE_OPS.values():
+        for case in op.build(bench_of(world, "c10d", dtype=torch.float32), num_bytes=512):
+            results = measured(case, torch.float32)
             assert all(result.algbw is None and result.min_us > 0 for result in results)
             assert row(results[-1]).endswith(case.label)
 
 
+@on_ranks(2, 3)
+def test_messages_between_stages(world):
+    bench = bench_of(world, "c10d", "shm", channels=4)
+    for num_bytes in (1000, 300_000):
+        results = measured(PIPELINE_OPS["pipeline_p2p"].build(bench, num_bytes))
+        assert [result.impl for result in results] == [
+            f"{name}{kind}" for name in (BASELINE, *bench.comms) for kind in ("", " variable")
+        ]
+        assert results[0].num_bytes == max(2048, num_bytes // 2048 * 2048)
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("op", SEQUENCE_OPS)
+def test_sequence_parallel_ops(world, op):
+    num_cases = 0
+    for case in SEQUENCE_OPS[op].build(bench_of(world, "c10d", "shm"), 50_000):
+        num_cases += 1
+        for result in measured(case):
+            assert result.impl == MEMCPY or result.bound_ratio > 0
+            assert result.work.copy_passes >= 0 and result.work.allocated_bytes >= 0
+    assert num_cases >= 4
+
+
+@on_ranks(2, 3, 4)
+def test_relays(world):
+    labels = []
+    for case in relay.build(bench_of(world, "shm"), 50_000):
+        assert {BASELINE, "pipecomm shm", MEMCPY} <= {result.impl for result in measured(case)}
+        labels.append(case.label)
+    num_splits = {2: 1, 3: 2, 4: 3}[world.size]
+    num_cases = 1 if world.size == 2 else num_splits * len(relay.LAYOUTS)
+    assert len(set(labels)) == len(labels) == num_cases
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "sleep"])
+@on_ranks(3)
+def test_ulysses_attention(world, attention):
+    bench = bench_of(world, "c10d", "shm", dtype=torch.float32, attention=attention)
+    labels = []
+    for case in ulysses.build(bench, 50_000):
+        results = measured(case, bench.dtype)
+        for result in results:
+            assert (result.bound_ratio is None) == (result.impl in case.parts) and result.algbw is None
+        labels.append((case.label, len(results)))
+    num_calls = {"sdpa": [14], "sleep": [8, 8]}[attention]
+    assert labels == [(label, num) for label in ("forward", "forward and backward") for num in num_calls]
+
+
 @on_ranks(2)
-def test_values_within_the_tolerance_are_right(world):
-    buffer = torch.zeros(3)
-    expected = torch.tensor([100.0, 1.0, 0.0])
+def test_timelines_hold_what_a_call_did(world):
+    bench = bench_of(world, "c10d", dtype=torch.float32, attention="sleep")
+    for panel, calls in ulysses.timelines(bench, 50_000).items():
+        num_chunks = int(panel.split()[0])
+        assert len(calls) == world.size
+        for call in calls:
+            attention, arrivals, returns = call.rows.values()
+            assert [len(row) for row in (attention, arrivals, returns)] == [2, 2, 2]
+            for chunk in range(num_chunks):
+                forward, backward = (one_pass[chunk] for one_pass in attention)
+                assert call.begin <= arrivals[0][chunk][0] < arrivals[0][chunk][1] <= forward[0]
+                assert forward[1] <= returns[0][chunk][0] < returns[0][chunk][1] <= backward[0]
+                assert returns[1][chunk][1] <= backward[0] < backward[1]
+                assert backward[1] <= arrivals[1][chunk][0] < arrivals[1][chunk][1] <= call.end
+
+
+@on_ranks(3)
+def test_a_matrix_of_bytes(world):
+    matrix = ((0, 4096, 100), (8, 0, 0), (2, 30_000, 6))
+    [case] = all_to_all_op.build(bench_of(world, "c10d", "shm", matrix=matrix), 0)
+    assert case.num_bytes == 34096  # what rank 1 receives
+    assert len(measured(case)) == 3
+
+
+# ---- what is counted and measured -------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_wrong_data_is_counted_over_all_ranks(world):
+    """A call that changes one element on each rank, and one that does nothing; limits of what is right."""
+    buffer, expected = torch.zeros(10), torch.full((10,), 5.0)
+
+    def almost():
+        buffer.copy_(expected)[world.rank] = 6.0
+
+    case = Case(40, [(buffer, expected)], {BASELINE: almost, "lazy": lambda: None})
+    results = measure("test", case, torch.float32, torch.device("cpu"), iters=NUM_BLOCKS, warmup=1)
+    assert [result.num_wrong for result in results] == [2, 20]
+
+    buffer, expected = torch.zeros(3), torch.tensor([100.0, 1.0, 0.0])
     deviations = {BASELINE: 0.09, "far": 0.11, "not finite": float("nan")}
     calls = {
         name: lambda deviation=deviation: buffer.copy_(expected).add_(torch.tensor([0, deviation, 0]))
@@ -68,144 +165,42 @@ def test_values_within_the_tolerance_are_right(world):
 
 
 @on_ranks(2)
-def test_wrong_data_is_counted_over_all_ranks(world):
-    """A call that changes one element on each rank, and one that does nothing."""
-    buffer = torch.zeros(10)
-
-    def almost():
-        buffer.fill_(5.0)
-        buffer[world.rank] = 6.0
-
-    case = Case(40, [(buffer, torch.full((10,), 5.0))], {BASELINE: almost, "lazy": lambda: None})
-    results = measure("test", case, torch.float32, torch.device("cpu"), iters=NUM_BLOCKS, warmup=1)
-    assert [result.num_wrong for result in results] == [2, 20]
-
-
-@on_ranks(2)
 def test_times_are_the_slowest_ranks(world):
-    import time
-
-    buffer = torch.zeros(1)
-    case = Case(
-        4,
-        [(buffer, torch.zeros(1))],
-        {BASELINE: lambda: time.sleep(0.002 * (1 + world.rank)), "quick": lambda: time.sleep(0.001)},
-    )
-    slow, quick = measure("test", case, torch.float32, torch.device("cpu"), iters=2 * NUM_BLOCKS, warmup=1)
+    calls = {BASELINE: lambda: time.sleep(0.002 * (1 + world.rank)), "quick": lambda: time.sleep(0.001)}
+    slow, quick = measured(Case(4, [], calls), torch.float32, 2 * NUM_BLOCKS)
     assert slow.min_us >= 4000 and quick.min_us >= 1000
     assert 1.2 < quick.ratio
     assert slow.algbw == pytest.approx(4 / slow.median_us / 1e3)
 
 
-@pytest.mark.slow
-def test_a_run_writes_table_json_and_picture(tmp_path, monkeypatch):
-    monkeypatch.setenv("PIPECOMM_TRANSPORT", "c10d")
-    monkeypatch.setenv("SECRET_TOKEN", "not for the report")
-    numbers, picture = tmp_path / "out" / "numbers.json", tmp_path / "out" / "picture.png"
-    exit_code, output = run_script(
-        RUN, "p2p", "--ranks", 2, "--sizes", "4K,64K", "--iters", 20, "--json", numbers, "--plot", picture,
-    )  # fmt: skip
-    assert exit_code == 0, output
-    for column in (
-        "size",
-        "count",
-        "type",
-        "impl",
-        "min",
-        "median",
-        "p99",
-        "algbw",
-        "busbw",
-        "ratio",
-        "#wrong",
-        "%bound",
-    ):
-        assert column in output
-    assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n" and picture.stat().st_size > 10_000
-    document = json.loads(numbers.read_text())
-    assert document["format"] == 1 and document["version"] and document["torch"] == torch.__version__
-    assert document["arguments"]["op"] == "p2p" and document["arguments"]["dtype"] == "torch.float32"
-    assert document["environment"]["PIPECOMM_TRANSPORT"] == "c10d"
-    assert "SECRET_TOKEN" not in numbers.read_text()
-    assert list(document["transports"]) == ["pipecomm c10d"]
-    assert [(r["size_bytes"], r["impl"]) for r in document["results"]] == [
-        (size, impl) for size in (4096, 65536) for impl in (BASELINE, "pipecomm c10d", MEMCPY)
-    ]
-    for result in document["results"]:
-        times = result["iterations_us"]
-        assert result["num_wrong"] == 0 and result["count"] * 4 == result["size_bytes"] and len(times) == 20
-        assert result["time_us"]["median"] == pytest.approx(statistics.median(times), abs=0.01)
-        assert result["time_us"]["min"] == pytest.approx(min(times), abs=0.01)
-        assert result["algbw_gb_per_s"] == pytest.approx(
-            result["size_bytes"] / result["time_us"]["median"] / 1e3
-        )
-        assert result["busbw_gb_per_s"] == result["algbw_gb_per_s"] and result["ratio_to_baseline"] > 0
+@on_ranks(2)
+def test_counted_work_is_what_the_algorithms_do(world):
+    """Passes of the even and uneven cases with one batch, heads to sequence."""
+    passes, cases = {}, list(all_to_all_op.build(bench_of(world, "c10d"), 1_000_000))
+    for case in cases:
+        for _ in range(2):
+            for call in case.calls.values():
+                call()
+        for impl in case.calls:
+            passes[case.label, impl] = case.work(impl)
+    for label, impl, expected in [
+        ("even, H to S", BASELINE, 1),
+        ("even, H to S", "pipecomm c10d", 1),
+        ("even, H to S, B=2", BASELINE, 2),
+        ("H uneven, H to S", BASELINE, 2),
+        ("S uneven, H to S", BASELINE, 2),
+        ("both uneven, H to S", all_to_all_op.LIST, 2),
+        ("both uneven, H to S", "pipecomm c10d", 1),
+        ("both uneven, S to H", all_to_all_op.LIST, 1),
+        ("both uneven, H to S", all_to_all_op.BARE, 0),
+    ]:
+        assert passes[label, impl].copy_passes == pytest.approx(expected, abs=0.1), (label, impl)
+    assert passes["even, H to S", all_to_all_op.BARE].allocated_bytes == 0
+    assert passes["even, H to S", "pipecomm c10d"].allocated_bytes == cases[0].num_bytes
 
 
-def test_a_quick_run_of_posting_has_no_bandwidth(ranks, tmp_path):
-    numbers = tmp_path / "numbers.json"
-    arguments = ["host", "--quick", "--json", numbers, "--plot", tmp_path / "p.png"]
-    exit_code, output = run_on_ranks(ranks, 2, "run", *arguments)
-    assert exit_code == 0, output
-    assert all(result["algbw_gb_per_s"] is None for result in json.loads(numbers.read_text())["results"])
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["p2p", "--ranks", "1"], "--ranks must be 2 or more"),
-        (["p2p", "--sizes", "4K,many"], "'many' is not a size"),
-        (["p2p", "--dtype", "float31"], "'float31' is not a torch dtype"),
-        (["p2p", "--transport", "pigeon"], "'pigeon' is not one of auto, c10d, shm, nccl"),
-        (["p2p", "--iters", "0"], "must be positive, got 0"),
-        (["teleport"], "invalid choice: 'teleport'"),
-    ],
-)
-def test_bad_arguments_are_explained(capsys, arguments, message):
-    with pytest.raises(SystemExit) as ended:
-        parse_arguments(arguments)
-    assert ended.value.code == 2 and message in capsys.readouterr().err
-
-
-def test_environment_is_a_whitelist(monkeypatch):
-    monkeypatch.setenv("NCCL_DEBUG", "WARN")
-    monkeypatch.setenv("HOME_ADDRESS", "1 Main Street")
-    assert environment()["NCCL_DEBUG"] == "WARN" and "HOME_ADDRESS" not in environment()
-
-
-def test_default_sizes_and_quick_ones():
-    assert parse_arguments(["p2p"]).sizes == [4 << 10, 64 << 10, 1 << 20, 16 << 20]
-    assert parse_arguments(["p2p", "--quick"]).sizes == [4 << 10, 1 << 20]
-    assert parse_arguments(["host", "--quick"]).sizes == [1 << 10]
-    assert parse_arguments(["p2p", "--sizes", "4K, 3m,7", "--quick"]).sizes == [4096, 3 << 20, 7]
-
-
-def test_sizes_are_short():
-    assert [size_text(size) for size in (1, 1000, 4096, 1 << 20, 3 << 30)] == ["1", "1000", "4K", "1M", "3G"]
-
-
-def drawn_texts(path, labels: list[str], sizes: list[int], median_us: float) -> str:
-    """The source of a picture of results of two implementations."""
-    matplotlib = pytest.importorskip("matplotlib")
-    times = [median_us * factor for factor in (0.9, 1, 1.2)]
-    results = [
-        Result("op", impl, size, size, "uint8", 0, 1.0, True, times, label=label)
-        for impl in ("one", "other")
-        for label in labels
-        for size in sizes
-    ]
-    with matplotlib.rc_context({"svg.fonttype": "none"}):
-        draw(str(path), results, "a title")
-    return path.read_text()
-
-
-def test_a_picture_has_lines_over_sizes_or_a_group_of_bars_for_each_case(tmp_path):
-    lines = drawn_texts(tmp_path / "lines.svg", [""], [4096, 1 << 20], median_us=20_000)
-    for text in (">4K<", ">1M<", ">20 ms<", ">one<", ">other<", ">a title<"):
-        assert text in lines
-    bars = drawn_texts(tmp_path / "bars.svg", ["even", "uneven"], [4096], median_us=20_000)
-    for text in (">even<", ">uneven<", "time (ms)", ">one<", ">other<"):
-        assert text in bars
-    both = drawn_texts(tmp_path / "both.svg", ["even", "uneven"], [4096, 1 << 20], median_us=20)
-    for text in (">even, 4K<", ">uneven, 1M<", "time (us)"):
-        assert text in both
+def test_work_of_plain_torch():
+    tensor = torch.zeros(100, 10)
+    work = count_work(lambda: tensor.t().contiguous().view(-1).clone(), tensor.nbytes, None)
+    assert work.copy_passes == 2 and work.allocated_bytes == 2 * tensor.nbytes
+    assert count_work(lambda: tensor.view(-1), tensor.nbytes, None).copy_passes == 0

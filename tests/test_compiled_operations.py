@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 from ranks import on_ranks
 from relay_cases import topology_of
-from sequence_cases import assert_same, error_of, num_posted, numbers
+from sequence_cases import assert_same, error_of, num_posted, numbers, remainder_first
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
@@ -18,31 +19,37 @@ from pipecomm_ext import (
     StageRelay,
     all_to_all,
     all_to_all_many,
+    cal_split_sizes_multi,
     distributed,
     gather_forward_split_backward,
     load_balanced_gather_forward_split_backward,
     load_balanced_split_forward_gather_backward,
+    packed_data_gather_forward_split_backward,
+    packed_data_split_forward_gather_backward,
     split_forward_gather_backward,
+    ulysses_attention,
 )
 from pipecomm_ext.communicator.communicator import graph_name
 from pipecomm_ext.distributed import P2POp, batch_isend_irecv, irecv, isend
 
-LENGTHS = range(13, 23)  # ten, of which none is the length of another dim: equal ones would share a symbol
+LENGTHS = range(13, 18)  # of which none is the length of another dim: equal ones would share a symbol
 
 
 IS_TORCH_213 = torch.__version__ >= "2.13"
 
 
-def compiled(function: Callable, backend: Any = "aot_eager") -> Callable:
+def compiled(function: Callable, backend: Any = "aot_eager", dynamic: bool = True) -> Callable:
     torch._dynamo.reset()
-    return torch.compile(function, fullgraph=True, backend=backend, dynamic=True)
+    return torch.compile(function, fullgraph=True, backend=backend, dynamic=dynamic)
 
 
-def check_lengths(function: Callable, inputs_of: Callable[[int], list[torch.Tensor]]) -> None:
-    """Equal results and gradients with and without compilation, of one graph for ten lengths."""
+def check_lengths(
+    function: Callable, inputs_of: Callable[[int], list[torch.Tensor]], lengths: Sequence[int] = LENGTHS
+) -> None:
+    """Equal results and gradients with and without compilation, of one graph for all lengths."""
     counter = CompileCounterWithBackend("aot_eager")
-    graph = compiled(function, counter)
-    for length in LENGTHS:
+    graph = compiled(function, counter, dynamic=len(lengths) > 1)
+    for length in lengths:
         outcomes = []
         for call in (function, graph):
             inputs = inputs_of(length)
@@ -65,20 +72,89 @@ def inputs_with_gradient(length: int, rank: int) -> list[torch.Tensor]:
     return [numbers((length, 4), torch.float64, rank, key).requires_grad_() for key in ("x", "y")]
 
 
+# ---- all-to-all, split, gather ----------------------------------------------------------------------------
+
+
+@on_ranks(1, 2)
+def test_all_to_all_of_uneven_pieces(world):
+    """Heads and sequence, there and back, with arithmetic in between; every way to name the group."""
+    size, groups = world.size, (dist.group.WORLD, None, world.comm)
+    lengths, heads = remainder_first(4 * size + 1, size), remainder_first(2 * size + 1, size)
+
+    def function(x):
+        results = []
+        for group in groups:
+            whole_sequence = all_to_all(x.sin(), group, 2, 1, sum(lengths))
+            mixed = whole_sequence.cumsum(1) * 0.5
+            back = all_to_all(mixed, group, scatter_dim=1, gather_dim=-2, gather_sizes=heads)
+            results.append(back.cos())
+        return results
+
+    shape = (2, lengths[world.rank], 2 * size + 1, 3)
+    inputs = [numbers(shape, torch.float32, world.rank)]
+    check_lengths(function, lambda _: [inputs[0].clone().requires_grad_()], [1])
+
+
 @on_ranks(2)
 def test_all_to_all_splits_and_gathers(world):
     """Lengths that do not divide where they need not; zigzag pieces are quarters."""
-    for group in (world.comm, None):
+    groups = (world.comm, None)
 
-        def function(x, y, group=group):
+    def function(x, y):
+        results = []
+        for group in groups:
             heads = all_to_all(x.sin(), group, 0, 1)
-            sequence = all_to_all(heads * 2, group, 1, 0, scatter_sizes=[4, 4], gather_size=x.size(0))
-            piece = split_forward_gather_backward(y.cos(), group, 0)
-            whole = gather_forward_split_backward(x * 3, group, 0)
+            results.append(all_to_all(heads * 2, group, 1, 0, scatter_sizes=[4, 4], gather_size=x.size(0)))
+            results.append(split_forward_gather_backward(y.cos(), group, 0))
+            results.append(gather_forward_split_backward(x * 3, group, 0))
             zigzag = load_balanced_split_forward_gather_backward(torch.cat([y] * 4), group)
-            return sequence, piece, whole, load_balanced_gather_forward_split_backward(zigzag.sin(), group)
+            results.append(load_balanced_gather_forward_split_backward(zigzag.sin(), group))
+        return results
 
-        check_lengths(function, lambda length: inputs_with_gradient(length, world.rank))
+    check_lengths(function, lambda length: inputs_with_gradient(length, world.rank))
+
+
+@on_ranks(2)
+def test_sizes_scales_and_packed_sequences(world):
+    group, sequences = world.group, [5, 3, 4]
+    rows = cal_split_sizes_multi(sequences, world.size).tolist()
+
+    def function(x):
+        packed = packed_data_split_forward_gather_backward(x.sin(), group, sequences).cos()
+        return [
+            split_forward_gather_backward(x.sin(), group, -2, [12, 0], "up").cos(),
+            gather_forward_split_backward(x.sin(), group, 1).cos(),
+            gather_forward_split_backward(x.sin(), group, 0, [12] * world.size, None).cos(),
+            packed_data_gather_forward_split_backward(packed, rows, group),
+        ]
+
+    check_lengths(function, lambda _: [numbers((12, 3), torch.float64, "x").requires_grad_()], [1])
+
+
+@on_ranks(2)
+def test_changed_arguments_compile_again(world):
+    function = compiled(lambda x, dims: all_to_all(x, world.group, *dims))
+    x = numbers((4, 6, 2), torch.float32, world.rank)
+    for dims in [(1, 0), (0, 1)]:
+        assert_same(function(x, dims), all_to_all(x, world.comm, *dims))
+
+
+@on_ranks(2, 3)
+def test_ulysses_attention(world):
+    """With grouped heads that do not divide, and uneven lengths."""
+    groups = (world.comm, None)
+
+    def function(x, whole):
+        q, k, v = x.split([5, 3, 3], 2)
+        options = {"gather_size": whole.size(0), "is_causal": True}
+        return [ulysses_attention(q.sin(), k, v, None, group, **options).cos() for group in groups]
+
+    def inputs_of(length):
+        mine = remainder_first(length, world.size)[world.rank]
+        x = numbers((2, mine, 11, 16), torch.float64, world.rank, length).requires_grad_()
+        return [x, torch.empty(length, 0)]
+
+    check_lengths(function, inputs_of)
 
 
 # ---- several tensors --------------------------------------------------------------------------------------
@@ -92,49 +168,99 @@ def qkv(length: int, rank: int) -> list[torch.Tensor]:
 
 @on_ranks(2)
 def test_several_tensors(world):
-    q_sizes, kv_sizes = [2, 3], [2, 2]
-    for group in (world.comm, None):
+    groups, scatter_sizes = (world.comm, None), [[2, 3], [2, 2], None]
 
-        def function(q, k, ids, group=group):
-            q, k, ids = all_to_all_many(
-                [q.sin(), k, ids], group, 1, 0, scatter_sizes=[q_sizes, kv_sizes, None]
-            )
-            return q.cumsum(0), k.cos(), ids
-
-        check_lengths(function, lambda length: qkv(length, world.rank))
-
-    def back(q, k, ids):
+    def function(q, k, ids):
+        results = []
+        for group in groups:
+            there = all_to_all_many([q.sin(), k, ids], group, 1, 0, scatter_sizes=scatter_sizes)
+            results += [there[0].cumsum(0), there[1].cos(), there[2]]
         sizes = [3, q.size(0) - 3]
-        q, k = all_to_all_many([q, k], world.comm, 0, -2, scatter_sizes=[sizes, sizes])
-        return q, k, all_to_all_many([ids], world.comm, 1, 0, 2 * ids.size(0))[0]
+        results += all_to_all_many([q, k], world.comm, 0, -2, scatter_sizes=[sizes, sizes])
+        return results + all_to_all_many([ids], world.comm, 1, 0, 2 * ids.size(0))
 
-    check_lengths(back, lambda length: qkv(length, world.rank))
+    check_lengths(function, lambda length: qkv(length, world.rank))
 
 
-def check_mismatch(world) -> tuple[str, str]:
+# ---- errors -----------------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_unequal_lengths(world):
     """What only the ranks together can know is wrong is refused by the graph, and the next call works."""
-    function = compiled(lambda x: all_to_all_many([x], world.comm, 1, 0)[0])
-    error = error_of(function, numbers((13 + world.rank, 4), torch.float32, 0))
-    assert function(numbers((14, 4), torch.float32, 0)).shape == (28, 2)
-    return error
-
-
-def test_several_tensors_of_unequal_lengths(ranks):
-    for kind, text in ranks.run(2, check_mismatch):
-        assert kind == "PipeCommMismatch" and "unequal lengths along dim 0" in text and "gather_size" in text
+    comm = world.comm
+    many = compiled(lambda x: all_to_all_many([x], comm, 1, 0)[0])
+    single = torch.compile(lambda x: all_to_all(x, world.group, 1, 0), fullgraph=True, backend="aot_eager")
+    for function, told in ((many, "unequal lengths along dim 0"), (single, r"(?=.*\[3, 4\]).*\[4, 4\]")):
+        kind, text = error_of(function, numbers((3 + world.rank, 4), torch.float32, 0))
+        assert kind == "PipeCommMismatch" and re.search(told, text), text
+        assert function(numbers((4, 4), torch.float32, 0)).shape == (8, 2)
 
 
 @on_ranks(2)
 def test_lists_that_do_not_fit(world):
-    x = numbers((4, 6), torch.float32, world.rank)
-    for arguments, told in [
-        ({"scatter_sizes": [1, 2, 3]}, "scatter_sizes needs one entry for each rank, got 3"),
-        ({"gather_sizes": [[4, 4], None]}, "gather_sizes needs one list for each of the 1 tensors, got 2"),
+    x, comm, dims = numbers((4, 6), torch.float32, world.rank), world.comm, (1, 0)
+    for call, kind, told in [
+        (
+            lambda x: all_to_all_many([x], comm, *dims, scatter_sizes=[1, 2, 3]),
+            RuntimeError,  # of torch.compile, which traces the call
+            "scatter_sizes needs one entry for each rank, got 3",
+        ),
+        (
+            lambda x: all_to_all_many([x], comm, *dims, gather_sizes=[[4, 4], None]),
+            RuntimeError,
+            "gather_sizes needs one list for each of the 1 tensors, got 2",
+        ),
+        (
+            lambda x: split_forward_gather_backward(x, world.group, 0, [1, 1, 1, 1]),
+            ValueError,
+            "one entry for each of the 2 ranks, got 4",
+        ),
     ]:
-        arguments = {"scatter_dim": 1, "gather_dim": 0, **arguments}
-        function = compiled(lambda x, arguments=arguments: all_to_all_many([x], world.comm, **arguments)[0])
-        with pytest.raises(RuntimeError, match=told):  # of torch.compile, which traces the call
-            function(x)
+        with pytest.raises(kind, match=told):
+            compiled(call)(x)
+
+
+@on_ranks(2)
+def test_a_closed_communicator(world):
+    comm = world.fresh_comm()
+    function = compiled(lambda x: all_to_all(x, comm, 1, 0))
+    x = numbers((2, 2), torch.float32, 0)
+    assert function(x).shape == (4, 1)
+    comm.close()
+    told = "the Communicator that a compiled function was traced with is closed"
+    with pytest.raises(ValueError, match=told):
+        function(x)
+
+
+@on_ranks(2)
+def test_a_buffer_that_requires_grad(world):
+    """Is legal only without recording, as it is without compilation."""
+    x, comm = numbers((3,), torch.float64, world.rank).requires_grad_(), world.comm
+    if world.rank == 1:
+        for call in (lambda x: comm.recv(x, 0), lambda x: comm.broadcast(x, 0)):
+            with pytest.raises(RuntimeError, match="requires grad; receive into a tensor that does not"):
+                compiled(call)(x)
+    with torch.no_grad():
+        compiled(lambda x: comm.broadcast(x, 0))(x)
+    assert_same(x, numbers((3,), torch.float64, 0))
+
+
+@on_ranks(2)
+def test_a_stage_relay_that_is_gone(world):
+    relay = StageRelay(topology_of(world, [1, 1]))
+    link = id(relay), "forward", 0, 1
+    del relay
+    with pytest.raises(ValueError, match="the StageRelay that a compiled function was traced with is gone"):
+        torch.ops.pipecomm_ext.relay_receive(torch.empty(0), *link, [3, 4], torch.float64)
+
+
+@on_ranks(2)
+def test_a_channel_that_is_not_there(world):
+    comm, peer = world.comm, 1 - world.rank
+    function = compiled(lambda x: comm.send(x, peer, channel=99))
+    kind, text = error_of(function, numbers((3,), torch.float64, 0))
+    assert kind == "ValueError" and "channel" in text, text
 
 
 # ---- order ------------------------------------------------------------------------------------------------
@@ -217,29 +343,33 @@ def test_inductor_keeps_the_order(world):
 
 
 @on_ranks(3)
-@pytest.mark.parametrize(
-    ("layout", "grad_reduce"),
-    [("replicated", "leader"), ("replicated", "mean"), (("sharded", -2), "leader")],
-)
-def test_stage_relay(world, layout, grad_reduce):
+def test_stage_relay(world):
     """From stage 0 to 1 and back, through weights on each; the second tensor has no gradient."""
-    relay = StageRelay(topology_of(world, [1, 2]), layout=layout, grad_reduce=grad_reduce)
-    is_first = relay.topology.is_pipeline_first_stage()
+    topology = topology_of(world, [1, 2])
+    cases = [("replicated", "leader"), ("replicated", "mean"), (("sharded", -2), "leader")]
+    relays = [StageRelay(topology, layout=layout, grad_reduce=reduce) for layout, reduce in cases]
+    is_first = topology.is_pipeline_first_stage()
 
-    def piece(x):
+    def piece(x, relay):
         longer = (x.size(0) + 1) // 2
-        return x if layout == "replicated" else x[:longer] if world.rank == 1 else x[longer:]
+        if relay is not relays[2]:
+            return x
+        return x[:longer] if world.rank == 1 else x[longer:]
 
     def function(x, weight):
-        shape = list(x.shape)
-        if is_first:
-            sent = relay.relay(x.sin() * weight, shape, x.dtype, 0, 1)
-            received = relay.relay(None, shape, x.dtype, 1, 0) * weight
-            return sent, received, relay.relay(x.int(), shape, torch.int32, 0, 1)
-        weight = piece(weight)
-        received = relay.relay(None, shape, x.dtype, 0, 1)
-        sent = relay.relay(received.cos() * weight, shape, x.dtype, 1, 0)
-        return sent, received * weight, relay.relay(None, shape, torch.int32, 0, 1) + 1
+        shape, results = list(x.shape), []
+        for relay in relays:
+            if is_first:
+                results.append(relay.relay(x.sin() * weight, shape, x.dtype, 0, 1))
+                results.append(relay.relay(None, shape, x.dtype, 1, 0) * weight)
+                results.append(relay.relay(x.int(), shape, torch.int32, 0, 1))
+            else:
+                mine = piece(weight, relay)
+                received = relay.relay(None, shape, x.dtype, 0, 1)
+                results.append(relay.relay(received.cos() * mine, shape, x.dtype, 1, 0))
+                results.append(received * mine)
+                results.append(relay.relay(None, shape, torch.int32, 0, 1) + 1)
+        return results
 
     def inputs_of(length):
         return [numbers((length, 4), torch.float64, key).requires_grad_() for key in ("x", "weight")]
@@ -253,23 +383,22 @@ def test_stage_relay(world, layout, grad_reduce):
 @on_ranks(2)
 def test_batches(world):
     """Two whose messages fit each other, and one whose result nobody uses. None is differentiable."""
-    peer = 1 - world.rank
-    for group in (world.comm, None):
+    peer, groups = 1 - world.rank, (world.comm, None)
 
-        def function(x, y, group=group):
-            first, second, unused = (
-                torch.empty_like(x),
-                world.comm.empty(x.shape, x.dtype),
-                torch.empty_like(x),
-            )
+    def function(x, y):
+        results = []
+        for group in groups:
+            first, unused = torch.empty_like(x), torch.empty_like(x)
+            second = world.comm.empty(x.shape, x.dtype)
             for buffer, sent in ((first, x.sin() * y), (unused, y), (second, x.cos())):
                 sends = P2POp(isend, sent, peer, group)
                 for work in batch_isend_irecv([sends, P2POp(irecv, buffer, group=group, group_peer=peer)]):
                     work.wait()
             assert batch_isend_irecv([]) == []
-            return first * y, second - first
+            results += [first * y, second - first]
+        return results
 
-        check_lengths(function, lambda length: inputs_with_gradient(length, world.rank))
+    check_lengths(function, lambda length: inputs_with_gradient(length, world.rank))
 
 
 @pytest.mark.skipif(IS_TORCH_213, reason="torch 2.13 does not trace its P2POp")
@@ -293,8 +422,8 @@ def test_batches_of_a_communicator(world):
 
 
 @on_ranks(2)
-def test_messages_one_by_one(world):
-    peer = 1 - world.rank
+def test_messages_one_by_one_and_broadcasts(world):
+    peer, groups = 1 - world.rank, (world.comm, None)
 
     def function(x, y):
         alone = torch.empty_like(x)
@@ -304,77 +433,53 @@ def test_messages_one_by_one(world):
         else:
             world.comm.recv(alone, peer)
             distributed.send(y, peer)
-        return x * y, y + alone
-
-    check_lengths(function, lambda length: inputs_with_gradient(length, world.rank))
-
-
-@on_ranks(2)
-def test_broadcast(world):
-    for group in (world.comm, None):
-
-        def function(x, y, group=group):
-            sent = x.sin()
+        results = [x * y, y + alone]
+        for group in groups:
+            sent, received = x.sin(), (x * y).detach()
             distributed.broadcast(sent, 0, group)
-            received = (x * y).detach()
             world.comm.broadcast(received, 1)
             distributed.broadcast(y.detach().clone(), group_src=0, group=group)  # nobody uses it
-            return sent.cos(), received * y
+            results += [sent.cos(), received * y]
+        return results
 
-        check_lengths(function, lambda length: inputs_with_gradient(length, world.rank))
-
-
-@on_ranks(2)
-def test_a_buffer_that_requires_grad(world):
-    """Is legal only without recording, as it is without compilation."""
-    x = numbers((3,), torch.float64, world.rank).requires_grad_()
-    if world.rank == 1:
-        for call in (lambda x: world.comm.recv(x, 0), lambda x: world.comm.broadcast(x, 0)):
-            with pytest.raises(RuntimeError, match="requires grad; receive into a tensor that does not"):
-                compiled(call)(x)
-    with torch.no_grad():
-        compiled(lambda x: world.comm.broadcast(x, 0))(x)
-    assert_same(x, numbers((3,), torch.float64, 0))
-
-
-@on_ranks(2)
-def test_a_stage_relay_that_is_gone(world):
-    relay = StageRelay(topology_of(world, [1, 1]))
-    link = id(relay), "forward", 0, 1
-    del relay
-    with pytest.raises(ValueError, match="the StageRelay that a compiled function was traced with is gone"):
-        torch.ops.pipecomm_ext.relay_receive(torch.empty(0), *link, [3, 4], torch.float64)
-
-
-@on_ranks(2)
-def test_a_channel_that_is_not_there(world):
-    function = compiled(lambda x: world.comm.send(x, 1 - world.rank, channel=99))
-    kind, text = error_of(function, numbers((3,), torch.float64, 0))
-    assert kind == "ValueError" and "channel" in text, text
+    check_lengths(function, lambda length: inputs_with_gradient(length, world.rank))
 
 
 # ---- opcheck ----------------------------------------------------------------------------------------------
 
 
-@on_ranks(2)
+@on_ranks(1, 2)
 def test_opcheck(world):
-    """Schema, fake kernel, autograd and dynamic shapes of each operator."""
-    operators, name, peer = torch.ops.pipecomm_ext, graph_name(world.comm), 1 - world.rank
-    relay = StageRelay(topology_of(world, [1, 1]))
-    link = id(relay), "forward", 0, 1
-    x = numbers((3, 4), torch.float64, world.rank)
-    anchor = torch.empty(0, requires_grad=True)
-    batch = [x, x.int()], [peer, peer], [0, 1], [x.clone(), x.int()], [peer, peer], [0, 1]
-    sizes = [2, 1] * 2, [4, 4] * 2
+    """Schema, fake kernel, autograd and dynamic shapes of each operator; of a group of one rank some."""
+    operators, name, size = torch.ops.pipecomm_ext, graph_name(world.comm), world.size
+    group, peer = world.group.group_name, size - 1 - world.rank
+    x = numbers((2, 4, 2 * size + 1), torch.float64, world.rank).requires_grad_()
+    flat = numbers((3, 4), torch.float64, world.rank)
+    sizes, equal = remainder_first(2 * size + 1, size), [4] * size
     checks = [
-        (operators.all_to_all_many, ([x.clone().requires_grad_(), x.int()], name, 0, 1, *sizes, True)),
-        (operators.batch_p2p, (*batch, name)),
-        (operators.batch_p2p, (*batch, world.group.group_name)),
-        (operators.broadcast, (x, name, 1)),
-        (operators.empty, ([3, 0], torch.int32, name)),  # what is in memory differs from call to call
-        (operators.relay_receive, (anchor, *link, [3, 4], torch.float64))
-        if world.rank
-        else (operators.relay_send, (x.clone().requires_grad_(), anchor, *link, [3, 4])),
+        (operators.all_to_all, (x, group, -1, 0, 2 * size, sizes[::-1], None)),
+        (operators.split, (x, group, 1, [2 // size] * (2 * size), 2, None, "up")),
+        (operators.gather, (x, group, 2, None, 1, None, "up")),
     ]
+    if size == 2:
+        relay = StageRelay(topology_of(world, [1, 1]))
+        link, anchor = (id(relay), "forward", 0, 1), torch.empty(0, requires_grad=True)
+        batch = [flat, flat.int()], [peer] * 2, [0, 1], [flat.clone(), flat.int()], [peer] * 2, [0, 1]
+        two, lists = [x, x.detach().int()], (sizes * 2, equal * 2)
+        checks += [
+            (operators.all_to_all, (x, group, 2, 1, None, None, None)),
+            (operators.all_to_all_many, ([x], name, 2, 1, sizes, equal, True)),
+            (operators.all_to_all_many, (two, group, 2, 1, *lists, False)),
+            (operators.split, (x, group, 2, None, 1, None, "down")),
+            (operators.split, (x, group, 2, sizes[::-1], 1, None, None)),
+            (operators.gather, (x, group, 1, None, 0, None, "up")),
+            (operators.batch_p2p, (*batch, name)),
+            (operators.batch_p2p, (*batch, group)),
+            (operators.broadcast, (flat, name, 1)),
+            (operators.empty, ([3, 0], torch.int32, name)),  # what is in memory differs from call to call
+            (operators.relay_receive, (anchor, *link, [3, 4], torch.float64))
+            if world.rank
+            else (operators.relay_send, (flat.clone().requires_grad_(), anchor, *link, [3, 4])),
+        ]
     for operator, arguments in checks:
         torch.library.opcheck(operator, arguments)

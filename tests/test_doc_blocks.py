@@ -6,10 +6,8 @@ there.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
-import io
 import math
 import os
 import re
@@ -28,7 +26,7 @@ import torch
 import torch.distributed as dist
 from documents import DOCUMENTS, ROOT, begins, block, blocks, blocks_of, execute
 from ranks import on_ranks
-from scripts import run_on_ranks
+from scripts import run_on_ranks, run_under_torchrun
 from tools import needs
 from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
@@ -40,10 +38,6 @@ from pipecomm_ext import schedules
 sys.path.insert(0, str(ROOT / "bench"))
 
 
-class Partly(str):
-    """The test of a block of which it leaves a part out, or has a stand-in for it."""
-
-
 class Checked(str):
     """Why a block is not executed, and what is looked at instead."""
 
@@ -51,6 +45,10 @@ class Checked(str):
 MIGRATING = "test_migrating.py::"
 CLIENTS = "clients/test_{}.py::test_the_code_of_the_page"  # as printed; test_migrating.py runs what is ours
 TRANSFORMERS = "test_transformers_integration.py::test_the_code_of_the_guide"
+SEVERAL = "test_stages_of_several_ranks_and_a_mesh"
+TORCHRUN = "torchrun --standalone --nproc-per-node 2"
+FLIGHT = "test_the_commands_for_a_flight_record"
+TUTORIAL = "test_the_commands_and_programs_of_the_tutorial"
 QUICKSTART = "test_readme.py::test_the_quickstart_runs_as_printed"
 CPP = Checked("parts of files that are not there; test_the_parts_of_the_contribution_guide looks at names")
 
@@ -62,10 +60,10 @@ BLOCKS: dict[str, dict[str, str]] = {
         "cmake -G": Checked("test_cpp.py builds and runs the same tests in another folder"),
         "@generator": "test_the_schedule_of_the_contribution_guide",
         "class LoopbackTransport": CPP,
-        "class Loopback(Transport)": Partly("test_the_parts_of_the_contribution_guide"),
+        "class Loopback(Transport)": "test_the_parts_of_the_contribution_guide",
         "ExchangePlan ring_shift_plan": CPP,
         "m.def(": CPP,
-        "def ring_shift": Partly("test_the_parts_of_the_contribution_guide"),
+        "def ring_shift": "test_the_parts_of_the_contribution_guide",
     },
     "README.md": {
         "pip install": Checked("installs and builds; test_info.py runs the doctor"),
@@ -76,15 +74,12 @@ BLOCKS: dict[str, dict[str, str]] = {
         "csrc/": "test_readme.py::test_links_and_paths_exist",
     },
     "docs/benchmarks.md": {
-        "make bench": Partly("test_the_commands_of_benchmarks"),
-        "python bench/run.py ulysses": Partly("test_the_commands_of_benchmarks"),
+        "make bench": "test_the_commands_of_benchmarks",
+        "python bench/run.py ulysses": "test_the_commands_of_benchmarks",
         "make gpu-check": Checked("needs a GPU; test_the_stages_of_gpu_check"),
         "cmake -S": Checked("a build; test_the_targets_and_files_of_commands_exist"),
     },
-    "docs/flight_record.md": {
-        "PIPECOMM_FLIGHT_DIR": "test_the_commands_for_a_flight_record",
-        "Communicator": "test_the_commands_for_a_flight_record",
-    },
+    "docs/flight_record.md": dict.fromkeys(["PIPECOMM_FLIGHT_DIR", "Communicator"], FLIGHT),
     "docs/migrating.md": {
         "import torch.distributed as dist": MIGRATING + "test_torch_distributed",
         "schedule = ": MIGRATING + "test_torch_pipelining",
@@ -105,11 +100,11 @@ BLOCKS: dict[str, dict[str, str]] = {
         "plan = schedules.dualpipe": "test_plans",
         "python -m pipecomm_ext draw": "test_the_commands_of_schedules",
         "mine = ": "test_plans",
-        "mine: deadlock": "test_a_plan_that_is_refused",
+        "mine: deadlock": "test_plans",
         "with Executor": "test_a_training_loop",
         "masks = ": "test_keywords_and_what_follows_a_step",
-        "topology = ": "test_stages_of_several_ranks",
-        "mesh = ": "test_a_mesh",
+        "topology = ": SEVERAL,
+        "mesh = ": SEVERAL,
         "executor.sum_shared_gradients": "test_keywords_and_what_follows_a_step",
     },
     "docs/sequence_parallel.md": {
@@ -117,38 +112,26 @@ BLOCKS: dict[str, dict[str, str]] = {
         "out = pc.attention_with_cp": "test_ring_and_ulysses_groups",
         "y, work = ": "test_a_call_that_does_not_wait",
     },
-    "docs/transformers.md": {"pipecomm_transformers.register": TRANSFORMERS, "tokens = ": TRANSFORMERS},
-    "docs/tutorial.md": {
-        "rank = ": "test_the_programs_of_the_tutorial_train_alike",
-        "torchrun --standalone --nproc-per-node 2 plain.py": "test_the_commands_of_the_tutorial",
-        "from pipecomm_ext import distributed": "test_the_programs_of_the_tutorial_train_alike",
-        "name = ": "test_the_programs_of_the_tutorial_train_alike",
-        "torchrun --standalone --nproc-per-node 2 pipeline.py": "test_the_commands_of_the_tutorial",
-    },
+    "docs/transformers.md": dict.fromkeys(["pipecomm_transformers.register", "tokens = "], TRANSFORMERS),
+    "docs/tutorial.md": dict.fromkeys(
+        ["rank = ", f"{TORCHRUN} plain.py", "from pipecomm_ext import distributed", "name = "]
+        + [f"{TORCHRUN} pipeline.py"],
+        TUTORIAL,
+    ),
 }
-NUM_BLOCKS, NUM_EXECUTED, NUM_PARTLY = 53, 40, 4
 COMMANDS = [text for document in DOCUMENTS for text in blocks(document, "sh") + blocks(document, "")]
 
 
 def test_every_block_of_every_document_is_accounted_for() -> None:
-    totals = (0, 0, 0)
-    print(f"{'document':28} blocks executed in part")
     for document in DOCUMENTS:
         found, wanted = blocks_of(document), BLOCKS.get(document, {})
         fits = len(found) == len(wanted) and all(map(begins, (text for _, text in found), wanted))
         assert fits, f"give each block of {document} a test, and a row in BLOCKS"
-        tests = [test for test in wanted.values() if not isinstance(test, Checked)]
-        for test in tests:
-            module, _, name = test.rpartition("::")
-            path = Path(__file__).parent / (module or Path(__file__).name)
-            assert f"\ndef {name}(" in path.read_text(encoding="utf-8")
-        num_partly = sum(isinstance(test, Partly) for test in tests)
-        row = len(found), len(tests) - num_partly, num_partly
-        if found:
-            print(f"{document:28} {row[0]:6} {row[1]:8} {row[2]:7}")
-        totals = tuple(map(sum, zip(totals, row, strict=True)))
-    print(f"{'all':28} {totals[0]:6} {totals[1]:8} {totals[2]:7}")
-    assert totals == (NUM_BLOCKS, NUM_EXECUTED, NUM_PARTLY)
+        for test in wanted.values():
+            if not isinstance(test, Checked):
+                module, _, name = test.rpartition("::")
+                path = Path(__file__).parent / (module or Path(__file__).name)
+                assert f"\ndef {name}(" in path.read_text(encoding="utf-8")
 
 
 # ---- commands ---------------------------------------------------------------------------------------------
@@ -189,8 +172,7 @@ def test_the_commands_of_benchmarks(ranks, tmp_path, monkeypatch) -> None:
     for line in lines:
         size = int(line[line.index("--ranks") + 1])
         line = [str(tmp_path / word) if word.startswith("out/") else word for word in line]
-        exit_code, output = run_on_ranks(ranks, size, "run", *line, "--quick", "--sizes", "64K")
-        assert exit_code == 0, output
+        run_on_ranks(ranks, size, "run", *line, "--quick", "--sizes", "64K")
     written = {path.name for path in (tmp_path / "out").iterdir()}
     assert written == {"batch.json", "batch.png", "timeline.png"}
 
@@ -203,33 +185,25 @@ def test_the_commands_of_schedules(tmp_path, monkeypatch, capsys) -> None:
     assert (tmp_path / "dualpipe.svg").stat().st_size > 1000
 
 
-def torchrun(words: list[str], folder: Path, **environment: str) -> subprocess.Popen:
-    return subprocess.Popen(
-        [sys.executable, "-m", "torch.distributed.run", *words],
-        cwd=folder,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(folder), **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-
-
 @pytest.mark.slow
-@pytest.mark.skipif(not dist.is_available(), reason="torch was built without torch.distributed")
-def test_the_commands_of_the_tutorial(tmp_path) -> None:
-    document, losses = "docs/tutorial.md", []
-    (tmp_path / "plain.py").write_text(block(document, "rank = "))
-    (tmp_path / "pipeline.py").write_text(block(document, "name = "))
-    for text in blocks(document, "sh"):
-        for words in commands(text, "torchrun"):
-            with torchrun(words, tmp_path) as process:
-                output, errors = process.communicate(timeout=100)
-            assert process.returncode == 0, errors
-            losses.append([line for line in output.splitlines() if line.startswith("step ")])
-    assert len(losses) == 3 and len(losses[0]) == 3 and losses[1:] == losses[:1] * 2
-    for page in (tmp_path / f"{name}.html" for name in ("1f1b", "zb_v")):
-        assert_can_be_read(page.read_text())
+def test_the_commands_and_programs_of_the_tutorial(tmp_path) -> None:
+    """All train alike: torch's calls, ours in their place, and two schedules, which write their pictures."""
+    document = "docs/tutorial.md"
+    programs = {"plain.py": block(document, "rank = "), "pipeline.py": block(document, "name = ")}
+    changed_line = "import torch.distributed as dist\n"
+    assert programs["plain.py"].count(changed_line) == 1
+    programs["ours.py"] = programs["plain.py"].replace(
+        changed_line, block(document, "from pipecomm_ext import distributed")
+    )
+    for name, text in programs.items():
+        (tmp_path / name).write_text(text)
+    lines = [line for text in blocks(document, "sh") for line in text.splitlines()]
+    assert [line.split()[4:] for line in lines] == [["plain.py"], ["pipeline.py"], ["pipeline.py", "zb_v"]]
+    lines.append(lines[0].replace("plain", "ours"))
+    losses = [run_under_torchrun(line, tmp_path) for line in lines]
+    assert losses[0].count("loss 0.") == 3 and losses == losses[:1] * 4
+    for name in ("1f1b", "zb_v"):
+        assert_can_be_read((tmp_path / f"{name}.html").read_text(encoding="utf-8"))
 
 
 def assert_can_be_read(page: str) -> None:
@@ -290,7 +264,17 @@ def test_the_commands_for_a_flight_record(tmp_path, capsys) -> None:
     variable, program, *words = start
     assert (variable, program) == ("PIPECOMM_FLIGHT_DIR=/tmp/flights", "torchrun")
     [pkill] = needs(signal_it[0])
-    with torchrun(words, tmp_path, PIPECOMM_FLIGHT_DIR=str(flights), PIPECOMM_TRANSPORT="shm") as process:
+    environment = {"PIPECOMM_FLIGHT_DIR": str(flights), "PIPECOMM_TRANSPORT": "shm"}
+    environment |= {"OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", *words],
+        cwd=tmp_path,
+        env=os.environ | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
         try:
             await_that(lambda: (tmp_path / "hangs").exists(), process)
             time.sleep(1.5)  # less is no waiting to the doctor
@@ -326,7 +310,7 @@ def await_that(holds: Callable[[], bool], process: subprocess.Popen) -> None:
 
 
 def whole_files(folder: Path) -> list[Path]:
-    return [path for path in folder.glob("flight-*") if path.read_text().endswith("\n")]
+    return [path for path in folder.glob("flight-*") if path.read_text(encoding="utf-8").endswith("\n")]
 
 
 def test_the_stages_of_gpu_check() -> None:
@@ -395,9 +379,6 @@ def test_plans(tmp_path, monkeypatch, capsys):
     assert "makespan" in capsys.readouterr().out
     execute("docs/schedules.md", "mine = ", {"schedules": schedules})
     assert (tmp_path / "mine.svg").stat().st_size > 1000
-
-
-def test_a_plan_that_is_refused() -> None:
     rows = ["F0.0 B0.0 F0.1 B0.1", "F1.1 B1.1 F1.0 B1.0"]
     with pytest.raises(schedules.PlanError) as caught:
         schedules.check(schedules.Plan("mine", P=2, M=2, owner=[0, 1], compute=rows))
@@ -488,59 +469,17 @@ def test_keywords_and_what_follows_a_step(world):
 
 
 @on_ranks(4)
-def test_stages_of_several_ranks(world):
+def test_stages_of_several_ranks_and_a_mesh(world):
     names = training_names(3)
     execute("docs/schedules.md", "topology = ", names)
     assert names["topology"].get_vtp_size_list() == [1, 2, 1]
     names["executor"].close()
-
-
-@on_ranks(4)
-def test_a_mesh(world):
     names = training_names(4) | {"num_replicas": 2, "num_stages": 2}
     execute("docs/schedules.md", "mesh = ", names, **{'"cuda"': '"cpu"'})
     losses, _ = names["executor"].step(names["inputs"], names["targets"])
     if losses is not None:
         torch.testing.assert_close(torch.stack(losses).mean(), loss_of_the_whole(names))
     names["executor"].close()
-
-
-# ---- tutorial ----------------------------------------------------------------------------------------------
-
-
-def printed_by(program: str, *arguments: str) -> str:
-    """What a complete program prints on this rank, which has its group already."""
-    output = io.StringIO()
-    with contextlib.ExitStack() as changed:
-        for name in ("init_process_group", "destroy_process_group"):
-            changed.enter_context(mock.patch.object(dist, name))
-        changed.enter_context(mock.patch.object(sys, "argv", ["program.py", *arguments]))
-        changed.enter_context(contextlib.redirect_stdout(output))
-        exec(compile(program, "tutorial.md", "exec"), {})
-    return output.getvalue()
-
-
-def run_tutorial(world, folder: str) -> list[str]:
-    os.chdir(folder)
-    by_torch = block("docs/tutorial.md", "rank = ")
-    changed_line = "import torch.distributed as dist\n"
-    assert by_torch.count(changed_line) == 1
-    by_ours = by_torch.replace(
-        changed_line, block("docs/tutorial.md", "from pipecomm_ext import distributed")
-    )
-    by_schedule = block("docs/tutorial.md", "name = ")
-    programs = [(by_torch,), (by_ours,), (by_schedule,), (by_schedule, "zb_v")]
-    return [printed_by(*program) for program in programs]
-
-
-def test_the_programs_of_the_tutorial_train_alike(ranks, tmp_path):
-    on_rank_0, on_rank_1 = ranks.run(2, run_tutorial, str(tmp_path))
-    losses = on_rank_1[0]
-    assert losses.count("loss 0.") == 3
-    assert on_rank_1 == [losses, losses, losses, ""]
-    assert on_rank_0 == ["", "", "", losses]  # ZB-V has the last stage on the first rank
-    for name in ("1f1b", "zb_v"):
-        assert "measured" in (tmp_path / f"{name}.html").read_text()
 
 
 # ---- relays, sequence parallelism -------------------------------------------------------------------------

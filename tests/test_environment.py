@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import warnings
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -42,17 +44,8 @@ def test_wrong_values_are_refused_with_name_grammar_and_value(variable):
         low, high = variable.grammar.low, variable.grammar.high
         assert environment.read({variable.name: str(low)})[variable.name] == low
         assert environment.read({variable.name: str(high)})[variable.name] == high
-        wrong += [
-            str(low - 1),
-            str(high + 1),
-            "abc",
-            f"{high}junk",
-            f" {high}",
-            "1e3",
-            "0x10",
-            "\u0663",
-            "9" * 400,
-        ]
+        wrong += [str(low - 1), str(high + 1), f"{high}junk", f" {high}", "9" * 400]
+        wrong += ["abc", "-1", "1.5", "1e3", "0x10", "\u0663"]
     elif isinstance(variable.grammar, environment.Choice):
         for word in variable.grammar.words:
             assert environment.read({variable.name: word})[variable.name] == word
@@ -71,26 +64,15 @@ def test_what_is_not_set_has_its_default():
 
 
 def test_unknown_names_come_with_the_nearest_one():
-    environ = dict.fromkeys(
-        [
-            "PIPECOMM_SHM_RING_BYTE",
-            "PIPECOMM_TRANSPROT",
-            "PIPECOMM_COFFEE",
-            "PIPECOMM_CUDA",
-            "PIPECOMM_TEST_KILLS",
-            "HOME",
-        ],
-        "1",
-    )
+    set_names = ["PIPECOMM_SHM_RING_BYTE", "PIPECOMM_TRANSPROT", "PIPECOMM_COFFEE", "PIPECOMM_CUDA"]
+    environ = dict.fromkeys([*set_names, "PIPECOMM_TEST_KILLS", "HOME"], "1")
     assert environment.unknown(environ) == {
         "PIPECOMM_COFFEE": None,
         "PIPECOMM_SHM_RING_BYTE": "PIPECOMM_SHM_RING_BYTES",
         "PIPECOMM_TRANSPROT": "PIPECOMM_TRANSPORT",
     }
-    assert (
-        environment.unknown(dict.fromkeys([*names(environment.VARIABLES), *environment.BUILD_VARIABLES], ""))
-        == {}
-    )
+    known = [*names(environment.VARIABLES), *environment.BUILD_VARIABLES]
+    assert environment.unknown(dict.fromkeys(known, "")) == {}
 
 
 # ---- between ranks ---------------------------------------------------------------------------------------
@@ -100,61 +82,46 @@ def test_every_wire_variable_without_an_argument_is_tried_below():
     assert set(WIRE_VALUES) == set(environment.on_wire(environment.read({})))
 
 
+environ = functools.partial(mock.patch.dict, os.environ)
+
+
 @on_ranks(2)
 def test_ranks_that_differ_get_one_clear_error_on_all(world):
-    for name, values in WIRE_VALUES.items():
-        os.environ[name] = values[world.rank]
-        try:
-            either = (
-                f"({values[0]} on rank 0, {values[1]} on rank 1|{values[1]} on rank 1, {values[0]} on rank 0)"
-            )
-            with pytest.raises(PipeCommMismatch, match=f"disagree about {name}: {either}"):
+    for name, (first, second) in (WIRE_VALUES | {"PIPECOMM_CHECK": ("full", "off")}).items():
+        told = f"{name}: ({first} on rank 0, {second} on rank 1|{second} on rank 1, {first} on rank 0)"
+        if name == "PIPECOMM_CHECK":
+            told = "check: '(full|off)' on rank [01], '"
+        with environ(**{name: (first, second)[world.rank]}):
+            with pytest.raises(PipeCommMismatch, match=f"disagree about {told}"):
                 world.fresh_comm().barrier()
-        finally:
-            del os.environ[name]
-    os.environ["PIPECOMM_CHECK"] = ("full", "off")[world.rank]
-    try:
-        with pytest.raises(PipeCommMismatch, match="disagree about check: '(full|off)' on rank [01], '"):
-            world.fresh_comm().barrier()
-    finally:
-        del os.environ["PIPECOMM_CHECK"]
-    os.environ["PIPECOMM_PACK_SMS"] = str(1 + world.rank)  # concerns nobody else
-    try:
+    with environ(PIPECOMM_PACK_SMS=str(1 + world.rank)):  # concerns nobody else
         world.fresh_comm().barrier()
-    finally:
-        del os.environ["PIPECOMM_PACK_SMS"]
 
 
 @on_ranks(2)
 def test_a_wrong_value_on_one_rank_is_refused_on_all(world):
-    error = (ValueError, "PIPECOMM_NCCL_MIN_CTAS must be a number from 1 to 64, not '0'")
-    if world.rank == 0:
-        os.environ["PIPECOMM_NCCL_MIN_CTAS"] = "0"
-    else:
-        error = (PipeCommMismatch, "refused by rank 0: ValueError: PIPECOMM_NCCL_MIN_CTAS must be")
-    try:
-        with pytest.raises(error[0], match=error[1]):
-            world.fresh_comm().barrier()
-    finally:
-        os.environ.pop("PIPECOMM_NCCL_MIN_CTAS", None)
+    told = "PIPECOMM_NCCL_MIN_CTAS must be a number from 1 to 64, not '0'"
+    with environ(**({"PIPECOMM_NCCL_MIN_CTAS": "0"} if world.rank == 0 else {})):
+        if world.rank == 0:
+            with pytest.raises(ValueError, match=told):
+                world.fresh_comm()
+        else:
+            with pytest.raises(PipeCommMismatch, match=f"refused by rank 0: ValueError: {told}"):
+                world.fresh_comm().barrier()
     world.fresh_comm().barrier()
 
 
 @on_ranks(2)
 def test_the_first_communicator_warns_of_unknown_names_once(world):
-    os.environ["PIPECOMM_SHM_RINGBYTES"] = "1"
-    try:
-        with pytest.warns(
-            RuntimeWarning, match="PIPECOMM_SHM_RINGBYTES means nothing.*PIPECOMM_SHM_RING_BYTES"
-        ) as caught:
+    told = "PIPECOMM_SHM_RINGBYTES means nothing.*PIPECOMM_SHM_RING_BYTES"
+    with environ(PIPECOMM_SHM_RINGBYTES="1"):
+        with pytest.warns(RuntimeWarning, match=told) as caught:
             world.fresh_comm()
         assert [Path(warning.filename).name for warning in caught] == ["ranks.py"]  # who made it
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             world.fresh_comm()
-    finally:
-        del os.environ["PIPECOMM_SHM_RINGBYTES"]
-        environment._warned_of.clear()
+    environment._warned_of.clear()
 
 
 @on_ranks(2)
@@ -163,19 +130,16 @@ def test_the_check_can_be_switched_off_from_outside(world):
     peer = 1 - world.rank
     sent, received = torch.arange(4, dtype=torch.int32), torch.empty(4, dtype=torch.float32)
 
-    def exchange(comm):
-        comm.batch_p2p([Send(sent, peer), Recv(received, peer)])
+    def exchange(**options):
+        world.fresh_comm(**options).batch_p2p([Send(sent, peer), Recv(received, peer)])
 
     with pytest.raises(PipeCommMismatch):
-        exchange(world.fresh_comm())
-    os.environ["PIPECOMM_CHECK"] = "off"
-    try:
-        exchange(world.fresh_comm())
+        exchange()
+    with environ(PIPECOMM_CHECK="off"):
+        exchange()
         assert torch.equal(received.view(torch.int32), sent)
         with pytest.raises(PipeCommMismatch):  # the argument comes first
-            exchange(world.fresh_comm(check="full"))
-    finally:
-        del os.environ["PIPECOMM_CHECK"]
+            exchange(check="full")
 
 
 # ---- one place -------------------------------------------------------------------------------------------

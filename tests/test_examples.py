@@ -1,4 +1,4 @@
-"""The example trains, equals the unsplit model, and ends cleanly whatever happens."""
+"""The examples train, equal the unsplit model and say so if they do not, and end cleanly whatever happens."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ import time
 
 import pytest
 import torch
-from scripts import REPOSITORY, Script, run_on_ranks, run_script
+from scripts import REPOSITORY, Script, assert_refused, run_on_ranks, run_script, run_under_torchrun
 
 sys.path.insert(0, str(REPOSITORY / "examples"))
+import dualpipe_train  # noqa: E402
 import train_text  # noqa: E402
+import train_transformers  # noqa: E402
+import ulysses_attention  # noqa: E402
 from text_model import TextBatches, split_layers  # noqa: E402
 
 TRAIN = "examples/train_text.py"
-TINY = ["--layers", 4, "--hidden", 32, "--seq-len", 16, "--batch-size", 8, "--microbatches", 4]
-SHORT = ["--layers", 2, "--batch-size", 8, "--microbatches", 4]
+TINY = "--layers 4 --hidden 32 --seq-len 16 --batch-size 8 --microbatches 4".split()
+SHORT = "--layers 2 --batch-size 8 --microbatches 4".split()
 
 
 @pytest.mark.slow
 def test_the_command_line_trains_and_draws(tmp_path):
-    exit_code, output = run_script(
-        TRAIN, "--ranks", 2, *TINY, "--steps", 12, "--verify",
-        "--out", tmp_path / "out",
-    )  # fmt: skip
+    arguments = ["--ranks", 2, *TINY, "--steps", 12, "--verify", "--out", tmp_path / "out"]
+    exit_code, output = run_script(TRAIN, *arguments, is_fresh=True)
     assert exit_code == 0, output
     assert "pipeline   2 stages" in output, output
     assert_trained(output, 12)
@@ -52,42 +53,28 @@ def assert_trained(output: str, num_steps: int) -> None:
         (4, ["--sequence-parallel", 2, *SHORT, "--seq-len", 17, "--hidden", 96],
          "2 stages x 2 sequence pieces (1+1 blocks; 9+8 tokens, 2+1 heads), 4 micro-batches"),
         (3, ["--sequence-parallel", 3, *SHORT, "--seq-len", 2, "--hidden", 32],
-         "1 stages x 3 sequence pieces (2 blocks; 1+1+0 tokens, 1+0+0 heads), 4 micro-batches"),
+         "1 stage x 3 sequence pieces (2 blocks; 1+1+0 tokens, 1+0+0 heads), 4 micro-batches"),
         (4, ["--stages", "1,2,1", *SHORT, "--layers", 3, "--seq-len", 16, "--hidden", 96],
          "3 stages of 1+2+1 ranks (1+1+1 blocks), 4 micro-batches"),
-    ],
-    ids=["four stages", "uneven sequences", "more pieces than tokens", "1, 2 and 1 ranks"],
-)  # fmt: skip
-def test_split_training_equals_unsplit(ranks, tmp_path, num_ranks, arguments, pipeline):
-    exit_code, output = run_on_ranks(
-        ranks, num_ranks, "train_text", "--ranks", num_ranks, *arguments, "--steps", 6, "--verify",
-        "--out", tmp_path,
-    )  # fmt: skip
-    assert exit_code == 0, output
-    assert f"pipeline   {pipeline}" in output, output
-    assert_trained(output, 6)
-
-
-@pytest.mark.parametrize(
-    ("num_ranks", "arguments", "pipeline"),
-    [
-        (2, ["--schedule", "zb_v"], "4 stages (1+1+1+1 blocks), 4 micro-batches, zb_v, cpu"),
-        (4, ["--schedule", "dualpipe", "--sequence-parallel", 2, "--hidden", 64],
+        (2, [*TINY, "--schedule", "zb_v"], "4 stages (1+1+1+1 blocks), 4 micro-batches, zb_v, cpu"),
+        (4, [*TINY, "--schedule", "dualpipe", "--sequence-parallel", 2, "--hidden", 64],
          "2 stages x 2 sequence pieces (2+2 blocks; 8+8 tokens, 1+1 heads), 4 micro-batches, dualpipe, cpu"),
     ],
-    ids=["zb_v", "dualpipe with split sequences"],
+    ids=["four stages", "uneven sequences", "more pieces than tokens", "1, 2 and 1 ranks", "zb_v",
+         "dualpipe with split sequences"],
 )  # fmt: skip
-def test_other_schedules_train_the_same(ranks, tmp_path, num_ranks, arguments, pipeline):
-    exit_code, output = run_on_ranks(
-        ranks, num_ranks, "train_text", "--ranks", num_ranks, *TINY, *arguments, "--steps", 4, "--verify",
-        "--out", tmp_path,
-    )  # fmt: skip
-    assert exit_code == 0, output
+def test_split_training_equals_unsplit(ranks, tmp_path, num_ranks, arguments, pipeline):
+    options = ["--ranks", num_ranks, *arguments, "--steps", 4, "--verify", "--out", tmp_path]
+    output = run_on_ranks(ranks, num_ranks, "train_text", *options)
     assert f"pipeline   {pipeline}" in output, output
     assert_trained(output, 4)
-    drawn = re.search(
-        r"^timeline +(\S+) .*\nsimulated: .*\n((?:.+\n){2})measured: .*\n((?:.+\n?){2})", output, re.MULTILINE
-    )
+    if "--schedule" in arguments:
+        assert_drawn(output)
+
+
+def assert_drawn(output: str) -> None:
+    timelines = r"^timeline +(\S+) .*\nsimulated: .*\n((?:.+\n){2})measured: .*\n((?:.+\n?){2})"
+    drawn = re.search(timelines, output, re.MULTILINE)
     assert drawn, output
     assert all(re.fullmatch(r"  \d \|[FBIWX.]{96}\|", row) for row in (drawn[2] + drawn[3]).splitlines())
     page = open(drawn[1], encoding="utf-8").read()
@@ -119,108 +106,41 @@ def test_verify_finds_a_difference(changed):
 
 
 @pytest.mark.slow
-def test_runs_under_torchrun(tmp_path):
-    exit_code, output = run_script(
-        TRAIN, *TINY, "--steps", 3, "--out", tmp_path / "out",
-        launcher=("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
-    )  # fmt: skip
-    assert exit_code == 0 and "pipeline   2 stages" in output, output
-
-
-def busy_script(tmp_path) -> Script:
-    return Script(
-        TRAIN,
-        "--ranks",
-        2,
-        *TINY,
-        "--steps",
-        100_000,
-        "--out",
-        tmp_path / "out",
-    )
-
-
-def wait_until_training(script: Script) -> None:
-    """Reads the progress bar until the first step is shown."""
-    until = time.monotonic() + 60
-    text = ""
-    while not re.search(r" [1-9]\d*/100000", text):
-        assert time.monotonic() < until, text
-        text += script.process.stdout.read(1)
+def test_ranks_of_torchrun(tmp_path):
+    command = f"torchrun --standalone --nproc-per-node 2 {TRAIN} {' '.join(TINY)}"
+    output = run_under_torchrun(f"{command} --steps 3 --out {tmp_path}", REPOSITORY)
+    assert "pipeline   2 stages" in output, output
 
 
 @pytest.mark.slow
-def test_interrupt_ends_everything(tmp_path):
-    with busy_script(tmp_path) as script:
-        wait_until_training(script)
-        os.killpg(script.process.pid, signal.SIGINT)
+@pytest.mark.parametrize(("ending", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, 1)])
+def test_an_interrupt_and_a_killed_rank_end_everything(tmp_path, ending, code):
+    arguments = ["--ranks", 2, *TINY, "--steps", 100_000, "--out", tmp_path / "out"]
+    with Script(TRAIN, *arguments) as script:
+        until = time.monotonic() + 60
+        while "0/100000" not in script.text:  # the progress bar, just before the first step
+            assert not script.read(until), script.text
+        if ending == signal.SIGINT:
+            os.killpg(script.process.pid, ending)
+        else:
+            os.kill(script.pids()[-1], ending)
         exit_code, output = script.finish(20)
-        assert exit_code == 130 and "interrupted" in output and "Traceback" not in output, output
+        assert exit_code == code, output
+        if ending == signal.SIGINT:
+            assert "interrupted" in output and "Traceback" not in output, output
+        else:
+            assert re.search(r"SIGKILL|PipeComm\w+", output), output
         script.assert_nothing_left()
 
 
-@pytest.mark.slow
-def test_a_killed_rank_ends_everything(tmp_path):
-    with busy_script(tmp_path) as script:
-        wait_until_training(script)
-        os.kill(script.pids()[-1], signal.SIGKILL)
-        exit_code, output = script.finish(20)
-        assert exit_code == 1 and re.search(r"SIGKILL|PipeComm\w+", output), output
-        script.assert_nothing_left()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--batch-size", "10", "--microbatches", "4"], "not a multiple of --microbatches 4"),
-        (["--ranks", "5", "--layers", "4"], "give --layers 5 or more"),
-        (["--hidden", "40"], "not a multiple of 32"),
-        (["--steps", "0"], "--steps must be positive, got 0"),
-        (["--sequence-parallel", "0"], "--sequence-parallel must be positive, got 0"),
-        (
-            ["--schedule", "zb"],
-            "--schedule zb: unknown schedule 'zb'; expected one of dualpipe, dualpipev, gpipe",
-        ),
-        (["--schedule", "dualpipe", "--microbatches", "4"], "M=4 micro-batches are too few for P=4 ranks"),
-        (["--schedule", "zb_v", "--layers", "7"], "give --layers 8 or more"),
-        (["--layers", "0"], "--layers must be positive, got 0"),
-        (["--sequence-parallel", "3"], "4 ranks cannot form stages of 3 ranks each"),
-        (["--ranks", "10", "--sequence-parallel", "2", "--layers", "4"], "give --layers 5 or more"),
-        (["--stages", "1,x"], "is not a list of numbers of ranks"),
-        (["--stages", "1,0"], "must be 1 or more each"),
-        (["--stages", "1,3"], "a stage of 3 ranks needs as many heads, there are 2"),
-        (["--stages", "1,1,1,1,1", "--layers", "4"], "give --layers 5 or more"),
-        (["--stages", "1,2", "--sequence-parallel", "2"], "does not go with --sequence-parallel"),
-    ],
-)
-def test_bad_arguments_are_explained(capsys, arguments, message):
-    with pytest.raises(SystemExit) as ended:
-        train_text.parse_arguments(arguments)
-    assert ended.value.code == 2 and message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "num_layers"),
-    [
-        (["--ranks", "4", "--schedule", "zb_v"], 8),
-        (["--ranks", "2", "--schedule", "zb_v"], 4),
-        (["--ranks", "10", "--sequence-parallel", "2"], 5),
-        (["--stages", "1,1,1,1,1"], 5),
-        (["--stages", "1,1,1,1,1", "--layers", "7"], 7),
-        ([], 4),
-    ],
-)
-def test_there_are_as_many_blocks_as_stages_by_default(arguments, num_layers):
-    assert train_text.parse_arguments(arguments).layers == num_layers
-
-
-@pytest.mark.parametrize("num_blocks", range(1, 9))
-def test_every_layer_has_one_stage(num_blocks):
-    for num_stages in range(1, num_blocks + 1):
-        stages = split_layers(num_blocks, num_stages)
-        assert [idx for stage in stages for idx in stage] == list(range(num_blocks + 2))
-        num_blocks_of = [sum(1 <= idx <= num_blocks for idx in stage) for stage in stages]
-        assert max(num_blocks_of) - min(num_blocks_of) <= 1 and num_blocks_of == sorted(num_blocks_of)[::-1]
+def test_every_layer_has_one_stage():
+    for num_blocks in range(1, 9):
+        for num_stages in range(1, num_blocks + 1):
+            stages = split_layers(num_blocks, num_stages)
+            assert [idx for stage in stages for idx in stage] == list(range(num_blocks + 2))
+            num_blocks_of = [sum(1 <= idx <= num_blocks for idx in stage) for stage in stages]
+            assert max(num_blocks_of) - min(num_blocks_of) <= 1
+            assert num_blocks_of == sorted(num_blocks_of)[::-1]
 
 
 def test_batches_are_a_function_of_seed_and_step():
@@ -230,3 +150,119 @@ def test_batches_are_a_function_of_seed_and_step():
     assert inputs[:, 1:].equal(targets[:, :-1])
     assert inputs.equal(same(step=3)[0])
     assert not inputs.equal(one(step=4)[0]) and not inputs.equal(other(step=3)[0])
+
+
+# ---- the other examples -----------------------------------------------------------------------------------
+
+DUALPIPE = "--steps 4 --seq-len 8"
+LLAMA = "--seq-len 41 --batch-size 4 --hidden 48 --heads 6 --kv-heads 2 --steps 8 --verify"
+OTHERS = {  # script, ranks, arguments, a line of its output
+    "DualPipe": ("dualpipe_train", 2, DUALPIPE, "pipeline   DualPipe: 2 stages, 2 ranks"),
+    "DualPipeV": ("dualpipe_train", 2, f"{DUALPIPE} --v", "pipeline   DualPipeV: 4 stages, 2 ranks"),
+    "uneven attention": (
+        "ulysses_attention", 3, "--seq-len 101 --heads 7 --kv-heads 2 --head-dim 8",
+        r"tokens     2 x 101 bytes, a rank holds \[34, 34, 33\]",
+    ),
+    "fewer tokens and heads than ranks": (
+        "ulysses_attention", 4, "--seq-len 3 --heads 3 --kv-heads 1 --head-dim 8 --dtype float64",
+        r"heads      3, a rank attends \[1, 1, 1, 0\]",
+    ),
+    "transformers": ("train_transformers", 2, LLAMA, r"continued  b'import os\\nimport sys"),
+    "transformers, uneven": (
+        "train_transformers", 4, LLAMA, r"tokens     4 x 41 bytes, a rank holds \[11, 10, 10, 10\]"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_examples_equal_the_unsplit_computation(ranks, name):
+    """The first one of each script as a command that starts its ranks, the other one on those of the pool."""
+    module, size, arguments, line = OTHERS[name]
+    if module == "train_transformers":
+        pytest.importorskip("transformers")
+    options = ["--ranks", size, *arguments.split()]
+    if name in ("DualPipe", "uneven attention", "transformers"):
+        exit_code, output = run_script(f"examples/{module}.py", *options)
+        assert exit_code == 0, output
+    else:
+        output = run_on_ranks(ranks, size, module, *options)
+    assert re.search(f"^{line}", output, re.MULTILINE), output
+    assert re.search(r"^verify +equal to the unsplit", output, re.MULTILINE), output
+    assert "Warning" not in output and "Traceback" not in output, output
+    losses = re.findall(r"(?:loss |^loss +|-> )([\d.]+)(?= nats| ->)", output, re.MULTILINE)
+    assert (len(losses) > 1) == (module != "ulysses_attention"), output
+    assert not losses or float(losses[-1]) < float(losses[0]), output
+
+
+def test_a_difference_of_attention_is_found(monkeypatch):
+    """With a limit that nothing can meet, the verdict and the exit code are the other ones."""
+    monkeypatch.setitem(ulysses_attention.LIMIT, torch.float32, -1.0)
+    for name, value in {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}.items():
+        monkeypatch.setenv(name, str(value))
+    args = ulysses_attention.parse_arguments(["--seq-len", "9", "--device", "cpu"])
+    assert ulysses_attention.launch.run(ulysses_attention.run_rank, args) == 1
+
+
+@pytest.mark.parametrize("worst", [1e-5, 1.0, float("nan")])
+def test_the_verdict_about_transformers(capsys, worst):
+    args = argparse.Namespace(layers=1, heads=2, kv_heads=1, batch_size=1, seq_len=9, steps=2)
+    comm = argparse.Namespace(rank=0, size=2, transport="shm", transport_reason="")
+    unsplit = argparse.Namespace(worst=worst)
+    exit_code = train_transformers.report(args, comm, [2.0, 1.0], 1.0, torch.tensor([65]), unsplit)
+    assert exit_code == (0 if worst == 1e-5 else 1)
+    assert ("equal to" if worst == 1e-5 else "DIFFERS from") in capsys.readouterr().out
+
+
+# ---- arguments --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "message"),
+    [
+        (train_text, "--batch-size 10 --microbatches 4", "not a multiple of --microbatches 4"),
+        (train_text, "--ranks 5 --layers 4", "give --layers 5 or more"),
+        (train_text, "--hidden 40", "not a multiple of 32"),
+        (train_text, "--steps 0", "--steps must be positive, got 0"),
+        (train_text, "--sequence-parallel 0", "--sequence-parallel must be positive, got 0"),
+        (train_text, "--schedule zb", "unknown schedule 'zb'; expected one of dualpipe, dualpipev, gpipe"),
+        (
+            train_text,
+            "--schedule dualpipe --microbatches 4",
+            "M=4 micro-batches are too few for P=4 ranks",
+        ),
+        (train_text, "--schedule zb_v --layers 7", "give --layers 8 or more"),
+        (train_text, "--layers 0", "--layers must be positive, got 0"),
+        (train_text, "--sequence-parallel 3", "4 ranks cannot form stages of 3 ranks each"),
+        (train_text, "--ranks 10 --sequence-parallel 2 --layers 4", "give --layers 5 or more"),
+        (train_text, "--stages 1,x", "is not a list of numbers of ranks"),
+        (train_text, "--stages 1,0", "must be 1 or more each"),
+        (train_text, "--stages 1,3", "a stage of 3 ranks needs as many heads, there are 2"),
+        (train_text, "--stages 1,1,1,1,1 --layers 4", "give --layers 5 or more"),
+        (train_text, "--stages 1,2 --sequence-parallel 2", "does not go with --sequence-parallel"),
+        (dualpipe_train, "--steps 0", "--steps must be positive, got 0"),
+        (dualpipe_train, "--hidden 40", "--hidden 40 is not a multiple of 32"),
+        (ulysses_attention, "--kv-heads 11", "--kv-heads 11 must be at most --heads 10"),
+        (ulysses_attention, "--seq-len 0", "--seq-len must be positive, got 0"),
+        (train_transformers, "--hidden 40", "--hidden 40 must be a multiple of twice --heads 8"),
+        (train_transformers, "--kv-heads 3", "--kv-heads 3 must divide --heads 8"),
+        (train_transformers, "--seq-len 3", "--seq-len 3 cannot be split over 4 ranks"),
+        (train_transformers, "--steps 0", "--steps must be positive, got 0"),
+    ],
+)
+def test_bad_arguments_are_explained(capsys, script, arguments, message):
+    assert_refused(capsys, script.parse_arguments, arguments, message)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "num_layers"),
+    [
+        ("--ranks 4 --schedule zb_v", 8),
+        ("--ranks 2 --schedule zb_v", 4),
+        ("--ranks 10 --sequence-parallel 2", 5),
+        ("--stages 1,1,1,1,1", 5),
+        ("--stages 1,1,1,1,1 --layers 7", 7),
+        ("", 4),
+    ],
+)
+def test_there_are_as_many_blocks_as_stages_by_default(arguments, num_layers):
+    assert train_text.parse_arguments(arguments.split()).layers == num_layers

@@ -36,16 +36,9 @@ def test_no_stage_stops_another(tmp_path: Path, capfd) -> None:
         stage("measures", """echo '{"us": 3.5}' > {figures}"""),
     ]
     assert gpu_check.run_stages(stages, tmp_path, 600.0) == 1
-    assert outcomes(tmp_path) == {
-        "good": "passed",
-        "bad": "failed",
-        "needs-bad": "skipped",
-        "needs-good": "passed",
-        "small": "skipped",
-        "missing": "skipped",
-        "absent": "failed",
-        "measures": "passed",
-    }
+    passed = dict.fromkeys(["good", "needs-good", "measures"], "passed")
+    skipped = dict.fromkeys(["needs-bad", "small", "missing"], "skipped")
+    assert outcomes(tmp_path) == passed | skipped | {"bad": "failed", "absent": "failed"}
     for name, note in {
         "good": "1 passed",
         "bad": "trouble",
@@ -64,21 +57,18 @@ def test_no_stage_stops_another(tmp_path: Path, capfd) -> None:
 
 
 def test_a_stage_that_hangs_is_killed_with_what_it_started(tmp_path: Path) -> None:
-    began, survivor = time.monotonic(), tmp_path / "survivor"
-    stages = [
-        stage("hangs", f"(sleep 3; touch {survivor}) & sleep 300", limit_s=1.0),
-        stage("next", "exit 1"),
-    ]
+    began, child = time.monotonic(), tmp_path / "child"
+    stages = [stage("hangs", f"sleep 300 & echo $! > {child}; wait", limit_s=0.5), stage("next", "exit 1")]
     assert gpu_check.run_stages(stages, tmp_path, 600.0) == gpu_check.TIMED_OUT
-    assert time.monotonic() - began < 100
     assert outcomes(tmp_path) == {"hangs": "timed out", "next": "failed"}
-    time.sleep(3.0)
-    assert not survivor.exists()
+    while Path(f"/proc/{child.read_text().strip()}/exe").exists():  # a zombie has none
+        assert time.monotonic() - began < 100
+        time.sleep(0.02)
 
 
 def test_all_stages_together_have_a_limit(tmp_path: Path) -> None:
     stages = [stage("long", "sleep 300"), stage("late", "touch never")]
-    assert gpu_check.run_stages(stages, tmp_path, 1.5) == gpu_check.TIMED_OUT
+    assert gpu_check.run_stages(stages, tmp_path, 1.1) == gpu_check.TIMED_OUT
     assert outcomes(tmp_path) == {"long": "timed out", "late": "skipped"}
     assert json.loads((tmp_path / "late.json").read_text())["note"] == "no time is left"
 

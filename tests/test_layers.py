@@ -63,66 +63,50 @@ def test_a_tree_in_order_has_no_findings(tmp_path):
     assert made_findings(tmp_path, GOOD) == []
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "line", "rule"),
-    [
-        ("csrc/plan/dtype.h", '\n#include "copy/copy_cpu.h"\n', 2, "plan does not know copy"),
-        ("csrc/plan/dtype.h", '#include "plan/dtype.h"\n', 1, "include each other"),
-        ("csrc/plan/dtype.h", '#include "dtype.h"\n', 1, "not a path below csrc"),
-        ("csrc/new/x.h", '#include "plan/dtype.h"\n', 1, "no place in the order of layers"),
-        (
-            "csrc/transport/transport.h",
-            '#include "transport/c10d/wire.h"\n',
-            1,
-            "transport does not know transport/c10d",
-        ),
-        (
-            "csrc/transport/shm/ring.h",
-            '  #  include "transport/c10d/wire.h"\n',
-            1,
-            "transport/shm does not know transport/c10d",
-        ),
-        ("core/low.py", "from ..communicator import Communicator\n", 1, "core does not know communicator"),
-        (
-            "core/low.py",
-            "def late():\n    import pipecomm_ext.communicator\n",
-            2,
-            "core does not know communicator",
-        ),
-        (
-            "core/low.py",
-            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from ..distributed import send\n",
-            3,
-            "core does not know distributed",
-        ),
-        ("parallel_state.py", "from . import distributed\n", 1, "parallel_state does not know distributed"),
-        ("core/low.py", "from .. import MadeError\n", 1, "half made"),
-        ("core/low.py", "import pipecomm_ext\n", 1, "half made"),
-        ("core/low.py", "from .._C import Plan\n", 1, "comes from core.extension"),
-        ("core/low.py", "from pipecomm_ext import _build_info\n", 1, "comes from core.extension"),
-        ("core/low.py", "from . import low\n", 1, "import each other"),
-        ("transports/shm.py", "from .c10d import make\n", 1, "transports do not know each other"),
-        ("transports/shm.py", "from . import c10d\n", 1, "transports do not know each other"),
-        ("schedules/plan.py", "from ..errors import MadeError\n", 1, "schedules imports nothing"),
-        ("schedules/plan.py", "from ..runtime import Executor\n", 1, "schedules imports nothing"),
-        ("schedules/plan.py", "from . import Plan\n", 1, "schedules: the two import each other"),
-        ("new_room.py", "", 1, "no place in the order of layers"),
-        ("distributed.py", "from .communicator.communicator import _finish\n", 1, "private to"),
-        ("distributed.py", "def f(comm):\n    comm.group()._c.refuse()\n", 2, "private to"),
-        (
-            "distributed.py",
-            "from .communicator.communicator import Communicator\n"
-            "class Mine(Communicator):\n"
-            "    def _finish(self, other):\n"
-            "        pass\n",
-            2,
-            "private to",
-        ),
-    ],
-)
+SUBCLASS = """from .communicator.communicator import Communicator
+class Mine(Communicator):
+    def _finish(self, other):
+        pass
+"""
+TYPES = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from ..distributed import send\n"
+UNKNOWN = "no place in the order of layers"
+OUT_OF_ORDER = [  # file, what stands in it, line, rule
+    ("csrc/plan/dtype.h", '\n#include "copy/copy_cpu.h"', 2, "plan does not know copy"),
+    ("csrc/plan/dtype.h", '#include "plan/dtype.h"', 1, "include each other"),
+    ("csrc/plan/dtype.h", '#include "dtype.h"', 1, "not a path below csrc"),
+    ("csrc/new/x.h", '#include "plan/dtype.h"', 1, UNKNOWN),
+    ("csrc/transport/transport.h", '#include "transport/c10d/wire.h"', 1, "does not know transport/c10d"),
+    ("csrc/transport/shm/ring.h", '  #  include "transport/c10d/wire.h"', 1, "does not know transport/c10d"),
+    ("core/low.py", "from ..communicator import Communicator", 1, "core does not know communicator"),
+    (
+        "core/low.py",
+        "def late():\n    import pipecomm_ext.communicator",
+        2,
+        "core does not know communicator",
+    ),
+    ("core/low.py", TYPES, 3, "core does not know distributed"),
+    ("parallel_state.py", "from . import distributed", 1, "parallel_state does not know distributed"),
+    ("core/low.py", "from .. import MadeError", 1, "half made"),
+    ("core/low.py", "import pipecomm_ext", 1, "half made"),
+    ("core/low.py", "from .._C import Plan", 1, "comes from core.extension"),
+    ("core/low.py", "from pipecomm_ext import _build_info", 1, "comes from core.extension"),
+    ("core/low.py", "from . import low", 1, "import each other"),
+    ("transports/shm.py", "from .c10d import make", 1, "transports do not know each other"),
+    ("transports/shm.py", "from . import c10d", 1, "transports do not know each other"),
+    ("schedules/plan.py", "from ..errors import MadeError", 1, "schedules imports nothing"),
+    ("schedules/plan.py", "from ..runtime import Executor", 1, "schedules imports nothing"),
+    ("schedules/plan.py", "from . import Plan", 1, "schedules: the two import each other"),
+    ("new_room.py", "", 1, UNKNOWN),
+    ("distributed.py", "from .communicator.communicator import _finish", 1, "private to"),
+    ("distributed.py", "def f(comm):\n    comm.group()._c.refuse()", 2, "private to"),
+    ("distributed.py", SUBCLASS, 2, "private to"),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "line", "rule"), OUT_OF_ORDER)
 def test_a_line_out_of_order_is_found(tmp_path, name, text, line, rule):
     path = name if name.startswith("csrc/") else f"python/pipecomm_ext/{name}"
-    findings = made_findings(tmp_path, GOOD | {path: text})
+    findings = made_findings(tmp_path, GOOD | {path: f"{text}\n" if text else ""})
     assert [(found.path, found.line) for found in findings if rule in str(found)] == [(path, line)], findings
 
 

@@ -11,12 +11,12 @@ import os
 import re
 import sys
 import types
-from pathlib import Path
 
 import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from documents import ROOT, blocks
 from ranks import on_ranks
 from sequence_cases import cut, remainder_first
 from test_attention_with_cp import my_piece, state_of
@@ -31,7 +31,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # models are made from configs
 ranks.PRELOADED.append("transformers.models.llama.modeling_llama")
 
 VOCAB, WINDOW = 61, 3
-GUIDE = Path(__file__).resolve().parents[1] / "docs" / "transformers.md"
 
 LAYERS = {
     "vocab_size": VOCAB,
@@ -40,28 +39,24 @@ LAYERS = {
     "num_hidden_layers": 2,
     "head_dim": 8,
 }
+WINDOWS = {"use_sliding_window": True, "sliding_window": WINDOW}
+WINDOWS |= {"layer_types": ["sliding_attention", "full_attention"]}
+GPT = {"vocab_size": VOCAB, "n_embd": 40, "n_layer": 2, "n_head": 4, "n_positions": 64}
+GPT |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+
+
+def with_heads(heads: int, kv_heads: int) -> dict:
+    return LAYERS | {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
+
+
 CONFIGS = {
-    "llama": ("LlamaConfig", {**LAYERS, "num_attention_heads": 4, "num_key_value_heads": 4}),
-    "llama 8/2": ("LlamaConfig", {**LAYERS, "num_attention_heads": 8, "num_key_value_heads": 2}),
-    "llama 5/5": ("LlamaConfig", {**LAYERS, "num_attention_heads": 5, "num_key_value_heads": 5}),
-    "qwen3": ("Qwen3Config", {**LAYERS, "num_attention_heads": 6, "num_key_value_heads": 3}),
-    "qwen2 with windows": (
-        "Qwen2Config",
-        {
-            **LAYERS,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "use_sliding_window": True,
-            "sliding_window": WINDOW,
-            "layer_types": ["sliding_attention", "full_attention"],
-        },
-    ),
-    "gpt2": (
-        "GPT2Config",
-        {"vocab_size": VOCAB, "n_embd": 40, "n_layer": 2, "n_head": 4, "n_positions": 64}
-        | {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
-    ),
-    "gemma2": ("Gemma2Config", {**LAYERS, "num_attention_heads": 4, "num_key_value_heads": 2}),
+    "llama": ("LlamaConfig", with_heads(4, 4)),
+    "llama 8/2": ("LlamaConfig", with_heads(8, 2)),
+    "llama 5/5": ("LlamaConfig", with_heads(5, 5)),
+    "qwen3": ("Qwen3Config", with_heads(6, 3)),
+    "qwen2 with windows": ("Qwen2Config", with_heads(4, 2) | WINDOWS),
+    "gpt2": ("GPT2Config", GPT),
+    "gemma2": ("Gemma2Config", with_heads(4, 2)),
 }
 
 
@@ -156,9 +151,16 @@ def check_works(world, integration, comm):
 # ---- training ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [name for name in CONFIGS if name != "gemma2"])
-@on_ranks(2, 4)
-def test_equal_to_the_unsplit_model(world, name):
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [("llama", 2), ("llama 8/2", 4), ("llama 5/5", 2), ("llama 5/5", 4), ("qwen3", 4), ("gpt2", 2)]
+    + [("qwen2 with windows", size) for size in (2, 4)],
+)
+def test_equal_to_the_unsplit_model(ranks, name, size):
+    ranks.run(size, check_batches, name)
+
+
+def check_batches(world, name):
     comm = world.comm
     integration = registered(comm)
     whole, model = make_model(name, "sdpa"), make_model(name)
@@ -173,15 +175,15 @@ def test_equal_to_the_unsplit_model(world, name):
         check_equal(world, integration, comm, batch, whole, model)
 
 
-@pytest.mark.parametrize("transport", ["c10d", "shm"])
-@on_ranks(2, 3)
-def test_transports_and_chunks(world, transport):
-    comm = world.shared_comm(transport=transport)
-    integration = registered(comm, chunks=2)
-    whole, model = make_model("llama 8/2", "sdpa"), make_model("llama 8/2")
+@on_ranks(3)
+def test_transports_and_chunks(world):
     batch = ignoring(make_batch(11, attention_mask=padding(11, "left", 5)))
-    check_equal(world, integration, comm, batch, whole, model)
-    assert comm.transport == transport
+    for transport in ("c10d", "shm"):
+        comm = world.shared_comm(transport=transport)
+        integration = registered(comm, chunks=2)
+        whole, model = make_model("llama 8/2", "sdpa"), make_model("llama 8/2")
+        check_equal(world, integration, comm, batch, whole, model)
+        assert comm.transport == transport
 
 
 @pytest.mark.parametrize("num_ulysses", [1, 2])
@@ -194,7 +196,7 @@ def test_over_a_ring_in_zigzag_order(world, num_ulysses):
         for batch in (make_batch(16), ignoring(make_batch(13))):
             check_equal(world, integration, state, batch, whole, model)
     prompt = {"input_ids": tokens(11), "attention_mask": torch.ones(2, 11, dtype=torch.long)}
-    options = {"max_new_tokens": 5, "do_sample": False}
+    options = {"max_new_tokens": 3, "do_sample": False}
     expected = whole.generate(**prompt, **options)
     assert torch.equal(integration.generate(model, **prompt, process_group=state, **options), expected)
     piece = integration.split_batch({"input_ids": tokens(9), "attention_mask": padding(9, "left", 2)}, state)
@@ -295,22 +297,19 @@ def test_dropout_of_attention_is_passed_on(world):
 
 @on_ranks(2)
 def test_the_code_of_the_guide(world):
-    blocks = re.findall(
-        r"^```python\n(.*?)^```$", GUIDE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
-    )
-    assert len(blocks) == 2
+    training, generation = blocks("docs/transformers.md", "python")
     whole = make_model("llama 8/2", "sdpa").float()
     del whole._loss_function
     batch = {**make_batch(9), "attention_mask": padding(9, "left", 2)}
     names = {"config": config_of("llama 8/2"), "batches": [batch], "weights": whole.state_dict()}
     names |= {"prompt": {name: batch[name] for name in ("input_ids", "attention_mask")}}
-    exec(blocks[0], names)
+    exec(training, names)
     whole(**batch).loss.backward()
     torch.testing.assert_close(names["loss"], whole(**batch).loss.detach(), rtol=1e-5, atol=0)
     for mine, theirs in zip(gradients(names["model"]), gradients(whole), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-5)
     names["model"].load_state_dict(whole.state_dict())
-    exec(blocks[1], names)
+    exec(generation, names)
     expected = whole.generate(**names["prompt"], max_new_tokens=20, do_sample=False)
     assert torch.equal(names["tokens"], expected)
 
@@ -318,14 +317,17 @@ def test_the_code_of_the_guide(world):
 # ---- generation -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["llama 8/2", "qwen2 with windows", "gpt2"])
-@on_ranks(2, 3)
-def test_generation(world, name):
+@pytest.mark.parametrize(("name", "size"), [("llama 8/2", 3), ("qwen2 with windows", 2), ("gpt2", 3)])
+def test_generation(ranks, name, size):
+    ranks.run(size, check_generation, name)
+
+
+def check_generation(world, name):
     integration, comm = registered(world.comm), world.comm
     whole, model = make_model(name, "sdpa"), make_model(name)
     for mask in (padding(9, "left", 0), padding(10, "left", 4)):
         prompt = {"input_ids": tokens(mask.size(1)), "attention_mask": mask}
-        options = {"max_new_tokens": 7, "do_sample": False, "eos_token_id": None}
+        options = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None}
         options |= {"output_logits": True, "return_dict_in_generate": True}
         expected = whole.generate(**prompt, **options)
         result = integration.generate(model, **prompt, process_group=comm, **options)
@@ -372,60 +374,48 @@ def forward_errors(integration, comm):
     hybrid.config.layer_types = ["linear_attention", "full_attention"]
     routed.config.output_router_logits = True
     packed = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2]] * 2)
-    return {
-        "no mask": (lambda: model(piece["input_ids"]), "needs the attention_mask of the whole sequence"),
-        "not split": (
-            lambda: model(ids, attention_mask=piece["attention_mask"]),
+    packed_piece = integration.split_batch({"input_ids": ids, "position_ids": packed}, comm)
+    mine, whole_mask = piece["input_ids"], piece["attention_mask"]
+    of_no_form = torch.ones(2, 1, 4, 8, dtype=torch.bool)
+    ours = r"generate\(\) of pipecomm_ext.integrations.transformers"
+    wrong_size = "this rank passes 4 tokens, where its piece of a sequence of 4 .* has 2"
+    return [
+        (lambda: model(mine), "needs the attention_mask of the whole sequence"),
+        (
+            lambda: model(ids, attention_mask=whole_mask),
             "this rank passes 8 tokens, where its piece of a sequence of 8 .* has 4",
         ),
-        "mask of a piece": (
-            lambda: model(piece["input_ids"], attention_mask=piece["attention_mask"][:, :4]),
-            "this rank passes 4 tokens, where its piece of a sequence of 4 .* has 2",
-        ),
-        "mask of no form": (
-            lambda: model(piece["input_ids"], attention_mask=torch.ones(2, 1, 4, 8, dtype=torch.bool)),
+        (lambda: model(mine, attention_mask=whole_mask[:, :4]), wrong_size),
+        (
+            lambda: model(mine, attention_mask=of_no_form),
             r"attention_mask is \(2, 1, 4, 8\); it must be that of the whole sequence",
         ),
-        "the model's generate": (
-            lambda: model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=2),
-            r"generate\(\) of pipecomm_ext.integrations.transformers",  # a mask of ones may be dropped
-        ),
-        "padded": (
+        # A mask of ones may be dropped.
+        (lambda: model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=2), ours),
+        (
             lambda: model.generate(ids, attention_mask=padding(8, "left", 2), max_new_tokens=2),
-            r"generate\(\) of pipecomm_ext.integrations.transformers takes whole prompts",
+            f"{ours} takes whole prompts",
         ),
-        "new tokens": (
+        (
             lambda: with_cache("piece"),
             "the cache holds 4 tokens already, and pipecomm_ulysses does not split the new ones",
         ),
-        "static cache": (
-            lambda: with_cache("static"),
-            "keys of 32 tokens for queries of 4: .* no static",
-        ),
-        "soft capping": (
-            lambda: soft(**piece),
-            "does not support soft capping of scores .softcap, of Gemma",
-        ),
-        "attentions": (
-            lambda: model(**piece, output_attentions=True),
-            "does not support output_attentions=True",
-        ),
-        "other layers": (lambda: hybrid(**piece), "cannot split layers of type linear_attention"),
-        "router's loss": (lambda: routed(**piece), "cannot split the router's auxiliary loss"),
-        "packed with windows": (
-            lambda: windows(**integration.split_batch({"input_ids": ids, "position_ids": packed}, comm)),
-            f"has no sliding window of {WINDOW} tokens",
-        ),
-    }
+        (lambda: with_cache("static"), "keys of 32 tokens for queries of 4: .* no static"),
+        (lambda: soft(**piece), "does not support soft capping of scores .softcap, of Gemma"),
+        (lambda: model(**piece, output_attentions=True), "does not support output_attentions=True"),
+        (lambda: hybrid(**piece), "cannot split layers of type linear_attention"),
+        (lambda: routed(**piece), "cannot split the router's auxiliary loss"),
+        (lambda: windows(**packed_piece), f"has no sliding window of {WINDOW} tokens"),
+    ]
 
 
 @on_ranks(2)
 def test_what_cannot_be_split_is_refused_by_name(world):
     integration, comm = registered(world.comm), world.comm
-    for case, (call, text) in forward_errors(integration, comm).items():
+    for call, text in forward_errors(integration, comm):
         with pytest.raises(ValueError, match=text):
             call()
-            pytest.fail(case)
+            pytest.fail(text)
     check_works(world, integration, comm)
 
 
@@ -447,31 +437,22 @@ def test_an_error_of_one_rank_is_told_to_the_others(world):
         check_works(world, integration, comm)
 
 
-WRONG_BATCHES = {
-    "nothing": ({}, "must hold input_ids"),
-    "one dim": ({"input_ids": torch.ones(5)}, "must hold input_ids"),
-    "too short": ({"input_ids": tokens(1)}, "a sequence of 1 tokens cannot be split over 2 ranks"),
-    "labels": (
-        {"input_ids": tokens(5), "labels": tokens(4)},
-        r"labels is \(2, 4\), where there are 5",
-    ),
-    "mask": (
-        {"input_ids": tokens(5), "attention_mask": torch.ones(2, 4)},
-        r"attention_mask is \(2, 4\), where there are 5 tokens",
-    ),
-    "unknown": (
-        {"input_ids": tokens(5), "pixel_values": torch.ones(2, 3)},
-        r"does not know how pixel_values, \(2, 3\), is laid out",
-    ),
-}
-
-
 @on_ranks(2)
 def test_wrong_batches(world):
-    integration = registered(world.comm)
-    for batch, text in WRONG_BATCHES.values():
+    ids = {"input_ids": tokens(5)}
+    for batch, text in [
+        ({}, "must hold input_ids"),
+        ({"input_ids": torch.ones(5)}, "must hold input_ids"),
+        ({"input_ids": tokens(1)}, "a sequence of 1 tokens cannot be split over 2 ranks"),
+        (ids | {"labels": tokens(4)}, r"labels is \(2, 4\), where there are 5"),
+        (ids | {"attention_mask": torch.ones(2, 4)}, r"attention_mask is \(2, 4\), where there are 5 tokens"),
+        (
+            ids | {"pixel_values": torch.ones(2, 3)},
+            r"does not know how pixel_values, \(2, 3\), is laid out",
+        ),
+    ]:
         with pytest.raises(ValueError, match=text):
-            integration.split_batch(batch, world.comm)
+            registered(world.comm).split_batch(batch, world.comm)
 
 
 @on_ranks(2)
@@ -504,8 +485,7 @@ def test_without_transformers(monkeypatch, installed):
     with pytest.raises(ImportError, match="needs Hugging Face transformers from 5.10 on") as raised:
         integrations.__getattr__("transformers")
     [requirement] = re.findall('pip install ("[^"]+")', str(raised.value))
-    root = GUIDE.parents[1]
-    assert f"transformers = [{requirement}]" in (root / "pyproject.toml").read_text(encoding="utf-8")
-    assert requirement in GUIDE.read_text(encoding="utf-8")
+    assert f"transformers = [{requirement}]" in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert requirement in (ROOT / "docs" / "transformers.md").read_text(encoding="utf-8")
     with pytest.raises(AttributeError):
         integrations.__getattr__("no_such_library")

@@ -37,7 +37,7 @@ OF_CONNECTIONS = set(
     "accept4 connect epoll_ctl epoll_wait freeaddrinfo freeifaddrs gai_strerror getaddrinfo getnameinfo "
     "getsockopt in6addr_any ppoll read recv recvmsg send sendmsg setsockopt shutdown socket write".split()
 )
-# NCCL is looked for with these (tests/test_nccl_choice.py); a signal that cannot be caught raises ValueError.
+# NCCL is looked for with these (test_device_choice.py); a signal that cannot be caught raises ValueError.
 TESTED_ELSEWHERE = {"dlopen", "dlsym", "sigaction"}
 # While the module is imported: pybind11's texts, and what a forked child does.
 AT_IMPORT = {"strdup", "__register_atfork"}
