@@ -127,9 +127,9 @@ def test_timeouts_of_every_accepted_form(world):
 
 def resources() -> tuple[int, int, int, int]:
     """(file descriptors, threads, mapped segments, resident bytes) of this process."""
-    with open("/proc/self/statm") as statm:
+    with open("/proc/self/statm", encoding="utf-8") as statm:
         resident = int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    with open("/proc/self/maps") as maps:
+    with open("/proc/self/maps", encoding="utf-8") as maps:
         num_maps = sum("memfd:pipecomm" in line for line in maps)
     return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), num_maps, resident
 

@@ -68,7 +68,11 @@ def test_pinned_memory_is_freed_in_the_end(world, transport):
     comm, peer = world.shared_comm(transport=transport), 1 - world.rank
 
     def resident_kb():
-        return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmRSS"))
+        return next(
+            int(line.split()[1])
+            for line in open("/proc/self/status", encoding="utf-8")
+            if line.startswith("VmRSS")
+        )
 
     before = resident_kb()
     for _ in range(100):

@@ -30,7 +30,7 @@ from pipecomm_ext import all_to_all, cal_split_sizes, parallel_state
 from pipecomm_ext.pipeline_parallel import PipelineConfig
 
 NAME = "docs/migrating.md"
-PAGE = (ROOT / NAME).read_text()
+PAGE = (ROOT / NAME).read_text(encoding="utf-8")
 BLOCKS = blocks(NAME, "python")
 HAS_TRANSFORMERS = importlib.util.find_spec("transformers") is not None
 if HAS_TRANSFORMERS:
@@ -62,7 +62,7 @@ def test_what_it_says_is_not_there_is_not():
     several = "MultiModulePipelineCommunicator", "BridgeCommunicator", "HyperCommGrid"
     for name in (*several, "ScheduleNode", "combined_1f1b_schedule_for_interleaved_pipelining"):
         assert not hasattr(megatron, name) and not hasattr(megatron.schedules, name)
-    for page in (PAGE, (ROOT / "README.md").read_text()):
+    for page in (PAGE, (ROOT / "README.md").read_text(encoding="utf-8")):
         assert all(f"`{name}`" in page for name in several) and "`ScheduleNode`s" in page
 
 

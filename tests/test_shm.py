@@ -55,7 +55,7 @@ def shm_comm(world, **kwargs):
 
 def descriptors_and_maps() -> tuple[int, int]:
     """Open descriptors, and shared segments mapped."""
-    with open("/proc/self/maps") as maps:
+    with open("/proc/self/maps", encoding="utf-8") as maps:
         num_maps = sum("memfd:pipecomm" in line for line in maps)
     return len(os.listdir("/proc/self/fd")), num_maps
 
