@@ -112,10 +112,12 @@ class Pipeline:
         for stage, module in self.stages.items():
             whole = self.whole[self.depth_of[stage]]
             for (name, mine), theirs in zip(module.named_parameters(), whole.parameters(), strict=True):
-                assert (mine.grad is None) == (theirs.grad is None), f"stage {stage}, {name}"
-                if mine.grad is not None:
-                    is_equal = torch.allclose(mine.grad, theirs.grad, rtol=1e-10, atol=1e-12)
-                    assert is_equal, f"stage {stage}, {name}: {mine.grad} is not {theirs.grad}"
+                grad, where = mine.grad, f"stage {stage}, {name}"
+                assert (grad is None) == (theirs.grad is None), where
+                if grad is not None:
+                    grad = grad.full_tensor() if hasattr(grad, "full_tensor") else grad  # of FSDP
+                    is_equal = torch.allclose(grad, theirs.grad, rtol=1e-10, atol=1e-12)
+                    assert is_equal, f"{where}: {grad} is not {theirs.grad}"
 
     def zero_grad(self) -> None:
         for module in [*self.whole, *self.stages.values()]:
@@ -131,6 +133,23 @@ def make_executor(world, plan: Plan, pipeline: Pipeline, **options) -> Executor:
     """Over a communicator that other tests use, too, unless `options` has one."""
     options.setdefault("communicator", world.shared_comm(channels=4))
     return Executor(plan, pipeline.stages, loss_fn=pipeline.loss_fn, **options)
+
+
+class MegatronChunk(nn.Module):
+    """A stage as Megatron's schedules take one: [..., WIDTH] of the stage before it, or the data."""
+
+    def __init__(self, stage: int, config):
+        super().__init__()
+        generator = torch.Generator().manual_seed(100 + stage)
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH, generator=generator))
+        self.config, self.input_tensor = config, None
+
+    def set_input_tensor(self, tensors):
+        assert isinstance(tensors, list)
+        [self.input_tensor] = tensors
+
+    def forward(self, x):
+        return torch.tanh((x if self.input_tensor is None else self.input_tensor) @ self.weight)
 
 
 class MegatronCheckpoint(torch.autograd.Function):

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from patterns import bytes_of
 from ranks import keep_groups
+from sequence_cases import cut, remainder_first
 
 from pipecomm_ext.parallel_state import PipelineTopology
 
@@ -35,20 +37,12 @@ def piece(whole: torch.Tensor, layout: Layout, position: int, stage_size: int) -
     if layout == "replicated":
         return whole
     dim = layout[1]
-    shortest, num_longer = divmod(whole.size(dim), stage_size)
-    lengths = [shortest + (idx < num_longer) for idx in range(stage_size)]
-    return whole.narrow(dim, sum(lengths[:position]), lengths[position])
+    return cut(whole, dim, remainder_first(whole.size(dim), stage_size), position)
 
 
 def same_bytes(actual: torch.Tensor, expected: torch.Tensor) -> bool:
-    def as_bytes(tensor):
-        return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-
-    return (
-        actual.shape == expected.shape
-        and actual.dtype == expected.dtype
-        and torch.equal(as_bytes(actual), as_bytes(expected))
-    )
+    kinds = [(tensor.shape, tensor.dtype) for tensor in (actual, expected)]
+    return kinds[0] == kinds[1] and bytes_of(actual) == bytes_of(expected)
 
 
 @dataclass

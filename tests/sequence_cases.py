@@ -8,8 +8,11 @@ from dataclasses import dataclass, field
 
 import patterns
 import torch
+import torch.distributed as dist
+from ranks import once_a_test
 
 from pipecomm_ext.errors import PipeCommError
+from pipecomm_ext.parallel_state import ParallelState
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128]
 
@@ -73,6 +76,31 @@ def assert_same(actual: torch.Tensor, expected: torch.Tensor, what: object = "")
     patterns.assert_same(
         actual.detach().clone(memory_format=fresh), expected.detach().clone(memory_format=fresh), what
     )
+
+
+def check_split(split, piece, whole, grad, size, scale="down", layout="contiguous") -> None:
+    """`piece(tensor)` is what this rank holds of a whole one; the gradient is that of all ranks' pieces."""
+    is_differentiable = whole.is_floating_point() or whole.is_complex()
+    full = laid_out(whole, layout).requires_grad_(is_differentiable)
+    part = split(full)
+    assert_same(part, piece(whole), "piece")
+    assert part.is_contiguous() and part.untyped_storage().nbytes() == part.numel() * part.itemsize
+    assert not part.numel() or part.data_ptr() != full.data_ptr()
+    if is_differentiable:
+        part.backward(laid_out(piece(grad), layout))
+        assert_same(full.grad, scaled(grad, scale, size), "gradient")
+
+
+def check_gather(gather, piece, whole, own_grad, size, scale="up", layout="contiguous") -> None:
+    """The gradient is this rank's piece of a gradient of its own."""
+    is_differentiable = whole.is_floating_point() or whole.is_complex()
+    mine = laid_out(piece(whole), layout).requires_grad_(is_differentiable)
+    gathered = gather(mine)
+    assert_same(gathered, whole, "gathered")
+    assert gathered.is_contiguous()
+    if is_differentiable:
+        gathered.backward(laid_out(own_grad, layout))
+        assert_same(mine.grad, scaled(piece(own_grad), scale, size), "gradient")
 
 
 @dataclass(frozen=True)
@@ -150,6 +178,24 @@ def _case(
     )
 
 
+@once_a_test
+def grid(ring_size: int, neighbours: str = "ulysses") -> tuple[ParallelState, int, int]:
+    """(state, ring rank, Ulysses rank); `neighbours` says which group's ranks follow each other."""
+    ulysses_size = dist.get_world_size() // ring_size
+    places = [divmod(rank, ulysses_size) for rank in range(dist.get_world_size())]
+    if neighbours == "ring":
+        places = [divmod(rank, ring_size)[::-1] for rank in range(dist.get_world_size())]
+    ring, ulysses = places[dist.get_rank()]
+    rings, ulysses_groups = (
+        [
+            dist.new_group([rank for rank, place in enumerate(places) if place[end] == idx])
+            for idx in range(num_groups)
+        ]
+        for end, num_groups in ((1, ulysses_size), (0, ring_size))
+    )
+    return ParallelState(ulysses_groups[ring], rings[ulysses]), ring, ulysses
+
+
 def error_of(call, *args, **kwargs) -> tuple[str, str]:
     """Type and text of the error of a call that must fail."""
     try:
@@ -158,7 +204,32 @@ def error_of(call, *args, **kwargs) -> tuple[str, str]:
         kind = type(error).__name__
         assert not isinstance(error, RuntimeError) or isinstance(error, PipeCommError), f"{kind}: {error}"
         return kind, str(error)
-    raise AssertionError(f"{call.__name__} took {kwargs} without complaint")
+    raise AssertionError(f"{call} took {kwargs} without complaint")
+
+
+def check_refused(world, wrong, right, kind: type, text: str) -> None:
+    """`wrong` on all ranks, then on rank 1 alone, of which the others hear; `right` works after both."""
+    for bad_ranks in (range(world.size), [1]):
+        is_bad = world.rank in bad_ranks
+        name, message = error_of(wrong if is_bad else right)
+        assert name == (kind.__name__ if is_bad else "PipeCommMismatch"), (name, message)
+        assert text in message and (is_bad or "refused by rank 1" in message), message
+        right()
+
+
+class Seen(torch.autograd.Function):
+    """The same tensor; calls `note` with "forward" and "backward" when it is computed."""
+
+    @staticmethod
+    def forward(ctx, note, tensor):
+        ctx.note = note
+        note("forward")
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.note("backward")
+        return None, grad
 
 
 def num_posted(comm) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import random
 import warnings
 
@@ -10,7 +12,18 @@ import torch
 import torch.distributed as dist
 from patterns import DTYPES, pattern
 from ranks import on_ranks
-from sequence_cases import FLOATS, KINDS, LAYOUTS, all_to_all_cases, assert_same, cut, error_of, laid_out
+from sequence_cases import (
+    FLOATS,
+    KINDS,
+    LAYOUTS,
+    AllToAllCase,
+    all_to_all_cases,
+    assert_same,
+    check_refused,
+    cut,
+    error_of,
+    laid_out,
+)
 
 from pipecomm_ext import Communicator, PipeCommMismatch, all_to_all, all_to_all_many
 
@@ -59,17 +72,6 @@ def test_every_dtype(ranks, size):
     ranks.run(size, check_cases, cases)
 
 
-@on_ranks(2)
-def test_documented_example(world):
-    """Three tokens over two ranks, three channels: from MindSpeed-MM's behaviour."""
-    tokens = torch.arange(9.0).reshape(1, 3, 3)
-    mine = cut(tokens, 1, [2, 1], world.rank).contiguous().requires_grad_()
-    output = all_to_all(mine, world.comm, gather_size=3)
-    assert output.tolist() == cut(tokens, 2, [2, 1], world.rank).tolist()
-    output.sum().backward()
-    assert mine.grad.shape == mine.shape
-
-
 @on_ranks(2, 3)
 def test_process_groups_and_communicators_are_equal_arguments(world):
     mine = pattern((4, world.size, 6), torch.float32, world.rank)
@@ -78,30 +80,25 @@ def test_process_groups_and_communicators_are_equal_arguments(world):
         assert_same(all_to_all(mine, group, 1, 2), expected)
 
 
-@on_ranks(3)
-def test_large_messages(world):
+def test_large_messages(ranks):
     """Larger than what travels inline, on every route: in place, packed, unpacked."""
-    whole = pattern((2, 3 * 1024, 40), torch.float32, "large")
+    shape, cases = (2, 3 * 1024, 40), []
     for scatter_dim, gather_dim in [(0, 1), (1, 0), (2, 1), (1, 2)]:
-        scatter_sizes = [whole.size(scatter_dim) - 1, 1, 0]
-        gather_sizes = [0, whole.size(gather_dim) - 1, 1]
-        mine = cut(whole, gather_dim, gather_sizes, world.rank)
-        output = all_to_all(
-            mine,
-            world.comm,
-            scatter_dim,
-            gather_dim,
-            scatter_sizes=scatter_sizes,
-            gather_sizes=gather_sizes,
-        )
-        assert_same(output, cut(whole, scatter_dim, scatter_sizes, world.rank))
+        sizes = {
+            "scatter_sizes": [shape[scatter_dim] - 1, 1, 0],
+            "gather_sizes": [0, shape[gather_dim] - 1, 1],
+        }
+        cases.append(AllToAllCase(shape, torch.float32, scatter_dim, gather_dim, **sizes, arguments=sizes))
+    ranks.run(3, check_cases, cases)
 
 
 # ---- several tensors --------------------------------------------------------------------------------------
 
 
-def check_many(world, seed):
-    """q, k, v of different heads and dtypes, and int64 positions, in one exchange."""
+@pytest.mark.parametrize("seed", range(4))
+@on_ranks(1, 2, 3, 5)
+def test_many_tensors_are_one_exchange(world, seed):
+    """q, k, v of different heads and dtypes, and int64 positions."""
     rng = random.Random(seed)
     size = world.size
     heads = [rng.randint(0, 3) for _ in range(size)]
@@ -136,12 +133,6 @@ def check_many(world, seed):
     for n in used:
         assert_same(inputs[n].grad, cut(grads[n], 1, lengths, world.rank))
     assert not inputs[1].grad.any() and inputs[2].grad is None
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 5])
-def test_many_tensors_are_one_exchange(ranks, size):
-    for seed in range(4):
-        ranks.run(size, check_many, seed)
 
 
 @on_ranks(2, 3)
@@ -186,114 +177,44 @@ def test_ranks_that_disagree_about_what_needs_a_gradient(world):
 # ---- errors -----------------------------------------------------------------------------------------------
 
 
-def refuse_and_go_on(world, bad_ranks, bad, good):
-    """Calls with `bad` on the bad ranks and `good` elsewhere; then all with `good`, which must work."""
-    shape = (2, 4, world.size * 2)
-    arguments = dict(bad if world.rank in bad_ranks else good)
-    tensor = torch.zeros(arguments.pop("shape", shape))
-    arguments = {"scatter_dim": 2, "gather_dim": 1, **arguments}
-    error = error_of(all_to_all, tensor, world.comm, **arguments)
-    good = {"scatter_dim": 2, "gather_dim": 1, **good}
-    assert all_to_all(torch.zeros(shape), world.comm, **good).shape == (2, 4 * world.size, 2)
-    return error
+def check_usable(world) -> None:
+    assert all_to_all(torch.zeros(2, 4, world.size * 2), world.comm).shape == (2, 4 * world.size, 2)
 
 
+# Arguments for a tensor [2, 4, 6] over three ranks; more in reliability/bad_inputs.py, cpp/test_plan.cpp.
 BAD_ARGUMENTS = {
-    "same dims": ({"scatter_dim": 1}, "ValueError", "must differ, both are 1"),
-    "same dims, one negative": ({"scatter_dim": -2}, "ValueError", "must differ, both are 1"),
-    "scatter_dim out of range": (
-        {"scatter_dim": 3},
-        "IndexError",
-        "scatter_dim 3 is out of range for a tensor of 3",
-    ),
-    "gather_dim out of range": (
-        {"gather_dim": -4},
-        "IndexError",
-        "gather_dim -4 is out of range for a tensor of 3",
-    ),
-    "dim no int": ({"scatter_dim": 1.5}, "TypeError", "scatter_dim must be an int, not float"),
-    "wrong sum": (
-        {"scatter_sizes": [1, 1, 1]},
-        "ValueError",
-        "sum of scatter_sizes [1, 1, 1] is 3, but the tensor has length 6",
-    ),
-    "short list": (
-        {"scatter_sizes": [3, 3]},
-        "ValueError",
-        "scatter_sizes needs one entry for each of the 3 ranks, got 2",
-    ),
-    "long list": (
-        {"gather_sizes": [4, 4, 4, 4]},
-        "ValueError",
-        "gather_sizes needs one entry for each of the 3 ranks, got 4",
-    ),
-    "empty list": (
-        {"gather_sizes": []},
-        "ValueError",
-        "gather_sizes needs one entry for each of the 3 ranks, got 0",
-    ),
-    "negative": (
-        {"scatter_sizes": [7, -1, 0]},
-        "ValueError",
-        "scatter_sizes must not be negative, got [7, -1, 0]",
-    ),
-    "not my length": (
-        {"gather_sizes": [5, 5, 5]},
-        "ValueError",
-        "of gather_sizes [5, 5, 5] is 5, but the tensor has length 4",
-    ),
-    "gather_size": (
-        {"gather_size": 30},
-        "ValueError",
-        "of gather_sizes [10, 10, 10] is 10, but the tensor has length 4",
-    ),
-    "gather_size and lists": (
-        {"gather_size": 13, "gather_sizes": [4, 4, 4]},
-        "ValueError",
-        "do not add up to gather_size 13",
-    ),
-    "no list": (
-        {"scatter_sizes": torch.tensor([2, 2, 2])},
-        "ValueError",
-        "scatter_sizes must be a list of one length per rank, not Tensor",
-    ),
-    "no ints": (
-        {"scatter_sizes": [2.0, 2.0, 2.0]},
-        "TypeError",
-        "scatter_sizes[0] must be an int, not float",
-    ),
-    "0-d": ({"shape": ()}, "IndexError", "scatter_dim 2 is out of range for a tensor of 0 dims"),
+    "same dims": ({"scatter_dim": -2}, ValueError, "must differ, both are 1"),
+    "scatter_dim": ({"scatter_dim": 3}, IndexError, "scatter_dim 3 is out of range for a tensor of 3"),
+    "gather_dim": ({"gather_dim": -4}, IndexError, "gather_dim -4 is out of range for a tensor of 3"),
+    "no int": ({"scatter_dim": 1.5}, TypeError, "scatter_dim must be an int, not float"),
+    "empty": ({"gather_sizes": []}, ValueError, "one entry for each of the 3 ranks, got 0"),
+    "gather_size": ({"gather_size": 30}, ValueError, "[10, 10, 10] is 10, but the tensor has length 4"),
+    "both": ({"gather_size": 13, "gather_sizes": [4] * 3}, ValueError, "do not add up to gather_size 13"),
+    "tensor": ({"scatter_sizes": torch.tensor([2] * 3)}, ValueError, "must be a list of one length per rank"),
+    "no ints": ({"scatter_sizes": [2.0] * 3}, TypeError, "scatter_sizes[0] must be an int, not float"),
+    "0-d": ({"input_": torch.zeros(())}, IndexError, "scatter_dim 2 is out of range for a tensor of 0 dims"),
 }
 
 
 @pytest.mark.parametrize("name", BAD_ARGUMENTS)
-def test_bad_arguments_on_all_ranks(ranks, name):
+@on_ranks(3)
+def test_bad_arguments_are_refused_everywhere(world, name):
     bad, kind, text = BAD_ARGUMENTS[name]
-    for error_kind, error_text in ranks.run(3, refuse_and_go_on, [0, 1, 2], bad, {}):
-        assert error_kind == kind and text in error_text
-
-
-@pytest.mark.parametrize("name", BAD_ARGUMENTS)
-def test_bad_arguments_on_one_rank_are_refused_everywhere(ranks, name):
-    bad, kind, text = BAD_ARGUMENTS[name]
-    errors = ranks.run(3, refuse_and_go_on, [1], bad, {})
-    assert errors[1][0] == kind and text in errors[1][1]
-    for error_kind, error_text in (errors[0], errors[2]):
-        assert error_kind == "PipeCommMismatch"
-        assert "was refused by rank 1" in error_text and text in error_text
+    arguments = {"input_": torch.zeros(2, 4, 6), "process_group": world.comm, **bad}
+    check_refused(world, functools.partial(all_to_all, **arguments), lambda: check_usable(world), kind, text)
 
 
 CURE = "give gather_size, their sum, or gather_sizes"
 
 
-@pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("gather_dim", [1, -2])
-def test_unequal_lengths_without_gather_size(ranks, size, gather_dim):
-    bad = {"shape": (2, 5, size * 2), "gather_dim": gather_dim}
-    for kind, text in ranks.run(size, refuse_and_go_on, [size - 1], bad, {}):
-        assert kind == "PipeCommMismatch"
-        assert f"[2, 4, {size * 2}]" in text and f"[2, 5, {size * 2}]" in text
-        assert "ranks hold unequal lengths along dim" in text and text.endswith(CURE)
+@on_ranks(2, 3)
+def test_unequal_lengths_without_gather_size(world, gather_dim):
+    length, width = 5 if world.rank == world.size - 1 else 4, 2 * world.size
+    kind, text = error_of(all_to_all, torch.zeros(2, length, width), world.comm, gather_dim=gather_dim)
+    assert kind == "PipeCommMismatch" and f"[2, 4, {width}]" in text and f"[2, 5, {width}]" in text
+    assert "ranks hold unequal lengths along dim" in text and text.endswith(CURE)
+    check_usable(world)
 
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
@@ -334,99 +255,50 @@ def test_heads_that_do_not_belong_together(world):
         exchange(8, 5, scatter_sizes=[None, [1, 1, 1, 2]])
 
 
-def test_ranks_that_disagree(ranks):
-    """Arguments that are right on each rank by themselves, and do not fit together."""
-    for bad in ({"scatter_dim": 0, "scatter_sizes": [2, 0, 0]}, {"scatter_sizes": [6, 0, 0]}):
-        for kind, text in ranks.run(3, refuse_and_go_on, [2], bad, {}):
-            assert kind == "PipeCommMismatch" and "nothing was transferred" in text
+TENSOR = torch.zeros(2, 3, 4)
+BAD_ARGUMENTS_OF_MANY = [
+    ([], {}, ValueError, "inputs must hold at least one tensor"),
+    ([TENSOR, 3], {}, TypeError, "inputs[1] must be a torch.Tensor, not int"),
+    ([TENSOR, TENSOR[None]], {}, ValueError, "inputs must have the same number of dims, got 3 and 4"),
+    ([TENSOR] * 2, {"scatter_sizes": [[2, 2]]}, ValueError, "one list for each of the 2 tensors, got 1"),
+    ([TENSOR] * 2, {"gather_sizes": 3}, ValueError, "or one such list per tensor, not 3"),
+]
 
 
-def refuse_many(world):
-    tensor = torch.zeros(2, 3, 4)
-    return [
-        error_of(all_to_all_many, inputs, world.comm, **arguments)
-        for inputs, arguments in [
-            (tensor, {}),
-            ([], {}),
-            ([tensor, 3], {}),
-            ([tensor, torch.zeros(2, 3, 4, 5)], {}),
-            ([tensor, tensor], {"scatter_sizes": [[2, 2]]}),
-            ([tensor, tensor], {"gather_sizes": 3}),
-        ]
-    ]
-
-
-def test_bad_arguments_of_many(ranks):
-    expected = [
-        ("TypeError", "inputs must be a list of tensors, not Tensor"),
-        ("ValueError", "inputs must hold at least one tensor"),
-        ("TypeError", "inputs[1] must be a torch.Tensor, not int"),
-        ("ValueError", "inputs must have the same number of dims, got 3 and 4"),
-        ("ValueError", "scatter_sizes needs one list for each of the 2 tensors, got 1"),
-        ("ValueError", "gather_sizes must be a list of lengths, or one such list per tensor, not 3"),
-    ]
-    for errors in ranks.run(2, refuse_many):
-        assert errors == expected
-
-
-def refuse_what_is_no_dense_tensor(world):
-    bad = ["text", torch.zeros(2, 2, 2, device="meta"), torch.zeros(2, 2, 2).to_sparse()]
-    errors = [
-        error_of(all_to_all, tensor if world.rank == 0 else torch.zeros(2, 2, 2), world.comm)
-        for tensor in bad
-    ]
-    assert all_to_all(torch.zeros(2, 2, 2), world.comm).shape == (2, 4, 1)
-    return errors
-
-
-def test_what_is_no_dense_tensor_is_refused_everywhere(ranks):
-    mine, other = ranks.run(2, refuse_what_is_no_dense_tensor)
-    assert [kind for kind, _ in mine] == ["TypeError", "ValueError", "ValueError"]
-    assert all(kind == "PipeCommMismatch" and "refused by rank 0" in text for kind, text in other)
+@on_ranks(2)
+def test_bad_arguments_of_many(world):
+    for inputs, arguments, kind, text in BAD_ARGUMENTS_OF_MANY:
+        call = functools.partial(all_to_all_many, inputs, world.comm, **arguments)
+        check_refused(world, call, lambda: check_usable(world), kind, text)
 
 
 # ---- cost -------------------------------------------------------------------------------------------------
 
 
-def count_passes(world, shape, dims, arguments):
-    """Copy passes of a forward and of a backward, each one exchange that allocates nothing once warm."""
-    mine = torch.zeros(shape, requires_grad=True)
-    counters = world.comm._c.copy_counters
-    passes, allocations = [], []
-    for _ in range(4):
-        before = counters()
-        output = all_to_all(mine, world.comm, *dims, **arguments)
-        middle = counters()
-        output.backward(torch.zeros_like(output))
-        after = counters()
-        assert middle["num_exchanges"] - before["num_exchanges"] == 1
-        assert after["num_exchanges"] - middle["num_exchanges"] == 1
-        passes.append(
-            (middle["num_passes"] - before["num_passes"], after["num_passes"] - middle["num_passes"])
-        )
-        allocations.append(after["num_staging_allocations"] - before["num_staging_allocations"])
-    assert len(set(passes)) == 1
-    assert allocations[2:] == [0, 0]
-    return passes[0]
-
-
+@pytest.mark.parametrize("arguments", [{}, {"scatter_sizes": [4, 2]}], ids=["even", "uneven"])
 @pytest.mark.parametrize(
-    "batch, dims, passes",
-    [
-        (1, (2, 1), (1, 1)),  # heads -> sequence: pack; backward unpack
-        (1, (1, 2), (1, 1)),  # sequence -> heads: unpack; backward pack
-        (1, (1, 0), (0, 0)),  # the leading dims: nothing is copied
-        (2, (2, 1), (2, 2)),
-        (2, (0, 1), (1, 1)),
-    ],
-    ids=str,
+    ("batch", "dims", "num_passes"),
+    [(1, (2, 1), 1), (1, (1, 2), 1), (1, (1, 0), 0), (2, (2, 1), 2), (2, (0, 1), 1)],
 )
-def test_copy_passes(ranks, batch, dims, passes):
-    """Pack if more than one run precedes the scatter dim, unpack if more than one precedes the gather dim."""
+@on_ranks(2)
+def test_what_a_call_costs(world, batch, dims, num_passes, arguments):
+    """One exchange forward and one backward, each of few copies, which allocate nothing once warm.
+
+    A call packs if more than one run precedes the scatter dim, unpacks if more than one precedes the other.
+    """
     shape = [batch, 6, 4, 5]
     shape[dims[0]] = 6
-    for arguments in ({}, {"scatter_sizes": [4, 2]}):
-        assert ranks.run(2, count_passes, shape, dims, arguments) == [passes] * 2
+    mine = torch.zeros(shape, requires_grad=True)
+    counts = [world.comm._c.copy_counters()]
+    for _ in range(4):
+        output = all_to_all(mine, world.comm, *dims, **arguments)
+        counts.append(world.comm._c.copy_counters())
+        output.backward(torch.zeros_like(output))
+        counts.append(world.comm._c.copy_counters())
+    for before, after in itertools.pairwise(counts):
+        assert after["num_exchanges"] - before["num_exchanges"] == 1
+        assert after["num_passes"] - before["num_passes"] == num_passes
+    assert counts[-1]["num_staging_allocations"] == counts[4]["num_staging_allocations"]
 
 
 @on_ranks(2)

@@ -46,20 +46,10 @@ def ones() -> torch.Tensor:
 
 # name: (call, exception, pattern of the message). Every other wrong argument is in reliability/bad_inputs.py.
 REFUSED = {
-    "peer of a Recv in a batch": (
-        lambda c: c.batch_p2p([Recv(ones(), 1), Recv(ones(), 2)]),
-        ValueError,
-        r"ops\[1\].*\b2\b.*0\.\.1",
-    ),
     "tensor of a batch": (
         lambda c: c.batch_p2p([Send(ones(), 1), Recv("x", 1)]),
         TypeError,
         r"ops\[1\].*str",
-    ),
-    "an element of another type": (
-        lambda c: c.batch_p2p([Send(ones(), 1), ("send", ones(), 1)]),
-        TypeError,
-        r"ops\[1\].*tuple",
     ),
     "own recv shorter than own send": (
         lambda c: c.batch_p2p([Send(torch.ones(6), 0), Recv(torch.ones(5), 0)]),
@@ -127,22 +117,6 @@ def test_accepted_kinds_of_peers(world):
     assert_same(received, pattern(3, torch.int32, int(peer)))
 
 
-@on_ranks(2, 3)
-def test_a_constructor_that_one_rank_refuses_is_refused_by_all(world):
-    """Nobody waits for the deadline, and the next construction works."""
-    if world.rank == 1:
-        with pytest.raises(ValueError, match="channels"):
-            Communicator(world.group, device="cpu", channels=-3)
-    else:
-        with (
-            Communicator(world.group, device="cpu") as comm,
-            pytest.raises(PipeCommMismatch, match="refused by rank 1: ValueError: channels") as caught,
-        ):
-            comm.barrier()
-        assert caught.value.origin_rank == 1
-    assert_usable(world.fresh_comm(), "after")
-
-
 @on_ranks(2)
 def test_a_constructor_with_other_arguments_is_refused_by_both(world):
     """By the constructor of the rank that comes second, and by the first call of the other one."""
@@ -153,38 +127,26 @@ def test_a_constructor_with_other_arguments_is_refused_by_both(world):
 
 # ---- found by the two ends -------------------------------------------------------------------------------
 
-# name: (sent by rank 0, received by rank 1, both descriptions as they appear in both messages)
+# What rank 0 sends, and rank 1 receives.
 MISMATCHES = {
-    "nothing sent": ((0,), torch.float32, (3,), torch.float32, "float32[0]", "float32[3]"),
-    "nothing expected": ((3,), torch.float32, (0,), torch.float32, "float32[3]", "float32[0]"),
-    "shorter": ((3,), torch.float32, (5,), torch.float32, "float32[3]", "float32[5]"),
-    "longer": ((5,), torch.float32, (3,), torch.float32, "float32[5]", "float32[3]"),
-    "much longer": ((10**6,), torch.float32, (3,), torch.float32, "float32[1000000]", "float32[3]"),
-    "other dtype of equal bytes": ((4,), torch.float32, (4,), torch.int32, "float32[4]", "int32[4]"),
-    "other dtype and shape of equal bytes": (
-        (2,),
-        torch.float64,
-        (4,),
-        torch.float32,
-        "float64[2]",
-        "float32[4]",
-    ),
-    "other shape of equal elements": (
-        (2, 6),
-        torch.float32,
-        (3, 4),
-        torch.float32,
-        "float32[2, 6]",
-        "float32[3, 4]",
-    ),
-    "other number of dims": ((12,), torch.float32, (12, 1), torch.float32, "float32[12]", "float32[12, 1]"),
-    "scalar and one element": ((), torch.float32, (1,), torch.float32, "float32[]", "float32[1]"),
+    "nothing sent": ((0,), torch.float32, (3,), torch.float32),
+    "nothing expected": ((3,), torch.float32, (0,), torch.float32),
+    "shorter": ((3,), torch.float32, (5,), torch.float32),
+    "longer": ((5,), torch.float32, (3,), torch.float32),
+    "much longer": ((10**6,), torch.float32, (3,), torch.float32),
+    "other dtype of equal bytes": ((4,), torch.float32, (4,), torch.int32),
+    "other dtype and shape of equal bytes": ((2,), torch.float64, (4,), torch.float32),
+    "other shape of equal elements": ((2, 6), torch.float32, (3, 4), torch.float32),
+    "other number of dims": ((12,), torch.float32, (12, 1), torch.float32),
+    "scalar and one element": ((), torch.float32, (1,), torch.float32),
 }
 
 
-def assert_mismatch(error: PipeCommMismatch, world, sent: str, expected: str) -> None:
+def assert_mismatch(error: PipeCommMismatch, world, *specs: tuple) -> None:
+    """Both descriptions are in it, and who speaks with whom."""
     text = str(error)
-    assert sent in text and expected in text, text
+    for shape, dtype in specs:
+        assert f"{str(dtype)[6:]}{list(shape)}" in text, text
     assert "rank 0" in text and "rank 1" in text, text
     assert (error.rank, error.peer, error.channel) == (world.rank, 1 - world.rank, 0)
     assert isinstance(error.seq, int) and error.op == "p2p"
@@ -195,7 +157,7 @@ def assert_mismatch(error: PipeCommMismatch, world, sent: str, expected: str) ->
 @pytest.mark.parametrize("name", MISMATCHES)
 def test_both_ends_of_a_mismatch_raise(world, name, receiver_first):
     """The receive buffer stays as it was, later messages match again, and other channels never noticed."""
-    sent_shape, sent_dtype, shape, dtype, sent, expected = MISMATCHES[name]
+    sent_shape, sent_dtype, shape, dtype = MISMATCHES[name]
     if (world.rank == 1) != receiver_first:
         time.sleep(0.02)
     if world.rank == 0:
@@ -208,7 +170,7 @@ def test_both_ends_of_a_mismatch_raise(world, name, receiver_first):
             world.comm.recv(received, 0)
         assert_same(received, poison(shape, dtype), "a refused receive")
         assert (caught.value.dtype, caught.value.shape) == (str(dtype)[6:], shape)
-    assert_mismatch(caught.value, world, sent, expected)
+    assert_mismatch(caught.value, world, (sent_shape, sent_dtype), (shape, dtype))
     assert_usable(world.comm, name)
 
 
@@ -254,21 +216,10 @@ def test_a_mismatch_reaches_a_handle_that_is_waited_for_later_and_again(world):
 
 
 @on_ranks(2, 4)
-@pytest.mark.parametrize("what", ["shape", "dtype", "source", "op"])
-def test_a_collective_on_which_ranks_disagree(world, what):
-    """Every rank raises, nobody waits for a deadline, and the next call works."""
-    odd = world.rank == 1
-    with pytest.raises(PipeCommMismatch) as caught:
-        if what == "op" and odd:
-            world.comm.barrier()
-        else:
-            tensor = torch.ones(
-                3 + (odd and what == "shape"), dtype=torch.int32 if odd and what == "dtype" else None
-            )
-            world.comm.broadcast(tensor, 1 if odd and what == "source" else 0)
-    if what == "op":
-        assert "broadcast" in str(caught.value) and "barrier" in str(caught.value)
-    assert_usable(world.comm, what)
+def test_another_collective_is_named_beside_the_own_one(world):
+    with pytest.raises(PipeCommMismatch, match="broadcast.*barrier|barrier.*broadcast"):
+        world.comm.barrier() if world.rank == 1 else world.comm.broadcast(ones(), 0)
+    assert_usable(world.comm, "another collective")
 
 
 @on_ranks(2, 3)
@@ -286,24 +237,3 @@ def test_lists_of_as_many_bytes_of_another_dtype(world, empty):
             world.comm.all_to_all(inputs, outputs)
         assert_same(outputs[0 if world.rank == 1 else 1], poison((4, 2), dtype), "not received")
     assert_usable(world.comm, "lists")
-
-
-@on_ranks(2)
-def test_the_own_piece_of_a_list_keeps_its_dtype(world):
-    ones_of = [torch.ones(4, dtype=torch.int32), torch.ones(4)][:: 1 if world.rank == 0 else -1]
-    with pytest.raises(ValueError, match=r"\[4\] int32.*\[4\] float32"):
-        world.comm.all_to_all(ones_of, [torch.ones(4), torch.ones(4)])
-    assert_usable(world.comm, "own piece")
-
-
-@on_ranks(4)
-@pytest.mark.parametrize("bad", ["source", "tensor"])
-def test_a_collective_that_one_rank_refuses_is_refused_by_all(world, bad):
-    if world.rank == 1:
-        with pytest.raises(ValueError if bad == "source" else TypeError):
-            world.comm.broadcast(*((ones(), 17) if bad == "source" else (None, 0)))
-    else:
-        with pytest.raises(PipeCommMismatch, match=r"rank 1.*(17|NoneType)") as caught:
-            world.comm.broadcast(ones(), 0)
-        assert caught.value.origin_rank == 1
-    assert_usable(world.comm, bad)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import time
 from datetime import timedelta
@@ -17,14 +18,13 @@ from pipecomm_ext import Communicator, Recv, Send, get_communicator
 
 
 @on_ranks(1, 2, 3, 4)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.float8_e5m2, torch.complex128], ids=str)
-def test_broadcast_from_every_rank(world, dtype):
-    for source in range(world.size):
-        for numel in (0, 1, 17, 100_003):
-            expected = pattern(numel, dtype, "broadcast", source)
-            tensor = expected.clone() if world.rank == source else poison(numel, dtype)
-            assert world.comm.broadcast(tensor, source) is None
-            assert_same(tensor, expected, f"{numel} from rank {source}")
+def test_broadcast_from_every_rank(world):
+    dtypes = [torch.float32, torch.bool, torch.float8_e5m2, torch.complex128]
+    for source, numel, dtype in itertools.product(range(world.size), (0, 1, 17, 100_003), dtypes):
+        expected = pattern(numel, dtype, "broadcast", source)
+        tensor = expected.clone() if world.rank == source else poison(numel, dtype)
+        assert world.comm.broadcast(tensor, source) is None
+        assert_same(tensor, expected, f"{numel} {dtype} from rank {source}")
 
 
 @on_ranks(3)
@@ -58,12 +58,8 @@ def test_nobody_leaves_a_barrier_before_the_last_has_come(world):
 @on_ranks(2, 3)
 def test_a_communicator_tells_what_it_is(world):
     comm = world.fresh_comm()
-    assert (comm.rank, comm.size, comm.device, comm.closed) == (
-        world.rank,
-        world.size,
-        torch.device("cpu"),
-        False,
-    )
+    assert (comm.rank, comm.size, comm.device) == (world.rank, world.size, torch.device("cpu"))
+    assert not comm.closed
     assert comm.transport in ("c10d", "shm") and comm.transport_reason
     assert comm.known_transport == comm.transport and comm.transport_among([0]) == comm.transport
     comm.connect()
@@ -80,12 +76,6 @@ def test_a_communicator_tells_what_it_is(world):
         way = ("self", "a message to oneself is a copy") if peer == world.rank else None
         kind, reason = comm.route(peer)
         assert (kind, reason) == way if way else (kind == comm.transport and reason), (peer, kind, reason)
-    for call in (comm.route, lambda peer: comm.connect([0, peer])):
-        for peer in (-1, world.size):
-            with pytest.raises(ValueError, match=rf"peer {peer} is not in 0\.\.{world.size - 1}; "):
-                call(peer)
-        with pytest.raises(TypeError, match="peer must be an int, not str"):
-            call("1")
     comm.barrier()  # the route to a rank that has closed is not the expected one
     comm.close()
     assert comm.closed
@@ -99,12 +89,6 @@ def test_facts_of_a_communicator_cannot_be_changed(world):
             with pytest.raises(AttributeError, match=f"the {name} of a Communicator cannot be changed"):
                 setattr(comm, name, 1)
         assert comm.timeout == 5
-
-
-@on_ranks(2)
-def test_with_closes(world):
-    with Communicator(world.group, device="cpu") as comm:
-        comm.barrier()
     assert comm.closed
 
 
@@ -134,19 +118,6 @@ def test_communicators_of_one_group_are_independent(world):
         send.wait()
 
 
-@on_ranks(4)
-def test_peers_are_ranks_of_the_sub_group(world):
-    groups = [dist.new_group([3, 1]), dist.new_group([0, 2])]
-    group = groups[0] if world.rank in (1, 3) else groups[1]
-    with Communicator(group, device="cpu") as comm:
-        assert comm.rank == dist.get_rank(group) and comm.size == 2
-        peer = 1 - comm.rank
-        received = poison(4, torch.int32)
-        comm.batch_p2p([Send(pattern(4, torch.int32, world.rank), peer), Recv(received, peer)])
-        assert_same(received, pattern(4, torch.int32, dist.get_global_rank(group, peer)))
-    dist.destroy_process_group(group)
-
-
 @on_ranks(2)
 def test_timeouts_of_every_accepted_form(world):
     for timeout in (None, 5, 2.5, timedelta(seconds=3), float("inf")):
@@ -154,19 +125,22 @@ def test_timeouts_of_every_accepted_form(world):
             comm.barrier()
 
 
-def resources() -> tuple[int, int, int]:
-    """(file descriptors, threads, resident bytes) of this process."""
+def resources() -> tuple[int, int, int, int]:
+    """(file descriptors, threads, mapped segments, resident bytes) of this process."""
     with open("/proc/self/statm", encoding="utf-8") as statm:
         resident = int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), resident
+    with open("/proc/self/maps", encoding="utf-8") as maps:
+        num_maps = sum("memfd:pipecomm" in line for line in maps)
+    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), num_maps, resident
 
 
 @on_ranks(2)
-def test_200_communicators_leak_nothing(world):
+@pytest.mark.parametrize("transport", ["c10d", "shm"])
+def test_100_communicators_leak_nothing(world, transport):
     peer = 1 - world.rank
 
     def cycle(idx: int) -> None:
-        with Communicator(world.group, device="cpu") as comm:
+        with Communicator(world.group, device="cpu", transport=transport) as comm:
             received = torch.empty(25_000)
             comm.batch_p2p([Send(torch.full((25_000,), float(idx)), peer), Recv(received, peer)])
             comm.isend(torch.zeros(10), peer, channel=1)
@@ -177,10 +151,9 @@ def test_200_communicators_leak_nothing(world):
         cycle(idx)
     gc.collect()
     before = resources()
-    for idx in range(200):
+    for idx in range(100):
         cycle(idx)
     gc.collect()
-    time.sleep(0.2)
-    after = resources()
-    assert after[:2] == before[:2], f"(file descriptors, threads): {before[:2]} -> {after[:2]}"
-    assert after[2] - before[2] < 8 << 20, f"{(after[2] - before[2]) / 2**20:.1f} MiB more resident memory"
+    *counts, resident = resources()
+    assert counts == [*before[:3]], f"(file descriptors, threads, segments): {before[:3]} -> {counts}"
+    assert resident - before[3] < 4 << 20, f"{(resident - before[3]) / 2**20:.1f} MiB more resident memory"

@@ -80,12 +80,6 @@ PUBLIC = {
         get_tensor_model_parallel_world_size is_pipeline_first_stage is_pipeline_last_stage""",
     "pipecomm_ext.parallel_state.ParallelState": """is_ulysses_enable is_ring_enable get_ulysses_group
         get_ring_group get_ulysses_group_size get_ring_group_size get_ulysses_rank get_ring_rank""",
-    "pipecomm_ext.parallel_state.PipelineTopology": """get_vtp_size_list get_vtp_stage_ranks
-        get_vtp_my_stage_idx is_vtp_stage_rank0 get_pipeline_model_parallel_group
-        get_pipeline_model_parallel_next_rank get_pipeline_model_parallel_prev_rank
-        get_pipeline_model_parallel_rank get_pipeline_model_parallel_world_size
-        get_tensor_model_parallel_group get_tensor_model_parallel_rank get_tensor_model_parallel_world_size
-        is_pipeline_first_stage is_pipeline_last_stage""",
     "pipecomm_ext.pipeline_parallel": """P2PCommunicator PipelineConfig recv_forward_with_reqs
         recv_backward_with_reqs send_forward send_backward get_forward_backward_func
         forward_backward_no_pipelining forward_backward_pipelining_without_interleaving

@@ -9,6 +9,8 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from pipelines import WIDTH
+from pipelines import MegatronChunk as Chunk
 from ranks import on_ranks
 from torch import nn
 
@@ -24,25 +26,7 @@ from pipecomm_ext.pipeline_parallel import (
 from pipecomm_ext.pipeline_parallel.plan_runner import PlanRunner, StepArguments
 from pipecomm_ext.schedules import one_f_one_b
 
-SEQ, BATCH, HIDDEN = 3, 2, 4
-
-
-class Chunk(nn.Module):
-    """One stage: a linear layer and tanh. Input from the stage before it, or the data."""
-
-    def __init__(self, stage: int, config):
-        super().__init__()
-        generator = torch.Generator().manual_seed(100 + stage)
-        self.weight = nn.Parameter(torch.randn(HIDDEN, HIDDEN, generator=generator))
-        self.config = config
-        self.input_tensor = None
-
-    def set_input_tensor(self, tensors):
-        assert isinstance(tensors, list)
-        [self.input_tensor] = tensors
-
-    def forward(self, x):
-        return torch.tanh((x if self.input_tensor is None else self.input_tensor) @ self.weight)
+SEQ, BATCH, HIDDEN = 3, 2, WIDTH
 
 
 def micro_batches(num_microbatches: int, variable: bool = False) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -65,54 +49,85 @@ def forward_step_func(data_iterator, model):
 
 def unsplit(num_stages: int, data) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Losses by micro-batch, gradients of the mean loss by stage: plain torch, all stages in one process."""
-    chunks = [Chunk(stage, None) for stage in range(num_stages)]
-    losses = []
-    for x, target in data:
-        for chunk in chunks:
-            x = chunk(x)
-        loss = ((x - target) ** 2).mean()
-        (loss / len(data)).backward()
-        losses.append(loss.detach())
-    return losses, [chunk.weight.grad for chunk in chunks]
+    whole = nn.Sequential(*(Chunk(stage, None) for stage in range(num_stages)))
+    losses = [((whole(x) - target) ** 2).mean() for x, target in data]
+    torch.stack(losses).mean().backward()
+    return [loss.detach() for loss in losses], [chunk.weight.grad for chunk in whole]
 
 
 GROUPS = SimpleNamespace(tp=None, cp=None)
 
 
+def config_of(**settings) -> PipelineConfig:
+    return PipelineConfig(**{"pipeline_dtype": torch.float32, "hidden_size": HIDDEN, **settings})
+
+
+def chunks_of(world, num_chunks: int, config: PipelineConfig) -> list[Chunk]:
+    return [Chunk(chunk * world.size + world.rank, config) for chunk in range(num_chunks)]
+
+
+def check_gradients(world, chunks: list[Chunk], data, scale: float = 1.0) -> None:
+    """Those of this rank's chunks, against the unsplit model."""
+    _, expected = unsplit(world.size * len(chunks), data)
+    for idx, chunk in enumerate(chunks):
+        torch.testing.assert_close(chunk.weight.grad, scale * expected[idx * world.size + world.rank])
+
+
+def work_of(model, data, func=forward_step_func, **kwargs) -> dict:
+    """What every schedule is given; `kwargs` come instead."""
+    arguments = {
+        "forward_step_func": func,
+        "data_iterator": [iter(data) for _ in model] if isinstance(model, list) else iter(data),
+        "model": model,
+        "num_microbatches": len(data),
+        "seq_length": SEQ,
+        "micro_batch_size": BATCH,
+    }
+    return {**arguments, **kwargs}
+
+
+def arguments_of(world, model, data, config, func=forward_step_func, p2p=None, **kwargs) -> dict:
+    """The same over the group of this world."""
+    groups = {"p2p_communicator": p2p or P2PCommunicator(world.group, config), "pg_collection": GROUPS}
+    return work_of(model, data, func, **{**groups, **kwargs})
+
+
+def step(world, chunk, data, config, *args, **kwargs):
+    """1F1B of one chunk."""
+    arguments = arguments_of(world, chunk, data, config, *args, **kwargs)
+    return forward_backward_pipelining_without_interleaving(**arguments)
+
+
+def interleaved_step(world, chunks, data, config, **kwargs):
+    return forward_backward_pipelining_with_interleaving(
+        **arguments_of(world, chunks, data, config, **kwargs)
+    )
+
+
 def run(world, num_chunks: int | None, num_microbatches: int, *, forward_only=False, calls=1, **settings):
-    """Runs a schedule on this rank; (results of the last call, gradients by chunk, chunks)."""
-    config = PipelineConfig(**{"pipeline_dtype": torch.float32, "hidden_size": HIDDEN, **settings})
-    p2p = P2PCommunicator(world.group, config)
-    chunks = [Chunk(chunk * world.size + world.rank, config) for chunk in range(num_chunks or 1)]
+    """Runs a schedule on this rank; results of the last call, and chunks."""
+    config = config_of(**settings)
+    p2p, chunks = P2PCommunicator(world.group, config), chunks_of(world, num_chunks or 1, config)
     data = micro_batches(num_microbatches, config.variable_seq_lengths)
+    model = chunks if num_chunks else chunks[0]
     for _ in range(calls):
-        results = get_forward_backward_func(world.size, num_chunks)(
-            forward_step_func=forward_step_func,
-            data_iterator=[iter(data) for _ in chunks] if num_chunks else iter(data),
-            model=chunks if num_chunks else chunks[0],
-            num_microbatches=num_microbatches,
-            seq_length=SEQ,
-            micro_batch_size=BATCH,
-            forward_only=forward_only,
-            p2p_communicator=p2p,
-            pg_collection=GROUPS,
-        )
-    return results, [chunk.weight.grad for chunk in chunks], chunks
+        arguments = arguments_of(world, model, data, config, p2p=p2p, forward_only=forward_only)
+        results = get_forward_backward_func(world.size, num_chunks)(**arguments)
+    return results, chunks
 
 
 def check(world, num_chunks: int | None, num_microbatches: int, **settings) -> None:
-    results, gradients, _ = run(world, num_chunks, num_microbatches, **settings)
+    results, chunks = run(world, num_chunks, num_microbatches, **settings)
     data = micro_batches(num_microbatches, settings.get("variable_seq_lengths", False))
-    losses, expected = unsplit(world.size * (num_chunks or 1), data)
     if world.rank == world.size - 1:
+        losses, _ = unsplit(world.size * len(chunks), data)
         torch.testing.assert_close([result["loss"] for result in results], losses)
     else:
         assert results == []
-    for chunk_idx, gradient in enumerate(gradients):
-        if settings.get("forward_only"):
-            assert gradient is None
-        else:
-            torch.testing.assert_close(gradient, expected[chunk_idx * world.size + world.rank])
+    if settings.get("forward_only"):
+        assert all(chunk.weight.grad is None for chunk in chunks)
+    else:
+        check_gradients(world, chunks, data)
 
 
 MODES = {
@@ -125,20 +140,14 @@ MODES = {
 @on_ranks(2, 3, 4)
 @pytest.mark.parametrize("mode", MODES)
 def test_1f1b_equals_the_unsplit_model(world, mode):
-    for num_microbatches, variable, frees in [
+    for num_micro, variable, frees in [
         (1, False, False),
         (2, True, False),
         (5, False, True),
         (5, True, True),
     ]:
-        check(
-            world,
-            None,
-            num_microbatches,
-            variable_seq_lengths=variable,
-            deallocate_pipeline_outputs=frees,
-            **MODES[mode],
-        )
+        settings = {"variable_seq_lengths": variable, "deallocate_pipeline_outputs": frees, **MODES[mode]}
+        check(world, None, num_micro, **settings)
     check(world, None, 5, forward_only=True, **MODES[mode])
 
 
@@ -146,22 +155,14 @@ def test_1f1b_equals_the_unsplit_model(world, mode):
 @pytest.mark.parametrize("mode", MODES)
 def test_interleaving_equals_the_unsplit_model(world, mode):
     P = world.size
-    for num_chunks, num_microbatches, group_size in [
-        (1, P, None),
-        (2, P, None),
-        (2, 2 * P + 1, P + 1),
-        (3, 2 * P, P),
-    ]:
-        for variable in (False, True):
-            check(
-                world,
-                num_chunks,
-                num_microbatches,
-                microbatch_group_size_per_vp_stage=group_size,
-                variable_seq_lengths=variable,
-                deallocate_pipeline_outputs=num_chunks == 2,
-                **MODES[mode],
-            )
+    sizes = [(1, P, None), (2, P, None), (2, 2 * P + 1, P + 1), (3, 2 * P, P)]
+    for (num_chunks, num_micro, group_size), variable in itertools.product(sizes, (False, True)):
+        settings = {
+            "microbatch_group_size_per_vp_stage": group_size,
+            "variable_seq_lengths": variable,
+            "deallocate_pipeline_outputs": num_chunks == 2,
+        }
+        check(world, num_chunks, num_micro, **settings, **MODES[mode])
     check(world, 2, P, forward_only=True, **MODES[mode])
 
 
@@ -180,9 +181,7 @@ class Ragged(Chunk):
         else:
             hidden, skip, ids = self.inputs
             assert ids.tolist() == list(range(5)) and not ids.requires_grad
-        hidden = torch.tanh(hidden @ self.weight)
-        # An identity and an integer among the outputs.
-        return hidden, skip, ids
+        return torch.tanh(hidden @ self.weight), skip, ids  # an identity and integers among the outputs
 
 
 @on_ranks(2, 3)
@@ -204,27 +203,17 @@ def test_boundaries_of_several_tensors(world, mode):
         (((hidden - target + skip) ** 2).mean() / len(data)).backward()
 
     for variable, frees in itertools.product((False, True), (False, True)):
-        config = PipelineConfig(
+        config = config_of(
             pipeline_dtype=torch.float32 if variable else [torch.float32, torch.float32, torch.int64],
             variable_seq_lengths=variable,
             deallocate_pipeline_outputs=frees,
-            hidden_size=HIDDEN,
             **MODES[mode],
         )
         chunk = Ragged(world.rank, config)
         shape = (SEQ, BATCH, HIDDEN)
         shapes = [()] if variable else [shape, shape, (5,)]
-        forward_backward_pipelining_without_interleaving(
-            forward_step_func=func,
-            data_iterator=[iter(data)],
-            model=[chunk],
-            num_microbatches=4,
-            seq_length=SEQ,
-            micro_batch_size=BATCH,
-            adjust_tensor_shapes_fn=lambda recv, send, shapes=shapes: (shapes, shapes),
-            p2p_communicator=P2PCommunicator(world.group, config),
-            pg_collection=GROUPS,
-        )
+        adjust = lambda recv, send, shapes=shapes: (shapes, shapes)  # noqa: E731
+        step(world, [chunk], data, config, func, adjust_tensor_shapes_fn=adjust)
         torch.testing.assert_close(chunk.weight.grad, chunks[world.rank].weight.grad)
 
 
@@ -243,9 +232,7 @@ def test_frozen_stages_keep_their_neighbours_going(world, mode):
     data = micro_batches(4)
     losses, expected = unsplit(3, data)
     for variable, frozen in itertools.product((False, True), (0, 1)):
-        config = PipelineConfig(
-            pipeline_dtype=torch.float32, hidden_size=HIDDEN, variable_seq_lengths=variable, **MODES[mode]
-        )
+        config = config_of(variable_seq_lengths=variable, **MODES[mode])
         chunk = (Frozen if world.rank == frozen else Chunk)(world.rank, config)
         results = step(world, chunk, data, config)
         if world.rank > frozen:
@@ -256,49 +243,12 @@ def test_frozen_stages_keep_their_neighbours_going(world, mode):
             torch.testing.assert_close([result["loss"] for result in results], losses)
 
 
-def step(world, chunk, data, config, func=forward_step_func, p2p=None, **kwargs):
-    """1F1B of one chunk."""
-    arguments = {
-        "forward_step_func": func,
-        "data_iterator": iter(data),
-        "model": chunk,
-        "num_microbatches": len(data),
-        "seq_length": SEQ,
-        "micro_batch_size": BATCH,
-        "p2p_communicator": p2p or P2PCommunicator(world.group, config),
-        "pg_collection": GROUPS,
-    }
-    return forward_backward_pipelining_without_interleaving(**{**arguments, **kwargs})
-
-
 @on_ranks(2)
 def test_gradients_accumulate_over_steps_and_the_config_is_only_read(world):
     settings = {"microbatch_group_size_per_vp_stage": 2, "no_sync_func": contextlib.nullcontext}
-    _, gradients, chunks = run(world, 2, 4, calls=3, **settings)
-    _, expected = unsplit(4, micro_batches(4))
-    for chunk_idx, gradient in enumerate(gradients):
-        torch.testing.assert_close(gradient, 3 * expected[chunk_idx * 2 + world.rank])
-    config = PipelineConfig(pipeline_dtype=torch.float32, hidden_size=HIDDEN, **settings)
-    assert chunks[0].config == config
-
-
-@on_ranks(3)
-def test_a_subgroup_of_the_world(world):
-    import torch.distributed as dist
-
-    group = dist.new_group([2, 0])
-    if world.rank == 1:
-        return
-    stage = dist.get_rank(group)
-    config = PipelineConfig(pipeline_dtype=torch.float32, hidden_size=HIDDEN)
-    chunk, data = Chunk(stage, config), micro_batches(3)
-    p2p = P2PCommunicator(group, config)
-    results = step(world, chunk, data, config, p2p=p2p)
-    losses, expected = unsplit(2, data)
-    torch.testing.assert_close(chunk.weight.grad, expected[stage])
-    assert len(results) == (3 if stage == 1 else 0)
-    p2p.close()
-    dist.destroy_process_group(group)
+    _, chunks = run(world, 2, 4, calls=3, **settings)
+    check_gradients(world, chunks, micro_batches(4), scale=3)
+    assert chunks[0].config == config_of(**settings)
 
 
 @on_ranks(2)
@@ -307,22 +257,13 @@ def test_groups_of_the_default_topology(world):
     for num_chunks in (1, 2):
         parallel_state.initialize_pipeline([1, 1], group=world.group, virtual_stages=num_chunks)
         try:
-            config = PipelineConfig(pipeline_dtype=torch.float32, hidden_size=HIDDEN)
-            chunks = [Chunk(chunk * 2 + world.rank, config) for chunk in range(num_chunks)]
-            results = get_forward_backward_func()(
-                forward_step_func=forward_step_func,
-                data_iterator=[iter(data) for _ in chunks],
-                model=chunks,
-                num_microbatches=4,
-                seq_length=SEQ,
-                micro_batch_size=BATCH,
-            )
+            chunks = chunks_of(world, num_chunks, config_of())
+            other_length = {"decoder_seq_length": 7 * SEQ} if num_chunks == 2 else {}  # only 1F1B looks at it
+            results = default_step(chunks, data, **other_length)
             warmup = get_pp_rank_microbatches(4, num_chunks, None)[2]
         finally:
             parallel_state.destroy()
-        losses, expected = unsplit(2 * num_chunks, data)
-        for chunk_idx, chunk in enumerate(chunks):
-            torch.testing.assert_close(chunk.weight.grad, expected[chunk_idx * 2 + world.rank])
+        check_gradients(world, chunks, data)
         assert len(results) == (4 if world.rank == 1 else 0)
         assert warmup == (1 - world.rank if num_chunks == 1 else 2 * (1 - world.rank) + 2)
 
@@ -342,29 +283,21 @@ class MegatronState(ModuleType):
 
 
 def default_step(chunks, data, **kwargs):
-    return get_forward_backward_func()(
-        forward_step_func=forward_step_func,
-        data_iterator=[iter(data) for _ in chunks],
-        model=chunks,
-        num_microbatches=len(data),
-        micro_batch_size=BATCH,
-        **{"seq_length": SEQ, **kwargs},
-    )
+    """Over the default groups."""
+    return get_forward_backward_func()(**work_of(chunks, data, **kwargs))
 
 
 @on_ranks(2)
 def test_sizes_and_groups_of_megatrons_state(world):
     finalized = []
-    config = PipelineConfig(
-        pipeline_dtype=torch.float32,
-        hidden_size=HIDDEN,
+    config = config_of(
         # Megatron's own function takes its own groups for None, and refuses groups without `embd`.
         finalize_model_grads_func=lambda model, num_tokens, pg_collection: finalized.append(pg_collection),
     )
     data = micro_batches(4)
     for vp_size in (None, 1, 2):
         num_chunks = vp_size or 1
-        chunks = [Chunk(chunk * 2 + world.rank, config) for chunk in range(num_chunks)]
+        chunks = chunks_of(world, num_chunks, config)
         with pytest.MonkeyPatch.context() as patch:
             patch.setitem(sys.modules, "megatron.core.parallel_state", MegatronState(world, vp_size))
             is_interleaved = get_forward_backward_func() is forward_backward_pipelining_with_interleaving
@@ -373,15 +306,13 @@ def test_sizes_and_groups_of_megatrons_state(world):
             warmup = get_pp_rank_microbatches(4, num_chunks, None)[2]
         assert len(results) == (4 if world.rank == 1 else 0)
         assert warmup == (1 - world.rank) * (1 if vp_size is None else 2) + 2 * (num_chunks - 1)
-        _, expected = unsplit(2 * num_chunks, data)
-        for chunk_idx, chunk in enumerate(chunks):
-            torch.testing.assert_close(chunk.weight.grad, 2 * expected[chunk_idx * 2 + world.rank])
+        check_gradients(world, chunks, data, scale=2)
     assert finalized == [None] * 3
 
 
 @on_ranks(2)
 def test_without_any_default(world):
-    chunk = Chunk(world.rank, PipelineConfig(pipeline_dtype=torch.float32, hidden_size=HIDDEN))
+    chunk = Chunk(world.rank, config_of())
     with pytest.MonkeyPatch.context() as patch:
         for is_imported in (False, True):
             if is_imported:
@@ -402,7 +333,7 @@ def test_without_any_default(world):
 def test_a_default_topology_of_unequal_stages(world):
     parallel_state.initialize_pipeline([1, 2], group=world.group)
     try:
-        chunk = Chunk(0, PipelineConfig(pipeline_dtype=torch.float32, hidden_size=HIDDEN))
+        chunk = Chunk(0, config_of())
         with pytest.raises(ValueError, match=r"different numbers of ranks, \[1, 2\].*Executor"):
             default_step([chunk], micro_batches(2))
     finally:
@@ -424,9 +355,7 @@ def test_partial_checkpointing_and_first_microbatches(world):
         flags.append(is_checkpointed)
         return forward_step_func(iterator, model)
 
-    config = PipelineConfig(
-        pipeline_dtype=torch.float32,
-        hidden_size=HIDDEN,
+    config = config_of(
         num_microbatches_with_partial_activation_checkpoints=1,
     )
     chunk, data = Told(world.rank, config), micro_batches(5)
@@ -447,9 +376,7 @@ def test_tokens_are_summed_and_handed_on(world):
         return model(x), lambda out: (((out - target) ** 2).sum(), torch.tensor(10, dtype=torch.int), "data")
 
     for is_per_token in (False, True):
-        config = PipelineConfig(
-            pipeline_dtype=torch.float32,
-            hidden_size=HIDDEN,
+        config = config_of(
             calculate_per_token_loss=is_per_token,
             finalize_model_grads_func=lambda *args, **kwargs: finalized.append((args, kwargs)),
         )
@@ -469,7 +396,7 @@ def test_tokens_are_summed_and_handed_on(world):
 
 def test_tokens_are_counted_where_the_messages_are():
     """finalize_model_grads_func broadcasts the count over the pipeline, which may serve CUDA tensors only."""
-    config = PipelineConfig(pipeline_dtype=torch.float32, hidden_size=HIDDEN)
+    config = config_of()
     step_of = StepArguments(
         forward_step_func=forward_step_func,
         data_iterator=[None],
@@ -484,23 +411,8 @@ def test_tokens_are_counted_where_the_messages_are():
 
 
 @on_ranks(2)
-def test_interleaving_does_not_look_at_decoder_seq_length(world):
-    topology = parallel_state.initialize_pipeline([1, 1], group=world.group, virtual_stages=2)
-    try:
-        config = PipelineConfig(pipeline_dtype=torch.float32, hidden_size=HIDDEN)
-        chunks, data = [Chunk(2 * chunk + world.rank, config) for chunk in range(2)], micro_batches(2)
-        default_step(chunks, data, decoder_seq_length=7 * SEQ)
-        _, expected = unsplit(4, data)
-        for chunk_idx, chunk in enumerate(chunks):
-            torch.testing.assert_close(chunk.weight.grad, expected[2 * chunk_idx + world.rank])
-    finally:
-        topology.close()
-        parallel_state.destroy()
-
-
-@on_ranks(2)
 def test_collecting_other_data(world):
-    config = PipelineConfig(pipeline_dtype=torch.float32, hidden_size=HIDDEN)
+    config = config_of()
 
     def func(iterator, model):
         x, _ = next(iterator)
@@ -524,8 +436,7 @@ def test_timers_of_a_schedule(world):
 
         return SimpleNamespace(start=start, stop=lambda: names.append("stop") if log_level == 1 else None)
 
-    settings = {"timers": timers, "barrier_with_L1_time": True}
-    config = PipelineConfig(pipeline_dtype=torch.float32, hidden_size=HIDDEN, **settings)
+    config = config_of(timers=timers, barrier_with_L1_time=True)
     step(world, Chunk(world.rank, config), micro_batches(1), config)
     ends = [["forward-send", "backward-recv"], ["forward-recv", "backward-send"]][world.rank]
     forward, backward = "forward-compute", "backward-compute"
@@ -539,9 +450,7 @@ def test_timers_of_a_schedule(world):
 
 
 def fails_in_the_middle(world, failing_rank: int, overlap: bool):
-    config = PipelineConfig(
-        pipeline_dtype=torch.float32, hidden_size=HIDDEN, batch_p2p_comm=not overlap, overlap_p2p_comm=overlap
-    )
+    config = config_of(batch_p2p_comm=not overlap, overlap_p2p_comm=overlap)
     num_calls = itertools.count()
 
     def func(iterator, model):
@@ -576,44 +485,29 @@ def test_an_exception_in_one_stage_reaches_all(ranks, failing_rank, overlap):
 def test_a_pipeline_of_one_rank(world):
     """1F1B of one rank is no pipelining; there is nothing to interleave."""
     check(world, None, 3)
-    config = PipelineConfig(pipeline_dtype=torch.float32, hidden_size=HIDDEN)
+    config = config_of()
     p2p, data, losses = P2PCommunicator(world.group, config), micro_batches(3), unsplit(1, micro_batches(3))
     chunk = Chunk(0, config)
     results = step(world, chunk, data, config, p2p=p2p)
     torch.testing.assert_close(([result["loss"] for result in results], [chunk.weight.grad]), losses)
     with pytest.raises(ValueError, match="at least two pipeline ranks"):
-        forward_backward_pipelining_with_interleaving(
-            forward_step_func=forward_step_func,
-            data_iterator=[iter(data)] * 2,
-            model=[chunk] * 2,
-            num_microbatches=3,
-            seq_length=SEQ,
-            micro_batch_size=BATCH,
-            p2p_communicator=p2p,
-            pg_collection=GROUPS,
-        )
+        interleaved_step(world, [chunk] * 2, data, config)
 
 
 @on_ranks(2)
 def test_wrong_arguments_of_schedules(world):
-    config = PipelineConfig(pipeline_dtype=torch.float32, hidden_size=HIDDEN)
+    config = config_of()
     chunk = Chunk(world.rank, config)
 
     def with_config(**settings):
-        defaults = {"pipeline_dtype": torch.float32, "hidden_size": HIDDEN}
-        return Chunk(world.rank, PipelineConfig(**{**defaults, **settings}))
+        return Chunk(world.rank, config_of(**settings))
 
     def plain(**kwargs):
         step(world, kwargs.pop("model", chunk), micro_batches(2), config, **kwargs)
 
-    def interleaved(num_micro=4, **kwargs):
-        step_of = forward_backward_pipelining_with_interleaving
-        arguments = {
-            "forward_step_func": forward_step_func, "data_iterator": [iter(())] * 2, "model": [chunk] * 2,
-            "num_microbatches": num_micro, "seq_length": SEQ, "micro_batch_size": BATCH,
-            "p2p_communicator": P2PCommunicator(world.group, config), "pg_collection": GROUPS,
-        }  # fmt: skip
-        step_of(**{**arguments, **kwargs})
+    def interleaved(num_micro=4, model=None, **kwargs):
+        kwargs = {"data_iterator": [iter(())] * 2, **kwargs}
+        interleaved_step(world, model or [chunk] * 2, micro_batches(num_micro), config, **kwargs)
 
     overlap = {"overlap_p2p_comm": True}
     for error, message, call in [

@@ -8,10 +8,19 @@ from typing import get_args
 
 import pytest
 import torch
-import torch.distributed as torch_dist
+import torch.distributed as dist
 from ranks import on_ranks
 
-from pipecomm_ext import PipeCommMismatch, parallel_state, pipeline_parallel
+from pipecomm_ext import PipeCommMismatch, get_communicator, parallel_state, pipeline_parallel
+from pipecomm_ext.pipeline_parallel.communication_utils import (
+    broadcast_float_list,
+    broadcast_from_last_pipeline_stage,
+    broadcast_from_last_to_first_pipeline_stage,
+    broadcast_int_list,
+    broadcast_tensor,
+    recv_from_prev_pipeline_rank_,
+    send_to_next_pipeline_rank,
+)
 from pipecomm_ext.pipeline_parallel.p2p_communication import (
     P2PCommunicator,
     Shape,
@@ -20,6 +29,16 @@ from pipecomm_ext.pipeline_parallel.p2p_communication import (
     is_single_shape,
 )
 from pipecomm_ext.pipeline_parallel.schedules import forward_step_calc_loss, get_forward_backward_func
+from pipecomm_ext.pipeline_parallel.utils import (
+    get_pp_first_rank,
+    get_pp_last_rank,
+    get_pp_next_rank,
+    get_pp_prev_rank,
+    is_pp_first_stage,
+    is_pp_last_stage,
+    is_vp_first_stage,
+    is_vp_last_stage,
+)
 
 CONFIG = SimpleNamespace(pipeline_dtype=torch.float32, batch_p2p_comm=False)
 
@@ -135,4 +154,110 @@ def test_who_calculates_the_loss(world):
         finally:
             topology.close()
             parallel_state.destroy()
-    torch_dist.barrier()
+    dist.barrier()
+
+
+# ---- messages of inference, and predicates of stages -----------------------------------------------------
+
+
+def generate(group, num_tokens: int) -> list[int]:
+    """A loop as in text generation: the model adds its stage's number plus 1; the last stage samples."""
+    tokens = torch.tensor([1, 2])
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    for _ in range(num_tokens):
+        hidden = tokens.double().view(1, 2)
+        if rank > 0:
+            hidden = torch.empty(2, 1, dtype=torch.double).t()
+            recv_from_prev_pipeline_rank_(hidden, group)
+        hidden = hidden + rank + 1
+        new_tokens = None
+        if rank < size - 1:
+            send_to_next_pipeline_rank(hidden, pp_group=group)
+        else:
+            new_tokens = hidden.view(2).long()
+        tokens = broadcast_from_last_pipeline_stage([2], torch.int64, new_tokens, pp_group=group)
+    return tokens.tolist()
+
+
+@on_ranks(1, 2, 3)
+def test_generation_over_a_group(world):
+    total = 4 * sum(range(1, world.size + 1))
+    assert generate(world.group, 4) == [1 + total, 2 + total]
+    scores = torch.full((2, 3), 0.5) if world.rank == world.size - 1 else None
+    scores = broadcast_from_last_to_first_pipeline_stage([2, 3], torch.float32, scores, world.group)
+    if world.rank in (0, world.size - 1):
+        assert torch.equal(scores, torch.full((2, 3), 0.5))
+    else:
+        assert scores is None
+
+
+@on_ranks(3)
+def test_the_default_pipeline_and_lists_for_all(world):
+    with pytest.raises(ValueError, match="there are no defaults before"):
+        send_to_next_pipeline_rank(torch.ones(1))
+    with pytest.raises(ValueError, match="there are no defaults before"):
+        broadcast_int_list(1, [1], data_parallel=True)
+    topology = parallel_state.initialize_pipeline([1, 1, 1])
+    try:
+        assert generate(None, 2) == [13, 14]
+        if world.rank == 0:
+            recv_from_prev_pipeline_rank_(received := torch.empty(2))  # round the ring
+            assert received.tolist() == [4.0, 5.0]
+        elif world.rank == 2:
+            send_to_next_pipeline_rank(torch.tensor([4.0, 5.0], requires_grad=True))
+        lengths = [7, 2**40] if world.rank == 0 else None
+        assert broadcast_int_list(2, lengths, data_parallel=True).tolist() == [7, 2**40]
+    finally:
+        topology.close()
+        parallel_state.destroy()
+    floats = broadcast_float_list(2, [0.5, 3] if world.rank == 1 else None, rank=1)
+    assert floats.tolist() == [0.5, 3.0] and floats.dtype == torch.float32
+    whole = torch.arange(6).view(2, 3).t()
+    assert torch.equal(broadcast_tensor([3, 2], torch.int64, whole if world.rank == 0 else None), whole)
+
+
+@on_ranks(2)
+def test_wrong_tensors(world):
+    """What the source holds contradicts its size or dtype, or ranks do: all raise, the next call works."""
+    for value, text in [
+        (torch.ones(3), r"must be torch.float32\[2\], not torch.float32\[3\]"),
+        (torch.ones(2).double(), r"must be torch.float32\[2\], not torch.float64\[2\]"),
+        (None, "tensor must be a torch.Tensor, not NoneType"),
+    ]:
+        kind = (ValueError, TypeError) if world.rank == 1 else PipeCommMismatch
+        with pytest.raises(kind, match=text):
+            value = value if world.rank == 1 else None
+            broadcast_from_last_pipeline_stage([2], torch.float32, value, world.group)
+    with pytest.raises(PipeCommMismatch):
+        broadcast_int_list(2 + world.rank, [1, 2])
+    with pytest.raises(PipeCommMismatch, match="nothing was transferred"):
+        if world.rank == 0:
+            send_to_next_pipeline_rank(torch.ones(2), world.group)
+        else:
+            recv_from_prev_pipeline_rank_(torch.ones(3), world.group)
+    assert broadcast_int_list(2, [1, 2]).tolist() == [1, 2]
+
+
+@on_ranks(3)
+def test_where_a_rank_is(world):
+    group = dist.new_group([2, 0]) if world.size == 3 else None
+    if world.rank == 1:
+        return
+    is_first = world.rank == 0
+    assert (is_pp_first_stage(group), is_pp_last_stage(group)) == (is_first, not is_first)
+    for pipeline in (group, get_communicator(group)):
+        assert (get_pp_first_rank(pipeline), get_pp_last_rank(pipeline)) == (0, 2)
+        assert get_pp_next_rank(pipeline) == (2 if is_first else None)
+        assert get_pp_prev_rank(pipeline) == (None if is_first else 0)
+
+
+def test_chunks_of_a_rank():
+    for vp_size in (None, 0, 1):
+        for vp_stage in (None, 0):
+            assert is_vp_first_stage(vp_stage, vp_size) and is_vp_last_stage(
+                vp_stage=vp_stage, vp_size=vp_size
+            )
+        with pytest.raises(ValueError, match="vp_stage must be None or 0 with vp_size"):
+            is_vp_first_stage(1, vp_size)
+    assert [is_vp_first_stage(chunk, 3) for chunk in range(3)] == [True, False, False]
+    assert [is_vp_last_stage(chunk, 3) for chunk in range(3)] == [False, False, True]

@@ -19,6 +19,7 @@ import ranks
 import torch
 import torch.distributed as dist
 from documents import ROOT, blocks, execute, ours
+from pipelines import WIDTH, MegatronChunk
 from ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -88,7 +89,7 @@ def test_torch_distributed(world):
     assert received.tolist() == [1.0 - world.rank] * 3
 
 
-WIDTH, NUM_CLASSES = 6, 4
+NUM_CLASSES = 4
 
 
 def make_stages(num_stages: int) -> list[nn.Module]:
@@ -167,21 +168,6 @@ def test_megatrons_communicator(world):
     communicator.close()
 
 
-class Chunk(nn.Linear):
-    """A stage as Megatron's schedules take one."""
-
-    def __init__(self, stage: int, config: PipelineConfig):
-        torch.manual_seed(stage)
-        super().__init__(WIDTH, WIDTH)
-        self.config, self.received = config, None
-
-    def set_input_tensor(self, tensors):
-        [self.received] = tensors
-
-    def forward(self, x):
-        return super().forward(x if self.received is None else self.received)
-
-
 def forward_step(data_iterator, model):
     output = model(next(data_iterator))
     return output, lambda output: (output.square().mean(), {"loss": output.detach().square().mean()})
@@ -193,14 +179,18 @@ def test_megatrons_schedules(world):
     torch.manual_seed(5)
     data = list(torch.randn(4, 3, 2, WIDTH))
     parallel_state.initialize_pipeline([1, 1])
-    names = {"forward_step": forward_step, "data_iterator": iter(data), "model": Chunk(world.rank, config)}
+    names = {
+        "forward_step": forward_step,
+        "data_iterator": iter(data),
+        "model": MegatronChunk(world.rank, config),
+    }
     names |= {"num_microbatches": 4, "seq_length": 3, "micro_batch_size": 2}
     try:
         exec(ours(NAME, "from pipecomm_ext.pipeline_parallel import get_forward_backward_func"), names)
         execute(NAME, "losses = forward_backward_func", names)
     finally:
         parallel_state.destroy()
-    whole = [Chunk(stage, config) for stage in range(world.size)]
+    whole = [MegatronChunk(stage, config) for stage in range(world.size)]
     losses = [nn.Sequential(*whole)(x).square().mean() for x in data]
     torch.stack(losses).mean().backward()
     if world.rank == world.size - 1:

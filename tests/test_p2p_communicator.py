@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import gc
 from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from patterns import assert_same, pattern
 from ranks import on_ranks
 
-from pipecomm_ext import PipeCommAborted, PipeCommMismatch
+from pipecomm_ext import PipeCommMismatch, get_communicator
 from pipecomm_ext.pipeline_parallel import P2PCommunicator, PipelineConfig
 from pipecomm_ext.pipeline_parallel.shapes import is_single_shape
 
 FORWARD, BACKWARD = "activation", "gradient"
 MODES = {"batched": (True, False), "individual": (False, False), "overlapped": (False, True)}
+FIXED_OR_VARIABLE = pytest.mark.parametrize("variable", [False, True], ids=["fixed", "variable"])
 SHAPE_FORMS = {
     "Size": torch.Size([3, 2, 4]),
     "tuple": (3, 2, 4),
@@ -59,37 +60,29 @@ class Stage:
         assert all(handle.is_completed() for handle in handles.values())
         return result
 
-    def check(self, received, sender: int, kind: str, shapes, step: str) -> None:
+    def check(self, received, is_absent: bool, sender: int, kind: str, shapes, step: str) -> None:
+        """That `received` is what `sender` sent, or nothing."""
+        if is_absent:
+            assert received is None if isinstance(shapes[0], int) else received == [None] * len(shapes)
+            return
         expected = self.payload(sender, kind, shapes, step)
         assert isinstance(received, list) == isinstance(expected, list), (step, kind)
-        pairs = [(received, expected)]
-        if isinstance(expected, list):
-            pairs = list(zip(received, expected, strict=True))
+        pairs = zip(received, expected, strict=True) if isinstance(expected, list) else [(received, expected)]
         for got, sent in pairs:
             assert_same(got.detach(), sent, f"{step}: {kind} of rank {sender}")
             assert got.is_leaf and got.requires_grad and got.grad_fn is None
 
-    def check_nothing(self, received, shapes) -> None:
-        assert received is None if isinstance(shapes[0], int) else received == [None] * len(shapes)
-
 
 def one_way(stage: Stage, shapes) -> None:
     """recv_forward, send_forward down the pipeline; recv_backward, send_backward up."""
+    step = "one way"
     received = stage.call("recv_forward", shapes, stage.is_first)
-    if stage.is_first:
-        stage.check_nothing(received, shapes)
-    else:
-        stage.check(received, stage.previous, FORWARD, shapes, "one way")
-    assert (
-        stage.call("send_forward", stage.payload(stage.rank, FORWARD, shapes, "one way"), stage.is_last)
-        is None
-    )
+    stage.check(received, stage.is_first, stage.previous, FORWARD, shapes, step)
+    output = stage.payload(stage.rank, FORWARD, shapes, step)
+    assert stage.call("send_forward", output, stage.is_last) is None
     received = stage.call("recv_backward", shapes, stage.is_last)
-    if stage.is_last:
-        stage.check_nothing(received, shapes)
-    else:
-        stage.check(received, stage.next, BACKWARD, shapes, "one way")
-    gradient = stage.payload(stage.rank, BACKWARD, shapes, "one way")
+    stage.check(received, stage.is_last, stage.next, BACKWARD, shapes, step)
+    gradient = stage.payload(stage.rank, BACKWARD, shapes, step)
     assert stage.call("send_backward", gradient, stage.is_first) is None
 
 
@@ -100,62 +93,47 @@ def both_ways(stage: Stage, shapes) -> None:
         if stage.rank % 2 == parity:
             output = stage.payload(stage.rank, FORWARD, shapes, step)
             received = stage.call("send_forward_recv_backward", output, shapes, stage.is_last)
-            peer, kind, is_edge = stage.next, BACKWARD, stage.is_last
+            stage.check(received, stage.is_last, stage.next, BACKWARD, shapes, step)
         else:
             gradient = stage.payload(stage.rank, BACKWARD, shapes, step)
             received = stage.call("send_backward_recv_forward", gradient, shapes, stage.is_first)
-            peer, kind, is_edge = stage.previous, FORWARD, stage.is_first
-        if is_edge:
-            stage.check_nothing(received, shapes)
-        else:
-            stage.check(received, peer, kind, shapes, step)
+            stage.check(received, stage.is_first, stage.previous, FORWARD, shapes, step)
 
 
 def shifts(stage: Stage, shapes, is_ring: bool) -> None:
     """Every rank sends on and receives, per direction and both at once; as a ring, or with open ends."""
-    name = f"shift {is_ring}"
-    to_next, to_previous = is_ring or not stage.is_last, is_ring or not stage.is_first
-    output = stage.payload(stage.rank, FORWARD, shapes, name) if to_next else None
-    gradient = stage.payload(stage.rank, BACKWARD, shapes, name) if to_previous else None
-    from_previous, from_next = to_previous, to_next
-    received = stage.call("send_forward_recv_forward", output, from_previous, shapes)
-    grad_received = stage.call("send_backward_recv_backward", gradient, from_next, shapes)
-    both = stage.call(
-        "send_forward_backward_recv_forward_backward", output, gradient, from_previous, from_next, shapes
+    step = f"shift {is_ring}"
+    has_next, has_previous = is_ring or not stage.is_last, is_ring or not stage.is_first
+    output = stage.payload(stage.rank, FORWARD, shapes, step) if has_next else None
+    gradient = stage.payload(stage.rank, BACKWARD, shapes, step) if has_previous else None
+    apart = (
+        stage.call("send_forward_recv_forward", output, has_previous, shapes),
+        stage.call("send_backward_recv_backward", gradient, has_next, shapes),
     )
-    assert isinstance(both, tuple) and len(both) == 2
-    for got, grad in [(received, grad_received), both]:
-        if from_previous:
-            stage.check(got, stage.previous, FORWARD, shapes, name)
-        else:
-            assert got is None
-        if from_next:
-            stage.check(grad, stage.next, BACKWARD, shapes, name)
-        else:
-            assert grad is None
+    both = stage.call(
+        "send_forward_backward_recv_forward_backward", output, gradient, has_previous, has_next, shapes
+    )
+    for activation, grad in (apart, both):
+        if has_previous:
+            stage.check(activation, False, stage.previous, FORWARD, shapes, step)
+        if has_next:
+            stage.check(grad, False, stage.next, BACKWARD, shapes, step)
+        assert has_previous or activation is None
+        assert has_next or grad is None
 
 
 @on_ranks(2, 3, 4, 5)
-@pytest.mark.parametrize("variable", [False, True], ids=["fixed", "variable"])
+@FIXED_OR_VARIABLE
 @pytest.mark.parametrize("mode", MODES)
 def test_every_method_with_every_shape_form_at_every_stage(world, mode, variable):
-    stage = Stage(world, mode, variable)
-    for shapes in SHAPE_FORMS.values():
-        one_way(stage, shapes)
-        both_ways(stage, shapes)
-        shifts(stage, shapes, is_ring=True)
-        shifts(stage, shapes, is_ring=False)
-
-
-@on_ranks(2, 3)
-@pytest.mark.parametrize("variable", [False, True], ids=["fixed", "variable"])
-def test_the_same_over_c10d(world, variable):
-    comm = world.shared_comm(transport="c10d", channels=4)
-    for mode in MODES:
+    over_sockets = world.shared_comm(transport="c10d", channels=4)
+    for comm in (None, over_sockets) if world.size <= 3 else (None,):
         stage = Stage(world, mode, variable, comm)
         for shapes in SHAPE_FORMS.values():
             one_way(stage, shapes)
+            both_ways(stage, shapes)
             shifts(stage, shapes, is_ring=True)
+            shifts(stage, shapes, is_ring=False)
 
 
 # ---- facts ------------------------------------------------------------------------------------------------
@@ -163,8 +141,6 @@ def test_the_same_over_c10d(world, variable):
 
 @on_ranks(3)
 def test_neighbours_are_global_ranks_and_the_ring_wraps(world):
-    import torch.distributed as dist
-
     group = dist.new_group([0, 2], timeout=timedelta(seconds=30))
     if world.rank == 1:
         return
@@ -183,8 +159,6 @@ def test_neighbours_are_global_ranks_and_the_ring_wraps(world):
 
 @on_ranks(2)
 def test_objects_of_a_group_share_connections_apart_from_those_of_other_calls(world):
-    from pipecomm_ext import get_communicator
-
     first, second = (P2PCommunicator(world.group, PipelineConfig()) for _ in range(2))
     assert first.communicator is second.communicator
     assert first.communicator is not get_communicator(world.group)
@@ -221,7 +195,7 @@ BOUNDARY = [
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("variable", [False, True], ids=["fixed", "variable"])
+@FIXED_OR_VARIABLE
 def test_a_boundary_of_several_dtypes_and_ranks(world, variable):
     p2p = p2p_of(world, pipeline_dtype=[tensor.dtype for tensor in BOUNDARY], variable_seq_lengths=variable)
     shapes = [()] if variable else [tuple(tensor.shape) for tensor in BOUNDARY]
@@ -238,21 +212,7 @@ def test_a_boundary_of_several_dtypes_and_ranks(world, variable):
 
 
 @on_ranks(2)
-def test_headers_of_any_length(world):
-    """More tensors than the fixed part of a header can describe, twice in a row."""
-    p2p = p2p_of(world, variable_seq_lengths=True)
-    for num_tensors in (1, 10, 11, 40, 200):
-        tensors = [pattern((idx % 3, 2), torch.int16, idx) for idx in range(num_tensors)]
-        for _ in range(2):
-            received = to_next(p2p, world.rank, tensors, [()])
-            if world.rank == 1:
-                assert len(received) == num_tensors
-                for got, sent in zip(received, tensors, strict=True):
-                    assert_same(got, sent)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("variable", [False, True], ids=["fixed", "variable"])
+@FIXED_OR_VARIABLE
 def test_an_empty_list_is_no_message(world, variable):
     p2p = p2p_of(world, variable_seq_lengths=variable)
     assert p2p.recv_forward((), False) == p2p.recv_backward([], False) == []
@@ -263,7 +223,7 @@ def test_an_empty_list_is_no_message(world, variable):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("variable", [False, True], ids=["fixed", "variable"])
+@FIXED_OR_VARIABLE
 def test_strides_of_any_kind_and_tensors_that_require_grad(world, variable):
     p2p = p2p_of(world, variable_seq_lengths=variable)
     base = torch.arange(48.0).reshape(4, 12).requires_grad_()
@@ -308,26 +268,6 @@ def test_an_absent_gradient_arrives_as_none_or_as_zeros(world, mode):
             stage.call("send_backward", None, False)
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("variable", [False, True], ids=["fixed", "variable"])
-def test_dropped_handles_deliver_and_sent_memory_is_kept(world, variable):
-    stage = Stage(world, "overlapped", variable)
-    num_messages, shape = 20, (64, 64)
-    if world.rank == 0:
-        for idx in range(num_messages):
-            stage.p2p.send_forward(torch.full(shape, float(idx)), False, overlap_p2p_comm=True)
-        gc.collect()
-        garbage = [torch.full(shape, -1.0) for _ in range(num_messages)]  # would take freed memory
-        world.comm.barrier()
-        assert len(garbage) == num_messages
-    else:
-        world.comm.barrier()  # nothing is received before all has been sent and dropped
-        kept = [stage.p2p.recv_forward(shape, False, overlap_p2p_comm=True) for _ in range(num_messages)]
-        for idx, (received, handles) in reversed(list(enumerate(kept))):
-            handles.pop("recv_prev").wait()
-            assert received.eq(idx).all()
-
-
 @on_ranks(3)
 def test_variable_shapes_of_many_messages_in_flight(world):
     """Headers are read in the order of their messages, whatever order receipts are waited for in."""
@@ -359,18 +299,13 @@ def test_wrong_arguments_are_refused_before_anything_is_sent(world):
         (RuntimeError, "pipeline_dtype must be set",
          lambda: p2p_of(world, pipeline_dtype=None).recv_forward((2,), False)),
         (RuntimeError, "the tensor shape must be given", lambda: p2p.recv_forward(None, False)),
-        (RuntimeError, "shape must be given", lambda: p2p.send_forward_recv_forward(ones, True, None)),
         (RuntimeError, "shape must be given",
          lambda: p2p_of(world, batch_p2p_comm=False).send_forward_recv_backward(ones, None, False)),
         (RuntimeError, "shape must be given",
          lambda: p2p_of(world, variable_seq_lengths=True).send_forward_recv_backward(ones, None, False)),
-        (TypeError, "'ab' is not a shape", lambda: p2p.recv_forward(["ab"], False)),
         (TypeError, "a shape must be a torch.Size", lambda: p2p.recv_backward(7, False)),
-        (ValueError, "negative length", lambda: p2p.recv_backward((2, -1), False)),
         (TypeError, "output_tensors must be a tensor, None", lambda: p2p.send_forward([ones, "x"], False)),
         (ValueError, "tensor 0 of 1 to be sent is None", lambda: p2p.send_forward(None, False)),
-        (ValueError, "1 tensors are sent, but there are shapes for 2",
-         lambda: p2p.send_forward_recv_backward([ones], [(2,), (2,)], False)),
         (ValueError, "2 tensors are sent, but there are shapes for 1",
          lambda: p2p.send_backward_recv_forward([ones, ones], (2,), False)),
         (ValueError, "2 dtypes for 1 tensors", lambda: mixed.recv_forward((2,), False)),
@@ -419,9 +354,7 @@ def test_an_integer_member_of_a_boundary_has_no_gradient_to_send(world):
     shapes = [(2,), (3,)]
     to_next(p2p, world.rank, [torch.ones(2), torch.arange(3)], shapes)
     if world.rank == 1:
-        with pytest.raises(
-            ValueError, match=r"gradient 1 belongs to a tensor of torch.int64, which has none"
-        ):
+        with pytest.raises(ValueError, match="gradient 1 belongs to a tensor of torch.int64, which has none"):
             p2p.send_backward([torch.ones(2), torch.ones(3)], False)
         p2p.send_backward([torch.ones(2), None], False)
     else:
@@ -440,17 +373,6 @@ def test_a_communicator_in_the_place_of_a_group(world):
 
 
 @on_ranks(2)
-def test_an_abort_reaches_the_other_stage(world):
-    config = PipelineConfig(pipeline_dtype=torch.float32, variable_seq_lengths=True)
-    with world.broken_comm(channels=4) as comm:
-        p2p = P2PCommunicator(comm, config)
-        if world.rank == 0:
-            p2p.abort("stage 0 gave up")
-        with pytest.raises(PipeCommAborted, match="stage 0 gave up"):
-            p2p.recv_backward((1,), False) if world.rank == 0 else p2p.recv_forward((1,), False)
-
-
-@on_ranks(2)
 def test_timers_are_named_as_in_megatron(world):
     class Timers(list):
         def __call__(self, name, log_level=2):
@@ -466,11 +388,5 @@ def test_timers_are_named_as_in_megatron(world):
     assert p2p.recv_forward((1,), True) is None and p2p.send_forward(torch.ones(1), True) is None  # at edges
     with pytest.raises(ValueError, match="is None, and its shape is not known"):
         p2p.send_forward(None, False)
-    assert timers == [
-        "forward-backward-send-forward-backward-recv 2",
-        "stop",
-        last,
-        "stop",
-        "forward-send 2",
-        "stop",
-    ]
+    started = ["forward-backward-send-forward-backward-recv 2", last, "forward-send 2"]
+    assert timers == [event for name in started for event in (name, "stop")]

@@ -56,19 +56,15 @@ def test_warmup_counts(num_ranks, rank, num_micro, vp_size, group, warmup, remai
         total_stages=num_ranks, current_stage=rank, virtual_pipeline_model_parallel_size=vp_size
     )
     total = num_micro * (vp_size or 1)
-    counts = get_pp_rank_microbatches(num_micro, vp_size or 1, group, p2p_communicator=p2p)
+    arguments, keywords = (num_micro, vp_size or 1, group), {"p2p_communicator": p2p}
+    counts = get_pp_rank_microbatches(*arguments, **keywords)
     assert counts == (total, warmup == total, warmup, remaining)
-    plan = (
-        one_f_one_b(num_ranks, num_micro)
-        if vp_size is None
-        else interleaved_1f1b(num_ranks, num_micro, vp_size, group)
-    )
-    kinds = [action.kind for action in plan.compute[rank]]
-    assert kinds.index("B") == min(total, warmup + 1)
-    evaluation = get_pp_rank_microbatches(
-        num_micro, vp_size or 1, group, forward_only=True, p2p_communicator=p2p
-    )
+    evaluation = get_pp_rank_microbatches(*arguments, forward_only=True, **keywords)
     assert evaluation == (total, True, total, 0)
+    plan = one_f_one_b(num_ranks, num_micro)
+    if vp_size is not None:
+        plan = interleaved_1f1b(num_ranks, num_micro, vp_size, group)
+    assert [action.kind for action in plan.compute[rank]].index("B") == min(total, warmup + 1)
 
 
 def test_combined_moe_overlap_adds_a_warmup_forward():
@@ -105,24 +101,20 @@ def test_orders_are_those_of_the_plans():
 
 def test_tensor_shapes():
     tp, cp = SimpleNamespace(size=lambda: 2), SimpleNamespace(size=lambda: 4)
-    arguments = {
-        "seq_length": 64,
-        "micro_batch_size": 3,
-        "decoder_seq_length": None,
-        "tp_group": tp,
-        "cp_group": cp,
-    }
-    assert get_tensor_shapes(config=PipelineConfig(hidden_size=8), **arguments) == [(16, 3, 8)]
+
+    def shapes(config, **changes):
+        arguments = {"seq_length": 64, "micro_batch_size": 3, "decoder_seq_length": None}
+        return get_tensor_shapes(config=config, **{**arguments, "tp_group": tp, "cp_group": cp, **changes})
+
     split = PipelineConfig(hidden_size=8, sequence_parallel=True)
-    assert get_tensor_shapes(config=split, **arguments) == [(8, 3, 8)]
-    assert get_tensor_shapes(config=split, **{**arguments, "decoder_seq_length": 32}) == [(4, 3, 8)]
-    assert get_tensor_shapes(config=split, **{**arguments, "tp_group": None, "cp_group": None}) == [
-        (64, 3, 8)
-    ]
+    assert shapes(PipelineConfig(hidden_size=8)) == [(16, 3, 8)]
+    assert shapes(split) == [(8, 3, 8)]
+    assert shapes(split, decoder_seq_length=32) == [(4, 3, 8)]
+    assert shapes(split, tp_group=None, cp_group=None) == [(64, 3, 8)]
     for name in ("variable_seq_lengths", "mtp_standalone"):
-        assert get_tensor_shapes(config=SimpleNamespace(**{name: True}), **arguments) == [()]
+        assert shapes(SimpleNamespace(**{name: True})) == [()]
     with pytest.raises(ValueError, match="hidden_size must be set"):
-        get_tensor_shapes(config=PipelineConfig(), **arguments)
+        shapes(PipelineConfig())
 
 
 def test_which_schedule():
@@ -147,19 +139,21 @@ def test_the_first_validation_step():
 
 
 def test_how_losses_are_scaled():
+    def scale(values, is_per_token=False):
+        return scaled_loss(values, num_microbatches=4, cp_size=2, is_per_token=is_per_token)
+
     loss = torch.tensor(12.0)
-    scaled, num_tokens, data = scaled_loss((loss, "data"), num_microbatches=4, cp_size=2, is_per_token=False)
+    scaled, num_tokens, data = scale((loss, "data"))
     assert (scaled.item(), int(num_tokens), data) == (6.0, 0, "data")
-    assert scaled_loss((loss, "data"), num_microbatches=4, cp_size=2, is_per_token=True)[0] == 6
+    assert scale((loss, "data"), is_per_token=True)[0] == 6
     for tokens, expected in [(3, 1.0), (torch.tensor(3), 1.0), (torch.tensor(0), 3.0)]:
-        triple = (loss, tokens, "data")
-        assert scaled_loss(triple, num_microbatches=4, cp_size=2, is_per_token=False)[0] == expected
-        per_token = scaled_loss(triple, num_microbatches=4, cp_size=2, is_per_token=True)
+        assert scale((loss, tokens, "data"))[0] == expected
+        per_token = scale((loss, tokens, "data"), is_per_token=True)
         assert per_token[0] == 12 and per_token[1] is tokens
     assert loss == 12
     for wrong, message in [((loss,), "not 1 values"), (loss, "not Tensor")]:
         with pytest.raises(ValueError, match=message):
-            scaled_loss(wrong, num_microbatches=4, cp_size=2, is_per_token=False)
+            scale(wrong)
 
 
 def test_auxiliary_loss_scales():
@@ -230,22 +224,20 @@ def test_auxiliary_losses_that_nobody_scales_are_refused(feature):
 
 
 @pytest.mark.parametrize(
-    "settings",
+    ("name", "bad", "good"),
     [
-        {"overlap_moe_expert_parallel_comm": True},
-        {"delay_wgrad_compute": True},
-        {"hybrid_context_parallel": True},
-        {"fine_grained_activation_offloading": True},
-        {"moe_paged_stash": True},
-        {"cuda_graph_impl": "local"},
+        ("overlap_moe_expert_parallel_comm", True, False),
+        ("delay_wgrad_compute", True, False),
+        ("hybrid_context_parallel", True, False),
+        ("fine_grained_activation_offloading", True, False),
+        ("moe_paged_stash", True, False),
+        ("cuda_graph_impl", "local", "none"),
     ],
-    ids=lambda settings: next(iter(settings)),
 )
-def test_settings_that_change_what_training_computes_are_refused(settings):
-    [name] = settings
+def test_settings_that_change_what_training_computes_are_refused(name, bad, good):
     with pytest.raises(ValueError, match=f"these schedules do not support config.{name}"):
-        no_pipelining(Model(SimpleNamespace(**settings)), 1)
-    no_pipelining(Model(SimpleNamespace(**{name: "none" if name == "cuda_graph_impl" else False})), 1)
+        no_pipelining(Model(SimpleNamespace(**{name: bad})), 1)
+    no_pipelining(Model(SimpleNamespace(**{name: good})), 1)
 
 
 # ---- steps ------------------------------------------------------------------------------------------------
@@ -266,11 +258,15 @@ class Model(nn.Module):
         self.calls.append("first")
 
 
+def module_of(**members) -> nn.Module:
+    module = nn.Module()
+    for name, member in members.items():
+        setattr(module, name, nn.ModuleList(member) if isinstance(member, list) else member)
+    return module
+
+
 def wrapped(model: nn.Module) -> nn.Module:
-    wrapper = nn.Module()
-    wrapper.module = nn.Module()
-    wrapper.module.module = model
-    return wrapper
+    return module_of(module=module_of(module=model))
 
 
 def test_a_forward_step_in_the_middle_and_at_the_end():
@@ -278,11 +274,8 @@ def test_a_forward_step_in_the_middle_and_at_the_end():
     config = PipelineConfig(num_moe_experts=2, set_auxiliary_loss_scale=lambda *args: scales.append(args))
 
     def func(iterator, wrapper, *flags):
-        return next(iterator) * wrapper.module.module.inputs[0], lambda out: (
-            out.sum(),
-            torch.tensor(6),
-            flags,
-        )
+        output = next(iterator) * wrapper.module.module.inputs[0]
+        return output, lambda out: (out.sum(), torch.tensor(6), flags)
 
     def step(input_tensor, **kwargs):
         store = []
@@ -300,27 +293,28 @@ def test_a_forward_step_in_the_middle_and_at_the_end():
 
 
 def test_what_is_stored_of_a_forward_step():
-    def store(loss_func, collect=False):
-        store = []
-        forward_step(
-            lambda *_: ("output", loss_func), None, Model(), 1, None, store, PipelineConfig(), 1, collect
-        )
-        return store
-
-    assert store(None) == ["output"]
-    assert store(lambda output, non_loss_data: (output, non_loss_data), collect=True) == [("output", True)]
+    for loss_func, collects, expected in [
+        (None, False, "output"),
+        (lambda output, non_loss_data: (output, non_loss_data), True, ("output", True)),
+    ]:
+        store, func = [], lambda *_: ("output", loss_func)  # noqa: B023
+        forward(func, Model(), PipelineConfig(), store=store, collect_non_loss_data=collects)
+        assert store == [expected]
 
 
 def test_a_model_must_take_its_input_and_its_chunk():
-    arguments = (lambda *_: (None, None), None, nn.Linear(1, 1), 1, None, [], PipelineConfig(), 1)
     with pytest.raises(ValueError, match="a Linear, has no set_input_tensor"):
-        forward_step(*arguments)
+        forward(lambda *_: (None, None), nn.Linear(1, 1), PipelineConfig())
     model = Model()
     model.vp_stage = 1
     with pytest.raises(ValueError, match="vp_stage is 0, but the model says 1"):
-        forward_step(
-            lambda *_: (torch.ones(1), None), None, model, 1, None, [], PipelineConfig(), 1, vp_stage=0
-        )
+        forward(lambda *_: (torch.ones(1), None), model, PipelineConfig(), vp_stage=0)
+
+
+def forward(func, model, config, input_tensor=None, store=None, **kwargs):
+    """One forward step of one micro-batch without data."""
+    store = [] if store is None else store
+    return forward_step(func, None, model, 1, input_tensor, store, config, 1, **kwargs)
 
 
 def test_autocast():
@@ -331,7 +325,7 @@ def test_autocast():
         return torch.ones(1), None
 
     for input_tensor in (None, torch.ones(2)):
-        forward_step(func, None, Model(), 1, input_tensor, [], config, 1, is_last_stage=False)
+        forward(func, Model(), config, input_tensor, is_last_stage=False)
     assert seen == [torch.bfloat16] * 2
 
 
@@ -363,15 +357,15 @@ def test_a_backward_step_from_a_loss():
 
 def test_a_backward_step_with_and_without_a_model_type():
     config = PipelineConfig(grad_scale_func=lambda loss: loss * 8)
-    for arguments, keywords in [
-        ((config,), {}),
-        ((), {"config": config}),
-        (("encoder_or_decoder", config), {}),
-        (("encoder_or_decoder",), {"config": config}),
-        ((), {"model_type": "encoder_or_decoder", "config": config}),
-    ]:
-        x = torch.ones(3, requires_grad=True)
-        assert backward_step(x, x.sum(), None, *arguments, **keywords).tolist() == [8, 8, 8]
+    x, kind = torch.ones(3, requires_grad=True), "encoder_or_decoder"
+    for step in (
+        lambda: backward_step(x, x.sum(), None, config=config),
+        lambda: backward_step(x, x.sum(), None, kind, config),
+        lambda: backward_step(x, x.sum(), None, kind, config=config),
+        lambda: backward_step(x, x.sum(), None, model_type=kind, config=config),
+    ):
+        x.grad = None
+        assert step().tolist() == [8, 8, 8]
     with pytest.raises(TypeError, match="needs a config"):
         backward_step(x, x.sum(), None)
 
@@ -400,21 +394,13 @@ def test_freed_outputs_and_their_backward():
 
 
 def test_the_current_microbatch_of_layers():
-    model = nn.Module()
-    model.decoder = nn.Module()
-    model.decoder.layers = nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1)])
+    layers = [nn.Linear(1, 1) for _ in range(5)]
+    model = module_of(decoder=module_of(layers=layers[:2]))
     set_current_microbatch(wrapped(model), 3)
-    assert [layer.current_microbatch for layer in model.decoder.layers] == [3, 3]
-    model.mtp = nn.Module()
-    model.mtp.layers = nn.ModuleList([nn.Module(), nn.Module()])
-    for layer in model.mtp.layers:
-        layer.mtp_model_layer = nn.Linear(1, 1)
-    model.vision_model = nn.Module()
-    model.vision_model.decoder = nn.Module()
-    model.vision_model.decoder.layers = nn.ModuleList([nn.Linear(1, 1)])
+    assert [layer.current_microbatch for layer in layers[:2]] == [3, 3]
+    model.mtp = module_of(layers=[module_of(mtp_model_layer=layer) for layer in layers[2:4]])
+    model.vision_model = module_of(decoder=module_of(layers=layers[4:]))
     set_current_microbatch(wrapped(model), 4)
-    layers = [layer.mtp_model_layer for layer in model.mtp.layers]
-    layers += [*model.decoder.layers, *model.vision_model.decoder.layers]
     assert [layer.current_microbatch for layer in layers] == [4] * 5
     set_current_microbatch(nn.Linear(1, 1), 3)
 
@@ -425,13 +411,14 @@ def test_the_current_microbatch_of_layers():
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("has_main_grad", [False, True])
 def test_deferred_embedding_gradients(shared, has_main_grad):
-    config = PipelineConfig(defer_embedding_wgrad_compute=True)
-    module = nn.Module()
-    module.output_layer = nn.Linear(4, 6, bias=False)
-    module.share_embeddings_and_output_weights = shared
-    module.shared_embedding_or_output_weight = lambda: module.output_layer.weight
+    config, layer = PipelineConfig(defer_embedding_wgrad_compute=True), nn.Linear(4, 6, bias=False)
+    weight = layer.weight
+    module = module_of(
+        output_layer=layer,
+        share_embeddings_and_output_weights=shared,
+        shared_embedding_or_output_weight=lambda: weight,
+    )
     module.embedding_activation_buffer, module.grad_output_buffer = ["stale"], []
-    weight = module.output_layer.weight
     assert clear_embedding_activation_buffer(config, [nn.Linear(1, 1), wrapped(module)], True) is module
     assert module.embedding_activation_buffer == []
     if has_main_grad:

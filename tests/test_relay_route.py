@@ -103,19 +103,10 @@ def test_chunks_overlap():
 
 def test_sharded_example_of_the_documentation():
     """[5, 7] from 2 ranks to 3, flat; and by rows."""
-    shape = (5, 7)
 
     def sends(rank):
-        relayed = Relayed(
-            whole=((35,), torch.bfloat16),
-            source=Holding((0, 1)),
-            destination=Holding((2, 3, 4)),
-            algorithm="sharded",
-            num_chunks=1,
-            is_flat=True,
-            shown=(shape, torch.bfloat16),
-            tag="",
-        )
+        relayed = relayed_of((2, 3), None, None, "sharded")
+        relayed = dataclasses.replace(relayed, whole=((5 * 7,), torch.bfloat16))
         plan = route_of(rank, 5, relayed)[0].plan
         return {peer: (start[0], start[0] + extent[0]) for peer, [(_, start, extent)] in plan.sends}
 

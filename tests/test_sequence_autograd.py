@@ -1,13 +1,12 @@
-"""Gradients of the sequence-parallel operations: gradcheck, double backward, and what wraps autograd."""
+"""Gradients of the sequence-parallel operations: double backward, what wraps autograd, asynchronous calls."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from ranks import on_ranks
-from sequence_cases import assert_same, cut, numbers, remainder_first
+from sequence_cases import Seen, assert_same, num_posted, numbers, remainder_first
 from torch.autograd import forward_ad
-from torch.utils.checkpoint import checkpoint
 
 from pipecomm_ext import (
     PipeCommMismatch,
@@ -22,7 +21,7 @@ from pipecomm_ext import (
     split_forward_gather_backward,
 )
 
-# Every operation as (call(x, comm), local shape of x on rank r of P), for 12 tokens of 3 channels.
+# Every operation as (call(x, comm, async_op=False), local shape of x on rank r of P).
 TOKENS, CHANNELS = 12, 5
 SEQUENCES = [7, 5]
 
@@ -35,36 +34,51 @@ def sequence_rows(size):
     return cal_split_sizes_multi(SEQUENCES, size)
 
 
+def second_of(result):
+    """Of `all_to_all_many`: the second tensor instead of the list."""
+    return (result[0][1], result[1]) if isinstance(result, tuple) else result[1]
+
+
+def my_tokens(*others):
+    return lambda rank, size: (pieces(size)[rank], *others)
+
+
+def all_tokens(rank, size):
+    return TOKENS, 2
+
+
 OPERATIONS = {
     "all_to_all": (
-        lambda x, comm: all_to_all(x, comm, 1, 0, TOKENS),
-        lambda rank, size: (pieces(size)[rank], CHANNELS),
+        lambda x, comm, **how: all_to_all(x, comm, 1, 0, TOKENS, **how),
+        my_tokens(CHANNELS),
     ),
     "all_to_all_many": (
-        lambda x, comm: all_to_all_many([x, 2 * x], comm, 1, 0, TOKENS)[1],
-        lambda rank, size: (pieces(size)[rank], CHANNELS),
+        lambda x, comm, **how: second_of(all_to_all_many([x, 2 * x], comm, 1, 0, TOKENS, **how)),
+        my_tokens(CHANNELS),
     ),
-    "split": (lambda x, comm: split_forward_gather_backward(x, comm, 0), lambda rank, size: (TOKENS, 2)),
+    "split": (lambda x, comm, **how: split_forward_gather_backward(x, comm, 0, **how), all_tokens),
     "split unscaled": (
-        lambda x, comm: split_forward_gather_backward(x, comm, 0, grad_scale=None),
-        lambda rank, size: (TOKENS, 2),
+        lambda x, comm, **how: split_forward_gather_backward(x, comm, 0, grad_scale=None, **how),
+        all_tokens,
     ),
     "gather": (
-        lambda x, comm: gather_forward_split_backward(x, comm, 0, pieces(comm.size)),
-        lambda rank, size: (pieces(size)[rank], 2),
+        lambda x, comm, **how: gather_forward_split_backward(x, comm, 0, pieces(comm.size), **how),
+        my_tokens(2),
     ),
     "gather down": (
-        lambda x, comm: gather_forward_split_backward(x, comm, 0, pieces(comm.size), "down"),
-        lambda rank, size: (pieces(size)[rank], 2),
+        lambda x, comm, **how: gather_forward_split_backward(x, comm, 0, pieces(comm.size), "down", **how),
+        my_tokens(2),
     ),
-    "zigzag split": (load_balanced_split_forward_gather_backward, lambda rank, size: (TOKENS, 2)),
+    "zigzag split": (load_balanced_split_forward_gather_backward, all_tokens),
     "zigzag gather": (load_balanced_gather_forward_split_backward, lambda rank, size: (TOKENS // size, 2)),
     "packed split": (
-        lambda x, comm: packed_data_split_forward_gather_backward(x, comm, SEQUENCES),
-        lambda rank, size: (TOKENS, 2),
+        lambda x, comm, **how: packed_data_split_forward_gather_backward(x, comm, SEQUENCES, **how),
+        all_tokens,
     ),
     "packed gather": (
-        lambda x, comm: packed_data_gather_forward_split_backward(x, sequence_rows(comm.size), comm),
+        lambda x, comm, **how: packed_data_gather_forward_split_backward(
+            x, sequence_rows(comm.size), comm, **how
+        ),
         lambda rank, size: (int(sequence_rows(size)[rank].sum()), 2),
     ),
 }
@@ -75,7 +89,9 @@ def local_input(world, name):
     return numbers(shape, torch.float64, name, world.rank).requires_grad_()
 
 
-def check_gradients_of_one_rank(world, name):
+@pytest.mark.parametrize("name", OPERATIONS)
+@on_ranks(1)
+def test_gradcheck(world, name):
     """On one rank the operations are the identity, whose numerical derivatives torch knows."""
     x = local_input(world, name)
     call = OPERATIONS[name][0]
@@ -84,43 +100,8 @@ def check_gradients_of_one_rank(world, name):
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_gradcheck(ranks, name):
-    ranks.run(1, check_gradients_of_one_rank, name)
-
-
-def check_numerical_gradient(world):
-    """d(sum of all ranks' losses) / dx of the all-to-all, by central differences in lockstep."""
-    name = "all_to_all"
-    x = local_input(world, name)
-    weight = numbers(
-        (TOKENS, remainder_first(CHANNELS, world.size)[world.rank]), torch.float64, "w", world.rank
-    )
-
-    def total_loss(x):
-        loss = (all_to_all(x, world.comm, 1, 0, TOKENS).sin() * weight).sum()
-        return gather_forward_split_backward(loss.detach().reshape(1), world.comm, 0).sum()
-
-    (all_to_all(x, world.comm, 1, 0, TOKENS).sin() * weight).sum().backward()
-    step = 1e-6
-    for rank in range(world.size):
-        for token, channel in [(0, 0), (1, CHANNELS - 1), (pieces(world.size)[rank] - 1, 2)]:
-            losses = []
-            for sign in (1, -1):
-                moved = x.detach().clone()
-                if world.rank == rank:
-                    moved[token, channel] += sign * step
-                losses.append(total_loss(moved))
-            if world.rank == rank:
-                numerical = (losses[0] - losses[1]) / (2 * step)
-                torch.testing.assert_close(x.grad[token, channel], numerical, rtol=1e-6, atol=1e-8)
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_gradients_over_ranks_are_numerical_derivatives(ranks, size):
-    ranks.run(size, check_numerical_gradient)
-
-
-def check_double_backward(world, name):
+@on_ranks(1, 2, 3)
+def test_double_backward(world, name):
     """Backward is linear in the gradient, and differentiating it gives the operation itself again."""
     call = OPERATIONS[name][0]
     x = local_input(world, name)
@@ -138,25 +119,6 @@ def check_double_backward(world, name):
     [second] = torch.autograd.grad(first.sum(), x, create_graph=True)
     [third] = torch.autograd.grad(second.sum(), x)
     assert third.shape == x.shape and torch.isfinite(third).all()
-
-
-@pytest.mark.parametrize("name", OPERATIONS)
-def test_double_backward(ranks, name):
-    for size in (1, 2, 3):
-        ranks.run(size, check_double_backward, name)
-
-
-@on_ranks(2)
-def test_double_backward_equals_the_model(world):
-    """A gradient penalty through the all-to-all, against the same in one process."""
-    tokens = numbers((TOKENS, CHANNELS), torch.float64, "whole")
-    whole = tokens.clone().requires_grad_()
-    [first] = torch.autograd.grad(whole.pow(3).sum(), whole, create_graph=True)
-    first.pow(2).sum().backward()
-    x = cut(tokens, 0, pieces(2), world.rank).clone().requires_grad_()
-    [mine] = torch.autograd.grad(all_to_all(x, world.comm, 1, 0, TOKENS).pow(3).sum(), x, create_graph=True)
-    mine.pow(2).sum().backward()
-    torch.testing.assert_close(x.grad, cut(whole.grad, 0, pieces(2), world.rank))
 
 
 # ---- the order of backwards ---
@@ -262,58 +224,114 @@ def test_autocast(world):
     assert x.grad.dtype == torch.float32 and x.grad.isfinite().all()
 
 
-def block(x, comm):
-    hidden = all_to_all(x.sin(), comm, 1, 0, TOKENS)
-    hidden = all_to_all(hidden.cos(), comm, 0, 1, scatter_sizes=pieces(comm.size), gather_size=CHANNELS)
-    return gather_forward_split_backward(hidden, comm, 0, pieces(comm.size))
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_activation_checkpointing(ranks, use_reentrant):
-    ranks.run(2, check_checkpointing, use_reentrant)
-
-
-def check_checkpointing(world, use_reentrant):
-    grads = []
-    for checkpointed in (False, True):
-        x = local_input(world, "all_to_all")
-        result = (
-            checkpoint(block, x, world.comm, use_reentrant=use_reentrant)
-            if checkpointed
-            else block(x, world.comm)
-        )
-        result.pow(2).sum().backward()
-        grads.append(x.grad)
-    assert_same(*grads)
-
-
 @on_ranks(2)
 def test_hooks_and_accumulation(world):
-    """Gradients accumulate over calls; a tensor hook sees the exchanged gradient."""
+    """Gradients accumulate over calls; a tensor hook sees the gradient; results may be changed in place."""
     seen = []
     x = local_input(world, "split")
-    for _ in range(3):
+    for factor in (1, 2, 3):
         piece = split_forward_gather_backward(x, world.comm, 0)
+        piece.mul_(factor)
         piece.register_hook(seen.append)
         piece.sum().backward()
     assert len(seen) == 3
-    assert torch.equal(x.grad, torch.full_like(x, 1.5))
+    assert torch.equal(x.grad, torch.full_like(x, 3.0))
+
+
+# ---- async_op=True: results on their way, and gradients that travel beside what is computed ---------------
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+@on_ranks(1, 3)
+def test_equal_to_the_operation_that_waits(world, name):
+    """Values, gradients, and gradients of gradients."""
+    call, start = OPERATIONS[name][0], local_input(world, name).detach()
+
+    def derivatives(run):
+        x = start.clone().requires_grad_()
+        result = run(x)
+        [first] = torch.autograd.grad((result * result.detach().cos()).sin().sum(), x, create_graph=True)
+        [second] = torch.autograd.grad((first * first).sum(), x)
+        return result, first, second
+
+    def later(x):
+        result, work = call(x, world.comm, async_op=True)
+        work.wait()
+        work.wait()
+        assert work.is_completed()
+        work.synchronize()
+        return result
+
+    expected = derivatives(lambda x: call(x, world.comm))
+    for mine, its in zip(derivatives(later), expected, strict=True):
+        assert_same(mine, its)
+    with torch.no_grad():
+        assert_same(later(start.clone().requires_grad_()), expected[0])
+    result, work = call(start, world.comm, async_op=True)
+    work.wait()
+    assert_same(result, expected[0]) if world.size > 1 else None
+    assert not result.requires_grad
 
 
 @on_ranks(2)
-def test_expanded_gradients_are_read_by_their_strides(world):
-    x = local_input(world, "gather")
-    gather_forward_split_backward(x, world.comm, 0, pieces(2)).sum().backward()  # stride 0 everywhere
-    assert torch.equal(x.grad, torch.full_like(x, 2.0))
-    x = local_input(world, "all_to_all")
-    all_to_all(x, world.comm, 1, 0, TOKENS).sum().backward()
-    assert torch.equal(x.grad, torch.ones_like(x))
+def test_what_was_computed_meanwhile_runs_beside_the_exchange_of_gradients(world):
+    comm = world.comm
+    x, other = (numbers((2, 4), torch.float64, name, world.rank).requires_grad_() for name in "xo")
+    comm.barrier()
+    before = num_posted(comm)
+    seen = []
+    result, work = all_to_all(x, comm, 1, 0, 4, async_op=True)
+    meanwhile = Seen.apply(lambda what: seen.append((what, num_posted(comm) - before)), other)
+    work.wait()
+    (result.sum() * meanwhile.sum()).backward()
+    assert seen == [("forward", 1), ("backward", 2)]  # the exchange of gradients had been posted
 
 
 @on_ranks(2)
-def test_results_may_be_changed_in_place(world):
-    x = local_input(world, "split")
-    piece = split_forward_gather_backward(x, world.comm, 0)
-    piece.mul_(3)
-    piece.sum().backward()
-    assert torch.equal(x.grad, torch.full_like(x, 1.5))
+def test_results_that_are_used_without_wait_have_gradients_too(world):
+    """Their values are not promised, but the backward is whole, on all ranks."""
+    x = numbers((2, 4), torch.float64, "x", world.rank).requires_grad_()
+    result, work = all_to_all(x, world.comm, 1, 0, 4, async_op=True)
+    early = 3 * result
+    early.sum().backward()
+    assert_same(x.grad, torch.full((2, 4), 3.0, dtype=torch.float64))
+    work.wait()
+
+    x.grad = None
+    result, work = all_to_all(x, world.comm, 1, 0, 4, async_op=True)
+    early = 3 * result
+    work.wait()
+    (early.sum() + result.sum()).backward()
+    assert_same(x.grad, torch.full((2, 4), 4.0, dtype=torch.float64))
+
+
+@on_ranks(2)
+def test_what_saved_a_result_before_wait_is_refused_by_autograd(world):
+    x = numbers((2, 4), torch.float64, "x", world.rank).requires_grad_()
+    result, work = all_to_all(x, world.comm, 1, 0, 4, async_op=True)
+    squared = result * result
+    work.wait()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        squared.sum().backward()
+
+
+@on_ranks(2)
+def test_errors_come_with_wait(world):
+    x = torch.zeros(2 + world.rank, 4)
+    with pytest.raises(PipeCommMismatch, match="so give gather_size"):
+        all_to_all(x, world.comm, 1, 0, async_op=True)[1].wait()
+    with pytest.raises(ValueError if world.rank == 0 else PipeCommMismatch, match="must differ"):
+        all_to_all(torch.zeros(2, 4), world.comm, 1, 1 if world.rank == 0 else 0, async_op=True)[1].wait()
+    result, _ = all_to_all(torch.ones(2, 4), world.comm, 1, 0, async_op=True)  # a dropped handle is legal
+    world.comm.barrier()
+    del result
+
+
+@on_ranks(2)
+def test_forward_mode_of_an_asynchronous_call(world):
+    x = numbers((2, 4), torch.float64, "x", world.rank)
+    with forward_ad.dual_level():
+        result, work = all_to_all(forward_ad.make_dual(x, 2 * x), world.comm, 1, 0, 4, async_op=True)
+        work.wait()
+        primal, tangent = forward_ad.unpack_dual(result)
+        assert_same(tangent, 2 * primal)

@@ -1,4 +1,7 @@
-"""Ranks on one host through shared memory: who gets it, what it costs, and that nothing of it remains."""
+"""Ranks on one host through shared memory: who gets it, what it costs, and that nothing of it remains.
+
+What is moved through it, in random programs too, is in cpp/test_shm.cpp.
+"""
 
 from __future__ import annotations
 
@@ -34,22 +37,16 @@ NUM_KILLS = int(os.environ.get("PIPECOMM_TEST_KILLS", "6"))
 
 @contextmanager
 def environment(name, value):
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(name, value)
         yield
-    finally:
-        os.environ.pop(name) if before is None else os.environ.update({name: before})
 
 
 @contextmanager
 def replaced(holder, name, value):
-    before = getattr(holder, name)
-    setattr(holder, name, value)
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(holder, name, value)
         yield
-    finally:
-        setattr(holder, name, before)
 
 
 def shm_comm(world, **kwargs):
@@ -128,25 +125,20 @@ def placed(**changes):
     return replaced(routes, "place", lambda: {**host.place(), **changes})
 
 
-@on_ranks(3)
+@on_ranks(2, 3)
 def test_another_host(world):
-    with placed(boot_id=f"host {world.rank // 2}"):
-        causes = {(peer, 2): f"ranks {peer} and 2 are on different hosts" for peer in (0, 1)}
-        comm = check_routes(world, "mixed", causes, warns=False)
-    assert comm.transport_reason == (
-        "shared memory among ranks 0, 1 | 2, else TCP, because ranks 0 and 2 are on different hosts"
+    """That of the last rank."""
+    last, mine = world.size - 1, range(world.size - 1)
+    with placed(boot_id=f"host {world.rank == last}"):
+        causes = {(peer, last): f"ranks {peer} and {last} are on different hosts" for peer in mine}
+        comm = check_routes(world, "c10d" if world.size == 2 else "mixed", causes, warns=False)
+    way = (
+        "the portable transport (TCP),"
+        if world.size == 2
+        else "shared memory among ranks 0, 1 | 2, else TCP,"
     )
-    comm.close()
-
-
-@on_ranks(2)
-def test_two_hosts_with_one_rank_each(world):
-    with placed(boot_id=f"host {world.rank}"):
-        comm = check_routes(world, "c10d", {(0, 1): "ranks 0 and 1 are on different hosts"}, warns=False)
-    assert comm.transport_reason == (
-        "the portable transport (TCP), because ranks 0 and 1 are on different hosts"
-    )
-    assert comm.num_cores is None
+    assert comm.transport_reason == f"{way} because ranks 0 and {last} are on different hosts"
+    assert comm.num_cores is None or world.size == 3
     comm.close()
 
 
@@ -248,12 +240,12 @@ def test_only_the_right_memory_is_mapped():
         made.create_memory(channels, ring_bytes, 0)
         return made
 
-    def refusal(fd, inode=None, farewell=None):
+    def refusal(fd, inode=None, timeout_s=20.0, farewell=None):
         inode = inode or os.fstat(fd).st_ino
         met = _C.Introduction(
             is_on_this_host=True, pid=os.getpid(), memory_fd=fd, memory_inode=inode, farewell=farewell
         )
-        comm = _C.Communicator(connections(lookup=lambda rank: met), 0, 2, 1, 5.0, 1)
+        comm = _C.Communicator(connections(lookup=lambda rank: met), 0, 2, 1, timeout_s, 1)
         try:
             with pytest.raises((PipeCommMismatch, PipeCommTimeout, PipeCommPeerLost)) as error:
                 comm.isend(torch.zeros(1), 1).wait()
@@ -264,7 +256,7 @@ def test_only_the_right_memory_is_mapped():
     right = connections(rank=1)
     assert os.fstat(right.memory_fd).st_mode & 0o777 == 0o600
     assert os.fstat(right.memory_fd).st_ino == right.memory_inode
-    assert "has not answered through shared memory" in refusal(right.memory_fd)
+    assert "has not answered through shared memory" in refusal(right.memory_fd, timeout_s=0.3)
     for other in (connections(), connections(rank=1, epoch=2)):
         assert "rank 1 has the wrong header" in refusal(other.memory_fd)
     other = connections(rank=1, channels=2)
@@ -274,7 +266,7 @@ def test_only_the_right_memory_is_mapped():
         assert "rank 1 is not sealed" in refusal(plain)
         # The rank has closed its memory, and the number is given to something else.
         assert "lost the connection to rank 1" in refusal(plain, inode=right.memory_inode)
-        assert "rank 1 has closed its communicator" in refusal(plain, right.memory_inode, b"")
+        assert "rank 1 has closed its communicator" in refusal(plain, right.memory_inode, farewell=b"")
     finally:
         os.close(plain)
     with pytest.raises(ValueError, match="ring bytes must be a multiple of 4096"):
@@ -282,97 +274,6 @@ def test_only_the_right_memory_is_mapped():
 
 
 # ---- moving data -----------------------------------------------------------------------------------------
-
-
-@on_ranks(4, deadline=200)
-def test_64_mb_both_ways_between_all_pairs(world):
-    with environment("PIPECOMM_SHM_RING_BYTES", str(1 << 20)):
-        comm = shm_comm(world)
-    numel = (64 << 20) // 8
-    peers = [peer for peer in range(world.size) if peer != world.rank]
-    value = torch.arange(numel)
-    sent = {peer: value + (world.rank * 10 + peer) * numel for peer in peers}
-    received = {peer: torch.empty(numel, dtype=torch.int64) for peer in peers}
-    comm.batch_p2p([Send(sent[p], p) for p in peers] + [Recv(received[p], p) for p in peers])
-    for peer in peers:
-        assert torch.equal(received[peer], value + (peer * 10 + world.rank) * numel)
-
-
-@on_ranks(2)
-def test_a_channel_does_not_wait_for_another_one(world):
-    """Far more than a ring holds is sent before its receives are posted."""
-    with environment("PIPECOMM_SHM_RING_BYTES", str(64 << 10)):
-        comm = shm_comm(world)
-    bulk = [pattern(30_000, torch.uint8, "bulk", idx) for idx in range(100)]
-    if world.rank == 0:
-        works = [comm.isend(tensor, 1, channel=0) for tensor in bulk]
-        comm.send(torch.tensor([42]), 1, channel=1)
-        assert not works[-1].is_completed()
-        comm.barrier()
-        for work in works:
-            work.wait()
-    else:
-        urgent = torch.zeros(1, dtype=torch.int64)
-        comm.recv(urgent, 0, channel=1)
-        assert urgent.item() == 42
-        comm.barrier()
-        for idx, expected in enumerate(bulk):
-            buffer = poison(30_000, torch.uint8)
-            comm.recv(buffer, 0, channel=0)
-            assert_same(buffer, expected, idx)
-
-
-SIZES = [0, 1, 127, 128, 129, 4096, 32767, 32768, 32769, 70_000, 300_000]
-
-
-def play_random_program(comm, rank, size, rng, num_steps, channels, only_until=None):
-    """Messages, broadcasts and barriers that all ranks draw alike; each posts its part in its own rhythm."""
-    mine = random.Random(rng.random() + rank)
-    works, checks, batch = [], [], []
-
-    def post():
-        if batch:
-            works.append(comm.batch_p2p(batch, async_op=True))
-            batch.clear()
-
-    for step in range(num_steps):
-        kind = rng.choice(["message"] * 8 + ["broadcast", "barrier"])
-        source = rng.randrange(size)
-        destination = (source + rng.randrange(1, size)) % size
-        channel, num_bytes, key = rng.randrange(channels), rng.choice(SIZES), rng.random()
-        if kind == "barrier":
-            post()
-            comm.barrier()
-        elif kind == "broadcast":
-            expected = pattern(num_bytes, torch.uint8, key)
-            tensor = expected.clone() if rank == source else poison(num_bytes, torch.uint8)
-            works.append(comm.broadcast(tensor, source, async_op=True))
-            checks.append((step, tensor, expected))
-        elif rank == source:
-            batch.append(Send(pattern(num_bytes, torch.uint8, key), destination, channel))
-        elif rank == destination:
-            tensor = poison(num_bytes, torch.uint8)
-            batch.append(Recv(tensor, source, channel))
-            checks.append((step, tensor, pattern(num_bytes, torch.uint8, key)))
-        if mine.random() < 0.4:
-            post()
-    post()
-    mine.shuffle(works)
-    for work in works:
-        work.wait()
-    for step, tensor, expected in checks:
-        assert_same(tensor, expected, step)
-
-
-@on_ranks(2, 3, 4, deadline=200)
-@pytest.mark.parametrize("ring_bytes", [64 << 10, 1 << 20])
-def test_random_programs(world, ring_bytes):
-    """The C++ test plays a thousand more, with threads as ranks, under the sanitizers."""
-    with environment("PIPECOMM_SHM_RING_BYTES", str(ring_bytes)):
-        comm = shm_comm(world, channels=3)
-    for seed in range(40):
-        rng = random.Random(f"{seed} {world.size}")
-        play_random_program(comm, world.rank, world.size, rng, rng.randrange(1, 30), channels=3)
 
 
 @on_ranks(2, 4)
@@ -405,41 +306,11 @@ def test_waiting_costs_no_cpu(world):
         comm.recv(tensor, 1)
         assert time.process_time() - before < 0.3
     else:
-        time.sleep(1.5)
+        time.sleep(0.8)
         comm.send(torch.ones(4), 0)
 
 
 # ---- results ---------------------------------------------------------------------------------------------
-
-
-@on_ranks(2, 3, 4)
-@pytest.mark.parametrize(("scatter_dim", "gather_dim"), [(2, 1), (1, 2), (3, 1), (0, 3)])
-def test_results_that_peers_write(world, scatter_dim, gather_dim):
-    """An uneven all-to-all into tensors of comm.empty(), against slices of the whole tensor."""
-    comm = shm_comm(world)
-    shape = [5, 46, 25, 32]
-    scatter = _C.remainder_first(shape[scatter_dim], world.size)
-    gather = _C.remainder_first(shape[gather_dim], world.size)
-
-    def piece(tensor, dim, sizes):
-        return tensor.narrow(dim, sum(sizes[: world.rank]), sizes[world.rank])
-
-    for turn in range(3):
-        whole = pattern(tuple(shape), torch.float32, turn)
-        source = piece(whole, gather_dim, gather).contiguous()
-        expected = piece(whole, scatter_dim, scatter)
-        plan = _C.plan_all_to_all(
-            world.rank,
-            world.size,
-            [(tuple(source.shape), torch.float32, scatter, gather)],
-            scatter_dim,
-            gather_dim,
-        )
-        result = comm.empty(expected.shape, torch.float32)
-        assert result.is_contiguous() and result.storage_offset() == 0
-        assert result.untyped_storage().nbytes() == expected.numel() * 4
-        comm.exchange(plan, [source], [result])
-        assert_same(result, expected, turn)
 
 
 @on_ranks(2)
@@ -477,8 +348,26 @@ def test_results_are_used_again_and_outlive_the_communicator(world):
 
 # ---- deaths and ends -------------------------------------------------------------------------------------
 
+SIZES = [0, 1, 127, 128, 129, 4096, 32767, 32768, 32769, 70_000, 300_000]
 
-def work_until_a_peer_dies(world, seed, victim):
+
+def exchange_at_random(comm, rng) -> None:
+    """Messages of any size between all pairs, or a broadcast, or a barrier: all ranks draw alike."""
+    kind, num_bytes = rng.choice(["messages"] * 8 + ["broadcast", "barrier"]), rng.choice(SIZES)
+    if kind == "barrier":
+        comm.barrier()
+    elif kind == "broadcast":
+        comm.broadcast(torch.ones(num_bytes), rng.randrange(comm.size))
+    else:
+        peers = [peer for peer in range(comm.size) if peer != comm.rank]
+        sends = [Send(pattern(num_bytes, torch.uint8, comm.rank, peer), peer) for peer in peers]
+        recvs = [Recv(poison(num_bytes, torch.uint8), peer) for peer in peers]
+        comm.batch_p2p(sends + recvs)
+        for recv in recvs:
+            assert_same(recv.tensor, pattern(num_bytes, torch.uint8, recv.peer, comm.rank))
+
+
+def work_until_a_peer_dies(world, seed):
     num_descriptors, num_maps = descriptors_and_maps()
     num_threads = len(os.listdir("/proc/self/task"))
     comm = Communicator(world.group, device="cpu", transport="shm", timeout=20)
@@ -487,7 +376,7 @@ def work_until_a_peer_dies(world, seed, victim):
     rng = random.Random(seed)
     try:
         while True:
-            play_random_program(comm, world.rank, world.size, rng, 10, channels=2)
+            exchange_at_random(comm, rng)
     except PipeCommError as error:
         raised_at = time.monotonic()
         kind, text, origin = type(error), str(error), error.origin_rank
@@ -508,7 +397,7 @@ def test_kill_at_random_moments(ranks):
     for round_idx in range(NUM_KILLS):
         size = rng.randrange(2, 5)
         victim = rng.randrange(size)
-        with ranks.disposable(size, work_until_a_peer_dies, round_idx, victim) as world:
+        with ranks.disposable(size, work_until_a_peer_dies, round_idx) as world:
             world.await_marks("works")
             time.sleep(rng.random() * 0.05)
             killed_at = world.signal(victim, signal.SIGKILL)
@@ -521,22 +410,6 @@ def test_kill_at_random_moments(ranks):
             kind, text, origin, raised_at = outcome.value
             assert kind is PipeCommPeerLost and origin == victim and f"rank {victim}" in text, text
             assert_within(1.0, raised_at - killed_at, f"round {round_idx}: {text}")
-
-
-@on_ranks(2)
-def test_nothing_is_left_of_many_communicators(world):
-    def one():
-        comm = Communicator(world.group, device="cpu", transport="shm")
-        comm.barrier()
-        comm.close()
-
-    one()
-    gc.collect()
-    before = descriptors_and_maps(), len(os.listdir("/proc/self/task"))
-    for _ in range(20):
-        one()
-    gc.collect()
-    assert (descriptors_and_maps(), len(os.listdir("/proc/self/task"))) == before
 
 
 @on_ranks(3)

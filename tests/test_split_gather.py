@@ -1,34 +1,42 @@
-"""Split and gather, contiguous and zigzag, alone and over ring and Ulysses groups together."""
+"""Split and gather: contiguous, zigzag and packed pieces, alone and over ring and Ulysses groups together."""
 
 from __future__ import annotations
 
+import functools
+import itertools
 import random
+import re
+from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 from patterns import DTYPES, pattern
-from ranks import on_ranks, once_a_test
+from ranks import on_ranks
 from sequence_cases import (
     FLOATS,
     LAYOUTS,
-    assert_same,
+    check_gather,
+    check_refused,
+    check_split,
     cut,
-    error_of,
-    laid_out,
+    grid,
     numbers,
     random_lengths,
     remainder_first,
-    scaled,
 )
 
-import pipecomm_ext
 from pipecomm_ext import (
+    PipeCommMismatch,
     cal_split_sizes,
+    cal_split_sizes_multi,
     gather_forward_split_backward,
     gather_forward_split_backward_with_cp,
     load_balanced_gather_forward_split_backward,
     load_balanced_split_forward_gather_backward,
+    packed_data_gather_forward_split_backward,
+    packed_data_gather_forward_split_backward_with_cp,
+    packed_data_split_forward_gather_backward,
+    packed_data_split_forward_gather_backward_with_cp,
     parallel_state,
     reorder_output,
     split_forward_gather_backward,
@@ -48,20 +56,14 @@ def test_cal_split_sizes():
             expected = remainder_first(length, size)
             assert cal_split_sizes(length, size) == _C.remainder_first(length, size) == expected
     assert all(type(piece) is int for piece in cal_split_sizes(torch.tensor(5), 2))
-    for bad, kind in [((-1, 2), ValueError), ((3, 0), ValueError), ((3.0, 2), TypeError)]:
-        with pytest.raises(kind):
-            cal_split_sizes(*bad)
 
 
 def test_cal_split_sizes_multi():
-    rows = pipecomm_ext.cal_split_sizes_multi([5, 3], 2)
+    rows = cal_split_sizes_multi([5, 3], 2)
     assert rows.tolist() == [[3, 2], [2, 1]] and rows.dtype == torch.int64
-    assert pipecomm_ext.cal_split_sizes_multi(torch.tensor([1, 0, 4]), 3).tolist() == [
-        [1, 0, 2],
-        [0, 0, 1],
-        [0, 0, 1],
-    ]
-    assert pipecomm_ext.cal_split_sizes_multi([], 3).shape == (3, 0)
+    rows = cal_split_sizes_multi(torch.tensor([1, 0, 4]), 3)
+    assert rows.tolist() == [[1, 0, 2], [0, 0, 1], [0, 0, 1]]
+    assert cal_split_sizes_multi([], 3).shape == (3, 0)
 
 
 # ---- contiguous pieces ------------------------------------------------------------------------------------
@@ -72,56 +74,34 @@ def pair_cases(size, seed, dtypes):
     rng = random.Random(f"{seed} {size}")
     cases = []
     for num_dims in range(1, 6):
-        for dim in range(-num_dims, num_dims):
-            for kind in ("even", "uneven", "explicit"):
-                sizes = random_lengths(rng, size, 4) if kind == "explicit" else None
-                length = (
-                    sum(sizes) if sizes else size * rng.randint(1, 2) + (kind == "uneven") * rng.randint(0, 3)
-                )
-                shape = [rng.randint(1, 3) for _ in range(num_dims)]
-                shape[dim] = length
-                cases.append(
-                    (
-                        tuple(shape),
-                        rng.choice(dtypes),
-                        dim,
-                        sizes,
-                        rng.choice(["up", "down", None]),
-                        rng.choice(LAYOUTS),
-                    )
-                )
+        for dim, kind in itertools.product(range(-num_dims, num_dims), ("even", "uneven", "explicit")):
+            sizes = random_lengths(rng, size, 4) if kind == "explicit" else None
+            remainder = rng.randint(0, 3) if kind == "uneven" else 0
+            shape = [rng.randint(1, 3) for _ in range(num_dims)]
+            shape[dim] = sum(sizes) if sizes else size * rng.randint(1, 2) + remainder
+            options = rng.choice(["up", "down", None]), rng.choice(LAYOUTS)
+            cases.append((tuple(shape), rng.choice(dtypes), dim, sizes, *options))
     return cases
 
 
 def check_pairs(world, cases):
-    size, rank, comm = world.size, world.rank, world.comm
+    size, comm = world.size, world.comm
     for idx, (shape, dtype, dim, sizes, grad_scale, layout) in enumerate(cases):
-        where = f"case {idx}: {cases[idx]}"
-        differentiable = dtype.is_floating_point or dtype.is_complex
-        can_scale = dtype in FLOATS
-        make = numbers if can_scale else pattern
+        scale = grad_scale if dtype in FLOATS else None
+        make = numbers if dtype in FLOATS else pattern
         lengths = remainder_first(shape[dim], size) if sizes is None else sizes
+        needed = None if len(set(lengths)) == 1 else tuple(lengths)
         whole, grad = make(shape, dtype, "whole", idx), make(shape, dtype, "gradient", idx)
-        full = laid_out(whole, layout).requires_grad_(differentiable)
-        scale = grad_scale if can_scale else None
-
-        piece = split_forward_gather_backward(full, comm, dim, sizes, scale)
-        assert_same(piece, cut(whole, dim, lengths, rank), where)
-        assert piece.is_contiguous(), where
-        assert piece.untyped_storage().nbytes() == piece.numel() * piece.itemsize, where
-        if differentiable:
-            piece.backward(laid_out(cut(grad, dim, lengths, rank), layout))
-            assert_same(full.grad, scaled(grad, scale, size), where)
-
-        mine = laid_out(cut(whole, dim, lengths, rank), layout).requires_grad_(differentiable)
-        equal = len(set(lengths)) == 1
-        gathered = gather_forward_split_backward(mine, comm, dim, None if equal else tuple(lengths), scale)
-        assert_same(gathered, whole, where)
-        assert gathered.is_contiguous(), where
-        if differentiable:  # every rank has a gradient of its own
-            own = make(shape, dtype, "gradient", idx, rank)
-            gathered.backward(laid_out(own, layout))
-            assert_same(mine.grad, scaled(cut(own, dim, lengths, rank), scale, size), where)
+        own = make(shape, dtype, "gradient", idx, world.rank)
+        piece = functools.partial(cut, dim=dim, lengths=lengths, rank=world.rank)
+        options = {"process_group": comm, "dim": dim, "grad_scale": scale}
+        split = functools.partial(split_forward_gather_backward, split_sizes=sizes, **options)
+        gather = functools.partial(gather_forward_split_backward, gather_sizes=needed, **options)
+        try:
+            check_split(split, piece, whole, grad, size, scale, layout)
+            check_gather(gather, piece, whole, own, size, scale, layout)
+        except AssertionError as error:
+            raise AssertionError(f"case {idx}: {cases[idx]}") from error
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
@@ -135,31 +115,6 @@ def test_contiguous_pieces_of_every_dtype(ranks):
     ranks.run(3, check_pairs, cases)
 
 
-@on_ranks(2)
-def test_documented_examples(world):
-    comm, rank = world.comm, world.rank
-    for grad_scale, expected in [("down", [5, 10, 15]), (None, [10, 20, 30]), ("up", [20, 40, 60])]:
-        full = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
-        piece = split_forward_gather_backward(full, comm, 0, grad_scale=grad_scale)
-        assert piece.tolist() == [[1.0, 2.0], [3.0]][rank]
-        piece.backward(torch.tensor([[10.0, 20.0], [30.0]][rank]))
-        assert full.grad.tolist() == expected
-    mine = torch.tensor([[1.0, 2.0], [3.0]][rank], requires_grad=True)
-    gathered = gather_forward_split_backward(mine, comm, 0, gather_sizes=[2, 1])
-    assert gathered.tolist() == [1, 2, 3]
-    gathered.backward(torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]][rank]))
-    assert mine.grad.tolist() == [[2, 4], [12]][rank]
-
-
-@on_ranks(3)
-def test_split_then_gather_is_gradient_neutral(world):
-    full = numbers((7, 2), torch.float64, "x").requires_grad_()
-    grad = numbers((7, 2), torch.float64, "g")
-    piece = split_forward_gather_backward(full, world.group, 0)
-    gather_forward_split_backward(piece, world.group, 0, [3, 2, 2]).backward(grad)
-    assert torch.equal(full.grad, grad * 3 / 3)
-
-
 # ---- zigzag -----------------------------------------------------------------------------------------------
 
 
@@ -168,45 +123,22 @@ def zigzag(tensor, dim, size, rank):
     return torch.cat([chunks[rank], chunks[2 * size - 1 - rank]], dim)
 
 
-def check_zigzag(world, seed):
-    rng = random.Random(seed)
-    size, rank, comm = world.size, world.rank, world.comm
+@on_ranks(1, 2, 3, 5)
+def test_zigzag(world):
+    rng, comm = random.Random(5), world.comm
     for idx in range(20):
-        num_dims, dtype = rng.randint(1, 5), rng.choice(FLOATS)
+        num_dims, dtype, layout = rng.randint(1, 5), rng.choice(FLOATS), rng.choice(LAYOUTS)
         dim = rng.randrange(-num_dims, num_dims)
         shape = [rng.randint(1, 3) for _ in range(num_dims)]
-        shape[dim] = 2 * size * rng.randint(0, 3)
-        layout = rng.choice(LAYOUTS)
-        whole, grad = (
-            numbers(tuple(shape), dtype, "whole", idx),
-            numbers(tuple(shape), dtype, "gradient", idx),
+        shape[dim] = 2 * world.size * rng.randint(0, 3)
+        whole, grad, own = (
+            numbers(tuple(shape), dtype, idx, *key) for key in [("whole",), ("gradient",), (world.rank,)]
         )
-        full = laid_out(whole, layout).requires_grad_()
-        piece = load_balanced_split_forward_gather_backward(full, comm, dim)
-        assert_same(piece, zigzag(whole, dim, size, rank), (idx, shape, dim))
-        piece.backward(zigzag(grad, dim, size, rank))
-        assert_same(full.grad, scaled(grad, "down", size), (idx, shape, dim))
-
-        mine = laid_out(zigzag(whole, dim, size, rank), layout).requires_grad_()
-        gathered = load_balanced_gather_forward_split_backward(mine, comm, dim)
-        assert_same(gathered, whole, (idx, shape, dim))
-        own = numbers(tuple(shape), dtype, "gradient", idx, rank)
-        gathered.backward(laid_out(own, layout))
-        assert_same(mine.grad, scaled(zigzag(own, dim, size, rank), "up", size), (idx, shape, dim))
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 5])
-def test_zigzag(ranks, size):
-    ranks.run(size, check_zigzag, 5)
-
-
-@on_ranks(2)
-def test_zigzag_documented_example(world):
-    full = torch.arange(8.0, requires_grad=True)
-    piece = load_balanced_split_forward_gather_backward(full, world.comm)
-    assert piece.tolist() == [[0, 1, 6, 7], [2, 3, 4, 5]][world.rank]
-    piece.backward(torch.full((4,), 1.0 + world.rank))
-    assert full.grad.tolist() == [0.5, 0.5, 1, 1, 1, 1, 0.5, 0.5]
+        split = functools.partial(load_balanced_split_forward_gather_backward, process_group=comm, dim=dim)
+        gather = functools.partial(load_balanced_gather_forward_split_backward, process_group=comm, dim=dim)
+        piece = functools.partial(zigzag, dim=dim, size=world.size, rank=world.rank)
+        check_split(split, piece, whole, grad, world.size, layout=layout)
+        check_gather(gather, piece, whole, own, world.size, layout=layout)
 
 
 def test_reorder_output():
@@ -223,59 +155,120 @@ def test_reorder_output():
         reorder_output(torch.zeros(4), 0, 2, None, 1)
 
 
-# ---- ring and Ulysses together ----------------------------------------------------------------------------
+# ---- packed sequences -----------------------------------------------------------------------------------
 
 
-@once_a_test
-def grid(world, ring_size, neighbours):
-    """(ParallelState, ring rank, Ulysses rank); `neighbours` says which group's ranks follow each other."""
-    ulysses_size = world.size // ring_size
-    place = {}
-    for rank in range(world.size):
-        place[rank] = (
-            (rank % ring_size, rank // ring_size)
-            if neighbours == "ring"
-            else (rank // ulysses_size, rank % ulysses_size)
+def packed_pieces(tensor, dim, rows, rank):
+    """Rank's piece of each sequence, one after the other; rows[rank][sequence]."""
+    lengths = [sum(row[sequence] for row in rows) for sequence in range(len(rows[0]))]
+    pieces = []
+    for sequence in range(len(lengths)):
+        whole_sequence = cut(tensor, dim, lengths, sequence)
+        pieces.append(cut(whole_sequence, dim, [row[sequence] for row in rows], rank))
+    return torch.cat(pieces, dim)
+
+
+def split_rows(lengths, size):
+    return [list(row) for row in zip(*(remainder_first(length, size) for length in lengths), strict=True)]
+
+
+@on_ranks(1, 2, 3, 8)
+def test_packed(world):
+    rng, size, comm = random.Random(1), world.size, world.comm
+    for idx in range(20):
+        num_dims, dtype, layout = rng.randint(1, 4), rng.choice(FLOATS), rng.choice(LAYOUTS)
+        dim = rng.randrange(-num_dims, num_dims)
+        lengths = random_lengths(rng, rng.randint(1, 9), 9)
+        rows = split_rows(lengths, size)
+        any_rows = [random_lengths(rng, len(lengths), 4) for _ in range(size)]  # will do for a gather
+        given = [torch.tensor, list][idx % 2]
+        shape = [rng.randint(1, 3) for _ in range(num_dims)]
+
+        def whole(rows, *key, shape=shape, dim=dim, dtype=dtype, idx=idx):
+            shape[dim] = sum(map(sum, rows))
+            return numbers(tuple(shape), dtype, idx, *key)
+
+        def piece(tensor, dim=dim, rows=rows):
+            return packed_pieces(tensor, dim, rows, world.rank)
+
+        split = functools.partial(
+            packed_data_split_forward_gather_backward,
+            process_group=comm,
+            sequence_lengths=given(lengths),
+            dim=dim,
         )
-    ring, ulysses = place[world.rank]
-    groups = {}
-    for u in range(ulysses_size):
-        groups["ring", u] = dist.new_group([rank for rank in place if place[rank][1] == u])
-    for r in range(ring_size):
-        groups["ulysses", r] = dist.new_group([rank for rank in place if place[rank][0] == r])
-    state = parallel_state.ParallelState(groups["ulysses", ring], groups["ring", ulysses])
-    return state, ring, ulysses
+        check_split(split, piece, whole(rows, "whole"), whole(rows, "gradient"), size, layout=layout)
+        rows = any_rows if idx % 3 == 0 else rows
+        gather = functools.partial(
+            packed_data_gather_forward_split_backward,
+            all_split_sizes=given(rows),
+            process_group=comm,
+            dim=dim,
+        )
+        own = whole(rows, "gradient", world.rank)
+        my_piece = functools.partial(piece, rows=rows)
+        check_gather(gather, my_piece, whole(rows, "whole"), own, size, layout=layout)
+
+
+@on_ranks(3)
+def test_one_exchange_whatever_the_number_of_sequences(world):
+    counters = world.comm._c.copy_counters
+    lengths = [7, 1, 0, 12, 3] * 10
+    full = torch.zeros(sum(lengths), 4, requires_grad=True)
+    before = counters()["num_exchanges"]
+    piece = packed_data_split_forward_gather_backward(full, world.comm, lengths)
+    assert counters()["num_exchanges"] == before
+    piece.sum().backward()
+    assert counters()["num_exchanges"] == before + 1
+    mine = piece.detach().requires_grad_()
+    rows = cal_split_sizes_multi(lengths, 3)
+    gathered = packed_data_gather_forward_split_backward(mine, rows, world.comm)
+    assert counters()["num_exchanges"] == before + 2
+    gathered.sum().backward()
+    assert counters()["num_exchanges"] == before + 2
+
+
+# ---- ring and Ulysses together ----------------------------------------------------------------------------
 
 
 GRIDS = [(1, 1), (2, 1), (2, 2), (4, 2), (4, 4), (6, 2), (8, 2)]
 
 
 def check_cp(world, ring_size, neighbours):
-    state, ring, ulysses = grid(world, ring_size, neighbours)
+    state, ring, ulysses = grid(ring_size, neighbours)
     ulysses_size = world.size // ring_size
     assert state.is_ring_enable() == (ring_size > 1) and state.get_ring_rank() == ring
     assert state.is_ulysses_enable() == (ulysses_size > 1) and state.get_ulysses_rank() == ulysses
-    for idx, length in enumerate([2 * ring_size, 12 * ring_size, 26 * ring_size]):
-        dim = [-1, 0, 2][idx]
-        shape = (length, 2, length)
+
+    def check(split, gather, shape, dim, of_ring):
+        """`of_ring(tensor)` is what the ranks of my Ulysses group hold together."""
+
+        def my_part(tensor):
+            local = of_ring(tensor)
+            return cut(local, dim, remainder_first(local.size(dim), ulysses_size), ulysses)
+
         whole, grad = numbers(shape, torch.float64, "whole"), numbers(shape, torch.float64, "gradient")
-        ring_grad = zigzag(grad, dim, ring_size, ring) if ring_size > 1 else grad
-        ring_local = zigzag(whole, dim, ring_size, ring) if ring_size > 1 else whole
-        lengths = remainder_first(ring_local.size(dim), ulysses_size)
-        expected = cut(ring_local, dim, lengths, ulysses)
+        options = {"dim": dim, "parallel_state": state}
+        check_split(functools.partial(split, **options), my_part, whole, grad, world.size)
+        check_gather(functools.partial(gather, **options), my_part, whole, grad, world.size)
 
-        full = whole.clone().requires_grad_()
-        mine = split_forward_gather_backward_with_cp(full, dim, parallel_state=state)
-        assert_same(mine, expected)
-        assert mine.data_ptr() != full.data_ptr() and mine.is_contiguous()
-        mine.backward(cut(ring_grad, dim, lengths, ulysses))
-        assert_same(full.grad, grad / ulysses_size / ring_size)
-
-        local = expected.clone().requires_grad_()
-        gathered = gather_forward_split_backward_with_cp(local, dim, length, parallel_state=state)
-        assert_same(gathered, whole)
-        gathered.backward(grad)
-        assert_same(local.grad, cut(ring_grad, dim, lengths, ulysses) * ring_size * ulysses_size)
+    for dim, length in [(-1, 2 * ring_size), (0, 12 * ring_size), (2, 26 * ring_size)]:
+        gather = functools.partial(gather_forward_split_backward_with_cp, gather_size=length)
+        of_ring = functools.partial(zigzag, dim=dim, size=ring_size, rank=ring)
+        check(split_forward_gather_backward_with_cp, gather, (length, 2, length), dim, of_ring)
+    for dim, lengths in [(0, [5, 3]), (-1, [1] * 5), (1, [0, 17, 4, 9])]:
+        shape = [3, 2]
+        shape[dim] = sum(lengths)
+        of_ring = functools.partial(packed_pieces, dim=dim, rows=split_rows(lengths, ring_size), rank=ring)
+        check(
+            functools.partial(packed_data_split_forward_gather_backward_with_cp, seq_lens=lengths),
+            functools.partial(
+                packed_data_gather_forward_split_backward_with_cp, seq_lens=torch.tensor(lengths)
+            ),
+            tuple(shape),
+            dim,
+            of_ring,
+        )
 
 
 @pytest.mark.parametrize("size, ring_size", GRIDS, ids=str)
@@ -284,18 +277,11 @@ def test_context_parallel(ranks, size, ring_size):
         ranks.run(size, check_cp, ring_size, neighbours)
 
 
-@on_ranks(8)
-def test_context_parallel_documented_example(world):
-    state, ring, ulysses = grid(world, 2, "ulysses")
-    mine = split_forward_gather_backward_with_cp(torch.arange(12), 0, parallel_state=state)
-    assert mine.tolist() == [[[0, 1], [2, 9], [10], [11]], [[3, 4], [5, 6], [7], [8]]][ring][ulysses]
-
-
 @on_ranks(4)
 def test_the_default_parallel_state(world):
     with pytest.raises(RuntimeError, match="initialize_sequence_parallel"):
         parallel_state.get_parallel_state()
-    state, ring, ulysses = grid(world, 2, "ring")
+    state, ring, ulysses = grid(2, "ring")
     try:
         mine = parallel_state.initialize_sequence_parallel(state.get_ulysses_group(), state.get_ring_group())
         assert parallel_state.get_parallel_state() is mine
@@ -321,170 +307,145 @@ class AnotherState:
         return getattr(self._state, name)
 
 
-class RingOff:
-    """A foreign state with nothing enabled, whose groups must not be asked for."""
-
-    def is_ring_enable(self):
-        return False
-
-    is_ulysses_enable = is_ring_enable
-
-
 def test_a_foreign_state_with_nothing_enabled():
+    """Its groups are not asked for: it has none."""
     full = torch.arange(6.0, requires_grad=True)
+    state = SimpleNamespace(is_ring_enable=lambda: False, is_ulysses_enable=lambda: False)
     for result in (
-        split_forward_gather_backward_with_cp(full, 0, parallel_state=RingOff()),
-        gather_forward_split_backward_with_cp(full, 0, 6, parallel_state=RingOff()),
+        split_forward_gather_backward_with_cp(full, 0, parallel_state=state),
+        gather_forward_split_backward_with_cp(full, 0, 6, parallel_state=state),
     ):
         assert torch.equal(result, full) and result.data_ptr() != full.data_ptr()
 
 
-def refuse_cp(world, bad_rank):
-    """A gather_size that one rank of the grid gets wrong is refused on the whole grid."""
-    state, _, _ = grid(world, 2, "ring")
-    mine = torch.zeros(4)
-    good = 4 * world.size
-    bad = {0: good + 4, 1: good + 1, 2: "16"}
-    errors = [
-        error_of(
-            gather_forward_split_backward_with_cp,
-            mine,
-            0,
-            bad[kind] if world.rank == bad_rank else good,
-            parallel_state=state,
-        )
-        for kind in bad
-    ]
-    whole = gather_forward_split_backward_with_cp(mine, 0, good, parallel_state=state)
-    assert whole.shape == (good,)
-    return errors
-
-
 @pytest.mark.parametrize("bad_rank", [0, 3])
-def test_context_parallel_refusal_reaches_the_whole_grid(ranks, bad_rank):
-    errors = ranks.run(4, refuse_cp, bad_rank)
-    expected = [
-        ("ValueError", "gather_size 20 means a length of 5 along dim 0, not 4"),
-        ("ValueError", "gather_size must be divisible by 2 * ring size = 2 * 2, and 17 is not"),
-        ("TypeError", "gather_size must be an int, not str"),
-    ]
-    for rank in range(4):
-        for (kind, text), (bad_kind, bad_text) in zip(errors[rank], expected, strict=True):
-            assert bad_text in text
-            assert kind == (bad_kind if rank == bad_rank else "PipeCommMismatch")
+@on_ranks(4)
+def test_context_parallel_refusal_reaches_the_whole_grid(world, bad_rank):
+    """A gather_size that one rank of the grid gets wrong."""
+    state, _, _ = grid(2, "ring")
+    gather = functools.partial(gather_forward_split_backward_with_cp, dim=0, parallel_state=state)
+    for bad, kind, text in [
+        (20, ValueError, "gather_size 20 means a length of 5 along dim 0, not 4"),
+        (17, ValueError, "gather_size must be divisible by 2 * ring size = 2 * 2, and 17 is not"),
+        ("16", TypeError, "gather_size must be an int, not str"),
+    ]:
+        is_bad = world.rank == bad_rank
+        with pytest.raises(kind if is_bad else PipeCommMismatch, match=re.escape(text)):
+            gather(torch.zeros(4), gather_size=bad if is_bad else 16)
+    assert gather(torch.zeros(4), gather_size=16).shape == (16,)
 
 
 # ---- errors -----------------------------------------------------------------------------------------------
 
 
-def refuse_gather(world, bad_ranks, bad):
-    arguments = dict(bad if world.rank in bad_ranks else {})
-    length = arguments.pop("length", 2)
-    zigzag_gather = arguments.pop("zigzag", False)
-    gather = load_balanced_gather_forward_split_backward if zigzag_gather else gather_forward_split_backward
-    error = error_of(gather, torch.zeros(length, 2), **{"process_group": world.comm, "dim": 0, **arguments})
+def check_usable(world) -> None:
     assert gather_forward_split_backward(torch.zeros(2, 2), world.comm, 0).shape == (4, 2)
-    return error
 
 
+# Arguments for [2, 2] of two ranks; more in reliability/bad_inputs.py, cpp/test_plan.cpp.
 BAD_GATHERS = {
-    "dim": ({"dim": 2}, "IndexError", "dim 2 is out of range for a tensor of 2 dims"),
-    "unknown scale": (
-        {"grad_scale": "Up"},
-        "ValueError",
-        'grad_scale must be "up", "down" or None, not \'Up\'',
-    ),
-    "short": (
-        {"gather_sizes": [2]},
-        "ValueError",
-        "gather_sizes needs one entry for each of the 2 ranks, got 1",
-    ),
-    "long": (
-        {"gather_sizes": [2, 2, 2]},
-        "ValueError",
-        "gather_sizes needs one entry for each of the 2 ranks, got 3",
-    ),
-    "empty": (
-        {"gather_sizes": []},
-        "ValueError",
-        "gather_sizes needs one entry for each of the 2 ranks, got 0",
-    ),
-    "not my length": (
-        {"gather_sizes": [3, 3]},
-        "ValueError",
-        "of gather_sizes [3, 3] is 3, but the tensor has length 2",
-    ),
-    "tensor": (
-        {"gather_sizes": torch.tensor([2, 2])},
-        "ValueError",
-        "gather_sizes must be a list of one length per rank",
-    ),
+    "dim": ({"dim": 2}, IndexError, "dim 2 is out of range for a tensor of 2 dims"),
+    "scale": ({"grad_scale": "Up"}, ValueError, 'grad_scale must be "up", "down" or None, not \'Up\''),
+    "empty": ({"gather_sizes": []}, ValueError, "one entry for each of the 2 ranks, got 0"),
+    "tensor": ({"gather_sizes": torch.tensor([2, 2])}, ValueError, "must be a list of one length per rank"),
 }
 
 
 @pytest.mark.parametrize("name", BAD_GATHERS)
-@pytest.mark.parametrize("bad_ranks", [[0, 1], [1]], ids=["everywhere", "on one rank"])
-def test_bad_arguments_of_a_gather(ranks, name, bad_ranks):
+@on_ranks(2)
+def test_bad_arguments_of_a_gather(world, name):
     bad, kind, text = BAD_GATHERS[name]
-    errors = ranks.run(2, refuse_gather, bad_ranks, bad)
-    assert errors[1][0] == kind and all(text in error_text for _, error_text in errors)
-    assert errors[0][0] == (kind if 0 in bad_ranks else "PipeCommMismatch")
+    arguments = {"process_group": world.comm, "dim": 0, **bad}
+    call = functools.partial(gather_forward_split_backward, torch.zeros(2, 2), **arguments)
+    check_refused(world, call, lambda: check_usable(world), kind, text)
 
 
-@pytest.mark.parametrize("zigzag", [False, True])
-def test_unequal_lengths_without_gather_sizes(ranks, zigzag):
-    bad = {"length": 4, "zigzag": True} if zigzag else {"length": 3}
-    if zigzag:
-        errors = ranks.run(2, refuse_unequal_zigzag)
-    else:
-        errors = ranks.run(2, refuse_gather, [1], bad)
-    for kind, text in errors:
-        assert kind == "PipeCommMismatch" and "[2, 2]" in text
-        assert (
-            text.endswith("unequal lengths along dim 0, 2 and 3, so give gather_sizes")
-            or zigzag
-            or (text.endswith("unequal lengths along dim 0, 3 and 2, so give gather_sizes"))
-        )
+@on_ranks(2)
+def test_unequal_lengths_without_gather_sizes(world):
+    with pytest.raises(PipeCommMismatch, match="dim 0, (2 and 3|3 and 2), so give gather_sizes") as caught:
+        gather_forward_split_backward(torch.zeros(2 + world.rank, 2), world.comm, 0)
+    assert "[2, 2]" in str(caught.value)
+    check_usable(world)
+    with pytest.raises(PipeCommMismatch, match=r"\[2, 2\]"):
+        load_balanced_gather_forward_split_backward(torch.zeros(2 + 2 * world.rank, 2), world.comm)
+    check_usable(world)
 
 
-def refuse_unequal_zigzag(world):
-    gather = load_balanced_gather_forward_split_backward
-    error = error_of(gather, torch.zeros(2 + 2 * world.rank, 2), world.comm)
-    assert gather(torch.zeros(2, 2), world.comm).shape == (4, 2)
-    return error
+# Of a tensor [6, 2] over two ranks.
+BAD_SPLITS = [
+    (split_forward_gather_backward, {"dim": 2}, IndexError, "dim 2 is out of range for a tensor of 2 dims"),
+    (
+        split_forward_gather_backward,
+        {"split_sizes": [3, 3, 0]},
+        ValueError,
+        "each of the 2 ranks, got 3: [3,",
+    ),
+    (split_forward_gather_backward, {"split_sizes": [5, 2]}, ValueError, "[5, 2] is 7, but the tensor has"),
+    (
+        split_forward_gather_backward,
+        {"split_sizes": [7, -1]},
+        ValueError,
+        "must not be negative, got [7, -1]",
+    ),
+    (split_forward_gather_backward, {"split_sizes": 3}, ValueError, "must be a list of one length per rank"),
+    (split_forward_gather_backward, {"grad_scale": "Down"}, ValueError, "or None, not 'Down'"),
+    (load_balanced_split_forward_gather_backward, {}, ValueError, "6"),
+    (load_balanced_split_forward_gather_backward, {"dim": -1}, ValueError, "2"),
+]
 
 
-def refuse_split(world):
-    full, comm = torch.zeros(6, 2), world.comm
-    split = split_forward_gather_backward
-    return [
-        error_of(split, full, comm, 2),
-        error_of(split, full, comm, 0, [3, 3, 0]),
-        error_of(split, full, comm, 0, [5, 2]),
-        error_of(split, full, comm, 0, [7, -1]),
-        error_of(split, full, comm, 0, torch.tensor([3, 3])),
-        error_of(split, full, comm, 0, grad_scale="Down"),
-        error_of(load_balanced_split_forward_gather_backward, full, comm, 0),
-        error_of(load_balanced_split_forward_gather_backward, full, comm, -1),
-        error_of(load_balanced_gather_forward_split_backward, torch.zeros(3), comm),
-    ]
+@on_ranks(2)
+def test_bad_arguments_of_a_split(world):
+    for split, bad, kind, text in BAD_SPLITS:
+        with pytest.raises(kind, match=re.escape(text)):
+            split(torch.zeros(6, 2), world.comm, **{"dim": 0, **bad})
+    with pytest.raises(ValueError, match="6"):
+        load_balanced_gather_forward_split_backward(torch.zeros(3), world.comm)
 
 
-def test_bad_arguments_of_a_split(ranks):
-    expected = [
-        ("IndexError", "dim 2 is out of range for a tensor of 2 dims"),
-        ("ValueError", "split_sizes needs one entry for each of the 2 ranks, got 3: [3, 3, 0]"),
-        ("ValueError", "sum of split_sizes [5, 2] is 7, but the tensor has length 6"),
-        ("ValueError", "split_sizes must not be negative, got [7, -1]"),
-        ("ValueError", "split_sizes must be a list of one length per rank, not Tensor"),
-        ("ValueError", 'grad_scale must be "up", "down" or None, not \'Down\''),
-        ("ValueError", "6"),
-        ("ValueError", "2"),
-        ("ValueError", "6"),
-    ]
-    for errors in ranks.run(2, refuse_split):
-        for (kind, text), (expected_kind, expected_text) in zip(errors, expected, strict=True):
-            assert kind == expected_kind and expected_text in text
+# Of a tensor [6, 2] over two ranks.
+BAD_LENGTHS = [
+    ([], ValueError, "there must be at least one sequence length"),
+    ([4, 1], ValueError, "sum of all sequence lengths is 5, but the tensor has length 6"),
+    ([7, -1], ValueError, "-1"),
+    (torch.tensor([2.0, 4.0]), TypeError, "a sequence length must be an int, not float"),
+    (6, ValueError, "sequence lengths must be a list or a 1-d tensor, not int"),
+]
+
+
+@on_ranks(2)
+def test_bad_lengths(world):
+    state, _, _ = grid(1, "ring")
+    for lengths, kind, text in BAD_LENGTHS:
+        with pytest.raises(kind, match=text):
+            packed_data_split_forward_gather_backward(torch.zeros(6, 2), world.comm, lengths)
+        with pytest.raises(kind):
+            packed_data_split_forward_gather_backward_with_cp(
+                torch.zeros(6, 2), 0, lengths, parallel_state=state
+            )
+
+
+# Of tensors [3, 2] of two ranks; more in cpp/test_plan.cpp.
+BAD_ROWS = [
+    ([[3, 1], [3, 1]], ValueError, "of the split sizes [3, 1] is 4, but the tensor has length 3"),
+    (3, ValueError, "all_split_sizes must be a tensor [ranks, sequences], not int"),
+    ([3, 3], ValueError, "all_split_sizes[0] must be a list of one length per rank, not int"),
+    (torch.ones(2, 2), TypeError, "all_split_sizes[0][0] must be an int, not float"),
+]
+
+
+@on_ranks(2)
+def test_bad_rows_are_refused_everywhere(world):
+    mine = pattern((3, 2), torch.float32, world.rank)
+
+    def gather(rows):
+        return packed_data_gather_forward_split_backward(mine, rows, world.comm)
+
+    def check_usable():
+        assert gather([[2, 1], [1, 2]]).shape == (6, 2)
+
+    for rows, kind, text in BAD_ROWS:
+        check_refused(world, functools.partial(gather, rows), check_usable, kind, text)
 
 
 @on_ranks(2)

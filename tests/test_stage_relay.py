@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import itertools
+import re
 import time
 
 import pytest
 import torch
 from ranks import on_ranks
-from relay_cases import Traffic, numbers, piece, same_bytes, topology_of
+from relay_cases import Traffic, numbers, same_bytes, topology_of
 
 from pipecomm_ext import PipeCommMismatch, StageRelay
 from pipecomm_ext.relay import cost
@@ -76,9 +77,9 @@ def check(actual, expected, traffic):
     assert not actual.requires_grad
 
 
-def run_matrix(world, sizes, cases, **communicator) -> None:
+def run_cases(world, sizes, cases, transport) -> None:
     topology = topology_of(world, list(sizes))
-    comm = world.shared_comm(channels=6, **communicator) if communicator else None
+    comm = world.shared_comm(channels=6, transport=transport) if transport else None
     for idx, (algorithm, layouts, grad_reduce, (shape, dtype)) in enumerate(cases):
         if any(layout != "replicated" and layout[1] >= len(shape) for layout in layouts):
             continue
@@ -89,27 +90,19 @@ def run_matrix(world, sizes, cases, **communicator) -> None:
         (all_at_once if idx % 2 == 0 else stage_by_stage)(relay, traffic)
 
 
-def body_all_cases(world, sizes):
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_values_and_gradients(ranks, sizes):
     layouts, routes = layouts_of(len(sizes)), ["sharded", "direct"]  # "auto" is one of them
     with_gradients = itertools.product(routes, layouts, ["leader", "sum", "mean"], SPECS)
     without = itertools.product(routes, layouts, ["leader"], NO_GRADIENTS)
     cases = [*with_gradients, *without]
-    run_matrix(world, sizes, cases if sum(sizes) <= 5 else cases[::3])
-
-
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_values_and_gradients(ranks, sizes):
-    ranks.run(sum(sizes), body_all_cases, sizes)
-
-
-def body_c10d(world, sizes):
-    cases = list(itertools.product(ALGORITHMS, layouts_of(len(sizes)), ["sum"], SPECS[:3]))
-    run_matrix(world, sizes, cases[::2], transport="c10d")
+    ranks.run(sum(sizes), run_cases, sizes, cases if sum(sizes) <= 5 else cases[::3], None)
 
 
 @pytest.mark.parametrize("sizes", [(1, 2), (2, 3)], ids=str)
 def test_values_and_gradients_over_sockets(ranks, sizes):
-    ranks.run(sum(sizes), body_c10d, sizes)
+    cases = list(itertools.product(ALGORITHMS, layouts_of(len(sizes)), ["sum"], SPECS[:3]))
+    ranks.run(sum(sizes), run_cases, sizes, cases[::2], "c10d")
 
 
 @on_ranks(5)
@@ -150,28 +143,19 @@ def test_former_routes_mean_direct(world, algorithm):
 
 
 @on_ranks(3)
-def test_strides_and_unshared_memory(world):
+def test_strides_scalars_and_unshared_memory(world):
     topology = topology_of(world, [1, 2])
     whole = numbers((6, 4), torch.float32, "strided")
     for algorithm in ALGORITHMS:
         relay = StageRelay(topology, algorithm=algorithm)
         if topology.is_pipeline_first_stage():
             relay.send_forward(whole.t().contiguous().t())
+            relay.send_forward(torch.tensor(7.5))
         else:
             received = relay.recv_forward([6, 4], torch.float32)
             assert same_bytes(received, whole) and received.is_contiguous() and received._base is None
             received.add_(1)  # its own memory
             assert same_bytes(received, whole + 1)
-
-
-@on_ranks(3)
-def test_a_scalar_is_relayed(world):
-    topology = topology_of(world, [1, 2])
-    for algorithm in ALGORITHMS:
-        relay = StageRelay(topology, algorithm=algorithm)
-        if topology.is_pipeline_first_stage():
-            relay.send_forward(torch.tensor(7.5))
-        else:
             assert relay.recv_forward((), torch.float32).item() == 7.5
 
 
@@ -201,18 +185,26 @@ def test_arrives_without_anybody_waiting(world, algorithm, transport):
         work.wait()
 
 
-@on_ranks(3)
-def test_dropped_handles_are_delivered(world):
-    topology = topology_of(world, [2, 1])
-    relay = StageRelay(topology, algorithm="sharded")
-    wholes = [numbers((1 << 18,), torch.float32, "dropped", idx) for idx in range(4)]
-    if topology.is_pipeline_first_stage():
-        for whole in wholes:
-            relay.send_forward(whole.clone(), async_op=True)
+@on_ranks(4)
+@pytest.mark.parametrize("transport", ["c10d", "shm"])
+def test_many_large_tensors_in_flight_both_ways(world, transport):
+    """Operations that are waited for before they are posted, and handles that are dropped."""
+    topology, rows = topology_of(world, [2, 2]), [40_000] * 5 + [30_001]
+    comm = world.shared_comm(channels=6, transport=transport)
+    relay = StageRelay(topology, algorithm="sharded", communicator=comm)
+    for _ in range(3):
+        if topology.is_pipeline_first_stage():
+            for idx, length in enumerate(rows):
+                relay.send_forward(torch.full((length, 6), float(idx), dtype=torch.float64), async_op=True)
+            received = [relay.recv_backward([length, 6], torch.float64, async_op=True) for length in rows]
+        else:
+            received = [relay.recv_forward([length, 6], torch.float64, async_op=True) for length in rows]
+        for idx, (tensor, work) in enumerate(received):
+            work.wait()
+            assert tensor.eq(idx).all()
+            if topology.is_pipeline_last_stage():
+                relay.send_backward(tensor.clone(), async_op=True)
         relay.drain()
-    else:
-        for whole in wholes:
-            assert same_bytes(relay.recv_forward(whole.shape, whole.dtype), whole)
 
 
 @on_ranks(3)
@@ -236,11 +228,10 @@ def test_drain_tells_what_went_wrong(world):
 
 
 def expect(kinds, text, call):
-    with pytest.raises(kinds) as raised:
+    with pytest.raises(kinds, match=re.escape(text)):
         result = call()
         if result is not None:
             result[1].wait(10)
-    assert text in str(raised.value), raised.value
 
 
 def still_works(relay: StageRelay, step) -> None:
@@ -285,33 +276,6 @@ def test_a_stage_that_disagrees_with_itself(world, algorithm, grad_reduce):
 
 
 @on_ranks(5)
-@pytest.mark.parametrize("grad_reduce", ["leader", "mean"])
-@pytest.mark.parametrize("layout", ["replicated", ("sharded", 0)])
-def test_one_rank_rejects_the_call(world, layout, grad_reduce):
-    topology = topology_of(world, [2, 3])
-    relay = StageRelay(topology, layout=layout, grad_reduce=grad_reduce)
-    is_bad = world.rank == 4
-    whole = (6, 2)
-    mine = piece(torch.zeros(whole), layout, 0, topology.get_tensor_model_parallel_world_size())
-    if topology.is_pipeline_first_stage():
-        expect(
-            PipeCommMismatch, "refused by rank 4: TypeError", lambda: relay.recv_backward(whole, mine.dtype)
-        )
-        expect(PipeCommMismatch, "refused by rank 4: ValueError", lambda: relay.send_forward(mine))
-    else:
-        bad, text = (
-            (TypeError, "tensor must be") if is_bad else (PipeCommMismatch, "refused by rank 4: TypeError")
-        )
-        expect(bad, text, lambda: relay.send_backward("no tensor" if is_bad else mine))
-        bad, text = (
-            (ValueError, "lengths >= 0") if is_bad else (PipeCommMismatch, "refused by rank 4: ValueError")
-        )
-        expect(bad, text, lambda: relay.recv_forward([-1, 2] if is_bad else whole, mine.dtype))
-    relay = StageRelay(topology, grad_reduce=grad_reduce)
-    still_works(relay, "rejected")
-
-
-@on_ranks(5)
 def test_pieces_must_be_remainder_first(world):
     topology = topology_of(world, [2, 3])
     relay = StageRelay(topology, layout=("sharded", 0))
@@ -331,26 +295,32 @@ def test_pieces_must_be_remainder_first(world):
 
 
 @on_ranks(5)
-@pytest.mark.parametrize("grad_reduce", ["leader", "sum"])
-def test_what_a_rank_rejects_before_its_stage_adds_up(world, grad_reduce):
-    """Neither the stage nor the link is left out of step, whatever it is."""
+@pytest.mark.parametrize("grad_reduce", ["leader", "sum", "mean"])
+@pytest.mark.parametrize("layout", ["replicated", ("sharded", 0), [("sharded", 1), "replicated"]], ids=str)
+def test_one_rank_rejects_the_call(world, layout, grad_reduce):
+    """Before its stage adds up or behind that: neither the stage nor the link is left out of step."""
     topology = topology_of(world, [2, 3])
-    relay = StageRelay(topology, layout=[("sharded", 1), "replicated"], grad_reduce=grad_reduce)
-    for bad, kind, text in [
-        (torch.ones(4), ValueError, "sharded along dim 1, but it has 1 dims"),
-        (torch.ones(4, 2).to_sparse(), ValueError, "tensor must be a dense tensor"),
-        (None, TypeError, "tensor must be a torch.Tensor"),
-    ]:
+    relay = StageRelay(topology, layout=layout, grad_reduce=grad_reduce)
+    layouts = layout if isinstance(layout, list) else [layout] * 2
+    shape, dtype = (4, 2), torch.float32
+    traffic = Traffic(topology, layouts, grad_reduce, shape, dtype, "rejected")
+    bad_gradients = [("no tensor", TypeError), (torch.ones(4, 2).to_sparse(), ValueError), (None, TypeError)]
+    for bad, kind in bad_gradients:
+        told = PipeCommMismatch, f"refused by rank 4: {kind.__name__}"
         if topology.is_pipeline_first_stage():
-            expect(PipeCommMismatch, "refused by rank", lambda: relay.recv_backward([4, 2], torch.float32))
-        elif world.rank == 3:
-            expect(kind, text, lambda: relay.send_backward(bad))  # noqa: B023
+            expect(*told, lambda: relay.recv_backward(shape, dtype))
+        elif world.rank == 4:
+            expect(kind, "tensor must be", lambda: relay.send_backward(bad))  # noqa: B023
         else:
-            expect(PipeCommMismatch, "refused by rank 3", lambda: relay.send_backward(torch.ones(4, 2)))
-        traffic = Traffic(
-            topology, [("sharded", 1), "replicated"], grad_reduce, (4, 2), torch.float32, "step"
-        )
+            expect(*told, lambda: relay.send_backward(traffic.sent_backward()))
         all_at_once(relay, traffic)
+    if topology.is_pipeline_first_stage():
+        expect(PipeCommMismatch, "refused by rank 4", lambda: relay.send_forward(traffic.sent_forward()))
+    elif world.rank == 4:
+        expect(ValueError, "lengths >= 0", lambda: relay.recv_forward([-1, 2], dtype))
+    else:
+        expect(PipeCommMismatch, "refused by rank 4: ValueError", lambda: relay.recv_forward(shape, dtype))
+    all_at_once(relay, traffic)
 
 
 @on_ranks(3)
@@ -381,30 +351,21 @@ def test_integer_gradients_have_no_mean(world):
 @on_ranks(3)
 def test_bad_arguments(world):
     topology = topology_of(world, [1, 2])
-    for arguments, text in [
-        ({"algorithm": "fast"}, "algorithm must be one of auto, sharded, direct, leader, pipelined"),
-        ({"layout": "split"}, 'layout must be "replicated"'),
-        ({"layout": ["replicated"]}, "one entry for each of the 2 stages, got 1"),
-        ({"grad_reduce": "max"}, "grad_reduce must be one of leader, sum, mean"),
+    for kind, text, arguments in [
+        (ValueError, "must be one of auto, sharded, direct, leader, pipelined", {"algorithm": "fast"}),
+        (ValueError, 'layout must be "replicated"', {"layout": "split"}),
+        (ValueError, "one entry for each of the 2 stages, got 1", {"layout": ["replicated"]}),
+        (ValueError, "grad_reduce must be one of leader, sum, mean", {"grad_reduce": "max"}),
+        (TypeError, "topology must be a PipelineTopology, not list", {"topology": [1, 2]}),
+        (TypeError, "the sharded dim must be an int, not float", {"layout": ("sharded", 1.0)}),
+        (TypeError, "communicator must be a Communicator", {"communicator": world.group}),
+        (RuntimeError, "initialize_pipeline", {"topology": None}),
     ]:
-        with pytest.raises(ValueError) as raised:
-            StageRelay(topology, **arguments)
-        assert text in str(raised.value)
-    with pytest.raises(TypeError, match="topology must be a PipelineTopology, not list"):
-        StageRelay([1, 2])
-    with pytest.raises(TypeError, match="the sharded dim must be an int, not float"):
-        StageRelay(topology, layout=("sharded", 1.0))
-    with pytest.raises(TypeError, match="communicator must be a Communicator"):
-        StageRelay(topology, communicator=world.group)
-    with pytest.raises(RuntimeError, match="initialize_pipeline"):
-        StageRelay()
+        expect(kind, text, lambda: StageRelay(**{"topology": topology, **arguments}))  # noqa: B023
     relay = StageRelay(topology, layout=("sharded", 1))
-    for call in (
-        lambda: relay.recv_forward([4], torch.float32),
-        lambda: relay.send_forward(torch.zeros(4)),
-    ):
-        with pytest.raises(ValueError, match="sharded along dim 1, but it has 1 dims"):
-            call()
+    text = "sharded along dim 1, but it has 1 dims"
+    expect(ValueError, text, lambda: relay.recv_forward([4], torch.float32))
+    expect(ValueError, text, lambda: relay.send_forward(torch.zeros(4)))
 
 
 @on_ranks(3)
@@ -495,9 +456,6 @@ def test_relay_arguments(world):
     relay = StageRelay(topology)
     stage_idx = topology.get_vtp_my_stage_idx()
     x = torch.zeros(2, 2)
-    for source_idx, destination_idx, text in [(1, 1, "must differ"), (0, 3, "dst_stage 3 is not in 0..2")]:
-        with pytest.raises(ValueError, match=text):
-            relay.relay(x, [2, 2], torch.float32, source_idx, destination_idx)
     if stage_idx == 2:
         with pytest.raises(ValueError, match="this rank is in stage 2, neither in 0 nor in 1"):
             relay.relay(None, [2, 2], torch.float32, 0, 1)

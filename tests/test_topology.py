@@ -14,44 +14,38 @@ from relay_cases import topology_of
 from pipecomm_ext import PipeCommMismatch, parallel_state
 from pipecomm_ext.parallel_state import PipelineTopology
 
+# What is asked for, the stages, and the chains by rank. A stage's ranks need neither be neighbours nor in
+# order; the first one of its list leads.
+STAGES = [
+    ([1, 2, 2], [[0], [1, 2], [3, 4]], [[0, 1, 3], [0, 1, 3], [0, 2, 4], [0, 1, 3], [0, 2, 4]]),
+    ([[4, 1], [0], [2, 3]], [[4, 1], [0], [2, 3]], [[4, 0, 2], [1, 0, 3], [4, 0, 2], [1, 0, 3], [4, 0, 2]]),
+]
+
 
 @on_ranks(5)
-def test_sizes_and_neighbours(world):
-    topology = topology_of(world, [1, 2, 2])
-    stage_of, position_of = [0, 1, 1, 2, 2], [0, 0, 1, 0, 1]
-    chain = [0, 2, 4] if world.rank in (2, 4) else [0, 1, 3]
-    stage_idx = stage_of[world.rank]
-    assert topology.get_vtp_size_list() == [1, 2, 2]
-    assert topology.get_vtp_stage_ranks() == [[0], [1, 2], [3, 4]]
+@pytest.mark.parametrize(("asked_for", "stages", "chains"), STAGES, ids=["sizes", "lists"])
+def test_stages_and_neighbours(world, asked_for, stages, chains):
+    topology, chain = topology_of(world, asked_for), chains[world.rank]
+    [stage_idx] = [idx for idx, ranks in enumerate(stages) if world.rank in ranks]
+    members = stages[stage_idx]
+    assert topology.get_vtp_size_list() == [len(ranks) for ranks in stages]
+    assert topology.get_vtp_stage_ranks() == stages
     assert topology.get_vtp_my_stage_idx() == topology.get_pipeline_model_parallel_rank() == stage_idx
     assert topology.get_pipeline_model_parallel_world_size() == topology.num_stages == 3
-    assert topology.get_tensor_model_parallel_rank() == position_of[world.rank]
-    assert topology.get_tensor_model_parallel_world_size() == [1, 2, 2][stage_idx]
-    assert topology.is_vtp_stage_rank0() == (world.rank in (0, 1, 3))
+    assert topology.get_tensor_model_parallel_rank() == members.index(world.rank)
+    assert topology.get_tensor_model_parallel_world_size() == len(members)
+    assert topology.is_vtp_stage_rank0() == (world.rank == members[0])
     assert topology.get_pipeline_model_parallel_next_rank() == chain[(stage_idx + 1) % 3]
     assert topology.get_pipeline_model_parallel_prev_rank() == chain[stage_idx - 1]
-    assert dist.get_process_group_ranks(topology.get_pipeline_model_parallel_group()) == chain
-    members = [[0], [1, 2], [3, 4]][stage_idx]
-    assert dist.get_process_group_ranks(topology.get_tensor_model_parallel_group()) == members
+    ranks_of = dist.get_process_group_ranks
+    assert sorted(ranks_of(topology.get_pipeline_model_parallel_group())) == sorted(chain)
+    assert sorted(ranks_of(topology.get_tensor_model_parallel_group())) == sorted(members)
     assert topology.is_pipeline_first_stage() == (stage_idx == 0)
     assert topology.is_pipeline_last_stage() == (stage_idx == 2)
     assert topology.communicator.size == 5 and f"I am in stage {stage_idx}" in repr(topology)
     total = torch.tensor([world.rank])  # the groups work
     dist.all_reduce(total, group=topology.get_tensor_model_parallel_group())
     assert total.item() == sum(members)
-
-
-@on_ranks(5)
-def test_lists_of_ranks(world):
-    """A stage's ranks need neither be neighbours nor in order; the first one of the list leads."""
-    topology = topology_of(world, [[4, 1], [0], [2, 3]])
-    stage_of, position_of = [1, 0, 2, 2, 0], [0, 1, 0, 1, 0]
-    assert topology.get_vtp_my_stage_idx() == stage_of[world.rank]
-    assert topology.get_tensor_model_parallel_rank() == position_of[world.rank]
-    assert topology.get_vtp_stage_ranks() == [[4, 1], [0], [2, 3]]
-    assert topology.is_vtp_stage_rank0() == (world.rank in (4, 0, 2))
-    chain = [1, 0, 3] if world.rank in (1, 3) else [4, 0, 2]
-    assert topology.get_pipeline_model_parallel_next_rank() == chain[(stage_of[world.rank] + 1) % 3]
 
 
 @on_ranks(3)

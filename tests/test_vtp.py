@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -84,15 +85,12 @@ def test_vtp_round_the_ring(world, is_async):
 @on_ranks(3)
 def test_vtp_errors(world):
     topology = topology_of(world, [1, 2])
+    no_dtype = SimpleNamespace(pipeline_dtype=None)
+    sequence_parallel = SimpleNamespace(pipeline_dtype=torch.float32, sequence_parallel=True)
     for config, shape, kind, text in [
-        (SimpleNamespace(pipeline_dtype=None), [2], RuntimeError, "config.pipeline_dtype must be set"),
+        (no_dtype, [2], RuntimeError, "config.pipeline_dtype must be set"),
         (FP32, None, RuntimeError, "tensor_shape must be given"),
-        (
-            SimpleNamespace(pipeline_dtype=torch.float32, sequence_parallel=True),
-            [2],
-            ValueError,
-            "with sequence_parallel",
-        ),
+        (sequence_parallel, [2], ValueError, "with sequence_parallel"),
     ]:
         if world.rank == 0:
             with pytest.raises(PipeCommMismatch, match="refused by rank"):
@@ -168,13 +166,10 @@ def test_named_ranks_that_do_not_fit(world):
 
 
 @pytest.mark.parametrize(
-    ("stages", "who"),
+    ("who", "stages"),
     [
-        ([1, 2], "the source"),
-        ([2, 1], "the source"),
-        ([1, 2], "the destination"),
-        ([2, 1], "the destination"),
-        ([1, 2], "the first ranks"),
+        *itertools.product(["the source", "the destination"], [[1, 2], [2, 1]]),
+        ("the first ranks", [1, 2]),
     ],
     ids=str,
 )
@@ -248,12 +243,8 @@ def test_one_edge_for_two_domains(world):
 
 
 def config_of(**changes) -> SimpleNamespace:
-    fields = {
-        "pipeline_dtype": torch.float32,
-        "batch_p2p_comm": False,
-        "layerwise_disaggregated_training": True,
-    }
-    return SimpleNamespace(**{**fields, **changes})
+    fields = {"pipeline_dtype": torch.float32, "layerwise_disaggregated_training": True}
+    return SimpleNamespace(**{**fields, "batch_p2p_comm": False, **changes})
 
 
 @on_ranks(3)
