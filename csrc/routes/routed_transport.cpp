@@ -3,16 +3,19 @@
 #include <algorithm>
 #include <cerrno>
 #include <exception>
+#include <future>
 #include <system_error>
 #include <utility>
 
 #include "message/matching.h"
+#include "message/start_thread.h"
 #include "transport/group_tree.h"
 
 namespace pipecomm {
 namespace {
 
 constexpr const char* kHasClosed = "has closed its communicator";
+constexpr auto kFarewellLimit = std::chrono::seconds(1);
 
 }  // namespace
 
@@ -20,6 +23,7 @@ RoutedTransport::RoutedTransport(RoutedOptions options, TransportEvents& events)
     : rank_(options.rank),
       size_(options.size),
       events_(events),
+      say_farewell_(std::move(options.say_farewell)),
       memory_(std::move(options.memory)),
       ways_(static_cast<size_t>(options.size)),
       num_unknown_(memory_ ? options.size - 1 : 0) {
@@ -27,7 +31,7 @@ RoutedTransport::RoutedTransport(RoutedOptions options, TransportEvents& events)
   std::unique_lock lock(mutex_);  // what threads report meanwhile waits until all is there
   for (std::atomic<Way>& way : ways_) way = memory_ ? Way::unknown : Way::tcp;
   directory_ = std::make_unique<Directory>(
-      rank_, std::move(options.lookup), std::move(options.say_farewell),
+      rank_, std::move(options.lookup),
       Directory::Events{
           [this](int peer, const Introduction& introduction) { found(peer, introduction); },
           [this](int peer, const std::optional<std::string>& farewell, const std::string& why) {
@@ -190,6 +194,31 @@ bool RoutedTransport::has_met_all() const {
       return false;
   }
   return true;
+}
+
+// Leaves the thread behind if the store does not answer: peers that look for this rank then take it
+// for dead.
+void RoutedTransport::say_farewell() {
+  if (std::exchange(has_said_farewell_, true)) return;
+  const auto said = std::make_shared<std::promise<void>>();
+  std::future<void> is_said = said->get_future();
+  std::unique_lock lock(mutex_);
+  auto say = [said, tell = say_farewell_, farewell = farewell_]() mutable {
+    try {
+      tell(farewell);
+    } catch (const std::exception&) {
+      // The store is gone.
+    }
+    tell = nullptr;
+    said->set_value();
+  };
+  lock.unlock();
+  try {
+    start_thread(std::move(say), rank_).detach();
+  } catch (const PipeCommException&) {
+    return;  // there is no thread for it
+  }
+  is_said.wait_for(kFarewellLimit);
 }
 
 // Posts what has waited for the route, in order; later messages then find it themselves.
@@ -359,10 +388,7 @@ void RoutedTransport::begin_close() {
 void RoutedTransport::close(Deadline deadline) {
   if (size_ == 1) return;
   begin_close();
-  if (!has_met_all()) {
-    std::lock_guard lock(mutex_);
-    directory_->say_farewell(farewell_);
-  }
+  if (!has_met_all()) say_farewell();
   directory_->stop();
   if (shm_) shm_->close(deadline);
   if (tcp_) tcp_->close(deadline);

@@ -30,7 +30,9 @@ struct RoutedOptions {
   int rank = 0;
   int size = 1;
   Directory::Lookup lookup;
-  Directory::SayFarewell say_farewell;
+  // Adds the farewell of this rank to what it has published: whoever looks it up afterwards sees it.
+  // May throw.
+  std::function<void(const std::string& farewell)> say_farewell;
   // At least one of these two, if there is more than one rank.
   shm::SegmentPtr memory;  // null: no shared memory
   tcp::Socket listener;    // none: no TCP
@@ -74,6 +76,7 @@ class RoutedTransport final : public HostTransport {
   void met(int peer);
   void connected(int peer);
   bool has_met_all() const;
+  void say_farewell();
   void settle(int peer, Way way, std::unique_lock<std::mutex>& lock);
   void post_by(Way way, std::vector<RequestPtr> requests, bool is_async);
   template <class Action>
@@ -81,6 +84,7 @@ class RoutedTransport final : public HostTransport {
 
   const int rank_, size_;
   TransportEvents& events_;
+  const std::function<void(const std::string& farewell)> say_farewell_;
   const shm::SegmentPtr memory_;
   std::vector<std::atomic<Way>> ways_;  // by rank
 
@@ -90,7 +94,8 @@ class RoutedTransport final : public HostTransport {
   std::map<int, std::string> reasons_;  // why a peer shares no memory
   int num_unknown_ = 0;                 // peers whose way is not known
   bool aborted_ = false;
-  std::string farewell_;  // what peers hear that have not met this rank
+  std::string farewell_;            // what peers hear that have not met this rank
+  bool has_said_farewell_ = false;  // of the thread that closes
   // ---
 
   std::atomic<int> num_shm_{0}, num_tcp_{0};  // routes

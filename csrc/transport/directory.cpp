@@ -17,11 +17,8 @@ constexpr auto kLongestRest = 100ms;
 
 }  // namespace
 
-Directory::Directory(int rank, Lookup lookup, SayFarewell say_farewell, Events events)
-    : rank_(rank),
-      lookup_(std::move(lookup)),
-      say_farewell_(std::move(say_farewell)),
-      events_(std::move(events)) {}
+Directory::Directory(int rank, Lookup lookup, Events events)
+    : rank_(rank), lookup_(std::move(lookup)), events_(std::move(events)) {}
 
 Directory::~Directory() { stop(); }
 
@@ -54,14 +51,6 @@ void Directory::miss(int peer, const std::string& why) {
   changed_.notify_all();
 }
 
-void Directory::say_farewell(const std::string& farewell) {
-  {
-    std::lock_guard lock(mutex_);
-    farewell_ = farewell;
-  }
-  changed_.notify_all();
-}
-
 std::string Directory::problem(int peer) const {
   std::lock_guard lock(mutex_);
   const auto found = problems_.find(peer);
@@ -71,23 +60,12 @@ std::string Directory::problem(int peer) const {
 void Directory::run() {
   Clock::duration rest = kFirstRest;
   std::unique_lock lock(mutex_);
-  const auto has_news = [this] {
-    return stopping_ || farewell_ || !wanted_.empty() || !missed_.empty();
-  };
+  const auto has_news = [this] { return stopping_ || !wanted_.empty() || !missed_.empty(); };
   while (true) {
     if (missing_.empty()) {
       changed_.wait(lock, has_news);
     } else if (!changed_.wait_for(lock, rest, has_news)) {
       rest = std::min<Clock::duration>(2 * rest, kLongestRest);
-    }
-    if (const auto farewell = std::exchange(farewell_, std::nullopt)) {
-      lock.unlock();
-      try {
-        say_farewell_(*farewell);
-      } catch (const std::exception&) {
-        // The store is gone: peers take this rank for one that has died.
-      }
-      lock.lock();
     }
     if (stopping_) return;
     for (const auto& [peer, why] : std::exchange(missed_, {})) {
@@ -99,7 +77,7 @@ void Directory::run() {
       if (!found_.contains(peer) && missing_.insert(peer).second) rest = kFirstRest;
     const std::set<int> peers = missing_;
     for (const int peer : peers) {
-      if (stopping_) break;
+      if (stopping_) return;
       lock.unlock();
       const bool is_found = look_up(peer);
       lock.lock();

@@ -43,10 +43,7 @@ class Directory {
  public:
   // What the peer has published, or nothing if it has not yet. May throw.
   using Lookup = std::function<std::optional<Introduction>(int peer)>;
-  // Adds the farewell of this rank to what it has published: whoever looks it up afterwards sees it.
-  // May throw.
-  using SayFarewell = std::function<void(const std::string& farewell)>;
-  // All three are called on the directory's thread.
+  // Called on the directory's thread.
   struct Events {
     // Once for each peer that was wanted.
     std::function<void(int peer, const Introduction& introduction)> on_found;
@@ -56,16 +53,15 @@ class Directory {
         on_gone;
   };
 
-  Directory(int rank, Lookup lookup, SayFarewell say_farewell, Events events);
+  Directory(int rank, Lookup lookup, Events events);
   ~Directory();
   void start();  // throws PipeCommException if there is no thread for it
-  void stop();   // says farewell first; idempotent; nothing is called afterwards
+  void stop();   // idempotent; nothing is called afterwards
 
   void want(int peer);
   // The peer, which was found, is not where it should be: looks again whether it has closed. A rank
   // says so before it stops to listen, so one look is enough.
   void miss(int peer, const std::string& why);
-  void say_farewell(const std::string& farewell);
   // Why a wanted peer is not known yet, as a predicate; empty if it is, or was not wanted.
   std::string problem(int peer) const;
 
@@ -76,14 +72,12 @@ class Directory {
 
   const int rank_;
   const Lookup lookup_;
-  const SayFarewell say_farewell_;
   const Events events_;
 
   mutable std::mutex mutex_;  // down to the line
   std::condition_variable changed_;
   std::vector<int> wanted_;  // since the last round
   std::map<int, std::string> missed_;
-  std::optional<std::string> farewell_;  // of this rank, while it is to be said
   std::map<int, std::string> problems_;
   bool stopping_ = false;
   // ---

@@ -341,17 +341,21 @@ TEST(a_process_that_ends_after_an_abort) {
   Bytes mine(8), other(8);
   const PointToPoint send{Direction::send, 0, 0, tensor(mine), 0};
   const PointToPoint recv{Direction::recv, 1, 0, tensor(other), 0};
-  const auto is_busy = std::make_shared<std::atomic<bool>>(false);
-  const OperationPtr received = first->batch_p2p({&recv, 1}, {.on_success = [is_busy] {
-                                                   *is_busy = true;
-                                                   std::this_thread::sleep_for(700ms);
-                                                 }});
+  std::atomic<bool> is_busy{false};
+  const auto keep_busy = [&is_busy, comm = first.get()] {
+    is_busy = true;
+    const auto until = std::chrono::steady_clock::now() + 20s;
+    while (!comm->failure() && std::chrono::steady_clock::now() < until)
+      std::this_thread::sleep_for(1ms);
+  };
+  const OperationPtr received = first->batch_p2p({&recv, 1}, {.on_success = keep_busy});
   wait(*second, second->batch_p2p({&send, 1}));
-  while (!*is_busy) std::this_thread::sleep_for(1ms);
+  while (!is_busy) std::this_thread::sleep_for(1ms);
   second->abort("enough");
   process.end();
-  failure_of(*first, [&] { return received; });  // either way: it was about to end
-  while (!first->failure()) std::this_thread::sleep_for(1ms);
+  failure_of(*first, [&] { return received; });
+  CHECK(first->failure() != nullptr);
+  if (!first->failure()) return;
   CHECK(first->failure()->kind == FailureKind::aborted);
   CHECK_EQ(first->failure()->message,
            "communicator failed on rank 1: communicator aborted by rank 1: enough");

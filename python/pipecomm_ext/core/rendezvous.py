@@ -115,7 +115,7 @@ class Rendezvous:
         return self._parsed(data, rank)
 
     def say_farewell(self, farewell: bytes) -> None:
-        """Adds to the record of this rank how it has ended. Called by the thread that calls `look_up`."""
+        """Adds to the record of this rank how it has ended. May be called by any thread."""
         if self._record is None:
             return  # it has refused
         store, key = self._in_background(), f"{_RECORD}/{self.rank}"
