@@ -72,7 +72,10 @@ inline void all_to_all(Communicator& comm, const Dims& global, int scatter_dim, 
     std::memset(data, 0xa5, expected.size());
     const TensorRef from = view(input.data(), in.shape(), nullptr),
                     to = view(data, out.shape(), window);
-    wait(comm, comm.exchange(OpCode::all_to_all, plan, {&from, 1}, {&to, 1}));
+    bool succeeded = false;
+    wait(comm, comm.exchange(OpCode::all_to_all, plan, {&from, 1}, {&to, 1},
+                             {.on_success = [&] { succeeded = true; }}));
+    CHECK(succeeded);
     CHECK(std::equal(expected.begin(), expected.end(), data));
   }
 }
