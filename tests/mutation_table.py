@@ -54,7 +54,7 @@ MUTATIONS = [
         "csrc/message/descriptor.cpp",
         "(dtype == other.dtype && num_dims == other.num_dims && shape == other.shape)",
         "(num_dims == other.num_dims && shape == other.shape)",
-        ("tests/cpp/test_operation.cpp", "tests/cpp/test_communicator.cpp", "tests/test_p2p.py"),
+        ("tests/cpp/test_operation.cpp", "tests/test_bad_calls.py"),
     ),
     Mutation(
         "done-operation-keeps-tensors",  # as long as anybody has its handle
@@ -98,7 +98,7 @@ MUTATIONS = [
         "csrc/transport/shm/lane.cpp",
         "if (leaves_verdict && lane_.has_verdict.load(std::memory_order_acquire) != 0)",
         "if (false)",
-        ("tests/cpp/test_shm.cpp", "tests/cpp/test_fuzz_shm.cpp", "tests/test_shm.py"),
+        ("tests/cpp/test_shm.cpp", "tests/cpp/test_fuzz_shm.cpp", "tests/test_bad_calls.py"),
     ),
     Mutation(
         "window-is-not-checked",  # a broken peer makes this rank write where it must not
@@ -111,8 +111,8 @@ MUTATIONS = [
     Mutation(
         "leaves-before-it-has-told",  # a failed rank ends before neighbours that are to meet it hear why
         "csrc/routes/routed_transport.cpp",
-        "return !aborted_ || unmet_.empty();",
-        "return true;",
+        "  if (!has_met_all()) say_farewell();\n",
+        "",
         ("tests/cpp/test_routed.cpp", "tests/test_faults.py"),
     ),
     # ---- csrc/engine
@@ -128,7 +128,7 @@ MUTATIONS = [
         "csrc/engine/sequencer.cpp",
         "if (steps_.empty() && (!after ||",
         "if ((!after ||",
-        ("tests/cpp/test_communicator.cpp", "tests/test_stage_relay.py", "tests/test_relay_in_flight.py"),
+        ("tests/cpp/test_communicator.cpp", "tests/test_stage_relay.py"),
     ),
     Mutation(
         "plan-of-other-strides",  # what was prepared for one layout of a tensor serves another one
@@ -138,7 +138,7 @@ MUTATIONS = [
         (
             "tests/cpp/test_exchange.cpp",
             "tests/cpp/test_staging.cpp",
-            "tests/test_distributed_collectives.py",
+            "tests/test_distributed.py",
         ),
     ),
     Mutation(
@@ -149,7 +149,7 @@ MUTATIONS = [
         (
             "tests/cpp/test_collective_line.cpp",
             "tests/cpp/test_scale_model.cpp",
-            "tests/test_tree_collectives.py",
+            "tests/test_communicator.py",
         ),
     ),
     Mutation(
@@ -157,7 +157,7 @@ MUTATIONS = [
         "csrc/engine/host_execution.cpp",
         "                             operation->restart(communicator_.deadline_from_now());\n",
         "",
-        ("tests/cpp/test_communicator.cpp", "tests/test_stage_relay.py", "tests/test_relay_in_flight.py"),
+        ("tests/cpp/test_communicator.cpp", "tests/test_stage_relay.py"),
     ),
     Mutation(
         "streams-do-not-wait",  # for the latest operation of their lane on another stream
@@ -186,7 +186,7 @@ MUTATIONS = [
         "csrc/bindings/communicator.cpp",
         "  if (access == Access::write) mark_written(tensor);\n",
         "",
-        ("tests/test_in_flight.py", "tests/test_p2p.py"),
+        ("tests/test_p2p.py",),
     ),
     # ---- Python: core, communicator, distributed, parallel_state
     Mutation(
@@ -223,7 +223,7 @@ MUTATIONS = [
         "python/pipecomm_ext/sequence_parallel/split_gather_pair.py",
         "ctx.num_each, ctx.grad_scale, ctx.scale)",
         "ctx.num_each, ctx.scale, ctx.grad_scale)",
-        ("tests/test_sequence_compile.py",),
+        ("tests/test_compiled_operations.py",),
     ),
     Mutation(
         "gradients-add-up-in-bf16",
@@ -271,14 +271,18 @@ MUTATIONS = [
         "python/pipecomm_ext/runtime/executor.py",
         "        alive = self._alive.pop((stage, micro))\n        run_backward(",
         "        alive = self._alive[stage, micro]\n        run_backward(",
-        ("tests/schedules/test_executor_values.py", "tests/schedules/test_executor.py"),
+        ("tests/schedules/test_executor_traces.py", "tests/schedules/test_executor.py"),
     ),
     Mutation(
         "message-overtakes-a-deferred",  # one whose shape is not known yet
         "python/pipecomm_ext/runtime/border_channels.py",
         "if callable(specs) or self._deferred.get((peer, channel)):",
         "if callable(specs):",
-        ("tests/test_border.py", "tests/schedules/test_executor_values.py"),
+        (
+            "tests/schedules/test_executor_values.py",
+            "tests/schedules/test_executor_topology.py",
+            "tests/test_border.py",
+        ),
     ),
     Mutation(
         "norm-counts-shared-twice",

@@ -219,8 +219,8 @@ def how_it_ended(code: int | None, limit_s: float) -> str:
 
 
 def program_failure(test: str, code: int | None, output: str) -> str:
-    place = re.search(rf"{re.escape(Path(test).name)}:\d+", output)
-    where = test if place is None else f"{Path(test).parent}/{place[0]}"
+    place = re.search(r"\w+\.(?:cpp|h):\d+", output)
+    where = test if place is None else f"{test} ({place[0]})"
     return where if place and code == 1 else f"{where} ({how_it_ended(code, PROGRAM_LIMIT_S)})"
 
 
