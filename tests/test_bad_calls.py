@@ -187,6 +187,21 @@ def test_two_swapped_messages_are_found(world):
     assert_usable(world.comm, "swapped")
 
 
+@on_ranks(2)
+def test_each_of_several_mismatches_reaches_its_sender(world):
+    """Also if all of them are found before the sender looks at the first one."""
+    if world.rank == 0:
+        works = [world.comm.isend(torch.ones(2), 1) for _ in range(8)]
+        dist.barrier(world.group)
+    else:
+        dist.barrier(world.group)
+        works = [world.comm.batch_p2p([Recv(torch.ones(3), 0) for _ in range(8)], async_op=True)]
+    for work in works:
+        with pytest.raises(PipeCommMismatch):
+            work.wait()
+    assert_usable(world.comm, "several")
+
+
 @on_ranks(3)
 def test_a_mismatch_concerns_its_two_ends_only(world):
     """Rank 2 talks to both through it, and the good messages of the same batch arrive."""

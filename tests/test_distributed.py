@@ -202,6 +202,19 @@ def test_a_leaf_that_requires_grad_may_be_received_into_as_in_torch(world):
 # ---- collectives ------------------------------------------------------------------------------------------
 
 
+@on_ranks(2)
+def test_the_same_call_with_tensors_of_other_strides(world):
+    """What is prepared for one layout in memory serves no other one."""
+    expected = torch.cat([pattern((4, 4), torch.int32, rank).chunk(2)[world.rank] for rank in range(2)])
+    for is_transposed in (False, True, False):
+        sent = pattern((4, 4), torch.int32, world.rank)
+        received = poison((4, 4), torch.int32)
+        if is_transposed:
+            sent, received = sent.t().contiguous().t(), received.t()
+        dist.all_to_all_single(received, sent)
+        assert_same(received, expected)
+
+
 @on_ranks(1, 2, 3, 4)
 def test_all_to_all_single(world):
     rng = random.Random(1)

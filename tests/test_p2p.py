@@ -323,3 +323,15 @@ def test_an_empty_batch_is_complete(world):
     work = world.comm.batch_p2p([], async_op=True)
     assert work.is_completed()
     work.wait()
+
+
+@on_ranks(2)
+def test_receiving_is_seen_by_autograd(world):
+    """A receive into a tensor that a graph saved makes backward raise, as any in-place change does."""
+    peer = 1 - world.rank
+    weight = torch.ones(4, requires_grad=True)
+    saved = torch.full((4,), 3.0)
+    loss = (weight * saved).sum()
+    world.comm.batch_p2p([Send(torch.zeros(4), peer), Recv(saved, peer)])
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()

@@ -142,6 +142,19 @@ def test_former_routes_mean_direct(world, algorithm):
         stage_by_stage(relay, traffic)
 
 
+@on_ranks(4)
+@pytest.mark.parametrize(("grad_reduce", "expected"), [("sum", 258.0), ("mean", 86.0)])
+def test_gradients_of_small_dtypes_are_added_in_fp32(world, grad_reduce, expected):
+    """In bfloat16, 256 + 1 is 256."""
+    topology = topology_of(world, [1, 3])
+    relay = StageRelay(topology, grad_reduce=grad_reduce)
+    if topology.is_pipeline_first_stage():
+        assert relay.recv_backward([5], torch.bfloat16).tolist() == [expected] * 5
+    else:
+        value = 256.0 if topology.is_vtp_stage_rank0() else 1.0
+        relay.send_backward(torch.full((5,), value, dtype=torch.bfloat16))
+
+
 @on_ranks(3)
 def test_strides_scalars_and_unshared_memory(world):
     topology = topology_of(world, [1, 2])

@@ -19,11 +19,12 @@ from pipecomm_ext.parallel_state import PipelineTopology
 STAGES = [
     ([1, 2, 2], [[0], [1, 2], [3, 4]], [[0, 1, 3], [0, 1, 3], [0, 2, 4], [0, 1, 3], [0, 2, 4]]),
     ([[4, 1], [0], [2, 3]], [[4, 1], [0], [2, 3]], [[4, 0, 2], [1, 0, 3], [4, 0, 2], [1, 0, 3], [4, 0, 2]]),
+    ([3, 2], [[0, 1, 2], [3, 4]], [[0, 3], [1, 4], [2, 3], [0, 3], [1, 4]]),
 ]
 
 
 @on_ranks(5)
-@pytest.mark.parametrize(("asked_for", "stages", "chains"), STAGES, ids=["sizes", "lists"])
+@pytest.mark.parametrize(("asked_for", "stages", "chains"), STAGES, ids=["sizes", "lists", "fewer ranks"])
 def test_stages_and_neighbours(world, asked_for, stages, chains):
     topology, chain = topology_of(world, asked_for), chains[world.rank]
     [stage_idx] = [idx for idx, ranks in enumerate(stages) if world.rank in ranks]
@@ -31,17 +32,17 @@ def test_stages_and_neighbours(world, asked_for, stages, chains):
     assert topology.get_vtp_size_list() == [len(ranks) for ranks in stages]
     assert topology.get_vtp_stage_ranks() == stages
     assert topology.get_vtp_my_stage_idx() == topology.get_pipeline_model_parallel_rank() == stage_idx
-    assert topology.get_pipeline_model_parallel_world_size() == topology.num_stages == 3
+    assert topology.get_pipeline_model_parallel_world_size() == topology.num_stages == len(stages)
     assert topology.get_tensor_model_parallel_rank() == members.index(world.rank)
     assert topology.get_tensor_model_parallel_world_size() == len(members)
     assert topology.is_vtp_stage_rank0() == (world.rank == members[0])
-    assert topology.get_pipeline_model_parallel_next_rank() == chain[(stage_idx + 1) % 3]
+    assert topology.get_pipeline_model_parallel_next_rank() == chain[(stage_idx + 1) % len(chain)]
     assert topology.get_pipeline_model_parallel_prev_rank() == chain[stage_idx - 1]
     ranks_of = dist.get_process_group_ranks
     assert sorted(ranks_of(topology.get_pipeline_model_parallel_group())) == sorted(chain)
     assert sorted(ranks_of(topology.get_tensor_model_parallel_group())) == sorted(members)
     assert topology.is_pipeline_first_stage() == (stage_idx == 0)
-    assert topology.is_pipeline_last_stage() == (stage_idx == 2)
+    assert topology.is_pipeline_last_stage() == (stage_idx == len(stages) - 1)
     assert topology.communicator.size == 5 and f"I am in stage {stage_idx}" in repr(topology)
     total = torch.tensor([world.rank])  # the groups work
     dist.all_reduce(total, group=topology.get_tensor_model_parallel_group())

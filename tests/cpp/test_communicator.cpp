@@ -116,6 +116,29 @@ TEST_TWICE(exchanges_that_follow_each_other) {
   });
 }
 
+// The time of an exchange begins when the one before it has ended.
+TEST_TWICE(what_follows_has_a_deadline_of_its_own) {
+  run_ranks(2, kLong, [](Communicator& comm, int rank) {
+    const TensorSpec whole{{8}, dtypes::kUInt8};
+    const auto plan = std::make_shared<PreparedExchange>(
+        reshard_plan({rank, 2}, whole, {{0}, {}, true}, {{1}, {}, true}));
+    const Tensor tensor(8);
+    const TensorRef ref = tensor.ref();
+    const std::span<const TensorRef> held{&ref, 1}, none;
+    const auto post = [&](const OperationPtr& after) {
+      return comm.exchange(OpCode::relay, plan, rank == 0 ? held : none, rank == 1 ? held : none,
+                           {}, {{}, 0}, after);
+    };
+    if (rank == 0) wait(comm, comm.barrier());
+    const OperationPtr first = post(nullptr), second = post(first);
+    const Deadline when_queued = second->deadline();
+    if (rank == 1) wait(comm, comm.barrier());
+    wait(comm, second);
+    if (rank == 1) CHECK(second->deadline() > when_queued);
+    comm.close(nullptr);
+  });
+}
+
 // An input may be a slice of an output if nothing is received there.
 TEST(slices_that_stay) {
   const ShardLayout pieces{{0, 1}, {}, false, 1}, whole{{0, 1}, {}, true, 1};

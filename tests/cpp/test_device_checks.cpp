@@ -212,6 +212,17 @@ TEST(tables_are_bounded) {
   CHECK(num_known > 1000 && num_known < 10000);
 }
 
+// Either end may be the first: what the other one says of its message is kept until then.
+TEST(a_claim_that_comes_first_is_compared) {
+  for (const int64_t length : {4, 6}) {
+    MessageCheck receiver(2, 1, Check::first_use);
+    Descriptor received = describe_length(4);
+    CHECK(!receiver.heard(0, Direction::send, describe_length(length)));
+    const auto posted = receiver.posted(0, Direction::recv, received);
+    CHECK_EQ(posted.mismatch.has_value(), length != 4);
+  }
+}
+
 // A rank that replays a graph and one that posts the same messages number them differently.
 TEST(numbers_end_with_a_capture) {
   MessageCheck ends[2] = {{2, 1, Check::first_use}, {2, 1, Check::first_use}};

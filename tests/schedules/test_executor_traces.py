@@ -53,6 +53,37 @@ def test_outputs_are_freed_when_they_are_sent_and_not_at_their_backward(world):
         torch.testing.assert_close(stage.weight.grad, torch.tensor([12.0]))
 
 
+class Watching(nn.Module):
+    """At each forward it counts how many inputs of earlier forwards are left."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self.storages, self.numbers_alive = [], []
+
+    def forward(self, x):
+        self.numbers_alive.append(sum(not storage.expired() for storage in self.storages))
+        self.storages.append(StorageWeakRef(x.untyped_storage()))
+        return x * self.weight
+
+
+@on_ranks(2)
+def test_inputs_are_freed_by_their_backward(world):
+    """The last stage of 1F1B holds one micro-batch at a time."""
+    stage = Watching()
+    executor = Executor(
+        plan_named("1f1b", 2, 8),
+        [stage],
+        communicator=world.shared_comm(channels=4),
+        loss_fn=lambda y, t: y.mean() * t.sum(),
+        return_outputs=False,
+    )
+    ones = [torch.ones(1)] * 8
+    executor.step(ones, ones)
+    if world.rank == 1:
+        assert stage.numbers_alive == [0] * 8
+
+
 @on_ranks(2)
 def test_every_action_has_a_profiler_range(world):
     plan = plan_named("dualpipev", 2)
