@@ -248,7 +248,7 @@ def next_batch():
 
 
 def without_numbers(text: str) -> str:
-    text = re.sub(r"Communicator \w+", "Communicator", re.sub(r"(?<= )/.*?/(?=\w+\.py)", "", text))
+    text = re.sub(r"Communicator \w+", "Communicator", re.sub(r"(?s)(?<=\s)/.*?/(?=\w+\.py)", "", text))
     return re.sub(r"\d+(\.\d+)?", "0", " ".join(text.split()))
 
 
