@@ -16,6 +16,8 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+from tools import find_tool
+
 ROOT = Path(__file__).resolve().parent.parent
 CXX_SUFFIXES = (".h", ".cuh", ".cpp", ".cu")
 QUOTED = re.compile(r"`([^`]+)`")
@@ -23,7 +25,8 @@ CPP_PROGRAM = re.compile(r"test_cpp\[(\w+)\]")
 
 
 def git(*arguments: str) -> list[str]:
-    done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, encoding="utf-8")
+    program = find_tool("git") or sys.exit("git is not installed: nothing tells what has changed")
+    done = subprocess.run([program, *arguments], cwd=ROOT, capture_output=True, text=True, encoding="utf-8")
     if done.returncode != 0:
         raise SystemExit(f"git {' '.join(arguments)}: {done.stderr.strip()}")
     return done.stdout.splitlines()

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mutation_table import MUTATIONS, Mutation
+from tools import find_tool
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 TREE = REPOSITORY / "build" / "mutations" / "tree"
@@ -164,9 +165,7 @@ class Copy:
             self.build_module()  # which configures the build
             folders = list((TREE / "build").glob("*-torch*"))
         folder = max(folders, key=lambda folder: (folder / "build.ninja").stat().st_mtime)
-        beside_python = [str(Path(sys.executable).parent), os.environ.get("PATH", "")]
-        cmake = shutil.which("cmake", path=os.pathsep.join(beside_python))
-        if cmake is None:
+        if (cmake := find_tool("cmake")) is None:
             raise SystemExit("cmake is missing: pip install cmake ninja")
         build(cmake, "--build", folder, "--target", Path(test).stem)
         return folder / "tests" / "cpp" / Path(test).stem

@@ -43,14 +43,14 @@ def numbers(shape, dtype, *key):
     """Ordinary random numbers that only shape, dtype and key decide."""
     generator = torch.Generator().manual_seed(random.Random(repr((shape, key))).getrandbits(60))
     if dtype.is_complex:
-        return torch.view_as_complex(torch.randn((*shape, 2), generator=generator).to(dtype.to_real()))
+        return torch.randn((*shape, 2), generator=generator).to(dtype.to_real()).view(dtype).squeeze(-1)
     return torch.randn(shape, generator=generator).to(dtype)
 
 
 def scaled(tensor, grad_scale, size):
-    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    real = tensor.contiguous().view(tensor.dtype.to_real()) if tensor.is_complex() else tensor
     result = real * size if grad_scale == "up" else real / size if grad_scale == "down" else real
-    return torch.view_as_complex(result) if tensor.is_complex() else result
+    return result.view(tensor.dtype) if tensor.is_complex() else result
 
 
 def laid_out(tensor: torch.Tensor, layout: str) -> torch.Tensor:

@@ -367,8 +367,7 @@ def test_training_over_two_hosts(host_pool, tmp_path):
         "--layers", 4, "--hidden", 32, "--seq-len", 16, "--batch-size", 8, "--microbatches", 4,
         "--steps", 4, "--verify", "--out", tmp_path,
     ]  # fmt: skip
-    exit_code, output = run_on_ranks(host_pool, NUM_RANKS, "train_text", *arguments)
-    assert exit_code == 0, output
+    output = run_on_ranks(host_pool, NUM_RANKS, "train_text", *arguments)
     assert "pipeline   4 stages" in output, output
     assert "verify     equal to the unsplit model in 4 steps" in output, output
     assert re.search(rf"^transport +{WHOLE}: ", output, re.MULTILINE), output

@@ -388,6 +388,8 @@ void RoutedTransport::begin_close() {
 void RoutedTransport::close(Deadline deadline) {
   if (size_ == 1) return;
   begin_close();
+  // A peer that reads the farewell turns this rank's connections away.
+  if (tcp_) tcp_->begin_disconnect();
   if (!has_met_all()) say_farewell();
   directory_->stop();
   if (shm_) shm_->close(deadline);

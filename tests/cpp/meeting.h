@@ -116,8 +116,11 @@ struct Meeting {
       return introduction;
     };
     options.say_farewell = [this, rank](const std::string& farewell) {
-      std::lock_guard lock(mutex);
-      farewells[rank] = farewell;
+      {
+        std::lock_guard lock(mutex);
+        farewells[rank] = farewell;
+      }
+      on_farewell(rank);
     };
     if (!listeners.empty()) options.listener = std::move(listeners[rank]);
     if (!segments.empty()) options.memory = segments[rank];
@@ -138,6 +141,7 @@ struct Meeting {
   std::vector<Introduction> introductions;
   std::mutex mutex;  // guards the line below
   std::vector<std::optional<std::string>> farewells;
+  std::function<void(int rank)> on_farewell = [](int) {};
   std::function<std::optional<Introduction>(int rank, int peer)> look_up = [this](int, int peer) {
     return introductions[peer];
   };

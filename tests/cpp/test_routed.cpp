@@ -269,6 +269,33 @@ TEST(a_rank_that_has_died) {
   }
 }
 
+// Rank 0 closes while it connects to rank 1, which has read the farewell and turns it away: that is no death.
+TEST(a_rank_that_is_turned_away_as_it_closes) {
+  for (int round = 0; round < check::rounds(20); ++round) {
+    Meeting meeting(2);
+    meeting.over_tcp();
+    std::promise<void> is_out;
+    meeting.on_farewell = [&](int rank) {
+      if (rank != 0) return;
+      is_out.set_value();
+      std::this_thread::sleep_for(50ms);  // as a slow store
+    };
+    const auto first = meeting.communicator(0);
+    std::this_thread::sleep_for(10ms);
+    std::thread closes([&] { first->close(nullptr); });
+    is_out.get_future().wait();
+    const auto second = meeting.communicator(1);
+    Bytes bytes(8);
+    const PointToPoint message{Direction::recv, 0, 0, tensor(bytes), 0};
+    says(failure_of(*second, [&] { return second->batch_p2p({&message, 1}); }),
+         FailureKind::peer_lost, "has closed its communicator");
+    closes.join();
+    CHECK(first->failure() == nullptr);
+    CHECK(second->failure() == nullptr);
+    second->close(nullptr);
+  }
+}
+
 // Ranks that post and close at once, while their routes are being made: what has a match arrives.
 TEST(closing_while_routes_are_made) {
   for (int round = 0; round < check::rounds(40); ++round) {

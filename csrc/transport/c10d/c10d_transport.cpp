@@ -240,13 +240,15 @@ void C10dTransport::lost(Peer& peer, std::unique_lock<std::mutex>& lock, const s
       disconnecting_ || link.state() == PeerLink::State::disconnecting || link.failure();
   peer.connection.detach();
   peer.watch.reset();
-  link.lose();
-  note_closed(peer);
   if (!orderly) {
+    // All operations fail for this cause before the messages to and from this peer end one by one, which
+    // any thread may settle.
     lock.unlock();
     events_.on_peer_lost(link.peer(), why);
     lock.lock();
   }
+  link.lose();
+  note_closed(peer);
   act(peer, lock);
 }
 
@@ -527,13 +529,15 @@ void C10dTransport::begin_close() {
   });
 }
 
+void C10dTransport::begin_disconnect() {
+  std::lock_guard lock(making_mutex_);  // later peers hear it when they are made
+  disconnecting_ = true;
+}
+
 void C10dTransport::close(Deadline deadline) {
   if (options_.size == 1 || stopping_) return;
   begin_close();
-  {
-    std::lock_guard lock(making_mutex_);  // later peers hear it when they are made
-    disconnecting_ = true;
-  }
+  begin_disconnect();
   for_each_peer([this](Peer& peer) {
     std::unique_lock lock(peer.mutex);
     peer.connection.link().say_goodbye();

@@ -76,6 +76,8 @@ class C10dTransport final : public HostTransport {
   void tick() override;
   void abort(const Failure& failure) override;
   void begin_close() override;
+  // From now on the end of a connection is no news: close() follows, and peers may know of it already.
+  void begin_disconnect();
   void close(Deadline deadline) override;
   bool has_closed(int peer) const override;
   std::string describe_peer(int peer) const override;
