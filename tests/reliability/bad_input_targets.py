@@ -12,38 +12,49 @@ import pipecomm_ext
 from pipecomm_ext import Communicator, Recv, Send
 from pipecomm_ext import distributed as facade
 
+
+def one_each(comm: Communicator) -> list[torch.Tensor]:
+    return [ones() for _ in range(comm.size)]
+
+
 # ---- Communicator ------------------------------------------------------------------------------------------
 
 
-def message(method: str, tensor_kind: str):
-    peer = "src" if "recv" in method else "dst"
+def method(name: str, form: str, /, **arguments: Any) -> None:
+    target(f"Communicator.{name}", form, lambda comm, **kw: getattr(comm, name)(**kw), **arguments)
+
+
+for name, peer, kind in [
+    ("send", "dst", "tensor"),
+    ("isend", "dst", "tensor"),
+    ("recv", "src", "target"),
+    ("irecv", "src", "target"),
+]:
+    ends = {peer: (1, "message peer"), "channel": (0, "channel")}
+    method(name, "message", tensor=(ones(), kind), **ends)
+
+    facade_ends = {
+        peer: (1, "facade message peer"),
+        "tag": (0, "channel"),
+        f"group_{peer}": (None, None, Mistake("two ways to say it", lambda good: 1, VALUE, "not both")),
+    }
     target(
-        f"Communicator.{method}",
+        f"distributed.{name}",
         "message",
-        lambda comm, **kw: getattr(comm, method)(**kw),
-        lambda comm: {"tensor": ones(), peer: 1, "channel": 0},
-        {"tensor": tensor_kind, peer: "message peer", "channel": "channel"},
+        lambda comm, name=name, **kw: getattr(facade, name)(group=comm, **kw),
+        tensor=(ones(), "facade target" if kind == "target" else kind),
+        **facade_ends,
     )
 
-
-message("send", "tensor")
-message("isend", "tensor")
-message("recv", "target")
-message("irecv", "target")
-
-for kind, made in (("Send", Send), ("Recv", Recv)):
+for kind, made in (("tensor", Send), ("target", Recv)):
     target(
-        f"batch_p2p of a {kind}",
+        f"batch_p2p of a {made.__name__}",
         "message",
         lambda comm, made=made, **kw: comm.batch_p2p([made(**kw)]),
-        lambda comm: {"tensor": ones(), "peer": 1, "channel": 0},
-        {
-            "tensor": "tensor" if made is Send else "target",
-            "peer": "message peer",
-            "channel": "channel",
-        },
+        tensor=(ones(), kind),
+        peer=(1, "message peer"),
+        channel=(0, "channel"),
     )
-
 
 BOTH_OPS = r"ops\[0\].*ops\[1\]|ops\[1\].*ops\[0\]"
 
@@ -56,109 +67,64 @@ def overlapping(other_kind: type) -> Callable[[Any], Any]:
     return ops
 
 
-target(
-    "Communicator.batch_p2p",
+method(
+    "batch_p2p",
     "message",
-    lambda comm, **kw: comm.batch_p2p(**kw),
-    lambda comm: {"ops": [Send(ones(), 1), Recv(ones(), 1)]},
-    {"ops": "batch"},
-    [
-        ("ops", Mistake("two receives that overlap", overlapping(Recv), VALUE, BOTH_OPS)),
-        ("ops", Mistake("a send that overlaps a receive", overlapping(Send), VALUE, BOTH_OPS)),
-    ],
+    ops=(
+        lambda comm: [Send(ones(), 1), Recv(ones(), 1)],
+        "batch",
+        Mistake("two receives that overlap", overlapping(Recv), VALUE, BOTH_OPS),
+        Mistake("a send that overlaps a receive", overlapping(Send), VALUE, BOTH_OPS),
+    ),
 )
 target(
     "Work.wait",
     "local",
     lambda comm, **kw: comm.batch_p2p([], async_op=True).wait(**kw),
-    lambda comm: {"timeout": 1.0},
-    {"timeout": "timeout"},
+    timeout=(1.0, "timeout"),
 )
-target(
-    "Communicator.route",
-    "local",
-    lambda comm, **kw: comm.route(**kw),
-    lambda comm: {"peer": 1},
-    {"peer": "peer"},
-)
-target(
-    "Communicator.connect",
-    "local",
-    lambda comm, peer: comm.connect([0, peer]),
-    lambda comm: {"peer": 1},
-    {"peer": "peer"},
-)
-target(
-    "Communicator.broadcast",
+method("route", "local", peer=(1, "peer"))
+target("Communicator.connect", "local", lambda comm, peer: comm.connect([0, peer]), peer=(1, "peer"))
+method("broadcast", "collective", tensor=(ones(), "target"), src=(1, "peer"))
+method(
+    "all_to_all",
     "collective",
-    lambda comm, **kw: comm.broadcast(**kw),
-    lambda comm: {"tensor": ones(), "src": 1},
-    {"tensor": "target", "src": "peer"},
+    inputs=(one_each, "tensors"),
+    outputs=(
+        one_each,
+        "targets",
+        Mistake("one tensor twice", lambda good: [good[0]] * len(good), VALUE, "share|same|overlap"),
+    ),
 )
-target(
-    "Communicator.all_to_all",
+PIECES = [((4, 2), torch.float32)] * 2
+
+
+def plan_of_rank(rank: int) -> Any:
+    return pipecomm_ext._C.plan_all_to_all_list(rank, 2, PIECES, PIECES)
+
+
+method(
+    "exchange",
     "collective",
-    lambda comm, **kw: comm.all_to_all(**kw),
-    lambda comm: {
-        "inputs": [ones() for _ in range(comm.size)],
-        "outputs": [ones() for _ in range(comm.size)],
-    },
-    {"inputs": "tensors", "outputs": "targets"},
-    [
-        (
-            "outputs",
-            Mistake("one tensor twice", lambda good: [good[0]] * len(good), VALUE, "share|same|overlap"),
-        ),
-    ],
+    plan=(
+        lambda comm: plan_of_rank(comm.rank),
+        None,
+        Mistake("None", lambda good: None, TYPE, "NoneType"),
+        Mistake("a string", lambda good: "plan", TYPE, "str"),
+        Mistake("the plan of another rank", lambda good: plan_of_rank(1), VALUE, "rank 1"),
+    ),
+    inputs=(
+        one_each,
+        "tensors",
+        Mistake("another shape", lambda good: [ones(5, 2), *good[1:]], VALUE, r"\[5, 2\]|5"),
+    ),
+    outputs=(
+        one_each,
+        "targets",
+        Mistake("another dtype", lambda good: [good[0].int(), *good[1:]], VALUE, "int32"),
+    ),
 )
-
-
-def exchange_arguments(comm: Communicator) -> dict[str, Any]:
-    spec = ((4, 2), torch.float32)
-    plan = pipecomm_ext._C.plan_all_to_all_list(comm.rank, comm.size, [spec] * comm.size, [spec] * comm.size)
-    return {
-        "plan": plan,
-        "inputs": [ones() for _ in range(comm.size)],
-        "outputs": [ones() for _ in range(comm.size)],
-    }
-
-
-target(
-    "Communicator.exchange",
-    "collective",
-    lambda comm, **kw: comm.exchange(**kw),
-    exchange_arguments,
-    {"inputs": "tensors", "outputs": "targets"},
-    [
-        ("plan", Mistake("None", lambda good: None, TYPE, "NoneType")),
-        ("plan", Mistake("a string", lambda good: "plan", TYPE, "str")),
-        (
-            "plan",
-            Mistake(
-                "the plan of another rank",
-                lambda good: pipecomm_ext._C.plan_all_to_all_list(1, 2, *[[((4, 2), torch.float32)] * 2] * 2),
-                VALUE,
-                "rank 1",
-            ),
-        ),
-        (
-            "inputs",
-            Mistake("another shape", lambda good: [ones(5, 2), *good[1:]], VALUE, r"\[5, 2\]|5"),
-        ),
-        (
-            "outputs",
-            Mistake("another dtype", lambda good: [good[0].int(), *good[1:]], VALUE, "int32"),
-        ),
-    ],
-)
-target(
-    "Communicator.empty",
-    "local",
-    lambda comm, **kw: comm.empty(**kw),
-    lambda comm: {"shape": [2, 3], "dtype": torch.float32},
-    {"shape": "shape", "dtype": "dtype"},
-)
-CONSTRUCTOR = {"device": "cpu", "transport": "c10d", "channels": 2, "timeout": 10.0, "check": "auto"}
+method("empty", "local", shape=([2, 3], "shape"), dtype=(torch.float32, "dtype"))
 
 
 def make_and_use(comm: Communicator, **arguments: Any) -> None:
@@ -171,116 +137,100 @@ target(
     "Communicator",
     "collective",
     make_and_use,
-    lambda comm: dict(CONSTRUCTOR),
-    {"timeout": "timeout"},
-    [
-        ("device", Mistake("an unknown one", lambda good: "tpu", (ValueError, RuntimeError), "tpu")),
-        ("device", Mistake("meta", lambda good: "meta", VALUE, "meta")),
-        ("transport", Mistake("an unknown one", lambda good: "pigeon", VALUE, "pigeon")),
-        ("transport", Mistake("None", lambda good: None, VALUE, "None")),
-        ("channels", Mistake("zero", lambda good: 0, VALUE, "channels.*0")),
-        ("channels", Mistake("too many", lambda good: 16, VALUE, "channels.*16")),
-        ("channels", Mistake("a float", lambda good: 2.0, TYPE, "channels.*float")),
-        ("channels", Mistake("True", lambda good: True, TYPE, "bool")),
-        ("check", Mistake("an unknown one", lambda good: "sometimes", VALUE, "check.*sometimes")),
-        ("check", Mistake("True", lambda good: True, VALUE, "True")),
-    ],
+    device=(
+        "cpu",
+        None,
+        Mistake("an unknown one", lambda good: "tpu", (ValueError, RuntimeError), "tpu"),
+        Mistake("meta", lambda good: "meta", VALUE, "meta"),
+    ),
+    transport=(
+        "c10d",
+        None,
+        Mistake("an unknown one", lambda good: "pigeon", VALUE, "pigeon"),
+        Mistake("None", lambda good: None, VALUE, "None"),
+    ),
+    channels=(
+        2,
+        None,
+        Mistake("zero", lambda good: 0, VALUE, "channels.*0"),
+        Mistake("too many", lambda good: 16, VALUE, "channels.*16"),
+        Mistake("a float", lambda good: 2.0, TYPE, "channels.*float"),
+        Mistake("True", lambda good: True, TYPE, "bool"),
+    ),
+    timeout=(10.0, "timeout"),
+    check=(
+        "auto",
+        None,
+        Mistake("an unknown one", lambda good: "sometimes", VALUE, "check.*sometimes"),
+        Mistake("True", lambda good: True, VALUE, "True"),
+    ),
 )
 
 # ---- distributed -------------------------------------------------------------------------------------------
 
 
-def facade_message(name: str, tensor_kind: str):
-    peer = "src" if "recv" in name else "dst"
-    target(
-        f"distributed.{name}",
-        "message",
-        lambda comm, **kw: getattr(facade, name)(group=comm, **kw),
-        lambda comm: {"tensor": ones(), peer: 1, "tag": 0, "group_" + peer: None},
-        {"tensor": tensor_kind, peer: "facade message peer", "tag": "channel"},
-        [("group_" + peer, Mistake("two ways to say it", lambda good: 1, VALUE, "not both"))],
-    )
+def collective(name: str, /, **arguments: Any) -> None:
+    def call(comm: Communicator, **kw: Any) -> Any:
+        return getattr(facade, name)(group=comm, **kw)
+
+    target(f"distributed.{name}", "collective", call, **arguments)
 
 
-facade_message("send", "tensor")
-facade_message("isend", "tensor")
-facade_message("recv", "facade target")
-facade_message("irecv", "facade target")
 target(
     "distributed.P2POp",
     "message",
     lambda comm, **kw: facade.batch_isend_irecv([facade.P2POp(group=comm, **kw)]),
-    lambda comm: {"op": facade.isend, "tensor": ones(), "peer": 1, "tag": 0},
-    {"tensor": "tensor", "peer": "facade message peer", "tag": "channel"},
-    [("op", Mistake("another function", lambda good: facade.send, VALUE, "send"))],
+    op=(
+        lambda comm: facade.isend,
+        None,
+        Mistake("another function", lambda good: facade.send, VALUE, "send"),
+    ),
+    tensor=(ones(), "tensor"),
+    peer=(1, "facade message peer"),
+    tag=(0, "channel"),
 )
 target(
     "distributed.batch_isend_irecv",
     "message",
     lambda comm, **kw: facade.batch_isend_irecv(**kw),
-    lambda comm: {"p2p_op_list": [facade.P2POp(facade.isend, ones(), 1, comm)]},
-    {"p2p_op_list": "batch"},
+    p2p_op_list=(lambda comm: [facade.P2POp(facade.isend, ones(), 1, comm)], "batch"),
 )
-target(
-    "distributed.broadcast",
-    "collective",
-    lambda comm, **kw: facade.broadcast(group=comm, **kw),
-    lambda comm: {"tensor": ones(), "src": 1},
-    {"tensor": "facade target", "src": "facade peer"},
-)
+collective("broadcast", tensor=(ones(), "facade target"), src=(1, "facade peer"))
 target(
     "distributed.barrier",
     "local",
     lambda comm, **kw: facade.barrier(comm, **kw),
-    lambda comm: {"async_op": True, "timeout": None},
-    {},
-    [("timeout", Mistake("one for a handle", lambda good: 3.0, VALUE, "wait"))],
+    async_op=(True, None),
+    timeout=(None, None, Mistake("one for a handle", lambda good: 3.0, VALUE, "wait")),
 )
-target(
-    "distributed.all_to_all_single",
-    "collective",
-    lambda comm, **kw: facade.all_to_all_single(group=comm, **kw),
-    lambda comm: {
-        "output": ones(5, 2),
-        "input": ones(5, 2),
-        "output_split_sizes": [3, 2] if comm.rank == 0 else [2, 3],
-        "input_split_sizes": [3, 2] if comm.rank == 0 else [2, 3],
-    },
-    {
-        "output": "facade target",
-        "input": "tensor",
-        "output_split_sizes": "sizes",
-        "input_split_sizes": "sizes",
-    },
-    [
-        ("output", Mistake("another dtype", lambda good: good.double(), VALUE, "float64|double")),
-    ],
+
+
+def split_sizes(comm: Communicator) -> list[int]:
+    return [3, 2] if comm.rank == 0 else [2, 3]
+
+
+collective(
+    "all_to_all_single",
+    output=(
+        ones(5, 2),
+        "facade target",
+        Mistake("another dtype", lambda good: good.double(), VALUE, "float64|double"),
+    ),
+    input=(ones(5, 2), "tensor"),
+    output_split_sizes=(split_sizes, "sizes"),
+    input_split_sizes=(split_sizes, "sizes"),
 )
-target(
-    "distributed.all_to_all",
-    "collective",
-    lambda comm, **kw: facade.all_to_all(group=comm, **kw),
-    lambda comm: {
-        "output_tensor_list": [ones() for _ in range(comm.size)],
-        "input_tensor_list": [ones() for _ in range(comm.size)],
-    },
-    {"output_tensor_list": "facade targets", "input_tensor_list": "tensors"},
+collective(
+    "all_to_all", output_tensor_list=(one_each, "facade targets"), input_tensor_list=(one_each, "tensors")
 )
-target(
-    "distributed.all_gather",
-    "collective",
-    lambda comm, **kw: facade.all_gather(group=comm, **kw),
-    lambda comm: {"tensor_list": [ones() for _ in range(comm.size)], "tensor": ones()},
-    {"tensor_list": "facade targets", "tensor": "tensor"},
-)
-target(
-    "distributed.all_gather_into_tensor",
-    "collective",
-    lambda comm, **kw: facade.all_gather_into_tensor(group=comm, **kw),
-    lambda comm: {"output_tensor": ones(4 * comm.size, 2), "input_tensor": ones()},
-    {"output_tensor": "facade target", "input_tensor": "tensor"},
-    [
-        ("output_tensor", Mistake("another length", lambda good: ones(9, 2), VALUE, r"\[9, 2\]")),
-        ("output_tensor", Mistake("another dtype", lambda good: good.int(), VALUE, "int32")),
-    ],
+collective("all_gather", tensor_list=(one_each, "facade targets"), tensor=(ones(), "tensor"))
+collective(
+    "all_gather_into_tensor",
+    output_tensor=(
+        lambda comm: ones(4 * comm.size, 2),
+        "facade target",
+        Mistake("another length", lambda good: ones(9, 2), VALUE, r"\[9, 2\]"),
+        Mistake("another dtype", lambda good: good.int(), VALUE, "int32"),
+    ),
+    input_tensor=(ones(), "tensor"),
 )

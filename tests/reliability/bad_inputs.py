@@ -7,6 +7,7 @@ it is a collective, the others make the right one, and are told.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -233,30 +234,42 @@ MISTAKES: dict[str, list[Mistake]] = {
 }
 
 
+class Argument(NamedTuple):
+    good: Any  # a value, or a function that makes one of the communicator
+    kind: str | None = None  # of MISTAKES
+    more: tuple[Mistake, ...] = ()
+
+
 class Target(NamedTuple):
     name: str
-    function: Callable[..., Any]  # of the communicator and the arguments
-    good: Callable[[Communicator], dict[str, Any]]
-    kinds: dict[str, str]  # of the arguments that may be wrong
     # "collective": the others make the good call. "message": they do nothing. "local": nobody is concerned.
     # "relay": the other stage makes the opposite call.
     form: str
-    more: list[tuple[str, Mistake]]  # further mistakes, by argument
+    function: Callable[..., Any]  # of the communicator and the arguments
+    arguments: dict[str, Argument]
+
+    def good(self, comm: Communicator) -> dict[str, Any]:
+        """Arguments for a call, of their own."""
+        return {
+            name: good(comm) if callable(good) else copy.deepcopy(good)
+            for name, (good, *_) in self.arguments.items()
+        }
 
 
 TARGETS: dict[str, Target] = {}
 
 
-def target(name: str, form: str, function, good, kinds: dict[str, str], more=()) -> None:
-    TARGETS[name] = Target(name, function, good, kinds, form, list(more))
+def target(name: str, form: str, function: Callable[..., Any], /, **arguments: tuple) -> None:
+    """Adds a function to the table. An argument is its good value, its kind and further mistakes."""
+    arguments = {key: Argument(*value[:2], value[2:]) for key, value in arguments.items()}
+    TARGETS[name] = Target(name, form, function, arguments)
 
 
 def matrix(chosen: Target) -> Iterator[tuple[str, Mistake]]:
     """Pairs of an argument and what is wrong with it."""
-    for argument, kind in chosen.kinds.items():
-        for mistake in MISTAKES[kind]:
-            yield argument, mistake
-    yield from chosen.more
+    for name, argument in chosen.arguments.items():
+        for mistake in (*MISTAKES.get(argument.kind, ()), *argument.more):
+            yield name, mistake
 
 
 def ones(*shape: int) -> torch.Tensor:
