@@ -94,6 +94,7 @@ class Ring:
     """What every rank sends to the next one and receives from the previous one."""
 
     def __init__(self, comm: Communicator, draw: Draw):
+        self.comm, self.channel = comm, draw.variant % NUM_CHANNELS
         self.next, self.previous = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
         shape = (draw.length, 3)
         self.sent = pattern(shape, draw.dtype, draw.key, comm.rank)
@@ -104,83 +105,68 @@ class Ring:
         assert_same(self.received, self._expected, "from the previous rank")
 
 
-@operation("batch_p2p", "ring", "shape dtype")
-def batch_p2p(comm: Communicator, draw: Draw) -> Call:
-    ring, channel = Ring(comm, draw), draw.variant % NUM_CHANNELS
-
-    def start():
-        ops = [Send(ring.sent, ring.next, channel), Recv(ring.received, ring.previous, channel)]
-        return [comm.batch_p2p(ops[:: 1 if draw.variant % 2 else -1], async_op=True)]
-
-    return Call(start, ring.check)
+def over_a_ring(name: str, form: str, start: Callable[[Ring], list[Any]]) -> None:
+    @operation(name, form, "shape dtype")
+    def prepare(comm: Communicator, draw: Draw) -> Call:
+        ring = Ring(comm, draw)
+        return Call(lambda: start(ring), ring.check)
 
 
-@operation("isend, irecv", "ring", "shape dtype")
-def isend_irecv(comm: Communicator, draw: Draw) -> Call:
-    ring, channel = Ring(comm, draw), draw.variant % NUM_CHANNELS
-    return Call(
-        lambda: [
-            comm.isend(ring.sent, ring.next, channel),
-            comm.irecv(ring.received, ring.previous, channel),
-        ],
-        ring.check,
+def one_after_the_other(ring: Ring, send: Callable[[], None], recv: Callable[[], None]) -> list[Any]:
+    """Rank 0 begins; all others receive before they send."""
+    for step in (send, recv) if ring.comm.rank == 0 else (recv, send):
+        step()
+    return []
+
+
+def batch(ring: Ring) -> list[Any]:
+    ops = [Send(ring.sent, ring.next, ring.channel), Recv(ring.received, ring.previous, ring.channel)]
+    return [ring.comm.batch_p2p(ops[:: 1 if ring.channel % 2 else -1], async_op=True)]
+
+
+def batch_of_torch(ring: Ring) -> list[Any]:
+    ends = (facade.isend, ring.sent, ring.next), (facade.irecv, ring.received, ring.previous)
+    return facade.batch_isend_irecv(
+        [facade.P2POp(op, tensor, group=ring.comm, group_peer=peer) for op, tensor, peer in ends]
     )
 
 
-@operation("send, recv", "chain", "shape dtype")
-def send_recv(comm: Communicator, draw: Draw) -> Call:
-    ring = Ring(comm, draw)
-
-    def start():
-        steps = [lambda: comm.send(ring.sent, ring.next), lambda: comm.recv(ring.received, ring.previous)]
-        for step in steps if comm.rank == 0 else reversed(steps):
-            step()
-        return []
-
-    return Call(start, ring.check)
-
-
-@operation("distributed.send, recv", "chain", "shape dtype")
-def facade_send_recv(comm: Communicator, draw: Draw) -> Call:
-    ring = Ring(comm, draw)
-
-    def start():
-        steps = [
-            lambda: facade.send(ring.sent, group=comm, group_dst=ring.next),
-            lambda: facade.recv(ring.received, group=comm, group_src=ring.previous),
-        ]
-        for step in steps if comm.rank == 0 else reversed(steps):
-            step()
-        return []
-
-    return Call(start, ring.check)
-
-
-@operation("distributed.isend, irecv", "ring", "shape dtype")
-def facade_isend_irecv(comm: Communicator, draw: Draw) -> Call:
-    ring = Ring(comm, draw)
-    return Call(
-        lambda: [
-            facade.irecv(ring.received, group=comm, group_src=ring.previous),
-            facade.isend(ring.sent, group=comm, group_dst=ring.next),
-        ],
-        ring.check,
-    )
-
-
-@operation("distributed.batch_isend_irecv", "ring", "shape dtype")
-def batch_isend_irecv(comm: Communicator, draw: Draw) -> Call:
-    ring = Ring(comm, draw)
-
-    def start():
-        return facade.batch_isend_irecv(
-            [
-                facade.P2POp(facade.isend, ring.sent, group=comm, group_peer=ring.next),
-                facade.P2POp(facade.irecv, ring.received, group=comm, group_peer=ring.previous),
-            ]
-        )
-
-    return Call(start, ring.check)
+over_a_ring("batch_p2p", "ring", batch)
+over_a_ring(
+    "isend, irecv",
+    "ring",
+    lambda ring: [
+        ring.comm.isend(ring.sent, ring.next, ring.channel),
+        ring.comm.irecv(ring.received, ring.previous, ring.channel),
+    ],
+)
+over_a_ring(
+    "send, recv",
+    "chain",
+    lambda ring: one_after_the_other(
+        ring,
+        lambda: ring.comm.send(ring.sent, ring.next),
+        lambda: ring.comm.recv(ring.received, ring.previous),
+    ),
+)
+over_a_ring(
+    "distributed.send, recv",
+    "chain",
+    lambda ring: one_after_the_other(
+        ring,
+        lambda: facade.send(ring.sent, group=ring.comm, group_dst=ring.next),
+        lambda: facade.recv(ring.received, group=ring.comm, group_src=ring.previous),
+    ),
+)
+over_a_ring(
+    "distributed.isend, irecv",
+    "ring",
+    lambda ring: [
+        facade.irecv(ring.received, group=ring.comm, group_src=ring.previous),
+        facade.isend(ring.sent, group=ring.comm, group_dst=ring.next),
+    ],
+)
+over_a_ring("distributed.batch_isend_irecv", "ring", batch_of_torch)
 
 
 # ---- collectives -------------------------------------------------------------------------------------------

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from operations import Call, Draw, operation
+from operations import Call, Draw, check_tensors, operation
 from patterns import assert_same, pattern
 from sequence_cases import numbers, remainder_first, scaled
 
@@ -85,62 +86,53 @@ def all_to_all_many(comm: Communicator, draw: Draw) -> Call:
         results[:] = pipecomm_ext.all_to_all_many(inputs, comm, 1, 0, draw.length)
         return []
 
-    def check() -> None:
-        for idx, (got, wanted) in enumerate(zip(results, expected, strict=True)):
-            assert_same(got, wanted, f"result {idx}")
+    return Call(start, lambda: check_tensors(results, expected, "results"))
 
-    return Call(start, check)
+
+def attention(
+    comm: Communicator, draw: Draw, num_heads: int, held: Callable[[torch.Tensor], torch.Tensor], call
+) -> Call:
+    """With an attention that gives back what this rank holds, so that every dtype will do."""
+    whole, grads = whole_tensors(comm, draw, (draw.length, num_heads, 2))
+    mine, grad = held(whole), held(grads[0])
+    options = {"gather_size": draw.length, "heads_dim": 1, "seq_dim": 0}
+    return differentiable(lambda tensor: call(*[tensor] * 3, **options), mine, mine, grad, grad)
+
+
+def ulysses(comm: Communicator, draw: Draw, call) -> Call:
+    sequence = remainder_first(draw.length, comm.size)
+    num_heads = comm.size * (1 + draw.variant % 3)
+    call = functools.partial(call, chunks=2)
+    return attention(comm, draw, num_heads, lambda tensor: tensor.split(sequence, 0)[comm.rank], call)
 
 
 @operation("ulysses_attention", "collective")
 def ulysses_attention(comm: Communicator, draw: Draw) -> Call:
-    """With an attention that returns its queries, so that every dtype will do."""
-    whole, grads = whole_tensors(comm, draw, (draw.length, comm.size * (1 + draw.variant % 3), 2))
-    sequence = remainder_first(draw.length, comm.size)
-    mine, grad = (tensor.split(sequence, 0)[comm.rank] for tensor in (whole, grads[0]))
-    return differentiable(
-        lambda tensor: pipecomm_ext.ulysses_attention(
-            *[tensor] * 3,
-            lambda q, k, v: q.clone(),
-            comm,
-            chunks=2,
-            gather_size=draw.length,
-            heads_dim=1,
-            seq_dim=0,
+    return ulysses(
+        comm,
+        draw,
+        functools.partial(
+            pipecomm_ext.ulysses_attention, attention=lambda q, k, v: q.clone(), process_group=comm
         ),
-        mine,
-        mine,
-        grad,
-        grad,
     )
 
 
 @operation("zigzag_attention", "collective")
 def zigzag_attention(comm: Communicator, draw: Draw) -> Call:
-    """With an attention that returns the values of its queries, so that every dtype will do."""
+    """The values of its queries are the last ones."""
     slices = remainder_first(draw.length, 2 * comm.size)
 
     def held(tensor: torch.Tensor) -> torch.Tensor:
         pieces = tensor.split(slices, 0)
         return torch.cat([pieces[comm.rank], pieces[-1 - comm.rank]], 0)
 
-    whole, grads = whole_tensors(comm, draw, (draw.length, 1 + draw.variant % 3, 2))
-    mine, grad = held(whole), held(grads[0])
-    return differentiable(
-        lambda tensor: pipecomm_ext.zigzag_attention(
-            *[tensor] * 3,
-            lambda q, k, v, is_causal: v[v.size(0) - q.size(0) :].clone(),
-            comm,
-            is_causal=True,
-            gather_size=draw.length,
-            heads_dim=1,
-            seq_dim=0,
-        ),
-        mine,
-        mine,
-        grad,
-        grad,
+    call = functools.partial(
+        pipecomm_ext.zigzag_attention,
+        attention=lambda q, k, v, is_causal: v[v.size(0) - q.size(0) :].clone(),
+        process_group=comm,
+        is_causal=True,
     )
+    return attention(comm, draw, 1 + draw.variant % 3, held, call)
 
 
 def gathered(
@@ -300,26 +292,16 @@ def ring_gather(comm: Communicator, draw: Draw) -> Call:
 
 @operation("attention_with_cp", "collective")
 def ulysses_of_all_ranks(comm: Communicator, draw: Draw) -> Call:
-    """Over a Ulysses group of all ranks, no ring, with an attention that returns its queries."""
-    state = pipecomm_ext.parallel_state.ParallelState(ulysses_group=comm)
-    whole, grads = whole_tensors(comm, draw, (draw.length, comm.size * (1 + draw.variant % 3), 2))
-    sequence = remainder_first(draw.length, comm.size)
-    mine, grad = (tensor.split(sequence, 0)[comm.rank] for tensor in (whole, grads[0]))
-    return differentiable(
-        lambda tensor: pipecomm_ext.attention_with_cp(
-            *[tensor] * 3,
-            lambda q, k, v, is_causal: q.clone(),
+    """Over a Ulysses group of all ranks, no ring."""
+    return ulysses(
+        comm,
+        draw,
+        functools.partial(
+            pipecomm_ext.attention_with_cp,
+            attention=lambda q, k, v, is_causal: q.clone(),
             is_causal=False,
-            chunks=2,
-            gather_size=draw.length,
-            heads_dim=1,
-            seq_dim=0,
-            parallel_state=state,
+            parallel_state=pipecomm_ext.parallel_state.ParallelState(ulysses_group=comm),
         ),
-        mine,
-        mine,
-        grad,
-        grad,
     )
 
 
@@ -361,98 +343,84 @@ class Stage:
         rank = self.rank if rank is None else rank % self.size
         return pattern(self.shape, self.draw.dtype, self.draw.key, kind, rank)
 
-    def call(self, body: Callable[[], list[tuple[Any, torch.Tensor | None]]]) -> Call:
-        """`body` makes calls and returns what came with what should have come."""
-        results: list[tuple[Any, torch.Tensor | None]] = []
+    def output(self, rank: int | None = None) -> torch.Tensor:
+        return self.tensor("activation", rank)
 
-        def start() -> list[Any]:
-            results[:] = body()
-            return []
+    def grad(self, rank: int | None = None) -> torch.Tensor:
+        return self.tensor("gradient", rank)
 
-        def check() -> None:
-            for got, wanted in results:
-                if wanted is None:
-                    assert got is None
-                else:
-                    assert_same(got.detach(), wanted, "received")
+    @property
+    def from_before(self) -> torch.Tensor | None:
+        return None if self.is_first else self.output(self.rank - 1)
 
-        return Call(start, check)
+    @property
+    def from_after(self) -> torch.Tensor | None:
+        return None if self.is_last else self.grad(self.rank + 1)
 
 
-@operation("P2PCommunicator.recv_forward, send_forward", "chain", "shape")
-def pipeline_forward(comm: Communicator, draw: Draw) -> Call:
-    stage = Stage(comm, draw)
+def of_stages(name: str, form: str):
+    """Adds a function that makes a stage's calls and returns what came with what should have come."""
 
-    def body():
-        received = stage.p2p.recv_forward(stage.shape, stage.is_first)
-        stage.p2p.send_forward(stage.tensor("activation"), stage.is_last)
-        return [(received, None if stage.is_first else stage.tensor("activation", stage.rank - 1))]
+    def register(play: Callable[[Stage], list[tuple[Any, torch.Tensor | None]]]) -> None:
+        @operation(f"P2PCommunicator.{name}", form, "shape")
+        def prepare(comm: Communicator, draw: Draw) -> Call:
+            stage, results = Stage(comm, draw), []
 
-    return stage.call(body)
+            def start() -> list[Any]:
+                results[:] = play(stage)
+                return []
+
+            def check() -> None:
+                for got, wanted in results:
+                    if wanted is None:
+                        assert got is None
+                    else:
+                        assert_same(got.detach(), wanted, "received")
+
+            return Call(start, check)
+
+    return register
 
 
-@operation("P2PCommunicator.recv_backward, send_backward", "chain", "shape")
-def pipeline_backward(comm: Communicator, draw: Draw) -> Call:
-    stage = Stage(comm, draw)
-
-    def body():
-        received = stage.p2p.recv_backward(stage.shape, stage.is_last)
-        stage.p2p.send_backward(stage.tensor("gradient"), stage.is_first)
-        return [(received, None if stage.is_last else stage.tensor("gradient", stage.rank + 1))]
-
-    return stage.call(body)
+@of_stages("recv_forward, send_forward", "chain")
+def forward(stage: Stage):
+    received = stage.p2p.recv_forward(stage.shape, stage.is_first)
+    stage.p2p.send_forward(stage.output(), stage.is_last)
+    return [(received, stage.from_before)]
 
 
-@operation("P2PCommunicator.send_forward_recv_backward, send_backward_recv_forward", "chain", "shape")
-def pipeline_steady_state(comm: Communicator, draw: Draw) -> Call:
+@of_stages("recv_backward, send_backward", "chain")
+def backward(stage: Stage):
+    received = stage.p2p.recv_backward(stage.shape, stage.is_last)
+    stage.p2p.send_backward(stage.grad(), stage.is_first)
+    return [(received, stage.from_after)]
+
+
+@of_stages("send_forward_recv_backward, send_backward_recv_forward", "chain")
+def steady_state(stage: Stage):
     """A micro-batch down and its gradient up while the next one comes, as in 1F1B."""
-    stage = Stage(comm, draw)
-
-    def body():
-        first = stage.p2p.recv_forward(stage.shape, stage.is_first)
-        grad = stage.p2p.send_forward_recv_backward(stage.tensor("activation"), stage.shape, stage.is_last)
-        second = stage.p2p.send_backward_recv_forward(stage.tensor("gradient"), stage.shape, stage.is_first)
-        stage.p2p.send_forward(stage.tensor("activation"), stage.is_last)
-        activation = None if stage.is_first else stage.tensor("activation", stage.rank - 1)
-        wanted_grad = None if stage.is_last else stage.tensor("gradient", stage.rank + 1)
-        return [(first, activation), (grad, wanted_grad), (second, activation)]
-
-    return stage.call(body)
+    first = stage.p2p.recv_forward(stage.shape, stage.is_first)
+    grad = stage.p2p.send_forward_recv_backward(stage.output(), stage.shape, stage.is_last)
+    second = stage.p2p.send_backward_recv_forward(stage.grad(), stage.shape, stage.is_first)
+    stage.p2p.send_forward(stage.output(), stage.is_last)
+    return [(first, stage.from_before), (grad, stage.from_after), (second, stage.from_before)]
 
 
-@operation("P2PCommunicator.send_forward_recv_forward", "ring", "shape")
-def pipeline_forward_ring(comm: Communicator, draw: Draw) -> Call:
-    stage = Stage(comm, draw)
-
-    def body():
-        received = stage.p2p.send_forward_recv_forward(stage.tensor("activation"), True, stage.shape)
-        return [(received, stage.tensor("activation", stage.rank - 1))]
-
-    return stage.call(body)
+@of_stages("send_forward_recv_forward", "ring")
+def forward_ring(stage: Stage):
+    received = stage.p2p.send_forward_recv_forward(stage.output(), True, stage.shape)
+    return [(received, stage.output(stage.rank - 1))]
 
 
-@operation("P2PCommunicator.send_backward_recv_backward", "ring", "shape")
-def pipeline_backward_ring(comm: Communicator, draw: Draw) -> Call:
-    stage = Stage(comm, draw)
-
-    def body():
-        received = stage.p2p.send_backward_recv_backward(stage.tensor("gradient"), True, stage.shape)
-        return [(received, stage.tensor("gradient", stage.rank + 1))]
-
-    return stage.call(body)
+@of_stages("send_backward_recv_backward", "ring")
+def backward_ring(stage: Stage):
+    received = stage.p2p.send_backward_recv_backward(stage.grad(), True, stage.shape)
+    return [(received, stage.grad(stage.rank + 1))]
 
 
-@operation("P2PCommunicator.send_forward_backward_recv_forward_backward", "ring", "shape")
-def pipeline_both_ways(comm: Communicator, draw: Draw) -> Call:
-    stage = Stage(comm, draw)
-
-    def body():
-        activation, grad = stage.p2p.send_forward_backward_recv_forward_backward(
-            stage.tensor("activation"), stage.tensor("gradient"), True, True, stage.shape
-        )
-        return [
-            (activation, stage.tensor("activation", stage.rank - 1)),
-            (grad, stage.tensor("gradient", stage.rank + 1)),
-        ]
-
-    return stage.call(body)
+@of_stages("send_forward_backward_recv_forward_backward", "ring")
+def both_ways(stage: Stage):
+    activation, grad = stage.p2p.send_forward_backward_recv_forward_backward(
+        stage.output(), stage.grad(), True, True, stage.shape
+    )
+    return [(activation, stage.output(stage.rank - 1)), (grad, stage.grad(stage.rank + 1))]

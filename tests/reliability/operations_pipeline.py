@@ -70,12 +70,14 @@ def finished(*works: Any) -> list[Any]:
     return []
 
 
+def relay_over(comm: Communicator, draw: Draw, boundary: Boundary) -> StageRelay:
+    algorithm = ALGORITHMS[draw.variant % len(ALGORITHMS)]
+    return StageRelay(boundary.topology, algorithm=algorithm, communicator=comm)
+
+
 @operation("StageRelay.send_forward, recv_forward", "ring", "shape dtype")
 def relay_forward(comm: Communicator, draw: Draw) -> Call:
-    boundary = Boundary(comm, draw)
-    relay = StageRelay(
-        boundary.topology, algorithm=ALGORITHMS[draw.variant % len(ALGORITHMS)], communicator=comm
-    )
+    relay = relay_over(comm, draw, boundary := Boundary(comm, draw))
 
     def start() -> list[Any]:
         boundary.received, work = relay.recv_forward(boundary.shape, boundary.dtype, async_op=True)
@@ -86,10 +88,7 @@ def relay_forward(comm: Communicator, draw: Draw) -> Call:
 
 @operation("StageRelay.send_backward, recv_backward", "ring", "shape dtype")
 def relay_backward(comm: Communicator, draw: Draw) -> Call:
-    boundary = Boundary(comm, draw)
-    relay = StageRelay(
-        boundary.topology, algorithm=ALGORITHMS[draw.variant % len(ALGORITHMS)], communicator=comm
-    )
+    relay = relay_over(comm, draw, boundary := Boundary(comm, draw))
 
     def start() -> list[Any]:
         work = relay.send_backward(boundary.sent, async_op=True)
