@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from pipecomm_ext.schedules import Executor, Plan, get_plan
+from pipecomm_ext.schedules import Executor, Plan, WeightGradStore, get_plan
 
 WIDTH = 6
 Micro = tuple[torch.Tensor, ...]
@@ -133,6 +133,135 @@ def make_executor(world, plan: Plan, pipeline: Pipeline, **options) -> Executor:
     """Over a communicator that other tests use, too, unless `options` has one."""
     options.setdefault("communicator", world.shared_comm(channels=4))
     return Executor(plan, pipeline.stages, loss_fn=pipeline.loss_fn, **options)
+
+
+def prepared(world, plan: Plan, layer=Block, loss_fn=squared_error, **options) -> tuple[Pipeline, Executor]:
+    pipeline = Pipeline(plan, world.rank, layer, loss_fn)
+    return pipeline, make_executor(world, plan, pipeline, **options)
+
+
+def compare_step(world, plan: Plan, layer=Block, loss_fn=squared_error, scale: float = 1.0, **options):
+    """What a step returns, after comparing losses and gradients with the unsplit model."""
+    pipeline, executor = prepared(world, plan, layer, loss_fn, **options)
+    result = pipeline.step(executor)
+    if plan.replicas:
+        executor.sum_replica_gradients()
+    pipeline.assert_losses(result.losses, pipeline.run_whole(scale=scale))
+    pipeline.assert_gradients()
+    return result
+
+
+class Failing(Block):
+    """Raises once, in the forward or backward of a micro-batch, as soon as `where` says."""
+
+    def __init__(self, depth: int, where: str | None = None, micro: int = 2):
+        super().__init__(depth)
+        self.where, self.micro, self.num_calls = where, micro, 0
+
+    def forward(self, x):
+        y = super().forward(x)
+        if self.where is not None:
+            self.num_calls += 1
+            if self.num_calls == self.micro + 1:
+                if self.where == "forward":
+                    self._raise(None)
+                y.register_hook(self._raise)
+        return y
+
+    def _raise(self, _gradient):
+        self.where = None
+        raise KeyError("no such expert")
+
+
+class Selecting(nn.Module):
+    """Passes on as many rows as the data say."""
+
+    def __init__(self, depth: int):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+        nn.init.eye_(self.linear.weight)
+
+    def forward(self, x):
+        x = self.linear(x)
+        return x[: 1 + int((x[:, 0] > 0).sum())]
+
+
+def squared(output: torch.Tensor, _target) -> torch.Tensor:
+    return output.square().sum()
+
+
+class Rich(nn.Module):
+    """Passes on six tensors: differentiable, a view, integers, a mask, an unused one, an empty one."""
+
+    def __init__(self, depth: int):
+        super().__init__()
+        self.depth = depth
+        self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+        nn.init.normal_(self.linear.weight, generator=torch.Generator().manual_seed(depth))
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, x, ids=None, tail=None, mask=None, unused=None, empty=None):
+        if ids is None:
+            ids = torch.arange(len(x))
+            mask = x[:, 0] > 0
+            tail = x[:, 2:]
+            empty = x[:0]
+        elif not torch.equal(ids, torch.arange(len(x)) + 2 * self.depth):
+            raise RuntimeError("ids arrived wrong")
+        x = torch.tanh(self.linear(x)) * mask[:, None] + ids[:, None] * 0.1
+        x = x + nn.functional.pad(tail, (2, 0))
+        return x, ids + 2, x[:, 2:], mask.clone(), x * 3, empty
+
+
+class StoringLinear(torch.autograd.Function):
+    """The weight gradient goes through WeightGradStore, and is written by hand."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+
+        def weight_gradient():
+            added = gradient.flatten(0, -2).t() @ x.flatten(0, -2)
+            weight.grad = added if weight.grad is None else weight.grad + added
+
+        if WeightGradStore.enabled:
+            WeightGradStore.put(weight_gradient)
+        else:
+            weight_gradient()
+        return gradient @ weight, None
+
+
+class StoringBlock(nn.Module):
+    """As DualPipe's users write them, with a method of its own for a fused slot, whose calls it counts."""
+
+    num_calls = 0
+
+    def __init__(self, depth: int):
+        super().__init__()
+        self.weight = nn.Parameter(Block(depth).first.weight.detach()[:WIDTH].clone())
+
+    def forward(self, x, shift=0):
+        return torch.tanh(StoringLinear.apply(x, self.weight)) + shift
+
+    @classmethod
+    def overlapped_forward_backward(
+        cls, module0, inputs0, criterion0, labels0, module1, loss1, outputs1, output_grads1
+    ):
+        cls.num_calls += 1
+        outputs0 = [module0(*inputs0)]
+        loss0 = criterion0(*outputs0, *labels0) if criterion0 is not None else None
+        if loss1 is not None:
+            assert outputs1 == output_grads1 == []
+            loss1.backward()
+            loss1.detach_()
+        else:
+            torch.autograd.backward(outputs1, output_grads1)
+        return outputs0, loss0
 
 
 class MegatronChunk(nn.Module):

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from bad_inputs import EITHER, NONE, TYPE, VALUE, Mistake, ones, target
+from bad_inputs import NONE, TYPE, VALUE, Mistake, ones, target
 from operations_pipeline import topology_of
 
 import pipecomm_ext
@@ -203,17 +203,30 @@ target(
     algorithm=(
         "auto",
         None,
-        Mistake("an unknown one", lambda good: "fast", VALUE, "fast"),
+        Mistake(
+            "an unknown one", lambda good: "fast", VALUE, "one of auto, sharded, direct, leader, pip.*fast"
+        ),
         Mistake("None", lambda good: None, VALUE, "None"),
     ),
     layout=(
         "replicated",
         None,
-        Mistake("an unknown one", lambda good: "halved", VALUE, "halved"),
-        Mistake("a dim that is a float", lambda good: ("sharded", 1.5), EITHER, "1.5|float"),
-        Mistake("too few entries", lambda good: ["replicated"], VALUE, "1"),
+        Mistake("an unknown one", lambda good: "halved", VALUE, 'layout must be "replicated".*halved'),
+        Mistake(
+            "a dim that is a float",
+            lambda good: ("sharded", 1.5),
+            TYPE,
+            "sharded dim must be an int, not float",
+        ),
+        Mistake(
+            "too few entries", lambda good: ["replicated"], VALUE, "one entry for each of the 2 stages, got 1"
+        ),
     ),
-    grad_reduce=("leader", None, Mistake("an unknown one", lambda good: "max", VALUE, "max")),
+    grad_reduce=(
+        "leader",
+        None,
+        Mistake("an unknown one", lambda good: "max", VALUE, "one of leader, sum, mean"),
+    ),
 )
 relay("send_forward", "relay", tensor=(ones(), "tensor"))
 relay("send_backward", "relay", gradient=(ones(), "tensor"))

@@ -77,6 +77,15 @@ def operation(name: str, form: str, compares: str = "shape dtype plan"):
     return register
 
 
+def run_some(comm: Communicator, rng: random.Random, operation: Operation, lengths: list[int]) -> None:
+    for _ in range(4):
+        draw = Draw.random(rng, lengths)
+        try:
+            operation.prepare(comm, draw).run()
+        except Exception as error:
+            raise AssertionError(f"{operation.name} with {draw}") from error
+
+
 def works_of(*works: Any) -> list[Any]:
     """Handles without the None of calls that returned when they were done."""
     return [work for work in works if work is not None]

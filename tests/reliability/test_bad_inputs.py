@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from bad_inputs import TARGETS, Target, matrix
-from operations import NUM_CHANNELS, OPERATIONS, Draw, Operation
+from operations import NUM_CHANNELS, OPERATIONS, Call, Draw
 from operations_pipeline import topology_of
 from patterns import assert_same, pattern, poison
 from ranks import on_ranks
@@ -104,55 +104,42 @@ def test_the_arguments_that_are_called_good_are(world, transport, name):
 # ---- tensors that share memory -----------------------------------------------------------------------------
 
 
-ALIASED = [
-    "an output twice",
-    "outputs that overlap",
-    "outputs are the inputs",
-    "output is the input",
-    "the input lies in the output",
-]
+def fresh(num: int) -> list[torch.Tensor]:
+    return [torch.ones(4, 3) for _ in range(num)]
 
 
-def aliased(world) -> dict[str, tuple]:
-    """Pairs of a call whose tensors share memory, and the same call of the other ranks."""
-    comm, one = world.shared_comm(channels=NUM_CHANNELS), torch.ones(4, 3)
+def lists(outputs: list[torch.Tensor], inputs: list[torch.Tensor]):
+    return (lambda comm: comm.all_to_all(inputs, outputs)), (lambda comm: comm.all_to_all(fresh(2), fresh(2)))
 
-    def fresh(num: int) -> list[torch.Tensor]:
-        return [torch.ones(4, 3) for _ in range(num)]
 
-    def lists(outputs, inputs):
-        return lambda: comm.all_to_all(inputs, outputs)
-
-    def single(output, input_):
-        return lambda: facade.all_to_all_single(output, input_, group=comm)
-
-    def gather(outputs, tensor):
-        return lambda: facade.all_gather(outputs, tensor, comm)
-
-    buffer, rows = torch.ones(7, 3), torch.ones(8, 3)
-    return {
-        "an output twice": (lists([one, one], fresh(2)), lists(fresh(2), fresh(2))),
-        "outputs that overlap": (lists([buffer[:4], buffer[3:]], fresh(2)), lists(fresh(2), fresh(2))),
-        "outputs are the inputs": (lists(rows.chunk(2), rows.chunk(2)[::-1]), lists(fresh(2), fresh(2))),
-        "output is the input": (single(rows, rows), single(torch.ones(8, 3), torch.ones(8, 3))),
-        "the input lies in the output": (
-            gather(list(rows.chunk(2)), rows[4:]),
-            gather(fresh(2), torch.ones(4, 3)),
-        ),
-    }
+ONE, BUFFER, ROWS = torch.ones(4, 3), torch.ones(7, 3), torch.ones(8, 3)
+# Calls whose tensors share memory, and the same calls of the other rank.
+ALIASED = {
+    "an output twice": lists([ONE, ONE], fresh(2)),
+    "outputs that overlap": lists([BUFFER[:4], BUFFER[3:]], fresh(2)),
+    "outputs are the inputs": lists(ROWS.chunk(2), ROWS.chunk(2)[::-1]),
+    "output is the input": (
+        lambda comm: facade.all_to_all_single(ROWS, ROWS, group=comm),
+        lambda comm: facade.all_to_all_single(torch.ones(8, 3), torch.ones(8, 3), group=comm),
+    ),
+    "the input lies in the output": (
+        lambda comm: facade.all_gather(list(ROWS.chunk(2)), ROWS[4:], comm),
+        lambda comm: facade.all_gather(fresh(2), torch.ones(4, 3), comm),
+    ),
+}
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("name", ALIASED)
 def test_tensors_that_share_memory_are_refused(world, name):
-    wrong, right = aliased(world)[name]
+    (wrong, right), comm = ALIASED[name], world.shared_comm(channels=NUM_CHANNELS)
     if world.rank == 0:
         with pytest.raises(ValueError, match="share memory; use separate tensors"):
-            wrong()
+            wrong(comm)
     else:
         with pytest.raises(PipeCommMismatch, match="rank 0.*share memory"):
-            right()
-    assert_usable(world.shared_comm(channels=NUM_CHANNELS), name)
+            right(comm)
+    assert_usable(comm, name)
 
 
 @on_ranks(2, 3)
@@ -172,35 +159,34 @@ def test_a_gather_in_place_is_legal(world):
 # ---- communicators in the wrong state, place or time -------------------------------------------------------
 
 
-def over_this_communicator() -> list[tuple[str, Operation]]:
-    return [entry for entry in OPERATIONS.items() if entry[1].form != "apart"]
+def calls_over(comm: Communicator) -> dict[str, Call]:
+    chosen = [operation for operation in OPERATIONS.values() if operation.form != "apart"]
+    return {operation.name: operation.prepare(comm, Draw()) for operation in chosen}
 
 
-@on_ranks(2)
-@TRANSPORTS
-def test_every_operation_on_a_closed_communicator(world, transport):
-    comm = world.fresh_comm(transport=transport, channels=NUM_CHANNELS)
-    calls = {name: operation.prepare(comm, Draw()) for name, operation in over_this_communicator()}
-    comm.close()
+def all_must_raise(calls: dict[str, Call], kind: type[Exception], message: str) -> None:
     for name, call in calls.items():
-        with pytest.raises(PipeCommAborted, match="closed communicator; create a new"):
+        with pytest.raises(kind, match=message):
             call.run()
             raise AssertionError(name)
 
 
 @on_ranks(2)
 @TRANSPORTS
+def test_every_operation_on_a_closed_communicator(world, transport):
+    comm = world.fresh_comm(transport=transport, channels=NUM_CHANNELS)
+    calls = calls_over(comm)
+    comm.close()
+    all_must_raise(calls, PipeCommAborted, "closed communicator; create a new")
+
+
+@on_ranks(2)
+@TRANSPORTS
 def test_every_operation_in_a_forked_child(world, transport):
     comm = world.shared_comm(transport=transport, channels=NUM_CHANNELS)
-    calls = {name: operation.prepare(comm, Draw()) for name, operation in over_this_communicator()}
-
-    def child() -> None:
-        for name, call in calls.items():
-            with pytest.raises(PipeCommError, match="was forked.*make a new group and Communicator"):
-                call.run()
-                raise AssertionError(name)
-
-    assert run_forked(child) == 0
+    calls = calls_over(comm)
+    told = "was forked.*make a new group and Communicator"
+    assert run_forked(lambda: all_must_raise(calls, PipeCommError, told)) == 0
     assert_usable(comm, "fork")
 
 

@@ -7,7 +7,7 @@ import random
 import operations_parallel  # noqa: F401  (fills the table)
 import operations_pipeline  # noqa: F401  (fills the table)
 import pytest
-from operations import NUM_CHANNELS, OPERATIONS, Draw
+from operations import NUM_CHANNELS, OPERATIONS, run_some
 from ranks import on_ranks
 
 LENGTHS = [1, 2, 7, 300, 6000]
@@ -19,9 +19,4 @@ def test_every_operation_gives_the_right_answer(world, transport):
     comm = world.shared_comm(transport=transport, channels=NUM_CHANNELS, timeout=20)
     rng = random.Random(world.size)
     for operation in OPERATIONS.values():
-        for _ in range(4):
-            draw = Draw.random(rng, LENGTHS)
-            try:
-                operation.prepare(comm, draw).run()
-            except Exception as error:
-                raise AssertionError(f"{operation.name} with {draw}") from error
+        run_some(comm, rng, operation, LENGTHS)

@@ -118,10 +118,8 @@ def test_measured_timeline_is_drawn_like_a_simulated_one(tmp_path):
 def test_panels_share_one_scale_and_numbers_are_left_out_where_they_do_not_fit():
     long, short = simulate(schedules.gpipe(2, 8)), simulate(schedules.gpipe(2, 4))
     scene = build_scene([long, short], ["a", "b"], 1200)
-    widths = {
-        round(rect.width, 3) for rect in scene.rects if FILL_KIND.get(rect.fill) == "F" and rect.micro_key
-    }
-    assert len(widths) == 1
+    boxes = [rect for rect in scene.rects if FILL_KIND.get(rect.fill) == "F" and rect.micro_key]
+    assert len({round(rect.width, 3) for rect in boxes}) == 1
     crowded = build_scene([simulate(schedules.gpipe(2, 400))], ["c"], 1200)
     assert len(crowded.labels) < 60
 
@@ -171,61 +169,46 @@ def test_png_has_the_wanted_size_and_colours(tmp_path):
     assert tuple(bytes.fromhex(SHADES["F"][1][1:])) in colours
 
 
+PLAN = schedules.gpipe(2, 2)
+
+
 @pytest.mark.parametrize(
-    "arguments, error, message",
+    "arguments, options, error, message",
     [
-        (
-            (schedules.gpipe(2, 2), "x.pdf"),
-            ValueError,
-            r"'x.pdf'; expected a path that ends with .svg, .html",
-        ),
-        (([], "x.svg"), ValueError, "nothing to draw"),
-        ((["gpipe"], "x.svg"), TypeError, "expected a Plan or a Timeline, got str"),
+        ((PLAN, "x.pdf"), {}, ValueError, r"'x.pdf'; expected a path that ends with .svg, .html"),
+        (([], "x.svg"), {}, ValueError, "nothing to draw"),
+        ((["gpipe"], "x.svg"), {}, TypeError, "expected a Plan or a Timeline, got str"),
+        ((PLAN, "x.svg"), {"titles": ["a", "b"]}, ValueError, "2 titles for 1 pictures"),
+        ((PLAN, "x.svg"), {"width": 10}, ValueError, "at least 400 pixels, got 10"),
     ],
 )
-def test_bad_arguments(arguments, error, message, tmp_path, monkeypatch):
+def test_bad_arguments(arguments, options, error, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(error, match=message):
-        draw(*arguments)
+        draw(*arguments, **options)
     assert not list(tmp_path.iterdir())
 
 
-def test_bad_titles_and_width(tmp_path):
-    with pytest.raises(ValueError, match="2 titles for 1 pictures"):
-        draw(schedules.gpipe(2, 2), tmp_path / "x.svg", titles=["a", "b"])
-    with pytest.raises(ValueError, match="at least 400 pixels, got 10"):
-        draw(schedules.gpipe(2, 2), tmp_path / "x.svg", width=10)
+def size(num_ranks: int, num_micros: int) -> list[str]:
+    return ["--ranks", str(num_ranks), "--microbatches", str(num_micros)]
 
 
 def test_command_line_draw(tmp_path, capsys):
     path = tmp_path / "x.svg"
-    command = ["draw", "dualpipe", "--ranks", "4", "--microbatches", "10", "-o", str(path)]
-    assert command_line.main(command) == 0
+    assert command_line.main(["draw", "dualpipe", *size(4, 10), "-o", str(path)]) == 0
     assert "dualpipe, 4 ranks, 10 micro-batches" in capsys.readouterr().out
     ElementTree.parse(path)
 
 
 def test_command_line_as_a_process(tmp_path):
     path = tmp_path / "x.html"
-    command = [
-        sys.executable,
-        "-m",
-        "pipecomm_ext",
-        "draw",
-        "zb_v",
-        "--ranks",
-        "2",
-        "--microbatches",
-        "4",
-        "-o",
-    ]
-    subprocess.run([*command, str(path)], check=True, timeout=60)
+    command = [sys.executable, "-m", "pipecomm_ext", "draw", "zb_v", *size(2, 4), "-o", str(path)]
+    subprocess.run(command, check=True, timeout=60)
     assert "zb_v" in path.read_text()
 
 
 def test_command_line_check(tmp_path, capsys):
-    size = ["--ranks", "4", "--microbatches", "8"]
-    assert command_line.main(["check", "interleaved", *size, "--virtual-stages", "2"]) == 0
+    assert command_line.main(["check", "interleaved", *size(4, 8), "--virtual-stages", "2"]) == 0
     output = capsys.readouterr().out
     assert "makespan 57, bubble 15.8%" in output and output.endswith("check passed\n")
     path = tmp_path / "plan.csv"
@@ -237,28 +220,16 @@ def test_command_line_check(tmp_path, capsys):
 @pytest.mark.parametrize(
     "command, message",
     [
-        (["check", "dualpipe", "--ranks", "3", "--microbatches", "8"], "P=3 ranks; expected an even number"),
+        (["check", "dualpipe", *size(3, 8)], "P=3 ranks; expected an even number"),
         (["check", "gpipe"], "'gpipe' needs --ranks and --microbatches"),
-        (["check", "interleaved", "--ranks", "4", "--microbatches", "8"], "needs --virtual-stages"),
-        (["check", "nothing", "--ranks", "2", "--microbatches", "2"], "unknown schedule 'nothing'"),
+        (["check", "interleaved", *size(4, 8)], "needs --virtual-stages"),
+        (["check", "nothing", *size(2, 2)], "unknown schedule 'nothing'"),
         (["check", "none.csv"], "No such file"),
         (["check", "none.csv", "--ranks", "2"], "holds a whole plan"),
-        (
-            ["check", "gpipe", "--ranks", "2", "--microbatches", "2", "--virtual-stages", "2"],
-            "'gpipe' does not take --virtual-stages",
-        ),
-        (
-            ["check", "gpipe", "--ranks", "2", "--microbatches", "4", "--max-activations", "3"],
-            "the limit is 3",
-        ),
-        (
-            ["draw", "gpipe", "--ranks", "2", "--microbatches", "4", "-o", "x.pdf"],
-            "expected a path that ends",
-        ),
-        (
-            ["draw", "gpipe", "--ranks", "2", "--microbatches", "4", "-o", "x.svg", "--F", "-1"],
-            "must not be neg",
-        ),
+        (["check", "gpipe", *size(2, 2), "--virtual-stages", "2"], "'gpipe' does not take --virtual-stages"),
+        (["check", "gpipe", *size(2, 4), "--max-activations", "3"], "the limit is 3"),
+        (["draw", "gpipe", *size(2, 4), "-o", "x.pdf"], "expected a path that ends"),
+        (["draw", "gpipe", *size(2, 4), "-o", "x.svg", "--F", "-1"], "must not be neg"),
     ],
 )
 def test_command_line_errors(command, message, capsys, tmp_path, monkeypatch):

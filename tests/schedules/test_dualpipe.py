@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from pipelines import WIDTH, Block, ReentrantBlock, squared_error
+from pipelines import WIDTH, Block, ReentrantBlock, StoringBlock, squared_error
 from ranks import on_ranks
 from torch import nn
 
@@ -15,60 +15,11 @@ from pipecomm_ext import PipeCommAborted, PipeCommError
 from pipecomm_ext.schedules import (
     DualPipe,
     DualPipeV,
-    WeightGradStore,
     set_p2p_tensor_dtype,
     set_p2p_tensor_shapes,
 )
 
 ROWS = 2  # of a chunk
-
-
-class LinearFunction(torch.autograd.Function):
-    """The weight gradient goes through WeightGradStore, and is written by hand."""
-
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight)
-        return x @ weight.t()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        x, weight = ctx.saved_tensors
-
-        def weight_gradient():
-            if weight.grad is None:
-                weight.grad = torch.zeros_like(weight)
-            weight.grad += gradient.flatten(0, -2).t() @ x.flatten(0, -2)
-
-        if WeightGradStore.enabled:
-            WeightGradStore.put(weight_gradient)
-        else:
-            weight_gradient()
-        return gradient @ weight, None
-
-
-class StoringBlock(nn.Module):
-    """As DualPipe's users write them."""
-
-    def __init__(self, depth: int):
-        super().__init__()
-        self.weight = nn.Parameter(Block(depth).first.weight.detach()[:WIDTH].clone())
-
-    def forward(self, x):
-        return torch.tanh(LinearFunction.apply(x, self.weight))
-
-    @classmethod
-    def overlapped_forward_backward(
-        cls, module0, inputs0, criterion0, labels0, module1, loss1, outputs1, output_grads1
-    ):
-        outputs0 = [module0(*inputs0)]
-        loss0 = criterion0(*outputs0, *labels0) if criterion0 is not None else None
-        if loss1 is not None:
-            loss1.backward()
-            loss1.detach_()
-        else:
-            torch.autograd.backward(outputs1, output_grads1)
-        return outputs0, loss0
 
 
 def batch(num_rows: int, seed: int) -> torch.Tensor:

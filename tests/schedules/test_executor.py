@@ -8,7 +8,20 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from pipelines import WIDTH, Block, Pipeline, make_executor, plan_named, squared_error
+from pipelines import (
+    WIDTH,
+    Block,
+    Pipeline,
+    Rich,
+    Selecting,
+    StoringBlock,
+    compare_step,
+    make_executor,
+    plan_named,
+    prepared,
+    squared,
+    squared_error,
+)
 from ranks import on_ranks
 from torch import nn
 
@@ -99,13 +112,8 @@ def test_groups_as_single_batches_as_on_an_in_order_stream(world):
 @on_ranks(3)
 def test_sockets_serve_as_well_as_shared_memory(world):
     for name in ("interleaved_1f1b", "zb_h2"):
-        plan = plan_named(name, world.size)
-        pipeline = Pipeline(plan, world.rank)
-        executor = make_executor(
-            world, plan, pipeline, communicator=world.shared_comm(channels=4, transport="c10d")
-        )
-        pipeline.assert_losses(pipeline.step(executor).losses, pipeline.run_whole())
-        pipeline.assert_gradients()
+        comm = world.shared_comm(channels=4, transport="c10d")
+        compare_step(world, plan_named(name, world.size), communicator=comm)
 
 
 class Unsteady(Block):
@@ -124,9 +132,7 @@ class Unsteady(Block):
 def test_unsteady_durations_and_sizes_that_change_in_every_step(world):
     """Other shapes are announced while messages of known ones are under way."""
     for name in ("interleaved_1f1b", "zb_v", "dualpipe"):
-        plan = plan_named(name, world.size)
-        pipeline = Pipeline(plan, world.rank, Unsteady)
-        executor = make_executor(world, plan, pipeline)
+        pipeline, executor = prepared(world, plan_named(name, world.size), Unsteady)
         sizes = random.Random(5)  # alike on all ranks
         for step in range(4):
             pipeline.set_data(seed=step, last_rows=1 + sizes.randrange(4))
@@ -147,18 +153,13 @@ def test_unsteady_durations_and_sizes_that_change_in_every_step(world):
 def test_mean_and_numbers_scale_gradients_and_not_losses(world):
     plan = plan_named("zb_v", 2)
     for loss_scale, factor in (("mean", 1 / plan.M), (0.5, 0.5), (4, 4.0)):
-        pipeline = Pipeline(plan, world.rank)
-        executor = make_executor(world, plan, pipeline, loss_scale=loss_scale)
-        result = pipeline.step(executor)
-        pipeline.assert_losses(result.losses, pipeline.run_whole(scale=factor))
-        pipeline.assert_gradients()
+        compare_step(world, plan, scale=factor, loss_scale=loss_scale)
 
 
 @on_ranks(2)
 def test_outputs_are_those_of_the_last_stage_without_graph(world):
     plan = plan_named("one_f_one_b", 2)
-    pipeline = Pipeline(plan, world.rank)
-    executor = make_executor(world, plan, pipeline)
+    pipeline, executor = prepared(world, plan)
     for run in (executor.step, executor.eval):
         result = run(pipeline.of_my(0, pipeline.inputs), pipeline.of_my(-1, pipeline.targets))
         if world.rank == 0:
@@ -173,52 +174,7 @@ def test_outputs_are_those_of_the_last_stage_without_graph(world):
     assert no_targets.losses is None and (world.rank == 0 or len(no_targets.outputs) == plan.M)
 
 
-class LossBlock(nn.Module):
-    def __init__(self, depth):
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
-        nn.init.constant_(self.linear.weight, 0.1 * (1 + depth))
-        self.is_last = depth == 1
-
-    def forward(self, x):
-        y = torch.sin(self.linear(x))
-        return y.square().mean() if self.is_last else y
-
-
-@on_ranks(2)
-def test_a_last_stage_may_return_its_loss(world):
-    plan = plan_named("one_f_one_b", 2)
-    pipeline = Pipeline(plan, world.rank, LossBlock, loss_fn=lambda loss, _target: loss)
-    executor = Executor(plan, pipeline.stages, communicator=world.shared_comm(channels=4))
-    result = executor.step(pipeline.of_my(0, pipeline.inputs))
-    pipeline.assert_losses(result.losses, pipeline.run_whole())
-    pipeline.assert_gradients()
-
-
 # ---- borders ----------------------------------------------------------------------------------------------
-
-
-class Rich(nn.Module):
-    """Passes on six tensors: differentiable, a view, integers, a mask, an unused one, an empty one."""
-
-    def __init__(self, depth: int):
-        super().__init__()
-        self.depth = depth
-        self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
-        nn.init.normal_(self.linear.weight, generator=torch.Generator().manual_seed(depth))
-        nn.init.zeros_(self.linear.bias)
-
-    def forward(self, x, ids=None, tail=None, mask=None, unused=None, empty=None):
-        if ids is None:
-            ids = torch.arange(len(x))
-            mask = x[:, 0] > 0
-            tail = x[:, 2:]
-            empty = x[:0]
-        elif not torch.equal(ids, torch.arange(len(x)) + 2 * self.depth):
-            raise RuntimeError("ids arrived wrong")
-        x = torch.tanh(self.linear(x)) * mask[:, None] + ids[:, None] * 0.1
-        x = x + nn.functional.pad(tail, (2, 0))
-        return x, ids + 2, x[:, 2:], mask.clone(), x * 3, empty
 
 
 def rich_loss(output, target):
@@ -230,12 +186,7 @@ def rich_loss(output, target):
 def test_borders_of_several_tensors(world):
     """Integers, masks, views, empty tensors, and one that nobody uses, whose gradient is None."""
     for name in ("one_f_one_b", "zb_v", "dualpipev"):
-        plan = plan_named(name, world.size)
-        pipeline = Pipeline(plan, world.rank, Rich, rich_loss)
-        executor = make_executor(world, plan, pipeline)
-        result = pipeline.step(executor)
-        pipeline.assert_losses(result.losses, pipeline.run_whole())
-        pipeline.assert_gradients()
+        result = compare_step(world, plan_named(name, world.size), Rich, rich_loss)
         if result.outputs is not None:
             assert all(len(output) == 6 and output[1].dtype == torch.int64 for output in result.outputs)
 
@@ -264,12 +215,7 @@ class Plain(nn.Module):
 @on_ranks(3)
 def test_identity_views_and_the_same_tensor_twice(world):
     for name in ("interleaved_1f1b", "zb_v", "dualpipev"):
-        plan = plan_named(name, 3)
-        pipeline = Pipeline(plan, world.rank, Plain)
-        executor = make_executor(world, plan, pipeline)
-        losses = pipeline.step(executor).losses
-        pipeline.assert_losses(losses, pipeline.run_whole())
-        pipeline.assert_gradients()
+        compare_step(world, plan_named(name, 3), Plain)
 
 
 class Frozen(nn.Module):
@@ -290,9 +236,7 @@ class Frozen(nn.Module):
 @on_ranks(3)
 def test_stages_without_gradients(world):
     for name in ("one_f_one_b", "zb_h1"):
-        plan = plan_named(name, 3)
-        pipeline = Pipeline(plan, world.rank, Frozen)
-        executor = make_executor(world, plan, pipeline)
+        pipeline, executor = prepared(world, plan_named(name, 3), Frozen)
         pipeline.assert_losses(pipeline.step(executor).losses, pipeline.run_whole(backward=False))
         gradients = [parameter.grad for parameter in pipeline.stages[world.rank].parameters()]
         if world.rank == 1:  # zeros arrived: the last stage had no gradient to give
@@ -301,28 +245,11 @@ def test_stages_without_gradients(world):
             assert gradients == [None, None]
 
 
-class Selecting(nn.Module):
-    """Passes on as many rows as the data say."""
-
-    def __init__(self, depth: int):
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
-        nn.init.eye_(self.linear.weight)
-
-    def forward(self, x):
-        x = self.linear(x)
-        return x[: 1 + int((x[:, 0] > 0).sum())]
-
-
-def selected_error(output, _target):
-    return output.square().sum()
-
-
 @on_ranks(2)
 def test_shapes_that_depend_on_data(world):
-    plan = plan_named("one_f_one_b", 2, 6)
-    pipeline = Pipeline(plan, world.rank, Selecting, selected_error)
-    executor = make_executor(world, plan, pipeline, dynamic_shapes=True)
+    pipeline, executor = prepared(
+        world, plan_named("one_f_one_b", 2, 6), Selecting, squared, dynamic_shapes=True
+    )
     for seed in (1, 2):
         pipeline.set_data(seed)
         losses = pipeline.step(executor).losses
@@ -332,7 +259,7 @@ def test_shapes_that_depend_on_data(world):
 
 def run_with_changing_shapes(world):
     plan = plan_named("one_f_one_b", 2, 6)
-    pipeline = Pipeline(plan, world.rank, Selecting, selected_error)
+    pipeline = Pipeline(plan, world.rank, Selecting, squared)
     pipeline.step(make_executor(world, plan, pipeline, communicator=world.fresh_comm(channels=4)))
 
 
@@ -380,10 +307,7 @@ def test_a_sub_group_and_two_pipelines_that_cross(world):
 
 @on_ranks(2)
 def test_a_communicator_of_two_channels_will_do(world):
-    plan = plan_named("zb_v", 2)
-    pipeline = Pipeline(plan, world.rank)
-    with make_executor(world, plan, pipeline, communicator=world.comm) as executor:
-        pipeline.assert_losses(pipeline.step(executor).losses, pipeline.run_whole())
+    compare_step(world, plan_named("zb_v", 2), communicator=world.comm)
     assert not world.comm.closed
     world.comm.barrier()
 
@@ -391,49 +315,14 @@ def test_a_communicator_of_two_channels_will_do(world):
 # ---- fused slots ------------------------------------------------------------------------------------------
 
 
-class Overlapped(nn.Module):
-    """Its own method for a fused slot; counts the calls."""
-
-    num_calls = 0
-
-    def __init__(self, depth: int):
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
-        nn.init.normal_(self.linear.weight, generator=torch.Generator().manual_seed(depth))
-
-    def forward(self, x):
-        return torch.tanh(self.linear(x))
-
-    @classmethod
-    def overlapped_forward_backward(
-        cls, module0, inputs0, criterion0, labels0, module1, loss1, outputs1, output_grads1
-    ):
-        cls.num_calls += 1
-        outputs0 = [module0(*inputs0)]
-        loss0 = criterion0(*outputs0, *labels0) if criterion0 is not None else None
-        if loss1 is not None:
-            assert outputs1 == output_grads1 == []
-            loss1.backward()
-            loss1.detach_()
-        else:
-            torch.autograd.backward(outputs1, output_grads1)
-        return outputs0, loss0
-
-
 @on_ranks(2)
 def test_fused_slots_use_the_method_of_the_stages(world):
     for name, loss_scale in (("dualpipe", 1.0), ("dualpipev", 0.5)):
         plan = plan_named(name, 2)
-        pipeline = Pipeline(plan, world.rank, Overlapped)
-        executor = make_executor(world, plan, pipeline, loss_scale=loss_scale)
-        before = Overlapped.num_calls
-        losses = pipeline.step(executor).losses
+        before = StoringBlock.num_calls
+        compare_step(world, plan, StoringBlock, scale=loss_scale, loss_scale=loss_scale)
         num_fused = sum(type(item) is Fused for item in plan.compute[world.rank])
-        assert Overlapped.num_calls - before == num_fused > 0
-        if plan.replicas:
-            executor.sum_replica_gradients()
-        pipeline.assert_losses(losses, pipeline.run_whole(scale=loss_scale))
-        pipeline.assert_gradients()
+        assert StoringBlock.num_calls - before == num_fused > 0
 
 
 def test_communicators_tell_their_channels_and_timeout(ranks):

@@ -6,7 +6,7 @@ import functools
 
 import pytest
 import torch
-from pipelines import WIDTH, Block, Pipeline, ReentrantBlock, make_executor
+from pipelines import WIDTH, Block, Pipeline, ReentrantBlock, make_executor, prepared
 from ranks import on_ranks
 from torch import nn
 
@@ -89,6 +89,7 @@ def test_without_a_loss_fn_the_loss_is_what_the_last_stage_returns(world):
     for run, targets in ((executor.step, None), (executor.eval, None), (executor.eval, inputs)):
         losses = run(inputs, targets).losses
         assert losses is None if world.rank == 0 else torch.stack(losses).tolist() == [0, 1, 2, 3]
+    assert all(weight.grad == 6 for stage in executor.stages.values() for weight in stage.parameters())
     executor = Executor(plan, [nn.Identity()], communicator=world.shared_comm(channels=4))
     for targets in (None, inputs):
         losses, outputs = executor.eval(inputs, targets)
@@ -185,9 +186,7 @@ class PartlyFrozen(Block):
 
 @on_ranks(2)
 def test_sums_over_replicas_leave_frozen_parameters_alone(world):
-    plan = get_plan("dualpipe", 2, 4)
-    pipeline = Pipeline(plan, world.rank, PartlyFrozen)
-    executor = make_executor(world, plan, pipeline)
+    pipeline, executor = prepared(world, get_plan("dualpipe", 2, 4), PartlyFrozen)
     pipeline.step(executor)
     executor.sum_replica_gradients()
     pipeline.run_whole()
@@ -196,9 +195,7 @@ def test_sums_over_replicas_leave_frozen_parameters_alone(world):
 
 @on_ranks(2)
 def test_replicas_that_are_no_modules_are_refused_on_all_ranks(world):
-    plan = get_plan("dualpipe", 2, 4)
-    pipeline = Pipeline(plan, world.rank)
-    executor = make_executor(world, plan, pipeline, communicator=None)
+    pipeline, executor = prepared(world, get_plan("dualpipe", 2, 4), communicator=None)
     if world.rank == 0:
         executor.stages[0] = functools.partial(executor.stages[0])
     expected = TypeError if world.rank == 0 else PipeCommAborted
@@ -216,9 +213,7 @@ def test_replicas_that_are_no_modules_are_refused_on_all_ranks(world):
 
 @on_ranks(2)
 def test_a_closed_executor_stays_closed(world):
-    plan = get_plan("1f1b", 2, 4)
-    pipeline = Pipeline(plan, world.rank)
-    executor = make_executor(world, plan, pipeline, communicator=None)
+    pipeline, executor = prepared(world, get_plan("1f1b", 2, 4), communicator=None)
     pipeline.step(executor)
     executor.close()
     executor.close()
@@ -238,9 +233,7 @@ def test_one_channel_is_not_enough(world):
 
 @on_ranks(2)
 def test_a_timeline_that_one_rank_did_not_record_is_refused_on_all(world):
-    plan = get_plan("1f1b", 2, 4)
-    pipeline = Pipeline(plan, world.rank)
-    executor = make_executor(world, plan, pipeline, record_timeline=world.rank == 0)
+    pipeline, executor = prepared(world, get_plan("1f1b", 2, 4), record_timeline=world.rank == 0)
     pipeline.step(executor)
     expected = PipeCommMismatch if world.rank == 0 else ValueError
     with world.breaking(), pytest.raises(expected, match="make the Executor with record_timeline=True"):

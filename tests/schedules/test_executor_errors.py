@@ -6,7 +6,7 @@ import time
 
 import pytest
 import torch
-from pipelines import WIDTH, Pipeline, make_executor, plan_named, squared_error
+from pipelines import WIDTH, Failing, Pipeline, make_executor, plan_named, squared_error
 from ranks import on_ranks
 from torch import nn
 
@@ -17,38 +17,15 @@ from pipecomm_ext.schedules import Executor, Plan, StageError
 pytestmark = pytest.mark.filterwarnings("ignore:.*micro-batches are fewer than the stages")
 
 
-class Failing(nn.Module):
-    def __init__(self, where: str, micro: int):
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
-        self.where, self.micro, self.num_calls = where, micro, 0
-
-    def forward(self, x):
-        y = self.linear(x)
-        self.num_calls += 1
-        if self.num_calls == self.micro + 1:
-            if self.where == "forward":
-                raise KeyError("no such expert")
-            y.register_hook(self._raise)
-        return y
-
-    @staticmethod
-    def _raise(_gradient):
-        raise KeyError("no such expert")
-
-
 def run_failing(world, where, failing_rank):
     plan = plan_named("one_f_one_b", world.size)
-    pipeline = Pipeline(plan, world.rank)
+    pipeline = Pipeline(plan, world.rank, Failing)
     if world.rank == failing_rank:
-        pipeline.stages[world.rank] = Failing(where, micro=2)
+        pipeline.stages[world.rank].where = where
     executor = make_executor(world, plan, pipeline, communicator=None)
     with world.breaking(), pytest.raises(PipeCommError) as caught:
         pipeline.step(executor)
     # Its own communicator is made anew: the next step works.
-    if world.rank == failing_rank:
-        pipeline.stages[world.rank].where = None
-        executor.stages[world.rank] = Pipeline(plan, world.rank).stages[world.rank]
     pipeline.set_data(seed=2)
     losses = pipeline.step(executor).losses
     pipeline.assert_losses(losses, pipeline.run_whole(backward=False))
@@ -76,9 +53,9 @@ def test_an_exception_in_a_stage_reaches_all_ranks(ranks, where, failing_rank):
 @on_ranks(4)
 def test_a_communicator_that_was_given_has_failed_for_good(world):
     plan = plan_named("zb_v", world.size)
-    pipeline = Pipeline(plan, world.rank)
+    pipeline = Pipeline(plan, world.rank, Failing)
     if world.rank == 0:
-        pipeline.stages[0] = Failing("forward", micro=1)
+        pipeline.stages[0].where = "forward"
     with world.broken_comm(channels=4) as comm:
         executor = make_executor(world, plan, pipeline, communicator=comm)
         with world.breaking(), pytest.raises(StageError if world.rank == 0 else PipeCommAborted):
@@ -116,33 +93,27 @@ def test_wrong_steps_are_refused_on_all_ranks(world):
 @on_ranks(2)
 @pytest.mark.parametrize("transport", ["c10d", "shm"])
 def test_steps_that_are_wrong_on_all_ranks_leave_a_given_communicator_usable(world, transport):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan_loop, "REFUSAL_S", 30.0)
-        wrong_steps(world, transport, patch)
-
-
-def wrong_steps(world, transport, patch):
     plan = plan_named("one_f_one_b", 2, 4)
     pipeline = Pipeline(plan, world.rank, last_rows=None)
-    executor = make_executor(
-        world, plan, pipeline, communicator=world.fresh_comm(channels=4, transport=transport)
-    )
+    comm = world.fresh_comm(channels=4, transport=transport)
+    executor = make_executor(world, plan, pipeline, communicator=comm)
     inputs, targets = pipeline.inputs[0], pipeline.targets[0]
-    wrong = [
-        ((inputs[:3], targets[:3]), ValueError, "has 3 micro-batches, the plan has 4"),
-        ((None, None), TypeError, "must be a list of 4 micro-batches, not NoneType"),
-    ]
-    for arguments, kind, message in wrong:
-        with pytest.raises(kind, match=message):
-            executor.step(*arguments)
-        pipeline.assert_losses(pipeline.step(executor).losses, pipeline.run_whole())
-    pipeline.assert_gradients()
-    patch.setattr(plan_loop, "REFUSAL_S", 0.2)
-    expected = ValueError if world.rank == 0 else PipeCommAborted
-    with world.breaking(), pytest.raises(expected, match="has 3 micro-batches"):
-        executor.step(inputs[:3] if world.rank == 0 else inputs, targets)
-    with pytest.raises(PipeCommAborted):  # this one has failed for good
-        pipeline.step(executor)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan_loop, "REFUSAL_S", 30.0)
+        for arguments, kind, message in [
+            ((inputs[:3], targets[:3]), ValueError, "has 3 micro-batches, the plan has 4"),
+            ((None, None), TypeError, "must be a list of 4 micro-batches, not NoneType"),
+        ]:
+            with pytest.raises(kind, match=message):
+                executor.step(*arguments)
+            pipeline.assert_losses(pipeline.step(executor).losses, pipeline.run_whole())
+        pipeline.assert_gradients()
+        patch.setattr(plan_loop, "REFUSAL_S", 0.2)
+        expected = ValueError if world.rank == 0 else PipeCommAborted
+        with world.breaking(), pytest.raises(expected, match="has 3 micro-batches"):
+            executor.step(inputs[:3] if world.rank == 0 else inputs, targets)
+        with pytest.raises(PipeCommAborted):  # this one has failed for good
+            pipeline.step(executor)
 
 
 LOSSES = {
@@ -175,33 +146,21 @@ def test_losses_that_backward_would_refuse(world, loss, name):
     executor.close()
 
 
-class Odd(nn.Module):
-    def __init__(self, result):
-        super().__init__()
-        self.result = result
-
-    def forward(self, x):
-        return self.result
-
-
 @on_ranks(2)
 def test_wrong_results_of_stages_and_losses_are_explained(world):
     plan = plan_named("one_f_one_b", 2, 2)
+    structures = "must be tensors and None, alone or in tuples, lists and dicts with"
     cases = [
-        (
-            {0: Odd("text")},
-            squared_error,
-            StageError,
-            "the outputs of stage 0 must be tensors and None, alone or in tuples, lists and dicts with",
-        ),
-        ({1: nn.Identity()}, lambda y, t: y, StageError, "must be a tensor of one element, got shape [3, 6]"),
-        ({1: nn.Identity()}, lambda y, t: 1.0, StageError, "must be a tensor of one element, got float"),
+        (0, lambda x: "text", squared_error, f"the outputs of stage 0 {structures}"),
+        (1, nn.Identity(), lambda y, t: y, "must be a tensor of one element, got shape [3, 6]"),
+        (1, nn.Identity(), lambda y, t: 1.0, "must be a tensor of one element, got float"),
     ]
-    for replaced, loss_fn, kind, message in cases:
+    for rank, stage, loss_fn, message in cases:
         pipeline = Pipeline(plan, world.rank, last_rows=None)
-        pipeline.stages.update({s: module for s, module in replaced.items() if s == world.rank})
+        if world.rank == rank:
+            pipeline.stages[rank] = stage
         executor = Executor(plan, pipeline.stages, loss_fn=loss_fn)
-        expected = kind if world.rank in replaced else PipeCommAborted
+        expected = StageError if world.rank == rank else PipeCommAborted
         with world.breaking(), pytest.raises(expected) as caught:
             pipeline.step(executor)
         assert message in str(caught.value)
@@ -213,6 +172,7 @@ def test_wrong_constructions_are_refused_on_all_ranks(world):
     comm = world.shared_comm(channels=4)
     plan = plan_named("one_f_one_b", 2)
     stages = [nn.Identity()]
+    incomplete = Plan("bad", 2, 1, owner=[0, 1], compute=["F0.0", "F1.0 B1.0"])
     cases = [
         (("plan", stages), {}, TypeError, "plan must be a Plan, not str"),
         ((plan_named("gpipe", 3), stages), {}, ValueError, "for 3 ranks, the communicator has 2"),
@@ -222,12 +182,7 @@ def test_wrong_constructions_are_refused_on_all_ranks(world):
         ((plan, nn.Identity()), {}, TypeError, "must be a mapping or a list of modules, not Identity"),
         ((plan, stages), {"loss_scale": "max"}, ValueError, '"sum", "mean" or a number, not \'max\''),
         ((plan, stages), {"rank_mapping": [0, 0]}, ValueError, "each pipeline rank 0..1 once"),
-        (
-            (Plan("bad", 2, 1, owner=[0, 1], compute=["F0.0", "F1.0 B1.0"]), stages),
-            {},
-            ValueError,
-            "no backward",
-        ),
+        ((incomplete, stages), {}, ValueError, "no backward"),
     ]
     for arguments, options, kind, message in cases:
         if world.rank == 0:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from pipelines import WIDTH, Block, Pipeline
+from pipelines import WIDTH, Block, Failing, Pipeline, Rich, Selecting, plan_named, squared
 from ranks import on_ranks
 from relay_cases import piece, topology_of
 from torch import nn
@@ -17,11 +17,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*micro-batches are fewer than t
 
 ROWS = ("sharded", 0)
 SCHEDULES = ("one_f_one_b", "zb_h1", "interleaved_1f1b")
-
-
-def plan_named(name: str, P: int, M: int | None = None):
-    M = 2 * P if M is None else M
-    return get_plan(name, P, M, 2) if name == "interleaved_1f1b" else get_plan(name, P, M)
 
 
 def summed_error(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -200,21 +195,6 @@ def test_whole_sizes_are_told_apart_where_pieces_of_a_rank_are_equal(world):
         stages.compare_gradients()
 
 
-class Selecting(nn.Module):
-    """Passes on as many rows as the data say."""
-
-    def __init__(self, depth: int):
-        super().__init__()
-        self.factor = nn.Parameter(torch.tensor(1.5, dtype=torch.float64))
-
-    def forward(self, x):
-        return (x * self.factor)[: 1 + int((x[:, 0] > 0).sum())]
-
-
-def squared(output, _target):
-    return output.square().sum()
-
-
 @on_ranks(3)
 def test_shapes_that_depend_on_data(world):
     for sizes in ([2, 1], [1, 2]):
@@ -230,26 +210,11 @@ def test_shapes_that_depend_on_data(world):
             stages.step(executor)
 
 
-class Several(nn.Module):
-    """Passes on a differentiable tensor, integers, one that nobody uses and an empty one."""
-
-    def __init__(self, depth: int):
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
-        nn.init.normal_(self.linear.weight, generator=torch.Generator().manual_seed(depth))
-        nn.init.zeros_(self.linear.bias)
-
-    def forward(self, x, ids=None, unused=None, empty=None):
-        ids = torch.arange(x.shape[0]) if ids is None else ids
-        x = torch.tanh(self.linear(x)) + ids[:, None] * 0.1
-        return x.t().contiguous().t(), ids + 2, x * 3, x[:, :0]
-
-
-class Named(Several):
+class Named(Rich):
     """Passes them on in a dict."""
 
-    def forward(self, x, ids=None, others=(None,)):
-        x, ids, *others = super().forward(x, ids)
+    def forward(self, x, ids=None, others=(None, ())):
+        x, ids, *others = super().forward(x, ids, *others[1])
         return {"x": x, "others": (None, others), "ids": ids}
 
 
@@ -262,7 +227,7 @@ def test_borders_of_several_tensors(world):
     topology = topology_of(world, [1, 2, 1])
     for name in ("one_f_one_b", "zb_v"):
         plan = plan_named(name, 3)
-        for layer in (Several, Named):
+        for layer in (Rich, Named):
             stages = Stages(plan, topology, layer=layer, loss_fn=first_error)
             stages.compare(make(world, plan, stages))
 
@@ -289,26 +254,12 @@ def test_gradients_of_a_replicated_border_are_reduced(world, grad_reduce):
 # ---- failures ---------------------------------------------------------------------------------------------
 
 
-class Failing(Block):
-    """Raises in its third forward as long as it is told to."""
-
-    def __init__(self, depth: int):
-        super().__init__(depth)
-        self.countdown = -1
-
-    def forward(self, x):
-        self.countdown -= 1
-        if self.countdown == 0:
-            raise KeyError("no such expert")
-        return super().forward(x)
-
-
 def run_failing(world, failing_rank):
     topology = topology_of(world, [1, 2, 1])
     plan = plan_named("one_f_one_b", 3)
     stages = Stages(plan, topology, layer=Failing)
     if world.rank == failing_rank:
-        stages.stages[stages.rank].countdown = 3
+        stages.stages[stages.rank].where = "forward"
     with make(world, plan, stages, communicator=None) as executor:
         with world.breaking(), pytest.raises(PipeCommError) as caught:
             stages.step(executor)
@@ -386,12 +337,7 @@ def test_wrong_constructions_are_refused_on_all_ranks(world):
         (plan, good | {"layout": ["replicated"]}, ValueError, "one entry for each of the 2 stages, got 1"),
         (plan, good | {"layout": "rows"}, ValueError, 'must be "replicated" or ("sharded", dim)'),
         (plan, good | {"grad_reduce": "max"}, ValueError, "must be one of leader, sum, mean"),
-        (
-            plan,
-            good | {"rank_mapping": [0, 1, 2]},
-            ValueError,
-            "rank_mapping must be None with a topology",
-        ),
+        (plan, good | {"rank_mapping": [0, 1, 2]}, ValueError, "must be None with a topology"),
     ]
     for bad_plan, options, kind, message in cases:
         if world.rank == 0:
@@ -403,10 +349,9 @@ def test_wrong_constructions_are_refused_on_all_ranks(world):
             assert caught.value.origin_rank == 0
         assert message in str(caught.value), str(caught.value)
     for options in ({"layout": ROWS}, {"grad_reduce": "sum"}):
+        mine = good | options if world.rank == 1 else good
         with pytest.raises(PipeCommMismatch, match="rank 1 has another plan.* layout"):
-            Executor(
-                plan, stages, communicator=comm, topology=topology, **(options if world.rank == 1 else {})
-            )
+            Executor(plan, stages, communicator=comm, **mine)
 
 
 @on_ranks(3)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 import torch
-from pipelines import Pipeline, make_executor, plan_named
+from pipelines import plan_named, prepared
 from ranks import on_ranks
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -87,8 +87,7 @@ def test_inputs_are_freed_by_their_backward(world):
 @on_ranks(2)
 def test_every_action_has_a_profiler_range(world):
     plan = plan_named("dualpipev", 2)
-    pipeline = Pipeline(plan, world.rank)
-    executor = make_executor(world, plan, pipeline)
+    pipeline, executor = prepared(world, plan)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         pipeline.step(executor)
     names = {event.name for event in profile.events()}
@@ -98,8 +97,7 @@ def test_every_action_has_a_profiler_range(world):
 @on_ranks(2, 3)
 def test_the_timeline_has_all_actions_of_all_ranks_in_order(world, tmp_path):
     plan = plan_named("zb_v", world.size)
-    pipeline = Pipeline(plan, world.rank)
-    executor = make_executor(world, plan, pipeline, record_timeline=True)
+    pipeline, executor = prepared(world, plan, record_timeline=True)
     for run_backward in (True, False):
         with torch.set_grad_enabled(run_backward):
             pipeline.step(executor)
@@ -118,9 +116,7 @@ def test_the_timeline_has_all_actions_of_all_ranks_in_order(world, tmp_path):
 
 @on_ranks(2)
 def test_nothing_is_left_of_a_step(world):
-    plan = plan_named("dualpipe", 2)
-    pipeline = Pipeline(plan, world.rank)
-    executor = make_executor(world, plan, pipeline)
+    pipeline, executor = prepared(world, plan_named("dualpipe", 2))
     pipeline.step(executor)
     kept = [executor._alive, executor._weight_work, executor._inputs, executor._keywords, executor._ends]
     mailbox = executor._mailbox

@@ -8,7 +8,7 @@ from collections import OrderedDict
 
 import pytest
 import torch
-from pipelines import WIDTH, Block, batches, squared_error
+from pipelines import WIDTH, Block, StoringBlock, batches, squared_error
 from ranks import on_ranks
 from torch import nn
 
@@ -337,31 +337,19 @@ def test_keywords_of_every_stage_and_micro_batch(world, name):
             torch.testing.assert_close(mine.grad, other.grad, rtol=1e-11, atol=1e-12)
 
 
-class Overlapping(nn.Module):
-    calls = 0
-
-    def forward(self, x, shift=0):
-        return x + shift
-
-    @classmethod
-    def overlapped_forward_backward(cls, module0, inputs0, criterion0, labels0, *second):
-        Overlapping.calls += 1
-        outputs = module0(*inputs0)
-        return [outputs], None if criterion0 is None else criterion0(outputs, *labels0)
-
-
 @on_ranks(1)
 def test_a_fused_slot_with_keywords_runs_forward_and_backward(world):
     plan = get_plan("dualpipev", 1, 4)
-    executor = Executor(
-        plan, [Overlapping(), Overlapping()], communicator=world.comm, loss_fn=lambda out, target: out.sum()
-    )
-    x = torch.zeros(4, 2, requires_grad=True)
-    for kwargs, is_overlapped in ((None, True), ({"shift": 1.0}, False)):
-        Overlapping.calls = 0
+    stages = [StoringBlock(0), StoringBlock(1)]
+    executor = Executor(plan, stages, communicator=world.comm, loss_fn=lambda out, target: out.sum())
+    x = torch.zeros(4, WIDTH, dtype=torch.float64)
+    for shift, is_overlapped in ((0, True), (1, False)):
+        kwargs = {"shift": shift} if shift else None
+        before = StoringBlock.num_calls
         losses = executor.step(x, [None] * 4, kwargs=kwargs).losses
-        assert (Overlapping.calls > 0) == is_overlapped
-        assert torch.stack(losses).tolist() == [0.0 if is_overlapped else 4.0] * 4
+        assert (StoringBlock.num_calls > before) == is_overlapped
+        hidden = torch.full((1, WIDTH), shift, dtype=torch.float64)
+        torch.testing.assert_close(losses, [stages[1](hidden, shift).sum().detach()] * 4)
 
 
 # ---- refused ----------------------------------------------------------------------------------------------

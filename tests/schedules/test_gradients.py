@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from pipelines import WIDTH, Block, Pipeline, make_executor
+from pipelines import WIDTH, Block, Pipeline, make_executor, prepared
 from ranks import on_ranks
 from relay_cases import topology_of
 from torch import nn
@@ -140,9 +140,7 @@ def test_wrong_calls_raise_on_all_ranks_and_the_next_step_works(world):
 
 @on_ranks(2)
 def test_gradients_that_are_not_finite_missing_or_of_several_dtypes(world):
-    plan = get_plan("one_f_one_b", 2, 2)
-    pipeline = Pipeline(plan, world.rank)
-    executor = make_executor(world, plan, pipeline)
+    pipeline, executor = prepared(world, get_plan("one_f_one_b", 2, 2))
     assert executor.clip_grad_norm_(1.0).item() == 0  # no gradients at all
     (stage,) = pipeline.stages.values()
     stage.empty = nn.Parameter(torch.ones(0))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import math
 import threading
 
 import pytest
 import torch
+from pipelines import StoringLinear
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
@@ -67,6 +69,11 @@ def whole_and_split(module, output_gradient=True):
     return whole, x, split, y, work
 
 
+def assert_equal_gradients(split, y, whole, x):
+    for got, expected in zip(gradients_of(split, y), gradients_of(whole, x), strict=True):
+        assert (got is None) == (expected is None) and (got is None or got.equal(expected))
+
+
 @pytest.mark.parametrize("name", MODULES)
 def test_the_halves_are_the_whole_bit_by_bit(name):
     torch.manual_seed(1)
@@ -75,8 +82,7 @@ def test_the_halves_are_the_whole_bit_by_bit(name):
     assert all(parameter.grad is None for parameter in split.parameters())
     for part in work:
         part()
-    for got, expected in zip(gradients_of(split, y), gradients_of(whole, x), strict=True):
-        assert (got is None) == (expected is None) and (got is None or got.equal(expected))
+    assert_equal_gradients(split, y, whole, x)
 
 
 @pytest.mark.filterwarnings("ignore:.*Profiler clears events")
@@ -121,26 +127,17 @@ def test_without_inputs_everything_is_for_w():
     run_backward([], [])
 
 
-def test_an_output_that_no_input_leads_to():
+def test_outputs_that_no_input_leads_to():
+    """One of them twice, with other gradients."""
     weights = [nn.Parameter(torch.ones(3)) for _ in range(2)]
     x = torch.ones(3, requires_grad=True)
-    roots = [x * weights[0], (weights[1] * 2).exp()]
-    work = split_backward(roots, [torch.ones(3), torch.full((3,), 5.0)], [x])
+    roots = [x * weights[0], output := (weights[1] * 2).exp(), output]
+    work = split_backward(roots, [torch.ones(3), torch.ones(3), torch.full((3,), 5.0)], [x])
     assert x.grad.equal(torch.ones(3)) and weights[1].grad is None
     for part in work:
         part()
     assert weights[0].grad.equal(torch.ones(3))
-    torch.testing.assert_close(weights[1].grad, torch.full((3,), 10.0).exp_().fill_(10 * torch.e**2))
-
-
-def test_an_output_twice_that_no_input_leads_to():
-    weight = nn.Parameter(torch.ones(3))
-    x = torch.ones(3, requires_grad=True)
-    output = weight * 2
-    work = split_backward([x * 1, output, output], [torch.ones(3), torch.ones(3), torch.full((3,), 5.0)], [x])
-    for part in work:
-        part()
-    assert weight.grad.equal(torch.full((3,), 12.0))
+    torch.testing.assert_close(weights[1].grad, torch.full((3,), 6 * 2 * math.exp(2)))
 
 
 class Hooked(nn.Module):
@@ -165,8 +162,7 @@ def test_hooks_that_change_gradients_change_them_once():
     assert len(work) == 2
     for part in work:
         part()
-    for got, expected in zip(gradients_of(split, y), gradients_of(whole, x), strict=True):
-        assert got.equal(expected)
+    assert_equal_gradients(split, y, whole, x)
 
 
 def test_shared_weights_are_counted_once():
@@ -174,28 +170,7 @@ def test_shared_weights_are_counted_once():
     layer = nn.Linear(8, 8)
     whole, x, split, y, work = whole_and_split(nn.Sequential(layer, nn.Tanh(), layer))
     assert work == []
-    for got, expected in zip(gradients_of(split, y), gradients_of(whole, x), strict=True):
-        assert got.equal(expected)
-
-
-class StoringLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight)
-        return x @ weight.t()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        x, weight = ctx.saved_tensors
-
-        def weight_gradient():
-            weight.grad = gradient.t() @ x + (0 if weight.grad is None else weight.grad)
-
-        if WeightGradStore.enabled:
-            WeightGradStore.put(weight_gradient)
-        else:
-            weight_gradient()
-        return gradient @ weight, None
+    assert_equal_gradients(split, y, whole, x)
 
 
 class Storing(nn.Module):
@@ -216,8 +191,7 @@ def test_layers_that_use_the_store():
     assert all(weight.grad is None for weight in split.weights)
     for part in work:
         part()
-    for got, expected in zip(split.weights, whole.weights, strict=True):
-        assert got.grad.equal(expected.grad)
+    assert_equal_gradients(split, y, whole, x)
 
 
 def test_the_store_is_restored_after_an_exception():

@@ -7,13 +7,8 @@ import pytest
 from pipecomm_ext.schedules import Costs, Timeline, get_plan, simulate
 
 
-def test_a_picture_in_text_shows_what_runs_when():
-    assert simulate(get_plan("1f1b", 4, 8)).text_picture(width=33).splitlines() == [
-        "  0 |FFFF......BBFBBFBBFBBFBB.BB.BB.BB|",
-        "  1 |.FFF....BBFBBFBBFBBFBBFBB.BB.BB..|",
-        "  2 |..FF..BBFBBFBBFBBFBBFBBFBB.BB....|",
-        "  3 |...FBBFBBFBBFBBFBBFBBFBBFBB......|",
-    ]
+def test_a_picture_in_text_shows_fused_slots():
+    """Those of other schedules: test_generators.py."""
     assert simulate(get_plan("dualpipe", 2, 4)).text_picture(width=24).splitlines() == [
         "  0 |FFFFFFBBBBXXXXXXBBBBIIWW|",
         "  1 |FFFFFFBBBBXXXXXXBBBBIIWW|",

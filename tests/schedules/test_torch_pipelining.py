@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from pipelines import Block, batches, squared_error
+from pipelines import Block, batches, plan_named, squared_error
 from ranks import on_ranks
 from torch import nn
 
@@ -64,14 +64,11 @@ def test_a_plan_from_the_csv_of_torch(name, size, num_micros, tmp_path):
     assert list(csv.reader(io.StringIO(plan.to_csv(format="torch")))) == computes
     assert any("OVERLAP" in cell for row in computes for cell in row) == (name == "ScheduleDualPipeV")
     placed_as = {
-        "Schedule1F1B": "one_f_one_b",
-        "ScheduleZBVZeroBubble": "zb_v",
-        "ScheduleDualPipeV": "dualpipev",
-    }
-    if name in placed_as:  # stages are numbered alike
-        assert plan.owner == schedules.get_plan(placed_as[name], size, num_micros).owner
-    else:
-        assert plan.owner == schedules.interleaved_1f1b(size, num_micros, 2).owner
+        "Schedule1F1B": schedules.one_f_one_b,
+        "ScheduleZBVZeroBubble": schedules.zb_v,
+        "ScheduleDualPipeV": schedules.dualpipev,
+    }.get(name, lambda P, M: schedules.interleaved_1f1b(P, M, 2))
+    assert plan.owner == placed_as(size, num_micros).owner  # stages are numbered alike
 
 
 def torch_reads(path, plan: Plan):
@@ -86,18 +83,16 @@ def torch_reads(path, plan: Plan):
 @pytest.mark.parametrize("name", ["gpipe", "one_f_one_b", "interleaved_1f1b", "zb_h1", "zb_h2", "zb_v",
                                   "dualpipev", "u_shaped"])  # fmt: skip
 def test_torch_reads_the_csv_of_a_plan(name, tmp_path):
-    plan = schedules.get_plan(name, 4, 8, 2) if name == "interleaved_1f1b" else schedules.get_plan(name, 4, 8)
+    plan = plan_named(name, 4)
     text = plan.to_csv(tmp_path / "plan.csv", format="torch")
     schedule = torch_reads(tmp_path / "plan.csv", plan)
     assert [schedule.stage_index_to_group_rank[stage] for stage in plan.chains[0]] == [*plan.owner]
-    assert (
-        written([map(str, row) for row in schedule.pipeline_order.values()]).splitlines() == text.splitlines()
-    )
+    order = written([map(str, row) for row in schedule.pipeline_order.values()])
+    assert order.splitlines() == text.splitlines()
     schedule._dump_csv(tmp_path / "lowered.csv")  # with messages and FSDP's actions
     again = Plan.from_csv(tmp_path / "lowered.csv")
-    assert (
-        "SEND_F" in (tmp_path / "lowered.csv").read_text(encoding="utf-8") and again.compute == plan.compute
-    )
+    assert "SEND_F" in (tmp_path / "lowered.csv").read_text(encoding="utf-8")
+    assert again.compute == plan.compute
     schedules.check(again)
 
 
@@ -251,11 +246,7 @@ def test_pre_split_inputs_have_the_names_of_torch(world):
         evaluated = executor.eval(**arguments).losses
         refusals = [
             (dict(inputs=inputs), TypeError, "give inputs or arg_mbs, not both"),
-            (
-                dict(arg_mbs=torch.ones(2, 1)),
-                TypeError,
-                "arg_mbs must be a list with one entry per micro",
-            ),
+            (dict(arg_mbs=torch.ones(2, 1)), TypeError, "arg_mbs must be a list with one entry per micro"),
             (dict(kwarg_mbs=keywords[:1]), ValueError, "kwargs"),
         ]
         for wrong, error, text in refusals:
