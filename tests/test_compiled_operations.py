@@ -199,33 +199,27 @@ def test_unequal_lengths(world):
 
 @on_ranks(2)
 def test_lists_that_do_not_fit(world):
-    x, comm, dims = numbers((4, 6), torch.float32, world.rank), world.comm, (1, 0)
-    for call, kind, told in [
-        (
-            lambda x: all_to_all_many([x], comm, *dims, scatter_sizes=[1, 2, 3]),
-            RuntimeError,  # of torch.compile, which traces the call
-            "scatter_sizes needs one entry for each rank, got 3",
-        ),
-        (
-            lambda x: all_to_all_many([x], comm, *dims, gather_sizes=[[4, 4], None]),
-            RuntimeError,
-            "gather_sizes needs one list for each of the 1 tensors, got 2",
-        ),
-        (
-            lambda x: split_forward_gather_backward(x, world.group, 0, [1, 1, 1, 1]),
-            ValueError,
-            "one entry for each of the 2 ranks, got 4",
-        ),
-    ]:
+    x = numbers((4, 6), torch.float32, world.rank)
+
+    def in_many(**sizes):
+        return lambda x: all_to_all_many([x], world.comm, 1, 0, **sizes)
+
+    for call, kind, told in [  # RuntimeError is of torch.compile, which traces the call
+        (in_many(scatter_sizes=[1, 2, 3]), RuntimeError, "needs one entry for each rank, got 3"),
+        (in_many(gather_sizes=[[4, 4], None]), RuntimeError, "one list for each of the 1 tensors, got 2"),
+        (lambda x: split_forward_gather_backward(x, world.group, 0, [1, 1, 1, 1]), ValueError,
+         "one entry for each of the 2 ranks, got 4"),
+    ]:  # fmt: skip
         with pytest.raises(kind, match=told):
             compiled(call)(x)
 
 
 @on_ranks(2)
-def test_a_closed_communicator(world):
-    comm = world.fresh_comm()
+def test_a_channel_that_is_not_there_and_a_communicator_that_is_closed(world):
+    comm, x = world.fresh_comm(), numbers((2, 2), torch.float32, 0)
+    kind, text = error_of(compiled(lambda x: comm.send(x, 1 - world.rank, channel=99)), x)
+    assert kind == "ValueError" and "channel" in text, text
     function = compiled(lambda x: all_to_all(x, comm, 1, 0))
-    x = numbers((2, 2), torch.float32, 0)
     assert function(x).shape == (4, 1)
     comm.close()
     told = "the Communicator that a compiled function was traced with is closed"
@@ -253,14 +247,6 @@ def test_a_stage_relay_that_is_gone(world):
     del relay
     with pytest.raises(ValueError, match="the StageRelay that a compiled function was traced with is gone"):
         torch.ops.pipecomm_ext.relay_receive(torch.empty(0), *link, [3, 4], torch.float64)
-
-
-@on_ranks(2)
-def test_a_channel_that_is_not_there(world):
-    comm, peer = world.comm, 1 - world.rank
-    function = compiled(lambda x: comm.send(x, peer, channel=99))
-    kind, text = error_of(function, numbers((3,), torch.float64, 0))
-    assert kind == "ValueError" and "channel" in text, text
 
 
 # ---- order ------------------------------------------------------------------------------------------------
@@ -324,7 +310,7 @@ def test_inductor_keeps_the_order(world):
     """Inductor moves what does not depend on each other. The gradient's graph has calls of its own."""
     import torch._inductor.config as inductor
 
-    inputs = [numbers((6, 4), torch.float64, world.rank, key).requires_grad_() for key in ("x", "y")]
+    inputs = inputs_with_gradient(6, world.rank)
     world.comm.barrier()
     with inductor.patch(compile_threads=1, force_disable_caches=True):
         outcomes = []
@@ -371,10 +357,7 @@ def test_stage_relay(world):
                 results.append(relay.relay(None, shape, torch.int32, 0, 1) + 1)
         return results
 
-    def inputs_of(length):
-        return [numbers((length, 4), torch.float64, key).requires_grad_() for key in ("x", "weight")]
-
-    check_lengths(function, inputs_of)
+    check_lengths(function, lambda length: inputs_with_gradient(length, 0))
 
 
 # ---- point to point, broadcast, memory --------------------------------------------------------------------

@@ -195,19 +195,20 @@ def test_what_is_no_layout(layout, size, error, message):
 
 
 @pytest.mark.parametrize(
-    ("text", "size", "num_layers", "mtp_num_layers", "is_standalone"),
+    ("text", "size", "num_layers", "mtp_num_layers", "options", "is_standalone"),
     [
-        ("EttL", 1, 2, None, False),
-        ("EttmL", 1, 2, 1, False),
-        ("Ett||tL", 3, 3, 0, False),
-        ("E|t|t|mmL", 4, 2, 2, False),
-        ("E|t|mm|L", 4, 1, 2, True),
-        ("E|t|t|t|m|L", 3, 3, 1, True),
+        ("EttL", 1, 2, None, {}, False),
+        ("EttmL", 1, 2, 1, {}, False),
+        ("Ett||tL", 3, 3, 0, {}, False),
+        ("E|t|t|mmL", 4, 2, 2, {}, False),
+        ("E|t|mm|L", 4, 1, 2, {}, True),
+        ("E|t|t|t|m|L", 3, 3, 1, {}, True),
+        ("E|t|m|mL", 4, 1, 2, {"allow_split_mtp": True}, True),
     ],
 )
-def test_valid_layouts(text, size, num_layers, mtp_num_layers, is_standalone):
+def test_valid_layouts(text, size, num_layers, mtp_num_layers, options, is_standalone):
     layout = PipelineParallelLayerLayout(text, size)
-    assert layout.validate_layer_layout(num_layers, mtp_num_layers) is is_standalone
+    assert layout.validate_layer_layout(num_layers, mtp_num_layers, **options) is is_standalone
 
 
 @pytest.mark.parametrize(
@@ -238,23 +239,14 @@ def test_invalid_layouts(text, size, num_layers, mtp_num_layers, problem, positi
     assert problem in str(raised.value) and raised.value.position == position
 
 
-def test_a_list_is_pointed_at_by_stage():
-    layout = PipelineParallelLayerLayout([["embedding"], ["decoder", "loss"], ["decoder"]], 3)
-    with pytest.raises(
-        LayoutError, match=r"the loss must be the last layer .* see stage 1 \(rank 1, chunk 0\)"
-    ):
-        layout.validate_layer_layout(2, None)
-
-
-def test_split_mtp_can_be_allowed():
-    layout = PipelineParallelLayerLayout("E|t|m|mL", 4)
-    assert layout.validate_layer_layout(1, 2, allow_split_mtp=True) is True
-
-
-def test_encoders_are_not_supported():
-    layout = PipelineParallelLayerLayout([["embedding", "encoder", "loss"]], 1)
-    with pytest.raises(NotImplementedError, match="encoder"):
-        layout.validate_layer_layout(0, None)
+def test_a_list_is_pointed_at_by_stage_and_has_no_encoders():
+    for layout, size, num_layers, error, text in [
+        ([["embedding"], ["decoder", "loss"], ["decoder"]], 3, 2, LayoutError,
+         r"the loss must be the last layer .* see stage 1 \(rank 1, chunk 0\)"),
+        ([["embedding", "encoder", "loss"]], 1, 0, NotImplementedError, "encoder"),
+    ]:  # fmt: skip
+        with pytest.raises(error, match=text):
+            PipelineParallelLayerLayout(layout, size).validate_layer_layout(num_layers, None)
 
 
 # ---- texts ------------------------------------------------------------------------------------------------

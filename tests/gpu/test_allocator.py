@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 
-import pytest
 import torch
 from gpu_world import DEADLINE_S, comm_on, nccl_comm, on_devices
 from patterns import assert_same, pattern
@@ -112,8 +111,8 @@ def test_expandable_segments_after_close(ranks):
     )
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
 @on_ranks(1, deadline=DEADLINE_S)
+@on_devices
 def test_a_message_to_oneself_outlives_its_tensors(world, device):
     comm = comm_on(world, device)
     for round_idx in range(20):

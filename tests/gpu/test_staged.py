@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from gpu_world import DEADLINE_S, comm_over
 from patterns import assert_same, pattern, poison
 from ranks import on_ranks
 
 from pipecomm_ext import _C, Recv, Send
 
-DEADLINE_S = 120.0
+staged = functools.partial(comm_over, device="cuda", over="c10d")
 
 
 @on_ranks(2, 3, deadline=DEADLINE_S)
 def test_messages_and_collectives(world):
-    torch.cuda.set_device(world.rank % torch.cuda.device_count())
-    comm = world.fresh_comm(device="cuda", transport="c10d", timeout=60)
-    assert comm.transport == "c10d" and comm.device.type == "cuda"
+    comm = staged(world)
     following, previous = (world.rank + 1) % world.size, (world.rank - 1) % world.size
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
@@ -38,11 +38,6 @@ def test_messages_and_collectives(world):
     tensor = torch.full((3,), world.rank, device="cuda")
     comm.broadcast(tensor, 1)
     assert tensor.tolist() == [1, 1, 1]
-
-
-def staged(world, **kwargs):
-    torch.cuda.set_device(world.rank % torch.cuda.device_count())
-    return world.fresh_comm(device="cuda", transport="c10d", timeout=60, **kwargs)
 
 
 @on_ranks(2, deadline=DEADLINE_S)
@@ -83,10 +78,7 @@ def test_captures_are_refused(world):
 def test_staging_beside_a_capture_of_another_thread(world):
     """In the strictest mode, with pinned memory that is fresh."""
     comm, peer, device = staged(world), 1 - world.rank, torch.cuda.current_device()
-    numbers, captured = (
-        torch.full((1 << 20,), float(world.rank), device="cuda"),
-        torch.zeros(3, device="cuda"),
-    )
+    numbers, captured = torch.full((1 << 20,), float(world.rank)).cuda(), torch.zeros(3, device="cuda")
     received = torch.empty_like(numbers)
     torch.cuda.synchronize()
 

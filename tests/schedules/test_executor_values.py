@@ -254,13 +254,7 @@ def test_micro_batches_and_whole_batches_of_all_forms(world):
             assert torch.equal(torch.cat(outputs), x + 2 * bias)
     losses, outputs = executor.eval(x, whole_target)
     assert not last or [len(output) for output in outputs] == [3, 3, 2, 2]
-    losses, _ = executor.eval(
-        (
-            x,
-            None,
-        ),
-        whole_target,
-    )
+    losses, _ = executor.eval((x, None), whole_target)
     assert not last or torch.allclose(torch.stack(losses).sum(), (x - 1).sum(), atol=1e-5)
     losses, outputs = executor.step(
         x.clone().requires_grad_(), (torch.ones(10), None),
@@ -380,12 +374,7 @@ def test_wrong_arguments_are_refused_on_all_ranks_with_their_cure(world):
         (0, {"inputs": (x, 3, 4)}, TypeError, "it[1] is of int; give other values to the stages that need"),
         (0, {"inputs": torch.tensor(1.0)}, ValueError, "lengths [0] there"),
         (1, {"targets": x[:1]}, ValueError, "targets of stage 1: a whole batch is cut along dim 0 into 2"),
-        (
-            1,
-            {"kwargs": [{}]},
-            ValueError,
-            "kwargs of stage 1 has 1 dicts, the plan has 2; give one entry for",
-        ),
+        (1, {"kwargs": [{}]}, ValueError, "kwargs of stage 1 has 1 dicts, the plan has 2; give one entry"),
         (1, {"kwargs": [{}, 3]}, TypeError, "entry 1 must be a dict from keyword to value, got 3"),
         (1, {"kwargs": 3}, TypeError, "must be a list of 2 dicts, not int, or one dict for all"),
         (0, {"kwargs": {2: {}}}, ValueError, "kwargs must be given for stages 0..1, got {2}"),

@@ -39,13 +39,6 @@ def test_actions_print_as_the_contract_says():
     assert [op.channel for op in group.ops] == [0, 1]
 
 
-def test_text_has_one_line_per_rank():
-    text = str(schedules.dualpipe(2, 4))
-    assert text == (
-        "F0.0 F3.0 F0.1 B3.0 (F3.1&B0.0) B3.1 I0.1 W0.1\nF2.0 F1.0 F2.1 B1.0 (F1.1&B2.0) B1.1 I2.1 W2.1"
-    )
-
-
 def test_plans_accept_plain_data_of_every_form():
     expected = two_rank_plan()
     assert expected.compute[0] == (Action("F", 0, 0), Action("B", 0, 0))
