@@ -17,15 +17,7 @@ from torch import nn
 from pipecomm_ext import PipeCommAborted
 from pipecomm_ext.runtime.data_parallel import ReducedOnce
 
-PLANS = [
-    "gpipe",
-    "one_f_one_b",
-    "interleaved_1f1b",
-    "zb_h1",
-    "zb_v",
-    "dualpipev",
-    "dualpipe",
-]
+PLANS = ["gpipe", "one_f_one_b", "interleaved_1f1b", "zb_h1", "zb_v", "dualpipev", "dualpipe"]
 
 
 @on_ranks(4)
@@ -140,18 +132,10 @@ def test_no_sync_around_a_step_accumulates_without_communication(world):
     pipeline.assert_gradients()
 
 
-class Inner(nn.Module):
-    def __init__(self, depth: int):
-        super().__init__()
-        self.first, self.second = Block(2 * depth), Block(2 * depth + 1)
-
-    def forward(self, x):
-        return self.second(self.first(x))
-
-
 def wrap_inner(module):
     """DDP below the stage, and the stage not a module."""
-    module.first, module.second = ddp(module.first), ddp(module.second)
+    for idx, block in enumerate(module.blocks):
+        module.blocks[idx] = ddp(block)
     return module
 
 
@@ -163,7 +147,7 @@ def in_a_function(module):
 @on_ranks(4)
 def test_ddp_within_a_stage_and_in_functions(world):
     for wrap in (wrap_inner, in_a_function):
-        pipeline = Replicas(plan_named("zb_v", 2, 4), wrap, Inner)
+        pipeline = Replicas(plan_named("zb_v", 2, 4), wrap)
         executor = pipeline.executor()
         pipeline.step(executor)
         pipeline.run_all()

@@ -10,44 +10,36 @@ from pipelines import WIDTH, Failing, Pipeline, make_executor, plan_named, squar
 from ranks import on_ranks
 from torch import nn
 
-from pipecomm_ext import PipeCommAborted, PipeCommError, PipeCommMismatch
+from pipecomm_ext import PipeCommAborted, PipeCommMismatch
 from pipecomm_ext.runtime import plan_loop
 from pipecomm_ext.schedules import Executor, Plan, StageError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*micro-batches are fewer than the stages")
 
 
-def run_failing(world, where, failing_rank):
+@on_ranks(3)
+@pytest.mark.parametrize("failing_rank", [0, 1, 2])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_an_exception_in_a_stage_reaches_all_ranks(world, where, failing_rank):
     plan = plan_named("one_f_one_b", world.size)
     pipeline = Pipeline(plan, world.rank, Failing)
     if world.rank == failing_rank:
         pipeline.stages[world.rank].where = where
     executor = make_executor(world, plan, pipeline, communicator=None)
-    with world.breaking(), pytest.raises(PipeCommError) as caught:
+    expected = StageError if world.rank == failing_rank else PipeCommAborted
+    with world.breaking(), pytest.raises(expected) as caught:
         pipeline.step(executor)
+    text, action = str(caught.value), f"{'F' if where == 'forward' else 'B'}{failing_rank}.2"
+    assert action in text and "one_f_one_b" in text and "KeyError: 'no such expert'" in text, text
+    assert caught.value.origin_rank == failing_rank
+    if world.rank == failing_rank:
+        assert str(caught.value.action) == action
+        assert isinstance(caught.value.__cause__, KeyError)
     # Its own communicator is made anew: the next step works.
     pipeline.set_data(seed=2)
     losses = pipeline.step(executor).losses
     pipeline.assert_losses(losses, pipeline.run_whole(backward=False))
     executor.close()
-    raise caught.value
-
-
-@pytest.mark.parametrize("failing_rank", [0, 1, 2])
-@pytest.mark.parametrize("where", ["forward", "backward"])
-def test_an_exception_in_a_stage_reaches_all_ranks(ranks, where, failing_rank):
-    outcomes = ranks.attempt(3, run_failing, where, failing_rank)
-    for rank, outcome in enumerate(outcomes):
-        text = outcome.error.text
-        action = f"{'F' if where == 'forward' else 'B'}{failing_rank}.2"
-        assert action in text and "one_f_one_b" in text and "KeyError: 'no such expert'" in text, text
-        assert outcome.error.attributes["origin_rank"] == failing_rank
-        if rank == failing_rank:
-            assert outcome.error.type is StageError
-            assert str(outcome.error.attributes["action"]) == action
-            assert "KeyError: 'no such expert'" in outcome.error.traceback
-        else:
-            assert outcome.error.type is PipeCommAborted
 
 
 @on_ranks(4)

@@ -10,7 +10,7 @@ from ranks import on_ranks
 from relay_cases import piece, topology_of
 from torch import nn
 
-from pipecomm_ext import PipeCommAborted, PipeCommError, PipeCommMismatch
+from pipecomm_ext import PipeCommAborted, PipeCommMismatch
 from pipecomm_ext.schedules import Executor, StageError, get_plan
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*micro-batches are fewer than the stages")
@@ -254,28 +254,22 @@ def test_gradients_of_a_replicated_border_are_reduced(world, grad_reduce):
 # ---- failures ---------------------------------------------------------------------------------------------
 
 
-def run_failing(world, failing_rank):
+@on_ranks(4)
+@pytest.mark.parametrize("failing_rank", [0, 1, 2])
+def test_an_exception_on_one_rank_of_a_stage_reaches_all(world, failing_rank):
     topology = topology_of(world, [1, 2, 1])
     plan = plan_named("one_f_one_b", 3)
     stages = Stages(plan, topology, layer=Failing)
     if world.rank == failing_rank:
         stages.stages[stages.rank].where = "forward"
     with make(world, plan, stages, communicator=None) as executor:
-        with world.breaking(), pytest.raises(PipeCommError) as caught:
+        expected = StageError if world.rank == failing_rank else PipeCommAborted
+        with world.breaking(), pytest.raises(expected, match="no such expert") as caught:
             stages.step(executor)
+        assert f"rank {failing_rank}: F{[0, 1, 1][failing_rank]}.2" in str(caught.value)
+        assert caught.value.origin_rank == failing_rank
         stages.zero_grad()
         stages.compare(executor)  # its own communicator has been made anew
-    return type(caught.value), str(caught.value), caught.value.origin_rank
-
-
-@pytest.mark.parametrize("failing_rank", [0, 1, 2])
-def test_an_exception_on_one_rank_of_a_stage_reaches_all(ranks, failing_rank):
-    kinds, texts, origins = zip(*ranks.run(4, run_failing, failing_rank), strict=True)
-    stage = [0, 1, 1][failing_rank]
-    for rank in range(4):
-        assert f"rank {failing_rank}: F{stage}.2" in texts[rank] and "no such expert" in texts[rank]
-        assert kinds[rank] is (StageError if rank == failing_rank else PipeCommAborted)
-        assert origins[rank] == failing_rank
 
 
 class Uneven(nn.Module):
