@@ -25,6 +25,7 @@
 #include <new>
 #include <string>
 #include <system_error>
+#include <vector>
 
 namespace {
 
@@ -50,13 +51,26 @@ bool fails(Kind kind, const char* name) {
   return true;
 }
 
+struct Failing {
+  std::string name;
+  void* function;
+};
+std::vector<Failing> failing_functions;
+
+template <class Function>
+bool add(const char* name, Function* function) {
+  failing_functions.push_back({name, reinterpret_cast<void*>(function)});
+  return true;
+}
+
 // `error` and `result` are what the function reports if it fails.
 #define FAILING(kind, name, error, result, parameters, ...)       \
   auto failing_##name parameters->decltype(::name(__VA_ARGS__)) { \
     if (!fails(kind, #name)) return ::name(__VA_ARGS__);          \
     errno = error;                                                \
     return result;                                                \
-  }
+  }                                                               \
+  const bool has_##name = add(#name, failing_##name);
 
 FAILING(kSystemCall, memfd_create, EMFILE, -1, (const char* file, unsigned flags), file, flags)
 FAILING(kSystemCall, fchmod, EPERM, -1, (int fd, mode_t mode), fd, mode)
@@ -111,37 +125,9 @@ void failing_start_thread(void* thread, void* state, void (*depend)()) {
   start(thread, state, depend);
 }
 
-template <class Function>
-void* address(Function* function) {
-  return reinterpret_cast<void*>(function);
-}
-
-const struct {
-  const char* name;
-  void* function;
-} kFailing[] = {
-    {"memfd_create", address(failing_memfd_create)},
-    {"fchmod", address(failing_fchmod)},
-    {"ftruncate", address(failing_ftruncate)},
-    {"fcntl", address(failing_fcntl)},
-    {"open", address(failing_open)},
-    {"fstat", address(failing_fstat)},
-    {"mmap", address(failing_mmap)},
-    {"madvise", address(failing_madvise)},
-    {"sched_getaffinity", address(failing_sched_getaffinity)},
-    {"bind", address(failing_bind)},
-    {"listen", address(failing_listen)},
-    {"getsockname", address(failing_getsockname)},
-    {"getifaddrs", address(failing_getifaddrs)},
-    {"epoll_create1", address(failing_epoll_create1)},
-    {"eventfd", address(failing_eventfd)},
-    {"poll", address(failing_poll)},
-    {"posix_memalign", address(failing_posix_memalign)},
-    {"syscall", address(failing_syscall)},
-    {"aligned_alloc", address(failing_aligned_alloc)},
-    {"_Znwm", address(failing_new)},
-    {kStartThread, address(failing_start_thread)},
-};
+const bool has_others = add("syscall", failing_syscall) &&
+                        add("aligned_alloc", failing_aligned_alloc) && add("_Znwm", failing_new) &&
+                        add(kStartThread, failing_start_thread);
 
 // Calls visit(name, place of the address) for every function that the loaded object imports.
 template <class Visit>
@@ -184,8 +170,8 @@ extern "C" {
 bool watch(const char* path, const char* only) {
   return for_each_import(path, [&](const char* name, void** place) {
     if (only && std::strcmp(only, name) != 0) return;
-    for (const auto& failing : kFailing) {
-      if (std::strcmp(failing.name, name) != 0) continue;
+    for (const auto& failing : failing_functions) {
+      if (failing.name != name) continue;
       const auto page_bytes = static_cast<uintptr_t>(getpagesize());
       const auto page = reinterpret_cast<uintptr_t>(place) & ~(page_bytes - 1);
       mprotect(reinterpret_cast<void*>(page), page_bytes, PROT_READ | PROT_WRITE);
@@ -204,7 +190,7 @@ const char* imports(const char* path) {
 const char* watched() {
   static std::string lines;
   lines.clear();
-  for (const auto& failing : kFailing) lines += std::string(failing.name) + '\n';
+  for (const auto& failing : failing_functions) lines += failing.name + '\n';
   return lines.c_str();
 }
 

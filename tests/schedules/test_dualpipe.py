@@ -40,6 +40,13 @@ def unsplit(layers, x, labels, num_chunks):
     return torch.stack(losses), torch.cat(outputs)
 
 
+def assert_gradients(pipe, whole, depths) -> None:
+    for module, depth in zip(pipe.module, depths, strict=True):
+        for mine, theirs in zip(module.parameters(), whole[depth].parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-10, atol=1e-12)
+    pipe.close()
+
+
 @on_ranks(2, 4)
 @pytest.mark.parametrize(
     "block", [Block, StoringBlock, ReentrantBlock], ids=["plain", "storing", "reentrant"]
@@ -63,10 +70,7 @@ def test_dualpipe_trains_and_infers_as_the_unsplit_model(world, block):
             loss, outputs = pipe.step(
                 *inputs, num_chunks=num_chunks, criterion=squared_error, labels=labels, return_outputs=True
             )
-            expected = {
-                P - 1: unsplit(whole, x0, l0, half),
-                0: unsplit(whole, x1, l1, half),
-            }.get(rank)
+            expected = {P - 1: unsplit(whole, x0, l0, half), 0: unsplit(whole, x1, l1, half)}.get(rank)
         if expected is None:
             assert loss is None and outputs is None
         else:
@@ -78,10 +82,7 @@ def test_dualpipe_trains_and_infers_as_the_unsplit_model(world, block):
                 loss, outputs = pipe.step(*inputs, num_chunks=num_chunks, return_outputs=rank == 0)
             assert loss is None and (outputs is None) == (rank != 0)
     pipe.sum_replica_gradients()
-    for module, depth in zip(pipe.module, (rank, P - 1 - rank), strict=True):
-        for mine, theirs in zip(module.parameters(), whole[depth].parameters(), strict=True):
-            torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-10, atol=1e-12)
-    pipe.close()
+    assert_gradients(pipe, whole, (rank, P - 1 - rank))
 
 
 @on_ranks(1, 2, 3)
@@ -101,10 +102,7 @@ def test_dualpipev_trains_as_the_unsplit_model(world):
             torch.testing.assert_close(outputs, expected[1])
         else:
             assert loss is None and outputs is None
-        for module, depth in zip(pipe.module, (rank, 2 * P - 1 - rank), strict=True):
-            for mine, theirs in zip(module.parameters(), whole[depth].parameters(), strict=True):
-                torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-10, atol=1e-12)
-        pipe.close()
+        assert_gradients(pipe, whole, (rank, 2 * P - 1 - rank))
 
 
 class Pair(nn.Module):
@@ -127,12 +125,8 @@ def test_a_group_smaller_than_the_world_and_modules_without_parameters(world):
     with torch.no_grad():
         loss, outputs = pipe.step(x[:, :4], None, num_chunks=4, return_outputs=True)
     other = batch(WIDTH, 1 - pipe.rank)
-    assert (
-        loss is None
-        and type(outputs) is tuple
-        and outputs[0].equal(other[:, :4])
-        and outputs[1].dtype == torch.bool
-    )
+    assert loss is None and type(outputs) is tuple
+    assert outputs[0].equal(other[:, :4]) and outputs[1].dtype == torch.bool
     pipe.close()
 
 
@@ -175,19 +169,12 @@ def test_wrong_steps_raise_on_all_ranks_and_the_next_step_works(world):
         options = {"num_chunks": 4, "criterion": squared_error, "labels": [labels], **changes}
         return pipe.step(*inputs, **options)
 
-    def declared(x):
-        set_p2p_tensor_shapes([(9, WIDTH)])
+    def declared(declare, value):
+        declare(value)
         try:
             return step(x)
         finally:
-            set_p2p_tensor_shapes(None)
-
-    def declared_dtype(x):
-        set_p2p_tensor_dtype(torch.float32)
-        try:
-            return step(x)
-        finally:
-            set_p2p_tensor_dtype(None)
+            declare(None)
 
     cases = [
         (lambda: step(x[:3]), ValueError, "inputs[0] of batch size 3 (dim 0) does not divide into 2"),
@@ -197,10 +184,12 @@ def test_wrong_steps_raise_on_all_ranks_and_the_next_step_works(world):
         (lambda: step(x, criterion=None), ValueError, "give step() a criterion"),
         (lambda: step(x, num_chunks=0), ValueError, "at least twice the 2 ranks, got 0"),
         (lambda: step(x, num_chunks=5), ValueError, "expected an even number"),
-        (lambda: declared(x), PipeCommError, "set_p2p_tensor_shapes declared [[9, 6]]"),
-        (lambda: declared_dtype(x), PipeCommError, "set_p2p_tensor_dtype declared torch.float32"),
+        (lambda: declared(set_p2p_tensor_shapes, [(9, WIDTH)]), PipeCommError,
+         "set_p2p_tensor_shapes declared [[9, 6]]"),
+        (lambda: declared(set_p2p_tensor_dtype, torch.float32), PipeCommError,
+         "set_p2p_tensor_dtype declared torch.float32"),
         (lambda: step(x, criterion=lambda *_: 1 / 0), PipeCommError, "ZeroDivisionError"),
-    ]
+    ]  # fmt: skip
     for call, kind, message in cases:
         with world.breaking(), pytest.raises(kind if world.rank == 0 else (PipeCommAborted, kind)) as caught:
             call() if world.rank == 0 else step(x)

@@ -4,11 +4,12 @@ torch.distributed.pipelining's users write them."""
 from __future__ import annotations
 
 import copy
+import functools
 from collections import OrderedDict
 
 import pytest
 import torch
-from pipelines import WIDTH, Block, StoringBlock, batches, squared_error
+from pipelines import WIDTH, Block, Pipeline, StoringBlock, batches, make_executor, squared_error
 from ranks import on_ranks
 from torch import nn
 
@@ -129,41 +130,24 @@ FORMS = {
 def test_stages_pass_on_any_structure(world, name):
     """Over messages and within a rank; equal to one process, training and forward only, twice."""
     plan = get_plan(name, 2, 4)
-    num_micros = plan.micros_per_chain
-    masks = [torch.rand(3, WIDTH) > 0.3 for _ in range(num_micros)]
-    comm = world.shared_comm(channels=4)
+    generator = torch.Generator().manual_seed(3)
+    masks = [torch.rand(3, WIDTH, generator=generator) > 0.3 for _ in range(plan.micros_per_chain)]
     for form, read in FORMS.values():
-        depth_of = {stage: depth for chain in plan.chains for depth, stage in enumerate(chain)}
-        whole = [Layer(depth, form, read) for depth in range(len(plan.chains[0]))]
-        stages = {stage: copy.deepcopy(whole[depth_of[stage]]) for stage in plan.stages_of(world.rank)}
 
         def loss_fn(output, target, read=read):
             args, kwargs = ((), output) if isinstance(output, dict) else (output, {})
             return squared_error(read(*args, **kwargs)[0], target)
 
-        executor = Executor(plan, stages, communicator=comm, loss_fn=loss_fn)
-        inputs = {chain[0]: [*zip(batches(num_micros, 7 + idx), masks, strict=True)]
-                  for idx, chain in enumerate(plan.chains)}  # fmt: skip
-        targets = {chain[-1]: batches(num_micros, 9 + idx) for idx, chain in enumerate(plan.chains)}
+        layer = functools.partial(Layer, form=form, read=read)
+        pipeline = Pipeline(plan, world.rank, layer, loss_fn, last_rows=None)
+        pipeline.inputs = [[*zip(inputs, masks, strict=True)] for inputs in pipeline.inputs]
+        executor = make_executor(world, plan, pipeline)
         for is_training in (True, False, True):
             with torch.set_grad_enabled(is_training):
-                losses = executor.step(inputs, targets).losses
-        ends = [chain[-1] for chain in plan.chains if plan.owner[chain[-1]] == world.rank]
-        losses = dict(zip(ends, [losses], strict=False))
-        for chain in plan.chains:
-            for micro in range(num_micros):
-                value = inputs[chain[0]][micro]
-                for layer in whole:
-                    value = layer(**value) if isinstance(value, dict) else layer(*value)
-                loss = loss_fn(value, targets[chain[-1]][micro])
-                (2 * loss).backward()  # two steps
-                if chain[-1] in losses:
-                    assert torch.equal(losses[chain[-1]][micro], loss.detach())
+                losses = pipeline.step(executor).losses
+            pipeline.assert_losses(losses, pipeline.run_whole(backward=is_training))
         executor.sum_replica_gradients()
-        for stage, module in stages.items():
-            theirs = whole[depth_of[stage]].parameters()
-            for mine, other in zip(module.parameters(), theirs, strict=True):
-                torch.testing.assert_close(mine.grad, other.grad, rtol=1e-11, atol=1e-12)
+        pipeline.assert_gradients()
 
 
 @on_ranks(2)
