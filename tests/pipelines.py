@@ -129,10 +129,14 @@ def plan_named(name: str, P: int, M: int | None = None) -> Plan:
     return get_plan(name, P, M, 2) if name == "interleaved_1f1b" else get_plan(name, P, M)
 
 
-def make_executor(world, plan: Plan, pipeline: Pipeline, **options) -> Executor:
+def executor_of(world, plan: Plan, stages, **options) -> Executor:
     """Over a communicator that other tests use, too, unless `options` has one."""
     options.setdefault("communicator", world.shared_comm(channels=4))
-    return Executor(plan, pipeline.stages, loss_fn=pipeline.loss_fn, **options)
+    return Executor(plan, stages, **options)
+
+
+def make_executor(world, plan: Plan, pipeline: Pipeline, **options) -> Executor:
+    return executor_of(world, plan, pipeline.stages, loss_fn=pipeline.loss_fn, **options)
 
 
 def prepared(world, plan: Plan, layer=Block, loss_fn=squared_error, **options) -> tuple[Pipeline, Executor]:

@@ -6,7 +6,7 @@ import functools
 
 import pytest
 import torch
-from pipelines import WIDTH, Block, Pipeline, ReentrantBlock, make_executor, prepared
+from pipelines import WIDTH, Block, Pipeline, ReentrantBlock, executor_of, make_executor, prepared
 from ranks import on_ranks
 from torch import nn
 
@@ -83,14 +83,12 @@ class Mean(nn.Module):
 def test_without_a_loss_fn_the_loss_is_what_the_last_stage_returns(world):
     plan = get_plan("1f1b", 2, 4)
     inputs = [torch.full((2, 3), float(micro)) for micro in range(4)]
-    executor = Executor(
-        plan, [[nn.Identity(), Mean()][world.rank]], communicator=world.shared_comm(channels=4)
-    )
+    executor = executor_of(world, plan, [[nn.Identity(), Mean()][world.rank]])
     for run, targets in ((executor.step, None), (executor.eval, None), (executor.eval, inputs)):
         losses = run(inputs, targets).losses
         assert losses is None if world.rank == 0 else torch.stack(losses).tolist() == [0, 1, 2, 3]
     assert all(weight.grad == 6 for stage in executor.stages.values() for weight in stage.parameters())
-    executor = Executor(plan, [nn.Identity()], communicator=world.shared_comm(channels=4))
+    executor = executor_of(world, plan, [nn.Identity()])
     for targets in (None, inputs):
         losses, outputs = executor.eval(inputs, targets)
         assert losses is None and (outputs is None) == (world.rank == 0)
@@ -102,10 +100,10 @@ def test_a_step_may_have_a_criterion_and_keep_outputs_of_its_own(world):
     inputs = [torch.full((3,), float(micro)) for micro in range(4)]
     targets = [(torch.full((3,), 2.0), torch.full((3,), 0.5)) for _ in range(4)]
     stages = [nn.Linear(3, 3), lambda x: (x, 2 * x)]
-    executor = Executor(
+    executor = executor_of(
+        world,
         plan,
         [stages[world.rank]],
-        communicator=world.shared_comm(channels=4),
         loss_fn=lambda outputs, target: outputs[0].sum() * len(target),
         return_outputs=False,
     )
@@ -168,9 +166,7 @@ def test_gradients_of_inputs_are_not_kept_until_w(world):
     plan = get_plan("zb_h2", 2, 4)
     pipeline = Pipeline(plan, world.rank)
     stage = Watching() if world.rank == 1 else pipeline.stages[0]
-    pipeline.step(
-        Executor(plan, [stage], communicator=world.shared_comm(channels=4), loss_fn=pipeline.loss_fn)
-    )
+    pipeline.step(executor_of(world, plan, [stage], loss_fn=pipeline.loss_fn))
     if world.rank == 1:
         assert stage.numbers_left == [0] * 4
 

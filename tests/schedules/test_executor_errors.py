@@ -6,7 +6,7 @@ import time
 
 import pytest
 import torch
-from pipelines import WIDTH, Failing, Pipeline, make_executor, plan_named, squared_error
+from pipelines import WIDTH, Failing, Pipeline, executor_of, make_executor, plan_named, squared_error
 from ranks import on_ranks
 from torch import nn
 
@@ -222,4 +222,4 @@ class _SlowList(list):
 def test_fewer_micro_batches_than_stages_is_a_warning(world):
     plan = plan_named("one_f_one_b", 2, 1)
     with pytest.warns(UserWarning, match="1 micro-batches are fewer than the stages"):
-        Executor(plan, [nn.Identity()], communicator=world.shared_comm(channels=4))
+        executor_of(world, plan, [nn.Identity()])

@@ -9,7 +9,7 @@ from collections import OrderedDict
 
 import pytest
 import torch
-from pipelines import WIDTH, Block, Pipeline, StoringBlock, batches, make_executor, squared_error
+from pipelines import WIDTH, Block, Pipeline, StoringBlock, batches, executor_of, make_executor, squared_error
 from ranks import on_ranks
 from torch import nn
 
@@ -162,7 +162,7 @@ def test_structures_may_differ_where_inputs_do_and_with_dynamic_shapes(world):
         got.append(y is None)
         return x.sum() if y is None else y.sum()
 
-    executor = Executor(plan, [[start, end][world.rank]], communicator=world.shared_comm(channels=4))
+    executor = executor_of(world, plan, [[start, end][world.rank]])
     inputs = [torch.ones(rows, 2) for rows in (1, 2, 1, 2)]
     for _ in range(2):
         losses = executor.eval(inputs).losses
@@ -177,7 +177,7 @@ def test_structures_may_differ_where_inputs_do_and_with_dynamic_shapes(world):
 
     inputs = [torch.full((2,), value) for value in (1.0, -1.0, -1.0, 1.0)]
     stage = [by_content, count][world.rank]
-    dynamic = Executor(plan, [stage], communicator=world.shared_comm(channels=4), dynamic_shapes=True)
+    dynamic = executor_of(world, plan, [stage], dynamic_shapes=True)
     for _ in range(2):
         losses = dynamic.eval(inputs).losses
         assert world.rank == 0 or torch.stack(losses).tolist() == [0, 2, 2, 0]
@@ -193,9 +193,7 @@ def test_outputs_of_the_last_stage_are_as_it_returns_them_without_graph(world):
     plan = get_plan("1f1b", 2, 2)
     last = [nn.Identity(), lambda x: ModelOutput(loss=x.sum(), logits=[x * 2, 3])][world.rank]
     stage = [nn.Linear(2, 2), last][world.rank]
-    executor = Executor(
-        plan, [stage], communicator=world.shared_comm(channels=4), loss_fn=lambda out, target: out.loss
-    )
+    executor = executor_of(world, plan, [stage], loss_fn=lambda out, target: out.loss)
     _, outputs = executor.step([torch.ones(1, 2)] * 2, [None] * 2)
     for output in outputs or []:
         assert type(output) is ModelOutput and output["logits"][1] == 3
@@ -215,12 +213,7 @@ def test_micro_batches_and_whole_batches_of_all_forms(world):
         return x if bias is None else x + 2 * bias
 
     last = world.rank == 1
-    executor = Executor(
-        plan,
-        [stage],
-        communicator=world.shared_comm(channels=4),
-        loss_fn=lambda out, target: (out - target).sum(),
-    )
+    executor = executor_of(world, plan, [stage], loss_fn=lambda out, target: (out - target).sum())
     sums = [part.sum() for part in (x + 2 * bias - 1).tensor_split(4)]
     cut = [*zip(x.tensor_split(4), bias.tensor_split(4), strict=True)]
     whole_target = torch.ones(10, 3)
@@ -286,9 +279,7 @@ def test_keywords_of_every_stage_and_micro_batch(world, name):
     plan = get_plan(name, 2, 4)
     whole = [Scaled(stage) for stage in range(plan.num_stages)]
     stages = {stage: copy.deepcopy(whole[stage]) for stage in plan.stages_of(world.rank)}
-    executor = Executor(
-        plan, stages, communicator=world.shared_comm(channels=4), loss_fn=squared_error, loss_scale="mean"
-    )
+    executor = executor_of(world, plan, stages, loss_fn=squared_error, loss_scale="mean")
     inputs, targets = batches(4, 1), batches(4, 2)
     scales = [Scale(1 + micro) for micro in range(4)]
     mine = min(stages)
