@@ -5,10 +5,12 @@ from __future__ import annotations
 import time
 
 import torch
-from pipelines import executor_of, plan_named, prepared
+from pipelines import plan_named, prepared
 from ranks import on_ranks
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
+
+from pipecomm_ext.schedules import Executor
 
 
 class Growing(nn.Module):
@@ -41,7 +43,9 @@ class Growing(nn.Module):
 def test_outputs_are_freed_when_they_are_sent_and_not_at_their_backward(world):
     plan = plan_named("gpipe", 2, 12)
     stage = Growing() if world.rank == 0 else nn.Identity()
-    executor = executor_of(world, plan, [stage], loss_fn=lambda y, t: y.mean() * t.sum())
+    executor = Executor(
+        plan, [stage], communicator=world.shared_comm(channels=4), loss_fn=lambda y, t: y.mean() * t.sum()
+    )
     ones = [torch.ones(1)] * 12
     executor.step(ones, ones)
     if world.rank == 0:
