@@ -48,9 +48,15 @@ def numbers(shape, dtype, *key):
 
 
 def scaled(tensor, grad_scale, size):
-    real = tensor.contiguous().view(tensor.dtype.to_real()) if tensor.is_complex() else tensor
-    result = real * size if grad_scale == "up" else real / size if grad_scale == "down" else real
-    return result.view(tensor.dtype) if tensor.is_complex() else result
+    result = tensor.clone(memory_format=torch.contiguous_format)
+    real = (
+        result.view(tensor.dtype.to_real()) if tensor.is_complex() else result
+    )  # torch multiplies no bcomplex32
+    if grad_scale == "up":
+        real *= size
+    elif grad_scale == "down":
+        real /= size
+    return result
 
 
 def laid_out(tensor: torch.Tensor, layout: str) -> torch.Tensor:

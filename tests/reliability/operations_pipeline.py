@@ -38,7 +38,7 @@ def make_equally_many_groups(group: Any) -> None:
     """torch < 2.14 names a group that only its members make by how many groups each of them has had: ranks
     that are in more groups than others could make no group of those that are left with them. Later releases
     count calls of new_group, of which all ranks here have made equally many."""
-    if torch.__version__ >= (2, 14):
+    if torch.__version__ >= "2.14":
         return
     names = dist.distributed_c10d._world.pg_names
     most = torch.tensor([len(names)])

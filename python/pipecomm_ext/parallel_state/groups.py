@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -24,19 +25,20 @@ def make_groups(
 
     All ranks of `group` call it with equal arguments.
     """
+    made: Sequence[tuple[list[int], object]]
     if dist.get_world_size(group) == dist.get_world_size():
         made = [(ranks, dist.new_group(ranks)) for ranks in all_ranks]
-    elif torch.__version__ >= (2, 14):
+    elif torch.__version__ >= "2.14":
         made = _make_numbered_groups(group, all_ranks)
     else:
         made = _make_equally_many_groups(group, all_ranks)
     me = dist.get_rank()
-    return {tuple(ranks): new for ranks, new in made if me in ranks}
+    return {tuple(ranks): new for ranks, new in made if me in ranks and isinstance(new, dist.ProcessGroup)}
 
 
 def _make_numbered_groups(
     group: dist.ProcessGroup, all_ranks: list[list[int]]
-) -> list[tuple[list[int], dist.ProcessGroup]]:
+) -> Sequence[tuple[list[int], object]]:
     global _next_number
     counters = dist.distributed_c10d._world
     meeting = Rendezvous(group, DEFAULT_TIMEOUT_S, "PipelineTopology")
@@ -56,7 +58,7 @@ def _make_numbered_groups(
 
 def _make_equally_many_groups(
     group: dist.ProcessGroup, all_ranks: list[list[int]]
-) -> list[tuple[list[int], dist.ProcessGroup]]:
+) -> Sequence[tuple[list[int], object]]:
     """torch < 2.14 counts the groups that a process has made, so all ranks must make equally many: a rank
     that is not a member makes a group of its own."""
     me, names = dist.get_rank(), dist.distributed_c10d._world.pg_names

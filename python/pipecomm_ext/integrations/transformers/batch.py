@@ -70,7 +70,7 @@ def split_batch(batch: Mapping[str, Any], process_group: Any = None) -> dict[str
     labels = whole.pop("labels", None)
     if labels is not None and whole.get("shift_labels") is None:
         whole["shift_labels"] = functional.pad(labels, (0, 1), value=IGNORED)[:, 1:]
-    piece = {
+    piece: dict[str, Any] = {
         name: cut(value, SEQUENCE_DIM[name], state) if name in SEQUENCE_DIM and value is not None else value
         for name, value in whole.items()
     }
