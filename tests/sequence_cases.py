@@ -48,15 +48,13 @@ def numbers(shape, dtype, *key):
 
 
 def scaled(tensor, grad_scale, size):
-    result = tensor.clone(memory_format=torch.contiguous_format)
-    real = (
-        result.view(tensor.dtype.to_real()) if tensor.is_complex() else result
-    )  # torch multiplies no bcomplex32
-    if grad_scale == "up":
-        real *= size
-    elif grad_scale == "down":
-        real /= size
-    return result
+    if tensor.is_complex():  # torch divides no bcomplex32
+        result = tensor.clone(memory_format=torch.contiguous_format)
+        result.view(tensor.dtype.to_real()).copy_(
+            scaled(result.view(tensor.dtype.to_real()), grad_scale, size)
+        )
+        return result
+    return tensor * size if grad_scale == "up" else tensor / size if grad_scale == "down" else tensor
 
 
 def laid_out(tensor: torch.Tensor, layout: str) -> torch.Tensor:

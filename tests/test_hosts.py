@@ -254,7 +254,7 @@ def endings_of(
 
 def await_end(pids: list[int]) -> None:
     until = time.monotonic() + 5
-    while left := [pid for pid in pids if os.path.exists(f"/proc/{pid}")]:
+    while left := [pid for pid in pids if os.path.exists(f"/proc/{pid}/exe")]:  # a zombie has none
         assert time.monotonic() < until, left
         time.sleep(0.02)
 

@@ -199,7 +199,9 @@ def test_nothing_is_left_behind(tmp_path, ending):
     finally:
         pytest_process.kill()
     pids = [int((tmp_path / f"pid{rank}").read_text()) for rank in range(2)]
-    wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), seconds=100)
+    wait_for(
+        lambda: not any(Path(f"/proc/{pid}/exe").exists() for pid in pids), seconds=100
+    )  # zombies have none
     expected = {
         "normal": pytest.ExitCode.OK,
         "ctrl-c": pytest.ExitCode.INTERRUPTED,
