@@ -29,7 +29,7 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path("out/flaky")
-SEED, FAILURES = "PIPECOMM_FLAKY_SEED", "PIPECOMM_FLAKY_FAILURES"  # how a run tells the plugin
+SEED, FAILURES = "FLAKY_SEED", "FLAKY_FAILURES"  # how a run tells the plugin
 NUM_LINES = 12  # of a failure in the summary
 NUM_LOG_LINES = 30  # of a run that failed outside of its tests
 SPIN = "import os, sys\nwhile os.getppid() == int(sys.argv[1]):\n    for _ in range(10**6): pass"

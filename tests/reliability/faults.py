@@ -221,7 +221,7 @@ def interrupted(stage: Stage) -> None:
     concerns=lambda op, transport: transport == "c10d",
 )
 def cut(stage: Stage) -> None:
-    """All sockets of the victim's communicator are shut down, while all are in the operation."""
+    """All connections of the victim's communicator are shut down, while all are in the operation."""
     call = stage.prepare()
     if stage.is_victim:
         threading.Timer(0.05, cut_connections, [stage]).start()
@@ -231,9 +231,10 @@ def cut(stage: Stage) -> None:
 
 def cut_connections(stage: Stage) -> None:
     stage.strike()
+    store_port = int(os.environ.get("MASTER_PORT", "0"))  # its connection serves later communicators, too
     for descriptor in stage.descriptors:
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
-            if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            if connection.getpeername()[1:2] != (store_port,):  # a socket that listens has no peer
                 connection.shutdown(socket.SHUT_RDWR)
 
 
