@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from hosts import MASTER_PORT, HostGroup, HostPlan, HostPool, address, rank_environment
 from patterns import assert_same, pattern, poison
+from processes import running, start_of
 from ranks import Outcome, RankFailure, assert_within
 from relay_cases import Traffic, same_bytes, topology_of
 from scripts import REPOSITORY, run_on_ranks
@@ -227,7 +228,8 @@ def endings_of(
         pids += [pid for host in world.hosts for pid in (host.pid, host.first_pid)]
         world.await_marks("running")
         time.sleep(0.1)
-        assert all(os.path.exists(f"/proc/{pid}") for pid in pids)
+        starts = {pid: start_of(pid) for pid in pids}
+        assert running(starts) == pids
         struck_at = strike(world)
         for rank in survivors:
             world.await_mark(rank, "ended")
@@ -238,7 +240,7 @@ def endings_of(
     for rank in survivors:
         if outcomes[rank].status != "returned":
             raise RankFailure(f"rank {rank}", outcomes)
-    await_end(pids)
+    await_end(starts)
     ended = [list(endings) for endings in zip(*(outcomes[rank].value for rank in survivors), strict=True)]
     for work, endings in zip(works, ended, strict=True):
         print(work)
@@ -252,9 +254,9 @@ def endings_of(
     return ended
 
 
-def await_end(pids: list[int]) -> None:
+def await_end(starts: dict[int, str | None]) -> None:
     until = time.monotonic() + 5
-    while left := [pid for pid in pids if os.path.exists(f"/proc/{pid}/exe")]:  # a zombie has none
+    while left := running(starts):
         assert time.monotonic() < until, left
         time.sleep(0.02)
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from processes import running, start_of
 from ranks import RankFailure, on_ranks
 from scripts import files_in, short_folder, take_interrupts
 
@@ -103,12 +104,12 @@ def test_one_failure_does_not_wait_for_the_deadline_of_the_others(ranks, monkeyp
 
 
 def test_a_hung_rank_is_killed_with_its_stacks_and_replaced(ranks):
-    pids = [r[2] for r in ranks.run(2, identify)]
+    starts = {pid: start_of(pid) for _, _, pid in ranks.run(2, identify)}
     with pytest.raises(RankFailure, match="rank 1 did not finish") as caught:
         ranks.run(2, sleep_on, 1, 60, deadline=2)
     assert "in sleep_on" in str(caught.value), "faulthandler's stacks are part of the report"
     assert caught.value.outcomes[0].status == "returned"
-    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    assert not running(starts)
     assert ranks.run(2, all_reduce_rank) == [1, 1]
 
 
@@ -125,13 +126,13 @@ def test_a_disposable_world_can_be_killed(ranks):
     with ranks.disposable(2, mark_and_sleep) as world:
         world.await_mark(0, "ready")
         marked_at = world.await_mark(1, "ready")
+        starts = {world.pid(rank): start_of(world.pid(rank)) for rank in range(2)}
         killed_at = world.signal(1, signal.SIGKILL)
         outcomes = world.collect(deadline=0.5)
-        pids = [world.pid(rank) for rank in range(2)]
     assert marked_at <= killed_at <= outcomes[1].ended_at
     assert [o.status for o in outcomes] == ["hung", "died"] and outcomes[1].exit_code == -signal.SIGKILL
     assert "in mark_and_sleep" in outcomes[0].log
-    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    assert not running(starts)
 
 
 def test_a_missing_mark_is_reported(ranks):
@@ -154,9 +155,10 @@ def test_decorated_bodies_run_on_every_rank(world, word, tmp_path):
 INNER_TEST = """
 import os, time
 from pathlib import Path
+from processes import start_of
 
 def body(world, directory, seconds):
-    Path(directory, f"pid{world.rank}").write_text(str(os.getpid()))
+    Path(directory, f"process{world.rank}").write_text(f"{os.getpid()} {start_of(os.getpid())}")
     time.sleep(seconds)
 
 def test_inner(ranks):
@@ -190,7 +192,7 @@ def test_nothing_is_left_behind(tmp_path, ending):
     )
     try:
         if ending != "normal":
-            wait_for(lambda: all((tmp_path / f"pid{rank}").exists() for rank in range(2)), seconds=100)
+            wait_for(lambda: len(processes_in(tmp_path)) == 2, seconds=100)
             if ending == "ctrl-c":
                 os.killpg(pytest_process.pid, signal.SIGINT)
             else:
@@ -198,10 +200,7 @@ def test_nothing_is_left_behind(tmp_path, ending):
         output, _ = pytest_process.communicate(timeout=100)
     finally:
         pytest_process.kill()
-    pids = [int((tmp_path / f"pid{rank}").read_text()) for rank in range(2)]
-    wait_for(
-        lambda: not any(Path(f"/proc/{pid}/exe").exists() for pid in pids), seconds=100
-    )  # zombies have none
+    wait_for(lambda: not running(processes_in(tmp_path)), seconds=100)
     expected = {
         "normal": pytest.ExitCode.OK,
         "ctrl-c": pytest.ExitCode.INTERRUPTED,
@@ -211,6 +210,12 @@ def test_nothing_is_left_behind(tmp_path, ending):
     if ending != "kill":
         wait_for(lambda: not files_in(scratch), seconds=100)
     shutil.rmtree(scratch)
+
+
+def processes_in(directory: Path) -> dict[int, str | None]:
+    """What the ranks of INNER_TEST have written, with their starts."""
+    written = [path.read_text(encoding="utf-8").split() for path in directory.glob("process*")]
+    return {int(words[0]): words[1] for words in written if len(words) == 2}
 
 
 def wait_for(condition, seconds: float) -> None:

@@ -41,7 +41,7 @@ TEST(ticks_beside_large_messages) {
   const auto take_part = [&](int rank) {
     HostTransport* transport = nullptr;
     const auto comm = std::make_unique<Communicator>(
-        CommunicatorOptions{.rank = rank, .size = kNumRanks, .timeout = 5s},
+        CommunicatorOptions{.rank = rank, .size = kNumRanks, .timeout = kLimit},
         [&](TransportEvents& events) {
           auto made = meeting.transport(rank, events);
           transport = made.get();
