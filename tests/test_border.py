@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import on_ranks
 
-from pipecomm_ext import PipeCommError
+from pipecomm_ext import Communicator, PipeCommAborted, PipeCommError, StageRelay
+from pipecomm_ext.parallel_state import PipelineTopology
 from pipecomm_ext.pipeline_parallel import P2PCommunicator, PipelineConfig
 from pipecomm_ext.runtime.border import (
     DTYPE_NAMES,
@@ -16,7 +18,7 @@ from pipecomm_ext.runtime.border import (
     num_words_after,
     specs_in,
 )
-from pipecomm_ext.runtime.border_channels import BorderChannels, Incoming, Outgoing
+from pipecomm_ext.runtime.border_channels import BorderChannels, Incoming, Outgoing, connect
 from pipecomm_ext.schedules import Executor, get_plan
 
 NUMBERS = {  # on the wire between versions: never change one
@@ -118,6 +120,47 @@ def test_headers_on_a_communicator_of_their_own(world):
     assert receipt.wait() == [None] and receipt.work is None
     [work] = works
     work.wait()
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("first", ["data", "headers"])
+def test_both_communicators_tell_the_first_cause(world, first):
+    """Whichever of them brings it to a rank."""
+    with world.broken_comm(channels=2) as data:
+        channels = BorderChannels.for_chains(data, 1)
+        channels.headers.barrier()
+        world.meet()
+        if world.rank == 1:
+            getattr(channels, first).abort("no such expert")
+        else:
+            with pytest.raises(PipeCommAborted, match="no such expert"):
+                getattr(channels, first).barrier()
+            channels.abort("what follows from it")
+        world.meet()
+        for comm in (channels.data, channels.headers):
+            with pytest.raises(PipeCommAborted, match="aborted by rank 1: no such expert") as caught:
+                comm.barrier()
+            assert caught.value.origin_rank == 1
+        world.meet()
+        channels.close_headers()
+
+
+@on_ranks(2)
+def test_what_the_package_makes_does_not_shift_the_communicators_of_the_user(world):
+    """Rank 1 has failed before it makes what rank 0 makes."""
+    group = dist.new_group([0, 1])
+    data = Communicator(group, device="cpu", channels=2)
+    topology = PipelineTopology([1, 1], group=group, device="cpu")
+    if world.rank == 0:
+        made = [connect(group, torch.device("cpu")), BorderChannels.for_chains(data, 3).headers]
+        made.append(StageRelay(topology, communicator=data).communicator)
+        assert len({comm.id for comm in made} - {data.id, topology.communicator.id}) == 3
+        for comm in made:
+            comm.close()
+    with Communicator(group, device="cpu", channels=5) as comm:
+        comm.barrier()
+    data.close()
+    topology.close()
 
 
 @on_ranks(2)

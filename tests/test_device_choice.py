@@ -119,8 +119,9 @@ class Meeting(Rendezvous):
 
     def __init__(self, store, rank, size, timeout=None):
         self.store, self.rank, self.size = store, rank, size
+        self._front = self._background = _C.LimitedStore(store, rank)
         self._group, self._what, self._name, self._number = self, "Communicator", "Communicator/", 0
-        self._timeout, self._own_keys = timeout, []
+        self._prefix, self._timeout, self._own_keys = "pipecomm", timeout, []
         rendezvous._num_made[self] = {}
         self._restart()
 
@@ -157,7 +158,7 @@ def test_a_rank_that_refuses_ends_the_choice():
     store = dist.HashStore()
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(Meeting(store, 0, 2, timeout=20).choice, "a")
-        Meeting(store, 1, 2).publish({"error": "ValueError: no such transport"})
+        Meeting(store, 1, 2).refuse("ValueError: no such transport")
         with pytest.raises(PipeCommMismatch, match="refused by rank 1: ValueError: no such transport"):
             waiting.result()
 

@@ -321,16 +321,30 @@ def test_a_closed_communicator_refuses(world):
             call()
 
 
+class Mute(KeyError):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+LEFT_BY = {
+    "KeyError: 'the data loader broke'": KeyError("the data loader broke"),
+    r"OSError: no such file: caf\udce9.bin": OSError("no such file: caf\udce9.bin"),  # of a name in Latin-1
+    "Mute: its text cannot be made (RuntimeError)": Mute(),
+}
+
+
 @on_ranks(2, 3)
-def test_leaving_by_an_exception_aborts_all(world):
-    """Peers that wait get PipeCommAborted naming the origin and its reason."""
+@pytest.mark.parametrize("text", LEFT_BY)
+def test_leaving_by_an_exception_aborts_all(world, text):
+    """Peers that wait get PipeCommAborted naming the origin and its reason, whatever the text is."""
     with world.broken_comm() as comm:
         if world.rank == 1:
-            with pytest.raises(KeyError), comm:
-                raise KeyError("the data loader broke")
+            with pytest.raises(type(LEFT_BY[text])) as left_by, comm:
+                raise LEFT_BY[text]
+            assert left_by.value is LEFT_BY[text]
         else:
             with (
-                pytest.raises(PipeCommAborted, match=r"rank 1.*KeyError.*the data loader broke") as caught,
+                pytest.raises(PipeCommAborted, match=f"rank 1: {re.escape(text)}") as caught,
                 comm,
             ):
                 comm.recv(torch.ones(4), 1)

@@ -109,7 +109,7 @@ def test_communicators_of_a_group_share_one_connection_to_its_store(world):
         meeting.publish({"number": number})
         meeting.wait_for(1 - world.rank)
         assert meeting.look_up(1 - world.rank) == {"number": number}
-        connections.add(meeting._background_store.underlying_store)
+        connections.add(meeting._background)
     assert len(connections) == 1
 
 

@@ -112,13 +112,14 @@ BoundCommunicator::WorkPtr BoundCommunicator::exchange(
   });
 }
 
-void BoundCommunicator::refuse(const std::string& op, const std::string& reason,
+void BoundCommunicator::refuse(const std::string& op, const py::str& reason,
                                std::vector<int> members, const py::object& channel) {
+  const std::string text = text_argument(reason);
   const Scope scope = scope_argument(std::move(members), channel);
   const OpCode code = collective_code(op);
   note_call_site();
   py::gil_scoped_release no_gil;
-  communicator_->refuse(code, reason, scope);
+  communicator_->refuse(code, text, scope);
 }
 
 void BoundCommunicator::connect(const std::vector<int>& peers,
@@ -151,9 +152,10 @@ at::Tensor BoundCommunicator::empty(const std::vector<int64_t>& shape, at::Scala
   return tensor;
 }
 
-void BoundCommunicator::abort(const std::string& reason) {
+void BoundCommunicator::abort(const py::str& reason, const BoundCommunicator* cause) {
+  const std::string text = text_argument(reason);
   py::gil_scoped_release no_gil;
-  communicator_->abort(reason);
+  communicator_->abort(text, cause ? cause->communicator_->failure() : nullptr);
 }
 
 void BoundCommunicator::close() {
@@ -210,7 +212,7 @@ py::class_<BoundCommunicator> bind_communicator(py::module_& m) {
            py::arg("members") = std::vector<int>(), py::arg("channel") = py::none())
       .def("connect", &Bound::connect, py::arg("peers"), py::arg("channels") = py::none())
       .def("route", &Bound::route, py::arg("peer"))
-      .def("abort", &Bound::abort, py::arg("reason"))
+      .def("abort", &Bound::abort, py::arg("reason"), py::arg("cause") = py::none())
       .def("close", &Bound::close)
       .def("copy_counters", &Bound::copy_counters)
       .def("nccl_usage", &Bound::nccl_usage)

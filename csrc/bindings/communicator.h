@@ -43,7 +43,7 @@ class BoundCommunicator {
                    const py::sequence& inputs, const py::sequence& outputs, bool async_op,
                    std::vector<int> members, const py::object& channel,
                    const std::shared_ptr<Work>& after, uint64_t gradient_of);
-  void refuse(const std::string& op, const std::string& reason, std::vector<int> members,
+  void refuse(const std::string& op, const py::str& reason, std::vector<int> members,
               const py::object& channel);
   // Begins to connect to these ranks.
   void connect(const std::vector<int>& peers, const std::optional<std::vector<int>>& channels);
@@ -51,7 +51,8 @@ class BoundCommunicator {
   std::pair<std::string, std::string> route(int peer) const;
   // For results: in memory that peers write directly, if the transport has such memory.
   at::Tensor empty(const std::vector<int64_t>& shape, at::ScalarType dtype);
-  void abort(const std::string& reason);
+  // `cause`: another one, of the same ranks, or null.
+  void abort(const py::str& reason, const BoundCommunicator* cause);
   void close();
 
   bool closed() const { return communicator_->closed(); }

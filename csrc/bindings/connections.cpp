@@ -6,6 +6,8 @@
 #include <stdexcept>
 #include <utility>
 
+#include "bindings/python_args.h"
+
 namespace pipecomm {
 namespace {
 
@@ -27,7 +29,7 @@ Result call(const Held& function, MakeArgument make_argument) {
   try {
     return (*function)(make_argument()).template cast<Result>();
   } catch (const py::error_already_set& error) {
-    throw std::runtime_error(error.what());  // ends outside the lock
+    throw std::runtime_error(text_argument(py::str(error.value())));  // ends outside the lock
   }
 }
 
@@ -78,13 +80,18 @@ void bind_connections(py::module_& m) {
   py::class_<Introduction>(m, "Introduction", "How to meet a rank, or why it refuses.")
       .def(py::init([](bool is_on_this_host, int pid, std::vector<std::string> hosts, uint16_t port,
                        int memory_fd, uint64_t memory_inode, int64_t window_bytes,
-                       std::string reason, std::string refusal,
+                       const py::str& reason, const py::str& refusal,
                        std::optional<std::string> farewell) {
-             return Introduction{is_on_this_host,    pid,
-                                 std::move(hosts),   port,
-                                 memory_fd,          memory_inode,
-                                 window_bytes,       std::move(reason),
-                                 std::move(refusal), std::move(farewell)};
+             return Introduction{is_on_this_host,
+                                 pid,
+                                 std::move(hosts),
+                                 port,
+                                 memory_fd,
+                                 memory_inode,
+                                 window_bytes,
+                                 text_argument(reason),
+                                 text_argument(refusal),
+                                 std::move(farewell)};
            }),
            py::kw_only(), py::arg("is_on_this_host") = false, py::arg("pid") = 0,
            py::arg("hosts") = std::vector<std::string>(), py::arg("port") = 0,
@@ -94,7 +101,8 @@ void bind_connections(py::module_& m) {
       m, "Connections",
       "What a rank needs to meet the others. `lookup(rank)` returns an "
       "Introduction, or None if that rank is not there yet. `say_farewell(farewell)` "
-      "shows these bytes to ranks that look this one up from now on. Any one thread calls them.")
+      "shows these bytes to ranks that look this one up from now on. Any one thread calls them; "
+      "they return or raise within a second.")
       .def(py::init([](int rank, int size, uint32_t epoch, const py::bytes& token,
                        py::function lookup, py::function say_farewell) {
              return std::make_unique<Connections>(rank, size, epoch, token, std::move(lookup),

@@ -3,6 +3,7 @@
 #include "bindings/connections.h"
 #include "bindings/cuda.h"
 #include "bindings/flight.h"
+#include "bindings/limited_store.h"
 #include "bindings/mean.h"
 #include "bindings/plan.h"
 #include "bindings/point_to_point_args.h"
@@ -19,11 +20,14 @@ PYBIND11_MODULE(_C, m) {
       if (pointer) std::rethrow_exception(pointer);
     } catch (const PipeCommException& error) {
       raise_failure(*error.failure());
+    } catch (const StoreIsSilent& error) {
+      PyErr_SetString(PyExc_TimeoutError, error.what());
     }
   });
 
   bind_plan(m);
   bind_mean(m);
+  bind_limited_store(m);
   bind_connections(m);
   bind_point_to_point_args(m);
   bind_work(m);

@@ -57,6 +57,13 @@ int index_argument(py::handle object, const std::string& name) {
   return static_cast<int>(value);
 }
 
+std::string text_argument(const py::str& text) {
+  const auto bytes = py::reinterpret_steal<py::bytes>(
+      PyUnicode_AsEncodedString(text.ptr(), "utf-8", "backslashreplace"));
+  if (!bytes) throw py::error_already_set();
+  return bytes;
+}
+
 std::optional<std::chrono::nanoseconds> timeout_argument(py::handle object) {
   if (object.is_none()) return std::nullopt;
   double seconds;

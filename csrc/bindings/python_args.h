@@ -17,6 +17,9 @@ namespace py = pybind11;
 // A real integer (operator.index); bool, float and str are TypeErrors.
 int index_argument(py::handle object, const std::string& name);
 
+// UTF-8; what has none, of a file name of other bytes, is written as an escape.
+std::string text_argument(const py::str& text);
+
 // None -> nullopt; a positive number of seconds or a timedelta. Zero, negative, NaN and absurdly
 // large values are ValueErrors, infinity is legal and means "no limit".
 std::optional<std::chrono::nanoseconds> timeout_argument(py::handle object);

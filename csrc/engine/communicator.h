@@ -94,7 +94,8 @@ class Communicator final : private TransportEvents {
 
   // The failure of all operations from now on, on all ranks; the first one counts.
   void fail(Failure failure);
-  void abort(const std::string& reason);
+  // With the failure `cause`, if there is one: that of another communicator of the same ranks.
+  void abort(const std::string& reason, const FailurePtr& cause = nullptr);
   // Finishes what is under way, says goodbye and releases everything. Throws if operations were
   // still pending when their deadline passed. If `interrupted` throws, the communicator is aborted,
   // the rest is done all the same, and the exception goes on. Idempotent.

@@ -90,8 +90,9 @@ std::vector<Flight> Communicator::flights() const {
   return merge_flights(std::move(pending), flight_record_.ended());
 }
 
-void Communicator::abort(const std::string& reason) {
+void Communicator::abort(const std::string& reason, const FailurePtr& cause) {
   if (is_in_fork()) return;
+  if (cause) return fail(*cause);
   fail(own_failure(FailureKind::aborted, "communicator aborted by rank " + std::to_string(rank()) +
                                              (reason.empty() ? "" : ": " + reason)));
 }

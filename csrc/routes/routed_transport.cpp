@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cerrno>
 #include <exception>
-#include <future>
 #include <system_error>
 #include <utility>
 
@@ -15,7 +14,6 @@ namespace pipecomm {
 namespace {
 
 constexpr const char* kHasClosed = "has closed its communicator";
-constexpr auto kFarewellLimit = std::chrono::seconds(1);
 
 }  // namespace
 
@@ -196,29 +194,24 @@ bool RoutedTransport::has_met_all() const {
   return true;
 }
 
-// Leaves the thread behind if the store does not answer: peers that look for this rank then take it
-// for dead.
+// Without a farewell, peers that look for this rank take it for dead. A thread of its own says it: the
+// caller may be one that signals interrupt.
 void RoutedTransport::say_farewell() {
   if (std::exchange(has_said_farewell_, true)) return;
-  const auto said = std::make_shared<std::promise<void>>();
-  std::future<void> is_said = said->get_future();
   std::unique_lock lock(mutex_);
-  auto say = [said, tell = say_farewell_, farewell = farewell_]() mutable {
+  auto say = [&, farewell = farewell_] {
     try {
-      tell(farewell);
+      say_farewell_(farewell);
     } catch (const std::exception&) {
       // The store is gone.
     }
-    tell = nullptr;
-    said->set_value();
   };
   lock.unlock();
   try {
-    start_thread(std::move(say), rank_).detach();
+    start_thread(say, rank_).join();
   } catch (const PipeCommException&) {
-    return;  // there is no thread for it
+    // There is no thread for it.
   }
-  is_said.wait_for(kFarewellLimit);
 }
 
 // Posts what has waited for the route, in order; later messages then find it themselves.
@@ -390,6 +383,7 @@ void RoutedTransport::close(Deadline deadline) {
   begin_close();
   // A peer that reads the farewell turns this rank's connections away.
   if (tcp_) tcp_->begin_disconnect();
+  directory_->begin_stop();  // a look-up that is under way may take as long as the farewell
   if (!has_met_all()) say_farewell();
   directory_->stop();
   if (shm_) shm_->close(deadline);

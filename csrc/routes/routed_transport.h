@@ -31,7 +31,7 @@ struct RoutedOptions {
   int size = 1;
   Directory::Lookup lookup;
   // Adds the farewell of this rank to what it has published: whoever looks it up afterwards sees it.
-  // May throw.
+  // May throw, and takes a second at most.
   std::function<void(const std::string& farewell)> say_farewell;
   // At least one of these two, if there is more than one rank.
   shm::SegmentPtr memory;  // null: no shared memory

@@ -26,12 +26,16 @@ void Directory::start() {
   thread_ = start_thread([this] { run(); }, rank_);
 }
 
-void Directory::stop() {
+void Directory::begin_stop() {
   {
     std::lock_guard lock(mutex_);
     stopping_ = true;
   }
   changed_.notify_all();
+}
+
+void Directory::stop() {
+  begin_stop();
   if (thread_.joinable()) thread_.join();
 }
 
@@ -69,6 +73,7 @@ void Directory::run() {
     }
     if (stopping_) return;
     for (const auto& [peer, why] : std::exchange(missed_, {})) {
+      if (stopping_) return;
       lock.unlock();
       events_.on_gone(peer, farewell_of(peer), why);
       lock.lock();

@@ -41,7 +41,7 @@ struct Introduction {
 
 class Directory {
  public:
-  // What the peer has published, or nothing if it has not yet. May throw.
+  // What the peer has published, or nothing if it has not yet. May throw, and takes a second at most.
   using Lookup = std::function<std::optional<Introduction>(int peer)>;
   // Called on the directory's thread.
   struct Events {
@@ -55,8 +55,9 @@ class Directory {
 
   Directory(int rank, Lookup lookup, Events events);
   ~Directory();
-  void start();  // throws PipeCommException if there is no thread for it
-  void stop();   // idempotent; nothing is called afterwards
+  void start();       // throws PipeCommException if there is no thread for it
+  void begin_stop();  // nothing more is looked up
+  void stop();        // idempotent; nothing is called afterwards
 
   void want(int peer);
   // The peer, which was found, is not where it should be: looks again whether it has closed. A rank

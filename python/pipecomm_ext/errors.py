@@ -71,6 +71,15 @@ class StageError(PipeCommError):
     action: Any = None
 
 
+def summary_of(error: BaseException) -> str:
+    """Class and text of any exception, as text that can be sent."""
+    try:
+        text = str(error)
+    except Exception as wrong:
+        text = f"its text cannot be made ({type(wrong).__name__})"
+    return f"{type(error).__name__}: {text}".encode("utf-8", "backslashreplace").decode()
+
+
 def _rebuild(cls, message, fields):
     error = cls(message)
     error.__dict__.update(fields)

@@ -296,6 +296,30 @@ TEST(a_rank_that_is_turned_away_as_it_closes) {
   }
 }
 
+// A store that answers neither a look-up nor a farewell holds up close() once, not twice.
+TEST(a_close_while_a_look_up_hangs) {
+  Meeting meeting(2);
+  meeting.over_tcp();
+  std::promise<void> looks, is_said;
+  const std::shared_future<void> farewell = is_said.get_future().share();
+  std::atomic<int> num_looks{0};
+  std::atomic<bool> hung_for_nothing{false};
+  meeting.look_up = [&](int, int) -> std::optional<Introduction> {
+    if (num_looks++ == 0) looks.set_value();
+    hung_for_nothing = farewell.wait_for(20s) != std::future_status::ready;
+    return std::nullopt;
+  };
+  meeting.on_farewell = [&](int) {
+    is_said.set_value();
+    std::this_thread::sleep_for(50ms);
+  };
+  const auto comm = meeting.communicator(0);
+  looks.get_future().wait();
+  comm->close(nullptr);
+  CHECK_EQ(num_looks.load(), 1);
+  CHECK(!hung_for_nothing);
+}
+
 // Ranks that post and close at once, while their routes are being made: what has a match arrives.
 TEST(closing_while_routes_are_made) {
   for (int round = 0; round < check::rounds(40); ++round) {

@@ -3,6 +3,8 @@
     python tests/reliability/soak.py --minutes 10                      # or: make soak MINUTES=10
     python tests/reliability/soak.py --first 1234 --programs 1 --transport shm     # one of them again
 
+    python tests/reliability/soak.py --many    # 2 000 communicators and a million messages in one process
+
 One world of ranks plays programs all the time; its ranks are paused, make wrong calls, disagree and abort,
 and neither memory nor descriptors nor threads may grow. Beside it, worlds of 2 to 8 ranks lose one.
 """
@@ -28,18 +30,20 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path.append(str(Path(__file__).resolve().parents[1]))
 
+import torch
 import torch.distributed as dist
 from operations import NUM_CHANNELS, OPERATIONS, Draw
 from operations_pipeline import topology_of
 from programs import ABORT, Program, abort_and_close
 from ranks import RankFailure, RankPool
 
-from pipecomm_ext import Communicator, PipeCommError, PipeCommPeerLost, PipeCommTimeout
+from pipecomm_ext import Communicator, PipeCommError, PipeCommPeerLost, PipeCommTimeout, Recv, Send
 
 TRANSPORTS = ("shm", "c10d")
 BATCH_S = 5.0  # of programs between two looks at the ranks
 ATTACK_EVERY_S = 20.0
 WARM_UP_S = 60.0  # caches fill
+MANY = 2000, 1_000_000, 10  # communicators, messages of each rank, looks at each
 MAX_GROWTH = 0.02  # of the resident memory, after the first minute
 DETECTION_S = {PipeCommPeerLost: 2.0, PipeCommTimeout: 2.5}  # with a timeout of 1 s
 
@@ -71,8 +75,12 @@ class Footprint:
 # ---- the ranks' side ---------------------------------------------------------------------------------------
 
 
+def connect_only(group, transport: str, timeout_s: float = 30.0) -> Communicator:
+    return Communicator(group, device="cpu", transport=transport, channels=NUM_CHANNELS, timeout=timeout_s)
+
+
 def connect(group, transport: str, timeout_s: float = 30.0) -> Communicator:
-    comm = Communicator(group, device="cpu", transport=transport, channels=NUM_CHANNELS, timeout=timeout_s)
+    comm = connect_only(group, transport, timeout_s)
     topology_of(comm)  # what relays make once for a group, before anybody is lost
     return comm
 
@@ -99,6 +107,42 @@ def play(world, transports: tuple[str, ...], first: int, num_programs: int):
         comm.close()
     comms.clear()
     return counts, Footprint.now()
+
+
+def make_many(world, transport: str, num_comms: int, num_messages: int, num_looks: int) -> list[Footprint]:
+    """Makes, uses and closes communicators one after the other, then moves small messages over one. What this
+    rank holds, each time a `num_looks`-th part of either is done.
+    """
+    footprints = []
+    for number in range(num_comms):
+        with connect_only(world.group, transport) as comm:
+            comm.barrier()
+        if (number + 1) % (num_comms // num_looks) == 0:
+            world.meet()
+            footprints.append(Footprint.now())
+    sent, received = torch.ones(4), torch.empty(4)
+    ops = [Send(sent, 1 - world.rank)] * 50 + [Recv(received, 1 - world.rank)] * 50
+    with connect_only(world.group, transport) as comm:
+        for number in range(num_messages // len(ops)):
+            comm.batch_p2p(ops)
+            if (number + 1) % (num_messages // len(ops) // num_looks) == 0:
+                footprints.append(Footprint.now())
+    return footprints
+
+
+def check_many(ranks: RankPool, transport: str, num_comms: int, num_messages: int, num_looks: int) -> str:
+    """The growth of the first rank from the first look to the last one, of each part. Raises SoakFailure if
+    descriptors or threads are not given back, or a part keeps more than a hundredth of the memory."""
+    parts = []
+    for each in ranks.run(2, make_many, transport, num_comms, num_messages, num_looks, deadline=1000):
+        for name, looks in (("communicators", each[:num_looks]), ("messages", each[num_looks:])):
+            first, last = looks[0], looks[-1]
+            text = f"{transport}, {name}: {first} -> {last}"
+            parts.append(text)
+            same = (first.num_descriptors, first.num_threads) == (last.num_descriptors, last.num_threads)
+            if not same or last.resident_mib > 1.01 * first.resident_mib:
+                raise SoakFailure(f"something is not given back: {text}")
+    return "\n".join(parts)
 
 
 def play_until_one_is_lost(world, transport: str, seed: int, timeout_s: float):
@@ -242,12 +286,17 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=None, help="default: the clock; printed")
     parser.add_argument("--first", type=int, help="play only the programs from this number on")
     parser.add_argument("--programs", type=int, default=1, help="with --first: how many")
+    parser.add_argument("--many", action="store_true", help="many communicators, then many messages")
     arguments = parser.parse_args()
     transports = (arguments.transport,) if arguments.transport else TRANSPORTS
     seed = int(time.time()) if arguments.seed is None else arguments.seed
     soak = Soak(arguments.ranks, transports, seed)
     with RankPool() as ranks:
         try:
+            if arguments.many:
+                for transport in transports:
+                    print(check_many(ranks, transport, *MANY), flush=True)
+                return
             if arguments.first is not None:
                 soak.play(ranks, arguments.first, arguments.programs)
             else:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from soak import Soak
+import pytest
+from ranks import JUDGES_TIMES
+from soak import MANY, TRANSPORTS, Soak, check_many
 
 SECONDS = 2.5
 
@@ -14,3 +16,9 @@ def test_soak(ranks) -> None:
     assert min(soak.counts[transport] for transport in ("shm", "c10d")) > 5, soak.summary()
     assert soak.counts["SIGKILL"] + soak.counts["SIGSTOP"] >= 1
     assert len(said) == 4
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_many_communicators_and_messages_take_nothing(ranks, transport) -> None:
+    """As far as a few show it; `make faults` plays all."""
+    print(check_many(ranks, transport, *(MANY if JUDGES_TIMES else (40, 4000, 2))))

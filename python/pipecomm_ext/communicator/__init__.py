@@ -2,7 +2,7 @@
 
 from ..core.process_groups import device_of, own_group
 from . import operators  # noqa: F401  (registers them)
-from .communicator import Communicator, Recv, Send, Work
+from .communicator import Communicator, Recv, Send, Work, communicator_for
 from .construction import DEFAULT_TIMEOUT_S, MAX_CHANNELS
 from .registry import get_communicator, kept_communicator
 
@@ -13,6 +13,7 @@ __all__ = [
     "Recv",
     "Send",
     "Work",
+    "communicator_for",
     "device_of",
     "get_communicator",
     "kept_communicator",

@@ -18,7 +18,7 @@ from ..core.checked import whole_number
 from ..core.extension import _C
 from ..core.process_groups import own_group
 from ..core.tensor_specs import TensorSpec, specs_of
-from ..errors import PipeCommError
+from ..errors import PipeCommError, summary_of
 from ..transports import nccl
 from . import traced
 from .construction import make
@@ -446,7 +446,7 @@ class Communicator:
         self, op: str, error: Exception, members: Sequence[int] = (), channel: int | None = None
     ) -> None:
         """Refuses a collective, which this rank cannot take part in because of `error`. Does not wait."""
-        self._c.refuse(op, f"{type(error).__name__}: {error}", members, channel)
+        self._c.refuse(op, summary_of(error), members, channel)
 
     # ---------------------------------------------------------------- record
 
@@ -469,11 +469,16 @@ class Communicator:
 
     # ---------------------------------------------------------------- end
 
-    def abort(self, reason: str = "") -> None:
+    def abort(self, reason: str = "", *, cause: Communicator | None = None) -> None:
         """Makes every pending and later call raise PipeCommAborted, on all ranks. Idempotent; may be called
         by any thread.
+
+        Args:
+            reason: what the error says.
+            cause: another communicator of the same ranks. If it has failed, calls raise the error that its
+                calls raise.
         """
-        self._c.abort(str(reason))
+        self._c.abort(str(reason), None if cause is None else cause._c)
 
     def close(self) -> None:
         """Waits for what is in flight, then releases connections and threads. Idempotent.
@@ -493,9 +498,11 @@ class Communicator:
         return self
 
     def __exit__(self, exc_type, exc, traceback) -> None:
-        if exc_type is not None:
-            self.abort(f"{exc_type.__name__}: {exc}")
-        self.close()
+        if exc_type is None:
+            return self.close()
+        self.abort(summary_of(exc))
+        with contextlib.suppress(Exception):  # the block's own exception tells more
+            self.close()
 
     # ---------------------------------------------------------------- details
 
@@ -536,13 +543,19 @@ class Communicator:
 
 
 def communicator_for(
-    purpose: str, group: dist.ProcessGroup, device: torch.device, channels: int
+    purpose: str,
+    group: dist.ProcessGroup,
+    device: str | torch.device | None,
+    channels: int,
+    *,
+    timeout: float | datetime.timedelta | None = None,
+    transport: str = "auto",
 ) -> Communicator:
-    """A Communicator that meets those of the same purpose and kind of device, whatever else a rank makes
-    before.
+    """A Communicator that meets those of the same purpose, whatever else a rank makes before. The package
+    makes its own in this way, so that they do not shift the numbers of the user's.
     """
     communicator = Communicator.__new__(Communicator)
-    communicator._set_up(group, device, "auto", channels, None, "auto", f"{purpose} {device.type}")
+    communicator._set_up(group, device, transport, channels, timeout, "auto", purpose)
     environment.warn_of_unknown(stacklevel=2)
     return communicator
 

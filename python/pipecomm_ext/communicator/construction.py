@@ -19,7 +19,7 @@ from ..core.checked import whole_number
 from ..core.extension import _C
 from ..core.process_groups import device_of
 from ..core.rendezvous import Rendezvous
-from ..errors import PipeCommMismatch, PipeCommTimeout
+from ..errors import PipeCommMismatch, PipeCommTimeout, summary_of
 from ..transports import TRANSPORTS, Routes, draw, nccl
 
 DEFAULT_TIMEOUT_S = 600.0
@@ -89,7 +89,7 @@ def make(
     except (PipeCommMismatch, PipeCommTimeout):
         raise  # the others have heard of it, have said it, or may come for the next attempt
     except Exception as failed:
-        meeting.publish({"error": f"{type(failed).__name__}: {failed}"})
+        meeting.refuse(summary_of(failed))
         raise
     return Made(
         engine=engine,

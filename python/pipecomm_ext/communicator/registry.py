@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ..core.process_groups import device_of, own_group, rank_in
+from ..errors import summary_of
 from .communicator import NAME_IN_GRAPHS, Communicator, communicator_for, graph_name, open_communicators
 from .construction import MAX_CHANNELS
 
@@ -48,7 +49,7 @@ def kept_communicator(
     made, key = _kept.setdefault(group, {}), (purpose, str(device))
     if key not in made or made[key].closed:
         _close_those_of_destroyed_groups()
-        made[key] = communicator_for(purpose, group, device, channels[device.type])
+        made[key] = communicator_for(f"{purpose} {device.type}", group, device, channels[device.type])
     return made[key]
 
 
@@ -110,5 +111,5 @@ def close_all() -> None:
     for communicator in list(open_communicators):
         with contextlib.suppress(Exception):
             if crashed is not None:
-                communicator.abort(f"the process ends after {type(crashed).__name__}: {crashed}")
+                communicator.abort(f"the process ends after {summary_of(crashed)}")
             communicator.close()

@@ -80,9 +80,14 @@ def dump(communicator: Recorded, folder: str | os.PathLike[str], reason: str) ->
     try:
         name = f"flight-{communicator.id}-rank{communicator.rank}-{os.getpid()}-{next(_dump_numbers)}.jsonl"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        with os.fdopen(os.open(name, flags, 0o600, dir_fd=folder_fd), "w", encoding="utf-8") as file:
-            for line in _lines(communicator, reason):
-                file.write(json.dumps(line) + "\n")
+        file_fd = os.open(name, flags, 0o600, dir_fd=folder_fd)
+        try:
+            with os.fdopen(file_fd, "w", encoding="utf-8") as file:
+                for line in _lines(communicator, reason):
+                    file.write(json.dumps(line) + "\n")
+        except BaseException:
+            os.unlink(name, dir_fd=folder_fd)  # no part of a record: the disk is full, say
+            raise
     finally:
         os.close(folder_fd)
     return os.path.join(folder, name)

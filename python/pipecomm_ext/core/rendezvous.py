@@ -1,13 +1,14 @@
 """How the ranks of a group agree on what they make, through the store of the torch group.
 
-All traffic is JSON of limited size: nothing that a peer sends is unpickled.
+All traffic is JSON of limited size: nothing that a peer sends is unpickled. No call waits for the store
+itself longer than it may wait for the other ranks.
 """
 
 from __future__ import annotations
 
 import contextlib
-import datetime
 import json
+import math
 import threading
 import time
 import weakref
@@ -16,10 +17,11 @@ from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
-from ..errors import PipeCommMismatch, PipeCommTimeout
+from ..errors import PipeCommError, PipeCommMismatch, PipeCommTimeout, summary_of
+from .extension import _C
 
-# A limit where torch wants one and we want none.
-FOREVER = datetime.timedelta(days=3650)
+_SHORT_LIMIT_S = 1.0  # for an answer of the store, in the background, to a rank that fails, and at least
+_LONGEST_REST_S = 0.1  # between two looks for what other ranks have still to say
 _MAX_RECORD_BYTES = 1 << 20
 _COMMON, _RECORD = "common", "record"  # stages
 # Keys of a choice, see `first_problem`.
@@ -30,19 +32,27 @@ _WITHDRAWN = b"withdrawn"
 
 T = TypeVar("T")
 
-# What threads in the background look into: a thread that waits in a TCPStore keeps all others out of it. One
-# for each group, since to connect takes a lookup of names, which may take seconds.
-_clones: weakref.WeakKeyDictionary[Any, dist.Store] = weakref.WeakKeyDictionary()
-_clones_lock = threading.Lock()
+# For each group its store, for callers and for threads in the background. These have a connection of their
+# own, since a thread of the program that waits in a TCPStore keeps all others out of it.
+_stores: weakref.WeakKeyDictionary[Any, tuple[_C.LimitedStore, _C.LimitedStore]] = weakref.WeakKeyDictionary()
+_stores_lock = threading.Lock()
 
 
-def _clone_of(group: dist.ProcessGroup) -> dist.Store:
-    with _clones_lock:
-        if group not in _clones:
+def _stores_of(group: dist.ProcessGroup, rank: int) -> tuple[_C.LimitedStore, _C.LimitedStore]:
+    with _stores_lock:
+        if group not in _stores:
             store = dist.distributed_c10d._get_process_group_store(group)
-            clone = getattr(store, "clone", None)
-            _clones[group] = clone() if clone else store
-        return _clones[group]
+            _stores[group] = (_C.LimitedStore(store, rank), _C.LimitedStore(store, rank, in_background=True))
+        return _stores[group]
+
+
+def _place_of(store: dist.Store) -> str:
+    """Where a store is, for errors."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    if isinstance(store, dist.TCPStore):
+        return f"{store.host}:{store.port}"
+    return getattr(store, "path", type(store).__name__)
 
 
 # The number of constructions of each group, by what is made. It is part of the store keys, and equal on all
@@ -58,7 +68,8 @@ class Rendezvous:
     collective: all ranks get the same result or error.
 
     `what` names in errors what is made, which `purpose` tells from others of the kind; `timeout` (seconds,
-    None: no limit) is for all that waits.
+    None: no limit) is for all that waits. A store that does not answer by then raises PipeCommTimeout, one
+    that cannot be reached PipeCommError.
     """
 
     def __init__(
@@ -66,19 +77,18 @@ class Rendezvous:
     ) -> None:
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
+        self.store = dist.distributed_c10d._get_process_group_store(group)
+        self._front, self._background = _stores_of(group, self.rank)
         self._group, self._what = group, what
         self._name = f"{what}/{purpose}"
         num_made = _num_made.setdefault(group, {})
         self._number = num_made.get(self._name, 0)
         num_made[self._name] = self._number + 1
+        self._prefix = f"pipecomm/{group.group_name}/{self._name}/{self._number}"
         self._timeout = timeout
         self._restart()
-        self._background_store: dist.Store | None = None
         self._record: dict[str, Any] | None = None  # of this rank, once it is published
         self._own_keys: list[str] = []
-        store = dist.distributed_c10d._get_process_group_store(group)
-        self._prefix = f"pipecomm/{group.group_name}/{self._name}/{self._number}"
-        self.store = dist.PrefixStore(self._prefix, store)
 
     # ---- waits for nobody
 
@@ -88,44 +98,45 @@ class Rendezvous:
         Raises PipeCommMismatch if its arguments were not equal to these; the others hear of it.
         """
         own = {"rank": self.rank, "arguments": arguments, "chosen": chosen}
-        first = self._parsed(self.store.compare_set(_COMMON, "", json.dumps(own)), self.rank)
+        first = self._parsed(self._compare_set(_COMMON, own), self.rank)
         for name, value in json.loads(json.dumps(arguments)).items():
             if first["arguments"].get(name) != value:
                 values = (
                     f"{first['arguments'].get(name)!r} on rank {first['rank']}, {value!r} on rank {self.rank}"
                 )
                 text = f"ranks disagree about {name}: {values}"
-                self.publish({"error": text})
+                self.refuse(text)
                 raise self._mismatch(first["rank"], f"{self._what}: {text}")
         return first["chosen"]
 
     def publish(self, record: Mapping[str, Any]) -> None:
-        """Shows the others the record of this rank, or with the key "error" why it refuses."""
+        """Shows the others the record of this rank."""
         self._set(_RECORD, record)
-        if "error" in record:
-            self.store.set(_VERDICT, json.dumps({"rank": self.rank, **record}))
-        else:
-            self._record = dict(record)
+        self._record = dict(record)
+
+    def refuse(self, text: str) -> None:
+        """Shows the others why this rank takes no part, if the store answers: it has an error to raise."""
+        refusal = {"rank": self.rank, "error": text}
+        with contextlib.suppress(PipeCommError):
+            self._set(_RECORD, refusal, _SHORT_LIMIT_S)
+            self._ask(self._front.set, _VERDICT, _json(refusal), limit_s=_SHORT_LIMIT_S)
 
     def look_up(self, rank: int) -> dict[str, Any] | None:
-        """The record that `rank` has published, None if it has not yet. May be called by any one thread."""
-        store, key = self._in_background(), f"{_RECORD}/{rank}"
-        if not store.check([key]) or (data := store.get(key)) == _WITHDRAWN:
-            return None
-        return self._parsed(data, rank)
+        """The record that `rank` has published, None if it has not yet. Takes a second at most, and may be
+        called by any thread.
+        """
+        data = self._ask(self._background.find, f"{_RECORD}/{rank}", limit_s=_SHORT_LIMIT_S)
+        return None if data is None or data == _WITHDRAWN else self._parsed(data, rank)
 
     def say_farewell(self, farewell: bytes) -> None:
-        """Adds to the record of this rank how it has ended. May be called by any thread."""
+        """Adds to the record of this rank how it has ended. Takes a second at most, and may be called by any
+        thread.
+        """
         if self._record is None:
             return  # it has refused
-        store, key = self._in_background(), f"{_RECORD}/{self.rank}"
-        store.set(key, json.dumps({**self._record, "farewell": farewell.hex()}))
-        store.check([key])  # set() of a TCPStore does not wait until it is there
-
-    def _in_background(self) -> dist.Store:
-        if self._background_store is None:
-            self._background_store = dist.PrefixStore(self._prefix, _clone_of(self._group))
-        return self._background_store
+        record = {**self._record, "farewell": farewell.hex()}
+        key = f"{_RECORD}/{self.rank}"
+        self._ask(self._background.set, key, _json(record), limit_s=_SHORT_LIMIT_S)
 
     def wait_for(self, rank: int) -> dict[str, Any]:
         """The record of `rank`, which all ranks publish sooner or later.
@@ -135,12 +146,10 @@ class Rendezvous:
             PipeCommTimeout: it has published nothing within the timeout, which begins now.
         """
         self._restart()
-        key = f"{_RECORD}/{rank}"
-        try:
-            self.store.wait([key], self.remaining())
-        except RuntimeError as error:
-            raise self._missing([rank], "every rank of the group must make it, in the same order") from error
-        return self._agreed({rank: self._parsed(self.store.get(key), rank)})[rank]
+        data = self._await(f"{_RECORD}/{rank}")
+        if data is None:
+            raise self._missing([rank], "every rank of the group must make it, in the same order")
+        return self._agreed({rank: self._parsed(data, rank)})[rank]
 
     def refusal_text(self, refusals: Mapping[int, Mapping[str, Any]]) -> str:
         texts = [f"by rank {rank}: {record['error']}" for rank, record in refusals.items()]
@@ -153,14 +162,14 @@ class Rendezvous:
         looks into the store a few times, however many there are.
         """
         if problem:
-            self.store.compare_set(_PROBLEM, "", problem)
+            self._compare_set(_PROBLEM, problem)
         own_key = f"{_HAS_TOLD}/{self.rank}"
-        if not self.store.check([own_key]):  # else in an attempt before
-            self.store.set(own_key, "")
-            if self.store.add(_NUM_TOLD, 1) == self.size:
-                found = self.store.compare_set(_PROBLEM, "", _NO_PROBLEM).decode()
+        if self._find(own_key) is None:  # else in an attempt before
+            self._ask(self._front.set, own_key, b"")
+            if self._ask(self._front.add, _NUM_TOLD, 1) == self.size:
+                found = json.loads(self._compare_set(_PROBLEM, _NO_PROBLEM))
                 outcome = {"problem": "" if found == _NO_PROBLEM else found}
-                self.store.set(_VERDICT, json.dumps(outcome))  # which wakes those that wait
+                self._ask(self._front.set, _VERDICT, _json(outcome))
         verdict = self._read(_VERDICT, self.rank)
         if "error" in verdict:
             raise self._mismatch(verdict["rank"], self.refusal_text({verdict["rank"]: verdict}))
@@ -168,7 +177,7 @@ class Rendezvous:
 
     def taken_by(self, name: str) -> int:
         """The first rank that has asked for this name."""
-        return int(self.store.compare_set(f"{_NAME}/{name}", "", str(self.rank)))
+        return json.loads(self._compare_set(f"{_NAME}/{name}", self.rank))
 
     def gather(self, stage: str, record: dict[str, Any]) -> list[dict[str, Any]]:
         """Every rank's record, in rank order.
@@ -195,8 +204,7 @@ class Rendezvous:
         hear of it. Facts that differ raise PipeCommMismatch on all ranks.
         """
         try:
-            refusal = {"error": f"{type(error).__name__}: {error}"}
-            everybody = self.gather(stage, facts if error is None else refusal)
+            everybody = self.gather(stage, facts if error is None else {"error": summary_of(error)})
         finally:
             if error is not None:
                 raise error
@@ -224,14 +232,8 @@ class Rendezvous:
             raise
         return cast(T, made)  # without an error
 
-    def remaining(self) -> datetime.timedelta:
-        """The time that is left, FOREVER if there is no limit."""
-        if self._deadline is None:
-            return FOREVER
-        return datetime.timedelta(seconds=max(0.001, self._deadline - time.monotonic()))
-
     def _restart(self) -> None:
-        self._deadline = None if self._timeout is None else time.monotonic() + self._timeout
+        self._deadline = math.inf if self._timeout is None else time.monotonic() + self._timeout
 
     def _mismatch(self, rank: int, text: str) -> PipeCommMismatch:
         return PipeCommMismatch(
@@ -243,24 +245,28 @@ class Rendezvous:
 
     def _read(self, key: str, rank: int) -> dict[str, Any]:
         """What comes under this key, for which `rank` is the last to be waited for."""
-        try:
-            self.store.wait([key], self.remaining())
-            while (data := self.store.get(key)) == _WITHDRAWN:
-                if self._deadline is not None and time.monotonic() > self._deadline:
-                    raise RuntimeError(f"rank {rank} has given up")
-                time.sleep(0.01)
-        except RuntimeError as error:  # DistStoreError is one, and FileStore raises the plain one
-            keys = key.rpartition("/")[0] or _HAS_TOLD
-            missing = [r for r in range(self.size) if not self.store.check([f"{keys}/{r}"])] or [rank]
-            # The next attempt meets the ranks that were late for this one. They must read what it says then.
-            _num_made[self._group][self._name] = self._number
-            with contextlib.suppress(RuntimeError):
-                for own_key in self._own_keys:
-                    self.store.set(own_key, _WITHDRAWN)  # type: ignore[arg-type]  # bytes, too
-                self.store.set(_COMMON, "")
-            advice = "construction is collective: every rank of the group must make it, in the same order"
-            raise self._missing(missing, advice) from error
-        return self._parsed(data, rank)
+        if (data := self._await(key)) is not None:
+            return self._parsed(data, rank)
+        keys = key.rpartition("/")[0] or _HAS_TOLD
+        missing = [r for r in range(self.size) if self._find(f"{keys}/{r}") is None] or [rank]
+        # The next attempt meets the ranks that were late for this one. They must read what it says then.
+        _num_made[self._group][self._name] = self._number
+        with contextlib.suppress(PipeCommError):
+            for own_key in self._own_keys:
+                self._ask(self._front.set, own_key, _WITHDRAWN)
+            self._ask(self._front.set, _COMMON, b"")
+        advice = "construction is collective: every rank of the group must make it, in the same order"
+        raise self._missing(missing, advice)
+
+    def _await(self, key: str) -> bytes | None:
+        """What comes under this key within the timeout, or None."""
+        rest_s = 0.001
+        while (data := self._find(key)) is None or data == _WITHDRAWN:
+            if time.monotonic() > self._deadline:
+                return None
+            time.sleep(rest_s)
+            rest_s = min(2 * rest_s, _LONGEST_REST_S)
+        return data
 
     def _missing(self, ranks: list[int], advice: str) -> PipeCommTimeout:
         return PipeCommTimeout(
@@ -272,9 +278,41 @@ class Rendezvous:
             origin_rank=self.rank,
         )
 
-    def _set(self, stage: str, record: Mapping[str, Any]) -> None:
+    def _set(self, stage: str, record: Mapping[str, Any], limit_s: float | None = None) -> None:
         self._own_keys.append(f"{stage}/{self.rank}")
-        self.store.set(self._own_keys[-1], json.dumps(dict(record)))
+        self._ask(self._front.set, self._own_keys[-1], _json(dict(record)), limit_s=limit_s)
+
+    def _find(self, key: str) -> bytes | None:
+        return self._ask(self._front.find, key)
+
+    def _compare_set(self, key: str, value: Any) -> bytes:
+        """What is under the key, `value` if there was nothing."""
+        return self._ask(self._front.compare_set, key, b"", _json(value))
+
+    def _ask(self, call: Callable[..., T], key: str, *args: Any, limit_s: float | None = None) -> T:
+        """A call of the store, within a limit (None: what is left of the timeout)."""
+        if limit_s is None:
+            limit_s = max(_SHORT_LIMIT_S, self._deadline - time.monotonic())
+        who, place = f"rank {self.rank}: {self._what}", _place_of(self.store)
+        try:
+            return call(f"{self._prefix}/{key}", *args, limit_s=limit_s)
+        except TimeoutError:
+            raise PipeCommTimeout(
+                f"{who}: the store of the group does not answer ({place}): nothing came within "
+                f"{limit_s:.1f} s; is its process stopped, or its host cut off?",
+                op=self._what,
+                rank=self.rank,
+                origin_rank=self.rank,
+            ) from None
+        except PipeCommError:
+            raise  # no thread can be started
+        except RuntimeError as error:
+            raise PipeCommError(
+                f"{who}: the store of the group does not answer ({place}): {error}",
+                op=self._what,
+                rank=self.rank,
+                origin_rank=self.rank,
+            ) from error
 
     def _parsed(self, data: bytes, rank: int) -> dict[str, Any]:
         if len(data) > _MAX_RECORD_BYTES:
@@ -282,3 +320,7 @@ class Rendezvous:
                 f"rank {self.rank}: record of rank {rank} has {len(data)} bytes, too many", op=self._what
             )
         return json.loads(data)
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value).encode()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..communicator import DEFAULT_TIMEOUT_S, Communicator
+from ..communicator import DEFAULT_TIMEOUT_S, communicator_for
 from ..core.checked import whole_number
 from ..core.process_groups import own_group
 from ..core.rendezvous import Rendezvous
@@ -83,7 +83,7 @@ class PipelineTopology:
         groups = make_groups(group, [*self._global_stages, *chains])
         self._stage_group = groups[tuple(self._global_stages[self._stage_idx])]
         self._chain_group = groups[tuple(self._chain)]
-        self.communicator = Communicator(group, device=device, channels=NUM_CHANNELS, timeout=timeout)
+        self.communicator = communicator_for("topology", group, device, NUM_CHANNELS, timeout=timeout)
         around = self.stages[max(0, self._stage_idx - 1) : self._stage_idx + 2]
         # Over NCCL a relay connects the channels that it uses.
         self.communicator.connect((rank for ranks in around for rank in ranks), channels=())

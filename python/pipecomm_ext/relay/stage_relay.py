@@ -7,13 +7,13 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, cast, overload
+from typing import Any, Literal, overload
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..communicator import Communicator, Work
+from ..communicator import Communicator, Work, communicator_for
 from ..core.checked import whole_number
 from ..core.extension import _C
 from ..core.tensor_specs import spec_of
@@ -547,10 +547,11 @@ def _usable(communicator: Communicator | None, topology: PipelineTopology) -> Co
         raise ValueError(f"communicator joins the ranks {theirs}, but the topology has {ours}")
     if communicator.channels >= NUM_RELAY_CHANNELS:
         return communicator
-    return Communicator(
+    return communicator_for(
+        f"relays of {communicator.id}",
         topology.group,
-        device=communicator.device,
-        transport=cast(Any, communicator.requested),
-        channels=NUM_RELAY_CHANNELS,
+        communicator.device,
+        NUM_RELAY_CHANNELS,
         timeout=communicator.timeout,
+        transport=communicator.requested,
     )

@@ -14,7 +14,16 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from ..communicator import MAX_CHANNELS, Communicator, Recv, Send, Work, device_of, own_group
+from ..communicator import (
+    MAX_CHANNELS,
+    Communicator,
+    Recv,
+    Send,
+    Work,
+    communicator_for,
+    device_of,
+    own_group,
+)
 from ..transports import TRANSPORTS
 from .border import (
     HEADER_WORDS,
@@ -42,7 +51,7 @@ def connect(
     num_channels = NUM_DATA_CHANNELS + (2 if device.type == "cpu" else 0)
     if has_relays:
         num_channels = MAX_CHANNELS
-    return Communicator(group, device=device, channels=num_channels)
+    return communicator_for("steps of executors", group, device, num_channels)
 
 
 class Outgoing(NamedTuple):
@@ -147,7 +156,8 @@ class BorderChannels:
         communicator that is made here (a collective call)."""
         if data.device.type == "cpu" and data.channels >= NUM_DATA_CHANNELS + num_chains:
             return cls(data, data, num_chains)
-        headers = Communicator(data.group, device="cpu", channels=num_chains, timeout=data.timeout)
+        purpose = f"headers of {data.id}"
+        headers = communicator_for(purpose, data.group, "cpu", num_chains, timeout=data.timeout)
         return cls(data, headers, num_chains)
 
     @property
@@ -157,10 +167,12 @@ class BorderChannels:
         return self.data.device.type == "cuda" and TRANSPORTS[self.data.transport].waits_on_device
 
     def abort(self, reason: str) -> None:
-        """Makes every pending and later call fail, on all ranks, with this reason."""
-        self.data.abort(reason)
-        if self.headers is not None:
-            self.headers.abort(reason)
+        """Makes every pending and later call fail, on all ranks, with this reason, or with the first failure
+        if there was one: both communicators tell the same, whichever tells first."""
+        both = [self.data] if self.headers is None else [self.data, self.headers]
+        both.sort(key=lambda comm: comm.failure is None)
+        for comm in both:
+            comm.abort(reason, cause=both[0])
 
     def close_headers(self) -> None:
         """Closes the communicator of the headers if it is one of its own."""

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ..communicator import Communicator
-from ..errors import PipeCommError, StageError
+from ..errors import PipeCommError, StageError, summary_of
 from ..parallel_state import PipelineTopology
 from ..relay.stage_relay import GradReduce
 from ..schedules.actions import Action, Compute
@@ -345,8 +345,7 @@ class Executor:
         except Exception as error:
             rank = self.communicator.rank
             failure = StageError(
-                f"rank {rank}: {item} at position {position} of {self.plan.name}: "
-                f"{type(error).__name__}: {error}",
+                f"rank {rank}: {item} at position {position} of {self.plan.name}: {summary_of(error)}",
                 op=str(item),
                 rank=rank,
                 origin_rank=rank,
@@ -510,9 +509,11 @@ class Executor:
         return self
 
     def __exit__(self, exc_type, exc, traceback) -> None:
-        if exc_type is not None:
-            self._channels.abort(f"{exc_type.__name__}: {exc}")
-        self.close()
+        if exc_type is None:
+            return self.close()
+        self._channels.abort(summary_of(exc))
+        with contextlib.suppress(Exception):  # the block's own exception tells more
+            self.close()
 
 
 def _roots(alive: _Alive, gradients: list[torch.Tensor] | None) -> tuple[Sequence[Any], Sequence[Any]]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..communicator import Communicator
-from ..errors import StageError
+from ..errors import StageError, summary_of
 from ..schedules.actions import Action, Compute, Fused, Item, actions_in
 from ..schedules.plan import Plan
 from .mailbox import Mailbox
@@ -77,7 +77,7 @@ def failing_together(abort: Callable[[str], None]) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        abort(str(error) if isinstance(error, StageError) else f"{type(error).__name__}: {error}")
+        abort(str(error) if isinstance(error, StageError) else summary_of(error))
         raise
 
 
@@ -93,5 +93,5 @@ def refused_together(given: Communicator | None, abort: Callable[[str], None]) -
                 raise
             given.barrier(timeout=REFUSAL_S)
         except BaseException:
-            abort(f"{type(error).__name__}: {error}")
+            abort(summary_of(error))
         raise

@@ -1,0 +1,141 @@
+"""A store that does not answer holds up no constructor, no close and no exit.
+
+The store is a process of its own, as torchrun's agent is; rank 1 of the group never comes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import assert_within, die_with, fork_context
+
+from pipecomm_ext import Communicator, PipeCommError, PipeCommTimeout, get_communicator
+
+TRANSPORTS = ("c10d", "shm", "auto")
+STRIKES = {"stopped": signal.SIGSTOP, "killed": signal.SIGKILL}
+CASES = [(transport, strike) for transport in TRANSPORTS for strike in STRIKES]
+TIMEOUT_S, CLOSE_S, SPARE_S = 2.5, 3.0, 1.0
+SILENT = "the store of the group does not answer"
+
+
+def serve(pipe, lifeline) -> None:
+    die_with(lifeline)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    pipe.send(store.port)
+    time.sleep(1000)
+
+
+@contextlib.contextmanager
+def stores(num: int) -> Iterator[list[tuple[int, int]]]:
+    """The pid and the port of each."""
+    context = fork_context()
+    processes, found, kept = [], [], []
+    try:
+        for _ in range(num):
+            pipe, its_pipe = context.Pipe()
+            its_lifeline, lifeline = context.Pipe(duplex=False)
+            processes.append(context.Process(target=serve, args=(its_pipe, its_lifeline), daemon=True))
+            processes[-1].start()
+            kept += [pipe, lifeline, its_lifeline]
+        for process, pipe in zip(processes, kept[::3], strict=True):
+            assert pipe.poll(60)
+            found.append((process.pid, pipe.recv()))
+        yield found
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def join(port: int) -> None:
+    """A group of two ranks, of which this is the first. Nothing but its store is used."""
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401  (registers the backend)
+
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=100))
+    dist.init_process_group("fake", store=store, rank=0, world_size=2)
+
+
+def lose_the_store(world, found):
+    """Each rank plays a case of its own."""
+    (transport, strike), (pid, port) = CASES[world.rank], found[world.rank]
+    dist.destroy_process_group()
+    join(port)
+    arguments = {"device": "cpu", "transport": transport, "timeout": TIMEOUT_S}
+    comm = Communicator(**arguments)
+    work = comm.irecv(torch.zeros(3), 1)
+    time.sleep(0.1)  # it looks for rank 1
+    os.kill(pid, STRIKES[strike])
+    with pytest.raises(PipeCommTimeout, match=f"rank 1 has not made its communicator, .*{SILENT}"):
+        work.wait()
+    began_at = time.monotonic()
+    comm.close()
+    assert_within(CLOSE_S, time.monotonic() - began_at, "close()")
+    began_at = time.monotonic()
+    with pytest.raises(
+        PipeCommError, match=rf"rank 0: Communicator: {SILENT} \(127.0.0.1:{port}\)"
+    ) as caught:
+        Communicator(**arguments)
+    assert_within(TIMEOUT_S + SPARE_S, time.monotonic() - began_at, "the constructor")
+    assert (type(caught.value) is PipeCommTimeout) == (strike == "stopped")
+    with pytest.raises(ValueError, match="transport must be one of"):  # and not the store's error
+        Communicator(**{**arguments, "transport": "by hand"})
+    if strike == "stopped":
+        os.kill(pid, signal.SIGCONT)
+        with Communicator(**arguments) as comm:  # all is as it was
+            assert comm.known_transport == transport
+
+
+def test_a_store_that_is_lost(ranks):
+    with stores(len(CASES)) as found, ranks.disposable(len(CASES), lose_the_store, found) as world:
+        outcomes = world.collect()
+        assert all(outcome.status == "returned" for outcome in outcomes), "\n".join(map(str, outcomes))
+
+
+def end_without_a_store(pid: int, port: int, strike: str, begins: str) -> None:
+    """A program: its communicators, all of which look for rank 1, are closed when it ends."""
+    join(port)
+    comms = [get_communicator(device="cpu")]
+    comms += [Communicator(device="cpu", transport=transport, timeout=60) for transport in TRANSPORTS]
+    for comm in comms:
+        comm.connect()
+    time.sleep(0.1)
+    os.kill(pid, STRIKES[strike])
+    print(time.monotonic(), flush=True)
+    if begins == "raises":
+        raise OSError("no such file: caf\udce9.bin")
+
+
+@pytest.mark.slow
+def test_a_program_ends_without_its_store():
+    endings = [("stopped", "ends"), ("stopped", "raises"), ("killed", "raises")]
+    program = (
+        "import sys, test_store; test_store.end_without_a_store(*map(int, sys.argv[1:3]), *sys.argv[3:])"
+    )
+    with stores(len(endings)) as found:
+        processes = [
+            subprocess.Popen(
+                [sys.executable, "-c", program, str(pid), str(port), *ending],
+                cwd=os.path.dirname(__file__),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for (pid, port), ending in zip(found, endings, strict=True)
+        ]
+        for process, (strike, ending) in zip(processes, endings, strict=True):
+            output, errors = process.communicate(timeout=100)
+            took_s = time.monotonic() - float(output)
+            assert process.returncode == (1 if ending == "raises" else 0), errors
+            assert ("OSError: no such file" in errors) == (ending == "raises"), errors
+            assert "terminate called" not in errors and "Exception ignored" not in errors, errors
+            assert_within(2 * CLOSE_S, took_s, f"{strike}, {ending}")
