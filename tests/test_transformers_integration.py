@@ -125,15 +125,19 @@ def assert_close(actual, expected):
     torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
 
 
-def check_equal(world, integration, comm, batch, whole, model):
-    """Logits of each piece, and loss and gradients of all ranks together."""
+def check_equal(world, integration, comm, batch, whole, model, only_tokens=False):
+    """Logits of each piece (without those of padding if `only_tokens`), loss and gradients of all ranks."""
     whole.zero_grad(), model.zero_grad()
     expected = whole(**batch)
     expected.loss.backward()
     result = model(**integration.split_batch(batch, comm))
     result.loss.backward()
     state = comm if isinstance(comm, ParallelState) else ParallelState(comm)
-    assert_close(result.logits, my_piece(expected.logits, state))
+    logits, their_logits = result.logits, my_piece(expected.logits, state)
+    if only_tokens and (mask := batch.get("attention_mask")) is not None:
+        is_token = my_piece(mask[..., None], state)[..., 0].bool()
+        logits, their_logits = logits[is_token], their_logits[is_token]
+    assert_close(logits, their_logits)
     loss = result.loss.detach().clone()
     dist.all_reduce(loss)
     assert_close(loss, expected.loss.detach())
@@ -297,7 +301,7 @@ def test_dropout_of_attention_is_passed_on(world):
 
 @on_ranks(2)
 def test_the_code_of_the_guide(world):
-    training, generation = blocks("docs/transformers.md", "python")
+    training, generation, _ = blocks("docs/transformers.md", "python")
     whole = make_model("llama 8/2", "sdpa").float()
     del whole._loss_function
     batch = {**make_batch(9), "attention_mask": padding(9, "left", 2)}
@@ -367,7 +371,8 @@ def forward_errors(integration, comm):
             cache = model(**piece, use_cache=True).past_key_values
         mask = torch.ones(2, 8 if kind == "static" else 9, dtype=torch.bool)
         ids = piece["input_ids"] if kind == "static" else tokens(1)
-        return model(input_ids=ids, attention_mask=mask, past_key_values=cache)
+        positions = piece["position_ids"][:, : ids.size(1)]
+        return model(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache)
 
     windows, soft = make_model("qwen2 with windows"), make_model("gemma2")
     hybrid, routed = make_model("llama"), make_model("llama")
@@ -387,7 +392,7 @@ def forward_errors(integration, comm):
         ),
         (lambda: model(mine, attention_mask=whole_mask[:, :4]), wrong_size),
         (
-            lambda: model(mine, attention_mask=of_no_form),
+            lambda: model(**piece | {"attention_mask": of_no_form}),
             r"attention_mask is \(2, 1, 4, 8\); it must be that of the whole sequence",
         ),
         # A mask of ones may be dropped.

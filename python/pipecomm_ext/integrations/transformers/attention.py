@@ -9,8 +9,9 @@ tensor, so that a layer which computes attention in another way fails instead of
 from __future__ import annotations
 
 import contextlib
+import threading
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -58,9 +59,9 @@ def register(process_group: Any = None, *, chunks: int | str = "auto") -> None:
         chunks: of heads, see `ulysses_attention`.
 
     The model's forward then raises, on the rank that finds it, while all others raise PipeCommMismatch:
-        ValueError: a batch that `split_batch` did not make for these ranks; a layer, a mask or an option
-            whose result over a split sequence would be another one, which the text names; new tokens behind
-            a cache, which `generate` computes.
+        ValueError: a batch that `split_batch` did not make for these ranks; a model, a layer, a mask, a loss
+            or an option whose result over a split sequence would be another one, which the text names; new
+            tokens behind a cache, which `generate` computes.
     """
     global _registered
     _registered = split = _SplitAttention(process_group, chunks)
@@ -75,13 +76,39 @@ def telling_the_others(tensor: Tensor) -> contextlib.AbstractContextManager[None
     return refusing(state_of(_registered.process_group), tensor)
 
 
+def registered_group() -> Any:
+    """What `register` was given."""
+    return None if _registered is None else _registered.process_group
+
+
+class _NoTensorError(ValueError, AttributeError):
+    """Raised as the first, and for hasattr() the second."""
+
+
 @dataclass(frozen=True)
 class _SplitMask:
-    """The mask of a whole sequence, of which each rank holds a piece."""
+    """The mask of a whole sequence, of which each rank holds a piece. It refuses to be used as a tensor."""
 
     length: int
     tensor: Tensor | None  # [batch or 1, 1, length, length]: bool, or added to the scores; None: no mask
     is_causal: bool = False  # without a tensor
+
+    def refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise _NoTensorError(
+            f"{NAME} cannot split this model, which takes its mask as a tensor: it computes attention by "
+            "itself, or makes masks of its own"
+        )
+
+    __getitem__ = __invert__ = __rsub__ = __lt__ = __le__ = __gt__ = __ge__ = refuse
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        self.refuse()
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.refuse(cls)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -150,6 +177,7 @@ class _SplitAttention:
         **others: Any,
     ) -> tuple[Tensor, None]:
         """Called by a layer: q, k and v are [batch, heads, tokens, channels]; the result has heads third."""
+        calls.count()
         state = state_of(self.process_group)
         with refusing(state, query):
             for name, what in REFUSED.items():
@@ -178,6 +206,18 @@ class _SplitAttention:
 
 
 _registered: _SplitAttention | None = None
+
+
+class _Calls(threading.local):
+    num = 0
+
+    def count(self) -> None:
+        """Not in a captured graph, which would be guarded by the number."""
+        if not torch.compiler.is_compiling():
+            self.num += 1
+
+
+calls = _Calls()  # of the attention
 
 
 def _check_keys(num_queries: int, num_keys: int) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from .model_check import note_piece
-from .pieces import cut, ring_lengths, state_of
+from .pieces import cut, place_of, ring_lengths, state_of
 
 IGNORED = -100  # the label of a token that does not count, in transformers
 # The sequence dim of what a model takes.
@@ -29,7 +29,8 @@ def split_batch(batch: Mapping[str, Any], process_group: Any = None) -> dict[str
 
     The sequence is cut by `cal_split_sizes`, or, over a ring group, in zigzag order. A causal language model
     that is called with the piece returns the logits of its tokens, and as `loss` this rank's share: the sum
-    over the ranks is the loss of the whole batch, and the sum of their gradients is its gradient.
+    over the ranks is the loss of the whole batch, and the sum of their gradients is its gradient. Models with
+    other losses return logits only: their forward refuses `labels` by name.
 
     Args:
         batch: what the model would be called with, [batch, tokens] each: `input_ids` or `inputs_embeds`
@@ -44,7 +45,8 @@ def split_batch(batch: Mapping[str, Any], process_group: Any = None) -> dict[str
 
         * `attention_mask` of the whole sequence; ones if there was none. For packed sequences (no mask, and
           positions that begin anew within a row) one of four dims, by which they do not see each other;
-        * `position_ids` of these tokens, from 0 if there were none;
+        * `position_ids` of these tokens, from 0 if there were none; models that count otherwise then refuse
+          the piece;
         * `shift_labels`, shifted before the cut, also as `labels`, without which models return no loss, and
           `num_items_in_batch`, the number of labels that count in the whole batch.
 
@@ -65,7 +67,8 @@ def split_batch(batch: Mapping[str, Any], process_group: Any = None) -> dict[str
 
     if mask is None:
         mask = _mask_of(tokens, whole.get("position_ids"))
-    if whole.get("position_ids") is None:
+    has_positions = whole.get("position_ids") is not None
+    if not has_positions:
         whole["position_ids"] = torch.arange(length, device=tokens.device).expand(tokens.size(0), length)
     labels = whole.pop("labels", None)
     if labels is not None and whole.get("shift_labels") is None:
@@ -74,7 +77,8 @@ def split_batch(batch: Mapping[str, Any], process_group: Any = None) -> dict[str
         name: cut(value, SEQUENCE_DIM[name], state) if name in SEQUENCE_DIM and value is not None else value
         for name, value in whole.items()
     }
-    note_piece(length, piece["input_ids" if "input_ids" in piece else "inputs_embeds"].size(1))
+    counted = None if has_positions else piece["position_ids"][0]
+    note_piece(length, piece["position_ids"].size(-1), place_of(state), counted)
     if piece.get("shift_labels") is not None:
         piece["labels"] = piece["shift_labels"]
         piece.setdefault("num_items_in_batch", (whole["shift_labels"] != IGNORED).sum())

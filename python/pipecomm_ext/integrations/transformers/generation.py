@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from .attention import NAME
 from .batch import split_batch
+from .model_check import configs_of, positions_as_given
 from .pieces import gather, state_of
 
 if TYPE_CHECKING:
     from transformers.cache_utils import DynamicLayer
+
+MODES = ("greedy_search", "sample")
 
 
 def generate(
@@ -29,40 +36,77 @@ def generate(
     are the same; if they are drawn (do_sample=True), only where the ranks' random numbers are equal.
 
     Args:
-        model: with attn_implementation="pipecomm_ulysses".
-        input_ids, attention_mask: [batch, tokens], the same on all ranks, padded on the left; more tokens
-            than ranks.
+        model: with attn_implementation="pipecomm_ulysses". Its cache is used even where its config says
+            use_cache=False.
+        input_ids, attention_mask: [batch, tokens], the same on all ranks, padded on the left; at least as
+            many tokens as ranks.
         process_group: the group that `register` was given.
-        options: of `model.generate`.
+        options: of `model.generate`, for greedy search or sampling of one sequence for each prompt.
 
     Raises:
-        ValueError: as `split_batch` and the model's forward.
+        ValueError: as `split_batch` and the model's forward; beams, several sequences for a prompt, assisted
+            generation, and the like; use_cache=False.
     """
+    _check_options(cast(Any, model), options)
     cache = _prefilled(model, input_ids, attention_mask, process_group)
-    split = model.config._attn_implementation
-    assert split is not None
-    model.set_attn_implementation("sdpa")
-    try:
-        return cast(Any, model).generate(
-            input_ids, attention_mask=attention_mask, past_key_values=cache, **options
+    options |= {"past_key_values": cache, "use_cache": True}
+    with _attention_of_torch(model):
+        return cast(Any, model).generate(input_ids, attention_mask=attention_mask, **options)
+
+
+def _check_options(model: Any, options: dict[str, Any]) -> None:
+    if options.get("use_cache") is False:
+        raise ValueError("generate() takes no use_cache=False: it computes the prompt for the cache")
+    if options.get("past_key_values") is not None:
+        raise ValueError("generate() takes no past_key_values: it computes the whole prompt")
+    config = copy.deepcopy(options.get("generation_config") or model.generation_config)
+    config.update(**{name: value for name, value in options.items() if name != "generation_config"})
+    mode = config.get_generation_mode(options.get("assistant_model")).value
+    if mode not in MODES:
+        raise ValueError(
+            f"generate() takes no {mode} (num_beams, an assistant, ...), only greedy search and sampling"
         )
+    if (config.num_return_sequences or 1) > 1:
+        raise ValueError(
+            "generate() takes no num_return_sequences: repeat the prompt, "
+            "input_ids.repeat_interleave(num_return_sequences, 0), and the mask likewise"
+        )
+
+
+@contextlib.contextmanager
+def _attention_of_torch(model: PreTrainedModel) -> Iterator[None]:
+    """In the place of this package's, wherever the model has it."""
+    split = [config for config in configs_of(model.config) if config._attn_implementation == NAME]
+    attention = "sdpa" if model._supports_sdpa else "eager"
+    try:
+        for config in split:
+            config._attn_implementation_internal = attention
+        yield
     finally:
-        model.set_attn_implementation(split)
+        for config in split:
+            config._attn_implementation_internal = NAME
 
 
 @torch.no_grad()
 def _prefilled(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor, group: Any) -> DynamicCache:
-    """The whole cache of all tokens but the last one, with which `model.generate` begins."""
+    """The cache of all tokens but the last one, with which `model.generate` begins.
+
+    The last one is computed with the others: positions may be counted, or scaled, by the longest one.
+    """
     # As generate() counts them.
     position_ids = (attention_mask.long().cumsum(1) - 1).masked_fill(attention_mask == 0, 0)
-    prompt = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
-    piece = split_batch({name: tensor[:, :-1] for name, tensor in prompt.items()}, group)
+    piece = split_batch(
+        {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}, group
+    )
     cache = DynamicCache()  # without the config: layers with a sliding window keep all, too, as pieces must
-    model.base_model(**piece, past_key_values=cache, use_cache=True)
-    length, state = input_ids.size(1) - 1, state_of(group)
+    with positions_as_given():
+        model.base_model(**piece, past_key_values=cache, use_cache=True)
+    length, state = input_ids.size(1), state_of(group)
     whole = DynamicCache()
     for idx, layer in enumerate(cast("list[DynamicLayer]", cache.layers)):
-        assert layer.keys is not None and layer.values is not None
-        keys, values = (gather(tensor, 2, length, state) for tensor in (layer.keys, layer.values))
+        if layer.keys is None or layer.values is None:
+            raise ValueError(f"generate() needs keys and values of each layer, and layer {idx} keeps none")
+        pieces = (layer.keys, layer.values)
+        keys, values = (gather(tensor, 2, length, state)[:, :, :-1].contiguous() for tensor in pieces)
         whole.update(keys, values, idx)
     return whole

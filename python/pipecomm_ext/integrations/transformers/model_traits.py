@@ -1,0 +1,113 @@
+"""What a model derives from the tokens that it is given, and would derive from a piece of them otherwise.
+
+It is read off the model's classes: which of them is asked for positions, whose RoPE depends on the longest
+position, and who computes attention without transformers' interface.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import sys
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from .pieces import cut, gather
+
+BY_TOKENS, BY_MASK = "by_tokens", "by_mask"
+POOLED = ("ForSequenceClassification", "ForMultipleChoice", "ForNextSentencePrediction")
+_OWN_ATTENTION = (
+    "computes attention by itself, not through transformers' AttentionInterface, so that it would see the "
+    "tokens of its piece only"
+)
+
+
+@dataclass(frozen=True)
+class ModelTraits:
+    refusal: str | None  # why no piece goes through the model
+    positions: str | None  # BY_TOKENS, BY_MASK: what it counts them by, if none are given; None: from 0
+    rotary_embeddings: tuple[nn.Module, ...]  # whose frequencies depend on the longest position
+
+
+_known: weakref.WeakKeyDictionary[PreTrainedModel, ModelTraits] = weakref.WeakKeyDictionary()
+
+
+def traits_of(model: PreTrainedModel) -> ModelTraits:
+    if (traits := _known.get(model)) is None:
+        positions = [found for module in model.modules() if (found := _positions(module)) is not None]
+        rotary_embeddings = filter(_depends_on_the_longest_position, model.modules())
+        traits = ModelTraits(_refusal(model), next(iter(positions), None), tuple(rotary_embeddings))
+        _known[model] = traits
+    return traits
+
+
+def _refusal(model: PreTrainedModel) -> str | None:
+    if model._is_stateful:
+        return "its layers carry a state along the sequence, and only attention goes over the pieces"
+    if type(model).__name__.endswith(POOLED):
+        return (
+            "its output is made of one token of a row, which one rank holds: take the hidden states of "
+            "model.base_model, and make the output of those"
+        )
+    if _has_an_attention_of_its_own(type(model)) and not model.config.sub_configs:
+        return f"it {_OWN_ATTENTION}"
+    return None
+
+
+def _has_an_attention_of_its_own(cls: type[PreTrainedModel]) -> bool:
+    is_of_transformers = cls.__module__.startswith("transformers.")
+    return is_of_transformers and not (cls._supports_attention_backend or cls._can_set_attn_implementation())
+
+
+def check_class(cls: type[PreTrainedModel], attention: str) -> None:
+    """Refuses classes that choose among attentions of their own, and do not find this one."""
+    for name, classes in vars(sys.modules[cls.__module__]).items():
+        if name.endswith("_ATTENTION_CLASSES") and isinstance(classes, dict) and attention not in classes:
+            raise ValueError(f"{attention} cannot be the attention of {cls.__name__}, which {_OWN_ATTENTION}")
+
+
+def _positions(module: nn.Module) -> str | None:
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    if code is None:
+        return None
+    if "create_position_ids_from_input_ids" in code.co_names:
+        return BY_TOKENS
+    is_counting = "cumsum" in code.co_names and {"position_ids", "attention_mask"} <= {*code.co_varnames}
+    return BY_MASK if is_counting else None
+
+
+def _depends_on_the_longest_position(module: nn.Module) -> bool:
+    types = getattr(module, "rope_type", None)
+    return any(
+        isinstance(kind, str) and (kind == "longrope" or "dynamic" in kind)
+        for kind in (types.values() if isinstance(types, dict) else [types])
+    )
+
+
+@contextlib.contextmanager
+def whole_positions(modules: tuple[nn.Module, ...], length: int, state: Any) -> Iterator[None]:
+    """Lets rotary embeddings see the positions of the whole sequence, and hands on what is of the piece."""
+
+    def gather_positions(
+        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if "position_ids" in kwargs:
+            return args, {**kwargs, "position_ids": gather(kwargs["position_ids"], -1, length, state)}
+        return (args[0], gather(args[1], -1, length, state), *args[2:]), kwargs
+
+    def cut_result(module: nn.Module, args: tuple[Any, ...], result: Any) -> Any:
+        if isinstance(result, Tensor):
+            return cut(result, -2, state)
+        return tuple(cut(tensor, -2, state) for tensor in result)
+
+    with contextlib.ExitStack() as stack:
+        for module in modules:
+            before = module.register_forward_pre_hook(gather_positions, with_kwargs=True)
+            after = module.register_forward_hook(cut_result)
+            stack.callback(before.remove), stack.callback(after.remove)
+        yield
