@@ -147,6 +147,12 @@ TRAINING = {
         lambda: plain(use_cache=False),
         "cannot split layers of type conv|computed its piece without pipecomm_ulysses",
     ),
+    "positions of the piece": (
+        "Bart",
+        {"vocab_size": VOCAB, "d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4},
+        plain,
+        "its forward takes no position_ids",
+    ),
     "gpt2": ("GPT2", GPT | {"pad_token_id": 0}, plain, None),
     "own attention, bloom": (
         "Bloom",
@@ -165,7 +171,7 @@ TRAINING = {
         "Mpt",
         {"vocab_size": VOCAB, "d_model": 32, "n_layers": 2, "n_heads": 4},
         plain,
-        "computes attention by itself",
+        "its forward takes no position_ids",
     ),
     "own attention, codegen": ("CodeGen", GPT | {"rotary_dim": 4}, plain, "computes attention by itself"),
 }
@@ -218,6 +224,12 @@ MASKED = {
     "bert": ("Bert", ENCODER, "ForMaskedLM", {}),
     "modernbert": ("ModernBert", MODERN, "ForMaskedLM", {}),
     "roberta": ("Roberta", ENCODER, "ForMaskedLM", positions(1)),
+    "mobilebert": (
+        "MobileBert",
+        ENCODER | {"embedding_size": 32, "trigram_input": False, "use_bottleneck": False},
+        "ForMaskedLM",
+        {},
+    ),
     "tokens of llama": ("Llama", DECODER, "ForTokenClassification", {}),
 }
 
@@ -327,6 +339,10 @@ def test_outputs_of_one_token(world):
         ValueError, match="computed its piece without pipecomm_ulysses|takes no attention_mask"
     ):
         make_model("FNet", ENCODER, "pipecomm_ulysses", "Model")(**integration.split_batch(ids, comm))
+    for kind, text in (("MobileBert", "made of neighbouring tokens"), ("Esm", "take attention_mask")):
+        options = ENCODER | {"embedding_size": 32, "mask_token_id": 3}
+        with pytest.raises(ValueError, match=f"its embeddings .*{text}"):
+            make_model(kind, options, "pipecomm_ulysses", "Model")(**integration.split_batch(ids, comm))
     check_works(world, integration, comm)
 
 
@@ -347,6 +363,7 @@ GENERATION = {
     "temperature": ("Llama4", llama4(4), {}, "attn_temperature_tuning counts tokens"),
     "temperature that is 1": ("Llama4", llama4(64), {}, None),
     "opt": ("OPT", OPT, {}, None),
+    "whisper, which counts from 0": ("Whisper", WHISPER, {}, None),
     "roberta": ("Roberta", ENCODER | {"is_decoder": True}, {}, None),
     "state": ("Mamba", STATE, {}, "carry a state along the sequence"),
 }

@@ -128,18 +128,18 @@ class _SplitAttention:
         allow_is_causal_skip: bool = True,
         allow_is_bidirectional_skip: bool = False,
         **others: Any,
-    ) -> _SplitMask:
+    ) -> _SplitMask | None:
         """Called by transformers' create_causal_mask() and the like."""
         state = state_of(self.process_group)
         with refusing(state, torch.empty(0, device=device)):
-            _check_config(config)
+            check_config(config)
             if q_offset > 0:
                 raise ValueError(
                     f"the cache holds {q_offset} tokens already, and {NAME} does not split the new ones: use "
                     + GENERATE
                 )
             if attention_mask is None:
-                raise ValueError(NO_MASK)
+                return None  # that of an encoder which is not there; else attend() refuses it
             length = attention_mask.size(-1)
             _check_keys(q_length, kv_length if kv_length != length else q_length)
             if not (allow_is_causal_skip or allow_is_bidirectional_skip):
@@ -185,7 +185,7 @@ class _SplitAttention:
                     raise ValueError(f"{NAME} does not support {what} ({name}, of {type(module).__name__})")
             _check_keys(query.size(2), key.size(2))
             if isinstance(attention_mask, Tensor):
-                _check_config(getattr(module, "config", None))
+                check_config(getattr(module, "config", None))
                 attention_mask = _taken_as_it_is(attention_mask, others.get("sliding_window"))
                 _check_ring(state, attention_mask.tensor)
             elif attention_mask is None:
@@ -228,7 +228,7 @@ def _check_keys(num_queries: int, num_keys: int) -> None:
         )
 
 
-def _check_config(config: Any) -> None:
+def check_config(config: Any) -> None:
     """Refuses models whose other layers would see a piece of the sequence as if it were all."""
     unknown = sorted(set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES)
     if unknown:

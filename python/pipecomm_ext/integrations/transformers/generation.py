@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, cast
 
@@ -93,13 +94,14 @@ def _prefilled(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor
 
     The last one is computed with the others: positions may be counted, or scaled, by the longest one.
     """
-    # As generate() counts them.
-    position_ids = (attention_mask.long().cumsum(1) - 1).masked_fill(attention_mask == 0, 0)
-    piece = split_batch(
-        {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}, group
-    )
+    prompt = {"input_ids": input_ids, "attention_mask": attention_mask}
+    counts = "position_ids" in inspect.signature(model.forward).parameters
+    if counts:  # as generate() does, for such models
+        positions = attention_mask.long().cumsum(1) - 1
+        prompt["position_ids"] = positions.masked_fill(attention_mask == 0, 0)
+    piece = split_batch(prompt, group)
     cache = DynamicCache()  # without the config: layers with a sliding window keep all, too, as pieces must
-    with positions_as_given():
+    with positions_as_given() if counts else contextlib.nullcontext():
         model.base_model(**piece, past_key_values=cache, use_cache=True)
     length, state = input_ids.size(1), state_of(group)
     whole = DynamicCache()

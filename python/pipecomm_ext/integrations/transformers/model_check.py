@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedConfig, PreTrainedModel
 
-from .attention import NAME, calls, registered_group, telling_the_others
+from .attention import NAME, calls, check_config, registered_group, telling_the_others
 from .model_loss import check_labels, seen_loss
 from .model_traits import BY_MASK, check_class, traits_of, whole_positions
 from .pieces import state_of
@@ -83,11 +83,7 @@ def _watch(cls: type) -> None:
     forward = cls.forward  # type: ignore[attr-defined]
     if forward is nn.Module.forward or hasattr(forward, "_checks_pieces"):
         return
-    code = inspect.unwrap(forward).__code__
-    positional = code.co_varnames[1 : code.co_argcount]
-    accepted = None  # everything
-    if not code.co_flags & inspect.CO_VARKEYWORDS:
-        accepted = frozenset(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
+    positional, accepted = _parameters(inspect.unwrap(forward))
 
     @functools.wraps(forward)
     def checked(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
@@ -99,6 +95,17 @@ def _watch(cls: type) -> None:
 
     checked._checks_pieces = True  # type: ignore[attr-defined]
     cls.forward = checked  # type: ignore[attr-defined]
+
+
+def _parameters(forward: Any) -> tuple[tuple[str, ...], frozenset[str] | None]:
+    """By place, and all that may be passed by name; None: everything. Quicker than a signature."""
+    code = getattr(forward, "__code__", None)
+    if code is None:
+        return (), None
+    positional = code.co_varnames[1 : code.co_argcount]
+    if code.co_flags & inspect.CO_VARKEYWORDS:
+        return positional, None
+    return positional, frozenset(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
 
 
 @dataclass(frozen=True)
@@ -214,7 +221,7 @@ def _check_model(model: PreTrainedModel, piece: _Piece) -> None:
     if traits.refusal is not None:
         raise ValueError(f"{name} cannot be split along the sequence: {traits.refusal}")
     if piece.accepted is not None:
-        for needed in ("attention_mask", "position_ids", "shift_labels"):
+        for needed in ("attention_mask", "shift_labels"):
             if given.get(needed) is not None and needed not in piece.accepted:
                 raise ValueError(f"{name} cannot be split along the sequence: its forward takes no {needed}")
     for option in OF_ONE_TOKEN:
@@ -225,7 +232,7 @@ def _check_model(model: PreTrainedModel, piece: _Piece) -> None:
     if given.get("output_router_logits"):
         raise ValueError(f"{NAME} cannot split the router's auxiliary loss: set output_router_logits=False")
     _check_positions(name, traits.positions, piece)
-    _check_temperature(name, model.config, piece.length)
+    _check_config(name, model.config, piece.length)
 
 
 def _check_positions(name: str, counted: str | None, piece: _Piece) -> None:
@@ -251,8 +258,9 @@ def _check_positions(name: str, counted: str | None, piece: _Piece) -> None:
     )
 
 
-def _check_temperature(name: str, config: Any, length: int) -> None:
+def _check_config(name: str, config: Any, length: int) -> None:
     for part in (config, getattr(config, "text_config", None)):
+        check_config(part)
         is_tuned = getattr(part, "attn_temperature_tuning", False) and not all(part.no_rope_layers)
         if is_tuned and length >= part.floor_scale:
             raise ValueError(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import sys
+import types
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from transformers import PreTrainedModel
 from .pieces import cut, gather
 
 BY_TOKENS, BY_MASK = "by_tokens", "by_mask"
+SHIFTS = {"pad", "roll"}  # of tokens
+_NO_CODE = (lambda: None).__code__
 POOLED = ("ForSequenceClassification", "ForMultipleChoice", "ForNextSentencePrediction")
 _OWN_ATTENTION = (
     "computes attention by itself, not through transformers' AttentionInterface, so that it would see the "
@@ -49,6 +52,8 @@ def traits_of(model: PreTrainedModel) -> ModelTraits:
 def _refusal(model: PreTrainedModel) -> str | None:
     if model._is_stateful:
         return "its layers carry a state along the sequence, and only attention goes over the pieces"
+    if "decoder_input_ids" in inspect.signature(type(model).forward).parameters:
+        return "its decoder attends to another sequence than its own, whose pieces are others"
     if type(model).__name__.endswith(POOLED):
         return (
             "its output is made of one token of a row, which one rank holds: take the hidden states of "
@@ -56,7 +61,28 @@ def _refusal(model: PreTrainedModel) -> str | None:
         )
     if _has_an_attention_of_its_own(type(model)) and not model.config.sub_configs:
         return f"it {_OWN_ATTENTION}"
+    if not any(_takes(module, "position_ids") for module in model.modules() if _is_model(module)):
+        return "its forward takes no position_ids, and would count those of each piece from 0"
+    for module in model.modules():
+        if type(module).__name__.endswith("Embeddings"):
+            if _takes(module, "attention_mask"):
+                return "its embeddings take attention_mask, which is that of the whole sequence"
+            if SHIFTS & {*_code(module).co_names} and getattr(module, "trigram_input", True):
+                return "its embeddings are made of neighbouring tokens, which another rank may hold"
     return None
+
+
+def _is_model(module: nn.Module) -> bool:
+    return isinstance(module, PreTrainedModel)
+
+
+def _code(module: nn.Module) -> types.CodeType:
+    return getattr(inspect.unwrap(type(module).forward), "__code__", _NO_CODE)
+
+
+def _takes(module: nn.Module, name: str) -> bool:
+    code = _code(module)
+    return name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
 
 
 def _has_an_attention_of_its_own(cls: type[PreTrainedModel]) -> bool:
@@ -72,20 +98,18 @@ def check_class(cls: type[PreTrainedModel], attention: str) -> None:
 
 
 def _positions(module: nn.Module) -> str | None:
-    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    if code is None:
-        return None
+    code = _code(module)
     if "create_position_ids_from_input_ids" in code.co_names:
         return BY_TOKENS
     is_counting = "cumsum" in code.co_names and {"position_ids", "attention_mask"} <= {*code.co_varnames}
-    return BY_MASK if is_counting else None
+    return BY_MASK if is_counting and _is_model(module) else None
 
 
 def _depends_on_the_longest_position(module: nn.Module) -> bool:
-    types = getattr(module, "rope_type", None)
+    kinds = getattr(module, "rope_type", None)
     return any(
         isinstance(kind, str) and (kind == "longrope" or "dynamic" in kind)
-        for kind in (types.values() if isinstance(types, dict) else [types])
+        for kind in (kinds.values() if isinstance(kinds, dict) else [kinds])
     )
 
 
