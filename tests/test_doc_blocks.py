@@ -112,7 +112,10 @@ BLOCKS: dict[str, dict[str, str]] = {
         "out = pc.attention_with_cp": "test_ring_and_ulysses_groups",
         "y, work = ": "test_a_call_that_does_not_wait",
     },
-    "docs/transformers.md": dict.fromkeys(["pipecomm_transformers.register", "tokens = "], TRANSFORMERS),
+    "docs/transformers.md": {
+        **dict.fromkeys(["pipecomm_transformers.register", "tokens = "], TRANSFORMERS),
+        "labels, num_items = ": "test_transformers_models.py::test_labels_of_the_tokens_themselves",
+    },
     "docs/tutorial.md": dict.fromkeys(
         ["rank = ", f"{TORCHRUN} plain.py", "from pipecomm_ext import distributed", "name = "]
         + [f"{TORCHRUN} pipeline.py"],

@@ -42,7 +42,7 @@ WHISPER = {
     "dropout": 0.0,
 }
 WHISPER |= {"decoder_ffn_dim": 16, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-WHISPER |= {"decoder_start_token_id": 1, "max_target_positions": 64, "encoder_layers": 1}
+WHISPER |= {"decoder_start_token_id": 1, "max_target_positions": 64, "encoder_layers": 2}
 STATE = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "pad_token_id": 0, "bos_token_id": 1}
 STATE |= {"eos_token_id": 2}
 EXPERTS = DECODER | {"num_local_experts": 4, "num_experts_per_tok": 2}

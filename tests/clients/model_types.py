@@ -22,7 +22,9 @@ MAX_PARAMETERS = 15_000_000
 TOLERANCE = (
     1e-4  # of float32, which many models and their losses compute in places; wrong ones differ by 1e-2
 )
-BY_NAME = re.compile(r"pipecomm_ulysses|split_batch|split along|its piece|a piece|generate\(\) (takes|needs)")
+BY_NAME = re.compile(
+    r"pipecomm_ulysses|whole sequence|split_batch|split along|a piece|its piece|generate\(\) (takes|needs)"
+)
 
 SIZES = """
 32 hidden_size d_model n_embd embedding_size emb_dim dim word_embed_proj_dim attention_hidden_size model_dim
@@ -56,6 +58,7 @@ CHANGED: dict[str, dict] = {  # of types whose sizes depend on each other
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "longcat_flash": {"qk_head_dim": 16, "head_dim": 16},
     "mamba2": {"num_heads": 8},

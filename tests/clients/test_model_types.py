@@ -25,7 +25,9 @@ REASONS = [
     ("makes its mask of more", "masks of types or blocks of tokens"),
     ("takes no position_ids", "positions that cannot be given"),
     ("keys of", "attention to other tokens than the sequence's"),
-    ("loss of its own", "a loss of their own"),
+    ("its decoder attends to another sequence", "encoder-decoders"),
+    ("its embeddings", "embeddings of more than a token and its position"),
+    ("attention_mask is", "masks that they make themselves"),
 ]
 
 
@@ -58,7 +60,7 @@ def reason_of(verdict: str) -> str:
     for pattern, reason in REASONS:
         if found := re.search(pattern, verdict):
             return reason.format(*found.groups())
-    return verdict
+    raise AssertionError(f"REASONS has none for: {verdict}")
 
 
 def row_of(cases: dict[str, str]) -> str:
@@ -79,7 +81,10 @@ def table_of(swept: dict[tuple[str, str], dict[str, str]]) -> str:
     for (name, kind), cases in sorted(swept.items()):
         rows.setdefault(row_of(cases), {}).setdefault(kind, []).append(name)
     lines = ["| | causal | masked |", "|---|---|---|"]
-    for row, kinds in sorted(rows.items(), key=lambda item: (not item[0].startswith("right"), item[0])):
+    order = ["right", "refused", "not compared"]
+    for row, kinds in sorted(
+        rows.items(), key=lambda item: (order.index(re.split("[,:]", item[0])[0]), item[0])
+    ):
         lines.append(
             f"| {row} | " + " | ".join(" ".join(kinds.get(k, [])) for k in ("causal", "masked")) + " |"
         )
