@@ -78,8 +78,8 @@ def left(**batch):
     return make_batch(11, attention_mask=padding(11, "left", 4), **batch)
 
 
-def right():
-    batch = make_batch(11, attention_mask=padding(11, "right", 4))
+def right(dtype=torch.long):
+    batch = make_batch(11, attention_mask=padding(11, "right", 4).to(dtype))
     batch["labels"][1, 7:] = -100
     return batch
 
@@ -115,6 +115,7 @@ TRAINING = {
     ),
     "positions by the mask": ("OPT", OPT, plain, None),
     "positions by the mask, right": ("OPT", OPT, right, None),
+    "positions by the mask, bool": ("OPT", OPT, lambda: right(torch.bool), None),
     "positions by the mask, left": ("OPT", OPT, left, "counts positions by attention_mask"),
     "positions by the mask, given": ("OPT", OPT, lambda: left(**OPT_LEFT), None),
     "temperature": ("Llama4", llama4(4), plain, "attn_temperature_tuning counts tokens within the piece"),
@@ -317,6 +318,19 @@ def test_calls(world, name):
         call(model, integration.split_batch(plain(), comm))
     model.loss_function = exact_loss
     check_equal(world, integration, comm, plain(), make_model("Llama", DECODER, "sdpa"), model)
+
+
+@on_ranks(2)
+def test_options_of_a_compiled_model(world):
+    integration, comm = registered(world.comm), world.comm
+    model = torch.compile(make_model("Llama", DECODER, "pipecomm_ulysses"), backend="eager")
+    piece = integration.split_batch(plain(use_cache=False), comm)
+    for changed in ({"position_ids": None}, {"logits_to_keep": 1}, {"output_router_logits": True}):
+        with pytest.raises(
+            ValueError, match="needs the position_ids|cannot be given with|router's auxiliary"
+        ):
+            model(**piece | changed)
+    torch._dynamo.reset()
 
 
 @on_ranks(2)

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,14 +73,15 @@ def watch_models() -> None:
         _watch(cls)
 
 
-def _subclasses(cls: type) -> Iterator[type]:
+def _subclasses(cls: type[PreTrainedModel]) -> Iterator[type[PreTrainedModel]]:
+    child: type[PreTrainedModel]
     for child in cls.__subclasses__():
         yield child
         yield from _subclasses(child)
 
 
-def _watch(cls: type) -> None:
-    forward = cls.forward  # type: ignore[attr-defined]
+def _watch(cls: type[PreTrainedModel]) -> None:
+    forward = cls.forward
     if forward is nn.Module.forward or hasattr(forward, "_checks_pieces"):
         return
     positional, accepted = _parameters(inspect.unwrap(forward))
@@ -94,7 +95,7 @@ def _watch(cls: type) -> None:
         return _compute(self, piece, lambda: forward(self, *args, **kwargs))
 
     checked._checks_pieces = True  # type: ignore[attr-defined]
-    cls.forward = checked  # type: ignore[attr-defined]
+    cls.forward = checked
 
 
 def _parameters(forward: Any) -> tuple[tuple[str, ...], frozenset[str] | None]:
@@ -162,6 +163,7 @@ _thread = _Thread()
 def _compute(model: PreTrainedModel, piece: _Piece, forward: Callable[[], Any]) -> Any:
     if torch.compiler.is_compiling():  # what is seen of the forward would be guarded
         _check_attention(model, piece)
+        _check_options(type(model).__name__, piece)
         return forward()
     with telling_the_others(piece.tokens):
         _check_attention(model, piece)
@@ -224,6 +226,13 @@ def _check_model(model: PreTrainedModel, piece: _Piece) -> None:
         for needed in ("attention_mask", "shift_labels"):
             if given.get(needed) is not None and needed not in piece.accepted:
                 raise ValueError(f"{name} cannot be split along the sequence: its forward takes no {needed}")
+    _check_options(name, piece)
+    _check_positions(name, traits.positions, piece)
+    _check_config(name, model.config, piece.length)
+
+
+def _check_options(name: str, piece: _Piece) -> None:
+    given = piece.given
     for option in OF_ONE_TOKEN:
         if isinstance(given.get(option), Tensor) or given.get(option):
             raise ValueError(
@@ -231,16 +240,14 @@ def _check_model(model: PreTrainedModel, piece: _Piece) -> None:
             )
     if given.get("output_router_logits"):
         raise ValueError(f"{NAME} cannot split the router's auxiliary loss: set output_router_logits=False")
-    _check_positions(name, traits.positions, piece)
-    _check_config(name, model.config, piece.length)
-
-
-def _check_positions(name: str, counted: str | None, piece: _Piece) -> None:
-    positions = piece.given.get("position_ids")
-    if positions is None:
+    if given.get("position_ids") is None:
         raise ValueError(
             f"{name} needs the position_ids of its piece: pass them on, as split_batch() made them"
         )
+
+
+def _check_positions(name: str, counted: str | None, piece: _Piece) -> None:
+    positions = piece.given["position_ids"]
     rows = _pieces.get((piece.length, piece.num_tokens), {}).values()
     if counted is None or _thread.are_positions_given:
         return
@@ -249,7 +256,7 @@ def _check_positions(name: str, counted: str | None, piece: _Piece) -> None:
     how = "by its tokens, from padding_idx + 1"
     if counted == BY_MASK:
         mask = piece.given["attention_mask"]
-        if mask.dim() > 2 or not (mask.diff(dim=-1) > 0).any():  # padded on the right, if at all
+        if mask.dim() > 2 or not (mask.long().diff(dim=-1) > 0).any():  # padded on the right, if at all
             return
         how = "by attention_mask, (attention_mask.cumsum(1) - 1).clamp(min=0)"
     raise ValueError(
@@ -259,7 +266,8 @@ def _check_positions(name: str, counted: str | None, piece: _Piece) -> None:
 
 
 def _check_config(name: str, config: Any, length: int) -> None:
-    for part in (config, getattr(config, "text_config", None)):
+    part: Any
+    for part in filter(None, (config, getattr(config, "text_config", None))):
         check_config(part)
         is_tuned = getattr(part, "attn_temperature_tuning", False) and not all(part.no_rope_layers)
         if is_tuned and length >= part.floor_scale:
@@ -285,7 +293,7 @@ def _check_output(model: PreTrainedModel, piece: _Piece, output: Any, num_calls:
             continue
         if value.size(0) != piece.tokens.size(0) or value.size(1) == piece.num_tokens:
             continue
-        if key == "pooler_output":
+        if key == "pooler_output" and isinstance(output, MutableMapping):
             output[key] = None
         elif not str(key).startswith(NOT_OF_TOKENS):
             raise ValueError(

@@ -133,5 +133,6 @@ def whole_positions(modules: tuple[nn.Module, ...], length: int, state: Any) -> 
         for module in modules:
             before = module.register_forward_pre_hook(gather_positions, with_kwargs=True)
             after = module.register_forward_hook(cut_result)
-            stack.callback(before.remove), stack.callback(after.remove)
+            stack.callback(before.remove)
+            stack.callback(after.remove)
         yield
