@@ -75,8 +75,11 @@ class _Join:
 
     def keep(self, gradients: tuple[torch.Tensor | None, ...]) -> None:
         self._arrived = gradients
-        numbers = [nr for nr, gradient in enumerate(gradients) if gradient is not None]
-        self.roots = [GradientEdge(self.node, nr) for nr in numbers], [gradients[nr] for nr in numbers]
+        arrived = [(nr, gradient) for nr, gradient in enumerate(gradients) if gradient is not None]
+        self.roots = (
+            [GradientEdge(self.node, nr) for nr, _ in arrived],
+            [_zeros_like(gradient) for _, gradient in arrived],
+        )
 
     def run(self) -> None:
         edges, gradients = self.roots
@@ -85,14 +88,27 @@ class _Join:
         with contextlib.ExitStack() as hooks:
             if self._arrived is not None:
                 # Hooks on the node's outputs, which run again now, have changed these gradients already in I.
+                # They get zeros, so that what they add up, `.grad` after retain_grad() above all, is right.
                 hooks.callback(self.node.register_prehook(lambda _: self._arrived).remove)
             torch.autograd.backward(edges, gradients, inputs=self.weights)
+
+
+def _zeros_like(tensor: torch.Tensor) -> torch.Tensor:
+    """Without memory of their own where that is possible."""
+    if type(tensor) is not torch.Tensor or tensor.layout != torch.strided:
+        return torch.zeros_like(tensor)
+    return _zero(tensor.dtype, tensor.device).expand(tensor.shape)
+
+
+@functools.lru_cache(maxsize=64)
+def _zero(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.zeros((), dtype=dtype, device=device)
 
 
 def _find_joins(edges: Sequence[GradientEdge], inputs: Sequence[torch.Tensor]) -> list[_Join] | None:
     """None if the backward cannot be split, or not without doing work twice."""
     children_of = _children_first(edges)
-    if any(map(_needs_whole_backward, children_of)):
+    if any(map(needs_whole_backward, children_of)):
         return None
     leads_to_inputs = {get_gradient_edge(tensor).node for tensor in inputs}
     for node, children in children_of.items():
@@ -123,7 +139,7 @@ def _find_joins(edges: Sequence[GradientEdge], inputs: Sequence[torch.Tensor]) -
     return joins
 
 
-def _needs_whole_backward(node: Node) -> bool:
+def needs_whole_backward(node: Node) -> bool:
     """Whether a Function, as those of reentrant checkpointing (torch's, Megatron's, DeepSpeed's), asks torch
     if the backward is one of some inputs only, to refuse it then."""
     if not isinstance(node, BackwardCFunction):
