@@ -106,6 +106,8 @@ BLOCKS: dict[str, dict[str, str]] = {
         "topology = ": SEVERAL,
         "mesh = ": SEVERAL,
         "executor.sum_shared_gradients": "test_keywords_and_what_follows_a_step",
+        "num_tokens = ": "test_keywords_and_what_follows_a_step",
+        "scaler = ": "test_keywords_and_what_follows_a_step",
     },
     "docs/sequence_parallel.md": {
         "qkv = ": "test_ulysses_attention_and_all_to_all",
@@ -462,6 +464,9 @@ def test_keywords_and_what_follows_a_step(world):
         if names["losses"] is not None:
             mean = torch.stack(names["losses"]).mean()
             torch.testing.assert_close(mean, loss_of_the_whole(names, masks=masks))
+        execute("docs/schedules.md", "num_tokens = ", names)
+        if names["losses"] is not None:
+            torch.testing.assert_close(torch.stack(names["losses"]).sum(), loss_of_the_whole(names))
         for stage, name in ((first, "embed"), (last, "head")):
             if stage in mine:  # tied weights, of equal shapes
                 mine[stage].register_module(name, torch.nn.Linear(WIDTH, WIDTH, bias=False))
@@ -469,6 +474,8 @@ def test_keywords_and_what_follows_a_step(world):
         names["optimizer"].zero_grad()
         execute("docs/schedules.md", "executor.sum_shared_gradients", names)
         assert names["norm"] > 0
+        execute("docs/schedules.md", "scaler = ", names, **{'"cuda"': '"cpu"'})
+        assert names["scaler"].get_scale() > 1
 
 
 @on_ranks(4)

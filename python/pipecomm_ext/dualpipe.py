@@ -99,6 +99,15 @@ class _TwoStagesPerRank(nn.Module):
         self._communicator: Communicator | None = None
         self._has_failed = False
         self._executors: dict[int, Executor] = {}
+        self._last: Executor | None = None  # that has trained
+
+    @property
+    def executor(self) -> Executor:
+        """The Executor of the last training step, for its calls that follow one: `clip_grad_norm_`,
+        `unscale_`, `average_replica_buffers` and so on."""
+        if self._last is None:
+            raise ValueError("there are no gradients yet: call step() before")
+        return self._last
 
     def _require_ranks(self) -> None:
         """Raises ValueError if the group has not as many ranks as this needs."""
@@ -168,7 +177,10 @@ class _TwoStagesPerRank(nn.Module):
                 rank_mapping=self.rank_mapping,
                 check_border=_check_declared,
             )
-        return self._executors[num_chunks]
+        executor = self._executors[num_chunks]
+        if torch.is_grad_enabled():
+            self._last = executor
+        return executor
 
     def _chunks(self, name: str, tensors: Sequence[Any], num_chunks: int) -> list[tuple]:
         """The tensors cut along the batch dim, by chunk."""
@@ -212,6 +224,7 @@ class _TwoStagesPerRank(nn.Module):
         for executor in self._executors.values():
             executor.close()
         self._executors.clear()
+        self._last = None
         if self._communicator is not None:
             self._communicator.close()
             self._communicator = None
@@ -249,10 +262,8 @@ class DualPipe(_TwoStagesPerRank):
 
     def sum_replica_gradients(self) -> None:
         """Replaces the gradients of both copies of a stage by their sum. Collective, after a step."""
-        if not self._executors:
-            raise ValueError("there are no gradients to add up: call step() before")
         with failing_together(self._abort):
-            next(reversed(self._executors.values())).sum_replica_gradients()
+            self.executor.sum_replica_gradients()
 
 
 class DualPipeV(_TwoStagesPerRank):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 
 import pytest
@@ -221,3 +222,39 @@ def test_a_star_import_gives_the_names():
     names = {}
     exec("from pipecomm_ext.schedules import *", names)
     assert {"DualPipe", "DualPipeV", "WeightGradStore", "set_p2p_tensor_shapes"} <= set(names)
+
+
+class Normed(Block):
+    def __init__(self, depth: int):
+        super().__init__(depth)
+        self.batch_norm = nn.BatchNorm1d(WIDTH, dtype=torch.float64)
+
+    def forward(self, x):
+        return super().forward(self.batch_norm(x))
+
+
+@on_ranks(2)
+def test_buffers_of_copies_that_change_are_a_warning_until_they_are_averaged(world):
+    pipe = DualPipe(nn.Sequential(Normed(world.rank), Normed(1 - world.rank)))
+    with pytest.raises(ValueError, match="there are no gradients yet"):
+        pipe.executor.clip_grad_norm_(1.0)
+    x, labels = batch(2 * ROWS, world.rank), batch(2 * ROWS, 2 + world.rank)
+
+    def step():
+        pipe.step(x, num_chunks=4, criterion=squared_error, labels=[labels])
+
+    for has_warned in (False, True):
+        step()
+        warned = pytest.warns(UserWarning, match="average_replica_buffers")
+        with contextlib.nullcontext() if has_warned else warned:
+            pipe.sum_replica_gradients()
+        pipe.zero_grad()
+    before = [module.batch_norm.running_mean.clone() for module in pipe.module]
+    pipe.executor.average_replica_buffers()
+    means = [module.batch_norm.running_mean for module in pipe.module]
+    both = [torch.empty_like(torch.stack(before)) for _ in range(2)]
+    dist.all_gather(both, torch.stack(before))
+    expected = (both[0] + both[1].flip(0)) / 2  # by depth, of which this rank has its own first
+    torch.testing.assert_close(torch.stack(means), expected if world.rank == 0 else expected.flip(0))
+    assert all(module.batch_norm.num_batches_tracked == 4 for module in pipe.module)
+    pipe.close()

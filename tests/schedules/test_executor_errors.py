@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+import warnings
 
 import pytest
 import torch
-from pipelines import WIDTH, Failing, Pipeline, executor_of, make_executor, plan_named, squared_error
+from pipelines import (
+    WIDTH,
+    Block,
+    Failing,
+    Pipeline,
+    batches,
+    executor_of,
+    make_executor,
+    plan_named,
+    prepared,
+    squared_error,
+)
 from ranks import on_ranks
 from torch import nn
 
 from pipecomm_ext import PipeCommAborted, PipeCommMismatch
 from pipecomm_ext.runtime import plan_loop
-from pipecomm_ext.schedules import Executor, Plan, StageError
+from pipecomm_ext.schedules import Executor, Plan, StageError, get_plan
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*micro-batches are fewer than the stages")
 
@@ -223,3 +236,45 @@ def test_fewer_micro_batches_than_stages_is_a_warning(world):
     plan = plan_named("one_f_one_b", 2, 1)
     with pytest.warns(UserWarning, match="1 micro-batches are fewer than the stages"):
         executor_of(world, plan, [nn.Identity()])
+
+
+class Reusing(nn.Module):
+    """Returns a buffer that its next forward writes into: itself, a view of it, or a copy."""
+
+    def __init__(self, form: str):
+        super().__init__()
+        self.form, self.out = form, torch.zeros(4, WIDTH, dtype=torch.float64)
+
+    def forward(self, x):
+        self.out[: len(x)] = x
+        result = self.out[: len(x)] if self.form == "a view" else self.out
+        return result.clone() if self.form == "a clone" else result
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("form", ["itself", "a view", "a clone"])
+def test_an_output_that_is_written_while_it_is_sent_is_refused(world, form):
+    plan = get_plan("one_f_one_b", 2, 4)
+    micros = batches(4, 1)
+    with Executor(plan, [Reusing(form) if world.rank == 0 else Block(1)]) as executor:
+        if form == "a clone":
+            executor.eval(micros)
+            return
+        with (
+            world.breaking(),
+            pytest.raises((ValueError, PipeCommAborted), match="stage 0 has written into its"),
+        ):
+            executor.eval(micros)
+            executor.eval(micros)  # a rank that is done with the first hears of it here
+
+
+@on_ranks(2)
+def test_means_of_unequal_micro_batches_are_a_warning(world):
+    pipeline, executor = prepared(world, get_plan("one_f_one_b", 2, 4), loss_scale="mean")
+    is_last = world.rank == 1
+    with pytest.warns(UserWarning, match=r"\[3, 2\] rows") if is_last else contextlib.nullcontext():
+        pipeline.step(executor)
+    pipeline.set_data(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pipeline.step(executor)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
+import warnings
 
 import pytest
 import torch
-from pipelines import WIDTH, Block, Pipeline, make_executor, prepared
+from pipelines import WIDTH, Block, Pipeline, executor_of, make_executor, prepared
 from ranks import on_ranks
 from relay_cases import topology_of
 from torch import nn
+from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
 
 from pipecomm_ext import PipeCommError, PipeCommMismatch
 from pipecomm_ext.schedules import Executor, get_plan
@@ -90,10 +94,15 @@ def test_shared_weights_by_parameter_and_by_other_names(world):
         pipeline.run_whole()
         executor.sum_shared_gradients(weights)
         pipeline.assert_gradients()
+    pipeline.zero_grad()
+    pipeline.step(executor)
     if world.rank == 2:
         stage.matrix.grad = None  # counts as zeros
+    elif world.rank == 0:
+        expected = stage.matrix.grad.clone()
     executor.sum_shared_gradients({"matrix": [0, 2]})
-    pipeline.assert_gradients()
+    if world.rank == 0:
+        assert stage.matrix.grad.equal(expected)
 
 
 @on_ranks(3)
@@ -132,6 +141,8 @@ def test_wrong_calls_raise_on_all_ranks_and_the_next_step_works(world):
     executor.sum_shared_gradients({"matrix": [0, 2]})
     total = executor.clip_grad_norm_(0.1)
     torch.testing.assert_close(total, pipeline.expected_norm(0.1), rtol=1e-12, atol=0)
+    pipeline.zero_grad()
+    pipeline.step(executor)
     with world.breaking(), pytest.raises(PipeCommError, match="6, 6"):
         executor.sum_shared_gradients({"any": {0: "matrix", 2: "first.weight"}})
         executor.clip_grad_norm_(1.0)  # rank 1, which holds none, hears of it here
@@ -164,19 +175,186 @@ def test_gradients_that_are_not_finite_missing_or_of_several_dtypes(world):
     assert not executor.clip_grad_norm_(1.0).isfinite()
 
 
+# ---- sums, once -------------------------------------------------------------------------------------------
+
+
+def sum_replicas(executor):
+    executor.sum_replica_gradients()
+
+
+def sum_shared(executor):
+    executor.sum_shared_gradients({"matrix": [0, 1]})
+
+
+def nothing(_executor):
+    pass
+
+
+def clip(executor):
+    executor.clip_grad_norm_(1.0)
+
+
+WRONG_ORDERS = [
+    (sum_replicas, nothing, sum_shared, "call it before sum_replica_gradients"),
+    (sum_replicas, nothing, sum_replicas, "must be called once: the gradients of this step are sums"),
+    (sum_shared, nothing, sum_shared, "must be named once .* its gradient is a sum already"),
+    (clip, nothing, sum_shared, "must precede clip_grad_norm_"),
+    (sum_replicas, Pipeline.step, sum_replicas, "added up after an earlier step already"),
+    (sum_shared, Pipeline.step, sum_shared, "added up after an earlier step already"),
+]
+
+
 @on_ranks(2)
-def test_replicas_are_added_up_after_shared_weights(world):
+@pytest.mark.filterwarnings("ignore:clip_grad_norm_ of dualpipe before")
+@pytest.mark.parametrize("order", range(len(WRONG_ORDERS)))
+def test_sums_that_would_be_wrong_are_refused_on_all_ranks(world, order):
+    first, between, last, text = WRONG_ORDERS[order]
     plan = get_plan("dualpipe", 2, 4)
     pipeline = TiedPipeline(plan, world.rank)
     executor = make_executor(world, plan, pipeline, communicator=None)
     pipeline.step(executor)
-    executor.sum_replica_gradients()
-    with (
-        world.breaking(),
-        pytest.raises((ValueError, PipeCommMismatch), match="call it before sum_replica_gradients"),
-    ):
-        executor.sum_shared_gradients({"matrix": [0, 1]})
+    first(executor)
+    if between is Pipeline.step:
+        pipeline.step(executor)
+        pipeline.step(executor)
+    with world.breaking(), pytest.raises((ValueError, PipeCommError), match=text):
+        last(executor)
+    pipeline.zero_grad()
+    pipeline.step(executor)
+    pipeline.run_whole()
+    sum_replicas(executor)
     executor.close()
+
+
+@on_ranks(2)
+def test_clipping_before_the_sum_of_copies_warns(world):
+    pipeline, executor = prepared(world, get_plan("dualpipe", 2, 4))
+    pipeline.step(executor)
+    with pytest.warns(
+        UserWarning, match="before sum_replica_gradients takes the gradients of the first copies"
+    ):
+        executor.clip_grad_norm_(1.0)
+
+
+# ---- stages that are functions ----------------------------------------------------------------------------
+
+
+class Trainer:
+    """Its stage is a method, with modules where nobody looks."""
+
+    def __init__(self, module):
+        self.parts = {"block": [module]}
+
+    def run(self, x):
+        return self.parts["block"][0](x)
+
+
+def with_leaves(module):
+    """The weights are a dict of tensors that are no parameters."""
+    weights = {name: part.detach().clone().requires_grad_() for name, part in module.named_parameters()}
+    return lambda x: functional_call(module, weights, (x,)), list(weights.values())
+
+
+FORMS = {
+    "a method": lambda module: (Trainer(module).run, list(module.parameters())),
+    "functional_call": with_leaves,
+    "a partial": lambda module: (functools.partial(module), list(module.parameters())),
+    "a checkpoint": lambda module: (
+        lambda x: checkpoint(Trainer(module).run, x, use_reentrant=False),
+        list(module.parameters()),
+    ),
+    "one of each": lambda module: (module, list(module.parameters())),
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", ["one_f_one_b", "zb_v"])
+@pytest.mark.parametrize("form", FORMS)
+def test_parameters_of_stages_that_are_functions(world, form, name):
+    """Inputs that require grad are none; nor is what made them."""
+    plan = get_plan(name, 2, 4)
+    pipeline = Pipeline(plan, world.rank)
+    made = {stage: FORMS[form](module) for stage, module in pipeline.stages.items()}
+    if form == "one of each" and world.rank == 1:
+        made[1] = with_leaves(pipeline.stages[1])
+    stages = {stage: function for stage, (function, _) in made.items()}
+    executor = executor_of(world, plan, stages, loss_fn=pipeline.loss_fn)
+    encoder = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+    for parameter in encoder.parameters():
+        parameter.grad = torch.full_like(parameter, 100.0)
+    assert executor.clip_grad_norm_(1.0).item() == 0
+    (first, second, *others), targets = pipeline.inputs[0], pipeline.targets[0]
+    executor.step([first.clone().requires_grad_(), second + 0 * encoder(second), *others], targets)
+    pipeline.run_whole()
+    parameters = [part for module in pipeline.whole for part in module.parameters()]
+    expected = nn.utils.clip_grad_norm_(parameters, 0.1)
+    torch.testing.assert_close(executor.clip_grad_norm_(0.1), expected, rtol=1e-12, atol=0)
+    for stage, (_, mine) in made.items():
+        for part, theirs in zip(mine, pipeline.whole[pipeline.depth_of[stage]].parameters(), strict=True):
+            torch.testing.assert_close(part.grad, theirs.grad, rtol=1e-10, atol=1e-12)
+
+
+@on_ranks(2)
+def test_functions_that_hide_their_parameters_are_refused(world):
+    plan = get_plan("one_f_one_b", 2, 4)
+    pipeline = Pipeline(plan, world.rank)
+    (stage,) = pipeline.stages
+    trainer = Trainer(pipeline.stages[stage])
+    stages = [lambda x: checkpoint(trainer.run, x, use_reentrant=True)] if stage else [trainer.run]
+    with executor_of(world, plan, stages, loss_fn=pipeline.loss_fn, communicator=None) as executor:
+        pipeline.step(executor)
+        with (
+            world.breaking(),
+            pytest.raises((ValueError, PipeCommError), match="checkpointing that hides its parameters"),
+        ):
+            executor.clip_grad_norm_(1.0)
+
+
+# ---- GradScaler -------------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_scalers_that_differ_and_wrong_ones_are_refused_on_all_ranks(world):
+    pipeline, executor = prepared(world, get_plan("one_f_one_b", 2, 4))
+    optimizer = torch.optim.SGD(nn.ModuleList(pipeline.stages.values()).parameters(), lr=0.1)
+    equal = torch.amp.GradScaler("cpu")
+    for scaler, text in (
+        (
+            torch.amp.GradScaler("cpu", init_scale=2.0 + world.rank),
+            "of rank 1 has the scale 3.0, .* 0 has 2.0",
+        ),
+        (torch.amp.GradScaler("cpu", init_scale=2.0, enabled=world.rank == 0), "rank 1 has the scale 0.0"),
+        (equal if world.rank else None, "scaler must be a torch.amp.GradScaler, not NoneType"),
+    ):
+        with pytest.raises((TypeError, PipeCommMismatch), match=text):
+            executor.unscale_(scaler, optimizer)
+    executor.unscale_(torch.amp.GradScaler(enabled=False), optimizer)
+    pipeline.step(executor)
+    executor.unscale_(equal, None if world.rank else optimizer)
+    if world.rank == 0:
+        equal.step(optimizer)
+    equal.update()
+
+
+@on_ranks(2)
+def test_a_scaler_that_is_updated_alone_is_a_warning(world):
+    scaler = torch.amp.GradScaler("cpu")
+    pipeline, executor = prepared(
+        world, get_plan("one_f_one_b", 2, 4), loss_fn=lambda output, target: scaler.scale(output.sum())
+    )
+    optimizer = torch.optim.SGD(nn.ModuleList(pipeline.stages.values()).parameters(), lr=0.1)
+    scaler.scale(torch.zeros(()))
+    for is_agreed in (True, True, False):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            pipeline.step(executor)
+            pipeline.step(executor)  # accumulates
+        (functools.partial(executor.unscale_, scaler) if is_agreed else scaler.unscale_)(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+    expected = pytest.warns(UserWarning, match="was updated without Executor.unscale_")
+    with expected if world.rank == 1 else contextlib.nullcontext():
+        pipeline.step(executor)
 
 
 @on_ranks(4)

@@ -24,3 +24,8 @@ def specs_of(tensors: Any, name: str) -> tuple[TensorSpec, ...]:
     if not isinstance(tensors, (list, tuple)):
         raise TypeError(f"{name} must be a list of tensors, not {type(tensors).__name__}")
     return tuple(spec_of(tensor, f"{name}[{idx}]") for idx, tensor in enumerate(tensors))
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """A number that grows with each write through torch; a tensor made in inference mode has none."""
+    return 0 if tensor.is_inference() else tensor._version

@@ -440,6 +440,11 @@ class StageRelay:
         is_replicated = self._dims[link.source_idx] is None and len(self._stages[link.source_idx]) > 1
         return is_replicated and link.kind == BACKWARD and self._grad_reduce != "leader"
 
+    def is_led(self, link: Link) -> bool:
+        """Whether several ranks have the whole gradient, and the first one sends its own."""
+        is_replicated = self._dims[link.source_idx] is None and len(self._stages[link.source_idx]) > 1
+        return is_replicated and link.kind == BACKWARD and not self._reduces(link)
+
     def _slowest_among(self, ranks: Sequence[int]) -> str:
         """The transport that messages between these ranks wait for."""
         transport = self.communicator.transport_among(ranks)

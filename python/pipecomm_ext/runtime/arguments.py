@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from ..communicator import Communicator
 from ..errors import PipeCommMismatch
@@ -211,6 +213,25 @@ def loss_factor(loss_scale: Any, plan: Plan) -> float:
     if isinstance(loss_scale, bool) or not isinstance(loss_scale, (int, float)):
         raise ValueError(f'loss_scale must be "sum", "mean" or a number, not {loss_scale!r}')
     return float(loss_scale)
+
+
+def warn_of_unequal(micro_batches: Mapping[int, Sequence[Any]]) -> None:
+    """Warns if those of a stage have different numbers of rows."""
+    for micros in micro_batches.values():
+        num_rows = list(dict.fromkeys(map(_num_rows, micros)))
+        if len(num_rows) > 1:
+            warnings.warn(
+                f'loss_scale="mean" weighs micro-batches alike, whose targets have {num_rows} rows; if '
+                "loss_fn takes the mean over them, add up instead and divide by the rows of the whole batch: "
+                'reduction="sum" and loss_scale=1 / rows',
+                stacklevel=4,
+            )
+
+
+def _num_rows(value: Any) -> int | None:
+    if not isinstance(value, torch.Tensor):
+        value = next((leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)), None)
+    return value.size(0) if value is not None and value.dim() else None
 
 
 def device_of(stages: Any) -> torch.device | None:

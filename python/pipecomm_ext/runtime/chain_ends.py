@@ -86,6 +86,9 @@ class ChainEnds:
             return self._loss_fn(output, self._targets[stage][micro])
         return output
 
+    def targets_of(self, stage: int, micro: int) -> Any:
+        return self._targets[stage][micro] if stage in self._targets else None
+
     def criterion_of(self, stage: int, micro: int) -> tuple[Callable[..., torch.Tensor] | None, list]:
         """The loss function as an overlapped method calls it, `criterion(*outputs, *labels)`, and the labels;
         (None, []) unless the stage is the last of its chain."""

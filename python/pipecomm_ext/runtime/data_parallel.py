@@ -31,33 +31,38 @@ def loaded(module: str, name: str) -> Any:
 
 def modules_of(functions: Iterable[Any]) -> list[nn.Module]:
     """All modules in the given ones, and in what the given functions are bound to, close over or name."""
-    found: dict[nn.Module, None] = {}
+    held = held_objects(functions, nn.Module)
+    return list(dict.fromkeys(part for module in held for part in module.modules()))
+
+
+def held_objects(functions: Iterable[Any], kind: type) -> list[Any]:
+    """The objects of a kind among the given ones, and in what the given functions are bound to, close over or
+    name."""
+    found: dict[Any, None] = {}
     waiting, seen = list(functions)[::-1], set()
     while waiting:
         value = waiting.pop()
-        if isinstance(value, nn.Module):
-            found |= dict.fromkeys(value.modules())
-        elif callable(value) and id(value) not in seen:
+        if isinstance(value, kind):
+            found[value] = None
+        elif callable(value) and not isinstance(value, nn.Module) and id(value) not in seen:
             seen.add(id(value))
-            waiting += _held_by(value)
+            waiting += _held_by(value, kind)
     return list(found)
 
 
-def _held_by(function: Any) -> Iterator[Any]:
+def _held_by(function: Any, kind: type) -> Iterator[Any]:
     if isinstance(function, functools.partial):
         yield from (function.func, *function.args, *function.keywords.values())
     yield from getattr(function, "__dict__", {}).values()
     if (owner := getattr(function, "__self__", None)) is not None:
         yield owner
-        yield from (
-            value for value in getattr(owner, "__dict__", {}).values() if isinstance(value, nn.Module)
-        )
+        yield from (value for value in getattr(owner, "__dict__", {}).values() if isinstance(value, kind))
     for cell in getattr(function, "__closure__", None) or ():
         with contextlib.suppress(ValueError):  # a cell that is empty yet
             yield cell.cell_contents
     names_of_module = getattr(function, "__globals__", {})
     for name in getattr(getattr(function, "__code__", None), "co_names", ()):
-        if isinstance(value := names_of_module.get(name), nn.Module):
+        if isinstance(value := names_of_module.get(name), kind):
             yield value
 
 

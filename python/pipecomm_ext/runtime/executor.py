@@ -20,6 +20,7 @@ from ..schedules.check import check
 from ..schedules.plan import Plan
 from ..schedules.plan_error import row_text
 from ..schedules.timeline import Timeline
+from .after_step import AfterStep
 from .arguments import (
     MicroBatches,
     Stage,
@@ -32,13 +33,16 @@ from .arguments import (
     ranks_by_pipeline_rank,
     require_equal_settings,
     stages_by_id,
+    warn_of_unequal,
 )
 from .backward import Work, run_backward, split_backward
 from .border_channels import NUM_DATA_CHANNELS, BorderChannels, connect
 from .chain_ends import ChainEnds, StepResult
 from .data_parallel import ReducedOnce
 from .executor_mailbox import ExecutorMailbox
-from .gradients import Names, StepGradients, require_finite, require_norm
+from .grad_scaler import ScalerWatch
+from .gradients import StepGradients
+from .graph_parameters import GraphParameters
 from .plan_loop import PlanLoop, failing_together, refused_together
 from .recorder import Recorder, gather_timeline
 from .relayed import RelayedBorders, make_relay
@@ -53,7 +57,7 @@ class _Alive(NamedTuple):
     loss: torch.Tensor | None  # scaled, of a loss stage
 
 
-class Executor:
+class Executor(AfterStep):
     """Runs a plan with this rank's stages. Construction is collective over the ranks of the communicator.
 
     Args:
@@ -69,8 +73,8 @@ class Executor:
         loss_fn: `loss_fn(output, target)` gives the loss of a micro-batch from what the last stage returned:
             one element; forward only, any shape. None: a last stage returns its loss itself; forward only, it
             may return anything else, and then there are no losses.
-        loss_scale: the factor of losses before backward: "sum" (1), "mean" (1 / plan.M), or a
-            number. Reported losses are not scaled.
+        loss_scale: the factor of losses before backward: "sum" (1), "mean" (1 / plan.M, with a UserWarning if
+            micro-batches differ in rows), or a number. Reported losses are not scaled.
         rank_mapping: pipeline rank of each rank of the communicator; None: the same.
         topology: its stages, plan.P of them and maybe several ranks each, are the pipeline ranks; every rank
             of a stage runs that row of the plan. The communicator joins the same ranks as the topology.
@@ -83,7 +87,8 @@ class Executor:
         check_border: called with (stage, specs of its tensors) before an output is passed on; may raise.
 
     Gradients accumulate in `.grad`, over micro-batches and over steps. I and W of a split backward work for
-    any module (see `backward.py`); hooks on tensors within the stage then run in both halves. A fused slot
+    any module (see `backward.py`); hooks on tensors within the stage run in both halves, the second time with
+    zeros. A stage must not write into what it has returned (ValueError). A fused slot
     calls `overlapped_forward_backward` if both stages are of one class that has it (DualPipe's contract),
     else forward, then backward.
 
@@ -141,7 +146,7 @@ class Executor:
                 make_relay(comm, *self._relay_arguments)
             self.rank = next(rank for rank, ranks in enumerate(self._ranks_of) if comm.rank in ranks)
             self.stages = stages_by_id(plan, self.rank, stages)
-            self._loss_factor = loss_factor(loss_scale, plan)
+            self._loss_factor, self._is_mean = loss_factor(loss_scale, plan), loss_scale == "mean"
             ReducedOnce(self.stages, (loss_fn,), is_training=True)  # refuses what it cannot do
             check(plan)
         own_program = [row_text(row) for row in plan.program] if plan.has_own_program else None
@@ -162,6 +167,8 @@ class Executor:
         self._loss_stages = [chain[-1] for chain in plan.chains if plan.owner[chain[-1]] == self.rank]
         self._kind_of: dict[Any, int] = {}
         self._is_closed = False
+        self._graph_parameters = GraphParameters(self.stages)
+        self._scaler_watch = ScalerWatch([loss_fn] if comm.size > 1 else [])
         self._forget_step()
         self._connect()
 
@@ -200,7 +207,14 @@ class Executor:
 
     def _begin_gradients(self) -> None:
         self._gradients = StepGradients(
-            self.plan, self.rank, self.stages, self._loss_fn, self.communicator, self._ranks_of
+            self.plan,
+            self.rank,
+            self.stages,
+            self._loss_fn,
+            self.communicator,
+            self._ranks_of,
+            self._graph_parameters,
+            before=getattr(self, "_gradients", None),
         )
 
     def __repr__(self) -> str:
@@ -298,11 +312,14 @@ class Executor:
         self._inputs = {stage: [Call.of(micro) for micro in micros] for stage, micros in inputs.items()}
         self._keywords = keywords_by_stage(kwargs, self.plan, self.stages)
         targets = by_stage("targets", targets, needing, loss_stages, num_micros)
+        if self._is_mean and is_training:
+            warn_of_unequal(targets)
         losses = (targets, self._loss_fn, criterion, self._loss_factor)
         keeps = self._return_outputs if keeps_outputs is None else keeps_outputs
         self._ends = ChainEnds(self._loss_stages, num_micros, *losses, keeps)
         if is_training:
             self._begin_gradients()
+            self._scaler_watch.begin_step()
         if self._recorder is not None:
             self._recorder.begin_step(is_training)
         micros = range(num_micros)
@@ -357,11 +374,9 @@ class Executor:
 
     def _forward(self, stage: int, micro: int, call: Call) -> None:
         output = call.run(stage, self.stages[stage], self._keywords_of(stage, micro))
-        self._keep(stage, micro, call.received, output)
+        self._keep(stage, micro, call, output)
 
-    def _keep(
-        self, stage: int, micro: int, received: Sequence[torch.Tensor], output: Any, loss: Any = None
-    ) -> None:
+    def _keep(self, stage: int, micro: int, call: Call, output: Any, loss: Any = None) -> None:
         """Hands a stage's output over, and keeps what the backward needs of it."""
         edges: tuple[GradientEdge, ...] = ()
         if self.plan.next_of[stage] is None:
@@ -371,7 +386,11 @@ class Executor:
             edges = tuple(get_gradient_edge(value) for value in outputs if value.requires_grad)
             self._mailbox.put_output(stage, micro, outputs, structure)
         if torch.is_grad_enabled():
-            leaves = tuple(tensor for tensor in received if tensor.requires_grad)
+            if self._graph_parameters.is_to_see(stage):
+                roots = edges if loss is None else (loss,)
+                given = call, self._keywords_of(stage, micro), self._running.targets_of(stage, micro)
+                self._graph_parameters.see(stage, roots, given)
+            leaves = tuple(tensor for tensor in call.received if tensor.requires_grad)
             self._alive[stage, micro] = _Alive(leaves, edges, loss)
 
     def _backward(self, stage: int, micro: int, gradients: list[torch.Tensor] | None) -> None:
@@ -411,7 +430,7 @@ class Executor:
         first = (module0, call.args, criterion, labels)
         second = (module1, alive.loss, list(outputs1), list(gradients1))
         outputs, loss = overlapped(*first, *second)
-        self._keep(stage0, micro0, call.received, outputs[0] if len(outputs) == 1 else tuple(outputs), loss)
+        self._keep(stage0, micro0, call, outputs[0] if len(outputs) == 1 else tuple(outputs), loss)
         self._hand_back(stage1, micro1, alive)
 
     _HANDLERS: ClassVar[dict[str, Callable[..., None]]] = {
@@ -421,64 +440,7 @@ class Executor:
         "W": _weight_backward,
     }
 
-    # ---------------------------------------------------------------- after a step
-
-    def sum_replica_gradients(self) -> None:
-        """Adds up the gradients of stages with the same weights (`plan.replicas`).
-
-        Collective, for use after step() and before the optimizer. The sums are the same bits on all ranks. A
-        gradient that is None counts as zeros; parameters that need no gradient are left out. The stages must
-        be modules with parameters of the same shapes and dtypes. If anything raises, the communicator is
-        aborted, as in a step. Replicas that are several ranks each are refused (ValueError).
-        """
-        with failing_together(self._abort):
-            self._gradients.sum_replicas()
-
-    def sum_shared_gradients(self, weights: Mapping[str | torch.nn.Parameter, Names]) -> None:
-        """Replaces the gradients of weights that several stages share, as tied embeddings, by their sum.
-
-        Collective, once after the last step() before the optimizer. The sums are the same bits on all ranks.
-        A gradient that is None counts as zeros; one of a Parameter in several stages of a rank has their
-        parts already. Copies have equal shapes and dtypes. Wrong arguments are refused on all ranks.
-
-        Args:
-            weights: for each shared weight, by its name in these stages (without what wrappers add) or by the
-                Parameter of this rank, the stages that hold it; or, if names differ, a mapping from each such
-                stage to its name. The same weights in the same order on all ranks that hold any; others may
-                pass an empty mapping. Naming one of `plan.replicas` names all of them.
-
-        Call it before `sum_replica_gradients`, which leaves these weights alone, and `clip_grad_norm_`, which
-        counts them once. Pipeline ranks of several ranks, which must be of one size, add up rank by rank.
-        """
-        held = self._gradients.holders(weights)
-        with failing_together(self._abort):
-            self._gradients.sum_shared(held)
-
-    def clip_grad_norm_(
-        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
-    ) -> torch.Tensor:
-        """Scales all gradients of the pipeline so that their total norm is at most `max_norm`. Collective.
-
-        The same as `torch.nn.utils.clip_grad_norm_` of the whole model: weights count once that are in
-        replicated stages (`plan.replicas`), were in `sum_shared_gradients` since the last step, or are copies
-        on the ranks of one stage of a topology; there, a parameter with Megatron's attribute
-        `tensor_model_parallel` is a piece and counts on each rank. DTensors (FSDP2, tensor parallelism) count
-        as a whole. Other pipelines of the same model (data parallelism) do not take part.
-
-        Args:
-            norm_type: a positive number, or inf.
-            error_if_nonfinite: if the norm is nan or inf, raise RuntimeError on all ranks and leave gradients
-                as they are. It makes the host wait for the device.
-
-        Returns the norm before clipping, float64[], the same bits on all ranks.
-        """
-        max_norm, norm_type = require_norm(max_norm, norm_type)
-        with failing_together(self._abort):
-            total = self._gradients.total_norm(norm_type)
-        if error_if_nonfinite:
-            require_finite(total, norm_type)
-        self._gradients.scale(max_norm, total)
-        return total
+    # ---------------------------------------------------------------- its end
 
     def timeline(self) -> Timeline:
         """When the actions of the last step ran on all ranks, in seconds. Collective; the Executor must have

@@ -16,6 +16,8 @@ here of a rank, and tells the others. See `relayed.py`.
 
 from __future__ import annotations
 
+import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
@@ -23,6 +25,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from ..communicator import Work
+from ..core.tensor_specs import version_of
 from ..schedules.actions import ACT, GRAD, SEND, Compute, Group, Item, Transfer
 from ..schedules.plan import Plan
 from .border import FullSpecs, OutputSpecs, gradient_specs, specs_of
@@ -116,10 +119,12 @@ class ExecutorMailbox(Mailbox):
             stage: header for header, chain in zip(self._headers, plan.chains, strict=True) for stage in chain
         }
         self._known_specs: dict[tuple[int, int], OutputSpecs] = {}  # (producing stage, kind)
+        self._compared: set[tuple[int, int]] = set()  # gradients that all ranks of a stage have
         self._joint_kinds: dict[tuple[int, ...], int] = {}  # of the ranks that share a first stage
 
     def forget_step(self) -> None:
         super().forget_step()
+        self._sent: list[tuple[weakref.ref[torch.Tensor], int, int, int]] = []  # version, stage, micro-batch
         self._structures: dict[tuple[int, int], str] = {}  # of outputs that are no plain tuples
         self._awaited_gradients: dict[tuple[int, int], FullSpecs] = {}
         self._owed_gradients: dict[tuple[int, int], FullSpecs] = {}  # over a relay
@@ -214,8 +219,24 @@ class ExecutorMailbox(Mailbox):
         tensors = [output.detach() for output in outputs]
         if self.plan.owner[self.plan.stage_after(stage)] == self.rank:
             self.receipts[ACT, stage, micro] = Arrival(tensors, self._noted(stage, micro, specs))
-        else:
-            self.outbox[ACT, stage, micro] = tensors, specs
+            return
+        self.outbox[ACT, stage, micro] = tensors, specs
+        for output in outputs:  # a view may be gone before the buffer that it shows
+            base = output if output._base is None else output._base
+            self._sent.append((weakref.ref(base), version_of(base), stage, micro))
+
+    def finish_step(self) -> None:
+        """Waits for everything that is under way, and refuses outputs that were written meanwhile."""
+        for work in self.works:
+            work.wait()
+        for sent, version, stage, micro in self._sent:
+            output = sent()
+            if output is not None and version_of(output) != version:
+                raise ValueError(
+                    f"stage {stage} has written into its output of micro-batch {micro} after it returned it, "
+                    "when it may not have been sent yet: return a clone of a buffer that is used again"
+                )
+        self.forget_step()
 
     def put_gradient(self, stage: int, micro: int, inputs: tuple[torch.Tensor, ...]) -> None:
         """Hands the gradients that B or I left in the inputs of a stage to the stage before it. They are
@@ -290,9 +311,33 @@ class ExecutorMailbox(Mailbox):
                     self._awaited_gradients[stage, micro] = gradient_specs(specs)
             if route.link is None:
                 outgoing.append(Outgoing(tensors, route.peer, route.channel))
-            else:
-                self.works += self._relays.send(route.link, tensors, specs)
+                continue
+            if what == GRAD and (stage, micro) not in self._compared:
+                self._compared.add((stage, micro))
+                self._compare(route.link, stage, micro, tensors)
+            self.works += self._relays.send(route.link, tensors, specs)
         return outgoing
+
+    def _compare(self, link: Link, stage: int, micro: int, gradients: Sequence[torch.Tensor]) -> None:
+        """Warns if the ranks of a stage have different gradients and that of the first one is sent."""
+        leader = self._relays.leader_to_compare(link)
+        if leader is None or not gradients:
+            return
+        chain_idx = self._header_of[stage].chain_idx
+        norms = torch.tensor([gradient.norm().item() for gradient in gradients], dtype=torch.float64)
+        if leader != self._me:
+            self.works.append(self._channels.send_words(norms.view(torch.int64), leader, chain_idx))
+            return
+        for mate in self._relays.sources_but_me(link):
+            words = self._channels.receive_words(len(norms), mate, chain_idx)
+            theirs = torch.tensor(words, dtype=torch.int64).view(torch.float64)
+            if not torch.allclose(norms, theirs, rtol=1e-2, atol=0, equal_nan=True):
+                warnings.warn(
+                    f"stage {stage}, micro-batch {micro}: the gradients of its inputs differ between its "
+                    f"ranks (norms {norms.tolist()} and {theirs.tolist()}), and that of the first rank is "
+                    'sent; if they are parts of a sum, give the Executor grad_reduce="sum"',
+                    stacklevel=2,
+                )
 
     def _receive(self, route: _Route, specs: FullSpecs, batch: list[tuple[_Route, Incoming]]) -> None:
         """Adds a message to the batch of those to be received; a relay is started here."""

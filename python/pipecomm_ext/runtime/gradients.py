@@ -1,4 +1,4 @@
-"""What follows a step: gradients of weights that several stages hold, and the norm over the whole pipeline.
+"""What follows a step: gradients of weights that several stages hold, buffers of copies, and the whole norm.
 
 Gradients are local tensors here: a DTensor (of FSDP2 or tensor parallelism) stands for the part of this rank.
 """
@@ -6,6 +6,8 @@ Gradients are local tensors here: a DTensor (of FSDP2 or tensor parallelism) sta
 from __future__ import annotations
 
 import math
+import warnings
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -14,9 +16,11 @@ import torch.distributed as dist
 from torch import nn
 
 from ..communicator import Communicator, Recv, Send
+from ..core.tensor_specs import version_of
 from ..errors import PipeCommMismatch
 from ..schedules.plan import Plan
 from .data_parallel import loaded, modules_of
+from .graph_parameters import GraphParameters
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -34,6 +38,8 @@ class StepGradients:
         stages: those of pipeline rank `rank`.
         loss_fn: its parameters count in the norm, if it is a module.
         ranks_of: for each pipeline rank the ranks of the communicator that it stands for.
+        graph_parameters: what the stages' graphs have shown.
+        before: the gradients of the step before, when the step begins.
     """
 
     def __init__(
@@ -44,31 +50,99 @@ class StepGradients:
         loss_fn: Any,
         communicator: Communicator,
         ranks_of: Sequence[Sequence[int]],
+        graph_parameters: GraphParameters,
+        before: StepGradients | None = None,
     ):
         self._plan, self._rank, self._stages, self._loss_fn = plan, rank, stages, loss_fn
         self._communicator, self._ranks_of = communicator, ranks_of
+        self._graph_parameters = graph_parameters
         self._place = ranks_of[rank].index(communicator.rank)  # within my pipeline rank
         self._shared: dict[nn.Parameter, bool] = {}  # added up by sum_shared: whether it counts in the norm
-        self._has_summed_replicas = False
+        self._has_summed_replicas = self._has_clipped = False
+        self._sums: dict[nn.Parameter, weakref.ref[torch.Tensor]] = {}  # gradients that are sums by now
+        self._kept: dict[nn.Parameter, torch.Tensor] = {}  # of steps before: whether this one adds to them
+        self._buffers = _buffer_versions(plan, stages) if before is None else before._buffers
+        if before is not None and before._sums:
+            self._keep_sums(before)
 
     # ---------------------------------------------------------------- sums
+
+    def _keep_sums(self, before: StepGradients) -> None:
+        """Notes which sums are still there, in the same tensors. Whether they have been zeroed is read if it
+        matters, since that waits for the device."""
+        for parameter, total in before._sums.items():
+            if parameter.grad is not None and parameter.grad is total():
+                is_kept = _local_gradient(parameter).any()
+                was_kept = before._kept.get(parameter)
+                self._sums[parameter] = total
+                self._kept[parameter] = is_kept if was_kept is None else is_kept & was_kept
+
+    def _require_fresh(self, parameters: Iterable[nn.Parameter], call: str) -> None:
+        """Raises if one has the sum of an earlier step in its gradient, which another sum would double."""
+        if self._has_clipped:
+            raise ValueError(f"{call} must precede clip_grad_norm_, which needs the sums")
+        kept = [self._kept[parameter] for parameter in parameters if parameter in self._kept]
+        if any(kept):
+            raise ValueError(
+                f"{call} must be called once, after the last step before the optimizer: the gradients were "
+                "added up after an earlier step already, and have not been zeroed since"
+            )
+
+    def require_replicas_unsummed(self) -> None:
+        """Raises ValueError, alike on all ranks."""
+        if self._has_summed_replicas:
+            raise ValueError(
+                "sum_replica_gradients must be called once: the gradients of this step are sums already"
+            )
 
     def sum_replicas(self) -> None:
         """See `Executor.sum_replica_gradients`."""
         plan = self._plan
-        if plan.replicas and any(len(ranks) > 1 for ranks in self._ranks_of):
-            raise ValueError(
-                f"the replicas of {plan.name} must be one rank each, but the topology has stages of several; "
-                "add their gradients up over groups of your own"
-            )
+        self._require_single_ranks("add their gradients up over groups of your own")
         trained = {stage: _trained_parameters(stage, self._stages[stage]) for stage in self._stages}
         weights: list[Held] = []
         for group in plan.replicas:
             mine = [trained[stage] for stage in group if stage in trained]
             owners: Held = {plan.owner[stage]: [] for stage in group}
             weights += [{**owners, self._rank: list(copies)} for copies in zip(*mine, strict=True)]
-        self._sum([held for held in weights if not any(copy in self._shared for copy in held[self._rank])])
+        weights = [held for held in weights if not any(copy in self._shared for copy in held[self._rank])]
+        self._require_fresh((copy for held in weights for copy in held[self._rank]), "sum_replica_gradients")
+        self._sum(weights)
         self._has_summed_replicas = True
+        if self._buffers and self._buffers != _buffer_versions(plan, self._stages):
+            self._buffers.clear()  # one warning is enough
+            warnings.warn(
+                f"{plan.name}: the buffers of stages with the same weights have changed, as the running "
+                "statistics of BatchNorm do, each by the micro-batches that this copy has seen: call "
+                "average_replica_buffers() before you save or evaluate",
+                stacklevel=4,
+            )
+
+    def average_buffers(self) -> None:
+        """See `Executor.average_replica_buffers`."""
+        self._require_single_ranks("average their buffers over groups of your own")
+        self._buffers.clear()  # nothing to warn of
+        sums, places = [], []
+        for group in self._plan.replicas:
+            mine = [_averaged_buffers(self._stages[stage]) for stage in group if stage in self._stages]
+            owners = sorted({self._plan.owner[stage] for stage in group})
+            for copies in zip(*mine, strict=True):
+                wide = torch.complex128 if copies[0].is_complex() else torch.float64
+                first, *others = (copy.to(wide) for copy in copies)
+                sums.append((owners, sum(others, start=first)))
+                places.append((copies, len(group)))
+        for (copies, count), parts in zip(places, self._exchanged(sums), strict=True):
+            first, *others = parts
+            mean = sum(others, start=first) / count
+            for copy in copies:
+                copy.copy_(mean)
+
+    def _require_single_ranks(self, cure: str) -> None:
+        if self._plan.replicas and any(len(ranks) > 1 for ranks in self._ranks_of):
+            raise ValueError(
+                f"the replicas of {self._plan.name} must be one rank each, but the topology has stages of "
+                f"several; {cure}"
+            )
 
     def holders(self, weights: Mapping[str | nn.Parameter, Names]) -> list[Held]:
         """The checked argument of `Executor.sum_shared_gradients`; refused on all ranks if wrong on one."""
@@ -83,6 +157,12 @@ class StepGradients:
                     "sum_replica_gradients"
                 )
             held = [self._held(key, names) for key, names in weights.items()]
+            mine = [copy for copies in held for copy in copies.get(self._rank, ())]
+            if any(copy in self._shared for copy in mine):
+                raise ValueError(
+                    "a weight must be named once in sum_shared_gradients: its gradient is a sum already"
+                )
+            self._require_fresh(mine, "sum_shared_gradients")
         numbers = self._gather(torch.tensor(float(len(held)), dtype=torch.float64)).tolist()
         owners = {owner for copies in held for owner in copies}
         for rank in sorted(rank for owner in owners for rank in self._ranks_of[owner]):
@@ -130,46 +210,71 @@ class StepGradients:
 
     def _sum(self, weights: Sequence[Held]) -> None:
         """Replaces the gradients of each weight by their sum, the same bits on all ranks that hold it."""
-        parts: list[dict[int, torch.Tensor]] = []  # by pipeline rank, in order
-        ops: list[Send | Recv] = []
+        mine = []
         for held in weights:
             first, *others = map(_local_gradient, held[self._rank])
-            mine = sum(others, start=first).contiguous()
-            parts.append({})
-            for owner in sorted(held):
-                if owner == self._rank:
-                    parts[-1][owner] = mine
-                    continue
-                peer = self._ranks_of[owner][self._place]
-                parts[-1][owner] = torch.empty_like(mine)
-                ops += [Send(mine, peer, CHANNEL), Recv(parts[-1][owner], peer, CHANNEL)]
-        self._communicator.batch_p2p(ops)
+            mine.append((sorted(held), sum(others, start=first).contiguous()))
         totals = []  # all of them before any is stored: a parameter may be in several entries
-        for by_owner in parts:
-            first, *others = by_owner.values()
+        for first, *others in self._exchanged(mine):
             totals.append(sum(others, start=first))
         for held, total in zip(weights, totals, strict=True):
             for copy in held[self._rank]:
-                _set_local_gradient(copy, total)
+                _local_gradient(copy).copy_(total)
+                assert copy.grad is not None
+                self._sums[copy] = weakref.ref(copy.grad)
+                self._kept.pop(copy, None)
+
+    def _exchanged(self, tensors: Sequence[tuple[Sequence[int], torch.Tensor]]) -> list[list[torch.Tensor]]:
+        """For each tensor, which the pipeline ranks beside it hold, too, those of all of them in order."""
+        parts: list[list[torch.Tensor]] = []
+        ops: list[Send | Recv] = []
+        for owners, mine in tensors:
+            parts.append([mine if owner == self._rank else torch.empty_like(mine) for owner in owners])
+            for owner, theirs in zip(owners, parts[-1], strict=True):
+                if owner != self._rank:
+                    peer = self._ranks_of[owner][self._place]
+                    ops += [Send(mine, peer, CHANNEL), Recv(theirs, peer, CHANNEL)]
+        self._communicator.batch_p2p(ops)
+        return parts
 
     # ---------------------------------------------------------------- norm
 
     def total_norm(self, norm_type: float) -> torch.Tensor:
         """Over the whole pipeline, each weight once."""
+        if self._plan.replicas and not self._has_summed_replicas:
+            warnings.warn(
+                f"clip_grad_norm_ of {self._plan.name} before sum_replica_gradients takes the gradients of "
+                "the first copies for those of the weights; add them up first",
+                stacklevel=4,
+            )
         copies = self._copies()
         counted = [part for part in self._parameters() if self._counts(part, part in copies)]
         return torch.linalg.vector_norm(self._gather(self._norm(counted, norm_type)), norm_type)
 
     def scale(self, max_norm: float, total: torch.Tensor) -> None:
         """Scales all gradients of this rank so that a total norm of `total` becomes `max_norm` at most."""
+        self._has_clipped |= math.isfinite(max_norm)
         factor = (max_norm / (total + 1e-6)).clamp(max=1.0)  # torch's formula
         gradients = [part for part in map(_local_gradient_or_none, self._parameters()) if part is not None]
         for device in {part.device for part in gradients}:
             of_device = [part for part in gradients if part.device == device]
             torch._foreach_mul_(of_device, factor.to(device))
 
-    def _parameters(self) -> list[nn.Parameter]:
-        return _parameters_of(modules_of([*self._stages.values(), self._loss_fn]))
+    def _parameters(self) -> list[torch.Tensor]:
+        return list(dict.fromkeys([*self._parameters_of(self._stages), *_named_parameters(self._loss_fn)]))
+
+    def _parameters_of(self, stages: Iterable[int]) -> list[torch.Tensor]:
+        """Those of its modules, and those that its graphs have shown."""
+        stages = list(stages)
+        for stage in stages:
+            named = _named_parameters(self._stages[stage])
+            if self._graph_parameters.may_hide(stage) and not [*named, *self._graph_parameters.of([stage])]:
+                raise ValueError(
+                    f"stage {stage} is a function with activation checkpointing that hides its parameters: "
+                    "give a module, or checkpoint with use_reentrant=False"
+                )
+        named = [part for stage in stages for part in _named_parameters(self._stages[stage])]
+        return [*named, *self._graph_parameters.of(stages)]
 
     def _gather(self, number: torch.Tensor) -> torch.Tensor:
         """[ranks of the communicator]: the numbers, float64[], of all of them."""
@@ -178,23 +283,19 @@ class StepGradients:
         self._communicator.all_to_all([mine] * len(numbers), numbers)
         return torch.stack(numbers)
 
-    def _copies(self) -> set[nn.Parameter]:
+    def _copies(self) -> set[torch.Tensor]:
         """Those of my stages whose first replica is another stage."""
-        further = {stage for group in self._plan.replicas for stage in group[1:]}
-        first: list[Any] = []
-        others: list[Any] = []
-        for stage, function in self._stages.items():
-            (others if stage in further else first).append(function)
-        return {*_parameters_of(modules_of(others))} - {*_parameters_of(modules_of(first))}
+        further = {stage for group in self._plan.replicas for stage in group[1:]} & {*self._stages}
+        return {*self._parameters_of(further)} - {*self._parameters_of({*self._stages} - further)}
 
-    def _counts(self, parameter: nn.Parameter, is_copy: bool) -> bool:
+    def _counts(self, parameter: torch.Tensor, is_copy: bool) -> bool:
         """Whether this rank counts a parameter: of several copies one does, and each rank its own pieces."""
         if not self._shared.get(parameter, not is_copy):
             return False
         is_first = self._ranks_of[self._rank][0] == self._communicator.rank
         return is_first or getattr(parameter, "tensor_model_parallel", False)
 
-    def _norm(self, parameters: list[nn.Parameter], norm_type: float) -> torch.Tensor:
+    def _norm(self, parameters: list[torch.Tensor], norm_type: float) -> torch.Tensor:
         """Of the gradients of whole parameters; those that are sharded over a mesh are added up over it."""
         by_sharding: dict[Any, list[torch.Tensor]] = {}
         for parameter in parameters:
@@ -262,16 +363,31 @@ def _plain(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
-def _parameters_of(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
-    """Each once."""
-    return list(dict.fromkeys(part for module in modules for part in module.parameters(recurse=False)))
+def _named_parameters(function: Any) -> list[nn.Parameter]:
+    return [part for module in modules_of([function]) for part in module.parameters(recurse=False)]
+
+
+def _averaged_buffers(module: Any) -> list[torch.Tensor]:
+    buffers = module.buffers() if isinstance(module, nn.Module) else ()
+    return [buffer for buffer in buffers if buffer.is_floating_point() or buffer.is_complex()]
+
+
+def _buffer_versions(plan: Plan, stages: Mapping[int, Any]) -> dict[tuple[int, str], tuple[int, int]]:
+    """Of the buffers of stages that have copies, if there is something to average: what a forward changes."""
+    replicated = {stage for group in plan.replicas for stage in group} & {*stages}
+    modules = {stage: stages[stage] for stage in replicated if _averaged_buffers(stages[stage])}
+    return {
+        (stage, name): (id(buffer), version_of(buffer))
+        for stage, module in modules.items()
+        for name, buffer in module.named_buffers()
+    }
 
 
 def _is_dtensor(tensor: torch.Tensor | None) -> TypeGuard[DTensor]:
     return isinstance(tensor, loaded("torch.distributed.tensor", "DTensor"))
 
 
-def _sharding(parameter: nn.Parameter) -> tuple[dist.ProcessGroup, ...]:
+def _sharding(parameter: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:
     """The groups whose ranks hold different parts of a parameter."""
     if not _is_dtensor(parameter):
         return ()
@@ -279,7 +395,7 @@ def _sharding(parameter: nn.Parameter) -> tuple[dist.ProcessGroup, ...]:
     return tuple(parameter.device_mesh.get_group(dim) for dim, kind in dims if not kind.is_replicate())
 
 
-def _local_gradient_or_none(parameter: nn.Parameter) -> torch.Tensor | None:
+def _local_gradient_or_none(parameter: torch.Tensor) -> torch.Tensor | None:
     """Shares its memory with the gradient."""
     gradient = parameter.grad
     if not (_is_dtensor(gradient) and _is_dtensor(parameter)):
@@ -296,7 +412,3 @@ def _local_gradient(parameter: nn.Parameter) -> torch.Tensor:
     gradient = _local_gradient_or_none(parameter)
     assert gradient is not None
     return gradient
-
-
-def _set_local_gradient(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
-    _local_gradient(parameter).copy_(gradient)

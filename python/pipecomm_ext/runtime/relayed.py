@@ -77,6 +77,10 @@ class RelayedBorders:
     def sources_but_me(self, link: Link) -> list[int]:
         return [rank for rank in self._sources(link) if rank != self._me]
 
+    def leader_to_compare(self, link: Link) -> int | None:
+        """The rank whose gradient is sent for those of all ranks of the source; None if there is none."""
+        return self._sources(link)[0] if self._relay.is_led(link) else None
+
     def _sources(self, link: Link) -> tuple[int, ...]:
         return self._relay.topology.stages[link.source_idx]
 
