@@ -17,15 +17,23 @@ SEQ, HEADS = 1, 2
 WAYS = ["ulysses", "zigzag", "ring by ulysses"]
 
 
-def plain_attention(q, k, v, is_causal=False):
+def plain_attention(q, k, v, is_causal=False, bias=0):
     """By the formula, of tensors [batch, sequence, heads, channels]; the last query reads the last key."""
     read = torch.arange(q.size(HEADS)) * k.size(HEADS) // q.size(HEADS)
     k, v = (tensor.index_select(HEADS, read) for tensor in (k, v))
-    scores = torch.einsum("bqhc,bkhc->bhqk", q, k) / q.size(-1) ** 0.5
+    scores = torch.einsum("bqhc,bkhc->bhqk", q, k) / q.size(-1) ** 0.5 + bias
     if is_causal:
         later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(scores.size(-1) - scores.size(-2) + 1)
         scores = scores.masked_fill(later, -torch.inf)
     return torch.einsum("bhqk,bkhc->bqhc", scores.softmax(-1), v)
+
+
+def alibi_attention(q, k, v, is_causal=False, heads=None):
+    """With a bias of each head, which asks for the numbers of these heads among all of them (8 at most)."""
+    slopes = 0.5 ** torch.arange(1.0, 9.0, dtype=q.dtype)
+    slopes = slopes[: q.size(HEADS)] if heads is None else slopes[heads]
+    later = torch.arange(q.size(SEQ))[:, None] + k.size(SEQ) - q.size(SEQ) - torch.arange(k.size(SEQ))
+    return plain_attention(q, k, v, is_causal, -slopes[:, None, None] * later)
 
 
 def whole_tensors(batch, length, heads, kv_heads, channels=4, value_channels=None, dtype=torch.float64):
@@ -63,9 +71,9 @@ class Way(NamedTuple):
     def leaves(self, whole):
         return [self.piece(tensor.detach()).requires_grad_(tensor.requires_grad) for tensor in whole]
 
-    def check(self, whole, is_causal, attention=None):
+    def check(self, whole, is_causal, attention=None, reference=plain_attention):
         """The result and all gradients, for a loss that weighs each element differently."""
-        expected = plain_attention(*whole, is_causal)
+        expected = reference(*whole, is_causal)
         weights = numbers(tuple(expected.shape), expected.dtype, "weights")
         (expected * weights).sum().backward()
         local, length = self.leaves(whole), whole[0].size(SEQ)

@@ -11,7 +11,7 @@ import random
 
 import pytest
 import torch
-from attention_cases import WAYS, assert_close, plain_attention, way_of, whole_tensors
+from attention_cases import WAYS, alibi_attention, assert_close, plain_attention, way_of, whole_tensors
 from ranks import on_ranks
 from sequence_cases import numbers
 from torch.utils.checkpoint import checkpoint
@@ -55,6 +55,20 @@ def test_layouts(world, layout, name):
     local = [way.piece(tensor, seq_dim) for tensor in whole]
     result = way.function(*local, is_causal=True, heads_dim=heads_dim, seq_dim=seq_dim)
     assert_close(result, way.piece(expected, seq_dim))
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(8, 8), (7, 7), (6, 2)])
+@IN_EVERY_WAY
+@on_ranks(4)
+def test_attention_that_asks_for_its_heads(world, num_heads, num_kv_heads, name):
+    whole = whole_tensors(1, 16, num_heads, num_kv_heads)
+    for attention in (
+        alibi_attention,
+        functools.wraps(alibi_attention)(lambda *a, **k: alibi_attention(*a, **k)),
+    ):
+        way_of(name, world, 2).check(whole, True, attention, alibi_attention)
+        for tensor in whole:
+            tensor.grad = None
 
 
 @IN_EVERY_WAY

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 from ranks import on_ranks
@@ -313,6 +315,26 @@ def test_what_saved_a_result_before_wait_is_refused_by_autograd(world):
     work.wait()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         squared.sum().backward()
+
+
+@pytest.mark.parametrize("needs_grad", [False, True])
+@on_ranks(2)
+def test_an_input_that_is_written_before_wait_is_refused(world, needs_grad):
+    x = numbers((2, 4), torch.float64, "x", world.rank).requires_grad_(needs_grad)
+    _, work = all_to_all(x, world.comm, 1, 0, 4, async_op=True)
+    with torch.no_grad():
+        x.add_(1)
+    with pytest.raises(RuntimeError, match="was written between the call and wait"):
+        work.wait()
+    _, work = all_to_all(x, world.comm, 1, 0, 4, async_op=True)
+    work.wait()
+    _, other = all_to_all(x, world.comm, 1, 0, 4, async_op=True)
+    while not other.is_completed():
+        time.sleep(0.001)
+    with torch.no_grad():
+        x.add_(1)  # it may be written by now
+    work.wait()
+    other.wait()
 
 
 @on_ranks(2)

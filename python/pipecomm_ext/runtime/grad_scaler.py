@@ -31,7 +31,7 @@ def unscale(scaler: Any, optimizer: Any, communicator: Communicator) -> None:
             if optimizer is not None:
                 scaler.unscale_(optimizer)
             found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
-            mine[0] = scaler._scale
+            mine[0] = scaler.get_scale()
             for overflow in found.values():
                 mine[1] += overflow.to(device)
     everybody = [torch.empty_like(mine) for _ in range(communicator.size)]

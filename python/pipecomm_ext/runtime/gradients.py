@@ -57,10 +57,11 @@ class StepGradients:
         self._communicator, self._ranks_of = communicator, ranks_of
         self._graph_parameters = graph_parameters
         self._place = ranks_of[rank].index(communicator.rank)  # within my pipeline rank
-        self._shared: dict[nn.Parameter, bool] = {}  # added up by sum_shared: whether it counts in the norm
+        self._shared: dict[torch.Tensor, bool] = {}  # added up by sum_shared: whether it counts in the norm
         self._has_summed_replicas = self._has_clipped = False
         self._sums: dict[nn.Parameter, weakref.ref[torch.Tensor]] = {}  # gradients that are sums by now
         self._kept: dict[nn.Parameter, torch.Tensor] = {}  # of steps before: whether this one adds to them
+        self._buffers: dict[tuple[int, str], tuple[int, int]]  # versions; empty if there is nothing to say
         self._buffers = _buffer_versions(plan, stages) if before is None else before._buffers
         if before is not None and before._sums:
             self._keep_sums(before)

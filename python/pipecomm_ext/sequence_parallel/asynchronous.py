@@ -20,17 +20,25 @@ from torch.autograd import forward_ad
 
 from ..communicator import Work
 from ..communicator.registry import communicator_of
+from ..core.tensor_specs import version_of
 from .differentiable import Step, apply, told_of_backwards
 
 
 class StepWork:
     """The handle of an operation whose results are on their way; like a `Work`.
 
-    The results may be used after `wait()`. One that is dropped without it is delivered all the same.
+    The results may be used after `wait()`. One that is dropped without it is delivered all the same. The
+    inputs must not be written before it is done.
     """
 
-    def __init__(self, work: Work | None, told: Callable[[], AbstractContextManager]):
+    def __init__(
+        self,
+        work: Work | None,
+        told: Callable[[], AbstractContextManager],
+        inputs: Sequence[Tensor] = (),
+    ):
         self._work, self._told = work, told
+        self._inputs = [(tensor, version_of(tensor)) for tensor in inputs]
         self._to_join: Callable[[], Any] | None = None
         self._lock = threading.Lock()
 
@@ -40,10 +48,12 @@ class StepWork:
         Raises:
             PipeCommTimeout: `timeout`, in seconds, has passed; it may be waited for again.
             PipeCommMismatch: another rank refused, or the ranks' arguments do not fit.
+            RuntimeError: an input was written meanwhile; what other ranks have received is not to be trusted.
         """
         if self._work is not None:
             with self._told():
                 self._work.wait(timeout)
+        self._check_inputs()
         with self._lock:
             join, self._to_join = self._to_join, None
         if join is not None:
@@ -58,7 +68,18 @@ class StepWork:
 
     def is_completed(self) -> bool:
         """Whether `wait` would return at once."""
-        return self._work is None or self._work.is_completed()
+        if self._work is not None and not self._work.is_completed():
+            return False
+        self._check_inputs()  # from here on they may be written
+        return True
+
+    def _check_inputs(self) -> None:
+        inputs, self._inputs = self._inputs, []
+        if any(version_of(tensor) != version for tensor, version in inputs):
+            raise RuntimeError(
+                "an input of this operation was written between the call and wait(), when it may not have "
+                "been sent yet: write into it after wait(), or pass a clone"
+            )
 
 
 class _Sent:
@@ -132,10 +153,10 @@ def apply_async(
         return apply(group, step, inputs, gradient_of), StepWork(None, told)
     if not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)):
         outputs, work = step.start(group, inputs, gradient_of)
-        return outputs, StepWork(work, told)
+        return outputs, StepWork(work, told, inputs)
     sent = _Sent(group, step, told)
     outputs = _Post.apply(sent, gradient_of, *inputs)
-    handle = StepWork(sent.work, told)
+    handle = StepWork(sent.work, told, inputs)
     recorded = [out for out, keep in zip(outputs, step.is_differentiable, strict=True) if keep]
     handle._to_join = lambda: _Join.apply(sent, *recorded)
     return outputs, handle

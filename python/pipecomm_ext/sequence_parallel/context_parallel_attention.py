@@ -122,14 +122,15 @@ class _OverRing:
         self.dims, self.gather_size, self.kwargs = (heads_dim, seq_dim), gather_size, kwargs
         self.num_left = 0  # exchanges of keys that the other ranks of the ring still wait for
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, heads: range | None = None) -> Tensor:
         _, seq_dim = self.dims
         spans = [(q.size(seq_dim), k.size(seq_dim))]
         if self.ring is not None:
             num_left, self.num_left = self.num_left - 1, 0  # what fails now fails on all ranks of the ring
             k, v, spans = read_keys(self.ring, k, v, self.is_causal, seq_dim, self.gather_size)
             self.num_left = num_left
-        return attend(q, k, v, self.attention, spans, self.is_causal, *self.dims, self.kwargs)
+        first = 0 if heads is None else heads.start
+        return attend(q, k, v, self.attention, spans, self.is_causal, *self.dims, self.kwargs, first)
 
 
 @contextlib.contextmanager
@@ -151,11 +152,12 @@ def _traced(
     """In a compiled graph: one chunk, by operators that stay in it."""
     heads_dim, seq_dim = check_arguments(q, k, v, is_causal, heads_dim, seq_dim, kwargs)
 
-    def over_ring(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def over_ring(q: Tensor, k: Tensor, v: Tensor, heads: range | None = None) -> Tensor:
         spans = [(q.size(seq_dim), k.size(seq_dim))]
         if state.is_ring_enable():
             k, v, spans = traced_keys(state.get_ring_group(), k, v, is_causal, seq_dim, gather_size)
-        return attend(q, k, v, attention, spans, is_causal, heads_dim, seq_dim, kwargs)
+        first = 0 if heads is None else heads.start
+        return attend(q, k, v, attention, spans, is_causal, heads_dim, seq_dim, kwargs, first)
 
     if not state.is_ulysses_enable():
         return over_ring(q, k, v)

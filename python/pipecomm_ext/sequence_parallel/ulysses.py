@@ -28,6 +28,7 @@ from ..errors import PipeCommError, PipeCommMismatch
 from .all_to_all import OP, all_to_all, exchange_step
 from .differentiable import apply
 from .head_chunks import best_num_chunks, head_chunks
+from .heads_argument import heads_argument
 from .sizes import Sizes, cal_split_sizes, checked_spec, dim_index, taken_as_equal
 from .ulysses_plans import Layout, enter_gradient_plan, enter_plan, leave_gradient_plan, leave_plan
 
@@ -67,7 +68,8 @@ def ulysses_attention(
             channels may be another one). With fewer key/value heads than query heads it gets as many fewer if
             those of a chunk divide evenly, and else one for each query head. None: torch's
             scaled_dot_product_attention. It may be called with the heads of one rank only, so it must not
-            mix heads, and what it is given for a head (a bias) must be equal for all.
+            mix heads, nor make anything of how many there are. If it has a parameter `heads` (no default, or
+            None), it gets their numbers among all query heads, a range: `slopes[heads]` for ALiBi.
         process_group: a torch group, a Communicator, or None for the default group.
         chunks: how many, at most as many as a rank has query heads; 1 does not overlap. "auto" decides by a
             model of the transport, alike on all ranks, and takes 1 where overlap does not pay: over shared
@@ -190,7 +192,8 @@ def _traced(q, k, v, attention, process_group, heads_dim, seq_dim, gather_size, 
         read = [head - heads.kv_starts[0][rank] for head in heads.read_by(0, rank)]
         if not _is_even(read):
             k, v = (tensor[_at(heads_dim, read)] for tensor in (k, v))
-        result = attention(q, k, v, **kwargs).to(q.dtype)
+        asked = heads_argument(attention, kwargs, heads.q_starts[0][rank], q_sizes[rank])
+        result = attention(q, k, v, **kwargs, **asked).to(q.dtype)
     length = result.size(seq_dim)
     seq_sizes = [length // size] * size if gather_size is None else cal_split_sizes(length, size)
     return all_to_all(
@@ -290,7 +293,7 @@ class _Run:
         if not _is_even(read):
             index = torch.tensor([head - read[0] for head in read], device=k.device)
             k, v = k.index_select(dim, index), v.index_select(dim, index)
-        result = attention(q, k, v, **kwargs)
+        result = attention(q, k, v, **kwargs, **heads_argument(attention, kwargs, first, count))
         spec = checked_spec(result, "the result of attention")
         if tuple(spec[0]) != shape or result.device != q.device:
             raise ValueError(

@@ -15,6 +15,7 @@ from ..core.tensor_specs import spec_of
 from .all_to_all import OP, all_to_all_many
 from .differentiable import apply
 from .head_chunks import kv_head_of
+from .heads_argument import heads_argument
 from .sizes import Sizes, cal_split_sizes, checked_spec, taken_as_equal
 from .ulysses import Attention, checked_dims, sdpa
 from .zigzag_exchange import ReadStep, ZigzagLayout
@@ -51,8 +52,9 @@ def zigzag_attention(
             layout; returns a tensor like its `q` (the number of channels may be another one). A causal one is
             called for each slice of queries, with the keys up to the end of this slice, so that the last
             query reads all keys, the one before it all but one, and so on (flash-attention's `causal`;
-            torch's is_causal means this for equal lengths only). Else it is called once, with all keys. None:
-            torch's scaled_dot_product_attention.
+            torch's is_causal means this for equal lengths only). Else it is called once, with all keys. If it
+            has a parameter `heads`, it gets their numbers, see `ulysses_attention`. None: torch's
+            scaled_dot_product_attention.
         process_group: a torch group, a Communicator, or None for the default group.
         is_causal: whether a query reads only the keys up to its own place.
         gather_size: the length of the whole sequence, cut in slices by cal_split_sizes(gather_size, 2R).
@@ -176,10 +178,12 @@ def attend(
     heads_dim: int,
     seq_dim: int,
     kwargs: Mapping[str, Any],
+    first_head: int = 0,
 ) -> Tensor:
     """Attention of consecutive queries, one call for each span with queries, put together."""
     attention = _causal_sdpa(heads_dim, seq_dim) if attention is None else attention
     num_heads, num_kv_heads = q.size(heads_dim), k.size(heads_dim)
+    kwargs = {**kwargs, **heads_argument(attention, kwargs, first_head, num_heads)}
     if num_heads % num_kv_heads:
         read = [kv_head_of(head, num_heads, num_kv_heads) for head in range(num_heads)]
         index: tuple[Any, ...] = (*(slice(None),) * heads_dim, read)

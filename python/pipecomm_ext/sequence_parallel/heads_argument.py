@@ -1,0 +1,32 @@
+"""Functions of attention that ask which heads they are given, as those with a bias of each head (ALiBi)."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+
+NAME = "heads"
+
+
+def heads_argument(
+    attention: Callable[..., Any], kwargs: Mapping[str, Any], first: int, count: int
+) -> dict[str, range]:
+    """The keyword `heads`, the numbers of these heads in the whole, if `attention` has a parameter of that
+    name which is still to be given; else none."""
+    return {NAME: range(first, first + count)} if NAME not in kwargs and asks_for_heads(attention) else {}
+
+
+def asks_for_heads(attention: Callable[..., Any]) -> bool:
+    function = attention.forward if isinstance(attention, nn.Module) else attention
+    code = getattr(function, "__code__", None)
+    if code is not None and not hasattr(function, "__wrapped__"):  # a quick no for most
+        if NAME not in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]:
+            return False
+    try:
+        parameter = inspect.signature(function).parameters.get(NAME)
+    except (TypeError, ValueError):  # it has no signature
+        return False
+    return parameter is not None and (parameter.default is parameter.empty or parameter.default is None)
