@@ -103,10 +103,10 @@ BLOCKS: dict[str, dict[str, str]] = {
         "mine: deadlock": "test_plans",
         "with Executor": "test_a_training_loop",
         "masks = ": "test_keywords_and_what_follows_a_step",
+        "num_tokens = ": "test_keywords_and_what_follows_a_step",
         "topology = ": SEVERAL,
         "mesh = ": SEVERAL,
         "executor.sum_shared_gradients": "test_keywords_and_what_follows_a_step",
-        "num_tokens = ": "test_keywords_and_what_follows_a_step",
         "scaler = ": "test_keywords_and_what_follows_a_step",
     },
     "docs/sequence_parallel.md": {
@@ -453,6 +453,7 @@ def test_keywords_and_what_follows_a_step(world):
     parameters = [weight for stage in mine.values() for weight in stage.parameters()]
     masks = [torch.full((WIDTH,), 0.5 + idx) for idx in range(4)]
     names |= {
+        "torch": torch,
         "make_mask": lambda documents: documents,
         "batch_of_documents": masks,
         "tokens": names["inputs"],
