@@ -493,6 +493,17 @@ class Parametrized(Block):
         return super().forward(self.square(torch.tanh(self.square(x))))
 
 
+class Compiled(Block):
+    """Of torch.compile; a copy compiles for itself."""
+
+    compiled = None
+
+    def forward(self, x):
+        if self.compiled is None:
+            self.compiled = torch.compile(super().forward, backend="aot_eager")
+        return self.compiled(x)
+
+
 class Penalised(Block):
     """A gradient within the forward, that is differentiated again."""
 
@@ -567,6 +578,7 @@ ROWS = {
     "BatchNorm": Row(of_batches, Normed),
     "frozen weights, LoRA": Row(layer=Adapted),
     "parametrizations, a layer twice": Row(layer=Parametrized),
+    "torch.compile": Row(layer=Compiled, without=[*COPIES, *WHOLE_BATCHES, *MEGATRONS]),
     "gradients within the forward": Row(layer=Penalised),
     "hooks of modules": Row(of_modules, without=COPIES),
     "hooks of tensors that add up": Row(layer=Summing, without=COPIES),
@@ -596,8 +608,13 @@ ELSEWHERE = {
 }
 
 
+SLOW = {"torch.compile"}
+
+
 @on_ranks(2)
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in ROWS]
+)
 def test_as_in_one_process(world, name):
     row = ROWS[name]
     for entry, (plan, kind) in ENTRIES.items():
