@@ -94,15 +94,15 @@ class _Join:
 
 
 def _zeros_like(tensor: torch.Tensor) -> torch.Tensor:
-    """Without memory of their own where that is possible."""
     if type(tensor) is not torch.Tensor or tensor.layout != torch.strided:
         return torch.zeros_like(tensor)
-    return _zero(tensor.dtype, tensor.device).expand(tensor.shape)
+    return _zeros(tensor.shape, tensor.dtype, tensor.device)
 
 
-@functools.lru_cache(maxsize=64)
-def _zero(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return torch.zeros((), dtype=dtype, device=device)
+@functools.lru_cache(maxsize=512)  # making them costs as much as all the rest of a join
+def _zeros(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """They share the memory of one element."""
+    return torch.zeros((), dtype=dtype, device=device).expand(shape)
 
 
 def _find_joins(edges: Sequence[GradientEdge], inputs: Sequence[torch.Tensor]) -> list[_Join] | None:
