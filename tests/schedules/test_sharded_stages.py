@@ -236,6 +236,24 @@ def tensor_parallel(module):
 
 
 @on_ranks(4)
+def test_an_overflow_in_one_shard_counts_in_all_pipelines(world):
+    replicas = Replicas(plan_named("one_f_one_b", 2), fsdp)
+    parameters = list(nn.ModuleList(replicas.stages.values()).parameters())
+    optimizer, scaler = torch.optim.SGD(parameters, lr=0.1), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    executor = replicas.executor()
+    for is_overflow, scale in ((True, 512.0), (False, 512.0)):
+        executor.step(*replicas.data())
+        if is_overflow and world.rank == 0:
+            parameters[0].grad.to_local().fill_(torch.inf)
+        executor.unscale_(scaler, optimizer)
+        before = parameters[0].to_local().clone()
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == scale and parameters[0].to_local().equal(before) == is_overflow
+        optimizer.zero_grad()
+
+
+@on_ranks(4)
 @pytest.mark.parametrize("name", ["one_f_one_b", "zb_h1", "zb_v", "dualpipev"])
 def test_tensor_parallel_stages(world, name):
     """Both columns of ranks have the same data."""

@@ -214,7 +214,7 @@ class StepGradients:
         mine = []
         for held in weights:
             first, *others = map(_local_gradient, held[self._rank])
-            mine.append((sorted(held), sum(others, start=first).contiguous()))
+            mine.append((sorted(held), sum(others, start=first)))
         totals = []  # all of them before any is stored: a parameter may be in several entries
         for first, *others in self._exchanged(mine):
             totals.append(sum(others, start=first))
@@ -229,7 +229,8 @@ class StepGradients:
         """For each tensor, which the pipeline ranks beside it hold, too, those of all of them in order."""
         parts: list[list[torch.Tensor]] = []
         ops: list[Send | Recv] = []
-        for owners, mine in tensors:
+        for owners, tensor in tensors:
+            mine = tensor.contiguous()
             parts.append([mine if owner == self._rank else torch.empty_like(mine) for owner in owners])
             for owner, theirs in zip(owners, parts[-1], strict=True):
                 if owner != self._rank:

@@ -20,7 +20,8 @@ def heads_argument(
 
 
 def asks_for_heads(attention: Callable[..., Any]) -> bool:
-    function = attention.forward if isinstance(attention, nn.Module) else attention
+    function = getattr(attention, "_orig_mod", attention)  # of torch.compile
+    function = function.forward if isinstance(function, nn.Module) else function
     code = getattr(function, "__code__", None)
     if code is not None and not hasattr(function, "__wrapped__"):  # a quick no for most
         if NAME not in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]:
