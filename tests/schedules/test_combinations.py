@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from pipelines import WIDTH, Block, Pipeline, executor_of, squared_error
 from ranks import on_ranks
 from torch import nn
@@ -174,7 +175,7 @@ class OnMegatron(OnRanks):
     def connect(self, world, fails: bool) -> None:
         dtype = self.pipeline.inputs[0][0].dtype
         self.config = PipelineConfig(pipeline_dtype=dtype, hidden_size=WIDTH)
-        self.p2p = P2PCommunicator(world.group, self.config)
+        self.p2p = P2PCommunicator(dist.new_group() if fails else world.group, self.config)
         last = len(self.pipeline.whole) - 1
         chunks = [Chunk(module, self.config, depth == last) for depth, module in self.modules.items()]
         self.model = chunks if len(chunks) > 1 else chunks[0]
@@ -322,6 +323,11 @@ def evaluation_between(side: Side) -> None:
     side.step()
     side.sum()
     optimizer.step()
+
+
+def evaluation(side: Side) -> None:
+    side.evaluate()
+    side.evaluate()  # a rank that was done with the first hears of its error here
 
 
 def saved_and_loaded(side: Side) -> None:
@@ -479,6 +485,14 @@ class Normed(Block):
         return super().forward(self.batch_norm(x))
 
 
+class Reusing(Block):
+    """Returns a buffer that its next forward writes into."""
+
+    def forward(self, x):
+        self.__dict__.setdefault("out", torch.empty_like(x)).copy_(super().forward(x))
+        return self.out
+
+
 class Parametrized(Block):
     """Weights made of weights; one of them twice."""
 
@@ -565,7 +579,6 @@ class Row(NamedTuple):
 
 
 SEEDED = {"seeded": True, "without": [*WHOLE_BATCHES, *MEGATRONS]}  # two inputs
-FAILING = {"fails": True, "without": MEGATRONS}  # whose group has failed for good then
 ROWS = {
     "autocast": Row(autocast, dtype=torch.float32, without=MEGATRONS),  # which declare one dtype
     "anomaly detection": Row(anomaly_detection, warned="Anomaly Detection"),
@@ -584,14 +597,15 @@ ROWS = {
     "hooks of tensors that add up": Row(layer=Summing, without=COPIES),
     "hooks after accumulation": Row(after_accumulation),
     "retain_grad": Row(retained, Retaining, without=COPIES),
-    "an optimizer in backward": Row(optimizer_in_backward, refused="by an inplace operation", **FAILING),
+    "an optimizer in backward": Row(optimizer_in_backward, refused="by an inplace operation", fails=True),
     "accumulation, zeroed in place, clipped": Row(accumulation_in_place, without=MEGATRONS),
     "moving average of weights": Row(moving_average),
     "fused optimizer": Row(fused_optimizer),
     "foreach optimizer": Row(foreach_optimizer),
     "gradients of inputs": Row(gradients_of_inputs),
     "evaluation between steps": Row(evaluation_between),
-    "an error, and the next step": Row(error_and_next_step, **FAILING),
+    "outputs in a buffer": Row(evaluation, Reusing, refused="return a clone of a buffer", fails=True),
+    "an error, and the next step": Row(error_and_next_step, fails=True, without=MEGATRONS),
     "saving and loading": Row(saved_and_loaded),
 }
 

@@ -75,6 +75,8 @@ class P2PMailbox(Mailbox):
         consumers = self.plan.next_of if what == ACT else self.plan.prev_of
         if consumers[stage] is not None:
             self.outbox[what, stage, micro] = tensors
+            if what == ACT:
+                self.note_sent(stage, micro, [tensor for tensor in tensors if tensor is not None])
 
     def post(self, group: Group) -> None:
         ops = [op for op in group.ops if self.is_wanted(op.what)]

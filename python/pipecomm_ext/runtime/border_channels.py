@@ -24,6 +24,7 @@ from ..communicator import (
     device_of,
     own_group,
 )
+from ..core.tensor_specs import version_of
 from ..transports import TRANSPORTS
 from .border import (
     HEADER_WORDS,
@@ -74,14 +75,16 @@ class Incoming(NamedTuple):
 
 
 class Arrival:
-    """Tensors that come by another way than a message: they are there when `work` is done."""
+    """Tensors that come by another way than a message: they are there when `work` is done, or at once, from a
+    stage of this rank, which must not write into them before they are taken."""
 
-    __slots__ = ("_tensors", "_work")
+    __slots__ = ("_tensors", "_versions", "_work")
 
     def __init__(
         self, tensors: list[torch.Tensor], specs: Sequence[BorderSpec] = (), work: Work | None = None
     ):
         self._tensors, self._work = tensors, work
+        self._versions = [version_of(tensor) for tensor in tensors] if work is None else []
         for tensor, spec in zip(tensors, specs, strict=False):
             if spec.is_differentiable:
                 tensor.requires_grad_()
@@ -90,6 +93,11 @@ class Arrival:
         """The tensors: leaves, which require grad where their specs are differentiable."""
         if self._work is not None:
             self._work.wait()
+        elif self._versions != [version_of(tensor) for tensor in self._tensors]:
+            raise ValueError(
+                "a stage has written into its output after it returned it and before the next stage took it: "
+                "return a clone of a buffer that is used again"
+            )
         return self._tensors
 
 

@@ -17,7 +17,6 @@ here of a rank, and tells the others. See `relayed.py`.
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
@@ -25,7 +24,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from ..communicator import Work
-from ..core.tensor_specs import version_of
 from ..schedules.actions import ACT, GRAD, SEND, Compute, Group, Item, Transfer
 from ..schedules.plan import Plan
 from .border import FullSpecs, OutputSpecs, gradient_specs, specs_of
@@ -124,7 +122,6 @@ class ExecutorMailbox(Mailbox):
 
     def forget_step(self) -> None:
         super().forget_step()
-        self._sent: list[tuple[weakref.ref[torch.Tensor], int, int, int]] = []  # version, stage, micro-batch
         self._structures: dict[tuple[int, int], str] = {}  # of outputs that are no plain tuples
         self._awaited_gradients: dict[tuple[int, int], FullSpecs] = {}
         self._owed_gradients: dict[tuple[int, int], FullSpecs] = {}  # over a relay
@@ -221,22 +218,7 @@ class ExecutorMailbox(Mailbox):
             self.receipts[ACT, stage, micro] = Arrival(tensors, self._noted(stage, micro, specs))
             return
         self.outbox[ACT, stage, micro] = tensors, specs
-        for output in outputs:  # a view may be gone before the buffer that it shows
-            base = output if output._base is None else output._base
-            self._sent.append((weakref.ref(base), version_of(base), stage, micro))
-
-    def finish_step(self) -> None:
-        """Waits for everything that is under way, and refuses outputs that were written meanwhile."""
-        for work in self.works:
-            work.wait()
-        for sent, version, stage, micro in self._sent:
-            output = sent()
-            if output is not None and version_of(output) != version:
-                raise ValueError(
-                    f"stage {stage} has written into its output of micro-batch {micro} after it returned it, "
-                    "when it may not have been sent yet: return a clone of a buffer that is used again"
-                )
-        self.forget_step()
+        self.note_sent(stage, micro, outputs)
 
     def put_gradient(self, stage: int, micro: int, inputs: tuple[torch.Tensor, ...]) -> None:
         """Hands the gradients that B or I left in the inputs of a stage to the stage before it. They are

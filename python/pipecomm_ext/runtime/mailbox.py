@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import abc
+import weakref
+from collections.abc import Iterable
 from typing import Any
 
+import torch
+
 from ..communicator import Work
+from ..core.tensor_specs import version_of
 from ..schedules.actions import ACT, GRAD
 from ..schedules.plan import Plan
 from .border_channels import Arrival, Receipt
@@ -29,6 +34,7 @@ class Mailbox(abc.ABC):
         self.outbox: dict[Key, Any] = {}
         self.receipts: dict[Key, Arrival | Receipt] = {}
         self.works: list[Work] = []  # of the sends
+        self._sent: list[tuple[weakref.ref[torch.Tensor], int, int, int]] = []  # version, stage, micro-batch
 
     @abc.abstractmethod
     def post(self, group: Any) -> None:
@@ -46,8 +52,21 @@ class Mailbox(abc.ABC):
     def is_wanted(self, what: str) -> bool:
         return self.is_training or what == ACT
 
+    def note_sent(self, stage: int, micro: int, outputs: Iterable[torch.Tensor]) -> None:
+        """Outputs that must not be written from here on."""
+        for output in outputs:  # a view may be gone before the buffer that it shows
+            base = output if output._base is None else output._base
+            self._sent.append((weakref.ref(base), version_of(base), stage, micro))
+
     def finish_step(self) -> None:
-        """Waits for everything that is under way."""
+        """Waits for everything that is under way, and refuses outputs that were written meanwhile."""
         for work in self.works:
             work.wait()
+        for sent, version, stage, micro in self._sent:
+            output = sent()
+            if output is not None and version_of(output) != version:
+                raise ValueError(
+                    f"stage {stage} has written into its output of micro-batch {micro} after it returned it, "
+                    "when it may not have been sent yet: return a clone of a buffer that is used again"
+                )
         self.forget_step()
