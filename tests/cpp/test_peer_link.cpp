@@ -724,6 +724,8 @@ TEST(protocol_violations) {
       {"malformed failure record", Kind::failure, 0, nullptr, 3},
       {"rank 1 sends 32.0 KiB inside a packet", Kind::data, 0, &large, kMaxInlineBytes + 1},
       {"rank 1 announces a message of only 4 B", Kind::announce, 0, &small, 0},
+      {"text too long", Kind::refuse, 0, nullptr, wire::kMaxTextBytes + 1},
+      {"text too long", Kind::refused, 0, nullptr, wire::kMaxTextBytes + 1},
   };
   for (const auto& [text, kind, seq, descriptor, num_bytes] : violations) {
     RawPeer peer;
@@ -740,6 +742,11 @@ TEST(protocol_violations) {
     peer.say(Kind::closing, 0, 0, nullptr, {});
     peer.say(Kind::data, 0, 0, &small, Bytes(4));
     CHECK_REFUSED(peer, "sends a message after it has closed its communicator", 1);
+  }
+  {
+    RawPeer peer;
+    for (int times = 0; times < 2; ++times) peer.say(Kind::goodbye, 0, 0, nullptr, {});
+    CHECK_REFUSED(peer, "rank 1 says goodbye twice", 1);
   }
   {  // bodies that nobody has called for, or of other lengths
     RawPeer peer;

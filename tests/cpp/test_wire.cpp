@@ -63,6 +63,9 @@ Sample random_sample(Random& random) {
   Sample sample{kind, int(random.between(0, kNumChannels - 1)),
                 uint64_t(random.between(INT64_MIN, INT64_MAX)), std::nullopt,
                 random_bytes(random.between(0, random.chance(0.1) ? 5000 : 40), random)};
+  if ((kind == Kind::refuse || kind == Kind::refused) &&
+      sample.payload.size() > wire::kMaxTextBytes)
+    sample.payload.resize(wire::kMaxTextBytes);
   if (carries_descriptor(kind)) {
     sample.descriptor = random_descriptor(random);
     if (kind == Kind::data) sample.descriptor->num_bytes = int64_t(sample.payload.size());

@@ -201,7 +201,8 @@ void PeerLink::handle_record(const wire::Record& record) {
         for (const RequestPtr& request : take_posted(channel)) settle(request, gone(*request));
       return;
     case wire::Kind::goodbye:
-      goodbye_heard_ = true;
+      if (std::exchange(goodbye_heard_, true))
+        throw std::runtime_error("rank " + std::to_string(peer_) + " says goodbye twice");
       if (state_ != State::lost) state_ = State::disconnecting;
       add(wire::Kind::accept, 0, kGoodbyeSeq, nullptr, {});
       return;

@@ -141,6 +141,8 @@ PacketReader::PacketReader(std::span<const std::byte> packet, uint32_t epoch) {
     if (needs_descriptor) record.descriptor = decode(in.value<WireDescriptor>("a descriptor"));
     const size_t num_payload_bytes = record.header.num_payload_bytes;
     record.payload = in.take(aligned(num_payload_bytes), "a payload").first(num_payload_bytes);
+    if ((kind == Kind::refuse || kind == Kind::refused) && num_payload_bytes > kMaxTextBytes)
+      in.fail("text too long");
     if (kind == Kind::data &&
         static_cast<int64_t>(num_payload_bytes) != record.descriptor.num_bytes)
       in.fail("payload and description differ in size");
