@@ -227,7 +227,7 @@ def test_this_machine_says_why_not():
 
 
 def engine_of(**arguments: object) -> _C.Communicator:
-    connections = _C.Connections(0, 1, 1, bytes(16), lambda rank: None, lambda farewell: None)
+    connections = _C.Connections(0, 1, 1, bytes(32), lambda rank: None, lambda farewell: None)
     return _C.Communicator(connections, **{"rank": 0, "size": 1, "channels": 2, "timeout": 5, **arguments})
 
 

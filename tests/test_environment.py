@@ -14,7 +14,7 @@ import torch
 from ranks import on_ranks
 
 import pipecomm_ext
-from pipecomm_ext import PipeCommMismatch, Recv, Send
+from pipecomm_ext import _C, PipeCommMismatch, PipeCommPeerLost, Recv, Send
 from pipecomm_ext.core import environment
 from pipecomm_ext.diagnostics.info import format_info
 
@@ -96,6 +96,36 @@ def test_ranks_that_differ_get_one_clear_error_on_all(world):
                 world.fresh_comm().barrier()
     with environ(PIPECOMM_PACK_SMS=str(1 + world.rank)):  # concerns nobody else
         world.fresh_comm().barrier()
+
+
+@on_ranks(2)
+def test_ranks_with_different_secrets_name_the_variable(world):
+    with environ(PIPECOMM_SECRET="ours"):
+        world.fresh_comm(transport="c10d").barrier()
+    with environ(PIPECOMM_SECRET=f"of rank {world.rank}"):
+        comm = world.fresh_comm(transport="c10d")
+        with world.breaking(), pytest.raises(PipeCommPeerLost, match="PIPECOMM_SECRET equal on all ranks"):
+            comm.barrier()
+
+
+def listening_at(port: int) -> set[str]:
+    """The addresses of this network, as the kernel writes them, where somebody listens on the port."""
+    found = set()
+    for family in ("tcp", "tcp6"):
+        for line in Path(f"/proc/self/net/{family}").read_text(encoding="utf-8").splitlines()[1:]:
+            address, digits = line.split()[1].split(":")
+            if int(digits, 16) == port and line.split()[3] == "0A":
+                found.add(address)
+    return found
+
+
+@pytest.mark.parametrize(("interfaces", "is_everywhere"), [("lo", False), ("", True)])
+def test_ranks_listen_where_they_are_told(interfaces, is_everywhere):
+    connections = _C.Connections(0, 2, 1, bytes(32), lambda rank: None, lambda farewell: None)
+    connections.listen(interfaces)
+    at = listening_at(connections.port)
+    assert bool(at & {"0" * 8, "0" * 32}) == is_everywhere
+    assert is_everywhere or "0100007F" in at
 
 
 @on_ranks(2)

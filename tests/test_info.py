@@ -71,6 +71,9 @@ def test_info_shows_our_environment_variables(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("PIPECOMM_SAMPLE", "7")
     assert info()["environment"]["PIPECOMM_SAMPLE"] == "7"
     assert "PIPECOMM_SAMPLE=7" in format_info(info())
+    monkeypatch.setenv("PIPECOMM_SECRET", "swordfish")
+    assert "PIPECOMM_SECRET=(hidden)" in format_info(info())
+    assert "swordfish" not in repr(info())
 
 
 def status_with(cuda: dict, nccl: dict, monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, Any]]:

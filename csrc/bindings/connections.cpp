@@ -35,11 +35,11 @@ Result call(const Held& function, MakeArgument make_argument) {
 
 }  // namespace
 
-Connections::Connections(int rank, int size, uint32_t epoch, const std::string& token,
+Connections::Connections(int rank, int size, uint32_t epoch, const std::string& key,
                          py::function lookup, py::function say_farewell) {
-  if (token.size() != options_.tcp.token.size())
-    throw std::invalid_argument("token must have 16 bytes, not " + std::to_string(token.size()));
-  std::memcpy(options_.tcp.token.data(), token.data(), token.size());
+  if (key.size() != options_.tcp.key.size())
+    throw std::invalid_argument("key must have 32 bytes, not " + std::to_string(key.size()));
+  std::memcpy(options_.tcp.key.data(), key.data(), key.size());
   options_.rank = options_.tcp.rank = rank;
   options_.size = options_.tcp.size = size;
   options_.tcp.epoch = epoch;
@@ -55,7 +55,8 @@ Connections::~Connections() = default;
 
 void Connections::listen(const std::string& interfaces, int heartbeat_s, int heartbeat_limit_s) {
   hosts_ = tcp::local_hosts(interfaces);
-  options_.listener = tcp::listen_anywhere(port_);
+  options_.listeners =
+      tcp::listen_at(interfaces.empty() ? std::vector<std::string>() : hosts_, port_);
   options_.tcp.heartbeat = std::chrono::seconds(heartbeat_s);
   options_.tcp.heartbeat_limit = std::chrono::seconds(heartbeat_limit_s);
 }
@@ -71,7 +72,7 @@ void Connections::create_memory(int channels, int64_t ring_bytes, int64_t window
 std::unique_ptr<HostTransport> Connections::make_transport(TransportEvents& events) {
   if (std::exchange(is_taken_, true))
     throw std::invalid_argument("the connections belong to a communicator");
-  if (options_.size > 1 && !options_.memory && !options_.listener)
+  if (options_.size > 1 && !options_.memory && options_.listeners.empty())
     throw std::invalid_argument("there is no way to other ranks: call listen() or create_memory()");
   return std::make_unique<RoutedTransport>(std::move(options_), events);
 }
@@ -103,12 +104,12 @@ void bind_connections(py::module_& m) {
       "Introduction, or None if that rank is not there yet. `say_farewell(farewell)` "
       "shows these bytes to ranks that look this one up from now on. Any one thread calls them; "
       "they return or raise within a second.")
-      .def(py::init([](int rank, int size, uint32_t epoch, const py::bytes& token,
+      .def(py::init([](int rank, int size, uint32_t epoch, const py::bytes& key,
                        py::function lookup, py::function say_farewell) {
-             return std::make_unique<Connections>(rank, size, epoch, token, std::move(lookup),
+             return std::make_unique<Connections>(rank, size, epoch, key, std::move(lookup),
                                                   std::move(say_farewell));
            }),
-           py::arg("rank"), py::arg("size"), py::arg("epoch"), py::arg("token"), py::arg("lookup"),
+           py::arg("rank"), py::arg("size"), py::arg("epoch"), py::arg("key"), py::arg("lookup"),
            py::arg("say_farewell"))
       .def("listen", &Connections::listen, py::arg("interfaces") = "", py::arg("heartbeat_s") = 10,
            py::arg("heartbeat_limit_s") = 60)

@@ -15,8 +15,8 @@ namespace pipecomm {
 
 class Connections {
  public:
-  Connections(int rank, int size, uint32_t epoch, const std::string& token,
-              pybind11::function lookup, pybind11::function say_farewell);
+  Connections(int rank, int size, uint32_t epoch, const std::string& key, pybind11::function lookup,
+              pybind11::function say_farewell);
   ~Connections();
   Connections(const Connections&) = delete;
   Connections& operator=(const Connections&) = delete;

@@ -37,7 +37,7 @@ RoutedTransport::RoutedTransport(RoutedOptions options, TransportEvents& events)
           },
       });
   try {
-    if (options.listener) {
+    if (!options.listeners.empty()) {
       options.tcp.waits_for_routes = memory_ != nullptr;
       options.tcp.on_wanted = [this](int peer) { directory_->want(peer); };
       options.tcp.on_connected = [this](int peer) { connected(peer); };
@@ -48,7 +48,7 @@ RoutedTransport::RoutedTransport(RoutedOptions options, TransportEvents& events)
         if (shm_) shm_->nudge();
       };
       tcp_ = std::make_unique<tcp::C10dTransport>(std::move(options.tcp),
-                                                  std::move(options.listener), events);
+                                                  std::move(options.listeners), events);
     }
     if (memory_) {
       shm::ShmOptions shm;

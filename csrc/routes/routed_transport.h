@@ -34,8 +34,8 @@ struct RoutedOptions {
   // May throw, and takes a second at most.
   std::function<void(const std::string& farewell)> say_farewell;
   // At least one of these two, if there is more than one rank.
-  shm::SegmentPtr memory;  // null: no shared memory
-  tcp::Socket listener;    // none: no TCP
+  shm::SegmentPtr memory;              // null: no shared memory
+  std::vector<tcp::Socket> listeners;  // none: no TCP
   tcp::C10dOptions tcp;
 };
 

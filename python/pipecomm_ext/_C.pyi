@@ -116,7 +116,7 @@ class Connections:
         rank: int,
         size: int,
         epoch: int,
-        token: bytes,
+        key: bytes,
         lookup: Callable[[int], Introduction | None],
         say_farewell: Callable[[bytes], None],
     ) -> None: ...

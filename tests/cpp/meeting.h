@@ -67,7 +67,7 @@ inline shm::SegmentShape shape_of(int size, int64_t window_bytes = 0, int num_ch
 struct Meeting {
   explicit Meeting(int num_ranks)
       : size(num_ranks), introductions(num_ranks), farewells(num_ranks) {
-    for (size_t byte = 0; byte < token.size(); ++byte) token[byte] = std::byte(byte + 1);
+    for (size_t byte = 0; byte < key.size(); ++byte) key[byte] = std::byte(byte + 1);
     for (Introduction& each : introductions) each.is_on_this_host = true;
   }
   ~Meeting() {
@@ -80,7 +80,7 @@ struct Meeting {
   Meeting& over_tcp() {
     listeners.resize(size);
     for (int rank = 0; rank < size; ++rank) {
-      listeners[rank] = tcp::listen_anywhere(introductions[rank].port);
+      listeners[rank] = tcp::listen_at({}, introductions[rank].port);
       introductions[rank].hosts = {"127.0.0.1"};
     }
     return *this;
@@ -104,7 +104,8 @@ struct Meeting {
     options.rank = options.tcp.rank = rank;
     options.size = options.tcp.size = size;
     options.tcp.epoch = kEpoch;
-    options.tcp.token = token;
+    options.tcp.key = key;
+    options.tcp.limits = limits;
     options.lookup = [this, rank](int peer) {
       std::optional<std::string> farewell;
       {
@@ -122,7 +123,7 @@ struct Meeting {
       }
       on_farewell(rank);
     };
-    if (!listeners.empty()) options.listener = std::move(listeners[rank]);
+    if (!listeners.empty()) options.listeners = std::move(listeners[rank]);
     if (!segments.empty()) options.memory = segments[rank];
     return std::make_unique<RoutedTransport>(std::move(options), events);
   }
@@ -135,8 +136,9 @@ struct Meeting {
 
   const int size;
   int num_channels = 2;
-  tcp::Token token;
-  std::vector<tcp::Socket> listeners;
+  tcp::Key key;
+  tcp::ConnectorLimits limits;
+  std::vector<std::vector<tcp::Socket>> listeners;  // by rank
   std::vector<shm::SegmentPtr> segments;
   std::vector<Introduction> introductions;
   std::mutex mutex;  // guards the line below

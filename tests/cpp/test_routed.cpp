@@ -257,7 +257,7 @@ TEST(a_rank_that_has_died) {
     Meeting meeting(2);
     over(meeting, ways);
     if (ways != "tcp") ::close(std::exchange(meeting.introductions[0].memory_fd, 1'000'000));
-    if (ways != "memory") meeting.listeners[0] = {};
+    if (ways != "memory") meeting.listeners[0].clear();
     const auto comm = meeting.communicator(1);
     Bytes bytes(8);
     const PointToPoint message{Direction::recv, 0, 0, tensor(bytes), 0};

@@ -74,7 +74,8 @@ void silence(const Socket& bell) {
 
 }  // namespace
 
-C10dTransport::C10dTransport(C10dOptions options, Socket listener, TransportEvents& events)
+C10dTransport::C10dTransport(C10dOptions options, std::vector<Socket> listeners,
+                             TransportEvents& events)
     : options_(std::move(options)),
       num_cores_(num_usable_cores()),
       events_(events),
@@ -87,13 +88,13 @@ C10dTransport::C10dTransport(C10dOptions options, Socket listener, TransportEven
   watch(sockets_, EPOLL_CTL_ADD, waiter_bell_, EPOLLIN, kBell);
   watch(around_, EPOLL_CTL_ADD, progress_bell_, EPOLLIN, kBell);
   connector_ = std::make_unique<Connector>(
-      options_.rank, options_.size, options_.token, std::move(listener),
+      options_.rank, options_.size, options_.key, options_.limits, std::move(listeners),
       checked(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK), options_.rank),
       Connector::Events{
-          [this](int peer, Socket socket) {
-            or_break([&] { connected(peer, std::move(socket)); });
+          [this](int peer, Socket socket, AttemptId attempt) {
+            or_break([&] { connected(peer, std::move(socket), attempt); });
           },
-          [this](int peer, const std::string& why) { or_break([&] { unreachable(peer, why); }); },
+          [this](int peer, const std::string& why) { or_break([&] { missed(peer, why); }); },
       });
   arm();
   progress_thread_ = start_thread([this] { progress(); }, options_.rank);
@@ -164,16 +165,17 @@ void C10dTransport::introduce(int peer_idx, const Introduction& introduction) {
 }
 
 // On the connector's thread.
-void C10dTransport::connected(int peer_idx, Socket socket) {
+void C10dTransport::connected(int peer_idx, Socket socket, AttemptId attempt) {
   if (options_.on_connected) options_.on_connected(peer_idx);
   Peer& peer = peer_for(peer_idx);
   std::unique_lock lock(peer.mutex);
-  if (stopping_ || peer.is_over) return;
+  if (stopping_ || peer.is_over || peer.connection.link().has_met_peer()) return;
+  detach(peer);  // from an older attempt, on which nothing has been said
   if (closing_) say_closing(peer);
   keep_alive(socket, options_.heartbeat, options_.heartbeat_limit);
   peer.num_ticks_left = kLastTicks;
-  peer.connection.attach(std::move(socket));
-  watch_process(peer);
+  peer.attempt = attempt;
+  peer.connection.attach(std::move(socket), attempt.is_own);
   try {
     watch(sockets_, EPOLL_CTL_ADD, peer.connection.socket(), EPOLLIN | EPOLLRDHUP,
           static_cast<uint32_t>(peer_idx));
@@ -185,17 +187,35 @@ void C10dTransport::connected(int peer_idx, Socket socket) {
 }
 
 // On the connector's thread.
-void C10dTransport::unreachable(int peer_idx, const std::string& why) {
+void C10dTransport::missed(int peer_idx, const std::string& why) {
   Peer& peer = peer_for(peer_idx);
   std::unique_lock lock(peer.mutex);
   if (stopping_ || peer.is_over || peer.connection.attached()) return;
   miss(peer, lock, why);
 }
 
+// A forked child may hold the socket, too, and would keep it in the queue of events.
+void C10dTransport::detach(Peer& peer) {
+  if (peer.connection.attached())
+    try_watch(sockets_, EPOLL_CTL_DEL, peer.connection.socket(), 0, 0);
+  peer.wants_out = false;
+  peer.connection.detach();
+}
+
+// With the peer's lock held, which is released. The connection has ended before the peer has spoken: it
+// closed, or died, or it has given this attempt up and makes another one.
+void C10dTransport::ended_unmet(Peer& peer, std::unique_lock<std::mutex>& lock,
+                                const std::string& why) {
+  if (disconnecting_) return lost(peer, lock, why);
+  detach(peer);
+  connector_->ended(peer.connection.link().peer(), peer.attempt, why);
+  lock.unlock();
+}
+
 // With the peer's lock held, which is released. Ranks listen as long as their communicator is open.
 void C10dTransport::miss(Peer& peer, std::unique_lock<std::mutex>& lock, const std::string& why) {
   if (disconnecting_) return lost(peer, lock, why);
-  peer.connection.detach();
+  detach(peer);
   peer.watch.reset();
   lock.unlock();
   options_.on_missed(peer.connection.link().peer(), why);
@@ -238,8 +258,9 @@ void C10dTransport::lost(Peer& peer, std::unique_lock<std::mutex>& lock, const s
   // What it has said before explains its end.
   const bool orderly =
       disconnecting_ || link.state() == PeerLink::State::disconnecting || link.failure();
-  peer.connection.detach();
+  detach(peer);
   peer.watch.reset();
+  connector_->end(link.peer());
   if (!orderly) {
     // All operations fail for this cause before the messages to and from this peer end one by one, which
     // any thread may settle.
@@ -414,11 +435,12 @@ void C10dTransport::serve(int peer_idx) {
   std::unique_lock lock(peer.mutex);
   if (peer.is_over || !peer.connection.attached()) return;
   peer.num_ticks_left = kLastTicks;
+  const PeerLink& link = peer.connection.link();
+  const bool had_met = link.has_met_peer();
   try {
     peer.connection.read();
   } catch (const ConnectionLost& error) {
-    // It closed, or died, while the two were meeting.
-    if (!peer.connection.link().has_met_peer()) return miss(peer, lock, error.what());
+    if (!link.has_met_peer()) return ended_unmet(peer, lock, error.what());
     return lost(peer, lock, error.what());
   } catch (const std::exception& error) {
     lock.unlock();
@@ -426,8 +448,9 @@ void C10dTransport::serve(int peer_idx) {
     lock.lock();
     return lost(peer, lock, error.what());
   }
+  if (!had_met && link.has_met_peer()) connector_->spoke(peer_idx, peer.attempt);
   write(peer);
-  if (peer.connection.link().goodbye_answered()) note_closed(peer);
+  if (link.goodbye_answered()) note_closed(peer);
   act(peer, lock);
 }
 
@@ -457,10 +480,11 @@ void C10dTransport::tick() {
   });
 }
 
-// Once its process is known, which may be after it has connected.
+// Once its process is known: children of one that has ended may still hold its port.
 void C10dTransport::watch_process(Peer& peer) {
-  if (peer.is_watch_tried || peer.pid == 0 || !peer.connection.attached()) return;
+  if (peer.is_watch_tried || peer.pid == 0) return;
   peer.is_watch_tried = true;
+  peer.num_ticks_left = kLastTicks;
   try {
     peer.watch = std::make_unique<ProcessWatch>(peer.pid);
   } catch (const std::system_error&) {
@@ -473,11 +497,12 @@ void C10dTransport::look_after(Peer& peer, std::unique_lock<std::mutex>& lock) {
   if (peer.is_over || !peer.watch || !peer.watch->has_ended() || --peer.num_ticks_left > 0) return;
   try {
     // The thread that serves the sockets may be busy with what came before.
-    while (peer.connection.read()) {
+    while (peer.connection.attached() && peer.connection.read()) {
     }
   } catch (const std::exception&) {
     // This was the last of it.
   }
+  if (!peer.connection.link().has_met_peer()) return miss(peer, lock, "its process has ended");
   lost(peer, lock, "its process has ended");
 }
 
@@ -560,13 +585,13 @@ void C10dTransport::stop() {
   ring(progress_bell_);
   ring(waiter_bell_);
   if (progress_thread_.joinable()) progress_thread_.join();
-  for_each_peer([](Peer& peer) {
+  for_each_peer([this](Peer& peer) {
     // Threads that still wait, tick or abort see `stopping_` under this lock.
     std::vector<RequestPtr> dropped;
     std::lock_guard lock(peer.mutex);
     dropped = peer.connection.drop();
     peer.is_over = true;
-    peer.connection.detach();
+    detach(peer);
     peer.watch.reset();
   });
 }

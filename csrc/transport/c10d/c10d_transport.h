@@ -33,7 +33,8 @@ struct C10dOptions {
   int rank = 0;
   int size = 1;
   uint32_t epoch = 0;  // random, the same on all ranks
-  Token token{};       // as well
+  Key key{};           // as well, and known to nobody else
+  ConnectorLimits limits{};
   // How often silent peers are asked whether they are there, and how long without an answer.
   std::chrono::seconds heartbeat{10}, heartbeat_limit{60};
   // Whether messages may reach this transport later than they were posted, and after begin_close():
@@ -41,7 +42,8 @@ struct C10dOptions {
   bool waits_for_routes = false;
   // A peer is needed whose introduction is still to come.
   std::function<void(int peer)> on_wanted = nullptr;
-  // A peer has connected to this rank, or this rank to it; nothing has come from it yet.
+  // A peer has connected to this rank, or this rank to it; nothing has come from it yet. May come again,
+  // if that connection breaks.
   std::function<void(int peer)> on_connected = nullptr;
   // A peer that this rank has never met is not there: note_gone() follows.
   std::function<void(int peer, const std::string& why)> on_missed = nullptr;
@@ -51,8 +53,8 @@ struct C10dOptions {
 
 class C10dTransport final : public HostTransport {
  public:
-  // `listener`: none for a group of one.
-  C10dTransport(C10dOptions options, Socket listener, TransportEvents& events);
+  // `listeners`: none for a group of one.
+  C10dTransport(C10dOptions options, std::vector<Socket> listeners, TransportEvents& events);
   ~C10dTransport() override;
 
   void post(std::vector<RequestPtr> batch, bool is_async) override;
@@ -87,6 +89,7 @@ class C10dTransport final : public HostTransport {
     Peer(int rank, int peer, uint32_t epoch) : connection(rank, peer, epoch) {}
     std::mutex mutex;  // guards everything here
     Connection connection;
+    AttemptId attempt;  // that it comes from
     bool is_routed = false;
     bool failure_told = false;
     bool wants_out = false;     // its socket is watched for room, too
@@ -108,8 +111,10 @@ class C10dTransport final : public HostTransport {
   void or_break(Action action);
 
   void start_connecting_to(Peer& peer, const Introduction& introduction);
-  void connected(int peer_idx, Socket socket);
-  void unreachable(int peer_idx, const std::string& why);
+  void connected(int peer_idx, Socket socket, AttemptId attempt);
+  void missed(int peer_idx, const std::string& why);
+  void detach(Peer& peer);
+  void ended_unmet(Peer& peer, std::unique_lock<std::mutex>& lock, const std::string& why);
   void miss(Peer& peer, std::unique_lock<std::mutex>& lock, const std::string& why);
   void serve(int peer_idx);
   bool serve_events(int timeout_ms);

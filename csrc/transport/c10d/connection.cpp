@@ -22,15 +22,23 @@ constexpr size_t kMaxPacketsAtOnce = 16;
 
 }  // namespace
 
-Connection::Connection(int rank, int peer, uint32_t epoch)
-    : epoch_(epoch), link_(rank, peer, epoch, [this](std::vector<std::byte> packet) {
-        packets_.push_back(std::move(packet));
-      }) {}
+Connection::Connection(int rank, int peer, uint32_t epoch, size_t max_queued_bytes)
+    : epoch_(epoch),
+      max_queued_bytes_(max_queued_bytes),
+      link_(rank, peer, epoch, [this](std::vector<std::byte> packet) { push(std::move(packet)); }) {
+}
 
-void Connection::attach(Socket socket) {
+void Connection::push(std::vector<std::byte> packet) {
+  num_queued_bytes_ += packet.size();
+  packets_.push_back(std::move(packet));
+}
+
+void Connection::attach(Socket socket, bool speaks_first) {
   socket_ = std::move(socket);
   buffer_.resize(kBufferBytes);
-  link_.greet();
+  num_buffered_ = 0;
+  is_free_ = speaks_first;
+  if (is_free_) link_.greet();
 }
 
 void Connection::detach() {
@@ -53,6 +61,9 @@ std::string Connection::describe() const {
 // coming in
 
 bool Connection::read() {
+  if (num_queued_bytes_ > max_queued_bytes_)
+    throw std::runtime_error("rank " + std::to_string(link_.peer()) +
+                             " sends, but does not read what is said to it");
   int64_t num_left = kMaxTurnBytes;
   while (num_left > 0) {
     std::array<iovec, 2> parts{};
@@ -126,6 +137,7 @@ size_t Connection::begin_frame(std::span<const std::byte> bytes) {
   const size_t num_bytes = wire::packet_bytes(bytes, epoch_);
   if (bytes.size() < num_bytes) return 0;
   link_.handle_packet(bytes.first(num_bytes));
+  if (!std::exchange(is_free_, true)) link_.greet();
   return num_bytes;
 }
 
@@ -139,7 +151,7 @@ void Connection::end_piece_if_in() {
 // going out
 
 void Connection::write() {
-  if (!attached()) return;
+  if (!attached() || !is_free_) return;
   int64_t num_left = kMaxTurnBytes;
   do {
     // An announcement precedes its body.
@@ -163,7 +175,7 @@ void Connection::begin_piece() {
                                  .seq = descriptor.seq};
   std::vector<std::byte> bytes(sizeof header);
   std::memcpy(bytes.data(), &header, sizeof header);
-  packets_.push_back(std::move(bytes));
+  push(std::move(bytes));
   num_before_piece_ = packets_.size();
   piece_data_ = body.send->data + body.num_taken;
   piece_left_ = num_bytes;
@@ -204,6 +216,7 @@ bool Connection::send_some() {
     left -= count;
     packet_sent_ += count;
     if (packet_sent_ < packets_.front().size()) break;
+    num_queued_bytes_ -= packets_.front().size();
     packets_.pop_front();
     packet_sent_ = 0;
     if (piece_left_ > 0) --num_before_piece_;

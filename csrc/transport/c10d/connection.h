@@ -23,17 +23,22 @@ class ConnectionLost : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+// What a peer that reads never makes this rank keep: more than the windows of all channels, and answers.
+inline constexpr size_t kMaxQueuedBytes = 128 << 20;
+
 // Not thread-safe. What is said before there is a socket waits for it.
 class Connection {
  public:
-  Connection(int rank, int peer, uint32_t epoch);
+  Connection(int rank, int peer, uint32_t epoch, size_t max_queued_bytes = kMaxQueuedBytes);
   Connection(const Connection&) = delete;
   Connection& operator=(const Connection&) = delete;
 
   PeerLink& link() { return link_; }
   const PeerLink& link() const { return link_; }
 
-  void attach(Socket socket);
+  // A peer that may have given this connection up hears nothing before it has spoken: what is lost
+  // with it is then said on the next one.
+  void attach(Socket socket, bool speaks_first);
   void detach();
   bool attached() const { return static_cast<bool>(socket_); }
   const Socket& socket() const { return socket_; }
@@ -44,7 +49,9 @@ class Connection {
   // Writes what goes without waiting. A broken socket shows when it is read.
   void write();
   // Whether something waits for the socket to take more.
-  bool has_unsent() const { return !packets_.empty() || !bodies_.empty() || piece_left_ > 0; }
+  bool has_unsent() const {
+    return is_free_ && (!packets_.empty() || !bodies_.empty() || piece_left_ > 0);
+  }
 
   // For error texts, like "is connected".
   std::string describe() const;
@@ -63,9 +70,13 @@ class Connection {
   void begin_piece();
   bool send_some();
 
+  void push(std::vector<std::byte> packet);
+
   const uint32_t epoch_;
+  const size_t max_queued_bytes_;
   PeerLink link_;
   Socket socket_;
+  bool is_free_ = false;  // to speak
 
   // Coming in: bytes that are not taken in yet, and where those of the piece under way go.
   std::vector<std::byte> buffer_;
@@ -77,7 +88,8 @@ class Connection {
   // Going out: whole packets, then the piece under way, which nothing may interrupt, then bodies in
   // turns.
   std::deque<std::vector<std::byte>> packets_;
-  size_t packet_sent_ = 0;  // of the first one
+  size_t num_queued_bytes_ = 0;  // of them
+  size_t packet_sent_ = 0;       // of the first one
   std::deque<Body> bodies_;
   size_t num_before_piece_ = 0;  // packets, its header the last of them
   const std::byte* piece_data_ = nullptr;

@@ -1,38 +1,45 @@
 #include "transport/c10d/connector.h"
 
 #include <poll.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
+#include <climits>
 #include <cstring>
 #include <system_error>
 
 #include "message/start_thread.h"
-#include "transport/c10d/wire.h"
 
 namespace pipecomm::tcp {
 namespace {
 
 using namespace std::chrono_literals;
 
-constexpr uint32_t kHelloMagic = 0x31484350;  // "PCH1"
-constexpr auto kHostLimit = 3s;               // for one address
-constexpr auto kGreetingLimit = 5s;
-constexpr auto kRest = 100ms;  // between two rounds over the addresses of a peer
-constexpr size_t kMaxGuests = 4096;
+constexpr size_t kMaxGuests = 64;
+constexpr int kReservedDescriptors = 32;
+const std::string kNobodyListens;  // at an address, as a problem
+
+int first_reserved_fd() {
+  rlimit limit{};
+  if (getrlimit(RLIMIT_NOFILE, &limit) != 0 || limit.rlim_cur > INT_MAX) return INT_MAX;
+  return std::max(0, static_cast<int>(limit.rlim_cur) - kReservedDescriptors);
+}
 
 }  // namespace
 
-Connector::Connector(int rank, int size, const Token& token, Socket listener, Socket bell,
-                     Events events)
+Connector::Connector(int rank, int size, const Key& key, const ConnectorLimits& limits,
+                     std::vector<Socket> listeners, Socket bell, Events events)
     : rank_(rank),
       size_(size),
-      token_(token),
-      listener_(std::move(listener)),
+      key_(key),
+      limits_(limits),
+      listeners_(std::move(listeners)),
       events_(std::move(events)),
-      bell_(std::move(bell)) {}
+      bell_(std::move(bell)),
+      first_reserved_fd_(first_reserved_fd()) {}
 
 Connector::~Connector() { stop(); }
 
@@ -47,17 +54,37 @@ void Connector::stop() {
   }
   wake();
   if (thread_.joinable()) thread_.join();
-  attempts_.clear();
+  pairs_.clear();
   guests_.clear();
-  // Ends it for a forked child, too, which would keep the port open.
-  if (listener_) ::shutdown(listener_.fd(), SHUT_RD);
-  listener_ = {};
+  // Ends them for a forked child, too, which would keep the port open.
+  for (const Socket& listener : listeners_) ::shutdown(listener.fd(), SHUT_RD);
+  listeners_.clear();
 }
 
 void Connector::connect(int peer, Contact contact) {
+  tell(peer, [contact = std::move(contact)](Pair& pair) {
+    pair.contact = contact;
+    pair.handshake.want(contact.hosts.size());
+  });
+}
+
+void Connector::spoke(int peer, AttemptId id) {
+  tell(peer, [id](Pair& pair) { pair.handshake.spoke(id); });
+}
+
+void Connector::ended(int peer, AttemptId id, const std::string& why) {
+  note_problem(peer, "its connection", why);
+  tell(peer, [id](Pair& pair) { pair.handshake.ended(id); });
+}
+
+void Connector::end(int peer) {
+  tell(peer, [](Pair& pair) { pair.handshake.end(); });
+}
+
+void Connector::tell(int peer, std::function<void(Pair&)> what) {
   {
     std::lock_guard lock(mutex_);
-    wanted_.emplace_back(peer, std::move(contact));
+    news_.emplace_back(peer, std::move(what));
   }
   wake();
 }
@@ -65,12 +92,24 @@ void Connector::connect(int peer, Contact contact) {
 std::string Connector::problem(int peer) const {
   std::lock_guard lock(mutex_);
   const auto found = problems_.find(peer);
-  return found == problems_.end() ? "" : found->second;
+  if (found == problems_.end()) return "";
+  std::string refused, others;
+  for (const auto& [address, why] : found->second) {
+    if (why == kNobodyListens)
+      refused += (refused.empty() ? "nobody listens at " : " and ") + address;
+    else
+      others += (others.empty() ? "" : "; ") + address + ": " + why;
+  }
+  if (refused.empty()) return others;
+  return refused +
+         ": its process has ended, or it is the wrong interface (GLOO_SOCKET_IFNAME), or a "
+         "firewall" +
+         (others.empty() ? "" : "; ") + others;
 }
 
-void Connector::note_problem(int peer, const std::string& text) {
+void Connector::note_problem(int peer, const std::string& address, const std::string& why) {
   std::lock_guard lock(mutex_);
-  problems_[peer] = text;
+  problems_[peer][address] = why;
 }
 
 void Connector::wake() {
@@ -82,186 +121,269 @@ void Connector::wake() {
 // the thread
 
 void Connector::run() {
-  std::vector<pollfd> polled;
-  while (true) {
-    take_wanted();
-    {
-      std::lock_guard lock(mutex_);
-      if (stopping_) return;
-    }
-    const bool has_room = guests_.size() < kMaxGuests;
-    polled.assign({{bell_.fd(), POLLIN, 0}, {has_room ? listener_.fd() : -1, POLLIN, 0}});
-    for (const auto& [peer, attempt] : attempts_) {  // a negative descriptor is passed over
-      const bool connects = attempt.stage == Stage::connecting;
-      polled.push_back({attempt.socket.fd(), static_cast<short>(connects ? POLLOUT : POLLIN), 0});
-    }
-    for (const Guest& guest : guests_) polled.push_back({guest.socket.fd(), POLLIN, 0});
-    const Deadline next = next_deadline();
-    const auto left = std::chrono::duration_cast<std::chrono::nanoseconds>(next - Clock::now());
-    const auto wait = std::clamp<std::chrono::nanoseconds>(left, 0s, 60s).count();
-    const timespec limit{.tv_sec = wait / 1'000'000'000, .tv_nsec = wait % 1'000'000'000};
-    ppoll(polled.data(), polled.size(), next == Deadline::max() ? nullptr : &limit, nullptr);
-
-    uint64_t count;
-    (void)!::read(bell_.fd(), &count, sizeof count);
-    size_t idx = 2;
-    for (auto it = attempts_.begin(); it != attempts_.end();) {
-      const auto each = it++;
-      if (!advance(each->first, each->second, polled[idx++].revents != 0)) attempts_.erase(each);
-    }
-    for (auto it = guests_.begin(); it != guests_.end();) {
-      const auto each = it++;
-      if (!advance(*each, polled[idx++].revents != 0)) guests_.erase(each);
-    }
-    if (polled[1].revents == 0) continue;
-    try {
-      while (guests_.size() < kMaxGuests) {
-        Socket socket = accept_from(listener_);
-        if (!socket) break;
-        guests_.push_back({std::move(socket), {}, Clock::now() + kGreetingLimit});
+  while (take_news()) {
+    wait_for_events();
+    for (auto& [peer, pair] : pairs_) {
+      // What one attempt leads to may end any other, and begin some that are not due in this turn.
+      const auto next = [&tries = pair.tries] {
+        return std::find_if(tries.begin(), tries.end(),
+                            [](const Try& each) { return each.is_due; });
+      };
+      for (auto it = next(); it != pair.tries.end(); it = next()) {
+        it->is_due = false;
+        advance(peer, pair, *it);
+        carry_out(peer, pair);
       }
-    } catch (const std::system_error&) {
-      std::this_thread::sleep_for(kRest);  // no descriptor is left: the peer waits in the queue
+      if (Clock::now() < pair.due) continue;
+      pair.due = Deadline::max();
+      pair.handshake.time_is_up();
+      carry_out(peer, pair);
     }
+    guests_.remove_if([this](Guest& guest) { return guest.is_due && !advance(guest); });
+    for (size_t idx = 0; idx < listeners_.size(); ++idx)
+      if (has_callers_[idx]) accept_guests(listeners_[idx]);
   }
 }
 
-void Connector::take_wanted() {
-  std::vector<std::pair<int, Contact>> wanted;
+bool Connector::take_news() {
+  News news;
   {
     std::lock_guard lock(mutex_);
-    wanted.swap(wanted_);
+    if (stopping_) return false;
+    news.swap(news_);
   }
-  for (auto& [peer, contact] : wanted)
-    if (!connected_.contains(peer) && !attempts_.contains(peer)) {
-      Attempt& attempt = attempts_[peer];
-      attempt.contact = std::move(contact);
-      attempt.until = Clock::now();
-      if (!advance(peer, attempt, false)) attempts_.erase(peer);
-    }
+  for (const auto& [peer, tell_pair] : news) {
+    Pair& pair = pair_of(peer);
+    tell_pair(pair);
+    carry_out(peer, pair);
+  }
+  return true;
 }
 
-Deadline Connector::next_deadline() const {
+// Marks what is due: something has come, or its time is up.
+void Connector::wait_for_events() {
+  std::vector<pollfd> polled{{bell_.fd(), POLLIN, 0}};
+  for (const Socket& listener : listeners_) polled.push_back({listener.fd(), POLLIN, 0});
   Deadline next = Deadline::max();
-  for (const auto& [peer, attempt] : attempts_) next = std::min(next, attempt.until);
-  for (const Guest& guest : guests_) next = std::min(next, guest.until);
-  return next;
+  for (const auto& [peer, pair] : pairs_) {
+    next = std::min(next, pair.due);
+    for (const Try& each : pair.tries) {
+      const short events = each.is_connected ? POLLIN : POLLOUT;
+      polled.push_back({each.socket.fd(), events, 0});
+      next = std::min(next, each.until);
+    }
+  }
+  for (const Guest& guest : guests_) {
+    polled.push_back({guest.socket.fd(), POLLIN, 0});
+    next = std::min(next, guest.until);
+  }
+  const auto left = std::chrono::duration_cast<std::chrono::nanoseconds>(next - Clock::now());
+  const auto wait = std::clamp<std::chrono::nanoseconds>(left, 0s, 60s).count();
+  const timespec limit{.tv_sec = wait / 1'000'000'000, .tv_nsec = wait % 1'000'000'000};
+  ppoll(polled.data(), polled.size(), next == Deadline::max() ? nullptr : &limit, nullptr);
+
+  uint64_t count;
+  (void)!::read(bell_.fd(), &count, sizeof count);
+  auto it = polled.begin() + 1;
+  has_callers_.clear();
+  while (has_callers_.size() < listeners_.size()) has_callers_.push_back((it++)->revents != 0);
+  const auto now = Clock::now();
+  for (auto& [peer, pair] : pairs_)
+    for (Try& each : pair.tries) {
+      each.has_news = (it++)->revents != 0;
+      each.is_due = each.has_news || now >= each.until;
+    }
+  for (Guest& guest : guests_) guest.is_due = (it++)->revents != 0 || now >= guest.until;
+}
+
+Connector::Pair& Connector::pair_of(int peer) {
+  return pairs_.try_emplace(peer, rank_ < peer).first->second;
+}
+
+void Connector::carry_out(int peer, Pair& pair) {
+  using Deed = Handshake::Deed;
+  while (const auto step = pair.handshake.next_step()) {
+    const auto attempt = std::find_if(pair.tries.begin(), pair.tries.end(),
+                                      [&](const Try& each) { return each.number == step->number; });
+    switch (step->deed) {
+      case Deed::dial:
+        dial(peer, pair, *step);
+        break;
+      case Deed::say_hello:
+      case Deed::say_ready: {
+        const Word word = step->deed == Deed::say_hello ? Word::hello : Word::ready;
+        attempt->until = Clock::now() + limits_.greeting;
+        if (!say(attempt->socket, word, peer, attempt->number, attempt->nonces))
+          fail(peer, pair, *attempt, "the connection broke", false);
+        break;
+      }
+      case Deed::drop:
+        pair.tries.erase(attempt);
+        break;
+      case Deed::hand_over: {
+        Socket socket = std::move(attempt->socket);
+        pair.tries.erase(attempt);
+        connected(peer, std::move(socket), {.is_own = true, .number = step->number});
+        break;
+      }
+      case Deed::rest:
+        pair.due = Clock::now() + limits_.rest;
+        break;
+      case Deed::miss:
+        events_.on_missed(peer, problem(peer));
+        break;
+    }
+  }
 }
 
 // ------------------------------------------------------------------------------------------------
 // connecting
 
-bool Connector::advance(int peer, Attempt& attempt, bool is_ready) {
-  if (attempt.stage == Stage::connecting && is_ready) {
-    if (const int error = error_of(attempt.socket)) {
-      host_failed(peer, attempt, error_text(error), error == ECONNREFUSED);
-    } else if (say(attempt.socket, Kind::hello, peer)) {
-      attempt.stage = Stage::greeting;
-      attempt.until = Clock::now() + kGreetingLimit;
-    } else {
-      host_failed(peer, attempt, "the connection broke", true);
-    }
-  } else if (attempt.stage == Stage::greeting && is_ready) {
-    const Read result = read(attempt.socket, attempt.reply);
-    Hello hello;
-    std::memcpy(&hello, attempt.reply.bytes.data(), sizeof hello);
-    if (result == Read::broken) {
-      host_failed(peer, attempt, "the connection was closed", true);
-    } else if (result == Read::whole) {
-      if (!is_ours(hello) || static_cast<int>(hello.from) != peer) {
-        host_failed(peer, attempt, "another program answers", true);
-      } else if (hello.kind == Kind::welcome) {
-        connected_.insert(peer);
-        events_.on_connected(peer, std::move(attempt.socket));
-        return false;
-      } else {
-        rest(attempt);  // the peer is about to connect to us
-      }
-    }
-  } else if (Clock::now() >= attempt.until) {
-    if (attempt.stage == Stage::resting)
-      try_next_host(peer, attempt);
-    else
-      host_failed(peer, attempt, "no answer", false);
-  }
-  // Nothing is left to try in this round.
-  const size_t num_hosts = attempt.contact.hosts.size();
-  if (attempt.stage != Stage::resting || attempt.host_idx < num_hosts) return true;
-  if (attempt.num_refused == num_hosts) {
-    events_.on_unreachable(peer, problem(peer));
-    return false;
-  }
-  rest(attempt);
-  return true;
-}
-
-void Connector::rest(Attempt& attempt) {
-  attempt.stage = Stage::resting;
-  attempt.host_idx = attempt.num_refused = 0;
-  attempt.socket = {};
-  attempt.until = Clock::now() + kRest;
-}
-
-void Connector::try_next_host(int peer, Attempt& attempt) {
-  const Contact& contact = attempt.contact;
-  while (attempt.host_idx < contact.hosts.size()) {
-    attempt.reply = {};
-    try {
-      attempt.socket = start_connecting({contact.hosts[attempt.host_idx], contact.port});
-      attempt.stage = Stage::connecting;
-      attempt.until = Clock::now() + kHostLimit;
-      return;
-    } catch (const std::system_error& error) {
-      attempt.stage = Stage::resting;
-      note_problem(peer, "connecting to " +
-                             Address{contact.hosts[attempt.host_idx], contact.port}.text() + ": " +
-                             error.what());
-      attempt.num_refused += error.code() == std::errc::connection_refused;
-      ++attempt.host_idx;
-    }
+void Connector::dial(int peer, Pair& pair, const Handshake::Step& step) {
+  const auto now = Clock::now();
+  Try& attempt = pair.tries.emplace_back();
+  attempt.number = step.number;
+  attempt.address = step.address;
+  attempt.until = now + limits_.connecting;
+  pair.due = now + limits_.next_address;
+  try {
+    attempt.nonces.guest = draw_nonce();
+    attempt.socket = start_connecting({pair.contact.hosts[step.address], pair.contact.port});
+  } catch (const std::system_error& error) {
+    const bool is_refusal = error.code() == std::errc::connection_refused;
+    fail(peer, pair, attempt, is_refusal ? kNobodyListens : error.what(), is_refusal);
   }
 }
 
-void Connector::host_failed(int peer, Attempt& attempt, const std::string& why, bool is_refusal) {
-  const Contact& contact = attempt.contact;
-  note_problem(peer, "connecting to " +
-                         Address{contact.hosts[attempt.host_idx], contact.port}.text() + ": " +
-                         why);
-  attempt.num_refused += is_refusal;
-  ++attempt.host_idx;
-  attempt.socket = {};
-  attempt.stage = Stage::resting;
-  try_next_host(peer, attempt);
+void Connector::fail(int peer, Pair& pair, const Try& attempt, const std::string& why,
+                     bool is_refusal) {
+  const Address address{pair.contact.hosts[attempt.address], pair.contact.port};
+  note_problem(peer, address.text(), why);
+  pair.handshake.failed(attempt.number, is_refusal);
+}
+
+void Connector::advance(int peer, Pair& pair, Try& attempt) {
+  if (!attempt.is_connected) {
+    if (!attempt.has_news) return fail(peer, pair, attempt, "no answer", false);
+    const int error = error_of(attempt.socket);
+    if (error == ECONNREFUSED) return fail(peer, pair, attempt, kNobodyListens, true);
+    if (error != 0) return fail(peer, pair, attempt, error_text(error), false);
+    attempt.is_connected = true;
+    return pair.handshake.connected(attempt.number);
+  }
+  const Read result = read(attempt.socket, attempt.in);
+  if (result == Read::broken) return fail(peer, pair, attempt, "the connection was closed", false);
+  if (result == Read::whole) {
+    Greeting greeting;
+    std::memcpy(&greeting, attempt.in.bytes.data(), sizeof greeting);
+    attempt.in.num_read = 0;
+    return hear(peer, pair, attempt, greeting);
+  }
+  if (Clock::now() >= attempt.until) fail(peer, pair, attempt, "no answer", false);
+}
+
+void Connector::hear(int peer, Pair& pair, Try& attempt, const Greeting& greeting) {
+  if (!is_greeting(greeting, peer, rank_) || greeting.attempt != attempt.number)
+    return fail(peer, pair, attempt, "another program answers", true);
+  if (greeting.word != Word::taken) attempt.nonces.host = greeting.nonce;
+  if (!is_proven(greeting, attempt.nonces, key_))
+    return fail(peer, pair, attempt,
+                "does not prove that it belongs; is PIPECOMM_SECRET equal on all ranks?", true);
+  switch (greeting.word) {
+    case Word::welcome:
+      return pair.handshake.welcomed(attempt.number);
+    case Word::taken:
+      return pair.handshake.taken(attempt.number);
+    case Word::gone:
+      note_problem(peer, "its answer", "it has given up the connection to this rank");
+      return pair.handshake.turned_away();
+    case Word::hello:
+    case Word::ready:
+      fail(peer, pair, attempt, "it says what only a guest says", false);
+  }
 }
 
 // ------------------------------------------------------------------------------------------------
 // welcoming
 
-bool Connector::advance(Guest& guest, bool is_ready) {
-  if (!is_ready) return Clock::now() < guest.until;
-  const Read result = read(guest.socket, guest.hello);
-  if (result == Read::not_yet) return true;
-  Hello hello;
-  std::memcpy(&hello, guest.hello.bytes.data(), sizeof hello);
-  if (result == Read::whole && is_ours(hello) && hello.kind == Kind::hello) meet(guest, hello);
+// What a peer says first mostly comes with its connection: it is no silent guest that others push out.
+void Connector::accept_guests(const Socket& listener) {
+  try {
+    for (size_t num_left = kMaxGuests; num_left > 0; --num_left) {
+      Socket socket = accept_from(listener);
+      if (!socket) return;
+      make_room();
+      guests_.push_back({.socket = std::move(socket), .until = Clock::now() + limits_.greeting});
+      if (!advance(guests_.back())) guests_.pop_back();
+    }
+  } catch (const std::system_error&) {
+    std::this_thread::sleep_for(limits_.rest);  // no descriptor is left: the peer waits
+  }
+}
+
+void Connector::make_room() {
+  const bool is_full = guests_.size() >= kMaxGuests ||
+                       std::any_of(guests_.begin(), guests_.end(), [this](const Guest& guest) {
+                         return guest.socket.fd() >= first_reserved_fd_;
+                       });
+  if (!is_full) return;
+  const auto silent = std::find_if(guests_.begin(), guests_.end(),
+                                   [](const Guest& guest) { return guest.peer < 0; });
+  guests_.erase(silent == guests_.end() ? guests_.begin() : silent);
+}
+
+bool Connector::advance(Guest& guest) {
+  const Read result = read(guest.socket, guest.in);
+  if (result == Read::not_yet) return Clock::now() < guest.until;
+  if (result == Read::broken) return false;
+  Greeting greeting;
+  std::memcpy(&greeting, guest.in.bytes.data(), sizeof greeting);
+  guest.in.num_read = 0;
+  if (guest.peer < 0) return welcome(guest, greeting);
+  take(guest, greeting);
   return false;
 }
 
-void Connector::meet(Guest& guest, const Hello& hello) {
+bool Connector::welcome(Guest& guest, const Greeting& hello) {
   const int peer = static_cast<int>(hello.from);
-  const auto attempt = attempts_.find(peer);
-  if (peer > rank_ && attempt != attempts_.end() && attempt->second.stage != Stage::resting) {
-    say(guest.socket, Kind::busy, peer);
-    return;
+  if (hello.from >= static_cast<uint32_t>(size_) || peer == rank_ || hello.word != Word::hello ||
+      !is_greeting(hello, peer, rank_))
+    return false;
+  const auto answer = pair_of(peer).handshake.answer();
+  if (answer == Handshake::Answer::none) return false;
+  try {
+    guest.nonces = {.guest = hello.nonce, .host = draw_nonce()};
+  } catch (const std::system_error&) {
+    return false;
   }
-  if (connected_.contains(peer) || !say(guest.socket, Kind::welcome, peer)) return;
-  // An attempt of our own that is being advanced further up is never the one of a guest.
-  if (attempt != attempts_.end()) attempts_.erase(attempt);
-  connected_.insert(peer);
-  events_.on_connected(peer, std::move(guest.socket));
+  guest.peer = peer;
+  guest.attempt = hello.attempt;
+  guest.until = Clock::now() + limits_.greeting;
+  const bool is_welcome = answer == Handshake::Answer::welcome;
+  const Word word = is_welcome ? Word::welcome : Word::gone;
+  return say(guest.socket, word, peer, guest.attempt, guest.nonces) && is_welcome;
 }
 
-Connector::Read Connector::read(const Socket& socket, Incoming& incoming) const {
+void Connector::take(Guest& guest, const Greeting& ready) {
+  if (!is_greeting(ready, guest.peer, rank_) || ready.word != Word::ready ||
+      ready.attempt != guest.attempt || !is_proven(ready, guest.nonces, key_))
+    return;
+  Pair& pair = pair_of(guest.peer);
+  if (!pair.handshake.take(guest.attempt)) return;
+  carry_out(guest.peer, pair);
+  say(guest.socket, Word::taken, guest.peer, guest.attempt, guest.nonces);  // or it breaks
+  connected(guest.peer, std::move(guest.socket), {.is_own = false, .number = guest.attempt});
+}
+
+void Connector::connected(int peer, Socket socket, AttemptId id) {
+  {
+    std::lock_guard lock(mutex_);
+    problems_.erase(peer);
+  }
+  events_.on_connected(peer, std::move(socket), id);
+}
+
+Connector::Read Connector::read(const Socket& socket, Incoming& incoming) {
   while (incoming.num_read < incoming.bytes.size()) {
     const ssize_t count = recv(socket.fd(), incoming.bytes.data() + incoming.num_read,
                                incoming.bytes.size() - incoming.num_read, MSG_DONTWAIT);
@@ -273,18 +395,12 @@ Connector::Read Connector::read(const Socket& socket, Incoming& incoming) const 
   return Read::whole;
 }
 
-bool Connector::is_ours(const Hello& hello) const {
-  return hello.magic == kHelloMagic && hello.version == wire::kVersion && hello.token == token_ &&
-         hello.to == static_cast<uint32_t>(rank_) && hello.from < static_cast<uint32_t>(size_) &&
-         hello.from != static_cast<uint32_t>(rank_);
-}
-
 // The buffer of a new socket has room for it.
-bool Connector::say(const Socket& socket, Kind kind, int to) const {
-  const Hello hello{
-      kHelloMagic, wire::kVersion, kind, static_cast<uint32_t>(rank_), static_cast<uint32_t>(to),
-      token_};
-  return send(socket.fd(), &hello, sizeof hello, MSG_DONTWAIT | MSG_NOSIGNAL) == sizeof hello;
+bool Connector::say(const Socket& socket, Word word, int to, uint32_t attempt,
+                    const Nonces& nonces) const {
+  const Greeting greeting = make_greeting(word, rank_, to, attempt, nonces, key_);
+  return send(socket.fd(), &greeting, sizeof greeting, MSG_DONTWAIT | MSG_NOSIGNAL) ==
+         sizeof greeting;
 }
 
 }  // namespace pipecomm::tcp

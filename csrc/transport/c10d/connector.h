@@ -1,12 +1,10 @@
-// Makes the connections of a rank in the background, each when one of its two ends wants it.
+// Makes the connections of a rank in the background, each when one of its two ends wants it: carries out
+// what the Handshake of each peer decides, on a thread of its own.
 //
-// Whoever connects says hello, with a secret that only ranks of this communicator know, and the other
-// end welcomes it: an address may lead to another host, or a port to another program. If both ends
-// try at once, the lower rank's attempt counts: it tells the higher rank that it is busy, and the
-// higher rank takes what comes from the lower one.
+// Anybody may connect. Few such guests are kept at a time and the oldest silent one goes first, so
+// strangers use up neither the descriptors nor the memory of this process; peers wait in the queue of
+// the listening socket.
 #pragma once
-
-#include <sys/types.h>
 
 #include <array>
 #include <chrono>
@@ -16,18 +14,17 @@
 #include <list>
 #include <map>
 #include <mutex>
-#include <set>
 #include <string>
 #include <thread>
 #include <utility>
 #include <vector>
 
 #include "message/operation.h"
+#include "transport/c10d/greeting.h"
+#include "transport/c10d/handshake.h"
 #include "transport/c10d/socket.h"
 
 namespace pipecomm::tcp {
-
-using Token = std::array<std::byte, 16>;
 
 // Where a rank listens, most promising host first.
 struct Contact {
@@ -35,89 +32,113 @@ struct Contact {
   uint16_t port = 0;
 };
 
+struct ConnectorLimits {
+  std::chrono::milliseconds connecting{3000};   // for one address
+  std::chrono::milliseconds greeting{5000};     // for each answer
+  std::chrono::milliseconds next_address{250};  // until it is tried beside those before it
+  std::chrono::milliseconds rest{100};          // between two rounds over the addresses of a peer
+};
+
 class Connector {
  public:
-  // Called on the connector's thread, at most once for each peer.
+  // Called on the connector's thread.
   struct Events {
-    std::function<void(int peer, Socket socket)> on_connected;
-    // Nobody listens for that rank any more.
-    std::function<void(int peer, const std::string& why)> on_unreachable;
+    // In the place of an older connection to that peer, if there is one.
+    std::function<void(int peer, Socket socket, AttemptId id)> on_connected;
+    // Nobody listens for that rank, or it is through with this one.
+    std::function<void(int peer, const std::string& why)> on_missed;
   };
 
   // `bell`: an eventfd for its own use.
-  Connector(int rank, int size, const Token& token, Socket listener, Socket bell, Events events);
+  Connector(int rank, int size, const Key& key, const ConnectorLimits& limits,
+            std::vector<Socket> listeners, Socket bell, Events events);
   ~Connector();
   void start();  // throws PipeCommException if there is no thread for it
   void stop();   // idempotent; nothing is called afterwards
 
   // Connects to a peer that listens there, unless the two are connected.
   void connect(int peer, Contact contact);
-  // Why there is no connection to a wanted peer yet: "connecting to 10.0.0.1:4242: Network is
-  // unreachable"; empty if nothing is known.
+  // What has become of the connection `id`, see Handshake.
+  void spoke(int peer, AttemptId id);
+  void ended(int peer, AttemptId id, const std::string& why);
+  void end(int peer);
+  // Why there is no connection to a wanted peer yet: "10.0.0.1:4242: Network is unreachable"; empty if
+  // nothing is known.
   std::string problem(int peer) const;
 
  private:
-  enum class Kind : uint16_t { hello = 1, welcome = 2, busy = 3 };
-  struct Hello {
-    uint32_t magic;
-    uint16_t version;
-    Kind kind;
-    uint32_t from, to;
-    Token token;
-  };
-  static_assert(sizeof(Hello) == 32);
-  // A hello on its way in.
+  // A greeting on its way in.
   struct Incoming {
-    std::array<std::byte, sizeof(Hello)> bytes;
+    std::array<std::byte, sizeof(Greeting)> bytes;
     size_t num_read = 0;
   };
-  enum class Stage : uint8_t { resting, connecting, greeting };
-  struct Attempt {
-    Contact contact;
-    Stage stage = Stage::resting;
-    size_t host_idx = 0;
-    size_t num_refused = 0;  // hosts of this round where nobody of ours listens
+  struct Try {
+    uint32_t number = 0;
+    size_t address = 0;
     Socket socket;
-    Incoming reply;
     Deadline until{};
+    Nonces nonces{};
+    Incoming in{};
+    bool is_connected = false;
+    bool has_news = false, is_due = false;  // in this turn of the thread
+  };
+  struct Pair {
+    explicit Pair(bool is_lower) : handshake(is_lower) {}
+    Handshake handshake;
+    Contact contact{};
+    std::list<Try> tries{};
+    Deadline due = Deadline::max();  // of Handshake::time_is_up()
   };
   struct Guest {
     Socket socket;
-    Incoming hello;
     Deadline until;
+    Incoming in{};
+    bool is_due = false;
+    int peer = -1;  // once it has said hello
+    uint32_t attempt = 0;
+    Nonces nonces{};
   };
   enum class Read : uint8_t { not_yet, whole, broken };
+  using News = std::vector<std::pair<int, std::function<void(Pair&)>>>;  // by peer
 
   void run();
-  void take_wanted();
-  Deadline next_deadline() const;
-  void try_next_host(int peer, Attempt& attempt);
-  void host_failed(int peer, Attempt& attempt, const std::string& why, bool is_refusal);
-  void rest(Attempt& attempt);
-  bool advance(int peer, Attempt& attempt, bool is_ready);  // false: the attempt is over
-  bool advance(Guest& guest, bool is_ready);                // false: gone
-  void meet(Guest& guest, const Hello& hello);
-  Read read(const Socket& socket, Incoming& incoming) const;
-  bool is_ours(const Hello& hello) const;
-  bool say(const Socket& socket, Kind kind, int to) const;
-  void note_problem(int peer, const std::string& text);
+  void tell(int peer, std::function<void(Pair&)> what);
+  bool take_news();  // false: it is to stop
+  void wait_for_events();
+  Pair& pair_of(int peer);
+  void carry_out(int peer, Pair& pair);
+  void dial(int peer, Pair& pair, const Handshake::Step& step);
+  void advance(int peer, Pair& pair, Try& attempt);
+  void hear(int peer, Pair& pair, Try& attempt, const Greeting& greeting);
+  void fail(int peer, Pair& pair, const Try& attempt, const std::string& why, bool is_refusal);
+  void accept_guests(const Socket& listener);
+  void make_room();
+  bool advance(Guest& guest);  // false: gone
+  bool welcome(Guest& guest, const Greeting& hello);
+  void take(Guest& guest, const Greeting& ready);
+  void connected(int peer, Socket socket, AttemptId id);
+  static Read read(const Socket& socket, Incoming& incoming);
+  bool say(const Socket& socket, Word word, int to, uint32_t attempt, const Nonces& nonces) const;
+  void note_problem(int peer, const std::string& address, const std::string& why);
   void wake();
 
   const int rank_, size_;
-  const Token token_;
-  Socket listener_;
+  const Key key_;
+  const ConnectorLimits limits_;
+  std::vector<Socket> listeners_;
   const Events events_;
   const Socket bell_;
+  const int first_reserved_fd_;  // which guests leave to the rest of the program
 
   mutable std::mutex mutex_;  // down to the line
-  std::vector<std::pair<int, Contact>> wanted_;
-  std::map<int, std::string> problems_;
+  News news_;
+  std::map<int, std::map<std::string, std::string>> problems_;  // by peer and address
   bool stopping_ = false;
   // ---
 
-  std::map<int, Attempt> attempts_;  // by peer
-  std::list<Guest> guests_;
-  std::set<int> connected_;
+  std::map<int, Pair> pairs_;
+  std::list<Guest> guests_;        // oldest first
+  std::vector<bool> has_callers_;  // by listener
   std::thread thread_;
 };
 

@@ -24,6 +24,7 @@ namespace {
 
 constexpr int kFlags = SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC;
 constexpr int kBacklog = 1024;
+constexpr int kPortAttempts = 16;
 
 [[noreturn]] void throw_errno(const std::string& what) {
   throw std::system_error(errno, std::generic_category(), what);
@@ -39,6 +40,41 @@ std::string digits_of(const sockaddr* address, socklen_t num_bytes) {
   const int error =
       getnameinfo(address, num_bytes, host.data(), host.size(), nullptr, 0, NI_NUMERICHOST);
   return error == 0 ? host.data() : "";
+}
+
+using Resolved = std::unique_ptr<addrinfo, void (*)(addrinfo*)>;
+
+Resolved resolve(const Address& address) {
+  addrinfo hints{};
+  hints.ai_socktype = SOCK_STREAM;
+  hints.ai_flags = AI_NUMERICHOST | AI_NUMERICSERV;
+  addrinfo* found = nullptr;
+  const std::string port = std::to_string(address.port);
+  if (const int error = getaddrinfo(address.host.c_str(), port.c_str(), &hints, &found))
+    throw std::system_error(std::make_error_code(std::errc::address_not_available),
+                            address.host + ": " + gai_strerror(error));
+  return {found, freeaddrinfo};
+}
+
+Socket listen_on(const Address& address, bool is_v6_only) {
+  const Resolved resolved = resolve(address);
+  Socket socket(::socket(resolved->ai_family, kFlags, 0));
+  if (!socket) throw_errno("cannot make a socket");
+  if (resolved->ai_family == AF_INET6) set_option(socket, IPPROTO_IPV6, IPV6_V6ONLY, is_v6_only);
+  if (bind(socket.fd(), resolved->ai_addr, resolved->ai_addrlen) != 0)
+    throw_errno("cannot bind a socket to " + address.text());
+  if (listen(socket.fd(), kBacklog) != 0) throw_errno("cannot listen on a socket");
+  return socket;
+}
+
+uint16_t port_of(const Socket& listener) {
+  sockaddr_storage bound{};
+  socklen_t num_bytes = sizeof bound;
+  if (getsockname(listener.fd(), reinterpret_cast<sockaddr*>(&bound), &num_bytes) != 0)
+    throw_errno("cannot read the address of a socket");
+  return ntohs(bound.ss_family == AF_INET6
+                   ? reinterpret_cast<const sockaddr_in6*>(&bound)->sin6_port
+                   : reinterpret_cast<const sockaddr_in*>(&bound)->sin_port);
 }
 
 }  // namespace
@@ -86,31 +122,32 @@ std::vector<std::string> local_hosts(const std::string& interfaces) {
   return v4;
 }
 
-Socket listen_anywhere(uint16_t& port) {
-  // One socket for both families, where there are two.
-  Socket socket(::socket(AF_INET6, kFlags, 0));
-  sockaddr_in6 v6{};
-  v6.sin6_family = AF_INET6;
-  v6.sin6_addr = in6addr_any;
-  sockaddr_in v4{};
-  v4.sin_family = AF_INET;
-  v4.sin_addr.s_addr = htonl(INADDR_ANY);
-  if (socket) set_option(socket, IPPROTO_IPV6, IPV6_V6ONLY, 0);
-  if (!socket || bind(socket.fd(), reinterpret_cast<const sockaddr*>(&v6), sizeof v6) != 0) {
-    socket = Socket(::socket(AF_INET, kFlags, 0));
-    if (!socket) throw_errno("cannot make a socket");
-    if (bind(socket.fd(), reinterpret_cast<const sockaddr*>(&v4), sizeof v4) != 0)
-      throw_errno("cannot bind a socket");
+std::vector<Socket> listen_at(const std::vector<std::string>& hosts, uint16_t& port) {
+  if (hosts.empty()) {
+    // One socket for both families, where there are two.
+    std::vector<Socket> listeners;
+    try {
+      listeners.push_back(listen_on({"::", 0}, false));
+    } catch (const std::system_error&) {
+      listeners.push_back(listen_on({"0.0.0.0", 0}, false));
+    }
+    port = port_of(listeners[0]);
+    return listeners;
   }
-  if (listen(socket.fd(), kBacklog) != 0) throw_errno("cannot listen on a socket");
-  sockaddr_storage bound{};
-  socklen_t num_bytes = sizeof bound;
-  if (getsockname(socket.fd(), reinterpret_cast<sockaddr*>(&bound), &num_bytes) != 0)
-    throw_errno("cannot read the address of a socket");
-  port =
-      ntohs(bound.ss_family == AF_INET6 ? reinterpret_cast<const sockaddr_in6*>(&bound)->sin6_port
-                                        : reinterpret_cast<const sockaddr_in*>(&bound)->sin_port);
-  return socket;
+  for (int num_left = kPortAttempts;; --num_left) {
+    std::vector<Socket> listeners;
+    port = 0;
+    try {
+      for (const std::string& host : hosts) {
+        listeners.push_back(listen_on({host, port}, true));
+        port = port_of(listeners[0]);
+      }
+      return listeners;
+    } catch (const std::system_error& error) {
+      // Another program may have the port that was chosen at the first address.
+      if (error.code() != std::errc::address_in_use || num_left == 1) throw;
+    }
+  }
 }
 
 Socket accept_from(const Socket& listener) {
@@ -122,19 +159,11 @@ Socket accept_from(const Socket& listener) {
 }
 
 Socket start_connecting(const Address& address) {
-  addrinfo hints{};
-  hints.ai_socktype = SOCK_STREAM;
-  hints.ai_flags = AI_NUMERICHOST | AI_NUMERICSERV;
-  addrinfo* found = nullptr;
-  const std::string port = std::to_string(address.port);
-  if (const int error = getaddrinfo(address.host.c_str(), port.c_str(), &hints, &found))
-    throw std::system_error(std::make_error_code(std::errc::address_not_available),
-                            address.host + ": " + gai_strerror(error));
-  const std::unique_ptr<addrinfo, void (*)(addrinfo*)> all(found, freeaddrinfo);
-  Socket socket(::socket(found->ai_family, kFlags, 0));
+  const Resolved resolved = resolve(address);
+  Socket socket(::socket(resolved->ai_family, kFlags, 0));
   if (!socket) throw_errno("cannot make a socket");
   set_option(socket, IPPROTO_TCP, TCP_NODELAY, 1);
-  if (connect(socket.fd(), found->ai_addr, found->ai_addrlen) != 0 && errno != EINPROGRESS)
+  if (connect(socket.fd(), resolved->ai_addr, resolved->ai_addrlen) != 0 && errno != EINPROGRESS)
     throw_errno("connect");
   return socket;
 }

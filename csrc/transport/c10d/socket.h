@@ -38,8 +38,9 @@ struct Address {
 // name is unknown or has no address.
 std::vector<std::string> local_hosts(const std::string& interfaces);
 
-// Listens on a port that the system chooses, on all interfaces. Throws std::system_error.
-Socket listen_anywhere(uint16_t& port);
+// Listens on a port that the system chooses: the same at all of these addresses of this host, or on all
+// interfaces if there are none. Throws std::system_error.
+std::vector<Socket> listen_at(const std::vector<std::string>& hosts, uint16_t& port);
 // The next connection, or none. Throws std::system_error.
 Socket accept_from(const Socket& listener);
 

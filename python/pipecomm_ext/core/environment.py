@@ -65,6 +65,19 @@ class Folder:
 
 
 @dataclass(frozen=True)
+class Secret:
+    """Any text, which nothing shows: see `secret`."""
+
+    text: str = "a text that is not empty"
+
+    def parse(self, value: str) -> str | None:
+        return HIDDEN if value else None
+
+
+HIDDEN = "(hidden)"
+
+
+@dataclass(frozen=True)
 class Variable:
     """One variable that is read at run time.
 
@@ -75,7 +88,7 @@ class Variable:
     """
 
     name: str
-    grammar: Number | Choice | Folder
+    grammar: Number | Choice | Folder | Secret
     meaning: str
     default: Any = None
     on_wire: bool = True
@@ -132,6 +145,11 @@ def value_of(variable: Variable, text: str | None) -> Any:
     if value is None:
         raise ValueError(f"{variable.name} must be {variable.grammar.text}, not {text!r}")
     return value
+
+
+def secret(variable: Variable) -> bytes:
+    """What a variable is set to whose grammar is `Secret`; empty if it is not set."""
+    return os.fsencode(os.environ.get(variable.name, ""))
 
 
 def on_wire(settings: Mapping[str, Any]) -> dict[str, Any]:

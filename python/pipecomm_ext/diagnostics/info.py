@@ -59,7 +59,11 @@ def info() -> dict[str, Any]:
         "nccl": nccl,
         "transports": transports,
         "choice": {device: choose_transport(device, transports) for device in ("cpu", "cuda")},
-        "environment": {key: os.environ[key] for key in sorted(os.environ) if key.startswith("PIPECOMM_")},
+        "environment": {
+            key: environment.HIDDEN if settings.get(key) == environment.HIDDEN else os.environ[key]
+            for key in sorted(os.environ)
+            if key.startswith("PIPECOMM_")
+        },
         "settings": settings,
         "communicators": [_communicator_facts(each) for each in open_communicators if not each.closed],
         "warnings": [*warnings_of(nccl), *environment_warnings],

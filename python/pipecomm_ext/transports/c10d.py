@@ -5,6 +5,7 @@ they are used; those of `nccl` are its control plane.
 from __future__ import annotations
 
 import contextlib
+import hmac
 import os
 import socket
 from collections.abc import Mapping, Sequence
@@ -12,7 +13,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..core.environment import Number, Variable
+from ..core import environment
+from ..core.environment import Number, Secret, Variable
 from ..core.extension import _C
 from ..core.host import network_namespace
 from .transport import Costs, Transport
@@ -31,19 +33,30 @@ _HEARTBEAT_LIMIT = Variable(
     60,
     on_wire=False,
 )
+_SECRET = Variable(
+    "PIPECOMM_SECRET",
+    Secret(),
+    "known to all ranks alone: who lacks it cannot pass for one, even if it reads the store",
+    on_wire=False,
+)
 _LOOPBACK = "127.0.0.1"
 
 
 class C10d(Transport):
     name = "c10d"
     devices = ("cpu", "cuda")
-    variables = (_HEARTBEAT, _HEARTBEAT_LIMIT)
+    variables = (_HEARTBEAT, _HEARTBEAT_LIMIT, _SECRET)
     costs = Costs(300e-6, 1.2e9, 1.2e9)  # measured over loopback, where every message costs both ends
 
     def status(self) -> tuple[bool, str]:
         if dist.is_available():
             return True, "any torch.distributed group"
         return False, "torch was built without torch.distributed"
+
+
+def key_of(token: str) -> bytes:
+    """By what the ranks of a communicator know each other; `token` is in the store."""
+    return hmac.digest(environment.secret(_SECRET), bytes.fromhex(token), "sha256")
 
 
 def listen(connections: _C.Connections, settings: Mapping[str, Any], store: dist.Store) -> dict[str, Any]:

@@ -25,10 +25,10 @@ Introduction = _C.Introduction
 
 
 def draw() -> dict[str, Any]:
-    """Random numbers, equal on all ranks of a communicator: the name of its traffic, and a secret that tells
+    """Random numbers, equal on all ranks of a communicator: the name of its traffic, and a token that tells
     its ranks from strangers.
     """
-    return {"epoch": secrets.randbits(32), "token": secrets.token_hex(16)}
+    return {"epoch": secrets.randbits(32), "token": secrets.token_hex(32)}
 
 
 class Routes:
@@ -57,7 +57,7 @@ class Routes:
             meeting.rank,
             meeting.size,
             shared["epoch"],
-            bytes.fromhex(shared["token"]),
+            c10d.key_of(shared["token"]),
             lambda peer: method(peer) if (method := look_up()) else None,
             meeting.say_farewell,
         )

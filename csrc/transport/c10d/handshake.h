@@ -1,0 +1,94 @@
+// The rules by which a rank and one peer come to one connection, whichever of them connects: pure logic,
+// without sockets, clocks and threads. Connector carries them out, and tests/cpp/test_handshake.cpp
+// explores whatever may happen to them.
+//
+// A guest has its connection once its host has taken it, and may send at once. A host that has taken one
+// sends nothing before the guest speaks: the guest may have given the attempt up, and then makes a newer
+// one, which takes the place of the older. A connection on which the peer has spoken is never replaced.
+// Attempts are numbered, since what was said on one may arrive after what was said on the next. If both
+// ends are ready on connections of their own, that of the lower rank counts.
+//
+// An attempt that breaks is made again, whatever broke it. A peer is missed only if nobody listens for it
+// at any of its addresses, or if it says that the two are through with each other.
+#pragma once
+
+#include <compare>
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+namespace pipecomm::tcp {
+
+struct AttemptId {
+  bool is_own = false;  // else of the peer, which numbers its own
+  uint32_t number = 0;
+  auto operator<=>(const AttemptId&) const = default;
+};
+
+class Handshake {
+ public:
+  explicit Handshake(bool is_lower) : is_lower_(is_lower) {}
+
+  // --- what happens ---
+  void want(size_t num_addresses);  // so many are known of the peer
+  void time_is_up();                // that of the last `dial` or `rest`
+  // To an attempt of this rank.
+  void connected(uint32_t number);
+  void welcomed(uint32_t number);
+  void taken(uint32_t number);
+  void turned_away();  // the peer says that it is gone
+  void failed(uint32_t number, bool is_refusal);
+  // To the connection that was handed over.
+  void spoke(AttemptId id);  // the peer, for the first time
+  void ended(AttemptId id);  // before that
+  void end();                // the two are through with each other
+
+  // --- what a guest hears ---
+  enum class Answer : uint8_t { none, welcome, gone };
+  // To hello, which anybody may say: nothing follows from it.
+  Answer answer() const;
+  // To ready: whether the connection is now the one of this pair, in the place of an older one.
+  bool take(uint32_t number);
+
+  // --- what is to be done, in this order ---
+  enum class Deed : uint8_t { dial, say_hello, say_ready, drop, hand_over, rest, miss };
+  struct Step {
+    Deed deed;
+    uint32_t number = 0;  // of the attempt
+    size_t address = 0;   // to be dialed
+  };
+  std::optional<Step> next_step();
+
+ private:
+  friend class Normal;  // of the test, which takes states for one that differ in nothing that matters
+  enum class State : uint8_t { idle, resting, trying, attached, over };
+  enum class Stage : uint8_t { connecting, greeting, ready };
+  struct Try {
+    uint32_t number;
+    Stage stage = Stage::connecting;
+  };
+
+  void begin_round();
+  void dial_next();
+  void rest();
+  void drop_all();
+  bool is_final() const { return state_ == State::attached && (id_.is_own || has_spoken_); }
+  bool is_ready() const { return tries_.size() == 1 && tries_[0].stage == Stage::ready; }
+  std::vector<Try>::iterator find(uint32_t number);
+  void note(Deed deed, uint32_t number = 0, size_t address = 0);
+
+  bool is_lower_;
+  State state_ = State::idle;
+  std::optional<size_t> num_addresses_;
+  size_t next_address_ = 0;    // of this round
+  size_t num_refused_ = 0;     // in this round
+  uint32_t num_tries_ = 0;     // ever
+  uint32_t newest_taken_ = 0;  // of the peer's
+  std::vector<Try> tries_;     // side by side; one that is ready is alone
+  AttemptId id_;               // of the connection, if it is attached
+  bool has_spoken_ = false;
+  std::vector<Step> steps_;
+};
+
+}  // namespace pipecomm::tcp
