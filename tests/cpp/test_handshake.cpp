@@ -57,6 +57,7 @@ struct Bounds {
   int num_breaks = 0, num_kills = 0, num_closes = 0;
   size_t num_connections = 2;  // of a pair at a time
   bool has_patience = false;   // for ever: no time limit of an answer passes
+  bool has_faults() const { return num_breaks + num_kills + num_closes > 0; }
 };
 
 enum class Said : uint8_t { hello, welcome, ready, taken, gone, first, bye, end };
@@ -66,6 +67,7 @@ struct Connection {
   int guest, host;
   uint32_t number;
   bool is_right;
+  bool is_cut = false;  // the host hears nothing of it any more, not even its end
   At at_guest = At::connecting, at_host = At::connecting;
   std::vector<Said> to_guest{}, to_host{};
   auto operator<=>(const Connection&) const = default;
@@ -114,7 +116,8 @@ uint64_t digest(const World& world) {
     tcp::Normal::write(e.handshake, text);
   }
   for (const Connection& each : world.connections) {
-    put(each.guest, each.host, each.number, each.is_right, each.at_guest, each.at_host);
+    put(each.guest, each.host, each.number, each.is_right, each.is_cut, each.at_guest,
+        each.at_host);
     for (const auto* said : {&each.to_guest, &each.to_host}) {
       put(said->size());
       for (const Said word : *said) put(word);
@@ -166,6 +169,8 @@ class Turn {
           break;
         case Handshake::Deed::rest:
           e.has_timer = true;
+          if (rank < peer && bounds_.has_patience && !bounds_.has_faults())
+            wrong = "the lower rank has to try again, though nothing has failed";
           break;
         case Handshake::Deed::miss:
           if (e.fate == End::none && !e.attached) e.is_missed = true;
@@ -299,7 +304,7 @@ class Turn {
   void tidy() {
     for (Connection& each : world_.connections) {
       if (each.at_guest == At::closed) each.to_guest.clear();
-      if (each.at_host == At::closed) each.to_host.clear();
+      if (each.at_host == At::closed || each.is_cut) each.to_host.clear();
     }
     std::erase_if(world_.connections, [&](const Connection& each) {
       return each.at_guest == At::closed &&
@@ -451,6 +456,19 @@ void for_each_next(const Bounds& bounds, const World& world,
         ++w.num_breaks;
         w.connections[idx].to_guest = w.connections[idx].to_host = {Said::end};
       });
+    // It would find any cut, but so late that nobody is to depend on it as long as both ranks live.
+    if (c.is_cut && host_lives && !is_alive(c.guest))
+      play("the heartbeat finds nobody", [&, idx](Turn&, World& w) {
+        w.connections[idx].is_cut = false;
+        w.connections[idx].to_host = {Said::end};
+      });
+    if (world.num_breaks < bounds.num_breaks && guest_lives && host_lives &&
+        !is_attached_at_guest && c.at_host != At::connecting)
+      play("a connection is cut, which its host does not notice", [&, idx](Turn&, World& w) {
+        ++w.num_breaks;
+        w.connections[idx].is_cut = true;
+        w.connections[idx].to_guest = {Said::end};
+      });
   }
   for (int rank = 0; rank < bounds.num_ranks; ++rank) {
     if (!is_alive(rank)) continue;
@@ -560,6 +578,7 @@ size_t explore(const Bounds& bounds) {
 
 }  // namespace
 
+TEST(two_ranks_at_once) { explore({.num_connections = 3, .has_patience = true}); }
 TEST(two_ranks) { explore({.num_breaks = 1, .num_connections = 3}); }
 TEST(two_ranks_with_a_wrong_address) { explore({.num_addresses = 2, .num_breaks = 1}); }
 TEST(two_ranks_that_close) { explore({.num_closes = 2}); }

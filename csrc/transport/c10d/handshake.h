@@ -61,7 +61,7 @@ class Handshake {
   std::optional<Step> next_step();
 
  private:
-  friend class Normal;  // of the test, which takes states for one that differ in nothing that matters
+  friend class Normal;  // of the test, to which states that do the same are one
   enum class State : uint8_t { idle, resting, trying, attached, over };
   enum class Stage : uint8_t { connecting, greeting, ready };
   struct Try {
