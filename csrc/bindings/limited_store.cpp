@@ -112,7 +112,8 @@ auto LimitedStore::ask(double limit_s, Call call) {
   if (in_background_ && line_->call) left_s -= Seconds(Clock::now() - line_->called_at).count();
   wait(lock, left_s, [this] { return !line_->call; });
   if (!worker_.joinable()) worker_ = start_thread([line = line_] { work(line); }, rank_);
-  line_->call = [answer, call = std::move(call)](c10d::Store& store) {
+  line_->call = [answer, call = std::move(call), line = line_.get(),
+                 in_background = in_background_](c10d::Store& store) {
     try {
       answer->result = call(store);
     } catch (const c10::Error& error) {
@@ -120,6 +121,7 @@ auto LimitedStore::ask(double limit_s, Call call) {
     } catch (const std::exception& error) {
       answer->error = error.what();
     }
+    if (answer->error) line->needs_clone = in_background;  // its connection may be broken
   };
   line_->called_at = Clock::now();
   line_->changed.notify_all();
