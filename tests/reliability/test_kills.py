@@ -5,6 +5,7 @@ The suite plays a few kills over each transport; PIPECOMM_TEST_FAULTS=all, or `m
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -16,7 +17,8 @@ import torch
 import torch.distributed as dist
 from ranks import GROUP_TIMEOUT_S, JUDGES_TIMES, assert_within
 
-from pipecomm_ext import Communicator, PipeCommPeerLost
+from pipecomm_ext import Communicator, PipeCommPeerLost, PipeCommTimeout
+from pipecomm_ext.core.rendezvous import Rendezvous
 
 NUM_KILLS = 500 if JUDGES_TIMES else 12  # over each transport
 NUM_VICTIMS = 12  # of one world of processes: each joins the two survivors for one round
@@ -53,6 +55,13 @@ def join(store: dist.Store, number: int, rank: int, transport: str) -> Communica
     store = dist.PrefixStore(f"round {number}", store)
     store.set_timeout(timedelta(seconds=GROUP_TIMEOUT_S))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
+    is_connected = False
+    while not is_connected:  # torch looks up names for it, which may take seconds
+        with contextlib.suppress(PipeCommTimeout):
+            Rendezvous(dist.group.WORLD, PATIENT_S, "a connection to the store").look_up(rank)
+            is_connected = True
+    store.set(f"{rank} is connected", "")
+    store.wait([f"{other} is connected" for other in (*SURVIVORS, VICTIM)])
     return Communicator(device="cpu", transport=transport, timeout=PATIENT_S)
 
 
