@@ -14,7 +14,6 @@ meanwhile.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Sequence
@@ -54,10 +53,12 @@ def split_backward(
         with WeightGradStore.recording() as closures:
             run_backward(edges, gradients)
         return closures
-    with contextlib.ExitStack() as hooks:
-        for join in joins:
-            hooks.callback(join.node.register_prehook(join.keep).remove)
+    hooks = [join.node.register_prehook(join.keep) for join in joins]
+    try:
         torch.autograd.backward(edges, gradients, inputs=inputs, retain_graph=True)
+    finally:
+        for hook in hooks:
+            hook.remove()
     for join in joins:
         if join.is_root:  # no input leads to it: I did not come here
             mine = [idx for idx, edge in enumerate(edges) if edge.node is join.node]
@@ -75,22 +76,28 @@ class _Join:
 
     def keep(self, gradients: tuple[torch.Tensor | None, ...]) -> None:
         self._arrived = gradients
-        arrived = [(nr, gradient) for nr, gradient in enumerate(gradients) if gradient is not None]
-        self.roots = (
-            [GradientEdge(self.node, nr) for nr, _ in arrived],
-            [_zeros_like(gradient) for _, gradient in arrived],
-        )
+        edges: list[GradientEdge] = []
+        zeros: list[torch.Tensor | None] = []
+        for number, gradient in enumerate(gradients):
+            if gradient is not None:
+                edges.append(GradientEdge(self.node, number))
+                zeros.append(_zeros_like(gradient))
+        self.roots = edges, zeros
 
     def run(self) -> None:
         edges, gradients = self.roots
         if not edges:
             return
-        with contextlib.ExitStack() as hooks:
-            if self._arrived is not None:
-                # Hooks on the node's outputs, which run again now, have changed these gradients already in I.
-                # They get zeros, so that what they add up, `.grad` after retain_grad() above all, is right.
-                hooks.callback(self.node.register_prehook(lambda _: self._arrived).remove)
+        if self._arrived is None:
             torch.autograd.backward(edges, gradients, inputs=self.weights)
+            return
+        # Hooks on the node's outputs, which run again now, have changed these gradients already in I. They
+        # get zeros, so that what they add up, `.grad` after retain_grad() above all, is right.
+        hook = self.node.register_prehook(lambda _: self._arrived)
+        try:
+            torch.autograd.backward(edges, gradients, inputs=self.weights)
+        finally:
+            hook.remove()
 
 
 def _zeros_like(tensor: torch.Tensor) -> torch.Tensor:

@@ -84,7 +84,7 @@ class Arrival:
         self, tensors: list[torch.Tensor], specs: Sequence[BorderSpec] = (), work: Work | None = None
     ):
         self._tensors, self._work = tensors, work
-        self._versions = [version_of(tensor) for tensor in tensors] if work is None else []
+        self._versions = [version_of(tensor) for tensor in tensors] if specs and work is None else []
         for tensor, spec in zip(tensors, specs, strict=False):
             if spec.is_differentiable:
                 tensor.requires_grad_()
@@ -93,7 +93,7 @@ class Arrival:
         """The tensors: leaves, which require grad where their specs are differentiable."""
         if self._work is not None:
             self._work.wait()
-        elif self._versions != [version_of(tensor) for tensor in self._tensors]:
+        elif self._versions and self._versions != [version_of(tensor) for tensor in self._tensors]:
             raise ValueError(
                 "a stage has written into its output after it returned it and before the next stage took it: "
                 "return a clone of a buffer that is used again"
