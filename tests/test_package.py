@@ -186,13 +186,13 @@ def last_line(result: subprocess.CompletedProcess) -> str:
 
 
 def test_connections_serve_one_communicator() -> None:
-    def made(size: int, token: bytes = bytes(16)) -> _C.Connections:
-        return _C.Connections(0, size, 1, token, lambda rank: None, lambda farewell: None)
+    def made(size: int, key: bytes = bytes(32)) -> _C.Connections:
+        return _C.Connections(0, size, 1, key, lambda rank: None, lambda farewell: None)
 
     options = {"channels": 2, "timeout": 5.0, "num_threads": 1}
     with pytest.raises(ValueError, match="there is no way to other ranks: call listen"):
         _C.Communicator(made(2), 0, 2, **options)
-    with pytest.raises(ValueError, match="token must have 16 bytes, not 15"):
+    with pytest.raises(ValueError, match="key must have 32 bytes, not 15"):
         made(2, bytes(15))
     connections = made(1)
     communicator = _C.Communicator(connections, 0, 1, **options)

@@ -236,7 +236,7 @@ def test_only_the_right_memory_is_mapped():
     """Each wrong one is told from the right one when the peer is met."""
 
     def connections(rank=0, epoch=1, channels=1, lookup=lambda rank: None, ring_bytes=65536):
-        made = _C.Connections(rank, 2, epoch, bytes(16), lookup, lambda farewell: None)
+        made = _C.Connections(rank, 2, epoch, bytes(32), lookup, lambda farewell: None)
         made.create_memory(channels, ring_bytes, 0)
         return made
 
