@@ -383,14 +383,14 @@ class Executor(AfterStep):
             loss = self._running.finish(stage, micro, output, loss)
         else:
             outputs, structure = flattened(output, f"the outputs of stage {stage}")
-            edges = tuple(get_gradient_edge(value) for value in outputs if value.requires_grad)
+            edges = tuple([get_gradient_edge(value) for value in outputs if value.requires_grad])
             self._mailbox.put_output(stage, micro, outputs, structure)
         if torch.is_grad_enabled():
             if self._graph_parameters.is_to_see(stage):
                 roots = edges if loss is None else (loss,)
                 given = call, self._keywords_of(stage, micro), self._running.targets_of(stage, micro)
                 self._graph_parameters.see(stage, roots, given)
-            leaves = tuple(tensor for tensor in call.received if tensor.requires_grad)
+            leaves = tuple([tensor for tensor in call.received if tensor.requires_grad])
             self._alive[stage, micro] = _Alive(leaves, edges, loss)
 
     def _backward(self, stage: int, micro: int, gradients: list[torch.Tensor] | None) -> None:
