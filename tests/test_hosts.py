@@ -255,7 +255,7 @@ def endings_of(
 
 
 def await_end(starts: dict[int, str | None]) -> None:
-    until = time.monotonic() + 5
+    until = time.monotonic() + 60
     while left := running(starts):
         assert time.monotonic() < until, left
         time.sleep(0.02)

@@ -35,7 +35,8 @@ CANNOT_FAIL = set(
 # (tests/cpp/test_c10d.cpp, tests/test_hosts.py). How often they are made is a matter of time.
 OF_CONNECTIONS = set(
     "accept4 connect epoll_ctl epoll_wait freeaddrinfo freeifaddrs gai_strerror getaddrinfo getnameinfo "
-    "getrandom getrlimit getsockopt in6addr_any ppoll read recv recvmsg send sendmsg setsockopt shutdown socket write".split()
+    "getrandom getrlimit getsockopt in6addr_any ppoll read recv recvmsg send sendmsg setsockopt shutdown "
+    "socket write".split()
 )
 # NCCL is looked for with these (test_device_choice.py); a signal that cannot be caught raises ValueError.
 TESTED_ELSEWHERE = {"dlopen", "dlsym", "sigaction"}

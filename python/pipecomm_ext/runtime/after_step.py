@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -15,17 +15,20 @@ if TYPE_CHECKING:
     from ..communicator import Communicator
 
 
-class AfterStep:
-    """The calls that follow a step, all of them collective."""
+class _Run(Protocol):
+    """What an Executor has for these calls."""
 
     communicator: Communicator
     _gradients: StepGradients
     _scaler_watch: ScalerWatch
 
-    def _abort(self, reason: str) -> None:
-        raise NotImplementedError
+    def _abort(self, reason: str) -> None: ...
 
-    def sum_replica_gradients(self) -> None:
+
+class AfterStep:
+    """The calls that follow a step, all of them collective."""
+
+    def sum_replica_gradients(self: _Run) -> None:
         """Adds up the gradients of stages with the same weights (`plan.replicas`).
 
         Collective, once after the last step() before the optimizer. The sums are the same bits on all ranks.
@@ -38,7 +41,7 @@ class AfterStep:
         with failing_together(self._abort):
             self._gradients.sum_replicas()
 
-    def sum_shared_gradients(self, weights: Mapping[str | torch.nn.Parameter, Names]) -> None:
+    def sum_shared_gradients(self: _Run, weights: Mapping[str | torch.nn.Parameter, Names]) -> None:
         """Replaces the gradients of weights that several stages share, as tied embeddings, by their sum.
 
         Collective, once after the last step() before the optimizer. The sums are the same bits on all ranks.
@@ -59,7 +62,7 @@ class AfterStep:
         with failing_together(self._abort):
             self._gradients.sum_shared(held)
 
-    def average_replica_buffers(self) -> None:
+    def average_replica_buffers(self: _Run) -> None:
         """Replaces floating-point buffers of stages with the same weights (`plan.replicas`) by their mean.
 
         Each copy sees some of the micro-batches only, so the running statistics of its BatchNorm are its own.
@@ -69,7 +72,9 @@ class AfterStep:
         with failing_together(self._abort):
             self._gradients.average_buffers()
 
-    def unscale_(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer | None = None) -> None:
+    def unscale_(
+        self: _Run, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer | None = None
+    ) -> None:
         """`scaler.unscale_(optimizer)` for the whole pipeline: if a gradient of any stage is inf or nan, the
         scalers of all ranks skip the optimizer's step and lower their scale.
 
@@ -88,7 +93,7 @@ class AfterStep:
         self._scaler_watch.has_agreed = True
 
     def clip_grad_norm_(
-        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+        self: _Run, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
         """Scales all gradients of the pipeline so that their total norm is at most `max_norm`. Collective.
 

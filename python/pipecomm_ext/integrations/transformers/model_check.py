@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .attention import NAME, calls, check_config, registered_group, telling_the_others
 from .model_loss import check_labels, seen_loss
@@ -144,7 +145,9 @@ def _piece(
         return piece
     if torch.compiler.is_compiling():  # where the pieces would be guarded, and each new one compile anew
         return None if model._is_stateful else piece
-    return piece if (piece.length, piece.num_tokens) in _pieces else None
+    if (piece.length, piece.num_tokens) not in _pieces or _has_users_attention(model):
+        return None
+    return piece
 
 
 def _holds_tokens(cache: Any) -> bool:
@@ -212,6 +215,12 @@ def configs_of(config: Any) -> Iterator[PreTrainedConfig]:
 
 def _is_ours(model: PreTrainedModel) -> bool:
     return any(config._attn_implementation == NAME for config in configs_of(model.config))
+
+
+def _has_users_attention(model: PreTrainedModel) -> bool:
+    """A function of the user's own, which may exchange tokens as well."""
+    function = ALL_ATTENTION_FUNCTIONS.get(model.config._attn_implementation)
+    return function is not None and not function.__module__.startswith("transformers.")
 
 
 def _check_model(model: PreTrainedModel, piece: _Piece) -> None:
