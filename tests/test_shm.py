@@ -368,6 +368,10 @@ def exchange_at_random(comm, rng) -> None:
 
 
 def work_until_a_peer_dies(world, seed):
+    with Communicator(world.group, device="cpu", transport="shm") as comm:
+        comm.barrier()  # which starts what serves the group
+    del comm
+    gc.collect()
     num_descriptors, num_maps = descriptors_and_maps()
     num_threads = len(os.listdir("/proc/self/task"))
     comm = Communicator(world.group, device="cpu", transport="shm", timeout=20)

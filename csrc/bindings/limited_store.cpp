@@ -2,6 +2,7 @@
 
 #include <c10/util/Exception.h>
 #include <pybind11/stl.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <chrono>
@@ -25,18 +26,61 @@ constexpr double kSliceS = 0.05;
 struct LimitedStore::Line {
   std::mutex mutex;  // down to the line
   std::condition_variable changed;
-  bool is_busy = false;  // a call is being made
+  std::function<void(c10d::Store&)> call;  // to be made, or being made
   Clock::time_point called_at;
+  uint64_t num_called = 0, num_ended = 0;
+  bool is_over = false;
   // ---
 
-  c10::intrusive_ptr<c10d::Store> store;  // of the call
+  c10::intrusive_ptr<c10d::Store> store;  // of the thread
   bool needs_clone = false;
 };
 
 LimitedStore::LimitedStore(c10::intrusive_ptr<c10d::Store> store, int rank, bool in_background)
-    : rank_(rank), in_background_(in_background), line_(std::make_shared<Line>()) {
+    : rank_(rank),
+      in_background_(in_background),
+      owner_pid_(getpid()),
+      line_(std::make_shared<Line>()) {
   line_->store = std::move(store);
   line_->needs_clone = in_background;
+}
+
+LimitedStore::~LimitedStore() {
+  if (!worker_.joinable()) return;
+  bool is_idle = false;
+  if (getpid() == owner_pid_) {  // a fork has no such thread
+    std::lock_guard lock(line_->mutex);
+    line_->is_over = true;
+    line_->changed.notify_all();
+    is_idle = !line_->call;
+  }
+  if (is_idle)
+    worker_.join();
+  else
+    worker_.detach();
+}
+
+void LimitedStore::work(const std::shared_ptr<Line>& line) {
+  std::unique_lock lock(line->mutex);
+  while (true) {
+    line->changed.wait(lock, [&] { return line->is_over || line->call; });
+    if (line->is_over) return;
+    const auto call = line->call;
+    lock.unlock();
+    if (line->needs_clone) {
+      try {
+        line->store = line->store->clone();
+        line->needs_clone = false;
+      } catch (const std::exception&) {
+        // This call has to do without; the next one tries again.
+      }
+    }
+    call(*line->store);
+    lock.lock();
+    line->call = nullptr;
+    ++line->num_ended;
+    line->changed.notify_all();
+  }
 }
 
 template <class Ready>
@@ -55,45 +99,34 @@ void LimitedStore::wait(std::unique_lock<std::mutex>& lock, double& left_s, Read
 
 template <class Call>
 auto LimitedStore::ask(double limit_s, Call call) {
+  using Result = decltype(call(*line_->store));
   struct Answer {
-    bool is_there = false;
-    decltype(call(*line_->store)) result{};
+    Result result{};
     std::optional<std::string> error;
   };
   const auto answer = std::make_shared<Answer>();
-  auto make_call = [answer, call = std::move(call), line = line_, in_background = in_background_] {
+  std::unique_lock lock(line_->mutex);
+  double left_s = limit_s;
+  // In the background, a store that has been silent for that long is not waited for once more: many
+  // communicators may close.
+  if (in_background_ && line_->call) left_s -= Seconds(Clock::now() - line_->called_at).count();
+  wait(lock, left_s, [this] { return !line_->call; });
+  if (!worker_.joinable()) worker_ = start_thread([line = line_] { work(line); }, rank_);
+  line_->call = [answer, call = std::move(call), line = line_.get(),
+                 in_background = in_background_](c10d::Store& store) {
     try {
-      if (line->needs_clone) line->store = line->store->clone();
-      line->needs_clone = false;
-      answer->result = call(*line->store);
+      answer->result = call(store);
     } catch (const c10::Error& error) {
       answer->error = error.what_without_backtrace();
     } catch (const std::exception& error) {
       answer->error = error.what();
     }
     if (answer->error) line->needs_clone = in_background;  // its connection may be broken
-    std::lock_guard lock(line->mutex);
-    line->is_busy = false;
-    answer->is_there = true;
-    line->changed.notify_all();
   };
-  std::unique_lock lock(line_->mutex);
-  double left_s = limit_s;
-  // In the background, a store that has been silent for that long is not waited for once more: many
-  // communicators may close.
-  if (in_background_ && line_->is_busy) left_s -= Seconds(Clock::now() - line_->called_at).count();
-  wait(lock, left_s, [this] { return !line_->is_busy; });
-  std::thread caller = start_thread(std::move(make_call), rank_);
-  line_->is_busy = true;
   line_->called_at = Clock::now();
-  try {
-    wait(lock, left_s, [&] { return answer->is_there; });
-  } catch (...) {
-    caller.detach();
-    throw;
-  }
-  lock.unlock();
-  caller.join();
+  line_->changed.notify_all();
+  const uint64_t number = ++line_->num_called;
+  wait(lock, left_s, [this, number] { return line_->num_ended >= number; });
   if (answer->error) throw std::runtime_error(*answer->error);
   return std::move(answer->result);
 }

@@ -21,13 +21,16 @@ struct StoreIsSilent : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// A thread of its own makes each call, one after the other. If a call does not end, its thread is left
+// One thread makes the calls, one after the other. If a call does not end, that thread is left
 // behind: it touches neither Python nor a communicator, so it may outlive both.
 class LimitedStore {
  public:
   // `in_background`: over a connection of its own, which calls of others do not hold up, and for
   // threads that have no signals to look for. `rank` is named by errors.
   LimitedStore(c10::intrusive_ptr<c10d::Store> store, int rank, bool in_background);
+  ~LimitedStore();
+  LimitedStore(const LimitedStore&) = delete;
+  LimitedStore& operator=(const LimitedStore&) = delete;
 
   // For any thread, without the GIL. All throw StoreIsSilent once `limit_s` has passed, and
   // std::runtime_error with what the store throws.
@@ -43,6 +46,7 @@ class LimitedStore {
 
  private:
   struct Line;
+  static void work(const std::shared_ptr<Line>& line);
   template <class Call>
   auto ask(double limit_s, Call call);
   template <class Ready>
@@ -50,7 +54,9 @@ class LimitedStore {
 
   const int rank_;
   const bool in_background_;
-  const std::shared_ptr<Line> line_;  // shared with the thread of a call
+  const int owner_pid_;
+  const std::shared_ptr<Line> line_;  // shared with the thread
+  std::thread worker_;                // started by the first call
 };
 
 void bind_limited_store(pybind11::module_& m);

@@ -166,6 +166,7 @@ def play_until_one_is_lost(world, transport: str, seed: int, timeout_s: float):
         group = dist.new_group(list(range(num_left)), backend="gloo", use_local_synchronization=True)
         with connect(group, transport) as comm:
             Program(comm, seed).play()  # the ranks may have been in different ones when they heard
+    world.mark("went on")
     return heard
 
 
@@ -249,6 +250,13 @@ class Soak:
             world.await_marks("plays")
             time.sleep(rng.random() * 0.1)
             struck_at = world.signal(lost, number)
+            try:
+                for rank in range(lost):
+                    world.await_mark(rank, "went on")
+            except RankFailure as failure:
+                raise SoakFailure(f"{what}: {failure}") from None
+            if number is signal.SIGSTOP:  # it would never answer
+                world.signal(lost, signal.SIGKILL)
             outcomes = world.collect(give_up_on=("raised",))
         for outcome in outcomes[:lost]:
             if outcome.status != "returned":
