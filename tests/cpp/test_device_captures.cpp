@@ -14,7 +14,11 @@ TEST(captures) {
     me.finish(me.comm->broadcast(shared.ref(), 0, {.is_async = false}));
 
     meet(me);
-    const int num_claims = me.hub.num_claims();
+    int num_claims = -1;  // once what is said about the calls above has been answered
+    while (num_claims != me.hub.num_claims()) {
+      num_claims = me.hub.num_claims();
+      std::this_thread::sleep_for(50ms);
+    }
     meet(me);
     me.runtime->begin_capture();
     const auto captured = me.p2p(batch, true);  // two channels: forks two streams
