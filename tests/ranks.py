@@ -217,8 +217,8 @@ class World:
     def begin_test(self) -> None:
         """Destroys the groups of torch's that the test before has made, now that no rank is in it any more.
 
-        Each has threads that wake up a hundred times a second: hundreds load the machine. torch < 2.14 gives the
-        name of one that its members made alone to another one later, whose ranks then may find its old addresses.
+        Each has threads that wake up a hundred times a second: hundreds load the machine. torch < 2.14 gives
+        the name of one that its members made alone to another one later, whose ranks may find old addresses.
         """
         import torch
         import torch.distributed as dist
