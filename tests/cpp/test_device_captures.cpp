@@ -35,6 +35,7 @@ TEST(captures) {
     me.follow(captured);
     // Each of 6 orders may be told once by each rank that its numbers mean nothing any more.
     CHECK(me.hub.num_claims() <= num_claims + 12);
+    meet(me);
 
     me.finish(in_flight ? in_flight : me.p2p({mine.to(peer)}, true));
     CHECK(!me.comm->failure());

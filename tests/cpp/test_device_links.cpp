@@ -161,6 +161,7 @@ TEST(a_first_use_in_a_capture) {
       CHECK_INVALID(text, me.p2p(swap.on()));
       CHECK_INVALID(text, me.comm->broadcast(swap.mine.ref(), 0, {.is_async = false}));
     });
+    meet(me);  // connecting reaches the peer, whatever its thread does
     me.comm->connect(std::vector{0, 1});
     CHECK(comes_true([&] { return me.comm->device_usage().num_nccl_comms == 5; }));
     meet(me);
