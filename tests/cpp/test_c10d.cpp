@@ -198,7 +198,7 @@ class Stranger {
   bool hears(tcp::Word word) {
     if (recv(fd_, &heard, sizeof heard, MSG_WAITALL) != sizeof heard) return false;
     const bool is_guest = heard.word == tcp::Word::hello || heard.word == tcp::Word::ready;
-    (is_guest ? nonces.guest : nonces.host) = heard.nonce;
+    (is_guest ? nonces.guest : nonces.listener) = heard.nonce;
     return heard.word == word;
   }
   // Whether the rank has it for its connection to the peer.

@@ -35,7 +35,7 @@ def fault_table() -> list[str]:
         ends = " or ".join(f"`{kind.__name__}`" for kind in fault.expected) or "the right result"
         lines.append(f"| {fault.name} | {counts['c10d']} | {counts['shm']} | {ends} |")
     lines.append(
-        f"\n{len(cases)} cases: {len(FAULTS)} faults in {len(OPERATIONS)} operations; `make faults` plays "
+        f"\n{len(cases)} cases: {len(FAULTS)} faults in {len({case.operation for case in cases})} operations; `make faults` plays "
         f"them all, the test suite {len(chosen)}."
     )
     return lines

@@ -285,7 +285,7 @@ void Connector::advance(int peer, Pair& pair, Try& attempt) {
 void Connector::hear(int peer, Pair& pair, Try& attempt, const Greeting& greeting) {
   if (!is_greeting(greeting, peer, rank_) || greeting.attempt != attempt.number)
     return fail(peer, pair, attempt, "another program answers", true);
-  if (greeting.word != Word::taken) attempt.nonces.host = greeting.nonce;
+  if (greeting.word != Word::taken) attempt.nonces.listener = greeting.nonce;
   if (!is_proven(greeting, attempt.nonces, key_))
     return fail(peer, pair, attempt,
                 "does not prove that it belongs; is PIPECOMM_SECRET equal on all ranks?", true);
@@ -352,7 +352,7 @@ bool Connector::welcome(Guest& guest, const Greeting& hello) {
   const auto answer = pair_of(peer).handshake.answer();
   if (answer == Handshake::Answer::none) return false;
   try {
-    guest.nonces = {.guest = hello.nonce, .host = draw_nonce()};
+    guest.nonces = {.guest = hello.nonce, .listener = draw_nonce()};
   } catch (const std::system_error&) {
     return false;
   }

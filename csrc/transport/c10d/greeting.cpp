@@ -39,7 +39,7 @@ Greeting make_greeting(Word word, int from, int to, uint32_t attempt, const Nonc
                     .from = static_cast<uint32_t>(from),
                     .to = static_cast<uint32_t>(to),
                     .attempt = attempt,
-                    .nonce = is_guest ? nonces.guest : nonces.host};
+                    .nonce = is_guest ? nonces.guest : nonces.listener};
   if (word != Word::hello) greeting.proof = proof_of(greeting, nonces, key);
   return greeting;
 }

@@ -16,17 +16,17 @@ namespace pipecomm::tcp {
 using Key = std::array<std::byte, 32>;
 using Nonce = std::array<std::byte, 16>;
 
-// Whoever connects is the guest, the other end the host.
+// The end that connects is the guest, the other end the listener.
 enum class Word : uint16_t {
   hello = 1,  // guest: a rank wants to connect; proves nothing yet
-  welcome,    // host: go on
-  ready,      // guest: the connection is the host's, if it wants it
-  taken,      // host: it is the guest's as well
-  gone,       // host: the two are through with each other
+  welcome,    // listener: go on
+  ready,      // guest: the connection is the listener's, if it wants it
+  taken,      // listener: it is the guest's as well
+  gone,       // listener: the two are through with each other
 };
 
 struct Nonces {
-  Nonce guest{}, host{};
+  Nonce guest{}, listener{};
 };
 
 struct Greeting {
@@ -34,7 +34,7 @@ struct Greeting {
   uint16_t version = 0;
   Word word{};
   uint32_t from = 0, to = 0;
-  uint32_t attempt = 0;  // of the guest, counted for this host from 1
+  uint32_t attempt = 0;  // of the guest, counted for this listener from 1
   uint32_t reserved = 0;
   Nonce nonce{};  // of the end that says this
   Digest proof{};

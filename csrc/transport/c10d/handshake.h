@@ -2,14 +2,15 @@
 // without sockets, clocks and threads. Connector carries them out, and tests/cpp/test_handshake.cpp
 // explores whatever may happen to them.
 //
-// A guest has its connection once its host has taken it, and may send at once. A host that has taken one
-// sends nothing before the guest speaks: the guest may have given the attempt up, and then makes a newer
-// one, which takes the place of the older. A connection on which the peer has spoken is never replaced.
-// Attempts are numbered, since what was said on one may arrive after what was said on the next. If both
-// ends are ready on connections of their own, that of the lower rank counts.
+// A guest has its connection once its listener has taken it, and may send at once. A listener that has
+// taken one sends nothing before the guest speaks: the guest may have given the attempt up, and then makes
+// a newer one, which takes the place of the older. A connection on which the peer has spoken is never
+// replaced. Attempts are numbered, since what was said on one may arrive after what was said on the next.
+// If both ends are ready on connections of their own, that of the lower rank counts.
 //
-// An attempt that breaks is made again, whatever broke it. A peer is missed only if nobody listens for it
-// at any of its addresses, or if it says that the two are through with each other.
+// An attempt that breaks is made again, whatever broke it. A peer is missed only if each of its addresses
+// refuses or belongs to a process without the key, if it says that the two are through with each other,
+// or if a connection that it had taken ends before its first packet.
 #pragma once
 
 #include <compare>

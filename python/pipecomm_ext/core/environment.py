@@ -123,7 +123,6 @@ BUILD_VARIABLES = (
     "PIPECOMM_FAULTS",
     "PIPECOMM_LINEINFO",
     "PIPECOMM_NCCL_INCLUDE",
-    "PIPECOMM_NVCC",
 )
 # Read by the test suite and the soak runs.
 TEST_PREFIX = "PIPECOMM_TEST_"

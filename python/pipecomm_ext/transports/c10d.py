@@ -29,7 +29,7 @@ _HEARTBEAT = Variable(
 _HEARTBEAT_LIMIT = Variable(
     "PIPECOMM_HEARTBEAT_LIMIT_S",
     Number(2, 86400, "seconds"),
-    "silence after which it is lost (a cut that no end of the connection reports)",
+    "silence after which a rank of another host is lost (a cut that no end of the connection reports)",
     60,
     on_wire=False,
 )
