@@ -26,7 +26,7 @@ constexpr double kSliceS = 0.05;
 struct LimitedStore::Line {
   std::mutex mutex;  // down to the line
   std::condition_variable changed;
-  std::function<void(c10d::Store&)> call;  // to be made, or being made
+  std::function<void(Line&)> call;  // to be made, or being made
   Clock::time_point called_at;
   uint64_t num_called = 0, num_ended = 0;
   bool is_over = false;
@@ -34,6 +34,18 @@ struct LimitedStore::Line {
 
   c10::intrusive_ptr<c10d::Store> store;  // of the thread
   bool needs_clone = false;
+
+  c10d::Store& connected_store() {
+    if (needs_clone) {
+      try {
+        store = store->clone();
+        needs_clone = false;
+      } catch (const std::exception&) {
+        // This call has to do without; the next one tries again.
+      }
+    }
+    return *store;
+  }
 };
 
 LimitedStore::LimitedStore(c10::intrusive_ptr<c10d::Store> store, int rank, bool in_background)
@@ -47,8 +59,12 @@ LimitedStore::LimitedStore(c10::intrusive_ptr<c10d::Store> store, int rank, bool
 
 LimitedStore::~LimitedStore() {
   if (!worker_.joinable()) return;
+  if (getpid() != owner_pid_) {  // a fork has no such thread, and its name may be another's by now
+    new std::thread(std::move(worker_));
+    return;
+  }
   bool is_idle = false;
-  if (getpid() == owner_pid_) {  // a fork has no such thread
+  {
     std::lock_guard lock(line_->mutex);
     line_->is_over = true;
     line_->changed.notify_all();
@@ -67,15 +83,7 @@ void LimitedStore::work(const std::shared_ptr<Line>& line) {
     if (line->is_over) return;
     const auto call = line->call;
     lock.unlock();
-    if (line->needs_clone) {
-      try {
-        line->store = line->store->clone();
-        line->needs_clone = false;
-      } catch (const std::exception&) {
-        // This call has to do without; the next one tries again.
-      }
-    }
-    call(*line->store);
+    call(*line);
     lock.lock();
     line->call = nullptr;
     ++line->num_ended;
@@ -98,7 +106,7 @@ void LimitedStore::wait(std::unique_lock<std::mutex>& lock, double& left_s, Read
 }
 
 template <class Call>
-auto LimitedStore::ask(double limit_s, Call call) {
+auto LimitedStore::ask(double limit_s, Repeat repeat, Call call) {
   using Result = decltype(call(*line_->store));
   struct Answer {
     Result result{};
@@ -109,19 +117,28 @@ auto LimitedStore::ask(double limit_s, Call call) {
   double left_s = limit_s;
   // In the background, a store that has been silent for that long is not waited for once more: many
   // communicators may close.
-  if (in_background_ && line_->call) left_s -= Seconds(Clock::now() - line_->called_at).count();
+  if (in_background_ && line_->call) {
+    const double silent_s = Seconds(Clock::now() - line_->called_at).count();
+    left_s = std::max(left_s - silent_s, 2 * kSliceS);  // this process may have been stopped
+  }
   wait(lock, left_s, [this] { return !line_->call; });
   if (!worker_.joinable()) worker_ = start_thread([line = line_] { work(line); }, rank_);
-  line_->call = [answer, call = std::move(call), line = line_.get(),
-                 in_background = in_background_](c10d::Store& store) {
-    try {
-      answer->result = call(store);
-    } catch (const c10::Error& error) {
-      answer->error = error.what_without_backtrace();
-    } catch (const std::exception& error) {
-      answer->error = error.what();
+  // The connection may have broken since the last call, as that of a clone that was idle for long does.
+  const int num_tries = in_background_ && repeat == Repeat::if_it_fails ? 2 : 1;
+  line_->call = [answer, call = std::move(call), num_tries,
+                 in_background = in_background_](Line& line) {
+    for (int num_left = num_tries; num_left > 0; --num_left) {
+      try {
+        answer->result = call(line.connected_store());
+        answer->error.reset();
+        return;
+      } catch (const c10::Error& error) {
+        answer->error = error.what_without_backtrace();
+      } catch (const std::exception& error) {
+        answer->error = error.what();
+      }
+      line.needs_clone = in_background;
     }
-    if (answer->error) line->needs_clone = in_background;  // its connection may be broken
   };
   line_->called_at = Clock::now();
   line_->changed.notify_all();
@@ -139,14 +156,14 @@ std::string text_of(const std::vector<uint8_t>& bytes) { return {bytes.begin(), 
 }  // namespace
 
 std::optional<std::string> LimitedStore::find(const std::string& key, double limit_s) {
-  return ask(limit_s, [key](c10d::Store& store) -> std::optional<std::string> {
+  return ask(limit_s, Repeat::if_it_fails, [key](c10d::Store& store) -> std::optional<std::string> {
     if (!store.check({key})) return std::nullopt;
     return text_of(store.get(key));
   });
 }
 
 void LimitedStore::set(const std::string& key, const std::string& value, double limit_s) {
-  ask(limit_s, [key, value](c10d::Store& store) {
+  ask(limit_s, Repeat::if_it_fails, [key, value](c10d::Store& store) {
     store.set(key, bytes_of(value));
     return store.check({key});  // a TCPStore does not wait until it is there
   });
@@ -154,13 +171,14 @@ void LimitedStore::set(const std::string& key, const std::string& value, double 
 
 std::string LimitedStore::compare_set(const std::string& key, const std::string& expected,
                                       const std::string& desired, double limit_s) {
-  return ask(limit_s, [key, expected, desired](c10d::Store& store) {
+  return ask(limit_s, Repeat::never, [key, expected, desired](c10d::Store& store) {
     return text_of(store.compareSet(key, bytes_of(expected), bytes_of(desired)));
   });
 }
 
 int64_t LimitedStore::add(const std::string& key, int64_t amount, double limit_s) {
-  return ask(limit_s, [key, amount](c10d::Store& store) { return store.add(key, amount); });
+  return ask(limit_s, Repeat::never,
+             [key, amount](c10d::Store& store) { return store.add(key, amount); });
 }
 
 void bind_limited_store(py::module_& m) {

@@ -22,7 +22,8 @@ struct StoreIsSilent : std::runtime_error {
 };
 
 // One thread makes the calls, one after the other. If a call does not end, that thread is left
-// behind: it touches neither Python nor a communicator, so it may outlive both.
+// behind: it touches neither Python (unless the store is written in Python) nor a communicator, so it may
+// outlive both.
 class LimitedStore {
  public:
   // `in_background`: over a connection of its own, which calls of others do not hold up, and for
@@ -47,8 +48,9 @@ class LimitedStore {
  private:
   struct Line;
   static void work(const std::shared_ptr<Line>& line);
+  enum class Repeat : uint8_t { never, if_it_fails };  // once, over a new connection
   template <class Call>
-  auto ask(double limit_s, Call call);
+  auto ask(double limit_s, Repeat repeat, Call call);
   template <class Ready>
   void wait(std::unique_lock<std::mutex>& lock, double& left_s, Ready ready) const;
 

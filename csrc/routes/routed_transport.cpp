@@ -31,7 +31,9 @@ RoutedTransport::RoutedTransport(RoutedOptions options, TransportEvents& events)
   directory_ = std::make_unique<Directory>(
       rank_, std::move(options.lookup),
       Directory::Events{
-          [this](int peer, const Introduction& introduction) { found(peer, introduction); },
+          [this](int peer, const Introduction& introduction) {
+            or_break([&] { found(peer, introduction); });
+          },
           [this](int peer, const std::optional<std::string>& farewell, const std::string& why) {
             or_break([&] { gone(peer, farewell, why); });
           },
@@ -229,7 +231,7 @@ void RoutedTransport::settle(int peer, Way way, std::unique_lock<std::mutex>& lo
   if (way == Way::tcp) ++num_tcp_;
   const bool are_all_known = --num_unknown_ == 0;
   if (way == Way::shm) shm_->note_routed(peer);
-  if (are_all_known) shm_->note_all_added();
+  if (are_all_known && shm_) shm_->note_all_added();  // none: its constructor has failed
   lock.unlock();
   settled_.notify_all();
   if (way == Way::tcp) tcp_->note_routed(peer);
@@ -384,8 +386,10 @@ void RoutedTransport::close(Deadline deadline) {
   // A peer that reads the farewell turns this rank's connections away.
   if (tcp_) tcp_->begin_disconnect();
   directory_->begin_stop();  // a look-up that is under way may take as long as the farewell
+  const auto began_at = Clock::now();
   if (!has_met_all()) say_farewell();
   directory_->stop();
+  deadline += Clock::now() - began_at;  // a store that is silent takes nothing from the goodbye
   if (shm_) shm_->close(deadline);
   if (tcp_) tcp_->close(deadline);
 }

@@ -61,7 +61,7 @@ class Directory {
 
   void want(int peer);
   // The peer, which was found, is not where it should be: looks again whether it has closed. A rank
-  // says so before it stops listening, so one look is enough.
+  // says so before it stops listening, so one look is enough, if the store answers.
   void miss(int peer, const std::string& why);
   // Why a wanted peer is not known yet, as a predicate; empty if it is, or was not wanted.
   std::string problem(int peer) const;

@@ -95,6 +95,7 @@ C10dTransport::C10dTransport(C10dOptions options, std::vector<Socket> listeners,
             or_break([&] { connected(peer, std::move(socket), attempt); });
           },
           [this](int peer, const std::string& why) { or_break([&] { missed(peer, why); }); },
+          [this](const std::string& why) { events_.on_broken(why); },
       });
   arm();
   progress_thread_ = start_thread([this] { progress(); }, options_.rank);
@@ -206,7 +207,8 @@ void C10dTransport::detach(Peer& peer) {
 // closed, or died, or it has given this attempt up and makes another one.
 void C10dTransport::ended_unmet(Peer& peer, std::unique_lock<std::mutex>& lock,
                                 const std::string& why) {
-  if (disconnecting_) return lost(peer, lock, why);
+  if (peer.has_left) peer.connection.link().leave();
+  if (disconnecting_ || peer.has_left) return lost(peer, lock, why);
   detach(peer);
   connector_->ended(peer.connection.link().peer(), peer.attempt, why);
   lock.unlock();
@@ -218,13 +220,17 @@ void C10dTransport::miss(Peer& peer, std::unique_lock<std::mutex>& lock, const s
   detach(peer);
   peer.watch.reset();
   lock.unlock();
-  options_.on_missed(peer.connection.link().peer(), why);
+  if (options_.on_missed) options_.on_missed(peer.connection.link().peer(), why);
 }
 
 void C10dTransport::note_gone(int peer_idx, bool has_closed, const std::string& why) {
   Peer& peer = peer_for(peer_idx);
   std::unique_lock lock(peer.mutex);
-  if (stopping_ || peer.is_over || peer.connection.attached()) return;
+  if (stopping_ || peer.is_over) return;
+  if (peer.connection.attached()) {
+    peer.has_left = has_closed;  // what it may have said before is on its way
+    return;
+  }
   if (has_closed) peer.connection.link().leave();
   bool has_ended = false;
   try {
@@ -251,7 +257,7 @@ void C10dTransport::note_closed(Peer& peer) {
   close_changed_.notify_all();
 }
 
-// With the peer's lock held, which is released.
+// With the peer's lock held, which is released, unless the peer was lost before.
 void C10dTransport::lost(Peer& peer, std::unique_lock<std::mutex>& lock, const std::string& why) {
   if (std::exchange(peer.is_over, true)) return;
   PeerLink& link = peer.connection.link();
@@ -502,6 +508,9 @@ void C10dTransport::look_after(Peer& peer, std::unique_lock<std::mutex>& lock) {
   } catch (const std::exception&) {
     // This was the last of it.
   }
+  act(peer, lock);  // its last words count before its end
+  lock.lock();
+  if (peer.is_over) return;
   if (!peer.connection.link().has_met_peer()) return miss(peer, lock, "its process has ended");
   lost(peer, lock, "its process has ended");
 }

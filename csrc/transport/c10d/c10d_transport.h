@@ -42,8 +42,8 @@ struct C10dOptions {
   bool waits_for_routes = false;
   // A peer is needed whose introduction is still to come.
   std::function<void(int peer)> on_wanted = nullptr;
-  // A peer has connected to this rank, or this rank to it; nothing has come from it yet. May come again,
-  // if that connection breaks.
+  // A peer has connected to this rank, or this rank to it. May come again, if that connection breaks, or
+  // if the peer makes a newer one.
   std::function<void(int peer)> on_connected = nullptr;
   // A peer that this rank has never met is not there: note_gone() follows.
   std::function<void(int peer, const std::string& why)> on_missed = nullptr;
@@ -96,6 +96,7 @@ class C10dTransport final : public HostTransport {
     bool is_over = false;       // lost, or left: nothing is read any more
     bool is_open = true;        // has neither answered our goodbye nor gone
     std::atomic<pid_t> pid{0};  // of its process, if it can be watched
+    bool has_left = false;      // by its farewell, while it was still connected
     bool is_watch_tried = false;
     std::unique_ptr<ProcessWatch> watch;
     // Ticks without news until the connection of a process that has ended is given up: what it sent

@@ -10,6 +10,7 @@
 #include <climits>
 #include <cstring>
 #include <system_error>
+#include <tuple>
 
 #include "message/start_thread.h"
 
@@ -20,7 +21,6 @@ using namespace std::chrono_literals;
 
 constexpr size_t kMaxGuests = 64;
 constexpr int kReservedDescriptors = 32;
-const std::string kNobodyListens;  // at an address, as a problem
 
 int first_reserved_fd() {
   rlimit limit{};
@@ -44,7 +44,14 @@ Connector::Connector(int rank, int size, const Key& key, const ConnectorLimits& 
 Connector::~Connector() { stop(); }
 
 void Connector::start() {
-  thread_ = start_thread([this] { run(); }, rank_);
+  const auto guarded = [this] {
+    try {
+      run();
+    } catch (const std::exception& error) {
+      events_.on_broken(error.what());
+    }
+  };
+  thread_ = start_thread(guarded, rank_);
 }
 
 void Connector::stop() {
@@ -73,7 +80,7 @@ void Connector::spoke(int peer, AttemptId id) {
 }
 
 void Connector::ended(int peer, AttemptId id, const std::string& why) {
-  note_problem(peer, "its connection", why);
+  note_problem(peer, "its connection", {.why = why});
   tell(peer, [id](Pair& pair) { pair.handshake.ended(id); });
 }
 
@@ -94,11 +101,11 @@ std::string Connector::problem(int peer) const {
   const auto found = problems_.find(peer);
   if (found == problems_.end()) return "";
   std::string refused, others;
-  for (const auto& [address, why] : found->second) {
-    if (why == kNobodyListens)
+  for (const auto& [address, problem] : found->second) {
+    if (problem.is_refusal)
       refused += (refused.empty() ? "nobody listens at " : " and ") + address;
     else
-      others += (others.empty() ? "" : "; ") + address + ": " + why;
+      others += (others.empty() ? "" : "; ") + address + ": " + problem.why;
   }
   if (refused.empty()) return others;
   return refused +
@@ -107,14 +114,14 @@ std::string Connector::problem(int peer) const {
          (others.empty() ? "" : "; ") + others;
 }
 
-void Connector::note_problem(int peer, const std::string& address, const std::string& why) {
+void Connector::note_problem(int peer, const std::string& address, Problem problem) {
   std::lock_guard lock(mutex_);
-  problems_[peer][address] = why;
+  problems_[peer][address] = std::move(problem);
 }
 
 void Connector::wake() {
   const uint64_t one = 1;
-  (void)!::write(bell_.fd(), &one, sizeof one);  // fails only if it has been rung already
+  (void)!::write(bell_.fd(), &one, sizeof one);  // fails only if it has been rung often
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -163,8 +170,11 @@ bool Connector::take_news() {
 // Marks what is due: something has come, or its time is up.
 void Connector::wait_for_events() {
   std::vector<pollfd> polled{{bell_.fd(), POLLIN, 0}};
-  for (const Socket& listener : listeners_) polled.push_back({listener.fd(), POLLIN, 0});
-  Deadline next = Deadline::max();
+  const Deadline room_at = is_full() ? may_go_at(*first_to_go()) : Clock::now();
+  const bool has_room = room_at <= Clock::now();
+  Deadline next = has_room ? Deadline::max() : room_at;
+  for (const Socket& listener : listeners_)
+    polled.push_back({has_room ? listener.fd() : -1, POLLIN, 0});
   for (const auto& [peer, pair] : pairs_) {
     next = std::min(next, pair.due);
     for (const Try& each : pair.tries) {
@@ -214,7 +224,7 @@ void Connector::carry_out(int peer, Pair& pair) {
         const Word word = step->deed == Deed::say_hello ? Word::hello : Word::ready;
         attempt->until = Clock::now() + limits_.greeting;
         if (!say(attempt->socket, word, peer, attempt->number, attempt->nonces))
-          fail(peer, pair, *attempt, "the connection broke", false);
+          fail(peer, pair, *attempt, "the connection broke");
         break;
       }
       case Deed::drop:
@@ -243,43 +253,48 @@ void Connector::dial(int peer, Pair& pair, const Handshake::Step& step) {
   const auto now = Clock::now();
   Try& attempt = pair.tries.emplace_back();
   attempt.number = step.number;
-  attempt.address = step.address;
+  attempt.address = {pair.contact.hosts[step.address], pair.contact.port};
   attempt.until = now + limits_.connecting;
   pair.due = now + limits_.next_address;
   try {
     attempt.nonces.guest = draw_nonce();
-    attempt.socket = start_connecting({pair.contact.hosts[step.address], pair.contact.port});
+    attempt.socket = start_connecting(attempt.address);
   } catch (const std::system_error& error) {
-    const bool is_refusal = error.code() == std::errc::connection_refused;
-    fail(peer, pair, attempt, is_refusal ? kNobodyListens : error.what(), is_refusal);
+    if (error.code() == std::errc::connection_refused) return refused(peer, pair, attempt);
+    fail(peer, pair, attempt, error.what());
   }
 }
 
+// `is_elsewhere`: the peer is not at that address.
 void Connector::fail(int peer, Pair& pair, const Try& attempt, const std::string& why,
-                     bool is_refusal) {
-  const Address address{pair.contact.hosts[attempt.address], pair.contact.port};
-  note_problem(peer, address.text(), why);
-  pair.handshake.failed(attempt.number, is_refusal);
+                     bool is_elsewhere) {
+  note_problem(peer, attempt.address.text(), {.why = why});
+  pair.handshake.failed(attempt.number, is_elsewhere);
+}
+
+void Connector::refused(int peer, Pair& pair, const Try& attempt) {
+  note_problem(peer, attempt.address.text(), {.is_refusal = true});
+  pair.handshake.failed(attempt.number, true);
 }
 
 void Connector::advance(int peer, Pair& pair, Try& attempt) {
   if (!attempt.is_connected) {
-    if (!attempt.has_news) return fail(peer, pair, attempt, "no answer", false);
+    if (!attempt.has_news) return fail(peer, pair, attempt, "no answer");
     const int error = error_of(attempt.socket);
-    if (error == ECONNREFUSED) return fail(peer, pair, attempt, kNobodyListens, true);
-    if (error != 0) return fail(peer, pair, attempt, error_text(error), false);
+    if (error == ECONNREFUSED) return refused(peer, pair, attempt);
+    if (error != 0) return fail(peer, pair, attempt, error_text(error));
     attempt.is_connected = true;
     return pair.handshake.connected(attempt.number);
   }
   const Read result = read(attempt.socket, attempt.in);
-  if (result == Read::broken) return fail(peer, pair, attempt, "the connection was closed", false);
+  if (result == Read::broken) return fail(peer, pair, attempt, "the connection was closed");
   if (result == Read::whole) {
     Greeting greeting;
     std::memcpy(&greeting, attempt.in.bytes.data(), sizeof greeting);
     attempt.in.num_read = 0;
     return hear(peer, pair, attempt, greeting);
   }
-  if (Clock::now() >= attempt.until) fail(peer, pair, attempt, "no answer", false);
+  if (Clock::now() >= attempt.until) fail(peer, pair, attempt, "no answer");
 }
 
 void Connector::hear(int peer, Pair& pair, Try& attempt, const Greeting& greeting) {
@@ -295,25 +310,29 @@ void Connector::hear(int peer, Pair& pair, Try& attempt, const Greeting& greetin
     case Word::taken:
       return pair.handshake.taken(attempt.number);
     case Word::gone:
-      note_problem(peer, "its answer", "it has given up the connection to this rank");
+      note_problem(peer, "its answer", {.why = "it has given up the connection to this rank"});
       return pair.handshake.turned_away();
     case Word::hello:
     case Word::ready:
-      fail(peer, pair, attempt, "it says what only a guest says", false);
+      fail(peer, pair, attempt, "it says what only a guest says");
   }
 }
 
 // ------------------------------------------------------------------------------------------------
 // welcoming
 
-// What a peer says first mostly comes with its connection: it is no silent guest that others push out.
+// What a peer says first mostly comes with its connection.
 void Connector::accept_guests(const Socket& listener) {
   try {
     for (size_t num_left = kMaxGuests; num_left > 0; --num_left) {
+      const auto now = Clock::now();
+      const auto leaving = is_full() ? first_to_go() : guests_.end();
+      if (leaving != guests_.end() && now < may_go_at(*leaving)) return;  // the next one waits
       Socket socket = accept_from(listener);
       if (!socket) return;
-      make_room();
-      guests_.push_back({.socket = std::move(socket), .until = Clock::now() + limits_.greeting});
+      if (leaving != guests_.end()) guests_.erase(leaving);
+      guests_.push_back(
+          {.socket = std::move(socket), .came_at = now, .until = now + limits_.greeting});
       if (!advance(guests_.back())) guests_.pop_back();
     }
   } catch (const std::system_error&) {
@@ -321,15 +340,28 @@ void Connector::accept_guests(const Socket& listener) {
   }
 }
 
-void Connector::make_room() {
-  const bool is_full = guests_.size() >= kMaxGuests ||
-                       std::any_of(guests_.begin(), guests_.end(), [this](const Guest& guest) {
-                         return guest.socket.fd() >= first_reserved_fd_;
-                       });
-  if (!is_full) return;
-  const auto silent = std::find_if(guests_.begin(), guests_.end(),
-                                   [](const Guest& guest) { return guest.peer < 0; });
-  guests_.erase(silent == guests_.end() ? guests_.begin() : silent);
+bool Connector::is_full() const {
+  return guests_.size() >= kMaxGuests ||
+         std::any_of(guests_.begin(), guests_.end(), [this](const Guest& guest) {
+           return guest.socket.fd() >= first_reserved_fd_;
+         });
+}
+
+Deadline Connector::may_go_at(const Guest& guest) const {
+  return guest.came_at + (guest.peer < 0 ? limits_.silent_guest : limits_.guest);
+}
+
+// Of those that may go, one whose descriptor is of the reserve, then a silent one, then the oldest; else
+// the one that may go next.
+std::list<Connector::Guest>::iterator Connector::first_to_go() {
+  const auto now = Clock::now();
+  const auto rank_of = [&](const Guest& guest) {
+    return std::tuple(std::max(now, may_go_at(guest)), guest.socket.fd() < first_reserved_fd_,
+                      guest.peer >= 0);
+  };
+  return std::min_element(
+      guests_.begin(), guests_.end(),
+      [&](const Guest& one, const Guest& other) { return rank_of(one) < rank_of(other); });
 }
 
 bool Connector::advance(Guest& guest) {

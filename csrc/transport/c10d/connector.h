@@ -1,9 +1,10 @@
 // Makes the connections of a rank in the background, each when one of its two ends wants it: carries out
 // what the Handshake of each peer decides, on a thread of its own.
 //
-// Anybody may connect. Few such guests are kept at a time and the oldest silent one goes first, so
-// strangers use up neither the descriptors nor the memory of this process; peers wait in the queue of
-// the listening socket.
+// Anybody may connect. Few such guests are kept at a time, and the next ones wait in the queue of the
+// listening socket until one has proven that it belongs or has outstayed its welcome: so strangers use up
+// neither the descriptors nor the memory of this process, and many peers at once do not push each other
+// out.
 #pragma once
 
 #include <array>
@@ -37,6 +38,8 @@ struct ConnectorLimits {
   std::chrono::milliseconds greeting{5000};     // for each answer
   std::chrono::milliseconds next_address{250};  // until it is tried beside those before it
   std::chrono::milliseconds rest{100};          // between two rounds over the addresses of a peer
+  // How long a guest keeps its place though others wait for it: a silent one, and one that has said hello.
+  std::chrono::milliseconds silent_guest{50}, guest{250};
 };
 
 class Connector {
@@ -47,6 +50,8 @@ class Connector {
     std::function<void(int peer, Socket socket, AttemptId id)> on_connected;
     // Nobody listens for that rank, or it is through with this one.
     std::function<void(int peer, const std::string& why)> on_missed;
+    // No connection can be made any more: memory is used up.
+    std::function<void(const std::string& why)> on_broken;
   };
 
   // `bell`: an eventfd for its own use.
@@ -72,9 +77,13 @@ class Connector {
     std::array<std::byte, sizeof(Greeting)> bytes;
     size_t num_read = 0;
   };
+  struct Problem {
+    bool is_refusal = false;  // nobody listens there
+    std::string why{};
+  };
   struct Try {
     uint32_t number = 0;
-    size_t address = 0;
+    Address address;
     Socket socket;
     Deadline until{};
     Nonces nonces{};
@@ -91,6 +100,7 @@ class Connector {
   };
   struct Guest {
     Socket socket;
+    Clock::time_point came_at;
     Deadline until;
     Incoming in{};
     bool is_due = false;
@@ -110,16 +120,20 @@ class Connector {
   void dial(int peer, Pair& pair, const Handshake::Step& step);
   void advance(int peer, Pair& pair, Try& attempt);
   void hear(int peer, Pair& pair, Try& attempt, const Greeting& greeting);
-  void fail(int peer, Pair& pair, const Try& attempt, const std::string& why, bool is_refusal);
+  void fail(int peer, Pair& pair, const Try& attempt, const std::string& why,
+            bool is_elsewhere = false);
+  void refused(int peer, Pair& pair, const Try& attempt);
   void accept_guests(const Socket& listener);
-  void make_room();
+  bool is_full() const;
+  Deadline may_go_at(const Guest& guest) const;
+  std::list<Guest>::iterator first_to_go();
   bool advance(Guest& guest);  // false: gone
   bool welcome(Guest& guest, const Greeting& hello);
   void take(Guest& guest, const Greeting& ready);
   void connected(int peer, Socket socket, AttemptId id);
   static Read read(const Socket& socket, Incoming& incoming);
   bool say(const Socket& socket, Word word, int to, uint32_t attempt, const Nonces& nonces) const;
-  void note_problem(int peer, const std::string& address, const std::string& why);
+  void note_problem(int peer, const std::string& address, Problem problem);
   void wake();
 
   const int rank_, size_;
@@ -132,7 +146,7 @@ class Connector {
 
   mutable std::mutex mutex_;  // down to the line
   News news_;
-  std::map<int, std::map<std::string, std::string>> problems_;  // by peer and address
+  std::map<int, std::map<std::string, Problem>> problems_;  // by peer and address
   bool stopping_ = false;
   // ---
 

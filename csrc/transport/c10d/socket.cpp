@@ -138,8 +138,17 @@ std::vector<Socket> listen_at(const std::vector<std::string>& hosts, uint16_t& p
     std::vector<Socket> listeners;
     port = 0;
     try {
-      for (const std::string& host : hosts) {
-        listeners.push_back(listen_on({host, port}, true));
+      for (auto host = hosts.begin(); host != hosts.end(); ++host) {
+        if (std::find(hosts.begin(), host, *host) != host) continue;  // of two interfaces
+        try {
+          listeners.push_back(listen_on({*host, port}, true));
+        } catch (const std::system_error& error) {
+          // One that is not usable yet, or any more, is no reason to do without the others.
+          const bool is_last = host + 1 == hosts.end();
+          if (error.code() != std::errc::address_not_available || (is_last && listeners.empty()))
+            throw;
+          continue;
+        }
         port = port_of(listeners[0]);
       }
       return listeners;
