@@ -8,8 +8,10 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -20,6 +22,7 @@ import torch.distributed as dist
 from ranks import assert_within, die_with, fork_context
 
 from pipecomm_ext import Communicator, PipeCommError, PipeCommTimeout, get_communicator
+from pipecomm_ext.core.extension import _C
 
 TRANSPORTS = ("c10d", "shm", "auto")
 STRIKES = {"stopped": signal.SIGSTOP, "killed": signal.SIGKILL}
@@ -139,3 +142,54 @@ def test_a_program_ends_without_its_store():
             assert ("OSError: no such file" in errors) == (ending == "raises"), errors
             assert "terminate called" not in errors and "Exception ignored" not in errors, errors
             assert_within(2 * CLOSE_S, took_s, f"{strike}, {ending}")
+
+
+class Relay:
+    """Forwards connections to a store, until it breaks them all."""
+
+    def __init__(self, port: int):
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port, self._to, self._open = self._listener.getsockname()[1], port, []
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):  # it is closed
+            while True:
+                near = self._listener.accept()[0]
+                far = socket.create_connection(("127.0.0.1", self._to))
+                self._open += [near, far]
+                for source, target in ((near, far), (far, near)):
+                    threading.Thread(target=self._forward, args=(source, target), daemon=True).start()
+
+    @staticmethod
+    def _forward(source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError):  # it is broken
+            while data := source.recv(65536):
+                target.sendall(data)
+
+    def break_all(self) -> None:
+        for each in self._open:
+            each.shutdown(socket.SHUT_RDWR)
+        self._open.clear()
+
+    def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self.break_all()
+
+
+def test_a_connection_to_the_store_that_breaks():
+    """As a firewall does with one that is idle for hours: what may be asked twice is asked once more."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    relay = Relay(store.port)
+    client = dist.TCPStore("127.0.0.1", relay.port, is_master=False)
+    limited = _C.LimitedStore(client, rank=0, in_background=True)
+    for number in range(3):
+        limited.set("farewell", b"%d" % number, 20)
+        relay.break_all()
+        assert limited.find("farewell", 20) == b"%d" % number
+        relay.break_all()
+    with pytest.raises(RuntimeError):
+        limited.add("number", 1, 20)  # might count twice
+    assert limited.add("number", 1, 20) == 1
+    relay.close()
