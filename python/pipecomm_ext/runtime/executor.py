@@ -74,7 +74,7 @@ class Executor(AfterStep):
             one element; forward only, any shape. None: a last stage returns its loss itself; forward only, it
             may return anything else, and then there are no losses.
         loss_scale: the factor of losses before backward: "sum" (1), "mean" (1 / plan.M, with a UserWarning if
-            micro-batches differ in rows), or a number. Reported losses are not scaled.
+            targets on this rank differ in rows), or a number. Reported losses are not scaled.
         rank_mapping: pipeline rank of each rank of the communicator; None: the same.
         topology: its stages, plan.P of them and maybe several ranks each, are the pipeline ranks; every rank
             of a stage runs that row of the plan. The communicator joins the same ranks as the topology.
