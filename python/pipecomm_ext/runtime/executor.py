@@ -88,9 +88,10 @@ class Executor(AfterStep):
 
     Gradients accumulate in `.grad`, over micro-batches and over steps. I and W of a split backward work for
     any module (see `backward.py`); hooks on tensors within the stage run in both halves, the second time with
-    zeros. A stage must not write into what it has returned (ValueError). A fused slot
-    calls `overlapped_forward_backward` if both stages are of one class that has it (DualPipe's contract),
-    else forward, then backward.
+    zeros, and must not write into the gradient: let them return another one. A stage must not write into what
+    it has returned (ValueError; all views of one tensor count as one). A fused slot calls
+    `overlapped_forward_backward` if both stages are of one class that has it (DualPipe's contract), else
+    forward, then backward.
 
     If anything raises on a rank, the communicator is aborted, so every rank raises at once (one that has done
     its part of the step, in its next): StageError here (the user's exception is its cause), PipeCommAborted
