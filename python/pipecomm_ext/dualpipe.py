@@ -209,7 +209,7 @@ class _TwoStagesPerRank(nn.Module):
     def _connect(self) -> None:
         """Collective, if this is the first step, or the first one after a failure."""
         # A failure that this rank has not raised yet is left alone: the step will raise it.
-        if self._has_failed or not all(executor._is_usable for executor in self._executors.values()):
+        if self._has_failed or not all(executor.is_usable for executor in self._executors.values()):
             self.close()
         if self._communicator is None:
             self._communicator = connect(self.group, device_of(self.module) or torch.device("cpu"))

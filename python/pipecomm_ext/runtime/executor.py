@@ -106,6 +106,7 @@ class Executor(AfterStep):
         rank: my pipeline rank.
         stages: the stages of this rank, by id.
         communicator: moves the tensors of the borders.
+        is_usable: False once this rank has raised in a step or in a call after it, until it connects anew.
     """
 
     def __init__(
@@ -190,7 +191,7 @@ class Executor(AfterStep):
 
     def _connect(self) -> None:
         """Makes everything that belongs to one communicator."""
-        self._is_usable = True
+        self.is_usable = True
         self._channels = BorderChannels.for_chains(self.communicator, len(self.plan.chains))
         relayed = None
         if self._relay_arguments:
@@ -261,7 +262,7 @@ class Executor(AfterStep):
             raise ValueError("this Executor is closed; make a new one")
         try:
             with failing_together(self._abort):
-                if not self._is_usable:
+                if not self.is_usable:
                     self._reconnect()
             with refused_together(None if self._owns_communicator else self.communicator, self._abort):
                 inputs = pre_split("inputs", inputs, "arg_mbs", arg_mbs)
@@ -292,7 +293,7 @@ class Executor(AfterStep):
             return self.step(inputs, targets, kwargs=kwargs, **named_mbs)
 
     def _abort(self, reason: str) -> None:
-        self._is_usable = False
+        self.is_usable = False
         self._channels.abort(reason)
 
     def _forget_step(self) -> None:
