@@ -137,6 +137,16 @@ def choices(gpus, problems=None):
         return list(pool.map(Meeting.choice, meetings, gpus, problems or [""] * size))
 
 
+def test_a_farewell_leaves_a_refusal_as_it_is():
+    """A rank that finds out after it has published that it cannot take part."""
+    store = dist.HashStore()
+    meeting, other = Meeting(store, 0, 2), Meeting(store, 1, 2)
+    meeting.publish({"port": 1})
+    meeting.refuse("no such device")
+    meeting.say_farewell(b"closed")
+    assert other.look_up(0) == {"rank": 0, "error": "no such device"}
+
+
 def test_nccl_needs_all_ranks_and_a_gpu_for_each():
     assert choices([f"host/{idx}" for idx in range(6)]) == [""] * 6
     assert choices(["a", "b", ""], ["", "", "no driver"]) == ["rank 2: no driver"] * 3

@@ -68,12 +68,19 @@ def test_info_lists_the_communicators_that_are_open(tmp_path) -> None:
 
 
 def test_info_shows_our_environment_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PIPECOMM_SAMPLE", "7")
-    assert info()["environment"]["PIPECOMM_SAMPLE"] == "7"
-    assert "PIPECOMM_SAMPLE=7" in format_info(info())
-    monkeypatch.setenv("PIPECOMM_SECRET", "swordfish")
-    assert "PIPECOMM_SECRET=(hidden)" in format_info(info())
-    assert "swordfish" not in repr(info())
+    monkeypatch.setenv("PIPECOMM_CHECK", "full")
+    monkeypatch.setenv("PIPECOMM_TEST_SAMPLE", "7")
+    assert info()["environment"]["PIPECOMM_CHECK"] == "full"
+    assert "PIPECOMM_CHECK=full" in format_info(info()) and "PIPECOMM_TEST_SAMPLE=7" in format_info(info())
+
+
+@pytest.mark.parametrize("name", ["PIPECOMM_SECRET", "PIPECOMM_SECRETS", "PIPECOMM_TOKEN"])
+def test_info_shows_no_secret_and_no_value_of_a_name_that_may_be_a_misspelt_one(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, "swordfish")
+    assert f"{name}=(hidden)" in format_info(info())
+    assert "swordfish" not in repr(info()) + format_info(info())
 
 
 def status_with(cuda: dict, nccl: dict, monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, Any]]:

@@ -324,8 +324,9 @@ def test_an_input_that_is_written_before_wait_is_refused(world, needs_grad):
     _, work = all_to_all(x, world.comm, 1, 0, 4, async_op=True)
     with torch.no_grad():
         x.add_(1)
-    with pytest.raises(RuntimeError, match="was written between the call and wait"):
-        work.wait()
+    for ask in (work.wait, work.is_completed, work.synchronize, work.wait):  # no later call takes it back
+        with pytest.raises(RuntimeError, match="was written between the call and wait"):
+            ask()
     _, work = all_to_all(x, world.comm, 1, 0, 4, async_op=True)
     work.wait()
     _, other = all_to_all(x, world.comm, 1, 0, 4, async_op=True)

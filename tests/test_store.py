@@ -104,6 +104,29 @@ def test_a_store_that_is_lost(ranks):
         assert all(outcome.status == "returned" for outcome in outcomes), "\n".join(map(str, outcomes))
 
 
+def retry_when_the_store_answers(world, found):
+    """Rank 1 is late, and has not been hit. Both start with the first attempt, and meet."""
+    [(pid, port)] = found
+    dist.destroy_process_group()
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=100))
+    dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size)
+    arguments = {"device": "cpu", "timeout": 5}
+    if world.rank == 0:
+        os.kill(pid, signal.SIGSTOP)
+        with pytest.raises(PipeCommTimeout, match=SILENT):
+            Communicator(**arguments)
+        os.kill(pid, signal.SIGCONT)
+    world.meet()
+    with Communicator(**arguments) as comm:
+        comm.barrier()
+
+
+def test_a_rank_that_tries_again_meets_one_that_was_late(ranks):
+    with stores(1) as found, ranks.disposable(2, retry_when_the_store_answers, found) as world:
+        outcomes = world.collect()
+        assert all(outcome.status == "returned" for outcome in outcomes), "\n".join(map(str, outcomes))
+
+
 def end_without_a_store(pid: int, port: int, strike: str, begins: str) -> None:
     """A program: its communicators, all of which look for rank 1, are closed when it ends."""
     join(port)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from .communicator import Communicator, own_group
-from .runtime.arguments import device_of, pipeline_order
+from .runtime.arguments import device_of, pipeline_order, split_apart
 from .runtime.border import FullSpecs, text_of
 from .runtime.border_channels import connect
 from .runtime.executor import Executor
@@ -106,7 +106,7 @@ class _TwoStagesPerRank(nn.Module):
         """The Executor of the last training step, for its calls that follow one: `clip_grad_norm_`,
         `unscale_`, `average_replica_buffers` and so on."""
         if self._last is None:
-            raise ValueError("there are no gradients yet: call step() before")
+            raise ValueError("there are no gradients yet: call step() first")
         return self._last
 
     def _require_ranks(self) -> None:
@@ -198,7 +198,7 @@ class _TwoStagesPerRank(nn.Module):
                     f"{name}[{idx}] of batch size {tensor.size(self.batch_dim)} (dim {self.batch_dim}) does "
                     f"not divide into {num_chunks} equal chunks; change the batch size or num_chunks"
                 )
-            cut.append(tensor.tensor_split(num_chunks, dim=self.batch_dim))
+            cut.append(split_apart(tensor, num_chunks, self.batch_dim))
         return [tuple(pieces[chunk] for pieces in cut) for chunk in range(num_chunks)]
 
     def _joined(self, outputs: list) -> torch.Tensor | tuple[torch.Tensor, ...]:
@@ -208,7 +208,8 @@ class _TwoStagesPerRank(nn.Module):
 
     def _connect(self) -> None:
         """Collective, if this is the first step, or the first one after a failure."""
-        if self._has_failed:
+        # A failure that this rank has not raised yet is left alone: the step will raise it.
+        if self._has_failed or not all(executor.is_usable for executor in self._executors.values()):
             self.close()
         if self._communicator is None:
             self._communicator = connect(self.group, device_of(self.module) or torch.device("cpu"))
@@ -262,8 +263,7 @@ class DualPipe(_TwoStagesPerRank):
 
     def sum_replica_gradients(self) -> None:
         """Replaces the gradients of both copies of a stage by their sum. Collective, after a step."""
-        with failing_together(self._abort):
-            self.executor.sum_replica_gradients()
+        self.executor.sum_replica_gradients()
 
 
 class DualPipeV(_TwoStagesPerRank):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import time
+import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
-from pipelines import WIDTH, Block, ReentrantBlock, StoringBlock, squared_error
+from pipelines import WIDTH, Block, Pipeline, ReentrantBlock, StoringBlock, squared_error
 from ranks import on_ranks
 from torch import nn
 
@@ -16,6 +18,8 @@ from pipecomm_ext import PipeCommAborted, PipeCommError
 from pipecomm_ext.schedules import (
     DualPipe,
     DualPipeV,
+    Executor,
+    get_plan,
     set_p2p_tensor_dtype,
     set_p2p_tensor_shapes,
 )
@@ -198,8 +202,52 @@ def test_wrong_steps_raise_on_all_ranks_and_the_next_step_works(world):
         loss, _ = step(x)
         assert loss.shape == (2,)
     pipe.close()
-    with pytest.raises(ValueError, match=r"call step\(\) before"):
+    with pytest.raises(ValueError, match=r"call step\(\) first"):
         pipe.sum_replica_gradients()
+
+
+@on_ranks(2)
+@pytest.mark.filterwarnings("ignore:clip_grad_norm_ of dualpipe before")
+def test_failures_after_a_step_reach_all_ranks_and_the_next_step_works(world):
+    pipe = DualPipe((Block(world.rank), Block(1 - world.rank)))
+    x, labels = batch(4, 1), batch(4, 2)
+
+    def step():
+        pipe.zero_grad()
+        return pipe.step(x, num_chunks=4, criterion=squared_error, labels=[labels])[0]
+
+    with pytest.raises(ValueError, match=r"call step\(\) first"):
+        pipe.sum_replica_gradients()
+    expected = step()
+    pipe.sum_replica_gradients()
+    with pytest.raises(ValueError, match="must be called once"):
+        pipe.sum_replica_gradients()
+    assert pipe.executor.clip_grad_norm_(1.0).isfinite()  # nothing has been aborted
+
+    def fail(*_):
+        raise MemoryError("no memory")
+
+    for call in (lambda: pipe.executor.clip_grad_norm_(1.0), pipe.sum_replica_gradients):
+        step()
+        with pytest.MonkeyPatch.context() as patch:
+            if world.rank == 0:
+                patch.setattr(torch.nn.utils, "get_total_norm", fail)
+                patch.setattr(torch.Tensor, "contiguous", fail)
+            with world.breaking(), pytest.raises((MemoryError, PipeCommAborted), match="no memory"):
+                call()
+        torch.testing.assert_close(step(), expected, rtol=0, atol=0)
+    with world.breaking(), pytest.MonkeyPatch.context() as patch:
+        if world.rank == 0:
+            patch.setattr(torch.nn.utils, "get_total_norm", fail)
+            with pytest.raises(MemoryError):
+                pipe.executor.clip_grad_norm_(1.0)
+        else:  # which does not clip hears of it in its next step
+            while pipe.executor.communicator.failure is None:
+                time.sleep(0.001)
+            with pytest.raises(PipeCommAborted, match="no memory"):
+                step()
+    torch.testing.assert_close(step(), expected, rtol=0, atol=0)
+    pipe.close()
 
 
 @on_ranks(3)
@@ -246,8 +294,9 @@ def test_buffers_of_copies_that_change_are_a_warning_until_they_are_averaged(wor
     for has_warned in (False, True):
         step()
         warned = pytest.warns(UserWarning, match="average_replica_buffers")
-        with contextlib.nullcontext() if has_warned else warned:
+        with contextlib.nullcontext() if has_warned else warned as caught:
             pipe.sum_replica_gradients()
+        assert has_warned or caught[0].filename == __file__
         pipe.zero_grad()
     before = [module.batch_norm.running_mean.clone() for module in pipe.module]
     pipe.executor.average_replica_buffers()
@@ -258,3 +307,27 @@ def test_buffers_of_copies_that_change_are_a_warning_until_they_are_averaged(wor
     torch.testing.assert_close(torch.stack(means), expected if world.rank == 0 else expected.flip(0))
     assert all(module.batch_norm.num_batches_tracked == 4 for module in pipe.module)
     pipe.close()
+
+
+@on_ranks(2)
+def test_buffers_that_are_loaded_before_the_first_step_are_no_warning(world):
+    plan = get_plan("dualpipe", 2, 4)
+    pipeline = Pipeline(plan, world.rank, Normed)
+    with Executor(plan, pipeline.stages, loss_fn=squared_error) as executor:
+        for module in pipeline.stages.values():
+            module.load_state_dict(Normed(0).state_dict())
+            module.batch_norm.eval()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            pipeline.step(executor)
+            executor.sum_replica_gradients()
+            pipeline.zero_grad()
+            pipeline.step(executor)
+            executor.sum_replica_gradients()
+            pipeline.zero_grad()
+        for module in pipeline.stages.values():
+            module.batch_norm.train()
+        pipeline.step(executor)
+        with pytest.warns(UserWarning, match="average_replica_buffers") as caught:
+            executor.sum_replica_gradients()
+        assert caught[0].filename == __file__

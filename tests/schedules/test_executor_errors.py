@@ -25,7 +25,7 @@ from torch import nn
 
 from pipecomm_ext import PipeCommAborted, PipeCommMismatch
 from pipecomm_ext.runtime import plan_loop
-from pipecomm_ext.schedules import Executor, Plan, StageError, get_plan
+from pipecomm_ext.schedules import DualPipe, Executor, Plan, StageError, get_plan
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*micro-batches are fewer than the stages")
 
@@ -266,6 +266,55 @@ def test_an_output_that_is_written_while_it_is_sent_is_refused(world, form):
         ):
             executor.eval(micros)
             executor.eval(micros)  # a rank that is done with the first hears of it here
+
+
+class Masking(nn.Module):
+    """Writes into its piece of the batch, and passes it on."""
+
+    def forward(self, x, mask):
+        mask[:, 0] = 1
+        return x, mask
+
+
+@on_ranks(2)
+def test_a_piece_of_a_batch_may_be_written_by_the_stage_that_gets_it(world):
+    batch = (torch.ones(8, WIDTH, dtype=torch.float64), torch.zeros(8, 2))
+    with Executor(
+        get_plan("one_f_one_b", 2, 4), [Masking() if world.rank == 0 else lambda *x: x]
+    ) as executor:
+        if world.rank == 0:
+            executor.eval(batch)
+            assert batch[1][:, 0].all()
+        else:
+            assert all(mask[:, 0].all() for _, mask in executor.eval().outputs)
+    pipe = DualPipe((Masking(), Masking()))
+    with torch.no_grad():
+        pipe.step(*batch, num_chunks=4)
+    pipe.close()
+
+
+class Filling(nn.Module):
+    """Each micro-batch has a row of one buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows, self.num_calls = torch.zeros(4, WIDTH, dtype=torch.float64), 0
+
+    def forward(self, x):
+        self.rows[self.num_calls] = x[0]
+        self.num_calls += 1
+        return self.rows[self.num_calls - 1]
+
+
+@on_ranks(2)
+def test_views_of_one_buffer_count_together(world):
+    with Executor(get_plan("one_f_one_b", 2, 4), [Filling() if world.rank == 0 else Block(1)]) as executor:
+        with (
+            world.breaking(),
+            pytest.raises((ValueError, PipeCommAborted), match="views of one tensor count as one"),
+        ):
+            executor.eval(batches(4, 1))
+            executor.eval(batches(4, 1))  # a rank that is done with the first hears of it here
 
 
 @on_ranks(2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 import threading
@@ -163,6 +164,51 @@ def test_hooks_that_change_gradients_change_them_once():
     for part in work:
         part()
     assert_equal_gradients(split, y, whole, x)
+
+
+class Written(nn.Module):
+    """A hook writes into the gradient in front of the second layer; `.grad` there is kept in `between`."""
+
+    def __init__(self, size, write):
+        super().__init__()
+        self.first, self.second, self.write = nn.Linear(8, size), nn.Linear(size, 8), write
+
+    def forward(self, x):
+        self.between = self.first(x)
+        if self.write is not None:
+            self.between.register_hook(self.write)
+        self.between.retain_grad()
+        return self.second(self.between)
+
+
+WRITES = {
+    "an element of many": (3, lambda gradient: gradient[0, 0].fill_(5)),
+    "all of one": (1, lambda g: g.add_(1)),
+}
+
+
+@pytest.mark.parametrize("writes", WRITES)
+def test_hooks_that_write_into_a_gradient_spoil_none_of_others(writes):
+    """W has zeros that many joins share, some of which can be written."""
+    size, write = WRITES[writes]
+
+    def difference(module):
+        layer = copy.deepcopy(module)
+        gradients = []
+        for is_split in (False, True):
+            x = torch.ones(1, 8, requires_grad=True)
+            outputs = [layer(x)]
+            if is_split:
+                for part in split_backward(outputs, [torch.ones(1, 8)], [x]):
+                    part()
+            else:
+                run_backward(outputs, [torch.ones(1, 8)])
+            gradients.append(layer.between.grad)
+        return gradients[1] - gradients[0]
+
+    with contextlib.suppress(RuntimeError):  # torch refuses what would write into several elements
+        difference(Written(size, lambda gradient: write(gradient) and None))
+    assert not difference(Written(size, None)).any()
 
 
 def test_shared_weights_are_counted_once():

@@ -7,6 +7,7 @@ itself longer than it may wait for the other ranks.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 import threading
@@ -31,6 +32,7 @@ _NO_PROBLEM = "none"
 _WITHDRAWN = b"withdrawn"
 
 T = TypeVar("T")
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 # For each group its store, for callers and for threads in the background. These have a connection of their
 # own, since a thread of the program that waits in a TCPStore keeps all others out of it.
@@ -58,6 +60,22 @@ def _place_of(store: dist.Store) -> str:
 # The number of constructions of each group, by what is made. It is part of the store keys, and equal on all
 # ranks because they construct in the same order.
 _num_made: weakref.WeakKeyDictionary[Any, dict[str, int]] = weakref.WeakKeyDictionary()
+
+
+def _of_an_attempt(method: Method) -> Method:
+    """A method that a construction waits for. If that lasts too long, the next attempt of this rank has the
+    same number, and meets the ranks that were late for this one, or for which the store has answered."""
+
+    @functools.wraps(method)
+    def call(self: Rendezvous, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(self, *args, **kwargs)
+        except PipeCommTimeout:
+            _num_made[self._group][self._name] = self._number
+            self._record = None  # what is left of this attempt says no farewell into the next one
+            raise
+
+    return cast(Method, call)
 
 
 class Rendezvous:
@@ -92,6 +110,7 @@ class Rendezvous:
 
     # ---- waits for nobody
 
+    @_of_an_attempt
     def propose(self, arguments: dict[str, Any], chosen: dict[str, Any]) -> dict[str, Any]:
         """What the first rank has `chosen` that came here: `chosen` if it is this one.
 
@@ -109,6 +128,7 @@ class Rendezvous:
                 raise self._mismatch(first["rank"], f"{self._what}: {text}")
         return first["chosen"]
 
+    @_of_an_attempt
     def publish(self, record: Mapping[str, Any]) -> None:
         """Shows the others the record of this rank."""
         self._set(_RECORD, record)
@@ -116,6 +136,7 @@ class Rendezvous:
 
     def refuse(self, text: str) -> None:
         """Shows the others why this rank takes no part, if the store answers: it has an error to raise."""
+        self._record = None  # a farewell must not take its place
         refusal = {"rank": self.rank, "error": text}
         with contextlib.suppress(PipeCommError):
             self._set(_RECORD, refusal, _SHORT_LIMIT_S)
@@ -157,6 +178,7 @@ class Rendezvous:
 
     # ---- collective
 
+    @_of_an_attempt
     def first_problem(self, problem: str) -> str:
         """The problem of the first rank that has one, "" if none has: the same on all ranks, each of which
         looks into the store a few times, however many there are.
@@ -175,10 +197,12 @@ class Rendezvous:
             raise self._mismatch(verdict["rank"], self.refusal_text({verdict["rank"]: verdict}))
         return verdict["problem"]
 
+    @_of_an_attempt
     def taken_by(self, name: str) -> int:
         """The first rank that has asked for this name."""
         return json.loads(self._compare_set(f"{_NAME}/{name}", self.rank))
 
+    @_of_an_attempt
     def gather(self, stage: str, record: dict[str, Any]) -> list[dict[str, Any]]:
         """Every rank's record, in rank order.
 
@@ -249,8 +273,7 @@ class Rendezvous:
             return self._parsed(data, rank)
         keys = key.rpartition("/")[0] or _HAS_TOLD
         missing = [r for r in range(self.size) if self._find(f"{keys}/{r}") is None] or [rank]
-        # The next attempt meets the ranks that were late for this one. They must read what it says then.
-        _num_made[self._group][self._name] = self._number
+        # The ranks that were late must read what the next attempt says.
         with contextlib.suppress(PipeCommError):
             for own_key in self._own_keys:
                 self._ask(self._front.set, own_key, _WITHDRAWN)

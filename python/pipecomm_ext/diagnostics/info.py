@@ -26,7 +26,7 @@ def info() -> dict[str, Any]:
     * transports: for each one `available` and `reason`.
     * choice: what `auto` takes for "cpu" and "cuda" tensors and why, as far as one process can know (`shm`
       also needs all ranks on one host).
-    * environment: every PIPECOMM_* variable that is set.
+    * environment: every PIPECOMM_* variable that is set, without the values of secrets and of unknown names.
     * settings: the value in effect of every PIPECOMM_* variable that there is; None: its meaning says.
     * communicators: for each one that is open here its rank, size, device and transport, the number of NCCL
       communicators that it has made (`nccl_communicators`), and the memory of the device that was taken
@@ -39,6 +39,8 @@ def info() -> dict[str, Any]:
     known = ("gloo", "nccl", "mpi", "ucc") if dist.is_available() else ()
     backends = [name for name in known if dist.is_backend_available(name)]
     settings, environment_warnings = _environment_facts()
+    # A name that means nothing may be that of a secret, misspelt.
+    hidden = {*environment.unknown(), *(key for key in settings if settings[key] == environment.HIDDEN)}
     transports = transport_status()
     return {
         "version": build_info.version,
@@ -60,7 +62,7 @@ def info() -> dict[str, Any]:
         "transports": transports,
         "choice": {device: choose_transport(device, transports) for device in ("cpu", "cuda")},
         "environment": {
-            key: environment.HIDDEN if settings.get(key) == environment.HIDDEN else os.environ[key]
+            key: environment.HIDDEN if key in hidden else os.environ[key]
             for key in sorted(os.environ)
             if key.startswith("PIPECOMM_")
         },

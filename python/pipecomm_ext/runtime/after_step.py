@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from .grad_scaler import ScalerWatch, unscale
+from .grad_scaler import unscale
 from .gradients import Names, StepGradients, require_finite, require_norm
 from .plan_loop import failing_together
 
@@ -20,7 +20,6 @@ class _Run(Protocol):
 
     communicator: Communicator
     _gradients: StepGradients
-    _scaler_watch: ScalerWatch
 
     def _abort(self, reason: str) -> None: ...
 
@@ -47,7 +46,7 @@ class AfterStep:
         Collective, once after the last step() before the optimizer. The sums are the same bits on all ranks.
         A gradient that is None counts as zeros; one of a Parameter in several stages of a rank has their
         parts already. Copies have equal shapes and dtypes. Wrong arguments are refused on all ranks, and so
-        are gradients that were added up before and have not been zeroed since.
+        are gradients that were added up before and have not been zeroed since, and a weight with two names.
 
         Args:
             weights: for each shared weight, by its name in these stages (without what wrappers add) or by the
@@ -80,7 +79,8 @@ class AfterStep:
 
         Collective, after the sums of gradients and before `clip_grad_norm_`, `scaler.step(optimizer)` and
         `scaler.update()`. Every rank has a GradScaler of its own, made with equal arguments; `loss_fn` scales
-        the loss with that of its rank. A disabled scaler does nothing.
+        the loss with that of its rank. A disabled scaler does nothing. A step warns if a scaler in `loss_fn`
+        was updated without this; one in a step's `criterion` is not looked for.
 
         Args:
             optimizer: this rank's; None if none of its stages is trained. Call it for each if there are
@@ -90,7 +90,6 @@ class AfterStep:
             PipeCommMismatch: the scalers of two ranks have different scales, or one is disabled.
         """
         unscale(scaler, optimizer, self.communicator)
-        self._scaler_watch.has_agreed = True
 
     def clip_grad_norm_(
         self: _Run, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
@@ -102,7 +101,8 @@ class AfterStep:
         on the ranks of one stage of a topology; there, a parameter with Megatron's attribute
         `tensor_model_parallel` is a piece and counts on each rank. DTensors (FSDP2, tensor parallelism) count
         as a whole. The parameters of a stage that is a function are those of the modules that it holds and
-        those that its graph has shown. Other pipelines of the same model (data parallelism) do not take part.
+        those that its graph has shown, with a UserWarning if reentrant checkpoints may hide some. Other
+        pipelines of the same model (data parallelism) do not take part.
 
         Args:
             norm_type: a positive number, or inf.

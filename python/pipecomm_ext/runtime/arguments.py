@@ -96,10 +96,16 @@ def _cut(name: str, batch: Any, num_micros: int) -> list[Any]:
             f"lengths {lengths} there; they must be equal and at least {num_micros}; what is not cut belongs "
             "into kwargs"
         )
-    pieces = [tensor.tensor_split(num_micros) for tensor in tensors]
+    pieces = [split_apart(tensor, num_micros) for tensor in tensors]
     if isinstance(batch, torch.Tensor):
         return list(pieces[0])
     return [rebuilt(tuple(piece[micro] for piece in pieces), structure) for micro in range(num_micros)]
+
+
+def split_apart(tensor: torch.Tensor, num: int, dim: int = 0) -> list[torch.Tensor]:
+    """`torch.tensor_split`, but a stage may write into its piece: that counts as no write into the others,
+    as it does for views of one tensor."""
+    return [piece if piece.requires_grad else piece.data for piece in tensor.tensor_split(num, dim)]
 
 
 def keywords_by_stage(kwargs: Any, plan: Plan, stages: Iterable[int]) -> dict[int, Sequence[Mapping]]:

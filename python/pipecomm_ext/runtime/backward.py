@@ -71,31 +71,31 @@ class _Join:
 
     def __init__(self, node: Node, weights: list[torch.Tensor], is_root: bool):
         self.node, self.weights, self.is_root = node, weights, is_root
-        self.roots: tuple[list[GradientEdge], list[torch.Tensor | None]] = ([], [])  # where W starts
+        # Where W starts, unless with what has arrived.
+        self.roots: tuple[list[GradientEdge], list[torch.Tensor | None]] = ([], [])
         self._arrived: tuple[torch.Tensor | None, ...] | None = None  # by output of the node
 
     def keep(self, gradients: tuple[torch.Tensor | None, ...]) -> None:
         self._arrived = gradients
-        edges: list[GradientEdge] = []
-        zeros: list[torch.Tensor | None] = []
-        for number, gradient in enumerate(gradients):
-            if gradient is not None:
-                edges.append(GradientEdge(self.node, number))
-                zeros.append(_zeros_like(gradient))
-        self.roots = edges, zeros
 
     def run(self) -> None:
-        edges, gradients = self.roots
-        if not edges:
-            return
         if self._arrived is None:
-            torch.autograd.backward(edges, gradients, inputs=self.weights)
+            edges, gradients = self.roots
+            if edges:
+                torch.autograd.backward(edges, gradients, inputs=self.weights)
             return
         # Hooks on the node's outputs, which run again now, have changed these gradients already in I. They
         # get zeros, so that what they add up, `.grad` after retain_grad() above all, is right.
+        edges, zeros = [], []
+        for number, gradient in enumerate(self._arrived):
+            if gradient is not None:
+                edges.append(GradientEdge(self.node, number))
+                zeros.append(_zeros_like(gradient))
+        if not edges:
+            return
         hook = self.node.register_prehook(lambda _: self._arrived)
         try:
-            torch.autograd.backward(edges, gradients, inputs=self.weights)
+            torch.autograd.backward(edges, zeros, inputs=self.weights)
         finally:
             hook.remove()
 
@@ -103,7 +103,11 @@ class _Join:
 def _zeros_like(tensor: torch.Tensor) -> torch.Tensor:
     if type(tensor) is not torch.Tensor or tensor.layout != torch.strided:
         return torch.zeros_like(tensor)
-    return _zeros(tensor.shape, tensor.dtype, tensor.device)
+    zeros = _zeros(tensor.shape, tensor.dtype, tensor.device)
+    if zeros._version:  # a hook has written into it: torch refuses that only for several elements at once
+        _zeros.cache_clear()
+        zeros = _zeros(tensor.shape, tensor.dtype, tensor.device)
+    return zeros
 
 
 @functools.lru_cache(maxsize=512)  # making them costs as much as all the rest of a join

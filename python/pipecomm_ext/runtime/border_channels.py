@@ -96,7 +96,7 @@ class Arrival:
         elif self._versions and self._versions != [version_of(tensor) for tensor in self._tensors]:
             raise ValueError(
                 "a stage has written into its output after it returned it and before the next stage took it: "
-                "return a clone of a buffer that is used again"
+                "return a clone of a buffer that is used again (all views of one tensor count as one)"
             )
         return self._tensors
 

@@ -74,7 +74,7 @@ class Executor(AfterStep):
             one element; forward only, any shape. None: a last stage returns its loss itself; forward only, it
             may return anything else, and then there are no losses.
         loss_scale: the factor of losses before backward: "sum" (1), "mean" (1 / plan.M, with a UserWarning if
-            micro-batches differ in rows), or a number. Reported losses are not scaled.
+            targets on this rank differ in rows), or a number. Reported losses are not scaled.
         rank_mapping: pipeline rank of each rank of the communicator; None: the same.
         topology: its stages, plan.P of them and maybe several ranks each, are the pipeline ranks; every rank
             of a stage runs that row of the plan. The communicator joins the same ranks as the topology.
@@ -88,9 +88,10 @@ class Executor(AfterStep):
 
     Gradients accumulate in `.grad`, over micro-batches and over steps. I and W of a split backward work for
     any module (see `backward.py`); hooks on tensors within the stage run in both halves, the second time with
-    zeros. A stage must not write into what it has returned (ValueError). A fused slot
-    calls `overlapped_forward_backward` if both stages are of one class that has it (DualPipe's contract),
-    else forward, then backward.
+    zeros, and must not write into the gradient: let them return another one. A stage must not write into what
+    it has returned (ValueError; all views of one tensor count as one). A fused slot calls
+    `overlapped_forward_backward` if both stages are of one class that has it (DualPipe's contract), else
+    forward, then backward.
 
     If anything raises on a rank, the communicator is aborted, so every rank raises at once (one that has done
     its part of the step, in its next): StageError here (the user's exception is its cause), PipeCommAborted
@@ -105,6 +106,7 @@ class Executor(AfterStep):
         rank: my pipeline rank.
         stages: the stages of this rank, by id.
         communicator: moves the tensors of the borders.
+        is_usable: False once this rank has raised in a step or in a call after it, until it connects anew.
     """
 
     def __init__(
@@ -189,7 +191,7 @@ class Executor(AfterStep):
 
     def _connect(self) -> None:
         """Makes everything that belongs to one communicator."""
-        self._is_usable = True
+        self.is_usable = True
         self._channels = BorderChannels.for_chains(self.communicator, len(self.plan.chains))
         relayed = None
         if self._relay_arguments:
@@ -260,7 +262,7 @@ class Executor(AfterStep):
             raise ValueError("this Executor is closed; make a new one")
         try:
             with failing_together(self._abort):
-                if not self._is_usable:
+                if not self.is_usable:
                     self._reconnect()
             with refused_together(None if self._owns_communicator else self.communicator, self._abort):
                 inputs = pre_split("inputs", inputs, "arg_mbs", arg_mbs)
@@ -291,7 +293,7 @@ class Executor(AfterStep):
             return self.step(inputs, targets, kwargs=kwargs, **named_mbs)
 
     def _abort(self, reason: str) -> None:
-        self._is_usable = False
+        self.is_usable = False
         self._channels.abort(reason)
 
     def _forget_step(self) -> None:

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from ..communicator import Work
+from ..core.user_code import stacklevel_of_user
 from ..schedules.actions import ACT, GRAD, SEND, Compute, Group, Item, Transfer
 from ..schedules.plan import Plan
 from .border import FullSpecs, OutputSpecs, gradient_specs, specs_of
@@ -318,7 +319,7 @@ class ExecutorMailbox(Mailbox):
                     f"stage {stage}, micro-batch {micro}: the gradients of its inputs differ between its "
                     f"ranks (norms {norms.tolist()} and {theirs.tolist()}), and that of the first rank is "
                     'sent; if they are parts of a sum, give the Executor grad_reduce="sum"',
-                    stacklevel=2,
+                    stacklevel=stacklevel_of_user(),
                 )
 
     def _receive(self, route: _Route, specs: FullSpecs, batch: list[tuple[_Route, Incoming]]) -> None:

@@ -7,12 +7,15 @@ same place as `unscale` does.
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ..communicator import Communicator
+from ..core.user_code import stacklevel_of_user
 from ..errors import PipeCommMismatch
 from .data_parallel import held_objects, loaded
 
@@ -20,7 +23,7 @@ from .data_parallel import held_objects, loaded
 def unscale(scaler: Any, optimizer: Any, communicator: Communicator) -> None:
     """See `Executor.unscale_`."""
     device = communicator.device
-    found: dict[torch.device, torch.Tensor] = {}
+    found: dict[torch.device, torch.Tensor] = {}  # as the scaler keeps it: whether the optimizer is skipped
     mine = torch.zeros(2, dtype=torch.float64, device=device)  # the scale, and whether something overflowed
     with communicator.collective("all_to_all"):
         if not isinstance(scaler, torch.amp.GradScaler):
@@ -32,7 +35,8 @@ def unscale(scaler: Any, optimizer: Any, communicator: Communicator) -> None:
                 scaler.unscale_(optimizer)
             found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
             mine[0] = scaler.get_scale()
-            for overflow in found.values():
+            # Without an optimizer, what is there has come from other ranks, of the optimizers before.
+            for overflow in found.values() if optimizer is not None else ():
                 mine[1] += overflow.to(device)
     everybody = [torch.empty_like(mine) for _ in range(communicator.size)]
     communicator.all_to_all([mine] * communicator.size, everybody)
@@ -48,7 +52,21 @@ def unscale(scaler: Any, optimizer: Any, communicator: Communicator) -> None:
                 peer=rank,
             )
     for key in [*found] or [device]:
-        found[key] = overflows.max().to(key, torch.float32)
+        overflow = overflows.max().to(key, torch.float32)
+        found[key] = overflow if optimizer is not None or key not in found else found[key].max(overflow)
+    if scaler in _uses:
+        _uses[scaler].has_agreed = True
+
+
+@dataclass
+class _Use:
+    """How a GradScaler is used, by all executors together."""
+
+    states: dict  # of its optimizers; update() begins a new one, loading a state does not
+    has_agreed: bool = False  # since
+
+
+_uses: weakref.WeakKeyDictionary[torch.amp.GradScaler, _Use] = weakref.WeakKeyDictionary()
 
 
 class ScalerWatch:
@@ -56,26 +74,25 @@ class ScalerWatch:
 
     def __init__(self, functions: Iterable[Any]):
         sharded = loaded("torch.distributed.fsdp.sharded_grad_scaler", "ShardedGradScaler")
-        scalers = held_objects(functions, torch.amp.GradScaler)
-        self._scalers = [scaler for scaler in scalers if not isinstance(scaler, sharded)]
-        self._versions = self._now()
-        self.has_agreed = False
-
-    def _now(self) -> list[int]:
-        """Numbers that `scaler.update()` changes."""
-        scales = [scaler._scale for scaler in self._scalers]
-        return [0 if scale is None else scale._version for scale in scales]
+        self._watched: list[tuple[Any, _Use]] = []
+        for scaler in held_objects(functions, torch.amp.GradScaler):
+            if not isinstance(scaler, sharded):
+                use = _uses.setdefault(scaler, _Use(scaler._per_optimizer_states))
+                use.states = scaler._per_optimizer_states  # what came before is none of ours
+                self._watched.append((scaler, use))
 
     def begin_step(self) -> None:
-        if not self._scalers:
-            return
-        versions = self._now()
-        if versions != self._versions and not self.has_agreed:
-            warnings.warn(
-                "loss_fn scales with a GradScaler that was updated without Executor.unscale_: if a gradient "
-                "of one stage overflows, the other ranks do not hear of it, and scales differ from then on; "
-                "call executor.unscale_(scaler, optimizer) on all ranks in the place of scaler.unscale_",
-                stacklevel=4,
-            )
-            self._scalers = []
-        self._versions, self.has_agreed = versions, False
+        for scaler, use in self._watched:
+            states = scaler._per_optimizer_states
+            if states is use.states:
+                continue
+            if not use.has_agreed:
+                warnings.warn(
+                    "loss_fn scales with a GradScaler that was updated without Executor.unscale_: if a "
+                    "gradient of one stage overflows, the other ranks do not hear of it, and scales differ "
+                    "from then on; call executor.unscale_(scaler, optimizer) on all ranks in the place of "
+                    "scaler.unscale_",
+                    stacklevel=stacklevel_of_user(),
+                )
+                self._watched = []  # one warning is enough
+            use.states, use.has_agreed = states, False

@@ -17,6 +17,7 @@ from torch import nn
 
 from ..communicator import Communicator, Recv, Send
 from ..core.tensor_specs import version_of
+from ..core.user_code import stacklevel_of_user
 from ..errors import PipeCommMismatch
 from ..schedules.plan import Plan
 from .data_parallel import loaded, modules_of
@@ -61,8 +62,10 @@ class StepGradients:
         self._has_summed_replicas = self._has_clipped = False
         self._sums: dict[nn.Parameter, weakref.ref[torch.Tensor]] = {}  # gradients that are sums by now
         self._kept: dict[nn.Parameter, torch.Tensor] = {}  # of steps before: whether this one adds to them
-        self._buffers: dict[tuple[int, str], tuple[int, int]]  # versions; empty if there is nothing to say
-        self._buffers = _buffer_versions(plan, stages) if before is None else before._buffers
+        # Versions when the first step began; empty if there is nothing to say, None before that step.
+        self._buffers: dict[tuple[int, str], tuple[int, int]] | None = None
+        if before is not None:
+            self._buffers = _buffer_versions(plan, stages) if before._buffers is None else before._buffers
         if before is not None and before._sums:
             self._keep_sums(before)
 
@@ -111,18 +114,18 @@ class StepGradients:
         self._sum(weights)
         self._has_summed_replicas = True
         if self._buffers and self._buffers != _buffer_versions(plan, self._stages):
-            self._buffers.clear()  # one warning is enough
+            self._buffers = {}  # one warning is enough
             warnings.warn(
                 f"{plan.name}: the buffers of stages with the same weights have changed, as the running "
                 "statistics of BatchNorm do, each by the micro-batches that this copy has seen: call "
                 "average_replica_buffers() before you save or evaluate",
-                stacklevel=4,
+                stacklevel=stacklevel_of_user(),
             )
 
     def average_buffers(self) -> None:
         """See `Executor.average_replica_buffers`."""
         self._require_single_ranks("average their buffers over groups of your own")
-        self._buffers.clear()  # nothing to warn of
+        self._buffers = {}  # nothing to warn of
         sums, places = [], []
         for group in self._plan.replicas:
             mine = [_averaged_buffers(self._stages[stage]) for stage in group if stage in self._stages]
@@ -158,7 +161,14 @@ class StepGradients:
                     "sum_replica_gradients"
                 )
             held = [self._held(key, names) for key, names in weights.items()]
-            mine = [copy for copies in held for copy in copies.get(self._rank, ())]
+            mine: list[nn.Parameter] = []
+            for key, copies in zip(weights, held, strict=True):
+                if any(copy is other for copy in copies.get(self._rank, ()) for other in mine):
+                    raise ValueError(
+                        f"a weight must be named once in sum_shared_gradients: that of {_shown(key)} is also "
+                        "that of another name; give all its stages under one"
+                    )
+                mine += copies.get(self._rank, ())
             if any(copy in self._shared for copy in mine):
                 raise ValueError(
                     "a weight must be named once in sum_shared_gradients: its gradient is a sum already"
@@ -247,10 +257,17 @@ class StepGradients:
             warnings.warn(
                 f"clip_grad_norm_ of {self._plan.name} before sum_replica_gradients takes the gradients of "
                 "the first copies for those of the weights; add them up first",
-                stacklevel=4,
+                stacklevel=stacklevel_of_user(),
             )
         copies = self._copies()
         counted = [part for part in self._parameters() if self._counts(part, part in copies)]
+        if hiding := [stage for stage in self._stages if self._graph_parameters.may_hide(stage)]:
+            warnings.warn(
+                f"stages {hiding} are functions with activation checkpointing of what shows no module: the "
+                "norm leaves out parameters that are hidden there; give a module, or checkpoint with "
+                "use_reentrant=False",
+                stacklevel=stacklevel_of_user(),
+            )
         return torch.linalg.vector_norm(self._gather(self._norm(counted, norm_type)), norm_type)
 
     def scale(self, max_norm: float, total: torch.Tensor) -> None:
@@ -348,17 +365,19 @@ def _parameter(stage: int, module: Any, name: str | nn.Parameter) -> nn.Paramete
     trained = _trained_parameters(stage, module)
     if isinstance(name, nn.Parameter):
         found = [parameter for parameter in trained if parameter is name]
-        shown = f"the given parameter of shape {list(name.shape)}"
     else:
         found = [part for long, part in module.named_parameters() if _plain(long) == _plain(str(name))]
         found = [parameter for parameter in found if parameter.requires_grad]
-        shown = repr(name)
     if not found:
         raise ValueError(
-            f"stage {stage} must have {shown} as a parameter that requires gradients; if names differ, map "
-            "each stage to its name"
+            f"stage {stage} must have {_shown(name)} as a parameter that requires gradients; if names "
+            "differ, map each stage to its name"
         )
     return found[0]
+
+
+def _shown(name: str | nn.Parameter) -> str:
+    return repr(name) if isinstance(name, str) else f"the given parameter of shape {list(name.shape)}"
 
 
 def _plain(name: str) -> str:

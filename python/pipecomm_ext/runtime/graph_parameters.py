@@ -12,6 +12,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils._pytree import tree_leaves
 
 from .backward import Root, needs_whole_backward
+from .data_parallel import modules_of
 
 
 class GraphParameters:
@@ -38,14 +39,24 @@ class GraphParameters:
             if not node.next_functions and (leaf := getattr(node, "variable", None)) is not None:
                 self._seen[stage][id(leaf)] = weakref.ref(leaf)
             elif not is_module and needs_whole_backward(node):
-                self._hiding.add(stage)
+                self._see_recomputed(stage, vars(node).values())
+
+    def _see_recomputed(self, stage: int, held: Iterable[Any]) -> None:
+        """Learns from what the Function holds that runs a graph of its own."""
+        parts = [part for value in held for part in (value if isinstance(value, (list, tuple)) else [value])]
+        modules = modules_of([part for part in parts if callable(part)])
+        if not modules:
+            self._hiding.add(stage)
+        for leaf in (part for module in modules for part in module.parameters(recurse=False)):
+            self._seen[stage][id(leaf)] = weakref.ref(leaf)
 
     def of(self, stages: Iterable[int]) -> list[torch.Tensor]:
         leaves = [leaf() for stage in stages for leaf in self._seen[stage].values()]
         return [leaf for leaf in leaves if leaf is not None]
 
     def may_hide(self, stage: int) -> bool:
-        """Whether the stage is a function, and a Function in its graph runs a graph of its own."""
+        """Whether the stage is a function, and a Function in its graph runs a graph of its own, of which it
+        holds no modules."""
         return stage in self._hiding
 
 

@@ -67,6 +67,7 @@ class Mailbox(abc.ABC):
             if output is not None and version_of(output) != version:
                 raise ValueError(
                     f"stage {stage} has written into its output of micro-batch {micro} after it returned it, "
-                    "when it may not have been sent yet: return a clone of a buffer that is used again"
+                    "when it may not have been sent yet: return a clone of a buffer that is used again "
+                    "(all views of one tensor count as one)"
                 )
         self.forget_step()

@@ -39,6 +39,7 @@ class StepWork:
     ):
         self._work, self._told = work, told
         self._inputs = [(tensor, version_of(tensor)) for tensor in inputs]
+        self._was_written = False
         self._to_join: Callable[[], Any] | None = None
         self._lock = threading.Lock()
 
@@ -67,7 +68,7 @@ class StepWork:
         self.wait()
 
     def is_completed(self) -> bool:
-        """Whether `wait` would return at once."""
+        """Whether `wait` would return at once. Raises RuntimeError as `wait` does."""
         if self._work is not None and not self._work.is_completed():
             return False
         self._check_inputs()  # from here on they may be written
@@ -75,7 +76,8 @@ class StepWork:
 
     def _check_inputs(self) -> None:
         inputs, self._inputs = self._inputs, []
-        if any(version_of(tensor) != version for tensor, version in inputs):
+        self._was_written |= any(version_of(tensor) != version for tensor, version in inputs)
+        if self._was_written:
             raise RuntimeError(
                 "an input of this operation was written between the call and wait(), when it may not have "
                 "been sent yet: write into it after wait(), or pass a clone"
