@@ -1,9 +1,10 @@
-"""`make check` knows a test for every folder of the library, and finds what has changed."""
+"""`make check` knows a test for every folder of the library, and finds what has changed; `make mutations` knows the code."""
 
 from __future__ import annotations
 
 import re
 
+import mutations
 import pytest
 from check_changes import CXX_SUFFIXES, ROOT, chosen_tests, table
 
@@ -16,6 +17,10 @@ def test_every_row_names_what_is_there() -> None:
             program = re.search(r"\[(\w+)\]", test)
             path = f"tests/cpp/test_{program[1]}.cpp" if program else test
             assert (ROOT / path).exists(), f"{place}: {path}"
+
+
+def test_every_mutation_fits_the_code() -> None:
+    mutations.require_true_table()
 
 
 def test_every_file_of_the_library_has_tests() -> None:
