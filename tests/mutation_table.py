@@ -199,8 +199,8 @@ MUTATIONS = [
     Mutation(
         "refused-on-another-channel",
         "python/pipecomm_ext/communicator/communicator.py",
-        'self._c.refuse(op, summary_of(error), members, channel)',
-        'self._c.refuse(op, summary_of(error), members)',
+        "self._c.refuse(op, summary_of(error), members, channel)",
+        "self._c.refuse(op, summary_of(error), members)",
         ("tests/test_communicator.py", "tests/test_stage_relay.py"),
     ),
     Mutation(

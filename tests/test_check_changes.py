@@ -1,4 +1,6 @@
-"""`make check` knows a test for every folder of the library, and finds what has changed; `make mutations` knows the code."""
+"""`make check` knows a test for every folder of the library, and finds what has changed.
+
+The mutations of `make mutations` fit the code."""
 
 from __future__ import annotations
 

@@ -34,8 +34,9 @@ def fault_table() -> list[str]:
         counts = collections.Counter(case.transport for case in cases if case.fault == fault.name)
         ends = " or ".join(f"`{kind.__name__}`" for kind in fault.expected) or "the right result"
         lines.append(f"| {fault.name} | {counts['c10d']} | {counts['shm']} | {ends} |")
+    num_operations = len({case.operation for case in cases})
     lines.append(
-        f"\n{len(cases)} cases: {len(FAULTS)} faults in {len({case.operation for case in cases})} operations; `make faults` plays "
+        f"\n{len(cases)} cases: {len(FAULTS)} faults in {num_operations} operations; `make faults` plays "
         f"them all, the test suite {len(chosen)}."
     )
     return lines
