@@ -61,6 +61,7 @@ def _check_options(model: Any, options: dict[str, Any]) -> None:
     if options.get("past_key_values") is not None:
         raise ValueError("generate() takes no past_key_values: it computes the whole prompt")
     config = copy.deepcopy(options.get("generation_config") or model.generation_config)
+    config.update(**model.generation_config.to_dict(), defaults_only=True, allow_custom_entries=True)
     config.update(**{name: value for name, value in options.items() if name != "generation_config"})
     mode = config.get_generation_mode(options.get("assistant_model")).value
     if mode not in MODES:
