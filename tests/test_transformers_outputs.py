@@ -16,7 +16,7 @@ from test_transformers_integration import (
     registered,
     tokens,
 )
-from test_transformers_models import DECODER, ENCODER, make_model
+from test_transformers_models import DECODER, ENCODER, MODERN, make_model
 from test_transformers_models import plain as make_plain
 
 
@@ -59,7 +59,7 @@ def test_outputs_of_a_type_of_the_users_own(world):
     assert_close(result.loss, expected.loss)
 
 
-def wrapped(make_loss):
+def wrapped(make_loss, llm=None):
     """A model around another one, as users write them for heads and extra inputs of their own."""
     from transformers import PreTrainedModel
 
@@ -75,9 +75,7 @@ def wrapped(make_loss):
             output.loss = make_loss(output)
             return output
 
-    llm = make_model("Llama", DECODER, "pipecomm_ulysses")
-    llm.loss_function = exact_loss
-    return Wrapper(llm)
+    return Wrapper(llm or make_model("Llama", DECODER, "pipecomm_ulysses"))
 
 
 @on_ranks(2)
@@ -91,4 +89,7 @@ def test_the_loss_of_a_wrapped_model(world):
     assert_close(loss, expected)
     with pytest.raises(ValueError, match="computes a loss of its own"):
         wrapped(lambda output: 2 * output.loss)(**integration.split_batch(make_plain(), comm))
+    masked = make_model("ModernBert", MODERN, "pipecomm_ulysses", "ForMaskedLM")
+    with pytest.raises(ValueError, match="computes a loss of its own"):  # of the tokens' own labels
+        wrapped(lambda output: output.loss, masked)(**integration.split_batch(make_plain(), comm))
     check_works(world, integration, comm)

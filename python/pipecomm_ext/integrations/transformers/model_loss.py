@@ -27,12 +27,13 @@ BY_HAND = (
 def seeing_shares(model: PreTrainedModel, is_whole: bool, shares: list[Any]) -> Iterator[None]:
     """Adds to `shares` what the model's loss function returns for the labels of a piece."""
     function, own = model.loss_function, vars(model).get("_loss_function")
+    takes_them = _takes_shifted_labels(function)
 
     @functools.wraps(function)
     def seen(*args: Any, **kwargs: Any) -> Any:
         result = function(*args, **kwargs)
         is_share = is_whole or kwargs.get("num_items_in_batch") is not None
-        if is_share and kwargs.get("shift_labels") is not None:
+        if is_share and takes_them and kwargs.get("shift_labels") is not None:
             shares.append(result)
         return result
 
@@ -63,6 +64,11 @@ def _loss_of(output: Any) -> Any:
     return output if isinstance(output, Tensor) else getattr(output, "loss", None)
 
 
+def _takes_shifted_labels(function: Any) -> bool:
+    """Others would ignore them, and take the shifted labels for those of the tokens themselves."""
+    return "shift_labels" in inspect.signature(function).parameters
+
+
 def check_labels(model: PreTrainedModel, given: Mapping[str, Any]) -> None:
     if given.get("labels") is None:
         return
@@ -71,7 +77,7 @@ def check_labels(model: PreTrainedModel, given: Mapping[str, Any]) -> None:
             f"{type(model).__name__} got the labels of a piece without shift_labels, and would shift them "
             f"within the piece: pass on both, as split_batch() made them, or {BY_HAND}"
         )
-    if "shift_labels" not in inspect.signature(model.loss_function).parameters:
+    if not _takes_shifted_labels(model.loss_function):
         raise ValueError(
             f"{type(model).__name__} cannot take the labels that split_batch() has shifted: its loss is not "
             f"that of next tokens (its loss_function has no parameter shift_labels); {BY_HAND}"
