@@ -69,6 +69,20 @@ def test_an_attention_of_the_users_own_is_trusted(world):
 
 
 @on_ranks(2)
+def test_a_kernel_of_the_hub_is_not_the_users_own(world):
+    """transformers registers "owner/repository:function" with a function of the kernel's own module."""
+    from transformers import AttentionInterface
+
+    integration = registered(world.comm)
+    kernel = "owner/attention:forward"
+    AttentionInterface.register(kernel, lambda module, query, *_, **__: (query.transpose(1, 2), None))
+    model = make_model("llama", "sdpa")
+    model.config._attn_implementation_internal = kernel  # set_attn_implementation() would download it
+    with pytest.raises(ValueError, match=REFUSED.format(kernel)):
+        model(**integration.split_batch(make_batch(9), world.comm))
+
+
+@on_ranks(2)
 def test_encoders_and_embeddings_are_refused_too(world):
     from transformers import BertConfig, BertModel
 
@@ -165,6 +179,33 @@ def test_a_compiled_model_is_refused(world, attention):
         with pytest.raises(error, match=REFUSED.format(attention)):
             torch.compile(model, backend="eager", fullgraph=is_one_graph)(**piece)
     torch._dynamo.reset()
+
+
+@on_ranks(2)
+def test_the_length_of_a_static_cache_is_not_asked_for(world):
+    """It is a tensor on the device, which each model of each new token would wait for."""
+    from transformers import StaticCache
+
+    class Watched(StaticCache):
+        num_asked = 0
+
+        def get_seq_length(self, *args, **kwargs):
+            self.num_asked += 1
+            return super().get_seq_length(*args, **kwargs)
+
+    integration = registered(world.comm)
+    integration.split_batch({"input_ids": tokens(9)}, world.comm)
+    model = make_model("llama", "sdpa")
+    mask, position_ids = torch.ones(2, 9, dtype=torch.long), torch.arange(8, 9).expand(2, 1)
+    cache = Watched(config=model.config, max_cache_len=16)
+    model(input_ids=tokens(8), attention_mask=mask[:, :8], past_key_values=cache)
+    options = {"input_ids": tokens(1), "attention_mask": mask, "position_ids": position_ids}
+    counts = []
+    for forward in (type(model.model).forward, type(model.model).forward.__wrapped__):
+        cache.num_asked = 0
+        forward(model.model, **options, past_key_values=cache)
+        counts.append(cache.num_asked)
+    assert counts[0] == counts[1]
 
 
 @on_ranks(2)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from .model_check import note_piece
-from .pieces import cut, place_of, ring_lengths, state_of
+from .pieces import cut, ring_lengths, state_of
 
 IGNORED = -100  # the label of a token that does not count, in transformers
 # The sequence dim of what a model takes.
@@ -67,8 +67,7 @@ def split_batch(batch: Mapping[str, Any], process_group: Any = None) -> dict[str
 
     if mask is None:
         mask = _mask_of(tokens, whole.get("position_ids"))
-    has_positions = whole.get("position_ids") is not None
-    if not has_positions:
+    if whole.get("position_ids") is None:
         whole["position_ids"] = torch.arange(length, device=tokens.device).expand(tokens.size(0), length)
     labels = whole.pop("labels", None)
     if labels is not None and whole.get("shift_labels") is None:
@@ -77,8 +76,7 @@ def split_batch(batch: Mapping[str, Any], process_group: Any = None) -> dict[str
         name: cut(value, SEQUENCE_DIM[name], state) if name in SEQUENCE_DIM and value is not None else value
         for name, value in whole.items()
     }
-    counted = None if has_positions else piece["position_ids"][0]
-    note_piece(length, piece["position_ids"].size(-1), place_of(state), counted)
+    note_piece(length, piece["position_ids"].size(-1))
     if piece.get("shift_labels") is not None:
         piece["labels"] = piece["shift_labels"]
         piece.setdefault("num_items_in_batch", (whole["shift_labels"] != IGNORED).sum())

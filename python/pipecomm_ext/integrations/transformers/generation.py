@@ -14,8 +14,9 @@ from transformers import DynamicCache, PreTrainedModel
 
 from .attention import NAME
 from .batch import split_batch
-from .model_check import configs_of, positions_as_given
+from .model_check import CACHES, configs_of, positions_as_given
 from .pieces import gather, state_of
+from .required import CACHE
 
 if TYPE_CHECKING:
     from transformers.cache_utils import DynamicLayer
@@ -50,7 +51,7 @@ def generate(
     """
     _check_options(cast(Any, model), options)
     cache = _prefilled(model, input_ids, attention_mask, process_group)
-    options |= {"past_key_values": cache, "use_cache": True}
+    options |= {CACHE: cache, "use_cache": True}
     with _attention_of_torch(model):
         return cast(Any, model).generate(input_ids, attention_mask=attention_mask, **options)
 
@@ -58,9 +59,10 @@ def generate(
 def _check_options(model: Any, options: dict[str, Any]) -> None:
     if options.get("use_cache") is False:
         raise ValueError("generate() takes no use_cache=False: it computes the prompt for the cache")
-    if options.get("past_key_values") is not None:
-        raise ValueError("generate() takes no past_key_values: it computes the whole prompt")
+    if any(options.get(name) is not None for name in CACHES):
+        raise ValueError("generate() takes no past_key_values or cache: it computes the whole prompt")
     config = copy.deepcopy(options.get("generation_config") or model.generation_config)
+    config.update(**model.generation_config.to_dict(), defaults_only=True, allow_custom_entries=True)
     config.update(**{name: value for name, value in options.items() if name != "generation_config"})
     mode = config.get_generation_mode(options.get("assistant_model")).value
     if mode not in MODES:
@@ -102,7 +104,7 @@ def _prefilled(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor
     piece = split_batch(prompt, group)
     cache = DynamicCache()  # without the config: layers with a sliding window keep all, too, as pieces must
     with positions_as_given() if counts else contextlib.nullcontext():
-        model.base_model(**piece, past_key_values=cache, use_cache=True)
+        model.base_model(**piece, **{CACHE: cache, "use_cache": True})
     length, state = input_ids.size(1), state_of(group)
     whole = DynamicCache()
     for idx, layer in enumerate(cast("list[DynamicLayer]", cache.layers)):

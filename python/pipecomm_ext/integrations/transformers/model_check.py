@@ -11,9 +11,9 @@ import contextlib
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,28 +21,25 @@ from transformers import Cache, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .attention import NAME, calls, check_config, registered_group, telling_the_others
-from .model_loss import check_labels, seen_loss
+from .model_loss import check_labels, check_loss, seeing_shares
+from .model_outputs import check_output
 from .model_traits import BY_MASK, check_class, traits_of, whole_positions
-from .pieces import state_of
+from .pieces import cut, state_of
 
 TOKENS = ("input_ids", "inputs_embeds")
+CACHES = ("cache", "past_key_values")  # before transformers 5.24 the second one alone
 OF_ONE_TOKEN = ("logits_to_keep", "num_logits_to_keep")
-# Outputs that may begin with the batch and have no tokens second, for what they are of is not split.
-NOT_OF_TOKENS = ("image", "video", "audio", "vision", "encoder")
-# Tokens of the sequence, tokens of the piece: positions that split_batch() has counted from 0, by rank.
-_pieces: dict[tuple[int, int], dict[tuple[int, ...], Tensor]] = {}
+_pieces: set[tuple[int, int]] = set()  # tokens of the sequence, tokens of the piece
 
 
-def note_piece(length: int, num_tokens: int, rank: tuple[int, ...], counted: Tensor | None) -> None:
-    """Of a sequence of `length` tokens, `num_tokens` of which this rank holds; `counted`: those of a row."""
-    rows = _pieces.setdefault((length, num_tokens), {})
-    if counted is not None:
-        rows[rank] = counted
+def note_piece(length: int, num_tokens: int) -> None:
+    """Of a sequence of `length` tokens, `num_tokens` of which this rank holds."""
+    _pieces.add((length, num_tokens))
 
 
 @contextlib.contextmanager
 def positions_as_given() -> Iterator[None]:
-    """Even where split_batch() would have counted the same."""
+    """Even where they count from 0."""
     _thread.are_positions_given = True
     try:
         yield
@@ -64,7 +61,7 @@ def watch_models() -> None:
     @functools.wraps(make_model)
     def make_checked_model(self: PreTrainedModel, config: Any, *args: Any, **kwargs: Any) -> None:
         if getattr(config, "_attn_implementation", None) == NAME:
-            check_class(type(self), NAME)
+            check_class(type(self))
         make_model(self, config, *args, **kwargs)
 
     make_checked_model._checks_pieces = True  # type: ignore[attr-defined]
@@ -136,27 +133,31 @@ def _piece(
     piece = _Piece(tokens, mask.size(-1), given, accepted)
     if piece.num_tokens > piece.length:
         return None
+    is_compiling = torch.compiler.is_compiling()
+    # In a graph the pieces would be guarded, and each new one compile anew.
+    is_noted = not is_compiling and (piece.length, piece.num_tokens) in _pieces
     if piece.is_whole:  # in a group of one rank, where no more than labels are made for pieces
-        is_noted = not torch.compiler.is_compiling() and (piece.length, piece.length) in _pieces
-        return piece if is_noted and given.get("shift_labels") is not None else None
-    if _holds_tokens(given.get("past_key_values")):
+        has_labels = not is_compiling and given.get("shift_labels") is not None
+        return piece if has_labels and (is_noted or _is_ours(model)) else None
+    if any(_holds_tokens(given.get(name)) for name in CACHES):
         return None
     if _is_ours(model):
         return piece
-    if torch.compiler.is_compiling():  # where the pieces would be guarded, and each new one compile anew
-        return None if model._is_stateful else piece
-    if (piece.length, piece.num_tokens) not in _pieces or _has_users_attention(model):
-        return None
-    return piece
+    may_be_one = is_noted or (is_compiling and not model._is_stateful)
+    return piece if may_be_one and not _has_users_attention(model) else None
 
 
 def _holds_tokens(cache: Any) -> bool:
-    """Then the mask is that of these and the new ones."""
-    return cache is not None and not (isinstance(cache, Cache) and cache.get_seq_length() == 0)
+    """Then the mask is that of these and the new ones. So it is, in advance, of a cache of fixed size, whose
+    length is a tensor that none may wait for.
+    """
+    if cache is None:
+        return False
+    return not isinstance(cache, Cache) or cache.is_compileable or cache.get_seq_length() != 0
 
 
 class _Thread(threading.local):
-    is_inside = False  # of a model of which this one is a part
+    shares: list[Any] | None = None  # losses of the model that is being computed, and of those that it calls
     are_positions_given = False
 
 
@@ -170,27 +171,31 @@ def _compute(model: PreTrainedModel, piece: _Piece, forward: Callable[[], Any]) 
         return forward()
     with telling_the_others(piece.tokens):
         _check_attention(model, piece)
-        if not _thread.is_inside:
+        is_inside = _thread.shares is not None
+        if not is_inside:
             _check_model(model, piece)
-    if _thread.is_inside:
-        return forward()
-    _thread.is_inside = True
+    has_labels = piece.given.get("labels") is not None
     num_calls = calls.num
     with contextlib.ExitStack() as stack:
-        stack.callback(setattr, _thread, "is_inside", False)
-        loss = None
-        if piece.given.get("labels") is not None:
-            loss = stack.enter_context(seen_loss(model, piece.is_whole))
+        if not is_inside:
+            _thread.shares = []
+            stack.callback(setattr, _thread, "shares", None)
+        shares = cast("list[Any]", _thread.shares)
+        if has_labels:
+            stack.enter_context(seeing_shares(model, piece.is_whole, shares))
+        if is_inside:
+            return forward()
         if not piece.is_whole and (modules := traits_of(model).rotary_embeddings):
             state = state_of(registered_group())
             stack.enter_context(whole_positions(modules, piece.length, state))
         output = forward()
     with telling_the_others(piece.tokens):
-        if loss is not None:
-            loss.check(model, output)
-        if not piece.is_whole:
-            _check_output(model, piece, output, calls.num - num_calls)
-    return output
+        if has_labels:
+            check_loss(model, output, shares)
+        if piece.is_whole:
+            return output
+        _check_calls(model, calls.num - num_calls)
+        return check_output(model, piece.tokens, output)
 
 
 def _check_attention(model: PreTrainedModel, piece: _Piece) -> None:
@@ -218,9 +223,10 @@ def _is_ours(model: PreTrainedModel) -> bool:
 
 
 def _has_users_attention(model: PreTrainedModel) -> bool:
-    """A function of the user's own, which may exchange tokens as well."""
-    function = ALL_ATTENTION_FUNCTIONS.get(model.config._attn_implementation)
-    return function is not None and not function.__module__.startswith("transformers.")
+    """A function of the user's own, which may exchange tokens as well; no "owner/kernel" of the hub."""
+    name = str(model.config._attn_implementation)
+    function = ALL_ATTENTION_FUNCTIONS.get(name)
+    return function is not None and "/" not in name and not function.__module__.startswith("transformers.")
 
 
 def _check_model(model: PreTrainedModel, piece: _Piece) -> None:
@@ -245,7 +251,8 @@ def _check_options(name: str, piece: _Piece) -> None:
     for option in OF_ONE_TOKEN:
         if isinstance(given.get(option), Tensor) or given.get(option):
             raise ValueError(
-                f"{option} cannot be given with a piece, as each rank would keep logits of its own"
+                f"{option} cannot be given with a piece, as each rank would keep logits of its own: leave it "
+                "out, and take what you need of all logits"
             )
     if given.get("output_router_logits"):
         raise ValueError(f"{NAME} cannot split the router's auxiliary loss: set output_router_logits=False")
@@ -256,11 +263,11 @@ def _check_options(name: str, piece: _Piece) -> None:
 
 
 def _check_positions(name: str, counted: str | None, piece: _Piece) -> None:
-    positions = piece.given["position_ids"]
-    rows = _pieces.get((piece.length, piece.num_tokens), {}).values()
     if counted is None or _thread.are_positions_given:
         return
-    if not any(torch.equal(positions, row.to(positions.device).expand_as(positions)) for row in rows):
+    positions = piece.given["position_ids"]
+    from_0 = cut(torch.arange(piece.length, device=positions.device), 0, state_of(registered_group()))
+    if positions.shape[-1:] != from_0.shape or not (positions == from_0).all():
         return
     how = "by its tokens, from padding_idx + 1"
     if counted == BY_MASK:
@@ -269,8 +276,8 @@ def _check_positions(name: str, counted: str | None, piece: _Piece) -> None:
             return
         how = "by attention_mask, (attention_mask.cumsum(1) - 1).clamp(min=0)"
     raise ValueError(
-        f"{name} counts positions {how}, where those of its piece, which split_batch() was not given, count "
-        "from 0: give it the position_ids of the whole batch"
+        f"{name} counts positions {how}, where those of its piece count from 0: give split_batch() the "
+        "position_ids of the whole batch"
     )
 
 
@@ -286,26 +293,14 @@ def _check_config(name: str, config: Any, length: int) -> None:
             )
 
 
-def _check_output(model: PreTrainedModel, piece: _Piece, output: Any, num_calls: int) -> None:
-    name = type(model).__name__
-    if num_calls == 0:
+def _check_calls(model: PreTrainedModel, num_calls: int) -> None:
+    """A graph does not count its calls: so models that are compiled in part are believed."""
+    if num_calls == 0 and not any(map(_is_compiled, model.modules())):
         raise ValueError(
-            f"{name} computed its piece without {NAME}: what mixes its tokens is not that attention, and saw "
-            "no more than the piece"
+            f"{type(model).__name__} computed its piece without {NAME}: what mixes its tokens is not that "
+            "attention, and saw no more than the piece. Give this model whole batches, without split_batch()"
         )
-    if isinstance(output, Mapping):
-        values = dict(output)
-    else:
-        values = dict(enumerate([output] if isinstance(output, Tensor) else output))
-    for key, value in values.items():
-        if not isinstance(value, Tensor) or value.dim() < 2 or not value.is_floating_point():
-            continue
-        if value.size(0) != piece.tokens.size(0) or value.size(1) == piece.num_tokens:
-            continue
-        if key == "pooler_output" and isinstance(output, MutableMapping):
-            output[key] = None
-        elif not str(key).startswith(NOT_OF_TOKENS):
-            raise ValueError(
-                f"{name} returns {key} of shape {tuple(value.shape)}, where its piece has {piece.num_tokens} "
-                "tokens: what is made of one token, or of all, is made of the wrong ones"
-            )
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return module._compiled_call_impl is not None or hasattr(module.forward, "_torchdynamo_orig_callable")

@@ -2,14 +2,16 @@
 
 split_batch() shifts the labels of the whole batch. Other models mean the labels of the tokens themselves,
 and some compute a mean of their own. The function that a model finds as its `loss_function` is therefore
-replaced for the time of a forward by one that sees its arguments, and whose result must be the model's loss.
+replaced for the time of a forward by one that sees its arguments, and whose result must be the model's loss:
+that of the model itself, and of each that it calls with labels.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -21,40 +23,50 @@ BY_HAND = (
 )
 
 
-class SeenLoss:
-    """A loss function, and its results for the piece's labels."""
+@contextlib.contextmanager
+def seeing_shares(model: PreTrainedModel, is_whole: bool, shares: list[Any]) -> Iterator[None]:
+    """Adds to `shares` what the model's loss function returns for the labels of a piece."""
+    function, own = model.loss_function, vars(model).get("_loss_function")
+    takes_them = _takes_shifted_labels(function)
 
-    def __init__(self, function: Callable[..., Any], is_whole: bool):
-        self._function, self._is_whole = function, is_whole
-        self._results: list[Any] = []
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        result = self._function(*args, **kwargs)
-        is_share = self._is_whole or kwargs.get("num_items_in_batch") is not None
-        if is_share and kwargs.get("shift_labels") is not None:
-            self._results.append(result)
+    @functools.wraps(function)
+    def seen(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        is_share = is_whole or kwargs.get("num_items_in_batch") is not None
+        if is_share and takes_them and kwargs.get("shift_labels") is not None:
+            shares.append(result)
         return result
 
-    def check(self, model: PreTrainedModel, output: Any) -> None:
-        loss = output.get("loss") if isinstance(output, Mapping) else output[0]
-        if isinstance(loss, Tensor) and not any(loss is result for result in self._results):
-            raise ValueError(
-                f"{type(model).__name__} computes a loss of its own, or adds to that of the tokens, so that "
-                f"the share of a piece is not known: {BY_HAND}"
-            )
-
-
-@contextlib.contextmanager
-def seen_loss(model: PreTrainedModel, is_whole: bool) -> Iterator[SeenLoss]:
-    own = vars(model).get("_loss_function")
-    model.loss_function = seen = SeenLoss(model.loss_function, is_whole)
+    model.loss_function = seen
     try:
-        yield seen
+        yield
     finally:
         if own is None:
             del model._loss_function
         else:
             model.loss_function = own
+
+
+def check_loss(model: PreTrainedModel, output: Any, shares: list[Any]) -> None:
+    loss = _loss_of(output)
+    if isinstance(loss, Tensor) and not any(loss is share for share in shares):
+        raise ValueError(
+            f"{type(model).__name__} computes a loss of its own, or adds to that of the tokens, so that "
+            f"the share of a piece is not known: {BY_HAND}"
+        )
+
+
+def _loss_of(output: Any) -> Any:
+    if isinstance(output, Mapping):
+        return output.get("loss")
+    if isinstance(output, (tuple, list)):
+        return output[0]
+    return output if isinstance(output, Tensor) else getattr(output, "loss", None)
+
+
+def _takes_shifted_labels(function: Any) -> bool:
+    """Others would ignore them, and take the shifted labels for those of the tokens themselves."""
+    return "shift_labels" in inspect.signature(function).parameters
 
 
 def check_labels(model: PreTrainedModel, given: Mapping[str, Any]) -> None:
@@ -65,7 +77,7 @@ def check_labels(model: PreTrainedModel, given: Mapping[str, Any]) -> None:
             f"{type(model).__name__} got the labels of a piece without shift_labels, and would shift them "
             f"within the piece: pass on both, as split_batch() made them, or {BY_HAND}"
         )
-    if "shift_labels" not in inspect.signature(model.loss_function).parameters:
+    if not _takes_shifted_labels(model.loss_function):
         raise ValueError(
             f"{type(model).__name__} cannot take the labels that split_batch() has shifted: its loss is not "
             f"that of next tokens (its loss_function has no parameter shift_labels); {BY_HAND}"

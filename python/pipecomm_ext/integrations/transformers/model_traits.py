@@ -18,6 +18,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from .attention import NAME
 from .pieces import cut, gather
 
 BY_TOKENS, BY_MASK = "by_tokens", "by_mask"
@@ -90,11 +91,11 @@ def _has_an_attention_of_its_own(cls: type[PreTrainedModel]) -> bool:
     return is_of_transformers and not (cls._supports_attention_backend or cls._can_set_attn_implementation())
 
 
-def check_class(cls: type[PreTrainedModel], attention: str) -> None:
+def check_class(cls: type[PreTrainedModel]) -> None:
     """Refuses classes that choose among attentions of their own, and do not find this one."""
-    for name, classes in vars(sys.modules[cls.__module__]).items():
-        if name.endswith("_ATTENTION_CLASSES") and isinstance(classes, dict) and attention not in classes:
-            raise ValueError(f"{attention} cannot be the attention of {cls.__name__}, which {_OWN_ATTENTION}")
+    for name, classes in getattr(sys.modules.get(cls.__module__), "__dict__", {}).items():
+        if name.endswith("_ATTENTION_CLASSES") and isinstance(classes, dict) and NAME not in classes:
+            raise ValueError(f"{NAME} cannot be the attention of {cls.__name__}, which {_OWN_ATTENTION}")
 
 
 def _positions(module: nn.Module) -> str | None:

@@ -25,12 +25,6 @@ def state_of(process_group: Any) -> ParallelState:
     return ParallelState(dist.group.WORLD if process_group is None else process_group)
 
 
-def place_of(state: ParallelState) -> tuple[int, int, int, int]:
-    """Of this rank in the groups: ranks of the same place hold the same tokens."""
-    ulysses = state.get_ulysses_rank(), state.get_ulysses_group_size()
-    return *ulysses, state.get_ring_rank(), state.get_ring_group_size()
-
-
 @contextlib.contextmanager
 def refusing(state: ParallelState, tensor: Tensor) -> Iterator[None]:
     """Tells all ranks of the groups what this rank raises here, before attention."""

@@ -9,5 +9,7 @@ try:
     from transformers import __version__ as version
 except ImportError as error:
     raise ImportError(NEEDED) from error
-if tuple(map(int, version.split(".")[:2])) < (5, 10):  # older ones make masks of positions
+_number = tuple(map(int, version.split(".")[:2]))
+if _number < (5, 10):  # older ones make masks of positions
     raise ImportError(f"{NEEDED}; it is {version}")
+CACHE = "cache" if _number >= (5, 24) else "past_key_values"  # what takes the cache of a forward
