@@ -6,6 +6,8 @@ naming both descriptions. Unusual calls that are legal are in test_p2p.py.
 
 from __future__ import annotations
 
+import math
+import pickle
 import re
 import time
 
@@ -143,8 +145,12 @@ MISMATCHES = {
 
 
 def assert_mismatch(error: PipeCommMismatch, world, *specs: tuple) -> None:
-    """Both descriptions are in it, and who speaks with whom."""
+    """Both descriptions are in it, as text and as data, and who speaks with whom."""
     text = str(error)
+    ours, theirs = specs if world.rank == 0 else reversed(specs)
+    for side, (shape, dtype) in ((error.ours, ours), (error.theirs, theirs)):
+        assert side == ("p2p", str(dtype)[6:], shape, math.prod(shape) * dtype.itemsize)
+    assert pickle.loads(pickle.dumps(error)).theirs == error.theirs
     for shape, dtype in specs:
         assert f"{str(dtype)[6:]}{list(shape)}" in text, text
     assert "rank 0" in text and "rank 1" in text, text

@@ -203,7 +203,7 @@ def test_folders_in_which_files_can_be_replaced_are_refused(world, tmp_path):
     folder = tmp_path / "shared"
     folder.mkdir()
     folder.chmod(0o777)
-    with pytest.raises(ValueError, match="everybody may write to .*shared"):
+    with pytest.raises(ValueError, match="other users can write to .*shared"):
         comm.dump_flight(folder)
     folder.chmod(0o1777)
     comm.dump_flight(folder)

@@ -40,7 +40,7 @@ def test_storage_that_moves(world, transport, num_elements, move):
         used = churn()
         world.meet()
         for work in receives:
-            with pytest.raises(PipeCommError, match="has got other memory .*so the message is lost"):
+            with pytest.raises(PipeCommError, match="was reallocated .*so the message is lost"):
                 work.wait()
         for work in sends:
             work.wait()

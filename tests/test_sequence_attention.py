@@ -144,7 +144,7 @@ WRONG = {
     "last": (lambda q, k, v: ((q, k, v), {"heads_dim": -1}), ValueError, "neither may be the last", WAYS),
     "range": (lambda q, k, v: ((q, k, v), {"seq_dim": 4}), IndexError, "seq_dim 4 is out of range", WAYS),
     "heads": (lambda q, k, v: ((q[:, :, :1], k, v), {}), ValueError, "they must have 1 to 1", WAYS),
-    "values": (lambda q, k, v: ((q, k, v[:, :, :1]), {}), ValueError, "must have equally many", WAYS),
+    "values": (lambda q, k, v: ((q, k, v[:, :, :1]), {}), ValueError, "must have the same number", WAYS),
     "length": (lambda q, k, v: ((q, k[:, :1], v), {}), ValueError, "the same length along dim 1", WAYS),
     "no tensor": (lambda q, k, v: ((None, k, v), {}), TypeError, "q must be", WAYS),
     "gather": (lambda q, k, v: ((q, k, v), {"gather_size": 40}), ValueError, "gather_size", WAYS),

@@ -171,6 +171,13 @@ void raise_failure(const Failure& failure) {
       py::arg("channel") = optional(failure.channel), py::arg("seq") = optional(failure.seq),
       py::arg("dtype") = text(failure.dtype), py::arg("shape") = py::tuple(py::cast(failure.shape)),
       py::arg("origin_rank") = optional(failure.origin_rank));
+  const auto describe = [&](const char* name, const std::optional<MessageDescription>& side) {
+    if (side)
+      error.attr(name) = errors.attr("MessageDescription")(
+          text(side->op), text(side->dtype), py::tuple(py::cast(side->shape)), side->num_bytes);
+  };
+  describe("ours", failure.ours);
+  describe("theirs", failure.theirs);
   PyErr_SetObject(py::type::of(error).ptr(), error.ptr());
 }
 

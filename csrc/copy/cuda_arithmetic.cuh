@@ -1,4 +1,4 @@
-// What happens to the elements of a vector on their way, with the results of the host to the bit.
+// Arithmetic on the elements of a vector, bit-identical to the host's.
 #pragma once
 
 #include <cmath>

@@ -148,7 +148,7 @@ void Communicator::expire(Operation& operation) {
     if (request->descriptor.channel == kControlChannel)
       text += " and speaks for other ranks as well";
   }
-  text += "; check that the other rank calls the matching operation, or raise timeout=";
+  text += "; check that the other rank calls the matching operation, or increase timeout=";
   fail(own_failure(FailureKind::timeout, text, op_name(operation.op())));
 }
 

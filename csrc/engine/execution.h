@@ -80,7 +80,7 @@ class Execution {
   // the user, or on all, and then the collectives, too. Waits for nobody.
   virtual void connect(std::span<const int> /*peers*/,
                        const std::optional<std::vector<int>>& /*channels*/) {}
-  // What a peer believes of a message that travels by other means than the transport.
+  // A peer's description of a message that the transport does not carry (NCCL does).
   virtual void on_claim(int /*peer*/, Direction /*direction*/, const Descriptor& /*theirs*/,
                         std::span<const std::byte> /*note*/) {}
 

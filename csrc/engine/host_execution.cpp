@@ -176,10 +176,11 @@ void HostExecution::before_posting(const Operation& operation, const EventPtr& c
     staging_->wait(caller, [&] {
       communicator_.check_usable(operation.op());
       if (Clock::now() >= operation.deadline())
-        fail_with(FailureKind::timeout,
-                  " timed out after " + seconds_text(Clock::now() - operation.posted_at()) +
-                      ": the caller's CUDA stream has not come to it, which may wait for "
-                      "another rank itself");
+        fail_with(
+            FailureKind::timeout,
+            " timed out after " + seconds_text(Clock::now() - operation.posted_at()) +
+                ": the caller's CUDA stream has not reached it; the stream may be waiting for "
+                "another rank itself");
     });
     copies();
   } catch (const PipeCommException&) {

@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <stdexcept>
 #include <string>
@@ -13,6 +14,14 @@
 namespace pipecomm {
 
 enum class FailureKind : uint8_t { error, timeout, peer_lost, mismatch, aborted };
+
+// What one end says of a message.
+struct MessageDescription {
+  std::string op = {}, dtype = {};  // the dtype as torch prints it, without "torch."
+  std::vector<int64_t> shape = {};  // of the tensor that the rank passed in
+  int64_t num_bytes = 0;            // of the message
+  bool operator==(const MessageDescription&) const = default;
+};
 
 struct Failure {
   FailureKind kind = FailureKind::error;
@@ -25,6 +34,9 @@ struct Failure {
   std::string dtype = {};  // as torch prints it, without "torch."
   std::vector<int64_t> shape = {};
   int origin_rank = -1;  // the rank on which the trouble began
+  // What the two ends say of a message about which they disagree, first the end that found it.
+  std::optional<MessageDescription> ours = {}, theirs = {};
+  bool operator==(const Failure&) const = default;
 };
 
 using FailurePtr = std::shared_ptr<const Failure>;

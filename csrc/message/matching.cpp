@@ -35,6 +35,8 @@ FailurePtr mismatch_failure(int rank, const Request& request, const Descriptor& 
                             ? " as part of another list of tensors (their numbers differ)"
                             : " with other arguments (sizes, dims, dtypes or source rank differ)";
   failure->message += "; nothing was transferred; make the two calls agree";
+  failure->ours = description_of(ours);
+  failure->theirs = description_of(theirs);
   return failure;
 }
 

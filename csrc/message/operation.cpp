@@ -23,13 +23,21 @@ std::string seconds_text(Clock::duration duration) {
 }
 
 void name_message(Failure& failure, int peer, const Descriptor& descriptor) {
-  failure.op = op_name(descriptor.op);
+  MessageDescription description = description_of(descriptor);
+  failure.op = std::move(description.op);
   failure.peer = peer;
   failure.channel = descriptor.channel;
   failure.seq = static_cast<int64_t>(descriptor.seq);
-  failure.dtype = dtype_name(descriptor.dtype);
+  failure.dtype = std::move(description.dtype);
+  failure.shape = std::move(description.shape);
+}
+
+MessageDescription description_of(const Descriptor& descriptor) {
   const int num_dims = std::min<int>(descriptor.num_dims, kMaxDescriptorDims);
-  failure.shape.assign(descriptor.shape.begin(), descriptor.shape.begin() + num_dims);
+  return {.op = op_name(descriptor.op),
+          .dtype = std::string(dtype_name(descriptor.dtype)),
+          .shape = {descriptor.shape.begin(), descriptor.shape.begin() + num_dims},
+          .num_bytes = descriptor.num_bytes};
 }
 
 RequestPtr make_request(Direction direction, int peer, const Descriptor& descriptor,

@@ -84,6 +84,7 @@ std::string seconds_text(Clock::duration duration);
 
 // Fills in the fields of a failure that say which message it is about.
 void name_message(Failure& failure, int peer, const Descriptor& descriptor);
+MessageDescription description_of(const Descriptor& descriptor);
 
 class Operation {
  public:
@@ -111,7 +112,7 @@ class Operation {
     std::lock_guard lock(mutex_);
     kept_.push_back(std::move(resource));
   }
-  // Or until this is called, by one who knows that nothing uses them any more.
+  // Releases them early; the caller must know that nothing uses them any more.
   void let_go();
   // Runs once, on the thread that settles the last request, and only if all succeeded: the unpack
   // copy of an exchange.

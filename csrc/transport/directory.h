@@ -1,7 +1,7 @@
-// What a rank knows of its peers: each peer has published how to meet it, and a thread reads that when
-// somebody first needs the peer, which may not have made its communicator yet. A rank that closes while
-// some peer has not met it publishes that, and the failure that it knows: a peer that finds it gone
-// tells an end in order from a death, and hears of the first cause.
+// Peer lookup: each rank publishes its addresses, and a thread reads a peer's record on first use; the peer
+// may not have made its communicator yet. A rank that closes before every peer has met it adds a farewell
+// to its record, with the failure that it knows of. So a peer that finds the rank gone can tell a close
+// from a death, and learns the first cause.
 #pragma once
 
 #include <sys/types.h>

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 
 class PipeCommError(RuntimeError):
@@ -51,8 +51,31 @@ class PipeCommPeerLost(PipeCommError):
     """A rank died, was cut off, or closed its communicator while a message to or from it was pending."""
 
 
+class MessageDescription(NamedTuple):
+    """What one end of a message says of it.
+
+    Attributes:
+        op: name of the operation.
+        dtype, shape: of the tensor that the rank passed in, as those of `PipeCommError`; at most 8 dims.
+        num_bytes: of this message.
+    """
+
+    op: str
+    dtype: str
+    shape: tuple[int, ...]
+    num_bytes: int
+
+
 class PipeCommMismatch(PipeCommError):
-    """Two ranks disagree about an operation, or a rank refused to take part in a collective."""
+    """Two ranks disagree about an operation, or a rank refused to take part in a collective.
+
+    Attributes:
+        ours, theirs: what the two ends say of a message about which they disagree, first the end that found
+            it; else None.
+    """
+
+    ours: MessageDescription | None = None
+    theirs: MessageDescription | None = None
 
 
 class PipeCommAborted(PipeCommError):

@@ -314,7 +314,8 @@ TEST(claims_without_sense) {
     run(options_of(2), [&](Rank& me) {
       const std::vector<std::byte> note(num_bytes);
       if (me.rank == 1) me.comm->claim(0, Direction::send, claim, note);
-      CHECK(contains(failure_of(me)->message, "says of NCCL what this rank does not understand"));
+      CHECK(contains(failure_of(me)->message,
+                     "sent an NCCL control message that this rank does not know"));
     });
   }
 }

@@ -306,7 +306,7 @@ TEST(failures) {
         });
       memory.device()->is_broken = rank == 0 && !hangs;
       const auto kind = hangs ? FailureKind::timeout : FailureKind::error;
-      const std::string text = hangs ? "the caller's CUDA stream has not come to it"
+      const std::string text = hangs ? "the caller's CUDA stream has not reached it"
                                      : "could not be enqueued: CUDA: it is";
       const auto expect = [&](const Failure& failure) {
         CHECK(failure.kind == kind && failure.origin_rank == 0);

@@ -31,7 +31,7 @@ from pipecomm_ext import (
 # What the texts say is to be done, or was the reason.
 CURES = {
     PipeCommPeerLost: "make a new group and Communicator of the other ranks|has closed its communicator",
-    PipeCommTimeout: "check that the other rank calls the matching operation, or raise timeout=",
+    PipeCommTimeout: "check that the other rank calls the matching operation, or increase timeout=",
     PipeCommMismatch: "make the two calls agree",
     PipeCommAborted: "aborted by rank [0-9]: .",
 }

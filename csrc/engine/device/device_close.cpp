@@ -30,9 +30,10 @@ void DeviceExecution::on_claim(int peer, Direction direction, const Descriptor& 
     counts_.limit(peer, opposite(direction), theirs.channel, theirs.seq);
   } else if (theirs.op == OpCode::close || theirs.op == OpCode::connect) {
     if (!links_.on_claim(peer, theirs, note))
-      fail(FailureKind::error, "rank " + std::to_string(peer) +
-                                   " says of NCCL what this rank does not understand; all ranks "
-                                   "need the same version of pipecomm_ext");
+      fail(FailureKind::error,
+           "rank " + std::to_string(peer) +
+               " sent an NCCL control message that this rank does not know; all ranks "
+               "need the same version of pipecomm_ext");
   } else if (const auto mismatch = check_.heard(peer, direction, theirs)) {
     fail_mismatch(*mismatch);
   }

@@ -45,7 +45,7 @@ struct DeviceOptions {
   Check check = Check::first_use;
   int max_ops_per_group = kDefaultMaxOpsPerGroup;
   NcclConfig nccl;
-  // Of each step of the end that other ranks, the driver or the user's graphs can hold up.
+  // Limit of each step of the shutdown that other ranks, the driver or the user's graphs can block.
   std::chrono::nanoseconds end_limit = std::chrono::seconds(5);
 };
 

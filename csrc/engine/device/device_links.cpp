@@ -71,7 +71,7 @@ void DeviceExecution::check_answer(OpCode op, const LinkKey& key, Clock::time_po
                ? "this rank and " + peer + "; " + peer + " " + communicator_.describe_peer(key.peer)
                : "all ranks") +
           "; check that the other ranks make their communicators and call the matching operation, "
-          "or raise timeout=",
+          "or increase timeout=",
       op_name(op));
   if (is_pair) failure.peer = key.peer;
   communicator_.fail(std::move(failure));

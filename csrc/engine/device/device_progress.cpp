@@ -88,6 +88,8 @@ void DeviceExecution::fail_mismatch(const MessageCheck::Mismatch& mismatch) {
                     std::to_string(mismatch.peer) + (sends ? " expects " : " sends ") +
                     mismatch.theirs.text() +
                     "; the transfer was under way, so what was received is not to be trusted";
+  failure.ours = description_of(mismatch.ours);
+  failure.theirs = description_of(mismatch.theirs);
   communicator_.fail(std::move(failure));
 }
 
@@ -117,7 +119,7 @@ void DeviceExecution::fail_expired(OpCode op, const std::string& where, const st
                        message_text(shown->direction, shown->peer, shown->descriptor) + " of " +
                        shown->descriptor.text();
   }
-  failure.message += "; check that the other ranks " + remedy + ", or raise timeout=";
+  failure.message += "; check that the other ranks " + remedy + ", or increase timeout=";
   communicator_.fail(std::move(failure));
 }
 

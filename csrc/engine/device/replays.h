@@ -1,4 +1,4 @@
-// The deadlines of captured operations. A replay is nothing that the host sees, so each part of a
+// The deadlines of captured operations. The host does not observe replays, so each part of a
 // captured operation, which runs on one stream, counts when it begins and when it ends, in memory of
 // the host. Who looks at the numbers now and then asks the driver nothing.
 #pragma once

@@ -1,6 +1,4 @@
-"""The communicators of this process: those that are kept for a group, the name by which compiled graphs hold
-one, and the end of all that are open.
-"""
+"""The communicators of this process: cached per group, named for compiled graphs, closed at exit."""
 
 from __future__ import annotations
 

@@ -156,7 +156,7 @@ def _open_folder(folder: str) -> int:
     if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
         os.close(folder_fd)
         raise ValueError(
-            f"everybody may write to {folder} and could replace the files in it; use a folder of your own"
+            f"other users can write to {folder} and could replace the files in it; use a folder of your own"
         )
     return folder_fd
 

@@ -50,7 +50,7 @@ def device_of(group: dist.ProcessGroup, device: str | torch.device | None) -> to
         )
     count = torch.cuda.device_count()
     if index and int(index) >= count:
-        raise ValueError(f'device="{device}" is not there: this process sees {count} CUDA device(s)')
+        raise ValueError(f'device="{device}" does not exist: this process sees {count} CUDA device(s)')
     return torch.device("cuda", int(index) if index else torch.cuda.current_device())
 
 

@@ -165,13 +165,16 @@ def _naming_alike(topology: PipelineTopology) -> Iterator[None]:
     try:
         yield
     except (PipeCommMismatch, PipeCommTimeout) as error:
-        text = str(error)
-        disagrees = "relay of" in text and "exchange of" in text
+        disagrees = isinstance(error, PipeCommMismatch) and _ops_of(error) == {"relay", "exchange"}
         if disagrees or isinstance(error, PipeCommTimeout):
-            error.args = (f"{text}; {_RULE}",)
+            error.args = (f"{error}; {_RULE}",)
         if disagrees:
             topology.communicator.abort(str(error))
         raise
+
+
+def _ops_of(error: PipeCommMismatch) -> set[str]:
+    return {side.op for side in (error.ours, error.theirs) if side}
 
 
 class _PassedOn:

@@ -93,8 +93,8 @@ def _cut(name: str, batch: Any, num_micros: int) -> list[Any]:
     if len(set(lengths)) > 1 or min(lengths, default=num_micros) < num_micros:
         raise ValueError(
             f"{name}: a whole batch is cut along dim 0 into {num_micros} micro-batches, but its tensors have "
-            f"lengths {lengths} there; they must be equal and at least {num_micros}; what is not cut belongs "
-            "into kwargs"
+            f"lengths {lengths} there; they must be equal and at least {num_micros}; pass what must not be "
+            "split in kwargs"
         )
     pieces = [split_apart(tensor, num_micros) for tensor in tensors]
     if isinstance(batch, torch.Tensor):

@@ -214,7 +214,7 @@ class StepGradients:
                 copies += [copy] if not any(copy is other for other in copies) else []
         if len({len(self._ranks_of[owner]) for owner in held}) > 1:
             raise ValueError(
-                "the pipeline ranks of a shared weight must be equally many ranks each, since their "
+                "the pipeline ranks of a shared weight must have the same number of ranks, since their "
                 "gradients are added up rank by rank; add them up over groups of your own"
             )
         return held
@@ -340,7 +340,7 @@ def require_norm(max_norm: Any, norm_type: Any) -> tuple[float, float]:
     """Raises ValueError or TypeError."""
     max_norm, norm_type = float(max_norm), float(norm_type)
     if not max_norm >= 0:
-        raise ValueError(f"max_norm must be a number from 0 on, got {max_norm}")
+        raise ValueError(f"max_norm must be a number >= 0, got {max_norm}")
     if not norm_type > 0:
         raise ValueError(f"norm_type must be a positive number or inf, got {norm_type}")
     return max_norm, norm_type

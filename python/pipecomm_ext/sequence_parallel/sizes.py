@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any
@@ -83,14 +82,10 @@ def taken_as_equal(dim: int, cure: str | None, parts: int = 1) -> Iterator[None]
     try:
         yield
     except PipeCommMismatch as error:
-        shapes = [shape.split(", ") for shape in re.findall(r"\w\[([\d, ]+)\]", str(error))[:2]]
-        if (
-            cure
-            and len(shapes) == 2
-            and len(shapes[0]) == len(shapes[1])
-            and shapes[0][dim] != shapes[1][dim]
-        ):
-            mine, theirs = (parts * int(shape[dim]) for shape in shapes)
+        shapes = [side.shape for side in (error.ours, error.theirs) if side and dim < len(side.shape)]
+        lengths = [parts * shape[dim] for shape in shapes]
+        if cure and len(set(map(len, shapes))) == 1 and len(set(lengths)) == 2:
+            mine, theirs = lengths
             told = f"ranks hold unequal lengths along dim {dim}, {mine} and {theirs}, so give {cure}"
             error.args = (f"{error}; {told}",)
         raise

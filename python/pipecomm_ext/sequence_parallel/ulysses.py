@@ -119,7 +119,7 @@ def checked_dims(q: Tensor, k: Tensor, v: Tensor, heads_dim: Any, seq_dim: Any) 
     num_dims = q.dim()
     if num_dims < 3 or k.dim() != num_dims or v.dim() != num_dims:
         counts = [tensor.dim() for tensor in (q, k, v)]
-        raise ValueError(f"q, k and v must have equally many dims, at least three, not {counts}")
+        raise ValueError(f"q, k and v must have the same number of dims, at least three, not {counts}")
     heads_dim, seq_dim = dim_index(heads_dim, num_dims, "heads_dim"), dim_index(seq_dim, num_dims, "seq_dim")
     if num_dims - 1 in (heads_dim, seq_dim) or heads_dim == seq_dim:
         raise ValueError(
@@ -132,7 +132,9 @@ def checked_dims(q: Tensor, k: Tensor, v: Tensor, heads_dim: Any, seq_dim: Any) 
             raise ValueError(f"q, k and v must have the same length along dim {dim}, not {lengths}")
     num_heads, num_kv_heads = q.size(heads_dim), k.size(heads_dim)
     if v.size(heads_dim) != num_kv_heads:
-        raise ValueError(f"k has {num_kv_heads} heads and v {v.size(heads_dim)}; they must have equally many")
+        raise ValueError(
+            f"k has {num_kv_heads} heads and v {v.size(heads_dim)}; they must have the same number"
+        )
     if not 1 <= num_kv_heads <= num_heads:
         raise ValueError(f"k and v have {num_kv_heads} heads; they must have 1 to {num_heads}, as many as q")
     return heads_dim, seq_dim

@@ -22,14 +22,14 @@ from .transport import Costs, Transport
 _HEARTBEAT = Variable(
     "PIPECOMM_HEARTBEAT_S",
     Number(1, 3600, "seconds"),
-    "silence after which a rank of another host is asked whether it is there",
+    "idle time before a keep-alive probe is sent to a rank of another host",
     10,
     on_wire=False,
 )
 _HEARTBEAT_LIMIT = Variable(
     "PIPECOMM_HEARTBEAT_LIMIT_S",
     Number(2, 86400, "seconds"),
-    "silence after which a rank of another host is lost (a cut that no end of the connection reports)",
+    "time without an answer to keep-alive probes after which a rank of another host is lost",
     60,
     on_wire=False,
 )
@@ -60,7 +60,7 @@ def key_of(token: str) -> bytes:
 
 
 def listen(connections: _C.Connections, settings: Mapping[str, Any], store: dist.Store) -> dict[str, Any]:
-    """Listens for other ranks; returns as facts of this rank where."""
+    """Starts listening for other ranks, and returns this rank's addresses as its facts."""
     connections.listen(
         os.environ.get("GLOO_SOCKET_IFNAME", ""),
         heartbeat_s=settings[_HEARTBEAT.name],

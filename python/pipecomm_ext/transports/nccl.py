@@ -23,12 +23,12 @@ _CTAS = Number(1, 64)
 # Argument of _C.Communicator over NCCL -> the variable that sets it; an argument that is not set is left out.
 _OPTIONS = {
     "min_ctas": Variable(
-        "PIPECOMM_NCCL_MIN_CTAS", _CTAS, f"least thread blocks of one NCCL operation{_CHOICE}"
+        "PIPECOMM_NCCL_MIN_CTAS", _CTAS, f"minimum number of CTAs of one NCCL operation{_CHOICE}"
     ),
     "max_ctas": Variable(
         "PIPECOMM_NCCL_MAX_CTAS",
         _CTAS,
-        "most thread blocks of one NCCL operation; else 4 for messages and NCCL's choice for collectives",
+        "maximum number of CTAs of one NCCL operation; else 4 for messages and NCCL's choice for collectives",
     ),
     "channels_per_net_peer": Variable(
         "PIPECOMM_NCCL_CHANNELS_PER_NET_PEER",
