@@ -162,7 +162,7 @@ class Script:
 
 
 def run_script(
-    path: str | Path, *arguments: object, timeout_s: float = 100.0, **options: object
+    path: str | Path, *arguments: object, timeout_s: float = 250.0, **options: object
 ) -> tuple[int, str]:
     """Runs a script to its end; (exit code, output). Fails if it leaves a process or temporary file."""
     with Script(path, *arguments, **options) as script:
@@ -171,7 +171,7 @@ def run_script(
     return result
 
 
-def run_under_torchrun(command: str, folder: Path, timeout_s: float = 100.0) -> str:
+def run_under_torchrun(command: str, folder: Path, timeout_s: float = 250.0) -> str:
     """What `torchrun --standalone --nproc-per-node N script arguments` prints, without its own process.
 
     Each rank is a script with the environment that torchrun gives it; all must end well.

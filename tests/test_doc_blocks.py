@@ -307,7 +307,7 @@ def test_the_commands_for_a_flight_record(tmp_path, capsys) -> None:
 
 
 def await_that(holds: Callable[[], bool], process: subprocess.Popen) -> None:
-    until = time.monotonic() + 60
+    until = time.monotonic() + 250
     while not holds():
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < until

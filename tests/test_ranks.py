@@ -192,7 +192,7 @@ def test_nothing_is_left_behind(tmp_path, ending):
     )
     try:
         if ending != "normal":
-            wait_for(lambda: len(processes_in(tmp_path)) == 2, seconds=100)
+            wait_for(lambda: len(processes_in(tmp_path)) == 2, seconds=250)
             if ending == "ctrl-c":
                 os.killpg(pytest_process.pid, signal.SIGINT)
             else:
@@ -200,7 +200,7 @@ def test_nothing_is_left_behind(tmp_path, ending):
         output, _ = pytest_process.communicate(timeout=100)
     finally:
         pytest_process.kill()
-    wait_for(lambda: not running(processes_in(tmp_path)), seconds=100)
+    wait_for(lambda: not running(processes_in(tmp_path)), seconds=250)
     expected = {
         "normal": pytest.ExitCode.OK,
         "ctrl-c": pytest.ExitCode.INTERRUPTED,
@@ -208,7 +208,7 @@ def test_nothing_is_left_behind(tmp_path, ending):
     }
     assert pytest_process.returncode == expected[ending], output.decode()
     if ending != "kill":
-        wait_for(lambda: not files_in(scratch), seconds=100)
+        wait_for(lambda: not files_in(scratch), seconds=250)
     shutil.rmtree(scratch)
 
 

@@ -47,6 +47,7 @@ class Report:
     kind: type | None = None  # of the error, None if the scene returned
     text: str = ""
     attributes: dict[str, Any] = field(default_factory=dict)
+    has_posted: bool = True  # something in the scene, before the error
 
 
 def act(world, fault_name: str, operation_name: str, transport: str) -> Report:
@@ -63,6 +64,7 @@ def act(world, fault_name: str, operation_name: str, transport: str) -> Report:
         # What dies or stops within the scene meets nobody after it: the parent waits for all others.
         scope = world.breaking() if fault.victim == "lives" else contextlib.nullcontext()
         with scope:
+            num_before = len(stage.comm.flight_record())
             began_at = time.monotonic()
             try:
                 fault.scene(stage)
@@ -72,6 +74,7 @@ def act(world, fault_name: str, operation_name: str, transport: str) -> Report:
                 report = Report(
                     began_at, ended_at, stage.struck_at, type(error), str(error), dict(vars(error))
                 )
+                report.has_posted = len(stage.comm.flight_record()) > num_before
                 if not fault.keeps:
                     stage.comm.abort("gives up after an error")
         if fault.keeps:
@@ -199,7 +202,7 @@ def check_report(fault: Fault, rank: int, report: Report, struck_at: float) -> N
     elif fault.origin == "others":
         assert origin in range(NUM_RANKS) and origin != VICTIM, report
     gave_up = fault.origin == "any" and report.kind is PipeCommAborted
-    if attributes["op"] is None and (gave_up or not fault.is_in_call):
-        return  # heard of before the next call
+    if attributes["op"] is None and (gave_up or not fault.is_in_call or not report.has_posted):
+        return  # heard of before the next call, or before the first one on busy cores
     for name in ("op", "peer", "seq", "shape", "dtype"):
         assert attributes[name] is not None, f"{name}: {report}"
