@@ -1,4 +1,4 @@
-"""Draws the pictures of architecture.md: `python docs/draw_architecture.py`, without torch or the extension.
+"""Draws the pictures of architecture.md into docs/img, or into the folder of its argument, without torch.
 
 architecture_layers.svg      the order of the layers, as tests/layers.py has it
 architecture_messages.svg    one message over each transport
@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import re
 import runpy
+import sys
 from html import escape
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+FOLDER = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "docs" / "img"
 INK, GREY, LINE = "#1f2430", "#5a6270", "#7a8392"
 PYTHON, CPP, END, INNER = "#dbe9f8", "#dff0d8", "#f3dede", "#ffffff"
 HEAD = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 900 {height}" width="900" height="{height}" \
@@ -45,7 +47,7 @@ class Drawing:
         self.parts.append(f'<path d="M{path}" fill="none" stroke="{LINE}"{tip}/>')
 
     def save(self, name: str) -> None:
-        path = Path(__file__).parent / "img" / f"architecture_{name}.svg"
+        path = FOLDER / f"architecture_{name}.svg"
         path.write_text("\n".join([*self.parts, "</svg>", ""]), encoding="utf-8")
 
 

@@ -139,7 +139,7 @@ def test_autocast(world, attention, name):
 
 # The wrong arguments made of good ones, the error, its text, and the ways that refuse them.
 WRONG = {
-    "dims": (lambda q, k, v: ((q[0], k, v), {}), ValueError, "equally many dims, at least three", WAYS),
+    "dims": (lambda q, k, v: ((q[0], k, v), {}), ValueError, "the same number of dims, at least three", WAYS),
     "same": (lambda q, k, v: ((q, k, v), {"heads_dim": 1}), ValueError, "must differ", WAYS),
     "last": (lambda q, k, v: ((q, k, v), {"heads_dim": -1}), ValueError, "neither may be the last", WAYS),
     "range": (lambda q, k, v: ((q, k, v), {"seq_dim": 4}), IndexError, "seq_dim 4 is out of range", WAYS),

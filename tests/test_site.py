@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -69,6 +71,14 @@ def test_every_public_name_is_in_the_reference() -> None:
     assert len(names) > 130
     missing = {name for name in names - set(REFERENCE) if id(resolved(name)) not in listed}
     assert missing == set()
+
+
+def test_the_pictures_of_the_architecture_are_of_this_code(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, DOCS / "draw_architecture.py", tmp_path], check=True)
+    drawn = {path.name: path.read_text(encoding="utf-8") for path in tmp_path.iterdir()}
+    assert len(drawn) == 3
+    for name, text in drawn.items():
+        assert (DOCS / "img" / name).read_text(encoding="utf-8") == text, "run docs/draw_architecture.py"
 
 
 def test_the_reference_has_each_name_once_and_all_exist() -> None:

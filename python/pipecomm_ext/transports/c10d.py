@@ -36,7 +36,7 @@ _HEARTBEAT_LIMIT = Variable(
 _SECRET = Variable(
     "PIPECOMM_SECRET",
     Secret(),
-    "known to all ranks alone: who lacks it cannot pass for one, even if it reads the store",
+    "shared by the ranks alone: without it no program passes for a rank, even if it reads the store",
     on_wire=False,
 )
 _LOOPBACK = "127.0.0.1"
