@@ -86,7 +86,7 @@ check: $(BUILT) ## lint and tests of what has changed since the last commit (BAS
 flaky: $(BUILT) ## the suite RUNS=12 times in random order, every other time on busy cores: what failed even once
 	$(PY) tests/flaky.py --runs $(RUNS) -- $(or $(TESTS),tests) $(ARGS)
 
-mutations: $(BUILT) ## how many of 40 defects the tests find (ARGS='--list' or '--only NAME')
+mutations: $(BUILT) ## how many of 40 mutations of the library the tests notice (ARGS='--list' or '--only NAME')
 	$(TOOLS) $(PY) tests/mutations.py $(ARGS)
 
 clients: ## Megatron-core, transformers, torchtitan and yunchang: as they are, and with our parts (Python 3.12)
