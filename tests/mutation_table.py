@@ -73,14 +73,14 @@ MUTATIONS = [
     ),
     Mutation(
         "late-peer-is-not-told",  # of a failure before the two have met
-        "csrc/transport/c10d/c10d_transport.cpp",
+        "csrc/transport/c10d/c10d_peers.cpp",
         "    peer.connection.link().say_failure(*failure_);\n",
         "",
         ("tests/cpp/test_c10d.cpp", "tests/test_faults.py"),
     ),
     Mutation(
         "consequence-before-cause",  # "has closed" is told ahead of the failure that made the peer close
-        "csrc/transport/c10d/c10d_transport.cpp",
+        "csrc/transport/c10d/c10d_peers.cpp",
         "  settle(false);\n",
         "  settle(false);\n  settle(true);\n",
         ("tests/cpp/test_c10d.cpp", "tests/cpp/test_collective_line.cpp", "tests/test_faults.py"),

@@ -102,6 +102,7 @@ class C10dTransport final : public HostTransport {
     // Ticks without news until the connection of a process that has ended is given up: what it sent
     // last is in the socket. Time does not count, in which this process may have been stopped.
     int num_ticks_left = 0;
+    static constexpr int kLastTicks = 10;
   };
 
   Peer* find(int peer) const { return peers_[peer].load(std::memory_order_acquire); }

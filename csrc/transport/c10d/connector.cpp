@@ -3,7 +3,6 @@
 #include <poll.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -13,6 +12,7 @@
 #include <tuple>
 
 #include "message/start_thread.h"
+#include "transport/c10d/events.h"
 
 namespace pipecomm::tcp {
 namespace {
@@ -59,7 +59,7 @@ void Connector::stop() {
     std::lock_guard lock(mutex_);
     stopping_ = true;
   }
-  wake();
+  ring(bell_);
   if (thread_.joinable()) thread_.join();
   pairs_.clear();
   guests_.clear();
@@ -93,7 +93,7 @@ void Connector::tell(int peer, std::function<void(Pair&)> what) {
     std::lock_guard lock(mutex_);
     news_.emplace_back(peer, std::move(what));
   }
-  wake();
+  ring(bell_);
 }
 
 std::string Connector::problem(int peer) const {
@@ -117,11 +117,6 @@ std::string Connector::problem(int peer) const {
 void Connector::note_problem(int peer, const std::string& address, Problem problem) {
   std::lock_guard lock(mutex_);
   problems_[peer][address] = std::move(problem);
-}
-
-void Connector::wake() {
-  const uint64_t one = 1;
-  (void)!::write(bell_.fd(), &one, sizeof one);  // fails only if it has been rung often
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -192,8 +187,7 @@ void Connector::wait_for_events() {
   const timespec limit{.tv_sec = wait / 1'000'000'000, .tv_nsec = wait % 1'000'000'000};
   ppoll(polled.data(), polled.size(), next == Deadline::max() ? nullptr : &limit, nullptr);
 
-  uint64_t count;
-  (void)!::read(bell_.fd(), &count, sizeof count);
+  silence(bell_);
   auto it = polled.begin() + 1;
   has_callers_.clear();
   while (has_callers_.size() < listeners_.size()) has_callers_.push_back((it++)->revents != 0);

@@ -134,7 +134,6 @@ class Connector {
   static Read read(const Socket& socket, Incoming& incoming);
   bool say(const Socket& socket, Word word, int to, uint32_t attempt, const Nonces& nonces) const;
   void note_problem(int peer, const std::string& address, Problem problem);
-  void wake();
 
   const int rank_, size_;
   const Key key_;

@@ -1,0 +1,209 @@
+// Peers of the TCP transport: how they are made, connected, missed and lost.
+#include <algorithm>
+#include <exception>
+#include <system_error>
+#include <utility>
+
+#include "message/message_copy.h"
+#include "transport/c10d/c10d_transport.h"
+#include "transport/c10d/events.h"
+
+namespace pipecomm::tcp {
+
+C10dTransport::Peer& C10dTransport::peer_for(int peer_idx) {
+  if (Peer* const peer = find(peer_idx)) return *peer;
+  std::lock_guard lock(making_mutex_);
+  if (Peer* const peer = find(peer_idx)) return *peer;
+  made_.push_back(std::make_unique<Peer>(options_.rank, peer_idx, options_.epoch));
+  Peer& peer = *made_.back();
+  if (failure_) {
+    peer.connection.link().say_failure(*failure_);
+    peer.connection.drop();
+  }
+  if (disconnecting_) peer.connection.link().say_goodbye();
+  {
+    std::lock_guard close_lock(close_mutex_);
+    ++num_open_;
+  }
+  peers_[peer_idx].store(&peer, std::memory_order_release);
+  if (const auto known = introductions_.find(peer_idx); known != introductions_.end())
+    start_connecting_to(peer, known->second);
+  else if (options_.on_wanted)
+    options_.on_wanted(peer_idx);
+  return peer;
+}
+
+// With `making_mutex_` held.
+void C10dTransport::start_connecting_to(Peer& peer, const Introduction& introduction) {
+  peer.pid = introduction.pid;
+  connector_->connect(peer.connection.link().peer(), {introduction.hosts, introduction.port});
+}
+
+void C10dTransport::introduce(int peer_idx, const Introduction& introduction) {
+  std::lock_guard lock(making_mutex_);
+  if (!introductions_.emplace(peer_idx, introduction).second) return;
+  num_local_ranks_ += introduction.is_on_this_host;
+  if (Peer* const peer = find(peer_idx)) start_connecting_to(*peer, introduction);
+}
+
+// On the connector's thread.
+void C10dTransport::connected(int peer_idx, Socket socket, AttemptId attempt) {
+  if (options_.on_connected) options_.on_connected(peer_idx);
+  Peer& peer = peer_for(peer_idx);
+  std::unique_lock lock(peer.mutex);
+  if (stopping_ || peer.is_over || peer.connection.link().has_met_peer()) return;
+  detach(peer);  // from an older attempt, on which nothing has been said
+  if (closing_) say_closing(peer);
+  keep_alive(socket, options_.heartbeat, options_.heartbeat_limit);
+  peer.num_ticks_left = Peer::kLastTicks;
+  peer.attempt = attempt;
+  peer.connection.attach(std::move(socket), attempt.is_own);
+  try {
+    watch(sockets_, EPOLL_CTL_ADD, peer.connection.socket(), EPOLLIN | EPOLLRDHUP,
+          static_cast<uint32_t>(peer_idx));
+  } catch (const std::system_error& error) {
+    return lost(peer, lock, error.what());
+  }
+  write(peer);
+  act(peer, lock);
+}
+
+// On the connector's thread.
+void C10dTransport::missed(int peer_idx, const std::string& why) {
+  Peer& peer = peer_for(peer_idx);
+  std::unique_lock lock(peer.mutex);
+  if (stopping_ || peer.is_over || peer.connection.attached()) return;
+  miss(peer, lock, why);
+}
+
+// A forked child may hold the socket, too, and would keep it in the queue of events.
+void C10dTransport::detach(Peer& peer) {
+  if (peer.connection.attached())
+    try_watch(sockets_, EPOLL_CTL_DEL, peer.connection.socket(), 0, 0);
+  peer.wants_out = false;
+  peer.connection.detach();
+}
+
+// With the peer's lock held, which is released. The connection has ended before the peer has spoken: it
+// closed, or died, or it has given this attempt up and makes another one.
+void C10dTransport::ended_unmet(Peer& peer, std::unique_lock<std::mutex>& lock,
+                                const std::string& why) {
+  if (peer.has_left) peer.connection.link().leave();
+  if (disconnecting_ || peer.has_left) return lost(peer, lock, why);
+  detach(peer);
+  connector_->ended(peer.connection.link().peer(), peer.attempt, why);
+  lock.unlock();
+}
+
+// With the peer's lock held, which is released. Ranks listen as long as their communicator is open.
+void C10dTransport::miss(Peer& peer, std::unique_lock<std::mutex>& lock, const std::string& why) {
+  if (disconnecting_) return lost(peer, lock, why);
+  detach(peer);
+  peer.watch.reset();
+  lock.unlock();
+  if (options_.on_missed) options_.on_missed(peer.connection.link().peer(), why);
+}
+
+void C10dTransport::note_gone(int peer_idx, bool has_closed, const std::string& why) {
+  Peer& peer = peer_for(peer_idx);
+  std::unique_lock lock(peer.mutex);
+  if (stopping_ || peer.is_over) return;
+  if (peer.connection.attached()) {
+    peer.has_left = has_closed;  // what it may have said before is on its way
+    return;
+  }
+  if (has_closed) peer.connection.link().leave();
+  bool has_ended = false;
+  try {
+    has_ended = peer.pid != 0 && ProcessWatch(peer.pid).has_ended();
+  } catch (const std::system_error&) {
+    // Nothing is known of its process.
+  }
+  lost(peer, lock, has_ended ? "its process has ended" : why);
+}
+
+bool C10dTransport::has_met(int peer_idx) const {
+  Peer* const peer = find(peer_idx);
+  if (!peer) return false;
+  std::lock_guard lock(peer->mutex);
+  return peer->connection.link().has_met_peer();
+}
+
+void C10dTransport::note_closed(Peer& peer) {
+  if (!std::exchange(peer.is_open, false)) return;
+  {
+    std::lock_guard close_lock(close_mutex_);
+    --num_open_;
+  }
+  close_changed_.notify_all();
+}
+
+// With the peer's lock held, which is released, unless the peer was lost before.
+void C10dTransport::lost(Peer& peer, std::unique_lock<std::mutex>& lock, const std::string& why) {
+  if (std::exchange(peer.is_over, true)) return;
+  PeerLink& link = peer.connection.link();
+  // What it has said before explains its end.
+  const bool orderly =
+      disconnecting_ || link.state() == PeerLink::State::disconnecting || link.failure();
+  detach(peer);
+  peer.watch.reset();
+  connector_->end(link.peer());
+  if (!orderly) {
+    // All operations fail for this cause before the messages to and from this peer end one by one, which
+    // any thread may settle.
+    lock.unlock();
+    events_.on_peer_lost(link.peer(), why);
+    lock.lock();
+  }
+  link.lose();
+  note_closed(peer);
+  act(peer, lock);
+}
+
+// Releases the lock, then does what the link has decided. User code may run here.
+void C10dTransport::act(Peer& peer, std::unique_lock<std::mutex>& lock) {
+  PeerLink& link = peer.connection.link();
+  const auto outcomes = link.take_outcomes();
+  const auto claims = link.take_claims();
+  const std::optional<Failure> failure = link.failure();
+  const bool is_news = failure && !std::exchange(peer.failure_told, true);
+  lock.unlock();
+  const auto settle = [&](bool failed) {
+    for (const auto& [request, why] : outcomes) {
+      if ((why != nullptr) != failed) continue;
+      if (!failed && request->copy && request->direction == Direction::recv)
+        write_payload(*request, 0, request->descriptor.num_bytes, request->data);
+      Operation::settle(*request, why);
+    }
+  };
+  settle(false);
+  // A peer's failure explains the messages that can no longer match: the owner fails all operations
+  // for that cause, also one that is being posted now.
+  if (is_news) events_.on_remote_failure(*failure);
+  if (!failure) settle(true);
+  for (const PeerLink::Claim& claim : claims)
+    events_.on_claim(link.peer(), claim.direction, claim.descriptor, claim.note);
+  if (outcomes.empty()) return;
+  num_pending_ -= static_cast<int64_t>(outcomes.size());
+  nudge();
+  if (options_.on_settled) options_.on_settled();
+}
+
+void C10dTransport::nudge() {
+  if (waiter_sleeps_) ring(waiter_bell_);  // its operation may be done
+}
+
+// With the peer's lock held.
+void C10dTransport::write(Peer& peer) {
+  Connection& connection = peer.connection;
+  if (peer.is_over || !connection.attached()) return;
+  connection.write();
+  const bool wants_out = connection.has_unsent();
+  if (peer.wants_out == wants_out) return;
+  const uint32_t out = wants_out ? static_cast<uint32_t>(EPOLLOUT) : 0u;
+  if (try_watch(sockets_, EPOLL_CTL_MOD, connection.socket(), EPOLLIN | EPOLLRDHUP | out,
+                static_cast<uint32_t>(connection.link().peer())))
+    peer.wants_out = wants_out;
+}
+
+}  // namespace pipecomm::tcp
