@@ -55,8 +55,13 @@ Connections::~Connections() = default;
 
 void Connections::listen(const std::string& interfaces, int heartbeat_s, int heartbeat_limit_s) {
   hosts_ = tcp::local_hosts(interfaces);
-  options_.listeners =
-      tcp::listen_at(interfaces.empty() ? std::vector<std::string>() : hosts_, port_);
+  if (interfaces.empty()) {
+    options_.listeners = tcp::listen_at({}, port_);
+  } else {
+    options_.listeners = tcp::listen_at(hosts_, port_);
+    hosts_.clear();  // peers cannot miss a rank at an address that never refuses them
+    for (const tcp::Socket& each : options_.listeners) hosts_.push_back(tcp::host_of(each));
+  }
   options_.tcp.heartbeat = std::chrono::seconds(heartbeat_s);
   options_.tcp.heartbeat_limit = std::chrono::seconds(heartbeat_limit_s);
 }

@@ -39,8 +39,7 @@ class StandIns {
       for (const auto& [version, pin] : expected)
         if (pin->has_moved())
           throw std::runtime_error(
-              "the storage of a tensor that was being received was reallocated "
-              "(share_memory_(), "
+              "the storage of a tensor that was being received was reallocated (share_memory_(), "
               "resize_()), so the message is lost; do that before or after the operation");
       at::AutoDispatchBelowADInplaceOrView guard;
       for (const auto& [tensor, stand_in] : pairs) tensor.copy_(stand_in);

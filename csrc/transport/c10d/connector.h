@@ -1,10 +1,10 @@
 // Makes the connections of a rank in the background, each when one of its two ends wants it: carries out
 // what the Handshake of each peer decides, on a thread of its own.
 //
-// Anybody may connect. Few such guests are kept at a time, and the next ones wait in the queue of the
-// listening socket until one has proven that it belongs or has outstayed its welcome: so strangers use up
-// neither the descriptors nor the memory of this process, and many peers at once do not push each other
-// out.
+// Any program may connect. Few such guests are kept at a time, and the next ones wait in the queue of the
+// listening socket until a guest has proven that it belongs or its time has passed. So strangers use up
+// neither the descriptors nor the memory of this process, and many peers that connect at once do not push
+// each other out.
 #pragma once
 
 #include <array>

@@ -13,6 +13,7 @@
 #include <array>
 #include <cerrno>
 #include <cstring>
+#include <exception>
 #include <memory>
 #include <set>
 #include <sstream>
@@ -67,11 +68,16 @@ Socket listen_on(const Address& address, bool is_v6_only) {
   return socket;
 }
 
-uint16_t port_of(const Socket& listener) {
+sockaddr_storage address_of(const Socket& listener) {
   sockaddr_storage bound{};
   socklen_t num_bytes = sizeof bound;
   if (getsockname(listener.fd(), reinterpret_cast<sockaddr*>(&bound), &num_bytes) != 0)
     throw_errno("cannot read the address of a socket");
+  return bound;
+}
+
+uint16_t port_of(const Socket& listener) {
+  const sockaddr_storage bound = address_of(listener);
   return ntohs(bound.ss_family == AF_INET6
                    ? reinterpret_cast<const sockaddr_in6*>(&bound)->sin6_port
                    : reinterpret_cast<const sockaddr_in*>(&bound)->sin_port);
@@ -136,27 +142,33 @@ std::vector<Socket> listen_at(const std::vector<std::string>& hosts, uint16_t& p
   }
   for (int num_left = kPortAttempts;; --num_left) {
     std::vector<Socket> listeners;
+    std::exception_ptr unusable;
     port = 0;
     try {
       for (auto host = hosts.begin(); host != hosts.end(); ++host) {
         if (std::find(hosts.begin(), host, *host) != host) continue;  // of two interfaces
         try {
           listeners.push_back(listen_on({*host, port}, true));
+          port = port_of(listeners[0]);
         } catch (const std::system_error& error) {
-          // One that is not usable yet, or any more, is no reason to do without the others.
-          const bool is_last = host + 1 == hosts.end();
-          if (error.code() != std::errc::address_not_available || (is_last && listeners.empty()))
-            throw;
-          continue;
+          // An address that is not usable yet, or no longer, does not rule out the others.
+          if (error.code() != std::errc::address_not_available) throw;
+          unusable = std::current_exception();
         }
-        port = port_of(listeners[0]);
       }
+      if (listeners.empty()) std::rethrow_exception(unusable);
       return listeners;
     } catch (const std::system_error& error) {
       // Another program may have the port that was chosen at the first address.
       if (error.code() != std::errc::address_in_use || num_left == 1) throw;
     }
   }
+}
+
+std::string host_of(const Socket& listener) {
+  const sockaddr_storage bound = address_of(listener);
+  return digits_of(reinterpret_cast<const sockaddr*>(&bound),
+                   bound.ss_family == AF_INET6 ? sizeof(sockaddr_in6) : sizeof(sockaddr_in));
 }
 
 Socket accept_from(const Socket& listener) {

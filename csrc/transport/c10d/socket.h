@@ -38,9 +38,11 @@ struct Address {
 // name is unknown or has no address.
 std::vector<std::string> local_hosts(const std::string& interfaces);
 
-// Listens on a port that the system chooses: the same at all of these addresses of this host, or on all
-// interfaces if there are none. Throws std::system_error.
+// Listens on a port that the system chooses: the same at all of these addresses of this host that are
+// usable, or on all interfaces if none are given. Throws std::system_error, also if none is usable.
 std::vector<Socket> listen_at(const std::vector<std::string>& hosts, uint16_t& port);
+// The address, in digits, at which a socket listens.
+std::string host_of(const Socket& listener);
 // The next connection, or none. Throws std::system_error.
 Socket accept_from(const Socket& listener);
 

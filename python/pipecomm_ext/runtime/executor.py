@@ -252,8 +252,8 @@ class Executor(AfterStep):
                 stages get the same. A tensor in it is not cut, and gets no gradient from the executor.
             arg_mbs, kwarg_mbs, target_mbs: `inputs`, `kwargs` and `targets` as lists with one entry per
                 micro-batch, under the names that torch.distributed.pipelining has for them (torch >= 2.14).
-            criterion: in the place of `loss_fn` in this step, called as `criterion(*outputs, *targets)`.
-            return_outputs: in the place of the constructor's in this step; None: the same.
+            criterion: instead of `loss_fn` in this step, called as `criterion(*outputs, *targets)`.
+            return_outputs: instead of the constructor's in this step; None: the same.
 
         What is not for stages of this rank is ignored: all ranks may make the same call.
         """

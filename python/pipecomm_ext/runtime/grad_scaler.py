@@ -89,8 +89,8 @@ class ScalerWatch:
             if not use.has_agreed:
                 warnings.warn(
                     "loss_fn scales with a GradScaler that was updated without Executor.unscale_: if a "
-                    "gradient of one stage overflows, the other ranks do not hear of it, and scales differ "
-                    "from then on; call executor.unscale_(scaler, optimizer) on all ranks in the place of "
+                    "gradient of one stage overflows, the other ranks are not informed, and scales differ "
+                    "from then on; call executor.unscale_(scaler, optimizer) on all ranks instead of "
                     "scaler.unscale_",
                     stacklevel=stacklevel_of_user(),
                 )

@@ -214,7 +214,7 @@ class StepGradients:
                 copies += [copy] if not any(copy is other for other in copies) else []
         if len({len(self._ranks_of[owner]) for owner in held}) > 1:
             raise ValueError(
-                "the pipeline ranks of a shared weight must have the same number of ranks, since their "
+                "the stages of a shared weight must have the same number of ranks, since their "
                 "gradients are added up rank by rank; add them up over groups of your own"
             )
         return held
