@@ -59,7 +59,7 @@ ifneq ($(READY),)
 $(READY): requirements-dev.txt $(EXTRA_REQUIREMENTS)
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(f"Python >= 3.10 is needed, $(PYTHON) is {v[0]}.{v[1]}" if v < (3, 10) else 0)'
 	@$(PYTHON) -c 'import ensurepip, venv' || { echo "$(PYTHON) has no venv (Debian/Ubuntu: apt install python3-venv)"; exit 1; }
-	@echo "== $(VENV): torch $(TORCH) and $^ (5 GB with CUDA; minutes, without a word from pip)"
+	@echo "== $(VENV): torch $(TORCH) and $^ (5 GB with CUDA; this takes minutes, and pip prints nothing)"
 	@$(PY) -c "" 2>/dev/null || { echo "$(PYTHON) -m venv $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	$(PY) -m pip install --disable-pip-version-check -q torch==$(TORCH) $(addprefix -r ,$^)
 	@touch $@
