@@ -46,7 +46,7 @@ MAKEFLAGS += --no-builtin-rules
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help setup test smoke check flaky mutations clients client-tests python312 faults soak demo bench lint \
-  format sanitize compile-check gpu-check stubs docs wheels clean distclean
+  format sanitize compile-check gpu-first gpu-check stubs docs wheels clean distclean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -138,6 +138,9 @@ sanitize: $(READY) ## C++ tests under Address-, UndefinedBehavior- and ThreadSan
 
 compile-check: $(READY) ## nvcc for sm_80, sm_90, sm_100: spills, registers, vector loads (no GPU needed)
 	$(PY) tests/cuda_compile_check.py
+
+gpu-first: $(READY) ## the first ten minutes on a machine with a GPU: the questions that only a device answers
+	$(PY) tests/gpu/check.py --first --results $(RESULTS) $(ARGS)
 
 gpu-check: $(READY) ## all that needs a GPU, in stages, with logs and figures in RESULTS (ARGS='--minutes 10' to choose)
 	$(PY) tests/gpu/check.py --results $(RESULTS) $(ARGS)

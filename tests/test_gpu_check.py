@@ -32,11 +32,12 @@ def test_no_stage_stops_another(tmp_path: Path, capfd) -> None:
         stage("needs-good", 'echo "${PYTHONPATH%%:*}"', after="good"),
         stage("small", "echo too small; exit 77"),
         stage("missing", "touch never", missing=lambda: "no such tool"),
+        stage("told", 'echo "told $WHAT"', environment={"WHAT": "this"}),
         gpu_check.Stage("absent", ["/nonexistent/program"], 60.0),
         stage("measures", """echo '{"us": 3.5}' > {figures}"""),
     ]
     assert gpu_check.run_stages(stages, tmp_path, 600.0) == 1
-    passed = dict.fromkeys(["good", "needs-good", "measures"], "passed")
+    passed = dict.fromkeys(["good", "needs-good", "told", "measures"], "passed")
     skipped = dict.fromkeys(["needs-bad", "small", "missing"], "skipped")
     assert outcomes(tmp_path) == passed | skipped | {"bad": "failed", "absent": "failed"}
     for name, note in {
@@ -45,6 +46,7 @@ def test_no_stage_stops_another(tmp_path: Path, capfd) -> None:
         "needs-bad": "bad has not passed",
         "needs-good": str(REPOSITORY / "python"),
         "small": "too small",
+        "told": "told this",
         "missing": "no such tool",
     }.items():
         assert json.loads((tmp_path / f"{name}.json").read_text())["note"] == note
@@ -83,16 +85,16 @@ def test_nothing_but_good_stages_and_an_interrupt(tmp_path: Path) -> None:
     assert outcomes(tmp_path) == {"good": "passed"}
 
 
-@pytest.mark.parametrize("num_gpus", [1, 4])
+@pytest.mark.parametrize("num_gpus", [0, 1, 4])
 def test_the_stages_name_what_exists(num_gpus: int) -> None:
-    """Files, stages that others come after, and every test of tests/gpu in one of them."""
-    stages = gpu_check.all_stages(num_gpus)
+    """Files, stages that others come after, and every test of tests/gpu in one of `make gpu-check`."""
+    stages = gpu_check.all_stages(num_gpus) if num_gpus else gpu_check.first_stages()
     names = [each.name for each in stages]
     assert len(set(names)) == len(names)
     files = [part for each in stages for part in each.command if part.endswith(".py")]
     assert all((REPOSITORY / file).is_file() for file in files), files
     tests = {f"tests/gpu/{path.name}" for path in (REPOSITORY / "tests" / "gpu").glob("test_*.py")}
-    assert tests <= set(files), tests - set(files)
+    assert not num_gpus or tests <= set(files), tests - set(files)
     for idx, each in enumerate(stages):
         assert each.after is None or each.after in names[:idx], each.name
 

@@ -1,6 +1,7 @@
 """`make gpu-check`: all that needs a GPU, in stages that do not stop each other, the most telling ones first.
 
     python tests/gpu/check.py --results out/gpu_check [--minutes 30] [--only values,pytest-nccl]
+    python tests/gpu/check.py --first    `make gpu-first`: the open questions, in less than ten minutes
 
 Each stage is a process with a limit of time. The folder of results gets STAGE.log, what it printed, and
 STAGE.json, how it ended and, where it measures, its figures; at the end it gets summary.json, and a table is
@@ -17,8 +18,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
@@ -38,6 +39,7 @@ class Stage:
     limit_s: float
     after: str | None = None  # the stage without which this one makes no sense
     missing: Callable[[], str | None] = lambda: None  # why it cannot run here
+    environment: Mapping[str, str] = field(default_factory=dict)  # added to that of this process
 
 
 @dataclass
@@ -92,7 +94,7 @@ def run_stage(stage: Stage, results: Path, limit_s: float) -> Result:
     command = [part.replace(FIGURES, str(figures)) for part in stage.command]
     began = time.monotonic()
     with log.open("wb") as output:
-        status = status_of(command, output, limit_s)
+        status = status_of(command, output, limit_s, stage.environment)
     result = {0: "passed", SKIPPED: "skipped", TIMED_OUT: "timed out"}.get(status, "failed")
     note = last_line(log)
     print(f"   {result} after {time.monotonic() - began:.0f} s: {note}", flush=True)
@@ -108,10 +110,10 @@ def run_stage(stage: Stage, results: Path, limit_s: float) -> Result:
     )
 
 
-def status_of(command: Sequence[str], output, limit_s: float) -> int:
+def status_of(command: Sequence[str], output, limit_s: float, added: Mapping[str, str] | None = None) -> int:
     """The exit status; TIMED_OUT if the command and what it has started had to be killed."""
     paths = [str(ROOT / "python"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"} | (added or {})
     try:
         process = subprocess.Popen(
             command,
@@ -214,10 +216,12 @@ def kernel_stages() -> list[Stage]:
     ]
 
 
-def pytest_stage(name: str, *files: str, limit_s: float) -> Stage:
-    """Tests of this folder, whose ranks have deadlines of their own."""
+def pytest_stage(name: str, *files: str, limit_s: float, choose: str = "", **environment: str) -> Stage:
+    """Tests of this folder, whose ranks have deadlines of their own; what they print is in the log."""
     paths = [f"tests/gpu/test_{file}.py" for file in files]
-    return Stage(f"pytest-{name}", [PYTHON, "-m", "pytest", "-q", "-ra", *paths], limit_s, after="build")
+    chosen = ["-k", choose] if choose else []
+    command = [PYTHON, "-m", "pytest", "-q", "-rA", "--tb=short", "--durations=0", *chosen, *paths]
+    return Stage(f"pytest-{name}", command, limit_s, after="build", environment=environment)
 
 
 def bench_stage(op: str, num_gpus: int) -> Stage:
@@ -228,17 +232,45 @@ def bench_stage(op: str, num_gpus: int) -> Stage:
     return Stage(f"bench-{op}", command, 120, after="build")
 
 
+def build_stage() -> Stage:
+    build = f'"{PYTHON}" setup.py -q build_ext --inplace && "{PYTHON}" -m pipecomm_ext info'
+    return Stage("build", ["sh", "-c", build], 600)
+
+
+def machine_stage() -> Stage:
+    """The GPUs, the room for what NCCL keeps in shared memory, and the limits of a process."""
+    smi = find_tool("nvidia-smi") or "nvidia-smi"
+    script = f'"{smi}"; df -h /dev/shm; ulimit -n; ulimit -u; "{smi}" -L'
+    return Stage("machine", ["sh", "-c", script], 60)
+
+
+def first_stages() -> list[Stage]:
+    """What only a device answers: whether links are made beside its work, and which orders of calls it takes."""
+    orders, opposite = "order and cuda", "order and cuda or opposite"
+    return [
+        machine_stage(),
+        build_stage(),
+        pytest_stage("first", "nccl", limit_s=60, choose="itself or connect_when or neighbours"),
+        pytest_stage("links", "links", limit_s=180),
+        pytest_stage("orders", "hazards", limit_s=60, choose=orders),
+        pytest_stage(
+            "one-queue", "hazards", "links", limit_s=90, choose=opposite, CUDA_DEVICE_MAX_CONNECTIONS="1"
+        ),
+        pytest_stage("implicit", "hazards", limit_s=60, choose=orders, NCCL_LAUNCH_ORDER_IMPLICIT="1"),
+    ]
+
+
 def all_stages(num_gpus: int) -> list[Stage]:
     host_ops = ["host", "host_prebuilt", "batch", "all_to_all"]
     ops = host_ops if num_gpus < 2 else [*host_ops, "p2p", "pingpong", "broadcast", "gather"]
-    build = f'"{PYTHON}" setup.py -q build_ext --inplace && "{PYTHON}" -m pipecomm_ext info'
     train = [PYTHON, "examples/train_text.py", "--ranks", "2", "--steps", "5", "--device", "cuda"]
     return [
-        Stage("machine", [find_tool("nvidia-smi") or "nvidia-smi"], 60),
+        machine_stage(),
         *kernel_stages(),
-        Stage("build", ["sh", "-c", build], 600),
+        build_stage(),
         pytest_stage("kernels", "kernels", limit_s=180),
         pytest_stage("nccl", "nccl", limit_s=240),
+        pytest_stage("links", "links", limit_s=180),
         pytest_stage("captures", "captures", limit_s=180),
         pytest_stage("whole-graphs", "whole_graphs", limit_s=180),
         pytest_stage("hazards", "hazards", "allocator", limit_s=240),
@@ -254,7 +286,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--results", type=Path, default=ROOT / "out" / "gpu_check", help="folder for all that is written"
     )
-    parser.add_argument("--minutes", type=float, default=40.0, help="limit for all stages together (40)")
+    parser.add_argument("--first", action="store_true", help="the stages of `make gpu-first`")
+    parser.add_argument(
+        "--minutes", type=float, help="limit for all together (40; with --first 9.5)"
+    )
     parser.add_argument("--only", help="names of stages, or beginnings of names, like values,bench")
     args = parser.parse_args(arguments)
     import torch
@@ -263,11 +298,12 @@ def main(arguments: list[str] | None = None) -> int:
     if num_gpus == 0:
         print("this machine has no CUDA device", file=sys.stderr)
         return 2
-    stages = all_stages(num_gpus)
+    stages = first_stages() if args.first else all_stages(num_gpus)
     if args.only:
         wanted = tuple(args.only.split(","))
         stages = [stage for stage in stages if stage.name.startswith(wanted)]
-    return run_stages(stages, args.results.resolve(), 60 * args.minutes)
+    minutes = args.minutes or (9.5 if args.first else 40.0)
+    return run_stages(stages, args.results.resolve(), 60 * minutes)
 
 
 if __name__ == "__main__":
