@@ -245,7 +245,7 @@ def machine_stage() -> Stage:
 
 
 def first_stages() -> list[Stage]:
-    """What only a device answers: whether links are made beside its work, and which orders of calls it takes."""
+    """What only a device answers: whether links are made beside its work, and which orders it takes."""
     orders, opposite = "order and cuda", "order and cuda or opposite"
     return [
         machine_stage(),
@@ -287,9 +287,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--results", type=Path, default=ROOT / "out" / "gpu_check", help="folder for all that is written"
     )
     parser.add_argument("--first", action="store_true", help="the stages of `make gpu-first`")
-    parser.add_argument(
-        "--minutes", type=float, help="limit for all together (40; with --first 9.5)"
-    )
+    parser.add_argument("--minutes", type=float, help="limit for all together (40; with --first 9.5)")
     parser.add_argument("--only", help="names of stages, or beginnings of names, like values,bench")
     args = parser.parse_args(arguments)
     import torch
