@@ -66,6 +66,9 @@ def test_a_communicator_tells_what_it_is(world):
     comm.connect([world.size - 1, 0])
     comm.connect([0], channels=())
     comm.connect(channels=[comm.channels - 1])
+    comm.connect([0], direction="send")
+    with pytest.raises(ValueError, match="'send', 'recv' or None, not 'both'"):
+        comm.connect([0], direction="both")
     for channel in (-1, comm.channels):
         with pytest.raises(ValueError, match=rf"channel {channel} is not in 0\.\.{comm.channels - 1}"):
             comm.connect([0], channels=[channel])

@@ -123,9 +123,18 @@ void BoundCommunicator::refuse(const std::string& op, const py::str& reason,
 }
 
 void BoundCommunicator::connect(const std::vector<int>& peers,
-                                const std::optional<std::vector<int>>& channels) {
+                                const std::optional<std::vector<int>>& channels,
+                                const std::optional<std::string>& direction) {
+  std::optional<Direction> way;
+  if (direction == "send")
+    way = Direction::send;
+  else if (direction == "recv")
+    way = Direction::recv;
+  else if (direction)
+    throw std::invalid_argument("direction must be 'send', 'recv' or None, not '" + *direction +
+                                "'");
   py::gil_scoped_release no_gil;
-  communicator_->connect(peers, channels);
+  communicator_->connect(peers, channels, way);
 }
 
 std::pair<std::string, std::string> BoundCommunicator::route(int peer) const {
@@ -210,7 +219,8 @@ py::class_<BoundCommunicator> bind_communicator(py::module_& m) {
       .def("empty", &Bound::empty, py::arg("shape"), py::arg("dtype"))
       .def("refuse", &Bound::refuse, py::arg("op"), py::arg("reason"),
            py::arg("members") = std::vector<int>(), py::arg("channel") = py::none())
-      .def("connect", &Bound::connect, py::arg("peers"), py::arg("channels") = py::none())
+      .def("connect", &Bound::connect, py::arg("peers"), py::arg("channels") = py::none(),
+           py::arg("direction") = py::none())
       .def("route", &Bound::route, py::arg("peer"))
       .def("abort", &Bound::abort, py::arg("reason"), py::arg("cause") = py::none())
       .def("close", &Bound::close)

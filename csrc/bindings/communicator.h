@@ -46,7 +46,8 @@ class BoundCommunicator {
   void refuse(const std::string& op, const py::str& reason, std::vector<int> members,
               const py::object& channel);
   // Begins to connect to these ranks.
-  void connect(const std::vector<int>& peers, const std::optional<std::vector<int>>& channels);
+  void connect(const std::vector<int>& peers, const std::optional<std::vector<int>>& channels,
+               const std::optional<std::string>& direction);
   // Name of the transport, "" if it is not settled, and the reason if there is one to tell.
   std::pair<std::string, std::string> route(int peer) const;
   // For results: in memory that peers write directly, if the transport has such memory.

@@ -264,12 +264,13 @@ OperationPtr Communicator::refuse(OpCode op, const std::string& reason, const Sc
 }
 
 void Communicator::connect(std::span<const int> peers,
-                           const std::optional<std::vector<int>>& channels) {
+                           const std::optional<std::vector<int>>& channels,
+                           std::optional<Direction> direction) {
   check_process();
   if (closed_ || failure()) return;
   for (const int peer : peers)
     if (peer != rank()) transport_->connect(peer);
-  execution_->connect(peers, channels);
+  execution_->connect(peers, channels, direction);
 }
 
 bool Communicator::wait(Operation& operation, Deadline until, const Interrupted& interrupted) {

@@ -72,7 +72,8 @@ class Communicator final : private TransportEvents {
   OperationPtr barrier(bool is_async = true);
   // Begins to connect to these ranks, see HostTransport::connect and Execution::connect.
   void connect(std::span<const int> peers,
-               const std::optional<std::vector<int>>& channels = std::nullopt);
+               const std::optional<std::vector<int>>& channels = std::nullopt,
+               std::optional<Direction> direction = std::nullopt);
   // See HostTransport::describe_peer.
   std::string describe_peer(int peer) const { return transport_->describe_peer(peer); }
   Route route(int peer) const { return transport_->route(peer); }

@@ -76,10 +76,12 @@ class Execution {
   virtual OperationPtr barrier(bool is_async) = 0;
   virtual OperationPtr refuse(OpCode op, const std::string& reason, const Scope& scope) = 0;
 
-  // Prepares messages to and from these ranks, if more than the transport has to; on these channels of
-  // the user, or on all, and then the collectives, too. Waits for nobody.
+  // Prepares messages to or from these ranks, or both, if more than the transport has to; on these
+  // channels of the user, or on all. Of all channels, both ways and all ranks, the collectives, too.
+  // Waits for nobody.
   virtual void connect(std::span<const int> /*peers*/,
-                       const std::optional<std::vector<int>>& /*channels*/) {}
+                       const std::optional<std::vector<int>>& /*channels*/,
+                       std::optional<Direction> /*direction*/) {}
   // A peer's description of a message that the transport does not carry (NCCL does).
   virtual void on_claim(int /*peer*/, Direction /*direction*/, const Descriptor& /*theirs*/,
                         std::span<const std::byte> /*note*/) {}

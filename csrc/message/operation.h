@@ -23,6 +23,9 @@ using Clock = std::chrono::steady_clock;
 using Deadline = Clock::time_point;
 
 enum class Direction : uint8_t { send, recv };
+constexpr Direction opposite(Direction direction) {
+  return direction == Direction::send ? Direction::recv : Direction::send;
+}
 
 class FlightRecord;
 class Operation;

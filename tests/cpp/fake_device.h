@@ -19,6 +19,7 @@ class Runtime final : public DeviceRuntime {
   Runtime() : current_(new_stream()) {}
 
   void set_current(StreamHandle stream) { current_ = stream; }
+  void adopt_thread() override { adopted = this; }
   void begin_capture() {
     std::lock_guard lock(world->mutex);
     stream_of(current_)->capture = std::make_shared<Graph>();

@@ -174,6 +174,17 @@ inline NcclResult add_to_group(const char* call, bool sends, std::byte* data, si
   return NcclResult::success;
 }
 
+// Several communicators of a group are made on threads of NCCL's own, whose calls break a capture in
+// CUDA's default mode and fail.
+inline bool breaks_capture() {
+  bool breaks = false;
+  for (const auto& stream : world->streams) {
+    if (stream->device != adopted || !stream->capture || !stream->capture->capturing) continue;
+    stream->capture->is_broken = breaks = true;
+  }
+  return breaks;
+}
+
 inline NcclResult end_group() {
   std::unique_lock lock(world->mutex);
   if (--group.depth != 0) {
@@ -183,6 +194,7 @@ inline NcclResult end_group() {
   const Group ended = std::exchange(group, {});
   latest_call = FakeClock::now();
   for (NcclComm* comm : ended.inits) ++world->num_joined[comm->id];
+  if (ended.inits.size() > 1 && breaks_capture()) return NcclResult::unhandled_cuda_error;
   if (!ended.kernels.empty()) ++world->num_group_ends[ended.kernels.front().first.comm->rank];
   lock.unlock();
   for (NcclComm* comm : ended.aborts) {
@@ -207,6 +219,7 @@ inline NcclResult init(NcclComm** comm, int size, const NcclUniqueId& id, int ra
   std::lock_guard lock(world->mutex);
   const NcclResult error = injected("ncclCommInitRankConfig", rank);
   if (error != NcclResult::success) return error;
+  if (!adopted) world->errors.push_back("ncclCommInitRankConfig on a thread that breaks captures");
   if (config.min_ctas > config.max_ctas) return NcclResult::invalid_argument;  // unset: below all
   int number = 0;
   std::memcpy(&number, id.bytes, sizeof number);

@@ -55,6 +55,9 @@ struct Stream {
   int num_launching = 0;  // NCCL calls whose launch is under way: nothing else may be enqueued
 };
 
+// The device whose captures calls of this thread do not break: it has asked CUDA for that.
+inline thread_local const void* adopted = nullptr;
+
 struct Half {  // one direction of a message inside a kernel
   std::byte* data;
   size_t num_bytes;

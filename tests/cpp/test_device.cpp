@@ -246,7 +246,7 @@ TEST(steady_state_has_no_host_traffic) {
     step();
     meet(me);
     const int num_claims = me.hub.num_claims();
-    CHECK(num_claims <= 8 + 9);  // of messages, and of two links
+    CHECK(num_claims <= 8 + 5 + 5 + 4);  // of messages, two links of the pair, and one of all
     const int num_messages = me.hub.num_messages();
     meet(me);
     for (int idx = 0; idx < 5; ++idx) step();

@@ -269,9 +269,10 @@ TEST(connecting_and_closing) {
 // NCCL cannot make a communicator on the higher rank of a pair: all hear why, whoever needed it.
 TEST(nccl_cannot_connect) {
   for (const int needing : {0, 1, 2}) {
-    for (const std::string failing : {"ncclCommInitRankConfig", "ncclSend"}) {
-      const auto result = failing == "ncclSend" && needing < 2 ? NcclResult::internal_error
-                                                               : NcclResult::system_error;
+    const std::string first_use = needing == 0 ? "ncclRecv" : "ncclSend";
+    for (const std::string& failing : {std::string("ncclCommInitRankConfig"), first_use}) {
+      const auto result = failing == first_use && needing < 2 ? NcclResult::internal_error
+                                                              : NcclResult::system_error;
       const auto kind =
           result == NcclResult::system_error ? FailureKind::peer_lost : FailureKind::error;
       Options options = options_of(3);

@@ -97,7 +97,8 @@ def test_a_peer_connects_beside_a_capture(world):
 
 @on_ranks(2, deadline=DEADLINE_S)
 def test_a_collective_of_torch_in_the_opposite_order(world):
-    """Before a message larger than the buffers of NCCL on one rank, behind it on the other one."""
+    """Before a message larger than NCCL's buffers on one rank, behind it on the other one. The first message
+    has to connect the ranks while the collective waits on the device."""
     comm, group, side = nccl_comm(world, timeout=25), dist.new_group(backend="nccl"), torch.cuda.Stream()
     total = torch.ones(1 << 20, device="cuda")
     large = torch.full((64 << 20,), world.rank, dtype=torch.uint8, device="cuda")
@@ -117,13 +118,13 @@ def test_a_collective_of_torch_in_the_opposite_order(world):
 
 
 def end_right_after_a_small_message(world) -> bool | None:
-    comm, numbers = nccl_comm(world), pattern(1000, torch.float32, 0)
+    comm, numbers = nccl_comm(world), pattern(1000, torch.uint8, 0)
     if world.rank == 0:
         comm.isend(numbers.cuda(), 1).synchronize()
         comm.close()
         os._exit(0)
     time.sleep(15)  # as a stage that computes
-    received = torch.zeros(1000, device="cuda")
+    received = poison(1000, torch.uint8).cuda()
     comm.irecv(received, 0).synchronize()
     return torch.equal(received.cpu(), numbers)
 

@@ -15,10 +15,6 @@ static_assert(kCount != Links::kMeeting);
 constexpr const char* kGraphHint =
     "; destroy the CUDA graphs that hold operations of this communicator before it is closed";
 
-Direction opposite(Direction direction) {
-  return direction == Direction::send ? Direction::recv : Direction::send;
-}
-
 }  // namespace
 
 // ------------------------------------------------------------------------------------------------
@@ -29,7 +25,7 @@ void DeviceExecution::on_claim(int peer, Direction direction, const Descriptor& 
   if (theirs.op == OpCode::close && theirs.signature == kCount) {
     counts_.limit(peer, opposite(direction), theirs.channel, theirs.seq);
   } else if (theirs.op == OpCode::close || theirs.op == OpCode::connect) {
-    if (!links_.on_claim(peer, theirs, note))
+    if (!links_.on_claim(peer, direction, theirs, note))
       fail(FailureKind::error,
            "rank " + std::to_string(peer) +
                " sent an NCCL control message that this rank does not know; all ranks "

@@ -16,8 +16,9 @@ DeviceExecution::DeviceExecution(Communicator& communicator, const DeviceOptions
                         : std::make_shared<NcclTransport>(api, runtime_, rank(), size(),
                                                           options_.max_ops_per_group)),
       links_(rank(), size(), runtime_, nccl_, options_.nccl,
-             [this](int peer, const Descriptor& claim, std::span<const std::byte> note) {
-               communicator_.claim(peer, Direction::send, claim, note);
+             [this](int peer, Direction direction, const Descriptor& claim,
+                    std::span<const std::byte> note) {
+               communicator_.claim(peer, direction, claim, note);
              }),
       in_flight_(std::make_shared<InFlight>(runtime_, communicator)),
       replays_(runtime_, timeout_) {}
@@ -127,11 +128,11 @@ OperationPtr DeviceExecution::batch_p2p(std::span<const PointToPoint> batch, Cal
   PackedSends sends(batch);
   const auto own = pair_own_messages(sends.batch(), rank());
   std::vector<LaneBatch> parts = LaneBatch::split(sends.batch(), own, rank());
-  std::vector<LinkKey> links;
+  std::vector<LaneKey> links;
   // A synchronous batch runs on the caller's stream, but for all lanes except the first.
   std::vector<LaneKey> forked;
   for (const LaneBatch& part : parts) {
-    if (part.key().peer != kEverybody) links.push_back(part.key().link());
+    if (part.key().peer != kEverybody) links.push_back(part.key());
     if (is_async || &part != &parts.front()) forked.push_back(part.key());
   }
   require_links(OpCode::p2p, links, options.interrupted);
@@ -225,8 +226,7 @@ OperationPtr DeviceExecution::run_collective(const Compared& compared,
   const std::vector<PeerMessages> pairs =
       compared.messages_with(are_many ? compared.data_peers : peers);
   std::vector<LaneKey> forked = lanes_between(scope, pairs);
-  std::vector<LinkKey> links;
-  for (const LaneKey& key : forked) links.push_back(key.link());
+  std::vector<LaneKey> links = forked;
   if (is_of_all(scope) && nccl_) links.emplace_back();
   if (is_async) forked.push_back({scope.channel});
   std::lock_guard collective_lock(collective_mutex_);

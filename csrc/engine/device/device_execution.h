@@ -56,8 +56,8 @@ class DeviceExecution final : public Execution {
 
   void start() override;
   // Begins to make links; that of the collectives if no channels are named, and `peers` are all.
-  void connect(std::span<const int> peers,
-               const std::optional<std::vector<int>>& channels) override;
+  void connect(std::span<const int> peers, const std::optional<std::vector<int>>& channels,
+               std::optional<Direction> direction) override;
 
   // Tensors may have any strides. An exchange on a channel of the user is compared while it runs, and
   // exchanges follow each other on a stream of it, so that what is to come `after` another one does.
@@ -115,8 +115,8 @@ class DeviceExecution final : public Execution {
     return scope.channel == kCollectiveChannel &&
            (scope.members.empty() || scope.members.size() == size_t(size()));
   }
-  void require_links(OpCode op, std::span<const LinkKey> keys, const Interrupted& interrupted);
-  void check_answer(OpCode op, const LinkKey& key, Clock::time_point begin, Deadline deadline);
+  void require_links(OpCode op, std::span<const LaneKey> keys, const Interrupted& interrupted);
+  void check_answer(OpCode op, const LaneKey& key, Clock::time_point begin, Deadline deadline);
   uint64_t check_captures(OpCode op, std::span<const LaneKey> lanes) const;
   std::vector<LaneKey> lanes_between(const Scope& scope, std::span<const PeerMessages> pairs) const;
   DeviceOperationPtr make_operation(OpCode op, CallOptions options, uint64_t capture);

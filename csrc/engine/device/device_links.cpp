@@ -13,22 +13,25 @@ constexpr auto kPoll = std::chrono::milliseconds(10);
 }  // namespace
 
 void DeviceExecution::connect(std::span<const int> peers,
-                              const std::optional<std::vector<int>>& channels) {
+                              const std::optional<std::vector<int>>& channels,
+                              std::optional<Direction> direction) {
   if (!nccl_) return;
   std::vector<int> all(num_channels());
   std::iota(all.begin(), all.end(), 0);
   std::set<int> others(peers.begin(), peers.end());
   others.erase(rank());
   for (const int peer : others)
-    for (const int channel : channels.value_or(all)) links_.begin({peer, channel});
-  if (!channels && others.size() == size_t(size() - 1)) links_.begin({});
+    for (const int channel : channels.value_or(all))
+      for (const Direction each : {Direction::send, Direction::recv})
+        if (direction.value_or(each) == each) links_.begin(lane_of(channel, each, rank(), peer));
+  if (!channels && !direction && others.size() == size_t(size() - 1)) links_.begin({});
 }
 
 // Peers make them in the background, whatever their users do. So a call waits here for no call of
 // another rank, unless it is a collective, which all ranks call.
-void DeviceExecution::require_links(OpCode op, std::span<const LinkKey> keys,
+void DeviceExecution::require_links(OpCode op, std::span<const LaneKey> keys,
                                     const Interrupted& interrupted) {
-  const auto is_ready = [this](const LinkKey& key) { return links_.is_ready(key); };
+  const auto is_ready = [this](const LaneKey& key) { return links_.is_ready(key); };
   if (std::ranges::all_of(keys, is_ready)) return;
   if (runtime_->is_capturing(runtime_->current_stream()))
     throw std::invalid_argument(
@@ -38,8 +41,8 @@ void DeviceExecution::require_links(OpCode op, std::span<const LinkKey> keys,
   const Clock::time_point begin = Clock::now();
   const Deadline deadline = communicator_.deadline_from_now();
   const auto has_closed = [this](int peer) { return communicator_.transport().has_closed(peer); };
-  for (const LinkKey& key : keys) links_.begin(key);
-  for (const LinkKey& key : keys) {
+  for (const LaneKey& key : keys) links_.begin(key);
+  for (const LaneKey& key : keys) {
     while (!links_.wait_until_ready(key, Clock::now() + kPoll)) {
       communicator_.check_usable(op);
       if (const auto error = links_.error(has_closed)) {
@@ -53,7 +56,7 @@ void DeviceExecution::require_links(OpCode op, std::span<const LinkKey> keys,
 }
 
 // Throws if a link has not come in time, or will not come.
-void DeviceExecution::check_answer(OpCode op, const LinkKey& key, Clock::time_point begin,
+void DeviceExecution::check_answer(OpCode op, const LaneKey& key, Clock::time_point begin,
                                    Deadline deadline) {
   const bool is_pair = key.peer != kEverybody;
   if (const auto peer = links_.refused_by(key)) throw_closed(op, *peer);

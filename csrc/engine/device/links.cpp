@@ -11,13 +11,8 @@ namespace pipecomm {
 namespace {
 
 // Signatures of what ranks say of a link with OpCode::connect. The `seq` of a refusal is its rank.
-enum Word : uint64_t { kAsk, kIds, kJoin, kGo, kRefuse };
+enum Word : uint64_t { kAsk, kId, kJoin, kGo, kRefuse };
 constexpr auto kMeetingPoll = std::chrono::milliseconds(1);
-
-std::vector<LaneKey> lanes_of(const LinkKey& key) {
-  if (key.peer == kEverybody) return {{key.channel, kEverybody, false}};
-  return {{key.channel, key.peer, true}, {key.channel, key.peer, false}};
-}
 
 LinkError link_error(const std::exception& error) {
   const auto* const of_nccl = dynamic_cast<const NcclError*>(&error);
@@ -36,11 +31,11 @@ Links::Links(int rank, int size, std::shared_ptr<DeviceRuntime> runtime,
       tell_(std::move(tell)),
       shared_(std::make_shared<Shared>()) {}
 
-int Links::parent_in(const LinkKey& key) const {
+int Links::parent_in(const LaneKey& key) const {
   return key.peer == kEverybody ? tree_place(rank_, size_).parent : key.peer;
 }
 
-std::vector<int> Links::children_in(const LinkKey& key) const {
+std::vector<int> Links::children_in(const LaneKey& key) const {
   if (key.peer == kEverybody) return tree_place(rank_, size_).children;
   return is_root(key) ? std::vector{key.peer} : std::vector<int>{};
 }
@@ -48,7 +43,7 @@ std::vector<int> Links::children_in(const LinkKey& key) const {
 // ------------------------------------------------------------------------------------------------
 // making links
 
-Links::Link& Links::link_of(const LinkKey& key) {
+Links::Link& Links::link_of(const LaneKey& key) {
   const auto [found, is_new] = shared_->links.try_emplace(key);
   if (is_new)
     found->second.heard_in_round.resize(
@@ -56,13 +51,13 @@ Links::Link& Links::link_of(const LinkKey& key) {
   return found->second;
 }
 
-Links::Step Links::begin_locked(const LinkKey& key, Link& link) {
+Links::Step Links::begin_locked(const LaneKey& key, Link& link) {
   if (shared_->is_ending || std::exchange(link.is_begun, true)) return Step::nothing;
   const Step step = next_step(key, link);
   return step == Step::nothing && key.peer != kEverybody ? Step::invite : step;
 }
 
-Links::Step Links::next_step(const LinkKey& key, Link& link) {
+Links::Step Links::next_step(const LaneKey& key, Link& link) {
   if (!link.is_begun || link.refused_by || link.state != State::waiting ||
       link.have_asked.size() < children_in(key).size())
     return Step::nothing;
@@ -72,7 +67,7 @@ Links::Step Links::next_step(const LinkKey& key, Link& link) {
 }
 
 // Once all ranks below have joined a link, the root lets them go, and any other rank joins, too.
-Links::Step Links::step_after_ids(const LinkKey& key, Link& link) {
+Links::Step Links::step_after_id(const LaneKey& key, Link& link) {
   if (link.state != State::offered || link.refused_by ||
       link.have_joined.size() < children_in(key).size())
     return Step::nothing;
@@ -90,7 +85,7 @@ Links::Step Links::refuse_locked(Link& link, int by) {
   return Step::refuse;
 }
 
-void Links::begin(const LinkKey& key) {
+void Links::begin(const LaneKey& key) {
   Step step;
   {
     std::lock_guard lock(shared_->mutex);
@@ -99,7 +94,7 @@ void Links::begin(const LinkKey& key) {
   take(step, key);
 }
 
-void Links::take(Step step, const LinkKey& key) {
+void Links::take(Step step, const LaneKey& key) {
   switch (step) {
     case Step::nothing:
       return;
@@ -110,15 +105,15 @@ void Links::take(Step step, const LinkKey& key) {
     case Step::choose:
       return choose(key);
     case Step::offer: {
-      Ids ids;
+      NcclUniqueId id;
       Step next;
       {
         std::lock_guard lock(shared_->mutex);
         Link& link = link_of(key);
-        ids = link.ids;
-        next = step_after_ids(key, link);
+        id = link.id;
+        next = step_after_id(key, link);
       }
-      say_to_children(key, kIds, ids);
+      say_to_children(key, kId, std::as_bytes(std::span(id.bytes)));
       return take(next, key);
     }
     case Step::join:
@@ -139,10 +134,10 @@ void Links::take(Step step, const LinkKey& key) {
   }
 }
 
-void Links::choose(const LinkKey& key) {
-  Ids ids;
+void Links::choose(const LaneKey& key) {
+  NcclUniqueId id;
   try {
-    for (size_t idx = 0; idx < lanes_of(key).size(); ++idx) ids.push_back(nccl_->new_id());
+    id = nccl_->new_id();
   } catch (const std::exception& error) {
     std::lock_guard lock(shared_->mutex);
     link_of(key).state = State::failed;
@@ -151,39 +146,33 @@ void Links::choose(const LinkKey& key) {
   }
   {
     std::lock_guard lock(shared_->mutex);
-    link_of(key).ids = std::move(ids);
+    link_of(key).id = id;
   }
   take(Step::offer, key);
 }
 
 // The thread owns what it needs: it is left behind if NCCL does not return.
-void Links::connect_apart(const LinkKey& key) {
+void Links::connect_apart(const LaneKey& key) {
   const auto fail = [key, shared = shared_](const LinkError& error) {
     std::lock_guard lock(shared->mutex);
     shared->links.at(key).state = State::failed;
     shared->links.at(key).error = error;
   };
-  Ids ids;
+  NcclUniqueId id;
   {
     std::lock_guard lock(shared_->mutex);
-    ids = link_of(key).ids;
+    id = link_of(key).id;
   }
-  const auto connect = [key, ids, fail, shared = shared_, runtime = runtime_, nccl = nccl_,
+  const auto connect = [key, id, fail, shared = shared_, runtime = runtime_, nccl = nccl_,
                         config = config_] {
     try {
       runtime->adopt_thread();
-      const std::vector<LaneKey> keys = lanes_of(key);
-      std::vector<NcclLane> lanes;
-      for (size_t idx = 0; idx < keys.size(); ++idx)
-        lanes.push_back(
-            {ids[idx], key.peer, key.channel, keys[idx].goes_up, runtime->new_stream()});
-      const int first_idx = nccl->connect(lanes, config);
+      const NcclLane made{id, key.peer, key.channel, key.goes_up, runtime->new_stream()};
+      const int comm_idx = nccl->connect(made, config);
       std::lock_guard lock(shared->mutex);
-      for (size_t idx = 0; idx < keys.size(); ++idx) {
-        Lane& lane = shared->lanes[keys[idx]];
-        if (!lane.stream) lane.stream = lanes[idx].stream;
-        lane.comm_idx = first_idx + static_cast<int>(idx);
-      }
+      Lane& lane = shared->lanes[key];
+      if (!lane.stream) lane.stream = made.stream;
+      lane.comm_idx = comm_idx;
       shared->links.at(key).state = State::ready;
     } catch (const std::exception& error) {
       fail(link_error(error));
@@ -197,30 +186,33 @@ void Links::connect_apart(const LinkKey& key) {
   }
 }
 
-void Links::say(int peer, OpCode op, const LinkKey& key, uint64_t signature, uint64_t seq,
+void Links::say(int peer, OpCode op, const LaneKey& key, uint64_t signature, uint64_t seq,
                 std::span<const std::byte> note) const {
   Descriptor claim{.op = op,
                    .num_dims = key.peer == kEverybody,
                    .channel = uint8_t(key.channel),
                    .signature = signature};
   claim.seq = seq;
-  tell_(peer, claim, note);
+  const bool sends = key.peer == kEverybody || key.goes_up == (key.peer > rank_);
+  tell_(peer, sends ? Direction::send : Direction::recv, claim, note);
 }
 
-void Links::say_to_children(const LinkKey& key, uint64_t signature, const Ids& ids) const {
-  for (const int child : children_in(key))
-    say(child, OpCode::connect, key, signature, 0, std::as_bytes(std::span(ids)));
+void Links::say_to_children(const LaneKey& key, uint64_t signature,
+                            std::span<const std::byte> note) const {
+  for (const int child : children_in(key)) say(child, OpCode::connect, key, signature, 0, note);
 }
 
-bool Links::on_claim(int peer, const Descriptor& claim, std::span<const std::byte> note) {
+bool Links::on_claim(int peer, Direction theirs, const Descriptor& claim,
+                     std::span<const std::byte> note) {
   const bool is_of_all = claim.num_dims != 0;
-  const LinkKey key{is_of_all ? kEverybody : peer, claim.channel};
+  const LaneKey key = is_of_all ? LaneKey{} : lane_of(claim.channel, opposite(theirs), rank_, peer);
   if (!nccl_ || claim.channel > kCollectiveChannel ||
       (is_of_all && claim.channel != kCollectiveChannel))
     return false;
-  Ids ids(claim.op == OpCode::connect && claim.signature == kIds ? lanes_of(key).size() : 0);
-  if (note.size() != ids.size() * sizeof(NcclUniqueId)) return false;
-  if (!ids.empty()) std::memcpy(ids.data(), note.data(), note.size());
+  NcclUniqueId id{};
+  const bool has_id = claim.op == OpCode::connect && claim.signature == kId;
+  if (note.size() != (has_id ? sizeof id : 0)) return false;
+  if (has_id) std::memcpy(&id, note.data(), sizeof id);
 
   const std::vector<int> children = children_in(key);
   const bool is_from_child = std::ranges::find(children, peer) != children.end();
@@ -244,17 +236,17 @@ bool Links::on_claim(int peer, const Descriptor& claim, std::span<const std::byt
         else
           step = begin_locked(key, link);  // of a pair, each rank takes part if the other one asks
         break;
-      case kIds:
+      case kId:
         if (!is_from_parent || link.state != State::waiting) return false;
         if (link.refused_by) break;
-        link.ids = std::move(ids);
+        link.id = id;
         link.state = State::offered;
         step = shared_->is_ending ? refuse_locked(link, rank_) : Step::offer;
         break;
       case kJoin:
         if (!is_from_child) return false;
         link.have_joined.insert(peer);
-        step = step_after_ids(key, link);
+        step = step_after_id(key, link);
         break;
       case kGo:
         if (!is_from_parent || link.state != State::offered) return false;
@@ -276,24 +268,24 @@ bool Links::on_claim(int peer, const Descriptor& claim, std::span<const std::byt
 // ------------------------------------------------------------------------------------------------
 // their state
 
-bool Links::is_ready(const LinkKey& key) const {
+bool Links::is_ready(const LaneKey& key) const {
   std::lock_guard lock(shared_->mutex);
   const auto found = shared_->links.find(key);
   return found != shared_->links.end() && found->second.state == State::ready;
 }
 
-bool Links::wait_until_ready(const LinkKey& key, Deadline until) const {
+bool Links::wait_until_ready(const LaneKey& key, Deadline until) const {
   std::unique_lock lock(shared_->mutex);
   return shared_->changed.wait_until(lock, until,
                                      [&] { return shared_->links.at(key).state == State::ready; });
 }
 
-bool Links::is_answered(const LinkKey& key) const {
+bool Links::is_answered(const LaneKey& key) const {
   std::lock_guard lock(shared_->mutex);
   return shared_->links.at(key).state != State::waiting;
 }
 
-std::optional<int> Links::refused_by(const LinkKey& key) const {
+std::optional<int> Links::refused_by(const LaneKey& key) const {
   std::lock_guard lock(shared_->mutex);
   return shared_->links.at(key).refused_by;
 }
@@ -309,7 +301,7 @@ std::optional<LinkError> Links::error(const std::function<bool(int peer)>& has_c
 }
 
 void Links::refuse_more() {
-  std::vector<LinkKey> refused;
+  std::vector<LaneKey> refused;
   {
     std::lock_guard lock(shared_->mutex);
     shared_->is_ending = true;
@@ -318,7 +310,7 @@ void Links::refuse_more() {
           refuse_locked(link, rank_) == Step::refuse)
         refused.push_back(key);
   }
-  for (const LinkKey& key : refused) take(Step::refuse, key);
+  for (const LaneKey& key : refused) take(Step::refuse, key);
 }
 
 Lane& Links::lane(const LaneKey& key) {
@@ -354,7 +346,7 @@ bool Links::meet(const std::function<bool()>& keeps_waiting,
     return (link.state == State::offered || link.state == State::connecting) && !link.refused_by &&
            (key.peer == kEverybody || !has_closed(key.peer));
   };
-  std::vector<std::pair<LinkKey, size_t>> ready;  // and the number of its rounds
+  std::vector<std::pair<LaneKey, size_t>> ready;  // and the number of its rounds
   {
     // A rank whose link is nearly made will make it, and then waits for this one.
     std::unique_lock lock(shared_->mutex);
@@ -363,7 +355,7 @@ bool Links::meet(const std::function<bool()>& keeps_waiting,
     for (const auto& [key, link] : shared_->links)
       if (link.state == State::ready) ready.emplace_back(key, link.heard_in_round.size());
   }
-  const auto tell_above = [&](const LinkKey& key, size_t round) {
+  const auto tell_above = [&](const LaneKey& key, size_t round) {
     const auto above = (size_t(rank_) + (size_t{1} << round)) % size_t(size_);
     say(key.peer == kEverybody ? static_cast<int>(above) : key.peer, OpCode::close, key, kMeeting,
         round);

@@ -144,14 +144,14 @@ void NcclTransport::note_connecting() {
   if (num_connecting_++ == 0) free_bytes_before_ = free_bytes;
 }
 
-int NcclTransport::connect(std::span<const NcclLane> lanes, const NcclConfig& config) {
+int NcclTransport::connect(const NcclLane& lane, const NcclConfig& config) {
   note_connecting();
-  std::vector<Comm> comms;
+  Comm comm;
   std::exception_ptr error;
   try {
-    init(lanes, config, comms);
+    init(lane, config, comm);
     check_alive();
-    greet_peers(lanes, comms);
+    greet_peers(lane, comm);
   } catch (...) {
     error = std::current_exception();
   }
@@ -160,72 +160,54 @@ int NcclTransport::connect(std::span<const NcclLane> lanes, const NcclConfig& co
     std::scoped_lock lock(calls_, connect_mutex_);
     if (--num_connecting_ == 0) num_bytes_ += std::max(int64_t{0}, free_bytes_before_ - free_bytes);
     if (!error && !ended_) {
-      comms_.insert(comms_.end(), comms.begin(), comms.end());
+      comms_.push_back(comm);
       num_comms_ = static_cast<int>(comms_.size());
-      return static_cast<int>(comms_.size() - comms.size());
+      return num_comms_ - 1;
     }
   }
-  abort_all(std::move(comms));
+  abort_all({comm});
   if (error) std::rethrow_exception(error);
   throw_ended();
 }
 
-// In one group: they find each other at the same time.
-void NcclTransport::init(std::span<const NcclLane> lanes, const NcclConfig& config,
-                         std::vector<Comm>& comms) {
-  GroupCalls group(*this);
-  std::vector<NcclComm*> made;
-  comms.resize(lanes.size());
-  for (size_t idx = 0; idx < lanes.size(); ++idx) {
-    Comm& comm = comms[idx];
-    const NcclLane& lane = lanes[idx];
-    comm.is_pair = lane.peer != kEverybody;
-    comm.size = comm.is_pair ? 2 : size_;
-    comm.rank = comm.is_pair ? int(rank_ > lane.peer) : rank_;
-    const auto [low, high] = std::minmax(comm.is_pair ? rank_ : lane.peer, lane.peer);
-    comm.place = {low, high, lane.channel, lane.goes_up};
-    const NcclConfig* kept;
-    {
-      std::lock_guard lock(connect_mutex_);
-      kept = &configs_.emplace_back(config_of(config, lane, rank_));
-    }
-    require("ncclCommInitRankConfig",
-            api_.comm_init(&comm.comm, comm.size, lane.id, comm.rank, *kept), nullptr);
-    made.push_back(comm.comm);
+// By itself, since NCCL calls CUDA from threads of its own where a group makes several: in those a call
+// that a capture of another thread forbids would break that and fail, see adopt_thread().
+void NcclTransport::init(const NcclLane& lane, const NcclConfig& config, Comm& comm) {
+  comm.is_pair = lane.peer != kEverybody;
+  comm.size = comm.is_pair ? 2 : size_;
+  comm.rank = comm.is_pair ? int(rank_ > lane.peer) : rank_;
+  const auto [low, high] = std::minmax(comm.is_pair ? rank_ : lane.peer, lane.peer);
+  comm.place = {low, high, lane.channel, lane.goes_up};
+  const NcclConfig* kept;
+  {
+    std::lock_guard lock(connect_mutex_);
+    kept = &configs_.emplace_back(config_of(config, lane, rank_));
   }
-  group.end(made, [] {});
+  const NcclResult result = api_.comm_init(&comm.comm, comm.size, lane.id, comm.rank, *kept);
+  settle("ncclCommInitRankConfig", result, std::span(&comm.comm, 1), [] {});
 }
 
-// One byte each way that a communicator carries messages, and a broadcast: NCCL connects a pair, and
-// builds its rings and trees, at their first use.
-void NcclTransport::greet_peers(std::span<const NcclLane> lanes, std::span<const Comm> comms) {
-  std::vector<std::shared_ptr<std::byte>> scratch;
-  std::vector<LaneMessages> hello;
-  for (size_t idx = 0; idx < lanes.size(); ++idx) {
-    const NcclLane& lane = lanes[idx];
-    std::byte* data = scratch.emplace_back(runtime_->allocate(size_ + 1, lane.stream)).get();
-    auto& messages = hello.emplace_back(LaneMessages{int(idx), lane.stream, {}}).messages;
-    for (int peer = 0; peer < size_; ++peer) {
-      if (peer == rank_ || (comms[idx].is_pair && peer != lane.peer)) continue;
-      const bool is_up = peer > rank_;
-      if (!comms[idx].is_pair || lane.goes_up == is_up)
-        messages.push_back({Direction::send, peer, data + size_, 1});
-      if (!comms[idx].is_pair || lane.goes_up != is_up)
-        messages.push_back({Direction::recv, peer, data + peer, 1});
-    }
+// One byte the way that the communicator carries messages, or each way and a broadcast: NCCL connects a
+// pair, and builds its rings and trees, at their first use.
+void NcclTransport::greet_peers(const NcclLane& lane, const Comm& comm) {
+  const std::shared_ptr<std::byte> scratch = runtime_->allocate(size_ + 1, lane.stream);
+  LaneMessages hello{0, lane.stream, {}};
+  for (int peer = 0; peer < size_; ++peer) {
+    if (peer == rank_ || (comm.is_pair && peer != lane.peer)) continue;
+    const bool is_up = peer > rank_;
+    if (!comm.is_pair || lane.goes_up == is_up)
+      hello.messages.push_back({Direction::send, peer, scratch.get() + size_, 1});
+    if (!comm.is_pair || lane.goes_up != is_up)
+      hello.messages.push_back({Direction::recv, peer, scratch.get() + peer, 1});
   }
-  enqueue(hello, comms, [] {});
-  for (size_t idx = 0; idx < lanes.size(); ++idx)
-    if (!comms[idx].is_pair)
-      enqueue_broadcast(comms[idx].comm, scratch[idx].get(), 1, 0, lanes[idx].stream, [] {});
+  enqueue({&hello, 1}, {&comm, 1}, [] {});
+  if (!comm.is_pair) enqueue_broadcast(comm.comm, scratch.get(), 1, 0, lane.stream, [] {});
   const Pause pause(api_);
-  for (const NcclLane& lane : lanes) {
-    const EventPtr connected = runtime_->record(lane.stream);
-    while (!runtime_->is_done(connected)) {
-      check_alive();
-      for (const Comm& comm : comms) in_progress("connecting", comm.comm);
-      pause();
-    }
+  const EventPtr connected = runtime_->record(lane.stream);
+  while (!runtime_->is_done(connected)) {
+    check_alive();
+    in_progress("connecting", comm.comm);
+    pause();
   }
 }
 

@@ -76,11 +76,11 @@ class NcclTransport {
   // For the rank that chooses the ids of a communicator, which its other ranks get from it.
   NcclUniqueId new_id() const;
 
-  // Makes communicators in one group, and in each the connections that its messages need, so that no
-  // other call has to make one; returns the number (comm_idx) of the first. All ranks of each
-  // communicator call it. Waits in NCCL until they have come, even after abort(): for a thread that
-  // can be left behind. Any number of threads may be at it. Throws NcclError; nothing is left then.
-  int connect(std::span<const NcclLane> lanes, const NcclConfig& config);
+  // Makes a communicator, and in it the connections that its messages need, so that no other call has
+  // to make one; returns its number (comm_idx). All its ranks call it. Waits in NCCL until they have
+  // come, even after abort(): for a thread that can be left behind. Any number of threads may be at
+  // it. Throws NcclError; nothing is left then.
+  int connect(const NcclLane& lane, const NcclConfig& config);
 
   // These enqueue on streams. They throw NcclError, after which only abort() makes sense. All lanes
   // of a batch share the groups.
@@ -123,8 +123,8 @@ class NcclTransport {
               const KeepWaiting& keep_waiting) const;
   // The rank in a communicator of `peer`, a rank of the group.
   int rank_in(const Comm& comm, int peer) const { return comm.is_pair ? int(peer > rank_) : peer; }
-  void init(std::span<const NcclLane> lanes, const NcclConfig& config, std::vector<Comm>& comms);
-  void greet_peers(std::span<const NcclLane> lanes, std::span<const Comm> comms);
+  void init(const NcclLane& lane, const NcclConfig& config, Comm& comm);
+  void greet_peers(const NcclLane& lane, const Comm& comm);
   void enqueue(std::span<const LaneMessages> lanes, std::span<const Comm> comms,
                const KeepWaiting& keep_waiting);
   void enqueue_broadcast(NcclComm* comm, std::byte* data, int64_t num_bytes, int source,

@@ -138,20 +138,28 @@ class Communicator:
 
     # ---------------------------------------------------------------- routes
 
-    def connect(self, peers: Iterable[int] | None = None, *, channels: Iterable[int] | None = None) -> None:
+    def connect(
+        self,
+        peers: Iterable[int] | None = None,
+        *,
+        channels: Iterable[int] | None = None,
+        direction: Literal["send", "recv"] | None = None,
+    ) -> None:
         """Begins to connect to these peers (None: to all ranks), so that no first message has to; waits for
         nobody, and one of the two ends is enough. Nothing is left to do once the communicator has failed or
         is closed.
 
-        Over NCCL each channel of a peer takes memory of the device: `channels` names those to connect. None
-        are all of them; and, if all ranks call it for all ranks, what the collectives use. Call it before
-        messages are in flight: while NCCL connects, CUDA may wait for kernels that wait for other ranks.
+        Over NCCL each direction of each channel of a peer takes memory of the device: `channels` and
+        `direction` name those to connect. None are all of them; and, if all ranks call it for all ranks, what
+        the collectives use. Call it before messages are in flight: while NCCL connects, CUDA may wait for
+        kernels that wait for other ranks.
 
         Raises:
-            TypeError, ValueError: a peer is not a rank of the group, or there is no such channel.
+            TypeError, ValueError: a peer is not a rank of the group, or no such channel or direction exists.
         """
         checked = [self._checked_peer(peer) for peer in (range(self.size) if peers is None else peers)]
-        self._c.connect(checked, None if channels is None else [self._checked_channel(c) for c in channels])
+        chosen = None if channels is None else [self._checked_channel(c) for c in channels]
+        self._c.connect(checked, chosen, direction)
 
     @property
     def transport(self) -> str:

@@ -142,8 +142,11 @@ class P2PCommunicator:
         self.is_pp_last_stage = payload.rank == payload.size - 1
         before, after = ((payload.rank + step) % payload.size for step in (-1, +1))
         self.prev_rank, self.next_rank = (dist.get_global_rank(payload.group, r) for r in (before, after))
-        payload.connect([before, after], channels=range(min(NUM_DATA_CHANNELS, payload.channels)))
         self._ends = {ACTIVATIONS: (before, after), GRADIENTS: (after, before)}  # source, destination
+        for channel, (source, destination) in self._ends.items():
+            if channel < payload.channels:
+                payload.connect([source], channels=[channel], direction="recv")
+                payload.connect([destination], channels=[channel], direction="send")
         headers = self._header_communicator() if self.has_variable_shapes else None
         self._channels = BorderChannels(payload, headers)
         self._last_forward_specs: Sequence[BorderSpec] = ()

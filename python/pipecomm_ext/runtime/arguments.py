@@ -206,13 +206,6 @@ def stages_by_id(plan: Plan, rank: int, stages: Any) -> dict[int, Stage]:
     return dict(zip(owned, stages, strict=True))
 
 
-def neighbours_of(plan: Plan, rank: int) -> list[int]:
-    """The other pipeline ranks that have a stage before or after one of this rank."""
-    pairs = [(stage, following) for stage, following in enumerate(plan.next_of) if following is not None]
-    owners = [(plan.owner[one], plan.owner[other]) for one, other in pairs]
-    return sorted({other for pair in owners if rank in pair for other in pair} - {rank})
-
-
 def loss_factor(loss_scale: Any, plan: Plan) -> float:
     if loss_scale in ("sum", "mean"):
         return 1.0 if loss_scale == "sum" else 1.0 / plan.M

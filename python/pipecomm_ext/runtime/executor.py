@@ -28,7 +28,6 @@ from .arguments import (
     device_of,
     keywords_by_stage,
     loss_factor,
-    neighbours_of,
     pre_split,
     ranks_by_pipeline_rank,
     require_equal_settings,
@@ -197,14 +196,12 @@ class Executor(AfterStep):
         if self._relay_arguments:
             relay = make_relay(self.communicator, *self._relay_arguments)
             relayed = RelayedBorders(self.plan, relay, self._channels.num_channels)
-        neighbours = neighbours_of(self.plan, self.rank)
-        peers = [self._ranks_of[rank][0] for rank in neighbours if len(self._ranks_of[rank]) == 1]
-        self.communicator.connect(peers, channels=range(NUM_DATA_CHANNELS))
         self._mailbox = ExecutorMailbox(
             self.plan, self.rank, self._channels, self._ranks_of, relayed, **self._options
         )
         self._recorder = Recorder(self.communicator.device) if self._record_timeline else None
         self._program = self._mailbox.prepare(self.plan.program[self.rank])
+        self._mailbox.connect(self._program)
         self._begin_gradients()
 
     def _begin_gradients(self) -> None:

@@ -17,9 +17,9 @@ here of a rank, and tells the others. See `relayed.py`.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 
@@ -140,6 +140,16 @@ class ExecutorMailbox(Mailbox):
             prepared.append(PreparedGroup(sends, receives, () if self._waits_on_device else following))
             following = receives
         return prepared[::-1]
+
+    def connect(self, program: Iterable[Compute | PreparedGroup]) -> None:
+        """Begins to connect to the peers of all messages between two ranks, so that no first one has to."""
+        lanes: set[tuple[Literal["send", "recv"], int, int]] = set()
+        for item in program:
+            if isinstance(item, PreparedGroup):
+                lanes |= {("send", each.peer, each.channel) for each in item.sends if each.link is None}
+                lanes |= {("recv", each.peer, each.channel) for each in item.receives if each.link is None}
+        for direction, peer, channel in sorted(lanes):
+            self._channels.data.connect([peer], channels=[channel], direction=direction)
 
     def _route(self, op: Transfer) -> _Route:
         key, peer = (op.what, op.stage, op.micro), self._ranks_of[op.peer][0]
