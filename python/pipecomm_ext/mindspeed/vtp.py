@@ -202,8 +202,7 @@ class _PassedOn:
             raise self._mismatch
         if not self._is_done:
             try:
-                with _naming_alike(self._topology):
-                    self._receive_and_pass_on(timeout)
+                self._receive_and_pass_on(timeout)
                 self._is_done = True
             except PipeCommMismatch as error:
                 self._mismatch = error
@@ -217,10 +216,12 @@ class _PassedOn:
         comm, (leader, *others) = self._topology.communicator, self._topology.stage_ranks
         if self._received is not None:
             try:
-                self._received.wait(timeout)
+                with _naming_alike(self._topology):
+                    self._received.wait(timeout)
             except PipeCommMismatch as error:
-                if others:
+                if others and comm.failure is None:  # else it has been aborted, with the reason
                     comm.refuse("exchange", error, sorted(self._topology.stage_ranks), self._channel)
                 raise
         if others:
-            exchanged(comm, self.tensor.detach(), leader, others, self._channel)
+            with _naming_alike(self._topology):
+                exchanged(comm, self.tensor.detach(), leader, others, self._channel)
