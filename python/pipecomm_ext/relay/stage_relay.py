@@ -387,9 +387,14 @@ class StageRelay:
                 self.connect(self.link(kind, receives))
 
     def connect(self, link: Link) -> None:
-        """Begins to connect the ranks of a link that this rank is part of."""
-        if link.channel is not None and self.communicator.rank in link.members:
-            self.communicator.connect(link.members, channels=[link.channel])
+        """Begins to connect this rank to those of the other stage of a link, if it is part of that."""
+        if link.channel is None:
+            return
+        sources, destinations = self._stages[link.source_idx], self._stages[link.destination_idx]
+        if self.communicator.rank in sources:
+            self.communicator.connect(destinations, channels=[link.channel], direction="send")
+        if self.communicator.rank in destinations:
+            self.communicator.connect(sources, channels=[link.channel], direction="recv")
 
     def link(self, kind: str, receives: bool) -> Link:
         """The link between my stage and the one that `kind` names."""
