@@ -18,7 +18,7 @@ from typing import Any
 BENCH = Path(__file__).resolve().parent
 README, PAGE = BENCH.parent / "README.md", BENCH.parent / "docs" / "benchmarks.md"
 BEGIN, END = "<!-- by bench/readme_table.py -->\n", "<!-- end of the table -->\n"
-BASELINE, TRANSPORTS = "torch", ("c10d", "shm")
+BASELINE, TRANSPORTS = "torch", ("tcp", "shm")
 NAMES = {
     "p2p": "p2p ring",
     "pingpong": "there and back",
@@ -107,7 +107,7 @@ def table(is_short: bool) -> str:
     lines = dict(rows())
     if is_short:
         lines = {name: lines[name] for name in HIGHLIGHTS}
-    return "\n".join(["| What | torch | c10d | shm |", "|---|---|---|---|", *lines.values()]) + "\n"
+    return "\n".join(["| What | torch | tcp | shm |", "|---|---|---|---|", *lines.values()]) + "\n"
 
 
 def write(path: Path, text: str) -> None:

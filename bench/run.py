@@ -6,8 +6,8 @@
     python bench/run.py all_to_all --ranks 2 --sizes 25M --dtype bfloat16     also: gather, pack
     python bench/run.py relay --ranks 3 --sizes 16M       stages of 1 and 2 ranks, and of 2 and 1
     python bench/run.py pipeline_p2p --ranks 2            P2PCommunicator, fixed and variable shapes
-    python bench/run.py schedule --ranks 4 --transport c10d,shm               also: schedule_host
-    python bench/run.py ulysses --transport c10d --attention sleep --link 800mbit --timeline out/t.png
+    python bench/run.py schedule --ranks 4 --transport tcp,shm               also: schedule_host
+    python bench/run.py ulysses --transport tcp --attention sleep --link 800mbit --timeline out/t.png
     python bench/run.py scale --ranks 2,8,32              small operations and footprint over ranks
     python bench/run.py p2p --busy                        while other work keeps every core busy
     python bench/run.py all_to_all --matrix bytes.txt     row: a source, column: a destination, like 4096 or
@@ -52,7 +52,7 @@ COUNTED_OPS = {**SEQUENCE_OPS, "relay": Op(relay.build, (MIB, 16 * MIB))}
 OPS_OF_CASES = {**SCHEDULE_OPS, **ulysses.ULYSSES_OPS}
 OPS = {**POINT_TO_POINT_OPS, **PIPELINE_OPS, **OPS_OF_CASES, **COUNTED_OPS}
 CHANNELS = {"cpu": 4, "cuda": 2}  # on the host they cost nothing, and pipeline_p2p needs four
-TRANSPORTS = ("auto", "c10d", "shm", "nccl")
+TRANSPORTS = ("auto", "tcp", "shm", "nccl")
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 QUICK_ITERATIONS, QUICK_SIZES = 20, (4 << 10, 1 << 20)
 
@@ -189,7 +189,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         "--transport",
         type=transports_argument,
         metavar="LIST",
-        help="ours, compared side by side (auto; scale: c10d,shm)",
+        help="ours, compared side by side (auto; scale: tcp,shm)",
     )
     parser.add_argument(
         "--attention", choices=["sdpa", "sleep"], default="sdpa",
@@ -209,7 +209,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--plot", metavar="FILE", help="write a picture")
     args = parser.parse_args(arguments)
     is_scale = args.op == "scale"
-    args.transport = args.transport or (["c10d", "shm"] if is_scale else ["auto"])
+    args.transport = args.transport or (["tcp", "shm"] if is_scale else ["auto"])
     counts = args.ranks or (scale.rank_counts(args.quick) if is_scale else [2])
     if is_scale and (args.sizes or args.device == "cuda"):
         parser.error("scale has sizes of its own, and cpu tensors")

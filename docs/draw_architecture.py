@@ -55,7 +55,7 @@ ABOUT = {
     "plan": "boxes and plans, and their lowering to copies; no torch, no I/O",
     "copy": "packs, unpacks, scales and averages on CPU and CUDA",
     "message": "descriptors, matching, operations, failures, the flight record",
-    "transport": "moves bytes between ranks: shm, c10d (TCP), nccl",
+    "transport": "moves bytes between ranks: shm, tcp, nccl",
     "routes": "shared memory or TCP for each pair of ranks",
     "engine": "order, deadlines, one failure; host and device execution",
     "bindings": "pybind11: arguments in, exceptions out",
@@ -112,7 +112,7 @@ MESSAGES = {
         ("<", "num_answered, doorbell"),
         ("s", "completes"),
     ],
-    "c10d (TCP), more than 32 KiB": [
+    "tcp, more than 32 KiB": [
         ("s", "packs into staging memory, if needed"),
         (">", "announce: the descriptor, in a packet"),
         ("r", "compares it with the posted receive"),
@@ -205,10 +205,10 @@ def names_in(path: str, enum: str) -> set[str]:
 
 
 def check_names() -> None:
-    states = names_in("c10d/handshake.h", "State") | names_in("c10d/handshake.h", "Stage")
+    states = names_in("tcp/handshake.h", "State") | names_in("tcp/handshake.h", "Stage")
     assert states == {state[0] for state in STATES}, states
-    assert names_in("c10d/wire.h", "Kind") >= {"announce", "ready"}
-    assert names_in("c10d/greeting.h", "Word") >= {"hello", "welcome", "ready", "taken"}
+    assert names_in("tcp/wire.h", "Kind") >= {"announce", "ready"}
+    assert names_in("tcp/greeting.h", "Word") >= {"hello", "welcome", "ready", "taken"}
     assert names_in("shm/layout.h", "RecordKind") >= {"rendezvous", "landed"}
     assert names_in("shm/layout.h", "GrantKind") == {"stream", "direct"}
 

@@ -97,7 +97,7 @@ _INCLUDE = re.compile(r'\s*#\s*include\s*"([^"]+)"')
 
 def _csrc_findings(root: Path) -> Iterator[Finding]:
     """A folder may include its own files and those of the folders around it: `transport/shm` those of
-    `transport`, but neither `transport` nor `transport/c10d` those of `transport/shm`.
+    `transport`, but neither `transport` nor `transport/tcp` those of `transport/shm`.
     """
     source, row_of = root / "csrc", _row_of(CSRC)
     files = sorted(path for path in source.rglob("*") if path.suffix in (".h", ".cuh", ".cpp", ".cu"))

@@ -63,27 +63,27 @@ MUTATIONS = [
         "",
         ("tests/cpp/test_operation.cpp", "tests/test_lifetime.py"),
     ),
-    # ---- csrc/transport/c10d
+    # ---- csrc/transport/tcp
     Mutation(
         "window-is-never-given-back",  # small messages stop after 4 MiB
-        "csrc/transport/c10d/peer_link.cpp",
+        "csrc/transport/tcp/peer_link.cpp",
         "  channel.unanswered_bytes -= inline_bytes(*request);\n",
         "",
         ("tests/cpp/test_peer_link.cpp", "tests/test_p2p.py"),
     ),
     Mutation(
         "late-peer-is-not-told",  # of a failure before the two have met
-        "csrc/transport/c10d/c10d_peers.cpp",
+        "csrc/transport/tcp/tcp_peers.cpp",
         "    peer.connection.link().say_failure(*failure_);\n",
         "",
-        ("tests/cpp/test_c10d.cpp", "tests/test_faults.py"),
+        ("tests/cpp/test_tcp.cpp", "tests/test_faults.py"),
     ),
     Mutation(
         "consequence-before-cause",  # "has closed" is told ahead of the failure that made the peer close
-        "csrc/transport/c10d/c10d_peers.cpp",
+        "csrc/transport/tcp/tcp_peers.cpp",
         "  settle(false);\n",
         "  settle(false);\n  settle(true);\n",
-        ("tests/cpp/test_c10d.cpp", "tests/cpp/test_collective_line.cpp", "tests/test_faults.py"),
+        ("tests/cpp/test_tcp.cpp", "tests/cpp/test_collective_line.cpp", "tests/test_faults.py"),
     ),
     # ---- csrc/transport/shm
     Mutation(

@@ -217,7 +217,7 @@ def test_unequal_lengths_without_gather_size(world, gather_dim):
     check_usable(world)
 
 
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
 @on_ranks(3)
 def test_the_cure_of_unequal_lengths_is_named_where_it_was_left_out(world, transport):
     comm, length = world.shared_comm(transport=transport), 4 if world.rank == 2 else 5

@@ -45,10 +45,10 @@ def measured(case: Case, dtype=torch.bfloat16, iters=NUM_BLOCKS) -> list[Result]
 @pytest.mark.parametrize("op", OPS)
 def test_every_op_moves_the_right_data(world, op):
     for dtype, num_bytes in ((torch.float32, 4), (torch.bfloat16, 4096), (torch.uint8, 100_000)):
-        case = OPS[op].build(bench_of(world, "c10d", dtype=dtype), num_bytes)
+        case = OPS[op].build(bench_of(world, "tcp", dtype=dtype), num_bytes)
         results = measured(case, dtype)
         bounds = [MEMCPY] if case.has_bandwidth else []
-        assert [result.impl for result in results] == [BASELINE, "pipecomm c10d", *bounds]
+        assert [result.impl for result in results] == [BASELINE, "pipecomm tcp", *bounds]
         for result in results:
             assert (result.bound_ratio is not None) == (bool(bounds) and result.impl != MEMCPY)
             assert len(result.iterations_us) == NUM_BLOCKS
@@ -59,7 +59,7 @@ def test_every_op_moves_the_right_data(world, op):
 @on_ranks(2)
 def test_pipelines_compute_the_gradients_of_the_unsplit_model(world):
     for op in SCHEDULE_OPS.values():
-        for case in op.build(bench_of(world, "c10d", dtype=torch.float32), num_bytes=512):
+        for case in op.build(bench_of(world, "tcp", dtype=torch.float32), num_bytes=512):
             results = measured(case, torch.float32)
             assert all(result.algbw is None and result.min_us > 0 for result in results)
             assert row(results[-1]).endswith(case.label)
@@ -67,7 +67,7 @@ def test_pipelines_compute_the_gradients_of_the_unsplit_model(world):
 
 @on_ranks(2, 3)
 def test_messages_between_stages(world):
-    bench = bench_of(world, "c10d", "shm", channels=4)
+    bench = bench_of(world, "tcp", "shm", channels=4)
     for num_bytes in (1000, 300_000):
         results = measured(PIPELINE_OPS["pipeline_p2p"].build(bench, num_bytes))
         assert [result.impl for result in results] == [
@@ -80,7 +80,7 @@ def test_messages_between_stages(world):
 @pytest.mark.parametrize("op", SEQUENCE_OPS)
 def test_sequence_parallel_ops(world, op):
     num_cases = 0
-    for case in SEQUENCE_OPS[op].build(bench_of(world, "c10d", "shm"), 50_000):
+    for case in SEQUENCE_OPS[op].build(bench_of(world, "tcp", "shm"), 50_000):
         num_cases += 1
         for result in measured(case):
             assert result.impl == MEMCPY or result.bound_ratio > 0
@@ -102,7 +102,7 @@ def test_relays(world):
 @pytest.mark.parametrize("attention", ["sdpa", "sleep"])
 @on_ranks(3)
 def test_ulysses_attention(world, attention):
-    bench = bench_of(world, "c10d", "shm", dtype=torch.float32, attention=attention)
+    bench = bench_of(world, "tcp", "shm", dtype=torch.float32, attention=attention)
     labels = []
     for case in ulysses.build(bench, 50_000):
         results = measured(case, bench.dtype)
@@ -115,7 +115,7 @@ def test_ulysses_attention(world, attention):
 
 @on_ranks(2)
 def test_timelines_hold_what_a_call_did(world):
-    bench = bench_of(world, "c10d", dtype=torch.float32, attention="sleep")
+    bench = bench_of(world, "tcp", dtype=torch.float32, attention="sleep")
     for panel, calls in ulysses.timelines(bench, 50_000).items():
         num_chunks = int(panel.split()[0])
         assert len(calls) == world.size
@@ -133,7 +133,7 @@ def test_timelines_hold_what_a_call_did(world):
 @on_ranks(3)
 def test_a_matrix_of_bytes(world):
     matrix = ((0, 4096, 100), (8, 0, 0), (2, 30_000, 6))
-    [case] = all_to_all_op.build(bench_of(world, "c10d", "shm", matrix=matrix), 0)
+    [case] = all_to_all_op.build(bench_of(world, "tcp", "shm", matrix=matrix), 0)
     assert case.num_bytes == 34096  # what rank 1 receives
     assert len(measured(case)) == 3
 
@@ -176,7 +176,7 @@ def test_times_are_the_slowest_ranks(world):
 @on_ranks(2)
 def test_counted_work_is_what_the_algorithms_do(world):
     """Passes of the even and uneven cases with one batch, heads to sequence."""
-    passes, cases = {}, list(all_to_all_op.build(bench_of(world, "c10d"), 1_000_000))
+    passes, cases = {}, list(all_to_all_op.build(bench_of(world, "tcp"), 1_000_000))
     for case in cases:
         for _ in range(2):
             for call in case.calls.values():
@@ -185,18 +185,18 @@ def test_counted_work_is_what_the_algorithms_do(world):
             passes[case.label, impl] = case.work(impl)
     for label, impl, expected in [
         ("even, H to S", BASELINE, 1),
-        ("even, H to S", "pipecomm c10d", 1),
+        ("even, H to S", "pipecomm tcp", 1),
         ("even, H to S, B=2", BASELINE, 2),
         ("H uneven, H to S", BASELINE, 2),
         ("S uneven, H to S", BASELINE, 2),
         ("both uneven, H to S", all_to_all_op.LIST, 2),
-        ("both uneven, H to S", "pipecomm c10d", 1),
+        ("both uneven, H to S", "pipecomm tcp", 1),
         ("both uneven, S to H", all_to_all_op.LIST, 1),
         ("both uneven, H to S", all_to_all_op.BARE, 0),
     ]:
         assert passes[label, impl].copy_passes == pytest.approx(expected, abs=0.1), (label, impl)
     assert passes["even, H to S", all_to_all_op.BARE].allocated_bytes == 0
-    assert passes["even, H to S", "pipecomm c10d"].allocated_bytes == cases[0].num_bytes
+    assert passes["even, H to S", "pipecomm tcp"].allocated_bytes == cases[0].num_bytes
 
 
 def test_work_of_plain_torch():

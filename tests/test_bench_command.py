@@ -34,7 +34,7 @@ COLUMNS = "size count type impl min median p99 algbw busbw ratio #wrong %bound".
 
 @pytest.mark.slow
 def test_a_run_writes_table_json_and_picture(tmp_path, monkeypatch):
-    monkeypatch.setenv("PIPECOMM_TRANSPORT", "c10d")
+    monkeypatch.setenv("PIPECOMM_TRANSPORT", "tcp")
     monkeypatch.setenv("SECRET_TOKEN", "not for the report")
     numbers, picture = tmp_path / "out" / "numbers.json", tmp_path / "out" / "picture.png"
     options = ["--ranks", 2, "--sizes", "4K,64K", "--iters", 20, "--json", numbers, "--plot", picture]
@@ -46,11 +46,11 @@ def test_a_run_writes_table_json_and_picture(tmp_path, monkeypatch):
     assert document["format"] == 1 and document["version"] and document["torch"] == torch.__version__
     assert document["arguments"]["op"] == "p2p" and document["arguments"]["dtype"] == "torch.float32"
     assert document["arguments"]["busy"] is True
-    assert document["environment"]["PIPECOMM_TRANSPORT"] == "c10d"
+    assert document["environment"]["PIPECOMM_TRANSPORT"] == "tcp"
     assert "SECRET_TOKEN" not in numbers.read_text()
-    assert list(document["transports"]) == ["pipecomm c10d"]
+    assert list(document["transports"]) == ["pipecomm tcp"]
     assert [(r["size_bytes"], r["impl"]) for r in document["results"]] == [
-        (size, impl) for size in (4096, 65536) for impl in (BASELINE, "pipecomm c10d", MEMCPY)
+        (size, impl) for size in (4096, 65536) for impl in (BASELINE, "pipecomm tcp", MEMCPY)
     ]
     for result in document["results"]:
         times, median = result["iterations_us"], result["time_us"]["median"]
@@ -120,7 +120,7 @@ def test_runs_on_ranks_that_are_there(ranks, tmp_path):
 
     _, document = run(2, "scale", "--quick")
     [world] = document["worlds"]
-    check_world(world, 2, ["torch", "pipecomm c10d", "pipecomm shm"])
+    check_world(world, 2, ["torch", "pipecomm tcp", "pipecomm shm"])
 
 
 # ---- the machine ------------------------------------------------------------------------------------------
@@ -194,7 +194,7 @@ def test_environment_is_a_whitelist(monkeypatch):
         ("p2p --ranks 1", "--ranks must be 2 or more"),
         ("p2p --sizes 4K,many", "'many' is not a size"),
         ("p2p --dtype float31", "'float31' is not a torch dtype"),
-        ("p2p --transport pigeon", "'pigeon' is not one of auto, c10d, shm, nccl"),
+        ("p2p --transport pigeon", "'pigeon' is not one of auto, tcp, shm, nccl"),
         ("p2p --iters 0", "must be positive, got 0"),
         ("teleport", "invalid choice: 'teleport'"),
         ("p2p --ranks 2,4", "several numbers for scale only"),
@@ -228,7 +228,7 @@ def test_defaults_of_sizes_and_ranks():
     assert parse_arguments(["p2p", "--sizes", "4K, 3m,7", "--quick"]).sizes == [4096, 3 << 20, 7]
     assert parsed("scale").rank_counts == [2, 4, 8, 16, 32, 48]
     assert parsed("scale --quick").rank_counts == [2, 4]
-    assert parsed("scale").transport == ["c10d", "shm"]
+    assert parsed("scale").transport == ["tcp", "shm"]
     assert parsed("p2p").transport == ["auto"] and parsed("p2p").ranks == 2
     assert [size_text(size) for size in (1, 1000, 4096, 1 << 20, 3 << 30)] == ["1", "1000", "4K", "1M", "3G"]
 

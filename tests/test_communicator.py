@@ -60,7 +60,7 @@ def test_a_communicator_tells_what_it_is(world):
     comm = world.fresh_comm()
     assert (comm.rank, comm.size, comm.device) == (world.rank, world.size, torch.device("cpu"))
     assert not comm.closed
-    assert comm.transport in ("c10d", "shm") and comm.transport_reason
+    assert comm.transport in ("tcp", "shm") and comm.transport_reason
     assert comm.known_transport == comm.transport and comm.transport_among([0]) == comm.transport
     comm.connect()
     comm.connect([world.size - 1, 0])
@@ -138,7 +138,7 @@ def resources() -> tuple[int, int, int, int]:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("transport", ["c10d", "shm"])
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
 def test_100_communicators_leak_nothing(world, transport):
     peer = 1 - world.rank
 

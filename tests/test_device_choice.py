@@ -177,7 +177,7 @@ def test_a_rank_that_refuses_ends_the_choice():
     ("gpus", "is_asked_for", "transport", "reason"),
     [
         (("host/0", "host/1"), False, "nccl", "every rank has NCCL and a GPU of its own"),
-        (("host/0", "host/0"), False, "c10d", "NCCL cannot be used: ranks 0 and 1 have the same GPU"),
+        (("host/0", "host/0"), False, "tcp", "NCCL cannot be used: ranks 0 and 1 have the same GPU"),
         (("host/0", "host/0"), True, "nccl", "asked for"),
     ],
 )
@@ -193,7 +193,7 @@ def test_the_choice_for_cuda_tensors(monkeypatch, gpus, is_asked_for, transport,
     made = []
 
     def engine(connections, **arguments):
-        made.append("nccl" if "device_idx" in arguments else "c10d")
+        made.append("nccl" if "device_idx" in arguments else "tcp")
 
     monkeypatch.setattr(_C, "Communicator", engine)
     requested = "nccl" if is_asked_for else "auto"
@@ -210,7 +210,7 @@ def test_the_choice_for_cuda_tensors(monkeypatch, gpus, is_asked_for, transport,
             environment.read(),
         )
     assert [chosen] == made == [transport] and reason in why
-    if transport == "c10d":
+    if transport == "tcp":
         assert why.startswith("staged through host memory over TCP")
         (warning,) = warned
         assert warning.category is RuntimeWarning

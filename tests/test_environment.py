@@ -99,11 +99,19 @@ def test_ranks_that_differ_get_one_clear_error_on_all(world):
 
 
 @on_ranks(2)
+def test_the_former_name_of_a_transport(world):
+    """As an argument and in the environment, also where the other rank uses today's name."""
+    assert world.fresh_comm(transport=("c10d", "tcp")[world.rank]).transport == "tcp"
+    with environ(PIPECOMM_TRANSPORT=("tcp", "c10d")[world.rank]):
+        assert world.fresh_comm().transport == "tcp"
+
+
+@on_ranks(2)
 def test_ranks_with_different_secrets_name_the_variable(world):
     with environ(PIPECOMM_SECRET="ours"):
-        world.fresh_comm(transport="c10d").barrier()
+        world.fresh_comm(transport="tcp").barrier()
     with environ(PIPECOMM_SECRET=f"of rank {world.rank}"):
-        comm = world.fresh_comm(transport="c10d")
+        comm = world.fresh_comm(transport="tcp")
         with world.breaking(), pytest.raises(PipeCommPeerLost, match="PIPECOMM_SECRET equal on all ranks"):
             comm.barrier()
 

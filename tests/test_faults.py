@@ -181,7 +181,7 @@ def test_a_late_rank_hears_what_became_of_its_communicator(world):
             comm.barrier()
 
 
-WAYS = ["shm", "c10d", "mixed"]
+WAYS = ["shm", "tcp", "mixed"]
 
 
 def comm_over(world, group, way, timeout=20):
@@ -378,7 +378,7 @@ def test_a_message_that_meets_a_closed_peer_fails(world):
 
 
 @on_ranks(3)
-@pytest.mark.parametrize("transport", ["c10d", "shm"])
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
 def test_what_a_peer_has_sent_before_it_closed_arrives(world, transport):
     """Also if nobody waits for it until then, and a long message from elsewhere keeps the transport busy."""
     with Communicator(world.group, device="cpu", transport=transport, timeout=20) as comm:
@@ -401,7 +401,7 @@ def test_what_a_peer_has_sent_before_it_closed_arrives(world, transport):
 
 
 @on_ranks(3)
-@pytest.mark.parametrize("transport", ["c10d", "shm"])
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
 def test_an_abort_that_is_followed_by_a_close_is_heard_as_an_abort(world, transport):
     """Also if two peers tell of it at once, and one of them has closed already."""
     for round_idx in range(12):

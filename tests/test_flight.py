@@ -26,7 +26,7 @@ from pipecomm_ext import (
 from pipecomm_ext import __main__ as command_line
 from pipecomm_ext.diagnostics import flight_report
 
-over_transports = pytest.mark.parametrize("transport", ["c10d", "shm"])
+over_transports = pytest.mark.parametrize("transport", ["tcp", "shm"])
 NUM_KEPT = 1024  # operations that have ended
 LARGE = 1 << 18  # elements of a message whose payload travels apart
 

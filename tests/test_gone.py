@@ -15,7 +15,7 @@ import pipecomm_ext
 from pipecomm_ext import Communicator, PipeCommAborted, PipeCommMismatch
 
 AT_ONCE_S = 2.0
-TRANSPORTS = pytest.mark.parametrize("transport", ["c10d", "shm"])
+TRANSPORTS = pytest.mark.parametrize("transport", ["tcp", "shm"])
 MANY_BYTES = 1 << 20  # more than fits into a ring or a packet
 
 

@@ -41,7 +41,7 @@ from pipecomm_ext import (
 sys.path.insert(0, str(REPOSITORY / "examples"))
 
 # What "auto" makes of a communicator over several hosts: as a whole, inside a host, and between two.
-WHOLE, INSIDE, BETWEEN = "mixed", "shm", "c10d"
+WHOLE, INSIDE, BETWEEN = "mixed", "shm", "tcp"
 
 HOST_OF = (0, 0, 1, 1)
 NUM_RANKS = len(HOST_OF)
@@ -62,7 +62,7 @@ def test_each_pair_has_a_route(host_pool):
         assert transport == WHOLE
         for peer, (kind, reason) in routes.items():
             assert kind == (INSIDE if HOST_OF[peer] == HOST_OF[rank] else BETWEEN), (rank, peer, reason)
-            if kind == "c10d":
+            if kind == "tcp":
                 assert "different PID namespaces" in reason or "different hosts" in reason, reason
 
 

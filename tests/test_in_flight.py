@@ -9,7 +9,7 @@ from ranks import on_ranks
 
 from pipecomm_ext import PipeCommError, Recv
 
-TRANSPORTS = pytest.mark.parametrize("transport", ["c10d", "shm"])
+TRANSPORTS = pytest.mark.parametrize("transport", ["tcp", "shm"])
 MOVES = {
     "share_memory_": lambda tensor: tensor.share_memory_(),
     "larger": lambda tensor: tensor.untyped_storage().resize_(2 * tensor.nbytes),

@@ -36,10 +36,10 @@ def test_info_is_plain_data_with_the_promised_keys() -> None:
     assert facts["torch"]["version"] == torch.__version__
     assert facts["build"]["torch"] == _build_info.torch_version
     assert facts["cuda"]["built"] == _build_info.with_cuda
-    assert set(facts["transports"]) == set(TRANSPORTS) == {"c10d", "nccl", "shm"}
+    assert set(facts["transports"]) == set(TRANSPORTS) == {"tcp", "nccl", "shm"}
     for status in facts["transports"].values():
         assert isinstance(status["available"], bool) and status["reason"]
-    assert facts["transports"]["c10d"]["available"]
+    assert facts["transports"]["tcp"]["available"]
     for choice in facts["choice"].values():
         assert facts["transports"][choice["transport"]]["available"] and choice["reason"]
 
@@ -107,7 +107,7 @@ def test_nccl_is_refused_with_the_first_reason(
     assert not status["nccl"]["available"]
     assert reason in status["nccl"]["reason"]
     choice = choose_transport("cuda", status)
-    assert choice["transport"] == "c10d"
+    assert choice["transport"] == "tcp"
     assert status["nccl"]["reason"] in choice["reason"]
 
 

@@ -18,7 +18,7 @@ from pipecomm_ext.communicator.communicator import open_communicators
 from pipecomm_ext.communicator.registry import close_all, get_communicator
 from pipecomm_ext.core.rendezvous import Rendezvous
 
-TRANSPORTS = pytest.mark.parametrize("transport", ["c10d", "shm"])
+TRANSPORTS = pytest.mark.parametrize("transport", ["tcp", "shm"])
 HANG_LIMIT_S = 20
 
 

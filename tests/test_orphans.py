@@ -17,7 +17,7 @@ from ranks import on_ranks
 
 from pipecomm_ext import Communicator, PipeCommError, PipeCommMismatch, PipeCommPeerLost
 
-TRANSPORTS = pytest.mark.parametrize("transport", ["c10d", "shm"])
+TRANSPORTS = pytest.mark.parametrize("transport", ["tcp", "shm"])
 CHILD_S = 100  # how long a child lives if nobody ends it: longer than the communicator's timeout
 
 
@@ -82,7 +82,7 @@ def test_last_messages_of_a_rank_whose_child_lives(ranks, transport):
 @on_ranks(2)
 def test_programs_do_not_inherit_connections(world):
     before = inherited_sockets()
-    comm = world.fresh_comm(transport="c10d")
+    comm = world.fresh_comm(transport="tcp")
     comm.barrier()
     assert inherited_sockets() == before
 
@@ -117,13 +117,13 @@ def make_without_descriptors(world):
         resource.setrlimit(resource.RLIMIT_NOFILE, (few, limits[1]))
         try:
             with pytest.raises(PipeCommError, match="rank 1: .*Too many open files") as caught:
-                Communicator(world.group, device="cpu", transport="c10d", timeout=30)
+                Communicator(world.group, device="cpu", transport="tcp", timeout=30)
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         assert not isinstance(caught.value, PipeCommMismatch)
     else:
         with pytest.raises(PipeCommMismatch, match="refused by rank 1: .*Too many open files"):
-            Communicator(world.group, device="cpu", transport="c10d", timeout=30).barrier()
+            Communicator(world.group, device="cpu", transport="tcp", timeout=30).barrier()
     world.meet()
-    with Communicator(world.group, device="cpu", transport="c10d", timeout=30) as comm:
+    with Communicator(world.group, device="cpu", transport="tcp", timeout=30) as comm:
         comm.barrier()

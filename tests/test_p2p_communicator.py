@@ -126,7 +126,7 @@ def shifts(stage: Stage, shapes, is_ring: bool) -> None:
 @FIXED_OR_VARIABLE
 @pytest.mark.parametrize("mode", MODES)
 def test_every_method_with_every_shape_form_at_every_stage(world, mode, variable):
-    over_sockets = world.shared_comm(transport="c10d", channels=4)
+    over_sockets = world.shared_comm(transport="tcp", channels=4)
     for comm in (None, over_sockets) if world.size <= 3 else (None,):
         stage = Stage(world, mode, variable, comm)
         for shapes in SHAPE_FORMS.values():

@@ -75,7 +75,7 @@ def test_auto_takes_shared_memory_on_one_host(world):
 
 @on_ranks(2)
 def test_the_environment_chooses(world):
-    for name in ("shm", "c10d"):
+    for name in ("shm", "tcp"):
         with environment("PIPECOMM_TRANSPORT", name):
             comm = world.fresh_comm()
         assert (comm.transport, comm.transport_reason) == (name, "asked for")
@@ -95,7 +95,7 @@ def check_routes(world, transport, obstacles, warns=True):
         for peer in range(world.size):
             if peer != world.rank:
                 way, reason = comm.route(peer)
-                assert way == ("c10d" if peer in own else "shm")
+                assert way == ("tcp" if peer in own else "shm")
                 assert own.get(peer, "both ranks are on this host") in reason
         comm.barrier()
         until = time.monotonic() + 60  # the peer may have connected before this rank has looked it up
@@ -105,7 +105,7 @@ def check_routes(world, transport, obstacles, warns=True):
     assert [any(cause in text for cause in own.values()) for text in told] == [True] * expected, told
     assert comm.transport == transport
     with pytest.raises(
-        (ValueError, PipeCommMismatch), match=r'transport="shm" is not possible: .*use "auto" or "c10d"'
+        (ValueError, PipeCommMismatch), match=r'transport="shm" is not possible: .*use "auto" or "tcp"'
     ) as error:
         with Communicator(world.group, device="cpu", transport="shm", timeout=20) as alone:
             alone.barrier()
@@ -134,7 +134,7 @@ def test_another_host(world):
     last, mine = world.size - 1, range(world.size - 1)
     with placed(boot_id=f"host {world.rank == last}"):
         causes = {(peer, last): f"ranks {peer} and {last} are on different hosts" for peer in mine}
-        comm = check_routes(world, "c10d" if world.size == 2 else "mixed", causes, warns=False)
+        comm = check_routes(world, "tcp" if world.size == 2 else "mixed", causes, warns=False)
     way = (
         "the portable transport (TCP),"
         if world.size == 2
@@ -185,7 +185,7 @@ def test_one_rank_that_cannot_map_memory(world):
         comm.barrier()
     assert tensor.eq(1).all()
     ways = {peer: comm.route(peer)[0] for peer in range(3) if peer != world.rank}
-    assert ways == {peer: "c10d" if 1 in (peer, world.rank) else "shm" for peer in ways}
+    assert ways == {peer: "tcp" if 1 in (peer, world.rank) else "shm" for peer in ways}
     if world.rank == 1:
         assert "opening the shared memory of rank 0: No such file" in comm.route(0)[1]
     comm.close()

@@ -112,7 +112,7 @@ def test_values_and_gradients(ranks, sizes):
 @pytest.mark.parametrize("sizes", [(1, 2), (2, 3)], ids=str)
 def test_values_and_gradients_over_sockets(ranks, sizes):
     cases = list(itertools.product(ALGORITHMS, layouts_of(len(sizes)), ["sum"], SPECS[:3]))
-    ranks.run(sum(sizes), run_cases, sizes, cases[::2], "c10d")
+    ranks.run(sum(sizes), run_cases, sizes, cases[::2], "tcp")
 
 
 @on_ranks(5)
@@ -181,7 +181,7 @@ def wait_for(condition, seconds: float = 60.0) -> None:
 
 
 @on_ranks(5)
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_arrives_without_anybody_waiting(world, algorithm, transport):
     topology = topology_of(world, [2, 3])
@@ -200,7 +200,7 @@ def test_arrives_without_anybody_waiting(world, algorithm, transport):
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("transport", ["c10d", "shm"])
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
 def test_many_large_tensors_in_flight_both_ways(world, transport):
     """Operations that are waited for before they are posted, and handles that are dropped."""
     topology, rows = topology_of(world, [2, 2]), [40_000] * 5 + [30_001]
@@ -382,11 +382,11 @@ def test_bad_arguments(world):
 def test_a_communicator_with_few_channels(world):
     """Its transport is taken; the messages have channels of their own."""
     topology = topology_of(world, [1, 2])
-    comm = world.fresh_comm(channels=2, transport="c10d", timeout=33)
+    comm = world.fresh_comm(channels=2, transport="tcp", timeout=33)
     relay = StageRelay(topology, communicator=comm)
     try:
         assert relay.communicator is not comm and relay.communicator.channels == 6
-        assert (relay.communicator.transport, relay.communicator.timeout) == ("c10d", 33)
+        assert (relay.communicator.transport, relay.communicator.timeout) == ("tcp", 33)
         still_works(relay, "few channels")
     finally:
         relay.communicator.close()
@@ -490,8 +490,8 @@ def test_relay_arguments(world):
 # ---- the model of costs -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("within", ["shm", "c10d", "nccl"])
-@pytest.mark.parametrize("crossing", ["shm", "c10d", "nccl"])
+@pytest.mark.parametrize("within", ["shm", "tcp", "nccl"])
+@pytest.mark.parametrize("crossing", ["shm", "tcp", "nccl"])
 def test_choice_of_route(crossing, within):
     for num_speakers, num_receivers in itertools.product((1, 2, 4, 8), repeat=2):
         choose = functools.partial(
@@ -514,5 +514,5 @@ def test_what_decides_the_route():
     assert cost.choose("shm", "shm", 100 << 20, 1, 2, num_cores=2)[0] == "direct"
     assert cost.choose("shm", "shm", 100 << 20, 1, 2, num_cores=16)[0] == "sharded"
     # Between two hosts each byte crosses once, and the host that receives spreads it through its memory.
-    assert cost.choose("c10d", "shm", 100 << 20, 1, 4)[0] == "sharded"
-    assert cost.choose("shm", "c10d", 100 << 20, 2, 4)[0] == "direct"
+    assert cost.choose("tcp", "shm", 100 << 20, 1, 4)[0] == "sharded"
+    assert cost.choose("shm", "tcp", 100 << 20, 2, 4)[0] == "direct"

@@ -24,7 +24,7 @@ from ranks import assert_within, die_with, fork_context
 from pipecomm_ext import Communicator, PipeCommError, PipeCommTimeout, get_communicator
 from pipecomm_ext.core.extension import _C
 
-TRANSPORTS = ("c10d", "shm", "auto")
+TRANSPORTS = ("tcp", "shm", "auto")
 STRIKES = {"stopped": signal.SIGSTOP, "killed": signal.SIGKILL}
 CASES = [(transport, strike) for transport in TRANSPORTS for strike in STRIKES]
 TIMEOUT_S, CLOSE_S, SPARE_S = 2.5, 3.0, 1.0

@@ -35,7 +35,7 @@ def exchange_all(comm, length: int, key: int) -> None:
 
 
 @on_ranks(11)
-@pytest.mark.parametrize("transport", ["c10d", "shm"])
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
 def test_a_storm_of_signals(world, transport):
     """Every system call of the main thread is interrupted at some time; its handler runs Python."""
     num_signals = 0
@@ -71,7 +71,7 @@ def exchange_as_two_users(world) -> None:
         exchange_all(comm, 40_000, 1)
         routes = {peer: comm.route(peer) for peer in range(4) if peer != world.rank}
         for peer, (transport, _) in routes.items():
-            assert transport == ("shm" if {peer, world.rank} == {2, 3} else "c10d"), routes
+            assert transport == ("shm" if {peer, world.rank} == {2, 3} else "tcp"), routes
         assert world.rank > 1 or "user" in routes[1 - world.rank][1], routes
         comm.close()
     finally:
@@ -91,7 +91,7 @@ def exchange_with_mtu(world, ip: str) -> None:
         if is_first_of_host:
             subprocess.run([ip, "link", "set", INTERFACE, "mtu", str(sizes[world.rank // 2])], check=True)
         world.meet()
-        comm = world.fresh_comm(transport="c10d")
+        comm = world.fresh_comm(transport="tcp")
         exchange_all(comm, 5, 1)
         exchange_all(comm, 1 << 18, 2)
         world.meet()

@@ -182,7 +182,7 @@ def check_batches(world, name):
 @on_ranks(3)
 def test_transports_and_chunks(world):
     batch = ignoring(make_batch(11, attention_mask=padding(11, "left", 5)))
-    for transport in ("c10d", "shm"):
+    for transport in ("tcp", "shm"):
         comm = world.shared_comm(transport=transport)
         integration = registered(comm, chunks=2)
         whole, model = make_model("llama 8/2", "sdpa"), make_model("llama 8/2")

@@ -150,7 +150,7 @@ def test_ranks_with_other_lengths_choose_alike(world):
 
 def test_number_of_chunks():
     assert best_num_chunks("shm", "cpu", 1 << 30, 1e12, 8) == 1
-    assert best_num_chunks("c10d", "cpu", 1 << 10, 1e3, 8) == 1  # a message costs more than it hides
-    assert best_num_chunks("c10d", "cpu", 1 << 30, 1e11, 8) == 8
-    assert best_num_chunks("c10d", "cpu", 1 << 30, 1e11, 1) == 1
+    assert best_num_chunks("tcp", "cpu", 1 << 10, 1e3, 8) == 1  # a message costs more than it hides
+    assert best_num_chunks("tcp", "cpu", 1 << 30, 1e11, 8) == 8
+    assert best_num_chunks("tcp", "cpu", 1 << 30, 1e11, 1) == 1
     assert 1 < best_num_chunks("nccl", "cuda", 1 << 28, 1e12, 16) <= 16

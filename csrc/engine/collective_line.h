@@ -34,7 +34,7 @@
 
 namespace pipecomm {
 
-// Up to this many members tell each other directly. Measured on two cores, when c10d still ran over
+// Up to this many members tell each other directly. Measured on two cores, when it still ran over
 // gloo: with 8 ranks an all-to-all with data between all pairs is 1.3 times faster without the
 // agreement beside it, with 16 ranks 1.2; barriers, broadcasts and sparse exchanges are 1.3 to 1.8
 // and 1.7 to 3.6 times faster by the tree.

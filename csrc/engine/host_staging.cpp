@@ -51,7 +51,7 @@ EventPtr HostStaging::work_of_caller(const char* op) {
   if (runtime_->is_capturing(caller))
     throw std::invalid_argument(
         std::string(op) +
-        " cannot be captured in a CUDA graph: transport=\"c10d\" stages CUDA "
+        " cannot be captured in a CUDA graph: transport=\"tcp\" stages CUDA "
         "tensors through host memory; call it outside of the capture");
   return runtime_->record(caller);
 }

@@ -49,8 +49,8 @@ RoutedTransport::RoutedTransport(RoutedOptions options, TransportEvents& events)
       options.tcp.on_settled = [this] {
         if (shm_) shm_->nudge();
       };
-      tcp_ = std::make_unique<tcp::C10dTransport>(std::move(options.tcp),
-                                                  std::move(options.listeners), events);
+      tcp_ = std::make_unique<tcp::TcpTransport>(std::move(options.tcp),
+                                                 std::move(options.listeners), events);
     }
     if (memory_) {
       shm::ShmOptions shm;
@@ -162,7 +162,7 @@ RoutedTransport::Way RoutedTransport::map_memory(int peer, const Introduction& i
   }
   if (tcp_) return Way::tcp;
   events_.on_refused(peer,
-                     "transport=\"shm\" is not possible: " + reason + "; use \"auto\" or \"c10d\"");
+                     "transport=\"shm\" is not possible: " + reason + "; use \"auto\" or \"tcp\"");
   return Way::left;
 }
 
@@ -245,7 +245,7 @@ Route RoutedTransport::route(int peer) const {
     case Way::shm:
       return {"shm", ""};
     case Way::tcp:
-      return {"c10d", reason == reasons_.end() ? "" : reason->second};
+      return {"tcp", reason == reasons_.end() ? "" : reason->second};
     case Way::left:
     case Way::unknown:
       break;

@@ -18,10 +18,10 @@
 #include <string>
 #include <vector>
 
-#include "transport/c10d/c10d_transport.h"
 #include "transport/directory.h"
 #include "transport/shm/segment.h"
 #include "transport/shm/shm_transport.h"
+#include "transport/tcp/tcp_transport.h"
 #include "transport/transport.h"
 
 namespace pipecomm {
@@ -36,7 +36,7 @@ struct RoutedOptions {
   // At least one of these two, if there is more than one rank.
   shm::SegmentPtr memory;              // null: no shared memory
   std::vector<tcp::Socket> listeners;  // none: no TCP
-  tcp::C10dOptions tcp;
+  tcp::TcpOptions tcp;
 };
 
 class RoutedTransport final : public HostTransport {
@@ -101,7 +101,7 @@ class RoutedTransport final : public HostTransport {
   std::atomic<int> num_shm_{0}, num_tcp_{0};  // routes
   std::unique_ptr<Directory> directory_;
   std::unique_ptr<shm::ShmTransport> shm_;
-  std::unique_ptr<tcp::C10dTransport> tcp_;
+  std::unique_ptr<tcp::TcpTransport> tcp_;
 };
 
 }  // namespace pipecomm

@@ -4,7 +4,7 @@
 
 #include "check.h"
 
-#include "transport/c10d/peer_link.h"
+#include "transport/tcp/peer_link.h"
 #include "transport/transport.h"
 
 namespace local {

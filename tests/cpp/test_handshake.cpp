@@ -1,14 +1,14 @@
 // How two ranks come to one connection: everything that may happen to them, in any order, within bounds.
 //
 // The rules are those of Handshake. Around them is a model of what carries them out: a network whose
-// connections bring what was said in order, and the few rules of C10dTransport about the end of a
+// connections bring what was said in order, and the few rules of TcpTransport about the end of a
 // connection. A rank that is stopped, or slow, is one that does not come to its turn; every time limit
 // may pass at any moment.
 #include <unordered_map>
 
 #include "check.h"
-#include "transport/c10d/handshake.h"
-#include "transport/c10d/sha256.h"
+#include "transport/tcp/handshake.h"
+#include "transport/tcp/sha256.h"
 
 namespace pipecomm::tcp {
 

@@ -3,8 +3,8 @@
 
 #include "check.h"
 #include "plan/dtype.h"
-#include "transport/c10d/peer_link.h"
-#include "transport/c10d/wire.h"
+#include "transport/tcp/peer_link.h"
+#include "transport/tcp/wire.h"
 #include "world.h"
 
 using wire::Kind;

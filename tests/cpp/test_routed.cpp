@@ -46,7 +46,7 @@ TEST(pairs_take_the_way_that_they_have) {
       wait(comm, comm.barrier());
       for (int peer = 0; peer < size; ++peer)
         if (peer != comm.rank())
-          CHECK_EQ(comm.route(peer).transport, hosts[peer] == hosts[comm.rank()] ? "shm" : "c10d");
+          CHECK_EQ(comm.route(peer).transport, hosts[peer] == hosts[comm.rank()] ? "shm" : "tcp");
     });
   }
 }
@@ -67,7 +67,7 @@ TEST(one_end_without_memory) {
       for (int round = 0; round < 3; ++round)
         exchange_with_all(comm, kNumBytes[round], round, round % 2);
       const Route route = comm.route(1 - comm.rank());
-      CHECK_EQ(route.transport, "c10d");
+      CHECK_EQ(route.transport, "tcp");
       if (comm.rank() == 1)
         CHECK(route.reason.find(cannot_map ? "the shared memory of rank 0" : "too little memory") !=
               std::string::npos);
@@ -83,7 +83,7 @@ TEST(only_memory_and_none) {
   run_ranks(meeting, [&](Communicator& comm) {
     const FailurePtr failure = failure_of(comm, [&] { return comm.barrier(); });
     says(failure, FailureKind::mismatch,
-         "transport=\"shm\" is not possible: another host; use \"auto\" or \"c10d\"");
+         "transport=\"shm\" is not possible: another host; use \"auto\" or \"tcp\"");
   });
 }
 

@@ -3,7 +3,7 @@
 
 #include "check.h"
 #include "message/failure.h"
-#include "transport/c10d/wire.h"
+#include "transport/tcp/wire.h"
 #include "transport/transport.h"
 #include "world.h"
 

@@ -15,7 +15,7 @@ import launch  # noqa: E402
 
 DEADLINE_S = 120.0  # CUDA contexts and NCCL take their time to start
 on_devices = pytest.mark.parametrize("device", ["cpu", "cuda"])
-over_transports = pytest.mark.parametrize("over", ["own transport", "c10d"])
+over_transports = pytest.mark.parametrize("over", ["own transport", "tcp"])
 
 
 def take_device(world, device: str) -> None:
@@ -45,8 +45,8 @@ def comm_over(world, device: str, over: str, **kwargs) -> Communicator:
         return comm_on(world, device, **kwargs)
     if device == "cuda":
         torch.cuda.set_device(world.rank % torch.cuda.device_count())
-    comm = world.fresh_comm(**{"device": device, "transport": "c10d", "timeout": 60} | kwargs)
-    assert comm.transport == "c10d" and comm.device.type == device
+    comm = world.fresh_comm(**{"device": device, "transport": "tcp", "timeout": 60} | kwargs)
+    assert comm.transport == "tcp" and comm.device.type == device
     return comm
 
 

@@ -1,4 +1,4 @@
-"""CUDA tensors over c10d: staged through pinned host memory. Any number of ranks on one GPU."""
+"""CUDA tensors over TCP: staged through pinned host memory. Any number of ranks on one GPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ranks import on_ranks
 
 from pipecomm_ext import _C, Recv, Send
 
-staged = functools.partial(comm_over, device="cuda", over="c10d")
+staged = functools.partial(comm_over, device="cuda", over="tcp")
 
 
 @on_ranks(2, 3, deadline=DEADLINE_S)

@@ -144,7 +144,7 @@ target(
         Mistake("meta", lambda good: "meta", VALUE, "meta"),
     ),
     transport=(
-        "c10d",
+        "tcp",
         None,
         Mistake("an unknown one", lambda good: "pigeon", VALUE, "pigeon"),
         Mistake("None", lambda good: None, VALUE, "None"),

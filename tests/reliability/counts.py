@@ -24,16 +24,16 @@ from operations import OPERATIONS
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reliability.md"
 BEGIN, END = "<!-- counted by tests/reliability/counts.py -->\n", "<!-- end of the counts -->\n"
 STATES = ("closed", "forked child", "another thread")
-TRANSPORTS = ("c10d", "shm")
+TRANSPORTS = ("tcp", "shm")
 
 
 def fault_table() -> list[str]:
     cases, chosen = all_cases(), chosen_cases()
-    lines = ["| Fault | c10d | shm | All others end with |", "|---|---|---|---|"]
+    lines = ["| Fault | tcp | shm | All others end with |", "|---|---|---|---|"]
     for fault in FAULTS.values():
         counts = collections.Counter(case.transport for case in cases if case.fault == fault.name)
         ends = " or ".join(f"`{kind.__name__}`" for kind in fault.expected) or "the right result"
-        lines.append(f"| {fault.name} | {counts['c10d']} | {counts['shm']} | {ends} |")
+        lines.append(f"| {fault.name} | {counts['tcp']} | {counts['shm']} | {ends} |")
     num_operations = len({case.operation for case in cases})
     lines.append(
         f"\n{len(cases)} cases: {len(FAULTS)} faults in {num_operations} operations; `make faults` plays "

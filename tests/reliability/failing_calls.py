@@ -46,7 +46,7 @@ from pipecomm_ext.core.tensor_specs import specs_of
 VICTIM, NUM_RANKS = 1, 3
 TIMEOUT_S = 30.0  # of communicators
 SOON_S = 15.0  # all ranks have ended, whatever failed
-TRANSPORTS = ("c10d", "shm")
+TRANSPORTS = ("tcp", "shm")
 SOURCE = Path(__file__).with_name("failing_calls.cpp")
 
 # The order is that of failing_calls.cpp. How often a rank sleeps and looks is a matter of time: all of these

@@ -136,7 +136,7 @@ def all_cases() -> list[Case]:
         Case(fault.name, operation.name, transport)
         for fault in FAULTS.values()
         for operation in OPERATIONS.values()
-        for transport in ("c10d", "shm")
+        for transport in ("tcp", "shm")
         if operation.form != "apart" and fault.concerns(operation, transport)
     ]
 
@@ -145,7 +145,7 @@ def chosen_cases() -> list[Case]:
     """A few for every fault and transport; which operations, goes round."""
     chosen, turn = [], 0
     for fault in FAULTS:
-        for transport in ("c10d", "shm"):
+        for transport in ("tcp", "shm"):
             cases = [case for case in all_cases() if (case.fault, case.transport) == (fault, transport)]
             if cases:
                 chosen.append(cases[turn % len(cases)])

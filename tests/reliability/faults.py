@@ -218,7 +218,7 @@ def interrupted(stage: Stage) -> None:
     "connections are cut",
     PipeCommPeerLost,
     origin="either end",
-    concerns=lambda op, transport: transport == "c10d",
+    concerns=lambda op, transport: transport == "tcp",
 )
 def cut(stage: Stage) -> None:
     """All connections of the victim's communicator are shut down, while all are in the operation."""
@@ -371,7 +371,7 @@ def no_shared_memory(stage: Stage) -> None:
             stage.connect().barrier()
             raise AssertionError("shared memory without memory")
         except (ValueError, PipeCommMismatch) as error:
-            assert f"rank {VICTIM}" in str(error) and 'use "auto" or "c10d"' in str(error), error
+            assert f"rank {VICTIM}" in str(error) and 'use "auto" or "tcp"' in str(error), error
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             fallback = stage.connect(transport="auto")

@@ -39,7 +39,7 @@ from ranks import RankFailure, RankPool
 
 from pipecomm_ext import Communicator, PipeCommError, PipeCommPeerLost, PipeCommTimeout, Recv, Send
 
-TRANSPORTS = ("shm", "c10d")
+TRANSPORTS = ("shm", "tcp")
 BATCH_S = 5.0  # of programs between two looks at the ranks
 ATTACK_EVERY_S = 20.0
 WARM_UP_S = 60.0  # caches fill

@@ -27,7 +27,7 @@ from pipecomm_ext import Communicator, PipeCommAborted, PipeCommError, PipeCommM
 from pipecomm_ext import distributed as facade
 from pipecomm_ext.pipeline_parallel import P2PCommunicator
 
-TRANSPORTS = pytest.mark.parametrize("transport", ["c10d", "shm"])
+TRANSPORTS = pytest.mark.parametrize("transport", ["tcp", "shm"])
 
 
 def make_wrong_call(comm, target: Target, argument: str, mistake) -> str:

@@ -16,9 +16,9 @@ from pipecomm_ext import _C
 ALL = [(name, transport) for name in PROGRAMS for transport in TRANSPORTS]
 QUICK = [
     *((name, t) for name in ("construction", "close", "exchange after another") for t in TRANSPORTS),
-    ("point to point", "c10d"),
+    ("point to point", "tcp"),
     ("broadcast, barrier", "shm"),
-    ("relay between stages", "c10d"),
+    ("relay between stages", "tcp"),
     ("pipeline messages", "shm"),
 ]
 PLAYED = ALL if os.environ.get("PIPECOMM_TEST_FAULTS") == "all" else QUICK
@@ -32,7 +32,7 @@ CANNOT_FAIL = set(
     "sem_wait sigemptyset snprintf strchr strcmp strerror strlen strncmp vsnprintf".split()
 )
 # Of connections, made and served in the background: what fails is tried again, or ends the connection
-# (tests/cpp/test_c10d.cpp, tests/test_hosts.py). How often they are made is a matter of time.
+# (tests/cpp/test_tcp.cpp, tests/test_hosts.py). How often they are made is a matter of time.
 OF_CONNECTIONS = set(
     "accept4 connect epoll_ctl epoll_wait freeaddrinfo freeifaddrs gai_strerror getaddrinfo getnameinfo "
     "getrandom getrlimit getsockopt in6addr_any ppoll read recv recvmsg send sendmsg setsockopt shutdown "

@@ -14,7 +14,7 @@ LENGTHS = [1, 2, 7, 300, 6000]
 
 
 @on_ranks(2, 3)
-@pytest.mark.parametrize("transport", ["c10d", "shm"])
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
 def test_every_operation_gives_the_right_answer(world, transport):
     comm = world.shared_comm(transport=transport, channels=NUM_CHANNELS, timeout=20)
     rng = random.Random(world.size)

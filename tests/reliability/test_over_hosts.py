@@ -28,7 +28,7 @@ def runs_over_hosts(world, name: str) -> None:
 
 def cases_over_hosts() -> list[Case]:
     """Over whatever "auto" chooses; all of them, or one for each fault with operations that go round."""
-    cases = [case._replace(transport="auto") for case in all_cases() if case.transport == "c10d"]
+    cases = [case._replace(transport="auto") for case in all_cases() if case.transport == "tcp"]
     if os.environ.get("PIPECOMM_TEST_FAULTS") == "all":
         return cases
     by_fault = [[case for case in cases if case.fault == fault] for fault in FAULTS]

@@ -112,7 +112,7 @@ def test_groups_as_single_batches_as_on_an_in_order_stream(world):
 @on_ranks(3)
 def test_sockets_serve_as_well_as_shared_memory(world):
     for name in ("interleaved_1f1b", "zb_h2"):
-        comm = world.shared_comm(channels=4, transport="c10d")
+        comm = world.shared_comm(channels=4, transport="tcp")
         compare_step(world, plan_named(name, world.size), communicator=comm)
 
 

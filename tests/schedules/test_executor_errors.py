@@ -96,7 +96,7 @@ def test_wrong_steps_are_refused_on_all_ranks(world):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("transport", ["c10d", "shm"])
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
 def test_steps_that_are_wrong_on_all_ranks_leave_a_given_communicator_usable(world, transport):
     plan = plan_named("one_f_one_b", 2, 4)
     pipeline = Pipeline(plan, world.rank, last_rows=None)

@@ -136,7 +136,7 @@ def test_two_chains_with_two_copies_of_the_weights(world):
 @on_ranks(3)
 def test_ranks_in_any_order_over_sockets_and_on_an_in_order_stream(world):
     compare_each(world, [[2, 0], [1]], SCHEDULES, ROWS)
-    over_sockets = world.shared_comm(channels=15, transport="c10d")
+    over_sockets = world.shared_comm(channels=15, transport="tcp")
     compare_each(world, [1, 2], SCHEDULES, ROWS, communicator=over_sockets)
     compare_each(world, [1, 2], SCHEDULES, communicator=over_sockets, grad_reduce="mean")
     with pytest.MonkeyPatch.context() as patch:

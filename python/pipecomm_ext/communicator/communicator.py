@@ -43,7 +43,7 @@ class Communicator:
             communicator makes its own connections.
         device: "cpu", "cuda" or "cuda:1", where the tensors are; "cuda" is the device that is current now.
             None takes what the group is for: "cpu" if its backend for CUDA is gloo, or if it has none.
-        transport: "auto", or "c10d", "nccl" or "shm" to insist on one.
+        transport: "auto", or "tcp", "nccl" or "shm" to insist on one; "c10d" is the former name of "tcp".
         channels: number of independent message orders per pair of ranks, 1 to 15 (say 0 for activations, 1
             for gradients): messages match in post order per (source, destination, channel).
         timeout: seconds or timedelta after which an operation fails, on all ranks, with PipeCommTimeout; None
@@ -85,7 +85,7 @@ class Communicator:
         group: dist.ProcessGroup | None = None,
         *,
         device: str | torch.device | None = None,
-        transport: Literal["auto", "c10d", "nccl", "shm"] = "auto",
+        transport: Literal["auto", "tcp", "nccl", "shm", "c10d"] = "auto",
         channels: int = 2,
         timeout: float | datetime.timedelta | None = None,
         check: Literal["auto", "full", "off"] = "auto",
@@ -163,7 +163,7 @@ class Communicator:
 
     @property
     def transport(self) -> str:
-        """The name of what moves the bytes: "c10d", "nccl" or "shm", or "mixed" if that is not the same for
+        """The name of what moves the bytes: "tcp", "nccl" or "shm", or "mixed" if that is not the same for
         all pairs of ranks.
 
         It follows from where the ranks are, and is equal on all of them; `route` tells of pairs that turned
@@ -210,7 +210,7 @@ class Communicator:
         return self._transport or self._routes.transport_among(ranks)
 
     def route(self, peer: int) -> tuple[str, str]:
-        """Returns by what transport messages to and from `peer` travel ("c10d", "nccl" or "shm"), and why; or
+        """Returns by what transport messages to and from `peer` travel ("tcp", "nccl" or "shm"), and why; or
         ("self", ...) for the rank itself, whose messages are copies.
 
         A route that is not made yet is the one that is expected; that waits until `peer` has made the
@@ -227,7 +227,7 @@ class Communicator:
             return self._transport, self._reason
         way, surprise = self._c.route(peer)
         obstacle = surprise or self._routes.obstacle(self.rank, peer)
-        way = way or ("c10d" if obstacle else "shm")
+        way = way or ("tcp" if obstacle else "shm")
         return way, obstacle or "both ranks are on this host"
 
     # ---------------------------------------------------------------- point to point

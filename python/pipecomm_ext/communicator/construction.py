@@ -20,7 +20,7 @@ from ..core.extension import _C
 from ..core.process_groups import device_of
 from ..core.rendezvous import Rendezvous
 from ..errors import PipeCommMismatch, PipeCommTimeout, summary_of
-from ..transports import TRANSPORTS, Routes, draw, nccl
+from ..transports import FORMER_NAMES, TRANSPORTS, Routes, draw, nccl
 
 DEFAULT_TIMEOUT_S = 600.0
 MAX_CHANNELS = 15
@@ -81,7 +81,7 @@ def make(
             arguments["channels"],
             settings,
             shared,
-            uses_memory=own_device.type == "cpu" and requested != "c10d",
+            uses_memory=own_device.type == "cpu" and requested != "tcp",
             uses_tcp=requested != "shm",
         )
         record = {**routes.record, "nccl": local}
@@ -131,8 +131,8 @@ def _engine(
             engine = nccl.engine(meeting, routes.connections, device, arguments, settings)
             return engine, "nccl", "CUDA tensors, and every rank has NCCL and a GPU of its own"
         warnings.warn(
-            "pipecomm_ext stages CUDA tensors through host memory (c10d), which is many times slower "
-            f'than NCCL: {problem}; transport="c10d" asks for it and is silent',
+            "pipecomm_ext stages CUDA tensors through host memory (tcp), which is many times slower "
+            f'than NCCL: {problem}; transport="tcp" asks for it and is silent',
             RuntimeWarning,
             stacklevel=4,  # of Communicator()
         )
@@ -152,7 +152,7 @@ def _engine(
     )
     meeting.publish(record)
     if device.type == "cuda":
-        return engine, "c10d", reason
+        return engine, "tcp", reason
     return (engine, None, "") if requested == "auto" else (engine, requested, reason)
 
 
@@ -166,6 +166,8 @@ def _arguments(
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """What must be equal on all ranks, and what NCCL has to know of this one."""
     names = ("auto", *sorted(TRANSPORTS))
+    if isinstance(transport, str):
+        transport = FORMER_NAMES.get(transport, transport)
     if transport not in names:
         raise ValueError(f"transport must be one of {', '.join(names)}, not {transport!r}")
     if check not in environment.CHECKS:
@@ -178,13 +180,13 @@ def _arguments(
     if requested != "auto":
         row = TRANSPORTS[requested]
         if kind not in row.devices:
-            raise ValueError(f'transport="{requested}" is not supported for {kind} tensors; use "c10d"')
+            raise ValueError(f'transport="{requested}" is not supported for {kind} tensors; use "tcp"')
         is_usable, problem = row.status()
         if not is_usable:
-            raise ValueError(f'transport="{requested}" cannot be used: {problem}; use "c10d"')
-    local = TRANSPORTS["nccl"].local_facts(device) if kind == "cuda" and requested != "c10d" else {}
+            raise ValueError(f'transport="{requested}" cannot be used: {problem}; use "tcp"')
+    local = TRANSPORTS["nccl"].local_facts(device) if kind == "cuda" and requested != "tcp" else {}
     if requested == "nccl" and local["problem"]:
-        raise ValueError(f'transport="nccl" cannot be used: {local["problem"]}; use "c10d"')
+        raise ValueError(f'transport="nccl" cannot be used: {local["problem"]}; use "tcp"')
     arguments = {
         "device": kind,
         "transport": requested,

@@ -12,7 +12,7 @@ import os
 import re
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -38,12 +38,14 @@ class Choice:
     """One of a few words."""
 
     words: tuple[str, ...]
+    former: Mapping[str, str] = field(default_factory=dict)  # names that are still accepted: today's
 
     @property
     def text(self) -> str:
         return f"one of {', '.join(self.words)}"
 
     def parse(self, value: str) -> str | None:
+        value = self.former.get(value, value)
         return value if value in self.words else None
 
 

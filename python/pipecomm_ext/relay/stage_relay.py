@@ -453,7 +453,7 @@ class StageRelay:
     def _slowest_among(self, ranks: Sequence[int]) -> str:
         """The transport that messages between these ranks wait for."""
         transport = self.communicator.transport_among(ranks)
-        return "c10d" if transport == MIXED else transport
+        return "tcp" if transport == MIXED else transport
 
     def _relayed(self, link: Link, whole: Shape, dtype: torch.dtype) -> Relayed:
         source = self.holding(link.source_idx, whole)

@@ -18,7 +18,7 @@ from ..core.extension import _C
 from ..core.host import place
 from ..core.rendezvous import Rendezvous
 from ..errors import PipeCommError
-from . import c10d, shm
+from . import shm, tcp
 
 MIXED = "mixed"
 Introduction = _C.Introduction
@@ -57,7 +57,7 @@ class Routes:
             meeting.rank,
             meeting.size,
             shared["epoch"],
-            c10d.key_of(shared["token"]),
+            tcp.key_of(shared["token"]),
             lambda peer: method(peer) if (method := look_up()) else None,
             meeting.say_farewell,
         )
@@ -72,7 +72,7 @@ class Routes:
                 if facts["obstacle"] and not uses_tcp:
                     raise ValueError(
                         f'transport="shm" is not possible: rank {meeting.rank}: {facts["obstacle"]}; '
-                        'use "auto" or "c10d"'
+                        'use "auto" or "tcp"'
                     )
         self._lock = threading.Lock()
         self._records: dict[int, dict[str, Any]] = {meeting.rank: self.record}
@@ -83,7 +83,7 @@ class Routes:
     def _listen(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         rank = self._meeting.rank
         try:
-            return c10d.listen(self.connections, settings, self._meeting.store)
+            return tcp.listen(self.connections, settings, self._meeting.store)
         except ValueError:
             raise
         except Exception as error:
@@ -100,11 +100,11 @@ class Routes:
         return shm.obstacle(ranks, [self._sharing(self._record_of(rank)) for rank in ranks])
 
     def transport_among(self, ranks: Iterable[int]) -> str:
-        """By what messages between any two of these ranks travel: "shm", "c10d" or "mixed"."""
+        """By what messages between any two of these ranks travel: "shm", "tcp" or "mixed"."""
         hosts = self._hosts(tuple(sorted(ranks)))
         if len(hosts) <= 1:
-            return "shm" if self._uses_memory else "c10d"
-        return MIXED if any(len(host) > 1 for host in hosts) else "c10d"
+            return "shm" if self._uses_memory else "tcp"
+        return MIXED if any(len(host) > 1 for host in hosts) else "tcp"
 
     def are_all_known(self) -> bool:
         """Whether `transport_among` all ranks need not wait."""
@@ -180,7 +180,7 @@ class Routes:
             "pid": record["pid"] if is_watchable and record["pid"] != os.getpid() else 0,
         }
         if self._uses_tcp:
-            introduction |= {"hosts": c10d.hosts_of(record, own), "port": record["port"]}
+            introduction |= {"hosts": tcp.hosts_of(record, own), "port": record["port"]}
         if self._uses_memory:
             reason = self.obstacle(self._meeting.rank, peer) or self._shortage(record)
             if reason is None:
@@ -210,7 +210,7 @@ class Routes:
             return
         self._has_warned = True
         warnings.warn(
-            f"pipecomm_ext moves CPU tensors over sockets (c10d), not through shared memory: {reason}",
+            f"pipecomm_ext moves CPU tensors over sockets (tcp), not through shared memory: {reason}",
             RuntimeWarning,
             stacklevel=2,
         )

@@ -1,4 +1,4 @@
-#include "transport/c10d/peer_link.h"
+#include "transport/tcp/peer_link.h"
 
 #include <algorithm>
 #include <cstring>

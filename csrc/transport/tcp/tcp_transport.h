@@ -21,15 +21,15 @@
 #include <thread>
 #include <vector>
 
-#include "transport/c10d/connection.h"
-#include "transport/c10d/connector.h"
 #include "transport/directory.h"
 #include "transport/process_watch.h"
+#include "transport/tcp/connection.h"
+#include "transport/tcp/connector.h"
 #include "transport/transport.h"
 
 namespace pipecomm::tcp {
 
-struct C10dOptions {
+struct TcpOptions {
   int rank = 0;
   int size = 1;
   uint32_t epoch = 0;  // random, the same on all ranks
@@ -51,11 +51,11 @@ struct C10dOptions {
   std::function<void()> on_settled = nullptr;
 };
 
-class C10dTransport final : public HostTransport {
+class TcpTransport final : public HostTransport {
  public:
   // `listeners`: none for a group of one.
-  C10dTransport(C10dOptions options, std::vector<Socket> listeners, TransportEvents& events);
-  ~C10dTransport() override;
+  TcpTransport(TcpOptions options, std::vector<Socket> listeners, TransportEvents& events);
+  ~TcpTransport() override;
 
   void post(std::vector<RequestPtr> batch, bool is_async) override;
   void claim(int peer, Direction direction, const Descriptor& descriptor,
@@ -68,7 +68,7 @@ class C10dTransport final : public HostTransport {
   // Whether the peer has spoken, and so hears of the end of this rank.
   bool has_met(int peer) const;
   // What has waited to be posted to and from the peer is, all else comes directly: see
-  // C10dOptions::waits_for_routes.
+  // TcpOptions::waits_for_routes.
   void note_routed(int peer);
   // Sees to it that a thread serves the connections, though none assists.
   void attend() { arm(); }
@@ -132,7 +132,7 @@ class C10dTransport final : public HostTransport {
   void look_after(Peer& peer, std::unique_lock<std::mutex>& lock);
   void stop();
 
-  const C10dOptions options_;
+  const TcpOptions options_;
   const int num_cores_;
   TransportEvents& events_;
   std::vector<std::atomic<Peer*>> peers_;  // made when first needed

@@ -1,4 +1,4 @@
-#include "transport/c10d/greeting.h"
+#include "transport/tcp/greeting.h"
 
 #include <sys/random.h>
 
@@ -6,7 +6,7 @@
 #include <cstring>
 #include <system_error>
 
-#include "transport/c10d/wire.h"
+#include "transport/tcp/wire.h"
 
 namespace pipecomm::tcp {
 namespace {

@@ -24,7 +24,7 @@
 #include <vector>
 
 #include "message/operation.h"
-#include "transport/c10d/wire.h"
+#include "transport/tcp/wire.h"
 #include "transport/transport.h"
 
 namespace pipecomm {

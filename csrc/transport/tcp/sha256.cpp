@@ -1,4 +1,4 @@
-#include "transport/c10d/sha256.h"
+#include "transport/tcp/sha256.h"
 
 #include <algorithm>
 #include <bit>

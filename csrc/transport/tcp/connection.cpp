@@ -1,4 +1,4 @@
-#include "transport/c10d/connection.h"
+#include "transport/tcp/connection.h"
 
 #include <sys/socket.h>
 #include <sys/uio.h>

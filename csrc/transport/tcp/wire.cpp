@@ -1,4 +1,4 @@
-#include "transport/c10d/wire.h"
+#include "transport/tcp/wire.h"
 
 #include <cstring>
 #include <stdexcept>

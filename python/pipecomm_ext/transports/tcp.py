@@ -42,8 +42,8 @@ _SECRET = Variable(
 _LOOPBACK = "127.0.0.1"
 
 
-class C10d(Transport):
-    name = "c10d"
+class Tcp(Transport):
+    name = "tcp"
     devices = ("cpu", "cuda")
     variables = (_HEARTBEAT, _HEARTBEAT_LIMIT, _SECRET)
     costs = Costs(300e-6, 1.2e9, 1.2e9)  # measured over loopback, where every message costs both ends

@@ -1,4 +1,4 @@
-#include "transport/c10d/handshake.h"
+#include "transport/tcp/handshake.h"
 
 #include <algorithm>
 

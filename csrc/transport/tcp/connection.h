@@ -12,8 +12,8 @@
 #include <string>
 #include <vector>
 
-#include "transport/c10d/peer_link.h"
-#include "transport/c10d/socket.h"
+#include "transport/tcp/peer_link.h"
+#include "transport/tcp/socket.h"
 
 namespace pipecomm::tcp {
 

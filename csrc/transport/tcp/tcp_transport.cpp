@@ -1,4 +1,4 @@
-#include "transport/c10d/c10d_transport.h"
+#include "transport/tcp/tcp_transport.h"
 
 #include <sys/eventfd.h>
 
@@ -9,8 +9,8 @@
 
 #include "message/message_copy.h"
 #include "message/start_thread.h"
-#include "transport/c10d/events.h"
 #include "transport/patience.h"
+#include "transport/tcp/events.h"
 
 namespace pipecomm::tcp {
 namespace {
@@ -46,8 +46,8 @@ void make_contiguous(Request& request) {
 
 }  // namespace
 
-C10dTransport::C10dTransport(C10dOptions options, std::vector<Socket> listeners,
-                             TransportEvents& events)
+TcpTransport::TcpTransport(TcpOptions options, std::vector<Socket> listeners,
+                           TransportEvents& events)
     : options_(std::move(options)),
       num_cores_(num_usable_cores()),
       events_(events),
@@ -80,11 +80,11 @@ C10dTransport::C10dTransport(C10dOptions options, std::vector<Socket> listeners,
   }
 }
 
-C10dTransport::~C10dTransport() { close(Clock::now()); }
+TcpTransport::~TcpTransport() { close(Clock::now()); }
 
 // Where nobody could catch what `action` throws: memory may be used up.
 template <class Action>
-void C10dTransport::or_break(Action action) {
+void TcpTransport::or_break(Action action) {
   try {
     action();
   } catch (const std::exception& error) {
@@ -93,7 +93,7 @@ void C10dTransport::or_break(Action action) {
 }
 
 template <class Function>
-void C10dTransport::for_each_peer(Function function) {
+void TcpTransport::for_each_peer(Function function) {
   for (size_t idx = 0; idx < peers_.size(); ++idx)
     if (Peer* const peer = find(static_cast<int>(idx))) function(*peer);
 }
@@ -101,7 +101,7 @@ void C10dTransport::for_each_peer(Function function) {
 // ------------------------------------------------------------------------------------------------
 // callers
 
-void C10dTransport::post(std::vector<RequestPtr> batch, bool is_async) {
+void TcpTransport::post(std::vector<RequestPtr> batch, bool is_async) {
   if (aborted_) return;
   num_pending_ += static_cast<int64_t>(batch.size());
   std::vector<Peer*> touched;
@@ -123,8 +123,8 @@ void C10dTransport::post(std::vector<RequestPtr> batch, bool is_async) {
   if (is_async) arm();
 }
 
-void C10dTransport::claim(int peer_idx, Direction direction, const Descriptor& descriptor,
-                          std::span<const std::byte> note) {
+void TcpTransport::claim(int peer_idx, Direction direction, const Descriptor& descriptor,
+                         std::span<const std::byte> note) {
   if (aborted_) return;
   Peer& peer = peer_for(peer_idx);
   std::unique_lock lock(peer.mutex);
@@ -133,11 +133,11 @@ void C10dTransport::claim(int peer_idx, Direction direction, const Descriptor& d
   act(peer, lock);
 }
 
-void C10dTransport::connect(int peer_idx) {
+void TcpTransport::connect(int peer_idx) {
   if (!aborted_ && options_.size > 1) peer_for(peer_idx);
 }
 
-bool C10dTransport::assist(Operation& operation) {
+bool TcpTransport::assist(Operation& operation) {
   std::unique_lock role(assist_mutex_, std::try_to_lock);
   if (!role || options_.size == 1) return true;
   disarm();
@@ -163,14 +163,14 @@ bool C10dTransport::assist(Operation& operation) {
   return operation.done() || aborted_ || stopping_;
 }
 
-bool C10dTransport::has_closed(int peer_idx) const {
+bool TcpTransport::has_closed(int peer_idx) const {
   Peer* const peer = find(peer_idx);
   if (!peer) return false;
   std::lock_guard lock(peer->mutex);
   return peer->connection.link().has_closed();
 }
 
-std::string C10dTransport::describe_peer(int peer_idx) const {
+std::string TcpTransport::describe_peer(int peer_idx) const {
   Peer* const peer = find(peer_idx);
   if (!peer) return "is not connected";
   std::lock_guard lock(peer->mutex);
@@ -183,20 +183,20 @@ std::string C10dTransport::describe_peer(int peer_idx) const {
 // serving the sockets
 
 // Leaves the sockets to the progress thread, unless somebody assists.
-void C10dTransport::arm() {
+void TcpTransport::arm() {
   std::lock_guard lock(arming_mutex_);
   if (is_armed_ || is_assisted_) return;
   is_armed_ = try_watch(around_, EPOLL_CTL_ADD, sockets_, EPOLLIN, 0);
 }
 
 // Takes them from it: it is not even woken.
-void C10dTransport::disarm() {
+void TcpTransport::disarm() {
   std::lock_guard lock(arming_mutex_);
   is_assisted_ = true;
   if (is_armed_) is_armed_ = !try_watch(around_, EPOLL_CTL_DEL, sockets_, 0, 0);
 }
 
-bool C10dTransport::serve_events(int timeout_ms) {
+bool TcpTransport::serve_events(int timeout_ms) {
   std::array<epoll_event, kMaxEvents> events;
   const int num_events = epoll_wait(sockets_.fd(), events.data(), kMaxEvents, timeout_ms);
   if (timeout_ms != 0) waiter_sleeps_ = false;
@@ -209,7 +209,7 @@ bool C10dTransport::serve_events(int timeout_ms) {
   return num_events > 0;
 }
 
-void C10dTransport::serve(int peer_idx) {
+void TcpTransport::serve(int peer_idx) {
   Peer& peer = *find(peer_idx);
   std::unique_lock lock(peer.mutex);
   if (peer.is_over || !peer.connection.attached()) return;
@@ -233,7 +233,7 @@ void C10dTransport::serve(int peer_idx) {
   act(peer, lock);
 }
 
-void C10dTransport::progress() {
+void TcpTransport::progress() {
   while (!stopping_) {
     std::array<epoll_event, 2> events;
     const int num_events = epoll_wait(around_.fd(), events.data(), events.size(), -1);
@@ -246,7 +246,7 @@ void C10dTransport::progress() {
   }
 }
 
-void C10dTransport::tick() {
+void TcpTransport::tick() {
   if (options_.size == 1 || stopping_) return;
   arm();  // in case a caller posted in order to wait, and then did not
   for_each_peer([this](Peer& peer) {
@@ -260,7 +260,7 @@ void C10dTransport::tick() {
 }
 
 // Once its process is known: children of one that has ended may still hold its port.
-void C10dTransport::watch_process(Peer& peer) {
+void TcpTransport::watch_process(Peer& peer) {
   if (peer.is_watch_tried || peer.pid == 0) return;
   peer.is_watch_tried = true;
   peer.num_ticks_left = Peer::kLastTicks;
@@ -271,7 +271,7 @@ void C10dTransport::watch_process(Peer& peer) {
   }
 }
 
-void C10dTransport::look_after(Peer& peer, std::unique_lock<std::mutex>& lock) {
+void TcpTransport::look_after(Peer& peer, std::unique_lock<std::mutex>& lock) {
   if (!peer.is_over) watch_process(peer);
   if (peer.is_over || !peer.watch || !peer.watch->has_ended() || --peer.num_ticks_left > 0) return;
   try {
@@ -291,7 +291,7 @@ void C10dTransport::look_after(Peer& peer, std::unique_lock<std::mutex>& lock) {
 // ------------------------------------------------------------------------------------------------
 // end
 
-void C10dTransport::abort(const Failure& failure) {
+void TcpTransport::abort(const Failure& failure) {
   {
     std::lock_guard lock(making_mutex_);
     if (failure_) return;
@@ -310,11 +310,11 @@ void C10dTransport::abort(const Failure& failure) {
   if (options_.size > 1) ring(waiter_bell_);
 }
 
-void C10dTransport::say_closing(Peer& peer) {
+void TcpTransport::say_closing(Peer& peer) {
   if (peer.is_routed || !options_.waits_for_routes) peer.connection.link().say_closing();
 }
 
-void C10dTransport::note_routed(int peer_idx) {
+void TcpTransport::note_routed(int peer_idx) {
   Peer& peer = peer_for(peer_idx);
   std::unique_lock lock(peer.mutex);
   peer.is_routed = true;
@@ -323,7 +323,7 @@ void C10dTransport::note_routed(int peer_idx) {
   act(peer, lock);
 }
 
-void C10dTransport::begin_close() {
+void TcpTransport::begin_close() {
   {
     std::lock_guard lock(making_mutex_);
     closing_ = true;
@@ -336,12 +336,12 @@ void C10dTransport::begin_close() {
   });
 }
 
-void C10dTransport::begin_disconnect() {
+void TcpTransport::begin_disconnect() {
   std::lock_guard lock(making_mutex_);  // later peers hear it when they are made
   disconnecting_ = true;
 }
 
-void C10dTransport::close(Deadline deadline) {
+void TcpTransport::close(Deadline deadline) {
   if (options_.size == 1 || stopping_) return;
   begin_close();
   begin_disconnect();
@@ -362,7 +362,7 @@ void C10dTransport::close(Deadline deadline) {
 }
 
 // Ends the threads, then gives up what they have used.
-void C10dTransport::stop() {
+void TcpTransport::stop() {
   connector_->stop();
   ring(progress_bell_);
   ring(waiter_bell_);

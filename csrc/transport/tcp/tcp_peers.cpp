@@ -5,12 +5,12 @@
 #include <utility>
 
 #include "message/message_copy.h"
-#include "transport/c10d/c10d_transport.h"
-#include "transport/c10d/events.h"
+#include "transport/tcp/events.h"
+#include "transport/tcp/tcp_transport.h"
 
 namespace pipecomm::tcp {
 
-C10dTransport::Peer& C10dTransport::peer_for(int peer_idx) {
+TcpTransport::Peer& TcpTransport::peer_for(int peer_idx) {
   if (Peer* const peer = find(peer_idx)) return *peer;
   std::lock_guard lock(making_mutex_);
   if (Peer* const peer = find(peer_idx)) return *peer;
@@ -34,12 +34,12 @@ C10dTransport::Peer& C10dTransport::peer_for(int peer_idx) {
 }
 
 // With `making_mutex_` held.
-void C10dTransport::start_connecting_to(Peer& peer, const Introduction& introduction) {
+void TcpTransport::start_connecting_to(Peer& peer, const Introduction& introduction) {
   peer.pid = introduction.pid;
   connector_->connect(peer.connection.link().peer(), {introduction.hosts, introduction.port});
 }
 
-void C10dTransport::introduce(int peer_idx, const Introduction& introduction) {
+void TcpTransport::introduce(int peer_idx, const Introduction& introduction) {
   std::lock_guard lock(making_mutex_);
   if (!introductions_.emplace(peer_idx, introduction).second) return;
   num_local_ranks_ += introduction.is_on_this_host;
@@ -47,7 +47,7 @@ void C10dTransport::introduce(int peer_idx, const Introduction& introduction) {
 }
 
 // On the connector's thread.
-void C10dTransport::connected(int peer_idx, Socket socket, AttemptId attempt) {
+void TcpTransport::connected(int peer_idx, Socket socket, AttemptId attempt) {
   if (options_.on_connected) options_.on_connected(peer_idx);
   Peer& peer = peer_for(peer_idx);
   std::unique_lock lock(peer.mutex);
@@ -69,7 +69,7 @@ void C10dTransport::connected(int peer_idx, Socket socket, AttemptId attempt) {
 }
 
 // On the connector's thread.
-void C10dTransport::missed(int peer_idx, const std::string& why) {
+void TcpTransport::missed(int peer_idx, const std::string& why) {
   Peer& peer = peer_for(peer_idx);
   std::unique_lock lock(peer.mutex);
   if (stopping_ || peer.is_over || peer.connection.attached()) return;
@@ -77,7 +77,7 @@ void C10dTransport::missed(int peer_idx, const std::string& why) {
 }
 
 // A forked child may hold the socket, too, and would keep it in the queue of events.
-void C10dTransport::detach(Peer& peer) {
+void TcpTransport::detach(Peer& peer) {
   if (peer.connection.attached())
     try_watch(sockets_, EPOLL_CTL_DEL, peer.connection.socket(), 0, 0);
   peer.wants_out = false;
@@ -86,8 +86,8 @@ void C10dTransport::detach(Peer& peer) {
 
 // With the peer's lock held, which is released. The connection has ended before the peer has spoken: it
 // closed, or died, or it has given this attempt up and makes another one.
-void C10dTransport::ended_unmet(Peer& peer, std::unique_lock<std::mutex>& lock,
-                                const std::string& why) {
+void TcpTransport::ended_unmet(Peer& peer, std::unique_lock<std::mutex>& lock,
+                               const std::string& why) {
   if (peer.has_left) peer.connection.link().leave();
   if (disconnecting_ || peer.has_left) return lost(peer, lock, why);
   detach(peer);
@@ -96,7 +96,7 @@ void C10dTransport::ended_unmet(Peer& peer, std::unique_lock<std::mutex>& lock,
 }
 
 // With the peer's lock held, which is released. Ranks listen as long as their communicator is open.
-void C10dTransport::miss(Peer& peer, std::unique_lock<std::mutex>& lock, const std::string& why) {
+void TcpTransport::miss(Peer& peer, std::unique_lock<std::mutex>& lock, const std::string& why) {
   if (disconnecting_) return lost(peer, lock, why);
   detach(peer);
   peer.watch.reset();
@@ -104,7 +104,7 @@ void C10dTransport::miss(Peer& peer, std::unique_lock<std::mutex>& lock, const s
   if (options_.on_missed) options_.on_missed(peer.connection.link().peer(), why);
 }
 
-void C10dTransport::note_gone(int peer_idx, bool has_closed, const std::string& why) {
+void TcpTransport::note_gone(int peer_idx, bool has_closed, const std::string& why) {
   Peer& peer = peer_for(peer_idx);
   std::unique_lock lock(peer.mutex);
   if (stopping_ || peer.is_over) return;
@@ -122,14 +122,14 @@ void C10dTransport::note_gone(int peer_idx, bool has_closed, const std::string& 
   lost(peer, lock, has_ended ? "its process has ended" : why);
 }
 
-bool C10dTransport::has_met(int peer_idx) const {
+bool TcpTransport::has_met(int peer_idx) const {
   Peer* const peer = find(peer_idx);
   if (!peer) return false;
   std::lock_guard lock(peer->mutex);
   return peer->connection.link().has_met_peer();
 }
 
-void C10dTransport::note_closed(Peer& peer) {
+void TcpTransport::note_closed(Peer& peer) {
   if (!std::exchange(peer.is_open, false)) return;
   {
     std::lock_guard close_lock(close_mutex_);
@@ -139,7 +139,7 @@ void C10dTransport::note_closed(Peer& peer) {
 }
 
 // With the peer's lock held, which is released, unless the peer was lost before.
-void C10dTransport::lost(Peer& peer, std::unique_lock<std::mutex>& lock, const std::string& why) {
+void TcpTransport::lost(Peer& peer, std::unique_lock<std::mutex>& lock, const std::string& why) {
   if (std::exchange(peer.is_over, true)) return;
   PeerLink& link = peer.connection.link();
   // What it has said before explains its end.
@@ -161,7 +161,7 @@ void C10dTransport::lost(Peer& peer, std::unique_lock<std::mutex>& lock, const s
 }
 
 // Releases the lock, then does what the link has decided. User code may run here.
-void C10dTransport::act(Peer& peer, std::unique_lock<std::mutex>& lock) {
+void TcpTransport::act(Peer& peer, std::unique_lock<std::mutex>& lock) {
   PeerLink& link = peer.connection.link();
   const auto outcomes = link.take_outcomes();
   const auto claims = link.take_claims();
@@ -189,12 +189,12 @@ void C10dTransport::act(Peer& peer, std::unique_lock<std::mutex>& lock) {
   if (options_.on_settled) options_.on_settled();
 }
 
-void C10dTransport::nudge() {
+void TcpTransport::nudge() {
   if (waiter_sleeps_) ring(waiter_bell_);  // its operation may be done
 }
 
 // With the peer's lock held.
-void C10dTransport::write(Peer& peer) {
+void TcpTransport::write(Peer& peer) {
   Connection& connection = peer.connection;
   if (peer.is_over || !connection.attached()) return;
   connection.write();

@@ -8,7 +8,7 @@
 #include <cstdint>
 #include <system_error>
 
-#include "transport/c10d/socket.h"
+#include "transport/tcp/socket.h"
 
 namespace pipecomm::tcp {
 

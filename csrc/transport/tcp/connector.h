@@ -21,9 +21,9 @@
 #include <vector>
 
 #include "message/operation.h"
-#include "transport/c10d/greeting.h"
-#include "transport/c10d/handshake.h"
-#include "transport/c10d/socket.h"
+#include "transport/tcp/greeting.h"
+#include "transport/tcp/handshake.h"
+#include "transport/tcp/socket.h"
 
 namespace pipecomm::tcp {
 

@@ -1,4 +1,4 @@
-#include "transport/c10d/socket.h"
+#include "transport/tcp/socket.h"
 
 #include <arpa/inet.h>
 #include <ifaddrs.h>

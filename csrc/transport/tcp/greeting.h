@@ -9,7 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "transport/c10d/sha256.h"
+#include "transport/tcp/sha256.h"
 
 namespace pipecomm::tcp {
 

@@ -1,4 +1,4 @@
-#include "transport/c10d/connector.h"
+#include "transport/tcp/connector.h"
 
 #include <poll.h>
 #include <sys/resource.h>
@@ -12,7 +12,7 @@
 #include <tuple>
 
 #include "message/start_thread.h"
-#include "transport/c10d/events.h"
+#include "transport/tcp/events.h"
 
 namespace pipecomm::tcp {
 namespace {
