@@ -94,7 +94,8 @@ def run_op(args: argparse.Namespace) -> int:
 
     if is_reporter:
         if args.json:
-            arguments = {name: _plain(value) for name, value in vars(args).items()}
+            outputs = dict.fromkeys(("json", "plot", "timeline"))  # paths of this machine
+            arguments = {name: _plain(value) for name, value in vars(args).items()} | outputs
             report.write_json(args.json, report.as_json(results, arguments, reasons))
             print(f"# numbers: {args.json}")
         if args.plot:

@@ -46,6 +46,7 @@ def test_a_run_writes_table_json_and_picture(tmp_path, monkeypatch):
     assert document["format"] == 1 and document["version"] and document["torch"] == torch.__version__
     assert document["arguments"]["op"] == "p2p" and document["arguments"]["dtype"] == "torch.float32"
     assert document["arguments"]["busy"] is True
+    assert document["arguments"]["json"] is None  # no path of this machine
     assert document["environment"]["PIPECOMM_TRANSPORT"] == "tcp"
     assert "SECRET_TOKEN" not in numbers.read_text()
     assert list(document["transports"]) == ["pipecomm tcp"]

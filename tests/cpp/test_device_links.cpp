@@ -9,7 +9,8 @@ int num_comms() {
 }
 
 // Two ranks of four exchange messages while the others call nothing. A constructor makes nothing, a
-// pair two communicators for each channel that it uses, on either end, and the collectives one.
+// pair one communicator for each direction of a channel that it uses, on either end, and the
+// collectives one.
 TEST(only_ranks_that_need_each_other) {
   run(options_of(4), [](Rank& me) {
     const Tensor mine({4}, float(me.rank)), theirs({4});
@@ -300,8 +301,8 @@ TEST(claims_without_sense) {
   claims.push_back({valid, 0});
   claims.back().first.channel = kControlChannel;
   claims.push_back({valid, 128});
-  claims.back().first.signature = 1;  // ids of one direction only
-  claims.push_back({valid, 128});     // ids of the collectives, from a rank that is not the root
+  claims.back().first.signature = 1;  // an id, from a rank that is not the root
+  claims.push_back({valid, 128});     // that of the collectives, likewise
   claims.back().first.signature = claims.back().first.num_dims = 1;
   claims.back().first.channel = kCollectiveChannel;
   for (const uint64_t word : {3, 9}) {  // to go, from a rank that is not the root; nothing

@@ -110,10 +110,10 @@ def run_stage(stage: Stage, results: Path, limit_s: float) -> Result:
     )
 
 
-def status_of(command: Sequence[str], output, limit_s: float, added: Mapping[str, str] | None = None) -> int:
+def status_of(command: Sequence[str], output, limit_s: float, added: Mapping[str, str]) -> int:
     """The exit status; TIMED_OUT if the command and what it has started had to be killed."""
     paths = [str(ROOT / "python"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"} | (added or {})
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"} | added
     try:
         process = subprocess.Popen(
             command,
