@@ -4,6 +4,7 @@ PYTHON ?= python3
 DEFAULT_TORCH := 2.14.1
 TORCH ?= $(DEFAULT_TORCH)
 NO_VENV ?=
+WHEEL ?=
 TESTS ?= tests
 ARGS ?=
 RUNS ?= 12
@@ -16,7 +17,8 @@ PYTHON312 = $(firstword $(foreach python,python3.12 $(wildcard $(or $(PYENV_ROOT
 
 OPTIONS := $(PIPECOMM_CUDA:%=-cuda-%)$(PIPECOMM_FAULTS:%=-faults-%)
 
-# One environment per torch version, so that switching costs a rebuild of the extension and no download.
+# One environment per torch version, so that switching costs no download. Nothing is compiled either if both have one
+# Python: it has one build for every torch.
 # NO_VENV=1 uses $(PYTHON) and the torch it has, and installs nothing.
 ifeq ($(NO_VENV),)
   VENV := $(if $(filter $(DEFAULT_TORCH),$(TORCH)),.venv,.venv-$(TORCH))
@@ -24,8 +26,10 @@ ifeq ($(NO_VENV),)
   PY_EXE := $(VENV)/bin/python
   READY := $(VENV)/.ready
   TOOLS := PATH="$(CURDIR)/$(VENV)/bin:$$PATH"
-  INSTALL = $(PY) -m pip install --no-build-isolation --no-deps --disable-pip-version-check -q -e .
-  BUILT := build/.built-$(VENV)$(OPTIONS)
+  # The environment has what the build needs; build isolation would fetch it for every build.
+  INSTALL = $(PY) -m pip install --no-build-isolation --no-deps --disable-pip-version-check -q \
+    $(if $(WHEEL),--force-reinstall $(WHEEL),-e .)
+  BUILT := build/.built-$(VENV)$(OPTIONS)$(if $(WHEEL),-wheel)
 else
   PY_ENV := PYTHONPATH="$(CURDIR)/python$(if $(PYTHONPATH),:$(PYTHONPATH))"
   PY_EXE := $(PYTHON)
@@ -37,8 +41,9 @@ endif
 PY := $(PY_ENV) $(PY_EXE)
 # Half of the tests' time is waiting. Each worker has a pool of ranks of its own (ARGS='-n 0' for a single one).
 PARALLEL = $(shell $(PY) -c 'import xdist' 2>/dev/null && echo --numprocesses auto --maxprocesses 4 --dist worksteal)
-# The module lies in python/pipecomm_ext/ whatever torch it is for: only the last environment that built it has a stamp.
+# One module serves every torch, and lies in python/pipecomm_ext/; WHEEL=dist/... installs that wheel instead of building.
 BUILD_INPUTS := CMakeLists.txt setup.py pyproject.toml $(shell find cmake csrc)
+TORCHES := $(dir $(wildcard .venv*/lib/python*/site-packages/torch))
 PYTHON_DIRS := $(wildcard python tests bench examples cmake docs release setup.py)
 CXX_FILES = $(shell find csrc tests/cpp bench/cpp \( -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu' \) 2>/dev/null)
 
@@ -51,7 +56,7 @@ MAKEFLAGS += --no-builtin-rules
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo "  variables: TORCH=$(TORCH) (own environment per version: .venv, .venv-2.11.0, ...), PYTHON=$(PYTHON),"
-	@echo "             NO_VENV=1 (use PYTHON's own torch), ARGS='...' (for pytest or bench/run.py), RESULTS=$(RESULTS),"
+	@echo "             WHEEL=dist/... (install that, build nothing), NO_VENV=1 (use PYTHON's own torch), ARGS='...' (for pytest or bench/run.py), RESULTS=$(RESULTS),"
 	@echo "             SCHEDULE=$(SCHEDULE) (what the demo trains with at its end; dualpipe, 1f1b, ...),"
 	@echo "             PIPECOMM_CUDA=AUTO|ON|OFF, TORCH_CUDA_ARCH_LIST, MAX_JOBS (for the build)"
 
@@ -66,7 +71,7 @@ $(READY): requirements-dev.txt $(EXTRA_REQUIREMENTS)
 endif
 
 $(BUILT): $(READY) $(BUILD_INPUTS)
-	@echo "== building the extension in place (2 to 4 minutes on two cores)"
+	@echo "== building the extension (a minute on two cores)"
 	@rm -f build/.built-*
 	$(INSTALL)
 	@mkdir -p build && touch $@
@@ -157,11 +162,11 @@ docs: .venv-docs/.ready ## the documentation site, in out/site; no torch is need
 	.venv-docs/bin/python -m pip install --disable-pip-version-check -q -r $<
 	@touch $@
 
-wheels: ## binary wheels for every installed Python and torch 2.11 and 2.14, checked, in dist (ARGS='--list' to look)
-	$(PYTHON) release/build_wheels.py $(ARGS)
+wheels: ## binary wheels for every installed Python, without CUDA and with it, checked, in dist (ARGS='--list' to look)
+	$(PYTHON) release/build_wheels.py $(if $(TORCHES),--torch-from $(TORCHES)) $(ARGS)
 
 clean: ## remove what was built
-	rm -rf build dist out/site python/*.egg-info python/pipecomm_ext/_C.*.so python/pipecomm_ext/_build_info.py \
+	rm -rf build dist out/site python/*.egg-info python/pipecomm_ext/_C.*.so \
 	  .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find python tests bench examples -name __pycache__ -prune -exec rm -rf {} +
 

@@ -1,10 +1,9 @@
-"""Builds pipecomm_ext._C with CMake; all metadata but the required torch stands in pyproject.toml.
+"""Builds pipecomm_ext._C with CMake; all metadata stand in pyproject.toml.
 
-Environment: PIPECOMM_CUDA (AUTO, ON, OFF), PIPECOMM_FAULTS (ON, OFF), PIPECOMM_LINEINFO (ON, OFF),
-PIPECOMM_NCCL_INCLUDE, MAX_JOBS, TORCH_CUDA_ARCH_LIST, CMAKE_BUILD_TYPE, CC, CXX, CUDACXX, CUDA_HOME.
+Environment: PIPECOMM_CUDA (AUTO, ON, OFF), PIPECOMM_FAULTS (ON, OFF), PIPECOMM_LINEINFO (ON, OFF), MAX_JOBS,
+TORCH_CUDA_ARCH_LIST, CMAKE_BUILD_TYPE, CC, CXX, CUDACXX, CUDA_HOME.
 """
 
-import importlib.metadata
 import os
 import shutil
 import subprocess
@@ -17,24 +16,12 @@ from setuptools.command.build import build
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
-OLDEST_TORCH = "2.11"
-BYTES_PER_JOB = 2 << 30  # what one translation unit with torch's headers may take
+BYTES_PER_JOB = 1 << 30  # what one translation unit may take
 
 
 class CMakeExtension(Extension):
     def __init__(self, name: str) -> None:
         super().__init__(name, sources=[])
-
-
-def torch_requirement() -> str:
-    """Of a wheel that which it is built for, as torch's C++ ABI changes with each minor version; else all."""
-    try:
-        installed = None if "sdist" in sys.argv else importlib.metadata.version("torch")
-    except importlib.metadata.PackageNotFoundError:  # then nothing but metadata can be made
-        installed = None
-    if installed is None:
-        return f"torch>={OLDEST_TORCH}"
-    return f"torch=={'.'.join(installed.split('.')[:2])}.*"
 
 
 def find_tool(name: str) -> str:
@@ -56,22 +43,9 @@ def check_compiler() -> None:
 
 
 def build_dir() -> Path:
-    """One folder per Python, torch and CUDA, kept between builds: a rebuild compiles only what changed."""
-    try:
-        import torch
-    except ModuleNotFoundError as error:
-        if error.name != "torch":
-            raise
-        raise SystemExit(
-            f"pipecomm_ext is built against torch, which is not installed for {sys.executable}.\n"
-            "Run: pip install torch setuptools wheel cmake ninja\n"
-            "then: pip install --no-build-isolation .\n"
-            "(with build isolation pip hides the installed torch)"
-        ) from None
-    version = torch.__version__.split("+")[0]
-    off = os.environ.get("PIPECOMM_CUDA", "AUTO").upper() in ("OFF", "0")
-    cuda = "cpu" if off or torch.version.cuda is None else "cu" + torch.version.cuda.replace(".", "")
-    return ROOT / "build" / f"{sys.implementation.cache_tag}-torch{version}-{cuda}"
+    """Kept between builds: what has not changed is not compiled again."""
+    is_off = os.environ.get("PIPECOMM_CUDA", "AUTO").upper() in ("OFF", "0")
+    return ROOT / "build" / f"{sys.implementation.cache_tag}-{'cpu' if is_off else 'cuda'}"
 
 
 def num_jobs() -> int:
@@ -104,7 +78,6 @@ class CMakeBuild(build_ext):
             "PIPECOMM_CUDA": os.environ.get("PIPECOMM_CUDA", "AUTO"),
             "PIPECOMM_FAULTS": os.environ.get("PIPECOMM_FAULTS", "OFF"),
             "PIPECOMM_LINEINFO": os.environ.get("PIPECOMM_LINEINFO", "ON"),
-            "PIPECOMM_NCCL_INCLUDE": os.environ.get("PIPECOMM_NCCL_INCLUDE", ""),
         }
         steps = [
             configure + [f"-D{name}={value}" for name, value in options.items()],
@@ -120,7 +93,6 @@ class CMakeBuild(build_ext):
 
 
 setup(
-    install_requires=[torch_requirement()],
     ext_modules=[CMakeExtension("pipecomm_ext._C")],
     cmdclass={"build": FreshBuild, "build_ext": CMakeBuild},
 )

@@ -1,14 +1,10 @@
-# Decides PIPECOMM_WITH_CUDA and PIPECOMM_WITH_NCCL, and makes target pipecomm_cuda.
+# Decides PIPECOMM_WITH_CUDA, and makes target pipecomm_cuda.
 #
-# CUDA is compiled when torch is a CUDA build and an nvcc of the same major version works here; no GPU is needed.
-# PIPECOMM_CUDA=ON turns every reason against it into an error, OFF leaves it out. NCCL is used through a table
-# filled at run time from the library that torch loaded: only nccl.h is needed, and nothing links to it.
+# CUDA and NCCL are compiled when an nvcc works here; no GPU is needed. PIPECOMM_CUDA=ON turns every reason against it
+# into an error, OFF leaves it out. NCCL is used through a table filled at run time from the library that torch loaded.
 set(PIPECOMM_WITH_CUDA OFF)
-set(PIPECOMM_WITH_NCCL OFF)
 set(PIPECOMM_CUDA_VERSION "")
 set(PIPECOMM_CUDA_ARCHS "")
-set(PIPECOMM_NCCL_VERSION "")
-set(PIPECOMM_NCCL_INCLUDE_DIR "")
 
 # TORCH_CUDA_ARCH_LIST ("8.0;9.0a+PTX;Hopper") in CMake's words ("80-real;90a;90-real"); without it 80, 90, 100 as far as nvcc goes.
 function(pipecomm_cuda_architectures nvcc result)
@@ -56,9 +52,7 @@ function(pipecomm_look_for_cuda result)
     set(PIPECOMM_NVCC "$ENV{CUDACXX}" CACHE FILEPATH "")
   endif()
   find_program(PIPECOMM_NVCC nvcc HINTS ENV CUDA_HOME ENV CUDA_PATH PATH_SUFFIXES bin PATHS /usr/local/cuda)
-  if(TORCH_CUDA_VERSION STREQUAL "")
-    set(reason "torch ${TORCH_VERSION} is a CPU build")
-  elseif(NOT PIPECOMM_NVCC)
+  if(NOT PIPECOMM_NVCC)
     set(reason "there is no nvcc on PATH, in CUDA_HOME or in /usr/local/cuda")
   else()
     execute_process(COMMAND "${PIPECOMM_NVCC}" --version OUTPUT_VARIABLE text ERROR_QUIET)
@@ -66,43 +60,18 @@ function(pipecomm_look_for_cuda result)
     set(version "${CMAKE_MATCH_1}.${CMAKE_MATCH_2}")
     set(PIPECOMM_CUDA_VERSION "${version}" PARENT_SCOPE)
     set(probe "${CMAKE_CURRENT_BINARY_DIR}/nvcc_probe")
-    if(NOT TORCH_CUDA_VERSION MATCHES "^${CMAKE_MATCH_1}\\.")
-      set(reason "${PIPECOMM_NVCC} is CUDA ${version} and torch is built for CUDA ${TORCH_CUDA_VERSION}")
-    else()
-      file(WRITE "${probe}.cu" "int main() { return cudaGetLastError(); }\n")
-      execute_process(
-        COMMAND "${PIPECOMM_NVCC}" -ccbin "${CMAKE_CXX_COMPILER}" -cudart shared "${probe}.cu" -o "${probe}"
-        RESULT_VARIABLE status OUTPUT_VARIABLE output ERROR_VARIABLE output)
-      if(NOT status EQUAL 0)
-        string(REGEX REPLACE "[\r\n\"\\]+" " " output "${output}")
-        set(reason "${PIPECOMM_NVCC} cannot build a program with ${CMAKE_CXX_COMPILER}: ${output}")
-      endif()
+    file(WRITE "${probe}.cu" "int main() { return cudaGetLastError(); }\n")
+    execute_process(
+      COMMAND "${PIPECOMM_NVCC}" -ccbin "${CMAKE_CXX_COMPILER}" -cudart static "${probe}.cu" -o "${probe}"
+      RESULT_VARIABLE status OUTPUT_VARIABLE output ERROR_VARIABLE output)
+    if(version VERSION_LESS 12)
+      set(reason "${PIPECOMM_NVCC} is CUDA ${version}, at least 12.0 is needed")
+    elseif(NOT status EQUAL 0)
+      string(REGEX REPLACE "[\r\n\"\\]+" " " output "${output}")
+      set(reason "${PIPECOMM_NVCC} cannot build a program with ${CMAKE_CXX_COMPILER}: ${output}")
     endif()
   endif()
   set(${result} "${reason}" PARENT_SCOPE)
-endfunction()
-
-function(pipecomm_find_nccl_header)
-  if(PIPECOMM_NCCL_INCLUDE AND NOT EXISTS "${PIPECOMM_NCCL_INCLUDE}/nccl.h")
-    message(FATAL_ERROR "PIPECOMM_NCCL_INCLUDE=${PIPECOMM_NCCL_INCLUDE} holds no nccl.h.")
-  endif()
-  foreach(dir "${PIPECOMM_NCCL_INCLUDE}" ${WHEEL_NCCL_INCLUDE_DIRS} "$ENV{NCCL_HOME}/include"
-          ${CUDAToolkit_INCLUDE_DIRS} /usr/include)
-    if(NOT EXISTS "${dir}/nccl.h")
-      continue()
-    endif()
-    set(version "")
-    foreach(part MAJOR MINOR PATCH)
-      file(STRINGS "${dir}/nccl.h" line REGEX "^#define NCCL_${part} +[0-9]+" LIMIT_COUNT 1)
-      string(REGEX MATCH "[0-9]+" number "${line}")
-      list(APPEND version ${number})
-    endforeach()
-    list(JOIN version "." version)
-    set(PIPECOMM_NCCL_VERSION "${version}" PARENT_SCOPE)
-    set(PIPECOMM_NCCL_INCLUDE_DIR "${dir}" PARENT_SCOPE)
-    set(PIPECOMM_WITH_NCCL ON PARENT_SCOPE)
-    return()
-  endforeach()
 endfunction()
 
 if(PIPECOMM_CUDA STREQUAL "")
@@ -132,17 +101,14 @@ set(CMAKE_CUDA_COMPILER "${PIPECOMM_NVCC}")
 set(CMAKE_CUDA_HOST_COMPILER "${CMAKE_CXX_COMPILER}")
 set(CMAKE_CUDA_STANDARD 20)
 set(CMAKE_CUDA_VISIBILITY_PRESET hidden)
-set(CMAKE_CUDA_RUNTIME_LIBRARY Shared)  # torch has loaded this libcudart; a static one would be a second
+set(CMAKE_CUDA_RUNTIME_LIBRARY Static)  # so that the module loads beside every torch, a CPU build too; NCCL does so
 pipecomm_cuda_architectures("${PIPECOMM_NVCC}" CMAKE_CUDA_ARCHITECTURES)
 enable_language(CUDA)
 find_package(CUDAToolkit REQUIRED)
 set(PIPECOMM_WITH_CUDA ON)
 set(PIPECOMM_CUDA_ARCHS "${CMAKE_CUDA_ARCHITECTURES}")
 set(PIPECOMM_CUDA_REASON "nvcc ${PIPECOMM_CUDA_VERSION}, ${PIPECOMM_NVCC}")
-pipecomm_find_nccl_header()
 
-# The wheels' headers complete a partial toolkit (cusparse.h, cublas_v2.h) and come last, so that nvcc's own win.
 add_library(pipecomm_cuda INTERFACE)
-target_include_directories(pipecomm_cuda SYSTEM INTERFACE
-  ${CUDAToolkit_INCLUDE_DIRS} ${PIPECOMM_NCCL_INCLUDE_DIR} ${WHEEL_CUDA_INCLUDE_DIRS})
-target_link_libraries(pipecomm_cuda INTERFACE c10_cuda CUDA::cudart)
+target_include_directories(pipecomm_cuda SYSTEM INTERFACE ${CUDAToolkit_INCLUDE_DIRS})
+target_link_libraries(pipecomm_cuda INTERFACE CUDA::cudart_static)

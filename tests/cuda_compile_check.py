@@ -1,5 +1,5 @@
 """Compiles the CUDA kernels for every supported architecture and reads what came out; builds the program
-that runs them (cpp/kernels). No GPU is needed.
+that runs them (cpp/kernels); compares our declarations of NCCL with its header. No GPU is needed.
 
     python tests/cuda_compile_check.py      or      pytest tests/cuda_compile_check.py
 
@@ -16,6 +16,7 @@ import os
 import re
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from pathlib import Path
 from typing import NamedTuple
@@ -207,6 +208,38 @@ def test_program(tmp_path: Path) -> None:
     assert (done.returncode, "passed" in done.stdout) == (1, False), done.stdout
 
 
+def nccl_headers() -> list[Path]:
+    """The folders of nccl.h in the wheels beside this Python's torch."""
+    return sorted(path.parent for path in Path(sysconfig.get_path("purelib")).glob("nvidia/*/include/nccl.h"))
+
+
+def compile_nccl_check(folder: Path, output: Path, *defines: str) -> None:
+    nvcc, source = find_tool("nvcc"), Path(__file__).with_name("nccl_header_check.cpp")
+    assert nvcc is not None
+    includes = [f"-I{path}" for path in (folder, CSRC)]
+    run(nvcc, "-std=c++20", "-x", "c++", "-c", *defines, *includes, str(source), "-o", str(output))
+
+
+no_nccl_header = pytest.mark.skipif(
+    not nccl_headers() or find_tool("nvcc") is None, reason="there is no nvcc, or no wheel with nccl.h"
+)
+
+
+@no_nccl_header
+def test_nccl_declarations(tmp_path: Path) -> None:
+    for folder in nccl_headers():
+        compile_nccl_check(folder, tmp_path / "check.o")
+        print(f"NCCL is declared as in {folder}/nccl.h", flush=True)
+
+
+@no_nccl_header
+@pytest.mark.parametrize("define", ["ncclUint8=ncclInt32", "ncclBroadcast=ncclReduce", "maxCTAs=minCTAs"])
+def test_another_declaration_of_nccl_is_found(define: str, tmp_path: Path) -> None:
+    """The define stands for a header that says something else."""
+    with pytest.raises(AssertionError, match="error"):
+        compile_nccl_check(nccl_headers()[0], tmp_path / "check.o", f"-D{define}")
+
+
 def test_checks_can_fail() -> None:
     """Narrow, missing, late and strong accesses, local memory, calls, code and registers beyond a budget."""
     loads = ["/*0010*/ LDG.E.EF.128 R4, desc[UR10][R4.64] ;"] * 4
@@ -251,6 +284,8 @@ def main() -> int:
             for source in BUDGETS:
                 test_kernels(arch, source, Path(directory))
         test_ptx(Path(directory))
+        if nccl_headers():
+            test_nccl_declarations(Path(directory))
         test_program(Path(directory) / "program")
     return 0
 

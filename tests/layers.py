@@ -42,7 +42,7 @@ HANDED_OUT = frozenset({("schedules", "runtime"), ("schedules", "dualpipe")})
 # in Python modules of it.
 SHARED_BY_TRANSPORTS = frozenset({"transports", "transports.routes", "transports.transport"})
 # Made by the build, loaded by core/extension.py, which hands them to all others.
-BUILT = frozenset({"_C", "_build_info"})
+BUILT = frozenset({"_C"})
 
 PACKAGE = "pipecomm_ext"
 

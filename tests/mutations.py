@@ -31,7 +31,7 @@ TREE = REPOSITORY / "build" / "mutations" / "tree"
 BUILD_LIMIT_S, PROGRAM_LIMIT_S, TEST_LIMIT_S, FILES_LIMIT_S, SUITE_LIMIT_S = 1800, 150, 150, 600, 3600
 LOG = TREE.parent / "last.log"  # what the latest command printed; of each mutation a copy is kept
 MARK = f"PIPECOMM_TEST_MUTATIONS={os.getpid()}"  # in the environment of all processes that are started here
-BUILT = re.compile(r"(^build/|^out/|\.so$|_build_info\.py$|(^|/)(__pycache__|\.git)/)")  # not copied
+BUILT = re.compile(r"(^build/|^out/|\.so$|(^|/)(__pycache__|\.git)/)")  # not copied
 
 
 class Outcome(NamedTuple):

@@ -134,14 +134,15 @@ def test_a_footprint_counts_threads_descriptors_and_memory(world):
     before = scale.Footprint.now()
     thread.start()
     descriptors = os.pipe()
-    memory = bytearray(os.urandom(8 << 20))
+    memory = bytearray(os.urandom(64 << 20))
     growth = scale.Footprint.now() - before
     ended.set()
     thread.join()
     for descriptor in descriptors:
         os.close(descriptor)
     assert (growth.num_threads, growth.num_descriptors) == (1, 2), growth
-    assert 8 << 10 <= growth.memory_kib < 10 << 10, (growth, len(memory))
+    # Beside it, other memory of the process may come and go.
+    assert abs(growth.memory_kib - (64 << 10)) < 2 << 10, (growth, len(memory))
 
 
 def test_busy_cores_spin_and_end():

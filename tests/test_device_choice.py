@@ -13,9 +13,10 @@ import torch.distributed as dist
 from ranks import on_ranks
 
 import pipecomm_ext
-from pipecomm_ext import _C, PipeCommMismatch, PipeCommTimeout, _build_info
+from pipecomm_ext import _C, PipeCommMismatch, PipeCommTimeout
 from pipecomm_ext.communicator import construction
 from pipecomm_ext.core import environment, process_groups, rendezvous
+from pipecomm_ext.core.limited_store import LimitedStore
 from pipecomm_ext.core.process_groups import device_of
 from pipecomm_ext.core.rendezvous import Rendezvous
 from pipecomm_ext.parallel_state import PipelineTopology
@@ -119,7 +120,7 @@ class Meeting(Rendezvous):
 
     def __init__(self, store, rank, size, timeout=None):
         self.store, self.rank, self.size = store, rank, size
-        self._front = self._background = _C.LimitedStore(store, rank)
+        self._front = self._background = LimitedStore(store, rank)
         self._group, self._what, self._name, self._number = self, "Communicator", "Communicator/", 0
         self._prefix, self._timeout, self._own_keys = "pipecomm", timeout, []
         rendezvous._num_made[self] = {}
@@ -230,10 +231,12 @@ def test_what_nccl_has_taken():
 @without_gpu
 def test_this_machine_says_why_not():
     assert TRANSPORTS["nccl"].local_facts(torch.device("cuda", 0))["problem"]
-    if _build_info.with_nccl:
-        assert _C.nccl_problem() == ""  # torch has loaded a libnccl that is new enough
-    else:
+    if not _C.build_info["with_cuda"]:
         assert "no CUDA and NCCL support" in _C.nccl_problem()
+    elif torch.version.cuda is None:
+        assert "this torch has loaded no libnccl.so.2" in _C.nccl_problem()
+    else:
+        assert _C.nccl_problem() == ""  # torch has loaded a libnccl that is new enough
 
 
 def engine_of(**arguments: object) -> _C.Communicator:

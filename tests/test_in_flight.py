@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import time
+import weakref
+
+import numpy
 import pytest
 import torch
 from patterns import assert_same, pattern
@@ -10,6 +14,8 @@ from ranks import on_ranks
 from pipecomm_ext import PipeCommError, Recv
 
 TRANSPORTS = pytest.mark.parametrize("transport", ["tcp", "shm"])
+
+
 MOVES = {
     "share_memory_": lambda tensor: tensor.share_memory_(),
     "larger": lambda tensor: tensor.untyped_storage().resize_(2 * tensor.nbytes),
@@ -82,6 +88,95 @@ def test_pinned_memory_is_freed_in_the_end(world, transport):
             work.wait()
         assert received[-1] == 1
     assert resident_kb() - before < 100_000
+
+
+def borrowed(*shape: int) -> tuple[torch.Tensor, numpy.ndarray]:
+    """A tensor of zeros, and the array that owns its memory. An operation can keep only torch's own."""
+    array = numpy.zeros(shape, numpy.float32)
+    return torch.from_numpy(array), array
+
+
+@on_ranks(2)
+@TRANSPORTS
+@pytest.mark.parametrize("num_elements", [64, 1 << 16, 1 << 22])
+@pytest.mark.parametrize("wait", ["wait", "is_completed"])
+def test_other_memory_that_moves_is_told_of(world, transport, num_elements, wait):
+    """Also to who sends, since it may have been freed."""
+    comm, peer = world.shared_comm(transport=transport), 1 - world.rank
+    sent = pattern(num_elements, torch.float32)
+    if world.rank == 0:
+        (target, array), (strided, wide), (source, _) = tensors = [
+            borrowed(num_elements),
+            borrowed(num_elements, 2),
+            borrowed(num_elements),
+        ]
+        source.copy_(sent)
+        works = [comm.irecv(target, peer), comm.irecv(strided[:, 0], peer)]
+        works.append(comm.isend(source, peer, channel=1))
+        for tensor, _ in tensors:
+            tensor.share_memory_()
+        world.meet()
+        for work in works:
+            while wait == "is_completed" and not work.is_completed():
+                time.sleep(0.001)
+            for _ in range(2):
+                with pytest.raises(PipeCommError, match="was reallocated .* so the message is lost; do that"):
+                    work.wait()
+        assert array.tobytes() == wide[:, 0].tobytes() == sent.numpy().tobytes()
+        received = torch.zeros(num_elements)
+        comm.recv(received, peer)
+        assert_same(received, sent)
+    else:
+        world.meet()
+        for _ in range(2):
+            comm.send(sent, peer)
+        received = torch.zeros(num_elements)
+        comm.recv(received, peer, channel=1)
+        assert_same(received, sent)
+        comm.send(sent, peer)
+    comm.barrier()
+
+
+@on_ranks(2)
+@TRANSPORTS
+def test_a_tensor_that_gets_another_storage_is_harmless(world, transport):
+    """The operation goes on with the storage that it began with, and keeps that alive."""
+    comm, peer = world.shared_comm(transport=transport), 1 - world.rank
+    sent, number = pattern(1 << 18, torch.float32), 1 << 18
+    for change in (
+        lambda tensor: setattr(tensor, "data", torch.zeros(3)),
+        lambda tensor: tensor.set_(torch.zeros(3)),
+    ):
+        source, target = sent.clone(), torch.zeros(number)
+        seen = target.view(number)
+        works = [comm.irecv(target, peer), comm.isend(source, peer)]
+        for tensor in (source, target):
+            change(tensor)
+        used = [torch.full((number,), float("nan")) for _ in range(20)]
+        for work in works:
+            work.wait()
+        assert_same(seen, sent)
+        assert target.equal(torch.zeros(3)) and all(bool(piece.isnan().all()) for piece in used)
+    comm.barrier()
+
+
+@on_ranks(2)
+@TRANSPORTS
+def test_what_an_operation_kept_goes_at_its_end(world, transport):
+    """On whichever thread it ends, and though nobody waits for it."""
+    comm, peer = world.shared_comm(transport=transport), 1 - world.rank
+    for num_elements in (16, 1 << 18):
+        storages = []
+        for _ in range(20):
+            tensor, received = torch.ones(num_elements), torch.zeros(num_elements)
+            comm.irecv(received, peer), comm.isend(tensor, peer)
+            storages += [weakref.ref(each.untyped_storage()) for each in (tensor, received)]
+        del tensor, received
+        comm.barrier()
+        deadline = time.monotonic() + 20
+        while any(storage() is not None for storage in storages):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)  # other threads put aside what the main thread then drops
 
 
 @on_ranks(2)

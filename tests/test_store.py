@@ -22,7 +22,7 @@ import torch.distributed as dist
 from ranks import assert_within, die_with, fork_context
 
 from pipecomm_ext import Communicator, PipeCommError, PipeCommTimeout, get_communicator
-from pipecomm_ext.core.extension import _C
+from pipecomm_ext.core.limited_store import LimitedStore
 
 TRANSPORTS = ("tcp", "shm", "auto")
 STRIKES = {"stopped": signal.SIGSTOP, "killed": signal.SIGKILL}
@@ -206,7 +206,7 @@ def test_a_connection_to_the_store_that_breaks():
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     relay = Relay(store.port)
     client = dist.TCPStore("127.0.0.1", relay.port, is_master=False)
-    limited = _C.LimitedStore(client, rank=0, in_background=True)
+    limited = LimitedStore(client, rank=0, in_background=True)
     for number in range(3):
         limited.set("farewell", b"%d" % number, 20)
         relay.break_all()

@@ -1,13 +1,12 @@
-"""release/build_wheels.py on wheels that are made up: what it changes, and what it refuses."""
+"""The scripts of release/ on projects, wheels and modules that are made up."""
 
 from __future__ import annotations
 
-import base64
-import csv
-import hashlib
 import importlib.util
+import os
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -16,56 +15,62 @@ from tools import needs
 from pipecomm_ext import _C
 
 ROOT = Path(__file__).resolve().parents[1]
-SPEC = importlib.util.spec_from_file_location("build_wheels", ROOT / "release" / "build_wheels.py")
-wheels = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(wheels)
-
-NAME = "pipecomm_ext-0.1.0-cp312-cp312-linux_x86_64.whl"
-METADATA = "Metadata-Version: 2.4\nName: pipecomm_ext\nVersion: 0.1.0\nRequires-Dist: torch==2.11.*\n"
-METADATA += 'Provides-Extra: draw\nRequires-Dist: matplotlib; extra == "draw"\n\nVersion: 7 of the text\n'
 
 
-def files_of(build_info: str) -> dict[str, bytes]:
-    texts = {
-        "pipecomm_ext/_build_info.py": build_info,
-        "pipecomm_ext-0.1.0.dist-info/METADATA": METADATA,
-        "pipecomm_ext-0.1.0.dist-info/RECORD": "",
+def script(name: str):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "release" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+wheels, symbols = script("build_wheels"), script("check_symbols")
+
+# Without build isolation, so that nothing is fetched.
+PROJECT = '[build-system]\nrequires = []\nbuild-backend = "setuptools.build_meta"\n'
+PROJECT += '[project]\nname = "toy"\nversion = "0.1.0"\n[tool.setuptools]\npackages = ["toy"]\n'
+
+
+def git(folder: Path, *arguments: str) -> None:
+    names = {
+        f"GIT_{who}_{what}": "toy@example.com"
+        for who in ("AUTHOR", "COMMITTER")
+        for what in ("NAME", "EMAIL")
     }
-    return {name: text.encode() for name, text in texts.items()}
+    subprocess.run(["git", *arguments], cwd=folder, env=os.environ | names, check=True, capture_output=True)
 
 
-@pytest.mark.parametrize(
-    ("build_info", "local"),
-    [
-        (
-            'torch_version = "2.11.0+cu130"\nwith_cuda = True\ncuda_version = "13.0"\n',
-            "torch2.11.cu130",
-        ),
-        ('torch_version = "2.11.1+cu130"\nwith_cuda = False\ncuda_version = None\n', "torch2.11.cpu"),
-    ],
-)
-def test_a_wheel_says_what_it_is_for(tmp_path: Path, build_info: str, local: str) -> None:
-    files, name = wheels.pinned(files_of(build_info), NAME)
-    assert name == f"pipecomm_ext-0.1.0+{local}-cp312-cp312-linux_x86_64.whl"
-    wheel = wheels.write(files, tmp_path, name)
-    read = wheels.read(wheel)
-    dist_info = f"pipecomm_ext-0.1.0+{local}.dist-info"
-    changed = METADATA.replace("Version: 0.1.0", f"Version: 0.1.0+{local}", 1)
-    assert read[f"{dist_info}/METADATA"].decode() == changed
-    rows = list(csv.reader(read[f"{dist_info}/RECORD"].decode().splitlines()))
-    assert {row[0] for row in rows} == set(read) and rows[-1] == [f"{dist_info}/RECORD", "", ""]
-    for path, digest, size in rows[:-1]:
-        expected = base64.urlsafe_b64encode(hashlib.sha256(read[path]).digest()).decode().rstrip("=")
-        assert (digest, int(size)) == (f"sha256={expected}", len(read[path]))
+def toy(folder: Path) -> Path:
+    (folder / "toy").mkdir(parents=True)
+    (folder / "toy" / "__init__.py").touch()
+    (folder / "pyproject.toml").write_text(PROJECT)
+    git(folder, "init", "-q")
+    git(folder, "add", ".")
+    git(folder, "commit", "-q", "-m", "toy")
+    return folder
 
 
-@pytest.mark.parametrize("requirement", ["torch>=2.11", "torch==2.13.*", "torchvision==2.11.*"])
-def test_a_wheel_without_the_requirement_is_refused(requirement: str) -> None:
-    files = files_of('torch_version = "2.11.0"\nwith_cuda = False\n')
-    metadata = METADATA.replace("torch==2.11.*", requirement)
-    files["pipecomm_ext-0.1.0.dist-info/METADATA"] = metadata.encode()
-    with pytest.raises(wheels.WheelError, match=r"do not require torch==2.11.\*"):
-        wheels.pinned(files, NAME)
+def test_a_wheel_says_its_kind_and_has_the_time_of_the_commit(tmp_path: Path, monkeypatch) -> None:
+    needs("git")
+    monkeypatch.setenv("PIP_NO_BUILD_ISOLATION", "0")  # pip's word for: no isolation
+    source = toy(tmp_path / "source")
+    built = []
+    for name in ("one", "two"):
+        os.utime(source / "toy" / "__init__.py", (1e9 + len(built) * 1e6,) * 2)
+        built.append(wheels.build(source, Path(sys.executable), "cpu", tmp_path / name))
+    assert built[0].name == "toy-0.1.0+cpu-py3-none-any.whl"
+    assert b"\nVersion: 0.1.0+cpu\n" in wheels.read(built[0])["toy-0.1.0+cpu.dist-info/METADATA"]
+    assert built[0].read_bytes() == built[1].read_bytes()
+    with zipfile.ZipFile(built[0]) as archive:
+        assert len({entry.date_time for entry in archive.infolist()}) == 1
+
+
+def test_the_label_of_a_kind(tmp_path: Path, monkeypatch) -> None:
+    nvcc = tmp_path / "nvcc"
+    nvcc.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 12.9, V12.9.41'\n")
+    nvcc.chmod(0o755)
+    monkeypatch.setenv("CUDACXX", str(nvcc))
+    assert [wheels.label_of_kind(kind) for kind in wheels.KINDS] == ["cpu", "cu129"]
 
 
 def test_missing_and_unwanted_files_are_named() -> None:
@@ -73,7 +78,9 @@ def test_missing_and_unwanted_files_are_named() -> None:
         wheels.check_files({"a": b"", "c": b""}, {"a", "b"})
 
 
-@pytest.mark.parametrize("text", ["/home/somebody/torch", "built in /opt/place/csrc", "/root/x"])
+@pytest.mark.parametrize(
+    "text", ["/home/somebody/torch", "built in /opt/place/csrc", "/root/x", "./pip-build-env-x"]
+)
 def test_paths_of_the_machine_are_found(text: str) -> None:
     wheels.check_paths({"a.py": b"/usr/local/cuda, /proc/self, ./torch/include"}, [Path("/opt/place")])
     with pytest.raises(wheels.WheelError, match="b.so holds a path of this machine"):
@@ -81,24 +88,85 @@ def test_paths_of_the_machine_are_found(text: str) -> None:
 
 
 def test_a_module_with_symbols_is_refused(tmp_path: Path) -> None:
-    _, strip = needs("readelf", "strip")
+    _, _, strip = needs("nm", "readelf", "strip")
     module, stripped = Path(_C.__file__), tmp_path / "stripped.so"
     with pytest.raises(wheels.WheelError, match="not stripped"):
-        wheels.check_stripped(module.read_bytes(), tmp_path)
+        wheels.check_module(module)
     subprocess.run([strip, "-o", stripped, module], check=True, timeout=60)
-    wheels.check_stripped(stripped.read_bytes(), tmp_path)
+    wheels.check_module(stripped)
     assert wheels.needed_glibc({"_C.so": module.read_bytes()}).startswith("2.")
 
 
-def test_the_list_of_what_would_be_built() -> None:
-    command = [
-        sys.executable,
-        str(ROOT / "release" / "build_wheels.py"),
-        "--list",
-        "--python",
-        sys.executable,
-    ]
+# ---- independence of torch --------------------------------------------------------------------------------
+
+# What C calls a symbol, and what is told of it.
+FOREIGN = {
+    "_ZN2at5emptyEv": "at::empty()",
+    "_ZN3c105ErrorD1Ev": "c10::Error::~Error()",
+    "_Z3useRKN5torch2nn6ModuleE": "use(torch::nn::Module const&)",  # in the type of an argument
+    "_ZTIN4c10d5StoreE": "typeinfo for c10d::Store",
+    "aoti_torch_create_cuda_stream_guard": "aoti_torch_create_cuda_stream_guard",
+    "THPVariableClass": "THPVariableClass",
+    "cudaMalloc": "cudaMalloc",
+    "cuInit": "cuInit",
+    "ncclSend": "ncclSend",
+}
+# The last two are of C++: std::vector<int>::at(unsigned long), format::at().
+OURS = ["PyErr_Clear", "malloc", "dlsym", "_ZNSt6vectorIiSaIiEE2atEm", "_ZN6format2atEv"]
+
+
+def module_with(folder: Path, names: list[str], *options: str | Path) -> Path:
+    """A module that refers to these symbols, which are nowhere."""
+    (compiler,) = needs("c++")
+    source, module = folder / "module.c", folder / "module.so"
+    declarations = "".join(f"extern char {name}[];\n" for name in names)
+    source.write_text(f"{declarations}char* used[] = {{{', '.join(names)}}};\n")
+    command = [compiler, "-x", "c", "-shared", "-fPIC", source, "-x", "none", "-o", module, *options]
+    subprocess.run(command, check=True, capture_output=True, timeout=60)
+    return module
+
+
+def test_the_module_refers_to_nothing_of_torch() -> None:
+    needs("nm", "readelf")
+    assert symbols.problems(Path(_C.__file__)) == []
+
+
+def test_symbols_of_torch_are_found(tmp_path: Path) -> None:
+    needs("nm", "readelf")
+    assert symbols.problems(module_with(tmp_path, OURS)) == []
+    found = symbols.problems(module_with(tmp_path, [*OURS, *FOREIGN]))
+    assert sorted(found) == sorted(f"it refers to the symbol {name}" for name in FOREIGN.values())
+
+
+@pytest.mark.parametrize("library", ["libtorch_python.so", "libc10.so", "libcudart.so.13", "libnccl.so.2"])
+def test_libraries_of_torch_cuda_and_nccl_are_found(tmp_path: Path, library: str) -> None:
+    needs("nm", "readelf")
+    (tmp_path / "library").mkdir()
+    given = module_with(tmp_path / "library", OURS, f"-Wl,-soname,{library}")
+    module = module_with(tmp_path, OURS, "-Wl,--no-as-needed", given)
+    assert symbols.problems(module) == [f"it needs the library {library}"]
+
+
+def test_the_command_reads_modules_and_wheels(tmp_path: Path) -> None:
+    needs("nm", "readelf")
+    module, wheel = module_with(tmp_path, [*OURS, "ncclSend"]), tmp_path / "toy.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.write(module, "toy/_C.so")
+    command = [sys.executable, str(ROOT / "release" / "check_symbols.py"), _C.__file__]
+    assert subprocess.run(command, timeout=60).returncode == 0
+    result = subprocess.run([*command, str(module), str(wheel)], capture_output=True, text=True, timeout=60)
+    told = [f"{path}: it refers to the symbol ncclSend" for path in (module, wheel)]
+    assert (result.returncode, result.stdout.splitlines()) == (1, told), result.stderr
+
+
+# ---- the command ------------------------------------------------------------------------------------------
+
+
+def test_the_list_of_what_would_be_built(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "release" / "build_wheels.py"), "--list", "--kind", "cpu"]
+    command += ["--python", sys.executable]
     result = subprocess.run(command, capture_output=True, text=True, timeout=100)
-    lines = result.stdout.splitlines()
-    assert result.returncode == 0 and len(lines) == len(wheels.TORCHES), result.stderr
-    assert f"Python 3.{sys.version_info[1]} ({sys.executable})" in lines[0]
+    told = [f"Python 3.{sys.version_info[1]} ({sys.executable}), +cpu"]
+    assert (result.returncode, result.stdout.splitlines()) == (0, told), result.stderr
+    result = subprocess.run([*command, "--torch-from", tmp_path], capture_output=True, text=True, timeout=100)
+    assert result.returncode == 2 and f"{tmp_path} has no torch" in result.stderr

@@ -1,9 +1,5 @@
 #include "bindings/communicator.h"
 
-#include <ATen/ops/empty.h>
-#include <ATen/ops/from_blob.h>
-#include <c10/core/CPUAllocator.h>
-
 #include <utility>
 
 #include "bindings/connections.h"
@@ -18,7 +14,7 @@ std::unique_ptr<BoundCommunicator> make_communicator(Connections& connections, i
                                                      int num_channels, const py::object& timeout,
                                                      int num_threads, bool checks,
                                                      const std::string& device_name, int num_sms) {
-  const at::Device device(device_name);
+  const auto device = DeviceArgument::parse(device_name);
   CommunicatorOptions options;
   options.rank = rank;
   options.size = size;
@@ -28,7 +24,7 @@ std::unique_ptr<BoundCommunicator> make_communicator(Connections& connections, i
   options.checks = checks;
   options.on_failure = raise_flight_alarm;
   py::gil_scoped_release no_gil;
-  if (device.is_cuda()) options.device = device_runtime(device.index(), num_sms);
+  if (device.is_cuda()) options.device = device_runtime(device.index, num_sms);
   auto communicator = std::make_unique<Communicator>(
       options, [&](TransportEvents& events) { return connections.make_transport(events); });
   return std::make_unique<BoundCommunicator>(std::move(communicator), device, false);
@@ -36,78 +32,144 @@ std::unique_ptr<BoundCommunicator> make_communicator(Connections& connections, i
 
 }  // namespace
 
+// The tensors of one call, as the engine takes them. Those of an asynchronous operation are looked at
+// again at its end, unless it runs on streams, whose order then holds for their memory, too.
+class BoundCommunicator::Tensors {
+ public:
+  Tensors(const BoundCommunicator& communicator, size_t number, bool async_op)
+      : device_(communicator.device_) {
+    if (number == 0) return;
+    if (async_op && !communicator.on_streams_) watch_ = std::make_shared<KeptStorages::Watch>();
+    kept_ = KeptStorages::make(number, watch_);
+  }
+
+  TensorRef ref(py::handle object, const ArgumentName& name, Access access) {
+    TensorArgument argument = tensor_argument(object, name, access, device_);
+    kept_->add(std::move(argument.storage), access);
+    argument.ref.storage = kept_;
+    if (access == Access::write) written_.push_back(std::move(argument.tensor));
+    return std::move(argument.ref);
+  }
+  std::vector<TensorRef> refs(const py::sequence& tensors, const char* name, Access access) {
+    std::vector<TensorRef> refs;
+    refs.reserve(py::len(tensors));
+    for (size_t idx = 0; idx < py::len(tensors); ++idx)
+      refs.push_back(ref(tensors[idx], {name, idx}, access));
+    return refs;
+  }
+  template <class Arg>
+  PointToPoint point_to_point(const Arg& arg, const ArgumentName& name) {
+    constexpr bool kSends = std::is_same_v<Arg, SendArg>;
+    return {kSends ? Direction::send : Direction::recv, arg.peer, arg.channel,
+            ref(arg.tensor, name, kSends ? Access::read : Access::write), arg.signature};
+  }
+  // Before the operation begins.
+  void mark_written() const {
+    if (!written_.empty()) pipecomm::mark_written(written_);
+  }
+  AwaitedTensors awaited() {
+    return watch_ ? AwaitedTensors(kept_, watch_, std::move(written_)) : AwaitedTensors();
+  }
+
+ private:
+  const DeviceArgument& device_;
+  std::shared_ptr<KeptStorages::Watch> watch_;
+  std::shared_ptr<KeptStorages> kept_;
+  std::vector<py::object> written_;
+};
+
 template <class Post>
-BoundCommunicator::WorkPtr BoundCommunicator::work(Post&& post) {
+BoundCommunicator::WorkPtr BoundCommunicator::work(Tensors tensors, Post&& post) {
+  tensors.mark_written();
   note_call_site();
-  py::gil_scoped_release no_gil;
-  return std::make_shared<OperationWork>(communicator_, post());
+  AwaitedTensors awaited = tensors.awaited();
+  OperationPtr operation;
+  {
+    const WithoutGil no_gil;
+    operation = post();
+  }
+  return std::make_shared<OperationWork>(communicator_, std::move(operation), std::move(awaited));
 }
 
-// What the engine reads or writes for a tensor of the user; that of a device by its strides.
-TensorRef BoundCommunicator::ref(const py::object& object, const std::string& name, Access access,
-                                 StandIns& stand_ins, bool is_async, bool by_strides) const {
-  const at::Tensor tensor = tensor_argument(object, name, access, device_);
-  if (access == Access::write) mark_written(tensor);
-  if (on_streams_) return tensor_ref(tensor);
-  const at::Tensor used = by_strides || !device_.is_cpu() ? tensor
-                          : access == Access::write       ? stand_ins.for_tensor(tensor)
-                                                          : without_gaps(tensor);
-  // While a caller waits, nobody gives the storage other memory.
-  if (!is_async || (access == Access::read && !used.is_same(tensor))) return tensor_ref(used);
-  auto pin = std::make_shared<Pin>(tensor.storage());
-  if (access == Access::write) stand_ins.expect(tensor, pin);
-  return used.is_same(tensor) ? tensor_ref(used, std::move(pin)) : tensor_ref(used);
+BoundCommunicator::WorkPtr BoundCommunicator::post_batch(Tensors tensors,
+                                                         const std::vector<PointToPoint>& batch,
+                                                         bool async_op) {
+  return work(std::move(tensors),
+              [&] { return communicator_->batch_p2p(batch, {async_op, check_signals}); });
 }
 
-BoundCommunicator::WorkPtr BoundCommunicator::post_p2p(bool async_op, const BatchOf& batch_of) {
-  StandIns stand_ins;
-  const auto batch =
-      batch_of([&](const PointToPointArg& arg, Direction direction, const std::string& name) {
-        const Access access = direction == Direction::send ? Access::read : Access::write;
-        return PointToPoint{direction, arg.peer, arg.channel,
-                            ref(arg.tensor, name, access, stand_ins, async_op), arg.signature};
-      });
-  return work([&] {
-    return communicator_->batch_p2p(batch,
-                                    {async_op, check_signals, std::move(stand_ins).copy_back()});
-  });
+BoundCommunicator::WorkPtr BoundCommunicator::batch_p2p(const py::sequence& ops, bool async_op) {
+  const PointToPointClasses& classes = point_to_point_classes();
+  const size_t num_ops = py::len(ops);
+  Tensors tensors(*this, num_ops, async_op);
+  std::vector<PointToPoint> batch;
+  batch.reserve(num_ops);
+  for (size_t op_idx = 0; op_idx < num_ops; ++op_idx) {
+    const py::object op = ops[op_idx];
+    const ArgumentName name =
+        num_ops == 1 ? ArgumentName{.element = "tensor"} : ArgumentName{"ops", op_idx, ": tensor"};
+    if (const auto* send = as<SendArg>(op, classes.send))
+      batch.push_back(tensors.point_to_point(*send, name));
+    else if (const auto* recv = as<RecvArg>(op, classes.recv))
+      batch.push_back(tensors.point_to_point(*recv, name));
+    else
+      throw py::type_error(ArgumentName{"ops", op_idx}.text() +
+                           " must be a Send, a Recv or a torch.distributed.P2POp, not " +
+                           Py_TYPE(op.ptr())->tp_name);
+  }
+  return post_batch(std::move(tensors), batch, async_op);
+}
+
+template <class Arg>
+BoundCommunicator::WorkPtr BoundCommunicator::post_one(const py::object& tensor,
+                                                       const py::object& peer,
+                                                       const char* peer_name,
+                                                       const py::object& channel, bool async_op) {
+  const auto arg = point_to_point_arg<Arg>(tensor, peer, peer_name, channel);
+  Tensors tensors(*this, 1, async_op);
+  const std::vector batch{tensors.point_to_point(arg, {.element = "tensor"})};
+  return post_batch(std::move(tensors), batch, async_op);
+}
+
+BoundCommunicator::WorkPtr BoundCommunicator::isend(const py::object& tensor, const py::object& dst,
+                                                    const py::object& channel, bool async_op) {
+  return post_one<SendArg>(tensor, dst, "dst", channel, async_op);
+}
+
+BoundCommunicator::WorkPtr BoundCommunicator::irecv(const py::object& tensor, const py::object& src,
+                                                    const py::object& channel, bool async_op) {
+  return post_one<RecvArg>(tensor, src, "src", channel, async_op);
 }
 
 BoundCommunicator::WorkPtr BoundCommunicator::broadcast(const py::object& object,
                                                         const py::object& src, bool async_op) {
   const int source = index_argument(src, "src");
   const bool sends = source == communicator_->rank();
-  StandIns stand_ins;
+  Tensors tensors(*this, 1, async_op);
   const TensorRef tensor =
-      ref(object, "tensor", sends ? Access::read : Access::write, stand_ins, async_op);
-  return work([&] {
-    return communicator_->broadcast(tensor, source,
-                                    {async_op, check_signals, std::move(stand_ins).copy_back()});
-  });
+      tensors.ref(object, {.element = "tensor"}, sends ? Access::read : Access::write);
+  return work(std::move(tensors),
+              [&] { return communicator_->broadcast(tensor, source, {async_op, check_signals}); });
 }
 
 BoundCommunicator::WorkPtr BoundCommunicator::barrier(bool async_op) {
-  return work([&] { return communicator_->barrier(async_op); });
+  return work({*this, 0, async_op}, [&] { return communicator_->barrier(async_op); });
 }
 
 BoundCommunicator::WorkPtr BoundCommunicator::exchange(
     const std::string& op, const PreparedExchangePtr& plan, const py::sequence& inputs,
     const py::sequence& outputs, bool async_op, std::vector<int> members, const py::object& channel,
     const std::shared_ptr<Work>& after, uint64_t gradient_of) {
-  StandIns stand_ins;
-  const auto ref_of = [&](const py::object& object, const std::string& name, Access access) {
-    return ref(object, name, access, stand_ins, async_op, true);
-  };
-  const auto input_refs = tensor_refs(inputs, "inputs", Access::read, ref_of);
-  const auto output_refs = tensor_refs(outputs, "outputs", Access::write, ref_of);
+  Tensors tensors(*this, py::len(inputs) + py::len(outputs), async_op);
+  const auto input_refs = tensors.refs(inputs, "inputs", Access::read);
+  const auto output_refs = tensors.refs(outputs, "outputs", Access::write);
   const OpCode code = collective_code(op);
   Scope scope = scope_argument(std::move(members), channel);
   scope.gradient_of = gradient_of;
   const auto* first = after ? dynamic_cast<const OperationWork*>(after.get()) : nullptr;
   if (after && !first) throw py::type_error("after must be the Work of one exchange");
-  return work([&] {
-    return communicator_->exchange(code, plan, input_refs, output_refs,
-                                   {async_op, check_signals, std::move(stand_ins).copy_back()},
+  return work(std::move(tensors), [&] {
+    return communicator_->exchange(code, plan, input_refs, output_refs, {async_op, check_signals},
                                    scope, first ? first->operation() : nullptr);
   });
 }
@@ -142,23 +204,14 @@ std::pair<std::string, std::string> BoundCommunicator::route(int peer) const {
   return {route.transport, route.reason};
 }
 
-at::Tensor BoundCommunicator::empty(const std::vector<int64_t>& shape, at::ScalarType dtype) {
-  const at::TensorOptions options = at::TensorOptions().dtype(dtype).device(device_);
-  if (!device_.is_cpu()) return at::empty(shape, options);
-  int64_t num_bytes = static_cast<int64_t>(options.dtype().itemsize());
+py::object BoundCommunicator::empty(const std::vector<int64_t>& shape, const py::object& dtype) {
+  int64_t num_bytes = dtype_argument(dtype).itemsize;
   for (int64_t length : shape)
     if (length < 0 || __builtin_mul_overflow(num_bytes, length, &num_bytes))
       throw py::value_error("shape must hold lengths >= 0, and not too many elements");
-  auto memory = communicator_->allocate_result(num_bytes);
-  if (!memory) return at::empty(shape, options);
-  std::byte* const data = memory.get();
-  const at::Tensor tensor = at::from_blob(
-      data, shape, [memory = std::move(memory)](void*) mutable { memory.reset(); }, options);
-  // An ordinary tensor in every respect: if its storage is resized, it moves to ordinary memory.
-  c10::StorageImpl* const storage = tensor.storage().unsafeGetStorageImpl();
-  storage->set_allocator(c10::GetCPUAllocator());
-  storage->set_resizable(true);
-  return tensor;
+  auto memory = device_.is_cuda() ? nullptr : communicator_->allocate_result(num_bytes);
+  const auto type = memory ? dlpack_type(dtype) : std::nullopt;
+  return type ? tensor_in(std::move(memory), shape, *type) : py::none();
 }
 
 void BoundCommunicator::abort(const py::str& reason, const BoundCommunicator* cause) {
@@ -197,6 +250,7 @@ std::pair<int, int64_t> BoundCommunicator::nccl_usage() const {
 
 // async_op=False: wait() follows at once, on the same thread.
 py::class_<BoundCommunicator> bind_communicator(py::module_& m) {
+  m.attr("MIN_RESULT_BYTES") = kMinResultBytes;
   using Bound = BoundCommunicator;
   return py::class_<Bound>(m, "Communicator",
                            "Over the threads of hosts, or for CUDA tensors over NCCL, controlled "

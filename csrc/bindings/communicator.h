@@ -2,14 +2,13 @@
 // its constructor.
 #pragma once
 
-#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
 
-#include "bindings/host_copies.h"
 #include "bindings/point_to_point_args.h"
 #include "bindings/python_args.h"
+#include "bindings/tensor_argument.h"
 #include "bindings/work.h"
 #include "engine/communicator.h"
 
@@ -21,22 +20,17 @@ class BoundCommunicator {
 
   // Takes the communicator over. `on_streams`: its operations run on streams of the device, after
   // what the caller has enqueued and before what follows, so tensors need no care of the host.
-  BoundCommunicator(std::unique_ptr<Communicator> communicator, at::Device device, bool on_streams)
+  BoundCommunicator(std::unique_ptr<Communicator> communicator, const DeviceArgument& device,
+                    bool on_streams)
       : communicator_(shared_with_python(std::move(communicator))),
         device_(device),
         on_streams_(on_streams) {}
 
-  WorkPtr batch_p2p(const py::sequence& ops, bool async_op) {
-    return post_p2p(async_op, [&](const View& view) { return batch_argument(ops, view); });
-  }
+  WorkPtr batch_p2p(const py::sequence& ops, bool async_op);
   WorkPtr isend(const py::object& tensor, const py::object& dst, const py::object& channel,
-                bool async_op) {
-    return post_one<SendArg>(Direction::send, tensor, dst, "dst", channel, async_op);
-  }
+                bool async_op);
   WorkPtr irecv(const py::object& tensor, const py::object& src, const py::object& channel,
-                bool async_op) {
-    return post_one<RecvArg>(Direction::recv, tensor, src, "src", channel, async_op);
-  }
+                bool async_op);
   WorkPtr broadcast(const py::object& tensor, const py::object& src, bool async_op);
   WorkPtr barrier(bool async_op);
   WorkPtr exchange(const std::string& op, const PreparedExchangePtr& plan,
@@ -50,8 +44,8 @@ class BoundCommunicator {
                const std::optional<std::string>& direction);
   // Name of the transport, "" if it is not settled, and the reason if there is one to tell.
   std::pair<std::string, std::string> route(int peer) const;
-  // For results: in memory that peers write directly, if the transport has such memory.
-  at::Tensor empty(const std::vector<int64_t>& shape, at::ScalarType dtype);
+  // For results: in memory that peers write directly. None if the transport has no such memory.
+  py::object empty(const std::vector<int64_t>& shape, const py::object& dtype);
   // `cause`: another one, of the same ranks, or null.
   void abort(const py::str& reason, const BoundCommunicator* cause);
   void close();
@@ -65,26 +59,16 @@ class BoundCommunicator {
   std::pair<int, int64_t> nccl_usage() const;
 
  private:
-  // What the engine is to see of one message, and the batch of them.
-  using View = std::function<PointToPoint(const PointToPointArg& arg, Direction direction,
-                                          const std::string& name)>;
-  using BatchOf = std::function<std::vector<PointToPoint>(const View& view)>;
-  WorkPtr post_p2p(bool async_op, const BatchOf& batch_of);
+  class Tensors;
   template <class Arg>
-  WorkPtr post_one(Direction direction, const py::object& tensor, const py::object& peer,
-                   const char* peer_name, const py::object& channel, bool async_op) {
-    const auto arg = point_to_point_arg<Arg>(tensor, peer, peer_name, channel);
-    return post_p2p(async_op, [&](const View& view) {
-      return std::vector<PointToPoint>{view(arg, direction, "tensor")};
-    });
-  }
+  WorkPtr post_one(const py::object& tensor, const py::object& peer, const char* peer_name,
+                   const py::object& channel, bool async_op);
+  WorkPtr post_batch(Tensors tensors, const std::vector<PointToPoint>& batch, bool async_op);
   template <class Post>
-  WorkPtr work(Post&& post);
-  TensorRef ref(const py::object& object, const std::string& name, Access access,
-                StandIns& stand_ins, bool is_async, bool by_strides = false) const;
+  WorkPtr work(Tensors tensors, Post&& post);
 
   const std::shared_ptr<Communicator> communicator_;
-  const at::Device device_;
+  const DeviceArgument device_;
   const bool on_streams_;
 };
 

@@ -1,7 +1,5 @@
 #include "bindings/connections.h"
 
-#include <pybind11/stl.h>
-
 #include <cstring>
 #include <stdexcept>
 #include <utility>
@@ -10,8 +8,6 @@
 
 namespace pipecomm {
 namespace {
-
-namespace py = pybind11;
 
 // A function that threads of the transport call. It ends with the interpreter's lock held, too.
 using Held = std::shared_ptr<py::function>;

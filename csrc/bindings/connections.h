@@ -2,21 +2,22 @@
 // from it.
 #pragma once
 
-#include <torch/csrc/utils/pybind.h>
+#include <pybind11/pybind11.h>
 
 #include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
+#include "bindings/python.h"
 #include "routes/routed_transport.h"
 
 namespace pipecomm {
 
 class Connections {
  public:
-  Connections(int rank, int size, uint32_t epoch, const std::string& key, pybind11::function lookup,
-              pybind11::function say_farewell);
+  Connections(int rank, int size, uint32_t epoch, const std::string& key, py::function lookup,
+              py::function say_farewell);
   ~Connections();
   Connections(const Connections&) = delete;
   Connections& operator=(const Connections&) = delete;
@@ -41,6 +42,6 @@ class Connections {
   bool is_taken_ = false;
 };
 
-void bind_connections(pybind11::module_& m);
+void bind_connections(py::module_& m);
 
 }  // namespace pipecomm

@@ -21,8 +21,8 @@ std::shared_ptr<DeviceRuntime> device_runtime(int, int) { throw std::runtime_err
 std::string cuda_kernel_problem(int) { return kNoCuda; }
 #endif
 
-void bind_cuda(pybind11::module_& m) {
-  m.def("cuda_kernel_problem", &cuda_kernel_problem, pybind11::arg("device_idx"),
+void bind_cuda(py::module_& m) {
+  m.def("cuda_kernel_problem", &cuda_kernel_problem, py::arg("device_idx"),
         "Why the copy kernels of this build cannot run on a device, or ''.");
 }
 

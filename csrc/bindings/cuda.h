@@ -1,10 +1,11 @@
 // The CUDA device, in builds with and without CUDA.
 #pragma once
 
-#include <torch/csrc/utils/pybind.h>
+#include <pybind11/pybind11.h>
 
 #include <memory>
 
+#include "bindings/python.h"
 #include "copy/device_runtime.h"
 
 namespace pipecomm {
@@ -12,6 +13,6 @@ namespace pipecomm {
 // See make_cuda_runtime. Throws std::runtime_error if this is a build without CUDA.
 std::shared_ptr<DeviceRuntime> device_runtime(int device_idx, int num_sms);
 
-void bind_cuda(pybind11::module_& m);
+void bind_cuda(py::module_& m);
 
 }  // namespace pipecomm

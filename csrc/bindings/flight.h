@@ -1,15 +1,14 @@
 // Python's view of flight records, and what wakes the thread that writes them to files.
 #pragma once
 
-#include <torch/csrc/utils/pybind.h>
+#include <pybind11/pybind11.h>
 
 #include <vector>
 
+#include "bindings/python.h"
 #include "message/flight_record.h"
 
 namespace pipecomm {
-
-namespace py = pybind11;
 
 // A list of dicts, one for each operation.
 py::list flights_list(const std::vector<Flight>& flights);

@@ -2,8 +2,10 @@
 
 #include <vector>
 
-#include "bindings/python_args.h"
+#include "bindings/torch_types.h"
 #include "copy/copy_cpu.h"
+#include "copy/torch_memory.h"
+#include "engine/point_to_point.h"
 #ifdef PIPECOMM_WITH_CUDA
 #include "copy/device_runtime_cuda.h"
 #endif
@@ -13,26 +15,38 @@ namespace {
 
 // The mean of tensors, written over the first of them. On a device it is enqueued on the current
 // stream.
-void mean_into_first(const std::vector<at::Tensor>& tensors) {
-  if (tensors.empty()) throw py::value_error("the mean of no tensors is not defined");
-  const at::Tensor& first = tensors[0];
+void mean_into_first(const py::sequence& tensors) {
+  if (py::len(tensors) == 0) throw py::value_error("the mean of no tensors is not defined");
+  std::vector<dlpack::Tensor> views;
   std::vector<const void*> srcs;
-  for (const at::Tensor& tensor : tensors) {
-    if (!tensor.is_contiguous() || tensor.sizes() != first.sizes() ||
-        tensor.scalar_type() != first.scalar_type() || tensor.device() != first.device())
+  for (const py::handle tensor : tensors) {
+    dlpack::Tensor& view = views.emplace_back();
+    if (exchange_api().tensor_from_python(tensor.ptr(), &view) != 0) throw py::error_already_set();
+    srcs.push_back(view.data);
+  }
+  const auto ref_of = [](const dlpack::Tensor& view) {
+    TensorRef ref;
+    ref.shape.assign(view.shape, view.shape + view.num_dims);
+    ref.strides.assign(view.strides, view.strides + view.num_dims);
+    return ref;
+  };
+  const dlpack::Tensor& first = views[0];
+  const TensorRef whole = ref_of(first);
+  for (const dlpack::Tensor& view : views) {
+    const TensorRef ref = ref_of(view);
+    if (!ref.is_contiguous() || ref.shape != whole.shape || view.dtype != first.dtype ||
+        view.device.type != first.device.type || view.device.id != first.device.id)
       throw py::value_error(
           "tensors to be averaged must be contiguous and agree in shape, dtype and device");
-    srcs.push_back(tensor.const_data_ptr());
   }
-  const DType dtype = tensor_ref(first).dtype;
-  void* const dst = first.mutable_data_ptr();
-  const int64_t count = first.numel();
-  if (first.device().is_cpu()) {
+  const DType dtype = dtype_of(tensors[0], first.dtype);
+  const int64_t count = TensorSpec{whole.shape, dtype}.bytes() / dtype.itemsize;
+  if (first.device.type == dlpack::kCpu) {
     const py::gil_scoped_release no_gil;
-    return mean_cpu(dst, srcs, count, dtype);
+    return mean_cpu(first.data, srcs, count, dtype);
   }
 #ifdef PIPECOMM_WITH_CUDA
-  mean_on_current_stream(first.device().index(), dst, srcs, count, dtype);
+  mean_on_current_stream(first.device.id, first.data, srcs, count, dtype);
 #else
   throw py::value_error("this build of pipecomm_ext averages tensors in host memory only");
 #endif

@@ -1,10 +1,12 @@
 // The mean of tensors as one fused kernel.
 #pragma once
 
-#include <torch/csrc/utils/pybind.h>
+#include <pybind11/pybind11.h>
+
+#include "bindings/python.h"
 
 namespace pipecomm {
 
-void bind_mean(pybind11::module_& m);
+void bind_mean(py::module_& m);
 
 }  // namespace pipecomm

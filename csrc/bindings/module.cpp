@@ -1,13 +1,16 @@
 // The extension module `pipecomm_ext._C`: nothing but bindings.
+#include "bindings/build_info.h"
 #include "bindings/communicator.h"
 #include "bindings/connections.h"
 #include "bindings/cuda.h"
 #include "bindings/flight.h"
-#include "bindings/limited_store.h"
+#include "bindings/left_behind.h"
 #include "bindings/mean.h"
 #include "bindings/plan.h"
 #include "bindings/point_to_point_args.h"
 #include "bindings/python_args.h"
+#include "bindings/storage_words.h"
+#include "bindings/torch_types.h"
 #include "bindings/work.h"
 
 namespace pipecomm {
@@ -20,14 +23,15 @@ PYBIND11_MODULE(_C, m) {
       if (pointer) std::rethrow_exception(pointer);
     } catch (const PipeCommException& error) {
       raise_failure(*error.failure());
-    } catch (const StoreIsSilent& error) {
-      PyErr_SetString(PyExc_TimeoutError, error.what());
     }
   });
 
+  load_torch_names();
+  find_storage_words();
+  bind_build_info(m);
   bind_plan(m);
   bind_mean(m);
-  bind_limited_store(m);
+  bind_left_behind(m);
   bind_connections(m);
   bind_point_to_point_args(m);
   bind_work(m);

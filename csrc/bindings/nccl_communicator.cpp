@@ -9,7 +9,7 @@ namespace pipecomm {
 namespace {
 
 const NcclApi& nccl() {
-#ifdef PIPECOMM_WITH_NCCL
+#ifdef PIPECOMM_WITH_CUDA
   return loaded_nccl();
 #else
   throw std::runtime_error("this build of pipecomm_ext has no CUDA and NCCL support");
@@ -42,8 +42,8 @@ std::unique_ptr<BoundCommunicator> make_nccl_communicator(
   auto communicator = make_device_communicator(
       options, device_options, runtime, nccl(),
       [&](TransportEvents& events) { return connections.make_transport(events); });
-  const at::Device device(at::kCUDA, static_cast<at::DeviceIndex>(device_idx));
-  return std::make_unique<BoundCommunicator>(std::move(communicator), device, true);
+  return std::make_unique<BoundCommunicator>(std::move(communicator),
+                                             DeviceArgument{dlpack::kCuda, device_idx}, true);
 }
 
 // "" if NCCL can be used in this process, else why not.

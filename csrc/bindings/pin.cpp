@@ -1,77 +1,94 @@
 #include "bindings/pin.h"
 
-#include <c10/core/CPUAllocator.h>
 #include <pthread.h>
 
+#include <array>
 #include <mutex>
-#include <unordered_map>
+#include <utility>
 
 namespace pipecomm {
 namespace {
 
-struct Pinned {
-  int num_pins = 0;
-  bool is_freed = false;
-};
-
 // Lives as long as the process: tensors may outlive everything else.
-struct Registry {
-  Registry() {
+struct Table {
+  Table() {
     // A forked child frees tensors, too.
-    pthread_atfork([] { registry().mutex.lock(); }, [] { registry().mutex.unlock(); },
-                   [] { registry().mutex.unlock(); });
+    pthread_atfork([] { table().mutex.lock(); }, [] { table().mutex.unlock(); },
+                   [] { table().mutex.unlock(); });
   }
-  static Registry& registry() {
-    static auto* const only = new Registry;
+  static Table& table() {
+    static auto* const only = new Table;
     return *only;
   }
-  std::mutex mutex;
-  std::unordered_map<void*, Pinned> memory;
-  const c10::DeleterFnPtr free = c10::GetDefaultCPUAllocator()->raw_deleter();
-};
-
-// Takes the place of the allocator's own deleter, in storages that have been pinned once.
-void free_unless_pinned(void* memory) {
-  Registry& registry = Registry::registry();
-  {
-    std::lock_guard lock(registry.mutex);
-    if (const auto found = registry.memory.find(memory); found != registry.memory.end()) {
-      found->second.is_freed = true;
-      return;
-    }
+  Pin*& first(void* memory) {
+    return pins[reinterpret_cast<uintptr_t>(memory) / kAlignment % pins.size()];
   }
-  registry.free(memory);
-}
+
+  static constexpr uintptr_t kAlignment = 64;  // of torch's memory
+  std::mutex mutex;
+  std::array<Pin*, 1021> pins{};
+};
 
 }  // namespace
 
-Pin::Pin(const c10::Storage& storage)
-    : storage_(storage), data_(storage.data()), num_bytes_(storage.nbytes()) {
-  Registry& registry = Registry::registry();
-  const c10::DataPtr& memory = storage.data_ptr();
-  if (!memory.get_context()) return;
+// Takes the place of the allocator's own deleter, in storages that have been pinned once.
+void free_unless_pinned(void* memory) {
+  Table& table = Table::table();
+  {
+    std::lock_guard lock(table.mutex);
+    bool is_pinned = false;
+    for (Pin* pin = table.first(memory); pin; pin = pin->next_)
+      if (pin->memory_ == memory) is_pinned = pin->is_freed_ = true;
+    if (is_pinned) return;
+  }
+  free_of_torch()(memory);
+}
+
+Pin::Pin(StorageWords& storage) {
+  auto expected = free_of_torch();
+  if (!storage.memory || storage.memory != storage.context) return;
   // Readers of a tensor never look at its deleter.
-  if (memory.get_deleter() != &free_unless_pinned &&
-      !(memory.get_deleter() == registry.free &&
-        storage_.mutable_data_ptr().compare_exchange_deleter(registry.free, &free_unless_pinned)))
+  if (storage.free != &free_unless_pinned &&
+      !storage.free.compare_exchange_strong(expected, &free_unless_pinned))
     return;
-  pinned_ = memory.get_context();
-  std::lock_guard lock(registry.mutex);
-  ++registry.memory[pinned_].num_pins;
+  memory_ = storage.memory;
+  std::lock_guard lock(Table::table().mutex);
+  link();
+}
+
+Pin::Pin(Pin&& other) noexcept {
+  if (!other.memory_) return;
+  std::lock_guard lock(Table::table().mutex);
+  other.unlink();
+  memory_ = std::exchange(other.memory_, nullptr);
+  is_freed_ = other.is_freed_;
+  link();
 }
 
 Pin::~Pin() {
-  if (!pinned_) return;
-  Registry& registry = Registry::registry();
+  if (!memory_) return;
+  Table& table = Table::table();
   {
-    std::lock_guard lock(registry.mutex);
-    const auto found = registry.memory.find(pinned_);
-    if (--found->second.num_pins > 0) return;
-    const bool is_freed = found->second.is_freed;
-    registry.memory.erase(found);
-    if (!is_freed) return;
+    std::lock_guard lock(table.mutex);
+    unlink();
+    if (!is_freed_) return;
+    for (Pin* pin = table.first(memory_); pin; pin = pin->next_)
+      if (pin->memory_ == memory_) return;  // the last one frees it
   }
-  registry.free(pinned_);
+  free_of_torch()(memory_);
+}
+
+void Pin::link() {
+  Pin*& first = Table::table().first(memory_);
+  next_ = first;
+  previous_ = nullptr;
+  if (first) first->previous_ = this;
+  first = this;
+}
+
+void Pin::unlink() {
+  (previous_ ? previous_->next_ : Table::table().first(memory_)) = next_;
+  if (next_) next_->previous_ = previous_;
 }
 
 }  // namespace pipecomm

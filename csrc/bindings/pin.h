@@ -1,26 +1,31 @@
 // Memory of a tensor that an operation in flight uses, while its storage may be given other memory.
 #pragma once
 
-#include <c10/core/Storage.h>
+#include "bindings/storage_words.h"
 
 namespace pipecomm {
 
 // Memory of torch's CPU allocator is not freed before the last of its pins goes, whatever becomes of
-// the storage (share_memory_(), resize_()). Other memory is only observed.
+// the storage (share_memory_(), resize_()). Other memory is not pinned.
 class Pin {
  public:
-  explicit Pin(const c10::Storage& storage);
-  ~Pin();
-  Pin(const Pin&) = delete;
-  Pin& operator=(const Pin&) = delete;
-  // Whether the storage has less or other memory by now: what arrived here does not reach it.
-  bool has_moved() const { return storage_.data() != data_ || storage_.nbytes() < num_bytes_; }
+  Pin() = default;
+  explicit Pin(StorageWords& storage);
+  Pin(Pin&& other) noexcept;
+  ~Pin();  // on any thread
+  Pin& operator=(Pin&&) = delete;
+
+  explicit operator bool() const { return memory_ != nullptr; }
 
  private:
-  const c10::Storage storage_;
-  const void* const data_;
-  const size_t num_bytes_;
-  void* pinned_ = nullptr;
+  void link();
+  void unlink();
+
+  friend void free_unless_pinned(void* memory);
+  void* memory_ = nullptr;
+  bool is_freed_ = false;
+  Pin* next_ = nullptr;  // of the memory that has the same place in the table
+  Pin* previous_ = nullptr;
 };
 
 }  // namespace pipecomm

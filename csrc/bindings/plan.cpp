@@ -1,5 +1,6 @@
 #include "bindings/plan.h"
 
+#include "bindings/torch_types.h"
 #include "engine/prepared_exchange.h"
 #include "plan/builders.h"
 #include "plan/reshard.h"
@@ -7,14 +8,11 @@
 
 namespace pipecomm {
 
-namespace py = pybind11;
-
 namespace {
 
 // (shape, dtype) as Python gives it.
 TensorSpec spec_of(const Dims& shape, const py::object& dtype) {
-  const auto type = reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type;
-  return {shape, {static_cast<uint8_t>(type), static_cast<uint8_t>(c10::elementSize(type))}};
+  return {shape, dtype_argument(dtype)};
 }
 
 using PySpec = std::pair<Dims, py::object>;

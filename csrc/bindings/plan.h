@@ -1,10 +1,12 @@
 // Python's view of exchange plans and their builders.
 #pragma once
 
-#include <torch/csrc/utils/pybind.h>
+#include <pybind11/pybind11.h>
+
+#include "bindings/python.h"
 
 namespace pipecomm {
 
-void bind_plan(pybind11::module_& m);
+void bind_plan(py::module_& m);
 
 }  // namespace pipecomm

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "bindings/python_args.h"
+#include "bindings/torch_types.h"
 
 namespace pipecomm {
 
@@ -17,6 +18,22 @@ struct PointToPointArg {
 struct SendArg : PointToPointArg {};
 struct RecvArg : PointToPointArg {};
 
+// Their Python classes: to compare them is quicker than to let pybind11 look for the object's.
+struct PointToPointClasses {
+  py::handle send, recv;
+};
+const PointToPointClasses& point_to_point_classes();
+
+// Null unless the object is of the class, which Arg was bound to, or of one derived from it.
+template <class Arg>
+const Arg* as(py::handle object, py::handle type) {
+  if (py::type::handle_of(object).is(type))
+    return reinterpret_cast<py::detail::instance*>(object.ptr())
+        ->get_value_and_holder()
+        .template value_ptr<Arg>();
+  return py::isinstance(object, type) ? &object.cast<const Arg&>() : nullptr;
+}
+
 void bind_point_to_point_args(py::module_& m);
 
 template <class Arg>
@@ -27,29 +44,6 @@ Arg point_to_point_arg(const py::object& tensor, const py::object& peer, const c
   arg.peer = index_argument(peer, peer_name);
   arg.channel = index_argument(channel, "channel");
   return arg;
-}
-
-// `view(arg, direction, name)` makes the engine's view of one element.
-template <class View>
-std::vector<PointToPoint> batch_argument(const py::sequence& ops, View&& view) {
-  std::vector<PointToPoint> batch;
-  const size_t num_ops = py::len(ops);
-  batch.reserve(num_ops);
-  for (size_t op_idx = 0; op_idx < num_ops; ++op_idx) {
-    const py::object op = ops[op_idx];
-    const auto name = [&] {
-      return num_ops == 1 ? std::string("tensor") : "ops[" + std::to_string(op_idx) + "]: tensor";
-    };
-    if (py::isinstance<SendArg>(op))
-      batch.push_back(view(op.cast<const SendArg&>(), Direction::send, name()));
-    else if (py::isinstance<RecvArg>(op))
-      batch.push_back(view(op.cast<const RecvArg&>(), Direction::recv, name()));
-    else
-      throw py::type_error("ops[" + std::to_string(op_idx) +
-                           "] must be a Send, a Recv or a torch.distributed.P2POp, not " +
-                           Py_TYPE(op.ptr())->tp_name);
-  }
-  return batch;
 }
 
 }  // namespace pipecomm

@@ -7,22 +7,44 @@ namespace pipecomm {
 void OperationWork::wait(const py::object& timeout) {
   if (const auto limit = timeout_argument(timeout))
     return block_until(Clock::now() + *limit, timeout);
-  py::gil_scoped_release no_gil;
-  communicator_->follow(*operation_, check_signals);
+  {
+    const WithoutGil no_gil;
+    communicator_->follow(*operation_, check_signals);
+  }
+  finish_tensors();
 }
 
 bool OperationWork::is_completed() {
-  py::gil_scoped_release no_gil;
-  return communicator_->is_completed(*operation_);
+  bool is_completed;
+  {
+    const WithoutGil no_gil;
+    is_completed = communicator_->is_completed(*operation_);
+  }
+  if (is_completed && !operation_->failure()) awaited_.finish();
+  return is_completed;
+}
+
+void OperationWork::finish_tensors() {
+  if (awaited_.finish()) return;
+  const int rank = communicator_->rank();
+  throw PipeCommException(std::make_shared<Failure>(Failure{
+      .message = std::string("the storage of a tensor was reallocated (share_memory_(), resize_()) "
+                             "while ") +
+                 op_name(operation_->op()) +
+                 " was in flight, so the message is lost; do that before the operation or after "
+                 "its wait()",
+      .op = op_name(operation_->op()),
+      .rank = rank,
+      .origin_rank = rank}));
 }
 
 void OperationWork::block_until(Deadline until, const py::object& timeout) {
   bool finished;
   {
-    py::gil_scoped_release no_gil;
+    const WithoutGil no_gil;
     finished = communicator_->wait(*operation_, until, check_signals);
   }
-  if (finished) return;
+  if (finished) return finish_tensors();
   std::vector<FlightMessage> pending;
   if (auto flight = operation_->pending_flight()) pending = std::move(flight->messages);
   std::erase_if(pending,
@@ -61,7 +83,9 @@ Scope scope_argument(std::vector<int> members, const py::object& channel) {
 void bind_work(py::module_& m) {
   py::class_<Work, std::shared_ptr<Work>>(m, "Work", R"doc(Handle on an operation in flight.
 
-It keeps nothing alive that the operation does not keep alive itself: dropping it is legal, and the data are delivered.)doc")
+It keeps nothing alive that the operation does not keep alive itself: dropping it is legal, and the data are delivered.
+If a tensor's storage is given other memory meanwhile (share_memory_(), resize_()), the operation goes on with the old one, and
+the wait() of a receive raises PipeCommError. Assigning tensor.data and set_() are harmless.)doc")
       .def("wait", &Work::wait, py::arg("timeout") = py::none(),
            R"doc(Wait until the operation is done.
 

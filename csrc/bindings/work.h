@@ -8,6 +8,8 @@
 #include <vector>
 
 #include "bindings/python_args.h"
+#include "bindings/tensor_argument.h"
+#include "engine/communicator.h"
 #include "message/flight_record.h"
 
 namespace pipecomm {
@@ -37,8 +39,11 @@ class Work {
 
 class OperationWork final : public Work {
  public:
-  OperationWork(std::shared_ptr<Communicator> communicator, OperationPtr operation)
-      : communicator_(std::move(communicator)), operation_(std::move(operation)) {}
+  OperationWork(std::shared_ptr<Communicator> communicator, OperationPtr operation,
+                AwaitedTensors awaited)
+      : communicator_(std::move(communicator)),
+        operation_(std::move(operation)),
+        awaited_(std::move(awaited)) {}
   void wait(const py::object& timeout) override;
   void synchronize() override { block_until(Deadline::max(), py::none()); }
   bool is_completed() override;
@@ -47,9 +52,11 @@ class OperationWork final : public Work {
 
  private:
   void block_until(Deadline until, const py::object& timeout);
+  void finish_tensors();
 
   std::shared_ptr<Communicator> communicator_;
   OperationPtr operation_;
+  AwaitedTensors awaited_;  // until Python has heard of the end
 };
 
 // On several operations at once.

@@ -1,6 +1,4 @@
-#include <c10/cuda/CUDACachingAllocator.h>
-#include <c10/cuda/CUDAGuard.h>
-#include <c10/cuda/CUDAStream.h>
+#include <cuda.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -15,6 +13,7 @@
 #include "copy/copy_cuda.h"
 #include "copy/count_cuda.h"
 #include "copy/device_runtime_cuda.h"
+#include "copy/torch_memory.h"
 
 namespace pipecomm {
 namespace {
@@ -27,6 +26,56 @@ void require(cudaError_t error, const char* what) {
 }
 
 cudaStream_t stream_of(StreamHandle stream) { return static_cast<cudaStream_t>(stream); }
+
+// The driver's functions, by way of the runtime: nothing links to libcuda.
+template <class Function>
+Function* driver_function(const char* name) {
+  void* function = nullptr;
+  cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
+  require(cudaGetDriverEntryPointByVersion(name, &function, 12000, cudaEnableDefault, &found),
+          name);
+  if (!function) throw std::runtime_error(std::string("CUDA: the driver has no ") + name);
+  return reinterpret_cast<Function*>(function);
+}
+
+// The device of this thread while a call runs. cudaSetDevice could not undo itself: on a thread that
+// never chose a device, going back to device 0 would make a context there.
+class DeviceGuard {
+ public:
+  explicit DeviceGuard(int device_idx) {
+    int current = -1;
+    require(cudaGetDevice(&current), "asking for the device");
+    if (current == device_idx) return;
+    static auto* const push = driver_function<decltype(cuCtxPushCurrent)>("cuCtxPushCurrent");
+    require(cudaError_t(push(context_of(device_idx))), "choosing the device");
+    has_pushed_ = true;
+  }
+  ~DeviceGuard() {
+    if (!has_pushed_) return;
+    static auto* const pop = driver_function<decltype(cuCtxPopCurrent)>("cuCtxPopCurrent");
+    CUcontext context = nullptr;
+    pop(&context);
+  }
+  DeviceGuard(const DeviceGuard&) = delete;
+  DeviceGuard& operator=(const DeviceGuard&) = delete;
+
+ private:
+  // The primary context, which the runtime and torch use; retained for as long as the process lives.
+  static CUcontext context_of(int device_idx) {
+    static std::mutex mutex;
+    static auto* const contexts = new std::map<int, CUcontext>;
+    std::lock_guard lock(mutex);
+    CUcontext& context = (*contexts)[device_idx];
+    if (!context) {
+      auto* const retain =
+          driver_function<decltype(cuDevicePrimaryCtxRetain)>("cuDevicePrimaryCtxRetain");
+      require(cudaError_t(retain(&context, device_idx)), "opening the device");
+    }
+    return context;
+  }
+
+  bool has_pushed_ = false;
+};
 
 // Lets this thread ask about events while it, or another thread, captures a graph: a question about
 // work outside the capture does no harm to it.
@@ -53,7 +102,7 @@ cudaError_t load_kernels() {
 cudaError_t copy_with_driver(const StridedCopy& copy, const char* source, char* destination,
                              cudaStream_t stream, int dim = 0) {
   const int64_t run = copy.run_bytes;
-  const bool has_loop = dim < copy.num_dims;
+  const bool has_loop = dim < std::min(copy.num_dims, kMaxCopyDims);
   const int64_t from = has_loop ? copy.src_stride_bytes[dim] : run;
   const int64_t to = has_loop ? copy.dst_stride_bytes[dim] : run;
   constexpr int64_t kMaxPitch = INT32_MAX;
@@ -140,10 +189,8 @@ class SharedDevice {
 class CudaRuntime final : public DeviceRuntime {
  public:
   CudaRuntime(int device_idx, int num_sms)
-      : device_idx_(static_cast<c10::DeviceIndex>(device_idx)),
-        num_sms_(num_sms),
-        shared_(SharedDevice::get(device_idx)) {
-    c10::cuda::CUDAGuard guard(device_idx_);
+      : device_idx_(device_idx), num_sms_(num_sms), shared_(SharedDevice::get(device_idx)) {
+    const DeviceGuard guard(device_idx_);
     int lowest = 0;
     require(cudaDeviceGetStreamPriorityRange(&lowest, &highest_priority_), "stream priorities");
     const cudaError_t loaded = load_kernels();
@@ -163,14 +210,12 @@ class CudaRuntime final : public DeviceRuntime {
     require(cudaThreadExchangeStreamCaptureMode(&mode), "choosing the mode of captures");
   }
 
-  StreamHandle current_stream() override {
-    return c10::cuda::getCurrentCUDAStream(device_idx_).stream();
-  }
+  StreamHandle current_stream() override { return current_torch_stream(device_idx_); }
 
   // Not from torch's pool, whose streams are handed out again after a while: two channels, or a
   // channel and another library's collective, on one stream can deadlock.
   StreamHandle new_stream() override {
-    c10::cuda::CUDAGuard guard(device_idx_);
+    const DeviceGuard guard(device_idx_);
     cudaStream_t stream = shared_.take();
     if (!stream)
       require(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, highest_priority_),
@@ -181,7 +226,7 @@ class CudaRuntime final : public DeviceRuntime {
   }
 
   uint64_t capture_of(StreamHandle stream) override {
-    c10::cuda::CUDAGuard guard(device_idx_);
+    const DeviceGuard guard(device_idx_);
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
     unsigned long long id = 0;
     require(cudaStreamGetCaptureInfo(stream_of(stream), &status, &id), "asking for a capture");
@@ -190,7 +235,7 @@ class CudaRuntime final : public DeviceRuntime {
   }
 
   EventPtr record(StreamHandle stream) override {
-    c10::cuda::CUDAGuard guard(device_idx_);
+    const DeviceGuard guard(device_idx_);
     const EventPtr event = events_->take();
     require(cudaEventRecord(static_cast<cudaEvent_t>(event.get()), stream_of(stream)),
             "recording an event");
@@ -198,14 +243,14 @@ class CudaRuntime final : public DeviceRuntime {
   }
 
   void wait(StreamHandle stream, const EventPtr& event) override {
-    c10::cuda::CUDAGuard guard(device_idx_);
+    const DeviceGuard guard(device_idx_);
     require(cudaStreamWaitEvent(stream_of(stream), static_cast<cudaEvent_t>(event.get()), 0),
             "waiting for an event");
   }
 
   // Guarded too: the first question of a thread would make a context on device 0.
   bool is_done(const EventPtr& event) override {
-    c10::cuda::CUDAGuard guard(device_idx_);
+    const DeviceGuard guard(device_idx_);
     const RelaxedCapture relaxed;
     const cudaError_t state = cudaEventQuery(static_cast<cudaEvent_t>(event.get()));
     if (state == cudaErrorNotReady) {
@@ -217,23 +262,18 @@ class CudaRuntime final : public DeviceRuntime {
   }
 
   std::shared_ptr<std::byte> allocate(int64_t num_bytes, StreamHandle stream) override {
-    if (num_bytes == 0) return nullptr;
-    c10::cuda::CUDAGuard guard(device_idx_);
-    namespace allocator = c10::cuda::CUDACachingAllocator;
-    void* data =
-        allocator::raw_alloc_with_stream(static_cast<size_t>(num_bytes), stream_of(stream));
-    return {static_cast<std::byte*>(data), [](std::byte* data) { allocator::raw_delete(data); }};
+    return allocate_on_stream(num_bytes, device_idx_, stream);
   }
 
   int64_t free_bytes() override {
-    c10::cuda::CUDAGuard guard(device_idx_);
+    const DeviceGuard guard(device_idx_);
     size_t free = 0, total = 0;
     if (cudaMemGetInfo(&free, &total) != cudaSuccess) cudaGetLastError();
     return static_cast<int64_t>(free);
   }
 
   std::shared_ptr<std::byte> allocate_host(int64_t num_bytes) override {
-    c10::cuda::CUDAGuard guard(device_idx_);
+    const DeviceGuard guard(device_idx_);
     const RelaxedCapture relaxed;
     void* data = nullptr;
     require(cudaHostAlloc(&data, static_cast<size_t>(num_bytes), cudaHostAllocPortable),
@@ -241,7 +281,7 @@ class CudaRuntime final : public DeviceRuntime {
     return {static_cast<std::byte*>(data), [device_idx = device_idx_](std::byte* memory) {
               int current = device_idx;
               cudaGetDevice(&current);
-              cudaSetDevice(device_idx);  // not CUDAGuard, which throws when the process ends
+              cudaSetDevice(device_idx);  // not DeviceGuard, which throws when the process ends
               const RelaxedCapture relaxed_too;
               cudaFreeHost(memory);
               cudaSetDevice(current);
@@ -249,18 +289,18 @@ class CudaRuntime final : public DeviceRuntime {
   }
 
   Counter* new_counter() override {
-    c10::cuda::CUDAGuard guard(device_idx_);
+    const DeviceGuard guard(device_idx_);
     return has_kernels_ ? shared_.take_counter() : nullptr;
   }
   void count(StreamHandle stream, Counter& counter) override {
-    c10::cuda::CUDAGuard guard(device_idx_);
+    const DeviceGuard guard(device_idx_);
     require(count_cuda(reinterpret_cast<uint32_t*>(&counter), stream_of(stream)),
             "launching a kernel that counts");
   }
 
   void copy(void* destination, const void* source, int64_t num_bytes,
             StreamHandle stream) override {
-    c10::cuda::CUDAGuard guard(device_idx_);
+    const DeviceGuard guard(device_idx_);
     require(cudaMemcpyAsync(destination, source, static_cast<size_t>(num_bytes),
                             cudaMemcpyDeviceToDevice, stream_of(stream)),
             "copying");
@@ -268,7 +308,7 @@ class CudaRuntime final : public DeviceRuntime {
 
   void execute(std::span<const CopyTask> tasks, const CopyBuffers& buffers, const Scale& scale,
                StreamHandle stream) override {
-    c10::cuda::CUDAGuard guard(device_idx_);
+    const DeviceGuard guard(device_idx_);
     if (!has_kernels_) return execute_with_driver(tasks, buffers, stream_of(stream));
     std::lock_guard lock(recent_mutex_);
     require(execute_cuda(recent_tasks_.resolve(tasks, buffers), buffers, scale,
@@ -320,7 +360,7 @@ class CudaRuntime final : public DeviceRuntime {
     std::vector<cudaEvent_t> free_;
   };
 
-  const c10::DeviceIndex device_idx_;
+  const int device_idx_;
   const int num_sms_;
   bool has_kernels_ = true;
   SharedDevice& shared_;
@@ -344,7 +384,7 @@ std::shared_ptr<DeviceRuntime> make_cuda_runtime(int device_idx, int num_sms) {
 }
 
 std::string cuda_kernel_problem(int device_idx) {
-  const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device_idx));
+  const DeviceGuard guard(device_idx);
   const cudaError_t error = load_kernels();
   if (error == cudaSuccess) return "";
   cudaGetLastError();
@@ -353,8 +393,8 @@ std::string cuda_kernel_problem(int device_idx) {
 
 void mean_on_current_stream(int device_idx, void* dst, std::span<const void* const> srcs,
                             int64_t count, DType dtype) {
-  const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device_idx));
-  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(device_idx).stream();
+  const DeviceGuard guard(device_idx);
+  const cudaStream_t stream = stream_of(current_torch_stream(device_idx));
   require(mean_cuda(dst, srcs, count, dtype, {stream}), "averaging tensors");
 }
 

@@ -1,18 +1,18 @@
 #include "copy/thread_pool.h"
 
-#include <unistd.h>
-
 #include <condition_variable>
 #include <mutex>
 #include <system_error>
 #include <thread>
 #include <vector>
 
+#include "copy/fork_mark.h"
+
 namespace pipecomm {
 
 class ThreadPool::Workers {
  public:
-  explicit Workers(int num_threads) : owner_pid_(getpid()) {
+  explicit Workers(int num_threads) {
     try {
       for (int i = 0; i < num_threads; ++i) threads_.emplace_back([this] { work(); });
     } catch (const std::system_error&) {
@@ -29,7 +29,7 @@ class ThreadPool::Workers {
     for (std::thread& thread : threads_) thread.join();
   }
 
-  bool exist_in_this_process() const { return owner_pid_ == getpid(); }
+  bool exist_in_this_process() const { return !fork_mark_.is_in_fork(); }
 
   void run(int num_parts, const std::function<void(int)>& part) {
     std::unique_lock lock(mutex_);
@@ -63,7 +63,7 @@ class ThreadPool::Workers {
     }
   }
 
-  const pid_t owner_pid_;
+  const ForkMark fork_mark_;
   std::mutex mutex_;
   std::condition_variable work_ready_, work_done_;
   const std::function<void(int)>* part_ = nullptr;

@@ -1,7 +1,5 @@
 #include "engine/communicator.h"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <exception>
 #include <functional>
@@ -38,7 +36,7 @@ Communicator::Communicator(const CommunicatorOptions& options, const MakeTranspo
 
 Communicator::Communicator(Unstarted, const CommunicatorOptions& options,
                            const MakeTransport& make_transport, const MakeExecution& make_execution)
-    : options_(options), owner_pid_(getpid()), flight_record_(options.on_failure) {
+    : options_(options), flight_record_(options.on_failure) {
   if (options_.size < 1 || options_.rank < 0 || options_.rank >= options_.size)
     throw std::invalid_argument("rank " + std::to_string(options_.rank) + " is not in a group of " +
                                 std::to_string(options_.size));
@@ -78,8 +76,6 @@ FailurePtr Communicator::failure() const {
   std::lock_guard lock(mutex_);
   return failure_;
 }
-
-bool Communicator::is_in_fork() const { return getpid() != owner_pid_; }
 
 void Communicator::check_process() const {
   if (!is_in_fork()) return;

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "copy/device_runtime.h"
+#include "copy/fork_mark.h"
 #include "engine/collective_line.h"
 #include "engine/execution.h"
 #include "engine/point_to_point.h"
@@ -106,7 +107,7 @@ class Communicator final : private TransportEvents {
   bool closed() const { return closed_; }
   // Threads and connections stay with the process that made them: in a fork every call is refused,
   // close() does nothing, and the object must not be destroyed.
-  bool is_in_fork() const;
+  bool is_in_fork() const { return fork_mark_.is_in_fork(); }
   void check_process() const;  // throws PipeCommException in a fork
   // The other ranks that take part. Throws std::invalid_argument if `scope` is not possible.
   std::vector<int> peers_in(const Scope& scope) const;
@@ -183,7 +184,7 @@ class Communicator final : private TransportEvents {
   void end();
 
   const CommunicatorOptions options_;
-  const int owner_pid_;
+  const ForkMark fork_mark_;
   FlightRecord flight_record_;
   std::unique_ptr<Execution> execution_;
 

@@ -137,21 +137,25 @@ void HostExecution::copy(std::span<const CopyTask> tasks, const CopyBuffers& buf
   execute_cpu(tasks, buffers, scale, lock ? &threads_ : nullptr);
 }
 
-// Tensors of a device: in which memory they travel, and the copies before and after. Null in host
-// memory, where they travel as they lie; messages to oneself are then copied here.
+// Tensors with gaps, or of a device: in which memory they travel, and the copies before and after.
+// Null if all travel as they lie; messages to oneself are then copied here.
 std::shared_ptr<StagedBatch> HostExecution::stage(Operation& operation,
                                                   std::span<const PointToPoint> batch,
                                                   const OwnMessages& own,
                                                   std::function<void()> on_success) {
-  if (!staging_) {
+  const bool travel_as_they_lie =
+      !staging_ && std::all_of(batch.begin(), batch.end(),
+                               [](const PointToPoint& op) { return op.tensor.is_contiguous(); });
+  if (travel_as_they_lie) {
     for (const auto& [send, recv] : own)
       std::copy_n(send->tensor.data, send->tensor.num_bytes(), recv->tensor.data);
     if (on_success) operation.on_success(std::move(on_success));
     return nullptr;
   }
   const EventPtr caller = work_of_caller(operation.op());
+  const auto which = staging_ ? Staged::all : Staged::with_gaps;
   const auto staged =
-      std::make_shared<StagedBatch>(HostStaging::stage(batch, own, communicator_.rank(), pool_));
+      std::make_shared<StagedBatch>(stage_batch(batch, own, communicator_.rank(), which, pool_));
   before_posting(operation, caller,
                  [&] { copy(staged->outgoing.tasks(), staged->outgoing.buffers(), Scale{}); });
   operation.keep(staged);

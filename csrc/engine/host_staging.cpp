@@ -14,37 +14,40 @@ using namespace std::chrono_literals;
 
 // Sleeping takes longer than most copies.
 constexpr auto kYieldLimit = 200us;
-constexpr auto kPoll = 50us;
+constexpr auto kPause = 50us;
 
 }  // namespace
 
-HostStaging::HostStaging(std::shared_ptr<DeviceRuntime> runtime)
-    : runtime_(std::move(runtime)), stream_(runtime_->new_stream()) {}
-
-StagedBatch HostStaging::stage(std::span<const PointToPoint> batch, const OwnMessages& own,
-                               int rank, StagingPool& pool) {
+StagedBatch stage_batch(std::span<const PointToPoint> batch, const OwnMessages& own, int rank,
+                        Staged which, StagingPool& pool) {
+  const auto is_staged = [&](const PointToPoint& op) {
+    return op.peer != rank && (which == Staged::all || !op.tensor.is_contiguous());
+  };
   StagedBatch staged;
   std::vector<int64_t> offsets;
   int64_t end = 0;
   for (const PointToPoint& op : batch) {
     offsets.push_back(checked_align_up(end, kStagingAlignBytes));
-    if (op.peer != rank) end = checked_add(offsets.back(), op.tensor.num_bytes());
+    if (is_staged(op)) end = checked_add(offsets.back(), op.tensor.num_bytes());
   }
   staged.memory = pool.acquire(end);
   for (size_t idx = 0; idx < batch.size(); ++idx) {
-    const auto& [direction, peer, channel, tensor, signature] = batch[idx];
-    const bool travels = peer != rank && tensor.num_bytes() > 0;
-    std::byte* const data = travels ? staged.memory.get() + offsets[idx] : nullptr;
-    staged.data.push_back(data);
-    if (!travels) continue;
-    if (direction == Direction::send)
-      staged.outgoing.add(tensor, data);
+    const PointToPoint& op = batch[idx];
+    std::byte*& data = staged.data.emplace_back(nullptr);
+    if (op.peer == rank || op.tensor.num_bytes() == 0) continue;
+    data = is_staged(op) ? staged.memory.get() + offsets[idx] : op.tensor.data;
+    if (data == op.tensor.data) continue;
+    if (op.direction == Direction::send)
+      staged.outgoing.add(op.tensor, data);
     else
-      staged.incoming.add(data, tensor);
+      staged.incoming.add(data, op.tensor);
   }
   for (const auto& [send, recv] : own) staged.outgoing.add(send->tensor, recv->tensor);
   return staged;
 }
+
+HostStaging::HostStaging(std::shared_ptr<DeviceRuntime> runtime)
+    : runtime_(std::move(runtime)), stream_(runtime_->new_stream()) {}
 
 EventPtr HostStaging::work_of_caller(const char* op) {
   const StreamHandle caller = runtime_->current_stream();
@@ -63,7 +66,7 @@ void HostStaging::wait(const EventPtr& work, const std::function<void()>& keep_w
     if (std::chrono::steady_clock::now() - since < kYieldLimit)
       std::this_thread::yield();
     else
-      std::this_thread::sleep_for(kPoll);
+      std::this_thread::sleep_for(kPause);
   }
 }
 

@@ -1,6 +1,6 @@
-// Tensors in device memory, for an engine that moves bytes between hosts: kernels of the device
-// pack them into pinned memory, and unpack them from there. Only boxes of a plan travel, so only
-// they are written.
+// Memory of the host in which the messages of a batch travel whose tensors have gaps, or lie on a
+// device: kernels of the device pack those into pinned memory, and unpack them from there. Only
+// boxes of a plan travel, so only they are written.
 //
 // The host waits for what the caller's stream holds before a copy is enqueued. So no copy stands in
 // the queue of the one stream behind work that waits for another rank.
@@ -25,13 +25,15 @@ struct StagedBatch {
   WholeCopies outgoing, incoming;
 };
 
+// Of rank `rank`, with memory of `pool` for all tensors, or for those with gaps, while the others
+// travel as they lie. Messages to itself are copied with the outgoing ones.
+enum class Staged : uint8_t { all, with_gaps };
+StagedBatch stage_batch(std::span<const PointToPoint> batch, const OwnMessages& own, int rank,
+                        Staged which, StagingPool& pool);
+
 class HostStaging {
  public:
   explicit HostStaging(std::shared_ptr<DeviceRuntime> runtime);
-
-  // Of rank `rank`, with memory of `pool`; messages to itself are copied with the outgoing ones.
-  static StagedBatch stage(std::span<const PointToPoint> batch, const OwnMessages& own, int rank,
-                           StagingPool& pool);
 
   // What the calling thread's current stream holds. Throws std::invalid_argument while a graph is
   // captured on it: no replay would repeat what hosts do.

@@ -26,7 +26,7 @@ struct TensorRef {
   bool is_contiguous() const;
 };
 
-// One element of a batch. In host memory the tensor is contiguous.
+// One element of a batch.
 struct PointToPoint {
   Direction direction = Direction::send;
   int peer = 0;

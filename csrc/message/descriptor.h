@@ -31,7 +31,7 @@ inline constexpr int kMaxDescriptorDims = 8;
 
 struct Descriptor {
   OpCode op = OpCode::p2p;
-  uint8_t dtype = 0;  // c10::ScalarType number
+  uint8_t dtype = 0;  // see DType
   uint8_t num_dims = 0;
   uint8_t channel = 0;
   uint64_t seq = 0;        // position within (source, destination, channel), set by the transport

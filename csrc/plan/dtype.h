@@ -5,7 +5,7 @@
 
 namespace pipecomm {
 
-// `code` is the number of c10::ScalarType, which is part of torch's stable ABI.
+// `code` is the number of torch's ScalarType, which is part of its stable ABI.
 struct DType {
   uint8_t code = 0;
   uint8_t itemsize = 1;
@@ -26,6 +26,7 @@ inline constexpr DType kBFloat16{15, 2};
 
 // The name as torch prints it without the prefix "torch.": "bfloat16", "float8_e4m3fn", ...
 const char* dtype_name(uint8_t code);
+int num_dtypes();  // codes below that have a name
 
 // How a copy treats the elements it moves: as plain bytes, or as numbers to be scaled.
 enum class Arithmetic : uint8_t { kBytes, kFloat16, kBFloat16, kFloat32, kFloat64 };

@@ -14,7 +14,7 @@ namespace {
 
 constexpr const char* kOp = "reshard";
 
-[[noreturn]] void reject(const std::string& what) {
+[[noreturn]] void reject_reshard(const std::string& what) {
   throw std::invalid_argument("reshard: " + what);
 }
 
@@ -47,32 +47,32 @@ class ResolvedLayout {
   ResolvedLayout(const ShardLayout& layout, const Dims& shape, int group_size, const char* name)
       : ranks_(layout.ranks), dim_(layout.dim), replicated_(layout.replicated), shape_(shape) {
     if (dim_ < 0 || dim_ >= std::ssize(shape)) {
-      reject(std::string(name) + " dim " + std::to_string(dim_) + " is out of range for shape " +
-             to_string(shape));
+      reject_reshard(std::string(name) + " dim " + std::to_string(dim_) +
+                     " is out of range for shape " + to_string(shape));
     }
-    if (ranks_.empty()) reject(std::string(name) + " has no ranks");
+    if (ranks_.empty()) reject_reshard(std::string(name) + " has no ranks");
     std::vector<int> sorted = ranks_;
     std::sort(sorted.begin(), sorted.end());
     if (sorted.front() < 0 || sorted.back() >= group_size ||
         std::adjacent_find(sorted.begin(), sorted.end()) != sorted.end()) {
-      reject(std::string(name) + " ranks must be distinct ranks in a group of " +
-             std::to_string(group_size) + ", got " +
-             to_string(std::vector<int64_t>(ranks_.begin(), ranks_.end())));
+      reject_reshard(std::string(name) + " ranks must be distinct ranks in a group of " +
+                     std::to_string(group_size) + ", got " +
+                     to_string(std::vector<int64_t>(ranks_.begin(), ranks_.end())));
     }
     const int64_t length = shape[dim_];
     sizes_ = layout.sizes.empty() ? remainder_first(length, static_cast<int>(ranks_.size()))
                                   : layout.sizes;
     if (sizes_.size() != ranks_.size()) {
-      reject(std::string(name) + " has " + std::to_string(ranks_.size()) + " ranks but " +
-             std::to_string(sizes_.size()) + " sizes");
+      reject_reshard(std::string(name) + " has " + std::to_string(ranks_.size()) + " ranks but " +
+                     std::to_string(sizes_.size()) + " sizes");
     }
     if (std::any_of(sizes_.begin(), sizes_.end(), [](int64_t size) { return size < 0; })) {
-      reject(std::string(name) + " sizes must not be negative, got " + to_string(sizes_));
+      reject_reshard(std::string(name) + " sizes must not be negative, got " + to_string(sizes_));
     }
     offsets_ = offsets_of(sizes_);
     if (offsets_.back() != length) {
-      reject(std::string(name) + " sizes " + to_string(sizes_) + " must sum to the length " +
-             std::to_string(length));
+      reject_reshard(std::string(name) + " sizes " + to_string(sizes_) +
+                     " must sum to the length " + std::to_string(length));
     }
   }
 

@@ -45,6 +45,9 @@ struct Route {
   std::string reason;     // of another one than both ends might have expected, or empty
 };
 
+// Smaller results are not worth memory that peers write directly.
+inline constexpr int64_t kMinResultBytes = 64 << 10;
+
 class HostTransport {
  public:
   virtual ~HostTransport() = default;

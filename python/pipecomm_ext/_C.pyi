@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, overload
 
 import torch
-import torch.distributed as dist
 
 _Spec = tuple[Sequence[int], torch.dtype]
 # Ranks, dim, lengths (None: remainder-first), replicated.
@@ -42,6 +41,10 @@ class Work:
 
     It keeps nothing alive that the operation does not keep alive itself: dropping it is legal, and the data
     are delivered.
+
+    If a tensor's storage is given other memory meanwhile (`share_memory_()`, `resize_()`), the operation goes
+    on with the old one, and the `wait()` of a receive raises PipeCommError. Assigning `tensor.data` and
+    `set_()` are harmless.
     """
 
     def wait(self, timeout: float | datetime.timedelta | None = None) -> None:
@@ -55,7 +58,8 @@ class Work:
 
         Raises:
             PipeCommTimeout: the timeout has passed; the operation stays in flight.
-            PipeCommError: the operation's own error, if it failed.
+            PipeCommError: the operation's own error, if it failed; or the storage of a tensor was given other
+                memory.
         """
 
     def synchronize(self) -> None:
@@ -83,12 +87,7 @@ class PreparedExchange:
     sends: Final[list[tuple[int, list[tuple[int, list[int], list[int]]]]]]
     recvs: Final[list[tuple[int, list[tuple[int, list[int], list[int]]]]]]
 
-class LimitedStore:
-    def __init__(self, store: dist.Store, rank: int, in_background: bool = False) -> None: ...
-    def find(self, key: str, limit_s: float) -> bytes | None: ...
-    def set(self, key: str, value: bytes, limit_s: float) -> None: ...
-    def compare_set(self, key: str, expected: bytes, desired: bytes, limit_s: float) -> bytes: ...
-    def add(self, key: str, amount: int, limit_s: float) -> int: ...
+def leave_behind() -> None: ...
 
 class Introduction:
     def __init__(
@@ -183,7 +182,7 @@ class Communicator:
         self, peers: Sequence[int], channels: Sequence[int] | None = None, direction: str | None = None
     ) -> None: ...
     def route(self, peer: int) -> tuple[str, str]: ...
-    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor: ...
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None: ...
     def refuse(
         self, op: str, reason: str, members: Sequence[int] = (), channel: int | None = None
     ) -> None: ...
@@ -247,4 +246,8 @@ def plan_reshard(
 def plan_collect_pieces(
     rank: int, size: int, whole: _Spec, pieces: _Layout, tag: str = "", shown: _Spec | None = None
 ) -> PreparedExchange: ...
+
+MIN_RESULT_BYTES: Final[int]
+build_info: Final[dict[str, Any]]
+
 def mean_into_first(tensors: Sequence[torch.Tensor]) -> None: ...

@@ -1,6 +1,6 @@
 // The functions of NCCL that we use, as a table that is filled at run time from the copy that torch
-// loaded, or by a test. They are declared here once more, so that the host logic needs no nccl.h;
-// the file that fills the table checks at compile time that the two agree.
+// loaded, or by a test. They are declared here once more, so that a build needs no nccl.h and serves
+// every NCCL; `make compile-check` compares them with the headers of the NCCL that is installed.
 #pragma once
 
 #include <chrono>
@@ -77,7 +77,7 @@ std::string nccl_error_text(const NcclApi& api, const char* call, NcclResult res
                             NcclComm* comm);
 
 // The table of the copy of NCCL in this process, found by soname and never loaded by us; filled
-// once. Throws std::runtime_error if there is none. Exists if PIPECOMM_WITH_NCCL.
+// once. Throws std::runtime_error if there is none.
 const NcclApi& loaded_nccl();
 
 }  // namespace pipecomm

@@ -12,7 +12,6 @@ namespace pipecomm::shm {
 namespace {
 
 constexpr int64_t kMaxEagerBytes = 32 << 10;
-constexpr int64_t kMaxChunkBytes = 128 << 10;
 constexpr int64_t kPieceBytes = 512 << 10;
 constexpr int kMessagesPerTurn = 64;
 constexpr const char* kClosed = "has closed its communicator";

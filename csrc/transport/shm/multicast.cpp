@@ -8,8 +8,6 @@
 namespace pipecomm::shm {
 namespace {
 
-constexpr int64_t kMaxChunkBytes = 128 << 10;
-
 int64_t chunk_bytes(uint64_t ring_bytes) {
   return std::min(kMaxChunkBytes, static_cast<int64_t>(ring_bytes / 4));
 }

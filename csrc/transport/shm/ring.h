@@ -11,6 +11,9 @@
 
 namespace pipecomm::shm {
 
+// Of a payload that goes through a ring: the reader begins while the writer goes on.
+inline constexpr int64_t kMaxChunkBytes = 128 << 10;
+
 struct RingMemory {
   std::byte* data = nullptr;
   uint64_t num_bytes = 0;

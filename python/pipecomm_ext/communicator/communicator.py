@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import datetime
 import functools
+import math
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, overload
 
 import torch
@@ -29,6 +30,23 @@ Work = _C.Work
 
 NAME_IN_GRAPHS = "pipecomm_ext.Communicator"  # no name of a torch group begins with it
 open_communicators: weakref.WeakSet[Communicator] = weakref.WeakSet()
+
+
+class _RefusedOnError:
+    """See `Communicator.collective`. A class, since each collective enters two of them, and a generator takes
+    a microsecond."""
+
+    __slots__ = ("_channel", "_comm", "_members", "_op")
+
+    def __init__(self, comm: Communicator, op: str, members: Sequence[int], channel: int | None):
+        self._comm, self._op, self._members, self._channel = comm, op, members, channel
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if error is not None and isinstance(error, Exception) and not isinstance(error, PipeCommError):
+            self._comm.refuse(self._op, error, self._members, self._channel)
 
 
 class Communicator:
@@ -271,11 +289,13 @@ class Communicator:
         self._c.irecv(tensor, src, channel, False).wait()
 
     def isend(self, tensor: torch.Tensor, dst: int, channel: int = 0) -> Work:
-        """Like `send`, without waiting. The buffer must not change until the Work is done."""
+        """Like `send`, without waiting. The buffer must not change until the Work is done, and must keep its
+        storage (see `Work`).
+        """
         return self._c.isend(tensor, dst, channel)
 
     def irecv(self, tensor: torch.Tensor, src: int, channel: int = 0) -> Work:
-        """Like `recv`, without waiting."""
+        """Like `recv`, without waiting. See `Work`."""
         return self._c.irecv(tensor, src, channel)
 
     # ---------------------------------------------------------------- collectives
@@ -298,15 +318,28 @@ class Communicator:
 
         With shared memory, peers can write into large ones directly, which saves a copy, and page faults once
         memory is reused. They own their memory as any tensor does, but a forked child keeps sharing it with
-        this process.
+        this process, and their storage cannot be resized: torch raises a RuntimeError. Large are those of 64
+        KiB and more.
         """
-        if isinstance(shape, str) or not isinstance(shape, Sequence):
+        is_sequence = isinstance(shape, (list, tuple)) or isinstance(shape, Sequence)  # the latter takes long
+        if isinstance(shape, str) or not is_sequence:
             raise TypeError(f"shape must be a sequence of lengths, not {type(shape).__name__}")
         if not isinstance(dtype, torch.dtype):
             raise TypeError(f"dtype must be a torch.dtype, not {type(dtype).__name__}")
         if torch.compiler.is_compiling():
             return torch.ops.pipecomm_ext.empty(list(shape), dtype, graph_name(self))
-        return self._c.empty(list(shape), dtype)
+        try:
+            if math.prod(shape) * dtype.itemsize >= _C.MIN_RESULT_BYTES:
+                result = self._c.empty(list(shape), dtype)
+                if result is not None:
+                    return result
+            if len(shape) == 0:
+                return torch.empty((), dtype=dtype, device=self.device)
+            # torch reads lengths that are arguments of their own in two thirds of the time.
+            return torch.empty(*shape, dtype=dtype, device=self.device)
+        except (TypeError, RuntimeError):
+            self._c.empty(list(shape), dtype)  # says what is wrong with a length
+            raise
 
     @overload
     def barrier(self, *, timeout: None = None, async_op: Literal[True]) -> Work: ...
@@ -436,19 +469,14 @@ class Communicator:
         self._finish(work, async_op)
         return work if async_op or returns_work else None
 
-    @contextlib.contextmanager
-    def collective(self, op: str, members: Sequence[int] = (), channel: int | None = None) -> Iterator[None]:
+    def collective(
+        self, op: str, members: Sequence[int] = (), channel: int | None = None
+    ) -> contextlib.AbstractContextManager[None]:
         """Wraps what precedes a collective (of `members`, on `channel`, see `exchange`). If this rank raises
         anything here, every other rank's call of the same collective raises PipeCommMismatch with the reason;
         no rank waits, and the next call works.
         """
-        try:
-            yield
-        except PipeCommError:
-            raise
-        except Exception as error:
-            self.refuse(op, error, members, channel)
-            raise
+        return _RefusedOnError(self, op, members, channel)
 
     def refuse(
         self, op: str, error: Exception, members: Sequence[int] = (), channel: int | None = None

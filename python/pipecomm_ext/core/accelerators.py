@@ -24,12 +24,10 @@ def cuda_facts() -> dict[str, Any]:
 
 
 def nccl_facts() -> dict[str, Any]:
-    """Keys: `built`, `header_version` (built against), `loaded_version` (of torch's library), `libraries`."""
+    """Keys: `loaded_version` (of the library that torch loaded), `libraries` (files)."""
     libraries = _mapped_libraries("libnccl")
     is_loaded = torch.version.cuda is not None and libraries
     return {
-        "built": build_info.with_nccl,
-        "header_version": build_info.nccl_header_version,
         "loaded_version": ".".join(map(str, torch.cuda.nccl.version()[:3])) if is_loaded else None,
         "libraries": libraries,
     }

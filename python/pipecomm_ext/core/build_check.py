@@ -1,17 +1,19 @@
-"""Loads the extension module after checking that it was built for the torch found here.
+"""Loads the extension module, with errors that say what to run if that fails.
 
-A module built for another torch fails to load with `undefined symbol: _ZN3c10...`, which tells the user
-nothing. torch keeps its C++ ABI only within a minor version, so the two versions are compared before the
-module is touched.
+The module holds no C++ type of torch, so one build serves every torch from `OLDEST_TORCH` on. It is built for
+one Python.
 """
 
 import importlib
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
 
+OLDEST_TORCH = "2.11"
+NEWEST_TESTED_TORCH = "2.14"
+
 _PACKAGE_DIR = Path(__file__).resolve().parents[1]
-_REBUILD = "pip install --no-build-isolation --force-reinstall --no-deps"
 
 
 def _source_dir() -> str:
@@ -20,60 +22,51 @@ def _source_dir() -> str:
     return f"-e {root}" if (root / "setup.py").is_file() else "<pipecomm_ext source folder>"
 
 
+def minor_version(version: str) -> tuple[int, int]:
+    """(2, 14) of "2.14.1+cu130"."""
+    major, minor = re.findall(r"\d+", version)[:2]
+    return int(major), int(minor)
+
+
 def import_torch() -> ModuleType:
+    """Raises ImportError if torch is missing or too old."""
     try:
-        return importlib.import_module("torch")
+        torch = importlib.import_module("torch")
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
         raise ImportError(
-            f"pipecomm_ext needs torch, which {sys.executable} does not have. Run: pip install torch, "
-            f"then build pipecomm_ext for it: {_REBUILD} {_source_dir()}"
+            f"pipecomm_ext needs torch, which {sys.executable} does not have. Run: pip install torch"
         ) from None
+    check_torch(torch.__version__)
+    return torch
 
 
-def check_versions(built: ModuleType, torch: ModuleType) -> None:
-    """Raises ImportError if the extension that `built` (_build_info) describes cannot load into `torch`."""
-
-    def minor(version: str) -> str:
-        return ".".join(version.split("+")[0].split(".")[:2])
-
-    wanted, found = minor(built.torch_version), minor(torch.__version__)
-    if wanted != found:
+def check_torch(version: str) -> None:
+    if minor_version(version) < minor_version(OLDEST_TORCH):
         raise ImportError(
-            f"pipecomm_ext was built for torch {wanted}, found {found} (exactly: {built.torch_version} and "
-            f"{torch.__version__}); rebuild with: {_REBUILD} {_source_dir()}"
+            f"pipecomm_ext needs torch {OLDEST_TORCH} or later, found {version}. "
+            f"Run: pip install 'torch>={OLDEST_TORCH}'"
         )
-    if built.with_cuda:
-        found = torch.version.cuda or "none (a CPU build)"
-        if built.cuda_version.split(".")[0] != found.split(".")[0]:
-            raise ImportError(
-                f"pipecomm_ext was built for torch with CUDA {built.cuda_version}, found CUDA {found}; "
-                f"rebuild with: {_REBUILD} {_source_dir()}"
-            )
 
 
-def load_extension() -> tuple[ModuleType, ModuleType]:
-    """Returns the modules `_C` and `_build_info`.
+def load_extension() -> ModuleType:
+    """Returns the module `_C`.
 
-    Raises an ImportError that says what to run if torch is missing, or if the extension is not built, was
-    built for another torch or another Python, or does not load.
+    Raises an ImportError that says what to run if torch is missing or too old, or if the extension is not
+    built, was built for another Python, or does not load.
     """
-    torch = import_torch()
+    import_torch()
     try:
-        built = importlib.import_module("pipecomm_ext._build_info")
-    except ModuleNotFoundError:
-        raise ImportError(_not_built()) from None
-    check_versions(built, torch)
-    try:
-        return importlib.import_module("pipecomm_ext._C"), built
+        return importlib.import_module("pipecomm_ext._C")
     except ModuleNotFoundError as error:
         if error.name != "pipecomm_ext._C":
             raise
         raise ImportError(_not_built()) from None
     except ImportError as error:
         raise ImportError(
-            f"pipecomm_ext._C does not load: {error}. Rebuild with: {_REBUILD} {_source_dir()}"
+            f"pipecomm_ext._C does not load: {error}. "
+            f"Run: pip install --force-reinstall --no-deps {_source_dir()}"
         ) from error
 
 
@@ -82,5 +75,5 @@ def _not_built() -> str:
     found = f" (found only {others}, which is for another Python)" if others else ""
     return (
         f"the extension module of pipecomm_ext is not built for {sys.executable}{found}. "
-        f"Run: pip install --no-build-isolation {_source_dir()}"
+        f"Run: pip install {_source_dir()}"
     )

@@ -120,12 +120,7 @@ declare(
 )
 
 # Read by setup.py and CMake.
-BUILD_VARIABLES = (
-    "PIPECOMM_CUDA",
-    "PIPECOMM_FAULTS",
-    "PIPECOMM_LINEINFO",
-    "PIPECOMM_NCCL_INCLUDE",
-)
+BUILD_VARIABLES = ("PIPECOMM_CUDA", "PIPECOMM_FAULTS", "PIPECOMM_LINEINFO")
 # Read by the test suite and the soak runs.
 TEST_PREFIX = "PIPECOMM_TEST_"
 

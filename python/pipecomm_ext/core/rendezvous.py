@@ -19,7 +19,7 @@ from typing import Any, TypeVar, cast
 import torch.distributed as dist
 
 from ..errors import PipeCommError, PipeCommMismatch, PipeCommTimeout, summary_of
-from .extension import _C
+from .limited_store import LimitedStore, StoreIsSilent
 
 _SHORT_LIMIT_S = 1.0  # for an answer of the store, in the background, to a rank that fails, and at least
 _LONGEST_REST_S = 0.1  # between two looks for what other ranks have still to say
@@ -36,15 +36,15 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 # For each group its store, for callers and for threads in the background. These have a connection of their
 # own, since a thread of the program that waits in a TCPStore keeps all others out of it.
-_stores: weakref.WeakKeyDictionary[Any, tuple[_C.LimitedStore, _C.LimitedStore]] = weakref.WeakKeyDictionary()
+_stores: weakref.WeakKeyDictionary[Any, tuple[LimitedStore, LimitedStore]] = weakref.WeakKeyDictionary()
 _stores_lock = threading.Lock()
 
 
-def _stores_of(group: dist.ProcessGroup, rank: int) -> tuple[_C.LimitedStore, _C.LimitedStore]:
+def _stores_of(group: dist.ProcessGroup, rank: int) -> tuple[LimitedStore, LimitedStore]:
     with _stores_lock:
         if group not in _stores:
             store = dist.distributed_c10d._get_process_group_store(group)
-            _stores[group] = (_C.LimitedStore(store, rank), _C.LimitedStore(store, rank, in_background=True))
+            _stores[group] = (LimitedStore(store, rank), LimitedStore(store, rank, in_background=True))
         return _stores[group]
 
 
@@ -319,7 +319,7 @@ class Rendezvous:
         who, place = f"rank {self.rank}: {self._what}", _place_of(self.store)
         try:
             return call(f"{self._prefix}/{key}", *args, limit_s=limit_s)
-        except TimeoutError:
+        except StoreIsSilent:
             raise PipeCommTimeout(
                 f"{who}: the store of the group does not answer ({place}): nothing came within "
                 f"{limit_s:.1f} s; is its process stopped, or its host cut off?",
@@ -327,8 +327,6 @@ class Rendezvous:
                 rank=self.rank,
                 origin_rank=self.rank,
             ) from None
-        except PipeCommError:
-            raise  # no thread can be started
         except RuntimeError as error:
             raise PipeCommError(
                 f"{who}: the store of the group does not answer ({place}): {error}",

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from ..communicator.communicator import Communicator, open_communicators
 from ..core import environment
 from ..core.accelerators import cuda_facts, nccl_facts
+from ..core.build_check import NEWEST_TESTED_TORCH, OLDEST_TORCH, minor_version
 from ..core.extension import build_info
 from ..transports import TRANSPORTS
 
@@ -20,9 +21,9 @@ def info() -> dict[str, Any]:
     """Build and run-time facts as plain data (`json.dumps` accepts it). The keys:
 
     * version, python, torch: versions, and the backends of torch.
-    * build: git revision, compiler, the torch built for, fault hooks.
+    * build: git revision, compiler, fault hooks.
     * cuda: whether it was built and why (not), toolkit, archs, devices of this process.
-    * nccl: versions of the header built against and of the library that torch loaded, its paths.
+    * nccl: version and path of the library that torch loaded.
     * transports: for each one `available` and `reason`.
     * choice: what `auto` takes for "cpu" and "cuda" tensors and why, as far as one process can know (`shm`
       also needs all ranks on one host).
@@ -48,7 +49,6 @@ def info() -> dict[str, Any]:
             "git_revision": build_info.git_revision,
             "compiler": build_info.compiler,
             "type": build_info.build_type,
-            "torch": build_info.torch_version,
             "faults": build_info.with_faults,
         },
         "python": platform.python_version(),
@@ -56,6 +56,7 @@ def info() -> dict[str, Any]:
             "version": torch.__version__,
             "cuda": torch.version.cuda,
             "backends": backends,
+            "tested": [OLDEST_TORCH, NEWEST_TESTED_TORCH],
         },
         "cuda": cuda_facts(),
         "nccl": nccl,
@@ -68,7 +69,7 @@ def info() -> dict[str, Any]:
         },
         "settings": settings,
         "communicators": [_communicator_facts(each) for each in open_communicators if not each.closed],
-        "warnings": [*warnings_of(nccl), *environment_warnings],
+        "warnings": [*warnings_of(nccl, torch.__version__), *environment_warnings],
     }
 
 
@@ -113,12 +114,12 @@ def format_info(facts: dict[str, Any]) -> str:
         f"pipecomm_ext {facts['version']} (git {build['git_revision'] or 'unknown'}, {build['type']}, "
         f"{build['compiler']}{', with fault hooks' if build['faults'] else ''})",
         f"  python      {facts['python']}",
-        f"  torch       {facts['torch']['version']}, built for {build['torch']}, "
+        f"  torch       {facts['torch']['version']} (tested: {' to '.join(facts['torch']['tested'])}), "
         f"backends: {', '.join(facts['torch']['backends']) or 'none'}",
         f"  CUDA        {'built' if cuda['built'] else 'not built'} ({cuda['reason']})",
         f"  archs       {cuda['archs'] or '-'}",
         f"  devices     {devices}",
-        f"  NCCL        header {nccl['header_version'] or '-'}, loaded {nccl['loaded_version'] or '-'}",
+        f"  NCCL        {nccl['loaded_version'] or 'not loaded'}",
     ]
     lines += [f"              {path}" for path in nccl["libraries"]]
     for name, status in facts["transports"].items():
@@ -146,19 +147,17 @@ def _environment_facts() -> tuple[dict[str, Any], list[str]]:
     return settings, problems
 
 
-def warnings_of(nccl: dict[str, Any]) -> list[str]:
-    """What is wrong with the NCCL of this process, and what to do; empty if all is well."""
+def warnings_of(nccl: dict[str, Any], torch_version: str) -> list[str]:
+    """What may go wrong with the libraries of this process, and what to do; empty if all is well."""
     warnings = []
     if len(nccl["libraries"]) > 1:
         warnings.append(
             f"{len(nccl['libraries'])} copies of NCCL are loaded ({', '.join(nccl['libraries'])}); "
             "remove LD_PRELOAD or the package that brings the second one"
         )
-    if nccl["built"] and nccl["loaded_version"] and nccl["header_version"]:
-        loaded, built = ([*map(int, nccl[key].split("."))] for key in ("loaded_version", "header_version"))
-        if loaded[:2] < built[:2]:
-            warnings.append(
-                f"NCCL {nccl['loaded_version']} is loaded, older than the header of "
-                f"{nccl['header_version']} that the extension was built with; rebuild it here"
-            )
+    if minor_version(torch_version) > minor_version(NEWEST_TESTED_TORCH):
+        warnings.append(
+            f"torch {torch_version} is newer than {NEWEST_TESTED_TORCH}, the newest that this version of "
+            "pipecomm_ext was tested with"
+        )
     return warnings

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -73,22 +72,31 @@ def checked_spec(tensor: Any, name: str) -> TensorSpec:
     return spec
 
 
-@contextlib.contextmanager
-def taken_as_equal(dim: int, cure: str | None, parts: int = 1) -> Iterator[None]:
+class taken_as_equal:
     """Wraps an exchange that takes the ranks' lengths along `dim` as equal, unless `cure` is None. If they
     are not, its PipeCommMismatch says so and names the argument, `cure`, that the call needs. The plan's
     tensors have one of the `parts` in which these lengths are cut.
     """
-    try:
-        yield
-    except PipeCommMismatch as error:
-        shapes = [side.shape for side in (error.ours, error.theirs) if side and dim < len(side.shape)]
-        lengths = [parts * shape[dim] for shape in shapes]
-        if cure and len(set(map(len, shapes))) == 1 and len(set(lengths)) == 2:
+
+    __slots__ = ("_cure", "_dim", "_parts")
+
+    def __init__(self, dim: int, cure: str | None, parts: int = 1):
+        self._dim, self._cure, self._parts = dim, cure, parts
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if not isinstance(error, PipeCommMismatch):
+            return
+        shapes = [side.shape for side in (error.ours, error.theirs) if side and self._dim < len(side.shape)]
+        lengths = [self._parts * shape[self._dim] for shape in shapes]
+        if self._cure and len(set(map(len, shapes))) == 1 and len(set(lengths)) == 2:
             mine, theirs = lengths
-            told = f"ranks hold unequal lengths along dim {dim}, {mine} and {theirs}, so give {cure}"
+            told = (
+                f"ranks hold unequal lengths along dim {self._dim}, {mine} and {theirs}, so give {self._cure}"
+            )
             error.args = (f"{error}; {told}",)
-        raise
 
 
 def packed_split_rows(sequence_lengths: Sequence[int] | Tensor, world_size: int) -> tuple[Sizes, ...]:

@@ -63,8 +63,8 @@ def options(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def problem_here(cuda: Mapping[str, Any], nccl: Mapping[str, Any]) -> str:
     """Why a process with these facts (see core.accelerators) cannot use NCCL, or ""."""
-    if not nccl["built"]:
-        return cuda["reason"] if not cuda["built"] else "nccl.h was not found when this was built"
+    if not cuda["built"]:
+        return cuda["reason"]
     if nccl["loaded_version"] is None:
         return "this torch has loaded no libnccl.so.2 (a torch that NCCL is linked into does not do)"
     return "" if cuda["devices"] else "this process sees no CUDA device"

@@ -1,0 +1,35 @@
+#include "bindings/left_behind.h"
+
+#include <unistd.h>
+
+#include <exception>
+
+namespace pipecomm {
+namespace {
+
+thread_local bool is_left_behind = false;
+std::terminate_handler others = nullptr;
+
+// Until 3.14 Python ends a thread that asks for its lock once the interpreter ends. A destructor of pybind11's
+// asks when the call returns, and a thread must not end within a destructor: the process would be aborted.
+[[noreturn]] void stay_or_terminate() {
+  while (is_left_behind) pause();  // the process ends without this thread
+  others();
+  std::terminate();
+}
+
+void leave_behind() {
+  static const bool is_set = (others = std::set_terminate(stay_or_terminate)) != nullptr;
+  static_cast<void>(is_set);
+  is_left_behind = true;
+}
+
+}  // namespace
+
+void bind_left_behind(py::module_& m) {
+  m.def("leave_behind", &leave_behind,
+        "The calling thread may be left in a call when the interpreter ends: it does not abort the "
+        "process.");
+}
+
+}  // namespace pipecomm

@@ -1,0 +1,120 @@
+// Tensors of Python as the engine takes them.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "bindings/pin.h"
+#include "bindings/torch_types.h"
+#include "engine/point_to_point.h"
+
+namespace pipecomm {
+
+struct DeviceArgument {
+  dlpack::DeviceType type = dlpack::kCpu;
+  int index = -1;  // -1: any device of this type
+
+  static DeviceArgument parse(const std::string& name);  // "cpu", "cuda", "cuda:1"
+  bool is_cuda() const { return type == dlpack::kCuda; }
+  std::string text() const;
+};
+
+enum class Access : uint8_t { read, write };
+
+// What an error calls an argument: "tensor", "inputs[2]", "ops[0]: tensor".
+struct ArgumentName {
+  const char* list = nullptr;  // null: it stands alone
+  size_t idx = 0;
+  const char* element = "";
+
+  std::string text() const {
+    return list ? list + ("[" + std::to_string(idx) + "]") + element : element;
+  }
+};
+
+struct StorageArgument {
+  py::object object;
+  const void* data;     // null: the tensor is empty
+  StorageWords* words;  // null: not known
+};
+
+struct TensorArgument {
+  py::object tensor;  // the argument, or what takes its place: a copy of a conjugate view
+  StorageArgument storage;
+  TensorRef ref;  // owns nothing yet
+};
+
+// A dense tensor on `device`. For Access::write also: no expanded memory, no conjugate view, no
+// autograd leaf. TypeError and ValueError call it `name`.
+TensorArgument tensor_argument(py::handle object, const ArgumentName& name, Access access,
+                               const DeviceArgument& device);
+
+// The storages of an operation, which any thread may let go of. Without the GIL they are put aside,
+// and go when a thread that has it comes along.
+class KeptStorages {
+ public:
+  // Outlives them, for who waits for the operation; with the GIL.
+  struct Watch {
+    bool has_moved = false;  // what was received did not reach a tensor, or what was sent was freed
+    bool is_over = false;
+  };
+
+  static std::shared_ptr<KeptStorages> make(size_t number, std::shared_ptr<Watch> watch);
+  ~KeptStorages();
+  // Of an asynchronous operation also against being given other memory, as far as they can be.
+  void add(StorageArgument storage, Access access);
+  // With the GIL: notes whether a message has been lost to other memory by now.
+  void look() const;
+
+  KeptStorages* next = nullptr;  // that was put aside
+
+ private:
+  KeptStorages(size_t number, std::shared_ptr<Watch> watch) : watch_(std::move(watch)) {
+    storages_.reserve(number);
+  }
+
+  const std::shared_ptr<Watch> watch_;  // null: nobody asks
+  struct Kept {
+    StorageArgument storage;
+    Pin pin;
+    bool is_looked_at;
+  };
+  std::vector<Kept> storages_;
+};
+
+// Runs the block without the GIL, and then drops what was put aside meanwhile.
+class WithoutGil {
+ public:
+  WithoutGil();
+  ~WithoutGil();
+  WithoutGil(const WithoutGil&) = delete;
+  WithoutGil& operator=(const WithoutGil&) = delete;
+
+ private:
+  PyThreadState* const state_;
+};
+
+// What Python is to hear at the end of an operation that goes on after its call. It keeps nothing
+// alive that is sent.
+class AwaitedTensors {
+ public:
+  AwaitedTensors() = default;
+  AwaitedTensors(std::shared_ptr<KeptStorages> kept, std::shared_ptr<KeptStorages::Watch> watch,
+                 std::vector<py::object> received);
+  // With the GIL, once the operation has succeeded: the version of what was received changes again,
+  // as it may have been used meanwhile. False if the storage of a tensor was given other memory, so
+  // that the message is lost.
+  bool finish();
+
+ private:
+  std::weak_ptr<KeptStorages> kept_;
+  std::shared_ptr<KeptStorages::Watch> watch_;
+  std::vector<py::object> received_;
+};
+
+// An uninitialised tensor in this memory, which it owns.
+py::object tensor_in(std::shared_ptr<std::byte> memory, const std::vector<int64_t>& shape,
+                     dlpack::DataType type);
+
+}  // namespace pipecomm

@@ -1,0 +1,28 @@
+// Whether a process is a fork of the one that made an object: threads and connections of that one
+// do not exist in it. Costs no system call.
+#pragma once
+
+#include <pthread.h>
+
+#include <atomic>
+
+namespace pipecomm {
+
+class ForkMark {
+ public:
+  ForkMark() : num_forks_(forks().load(std::memory_order_relaxed)) {}
+  bool is_in_fork() const { return forks().load(std::memory_order_relaxed) != num_forks_; }
+
+ private:
+  // How many forks led to this process since the first mark was made.
+  static std::atomic<int>& forks() {
+    static std::atomic<int> num_forks{0};
+    [[maybe_unused]] static const int registered =
+        pthread_atfork(nullptr, nullptr, [] { num_forks.fetch_add(1, std::memory_order_relaxed); });
+    return num_forks;
+  }
+
+  int num_forks_;
+};
+
+}  // namespace pipecomm
