@@ -1,23 +1,20 @@
-"""Builds binary wheels for several Pythons and versions of torch, and checks them: `make wheels`.
+"""Builds binary wheels, without CUDA and with it, for each installed Python, and checks them: `make wheels`.
 
-Each pair has an environment of its own, which is kept for the next run. What is committed is built, in a
-clone, so that neither changes nor build products of this folder get into a wheel. A wheel differs from what
-`pip install .` installs in this:
+What is committed is built, in a clone, so that neither changes nor build products of this folder get into a
+wheel. Each wheel serves every torch that pyproject.toml allows. It differs from what `pip install .` installs
+in this:
 
 * Its module is stripped, and holds no path of the machine that built it.
-* Its version names torch and CUDA: 0.1.0+torch2.11.cu130, or 0.1.0+torch2.11.cpu.
+* Its version names CUDA: 0.1.0+cu130, or 0.1.0+cpu.
 
     python release/build_wheels.py --list
-    python release/build_wheels.py --python 3.12 --torch 2.14.1 --cuda OFF
+    python release/build_wheels.py --python 3.12 --kind cpu --torch-from .venv/lib/python3.12/site-packages
 """
 
 from __future__ import annotations
 
 import argparse
-import base64
-import csv
-import hashlib
-import io
+import importlib.util
 import os
 import re
 import shutil
@@ -30,12 +27,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.append(str(ROOT / "tests"))
+sys.path += [str(ROOT / "release"), str(ROOT / "tests")]
 
+from check_symbols import problems  # noqa: E402
 from tools import find_tool  # noqa: E402
 
-TORCHES = ("2.11.0", "2.14.1")
-BUILD_TOOLS = ("setuptools>=77", "wheel", "cmake>=3.22", "ninja", "twine", "numpy")
+KINDS = ("cpu", "cuda")
 DIST_INFO = ("METADATA", "RECORD", "WHEEL", "licenses/LICENSE", "top_level.txt")
 Files = dict[str, bytes]
 
@@ -53,7 +50,7 @@ class Python(NamedTuple):
 
 
 def supported_versions() -> list[str]:
-    text = (ROOT / "pyproject.toml").read_text()
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     return re.findall(r'"Programming Language :: Python :: (3\.\d+)"', text)
 
 
@@ -90,6 +87,34 @@ def chosen_python(text: str) -> Python:
     return python
 
 
+def find_nvcc() -> str | None:
+    return os.environ.get("CUDACXX") or find_tool("nvcc")
+
+
+def label_of(cuda_version: str | None) -> str:
+    """What the version of a wheel ends with: "cu130", or "cpu"."""
+    return f"cu{cuda_version}".replace(".", "") if cuda_version else "cpu"
+
+
+def label_of_kind(kind: str) -> str:
+    if kind == "cpu":
+        return label_of(None)
+    if (nvcc := find_nvcc()) is None:
+        raise WheelError("there is no nvcc on PATH, in CUDA_HOME or in /usr/local/cuda")
+    return label_of(re.search(r"release (\d+\.\d+)", run(nvcc, "--version"))[1])
+
+
+def folder_of_torch() -> list[Path]:
+    """Where the torch of this Python is, if it has one."""
+    spec = importlib.util.find_spec("torch")
+    return [Path(spec.origin).parents[1]] if spec and spec.origin else []
+
+
+def is_for(folder: Path, python: Python) -> bool:
+    """Whether the torch in these site-packages is for this Python."""
+    return any(folder.glob(f"torch/_C.cpython-{python.version.replace('.', '')}-*.so"))
+
+
 # ---- build ------------------------------------------------------------------------------------------------
 
 
@@ -108,27 +133,22 @@ def run(*command: str | Path, **options) -> str:
     return result.stdout
 
 
-def environment(python: Python, torch: str, folder: Path) -> Path:
-    """The Python of an environment with this torch and the build tools, made if it is not there yet."""
-    home = folder / f"python{python.version}-torch{torch}"
-    ready, executable = home / ".ready", home / "bin" / "python"
-    if not ready.exists():
-        print(f"   an environment for it: {home}", flush=True)
-        run(python.path, "-m", "venv", home)
-        run(executable, "-m", "pip", "install", "-q", f"torch=={torch}", *BUILD_TOOLS)
-        ready.touch()
+def environment(python: Path, home: Path, *packages: str) -> Path:
+    """The Python of a new environment with these packages."""
+    run(python, "-m", "venv", home)
+    executable = home / "bin" / "python"
+    if packages:
+        run(executable, "-m", "pip", "install", "-q", *packages)
     return executable
 
 
-def site_packages(python: Path) -> Path:
-    """Where the torch of an environment is."""
-    program = "import torch, pathlib; print(pathlib.Path(torch.__file__).parents[1])"
-    return Path(run(python, "-c", program).strip())
-
-
-def build(source: Path, python: Path, cuda: str, folder: Path) -> Path:
-    """Builds the wheel of a clone as pip does, with flags that keep paths and symbols out of it."""
-    maps = [f"-ffile-prefix-map={path}=." for path in (site_packages(python), source)]
+def build(source: Path, python: Path, kind: str, folder: Path) -> Path:
+    """Builds the wheel of a clone as pip does, with flags that keep paths and symbols out, and the time of
+    the commit for all of its files."""
+    (source / "setup.cfg").write_text(f"[egg_info]\ntag_build = +{label_of_kind(kind)}\n", encoding="utf-8")
+    scratch = folder / "scratch"  # here pip makes the environment of the build, whose headers have paths too
+    scratch.mkdir(parents=True)
+    maps = [f"-ffile-prefix-map={path}=." for path in (folder, source)]
     added = {
         "CXXFLAGS": " ".join(maps),
         "CUDAFLAGS": " ".join(f"-Xcompiler={flag}" for flag in maps),
@@ -137,17 +157,20 @@ def build(source: Path, python: Path, cuda: str, folder: Path) -> Path:
     variables = os.environ | {name: f"{os.environ.get(name, '')} {flags}" for name, flags in added.items()}
     variables |= {
         "CMAKE_BUILD_TYPE": "Release",
-        "PIPECOMM_CUDA": cuda,
+        "PIPECOMM_CUDA": "ON" if kind == "cuda" else "OFF",
         "PIPECOMM_FAULTS": "OFF",
         "PIPECOMM_LINEINFO": "OFF",
+        "SOURCE_DATE_EPOCH": run("git", "-C", source, "log", "-1", "--format=%ct").strip(),
+        "TMPDIR": str(scratch),
     }
-    options = ("--no-build-isolation", "--no-deps", "-q", "-w", folder)
-    run(python, "-m", "pip", "wheel", *options, source, env=variables)
+    if kind == "cuda":
+        variables["CUDACXX"] = find_nvcc()
+    run(python, "-m", "pip", "wheel", "--no-deps", "-q", "-w", folder, source, env=variables)
     (wheel,) = folder.glob("*.whl")
     return wheel
 
 
-# ---- metadata ---------------------------------------------------------------------------------------------
+# ---- checks -----------------------------------------------------------------------------------------------
 
 
 def read(wheel: Path) -> Files:
@@ -155,63 +178,11 @@ def read(wheel: Path) -> Files:
         return {name: archive.read(name) for name in archive.namelist() if not name.endswith("/")}
 
 
-def write(files: Files, folder: Path, name: str) -> Path:
-    """A wheel of these files, with a new RECORD."""
-    (record,) = (path for path in files if path.endswith(".dist-info/RECORD"))
-    rows = io.StringIO()
-    table = csv.writer(rows, lineterminator="\n")
-    for path, content in files.items():
-        if path != record:
-            digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
-            table.writerow((path, f"sha256={digest}", len(content)))
-    table.writerow((record, "", ""))
-    folder.mkdir(parents=True, exist_ok=True)
-    wheel = folder / name
-    with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as archive:
-        for path, content in (files | {record: rows.getvalue().encode()}).items():
-            entry = zipfile.ZipInfo(path, (1980, 1, 1, 0, 0, 0))
-            mode = 0o755 if path.endswith(".so") else 0o644
-            entry.compress_type, entry.external_attr = zipfile.ZIP_DEFLATED, (0o100000 | mode) << 16
-            archive.writestr(entry, content)
-    return wheel
-
-
-def build_facts(files: Files) -> dict[str, object]:
-    facts: dict[str, object] = {}
-    exec(files["pipecomm_ext/_build_info.py"], facts)
-    return facts
-
-
-def local_version(facts: dict[str, object]) -> tuple[str, str]:
-    """The minor version of torch that a wheel is for ("2.11"), and its local version ("torch2.11.cu130")."""
-    minor = ".".join(str(facts["torch_version"]).split("+")[0].split(".")[:2])
-    cuda = f"cu{facts['cuda_version']}".replace(".", "") if facts["with_cuda"] else "cpu"
-    return minor, f"torch{minor}.{cuda}"
-
-
-def pinned(files: Files, name: str) -> tuple[Files, str]:
-    """The files and the name of a wheel whose version says for which torch and CUDA it is."""
-    minor, local = local_version(build_facts(files))
-    (metadata,) = (path for path in files if path.endswith(".dist-info/METADATA"))
-    text, blank_line, description = files[metadata].decode().partition("\n\n")
-    (version,) = re.findall(r"^Version: (\S+)$", text, re.MULTILINE)
-    text, num_versions = re.subn(r"(?m)^Version: .*$", f"Version: {version}+{local}", text)
-    if num_versions != 1 or f"\nRequires-Dist: torch=={minor}.*\n" not in f"{text}\n":
-        raise WheelError(f"{name}: its metadata have no version or do not require torch=={minor}.*")
-    old, new = metadata.split("/")[0], f"pipecomm_ext-{version}+{local}.dist-info"
-    changed = files | {metadata: f"{text}{blank_line}{description}".encode()}
-    renamed = {path.replace(f"{old}/", f"{new}/", 1): content for path, content in changed.items()}
-    return renamed, name.replace(f"-{version}-", f"-{version}+{local}-", 1)
-
-
-# ---- checks -----------------------------------------------------------------------------------------------
-
-
 def wanted_files(source: Path, dist_info: str, module: str) -> set[str]:
     """What is committed of the package, what the build adds, and the metadata."""
     package = source / "python" / "pipecomm_ext"
     sources = {f"pipecomm_ext/{name}" for name in run("git", "-C", package, "ls-files").splitlines()}
-    return sources | {"pipecomm_ext/_build_info.py", module} | {f"{dist_info}/{name}" for name in DIST_INFO}
+    return sources | {module} | {f"{dist_info}/{name}" for name in DIST_INFO}
 
 
 def check_files(files: Files, wanted: set[str]) -> None:
@@ -222,50 +193,43 @@ def check_files(files: Files, wanted: set[str]) -> None:
 
 def check_paths(files: Files, of_this_machine: list[Path]) -> None:
     """No file holds a path of a home or of the folders that the build used."""
-    places = {bytes(path) for path in of_this_machine}
-    pattern = re.compile(b"|".join([*map(re.escape, sorted(places)), rb"/home/\w", rb"/root/\w"]))
+    places = [*sorted({bytes(path) for path in of_this_machine}), b"pip-build-env"]
+    pattern = re.compile(b"|".join([*map(re.escape, places), rb"/home/\w", rb"/root/\w"]))
     for name, content in files.items():
         if match := pattern.search(content):
             around = content[max(0, match.start() - 40) : match.end() + 60]
             raise WheelError(f"{name} holds a path of this machine: {around!r}")
 
 
-def check_stripped(module: bytes, folder: Path) -> None:
-    path = folder / "module.so"
-    path.write_bytes(module)
+def check_module(path: Path) -> None:
     if re.search(r" \.(?:symtab|debug_\w+) ", run("readelf", "--wide", "--section-headers", path)):
         raise WheelError("the module is not stripped")
+    if found := problems(path):
+        raise WheelError(f"the module does not serve every torch: {'; '.join(found)}")
 
 
-def check_installed(wheel: Path, python: Path, folder: Path) -> None:
-    """Installs the wheel into an environment that has nothing but torch, imports it, compares metadata."""
-    home = folder / "installed"
-    run(python, "-m", "venv", home)
-    installed = home / "bin" / "python"
-    purelib = run(installed, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip()
-    Path(purelib, "torch_of_the_build.pth").write_text(f"{site_packages(python)}\n", encoding="utf-8")
-    run(installed, "-m", "pip", "install", "-q", "--no-index", wheel)  # refused if torch does not fit
-    run(installed, "-m", "pip", "check")
+def check_installed(wheel: Path, python: Path, torches: list[Path], folder: Path) -> list[str]:
+    """Installs the wheel into an environment that has nothing else, and imports it with each torch. Returns
+    their versions."""
+    _, version, *_ = wheel.name.split("-")
+    run(python, "-m", "pip", "install", "-q", "--no-index", "--no-deps", wheel)
+    purelib = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip()
     program = (
-        "import pipecomm_ext, importlib.metadata as m; "
-        "print(pipecomm_ext.__file__, m.version('pipecomm_ext'))"
+        "import importlib.metadata, torch, pipecomm_ext; "
+        "from pipecomm_ext.core.extension import build_info as built; "
+        "print(pipecomm_ext.__file__, importlib.metadata.version('pipecomm_ext'), "
+        "torch.__version__, built.cuda_version if built.with_cuda else '')"
     )
-    place, version = run(installed, "-c", program, cwd=folder).split()
-    if not place.startswith(purelib) or version != wheel.name.split("-")[1]:
-        raise WheelError(f"{place}, version {version}, was imported instead of {wheel.name}")
-    run(installed, "-m", "pipecomm_ext", "info", cwd=folder)
-
-
-def checked(wheel: Path, source: Path, python: Path, folder: Path) -> Path:
-    files = read(wheel)
-    (module,) = (name for name in files if name.endswith(".so"))
-    (metadata,) = (name for name in files if name.endswith(".dist-info/METADATA"))
-    check_files(files, wanted_files(source, metadata.split("/")[0], module))
-    check_paths(files, [source, site_packages(python), python.parents[1], ROOT])
-    check_stripped(files[module], folder)
-    run(python, "-m", "twine", "check", "--strict", wheel)
-    check_installed(wheel, python, folder)
-    return wheel
+    versions = []
+    for place in torches:
+        Path(purelib, "torch_of_the_check.pth").write_text(f"{place}\n", encoding="utf-8")
+        printed = run(python, "-I", "-c", program, cwd=folder).splitlines()[-1]
+        file, told, torch, *cuda = printed.split()
+        if not file.startswith(purelib) or told != version or not version.endswith(label_of("".join(cuda))):
+            raise WheelError(f"instead of {wheel.name}, this was imported: {printed}")
+        run(python, "-I", "-m", "pipecomm_ext", "info", cwd=folder)
+        versions.append(torch)
+    return versions
 
 
 def needed_glibc(files: Files) -> str:
@@ -277,61 +241,80 @@ def needed_glibc(files: Files) -> str:
 # ---- all of it --------------------------------------------------------------------------------------------
 
 
-def one_wheel(source: Path, python: Python, torch: str, arguments: argparse.Namespace) -> Path:
-    executable = environment(python, torch, arguments.environments)
-    with tempfile.TemporaryDirectory(prefix="pipecomm_wheel_") as name:
+def one_wheel(source: Path, python: Python, kind: str, torches: list[Path], tools: Path, out: Path) -> str:
+    """Puts the wheel into `out` if it passes all checks. Returns what is told about it."""
+    with tempfile.TemporaryDirectory(dir=source.parent) as name:
         folder = Path(name)
-        plain = build(source, executable, arguments.cuda, folder / "plain")
-        files, wheel_name = pinned(read(plain), plain.name)
-        wheel = write(files, folder / "pinned", wheel_name)
-        checked(wheel, source, executable, folder)
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        return Path(shutil.copy(wheel, arguments.out))
+        executable = environment(python.path, folder / "environment")
+        wheel = build(source, executable, kind, folder)
+        files = read(wheel)
+        (module,) = (name for name in files if name.endswith(".so"))
+        (metadata,) = (name for name in files if name.endswith(".dist-info/METADATA"))
+        check_files(files, wanted_files(source, metadata.split("/")[0], module))
+        check_paths(files, [source.parent, ROOT])
+        (folder / "module.so").write_bytes(files[module])
+        check_module(folder / "module.so")
+        run(tools, "-m", "twine", "check", "--strict", wheel)
+        versions = check_installed(wheel, executable, [p for p in torches if is_for(p, python)], folder)
+        out.mkdir(parents=True, exist_ok=True)
+        copy = Path(shutil.copy(wheel, out))
+    facts = [
+        f"{copy.stat().st_size / 2**20:.1f} MiB",
+        f"needs glibc {needed_glibc(files)}",
+        f"imported with torch {', '.join(versions)}" if versions else "not imported: no torch here is for it",
+    ]
+    return f"{copy.name}: {', '.join(facts)}"
 
 
 def main() -> int:
     as_written = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=as_written)
     parser.add_argument("--python", nargs="+", help="versions or paths; default: all that are installed")
-    parser.add_argument("--torch", nargs="+", default=TORCHES, help=f"default: {' '.join(TORCHES)}")
-    parser.add_argument("--cuda", default=os.environ.get("PIPECOMM_CUDA") or "AUTO", help="AUTO, ON or OFF")
+    parser.add_argument("--kind", nargs="+", choices=KINDS, help="default: cpu, and cuda if there is an nvcc")
+    parser.add_argument(
+        "--torch-from",
+        nargs="+",
+        type=Path,
+        metavar="PATH",
+        help="site-packages whose torch imports the wheels; default: those of this Python",
+    )
     parser.add_argument("--out", type=Path, default=ROOT / "dist", help="where the wheels go")
-    parser.add_argument("--environments", type=Path, default=ROOT / ".venv-wheels", help="are kept there")
     parser.add_argument("--list", action="store_true", help="only say what would be built")
     arguments = parser.parse_args()
+    torches = [path.resolve() for path in arguments.torch_from or folder_of_torch()]
+    for path in torches:
+        if not (path / "torch").is_dir():
+            parser.error(f"{path} has no torch")
     try:
         pythons = list(map(chosen_python, arguments.python)) if arguments.python else installed_pythons()
+        kinds = arguments.kind or (KINDS if find_nvcc() else ("cpu",))
+        labels = {kind: label_of_kind(kind) for kind in kinds}
     except WheelError as error:
         parser.error(str(error))
-    pairs = [(python, torch) for torch in arguments.torch for python in pythons]
+    wanted = [(python, kind) for kind in kinds for python in pythons]
     if arguments.list:
-        for python, torch in pairs:
-            print(f"Python {python.version} ({python.path}), torch {torch}, CUDA {arguments.cuda}")
+        for python, kind in wanted:
+            print(f"Python {python.version} ({python.path}), +{labels[kind]}")
         return 0
     if run("git", "-C", ROOT, "status", "--porcelain"):
         print("What is not committed is not in the wheels.")
-    arguments.out, arguments.environments = arguments.out.resolve(), arguments.environments.resolve()
     failed = []
-    with tempfile.TemporaryDirectory(prefix="pipecomm_source_") as name:
-        source = Path(name) / "pipecomm_ext"
+    os.umask(0o022)  # the modes of the files in a wheel are those of the clone
+    with tempfile.TemporaryDirectory(prefix="pipecomm_wheels_") as name:
+        source = Path(name).resolve() / "pipecomm_ext"
         run("git", "clone", "-q", ROOT, source)
-        for python, torch in pairs:
-            print(f"== Python {python.version}, torch {torch}", flush=True)
+        tools = environment(pythons[0].path, source.parent / "tools", "twine")
+        for python, kind in wanted:
+            print(f"== Python {python.version}, +{labels[kind]}", flush=True)
             started_at = time.monotonic()
             try:
-                wheel = one_wheel(source, python, torch, arguments)
+                told = one_wheel(source, python, kind, torches, tools, arguments.out.resolve())
             except WheelError as error:
-                failed.append(f"Python {python.version}, torch {torch}")
-                print(error, flush=True)
-                continue
-            facts = [
-                f"{wheel.stat().st_size / 2**20:.1f} MiB",
-                f"needs glibc {needed_glibc(read(wheel))}",
-                f"{time.monotonic() - started_at:.0f} s",
-            ]
-            print(f"   {wheel.name}: {', '.join(facts)}", flush=True)
-    num_built = len(pairs) - len(failed)
-    print(f"{num_built} of {len(pairs)} wheels are in {arguments.out}", *failed, sep="\nfailed: ")
+                failed.append(f"Python {python.version}, +{labels[kind]}")
+                told = str(error)
+            print(f"   {told} ({time.monotonic() - started_at:.0f} s)", flush=True)
+    num_built = len(wanted) - len(failed)
+    print(f"{num_built} of {len(wanted)} wheels are in {arguments.out}", *failed, sep="\nfailed: ")
     return 1 if failed else 0
 
 
