@@ -65,6 +65,7 @@ ABOUT = {
     "transports": "one row for each transport; records and routes of ranks",
     "communicator": "Communicator, its construction and its registry",
     "distributed": "the calls of torch.distributed",
+    "backend": "the backend of torch.distributed",
     "parallel_state": "groups and stages of a job",
     "sequence_parallel": "all-to-all, split, gather, attention, with autograd",
     "relay": "boundary tensors between stages of different sizes",

@@ -25,7 +25,7 @@ PYTHON = (
     ("core",),
     ("transports",),
     ("communicator",),
-    ("distributed", "parallel_state"),
+    ("distributed", "parallel_state", "backend"),
     ("sequence_parallel",),
     ("relay",),
     ("runtime",),

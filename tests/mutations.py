@@ -160,10 +160,10 @@ class Copy:
 
     def program(self, test: str) -> Path:
         """A C++ test, built."""
-        folders = list((TREE / "build").glob("*-torch*"))
+        folders = list((TREE / "build").glob("*-c[pu]*"))
         if not folders:
             self.build_module()  # which configures the build
-            folders = list((TREE / "build").glob("*-torch*"))
+            folders = list((TREE / "build").glob("*-c[pu]*"))
         folder = max(folders, key=lambda folder: (folder / "build.ninja").stat().st_mtime)
         if (cmake := find_tool("cmake")) is None:
             raise SystemExit("cmake is missing: pip install cmake ninja")

@@ -14,7 +14,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from scripts import REPOSITORY, locked_build
 from tools import needs
 
@@ -39,9 +38,8 @@ def run(*command: object, limit_s: float) -> None:
 
 
 def build_folder() -> Path:
-    """Where setup.py has built the module for this Python and torch; the latest, if with and without CUDA."""
-    version = torch.__version__.split("+")[0]
-    folders = (REPOSITORY / "build").glob(f"{sys.implementation.cache_tag}-torch{version}-*")
+    """Where setup.py has built the module for this Python; the latest, if with and without CUDA."""
+    folders = (REPOSITORY / "build").glob(f"{sys.implementation.cache_tag}-c*")
     return max(folders, key=lambda folder: (folder / "build.ninja").stat().st_mtime)
 
 

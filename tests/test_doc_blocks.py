@@ -79,6 +79,7 @@ BLOCKS: dict[str, dict[str, str]] = {
         "make gpu-check": Checked("needs a GPU; test_the_stages_of_gpu_check"),
         "cmake -S": Checked("a build; test_the_targets_and_files_of_commands_exist"),
     },
+    "docs/backend.md": {"import torch.distributed": "test_backend.py::test_the_block_of_the_document"},
     "docs/flight_record.md": dict.fromkeys(["PIPECOMM_FLIGHT_DIR", "Communicator"], FLIGHT),
     "docs/migrating.md": {
         "import torch.distributed as dist": MIGRATING + "test_torch_distributed",

@@ -37,7 +37,8 @@ def git(folder: Path, *arguments: str) -> None:
         for who in ("AUTHOR", "COMMITTER")
         for what in ("NAME", "EMAIL")
     }
-    subprocess.run(["git", *arguments], cwd=folder, env=os.environ | names, check=True, capture_output=True)
+    [program] = needs("git")
+    subprocess.run([program, *arguments], cwd=folder, env=os.environ | names, check=True, capture_output=True)
 
 
 def toy(folder: Path) -> Path:

@@ -6,6 +6,7 @@ __version__ = "0.1.0"
 
 from .core.extension import _C as _C  # isort: skip  (first: says what is wrong with torch or the build)
 from . import distributed, parallel_state, sequence_parallel
+from .backend import register as _register_backend
 from .communicator import Communicator, Recv, Send, Work, get_communicator
 from .diagnostics.info import info
 from .errors import PipeCommAborted, PipeCommError, PipeCommMismatch, PipeCommPeerLost, PipeCommTimeout
@@ -35,6 +36,8 @@ __all__ = [
     "vtp_send_forward",
 ]
 __all__ += sequence_parallel.__all__
+
+_register_backend()
 
 
 def __getattr__(name):

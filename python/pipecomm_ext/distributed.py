@@ -2,7 +2,7 @@
 
     from pipecomm_ext import distributed as dist
 
-Every other name (`get_rank`, `all_reduce`, `ReduceOp`, `group`, ...) is torch.distributed's own object. Its
+Every other name (`get_rank`, `new_group`, `ReduceOp`, `group`, ...) is torch.distributed's own object. Its
 submodules are imported from torch, and `import *` takes the calls below only.
 
 As in torch, peers are global ranks, `group` None is the default group, and a rank outside the group does
@@ -44,6 +44,7 @@ __all__ = [
     "all_gather",
     "all_gather_into_tensor",
     "all_gather_single",
+    "all_reduce",
     "all_to_all",
     "all_to_all_single",
     "barrier",
@@ -52,6 +53,8 @@ __all__ = [
     "irecv",
     "isend",
     "recv",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
     "send",
 ]
 
@@ -326,6 +329,56 @@ def all_gather_into_tensor(
 
 
 all_gather_single = all_gather_into_tensor  # the name since torch 2.13
+
+
+def all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
+    """Reduces `tensor` of all ranks in place; all ranks get the same bits. See `Communicator.all_reduce`.
+
+    `async_op` is the same on all ranks. In a graph of torch.compile this is torch's own call.
+    """
+    if torch.compiler.is_compiling() or not _is_ours(tensor):
+        return dist.all_reduce(tensor, op, _torch_group(group), async_op)
+    if _is_outside(group):
+        return None
+    with torch.no_grad():
+        return communicator_of(group, tensor).all_reduce(tensor, op, async_op=async_op)
+
+
+def reduce_scatter(
+    output: Tensor,
+    input_list: Sequence[Tensor],
+    op: Any = dist.ReduceOp.SUM,
+    group: Any = None,
+    async_op: bool = False,
+) -> Any:
+    """Reduces input_list[r] of all ranks into `output` of rank r. The tensors may differ in shape."""
+    if torch.compiler.is_compiling():
+        return dist.reduce_scatter(output, list(input_list), op, _torch_group(group), async_op)
+    if _is_outside(group):
+        return None
+    with torch.no_grad():
+        return communicator_of(group, output).reduce_scatter_list(output, input_list, op, async_op=async_op)
+
+
+def reduce_scatter_tensor(
+    output: Tensor,
+    input: Tensor,
+    op: Any = dist.ReduceOp.SUM,
+    group: Any = None,
+    async_op: bool = False,
+) -> Any:
+    """Reduces piece r of `input` of all ranks, cut along dim 0, into `output` of rank r."""
+    if torch.compiler.is_compiling():
+        return dist.reduce_scatter_tensor(output, input, op, _torch_group(group), async_op)
+    if _is_outside(group):
+        return None
+    with torch.no_grad():
+        return communicator_of(group, output).reduce_scatter(output, input, op, async_op=async_op)
+
+
+def _is_ours(tensor: Any) -> bool:
+    """Sparse tensors are left to torch."""
+    return not isinstance(tensor, Tensor) or tensor.layout == torch.strided
 
 
 def _exchange(

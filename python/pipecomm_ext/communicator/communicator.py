@@ -9,7 +9,7 @@ import math
 import os
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, overload
+from typing import Any, Literal, cast, overload
 
 import torch
 import torch.distributed as dist
@@ -17,12 +17,13 @@ import torch.distributed as dist
 from ..core import environment, flight
 from ..core.checked import whole_number
 from ..core.extension import _C
-from ..core.process_groups import own_group
+from ..core.process_groups import StoreGroup, own_group
 from ..core.tensor_specs import TensorSpec, specs_of
 from ..errors import PipeCommError, summary_of
 from ..transports import nccl
-from . import traced
+from . import reductions, traced
 from .construction import make
+from .continuation import Continuation, finish_in_background
 
 Send = _C.Send
 Recv = _C.Recv
@@ -113,7 +114,7 @@ class Communicator:
 
     def _set_up(
         self,
-        group: dist.ProcessGroup,
+        group: dist.ProcessGroup | StoreGroup,
         device: str | torch.device | None,
         transport: str,
         channels: int,
@@ -122,7 +123,7 @@ class Communicator:
         purpose: str,
     ) -> None:
         made = make(group, device, transport, channels, timeout, check, purpose)
-        self.group = group
+        self.group: Any = group
         self._transport, self._reason, self._routes = made.transport, made.reason, made.routes
         self.id, self.requested = made.id, made.requested
         self.rank, self.size = made.meeting.rank, made.meeting.size
@@ -383,6 +384,57 @@ class Communicator:
             op="all_to_all",
         )
 
+    def all_reduce(
+        self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, *, async_op: bool = False
+    ) -> Work | None:
+        """Reduces the `tensor` of all ranks in place, element by element: all ranks get the same bits, in
+        every run.
+
+        Args:
+            tensor: any shape and strides, alike on all ranks.
+            op: an operator of torch.distributed.ReduceOp. float16 and bfloat16 are reduced in float32;
+                integers wrap; of bool, SUM is "any", PRODUCT "all" and BXOR the parity.
+
+        Raises:
+            ValueError: `op` has no meaning for the dtype: AVG of integers, bitwise operators of floats.
+        """
+        waits = not async_op
+        return self._ended(reductions.begin_all_reduce(self, [tensor], op, waits, None, None), async_op)
+
+    def reduce_scatter(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        op: Any = dist.ReduceOp.SUM,
+        *,
+        async_op: bool = False,
+    ) -> Work | None:
+        """Reduces piece r of the `input` of all ranks into the `output` of rank r. `input` holds P tensors
+        like `output`, concatenated along dim 0 or stacked. Otherwise as `all_reduce`.
+        """
+        pieces = reductions.pieces_of_single(self, output, input)
+        return self._ended(
+            reductions.begin_reduce_scatter(self, [output], pieces, op, not async_op), async_op
+        )
+
+    def reduce_scatter_list(
+        self,
+        output: torch.Tensor,
+        inputs: Sequence[torch.Tensor],
+        op: Any = dist.ReduceOp.SUM,
+        *,
+        async_op: bool = False,
+    ) -> Work | None:
+        """Like `reduce_scatter`, of one tensor for each rank; those of the ranks may differ in shape."""
+        pieces = [[tensor] for tensor in inputs]
+        return self._ended(
+            reductions.begin_reduce_scatter(self, [output], pieces, op, not async_op), async_op
+        )
+
+    def all_gather(self, output: torch.Tensor, input: torch.Tensor, *, async_op: bool = False) -> Work | None:
+        """Gathers the `input` of all ranks into `output`, concatenated along dim 0 or stacked."""
+        return self._ended(reductions.begin_all_gather(self, output, input, not async_op), async_op)
+
     @overload
     def exchange(
         self,
@@ -563,6 +615,14 @@ class Communicator:
         work.wait(timeout)
         return None
 
+    @staticmethod
+    def _ended(handle: Continuation, async_op: bool) -> Work | None:
+        if not async_op:
+            handle.wait()
+            return None
+        finish_in_background(handle)
+        return cast(Work, handle)  # has what a Work has
+
     def _traced_message(self, op: dist.P2POp) -> traced.Message:
         is_send, peer = op.op is dist.isend, dist.get_group_rank(self.group, op.peer)
         return traced.Message(is_send, op.tensor, peer, op.tag)
@@ -580,7 +640,7 @@ class Communicator:
 
 def communicator_for(
     purpose: str,
-    group: dist.ProcessGroup,
+    group: dist.ProcessGroup | StoreGroup,
     device: str | torch.device | None,
     channels: int,
     *,

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from ..core import environment, flight
 from ..core.checked import whole_number
 from ..core.extension import _C
-from ..core.process_groups import device_of
+from ..core.process_groups import StoreGroup, device_of
 from ..core.rendezvous import Rendezvous
 from ..errors import PipeCommMismatch, PipeCommTimeout, summary_of
 from ..transports import FORMER_NAMES, TRANSPORTS, Routes, draw, nccl
@@ -43,7 +43,7 @@ class Made:
 
 
 def make(
-    group: dist.ProcessGroup,
+    group: dist.ProcessGroup | StoreGroup,
     device: str | torch.device | None,
     transport: str,
     channels: int,

@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from ..core.process_groups import device_of, own_group, rank_in
+from ..core.process_groups import device_of, own_group, rank_in, timeout_of
 from ..errors import summary_of
 from .communicator import NAME_IN_GRAPHS, Communicator, communicator_for, graph_name, open_communicators
 from .construction import MAX_CHANNELS
@@ -26,8 +26,9 @@ def get_communicator(
     """The communicator of a group and device, made at the first call, which waits for nobody (for CUDA
     tensors, until all ranks have said whether they can use NCCL).
 
-    It is closed at exit, or when another one is made after torch has destroyed its group. A closed one is
-    replaced by a new one; a failed one is returned and goes on raising its cause until it is closed.
+    Its timeout is the group's. It is closed at exit, or when another one is made after torch has destroyed
+    its group. A closed one is replaced by a new one; a failed one is returned and goes on raising its cause
+    until it is closed.
     """
     # Channels cost nothing on the host; NCCL needs a communicator for each.
     return kept_communicator(group, device, "default", {"cpu": MAX_CHANNELS, "cuda": 2})
@@ -47,7 +48,8 @@ def kept_communicator(
     made, key = _kept.setdefault(group, {}), (purpose, str(device))
     if key not in made or made[key].closed:
         _close_those_of_destroyed_groups()
-        made[key] = communicator_for(f"{purpose} {device.type}", group, device, channels[device.type])
+        name, timeout = f"{purpose} {device.type}", timeout_of(group, device)
+        made[key] = communicator_for(name, group, device, channels[device.type], timeout=timeout)
     return made[key]
 
 

@@ -2,10 +2,31 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from datetime import timedelta
+
 import torch
 import torch.distributed as dist
 
 from .extension import build_info
+
+
+@dataclass(frozen=True, eq=False)
+class StoreGroup:
+    """What a communicator needs of a group of ranks, for one that torch does not know, or not yet."""
+
+    store: dist.Store
+    rank: int
+    size: int
+    group_name: str
+
+
+def place_in(group: dist.ProcessGroup | StoreGroup) -> tuple[int, int, dist.Store]:
+    """This process's rank in the group, the number of its ranks, and its store."""
+    if isinstance(group, StoreGroup):
+        return group.rank, group.size, group.store
+    store = dist.distributed_c10d._get_process_group_store(group)
+    return dist.get_rank(group), dist.get_world_size(group), store
 
 
 def own_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
@@ -30,7 +51,17 @@ def rank_in(group: dist.ProcessGroup | None, name: str = "the group") -> int:
     return rank
 
 
-def device_of(group: dist.ProcessGroup, device: str | torch.device | None) -> torch.device:
+def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
+    """The timeout that torch's group was made with; None if its backend does not tell."""
+    try:
+        options = group._get_backend(device).options
+    except (AttributeError, RuntimeError):
+        return None
+    timeout = getattr(options, "_timeout", None)  # torch's name of it
+    return timeout if timeout is not None and timeout > timedelta(0) else None
+
+
+def device_of(group: dist.ProcessGroup | StoreGroup, device: str | torch.device | None) -> torch.device:
     """`device`, or for None what the group is for; a CUDA device with its index, by default the current one.
 
     gloo, which a group may name for CUDA tensors too, is for tensors of the host.
@@ -54,8 +85,10 @@ def device_of(group: dist.ProcessGroup, device: str | torch.device | None) -> to
     return torch.device("cuda", int(index) if index else torch.cuda.current_device())
 
 
-def _backend_for_cuda(group: dist.ProcessGroup) -> str:
+def _backend_for_cuda(group: dist.ProcessGroup | StoreGroup) -> str:
     """The name of the backend that the group has for CUDA tensors; "gloo" if it has none."""
+    if isinstance(group, StoreGroup):
+        return "gloo"
     backends = dict(
         entry.split(":", 1) for entry in dist.get_backend_config(group).split(",") if ":" in entry
     )

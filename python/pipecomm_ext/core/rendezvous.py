@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from ..errors import PipeCommError, PipeCommMismatch, PipeCommTimeout, summary_of
 from .limited_store import LimitedStore, StoreIsSilent
+from .process_groups import StoreGroup, place_in
 
 _SHORT_LIMIT_S = 1.0  # for an answer of the store, in the background, to a rank that fails, and at least
 _LONGEST_REST_S = 0.1  # between two looks for what other ranks have still to say
@@ -40,10 +41,11 @@ _stores: weakref.WeakKeyDictionary[Any, tuple[LimitedStore, LimitedStore]] = wea
 _stores_lock = threading.Lock()
 
 
-def _stores_of(group: dist.ProcessGroup, rank: int) -> tuple[LimitedStore, LimitedStore]:
+def stores_of(group: dist.ProcessGroup | StoreGroup) -> tuple[LimitedStore, LimitedStore]:
+    """The store of the group, for callers and for threads in the background."""
     with _stores_lock:
         if group not in _stores:
-            store = dist.distributed_c10d._get_process_group_store(group)
+            rank, _, store = place_in(group)
             _stores[group] = (LimitedStore(store, rank), LimitedStore(store, rank, in_background=True))
         return _stores[group]
 
@@ -91,12 +93,14 @@ class Rendezvous:
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, timeout: float | None, what: str = "Communicator", purpose: str = ""
+        self,
+        group: dist.ProcessGroup | StoreGroup,
+        timeout: float | None,
+        what: str = "Communicator",
+        purpose: str = "",
     ) -> None:
-        self.rank = dist.get_rank(group)
-        self.size = dist.get_world_size(group)
-        self.store = dist.distributed_c10d._get_process_group_store(group)
-        self._front, self._background = _stores_of(group, self.rank)
+        self.rank, self.size, self.store = place_in(group)
+        self._front, self._background = stores_of(group)
         self._group, self._what = group, what
         self._name = f"{what}/{purpose}"
         num_made = _num_made.setdefault(group, {})

@@ -1,0 +1,157 @@
+"""Receives from any source.
+
+The engine matches messages of one source with receives from that source, and knows no other ones. So a rank
+that waits for a send which nobody has received yet writes into the store of the group how many it has sent
+with this tag to that rank, and a receive from any source looks there for a rank that has sent more than this
+one has received. A program without such receives writes nothing as long as its sends match soon.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from typing import Any
+
+from ..communicator.continuation import deadline_of, finish_in_background
+from ..core.process_groups import StoreGroup
+from ..core.rendezvous import stores_of
+from ..errors import PipeCommTimeout
+
+_PATIENCE_S = 0.01  # with a send that finds no receive, before the store hears of it
+_IDLE_S = 1.0  # without a send, after which the thread has nothing to look after
+_STORE_LIMIT_S = 5.0
+_LONGEST_REST_S = 0.02
+
+
+class SendWatch:
+    """Tells the store of the sends of this rank that wait for their receives."""
+
+    is_patient = True
+
+    def __init__(self, group: StoreGroup) -> None:
+        self._group = group
+        self._num_sent: Counter[tuple[int, int]] = Counter()  # by destination and tag
+        self._told: Counter[tuple[int, int]] = Counter()
+        self._pending: deque[tuple[Any, tuple[int, int], float]] = deque()
+        self._is_watched = False
+
+    def add(self, work: Any, dst: int, tag: int) -> None:
+        """A send that has just been posted."""
+        key = (dst, tag)
+        self._num_sent[key] += 1
+        self._pending.append((work, key, time.monotonic()))
+        if not self._is_watched:
+            self._is_watched = True
+            finish_in_background(self)
+
+    def poll(self) -> bool:
+        """Whether there has been nothing to look after for a while."""
+        now = time.monotonic()
+        left = []
+        for _ in range(len(self._pending)):
+            work, key, posted_at = self._pending.popleft()
+            if work.is_completed():
+                self._last_at = posted_at
+                continue
+            left.append((work, key, posted_at))
+            if now - posted_at > _PATIENCE_S and self._told[key] < self._num_sent[key]:
+                count = self._num_sent[key]
+                try:
+                    _, background = stores_of(self._group)
+                    background.set(_key(*key, self._group.rank), str(count).encode(), _STORE_LIMIT_S)
+                except Exception:  # the store is gone: who receives learns of it, too
+                    return self._stop()
+                self._told[key] = count
+        self._pending.extendleft(reversed(left))
+        if not self._pending and now - self._last_at > _IDLE_S:
+            return self._stop()
+        return False
+
+    _last_at = 0.0
+
+    def rest(self) -> None:
+        time.sleep(_PATIENCE_S / 2)
+
+    def _stop(self) -> bool:
+        self._is_watched = False
+        return not self._pending
+
+
+class AnySource:
+    """A receive that has no source yet. Has the methods of a Work."""
+
+    def __init__(
+        self,
+        group: StoreGroup,
+        tag: int,
+        num_received: Counter[tuple[int, int]],
+        lock: threading.Lock,
+        receive_from: Callable[[int], Any],
+        receive_own: Callable[[], Any],
+    ) -> None:
+        self.source: int | None = None
+        self._group, self._tag, self._num_received, self._posting = group, tag, num_received, lock
+        self._receive_from, self._receive_own = receive_from, receive_own
+        self._work: Any = None
+        self._error: Exception | None = None
+        self._lock = threading.Lock()
+
+    def wait(self, timeout: Any = None) -> None:
+        deadline, rest_s = deadline_of(timeout), 0.0005
+        while not self._find():
+            if time.monotonic() > deadline:
+                raise PipeCommTimeout(
+                    f"rank {self._group.rank}: recv from any source: no rank has sent anything with tag "
+                    f"{self._tag} within the timeout",
+                    op="recv",
+                    rank=self._group.rank,
+                    origin_rank=self._group.rank,
+                )
+            time.sleep(rest_s)
+            rest_s = min(2 * rest_s, _LONGEST_REST_S)
+        if self._error is not None:
+            raise self._error
+        self._work.wait(None if timeout is None else max(0.0, deadline - time.monotonic()))
+
+    def is_completed(self) -> bool:
+        return self._find() and (self._error is not None or self._work.is_completed())
+
+    def rest(self) -> None:
+        time.sleep(0.002)
+
+    def _find(self) -> bool:
+        """Whether the source is known; then the receive is posted."""
+        if self._work is not None or self._error is not None:
+            return True
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
+            if self._work is None and self._error is None:
+                self._look()
+        except Exception as error:
+            self._error = error
+        finally:
+            self._lock.release()
+        return self._work is not None or self._error is not None
+
+    def _look(self) -> None:
+        front, _ = stores_of(self._group)
+        me, tag = self._group.rank, self._tag
+        with self._posting:
+            self._work = self._receive_own()
+            if self._work is not None:
+                self.source = me
+                return
+        for src in range(self._group.size):
+            said = None if src == me else front.find(_key(me, tag, src), _STORE_LIMIT_S)
+            with self._posting:
+                if said is not None and int(said) > self._num_received[src, tag]:
+                    self.source = src
+                    self._work = self._receive_from(src)
+                    return
+
+
+def _key(dst: int, tag: int, src: int) -> str:
+    return f"pipecomm/sent/{dst}/{tag}/{src}"

@@ -1,0 +1,328 @@
+"""The collectives of torch's process groups, with the names and arguments that torch calls them with."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..communicator.communicator import list_plan
+from ..communicator.continuation import Continuation, finish_in_background
+from ..communicator.reductions import (
+    begin_all_gather,
+    begin_all_reduce,
+    begin_reduce,
+    begin_reduce_scatter,
+    buffer_for,
+    flattened,
+    pieces_of_single,
+    with_copies,
+)
+from ..core.extension import _C
+from ..core.tensor_specs import spec_of, specs_of
+from ..errors import PipeCommError
+from .arguments import (
+    operator_name,
+    root_of,
+    single,
+    splits,
+    tensor_list,
+    timeout_of,
+    waits,
+    with_operator,
+)
+from .endpoint import Connection, Endpoint
+from .messages import Messages
+from .profile import profiled
+from .work import BackendWork, Together, explained
+
+
+class Collectives:
+    """What the group and the backend that is registered on it have in common."""
+
+    endpoint: Endpoint
+    messages: Messages
+
+    # ---- details
+
+    def _connection(self, tensor: Tensor) -> Connection:
+        self.endpoint.num_collectives += 1
+        return self.endpoint.connection(tensor.device)
+
+    def _begun(self, handle: Any, outputs: list[Tensor], opts: Any, what: str) -> BackendWork:
+        endpoint = self.endpoint
+        limit = endpoint.limit(getattr(opts, "timeout", None))
+        work = BackendWork(handle, outputs, limit, endpoint.rank, what, endpoint.num_collectives)
+        self.messages.note(work)
+        if not waits(opts):
+            for part in handle if isinstance(handle, list) else [handle]:
+                if isinstance(part, Continuation):
+                    finish_in_background(part)
+        return work
+
+    def _explaining(self, what: str, begin: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Begins a call, whose errors say what it is."""
+        try:
+            with torch.no_grad():
+                return begin(*args, **kwargs)
+        except PipeCommError as error:
+            raise explained(error, self.endpoint.rank, what) from None
+
+    def _exchange(
+        self,
+        connection: Connection,
+        op: str,
+        what: str,
+        plan: Callable[[], _C.PreparedExchange],
+        inputs: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        opts: Any,
+    ) -> Any:
+        exchange, is_async = connection.communicator.exchange, not waits(opts)
+        return self._explaining(
+            what, exchange, plan, inputs, outputs, op=op, async_op=is_async, returns_work=True
+        )
+
+    def _lists(
+        self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], device_of: Tensor, opts: Any, what: str
+    ) -> BackendWork:
+        """An all-to-all of lists, in which a rank that gives or gets nothing has an empty tensor."""
+        connection = self._connection(device_of)
+        comm = connection.communicator
+
+        def plan() -> _C.PreparedExchange:
+            specs = specs_of(list(inputs), "inputs"), specs_of(list(outputs), "outputs")
+            return list_plan(comm.rank, comm.size, *specs)
+
+        handle = self._exchange(connection, "all_to_all", what, plan, list(inputs), list(outputs), opts)
+        return self._begun(handle, [output for output in outputs if output is not None], opts, what)
+
+    def _together(self, works: Sequence[BackendWork], opts: Any, what: str) -> BackendWork:
+        outputs = [tensor for work in works for tensor in work.result()]
+        limit = self.endpoint.limit(getattr(opts, "timeout", None))
+        return BackendWork(Together(works), outputs, limit, self.endpoint.rank, what)
+
+    # ---- one to all, all to one
+
+    @profiled
+    def broadcast(self, tensors: Any, opts: Any = None, *args: Any, **kwargs: Any) -> BackendWork:
+        tensor, root = single(tensors, "broadcast"), root_of(opts, kwargs)
+        comm = self._connection(tensor).communicator
+        flat = flattened(tensor) if comm.rank == root else buffer_for(tensor)
+        work = comm.broadcast(flat, root, async_op=True)
+        handle: Any = work
+        if comm.rank != root and flat.data_ptr() != tensor.data_ptr():
+            handle = Continuation(with_copies(iter([work]), [flat], [tensor]))
+        return self._begun(handle, [tensor], opts, f"broadcast from rank {root}")
+
+    @profiled
+    def gather(self, outputs: Any, inputs: Any, opts: Any = None, **kwargs: Any) -> BackendWork:
+        tensor, root = single(inputs, "gather"), root_of(opts, kwargs)
+        rank, size = self.endpoint.rank, self.endpoint.size
+        none = tensor.new_empty(0)
+        targets = tensor_list(outputs) if rank == root else [none] * size
+        sources = [tensor if dst == root else none for dst in range(size)]
+        return self._lists(sources, targets, tensor, opts, f"gather to rank {root}")
+
+    @profiled
+    def gather_single(self, output: Any, tensor: Tensor, opts: Any = None, **kwargs: Any) -> BackendWork:
+        root, size = root_of(opts, kwargs), self.endpoint.size
+        outputs = [] if self.endpoint.rank != root else list(output.view(size, *tensor.shape).unbind(0))
+        return self.gather([outputs], [tensor], opts)
+
+    gather_into_tensor = gather_single
+
+    @profiled
+    def scatter(self, outputs: Any, inputs: Any, opts: Any = None, **kwargs: Any) -> BackendWork:
+        output, root = single(outputs, "scatter"), root_of(opts, kwargs)
+        rank, size = self.endpoint.rank, self.endpoint.size
+        none = output.new_empty(0)
+        sources = tensor_list(inputs) if rank == root else [none] * size
+        targets = [output if src == root else none for src in range(size)]
+        return self._lists(sources, targets, output, opts, f"scatter from rank {root}")
+
+    # ---- all to all
+
+    @profiled
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None, **kwargs: Any) -> BackendWork:
+        tensor, targets = single(inputs, "allgather"), tensor_list(outputs)
+        connection = self._connection(tensor)
+        comm = connection.communicator
+        handle = self._exchange(
+            connection,
+            "all_gather",
+            "all_gather",
+            lambda: _all_gather_plan(
+                comm.rank, comm.size, spec_of(tensor, "tensor"), specs_of(targets, "tensor_list")
+            ),
+            [tensor],
+            targets,
+            opts,
+        )
+        return self._begun(handle, targets, opts, "all_gather")
+
+    def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> BackendWork:
+        """outputs[rank][i] gets inputs[i] of that rank."""
+        works = [
+            self.allgather([[of_rank[idx] for of_rank in outputs]], [tensor])
+            for idx, tensor in enumerate(inputs)
+        ]
+        return self._together(works, opts, "all_gather_coalesced")
+
+    @profiled
+    def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> BackendWork:
+        comm = self._connection(tensor).communicator
+        what = "all_gather_single"
+        handle = self._explaining(what, begin_all_gather, comm, output, tensor, waits(opts))
+        return self._begun(handle, [output], opts, what)
+
+    _allgather_base = all_gather_single
+
+    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> BackendWork:
+        works = [self.all_gather_single(*pair) for pair in zip(outputs, inputs, strict=True)]
+        return works[0] if len(works) == 1 else self._together(works, opts, "all_gather_single_coalesced")
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    @profiled
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        tensor: Tensor,
+        output_splits: Any = (),
+        input_splits: Any = (),
+        opts: Any = None,
+    ) -> BackendWork:
+        connection = self._connection(tensor)
+        comm = connection.communicator
+
+        def plan() -> _C.PreparedExchange:
+            spec, output_spec = spec_of(tensor, "input"), spec_of(output, "output")
+            return _all_to_all_single_plan(
+                comm.rank,
+                comm.size,
+                spec,
+                output_spec,
+                splits(spec, input_splits, comm.size, "input"),
+                splits(output_spec, output_splits, comm.size, "output"),
+            )
+
+        handle = self._exchange(connection, "all_to_all", "all_to_all_single", plan, [tensor], [output], opts)
+        return self._begun(handle, [output], opts, "all_to_all_single")
+
+    alltoall_base = all_to_all_single
+
+    @profiled
+    def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> BackendWork:
+        return self._lists(inputs, outputs, inputs[0], opts, "all_to_all")
+
+    # ---- reductions
+
+    @profiled
+    def allreduce(self, tensors: Any, opts: Any = None, *args: Any, **kwargs: Any) -> BackendWork:
+        op, opts = with_operator(opts, kwargs)
+        return self._all_reduce([single(tensors, "all_reduce")], op, opts, "all_reduce")
+
+    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> BackendWork:
+        op, opts = with_operator(opts, {})
+        if len({tensor.dtype for tensor in tensors}) == 1:
+            return self._all_reduce(list(tensors), op, opts, "all_reduce_coalesced")
+        works = [
+            self._all_reduce(some, op, None, "all_reduce_coalesced")
+            for some in _by_dtype(tensors, [tensor.dtype for tensor in tensors])
+        ]
+        work = self._together(works, opts, "all_reduce_coalesced")
+        work.outputs = list(tensors)
+        return work
+
+    def _all_reduce(self, tensors: list[Tensor], op: Any, opts: Any, what: str) -> BackendWork:
+        connection = self._connection(tensors[0])
+        what = f"{what} with {operator_name(op)}"
+        channel, line = connection.reduction_channel, connection.line
+        handle = self._explaining(
+            what, begin_all_reduce, connection.communicator, tensors, op, waits(opts), channel, line
+        )
+        return self._begun(handle, tensors, opts, what)
+
+    @profiled
+    def reduce(self, tensors: Any, opts: Any = None, *args: Any, **kwargs: Any) -> BackendWork:
+        tensor, root = single(tensors, "reduce"), root_of(opts, kwargs)
+        op, opts = with_operator(opts, kwargs)
+        comm = self._connection(tensor).communicator
+        what = f"reduce with {operator_name(op)} to rank {root}"
+        handle = self._explaining(what, begin_reduce, comm, tensor, op, root, waits(opts))
+        return self._begun(handle, [tensor], opts, what)
+
+    @profiled
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, **kwargs: Any) -> BackendWork:
+        output, pieces = single(outputs, "reduce_scatter"), tensor_list(inputs)
+        return self._reduce_scatter([output], [[piece] for piece in pieces], opts, "reduce_scatter")
+
+    @profiled
+    def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> BackendWork:
+        return self.reduce_scatter_single_coalesced([output], [tensor], opts)
+
+    _reduce_scatter_base = reduce_scatter_single
+
+    def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> BackendWork:
+        comm = self.endpoint.connection(inputs[0].device).communicator
+        whats = [pieces_of_single(comm, *pair) for pair in zip(outputs, inputs, strict=True)]
+        works = []
+        for idxs in _by_dtype(range(len(outputs)), [output.dtype for output in outputs]):
+            pieces = [[whats[idx][rank][0] for idx in idxs] for rank in range(comm.size)]
+            some = [outputs[idx] for idx in idxs]
+            works.append(self._reduce_scatter(some, pieces, opts, "reduce_scatter_single"))
+        return works[0] if len(works) == 1 else self._together(works, opts, "reduce_scatter_single_coalesced")
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def _reduce_scatter(self, outputs: list[Tensor], pieces: Any, opts: Any, what: str) -> BackendWork:
+        op, opts = with_operator(opts, {})
+        comm = self._connection(outputs[0]).communicator
+        what = f"{what} with {operator_name(op)}"
+        handle = self._explaining(what, begin_reduce_scatter, comm, outputs, pieces, op, waits(opts))
+        return self._begun(handle, outputs, opts, what)
+
+    # ---- barriers
+
+    def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> BackendWork:
+        device = getattr(opts, "device", None)
+        on_cuda = device is not None and device.type == "cuda" and "cpu" not in self._device_kinds()
+        comm = self._connection(torch.empty(0, device=device if on_cuda else "cpu")).communicator
+        work = BackendWork(
+            comm.barrier(async_op=True),
+            [],
+            self.endpoint.limit(timeout_of(opts, timeout)),
+            self.endpoint.rank,
+            "barrier",
+            self.endpoint.num_collectives,
+        )
+        self.messages.note(work)
+        return work
+
+    def _device_kinds(self) -> set[str]:
+        return {"cpu", "cuda"}
+
+
+@functools.lru_cache(maxsize=256)
+def _all_gather_plan(rank: int, size: int, spec: Any, outputs: Any) -> _C.PreparedExchange:
+    return _C.plan_all_gather_list(rank, size, spec, outputs)
+
+
+@functools.lru_cache(maxsize=256)
+def _all_to_all_single_plan(
+    rank: int, size: int, spec: Any, output: Any, lengths: Any, output_lengths: Any
+) -> _C.PreparedExchange:
+    return _C.plan_all_to_all_single(rank, size, spec, output, lengths, output_lengths)
+
+
+def _by_dtype(items: Any, dtypes: list[torch.dtype]) -> list[list[Any]]:
+    """The items, in lists of one dtype each."""
+    lists: dict[torch.dtype, list[Any]] = {}
+    for item, dtype in zip(items, dtypes, strict=True):
+        lists.setdefault(dtype, []).append(item)
+    return list(lists.values())

@@ -1,0 +1,123 @@
+"""What one rank holds of one group: its communicators, its timeout, and how many calls it has made."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import warnings
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..communicator import Communicator, communicator_for
+from ..communicator.continuation import Line
+from ..core.process_groups import StoreGroup
+from ..errors import PipeCommAborted, PipeCommError
+
+# The numbers of channels for the tags from 0 on, and for all other tags; one more is for the second exchange
+# of reductions. Of CUDA tensors each one takes memory.
+_CHANNELS = {"cpu": (11, 3), "cuda": (2, 1)}
+
+
+@dataclass
+class Connection:
+    """The communicator of a device."""
+
+    communicator: Communicator
+    num_own_tags: int
+    num_shared: int
+    line: Line = field(default_factory=Line)
+
+    @property
+    def reduction_channel(self) -> int:
+        return self.num_own_tags + self.num_shared
+
+    def channel_of(self, tag: int) -> tuple[int, int]:
+        """The channel of a tag, and what the ends compare, so that tags which share one never mix."""
+        if 0 <= tag < self.num_own_tags:
+            return tag, 0
+        return self.num_own_tags + tag % self.num_shared, (tag << 1 | 1) & (2**64 - 1)
+
+
+class Endpoint:
+    """Communicators are made at the first call for a device, which waits for nobody."""
+
+    def __init__(
+        self, store: dist.Store, rank: int, size: int, name: str, ranks: list[int], timeout: timedelta
+    ) -> None:
+        self.group = StoreGroup(store, rank, size, name)
+        self.rank, self.size, self.ranks = rank, size, ranks
+        self.timeout = timeout
+        self.num_collectives = 0
+        self._connections: dict[torch.device, Connection] = {}
+        self._lock = threading.Lock()
+        self._ended = ""
+
+    def connection(self, device: torch.device) -> Connection:
+        found = self._connections.get(device)
+        return found if found is not None else self._connect(device)
+
+    def _connect(self, device: torch.device) -> Connection:
+        with self._lock:
+            if self._ended:
+                raise PipeCommAborted(f"rank {self.rank}: the process group is {self._ended}", rank=self.rank)
+            if device not in self._connections:
+                if device.type not in _CHANNELS:
+                    raise ValueError(f"tensors must be on the CPU or on a CUDA device, not on {device}")
+                num_own, num_shared = _CHANNELS[device.type]
+                self._connections[device] = Connection(
+                    communicator_for(
+                        f"backend {device.type}",
+                        self.group,
+                        device,
+                        num_own + num_shared + 1,
+                        timeout=self.timeout if self.timeout.total_seconds() > 0 else None,
+                    ),
+                    num_own,
+                    num_shared,
+                )
+            return self._connections[device]
+
+    def limit(self, timeout: timedelta | None) -> timedelta | None:
+        """How long to wait for a call with this timeout (negative: none was given); None: for as long as the
+        communicator does."""
+        if timeout is not None and timeout.total_seconds() > 0:
+            return timeout
+        return self._changed_timeout
+
+    _changed_timeout: timedelta | None = None
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self.timeout = timeout
+        if self._connections:  # whose own timeouts stay
+            self._changed_timeout = timeout
+
+    def shutdown(self) -> None:
+        """Waits for what is in flight, and closes. Again: nothing is left to do."""
+        for communicator in self._end("shut down"):
+            try:
+                communicator.close()
+            except PipeCommError as error:
+                if communicator.failure is None:
+                    warnings.warn(f"process group {self.group.group_name}: {error}", stacklevel=3)
+
+    def abort(self, reason: str = "the process group was aborted") -> None:
+        """Makes every call in flight fail, on all ranks."""
+        for communicator in self._end("aborted"):
+            with contextlib.suppress(PipeCommError):
+                communicator.abort(reason)
+            with contextlib.suppress(PipeCommError):
+                communicator.close()
+
+    def _end(self, how: str) -> list[Communicator]:
+        with self._lock:
+            self._ended = self._ended or how
+            connections = list(self._connections.values())
+        return [connection.communicator for connection in connections]
+
+    @property
+    def failure(self) -> Any:
+        return next(filter(None, (c.communicator.failure for c in self._connections.values())), None)

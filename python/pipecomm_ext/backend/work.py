@@ -1,0 +1,190 @@
+"""The handle that torch gets for a call."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import Work as TorchWork
+
+from ..communicator.continuation import deadline_of, finish_in_background
+from ..errors import PipeCommError, PipeCommMismatch, PipeCommTimeout
+
+_NONE = timedelta(0)  # torch's way to say that a wait has no timeout of its own
+_futures_lock = threading.Lock()
+
+
+class Handle(Protocol):
+    """What a call is waited for by: a Work of the engine's, a Continuation, ..."""
+
+    def wait(self, timeout: Any = None) -> Any: ...
+    def is_completed(self) -> bool: ...
+
+
+class Together:
+    """Several handles as one."""
+
+    def __init__(self, handles: Sequence[Handle]) -> None:
+        self._handles = handles
+
+    def wait(self, timeout: Any = None) -> None:
+        deadline = deadline_of(timeout)
+        for handle in self._handles:
+            handle.wait(None if timeout is None else max(0.0, deadline - time.monotonic()))
+
+    def is_completed(self) -> bool:
+        return all([handle.is_completed() for handle in self._handles])
+
+
+class BackendWork(TorchWork):
+    """Dropping it is legal: what it stands for is done all the same. Waiting twice is, too.
+
+    `what` is the call in words, for errors; `limit` how long `wait` waits, None: as the communicator does.
+    """
+
+    def __init__(
+        self,
+        handle: Handle,
+        outputs: list[Tensor],
+        limit: timedelta | None,
+        rank: int,
+        what: str,
+        number: int = 0,
+    ) -> None:
+        super().__init__()
+        self._handle, self.outputs, self._limit = handle, outputs, limit
+        self._rank, self._what, self._number = rank, what, number
+        self._future: Any = None
+        self._error: BaseException | None = None
+
+    def wait(self, timeout: timedelta | float | None = _NONE) -> bool:
+        """Waits until the call is done; returns True.
+
+        Raises:
+            PipeCommTimeout: the timeout has passed; the call stays in flight.
+            PipeCommError: the call has failed.
+        """
+        try:
+            self._handle.wait(self._limit if timeout is None or timeout == _NONE else timeout)
+        except PipeCommTimeout as error:
+            if self._handle.is_completed():
+                self._settle(error)
+            raise self._explained(error) from None
+        except PipeCommError as error:
+            self._settle(error)
+            raise self._explained(error) from None
+        except BaseException as error:
+            if self._handle.is_completed():
+                self._settle(error)
+            raise
+        if self._future is not None:
+            self._settle(None)
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Whether the call has ended, well or not."""
+        if not self._handle.is_completed():
+            return False
+        if self._future is not None:
+            self._settle(self._outcome())
+        return True
+
+    def is_success(self) -> bool:
+        return self._handle.is_completed() and self._outcome() is None
+
+    def exception(self) -> BaseException | None:
+        return self._outcome() if self._handle.is_completed() else None
+
+    def result(self) -> list[Tensor]:
+        return self.outputs
+
+    def get_future(self) -> Any:
+        """A future that has the list of the tensors once the call is done, whether or not anybody waits."""
+        with _futures_lock:
+            is_new = self._future is None
+            if is_new:
+                devices: list[Any] = [tensor.device for tensor in self.outputs[:1] if tensor.is_cuda]
+                self._future = torch.futures.Future(devices=devices)
+                self._is_settled = False
+        if is_new and not self.is_completed():
+            finish_in_background(self)
+        return self._future
+
+    def source_rank(self) -> int:
+        source = getattr(self._handle, "source", None)
+        if source is None:
+            raise RuntimeError("only a receive that has ended has a source rank")
+        return source
+
+    _source_rank = source_rank
+
+    def _get_sequence_number(self) -> int:
+        return self._number
+
+    # ---- for the thread that completes futures
+
+    poll = is_completed
+
+    def rest(self) -> None:
+        time.sleep(0.001)
+
+    # ---- details
+
+    def _outcome(self) -> BaseException | None:
+        """The error of a call that has ended."""
+        try:
+            self._handle.wait()
+        except Exception as error:
+            return self._explained(error) if isinstance(error, PipeCommError) else error
+        return None
+
+    def _settle(self, error: BaseException | None) -> None:
+        with _futures_lock:
+            future = None if self._future is None or self._is_settled else self._future
+            self._is_settled = True
+        if future is None:
+            return
+        if error is None:
+            future.set_result(self.outputs)
+        else:
+            future.set_exception(error)
+
+    def _explained(self, error: PipeCommError) -> PipeCommError:
+        return explained(error, self._rank, self._what)
+
+
+def explained(error: PipeCommError, rank: int, what: str) -> PipeCommError:
+    """The error, which then says what call of torch's it came from."""
+    if isinstance(error, PipeCommTimeout):
+        note = f"; the timeout of {what} on rank {rank} has passed"
+    elif isinstance(error, PipeCommMismatch):
+        note = f"; rank {rank} called {what}"
+    else:
+        return error
+    if note not in str(error):
+        error.args = (f"{error}{note}",)
+    return error
+
+
+class ReceiveWork(BackendWork):
+    """That of a receive whose source is known."""
+
+    def __init__(self, *args: Any, source: int) -> None:
+        super().__init__(*args)
+        self._source = source
+
+    def source_rank(self) -> int:
+        return self._source
+
+    _source_rank = source_rank

@@ -1,0 +1,179 @@
+"""Operations of several exchanges, with computations between and after them, behind one handle.
+
+A reduction is written as a generator that yields the Work of each exchange and is resumed once that is done.
+Whoever looks at its handle resumes it; `finish_in_background` has a thread do so if nobody does.
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+from ..core.extension import _C
+from ..errors import PipeCommTimeout
+
+_SLICE_S = 0.001  # that the thread waits before it looks at all handles once more
+
+
+def deadline_of(timeout: float | datetime.timedelta | None) -> float:
+    """The time, as time.monotonic() tells it, at which a wait that begins now has lasted too long."""
+    seconds = None if timeout is None else _C.timeout_seconds(timeout)
+    return math.inf if seconds is None else time.monotonic() + seconds
+
+
+class Line:
+    """The operations of a communicator whose second exchange has a channel of its own: all ranks post those
+    in the order in which they have posted the first ones."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.last: Continuation | None = None
+
+
+class Continuation:
+    """Has the methods of a Work. The generator is begun at once, so that what it raises first comes out of
+    the call. With a `line`, its second exchange waits for those of the operations before it there."""
+
+    def __init__(self, steps: Iterator[_C.Work], line: Line | None = None) -> None:
+        self._steps = steps
+        self._lock = threading.Lock()
+        self._error: BaseException | None = None
+        self._previous: Continuation | None = None
+        self._num_done = 0
+        if line is None:
+            self._current = next(steps, None)
+        else:
+            with line.lock:
+                self._current = next(steps, None)
+                if self._current is not None:
+                    self._previous, line.last = line.last, self
+
+    def wait(self, timeout: float | datetime.timedelta | None = None) -> None:
+        """Waits until all is done. Idempotent, from any thread.
+
+        Raises:
+            PipeCommTimeout: the timeout has passed; the operation stays in flight.
+            PipeCommError: the operation's own error, if it failed.
+        """
+        if self._current is not None and not self._run(deadline_of(timeout)):
+            raise PipeCommTimeout("the operation has not ended within the timeout of the wait")
+        if self._error is not None:
+            raise self._error
+
+    def synchronize(self) -> None:
+        """Blocks the host until all is done."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Whether the operation has ended, well or not. Blocks for no other rank."""
+        return self._current is None or self._run(None)
+
+    poll = is_completed
+
+    def rest(self) -> None:
+        """Waits a moment, without a part in the waits of others for the exchange in flight."""
+        time.sleep(_SLICE_S)
+
+    def _run(self, deadline: float | None, only_first: bool = False) -> bool:
+        """Goes on until all (or the first exchange) is done, or until the deadline; None: while nothing has
+        to be waited for. Returns whether it is."""
+        if deadline is None:
+            if not self._lock.acquire(blocking=False):
+                return False
+        elif not self._lock.acquire(timeout=_left(deadline)):
+            return False
+        try:
+            while self._current is not None and not (only_first and self._num_done):
+                if deadline is None and not self._current.is_completed():
+                    return False
+                if not self._step(self._current, deadline):
+                    return False
+            return True
+        finally:
+            self._lock.release()
+
+    def _step(self, current: _C.Work, deadline: float | None) -> bool:
+        try:
+            try:
+                current.wait(None if deadline in (None, math.inf) else max(0.0, deadline - time.monotonic()))
+            except PipeCommTimeout:
+                if not current.is_completed():
+                    return False
+                raise
+            if not self._run_those_before(deadline):
+                return False
+            self._current = next(self._steps, None)
+            self._num_done += 1
+        except Exception as error:
+            self._error, self._current, self._previous = error, None, None
+            self._steps = iter(())
+        return True
+
+    def _run_those_before(self, deadline: float | None) -> bool:
+        waiting = []
+        previous = self._previous
+        while previous is not None:
+            waiting.append(previous)
+            previous = previous._previous
+        for other in reversed(waiting):
+            if not other._run(deadline, only_first=True):
+                return False
+        self._previous = None
+        return True
+
+
+def _left(deadline: float) -> float:
+    return -1 if deadline == math.inf else max(0.0, deadline - time.monotonic())
+
+
+# ---- in the background -----------------------------------------------------------------------------------
+
+
+class Pollable(Protocol):
+    """What the thread looks after until `poll` returns True. `rest` waits a moment for it to get on; one with
+    `is_patient` is looked at while the others rest."""
+
+    def poll(self) -> bool: ...
+    def rest(self) -> None: ...
+
+
+class _Background:
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._new: list[Pollable] = []
+        self._thread: threading.Thread | None = None
+
+    def add(self, handle: Pollable) -> None:
+        with self._changed:
+            self._new.append(handle)
+            if self._thread is None or not self._thread.is_alive():  # a forked child has no such thread
+                self._thread = threading.Thread(target=self._work, name="pipecomm finish", daemon=True)
+                self._thread.start()
+            else:
+                self._changed.notify()
+
+    def _work(self) -> None:
+        _C.leave_behind()
+        pending: list[Any] = []
+        while True:
+            with self._changed:
+                while not self._new and not pending:
+                    self._changed.wait()
+                pending += self._new
+                self._new.clear()
+            pending = [handle for handle in pending if not handle.poll()]
+            if pending:
+                urgent = (handle for handle in pending if not getattr(handle, "is_patient", False))
+                next(urgent, pending[0]).rest()
+
+
+_background = _Background()
+
+
+def finish_in_background(handle: Pollable) -> None:
+    """Has a thread poll `handle` until it is done, whether or not anybody waits for it."""
+    _background.add(handle)

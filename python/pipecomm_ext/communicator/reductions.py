@@ -1,0 +1,333 @@
+"""Reductions as exchange plans: pieces are exchanged, then reduced in the order of the ranks.
+
+Every rank computes an element from the same numbers in the same order, or gets it from the one rank that has,
+so all ranks hold the same bits, in every run. Nothing here depends on when a message comes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core.extension import _C
+from ..core.tensor_specs import spec_of, specs_of
+from .continuation import Continuation, Line
+
+# Up to here every rank gets whole tensors and reduces them itself, in one exchange.
+MAX_WHOLE_BYTES = 32 << 10
+
+_NAMES = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")
+_BITWISE = {"BAND": torch.bitwise_and, "BOR": torch.bitwise_or, "BXOR": torch.bitwise_xor}
+_SUMS = ("SUM", "AVG", "PREMUL_SUM")
+_WIDE = (torch.float16, torch.bfloat16)
+_SIGNED = {
+    getattr(torch, f"uint{bits}"): getattr(torch, f"int{bits}")
+    for bits in (16, 32, 64)
+    if hasattr(torch, f"uint{bits}")
+}
+
+
+class Operator:
+    """A reduce operator of torch's, checked for a dtype.
+
+    Raises:
+        TypeError: it is none.
+        ValueError: it has no meaning for this dtype.
+    """
+
+    def __init__(self, op: Any, dtype: torch.dtype) -> None:
+        kind = getattr(op, "op", op)
+        self.name: str = getattr(kind, "name", "")
+        if self.name not in _NAMES:
+            raise TypeError(f"op must be a ReduceOp of torch.distributed, not {op!r}")
+        self.factor: Any = None
+        if self.name == "PREMUL_SUM":
+            self.factor = getattr(op, "factor", None)
+            if self.factor is None:
+                raise ValueError("PREMUL_SUM needs a factor: torch.distributed.ReduceOp.PREMUL_SUM(factor)")
+        is_float = dtype.is_floating_point or dtype.is_complex
+        if self.name in _BITWISE and is_float:
+            raise ValueError(f"{self.name} is for integers and bool, not for {dtype}")
+        if self.name in ("AVG", "PREMUL_SUM") and not is_float:
+            raise ValueError(f"{self.name} is for floating point, not for {dtype}")
+        if self.name in ("MIN", "MAX") and dtype.is_complex:
+            raise ValueError(f"{self.name} has no meaning for {dtype}")
+
+    def before(self, tensor: Tensor) -> Tensor:
+        """What this rank brings in, of `tensor`."""
+        return tensor if self.factor is None else (tensor * self.factor).to(tensor.dtype)
+
+    def reduce(self, rows: Sequence[Tensor], output: Tensor) -> None:
+        """The reduction of one tensor of each rank, in their order, into `output`, which may be one of
+        them."""
+        with torch.inference_mode(output.is_inference()), torch.no_grad():  # of whichever thread this is
+            self._reduce(rows, output)
+
+    def _reduce(self, rows: Sequence[Tensor], output: Tensor) -> None:
+        dtype = output.dtype
+        if dtype.is_complex and self.name in _SUMS:
+            return self._reduce([torch.view_as_real(row) for row in rows], torch.view_as_real(output))
+        if dtype.itemsize == 1 and dtype.is_floating_point or dtype in _WIDE:
+            total = self._fold([row.to(torch.float32) for row in rows])
+        elif dtype.is_complex and dtype.itemsize == 4:
+            total = self._fold([row.to(torch.complex64) for row in rows])
+        elif dtype in _SIGNED:
+            total = self._fold_unsigned([row.view(_SIGNED[dtype]) for row in rows]).view(dtype)
+        else:
+            total = self._fold(rows)
+        if self.name == "AVG":
+            total = total / len(rows)
+        output.copy_(total)
+        return None
+
+    def _fold_unsigned(self, rows: Sequence[Tensor]) -> Tensor:
+        """Of integers without a sign, seen as some with one: where that matters, the top bit is flipped."""
+        if self.name not in ("MIN", "MAX"):
+            return self._fold(rows)
+        top = torch.iinfo(rows[0].dtype).min
+        return self._fold([row ^ top for row in rows]) ^ top
+
+    def _fold(self, rows: Sequence[Tensor]) -> Tensor:
+        combine = _combiner(self.name, rows[0].dtype)
+        if len(rows) == 1:
+            return rows[0]
+        total = combine(rows[0], rows[1])
+        for row in rows[2:]:
+            combine(total, row, out=total)
+        return total
+
+
+def _combiner(name: str, dtype: torch.dtype) -> Callable[..., Tensor]:
+    if name in _SUMS:
+        return torch.logical_or if dtype == torch.bool else torch.add
+    if name == "PRODUCT":
+        return torch.logical_and if dtype == torch.bool else torch.mul
+    if name == "MIN":
+        return torch.logical_and if dtype == torch.bool else torch.minimum
+    if name == "MAX":
+        return torch.logical_or if dtype == torch.bool else torch.maximum
+    return _BITWISE[name]
+
+
+# ---- plans ------------------------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=256)
+def _whole_plan(rank: int, size: int, length: int, dtype: torch.dtype, root: int, tag: str) -> Any:
+    """Every rank's tensor to rank `root`, or to all ranks (-1), one after the other."""
+    everybody, lengths = list(range(size)), [length] * size
+    target = (everybody, 0, None, True) if root < 0 else ([root], 0, [size * length], False)
+    whole = ((size * length,), dtype)
+    return _C.plan_reshard(
+        rank, size, whole, (everybody, 0, lengths, False), target, tag=tag, shown=((length,), dtype)
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def _scatter_plan(rank: int, size: int, lengths: tuple[int, ...], dtype: torch.dtype, tag: str) -> Any:
+    """Piece r of every rank's tensor to rank r."""
+    whole = ((sum(lengths),), dtype)
+    return _C.plan_collect_pieces(rank, size, whole, (list(range(size)), 0, lengths, False), tag=tag)
+
+
+@functools.lru_cache(maxsize=256)
+def _gather_plan(rank: int, size: int, lengths: tuple[int, ...], dtype: torch.dtype, tag: str) -> Any:
+    """Rank r's piece r to all ranks."""
+    everybody, whole = list(range(size)), ((sum(lengths),), dtype)
+    return _C.plan_reshard(
+        rank, size, whole, (everybody, 0, lengths, False), (everybody, 0, None, True), tag=tag
+    )
+
+
+# ---- the operations, of contiguous tensors of one dim ----------------------------------------------------
+# `comm` is a Communicator. `waits`: the exchanges are waited for where they are posted.
+
+
+def all_reduce_steps(
+    comm: Any, tensor: Tensor, op: Operator, waits: bool, channel: int | None = None
+) -> Iterator[_C.Work]:
+    """In place. With a channel large tensors take two exchanges, of which the second one is posted there."""
+    rank, size, length, dtype = comm.rank, comm.size, tensor.numel(), tensor.dtype
+    brought = op.before(tensor)
+    if size == 1:
+        if length:
+            op.reduce([brought], tensor)
+        return
+    options: Any = {"async_op": not waits, "op": "exchange", "returns_work": True}
+    tag = f"all_reduce {op.name} {dtype}"
+    if size == 2 or channel is None or length * dtype.itemsize <= MAX_WHOLE_BYTES:
+        plan, rows = _whole_plan(rank, size, length, dtype, -1, tag), comm.empty((size * length,), dtype)
+        yield comm.exchange(plan, [brought], [rows], **options)
+        op.reduce(rows.view(size, length).unbind(0), tensor)
+        return
+    lengths = tuple(_C.remainder_first(length, size))
+    pieces = list(comm.empty((size * lengths[rank],), dtype).view(size, lengths[rank]).unbind(0))
+    yield comm.exchange(_scatter_plan(rank, size, lengths, dtype, tag), [brought], pieces, **options)
+    op.reduce(pieces, pieces[0])
+    plan = _gather_plan(rank, size, lengths, dtype, tag)
+    yield comm.exchange(plan, [pieces[0]], [tensor], channel=channel, **options)
+
+
+def reduce_steps(comm: Any, tensor: Tensor, op: Operator, root: int, waits: bool) -> Iterator[_C.Work]:
+    """In place on rank `root`; `tensor` of the others stays as it is."""
+    rank, size, length, dtype = comm.rank, comm.size, tensor.numel(), tensor.dtype
+    tag = f"reduce {op.name} {dtype} {root}"
+    rows = comm.empty((size * length,), dtype) if rank == root else None
+    plan = _whole_plan(rank, size, length, dtype, root, tag)
+    outputs = [] if rows is None else [rows]
+    yield comm.exchange(
+        plan, [op.before(tensor)], outputs, async_op=not waits, op="exchange", returns_work=True
+    )
+    if rows is not None:
+        op.reduce(rows.view(size, length).unbind(0), tensor)
+
+
+def reduce_scatter_steps(
+    comm: Any, output: Tensor, tensor: Tensor, lengths: tuple[int, ...], op: Operator, waits: bool
+) -> Iterator[_C.Work]:
+    """Piece r of `tensor`, of lengths[r] elements, reduced into `output` of rank r."""
+    rank, size, dtype = comm.rank, comm.size, tensor.dtype
+    tag = f"reduce_scatter {op.name} {dtype}"
+    pieces = list(comm.empty((size * lengths[rank],), dtype).view(size, lengths[rank]).unbind(0))
+    plan = _scatter_plan(rank, size, lengths, dtype, tag)
+    yield comm.exchange(
+        plan, [op.before(tensor)], pieces, async_op=not waits, op="exchange", returns_work=True
+    )
+    op.reduce(pieces, output)
+
+
+# ---- tensors of any form -----------------------------------------------------------------------------------
+
+
+def flattened(tensor: Tensor) -> Tensor:
+    """The elements of a dense tensor as one dim: its own memory if it is contiguous, else a copy."""
+    tensor = tensor.detach()
+    if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg().contiguous()
+    return tensor.view(-1)
+
+
+def buffer_for(tensor: Tensor) -> Tensor:
+    """`flattened`, for a tensor that is written as a whole: what it holds is not copied."""
+    if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+        return tensor.detach().view(-1)
+    return torch.empty(tensor.numel(), dtype=tensor.dtype, device=tensor.device)
+
+
+def with_copies(
+    steps: Iterator[_C.Work], sources: Sequence[Tensor], targets: Sequence[Tensor]
+) -> Iterator[_C.Work]:
+    """`steps`, after which each target has the elements of its source, unless that is its own memory."""
+    yield from steps
+    for source, target in zip(sources, targets, strict=True):
+        copy_into(source, target)
+
+
+def copy_into(source: Tensor, target: Tensor) -> None:
+    if source.data_ptr() != target.data_ptr():
+        with torch.inference_mode(target.is_inference()), torch.no_grad():
+            target.copy_(source.view(target.shape))
+
+
+def _joined(tensors: Sequence[Tensor]) -> tuple[Tensor, Sequence[Tensor]]:
+    """The elements of all tensors as one dim, and those of each as parts of it."""
+    if len(tensors) == 1:
+        flat = flattened(tensors[0])
+        return flat, [flat]
+    flat = torch.cat([flattened(tensor) for tensor in tensors])
+    return flat, flat.split([tensor.numel() for tensor in tensors])
+
+
+def begin_all_reduce(
+    comm: Any, tensors: Sequence[Tensor], op: Any, waits: bool, channel: int | None, line: Line | None
+) -> Continuation:
+    """Reduces tensors of one dtype in place, as one exchange."""
+    with comm.collective("exchange"):
+        specs_of(tensors, "tensors")
+        operator_ = Operator(op, tensors[0].dtype)
+        flat, parts = _joined(tensors)
+    steps = all_reduce_steps(comm, flat, operator_, waits, channel)
+    is_in_line = channel is not None and flat.numel() * flat.dtype.itemsize > MAX_WHOLE_BYTES
+    return Continuation(with_copies(steps, parts, tensors), line if is_in_line else None)
+
+
+def begin_reduce(comm: Any, tensor: Tensor, op: Any, root: int, waits: bool) -> Continuation:
+    """Reduces `tensor` in place on rank `root`."""
+    with comm.collective("exchange"):
+        spec_of(tensor, "tensor")
+        operator_ = Operator(op, tensor.dtype)
+        flat = flattened(tensor)
+    steps = reduce_steps(comm, flat, operator_, root, waits)
+    is_root = comm.rank == root
+    return Continuation(with_copies(steps, [flat] if is_root else [], [tensor] if is_root else []))
+
+
+def begin_reduce_scatter(
+    comm: Any, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], op: Any, waits: bool
+) -> Continuation:
+    """Reduces piece r of all ranks into rank r's outputs, as one exchange of one dtype.
+
+    inputs[r] holds what rank r is to get, one tensor for each of its outputs; the sizes of the ranks may
+    differ.
+    """
+    with comm.collective("exchange"):
+        specs_of(outputs, "outputs")
+        if len(inputs) != comm.size:
+            raise ValueError(f"one input for each of the {comm.size} ranks is needed, not {len(inputs)}")
+        for idx, pieces in enumerate(inputs):
+            specs_of(pieces, f"inputs[{idx}]")
+        for output, tensor in zip(outputs, inputs[comm.rank], strict=True):
+            if (output.numel(), output.dtype) != (tensor.numel(), tensor.dtype):
+                raise ValueError(
+                    f"the output has {output.numel()} elements of {output.dtype}, what is reduced into it "
+                    f"has {tensor.numel()} of {tensor.dtype}"
+                )
+        operator_ = Operator(op, outputs[0].dtype)
+        lengths = tuple(sum(tensor.numel() for tensor in pieces) for pieces in inputs)
+        flat = _joined([tensor for pieces in inputs for tensor in pieces])[0]
+        buffers = [buffer_for(output) for output in outputs]
+        whole = buffers[0] if len(buffers) == 1 else flat.new_empty(lengths[comm.rank])
+    steps = reduce_scatter_steps(comm, whole, flat, lengths, operator_, waits)
+    parts = whole.split([output.numel() for output in outputs])
+    return Continuation(with_copies(steps, parts, outputs))
+
+
+def pieces_of_single(comm: Any, output: Tensor, tensor: Tensor) -> list[list[Tensor]]:
+    """The inputs of `begin_reduce_scatter` for one tensor that holds those of all ranks."""
+    with comm.collective("exchange"):
+        spec_of(tensor, "input")
+        spec_of(output, "output")
+        if output.dtype != tensor.dtype or output.numel() * comm.size != tensor.numel():
+            raise ValueError(
+                f"input of shape {list(tensor.shape)}, {tensor.dtype}, is not {comm.size} times output of "
+                f"shape {list(output.shape)}, {output.dtype}"
+            )
+        return [[piece] for piece in flattened(tensor).view(comm.size, output.numel()).unbind(0)]
+
+
+def begin_all_gather(comm: Any, output: Tensor, tensor: Tensor, waits: bool) -> Continuation:
+    """The tensors of all ranks, one after the other, into `output`, whose shape is free."""
+    with comm.collective("all_gather"):
+        spec_of(tensor, "input")
+        spec_of(output, "output")
+        if output.dtype != tensor.dtype or tensor.numel() * comm.size != output.numel():
+            raise ValueError(
+                f"output of shape {list(output.shape)}, {output.dtype}, is not {comm.size} times input of "
+                f"shape {list(tensor.shape)}, {tensor.dtype}"
+            )
+        flat, whole = flattened(tensor), buffer_for(output)
+        plan = _concatenation_plan(comm.rank, comm.size, flat.numel(), flat.dtype)
+
+    def steps() -> Iterator[_C.Work]:
+        yield comm.exchange(plan, [flat], [whole], async_op=not waits, op="all_gather", returns_work=True)
+
+    return Continuation(with_copies(steps(), [whole], [output]))
+
+
+@functools.lru_cache(maxsize=256)
+def _concatenation_plan(rank: int, size: int, length: int, dtype: torch.dtype) -> Any:
+    return _C.plan_gather(rank, size, ((length,), dtype), 0, [length] * size)

@@ -1,0 +1,156 @@
+"""Reductions of the Communicator against sums in one process, and the same bits on all ranks."""
+
+from __future__ import annotations
+
+import functools
+import random
+import time
+
+import pytest
+import torch
+import torch.distributed as torch_dist
+from patterns import bytes_of
+from ranks import on_ranks
+
+from pipecomm_ext import PipeCommMismatch
+from pipecomm_ext.communicator import reductions
+
+ReduceOp = torch_dist.ReduceOp
+FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
+UNSIGNED = [torch.uint16, torch.uint32, torch.uint64]
+LENGTHS = (0, 1, 7, 5_000, 40_001)
+OPERATORS = {
+    "SUM": lambda a, b: a + b,
+    "PRODUCT": lambda a, b: a * b,
+    "MIN": torch.minimum,
+    "MAX": torch.maximum,
+    "BAND": torch.bitwise_and,
+    "BOR": torch.bitwise_or,
+    "BXOR": torch.bitwise_xor,
+}
+
+
+def values(length: int, dtype: torch.dtype, rank: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * rank + length)
+    if dtype.is_floating_point:
+        return (torch.randn(length, generator=generator, dtype=torch.float64)).to(dtype)
+    if dtype == torch.bool:
+        return torch.randint(0, 2, (length,), generator=generator).bool()
+    return torch.randint(0, 120, (length,), generator=generator).to(dtype)
+
+
+def truth(name: str, tensors: list[torch.Tensor]) -> torch.Tensor:
+    """In rank order, float16 and bfloat16 in float32, integers as int64, of which the low bits are right."""
+    dtype = tensors[0].dtype
+    wide = torch.int64 if not dtype.is_floating_point else dtype
+    wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else wide
+    total = functools.reduce(
+        OPERATORS["SUM" if name == "AVG" else name], [tensor.to(wide) for tensor in tensors]
+    )
+    total = total / len(tensors) if name == "AVG" else total
+    if dtype == torch.bool:
+        return total.bool() if name != "BXOR" else (total % 2).bool()
+    return total.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS, *UNSIGNED, torch.bool], ids=str)
+@on_ranks(1, 2, 3, 4)
+def test_all_reduce(world, dtype):
+    comm, size = world.comm, world.size
+    names = ["SUM", "PRODUCT", "MIN", "MAX"]
+    names += ["AVG"] if dtype.is_floating_point else ["BAND", "BOR", "BXOR"]
+    for length in LENGTHS:
+        everybody = [values(length, dtype, rank) for rank in range(size)]
+        for name in names:
+            expected = truth(name, everybody)
+            for async_op in (False, True):
+                tensor = everybody[world.rank].clone()
+                work = comm.all_reduce(tensor, getattr(ReduceOp, name), async_op=async_op)
+                if async_op:
+                    work.wait()
+                assert bytes_of(tensor) == bytes_of(expected), (length, name)
+
+
+@on_ranks(2, 3)
+def test_forms_of_tensors(world):
+    comm, size, rank = world.comm, world.size, world.rank
+    whole = torch.arange(24.0).view(4, 6)
+    for view in (whole.t(), whole[:, ::2], whole[1], whole[2, 3]):
+        tensor, expected = view, view * size
+        comm.all_reduce(tensor)
+        assert torch.equal(tensor, expected)
+    scattered = torch.empty(3, 2, dtype=torch.int32)
+    source = torch.arange(6 * size, dtype=torch.int32)
+    for form in (source.view(3 * size, 2), source.view(size, 3, 2)):
+        comm.reduce_scatter(scattered, form + rank)
+        expected = (source * size + sum(range(size))).view(size, 3, 2)[rank]
+        assert torch.equal(scattered, expected)
+        gathered = torch.empty_like(form)
+        comm.all_gather(gathered, scattered)
+        assert torch.equal(gathered, (source * size + sum(range(size))).view(form.shape))
+    comm.all_gather(gathered, scattered, async_op=True).wait()
+    complexes = torch.full((3,), complex(rank, 1))
+    comm.all_reduce(complexes)
+    assert torch.equal(complexes, torch.full((3,), complex(sum(range(size)), size)))
+
+
+@on_ranks(3)
+def test_a_dropped_handle_is_reduced_and_the_bits_are_the_same_everywhere(world):
+    """Ranks come at other times in each run, and finish in another order."""
+    comm, size = world.comm, world.size
+    everybody = [torch.randn(20_000, generator=torch.Generator().manual_seed(rank)) for rank in range(size)]
+    bits = set()
+    rng = random.Random(world.rank)
+    for _ in range(15):
+        line = reductions.Line()
+        world_tensors = [everybody[world.rank].clone() for _ in range(3)]
+        handles = []
+        for tensor in world_tensors:
+            handles.append(reductions.begin_all_reduce(comm, [tensor], ReduceOp.SUM, False, 1, line))
+            sum(range(rng.randrange(20_000)))  # some time
+        rng.shuffle(handles)
+        for handle in handles:
+            handle.wait(20)
+            handle.wait()
+        bits.update(map(bytes_of, world_tensors))
+    dropped = everybody[world.rank].clone()
+    comm.all_reduce(dropped, async_op=True)
+    comm.barrier()
+    waited = everybody[world.rank].clone()
+    comm.all_reduce(waited)
+    for _ in range(2000):
+        if torch.equal(dropped, waited):
+            break
+        time.sleep(0.01)
+    assert torch.equal(dropped, waited)
+    assert len(bits) == 1
+    gathered = torch.empty(size * 20_000)
+    comm.all_gather(gathered, world_tensors[0])
+    assert {bytes_of(part) for part in gathered.split(20_000)} == bits
+
+
+@on_ranks(2)
+def test_what_is_refused_or_does_not_fit(world):
+    comm, ones = world.comm, torch.ones(4)
+    for call in (
+        lambda: comm.all_reduce(ones, ReduceOp.BAND),
+        lambda: comm.all_reduce(ones.long(), ReduceOp.AVG),
+        lambda: comm.all_reduce(ones.to(torch.complex64), ReduceOp.MAX),
+        lambda: comm.reduce_scatter(ones[:3], ones),
+        lambda: comm.all_gather(ones, ones),
+    ):
+        with pytest.raises(ValueError):
+            call()
+    with pytest.raises(TypeError, match="ReduceOp"):
+        comm.all_reduce(ones, "sum")
+    with pytest.raises(PipeCommMismatch):  # operators
+        comm.all_reduce(ones, ReduceOp.SUM if world.rank else ReduceOp.MAX)
+    with pytest.raises(PipeCommMismatch):  # lengths
+        comm.all_reduce(torch.ones(4 + world.rank))
+    with pytest.raises(PipeCommMismatch):  # dtypes
+        comm.all_reduce(torch.ones(4, dtype=torch.int32 if world.rank else torch.float32))
+    with pytest.raises(ValueError if world.rank else PipeCommMismatch):  # one rank refuses
+        comm.all_reduce(ones, ReduceOp.BAND if world.rank else ReduceOp.SUM)
+    comm.all_reduce(ones)
+    assert torch.equal(ones, torch.full((4,), 2.0))
