@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy
 import pytest
@@ -177,6 +179,30 @@ def test_what_an_operation_kept_goes_at_its_end(world, transport):
         while any(storage() is not None for storage in storages):
             assert time.monotonic() < deadline
             time.sleep(0.01)  # other threads put aside what the main thread then drops
+
+
+@on_ranks(2)
+@TRANSPORTS
+def test_threads_that_wait_for_one_work(world, transport):
+    """All see its end, and the version of what is received changes once there."""
+    comm, peer = world.shared_comm(transport=transport), 1 - world.rank
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            for _ in range(100):
+                tensors = [torch.zeros(8) for _ in range(4)]
+                works = [comm.batch_p2p([Recv(tensor, peer) for tensor in tensors], async_op=True)]
+                works += [comm.isend(torch.ones(8), peer) for _ in tensors]
+                versions = [tensor._version for tensor in tensors]
+                looks = [threads.submit(work.is_completed) for work in works for _ in range(2)]
+                waits = [threads.submit(work.wait, 20) for work in works for _ in range(4)]
+                assert [wait.result(60) for wait in waits] == [None] * len(waits)
+                assert all(look.result(60) in (True, False) for look in looks)
+                assert [tensor._version for tensor in tensors] == [version + 1 for version in versions]
+    finally:
+        sys.setswitchinterval(before)
+    comm.barrier()
 
 
 @on_ranks(2)

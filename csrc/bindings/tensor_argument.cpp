@@ -248,19 +248,22 @@ AwaitedTensors::AwaitedTensors(std::shared_ptr<KeptStorages> kept,
                                std::vector<py::object> received)
     : kept_(kept), watch_(std::move(watch)), received_(std::move(received)) {}
 
+// A call into Python may let another thread in, which finishes the same tensors.
 bool AwaitedTensors::finish() {
-  if (!watch_) return true;
+  const auto watch = watch_;
+  if (!watch) return true;
   if (const auto kept = kept_.lock()) {
     kept->look();
   } else {
-    while (!watch_->is_over) {  // a thread is about to put them aside
-      drop_what_was_put_aside(nullptr);
+    while (!watch->is_over) {  // a thread is about to put them aside, or to drop them
+      const WithoutGil no_gil;
       std::this_thread::yield();
     }
   }
-  if (watch_->has_moved) return false;
+  if (watch->has_moved) return false;
   watch_.reset();
-  if (!received_.empty()) mark_written(std::exchange(received_, {}));
+  const auto received = std::exchange(received_, {});
+  if (!received.empty()) mark_written(received);
   return true;
 }
 
