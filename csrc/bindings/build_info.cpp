@@ -1,4 +1,4 @@
-#include "bindings/build_info.h"
+#include "bindings/module.h"
 
 #include <build_facts.h>
 

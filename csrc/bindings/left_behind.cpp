@@ -1,4 +1,4 @@
-#include "bindings/left_behind.h"
+#include "bindings/module.h"
 
 #include <unistd.h>
 

@@ -1,4 +1,4 @@
-#include "bindings/mean.h"
+#include "bindings/module.h"
 
 #include <vector>
 

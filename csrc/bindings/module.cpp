@@ -1,15 +1,12 @@
 // The extension module `pipecomm_ext._C`: nothing but bindings.
-#include "bindings/build_info.h"
+#include "bindings/module.h"
 #include "bindings/communicator.h"
 #include "bindings/connections.h"
 #include "bindings/cuda.h"
 #include "bindings/flight.h"
-#include "bindings/left_behind.h"
-#include "bindings/mean.h"
-#include "bindings/plan.h"
 #include "bindings/point_to_point_args.h"
 #include "bindings/python_args.h"
-#include "bindings/storage_words.h"
+#include "bindings/storage_fields.h"
 #include "bindings/torch_types.h"
 #include "bindings/work.h"
 
@@ -27,7 +24,7 @@ PYBIND11_MODULE(_C, m) {
   });
 
   load_torch_names();
-  find_storage_words();
+  find_storage_fields();
   bind_build_info(m);
   bind_plan(m);
   bind_mean(m);

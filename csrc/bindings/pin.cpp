@@ -44,7 +44,7 @@ void free_unless_pinned(void* memory) {
   free_of_torch()(memory);
 }
 
-Pin::Pin(StorageWords& storage) {
+Pin::Pin(StorageFields& storage) {
   auto expected = free_of_torch();
   if (!storage.memory || storage.memory != storage.context) return;
   // Readers of a tensor never look at its deleter.

@@ -1,7 +1,7 @@
 // Memory of a tensor that an operation in flight uses, while its storage may be given other memory.
 #pragma once
 
-#include "bindings/storage_words.h"
+#include "bindings/storage_fields.h"
 
 namespace pipecomm {
 
@@ -10,7 +10,7 @@ namespace pipecomm {
 class Pin {
  public:
   Pin() = default;
-  explicit Pin(StorageWords& storage);
+  explicit Pin(StorageFields& storage);
   Pin(Pin&& other) noexcept;
   ~Pin();  // on any thread
   Pin& operator=(Pin&&) = delete;

@@ -1,4 +1,4 @@
-#include "bindings/plan.h"
+#include "bindings/module.h"
 
 #include "bindings/torch_types.h"
 #include "engine/prepared_exchange.h"

@@ -74,6 +74,7 @@ py::object as_integers(py::handle object, const ArgumentName& name, const Device
     throw py::value_error(name.text() + " must be a dense tensor, not " + kind);
   const std::string place = text_of(names.device(object).attr("type"));
   if (place != (device.is_cuda() ? "cuda" : "cpu")) check_device({}, object, name, device);
+  dtype_argument(names.dtype(object));  // one that is known
   const int size = names.itemsize(object).cast<int>();
   const char* const integers = size == 1 ? "uint8" : size == 2 ? "int16" : "int32";
   try {
@@ -89,13 +90,13 @@ StorageArgument checked_storage(py::handle object, const dlpack::Tensor& view, i
   const TorchNames& names = torch_names();
   py::object storage = names.untyped_storage(object);
   if (num_elements(view) == 0) return {std::move(storage), nullptr, nullptr};
-  StorageWords* const words = words_of(storage);
-  const int64_t has = words ? words->num_bytes : names.num_bytes.number(storage);
+  StorageFields* const fields = fields_of(storage);
+  const int64_t has = fields ? fields->num_bytes : names.num_bytes.number(storage);
   const int64_t reach = reach_of(view) * itemsize;
   // A tensor that fills its storage begins where that does.
   const int64_t offset = has == reach ? 0 : names.storage_offset.number(object) * itemsize;
   if (offset + reach <= has && view.data)
-    return {std::move(storage), static_cast<std::byte*>(view.data) - offset, words};
+    return {std::move(storage), static_cast<std::byte*>(view.data) - offset, fields};
   if (names.is_functional_tensor(object).cast<bool>()) throw_inside_transform(name);
   throw py::value_error(name.text() + " needs " + std::to_string(offset + reach) +
                         " bytes of its storage, which has " + std::to_string(view.data ? has : 0) +
@@ -128,7 +129,7 @@ void check_writable(py::handle object, const ArgumentName& name, const TensorRef
 // storages that are let go of without the GIL
 
 std::atomic<KeptStorages*> put_aside{nullptr};  // a stack; a fork finds it whole
-thread_local bool drops_at_once = false;
+thread_local bool drops_when_gil_is_back = false;
 
 int drop_what_was_put_aside(void*) {
   for (KeptStorages* kept = put_aside.exchange(nullptr); kept;)
@@ -137,7 +138,7 @@ int drop_what_was_put_aside(void*) {
 }
 
 void let_go(KeptStorages* kept) {
-  if (!drops_at_once && Py_IsInitialized() && PyGILState_Check()) {
+  if (!drops_when_gil_is_back && Py_IsInitialized() && PyGILState_Check()) {
     delete kept;
     return;
   }
@@ -145,7 +146,8 @@ void let_go(KeptStorages* kept) {
   while (!put_aside.compare_exchange_weak(kept->next, kept)) {
   }
   // On a thread of our own. The main thread drops it soon, if no call of ours does before.
-  if (!drops_at_once && Py_IsInitialized()) Py_AddPendingCall(drop_what_was_put_aside, nullptr);
+  if (!drops_when_gil_is_back && Py_IsInitialized())
+    Py_AddPendingCall(drop_what_was_put_aside, nullptr);
 }
 
 }  // namespace
@@ -172,7 +174,7 @@ KeptStorages::~KeptStorages() {
 
 void KeptStorages::add(StorageArgument storage, Access access) {
   const bool is_async = watch_ && storage.data;
-  Pin pin = is_async && storage.words ? Pin(*storage.words) : Pin();
+  Pin pin = is_async && storage.fields ? Pin(*storage.fields) : Pin();
   const bool is_looked_at = is_async && (access == Access::write || !pin);
   storages_.push_back({std::move(storage), std::move(pin), is_looked_at});
 }
@@ -180,19 +182,19 @@ void KeptStorages::add(StorageArgument storage, Access access) {
 // What resizes or shares a storage gives it other memory.
 void KeptStorages::look() const {
   const auto has_moved = [](const Kept& kept) {
-    const auto& [object, data, words] = kept.storage;
+    const auto& [object, data, fields] = kept.storage;
     if (!kept.is_looked_at) return false;
-    return words ? words->memory != data
-                 : torch_names().data_ptr.number(object) != address_of(data);
+    return fields ? fields->memory != data
+                  : torch_names().data_ptr.number(object) != address_of(data);
   };
   if (std::any_of(storages_.begin(), storages_.end(), has_moved)) watch_->has_moved = true;
 }
 
-WithoutGil::WithoutGil() : state_(PyEval_SaveThread()) { drops_at_once = true; }
+WithoutGil::WithoutGil() : state_(PyEval_SaveThread()) { drops_when_gil_is_back = true; }
 
 WithoutGil::~WithoutGil() {
   PyEval_RestoreThread(state_);
-  drops_at_once = false;
+  drops_when_gil_is_back = false;
   if (put_aside.load(std::memory_order_relaxed)) drop_what_was_put_aside(nullptr);
 }
 

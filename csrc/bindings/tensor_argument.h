@@ -35,8 +35,8 @@ struct ArgumentName {
 
 struct StorageArgument {
   py::object object;
-  const void* data;     // null: the tensor is empty
-  StorageWords* words;  // null: not known
+  const void* data;       // null: the tensor is empty
+  StorageFields* fields;  // null: not known
 };
 
 struct TensorArgument {

@@ -2,8 +2,6 @@
 // serves every torch.
 #pragma once
 
-#include <pybind11/pybind11.h>
-
 #include <optional>
 #include <vector>
 

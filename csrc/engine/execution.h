@@ -35,7 +35,6 @@ struct CallOptions {
   bool is_async = true;  // false: the caller waits for the operation next, on the same thread
   Interrupted interrupted =
       nullptr;  // of a call that has to hear from other ranks before it returns
-  std::function<void()> on_success = nullptr;  // runs before waiters see the end
 };
 
 struct ExchangeCall {

@@ -27,7 +27,7 @@ OperationPtr HostExecution::batch_p2p(std::span<const PointToPoint> batch, CallO
   const int rank = communicator_.rank();
   const auto own = pair_own_messages(batch, rank);
   const OperationPtr operation = communicator_.make_operation(OpCode::p2p);
-  const auto staged = stage(*operation, batch, own, std::move(options.on_success));
+  const auto staged = stage(*operation, batch, own);
   for (size_t idx = 0; idx < batch.size(); ++idx) {
     const PointToPoint& op = batch[idx];
     if (op.tensor.storage) operation->keep(op.tensor.storage);
@@ -88,10 +88,7 @@ void HostExecution::start_exchange(Collective collective, int channel, const Eve
   Operation& operation = *collective.operation;
   exchange->take_memory();
   before_posting(operation, caller, [&] { exchange->begin(); });
-  operation.on_success([exchange, on_success = std::move(options.on_success)] {
-    exchange->end();
-    if (on_success) on_success();
-  });
+  operation.on_success([exchange] { exchange->end(); });
   if (communicator_.runs_in_line(channel)) collective.data_peers = peers_of(exchange->lowered());
   communicator_.post_collective(std::move(collective), channel, options.is_async);
 }
@@ -102,7 +99,7 @@ OperationPtr HostExecution::broadcast(const TensorRef& tensor, int source, CallO
   if (tensor.storage) operation->keep(tensor.storage);
   const Direction way = source == rank ? Direction::send : Direction::recv;
   const PointToPoint whole{way, -1, kCollectiveChannel, tensor, 0};
-  const auto staged = stage(*operation, {&whole, 1}, {}, std::move(options.on_success));
+  const auto staged = stage(*operation, {&whole, 1}, {});
   std::byte* const data = staged ? staged->data[0] : tensor.data;
   Collective collective{operation, {}, communicator_.checked(broadcast_message(tensor, source))};
   collective.source = source;
@@ -141,15 +138,13 @@ void HostExecution::copy(std::span<const CopyTask> tasks, const CopyBuffers& buf
 // Null if all travel as they lie; messages to oneself are then copied here.
 std::shared_ptr<StagedBatch> HostExecution::stage(Operation& operation,
                                                   std::span<const PointToPoint> batch,
-                                                  const OwnMessages& own,
-                                                  std::function<void()> on_success) {
+                                                  const OwnMessages& own) {
   const bool travel_as_they_lie =
       !staging_ && std::all_of(batch.begin(), batch.end(),
                                [](const PointToPoint& op) { return op.tensor.is_contiguous(); });
   if (travel_as_they_lie) {
     for (const auto& [send, recv] : own)
       std::copy_n(send->tensor.data, send->tensor.num_bytes(), recv->tensor.data);
-    if (on_success) operation.on_success(std::move(on_success));
     return nullptr;
   }
   const EventPtr caller = work_of_caller(operation.op());
@@ -159,10 +154,9 @@ std::shared_ptr<StagedBatch> HostExecution::stage(Operation& operation,
   before_posting(operation, caller,
                  [&] { copy(staged->outgoing.tasks(), staged->outgoing.buffers(), Scale{}); });
   operation.keep(staged);
-  operation.on_success([this, staged, on_success = std::move(on_success)] {
+  operation.on_success([this, staged] {
     copy(staged->incoming.tasks(), staged->incoming.buffers(), Scale{});
     staged->memory.reset();
-    if (on_success) on_success();
   });
   return staged;
 }

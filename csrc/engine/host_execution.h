@@ -48,7 +48,7 @@ class HostExecution final : public Execution {
   // What the caller's stream holds, which copies of a device follow; null in host memory.
   EventPtr work_of_caller(OpCode op);
   std::shared_ptr<StagedBatch> stage(Operation& operation, std::span<const PointToPoint> batch,
-                                     const OwnMessages& own, std::function<void()> on_success);
+                                     const OwnMessages& own);
   void start_exchange(Collective collective, int channel, const EventPtr& caller,
                       const std::shared_ptr<HostExchange>& exchange, CallOptions options);
   void before_posting(const Operation& operation, const EventPtr& caller,

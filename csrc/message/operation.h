@@ -119,7 +119,10 @@ class Operation {
   void let_go();
   // Runs once, on the thread that settles the last request, and only if all succeeded: the unpack
   // copy of an exchange.
-  void on_success(std::function<void()> epilogue) { epilogue_ = std::move(epilogue); }
+  void on_success(std::function<void()> epilogue) {
+    std::lock_guard lock(mutex_);
+    epilogue_ = std::move(epilogue);
+  }
   // Its end is written down in `record`, which outlives it; `number` is its place in the order of
   // posts.
   void record_in(FlightRecord& record, uint64_t number) {

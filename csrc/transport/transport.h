@@ -45,7 +45,7 @@ struct Route {
   std::string reason;     // of another one than both ends might have expected, or empty
 };
 
-// Smaller results are not worth memory that peers write directly.
+// Results below this size come from the ordinary allocator: they do not pay for a grant.
 inline constexpr int64_t kMinResultBytes = 64 << 10;
 
 class HostTransport {

@@ -357,7 +357,7 @@ def reduce_scatter(
     if _is_outside(group):
         return None
     with torch.no_grad():
-        return communicator_of(group, output).reduce_scatter_list(output, input_list, op, async_op=async_op)
+        return communicator_of(group, output).reduce_scatter(output, input_list, op, async_op=async_op)
 
 
 def reduce_scatter_tensor(

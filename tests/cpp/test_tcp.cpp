@@ -317,7 +317,8 @@ TEST(a_process_that_ends_after_an_abort) {
     while (!comm->failure() && std::chrono::steady_clock::now() < until)
       std::this_thread::sleep_for(1ms);
   };
-  const OperationPtr received = first->batch_p2p({&recv, 1}, {.on_success = keep_busy});
+  const OperationPtr received = first->batch_p2p({&recv, 1});
+  received->on_success(keep_busy);
   wait(*second, second->batch_p2p({&send, 1}));
   while (!is_busy) std::this_thread::sleep_for(1ms);
   second->abort("enough");
@@ -351,7 +352,8 @@ TEST(a_process_that_ends_after_a_message) {
     is_busy = true;
     while (!is_over) std::this_thread::sleep_for(1ms);
   };
-  const OperationPtr received = first->batch_p2p({&recv, 1}, {.on_success = keep_busy});
+  const OperationPtr received = first->batch_p2p({&recv, 1});
+  received->on_success(keep_busy);
   const OperationPtr received_last = first->batch_p2p({&recv_last, 1});
   wait(*second, second->batch_p2p({&send, 1}));
   while (!is_busy) std::this_thread::sleep_for(1ms);

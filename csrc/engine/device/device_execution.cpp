@@ -42,7 +42,6 @@ DeviceOperationPtr DeviceExecution::make_operation(OpCode op, CallOptions option
                                                    uint64_t capture) {
   auto operation = std::make_shared<DeviceOperation>(op, communicator_.deadline_from_now(),
                                                      runtime_->current_stream(), options.is_async);
-  if (options.on_success) operation->on_success(std::move(options.on_success));
   operation->capture = capture;
   if (capture != 0) has_captured_ = true;
   communicator_.number(*operation);

@@ -9,7 +9,6 @@
 namespace pipecomm::shm {
 namespace {
 
-// Results below this size come from the ordinary allocator: they do not pay for a grant.
 // How long a thread that waits stays awake: it spins if there is a core for every rank, else yields
 // to ranks that have work.
 constexpr auto kSpinTime = std::chrono::microseconds(50);

@@ -15,9 +15,9 @@ from collections.abc import Callable
 from typing import Any
 
 from ..communicator.continuation import deadline_of, finish_in_background
-from ..core.process_groups import StoreGroup
 from ..core.rendezvous import stores_of
 from ..errors import PipeCommTimeout
+from .endpoint import Endpoint
 
 _PATIENCE_S = 0.01  # with a send that finds no receive, before the store hears of it
 _IDLE_S = 1.0  # without a send, after which the thread has nothing to look after
@@ -30,8 +30,8 @@ class SendWatch:
 
     is_patient = True
 
-    def __init__(self, group: StoreGroup) -> None:
-        self._group = group
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
         self._num_sent: Counter[tuple[int, int]] = Counter()  # by destination and tag
         self._told: Counter[tuple[int, int]] = Counter()
         self._pending: deque[tuple[Any, tuple[int, int], float]] = deque()
@@ -59,8 +59,9 @@ class SendWatch:
             if now - posted_at > _PATIENCE_S and self._told[key] < self._num_sent[key]:
                 count = self._num_sent[key]
                 try:
-                    _, background = stores_of(self._group)
-                    background.set(_key(*key, self._group.rank), str(count).encode(), _STORE_LIMIT_S)
+                    self._endpoint.check_usable()
+                    _, background = stores_of(self._endpoint.group)
+                    background.set(_key(*key, self._endpoint.rank), str(count).encode(), _STORE_LIMIT_S)
                 except Exception:  # the store is gone: who receives learns of it, too
                     return self._stop()
                 self._told[key] = count
@@ -80,11 +81,12 @@ class SendWatch:
 
 
 class AnySource:
-    """A receive that has no source yet. Has the methods of a Work."""
+    """A receive that has no source yet. Has the methods of a Work. It fails if it finds none within the
+    timeout of the group."""
 
     def __init__(
         self,
-        group: StoreGroup,
+        endpoint: Endpoint,
         tag: int,
         num_received: Counter[tuple[int, int]],
         lock: threading.Lock,
@@ -92,8 +94,9 @@ class AnySource:
         receive_own: Callable[[], Any],
     ) -> None:
         self.source: int | None = None
-        self._group, self._tag, self._num_received, self._posting = group, tag, num_received, lock
+        self._endpoint, self._tag, self._num_received, self._posting = endpoint, tag, num_received, lock
         self._receive_from, self._receive_own = receive_from, receive_own
+        self._give_up_at = deadline_of(endpoint.timeout)
         self._work: Any = None
         self._error: Exception | None = None
         self._lock = threading.Lock()
@@ -102,18 +105,22 @@ class AnySource:
         deadline, rest_s = deadline_of(timeout), 0.0005
         while not self._find():
             if time.monotonic() > deadline:
-                raise PipeCommTimeout(
-                    f"rank {self._group.rank}: recv from any source: no rank has sent anything with tag "
-                    f"{self._tag} within the timeout",
-                    op="recv",
-                    rank=self._group.rank,
-                    origin_rank=self._group.rank,
-                )
+                raise self._found_none()
             time.sleep(rest_s)
             rest_s = min(2 * rest_s, _LONGEST_REST_S)
         if self._error is not None:
             raise self._error
         self._work.wait(None if timeout is None else max(0.0, deadline - time.monotonic()))
+
+    def _found_none(self) -> PipeCommTimeout:
+        rank = self._endpoint.rank
+        return PipeCommTimeout(
+            f"rank {rank}: recv from any source: no rank has sent anything with tag {self._tag} within the "
+            "timeout",
+            op="recv",
+            rank=rank,
+            origin_rank=rank,
+        )
 
     def is_completed(self) -> bool:
         return self._find() and (self._error is not None or self._work.is_completed())
@@ -137,20 +144,23 @@ class AnySource:
         return self._work is not None or self._error is not None
 
     def _look(self) -> None:
-        front, _ = stores_of(self._group)
-        me, tag = self._group.rank, self._tag
+        self._endpoint.check_usable()
+        me, tag = self._endpoint.rank, self._tag
         with self._posting:
             self._work = self._receive_own()
             if self._work is not None:
                 self.source = me
                 return
-        for src in range(self._group.size):
+        front, _ = stores_of(self._endpoint.group)
+        for src in range(self._endpoint.size):
             said = None if src == me else front.find(_key(me, tag, src), _STORE_LIMIT_S)
             with self._posting:
                 if said is not None and int(said) > self._num_received[src, tag]:
                     self.source = src
                     self._work = self._receive_from(src)
                     return
+        if time.monotonic() > self._give_up_at:
+            raise self._found_none()
 
 
 def _key(dst: int, tag: int, src: int) -> str:

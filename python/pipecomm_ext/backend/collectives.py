@@ -19,9 +19,9 @@ from ..communicator.reductions import (
     begin_reduce_scatter,
     buffer_for,
     flattened,
-    pieces_of_single,
     with_copies,
 )
+from ..communicator.traced import done_work
 from ..core.extension import _C
 from ..core.tensor_specs import spec_of, specs_of
 from ..errors import PipeCommError
@@ -113,11 +113,12 @@ class Collectives:
         tensor, root = single(tensors, "broadcast"), root_of(opts, kwargs)
         comm = self._connection(tensor).communicator
         flat = flattened(tensor) if comm.rank == root else buffer_for(tensor)
-        work = comm.broadcast(flat, root, async_op=True)
+        what = f"broadcast from rank {root}"
+        work = self._explaining(what, comm.broadcast, flat, root, async_op=not waits(opts)) or done_work()
         handle: Any = work
         if comm.rank != root and flat.data_ptr() != tensor.data_ptr():
             handle = Continuation(with_copies(iter([work]), [flat], [tensor]))
-        return self._begun(handle, [tensor], opts, f"broadcast from rank {root}")
+        return self._begun(handle, [tensor], opts, what)
 
     @profiled
     def gather(self, outputs: Any, inputs: Any, opts: Any = None, **kwargs: Any) -> BackendWork:
@@ -260,7 +261,7 @@ class Collectives:
     @profiled
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, **kwargs: Any) -> BackendWork:
         output, pieces = single(outputs, "reduce_scatter"), tensor_list(inputs)
-        return self._reduce_scatter([output], [[piece] for piece in pieces], opts, "reduce_scatter")
+        return self._reduce_scatter([output], pieces, opts, "reduce_scatter")
 
     @profiled
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> BackendWork:
@@ -269,12 +270,13 @@ class Collectives:
     _reduce_scatter_base = reduce_scatter_single
 
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> BackendWork:
-        comm = self.endpoint.connection(inputs[0].device).communicator
-        whats = [pieces_of_single(comm, *pair) for pair in zip(outputs, inputs, strict=True)]
-        works = []
+        works, size = [], self.endpoint.size
         for idxs in _by_dtype(range(len(outputs)), [output.dtype for output in outputs]):
-            pieces = [[whats[idx][rank][0] for idx in idxs] for rank in range(comm.size)]
             some = [outputs[idx] for idx in idxs]
+            pieces: Any = inputs[idxs[0]]
+            if len(idxs) > 1:
+                cut = [inputs[idx].reshape(size, -1).unbind(0) for idx in idxs]
+                pieces = list(zip(*cut, strict=True))
             works.append(self._reduce_scatter(some, pieces, opts, "reduce_scatter_single"))
         return works[0] if len(works) == 1 else self._together(works, opts, "reduce_scatter_single_coalesced")
 
@@ -294,7 +296,7 @@ class Collectives:
         on_cuda = device is not None and device.type == "cuda" and "cpu" not in self._device_kinds()
         comm = self._connection(torch.empty(0, device=device if on_cuda else "cpu")).communicator
         work = BackendWork(
-            comm.barrier(async_op=True),
+            self._explaining("barrier", comm.barrier, async_op=not waits(opts)) or done_work(),
             [],
             self.endpoint.limit(timeout_of(opts, timeout)),
             self.endpoint.rank,

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from ..communicator import Communicator, communicator_for
 from ..communicator.continuation import Line
 from ..core.process_groups import StoreGroup
+from ..core.rendezvous import close_stores
 from ..errors import PipeCommAborted, PipeCommError
 
 # The numbers of channels for the tags from 0 on, and for all other tags; one more is for the second exchange
@@ -56,14 +57,17 @@ class Endpoint:
         self._lock = threading.Lock()
         self._ended = ""
 
+    def check_usable(self) -> None:
+        if self._ended:
+            raise PipeCommAborted(f"rank {self.rank}: the process group is {self._ended}", rank=self.rank)
+
     def connection(self, device: torch.device) -> Connection:
         found = self._connections.get(device)
         return found if found is not None else self._connect(device)
 
     def _connect(self, device: torch.device) -> Connection:
         with self._lock:
-            if self._ended:
-                raise PipeCommAborted(f"rank {self.rank}: the process group is {self._ended}", rank=self.rank)
+            self.check_usable()
             if device not in self._connections:
                 if device.type not in _CHANNELS:
                     raise ValueError(f"tensors must be on the CPU or on a CUDA device, not on {device}")
@@ -103,6 +107,7 @@ class Endpoint:
             except PipeCommError as error:
                 if communicator.failure is None:
                     warnings.warn(f"process group {self.group.group_name}: {error}", stacklevel=3)
+        close_stores(self.group)
 
     def abort(self, reason: str = "the process group was aborted") -> None:
         """Makes every call in flight fail, on all ranks."""
@@ -111,6 +116,7 @@ class Endpoint:
                 communicator.abort(reason)
             with contextlib.suppress(PipeCommError):
                 communicator.close()
+        close_stores(self.group)
 
     def _end(self, how: str) -> list[Communicator]:
         with self._lock:

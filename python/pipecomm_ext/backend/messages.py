@@ -25,7 +25,7 @@ class Messages:
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
         self._rank, self._size = endpoint.rank, endpoint.size
-        self._sends = SendWatch(endpoint.group)
+        self._sends = SendWatch(endpoint)
         self._num_received: Counter[tuple[int, int]] = Counter()
         self._posting = threading.Lock()
         self._own: defaultdict[int, tuple[deque[Any], deque[Any]]] = defaultdict(lambda: (deque(), deque()))
@@ -77,7 +77,7 @@ class Messages:
     def recv_anysource(self, tensors: list[Tensor], tag: int) -> BackendWork:
         tensor, endpoint = _only(tensors), self._endpoint
         handle = AnySource(
-            endpoint.group,
+            endpoint,
             tag,
             self._num_received,
             self._posting,

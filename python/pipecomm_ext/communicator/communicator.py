@@ -24,6 +24,7 @@ from ..transports import nccl
 from . import reductions, traced
 from .construction import make
 from .continuation import Continuation, finish_in_background
+from .refusal import RefusedOnError
 
 Send = _C.Send
 Recv = _C.Recv
@@ -31,23 +32,6 @@ Work = _C.Work
 
 NAME_IN_GRAPHS = "pipecomm_ext.Communicator"  # no name of a torch group begins with it
 open_communicators: weakref.WeakSet[Communicator] = weakref.WeakSet()
-
-
-class _RefusedOnError:
-    """See `Communicator.collective`. A class, since each collective enters two of them, and a generator takes
-    a microsecond."""
-
-    __slots__ = ("_channel", "_comm", "_members", "_op")
-
-    def __init__(self, comm: Communicator, op: str, members: Sequence[int], channel: int | None):
-        self._comm, self._op, self._members, self._channel = comm, op, members, channel
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        if error is not None and isinstance(error, Exception) and not isinstance(error, PipeCommError):
-            self._comm.refuse(self._op, error, self._members, self._channel)
 
 
 class Communicator:
@@ -392,6 +376,8 @@ class Communicator:
 
         Args:
             tensor: any shape and strides, alike on all ranks.
+            async_op: alike on all ranks. With it, every rank gets the tensors of all ranks and reduces them
+                itself, so its memory and traffic grow with their number.
             op: an operator of torch.distributed.ReduceOp. float16 and bfloat16 are reduced in float32;
                 integers wrap; of bool, SUM is "any", PRODUCT "all" and BXOR the parity.
 
@@ -404,32 +390,17 @@ class Communicator:
     def reduce_scatter(
         self,
         output: torch.Tensor,
-        input: torch.Tensor,
+        input: torch.Tensor | Sequence[torch.Tensor],
         op: Any = dist.ReduceOp.SUM,
         *,
         async_op: bool = False,
     ) -> Work | None:
-        """Reduces piece r of the `input` of all ranks into the `output` of rank r. `input` holds P tensors
-        like `output`, concatenated along dim 0 or stacked. Otherwise as `all_reduce`.
+        """Reduces piece r of the `input` of all ranks into the `output` of rank r. `input` is one tensor, the
+        pieces concatenated along dim 0 or stacked, or a list of them, whose shapes may differ. Otherwise as
+        `all_reduce`.
         """
-        pieces = reductions.pieces_of_single(self, output, input)
-        return self._ended(
-            reductions.begin_reduce_scatter(self, [output], pieces, op, not async_op), async_op
-        )
-
-    def reduce_scatter_list(
-        self,
-        output: torch.Tensor,
-        inputs: Sequence[torch.Tensor],
-        op: Any = dist.ReduceOp.SUM,
-        *,
-        async_op: bool = False,
-    ) -> Work | None:
-        """Like `reduce_scatter`, of one tensor for each rank; those of the ranks may differ in shape."""
-        pieces = [[tensor] for tensor in inputs]
-        return self._ended(
-            reductions.begin_reduce_scatter(self, [output], pieces, op, not async_op), async_op
-        )
+        handle = reductions.begin_reduce_scatter(self, [output], input, op, not async_op)
+        return self._ended(handle, async_op)
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor, *, async_op: bool = False) -> Work | None:
         """Gathers the `input` of all ranks into `output`, concatenated along dim 0 or stacked."""
@@ -528,7 +499,7 @@ class Communicator:
         anything here, every other rank's call of the same collective raises PipeCommMismatch with the reason;
         no rank waits, and the next call works.
         """
-        return _RefusedOnError(self, op, members, channel)
+        return RefusedOnError(self, op, members, channel)
 
     def refuse(
         self, op: str, error: Exception, members: Sequence[int] = (), channel: int | None = None

@@ -150,7 +150,9 @@ def _gather_plan(rank: int, size: int, lengths: tuple[int, ...], dtype: torch.dt
 def all_reduce_steps(
     comm: Any, tensor: Tensor, op: Operator, waits: bool, channel: int | None = None
 ) -> Iterator[_C.Work]:
-    """In place. With a channel large tensors take two exchanges, of which the second one is posted there."""
+    """In place. Large tensors take two exchanges if the order of the second one is sure: on a channel that is
+    kept for it, or because the caller waits. Else every rank gets whole tensors.
+    """
     rank, size, length, dtype = comm.rank, comm.size, tensor.numel(), tensor.dtype
     brought = op.before(tensor)
     if size == 1:
@@ -159,7 +161,8 @@ def all_reduce_steps(
         return
     options: Any = {"async_op": not waits, "op": "exchange", "returns_work": True}
     tag = f"all_reduce {op.name} {dtype}"
-    if size == 2 or channel is None or length * dtype.itemsize <= MAX_WHOLE_BYTES:
+    has_order = waits or channel is not None
+    if size == 2 or not has_order or length * dtype.itemsize <= MAX_WHOLE_BYTES:
         plan, rows = _whole_plan(rank, size, length, dtype, -1, tag), comm.empty((size * length,), dtype)
         yield comm.exchange(plan, [brought], [rows], **options)
         op.reduce(rows.view(size, length).unbind(0), tensor)
@@ -267,28 +270,20 @@ def begin_reduce(comm: Any, tensor: Tensor, op: Any, root: int, waits: bool) -> 
 
 
 def begin_reduce_scatter(
-    comm: Any, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], op: Any, waits: bool
+    comm: Any, outputs: Sequence[Tensor], inputs: Tensor | Sequence[Any], op: Any, waits: bool
 ) -> Continuation:
     """Reduces piece r of all ranks into rank r's outputs, as one exchange of one dtype.
 
-    inputs[r] holds what rank r is to get, one tensor for each of its outputs; the sizes of the ranks may
-    differ.
+    inputs[r] is what rank r is to get, a tensor or one for each of its outputs; the sizes of the ranks may
+    differ. Or `inputs` is one tensor with the pieces one after the other, alike for all ranks.
     """
     with comm.collective("exchange"):
         specs_of(outputs, "outputs")
-        if len(inputs) != comm.size:
-            raise ValueError(f"one input for each of the {comm.size} ranks is needed, not {len(inputs)}")
-        for idx, pieces in enumerate(inputs):
-            specs_of(pieces, f"inputs[{idx}]")
-        for output, tensor in zip(outputs, inputs[comm.rank], strict=True):
-            if (output.numel(), output.dtype) != (tensor.numel(), tensor.dtype):
-                raise ValueError(
-                    f"the output has {output.numel()} elements of {output.dtype}, what is reduced into it "
-                    f"has {tensor.numel()} of {tensor.dtype}"
-                )
+        if isinstance(inputs, Tensor):
+            flat, lengths = _whole_input(comm, outputs, inputs)
+        else:
+            flat, lengths = _joined_inputs(comm, outputs, inputs)
         operator_ = Operator(op, outputs[0].dtype)
-        lengths = tuple(sum(tensor.numel() for tensor in pieces) for pieces in inputs)
-        flat = _joined([tensor for pieces in inputs for tensor in pieces])[0]
         buffers = [buffer_for(output) for output in outputs]
         whole = buffers[0] if len(buffers) == 1 else flat.new_empty(lengths[comm.rank])
     steps = reduce_scatter_steps(comm, whole, flat, lengths, operator_, waits)
@@ -296,17 +291,35 @@ def begin_reduce_scatter(
     return Continuation(with_copies(steps, parts, outputs))
 
 
-def pieces_of_single(comm: Any, output: Tensor, tensor: Tensor) -> list[list[Tensor]]:
-    """The inputs of `begin_reduce_scatter` for one tensor that holds those of all ranks."""
-    with comm.collective("exchange"):
-        spec_of(tensor, "input")
-        spec_of(output, "output")
-        if output.dtype != tensor.dtype or output.numel() * comm.size != tensor.numel():
+def _whole_input(comm: Any, outputs: Sequence[Tensor], tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    spec_of(tensor, "input")
+    [output] = outputs
+    if output.dtype != tensor.dtype or output.numel() * comm.size != tensor.numel():
+        raise ValueError(
+            f"input of shape {list(tensor.shape)}, {tensor.dtype}, is not {comm.size} times output of shape "
+            f"{list(output.shape)}, {output.dtype}"
+        )
+    return flattened(tensor), (output.numel(),) * comm.size
+
+
+def _joined_inputs(
+    comm: Any, outputs: Sequence[Tensor], inputs: Sequence[Any]
+) -> tuple[Tensor, tuple[int, ...]]:
+    if not isinstance(inputs, (list, tuple)):
+        raise TypeError(f"input must be a tensor or a list of them, not {type(inputs).__name__}")
+    if len(inputs) != comm.size:
+        raise ValueError(f"one input for each of the {comm.size} ranks is needed, not {len(inputs)}")
+    pieces = [list(piece) if isinstance(piece, (list, tuple)) else [piece] for piece in inputs]
+    for idx, of_rank in enumerate(pieces):
+        specs_of(of_rank, f"inputs[{idx}]")
+    for output, tensor in zip(outputs, pieces[comm.rank], strict=True):
+        if (output.numel(), output.dtype) != (tensor.numel(), tensor.dtype):
             raise ValueError(
-                f"input of shape {list(tensor.shape)}, {tensor.dtype}, is not {comm.size} times output of "
-                f"shape {list(output.shape)}, {output.dtype}"
+                f"the output has {output.numel()} elements of {output.dtype}, what is reduced into it has "
+                f"{tensor.numel()} of {tensor.dtype}"
             )
-        return [[piece] for piece in flattened(tensor).view(comm.size, output.numel()).unbind(0)]
+    lengths = tuple(sum(tensor.numel() for tensor in of_rank) for of_rank in pieces)
+    return _joined([tensor for of_rank in pieces for tensor in of_rank])[0], lengths
 
 
 def begin_all_gather(comm: Any, output: Tensor, tensor: Tensor, waits: bool) -> Continuation:

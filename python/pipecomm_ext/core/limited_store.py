@@ -38,6 +38,7 @@ class LimitedStore:
     """
 
     def __init__(self, store: Any, rank: int, in_background: bool = False) -> None:
+        self._is_closed = False
         self._line = _Line(store, in_background, needs_clone=in_background)
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         # Now, since the first call may be a farewell, when the interpreter ends and starts no more threads.
@@ -52,8 +53,12 @@ class LimitedStore:
                 origin_rank=rank,
             ) from error
 
-    def __del__(self) -> None:
+    def close(self) -> None:
+        """Ends its thread, once what is asked for is done. Later calls raise RuntimeError."""
+        self._is_closed = True
         self._calls.put(None)
+
+    __del__ = close
 
     def find(self, key: str, limit_s: float) -> bytes | None:
         """What is under the key, None if there is no such key."""
@@ -77,6 +82,8 @@ class LimitedStore:
 
     def _ask(self, limit_s: float, make: Callable[[Any], T], repeats: bool = False) -> T:
         """What `make` returns. `repeats`: if it fails in the background, it is called once more."""
+        if self._is_closed:
+            raise RuntimeError("the group of this store has ended")
         if not self._worker.is_alive():
             raise RuntimeError("this process was forked after the store was first used")
         left_s = limit_s

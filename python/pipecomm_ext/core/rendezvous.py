@@ -50,6 +50,14 @@ def stores_of(group: dist.ProcessGroup | StoreGroup) -> tuple[LimitedStore, Limi
         return _stores[group]
 
 
+def close_stores(group: StoreGroup) -> None:
+    """Ends the threads that look at the store of a group that has ended."""
+    with _stores_lock:
+        stores = _stores.pop(group, ())
+    for store in stores:
+        store.close()
+
+
 def _place_of(store: dist.Store) -> str:
     """Where a store is, for errors."""
     while isinstance(store, dist.PrefixStore):

@@ -1,5 +1,5 @@
-// The words of a torch storage that tell of its memory, read where this torch was found to keep them:
-// no call into Python, and on any thread.
+// The fields of a torch storage that describe its memory, read where this torch was found to keep them:
+// without a call into Python, on any thread.
 #pragma once
 
 #include <atomic>
@@ -11,7 +11,7 @@ namespace pipecomm {
 
 // A part of c10::StorageImpl, the same in every torch so far. For memory of the CPU allocator,
 // `context` is the memory once more.
-struct StorageWords {
+struct StorageFields {
   std::atomic<void*> memory;
   std::atomic<void (*)(void* context)> free;
   void* context;
@@ -20,12 +20,12 @@ struct StorageWords {
 };
 
 // Null if this torch keeps them elsewhere; with the GIL. It lives as long as the storage.
-StorageWords* words_of(py::handle storage);
-// What frees memory of torch's CPU allocator; null like the words.
+StorageFields* fields_of(py::handle storage);
+// What frees memory of torch's CPU allocator; null like the fields.
 void (*free_of_torch())(void*);
 
 // Looks for them once: two storages of the allocator must agree, and one of other memory must not
 // look like them.
-void find_storage_words();
+void find_storage_fields();
 
 }  // namespace pipecomm

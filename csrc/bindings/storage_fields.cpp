@@ -1,4 +1,4 @@
-#include "bindings/storage_words.h"
+#include "bindings/storage_fields.h"
 
 #include <dlfcn.h>
 
@@ -15,9 +15,9 @@ constexpr size_t kMaxOffset = 7;  // words; a storage has more than twelve
 size_t offset = 0;  // 0: not found
 void (*deleter)(void*) = nullptr;
 
-StorageWords* words_at(size_t word, py::handle storage) {
+StorageFields* fields_at(size_t word, py::handle storage) {
   auto* const begin = static_cast<void**>(PyLong_AsVoidPtr(torch_names().cdata(storage).ptr()));
-  return reinterpret_cast<StorageWords*>(begin + word);
+  return reinterpret_cast<StorageFields*>(begin + word);
 }
 
 bool is_of_torch(void (*function)(void*)) {
@@ -28,13 +28,13 @@ bool is_of_torch(void (*function)(void*)) {
 
 }  // namespace
 
-StorageWords* words_of(py::handle storage) {
-  return offset == 0 ? nullptr : words_at(offset, storage);
+StorageFields* fields_of(py::handle storage) {
+  return offset == 0 ? nullptr : fields_at(offset, storage);
 }
 
 void (*free_of_torch())(void*) { return deleter; }
 
-void find_storage_words() {
+void find_storage_fields() {
   const TorchNames& names = torch_names();
   const auto storage_of = [&](int num_bytes) {
     return names.untyped_storage(
@@ -45,16 +45,16 @@ void find_storage_words() {
   const py::object other =
       names.untyped_storage(tensor_in({own, [](std::byte*) {}}, {64}, {dlpack::kUInt, 8, 1}));
   const auto fits = [&](size_t word, py::handle storage, int64_t num_bytes) {
-    const StorageWords& words = *words_at(word, storage);
+    const StorageFields& fields = *fields_at(word, storage);
     const auto memory = reinterpret_cast<void*>(names.data_ptr.number(storage));
-    return words.memory == memory && words.num_bytes == num_bytes;
+    return fields.memory == memory && fields.num_bytes == num_bytes;
   };
   size_t num_found = 0;
   for (size_t word = 1; word <= kMaxOffset; ++word) {
-    const StorageWords &first = *words_at(word, small), &second = *words_at(word, large);
+    const StorageFields &first = *fields_at(word, small), &second = *fields_at(word, large);
     if (!fits(word, small, 64) || !fits(word, large, 4096) || !fits(word, other, 64) ||
         first.context != first.memory || second.context != second.memory ||
-        first.free != second.free || first.free == words_at(word, other)->free ||
+        first.free != second.free || first.free == fields_at(word, other)->free ||
         !is_of_torch(first.free))
       continue;
     ++num_found;
