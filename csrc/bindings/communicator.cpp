@@ -251,6 +251,17 @@ std::pair<int, int64_t> BoundCommunicator::nccl_usage() const {
 // async_op=False: wait() follows at once, on the same thread.
 py::class_<BoundCommunicator> bind_communicator(py::module_& m) {
   m.attr("MIN_RESULT_BYTES") = kMinResultBytes;
+  m.def(
+      "check_tensor",
+      [](const py::object& tensor, const std::string& name, const std::string& device,
+         bool is_received) {
+        tensor_argument(tensor, {.element = name.c_str()},
+                        is_received ? Access::write : Access::read, DeviceArgument::parse(device));
+      },
+      py::arg("tensor"), py::arg("name"), py::arg("device"), py::arg("is_received"),
+      "TypeError or ValueError, as of a send or a receive, if a communicator for `device` cannot "
+      "move "
+      "the tensor.");
   using Bound = BoundCommunicator;
   return py::class_<Bound>(m, "Communicator",
                            "Over the threads of hosts, or for CUDA tensors over NCCL, controlled "

@@ -246,6 +246,7 @@ def plan_reshard(
 def plan_collect_pieces(
     rank: int, size: int, whole: _Spec, pieces: _Layout, tag: str = "", shown: _Spec | None = None
 ) -> PreparedExchange: ...
+def check_tensor(tensor: torch.Tensor, name: str, device: str, is_received: bool) -> None: ...
 
 MIN_RESULT_BYTES: Final[int]
 build_info: Final[dict[str, Any]]

@@ -334,9 +334,10 @@ all_gather_single = all_gather_into_tensor  # the name since torch 2.13
 def all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
     """Reduces `tensor` of all ranks in place; all ranks get the same bits. See `Communicator.all_reduce`.
 
-    `async_op` is the same on all ranks. In a graph of torch.compile this is torch's own call.
+    `async_op` is the same on all ranks. Sparse tensors are refused: torch.distributed.all_reduce takes them.
+    In a graph of torch.compile this is torch's own call.
     """
-    if torch.compiler.is_compiling() or not _is_ours(tensor):
+    if torch.compiler.is_compiling():
         return dist.all_reduce(tensor, op, _torch_group(group), async_op)
     if _is_outside(group):
         return None
@@ -374,11 +375,6 @@ def reduce_scatter_tensor(
         return None
     with torch.no_grad():
         return communicator_of(group, output).reduce_scatter(output, input, op, async_op=async_op)
-
-
-def _is_ours(tensor: Any) -> bool:
-    """Sparse tensors are left to torch."""
-    return not isinstance(tensor, Tensor) or tensor.layout == torch.strided
 
 
 def _exchange(

@@ -234,3 +234,44 @@ collective(
     ),
     input_tensor=(ones(), "tensor"),
 )
+
+
+# ---- reductions --------------------------------------------------------------------------------------------
+
+OPERATOR = (
+    lambda comm: torch.distributed.ReduceOp.SUM,
+    None,
+    Mistake("a string", lambda good: "sum", TYPE, "ReduceOp.*sum"),
+    Mistake("None", lambda good: None, TYPE, "ReduceOp.*None"),
+    Mistake("bits of floats", lambda good: torch.distributed.ReduceOp.BAND, VALUE, "BAND is for integers"),
+)
+ANOTHER_LENGTH = Mistake("another length", lambda good: ones(3), VALUE, r"\[3\]")
+ANOTHER_DTYPE = Mistake("another dtype", lambda good: good.int(), VALUE, "int32")
+
+method("all_reduce", "collective", tensor=(ones(), "target"), op=OPERATOR)
+method(
+    "reduce_scatter",
+    "collective",
+    output=(ones(2, 2), "target", ANOTHER_DTYPE),
+    input=(lambda comm: ones(2 * comm.size, 2), "tensor or list", ANOTHER_LENGTH),
+    op=OPERATOR,
+)
+method(
+    "all_gather",
+    "collective",
+    output=(lambda comm: ones(2 * comm.size, 2), "target", ANOTHER_LENGTH, ANOTHER_DTYPE),
+    input=(ones(2, 2), "tensor"),
+)
+collective("all_reduce", tensor=(ones(), "facade target"), op=OPERATOR)
+collective(
+    "reduce_scatter",
+    output=(ones(), "facade target", ANOTHER_DTYPE),
+    input_list=(one_each, "tensors"),
+    op=OPERATOR,
+)
+collective(
+    "reduce_scatter_tensor",
+    output=(ones(2, 2), "facade target", ANOTHER_DTYPE),
+    input=(lambda comm: ones(2 * comm.size, 2), "tensor or list", ANOTHER_LENGTH),
+    op=OPERATOR,
+)

@@ -130,6 +130,10 @@ MESSAGE_PEERS = [*PEERS, Mistake("oneself", lambda good: 0, VALUE, "itself|onese
 
 MISTAKES: dict[str, list[Mistake]] = {
     "tensor": TENSORS,
+    # A list of numbers is a list whose elements are no tensors.
+    "tensor or list": [
+        mistake._replace(says="float") if mistake.name == "a list" else mistake for mistake in TENSORS
+    ],
     "target": TENSORS + TARGETS_ONLY + LEAF,
     "facade target": TENSORS + TARGETS_ONLY,  # as in torch, buffers may require grad
     "tensors": in_list(TENSORS),

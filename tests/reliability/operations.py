@@ -307,3 +307,48 @@ def all_gather_into_tensor(comm: Communicator, draw: Draw) -> Call:
         lambda: [facade.all_gather_into_tensor(output, mine, comm, async_op=True)],
         lambda: assert_same(output, expected, "output_tensor"),
     )
+
+
+# ---- reductions --------------------------------------------------------------------------------------------
+
+
+def small_numbers(shape: tuple[int, ...], draw: Draw, rank: int) -> torch.Tensor:
+    """Whole numbers whose sums every dtype holds."""
+    return (pattern(shape, torch.uint8, draw.key, rank) % 8).to(draw.dtype)
+
+
+@operation("distributed.all_reduce", "collective", "shape dtype")
+def all_reduce(comm: Communicator, draw: Draw) -> Call:
+    everybody = [small_numbers((draw.length, 3), draw, rank) for rank in range(comm.size)]
+    tensor = poison((draw.length, 3), draw.dtype)
+
+    def start() -> list[Any]:
+        tensor.copy_(everybody[comm.rank])
+        return [facade.all_reduce(tensor, group=comm, async_op=True)]
+
+    return Call(start, lambda: assert_same(tensor, sum(everybody[1:], everybody[0]), "tensor"))
+
+
+@operation("distributed.reduce_scatter", "collective", "dtype")
+def reduce_scatter(comm: Communicator, draw: Draw) -> Call:
+    """What the ranks get differs in length."""
+    shapes = [(draw.length + rank % 2, 2) for rank in range(comm.size)]
+    pieces = [small_numbers(shape, draw, comm.rank) for shape in shapes]
+    mine = [small_numbers(shapes[comm.rank], draw, rank) for rank in range(comm.size)]
+    expected = sum(mine[1:], mine[0])
+    output = poison(shapes[comm.rank], draw.dtype)
+    return Call(
+        lambda: [facade.reduce_scatter(output, pieces, group=comm, async_op=True)],
+        lambda: assert_same(output, expected, "output"),
+    )
+
+
+@operation("distributed.reduce_scatter_tensor", "collective", "shape dtype")
+def reduce_scatter_tensor(comm: Communicator, draw: Draw) -> Call:
+    everybody = [small_numbers((comm.size * draw.length, 2), draw, rank) for rank in range(comm.size)]
+    output = poison((draw.length, 2), draw.dtype)
+    expected = sum(everybody[1:], everybody[0]).chunk(comm.size)[comm.rank] if draw.length else output
+    return Call(
+        lambda: [facade.reduce_scatter_tensor(output, everybody[comm.rank], group=comm, async_op=True)],
+        lambda: assert_same(output, expected, "output"),
+    )

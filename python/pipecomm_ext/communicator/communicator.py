@@ -19,7 +19,7 @@ from ..core.checked import whole_number
 from ..core.extension import _C
 from ..core.process_groups import StoreGroup, own_group
 from ..core.tensor_specs import TensorSpec, specs_of
-from ..errors import PipeCommError, summary_of
+from ..errors import summary_of
 from ..transports import nccl
 from . import reductions, traced
 from .construction import make

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from ..core.extension import _C
-from ..core.tensor_specs import spec_of, specs_of
 from .continuation import Continuation, Line
 
 # Up to here every rank gets whole tensors and reduces them itself, in one exchange.
@@ -245,12 +244,22 @@ def _joined(tensors: Sequence[Tensor]) -> tuple[Tensor, Sequence[Tensor]]:
     return flat, flat.split([tensor.numel() for tensor in tensors])
 
 
+def _check(comm: Any, tensor: Any, name: str, is_received: bool = False) -> None:
+    """Before anything is sent, as for a message."""
+    _C.check_tensor(tensor, name, str(comm.device), is_received)
+
+
+def _check_targets(comm: Any, tensors: Sequence[Tensor], name: str) -> None:
+    for idx, tensor in enumerate(tensors):
+        _check(comm, tensor, name if len(tensors) == 1 else f"{name}s[{idx}]", is_received=True)
+
+
 def begin_all_reduce(
     comm: Any, tensors: Sequence[Tensor], op: Any, waits: bool, channel: int | None, line: Line | None
 ) -> Continuation:
     """Reduces tensors of one dtype in place, as one exchange."""
     with comm.collective("exchange"):
-        specs_of(tensors, "tensors")
+        _check_targets(comm, tensors, "tensor")
         operator_ = Operator(op, tensors[0].dtype)
         flat, parts = _joined(tensors)
     steps = all_reduce_steps(comm, flat, operator_, waits, channel)
@@ -261,7 +270,7 @@ def begin_all_reduce(
 def begin_reduce(comm: Any, tensor: Tensor, op: Any, root: int, waits: bool) -> Continuation:
     """Reduces `tensor` in place on rank `root`."""
     with comm.collective("exchange"):
-        spec_of(tensor, "tensor")
+        _check_targets(comm, [tensor], "tensor")
         operator_ = Operator(op, tensor.dtype)
         flat = flattened(tensor)
     steps = reduce_steps(comm, flat, operator_, root, waits)
@@ -274,11 +283,11 @@ def begin_reduce_scatter(
 ) -> Continuation:
     """Reduces piece r of all ranks into rank r's outputs, as one exchange of one dtype.
 
-    inputs[r] is what rank r is to get, a tensor or one for each of its outputs; the sizes of the ranks may
-    differ. Or `inputs` is one tensor with the pieces one after the other, alike for all ranks.
+    inputs[r] is what rank r is to get, a tensor, or for several outputs a list of them; the sizes of the
+    ranks may differ. Or `inputs` is one tensor with the pieces one after the other, alike for all ranks.
     """
     with comm.collective("exchange"):
-        specs_of(outputs, "outputs")
+        _check_targets(comm, outputs, "output")
         if isinstance(inputs, Tensor):
             flat, lengths = _whole_input(comm, outputs, inputs)
         else:
@@ -292,7 +301,7 @@ def begin_reduce_scatter(
 
 
 def _whole_input(comm: Any, outputs: Sequence[Tensor], tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    spec_of(tensor, "input")
+    _check(comm, tensor, "input")
     [output] = outputs
     if output.dtype != tensor.dtype or output.numel() * comm.size != tensor.numel():
         raise ValueError(
@@ -309,9 +318,10 @@ def _joined_inputs(
         raise TypeError(f"input must be a tensor or a list of them, not {type(inputs).__name__}")
     if len(inputs) != comm.size:
         raise ValueError(f"one input for each of the {comm.size} ranks is needed, not {len(inputs)}")
-    pieces = [list(piece) if isinstance(piece, (list, tuple)) else [piece] for piece in inputs]
+    pieces = [[piece] for piece in inputs] if len(outputs) == 1 else inputs
     for idx, of_rank in enumerate(pieces):
-        specs_of(of_rank, f"inputs[{idx}]")
+        for tensor in of_rank:
+            _check(comm, tensor, f"input[{idx}]")
     for output, tensor in zip(outputs, pieces[comm.rank], strict=True):
         if (output.numel(), output.dtype) != (tensor.numel(), tensor.dtype):
             raise ValueError(
@@ -325,8 +335,8 @@ def _joined_inputs(
 def begin_all_gather(comm: Any, output: Tensor, tensor: Tensor, waits: bool) -> Continuation:
     """The tensors of all ranks, one after the other, into `output`, whose shape is free."""
     with comm.collective("all_gather"):
-        spec_of(tensor, "input")
-        spec_of(output, "output")
+        _check(comm, tensor, "input")
+        _check_targets(comm, [output], "output")
         if output.dtype != tensor.dtype or tensor.numel() * comm.size != output.numel():
             raise ValueError(
                 f"output of shape {list(output.shape)}, {output.dtype}, is not {comm.size} times input of "
