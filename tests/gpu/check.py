@@ -270,6 +270,7 @@ def all_stages(num_gpus: int) -> list[Stage]:
         build_stage(),
         pytest_stage("kernels", "kernels", limit_s=180),
         pytest_stage("nccl", "nccl", limit_s=240),
+        pytest_stage("reductions", "reductions_on_devices", limit_s=180),
         pytest_stage("links", "links", limit_s=180),
         pytest_stage("captures", "captures", limit_s=180),
         pytest_stage("whole-graphs", "whole_graphs", limit_s=180),

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..communicator.communicator import list_plan
-from ..communicator.continuation import Continuation, finish_in_background
+from ..communicator.continuation import Continuation, begin, finish_in_background
 from ..communicator.reductions import (
     begin_all_gather,
     begin_all_reduce,
@@ -117,7 +117,8 @@ class Collectives:
         work = self._explaining(what, comm.broadcast, flat, root, async_op=not waits(opts)) or done_work()
         handle: Any = work
         if comm.rank != root and flat.data_ptr() != tensor.data_ptr():
-            handle = Continuation(with_copies(iter([work]), [flat], [tensor]))
+            steps = with_copies(iter([work]), [flat], [tensor])
+            handle = begin(comm, steps, [flat, tensor], waits(opts))
         return self._begun(handle, [tensor], opts, what)
 
     @profiled

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..communicator import Communicator, Recv, Send, Work
-from ..communicator.continuation import Continuation, finish_in_background
-from ..communicator.reductions import buffer_for, copy_into, flattened
+from ..communicator import Communicator, Recv, Send
+from ..communicator.continuation import Continuation, begin, finish_in_background
+from ..communicator.reductions import buffer_for, copy_into, flattened, with_copies
 from ..errors import PipeCommError, PipeCommMismatch, PipeCommTimeout
 from .any_source import AnySource, SendWatch
 from .endpoint import Endpoint
@@ -104,7 +103,8 @@ class Messages:
             work = connection.communicator.irecv(flat, src, channel)
         if flat.data_ptr() == tensor.data_ptr():
             return work
-        return Continuation(_then_copy(work, flat, tensor))
+        steps = with_copies(iter([work]), [flat], [tensor])
+        return begin(connection.communicator, steps, [flat, tensor], waits=False)
 
     def _check(self, peer: int, name: str) -> None:
         if not 0 <= peer < self._size:
@@ -156,7 +156,9 @@ class Messages:
                 self._sends.add(work, dst, tag)
             copies = [pair for pair in batch.copies if pair[0].data_ptr() != pair[1].data_ptr()]
             if copies:
-                handles.append(Continuation(_then_copy_all(work, copies)))
+                flats, targets = zip(*copies, strict=True)
+                steps = with_copies(iter([work]), flats, targets)
+                handles.append(begin(communicator, steps, [*flats, *targets], waits=False))
                 finish_in_background(handles[-1])
             batch.copies.clear()
         handles += batch.handles
@@ -210,17 +212,6 @@ class OwnMessage:
 
     def is_completed(self) -> bool:
         return self._met.is_set()
-
-
-def _then_copy(work: Work, source: Tensor, target: Tensor) -> Iterator[Work]:
-    yield work
-    copy_into(source, target)
-
-
-def _then_copy_all(work: Work, copies: list[tuple[Tensor, Tensor]]) -> Iterator[Work]:
-    yield work
-    for source, target in copies:
-        copy_into(source, target)
 
 
 def _only(tensors: list[Tensor]) -> Tensor:

@@ -2,16 +2,24 @@
 
 A reduction is written as a generator that yields the Work of each exchange and is resumed once that is done.
 Whoever looks at its handle resumes it; `finish_in_background` has a thread do so if nobody does.
+
+With CUDA tensors "done" is an order of streams: an exchange that is waited for on a stream is done for what
+comes later there. An asynchronous operation computes on a stream of its communicator's own, whichever thread
+resumes it, and whoever waits for the handle makes the current stream wait for that one. In the caller's
+stream it would hold up what is enqueued there before the wait, on which the other ranks may depend.
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import math
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
+
+import torch
 
 from ..core.extension import _C
 from ..errors import PipeCommTimeout
@@ -36,21 +44,25 @@ class Line:
 
 class Continuation:
     """Has the methods of a Work. The generator is begun at once, so that what it raises first comes out of
-    the call. With a `line`, its second exchange waits for those of the operations before it there."""
+    the call. With a `line`, its second exchange waits for those of the operations before it there. With a
+    `stream`, the generator runs there, as if it were called where the caller's stream is now."""
 
-    def __init__(self, steps: Iterator[_C.Work], line: Line | None = None) -> None:
+    def __init__(
+        self, steps: Iterator[_C.Work], line: Line | None = None, stream: torch.cuda.Stream | None = None
+    ) -> None:
         self._steps = steps
         self._lock = threading.Lock()
         self._error: BaseException | None = None
         self._previous: Continuation | None = None
         self._num_done = 0
-        if line is None:
-            self._current = next(steps, None)
-        else:
-            with line.lock:
-                self._current = next(steps, None)
-                if self._current is not None:
-                    self._previous, line.last = line.last, self
+        self._stream = stream
+        self._event: torch.cuda.Event | None = None  # after all that the operation has enqueued
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream(stream.device))
+        with line.lock if line is not None else contextlib.nullcontext():
+            self._current = self._next()
+            if line is not None and self._current is not None:
+                self._previous, line.last = line.last, self
 
     def wait(self, timeout: float | datetime.timedelta | None = None) -> None:
         """Waits until all is done. Idempotent, from any thread.
@@ -63,16 +75,22 @@ class Continuation:
             raise PipeCommTimeout("the operation has not ended within the timeout of the wait")
         if self._error is not None:
             raise self._error
+        if self._event is not None:
+            torch.cuda.current_stream(self._stream.device).wait_event(self._event)
 
     def synchronize(self) -> None:
         """Blocks the host until all is done."""
         self.wait()
+        if self._event is not None:
+            self._event.synchronize()
 
     def is_completed(self) -> bool:
         """Whether the operation has ended, well or not. Blocks for no other rank."""
-        return self._current is None or self._run(None)
+        return self.poll() and (self._event is None or self._event.query())
 
-    poll = is_completed
+    def poll(self) -> bool:
+        """Whether nothing is left to be done by a thread."""
+        return self._current is None or self._run(None)
 
     def rest(self) -> None:
         """Waits a moment, without a part in the waits of others for the exchange in flight."""
@@ -99,19 +117,29 @@ class Continuation:
     def _step(self, current: _C.Work, deadline: float | None) -> bool:
         try:
             try:
-                current.wait(None if deadline in (None, math.inf) else max(0.0, deadline - time.monotonic()))
+                with _on(self._stream):
+                    current.wait(
+                        None if deadline in (None, math.inf) else max(0.0, deadline - time.monotonic())
+                    )
             except PipeCommTimeout:
                 if not current.is_completed():
                     return False
                 raise
             if not self._run_those_before(deadline):
                 return False
-            self._current = next(self._steps, None)
+            self._current = self._next()
             self._num_done += 1
         except Exception as error:
             self._error, self._current, self._previous = error, None, None
             self._steps = iter(())
         return True
+
+    def _next(self) -> _C.Work | None:
+        with _on(self._stream):
+            current = next(self._steps, None)
+            if current is None and self._stream is not None:
+                self._event = self._stream.record_event()
+        return current
 
     def _run_those_before(self, deadline: float | None) -> bool:
         waiting = []
@@ -124,6 +152,31 @@ class Continuation:
                 return False
         self._previous = None
         return True
+
+
+def begin(
+    comm: Any,
+    steps: Iterator[_C.Work],
+    tensors: Sequence[torch.Tensor],
+    waits: bool,
+    line: Line | None = None,
+) -> Continuation:
+    """An operation on a communicator. `tensors` are those made outside of the steps which they work on;
+    `waits`: the caller waits for the handle at once. Within a capture all of it is captured by the call.
+    """
+    if comm.device.type != "cuda" or waits:
+        return Continuation(steps, line)
+    if torch.cuda.is_current_stream_capturing():
+        handle = Continuation(steps, line)
+        handle.wait()
+        return handle
+    for tensor in tensors:
+        tensor.record_stream(comm.side_stream)
+    return Continuation(steps, line, comm.side_stream)
+
+
+def _on(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager[Any]:
+    return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
 def _left(deadline: float) -> float:

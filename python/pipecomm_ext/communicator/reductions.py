@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..core.extension import _C
-from .continuation import Continuation, Line
+from .continuation import Continuation, Line, begin
 
 # Up to here every rank gets whole tensors and reduces them itself, in one exchange.
 MAX_WHOLE_BYTES = 32 << 10
@@ -264,7 +264,8 @@ def begin_all_reduce(
         flat, parts = _joined(tensors)
     steps = all_reduce_steps(comm, flat, operator_, waits, channel)
     is_in_line = channel is not None and flat.numel() * flat.dtype.itemsize > MAX_WHOLE_BYTES
-    return Continuation(with_copies(steps, parts, tensors), line if is_in_line else None)
+    steps = with_copies(steps, parts, tensors)
+    return begin(comm, steps, [flat, *tensors], waits, line if is_in_line else None)
 
 
 def begin_reduce(comm: Any, tensor: Tensor, op: Any, root: int, waits: bool) -> Continuation:
@@ -275,7 +276,8 @@ def begin_reduce(comm: Any, tensor: Tensor, op: Any, root: int, waits: bool) -> 
         flat = flattened(tensor)
     steps = reduce_steps(comm, flat, operator_, root, waits)
     is_root = comm.rank == root
-    return Continuation(with_copies(steps, [flat] if is_root else [], [tensor] if is_root else []))
+    steps = with_copies(steps, [flat] if is_root else [], [tensor] if is_root else [])
+    return begin(comm, steps, [flat, tensor], waits)
 
 
 def begin_reduce_scatter(
@@ -297,7 +299,7 @@ def begin_reduce_scatter(
         whole = buffers[0] if len(buffers) == 1 else flat.new_empty(lengths[comm.rank])
     steps = reduce_scatter_steps(comm, whole, flat, lengths, operator_, waits)
     parts = whole.split([output.numel() for output in outputs])
-    return Continuation(with_copies(steps, parts, outputs))
+    return begin(comm, with_copies(steps, parts, outputs), [flat, whole, *outputs], waits)
 
 
 def _whole_input(comm: Any, outputs: Sequence[Tensor], tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
@@ -348,7 +350,7 @@ def begin_all_gather(comm: Any, output: Tensor, tensor: Tensor, waits: bool) -> 
     def steps() -> Iterator[_C.Work]:
         yield comm.exchange(plan, [flat], [whole], async_op=not waits, op="all_gather", returns_work=True)
 
-    return Continuation(with_copies(steps(), [whole], [output]))
+    return begin(comm, with_copies(steps(), [whole], [output]), [flat, whole, output], waits)
 
 
 @functools.lru_cache(maxsize=256)
