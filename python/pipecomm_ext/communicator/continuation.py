@@ -75,7 +75,7 @@ class Continuation:
             raise PipeCommTimeout("the operation has not ended within the timeout of the wait")
         if self._error is not None:
             raise self._error
-        if self._event is not None:
+        if self._event is not None and self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_event(self._event)
 
     def synchronize(self) -> None:
