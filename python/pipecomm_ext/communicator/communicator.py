@@ -123,11 +123,6 @@ class Communicator:
             raise AttributeError(f"the {name} of a Communicator cannot be changed; make another one")
         super().__setattr__(name, value)
 
-    @functools.cached_property
-    def side_stream(self) -> torch.cuda.Stream:
-        """Where asynchronous reductions of CUDA tensors compute."""
-        return torch.cuda.Stream(self.device, priority=-1)
-
     @property
     def closed(self) -> bool:
         """Whether close() has finished."""

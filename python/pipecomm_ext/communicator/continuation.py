@@ -16,6 +16,7 @@ import datetime
 import math
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
@@ -170,9 +171,21 @@ def begin(
         handle = Continuation(steps, line)
         handle.wait()
         return handle
+    stream = _stream_of(comm)
     for tensor in tensors:
-        tensor.record_stream(comm.side_stream)
-    return Continuation(steps, line, comm.side_stream)
+        tensor.record_stream(stream)
+    return Continuation(steps, line, stream)
+
+
+def _stream_of(comm: Any) -> torch.cuda.Stream:
+    with _streams_lock:
+        if comm not in _streams:
+            _streams[comm] = torch.cuda.Stream(comm.device, priority=-1)
+        return _streams[comm]
+
+
+_streams: weakref.WeakKeyDictionary[Any, torch.cuda.Stream] = weakref.WeakKeyDictionary()
+_streams_lock = threading.Lock()
 
 
 def _on(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager[Any]:
