@@ -58,10 +58,12 @@ def test_reductions_and_gathers(world, device, over):
 @over_transports
 @on_devices
 def test_a_message_before_the_wait_is_not_held_up(world, device, over):
-    """Rank 1 begins the reduction only once it has the message, which rank 0 sends after it has begun."""
+    """Rank 1 begins the reduction only once it has the message, which rank 0 sends after it has begun. (Over
+    NCCL the first collective of a kind waits for all ranks: they compare it.)"""
     comm = comm_over(world, device, over)
     for length in (1000, 1 << 20):
         tensor, message = torch.ones(length, device=device), torch.zeros(length, device=device)
+        comm.all_reduce(tensor.clone(), async_op=True).wait()
         if world.rank == 0:
             work = comm.all_reduce(tensor, async_op=True)
             time.sleep(0.2)  # the thread looks at it
