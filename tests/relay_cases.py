@@ -99,5 +99,6 @@ class Traffic:
         for version in versions:
             total = total + version.to(exact)
         if self.grad_reduce == "mean":
-            total = total / num_ranks
+            parts = torch.view_as_real(total) if total.is_complex() else total  # divided as two numbers
+            parts /= num_ranks
         return self._mine(total.to(self.dtype))

@@ -394,11 +394,11 @@ def test_the_stream_that_takes_the_mean_keeps_the_memory(monkeypatch):
         irecv=lambda *args: SimpleNamespace(wait=lambda timeout: None),
     )
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "the stream of wait()")
-    monkeypatch.setattr(named_peers, "_C", SimpleNamespace(mean_into_first=means.append))
+    monkeypatch.setattr(named_peers, "_C", SimpleNamespace(reduce=lambda *args: means.append(args)))
     for num_sources in (1, 3):
         buffers.clear()
         received = named_peers.Received([named_peers.Peer(comm, 0, 0)] * num_sources, (4,), torch.float32)
         received.wait()
         expected = [] if num_sources == 1 else ["the stream of wait()"]
         assert [buffer.streams for buffer in buffers] == [expected] * num_sources
-    assert [len(mean) for mean in means] == [3]
+    assert [(len(buffers), name) for _, buffers, name in means] == [(3, "AVG")]

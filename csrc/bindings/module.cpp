@@ -27,7 +27,7 @@ PYBIND11_MODULE(_C, m) {
   find_storage_fields();
   bind_build_info(m);
   bind_plan(m);
-  bind_mean(m);
+  bind_reduce(m);
   bind_left_behind(m);
   bind_connections(m);
   bind_point_to_point_args(m);

@@ -9,9 +9,9 @@ namespace pipecomm {
 void bind_build_info(py::module_& m);
 // Threads of Python's that may be left behind in a call of torch's when the interpreter ends.
 void bind_left_behind(py::module_& m);
-// The mean of tensors as one fused kernel.
-void bind_mean(py::module_& m);
 // Exchange plans and their builders.
 void bind_plan(py::module_& m);
+// Reductions of tensors, one pass each.
+void bind_reduce(py::module_& m);
 
 }  // namespace pipecomm

@@ -164,15 +164,15 @@ void bind_plan(py::module_& m) {
       py::arg("own_in_place") = false, py::arg("tag") = "", py::arg("shown") = py::none());
   m.def(
       "plan_collect_pieces",
-      [](int rank, int size, const PySpec& whole, const PyLayout& pieces, const std::string& tag,
-         const std::optional<PySpec>& shown) {
-        ReshardOptions options{.tag = tag};
+      [](int rank, int size, const PySpec& whole, const PyLayout& pieces, bool own_in_place,
+         const std::string& tag, const std::optional<PySpec>& shown) {
+        ReshardOptions options{.own_in_place = own_in_place, .tag = tag};
         if (shown) options.shown = spec_of(*shown);
         return prepare(
             collect_pieces_plan({rank, size}, spec_of(whole), shard_layout(pieces), options));
       },
-      py::arg("rank"), py::arg("size"), py::arg("whole"), py::arg("pieces"), py::arg("tag") = "",
-      py::arg("shown") = py::none());
+      py::arg("rank"), py::arg("size"), py::arg("whole"), py::arg("pieces"),
+      py::arg("own_in_place") = false, py::arg("tag") = "", py::arg("shown") = py::none());
   m.def(
       "plan_all_gather_list",
       [](int rank, int size, const PySpec& input, const std::vector<PySpec>& outputs) {

@@ -174,9 +174,7 @@ KeptStorages::~KeptStorages() {
 
 void KeptStorages::add(StorageArgument storage, Access access) {
   const bool is_async = watch_ && storage.data;
-  Pin pin = is_async && storage.fields ? Pin(*storage.fields) : Pin();
-  const bool is_looked_at = is_async && (access == Access::write || !pin);
-  storages_.push_back({std::move(storage), std::move(pin), is_looked_at});
+  storages_.emplace_back(std::move(storage), is_async, access);
 }
 
 // What resizes or shares a storage gives it other memory.

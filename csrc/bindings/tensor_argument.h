@@ -76,8 +76,12 @@ class KeptStorages {
 
   const std::shared_ptr<Watch> watch_;  // null: nobody asks
   struct Kept {
+    Kept(StorageArgument argument, bool is_async, Access access)
+        : storage(std::move(argument)),
+          pin(is_async && storage.fields ? Pin(*storage.fields) : Pin()),
+          is_looked_at(is_async && (access == Access::write || !pin)) {}
     StorageArgument storage;
-    Pin pin;
+    Pin pin;  // made in its place: to move one takes a lock
     bool is_looked_at;
   };
   std::vector<Kept> storages_;

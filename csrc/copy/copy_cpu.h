@@ -24,10 +24,4 @@ void pack_range(const LoweredExchange& exchange, const LoweredMessage& send,
 void unpack_range(const LoweredExchange& exchange, const LoweredMessage& recv,
                   const CopyBuffers& buffers, int64_t begin, int64_t end, const void* chunk);
 
-// dst[i] = mean of srcs[k][i]: summed in the order of srcs, fp64 in fp64 and all others in fp32, then
-// divided by their number and rounded to the dtype. dst may be one of the sources. Throws
-// std::invalid_argument unless the dtype is fp16, bf16, fp32 or fp64.
-void mean_cpu(void* dst, std::span<const void* const> srcs, int64_t count, DType dtype,
-              ThreadPool* pool = nullptr);
-
 }  // namespace pipecomm

@@ -23,7 +23,7 @@ cudaError_t execute_cuda(const ResolvedTasks& tasks, const CopyBuffers& buffers,
 
 inline constexpr int kMaxMeanSources = 500;  // whose pointers fit into 4 KiB of kernel arguments
 
-// dst[i] = mean of srcs[k][i] with the arithmetic of mean_cpu. cudaErrorInvalidValue for a dtype
+// dst[i] = mean of srcs[k][i] with the arithmetic of reduce_cpu. cudaErrorInvalidValue for a dtype
 // that cannot be averaged, for no sources and for more than kMaxMeanSources.
 cudaError_t mean_cuda(void* dst, std::span<const void* const> srcs, int64_t count, DType dtype,
                       const CudaLaunch& launch);

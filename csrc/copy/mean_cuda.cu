@@ -1,4 +1,4 @@
-// The mean of tensors on a device, with the arithmetic of mean_cpu.
+// The mean of tensors on a device, with the arithmetic of reduce_cpu.
 #include "copy/copy_cuda.h"
 
 #include "copy/cuda_arithmetic.cuh"

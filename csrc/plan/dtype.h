@@ -15,13 +15,19 @@ struct DType {
 
 namespace dtypes {
 inline constexpr DType kUInt8{0, 1};
+inline constexpr DType kInt8{1, 1};
+inline constexpr DType kInt16{2, 2};
 inline constexpr DType kInt32{3, 4};
 inline constexpr DType kInt64{4, 8};
 inline constexpr DType kFloat16{5, 2};
 inline constexpr DType kFloat32{6, 4};
 inline constexpr DType kFloat64{7, 8};
 inline constexpr DType kComplex128{10, 16};
+inline constexpr DType kBool{11, 1};
 inline constexpr DType kBFloat16{15, 2};
+inline constexpr DType kUInt16{27, 2};
+inline constexpr DType kUInt32{28, 4};
+inline constexpr DType kUInt64{29, 8};
 }  // namespace dtypes
 
 // The name as torch prints it without the prefix "torch.": "bfloat16", "float8_e4m3fn", ...

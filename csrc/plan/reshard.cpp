@@ -196,6 +196,7 @@ ExchangePlan collect_pieces_plan(Member me, const TensorSpec& whole, const Shard
   if (mine < 0) throw std::invalid_argument("collect_pieces: this rank is not in the layout");
   plan.inputs = {whole};
   for (int j = 0; j < layout.num_ranks(); ++j) {
+    if (options.own_in_place && j == mine) continue;
     const Region sent = layout.piece(j), kept = layout.piece(mine);
     plan.outputs.push_back(spec_of(kept, whole.dtype));
     if (!sent.empty()) {
@@ -203,13 +204,13 @@ ExchangePlan collect_pieces_plan(Member me, const TensorSpec& whole, const Shard
     }
     if (kept.empty()) continue;
     plan.recvs.push_back(transfer(layout.rank(j), kept, kept));
-    plan.recvs.back().boxes[0].tensor_idx = j;
+    plan.recvs.back().boxes[0].tensor_idx = static_cast<int>(plan.outputs.size()) - 1;
   }
   sort_by_peer(plan.sends);
   sort_by_peer(plan.recvs);
   Signature signature(plan.op);
   signature.add(int64_t{me.size}).add(whole.shape).add(whole.dtype).add(options.scale);
-  signature.add(std::string_view(options.tag));
+  signature.add(int64_t{options.own_in_place}).add(std::string_view(options.tag));
   layout.add_to(signature);
   plan.signature = signature.value();
   plan.validate();

@@ -20,7 +20,8 @@ struct ShardLayout {
 
 struct ReshardOptions {
   Scale scale = {};
-  // What a rank would send to itself lies in its output already: leave it there.
+  // What a rank would send to itself stays where it is: in the output already, or, of collected pieces,
+  // in the input, without an output.
   bool own_in_place = false;
   std::string tag = {};                  // further arguments on which all ranks must agree
   std::optional<TensorSpec> shown = {};  // in errors, if `whole` is a form of another tensor

@@ -244,11 +244,18 @@ def plan_reshard(
     shown: _Spec | None = None,
 ) -> PreparedExchange: ...
 def plan_collect_pieces(
-    rank: int, size: int, whole: _Spec, pieces: _Layout, tag: str = "", shown: _Spec | None = None
+    rank: int,
+    size: int,
+    whole: _Spec,
+    pieces: _Layout,
+    own_in_place: bool = False,
+    tag: str = "",
+    shown: _Spec | None = None,
 ) -> PreparedExchange: ...
 def check_tensor(tensor: torch.Tensor, name: str, device: str, is_received: bool) -> None: ...
 
 MIN_RESULT_BYTES: Final[int]
 build_info: Final[dict[str, Any]]
 
-def mean_into_first(tensors: Sequence[torch.Tensor]) -> None: ...
+def reduces(name: str, dtype: torch.dtype) -> bool: ...
+def reduce(output: torch.Tensor, tensors: Sequence[torch.Tensor], name: str) -> None: ...

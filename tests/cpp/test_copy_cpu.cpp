@@ -102,56 +102,6 @@ TEST(fork) {
 #endif
 }
 
-template <typename T>
-std::vector<const void*> pointers_to(const std::vector<std::vector<T>>& tensors) {
-  std::vector<const void*> pointers;
-  for (const auto& tensor : tensors) pointers.push_back(tensor.data());
-  return pointers;
-}
-
-TEST(mean) {
-  ThreadPool pool(3);
-  const std::vector<std::vector<float>> pair{{1, 0.1f, 3}, {5, 0.2f, -3}};
-  std::vector<float> result(3);
-  mean_cpu(result.data(), pointers_to(pair), 3, dtypes::kFloat32);
-  CHECK_EQ(result[0], 3.0f);
-  CHECK_EQ(result[1], (0.1f + 0.2f) / 2.0f);
-  CHECK_EQ(result[2], 0.0f);
-
-  // fp64 is averaged in fp64: more than a float holds.
-  const std::vector<std::vector<double>> doubles{{1.0 + 1e-12}, {2.0}, {4.0}};
-  double mean = 0;
-  mean_cpu(&mean, pointers_to(doubles), 1, dtypes::kFloat64);
-  CHECK_EQ(mean, (1.0 + 1e-12 + 2.0 + 4.0) / 3.0);
-
-  // Summed in fp32, not in the dtype: 1 + 2^-8 + ... would vanish in bf16.
-  const uint16_t one = 0x3f80, small = BFloat16::store(1.0f / 256);
-  const std::vector<std::vector<uint16_t>> halves{{one}, {small}, {small}, {small}};
-  uint16_t half_mean = 0;
-  mean_cpu(&half_mean, pointers_to(halves), 1, dtypes::kBFloat16);
-  CHECK_EQ(half_mean, BFloat16::store((1.0f + 3.0f / 256) / 4));
-
-  // Many blocks and threads, the result in place of a source.
-  Random random(1);
-  const int64_t count = 1000003;
-  std::vector<std::vector<uint16_t>> fp16(3, std::vector<uint16_t>(count));
-  for (auto& tensor : fp16) {
-    for (uint16_t& value : tensor) value = Float16::store(float(random.between(-1000, 1000)) / 7);
-  }
-  const auto sources = fp16;
-  mean_cpu(fp16[1].data(), pointers_to(fp16), count, dtypes::kFloat16, &pool);
-  bool is_equal = true;
-  for (int64_t i = 0; i < count; ++i) {
-    float sum = 0;
-    for (const auto& tensor : sources) sum += Float16::load(tensor[i]);
-    is_equal = is_equal && fp16[1][i] == Float16::store(sum / 3.0f);
-  }
-  CHECK(is_equal);
-  CHECK_INVALID("averaged, got int32",
-                mean_cpu(result.data(), pointers_to(pair), 3, dtypes::kInt32));
-  CHECK_INVALID("mean of no tensors", mean_cpu(result.data(), {}, 3, dtypes::kFloat32));
-}
-
 TEST(range_errors) {
   const TensorSpec tensor{{2, 3, 4}, dtypes::kFloat32};
   for (const Scale& scale : {Scale::none(), Scale::multiply(2)}) {

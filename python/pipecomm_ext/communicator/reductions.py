@@ -38,7 +38,7 @@ class Operator:
         ValueError: it has no meaning for this dtype.
     """
 
-    def __init__(self, op: Any, dtype: torch.dtype) -> None:
+    def __init__(self, op: Any, dtype: torch.dtype, device: torch.device) -> None:
         kind = getattr(op, "op", op)
         self.name: str = getattr(kind, "name", "")
         if self.name not in _NAMES:
@@ -55,16 +55,20 @@ class Operator:
             raise ValueError(f"{self.name} is for floating point, not for {dtype}")
         if self.name in ("MIN", "MAX") and dtype.is_complex:
             raise ValueError(f"{self.name} has no meaning for {dtype}")
+        self._reduction = "SUM" if self.factor is not None else self.name
+        self._is_native = device.type == "cpu" and _C.reduces(self._reduction, dtype)
 
     def before(self, tensor: Tensor) -> Tensor:
         """What this rank brings in, of `tensor`."""
         return tensor if self.factor is None else (tensor * self.factor).to(tensor.dtype)
 
     def reduce(self, rows: Sequence[Tensor], output: Tensor) -> None:
-        """The reduction of one tensor of each rank, in their order, into `output`, which may be one of
-        them."""
+        """The reduction of one contiguous tensor of each rank, in their order, into `output`, which may be
+        one of them."""
+        if self._is_native:
+            return _C.reduce(output, rows, self._reduction)
         with torch.inference_mode(output.is_inference()), torch.no_grad():  # of whichever thread this is
-            self._reduce(rows, output)
+            return self._reduce(rows, output)
 
     def _reduce(self, rows: Sequence[Tensor], output: Tensor) -> None:
         dtype = output.dtype
@@ -117,29 +121,28 @@ def _combiner(name: str, dtype: torch.dtype) -> Callable[..., Tensor]:
 
 @functools.lru_cache(maxsize=256)
 def _whole_plan(rank: int, size: int, length: int, dtype: torch.dtype, root: int, tag: str) -> Any:
-    """Every rank's tensor to rank `root`, or to all ranks (-1), one after the other."""
+    """Every other rank's tensor to rank `root`, or to all ranks (-1), one after the other."""
     everybody, lengths = list(range(size)), [length] * size
     target = (everybody, 0, None, True) if root < 0 else ([root], 0, [size * length], False)
     whole = ((size * length,), dtype)
     return _C.plan_reshard(
-        rank, size, whole, (everybody, 0, lengths, False), target, tag=tag, shown=((length,), dtype)
+        rank, size, whole, (everybody, 0, lengths, False), target, True, tag, ((length,), dtype)
     )
 
 
 @functools.lru_cache(maxsize=256)
 def _scatter_plan(rank: int, size: int, lengths: tuple[int, ...], dtype: torch.dtype, tag: str) -> Any:
-    """Piece r of every rank's tensor to rank r."""
+    """Piece r of every other rank's tensor to rank r."""
     whole = ((sum(lengths),), dtype)
-    return _C.plan_collect_pieces(rank, size, whole, (list(range(size)), 0, lengths, False), tag=tag)
+    return _C.plan_collect_pieces(rank, size, whole, (list(range(size)), 0, lengths, False), True, tag)
 
 
 @functools.lru_cache(maxsize=256)
 def _gather_plan(rank: int, size: int, lengths: tuple[int, ...], dtype: torch.dtype, tag: str) -> Any:
-    """Rank r's piece r to all ranks."""
+    """Piece r of rank r's tensor to the tensors of all other ranks."""
     everybody, whole = list(range(size)), ((sum(lengths),), dtype)
-    return _C.plan_reshard(
-        rank, size, whole, (everybody, 0, lengths, False), (everybody, 0, None, True), tag=tag
-    )
+    source, target = (everybody, 0, lengths, False), (everybody, 0, None, True)
+    return _C.plan_reshard(rank, size, whole, source, target, True, tag)
 
 
 # ---- the operations, of contiguous tensors of one dim ----------------------------------------------------
@@ -164,14 +167,15 @@ def all_reduce_steps(
     if size == 2 or not has_order or length * dtype.itemsize <= MAX_WHOLE_BYTES:
         plan, rows = _whole_plan(rank, size, length, dtype, -1, tag), comm.empty((size * length,), dtype)
         yield comm.exchange(plan, [brought], [rows], **options)
-        op.reduce(rows.view(size, length).unbind(0), tensor)
+        op.reduce(_with_own(rows.view(size, length).unbind(0), rank, brought), tensor)
         return
     lengths = tuple(_C.remainder_first(length, size))
-    pieces = list(comm.empty((size * lengths[rank],), dtype).view(size, lengths[rank]).unbind(0))
-    yield comm.exchange(_scatter_plan(rank, size, lengths, dtype, tag), [brought], pieces, **options)
-    op.reduce(pieces, pieces[0])
+    others = _rows(comm, size - 1, lengths[rank], dtype)
+    yield comm.exchange(_scatter_plan(rank, size, lengths, dtype, tag), [brought], others, **options)
+    own = tensor.split(lengths)[rank]
+    op.reduce([*others[:rank], brought.split(lengths)[rank], *others[rank:]], own)
     plan = _gather_plan(rank, size, lengths, dtype, tag)
-    yield comm.exchange(plan, [pieces[0]], [tensor], channel=channel, **options)
+    yield comm.exchange(plan, [own], [tensor], channel=channel, **options)
 
 
 def reduce_steps(comm: Any, tensor: Tensor, op: Operator, root: int, waits: bool) -> Iterator[_C.Work]:
@@ -179,13 +183,11 @@ def reduce_steps(comm: Any, tensor: Tensor, op: Operator, root: int, waits: bool
     rank, size, length, dtype = comm.rank, comm.size, tensor.numel(), tensor.dtype
     tag = f"reduce {op.name} {dtype} {root}"
     rows = comm.empty((size * length,), dtype) if rank == root else None
-    plan = _whole_plan(rank, size, length, dtype, root, tag)
+    plan, brought = _whole_plan(rank, size, length, dtype, root, tag), op.before(tensor)
     outputs = [] if rows is None else [rows]
-    yield comm.exchange(
-        plan, [op.before(tensor)], outputs, async_op=not waits, op="exchange", returns_work=True
-    )
+    yield comm.exchange(plan, [brought], outputs, async_op=not waits, op="exchange", returns_work=True)
     if rows is not None:
-        op.reduce(rows.view(size, length).unbind(0), tensor)
+        op.reduce(_with_own(rows.view(size, length).unbind(0), rank, brought), tensor)
 
 
 def reduce_scatter_steps(
@@ -194,12 +196,18 @@ def reduce_scatter_steps(
     """Piece r of `tensor`, of lengths[r] elements, reduced into `output` of rank r."""
     rank, size, dtype = comm.rank, comm.size, tensor.dtype
     tag = f"reduce_scatter {op.name} {dtype}"
-    pieces = list(comm.empty((size * lengths[rank],), dtype).view(size, lengths[rank]).unbind(0))
+    others, brought = _rows(comm, size - 1, lengths[rank], dtype), op.before(tensor)
     plan = _scatter_plan(rank, size, lengths, dtype, tag)
-    yield comm.exchange(
-        plan, [op.before(tensor)], pieces, async_op=not waits, op="exchange", returns_work=True
-    )
-    op.reduce(pieces, output)
+    yield comm.exchange(plan, [brought], others, async_op=not waits, op="exchange", returns_work=True)
+    op.reduce([*others[:rank], brought.split(lengths)[rank], *others[rank:]], output)
+
+
+def _rows(comm: Any, num_rows: int, length: int, dtype: torch.dtype) -> list[Tensor]:
+    return list(comm.empty((num_rows * length,), dtype).view(num_rows, length).unbind(0))
+
+
+def _with_own(rows: Sequence[Tensor], rank: int, own: Tensor) -> list[Tensor]:
+    return [own if idx == rank else row for idx, row in enumerate(rows)]
 
 
 # ---- tensors of any form -----------------------------------------------------------------------------------
@@ -260,7 +268,7 @@ def begin_all_reduce(
     """Reduces tensors of one dtype in place, as one exchange."""
     with comm.collective("exchange"):
         _check_targets(comm, tensors, "tensor")
-        operator_ = Operator(op, tensors[0].dtype)
+        operator_ = Operator(op, tensors[0].dtype, comm.device)
         flat, parts = _joined(tensors)
     steps = all_reduce_steps(comm, flat, operator_, waits, channel)
     is_in_line = channel is not None and flat.numel() * flat.dtype.itemsize > MAX_WHOLE_BYTES
@@ -272,7 +280,7 @@ def begin_reduce(comm: Any, tensor: Tensor, op: Any, root: int, waits: bool) -> 
     """Reduces `tensor` in place on rank `root`."""
     with comm.collective("exchange"):
         _check_targets(comm, [tensor], "tensor")
-        operator_ = Operator(op, tensor.dtype)
+        operator_ = Operator(op, tensor.dtype, comm.device)
         flat = flattened(tensor)
     steps = reduce_steps(comm, flat, operator_, root, waits)
     is_root = comm.rank == root
@@ -294,7 +302,7 @@ def begin_reduce_scatter(
             flat, lengths = _whole_input(comm, outputs, inputs)
         else:
             flat, lengths = _joined_inputs(comm, outputs, inputs)
-        operator_ = Operator(op, outputs[0].dtype)
+        operator_ = Operator(op, outputs[0].dtype, comm.device)
         buffers = [buffer_for(output) for output in outputs]
         whole = buffers[0] if len(buffers) == 1 else flat.new_empty(lengths[comm.rank])
     steps = reduce_scatter_steps(comm, whole, flat, lengths, operator_, waits)

@@ -114,7 +114,7 @@ class Received:
         for work in self._works:
             work.wait(timeout)
         if len(self._buffers) > 1:
-            _C.mean_into_first(self._buffers)
+            _C.reduce(self.tensor, self._buffers, "AVG")
             for buffer in self._buffers:
                 if buffer.is_cuda:  # or its memory could be used again on the stream that it was made for
                     buffer.record_stream(torch.cuda.current_stream(buffer.device))

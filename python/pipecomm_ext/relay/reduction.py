@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
+from torch.distributed import ReduceOp
 
 from ..communicator import Communicator
+from ..communicator.reductions import Operator
 from ..core.extension import _C
 from .route import Relayed
 
@@ -28,10 +29,6 @@ def reduced(comm: Communicator, gradient: Tensor, relayed: Relayed, mode: str, c
     )
     collected = [comm.empty(shape, gradient.dtype) for shape in plan.output_shapes]
     comm.exchange(plan, [gradient], collected, op="relay", members=sorted(pieces.ranks), channel=channel)
-    dtype = gradient.dtype
-    total = collected[0].to(torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype)
-    for piece in collected[1:]:
-        total += piece.to(total.dtype)
-    if mode == "mean":
-        total /= len(collected)
-    return total.to(dtype)
+    kind = ReduceOp.AVG if mode == "mean" else ReduceOp.SUM
+    Operator(kind, gradient.dtype, gradient.device).reduce(collected, collected[0])
+    return collected[0]

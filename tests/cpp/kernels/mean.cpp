@@ -1,7 +1,8 @@
-// Means of all dtypes against mean_cpu: any number of sources, odd counts and addresses, in place.
+// Means of all dtypes against reduce_cpu: any number of sources, odd counts and addresses, in place.
 #include <memory>
 
 #include "cases.h"
+#include "copy/reduce_cpu.h"
 #include "parts.h"
 
 namespace parts {
@@ -43,7 +44,7 @@ void check_mean(DType dtype, int64_t count, int num_sources, bool in_place, Rand
   if (!in_place)
     memories.push_back(std::make_unique<device::Memory>(count * dtype.itemsize, residue()));
   std::vector<uint8_t> expected(count * dtype.itemsize);
-  mean_cpu(expected.data(), host_sources, count, dtype);
+  reduce_cpu(Reduction::kMean, expected.data(), host_sources, count, dtype);
   const CudaLaunch launch{stream, static_cast<int>(random.between(0, 3))};
   CUDA(mean_cuda(memories.back()->data(), sources, count, dtype, launch));
   stream.synchronize();

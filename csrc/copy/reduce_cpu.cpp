@@ -1,0 +1,217 @@
+#include "copy/reduce_cpu.h"
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+#include <type_traits>
+
+#include "copy/float_formats.h"
+
+namespace pipecomm {
+namespace {
+
+constexpr int64_t kBlockElements = 2048;  // the results of a block stay in the L1 cache
+constexpr int64_t kMinThreadElements = 1 << 18;
+
+// ---- elements: an integer as a format is its own type; it is added and multiplied without a sign ----
+
+template <typename T>
+struct Integer {
+  using Storage = T;
+  using Compute = T;
+  static T load(T value) { return value; }
+  static T store(T value) { return value; }
+};
+
+template <typename Format>
+constexpr bool kIsFloat = std::is_floating_point_v<typename Format::Compute>;
+
+template <typename T>
+T added(T a, T b) {
+  if constexpr (std::is_floating_point_v<T>) {
+    return a + b;
+  } else {
+    return static_cast<T>(std::make_unsigned_t<T>(a) + std::make_unsigned_t<T>(b));
+  }
+}
+
+template <typename T>
+T multiplied(T a, T b) {
+  if constexpr (std::is_floating_point_v<T>) {
+    return a * b;
+  } else {  // in 64 bits: two uint16_t would be multiplied as signed ints
+    return static_cast<T>(uint64_t(a) * uint64_t(b));
+  }
+}
+
+template <Reduction kReduction, typename Format>
+struct Combine {
+  using T = typename Format::Compute;
+  T operator()(T a, T b) const {
+    if constexpr (kReduction == Reduction::kSum || kReduction == Reduction::kMean)
+      return added(a, b);
+    else if constexpr (kReduction == Reduction::kProduct)
+      return multiplied(a, b);
+    else if constexpr (kReduction == Reduction::kMin)
+      return b < a || b != b ? b : a;
+    else if constexpr (kReduction == Reduction::kMax)
+      return b > a || b != b ? b : a;
+    else if constexpr (kReduction == Reduction::kBitAnd)
+      return static_cast<T>(a & b);
+    else if constexpr (kReduction == Reduction::kBitOr)
+      return static_cast<T>(a | b);
+    else
+      return static_cast<T>(a ^ b);
+  }
+};
+
+// ---- loops ----
+
+struct Job {
+  void* dst;
+  std::span<const void* const> srcs;
+  int64_t begin, end;
+};
+
+template <Reduction kReduction, typename Format>
+[[gnu::always_inline]] inline void reduce_range(const Job& job) {
+  using Storage = typename Format::Storage;
+  using Compute = typename Format::Compute;
+  constexpr Combine<kReduction, Format> combine;
+  const auto num_srcs = static_cast<Compute>(job.srcs.size());
+  const auto source = [&](size_t idx) { return static_cast<const Storage*>(job.srcs[idx]); };
+  const auto finished = [&](Compute value) {
+    return Format::store(kReduction == Reduction::kMean ? Compute(value / num_srcs) : value);
+  };
+  Storage* const dst = static_cast<Storage*>(job.dst);
+  if (job.srcs.size() == 2) {
+    const Storage *a = source(0), *b = source(1);
+    for (int64_t i = job.begin; i < job.end; ++i)
+      dst[i] = finished(combine(Format::load(a[i]), Format::load(b[i])));
+    return;
+  }
+  Compute results[kBlockElements];
+  for (int64_t block = job.begin; block < job.end; block += kBlockElements) {
+    const int64_t count = std::min(kBlockElements, job.end - block);
+    const Storage* from = source(0) + block;
+    for (int64_t i = 0; i < count; ++i) results[i] = Format::load(from[i]);
+    for (size_t idx = 1; idx < job.srcs.size(); ++idx) {
+      from = source(idx) + block;
+      for (int64_t i = 0; i < count; ++i) results[i] = combine(results[i], Format::load(from[i]));
+    }
+    for (int64_t i = 0; i < count; ++i) dst[block + i] = finished(results[i]);
+  }
+}
+
+// The same loops for each instruction set, chosen by what the CPU has.
+#if defined(__x86_64__)
+template <Reduction kReduction, typename Format>
+[[gnu::target("avx2")]] void reduce_avx2(const Job& job) {
+  reduce_range<kReduction, Format>(job);
+}
+#endif
+
+template <Reduction kReduction, typename Format>
+void reduce_baseline(const Job& job) {
+  reduce_range<kReduction, Format>(job);
+}
+
+using Loop = void (*)(const Job& job);
+
+template <Reduction kReduction, typename Format>
+Loop loop_of() {
+#if defined(__x86_64__)
+  if (__builtin_cpu_supports("avx2")) return reduce_avx2<kReduction, Format>;
+#endif
+  return reduce_baseline<kReduction, Format>;
+}
+
+// Null: not defined.
+template <typename Format>
+Loop loop_for(Reduction reduction) {
+  constexpr bool is_float = kIsFloat<Format>;
+  switch (reduction) {
+    case Reduction::kSum:
+      return loop_of<Reduction::kSum, Format>();
+    case Reduction::kMean:
+      if constexpr (is_float) return loop_of<Reduction::kMean, Format>();
+      break;
+    case Reduction::kProduct:
+      return loop_of<Reduction::kProduct, Format>();
+    case Reduction::kMin:
+      return loop_of<Reduction::kMin, Format>();
+    case Reduction::kMax:
+      return loop_of<Reduction::kMax, Format>();
+    case Reduction::kBitAnd:
+      if constexpr (!is_float) return loop_of<Reduction::kBitAnd, Format>();
+      break;
+    case Reduction::kBitOr:
+      if constexpr (!is_float) return loop_of<Reduction::kBitOr, Format>();
+      break;
+    case Reduction::kBitXor:
+      if constexpr (!is_float) return loop_of<Reduction::kBitXor, Format>();
+      break;
+  }
+  return nullptr;
+}
+
+// What it is for bools, as the bytes 0 and 1.
+Reduction of_bits(Reduction reduction) {
+  switch (reduction) {
+    case Reduction::kSum:
+    case Reduction::kMax:
+      return Reduction::kBitOr;
+    case Reduction::kProduct:
+    case Reduction::kMin:
+      return Reduction::kBitAnd;
+    default:
+      return reduction;
+  }
+}
+
+Loop loop_for(Reduction reduction, DType dtype) {
+  switch (arithmetic_of(dtype)) {
+    case Arithmetic::kFloat16:
+      return loop_for<Float16>(reduction);
+    case Arithmetic::kBFloat16:
+      return loop_for<BFloat16>(reduction);
+    case Arithmetic::kFloat32:
+      return loop_for<Float32>(reduction);
+    case Arithmetic::kFloat64:
+      return loop_for<Float64>(reduction);
+    case Arithmetic::kBytes:
+      break;
+  }
+  if (dtype == dtypes::kBool) return loop_for<Integer<uint8_t>>(of_bits(reduction));
+  if (dtype == dtypes::kUInt8) return loop_for<Integer<uint8_t>>(reduction);
+  if (dtype == dtypes::kInt8) return loop_for<Integer<int8_t>>(reduction);
+  if (dtype == dtypes::kUInt16) return loop_for<Integer<uint16_t>>(reduction);
+  if (dtype == dtypes::kInt16) return loop_for<Integer<int16_t>>(reduction);
+  if (dtype == dtypes::kUInt32) return loop_for<Integer<uint32_t>>(reduction);
+  if (dtype == dtypes::kInt32) return loop_for<Integer<int32_t>>(reduction);
+  if (dtype == dtypes::kUInt64) return loop_for<Integer<uint64_t>>(reduction);
+  if (dtype == dtypes::kInt64) return loop_for<Integer<int64_t>>(reduction);
+  return nullptr;
+}
+
+}  // namespace
+
+bool can_reduce(Reduction reduction, DType dtype) { return loop_for(reduction, dtype) != nullptr; }
+
+void reduce_cpu(Reduction reduction, void* dst, std::span<const void* const> srcs, int64_t count,
+                DType dtype, ThreadPool* pool) {
+  if (srcs.empty()) throw std::invalid_argument("the reduction of no tensors is not defined");
+  const Loop loop = loop_for(reduction, dtype);
+  if (!loop)
+    throw std::invalid_argument(std::string("this reduction is not defined for ") +
+                                dtype_name(dtype.code));
+  const int64_t max_parts = pool ? pool->num_threads() : 1;
+  const int64_t num_parts = std::clamp<int64_t>(count / kMinThreadElements, 1, max_parts);
+  if (num_parts == 1) return loop({dst, srcs, 0, count});
+  const int64_t part_elements = (count + num_parts - 1) / num_parts;
+  pool->parallel_for(static_cast<int>(num_parts), [&](int part) {
+    loop({dst, srcs, part * part_elements, std::min(count, (part + 1) * part_elements)});
+  });
+}
+
+}  // namespace pipecomm
