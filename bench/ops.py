@@ -9,7 +9,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
+import mpi
 import torch
 import torch.distributed as dist
 from work import Work
@@ -32,6 +34,7 @@ class Bench:
     comms: dict[str, Communicator]
     matrix: tuple[tuple[int, ...], ...] | None = None  # bytes[source][destination] of an uneven all-to-all
     attention: str = "sdpa"  # or "sleep"
+    mpi: Any = None  # mpi4py's communicator of the same ranks, if MPI has started them
 
     @property
     def next(self) -> int:
@@ -48,6 +51,12 @@ class Bench:
 
     def poison(self, numel: int) -> torch.Tensor:
         return torch.full((numel,), 119, device=self.device).to(self.dtype)
+
+    def for_each_transport(self, call: Callable[[Communicator], object]) -> dict[str, Callable]:
+        return {name: lambda comm=comm: call(comm) for name, comm in self.comms.items()}
+
+    def by_mpi(self, call: Callable[[Any], object]) -> dict[str, Callable]:
+        return {} if self.mpi is None else {mpi.NAME: lambda: call(self.mpi)}
 
     def numel(self, num_bytes: int) -> int:
         return max(1, num_bytes // self.dtype.itemsize)
@@ -114,7 +123,10 @@ def p2p(bench: Bench, num_bytes: int) -> Case:
         for work in works:
             work.wait()
 
-    calls = {BASELINE: torch_call, **_for_each_transport(bench, our_call)}
+    def mpi_call(world):
+        world.Sendrecv(mpi.bytes_of(sent), bench.next, recvbuf=mpi.bytes_of(received), source=bench.previous)
+
+    calls = {BASELINE: torch_call, **bench.for_each_transport(our_call), **bench.by_mpi(mpi_call)}
     calls, bound_of = bench.with_bounds(calls, copied=sent)
     return Case(
         num_bytes=sent.nbytes,
@@ -145,7 +157,13 @@ def pingpong(bench: Bench, num_bytes: int) -> Case:
 
     calls = {
         BASELINE: lambda: play(dist.send, dist.recv),
-        **_for_each_transport(bench, lambda comm: play(comm.send, comm.recv)),
+        **bench.for_each_transport(lambda comm: play(comm.send, comm.recv)),
+        **bench.by_mpi(
+            lambda world: play(
+                lambda tensor, peer: world.Send(mpi.bytes_of(tensor), peer),
+                lambda tensor, peer: world.Recv(mpi.bytes_of(tensor), peer),
+            )
+        ),
     }
     return Case(
         num_bytes=sent.nbytes,
@@ -176,7 +194,7 @@ def batch(bench: Bench, num_bytes: int) -> Case:
         ops += [Send(sent[c], destination, c) for destination, _, c in routes]
         comm.batch_p2p(ops)
 
-    calls = {BASELINE: torch_call, **_for_each_transport(bench, our_call)}
+    calls = {BASELINE: torch_call, **bench.for_each_transport(our_call)}
     calls, bound_of = bench.with_bounds(calls, copied=torch.cat(sent))
     return Case(
         num_bytes=sum(tensor.nbytes for tensor in sent),
@@ -193,7 +211,8 @@ def broadcast(bench: Bench, num_bytes: int) -> Case:
     tensor = expected.clone() if bench.rank == 0 else bench.poison(numel)
     calls = {
         BASELINE: lambda: dist.broadcast(tensor, src=0),
-        **_for_each_transport(bench, lambda comm: comm.broadcast(tensor, 0)),
+        **bench.for_each_transport(lambda comm: comm.broadcast(tensor, 0)),
+        **bench.by_mpi(lambda world: world.Bcast(mpi.bytes_of(tensor), 0)),
     }
     calls, bound_of = bench.with_bounds(calls, copied=tensor)
     return Case(
@@ -252,13 +271,9 @@ def _posting_case(bench: Bench, sent, received, torch_call, our_call) -> Case:
     return Case(
         num_bytes=sent[0].nbytes,
         received=[(tensor, bench.data(numel, bench.previous, idx)) for idx, tensor in enumerate(received)],
-        calls={BASELINE: torch_call, **_for_each_transport(bench, our_call)},
+        calls={BASELINE: torch_call, **bench.for_each_transport(our_call)},
         drain=drain,
     )
-
-
-def _for_each_transport(bench: Bench, call: Callable[[Communicator], object]) -> dict[str, Callable]:
-    return {name: lambda comm=comm: call(comm) for name, comm in bench.comms.items()}
 
 
 @dataclass(frozen=True)

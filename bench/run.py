@@ -3,6 +3,8 @@
     python bench/run.py p2p --ranks 2                     a table with nccl-tests' columns
     python bench/run.py batch --ranks 4 --sizes 4K,1M --json out/batch.json --plot out/batch.png
     python bench/run.py host --ranks 2                    host time of posting 8 operations
+    python bench/run.py all_reduce --ranks 4              also: reduce_scatter, all_gather, barrier
+    python bench/run.py p2p --mpi                         beside MPI; also pingpong, broadcast, ...
     python bench/run.py all_to_all --ranks 2 --sizes 25M --dtype bfloat16     also: gather, pack
     python bench/run.py relay --ranks 3 --sizes 16M       stages of 1 and 2 ranks, and of 2 and 1
     python bench/run.py pipeline_p2p --ranks 2            P2PCommunicator, fixed and variable shapes
@@ -30,6 +32,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parent.parent / name) for name in (
 
 import launch  # noqa: E402
 import limited_link  # noqa: E402
+import mpi  # noqa: E402
 import plots  # noqa: E402
 import relay  # noqa: E402
 import report  # noqa: E402
@@ -43,6 +46,7 @@ from measure import measure  # noqa: E402
 from ops import MIB, Bench, Case, Op  # noqa: E402
 from ops import OPS as POINT_TO_POINT_OPS  # noqa: E402
 from pipeline_p2p import PIPELINE_OPS  # noqa: E402
+from reductions import REDUCTION_OPS  # noqa: E402
 from schedule import SCHEDULE_OPS  # noqa: E402
 from sequence_ops import SEQUENCE_OPS  # noqa: E402
 
@@ -50,7 +54,7 @@ from pipecomm_ext import Communicator  # noqa: E402
 
 COUNTED_OPS = {**SEQUENCE_OPS, "relay": Op(relay.build, (MIB, 16 * MIB))}
 OPS_OF_CASES = {**SCHEDULE_OPS, **ulysses.ULYSSES_OPS}
-OPS = {**POINT_TO_POINT_OPS, **PIPELINE_OPS, **OPS_OF_CASES, **COUNTED_OPS}
+OPS = {**POINT_TO_POINT_OPS, **REDUCTION_OPS, **PIPELINE_OPS, **OPS_OF_CASES, **COUNTED_OPS}
 CHANNELS = {"cpu": 4, "cuda": 2}  # on the host they cost nothing, and pipeline_p2p needs four
 TRANSPORTS = ("auto", "tcp", "shm", "nccl")
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
@@ -66,7 +70,14 @@ def run_op(args: argparse.Namespace) -> int:
         if comms.setdefault(f"pipecomm {comm.transport}", comm) is not comm:
             comm.close()  # "auto" chose what is named, too
     bench = Bench(
-        dist.get_rank(), dist.get_world_size(), device, args.dtype, comms, args.matrix, args.attention
+        dist.get_rank(),
+        dist.get_world_size(),
+        device,
+        args.dtype,
+        comms,
+        args.matrix,
+        args.attention,
+        mpi.join() if args.mpi else None,
     )
     is_reporter = bench.rank == 0
     reasons = {name: comm.transport_reason for name, comm in comms.items()}
@@ -200,6 +211,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         "--link", type=rate_argument, metavar="RATE",
         help="the ranks on a network of their own, of a rate like 800mbit; takes root, ip and tc",
     )  # fmt: skip
+    parser.add_argument(
+        "--mpi", action="store_true", help="beside mpi4py, whose MPI starts the ranks (CPU tensors)"
+    )
     parser.add_argument("--busy", action="store_true", help="while a process spins on every core")
     parser.add_argument("--timeline", metavar="FILE", help="ulysses: write a picture of one call")
     parser.add_argument("--device", **launch.DEVICE_OPTION)
@@ -240,7 +254,12 @@ def main(arguments: list[str] | None = None) -> int:
         if reason is not None:
             print(f"# the link is NOT limited: {reason}", file=sys.stderr)
             args.link = None
+    if args.mpi and mpi.has_started():
+        mpi.join()
+        args.busy = False  # the process that has started the ranks sees to it
     with busy_cores() if args.busy else contextlib.nullcontext():
+        if args.mpi and not mpi.has_started():
+            return mpi.start(args.ranks)
         if args.op == "scale":
             return scale.run(args)
         return launch.run(run_op, args)

@@ -5,6 +5,7 @@
 #include "bindings/connections.h"
 #include "bindings/cuda.h"
 #include "bindings/flight.h"
+#include "engine/reductions.h"
 
 namespace pipecomm {
 namespace {
@@ -156,6 +157,29 @@ BoundCommunicator::WorkPtr BoundCommunicator::barrier(bool async_op) {
   return work({*this, 0, async_op}, [&] { return communicator_->barrier(async_op); });
 }
 
+void BoundCommunicator::all_reduce(const py::object& object, const std::string& name,
+                                   const std::vector<PreparedExchangePtr>& plans) {
+  const Reduction reduction = reduction_argument(name);
+  Tensors tensors(*this, 1, false);
+  const TensorRef tensor = tensors.ref(object, {.element = "tensor"}, Access::write);
+  tensors.mark_written();
+  note_call_site();
+  const WithoutGil no_gil;
+  pipecomm::all_reduce(*communicator_, tensor, reduction, plans, check_signals);
+}
+
+void BoundCommunicator::reduce_scatter(const py::object& output, const py::object& input,
+                                       const std::string& name, const PreparedExchangePtr& plan) {
+  const Reduction reduction = reduction_argument(name);
+  Tensors tensors(*this, 2, false);
+  const TensorRef target = tensors.ref(output, {.element = "output"}, Access::write);
+  const TensorRef source = tensors.ref(input, {.element = "input"}, Access::read);
+  tensors.mark_written();
+  note_call_site();
+  const WithoutGil no_gil;
+  pipecomm::reduce_scatter(*communicator_, target, source, reduction, plan, check_signals);
+}
+
 BoundCommunicator::WorkPtr BoundCommunicator::exchange(
     const std::string& op, const PreparedExchangePtr& plan, const py::sequence& inputs,
     const py::sequence& outputs, bool async_op, std::vector<int> members, const py::object& channel,
@@ -277,6 +301,10 @@ py::class_<BoundCommunicator> bind_communicator(py::module_& m) {
       .def("broadcast", &Bound::broadcast, py::arg("tensor"), py::arg("src"),
            py::arg("async_op") = false)
       .def("barrier", &Bound::barrier, py::arg("async_op") = false)
+      .def("all_reduce", &Bound::all_reduce, py::arg("tensor"), py::arg("reduction"),
+           py::arg("plans"))
+      .def("reduce_scatter", &Bound::reduce_scatter, py::arg("output"), py::arg("input"),
+           py::arg("reduction"), py::arg("plan"))
       .def("exchange", &Bound::exchange, py::arg("op"), py::arg("plan"), py::arg("inputs"),
            py::arg("outputs"), py::arg("async_op") = false, py::arg("members") = std::vector<int>(),
            py::arg("channel") = py::none(), py::arg("after") = py::none(),

@@ -33,6 +33,11 @@ class BoundCommunicator {
                 bool async_op);
   WorkPtr broadcast(const py::object& tensor, const py::object& src, bool async_op);
   WorkPtr barrier(bool async_op);
+  // Of contiguous tensors in host memory, waited for; see engine/reductions.h.
+  void all_reduce(const py::object& tensor, const std::string& reduction,
+                  const std::vector<PreparedExchangePtr>& plans);
+  void reduce_scatter(const py::object& output, const py::object& input,
+                      const std::string& reduction, const PreparedExchangePtr& plan);
   WorkPtr exchange(const std::string& op, const PreparedExchangePtr& plan,
                    const py::sequence& inputs, const py::sequence& outputs, bool async_op,
                    std::vector<int> members, const py::object& channel,

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "bindings/python.h"
+#include "copy/reduce_cpu.h"
 #include "engine/communicator.h"
 
 namespace pipecomm {
@@ -27,5 +28,8 @@ void raise_failure(const Failure& failure);
 
 // Runs pending signal handlers (Ctrl-C); call without the GIL.
 void check_signals();
+
+// By the name that torch.distributed.ReduceOp has for it.
+Reduction reduction_argument(const std::string& name);
 
 }  // namespace pipecomm

@@ -3,8 +3,8 @@
 #include <string>
 #include <vector>
 
+#include "bindings/python_args.h"
 #include "bindings/torch_types.h"
-#include "copy/reduce_cpu.h"
 #include "copy/torch_memory.h"
 #include "engine/point_to_point.h"
 #ifdef PIPECOMM_WITH_CUDA
@@ -13,17 +13,6 @@
 
 namespace pipecomm {
 namespace {
-
-// By the names of torch.distributed.ReduceOp.
-Reduction reduction_argument(const std::string& name) {
-  static constexpr std::pair<const char*, Reduction> kNames[] = {
-      {"SUM", Reduction::kSum},   {"AVG", Reduction::kMean},   {"PRODUCT", Reduction::kProduct},
-      {"MIN", Reduction::kMin},   {"MAX", Reduction::kMax},    {"BAND", Reduction::kBitAnd},
-      {"BOR", Reduction::kBitOr}, {"BXOR", Reduction::kBitXor}};
-  for (const auto& [known, reduction] : kNames)
-    if (name == known) return reduction;
-  throw py::value_error("no reduction is called " + name);
-}
 
 bool reduces(const std::string& name, py::handle dtype) {
   return can_reduce(reduction_argument(name), dtype_argument(dtype));
@@ -74,6 +63,16 @@ void reduce(const py::object& output, const py::sequence& tensors, const std::st
 }
 
 }  // namespace
+
+Reduction reduction_argument(const std::string& name) {
+  static constexpr std::pair<const char*, Reduction> kNames[] = {
+      {"SUM", Reduction::kSum},   {"AVG", Reduction::kMean},   {"PRODUCT", Reduction::kProduct},
+      {"MIN", Reduction::kMin},   {"MAX", Reduction::kMax},    {"BAND", Reduction::kBitAnd},
+      {"BOR", Reduction::kBitOr}, {"BXOR", Reduction::kBitXor}};
+  for (const auto& [known, reduction] : kNames)
+    if (name == known) return reduction;
+  throw py::value_error("no reduction is called " + name);
+}
 
 void bind_reduce(py::module_& m) {
   m.def("reduces", &reduces, py::arg("name"), py::arg("dtype"));

@@ -244,10 +244,12 @@ class Collectives:
     def _all_reduce(self, tensors: list[Tensor], op: Any, opts: Any, what: str) -> BackendWork:
         connection = self._connection(tensors[0])
         what = f"{what} with {operator_name(op)}"
-        channel, line = connection.reduction_channel, connection.line
-        handle = self._explaining(
-            what, begin_all_reduce, connection.communicator, tensors, op, waits(opts), channel, line
-        )
+        comm, channel, line = connection.communicator, connection.reduction_channel, connection.line
+        handle: Any
+        if waits(opts) and len(tensors) == 1:
+            handle = self._explaining(what, comm.all_reduce, tensors[0], op) or done_work()
+        else:
+            handle = self._explaining(what, begin_all_reduce, comm, tensors, op, waits(opts), channel, line)
         return self._begun(handle, tensors, opts, what)
 
     @profiled
@@ -287,7 +289,11 @@ class Collectives:
         op, opts = with_operator(opts, {})
         comm = self._connection(outputs[0]).communicator
         what = f"{what} with {operator_name(op)}"
-        handle = self._explaining(what, begin_reduce_scatter, comm, outputs, pieces, op, waits(opts))
+        handle: Any
+        if waits(opts) and len(outputs) == 1:
+            handle = self._explaining(what, comm.reduce_scatter, outputs[0], pieces, op) or done_work()
+        else:
+            handle = self._explaining(what, begin_reduce_scatter, comm, outputs, pieces, op, waits(opts))
         return self._begun(handle, outputs, opts, what)
 
     # ---- barriers

@@ -384,8 +384,10 @@ class Communicator:
         Raises:
             ValueError: `op` has no meaning for the dtype: AVG of integers, bitwise operators of floats.
         """
-        waits = not async_op
-        return self._ended(reductions.begin_all_reduce(self, [tensor], op, waits, None, None), async_op)
+        if not async_op:
+            reductions.all_reduce(self, self._c, tensor, op)
+            return None
+        return self._ended(reductions.begin_all_reduce(self, [tensor], op, False, None, None), True)
 
     def reduce_scatter(
         self,
@@ -399,8 +401,10 @@ class Communicator:
         pieces concatenated along dim 0 or stacked, or a list of them, whose shapes may differ. Otherwise as
         `all_reduce`.
         """
-        handle = reductions.begin_reduce_scatter(self, [output], input, op, not async_op)
-        return self._ended(handle, async_op)
+        if not async_op:
+            reductions.reduce_scatter(self, self._c, output, input, op)
+            return None
+        return self._ended(reductions.begin_reduce_scatter(self, [output], input, op, False), True)
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor, *, async_op: bool = False) -> Work | None:
         """Gathers the `input` of all ranks into `output`, concatenated along dim 0 or stacked."""
@@ -587,11 +591,12 @@ class Communicator:
         return None
 
     @staticmethod
-    def _ended(handle: Continuation, async_op: bool) -> Work | None:
+    def _ended(handle: Continuation | Work, async_op: bool) -> Work | None:
         if not async_op:
             handle.wait()
             return None
-        finish_in_background(handle)
+        if isinstance(handle, Continuation):
+            finish_in_background(handle)
         return cast(Work, handle)  # has what a Work has
 
     def _traced_message(self, op: dist.P2POp) -> traced.Message:

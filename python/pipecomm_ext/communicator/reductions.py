@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ReduceOp
 
 from ..core.extension import _C
 from .continuation import Continuation, Line, begin
@@ -55,8 +56,8 @@ class Operator:
             raise ValueError(f"{self.name} is for floating point, not for {dtype}")
         if self.name in ("MIN", "MAX") and dtype.is_complex:
             raise ValueError(f"{self.name} has no meaning for {dtype}")
-        self._reduction = "SUM" if self.factor is not None else self.name
-        self._is_native = device.type == "cpu" and _C.reduces(self._reduction, dtype)
+        self.reduction = "SUM" if self.factor is not None else self.name
+        self.is_native = device.type == "cpu" and _C.reduces(self.reduction, dtype)
 
     def before(self, tensor: Tensor) -> Tensor:
         """What this rank brings in, of `tensor`."""
@@ -65,8 +66,8 @@ class Operator:
     def reduce(self, rows: Sequence[Tensor], output: Tensor) -> None:
         """The reduction of one contiguous tensor of each rank, in their order, into `output`, which may be
         one of them."""
-        if self._is_native:
-            return _C.reduce(output, rows, self._reduction)
+        if self.is_native:
+            return _C.reduce(output, rows, self.reduction)
         with torch.inference_mode(output.is_inference()), torch.no_grad():  # of whichever thread this is
             return self._reduce(rows, output)
 
@@ -138,11 +139,18 @@ def _scatter_plan(rank: int, size: int, lengths: tuple[int, ...], dtype: torch.d
 
 
 @functools.lru_cache(maxsize=256)
-def _gather_plan(rank: int, size: int, lengths: tuple[int, ...], dtype: torch.dtype, tag: str) -> Any:
-    """Piece r of rank r's tensor to the tensors of all other ranks."""
-    everybody, whole = list(range(size)), ((sum(lengths),), dtype)
+def _all_reduce_plans(
+    rank: int, size: int, length: int, dtype: torch.dtype, name: str, has_order: bool
+) -> list[Any]:
+    """One, or for large tensors two if the order of the second one is sure: the pieces of a tensor to the
+    ranks that reduce them, and piece r of rank r's tensor to the tensors of all other ranks."""
+    tag = f"all_reduce {name} {dtype}"
+    if not has_order or length * dtype.itemsize <= MAX_WHOLE_BYTES:
+        return [_whole_plan(rank, size, length, dtype, -1, tag)]
+    everybody, lengths = list(range(size)), tuple(_C.remainder_first(length, size))
     source, target = (everybody, 0, lengths, False), (everybody, 0, None, True)
-    return _C.plan_reshard(rank, size, whole, source, target, True, tag)
+    gather = _C.plan_reshard(rank, size, ((length,), dtype), source, target, True, tag)
+    return [_scatter_plan(rank, size, lengths, dtype, tag), gather]
 
 
 # ---- the operations, of contiguous tensors of one dim ----------------------------------------------------
@@ -162,20 +170,19 @@ def all_reduce_steps(
             op.reduce([brought], tensor)
         return
     options: Any = {"async_op": not waits, "op": "exchange", "returns_work": True}
-    tag = f"all_reduce {op.name} {dtype}"
     has_order = waits or channel is not None
-    if size == 2 or not has_order or length * dtype.itemsize <= MAX_WHOLE_BYTES:
-        plan, rows = _whole_plan(rank, size, length, dtype, -1, tag), comm.empty((size * length,), dtype)
-        yield comm.exchange(plan, [brought], [rows], **options)
+    plans = _all_reduce_plans(rank, size, length, dtype, op.name, has_order)
+    if len(plans) == 1:
+        rows = comm.empty((size * length,), dtype)
+        yield comm.exchange(plans[0], [brought], [rows], **options)
         op.reduce(_with_own(rows.view(size, length).unbind(0), rank, brought), tensor)
         return
     lengths = tuple(_C.remainder_first(length, size))
     others = _rows(comm, size - 1, lengths[rank], dtype)
-    yield comm.exchange(_scatter_plan(rank, size, lengths, dtype, tag), [brought], others, **options)
+    yield comm.exchange(plans[0], [brought], others, **options)
     own = tensor.split(lengths)[rank]
     op.reduce([*others[:rank], brought.split(lengths)[rank], *others[rank:]], own)
-    plan = _gather_plan(rank, size, lengths, dtype, tag)
-    yield comm.exchange(plan, [own], [tensor], channel=channel, **options)
+    yield comm.exchange(plans[1], [own], [tensor], channel=channel, **options)
 
 
 def reduce_steps(comm: Any, tensor: Tensor, op: Operator, root: int, waits: bool) -> Iterator[_C.Work]:
@@ -195,7 +202,7 @@ def reduce_scatter_steps(
 ) -> Iterator[_C.Work]:
     """Piece r of `tensor`, of lengths[r] elements, reduced into `output` of rank r."""
     rank, size, dtype = comm.rank, comm.size, tensor.dtype
-    tag = f"reduce_scatter {op.name} {dtype}"
+    tag = _tag_of_reduce_scatter(op, dtype)
     others, brought = _rows(comm, size - 1, lengths[rank], dtype), op.before(tensor)
     plan = _scatter_plan(rank, size, lengths, dtype, tag)
     yield comm.exchange(plan, [brought], others, async_op=not waits, op="exchange", returns_work=True)
@@ -262,13 +269,42 @@ def _check_targets(comm: Any, tensors: Sequence[Tensor], name: str) -> None:
         _check(comm, tensor, name if len(tensors) == 1 else f"{name}s[{idx}]", is_received=True)
 
 
+_operator_without_factor = functools.lru_cache(maxsize=256)(Operator)
+
+
+def _operator(op: Any, dtype: torch.dtype, device: torch.device) -> Operator:
+    kind = getattr(op, "op", op)
+    if isinstance(kind, ReduceOp.RedOpType) and kind != ReduceOp.PREMUL_SUM:
+        return _operator_without_factor(kind, dtype, device)
+    return Operator(op, dtype, device)
+
+
+def _is_simple(comm: Any, op: Operator, *tensors: Tensor) -> bool:
+    """Whether C++ does it in one call."""
+    is_native = op.is_native and op.factor is None and comm.size > 1
+    return is_native and all(tensor.is_contiguous() for tensor in tensors)
+
+
+def all_reduce(comm: Any, engine: _C.Communicator, tensor: Tensor, op: Any) -> None:
+    """Reduces one tensor in place and waits; in host memory by one call of C++."""
+    with comm.collective("exchange"):
+        _check_targets(comm, [tensor], "tensor")
+        dtype = tensor.dtype
+        operator_ = _operator(op, dtype, comm.device)
+        if _is_simple(comm, operator_, tensor):
+            plans = _all_reduce_plans(comm.rank, comm.size, tensor.numel(), dtype, operator_.name, True)
+            return engine.all_reduce(tensor, operator_.reduction, plans)
+    begin_all_reduce(comm, [tensor], op, True, None, None).wait()
+    return None
+
+
 def begin_all_reduce(
     comm: Any, tensors: Sequence[Tensor], op: Any, waits: bool, channel: int | None, line: Line | None
 ) -> Continuation:
     """Reduces tensors of one dtype in place, as one exchange."""
     with comm.collective("exchange"):
         _check_targets(comm, tensors, "tensor")
-        operator_ = Operator(op, tensors[0].dtype, comm.device)
+        operator_ = _operator(op, tensors[0].dtype, comm.device)
         flat, parts = _joined(tensors)
     steps = all_reduce_steps(comm, flat, operator_, waits, channel)
     is_in_line = channel is not None and flat.numel() * flat.dtype.itemsize > MAX_WHOLE_BYTES
@@ -280,7 +316,7 @@ def begin_reduce(comm: Any, tensor: Tensor, op: Any, root: int, waits: bool) -> 
     """Reduces `tensor` in place on rank `root`."""
     with comm.collective("exchange"):
         _check_targets(comm, [tensor], "tensor")
-        operator_ = Operator(op, tensor.dtype, comm.device)
+        operator_ = _operator(op, tensor.dtype, comm.device)
         flat = flattened(tensor)
     steps = reduce_steps(comm, flat, operator_, root, waits)
     is_root = comm.rank == root
@@ -302,12 +338,31 @@ def begin_reduce_scatter(
             flat, lengths = _whole_input(comm, outputs, inputs)
         else:
             flat, lengths = _joined_inputs(comm, outputs, inputs)
-        operator_ = Operator(op, outputs[0].dtype, comm.device)
+        operator_ = _operator(op, outputs[0].dtype, comm.device)
         buffers = [buffer_for(output) for output in outputs]
         whole = buffers[0] if len(buffers) == 1 else flat.new_empty(lengths[comm.rank])
     steps = reduce_scatter_steps(comm, whole, flat, lengths, operator_, waits)
     parts = whole.split([output.numel() for output in outputs])
     return begin(comm, with_copies(steps, parts, outputs), [flat, whole, *outputs], waits)
+
+
+def reduce_scatter(comm: Any, engine: _C.Communicator, output: Tensor, input: Any, op: Any) -> None:
+    """`begin_reduce_scatter` into one tensor, waited for; of one tensor in host memory by one call of C++."""
+    if isinstance(input, Tensor):
+        with comm.collective("exchange"):
+            _check_targets(comm, [output], "output")
+            operator_ = _operator(op, output.dtype, comm.device)
+            if _is_simple(comm, operator_, output, input):
+                _, lengths = _whole_input(comm, [output], input)
+                tag = _tag_of_reduce_scatter(operator_, output.dtype)
+                plan = _scatter_plan(comm.rank, comm.size, lengths, output.dtype, tag)
+                return engine.reduce_scatter(output, input, operator_.reduction, plan)
+    begin_reduce_scatter(comm, [output], input, op, True).wait()
+    return None
+
+
+def _tag_of_reduce_scatter(op: Operator, dtype: torch.dtype) -> str:
+    return f"reduce_scatter {op.name} {dtype}"
 
 
 def _whole_input(comm: Any, outputs: Sequence[Tensor], tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
@@ -342,8 +397,9 @@ def _joined_inputs(
     return _joined([tensor for of_rank in pieces for tensor in of_rank])[0], lengths
 
 
-def begin_all_gather(comm: Any, output: Tensor, tensor: Tensor, waits: bool) -> Continuation:
-    """The tensors of all ranks, one after the other, into `output`, whose shape is free."""
+def begin_all_gather(comm: Any, output: Tensor, tensor: Tensor, waits: bool) -> Any:
+    """The tensors of all ranks, one after the other, into `output`, whose shape is free. A Work, or what has
+    its methods."""
     with comm.collective("all_gather"):
         _check(comm, tensor, "input")
         _check_targets(comm, [output], "output")
@@ -354,11 +410,10 @@ def begin_all_gather(comm: Any, output: Tensor, tensor: Tensor, waits: bool) -> 
             )
         flat, whole = flattened(tensor), buffer_for(output)
         plan = _concatenation_plan(comm.rank, comm.size, flat.numel(), flat.dtype)
-
-    def steps() -> Iterator[_C.Work]:
-        yield comm.exchange(plan, [flat], [whole], async_op=not waits, op="all_gather", returns_work=True)
-
-    return begin(comm, with_copies(steps(), [whole], [output]), [flat, whole, output], waits)
+    work = comm.exchange(plan, [flat], [whole], async_op=not waits, op="all_gather", returns_work=True)
+    if whole.data_ptr() == output.data_ptr():
+        return work
+    return begin(comm, with_copies(iter([work]), [whole], [output]), [whole, output], waits)
 
 
 @functools.lru_cache(maxsize=256)
