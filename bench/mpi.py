@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import socket
 import subprocess
@@ -25,7 +26,7 @@ def start(num_ranks: int) -> int:
     """Runs this command on ranks that MPI starts; the exit code."""
     own = Path(sys.executable).parent / "mpiexec"
     mpiexec = str(own) if own.exists() else find_tool("mpiexec")
-    if mpiexec is None:
+    if mpiexec is None or importlib.util.find_spec("mpi4py") is None:
         print("--mpi needs an MPI and mpi4py: pip install 'pipecomm_ext[bench]'", file=sys.stderr)
         return 2
     with socket.socket() as free:
@@ -46,8 +47,15 @@ def join() -> Any:
     return world
 
 
-def bytes_of(tensor: torch.Tensor) -> Any:
-    """The memory of a contiguous tensor, as a buffer of mpi4py."""
+def buffer_of(tensor: torch.Tensor) -> Any:
+    """The memory of a contiguous tensor, as mpi4py takes it: numbers if NumPy has their type, else bytes."""
     from mpi4py import MPI
 
-    return [tensor.view(-1).view(torch.uint8).numpy(), MPI.BYTE]
+    flat = tensor.view(-1)
+    return [flat.view(torch.uint8).numpy(), MPI.BYTE] if tensor.dtype == torch.bfloat16 else flat.numpy()
+
+
+def in_place() -> Any:
+    from mpi4py import MPI
+
+    return MPI.IN_PLACE

@@ -55,8 +55,12 @@ class Bench:
     def for_each_transport(self, call: Callable[[Communicator], object]) -> dict[str, Callable]:
         return {name: lambda comm=comm: call(comm) for name, comm in self.comms.items()}
 
-    def by_mpi(self, call: Callable[[Any], object]) -> dict[str, Callable]:
-        return {} if self.mpi is None else {mpi.NAME: lambda: call(self.mpi)}
+    def by_mpi(self, call: Callable[..., object], *tensors: torch.Tensor) -> dict[str, Callable]:
+        """call(communicator, buffer of each tensor), if MPI is there."""
+        if self.mpi is None:
+            return {}
+        buffers = [mpi.buffer_of(tensor) for tensor in tensors]
+        return {mpi.NAME: lambda: call(self.mpi, *buffers)}
 
     def numel(self, num_bytes: int) -> int:
         return max(1, num_bytes // self.dtype.itemsize)
@@ -123,10 +127,14 @@ def p2p(bench: Bench, num_bytes: int) -> Case:
         for work in works:
             work.wait()
 
-    def mpi_call(world):
-        world.Sendrecv(mpi.bytes_of(sent), bench.next, recvbuf=mpi.bytes_of(received), source=bench.previous)
+    def mpi_call(world, outgoing, incoming):
+        world.Sendrecv(outgoing, bench.next, recvbuf=incoming, source=bench.previous)
 
-    calls = {BASELINE: torch_call, **bench.for_each_transport(our_call), **bench.by_mpi(mpi_call)}
+    calls = {
+        BASELINE: torch_call,
+        **bench.for_each_transport(our_call),
+        **bench.by_mpi(mpi_call, sent, received),
+    }
     calls, bound_of = bench.with_bounds(calls, copied=sent)
     return Case(
         num_bytes=sent.nbytes,
@@ -145,10 +153,13 @@ def pingpong(bench: Bench, num_bytes: int) -> Case:
         calls = dict.fromkeys([BASELINE, *bench.comms], lambda: None)
         return Case(sent.nbytes, [], {**calls, MEMCPY: lambda: None}, bound_of=dict.fromkeys(calls, MEMCPY))
 
-    def play(send: Callable, recv: Callable):
-        first, second = (send, recv) if bench.rank < peer else (recv, send)
-        first(sent if first is send else received, peer)
-        second(sent if second is send else received, peer)
+    def play(send: Callable, recv: Callable, outgoing: Any = sent, incoming: Any = received):
+        if bench.rank < peer:
+            send(outgoing, peer)
+            recv(incoming, peer)
+        else:
+            recv(incoming, peer)
+            send(outgoing, peer)
 
     def copies():
         if bench.rank < peer:  # one at a time, as the messages go
@@ -158,12 +169,7 @@ def pingpong(bench: Bench, num_bytes: int) -> Case:
     calls = {
         BASELINE: lambda: play(dist.send, dist.recv),
         **bench.for_each_transport(lambda comm: play(comm.send, comm.recv)),
-        **bench.by_mpi(
-            lambda world: play(
-                lambda tensor, peer: world.Send(mpi.bytes_of(tensor), peer),
-                lambda tensor, peer: world.Recv(mpi.bytes_of(tensor), peer),
-            )
-        ),
+        **bench.by_mpi(lambda world, *buffers: play(world.Send, world.Recv, *buffers), sent, received),
     }
     return Case(
         num_bytes=sent.nbytes,
@@ -212,7 +218,7 @@ def broadcast(bench: Bench, num_bytes: int) -> Case:
     calls = {
         BASELINE: lambda: dist.broadcast(tensor, src=0),
         **bench.for_each_transport(lambda comm: comm.broadcast(tensor, 0)),
-        **bench.by_mpi(lambda world: world.Bcast(mpi.bytes_of(tensor), 0)),
+        **bench.by_mpi(lambda world, buffer: world.Bcast(buffer, 0), tensor),
     }
     calls, bound_of = bench.with_bounds(calls, copied=tensor)
     return Case(

@@ -1,10 +1,11 @@
 """The tables of results, made from the files that `bench/run.py --json` wrote.
 
-docs/benchmarks.md has all rows, README.md those of HIGHLIGHTS. A test compares both files with the tables.
+docs/benchmarks.md has all rows, README.md those of HIGHLIGHTS; the same for MPI. A test compares the files.
 
 python bench/readme_table.py             # prints the long table
 python bench/readme_table.py --short     # prints the table of README.md
-python bench/readme_table.py --write     # puts both tables into their files
+python bench/readme_table.py --mpi       # the one beside MPI
+python bench/readme_table.py --write     # puts all tables into their files
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from typing import Any
 
 BENCH = Path(__file__).resolve().parent
 README, PAGE = BENCH.parent / "README.md", BENCH.parent / "docs" / "benchmarks.md"
-BEGIN, END = "<!-- by bench/readme_table.py -->\n", "<!-- end of the table -->\n"
+MARKS = "<!-- by bench/readme_table.py -->\n", "<!-- end of the table -->\n"
+MPI_MARKS = "<!-- beside MPI, by bench/readme_table.py -->\n", "<!-- end of the table beside MPI -->\n"
 BASELINE, TRANSPORTS = "torch", ("tcp", "shm")
 NAMES = {
     "p2p": "p2p ring",
@@ -31,6 +33,13 @@ NAMES = {
     "ulysses": "`ulysses_attention`",
     "ulysses_link": "`ulysses_attention`, 800 Mbit/s",
 }
+MPI_OPS = ("pingpong", "p2p", "barrier", "broadcast", "all_gather", "reduce_scatter", "all_reduce")
+MPI_HIGHLIGHTS = (
+    "there and back, 4 KiB, 2 ranks",
+    "there and back, 16 MiB, 2 ranks",
+    "all_reduce, 1 MiB, 2 ranks",
+    "all_reduce, 16 MiB, 4 ranks",
+)
 UNLISTED = ("2 chunks", "4 chunks")
 HIGHLIGHTS = (
     "host time to post 4 sends and 4 receives, 1 KiB, 2 ranks",
@@ -76,6 +85,31 @@ def rows_of(op: str) -> Iterator[tuple[str, str]]:
             yield name, f"| {name} | {' | '.join(cells)} |"
 
 
+def mpi_rows() -> Iterator[tuple[str, str]]:
+    """The same for results of `--mpi`."""
+    for op in MPI_OPS:
+        for path in sorted((BENCH / "results" / "mpi").glob(f"{op}_*.json")):
+            document = json.loads(path.read_text(encoding="utf-8"))
+            by_size: dict[int, dict[str, dict[str, float]]] = {}
+            for result in document["results"]:
+                by_size.setdefault(result["size_bytes"], {})[result["impl"]] = result["time_us"]
+            for num_bytes, times in by_size.items():
+                size = [_size(num_bytes)] if num_bytes else []
+                name = ", ".join([NAMES.get(op, op), *size, f"{document['arguments']['ranks']} ranks"])
+                theirs, ours = times["mpi"], times["pipecomm shm"]
+                medians, minima = (theirs[kind] / ours[kind] for kind in ("median", "min"))
+                cells = [
+                    _time(times[BASELINE]["median"]),
+                    *(f"{_short(each['median'])}; {_short(each['min'])}" for each in (theirs, ours)),
+                    f"{medians:.2f}; {minima:.2f}",
+                ]
+                yield name, f"| {name} | {' | '.join(cells)} |"
+
+
+def _short(us: float) -> str:
+    return f"{us:.1f} us" if us < 100 else _time(us)
+
+
 def _split(impl: str) -> tuple[str, str]:
     """("shm", "variable") for "pipecomm shm variable"; ("", "") for an implementation without a column."""
     words = impl.split()
@@ -110,22 +144,33 @@ def table(is_short: bool) -> str:
     return "\n".join(["| What | torch | tcp | shm |", "|---|---|---|---|", *lines.values()]) + "\n"
 
 
-def write(path: Path, text: str) -> None:
+def mpi_table(is_short: bool) -> str:
+    lines = dict(mpi_rows())
+    if is_short:
+        lines = {name: lines[name] for name in MPI_HIGHLIGHTS}
+    head = ["| median; minimum | gloo | MPICH | shm | MPICH / shm |", "|---|---|---|---|---|"]
+    return "\n".join([*head, *lines.values()]) + "\n"
+
+
+def write(path: Path, text: str, marks: tuple[str, str]) -> None:
     """Replaces the table between the two marks of a file."""
-    head, rest = path.read_text(encoding="utf-8").split(BEGIN)
-    path.write_text(head + BEGIN + "\n" + text + "\n" + END + rest.split(END)[1], encoding="utf-8")
+    begin, end = marks
+    head, rest = path.read_text(encoding="utf-8").split(begin)
+    path.write_text(head + begin + "\n" + text + "\n" + end + rest.split(end)[1], encoding="utf-8")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="the tables of results in README.md and docs/benchmarks.md")
     parser.add_argument("--short", action="store_true", help="print the table of README.md, not the long one")
-    parser.add_argument("--write", action="store_true", help="put both tables into their files")
+    parser.add_argument("--mpi", action="store_true", help="print the table beside MPI")
+    parser.add_argument("--write", action="store_true", help="put all tables into their files")
     arguments = parser.parse_args()
     if arguments.write:
-        write(README, table(is_short=True))
-        write(PAGE, table(is_short=False))
+        for path, is_short in ((README, True), (PAGE, False)):
+            write(path, table(is_short), MARKS)
+            write(path, mpi_table(is_short), MPI_MARKS)
     else:
-        print(table(arguments.short), end="")
+        print((mpi_table if arguments.mpi else table)(arguments.short), end="")
 
 
 if __name__ == "__main__":

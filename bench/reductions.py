@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from mpi import bytes_of
+from mpi import in_place
 from ops import BASELINE, DATA_SIZES, Bench, Case, Op
 
 
@@ -22,7 +22,7 @@ def all_reduce(bench: Bench, num_bytes: int) -> Case:
     calls = {
         BASELINE: lambda: summed(lambda: dist.all_reduce(tensor)),
         **bench.for_each_transport(lambda comm: summed(lambda: comm.all_reduce(tensor))),
-        **bench.by_mpi(lambda mpi: summed(lambda: mpi.Allreduce(_in_place(), tensor.numpy()))),
+        **bench.by_mpi(lambda world, buffer: summed(lambda: world.Allreduce(in_place(), buffer)), tensor),
     }
     return Case(
         num_bytes=tensor.nbytes,
@@ -41,7 +41,7 @@ def reduce_scatter(bench: Bench, num_bytes: int) -> Case:
     calls = {
         BASELINE: lambda: dist.reduce_scatter_tensor(piece, whole),
         **bench.for_each_transport(lambda comm: comm.reduce_scatter(piece, whole)),
-        **bench.by_mpi(lambda mpi: mpi.Reduce_scatter_block(whole.numpy(), piece.numpy())),
+        **bench.by_mpi(lambda world, *buffers: world.Reduce_scatter_block(*buffers), whole, piece),
     }
     return Case(
         num_bytes=whole.nbytes,
@@ -59,7 +59,7 @@ def all_gather(bench: Bench, num_bytes: int) -> Case:
     calls = {
         BASELINE: lambda: dist.all_gather_into_tensor(whole, mine),
         **bench.for_each_transport(lambda comm: comm.all_gather(whole, mine)),
-        **bench.by_mpi(lambda mpi: mpi.Allgather(bytes_of(mine), bytes_of(whole))),
+        **bench.by_mpi(lambda world, *buffers: world.Allgather(*buffers), mine, whole),
     }
     return Case(
         num_bytes=whole.nbytes,
@@ -74,15 +74,9 @@ def barrier(bench: Bench, num_bytes: int) -> Case:
     calls = {
         BASELINE: lambda: dist.barrier(),
         **bench.for_each_transport(lambda comm: comm.barrier()),
-        **bench.by_mpi(lambda mpi: mpi.Barrier()),
+        **bench.by_mpi(lambda world: world.Barrier()),
     }
     return Case(num_bytes=0, received=[], calls=calls, moves_size=False)
-
-
-def _in_place():
-    from mpi4py import MPI
-
-    return MPI.IN_PLACE
 
 
 REDUCTION_OPS = {

@@ -235,6 +235,10 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         if args.op != "all_to_all":
             parser.error("--matrix is for all_to_all")
         args.ranks, args.sizes = len(args.matrix), [max(map(sum, args.matrix))]
+    if args.mpi:
+        if args.device == "cuda" or is_scale or args.link:
+            parser.error("--mpi is for cpu tensors, without --link, and not for scale")
+        args.device = "cpu"
     if args.timeline is not None and args.op != "ulysses":
         parser.error("--timeline is for ulysses")
     if min(args.ranks, *args.rank_counts) < 2:

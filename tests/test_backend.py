@@ -237,6 +237,22 @@ def test_receives_from_any_source_and_from_oneself(world):
     assert mine.tolist() == [5.0] * 3
 
 
+@both(2)
+def test_a_receive_from_any_source_gives_up(world):
+    group = dist.new_group([0, 1], backend="pipecomm", timeout=timedelta(seconds=1))
+    if world.rank == 0:
+        with pytest.raises(PipeCommTimeout, match="any source: no rank has sent anything with tag 3"):
+            dist.irecv(torch.empty(1), group=group, tag=3).wait()
+    dist.barrier()
+    if world.rank == 0:
+        got = torch.empty(1)
+        assert dist.recv(got, group=group) == 1 and got.item() == 7
+    else:
+        dist.send(torch.full((1,), 7.0), 0, group)
+    dist.barrier()
+    dist.destroy_process_group(group)
+
+
 @both(2, 3)
 def test_a_batch_is_one_work(world):
     group, size, rank = group_of(world.size), world.size, world.rank
@@ -327,6 +343,32 @@ def test_errors_name_the_call(world):
         assert isinstance(caught.value, ValueError) or re.search(text, str(caught.value)), caught.value
     dist.all_reduce(ones, group=group)
     assert ones.tolist() == [2.0] * 4
+
+
+def in_use() -> tuple[int, int]:
+    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+
+@both(2)
+def test_groups_that_have_ended_leave_no_thread_and_no_descriptor(world):
+    counts = []
+    for _ in range(6):
+        group = dist.new_group([0, 1], backend="pipecomm")
+        numbers = torch.ones(4)
+        dist.all_reduce(numbers, group=group)
+        dist.all_reduce(numbers, group=group, async_op=True).wait()
+        send = dist.isend(numbers, 1 - world.rank, group)
+        dist.recv(torch.zeros(4), group=group)
+        send.wait()
+        dist.barrier(group)
+        dist.destroy_process_group(group)
+        del group, send
+        until = time.monotonic() + 20
+        while counts and in_use() > counts[0] and time.monotonic() < until:
+            time.sleep(0.01)
+        counts.append(in_use())
+    assert counts[-1] <= counts[0], counts
+    dist.barrier()
 
 
 def dies_in_the_middle(world):

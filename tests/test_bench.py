@@ -17,6 +17,7 @@ import ulysses  # noqa: E402
 from measure import NUM_BLOCKS, Result, measure  # noqa: E402
 from ops import BASELINE, MEMCPY, OPS, Bench, Case  # noqa: E402
 from pipeline_p2p import PIPELINE_OPS  # noqa: E402
+from reductions import REDUCTION_OPS  # noqa: E402
 from report import row  # noqa: E402
 from schedule import SCHEDULE_OPS  # noqa: E402
 from sequence_ops import SEQUENCE_OPS  # noqa: E402
@@ -54,6 +55,17 @@ def test_every_op_moves_the_right_data(world, op):
             assert len(result.iterations_us) == NUM_BLOCKS
             assert 0 < result.min_us <= result.median_us <= max(result.iterations_us)
         assert results[0].ratio == 1.0 and results[1].ratio > 0
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("op", REDUCTION_OPS)
+def test_collectives_reduce_and_gather_the_right_data(world, op):
+    for dtype, num_bytes in ((torch.float32, 4), (torch.float32, 100_000), (torch.int64, 4096)):
+        results = measured(
+            REDUCTION_OPS[op].build(bench_of(world, "tcp", "shm", dtype=dtype), num_bytes), dtype
+        )
+        assert [result.impl for result in results] == [BASELINE, "pipecomm tcp", "pipecomm shm"]
+        assert all((result.algbw is None) == (op == "barrier") for result in results)
 
 
 @on_ranks(2)

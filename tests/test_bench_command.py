@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import statistics
@@ -17,6 +18,7 @@ from ranks import on_ranks
 from scripts import REPOSITORY, assert_refused, run_on_ranks, run_script
 
 sys.path.insert(0, str(REPOSITORY / "bench"))
+import mpi  # noqa: E402
 from busy import busy_cores  # noqa: E402
 from measure import Result  # noqa: E402
 from ops import BASELINE, MEMCPY  # noqa: E402
@@ -258,3 +260,26 @@ def test_a_picture_has_lines_over_sizes_or_a_group_of_bars_for_each_case(tmp_pat
     assert_drawn([""], sizes, 20_000, ">4K<", ">1M<", ">20 ms<", ">a title<")
     assert_drawn(labels, [4096], 20_000, ">even<", ">uneven<", "time (ms)")
     assert_drawn(labels, sizes, 20, ">even, 4K<", ">uneven, 1M<", "time (us)")
+
+
+# ---- MPI --------------------------------------------------------------------------------------------------
+
+
+def test_without_mpi_the_command_says_how_to_get_it(monkeypatch, capsys):
+    monkeypatch.setattr(mpi.importlib.util, "find_spec", lambda name: None)
+    assert mpi.start(2) == 2
+    assert "pip install 'pipecomm_ext[bench]'" in capsys.readouterr().err
+    for options in (["--device", "cuda"], ["--link", "1gbit"]):
+        with pytest.raises(SystemExit):
+            parse_arguments(["p2p", "--mpi", *options])
+
+
+@pytest.mark.skipif(importlib.util.find_spec("mpi4py") is None, reason="mpi4py is not installed")
+@pytest.mark.parametrize("op", ["p2p", "pingpong", "broadcast", "all_reduce", "reduce_scatter", "all_gather"])
+def test_mpi_moves_the_right_data(op, tmp_path):
+    numbers = tmp_path / "numbers.json"
+    command = [sys.executable, str(REPOSITORY / RUN), op, "--mpi", "--quick", "--json", str(numbers)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    results = [result for result in json.loads(numbers.read_text())["results"] if result["impl"] == "mpi"]
+    assert results and all(result["num_wrong"] == 0 for result in results)

@@ -76,6 +76,7 @@ BLOCKS: dict[str, dict[str, str]] = {
     "docs/benchmarks.md": {
         "make bench": "test_the_commands_of_benchmarks",
         "python bench/run.py ulysses": "test_the_commands_of_benchmarks",
+        "pip install '.[bench]'": "test_the_commands_of_benchmarks",
         "make gpu-check": Checked("needs a GPU; test_the_stages_of_gpu_check"),
         "cmake -S": Checked("a build; test_the_targets_and_files_of_commands_exist"),
     },
@@ -169,15 +170,15 @@ def test_the_targets_and_files_of_commands_exist() -> None:
 
 
 def test_the_commands_of_benchmarks(ranks, tmp_path, monkeypatch) -> None:
-    """With smaller sizes, no limit of the link and one node; `make bench` is the same program with ARGS."""
+    """With smaller sizes, no limit of the link, without MPI and on one node; `make bench` is the same program with ARGS."""
     text = "\n".join(blocks("docs/benchmarks.md", ""))
     [[arguments]] = commands(text, "make bench")
     lines = [shlex.split(arguments.removeprefix("ARGS=")), *commands(text, "python bench/run.py")]
-    assert [line[0] for line in lines] == ["p2p", "batch", "all_to_all", "ulysses"]
+    assert [line[0] for line in lines] == ["p2p", "batch", "all_to_all", "all_reduce", "ulysses"]
     (tmp_path / "out").mkdir()
     for line in lines:
         size = int(line[line.index("--ranks") + 1])
-        line = [str(tmp_path / word) if word.startswith("out/") else word for word in line]
+        line = [str(tmp_path / word) if word.startswith("out/") else word for word in line if word != "--mpi"]
         run_on_ranks(ranks, size, "run", *line, "--quick", "--sizes", "64K")
     written = {path.name for path in (tmp_path / "out").iterdir()}
     assert written == {"batch.json", "batch.png", "timeline.png"}
