@@ -75,8 +75,8 @@ BLOCKS: dict[str, dict[str, str]] = {
     },
     "docs/benchmarks.md": {
         "make bench": "test_the_commands_of_benchmarks",
-        "python bench/run.py ulysses": "test_the_commands_of_benchmarks",
         "pip install '.[bench]'": "test_the_commands_of_benchmarks",
+        "python bench/run.py ulysses": "test_the_commands_of_benchmarks",
         "make gpu-check": Checked("needs a GPU; test_the_stages_of_gpu_check"),
         "cmake -S": Checked("a build; test_the_targets_and_files_of_commands_exist"),
     },
@@ -170,7 +170,7 @@ def test_the_targets_and_files_of_commands_exist() -> None:
 
 
 def test_the_commands_of_benchmarks(ranks, tmp_path, monkeypatch) -> None:
-    """With smaller sizes, no limit of the link, without MPI and on one node; `make bench` is the same program with ARGS."""
+    """Small, with no limit of the link, without MPI, on one node; `make bench` is the same program."""
     text = "\n".join(blocks("docs/benchmarks.md", ""))
     [[arguments]] = commands(text, "make bench")
     lines = [shlex.split(arguments.removeprefix("ARGS=")), *commands(text, "python bench/run.py")]
