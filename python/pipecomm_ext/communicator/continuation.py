@@ -57,7 +57,7 @@ class Continuation:
         self._previous: Continuation | None = None
         self._num_done = 0
         self._stream = stream
-        self._event: torch.cuda.Event | None = None  # after all that the operation has enqueued
+        self._event: Any = None  # torch.cuda.Event, after all that the operation has enqueued
         if stream is not None:
             stream.wait_stream(torch.cuda.current_stream(stream.device))
         with line.lock if line is not None else contextlib.nullcontext():
