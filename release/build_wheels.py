@@ -33,7 +33,7 @@ from check_symbols import problems  # noqa: E402
 from tools import find_tool  # noqa: E402
 
 KINDS = ("cpu", "cuda")
-DIST_INFO = ("METADATA", "RECORD", "WHEEL", "licenses/LICENSE", "top_level.txt")
+DIST_INFO = ("METADATA", "RECORD", "WHEEL", "entry_points.txt", "licenses/LICENSE", "top_level.txt")
 Files = dict[str, bytes]
 
 
