@@ -171,3 +171,8 @@ def test_the_list_of_what_would_be_built(tmp_path: Path) -> None:
     assert (result.returncode, result.stdout.splitlines()) == (0, told), result.stderr
     result = subprocess.run([*command, "--torch-from", tmp_path], capture_output=True, text=True, timeout=100)
     assert result.returncode == 2 and f"{tmp_path} has no torch" in result.stderr
+
+
+def test_a_wheel_has_entry_points_if_the_project_has() -> None:
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert ("entry_points.txt" in wheels.DIST_INFO) == ("[project.entry-points" in project)
