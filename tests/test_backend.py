@@ -298,6 +298,21 @@ def test_futures_end_without_anybody_waiting(world):
     assert dropped[0] == 2
 
 
+@both(2, 3)
+def test_some_ranks_wait_for_a_reduction_and_others_do_not(world):
+    """Small and large ones, behind others in flight: the exchanges of all ranks are in one order."""
+    group, size = group_of(world.size), world.size
+    for first in range(4):
+        tensors = [torch.full((length,), 1.0) for length in (10, 50_000, 20, 60_000, 50_000)]
+        works = []
+        for idx, tensor in enumerate(tensors):
+            waits = (world.rank + idx) % 2 == first % 2
+            works.append(dist.all_reduce(tensor, group=group, async_op=not waits))
+        for work in works:
+            ended(work)
+        assert all(torch.all(tensor == size) for tensor in tensors)
+
+
 @both(2)
 def test_timeouts(world):
     group = group_of(2)

@@ -158,14 +158,16 @@ BoundCommunicator::WorkPtr BoundCommunicator::barrier(bool async_op) {
 }
 
 void BoundCommunicator::all_reduce(const py::object& object, const std::string& name,
-                                   const std::vector<PreparedExchangePtr>& plans) {
+                                   const std::vector<PreparedExchangePtr>& plans,
+                                   const py::object& channel) {
+  const Scope second = scope_argument({}, channel);
   const Reduction reduction = reduction_argument(name);
   Tensors tensors(*this, 1, false);
   const TensorRef tensor = tensors.ref(object, {.element = "tensor"}, Access::write);
   tensors.mark_written();
   note_call_site();
   const WithoutGil no_gil;
-  pipecomm::all_reduce(*communicator_, tensor, reduction, plans, check_signals);
+  pipecomm::all_reduce(*communicator_, tensor, reduction, plans, second, check_signals);
 }
 
 void BoundCommunicator::reduce_scatter(const py::object& output, const py::object& input,
@@ -302,7 +304,7 @@ py::class_<BoundCommunicator> bind_communicator(py::module_& m) {
            py::arg("async_op") = false)
       .def("barrier", &Bound::barrier, py::arg("async_op") = false)
       .def("all_reduce", &Bound::all_reduce, py::arg("tensor"), py::arg("reduction"),
-           py::arg("plans"))
+           py::arg("plans"), py::arg("channel") = py::none())
       .def("reduce_scatter", &Bound::reduce_scatter, py::arg("output"), py::arg("input"),
            py::arg("reduction"), py::arg("plan"))
       .def("exchange", &Bound::exchange, py::arg("op"), py::arg("plan"), py::arg("inputs"),

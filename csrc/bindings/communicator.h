@@ -35,7 +35,7 @@ class BoundCommunicator {
   WorkPtr barrier(bool async_op);
   // Of contiguous tensors in host memory, waited for; see engine/reductions.h.
   void all_reduce(const py::object& tensor, const std::string& reduction,
-                  const std::vector<PreparedExchangePtr>& plans);
+                  const std::vector<PreparedExchangePtr>& plans, const py::object& channel);
   void reduce_scatter(const py::object& output, const py::object& input,
                       const std::string& reduction, const PreparedExchangePtr& plan);
   WorkPtr exchange(const std::string& op, const PreparedExchangePtr& plan,

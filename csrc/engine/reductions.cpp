@@ -66,9 +66,9 @@ class Reducer {
   }
 
   void exchange(const PreparedExchangePtr& plan, const TensorRef& input,
-                std::span<const TensorRef> outputs) {
-    const OperationPtr operation =
-        communicator_.exchange(OpCode::exchange, plan, {&input, 1}, outputs, {false, interrupted_});
+                std::span<const TensorRef> outputs, const Scope& scope = {}) {
+    const OperationPtr operation = communicator_.exchange(OpCode::exchange, plan, {&input, 1},
+                                                          outputs, {false, interrupted_}, scope);
     communicator_.follow(*operation, interrupted_);
   }
 
@@ -92,7 +92,8 @@ class Reducer {
 }  // namespace
 
 void all_reduce(Communicator& communicator, const TensorRef& tensor, Reduction reduction,
-                std::span<const PreparedExchangePtr> plans, const Interrupted& interrupted) {
+                std::span<const PreparedExchangePtr> plans, const Scope& second,
+                const Interrupted& interrupted) {
   Reducer reducer(communicator, tensor.dtype, reduction, interrupted);
   const TensorRef whole = part_of(tensor, 0, length_of(tensor));
   if (plans.size() == 1) return reducer.reduce_whole(plans[0], whole);
@@ -102,7 +103,7 @@ void all_reduce(Communicator& communicator, const TensorRef& tensor, Reduction r
   for (size_t idx = 0; idx < rank; ++idx) begin += lengths[idx];
   const TensorRef own = part_of(tensor, begin, lengths[rank]);
   reducer.reduce_pieces(plans[0], whole, own, own);
-  reducer.exchange(plans[1], own, {&whole, 1});
+  reducer.exchange(plans[1], own, {&whole, 1}, second);
 }
 
 void reduce_scatter(Communicator& communicator, const TensorRef& output, const TensorRef& input,

@@ -12,9 +12,10 @@ namespace pipecomm {
 
 // In place. With one plan, every rank gets the tensors of all other ones, in the order of the ranks with a
 // gap for its own one, and reduces them itself. With two, it gets its piece of each (remainder_first) and
-// reduces that; the second plan brings the pieces to all. `tensor` is contiguous.
+// reduces that; the second plan brings the pieces to all, in the order of `second`. `tensor` is contiguous.
 void all_reduce(Communicator& communicator, const TensorRef& tensor, Reduction reduction,
-                std::span<const PreparedExchangePtr> plans, const Interrupted& interrupted);
+                std::span<const PreparedExchangePtr> plans, const Scope& second,
+                const Interrupted& interrupted);
 
 // This rank's piece of `input` of all ranks into `output`; `plan` brings those of the others. The pieces are
 // equal in length. Both are contiguous.

@@ -60,7 +60,7 @@ TEST(all_reduce) {
           const auto plans = plans_for(comm, length, is_large);
           for (int round = 0; round < 3; ++round) {
             const Numbers mine = numbers(length, rank);
-            all_reduce(comm, tensor_of(mine), Reduction::kSum, plans, nullptr);
+            all_reduce(comm, tensor_of(mine), Reduction::kSum, plans, {}, nullptr);
             for (int64_t idx = 0; idx < length; ++idx) CHECK_EQ((*mine)[idx], sum_of(idx, size));
           }
         });
@@ -98,12 +98,12 @@ TEST(failures_in_the_middle) {
     if (rank == 2) {
       wait(comm, comm.refuse(OpCode::exchange, "not today"));
     } else {
-      const Failure failure =
-          failure_of([&] { all_reduce(comm, tensor_of(mine), Reduction::kSum, plans, nullptr); });
+      const Failure failure = failure_of(
+          [&] { all_reduce(comm, tensor_of(mine), Reduction::kSum, plans, {}, nullptr); });
       CHECK_FAILURE(failure, mismatch, 2, "not today");
     }
     const Numbers again = numbers(kLength, rank);  // the communicator goes on
-    all_reduce(comm, tensor_of(again), Reduction::kSum, plans, nullptr);
+    all_reduce(comm, tensor_of(again), Reduction::kSum, plans, {}, nullptr);
     CHECK_EQ((*again)[7], sum_of(7, kSize));
     const Numbers last = numbers(kLength, rank);
     if (rank == 2) {
@@ -118,8 +118,8 @@ TEST(failures_in_the_middle) {
       wait(comm, comm.exchange(OpCode::exchange, plans[0], {&whole, 1}, others));
       comm.abort("rank 2 has enough");
     } else {
-      const Failure failure =
-          failure_of([&] { all_reduce(comm, tensor_of(last), Reduction::kSum, plans, nullptr); });
+      const Failure failure = failure_of(
+          [&] { all_reduce(comm, tensor_of(last), Reduction::kSum, plans, {}, nullptr); });
       CHECK_FAILURE(failure, aborted, 2, "has enough");
     }
   });

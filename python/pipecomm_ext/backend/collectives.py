@@ -247,7 +247,8 @@ class Collectives:
         comm, channel, line = connection.communicator, connection.reduction_channel, connection.line
         handle: Any
         if waits(opts) and len(tensors) == 1:
-            handle = self._explaining(what, comm.all_reduce, tensors[0], op) or done_work()
+            self._explaining(what, comm.all_reduce_in_line, tensors[0], op, channel, line)
+            handle = done_work()
         else:
             handle = self._explaining(what, begin_all_reduce, comm, tensors, op, waits(opts), channel, line)
         return self._begun(handle, tensors, opts, what)
@@ -291,7 +292,8 @@ class Collectives:
         what = f"{what} with {operator_name(op)}"
         handle: Any
         if waits(opts) and len(outputs) == 1:
-            handle = self._explaining(what, comm.reduce_scatter, outputs[0], pieces, op) or done_work()
+            self._explaining(what, comm.reduce_scatter, outputs[0], pieces, op)
+            handle = done_work()
         else:
             handle = self._explaining(what, begin_reduce_scatter, comm, outputs, pieces, op, waits(opts))
         return self._begun(handle, outputs, opts, what)

@@ -23,7 +23,7 @@ from ..errors import summary_of
 from ..transports import nccl
 from . import reductions, traced
 from .construction import make
-from .continuation import Continuation, finish_in_background
+from .continuation import Continuation, Line, finish_in_background
 from .refusal import RefusedOnError
 
 Send = _C.Send
@@ -388,6 +388,10 @@ class Communicator:
             reductions.all_reduce(self, self._c, tensor, op)
             return None
         return self._ended(reductions.begin_all_reduce(self, [tensor], op, False, None, None), True)
+
+    def all_reduce_in_line(self, tensor: torch.Tensor, op: Any, channel: int, line: Line) -> None:
+        """`all_reduce` that other ranks may begin without a wait: its second exchange has its own channel."""
+        reductions.all_reduce(self, self._c, tensor, op, channel, line)
 
     def reduce_scatter(
         self,

@@ -6,6 +6,7 @@ so all ranks hold the same bits, in every run. Nothing here depends on when a me
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -285,16 +286,26 @@ def _is_simple(comm: Any, op: Operator, *tensors: Tensor) -> bool:
     return is_native and all(tensor.is_contiguous() for tensor in tensors)
 
 
-def all_reduce(comm: Any, engine: _C.Communicator, tensor: Tensor, op: Any) -> None:
-    """Reduces one tensor in place and waits; in host memory by one call of C++."""
+def all_reduce(
+    comm: Any,
+    engine: _C.Communicator,
+    tensor: Tensor,
+    op: Any,
+    channel: int | None = None,
+    line: Line | None = None,
+) -> None:
+    """Reduces one tensor in place and waits; in host memory by one call of C++, unless operations in the line
+    have not posted their second exchanges."""
     with comm.collective("exchange"):
         _check_targets(comm, [tensor], "tensor")
         dtype = tensor.dtype
         operator_ = _operator(op, dtype, comm.device)
         if _is_simple(comm, operator_, tensor):
             plans = _all_reduce_plans(comm.rank, comm.size, tensor.numel(), dtype, operator_.name, True)
-            return engine.all_reduce(tensor, operator_.reduction, plans)
-    begin_all_reduce(comm, [tensor], op, True, None, None).wait()
+            with line.lock if line is not None else contextlib.nullcontext():
+                if line is None or line.last is None or line.last.poll():
+                    return engine.all_reduce(tensor, operator_.reduction, plans, channel)
+    begin_all_reduce(comm, [tensor], op, True, channel, line).wait()
     return None
 
 
