@@ -227,10 +227,10 @@ MUTATIONS = [
     ),
     Mutation(
         "gradients-add-up-in-bf16",
-        "python/pipecomm_ext/relay/reduction.py",
-        "torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype",
-        "dtype",
-        ("tests/test_stage_relay.py", "tests/test_relay_route.py"),
+        "csrc/copy/reduce_cpu.cpp",
+        "results[i] = combine(results[i], Format::load(from[i]));",
+        "results[i] = Format::load(Format::store(combine(results[i], Format::load(from[i]))));",
+        ("tests/cpp/test_reduce_cpu.cpp", "tests/test_stage_relay.py", "tests/test_reductions.py"),
     ),
     # ---- Python: schedules
     Mutation(

@@ -247,7 +247,7 @@ class Collectives:
         comm, channel, line = connection.communicator, connection.reduction_channel, connection.line
         handle: Any
         if waits(opts) and len(tensors) == 1:
-            self._explaining(what, comm.all_reduce_in_line, tensors[0], op, channel, line)
+            self._explaining(what, comm._all_reduce_in_line, tensors[0], op, channel, line)
             handle = done_work()
         else:
             handle = self._explaining(what, begin_all_reduce, comm, tensors, op, waits(opts), channel, line)

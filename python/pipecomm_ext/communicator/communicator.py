@@ -389,7 +389,7 @@ class Communicator:
             return None
         return self._ended(reductions.begin_all_reduce(self, [tensor], op, False, None, None), True)
 
-    def all_reduce_in_line(self, tensor: torch.Tensor, op: Any, channel: int, line: Line) -> None:
+    def _all_reduce_in_line(self, tensor: torch.Tensor, op: Any, channel: int, line: Line) -> None:
         """`all_reduce` that other ranks may begin without a wait: its second exchange has its own channel."""
         reductions.all_reduce(self, self._c, tensor, op, channel, line)
 

@@ -362,6 +362,7 @@ def reduce_scatter(comm: Any, engine: _C.Communicator, output: Tensor, input: An
     if isinstance(input, Tensor):
         with comm.collective("exchange"):
             _check_targets(comm, [output], "output")
+            _check(comm, input, "input")
             operator_ = _operator(op, output.dtype, comm.device)
             if _is_simple(comm, operator_, output, input):
                 _, lengths = _whole_input(comm, [output], input)
