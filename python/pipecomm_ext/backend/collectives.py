@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..communicator.communicator import list_plan
+from ..communicator.communicator import all_reduce_in_line, list_plan
 from ..communicator.continuation import Continuation, begin, finish_in_background
 from ..communicator.reductions import (
     begin_all_gather,
@@ -247,7 +247,7 @@ class Collectives:
         comm, channel, line = connection.communicator, connection.reduction_channel, connection.line
         handle: Any
         if waits(opts) and len(tensors) == 1:
-            self._explaining(what, comm._all_reduce_in_line, tensors[0], op, channel, line)
+            self._explaining(what, all_reduce_in_line, comm, tensors[0], op, channel, line)
             handle = done_work()
         else:
             handle = self._explaining(what, begin_all_reduce, comm, tensors, op, waits(opts), channel, line)

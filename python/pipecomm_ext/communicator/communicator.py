@@ -389,10 +389,6 @@ class Communicator:
             return None
         return self._ended(reductions.begin_all_reduce(self, [tensor], op, False, None, None), True)
 
-    def _all_reduce_in_line(self, tensor: torch.Tensor, op: Any, channel: int, line: Line) -> None:
-        """`all_reduce` that other ranks may begin without a wait: its second exchange has its own channel."""
-        reductions.all_reduce(self, self._c, tensor, op, channel, line)
-
     def reduce_scatter(
         self,
         output: torch.Tensor,
@@ -642,6 +638,12 @@ def graph_name(communicator: Communicator) -> str:
 
 
 @functools.lru_cache(maxsize=256)
+def all_reduce_in_line(comm: Communicator, tensor: torch.Tensor, op: Any, channel: int, line: Line) -> None:
+    """`Communicator.all_reduce` that other ranks may begin without a wait: its second exchange has its own
+    channel."""
+    reductions.all_reduce(comm, comm._c, tensor, op, channel, line)
+
+
 def list_plan(
     rank: int, size: int, inputs: tuple[TensorSpec, ...], outputs: tuple[TensorSpec, ...]
 ) -> _C.PreparedExchange:
