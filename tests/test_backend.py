@@ -299,6 +299,16 @@ def test_futures_end_without_anybody_waiting(world):
 
 
 @both(2, 3)
+def test_the_same_tensor_is_reduced_again_and_again(world):
+    group, size = group_of(world.size), world.size
+    for length in (4, 50_000):
+        tensor = torch.ones(length)
+        for round_idx in range(3):
+            dist.all_reduce(tensor, group=group)
+            assert torch.all(tensor == float(size) ** (round_idx + 1))
+
+
+@both(2, 3)
 def test_some_ranks_wait_for_a_reduction_and_others_do_not(world):
     """Small and large ones, behind others in flight: the exchanges of all ranks are in one order."""
     group, size = group_of(world.size), world.size

@@ -637,13 +637,13 @@ def graph_name(communicator: Communicator) -> str:
     return f"{NAME_IN_GRAPHS} {id(communicator)}"
 
 
-@functools.lru_cache(maxsize=256)
 def all_reduce_in_line(comm: Communicator, tensor: torch.Tensor, op: Any, channel: int, line: Line) -> None:
     """`Communicator.all_reduce` that other ranks may begin without a wait: its second exchange has its own
     channel."""
     reductions.all_reduce(comm, comm._c, tensor, op, channel, line)
 
 
+@functools.lru_cache(maxsize=256)
 def list_plan(
     rank: int, size: int, inputs: tuple[TensorSpec, ...], outputs: tuple[TensorSpec, ...]
 ) -> _C.PreparedExchange:
