@@ -199,10 +199,10 @@ def test_unequal_lengths(world):
 
 @on_ranks(2)
 def test_lists_that_do_not_fit(world):
-    x = numbers((4, 6), torch.float32, world.rank)
+    x, comm = numbers((4, 6), torch.float32, world.rank), world.comm  # made outside of the graph
 
     def in_many(**sizes):
-        return lambda x: all_to_all_many([x], world.comm, 1, 0, **sizes)
+        return lambda x: all_to_all_many([x], comm, 1, 0, **sizes)
 
     for call, kind, told in [  # RuntimeError is of torch.compile, which traces the call
         (in_many(scatter_sizes=[1, 2, 3]), RuntimeError, "needs one entry for each rank, got 3"),
