@@ -12,7 +12,7 @@ import torch.distributed as torch_dist
 from patterns import bytes_of
 from ranks import on_ranks
 
-from pipecomm_ext import PipeCommMismatch
+from pipecomm_ext import _C, PipeCommMismatch
 from pipecomm_ext.communicator import reductions
 
 ReduceOp = torch_dist.ReduceOp
@@ -154,3 +154,21 @@ def test_what_is_refused_or_does_not_fit(world):
         comm.all_reduce(ones, ReduceOp.BAND if world.rank else ReduceOp.SUM)
     comm.all_reduce(ones)
     assert torch.equal(ones, torch.full((4,), 2.0))
+
+
+def test_what_one_process_cannot_reduce_is_refused():
+    ones = torch.ones(4, 6)
+    for tensors, name, told in [
+        ([ones, ones.t().reshape(6, 4).t()], "SUM", "must be contiguous and agree"),
+        ([ones, ones.double()], "SUM", "must be contiguous and agree"),
+        ([], "SUM", "the reduction of no tensors"),
+        ([ones, ones], "BAND", "not defined for float32"),
+        ([ones, ones], "MEDIAN", "no reduction is called MEDIAN"),
+    ]:
+        with pytest.raises(ValueError, match=told):
+            _C.reduce(torch.empty(4, 6), tensors, name)
+    saved = torch.ones(3, requires_grad=True).exp()
+    loss = saved.square().sum()
+    _C.reduce(saved.detach(), [torch.zeros(3)], "SUM")
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()

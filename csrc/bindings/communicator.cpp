@@ -286,8 +286,7 @@ py::class_<BoundCommunicator> bind_communicator(py::module_& m) {
       },
       py::arg("tensor"), py::arg("name"), py::arg("device"), py::arg("is_received"),
       "TypeError or ValueError, as of a send or a receive, if a communicator for `device` cannot "
-      "move "
-      "the tensor.");
+      "move the tensor.");
   using Bound = BoundCommunicator;
   return py::class_<Bound>(m, "Communicator",
                            "Over the threads of hosts, or for CUDA tensors over NCCL, controlled "

@@ -346,7 +346,8 @@ def begin_reduce_scatter(
     with comm.collective("exchange"):
         _check_targets(comm, outputs, "output")
         if isinstance(inputs, Tensor):
-            flat, lengths = _whole_input(comm, outputs, inputs)
+            lengths = _lengths_in(comm, outputs, inputs)
+            flat = flattened(inputs)
         else:
             flat, lengths = _joined_inputs(comm, outputs, inputs)
         operator_ = _operator(op, outputs[0].dtype, comm.device)
@@ -362,10 +363,9 @@ def reduce_scatter(comm: Any, engine: _C.Communicator, output: Tensor, input: An
     if isinstance(input, Tensor):
         with comm.collective("exchange"):
             _check_targets(comm, [output], "output")
-            _check(comm, input, "input")
+            lengths = _lengths_in(comm, [output], input)
             operator_ = _operator(op, output.dtype, comm.device)
             if _is_simple(comm, operator_, output, input):
-                _, lengths = _whole_input(comm, [output], input)
                 tag = _tag_of_reduce_scatter(operator_, output.dtype)
                 plan = _scatter_plan(comm.rank, comm.size, lengths, output.dtype, tag)
                 return engine.reduce_scatter(output, input, operator_.reduction, plan)
@@ -377,7 +377,8 @@ def _tag_of_reduce_scatter(op: Operator, dtype: torch.dtype) -> str:
     return f"reduce_scatter {op.name} {dtype}"
 
 
-def _whole_input(comm: Any, outputs: Sequence[Tensor], tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+def _lengths_in(comm: Any, outputs: Sequence[Tensor], tensor: Tensor) -> tuple[int, ...]:
+    """Of the pieces of a tensor that holds those of all ranks, checked."""
     _check(comm, tensor, "input")
     [output] = outputs
     if output.dtype != tensor.dtype or output.numel() * comm.size != tensor.numel():
@@ -385,7 +386,7 @@ def _whole_input(comm: Any, outputs: Sequence[Tensor], tensor: Tensor) -> tuple[
             f"input of shape {list(tensor.shape)}, {tensor.dtype}, is not {comm.size} times output of shape "
             f"{list(output.shape)}, {output.dtype}"
         )
-    return flattened(tensor), (output.numel(),) * comm.size
+    return (output.numel(),) * comm.size
 
 
 def _joined_inputs(
