@@ -159,7 +159,7 @@ def test_what_is_refused_or_does_not_fit(world):
 def test_what_one_process_cannot_reduce_is_refused():
     ones = torch.ones(4, 6)
     for tensors, name, told in [
-        ([ones, ones.t().reshape(6, 4).t()], "SUM", "must be contiguous and agree"),
+        ([ones, torch.ones(6, 4).t()], "SUM", "must be contiguous and agree"),
         ([ones, ones.double()], "SUM", "must be contiguous and agree"),
         ([], "SUM", "the reduction of no tensors"),
         ([ones, ones], "BAND", "not defined for float32"),
