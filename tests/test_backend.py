@@ -10,7 +10,6 @@ import sys
 import tempfile
 import time
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
@@ -144,6 +143,46 @@ def test_reductions(world):
     scaled = torch.ones(3)
     dist.all_reduce(scaled, ReduceOp.PREMUL_SUM(2.5), group)
     assert torch.equal(scaled, torch.full((3,), 2.5 * size))
+
+
+def sparse_of(rank: int, dtype: torch.dtype, dims: int) -> torch.Tensor:
+    """Rank 1 has no entry; the others have some in common, and one twice."""
+    generator = torch.Generator().manual_seed(rank)
+    num = 0 if rank == 1 else 5 + rank
+    indices = torch.randint(0, 4, (dims, num), generator=generator)
+    values = torch.randint(1, 9, (num, 3), generator=generator).to(dtype)
+    return torch.sparse_coo_tensor(indices, values, (4,) * dims + (3,), check_invariants=True)
+
+
+@pytest.mark.parametrize("async_op", [False, True], ids=["sync", "async"])
+@both(1, 2, 4)
+def test_sparse_tensors_are_summed(world, async_op):
+    group, size, rank = group_of(world.size), world.size, world.rank
+    works, results = [], []
+    for dtype in (torch.float32, torch.bfloat16, torch.int64):
+        for dims in (1, 2):
+            results.append((sparse_of(rank, dtype, dims), dtype, dims))
+            works.append(dist.all_reduce(results[-1][0], group=group, async_op=async_op))
+    for work in reversed(works):
+        ended(work)
+    for result, dtype, dims in results:
+        expected = sum(sparse_of(src, torch.float64, dims).to_dense() for src in range(size))
+        assert result.is_sparse and result.dtype == dtype
+        assert torch.equal(result.to_dense().to(torch.float64), expected)
+
+
+@both(2)
+def test_sparse_tensors_that_do_not_fit_are_refused(world):
+    group, rank = group_of(world.size), world.rank
+    with pytest.raises(ValueError, match="sparse tensors supports SUM, not MAX"):
+        dist.all_reduce(sparse_of(0, torch.float32, 2), ReduceOp.MAX, group)
+    with pytest.raises(ValueError, match="layout torch.sparse_coo, not torch.sparse_csr"):
+        dist.all_reduce(torch.eye(3).to_sparse_csr(), group=group)
+    with pytest.raises(PipeCommMismatch, match="called all_reduce with SUM"):
+        dist.all_reduce(sparse_of(0, torch.float32, 1 + rank), group=group)
+    with pytest.raises(PipeCommMismatch, match="called all_reduce with SUM"):
+        dist.all_reduce(sparse_of(0, (torch.float32, torch.float64)[rank], 1), group=group)
+    dist.barrier(group)
 
 
 @both(2, 3)
@@ -442,33 +481,6 @@ def test_subgroups_and_their_end(world):
     assert tensor.tolist() == [3.0, 3.0] and len(mixed._device_types) == 2
 
 
-INITIALISED = """
-import sys, torch, torch.distributed as dist
-import pipecomm_ext  # a torch that finds the entry point needs no import
-dist.init_process_group("pipecomm", init_method=f"file://{sys.argv[1]}", rank=int(sys.argv[2]), world_size=2)
-mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
-tensor = torch.ones(3)
-dist.all_reduce(tensor, group=mesh.get_group())
-assert tensor.tolist() == [2.0] * 3 and dist.get_backend() == "pipecomm", tensor
-dist.destroy_process_group()
-dist.init_process_group("pipecomm", init_method=f"file://{sys.argv[1]}b", rank=int(sys.argv[2]), world_size=2)
-dist.barrier()
-dist.destroy_process_group()
-"""
-
-
-@needs_new_torch
-@pytest.mark.slow
-def test_init_process_group(tmp_path: Path):
-    command = [sys.executable, "-c", INITIALISED, str(tmp_path / "store")]
-    processes = [
-        subprocess.Popen([*command, str(rank)], stderr=subprocess.PIPE, text=True) for rank in (0, 1)
-    ]
-    for process in processes:
-        _, errors = process.communicate(timeout=100)
-        assert process.returncode == 0, errors
-
-
 def test_an_older_torch_is_refused_by_name(monkeypatch):
     register()
     register()
@@ -575,22 +587,34 @@ def test_a_pipeline_and_a_checkpoint_of_torch(world):
 @needs_new_torch
 @pytest.mark.slow
 def test_the_block_of_the_document(tmp_path):
-    """A program that knows nothing of pipecomm_ext but the backend's name."""
-    program = tmp_path / "program.py"
+    """A program that knows nothing of pipecomm_ext but the backend's name; then a mesh, and a second group."""
     check = """
-import torch
+import sys, torch
 numbers = torch.ones(4) * dist.get_rank()
 dist.all_reduce(numbers)
-assert numbers.tolist() == [1.0] * 4
+assert numbers.tolist() == [1.0] * 4 and dist.get_backend() == "pipecomm", numbers
+mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+dist.all_reduce(numbers, group=mesh.get_group())
+assert numbers.tolist() == [2.0] * 4, numbers
+dist.destroy_process_group()
+dist.init_process_group("pipecomm", f"file://{sys.argv[1]}", rank=int(sys.argv[2]), world_size=2)
+dist.barrier()
 dist.destroy_process_group()
 """
+    program = tmp_path / "program.py"
     program.write_text(block("docs/backend.md", "import torch.distributed") + check, encoding="utf-8")
-    arguments = ["--standalone", "--nproc-per-node", "2", str(program)]
-    outcome = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", *arguments],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert outcome.returncode == 0, outcome.stderr
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    environment = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    environment |= {"WORLD_SIZE": "2", "TORCHELASTIC_USE_AGENT_STORE": "True", "OMP_NUM_THREADS": "1"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(program), str(tmp_path / "store"), rank],
+            env=environment | {"RANK": rank},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in ("0", "1")
+    ]
+    for process in processes:
+        _, errors = process.communicate(timeout=100)
+        assert process.returncode == 0, errors

@@ -139,7 +139,7 @@ def test_changed_arguments_compile_again(world):
         assert_same(function(x, dims), all_to_all(x, world.comm, *dims))
 
 
-@on_ranks(2, 3)
+@on_ranks(2)
 def test_ulysses_attention(world):
     """With grouped heads that do not divide, and uneven lengths."""
     groups = (world.comm, None)

@@ -38,6 +38,7 @@ from .arguments import (
 from .endpoint import Connection, Endpoint
 from .messages import Messages
 from .profile import profiled
+from .sparse import begin_sparse_all_reduce
 from .work import BackendWork, Together, explained
 
 
@@ -246,7 +247,10 @@ class Collectives:
         what = f"{what} with {operator_name(op)}"
         comm, channel, line = connection.communicator, connection.reduction_channel, connection.line
         handle: Any
-        if waits(opts) and len(tensors) == 1:
+        if tensors[0].layout != torch.strided:
+            args = comm, tensors[0], op, waits(opts), channel, line
+            handle = self._explaining(what, begin_sparse_all_reduce, *args)
+        elif waits(opts) and len(tensors) == 1:
             self._explaining(what, all_reduce_in_line, comm, tensors[0], op, channel, line)
             handle = done_work()
         else:

@@ -122,7 +122,7 @@ def _combiner(name: str, dtype: torch.dtype) -> Callable[..., Tensor]:
 
 
 @functools.lru_cache(maxsize=256)
-def _whole_plan(rank: int, size: int, length: int, dtype: torch.dtype, root: int, tag: str) -> Any:
+def whole_plan(rank: int, size: int, length: int, dtype: torch.dtype, root: int, tag: str) -> Any:
     """Every other rank's tensor to rank `root`, or to all ranks (-1), one after the other."""
     everybody, lengths = list(range(size)), [length] * size
     target = (everybody, 0, None, True) if root < 0 else ([root], 0, [size * length], False)
@@ -147,7 +147,7 @@ def _all_reduce_plans(
     ranks that reduce them, and piece r of rank r's tensor to the tensors of all other ranks."""
     tag = f"all_reduce {name} {dtype}"
     if not has_order or length * dtype.itemsize <= MAX_WHOLE_BYTES:
-        return [_whole_plan(rank, size, length, dtype, -1, tag)]
+        return [whole_plan(rank, size, length, dtype, -1, tag)]
     everybody, lengths = list(range(size)), tuple(_C.remainder_first(length, size))
     source, target = (everybody, 0, lengths, False), (everybody, 0, None, True)
     gather = _C.plan_reshard(rank, size, ((length,), dtype), source, target, True, tag)
@@ -191,7 +191,7 @@ def reduce_steps(comm: Any, tensor: Tensor, op: Operator, root: int, waits: bool
     rank, size, length, dtype = comm.rank, comm.size, tensor.numel(), tensor.dtype
     tag = f"reduce {op.name} {dtype} {root}"
     rows = comm.empty((size * length,), dtype) if rank == root else None
-    plan, brought = _whole_plan(rank, size, length, dtype, root, tag), op.before(tensor)
+    plan, brought = whole_plan(rank, size, length, dtype, root, tag), op.before(tensor)
     outputs = [] if rows is None else [rows]
     yield comm.exchange(plan, [brought], outputs, async_op=not waits, op="exchange", returns_work=True)
     if rows is not None:
