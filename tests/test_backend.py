@@ -587,7 +587,7 @@ def test_a_pipeline_and_a_checkpoint_of_torch(world):
 @needs_new_torch
 @pytest.mark.slow
 def test_the_block_of_the_document(tmp_path):
-    """A program that knows nothing of pipecomm_ext but the backend's name; then a mesh, and a second group."""
+    """A program that knows nothing of pipecomm_ext but the backend's name. Then a mesh, a second group."""
     check = """
 import sys, torch
 numbers = torch.ones(4) * dist.get_rank()
