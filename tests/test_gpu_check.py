@@ -109,6 +109,7 @@ def test_without_a_gpu_it_says_so(tmp_path: Path, capsys, monkeypatch) -> None:
 def test_the_stages_pass_options_that_exist(monkeypatch, folder: str, script: str) -> None:
     """Of scripts of ours; a wrong one ends the test by SystemExit."""
     monkeypatch.syspath_prepend(REPOSITORY / folder)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     module = importlib.import_module(script)
     stages = [each.command for each in gpu_check.all_stages(4) + gpu_check.all_stages(1)]
     commands = [list(command) for command in stages if f"{folder}/{script}.py" in command]

@@ -34,7 +34,7 @@ def draw(
     Example:
         ```python
         plans = [get_plan(name, P=4, M=8) for name in ("1f1b", "zb_v")]
-        draw(plans, "plans.svg", titles=["1F1B", "ZB-V"])  # or .png, or .html with explanations under the pointer
+        draw(plans, "plans.svg", titles=["1F1B", "ZB-V"])  # or .png, or .html
         ```
     """
     painter = os.path.splitext(os.fspath(path))[1].lower()
