@@ -15,6 +15,10 @@ RESULTS ?= out/gpu_check
 PYTHON312 = $(firstword $(foreach python,python3.12 $(wildcard $(or $(PYENV_ROOT),$(HOME)/.pyenv)/versions/3.12*/bin/python3.12),\
   $(shell $(python) -c 'import venv' 2>/dev/null && echo $(python))))
 
+# On a terminal pip shows its progress, and the build each file that it compiles; in a log neither is of use.
+SAY := $(shell [ -t 2 ] && echo -v || echo -q)
+SHOW := $(shell [ -t 2 ] || echo -q)
+
 OPTIONS := $(PIPECOMM_CUDA:%=-cuda-%)$(PIPECOMM_FAULTS:%=-faults-%)
 
 # One environment per torch version, so that switching costs no download. Nothing is compiled either if both have one
@@ -27,7 +31,7 @@ ifeq ($(NO_VENV),)
   READY := $(VENV)/.ready
   TOOLS := PATH="$(CURDIR)/$(VENV)/bin:$$PATH"
   # The environment has what the build needs; build isolation would fetch it for every build.
-  INSTALL = $(PY) -m pip install --no-build-isolation --no-deps --disable-pip-version-check -q \
+  INSTALL = $(PY) -m pip install --no-build-isolation --no-deps --disable-pip-version-check $(SAY) \
     $(if $(WHEEL),--force-reinstall $(WHEEL),-e .)
   BUILT := build/.built-$(VENV)$(OPTIONS)$(if $(WHEEL),-wheel)
 else
@@ -64,14 +68,14 @@ ifneq ($(READY),)
 $(READY): requirements-dev.txt $(EXTRA_REQUIREMENTS)
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(f"Python >= 3.10 is needed, $(PYTHON) is {v[0]}.{v[1]}" if v < (3, 10) else 0)'
 	@$(PYTHON) -c 'import ensurepip, venv' || { echo "$(PYTHON) has no venv (Debian/Ubuntu: apt install python3-venv)"; exit 1; }
-	@echo "== $(VENV): torch $(TORCH) and $^ (5 GB with CUDA; this takes minutes, and pip prints nothing)"
+	@echo "== $(VENV): installing torch $(TORCH) and $^: 3 to 10 minutes, or 1 to 2 if pip has them in its cache (5 GB with CUDA)"
 	@$(PY) -c "" 2>/dev/null || { echo "$(PYTHON) -m venv $(VENV)"; $(PYTHON) -m venv $(VENV); }
-	$(PY) -m pip install --disable-pip-version-check -q torch==$(TORCH) $(addprefix -r ,$^)
+	$(PY) -m pip install --disable-pip-version-check $(SHOW) torch==$(TORCH) $(addprefix -r ,$^)
 	@touch $@
 endif
 
 $(BUILT): $(READY) $(BUILD_INPUTS)
-	@echo "== building the extension (a minute on two cores)"
+	@echo "== building the extension: 1 to 2 minutes on two cores, up to 5 with CUDA"
 	@rm -f build/.built-*
 	$(INSTALL)
 	@mkdir -p build && touch $@
@@ -115,9 +119,13 @@ soak: $(BUILT) ## random programs with random faults for MINUTES=1 (ARGS='--rank
 	$(PY) tests/reliability/soak.py --minutes $(MINUTES) $(ARGS)
 
 demo: $(BUILT) ## train a small transformer on real text over 4 pipeline ranks, a short benchmark, another schedule
+	@echo "== training over 4 pipeline stages, each step compared with the unsplit model: 20 seconds"
 	$(PY) examples/train_text.py --ranks 4 --steps 50 --verify
+	@echo "== messages between two ranks beside torch over gloo: 20 seconds"
 	$(PY) bench/run.py p2p --ranks 2 --quick
+	@echo "== another schedule, $(SCHEDULE), with a picture of what ran when: 15 seconds"
 	$(PY) examples/train_text.py --ranks 2 --steps 20 --schedule $(SCHEDULE) --out out/train_text_$(SCHEDULE)
+	@echo "== done: out/train_text/loss.png, out/train_text_$(SCHEDULE)/timeline.html"
 
 bench: $(BUILT) ## benchmarks (ARGS='batch --ranks 4' to choose)
 	$(PY) bench/run.py $(or $(ARGS),p2p --ranks 2)
@@ -158,8 +166,9 @@ docs: .venv-docs/.ready ## the documentation site, in out/site; no torch is need
 	@echo "out/site/index.html; its search needs a server: $(PYTHON) -m http.server --directory out/site"
 
 .venv-docs/.ready: requirements-docs.txt
+	@echo "== .venv-docs: installing mkdocs and what it needs: half a minute"
 	$(PYTHON) -m venv .venv-docs
-	.venv-docs/bin/python -m pip install --disable-pip-version-check -q -r $<
+	.venv-docs/bin/python -m pip install --disable-pip-version-check $(SHOW) -r $<
 	@touch $@
 
 wheels: ## binary wheels for every installed Python, without CUDA and with it, checked, in dist (ARGS='--list' to look)

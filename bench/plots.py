@@ -57,60 +57,81 @@ def _lines(plt, results: list[Result]):
 
 
 def _bars(plt, results: list[Result]):
-    """A group of bars for each case, a bar for each implementation, its whisker from min to p99."""
-    cases = list(dict.fromkeys((result.label, result.num_bytes) for result in results))
+    """A row of panels for each size, with times of its own. In it a group of bars for each case, a bar for
+    each implementation, its whisker from min to p99."""
+    rows: dict[str, list[Result]] = {}
+    for result in sorted(results, key=lambda result: result.num_bytes):
+        rows.setdefault(_rounded_size(result.num_bytes), []).append(result)
     impls = list(dict.fromkeys(result.impl for result in results))
-    colors = plt.get_cmap("tab10" if len(impls) <= 10 else "tab20").colors
-    places, centres, top = {}, [], 0.0
-    for case in cases:
-        group = [result for result in results if (result.label, result.num_bytes) == case]
-        for result in sorted(group, key=lambda result: impls.index(result.impl)):
-            places[id(result)] = top
-            top += 1
-        centres.append(top - (len(group) + 1) / 2)
-        top += 1
-    scale, unit = _time_unit(results)
-    panels = 2 if results[0].has_bandwidth else 1
-    size = (4.2 + 3.4 * panels, 1.7 + 0.17 * top)
-    figure, axes = plt.subplots(1, panels, figsize=size, layout="constrained", squeeze=False, sharey=True)
-    for impl, color in zip(impls, colors, strict=False):
-        mine = [result for result in results if result.impl == impl]
-        medians = [result.median_us / scale for result in mine]
-        whiskers = (
-            [(result.median_us - result.min_us) / scale for result in mine],
-            [(result.p99_us - result.median_us) / scale for result in mine],
-        )
-        bars = {"y": [places[id(result)] for result in mine], "height": 0.9, "color": color, "label": impl}
-        axes[0, 0].barh(width=medians, xerr=whiskers, error_kw={"alpha": 0.4, "lw": 1}, **bars)
-        if panels == 2:
-            axes[0, 1].barh(width=[result.algbw for result in mine], **bars)
-    axes[0, 0].set(xlabel=f"time ({unit}): median, min to p99", ylim=(top - 1, -1))
-    axes[0, 0].set_yticks(centres, [_case_name(case, cases) for case in cases])
-    if panels == 2:
-        axes[0, 1].set(xlabel="algorithm bandwidth (GB/s)")
-    for axis in axes.flat:
-        axis.grid(alpha=0.3, axis="x")
-        axis.set_axisbelow(True)
+    colors = dict(zip(impls, plt.get_cmap("tab10" if len(impls) <= 10 else "tab20").colors, strict=False))
+    num_columns = 2 if results[0].has_bandwidth else 1
+    lengths = [len(row) + len({result.label for result in row}) for row in rows.values()]
+    figure, axes = plt.subplots(
+        len(rows),
+        num_columns,
+        figsize=(4.2 + 3.4 * num_columns, 1.2 + sum(0.6 + 0.16 * length for length in lengths)),
+        layout="constrained",
+        squeeze=False,
+        sharey="row",
+        height_ratios=lengths,
+    )
+    for (size, row), panels in zip(rows.items(), axes, strict=True):
+        _bars_of_a_size(panels, size, row, colors)
+    axes[-1, 0].set(xlabel=f"{axes[-1, 0].get_xlabel()}: median, min to p99")
     _legend(figure, axes)
     return figure
 
 
+def _bars_of_a_size(panels, size: str, results: list[Result], colors: dict[str, tuple]) -> None:
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    scale, unit = _time_unit(results)
+    impls, labels = list(colors), list(dict.fromkeys(result.label for result in results))
+    centres, top = [], 0.0
+    for label in labels:
+        group = [result for result in results if result.label == label]
+        for result in sorted(group, key=lambda result: impls.index(result.impl)):
+            median, least, most = result.median_us / scale, result.min_us / scale, result.p99_us / scale
+            bar = {"y": top, "height": 0.9, "color": colors[result.impl], "label": result.impl}
+            whisker = [[median - least], [most - median]]
+            panels[0].barh(width=median, xerr=whisker, error_kw={"alpha": 0.4, "lw": 1}, **bar)
+            if len(panels) == 2:
+                panels[1].barh(width=result.algbw, **bar)
+            top += 1
+        centres.append(top - (len(group) + 1) / 2)
+        top += 1
+    panels[0].set(xlabel=f"time ({unit})", ylim=(top - 1, -1), title=size)
+    panels[0].set_yticks(centres, labels)
+    if len(panels) == 2:
+        panels[1].set(xlabel="algorithm bandwidth (GB/s)")
+    for axis in panels:
+        axis.grid(alpha=0.3, axis="x")
+        axis.set_axisbelow(True)
+        axis.xaxis.set_major_locator(MaxNLocator(5))
+        axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}"))
+
+
 def _legend(figure, axes) -> None:
-    handles, names = axes[0, 0].get_legend_handles_labels()
-    figure.legend(handles, names, loc="outside lower center", ncols=min(4, len(names)))
+    handles = {}
+    for axis in axes.flat:
+        for handle, name in zip(*axis.get_legend_handles_labels(), strict=True):
+            handles.setdefault(name, handle)
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=min(4, len(handles)))
 
 
-def _case_name(case: tuple[str, int], cases: list[tuple[str, int]]) -> str:
-    """With the size where a case has several."""
-    label, num_bytes = case
-    has_sizes = sum(other == label for other, _ in cases) > 1
-    return f"{label}, {size_text(num_bytes)}" if has_sizes else label or size_text(num_bytes)
+def _rounded_size(num_bytes: int) -> str:
+    """Sizes that differ by little, as those of even and uneven parts do, are one."""
+    for unit, name in ((1 << 20, "MiB"), (1 << 10, "KiB")):
+        if num_bytes >= unit:
+            size = num_bytes / unit
+            return f"{size:.2g} {name}" if size < 99.5 else f"{size:.0f} {name}"
+    return f"{num_bytes} B"
 
 
 def _time_unit(results: list[Result]) -> tuple[float, str]:
-    """The largest unit in which no median is below 1, or microseconds."""
-    least = min(result.median_us for result in results)
-    return next((scale, unit) for scale, unit in TIME_UNITS if least >= scale or scale == 1.0)
+    """The largest unit in which the longest median is at least 1, or microseconds."""
+    most = max(result.median_us for result in results)
+    return next((scale, unit) for scale, unit in TIME_UNITS if most >= scale or scale == 1.0)
 
 
 def _time_text(us: float) -> str:

@@ -1,6 +1,7 @@
 """The tables of results, made from the files that `bench/run.py --json` wrote.
 
-docs/benchmarks.md has all rows, README.md those of HIGHLIGHTS; the same for MPI. A test compares the files.
+docs/benchmarks.md has all rows, in one table beside torch and in one beside MPI; README.md has those of
+MPI_HIGHLIGHTS and HIGHLIGHTS, and one of a GPU. A test compares the files.
 
 python bench/readme_table.py             # prints the long table
 python bench/readme_table.py --short     # prints the table of README.md
@@ -36,19 +37,19 @@ NAMES = {
 MPI_OPS = ("pingpong", "p2p", "barrier", "broadcast", "all_gather", "reduce_scatter", "all_reduce")
 MPI_HIGHLIGHTS = (
     "there and back, 4 KiB, 2 ranks",
-    "there and back, 16 MiB, 2 ranks",
     "all_reduce, 1 MiB, 2 ranks",
     "all_reduce, 16 MiB, 4 ranks",
 )
 UNLISTED = ("2 chunks", "4 chunks")
 HIGHLIGHTS = (
-    "host time to post 4 sends and 4 receives, 1 KiB, 2 ranks",
-    "p2p ring, 16 MiB, 2 ranks",
-    "broadcast, 4 KiB, 4 ranks",
     "all-to-all, 25 MiB, both uneven, H to S, 4 ranks",
-    "relay, 16 MiB, 1 to 2, R to R, 3 ranks",
     "training step, 256 KiB, 1F1B, 4 stages, 8 micro-batches, 4 ranks",
 )
+FRONT_NAMES = {
+    "there and back": "a message there and back",
+    "all_reduce": "all-reduce",
+    "both uneven, H to S": "uneven lengths and heads",
+}
 
 
 def rows() -> Iterator[tuple[str, str]]:
@@ -60,6 +61,23 @@ def rows() -> Iterator[tuple[str, str]]:
 
 
 def rows_of(op: str) -> Iterator[tuple[str, str]]:
+    for name, torch_us, results, has_own_baseline in _times_of(op):
+        cells = [_time(torch_us)]
+        for transport in TRANSPORTS:
+            mine = results.get(transport)
+            cells.append("" if mine is None else _against(mine, torch_us, has_own_baseline))
+        yield name, f"| {name} | {' | '.join(cells)} |"
+
+
+def _torch_times() -> Iterator[tuple[str, float, dict[str, Any]]]:
+    for op in ("all_to_all", "schedule"):
+        for name, torch_us, results, _ in _times_of(op):
+            yield name, torch_us, results
+
+
+def _times_of(op: str) -> Iterator[tuple[str, float, dict[str, Any], bool]]:
+    """For each row its name, torch's median, the results by transport, and whether a variant has a baseline
+    of its own."""
     for path in sorted((BENCH / "results").glob(f"{op}_[0-9]*.json")):
         document = json.loads(path.read_text(encoding="utf-8"))
         cases: dict[tuple[str, int, str], dict[str, Any]] = {}
@@ -75,35 +93,66 @@ def rows_of(op: str) -> Iterator[tuple[str, str]]:
             name = ", ".join(part for part in [*what, f"{document['arguments']['ranks']} ranks"] if part)
             has_own_baseline = BASELINE in results
             baseline = results[BASELINE] if has_own_baseline else cases[case, num_bytes, ""][BASELINE]
-            torch_us = baseline["time_us"]["median"]
-            cells = [_time(torch_us)]
-            for transport in TRANSPORTS:
-                mine = results.get(transport)
-                cells.append(
-                    "" if mine is None else _against(mine, torch_us, bool(variant) and has_own_baseline)
-                )
-            yield name, f"| {name} | {' | '.join(cells)} |"
+            yield name, baseline["time_us"]["median"], results, bool(variant) and has_own_baseline
 
 
 def mpi_rows() -> Iterator[tuple[str, str]]:
     """The same for results of `--mpi`."""
     for op in MPI_OPS:
-        for path in sorted((BENCH / "results" / "mpi").glob(f"{op}_*.json")):
-            document = json.loads(path.read_text(encoding="utf-8"))
-            by_size: dict[int, dict[str, dict[str, float]]] = {}
-            for result in document["results"]:
-                by_size.setdefault(result["size_bytes"], {})[result["impl"]] = result["time_us"]
-            for num_bytes, times in by_size.items():
-                size = [_size(num_bytes)] if num_bytes else []
-                name = ", ".join([NAMES.get(op, op), *size, f"{document['arguments']['ranks']} ranks"])
-                theirs, ours = times["mpi"], times["pipecomm shm"]
-                medians, minima = (theirs[kind] / ours[kind] for kind in ("median", "min"))
-                cells = [
-                    _time(times[BASELINE]["median"]),
-                    *(f"{_short(each['median'])}; {_short(each['min'])}" for each in (theirs, ours)),
-                    f"{medians:.2f}; {minima:.2f}",
-                ]
-                yield name, f"| {name} | {' | '.join(cells)} |"
+        for name, times in _mpi_times(op):
+            theirs, ours = times["mpi"], times["pipecomm shm"]
+            medians, minima = (theirs[kind] / ours[kind] for kind in ("median", "min"))
+            cells = [
+                _time(times[BASELINE]["median"]),
+                *(f"{_short(each['median'])}; {_short(each['min'])}" for each in (theirs, ours)),
+                f"{medians:.2f}; {minima:.2f}",
+            ]
+            yield name, f"| {name} | {' | '.join(cells)} |"
+
+
+def _mpi_times(op: str) -> Iterator[tuple[str, dict[str, dict[str, float]]]]:
+    for path in sorted((BENCH / "results" / "mpi").glob(f"{op}_*.json")):
+        document = json.loads(path.read_text(encoding="utf-8"))
+        by_size: dict[int, dict[str, dict[str, float]]] = {}
+        for result in document["results"]:
+            by_size.setdefault(result["size_bytes"], {})[result["impl"]] = result["time_us"]
+        for num_bytes, times in by_size.items():
+            size = [_size(num_bytes)] if num_bytes else []
+            yield ", ".join([NAMES.get(op, op), *size, f"{document['arguments']['ranks']} ranks"]), times
+
+
+def front_rows() -> Iterator[str]:
+    """The rows of README.md: medians, and how many times as fast ours is, as the other tables have it."""
+    for op in MPI_OPS:
+        for name, times in _mpi_times(op):
+            if name in MPI_HIGHLIGHTS:
+                torch_us, mpi_us, ours_us = (
+                    times[impl]["median"] for impl in (BASELINE, "mpi", "pipecomm shm")
+                )
+                ratios = f"{_ratio(torch_us / ours_us)}, {_ratio(mpi_us / ours_us)}"
+                yield _front_row(name, _short(torch_us), _short(mpi_us), ours_us, ratios)
+    for name, torch_us, results in _torch_times():
+        if name in HIGHLIGHTS:
+            yield _front_row(name, _short(torch_us), "", *_median_and_ratio(results["shm"]))
+    document = json.loads((BENCH / "results" / "h100" / "host_2.json").read_text(encoding="utf-8"))
+    results = {result["impl"]: result for result in document["results"]}
+    name = f"one H100, torch over NCCL: {NAMES['host']}, 1 KiB, 2 ranks"
+    torch_us, _ = _median_and_ratio(results[BASELINE])
+    yield _front_row(name, _short(torch_us), "", *_median_and_ratio(results["pipecomm nccl"]))
+
+
+def _median_and_ratio(result: dict[str, Any]) -> tuple[float, str]:
+    return result["time_us"]["median"], _ratio(result["ratio_to_baseline"])
+
+
+def _front_row(name: str, torch: str, mpi: str, ours_us: float, ratios: str) -> str:
+    for old, new in FRONT_NAMES.items():
+        name = name.replace(old, new)
+    return f"| {name} | {torch} | {mpi} | {_short(ours_us)} ({ratios}) |"
+
+
+def _ratio(ratio: float) -> str:
+    return f"{ratio:.2f}x" if ratio < 10 else f"{ratio:.0f}x"
 
 
 def _short(us: float) -> str:
@@ -137,19 +186,19 @@ def _time(us: float) -> str:
     return f"{us:.0f} us" if us < 1000 else f"{us / 1000:.1f} ms"
 
 
-def table(is_short: bool) -> str:
-    lines = dict(rows())
-    if is_short:
-        lines = {name: lines[name] for name in HIGHLIGHTS}
-    return "\n".join(["| What | torch | tcp | shm |", "|---|---|---|---|", *lines.values()]) + "\n"
+def table() -> str:
+    lines = dict(rows()).values()
+    return "\n".join(["| What | torch | tcp | shm |", "|---|---|---|---|", *lines]) + "\n"
 
 
-def mpi_table(is_short: bool) -> str:
-    lines = dict(mpi_rows())
-    if is_short:
-        lines = {name: lines[name] for name in MPI_HIGHLIGHTS}
+def mpi_table() -> str:
     head = ["| median; minimum | gloo | MPICH | shm | MPICH / shm |", "|---|---|---|---|---|"]
-    return "\n".join([*head, *lines.values()]) + "\n"
+    return "\n".join([*head, *dict(mpi_rows()).values()]) + "\n"
+
+
+def front_table() -> str:
+    head = ["| What | torch over gloo | MPICH | ours |", "|---|---|---|---|"]
+    return "\n".join([*head, *front_rows()]) + "\n"
 
 
 def write(path: Path, text: str, marks: tuple[str, str]) -> None:
@@ -166,11 +215,11 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="put all tables into their files")
     arguments = parser.parse_args()
     if arguments.write:
-        for path, is_short in ((README, True), (PAGE, False)):
-            write(path, table(is_short), MARKS)
-            write(path, mpi_table(is_short), MPI_MARKS)
+        write(README, front_table(), MARKS)
+        write(PAGE, table(), MARKS)
+        write(PAGE, mpi_table(), MPI_MARKS)
     else:
-        print((mpi_table if arguments.mpi else table)(arguments.short), end="")
+        print((front_table if arguments.short else mpi_table if arguments.mpi else table)(), end="")
 
 
 if __name__ == "__main__":

@@ -30,7 +30,6 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent / name) for name in ("examples", "tests")]
 
-import launch  # noqa: E402
 import limited_link  # noqa: E402
 import mpi  # noqa: E402
 import plots  # noqa: E402
@@ -42,6 +41,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import ulysses  # noqa: E402
 from busy import busy_cores  # noqa: E402
+from lib import launch  # noqa: E402
 from measure import measure  # noqa: E402
 from ops import MIB, Bench, Case, Op  # noqa: E402
 from ops import OPS as POINT_TO_POINT_OPS  # noqa: E402

@@ -17,11 +17,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import launch
 import ops
 import report
 import torch
 import torch.distributed as dist
+from lib import launch
 from measure import Result, measure
 from ops import BASELINE, KIB, MIB, Bench, Case
 

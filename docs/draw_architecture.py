@@ -24,12 +24,19 @@ font-family="Helvetica, Arial, 'DejaVu Sans', sans-serif" font-size="12">
 <title>{title}</title>
 <defs><marker id="tip" viewBox="0 0 10 10" refX="9" refY="5" markerWidth="8" markerHeight="8" orient="auto">\
 <path d="M0 1L9 5L0 9z" fill="{line}"/></marker></defs>
-<rect width="100%" height="100%" fill="#ffffff"/>"""
+<style>@media (prefers-color-scheme: dark) {{{dark}}}</style>
+<rect class="paper" width="100%" height="100%" fill="#ffffff"/>"""
+DARK = {INK: "#e3e6ec", GREY: "#a5adba", LINE: "#8c95a4"}
+DARK |= {PYTHON: "#24405e", CPP: "#2b4a2a", END: "#5b2f2f", INNER: "#1b2230"}
 
 
 class Drawing:
     def __init__(self, height: int, title: str) -> None:
-        self.parts = [HEAD.format(height=height, title=escape(title), line=LINE)]
+        rules = [
+            f'[{kind}="{old}"] {{{kind}: {new}}}' for old, new in DARK.items() for kind in ("fill", "stroke")
+        ]
+        dark = " ".join([*rules, ".paper {fill: none}"])
+        self.parts = [HEAD.format(height=height, title=escape(title), line=LINE, dark=dark)]
 
     def box(self, x: float, y: float, width: float, height: float, fill: str) -> None:
         size = f'x="{x}" y="{y}" width="{width}" height="{height}"'
@@ -65,8 +72,8 @@ ABOUT = {
     "transports": "one row for each transport; records and routes of ranks",
     "communicator": "Communicator, its construction and its registry",
     "distributed": "the calls of torch.distributed",
-    "backend": "the backend of torch.distributed",
-    "parallel_state": "groups and stages of a job",
+    "backend": "its backend",
+    "parallel_state": "groups, stages",
     "sequence_parallel": "all-to-all, split, gather, attention, with autograd",
     "relay": "boundary tensors between stages of different sizes",
     "runtime": "runs schedules: plan loop, stage boundaries, backward, gradients",

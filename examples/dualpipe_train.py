@@ -13,15 +13,17 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
-import launch
 import torch
 import torch.distributed as dist
-from sequence import SequencePiece
-from text_model import HEAD_DIM, TextBatches, build_layers, loss_of, split_layers
+from lib import launch
+from lib.report import draw_losses, progress_bar, relative_difference
+from lib.sequence import SequencePiece
+from lib.text_model import HEAD_DIM, TextBatches, build_layers, loss_of, split_layers
 from torch import nn
 
-from pipecomm_ext.schedules import DualPipe, DualPipeV
+from pipecomm_ext.schedules import DualPipe, DualPipeV, get_plan
 
 LIMIT = 1e-5  # of relative differences
 
@@ -29,7 +31,7 @@ LIMIT = 1e-5  # of relative differences
 def run_rank(args: argparse.Namespace) -> int:
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     num_stages = 2 * num_ranks if args.v else num_ranks
-    num_chunks = args.chunks or 2 * num_ranks + 2
+    num_chunks = args.chunks
     depths = (rank, num_stages - 1 - rank)  # of my two stages
     device = torch.device(args.device)
 
@@ -50,7 +52,8 @@ def run_rank(args: argparse.Namespace) -> int:
         torch.optim.SGD(module.parameters(), lr=args.lr, momentum=0.9) for module in (pipe, unsplit)
     ]
     batches = TextBatches(args.chunk_size * num_chunks, args.seq_len, args.seed)
-    worst = 0.0
+    worst, losses = 0.0, []
+    progress = progress_bar(args.steps, is_shown=rank == 0)
     for step in range(args.steps):
         inputs, labels = (rows.to(device) for rows in batches(step))
         for optimizer in optimizers:
@@ -79,8 +82,10 @@ def run_rank(args: argparse.Namespace) -> int:
         worst = max(worst, *differences)
         for optimizer in optimizers:
             optimizer.step()
-        if rank == 0 and step % max(1, args.steps // 5) == 0:
-            print(f"step {step:>4}   loss {total:.3f} nats per byte", flush=True)
+        losses.append(total.item())
+        progress.set_postfix(loss=f"{losses[-1]:.3f}", refresh=False)
+        progress.update()
+    progress.close()
     pipe.close()
 
     worst = torch.tensor(worst, device=device)
@@ -89,16 +94,14 @@ def run_rank(args: argparse.Namespace) -> int:
     if rank == 0:
         name = "DualPipeV" if args.v else "DualPipe"
         shape = f"{num_stages} stages, {num_ranks} ranks, {num_chunks} chunks"
+        picture = Path(args.out) / "loss.png"
+        draw_losses(losses, picture, f"{name}: {shape}")
         print(f"pipeline   {name}: {shape}, {device.type}")
+        print(f"loss       {losses[0]:.3f} -> {losses[-1]:.3f} nats per byte in {args.steps} steps")
+        print(f"picture    {picture}")
         verdict = "equal to" if is_equal else "DIFFERS from"
         print(f"verify     {verdict} the unsplit model in {args.steps} steps: {worst:.1e}, limit {LIMIT:.0e}")
     return 0 if is_equal else 1
-
-
-def relative_difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    if not (actual.isfinite().all() and expected.isfinite().all()):
-        return float("inf")
-    return ((actual - expected).abs().max() / expected.abs().max().clamp_min(1e-30)).item()
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -119,13 +122,23 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=text)
     parser.add_argument("--v", action="store_true", help="DualPipeV")
     parser.add_argument("--lr", type=float, default=0.1, help="learning rate (0.1)")
+    parser.add_argument("--out", default="out/dualpipe", metavar="DIR", help="where the picture goes")
     parser.add_argument("--device", **launch.DEVICE_OPTION)
-    args = parser.parse_args(arguments)
+    args = launch.parsed(parser, arguments)
     for name in ("ranks", "steps", "chunk_size", "seq_len", "hidden"):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be positive, got {getattr(args, name)}")
     if args.hidden % HEAD_DIM:
         parser.error(f"--hidden {args.hidden} is not a multiple of {HEAD_DIM}, the width of a head")
+    num_ranks = launch.num_ranks_of(args)
+    num_stages = 2 * num_ranks if args.v else num_ranks
+    if args.layers and args.layers < num_stages:
+        parser.error(f"{num_stages} stages need as many blocks; give --layers {num_stages} or more")
+    args.chunks = args.chunks or 2 * num_ranks + 2
+    try:
+        get_plan("dualpipev" if args.v else "dualpipe", P=num_ranks, M=args.chunks)
+    except ValueError as error:
+        parser.error(f"--ranks {num_ranks} --chunks {args.chunks}: {error}")
     return args
 
 

@@ -17,31 +17,28 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import launch
 import torch
 import torch.distributed as dist
-from links import RankLink, RelayLink
-from planned import PlannedStages, plan_of
-from sequence import SequencePiece
-from stage import Stage
-from tensor_parallel import split_over
-from text_model import HEAD_DIM, TextBatches, build_layers, loss_of, split_layers
+from lib import launch
+from lib.links import RankLink, RelayLink
+from lib.planned import PlannedStages, plan_of
+from lib.report import draw_losses, progress_bar, relative_difference
+from lib.sequence import SequencePiece
+from lib.stage import Stage
+from lib.tensor_parallel import split_over
+from lib.text_model import HEAD_DIM, TextBatches, build_layers, loss_of, split_layers
 from torch import nn
-from tqdm import tqdm
 
 from pipecomm_ext import Communicator
 from pipecomm_ext.parallel_state import PipelineTopology
 
 VERIFY_LIMIT = 1e-5
-SMOOTHING = 0.8  # of the plotted loss, per step
 
 
 # ---- one training, split and unsplit ---------------------------------------------------------------------
@@ -111,14 +108,7 @@ def train_pipeline(
     training = Training(losses=[], seconds=0.0)
     if args.verify and is_reporter(link, piece):
         training.unsplit = UnsplitModel(args, link.device)
-    with tqdm(
-        total=args.steps,
-        desc="training",
-        unit="step",
-        ncols=90,
-        disable=not is_reporter(link, piece),
-        mininterval=0.2 if sys.stderr.isatty() else 5.0,
-    ) as progress:
+    with progress_bar(args.steps, is_reporter(link, piece)) as progress:
         for step in range(args.steps):
             inputs, targets = micro_batches(batches, step, args.microbatches, link.device, piece.tokens)
             started_at = time.perf_counter()
@@ -133,13 +123,6 @@ def train_pipeline(
                 if training.unsplit is not None:
                     training.unsplit.follow(training.losses[-1], gradients)
     return training, stage
-
-
-def relative_difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """Largest absolute difference over the largest expected value; inf if anything is not finite."""
-    if not (actual.isfinite().all() and expected.isfinite().all()):
-        return float("inf")
-    return ((actual - expected).abs().max() / expected.abs().max().clamp_min(1e-30)).item()
 
 
 class UnsplitModel:
@@ -184,29 +167,6 @@ class UnsplitModel:
 
 
 # ---- results ---------------------------------------------------------------------------------------------
-
-
-def draw_losses(losses: list[float], path: Path, title: str) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    total = weight = 0.0
-    smoothed = []
-    for loss in losses:
-        total, weight = SMOOTHING * total + loss, SMOOTHING * weight + 1
-        smoothed.append(total / weight)
-    steps = range(1, len(losses) + 1)
-    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
-    axes.plot(steps, losses, color="tab:blue", alpha=0.35, linewidth=1, label="loss of the step")
-    axes.plot(steps, smoothed, color="tab:blue", linewidth=2, label=f"smoothed (exponential, {SMOOTHING:g})")
-    axes.set(xlabel="optimizer step", ylabel="cross entropy (nats per byte)", title=title)
-    axes.grid(alpha=0.3)
-    axes.legend()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
 
 
 def plus(sizes: Iterable[int]) -> str:
@@ -297,7 +257,6 @@ def links(args: argparse.Namespace) -> Iterator[tuple[RankLink | RelayLink, Comm
 
 def run_stage(args: argparse.Namespace) -> int:
     """Trains this rank's stage; the exit code."""
-    tqdm.set_lock(threading.RLock())  # its default lock is a semaphore of the system, left behind by a kill
     with links(args) as (link, pieces):
         piece = piece_of(args, pieces)
         training, stage = train_pipeline(args, link, piece)
@@ -362,7 +321,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--verify", action="store_true", help="compare with the unsplit model; exit code 1 if unequal"
     )
-    args = parser.parse_args(arguments)
+    args = launch.parsed(parser, arguments)
     positive = (
         "ranks", "sequence_parallel", "steps", "batch_size", "microbatches", "seq_len", "layers", "hidden"
     )  # fmt: skip
@@ -378,7 +337,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     if args.stages is not None:
         check_stages(parser, args)
         return args
-    num_ranks = int(os.environ.get("WORLD_SIZE", args.ranks))
+    num_ranks = launch.num_ranks_of(args)
     if num_ranks % args.sequence_parallel:
         parser.error(
             f"{num_ranks} ranks cannot form stages of {args.sequence_parallel} ranks each; "
@@ -402,7 +361,7 @@ def check_num_stages(parser: argparse.ArgumentParser, args: argparse.Namespace, 
 def check_stages(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """--stages sets the number of ranks."""
     args.ranks = sum(args.stages)
-    num_ranks = int(os.environ.get("WORLD_SIZE", args.ranks))
+    num_ranks = launch.num_ranks_of(args)
     if min(args.stages) < 1 or num_ranks != args.ranks:
         parser.error(f"--stages {args.stages} must be 1 or more each, and together the {num_ranks} ranks")
     if args.sequence_parallel > 1 or args.schedule is not None:

@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 4 examples/train_transformers.py          the same under a launcher
 
 The model is transformers' own, made from a config. What is changed for split sequences: register(),
-attn_implementation, split_batch(), and a sum of gradients over the ranks. Neither the sequence nor the heads
+attn_implementation, split_batch() and sum_gradients(). Neither the sequence nor the heads
 need to divide by the ranks. At the end the model continues a line of text, whose prompt is computed split.
 
 --verify trains the unsplit model along on every rank, and compares loss and gradients of each step.
@@ -13,15 +13,15 @@ need to divide by the ranks. At the end the model continues a line of text, whos
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
+from pathlib import Path
 
-import launch
 import torch
 import torch.distributed as dist
-from text_model import VOCABULARY, TextBatches
-from ulysses_attention import relative_difference
+from lib import launch
+from lib.report import draw_losses, progress_bar, relative_difference
+from lib.text_model import VOCABULARY, TextBatches
 
 from pipecomm_ext import Communicator, cal_split_sizes
 
@@ -82,6 +82,7 @@ def run_rank(args: argparse.Namespace) -> int:
         optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
         unsplit = UnsplitModel(args) if args.verify else None
         losses, seconds = [], 0.0
+        progress = progress_bar(args.steps, is_shown=comm.rank == 0)
         for step in range(args.steps):
             inputs, targets = (rows.to(args.device).contiguous() for rows in batches(step))
             batch = {"input_ids": inputs, "labels": targets, "shift_labels": targets}
@@ -89,16 +90,17 @@ def run_rank(args: argparse.Namespace) -> int:
             loss = model(**pipecomm_transformers.split_batch(batch, comm)).loss
             optimizer.zero_grad()
             loss.backward()
-            gradients = [parameter.grad for parameter in model.parameters()]
-            for gradient in gradients:
-                dist.all_reduce(gradient)
+            pipecomm_transformers.sum_gradients(model, comm)
             loss = loss.detach()
             dist.all_reduce(loss)
             seconds += time.perf_counter() - start
             losses.append(loss.item())
             if unsplit is not None:
-                unsplit.follow(batch, loss, gradients)
+                unsplit.follow(batch, loss, [parameter.grad for parameter in model.parameters()])
             optimizer.step()
+            progress.set_postfix(loss=f"{losses[-1]:.3f}", refresh=False)
+            progress.update()
+        progress.close()
 
         model.eval()
         prompt = torch.tensor([list(PROMPT)], device=args.device)
@@ -124,7 +126,6 @@ def report(
         f"tokens     {args.batch_size} x {args.seq_len} bytes, a rank holds {sizes}",
         f"loss       {losses[0]:.3f} -> {losses[-1]:.3f} nats per byte in {args.steps} steps",
         f"time       {1e3 * seconds / args.steps:.1f} ms a step",
-        f"continued  {bytes(tokens.tolist())!r}",
     ]
     exit_code = 0
     if unsplit is not None:
@@ -136,6 +137,12 @@ def report(
             f"{unsplit.worst:.1e}, limit {VERIFY_LIMIT:.0e}"
         )
     if comm.rank == 0:
+        picture = Path(args.out) / "loss.png"
+        draw_losses(losses, picture, f"A Llama over sequences split on {comm.size} ranks")
+        lines.append(f"picture    {picture}")
+        text = bytes(tokens.tolist()).decode("ascii", "replace")
+        lines.append("continued  the prompt, and what the model adds:")
+        lines += [f"    {line}" for line in text.split("\n")]
         print("\n".join(lines))
     return exit_code
 
@@ -158,11 +165,12 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     for name, default, text in numbers:
         parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"{text} ({default})")
     parser.add_argument("--lr", type=float, default=3e-3, help="learning rate (3e-3)")
+    parser.add_argument("--out", default="out/transformers", metavar="DIR", help="where the picture goes")
     parser.add_argument("--device", **launch.DEVICE_OPTION)
     parser.add_argument(
         "--verify", action="store_true", help="compare with the unsplit model; exit code 1 if unequal"
     )
-    args = parser.parse_args(arguments)
+    args = launch.parsed(parser, arguments)
     for name, _, _ in numbers:
         value = getattr(args, name.replace("-", "_"))
         if value < 1:
@@ -171,7 +179,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--hidden {args.hidden} must be a multiple of twice --heads {args.heads}")
     if args.heads % args.kv_heads:
         parser.error(f"--kv-heads {args.kv_heads} must divide --heads {args.heads}")
-    num_ranks = int(os.environ.get("WORLD_SIZE", args.ranks))
+    num_ranks = launch.num_ranks_of(args)
     if args.seq_len < num_ranks:
         parser.error(f"--seq-len {args.seq_len} cannot be split over {num_ranks} ranks")
     return args

@@ -18,12 +18,14 @@ import argparse
 import functools
 import sys
 import time
+from pathlib import Path
 
-import launch
 import torch
 import torch.distributed as dist
-from attention import HEADS, SEQ, attend_whole
-from text_model import VOCABULARY, TextBatches
+from lib import launch
+from lib.attention import HEADS, SEQ, attend_whole
+from lib.report import draw_split, progress_bar, relative_difference
+from lib.text_model import VOCABULARY, TextBatches
 from torch import nn
 from torch.nn import functional
 
@@ -87,6 +89,7 @@ def run_rank(args: argparse.Namespace) -> int:
         attend = functools.partial(ulysses_attention, **split, is_causal=True)
         seq_sizes, head_sizes = (cal_split_sizes(n, comm.size) for n in (args.seq_len, args.heads))
         my_text, my_targets = (split_forward_gather_backward(rows, comm, SEQ) for rows in (text, targets))
+        progress = progress_bar(args.repeat, comm.rank == 0, "attention")
         for _ in range(args.repeat):
             model.zero_grad()
             start = time.perf_counter()
@@ -94,6 +97,8 @@ def run_rank(args: argparse.Namespace) -> int:
             my_loss = summed_loss(my_logits, my_targets)
             my_loss.backward()
             seconds = time.perf_counter() - start
+            progress.update()
+        progress.close()
         logits = gather_forward_split_backward(my_logits.detach(), comm, SEQ, seq_sizes)
         loss = my_loss.detach().clone()
         dist.all_reduce(loss)
@@ -115,13 +120,12 @@ def run_rank(args: argparse.Namespace) -> int:
             print(f"time       {1e3 * seconds:.1f} ms forward and backward")
             for name, difference in differences.items():
                 print(f"  {name:<28} differs by {difference:.1e} of its largest value")
+            picture = Path(args.out) / "split.png"
+            draw_split(seq_sizes, head_sizes, picture, "What each rank holds")
+            print(f"picture    {picture}")
             verdict = "equal to" if is_equal else "DIFFERS from"
             print(f"verify     {verdict} the unsplit attention: {worst:.1e}, limit {LIMIT[args.dtype]:.0e}")
     return 0 if is_equal else 1
-
-
-def relative_difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    return ((actual - expected).abs().max() / expected.abs().max()).item()
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -144,8 +148,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--dtype", choices=["float32", "float64"], default="float32", help="of weights (float32)"
     )
+    parser.add_argument("--out", default="out/ulysses", metavar="DIR", help="where the picture goes")
     parser.add_argument("--device", **launch.DEVICE_OPTION)
-    args = parser.parse_args(arguments)
+    args = launch.parsed(parser, arguments)
     for name, _, _ in numbers:
         value = getattr(args, name.replace("-", "_"))
         if value < 1:

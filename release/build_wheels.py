@@ -5,7 +5,7 @@ wheel. Each wheel serves every torch that pyproject.toml allows. It differs from
 in this:
 
 * Its module is stripped, and holds no path of the machine that built it.
-* Its version names CUDA: 0.1.0+cu130, or 0.1.0+cpu.
+* Its version names CUDA: 0.2.0+cu130, or 0.2.0+cpu.
 
     python release/build_wheels.py --list
     python release/build_wheels.py --python 3.12 --kind cpu --torch-from .venv/lib/python3.12/site-packages
@@ -266,6 +266,17 @@ def one_wheel(source: Path, python: Python, kind: str, torches: list[Path], tool
     return f"{copy.name}: {', '.join(facts)}"
 
 
+def one_sdist(source: Path, tools: Path, out: Path) -> str:
+    """Puts the source distribution into `out` if `twine` finds nothing wrong. Returns its name and size."""
+    with tempfile.TemporaryDirectory(dir=source.parent) as name:
+        run(tools, "-m", "build", "--sdist", "--outdir", name, source)
+        (archive,) = Path(name).glob("*.tar.gz")
+        run(tools, "-m", "twine", "check", "--strict", archive)
+        out.mkdir(parents=True, exist_ok=True)
+        copy = Path(shutil.copy(archive, out))
+    return f"{copy.name}: {copy.stat().st_size / 2**20:.1f} MiB"
+
+
 def main() -> int:
     as_written = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=as_written)
@@ -303,7 +314,14 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="pipecomm_wheels_") as name:
         source = Path(name).resolve() / "pipecomm_ext"
         run("git", "clone", "-q", ROOT, source)
-        tools = environment(pythons[0].path, source.parent / "tools", "twine")
+        tools = environment(pythons[0].path, source.parent / "tools", "twine", "build")
+        print("== source", flush=True)
+        try:  # before a wheel, whose version has a label
+            told = one_sdist(source, tools, arguments.out.resolve())
+        except WheelError as error:
+            failed.append("source")
+            told = str(error)
+        print(f"   {told}", flush=True)
         for python, kind in wanted:
             print(f"== Python {python.version}, +{labels[kind]}", flush=True)
             started_at = time.monotonic()
@@ -313,7 +331,7 @@ def main() -> int:
                 failed.append(f"Python {python.version}, +{labels[kind]}")
                 told = str(error)
             print(f"   {told} ({time.monotonic() - started_at:.0f} s)", flush=True)
-    num_built = len(wanted) - len(failed)
+    num_built = len(wanted) - len(failed) + ("source" in failed)
     print(f"{num_built} of {len(wanted)} wheels are in {arguments.out}", *failed, sep="\nfailed: ")
     return 1 if failed else 0
 

@@ -9,7 +9,9 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = [
-    str(path.relative_to(ROOT)) for path in (*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/**/*.md")))
+    str(path.relative_to(ROOT))
+    for folder in ("*.md", "docs/**/*.md", "examples/*.md")
+    for path in sorted(ROOT.glob(folder))
 ]
 _BLOCK = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 

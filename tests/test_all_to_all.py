@@ -213,7 +213,8 @@ def test_unequal_lengths_without_gather_size(world, gather_dim):
     length, width = 5 if world.rank == world.size - 1 else 4, 2 * world.size
     kind, text = error_of(all_to_all, torch.zeros(2, length, width), world.comm, gather_dim=gather_dim)
     assert kind == "PipeCommMismatch" and f"[2, 4, {width}]" in text and f"[2, 5, {width}]" in text
-    assert "ranks hold unequal lengths along dim" in text and text.endswith(CURE)
+    assert text.startswith(f"rank {world.rank}: ranks hold unequal lengths along dim") and CURE in text
+    assert "; this rank calls all_to_all of float32[2, " in text and "channel" not in text
     check_usable(world)
 
 
@@ -229,7 +230,7 @@ def test_the_cure_of_unequal_lengths_is_named_where_it_was_left_out(world, trans
         ([torch.zeros(2, 5, 6 + 3 * (world.rank == 2))], {}, False),  # another difference
     ]:
         kind, text = error_of(all_to_all_many, inputs, comm, **sizes)
-        assert kind == "PipeCommMismatch" and text.endswith(CURE) == is_told, text
+        assert kind == "PipeCommMismatch" and (CURE in text) == is_told, text
         assert ("dim 1, " in text) == is_told
     outputs = all_to_all_many([tensor, tensor[..., :3]], comm, gather_size=14)
     assert [output.shape for output in outputs] == [(2, 14, 2), (2, 14, 1)]

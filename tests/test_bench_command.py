@@ -258,8 +258,9 @@ def test_a_picture_has_lines_over_sizes_or_a_group_of_bars_for_each_case(tmp_pat
 
     labels, sizes = ["even", "uneven"], [4096, 1 << 20]
     assert_drawn([""], sizes, 20_000, ">4K<", ">1M<", ">20 ms<", ">a title<")
-    assert_drawn(labels, [4096], 20_000, ">even<", ">uneven<", "time (ms)")
-    assert_drawn(labels, sizes, 20, ">even, 4K<", ">uneven, 1M<", "time (us)")
+    assert_drawn(labels, [4096], 20_000, ">even<", ">uneven<", ">4 KiB<", "time (ms)")
+    both = [4_185_600, 4_190_208, 25 << 20]
+    assert_drawn(labels, both, 1_500, ">4 MiB<", ">25 MiB<", "time (ms)", ">1.2<")
 
 
 # ---- MPI --------------------------------------------------------------------------------------------------

@@ -299,7 +299,10 @@ REFUSED = [
     (lambda x: dist.send(x, 1, group_dst=1), "give dst (a global rank) or group_dst (a rank of the group)"),
     (lambda x: dist.isend(x), "dst must name a rank"),
     (lambda x: dist.recv(x), "src must name a rank; receiving from any source is not supported"),
-    (lambda x: dist.send(x, 1, tag=15), "channel 15"),
+    (
+        lambda x: dist.send(x, 1, tag=15),
+        "channel 15 is not in 0..14; 14 is the highest channel, and so the highest tag= of torch.distributed",
+    ),
     (lambda x: dist.P2POp(dist.broadcast, x, 1), "op must be isend or irecv, not broadcast"),
     (
         lambda x: dist.batch_isend_irecv(

@@ -49,6 +49,7 @@ SEVERAL = "test_stages_of_several_ranks_and_a_mesh"
 TORCHRUN = "torchrun --standalone --nproc-per-node 2"
 FLIGHT = "test_the_commands_for_a_flight_record"
 TUTORIAL = "test_the_commands_and_programs_of_the_tutorial"
+README = "test_readme.py::test_the_"
 QUICKSTART = "test_readme.py::test_the_quickstart_runs_as_printed"
 CPP = Checked("parts of files that are not there; test_the_parts_of_the_contribution_guide looks at names")
 
@@ -66,12 +67,13 @@ BLOCKS: dict[str, dict[str, str]] = {
         "def ring_shift": "test_the_parts_of_the_contribution_guide",
     },
     "README.md": {
+        'dist.init_process_group("pipecomm")': README + "backend_of_the_readme_is_that_of_its_document",
+        "- import": README + "one_line_of_the_readme",
+        "PipeCommMismatch": README + "message_of_the_readme_is_real",
         "pip install": Checked("installs and builds; test_info.py runs the doctor"),
-        "make demo": Checked("long; test_the_targets_and_files_of_commands_exist"),
-        "dist.init_process_group": QUICKSTART,
+        "with Communicator": QUICKSTART,
         "torchrun": QUICKSTART,
         "rank 0: received": QUICKSTART,
-        "csrc/": "test_readme.py::test_links_and_paths_exist",
     },
     "docs/benchmarks.md": {
         "make bench": "test_the_commands_of_benchmarks",
@@ -81,10 +83,16 @@ BLOCKS: dict[str, dict[str, str]] = {
         "cmake -S": Checked("a build; test_the_targets_and_files_of_commands_exist"),
     },
     "docs/backend.md": {"import torch.distributed": "test_backend.py::test_the_block_of_the_document"},
+    "examples/README.md": {"torchrun": README + "small_examples_train"},
     "docs/flight_record.md": dict.fromkeys(["PIPECOMM_FLIGHT_DIR", "Communicator"], FLIGHT),
+    "docs/install.md": {
+        "pip install": Checked("installs and builds; test_info.py runs the doctor"),
+        "make demo": Checked("long; test_the_targets_and_files_of_commands_exist"),
+    },
     "docs/migrating.md": {
         "import torch.distributed as dist": MIGRATING + "test_torch_distributed",
         "schedule = ": MIGRATING + "test_torch_pipelining",
+        "from torch.distributed.pipelining import SplitPoint": MIGRATING + "test_torchs_pipeline",
         "pp_executor = ": MIGRATING + "test_torchtitan",
         "from pipecomm_ext.pipeline_parallel.p2p_communication": CLIENTS.format("megatron"),
         "from megatron.core.pipeline_parallel import": CLIENTS.format("megatron"),

@@ -18,7 +18,7 @@ import dualpipe_train  # noqa: E402
 import train_text  # noqa: E402
 import train_transformers  # noqa: E402
 import ulysses_attention  # noqa: E402
-from text_model import TextBatches, split_layers  # noqa: E402
+from lib.text_model import TextBatches, split_layers  # noqa: E402
 
 TRAIN = "examples/train_text.py"
 TINY = "--layers 4 --hidden 32 --seq-len 16 --batch-size 8 --microbatches 4".split()
@@ -167,7 +167,9 @@ OTHERS = {  # script, ranks, arguments, a line of its output
         "ulysses_attention", 4, "--seq-len 3 --heads 3 --kv-heads 1 --head-dim 8 --dtype float64",
         r"heads      3, a rank attends \[1, 1, 1, 0\]",
     ),
-    "transformers": ("train_transformers", 2, LLAMA, r"continued  b'import os\\nimport sys"),
+    "transformers": (
+        "train_transformers", 2, LLAMA, r"continued .*\n    import os\n    import sys\n    \n    def "
+    ),
     "transformers, uneven": (
         "train_transformers", 4, LLAMA, r"tokens     4 x 41 bytes, a rank holds \[11, 10, 10, 10\]"
     ),
@@ -175,12 +177,12 @@ OTHERS = {  # script, ranks, arguments, a line of its output
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_other_examples_equal_the_unsplit_computation(ranks, name):
+def test_other_examples_equal_the_unsplit_computation(ranks, tmp_path, name):
     """The first one of each script as a command that starts its ranks, the other one on those of the pool."""
     module, size, arguments, line = OTHERS[name]
     if module == "train_transformers":
         pytest.importorskip("transformers")
-    options = ["--ranks", size, *arguments.split()]
+    options = ["--ranks", size, *arguments.split(), "--out", tmp_path]
     if name in ("DualPipe", "uneven attention", "transformers"):
         exit_code, output = run_script(f"examples/{module}.py", *options)
         assert exit_code == 0, output
@@ -192,20 +194,24 @@ def test_other_examples_equal_the_unsplit_computation(ranks, name):
     losses = re.findall(r"(?:loss |^loss +|-> )([\d.]+)(?= nats| ->)", output, re.MULTILINE)
     assert (len(losses) > 1) == (module != "ulysses_attention"), output
     assert not losses or float(losses[-1]) < float(losses[0]), output
+    [picture] = re.findall(r"^picture +(\S+)$", output, re.MULTILINE)
+    assert picture.startswith(str(tmp_path)) and os.path.getsize(picture) > 10_000
 
 
-def test_a_difference_of_attention_is_found(monkeypatch):
+def test_a_difference_of_attention_is_found(monkeypatch, tmp_path):
     """With a limit that nothing can meet, the verdict and the exit code are the other ones."""
     monkeypatch.setitem(ulysses_attention.LIMIT, torch.float32, -1.0)
     for name, value in {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}.items():
         monkeypatch.setenv(name, str(value))
-    args = ulysses_attention.parse_arguments(["--seq-len", "9", "--device", "cpu"])
+    args = ulysses_attention.parse_arguments(["--seq-len", "9", "--device", "cpu", "--out", str(tmp_path)])
     assert ulysses_attention.launch.run(ulysses_attention.run_rank, args) == 1
 
 
 @pytest.mark.parametrize("worst", [1e-5, 1.0, float("nan")])
-def test_the_verdict_about_transformers(capsys, worst):
-    args = argparse.Namespace(layers=1, heads=2, kv_heads=1, batch_size=1, seq_len=9, steps=2)
+def test_the_verdict_about_transformers(capsys, tmp_path, worst):
+    args = argparse.Namespace(
+        layers=1, heads=2, kv_heads=1, batch_size=1, seq_len=9, steps=2, out=str(tmp_path)
+    )
     comm = argparse.Namespace(rank=0, size=2, transport="shm", transport_reason="")
     unsplit = argparse.Namespace(worst=worst)
     exit_code = train_transformers.report(args, comm, [2.0, 1.0], 1.0, torch.tensor([65]), unsplit)
@@ -241,6 +247,10 @@ def test_the_verdict_about_transformers(capsys, worst):
         (train_text, "--stages 1,2 --sequence-parallel 2", "does not go with --sequence-parallel"),
         (dualpipe_train, "--steps 0", "--steps must be positive, got 0"),
         (dualpipe_train, "--hidden 40", "--hidden 40 is not a multiple of 32"),
+        (dualpipe_train, "--ranks 3", "--ranks 3 --chunks 8: "),
+        (dualpipe_train, "--chunks 6", "--ranks 4 --chunks 6: "),
+        (dualpipe_train, "--layers 3", "4 stages need as many blocks; give --layers 4 or more"),
+        (dualpipe_train, "--v --layers 4", "8 stages need as many blocks; give --layers 8 or more"),
         (ulysses_attention, "--kv-heads 11", "--kv-heads 11 must be at most --heads 10"),
         (ulysses_attention, "--seq-len 0", "--seq-len must be positive, got 0"),
         (train_transformers, "--hidden 40", "--hidden 40 must be a multiple of twice --heads 8"),
@@ -251,6 +261,12 @@ def test_the_verdict_about_transformers(capsys, worst):
 )
 def test_bad_arguments_are_explained(capsys, script, arguments, message):
     assert_refused(capsys, script.parse_arguments, arguments, message)
+
+
+@pytest.mark.parametrize("script", [train_text, dualpipe_train, ulysses_attention, train_transformers])
+def test_a_missing_gpu_is_told_in_a_line(capsys, monkeypatch, script):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    assert_refused(capsys, script.parse_arguments, "--device cuda", "sees no CUDA device; use --device cpu")
 
 
 @pytest.mark.parametrize(

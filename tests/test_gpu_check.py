@@ -109,6 +109,7 @@ def test_without_a_gpu_it_says_so(tmp_path: Path, capsys, monkeypatch) -> None:
 def test_the_stages_pass_options_that_exist(monkeypatch, folder: str, script: str) -> None:
     """Of scripts of ours; a wrong one ends the test by SystemExit."""
     monkeypatch.syspath_prepend(REPOSITORY / folder)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     module = importlib.import_module(script)
     stages = [each.command for each in gpu_check.all_stages(4) + gpu_check.all_stages(1)]
     commands = [list(command) for command in stages if f"{folder}/{script}.py" in command]
@@ -123,7 +124,7 @@ def test_the_stages_pass_options_that_exist(monkeypatch, folder: str, script: st
 def test_ranks_share_gpus_if_there_are_too_few(monkeypatch, num_gpus, num_ranks, nccl_version) -> None:
     """From NCCL 2.30 on two of them in its mode for that, else each as on a host of its own."""
     monkeypatch.syspath_prepend(REPOSITORY / "examples")
-    launch = importlib.import_module("launch")
+    launch = importlib.import_module("lib.launch")
     taken, hosts = [], []
     monkeypatch.setattr("torch.cuda.device_count", lambda: num_gpus)
     monkeypatch.setattr("torch.cuda.nccl.version", lambda: nccl_version)

@@ -164,7 +164,8 @@ def test_doctor_passes_here() -> None:
     assert result.returncode == 0, result.stdout + result.stderr
     passed = [line.split()[1] for line in result.stdout.splitlines() if line.startswith("ok ")]
     assert passed == list(doctor.STEPS)
-    assert result.stdout.rstrip().endswith("doctor: all is well")
+    assert result.stdout.startswith("doctor: all is well\nok    join ")
+    assert "  torch       " in result.stdout and "  default     " not in result.stdout
 
 
 def test_doctor_names_the_step_that_failed_and_shows_the_error(
@@ -175,7 +176,7 @@ def test_doctor_names_the_step_that_failed_and_shows_the_error(
     output = capsys.readouterr().out
     assert any(line.startswith("FAIL  join") for line in output.splitlines()), output
     assert "--- errors of rank" in output and "Traceback" in output
-    assert output.rstrip().endswith("doctor: stopped at step join")
+    assert output.startswith("doctor: stopped at step join\nFAIL  join")
 
 
 def test_doctor_stops_ranks_that_hang(

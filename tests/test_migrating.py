@@ -62,7 +62,7 @@ def test_what_it_says_is_not_there_is_not():
     several = "MultiModulePipelineCommunicator", "BridgeCommunicator", "HyperCommGrid"
     for name in (*several, "ScheduleNode", "combined_1f1b_schedule_for_interleaved_pipelining"):
         assert not hasattr(megatron, name) and not hasattr(megatron.schedules, name)
-    for page in (PAGE, (ROOT / "README.md").read_text(encoding="utf-8")):
+    for page in (PAGE, (ROOT / "docs" / "limits.md").read_text(encoding="utf-8")):
         assert all(f"`{name}`" in page for name in several) and "`ScheduleNode`s" in page
 
 
@@ -129,6 +129,36 @@ def test_torch_pipelining(world):
         torch.testing.assert_close(torch.stack(theirs).mean().detach(), expected)
     for stage, module in modules.items():
         torch.testing.assert_close(module.weight.grad, 2 * whole[stage].weight.grad)
+
+
+@on_ranks(2)
+def test_torchs_pipeline(world):
+    """Cut where the page cuts it; the gradients are those of the whole model."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(make_stages(4))
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    whole, model, (x, y) = make_stages(4), Model(), batch(8)
+    names = {"model": model, "x": x, "y": y, "rank": world.rank, "loss_fn": functional.cross_entropy}
+    execute(NAME, "from torch.distributed.pipelining import SplitPoint", names)
+    names["executor"].close()
+    expected = mean_loss(whole, x, y)
+    if world.rank == 1:
+        torch.testing.assert_close(torch.stack(names["losses"]).mean(), expected)
+    [stage] = names["stages"].values()
+    assert {name for name, _ in stage.named_parameters()} == {
+        f"layers.{idx}.{part}" for idx in (2 * world.rank, 2 * world.rank + 1) for part in ("weight", "bias")
+    }
+    for name, parameter in stage.named_parameters():
+        theirs = getattr(whole[int(name.split(".")[1])], name.split(".")[2])
+        torch.testing.assert_close(parameter.grad, theirs.grad)
 
 
 @on_ranks(2)

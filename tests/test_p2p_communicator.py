@@ -309,6 +309,8 @@ def test_wrong_arguments_are_refused_before_anything_is_sent(world):
         (ValueError, "2 tensors are sent, but there are shapes for 1",
          lambda: p2p.send_backward_recv_forward([ones, ones], (2,), False)),
         (ValueError, "2 dtypes for 1 tensors", lambda: mixed.recv_forward((2,), False)),
+        (TypeError, r"such as PipelineConfig\(\*\*config\), not a dict",
+         lambda: P2PCommunicator(world.comm, {"pipeline_dtype": torch.float32})),
         (ValueError, "overlap_p2p_comm needs config.batch_p2p_comm=False",
          lambda: p2p.send_forward(ones, False, overlap_p2p_comm=True)),
     ]:  # fmt: skip

@@ -8,8 +8,10 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
+import runpy
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -71,6 +73,29 @@ def test_every_public_name_is_in_the_reference() -> None:
     assert len(names) > 130
     missing = {name for name in names - set(REFERENCE) if id(resolved(name)) not in listed}
     assert missing == set()
+
+
+def test_links_have_titles_as_texts(monkeypatch) -> None:
+    """Where the repository has names of files."""
+    for name in ("mkdocs", "mkdocs.exceptions", "mkdocs.structure", "mkdocs.structure.files"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    sys.modules["mkdocs.exceptions"].PluginError = RuntimeError
+    sys.modules["mkdocs.structure.files"].File = object
+    hooks = runpy.run_path(str(DOCS / "site" / "hooks.py"))
+    pages = {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")}
+    files = types.SimpleNamespace(get_file_from_path=lambda path: path if path in pages else None)
+    config = types.SimpleNamespace(repo_url=None)
+
+    def shown(uri: str, text: str) -> str:
+        page = types.SimpleNamespace(file=types.SimpleNamespace(src_uri=uri), parent=1, meta={})
+        return hooks["on_page_markdown"](text, page, config, files)
+
+    title = "Pipelines whose stages differ in size"
+    assert shown("tutorial.md", "see [relay.md](relay.md#a)") == f"see [{title}](relay.md#a)"
+    assert shown("api/errors.md", "[errors.md](../errors.md)") == "[Errors](../errors.md)"
+    assert shown("relay.md", "[CONTRIBUTING.md](../CONTRIBUTING.md)") == "Contributing"
+    assert shown("relay.md", "[the tests](../tests)") == "the tests"
+    assert shown("relay.md", "[words](tutorial.md)") == "[words](tutorial.md)"
 
 
 def test_the_pictures_of_the_architecture_are_of_this_code(tmp_path: Path) -> None:

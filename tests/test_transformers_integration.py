@@ -141,10 +141,10 @@ def check_equal(world, integration, comm, batch, whole, model, only_tokens=False
     loss = result.loss.detach().clone()
     dist.all_reduce(loss)
     assert_close(loss, expected.loss.detach())
+    integration.sum_gradients(model, comm)
     mine, theirs = gradients(model), gradients(whole)
     assert len(mine) == len(theirs) > 10
     for grad, truth in zip(mine, theirs, strict=True):
-        dist.all_reduce(grad)
         assert_close(grad, truth)
 
 
@@ -316,6 +316,41 @@ def test_the_code_of_the_guide(world):
     exec(generation, names)
     expected = whole.generate(**names["prompt"], max_new_tokens=20, do_sample=False)
     assert torch.equal(names["tokens"], expected)
+
+
+@on_ranks(2, 3)
+def test_gradients_are_summed_over_the_pieces(world):
+    """Several dtypes, more bytes than a bucket has, strides, a frozen parameter, one with a gradient on some
+    ranks only, one with none; and what is refused is refused on all ranks."""
+    integration = registered(world.comm)
+    shapes = [(3,), (2, 2), (9_000_000,), (5,), (4,), (4,), (2, 3)]
+    model = torch.nn.ParameterList([torch.zeros(shape) for shape in shapes]).double()
+    model[1].data = model[1].data.bfloat16()
+    expected = []
+    for idx, parameter in enumerate(model):
+        of_ranks = [
+            torch.randn(parameter.shape, generator=torch.Generator().manual_seed(10 * rank + idx))
+            for rank in range(world.size)
+        ]
+        if idx == 6:
+            of_ranks = [each.t().contiguous().t() for each in of_ranks]
+        present = {4: [], 5: [1]}.get(idx, range(world.size))
+        parameter.requires_grad_(idx != 3)
+        if world.rank in present and idx != 3:
+            parameter.grad = of_ranks[world.rank].to(parameter.dtype)
+        total = sum((of_ranks[rank].to(parameter.dtype).double() for rank in present), torch.zeros(()))
+        expected.append(None if idx in (3, 4) else total.to(parameter.dtype))
+    integration.sum_gradients(model, world.comm)
+    for parameter, total in zip(model, expected, strict=True):
+        if total is None:
+            assert parameter.grad is None
+        else:
+            torch.testing.assert_close(parameter.grad, total)
+    if world.rank == 1:
+        model[0].grad = model[0].grad.to_sparse()
+    kind = TypeError if world.rank == 1 else PipeCommMismatch
+    with pytest.raises(kind, match="a gradient that is sparse; it sums dense"):
+        integration.sum_gradients(model, world.comm)
 
 
 # ---- generation -------------------------------------------------------------------------------------------

@@ -90,6 +90,7 @@ def test_vtp_errors(world):
     for config, shape, kind, text in [
         (no_dtype, [2], RuntimeError, "config.pipeline_dtype must be set"),
         (FP32, None, RuntimeError, "tensor_shape must be given"),
+        ({"pipeline_dtype": torch.float32}, [2], TypeError, "config must be an object with attributes"),
         (sequence_parallel, [2], ValueError, "with sequence_parallel"),
     ]:
         if world.rank == 0:

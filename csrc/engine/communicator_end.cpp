@@ -149,6 +149,7 @@ void Communicator::expire(Operation& operation) {
       text += " and speaks for other ranks as well";
   }
   text += "; check that the other rank calls the matching operation, or increase timeout=";
+  text += kFlightHint;
   fail(own_failure(FailureKind::timeout, text, op_name(operation.op())));
 }
 

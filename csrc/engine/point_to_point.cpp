@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <stdexcept>
 
+#include "transport/transport.h"
+
 namespace pipecomm {
 
 bool TensorRef::is_contiguous() const {
@@ -54,7 +56,10 @@ void check_batch(std::span<const PointToPoint> batch, int size, int num_channels
       throw std::invalid_argument(
           at(op_idx) + "channel " + std::to_string(op.channel) + " is not in 0.." +
           std::to_string(num_channels - 1) +
-          "; make the Communicator with channels=" + std::to_string(op.channel + 1));
+          (op.channel >= kMaxUserChannels
+               ? "; " + std::to_string(kMaxUserChannels - 1) +
+                     " is the highest channel, and so the highest tag= of torch.distributed's calls"
+               : "; make the Communicator with channels=" + std::to_string(op.channel + 1)));
     receives |= op.direction == Direction::recv;
     const int64_t num_bytes = op.tensor.num_bytes();
     if (num_bytes > 0 && op.tensor.is_contiguous())  // gaps may hold another tensor

@@ -23,9 +23,7 @@ FailurePtr mismatch_failure(int rank, const Request& request, const Descriptor& 
   auto failure = failure_of(FailureKind::mismatch, rank, request);
   const bool sends = request.direction == Direction::send;
   failure->origin_rank = sends ? request.peer : rank;
-  failure->message = request_text(request) + (sends ? " carries " : " expects ") +
-                     request.descriptor.text() + ", but rank " + std::to_string(request.peer) +
-                     (sends ? " expects " : " sends ") + theirs.text();
+  failure->message = disagreement_text(request.direction, request.peer, request.descriptor, theirs);
   // The tensors that the ranks of a collective name may differ, and tell nothing then.
   const Descriptor& ours = request.descriptor;
   const bool is_p2p = ours.op == OpCode::p2p;

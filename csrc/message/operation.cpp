@@ -11,6 +11,8 @@ namespace pipecomm {
 
 std::string message_text(Direction direction, int peer, const Descriptor& descriptor) {
   const bool sends = direction == Direction::send;
+  if (descriptor.op != OpCode::p2p)  // the caller knows of no channel and of no number
+    return (sends ? "the message to rank " : "the message from rank ") + std::to_string(peer);
   return (sends ? "send #" : "recv #") + std::to_string(descriptor.seq) + " on channel " +
          std::to_string(descriptor.channel) + (sends ? " to rank " : " from rank ") +
          std::to_string(peer);
@@ -38,6 +40,16 @@ MessageDescription description_of(const Descriptor& descriptor) {
           .dtype = std::string(dtype_name(descriptor.dtype)),
           .shape = {descriptor.shape.begin(), descriptor.shape.begin() + num_dims},
           .num_bytes = descriptor.num_bytes};
+}
+
+std::string disagreement_text(Direction direction, int peer, const Descriptor& ours,
+                              const Descriptor& theirs) {
+  const std::string other = ", but rank " + std::to_string(peer);
+  if (ours.op != OpCode::p2p && theirs.op != OpCode::p2p)
+    return "this rank calls " + ours.text() + other + " calls " + theirs.text();
+  const bool sends = direction == Direction::send;
+  return message_text(direction, peer, ours) + (sends ? " carries " : " expects ") + ours.text() +
+         other + (sends ? " expects " : " sends ") + theirs.text();
 }
 
 RequestPtr make_request(Direction direction, int peer, const Descriptor& descriptor,

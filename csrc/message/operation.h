@@ -76,7 +76,7 @@ using RequestPtr = std::shared_ptr<Request>;
 RequestPtr make_request(Direction direction, int peer, const Descriptor& descriptor,
                         std::byte* data);
 
-// "recv #3 on channel 0 from rank 1"
+// "recv #3 on channel 0 from rank 1"; of a collective "the message from rank 1"
 std::string message_text(Direction direction, int peer, const Descriptor& descriptor);
 inline std::string request_text(const Request& request) {
   return message_text(request.direction, request.peer, request.descriptor);
@@ -88,6 +88,16 @@ std::string seconds_text(Clock::duration duration);
 // Fills in the fields of a failure that say which message it is about.
 void name_message(Failure& failure, int peer, const Descriptor& descriptor);
 MessageDescription description_of(const Descriptor& descriptor);
+
+// "send #0 on channel 0 to rank 1 carries float32[4] (16 B), but rank 1 expects float32[5] (20 B)"
+std::string disagreement_text(Direction direction, int peer, const Descriptor& ours,
+                              const Descriptor& theirs);
+
+// What the error of a deadline ends with.
+inline constexpr char kFlightHint[] =
+    "; with PIPECOMM_FLIGHT_DIR=FOLDER, `python -m pipecomm_ext doctor --flight FOLDER` shows "
+    "which "
+    "rank waited for which";
 
 class Operation {
  public:

@@ -1,15 +1,20 @@
 """What `mkdocs build` does beside mkdocs.yml.
 
 Pages that are files of the repository's root come in by their names in `PAGES`. Links are written for readers
-of the repository; here they become links to pages, or to the repository's host if REPOSITORY_URL is set, or
-text. At the end, what a page would fetch from elsewhere is an error.
+of the repository; here they become links to pages, or to the repository's host, or text. If the text of a
+link is the name of a file, it becomes the title of that page. At the end, what a page would fetch from
+elsewhere is an error.
+
+The repository's host is REPOSITORY_URL, or else where git has the repository from.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import posixpath
 import re
+import subprocess
 from pathlib import Path
 
 from mkdocs.exceptions import PluginError
@@ -24,6 +29,7 @@ PAGES = {
     "license.md": "LICENSE",
 }
 PICTURES = "pictures.md"
+FILE_NAME = re.compile(r"[\w/.]+\.md")
 FENCED = re.compile(r"(^ *```.*?^ *```$)", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(?<!!)\[((?:[^\[\]`]|`[^`]*`)+)\]\(([^)\s]+)\)")
 IMAGE = re.compile(r"!\[([^\]]*)\]\(([^)\s]+)\)")
@@ -44,6 +50,32 @@ def on_startup(**_) -> None:
     """The list of all schedules is known at run time only; docs/site/public_names.py adds what it names."""
     for name in ("griffe", "mkdocs.plugins.griffe"):
         logging.getLogger(name).addFilter(lambda record: "Unsupported item in" not in record.getMessage())
+
+
+def on_config(config):
+    """The link to the repository that each page has."""
+    if not config.repo_url and (url := _remote_url()):
+        config.repo_url = url
+        config.repo_name = url.removeprefix("https://").partition("/")[2] or "Repository"
+    return config
+
+
+def _remote_url() -> str:
+    """The address of the remote `origin` if it is one of the web, else nothing."""
+    command = ["git", "-C", str(ROOT), "config", "--get", "remote.origin.url"]
+    try:
+        url = subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    except OSError:
+        return ""
+    url = re.sub(r"^(?:ssh://)?git@([^:/]+)[:/]", r"https://\1/", url).removesuffix(".git")
+    return url if url.startswith("https://") and "@" not in url else ""
+
+
+@functools.cache
+def title_of(source: str) -> str:
+    """The first heading of a file of the repository."""
+    text = (ROOT / source).read_text(encoding="utf-8")
+    return re.search(r"^# (.+)$", text, re.MULTILINE)[1]
 
 
 def on_files(files, config):
@@ -75,24 +107,27 @@ def on_page_markdown(markdown, page, config, files):
         return posixpath.relpath(target, posixpath.dirname(uri) or ".") + hash_mark + anchor
 
     def link(match: re.Match) -> str:
-        target = resolved(match[2])
-        return match[1] if target is None else f"[{match[1]}]({target})"
+        target, text = resolved(match[2]), match[1]
+        if FILE_NAME.fullmatch(text) and "://" not in match[2]:
+            path = posixpath.normpath(posixpath.join(posixpath.dirname(source), match[2].partition("#")[0]))
+            if (ROOT / path).exists():
+                text = title_of(path)
+        return text if target is None else f"[{text}]({target})"
 
     def image(match: re.Match) -> str:
         return f"![{match[1]}]({resolved(match[2]) or match[2]})"
 
-    if uri == "index.md":
-        before, heading, api = markdown.partition("\n## API\n")
-        table, end, after = api.partition("\n## ")
+    if uri == "api/index.md":
+        before, heading, table = markdown.partition("\n## Names\n")
         table = "\n".join(map(linked_to_reference, table.split("\n")))
-        markdown = "".join([before, heading, table, end, after])
+        markdown = "".join([before, heading, table])
     parts = FENCED.split(markdown)
     parts[::2] = [IMAGE.sub(image, LINK.sub(link, part)) for part in parts[::2]]
     return "".join(parts)
 
 
 def linked_to_reference(line: str) -> str:
-    """A row of the API table with each name as a link to its place in the reference."""
+    """A row of the table of names with each name as a link to its place in the reference."""
     words = CODE.findall(line)
     if not line.startswith("| ") or not words:
         return line

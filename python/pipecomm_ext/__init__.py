@@ -2,7 +2,7 @@
 
 import importlib
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 from .core.extension import _C as _C  # isort: skip  (first: says what is wrong with torch or the build)
 from . import distributed, parallel_state, sequence_parallel

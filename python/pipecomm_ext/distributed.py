@@ -170,6 +170,14 @@ def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
     The elements are `P2POp` of this module or of torch.distributed, all of the same group. A message to
     oneself needs its receive in the same batch. In a graph of torch.compile the batch is done when this
     returns.
+
+    Example:
+        ```python
+        sent, received, other = torch.ones(4), torch.empty(4), 1 - dist.get_rank()
+        ops = [dist.P2POp(dist.isend, sent, other), dist.P2POp(dist.irecv, received, other)]
+        for work in distributed.batch_isend_irecv(ops):
+            work.wait()
+        ```
     """
     if not isinstance(p2p_op_list, (list, tuple)):
         raise TypeError(f"p2p_op_list must be a list, not {type(p2p_op_list).__name__}")

@@ -72,6 +72,15 @@ class PipeCommMismatch(PipeCommError):
     Attributes:
         ours, theirs: what the two ends say of a message about which they disagree, first the end that found
             it; else None.
+
+    Example:
+        ```python
+        other = 1 - comm.rank
+        try:
+            comm.batch_p2p([Send(torch.ones(2), other), Recv(torch.empty(3), other)])
+        except PipeCommMismatch as error:
+            print(error.ours.shape, error.theirs.shape)
+        ```
     """
 
     ours: MessageDescription | None = None

@@ -216,7 +216,7 @@ std::vector<Failure> failures(int size, int limit,
   return failures;
 }
 
-// The number in a text "recv #3 on channel 15" is the same, too.
+// The texts are the same, too.
 void check_same_errors(int size, const std::function<OperationPtr(Communicator&, int)>& call) {
   const auto by_tree = failures(size, kDirectLimit, call);
   const auto directly = failures(size, size, call);

@@ -259,6 +259,8 @@ TEST_TWICE(refusal_and_mismatch) {
         } else {
           CHECK(failure.peer == odd || rank == odd);
           CHECK(failure.message.find("nothing was transferred") != std::string::npos);
+          CHECK(failure.message.starts_with("this rank calls broadcast of uint8["));
+          CHECK(failure.message.find("channel") == std::string::npos);
         }
       }
       wait(comm, comm.barrier());
@@ -296,6 +298,7 @@ TEST_TWICE(timeout) {
     const Failure failure = failure_of([&] { wait(comm, operation); });
     CHECK_FAILURE(failure, timeout, 0, "p2p timed out after ");
     CHECK_FAILURE(failure, timeout, 0, "0 send, 1 recv pending; rank 1 is connected");
+    CHECK_FAILURE(failure, timeout, 0, "doctor --flight FOLDER` shows which rank waited for which");
     if (rank == 0) {
       CHECK_FAILURE(failure, timeout, 0, "recv #0 on channel 2 from rank 1 of uint8[16]");
       CHECK(failure.channel == 2 && failure.peer == 1 && failure.seq == 0);

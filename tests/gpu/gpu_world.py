@@ -11,7 +11,7 @@ from scripts import REPOSITORY
 from pipecomm_ext import Communicator
 
 sys.path.append(str(REPOSITORY / "examples"))
-import launch  # noqa: E402
+from lib import launch  # noqa: E402
 
 DEADLINE_S = 120.0  # CUDA contexts and NCCL take their time to start
 on_devices = pytest.mark.parametrize("device", ["cpu", "cuda"])

@@ -198,8 +198,18 @@ def test_wrong_constructions_are_refused_on_all_ranks(world):
             with pytest.raises(PipeCommMismatch) as caught:
                 Executor(plan, stages, communicator=comm)
             assert caught.value.origin_rank == 0 and message in str(caught.value), str(caught.value)
-    with pytest.raises(PipeCommMismatch, match="rank 1 has another plan"):
+    shown = (
+        r"rank 1 has another plan than rank 0: one_f_one_b for P=2, M=\d, and rank 0 has gpipe for P=2, M=\d;"
+    )
+    with pytest.raises(PipeCommMismatch, match=shown):
         Executor(plan_named(["gpipe", "one_f_one_b"][world.rank], 2), stages, communicator=comm)
+    renamed = plan_named(["gpipe", "one_f_one_b"][world.rank], 2).replace(name="mine")
+    with pytest.raises(PipeCommMismatch, match="rank 0 has mine for P=2, M=. with other actions; give"):
+        Executor(renamed, stages, communicator=comm)
+    with pytest.raises(
+        PipeCommMismatch, match="another dynamic_shapes than rank 0: True, and rank 0 has False"
+    ):
+        Executor(plan, stages, communicator=comm, dynamic_shapes=world.rank == 1)
     with pytest.raises(ValueError, match="record_timeline=True"):
         Executor(plan, stages, communicator=comm).timeline()
 

@@ -61,7 +61,9 @@ void DeviceExecution::check_unmatched() {
   descriptor.seq = unmatched->seq;
   Failure failure{.kind = FailureKind::peer_lost, .rank = rank(), .origin_rank = unmatched->peer};
   name_message(failure, unmatched->peer, descriptor);
-  failure.message = message_text(unmatched->direction, unmatched->peer, descriptor) +
+  failure.message = (descriptor.channel == kCollectiveChannel
+                         ? "a collective with rank " + std::to_string(unmatched->peer)
+                         : message_text(unmatched->direction, unmatched->peer, descriptor)) +
                     " has no other end: rank " + std::to_string(unmatched->peer) +
                     " has closed its communicator";
   communicator_.fail(std::move(failure));

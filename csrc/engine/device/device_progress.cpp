@@ -83,11 +83,9 @@ void DeviceExecution::fail_mismatch(const MessageCheck::Mismatch& mismatch) {
   Failure failure{.kind = FailureKind::mismatch, .rank = rank()};
   name_message(failure, mismatch.peer, mismatch.ours);
   failure.origin_rank = sends ? mismatch.peer : rank();
-  failure.message = message_text(mismatch.direction, mismatch.peer, mismatch.ours) +
-                    (sends ? " carries " : " expects ") + mismatch.ours.text() + ", but rank " +
-                    std::to_string(mismatch.peer) + (sends ? " expects " : " sends ") +
-                    mismatch.theirs.text() +
-                    "; the transfer was under way, so what was received is not to be trusted";
+  failure.message =
+      disagreement_text(mismatch.direction, mismatch.peer, mismatch.ours, mismatch.theirs) +
+      "; the transfer was under way, so what was received is not to be trusted";
   failure.ours = description_of(mismatch.ours);
   failure.theirs = description_of(mismatch.theirs);
   communicator_.fail(std::move(failure));
@@ -120,6 +118,7 @@ void DeviceExecution::fail_expired(OpCode op, const std::string& where, const st
                        shown->descriptor.text();
   }
   failure.message += "; check that the other ranks " + remedy + ", or increase timeout=";
+  failure.message += kFlightHint;
   communicator_.fail(std::move(failure));
 }
 

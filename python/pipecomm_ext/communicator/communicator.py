@@ -65,6 +65,14 @@ class Communicator:
             names it.
         PipeCommMismatch: arguments that differ from those of the rank that came first.
         PipeCommTimeout: for CUDA tensors with "auto", a rank did not join within `timeout`.
+
+    Example:
+        ```python
+        with Communicator(timeout=60) as comm:  # over the default group
+            other = 1 - comm.rank
+            sent, received = torch.full((4,), float(comm.rank)), torch.empty(4)
+            comm.batch_p2p([Send(sent, other), Recv(received, other)])
+        ```
     """
 
     __slots__ = {
@@ -251,6 +259,14 @@ class Communicator:
         transferred. A non-contiguous send is copied, a non-contiguous receive staged. Buffers belong to the
         operation until it is done. A graph of torch.compile keeps batches of P2POp, which are done when this
         returns.
+
+        Example:
+            ```python
+            left, right = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
+            received = torch.empty(4)
+            work = comm.batch_p2p([Send(torch.ones(4), right), Recv(received, left)], async_op=True)
+            work.wait()  # compute in between
+            ```
         """
         if torch.compiler.is_compiling() and all(isinstance(op, dist.P2POp) for op in ops):
             traced.batch_p2p(graph_name(self), [self._traced_message(op) for op in ops])
@@ -260,7 +276,16 @@ class Communicator:
         return self._finish(self._c.batch_p2p(ops, async_op), async_op)
 
     def send(self, tensor: torch.Tensor, dst: int, channel: int = 0) -> None:
-        """Sends a tensor to rank `dst`; returns when the receiver has accepted it."""
+        """Sends a tensor to rank `dst`; returns when the receiver has accepted it.
+
+        Example:
+            ```python
+            if comm.rank == 0:
+                comm.send(torch.arange(3), 1)
+            else:
+                comm.recv(received := torch.empty(3, dtype=torch.int64), 0)
+            ```
+        """
         if torch.compiler.is_compiling():
             traced.batch_p2p(graph_name(self), [traced.Message(True, tensor, dst, channel)])
             return
@@ -290,7 +315,14 @@ class Communicator:
     @overload
     def broadcast(self, tensor: torch.Tensor, src: int, *, async_op: bool = False) -> Work | None: ...
     def broadcast(self, tensor: torch.Tensor, src: int, *, async_op: bool = False) -> Work | None:
-        """Copies `tensor` of rank `src` into `tensor` of all others; same shape and dtype everywhere."""
+        """Copies `tensor` of rank `src` into `tensor` of all others; same shape and dtype everywhere.
+
+        Example:
+            ```python
+            weights = torch.ones(4) if comm.rank == 0 else torch.empty(4)
+            comm.broadcast(weights, src=0)
+            ```
+        """
         if torch.compiler.is_compiling() and not async_op:
             traced.broadcast(graph_name(self), tensor, src, is_source=src == self.rank)
             return None
@@ -305,6 +337,12 @@ class Communicator:
         memory is reused. They own their memory as any tensor does, but a forked child keeps sharing it with
         this process, and their storage cannot be resized: torch raises a RuntimeError. Large are those of 64
         KiB and more.
+
+        Example:
+            ```python
+            received = comm.empty((1024, 1024), torch.float32)  # over shared memory, peers write it directly
+            comm.batch_p2p([Send(torch.ones(1024, 1024), 1 - comm.rank), Recv(received, 1 - comm.rank)])
+            ```
         """
         is_sequence = isinstance(shape, (list, tuple)) or isinstance(shape, Sequence)  # the latter takes long
         if isinstance(shape, str) or not is_sequence:
@@ -359,6 +397,13 @@ class Communicator:
         dtypes, and may be empty.
 
         The receiver's shape may differ from the sender's if the number of bytes is the same.
+
+        Example:
+            ```python
+            inputs = [torch.full((rank + 1,), float(comm.rank)) for rank in range(comm.size)]
+            outputs = [torch.empty(comm.rank + 1) for _ in range(comm.size)]  # sizes may differ
+            comm.all_to_all(inputs, outputs)
+            ```
         """
         return self.exchange(
             lambda: list_plan(self.rank, self.size, specs_of(inputs, "inputs"), specs_of(outputs, "outputs")),
@@ -383,6 +428,12 @@ class Communicator:
 
         Raises:
             ValueError: `op` has no meaning for the dtype: AVG of integers, bitwise operators of floats.
+
+        Example:
+            ```python
+            total = torch.full((4,), float(comm.rank + 1))
+            comm.all_reduce(total)  # the sum of all ranks, with the same bits on each
+            ```
         """
         if not async_op:
             reductions.all_reduce(self, self._c, tensor, op)
@@ -400,6 +451,12 @@ class Communicator:
         """Reduces piece r of the `input` of all ranks into the `output` of rank r. `input` is one tensor, the
         pieces concatenated along dim 0 or stacked, or a list of them, whose shapes may differ. Otherwise as
         `all_reduce`.
+
+        Example:
+            ```python
+            mine = torch.empty(2)
+            comm.reduce_scatter(mine, torch.ones(2 * comm.size))  # piece r of the sum, on rank r
+            ```
         """
         if not async_op:
             reductions.reduce_scatter(self, self._c, output, input, op)
@@ -407,7 +464,14 @@ class Communicator:
         return self._ended(reductions.begin_reduce_scatter(self, [output], input, op, False), True)
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor, *, async_op: bool = False) -> Work | None:
-        """Gathers the `input` of all ranks into `output`, concatenated along dim 0 or stacked."""
+        """Gathers the `input` of all ranks into `output`, concatenated along dim 0 or stacked.
+
+        Example:
+            ```python
+            everybody = torch.empty(comm.size, 3)
+            comm.all_gather(everybody, torch.full((3,), float(comm.rank)))  # row r is that of rank r
+            ```
+        """
         return self._ended(reductions.begin_all_gather(self, output, input, not async_op), async_op)
 
     @overload

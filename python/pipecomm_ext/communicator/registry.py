@@ -29,6 +29,13 @@ def get_communicator(
     Its timeout is the group's. It is closed at exit, or when another one is made after torch has destroyed
     its group. A closed one is replaced by a new one; a failed one is returned and goes on raising its cause
     until it is closed.
+
+    Example:
+        ```python
+        comm = get_communicator()  # of the default group
+        assert comm is get_communicator()
+        comm.barrier()
+        ```
     """
     # Channels cost nothing on the host; NCCL needs a communicator for each.
     return kept_communicator(group, device, "default", {"cpu": MAX_CHANNELS, "cuda": 2})

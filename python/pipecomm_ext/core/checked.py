@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
@@ -21,3 +22,12 @@ def whole_number(value: Any, name: str) -> int:
         with contextlib.suppress(TypeError):
             return operator.index(value)
     raise TypeError(f"{name} must be an int, not {type(value).__name__}")
+
+
+def require_attributes(config: Any) -> None:
+    """Raises TypeError for a dict in the place of Megatron's config, of which only attributes are read."""
+    if isinstance(config, Mapping):
+        raise TypeError(
+            "config must be an object with attributes, such as PipelineConfig(**config), not a "
+            f"{type(config).__name__}"
+        )

@@ -136,16 +136,21 @@ class _Rank:
 
 
 def diagnose(deadline_s: float) -> int:
-    """Prints what this machine offers, then a line for each step of the self-test. Returns 0 if all pass."""
-    print(format_info(info()), flush=True)
+    """Prints the verdict, a line for each step of the self-test, and what this machine offers. Returns 0 if
+    all steps pass.
+    """
+    if sys.stderr.isatty():
+        print("doctor: two ranks test this machine, which takes some seconds", file=sys.stderr, flush=True)
     with _started_ranks(deadline_s) as ranks:
         _await_ranks([rank.process for rank in ranks], deadline_s)
-        failed_step = _print_steps(ranks)
+        lines, failed_step = _steps_of(ranks)
+        print(f"doctor: stopped at step {failed_step}" if failed_step else "doctor: all is well")
+        print("\n".join(lines))
         if failed_step:
             for index, rank in enumerate(ranks):
                 if rank.errors():
                     print(f"--- errors of rank {index}\n{rank.errors().rstrip()}")
-    print(f"doctor: stopped at step {failed_step}" if failed_step else "doctor: all is well")
+    print(format_info(info(), has_defaults=False))
     return 1 if failed_step else 0
 
 
@@ -183,8 +188,9 @@ def _await_ranks(processes: list[subprocess.Popen], deadline_s: float) -> None:
         time.sleep(0.02)
 
 
-def _print_steps(ranks: list[_Rank]) -> str | None:
-    """Prints a line for each step, up to the first that failed on some rank, and returns that one."""
+def _steps_of(ranks: list[_Rank]) -> tuple[list[str], str | None]:
+    """A line for each step, up to the first that failed on some rank, and that one."""
+    lines = []
     all_reports = [rank.reports() for rank in ranks]
     for step in STEPS:
         problems = []
@@ -196,7 +202,6 @@ def _print_steps(ranks: list[_Rank]) -> str | None:
             elif not reports[step]["ok"]:
                 problems.append(f"rank {rank}: {reports[step]['detail']}")
         if problems:
-            print(f"FAIL  {step:<10} {'; '.join(problems)}")
-            return step
-        print(f"ok    {step:<10} {all_reports[0][step]['detail']}")
-    return None
+            return [*lines, f"FAIL  {step:<10} {'; '.join(problems)}"], step
+        lines.append(f"ok    {step:<10} {all_reports[0][step]['detail']}")
+    return lines, None

@@ -35,6 +35,12 @@ def info() -> dict[str, Any]:
     * warnings: list of texts, empty if all is well.
 
     Starts no process group. Asking for CUDA devices does not create a CUDA context.
+
+    Example:
+        ```python
+        facts = info()
+        print(facts["choice"]["cpu"]["transport"], facts["choice"]["cpu"]["reason"])
+        ```
     """
     nccl = nccl_facts()
     known = ("gloo", "nccl", "mpi", "ucc") if dist.is_available() else ()
@@ -106,8 +112,10 @@ def choose_transport(device: str, transports: dict[str, dict[str, Any]]) -> dict
     return {"transport": None, "reason": "; ".join(obstacles)}
 
 
-def format_info(facts: dict[str, Any]) -> str:
-    """The text that `python -m pipecomm_ext info` prints."""
+def format_info(facts: dict[str, Any], has_defaults: bool = True) -> str:
+    """The text that `python -m pipecomm_ext info` prints. Variables that are not set are left out unless
+    `has_defaults`.
+    """
     build, cuda, nccl = facts["build"], facts["cuda"], facts["nccl"]
     devices = ", ".join(cuda["devices"]) or "none"
     lines = [
@@ -127,8 +135,9 @@ def format_info(facts: dict[str, Any]) -> str:
     for device, choice in facts["choice"].items():
         lines.append(f"  auto        {device} tensors: {choice['transport']} ({choice['reason']})")
     lines += [f"  set         {key}={value}" for key, value in facts["environment"].items()]
-    unset = {key: value for key, value in facts["settings"].items() if key not in facts["environment"]}
-    lines += [f"  default     {key}={'' if value is None else value}" for key, value in unset.items()]
+    if has_defaults:
+        unset = {key: value for key, value in facts["settings"].items() if key not in facts["environment"]}
+        lines += [f"  default     {key}={'' if value is None else value}" for key, value in unset.items()]
     lines += [f"warning: {text}" for text in facts["warnings"]]
     return "\n".join(lines)
 

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from ..communicator import Communicator, Work, kept_communicator
+from ..core.checked import require_attributes
 from ..core.extension import _C
 from ..core.tensor_specs import spec_of
 from ..parallel_state import PipelineTopology
@@ -130,7 +131,9 @@ def required(tensor_shape: Any, config: Any) -> tuple[Sequence[int], torch.dtype
 
     Raises:
         RuntimeError: either is None, as in MindSpeed-MM.
+        TypeError: the config is a dict.
     """
+    require_attributes(config)
     dtype = getattr(config, "pipeline_dtype", None)
     if dtype is None:
         raise RuntimeError("config.pipeline_dtype must be set, to receive a tensor of that dtype")

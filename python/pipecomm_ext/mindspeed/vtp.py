@@ -106,7 +106,7 @@ def _receive(kind: str, side: str, tensor_shape: Any, config: Any, async_op: boo
                 "with sequence_parallel the ranks of a stage hold pieces, which vtp_* cannot know; use "
                 'StageRelay(layout=("sharded", dim)), whose shapes are those of the whole tensor'
             )
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, TypeError, ValueError) as error:
         if peers is None:
             relay.refuse(kind, True, error)
         raise

@@ -53,6 +53,12 @@ class PipelineTopology:
         ValueError, TypeError: `stages` has an empty stage, has a rank twice or one that is not in the group,
             or leaves one out; or `virtual_stages` < 1. The other ranks raise PipeCommMismatch.
         PipeCommMismatch: ranks disagree about the arguments.
+
+    Example:
+        ```python
+        topology = PipelineTopology([1, 1])  # two stages of one rank; [1, 2, 1] needs four ranks
+        stage = topology.get_vtp_my_stage_idx()  # of this rank
+        ```
     """
 
     def __init__(

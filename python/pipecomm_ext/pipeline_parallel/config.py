@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from ..core.checked import require_attributes
+
 
 @dataclass
 class PipelineConfig:
@@ -108,6 +110,7 @@ _NOT_SUPPORTED = (
 
 def check_supported(config: Any) -> None:
     """Raises ValueError if a setting is on that would be ignored, and change what training computes."""
+    require_attributes(config)
     refused = [name for name in _NOT_SUPPORTED if getattr(config, name, False)]
     if getattr(config, "cuda_graph_impl", None) == "local":
         refused.append('cuda_graph_impl="local"')

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from ..communicator import Communicator, Recv, Send, Work, kept_communicator
+from ..core.checked import require_attributes
 from ..core.timers import timed
 from ..errors import PipeCommMismatch
 from ..runtime.border import BorderSpec, Tensors, can_have_gradient
@@ -124,9 +125,18 @@ class P2PCommunicator:
         RuntimeError: something is to be received and `pipeline_dtype`, or the shapes, are None.
         ValueError, TypeError: wrong arguments; nothing was sent.
         PipeCommError: see `Communicator`.
+
+    Example:
+        ```python
+        p2p = P2PCommunicator(dist.group.WORLD, PipelineConfig(pipeline_dtype=torch.float32))
+        x = p2p.recv_forward((4, 8), p2p.is_pp_first_stage)  # None on the first stage
+        p2p.send_forward(torch.ones(4, 8), p2p.is_pp_last_stage)  # nothing on the last
+        p2p.close()
+        ```
     """
 
     def __init__(self, pp_group: dist.ProcessGroup | Communicator, config: Any):
+        require_attributes(config)
         self.pp_group = pp_group
         self.config = config
         self.virtual_pipeline_model_parallel_size = setting(config, "virtual_pipeline_model_parallel_size")

@@ -66,6 +66,14 @@ class StageRelay:
 
     Raises:
         ValueError, TypeError: an unknown algorithm, layout or grad_reduce; a communicator of another group.
+
+    Example:
+        ```python
+        topology = PipelineTopology([1, 1])  # ranks of each stage; they may differ
+        relay = StageRelay(topology)
+        x = torch.ones(2, 3) if topology.get_vtp_my_stage_idx() == 0 else None
+        y = relay.relay(x, (2, 3), torch.float32, src_stage=0, dst_stage=1)
+        ```
     """
 
     def __init__(

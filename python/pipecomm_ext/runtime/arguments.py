@@ -17,6 +17,7 @@ from ..schedules.plan import Plan
 from .values import flattened, rebuilt
 
 Stage = Callable[..., Any]
+_SHOWN_BYTES = 256  # of a setting, in the error of ranks that disagree
 MicroBatches = Sequence[Any] | torch.Tensor | Mapping[str, Any]  # a list of them, or a batch to cut
 
 
@@ -244,18 +245,31 @@ def device_of(stages: Any) -> torch.device | None:
     return None
 
 
-def require_equal_settings(comm: Communicator, settings: tuple) -> None:
-    digest = hashlib.sha256(repr(settings).encode()).digest()[:7]
-    mine = torch.tensor([int.from_bytes(digest, "big")], device=comm.device)
+def require_equal_settings(comm: Communicator, settings: Mapping[str, tuple]) -> None:
+    """Compares each setting of all ranks. The first element of a value is the one that an error shows."""
+    digests = [hashlib.sha256(repr(value).encode()).digest()[:7] for value in settings.values()]
+    mine = torch.tensor([int.from_bytes(digest, "big") for digest in digests], device=comm.device)
+    everybody = _of_all_ranks(comm, mine)
+    for peer, other in enumerate(everybody):
+        if other.equal(everybody[0]):
+            continue
+        place = int((other != everybody[0]).nonzero()[0])
+        name = list(settings)[place]
+        shown = repr(settings[name][0]) if name != "plan" else settings[name][0]
+        text = shown.encode()[:_SHOWN_BYTES].ljust(_SHOWN_BYTES)
+        texts = _of_all_ranks(comm, torch.tensor(list(text), dtype=torch.uint8, device=comm.device))
+        theirs, first = (bytes(texts[rank].tolist()).decode(errors="replace").strip() for rank in (peer, 0))
+        raise PipeCommMismatch(
+            f"rank {comm.rank}: Executor: rank {peer} has another {name} than rank 0: {theirs}, and rank 0 "
+            f"has {first}{' with other actions' if theirs == first else ''}; give all ranks the same",
+            op="Executor",
+            rank=comm.rank,
+            peer=peer,
+            origin_rank=peer,
+        )
+
+
+def _of_all_ranks(comm: Communicator, mine: torch.Tensor) -> list[torch.Tensor]:
     everybody = [torch.empty_like(mine) for _ in range(comm.size)]
     comm.all_to_all([mine] * comm.size, everybody)
-    for peer, other in enumerate(everybody):
-        if not other.equal(everybody[0]):
-            raise PipeCommMismatch(
-                f"rank {comm.rank}: Executor: rank {peer} has another plan, rank_mapping or dynamic_shapes "
-                "(or topology, layout, grad_reduce) than rank 0; give all ranks the same",
-                op="Executor",
-                rank=comm.rank,
-                peer=peer,
-                origin_rank=peer,
-            )
+    return everybody

@@ -106,6 +106,14 @@ class Executor(AfterStep):
         stages: the stages of this rank, by id.
         communicator: moves the tensors of the borders.
         is_usable: False once this rank has raised in a step or in a call after it, until it connects anew.
+
+    Example:
+        ```python
+        stage = torch.nn.Linear(4, 4)  # this rank's part of the model
+        plan = get_plan("1f1b", P=2, M=4)
+        with Executor(plan, [stage], loss_fn=torch.nn.functional.mse_loss, loss_scale="mean") as executor:
+            losses, outputs = executor.step(torch.ones(8, 4), torch.zeros(8, 4))
+        ```
     """
 
     def __init__(
@@ -151,9 +159,15 @@ class Executor(AfterStep):
             ReducedOnce(self.stages, (loss_fn,), is_training=True)  # refuses what it cannot do
             check(plan)
         own_program = [row_text(row) for row in plan.program] if plan.has_own_program else None
-        borders = (dynamic_shapes, repr(layout), grad_reduce)
+        settings = {
+            "plan": (f"{plan.name} for P={plan.P}, M={plan.M}", plan.digest, own_program),
+            "topology or rank_mapping": (self._ranks_of,),
+            "dynamic_shapes": (dynamic_shapes,),
+            "layout": (layout,),
+            "grad_reduce": (grad_reduce,),
+        }
         with self._closed_on_failure():
-            require_equal_settings(comm, (plan.digest, own_program, self._ranks_of, *borders))
+            require_equal_settings(comm, settings)
         if plan.micros_per_chain < max(map(len, plan.chains)):
             warnings.warn(
                 f"{plan.name}: {plan.micros_per_chain} micro-batches are fewer than the stages of a chain: "

@@ -37,6 +37,12 @@ def check(
     Otherwise raises a PlanError with rank, position, action, what it waits for, and the rank's row. The
     limits, for all ranks or one per rank, bound the activations alive (F +1, B or W -1) and, at unit costs,
     the messages held (see `Timeline`).
+
+    Example:
+        ```python
+        plan = get_plan("1f1b", P=4, M=8)
+        check(plan, max_activations=4)  # raises PlanError if a rank would hold more, or wait for ever
+        ```
     """
     if not isinstance(plan, Plan):
         raise TypeError(f"expected a Plan, got {type(plan).__name__}")

@@ -44,6 +44,13 @@ class Plan(ComputePlan):
     Raises:
         PlanError: (a ValueError) the data do not form a plan at all. `check` proves that a plan is complete
             and free of deadlock.
+
+    Example:
+        ```python
+        plan = get_plan("gpipe", P=2, M=4)
+        plan.to_csv("my_plan.csv")  # a row for each rank, to edit by hand
+        assert Plan.from_csv("my_plan.csv") == plan
+        ```
     """
 
     _program: tuple[tuple[Item, ...], ...] | None

@@ -19,6 +19,13 @@ def simulate(plan: Plan, costs: Costs = UNIT_COSTS, *, compute_only: bool = Fals
     communication stream per rank. compute_only=True gives the lower bound instead: communication is
     unlimited, and a message arrives `comm` after its producer has ended. Raises PlanError for a deadlock or
     mismatched messages.
+
+    Example:
+        ```python
+        timeline = simulate(get_plan("1f1b", P=4, M=8), Costs(F=1, I=1, W=1))
+        print(f"{timeline.makespan} slots, {timeline.bubble_ratio:.0%} idle")
+        print(timeline.text_picture())
+        ```
     """
     if compute_only:
         return Timeline.from_spans(plan, _spans(plan, ComputeRun(plan, costs)))

@@ -84,6 +84,13 @@ def all_to_all(
     Raises:
         ValueError, IndexError, TypeError: bad arguments on this rank; nothing was sent.
         PipeCommMismatch: another rank refused, or the ranks' arguments do not fit; the next call works.
+
+    Example:
+        ```python
+        x = torch.randn(1, 3 - comm.rank, 4, 8)  # [batch, this rank's tokens, heads, head_dim]
+        y = all_to_all(x, comm, scatter_dim=2, gather_dim=1, gather_size=5)  # all tokens of half of the heads
+        z = all_to_all(y, comm, scatter_dim=1, gather_dim=2, gather_size=4)  # and back
+        ```
     """
     if torch.compiler.is_compiling() and not async_op:
         group = group_name(process_group)
@@ -154,6 +161,12 @@ def all_to_all_many(
     Returns:
         a list of fresh contiguous tensors, in the order of `inputs`; those require a gradient whose inputs
         do. With async_op: (list, work).
+
+    Example:
+        ```python
+        q, k, v = (torch.randn(1, 3, 4, 8) for _ in range(3))
+        q, k, v = all_to_all_many([q, k, v], comm)  # three tensors in one exchange: [1, 6, 2, 8] each
+        ```
     """
     if torch.compiler.is_compiling() and not async_op:
         return _traced_many(

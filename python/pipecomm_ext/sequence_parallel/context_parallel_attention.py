@@ -57,6 +57,13 @@ def attention_with_cp(
         ValueError, IndexError, TypeError: bad arguments on this rank; nothing was sent.
         PipeCommMismatch: another rank of either group refused, or its attention raised, or the ranks'
             arguments do not fit; the next call works.
+
+    Example:
+        ```python
+        state = parallel_state.ParallelState(ulysses_group=dist.group.WORLD)  # and ring_group=
+        q = torch.randn(1, 3, 4, 8)
+        out = attention_with_cp(q, q, q, is_causal=True, parallel_state=state)
+        ```
     """
     state = parallel_state or get_parallel_state()
     if torch.compiler.is_compiling():

@@ -25,6 +25,11 @@ def cal_split_sizes(dim_size: int, world_size: int) -> list[int]:
 
     Raises:
         ValueError: `dim_size` < 0 or `world_size` < 1.
+
+    Example:
+        ```python
+        cal_split_sizes(10, 4)  # [3, 3, 2, 2]
+        ```
     """
     dim_size, world_size = whole_number(dim_size, "dim_size"), whole_number(world_size, "world_size")
     if dim_size < 0 or world_size < 1:
@@ -96,7 +101,8 @@ class taken_as_equal:
             told = (
                 f"ranks hold unequal lengths along dim {self._dim}, {mine} and {theirs}, so give {self._cure}"
             )
-            error.args = (f"{error}; {told}",)
+            who, found = f"rank {error.rank}: ", str(error)
+            error.args = (f"{who}{told}; {found.removeprefix(who)}",)
 
 
 def packed_split_rows(sequence_lengths: Sequence[int] | Tensor, world_size: int) -> tuple[Sizes, ...]:

@@ -69,6 +69,12 @@ def split_forward_gather_backward(
         ValueError: `split_sizes` is not a list of P lengths >= 0 with the right sum, or `grad_scale` is
             unknown.
         IndexError: `dim` is out of range.
+
+    Example:
+        ```python
+        whole = torch.arange(10.0).view(5, 2)  # on every rank
+        piece = split_forward_gather_backward(whole, comm, dim=0)  # 3 rows on rank 0, 2 on rank 1
+        ```
     """
     layout = None if split_sizes is None else size_list(split_sizes, "split_sizes")
     return split(input_, process_group, dim, layout, grad_scale, async_op)
@@ -121,6 +127,12 @@ def gather_forward_split_backward(
     Raises:
         ValueError, IndexError, TypeError: bad arguments on this rank; nothing was sent.
         PipeCommMismatch: another rank refused, or the ranks' arguments do not fit; the next call works.
+
+    Example:
+        ```python
+        piece = torch.full((3 - comm.rank, 2), float(comm.rank))
+        whole = gather_forward_split_backward(piece, comm, dim=0, gather_sizes=[3, 2])  # [5, 2] on every rank
+        ```
     """
 
     def layout():

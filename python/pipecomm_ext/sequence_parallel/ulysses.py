@@ -86,6 +86,13 @@ def ulysses_attention(
         ValueError, IndexError, TypeError: bad arguments on this rank; nothing was sent.
         PipeCommMismatch: another rank refused, its attention raised, or the ranks' arguments do not fit; the
             next call works.
+
+    Example:
+        ```python
+        q = torch.randn(1, 3, 4, 8)  # [batch, this rank's tokens, heads, head_dim]
+        k, v = torch.randn(1, 3, 2, 8), torch.randn(1, 3, 2, 8)  # two key/value heads
+        out = ulysses_attention(q, k, v, process_group=comm, is_causal=True)  # [1, 3, 4, 8]
+        ```
     """
     if torch.compiler.is_compiling():
         dims = checked_dims(q, k, v, heads_dim, seq_dim)

@@ -69,6 +69,13 @@ def zigzag_attention(
     Raises:
         ValueError, IndexError, TypeError: bad arguments on this rank; nothing was sent.
         PipeCommMismatch: another rank refused, or the ranks' arguments do not fit; the next call works.
+
+    Example:
+        ```python
+        whole = torch.randn(1, 8, 4, 8)  # on every rank, [batch, tokens, heads, head_dim]
+        q = load_balanced_split_forward_gather_backward(whole, comm, dim=1)  # 4 of its tokens
+        out = zigzag_attention(q, q, q, process_group=comm, is_causal=True)
+        ```
     """
     if torch.compiler.is_compiling():
         dims = check_arguments(q, k, v, is_causal, heads_dim, seq_dim, attention_kwargs)

@@ -62,6 +62,13 @@ def register(process_group: Any = None, *, chunks: int | str = "auto") -> None:
         ValueError: a batch that `split_batch` did not make for these ranks; a model, a layer, a mask, a loss
             or an option whose result over a split sequence would be another one, which the text names; new
             tokens behind a cache, which `generate` computes.
+
+    Example:
+        ```python
+        register()
+        config = LlamaConfig(vocab_size=61, hidden_size=32, num_hidden_layers=1, num_attention_heads=4)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="pipecomm_ulysses")
+        ```
     """
     global _registered
     _registered = split = _SplitAttention(process_group, chunks)

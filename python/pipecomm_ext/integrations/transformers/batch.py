@@ -52,6 +52,13 @@ def split_batch(batch: Mapping[str, Any], process_group: Any = None) -> dict[str
 
     Raises:
         ValueError: lengths that differ, fewer tokens than ranks, or a tensor whose layout is not known.
+
+    Example:
+        ```python
+        tokens = torch.arange(14).view(2, 7)  # the whole batch, on every rank
+        piece = split_batch({"input_ids": tokens, "labels": tokens})
+        loss = model(**piece).loss  # this rank's share of the loss
+        ```
     """
     state = state_of(process_group)
     whole = dict(batch)

@@ -48,6 +48,12 @@ def generate(
     Raises:
         ValueError: as `split_batch` and the model's forward; beams, several sequences for a prompt, assisted
             generation, and the like; use_cache=False.
+
+    Example:
+        ```python
+        prompt = torch.arange(10).view(2, 5)
+        tokens = generate(model, prompt, torch.ones_like(prompt), max_new_tokens=3, do_sample=False)
+        ```
     """
     _check_options(cast(Any, model), options)
     cache = _prefilled(model, input_ids, attention_mask, process_group)

@@ -30,6 +30,12 @@ def draw(
     messages, and follows the micro-batch) or .png (needs matplotlib). `width` is in pixels. `titles`, one per
     picture, default to the plan's name and size. Raises ValueError for another suffix, PlanError for a plan
     that cannot run.
+
+    Example:
+        ```python
+        plans = [get_plan(name, P=4, M=8) for name in ("1f1b", "zb_v")]
+        draw(plans, "plans.svg", titles=["1F1B", "ZB-V"])  # or .png, or .html
+        ```
     """
     painter = os.path.splitext(os.fspath(path))[1].lower()
     if painter not in (".svg", ".html", ".png"):

@@ -5,10 +5,18 @@ from __future__ import annotations
 from html import escape
 from itertools import groupby
 
-from .scene import FONT_SIZE, Label, Scene
+from .scene import FAINT, FONT_SIZE, IDLE, INK, RULE, Label, Scene
 
 FONT_FAMILY = "Helvetica, Arial, 'DejaVu Sans', sans-serif"
 MAX_INTERACTIVE_RECTS = 20_000  # a page with more would be slow
+# On a dark page there is no paper, and what lies on the page is light. Texts on coloured boxes, which have an
+# anchor, remain dark.
+DARK = (
+    "<style>@media (prefers-color-scheme: dark) {"
+    f'.paper {{fill: none}} text[fill="{INK}"]:not([text-anchor]) {{fill: #e3e6ec}} '
+    f'[fill="{FAINT}"] {{fill: #a0a9b8}} [fill="{IDLE}"] {{fill: #2b303b}} [fill="{RULE}"] {{fill: #4a5160}}'
+    "}</style>"
+)
 POINTS_PER_PIXEL = 0.75
 PNG_PIXELS_PER_PIXEL = 1.5
 
@@ -20,7 +28,8 @@ def svg_text(scene: Scene, is_interactive: bool = False) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {scene.width:g} {scene.height:g}" '
         f'width="{scene.width:g}" height="{scene.height:g}" font-family="{FONT_FAMILY}" '
         f'font-size="{FONT_SIZE}">',
-        '<rect width="100%" height="100%" fill="#ffffff"/>',
+        DARK,
+        '<rect class="paper" width="100%" height="100%" fill="#ffffff"/>',
     ]
     parts += _rects_with_tips(scene) if is_interactive else _rects_as_paths(scene)
     parts.append('<g pointer-events="none" dominant-baseline="central">')
@@ -71,7 +80,9 @@ _PAGE = """<!doctype html>
 <meta charset="utf-8">
 <title>@TITLE@</title>
 <style>
+:root { color-scheme: light dark; }
 body { margin: 0; background: #ffffff; overflow-x: auto; }
+@media (prefers-color-scheme: dark) { body { background: #1b1e26; } }
 svg { display: block; margin: 0 auto; }
 rect[data-m] { cursor: default; }
 svg.focus rect[data-m] { opacity: 0.18; }

@@ -51,6 +51,12 @@ def get_plan(name: str, *args: Any, **kwargs: Any) -> Plan:
 
     Case does not matter, nor does "-" in place of "_"; the names in `ALIASES`, such as "1f1b", are accepted.
     Raises PlanError for an unknown name, TypeError for arguments that the generator does not take.
+
+    Example:
+        ```python
+        plan = get_plan("zb_v", P=4, M=8)
+        print(plan.num_stages, plan.stages_of(0))  # 8 stages, of which rank 0 has the first and the last
+        ```
     """
     make = find_generator(name)
     signature = inspect.signature(make)

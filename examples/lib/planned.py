@@ -7,12 +7,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from sequence import SequencePiece
-from text_model import loss_of
 from torch import nn
 
 from pipecomm_ext import Communicator, Recv, Send
 from pipecomm_ext.schedules import SEND, Executor, Group, Plan, draw, get_plan, simulate
+
+from .sequence import SequencePiece
+from .text_model import loss_of
 
 
 def plan_of(schedule: str, num_ranks: int, num_micro: int) -> Plan:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from text_model import HEAD_DIM, Block
 from torch import nn
 from torch.nn import functional
 
 from pipecomm_ext import cal_split_sizes, gather_forward_split_backward
+
+from .text_model import HEAD_DIM, Block
 
 
 class _Copied(torch.autograd.Function):

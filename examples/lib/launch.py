@@ -58,6 +58,19 @@ def run(body: Body, args: argparse.Namespace, preload: tuple[str, ...] = ()) -> 
     return _start_ranks(body, args, preload)
 
 
+def parsed(parser: argparse.ArgumentParser, arguments: list[str] | None) -> argparse.Namespace:
+    """The arguments; those that no rank could run with end the program with a line."""
+    args = parser.parse_args(arguments)
+    if args.device == "cuda" and torch.cuda.device_count() == 0:
+        parser.error("--device cuda: this process sees no CUDA device; use --device cpu")
+    return args
+
+
+def num_ranks_of(args: argparse.Namespace) -> int:
+    """Those of the launcher, if there is one."""
+    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", args.ranks))
+
+
 def has_ranks() -> bool:
     """Whether this process is one of ranks that were started elsewhere."""
     return dist.is_initialized() or "RANK" in os.environ
@@ -114,6 +127,7 @@ def _started_rank(rank: int, body: Body, args: argparse.Namespace, directory: st
 
 
 def _start_ranks(body: Body, args: argparse.Namespace, preload: tuple[str, ...]) -> int:
+    print(f"starting {args.ranks} ranks", file=sys.stderr, flush=True)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", *preload])
     with tempfile.TemporaryDirectory(prefix="pipecomm-launch-") as directory:

@@ -8,9 +8,10 @@ import sysconfig
 from pathlib import Path
 
 import torch
-from sequence import SequencePiece
 from torch import nn
 from torch.nn import functional
+
+from .sequence import SequencePiece
 
 VOCABULARY = 256  # bytes in, bytes out: no tokenizer
 MAX_TEXT_BYTES = 4_000_000

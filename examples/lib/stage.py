@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import deque
 
 import torch
-from links import ACTIVATIONS, GRADIENTS, RankLink, RelayLink
-from sequence import SequencePiece
-from tensor_parallel import whole_gradients
-from text_model import loss_of
 from torch import nn
+
+from .links import ACTIVATIONS, GRADIENTS, RankLink, RelayLink
+from .sequence import SequencePiece
+from .tensor_parallel import whole_gradients
+from .text_model import loss_of
 
 
 class Stage:

@@ -6,9 +6,10 @@ import functools
 
 import torch
 import torch.distributed as dist
-from attention import attend_heads
 
 from pipecomm_ext import Communicator, cal_split_sizes, ulysses_attention
+
+from .attention import attend_heads
 
 
 class SequencePiece:
