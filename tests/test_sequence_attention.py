@@ -122,6 +122,21 @@ def test_backward_twice_and_by_recomputation(world, name):
         assert_close(leaf.grad, 4 * way.piece(full.grad))
 
 
+@pytest.mark.parametrize(("length", "heads"), [(16, 2), (3, 4)])  # fewer heads, fewer tokens than ranks
+@IN_EVERY_WAY
+@on_ranks(4)
+def test_recomputation_where_ranks_have_nothing_to_attend_to(world, length, heads, name):
+    """They compute their part anew when the others do, or the collectives of the ranks would not fit."""
+    whole, way = whole_tensors(1, length, heads, heads), way_of(name, world)
+    (plain_attention(*whole, True) ** 2).sum().backward()
+    local = way.leaves(whole)
+    for use_reentrant in (False, True):
+        call = functools.partial(way.function, is_causal=True, gather_size=length)
+        (checkpoint(call, *local, use_reentrant=use_reentrant) ** 2).sum().backward()
+    for leaf, full in zip(local, whole, strict=True):
+        assert_close(leaf.grad, 2 * way.piece(full.grad))
+
+
 @pytest.mark.parametrize("attention", [None, plain_attention], ids=["torch", "own"])
 @IN_EVERY_WAY
 @on_ranks(4)

@@ -23,6 +23,7 @@ from megatron.core.distributed import (
 )
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
@@ -42,7 +43,15 @@ def on_cpu() -> Iterator[None]:
         return on_cpu
 
     stream = SimpleNamespace(**{name: lambda *args, **kwargs: None for name in FLAGS_OF_A_STREAM})
-    tracker = SimpleNamespace(fork=lambda *name: contextlib.nullcontext(), get_states=dict)
+    tracker = SimpleNamespace(
+        fork=lambda *name: contextlib.nullcontext(), get_states=dict, set_states=lambda states: None
+    )
+    type_of = torch.Tensor.type
+
+    def cuda_type(self, *args, **kwargs):
+        result = type_of(self, *args, **kwargs)
+        return result.replace("torch.", "torch.cuda.") if isinstance(result, str) else result
+
     with contextlib.ExitStack() as patches:
         for name in ("zeros", "ones", "empty", "full", "tensor", "arange"):
             patches.enter_context(mock.patch.object(torch, name, without_cuda(getattr(torch, name))))
@@ -56,9 +65,12 @@ def on_cpu() -> Iterator[None]:
         }.items():
             patches.enter_context(mock.patch.object(torch.cuda, name, value))
         patches.enter_context(mock.patch.object(torch.Tensor, "cuda", lambda self, *args, **kwargs: self))
+        patches.enter_context(mock.patch.object(torch.Tensor, "type", cuda_type))
         for name, value in {
             "_CUDA_RNG_STATE_TRACKER": tracker,
             "_CUDA_RNG_STATE_TRACKER_INITIALIZED": True,
+            "_get_cuda_rng_state": lambda *args, **kwargs: None,
+            "_set_cuda_rng_state": lambda *args, **kwargs: None,
         }.items():
             patches.enter_context(mock.patch.object(tensor_parallel.random, name, value))
         yield
@@ -66,17 +78,20 @@ def on_cpu() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Setup:
-    """A job. `config` and `ddp` are fields of Megatron's two config classes."""
+    """A job. `config`, `ddp` and `optimizer` are fields of Megatron's config classes."""
 
     pp: int = 2
     vp: int | None = None
     tp: int = 1
     config: dict[str, Any] = field(default_factory=dict)
     ddp: dict[str, Any] = field(default_factory=dict)
+    optimizer: dict[str, Any] = field(default_factory=dict)
+    trains: Callable[[str], bool] = lambda name: True  # whether the parameter of this name is
     ties_embeddings: bool = False
     counts_tokens: bool = False  # the loss function returns a sum and the number of tokens
     has_uneven_lengths: bool = False
     has_timers: bool = False
+    starts_from_embeddings: bool = False  # leaves, of which the job wants the gradients
 
 
 @contextlib.contextmanager
@@ -132,6 +147,14 @@ class Trainer:
             self.config.no_sync_func = no_syncs[0] if is_one else no_syncs
             self.config.grad_sync_func = starts[0] if is_one else starts
         self.config.finalize_model_grads_func = finalize_model_grads
+        self.leaves: list[torch.Tensor] = []
+        self.optimizer = None
+        if setup.optimizer:
+            options = {"optimizer": "adam", "lr": 1e-2, "params_dtype": self.config.params_dtype}
+            self.optimizer = get_megatron_optimizer(
+                OptimizerConfig(**{**options, **setup.optimizer}), self.chunks
+            )
+            self.config.grad_scale_func = self.optimizer.scale_loss
 
     def _chunk(self, vp_stage: int | None) -> DistributedDataParallel:
         is_end = {"ignore_virtual": False, "vp_stage": vp_stage}
@@ -146,7 +169,9 @@ class Trainer:
             mtp_block_spec=self._mtp_spec(),
             vp_stage=vp_stage,
         )
-        if self.config.bf16:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(self.setup.trains(name))
+        if self.config.bf16 or self.config.fp16:
             model = Float16Module(self.config, model)
         return DistributedDataParallel(
             config=self.config,
@@ -183,13 +208,25 @@ class Trainer:
 
     def _forward_step(self, data_iterator: Iterator, model: Any) -> tuple[torch.Tensor, Callable]:
         batch = next(data_iterator)
+        if self.setup.starts_from_embeddings:
+            batch["decoder_input"] = torch.randn(
+                SEQ_LENGTH, MICRO_BATCH_SIZE, self.config.hidden_size, requires_grad=True
+            )
+            self.leaves.append(batch["decoder_input"])
         return model(attention_mask=None, **batch), functools.partial(self._loss, batch["loss_mask"])
+
+    def zero_grad(self) -> None:
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
 
     def step(self, get_forward_backward_func: Callable, **options: Any) -> list:
         """A training step in the form of Megatron's training loop, which passes neither p2p_communicator nor
         pg_collection."""
-        for chunk in self.chunks:
-            chunk.zero_grad_buffer()
+        self.zero_grad()
+        return self.run(get_forward_backward_func, **options)
+
+    def run(self, get_forward_backward_func: Callable, **options: Any) -> list:
+        """The same, whose gradients are added to those that are there."""
         iterators = [self._micro_batches() for _ in self.chunks]
         return get_forward_backward_func()(
             forward_step_func=self._forward_step,

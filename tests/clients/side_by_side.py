@@ -31,11 +31,9 @@ def ratio_of_times(theirs: Step, ours: Step, rounds: int = 7) -> tuple[float, fl
 
 def gradients(modules: Iterable[nn.Module]) -> list[torch.Tensor]:
     """Copies of all gradients, Megatron's main_grad included."""
-    return [
-        getattr(parameter, "main_grad", parameter.grad).clone()
-        for module in modules
-        for parameter in module.parameters()
-    ]
+    parameters = [parameter for module in modules for parameter in module.parameters()]
+    found = [getattr(parameter, "main_grad", parameter.grad) for parameter in parameters]
+    return [gradient.clone() for gradient in found if gradient is not None]
 
 
 def assert_same_bits(ours: list[torch.Tensor], theirs: list[torch.Tensor], what: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import re
 
 import pytest
@@ -73,18 +74,30 @@ def row_of(cases: dict[str, str]) -> str:
     parts = [case for case, verdict in cases.items() if verdict.startswith("refused")]
     if "generate plain" not in cases:  # as of all masked models
         parts.remove("labels")
-    return "right" if not parts else "right, but refused: " + ", ".join(parts)
+    unknown = [case for case, verdict in cases.items() if verdict.startswith("not built")]
+    told = (("refused", parts), ("not compared", unknown))
+    return "right" + "".join(f", but {what}: {', '.join(cases)}" for what, cases in told if cases)
+
+
+def outcome_of(row: str) -> str:
+    return re.split("[,:]", row)[0]
 
 
 def table_of(swept: dict[tuple[str, str], dict[str, str]]) -> str:
     rows: dict[str, dict[str, list[str]]] = {}
     for (name, kind), cases in sorted(swept.items()):
         rows.setdefault(row_of(cases), {}).setdefault(kind, []).append(name)
-    lines = ["| | causal | masked |", "|---|---|---|"]
     order = ["right", "refused", "not compared"]
-    for row, kinds in sorted(
-        rows.items(), key=lambda item: (order.index(re.split("[,:]", item[0])[0]), item[0])
-    ):
+    counts = {kind: collections.Counter() for kind in ("causal", "masked")}
+    for row, kinds in rows.items():
+        for kind, names in kinds.items():
+            counts[kind][outcome_of(row)] += len(names)
+    totals = (
+        f"{of_kind.total()} {kind} types: " + ", ".join(f"{of_kind[outcome]} {outcome}" for outcome in order)
+        for kind, of_kind in counts.items()
+    )
+    lines = ["; ".join(totals) + ".", "", "| | causal | masked |", "|---|---|---|"]
+    for row, kinds in sorted(rows.items(), key=lambda item: (order.index(outcome_of(item[0])), item[0])):
         lines.append(
             f"| {row} | " + " | ".join(" ".join(kinds.get(k, [])) for k in ("causal", "masked")) + " |"
         )

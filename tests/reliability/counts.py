@@ -1,4 +1,5 @@
-"""What the fault suite and the matrix of wrong arguments try, counted, for docs/reliability.md.
+"""What the fault suite, the matrix of wrong arguments and the tables of combinations try, counted, for
+docs/reliability.md.
 
 python tests/reliability/counts.py           # prints the tables
 python tests/reliability/counts.py --write   # puts them into the page; a test compares them
@@ -16,7 +17,12 @@ if __name__ == "__main__":
 
 import bad_input_targets  # noqa: F401  (fills the table)
 import bad_input_targets_parallel  # noqa: F401  (fills the table)
+import test_sequence_combinations as sequences
+import transformers_table
+from attention_cases import WAYS
 from bad_inputs import TARGETS, matrix
+from combination_sides import ENTRIES
+from combination_table import ROWS
 from fault_cases import all_cases, chosen_cases
 from faults import FAULTS
 from operations import OPERATIONS
@@ -65,8 +71,36 @@ def bad_input_table() -> list[str]:
     return lines
 
 
+def combination_table() -> list[str]:
+    """Of features that people combine with this package."""
+    pipelines = collections.Counter(row.outcome(entry) for row in ROWS.values() for entry in ENTRIES)
+    masks = sequences.biases()
+    kinds = {
+        "pipelines": (len(ENTRIES), len(ROWS), pipelines),
+        "attention over split sequences": (
+            len(WAYS),
+            len(sequences.ROWS) + len(masks) + 1,
+            collections.Counter(
+                right=len(sequences.ROWS) * len(WAYS) + len(masks),
+                refused=len(masks) * (len(WAYS) - 1) + len(WAYS),
+            ),
+        ),
+        "models of transformers": (
+            1,
+            len(transformers_table.ROWS),
+            collections.Counter(right=len(transformers_table.ROWS)),
+        ),
+    }
+    lines = ["| Combined with | Entry points | Features | right | refused | not applicable |"]
+    lines.append("|---|---|---|---|---|---|")
+    for name, (num_entries, num_rows, outcomes) in kinds.items():
+        counts = " | ".join(str(outcomes[kind]) for kind in ("right", "refused", "not applicable"))
+        lines.append(f"| {name} | {num_entries} | {num_rows} | {counts} |")
+    return lines
+
+
 def counted() -> str:
-    return "\n".join([*fault_table(), "", *bad_input_table()]) + "\n"
+    return "\n".join([*fault_table(), "", *bad_input_table(), "", *combination_table()]) + "\n"
 
 
 def with_counts(page: str) -> str:

@@ -294,8 +294,10 @@ class _Run:
         self.arrived.append((kv[0], kv[1]))
         first, count = heads.q_starts[chunk][rank], heads.q_sizes[chunk][rank]
         shape = (*q.shape[:-1], self.num_channels)
-        if count == 0:  # nothing to attend to, but the gradients of this chunk are a collective, too
-            nothing = q.narrow(-1, 0, 1) + kv[0].narrow(-1, 0, 1) + kv[1].narrow(-1, 0, 1)
+        if count == 0:
+            # Nothing to attend to, but the gradients of this chunk are a collective, too. A product saves its
+            # factors, as attention does: a checkpoint around it recomputes now, as on the other ranks.
+            nothing = q.narrow(-1, 0, 1) * kv[0].narrow(-1, 0, 1) * kv[1].narrow(-1, 0, 1)
             return nothing.to(q.dtype).expand(shape)
         read = heads.read_by(chunk, rank)
         k, v = self._kv_of(read[0], read[-1] + 1)

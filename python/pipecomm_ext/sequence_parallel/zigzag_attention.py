@@ -211,9 +211,10 @@ def attend(
         results.append(result.to(q.dtype))  # autocast may have lowered it
         begin += num_queries
     # Nothing of each, so that the backward comes to the exchange on every rank, also on one without queries.
+    # A product saves its factors, as attention does: a checkpoint recomputes before that on every rank.
     nothing = (*q.shape[:seq_dim], 0, *q.shape[seq_dim + 1 : -1], v.size(-1))
-    links = [tensor.narrow(seq_dim, 0, 0).reshape(nothing).to(q.dtype) for tensor in (q, k, v)]
-    return torch.cat([*results, *links], seq_dim)
+    q, k, v = (tensor.narrow(seq_dim, 0, 0).reshape(nothing) for tensor in (q, k, v))
+    return torch.cat([*results, (q * k * v).to(q.dtype)], seq_dim)
 
 
 def _causal_sdpa(heads_dim: int, seq_dim: int) -> Callable[..., Tensor]:

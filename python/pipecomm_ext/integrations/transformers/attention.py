@@ -80,7 +80,7 @@ def telling_the_others(tensor: Tensor) -> contextlib.AbstractContextManager[None
     """Tells all ranks of the group that `register` was given what this rank raises here."""
     if _registered is None:
         return contextlib.nullcontext()
-    return refusing(state_of(_registered.process_group), tensor)
+    return refusing(_registered.process_group, tensor)
 
 
 def registered_group() -> Any:

@@ -12,8 +12,7 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -107,20 +106,14 @@ def _parameters(forward: Any) -> tuple[tuple[str, ...], frozenset[str] | None]:
     return positional, frozenset(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
 
 
-@dataclass(frozen=True)
-class _Piece:
+class _Piece(NamedTuple):
     tokens: Tensor
+    num_tokens: int
     length: int  # of the whole sequence
+    is_whole: bool
+    is_ours: bool  # the attention of the model, if the piece is not whole
     given: Mapping[str, Any]
     accepted: frozenset[str] | None
-
-    @property
-    def num_tokens(self) -> int:
-        return self.tokens.size(1)
-
-    @property
-    def is_whole(self) -> bool:
-        return self.num_tokens == self.length
 
 
 def _piece(
@@ -130,21 +123,25 @@ def _piece(
     tokens = next((given[name] for name in TOKENS if given.get(name) is not None), None)
     if not isinstance(mask, Tensor) or not isinstance(tokens, Tensor) or tokens.dim() < 2:
         return None
-    piece = _Piece(tokens, mask.size(-1), given, accepted)
-    if piece.num_tokens > piece.length:
+    num_tokens, length = tokens.size(1), mask.size(-1)
+    if num_tokens > length:
         return None
     is_compiling = torch.compiler.is_compiling()
     # In a graph the pieces would be guarded, and each new one compile anew.
-    is_noted = not is_compiling and (piece.length, piece.num_tokens) in _pieces
-    if piece.is_whole:  # in a group of one rank, where no more than labels are made for pieces
+    is_noted = not is_compiling and (length, num_tokens) in _pieces
+    if num_tokens == length:  # in a group of one rank, where no more than labels are made for pieces
         has_labels = not is_compiling and given.get("shift_labels") is not None
-        return piece if has_labels and (is_noted or _is_ours(model)) else None
-    if any(_holds_tokens(given.get(name)) for name in CACHES):
-        return None
-    if _is_ours(model):
-        return piece
-    may_be_one = is_noted or (is_compiling and not model._is_stateful)
-    return piece if may_be_one and not _has_users_attention(model) else None
+        is_one = has_labels and (is_noted or _is_ours(model))
+        return _Piece(tokens, num_tokens, length, True, False, given, accepted) if is_one else None
+    for name in CACHES:
+        if _holds_tokens(given.get(name)):
+            return None
+    is_ours = _is_ours(model)
+    if not is_ours:
+        may_be_one = is_noted or (is_compiling and not model._is_stateful)
+        if not may_be_one or _has_users_attention(model):
+            return None
+    return _Piece(tokens, num_tokens, length, False, is_ours, given, accepted)
 
 
 def _holds_tokens(cache: Any) -> bool:
@@ -199,7 +196,7 @@ def _compute(model: PreTrainedModel, piece: _Piece, forward: Callable[[], Any]) 
 
 
 def _check_attention(model: PreTrainedModel, piece: _Piece) -> None:
-    if piece.is_whole or _is_ours(model):
+    if piece.is_whole or piece.is_ours:
         return
     raise ValueError(
         f"{type(model).__name__} got {piece.num_tokens} tokens of a sequence of {piece.length}, which "

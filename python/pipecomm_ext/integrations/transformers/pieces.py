@@ -26,17 +26,21 @@ def state_of(process_group: Any) -> ParallelState:
 
 
 @contextlib.contextmanager
-def refusing(state: ParallelState, tensor: Tensor) -> Iterator[None]:
+def refusing(process_group: Any, tensor: Tensor) -> Iterator[None]:
     """Tells all ranks of the groups what this rank raises here, before attention."""
     if torch.compiler.is_compiling():  # a captured graph has no place for it
         yield
         return
-    groups = [state.get_ulysses_group()] if state.get_ulysses_group() is not None else []
-    groups += [state.get_ring_group()] if state.is_ring_enable() else []
-    with contextlib.ExitStack() as stack:
-        for group in groups:
-            stack.enter_context(communicator_of(group, tensor).collective(OP))
+    try:
         yield
+    except Exception:  # nothing is prepared for it: each layer of each forward comes here
+        state = state_of(process_group)
+        groups = [state.get_ulysses_group()] if state.get_ulysses_group() is not None else []
+        groups += [state.get_ring_group()] if state.is_ring_enable() else []
+        with contextlib.ExitStack() as stack:
+            for group in groups:
+                stack.enter_context(communicator_of(group, tensor).collective(OP))
+            raise
 
 
 def ring_lengths(state: ParallelState, length: int) -> list[int]:
