@@ -49,7 +49,7 @@ CANNOT_FAIL = set(
     "strerror strlen strncmp strstr strtol vsnprintf write".split()
 )
 ALWAYS_CALLED = {
-    "tcp": "socket bind send sendmsg recv recvmsg getsockopt setsockopt epoll_ctl ppoll getrandom".split(),
+    "tcp": "socket bind send sendmsg recv recvmsg setsockopt epoll_ctl ppoll getrandom".split(),
     "shm": "memfd_create mmap open pidfd_open fstat ftruncate".split(),
     "auto": "socket bind epoll_ctl memfd_create mmap open pidfd_open".split(),
 }
