@@ -1,4 +1,6 @@
-"""What else happens around ranks: signals in every call, another user, a network of small packets."""
+"""What else happens around ranks: signals in every call, another user, a network of small packets, and clocks
+that jump.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +8,20 @@ import os
 import re
 import signal
 import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from hosts import INTERFACE
 from patterns import assert_same, pattern, poison
-from ranks import on_ranks
+from ranks import assert_within, on_ranks
 from scripts import REPOSITORY
-from tools import needs
+from tools import compile_library, needs
 
-from pipecomm_ext import Recv, Send
+from pipecomm_ext import Communicator, PipeCommTimeout, Recv, Send
 
 NOBODY = 65534
 
@@ -97,6 +103,60 @@ def exchange_with_mtu(world, ip: str) -> None:
         world.meet()
     if is_first_of_host:
         subprocess.run([ip, "link", "set", INTERFACE, "mtu", "1500"], check=True)
+
+
+TRANSPORTS = ("tcp", "shm")
+CLOCK_TIMEOUT_S, CLOCK_LATE_S = 1.0, 1.0
+A_DAY_S = 86_400
+
+
+@pytest.mark.slow
+def test_clocks_that_jump(tmp_path):
+    """By a day, forth and back, 50 times a second: in all that two ranks do, waits end when they should."""
+    library = compile_library(Path(__file__).with_name("jumping_clock.cpp"), tmp_path)
+    store = str(tmp_path / "store")
+    program = f"import test_surroundings; test_surroundings.play_while_clocks_jump({store!r})"
+    subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=Path(__file__).parent,
+        env={**os.environ, "LD_PRELOAD": str(library), "GLOO_SOCKET_IFNAME": "lo"},
+        check=True,
+        timeout=200,
+    )
+
+
+def play_while_clocks_jump(store: str) -> None:
+    """A program of two ranks."""
+    child = os.fork()
+    rank = int(child == 0)
+    try:
+        dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=2)
+        seen = []
+        for _ in range(20):
+            seen.append(time.time())
+            time.sleep(0.01)
+        assert max(seen) - min(seen) > A_DAY_S
+        for transport in TRANSPORTS:
+            with Communicator(device="cpu", transport=transport, timeout=CLOCK_TIMEOUT_S) as comm:
+                for key in range(30):
+                    exchange_all(comm, 40_000 if key % 2 else 5, key)
+                began_at = time.monotonic()
+                with pytest.raises(PipeCommTimeout):
+                    comm.recv(torch.zeros(3), 1 - rank)
+                took_s = time.monotonic() - began_at
+                assert took_s > 0.9 * CLOCK_TIMEOUT_S
+                assert_within(CLOCK_TIMEOUT_S + CLOCK_LATE_S, took_s)
+            dist.barrier()
+        dist.destroy_process_group()
+    except BaseException:
+        if rank == 1:
+            sys.excepthook(*sys.exc_info())
+            os._exit(1)
+        os.kill(child, signal.SIGKILL)
+        raise
+    if rank == 1:
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_no_wait_looks_at_the_time_of_day() -> None:

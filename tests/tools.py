@@ -1,4 +1,4 @@
-"""Finds the programs that tests, benchmarks and scripts start, wherever this machine has them.
+"""Finds the programs that tests, benchmarks and scripts start, wherever this machine has them, and compiles.
 
 [nm] = needs("nm")        # in a test: its path, or the test is skipped with the reason
 find_tool("nvcc")         # anywhere: its path, or None
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 import sys
 import sysconfig
 from pathlib import Path
@@ -57,3 +58,12 @@ def needs(*names: str) -> list[str]:
     if reason := missing(*names):
         pytest.skip(reason)
     return [find_tool(name) for name in names]
+
+
+def compile_library(source: Path, folder: Path) -> Path:
+    """A shared library of one C++ file."""
+    library = folder / f"lib{source.stem}.so"
+    compiler = os.environ.get("CXX") or find_tool("c++") or "g++"
+    flags = ["-std=c++20", "-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC"]
+    subprocess.run([compiler, *flags, str(source), "-o", str(library)], check=True)
+    return library

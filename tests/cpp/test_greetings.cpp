@@ -221,7 +221,11 @@ TEST(fuzzed_greetings) {
 TEST(strangers_leave_descriptors) {
   rlimit before{};
   CHECK_EQ(getrlimit(RLIMIT_NOFILE, &before), 0);
-  for (const int num_free : {70, 400}) {
+  struct Case {
+    rlim_t num_free;
+    int num_strangers;
+  };
+  for (const auto& [num_free, num_strangers] : {Case{70, 200}, {400, 200}, {1000, 1100}}) {
     Meeting meeting(2);
     meeting.over_tcp();
     const rlimit scarce{.rlim_cur = num_entries("/proc/self/fd") + num_free,
@@ -229,8 +233,10 @@ TEST(strangers_leave_descriptors) {
     CHECK_EQ(setrlimit(RLIMIT_NOFILE, &scarce), 0);
     const auto first = meeting.communicator(0, 20s);
     const sockaddr_in address = loopback(meeting.introductions[0].port);
-    const auto connect_often = [&] {
-      for (int number = 0; number < 200; ++number) {
+    const auto connect_often = [&, num = num_strangers] {
+      const rlimit most{.rlim_cur = before.rlim_max, .rlim_max = before.rlim_max};
+      setrlimit(RLIMIT_NOFILE, &most);
+      for (int number = 0; number < num; ++number) {
         const int fd = ::socket(AF_INET, SOCK_STREAM | SOCK_NONBLOCK, 0);
         (void)!::connect(fd, reinterpret_cast<const sockaddr*>(&address), sizeof address);
       }

@@ -7,11 +7,13 @@
 #include <fcntl.h>
 #include <ifaddrs.h>
 #include <link.h>
+#include <netdb.h>
 #include <poll.h>
 #include <sched.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/mman.h>
+#include <sys/random.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
@@ -29,27 +31,32 @@
 
 namespace {
 
-// As in failing_calls.py.
-enum Kind { kThread, kMemory, kSystemCall, kSleep, kNone };
+// As in failing_calls.py. Connections are made and served in the background, so their calls fail by name only.
+enum Kind { kThread, kMemory, kSystemCall, kSleep, kConnection, kOneFunction, kNone };
 constexpr size_t kMinBytes = 4096;  // of memory whose allocation fails
 
 std::mutex mutex;
 std::atomic<int> armed_kind{kNone};
 std::atomic<bool> is_paused{true};
-int failing_call = 0;  // 0: all
+std::string armed_function;       // if that is armed, of whatever kind
+std::atomic<int> armed_error{0};  // 0: the usual one of each function
+int failing_call = 0;             // 0: all
 int num_calls = 0;
 int num_failures = 0;
 std::string last_failure;
 
 bool fails(Kind kind, const char* name) {
-  if (is_paused || kind != armed_kind) return false;
+  if (is_paused || (kind != armed_kind && armed_kind != kOneFunction)) return false;
   std::lock_guard lock(mutex);
+  if (armed_kind == kOneFunction && armed_function != name) return false;
   ++num_calls;
   if (failing_call != 0 && num_calls != failing_call) return false;
   ++num_failures;
   last_failure = name;
   return true;
 }
+
+int error_or(int usual) { return armed_error != 0 ? armed_error.load() : usual; }
 
 struct Failing {
   std::string name;
@@ -67,7 +74,7 @@ bool add(const char* name, Function* function) {
 #define FAILING(kind, name, error, result, parameters, ...)       \
   auto failing_##name parameters->decltype(::name(__VA_ARGS__)) { \
     if (!fails(kind, #name)) return ::name(__VA_ARGS__);          \
-    errno = error;                                                \
+    errno = error_or(error);                                      \
     return result;                                                \
   }                                                               \
   const bool has_##name = add(#name, failing_##name);
@@ -96,11 +103,49 @@ FAILING(kSleep, poll, EINTR, -1, (pollfd * fds, nfds_t count, int timeout), fds,
 FAILING(kMemory, posix_memalign, ENOMEM, ENOMEM, (void** to, size_t align, size_t size), to, align,
         size)
 
+FAILING(kConnection, socket, EMFILE, -1, (int domain, int type, int protocol), domain, type,
+        protocol)
+FAILING(kConnection, connect, ENETUNREACH, -1, (int fd, const sockaddr* to, socklen_t size), fd, to,
+        size)
+FAILING(kConnection, accept4, EMFILE, -1, (int fd, sockaddr* address, socklen_t* size, int flags),
+        fd, address, size, flags)
+FAILING(kConnection, send, ECONNRESET, -1, (int fd, const void* data, size_t size, int flags), fd,
+        data, size, flags)
+FAILING(kConnection, sendmsg, ECONNRESET, -1, (int fd, const msghdr* message, int flags), fd,
+        message, flags)
+FAILING(kConnection, recv, ECONNRESET, -1, (int fd, void* data, size_t size, int flags), fd, data,
+        size, flags)
+FAILING(kConnection, recvmsg, ECONNRESET, -1, (int fd, msghdr* message, int flags), fd, message,
+        flags)
+FAILING(kConnection, getsockopt, ENOBUFS, -1,
+        (int fd, int level, int option, void* value, socklen_t* size), fd, level, option, value,
+        size)
+FAILING(kConnection, setsockopt, ENOMEM, -1,
+        (int fd, int level, int option, const void* value, socklen_t size), fd, level, option,
+        value, size)
+FAILING(kConnection, shutdown, ENOTCONN, -1, (int fd, int how), fd, how)
+FAILING(kConnection, epoll_ctl, ENOMEM, -1, (int epoll, int what, int fd, epoll_event* event),
+        epoll, what, fd, event)
+FAILING(kConnection, epoll_wait, EINTR, -1,
+        (int epoll, epoll_event* events, int count, int timeout), epoll, events, count, timeout)
+FAILING(kConnection, ppoll, EINTR, -1,
+        (pollfd * fds, nfds_t count, const timespec* limit, const sigset_t* signals), fds, count,
+        limit, signals)
+FAILING(kConnection, getrandom, EINTR, -1, (void* data, size_t size, unsigned flags), data, size,
+        flags)
+FAILING(kConnection, getaddrinfo, 0, error_or(EAI_MEMORY),
+        (const char* host, const char* service, const addrinfo* hints, addrinfo** found), host,
+        service, hints, found)
+FAILING(kConnection, getnameinfo, 0, error_or(EAI_MEMORY),
+        (const sockaddr* address, socklen_t size, char* host, socklen_t host_size, char* service,
+         socklen_t service_size, int flags),
+        address, size, host, host_size, service, service_size, flags)
+
 long failing_syscall(long number, long a, long b, long c, long d, long e, long f) {
   const bool sleeps = number == SYS_futex;
   const char* const name = number == SYS_pidfd_open ? "pidfd_open" : sleeps ? "futex" : "syscall";
   if (!fails(sleeps ? kSleep : kSystemCall, name)) return syscall(number, a, b, c, d, e, f);
-  errno = sleeps ? EINTR : EMFILE;
+  errno = sleeps ? EINTR : error_or(EMFILE);
   return -1;
 }
 
@@ -200,7 +245,16 @@ void arm(int kind, int nth) {
   failing_call = nth;
   num_calls = num_failures = 0;
   last_failure.clear();
+  armed_error = 0;
   armed_kind = kind;
+}
+// The `nth` call of one function fails, with that error.
+void arm_function(const char* name, int nth, int error) {
+  arm(kNone, nth);
+  std::lock_guard lock(mutex);
+  armed_function = name;
+  armed_error = error;
+  armed_kind = kOneFunction;
 }
 void disarm() {
   is_paused = true;

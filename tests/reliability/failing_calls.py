@@ -17,7 +17,6 @@ import functools
 import itertools
 import os
 import re
-import subprocess
 import sys
 import tempfile
 import threading
@@ -38,7 +37,7 @@ import torch.distributed as dist
 from operations import NUM_CHANNELS, OPERATIONS, Draw
 from patterns import assert_same, pattern
 from ranks import RankPool, assert_within
-from tools import find_tool
+from tools import compile_library
 
 from pipecomm_ext import _C, Communicator, PipeCommError
 from pipecomm_ext.core.tensor_specs import specs_of
@@ -63,19 +62,11 @@ SAYS = {
 }
 
 
-def build(folder: Path) -> Path:
-    """Compiles failing_calls.cpp."""
-    library = folder / "libfailing_calls.so"
-    compiler = os.environ.get("CXX") or find_tool("c++") or "g++"
-    flags = ["-std=c++20", "-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC"]
-    subprocess.run([compiler, *flags, str(SOURCE), "-o", str(library)], check=True)
-    return library
-
-
 @functools.cache
 def load(library: Path) -> ctypes.CDLL:
     calls = ctypes.CDLL(str(library))
     calls.watch.restype = calls.call_fails.restype = ctypes.c_bool
+    calls.arm_function.argtypes = [ctypes.c_char_p, ctypes.c_int, ctypes.c_int]
     for function in (calls.imports, calls.watched, calls.last):
         function.restype = ctypes.c_char_p
     assert calls.watch(_C.__file__.encode(), None)
@@ -85,12 +76,17 @@ def load(library: Path) -> ctypes.CDLL:
 
 
 class Injector:
-    """Lets calls of this rank fail while a `with injector:` block is executed; without a library, none."""
+    """Lets calls of this rank fail while a `with injector:` block is executed; without a library, none.
 
-    def __init__(self, library: Path | None, kind: str, nth: int):
-        self._calls = None if library is None else load(library)
-        if self._calls:
+    `kind`: of KINDS, or the name of one function, whose calls fail with `error`.
+    """
+
+    def __init__(self, library: Path | None, kind: str, nth: int, error: int = 0):
+        self._calls, self._error = None if library is None else load(library), error
+        if self._calls and kind in KINDS:
             self._calls.arm(KINDS.index(kind), nth)
+        elif self._calls:
+            self._calls.arm_function(kind.encode(), nth, error)
 
     def __enter__(self) -> None:
         if self._calls:
@@ -118,6 +114,8 @@ class Injector:
     def _failing(self, owner: Any, name: str, error: Exception) -> Callable:
         function = getattr(owner, name)
         kind = KINDS.index("system call" if isinstance(error, OSError) else "thread")
+        if self._error:
+            error = os_error(self._error)
 
         @functools.wraps(function)
         def call(*args, **kwargs):
@@ -239,8 +237,16 @@ class Report:
     failed: str = ""
 
 
-def play(world, library: Path | None, name: str, transport: str, kind: str, nth: int) -> Report:
-    injector = Injector(library if world.rank == VICTIM else None, kind, nth)
+def play(
+    world,
+    library: Path | None,
+    run: Callable[[Connect, Injector], None],
+    transport: str,
+    kind: str,
+    nth: int,
+    error_number: int = 0,
+) -> Report:
+    injector = Injector(library if world.rank == VICTIM else None, kind, nth, error_number)
     error: Exception | None = None
 
     def connect() -> Communicator:
@@ -250,7 +256,7 @@ def play(world, library: Path | None, name: str, transport: str, kind: str, nth:
 
     began_at = time.monotonic()
     try:
-        PROGRAMS[name](connect, injector)
+        run(connect, injector)
     except AssertionError:
         raise
     except Exception as caught:
@@ -274,17 +280,23 @@ def check(kind: str, reports: list[Report]) -> None:
             assert report.is_ours and f"rank {VICTIM}" in report.error
 
 
+def gather(world, report: Report) -> list[Report]:
+    reports: list[Any] = [None] * world.size
+    dist.all_gather_object(reports, report, group=world.group)
+    return reports
+
+
 def play_all(world, library: Path, name: str, transport: str) -> dict[str, int]:
     """Each call of each kind fails once; the number of these failures by kind."""
     counts = dict.fromkeys(COUNTED, 0)
-    play(world, None, name, transport, KINDS[0], 1)  # what is made at the first use is there
+    run = PROGRAMS[name]
+    play(world, None, run, transport, KINDS[0], 1)  # what is made at the first use is there
     for kind in KINDS:
         for nth in itertools.count(1):
             doing = f"{name}, {transport}, {kind} {nth}"
             print(doing, file=sys.stderr, flush=True)  # for the log of a rank that hangs or dies
-            report = play(world, library, name, transport, kind, 0 if kind == "sleep" else nth)
-            reports: list[Any] = [None] * world.size
-            dist.all_gather_object(reports, report, group=world.group)
+            report = play(world, library, run, transport, kind, 0 if kind == "sleep" else nth)
+            reports = gather(world, report)
             try:
                 check(kind, reports)
             except AssertionError as error:
@@ -340,7 +352,7 @@ def count(pool: RankPool, library: Path, name: str, transport: str) -> dict[str,
 def main() -> None:
     """Plays everything and writes the table into the page."""
     with tempfile.TemporaryDirectory() as folder, RankPool() as pool:
-        library = build(Path(folder))
+        library = compile_library(SOURCE, Path(folder))
         counts = {}
         for name, transport in itertools.product(PROGRAMS, TRANSPORTS):
             counts[name, transport] = count(pool, library, name, transport)

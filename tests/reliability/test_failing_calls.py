@@ -1,18 +1,32 @@
-"""Calls that fail, see failing_calls.py. PIPECOMM_TEST_FAULTS=all, or `make faults`, plays every program over
-both transports, the suite the quick ones.
+"""Calls that fail, see failing_calls.py and failing_connections.py. PIPECOMM_TEST_FAULTS=all, or `make
+faults`, plays every program over both transports, and every error of a connection; the suite the quick ones.
 """
 
 from __future__ import annotations
 
 import ctypes
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from failing_calls import BEGIN, END, PAGE, PROGRAMS, TRANSPORTS, build, count, documented, load, table
-from tools import needs
+from failing_calls import (
+    BEGIN,
+    END,
+    NUM_RANKS,
+    PAGE,
+    PROGRAMS,
+    SOURCE,
+    TRANSPORTS,
+    count,
+    documented,
+    load,
+    table,
+)
+from failing_connections import ERRORS, MAX_CALLS, SIDES, play_meetings
+from failing_connections import TRANSPORTS as WAYS
+from ranks import JUDGES_TIMES
+from tools import compile_library, needs
 
 ALL = [(name, transport) for name in PROGRAMS for transport in TRANSPORTS]
 QUICK = [
@@ -22,23 +36,25 @@ QUICK = [
     ("relay between stages", "tcp"),
     ("pipeline messages", "shm"),
 ]
-PLAYED = ALL if os.environ.get("PIPECOMM_TEST_FAULTS") == "all" else QUICK
+PLAYED = ALL if JUDGES_TIMES else QUICK
+MEETINGS = (MAX_CALLS, None) if JUDGES_TIMES else (2, 1)  # calls of a function, errors
 # Functions of the C library that cannot fail, or not so that anything could be done about it: memory and
-# texts, clocks, what ends something, and what threads of the same process share.
+# texts, clocks, limits, what ends something, what threads of the same process share, and bells (read, write).
 CANNOT_FAIL = set(
     "__cxa_atexit __cxa_finalize __errno_location __libc_single_threaded __memcpy_chk __sched_cpucount "
-    "__snprintf_chk __stack_chk_fail __tls_get_addr clock_gettime close free frexp frexpf geteuid getpid "
-    "memchr memcmp memcpy memmove memset munmap nanosleep pause pthread_cond_clockwait pthread_mutex_lock "
-    "pthread_mutex_trylock pthread_mutex_unlock pthread_once sched_yield sem_init sem_post sem_trywait "
-    "sem_wait sigemptyset snprintf strchr strcmp strerror strlen strncmp strstr strtol vsnprintf".split()
+    "__snprintf_chk __stack_chk_fail __tls_get_addr clock_gettime close free freeaddrinfo freeifaddrs frexp "
+    "frexpf gai_strerror geteuid getpid getrlimit in6addr_any memchr memcmp memcpy memmove memset munmap "
+    "nanosleep pause pthread_cond_clockwait pthread_mutex_lock pthread_mutex_trylock pthread_mutex_unlock "
+    "pthread_once read sched_yield sem_init sem_post sem_trywait sem_wait sigemptyset snprintf strchr strcmp "
+    "strerror strlen strncmp strstr strtol vsnprintf write".split()
 )
-# Of connections, made and served in the background: what fails is tried again, or ends the connection
-# (tests/cpp/test_tcp.cpp, tests/test_hosts.py). How often they are made is a matter of time.
-OF_CONNECTIONS = set(
-    "accept4 connect epoll_ctl epoll_wait freeaddrinfo freeifaddrs gai_strerror getaddrinfo getnameinfo "
-    "getrandom getrlimit getsockopt in6addr_any ppoll read recv recvmsg send sendmsg setsockopt shutdown "
-    "socket write".split()
-)
+ALWAYS_CALLED = {
+    "tcp": "socket bind send sendmsg recv recvmsg setsockopt epoll_ctl ppoll getrandom".split(),
+    "shm": "memfd_create mmap open pidfd_open fstat ftruncate".split(),
+    "auto": "socket bind epoll_ctl memfd_create mmap open pidfd_open".split(),
+}
+# They fail in failing_calls.py alone, with one error each.
+OF_ONE_ERROR = {"poll", "syscall", "posix_memalign", "aligned_alloc", "_Znwm"}
 # NCCL is looked for with these (test_device_choice.py); a signal that cannot be caught raises ValueError.
 TESTED_ELSEWHERE = {"dlopen", "dlsym", "sigaction"}
 # While the module is imported: pybind11's texts, what a forked child does, and whose a function is.
@@ -63,7 +79,7 @@ def imported_by_our_objects() -> set[str]:
 
 @pytest.fixture(scope="session")
 def library(tmp_path_factory) -> Path:
-    return build(tmp_path_factory.mktemp("failing_calls"))
+    return compile_library(SOURCE, tmp_path_factory.mktemp("failing_calls"))
 
 
 @pytest.mark.slow
@@ -77,6 +93,15 @@ def test_every_call_fails_once(ranks, library, name, transport):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("transport", WAYS)
+@pytest.mark.parametrize("side", SIDES)
+def test_every_call_of_a_connection_fails_with_each_error(ranks, library, side, transport):
+    [counts, *_] = ranks.run(NUM_RANKS, play_meetings, library, side, transport, *MEETINGS, deadline=400)
+    print(f"{side}, {transport}: {sum(counts.values())} failing calls, {counts}")
+    assert all(counts[function] for function in ALWAYS_CALLED[transport]), counts
+
+
+@pytest.mark.slow
 def test_every_function_that_may_fail_is_made_to(library):
     """A new system call enters failing_calls.cpp, or the list of those that cannot fail."""
     calls = load(library)
@@ -84,7 +109,8 @@ def test_every_function_that_may_fail_is_made_to(library):
     imported = imported_by_our_objects()
     assert {"mmap", "memfd_create", "_Znwm"} <= imported
     libc = {name for name in imported if not name.startswith(("_Z", "Py", "_Py", "cuda")) and in_libc(name)}
-    assert sorted(libc - watched - CANNOT_FAIL - OF_CONNECTIONS - TESTED_ELSEWHERE - AT_IMPORT) == []
+    assert sorted(libc - watched - CANNOT_FAIL - TESTED_ELSEWHERE - AT_IMPORT) == []
+    assert {name for name in watched if in_libc(name)} - OF_ONE_ERROR <= set(ERRORS)
 
 
 def test_the_table_is_whole():

@@ -24,15 +24,23 @@ constexpr auto kAssistTime = std::chrono::milliseconds(50);
 constexpr int kMaxEvents = 32;
 constexpr uint32_t kBell = UINT32_MAX;  // in the place of a peer
 
+[[noreturn]] void throw_no_queue(int rank) {
+  throw PipeCommException(std::make_shared<Failure>(
+      Failure{.message = "cannot make a queue of events: " + error_text(errno) +
+                         "; raise the limit on descriptors (ulimit -n), or on watched ones "
+                         "(fs.epoll.max_user_watches)",
+              .rank = rank,
+              .origin_rank = rank}));
+}
+
 Socket checked(int fd, int rank) {
   Socket socket(fd);
-  if (!socket)
-    throw PipeCommException(std::make_shared<Failure>(
-        Failure{.message = "cannot make a queue of events: " + error_text(errno) +
-                           "; raise the limit on descriptors (ulimit -n)",
-                .rank = rank,
-                .origin_rank = rank}));
+  if (!socket) throw_no_queue(rank);
   return socket;
+}
+
+void watch_bell(const Socket& epoll, const Socket& bell, int rank) {
+  if (!try_watch(epoll, EPOLL_CTL_ADD, bell, EPOLLIN, kBell)) throw_no_queue(rank);
 }
 
 // A payload that lies in several tensors goes through memory in between.
@@ -57,8 +65,8 @@ TcpTransport::TcpTransport(TcpOptions options, std::vector<Socket> listeners,
   around_ = checked(epoll_create1(EPOLL_CLOEXEC), options_.rank);
   waiter_bell_ = checked(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK), options_.rank);
   progress_bell_ = checked(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK), options_.rank);
-  watch(sockets_, EPOLL_CTL_ADD, waiter_bell_, EPOLLIN, kBell);
-  watch(around_, EPOLL_CTL_ADD, progress_bell_, EPOLLIN, kBell);
+  watch_bell(sockets_, waiter_bell_, options_.rank);
+  watch_bell(around_, progress_bell_, options_.rank);
   connector_ = std::make_unique<Connector>(
       options_.rank, options_.size, options_.key, options_.limits, std::move(listeners),
       checked(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK), options_.rank),
