@@ -5,6 +5,12 @@
 
 namespace pipecomm {
 
+int64_t TensorRef::num_bytes() const {
+  int64_t num_bytes = dtype.itemsize;
+  for (const int64_t length : shape) num_bytes = checked_mul(num_bytes, length);
+  return num_bytes;
+}
+
 bool TensorRef::is_contiguous() const {
   int64_t pitch = 1;
   for (size_t dim = shape.size(); dim-- > 0;) {
@@ -44,8 +50,7 @@ void check_batch(std::span<const PointToPoint> batch, int size, int num_channels
     const std::byte* end;
     size_t op_idx;
   };
-  std::vector<Interval> intervals;
-  intervals.reserve(batch.size());
+  InlineVector<Interval, 8> intervals;
   bool receives = false;
   for (size_t op_idx = 0; op_idx < batch.size(); ++op_idx) {
     const PointToPoint& op = batch[op_idx];

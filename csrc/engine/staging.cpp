@@ -4,6 +4,8 @@
 #include <cstdlib>
 #include <new>
 
+#include "message/recycled.h"
+
 namespace pipecomm {
 namespace {
 
@@ -53,7 +55,8 @@ std::shared_ptr<std::byte> StagingPool::acquire(int64_t num_bytes) {
               state->free.erase(state->free.begin());
             }
             state->free.push_back(buffer);
-          }};
+          },
+          Recycled<std::byte>()};
 }
 
 }  // namespace pipecomm
