@@ -1,7 +1,7 @@
 """What a call that follows others like it asks of the system, beside the time that it waits: nothing.
 
-counting_calls.cpp counts what the extension itself asks for, on the thread that calls. How long a thread waits,
-and with how many looks, is a matter of time; how much memory it takes for a call is not.
+counting_calls.cpp counts what the extension itself asks for, on the thread that calls. How long a thread
+waits, and with how many looks, is a matter of time; how much memory it takes for a call is not.
 """
 
 from __future__ import annotations

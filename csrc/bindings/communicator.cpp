@@ -94,7 +94,7 @@ class BoundCommunicator::Tensors {
   const DeviceArgument& device_;
   std::shared_ptr<KeptStorages::Watch> watch_;
   std::shared_ptr<KeptStorages> kept_;
-  InlineVector<py::object, 2> written_;
+  InlineVector<py::object, 8> written_;
 };
 
 template <class Post>
@@ -136,9 +136,10 @@ BoundCommunicator::WorkPtr BoundCommunicator::post_batch(Tensors tensors,
 }
 
 BoundCommunicator::WorkPtr BoundCommunicator::batch_p2p(const py::object& given,
-                                                         const py::object& is_async) {
+                                                        const py::object& is_async) {
   if (!PySequence_Check(given.ptr()))
-    throw py::type_error(std::string("ops must be a sequence, not ") + Py_TYPE(given.ptr())->tp_name);
+    throw py::type_error(std::string("ops must be a sequence, not ") +
+                         Py_TYPE(given.ptr())->tp_name);
   const auto ops = py::reinterpret_borrow<py::sequence>(given);
   const bool async_op = is_true(is_async);
   const PointToPointClasses& classes = point_to_point_classes();
@@ -206,7 +207,7 @@ BoundCommunicator::WorkPtr BoundCommunicator::broadcast(const py::object& object
 }
 
 BoundCommunicator::WorkPtr BoundCommunicator::barrier(const py::object& is_async,
-                                                       const py::object& timeout) {
+                                                      const py::object& timeout) {
   const bool async_op = is_true(is_async);
   const auto post = [&] { return communicator_->barrier(async_op); };
   if (timeout.is_none()) return run({*this, 0, async_op}, async_op, post);

@@ -44,8 +44,8 @@ class BoundCommunicator {
   bool all_gather(const py::object& output, const py::object& input, const py::object& make);
   // With `returns_work` the result is a Work that is done.
   WorkPtr exchange(const py::object& op, const py::object& plan, const py::object& inputs,
-                   const py::object& outputs, const py::object& async_op,
-                   const py::object& members, const py::object& channel, const py::object& after,
+                   const py::object& outputs, const py::object& async_op, const py::object& members,
+                   const py::object& channel, const py::object& after,
                    const py::object& gradient_of, const py::object& returns_work);
   void refuse(const std::string& op, const py::str& reason, std::vector<int> members,
               const py::object& channel);

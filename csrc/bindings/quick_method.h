@@ -79,8 +79,8 @@ template <auto kMethod>
 void def_quick(py::class_<typename MethodParts<decltype(kMethod)>::Class>& type, const char* name,
                const char* doc) {
   static PyMethodDef method{name, nullptr, METH_FASTCALL, doc};
-  method.ml_meth = reinterpret_cast<PyCFunction>(
-      reinterpret_cast<void (*)()>(&call_method<kMethod>));
+  method.ml_meth =
+      reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&call_method<kMethod>));
   type.attr(name) = py::reinterpret_steal<py::object>(
       PyDescr_NewMethod(reinterpret_cast<PyTypeObject*>(type.ptr()), &method));
 }

@@ -66,9 +66,7 @@ class KeptStorages {
   static std::shared_ptr<KeptStorages> make(size_t number, std::shared_ptr<Watch> watch);
   ~KeptStorages();
   static void* operator new(size_t) { return RecycledBlocks<sizeof(KeptStorages)>::take(); }
-  static void operator delete(void* kept) {
-    RecycledBlocks<sizeof(KeptStorages)>::give_back(kept);
-  }
+  static void operator delete(void* kept) { RecycledBlocks<sizeof(KeptStorages)>::give_back(kept); }
   // Of an asynchronous operation also against being given other memory, as far as they can be.
   void add(StorageArgument storage, Access access);
   // With the GIL: notes whether a message has been lost to other memory by now.

@@ -247,8 +247,7 @@ RequestPtr HostExchange::request(Direction direction, int peer, const Descriptor
     data = (sends ? buffers_.send_staging : buffers_.recv_staging).get();
   else if (message)
     on_the_way = std::allocate_shared<MessageCopy>(
-        Recycled<MessageCopy>(),
-        MessageCopy{lowered_, message, {shared_from_this(), &buffers_}});
+        Recycled<MessageCopy>(), MessageCopy{lowered_, message, {shared_from_this(), &buffers_}});
   auto* const bytes = static_cast<std::byte*>(const_cast<void*>(data));
   RequestPtr made =
       make_request(direction, peer, descriptor, bytes ? bytes + message->offset_bytes : nullptr);

@@ -54,7 +54,7 @@ void check_batch(std::span<const PointToPoint> batch, int size, int num_channels
   bool receives = false;
   for (size_t op_idx = 0; op_idx < batch.size(); ++op_idx) {
     const PointToPoint& op = batch[op_idx];
-    check_peer(op.peer, size, at(op_idx) + "peer");
+    if (op.peer < 0 || op.peer >= size) check_peer(op.peer, size, at(op_idx) + "peer");
     if (op.channel < 0 || op.channel >= num_channels)
       throw std::invalid_argument(
           at(op_idx) + "channel " + std::to_string(op.channel) + " is not in 0.." +
@@ -91,6 +91,7 @@ OwnMessages pair_own_messages(std::span<const PointToPoint> batch, int rank) {
     if (op.peer != rank) continue;
     (op.direction == Direction::send ? sends : recvs).push_back(&op);
   }
+  if (sends.empty() && recvs.empty()) return {};
   auto by_channel = [](const PointToPoint* a, const PointToPoint* b) {
     return a->channel < b->channel;
   };

@@ -10,8 +10,8 @@
 #include <vector>
 
 #include "message/operation.h"
-#include "plan/inline_vector.h"
 #include "plan/exchange_plan.h"
+#include "plan/inline_vector.h"
 
 namespace pipecomm {
 

@@ -82,7 +82,8 @@ class Reducer {
  private:
   void refuse(const Scope& scope) {
     try {
-      communicator_.refuse(OpCode::exchange, "an exception ended its first part on this rank", scope);
+      communicator_.refuse(OpCode::exchange, "an exception ended its first part on this rank",
+                           scope);
     } catch (const PipeCommException&) {
       // All ranks hear of that.
     }
@@ -124,8 +125,8 @@ void all_gather(Communicator& communicator, const TensorRef& output, const Tenso
                 const PreparedExchangePtr& plan, const Interrupted& interrupted) {
   const TensorRef own = part_of(input, 0, length_of(input));
   const TensorRef whole = part_of(output, 0, length_of(output));
-  const OperationPtr operation = communicator.exchange(OpCode::all_gather, plan, {&own, 1},
-                                                       {&whole, 1}, {false, interrupted});
+  const OperationPtr operation =
+      communicator.exchange(OpCode::all_gather, plan, {&own, 1}, {&whole, 1}, {false, interrupted});
   communicator.follow(*operation, interrupted);
 }
 

@@ -47,7 +47,8 @@ std::shared_ptr<std::byte> StagingPool::acquire(int64_t num_bytes) {
     ++state_->num_allocations;
   }
   std::byte* const data = buffer.data.get();
-  return {data, [state = state_, buffer = std::move(buffer)](std::byte*) {
+  return {data,
+          [state = state_, buffer = std::move(buffer)](std::byte*) {
             Buffer dropped;  // ends without the lock
             std::lock_guard lock(state->mutex);
             if (state->free.size() == kMaxFreeBuffers) {

@@ -262,9 +262,8 @@ std::shared_ptr<std::byte> RoutedTransport::allocate_result(int64_t num_bytes) {
 
 void RoutedTransport::post(std::span<const RequestPtr> batch, bool is_async) {
   if (!shm_) return tcp_->post(batch, is_async);
-  if (std::all_of(batch.begin(), batch.end(), [this](const RequestPtr& request) {
-        return way_to(request->peer) == Way::shm;
-      }))
+  if (std::all_of(batch.begin(), batch.end(),
+                  [this](const RequestPtr& request) { return way_to(request->peer) == Way::shm; }))
     return shm_->post(batch, is_async);
   std::vector<RequestPtr> by_shm, by_tcp, to_nobody;
   for (const RequestPtr& request : batch) {

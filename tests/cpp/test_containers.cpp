@@ -84,8 +84,9 @@ TEST(inline_vectors) {
       check_equal(ours, model);
       // Nothing that has been removed is kept.
       for (const Element& value : model)
-        if (value) CHECK_EQ(size_t(value.use_count()),
-                            2 * size_t(std::count(model.begin(), model.end(), value)));
+        if (value)
+          CHECK_EQ(size_t(value.use_count()),
+                   2 * size_t(std::count(model.begin(), model.end(), value)));
     }
     model.clear();
     ours.clear();

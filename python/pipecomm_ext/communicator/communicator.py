@@ -13,6 +13,7 @@ from typing import Any, Literal, cast, overload
 
 import torch
 import torch.distributed as dist
+from torch.compiler import is_compiling
 
 from ..core import environment, flight
 from ..core.checked import whole_number
@@ -252,7 +253,7 @@ class Communicator:
         operation until it is done. A graph of torch.compile keeps batches of P2POp, which are done when this
         returns.
         """
-        if torch.compiler.is_compiling() and all(isinstance(op, dist.P2POp) for op in ops):
+        if is_compiling() and all(isinstance(op, dist.P2POp) for op in ops):
             traced.batch_p2p(graph_name(self), [self._traced_message(op) for op in ops])
             return traced.done_work() if async_op else None
         for op in ops:
@@ -263,14 +264,14 @@ class Communicator:
 
     def send(self, tensor: torch.Tensor, dst: int, channel: int = 0) -> None:
         """Sends a tensor to rank `dst`; returns when the receiver has accepted it."""
-        if torch.compiler.is_compiling():
+        if is_compiling():
             traced.batch_p2p(graph_name(self), [traced.Message(True, tensor, dst, channel)])
             return
         self._c.send(tensor, dst, channel)
 
     def recv(self, tensor: torch.Tensor, src: int, channel: int = 0) -> None:
         """Receives from rank `src` into `tensor`, whose shape and dtype must be the sender's."""
-        if torch.compiler.is_compiling():
+        if is_compiling():
             traced.batch_p2p(graph_name(self), [traced.Message(False, tensor, src, channel)])
             return
         self._c.recv(tensor, src, channel)
@@ -293,7 +294,7 @@ class Communicator:
     def broadcast(self, tensor: torch.Tensor, src: int, *, async_op: bool = False) -> Work | None: ...
     def broadcast(self, tensor: torch.Tensor, src: int, *, async_op: bool = False) -> Work | None:
         """Copies `tensor` of rank `src` into `tensor` of all others; same shape and dtype everywhere."""
-        if torch.compiler.is_compiling() and not async_op:
+        if is_compiling() and not async_op:
             traced.broadcast(graph_name(self), tensor, src, is_source=src == self.rank)
             return None
         try:
@@ -315,7 +316,7 @@ class Communicator:
             raise TypeError(f"shape must be a sequence of lengths, not {type(shape).__name__}")
         if not isinstance(dtype, torch.dtype):
             raise TypeError(f"dtype must be a torch.dtype, not {type(dtype).__name__}")
-        if torch.compiler.is_compiling():
+        if is_compiling():
             return torch.ops.pipecomm_ext.empty(list(shape), dtype, graph_name(self))
         try:
             if math.prod(shape) * dtype.itemsize >= _C.MIN_RESULT_BYTES:
