@@ -128,8 +128,32 @@ def p2p(bench: Bench, num_bytes: int) -> Case:
             work.wait()
 
     def mpi_call(world, outgoing, incoming):
+        for request in [world.Irecv(incoming, bench.previous), world.Isend(outgoing, bench.next)]:
+            request.Wait()
+
+    return _ring_case(bench, sent, received, torch_call, our_call, mpi_call)
+
+
+def sendrecv(bench: Bench, num_bytes: int) -> Case:
+    """The same ring in one call, which waits: MPI's Sendrecv, and batches of a send and a receive."""
+    numel = bench.numel(num_bytes)
+    sent, received = bench.data(numel, bench.rank), bench.poison(numel)
+
+    def torch_call():
+        ops = [dist.P2POp(dist.irecv, received, bench.previous), dist.P2POp(dist.isend, sent, bench.next)]
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+
+    def our_call(comm: Communicator):
+        comm.batch_p2p([Recv(received, bench.previous), Send(sent, bench.next)])
+
+    def mpi_call(world, outgoing, incoming):
         world.Sendrecv(outgoing, bench.next, recvbuf=incoming, source=bench.previous)
 
+    return _ring_case(bench, sent, received, torch_call, our_call, mpi_call)
+
+
+def _ring_case(bench: Bench, sent, received, torch_call, our_call, mpi_call) -> Case:
     calls = {
         BASELINE: torch_call,
         **bench.for_each_transport(our_call),
@@ -138,7 +162,7 @@ def p2p(bench: Bench, num_bytes: int) -> Case:
     calls, bound_of = bench.with_bounds(calls, copied=sent)
     return Case(
         num_bytes=sent.nbytes,
-        received=[(received, bench.data(numel, bench.previous))],
+        received=[(received, bench.data(received.numel(), bench.previous))],
         calls=calls,
         bound_of=bound_of,
     )
@@ -293,6 +317,7 @@ DATA_SIZES = (4 * KIB, 64 * KIB, MIB, 16 * MIB)
 
 OPS = {
     "p2p": Op(p2p, DATA_SIZES),
+    "sendrecv": Op(sendrecv, DATA_SIZES),
     "pingpong": Op(pingpong, DATA_SIZES),
     "batch": Op(batch, DATA_SIZES),
     "broadcast": Op(broadcast, DATA_SIZES),

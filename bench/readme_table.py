@@ -24,6 +24,7 @@ MPI_MARKS = "<!-- beside MPI, by bench/readme_table.py -->\n", "<!-- end of the 
 BASELINE, TRANSPORTS = "torch", ("tcp", "shm")
 NAMES = {
     "p2p": "p2p ring",
+    "sendrecv": "ring in one call",
     "pingpong": "there and back",
     "batch": "batch on two channels",
     "host": "host time to post 4 sends and 4 receives",
@@ -34,7 +35,10 @@ NAMES = {
     "ulysses": "`ulysses_attention`",
     "ulysses_link": "`ulysses_attention`, 800 Mbit/s",
 }
-MPI_OPS = ("pingpong", "p2p", "barrier", "broadcast", "all_gather", "reduce_scatter", "all_reduce")
+MPI_OPS = (
+    *("pingpong", "p2p", "sendrecv", "barrier", "broadcast"),
+    *("all_gather", "reduce_scatter", "all_reduce"),
+)
 MPI_HIGHLIGHTS = (
     "there and back, 4 KiB, 2 ranks",
     "all_reduce, 1 MiB, 2 ranks",

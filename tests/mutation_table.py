@@ -133,8 +133,8 @@ MUTATIONS = [
     Mutation(
         "plan-of-other-strides",  # what was prepared for one layout of a tensor serves another one
         "csrc/engine/prepared_exchange.cpp",
-        "entry.strides == strides &&",
-        "entry.strides.size() == strides.size() &&",
+        "if (!(tensor.strides == entry.strides[idx++])) return false;",
+        "if (tensor.strides.size() != entry.strides[idx++].size()) return false;",
         (
             "tests/cpp/test_exchange.cpp",
             "tests/cpp/test_staging.cpp",

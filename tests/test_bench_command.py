@@ -276,7 +276,9 @@ def test_without_mpi_the_command_says_how_to_get_it(monkeypatch, capsys):
 
 
 @pytest.mark.skipif(importlib.util.find_spec("mpi4py") is None, reason="mpi4py is not installed")
-@pytest.mark.parametrize("op", ["p2p", "pingpong", "broadcast", "all_reduce", "reduce_scatter", "all_gather"])
+@pytest.mark.parametrize(
+    "op", ["p2p", "sendrecv", "pingpong", "broadcast", "all_reduce", "reduce_scatter", "all_gather"]
+)
 def test_mpi_moves_the_right_data(op, tmp_path):
     numbers = tmp_path / "numbers.json"
     command = [sys.executable, str(REPOSITORY / RUN), op, "--mpi", "--quick", "--json", str(numbers)]

@@ -83,6 +83,97 @@ def test_a_close_that_is_interrupted(world, transport):
             assert_within(AT_ONCE_S, time.monotonic() - started_at)
 
 
+def summed(comm, numel: int = 5) -> None:
+    tensor = torch.full((numel,), 1.0 + comm.rank)
+    comm.all_reduce(tensor)
+    assert_same(tensor, torch.full((numel,), 3.0))
+
+
+def scattered(comm) -> None:
+    piece = torch.zeros(3)
+    comm.reduce_scatter(piece, torch.full((6,), 1.0 + comm.rank))
+    assert_same(piece, torch.full((3,), 3.0))
+
+
+def gathered(comm) -> None:
+    whole = torch.zeros(4)
+    comm.all_gather(whole, torch.full((2,), float(comm.rank)))
+    assert_same(whole, torch.tensor([0.0, 0, 1, 1]))
+
+
+def exchanged(comm) -> None:
+    outputs = [torch.zeros(2), torch.zeros(2)]
+    comm.all_to_all([torch.full((2,), float(comm.rank))] * 2, outputs)
+    assert_same(torch.stack(outputs), torch.tensor([[0.0, 0], [1, 1]]))
+
+
+def told(comm) -> None:
+    tensor = torch.full((2,), float(comm.rank))
+    comm.broadcast(tensor, 1)
+    assert_same(tensor, torch.ones(2))
+
+
+@on_ranks(2)
+@TRANSPORTS
+@pytest.mark.parametrize("call", [summed, scattered, gathered, exchanged, told])
+def test_what_a_signal_interrupts_is_not_refused(world, transport, call):
+    """It has been posted, so the other rank's call and the next ones find their messages."""
+
+    class Interrupted(Exception):
+        pass
+
+    def interrupt(*_):
+        raise Interrupted
+
+    comm = world.fresh_comm(transport=transport)
+    call(comm)
+    world.meet()
+    if world.rank == 0:
+        before = signal.signal(signal.SIGALRM, interrupt)
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
+            with pytest.raises(Interrupted):
+                call(comm)
+        finally:
+            signal.signal(signal.SIGALRM, before)
+    world.meet()
+    if world.rank == 1:
+        call(comm)
+    for _ in range(3):
+        call(comm)
+
+
+@on_ranks(2)
+@TRANSPORTS
+def test_a_reduction_in_two_parts_that_a_signal_interrupts(world, transport):
+    """The rank has no part in the second one, of which the other rank hears; the next call works."""
+
+    class Interrupted(Exception):
+        pass
+
+    def interrupt(*_):
+        raise Interrupted
+
+    numel = 100_000
+    comm = world.fresh_comm(transport=transport)
+    summed(comm, numel)
+    world.meet()
+    if world.rank == 0:
+        before = signal.signal(signal.SIGALRM, interrupt)
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
+            with pytest.raises(Interrupted):
+                summed(comm, numel)
+        finally:
+            signal.signal(signal.SIGALRM, before)
+    world.meet()
+    if world.rank == 1:
+        with pytest.raises(PipeCommMismatch, match="refused by rank 0: an exception ended its first part"):
+            summed(comm, numel)
+    for _ in range(3):
+        summed(comm, numel)
+
+
 @on_ranks(2)
 @pytest.mark.parametrize("num_bytes", [0, 20])
 def test_storage_that_was_freed_or_shrunk_is_refused(world, num_bytes):

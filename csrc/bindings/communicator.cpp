@@ -5,10 +5,27 @@
 #include "bindings/connections.h"
 #include "bindings/cuda.h"
 #include "bindings/flight.h"
+#include "bindings/quick_method.h"
 #include "engine/reductions.h"
 
 namespace pipecomm {
 namespace {
+
+template <class T>
+T argument(const py::object& object, const char* name) {
+  try {
+    return object.cast<T>();
+  } catch (const py::cast_error&) {
+    throw py::type_error(std::string(name) + " must not be " +
+                         py::repr(object).cast<std::string>());
+  }
+}
+
+bool is_true(const py::object& object) {
+  const int truth = PyObject_IsTrue(object.ptr());
+  if (truth < 0) throw py::error_already_set();
+  return truth != 0;
+}
 
 // For tensors in host memory, and for tensors in device memory that are staged through it.
 std::unique_ptr<BoundCommunicator> make_communicator(Connections& connections, int rank, int size,
@@ -33,6 +50,8 @@ std::unique_ptr<BoundCommunicator> make_communicator(Connections& connections, i
 
 }  // namespace
 
+using Refs = InlineVector<TensorRef, 4>;
+
 // The tensors of one call, as the engine takes them. Those of an asynchronous operation are looked at
 // again at its end, unless it runs on streams, whose order then holds for their memory, too.
 class BoundCommunicator::Tensors {
@@ -51,9 +70,8 @@ class BoundCommunicator::Tensors {
     if (access == Access::write) written_.push_back(std::move(argument.tensor));
     return std::move(argument.ref);
   }
-  std::vector<TensorRef> refs(const py::sequence& tensors, const char* name, Access access) {
-    std::vector<TensorRef> refs;
-    refs.reserve(py::len(tensors));
+  Refs refs(const py::sequence& tensors, const char* name, Access access) {
+    Refs refs;
     for (size_t idx = 0; idx < py::len(tensors); ++idx)
       refs.push_back(ref(tensors[idx], {name, idx}, access));
     return refs;
@@ -76,7 +94,7 @@ class BoundCommunicator::Tensors {
   const DeviceArgument& device_;
   std::shared_ptr<KeptStorages::Watch> watch_;
   std::shared_ptr<KeptStorages> kept_;
-  std::vector<py::object> written_;
+  InlineVector<py::object, 8> written_;
 };
 
 template <class Post>
@@ -92,19 +110,42 @@ BoundCommunicator::WorkPtr BoundCommunicator::work(Tensors tensors, Post&& post)
   return std::make_shared<OperationWork>(communicator_, std::move(operation), std::move(awaited));
 }
 
-BoundCommunicator::WorkPtr BoundCommunicator::post_batch(Tensors tensors,
-                                                         const std::vector<PointToPoint>& batch,
-                                                         bool async_op) {
-  return work(std::move(tensors),
-              [&] { return communicator_->batch_p2p(batch, {async_op, check_signals}); });
+// A call that waits is one call of Python's: it posts and waits without the GIL.
+template <class Post>
+BoundCommunicator::WorkPtr BoundCommunicator::run(Tensors tensors, bool async_op, Post&& post,
+                                                  bool returns_work) {
+  if (async_op) return work(std::move(tensors), std::forward<Post>(post));
+  tensors.mark_written();
+  note_call_site();
+  OperationPtr operation;
+  {
+    const WithoutGil no_gil;
+    operation = post();
+    communicator_->follow(*operation, check_signals_of_posted);
+    if (!returns_work) operation = nullptr;
+  }
+  if (!operation) return nullptr;
+  return std::make_shared<OperationWork>(communicator_, std::move(operation), AwaitedTensors());
 }
 
-BoundCommunicator::WorkPtr BoundCommunicator::batch_p2p(const py::sequence& ops, bool async_op) {
+BoundCommunicator::WorkPtr BoundCommunicator::post_batch(Tensors tensors,
+                                                         std::span<const PointToPoint> batch,
+                                                         bool async_op) {
+  return run(std::move(tensors), async_op,
+             [&] { return communicator_->batch_p2p(batch, {async_op, check_signals}); });
+}
+
+BoundCommunicator::WorkPtr BoundCommunicator::batch_p2p(const py::object& given,
+                                                        const py::object& is_async) {
+  if (!PySequence_Check(given.ptr()))
+    throw py::type_error(std::string("ops must be a sequence, not ") +
+                         Py_TYPE(given.ptr())->tp_name);
+  const auto ops = py::reinterpret_borrow<py::sequence>(given);
+  const bool async_op = is_true(is_async);
   const PointToPointClasses& classes = point_to_point_classes();
   const size_t num_ops = py::len(ops);
   Tensors tensors(*this, num_ops, async_op);
-  std::vector<PointToPoint> batch;
-  batch.reserve(num_ops);
+  InlineVector<PointToPoint, 4> batch;
   for (size_t op_idx = 0; op_idx < num_ops; ++op_idx) {
     const py::object op = ops[op_idx];
     const ArgumentName name =
@@ -128,76 +169,131 @@ BoundCommunicator::WorkPtr BoundCommunicator::post_one(const py::object& tensor,
                                                        const py::object& channel, bool async_op) {
   const auto arg = point_to_point_arg<Arg>(tensor, peer, peer_name, channel);
   Tensors tensors(*this, 1, async_op);
-  const std::vector batch{tensors.point_to_point(arg, {.element = "tensor"})};
-  return post_batch(std::move(tensors), batch, async_op);
+  const PointToPoint message = tensors.point_to_point(arg, {.element = "tensor"});
+  return post_batch(std::move(tensors), {&message, 1}, async_op);
 }
 
 BoundCommunicator::WorkPtr BoundCommunicator::isend(const py::object& tensor, const py::object& dst,
-                                                    const py::object& channel, bool async_op) {
-  return post_one<SendArg>(tensor, dst, "dst", channel, async_op);
+                                                    const py::object& channel) {
+  return post_one<SendArg>(tensor, dst, "dst", channel, true);
 }
 
 BoundCommunicator::WorkPtr BoundCommunicator::irecv(const py::object& tensor, const py::object& src,
-                                                    const py::object& channel, bool async_op) {
-  return post_one<RecvArg>(tensor, src, "src", channel, async_op);
+                                                    const py::object& channel) {
+  return post_one<RecvArg>(tensor, src, "src", channel, true);
+}
+
+void BoundCommunicator::send(const py::object& tensor, const py::object& dst,
+                             const py::object& channel) {
+  post_one<SendArg>(tensor, dst, "dst", channel, false);
+}
+
+void BoundCommunicator::recv(const py::object& tensor, const py::object& src,
+                             const py::object& channel) {
+  post_one<RecvArg>(tensor, src, "src", channel, false);
 }
 
 BoundCommunicator::WorkPtr BoundCommunicator::broadcast(const py::object& object,
-                                                        const py::object& src, bool async_op) {
+                                                        const py::object& src,
+                                                        const py::object& is_async) {
+  const bool async_op = is_true(is_async);
   const int source = index_argument(src, "src");
   const bool sends = source == communicator_->rank();
   Tensors tensors(*this, 1, async_op);
   const TensorRef tensor =
       tensors.ref(object, {.element = "tensor"}, sends ? Access::read : Access::write);
-  return work(std::move(tensors),
-              [&] { return communicator_->broadcast(tensor, source, {async_op, check_signals}); });
+  return run(std::move(tensors), async_op,
+             [&] { return communicator_->broadcast(tensor, source, {async_op, check_signals}); });
 }
 
-BoundCommunicator::WorkPtr BoundCommunicator::barrier(bool async_op) {
-  return work({*this, 0, async_op}, [&] { return communicator_->barrier(async_op); });
+BoundCommunicator::WorkPtr BoundCommunicator::barrier(const py::object& is_async,
+                                                      const py::object& timeout) {
+  const bool async_op = is_true(is_async);
+  const auto post = [&] { return communicator_->barrier(async_op); };
+  if (timeout.is_none()) return run({*this, 0, async_op}, async_op, post);
+  work({*this, 0, async_op}, post)->wait(timeout);
+  return nullptr;
 }
 
-void BoundCommunicator::all_reduce(const py::object& object, const std::string& name,
-                                   const std::vector<PreparedExchangePtr>& plans,
-                                   const py::object& channel) {
+bool BoundCommunicator::all_reduce(const py::object& object, const py::object& op,
+                                   const py::object& make, const py::object& channel) {
+  if (device_.is_cuda()) return false;
   const Scope second = scope_argument({}, channel);
-  const Reduction reduction = reduction_argument(name);
   Tensors tensors(*this, 1, false);
   const TensorRef tensor = tensors.ref(object, {.element = "tensor"}, Access::write);
+  const auto prepared = prepared_.find(*communicator_, object, op, tensor, make);
+  if (!prepared) return false;
   tensors.mark_written();
   note_call_site();
   const WithoutGil no_gil;
-  pipecomm::all_reduce(*communicator_, tensor, reduction, plans, second, check_signals);
+  pipecomm::all_reduce(*communicator_, tensor, prepared->reduction, prepared->plans, second,
+                       check_signals_of_posted);
+  return true;
 }
 
-void BoundCommunicator::reduce_scatter(const py::object& output, const py::object& input,
-                                       const std::string& name, const PreparedExchangePtr& plan) {
-  const Reduction reduction = reduction_argument(name);
+bool BoundCommunicator::reduce_scatter(const py::object& output, const py::object& input,
+                                       const py::object& op, const py::object& make) {
+  if (device_.is_cuda()) return false;
   Tensors tensors(*this, 2, false);
   const TensorRef target = tensors.ref(output, {.element = "output"}, Access::write);
   const TensorRef source = tensors.ref(input, {.element = "input"}, Access::read);
+  if (!is_share_of(target, source)) return false;
+  const auto prepared = prepared_.find(*communicator_, output, op, target, make);
+  if (!prepared) return false;
   tensors.mark_written();
   note_call_site();
   const WithoutGil no_gil;
-  pipecomm::reduce_scatter(*communicator_, target, source, reduction, plan, check_signals);
+  pipecomm::reduce_scatter(*communicator_, target, source, prepared->reduction, prepared->plans[0],
+                           check_signals_of_posted);
+  return true;
+}
+
+bool BoundCommunicator::all_gather(const py::object& output, const py::object& input,
+                                   const py::object& make) {
+  if (device_.is_cuda()) return false;
+  Tensors tensors(*this, 2, false);
+  const TensorRef source = tensors.ref(input, {.element = "input"}, Access::read);
+  const TensorRef target = tensors.ref(output, {.element = "output"}, Access::write);
+  if (!is_share_of(source, target)) return false;
+  const auto prepared = prepared_.find(*communicator_, input, py::none(), source, make);
+  if (!prepared) return false;
+  tensors.mark_written();
+  note_call_site();
+  const WithoutGil no_gil;
+  pipecomm::all_gather(*communicator_, target, source, prepared->plans[0], check_signals_of_posted);
+  return true;
+}
+
+// Whether both are contiguous and the one has as many elements as each rank's piece of the other.
+bool BoundCommunicator::is_share_of(const TensorRef& piece, const TensorRef& whole) const {
+  return piece.dtype == whole.dtype && piece.is_contiguous() && whole.is_contiguous() &&
+         piece.num_bytes() * communicator_->size() == whole.num_bytes();
 }
 
 BoundCommunicator::WorkPtr BoundCommunicator::exchange(
-    const std::string& op, const PreparedExchangePtr& plan, const py::sequence& inputs,
-    const py::sequence& outputs, bool async_op, std::vector<int> members, const py::object& channel,
-    const std::shared_ptr<Work>& after, uint64_t gradient_of) {
-  Tensors tensors(*this, py::len(inputs) + py::len(outputs), async_op);
-  const auto input_refs = tensors.refs(inputs, "inputs", Access::read);
-  const auto output_refs = tensors.refs(outputs, "outputs", Access::write);
-  const OpCode code = collective_code(op);
-  Scope scope = scope_argument(std::move(members), channel);
-  scope.gradient_of = gradient_of;
-  const auto* first = after ? dynamic_cast<const OperationWork*>(after.get()) : nullptr;
-  if (after && !first) throw py::type_error("after must be the Work of one exchange");
-  return work(std::move(tensors), [&] {
-    return communicator_->exchange(code, plan, input_refs, output_refs, {async_op, check_signals},
-                                   scope, first ? first->operation() : nullptr);
-  });
+    const py::object& op, const py::object& plan, const py::object& inputs,
+    const py::object& outputs, const py::object& is_async, const py::object& members,
+    const py::object& channel, const py::object& after, const py::object& gradient_of,
+    const py::object& returns_work) {
+  const bool async_op = is_true(is_async);
+  const auto prepared = argument<PreparedExchangePtr>(plan, "plan");
+  const auto sources = argument<py::sequence>(inputs, "inputs");
+  const auto targets = argument<py::sequence>(outputs, "outputs");
+  Tensors tensors(*this, py::len(sources) + py::len(targets), async_op);
+  const Refs input_refs = tensors.refs(sources, "inputs", Access::read);
+  const Refs output_refs = tensors.refs(targets, "outputs", Access::write);
+  const OpCode code = collective_code(argument<std::string>(op, "op"));
+  Scope scope = scope_argument(argument<std::vector<int>>(members, "members"), channel);
+  scope.gradient_of = argument<uint64_t>(gradient_of, "gradient_of");
+  const auto first = argument<std::shared_ptr<Work>>(after, "after");
+  const auto* one = dynamic_cast<const OperationWork*>(first.get());
+  if (first && !one) throw py::type_error("after must be the Work of one exchange");
+  const auto post = [&] {
+    return communicator_->exchange(code, prepared, input_refs, output_refs,
+                                   {async_op, check_signals}, scope,
+                                   one ? one->operation() : nullptr);
+  };
+  return run(std::move(tensors), async_op, post, is_true(returns_work));
 }
 
 void BoundCommunicator::refuse(const std::string& op, const py::str& reason,
@@ -274,7 +370,6 @@ std::pair<int, int64_t> BoundCommunicator::nccl_usage() const {
   return {usage.num_nccl_comms, usage.num_bytes};
 }
 
-// async_op=False: wait() follows at once, on the same thread.
 py::class_<BoundCommunicator> bind_communicator(py::module_& m) {
   m.attr("MIN_RESULT_BYTES") = kMinResultBytes;
   m.def(
@@ -288,28 +383,30 @@ py::class_<BoundCommunicator> bind_communicator(py::module_& m) {
       "TypeError or ValueError, as of a send or a receive, if a communicator for `device` cannot "
       "move the tensor.");
   using Bound = BoundCommunicator;
-  return py::class_<Bound>(m, "Communicator",
-                           "Over the threads of hosts, or for CUDA tensors over NCCL, controlled "
-                           "over the connections of its hosts: see the two constructors.")
+  py::class_<Bound> bound(m, "Communicator",
+                          "Over the threads of hosts, or for CUDA tensors over NCCL, controlled "
+                          "over the connections of its hosts: see the two constructors.");
+  def_quick<&Bound::send>(bound, "send", "send($self, tensor, dst, channel, /)\n--\n\n");
+  def_quick<&Bound::recv>(bound, "recv", "recv($self, tensor, src, channel, /)\n--\n\n");
+  def_quick<&Bound::batch_p2p>(bound, "batch_p2p", "batch_p2p($self, ops, async_op, /)\n--\n\n");
+  def_quick<&Bound::broadcast>(bound, "broadcast",
+                               "broadcast($self, tensor, src, async_op, /)\n--\n\n");
+  def_quick<&Bound::barrier>(bound, "barrier", "barrier($self, async_op, timeout, /)\n--\n\n");
+  def_quick<&Bound::all_reduce>(bound, "all_reduce",
+                                "all_reduce($self, tensor, op, make, channel, /)\n--\n\n");
+  def_quick<&Bound::reduce_scatter>(bound, "reduce_scatter",
+                                    "reduce_scatter($self, output, input, op, make, /)\n--\n\n");
+  def_quick<&Bound::all_gather>(bound, "all_gather",
+                                "all_gather($self, output, input, make, /)\n--\n\n");
+  def_quick<&Bound::exchange>(bound, "exchange",
+                              "exchange($self, op, plan, inputs, outputs, async_op, members, "
+                              "channel, after, gradient_of, returns_work, /)\n--\n\n");
+  bound
       .def(py::init(&make_communicator), py::arg("connections"), py::arg("rank"), py::arg("size"),
            py::arg("channels"), py::arg("timeout"), py::arg("num_threads"),
            py::arg("checks") = true, py::arg("device") = "cpu", py::arg("num_sms") = 0)
-      .def("batch_p2p", &Bound::batch_p2p, py::arg("ops"), py::arg("async_op") = false)
-      .def("isend", &Bound::isend, py::arg("tensor"), py::arg("dst"), py::arg("channel") = 0,
-           py::arg("async_op") = true)
-      .def("irecv", &Bound::irecv, py::arg("tensor"), py::arg("src"), py::arg("channel") = 0,
-           py::arg("async_op") = true)
-      .def("broadcast", &Bound::broadcast, py::arg("tensor"), py::arg("src"),
-           py::arg("async_op") = false)
-      .def("barrier", &Bound::barrier, py::arg("async_op") = false)
-      .def("all_reduce", &Bound::all_reduce, py::arg("tensor"), py::arg("reduction"),
-           py::arg("plans"), py::arg("channel") = py::none())
-      .def("reduce_scatter", &Bound::reduce_scatter, py::arg("output"), py::arg("input"),
-           py::arg("reduction"), py::arg("plan"))
-      .def("exchange", &Bound::exchange, py::arg("op"), py::arg("plan"), py::arg("inputs"),
-           py::arg("outputs"), py::arg("async_op") = false, py::arg("members") = std::vector<int>(),
-           py::arg("channel") = py::none(), py::arg("after") = py::none(),
-           py::arg("gradient_of") = 0)
+      .def("isend", &Bound::isend, py::arg("tensor"), py::arg("dst"), py::arg("channel") = 0)
+      .def("irecv", &Bound::irecv, py::arg("tensor"), py::arg("src"), py::arg("channel") = 0)
       .def("empty", &Bound::empty, py::arg("shape"), py::arg("dtype"))
       .def("refuse", &Bound::refuse, py::arg("op"), py::arg("reason"),
            py::arg("members") = std::vector<int>(), py::arg("channel") = py::none())
@@ -324,6 +421,7 @@ py::class_<BoundCommunicator> bind_communicator(py::module_& m) {
       .def("flight_record", &Bound::flight_record)
       .def_property_readonly("closed", &Bound::closed)
       .def_property_readonly("failed", &Bound::failed);
+  return bound;
 }
 
 }  // namespace pipecomm

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "bindings/point_to_point_args.h"
+#include "bindings/prepared_collectives.h"
 #include "bindings/python_args.h"
 #include "bindings/tensor_argument.h"
 #include "bindings/work.h"
@@ -26,22 +27,26 @@ class BoundCommunicator {
         device_(device),
         on_streams_(on_streams) {}
 
-  WorkPtr batch_p2p(const py::sequence& ops, bool async_op);
-  WorkPtr isend(const py::object& tensor, const py::object& dst, const py::object& channel,
-                bool async_op);
-  WorkPtr irecv(const py::object& tensor, const py::object& src, const py::object& channel,
-                bool async_op);
-  WorkPtr broadcast(const py::object& tensor, const py::object& src, bool async_op);
-  WorkPtr barrier(bool async_op);
-  // Of contiguous tensors in host memory, waited for; see engine/reductions.h.
-  void all_reduce(const py::object& tensor, const std::string& reduction,
-                  const std::vector<PreparedExchangePtr>& plans, const py::object& channel);
-  void reduce_scatter(const py::object& output, const py::object& input,
-                      const std::string& reduction, const PreparedExchangePtr& plan);
-  WorkPtr exchange(const std::string& op, const PreparedExchangePtr& plan,
-                   const py::sequence& inputs, const py::sequence& outputs, bool async_op,
-                   std::vector<int> members, const py::object& channel,
-                   const std::shared_ptr<Work>& after, uint64_t gradient_of);
+  // Without `async_op` they wait, within the same call, and return null.
+  WorkPtr batch_p2p(const py::object& ops, const py::object& async_op);
+  WorkPtr isend(const py::object& tensor, const py::object& dst, const py::object& channel);
+  WorkPtr irecv(const py::object& tensor, const py::object& src, const py::object& channel);
+  void send(const py::object& tensor, const py::object& dst, const py::object& channel);
+  void recv(const py::object& tensor, const py::object& src, const py::object& channel);
+  WorkPtr broadcast(const py::object& tensor, const py::object& src, const py::object& async_op);
+  WorkPtr barrier(const py::object& async_op, const py::object& timeout);
+  // Of contiguous tensors in host memory, waited for; else they do nothing and return false. `make`
+  // makes the plans, see PreparedCollectives.
+  bool all_reduce(const py::object& tensor, const py::object& op, const py::object& make,
+                  const py::object& channel);
+  bool reduce_scatter(const py::object& output, const py::object& input, const py::object& op,
+                      const py::object& make);
+  bool all_gather(const py::object& output, const py::object& input, const py::object& make);
+  // With `returns_work` the result is a Work that is done.
+  WorkPtr exchange(const py::object& op, const py::object& plan, const py::object& inputs,
+                   const py::object& outputs, const py::object& async_op, const py::object& members,
+                   const py::object& channel, const py::object& after,
+                   const py::object& gradient_of, const py::object& returns_work);
   void refuse(const std::string& op, const py::str& reason, std::vector<int> members,
               const py::object& channel);
   // Begins to connect to these ranks.
@@ -68,13 +73,17 @@ class BoundCommunicator {
   template <class Arg>
   WorkPtr post_one(const py::object& tensor, const py::object& peer, const char* peer_name,
                    const py::object& channel, bool async_op);
-  WorkPtr post_batch(Tensors tensors, const std::vector<PointToPoint>& batch, bool async_op);
+  WorkPtr post_batch(Tensors tensors, std::span<const PointToPoint> batch, bool async_op);
+  bool is_share_of(const TensorRef& piece, const TensorRef& whole) const;
   template <class Post>
   WorkPtr work(Tensors tensors, Post&& post);
+  template <class Post>
+  WorkPtr run(Tensors tensors, bool async_op, Post&& post, bool returns_work = false);
 
   const std::shared_ptr<Communicator> communicator_;
   const DeviceArgument device_;
   const bool on_streams_;
+  PreparedCollectives prepared_;
 };
 
 // With a constructor for tensors that hosts move, and one for those that NCCL does.

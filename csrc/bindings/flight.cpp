@@ -26,12 +26,18 @@ class CallSites {
   // Frames of files that begin with this are the library's own. Empty: nothing is noted.
   std::string library_prefix;
 
-  uint32_t number_of(PyCodeObject* code, int line) {
-    const auto found = numbers_.find({code, line});
-    if (found != numbers_.end()) return found->second;
-    if (sites_.size() == kMaxSites) return 0;
-    sites_.push_back({py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(code)), line});
-    return numbers_[{code, line}] = static_cast<uint32_t>(sites_.size());
+  // To find the line takes longer than all else here, so places are remembered.
+  uint32_t number_of(PyFrameObject* frame, PyCodeObject* code) {
+#if PY_VERSION_HEX >= 0x030b0000
+    const Key place{code, PyFrame_GetLasti(frame)};
+    const auto found = numbers_of_places_.find(place);
+    if (found != numbers_of_places_.end()) return found->second;
+    const uint32_t number = number_of_line(code, PyFrame_GetLineNumber(frame));
+    if (number != 0 && numbers_of_places_.size() < kMaxSites) numbers_of_places_[place] = number;
+    return number;
+#else
+    return number_of_line(code, PyFrame_GetLineNumber(frame));
+#endif
   }
 
   // "train.py:42 in step"
@@ -43,19 +49,27 @@ class CallSites {
   }
 
  private:
+  uint32_t number_of_line(PyCodeObject* code, int line) {
+    const auto found = numbers_.find({code, line});
+    if (found != numbers_.end()) return found->second;
+    if (sites_.size() == kMaxSites) return 0;
+    sites_.push_back({py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(code)), line});
+    return numbers_[{code, line}] = static_cast<uint32_t>(sites_.size());
+  }
+
   static constexpr size_t kMaxSites = 4096;
   struct Site {
     py::object code;
     int line;
   };
-  using Key = std::pair<PyCodeObject*, int>;
+  using Key = std::pair<PyCodeObject*, int>;  // a line, or a place in the code
   struct Hash {
     size_t operator()(const Key& key) const {
       return std::hash<PyCodeObject*>()(key.first) * 31 + static_cast<size_t>(key.second);
     }
   };
   std::vector<Site> sites_;
-  std::unordered_map<Key, uint32_t, Hash> numbers_;
+  std::unordered_map<Key, uint32_t, Hash> numbers_, numbers_of_places_;
 };
 
 CallSites& call_sites() {
@@ -222,7 +236,7 @@ void note_call_site() {
     PyCodeObject* const code = PyFrame_GetCode(raw);
     const auto owned = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(code));
     if (!starts_with(code->co_filename, sites.library_prefix)) {
-      FlightRecord::call_site = sites.number_of(code, PyFrame_GetLineNumber(raw));
+      FlightRecord::call_site = sites.number_of(raw, code);
       return;
     }
     frame = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(PyFrame_GetBack(raw)));

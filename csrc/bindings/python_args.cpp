@@ -85,4 +85,12 @@ void check_signals() {
   if (PyErr_CheckSignals() != 0) throw py::error_already_set();
 }
 
+void check_signals_of_posted() {
+  py::gil_scoped_acquire gil;
+  if (PyErr_CheckSignals() == 0) return;
+  py::error_already_set error;
+  if (PyObject_SetAttrString(error.value().ptr(), kPostedMark, Py_True) != 0) PyErr_Clear();
+  throw error;
+}
+
 }  // namespace pipecomm

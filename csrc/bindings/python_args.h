@@ -28,6 +28,10 @@ void raise_failure(const Failure& failure);
 
 // Runs pending signal handlers (Ctrl-C); call without the GIL.
 void check_signals();
+// The same in the wait of a call that has been posted, which its exception then says by an attribute
+// of this name: the call cannot be refused any more.
+void check_signals_of_posted();
+inline constexpr const char* kPostedMark = "_pipecomm_posted";
 
 // By the name that torch.distributed.ReduceOp has for it.
 Reduction reduction_argument(const std::string& name);

@@ -59,7 +59,7 @@ void reduce(const py::object& output, const py::sequence& tensors, const std::st
     throw py::value_error("this build of pipecomm_ext reduces tensors in host memory only");
 #endif
   }
-  mark_written({output});
+  mark_written({&output, 1});
 }
 
 }  // namespace

@@ -163,7 +163,7 @@ std::string DeviceArgument::text() const {
 }
 
 std::shared_ptr<KeptStorages> KeptStorages::make(size_t number, std::shared_ptr<Watch> watch) {
-  return {new KeptStorages(number, std::move(watch)), let_go};
+  return {new KeptStorages(number, std::move(watch)), let_go, Recycled<KeptStorages>()};
 }
 
 KeptStorages::~KeptStorages() {
@@ -174,18 +174,28 @@ KeptStorages::~KeptStorages() {
 
 void KeptStorages::add(StorageArgument storage, Access access) {
   const bool is_async = watch_ && storage.data;
-  storages_.emplace_back(std::move(storage), is_async, access);
+  if (num_kept_ < few_.size())
+    few_[num_kept_].emplace(std::move(storage), is_async, access);
+  else
+    more_.emplace_back(std::move(storage), is_async, access);
+  ++num_kept_;
 }
 
 // What resizes or shares a storage gives it other memory.
+bool KeptStorages::has_moved(const Kept& kept) {
+  const auto& [object, data, fields] = kept.storage;
+  if (!kept.is_looked_at) return false;
+  return fields ? fields->memory != data
+                : torch_names().data_ptr.number(object) != address_of(data);
+}
+
 void KeptStorages::look() const {
-  const auto has_moved = [](const Kept& kept) {
-    const auto& [object, data, fields] = kept.storage;
-    if (!kept.is_looked_at) return false;
-    return fields ? fields->memory != data
-                  : torch_names().data_ptr.number(object) != address_of(data);
+  const auto few_has_moved = [](const std::optional<Kept>& kept) {
+    return kept && has_moved(*kept);
   };
-  if (std::any_of(storages_.begin(), storages_.end(), has_moved)) watch_->has_moved = true;
+  if (std::any_of(few_.begin(), few_.end(), few_has_moved) ||
+      std::any_of(more_.begin(), more_.end(), has_moved))
+    watch_->has_moved = true;
 }
 
 WithoutGil::WithoutGil() : state_(PyEval_SaveThread()) { drops_when_gil_is_back = true; }

@@ -1,13 +1,16 @@
 // Tensors of Python as the engine takes them.
 #pragma once
 
+#include <array>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "bindings/pin.h"
 #include "bindings/torch_types.h"
 #include "engine/point_to_point.h"
+#include "message/recycled.h"
 
 namespace pipecomm {
 
@@ -62,6 +65,8 @@ class KeptStorages {
 
   static std::shared_ptr<KeptStorages> make(size_t number, std::shared_ptr<Watch> watch);
   ~KeptStorages();
+  static void* operator new(size_t) { return RecycledBlocks<sizeof(KeptStorages)>::take(); }
+  static void operator delete(void* kept) { RecycledBlocks<sizeof(KeptStorages)>::give_back(kept); }
   // Of an asynchronous operation also against being given other memory, as far as they can be.
   void add(StorageArgument storage, Access access);
   // With the GIL: notes whether a message has been lost to other memory by now.
@@ -71,7 +76,7 @@ class KeptStorages {
 
  private:
   KeptStorages(size_t number, std::shared_ptr<Watch> watch) : watch_(std::move(watch)) {
-    storages_.reserve(number);
+    if (number > few_.size()) more_.reserve(number - few_.size());
   }
 
   const std::shared_ptr<Watch> watch_;  // null: nobody asks
@@ -84,7 +89,11 @@ class KeptStorages {
     Pin pin;  // made in its place: to move one takes a lock
     bool is_looked_at;
   };
-  std::vector<Kept> storages_;
+  static bool has_moved(const Kept& kept);
+
+  size_t num_kept_ = 0;
+  std::array<std::optional<Kept>, 8> few_;  // most calls have no more
+  std::vector<Kept> more_;
 };
 
 // Runs the block without the GIL, and then drops what was put aside meanwhile.

@@ -113,7 +113,7 @@ std::optional<dlpack::DataType> dlpack_type(py::handle dtype) {
 
 bool is_grad_enabled() { return call(names->grad_enabled.ptr(), nullptr, 0).ptr() == Py_True; }
 
-void mark_written(const std::vector<py::object>& tensors) {
+void mark_written(std::span<const py::object> tensors) {
   py::tuple tuple(tensors.size());
   for (size_t idx = 0; idx < tensors.size(); ++idx) tuple[idx] = tensors[idx];
   PyObject* const args = tuple.ptr();

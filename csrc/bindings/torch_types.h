@@ -3,6 +3,7 @@
 #pragma once
 
 #include <optional>
+#include <span>
 #include <vector>
 
 #include "bindings/python.h"
@@ -62,7 +63,7 @@ std::optional<dlpack::DataType> dlpack_type(py::handle dtype);
 bool is_grad_enabled();
 
 // What is written behind autograd's back is noted, so that it can complain about saved tensors.
-void mark_written(const std::vector<py::object>& tensors);
+void mark_written(std::span<const py::object> tensors);
 
 // Meets the torch of this process. Throws py::import_error if it is too old, or too new.
 void load_torch_names();

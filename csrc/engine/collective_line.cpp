@@ -93,7 +93,7 @@ void CollectiveLine::post(std::unique_lock<std::mutex>& lock, std::vector<Reques
     if (operations.empty() || operations.back() != request->operation)
       operations.push_back(request->operation);
   }
-  transport_.post(std::move(requests), is_async);
+  transport_.post(requests, is_async);
   for (const OperationPtr& operation : operations) operation->note_posted();
   lock.lock();
 }

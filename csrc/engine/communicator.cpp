@@ -6,6 +6,7 @@
 #include <numeric>
 
 #include "engine/host_execution.h"
+#include "message/recycled.h"
 #include "message/start_thread.h"
 
 namespace pipecomm {
@@ -18,7 +19,7 @@ constexpr size_t kMinSweep = 1024;
 // Messages without data to and from some ranks.
 auto both_ways(const Descriptor& descriptor) {
   return [descriptor](std::span<const int> peers) {
-    std::vector<RequestPtr> requests;
+    RequestList requests;
     for (const Direction direction : {Direction::recv, Direction::send})
       for (const int peer : peers)
         requests.push_back(make_request(direction, peer, descriptor, nullptr));
@@ -43,6 +44,8 @@ Communicator::Communicator(Unstarted, const CommunicatorOptions& options,
   if (options_.num_channels < 1 || options_.num_channels > kMaxUserChannels)
     throw std::invalid_argument("channels must be 1 to " + std::to_string(kMaxUserChannels) +
                                 ", not " + std::to_string(options_.num_channels));
+  for (int rank = 0; rank < size(); ++rank)
+    if (rank != options_.rank) others_.push_back(rank);
   execution_ = make_execution ? make_execution(*this) : std::make_unique<HostExecution>(*this);
   {
     // Threads of the transport that have a failure to report wait until there is a transport to
@@ -87,6 +90,7 @@ void Communicator::check_process() const {
 
 void Communicator::check_usable(OpCode op) const {
   check_process();
+  if (is_usable_) return;
   std::lock_guard lock(mutex_);
   if (failure_) throw PipeCommException(failure_);
   if (!closing_) return;
@@ -111,7 +115,7 @@ Deadline Communicator::deadline_from_now() const {
 }
 
 OperationPtr Communicator::make_operation(OpCode op) const {
-  return std::make_shared<Operation>(op, deadline_from_now());
+  return std::allocate_shared<Operation>(Recycled<Operation>(), op, deadline_from_now());
 }
 
 std::vector<int> Communicator::peers_in(const Scope& scope) const {
@@ -147,17 +151,18 @@ void Communicator::post(const OperationPtr& operation, bool is_async) {
 
 void Communicator::post_locked(const OperationPtr& operation, bool is_async) {
   number(*operation);
-  std::vector<RequestPtr> requests = operation->seal();
+  const RequestList requests = operation->seal();
   if (requests.empty()) return;
   if (requests.front()->descriptor.channel == kCollectiveChannel)
     operation->set_number_of_collective(++num_collectives_);
   for (const RequestPtr& request : requests) request->operation = operation;
-  transport_->post(std::move(requests), is_async);
+  transport_->post(requests, is_async);
   operation->note_posted();
   note_in_flight(operation);
 }
 
 void Communicator::note_in_flight(const OperationPtr& operation) {
+  if (operation->done()) return;
   std::unique_lock lock(mutex_);
   if (failure_) {  // since the check above, and without this operation
     const FailurePtr failure = failure_;
@@ -172,6 +177,12 @@ void Communicator::note_in_flight(const OperationPtr& operation) {
     sweep_at_ = std::max(kMinSweep, 2 * in_flight_.size());
   }
   in_flight_.push_back(operation);
+}
+
+// Those that callers wait for end in the order opposite to that in which they began, mostly.
+void Communicator::note_ended(const Operation& operation) {
+  std::lock_guard lock(mutex_);
+  if (!in_flight_.empty() && in_flight_.back().lock().get() == &operation) in_flight_.pop_back();
 }
 
 void Communicator::post_collective(Collective collective, int channel, bool is_async) {
@@ -190,6 +201,11 @@ void Communicator::post_collective(Collective collective, int channel, bool is_a
 OperationPtr Communicator::post_barrier(bool is_async) {
   const OperationPtr operation = make_operation(OpCode::barrier);
   const Descriptor descriptor = describe(OpCode::barrier, kCollectiveChannel, {}, 0, 0);
+  if (!runs_in_line(kCollectiveChannel)) {
+    operation->add_requests(both_ways(descriptor)(others()));
+    post(operation, is_async);
+    return operation;
+  }
   post_collective({operation, {}, descriptor, false, both_ways(descriptor)}, kCollectiveChannel,
                   is_async);
   return operation;
@@ -234,7 +250,7 @@ OperationPtr Communicator::exchange(OpCode op, const PreparedExchangePtr& prepar
   check_usable(op);
   const auto lowered =
       prepared->lowered_for(rank(), size(), inputs, outputs, execution_->stages_all());
-  if (!scope.members.empty() || !runs_in_line(scope.channel))
+  if (!scope.members.empty() || scope.channel != kCollectiveChannel)
     check_peers(*lowered, peers_in(scope));
   if (after && scope.channel == kCollectiveChannel)
     throw std::invalid_argument("what follows another operation needs a channel");
@@ -279,6 +295,7 @@ bool Communicator::wait(Operation& operation, Deadline until, const Interrupted&
     if (operation.failed_before(Clock::now() - kRestLimit)) break;
     if (Clock::now() >= until) return false;
   }
+  if (operation.done()) note_ended(operation);
   if (const FailurePtr failure = operation.failure()) {
     operation.note_failure_seen();
     throw PipeCommException(failure);

@@ -20,6 +20,7 @@
 #include "engine/execution.h"
 #include "engine/point_to_point.h"
 #include "engine/sequencer.h"
+#include "engine/staging.h"
 #include "message/failure.h"
 #include "message/flight_record.h"
 #include "message/operation.h"
@@ -82,6 +83,8 @@ class Communicator final : private TransportEvents {
   std::shared_ptr<std::byte> allocate_result(int64_t num_bytes) {
     return transport_->allocate_result(num_bytes);
   }
+  // Memory of the host for what lies between the steps of one call.
+  StagingPool& scratch() { return scratch_; }
   // Call it instead of a collective that this rank cannot take part in. Done once all others have
   // heard it.
   OperationPtr refuse(OpCode op, const std::string& reason, const Scope& scope = {});
@@ -137,6 +140,8 @@ class Communicator final : private TransportEvents {
   bool are_many(size_t num_members) const {
     return num_members > static_cast<size_t>(options_.direct_limit);
   }
+  // All other ranks, increasing.
+  std::span<const int> others() const { return others_; }
   // Posts the requests of an operation.
   void post(const OperationPtr& operation, bool is_async = true);
   // With all ranks in one order. `collective.members` are those of a scope that has been checked.
@@ -178,14 +183,17 @@ class Communicator final : private TransportEvents {
   // waiting for.
   static FailurePtr failure_for(const FailurePtr& failure, const Operation& operation);
   void post_locked(const OperationPtr& operation, bool is_async);
+  void note_ended(const Operation& operation);
   void tell_peers(const Failure& failure);
   void watch();
   void expire(Operation& operation);
   void end();
 
   const CommunicatorOptions options_;
+  std::vector<int> others_;
   const ForkMark fork_mark_;
   FlightRecord flight_record_;
+  StagingPool scratch_;
   std::unique_ptr<Execution> execution_;
 
   std::mutex failing_mutex_;  // held before mutex_
@@ -196,6 +204,7 @@ class Communicator final : private TransportEvents {
   size_t sweep_at_ = 0;                             // length at which finished ones are removed
   std::atomic<bool> closed_{false};
   bool closing_ = false;
+  std::atomic<bool> is_usable_{true};  // it has not failed and is not closing
 
   std::vector<std::unique_ptr<Sequencer>> sequencers_;  // one per channel of the user
   std::mutex post_mutex_;  // the order of posts is the order of matches

@@ -18,6 +18,7 @@ Communicator::~Communicator() {
   {
     std::scoped_lock lock(post_mutex_, mutex_);
     closing_ = true;  // for what is still to be posted
+    is_usable_ = false;
   }
   execution_->end(false);
   {
@@ -60,6 +61,7 @@ void Communicator::fail(Failure failure) {
     std::lock_guard lock(mutex_);
     if (failure_ || closed_) return;
     failure_ = shared;
+    is_usable_ = false;
     in_flight.swap(in_flight_);
   }
   tell_peers(*shared);
@@ -206,6 +208,7 @@ void Communicator::close(const Interrupted& interrupted) {
     std::lock_guard post_lock(post_mutex_);
     std::lock_guard lock(mutex_);
     if (std::exchange(closing_, true)) return;
+    is_usable_ = false;
     failed_before = failure_;
     for (const auto& weak : in_flight_)
       if (OperationPtr operation = weak.lock(); operation && !operation->is_on_device())

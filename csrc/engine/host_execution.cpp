@@ -4,6 +4,7 @@
 
 #include "copy/copy_cpu.h"
 #include "engine/peer_messages.h"
+#include "message/recycled.h"
 
 namespace pipecomm {
 namespace {
@@ -11,6 +12,15 @@ namespace {
 StagingPool pool_for(const std::shared_ptr<DeviceRuntime>& device) {
   if (!device) return StagingPool();
   return StagingPool([device](int64_t num_bytes) { return device->allocate_host(num_bytes); });
+}
+
+// Those of one call are mostly held as one.
+void keep_storages(Operation& operation, std::span<const TensorRef> tensors) {
+  const void* last = nullptr;
+  for (const TensorRef& tensor : tensors) {
+    if (tensor.storage && tensor.storage.get() != last) operation.keep(tensor.storage);
+    last = tensor.storage.get();
+  }
 }
 
 }  // namespace
@@ -45,30 +55,34 @@ OperationPtr HostExecution::exchange(const ExchangeCall& call, CallOptions optio
   const OpCode op = call.op;
   const int channel = call.scope.channel;
   const OperationPtr operation = communicator_.make_operation(op);
-  const auto exchange = std::make_shared<HostExchange>(
-      *this, call, stages_all() || !communicator_.transport().copies_on_the_way());
-  for (const auto tensors : {call.inputs, call.outputs})
-    for (const TensorRef& tensor : tensors) operation->keep(tensor.storage);
+  const auto exchange = std::allocate_shared<HostExchange>(
+      Recycled<HostExchange>(), *this, call,
+      stages_all() || !communicator_.transport().copies_on_the_way());
+  keep_storages(*operation, call.inputs);
+  keep_storages(*operation, call.outputs);
   operation->keep(exchange);
   const EventPtr caller = work_of_caller(op);
+  const Descriptor empty = communicator_.checked(
+      empty_message(op, channel, call.prepared->plan(), call.scope.gradient_of));
+  if (channel == kCollectiveChannel && !communicator_.runs_in_line(channel)) {
+    begin_exchange(*operation, caller, *exchange);
+    if (call.scope.members.empty())
+      operation->add_requests(exchange->requests(empty, communicator_.others()));
+    else
+      operation->add_requests(exchange->requests(empty, communicator_.peers_in(call.scope)));
+    communicator_.post(operation, options.is_async);
+    return operation;
+  }
   Collective collective{operation, call.scope.members};
-  const uint64_t gradient_of = call.scope.gradient_of;
-  if (communicator_.runs_in_line(channel))
-    collective.common =
-        communicator_.checked(empty_message(op, channel, call.prepared->plan(), gradient_of));
-  collective.messages_with = [this, op, channel, gradient_of, prepared = call.prepared,
-                              exchange](std::span<const int> peers) {
-    auto messages =
-        exchange_messages(op, channel, prepared->plan(), exchange->lowered(), peers, gradient_of);
-    for (PeerMessages& peer : messages) {
-      peer.send = communicator_.checked(peer.send);
-      peer.recv = communicator_.checked(peer.recv);
-    }
-    return exchange->requests(messages);
+  if (communicator_.runs_in_line(channel)) collective.common = empty;
+  collective.messages_with = [exchange, empty](std::span<const int> peers) {
+    return exchange->requests(empty, peers);
   };
   auto start = [this, collective = std::move(collective), channel, caller, exchange,
-                options = std::move(options)]() mutable {
-    start_exchange(std::move(collective), channel, caller, exchange, std::move(options));
+                is_async = options.is_async]() mutable {
+    begin_exchange(*collective.operation, caller, *exchange);
+    if (communicator_.runs_in_line(channel)) collective.data_peers = peers_of(exchange->lowered());
+    communicator_.post_collective(std::move(collective), channel, is_async);
   };
   if (channel == kCollectiveChannel) {
     start();
@@ -82,15 +96,12 @@ OperationPtr HostExecution::exchange(const ExchangeCall& call, CallOptions optio
   return operation;
 }
 
-void HostExecution::start_exchange(Collective collective, int channel, const EventPtr& caller,
-                                   const std::shared_ptr<HostExchange>& exchange,
-                                   CallOptions options) {
-  Operation& operation = *collective.operation;
-  exchange->take_memory();
-  before_posting(operation, caller, [&] { exchange->begin(); });
-  operation.on_success([exchange] { exchange->end(); });
-  if (communicator_.runs_in_line(channel)) collective.data_peers = peers_of(exchange->lowered());
-  communicator_.post_collective(std::move(collective), channel, options.is_async);
+// The operation keeps the exchange.
+void HostExecution::begin_exchange(Operation& operation, const EventPtr& caller,
+                                   HostExchange& exchange) {
+  exchange.take_memory();
+  before_posting(operation, caller, [&] { exchange.begin(); });
+  if (exchange.stages()) operation.on_success([&exchange] { exchange.end(); });
 }
 
 OperationPtr HostExecution::broadcast(const TensorRef& tensor, int source, CallOptions options) {
@@ -101,12 +112,9 @@ OperationPtr HostExecution::broadcast(const TensorRef& tensor, int source, CallO
   const PointToPoint whole{way, -1, kCollectiveChannel, tensor, 0};
   const auto staged = stage(*operation, {&whole, 1}, {});
   std::byte* const data = staged ? staged->data[0] : tensor.data;
-  Collective collective{operation, {}, communicator_.checked(broadcast_message(tensor, source))};
-  collective.source = source;
-  collective.payload = data;
-  collective.messages_with = [rank, source, data,
-                              common = collective.common](std::span<const int> peers) {
-    std::vector<RequestPtr> requests;
+  const Descriptor common = communicator_.checked(broadcast_message(tensor, source));
+  const auto messages_with = [rank, source, data, common](std::span<const int> peers) {
+    RequestList requests;
     for (const Direction direction : {Direction::recv, Direction::send}) {
       for (const int peer : peers) {
         Descriptor descriptor = common;
@@ -118,6 +126,15 @@ OperationPtr HostExecution::broadcast(const TensorRef& tensor, int source, CallO
     }
     return requests;
   };
+  if (!communicator_.runs_in_line(kCollectiveChannel)) {
+    operation->add_requests(messages_with(communicator_.others()));
+    communicator_.post(operation, options.is_async);
+    return operation;
+  }
+  Collective collective{operation, {}, common};
+  collective.source = source;
+  collective.payload = data;
+  collective.messages_with = messages_with;
   communicator_.post_collective(std::move(collective), kCollectiveChannel, options.is_async);
   return operation;
 }
@@ -229,8 +246,8 @@ RequestPtr HostExchange::request(Direction direction, int peer, const Descriptor
   else if (message && stages_)
     data = (sends ? buffers_.send_staging : buffers_.recv_staging).get();
   else if (message)
-    on_the_way = std::make_shared<const MessageCopy>(
-        MessageCopy{lowered_, message, {shared_from_this(), &buffers_}});
+    on_the_way = std::allocate_shared<MessageCopy>(
+        Recycled<MessageCopy>(), MessageCopy{lowered_, message, {shared_from_this(), &buffers_}});
   auto* const bytes = static_cast<std::byte*>(const_cast<void*>(data));
   RequestPtr made =
       make_request(direction, peer, descriptor, bytes ? bytes + message->offset_bytes : nullptr);
@@ -238,13 +255,17 @@ RequestPtr HostExchange::request(Direction direction, int peer, const Descriptor
   return made;
 }
 
-std::vector<RequestPtr> HostExchange::requests(std::span<const PeerMessages> messages) {
-  std::vector<RequestPtr> requests;
-  requests.reserve(2 * messages.size());
-  for (const PeerMessages& peer : messages)
-    requests.push_back(request(Direction::recv, peer.peer, peer.recv, peer.lowered_recv));
-  for (const PeerMessages& peer : messages)
-    requests.push_back(request(Direction::send, peer.peer, peer.send, peer.lowered_send));
+RequestList HostExchange::requests(const Descriptor& empty, std::span<const int> peers) {
+  RequestList requests;
+  for (const Direction direction : {Direction::recv, Direction::send}) {
+    const bool sends = direction == Direction::send;
+    MessagesByPeer messages(sends ? lowered_->sends : lowered_->recvs);
+    for (const int peer : peers) {
+      const LoweredMessage* const message = messages.with(peer);
+      requests.push_back(request(
+          direction, peer, execution_.communicator_.checked(described(empty, message)), message));
+    }
+  }
   return requests;
 }
 

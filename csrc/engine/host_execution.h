@@ -49,8 +49,7 @@ class HostExecution final : public Execution {
   EventPtr work_of_caller(OpCode op);
   std::shared_ptr<StagedBatch> stage(Operation& operation, std::span<const PointToPoint> batch,
                                      const OwnMessages& own);
-  void start_exchange(Collective collective, int channel, const EventPtr& caller,
-                      const std::shared_ptr<HostExchange>& exchange, CallOptions options);
+  void begin_exchange(Operation& operation, const EventPtr& caller, HostExchange& exchange);
   void before_posting(const Operation& operation, const EventPtr& caller,
                       const std::function<void()>& copy);
 
@@ -74,9 +73,10 @@ class HostExchange : public std::enable_shared_from_this<HostExchange> {
   void begin();
   // Those that follow them; the memory goes back.
   void end();
-  // The receives, then the sends.
-  std::vector<RequestPtr> requests(std::span<const PeerMessages> messages);
+  // The receives, then the sends; a message without data is described as `empty`.
+  RequestList requests(const Descriptor& empty, std::span<const int> peers);
   const LoweredExchange& lowered() const { return *lowered_; }
+  bool stages() const { return stages_; }
 
  private:
   RequestPtr request(Direction direction, int peer, const Descriptor& descriptor,

@@ -22,21 +22,6 @@ TensorRef shown_tensor(const ExchangePlan& plan) {
   return tensor;
 }
 
-// Goes through the messages of one direction, as peers increase.
-class Messages {
- public:
-  explicit Messages(const std::vector<LoweredMessage>& messages)
-      : next_(messages.begin()), end_(messages.end()) {}
-
-  const LoweredMessage* with(int peer) {
-    while (next_ != end_ && next_->peer < peer) ++next_;
-    return next_ != end_ && next_->peer == peer ? &*next_++ : nullptr;
-  }
-
- private:
-  std::vector<LoweredMessage>::const_iterator next_, end_;
-};
-
 }  // namespace
 
 Descriptor empty_message(OpCode op, int channel, const ExchangePlan& plan, uint64_t gradient_of) {
@@ -66,21 +51,13 @@ std::vector<PeerMessages> exchange_messages(OpCode op, int channel, const Exchan
                                             const LoweredExchange& lowered,
                                             std::span<const int> peers, uint64_t gradient_of) {
   const Descriptor empty = empty_message(op, channel, plan, gradient_of);
-  const auto description = [&](const LoweredMessage* message) {
-    Descriptor descriptor = empty;
-    if (message) {
-      descriptor.signature ^= message->dtypes;
-      descriptor.num_bytes = message->bytes;
-    }
-    return descriptor;
-  };
-  Messages sends(lowered.sends), recvs(lowered.recvs);
+  MessagesByPeer sends(lowered.sends), recvs(lowered.recvs);
   std::vector<PeerMessages> messages;
   messages.reserve(peers.size());
   for (const int peer : peers) {
     const LoweredMessage* const send = sends.with(peer);
     const LoweredMessage* const recv = recvs.with(peer);
-    messages.push_back({peer, description(send), description(recv), send, recv});
+    messages.push_back({peer, described(empty, send), described(empty, recv), send, recv});
   }
   return messages;
 }

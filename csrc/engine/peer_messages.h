@@ -21,6 +21,32 @@ struct PeerMessages {
   bool receives() const { return recv.num_bytes > 0; }
 };
 
+// The messages of one direction, as peers increase.
+class MessagesByPeer {
+ public:
+  explicit MessagesByPeer(const std::vector<LoweredMessage>& messages)
+      : next_(messages.begin()), end_(messages.end()) {}
+
+  // Null: there is none. Peers are asked for in increasing order.
+  const LoweredMessage* with(int peer) {
+    while (next_ != end_ && next_->peer < peer) ++next_;
+    return next_ != end_ && next_->peer == peer ? &*next_++ : nullptr;
+  }
+
+ private:
+  std::vector<LoweredMessage>::const_iterator next_, end_;
+};
+
+// Of a message of an exchange, or (null) one without data, which is described as `empty`.
+inline Descriptor described(const Descriptor& empty, const LoweredMessage* message) {
+  Descriptor descriptor = empty;
+  if (message) {
+    descriptor.signature ^= message->dtypes;
+    descriptor.num_bytes = message->bytes;
+  }
+  return descriptor;
+}
+
 // A message without data of an exchange, as all ranks describe it. Errors name the tensor that the
 // plan wants shown, or the first one. All ranks must have the same `gradient_of`, see Scope.
 Descriptor empty_message(OpCode op, int channel, const ExchangePlan& plan, uint64_t gradient_of);

@@ -7,6 +7,12 @@
 
 namespace pipecomm {
 
+int64_t TensorRef::num_bytes() const {
+  int64_t num_bytes = dtype.itemsize;
+  for (const int64_t length : shape) num_bytes = checked_mul(num_bytes, length);
+  return num_bytes;
+}
+
 bool TensorRef::is_contiguous() const {
   int64_t pitch = 1;
   for (size_t dim = shape.size(); dim-- > 0;) {
@@ -46,12 +52,11 @@ void check_batch(std::span<const PointToPoint> batch, int size, int num_channels
     const std::byte* end;
     size_t op_idx;
   };
-  std::vector<Interval> intervals;
-  intervals.reserve(batch.size());
+  InlineVector<Interval, 8> intervals;
   bool receives = false;
   for (size_t op_idx = 0; op_idx < batch.size(); ++op_idx) {
     const PointToPoint& op = batch[op_idx];
-    check_peer(op.peer, size, at(op_idx) + "peer");
+    if (op.peer < 0 || op.peer >= size) check_peer(op.peer, size, at(op_idx) + "peer");
     if (op.channel < 0 || op.channel >= num_channels)
       throw std::invalid_argument(
           at(op_idx) + "channel " + std::to_string(op.channel) + " is not in 0.." +
@@ -91,6 +96,7 @@ OwnMessages pair_own_messages(std::span<const PointToPoint> batch, int rank) {
     if (op.peer != rank) continue;
     (op.direction == Direction::send ? sends : recvs).push_back(&op);
   }
+  if (sends.empty() && recvs.empty()) return {};
   auto by_channel = [](const PointToPoint* a, const PointToPoint* b) {
     return a->channel < b->channel;
   };

@@ -11,18 +11,22 @@
 
 #include "message/operation.h"
 #include "plan/exchange_plan.h"
+#include "plan/inline_vector.h"
 
 namespace pipecomm {
+
+// Of the tensor of one call. Few have more.
+using TensorDims = InlineVector<int64_t, 6>;
 
 // A tensor in memory that `storage` keeps alive.
 struct TensorRef {
   std::byte* data = nullptr;
   DType dtype;
-  Dims shape;
-  Dims strides;  // in elements
+  TensorDims shape;
+  TensorDims strides;  // in elements
   std::shared_ptr<void> storage;
 
-  int64_t num_bytes() const { return TensorSpec{shape, dtype}.bytes(); }
+  int64_t num_bytes() const;
   bool is_contiguous() const;
 };
 

@@ -12,23 +12,34 @@ constexpr size_t kMaxEntries = 8;  // callers alternate between a few layouts at
 
 }  // namespace
 
-std::shared_ptr<const LoweredExchange> PreparedExchange::lowered(
-    const std::vector<StridedLayout>& inputs, const std::vector<StridedLayout>& outputs,
-    bool all_staged) {
-  std::vector<Dims> strides;
-  strides.reserve(inputs.size() + outputs.size());
-  for (const StridedLayout& layout : inputs) strides.push_back(layout.strides);
-  for (const StridedLayout& layout : outputs) strides.push_back(layout.strides);
+std::shared_ptr<const LoweredExchange> PreparedExchange::lowered(std::span<const TensorRef> inputs,
+                                                                 std::span<const TensorRef> outputs,
+                                                                 bool all_staged) {
+  const auto has_strides_of = [&](const Entry& entry) {
+    size_t idx = 0;
+    for (const auto tensors : {inputs, outputs})
+      for (const TensorRef& tensor : tensors)
+        if (!(tensor.strides == entry.strides[idx++])) return false;
+    return true;
+  };
   {
     std::lock_guard lock(mutex_);
     for (const Entry& entry : entries_)
-      if (entry.strides == strides && entry.all_staged == all_staged) return entry.lowered;
+      if (entry.all_staged == all_staged && has_strides_of(entry)) return entry.lowered;
   }
-  auto lowered = std::make_shared<const LoweredExchange>(lower(plan_, inputs, outputs, all_staged));
+  std::vector<StridedLayout> layouts[2];
+  Entry entry{{}, all_staged, nullptr};
+  for (const bool is_output : {false, true}) {
+    for (const TensorRef& tensor : is_output ? outputs : inputs) {
+      layouts[is_output].push_back({tensor.shape, tensor.strides, tensor.dtype.itemsize});
+      entry.strides.push_back(tensor.strides);
+    }
+  }
+  entry.lowered =
+      std::make_shared<const LoweredExchange>(lower(plan_, layouts[0], layouts[1], all_staged));
   std::lock_guard lock(mutex_);
   if (entries_.size() == kMaxEntries) entries_.erase(entries_.begin());
-  entries_.push_back({std::move(strides), all_staged, lowered});
-  return lowered;
+  return entries_.emplace_back(std::move(entry)).lowered;
 }
 
 std::shared_ptr<const LoweredExchange> PreparedExchange::lowered_for(
@@ -38,26 +49,23 @@ std::shared_ptr<const LoweredExchange> PreparedExchange::lowered_for(
     throw std::invalid_argument("the plan is for rank " + std::to_string(plan_.rank) + " of " +
                                 std::to_string(plan_.size) + ", this is rank " +
                                 std::to_string(rank) + " of " + std::to_string(size));
-  auto layouts_of = [&](const char* what, std::span<const TensorRef> tensors,
-                        const std::vector<TensorSpec>& specs) {
+  const auto check = [&](const char* what, std::span<const TensorRef> tensors,
+                         const std::vector<TensorSpec>& specs) {
     if (tensors.size() != specs.size())
       throw std::invalid_argument(plan_.op + " takes " + std::to_string(specs.size()) + " " + what +
                                   ", got " + std::to_string(tensors.size()));
-    std::vector<StridedLayout> layouts;
     for (size_t idx = 0; idx < tensors.size(); ++idx) {
-      const TensorSpec actual{tensors[idx].shape, tensors[idx].dtype};
-      if (actual != specs[idx])
-        throw std::invalid_argument(plan_.op + ": " + what + "[" + std::to_string(idx) +
-                                    "] must be " + to_string(specs[idx]) + ", not " +
-                                    to_string(actual));
-      layouts.push_back({actual.shape, tensors[idx].strides, actual.dtype.itemsize});
+      const TensorRef& tensor = tensors[idx];
+      if (tensor.shape == specs[idx].shape && tensor.dtype == specs[idx].dtype) continue;
+      throw std::invalid_argument(plan_.op + ": " + what + "[" + std::to_string(idx) +
+                                  "] must be " + to_string(specs[idx]) + ", not " +
+                                  to_string(TensorSpec{tensor.shape, tensor.dtype}));
     }
-    return layouts;
   };
-  auto input_layouts = layouts_of("inputs", inputs, plan_.inputs);
-  auto output_layouts = layouts_of("outputs", outputs, plan_.outputs);
+  check("inputs", inputs, plan_.inputs);
+  check("outputs", outputs, plan_.outputs);
   check_aliasing(plan_, inputs, outputs);
-  return lowered(input_layouts, output_layouts, all_staged);
+  return lowered(inputs, outputs, all_staged);
 }
 
 }  // namespace pipecomm

@@ -19,17 +19,18 @@ class PreparedExchange {
   explicit PreparedExchange(ExchangePlan plan) : plan_(std::move(plan)) { plan_.validate(); }
 
   const ExchangePlan& plan() const { return plan_; }
-  std::shared_ptr<const LoweredExchange> lowered(const std::vector<StridedLayout>& inputs,
-                                                 const std::vector<StridedLayout>& outputs,
-                                                 bool all_staged = false);
-  // The same for actual tensors of rank `rank` of `size`. Throws std::invalid_argument if the plan
-  // is not for that rank, a tensor not of the plan's shape and dtype, or outputs share memory.
+  // For tensors of rank `rank` of `size`. Throws std::invalid_argument if the plan is not for that
+  // rank, a tensor not of the plan's shape and dtype, or outputs share memory.
   std::shared_ptr<const LoweredExchange> lowered_for(int rank, int size,
                                                      std::span<const TensorRef> inputs,
                                                      std::span<const TensorRef> outputs,
                                                      bool all_staged = false);
 
  private:
+  std::shared_ptr<const LoweredExchange> lowered(std::span<const TensorRef> inputs,
+                                                 std::span<const TensorRef> outputs,
+                                                 bool all_staged);
+
   struct Entry {
     std::vector<Dims> strides;  // of inputs, then outputs
     bool all_staged;

@@ -13,8 +13,7 @@ namespace {
 // Memory that peers write directly if the transport has it. It outlives an operation that fails.
 std::shared_ptr<std::byte> memory_for(Communicator& communicator, int64_t num_bytes) {
   if (auto shared = communicator.allocate_result(num_bytes)) return shared;
-  const std::shared_ptr<std::byte[]> own(new std::byte[static_cast<size_t>(num_bytes)]);
-  return {own, own.get()};
+  return communicator.scratch().acquire(num_bytes);
 }
 
 // Elements [begin, begin + length) of a contiguous tensor.
@@ -40,19 +39,19 @@ class Reducer {
     const int64_t length = length_of(whole);
     const TensorRef rows = new_row(size_ * length);
     exchange(plan, whole, {&rows, 1});
-    std::vector<const void*> sources;
+    InlineVector<const void*, 8> sources;
     for (int rank = 0; rank < size_; ++rank)
       sources.push_back(rank == rank_ ? whole.data : part_of(rows, rank * length, length).data);
     reduce(sources, whole);
   }
 
-  // Every other rank's piece of this rank comes here.
+  // Every other rank's piece of this rank comes here. `next`: the exchange that follows, or null.
   void reduce_pieces(const PreparedExchangePtr& plan, const TensorRef& whole, const TensorRef& own,
-                     const TensorRef& target) {
+                     const TensorRef& target, const Scope* next = nullptr) {
     const int64_t length = length_of(own);
     const TensorRef rows = new_row((size_ - 1) * length);
-    std::vector<TensorRef> others;
-    std::vector<const void*> sources;
+    InlineVector<TensorRef, 4> others;
+    InlineVector<const void*, 8> sources;
     for (int rank = 0; rank < size_; ++rank) {
       if (rank == rank_) {
         sources.push_back(own.data);
@@ -61,18 +60,34 @@ class Reducer {
       others.push_back(part_of(rows, static_cast<int64_t>(others.size()) * length, length));
       sources.push_back(others.back().data);
     }
-    exchange(plan, whole, others);
+    exchange(plan, whole, others, {}, next);
     reduce(sources, target);
   }
 
   void exchange(const PreparedExchangePtr& plan, const TensorRef& input,
-                std::span<const TensorRef> outputs, const Scope& scope = {}) {
+                std::span<const TensorRef> outputs, const Scope& scope = {},
+                const Scope* next = nullptr) {
     const OperationPtr operation = communicator_.exchange(OpCode::exchange, plan, {&input, 1},
                                                           outputs, {false, interrupted_}, scope);
-    communicator_.follow(*operation, interrupted_);
+    try {
+      communicator_.follow(*operation, interrupted_);
+    } catch (const PipeCommException&) {
+      throw;
+    } catch (...) {  // of `interrupted_`: this rank has no part in what the others do next
+      if (next) refuse(*next);
+      throw;
+    }
   }
 
  private:
+  void refuse(const Scope& scope) {
+    try {
+      communicator_.refuse(OpCode::exchange, "an exception ended its first part on this rank",
+                           scope);
+    } catch (const PipeCommException&) {
+      // All ranks hear of that.
+    }
+  }
   TensorRef new_row(int64_t length) {
     auto memory = memory_for(communicator_, length * dtype_.itemsize);
     std::byte* const data = memory.get();
@@ -102,8 +117,17 @@ void all_reduce(Communicator& communicator, const TensorRef& tensor, Reduction r
   int64_t begin = 0;
   for (size_t idx = 0; idx < rank; ++idx) begin += lengths[idx];
   const TensorRef own = part_of(tensor, begin, lengths[rank]);
-  reducer.reduce_pieces(plans[0], whole, own, own);
+  reducer.reduce_pieces(plans[0], whole, own, own, &second);
   reducer.exchange(plans[1], own, {&whole, 1}, second);
+}
+
+void all_gather(Communicator& communicator, const TensorRef& output, const TensorRef& input,
+                const PreparedExchangePtr& plan, const Interrupted& interrupted) {
+  const TensorRef own = part_of(input, 0, length_of(input));
+  const TensorRef whole = part_of(output, 0, length_of(output));
+  const OperationPtr operation =
+      communicator.exchange(OpCode::all_gather, plan, {&own, 1}, {&whole, 1}, {false, interrupted});
+  communicator.follow(*operation, interrupted);
 }
 
 void reduce_scatter(Communicator& communicator, const TensorRef& output, const TensorRef& input,

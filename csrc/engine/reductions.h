@@ -17,6 +17,10 @@ void all_reduce(Communicator& communicator, const TensorRef& tensor, Reduction r
                 std::span<const PreparedExchangePtr> plans, const Scope& second,
                 const Interrupted& interrupted);
 
+// The contiguous tensors of all ranks, one after the other, into `output`.
+void all_gather(Communicator& communicator, const TensorRef& output, const TensorRef& input,
+                const PreparedExchangePtr& plan, const Interrupted& interrupted);
+
 // This rank's piece of `input` of all ranks into `output`; `plan` brings those of the others. The pieces are
 // equal in length. Both are contiguous.
 void reduce_scatter(Communicator& communicator, const TensorRef& output, const TensorRef& input,

@@ -4,6 +4,8 @@
 #include <cstdlib>
 #include <new>
 
+#include "message/recycled.h"
+
 namespace pipecomm {
 namespace {
 
@@ -45,7 +47,8 @@ std::shared_ptr<std::byte> StagingPool::acquire(int64_t num_bytes) {
     ++state_->num_allocations;
   }
   std::byte* const data = buffer.data.get();
-  return {data, [state = state_, buffer = std::move(buffer)](std::byte*) {
+  return {data,
+          [state = state_, buffer = std::move(buffer)](std::byte*) {
             Buffer dropped;  // ends without the lock
             std::lock_guard lock(state->mutex);
             if (state->free.size() == kMaxFreeBuffers) {
@@ -53,7 +56,8 @@ std::shared_ptr<std::byte> StagingPool::acquire(int64_t num_bytes) {
               state->free.erase(state->free.begin());
             }
             state->free.push_back(buffer);
-          }};
+          },
+          Recycled<std::byte>()};
 }
 
 }  // namespace pipecomm

@@ -4,18 +4,18 @@
 #include <cstddef>
 #include <cstring>
 #include <memory>
-#include <vector>
 
 #include "copy/copy_cpu.h"
 #include "message/operation.h"
+#include "plan/inline_vector.h"
 #include "plan/lower.h"
 
 namespace pipecomm {
 
 // The memory that the copies of an exchange read and write.
 struct ExchangeBuffers {
-  std::vector<const void*> inputs;
-  std::vector<void*> outputs;
+  InlineVector<const void*, 4> inputs;
+  InlineVector<void*, 4> outputs;
   std::shared_ptr<std::byte> send_staging, recv_staging;
 
   CopyBuffers view() const { return {inputs, outputs, send_staging.get(), recv_staging.get()}; }

@@ -5,6 +5,7 @@
 #include <iterator>
 
 #include "message/flight_record.h"
+#include "message/recycled.h"
 #include "plan/dtype.h"
 
 namespace pipecomm {
@@ -54,7 +55,7 @@ std::string disagreement_text(Direction direction, int peer, const Descriptor& o
 
 RequestPtr make_request(Direction direction, int peer, const Descriptor& descriptor,
                         std::byte* data) {
-  auto request = std::make_shared<Request>();
+  auto request = std::allocate_shared<Request>(Recycled<Request>());
   request->direction = direction;
   request->peer = peer;
   request->descriptor = descriptor;
@@ -68,19 +69,22 @@ Operation::Operation(OpCode op, Deadline deadline)
 Request& Operation::add_request(Direction direction, int peer, const Descriptor& descriptor,
                                 std::byte* data) {
   std::lock_guard lock(mutex_);
-  return *requests_.emplace_back(make_request(direction, peer, descriptor, data));
+  requests_.push_back(make_request(direction, peer, descriptor, data));
+  return *requests_.back();
 }
 
-void Operation::add_requests(std::vector<RequestPtr> requests) {
+void Operation::add_requests(RequestList requests) {
   std::lock_guard lock(mutex_);
-  requests_.insert(requests_.end(), std::make_move_iterator(requests.begin()),
-                   std::make_move_iterator(requests.end()));
+  if (requests_.empty())
+    requests_ = std::move(requests);
+  else
+    requests_.append(requests.begin(), requests.end());
 }
 
-std::vector<RequestPtr> Operation::seal() {
+RequestList Operation::seal() {
   std::unique_lock lock(mutex_);
   num_pending_ = static_cast<int>(requests_.size());
-  std::vector<RequestPtr> to_post = requests_;
+  RequestList to_post = requests_;
   if (num_pending_ == 0) finish(lock);
   return to_post;
 }
@@ -164,9 +168,9 @@ void Operation::fail(FailurePtr failure) {
 }
 
 void Operation::let_go() {
-  std::vector<std::shared_ptr<void>> kept;
+  InlineVector<std::shared_ptr<void>, 4> kept;
   std::lock_guard lock(mutex_);
-  kept.swap(kept_);
+  kept = std::move(kept_);
 }
 
 FailurePtr Operation::failure() const {
@@ -187,10 +191,11 @@ bool Operation::wait_until(Deadline until) {
   return done_;
 }
 
-std::vector<RequestPtr> Operation::requests() const {
+RequestList Operation::requests() const {
   std::lock_guard lock(mutex_);
-  const auto end = requests_.begin() + static_cast<std::ptrdiff_t>(num_posted_);
-  return done_ ? std::vector<RequestPtr>() : std::vector<RequestPtr>(requests_.begin(), end);
+  RequestList posted;
+  if (!done_) posted.assign(requests_.begin(), requests_.begin() + num_posted_);
+  return posted;
 }
 
 FlightOperation Operation::flight_operation() const {

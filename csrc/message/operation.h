@@ -16,6 +16,7 @@
 
 #include "message/descriptor.h"
 #include "message/failure.h"
+#include "plan/inline_vector.h"
 
 namespace pipecomm {
 
@@ -72,6 +73,7 @@ struct Request {
   }
 };
 using RequestPtr = std::shared_ptr<Request>;
+using RequestList = InlineVector<RequestPtr, 8>;
 
 RequestPtr make_request(Direction direction, int peer, const Descriptor& descriptor,
                         std::byte* data);
@@ -119,7 +121,7 @@ class Operation {
   }
   Request& add_request(Direction direction, int peer, const Descriptor& descriptor,
                        std::byte* data);
-  void add_requests(std::vector<RequestPtr> requests);
+  void add_requests(RequestList requests);
   // `resource` (a storage, a staging buffer) lives until the operation has settled.
   void keep(std::shared_ptr<void> resource) {
     std::lock_guard lock(mutex_);
@@ -143,7 +145,7 @@ class Operation {
   void set_number_of_collective(uint64_t number) { number_of_collective_ = number; }
   uint64_t number_of_collective() const { return number_of_collective_; }
   // Call once after the last add_request: the requests to post. Settles at once if there are none.
-  std::vector<RequestPtr> seal();
+  RequestList seal();
   // Instead of seal(), for an operation whose next requests depend on how earlier ones end: it is not
   // done before release(). Each request is added before it is posted.
   void hold();
@@ -178,7 +180,7 @@ class Operation {
   // A pending request to name in errors, or null.
   RequestPtr first_pending() const;
   // The requests that a waiting thread may help with (empty once done).
-  std::vector<RequestPtr> requests() const;
+  RequestList requests() const;
   // What a flight record says of it while it is pending; nothing once it has ended.
   std::optional<Flight> pending_flight() const;
 
@@ -209,8 +211,8 @@ class Operation {
   FailurePtr failure_;
   Clock::time_point failed_at_;
   std::function<void()> epilogue_;
-  std::vector<std::shared_ptr<void>> kept_;
-  std::vector<RequestPtr> requests_;
+  InlineVector<std::shared_ptr<void>, 4> kept_;
+  RequestList requests_;
   size_t num_posted_ = 0;          // of `requests_`
   bool is_held_ = false;           // until release()
   bool has_new_requests_ = false;  // which no waiter has been woken for

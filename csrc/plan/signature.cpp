@@ -19,7 +19,7 @@ Signature& Signature::add(std::string_view text) {
   return *this;
 }
 
-Signature& Signature::add(const std::vector<int64_t>& values) {
+Signature& Signature::add(std::span<const int64_t> values) {
   add(static_cast<int64_t>(values.size()));
   for (int64_t value : values) add(value);
   return *this;

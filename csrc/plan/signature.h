@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 #include <string_view>
 #include <vector>
 
@@ -16,7 +17,7 @@ class Signature {
 
   Signature& add(int64_t value);
   Signature& add(std::string_view text);
-  Signature& add(const std::vector<int64_t>& values);
+  Signature& add(std::span<const int64_t> values);
   Signature& add(DType dtype);
   Signature& add(const Scale& scale);
 

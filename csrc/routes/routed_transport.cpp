@@ -222,7 +222,7 @@ void RoutedTransport::settle(int peer, Way way, std::unique_lock<std::mutex>& lo
   while (!pending_[peer].requests.empty()) {
     std::vector<RequestPtr> requests = std::exchange(pending_[peer].requests, {});
     lock.unlock();
-    post_by(way, std::move(requests), true);
+    post_by(way, requests, true);
     lock.lock();
   }
   ways_[peer].store(way, std::memory_order_release);
@@ -260,10 +260,13 @@ std::shared_ptr<std::byte> RoutedTransport::allocate_result(int64_t num_bytes) {
   return shm_ ? shm_->allocate_result(num_bytes) : nullptr;
 }
 
-void RoutedTransport::post(std::vector<RequestPtr> batch, bool is_async) {
-  if (!shm_) return tcp_->post(std::move(batch), is_async);
+void RoutedTransport::post(std::span<const RequestPtr> batch, bool is_async) {
+  if (!shm_) return tcp_->post(batch, is_async);
+  if (std::all_of(batch.begin(), batch.end(),
+                  [this](const RequestPtr& request) { return way_to(request->peer) == Way::shm; }))
+    return shm_->post(batch, is_async);
   std::vector<RequestPtr> by_shm, by_tcp, to_nobody;
-  for (RequestPtr& request : batch) {
+  for (const RequestPtr& request : batch) {
     Way way = way_to(request->peer);
     if (way == Way::unknown) {
       std::lock_guard lock(mutex_);
@@ -272,23 +275,23 @@ void RoutedTransport::post(std::vector<RequestPtr> batch, bool is_async) {
         if (aborted_) continue;
         std::vector<RequestPtr>& waiting = pending_[request->peer].requests;
         if (waiting.empty()) directory_->want(request->peer);
-        waiting.push_back(std::move(request));
+        waiting.push_back(request);
         continue;
       }
     }
-    (way == Way::shm ? by_shm : way == Way::tcp ? by_tcp : to_nobody).push_back(std::move(request));
+    (way == Way::shm ? by_shm : way == Way::tcp ? by_tcp : to_nobody).push_back(request);
   }
   // A thread can help with what travels in one way only.
   is_async |= by_shm.size() < batch.size() && by_tcp.size() < batch.size();
-  post_by(Way::shm, std::move(by_shm), is_async);
-  post_by(Way::tcp, std::move(by_tcp), is_async);
-  post_by(Way::left, std::move(to_nobody), is_async);
+  post_by(Way::shm, by_shm, is_async);
+  post_by(Way::tcp, by_tcp, is_async);
+  post_by(Way::left, to_nobody, is_async);
 }
 
-void RoutedTransport::post_by(Way way, std::vector<RequestPtr> requests, bool is_async) {
+void RoutedTransport::post_by(Way way, std::span<const RequestPtr> requests, bool is_async) {
   if (requests.empty()) return;
-  if (way == Way::shm) return shm_->post(std::move(requests), is_async);
-  if (way == Way::tcp) return tcp_->post(std::move(requests), is_async);
+  if (way == Way::shm) return shm_->post(requests, is_async);
+  if (way == Way::tcp) return tcp_->post(requests, is_async);
   {
     std::lock_guard lock(mutex_);
     if (aborted_) return;  // they fail for that cause

@@ -46,7 +46,7 @@ class RoutedTransport final : public HostTransport {
 
   bool copies_on_the_way() const override { return shm_ != nullptr; }
   std::shared_ptr<std::byte> allocate_result(int64_t num_bytes) override;
-  void post(std::vector<RequestPtr> batch, bool is_async) override;
+  void post(std::span<const RequestPtr> batch, bool is_async) override;
   void connect(int peer) override;
   void claim(int peer, Direction direction, const Descriptor& descriptor,
              std::span<const std::byte> note) override;
@@ -78,7 +78,7 @@ class RoutedTransport final : public HostTransport {
   bool has_met_all() const;
   void say_farewell();
   void settle(int peer, Way way, std::unique_lock<std::mutex>& lock);
-  void post_by(Way way, std::vector<RequestPtr> requests, bool is_async);
+  void post_by(Way way, std::span<const RequestPtr> requests, bool is_async);
   template <class Action>
   void or_break(Action action);
 

@@ -62,7 +62,7 @@ class HostTransport {
 
   // Takes the whole batch in order and never waits for a peer. Settles each request exactly once.
   // If `is_async` is false the calling thread waits for the operation next and makes its progress.
-  virtual void post(std::vector<RequestPtr> batch, bool is_async) = 0;
+  virtual void post(std::span<const RequestPtr> batch, bool is_async) = 0;
 
   // Begins to connect to a peer, if messages to it would have to do so first. Waits for nobody.
   virtual void connect(int /*peer*/) {}

@@ -102,7 +102,7 @@ class HubTransport final : public HostTransport {
   }
   ~HubTransport() override { hub_.leave(rank_); }
 
-  void post(std::vector<RequestPtr> batch, bool /*is_async*/) override {
+  void post(std::span<const RequestPtr> batch, bool /*is_async*/) override {
     std::lock_guard lock(hub_.mutex_);
     for (const RequestPtr& request : batch) {
       const bool sends = request->direction == Direction::send;

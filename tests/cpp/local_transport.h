@@ -84,7 +84,7 @@ class Transport final : public HostTransport {
   }
   ~Transport() override { close(Clock::now()); }
 
-  void post(std::vector<RequestPtr> batch, bool /*is_async*/) override {
+  void post(std::span<const RequestPtr> batch, bool /*is_async*/) override {
     for (const RequestPtr& request : batch) {
       Connection& connection = *connections_[request->peer];
       std::unique_lock lock(connection.mutex);

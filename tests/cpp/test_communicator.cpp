@@ -529,7 +529,7 @@ TEST(failure_during_construction) {
       std::this_thread::sleep_for(20ms);
     }
     ~Hasty() override { close(Clock::now()); }
-    void post(std::vector<RequestPtr>, bool) override { CHECK(false); }
+    void post(std::span<const RequestPtr>, bool) override { CHECK(false); }
     void tick() override {}
     void abort(const Failure& failure) override {
       CHECK_EQ(failure.origin_rank, 1);

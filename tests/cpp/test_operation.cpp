@@ -15,8 +15,8 @@ FailurePtr failure_of(const std::string& message) {
 OperationPtr make_operation() { return std::make_shared<Operation>(OpCode::p2p, Deadline::max()); }
 
 // As the communicator posts: from here on a pending operation owns itself through its requests.
-std::vector<RequestPtr> seal(const OperationPtr& operation) {
-  std::vector<RequestPtr> requests = operation->seal();
+RequestList seal(const OperationPtr& operation) {
+  RequestList requests = operation->seal();
   for (const RequestPtr& request : requests) request->operation = operation;
   return requests;
 }
@@ -180,7 +180,7 @@ TEST(dropped_handles) {
     operation->keep(std::move(resource));
     bool ran = false;
     operation->on_success([&] { ran = true; });
-    std::vector<RequestPtr> requests = seal(operation);
+    RequestList requests = seal(operation);
     const std::weak_ptr<Operation> watched = operation;
     operation.reset();
     CHECK(!watched.expired() && !kept.expired());
@@ -217,14 +217,14 @@ TEST(races) {
       output = *resource;
       ++num_epilogues;
     });
-    std::vector<RequestPtr> requests = seal(operation);
+    RequestList requests = seal(operation);
     const std::weak_ptr<Operation> watched = operation;
     std::latch start(2 * kNumThreads + 1);
     std::vector<std::thread> threads;
     for (int idx = 0; idx < kNumThreads; ++idx) {
       threads.emplace_back([&, requests, seed = random()] {  // a transport's thread
         std::mt19937 own(seed);
-        std::vector<RequestPtr> mine = requests;
+        RequestList mine = requests;
         std::shuffle(mine.begin(), mine.end(), own);
         start.arrive_and_wait();
         for (const RequestPtr& request : mine)

@@ -1,12 +1,10 @@
-// Makes chosen calls of the extension fail. The functions here take the places of those that a shared
-// object imports (the entries of its global offset table), so that the calls of this object are seen, and
-// no other ones: gloo's, torch's and Python's own calls go where they always went.
+// Makes chosen calls of the extension fail: the functions here take the places of those that it imports
+// (imports.h).
 //
 //   g++ -std=c++20 -shared -fPIC failing_calls.cpp -o libfailing_calls.so        (loaded with ctypes)
 #include <dlfcn.h>
 #include <fcntl.h>
 #include <ifaddrs.h>
-#include <link.h>
 #include <netdb.h>
 #include <poll.h>
 #include <sched.h>
@@ -28,6 +26,8 @@
 #include <string>
 #include <system_error>
 #include <vector>
+
+#include "imports.h"
 
 namespace {
 
@@ -174,39 +174,6 @@ const bool has_others = add("syscall", failing_syscall) &&
                         add("aligned_alloc", failing_aligned_alloc) && add("_Znwm", failing_new) &&
                         add(kStartThread, failing_start_thread);
 
-// Calls visit(name, place of the address) for every function that the loaded object imports.
-template <class Visit>
-bool for_each_import(const char* path, Visit visit) {
-  link_map* object = nullptr;
-  void* const handle = dlopen(path, RTLD_LAZY | RTLD_NOLOAD);
-  if (!handle || dlinfo(handle, RTLD_DI_LINKMAP, &object) != 0) return false;
-  const char* names = nullptr;
-  const ElfW(Sym)* symbols = nullptr;
-  struct {
-    const ElfW(Rela) * first;
-    size_t num_bytes;
-  } tables[2]{};
-  for (const ElfW(Dyn)* entry = object->l_ld; entry->d_tag != DT_NULL; ++entry) {
-    const auto at = reinterpret_cast<const void*>(entry->d_un.d_ptr);
-    if (entry->d_tag == DT_STRTAB) names = static_cast<const char*>(at);
-    if (entry->d_tag == DT_SYMTAB) symbols = static_cast<const ElfW(Sym)*>(at);
-    if (entry->d_tag == DT_RELA) tables[0].first = static_cast<const ElfW(Rela)*>(at);
-    if (entry->d_tag == DT_RELASZ) tables[0].num_bytes = entry->d_un.d_val;
-    if (entry->d_tag == DT_JMPREL) tables[1].first = static_cast<const ElfW(Rela)*>(at);
-    if (entry->d_tag == DT_PLTRELSZ) tables[1].num_bytes = entry->d_un.d_val;
-  }
-  for (const auto& [first, num_bytes] : tables) {
-    for (size_t idx = 0; idx < num_bytes / sizeof *first; ++idx) {
-      const ElfW(Sym) & symbol = symbols[ELF64_R_SYM(first[idx].r_info)];
-      if (symbol.st_shndx == SHN_UNDEF && symbol.st_name != 0)
-        visit(names + symbol.st_name,
-              reinterpret_cast<void**>(object->l_addr + first[idx].r_offset));
-    }
-  }
-  dlclose(handle);
-  return true;
-}
-
 }  // namespace
 
 extern "C" {
@@ -215,13 +182,8 @@ extern "C" {
 bool watch(const char* path, const char* only) {
   return for_each_import(path, [&](const char* name, void** place) {
     if (only && std::strcmp(only, name) != 0) return;
-    for (const auto& failing : failing_functions) {
-      if (failing.name != name) continue;
-      const auto page_bytes = static_cast<uintptr_t>(getpagesize());
-      const auto page = reinterpret_cast<uintptr_t>(place) & ~(page_bytes - 1);
-      mprotect(reinterpret_cast<void*>(page), page_bytes, PROT_READ | PROT_WRITE);
-      *place = failing.function;
-    }
+    for (const auto& failing : failing_functions)
+      if (failing.name == name) replace_import(place, failing.function);
   });
 }
 

@@ -144,7 +144,7 @@ void Outbound::settle(const RequestPtr& send, FailurePtr failure) {
 }
 
 void Outbound::drop() {
-  for (const RequestPtr& send : unanswered_) send->transport_state.reset();
+  for (size_t idx = 0; idx < unanswered_.size(); ++idx) unanswered_[idx]->transport_state.reset();
   unanswered_.clear();
   num_sent_ = 0;
   start_over();

@@ -3,13 +3,13 @@
 // that its receiver has granted is written in pieces, without the lock, by one or more threads.
 #pragma once
 
-#include <deque>
 #include <memory>
 #include <optional>
 #include <utility>
 #include <vector>
 
 #include "message/operation.h"
+#include "message/queue.h"
 #include "transport/shm/bell.h"
 #include "transport/shm/multicast.h"
 #include "transport/shm/ring.h"
@@ -22,13 +22,14 @@ struct Settlement {
   RequestPtr request;
   FailurePtr failure;
 };
+using Settlements = InlineVector<Settlement, 8>;
 
 // State that all lanes of one rank share.
 struct LaneContext {
   int rank = 0;
   uint32_t epoch = 0;
   WindowPool* window = nullptr;
-  std::vector<Settlement> settled;
+  Settlements settled;
 
   void settle(RequestPtr request, FailurePtr failure = nullptr) {
     settled.push_back({std::move(request), std::move(failure)});
@@ -96,7 +97,7 @@ class Outbound {
   RingWriter ring_;
   const int64_t max_eager_bytes_;
   const int64_t chunk_bytes_;
-  std::deque<RequestPtr> unanswered_;  // in order; the first `num_sent_` of them are sent
+  Queue<RequestPtr> unanswered_;  // in order; the first `num_sent_` of them are sent
   size_t num_sent_ = 0;
   uint64_t num_posted_ = 0;
   uint64_t num_answered_ = 0;
@@ -140,7 +141,7 @@ class Inbound {
   MulticastReader multicast_;
   const int64_t max_eager_bytes_;
   const int64_t chunk_bytes_;
-  std::deque<RequestPtr> posted_;
+  Queue<RequestPtr> posted_;
   uint64_t num_posted_ = 0;
   uint64_t num_answered_ = 0;
   Stage stage_ = Stage::header;

@@ -121,7 +121,7 @@ void ShmTransport::nudge() {
 // ----------------------------------------------------------------------------------------------
 // moving messages
 
-void ShmTransport::post(std::vector<RequestPtr> batch, bool is_async) {
+void ShmTransport::post(std::span<const RequestPtr> batch, bool is_async) {
   {
     std::lock_guard lock(mutex_);
     if (aborted_) return;
@@ -155,7 +155,7 @@ void ShmTransport::hand_over() {
 }
 
 // A ring has the same readers for ever: it takes what goes to all peers, once all are added.
-void ShmTransport::post_multicasts(const std::vector<RequestPtr>& batch) {
+void ShmTransport::post_multicasts(std::span<const RequestPtr> batch) {
   if (!all_added_ || batch.empty() || batch.front()->descriptor.op != OpCode::broadcast) return;
   std::vector<RequestPtr> sends;
   for (const RequestPtr& request : batch)
@@ -178,7 +178,7 @@ bool ShmTransport::busy() const {
 // that this rank has not posted yet need not wake anybody, which would cost each message a system
 // call, but for a thread that waits: another thread may be about to post what it waits for.
 ShmTransport::Turn ShmTransport::turn(By by, uint32_t sleepers) {
-  std::vector<Settlement> settled;
+  Settlements settled;
   std::vector<Failure> failures;
   std::vector<int> met;
   std::optional<std::string> broken;
@@ -201,7 +201,7 @@ ShmTransport::Turn ShmTransport::turn(By by, uint32_t sleepers) {
       broken = error.what();
     }
     if (!assisted_by_other && sleepers == kProgress && !busy()) asleep.store(kNobody);
-    settled.swap(context_.settled);
+    settled = std::move(context_.settled);
     // A peer's failure explains the messages that can no longer match. The thread that saw it tells
     // the owner, perhaps later, and the owner then fails all operations for that cause.
     if (any_failure_seen_)

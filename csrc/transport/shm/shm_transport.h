@@ -51,7 +51,7 @@ class ShmTransport final : public HostTransport {
   void attend() { hand_over(); }
   // A thread that assists looks whether its operation is done.
   void nudge();
-  void post(std::vector<RequestPtr> batch, bool is_async) override;
+  void post(std::span<const RequestPtr> batch, bool is_async) override;
   bool assist(Operation& operation) override;
   void tick() override;
   void abort(const Failure& failure) override;
@@ -83,7 +83,7 @@ class ShmTransport final : public HostTransport {
   bool any_pieces() const;
   bool write_piece(By by);
   void look_for_failures(std::vector<Failure>& failures);
-  void post_multicasts(const std::vector<RequestPtr>& batch);
+  void post_multicasts(std::span<const RequestPtr> batch);
   void wake_peers();
   void progress();
 

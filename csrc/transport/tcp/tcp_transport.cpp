@@ -109,7 +109,7 @@ void TcpTransport::for_each_peer(Function function) {
 // ------------------------------------------------------------------------------------------------
 // callers
 
-void TcpTransport::post(std::vector<RequestPtr> batch, bool is_async) {
+void TcpTransport::post(std::span<const RequestPtr> batch, bool is_async) {
   if (aborted_) return;
   num_pending_ += static_cast<int64_t>(batch.size());
   std::vector<Peer*> touched;

@@ -57,7 +57,7 @@ class TcpTransport final : public HostTransport {
   TcpTransport(TcpOptions options, std::vector<Socket> listeners, TransportEvents& events);
   ~TcpTransport() override;
 
-  void post(std::vector<RequestPtr> batch, bool is_async) override;
+  void post(std::span<const RequestPtr> batch, bool is_async) override;
   void claim(int peer, Direction direction, const Descriptor& descriptor,
              std::span<const std::byte> note) override;
   void connect(int peer) override;

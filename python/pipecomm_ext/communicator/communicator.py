@@ -13,6 +13,7 @@ from typing import Any, Literal, cast, overload
 
 import torch
 import torch.distributed as dist
+from torch.compiler import is_compiling
 
 from ..core import environment, flight
 from ..core.checked import whole_number
@@ -24,7 +25,7 @@ from ..transports import nccl
 from . import reductions, traced
 from .construction import make
 from .continuation import Continuation, Line, finish_in_background
-from .refusal import RefusedOnError
+from .refusal import RefusedOnError, refuse_for
 
 Send = _C.Send
 Recv = _C.Recv
@@ -268,12 +269,14 @@ class Communicator:
             work.wait()  # compute in between
             ```
         """
-        if torch.compiler.is_compiling() and all(isinstance(op, dist.P2POp) for op in ops):
+        if is_compiling() and all(isinstance(op, dist.P2POp) for op in ops):
             traced.batch_p2p(graph_name(self), [self._traced_message(op) for op in ops])
             return traced.done_work() if async_op else None
-        if any(type(op) is not Send and type(op) is not Recv for op in ops):
-            ops = [self._from_torch(op, op_idx) for op_idx, op in enumerate(ops)]
-        return self._finish(self._c.batch_p2p(ops, async_op), async_op)
+        for op in ops:
+            if type(op) is not Send and type(op) is not Recv:
+                ops = [self._from_torch(op, op_idx) for op_idx, op in enumerate(ops)]
+                break
+        return self._c.batch_p2p(ops, async_op)
 
     def send(self, tensor: torch.Tensor, dst: int, channel: int = 0) -> None:
         """Sends a tensor to rank `dst`; returns when the receiver has accepted it.
@@ -286,17 +289,17 @@ class Communicator:
                 comm.recv(received := torch.empty(3, dtype=torch.int64), 0)
             ```
         """
-        if torch.compiler.is_compiling():
+        if is_compiling():
             traced.batch_p2p(graph_name(self), [traced.Message(True, tensor, dst, channel)])
             return
-        self._c.isend(tensor, dst, channel, False).wait()
+        self._c.send(tensor, dst, channel)
 
     def recv(self, tensor: torch.Tensor, src: int, channel: int = 0) -> None:
         """Receives from rank `src` into `tensor`, whose shape and dtype must be the sender's."""
-        if torch.compiler.is_compiling():
+        if is_compiling():
             traced.batch_p2p(graph_name(self), [traced.Message(False, tensor, src, channel)])
             return
-        self._c.irecv(tensor, src, channel, False).wait()
+        self._c.recv(tensor, src, channel)
 
     def isend(self, tensor: torch.Tensor, dst: int, channel: int = 0) -> Work:
         """Like `send`, without waiting. The buffer must not change until the Work is done, and must keep its
@@ -323,12 +326,14 @@ class Communicator:
             comm.broadcast(weights, src=0)
             ```
         """
-        if torch.compiler.is_compiling() and not async_op:
+        if is_compiling() and not async_op:
             traced.broadcast(graph_name(self), tensor, src, is_source=src == self.rank)
             return None
-        with self.collective("broadcast"):
-            work = self._c.broadcast(tensor, src, async_op)
-        return self._finish(work, async_op)
+        try:
+            return self._c.broadcast(tensor, src, async_op)
+        except Exception as error:
+            refuse_for(self, "broadcast", error)
+            raise
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Returns an uninitialised tensor for results, on this communicator's device.
@@ -349,7 +354,7 @@ class Communicator:
             raise TypeError(f"shape must be a sequence of lengths, not {type(shape).__name__}")
         if not isinstance(dtype, torch.dtype):
             raise TypeError(f"dtype must be a torch.dtype, not {type(dtype).__name__}")
-        if torch.compiler.is_compiling():
+        if is_compiling():
             return torch.ops.pipecomm_ext.empty(list(shape), dtype, graph_name(self))
         try:
             if math.prod(shape) * dtype.itemsize >= _C.MIN_RESULT_BYTES:
@@ -380,7 +385,7 @@ class Communicator:
             raise ValueError(
                 "barrier: timeout has no effect with async_op=True; pass it to the handle's wait()"
             )
-        return self._finish(self._c.barrier(async_op), async_op, timeout)
+        return self._c.barrier(async_op, timeout)
 
     @overload
     def all_to_all(
@@ -438,7 +443,7 @@ class Communicator:
         if not async_op:
             reductions.all_reduce(self, self._c, tensor, op)
             return None
-        return self._ended(reductions.begin_all_reduce(self, [tensor], op, False, None, None), True)
+        return self._in_background(reductions.begin_all_reduce(self, [tensor], op, False, None, None))
 
     def reduce_scatter(
         self,
@@ -461,7 +466,7 @@ class Communicator:
         if not async_op:
             reductions.reduce_scatter(self, self._c, output, input, op)
             return None
-        return self._ended(reductions.begin_reduce_scatter(self, [output], input, op, False), True)
+        return self._in_background(reductions.begin_reduce_scatter(self, [output], input, op, False))
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor, *, async_op: bool = False) -> Work | None:
         """Gathers the `input` of all ranks into `output`, concatenated along dim 0 or stacked.
@@ -472,7 +477,10 @@ class Communicator:
             comm.all_gather(everybody, torch.full((3,), float(comm.rank)))  # row r is that of rank r
             ```
         """
-        return self._ended(reductions.begin_all_gather(self, output, input, not async_op), async_op)
+        if not async_op:
+            reductions.all_gather(self, self._c, output, input)
+            return None
+        return self._in_background(reductions.begin_all_gather(self, output, input, False))
 
     @overload
     def exchange(
@@ -548,17 +556,21 @@ class Communicator:
             gradient_of: the `number` of the Work whose gradients are moved. CPU tensors: ranks compare it.
             returns_work: return the Work, which is done, without async_op, too.
         """
-        with self.collective(op, members, channel):
+        try:
             if callable(plan):
                 plan = plan()
             if not isinstance(plan, _C.PreparedExchange):
                 raise TypeError(f"plan must be an exchange plan, not {type(plan).__name__}")
-            for name, tensors in (("inputs", inputs), ("outputs", outputs)):
-                if not isinstance(tensors, (list, tuple)):
-                    raise TypeError(f"{name} must be a list of tensors, not {type(tensors).__name__}")
-            work = self._c.exchange(op, plan, inputs, outputs, async_op, members, channel, after, gradient_of)
-        self._finish(work, async_op)
-        return work if async_op or returns_work else None
+            if not isinstance(inputs, (list, tuple)):
+                raise TypeError(f"inputs must be a list of tensors, not {type(inputs).__name__}")
+            if not isinstance(outputs, (list, tuple)):
+                raise TypeError(f"outputs must be a list of tensors, not {type(outputs).__name__}")
+            return self._c.exchange(
+                op, plan, inputs, outputs, async_op, members, channel, after, gradient_of, returns_work
+            )
+        except Exception as error:
+            refuse_for(self, op, error, members, channel)
+            raise
 
     def collective(
         self, op: str, members: Sequence[int] = (), channel: int | None = None
@@ -648,17 +660,7 @@ class Communicator:
         return channel
 
     @staticmethod
-    def _finish(work: Work, async_op: bool, timeout: float | datetime.timedelta | None = None) -> Work | None:
-        if async_op:
-            return work
-        work.wait(timeout)
-        return None
-
-    @staticmethod
-    def _ended(handle: Continuation | Work, async_op: bool) -> Work | None:
-        if not async_op:
-            handle.wait()
-            return None
+    def _in_background(handle: Continuation | Work) -> Work:
         if isinstance(handle, Continuation):
             finish_in_background(handle)
         return cast(Work, handle)  # has what a Work has

@@ -6,7 +6,6 @@ so all ranks hold the same bits, in every run. Nothing here depends on when a me
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -17,6 +16,7 @@ from torch.distributed import ReduceOp
 
 from ..core.extension import _C
 from .continuation import Continuation, Line, begin
+from .refusal import refuse_for
 
 # Up to here every rank gets whole tensors and reduces them itself, in one exchange.
 MAX_WHOLE_BYTES = 32 << 10
@@ -280,10 +280,14 @@ def _operator(op: Any, dtype: torch.dtype, device: torch.device) -> Operator:
     return Operator(op, dtype, device)
 
 
-def _is_simple(comm: Any, op: Operator, *tensors: Tensor) -> bool:
-    """Whether C++ does it in one call."""
-    is_native = op.is_native and op.factor is None and comm.size > 1
-    return is_native and all(tensor.is_contiguous() for tensor in tensors)
+def _plans_in_one_call(
+    rank: int, size: int, length: int, dtype: torch.dtype, op: Any
+) -> tuple[str, list[Any]] | None:
+    """What C++ runs to reduce a tensor of `length` elements in place; None: it cannot."""
+    operator_ = _operator(op, dtype, torch.device("cpu"))
+    if size == 1 or not operator_.is_native or operator_.factor is not None:
+        return None
+    return operator_.reduction, _all_reduce_plans(rank, size, length, dtype, operator_.name, True)
 
 
 def all_reduce(
@@ -296,17 +300,18 @@ def all_reduce(
 ) -> None:
     """Reduces one tensor in place and waits; in host memory by one call of C++, unless operations in the line
     have not posted their second exchanges."""
-    with comm.collective("exchange"):
-        _check_targets(comm, [tensor], "tensor")
-        dtype = tensor.dtype
-        operator_ = _operator(op, dtype, comm.device)
-        if _is_simple(comm, operator_, tensor):
-            plans = _all_reduce_plans(comm.rank, comm.size, tensor.numel(), dtype, operator_.name, True)
-            with line.lock if line is not None else contextlib.nullcontext():
-                if line is None or line.last is None or line.last.poll():
-                    return engine.all_reduce(tensor, operator_.reduction, plans, channel)
-    begin_all_reduce(comm, [tensor], op, True, channel, line).wait()
-    return None
+    try:
+        if line is None:
+            is_done = engine.all_reduce(tensor, op, _plans_in_one_call, channel)
+        else:
+            with line.lock:
+                has_no_other = line.last is None or line.last.poll()
+                is_done = has_no_other and engine.all_reduce(tensor, op, _plans_in_one_call, channel)
+    except Exception as error:
+        refuse_for(comm, "exchange", error)
+        raise
+    if not is_done:
+        begin_all_reduce(comm, [tensor], op, True, channel, line).wait()
 
 
 def begin_all_reduce(
@@ -358,19 +363,28 @@ def begin_reduce_scatter(
     return begin(comm, with_copies(steps, parts, outputs), [flat, whole, *outputs], waits)
 
 
+def _scatter_in_one_call(
+    rank: int, size: int, length: int, dtype: torch.dtype, op: Any
+) -> tuple[str, list[Any]] | None:
+    """As `_plans_in_one_call`, for pieces of `length` elements."""
+    operator_ = _operator(op, dtype, torch.device("cpu"))
+    if size == 1 or not operator_.is_native or operator_.factor is not None:
+        return None
+    tag = _tag_of_reduce_scatter(operator_, dtype)
+    return operator_.reduction, [_scatter_plan(rank, size, (length,) * size, dtype, tag)]
+
+
 def reduce_scatter(comm: Any, engine: _C.Communicator, output: Tensor, input: Any, op: Any) -> None:
     """`begin_reduce_scatter` into one tensor, waited for; of one tensor in host memory by one call of C++."""
     if isinstance(input, Tensor):
-        with comm.collective("exchange"):
-            _check_targets(comm, [output], "output")
-            lengths = _lengths_in(comm, [output], input)
-            operator_ = _operator(op, output.dtype, comm.device)
-            if _is_simple(comm, operator_, output, input):
-                tag = _tag_of_reduce_scatter(operator_, output.dtype)
-                plan = _scatter_plan(comm.rank, comm.size, lengths, output.dtype, tag)
-                return engine.reduce_scatter(output, input, operator_.reduction, plan)
+        try:
+            is_done = engine.reduce_scatter(output, input, op, _scatter_in_one_call)
+        except Exception as error:
+            refuse_for(comm, "exchange", error)
+            raise
+        if is_done:
+            return
     begin_reduce_scatter(comm, [output], input, op, True).wait()
-    return None
 
 
 def _tag_of_reduce_scatter(op: Operator, dtype: torch.dtype) -> str:
@@ -408,6 +422,24 @@ def _joined_inputs(
             )
     lengths = tuple(sum(tensor.numel() for tensor in of_rank) for of_rank in pieces)
     return _joined([tensor for of_rank in pieces for tensor in of_rank])[0], lengths
+
+
+def _gather_in_one_call(
+    rank: int, size: int, length: int, dtype: torch.dtype, op: None
+) -> tuple[None, list[Any]] | None:
+    """The plan of an all-gather of `length` elements per rank; None: it is a copy."""
+    return None if size == 1 else (None, [_concatenation_plan(rank, size, length, dtype)])
+
+
+def all_gather(comm: Any, engine: _C.Communicator, output: Tensor, input: Tensor) -> None:
+    """`begin_all_gather`, waited for; of contiguous tensors in host memory by one call of C++."""
+    try:
+        is_done = engine.all_gather(output, input, _gather_in_one_call)
+    except Exception as error:
+        refuse_for(comm, "all_gather", error)
+        raise
+    if not is_done:
+        begin_all_gather(comm, output, input, True).wait()
 
 
 def begin_all_gather(comm: Any, output: Tensor, tensor: Tensor, waits: bool) -> Any:

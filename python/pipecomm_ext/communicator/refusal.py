@@ -8,9 +8,19 @@ from typing import Any
 from ..errors import PipeCommError
 
 
+def refuse_for(
+    comm: Any, op: str, error: Exception, members: Sequence[int] = (), channel: int | None = None
+) -> None:
+    """Tells the other ranks that this one takes no part, because of `error`; unless that is a failure, of
+    which they hear otherwise, or a signal handler has raised it while the collective was under way."""
+    if isinstance(error, PipeCommError) or error.__dict__.pop("_pipecomm_posted", False):
+        return
+    comm.refuse(op, error, members, channel)
+
+
 class RefusedOnError:
-    """See `Communicator.collective`. A class, since each collective enters two of them, and a generator takes
-    a microsecond."""
+    """See `Communicator.collective`. A class, since a generator takes a microsecond; calls that take few of
+    them use `refuse_for`."""
 
     __slots__ = ("_channel", "_comm", "_members", "_op")
 
@@ -21,5 +31,5 @@ class RefusedOnError:
         pass
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        if error is not None and isinstance(error, Exception) and not isinstance(error, PipeCommError):
-            self._comm.refuse(self._op, error, self._members, self._channel)
+        if isinstance(error, Exception):
+            refuse_for(self._comm, self._op, error, self._members, self._channel)

@@ -1,0 +1,88 @@
+// Methods that Python calls without the dispatch of pybind11, which takes as long as all else on the way
+// of a small call into C++: no overloads, no names of arguments, objects as they are.
+#pragma once
+
+#include <cstddef>
+#include <new>
+#include <stdexcept>
+#include <type_traits>
+#include <utility>
+
+#include "bindings/python_args.h"
+
+namespace pipecomm {
+
+inline void set_failure(const Failure& failure) {
+  try {
+    raise_failure(failure);
+  } catch (py::error_already_set& error) {
+    error.restore();
+  }
+}
+
+// What pybind11 makes of exceptions, of those that calls of ours throw.
+template <class Call>
+PyObject* result_or_error(Call&& call) {
+  try {
+    return call();
+  } catch (py::error_already_set& error) {
+    error.restore();
+  } catch (const py::builtin_exception& error) {
+    error.set_error();
+  } catch (const PipeCommException& error) {
+    set_failure(*error.failure());
+  } catch (const std::invalid_argument& error) {
+    PyErr_SetString(PyExc_ValueError, error.what());
+  } catch (const std::bad_alloc&) {
+    PyErr_NoMemory();
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+  }
+  return nullptr;
+}
+
+template <class Method>
+struct MethodParts;
+template <class Class_, class Result_, class... Args>
+struct MethodParts<Result_ (Class_::*)(Args...)> {
+  static_assert((std::is_same_v<Args, const py::object&> && ...));
+  using Class = Class_;
+  using Result = Result_;
+  static constexpr size_t kNumArgs = sizeof...(Args);
+};
+
+template <auto kMethod>
+PyObject* call_method(PyObject* self, PyObject* const* args, Py_ssize_t num_args) {
+  using Parts = MethodParts<decltype(kMethod)>;
+  return result_or_error([&]() -> PyObject* {
+    if (num_args != Parts::kNumArgs)
+      throw py::type_error("takes " + std::to_string(Parts::kNumArgs) +
+                           " positional arguments, not " + std::to_string(num_args));
+    auto* const object = reinterpret_cast<py::detail::instance*>(self)
+                             ->get_value_and_holder()
+                             .template value_ptr<typename Parts::Class>();
+    const auto call = [&]<size_t... idx>(std::index_sequence<idx...>) {
+      return (object->*kMethod)(py::reinterpret_borrow<py::object>(args[idx])...);
+    };
+    constexpr auto kArgs = std::make_index_sequence<Parts::kNumArgs>();
+    if constexpr (std::is_void_v<typename Parts::Result>) {
+      call(kArgs);
+      Py_RETURN_NONE;
+    } else {
+      return py::cast(call(kArgs)).release().ptr();
+    }
+  });
+}
+
+// `doc` begins with the signature: "name($self, tensor, /)\n--\n\n".
+template <auto kMethod>
+void def_quick(py::class_<typename MethodParts<decltype(kMethod)>::Class>& type, const char* name,
+               const char* doc) {
+  static PyMethodDef method{name, nullptr, METH_FASTCALL, doc};
+  method.ml_meth =
+      reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&call_method<kMethod>));
+  type.attr(name) = py::reinterpret_steal<py::object>(
+      PyDescr_NewMethod(reinterpret_cast<PyTypeObject*>(type.ptr()), &method));
+}
+
+}  // namespace pipecomm
