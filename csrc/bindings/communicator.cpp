@@ -89,6 +89,8 @@ BoundCommunicator::WorkPtr BoundCommunicator::work(Tensors tensors, Post&& post)
     const WithoutGil no_gil;
     operation = post();
   }
+  if (const std::string text = communicator_->take_warning(); !text.empty())
+    if (PyErr_WarnEx(PyExc_RuntimeWarning, text.c_str(), 1) != 0) throw py::error_already_set();
   return std::make_shared<OperationWork>(communicator_, std::move(operation), std::move(awaited));
 }
 
@@ -184,13 +186,14 @@ void BoundCommunicator::reduce_scatter(const py::object& output, const py::objec
 
 BoundCommunicator::WorkPtr BoundCommunicator::exchange(
     const std::string& op, const PreparedExchangePtr& plan, const py::sequence& inputs,
-    const py::sequence& outputs, bool async_op, std::vector<int> members, const py::object& channel,
-    const std::shared_ptr<Work>& after, uint64_t gradient_of) {
+    const py::sequence& outputs, bool async_op, std::vector<int> members, std::vector<int> within,
+    const py::object& channel, const std::shared_ptr<Work>& after, uint64_t gradient_of) {
   Tensors tensors(*this, py::len(inputs) + py::len(outputs), async_op);
   const auto input_refs = tensors.refs(inputs, "inputs", Access::read);
   const auto output_refs = tensors.refs(outputs, "outputs", Access::write);
   const OpCode code = collective_code(op);
   Scope scope = scope_argument(std::move(members), channel);
+  scope.within = std::move(within);
   scope.gradient_of = gradient_of;
   const auto* first = after ? dynamic_cast<const OperationWork*>(after.get()) : nullptr;
   if (after && !first) throw py::type_error("after must be the Work of one exchange");
@@ -223,6 +226,12 @@ void BoundCommunicator::connect(const std::vector<int>& peers,
                                 "'");
   py::gil_scoped_release no_gil;
   communicator_->connect(peers, channels, way);
+}
+
+void BoundCommunicator::connect_exchanges(std::vector<int> members, const py::object& channel) {
+  const Scope scope = scope_argument(std::move(members), channel);
+  py::gil_scoped_release no_gil;
+  communicator_->connect(scope);
 }
 
 std::pair<std::string, std::string> BoundCommunicator::route(int peer) const {
@@ -308,13 +317,15 @@ py::class_<BoundCommunicator> bind_communicator(py::module_& m) {
            py::arg("reduction"), py::arg("plan"))
       .def("exchange", &Bound::exchange, py::arg("op"), py::arg("plan"), py::arg("inputs"),
            py::arg("outputs"), py::arg("async_op") = false, py::arg("members") = std::vector<int>(),
-           py::arg("channel") = py::none(), py::arg("after") = py::none(),
-           py::arg("gradient_of") = 0)
+           py::arg("within") = std::vector<int>(), py::arg("channel") = py::none(),
+           py::arg("after") = py::none(), py::arg("gradient_of") = 0)
       .def("empty", &Bound::empty, py::arg("shape"), py::arg("dtype"))
       .def("refuse", &Bound::refuse, py::arg("op"), py::arg("reason"),
            py::arg("members") = std::vector<int>(), py::arg("channel") = py::none())
       .def("connect", &Bound::connect, py::arg("peers"), py::arg("channels") = py::none(),
            py::arg("direction") = py::none())
+      .def("connect_exchanges", &Bound::connect_exchanges, py::arg("members"),
+           py::arg("channel") = py::none())
       .def("route", &Bound::route, py::arg("peer"))
       .def("abort", &Bound::abort, py::arg("reason"), py::arg("cause") = py::none())
       .def("close", &Bound::close)

@@ -40,13 +40,14 @@ class BoundCommunicator {
                       const std::string& reduction, const PreparedExchangePtr& plan);
   WorkPtr exchange(const std::string& op, const PreparedExchangePtr& plan,
                    const py::sequence& inputs, const py::sequence& outputs, bool async_op,
-                   std::vector<int> members, const py::object& channel,
+                   std::vector<int> members, std::vector<int> within, const py::object& channel,
                    const std::shared_ptr<Work>& after, uint64_t gradient_of);
   void refuse(const std::string& op, const py::str& reason, std::vector<int> members,
               const py::object& channel);
   // Begins to connect to these ranks.
   void connect(const std::vector<int>& peers, const std::optional<std::vector<int>>& channels,
                const std::optional<std::string>& direction);
+  void connect_exchanges(std::vector<int> members, const py::object& channel);
   // Name of the transport, "" if it is not settled, and the reason if there is one to tell.
   std::pair<std::string, std::string> route(int peer) const;
   // For results: in memory that peers write directly. None if the transport has no such memory.
