@@ -67,6 +67,10 @@ def test_a_communicator_tells_what_it_is(world):
     comm.connect([0], channels=())
     comm.connect(channels=[comm.channels - 1])
     comm.connect([0], direction="send")
+    comm.connect([0], together=True)
+    comm.connect(channels=[0, 1], together=True)
+    with pytest.raises(ValueError, match="exchanges have no direction"):
+        comm.connect([0], together=True, direction="send")
     with pytest.raises(ValueError, match="'send', 'recv' or None, not 'both'"):
         comm.connect([0], direction="both")
     for channel in (-1, comm.channels):

@@ -220,6 +220,39 @@ def test_the_choice_for_cuda_tensors(monkeypatch, gpus, is_asked_for, transport,
         assert not warned
 
 
+@pytest.mark.parametrize(
+    ("variables", "is_problem"),
+    [
+        ({}, False),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, False),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64, expandable_segments: True"}, True),
+        ({"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, True),
+        ({"PYTORCH_ALLOC_CONF": "expandable_segments:False"}, False),
+        ({"PYTORCH_ALLOC_CONF": "expandable_segments:True", "NCCL_GRAPH_REGISTER": "1"}, True),
+        ({"PYTORCH_ALLOC_CONF": "expandable_segments:True", "NCCL_GRAPH_REGISTER": "0"}, False),
+    ],
+)
+def test_graphs_of_memory_that_nccl_registers_in_part(variables, is_problem):
+    problem = nccl.capture_problem(variables)
+    assert ("set NCCL_GRAPH_REGISTER=0" in problem) == is_problem == bool(problem)
+
+
+@pytest.mark.parametrize(
+    ("variables", "named"),
+    [
+        ({}, []),
+        ({"CUDA_DEVICE_MAX_CONNECTIONS": "8", "NCCL_LAUNCH_ORDER_IMPLICIT": "0"}, []),
+        ({"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, ["share 1 hardware queues"]),
+        ({"CUDA_DEVICE_MAX_CONNECTIONS": "many"}, []),
+        ({"NCCL_LAUNCH_ORDER_IMPLICIT": "1"}, ["NCCL_LAUNCH_ORDER_IMPLICIT=1"]),
+    ],
+)
+def test_variables_that_change_what_nccl_does(variables, named):
+    warned = nccl.environment_warnings(variables)
+    assert len(warned) == len(named)
+    assert all(part in text for part, text in zip(named, warned, strict=True))
+
+
 def test_what_nccl_has_taken():
     device = torch.device("cuda", 1)
     assert nccl.usage_text(0, 0, device) == "nothing is connected yet"

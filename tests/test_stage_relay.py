@@ -7,13 +7,14 @@ import itertools
 import re
 import time
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
 from ranks import on_ranks
 from relay_cases import Traffic, numbers, same_bytes, topology_of
 
-from pipecomm_ext import PipeCommMismatch, StageRelay
+from pipecomm_ext import Communicator, PipeCommMismatch, StageRelay
 from pipecomm_ext.relay import cost
 
 SIZES = [(1, 2), (2, 1), (1, 2, 2), (2, 3), (4, 2, 1), (1, 3, 4)]
@@ -485,6 +486,38 @@ def test_relay_arguments(world):
             relay.relay(None, [2, 2], torch.float64, 0, 1)
     result = relay.relay(mine, [2, 2], torch.float32, 0, 1)
     assert result.shape == ((0,) if stage_idx == 0 else (2, 2))
+
+
+@on_ranks(6, deadline=60)
+def test_over_nccl_a_link_has_one_communicator(world):
+    """What a rank connects and runs, as `DeviceExecution` hears of it: of each link and way the ranks of both
+    stages, and no more."""
+    topology = topology_of(world, [2, 2, 2])
+    connected, used = set(), set()
+    comm = topology.communicator
+    connect, exchange = Communicator.connect, Communicator.exchange
+
+    def noted_connect(self, peers=None, *, channels=None, direction=None, together=False):
+        if together:
+            connected.update((tuple(sorted({*peers, comm.rank})), channel) for channel in channels)
+        return connect(self, peers, channels=channels, direction=direction, together=together)
+
+    def noted_exchange(self, *args, members=(), within=(), channel=None, **others):
+        used.add((tuple(within or members), channel))
+        return exchange(self, *args, members=members, within=within, channel=channel, **others)
+
+    stage = topology.get_vtp_my_stage_idx()
+    with mock.patch.multiple(Communicator, connect=noted_connect, exchange=noted_exchange):
+        for grad_reduce in ("leader", "mean"):
+            relay = StageRelay(topology, layout="replicated", algorithm="sharded", grad_reduce=grad_reduce)
+            if stage > 0:
+                relay.recv_forward((8,), torch.float32)
+            if stage < 2:
+                relay.send_forward(torch.ones(8))
+                relay.recv_backward((8,), torch.float32)
+            if stage > 0:
+                relay.send_backward(torch.ones(8))
+    assert used == connected and len(used) == (4 if stage == 1 else 2)
 
 
 # ---- the model of costs -----------------------------------------------------------------------------------

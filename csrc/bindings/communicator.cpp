@@ -107,6 +107,8 @@ BoundCommunicator::WorkPtr BoundCommunicator::work(Tensors tensors, Post&& post)
     const WithoutGil no_gil;
     operation = post();
   }
+  if (const std::string text = communicator_->take_warning(); !text.empty())
+    if (PyErr_WarnEx(PyExc_RuntimeWarning, text.c_str(), 1) != 0) throw py::error_already_set();
   return std::make_shared<OperationWork>(communicator_, std::move(operation), std::move(awaited));
 }
 
@@ -273,8 +275,8 @@ bool BoundCommunicator::is_share_of(const TensorRef& piece, const TensorRef& who
 BoundCommunicator::WorkPtr BoundCommunicator::exchange(
     const py::object& op, const py::object& plan, const py::object& inputs,
     const py::object& outputs, const py::object& is_async, const py::object& members,
-    const py::object& channel, const py::object& after, const py::object& gradient_of,
-    const py::object& returns_work) {
+    const py::object& within, const py::object& channel, const py::object& after,
+    const py::object& gradient_of, const py::object& returns_work) {
   const bool async_op = is_true(is_async);
   const auto prepared = argument<PreparedExchangePtr>(plan, "plan");
   const auto sources = argument<py::sequence>(inputs, "inputs");
@@ -284,6 +286,7 @@ BoundCommunicator::WorkPtr BoundCommunicator::exchange(
   const Refs output_refs = tensors.refs(targets, "outputs", Access::write);
   const OpCode code = collective_code(argument<std::string>(op, "op"));
   Scope scope = scope_argument(argument<std::vector<int>>(members, "members"), channel);
+  scope.within = argument<std::vector<int>>(within, "within");
   scope.gradient_of = argument<uint64_t>(gradient_of, "gradient_of");
   const auto first = argument<std::shared_ptr<Work>>(after, "after");
   const auto* one = dynamic_cast<const OperationWork*>(first.get());
@@ -319,6 +322,12 @@ void BoundCommunicator::connect(const std::vector<int>& peers,
                                 "'");
   py::gil_scoped_release no_gil;
   communicator_->connect(peers, channels, way);
+}
+
+void BoundCommunicator::connect_exchanges(std::vector<int> members, const py::object& channel) {
+  const Scope scope = scope_argument(std::move(members), channel);
+  py::gil_scoped_release no_gil;
+  communicator_->connect(scope);
 }
 
 std::pair<std::string, std::string> BoundCommunicator::route(int peer) const {
@@ -400,7 +409,7 @@ py::class_<BoundCommunicator> bind_communicator(py::module_& m) {
                                 "all_gather($self, output, input, make, /)\n--\n\n");
   def_quick<&Bound::exchange>(bound, "exchange",
                               "exchange($self, op, plan, inputs, outputs, async_op, members, "
-                              "channel, after, gradient_of, returns_work, /)\n--\n\n");
+                              "within, channel, after, gradient_of, returns_work, /)\n--\n\n");
   bound
       .def(py::init(&make_communicator), py::arg("connections"), py::arg("rank"), py::arg("size"),
            py::arg("channels"), py::arg("timeout"), py::arg("num_threads"),
@@ -412,6 +421,8 @@ py::class_<BoundCommunicator> bind_communicator(py::module_& m) {
            py::arg("members") = std::vector<int>(), py::arg("channel") = py::none())
       .def("connect", &Bound::connect, py::arg("peers"), py::arg("channels") = py::none(),
            py::arg("direction") = py::none())
+      .def("connect_exchanges", &Bound::connect_exchanges, py::arg("members"),
+           py::arg("channel") = py::none())
       .def("route", &Bound::route, py::arg("peer"))
       .def("abort", &Bound::abort, py::arg("reason"), py::arg("cause") = py::none())
       .def("close", &Bound::close)

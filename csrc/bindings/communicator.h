@@ -45,13 +45,14 @@ class BoundCommunicator {
   // With `returns_work` the result is a Work that is done.
   WorkPtr exchange(const py::object& op, const py::object& plan, const py::object& inputs,
                    const py::object& outputs, const py::object& async_op, const py::object& members,
-                   const py::object& channel, const py::object& after,
+                   const py::object& within, const py::object& channel, const py::object& after,
                    const py::object& gradient_of, const py::object& returns_work);
   void refuse(const std::string& op, const py::str& reason, std::vector<int> members,
               const py::object& channel);
   // Begins to connect to these ranks.
   void connect(const std::vector<int>& peers, const std::optional<std::vector<int>>& channels,
                const std::optional<std::string>& direction);
+  void connect_exchanges(std::vector<int> members, const py::object& channel);
   // Name of the transport, "" if it is not settled, and the reason if there is one to tell.
   std::pair<std::string, std::string> route(int peer) const;
   // For results: in memory that peers write directly. None if the transport has no such memory.

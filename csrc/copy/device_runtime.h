@@ -44,6 +44,7 @@ class DeviceRuntime {
 
   // Of the device, whoever uses the rest.
   virtual int64_t free_bytes() { return 0; }
+  virtual int num_multiprocessors() { return 128; }
 
   // Memory of the host that the device reads and writes, too. Harmless to captures on other threads.
   virtual std::shared_ptr<std::byte> allocate_host(int64_t num_bytes) = 0;

@@ -272,6 +272,14 @@ class CudaRuntime final : public DeviceRuntime {
     return static_cast<int64_t>(free);
   }
 
+  int num_multiprocessors() override {
+    int number = 0;
+    const auto kind = cudaDevAttrMultiProcessorCount;
+    if (cudaDeviceGetAttribute(&number, kind, device_idx_) == cudaSuccess) return number;
+    cudaGetLastError();
+    return DeviceRuntime::num_multiprocessors();
+  }
+
   std::shared_ptr<std::byte> allocate_host(int64_t num_bytes) override {
     const DeviceGuard guard(device_idx_);
     const RelaxedCapture relaxed;

@@ -27,6 +27,10 @@ auto both_ways(const Descriptor& descriptor) {
   };
 }
 
+bool increase(const std::vector<int>& ranks) {
+  return std::ranges::adjacent_find(ranks, std::greater_equal<>()) == ranks.end();
+}
+
 }  // namespace
 
 Communicator::Communicator(const CommunicatorOptions& options, const MakeTransport& make_transport,
@@ -128,13 +132,16 @@ std::vector<int> Communicator::peers_in(const Scope& scope) const {
     peers.resize(size());
     std::iota(peers.begin(), peers.end(), 0);
   }
-  const bool is_increasing =
-      std::adjacent_find(peers.begin(), peers.end(), std::greater_equal<>()) == peers.end();
-  if (!is_increasing || peers.front() < 0 || peers.back() >= size() ||
+  if (!increase(peers) || peers.front() < 0 || peers.back() >= size() ||
       std::erase(peers, rank()) == 0)
     throw std::invalid_argument("members must be increasing ranks of 0.." +
                                 std::to_string(size() - 1) + " with this rank, " +
                                 std::to_string(rank()) + ", among them");
+  if (!scope.within.empty() &&
+      (scope.members.empty() || scope.within.back() >= size() || scope.within.front() < 0 ||
+       !increase(scope.within) || !std::ranges::includes(scope.within, scope.members)))
+    throw std::invalid_argument("within must be increasing ranks of 0.." +
+                                std::to_string(size() - 1) + " with the members among them");
   return peers;
 }
 
@@ -283,6 +290,14 @@ void Communicator::connect(std::span<const int> peers,
   for (const int peer : peers)
     if (peer != rank()) transport_->connect(peer);
   execution_->connect(peers, channels, direction);
+}
+
+void Communicator::connect(const Scope& scope) {
+  check_process();
+  const std::vector<int> peers = peers_in(scope);
+  if (closed_ || failure()) return;
+  for (const int peer : peers) transport_->connect(peer);
+  execution_->connect(scope);
 }
 
 bool Communicator::wait(Operation& operation, Deadline until, const Interrupted& interrupted) {

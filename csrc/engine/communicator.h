@@ -76,6 +76,8 @@ class Communicator final : private TransportEvents {
   void connect(std::span<const int> peers,
                const std::optional<std::vector<int>>& channels = std::nullopt,
                std::optional<Direction> direction = std::nullopt);
+  // Begins to connect these ranks for their exchanges on a channel.
+  void connect(const Scope& scope);
   // See HostTransport::describe_peer.
   std::string describe_peer(int peer) const { return transport_->describe_peer(peer); }
   Route route(int peer) const { return transport_->route(peer); }
@@ -105,6 +107,8 @@ class Communicator final : private TransportEvents {
   // still pending when their deadline passed. If `interrupted` throws, the communicator is aborted,
   // the rest is done all the same, and the exception goes on. Idempotent.
   void close(const Interrupted& interrupted);
+  // What the user should know of the calls so far, once; or "".
+  std::string take_warning() { return execution_->take_warning(); }
   // What close() has left behind, and how to avoid it; or "".
   std::string end_warning() const { return execution_->end_warning(); }
   bool closed() const { return closed_; }

@@ -27,6 +27,9 @@ using Interrupted = std::function<void()>;
 struct Scope {
   std::vector<int> members;          // increasing, this rank among them; empty: all ranks
   int channel = kCollectiveChannel;  // or one of the user's
+  // Increasing, the members among them: the ranks whose exchanges it shares a communicator with; empty:
+  // the members. The same on all of them.
+  std::vector<int> within = {};
   // The number of the collective whose gradients this one moves, which the ranks compare; or 0.
   uint64_t gradient_of = 0;
 };
@@ -81,6 +84,8 @@ class Execution {
   virtual void connect(std::span<const int> /*peers*/,
                        const std::optional<std::vector<int>>& /*channels*/,
                        std::optional<Direction> /*direction*/) {}
+  // Prepares exchanges on a channel, see Scope: of `within`, or of the members.
+  virtual void connect(const Scope& /*scope*/) {}
   // A peer's description of a message that the transport does not carry (NCCL does).
   virtual void on_claim(int /*peer*/, Direction /*direction*/, const Descriptor& /*theirs*/,
                         std::span<const std::byte> /*note*/) {}
@@ -103,6 +108,8 @@ class Execution {
   virtual void finish(const Interrupted& /*interrupted*/) {}
   // Moves nothing any more. In order: after finish(), if the communicator has not failed.
   virtual void end(bool /*in_order*/) {}
+  // What the user should know of the calls so far, once; or "".
+  virtual std::string take_warning() { return ""; }
   // What the end has left behind, and how to avoid it; or "".
   virtual std::string end_warning() const { return ""; }
 

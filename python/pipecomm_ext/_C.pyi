@@ -158,6 +158,8 @@ class Communicator:
         traffic_class: int = -1,
         num_sms: int = 0,
         name: str = "pipecomm",
+        host: str = "",
+        capture_problem: str = "",
     ) -> None: ...
     @property
     def closed(self) -> bool: ...
@@ -186,6 +188,7 @@ class Communicator:
         outputs: Sequence[torch.Tensor],
         async_op: bool,
         members: Sequence[int],
+        within: Sequence[int],
         channel: int | None,
         after: Work | None,
         gradient_of: int,
@@ -195,6 +198,7 @@ class Communicator:
     def connect(
         self, peers: Sequence[int], channels: Sequence[int] | None = None, direction: str | None = None
     ) -> None: ...
+    def connect_exchanges(self, members: Sequence[int], channel: int | None = None) -> None: ...
     def route(self, peer: int) -> tuple[str, str]: ...
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None: ...
     def refuse(

@@ -97,23 +97,40 @@ inline void broadcast_from(Rank& me, int source, int64_t length = 4) {
   CHECK(tensor.counts_from(50));
 }
 
-// An all-to-all of these ranks, if this one is among them.
-inline void exchange_within(Rank& me, const std::vector<int>& members) {
-  const auto place = std::ranges::find(members, me.rank);
-  if (place == members.end()) return;
-  const Member member{int(place - members.begin()), int(members.size())};
-  const Tensor input({2, 3 * member.size}, float(10 * me.rank));
-  const Tensor output({2 * member.size, 3});
-  const TensorSpec spec{input.shape, dtypes::kFloat32};
+// An all-to-all of these ranks, this one among them.
+struct Within {
+  std::vector<int> members;
+  Tensor input, output;
+  OperationPtr operation;
+
+  void finish(Rank& me) const {
+    me.finish(operation);
+    const int place = int(std::ranges::find(members, me.rank) - members.begin());
+    for (size_t idx = 0; idx < members.size(); ++idx)
+      CHECK((*output.data)[6 * idx] == float(10 * members[idx] + 3 * place));
+  }
+};
+inline Within post_within(Rank& me, const std::vector<int>& members,
+                          int channel = kCollectiveChannel, bool is_async = true) {
+  const int size = int(members.size());
+  const Member member{int(std::ranges::find(members, me.rank) - members.begin()), size};
+  Within within{members, Tensor({2, 3 * size}, float(10 * me.rank)), Tensor({2 * size, 3}),
+                nullptr};
+  const TensorSpec spec{within.input.shape, dtypes::kFloat32};
   ExchangePlan plan = all_to_all_plan(
-      member, {{spec, Sizes(member.size, 3), Sizes(member.size, 2)}}, 1, 0, Scale::multiply(1));
+      member, {{spec, Sizes(size_t(size), 3), Sizes(size_t(size), 2)}}, 1, 0, Scale::multiply(1));
   for (auto* transfers : {&plan.sends, &plan.recvs})
-    for (Transfer& transfer : *transfers) transfer.peer = members[transfer.peer];
+    for (Transfer& transfer : *transfers) transfer.peer = members[size_t(transfer.peer)];
   plan.rank = me.rank;
   plan.size = me.size;
-  me.finish(me.comm->exchange(
-      OpCode::all_to_all, std::make_shared<PreparedExchange>(std::move(plan)),
-      std::vector{input.ref()}, std::vector{output.ref()}, {.is_async = false}, Scope{members}));
-  for (int idx = 0; idx < member.size; ++idx)
-    CHECK((*output.data)[6 * idx] == float(10 * members[idx] + 3 * member.rank));
+  within.operation =
+      me.comm->exchange(OpCode::all_to_all, std::make_shared<PreparedExchange>(std::move(plan)),
+                        std::vector{within.input.ref()}, std::vector{within.output.ref()},
+                        {.is_async = is_async}, Scope{members, channel});
+  return within;
+}
+
+inline void exchange_within(Rank& me, const std::vector<int>& members) {
+  if (std::ranges::find(members, me.rank) == members.end()) return;
+  post_within(me, members, kCollectiveChannel, false).finish(me);
 }

@@ -14,6 +14,7 @@ inline const auto kNothing = [] {};
 struct Options : CommunicatorOptions, DeviceOptions {
   std::function<NcclResult(const std::string& call, int rank)> inject;  // an error for a call
   std::function<void(fake::World&)> prepare;
+  std::vector<uint64_t> hosts;  // of the ranks; none: `host` is that of all
 };
 
 inline Options options_of(int size, Check check = Check::first_use) {
@@ -72,7 +73,12 @@ inline void run(const Options& options, const std::function<void(Rank&)>& body) 
   check::in_threads(options.size, [&](int number) {
     Options mine = options;
     mine.rank = number;
+    if (!mine.hosts.empty()) mine.host = mine.hosts[size_t(number)];
     Rank rank{number, options.size, std::make_shared<fake::Runtime>(), hub, nullptr};
+    {
+      std::lock_guard lock(world.mutex);
+      world.rank_of_device[rank.runtime.get()] = number;
+    }
     rank.comm =
         make_device_communicator(mine, mine, rank.runtime, api, [&](TransportEvents& events) {
           return std::make_unique<fake::HubTransport>(hub, number, events);

@@ -173,6 +173,7 @@ class Runtime final : public DeviceRuntime {
             });
   }
 
+  int num_multiprocessors() override { return world->num_multiprocessors; }
   std::mutex& launch_mutex() override { return launch_mutex_; }
 
  private:

@@ -18,6 +18,8 @@ struct Kernel {
   NcclComm* comm;
   std::vector<Op> ops;
   int root = -1;  // of a broadcast of the one op
+
+  size_t num_blocks() const { return size_t(std::max(2, comm->config.max_ctas) / 2); }
 };
 
 // One run of a kernel.
@@ -27,7 +29,7 @@ class KernelRun {
 
   bool operator()() {
     NcclComm& comm = *kernel_.comm;
-    if (comm.aborted) return leave();  // at once, with garbage
+    if (comm.aborted || comm.revoked) return leave();  // at once, with garbage
     if (!running_ && !begin(comm)) return false;
     if (!(kernel_.root >= 0 ? broadcast_done(comm) : messages_done())) return false;
     comm.running = false;
@@ -36,17 +38,17 @@ class KernelRun {
 
  private:
   bool leave() {
-    if (std::exchange(running_, false)) --world->num_resident[device_];
+    if (std::exchange(running_, false)) world->num_resident[device_] -= kernel_.num_blocks();
     return true;
   }
   bool begin(NcclComm& comm) {
-    if (world->num_resident[device_] >= world->max_resident) return false;
+    if (world->num_resident[device_] + kernel_.num_blocks() > world->max_resident) return false;
     if (comm.running) {
       world->errors.push_back("two kernels of one communicator at once");
       return false;
     }
     comm.running = running_ = true;
-    ++world->num_resident[device_];
+    world->num_resident[device_] += kernel_.num_blocks();
     if (kernel_.root >= 0) {
       number_ = comm.num_broadcasts++;
       ++world->broadcasts[{comm.id, number_}].num_joined;
@@ -94,6 +96,7 @@ struct Group {
   std::vector<NcclComm*> inits, aborts;
 };
 inline thread_local Group group;
+inline bool world_has_revoke = true;                    // NCCL 2.28.7 and later
 inline thread_local FakeClock::time_point latest_call;  // that may go on in another thread
 
 inline NcclResult injected(const std::string& call, int rank) {
@@ -133,8 +136,23 @@ inline void launch(const std::vector<std::pair<Kernel, Stream*>>& kernels) {
   world->advance();
 }
 
+// A launch queue that is full: the call waits until kernels before it have left.
+inline void wait_for_room(const std::vector<std::pair<Kernel, Stream*>>& kernels) {
+  std::unique_lock lock(world->mutex);
+  for (const auto& [kernel, stream] : kernels) ++kernel.comm->num_calls;
+  lock.unlock();
+  world->block([&] {
+    return std::ranges::all_of(kernels, [](const auto& each) {
+      return each.second->work.size() < world->max_queue || each.first.comm->revoked;
+    });
+  });
+  lock.lock();
+  for (const auto& [kernel, stream] : kernels) --kernel.comm->num_calls;
+}
+
 // Takes its time, or returns at once if that is for another thread to do.
 inline NcclResult launch_group(std::vector<std::pair<Kernel, Stream*>> kernels) {
+  if (world->max_queue != size_t(-1)) wait_for_room(kernels);
   {
     std::lock_guard lock(world->mutex);
     for (const auto& [kernel, stream] : kernels) {
@@ -226,6 +244,11 @@ inline NcclResult init(NcclComm** comm, int size, const NcclUniqueId& id, int ra
   world->comms.push_back(std::make_unique<NcclComm>(number, rank, size));
   *comm = world->comms.back().get();
   (*comm)->config = config;
+  (*comm)->device = adopted;
+  int num_making = 0;
+  for (const auto& each : world->comms)
+    num_making += each->device == adopted && !each->ready && !each->aborted && each->size == 2;
+  world->max_in_the_making = std::max(world->max_in_the_making, num_making);
   if (group.depth > 0)
     group.inits.push_back(*comm);
   else
@@ -276,7 +299,17 @@ inline NcclResult destroy(NcclComm* comm) {
   return NcclResult::success;
 }
 
-// Kernels are told to leave at once; what blocks is the rest, at the end of the group.
+// Kernels are told to leave at once.
+inline void leave(NcclComm* comm) {
+  for (auto& [key, pipe] : world->pipes) {
+    if (std::get<0>(key) != comm->id) continue;
+    if (std::get<1>(key) == comm->rank) pipe.sends.clear();
+    if (std::get<2>(key) == comm->rank) pipe.recvs.clear();
+  }
+  world->advance();
+}
+
+// What blocks is the rest, at the end of the group. It must not come while a call uses the communicator.
 inline NcclResult abort(NcclComm* comm) {
   std::lock_guard lock(world->mutex);
   if (comm->ended || comm->aborted) {
@@ -288,12 +321,18 @@ inline NcclResult abort(NcclComm* comm) {
   comm->aborted = !world->abort_is_stuck;
   ++world->num_aborts;
   ++world->num_leaving[comm->id];
-  for (auto& [key, pipe] : world->pipes) {
-    if (std::get<0>(key) != comm->id || world->abort_is_stuck) continue;
-    if (std::get<1>(key) == comm->rank) pipe.sends.clear();
-    if (std::get<2>(key) == comm->rank) pipe.recvs.clear();
-  }
-  world->advance();
+  if (comm->num_calls > 0) world->errors.push_back("ncclCommAbort under a call that uses it");
+  if (!world->abort_is_stuck) leave(comm);
+  return NcclResult::success;
+}
+
+// Kernels leave, and so do calls that wait for them; nothing is freed.
+inline NcclResult revoke(NcclComm* comm, int flags) {
+  std::lock_guard lock(world->mutex);
+  if (comm->ended || flags != 0) world->errors.push_back("a wrong ncclCommRevoke");
+  if (world->abort_is_stuck) return NcclResult::success;
+  comm->revoked = true;
+  leave(comm);
   return NcclResult::success;
 }
 
@@ -344,6 +383,7 @@ inline NcclApi make_api() {
   api.comm_finalize = finalize;
   api.comm_destroy = destroy;
   api.comm_abort = abort;
+  if (world_has_revoke) api.comm_revoke = revoke;
   api.group_start = [] {
     ++group.depth;
     return NcclResult::success;

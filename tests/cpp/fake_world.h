@@ -72,6 +72,10 @@ struct Pipe {
   std::deque<std::vector<std::byte>> buffered;
   size_t num_buffered_bytes = 0;
 
+  void lose_buffered() {
+    buffered.clear();
+    num_buffered_bytes = 0;
+  }
   bool advance(size_t capacity) {
     bool moved = false;
     for (bool again = true; again; moved |= again) again = take(capacity);
@@ -120,11 +124,13 @@ namespace pipecomm {
 struct NcclComm {
   NcclComm(int the_id, int the_rank, int the_size) : id(the_id), rank(the_rank), size(the_size) {}
   int id, rank, size;
+  const void* device = nullptr;
   NcclConfig config;
   bool ready = false;     // all ranks have joined
   int num_launching = 0;  // groups that are not launched yet
   NcclResult async_error = NcclResult::success;
-  bool aborted = false, finalized = false, ended = false;
+  bool revoked = false, aborted = false, finalized = false, ended = false;
+  int num_calls = 0;  // of threads that are inside of NCCL with it
   bool running = false;
   int num_broadcasts = 0;
   std::shared_ptr<std::atomic<int>> refs = std::make_shared<std::atomic<int>>(0);  // live graphs
@@ -136,8 +142,11 @@ namespace fake {
 struct World {
   // What a test chooses:
   std::chrono::microseconds launch_cost{15};
-  size_t fifo_bytes = 0;             // per pair and communicator
-  size_t max_resident = size_t(-1);  // kernels of NCCL that a device runs at a time
+  size_t fifo_bytes = 0;  // per pair and communicator
+  int ranks_per_host = 1 << 20;
+  int num_multiprocessors = 132;
+  size_t max_resident = size_t(-1);  // thread blocks of NCCL that a device runs at a time
+  size_t max_queue = size_t(-1);     // operations of a stream, beyond which NCCL's calls wait
   int num_hosts = 0;                 // threads of ranks
   bool expects_stuck = false;
   bool expects_all_to_connect = false;  // nobody waits in NCCL for a rank that does not come
@@ -150,6 +159,8 @@ struct World {
   std::recursive_mutex mutex;
   std::vector<std::unique_ptr<Stream>> streams;
   std::vector<std::unique_ptr<NcclComm>> comms;
+  std::map<const void*, int> rank_of_device;
+  int host_of(const void* device) const { return rank_of_device.at(device) / ranks_per_host; }
   std::map<std::tuple<int, int, int>, Pipe> pipes;      // id, source, destination
   std::map<int, int> num_joined, num_leaving;           // ranks, per id
   std::map<std::pair<int, int>, Broadcast> broadcasts;  // id, number
@@ -158,8 +169,9 @@ struct World {
   size_t max_group_ops = 0;  // of one communicator
   int num_kernels = 0;
   std::map<int, int> num_group_ends;           // with messages, by rank
-  std::map<const void*, size_t> num_resident;  // kernels, by device
+  std::map<const void*, size_t> num_resident;  // thread blocks, by device
   int num_aborts = 0;
+  int max_in_the_making = 0;  // communicators of a device at a time
   int num_event_queries = 0;
   std::deque<DeviceRuntime::Counter> counters;
   int num_sleeps = 0;  // of threads that wait for NCCL
@@ -204,6 +216,34 @@ struct World {
 
   void launch_later(std::function<void()> launch) {
     launches_.push_back({FakeClock::now() + launch_cost, std::move(launch)});
+  }
+
+  // The process of a rank ends: what NCCL holds on its host for receivers of other hosts is lost.
+  void end_process(int rank) {
+    std::lock_guard lock(mutex);
+    for (const auto& comm : comms) {
+      if (rank_of_device.at(comm->device) != rank) continue;
+      for (auto& [key, pipe] : pipes) {
+        if (std::get<0>(key) != comm->id || std::get<1>(key) != comm->rank) continue;
+        for (const auto& other : comms)
+          if (other->id == comm->id && other->rank == std::get<2>(key) &&
+              host_of(other->device) != host_of(comm->device))
+            pipe.lose_buffered();
+      }
+    }
+  }
+
+  // Multicast slots of the host that has most: NVSwitch has 128, of which NCCL takes one for each
+  // communicator that has two devices there.
+  int max_slots() {
+    std::lock_guard lock(mutex);
+    std::map<std::pair<int, int>, int> num_devices;  // by host and communicator
+    for (const auto& comm : comms) ++num_devices[{host_of(comm->device), comm->id}];
+    std::map<int, int> num_slots;
+    for (const auto& [key, number] : num_devices) num_slots[key.first] += number > 1;
+    int most = 0;
+    for (const auto& [host, number] : num_slots) most = std::max(most, number);
+    return most;
   }
 
   int num_group_ends_of(int rank) {

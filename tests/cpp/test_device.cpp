@@ -203,8 +203,10 @@ TEST(changing_exchanges) {
       CHECK(run_uneven(me, uneven));
       return traffic_so_far() - before;
     };
-    // Agreements, claims of both directions, and what makes the link of all ranks.
-    CHECK(traffic(first) == 6 + 12 + 8);
+    // Agreements, claims of both directions, and what makes the link of all ranks: at most five words on
+    // each of two edges.
+    const int first_traffic = traffic(first);
+    CHECK(first_traffic >= 6 + 12 + 8 && first_traffic <= 6 + 12 + 10);
     CHECK(traffic(first) == 0);
     CHECK(traffic(second) == 2 + 4);
     CHECK(traffic(second) == 0 && traffic(first) == 0);
@@ -246,7 +248,7 @@ TEST(steady_state_has_no_host_traffic) {
     step();
     meet(me);
     const int num_claims = me.hub.num_claims();
-    CHECK(num_claims <= 8 + 5 + 5 + 4);  // of messages, two links of the pair, and one of all
+    CHECK(num_claims <= 8 + 5 + 5 + 5);  // of messages, two links of the pair, and one of all
     const int num_messages = me.hub.num_messages();
     meet(me);
     for (int idx = 0; idx < 5; ++idx) step();

@@ -8,6 +8,7 @@ Options closing_options(int size) {
   Options options = options_of(size);
   options.timeout = 600s;
   options.end_limit = 300ms;
+  options.host = 1;  // of all: no message waits on the way
   return options;
 }
 
@@ -201,6 +202,81 @@ TEST(an_abort_is_stuck) {
       CHECK(!alive[size_t(me.rank)].expired());
     });
   }
+}
+
+// A thread is inside of NCCL when the communicator fails, since its stream is full of kernels that wait:
+// it comes out with the error, and nothing is freed before.
+TEST(an_abort_under_a_thread_that_posts) {
+  Options options = closing_options(2);
+  options.prepare = [](fake::World& world) { world.max_queue = 8; };
+  run(options, [](Rank& me) {
+    const Tensor theirs({4});
+    if (me.rank == 0) {
+      std::thread poster([&] {
+        failure_text(FailureKind::aborted, [&] {
+          while (true) me.p2p({theirs.from(1)}, true);
+        });
+      });
+      CHECK(comes_true([&] {
+        std::lock_guard lock(fake::world->mutex);
+        return std::ranges::any_of(fake::world->comms,
+                                   [](const auto& comm) { return comm->num_calls > 0; });
+      }));
+      std::this_thread::sleep_for(100ms);
+      me.comm->abort("enough");
+      poster.join();
+    }
+    failure_of(me);
+    close_in_time(me);
+  });
+}
+
+// The sender of a small message sees it done when NCCL holds it on the sender's host, and closes; its
+// process ends. The receiver, which is busy for longer than a limit of the close, gets it: over a network
+// the sender waits for it.
+TEST(a_message_outlives_its_sender) {
+  for (const bool over_network : {true, false}) {
+    Options options = closing_options(2);
+    options.timeout = 30s;
+    options.hosts = {1, uint64_t(over_network ? 2 : 1)};
+    options.prepare = [&](fake::World& world) {
+      world.fifo_bytes = 1024;
+      world.ranks_per_host = over_network ? 1 : 2;
+    };
+    run(options, [&](Rank& me) {
+      const Tensor tensor({4}, me.rank == 0 ? 7.f : -1.f);
+      if (me.rank == 0) {
+        me.finish(me.p2p({tensor.to(1)}, true));
+        const auto begin = Clock::now();
+        CHECK(!close_in_time(me));
+        if (!over_network) CHECK(Clock::now() - begin < 1s);
+        fake::world->end_process(0);
+        return;
+      }
+      std::this_thread::sleep_for(1500ms);
+      me.finish(me.p2p({tensor.from(0)}, true));
+      CHECK(tensor.counts_from(7));
+    });
+  }
+}
+
+// A graph holds up the end of the communicators that are part of it, and of no others.
+TEST(a_graph_holds_up_its_own) {
+  std::vector<fake::GraphPtr> graphs(2);
+  run(closing_options(2), [&](Rank& me) {
+    const Swap swap(me);
+    me.finish(me.p2p(swap.on(1), true));
+    graphs[size_t(me.rank)] = captured_swap(me);
+    meet(me);
+    CHECK(!close_in_time(me));
+    const auto num_ended = [] {
+      std::lock_guard lock(fake::world->mutex);
+      return std::ranges::count(fake::world->comms, true,
+                                [](const auto& comm) { return comm->ended; });
+    };
+    CHECK(comes_true([&] { return num_ended() == 4; }));
+  });
+  graphs.clear();
 }
 
 // An error of one call ends the rest; nothing is freed twice, which the world reports.

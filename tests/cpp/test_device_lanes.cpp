@@ -242,16 +242,48 @@ TEST(polling_comes_before_sleeping) {
   }
 }
 
-// Few thread blocks for lanes, unless the options say so; a minimum alone is legal.
+// Each rank posts its receives first, in calls of their own, which fill the device: its sends do not run, and
+// the error says why.
+TEST(receives_fill_the_device) {
+  Options options = options_of(3);
+  options.num_channels = 9;
+  options.timeout = 2s;
+  options.prepare = [](fake::World& world) {
+    world.num_multiprocessors = 32;
+    world.max_resident = 32;
+  };
+  run(options, [](Rank& me) {
+    me.comm->connect(std::vector{0, 1, 2}, std::vector{0, 1, 2, 3, 4, 5, 6, 7, 8});
+    CHECK(comes_true([&] { return me.comm->device_usage().num_nccl_comms == 36; }));
+    meet(me);
+    const Tensor mine({kLarge}, float(me.rank)), theirs({kLarge});
+    try {
+      for (const bool sends : {false, true})
+        for (int channel = 0; channel < 9; ++channel)
+          for (const int step : {1, 2}) {
+            const int peer = (me.rank + step) % 3;
+            me.p2p({sends ? mine.to(peer, channel) : theirs.from(peer, channel)}, true);
+          }
+    } catch (const PipeCommException&) {
+    }
+    CHECK_CONTAINS(failure_of(me)->message, "thread blocks, and the device has 32 multiprocessors");
+  });
+}
+
+// Few thread blocks for lanes, more within a host, unless the options say so; a minimum alone is legal.
 TEST(thread_blocks) {
   struct Case {
     int min_ctas, max_ctas, lane_max, collective_max;
+    std::array<uint64_t, 2> hosts;  // of the ranks
   };
-  for (const Case& each : {Case{-1, -1, 4, -1}, Case{2, -1, 4, 64}, Case{8, -1, 8, 64},
-                           Case{2, 16, 16, 16}, Case{-1, 2, 2, 2}}) {
+  for (const Case& each :
+       {Case{-1, -1, 4, -1, {1, 2}}, Case{-1, -1, 16, -1, {1, 1}}, Case{-1, -1, 4, -1, {0, 0}},
+        Case{2, -1, 4, 64, {0, 1}}, Case{8, -1, 8, 64, {1, 2}}, Case{2, 20, 20, 20, {1, 1}},
+        Case{-1, 2, 2, 2, {1, 1}}}) {
     Options options = options_of(2);
     options.nccl.min_ctas = each.min_ctas;
     options.nccl.max_ctas = each.max_ctas;
+    options.hosts = {each.hosts.begin(), each.hosts.end()};
     run(options, [&](Rank& me) {
       const Swap swap(me);
       me.finish(me.p2p(swap.on()));

@@ -2,6 +2,7 @@
 // other ranks are doing.
 
 #include "device_exchanges.h"
+#include "plan/signature.h"
 
 int num_comms() {
   std::lock_guard lock(fake::world->mutex);
@@ -120,7 +121,10 @@ TEST(more_lanes_than_run_at_once) {
   Options options = options_of(kSize, Check::off);
   options.num_channels = kChannels;
   options.timeout = 60s;  // so many threads take seconds, and more on busy cores
-  options.prepare = [](fake::World& world) { world.max_resident = 32; };
+  options.prepare = [](fake::World& world) {
+    world.num_multiprocessors = 64;
+    world.max_resident = 32;
+  };
   run(options, [&](Rank& me) {
     std::vector<Tensor> tensors;
     std::vector<PointToPoint> batch;
@@ -138,19 +142,26 @@ TEST(more_lanes_than_run_at_once) {
   });
 }
 
-// An exchange of some ranks runs between pairs, on the channel of the collectives, too; one that names
-// all ranks is one of all.
-TEST(exchanges_of_some_ranks) {
-  run(options_of(4), [](Rank& me) {
-    exchange_within(me, {0, 2, 3});
-    meet(me);
-    CHECK(num_comms() == 12);
-    meet(me);
-    exchange_within(me, {0, 1, 2, 3});
-    meet(me);
-    CHECK(num_comms() == 16);
-    meet(me);
-  });
+// Each rank connects to all others on all channels at once: NCCL makes few communicators at a time, and all
+// of them. The user is told, once, if they are so many that their host may run out of what NCCL takes.
+TEST(few_in_the_making_and_a_warning_of_many) {
+  for (const uint64_t host : {0, 1}) {
+    Options options = options_of(7);
+    options.num_channels = 4;
+    options.host = host;
+    run(options, [&](Rank& me) {
+      CHECK(me.comm->take_warning().empty());
+      me.comm->connect(std::vector{0, 1, 2, 3, 4, 5, 6}, std::vector{0, 1, 2, 3});
+      CHECK(comes_true([&] { return me.comm->device_usage().num_nccl_comms == 48; }));
+      const std::string text = me.comm->take_warning();
+      if (host) CHECK_CONTAINS(text, "has made 48 NCCL communicators with ranks of its host");
+      if (host) CHECK_CONTAINS(text, "NCCL_NVLS_ENABLE=0");
+      CHECK(text.empty() == !host && me.comm->take_warning().empty());
+      meet(me);
+      std::lock_guard lock(fake::world->mutex);
+      CHECK_EQ(fake::world->max_in_the_making, kMaxInTheMaking);
+    });
+  }
 }
 
 // A capture cannot connect anything.
@@ -294,30 +305,40 @@ TEST(nccl_cannot_connect) {
   }
 }
 
-// Claims from another version, or another world.
+// Claims from another version, or another world: of links that nobody can know, and of one that all know.
 TEST(claims_without_sense) {
-  const Descriptor valid{.op = OpCode::connect};
-  std::vector<std::pair<Descriptor, size_t>> claims{{valid, 1}, {valid, 256}};
-  claims.push_back({valid, 0});
-  claims.back().first.channel = kControlChannel;
-  claims.push_back({valid, 128});
-  claims.back().first.signature = 1;  // an id, from a rank that is not the root
-  claims.push_back({valid, 128});     // that of the collectives, likewise
-  claims.back().first.signature = claims.back().first.num_dims = 1;
-  claims.back().first.channel = kCollectiveChannel;
-  for (const uint64_t word : {3, 9}) {  // to go, from a rank that is not the root; nothing
-    claims.push_back({valid, 0});
-    claims.back().first.signature = word;
-  }
-  claims.push_back({{.op = OpCode::close}, 0});
-  claims.back().first.signature = Links::kMeeting;
-  claims.back().first.seq = 77;
-  for (const auto& [claim, num_bytes] : claims) {
+  struct Case {
+    uint64_t word, number = 0;
+    size_t num_bytes = 0;
+    OpCode op = OpCode::connect;
+    int channel = kCollectiveChannel;
+    bool is_known = true, is_one_way = false;
+  };
+  constexpr uint64_t kInvite = 0, kAsk = 1, kOffer = 2, kGo = 4, kRefuse = 5, kNoWord = 9;
+  for (const Case& each : {Case{kInvite, 0, 1}, Case{kInvite, 0, 8},
+                           Case{kInvite, 0, 8, OpCode::connect, 0, true, true},
+                           Case{kInvite, 0, 0, OpCode::connect, kControlChannel}, Case{kAsk, 0, 4},
+                           Case{kOffer, 0, 0, OpCode::connect, 0, false}, Case{kOffer},
+                           Case{kGo, 0, 128}, Case{kGo, 0, 127}, Case{kRefuse, 2}, Case{kNoWord},
+                           Case{Links::kMeeting, 77, 0, OpCode::close},
+                           Case{Links::kMeeting, 0, 0, OpCode::close, 0, false}}) {
+    std::barrier meeting(2);
     run(options_of(2), [&](Rank& me) {
-      const std::vector<std::byte> note(num_bytes);
+      const Tensor shared({4}, 1);
+      me.finish(me.comm->broadcast(shared.ref(), 0));
+      meeting.arrive_and_wait();
+      Signature name("link");
+      name.add(int64_t{each.channel}).add(int64_t{each.is_one_way});
+      Descriptor claim{.op = each.op,
+                       .num_dims = each.is_one_way,
+                       .channel = uint8_t(each.channel),
+                       .seq = each.number,
+                       .signature = each.word};
+      claim.shape[0] = int64_t(name.value() >> 1) + !each.is_known;
+      const std::vector<std::byte> note(each.num_bytes);
       if (me.rank == 1) me.comm->claim(0, Direction::send, claim, note);
-      CHECK(contains(failure_of(me)->message,
-                     "sent an NCCL control message that this rank does not know"));
+      CHECK_CONTAINS(failure_of(me)->message,
+                     "sent an NCCL control message that this rank does not know");
     });
   }
 }

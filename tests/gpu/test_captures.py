@@ -87,7 +87,8 @@ def test_two_graphs_on_side_streams_replayed_in_turns(world):
 
 @on_ranks(2, deadline=DEADLINE_S)
 def test_eager_and_replayed_calls_in_turns(world):
-    """One rank replays what the other one calls, and the other way round."""
+    """One rank replays what the other one calls, and the other way round. NCCL allows that for memory that it
+    does not register, as that of torch's allocator without expandable segments."""
     step = Step(nccl_comm(world))
     step()
     torch.cuda.synchronize()

@@ -245,6 +245,11 @@ def test_wrong_tensors_are_rejected(world):
 def test_a_message_that_nobody_sends_times_out(world):
     comm = nccl_comm(world, timeout=5)
     tensor = torch.zeros(4, device="cuda")
+    comm.connect([1 - world.rank], channels=[0])
+    ends_at = time.monotonic() + 40
+    while comm.nccl_usage[0] < 2 and time.monotonic() < ends_at:
+        time.sleep(0.01)
+    comm.barrier()
     began = time.monotonic()
     if world.rank == 0:
         work = comm.irecv(tensor, 1)

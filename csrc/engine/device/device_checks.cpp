@@ -27,8 +27,11 @@ uint64_t DeviceExecution::check_captures(OpCode op, std::span<const LaneKey> lan
         std::string(op_name(op)) +
         " inside a CUDA graph capture that an earlier error has broken; end "
         "it, and capture again");
+  if (capture != 0 && !options_.capture_problem.empty())
+    throw std::invalid_argument(std::string(op_name(op)) +
+                                " inside a CUDA graph capture: " + options_.capture_problem);
   for (const LaneKey& key : lanes) {
-    const StreamHandle stream = links_.stream_of(key);
+    const StreamHandle stream = links_->stream_of(key);
     const uint64_t other = stream ? runtime_->capture_of(stream) : 0;
     if (other == 0 || other == capture) continue;
     const bool is_collective = key.channel == kCollectiveChannel;
@@ -40,19 +43,6 @@ uint64_t DeviceExecution::check_captures(OpCode op, std::span<const LaneKey> lan
         (is_collective ? "" : ", or use another channel"));
   }
   return capture;
-}
-
-// The lanes of the messages of a collective, if they have lanes of their own.
-std::vector<LaneKey> DeviceExecution::lanes_between(const Scope& scope,
-                                                    std::span<const PeerMessages> pairs) const {
-  std::vector<LaneKey> lanes;
-  if (is_of_all(scope)) return lanes;
-  for (const PeerMessages& pair : pairs) {
-    if (pair.sends()) lanes.push_back(lane_of(scope.channel, Direction::send, rank(), pair.peer));
-    if (pair.receives())
-      lanes.push_back(lane_of(scope.channel, Direction::recv, rank(), pair.peer));
-  }
-  return lanes;
 }
 
 // Claims what is new, or refuses it inside a capture.

@@ -25,7 +25,7 @@ void DeviceExecution::on_claim(int peer, Direction direction, const Descriptor& 
   if (theirs.op == OpCode::close && theirs.signature == kCount) {
     counts_.limit(peer, opposite(direction), theirs.channel, theirs.seq);
   } else if (theirs.op == OpCode::close || theirs.op == OpCode::connect) {
-    if (!links_.on_claim(peer, direction, theirs, note))
+    if (!links_->on_claim(peer, theirs, note))
       fail(FailureKind::error,
            "rank " + std::to_string(peer) +
                " sent an NCCL control message that this rank does not know; all ranks "
@@ -88,15 +88,26 @@ void DeviceExecution::say_closing() {
   }
 }
 
+// Over a network NCCL may hold a message on this host until its receiver takes it, and would lose it at
+// the end. A receiver has its timeout for that.
+Deadline DeviceExecution::patience_with_peers() const {
+  const Deadline least = Clock::now() + options_.end_limit;
+  Clock::time_point sent_at = nccl_->sent_over_network_at();
+  if (sent_at == Clock::time_point::min()) return least;
+  if (has_captured_) sent_at = Clock::now();  // nobody sees when a graph was replayed
+  if (!timeout_) return Deadline::max();
+  return std::max(least, sent_at + std::chrono::duration_cast<Clock::duration>(*timeout_));
+}
+
 // Until the ranks of all links have nothing in flight either. False if that takes too long.
 bool DeviceExecution::meet(const Interrupted& interrupted) {
-  const Deadline limit = Clock::now() + options_.end_limit;
+  const Deadline limit = patience_with_peers();
   const auto keeps_waiting = [&] {
     if (interrupted) interrupted();
     return !communicator_.failure() && Clock::now() < limit;
   };
   const auto has_closed = [this](int peer) { return communicator_.transport().has_closed(peer); };
-  return links_.meet(keeps_waiting, has_closed) && !communicator_.failure();
+  return links_->meet(keeps_waiting, has_closed) && !communicator_.failure();
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -134,7 +145,7 @@ void DeviceExecution::stop_looking() {
 }
 
 void DeviceExecution::finish(const Interrupted& interrupted) {
-  links_.refuse_more();
+  links_->refuse_more();
   say_closing();
   if (!communicator_.failure())
     for (const DeviceOperationPtr& operation : in_flight_->all())
@@ -144,7 +155,7 @@ void DeviceExecution::finish(const Interrupted& interrupted) {
 }
 
 void DeviceExecution::end(bool in_order) {
-  links_.refuse_more();
+  links_->refuse_more();
   stop_looking();
   const auto is_late = [](const std::future<void>& ended, std::chrono::nanoseconds limit) {
     return ended.wait_for(limit) != std::future_status::ready;
@@ -167,6 +178,7 @@ void DeviceExecution::end(bool in_order) {
       end_warning_ = "NCCL did not end within " + seconds_text(options_.end_limit) +
                      ": its memory on the device stays in use until it does" + hint;
   }
+  links_->fall_silent();
   in_flight_->abandon(abort_is_stuck);
 }
 

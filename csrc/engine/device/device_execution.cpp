@@ -15,11 +15,11 @@ DeviceExecution::DeviceExecution(Communicator& communicator, const DeviceOptions
       nccl_(size() == 1 ? nullptr
                         : std::make_shared<NcclTransport>(api, runtime_, rank(), size(),
                                                           options_.max_ops_per_group)),
-      links_(rank(), size(), runtime_, nccl_, options_.nccl,
-             [this](int peer, Direction direction, const Descriptor& claim,
-                    std::span<const std::byte> note) {
-               communicator_.claim(peer, direction, claim, note);
-             }),
+      links_(std::make_shared<Links>(
+          rank(), size(), options_.host, runtime_, nccl_, options_.nccl,
+          [this](int peer, const Descriptor& claim, std::span<const std::byte> note) {
+            communicator_.claim(peer, Direction::send, claim, note);
+          })),
       in_flight_(std::make_shared<InFlight>(runtime_, communicator)),
       replays_(runtime_, timeout_) {}
 
@@ -131,7 +131,7 @@ OperationPtr DeviceExecution::batch_p2p(std::span<const PointToPoint> batch, Cal
   // A synchronous batch runs on the caller's stream, but for all lanes except the first.
   std::vector<LaneKey> forked;
   for (const LaneBatch& part : parts) {
-    if (part.key().peer != kEverybody) links.push_back(part.key());
+    if (part.key().is_one_way) links.push_back(part.key());
     if (is_async || &part != &parts.front()) forked.push_back(part.key());
   }
   require_links(OpCode::p2p, links, options.interrupted);
@@ -155,15 +155,17 @@ OperationPtr DeviceExecution::batch_p2p(std::span<const PointToPoint> batch, Cal
     std::vector<LaneMessages> lanes;
     std::vector<std::pair<Lane*, StreamHandle>> entered;
     for (LaneBatch& part : parts) {
-      Lane& lane = links_.lane(part.key());
+      Lane& lane = links_->lane(part.key());
       const bool on_caller = !is_async && entered.empty();
       const StreamHandle stream = on_caller ? operation->caller : lane.stream;
       enter(*operation, lane, stream, on_caller ? nullptr : start);
       entered.emplace_back(&lane, stream);
       auto messages = part.begin(*runtime_, stream);
-      if (!messages.empty()) lanes.push_back({lane.comm_idx, stream, std::move(messages)});
+      if (!messages.empty())
+        lanes.push_back({lane.comm_idx, stream, std::move(messages), operation->is_captured()});
     }
-    if (!lanes.empty()) nccl_->send_and_receive(lanes, keep_waiting(operation->deadline()));
+    if (!lanes.empty())
+      operation->num_blocks = nccl_->send_and_receive(lanes, keep_waiting(operation->deadline()));
     for (size_t idx = 0; idx < parts.size(); ++idx) {
       const auto& [lane, stream] = entered[idx];
       parts[idx].end(*runtime_, stream);
@@ -172,39 +174,6 @@ OperationPtr DeviceExecution::batch_p2p(std::span<const PointToPoint> batch, Cal
   });
   publish(operation);
   return operation;
-}
-
-// The messages of an exchange, between what comes before and after them on `stream`. Those between
-// pairs run beside each other, the first of them on `stream`.
-void DeviceExecution::exchange_messages_on(DeviceOperation& operation, const Scope& scope,
-                                           StreamHandle stream,
-                                           std::span<const DeviceMessage> messages) {
-  if (messages.empty()) return;
-  const auto wait_on = keep_waiting(operation.deadline());
-  if (is_of_all(scope)) {
-    const LaneMessages all{links_.lane({}).comm_idx, stream, {messages.begin(), messages.end()}};
-    return nccl_->send_and_receive({&all, 1}, wait_on);
-  }
-  std::map<LaneKey, std::vector<DeviceMessage>> by_lane;
-  for (const DeviceMessage& message : messages)
-    by_lane[lane_of(scope.channel, message.direction, rank(), message.peer)].push_back(message);
-  const EventPtr start = by_lane.size() > 1 ? runtime_->record(stream) : nullptr;
-  std::vector<LaneMessages> lanes;
-  std::vector<Lane*> entered;
-  for (auto& [key, of_lane] : by_lane) {
-    Lane& lane = *entered.emplace_back(&links_.lane(key));
-    if (lanes.empty()) {
-      lanes.push_back({lane.comm_idx, stream, std::move(of_lane)});
-      follow_latest(operation, lane, stream);
-    } else {
-      lanes.push_back({lane.comm_idx, lane.stream, std::move(of_lane)});
-      enter(operation, lane, lane.stream, start);
-    }
-  }
-  nccl_->send_and_receive(lanes, wait_on);
-  note_latest(operation, *entered.front(), stream);
-  for (size_t idx = 1; idx < lanes.size(); ++idx)
-    runtime_->wait(stream, leave(operation, *entered[idx], lanes[idx].stream));
 }
 
 // What collectives have in common: they are compared with other ranks, and run on the stream of their
@@ -224,13 +193,14 @@ OperationPtr DeviceExecution::run_collective(const Compared& compared,
   const bool are_many = communicator_.are_many(peers.size() + 1);
   const std::vector<PeerMessages> pairs =
       compared.messages_with(are_many ? compared.data_peers : peers);
-  std::vector<LaneKey> forked = lanes_between(scope, pairs);
-  std::vector<LaneKey> links = forked;
-  if (is_of_all(scope) && nccl_) links.emplace_back();
+  const bool moves_data = std::ranges::any_of(
+      pairs, [](const PeerMessages& pair) { return pair.sends() || pair.receives(); });
+  std::vector<LaneKey> links, forked;
+  if (moves_data) links.push_back(lane_of_exchange(scope));
   if (is_async) forked.push_back({scope.channel});
   std::lock_guard collective_lock(collective_mutex_);
   if (check_captures(op, forked) == 0)
-    reserve(is_async ? links_.lane({scope.channel}).stream : runtime_->current_stream());
+    reserve(is_async ? links_->lane({scope.channel}).stream : runtime_->current_stream());
   if (options_.check != Check::off && are_many && scope.channel == kCollectiveChannel)
     agree_along_tree(compared, options.interrupted);
   else if (options_.check != Check::off && !pairs.empty())
@@ -252,7 +222,7 @@ OperationPtr DeviceExecution::run_collective(const Compared& compared,
   for (const PeerMessages& pair : pairs)
     if (pair.receives()) note_message(*operation, Direction::recv, pair.peer, pair.recv);
   launch(operation, [&] {
-    Lane& lane = links_.lane({scope.channel});
+    Lane& lane = links_->lane({scope.channel});
     const StreamHandle stream = is_async ? lane.stream : operation->caller;
     enter(*operation, lane, stream, is_async ? runtime_->record(operation->caller) : nullptr);
     body(*operation, stream);
@@ -300,7 +270,12 @@ OperationPtr DeviceExecution::exchange(const ExchangeCall& call, CallOptions opt
     for (const auto& recv : lowered->recvs) add(Direction::recv, recv, recv_staging, outputs);
     if (!lowered->pack_and_local().empty())
       runtime_->execute(lowered->pack_and_local(), buffers, lowered->scale, stream);
-    exchange_messages_on(operation, scope, stream, messages);
+    if (!messages.empty()) {
+      const LaneMessages lane{links_->lane(lane_of_exchange(scope)).comm_idx, stream,
+                              std::move(messages), operation.is_captured()};
+      operation.num_blocks =
+          nccl_->send_and_receive({&lane, 1}, keep_waiting(operation.deadline()));
+    }
     if (!lowered->unpack().empty()) runtime_->execute(lowered->unpack(), buffers, Scale{}, stream);
     send_staging = recv_staging = nullptr;  // while the stream is still the operation's
   };
@@ -337,8 +312,10 @@ OperationPtr DeviceExecution::broadcast(const TensorRef& tensor, int source, Cal
         scatters.add(staging.get(), tensor);
     }
     if (!gathers.empty()) runtime_->execute(gathers.tasks(), gathers.buffers(), Scale{}, stream);
-    nccl_->broadcast(links_.lane({}).comm_idx, staging ? staging.get() : tensor.data, num_bytes,
-                     source, stream, keep_waiting(operation.deadline()));
+    const DeviceMessage message{rank() == source ? Direction::send : Direction::recv, source,
+                                staging ? staging.get() : tensor.data, num_bytes};
+    nccl_->broadcast({links_->lane({}).comm_idx, stream, {message}, operation.is_captured()},
+                     source, keep_waiting(operation.deadline()));
     if (!scatters.empty()) runtime_->execute(scatters.tasks(), scatters.buffers(), Scale{}, stream);
     staging = nullptr;
   };

@@ -5,8 +5,9 @@
 // Streams. A synchronous operation runs on the caller's current stream. An asynchronous one runs on
 // the streams of its lanes, after what the caller's stream holds at that moment. The messages from
 // one rank to another one on a channel have a lane of their own (see links.h), so that none waits
-// behind a message of another channel, of another rank or the other way. The first call that needs a
-// lane waits until it is made.
+// behind a message of another channel, of another rank or the other way. Exchanges of a channel follow
+// each other on one stream, whoever takes part; those of the same ranks have one communicator, in which
+// each is one kernel. The first call that needs a lane waits until it is made.
 //
 // Checks. Before a collective runs for the first time, ranks compare it on the control plane, pair
 // by pair (Agreement) or, in a large group, along its tree (CollectiveLine); from then on it runs
@@ -45,6 +46,8 @@ struct DeviceOptions {
   Check check = Check::first_use;
   int max_ops_per_group = kDefaultMaxOpsPerGroup;
   NcclConfig nccl;
+  uint64_t host = 0;            // ranks with the same one are on one host; 0: it is not known
+  std::string capture_problem;  // why nothing can be captured, or ""
   // Limit of each step of the shutdown that other ranks, the driver or the user's graphs can block.
   std::chrono::nanoseconds end_limit = std::chrono::seconds(5);
 };
@@ -58,6 +61,7 @@ class DeviceExecution final : public Execution {
   // Begins to make links; that of the collectives if no channels are named, and `peers` are all.
   void connect(std::span<const int> peers, const std::optional<std::vector<int>>& channels,
                std::optional<Direction> direction) override;
+  void connect(const Scope& scope) override;
 
   // Tensors may have any strides. An exchange on a channel of the user is compared while it runs, and
   // exchanges follow each other on a stream of it, so that what is to come `after` another one does.
@@ -83,6 +87,7 @@ class DeviceExecution final : public Execution {
   void finish(const Interrupted& interrupted) override;
   void end(bool in_order) override;
   std::string end_warning() const override { return end_warning_; }
+  std::string take_warning() override;
 
   CopyCounters copy_counters() const override { return {num_exchanges_, num_passes_, 0}; }
   DeviceUsage device_usage() const override;
@@ -110,15 +115,14 @@ class DeviceExecution final : public Execution {
   int size() const { return communicator_.size(); }
   int num_channels() const { return communicator_.options().num_channels; }
 
-  // Whether it runs on the communicator of all ranks.
-  bool is_of_all(const Scope& scope) const {
-    return scope.channel == kCollectiveChannel &&
-           (scope.members.empty() || scope.members.size() == size_t(size()));
+  // The communicator of an exchange.
+  LaneKey lane_of_exchange(const Scope& scope) const {
+    const std::vector<int>& ranks = scope.within.empty() ? scope.members : scope.within;
+    return {scope.channel, ranks.size() == size_t(size()) ? std::vector<int>{} : ranks};
   }
   void require_links(OpCode op, std::span<const LaneKey> keys, const Interrupted& interrupted);
   void check_answer(OpCode op, const LaneKey& key, Clock::time_point begin, Deadline deadline);
   uint64_t check_captures(OpCode op, std::span<const LaneKey> lanes) const;
-  std::vector<LaneKey> lanes_between(const Scope& scope, std::span<const PeerMessages> pairs) const;
   DeviceOperationPtr make_operation(OpCode op, CallOptions options, uint64_t capture);
   void check_messages(std::span<const PointToPoint> batch, DeviceOperation& operation);
   void note_captured(int peer, Direction direction, const Descriptor& descriptor);
@@ -142,8 +146,6 @@ class DeviceExecution final : public Execution {
   EventPtr leave(DeviceOperation& operation, Lane& lane, StreamHandle stream);
   void track(const DeviceOperationPtr& operation);
   void publish(const DeviceOperationPtr& operation);
-  void exchange_messages_on(DeviceOperation& operation, const Scope& scope, StreamHandle stream,
-                            std::span<const DeviceMessage> messages);
   template <class Launch>
   void launch(const DeviceOperationPtr& operation, Launch&& body);
   template <class Reserve, class Launch>
@@ -171,6 +173,7 @@ class DeviceExecution final : public Execution {
   [[noreturn]] void throw_closed(OpCode op, int peer) const;
   void check_unmatched();
   void say_closing();
+  Deadline patience_with_peers() const;
   bool meet(const Interrupted& interrupted);
   void stop_looking();
   std::future<void> run_apart(std::function<void()> body) const;
@@ -181,7 +184,7 @@ class DeviceExecution final : public Execution {
   const std::shared_ptr<DeviceRuntime> runtime_;
   MessageCheck check_;
   std::shared_ptr<NcclTransport> nccl_;  // null if there are no other ranks
-  Links links_;
+  const std::shared_ptr<Links> links_;
   std::shared_ptr<InFlight> in_flight_;
   Replays replays_;
 
@@ -203,6 +206,7 @@ class DeviceExecution final : public Execution {
   bool all_have_come_ = false;                         // to the end
   std::atomic<bool> has_captured_{false};
   std::string end_warning_;
+  std::atomic<bool> has_warned_{false};
 };
 
 std::unique_ptr<Communicator> make_device_communicator(

@@ -1,5 +1,6 @@
 // How the calls of a DeviceExecution come to the links that they need.
 #include <algorithm>
+#include <cstdlib>
 #include <numeric>
 #include <set>
 
@@ -9,6 +10,18 @@ namespace pipecomm {
 namespace {
 
 constexpr auto kPoll = std::chrono::milliseconds(10);
+
+// So that ranks which need many links begin with different ones: of a distance around the ring of ranks
+// and a channel, each rank has a send and a receive with two others.
+std::vector<LaneKey> by_distance(std::span<const LaneKey> keys, int size) {
+  std::vector<LaneKey> ordered(keys.begin(), keys.end());
+  std::ranges::stable_sort(ordered, {}, [size](const LaneKey& key) {
+    if (!key.is_one_way) return std::pair(0, key.channel);
+    const int distance = std::abs(key.ranks.front() - key.ranks.back());
+    return std::pair(std::min(distance, size - distance), key.channel);
+  });
+  return ordered;
+}
 
 }  // namespace
 
@@ -20,18 +33,24 @@ void DeviceExecution::connect(std::span<const int> peers,
   std::iota(all.begin(), all.end(), 0);
   std::set<int> others(peers.begin(), peers.end());
   others.erase(rank());
+  std::vector<LaneKey> keys;
   for (const int peer : others)
     for (const int channel : channels.value_or(all))
       for (const Direction each : {Direction::send, Direction::recv})
-        if (direction.value_or(each) == each) links_.begin(lane_of(channel, each, rank(), peer));
-  if (!channels && !direction && others.size() == size_t(size() - 1)) links_.begin({});
+        if (direction.value_or(each) == each) keys.push_back(lane_of(channel, each, rank(), peer));
+  for (const LaneKey& key : by_distance(keys, size())) links_->begin(key);
+  if (!channels && !direction && others.size() == size_t(size() - 1)) links_->begin({});
+}
+
+void DeviceExecution::connect(const Scope& scope) {
+  if (nccl_) links_->begin(lane_of_exchange(scope));
 }
 
 // Peers make them in the background, whatever their users do. So a call waits here for no call of
-// another rank, unless it is a collective, which all ranks call.
+// another rank.
 void DeviceExecution::require_links(OpCode op, std::span<const LaneKey> keys,
                                     const Interrupted& interrupted) {
-  const auto is_ready = [this](const LaneKey& key) { return links_.is_ready(key); };
+  const auto is_ready = [this](const LaneKey& key) { return links_->is_ready(key); };
   if (std::ranges::all_of(keys, is_ready)) return;
   if (runtime_->is_capturing(runtime_->current_stream()))
     throw std::invalid_argument(
@@ -41,11 +60,11 @@ void DeviceExecution::require_links(OpCode op, std::span<const LaneKey> keys,
   const Clock::time_point begin = Clock::now();
   const Deadline deadline = communicator_.deadline_from_now();
   const auto has_closed = [this](int peer) { return communicator_.transport().has_closed(peer); };
-  for (const LaneKey& key : keys) links_.begin(key);
+  for (const LaneKey& key : by_distance(keys, size())) links_->begin(key);
   for (const LaneKey& key : keys) {
-    while (!links_.wait_until_ready(key, Clock::now() + kPoll)) {
+    while (!links_->wait_until_ready(key, Clock::now() + kPoll)) {
       communicator_.check_usable(op);
-      if (const auto error = links_.error(has_closed)) {
+      if (const auto error = links_->error(has_closed)) {
         fail_connecting(op, *error);
         throw_failure();
       }
@@ -58,25 +77,27 @@ void DeviceExecution::require_links(OpCode op, std::span<const LaneKey> keys,
 // Throws if a link has not come in time, or will not come.
 void DeviceExecution::check_answer(OpCode op, const LaneKey& key, Clock::time_point begin,
                                    Deadline deadline) {
-  const bool is_pair = key.peer != kEverybody;
-  if (const auto peer = links_.refused_by(key)) throw_closed(op, *peer);
-  const bool is_answered = links_.is_answered(key);
-  for (const int peer : is_pair ? std::vector{key.peer} : communicator_.peers_in({}))
+  if (const auto peer = links_->refused_by(key)) throw_closed(op, *peer);
+  const bool is_answered = links_->is_answered(key);
+  std::vector<int> peers = ranks_of(key, size());
+  std::erase(peers, rank());
+  for (const int peer : peers)
     if (communicator_.transport().has_closed(peer) || (!is_answered && counts_.has_limit(peer)))
       throw_closed(op, peer);
   if (Clock::now() < deadline) return;
-  const std::string peer = "rank " + std::to_string(key.peer);
+  const bool is_pair = peers.size() == 1;
+  const std::string peer = "rank " + std::to_string(peers.front());
   Failure failure = communicator_.own_failure(
       FailureKind::timeout,
       std::string(op_name(op)) + " timed out after " + seconds_text(Clock::now() - begin) +
           " (limit " + seconds_text(deadline - begin) + "), NCCL has not connected " +
-          (is_pair
-               ? "this rank and " + peer + "; " + peer + " " + communicator_.describe_peer(key.peer)
-               : "all ranks") +
+          (is_pair ? "this rank and " + peer + "; " + peer + " " +
+                         communicator_.describe_peer(peers.front())
+                   : (key.ranks.empty() ? "all" : std::to_string(peers.size() + 1)) + " ranks") +
           "; check that the other ranks make their communicators and call the matching operation, "
           "or increase timeout=",
       op_name(op));
-  if (is_pair) failure.peer = key.peer;
+  if (is_pair) failure.peer = peers.front();
   communicator_.fail(std::move(failure));
   throw_failure();
 }
@@ -85,6 +106,19 @@ DeviceUsage DeviceExecution::device_usage() const {
   if (!nccl_) return {};
   const NcclTransport::Usage usage = nccl_->usage();
   return {usage.num_comms, usage.num_bytes};
+}
+
+std::string DeviceExecution::take_warning() {
+  if (!nccl_ || has_warned_ || nccl_->usage().num_within_host < kManyWithinHost ||
+      has_warned_.exchange(true))
+    return "";
+  return "rank " + std::to_string(rank()) + " has made " +
+         std::to_string(nccl_->usage().num_within_host) +
+         " NCCL communicators with ranks of its host; on a host with NVSwitch NCCL takes one of "
+         "128 "
+         "multicast groups for each, which torch's communicators need, too. Set "
+         "NCCL_NVLS_ENABLE=0, use "
+         "fewer channels, or one exchange instead of messages between many pairs";
 }
 
 }  // namespace pipecomm

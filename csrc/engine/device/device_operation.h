@@ -39,6 +39,7 @@ class DeviceOperation final : public Operation {
   std::vector<Part> parts;
   std::vector<FlightMessage> messages;  // the first of them, for errors and the flight record
   size_t num_messages = 0;
+  int num_blocks = 0;  // of its kernels
 
   bool is_captured() const { return capture != 0; }
   void add_message(Direction direction, int peer, const Descriptor& descriptor) {

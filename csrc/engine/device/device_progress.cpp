@@ -117,6 +117,14 @@ void DeviceExecution::fail_expired(OpCode op, const std::string& where, const st
                        message_text(shown->direction, shown->peer, shown->descriptor) + " of " +
                        shown->descriptor.text();
   }
+  int num_blocks = 0;
+  for (const DeviceOperationPtr& operation : in_flight_->all())
+    if (!operation->has_ended()) num_blocks += operation->num_blocks;
+  if (const int room = runtime_->num_multiprocessors(); num_blocks > room)
+    failure.message += "; operations in flight have " + std::to_string(num_blocks) +
+                       " thread blocks, and the device has " + std::to_string(room) +
+                       " multiprocessors, so sends may wait for receives that were posted before "
+                       "them: put messages that depend on each other in one batch";
   failure.message += "; check that the other ranks " + remedy + ", or increase timeout=";
   failure.message += kFlightHint;
   communicator_.fail(std::move(failure));
@@ -174,7 +182,7 @@ void DeviceExecution::look_for_trouble() {
 
   if (!nccl_) return;
   const auto link_error =
-      links_.error([this](int peer) { return communicator_.transport().has_closed(peer); });
+      links_->error([this](int peer) { return communicator_.transport().has_closed(peer); });
   std::string text;
   NcclResult result = NcclResult::success;
   try {

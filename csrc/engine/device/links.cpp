@@ -3,15 +3,15 @@
 #include <algorithm>
 #include <bit>
 #include <cstring>
+#include <thread>
 
 #include "message/start_thread.h"
+#include "plan/signature.h"
 #include "transport/group_tree.h"
 
 namespace pipecomm {
 namespace {
 
-// Signatures of what ranks say of a link with OpCode::connect. The `seq` of a refusal is its rank.
-enum Word : uint64_t { kAsk, kId, kJoin, kGo, kRefuse };
 constexpr auto kMeetingPoll = std::chrono::milliseconds(1);
 
 LinkError link_error(const std::exception& error) {
@@ -19,311 +19,381 @@ LinkError link_error(const std::exception& error) {
   return {of_nccl ? of_nccl->result() : NcclResult::internal_error, error.what()};
 }
 
+// By which messages call a link: as an extent of a shape, which is not negative.
+uint64_t name_of(const LaneKey& key) {
+  Signature signature("link");
+  signature.add(int64_t{key.channel}).add(int64_t{key.is_one_way});
+  for (const int rank : key.ranks) signature.add(int64_t{rank});
+  return signature.value() >> 1;
+}
+
+Descriptor claim_of(OpCode op, const LaneKey& key, uint64_t name, uint64_t signature,
+                    uint64_t number) {
+  Descriptor claim{.op = op,
+                   .num_dims = key.is_one_way,
+                   .channel = uint8_t(key.channel),
+                   .seq = number,
+                   .signature = signature};
+  claim.shape[0] = static_cast<int64_t>(name);
+  return claim;
+}
+
+bool has(const std::vector<int>& ranks, int rank) {
+  return std::ranges::find(ranks, rank) != ranks.end();
+}
+
+// The ranks in an invitation, if a link of them is possible that has both of these.
+std::optional<std::vector<int>> ranks_in(std::span<const std::byte> note, bool is_one_way, int size,
+                                         int mine, int theirs) {
+  std::vector<int> ranks(note.size() / sizeof(int));
+  std::memcpy(ranks.data(), note.data(), ranks.size() * sizeof(int));
+  if (note.size() % sizeof(int) != 0 || (is_one_way && ranks.size() != 2)) return std::nullopt;
+  if (ranks.empty()) return ranks;
+  std::vector<int> increasing = ranks;
+  std::ranges::sort(increasing);
+  const bool are_valid = increasing.front() >= 0 && increasing.back() < size &&
+                         std::ranges::adjacent_find(increasing) == increasing.end() &&
+                         has(ranks, mine) && has(ranks, theirs);
+  return are_valid && (is_one_way || ranks == increasing) ? std::optional(ranks) : std::nullopt;
+}
+
+std::optional<int> other_of_pair(const LaneKey& key, int rank) {
+  if (!key.is_one_way) return std::nullopt;
+  return key.ranks.front() == rank ? key.ranks.back() : key.ranks.front();
+}
+
 }  // namespace
 
-Links::Links(int rank, int size, std::shared_ptr<DeviceRuntime> runtime,
+Links::Links(int rank, int size, uint64_t host, std::shared_ptr<DeviceRuntime> runtime,
              std::shared_ptr<NcclTransport> nccl, NcclConfig config, Tell tell)
     : rank_(rank),
       size_(size),
+      host_(host),
       runtime_(std::move(runtime)),
       nccl_(std::move(nccl)),
       config_(std::move(config)),
-      tell_(std::move(tell)),
-      shared_(std::make_shared<Shared>()) {}
-
-int Links::parent_in(const LaneKey& key) const {
-  return key.peer == kEverybody ? tree_place(rank_, size_).parent : key.peer;
-}
-
-std::vector<int> Links::children_in(const LaneKey& key) const {
-  if (key.peer == kEverybody) return tree_place(rank_, size_).children;
-  return is_root(key) ? std::vector{key.peer} : std::vector<int>{};
-}
+      tell_(std::move(tell)) {}
 
 // ------------------------------------------------------------------------------------------------
 // making links
 
-Links::Link& Links::link_of(const LaneKey& key) {
-  const auto [found, is_new] = shared_->links.try_emplace(key);
-  if (is_new)
-    found->second.heard_in_round.resize(
-        key.peer == kEverybody ? size_t(std::bit_width(size_t(size_ - 1))) : 1);
-  return found->second;
-}
-
-Links::Step Links::begin_locked(const LaneKey& key, Link& link) {
-  if (shared_->is_ending || std::exchange(link.is_begun, true)) return Step::nothing;
-  const Step step = next_step(key, link);
-  return step == Step::nothing && key.peer != kEverybody ? Step::invite : step;
-}
-
-Links::Step Links::next_step(const LaneKey& key, Link& link) {
-  if (!link.is_begun || link.refused_by || link.state != State::waiting ||
-      link.have_asked.size() < children_in(key).size())
-    return Step::nothing;
-  if (!is_root(key)) return std::exchange(link.has_asked, true) ? Step::nothing : Step::ask;
-  link.state = State::offered;
-  return Step::choose;
-}
-
-// Once all ranks below have joined a link, the root lets them go, and any other rank joins, too.
-Links::Step Links::step_after_id(const LaneKey& key, Link& link) {
-  if (link.state != State::offered || link.refused_by ||
-      link.have_joined.size() < children_in(key).size())
-    return Step::nothing;
-  if (!is_root(key)) return Step::join;
-  link.state = State::connecting;
-  return Step::go;
-}
-
-// Marks a link as refused, unless its ranks have been let go.
-Links::Step Links::refuse_locked(Link& link, int by) {
-  if (link.refused_by || (link.state != State::waiting && link.state != State::offered))
-    return Step::nothing;
-  link.refused_by = by;
-  shared_->changed.notify_all();
-  return Step::refuse;
+Links::Entry& Links::entry_of(const LaneKey& key) {
+  const auto [found, is_new] = links_.try_emplace(key);
+  if (is_new) {
+    Link& link = found->second;
+    link.ranks = ranks_of(key, size_);
+    const int size = static_cast<int>(link.ranks.size());
+    const int mine = static_cast<int>(std::ranges::find(link.ranks, rank_) - link.ranks.begin());
+    const TreePlace place = tree_place(mine, size);
+    if (!place.is_root()) link.parent = link.ranks[size_t(place.parent)];
+    for (const int child : place.children) link.children.push_back(link.ranks[size_t(child)]);
+    link.heard_in_round.resize(size_t(std::bit_width(unsigned(size - 1))));
+    link.name = name_of(key);
+    link.host = host_;
+    names_.emplace(link.name, &*found);
+  }
+  return *found;
 }
 
 void Links::begin(const LaneKey& key) {
-  Step step;
+  ToDo to_do;
   {
-    std::lock_guard lock(shared_->mutex);
-    step = begin_locked(key, link_of(key));
+    std::lock_guard lock(mutex_);
+    begin_locked(entry_of(key), rank_, to_do);
   }
-  take(step, key);
+  perform(to_do);
 }
 
-void Links::take(Step step, const LaneKey& key) {
-  switch (step) {
-    case Step::nothing:
-      return;
-    case Step::invite:
-      return say(key.peer, OpCode::connect, key, kAsk);
-    case Step::ask:
-      return say(parent_in(key), OpCode::connect, key, kAsk);
-    case Step::choose:
-      return choose(key);
-    case Step::offer: {
-      NcclUniqueId id;
-      Step next;
-      {
-        std::lock_guard lock(shared_->mutex);
-        Link& link = link_of(key);
-        id = link.id;
-        next = step_after_id(key, link);
-      }
-      say_to_children(key, kId, std::as_bytes(std::span(id.bytes)));
-      return take(next, key);
-    }
-    case Step::join:
-      return say(parent_in(key), OpCode::connect, key, kJoin);
-    case Step::go:
-      say_to_children(key, kGo);
-      return connect_apart(key);
-    case Step::refuse: {
-      uint64_t by;
-      {
-        std::lock_guard lock(shared_->mutex);
-        by = uint64_t(*link_of(key).refused_by);
-      }
-      if (!is_root(key)) say(parent_in(key), OpCode::connect, key, kRefuse, by);
-      for (const int child : children_in(key)) say(child, OpCode::connect, key, kRefuse, by);
-      return;
+void Links::begin_locked(Entry& entry, int invited_by, ToDo& to_do) {
+  Link& link = entry.second;
+  if (is_ending_ || link.refused_by) return;
+  const bool is_new = !std::exchange(link.is_begun, true);
+  go_on(entry, to_do);
+  if (!is_new) return;
+  for (const int child : link.children)
+    if (child != invited_by && !link.have_asked.contains(child))
+      to_do.said.push_back({child, &entry, kInvite});
+  if (link.parent >= 0 && link.parent != invited_by && !link.has_asked)
+    to_do.said.push_back({link.parent, &entry, kInvite});
+}
+
+// Takes the next steps of this rank, if it is their time.
+void Links::go_on(Entry& entry, ToDo& to_do) {
+  Link& link = entry.second;
+  if (!link.is_begun || link.refused_by) return;
+  const bool is_root = link.parent < 0;
+  if (link.state == State::waiting && link.have_asked.size() == link.children.size()) {
+    if (!is_root) {
+      if (!std::exchange(link.has_asked, true))
+        to_do.said.push_back({link.parent, &entry, kAsk, link.host});
+    } else if (!is_ending_ && take_place(entry)) {
+      link.state = State::offered;
+      say_to_children(entry, kOffer, to_do);
     }
   }
-}
-
-void Links::choose(const LaneKey& key) {
-  NcclUniqueId id;
-  try {
-    id = nccl_->new_id();
-  } catch (const std::exception& error) {
-    std::lock_guard lock(shared_->mutex);
-    link_of(key).state = State::failed;
-    link_of(key).error = link_error(error);
-    return;
-  }
-  {
-    std::lock_guard lock(shared_->mutex);
-    link_of(key).id = id;
-  }
-  take(Step::offer, key);
-}
-
-// The thread owns what it needs: it is left behind if NCCL does not return.
-void Links::connect_apart(const LaneKey& key) {
-  const auto fail = [key, shared = shared_](const LinkError& error) {
-    std::lock_guard lock(shared->mutex);
-    shared->links.at(key).state = State::failed;
-    shared->links.at(key).error = error;
-  };
-  NcclUniqueId id;
-  {
-    std::lock_guard lock(shared_->mutex);
-    id = link_of(key).id;
-  }
-  const auto connect = [key, id, fail, shared = shared_, runtime = runtime_, nccl = nccl_,
-                        config = config_] {
-    try {
-      runtime->adopt_thread();
-      const NcclLane made{id, key.peer, key.channel, key.goes_up, runtime->new_stream()};
-      const int comm_idx = nccl->connect(made, config);
-      std::lock_guard lock(shared->mutex);
-      Lane& lane = shared->lanes[key];
-      if (!lane.stream) lane.stream = made.stream;
-      lane.comm_idx = comm_idx;
-      shared->links.at(key).state = State::ready;
-    } catch (const std::exception& error) {
-      fail(link_error(error));
-    }
-    shared->changed.notify_all();
-  };
-  try {
-    start_thread(connect, rank_).detach();
-  } catch (const PipeCommException& error) {
-    fail(link_error(error));
+  if (link.state != State::offered || link.have_joined.size() < link.children.size()) return;
+  if (is_root) {
+    link.state = State::connecting;
+    to_do.to_connect.push_back({&entry, link.host != 0, std::nullopt});
+  } else if (!link.has_joined && take_place(entry)) {
+    link.has_joined = true;
+    to_do.said.push_back({link.parent, &entry, kJoin});
   }
 }
 
-void Links::say(int peer, OpCode op, const LaneKey& key, uint64_t signature, uint64_t seq,
-                std::span<const std::byte> note) const {
-  Descriptor claim{.op = op,
-                   .num_dims = key.peer == kEverybody,
-                   .channel = uint8_t(key.channel),
-                   .signature = signature};
-  claim.seq = seq;
-  const bool sends = key.peer == kEverybody || key.goes_up == (key.peer > rank_);
-  tell_(peer, sends ? Direction::send : Direction::recv, claim, note);
-}
-
-void Links::say_to_children(const LaneKey& key, uint64_t signature,
-                            std::span<const std::byte> note) const {
-  for (const int child : children_in(key)) say(child, OpCode::connect, key, signature, 0, note);
-}
-
-bool Links::on_claim(int peer, Direction theirs, const Descriptor& claim,
-                     std::span<const std::byte> note) {
-  const bool is_of_all = claim.num_dims != 0;
-  const LaneKey key = is_of_all ? LaneKey{} : lane_of(claim.channel, opposite(theirs), rank_, peer);
-  if (!nccl_ || claim.channel > kCollectiveChannel ||
-      (is_of_all && claim.channel != kCollectiveChannel))
+bool Links::take_place(Entry& entry) {
+  auto& [key, link] = entry;
+  if (!key.is_one_way || link.has_place) return true;
+  if (num_in_the_making_ == kMaxInTheMaking) {
+    if (std::ranges::find(wait_for_place_, &entry) == wait_for_place_.end())
+      wait_for_place_.push_back(&entry);
     return false;
-  NcclUniqueId id{};
-  const bool has_id = claim.op == OpCode::connect && claim.signature == kId;
-  if (note.size() != (has_id ? sizeof id : 0)) return false;
-  if (has_id) std::memcpy(&id, note.data(), sizeof id);
+  }
+  ++num_in_the_making_;
+  return link.has_place = true;
+}
 
-  const std::vector<int> children = children_in(key);
-  const bool is_from_child = std::ranges::find(children, peer) != children.end();
-  const bool is_from_parent = !is_root(key) && peer == parent_in(key);
-  Step step = Step::nothing;
+void Links::leave_place(Entry& entry, ToDo& to_do) {
+  if (!std::exchange(entry.second.has_place, false)) return;
+  --num_in_the_making_;
+  while (num_in_the_making_ < kMaxInTheMaking && !wait_for_place_.empty()) {
+    Entry& next = *wait_for_place_.front();
+    wait_for_place_.pop_front();
+    go_on(next, to_do);
+  }
+}
+
+// Marks a link as refused, unless its ranks have been let go.
+void Links::refuse_locked(Entry& entry, int by, ToDo& to_do) {
+  Link& link = entry.second;
+  if (link.refused_by || (link.state != State::waiting && link.state != State::offered)) return;
+  link.refused_by = by;
+  changed_.notify_all();
+  if (link.parent >= 0) to_do.said.push_back({link.parent, &entry, kRefuse, uint64_t(by)});
+  for (const int child : link.children)
+    to_do.said.push_back({child, &entry, kRefuse, uint64_t(by)});
+  leave_place(entry, to_do);
+}
+
+void Links::say_to_children(const Entry& entry, Word word, ToDo& to_do, uint64_t number,
+                            const std::optional<NcclUniqueId>& id) {
+  for (const int child : entry.second.children)
+    to_do.said.push_back({child, &entry, word, number, id});
+}
+
+void Links::perform(const ToDo& to_do) {
+  for (const auto& [peer, entry, word, number, id] : to_do.said) {
+    const auto& [key, link] = *entry;
+    const bool names_ranks = word == kInvite || word == kAsk || word == kRefuse;
+    tell(peer, claim_of(OpCode::connect, key, link.name, word, number),
+         id            ? std::as_bytes(std::span(id->bytes))
+         : names_ranks ? std::as_bytes(std::span(key.ranks))
+                       : std::span<const std::byte>{});
+  }
+  for (const Connecting& connecting : to_do.to_connect) connect_apart(connecting);
+}
+
+void Links::tell(int peer, const Descriptor& claim, std::span<const std::byte> note) {
+  std::lock_guard lock(telling_mutex_);
+  if (tell_) tell_(peer, claim, note);
+}
+
+void Links::fall_silent() {
+  std::lock_guard lock(telling_mutex_);
+  tell_ = nullptr;
+}
+
+void Links::connect_apart(const Connecting& connecting) {
+  try {
+    start_thread([self = shared_from_this(), connecting] { self->connect(connecting); }, rank_)
+        .detach();
+  } catch (const PipeCommException& error) {
+    settle(connecting.entry->first, State::failed,
+           [&](Link& link) { link.error = link_error(error); });
+  }
+}
+
+void Links::connect(const Connecting& connecting) {
+  const auto& [entry, is_within_host, id] = connecting;
+  const LaneKey& key = entry->first;
+  try {
+    runtime_->adopt_thread();
+    const NcclLane lane{key, id ? *id : nccl_->new_id(), is_within_host, runtime_->new_stream()};
+    if (!id) {
+      ToDo go;
+      say_to_children(*entry, kGo, go, is_within_host, lane.id);
+      perform(go);
+    }
+    const int comm_idx = nccl_->connect(lane, config_);
+    settle(key, State::ready, [&](Link&) {
+      Lane& kept = lanes_[key];
+      if (!kept.stream) kept.stream = lane.stream;
+      kept.comm_idx = comm_idx;
+    });
+  } catch (const std::exception& error) {
+    settle(key, State::failed, [&](Link& link) { link.error = link_error(error); });
+  }
+}
+
+void Links::settle(const LaneKey& key, State state, const std::function<void(Link&)>& note) {
+  ToDo to_do;
   {
-    std::lock_guard lock(shared_->mutex);
-    Link& link = link_of(key);
-    if (claim.op == OpCode::close) {
-      if (claim.seq >= link.heard_in_round.size()) return false;
-      link.heard_in_round[claim.seq] = true;
+    std::lock_guard lock(mutex_);
+    Entry& entry = entry_of(key);
+    entry.second.state = state;
+    note(entry.second);
+    leave_place(entry, to_do);
+  }
+  changed_.notify_all();
+  perform(to_do);
+}
+
+// ------------------------------------------------------------------------------------------------
+// what peers say
+
+// The link that a claim is about; null if there is none.
+Links::Entry* Links::named(int peer, const Descriptor& claim, std::span<const std::byte> note) {
+  const auto found = names_.find(uint64_t(claim.shape[0]));
+  Entry* entry = found == names_.end() ? nullptr : found->second;
+  const uint64_t word = claim.signature;
+  if (claim.op == OpCode::connect && (word == kInvite || word == kAsk || word == kRefuse)) {
+    const auto ranks = ranks_in(note, claim.num_dims != 0, size_, rank_, peer);
+    if (!ranks) return nullptr;
+    const LaneKey key{claim.channel, *ranks, claim.num_dims != 0};
+    if (!entry && name_of(key) == uint64_t(claim.shape[0])) entry = &entry_of(key);
+    return entry && entry->first == key ? entry : nullptr;
+  }
+  const bool has_id = claim.op == OpCode::connect && word == kGo;
+  if (note.size() != (has_id ? sizeof(NcclUniqueId) : 0)) return nullptr;
+  return entry && has(entry->second.ranks, peer) ? entry : nullptr;
+}
+
+bool Links::on_claim(int peer, const Descriptor& claim, std::span<const std::byte> note) {
+  if (!nccl_ || claim.channel > kCollectiveChannel) return false;
+  ToDo to_do;
+  {
+    std::lock_guard lock(mutex_);
+    Entry* const entry = named(peer, claim, note);
+    if (!entry || !hear(peer, *entry, claim, note, to_do)) return false;
+  }
+  perform(to_do);
+  return true;
+}
+
+bool Links::hear(int peer, Entry& entry, const Descriptor& claim, std::span<const std::byte> note,
+                 ToDo& to_do) {
+  Link& link = entry.second;
+  if (claim.op == OpCode::close) {
+    if (claim.seq >= link.heard_in_round.size()) return false;
+    return link.heard_in_round[claim.seq] = true;
+  }
+  const bool is_from_child = has(link.children, peer), is_from_parent = peer == link.parent;
+  if (!is_from_child && !is_from_parent) return false;
+  switch (claim.signature) {
+    case kAsk:
+      if (!is_from_child) return false;
+      link.have_asked.insert(peer);
+      if (claim.seq != link.host) link.host = 0;
+      [[fallthrough]];
+    case kInvite:
+      if (is_ending_ && link.state == State::waiting)
+        refuse_locked(entry, rank_, to_do);
+      else
+        begin_locked(entry, peer, to_do);
+      return true;
+    case kOffer:
+      if (!is_from_parent || link.state != State::waiting) return false;
+      if (link.refused_by) return true;
+      if (is_ending_) {
+        refuse_locked(entry, rank_, to_do);
+        return true;
+      }
+      link.state = State::offered;
+      say_to_children(entry, kOffer, to_do);
+      go_on(entry, to_do);
+      return true;
+    case kJoin:
+      if (!is_from_child) return false;
+      link.have_joined.insert(peer);
+      go_on(entry, to_do);
+      return true;
+    case kGo: {
+      if (!is_from_parent || !link.has_joined || link.state != State::offered) return false;
+      NcclUniqueId id{};
+      std::memcpy(&id, note.data(), sizeof id);
+      link.state = State::connecting;
+      say_to_children(entry, kGo, to_do, claim.seq, id);
+      to_do.to_connect.push_back({&entry, claim.seq != 0, id});
       return true;
     }
-    switch (claim.signature) {
-      case kAsk:
-        if (is_from_child) link.have_asked.insert(peer);
-        if (shared_->is_ending && link.state == State::waiting)
-          step = refuse_locked(link, rank_);  // later, it has joined
-        else if (is_of_all || link.is_begun)
-          step = next_step(key, link);
-        else
-          step = begin_locked(key, link);  // of a pair, each rank takes part if the other one asks
-        break;
-      case kId:
-        if (!is_from_parent || link.state != State::waiting) return false;
-        if (link.refused_by) break;
-        link.id = id;
-        link.state = State::offered;
-        step = shared_->is_ending ? refuse_locked(link, rank_) : Step::offer;
-        break;
-      case kJoin:
-        if (!is_from_child) return false;
-        link.have_joined.insert(peer);
-        step = step_after_id(key, link);
-        break;
-      case kGo:
-        if (!is_from_parent || link.state != State::offered) return false;
-        link.state = State::connecting;
-        step = Step::go;
-        break;
-      case kRefuse:
-        if (claim.seq >= uint64_t(size_)) return false;
-        step = refuse_locked(link, static_cast<int>(claim.seq));
-        break;
-      default:
-        return false;
-    }
+    case kRefuse:
+      if (claim.seq >= uint64_t(size_)) return false;
+      refuse_locked(entry, static_cast<int>(claim.seq), to_do);
+      return true;
+    default:
+      return false;
   }
-  take(step, key);
-  return true;
 }
 
 // ------------------------------------------------------------------------------------------------
 // their state
 
 bool Links::is_ready(const LaneKey& key) const {
-  std::lock_guard lock(shared_->mutex);
-  const auto found = shared_->links.find(key);
-  return found != shared_->links.end() && found->second.state == State::ready;
+  std::lock_guard lock(mutex_);
+  const auto found = links_.find(key);
+  return found != links_.end() && found->second.state == State::ready;
 }
 
 bool Links::wait_until_ready(const LaneKey& key, Deadline until) const {
-  std::unique_lock lock(shared_->mutex);
-  return shared_->changed.wait_until(lock, until,
-                                     [&] { return shared_->links.at(key).state == State::ready; });
+  std::unique_lock lock(mutex_);
+  return changed_.wait_until(lock, until, [&] { return links_.at(key).state == State::ready; });
 }
 
 bool Links::is_answered(const LaneKey& key) const {
-  std::lock_guard lock(shared_->mutex);
-  return shared_->links.at(key).state != State::waiting;
+  std::lock_guard lock(mutex_);
+  return links_.at(key).state != State::waiting;
 }
 
 std::optional<int> Links::refused_by(const LaneKey& key) const {
-  std::lock_guard lock(shared_->mutex);
-  return shared_->links.at(key).refused_by;
+  std::lock_guard lock(mutex_);
+  return links_.at(key).refused_by;
 }
 
-std::optional<LinkError> Links::error(const std::function<bool(int peer)>& has_closed) const {
-  std::lock_guard lock(shared_->mutex);
-  for (auto& [key, link] : shared_->links) {
+std::optional<LinkError> Links::error(const std::function<bool(int peer)>& has_closed) {
+  std::lock_guard lock(mutex_);
+  for (auto& [key, link] : links_) {
     if (!link.error) continue;
-    if (key.peer == kEverybody || !has_closed(key.peer)) return link.error;
-    link.refused_by = key.peer;
+    const auto peer = other_of_pair(key, rank_);
+    if (!peer || !has_closed(*peer)) return link.error;
+    link.refused_by = *peer;
   }
   return std::nullopt;
 }
 
 void Links::refuse_more() {
-  std::vector<LaneKey> refused;
+  ToDo to_do;
   {
-    std::lock_guard lock(shared_->mutex);
-    shared_->is_ending = true;
-    for (auto& [key, link] : shared_->links)
-      if (link.state == State::waiting && (link.is_begun || !link.have_asked.empty()) &&
-          refuse_locked(link, rank_) == Step::refuse)
-        refused.push_back(key);
+    std::lock_guard lock(mutex_);
+    is_ending_ = true;
+    for (Entry& entry : links_)
+      if (const Link& link = entry.second;
+          link.state == State::waiting && (link.is_begun || !link.have_asked.empty()))
+        refuse_locked(entry, rank_, to_do);
   }
-  for (const LaneKey& key : refused) take(Step::refuse, key);
+  perform(to_do);
 }
 
 Lane& Links::lane(const LaneKey& key) {
-  std::lock_guard lock(shared_->mutex);
-  Lane& lane = shared_->lanes[key];
+  std::lock_guard lock(mutex_);
+  Lane& lane = lanes_[key];
   if (!lane.stream) lane.stream = runtime_->new_stream();
   return lane;
 }
 
 StreamHandle Links::stream_of(const LaneKey& key) const {
-  std::lock_guard lock(shared_->mutex);
-  const auto found = shared_->lanes.find(key);
-  return found == shared_->lanes.end() ? nullptr : found->second.stream;
+  std::lock_guard lock(mutex_);
+  const auto found = lanes_.find(key);
+  return found == lanes_.end() ? nullptr : found->second.stream;
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -341,32 +411,33 @@ bool Links::meet(const std::function<bool()>& keeps_waiting,
     }
     return true;
   };
-  const auto is_being_made = [&](const auto& each) {
-    const auto& [key, link] = each;
+  const auto is_being_made = [&](const Entry& entry) {
+    const auto& [key, link] = entry;
+    const auto peer = other_of_pair(key, rank_);
     return (link.state == State::offered || link.state == State::connecting) && !link.refused_by &&
-           (key.peer == kEverybody || !has_closed(key.peer));
+           !(peer && has_closed(*peer));
   };
-  std::vector<std::pair<LaneKey, size_t>> ready;  // and the number of its rounds
+  std::vector<Entry*> ready;
   {
     // A rank whose link is nearly made will make it, and then waits for this one.
-    std::unique_lock lock(shared_->mutex);
-    if (!wait_for(lock, [&] { return std::ranges::none_of(shared_->links, is_being_made); }))
-      return false;
-    for (const auto& [key, link] : shared_->links)
-      if (link.state == State::ready) ready.emplace_back(key, link.heard_in_round.size());
+    std::unique_lock lock(mutex_);
+    if (!wait_for(lock, [&] { return std::ranges::none_of(links_, is_being_made); })) return false;
+    for (Entry& entry : links_)
+      if (entry.second.state == State::ready) ready.push_back(&entry);
   }
-  const auto tell_above = [&](const LaneKey& key, size_t round) {
-    const auto above = (size_t(rank_) + (size_t{1} << round)) % size_t(size_);
-    say(key.peer == kEverybody ? static_cast<int>(above) : key.peer, OpCode::close, key, kMeeting,
-        round);
+  const auto tell_above = [&](const Entry& entry, size_t round) {
+    const auto& [key, link] = entry;
+    const auto mine = size_t(std::ranges::find(link.ranks, rank_) - link.ranks.begin());
+    const int above = link.ranks[(mine + (size_t{1} << round)) % link.ranks.size()];
+    tell(above, claim_of(OpCode::close, key, link.name, kMeeting, round), {});
   };
-  for (const auto& [key, num_rounds] : ready) tell_above(key, 0);
-  for (const auto& [key, num_rounds] : ready) {
-    for (size_t round = 0; round < num_rounds; ++round) {
-      if (round > 0) tell_above(key, round);
-      std::unique_lock lock(shared_->mutex);
-      if (!wait_for(lock, [&] { return shared_->links.at(key).heard_in_round[round]; }))
-        return false;
+  for (const Entry* const entry : ready) tell_above(*entry, 0);
+  for (const Entry* const entry : ready) {
+    const std::vector<bool>& heard = entry->second.heard_in_round;
+    for (size_t round = 0; round < heard.size(); ++round) {
+      if (round > 0) tell_above(*entry, round);
+      std::unique_lock lock(mutex_);
+      if (!wait_for(lock, [&] { return heard[round]; })) return false;
     }
   }
   return true;

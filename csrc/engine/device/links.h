@@ -1,26 +1,30 @@
 // The NCCL communicators of a rank, which are made when they are needed.
 //
-// A lane is a communicator with a stream, on which everything runs in the order of the calls. Its
-// communicator is made of two ranks, for the messages from one of them to the other one on a channel,
-// or of all ranks, for collectives. So the messages from one rank to another one on a channel keep
-// their order, no other messages wait for each other, and no lane is made that nobody uses. A link is
-// what the ranks of a lane say to each other until they have its communicator.
+// A lane is a communicator with a stream, on which everything runs in the order of the calls: the
+// messages from one rank to another one on a channel, or the exchanges of some ranks on a channel. So
+// no other messages wait for each other, and no lane is made that nobody uses. A link is what the
+// ranks of a lane say to each other until they have its communicator.
 //
 // The ranks of a link make it in the background. NCCL's calls wait for all of them, so each rank calls
-// it on a thread of its own, and only after all have promised to come:
+// it on a thread of its own, and only after all have promised to come, along the tree of the ranks of
+// the link (group_tree.h):
 //
-// * Ask. Either rank of a pair asks the other one, which answers by asking, too, whatever its user
-//   does. Each rank that needs the link of all ranks asks for it up the tree (group_tree.h), once all
-//   ranks below it have asked.
-// * Id. The root of the tree, which is the lower rank of a pair, chooses the id and sends it down.
-// * Join. A rank that has the id, and below which all ranks have joined, promises to come.
-// * Go. The root tells all ranks, down the tree again, to connect.
+// * Invite. A rank that needs a link invites its neighbours in the tree, which take part whatever
+//   their users do, and invite theirs.
+// * Ask. A rank asks its parent once all ranks below it have asked.
+// * Offer. The root offers to make it, down the tree.
+// * Join. A rank below which all ranks have joined promises to come.
+// * Go. The root chooses NCCL's id, and sends it down the tree; whoever has it connects.
 //
-// A rank that is about to end refuses as long as it has not joined, and all ranks of the link hear so.
+// A rank has at most kMaxInTheMaking links of pairs between offer and end, since each takes a thread
+// and threads of NCCL. The lower rank of a pair, which is the root, takes its place before it offers,
+// and the higher one before it joins; so no ranks wait for each other's places in a circle.
+//
+// A rank that is about to end refuses as long as it has no offer, and all ranks of the link hear so.
 #pragma once
 
-#include <compare>
 #include <condition_variable>
+#include <deque>
 #include <functional>
 #include <map>
 #include <memory>
@@ -33,24 +37,12 @@
 
 #include "copy/device_runtime.h"
 #include "message/descriptor.h"
-#include "message/operation.h"
 #include "transport/nccl/nccl_transport.h"
 #include "transport/transport.h"
 
 namespace pipecomm {
 
-// `peer` kEverybody: the stream on which the exchanges of a channel follow each other; that of the
-// collectives has the communicator of all ranks.
-struct LaneKey {
-  int channel = kCollectiveChannel;
-  int peer = kEverybody;
-  bool goes_up = false;  // from the lower to the higher rank
-  auto operator<=>(const LaneKey&) const = default;
-};
-
-inline LaneKey lane_of(int channel, Direction direction, int rank, int peer) {
-  return {channel, peer, (direction == Direction::send) == (peer > rank)};
-}
+inline constexpr int kMaxInTheMaking = 4;
 
 struct Lane {
   // The end of an operation, and where that ran.
@@ -70,14 +62,16 @@ struct LinkError {
   std::string text;
 };
 
-class Links {
+// Threads that connect share it: one is left behind if NCCL does not return.
+class Links : public std::enable_shared_from_this<Links> {
  public:
-  // Tells a peer something about a link, in which this rank sends or receives. Called without a lock.
-  using Tell = std::function<void(int peer, Direction direction, const Descriptor& claim,
-                                  std::span<const std::byte> note)>;
+  // Tells a peer something about a link.
+  using Tell =
+      std::function<void(int peer, const Descriptor& claim, std::span<const std::byte> note)>;
 
-  // A rank that is alone has no `nccl`, and only streams.
-  Links(int rank, int size, std::shared_ptr<DeviceRuntime> runtime,
+  // A rank that is alone has no `nccl`, and only streams. Ranks with the same `host`, which is not 0, are on
+  // one host.
+  Links(int rank, int size, uint64_t host, std::shared_ptr<DeviceRuntime> runtime,
         std::shared_ptr<NcclTransport> nccl, NcclConfig config, Tell tell);
 
   // Begins to make a link, if nobody has. Never waits.
@@ -88,81 +82,105 @@ class Links {
   bool is_answered(const LaneKey& key) const;
   // The rank that has refused it, if any.
   std::optional<int> refused_by(const LaneKey& key) const;
-  // Why a link could not be made, if so. One to a rank that `has_closed` counts as refused instead.
-  std::optional<LinkError> error(const std::function<bool(int peer)>& has_closed) const;
+  // Why a link could not be made, if so. One of a pair whose other rank `has_closed` counts as refused
+  // instead.
+  std::optional<LinkError> error(const std::function<bool(int peer)>& has_closed);
 
-  // The lane of a ready link, or the stream of a channel at any time. It stays where it is; only the
-  // holder of the lock of posts may use what it says of the latest operation.
+  // The lane of a ready link; or, with the key of the exchanges of all ranks on a channel, the stream
+  // on which all exchanges of that channel follow each other, at any time. It stays where it is; only
+  // the holder of the lock of posts may use what it says of the latest operation.
   Lane& lane(const LaneKey& key);
   // The stream of a lane if there is one yet, else null.
   StreamHandle stream_of(const LaneKey& key) const;
 
-  // What a peer says of a link in which it sends or receives (`theirs`), with OpCode::connect, or
-  // OpCode::close and kMeeting as `signature`. False if it makes no sense.
+  // What a peer says of a link, with OpCode::connect, or OpCode::close and kMeeting as `signature`.
+  // False if it makes no sense.
   static constexpr uint64_t kMeeting = 1;
-  bool on_claim(int peer, Direction theirs, const Descriptor& claim,
-                std::span<const std::byte> note);
+  bool on_claim(int peer, const Descriptor& claim, std::span<const std::byte> note);
 
-  // No link is begun from now on, and those whose id has not come are refused.
+  // No link is begun from now on, and those that have not been offered are refused.
   void refuse_more();
   // The end: whether all ranks of each link have come to it. Until then they may read memory that
   // NCCL would free. Asks `keeps_waiting` now and then; `has_closed` tells of ranks that will not
   // answer any more.
   bool meet(const std::function<bool()>& keeps_waiting,
             const std::function<bool(int peer)>& has_closed);
+  // Nothing is said any more.
+  void fall_silent();
 
  private:
-  // `offered`: it has the id, and will connect or hear of a refusal.
+  // `offered`: it will be made, or one of its ranks refuses it.
   enum class State : uint8_t { waiting, offered, connecting, ready, failed };
   struct Link {
+    std::vector<int> ranks;  // increasing
+    int parent = -1;         // in their tree; -1: this rank is the root
+    std::vector<int> children;
+    uint64_t name = 0;  // for messages
+    uint64_t host = 0;  // of this rank and those below that have asked; 0: several
     bool is_begun = false;
-    bool has_asked = false;                 // its parent
+    bool has_asked = false, has_place = false, has_joined = false;
     std::set<int> have_asked, have_joined;  // of its children
     State state = State::waiting;
-    NcclUniqueId id{};
     std::optional<int> refused_by;
     std::optional<LinkError> error;
     std::vector<bool> heard_in_round;  // of the meeting at the end
   };
-  // Outlives this object as long as a thread is connecting.
-  struct Shared {
-    std::mutex mutex;
-    std::condition_variable changed;
-    std::map<LaneKey, Link> links;
-    std::map<LaneKey, Lane> lanes;
-    bool is_ending = false;
+  using Entry = std::pair<const LaneKey, Link>;
+  enum Word : uint64_t { kInvite, kAsk, kOffer, kJoin, kGo, kRefuse };
+  // What is to be said or done once the lock is free.
+  struct Said {
+    int peer;
+    const Entry* entry;
+    Word word;
+    uint64_t number =
+        0;  // of a rank that refuses; the host of ranks that ask; going: whether all are on one
+    std::optional<NcclUniqueId> id = std::nullopt;
   };
-  // What is to be done about a link, without the lock.
-  enum class Step : uint8_t { nothing, invite, ask, choose, offer, join, go, refuse };
+  struct Connecting {
+    const Entry* entry;
+    bool is_within_host;
+    std::optional<NcclUniqueId> id;  // none: this rank, the root, chooses it
+  };
+  struct ToDo {
+    std::vector<Said> said;
+    std::vector<Connecting> to_connect;
+  };
 
   // With the lock:
-  Link& link_of(const LaneKey& key);
-  Step next_step(const LaneKey& key, Link& link);
-  Step begin_locked(const LaneKey& key, Link& link);
-  Step step_after_id(const LaneKey& key, Link& link);
-  Step refuse_locked(Link& link, int by);
+  Entry& entry_of(const LaneKey& key);
+  Entry* named(int peer, const Descriptor& claim, std::span<const std::byte> note);
+  void begin_locked(Entry& entry, int invited_by, ToDo& to_do);
+  void go_on(Entry& entry, ToDo& to_do);
+  void refuse_locked(Entry& entry, int by, ToDo& to_do);
+  bool take_place(Entry& entry);
+  void leave_place(Entry& entry, ToDo& to_do);
+  static void say_to_children(const Entry& entry, Word word, ToDo& to_do, uint64_t number = 0,
+                              const std::optional<NcclUniqueId>& id = std::nullopt);
+  bool hear(int peer, Entry& entry, const Descriptor& claim, std::span<const std::byte> note,
+            ToDo& to_do);
   // Without it:
-  void take(Step step, const LaneKey& key);
-  void choose(const LaneKey& key);
-  void connect_apart(const LaneKey& key);
-  void say(int peer, OpCode op, const LaneKey& key, uint64_t signature, uint64_t seq = 0,
-           std::span<const std::byte> note = {}) const;
-  void say_to_children(const LaneKey& key, uint64_t signature,
-                       std::span<const std::byte> note = {}) const;
-
-  // The place of this rank in the tree in which ranks ask for a link.
-  bool is_root(const LaneKey& key) const {
-    return rank_ == 0 || (key.peer != kEverybody && key.peer > rank_);
-  }
-  int parent_in(const LaneKey& key) const;
-  std::vector<int> children_in(const LaneKey& key) const;
+  void perform(const ToDo& to_do);
+  void connect_apart(const Connecting& connecting);
+  void connect(const Connecting& connecting);
+  void settle(const LaneKey& key, State state, const std::function<void(Link&)>& note);
+  void tell(int peer, const Descriptor& claim, std::span<const std::byte> note);
 
   const int rank_, size_;
+  const uint64_t host_;
   const std::shared_ptr<DeviceRuntime> runtime_;
   const std::shared_ptr<NcclTransport> nccl_;
   const NcclConfig config_;
-  const Tell tell_;
-  const std::shared_ptr<Shared> shared_;
+  std::mutex telling_mutex_;
+  Tell tell_;  // null: nobody is told any more
+
+  mutable std::mutex mutex_;
+  mutable std::condition_variable changed_;
+  std::map<LaneKey, Link> links_;  // never erased
+  std::map<uint64_t, Entry*> names_;
+  std::map<LaneKey, Lane> lanes_;
+  std::deque<Entry*> wait_for_place_;
+  int num_in_the_making_ = 0;
+  bool is_ending_ = false;
 };
 
 }  // namespace pipecomm

@@ -52,6 +52,7 @@ NcclApi load() {
   fill(library, "ncclCommFinalize", api.comm_finalize);
   fill(library, "ncclCommDestroy", api.comm_destroy);
   fill(library, "ncclCommAbort", api.comm_abort);
+  api.comm_revoke = reinterpret_cast<decltype(api.comm_revoke)>(dlsym(library, "ncclCommRevoke"));
   fill(library, "ncclGroupStart", api.group_start);
   fill(library, "ncclGroupEnd", api.group_end);
   fill(library, "ncclSend", api.send);

@@ -48,6 +48,8 @@ struct NcclApi {
   NcclResult (*comm_finalize)(NcclComm* comm);
   NcclResult (*comm_destroy)(NcclComm* comm);
   NcclResult (*comm_abort)(NcclComm* comm);
+  // Makes kernels and calls in flight leave, and frees nothing; null before 2.28.7.
+  NcclResult (*comm_revoke)(NcclComm* comm, int flags);
   NcclResult (*group_start)();
   NcclResult (*group_end)();
   NcclResult (*send)(const void* data, size_t count, int dtype, int peer, NcclComm* comm,

@@ -10,9 +10,8 @@ namespace {
 constexpr auto kPollInterval = std::chrono::microseconds(50);
 // A launch takes tens of microseconds, a sleep at least a hundred.
 constexpr auto kPollLimit = std::chrono::microseconds(200);
-constexpr int kMaxCtas = 64;  // NCCL's limit
-// How long an abort waits for a thread that is inside an NCCL call before it goes on regardless.
-constexpr auto kAbortPatience = std::chrono::seconds(2);
+constexpr int kMaxCtas = 64;    // NCCL's limit
+constexpr int kOwnChoice = 32;  // of NCCL, at most
 
 // Between two looks at something that another thread does: at first nothing but a look around.
 class Pause {
@@ -30,31 +29,21 @@ class Pause {
   const Clock::time_point begin_ = Clock::now();
 };
 
-// NCCL refuses a minimum without a maximum.
-NcclConfig config_of(const NcclConfig& given, const NcclLane& lane, int rank) {
+// The communicator of the collectives has NCCL's own choice. NCCL refuses a minimum without a maximum.
+NcclConfig config_of(const NcclConfig& given, const NcclLane& lane) {
   NcclConfig config = given;
-  const bool is_pair = lane.peer != kEverybody;
-  if (is_pair) {
-    const auto [low, high] = std::minmax(rank, lane.peer);
-    config.name.append("-").append(std::to_string(lane.goes_up ? low : high));
-    config.name.append("-").append(std::to_string(lane.goes_up ? high : low));
+  const LaneKey& key = lane.key;
+  const bool is_of_collectives = key.channel == kCollectiveChannel && key.ranks.empty();
+  if (!key.ranks.empty()) {
+    config.name.append("-").append(std::to_string(key.ranks.front()));
+    config.name.append(key.is_one_way ? "-" : "..").append(std::to_string(key.ranks.back()));
   }
-  if (config.max_ctas < 0 && is_pair)
-    config.max_ctas = std::max(kLaneMaxCtas, config.min_ctas);
+  if (config.max_ctas < 0 && !is_of_collectives)
+    config.max_ctas =
+        std::max(lane.is_within_host ? kHostMaxCtas : kNetworkMaxCtas, config.min_ctas);
   else if (config.max_ctas < 0 && config.min_ctas > 0)
     config.max_ctas = kMaxCtas;
   return config;
-}
-
-// The lock, or none once patience is over.
-std::unique_lock<std::mutex> lock_with_patience(std::mutex& mutex) {
-  const Deadline limit = Clock::now() + kAbortPatience;
-  std::unique_lock lock(mutex, std::try_to_lock);
-  while (!lock && Clock::now() < limit) {
-    std::this_thread::sleep_for(kPollInterval);
-    lock.try_lock();
-  }
-  return lock;
 }
 
 }  // namespace
@@ -86,7 +75,8 @@ NcclTransport::NcclTransport(const NcclApi& api, std::shared_ptr<DeviceRuntime> 
       runtime_(std::move(runtime)),
       rank_(rank),
       size_(size),
-      max_ops_per_group_(max_ops_per_group) {
+      max_ops_per_group_(max_ops_per_group),
+      max_blocks_(runtime_->num_multiprocessors() / 2) {
   if (max_ops_per_group < 2)
     throw std::invalid_argument("max_ops_per_group must be at least 2, not " +
                                 std::to_string(max_ops_per_group));
@@ -161,6 +151,7 @@ int NcclTransport::connect(const NcclLane& lane, const NcclConfig& config) {
     if (--num_connecting_ == 0) num_bytes_ += std::max(int64_t{0}, free_bytes_before_ - free_bytes);
     if (!error && !ended_) {
       comms_.push_back(comm);
+      num_within_host_ += comm.is_within_host || comm.ranks.size() > 2;
       num_comms_ = static_cast<int>(comms_.size());
       return num_comms_ - 1;
     }
@@ -173,35 +164,36 @@ int NcclTransport::connect(const NcclLane& lane, const NcclConfig& config) {
 // By itself, since NCCL calls CUDA from threads of its own where a group makes several: in those a call
 // that a capture of another thread forbids would break that and fail, see adopt_thread().
 void NcclTransport::init(const NcclLane& lane, const NcclConfig& config, Comm& comm) {
-  comm.is_pair = lane.peer != kEverybody;
-  comm.size = comm.is_pair ? 2 : size_;
-  comm.rank = comm.is_pair ? int(rank_ > lane.peer) : rank_;
-  const auto [low, high] = std::minmax(comm.is_pair ? rank_ : lane.peer, lane.peer);
-  comm.place = {low, high, lane.channel, lane.goes_up};
+  comm.key = lane.key;
+  comm.ranks = ranks_of(lane.key, size_);
   const NcclConfig* kept;
   {
     std::lock_guard lock(connect_mutex_);
-    kept = &configs_.emplace_back(config_of(config, lane, rank_));
+    kept = &configs_.emplace_back(config_of(config, lane));
   }
-  const NcclResult result = api_.comm_init(&comm.comm, comm.size, lane.id, comm.rank, *kept);
+  comm.is_within_host = lane.is_within_host;
+  comm.num_blocks = std::max(1, (kept->max_ctas > 0 ? kept->max_ctas : kOwnChoice) / 2);
+  const NcclResult result =
+      api_.comm_init(&comm.comm, int(comm.ranks.size()), lane.id, comm.rank_of(rank_), *kept);
   settle("ncclCommInitRankConfig", result, std::span(&comm.comm, 1), [] {});
 }
 
-// One byte the way that the communicator carries messages, or each way and a broadcast: NCCL connects a
-// pair, and builds its rings and trees, at their first use.
+// One byte the way that the communicator carries messages, or each way; of all ranks a broadcast, too:
+// NCCL connects a pair, and builds its rings and trees, at their first use.
 void NcclTransport::greet_peers(const NcclLane& lane, const Comm& comm) {
-  const std::shared_ptr<std::byte> scratch = runtime_->allocate(size_ + 1, lane.stream);
+  const std::shared_ptr<std::byte> scratch =
+      runtime_->allocate(int64_t(comm.ranks.size()) + 1, lane.stream);
   LaneMessages hello{0, lane.stream, {}};
-  for (int peer = 0; peer < size_; ++peer) {
-    if (peer == rank_ || (comm.is_pair && peer != lane.peer)) continue;
-    const bool is_up = peer > rank_;
-    if (!comm.is_pair || lane.goes_up == is_up)
-      hello.messages.push_back({Direction::send, peer, scratch.get() + size_, 1});
-    if (!comm.is_pair || lane.goes_up != is_up)
-      hello.messages.push_back({Direction::recv, peer, scratch.get() + peer, 1});
+  std::byte* place = scratch.get();
+  for (const int peer : comm.ranks) {
+    if (peer == rank_) continue;
+    if (!lane.key.is_one_way || rank_ == lane.key.ranks.front())
+      hello.messages.push_back({Direction::send, peer, scratch.get() + comm.ranks.size(), 1});
+    if (!lane.key.is_one_way || peer == lane.key.ranks.front())
+      hello.messages.push_back({Direction::recv, peer, place++, 1});
   }
   enqueue({&hello, 1}, {&comm, 1}, [] {});
-  if (!comm.is_pair) enqueue_broadcast(comm.comm, scratch.get(), 1, 0, lane.stream, [] {});
+  if (lane.key.ranks.empty()) enqueue_broadcast(comm.comm, scratch.get(), 1, 0, lane.stream, [] {});
   const Pause pause(api_);
   const EventPtr connected = runtime_->record(lane.stream);
   while (!runtime_->is_done(connected)) {
@@ -220,8 +212,9 @@ void NcclTransport::enqueue(std::span<const LaneMessages> lanes, std::span<const
   for (const LaneMessages& lane : lanes) {
     const Comm& comm = comms[size_t(lane.comm_idx)];
     std::vector<DeviceMessage> messages = lane.messages;
-    for (DeviceMessage& message : messages) message.peer = rank_in(comm, message.peer);
-    rounds.push_back(cut_rounds(messages, comm.rank, comm.size, max_ops_per_group_));
+    for (DeviceMessage& message : messages) message.peer = comm.rank_of(message.peer);
+    rounds.push_back(
+        cut_rounds(messages, comm.rank_of(rank_), int(comm.ranks.size()), max_ops_per_group_));
     num_rounds = std::max(num_rounds, rounds.back().size());
   }
   for (size_t round_idx = 0; round_idx < num_rounds; ++round_idx) {
@@ -243,34 +236,77 @@ void NcclTransport::enqueue(std::span<const LaneMessages> lanes, std::span<const
   }
 }
 
-// How far the messages of a lane go, around the ring of all ranks: the same on both ends.
-int NcclTransport::step_of(const LaneMessages& lane) const {
-  if (lane.messages.empty()) return 0;
+// How far the messages of a lane go, around the ring of all ranks, and on which channel: the same on both
+// ends.
+std::pair<int, int> NcclTransport::step_of(const LaneMessages& lane) const {
+  const int channel = comms_[size_t(lane.comm_idx)].key.channel;
+  if (lane.messages.empty()) return {0, channel};
   const DeviceMessage& message = lane.messages.front();
   const int distance =
       message.direction == Direction::send ? message.peer - rank_ : rank_ - message.peer;
-  return (distance + size_) % size_;
+  return {(distance + size_) % size_, channel};
+}
+
+// Kernels that wait for each other's peers must fit the device together, beside those of the user: a batch
+// whose lanes, in the order of their steps, have more thread blocks is cut. The send and the receive of a
+// step stay together, so no circle of ranks waits for sends that come after receives.
+std::vector<std::span<const LaneMessages>> NcclTransport::cut_batch(
+    std::span<const LaneMessages> lanes) const {
+  std::vector<std::span<const LaneMessages>> parts;
+  size_t begin = 0;
+  int num_blocks = 0;
+  for (size_t idx = 0; idx < lanes.size();) {
+    size_t end = idx;
+    int num_more = 0;
+    for (; end < lanes.size() && step_of(lanes[end]) == step_of(lanes[idx]); ++end)
+      num_more += comms_[size_t(lanes[end].comm_idx)].num_blocks;
+    if (idx > begin && num_blocks + num_more > max_blocks_) {
+      parts.push_back(lanes.subspan(begin, idx - begin));
+      begin = idx;
+      num_blocks = 0;
+    }
+    num_blocks += num_more;
+    idx = end;
+  }
+  parts.push_back(lanes.subspan(begin));
+  return parts;
+}
+
+void NcclTransport::note_use(const LaneMessages& lane) {
+  Comm& comm = comms_[size_t(lane.comm_idx)];
+  comm.is_in_a_graph |= lane.is_captured;
+  const auto sends = [](const auto& message) { return message.direction == Direction::send; };
+  if (!comm.is_within_host && std::ranges::any_of(lane.messages, sends))
+    sent_over_network_at_ = Clock::now();
 }
 
 // NCCL on one device is given work by one thread at a time, even for several communicators.
-void NcclTransport::send_and_receive(std::span<const LaneMessages> lanes,
-                                     const KeepWaiting& keep_waiting) {
+int NcclTransport::send_and_receive(std::span<const LaneMessages> lanes,
+                                    const KeepWaiting& keep_waiting) {
   std::scoped_lock lock(calls_, runtime_->launch_mutex());
   check_alive();
-  if (lanes.size() <= kMaxLanesAtOnce) return enqueue(lanes, comms_, keep_waiting);
-  // Of many lanes some wait for others, in an order that all ranks share.
+  int num_blocks = 0;
+  for (const LaneMessages& lane : lanes) {
+    note_use(lane);
+    num_blocks += comms_[size_t(lane.comm_idx)].num_blocks;
+  }
+  if (lanes.size() == 1 || num_blocks <= max_blocks_) {
+    enqueue(lanes, comms_, keep_waiting);
+    return num_blocks;
+  }
   std::vector<LaneMessages> in_order(lanes.begin(), lanes.end());
   std::ranges::stable_sort(in_order, {}, [this](const auto& lane) { return step_of(lane); });
-  std::vector<EventPtr> before;
-  for (std::span<const LaneMessages> left = in_order; !left.empty();) {
-    const auto now = left.first(std::min(left.size(), kMaxLanesAtOnce));
-    for (const LaneMessages& lane : now)
-      for (const EventPtr& event : before) runtime_->wait(lane.stream, event);
-    enqueue(now, comms_, keep_waiting);
-    before.clear();
-    for (const LaneMessages& lane : now) before.push_back(runtime_->record(lane.stream));
-    left = left.subspan(now.size());
+  std::span<const LaneMessages> before;
+  for (const auto part : cut_batch(in_order)) {
+    // All of a part wait for one event, which is behind all of the part before.
+    for (const LaneMessages& lane : before)
+      runtime_->wait(part.front().stream, runtime_->record(lane.stream));
+    if (const EventPtr start = before.empty() ? nullptr : runtime_->record(part.front().stream))
+      for (const LaneMessages& lane : part.subspan(1)) runtime_->wait(lane.stream, start);
+    enqueue(part, comms_, keep_waiting);
+    before = part;
   }
+  return num_blocks;
 }
 
 void NcclTransport::enqueue_broadcast(NcclComm* comm, std::byte* data, int64_t num_bytes,
@@ -281,12 +317,14 @@ void NcclTransport::enqueue_broadcast(NcclComm* comm, std::byte* data, int64_t n
   settle("ncclBroadcast", result, std::span(&comm, 1), keep_waiting);
 }
 
-void NcclTransport::broadcast(int comm_idx, std::byte* data, int64_t num_bytes, int source,
-                              StreamHandle stream, const KeepWaiting& keep_waiting) {
+void NcclTransport::broadcast(const LaneMessages& lane, int source,
+                              const KeepWaiting& keep_waiting) {
   std::scoped_lock lock(calls_, runtime_->launch_mutex());
   check_alive();
-  enqueue_broadcast(comms_.at(size_t(comm_idx)).comm, data, num_bytes, source, stream,
-                    keep_waiting);
+  note_use(lane);
+  const DeviceMessage& message = lane.messages.front();
+  enqueue_broadcast(comms_[size_t(lane.comm_idx)].comm, message.data, message.num_bytes, source,
+                    lane.stream, keep_waiting);
 }
 
 void NcclTransport::poll() {
@@ -295,9 +333,15 @@ void NcclTransport::poll() {
   for (const Comm& comm : comms_) in_progress("NCCL", comm.comm);
 }
 
+// Where the library can, kernels and calls in flight are told to leave before anything is freed: a thread
+// that is inside of such a call would come back to memory that is gone.
 void NcclTransport::abort() {
   if (ended_.exchange(true)) return;
-  const auto lock = lock_with_patience(calls_);
+  if (api_.comm_revoke) {
+    std::lock_guard lock(connect_mutex_);
+    for (const Comm& comm : comms_) api_.comm_revoke(comm.comm, 0);
+  }
+  std::lock_guard lock(calls_);
   abort_all(std::exchange(comms_, {}));
 }
 
@@ -310,21 +354,29 @@ void NcclTransport::abort_all(std::vector<Comm> comms) {
   api_.group_end();
 }
 
-// NCCL waits for the ranks of a communicator one after the other: all ranks end them in one order.
+// NCCL waits for the ranks of a communicator one after the other: all ranks end them in one order. Those
+// that a graph may hold up come last.
 void NcclTransport::finish() {
   if (ended_.exchange(true)) return;
   std::lock_guard lock(calls_);
-  std::ranges::sort(comms_, {}, &Comm::place);
+  std::ranges::sort(comms_, {},
+                    [](const Comm& comm) { return std::pair(comm.is_in_a_graph, comm.key); });
+  const auto captured = std::ranges::find(comms_, true, &Comm::is_in_a_graph);
   try {
-    for (const Comm& comm : comms_)
-      require("ncclCommFinalize", api_.comm_finalize(comm.comm), comm.comm);
-    for (const Comm& comm : comms_)
-      while (in_progress("ncclCommFinalize", comm.comm)) api_.sleep(kPollInterval);
-    for (Comm& comm : comms_)
-      require("ncclCommDestroy", api_.comm_destroy(std::exchange(comm.comm, nullptr)), nullptr);
+    end_in_order({comms_.begin(), captured});
+    end_in_order({captured, comms_.end()});
   } catch (const NcclError&) {
     abort_all(std::exchange(comms_, {}));
   }
+}
+
+void NcclTransport::end_in_order(std::span<Comm> comms) {
+  for (const Comm& comm : comms)
+    require("ncclCommFinalize", api_.comm_finalize(comm.comm), comm.comm);
+  for (const Comm& comm : comms)
+    while (in_progress("ncclCommFinalize", comm.comm)) api_.sleep(kPollInterval);
+  for (Comm& comm : comms)
+    require("ncclCommDestroy", api_.comm_destroy(std::exchange(comm.comm, nullptr)), nullptr);
 }
 
 }  // namespace pipecomm

@@ -49,7 +49,9 @@ class Communicator:
             None takes what the group is for: "cpu" if its backend for CUDA is gloo, or if it has none.
         transport: "auto", or "tcp", "nccl" or "shm" to insist on one; "c10d" is the former name of "tcp".
         channels: number of independent message orders per pair of ranks, 1 to 15 (say 0 for activations, 1
-            for gradients): messages match in post order per (source, destination, channel).
+            for gradients): messages match in post order per (source, destination, channel). Over NCCL they
+            are independent as long as their kernels fit the device (docs/architecture.md), and what is part
+            of a CUDA graph is part of one on all its ranks.
         timeout: seconds or timedelta after which an operation fails, on all ranks, with PipeCommTimeout; None
             is 600 s, math.inf no limit.
         check: CPU tensors: "auto" and "full" compare op, dtype, shape and arguments of every message; "off"
@@ -156,22 +158,34 @@ class Communicator:
         *,
         channels: Iterable[int] | None = None,
         direction: Literal["send", "recv"] | None = None,
+        together: bool = False,
     ) -> None:
         """Begins to connect to these peers (None: to all ranks), so that no first message has to; waits for
         nobody, and one of the two ends is enough. Nothing is left to do once the communicator has failed or
         is closed.
 
         Over NCCL each direction of each channel of a peer takes memory of the device: `channels` and
-        `direction` name those to connect. None are all of them; and, if all ranks call it for all ranks, what
-        the collectives use. Call it before messages are in flight: while NCCL connects, CUDA may wait for
-        kernels that wait for other ranks.
+        `direction` name those to connect. None are all of them; and, for all ranks, what the collectives use.
+        Call it before messages are in flight: while NCCL connects, CUDA may wait for kernels that wait for
+        other ranks, and a link that needs such a wait is never made.
+
+        Args:
+            together: connect what exchanges between the peers and this rank use (see `exchange`) instead of
+                messages, on `channels` (None: in the order of all collectives).
 
         Raises:
             TypeError, ValueError: a peer is not a rank of the group, or no such channel or direction exists.
         """
         checked = [self._checked_peer(peer) for peer in (range(self.size) if peers is None else peers)]
         chosen = None if channels is None else [self._checked_channel(c) for c in channels]
-        self._c.connect(checked, chosen, direction)
+        if together:
+            if direction is not None:
+                raise ValueError("exchanges have no direction: together=True takes none")
+            members = sorted({*checked, self.rank})
+            for channel in [None] if chosen is None else chosen:
+                self._c.connect_exchanges(members, channel)
+        else:
+            self._c.connect(checked, chosen, direction)
 
     @property
     def transport(self) -> str:
@@ -492,6 +506,7 @@ class Communicator:
         async_op: Literal[True],
         op: str = "exchange",
         members: Sequence[int] = (),
+        within: Sequence[int] = (),
         channel: int | None = None,
         after: Work | None = None,
         gradient_of: int = 0,
@@ -507,6 +522,7 @@ class Communicator:
         async_op: bool = False,
         op: str = "exchange",
         members: Sequence[int] = (),
+        within: Sequence[int] = (),
         channel: int | None = None,
         after: Work | None = None,
         gradient_of: int = 0,
@@ -522,6 +538,7 @@ class Communicator:
         async_op: bool = False,
         op: str = "exchange",
         members: Sequence[int] = (),
+        within: Sequence[int] = (),
         channel: int | None = None,
         after: Work | None = None,
         gradient_of: int = 0,
@@ -536,6 +553,7 @@ class Communicator:
         async_op: bool = False,
         op: str = "exchange",
         members: Sequence[int] = (),
+        within: Sequence[int] = (),
         channel: int | None = None,
         after: Work | None = None,
         gradient_of: int = 0,
@@ -549,6 +567,8 @@ class Communicator:
         Args:
             plan: the plan, or a function that makes it; what that raises refuses the exchange.
             inputs, outputs: tensors of the shapes and dtypes that the plan has for them, with any strides.
+            within: over NCCL, exchanges of the same members on a channel have one NCCL communicator; with
+                this one they share that of these ranks (increasing, the members among them).
             channel: exchanges of a channel are posted in the order of the calls; None is the order of all
                 collectives.
             after: the Work of another exchange. This one is posted once that one has succeeded, and fails if
@@ -566,7 +586,17 @@ class Communicator:
             if not isinstance(outputs, (list, tuple)):
                 raise TypeError(f"outputs must be a list of tensors, not {type(outputs).__name__}")
             return self._c.exchange(
-                op, plan, inputs, outputs, async_op, members, channel, after, gradient_of, returns_work
+                op,
+                plan,
+                inputs,
+                outputs,
+                async_op,
+                members,
+                within,
+                channel,
+                after,
+                gradient_of,
+                returns_work,
             )
         except Exception as error:
             refuse_for(self, op, error, members, channel)

@@ -15,6 +15,7 @@ from ..core.accelerators import cuda_facts, nccl_facts
 from ..core.build_check import NEWEST_TESTED_TORCH, OLDEST_TORCH, minor_version
 from ..core.extension import build_info
 from ..transports import TRANSPORTS
+from ..transports.nccl import environment_warnings as nccl_warnings
 
 
 def info() -> dict[str, Any]:
@@ -75,7 +76,11 @@ def info() -> dict[str, Any]:
         },
         "settings": settings,
         "communicators": [_communicator_facts(each) for each in open_communicators if not each.closed],
-        "warnings": [*warnings_of(nccl, torch.__version__), *environment_warnings],
+        "warnings": [
+            *warnings_of(nccl, torch.__version__),
+            *(nccl_warnings(os.environ) if cuda_facts()["devices"] else ()),
+            *environment_warnings,
+        ],
     }
 
 

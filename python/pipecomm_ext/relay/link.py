@@ -21,6 +21,11 @@ class Link:
     channel: int | None
     stage_channel: int | None
 
+    @property
+    def within_stage(self) -> tuple[int, ...]:
+        """The ranks among whose exchanges those on `stage_channel` are; none: the source alone."""
+        return self.members if self.stage_channel == self.channel else ()
+
     def reversed(self) -> Link:
         """For the gradient of what goes over this link."""
         kind = BACKWARD if self.kind == FORWARD else FORWARD

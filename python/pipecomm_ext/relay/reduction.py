@@ -8,10 +8,11 @@ from torch.distributed import ReduceOp
 from ..communicator import Communicator
 from ..communicator.reductions import Operator
 from ..core.extension import _C
+from .link import Link
 from .route import Relayed
 
 
-def reduced(comm: Communicator, gradient: Tensor, relayed: Relayed, mode: str, channel: int | None) -> Tensor:
+def reduced(comm: Communicator, gradient: Tensor, relayed: Relayed, mode: str, link: Link) -> Tensor:
     """This rank's piece of the "sum" or "mean" over the ranks of the source: one exchange in the stage.
 
     The gradients are added in the order of the ranks, in fp32 if the dtype is smaller, and the result is
@@ -28,7 +29,15 @@ def reduced(comm: Communicator, gradient: Tensor, relayed: Relayed, mode: str, c
         shown=relayed.shown,
     )
     collected = [comm.empty(shape, gradient.dtype) for shape in plan.output_shapes]
-    comm.exchange(plan, [gradient], collected, op="relay", members=sorted(pieces.ranks), channel=channel)
+    comm.exchange(
+        plan,
+        [gradient],
+        collected,
+        op="relay",
+        members=sorted(pieces.ranks),
+        within=link.within_stage,
+        channel=link.stage_channel,
+    )
     kind = ReduceOp.AVG if mode == "mean" else ReduceOp.SUM
     Operator(kind, gradient.dtype, gradient.device).reduce(collected, collected[0])
     return collected[0]

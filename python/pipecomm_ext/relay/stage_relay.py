@@ -313,6 +313,7 @@ class StageRelay:
                 async_op=in_flight,
                 op=OP,
                 members=hop.members,
+                within=link.members,
                 channel=link.channel,
                 after=after,
             )
@@ -353,7 +354,7 @@ class StageRelay:
                     f'grad_reduce="{self._grad_reduce}" needs floating-point or complex gradients, not '
                     f"{held.dtype}"
                 )
-        return relayed, reduced(self.communicator, held, relayed, self._grad_reduce, link.stage_channel)
+        return relayed, reduced(self.communicator, held, relayed, self._grad_reduce, link)
 
     def _agreed_shape(self, link: Link, tensor: Tensor) -> Shape:
         """The shape of the whole tensor, from the lengths that the ranks of the source tell each other."""
@@ -374,7 +375,15 @@ class StageRelay:
         )
         mine = torch.tensor([tensor.size(dim)], device=comm.device)
         of_all = torch.empty(num_ranks, dtype=torch.int64, device=comm.device)
-        comm.exchange(plan, [mine], [of_all], op=OP, members=sorted(source.ranks), channel=link.stage_channel)
+        comm.exchange(
+            plan,
+            [mine],
+            [of_all],
+            op=OP,
+            members=sorted(source.ranks),
+            within=link.within_stage,
+            channel=link.stage_channel,
+        )
         lengths = of_all.tolist()
         expected = _C.remainder_first(sum(lengths), num_ranks)
         if lengths != expected:
@@ -395,14 +404,9 @@ class StageRelay:
                 self.connect(self.link(kind, receives))
 
     def connect(self, link: Link) -> None:
-        """Begins to connect this rank to those of the other stage of a link, if it is part of that."""
-        if link.channel is None:
-            return
-        sources, destinations = self._stages[link.source_idx], self._stages[link.destination_idx]
-        if self.communicator.rank in sources:
-            self.communicator.connect(destinations, channels=[link.channel], direction="send")
-        if self.communicator.rank in destinations:
-            self.communicator.connect(sources, channels=[link.channel], direction="recv")
+        """Begins to connect the ranks of a link, if it has a channel and this one is among them."""
+        if link.channel is not None and self.communicator.rank in link.members:
+            self.communicator.connect(link.members, channels=[link.channel], together=True)
 
     def link(self, kind: str, receives: bool) -> Link:
         """The link between my stage and the one that `kind` names."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import platform
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,6 +21,7 @@ engine_problem = _C.nccl_problem
 kernel_problem = _C.cuda_kernel_problem
 _CHOICE = "; else NCCL's choice"
 _CTAS = Number(1, 64)
+_NUM_QUEUES = 8  # CUDA's own choice
 # Argument of _C.Communicator over NCCL -> the variable that sets it; an argument that is not set is left out.
 _OPTIONS = {
     "min_ctas": Variable(
@@ -28,7 +30,8 @@ _OPTIONS = {
     "max_ctas": Variable(
         "PIPECOMM_NCCL_MAX_CTAS",
         _CTAS,
-        "maximum number of CTAs of one NCCL operation; else 4 for messages and NCCL's choice for collectives",
+        "maximum number of CTAs of one NCCL operation; else 4, within a host 16, and NCCL's choice for "
+        "collectives of all ranks",
     ),
     "channels_per_net_peer": Variable(
         "PIPECOMM_NCCL_CHANNELS_PER_NET_PEER",
@@ -59,6 +62,37 @@ def options(settings: Mapping[str, Any]) -> dict[str, Any]:
         )
     chosen = {argument: settings[variable.name] for argument, variable in _OPTIONS.items()}
     return {argument: value for argument, value in chosen.items() if value is not None}
+
+
+def capture_problem(environ: Mapping[str, str]) -> str:
+    """Why nothing can be part of a CUDA graph with these variables, or ""."""
+    settings = environ.get("PYTORCH_ALLOC_CONF") or environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+    has_segments = "expandable_segments:true" in settings.lower().replace(" ", "")
+    if not has_segments or environ.get("NCCL_GRAPH_REGISTER") == "0":
+        return ""
+    return (
+        "NCCL registers the memory of messages in a graph, and of torch's expandable segments only parts, "
+        "not the same ones on both ends; set NCCL_GRAPH_REGISTER=0 on all ranks, or do without "
+        "expandable_segments"
+    )
+
+
+def environment_warnings(environ: Mapping[str, str]) -> list[str]:
+    """Variables that make NCCL, or the streams of its communicators, behave otherwise than is expected."""
+    found = []
+    connections = environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
+    if connections.isdigit() and int(connections) < _NUM_QUEUES:
+        found.append(
+            f"CUDA_DEVICE_MAX_CONNECTIONS={connections}: streams share {connections} hardware queues, so "
+            "messages of separate calls can wait for each other; put messages that depend on each other in "
+            "one batch"
+        )
+    if environ.get("NCCL_LAUNCH_ORDER_IMPLICIT") == "1":
+        found.append(
+            "NCCL_LAUNCH_ORDER_IMPLICIT=1: NCCL takes threads that launch at the same time, as those that "
+            "connect ranks, for an error; unset it"
+        )
+    return found
 
 
 def problem_here(cuda: Mapping[str, Any], nccl: Mapping[str, Any]) -> str:
@@ -107,12 +141,16 @@ class Nccl(Transport):
             )
         if problem:
             return {"problem": problem, "gpu": ""}
-        # NCCL takes ranks that have different NCCL_HOSTID for ranks of different hosts, and from 2.30 on lets
-        # ranks share a GPU if it is told to.
-        host = os.environ.get("NCCL_HOSTID", platform.node())
+        host = host_name()
+        # From 2.30 on NCCL lets ranks share a GPU if it is told to.
         if os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1":
             host += f"/{os.getpid()}"
         return {"problem": "", "gpu": f"{host}/{torch.cuda.get_device_properties(device).uuid}"}
+
+
+def host_name() -> str:
+    """NCCL takes ranks that have different NCCL_HOSTID for ranks of different hosts."""
+    return os.environ.get("NCCL_HOSTID", platform.node())
 
 
 def engine(
@@ -125,6 +163,8 @@ def engine(
     """The communicator over NCCL, whose control plane is over `connections`. Waits for nobody: NCCL connects
     ranks when they first need each other.
     """
+    for text in environment_warnings(os.environ):
+        warnings.warn(text, RuntimeWarning, stacklevel=4)
     return _C.Communicator(
         connections,
         rank=meeting.rank,
@@ -133,6 +173,8 @@ def engine(
         timeout=math.inf if arguments["timeout"] is None else arguments["timeout"],
         check=arguments["check"],
         device_idx=device.index,
+        host=host_name(),
+        capture_problem=capture_problem(os.environ),
         **options(settings),
     )
 
