@@ -16,7 +16,7 @@ from torch import nn
 class Row(NamedTuple):
     script: Callable[[Side], Any] = scripts.train
     layer: Callable[[int], nn.Module] = Block
-    applies: Sequence[str] = tuple(ENTRIES)  # the others have no such call
+    applies: Sequence[str] = tuple(ENTRIES)  # the others have no such call, or take too long
     refused: str | None = None  # by an error with this text
     refused_in: Sequence[str] = tuple(ENTRIES)
     warned: str | None = None
@@ -27,7 +27,7 @@ class Row(NamedTuple):
     def outcome(self, entry: str) -> str:
         """What is to come of it with an entry point."""
         if entry not in self.applies:
-            return "not applicable"
+            return "not run"
         return "refused" if self.refused and entry in self.refused_in else "right"
 
 
@@ -43,7 +43,7 @@ ROWS = {
     "BatchNorm": Row(scripts.of_batches, layers.Normed),
     "frozen weights, LoRA": Row(layer=layers.Adapted),
     "parametrizations, a layer twice": Row(layer=layers.Parametrized),
-    "torch.compile": Row(layer=layers.Compiled),
+    "torch.compile": Row(layer=layers.Compiled, applies=["one_f_one_b", "zb_v", "dualpipev"]),
     "gradients within the forward": Row(layer=layers.Penalised),
     "hooks of modules": Row(scripts.of_modules),
     "hooks of tensors that add up": Row(scripts.sums_of_hooks, layers.Summing),

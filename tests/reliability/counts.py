@@ -91,10 +91,10 @@ def combination_table() -> list[str]:
             collections.Counter(right=len(transformers_table.ROWS)),
         ),
     }
-    lines = ["| Combined with | Entry points | Features | right | refused | not applicable |"]
+    lines = ["| Combined with | Entry points | Features | right | refused | no such call, or not run |"]
     lines.append("|---|---|---|---|---|---|")
     for name, (num_entries, num_rows, outcomes) in kinds.items():
-        counts = " | ".join(str(outcomes[kind]) for kind in ("right", "refused", "not applicable"))
+        counts = " | ".join(str(outcomes[kind]) for kind in ("right", "refused", "not run"))
         lines.append(f"| {name} | {num_entries} | {num_rows} | {counts} |")
     return lines
 
