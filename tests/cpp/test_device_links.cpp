@@ -120,7 +120,7 @@ TEST(more_lanes_than_run_at_once) {
   constexpr int kChannels = 5;
   Options options = options_of(kSize, Check::off);
   options.num_channels = kChannels;
-  options.timeout = 60s;  // so many threads take seconds, and more on busy cores
+  options.timeout = 180s;  // so many threads take seconds, and more on busy cores
   options.prepare = [](fake::World& world) {
     world.num_multiprocessors = 64;
     world.max_resident = 32;
