@@ -108,7 +108,7 @@ TEST(posting_after_a_refusal) {
   while (transport->describe_peer(1) != "has closed its communicator")
     std::this_thread::sleep_for(1ms);
   const RequestPtr request = make_request(Direction::recv, 1, {}, nullptr);
-  transport->post({request}, true);
+  transport->post({&request, 1}, true);
   CHECK(!request->settled);  // its operation has a better reason to fail
 }
 
