@@ -325,7 +325,7 @@ TEST(timeout) {
           CHECK(failure.message.find("barrier timed out after") != std::string::npos);
           CHECK(failure.message.find(" is connected and speaks for other ranks as well; ") !=
                 std::string::npos);
-          CHECK(failure.message.find("channel 16") != std::string::npos || operation != first);
+          CHECK(failure.message.find("channel") == std::string::npos);  // the caller knows of none
         }
       }
       everybody.arrive_and_wait();
