@@ -74,7 +74,8 @@ TEST(a_batch_is_packed_in_one_launch) {
   run(options_of(2), [](Rank& me) {
     const Columns columns{me};
     const int num_launches =
-        1 + 2 + (me.rank == 0 ? 1 : 0);  // one's own message: on the first lane, from the lower rank
+        1 + 2 +
+        (me.rank == 0 ? 1 : 0);  // one's own message: on the first lane, from the lower rank
     for (const bool is_async : {false, true, true}) {
       columns.forget();
       const int num_before = me.runtime->num_launches;
