@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -49,7 +50,7 @@ def sum_gradients(model: torch.nn.Module, process_group: Any = None) -> None:
             _sum_over(group, parameters)
 
 
-def _sum_over(group: Any, parameters: list[Tensor]) -> None:
+def _sum_over(group: Any, parameters: Sequence[Tensor]) -> None:
     comm = communicator_of(group, parameters[0])
     with comm.collective("exchange"):
         for parameter in parameters:
