@@ -190,7 +190,7 @@ def _await_ranks(processes: list[subprocess.Popen], deadline_s: float) -> None:
 
 def _steps_of(ranks: list[_Rank]) -> tuple[list[str], str | None]:
     """A line for each step, up to the first that failed on some rank, and that one."""
-    lines = []
+    lines: list[str] = []
     all_reports = [rank.reports() for rank in ranks]
     for step in STEPS:
         problems = []
