@@ -250,3 +250,11 @@ def test_wheel_holds_the_package_and_imports(tmp_path: Path) -> None:
         str(tmp_path / "unpacked/pipecomm_ext/__init__.py"),
         torch.__version__,
     ], result.stderr
+
+
+def test_a_communicator_without_its_constructor_is_refused():
+    raw = _C.Communicator.__new__(_C.Communicator)
+    with pytest.raises(TypeError):
+        raw.send(None, 0, 0)
+    with pytest.raises(TypeError, match="takes 3 positional arguments, not 1"):
+        raw.send(None)

@@ -61,6 +61,7 @@ PyObject* call_method(PyObject* self, PyObject* const* args, Py_ssize_t num_args
     auto* const object = reinterpret_cast<py::detail::instance*>(self)
                              ->get_value_and_holder()
                              .template value_ptr<typename Parts::Class>();
+    if (!object) throw py::type_error("the object was made without a call of __init__");
     const auto call = [&]<size_t... idx>(std::index_sequence<idx...>) {
       return (object->*kMethod)(py::reinterpret_borrow<py::object>(args[idx])...);
     };
