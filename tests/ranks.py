@@ -29,6 +29,7 @@ import contextlib
 import faulthandler
 import fcntl
 import functools
+import gc
 import importlib
 import inspect
 import multiprocessing
@@ -319,6 +320,7 @@ def serve_rank(
 ) -> None:
     """Joins a world as init_process_group does, then answers calls until the pipe closes."""
     die_with(lifeline)
+    gc.freeze()  # a collection would copy the pages of all that the server has imported
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is pytest's business
     log = open(os.path.join(directory, f"rank{rank}.log"), "wb", buffering=0)
     os.dup2(log.fileno(), 1)

@@ -11,6 +11,7 @@ import atexit
 import codecs
 import contextlib
 import fcntl
+import gc
 import importlib
 import io
 import multiprocessing
@@ -54,6 +55,7 @@ def _run_forked(
 ) -> None:
     """What a new Python does with a script, in a process that has imported torch already."""
     os.setsid()
+    gc.freeze()  # see ranks.py
     take_interrupts()
     os.dup2(output.fileno(), 1)
     os.dup2(output.fileno(), 2)

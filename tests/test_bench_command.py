@@ -39,7 +39,7 @@ def test_a_run_writes_table_json_and_picture(tmp_path, monkeypatch):
     monkeypatch.setenv("PIPECOMM_TRANSPORT", "tcp")
     monkeypatch.setenv("SECRET_TOKEN", "not for the report")
     numbers, picture = tmp_path / "out" / "numbers.json", tmp_path / "out" / "picture.png"
-    options = ["--ranks", 2, "--sizes", "4K,64K", "--iters", 20, "--json", numbers, "--plot", picture]
+    options = ["--ranks", 2, "--sizes", "4K,64K", "--iters", 10, "--json", numbers, "--plot", picture]
     exit_code, output = run_script(RUN, "p2p", "--busy", *options, is_fresh=True)
     assert exit_code == 0, output
     assert all(column in output for column in COLUMNS), output
@@ -57,7 +57,7 @@ def test_a_run_writes_table_json_and_picture(tmp_path, monkeypatch):
     ]
     for result in document["results"]:
         times, median = result["iterations_us"], result["time_us"]["median"]
-        assert result["num_wrong"] == 0 and result["count"] * 4 == result["size_bytes"] and len(times) == 20
+        assert result["num_wrong"] == 0 and result["count"] * 4 == result["size_bytes"] and len(times) == 10
         assert median == pytest.approx(statistics.median(times), abs=0.01)
         assert result["time_us"]["min"] == pytest.approx(min(times), abs=0.01)
         assert result["algbw_gb_per_s"] == pytest.approx(result["size_bytes"] / median / 1e3)

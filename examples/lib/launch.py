@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import multiprocessing
 import os
 import signal
@@ -115,6 +116,7 @@ def shared_gpu(
 
 
 def _started_rank(rank: int, body: Body, args: argparse.Namespace, directory: str) -> None:
+    gc.freeze()  # a collection would copy the pages of all that the server has imported
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the script, which ends its ranks
     store = dist.FileStore(os.path.join(directory, "store"), args.ranks)
     try:
