@@ -46,9 +46,9 @@ bool has(const std::vector<int>& ranks, int rank) {
 std::optional<std::vector<int>> ranks_in(std::span<const std::byte> note, bool is_one_way, int size,
                                          int mine, int theirs) {
   std::vector<int> ranks(note.size() / sizeof(int));
-  std::memcpy(ranks.data(), note.data(), ranks.size() * sizeof(int));
   if (note.size() % sizeof(int) != 0 || (is_one_way && ranks.size() != 2)) return std::nullopt;
   if (ranks.empty()) return ranks;
+  std::memcpy(ranks.data(), note.data(), note.size());
   std::vector<int> increasing = ranks;
   std::ranges::sort(increasing);
   const bool are_valid = increasing.front() >= 0 && increasing.back() < size &&
