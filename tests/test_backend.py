@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from ranks import on_ranks, once_a_test
 
 from pipecomm_ext import PipeCommMismatch, PipeCommPeerLost, PipeCommTimeout
 from pipecomm_ext.backend import MIN_TORCH, register
+from pipecomm_ext.communicator import reductions
 
 IS_NEW_ENOUGH = tuple(map(int, torch.__version__.split(".")[:2])) >= MIN_TORCH
 needs_new_torch = pytest.mark.skipif(not IS_NEW_ENOUGH, reason="the backend needs torch 2.14")
@@ -143,46 +145,6 @@ def test_reductions(world):
     scaled = torch.ones(3)
     dist.all_reduce(scaled, ReduceOp.PREMUL_SUM(2.5), group)
     assert torch.equal(scaled, torch.full((3,), 2.5 * size))
-
-
-def sparse_of(rank: int, dtype: torch.dtype, dims: int) -> torch.Tensor:
-    """Rank 1 has no entry; the others have some in common, and one twice."""
-    generator = torch.Generator().manual_seed(rank)
-    num = 0 if rank == 1 else 5 + rank
-    indices = torch.randint(0, 4, (dims, num), generator=generator)
-    values = torch.randint(1, 9, (num, 3), generator=generator).to(dtype)
-    return torch.sparse_coo_tensor(indices, values, (4,) * dims + (3,), check_invariants=True)
-
-
-@pytest.mark.parametrize("async_op", [False, True], ids=["sync", "async"])
-@both(1, 2, 4)
-def test_sparse_tensors_are_summed(world, async_op):
-    group, size, rank = group_of(world.size), world.size, world.rank
-    works, results = [], []
-    for dtype in (torch.float32, torch.bfloat16, torch.int64):
-        for dims in (1, 2):
-            results.append((sparse_of(rank, dtype, dims), dtype, dims))
-            works.append(dist.all_reduce(results[-1][0], group=group, async_op=async_op))
-    for work in reversed(works):
-        ended(work)
-    for result, dtype, dims in results:
-        expected = sum(sparse_of(src, torch.float64, dims).to_dense() for src in range(size))
-        assert result.is_sparse and result.dtype == dtype
-        assert torch.equal(result.to_dense().to(torch.float64), expected)
-
-
-@both(2)
-def test_sparse_tensors_that_do_not_fit_are_refused(world):
-    group, rank = group_of(world.size), world.rank
-    with pytest.raises(ValueError, match="sparse tensors supports SUM, not MAX"):
-        dist.all_reduce(sparse_of(0, torch.float32, 2), ReduceOp.MAX, group)
-    with pytest.raises(ValueError, match="layout torch.sparse_coo, not torch.sparse_csr"):
-        dist.all_reduce(torch.eye(3).to_sparse_csr(), group=group)
-    with pytest.raises(PipeCommMismatch, match="called all_reduce with SUM"):
-        dist.all_reduce(sparse_of(0, torch.float32, 1 + rank), group=group)
-    with pytest.raises(PipeCommMismatch, match="called all_reduce with SUM"):
-        dist.all_reduce(sparse_of(0, (torch.float32, torch.float64)[rank], 1), group=group)
-    dist.barrier(group)
 
 
 @both(2, 3)
@@ -345,6 +307,16 @@ def test_the_same_tensor_is_reduced_again_and_again(world):
         for round_idx in range(3):
             dist.all_reduce(tensor, group=group)
             assert torch.all(tensor == float(size) ** (round_idx + 1))
+
+
+@both(2)
+def test_plans_are_made_once_for_all_calls_alike(world):
+    """torch passes a new operator in each call."""
+    tensor = torch.ones(5)
+    with mock.patch.object(reductions, "_plans_in_one_call", wraps=reductions._plans_in_one_call) as make:
+        for op in (ReduceOp.SUM, ReduceOp.MAX, ReduceOp(ReduceOp.MAX)) * 3:
+            dist.all_reduce(tensor, op, group_of(2))
+    assert make.call_count == 2, make.call_args_list
 
 
 @both(2, 3)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import signal
 import time
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -56,24 +58,34 @@ def test_a_communicator_dropped_in_the_middle(world, transport, posted):
             assert caught.value.origin_rank == 1
 
 
-@on_ranks(2)
-@TRANSPORTS
-def test_a_close_that_is_interrupted(world, transport):
-    class Interrupted(Exception):
-        pass
+class Interrupted(Exception):
+    pass
+
+
+@contextlib.contextmanager
+def interrupted_soon() -> Iterator[None]:
+    """A block that a handler of a signal ends by an exception, while it waits."""
 
     def interrupt(*_):
         raise Interrupted
 
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(Interrupted):
+            yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@on_ranks(2)
+@TRANSPORTS
+def test_a_close_that_is_interrupted(world, transport):
     with world.broken_comm(transport=transport) as comm:
         if world.rank == 1:
-            before = signal.signal(signal.SIGALRM, interrupt)
-            try:
-                with pytest.raises(Interrupted), comm:
-                    comm.irecv(torch.zeros(4), 0)  # the end of the block waits for it
-                    signal.setitimer(signal.ITIMER_REAL, 0.2)
-            finally:
-                signal.signal(signal.SIGALRM, before)
+            with interrupted_soon(), comm:
+                comm.irecv(torch.zeros(4), 0)  # the end of the block waits for it
             assert comm.closed
         world.meet()
         if world.rank == 0:
@@ -118,24 +130,12 @@ def told(comm) -> None:
 @pytest.mark.parametrize("call", [summed, scattered, gathered, exchanged, told])
 def test_what_a_signal_interrupts_is_not_refused(world, transport, call):
     """It has been posted, so the other rank's call and the next ones find their messages."""
-
-    class Interrupted(Exception):
-        pass
-
-    def interrupt(*_):
-        raise Interrupted
-
     comm = world.fresh_comm(transport=transport)
     call(comm)
     world.meet()
     if world.rank == 0:
-        before = signal.signal(signal.SIGALRM, interrupt)
-        try:
-            signal.setitimer(signal.ITIMER_REAL, 0.2)
-            with pytest.raises(Interrupted):
-                call(comm)
-        finally:
-            signal.signal(signal.SIGALRM, before)
+        with interrupted_soon():
+            call(comm)
     world.meet()
     if world.rank == 1:
         call(comm)
@@ -147,25 +147,13 @@ def test_what_a_signal_interrupts_is_not_refused(world, transport, call):
 @TRANSPORTS
 def test_a_reduction_in_two_parts_that_a_signal_interrupts(world, transport):
     """The rank has no part in the second one, of which the other rank hears; the next call works."""
-
-    class Interrupted(Exception):
-        pass
-
-    def interrupt(*_):
-        raise Interrupted
-
     numel = 100_000
     comm = world.fresh_comm(transport=transport)
     summed(comm, numel)
     world.meet()
     if world.rank == 0:
-        before = signal.signal(signal.SIGALRM, interrupt)
-        try:
-            signal.setitimer(signal.ITIMER_REAL, 0.2)
-            with pytest.raises(Interrupted):
-                summed(comm, numel)
-        finally:
-            signal.signal(signal.SIGALRM, before)
+        with interrupted_soon():
+            summed(comm, numel)
     world.meet()
     if world.rank == 1:
         with pytest.raises(PipeCommMismatch, match="refused by rank 0: an exception ended its first part"):

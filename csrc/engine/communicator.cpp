@@ -188,8 +188,11 @@ void Communicator::note_in_flight(const OperationPtr& operation) {
 
 // Those that callers wait for end in the order opposite to that in which they began, mostly.
 void Communicator::note_ended(const Operation& operation) {
+  OperationPtr last;  // which, if it is another one, does not end under the lock
   std::lock_guard lock(mutex_);
-  if (!in_flight_.empty() && in_flight_.back().lock().get() == &operation) in_flight_.pop_back();
+  if (in_flight_.empty()) return;
+  last = in_flight_.back().lock();
+  if (last.get() == &operation) in_flight_.pop_back();
 }
 
 void Communicator::post_collective(Collective collective, int channel, bool is_async) {

@@ -24,7 +24,7 @@ from failing_calls import SOON_S, VICTIM, Connect, Injector, Report, gather, pla
 from patterns import assert_same, pattern, poison
 from ranks import assert_within
 
-from pipecomm_ext import Recv, Send
+from pipecomm_ext import Communicator, Recv, Send
 
 # By function, as the manual pages have them; without those that would be a lie about another process, such
 # as ESRCH, and those of wrong arguments.
@@ -84,6 +84,17 @@ def text_of(error: str) -> str:
     return os.strerror(number_of(error))
 
 
+def exchange_with_all(comm: Communicator) -> None:
+    """A message to and from each other rank, and a barrier."""
+    others = [rank for rank in range(comm.size) if rank != comm.rank]
+    received = {rank: poison(5, torch.float32) for rank in others}
+    sends = [Send(pattern(5, torch.float32, comm.rank, rank), rank) for rank in others]
+    comm.batch_p2p(sends + [Recv(received[rank], rank) for rank in others])
+    for rank in others:
+        assert_same(received[rank], pattern(5, torch.float32, rank, comm.rank))
+    comm.barrier()
+
+
 def meeting(side: str) -> Callable[[Connect, Injector], None]:
     """A program, see failing_calls.py."""
 
@@ -91,13 +102,7 @@ def meeting(side: str) -> Callable[[Connect, Injector], None]:
         with injector, injector.functions_of_python(), connect() as comm:
             if side == ("listener" if comm.rank == VICTIM else "guest"):
                 time.sleep(LATER_S)  # the other ones call
-            others = [rank for rank in range(comm.size) if rank != comm.rank]
-            received = {rank: poison(5, torch.float32) for rank in others}
-            sends = [Send(pattern(5, torch.float32, comm.rank, rank), rank) for rank in others]
-            comm.batch_p2p(sends + [Recv(received[rank], rank) for rank in others])
-            for rank in others:
-                assert_same(received[rank], pattern(5, torch.float32, rank, comm.rank))
-            comm.barrier()
+            exchange_with_all(comm)
 
     return run
 

@@ -11,12 +11,9 @@ import signal
 import time
 
 import pytest
-import torch
+from failing_connections import exchange_with_all
 from faults import limited
-from patterns import assert_same, pattern, poison
 from ranks import JUDGES_TIMES
-
-from pipecomm_ext import Recv, Send
 
 VICTIM, NUM_RANKS = 1, 3
 PAUSE_S = 7.0 if JUDGES_TIMES else 0.5
@@ -32,13 +29,7 @@ def meet_one_that_stands_still(world, transport: str, strike: str) -> None:
     has_none = is_victim and strike == "no descriptor"
     with limited(resource.RLIMIT_NOFILE, 3) if has_none else contextlib.nullcontext():
         time.sleep(PAUSE_S if has_none else HEAD_START_S)
-    others = [rank for rank in range(world.size) if rank != world.rank]
-    received = {rank: poison(5, torch.float32) for rank in others}
-    sends = [Send(pattern(5, torch.float32, world.rank, rank), rank) for rank in others]
-    comm.batch_p2p(sends + [Recv(received[rank], rank) for rank in others])
-    for rank in others:
-        assert_same(received[rank], pattern(5, torch.float32, rank, world.rank))
-    comm.barrier()
+    exchange_with_all(comm)
 
 
 @pytest.mark.slow

@@ -247,7 +247,7 @@ class Collectives:
         what = f"{what} with {operator_name(op)}"
         comm, channel, line = connection.communicator, connection.reduction_channel, connection.line
         handle: Any
-        if tensors[0].layout != torch.strided:
+        if len(tensors) == 1 and tensors[0].layout != torch.strided:
             args = comm, tensors[0], op, waits(opts), channel, line
             handle = self._explaining(what, begin_sparse_all_reduce, *args)
         elif waits(opts) and len(tensors) == 1:

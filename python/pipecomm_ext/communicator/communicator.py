@@ -50,7 +50,7 @@ class Communicator:
         transport: "auto", or "tcp", "nccl" or "shm" to insist on one; "c10d" is the former name of "tcp".
         channels: number of independent message orders per pair of ranks, 1 to 15 (say 0 for activations, 1
             for gradients): messages match in post order per (source, destination, channel). Over NCCL they
-            are independent as long as their kernels fit the device (docs/architecture.md), and what is part
+            are independent as long as their kernels fit the device (docs/nccl.md), and what is part
             of a CUDA graph is part of one on all its ranks.
         timeout: seconds or timedelta after which an operation fails, on all ranks, with PipeCommTimeout; None
             is 600 s, math.inf no limit.

@@ -280,6 +280,13 @@ def _operator(op: Any, dtype: torch.dtype, device: torch.device) -> Operator:
     return Operator(op, dtype, device)
 
 
+def _same_object(op: Any) -> Any:
+    """The operator as the one object that stands for it, by which C++ finds what it has prepared: torch
+    passes a new object in each call."""
+    kind = getattr(op, "op", op)
+    return op if kind is op or kind == ReduceOp.PREMUL_SUM else getattr(ReduceOp, kind.name, op)
+
+
 def _plans_in_one_call(
     rank: int, size: int, length: int, dtype: torch.dtype, op: Any
 ) -> tuple[str, list[Any]] | None:
@@ -301,6 +308,7 @@ def all_reduce(
     """Reduces one tensor in place and waits; in host memory by one call of C++, unless operations in the line
     have not posted their second exchanges."""
     try:
+        op = _same_object(op)
         if line is None:
             is_done = engine.all_reduce(tensor, op, _plans_in_one_call, channel)
         else:
@@ -378,7 +386,7 @@ def reduce_scatter(comm: Any, engine: _C.Communicator, output: Tensor, input: An
     """`begin_reduce_scatter` into one tensor, waited for; of one tensor in host memory by one call of C++."""
     if isinstance(input, Tensor):
         try:
-            is_done = engine.reduce_scatter(output, input, op, _scatter_in_one_call)
+            is_done = engine.reduce_scatter(output, input, _same_object(op), _scatter_in_one_call)
         except Exception as error:
             refuse_for(comm, "exchange", error)
             raise
