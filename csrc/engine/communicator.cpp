@@ -163,13 +163,13 @@ void Communicator::post_locked(const OperationPtr& operation, bool is_async) {
   if (requests.front()->descriptor.channel == kCollectiveChannel)
     operation->set_number_of_collective(++num_collectives_);
   for (const RequestPtr& request : requests) request->operation = operation;
+  note_in_flight(operation);
   transport_->post(requests, is_async);
   operation->note_posted();
-  note_in_flight(operation);
 }
 
 void Communicator::note_in_flight(const OperationPtr& operation) {
-  if (operation->done()) return;
+  std::vector<OperationPtr> swept;  // of which some may have no other owner by now
   std::unique_lock lock(mutex_);
   if (failure_) {  // since the check above, and without this operation
     const FailurePtr failure = failure_;
@@ -177,9 +177,9 @@ void Communicator::note_in_flight(const OperationPtr& operation) {
     return operation->fail(failure_for(failure, *operation));
   }
   if (in_flight_.size() >= sweep_at_) {
-    std::erase_if(in_flight_, [](const auto& weak) {
-      const OperationPtr op = weak.lock();
-      return !op || op->done();
+    std::erase_if(in_flight_, [&](const auto& weak) {
+      swept.push_back(weak.lock());
+      return !swept.back() || swept.back()->done();
     });
     sweep_at_ = std::max(kMinSweep, 2 * in_flight_.size());
   }
@@ -204,8 +204,8 @@ void Communicator::post_collective(Collective collective, int channel, bool is_a
   if (is_direct) return post_locked(operation, is_async);
   number(*operation);
   operation->set_number_of_collective(++num_collectives_);
-  line_->submit(std::move(collective), is_async);
   note_in_flight(operation);
+  line_->submit(std::move(collective), is_async);
 }
 
 OperationPtr Communicator::post_barrier(bool is_async) {

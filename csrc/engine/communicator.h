@@ -167,7 +167,8 @@ class Communicator final : private TransportEvents {
   [[nodiscard]] std::unique_lock<std::mutex> lock_posts(OpCode op);
   // Its place in the order of posts; with that lock.
   void number(Operation& operation) { operation.record_in(flight_record_, num_posted_++); }
-  // From now on it has a deadline and fails with the communicator.
+  // From now on it has a deadline and fails with the communicator. Comes before its messages are posted:
+  // one that finds its peer lost would end without the cause.
   void note_in_flight(const OperationPtr& operation);
 
  private:

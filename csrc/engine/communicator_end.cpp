@@ -159,16 +159,18 @@ void Communicator::watch() {
   std::unique_lock lock(mutex_);
   while (!stop_watching_) {
     stop_watch_.wait_for(lock, kTick);
-    OperationPtr expired;
+    std::vector<OperationPtr> ended;  // of which some may have no other owner by now
+    OperationPtr oldest;
     while (!in_flight_.empty()) {
-      OperationPtr oldest = in_flight_.front().lock();
-      if (oldest && !oldest->done()) {
-        if (execution_->is_late(*oldest)) expired = std::move(oldest);
-        break;
-      }
+      oldest = in_flight_.front().lock();
+      if (oldest && !oldest->done()) break;
+      if (oldest) ended.push_back(std::move(oldest));
       in_flight_.pop_front();
     }
+    OperationPtr expired = oldest && execution_->is_late(*oldest) ? oldest : nullptr;
     lock.unlock();
+    ended.clear();
+    oldest.reset();
     transport_->tick();
     execution_->tick();
     // The rest of a failed batch, for which no thread waits any more, does not fail the communicator.

@@ -179,6 +179,34 @@ TEST(peers_that_are_missed) {
   }
 }
 
+// Operations that are posted while the communicator fails: each one names the cause.
+TEST(calls_that_meet_the_loss_of_a_peer) {
+  using tcp::Word;
+  for (int round = 0; round < check::rounds(100); ++round) {
+    Meeting meeting(2);
+    meeting.over_tcp();
+    const tcp::Socket listener = std::move(meeting.listeners[1][0]);
+    const auto comm = meeting.communicator(0, 20s);
+    Stranger host(listener);
+    CHECK(host.hears(Word::hello));
+    host.say(meeting, Word::gone, 1, 0);
+    std::vector<OperationPtr> posted;
+    FailurePtr failure;
+    while (!failure && posted.size() < 100'000) {
+      try {
+        posted.push_back(comm->barrier(true));
+      } catch (const PipeCommException& error) {
+        failure = error.failure();
+      }
+    }
+    constexpr char kCause[] = "it has given up the connection to this rank";
+    says(failure, FailureKind::peer_lost, kCause);
+    for (const OperationPtr& operation : posted)
+      says(failure_of(*comm, [&] { return operation; }), FailureKind::peer_lost, kCause);
+    comm->close(nullptr);
+  }
+}
+
 // Words with wrong bytes, from either end: nothing comes of them.
 TEST(fuzzed_greetings) {
   using tcp::Word;
