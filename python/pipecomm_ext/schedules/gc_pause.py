@@ -10,6 +10,8 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+MANY_OBJECTS = 100_000  # a collection of fewer takes less than a question about what the program has frozen
+
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
@@ -20,7 +22,7 @@ def gc_paused() -> Iterator[None]:
         yield
     finally:
         if was_enabled:
-            if gc.get_freeze_count() == 0:
+            if gc.get_count()[0] > MANY_OBJECTS and gc.get_freeze_count() == 0:
                 # Moves all objects to the oldest generation without the walk of a young collection.
                 gc.freeze()
                 gc.unfreeze()
