@@ -14,6 +14,8 @@ from typing import Any
 import mpi
 import torch
 import torch.distributed as dist
+from bare_socket import NAME as SOCKET
+from bare_socket import BareSockets, is_possible
 from work import Work
 
 from pipecomm_ext import Communicator, Recv, Send
@@ -62,18 +64,28 @@ class Bench:
         buffers = [mpi.buffer_of(tensor) for tensor in tensors]
         return {mpi.NAME: lambda: call(self.mpi, *buffers)}
 
+    def over_sockets(
+        self, destination: int | None, source: int | None, play: Callable[[BareSockets], object]
+    ) -> dict[str, Callable]:
+        """Collective: play(sockets), if one of ours goes over TCP and all ranks are on one host."""
+        goes_over_tcp = any(comm.transport == "tcp" for comm in self.comms.values())
+        if self.device.type != "cpu" or not goes_over_tcp or not is_possible():
+            return {}
+        sockets = BareSockets(destination, source)
+        return {SOCKET: lambda: play(sockets)}
+
     def numel(self, num_bytes: int) -> int:
         return max(1, num_bytes // self.dtype.itemsize)
 
     def with_bounds(
         self, calls: dict[str, Callable], copied: torch.Tensor, over_torch: str | None = None
     ) -> tuple[dict[str, Callable], dict[str, str]]:
-        """The calls, and which of them bounds which: `over_torch`, if given, what torch's transport carries,
-        and a copy of `copied` by all ranks at once the rest.
+        """The calls, and which of them bounds which: `over_torch`, if given, what torch's transport and ours
+        over TCP carry, and a copy of `copied` by all ranks at once the rest.
         """
         if self.device.type != "cpu":
             return calls, {} if over_torch is None else dict.fromkeys(calls, over_torch)
-        over_memory = {name for name, comm in self.comms.items() if comm.transport == "shm"}
+        over_memory = {mpi.NAME, *(name for name, comm in self.comms.items() if comm.transport == "shm")}
         bound_of = {name: MEMCPY if name in over_memory else over_torch or MEMCPY for name in calls}
         if MEMCPY not in bound_of.values():
             return calls, bound_of
@@ -158,8 +170,9 @@ def _ring_case(bench: Bench, sent, received, torch_call, our_call, mpi_call) -> 
         BASELINE: torch_call,
         **bench.for_each_transport(our_call),
         **bench.by_mpi(mpi_call, sent, received),
+        **bench.over_sockets(bench.next, bench.previous, lambda sockets: sockets.exchange(sent, received)),
     }
-    calls, bound_of = bench.with_bounds(calls, copied=sent)
+    calls, bound_of = bench.with_bounds(calls, copied=sent, over_torch=SOCKET if SOCKET in calls else None)
     return Case(
         num_bytes=sent.nbytes,
         received=[(received, bench.data(received.numel(), bench.previous))],
@@ -174,8 +187,10 @@ def pingpong(bench: Bench, num_bytes: int) -> Case:
     peer = bench.rank ^ 1
     sent, received = bench.data(numel, bench.rank), bench.poison(numel)
     if peer >= bench.size:  # the last of an odd number has nobody to play with
-        calls = dict.fromkeys([BASELINE, *bench.comms], lambda: None)
-        return Case(sent.nbytes, [], {**calls, MEMCPY: lambda: None}, bound_of=dict.fromkeys(calls, MEMCPY))
+        names = [BASELINE, *bench.comms, *([mpi.NAME] if bench.mpi else [])]
+        calls = dict.fromkeys(names, lambda: None) | bench.over_sockets(None, None, lambda _: None)
+        calls, bound_of = bench.with_bounds(calls, sent[:0], over_torch=SOCKET if SOCKET in calls else None)
+        return Case(sent.nbytes, [], calls, bound_of=bound_of)
 
     def play(send: Callable, recv: Callable, outgoing: Any = sent, incoming: Any = received):
         if bench.rank < peer:
@@ -190,16 +205,26 @@ def pingpong(bench: Bench, num_bytes: int) -> Case:
             received.copy_(sent)
             received.copy_(sent)
 
+    def play_over(sockets: BareSockets):
+        play(
+            lambda outgoing, _: sockets.exchange(outgoing, None),
+            lambda incoming, _: sockets.exchange(None, incoming),
+        )
+
     calls = {
         BASELINE: lambda: play(dist.send, dist.recv),
         **bench.for_each_transport(lambda comm: play(comm.send, comm.recv)),
         **bench.by_mpi(lambda world, *buffers: play(world.Send, world.Recv, *buffers), sent, received),
+        **bench.over_sockets(peer, peer, play_over),
     }
+    calls, bound_of = bench.with_bounds(calls, sent, over_torch=SOCKET if SOCKET in calls else None)
+    if MEMCPY in calls:
+        calls[MEMCPY] = copies
     return Case(
         num_bytes=sent.nbytes,
         received=[(received, bench.data(numel, peer))],
-        calls={**calls, MEMCPY: copies},
-        bound_of=dict.fromkeys(calls, MEMCPY),
+        calls=calls,
+        bound_of=bound_of,
     )
 
 

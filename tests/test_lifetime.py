@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import tempfile
+import traceback
 import weakref
 
 import pytest
@@ -22,19 +24,25 @@ TRANSPORTS = pytest.mark.parametrize("transport", ["tcp", "shm"])
 HANG_LIMIT_S = 20
 
 
-def run_forked(body) -> int:
-    """The exit status of a forked child that runs `body`: 0 only if it returned in time."""
-    child = os.fork()
-    if child == 0:
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(HANG_LIMIT_S)
-        status = 1
-        try:
-            body()
-            status = 0
-        finally:
-            os._exit(status)
-    return os.waitpid(child, 0)[1]
+def run_forked(body) -> None:
+    """Runs `body` in a forked child, which must return in time."""
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as said:
+        child = os.fork()
+        if child == 0:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(HANG_LIMIT_S)
+            status = 1
+            try:
+                body()
+                status = 0
+            except BaseException:
+                traceback.print_exc(file=said)
+                said.flush()
+            finally:
+                os._exit(status)
+        exit_code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        said.seek(0)
+        assert exit_code == 0, f"the child ended with {exit_code}\n{said.read()}"
 
 
 @on_ranks(2)
@@ -56,7 +64,7 @@ def test_a_forked_child_leaves_the_connections_of_its_parent_alone(world, transp
         held.clear()  # the last reference
         gc.collect()
 
-    assert run_forked(child) == 0
+    run_forked(child)
     comm.send(pattern(1000, torch.int32, world.rank), other)
     pending.wait()
     assert_same(received, pattern(1000, torch.int32, other), "after the fork")
