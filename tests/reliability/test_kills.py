@@ -80,6 +80,7 @@ def survive(store: dist.Store, number: int, rank: int, transport: str) -> tuple:
     return heard
 
 
+@pytest.mark.timeout(300 if NUM_KILLS < 100 else 3600)
 @pytest.mark.parametrize("transport", ["tcp", "shm", "auto"])
 def test_a_rank_that_is_killed_has_died(ranks, transport, tmp_path):
     rng, slowest_s = random.Random(transport), 0.0
