@@ -123,6 +123,40 @@ def test_too_little_memory_on_one_rank(world):
     comm.close()
 
 
+@on_ranks(2)
+def test_ranks_that_are_pinned_have_the_cores_of_all(world):
+    cores = host.usable_cores()
+    os.sched_setaffinity(0, {cores[world.rank % len(cores)]})
+    try:
+        with Communicator(world.group, device="cpu", transport="shm", timeout=20) as comm:
+            comm.barrier()
+            assert comm.num_cores == min(world.size, len(cores))
+    finally:
+        os.sched_setaffinity(0, cores)
+
+
+@pytest.mark.parametrize(
+    ("variables", "number"),
+    [
+        ({"LOCAL_WORLD_SIZE": "5"}, 5),
+        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "3", "LOCAL_WORLD_SIZE": "many"}, 3),
+        ({"MPI_LOCALNRANKS": "0"}, 1),
+        ({}, 1),
+    ],
+)
+def test_ranks_of_this_host(monkeypatch, variables, number):
+    for name in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert host.num_local_ranks() == number
+
+
+@on_ranks(3)
+def test_without_a_launcher_all_ranks_may_be_here(world):
+    assert host.num_local_ranks() == world.size
+
+
 def placed(**changes):
     """As if this process were somewhere else."""
     return replaced(routes, "place", lambda: {**host.place(), **changes})

@@ -32,12 +32,14 @@ Result call(const Held& function, MakeArgument make_argument) {
 }  // namespace
 
 Connections::Connections(int rank, int size, uint32_t epoch, const std::string& key,
-                         py::function lookup, py::function say_farewell) {
+                         py::function lookup, py::function say_farewell,
+                         std::optional<int> num_local_ranks) {
   if (key.size() != options_.tcp.key.size())
     throw std::invalid_argument("key must have 32 bytes, not " + std::to_string(key.size()));
   std::memcpy(options_.tcp.key.data(), key.data(), key.size());
   options_.rank = options_.tcp.rank = rank;
   options_.size = options_.tcp.size = size;
+  options_.num_local_ranks = num_local_ranks.value_or(size);
   options_.tcp.epoch = epoch;
   options_.lookup = [held = hold(std::move(lookup))](int peer) {
     return call<std::optional<Introduction>>(held, [&] { return py::int_(peer); });
@@ -80,11 +82,15 @@ std::unique_ptr<HostTransport> Connections::make_transport(TransportEvents& even
 
 void bind_connections(py::module_& m) {
   py::class_<Introduction>(m, "Introduction", "How to meet a rank, or why it refuses.")
-      .def(py::init([](bool is_on_this_host, int pid, std::vector<std::string> hosts, uint16_t port,
-                       int memory_fd, uint64_t memory_inode, int64_t window_bytes,
-                       const py::str& reason, const py::str& refusal,
-                       std::optional<std::string> farewell) {
+      .def(py::init([](bool is_on_this_host, const std::vector<size_t>& cores, int pid,
+                       std::vector<std::string> hosts, uint16_t port, int memory_fd,
+                       uint64_t memory_inode, int64_t window_bytes, const py::str& reason,
+                       const py::str& refusal, std::optional<std::string> farewell) {
+             CoreSet core_set;
+             for (const size_t core : cores)
+               if (core < core_set.size()) core_set.set(core);
              return Introduction{is_on_this_host,
+                                 core_set,
                                  pid,
                                  std::move(hosts),
                                  port,
@@ -95,7 +101,8 @@ void bind_connections(py::module_& m) {
                                  text_argument(refusal),
                                  std::move(farewell)};
            }),
-           py::kw_only(), py::arg("is_on_this_host") = false, py::arg("pid") = 0,
+           py::kw_only(), py::arg("is_on_this_host") = false,
+           py::arg("cores") = std::vector<size_t>(), py::arg("pid") = 0,
            py::arg("hosts") = std::vector<std::string>(), py::arg("port") = 0,
            py::arg("memory_fd") = -1, py::arg("memory_inode") = 0, py::arg("window_bytes") = 0,
            py::arg("reason") = "", py::arg("refusal") = "", py::arg("farewell") = py::none());
@@ -104,14 +111,16 @@ void bind_connections(py::module_& m) {
       "What a rank needs to meet the others. `lookup(rank)` returns an "
       "Introduction, or None if that rank is not there yet. `say_farewell(farewell)` "
       "shows these bytes to ranks that look this one up from now on. Any one thread calls them; "
-      "they return or raise within a second.")
-      .def(py::init([](int rank, int size, uint32_t epoch, const py::bytes& key,
-                       py::function lookup, py::function say_farewell) {
-             return std::make_unique<Connections>(rank, size, epoch, key, std::move(lookup),
-                                                  std::move(say_farewell));
-           }),
-           py::arg("rank"), py::arg("size"), py::arg("epoch"), py::arg("key"), py::arg("lookup"),
-           py::arg("say_farewell"))
+      "they return or raise within a second. `num_local_ranks`, of the whole job, share the cores "
+      "of this host (default: `size`).")
+      .def(
+          py::init([](int rank, int size, uint32_t epoch, const py::bytes& key, py::function lookup,
+                      py::function say_farewell, std::optional<int> num_local_ranks) {
+            return std::make_unique<Connections>(rank, size, epoch, key, std::move(lookup),
+                                                 std::move(say_farewell), num_local_ranks);
+          }),
+          py::arg("rank"), py::arg("size"), py::arg("epoch"), py::arg("key"), py::arg("lookup"),
+          py::arg("say_farewell"), py::arg("num_local_ranks") = py::none())
       .def("listen", &Connections::listen, py::arg("interfaces") = "", py::arg("heartbeat_s") = 10,
            py::arg("heartbeat_limit_s") = 60)
       .def("create_memory", &Connections::create_memory, py::arg("channels"), py::arg("ring_bytes"),

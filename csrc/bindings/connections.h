@@ -17,7 +17,7 @@ namespace pipecomm {
 class Connections {
  public:
   Connections(int rank, int size, uint32_t epoch, const std::string& key, py::function lookup,
-              py::function say_farewell);
+              py::function say_farewell, std::optional<int> num_local_ranks);
   ~Connections();
   Connections(const Connections&) = delete;
   Connections& operator=(const Connections&) = delete;

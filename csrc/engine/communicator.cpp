@@ -168,6 +168,14 @@ void Communicator::post_locked(const OperationPtr& operation, bool is_async) {
   operation->note_posted();
 }
 
+// With the lock, which they outlive: some may have no other owner by now.
+std::vector<OperationPtr> Communicator::in_flight() const {
+  std::vector<OperationPtr> operations;
+  for (size_t idx = 0; idx < in_flight_.size(); ++idx)
+    if (OperationPtr operation = in_flight_[idx].lock()) operations.push_back(std::move(operation));
+  return operations;
+}
+
 void Communicator::note_in_flight(const OperationPtr& operation) {
   std::vector<OperationPtr> swept;  // of which some may have no other owner by now
   std::unique_lock lock(mutex_);
@@ -177,7 +185,7 @@ void Communicator::note_in_flight(const OperationPtr& operation) {
     return operation->fail(failure_for(failure, *operation));
   }
   if (in_flight_.size() >= sweep_at_) {
-    std::erase_if(in_flight_, [&](const auto& weak) {
+    in_flight_.erase_if([&](const auto& weak) {
       swept.push_back(weak.lock());
       return !swept.back() || swept.back()->done();
     });

@@ -4,7 +4,6 @@
 
 #include <atomic>
 #include <condition_variable>
-#include <deque>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -24,6 +23,7 @@
 #include "message/failure.h"
 #include "message/flight_record.h"
 #include "message/operation.h"
+#include "message/queue.h"
 #include "transport/transport.h"
 
 namespace pipecomm {
@@ -189,6 +189,7 @@ class Communicator final : private TransportEvents {
   static FailurePtr failure_for(const FailurePtr& failure, const Operation& operation);
   void post_locked(const OperationPtr& operation, bool is_async);
   void note_ended(const Operation& operation);
+  std::vector<OperationPtr> in_flight() const;
   void tell_peers(const Failure& failure);
   void watch();
   void expire(Operation& operation);
@@ -205,8 +206,8 @@ class Communicator final : private TransportEvents {
   std::mutex telling_mutex_;
   mutable std::mutex mutex_;
   FailurePtr failure_;
-  std::deque<std::weak_ptr<Operation>> in_flight_;  // in post order, and so in order of deadlines
-  size_t sweep_at_ = 0;                             // length at which finished ones are removed
+  Queue<std::weak_ptr<Operation>> in_flight_;  // in post order, and so in order of deadlines
+  size_t sweep_at_ = 0;                        // length at which finished ones are removed
   std::atomic<bool> closed_{false};
   bool closing_ = false;
   std::atomic<bool> is_usable_{true};  // it has not failed and is not closing

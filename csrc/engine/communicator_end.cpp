@@ -14,24 +14,23 @@ constexpr auto kGoodbyeLimit = std::chrono::seconds(2);
 
 Communicator::~Communicator() {
   if (closed_) return;
-  bool has_pending;
   {
     std::scoped_lock lock(post_mutex_, mutex_);
     closing_ = true;  // for what is still to be posted
     is_usable_ = false;
   }
   execution_->end(false);
+  std::vector<OperationPtr> pending;
   {
     std::lock_guard lock(mutex_);
-    has_pending = std::any_of(in_flight_.begin(), in_flight_.end(), [](const auto& weak) {
-      const OperationPtr operation = weak.lock();
-      return operation && !operation->done();
-    });
+    pending = in_flight();
   }
   // No thread can wait for operations any more. The goodbye tells the peers, unless they may be
   // waiting for messages that will not come.
   if (line_) line_->stop();
-  if (has_pending) abort("its communicator was dropped with operations in flight, without close()");
+  if (std::any_of(pending.begin(), pending.end(), [](const auto& each) { return !each->done(); }))
+    abort("its communicator was dropped with operations in flight, without close()");
+  pending.clear();
   if (const FailurePtr failed = failure()) tell_peers(*failed);
   transport_->begin_close();
   end();
@@ -56,18 +55,17 @@ void Communicator::fail(Failure failure) {
   // operations ahead of the cause.
   std::lock_guard failing_lock(failing_mutex_);
   auto shared = std::make_shared<const Failure>(std::move(failure));
-  std::deque<std::weak_ptr<Operation>> in_flight;
+  std::vector<OperationPtr> pending;
   {
     std::lock_guard lock(mutex_);
     if (failure_ || closed_) return;
     failure_ = shared;
     is_usable_ = false;
-    in_flight.swap(in_flight_);
+    pending = in_flight();
+    in_flight_.clear();
   }
   tell_peers(*shared);
-  for (const auto& weak : in_flight)
-    if (const OperationPtr operation = weak.lock())
-      operation->fail(failure_for(shared, *operation));
+  for (const OperationPtr& operation : pending) operation->fail(failure_for(shared, *operation));
   if (line_) line_->stop();
   flight_record_.note_failure();
 }
@@ -80,15 +78,14 @@ void Communicator::tell_peers(const Failure& failure) {
 
 std::vector<Flight> Communicator::flights() const {
   if (is_in_fork()) return {};
-  std::deque<std::weak_ptr<Operation>> in_flight;
+  std::vector<OperationPtr> operations;
   {
     std::lock_guard lock(mutex_);
-    in_flight = in_flight_;
+    operations = in_flight();
   }
   std::vector<Flight> pending;
-  for (const auto& weak : in_flight)
-    if (const OperationPtr operation = weak.lock())
-      if (auto flight = operation->pending_flight()) pending.push_back(*std::move(flight));
+  for (const OperationPtr& operation : operations)
+    if (auto flight = operation->pending_flight()) pending.push_back(*std::move(flight));
   return merge_flights(std::move(pending), flight_record_.ended());
 }
 
@@ -212,10 +209,9 @@ void Communicator::close(const Interrupted& interrupted) {
     if (std::exchange(closing_, true)) return;
     is_usable_ = false;
     failed_before = failure_;
-    for (const auto& weak : in_flight_)
-      if (OperationPtr operation = weak.lock(); operation && !operation->is_on_device())
-        pending.push_back(std::move(operation));
+    pending = in_flight();
   }
+  std::erase_if(pending, [](const auto& operation) { return operation->is_on_device(); });
   // The thread that failed it may not have told all peers yet, and they must hear that first.
   if (failed_before) tell_peers(*failed_before);
   attempt([&] { execution_->finish(interrupted); });
@@ -236,17 +232,17 @@ void Communicator::close(const Interrupted& interrupted) {
 // No transport is left that could complete what is pending now.
 void Communicator::end() {
   transport_->close(Clock::now() + kGoodbyeLimit);
-  std::deque<std::weak_ptr<Operation>> in_flight;
+  std::vector<OperationPtr> pending;
   {
     std::lock_guard lock(mutex_);
     closing_ = stop_watching_ = closed_ = true;
-    in_flight.swap(in_flight_);
+    pending = in_flight();
+    in_flight_.clear();
   }
   stop_watch_.notify_all();
   watchdog_.join();
-  for (const auto& weak : in_flight) {
-    const OperationPtr operation = weak.lock();
-    if (!operation || operation->done()) continue;
+  for (const OperationPtr& operation : pending) {
+    if (operation->done()) continue;
     const std::string name = op_name(operation->op());
     const auto failure = std::make_shared<Failure>(own_failure(
         FailureKind::aborted, name + " was pending when its communicator was closed", name));

@@ -33,6 +33,17 @@ class Queue {
     back() = T();
     --size_;
   }
+  // The rest stays in order.
+  template <class Predicate>
+  void erase_if(Predicate predicate) {
+    size_t num_kept = 0;
+    for (size_t idx = 0; idx < size_; ++idx) {
+      if (predicate((*this)[idx])) continue;
+      if (num_kept != idx) (*this)[num_kept] = std::move((*this)[idx]);
+      ++num_kept;
+    }
+    while (size_ > num_kept) pop_back();
+  }
   void clear() {
     while (!empty()) pop_back();
   }

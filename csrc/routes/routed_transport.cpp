@@ -23,6 +23,7 @@ RoutedTransport::RoutedTransport(RoutedOptions options, TransportEvents& events)
       events_(events),
       say_farewell_(std::move(options.say_farewell)),
       memory_(std::move(options.memory)),
+      cores_(std::make_shared<SharedCores>(options.num_local_ranks)),
       ways_(static_cast<size_t>(options.size)),
       num_unknown_(memory_ ? options.size - 1 : 0) {
   if (size_ == 1) return;
@@ -40,6 +41,7 @@ RoutedTransport::RoutedTransport(RoutedOptions options, TransportEvents& events)
       });
   try {
     if (!options.listeners.empty()) {
+      options.tcp.cores = cores_;
       options.tcp.waits_for_routes = memory_ != nullptr;
       options.tcp.on_wanted = [this](int peer) { directory_->want(peer); };
       options.tcp.on_connected = [this](int peer) { connected(peer); };
@@ -53,7 +55,7 @@ RoutedTransport::RoutedTransport(RoutedOptions options, TransportEvents& events)
                                                  std::move(options.listeners), events);
     }
     if (memory_) {
-      shm::ShmOptions shm;
+      shm::ShmOptions shm{.cores = cores_};
       shm.on_met = [this](int peer) { or_break([&] { met(peer); }); };
       shm.on_settled = [this] {
         if (tcp_) tcp_->nudge();
@@ -104,6 +106,7 @@ void RoutedTransport::found(int peer, const Introduction& introduction) {
     return;
   }
   if (introduction.farewell) return gone(peer, introduction.farewell, "");
+  cores_->add(introduction.cores);
   if (tcp_) tcp_->introduce(peer, introduction);
   if (!shm_ || way_to(peer) != Way::unknown) return;
   const Way way = map_memory(peer, introduction);

@@ -29,6 +29,7 @@ namespace pipecomm {
 struct RoutedOptions {
   int rank = 0;
   int size = 1;
+  int num_local_ranks = 1;  // of the whole job, on this host
   Directory::Lookup lookup;
   // Adds the farewell of this rank to what it has published: whoever looks it up afterwards sees it.
   // May throw, and takes a second at most.
@@ -86,6 +87,7 @@ class RoutedTransport final : public HostTransport {
   TransportEvents& events_;
   const std::function<void(const std::string& farewell)> say_farewell_;
   const shm::SegmentPtr memory_;
+  const std::shared_ptr<SharedCores> cores_;
   std::vector<std::atomic<Way>> ways_;  // by rank
 
   mutable std::mutex mutex_;  // down to the line

@@ -18,12 +18,14 @@
 #include <vector>
 
 #include "message/operation.h"
+#include "transport/patience.h"
 
 namespace pipecomm {
 
 // How to meet one peer.
 struct Introduction {
   bool is_on_this_host = false;
+  CoreSet cores;  // if so, on which it may run
   pid_t pid = 0;  // of a process that this one can watch, else 0
   // Where it listens for connections, most promising host first.
   std::vector<std::string> hosts;

@@ -3,15 +3,14 @@
 #include <sched.h>
 
 #include <algorithm>
+#include <utility>
 
 namespace pipecomm {
 namespace {
 
-// A thread that is awake looks at the clock far more often, unless other work has its core for a
-// time slice of the scheduler, 2 ms or more. Ranks that share a core hand it over sooner.
+// A yield takes less, unless other work takes the core for a time slice of the scheduler, 2 ms or more.
+// Ranks that share a core hand it over sooner.
 constexpr auto kInterruption = std::chrono::microseconds(1500);
-// A spinning thread yields each time after so many looks: its peer may wait for the same core.
-constexpr int kLooksPerYield = 8;
 
 BusyTime busy_time;  // of the cores, which all communicators of the process share
 
@@ -25,10 +24,25 @@ void pause_briefly() {
 
 }  // namespace
 
-int num_usable_cores() {
-  cpu_set_t cores;
-  CPU_ZERO(&cores);
-  return sched_getaffinity(0, sizeof cores, &cores) == 0 ? CPU_COUNT(&cores) : 1;
+CoreSet usable_cores() {
+  CoreSet cores;
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  if (sched_getaffinity(0, sizeof set, &set) != 0) CPU_SET(0, &set);
+  for (size_t core = 0; core < std::min<size_t>(cores.size(), CPU_SETSIZE); ++core)
+    cores[core] = CPU_ISSET(core, &set);
+  return cores;
+}
+
+SharedCores::SharedCores(int num_ranks)
+    : num_ranks_(static_cast<size_t>(num_ranks)),
+      cores_(usable_cores()),
+      suffice_(cores_.count() >= num_ranks_) {}
+
+void SharedCores::add(const CoreSet& cores) {
+  std::lock_guard lock(mutex_);
+  cores_ |= cores;
+  suffice_ = cores_.count() >= num_ranks_;
 }
 
 // Of two threads that are interrupted at once, one counts.
@@ -41,38 +55,21 @@ void BusyTime::note_interruption(Clock::time_point now) {
 }
 
 bool Patience::lasts() {
-  const auto now = look_at_clock();
-  if (busy_time.includes(now)) return false;
+  const auto now = Clock::now();
+  if (!std::exchange(is_idle_, true)) {
+    idle_since_ = now;
+    num_yields_left_ = num_yields_;
+  }
   if (now - idle_since_ < spin_time_) {
-    if (++num_looks_ % kLooksPerYield == 0)
-      yield();
-    else
-      pause_briefly();
+    pause_briefly();
     return true;
   }
-  if (num_yields_left_ == 0) return false;
+  if (num_yields_left_ == 0 || busy_time.includes(now)) return false;
   --num_yields_left_;
-  yield();
-  return true;
-}
-
-void Patience::yield() {
   sched_yield();
-  look_at_clock();
-}
-
-Patience::Clock::time_point Patience::look_at_clock() {
-  const auto now = Clock::now();
-  if (!is_idle_) {
-    is_idle_ = true;
-    idle_since_ = now;
-    num_looks_ = 0;
-    num_yields_left_ = num_yields_;
-  } else if (now - looked_at_ >= kInterruption) {
-    busy_time.note_interruption(now);
-  }
-  looked_at_ = now;
-  return now;
+  if (const auto then = Clock::now(); then - now >= kInterruption)
+    busy_time.note_interruption(then);
+  return true;
 }
 
 }  // namespace pipecomm

@@ -1,27 +1,51 @@
 // How long a thread that waits for a peer stays awake before it sleeps.
 //
-// A sleeper costs its peer a system call, and itself tens of microseconds until it runs. On cores
-// that other work wants as well it is the other way round: a thread that yields its core gives away
-// a whole time slice, some milliseconds, and one that spins uses up its share, while one that has
-// slept runs soon after it is woken. So a thread that loses its core while it is awake takes note,
-// and for some time all waiting threads of the process sleep at once.
+// A sleeper costs its peer a system call, and itself tens of microseconds until it runs. With a core for
+// each rank a thread therefore spins for some time first. It never yields: it would give its core to
+// other work for a time slice of some milliseconds, while one that only spins loses no more than its
+// share, and one that sleeps runs soon after it is woken. Ranks that share cores yield to each other,
+// which takes a microsecond, unless other work takes the slice: then all waiting threads of the process
+// sleep at once for some time.
 #pragma once
 
 #include <atomic>
+#include <bitset>
 #include <chrono>
+#include <cstddef>
+#include <mutex>
 
 namespace pipecomm {
 
-int num_usable_cores();  // by this process
+// The cores of a host, by their numbers.
+using CoreSet = std::bitset<1024>;
 
-// The time in which the cores are taken for busy. It is longer each time that they prove to be busy
-// still.
+CoreSet usable_cores();  // by this thread
+
+// Whether each rank of this host has a core of its own. Thread-safe.
+class SharedCores {
+ public:
+  // `num_ranks`: of the whole job, on this host. They may run where this process may, until it is told of
+  // more.
+  explicit SharedCores(int num_ranks);
+  // A rank, which may be pinned, may run on these.
+  void add(const CoreSet& cores);
+  bool suffice() const { return suffice_; }
+
+ private:
+  const size_t num_ranks_;
+  std::mutex mutex_;  // guards the line below
+  CoreSet cores_;
+  std::atomic<bool> suffice_;
+};
+
+// The time in which shared cores are taken for busy with other work. It is longer each time that they
+// prove to be busy still.
 class BusyTime {
  public:
   using Clock = std::chrono::steady_clock;
 
-  // Each attempt to stay awake costs a time slice if the cores are busy, and each busy time some
-  // speed if they are not.
+  // Each attempt to yield costs a time slice if the cores are busy, and each busy time some speed if they
+  // are not.
   static constexpr Clock::duration kShortest = std::chrono::milliseconds(16);
   static constexpr Clock::duration kLongest = std::chrono::milliseconds(1024);
 
@@ -38,7 +62,7 @@ class Patience {
  public:
   using Clock = BusyTime::Clock;
 
-  // Stays awake for `spin_time`, and until it has yielded its core `num_yields` times after that.
+  // Spins for `spin_time`; then, unless the cores are busy, yields its core `num_yields` times.
   Patience(Clock::duration spin_time, int num_yields)
       : spin_time_(spin_time), num_yields_(num_yields) {}
 
@@ -48,14 +72,10 @@ class Patience {
   bool lasts();
 
  private:
-  Clock::time_point look_at_clock();
-  void yield();
-
   const Clock::duration spin_time_;
   const int num_yields_;
   bool is_idle_ = false;
-  Clock::time_point idle_since_, looked_at_;  // since renew(), as all that follows
-  int num_looks_ = 0;
+  Clock::time_point idle_since_;  // since renew(), as what follows
   int num_yields_left_ = 0;
 };
 

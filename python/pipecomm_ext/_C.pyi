@@ -97,6 +97,7 @@ class Introduction:
         self,
         *,
         is_on_this_host: bool = False,
+        cores: Sequence[int] = (),
         pid: int = 0,
         hosts: Sequence[str] = (),
         port: int = 0,
@@ -121,6 +122,7 @@ class Connections:
         key: bytes,
         lookup: Callable[[int], Introduction | None],
         say_farewell: Callable[[bytes], None],
+        num_local_ranks: int | None = None,
     ) -> None: ...
     def listen(self, interfaces: str = "", heartbeat_s: int = 10, heartbeat_limit_s: int = 60) -> None: ...
     def create_memory(self, channels: int, ring_bytes: int, window_bytes: int) -> None: ...

@@ -102,7 +102,7 @@ struct Meeting {
   std::unique_ptr<HostTransport> transport(int rank, TransportEvents& events) {
     RoutedOptions options;
     options.rank = options.tcp.rank = rank;
-    options.size = options.tcp.size = size;
+    options.size = options.tcp.size = options.num_local_ranks = size;
     options.tcp.epoch = kEpoch;
     options.tcp.key = key;
     options.tcp.limits = limits;
@@ -153,7 +153,10 @@ struct Meeting {
 // of every word.
 inline std::unique_ptr<HostTransport> over_same_memory(const std::vector<shm::SegmentPtr>& segments,
                                                        int rank, TransportEvents& events) {
-  auto transport = std::make_unique<shm::ShmTransport>(segments[rank], shm::ShmOptions{}, events);
+  auto transport = std::make_unique<shm::ShmTransport>(
+      segments[rank],
+      shm::ShmOptions{.cores = std::make_shared<SharedCores>(static_cast<int>(segments.size()))},
+      events);
   for (const shm::SegmentPtr& segment : segments) {
     if (segment->rank() == rank) continue;
     transport->add_peer(segment, nullptr);

@@ -1,5 +1,7 @@
 // When waiting threads go to sleep, and for how long they take the cores for busy.
 
+#include <sched.h>
+
 #include "check.h"
 #include "transport/patience.h"
 
@@ -67,23 +69,60 @@ TEST(patience_ends_after_its_spin_time) {
   CHECK(!patience.lasts());
 }
 
-// What interrupts one waiting thread makes all of the process sleep.
-TEST(interruption_ends_patience) {
-  Patience interrupted(1h, 0), other(1h, 0);
-  Clock::time_point begin;
-  bool other_lasts = false;
-  do {  // again, if this process stood still in between
-    do {
-      interrupted.renew();
-    } while (!interrupted.lasts());  // it was interrupted before: its busy time passes
-    std::this_thread::sleep_for(5ms);
-    begin = Clock::now();
-    CHECK(!interrupted.lasts());
-    other.renew();
-    other_lasts = other.lasts();
-  } while (Clock::now() - begin >= BusyTime::kShortest);
-  CHECK(!other_lasts);
-  do {
-    other.renew();
-  } while (!other.lasts());  // it ends
+// Other work that takes the core at a yield makes all of the process sleep, but for those with a core each.
+TEST(yields_to_other_work_end_patience) {
+  const int core = sched_getcpu();
+  const auto pin = [core] {
+    cpu_set_t cores;
+    CPU_ZERO(&cores);
+    CPU_SET(core, &cores);
+    sched_setaffinity(0, sizeof cores, &cores);
+  };
+  std::atomic<bool> is_over{false};
+  std::thread stranger([&] {
+    pin();
+    while (!is_over) {
+    }
+  });
+  std::thread waiter([&] {
+    pin();
+    constexpr int kMany = 1 << 30;
+    Patience yields(0ms, kMany), other(0ms, kMany), spins(1h, 0);
+    Clock::time_point begin;
+    bool other_lasts = false;
+    const auto end =
+        Clock::now() + 10s;  // kernels with short time slices interrupt nobody for long
+    do {                     // again, if this process stood still in between
+      do {
+        begin = Clock::now();
+        yields.renew();
+      } while (yields.lasts() && begin < end);  // the last time it returns at once
+      other_lasts = begin < end && other.lasts();
+    } while (Clock::now() - begin >= BusyTime::kShortest && begin < end);
+    CHECK(!other_lasts);
+    CHECK(spins.lasts());
+    is_over = true;
+  });
+  waiter.join();
+  stranger.join();
+}
+
+TEST(cores_suffice_if_there_is_one_for_each_rank) {
+  const CoreSet all = usable_cores();
+  CHECK(all.count() >= 1);
+  const int num_cores = static_cast<int>(all.count());
+  CHECK(SharedCores(num_cores).suffice());
+  CHECK(!SharedCores(num_cores + 1).suffice());
+  std::thread pinned([&] {
+    cpu_set_t set;
+    CPU_ZERO(&set);
+    CPU_SET(all._Find_first(), &set);
+    CHECK_EQ(sched_setaffinity(0, sizeof set, &set), 0);
+    CHECK_EQ(usable_cores().count(), 1u);
+    SharedCores cores(num_cores);
+    CHECK_EQ(cores.suffice(), num_cores == 1);
+    cores.add(all);  // those of its peers
+    CHECK(cores.suffice());
+  });
+  pinned.join();
 }

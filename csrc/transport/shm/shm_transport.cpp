@@ -30,7 +30,7 @@ ShmTransport::ShmTransport(SegmentPtr own, ShmOptions options, TransportEvents& 
       options_(std::move(options)),
       rank_(own_.rank()),
       size_(own_.shape().size),
-      num_cores_(num_usable_cores()),
+      num_cores_(static_cast<int>(usable_cores().count())),
       events_(events),
       peers_(static_cast<size_t>(size_)),
       met_(static_cast<size_t>(size_)) {
@@ -280,8 +280,8 @@ bool ShmTransport::assist(Operation& operation) {
   }
   Bell& bell = own_.status().bell;
   const auto until = Clock::now() + kAssistTime;
-  const bool has_core = num_cores_ > num_peers_;
-  Patience patience(has_core ? kSpinTime : Clock::duration::zero(), has_core ? 0 : kNumYields);
+  const bool spins = options_.cores->suffice();
+  Patience patience(spins ? kSpinTime : Clock::duration::zero(), spins ? 0 : kNumYields);
   bool cut_short = false;
   while (!operation.done()) {
     const Turn result = turn(By::assistant, kNobody);

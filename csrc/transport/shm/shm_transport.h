@@ -19,6 +19,7 @@
 #include <utility>
 #include <vector>
 
+#include "transport/patience.h"
 #include "transport/process_watch.h"
 #include "transport/shm/lane.h"
 #include "transport/transport.h"
@@ -26,6 +27,7 @@
 namespace pipecomm::shm {
 
 struct ShmOptions {
+  std::shared_ptr<const SharedCores> cores;
   // Peers that have mapped this rank's segment, or have left without, each told once: messages may go
   // to those that this rank has added, too. Called without a lock.
   std::function<void(int peer)> on_met = nullptr;

@@ -42,7 +42,6 @@ void TcpTransport::start_connecting_to(Peer& peer, const Introduction& introduct
 void TcpTransport::introduce(int peer_idx, const Introduction& introduction) {
   std::lock_guard lock(making_mutex_);
   if (!introductions_.emplace(peer_idx, introduction).second) return;
-  num_local_ranks_ += introduction.is_on_this_host;
   if (Peer* const peer = find(peer_idx)) start_connecting_to(*peer, introduction);
 }
 

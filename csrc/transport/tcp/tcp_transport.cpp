@@ -9,7 +9,6 @@
 
 #include "message/message_copy.h"
 #include "message/start_thread.h"
-#include "transport/patience.h"
 #include "transport/tcp/events.h"
 
 namespace pipecomm::tcp {
@@ -56,10 +55,7 @@ void make_contiguous(Request& request) {
 
 TcpTransport::TcpTransport(TcpOptions options, std::vector<Socket> listeners,
                            TransportEvents& events)
-    : options_(std::move(options)),
-      num_cores_(num_usable_cores()),
-      events_(events),
-      peers_(static_cast<size_t>(options_.size)) {
+    : options_(std::move(options)), events_(events), peers_(static_cast<size_t>(options_.size)) {
   if (options_.size == 1) return;
   sockets_ = checked(epoll_create1(EPOLL_CLOEXEC), options_.rank);
   around_ = checked(epoll_create1(EPOLL_CLOEXEC), options_.rank);
@@ -150,7 +146,7 @@ bool TcpTransport::assist(Operation& operation) {
   if (!role || options_.size == 1) return true;
   disarm();
   const auto begin = Clock::now();
-  Patience patience(num_cores_ >= num_local_ranks_ ? kSpinTime : Clock::duration::zero(), 0);
+  Patience patience(options_.cores->suffice() ? kSpinTime : Clock::duration::zero(), 0);
   while (!operation.done() && !aborted_ && !stopping_) {
     const auto passed = Clock::now() - begin;
     if (passed >= kAssistTime) break;

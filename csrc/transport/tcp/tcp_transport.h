@@ -22,6 +22,7 @@
 #include <vector>
 
 #include "transport/directory.h"
+#include "transport/patience.h"
 #include "transport/process_watch.h"
 #include "transport/tcp/connection.h"
 #include "transport/tcp/connector.h"
@@ -35,6 +36,7 @@ struct TcpOptions {
   uint32_t epoch = 0;  // random, the same on all ranks
   Key key{};           // as well, and known to nobody else
   ConnectorLimits limits{};
+  std::shared_ptr<const SharedCores> cores;
   // How often silent peers are asked whether they are there, and how long without an answer.
   std::chrono::seconds heartbeat{10}, heartbeat_limit{60};
   // Whether messages may reach this transport later than they were posted, and after begin_close():
@@ -133,7 +135,6 @@ class TcpTransport final : public HostTransport {
   void stop();
 
   const TcpOptions options_;
-  const int num_cores_;
   TransportEvents& events_;
   std::vector<std::atomic<Peer*>> peers_;  // made when first needed
   std::mutex making_mutex_;                // down to the line
@@ -152,7 +153,6 @@ class TcpTransport final : public HostTransport {
   // ---
   std::atomic<bool> waiter_sleeps_{false};
   std::atomic<int64_t> num_pending_{0};  // requests
-  std::atomic<int> num_local_ranks_{1};  // that are known to share the cores of this host
 
   std::atomic<bool> aborted_{false};
   std::atomic<bool> closing_{false};

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import torch.distributed as dist
+
 
 def read_text(path: str) -> str | None:
     try:
@@ -21,6 +23,22 @@ def network_namespace() -> str | None:
 def place() -> dict[str, str | None]:
     """The host and the PID namespace: if both are equal, a pid means the same process to both ranks."""
     return {"boot_id": read_text("/proc/sys/kernel/random/boot_id"), "pid_namespace": _namespace("pid")}
+
+
+def usable_cores() -> list[int]:
+    """The numbers of the processor cores on which this process may run."""
+    try:
+        return sorted(os.sched_getaffinity(0))
+    except OSError:
+        return list(range(os.cpu_count() or 1))
+
+
+def num_local_ranks() -> int:
+    """Ranks of the whole job on this host, as torchrun, Open MPI or MPICH says; else all may be here."""
+    for name in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"):
+        if os.environ.get(name, "").isdigit():
+            return max(int(os.environ[name]), 1)
+    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def _namespace(kind: str) -> str | None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..core.extension import _C
-from ..core.host import place
+from ..core.host import num_local_ranks, place, usable_cores
 from ..core.rendezvous import Rendezvous
 from ..errors import PipeCommError
 from . import shm, tcp
@@ -60,8 +60,9 @@ class Routes:
             tcp.key_of(shared["token"]),
             lambda peer: method(peer) if (method := look_up()) else None,
             meeting.say_farewell,
+            num_local_ranks(),
         )
-        self.record: dict[str, Any] = {"pid": os.getpid(), **place()}
+        self.record: dict[str, Any] = {"pid": os.getpid(), "cores": usable_cores(), **place()}
         if meeting.size > 1:
             if uses_tcp:
                 self.record |= self._listen(settings)
@@ -130,7 +131,7 @@ class Routes:
         everybody = tuple(range(self._meeting.size))
         if self._meeting.size == 1 or self.transport_among(everybody) != "shm":
             return None
-        return shm.num_cores(self._sharing(self._record_of(rank)) for rank in everybody)
+        return len(set().union(*(self._record_of(rank)["cores"] for rank in everybody)))
 
     def _hosts(self, ranks: tuple[int, ...]) -> list[list[int]]:
         """The ranks by host, as far as those of a host share memory; each by itself that does not."""
@@ -177,6 +178,7 @@ class Routes:
         is_watchable = is_here and own["pid_namespace"] == record["pid_namespace"] is not None
         introduction: dict[str, Any] = {
             "is_on_this_host": is_here,
+            "cores": record["cores"] if is_here else [],
             "pid": record["pid"] if is_watchable and record["pid"] != os.getpid() else 0,
         }
         if self._uses_tcp:

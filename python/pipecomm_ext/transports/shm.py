@@ -8,7 +8,7 @@ processes of the same user, while the communicator is open.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -52,7 +52,6 @@ class Shm(Transport):
         return {
             "user": os.geteuid(),
             "available_bytes": available_bytes(),
-            "cores": f"{sum(1 << core for core in _usable_cores()):x}",
             "obstacle": None if is_usable else reason,
         }
 
@@ -111,23 +110,8 @@ def obstacle(ranks: Sequence[int], both: Sequence[Mapping[str, Any]]) -> str | N
     return None
 
 
-def num_cores(everybody: Iterable[Mapping[str, Any]]) -> int:
-    """The number of cores that at least one of the ranks may use."""
-    mask = 0
-    for facts in everybody:
-        mask |= int(facts["cores"], 16)
-    return mask.bit_count()
-
-
 def _ring_bytes(settings: Mapping[str, Any]) -> int:
     return -(-settings[_RING_BYTES.name] // _PAGE_BYTES) * _PAGE_BYTES
-
-
-def _usable_cores() -> Iterable[int]:
-    try:
-        return os.sched_getaffinity(0)
-    except OSError:
-        return range(os.cpu_count() or 1)
 
 
 def available_bytes() -> int:
