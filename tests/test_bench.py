@@ -7,6 +7,7 @@ import time
 
 import pytest
 import torch
+from patterns import assert_same, pattern, poison
 from ranks import on_ranks
 from scripts import REPOSITORY
 
@@ -14,6 +15,8 @@ sys.path.insert(0, str(REPOSITORY / "bench"))
 import all_to_all as all_to_all_op  # noqa: E402
 import relay  # noqa: E402
 import ulysses  # noqa: E402
+from bare_socket import NAME as SOCKET  # noqa: E402
+from bare_socket import BareSockets, is_possible  # noqa: E402
 from measure import NUM_BLOCKS, Result, measure  # noqa: E402
 from ops import BASELINE, MEMCPY, OPS, Bench, Case  # noqa: E402
 from pipeline_p2p import PIPELINE_OPS  # noqa: E402
@@ -43,15 +46,29 @@ def measured(case: Case, dtype=torch.bfloat16, iters=NUM_BLOCKS) -> list[Result]
 
 
 @on_ranks(2, 3)
+def test_bare_sockets_move_the_bytes(world):
+    assert is_possible()
+    destination, source = (world.rank + 1) % world.size, (world.rank - 1) % world.size
+    sockets = BareSockets(destination, source)
+    for numel in (1, 1000, 3_000_000):
+        received = poison((numel,), torch.int16)
+        sockets.exchange(pattern((numel,), torch.int16, world.rank), received)
+        assert_same(received, pattern((numel,), torch.int16, source))
+    BareSockets(None, None)  # a rank may have no peer
+
+
+@on_ranks(2, 3)
 @pytest.mark.parametrize("op", OPS)
 def test_every_op_moves_the_right_data(world, op):
     for dtype, num_bytes in ((torch.float32, 4), (torch.bfloat16, 4096), (torch.uint8, 100_000)):
         case = OPS[op].build(bench_of(world, "tcp", dtype=dtype), num_bytes)
         results = measured(case, dtype)
-        bounds = [MEMCPY] if case.has_bandwidth else []
+        bound = SOCKET if op in ("p2p", "sendrecv", "pingpong") else MEMCPY
+        bounds = [bound] if case.has_bandwidth else []
         assert [result.impl for result in results] == [BASELINE, "pipecomm tcp", *bounds]
         for result in results:
             assert (result.bound_ratio is not None) == (bool(bounds) and result.impl != MEMCPY)
+            assert result.impl != SOCKET or result.bound_ratio == 1.0
             assert len(result.iterations_us) == NUM_BLOCKS
             assert 0 < result.min_us <= result.median_us <= max(result.iterations_us)
         assert results[0].ratio == 1.0 and results[1].ratio > 0

@@ -19,9 +19,10 @@ from scripts import REPOSITORY, assert_refused, run_on_ranks, run_script
 
 sys.path.insert(0, str(REPOSITORY / "bench"))
 import mpi  # noqa: E402
+from bare_socket import NAME as SOCKET  # noqa: E402
 from busy import busy_cores  # noqa: E402
 from measure import Result  # noqa: E402
-from ops import BASELINE, MEMCPY  # noqa: E402
+from ops import BASELINE  # noqa: E402
 from plots import draw  # noqa: E402
 from report import environment, size_text  # noqa: E402
 from run import parse_arguments, scale  # noqa: E402
@@ -53,7 +54,7 @@ def test_a_run_writes_table_json_and_picture(tmp_path, monkeypatch):
     assert "SECRET_TOKEN" not in numbers.read_text()
     assert list(document["transports"]) == ["pipecomm tcp"]
     assert [(r["size_bytes"], r["impl"]) for r in document["results"]] == [
-        (size, impl) for size in (4096, 65536) for impl in (BASELINE, "pipecomm tcp", MEMCPY)
+        (size, impl) for size in (4096, 65536) for impl in (BASELINE, "pipecomm tcp", SOCKET)
     ]
     for result in document["results"]:
         times, median = result["iterations_us"], result["time_us"]["median"]
