@@ -54,13 +54,27 @@ void BusyTime::note_interruption(Clock::time_point now) {
   until_ = now + length_.load();
 }
 
+void SpinTime::note_sleep() {
+  now_ = std::max(now_ / 2, std::min(kShortest, longest_));
+  if (++num_sleeps_ % kSleepsPerTrial == 0) now_ = longest_;
+}
+
+void Patience::note_moved() {
+  if (std::exchange(is_idle_, false) && spin_time_) spin_time_->note_success();
+}
+
+void Patience::note_slept() {
+  is_idle_ = false;
+  if (spin_time_) spin_time_->note_sleep();
+}
+
 bool Patience::lasts() {
   const auto now = Clock::now();
   if (!std::exchange(is_idle_, true)) {
     idle_since_ = now;
     num_yields_left_ = num_yields_;
   }
-  if (now - idle_since_ < spin_time_) {
+  if (spin_time_ && now - idle_since_ < spin_time_->now()) {
     pause_briefly();
     return true;
   }

@@ -57,25 +57,46 @@ class BusyTime {
   std::atomic<Clock::duration> length_{Clock::duration::zero()};
 };
 
+// How long the waiting threads of a transport spin, one at a time. Where that was in vain, for a peer that
+// computes, or that needs this very core, they spin for half as long the next time; once it was not, or
+// after some waits, for the whole time again.
+class SpinTime {
+ public:
+  using Clock = std::chrono::steady_clock;
+
+  static constexpr Clock::duration kShortest = std::chrono::microseconds(2);
+  static constexpr int kSleepsPerTrial = 16;
+
+  explicit SpinTime(Clock::duration longest) : longest_(longest), now_(longest) {}
+  Clock::duration now() const { return now_; }
+  void note_success() { now_ = longest_; }
+  void note_sleep();
+
+ private:
+  const Clock::duration longest_;
+  Clock::duration now_;
+  int num_sleeps_ = 0;
+};
+
 // Of one thread while it waits.
 class Patience {
  public:
   using Clock = BusyTime::Clock;
 
-  // Spins for `spin_time`; then, unless the cores are busy, yields its core `num_yields` times.
-  Patience(Clock::duration spin_time, int num_yields)
-      : spin_time_(spin_time), num_yields_(num_yields) {}
+  // Spins if `spin_time` is not null, which outlives it; then, unless the cores are busy, yields its core
+  // `num_yields` times.
+  Patience(SpinTime* spin_time, int num_yields) : spin_time_(spin_time), num_yields_(num_yields) {}
 
-  // Something has moved, or the thread has slept.
-  void renew() { is_idle_ = false; }
+  void note_moved();
+  void note_slept();
   // If nothing has moved: stays awake for a moment and returns true, or returns false: sleep.
   bool lasts();
 
  private:
-  const Clock::duration spin_time_;
+  SpinTime* const spin_time_;
   const int num_yields_;
   bool is_idle_ = false;
-  Clock::time_point idle_since_;  // since renew(), as what follows
+  Clock::time_point idle_since_;
   int num_yields_left_ = 0;
 };
 

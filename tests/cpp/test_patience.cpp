@@ -43,16 +43,34 @@ TEST(interruptions_within_a_busy_time_do_not_prolong_it) {
   CHECK(!busy.includes(kStart + BusyTime::kShortest));
 }
 
+TEST(spin_time_shrinks_while_it_is_in_vain) {
+  SpinTime spin(50us);
+  auto expected = spin.now();
+  CHECK(expected == 50us);
+  for (int sleep = 1; sleep < SpinTime::kSleepsPerTrial; ++sleep) {
+    spin.note_sleep();
+    expected = std::max<Clock::duration>(expected / 2, SpinTime::kShortest);
+    CHECK(spin.now() == expected);
+  }
+  CHECK(spin.now() == SpinTime::kShortest);
+  spin.note_sleep();
+  CHECK(spin.now() == 50us);  // a trial
+  spin.note_sleep();
+  CHECK(spin.now() == 25us);
+  spin.note_success();
+  CHECK(spin.now() == 50us);
+}
+
 TEST(no_patience_sleeps_at_once) {
-  Patience patience(0ms, 0);
+  Patience patience(nullptr, 0);
   CHECK(!patience.lasts());
 }
 
 // Other work may end patience early, never prolong it.
 TEST(patience_ends_after_its_yields) {
-  Patience patience(0ms, 3);
+  Patience patience(nullptr, 3);
   for (int wait = 0; wait < 3; ++wait) {
-    patience.renew();
+    patience.note_moved();
     int num_times = 0;
     while (patience.lasts()) ++num_times;
     CHECK(num_times <= 3);
@@ -61,12 +79,21 @@ TEST(patience_ends_after_its_yields) {
 }
 
 TEST(patience_ends_after_its_spin_time) {
-  Patience patience(1ms, 0);
-  patience.lasts();
+  SpinTime spin(1ms);
+  Patience patience(&spin, 0);
+  CHECK(patience.lasts());
   const auto begin = Clock::now();
   while (patience.lasts() && Clock::now() - begin < 1min) {
   }
   CHECK(!patience.lasts());
+  patience.note_slept();
+  CHECK(spin.now() == 500us);
+  patience.lasts();
+  patience.note_moved();
+  CHECK(spin.now() == 1ms);
+  patience.note_slept();
+  patience.note_moved();  // at once, without any patience
+  CHECK(spin.now() == 500us);
 }
 
 // Other work that takes the core at a yield makes all of the process sleep, but for those with a core each.
@@ -87,7 +114,8 @@ TEST(yields_to_other_work_end_patience) {
   std::thread waiter([&] {
     pin();
     constexpr int kMany = 1 << 30;
-    Patience yields(0ms, kMany), other(0ms, kMany), spins(1h, 0);
+    SpinTime spin(1h);
+    Patience yields(nullptr, kMany), other(nullptr, kMany), spins(&spin, 0);
     Clock::time_point begin;
     bool other_lasts = false;
     const auto end =
@@ -95,7 +123,7 @@ TEST(yields_to_other_work_end_patience) {
     do {                     // again, if this process stood still in between
       do {
         begin = Clock::now();
-        yields.renew();
+        yields.note_moved();
       } while (yields.lasts() && begin < end);  // the last time it returns at once
       other_lasts = begin < end && other.lasts();
     } while (Clock::now() - begin >= BusyTime::kShortest && begin < end);

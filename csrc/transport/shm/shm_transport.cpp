@@ -33,7 +33,8 @@ ShmTransport::ShmTransport(SegmentPtr own, ShmOptions options, TransportEvents& 
       num_cores_(static_cast<int>(usable_cores().count())),
       events_(events),
       peers_(static_cast<size_t>(size_)),
-      met_(static_cast<size_t>(size_)) {
+      met_(static_cast<size_t>(size_)),
+      spin_time_(kSpinTime) {
   context_.rank = rank_;
   context_.epoch = own_.shape().epoch;
   if (own_.window_bytes() > 0) {
@@ -281,13 +282,13 @@ bool ShmTransport::assist(Operation& operation) {
   Bell& bell = own_.status().bell;
   const auto until = Clock::now() + kAssistTime;
   const bool spins = options_.cores->suffice();
-  Patience patience(spins ? kSpinTime : Clock::duration::zero(), spins ? 0 : kNumYields);
+  Patience patience(spins ? &spin_time_ : nullptr, spins ? 0 : kNumYields);
   bool cut_short = false;
   while (!operation.done()) {
     const Turn result = turn(By::assistant, kNobody);
     if (result == Turn::over) break;
     if (result == Turn::moved) {
-      patience.renew();
+      patience.note_moved();
       continue;
     }
     if (operation.done()) break;
@@ -298,9 +299,12 @@ bool ShmTransport::assist(Operation& operation) {
       break;
     }
     const uint32_t count = bell.count.load();
-    if (turn(By::assistant, kWaiter) == Turn::idle && !operation.done())
-      sleep(bell, count, kWaiter, until - now);
-    patience.renew();
+    if (turn(By::assistant, kWaiter) != Turn::idle || operation.done()) {
+      patience.note_moved();
+      continue;
+    }
+    sleep(bell, count, kWaiter, until - now);
+    patience.note_slept();
   }
   bool leaves_work;
   {

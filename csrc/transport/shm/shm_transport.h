@@ -118,7 +118,9 @@ class ShmTransport final : public HostTransport {
   std::atomic<bool> all_added_{false};
   std::atomic<bool> over_{false};  // aborted or closed: nothing moves any more
   std::atomic<bool> stopping_{false};
-  std::mutex assist_mutex_;  // held by the one thread that assists
+  std::mutex assist_mutex_;  // held by the one thread that assists; down to the line
+  SpinTime spin_time_;
+  // ---
   std::thread progress_thread_;
 };
 

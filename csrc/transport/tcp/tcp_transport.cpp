@@ -55,7 +55,10 @@ void make_contiguous(Request& request) {
 
 TcpTransport::TcpTransport(TcpOptions options, std::vector<Socket> listeners,
                            TransportEvents& events)
-    : options_(std::move(options)), events_(events), peers_(static_cast<size_t>(options_.size)) {
+    : options_(std::move(options)),
+      events_(events),
+      peers_(static_cast<size_t>(options_.size)),
+      spin_time_(kSpinTime) {
   if (options_.size == 1) return;
   sockets_ = checked(epoll_create1(EPOLL_CLOEXEC), options_.rank);
   around_ = checked(epoll_create1(EPOLL_CLOEXEC), options_.rank);
@@ -146,18 +149,18 @@ bool TcpTransport::assist(Operation& operation) {
   if (!role || options_.size == 1) return true;
   disarm();
   const auto begin = Clock::now();
-  Patience patience(options_.cores->suffice() ? kSpinTime : Clock::duration::zero(), 0);
+  Patience patience(options_.cores->suffice() ? &spin_time_ : nullptr, 0);
   while (!operation.done() && !aborted_ && !stopping_) {
     const auto passed = Clock::now() - begin;
     if (passed >= kAssistTime) break;
     if (patience.lasts()) {
-      if (serve_events(0)) patience.renew();
+      if (serve_events(0)) patience.note_moved();
       continue;
     }
     const auto left = std::chrono::ceil<std::chrono::milliseconds>(kAssistTime - passed);
     waiter_sleeps_ = true;
     serve_events(operation.done() ? 1 : static_cast<int>(left.count()));
-    patience.renew();
+    patience.note_slept();
   }
   {
     std::lock_guard lock(arming_mutex_);

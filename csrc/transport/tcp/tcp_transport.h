@@ -146,7 +146,9 @@ class TcpTransport final : public HostTransport {
   // All sockets and the waiter's bell; and around it what the progress thread waits for: those, if
   // it is armed, and its own bell.
   Socket sockets_, around_, waiter_bell_, progress_bell_;
-  std::mutex assist_mutex_;  // held by the one thread that assists
+  std::mutex assist_mutex_;  // held by the one thread that assists; down to the line
+  SpinTime spin_time_;
+  // ---
   std::mutex arming_mutex_;  // down to the line
   bool is_armed_ = false;
   bool is_assisted_ = false;
