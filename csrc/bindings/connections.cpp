@@ -1,5 +1,6 @@
 #include "bindings/connections.h"
 
+#include <algorithm>
 #include <cstring>
 #include <stdexcept>
 #include <utility>
@@ -27,6 +28,12 @@ Result call(const Held& function, MakeArgument make_argument) {
   } catch (const py::error_already_set& error) {
     throw std::runtime_error(text_argument(py::str(error.value())));  // ends outside the lock
   }
+}
+
+// A bit for each core; those above the largest that is counted are left out.
+CoreSet core_set(const py::int_& cores) {
+  const std::string digits = py::str(cores.attr("__format__")("b"));
+  return CoreSet(digits.substr(digits.size() - std::min(digits.size(), CoreSet().size())));
 }
 
 }  // namespace
@@ -82,15 +89,12 @@ std::unique_ptr<HostTransport> Connections::make_transport(TransportEvents& even
 
 void bind_connections(py::module_& m) {
   py::class_<Introduction>(m, "Introduction", "How to meet a rank, or why it refuses.")
-      .def(py::init([](bool is_on_this_host, const std::vector<size_t>& cores, int pid,
+      .def(py::init([](bool is_on_this_host, const py::int_& cores, int pid,
                        std::vector<std::string> hosts, uint16_t port, int memory_fd,
                        uint64_t memory_inode, int64_t window_bytes, const py::str& reason,
                        const py::str& refusal, std::optional<std::string> farewell) {
-             CoreSet core_set;
-             for (const size_t core : cores)
-               if (core < core_set.size()) core_set.set(core);
              return Introduction{is_on_this_host,
-                                 core_set,
+                                 core_set(cores),
                                  pid,
                                  std::move(hosts),
                                  port,
@@ -101,9 +105,8 @@ void bind_connections(py::module_& m) {
                                  text_argument(refusal),
                                  std::move(farewell)};
            }),
-           py::kw_only(), py::arg("is_on_this_host") = false,
-           py::arg("cores") = std::vector<size_t>(), py::arg("pid") = 0,
-           py::arg("hosts") = std::vector<std::string>(), py::arg("port") = 0,
+           py::kw_only(), py::arg("is_on_this_host") = false, py::arg("cores") = 0,
+           py::arg("pid") = 0, py::arg("hosts") = std::vector<std::string>(), py::arg("port") = 0,
            py::arg("memory_fd") = -1, py::arg("memory_inode") = 0, py::arg("window_bytes") = 0,
            py::arg("reason") = "", py::arg("refusal") = "", py::arg("farewell") = py::none());
   py::class_<Connections>(

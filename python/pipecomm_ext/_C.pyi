@@ -97,7 +97,7 @@ class Introduction:
         self,
         *,
         is_on_this_host: bool = False,
-        cores: Sequence[int] = (),
+        cores: int = 0,
         pid: int = 0,
         hosts: Sequence[str] = (),
         port: int = 0,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch.distributed as dist
@@ -25,12 +26,14 @@ def place() -> dict[str, str | None]:
     return {"boot_id": read_text("/proc/sys/kernel/random/boot_id"), "pid_namespace": _namespace("pid")}
 
 
-def usable_cores() -> list[int]:
-    """The numbers of the processor cores on which this process may run."""
+def usable_cores() -> int:
+    """The processor cores on which this process may run, a bit each."""
+    cores: Iterable[int]
     try:
-        return sorted(os.sched_getaffinity(0))
+        cores = os.sched_getaffinity(0)
     except OSError:
-        return list(range(os.cpu_count() or 1))
+        cores = range(os.cpu_count() or 1)
+    return sum(1 << core for core in cores)
 
 
 def num_local_ranks() -> int:

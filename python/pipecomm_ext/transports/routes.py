@@ -62,7 +62,7 @@ class Routes:
             meeting.say_farewell,
             num_local_ranks(),
         )
-        self.record: dict[str, Any] = {"pid": os.getpid(), "cores": usable_cores(), **place()}
+        self.record: dict[str, Any] = {"pid": os.getpid(), "cores": f"{usable_cores():x}", **place()}
         if meeting.size > 1:
             if uses_tcp:
                 self.record |= self._listen(settings)
@@ -131,7 +131,10 @@ class Routes:
         everybody = tuple(range(self._meeting.size))
         if self._meeting.size == 1 or self.transport_among(everybody) != "shm":
             return None
-        return len(set().union(*(self._record_of(rank)["cores"] for rank in everybody)))
+        cores = 0
+        for rank in everybody:
+            cores |= int(self._record_of(rank)["cores"], 16)
+        return cores.bit_count()
 
     def _hosts(self, ranks: tuple[int, ...]) -> list[list[int]]:
         """The ranks by host, as far as those of a host share memory; each by itself that does not."""
@@ -178,7 +181,7 @@ class Routes:
         is_watchable = is_here and own["pid_namespace"] == record["pid_namespace"] is not None
         introduction: dict[str, Any] = {
             "is_on_this_host": is_here,
-            "cores": record["cores"] if is_here else [],
+            "cores": int(record["cores"], 16) if is_here else 0,
             "pid": record["pid"] if is_watchable and record["pid"] != os.getpid() else 0,
         }
         if self._uses_tcp:
