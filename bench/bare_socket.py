@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 NAME = "socket"
-_SEND_AT_ONCE = 1 << 20
 
 
 def is_possible() -> bool:
@@ -49,7 +48,7 @@ class BareSockets:
                 select.select([self._in] if incoming else [], [self._out] if outgoing else [], [])
             try:
                 if outgoing:
-                    outgoing = outgoing[self._out.send(outgoing[:_SEND_AT_ONCE], socket.MSG_DONTWAIT) :]
+                    outgoing = outgoing[self._out.send(outgoing, socket.MSG_DONTWAIT) :]
             except BlockingIOError:
                 pass
             try:

@@ -80,9 +80,11 @@ class Bench:
     def with_bounds(
         self, calls: dict[str, Callable], copied: torch.Tensor, over_torch: str | None = None
     ) -> tuple[dict[str, Callable], dict[str, str]]:
-        """The calls, and which of them bounds which: `over_torch`, if given, what torch's transport and ours
-        over TCP carry, and a copy of `copied` by all ranks at once the rest.
+        """The calls, and which of them bounds which: `over_torch` or bare sockets, if there, what torch's
+        transport and ours over TCP carry, and a copy of `copied` by all ranks at once the rest.
         """
+        if SOCKET in calls:
+            over_torch = SOCKET
         if self.device.type != "cpu":
             return calls, {} if over_torch is None else dict.fromkeys(calls, over_torch)
         over_memory = {mpi.NAME, *(name for name, comm in self.comms.items() if comm.transport == "shm")}
@@ -172,7 +174,7 @@ def _ring_case(bench: Bench, sent, received, torch_call, our_call, mpi_call) -> 
         **bench.by_mpi(mpi_call, sent, received),
         **bench.over_sockets(bench.next, bench.previous, lambda sockets: sockets.exchange(sent, received)),
     }
-    calls, bound_of = bench.with_bounds(calls, copied=sent, over_torch=SOCKET if SOCKET in calls else None)
+    calls, bound_of = bench.with_bounds(calls, copied=sent)
     return Case(
         num_bytes=sent.nbytes,
         received=[(received, bench.data(received.numel(), bench.previous))],
@@ -189,7 +191,7 @@ def pingpong(bench: Bench, num_bytes: int) -> Case:
     if peer >= bench.size:  # the last of an odd number has nobody to play with
         names = [BASELINE, *bench.comms, *([mpi.NAME] if bench.mpi else [])]
         calls = dict.fromkeys(names, lambda: None) | bench.over_sockets(None, None, lambda _: None)
-        calls, bound_of = bench.with_bounds(calls, sent[:0], over_torch=SOCKET if SOCKET in calls else None)
+        calls, bound_of = bench.with_bounds(calls, copied=sent[:0])
         return Case(sent.nbytes, [], calls, bound_of=bound_of)
 
     def play(send: Callable, recv: Callable, outgoing: Any = sent, incoming: Any = received):
@@ -217,7 +219,7 @@ def pingpong(bench: Bench, num_bytes: int) -> Case:
         **bench.by_mpi(lambda world, *buffers: play(world.Send, world.Recv, *buffers), sent, received),
         **bench.over_sockets(peer, peer, play_over),
     }
-    calls, bound_of = bench.with_bounds(calls, sent, over_torch=SOCKET if SOCKET in calls else None)
+    calls, bound_of = bench.with_bounds(calls, copied=sent)
     if MEMCPY in calls:
         calls[MEMCPY] = copies
     return Case(
