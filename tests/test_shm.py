@@ -135,6 +135,13 @@ def test_ranks_that_are_pinned_have_the_cores_of_all(world):
         os.sched_setaffinity(0, cores)
 
 
+def test_cores_are_a_bit_each():
+    for cores in (0, 5, (1 << 5000) - 1):
+        _C.Introduction(cores=cores)
+    with pytest.raises(ValueError, match="cores must not be negative"):
+        _C.Introduction(cores=-5)
+
+
 @pytest.mark.parametrize(
     ("variables", "number"),
     [

@@ -30,8 +30,9 @@ Result call(const Held& function, MakeArgument make_argument) {
   }
 }
 
-// A bit for each core; those above the largest that is counted are left out.
+// A bit for each core; those with higher numbers than a CoreSet holds are left out.
 CoreSet core_set(const py::int_& cores) {
+  if (cores < py::int_(0)) throw std::invalid_argument("cores must not be negative");
   const std::string digits = py::str(cores.attr("__format__")("b"));
   return CoreSet(digits.substr(digits.size() - std::min(digits.size(), CoreSet().size())));
 }
