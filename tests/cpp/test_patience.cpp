@@ -116,18 +116,24 @@ TEST(yields_to_other_work_end_patience) {
     constexpr int kMany = 1 << 30;
     SpinTime spin(1h);
     Patience yields(nullptr, kMany), other(nullptr, kMany), spins(&spin, 0);
-    Clock::time_point begin;
-    bool other_lasts = false;
-    const auto end =
-        Clock::now() + 10s;  // kernels with short time slices interrupt nobody for long
-    do {                     // again, if this process stood still in between
-      do {
-        begin = Clock::now();
-        yields.note_moved();
-      } while (yields.lasts() && begin < end);  // the last time it returns at once
-      other_lasts = begin < end && other.lasts();
-    } while (Clock::now() - begin >= BusyTime::kShortest && begin < end);
-    CHECK(!other_lasts);
+    // Kernels with short time slices interrupt nobody for long enough.
+    const auto end = Clock::now() + 10s;
+    std::optional<Clock::time_point> yielded_at;  // the busy time begins after it
+    while (Clock::now() < end) {
+      const auto begin = Clock::now();
+      yields.note_moved();
+      if (yields.lasts()) {
+        yielded_at = begin;
+        continue;
+      }
+      if (!yielded_at) continue;  // busy since earlier
+      const bool other_lasts = other.lasts();
+      if (Clock::now() - *yielded_at < BusyTime::kShortest) {
+        CHECK(!other_lasts);
+        break;
+      }
+      yielded_at.reset();  // this process stood still in between
+    }
     CHECK(spins.lasts());
     is_over = true;
   });

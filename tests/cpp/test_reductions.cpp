@@ -40,14 +40,15 @@ std::vector<PreparedExchangePtr> plans_for(const Communicator& comm, int64_t len
     return std::make_shared<PreparedExchange>(std::move(plan));
   };
   const ReshardOptions options{.own_in_place = true};
-  const ShardLayout all{everybody, {}, true};
+  const ShardLayout all{everybody, {}, true}, split{everybody, {}, false};
   if (!is_large) {
     const TensorSpec rows{{length * me.size}, dtypes::kInt32};
-    return {prepared(reshard_plan(me, rows, {everybody, Sizes(me.size, length)}, all, options))};
+    return {
+        prepared(reshard_plan(me, rows, {everybody, Sizes(me.size, length), false}, all, options))};
   }
   const TensorSpec whole{{length}, dtypes::kInt32};
-  return {prepared(collect_pieces_plan(me, whole, {everybody}, options)),
-          prepared(reshard_plan(me, whole, {everybody}, all, options))};
+  return {prepared(collect_pieces_plan(me, whole, split, options)),
+          prepared(reshard_plan(me, whole, split, all, options))};
 }
 
 }  // namespace

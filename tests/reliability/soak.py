@@ -137,14 +137,10 @@ def check_many(ranks: RankPool, transport: str, num_comms: int, num_messages: in
     leaves in the store."""
     parts, kept_mib = [], num_comms * MAX_KEPT_KIB / 1024
     for each in ranks.run(2, make_many, transport, num_comms, num_messages, num_looks, deadline=1000):
+        # Between two looks at messages the watch of the peer's process may be opened.
         for name, looks, more_mib, more_descriptors in (
             ("communicators", each[:num_looks], kept_mib, 0),
-            (
-                "messages",
-                each[num_looks:],
-                0.0,
-                1,
-            ),  # the watch of the peer's process may come after the first look
+            ("messages", each[num_looks:], 0.0, 1),
         ):
             first, last = looks[0], looks[-1]
             text = f"{transport}, {name}: {first} -> {last}"
