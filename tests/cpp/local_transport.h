@@ -238,12 +238,12 @@ class Transport final : public HostTransport {
     std::unique_lock lock(connection.mutex);
     const bool orderly = closing_ || connection.link->state() == PeerLink::State::disconnecting;
     connection.ended = true;
-    connection.link->lose();
-    if (!orderly) {
+    if (!orderly) {  // before the messages end one by one, which tick() may settle on its thread
       lock.unlock();
       events_.on_peer_lost(peer, "disconnected");
       lock.lock();
     }
+    connection.link->lose();
     act(connection, lock);
   }
 
