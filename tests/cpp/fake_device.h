@@ -49,12 +49,13 @@ class Runtime final : public DeviceRuntime {
       auto& queue = queues->emplace_back();
       for (const Make& make : parts) queue.push_back(make(replay));
     }
-    stream_of(current_)->work.push_back([queues] {
+    world->enqueue(stream_of(current_), [queues] {
       bool done = true;
       for (std::deque<Work>& queue : *queues) {
         world->run_queue(queue);
         done &= queue.empty();
       }
+      world->has_started = true;
       return done;
     });
     world->advance();
@@ -63,9 +64,7 @@ class Runtime final : public DeviceRuntime {
   StreamHandle current_stream() override { return current_; }
   StreamHandle new_stream() override {
     std::lock_guard lock(world->mutex);
-    world->streams.push_back(std::make_unique<Stream>());
-    world->streams.back()->device = this;
-    return world->streams.back().get();
+    return world->new_stream(this);
   }
   uint64_t capture_of(StreamHandle stream) override {
     std::lock_guard lock(world->mutex);
@@ -173,6 +172,10 @@ class Runtime final : public DeviceRuntime {
             });
   }
 
+  int64_t free_bytes() override {
+    std::lock_guard lock(world->mutex);
+    return (int64_t{80} << 30) - world->num_taken_bytes[this];
+  }
   int num_multiprocessors() override { return world->num_multiprocessors; }
   std::mutex& launch_mutex() override { return launch_mutex_; }
 
@@ -203,7 +206,7 @@ class Runtime final : public DeviceRuntime {
     }
     Replay once;
     if (event) once.events[event.get()] = event;
-    stream->work.push_back(work(once));
+    world->enqueue(stream, work(once), event != nullptr);
     world->advance();
   }
 

@@ -31,6 +31,7 @@ class KernelRun {
     NcclComm& comm = *kernel_.comm;
     if (comm.aborted || comm.revoked) return leave();  // at once, with garbage
     if (!running_ && !begin(comm)) return false;
+    world->has_started = true;
     if (!(kernel_.root >= 0 ? broadcast_done(comm) : messages_done())) return false;
     comm.running = false;
     return leave();
@@ -59,6 +60,7 @@ class KernelRun {
                   destination = op.sends ? op.peer : comm.rank;
         Pipe& pipe = world->pipes[{comm.id, source, destination}];
         (op.sends ? pipe.sends : pipe.recvs).push_back(halves_.back());
+        world->touch(pipe);
       }
     }
     world->note_progress();
@@ -96,6 +98,7 @@ struct Group {
   std::vector<NcclComm*> inits, aborts;
 };
 inline thread_local Group group;
+constexpr int64_t kBytesPerPeer = 48 << 20;             // of a communicator
 inline bool world_has_revoke = true;                    // NCCL 2.28.7 and later
 inline thread_local FakeClock::time_point latest_call;  // that may go on in another thread
 
@@ -119,7 +122,7 @@ inline void enqueue_kernel(const Kernel& kernel, Stream* stream) {
   };
   if (!stream->capture) {
     Replay once;
-    return stream->work.push_back(make(once));
+    return world->enqueue(stream, make(once));
   }
   stream->before[stream] = stream->capture->parts[stream].size() + 1;
   stream->capture->parts[stream].push_back(make);
@@ -143,7 +146,7 @@ inline void wait_for_room(const std::vector<std::pair<Kernel, Stream*>>& kernels
   lock.unlock();
   world->block([&] {
     return std::ranges::all_of(kernels, [](const auto& each) {
-      return each.second->work.size() < world->max_queue || each.first.comm->revoked;
+      return each.second->tasks.size() < world->max_queue || each.first.comm->revoked;
     });
   });
   lock.lock();
@@ -203,6 +206,16 @@ inline bool breaks_capture() {
   return breaks;
 }
 
+// CUDA may wait for kernels of the device where NCCL takes memory of it.
+inline bool may_join(const NcclComm* comm) {
+  return !world->init_waits || world->num_resident[comm->device] == 0;
+}
+inline void join(NcclComm* comm) {
+  comm->joined = true;
+  ++world->num_joined[comm->id];
+  world->num_taken_bytes[comm->device] += kBytesPerPeer * (comm->size - 1);
+}
+
 inline NcclResult end_group() {
   std::unique_lock lock(world->mutex);
   if (--group.depth != 0) {
@@ -211,7 +224,7 @@ inline NcclResult end_group() {
   }
   const Group ended = std::exchange(group, {});
   latest_call = FakeClock::now();
-  for (NcclComm* comm : ended.inits) ++world->num_joined[comm->id];
+  for (NcclComm* comm : ended.inits) join(comm);
   if (ended.inits.size() > 1 && breaks_capture()) return NcclResult::unhandled_cuda_error;
   if (!ended.kernels.empty()) ++world->num_group_ends[ended.kernels.front().first.comm->rank];
   lock.unlock();
@@ -251,8 +264,8 @@ inline NcclResult init(NcclComm** comm, int size, const NcclUniqueId& id, int ra
   world->max_in_the_making = std::max(world->max_in_the_making, num_making);
   if (group.depth > 0)
     group.inits.push_back(*comm);
-  else
-    ++world->num_joined[(*comm)->id];
+  else if (may_join(*comm))
+    join(*comm);
   latest_call = FakeClock::now();
   return NcclResult::in_progress;
 }
@@ -261,6 +274,7 @@ inline NcclResult get_async_error(NcclComm* comm, NcclResult* result) {
   std::lock_guard lock(world->mutex);
   if (comm->ended) world->errors.push_back("ncclCommGetAsyncError of a destroyed communicator");
   world->advance();
+  if (!comm->joined && may_join(comm)) join(comm);
   comm->ready |= world->num_joined[comm->id] == comm->size;
   const bool in_progress = !comm->ready || comm->num_launching > 0 ||
                            (comm->finalized && *comm->refs > 0 && !world->finished());

@@ -47,9 +47,17 @@ struct Graph {
 };
 using GraphPtr = std::shared_ptr<Graph>;
 
+// What a stream does next. Work that runs until its peers come has `started` by then.
+struct Task {
+  Work work;
+  bool is_record = false, started = false;
+};
+
 struct Stream {
   const void* device = nullptr;
-  std::deque<Work> work;
+  std::deque<Task> tasks;
+  std::deque<Stream*>* queue = nullptr;
+  size_t num_passed = 0;  // of its tasks, by a look along the queue
   GraphPtr capture;
   Clocks before;
   int num_launching = 0;  // NCCL calls whose launch is under way: nothing else may be enqueued
@@ -126,6 +134,7 @@ struct NcclComm {
   int id, rank, size;
   const void* device = nullptr;
   NcclConfig config;
+  bool joined = false;
   bool ready = false;     // all ranks have joined
   int num_launching = 0;  // groups that are not launched yet
   NcclResult async_error = NcclResult::success;
@@ -147,6 +156,8 @@ struct World {
   int num_multiprocessors = 132;
   size_t max_resident = size_t(-1);  // thread blocks of NCCL that a device runs at a time
   size_t max_queue = size_t(-1);     // operations of a stream, beyond which NCCL's calls wait
+  size_t num_queues = size_t(-1);    // of the hardware, which the streams of a device share in turn
+  bool init_waits = false;           // while kernels of NCCL run on the device of its rank
   int num_hosts = 0;                 // threads of ranks
   bool expects_stuck = false;
   bool expects_all_to_connect = false;  // nobody waits in NCCL for a rank that does not come
@@ -158,6 +169,10 @@ struct World {
 
   std::recursive_mutex mutex;
   std::vector<std::unique_ptr<Stream>> streams;
+  std::map<const void*, std::deque<std::deque<Stream*>>>
+      queues;                                 // by device: whose tasks, in order
+  std::map<const void*, size_t> num_streams;  // by device
+  bool has_started = false;                   // the task that is looked at runs from now on
   std::vector<std::unique_ptr<NcclComm>> comms;
   std::map<const void*, int> rank_of_device;
   int host_of(const void* device) const { return rank_of_device.at(device) / ranks_per_host; }
@@ -168,8 +183,9 @@ struct World {
   int num_ids = 0;
   size_t max_group_ops = 0;  // of one communicator
   int num_kernels = 0;
-  std::map<int, int> num_group_ends;           // with messages, by rank
-  std::map<const void*, size_t> num_resident;  // thread blocks, by device
+  std::map<int, int> num_group_ends;               // with messages, by rank
+  std::map<const void*, size_t> num_resident;      // thread blocks, by device
+  std::map<const void*, int64_t> num_taken_bytes;  // by the communicators of a device
   int num_aborts = 0;
   int max_in_the_making = 0;  // communicators of a device at a time
   int num_event_queries = 0;
@@ -227,8 +243,10 @@ struct World {
         if (std::get<0>(key) != comm->id || std::get<1>(key) != comm->rank) continue;
         for (const auto& other : comms)
           if (other->id == comm->id && other->rank == std::get<2>(key) &&
-              host_of(other->device) != host_of(comm->device))
+              host_of(other->device) != host_of(comm->device)) {
             pipe.lose_buffered();
+            touch(pipe);
+          }
       }
     }
   }
@@ -251,7 +269,10 @@ struct World {
     return num_group_ends[rank];
   }
   void note_progress() { ++progress_; }
+  void touch(Pipe& pipe) { touched_pipes_.push_back(&pipe); }  // in which more can move than before
+  // What ends may drop memory, which is work again.
   void advance() {
+    if (std::exchange(advances_, true)) return;
     while (!launches_.empty() && launches_.front().due <= FakeClock::now()) {
       const auto launch = std::move(launches_.front().launch);
       launches_.pop_front();
@@ -259,12 +280,52 @@ struct World {
     }
     for (uint64_t before = progress_ - 1; before != progress_;) {
       before = progress_;
-      for (size_t idx = 0; idx < streams.size(); ++idx) run_queue(streams[idx]->work);
-      for (auto& [key, pipe] : pipes) progress_ += pipe.advance(fifo_bytes);
+      for (size_t idx = 0; idx < busy_queues_.size(); ++idx) run_hardware_queue(*busy_queues_[idx]);
+      std::erase_if(busy_queues_, [](const auto* queue) { return queue->empty(); });
+      for (Pipe* pipe : std::exchange(touched_pipes_, {})) progress_ += pipe->advance(fifo_bytes);
     }
+    advances_ = false;
   }
   void run_queue(std::deque<Work>& work) {
     for (; !work.empty() && work.front()(); ++progress_) work.pop_front();
+  }
+  Stream* new_stream(const void* device) {
+    Stream& stream = *streams.emplace_back(std::make_unique<Stream>());
+    stream.device = device;
+    auto& of_device = queues[device];
+    const size_t number = num_streams[device]++ % num_queues;
+    if (number == of_device.size()) of_device.emplace_back();
+    stream.queue = &of_device[number];
+    return &stream;
+  }
+  void enqueue(Stream* stream, Work work, bool is_record = false) {
+    if (stream->tasks.empty()) stream->num_passed = 0;  // perhaps during a look
+    stream->tasks.push_back({std::move(work), is_record});
+    if (stream->queue->empty()) busy_queues_.push_back(stream->queue);
+    stream->queue->push_back(stream);
+  }
+  // In the order in which the tasks came. One that cannot start yet, since it waits for an event, for room or
+  // for the one before it on its stream, holds up all behind it, whatever their streams; a record does not.
+  void run_hardware_queue(std::deque<Stream*>& queue) {
+    for (Stream* stream : queue) stream->num_passed = 0;
+    for (size_t idx = 0; idx < queue.size();) {
+      Stream& stream = *queue[idx];
+      Task& task = stream.tasks[stream.num_passed];
+      if (stream.num_passed == 0) {
+        has_started = task.started;
+        if (task.work()) {
+          const Task ended = std::move(task);
+          stream.tasks.pop_front();
+          queue.erase(queue.begin() + std::ptrdiff_t(idx));
+          ++progress_;
+          continue;
+        }
+        task.started = has_started;
+      }
+      if (!task.started && !task.is_record) return;
+      ++stream.num_passed;
+      ++idx;
+    }
   }
 
   // Hosts that wait for events, or add no work any more. If that is all of them, and no event that
@@ -321,6 +382,9 @@ struct World {
 
   std::deque<Launch> launches_;
   uint64_t progress_ = 0;
+  bool advances_ = false;
+  std::vector<std::deque<Stream*>*> busy_queues_;
+  std::vector<Pipe*> touched_pipes_;
   std::map<int, std::vector<EventPtr>> waiting_;
   int num_ended_hosts_ = 0;
   std::atomic<int> num_calls_{0};
