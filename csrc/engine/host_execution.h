@@ -36,6 +36,10 @@ class HostExecution final : public Execution {
   OperationPtr refuse(OpCode op, const std::string& reason, const Scope& scope) override {
     return communicator_.post_refusal(op, reason, scope);
   }
+  bool poll(Operation& operation) override {
+    if (!operation.done()) communicator_.transport().advance();
+    return operation.done();
+  }
   bool assist(Operation& operation) override { return communicator_.transport().assist(operation); }
   CopyCounters copy_counters() const override {
     return {num_exchanges_, num_passes_, pool_.num_allocations()};

@@ -329,6 +329,10 @@ bool RoutedTransport::assist(Operation& operation) {
   return shm_->assist(operation);
 }
 
+void RoutedTransport::advance() {
+  if (shm_) shm_->advance();
+}
+
 bool RoutedTransport::has_closed(int peer) const {
   if (way_to(peer) == Way::left) return true;
   return tcp_ && tcp_->has_closed(peer);

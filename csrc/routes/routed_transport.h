@@ -52,6 +52,7 @@ class RoutedTransport final : public HostTransport {
   void claim(int peer, Direction direction, const Descriptor& descriptor,
              std::span<const std::byte> note) override;
   bool assist(Operation& operation) override;
+  void advance() override;
   void tick() override;
   void abort(const Failure& failure) override;
   void begin_close() override;

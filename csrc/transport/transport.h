@@ -79,6 +79,9 @@ class HostTransport {
   // help with, false if it was cut short (see tick): look at the clock, then call again.
   virtual bool assist(Operation& /*operation*/) { return true; }
 
+  // Moves what can move at once, for a caller that asks again and again whether an operation is done.
+  virtual void advance() {}
+
   // Looks for dead peers and frees threads that assist. Called every few milliseconds by a
   // watchdog.
   virtual void tick() = 0;

@@ -63,44 +63,145 @@ TEST(an_abort_waits_for_those_who_write) {
   }
 }
 
-// What a thread waits for may be posted later, by another one: when its route is made, or its turn in
-// a sequence has come. The peer must wake the thread then. Nothing but the peer can, without a tick.
-TEST(a_thread_that_waits_hears_of_later_posts) {
+// The transports of two ranks without a Communicator, and so without a tick that would cover up a wake-up
+// that is missing.
+struct TwoRanks {
+  ~TwoRanks() {
+    for (const auto& transport : {receiver.get(), sender.get()}) transport->begin_close();
+    for (const auto& transport : {receiver.get(), sender.get()})
+      transport->close(Clock::now() + kLimit);
+  }
+  shm::Bell& bell_of_receiver() const { return memory.segments[0]->status().bell; }
+
   Listener events;
-  const SameMemory memory(shape_of(2));
-  const auto receiver = over_same_memory(memory.segments, 0, events);
-  const auto sender = over_same_memory(memory.segments, 1, events);
-  const auto post = [](HostTransport& transport, const OperationPtr& operation) {
-    const std::vector<RequestPtr> requests = operation->seal();
-    for (const RequestPtr& request : requests) request->operation = operation;
-    transport.post(requests, true);
-    operation->note_posted();
-  };
+  const SameMemory memory{shape_of(2)};
+  const std::unique_ptr<HostTransport> receiver = over_same_memory(memory.segments, 0, events);
+  const std::unique_ptr<HostTransport> sender = over_same_memory(memory.segments, 1, events);
+};
+
+// Without a wake-up a thread of a transport sleeps for a second.
+constexpr auto kManySleeps = std::chrono::seconds(10);
+
+struct Message {
+  explicit Message(uint64_t code, int64_t num_bytes = 100)
+      : sent(coded_bytes(code, num_bytes)), received(size_t(num_bytes)) {
+    const Descriptor descriptor = describe(OpCode::p2p, 0, tensor(sent), 0, num_bytes);
+    recv->add_request(Direction::recv, 1, descriptor, received.data());
+    send->add_request(Direction::send, 0, descriptor, sent.data());
+  }
+  bool has_come() const { return recv->done() && received == sent; }
+
+  Bytes sent, received;
+  const OperationPtr recv = std::make_shared<Operation>(OpCode::p2p, Deadline::max());
+  const OperationPtr send = std::make_shared<Operation>(OpCode::p2p, Deadline::max());
+};
+
+void post(HostTransport& transport, const OperationPtr& operation) {
+  const RequestList requests = operation->seal();
+  for (const RequestPtr& request : requests) request->operation = operation;
+  transport.post(requests, true);
+  operation->note_posted();
+}
+// As a Communicator waits, but for its patience: who does not assist is woken, or the test fails.
+void wait_for(HostTransport& transport, const OperationPtr& operation) {
+  while (!operation->done())
+    if (transport.assist(*operation)) CHECK(operation->wait_until(Clock::now() + kLimit));
+}
+
+// What a thread waits for may be posted later, by another one: when its route is made, or its turn in
+// a sequence has come. The peer must wake the thread then.
+TEST(a_thread_that_waits_hears_of_later_posts) {
+  const TwoRanks ranks;
   int num_woken = 0;
   constexpr int kRounds = 20;
   for (int round = 0; round < kRounds; ++round) {
-    Bytes sent = coded_bytes(round, 100), received(100);
-    const auto recv = std::make_shared<Operation>(OpCode::p2p, Deadline::max());
-    const auto send = std::make_shared<Operation>(OpCode::p2p, Deadline::max());
-    const Descriptor descriptor = describe(OpCode::p2p, 0, tensor(sent), 0, 100);
-    recv->add_request(Direction::recv, 1, descriptor, received.data());
-    send->add_request(Direction::send, 0, descriptor, sent.data());
+    const Message message{uint64_t(round)};
     std::thread others([&] {
       std::this_thread::sleep_for(std::chrono::milliseconds(5));
-      post(*receiver, recv);
+      post(*ranks.receiver, message.recv);
       std::this_thread::sleep_for(std::chrono::milliseconds(5));
-      post(*sender, send);
+      post(*ranks.sender, message.send);
     });
-    num_woken += receiver->assist(*recv);
+    num_woken += ranks.receiver->assist(*message.recv);
     others.join();
-    while (!receiver->assist(*recv)) {
-    }
-    CHECK(received == sent);
+    wait_for(*ranks.receiver, message.recv);
+    CHECK(message.has_come());
   }
   CHECK(num_woken >= kRounds / 2);  // not all: threads may be late
-  for (const auto& transport : {receiver.get(), sender.get()}) transport->begin_close();
-  for (const auto& transport : {receiver.get(), sender.get()})
-    transport->close(Clock::now() + kLimit);
+}
+
+// A small message wakes no rank for which no thread waits. A peer does that waits for the answer, and so does
+// a message of another kind.
+TEST(small_messages_do_not_wake_a_rank_that_does_not_wait) {
+  const TwoRanks ranks;
+  const Deadline limit = Clock::now() + kManySleeps;
+  const shm::Bell& bell = ranks.bell_of_receiver();
+  constexpr int kRounds = 50;
+  int num_not_woken = 0;
+  for (int round = 0; round < kRounds; ++round) {
+    check::context = "round " + std::to_string(round);
+    const Message small{uint64_t(round)}, large{uint64_t(round), 200'000};
+    post(*ranks.receiver, small.recv);
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));  // until its thread sleeps again
+    const uint32_t count = bell.count;
+    post(*ranks.sender, small.send);
+    num_not_woken += bell.count == count && !small.recv->done();
+    if (round % 2 == 0)
+      wait_for(*ranks.sender, small.send);
+    else
+      ranks.receiver->advance();
+    CHECK(small.recv->wait_until(Clock::now() + kLimit) && small.has_come());
+    post(*ranks.receiver, large.recv);
+    post(*ranks.sender, large.send);
+    CHECK(large.recv->wait_until(Clock::now() + kLimit) && large.has_come());
+    CHECK(large.send->wait_until(Clock::now() + kLimit));
+    wait_for(*ranks.sender, small.send);
+  }
+  CHECK(num_not_woken >= kRounds / 2);  // not all: threads may be late
+  CHECK(Clock::now() < limit);
+}
+
+// A sender whose messages fill the ring of such a rank wakes it, too.
+TEST(a_full_ring_wakes_a_rank_that_does_not_wait) {
+  const TwoRanks ranks;
+  const Deadline limit = Clock::now() + kManySleeps;
+  for (int round = 0; round < 20; ++round) {
+    std::vector<std::unique_ptr<Message>> messages;
+    for (int number = 0; number < 40; ++number)
+      post(*ranks.receiver,
+           messages.emplace_back(std::make_unique<Message>(number, 12 << 10))->recv);
+    for (const auto& message : messages) post(*ranks.sender, message->send);
+    CHECK(messages.front()->recv->wait_until(Clock::now() + kLimit));
+    wait_for(*ranks.sender, messages.back()->send);
+    for (const auto& message : messages)
+      CHECK(message->recv->wait_until(Clock::now() + kLimit) && message->has_come());
+  }
+  CHECK(Clock::now() < limit);
+}
+
+// Of two threads that wait one makes progress for both. The other one may still wait when that has what it wants.
+TEST(a_second_thread_that_waits) {
+  const TwoRanks ranks;
+  const Deadline limit = Clock::now() + kManySleeps;
+  for (int round = 0; round < 50 && check::num_failures == 0; ++round) {
+    check::context = "round " + std::to_string(round);
+    const Message first(1), second(2);
+    post(*ranks.receiver, first.recv);
+    post(*ranks.receiver, second.recv);
+    std::thread assists([&] { wait_for(*ranks.receiver, first.recv); });
+    std::thread waits([&] {
+      if (round % 2) std::this_thread::sleep_for(std::chrono::microseconds(20 * round));
+      wait_for(*ranks.receiver, second.recv);
+    });
+    if (round % 3) std::this_thread::sleep_for(std::chrono::microseconds(100 * round));
+    post(*ranks.sender, first.send);
+    assists.join();
+    post(*ranks.sender, second.send);
+    waits.join();
+    CHECK(first.has_come() && second.has_come());
+    wait_for(*ranks.sender, second.send);
+  }
+  CHECK(Clock::now() < limit);
 }
 
 TEST(unmatched_messages_hold_up_only_their_channel) {

@@ -28,6 +28,12 @@ uint64_t num_final(Segment& peer, const Counter& word) {
   return num == 0 && has_left ? 1 : num;
 }
 
+// Large messages need both ranks while they move, and collectives go on from what has come.
+bool needs_both_ranks(const Request& request, int64_t max_eager_bytes) {
+  const Descriptor& descriptor = request.descriptor;
+  return descriptor.op != OpCode::p2p || descriptor.num_bytes > max_eager_bytes || request.refuses;
+}
+
 [[noreturn]] void broken(const Segment& peer, const char* what) {
   throw std::runtime_error("rank " + std::to_string(peer.rank()) + " sent " + what +
                            " through shared memory");
@@ -53,6 +59,7 @@ Outbound::Outbound(LaneContext& context, Segment& receiver, int lane_idx)
 
 void Outbound::post(RequestPtr send) {
   send->descriptor.seq = num_posted_++;
+  if (needs_both_ranks(*send, max_eager_bytes_)) num_until_urgent_ = num_posted_;
   unanswered_.push_back(std::move(send));
 }
 
@@ -182,7 +189,11 @@ bool Outbound::begin(const RequestPtr& send) {
     offset += done;
   }
   next_message();
-  publish(span);
+  ring_.publish(span);
+  if (send->refuses)
+    wake_sleepers(bell_);
+  else
+    wake_hurried(bell_);
   return true;
 }
 
@@ -284,6 +295,7 @@ Inbound::Inbound(LaneContext& context, Segment& own, Segment& sender, int lane_i
 
 void Inbound::post(RequestPtr recv) {
   recv->descriptor.seq = num_posted_++;
+  if (needs_both_ranks(*recv, max_eager_bytes_)) num_until_urgent_ = num_posted_;
   posted_.push_back(std::move(recv));
 }
 
@@ -449,7 +461,7 @@ void Inbound::answer(FailurePtr failure) {
   stage_ = Stage::header;
   context_.settle(recv, std::move(failure));
   lane_.num_answered.store(++num_answered_);
-  wake_sleepers(bell_);
+  wake_hurried(bell_);
 }
 
 bool Inbound::stream() {

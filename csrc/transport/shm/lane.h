@@ -63,6 +63,11 @@ class Outbound {
   // other end breaks the protocol.
   bool advance();
   bool busy() const { return !unanswered_.empty(); }
+  // Whether this rank should see soon what the receiver does.
+  bool is_urgent() const {
+    return num_answered_ < num_until_urgent_ || num_sent_ < unanswered_.size();
+  }
+  void wake_peer() { wake_unhurried(bell_); }
   // Whether some of a granted payload is not being written yet, and the next piece of it.
   bool has_piece() const;
   Piece take_piece();
@@ -101,9 +106,10 @@ class Outbound {
   size_t num_sent_ = 0;
   uint64_t num_posted_ = 0;
   uint64_t num_answered_ = 0;
-  Stage stage_ = Stage::header;  // of the message after those
-  int64_t offset_ = 0;           // payload written, or taken to be written
-  int num_pieces_ = 0;           // taken, not written yet
+  uint64_t num_until_urgent_ = 0;  // messages posted until the last one that is
+  Stage stage_ = Stage::header;    // of the message after those
+  int64_t offset_ = 0;             // payload written, or taken to be written
+  int num_pieces_ = 0;             // taken, not written yet
   std::shared_ptr<const WindowWriter> window_writer_;
 };
 
@@ -115,6 +121,8 @@ class Inbound {
   void post(RequestPtr recv);
   bool advance();  // as Outbound
   bool busy() const { return !posted_.empty(); }
+  bool is_urgent() const { return num_answered_ < num_until_urgent_; }
+  void wake_peer() { wake_unhurried(bell_); }
   void finish() { lane_.num_final_recvs.store(num_posted_ + 1); }
   void drop() { posted_.clear(); }
 
@@ -144,6 +152,7 @@ class Inbound {
   Queue<RequestPtr> posted_;
   uint64_t num_posted_ = 0;
   uint64_t num_answered_ = 0;
+  uint64_t num_until_urgent_ = 0;  // as in Outbound
   Stage stage_ = Stage::header;
   int64_t offset_ = 0;
 };

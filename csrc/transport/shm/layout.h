@@ -36,6 +36,10 @@
 // that changes something that another one may wait for stores first and then looks at `sleepers`.
 // All four accesses are sequentially consistent, so either the sleeper sees the change or the other
 // rank sees the sleeper. While a rank is awake its `sleepers` is 0, and its peers pay one load.
+// A rank for which no thread waits, and all of whose messages are small ones that are sent or are to be
+// received, is unhurried: such a message does not wake it, but a peer does that is about to sleep until
+// the message is answered. So messages that are waited for later, which is most of them, cost neither
+// side a system call, nor the computation in between a switch of threads.
 #pragma once
 
 #include <array>

@@ -152,7 +152,7 @@ void ShmTransport::post(std::span<const RequestPtr> batch, bool is_async) {
 void ShmTransport::hand_over() {
   for (int num_turns = 0; num_turns < 2; ++num_turns)
     if (turn(By::others, kProgress) != Turn::moved) return;
-  wake_sleepers(own_.status().bell);
+  wake_hurried(own_.status().bell);
 }
 
 // A ring has the same readers for ever: it takes what goes to all peers, once all are added.
@@ -172,6 +172,27 @@ void ShmTransport::post_multicasts(std::span<const RequestPtr> batch) {
 
 bool ShmTransport::busy() const {
   return !receiving_.empty() || !sending_.empty() || multicast_->busy();
+}
+
+bool ShmTransport::is_urgent() const {
+  const auto is_urgent = [](const auto* lane) { return lane->is_urgent(); };
+  return is_awaited_ || multicast_->busy() || std::ranges::any_of(receiving_, is_urgent) ||
+         std::ranges::any_of(sending_, is_urgent);
+}
+
+// What is left after a look. The peers have been told whom to wake before that; now they hear if that is
+// needless, and if they have been content to see this rank's messages later, that this rank is not.
+void ShmTransport::settle_down(uint32_t sleepers) {
+  Word& asleep = own_.status().bell.sleepers;
+  if (!busy()) {
+    is_awaited_ = false;
+    if (sleepers == kProgress) asleep.store(kNobody);
+  } else if (sleepers == kProgress && !is_urgent()) {
+    asleep.store(kUnhurried);
+  } else if (sleepers != kNobody) {
+    for (Inbound* lane : receiving_) lane->wake_peer();
+    for (Outbound* lane : sending_) lane->wake_peer();
+  }
 }
 
 // Looks once at everything that may have moved, under the lock, then settles without it. `sleepers`
@@ -201,7 +222,7 @@ ShmTransport::Turn ShmTransport::turn(By by, uint32_t sleepers) {
     } catch (const std::exception& error) {
       broken = error.what();
     }
-    if (!assisted_by_other && sleepers == kProgress && !busy()) asleep.store(kNobody);
+    if (!assisted_by_other) settle_down(sleepers);
     settled = std::move(context_.settled);
     // A peer's failure explains the messages that can no longer match. The thread that saw it tells
     // the owner, perhaps later, and the owner then fails all operations for that cause.
@@ -274,7 +295,14 @@ void ShmTransport::look_for_failures(std::vector<Failure>& failures) {
 
 bool ShmTransport::assist(Operation& operation) {
   std::unique_lock role(assist_mutex_, std::try_to_lock);
-  if (!role) return true;
+  if (!role) {
+    {
+      std::lock_guard lock(mutex_);
+      is_awaited_ = true;
+    }
+    hand_over();  // in case the one that assists ends just now
+    return true;
+  }
   {
     std::lock_guard lock(mutex_);
     assisted_ = true;

@@ -51,6 +51,7 @@ class ShmTransport final : public HostTransport {
   void note_routed(int peer);
   // Sees to it that a thread makes progress, though none assists.
   void attend() { hand_over(); }
+  void advance() override { hand_over(); }
   // A thread that assists looks whether its operation is done.
   void nudge();
   void post(std::span<const RequestPtr> batch, bool is_async) override;
@@ -79,6 +80,8 @@ class ShmTransport final : public HostTransport {
   Turn turn(By by, uint32_t sleepers);
   void hand_over();
   bool busy() const;
+  bool is_urgent() const;
+  void settle_down(uint32_t sleepers);
   bool advance_lanes();
   std::vector<int> newly_met();
   void finish(Peer& peer);
@@ -109,6 +112,7 @@ class ShmTransport final : public HostTransport {
   int num_pieces_ = 0;  // being written, without the lock
   std::condition_variable pieces_written_;
   bool assisted_ = false;
+  bool is_awaited_ = false;  // perhaps by a thread that does not assist
   bool any_failure_seen_ = false;
   bool aborted_ = false;
   bool closing_ = false;
