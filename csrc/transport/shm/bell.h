@@ -18,8 +18,8 @@ inline constexpr uint32_t kNobody = 0;
 inline constexpr uint32_t kWaiter = 1;    // a thread of the user, in wait()
 inline constexpr uint32_t kProgress = 2;  // the thread that works when no user waits
 inline constexpr uint32_t kEverybody = kWaiter | kProgress;
-// In `sleepers`: the progress thread sleeps, and no message need wake it.
-inline constexpr uint32_t kUnhurried = 4;
+// In `sleepers`: the progress thread sleeps, and small messages need not wake it.
+inline constexpr uint32_t kDeferred = 4;
 
 inline void wake(Bell& bell, uint32_t who) {
   bell.count.fetch_add(1);
@@ -30,15 +30,15 @@ inline void wake(Bell& bell, uint32_t who) {
 // To be called after a sequentially consistent store of anything that a sleeper may wait for.
 inline void wake_sleepers(Bell& bell) {
   const uint32_t who = bell.sleepers.load();
-  if (who != kNobody) wake(bell, who == kUnhurried ? kProgress : who);
+  if (who != kNobody) wake(bell, who == kDeferred ? kProgress : who);
 }
-// The same, of what an unhurried rank is content to see later.
-inline void wake_hurried(Bell& bell) {
+// The same, of what a rank that defers its progress may see later.
+inline void wake_unless_deferred(Bell& bell) {
   if (const uint32_t who = bell.sleepers.load(); (who & kEverybody) != 0) wake(bell, who);
 }
-// By a rank that waits for something of the bell's owner.
-inline void wake_unhurried(Bell& bell) {
-  if (bell.sleepers.load() == kUnhurried) wake(bell, kProgress);
+// By a rank that waits for the owner of the bell.
+inline void wake_deferred(Bell& bell) {
+  if (bell.sleepers.load() == kDeferred) wake(bell, kProgress);
 }
 
 // Sleeps until somebody wakes `who`, unless that has happened since the bell's count was `count`.

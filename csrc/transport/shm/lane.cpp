@@ -193,7 +193,7 @@ bool Outbound::begin(const RequestPtr& send) {
   if (send->refuses)
     wake_sleepers(bell_);
   else
-    wake_hurried(bell_);
+    wake_unless_deferred(bell_);
   return true;
 }
 
@@ -461,7 +461,7 @@ void Inbound::answer(FailurePtr failure) {
   stage_ = Stage::header;
   context_.settle(recv, std::move(failure));
   lane_.num_answered.store(++num_answered_);
-  wake_hurried(bell_);
+  wake_unless_deferred(bell_);
 }
 
 bool Inbound::stream() {

@@ -67,7 +67,7 @@ class Outbound {
   bool is_urgent() const {
     return num_answered_ < num_until_urgent_ || num_sent_ < unanswered_.size();
   }
-  void wake_peer() { wake_unhurried(bell_); }
+  void wake_peer() { wake_deferred(bell_); }
   // Whether some of a granted payload is not being written yet, and the next piece of it.
   bool has_piece() const;
   Piece take_piece();
@@ -122,7 +122,7 @@ class Inbound {
   bool advance();  // as Outbound
   bool busy() const { return !posted_.empty(); }
   bool is_urgent() const { return num_answered_ < num_until_urgent_; }
-  void wake_peer() { wake_unhurried(bell_); }
+  void wake_peer() { wake_deferred(bell_); }
   void finish() { lane_.num_final_recvs.store(num_posted_ + 1); }
   void drop() { posted_.clear(); }
 

@@ -36,10 +36,10 @@
 // that changes something that another one may wait for stores first and then looks at `sleepers`.
 // All four accesses are sequentially consistent, so either the sleeper sees the change or the other
 // rank sees the sleeper. While a rank is awake its `sleepers` is 0, and its peers pay one load.
-// A rank for which no thread waits, and all of whose messages are small ones that are sent or are to be
-// received, is unhurried: such a message does not wake it, but a peer does that is about to sleep until
-// the message is answered. So messages that are waited for later, which is most of them, cost neither
-// side a system call, nor the computation in between a switch of threads.
+// A rank defers its progress (`kDeferred`) while none of its threads waits and all it has posted are small
+// messages, whose sends lie in their rings. Small messages and answers do not wake it then. A peer that
+// is about to sleep until it answers does, so most messages cost no system call, and do not interrupt
+// what the receiver computes.
 #pragma once
 
 #include <array>

@@ -68,7 +68,7 @@ bool MulticastWriter::advance() {
 void MulticastWriter::publish(uint64_t head) {
   multicast_.head.store(head_ = head);
   for (Bell* bell : bells_)
-    if (bell) wake_hurried(*bell);
+    if (bell) wake_unless_deferred(*bell);
 }
 
 MulticastReader::MulticastReader(Segment& source, int reader)
@@ -104,7 +104,7 @@ void MulticastReader::skip(int64_t num_bytes) {
 
 void MulticastReader::release(uint64_t num_bytes) {
   tail_word_.store(tail_ += num_bytes);
-  wake_hurried(bell_);
+  wake_unless_deferred(bell_);
 }
 
 }  // namespace pipecomm::shm

@@ -152,7 +152,7 @@ void ShmTransport::post(std::span<const RequestPtr> batch, bool is_async) {
 void ShmTransport::hand_over() {
   for (int num_turns = 0; num_turns < 2; ++num_turns)
     if (turn(By::others, kProgress) != Turn::moved) return;
-  wake_hurried(own_.status().bell);
+  wake_unless_deferred(own_.status().bell);
 }
 
 // A ring has the same readers for ever: it takes what goes to all peers, once all are added.
@@ -180,15 +180,15 @@ bool ShmTransport::is_urgent() const {
          std::ranges::any_of(sending_, is_urgent);
 }
 
-// What is left after a look. The peers have been told whom to wake before that; now they hear if that is
-// needless, and if they have been content to see this rank's messages later, that this rank is not.
+// After a look, before which the peers have been told whom to wake: if nothing is left, they need not; if
+// this rank may defer its progress, they learn that; else it needs peers that have deferred theirs.
 void ShmTransport::settle_down(uint32_t sleepers) {
   Word& asleep = own_.status().bell.sleepers;
   if (!busy()) {
     is_awaited_ = false;
     if (sleepers == kProgress) asleep.store(kNobody);
   } else if (sleepers == kProgress && !is_urgent()) {
-    asleep.store(kUnhurried);
+    asleep.store(kDeferred);
   } else if (sleepers != kNobody) {
     for (Inbound* lane : receiving_) lane->wake_peer();
     for (Outbound* lane : sending_) lane->wake_peer();
