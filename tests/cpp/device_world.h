@@ -161,6 +161,17 @@ std::string failure_text(FailureKind kind, Function&& function) {
   return "";
 }
 
+// Of a program that has come to a deadlock. The abort of one rank frees its streams, after which an operation
+// of a peer may still end well.
+inline void finish_stuck(Rank& me, const std::function<void()>& finish) {
+  try {
+    finish();
+  } catch (const PipeCommException& error) {
+    CHECK(error.failure()->kind == FailureKind::aborted);
+  }
+  CHECK(failure_of(me)->kind == FailureKind::aborted);
+}
+
 inline void meet(Rank& me) { me.comm->wait(*me.comm->barrier(), Clock::now() + 20s, kNothing); }
 
 template <class Condition>

