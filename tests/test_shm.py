@@ -135,6 +135,29 @@ def test_ranks_that_are_pinned_have_the_cores_of_all(world):
         os.sched_setaffinity(0, cores)
 
 
+@on_ranks(2)
+def test_who_asks_sees_what_has_come(world):
+    """A message that nobody waits for wakes nobody, but is there for the next question."""
+    with Communicator(world.group, device="cpu", transport="shm", timeout=20) as comm:
+        comm.barrier()
+        num_seen = 0
+        for round_number in range(50):
+            data = torch.full((5,), -1.0)
+            work = comm.irecv(data, 0) if world.rank == 1 else None
+            world.meet()
+            if world.rank == 0:
+                sent = comm.isend(torch.full((5,), float(round_number)), 1)
+            world.meet()
+            if world.rank == 1:
+                num_seen += work.is_completed()
+                work.wait()
+                assert data.tolist() == [float(round_number)] * 5
+            else:
+                sent.wait()
+    if world.rank == 1:
+        assert num_seen >= 40  # not all: the thread of the watchdog may have taken it, and not be done yet
+
+
 def test_cores_are_a_bit_each():
     for cores in (0, 5, (1 << 5000) - 1):
         _C.Introduction(cores=cores)

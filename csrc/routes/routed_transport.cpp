@@ -322,7 +322,7 @@ bool RoutedTransport::assist(Operation& operation) {
   }
   // What this thread does not help with, another one does.
   if (has_tcp && !has_shm) {
-    shm_->attend();
+    shm_->advance();
     return tcp_->assist(operation);
   }
   tcp_->attend();

@@ -55,7 +55,7 @@
 namespace pipecomm::shm {
 
 inline constexpr uint64_t kSegmentMagic = 0x314d485350434950;  // "PIPCSHM1"
-inline constexpr uint32_t kLayoutVersion = 2;
+inline constexpr uint32_t kLayoutVersion = 3;
 inline constexpr uint32_t kRecordMagic = 0x52435053;
 inline constexpr size_t kPageBytes = 4096;
 inline constexpr size_t kRecordAlignBytes = 128;

@@ -182,7 +182,7 @@ bool ShmTransport::is_urgent() const {
 
 // After a look, before which the peers have been told whom to wake: if nothing is left, they need not; if
 // this rank may defer its progress, they learn that; else it needs peers that have deferred theirs.
-void ShmTransport::settle_down(uint32_t sleepers) {
+void ShmTransport::update_sleepers(uint32_t sleepers) {
   Word& asleep = own_.status().bell.sleepers;
   if (!busy()) {
     is_awaited_ = false;
@@ -222,7 +222,7 @@ ShmTransport::Turn ShmTransport::turn(By by, uint32_t sleepers) {
     } catch (const std::exception& error) {
       broken = error.what();
     }
-    if (!assisted_by_other) settle_down(sleepers);
+    if (!assisted_by_other) update_sleepers(sleepers);
     settled = std::move(context_.settled);
     // A peer's failure explains the messages that can no longer match. The thread that saw it tells
     // the owner, perhaps later, and the owner then fails all operations for that cause.

@@ -49,13 +49,11 @@ class ShmTransport final : public HostTransport {
   void note_all_added() { all_added_ = true; }
   // What has waited to be posted to and from the peer is, all else comes directly.
   void note_routed(int peer);
-  // Sees to it that a thread makes progress, though none assists.
-  void attend() { hand_over(); }
-  void advance() override { hand_over(); }
   // A thread that assists looks whether its operation is done.
   void nudge();
   void post(std::span<const RequestPtr> batch, bool is_async) override;
   bool assist(Operation& operation) override;
+  void advance() override { hand_over(); }
   void tick() override;
   void abort(const Failure& failure) override;
   void begin_close() override;
@@ -81,7 +79,7 @@ class ShmTransport final : public HostTransport {
   void hand_over();
   bool busy() const;
   bool is_urgent() const;
-  void settle_down(uint32_t sleepers);
+  void update_sleepers(uint32_t sleepers);
   bool advance_lanes();
   std::vector<int> newly_met();
   void finish(Peer& peer);
