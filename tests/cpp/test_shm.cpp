@@ -1,6 +1,14 @@
 // The shared-memory transport with threads as ranks: every rank maps the same segments, so that the
 // sanitizers see both ends of every word.
 
+#include <fcntl.h>
+#include <sys/eventfd.h>
+#include <sys/mman.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
 #include "host_exchanges.h"
 #include "listener.h"
 #include "message/start_thread.h"
@@ -407,6 +415,44 @@ TEST(nonsense_from_a_peer_is_an_error) {
     says(failure_of(*comm, [&] { return comm->batch_p2p({&op, 1}); }), FailureKind::error,
          "transport failure");
   }
+}
+
+// A rank that has closed its memory may have given the number to anything. What that is refuses to be
+// opened in its own way, none of which may be taken for a machine without shared memory.
+TEST(memory_that_is_gone) {
+  const shm::SegmentShape shape = shape_of(2);
+  auto segment = shm::Segment::create(0, shape);
+  const shm::SegmentName name{getpid(), segment->fd(), segment->inode()};
+  CHECK(shm::Segment::open(name, 0, shape) != nullptr);
+  const auto error_of = [&](const shm::SegmentName& asked) {
+    try {
+      shm::Segment::open(asked, 0, shape);
+    } catch (const std::system_error& error) {
+      return error.code().value();
+    }
+    return 0;
+  };
+  const int others[] = {
+      open("/proc/self/exe", O_RDONLY | O_CLOEXEC),            // cannot be opened to be written
+      open("/", O_RDONLY | O_DIRECTORY | O_CLOEXEC),           // a directory
+      socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0),          // cannot be opened
+      eventfd(0, EFD_CLOEXEC),                                 // cannot be opened
+      static_cast<int>(syscall(SYS_pidfd_open, getpid(), 0)),  // by some kernels not permitted
+      memfd_create("another", MFD_CLOEXEC)};
+  for (const int other : others) {
+    CHECK(other >= 0);
+    CHECK_EQ(error_of({name.pid, other, name.inode}), ENOENT);
+    close(other);
+  }
+  segment.reset();
+  CHECK_EQ(error_of(name), ENOENT);
+
+  // What is there and refuses says why.
+  const int read_only = open("/proc/self/exe", O_RDONLY | O_CLOEXEC);
+  struct stat facts{};
+  CHECK_EQ(fstat(read_only, &facts), 0);
+  CHECK_EQ(error_of({name.pid, read_only, facts.st_ino}), ETXTBSY);
+  close(read_only);
 }
 
 TEST(a_grant_must_lie_in_the_window) {
