@@ -46,6 +46,18 @@ def run_forked(body) -> None:
 
 
 @on_ranks(2)
+def test_a_forked_child_that_makes_a_communicator(world):
+    world.fresh_comm()  # the group's store has been used
+
+    def child() -> None:
+        told = "rank [01]: Communicator: this process was forked.*make a new group and Communicator here"
+        with pytest.raises(PipeCommError, match=told):
+            Communicator(world.group)
+
+    run_forked(child)
+
+
+@on_ranks(2)
 @TRANSPORTS
 def test_a_forked_child_leaves_the_connections_of_its_parent_alone(world, transport):
     comm = world.fresh_comm(transport=transport)

@@ -16,11 +16,9 @@ namespace {
 
 constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
 
-[[noreturn]] void throw_errno(int error, const std::string& what) {
-  throw std::system_error(error, std::generic_category(), what);
+[[noreturn]] void fail(const std::string& what) {
+  throw std::system_error(errno, std::generic_category(), what);
 }
-
-[[noreturn]] void fail(const std::string& what) { throw_errno(errno, what); }
 
 }  // namespace
 
@@ -79,28 +77,26 @@ std::shared_ptr<Segment> Segment::create(int rank, const SegmentShape& shape) {
 std::shared_ptr<Segment> Segment::open(const SegmentName& name, int rank,
                                        const SegmentShape& shape) {
   std::shared_ptr<Segment> segment(new Segment(rank, shape));
-  const std::string path = "/proc/" + std::to_string(name.pid) + "/fd/" + std::to_string(name.fd);
-  const std::string opening = "opening the shared memory of rank " + std::to_string(rank);
-  struct stat facts{};
-  // Once the rank has closed its memory, the number may belong to anything, which may refuse to be
-  // opened in any way.
-  const auto check_it_is_there = [&] {
-    if (stat(path.c_str(), &facts) != 0) fail(opening);
-    if (facts.st_ino != name.inode) throw_errno(ENOENT, opening);
+  const auto path_of = [](const std::string& process, int fd) {
+    return "/proc/" + process + "/fd/" + std::to_string(fd);
   };
-  check_it_is_there();
-  segment->fd_ = ::open(path.c_str(), O_RDWR | O_CLOEXEC | O_NOCTTY);
-  if (segment->fd_ < 0) {
-    const int refusal = errno;
-    check_it_is_there();
-    throw_errno(refusal, opening);
-  }
+  const std::string opening = "opening the shared memory of rank " + std::to_string(rank);
   auto wrong = [&](const char* what) {
     return std::runtime_error("the shared memory of rank " + std::to_string(rank) + " " + what);
   };
+  // Once the rank has closed its memory, the number may belong to anything, which may refuse to be opened in
+  // any way. O_PATH takes hold of it first, whatever it is.
+  segment->fd_ = ::open(path_of(std::to_string(name.pid), name.fd).c_str(), O_PATH | O_CLOEXEC);
+  struct stat facts{};
+  if (segment->fd_ < 0) fail(opening);
   if (fstat(segment->fd_, &facts) != 0) fail("stat of shared memory");
-  if (facts.st_ino != name.inode) throw_errno(ENOENT, opening);
+  if (facts.st_ino != name.inode)
+    throw std::system_error(std::make_error_code(std::errc::no_such_file_or_directory), opening);
   if (!S_ISREG(facts.st_mode) || facts.st_uid != geteuid()) throw wrong("belongs to another user");
+  const int fd = ::open(path_of("self", segment->fd_).c_str(), O_RDWR | O_CLOEXEC | O_NOCTTY);
+  if (fd < 0) fail(opening);
+  segment->close_fd();
+  segment->fd_ = fd;
   const int seals = fcntl(segment->fd_, F_GET_SEALS);
   if (seals < 0 || (seals & kSeals) != kSeals) throw wrong("is not sealed");
   segment->segment_bytes_ = shape.control_bytes() + shape.window_bytes;
