@@ -53,6 +53,7 @@ import pytest
 DEFAULT_DEADLINE_S = 100.0  # far from what any body takes: it ends hangs, and judges nothing
 START_DEADLINE_S = 100.0  # until new processes have joined their world: no part of a body's deadline
 MAX_CALLS_OF_A_WORLD = 150
+MAX_WARM_RANKS = 16  # worlds of 1 to 5 ranks, or of 8 and some; a new one takes a tenth of a second
 GROUP_TIMEOUT_S = 200.0  # of the gloo group itself: so long that it never decides a test
 GRACE_S = 3.0  # for the other ranks of a world in which one rank has died, or failed unexpectedly
 STACKS_SIGNAL = signal.SIGUSR2
@@ -525,10 +526,12 @@ class RankPool:
         return self._call(size, _Call.of(body, args, kwargs), deadline, ok=("returned", "raised"))
 
     def retire_old_worlds(self) -> None:
-        """Ends worlds that have run many tests: each group that a test has made leaves a thread of torch's
-        that wakes up a hundred times a second."""
-        for size, world in list(self._worlds.items()):
-            if world.num_calls >= MAX_CALLS_OF_A_WORLD:
+        """Ends worlds that have run many tests, and those that have waited longest if many ranks wait: each
+        group of torch's has a thread that wakes up a hundred times a second."""
+        num_ranks = 0
+        for size, world in reversed(list(self._worlds.items())):  # the one that was used last first
+            num_ranks += size
+            if world.num_calls >= MAX_CALLS_OF_A_WORLD or num_ranks > MAX_WARM_RANKS:
                 self._worlds.pop(size).close(grace_s=2.0)
 
     def _new_world(self, size: int) -> RankGroup:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import os
+import re
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -139,6 +142,29 @@ def resources() -> tuple[int, int, int, int]:
     with open("/proc/self/maps", encoding="utf-8") as maps:
         num_maps = sum("memfd:pipecomm" in line for line in maps)
     return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), num_maps, resident
+
+
+def wakeups() -> dict[str, int]:
+    """How often each thread of this process has gone to sleep."""
+    counts = {}
+    for path in Path("/proc/self/task").glob("*/status"):
+        with contextlib.suppress(OSError):  # it has ended
+            counts[path.parent.name] = int(re.search(r"^voluntary.*:\s*(\d+)", path.read_text(), re.M)[1])
+    return counts
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+def test_an_idle_communicator_hardly_wakes_up(world, transport):
+    """Each wake-up takes time from what computes, and there may be dozens of communicators in a process."""
+    others = wakeups()
+    comm = world.fresh_comm(transport=transport)
+    comm.barrier()
+    time.sleep(0.5)  # it may be asked for more at once
+    before = wakeups()
+    time.sleep(1.0)
+    after = wakeups()
+    assert sum(after[thread] - before[thread] for thread in before.keys() - others.keys()) < 12
 
 
 @on_ranks(2)

@@ -192,6 +192,7 @@ void Communicator::note_in_flight(const OperationPtr& operation) {
     sweep_at_ = std::max(kMinSweep, 2 * in_flight_.size());
   }
   in_flight_.push_back(operation);
+  if (std::exchange(is_watchdog_idle_, false)) wake_watchdog_.notify_one();
 }
 
 // Those that callers wait for end in the order opposite to that in which they began, mostly.

@@ -173,6 +173,9 @@ class Communicator final : private TransportEvents {
 
  private:
   static constexpr auto kTick = std::chrono::milliseconds(20);
+  // The watchdog's ticks are longer once nothing was in flight for some of them; a post wakes it.
+  static constexpr auto kIdleTick = std::chrono::milliseconds(250);
+  static constexpr int kTicksUntilIdle = 10;
 
   void on_peer_lost(int peer, const std::string& why) override;
   void on_remote_failure(const Failure& failure) override;
@@ -218,8 +221,9 @@ class Communicator final : private TransportEvents {
   uint64_t num_collectives_ = 0;  // refused ones included, so that ranks count alike
   std::unique_ptr<HostTransport> transport_;
   std::unique_ptr<CollectiveLine> line_;  // null: collectives are direct
-  std::condition_variable stop_watch_;
+  std::condition_variable wake_watchdog_;
   bool stop_watching_ = false;
+  bool is_watchdog_idle_ = false;
   std::thread watchdog_;
 };
 

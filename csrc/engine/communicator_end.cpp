@@ -154,8 +154,10 @@ void Communicator::expire(Operation& operation) {
 
 void Communicator::watch() {
   std::unique_lock lock(mutex_);
-  while (!stop_watching_) {
-    stop_watch_.wait_for(lock, kTick);
+  for (int num_idle_ticks = 0; !stop_watching_;) {
+    is_watchdog_idle_ = num_idle_ticks >= kTicksUntilIdle && !execution_->must_tick_when_idle();
+    wake_watchdog_.wait_for(lock, is_watchdog_idle_ ? kIdleTick : kTick);
+    is_watchdog_idle_ = false;
     std::vector<OperationPtr> ended;  // of which some may have no other owner by now
     OperationPtr oldest;
     while (!in_flight_.empty()) {
@@ -164,6 +166,7 @@ void Communicator::watch() {
       if (oldest) ended.push_back(std::move(oldest));
       in_flight_.pop_front();
     }
+    num_idle_ticks = in_flight_.empty() && !failure_ ? num_idle_ticks + 1 : 0;
     OperationPtr expired = oldest && execution_->is_late(*oldest) ? oldest : nullptr;
     lock.unlock();
     ended.clear();
@@ -239,7 +242,7 @@ void Communicator::end() {
     pending = in_flight();
     in_flight_.clear();
   }
-  stop_watch_.notify_all();
+  wake_watchdog_.notify_all();
   watchdog_.join();
   for (const OperationPtr& operation : pending) {
     if (operation->done()) continue;

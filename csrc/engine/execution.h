@@ -101,6 +101,8 @@ class Execution {
   }
   // Looks for trouble, every few milliseconds, on a thread of the Communicator.
   virtual void tick() {}
+  // Whether it looks for what no operation in flight shows.
+  virtual bool must_tick_when_idle() const { return false; }
   // Fails the communicator because of an operation on a device that is late.
   virtual void expire(const Operation& /*operation*/) {}
 
