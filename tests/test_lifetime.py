@@ -6,19 +6,24 @@ import gc
 import os
 import signal
 import tempfile
+import threading
+import time
 import traceback
 import weakref
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from patterns import assert_same, pattern, poison
-from ranks import on_ranks
+from ranks import assert_within, on_ranks
 
 from pipecomm_ext import Communicator, PipeCommError
 from pipecomm_ext.communicator.communicator import open_communicators
 from pipecomm_ext.communicator.registry import close_all, get_communicator
+from pipecomm_ext.core.limited_store import _Call
 from pipecomm_ext.core.rendezvous import Rendezvous
+from pipecomm_ext.transports.routes import Routes
 
 TRANSPORTS = pytest.mark.parametrize("transport", ["tcp", "shm"])
 HANG_LIMIT_S = 20
@@ -103,6 +108,51 @@ def test_a_handle_may_be_the_last_owner_of_a_communicator(world, transport):
         del work
         gc.collect()
     gc.unfreeze()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("collector", ["its own thread", "the thread of the store"])
+@TRANSPORTS
+def test_a_communicator_may_end_on_any_thread(world, transport, collector):
+    """On whichever one Python's collector runs: also on one that the communicator has to join, or needs."""
+    owner, name = {
+        "its own thread": (Routes, "_look_up"),
+        "the thread of the store": (_Call, "run"),
+    }[collector]
+    called, is_armed, ended_on = getattr(owner, name), threading.Event(), []
+
+    def call(self, *args):
+        result = called(self, *args)
+        if is_armed.is_set():
+            is_armed.clear()
+            gc.collect()
+        return result
+
+    if world.rank == 0:
+        with mock.patch.object(owner, name, call):
+            comm = Communicator(world.group, device="cpu", transport=transport)
+            comm.irecv(torch.zeros(3), 1)  # rank 1 is looked for, and is not there yet
+            weakref.finalize(comm, lambda: ended_on.append(threading.current_thread()))
+            open_communicators.discard(comm)
+            cycle = [comm]
+            cycle.append(cycle)
+            del comm, cycle
+            is_armed.set()
+            until = time.monotonic() + HANG_LIMIT_S
+            while not ended_on and time.monotonic() < until:
+                time.sleep(0.01)
+        assert ended_on and ended_on[0] is not threading.main_thread(), ended_on
+        world.meet()
+    else:
+        world.meet()
+        began_at = time.monotonic()
+        with (
+            Communicator(world.group, device="cpu", transport=transport) as comm,
+            pytest.raises(PipeCommError),
+        ):
+            comm.recv(torch.zeros(3), 0)
+        assert_within(2.0, time.monotonic() - began_at)
+    world.comm.barrier()
 
 
 @on_ranks(2)

@@ -100,7 +100,7 @@ def lose_the_store(world, found):
 
 def test_a_store_that_is_lost(ranks):
     with stores(len(CASES)) as found, ranks.disposable(len(CASES), lose_the_store, found) as world:
-        outcomes = world.collect()
+        outcomes = world.collect(give_up_on=("raised", "died"))
         assert all(outcome.status == "returned" for outcome in outcomes), "\n".join(map(str, outcomes))
 
 
@@ -123,7 +123,7 @@ def retry_when_the_store_answers(world, found):
 
 def test_a_rank_that_tries_again_meets_one_that_was_late(ranks):
     with stores(1) as found, ranks.disposable(2, retry_when_the_store_answers, found) as world:
-        outcomes = world.collect()
+        outcomes = world.collect(give_up_on=("raised", "died"))
         assert all(outcome.status == "returned" for outcome in outcomes), "\n".join(map(str, outcomes))
 
 

@@ -4,6 +4,8 @@
 
 #include <exception>
 
+#include "message/start_thread.h"
+
 namespace pipecomm {
 namespace {
 
@@ -18,13 +20,13 @@ std::terminate_handler others = nullptr;
   std::terminate();
 }
 
+}  // namespace
+
 void leave_behind() {
   static const bool is_set = (others = std::set_terminate(stay_or_terminate)) != nullptr;
   static_cast<void>(is_set);
-  is_left_behind = true;
+  is_left_behind = is_own_thread = true;
 }
-
-}  // namespace
 
 void bind_left_behind(py::module_& m) {
   m.def("leave_behind", &leave_behind,

@@ -2,7 +2,28 @@
 
 #include <algorithm>
 
+#include "bindings/module.h"
+#include "message/start_thread.h"
+
 namespace pipecomm {
+
+std::shared_ptr<Communicator> shared_with_python(std::unique_ptr<Communicator> made) {
+  return {made.release(), [](Communicator* communicator) {
+            if (communicator->is_in_fork()) return;
+            if (is_own_thread) {  // for which its threads may wait, or which it may have to join
+              try {
+                start_thread([=] { leave_behind(), delete communicator; }, communicator->rank())
+                    .detach();
+              } catch (const PipeCommException&) {
+                // There is no thread for it: it stays until the process ends.
+              }
+              return;
+            }
+            if (!PyGILState_Check()) return delete communicator;
+            py::gil_scoped_release no_gil;
+            delete communicator;
+          }};
+}
 
 void OperationWork::wait(const py::object& timeout) {
   if (const auto limit = timeout_argument(timeout))

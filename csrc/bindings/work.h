@@ -16,14 +16,7 @@ namespace pipecomm {
 
 // A communicator of Python objects. Whichever of them goes last, its threads are joined without the
 // GIL, since they may need it. In a fork, where those threads do not exist, it is left as it is.
-inline std::shared_ptr<Communicator> shared_with_python(std::unique_ptr<Communicator> made) {
-  return {made.release(), [](Communicator* communicator) {
-            if (communicator->is_in_fork()) return;
-            if (!PyGILState_Check()) return delete communicator;
-            py::gil_scoped_release no_gil;
-            delete communicator;
-          }};
-}
+std::shared_ptr<Communicator> shared_with_python(std::unique_ptr<Communicator> made);
 
 // Owns nothing that the operation does not own itself: dropping it is legal.
 class Work {

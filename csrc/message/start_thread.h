@@ -5,11 +5,16 @@
 #include <string>
 #include <system_error>
 #include <thread>
+#include <type_traits>
 #include <utility>
 
 #include "message/failure.h"
 
 namespace pipecomm {
+
+// Whether the library has started this thread. Python's collector, or whoever drops a tensor, may end any
+// object on it, also a communicator that has to join it.
+inline thread_local bool is_own_thread = false;
 
 #ifdef PIPECOMM_FAULTS
 // For tests: which of the next threads that this thread starts cannot be started; 0: none.
@@ -24,7 +29,10 @@ std::thread start_thread(Body&& body, int rank) {
     if (failing_thread > 0 && --failing_thread == 0)
       throw std::system_error(std::make_error_code(std::errc::resource_unavailable_try_again));
 #endif
-    return std::thread(std::forward<Body>(body));
+    return std::thread([body = std::decay_t<Body>(std::forward<Body>(body))]() mutable {
+      is_own_thread = true;
+      body();
+    });
   } catch (const std::system_error& error) {
     throw PipeCommException(std::make_shared<Failure>(
         Failure{.message = std::string("cannot start a thread: ") + error.what() +

@@ -25,7 +25,8 @@ from pipecomm_ext import Communicator, PipeCommError
 LIBRARY = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
 FUNCTIONS = ("send", "recv", "poll")
 ERRORS_OF_POLL = "EINTR ENOMEM"
-TIMEOUT_S, CLOSE_S, SPARE_S = 1.0, 3.0, 1.0
+TIMEOUT_S = 1.0 if JUDGES_TIMES else 10.0  # a rank that loses nothing must not run into it
+CLOSE_S, SPARE_S = 3.0, 1.0
 MAX_CALLS, MAX_ERRORS = (25, None) if JUDGES_TIMES else (4, 1)
 
 
@@ -84,7 +85,7 @@ def play(world, port: int, library: Path) -> int:
 def test_every_call_of_the_stores_client_fails_with_each_error(ranks, tmp_path):
     library = compile_library(SOURCE, tmp_path)
     with stores(1) as [(_, port)], ranks.disposable(2, play, port, library) as world:
-        outcomes = world.collect(deadline=500)
+        outcomes = world.collect(deadline=250, give_up_on=("raised", "died"))
     assert all(outcome.status == "returned" for outcome in outcomes), "\n".join(map(str, outcomes))
     print(f"{outcomes[VICTIM].value} failing calls")
     assert outcomes[VICTIM].value >= len(FUNCTIONS) - 1
