@@ -58,8 +58,8 @@ GROUP_TIMEOUT_S = 200.0  # of the gloo group itself: so long that it never decid
 GRACE_S = 3.0  # for the other ranks of a world in which one rank has died, or failed unexpectedly
 STACKS_SIGNAL = signal.SIGUSR2
 LOG_TAIL_BYTES = 8000
-# What every rank would import itself, seconds each time; the last two come with the first backward() and the
-# first step of an optimizer.
+# What ranks would import themselves, seconds each time: some comes with the first backward(), with the first
+# step of an optimizer or with the first torch.compile.
 PRELOADED = [
     "torch",
     "torch.distributed",
@@ -68,6 +68,8 @@ PRELOADED = [
     "pipecomm_ext",
     "torch.fx.experimental.symbolic_shapes",
     "torch._dynamo",
+    "torch._functorch.aot_autograd",
+    "torch._inductor.compile_fx",
 ]
 
 

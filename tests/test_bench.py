@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -13,11 +14,12 @@ from scripts import REPOSITORY
 
 sys.path.insert(0, str(REPOSITORY / "bench"))
 import all_to_all as all_to_all_op  # noqa: E402
+import measure as measure_module  # noqa: E402
 import relay  # noqa: E402
 import ulysses  # noqa: E402
 from bare_socket import NAME as SOCKET  # noqa: E402
 from bare_socket import BareSockets, is_possible  # noqa: E402
-from measure import NUM_BLOCKS, Result, measure  # noqa: E402
+from measure import Result  # noqa: E402
 from ops import BASELINE, MEMCPY, OPS, Bench, Case  # noqa: E402
 from pipeline_p2p import PIPELINE_OPS  # noqa: E402
 from reductions import REDUCTION_OPS  # noqa: E402
@@ -32,9 +34,17 @@ def bench_of(world, *transports, dtype=torch.bfloat16, channels=2, **options) ->
     return Bench(world.rank, world.size, torch.device("cpu"), dtype, comms, **options)
 
 
+NUM_BLOCKS = 2
+
+
+def measure(case: Case, dtype: torch.dtype, iters: int = NUM_BLOCKS) -> list[Result]:
+    with mock.patch.object(measure_module, "NUM_BLOCKS", NUM_BLOCKS):
+        return measure_module.measure("test", case, dtype, torch.device("cpu"), iters=iters, warmup=1)
+
+
 def measured(case: Case, dtype=torch.bfloat16, iters=NUM_BLOCKS) -> list[Result]:
     """The results of a case, in the order of its implementations; nothing may arrive wrong."""
-    results = measure("test", case, dtype, torch.device("cpu"), iters=iters, warmup=1)
+    results = measure(case, dtype, iters)
     assert [result.impl for result in results] == list(case.calls) and results[0].impl == BASELINE
     for result in results:
         assert result.num_wrong == 0, row(result)
@@ -179,7 +189,7 @@ def test_wrong_data_is_counted_over_all_ranks(world):
         buffer.copy_(expected)[world.rank] = 6.0
 
     case = Case(40, [(buffer, expected)], {BASELINE: almost, "lazy": lambda: None})
-    results = measure("test", case, torch.float32, torch.device("cpu"), iters=NUM_BLOCKS, warmup=1)
+    results = measure(case, torch.float32)
     assert [result.num_wrong for result in results] == [2, 20]
 
     buffer, expected = torch.zeros(3), torch.tensor([100.0, 1.0, 0.0])
@@ -189,7 +199,7 @@ def test_wrong_data_is_counted_over_all_ranks(world):
         for name, deviation in deviations.items()
     }
     case = Case(12, [(buffer, expected)], calls, tolerance=1e-3)
-    results = measure("test", case, torch.float32, torch.device("cpu"), iters=NUM_BLOCKS, warmup=1)
+    results = measure(case, torch.float32)
     assert [result.num_wrong for result in results] == [0, 2, 2]
 
 

@@ -41,14 +41,14 @@ def test_a_run_writes_table_json_and_picture(tmp_path, monkeypatch):
     monkeypatch.setenv("SECRET_TOKEN", "not for the report")
     numbers, picture = tmp_path / "out" / "numbers.json", tmp_path / "out" / "picture.png"
     options = ["--ranks", 2, "--sizes", "4K,64K", "--iters", 10, "--json", numbers, "--plot", picture]
-    exit_code, output = run_script(RUN, "p2p", "--busy", *options, is_fresh=True)
+    exit_code, output = run_script(RUN, "p2p", *options, is_fresh=True)
     assert exit_code == 0, output
     assert all(column in output for column in COLUMNS), output
     assert picture.read_bytes()[:8] == PNG and picture.stat().st_size > 10_000
     document = json.loads(numbers.read_text())
     assert document["format"] == 1 and document["version"] and document["torch"] == torch.__version__
     assert document["arguments"]["op"] == "p2p" and document["arguments"]["dtype"] == "torch.float32"
-    assert document["arguments"]["busy"] is True
+    assert document["arguments"]["busy"] is False
     assert document["arguments"]["json"] is None  # no path of this machine
     assert document["environment"]["PIPECOMM_TRANSPORT"] == "tcp"
     assert "SECRET_TOKEN" not in numbers.read_text()
@@ -146,6 +146,15 @@ def test_a_footprint_counts_threads_descriptors_and_memory(world):
     assert (growth.num_threads, growth.num_descriptors) == (1, 2), growth
     # Beside it, other memory of the process may come and go.
     assert abs(growth.memory_kib - (64 << 10)) < 2 << 10, (growth, len(memory))
+
+
+@pytest.mark.slow
+def test_a_run_beside_busy_cores_says_so(tmp_path):
+    numbers = tmp_path / "numbers.json"
+    options = ["--ranks", 2, "--sizes", "4K", "--iters", 10, "--transport", "shm", "--json", numbers]
+    exit_code, output = run_script(RUN, "barrier", "--busy", *options)
+    assert exit_code == 0, output
+    assert json.loads(numbers.read_text())["arguments"]["busy"] is True
 
 
 def test_busy_cores_spin_and_end():

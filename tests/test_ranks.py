@@ -155,7 +155,10 @@ def test_decorated_bodies_run_on_every_rank(world, word, tmp_path):
 INNER_TEST = """
 import os, time
 from pathlib import Path
+import ranks as pool
 from processes import start_of
+
+del pool.PRELOADED[2:]  # seconds
 
 def body(world, directory, seconds):
     Path(directory, f"process{world.rank}").write_text(f"{os.getpid()} {start_of(os.getpid())}")

@@ -107,7 +107,8 @@ def test_values_and_gradients(ranks, sizes):
     with_gradients = itertools.product(routes, layouts, ["leader", "sum", "mean"], SPECS)
     without = itertools.product(routes, layouts, ["leader"], NO_GRADIENTS)
     cases = [*with_gradients, *without]
-    ranks.run(sum(sizes), run_cases, sizes, cases if sum(sizes) <= 5 else cases[::3], None)
+    # Every fifth one still has every value of each factor: their numbers are no multiples of 5.
+    ranks.run(sum(sizes), run_cases, sizes, cases if sum(sizes) <= 3 else cases[::5], None)
 
 
 @pytest.mark.parametrize("sizes", [(1, 2), (2, 3)], ids=str)

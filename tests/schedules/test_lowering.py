@@ -107,7 +107,7 @@ def random_costs(plan, rng) -> TableCosts:
 @pytest.mark.parametrize("P", range(2, 17))
 def test_lowered_programs_reach_the_compute_only_makespan(P):
     """With one in-order stream per rank, at unit costs and no latency."""
-    for M in (3, 2 * P, 33 if P % 2 else 64):
+    for M in (3, 2 * P, *([33 if P % 2 else 64] if P <= 6 else [])):
         for plan in generated_plans(P, M):
             program, bound = simulate(plan), simulate(plan, compute_only=True)
             assert program.makespan == bound.makespan, repr(plan)
