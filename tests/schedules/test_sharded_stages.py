@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from unittest import mock
 
 import pytest
@@ -161,23 +162,37 @@ def test_mixed_precision_sums_micro_batches_in_the_dtype_of_the_reduction(world,
 
 @on_ranks(4)
 @pytest.mark.parametrize("wrap", [ddp, fsdp], ids=["ddp", "fsdp"])
-def test_after_a_failed_step_the_next_one_is_right(world, wrap):
-    pipeline = Replicas(plan_named("zb_h1", 2, 4), wrap)
+def test_after_a_failed_step_the_next_one_is_right(world, wrap, tmp_path):
+    """Both pipelines fail with the same micro-batch, once their first stages can only wait: a copy that went
+    on would wait for the other one in a collective of torch's."""
+    num_micros = 4
+    pipeline = Replicas(plan_named("zb_h1", 2, num_micros), wrap)
     executor = pipeline.executor(communicator=mesh()["pp"].get_group())
     pipeline.step(executor)
-    losses = iter(range(4))
+    losses, forwards = iter(range(num_micros)), iter(range(num_micros))
+    (stage,) = pipeline.stages
+    is_first_stage = stage == 0
+
+    def note_forward(*_):
+        if next(forwards) == num_micros - 1:
+            (tmp_path / f"rank{world.rank}").touch()
 
     def failing(output, target):
         if next(losses) == 2:
+            until = time.monotonic() + 60
+            while len(list(tmp_path.iterdir())) < 2 and time.monotonic() < until:
+                time.sleep(0.001)
             raise ArithmeticError("no loss")
         return pipeline.loss_fn(output, target)
 
     inputs, targets = pipeline.data()
     targets = targets and {stage: [(target,) for target in values] for stage, values in targets.items()}
+    hook = pipeline.stages[stage].register_forward_hook(note_forward) if is_first_stage else None
     with world.breaking(), pytest.raises((StageError, PipeCommAborted), match="no loss"):
         executor.step(inputs, targets, criterion=failing)
-    for stage in pipeline.stages.values():
-        stage.zero_grad()
+    if hook is not None:
+        hook.remove()
+    pipeline.stages[stage].zero_grad()
     expected = pipeline.run_all()
     pipeline.assert_losses(pipeline.step(executor).losses, expected)
     pipeline.assert_gradients()
