@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from scripts import locked_build
+from tools import needs
 
 import pipecomm_ext
 from pipecomm_ext import _C
@@ -250,6 +251,30 @@ def test_wheel_holds_the_package_and_imports(tmp_path: Path) -> None:
         str(tmp_path / "unpacked/pipecomm_ext/__init__.py"),
         torch.__version__,
     ], result.stderr
+
+
+@pytest.mark.slow
+def test_it_is_configured_in_a_folder_whose_path_has_a_space(tmp_path: Path) -> None:
+    import pybind11
+
+    cmake, ninja = needs("cmake", "ninja")
+    packages = tmp_path / "with a space"
+    packages.mkdir()
+    (packages / "pybind11").symlink_to(Path(pybind11.__file__).parent)
+    folders = ["-S", str(ROOT), "-B", str(packages / "build")]
+    options = [
+        "-DPIPECOMM_CUDA=OFF",
+        f"-DPython_EXECUTABLE={sys.executable}",
+        f"-DCMAKE_MAKE_PROGRAM={ninja}",
+    ]
+    result = subprocess.run(
+        [cmake, "-G", "Ninja", *folders, *options],
+        env={**os.environ, "PYTHONPATH": str(packages)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
 
 
 def test_a_communicator_without_its_constructor_is_refused():
