@@ -151,8 +151,9 @@ RoutedTransport::Way RoutedTransport::map_memory(int peer, const Introduction& i
       return Way::shm;
     } catch (const std::system_error& error) {
       reason = error.what();
-      if (!tcp_ && error.code().value() == ENOENT) {
-        directory_->miss(peer, "its shared memory is gone");
+      const bool is_gone = error.code().value() == ENOENT;
+      if (!tcp_ && (is_gone || is_ending(introduction.pid))) {
+        directory_->miss(peer, is_gone ? "its shared memory is gone" : "its process has ended");
         return Way::unknown;
       }
     } catch (const std::exception& error) {

@@ -1,11 +1,15 @@
 #include "transport/process_watch.h"
 
+#include <fcntl.h>
 #include <poll.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <array>
 #include <cerrno>
+#include <cstdio>
 #include <string>
+#include <string_view>
 #include <system_error>
 
 namespace pipecomm {
@@ -19,6 +23,23 @@ ProcessWatch::ProcessWatch(pid_t pid) {
 
 ProcessWatch::~ProcessWatch() {
   if (fd_ >= 0) ::close(fd_);
+}
+
+bool is_ending(pid_t pid) {
+  constexpr unsigned kExiting = 4;  // PF_EXITING of the kernel
+  const int fd = ::open(("/proc/" + std::to_string(pid) + "/stat").c_str(), O_RDONLY | O_CLOEXEC);
+  if (fd < 0) return errno == ENOENT;
+  std::array<char, 512> text{};
+  const ssize_t num_bytes = ::read(fd, text.data(), text.size() - 1);
+  ::close(fd);
+  if (num_bytes <= 0) return true;  // it has been waited for since
+  const std::string_view read(text.data(), size_t(num_bytes));
+  // Its name, which may hold anything, is in parentheses.
+  const size_t end_of_name = read.rfind(')');
+  unsigned flags = 0;
+  return end_of_name != std::string_view::npos &&
+         std::sscanf(read.data() + end_of_name + 1, " %*c %*d %*d %*d %*d %*d %u", &flags) == 1 &&
+         (flags & kExiting) != 0;
 }
 
 bool ProcessWatch::has_ended() const {

@@ -18,4 +18,8 @@ class ProcessWatch {
   int fd_ = -1;  // none: it had ended before
 };
 
+// Whether a process has ended or is about to. It has given up its memory then, and for users other than root
+// what /proc shows of its files, before a ProcessWatch notices.
+bool is_ending(pid_t pid);
+
 }  // namespace pipecomm

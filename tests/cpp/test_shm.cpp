@@ -7,6 +7,7 @@
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include "host_exchanges.h"
@@ -14,6 +15,7 @@
 #include "message/start_thread.h"
 #include "plan/builders.h"
 #include "plan/reshard.h"
+#include "transport/process_watch.h"
 
 using namespace meeting;
 
@@ -453,6 +455,18 @@ TEST(memory_that_is_gone) {
   CHECK_EQ(fstat(read_only, &facts), 0);
   CHECK_EQ(error_of({name.pid, read_only, facts.st_ino}), ETXTBSY);
   close(read_only);
+}
+
+// Whoever is not root may not look for the files of a process that is ending.
+TEST(a_process_that_is_ending) {
+  CHECK(!is_ending(getpid()));
+  const pid_t child = fork();
+  if (child == 0) _exit(0);
+  siginfo_t info{};
+  CHECK_EQ(waitid(P_PID, id_t(child), &info, WEXITED | WNOWAIT), 0);
+  CHECK(is_ending(child));
+  CHECK_EQ(waitpid(child, nullptr, 0), child);
+  CHECK(is_ending(child));
 }
 
 TEST(a_grant_must_lie_in_the_window) {
