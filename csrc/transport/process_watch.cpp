@@ -5,9 +5,10 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <cerrno>
-#include <cstdio>
+#include <charconv>
 #include <string>
 #include <string_view>
 #include <system_error>
@@ -33,13 +34,13 @@ bool is_ending(pid_t pid) {
   const ssize_t num_bytes = ::read(fd, text.data(), text.size() - 1);
   ::close(fd);
   if (num_bytes <= 0) return true;  // it has been waited for since
-  const std::string_view read(text.data(), size_t(num_bytes));
-  // Its name, which may hold anything, is in parentheses.
-  const size_t end_of_name = read.rfind(')');
+  // Its name, which may hold anything, is in parentheses; its state and five numbers come before the flags.
+  std::string_view rest(text.data(), size_t(num_bytes));
+  rest.remove_prefix(std::min(rest.size(), rest.rfind(')') + 2));
+  for (int idx = 0; idx < 6; ++idx) rest.remove_prefix(std::min(rest.size(), rest.find(' ') + 1));
   unsigned flags = 0;
-  return end_of_name != std::string_view::npos &&
-         std::sscanf(read.data() + end_of_name + 1, " %*c %*d %*d %*d %*d %*d %u", &flags) == 1 &&
-         (flags & kExiting) != 0;
+  std::from_chars(rest.data(), rest.data() + rest.size(), flags);
+  return (flags & kExiting) != 0;
 }
 
 bool ProcessWatch::has_ended() const {
