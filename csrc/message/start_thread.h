@@ -12,8 +12,8 @@
 
 namespace pipecomm {
 
-// Whether the library has started this thread. Python's collector, or whoever drops a tensor, may end any
-// object on it, also a communicator that has to join it.
+// Whether the library has started this thread. On it, Python's collector or a tensor that is dropped
+// may destroy any object, also a communicator that has to join this thread.
 inline thread_local bool is_own_thread = false;
 
 #ifdef PIPECOMM_FAULTS

@@ -34,7 +34,8 @@ bool is_ending(pid_t pid) {
   const ssize_t num_bytes = ::read(fd, text.data(), text.size() - 1);
   ::close(fd);
   if (num_bytes <= 0) return true;  // it has been waited for since
-  // Its name, which may hold anything, is in parentheses; its state and five numbers come before the flags.
+  // The name, which may hold anything, is in parentheses. The state and five numbers precede the
+  // flags.
   std::string_view rest(text.data(), size_t(num_bytes));
   rest.remove_prefix(std::min(rest.size(), rest.rfind(')') + 2));
   for (int idx = 0; idx < 6; ++idx) rest.remove_prefix(std::min(rest.size(), rest.find(' ') + 1));

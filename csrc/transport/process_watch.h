@@ -18,8 +18,8 @@ class ProcessWatch {
   int fd_ = -1;  // none: it had ended before
 };
 
-// Whether a process has ended or is about to. It has given up its memory then, and for users other than root
-// what /proc shows of its files, before a ProcessWatch notices.
+// Whether a process has ended or is exiting. An exiting process has released its memory, and /proc
+// denies its files to every user but root, before a ProcessWatch notices the end.
 bool is_ending(pid_t pid);
 
 }  // namespace pipecomm

@@ -84,8 +84,8 @@ std::shared_ptr<Segment> Segment::open(const SegmentName& name, int rank,
   auto wrong = [&](const char* what) {
     return std::runtime_error("the shared memory of rank " + std::to_string(rank) + " " + what);
   };
-  // Once the rank has closed its memory, the number may belong to anything, which may refuse to be opened in
-  // any way. O_PATH takes hold of it first, whatever it is.
+  // Once the rank has closed its memory, the number may stand for any file, which may not be opened
+  // at all. O_PATH identifies it first.
   segment->fd_ = ::open(path_of(std::to_string(name.pid), name.fd).c_str(), O_PATH | O_CLOEXEC);
   struct stat facts{};
   if (segment->fd_ < 0) fail(opening);
