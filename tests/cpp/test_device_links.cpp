@@ -159,8 +159,8 @@ TEST(few_in_the_making_and_a_warning_of_many) {
       CHECK(text.empty() == !host && me.comm->take_warning().empty());
       meet(me);
       std::lock_guard lock(fake::world->mutex);
-      CHECK(fake::world->max_in_the_making <=
-            kMaxInTheMaking);  // how many meet is a matter of time
+      // Whether they reach the limit is a matter of time.
+      CHECK(fake::world->max_in_the_making <= kMaxInTheMaking);
     });
   }
 }
