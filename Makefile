@@ -112,7 +112,7 @@ python312:
 faults: $(BUILT) ## every fault in every operation, and the times that are promised, on a quiet machine (long)
 	PIPECOMM_TEST_FAULTS=all $(PY) -m pytest tests/reliability/test_faults_of_all_operations.py \
 	  tests/reliability/test_over_hosts.py tests/reliability/test_failing_calls.py tests/test_faults.py tests/test_gone.py \
-	  tests/test_shm.py tests/test_hosts.py tests/test_step_time.py tests/test_store.py tests/test_surroundings.py \
+	  tests/test_shm.py tests/test_orphans.py tests/test_hosts.py tests/test_step_time.py tests/test_store.py tests/test_surroundings.py \
 	  tests/reliability/test_kills.py tests/reliability/test_pauses.py tests/reliability/test_soak.py -q $(ARGS)
 
 soak: $(BUILT) ## random programs with random faults for MINUTES=1 (ARGS='--ranks 6 --seed 7' to choose)

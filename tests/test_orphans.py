@@ -13,7 +13,7 @@ import time
 
 import pytest
 import torch
-from ranks import on_ranks
+from ranks import assert_within, on_ranks
 
 from pipecomm_ext import Communicator, PipeCommError, PipeCommMismatch, PipeCommPeerLost
 
@@ -40,6 +40,7 @@ CHILDREN = {"forked": forked, "executed": executed}
 
 def die_before_a_child(world, transport, kind, dies_in_order):
     comm = Communicator(world.group, device="cpu", transport=transport, timeout=30)
+    comm.barrier()  # a child holds the connections that are there when it is made
     if world.rank == 1:
         child = CHILDREN[kind]()
         comm.send(torch.tensor([child]), 0)
@@ -68,6 +69,35 @@ def die_before_a_child(world, transport, kind, dies_in_order):
 @pytest.mark.parametrize("kind", CHILDREN)
 def test_a_death_is_noticed_although_a_child_lives(ranks, transport, kind):
     with ranks.disposable(2, die_before_a_child, transport, kind, False) as world:
+        outcome = world.collect()[0]
+        assert outcome.status == "returned", outcome
+
+
+def die_beside_an_idle_rank(world, transport):
+    comm = Communicator(world.group, device="cpu", transport=transport, timeout=30)
+    comm.barrier()  # a child holds the connections that are there when it is made
+    if world.rank == 1:
+        dies_at = time.monotonic() + 1.0  # by then the communicators are idle
+        comm.send(torch.tensor([forked(), dies_at], dtype=torch.float64), 0)
+        time.sleep(dies_at - time.monotonic())
+        os.kill(os.getpid(), signal.SIGKILL)
+    facts = torch.zeros(2, dtype=torch.float64)
+    comm.recv(facts, 1)
+    child, dies_at = int(facts[0]), float(facts[1])
+    try:
+        while not comm.failure:
+            time.sleep(0.005)
+        assert_within(1.0, time.monotonic() - dies_at, "a death that no operation waits for")
+        with pytest.raises(PipeCommPeerLost, match="rank 1, which died"):
+            comm.recv(facts, 1)
+        comm.close()
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+@TRANSPORTS
+def test_an_idle_rank_notices_a_death_although_a_child_lives(ranks, transport):
+    with ranks.disposable(2, die_beside_an_idle_rank, transport) as world:
         outcome = world.collect()[0]
         assert outcome.status == "returned", outcome
 

@@ -155,7 +155,7 @@ void Communicator::expire(Operation& operation) {
 void Communicator::watch() {
   std::unique_lock lock(mutex_);
   for (int num_idle_ticks = 0; !stop_watching_;) {
-    is_watchdog_idle_ = num_idle_ticks >= kTicksUntilIdle && !execution_->must_tick_when_idle();
+    is_watchdog_idle_ = num_idle_ticks >= kTicksUntilIdle;
     wake_watchdog_.wait_for(lock, is_watchdog_idle_ ? kIdleTick : kTick);
     is_watchdog_idle_ = false;
     std::vector<OperationPtr> ended;  // of which some may have no other owner by now
@@ -171,8 +171,8 @@ void Communicator::watch() {
     lock.unlock();
     ended.clear();
     oldest.reset();
-    transport_->tick();
-    execution_->tick();
+    if (transport_->tick()) num_idle_ticks = 0;
+    if (execution_->tick()) num_idle_ticks = 0;
     // The rest of a failed batch, for which no thread waits any more, does not fail the communicator.
     if (expired && expired->failure())
       expired->fail(nullptr);

@@ -99,10 +99,8 @@ class Execution {
   virtual bool is_late(const Operation& operation) const {
     return Clock::now() >= operation.deadline();
   }
-  // Looks for trouble, every few milliseconds, on a thread of the Communicator.
-  virtual void tick() {}
-  // Whether it looks for what no operation in flight shows.
-  virtual bool must_tick_when_idle() const { return false; }
+  // Looks for trouble on a thread of the Communicator, as often as HostTransport::tick().
+  virtual bool tick() { return false; }
   // Fails the communicator because of an operation on a device that is late.
   virtual void expire(const Operation& /*operation*/) {}
 

@@ -354,9 +354,9 @@ std::string RoutedTransport::describe_peer(int peer) const {
   return shm_->describe_peer(peer);
 }
 
-void RoutedTransport::tick() {
-  if (tcp_) tcp_->tick();
-  if (shm_) shm_->tick();
+bool RoutedTransport::tick() {
+  const bool again = tcp_ && tcp_->tick();
+  return (shm_ && shm_->tick()) || again;
 }
 
 // ------------------------------------------------------------------------------------------------

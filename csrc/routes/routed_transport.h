@@ -53,7 +53,7 @@ class RoutedTransport final : public HostTransport {
              std::span<const std::byte> note) override;
   bool assist(Operation& operation) override;
   void advance() override;
-  void tick() override;
+  bool tick() override;
   void abort(const Failure& failure) override;
   void begin_close() override;
   void close(Deadline deadline) override;

@@ -82,9 +82,9 @@ class HostTransport {
   // Moves what can move at once, for a caller that asks again and again whether an operation is done.
   virtual void advance() {}
 
-  // Looks for dead peers and frees threads that assist. Called every few milliseconds by a
-  // watchdog.
-  virtual void tick() = 0;
+  // Looks for dead peers and frees threads that assist. Called by a watchdog: every few milliseconds
+  // while operations are in flight or if it returned true, else a few times a second.
+  virtual bool tick() = 0;
 
   // Tells every live peer that this communicator failed, and stops all transfers: requests in
   // flight are dropped, not settled (the owner fails their operations itself). Idempotent.

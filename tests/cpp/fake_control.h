@@ -129,7 +129,7 @@ class HubTransport final : public HostTransport {
               [rank = rank_, direction, descriptor, note = std::vector(note.begin(), note.end())](
                   TransportEvents& events) { events.on_claim(rank, direction, descriptor, note); });
   }
-  void tick() override {}
+  bool tick() override { return false; }
   void abort(const Failure& failure) override {
     std::lock_guard lock(hub_.mutex_);
     std::erase_if(hub_.queues_, [this](const auto& entry) {

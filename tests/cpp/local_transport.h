@@ -98,12 +98,13 @@ class Transport final : public HostTransport {
       act(*connection, lock);
     }
   }
-  void tick() override {
+  bool tick() override {
     for (Connection* connection : peers()) {
       std::unique_lock lock(connection->mutex);
       if (!stopped_) flush(*connection);
       act(*connection, lock);
     }
+    return false;
   }
   void abort(const Failure& failure) override {
     if (aborted_.exchange(true)) return;

@@ -530,7 +530,7 @@ TEST(failure_during_construction) {
     }
     ~Hasty() override { close(Clock::now()); }
     void post(std::span<const RequestPtr>, bool) override { CHECK(false); }
-    void tick() override {}
+    bool tick() override { return false; }
     void abort(const Failure& failure) override {
       CHECK_EQ(failure.origin_rank, 1);
       if (++num_aborts_ > 1) return;

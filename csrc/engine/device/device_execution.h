@@ -78,8 +78,7 @@ class DeviceExecution final : public Execution {
   bool poll(Operation& operation) override;
   bool assist(Operation& operation) override;
   bool is_late(const Operation& operation) const override;
-  void tick() override;
-  bool must_tick_when_idle() const override { return true; }  // replays of graphs, errors of NCCL
+  bool tick() override;
   void expire(const Operation& operation) override;
   void on_claim(int peer, Direction direction, const Descriptor& theirs,
                 std::span<const std::byte> note) override;

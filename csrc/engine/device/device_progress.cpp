@@ -152,13 +152,14 @@ void DeviceExecution::fail_posting(OpCode op, const std::string& why, bool is_pe
 // ------------------------------------------------------------------------------------------------
 // watching
 
-void DeviceExecution::tick() {
+bool DeviceExecution::tick() {
   std::lock_guard lock(tick_mutex_);
-  if (!is_looking_) return;
+  if (!is_looking_) return false;
   if (communicator_.failure())
     abort_nccl();
   else
     look_for_trouble();
+  return true;  // no operation in flight shows replays of graphs, nor errors of NCCL
 }
 
 void DeviceExecution::look_for_trouble() {

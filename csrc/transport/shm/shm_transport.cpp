@@ -359,7 +359,7 @@ void ShmTransport::progress() {
 // ----------------------------------------------------------------------------------------------
 // life and death
 
-void ShmTransport::tick() {
+bool ShmTransport::tick() {
   hand_over();  // in case a caller posted in order to wait, and then did not
   std::vector<std::pair<int, SegmentPtr>> ended;
   std::vector<int> met;
@@ -381,11 +381,12 @@ void ShmTransport::tick() {
   }
   for (const int peer : met)
     if (options_.on_met) options_.on_met(peer);
-  if (ended.empty()) return;
+  if (ended.empty()) return false;
   turn(By::others, kProgress);  // their last words, if any
   for (const auto& [peer, segment] : ended)
     if (segment->status().goodbye.load() == 0 && segment->status().failed.load() == 0)
       events_.on_peer_lost(peer, "its process has ended");
+  return false;
 }
 
 void ShmTransport::wake_peers() {

@@ -54,7 +54,7 @@ class ShmTransport final : public HostTransport {
   void post(std::span<const RequestPtr> batch, bool is_async) override;
   bool assist(Operation& operation) override;
   void advance() override { hand_over(); }
-  void tick() override;
+  bool tick() override;
   void abort(const Failure& failure) override;
   void begin_close() override;
   void close(Deadline deadline) override;

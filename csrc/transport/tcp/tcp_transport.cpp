@@ -253,17 +253,19 @@ void TcpTransport::progress() {
   }
 }
 
-void TcpTransport::tick() {
-  if (options_.size == 1 || stopping_) return;
+bool TcpTransport::tick() {
+  if (options_.size == 1 || stopping_) return false;
   arm();  // in case a caller posted in order to wait, and then did not
-  for_each_peer([this](Peer& peer) {
+  bool again = false;
+  for_each_peer([&](Peer& peer) {
     std::unique_lock lock(peer.mutex, std::try_to_lock);
     if (!lock || stopping_) return;
     // In case its socket could not be watched for room.
     if (peer.connection.has_unsent() && !peer.wants_out) write(peer);
-    look_after(peer, lock);
+    again |= look_after(peer, lock);
     if (lock) act(peer, lock);
   });
+  return again;
 }
 
 // Once its process is known: children of one that has ended may still hold its port.
@@ -278,9 +280,11 @@ void TcpTransport::watch_process(Peer& peer) {
   }
 }
 
-void TcpTransport::look_after(Peer& peer, std::unique_lock<std::mutex>& lock) {
+// Returns whether its process has ended and its connection has ticks left.
+bool TcpTransport::look_after(Peer& peer, std::unique_lock<std::mutex>& lock) {
   if (!peer.is_over) watch_process(peer);
-  if (peer.is_over || !peer.watch || !peer.watch->has_ended() || --peer.num_ticks_left > 0) return;
+  if (peer.is_over || !peer.watch || !peer.watch->has_ended()) return false;
+  if (--peer.num_ticks_left > 0) return true;
   try {
     // The thread that serves the sockets may be busy with what came before.
     while (peer.connection.attached() && peer.connection.read()) {
@@ -290,9 +294,12 @@ void TcpTransport::look_after(Peer& peer, std::unique_lock<std::mutex>& lock) {
   }
   act(peer, lock);  // its last words count before its end
   lock.lock();
-  if (peer.is_over) return;
-  if (!peer.connection.link().has_met_peer()) return miss(peer, lock, "its process has ended");
-  lost(peer, lock, "its process has ended");
+  if (peer.is_over) return false;
+  if (peer.connection.link().has_met_peer())
+    lost(peer, lock, "its process has ended");
+  else
+    miss(peer, lock, "its process has ended");
+  return false;
 }
 
 // ------------------------------------------------------------------------------------------------

@@ -77,7 +77,7 @@ class TcpTransport final : public HostTransport {
   // A thread that assists looks whether its operation is done.
   void nudge();
   bool assist(Operation& operation) override;
-  void tick() override;
+  bool tick() override;
   void abort(const Failure& failure) override;
   void begin_close() override;
   // From now on the end of a connection is no news: close() follows, and peers may know of it already.
@@ -131,7 +131,7 @@ class TcpTransport final : public HostTransport {
   void lost(Peer& peer, std::unique_lock<std::mutex>& lock, const std::string& why);
   void say_closing(Peer& peer);
   void watch_process(Peer& peer);
-  void look_after(Peer& peer, std::unique_lock<std::mutex>& lock);
+  bool look_after(Peer& peer, std::unique_lock<std::mutex>& lock);
   void stop();
 
   const TcpOptions options_;
