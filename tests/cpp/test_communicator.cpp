@@ -519,6 +519,44 @@ TEST_TWICE(dropped_communicator) {
   CHECK(storage.expired());
 }
 
+// A watchdog that has been idle ticks at once when an operation is posted: its deadline may be near.
+TEST(a_post_wakes_the_watchdog) {
+  class Ticking final : public HostTransport {
+   public:
+    explicit Ticking(std::atomic<int>& num_ticks) : num_ticks_(num_ticks) {}
+    void post(std::span<const RequestPtr>, bool) override {}
+    bool tick() override {
+      num_ticks_.fetch_add(1);
+      num_ticks_.notify_all();
+      return false;
+    }
+    void abort(const Failure&) override {}
+    void begin_close() override {}
+    void close(Deadline) override {}
+    std::string describe_peer(int) const override { return ""; }
+
+   private:
+    std::atomic<int>& num_ticks_;
+  };
+  std::chrono::nanoseconds shortest = std::chrono::hours(1);  // any one may be longer on busy cores
+  for (int round = 0; round < 3; ++round) {
+    std::atomic<int> num_ticks{0};
+    Communicator comm(options_of(0, 2),
+                      [&](TransportEvents&) { return std::make_unique<Ticking>(num_ticks); });
+    const auto time_of_tick = [&] {
+      const auto begin = Clock::now();
+      num_ticks.wait(num_ticks.load());
+      return Clock::now() - begin;
+    };
+    while (time_of_tick() < 125ms) {
+    }
+    const Tensor tensor(1);
+    const OperationPtr pending = irecv(comm, tensor, 1);
+    shortest = std::min<std::chrono::nanoseconds>(shortest, time_of_tick());
+  }
+  CHECK(shortest < 125ms);
+}
+
 // A transport whose threads have a failure to report before its owner has it in hand, and whose
 // abort takes its time: what the owner does next must wait until it is through.
 TEST(failure_during_construction) {
