@@ -208,7 +208,8 @@ inline bool breaks_capture() {
 
 // CUDA may wait for kernels of the device where NCCL takes memory of it.
 inline bool may_join(const NcclComm* comm) {
-  return !world->init_waits || world->num_resident[comm->device] == 0;
+  return (!world->init_waits || world->num_resident[comm->device] == 0) &&
+         world->max_in_the_making >= world->inits_wait_for;
 }
 inline void join(NcclComm* comm) {
   comm->joined = true;

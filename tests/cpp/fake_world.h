@@ -158,6 +158,7 @@ struct World {
   size_t max_queue = size_t(-1);     // operations of a stream, beyond which NCCL's calls wait
   size_t num_queues = size_t(-1);    // of the hardware, which the streams of a device share in turn
   bool init_waits = false;           // while kernels of NCCL run on the device of its rank
+  int inits_wait_for = 0;            // until so many have been in the making on a device at once
   int num_hosts = 0;                 // threads of ranks
   bool expects_stuck = false;
   bool expects_all_to_connect = false;  // nobody waits in NCCL for a rank that does not come
