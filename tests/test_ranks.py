@@ -158,7 +158,7 @@ from pathlib import Path
 import ranks as pool
 from processes import start_of
 
-del pool.PRELOADED[2:]  # seconds
+del pool.PRELOADED[2:]  # to import the others takes seconds
 
 def body(world, directory, seconds):
     Path(directory, f"process{world.rank}").write_text(f"{os.getpid()} {start_of(os.getpid())}")

@@ -9,7 +9,7 @@ namespace pipecomm {
 void bind_build_info(py::module_& m);
 // Threads of Python's that may be left behind in a call of torch's when the interpreter ends.
 void bind_left_behind(py::module_& m);
-// The calling thread is one of them, and is_own_thread: it does not abort the process.
+// Makes the calling thread one of them, and is_own_thread true.
 void leave_behind();
 // Exchange plans and their builders.
 void bind_plan(py::module_& m);

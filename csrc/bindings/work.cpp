@@ -10,12 +10,15 @@ namespace pipecomm {
 std::shared_ptr<Communicator> shared_with_python(std::unique_ptr<Communicator> made) {
   return {made.release(), [](Communicator* communicator) {
             if (communicator->is_in_fork()) return;
-            if (is_own_thread) {  // for which its threads may wait, or which it may have to join
+            if (is_own_thread) {  // its destructor may join this thread, or need its answer
+              const auto destroy = [communicator] {
+                leave_behind();
+                delete communicator;
+              };
               try {
-                start_thread([=] { leave_behind(), delete communicator; }, communicator->rank())
-                    .detach();
+                start_thread(destroy, communicator->rank()).detach();
               } catch (const PipeCommException&) {
-                // There is no thread for it: it stays until the process ends.
+                // Without another thread it stays until the process ends.
               }
               return;
             }

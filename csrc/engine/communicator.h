@@ -173,7 +173,7 @@ class Communicator final : private TransportEvents {
 
  private:
   static constexpr auto kTick = std::chrono::milliseconds(20);
-  // The watchdog's ticks are longer once nothing was in flight for some of them; a post wakes it.
+  // The interval of an idle watchdog: nothing was in flight for kTicksUntilIdle ticks. A post wakes it.
   static constexpr auto kIdleTick = std::chrono::milliseconds(250);
   static constexpr int kTicksUntilIdle = 10;
 

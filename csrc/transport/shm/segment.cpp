@@ -87,8 +87,8 @@ std::shared_ptr<Segment> Segment::open(const SegmentName& name, int rank,
   // Once the rank has closed its memory, the number may stand for any file, which may not be opened
   // at all. O_PATH identifies it first.
   segment->fd_ = ::open(path_of(std::to_string(name.pid), name.fd).c_str(), O_PATH | O_CLOEXEC);
-  struct stat facts{};
   if (segment->fd_ < 0) fail(opening);
+  struct stat facts{};
   if (fstat(segment->fd_, &facts) != 0) fail("stat of shared memory");
   if (facts.st_ino != name.inode)
     throw std::system_error(std::make_error_code(std::errc::no_such_file_or_directory), opening);

@@ -28,13 +28,13 @@ class StoreIsSilent(TimeoutError):
     """A call has not ended within its limit."""
 
 
-class StoreOfParent(RuntimeError):
-    """The thread that makes the calls is in another process, of which this one was forked."""
+class UsedAfterFork(RuntimeError):
+    """The thread that makes the calls is in the process from which this one was forked."""
 
 
 class LimitedStore:
     """A store whose calls raise StoreIsSilent when `limit_s` has passed, and RuntimeError with what the store
-    raises. Any thread may make them, but not in a process that was forked later (StoreOfParent).
+    raises. Any thread may make them, but not in a process that was forked later (UsedAfterFork).
 
     One thread makes all calls of the store, one after the other. If a call does not end, that thread is left
     behind. It holds nothing but the store, and does not keep the process from ending. `in_background`: over a
@@ -89,7 +89,7 @@ class LimitedStore:
         if self._is_closed:
             raise RuntimeError("the group of this store has ended")
         if not self._worker.is_alive():
-            raise StoreOfParent("this process was forked after the store was first used")
+            raise UsedAfterFork("this process was forked after the store was first used")
         left_s = limit_s
         if self._line.in_background and (busy_since := self._line.busy_since) is not None:
             # A store that has been silent for that long is not waited for once more: many communicators may

@@ -19,7 +19,7 @@ from typing import Any, TypeVar, cast
 import torch.distributed as dist
 
 from ..errors import PipeCommError, PipeCommMismatch, PipeCommTimeout, summary_of
-from .limited_store import LimitedStore, StoreIsSilent, StoreOfParent
+from .limited_store import LimitedStore, StoreIsSilent, UsedAfterFork
 from .process_groups import StoreGroup, place_in
 
 _SHORT_LIMIT_S = 1.0  # for an answer of the store, in the background, to a rank that fails, and at least
@@ -339,7 +339,7 @@ class Rendezvous:
                 rank=self.rank,
                 origin_rank=self.rank,
             ) from None
-        except StoreOfParent:
+        except UsedAfterFork:
             raise PipeCommError(
                 f"{who}: this process was forked after the group was first used, and has no part in its "
                 "store; make a new group and Communicator here",
