@@ -5,11 +5,14 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import subprocess
+import sys
 import tempfile
 import threading
 import time
 import traceback
 import weakref
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -153,6 +156,45 @@ def test_a_communicator_may_end_on_any_thread(world, transport, collector):
             comm.recv(torch.zeros(3), 0)
         assert_within(2.0, time.monotonic() - began_at)
     world.comm.barrier()
+
+
+def end_on_another_thread_and_exit(transport: str) -> None:
+    """A program that ends just after Python's collector has ended communicators on threads of their own."""
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401  (registers the backend)
+
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=2)
+    gc.disable()
+    called, collected = Routes._look_up, threading.Event()
+
+    def look_up(self, *args):
+        result = called(self, *args)
+        if gc.collect():
+            collected.set()
+        return result
+
+    with mock.patch.object(Routes, "_look_up", look_up):
+        for _ in range(3):
+            collected.clear()
+            comm = Communicator(device="cpu", transport=transport)
+            comm.irecv(torch.zeros(3), 1)
+            open_communicators.discard(comm)
+            cycle = [comm]
+            cycle.append(cycle)
+            ended = weakref.ref(comm)
+            del comm, cycle
+            while ended() is not None:
+                collected.wait(HANG_LIMIT_S)
+
+
+@pytest.mark.slow
+@TRANSPORTS
+def test_a_program_may_exit_while_a_communicator_ends(transport):
+    program = f"import test_lifetime; test_lifetime.end_on_another_thread_and_exit({transport!r})"
+    command, folder = [sys.executable, "-c", program], Path(__file__).parent
+    processes = [subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    for process in processes:
+        _, errors = process.communicate(timeout=100)
+        assert process.returncode == 0, errors
 
 
 @on_ranks(2)

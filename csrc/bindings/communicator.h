@@ -9,6 +9,7 @@
 #include "bindings/point_to_point_args.h"
 #include "bindings/prepared_collectives.h"
 #include "bindings/python_args.h"
+#include "bindings/shared_communicator.h"
 #include "bindings/tensor_argument.h"
 #include "bindings/work.h"
 #include "engine/communicator.h"

@@ -5,24 +5,32 @@
 #include <stdexcept>
 #include <utility>
 
+#include "bindings/interpreter_use.h"
 #include "bindings/python_args.h"
 
 namespace pipecomm {
 namespace {
 
-// A function that threads of the transport call. It ends with the interpreter's lock held, too.
+// A function that threads of the transport call. It ends with the GIL held, too, or not at all if the
+// interpreter is ending.
 using Held = std::shared_ptr<py::function>;
 
 Held hold(py::function function) {
   return {new py::function(std::move(function)), [](py::function* it) {
-            py::gil_scoped_acquire gil;
-            delete it;
+            try {
+              const InterpreterUse use;
+              const py::gil_scoped_acquire gil;
+              delete it;
+            } catch (const std::runtime_error&) {
+              // The interpreter frees it.
+            }
           }};
 }
 
 template <class Result, class MakeArgument>
 Result call(const Held& function, MakeArgument make_argument) {
-  py::gil_scoped_acquire gil;
+  const InterpreterUse use;
+  const py::gil_scoped_acquire gil;
   try {
     return (*function)(make_argument()).template cast<Result>();
   } catch (const py::error_already_set& error) {

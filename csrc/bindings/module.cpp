@@ -4,6 +4,7 @@
 #include "bindings/connections.h"
 #include "bindings/cuda.h"
 #include "bindings/flight.h"
+#include "bindings/interpreter_use.h"
 #include "bindings/point_to_point_args.h"
 #include "bindings/python_args.h"
 #include "bindings/storage_fields.h"
@@ -29,6 +30,7 @@ PYBIND11_MODULE(_C, m) {
   bind_plan(m);
   bind_reduce(m);
   bind_left_behind(m);
+  bind_interpreter_use(m);
   bind_connections(m);
   bind_point_to_point_args(m);
   bind_work(m);

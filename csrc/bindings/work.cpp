@@ -2,31 +2,7 @@
 
 #include <algorithm>
 
-#include "bindings/module.h"
-#include "message/start_thread.h"
-
 namespace pipecomm {
-
-std::shared_ptr<Communicator> shared_with_python(std::unique_ptr<Communicator> made) {
-  return {made.release(), [](Communicator* communicator) {
-            if (communicator->is_in_fork()) return;
-            if (is_own_thread) {  // its destructor may join this thread, or need its answer
-              const auto destroy = [communicator] {
-                leave_behind();
-                delete communicator;
-              };
-              try {
-                start_thread(destroy, communicator->rank()).detach();
-              } catch (const PipeCommException&) {
-                // Without another thread it stays until the process ends.
-              }
-              return;
-            }
-            if (!PyGILState_Check()) return delete communicator;
-            py::gil_scoped_release no_gil;
-            delete communicator;
-          }};
-}
 
 void OperationWork::wait(const py::object& timeout) {
   if (const auto limit = timeout_argument(timeout))

@@ -14,10 +14,6 @@
 
 namespace pipecomm {
 
-// A communicator of Python objects. Whichever of them goes last, its threads are joined without the
-// GIL, since they may need it. In a fork, where those threads do not exist, it is left as it is.
-std::shared_ptr<Communicator> shared_with_python(std::unique_ptr<Communicator> made);
-
 // Owns nothing that the operation does not own itself: dropping it is legal.
 class Work {
  public:

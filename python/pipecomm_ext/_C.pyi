@@ -91,6 +91,7 @@ class PreparedExchange:
     recvs: Final[list[tuple[int, list[tuple[int, list[int], list[int]]]]]]
 
 def leave_behind() -> None: ...
+def end_interpreter_use(limit_s: float) -> None: ...
 
 class Introduction:
     def __init__(

@@ -12,10 +12,13 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
+from ..core.extension import _C
 from ..core.process_groups import device_of, own_group, rank_in, timeout_of
 from ..errors import summary_of
 from .communicator import NAME_IN_GRAPHS, Communicator, communicator_for, graph_name, open_communicators
 from .construction import MAX_CHANNELS
+
+_LAST_CALLS_S = 10.0  # at exit, for threads of the library that call Python; to close takes them 3 at most
 
 _kept: weakref.WeakKeyDictionary[Any, dict[tuple[str, str], Communicator]] = weakref.WeakKeyDictionary()
 
@@ -112,6 +115,11 @@ def rank_and_size(process_group: Any, name: str = "the group") -> tuple[int, int
 
 
 @atexit.register
+def _end() -> None:
+    close_all()
+    _C.end_interpreter_use(_LAST_CALLS_S)
+
+
 def close_all() -> None:
     """Closes what is open at the end of the process; aborts it first if the process ends by an exception."""
     crashed = getattr(sys, "last_value", None)
