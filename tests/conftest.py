@@ -121,8 +121,11 @@ def host_pool() -> Iterator[host_worlds.HostPool]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """What measures time comes first, while no pool of ranks loads the machine yet."""
-    items.sort(key=lambda item: item.path.name != "test_step_time.py")
+    """What measures time comes first, while no pool of ranks loads the machine yet; then what compiles, which
+    would take both cores for itself at the end.
+    """
+    first = ["test_step_time.py", "test_cpp.py"]
+    items.sort(key=lambda item: first.index(item.path.name) if item.path.name in first else len(first))
     used = mark_smoke(items)
     if config.option.markexpr == "smoke" and [Path(arg).resolve() for arg in config.args] == [TESTS]:
         named = {entry for entries in SMOKE.values() for entry in entries}

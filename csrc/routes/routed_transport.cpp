@@ -33,7 +33,9 @@ RoutedTransport::RoutedTransport(RoutedOptions options, TransportEvents& events)
       rank_, std::move(options.lookup),
       Directory::Events{
           [this](int peer, const Introduction& introduction) {
-            or_break([&] { found(peer, introduction); });
+            std::string obstacle;
+            or_break([&] { obstacle = found(peer, introduction); });
+            return obstacle;
           },
           [this](int peer, const std::optional<std::string>& farewell, const std::string& why) {
             or_break([&] { gone(peer, farewell, why); });
@@ -98,24 +100,30 @@ void RoutedTransport::connect(int peer) {
   if (way_to(peer) == Way::unknown) directory_->want(peer);
 }
 
-// On the directory's thread.
-void RoutedTransport::found(int peer, const Introduction& introduction) {
+// On the directory's thread. Returns what keeps this rank from meeting the peer for now, or "".
+std::string RoutedTransport::found(int peer, const Introduction& introduction) {
   if (!introduction.refusal.empty()) {
     events_.on_refused(peer, introduction.refusal);
     if (tcp_) tcp_->introduce(peer, {});  // which cannot be reached
-    return;
+    return "";
   }
-  if (introduction.farewell) return gone(peer, introduction.farewell, "");
+  if (introduction.farewell) {
+    gone(peer, introduction.farewell, "");
+    return "";
+  }
   cores_->add(introduction.cores);
   if (tcp_) tcp_->introduce(peer, introduction);
-  if (!shm_ || way_to(peer) != Way::unknown) return;
-  const Way way = map_memory(peer, introduction);
-  if (way == Way::unknown) return;  // it is missed
+  if (!shm_ || way_to(peer) != Way::unknown) return "";
+  std::string obstacle;
+  const Way way = map_memory(peer, introduction, obstacle);
+  if (way == Way::unknown) return obstacle;  // or the peer is missed
   std::unique_lock lock(mutex_);
-  Pending& pending = pending_[peer];
-  if (way != Way::shm) return settle(peer, way, lock);
-  pending.is_mapped = true;
-  if (pending.is_met) settle(peer, Way::shm, lock);
+  if (way == Way::shm) {
+    pending_[peer].is_mapped = true;
+    if (!pending_[peer].is_met) return "";
+  }
+  settle(peer, way, lock);
+  return "";
 }
 
 // On the directory's thread. The peer is not there any more, and has never met this rank.
@@ -133,7 +141,9 @@ void RoutedTransport::gone(int peer, const std::optional<std::string>& farewell,
 }
 
 // Maps the memory of a peer; returns in which way messages go, for shared memory once it has met us.
-RoutedTransport::Way RoutedTransport::map_memory(int peer, const Introduction& introduction) {
+// While this rank has no descriptor left, nothing is decided, and `obstacle` says so.
+RoutedTransport::Way RoutedTransport::map_memory(int peer, const Introduction& introduction,
+                                                 std::string& obstacle) {
   std::string reason = introduction.reason;
   if (introduction.memory_fd >= 0) {
     try {
@@ -151,7 +161,12 @@ RoutedTransport::Way RoutedTransport::map_memory(int peer, const Introduction& i
       return Way::shm;
     } catch (const std::system_error& error) {
       reason = error.what();
-      const bool is_gone = error.code().value() == ENOENT;
+      const int code = error.code().value();
+      if (!tcp_ && (code == EMFILE || code == ENFILE)) {
+        obstacle = "has shared memory that this rank cannot open yet: " + reason;
+        return Way::unknown;
+      }
+      const bool is_gone = code == ENOENT;
       if (!tcp_ && (is_gone || is_ending(introduction.pid))) {
         directory_->miss(peer, is_gone ? "its shared memory is gone" : "its process has ended");
         return Way::unknown;

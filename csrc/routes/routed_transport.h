@@ -72,9 +72,9 @@ class RoutedTransport final : public HostTransport {
   };
 
   Way way_to(int peer) const { return ways_[peer].load(std::memory_order_acquire); }
-  void found(int peer, const Introduction& introduction);
+  std::string found(int peer, const Introduction& introduction);
   void gone(int peer, const std::optional<std::string>& farewell, const std::string& why);
-  Way map_memory(int peer, const Introduction& introduction);
+  Way map_memory(int peer, const Introduction& introduction, std::string& obstacle);
   void met(int peer);
   void connected(int peer);
   bool has_met_all() const;

@@ -98,8 +98,8 @@ bool Directory::look_up(int peer) {
   std::string problem = "has not made its communicator";
   try {
     if (const auto introduction = lookup_(peer)) {
-      events_.on_found(peer, *introduction);
-      return true;
+      problem = events_.on_found(peer, *introduction);
+      if (problem.empty()) return true;
     }
   } catch (const std::exception& error) {
     problem += std::string(", as far as this rank knows: ") + error.what();

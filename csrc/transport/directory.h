@@ -47,8 +47,9 @@ class Directory {
   using Lookup = std::function<std::optional<Introduction>(int peer)>;
   // Called on the directory's thread.
   struct Events {
-    // Once for each peer that was wanted.
-    std::function<void(int peer, const Introduction& introduction)> on_found;
+    // For each peer that was wanted, until it returns "". It returns as a predicate what keeps this rank
+    // from meeting the peer for now, and is called again after a rest.
+    std::function<std::string(int peer, const Introduction& introduction)> on_found;
     // Of a peer that was missed; without a farewell it has not closed its communicator.
     std::function<void(int peer, const std::optional<std::string>& farewell,
                        const std::string& why)>
