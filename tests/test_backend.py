@@ -381,32 +381,6 @@ def test_errors_name_the_call(world):
     assert ones.tolist() == [2.0] * 4
 
 
-def in_use() -> tuple[int, int]:
-    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
-
-
-@both(2)
-def test_groups_that_have_ended_leave_no_thread_and_no_descriptor(world):
-    counts = []
-    for _ in range(6):
-        group = dist.new_group([0, 1], backend="pipecomm")
-        numbers = torch.ones(4)
-        dist.all_reduce(numbers, group=group)
-        dist.all_reduce(numbers, group=group, async_op=True).wait()
-        send = dist.isend(numbers, 1 - world.rank, group)
-        dist.recv(torch.zeros(4), group=group)
-        send.wait()
-        dist.barrier(group)
-        dist.destroy_process_group(group)
-        del group, send
-        until = time.monotonic() + 20
-        while counts and in_use() > counts[0] and time.monotonic() < until:
-            time.sleep(0.01)
-        counts.append(in_use())
-    assert counts[-1] <= counts[0], counts
-    dist.barrier()
-
-
 def dies_in_the_middle(world):
     group = group_of(world.size)
     dist.barrier(group)
@@ -427,30 +401,7 @@ def test_a_dead_peer(ranks):
         assert error.type is PipeCommPeerLost and error.attributes["origin_rank"] == 1, outcomes[rank]
 
 
-# ---- groups -----------------------------------------------------------------------------------------------
-
-
-@both(3)
-def test_subgroups_and_their_end(world):
-    members = [0, 2]
-    group = dist.new_group(members, backend="cpu:pipecomm,cuda:pipecomm")
-    if world.rank in members:
-        tensor = torch.full((2,), float(world.rank))
-        dist.broadcast(tensor, 2, group)
-        assert tensor.tolist() == [2.0, 2.0] and dist.get_backend(group) in (
-            "pipecomm",
-            "cpu:pipecomm,cuda:pipecomm",
-        )
-        assert group._get_sequence_number_for_group() == 1
-        dist.destroy_process_group(group)
-        group.shutdown()
-        group.abort()
-        with pytest.raises(RuntimeError):
-            group.allreduce([tensor]).wait()
-    mixed = dist.new_group(backend="cpu:pipecomm,cuda:gloo")
-    tensor = torch.ones(2)
-    dist.all_reduce(tensor, group=mixed)
-    assert tensor.tolist() == [3.0, 3.0] and len(mixed._device_types) == 2
+# ---- torch ------------------------------------------------------------------------------------------------
 
 
 def test_an_older_torch_is_refused_by_name(monkeypatch):

@@ -118,9 +118,9 @@ class PipeCommBackend(Member, Backend):
         self.endpoint.set_timeout(timeout)
 
     def split(self, store: dist.Store, ranks: list[int], options: Any) -> Any:
-        """The backend of some ranks of this one; None on the others."""
+        """The backend of some ranks of this one. None for the others would crash torch's C++."""
         if self.endpoint.rank not in ranks:
-            return None
+            raise ValueError(f"rank {self.endpoint.rank} splits a group for ranks {ranks}, without itself")
         mine = self.endpoint.ranks or list(range(self.endpoint.size))
         timeout = getattr(options, _TIMEOUT, None)
         endpoint = Endpoint(
@@ -187,6 +187,10 @@ class PipeCommGroup(Member, ProcessGroup):  # type: ignore[misc]  # torch's have
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._backend.set_timeout(timeout)
+
+    def split_group(self, new_ranks: list[int], *args: Any, **kwargs: Any) -> ProcessGroup | None:
+        """The group of some ranks of this one; None on the others."""
+        return super().split_group(new_ranks, *args, **kwargs) if self.endpoint.rank in new_ranks else None
 
     def shutdown(self) -> None:
         _alive.discard(self)
