@@ -152,6 +152,40 @@ TEST(halves_are_reduced_in_fp32) {
   }
 }
 
+// The conversions of the CPU, where it has them, and those of Float16 at the ends of blocks: each half that
+// there is, and combinations of any.
+TEST(halves_of_any_bits) {
+  using Combine = std::function<float(float, float)>;
+  const std::pair<Reduction, Combine> kinds[] = {
+      {Reduction::kSum, [](float a, float b) { return a + b; }},
+      {Reduction::kMean, [](float a, float b) { return a + b; }},
+      {Reduction::kProduct, [](float a, float b) { return a * b; }},
+      {Reduction::kMin, [](float a, float b) { return b < a || b != b ? b : a; }},
+      {Reduction::kMax, [](float a, float b) { return b > a || b != b ? b : a; }}};
+  Random random(4);
+  for (const auto& [reduction, combine] : kinds)
+    for (const size_t num_sources : {1, 2, 3}) {
+      std::vector<std::vector<uint16_t>> tensors(num_sources, std::vector<uint16_t>(65536 + 13));
+      for (size_t i = 0; i < tensors[0].size(); ++i) tensors[0][i] = static_cast<uint16_t>(i);
+      for (size_t idx = 1; idx < num_sources; ++idx)
+        for (uint16_t& half : tensors[idx]) half = static_cast<uint16_t>(random.between(0, 65535));
+      std::vector<uint16_t> result(tensors[0].size());
+      reduce_cpu(reduction, result.data(), pointers_to(tensors), int64_t(result.size()),
+                 dtypes::kFloat16);
+      for (size_t i = 0; i < result.size(); ++i) {
+        float expected = Float16::load(tensors[0][i]);
+        for (size_t idx = 1; idx < num_sources; ++idx)
+          expected = combine(expected, Float16::load(tensors[idx][i]));
+        if (reduction == Reduction::kMean) expected /= float(num_sources);
+        const uint16_t bits = Float16::store(expected);
+        if (std::isnan(expected))  // which of two it is, and its sign, the compiler may choose
+          CHECK_EQ(result[i] & 0x7fff, bits & 0x7fff);
+        else
+          CHECK_EQ(result[i], bits);
+      }
+    }
+}
+
 TEST(what_is_not_defined) {
   std::vector<float> memory(3);
   const std::vector<const void*> one{memory.data()};
