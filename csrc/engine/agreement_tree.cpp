@@ -4,11 +4,11 @@
 
 namespace pipecomm {
 
-void Statement::add(int rank, Direction direction, int peer, const Descriptor& descriptor) {
-  const bool sends = direction == Direction::send;
+void Statement::add(int rank, const Request& request) {
+  const bool sends = request.direction == Direction::send;
   Signature hash;
-  hash.add(sends ? rank : peer).add(sends ? peer : rank);
-  hash.add(static_cast<int64_t>(descriptor.digest()));
+  hash.add(sends ? rank : request.peer).add(sends ? request.peer : rank);
+  hash.add(static_cast<int64_t>(request.descriptor.digest()));
   balance += sends ? hash.value() : -hash.value();
 }
 

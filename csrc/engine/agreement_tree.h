@@ -24,10 +24,7 @@ struct Statement {
   uint64_t objects = 0;
 
   // `request` is a message that this member sends or expects from now on.
-  void add(int rank, const Request& request) {
-    add(rank, request.direction, request.peer, request.descriptor);
-  }
-  void add(int rank, Direction direction, int peer, const Descriptor& descriptor);
+  void add(int rank, const Request& request);
   void join(const Statement& other);
   static Statement objection(uint64_t common) { return {common, 0, 1}; }
 };

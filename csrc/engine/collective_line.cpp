@@ -181,8 +181,7 @@ void CollectiveLine::start(Batch& batch) {
   current.words->said.reserve(place.children.size() + 1);  // its elements stay where they are
   collective.operation->keep(current.words);
 
-  Statement own{collective.common.digest(), collective.balance,
-                collective.refuses ? uint64_t{1} : uint64_t{0}};
+  Statement own{collective.common.digest(), 0, collective.refuses ? uint64_t{1} : uint64_t{0}};
   std::vector<int> data_peers = collective.data_peers;
   if (collective.source >= 0) {
     current.route = broadcast_route(place, member_of(collective.source));

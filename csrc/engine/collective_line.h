@@ -55,7 +55,6 @@ struct Collective {
   std::vector<int> data_peers = {};  // of an exchange
   int source = -1;                   // of a broadcast
   std::byte* payload = nullptr;
-  uint64_t balance = 0;  // see Statement: of messages that travel by other means
 };
 
 class CollectiveLine {

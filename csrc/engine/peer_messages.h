@@ -63,6 +63,15 @@ std::vector<PeerMessages> exchange_messages(OpCode op, int channel, const Exchan
                                             const LoweredExchange& lowered,
                                             std::span<const int> peers, uint64_t gradient_of = 0);
 
+// Of what moves no data.
+inline auto empty_messages(const Descriptor& empty) {
+  return [empty](std::span<const int> peers) {
+    std::vector<PeerMessages> messages;
+    for (const int peer : peers) messages.push_back({peer, empty, empty});
+    return messages;
+  };
+}
+
 // The message with the payload.
 Descriptor broadcast_message(const TensorRef& tensor, int source);
 std::vector<PeerMessages> broadcast_messages(const TensorRef& tensor, int rank, int source,

@@ -24,16 +24,8 @@ FailurePtr mismatch_failure(int rank, const Request& request, const Descriptor& 
   const bool sends = request.direction == Direction::send;
   failure->origin_rank = sends ? request.peer : rank;
   failure->message = disagreement_text(request.direction, request.peer, request.descriptor, theirs);
-  // The tensors that the ranks of a collective name may differ, and tell nothing then.
-  const Descriptor& ours = request.descriptor;
-  const bool is_p2p = ours.op == OpCode::p2p;
-  if (is_p2p ? ours.text() == theirs.text()
-             : ours.op == theirs.op && ours.num_bytes == theirs.num_bytes)
-    failure->message += is_p2p
-                            ? " as part of another list of tensors (their numbers differ)"
-                            : " with other arguments (sizes, dims, dtypes or source rank differ)";
   failure->message += "; nothing was transferred; make the two calls agree";
-  failure->ours = description_of(ours);
+  failure->ours = description_of(request.descriptor);
   failure->theirs = description_of(theirs);
   return failure;
 }

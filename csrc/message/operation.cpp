@@ -43,14 +43,21 @@ MessageDescription description_of(const Descriptor& descriptor) {
           .num_bytes = descriptor.num_bytes};
 }
 
+// The tensors that the ranks of a collective name may differ, and tell nothing then.
 std::string disagreement_text(Direction direction, int peer, const Descriptor& ours,
                               const Descriptor& theirs) {
   const std::string other = ", but rank " + std::to_string(peer);
   if (ours.op != OpCode::p2p && theirs.op != OpCode::p2p)
-    return "this rank calls " + ours.text() + other + " calls " + theirs.text();
+    return "this rank calls " + ours.text() + other + " calls " + theirs.text() +
+           (ours.op == theirs.op && ours.num_bytes == theirs.num_bytes
+                ? " with other arguments (sizes, dims, dtypes or source rank differ)"
+                : "");
   const bool sends = direction == Direction::send;
   return message_text(direction, peer, ours) + (sends ? " carries " : " expects ") + ours.text() +
-         other + (sends ? " expects " : " sends ") + theirs.text();
+         other + (sends ? " expects " : " sends ") + theirs.text() +
+         (ours.text() == theirs.text()
+              ? " as part of another list of tensors (their numbers differ)"
+              : "");
 }
 
 RequestPtr make_request(Direction direction, int peer, const Descriptor& descriptor,

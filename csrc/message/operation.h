@@ -53,11 +53,6 @@ struct Request {
   bool refuses = false;
   std::string refusal;
 
-  // A message of an agreement only describes one that travels by other means. Its payload is a note
-  // of this many bytes at `data`, alike on both ends; -1: an ordinary message.
-  int64_t num_note_bytes = -1;
-  bool only_describes() const { return num_note_bytes >= 0; }
-
   std::atomic<bool> settled{false};
   // When its payload began to move, for payloads that travel apart from their description; 0: not
   // yet. See note_started().

@@ -165,8 +165,7 @@ class HubTransport final : public HostTransport {
       Operation::settle(send, mismatch_failure(sender, send, recv.descriptor));
       Operation::settle(recv, mismatch_failure(receiver, recv, send.descriptor));
     } else {
-      const int64_t num_bytes =
-          send.only_describes() ? send.num_note_bytes : send.descriptor.num_bytes;
+      const int64_t num_bytes = send.descriptor.num_bytes;
       if (num_bytes > 0) std::memcpy(recv.data, send.data, size_t(num_bytes));
       Operation::settle(send, nullptr);
       Operation::settle(recv, nullptr);

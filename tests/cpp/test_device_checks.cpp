@@ -1,183 +1,263 @@
-// How the device communicator compares what ranks do, when they do something new and when not.
+// How the device communicator compares what ranks do, and what becomes of a disagreement: all ranks fail, and
+// none waits for a deadline.
 #include "device_exchanges.h"
 
-// rows x columns floats, of which each member gets a part of the columns.
-PreparedExchangePtr transpose_plan(Member member, int64_t columns_of_each) {
-  const TensorSpec input{{2, columns_of_each * member.size}, dtypes::kFloat32};
-  return std::make_shared<PreparedExchange>(
-      all_to_all_plan(member, {{input, Sizes(member.size, columns_of_each), Sizes(member.size, 2)}},
-                      1, 0, Scale::multiply(1)));
+// The call may be over on this rank before the others find out.
+std::string mismatch_of(Rank& me, const std::function<void()>& call) {
+  try {
+    call();
+  } catch (const PipeCommException& error) {
+    CHECK(error.failure()->kind == FailureKind::mismatch);
+  }
+  const FailurePtr failure = failure_of(me);
+  CHECK(failure->kind == FailureKind::mismatch);
+  return failure->message;
 }
 
-OperationPtr transpose(Rank& me, int64_t columns_of_each) {
-  const Tensor input({2, columns_of_each * me.size}, float(me.rank));
-  const Tensor output({2 * me.size, columns_of_each});
-  return me.comm->exchange(OpCode::all_to_all, transpose_plan({me.rank, me.size}, columns_of_each),
-                           std::vector{input.ref()}, std::vector{output.ref()}, {.is_async = true});
+OperationPtr broadcast(Rank& me, int source, int64_t length = 4) {
+  return me.comm->broadcast(Tensor({length}, 1).ref(), source, {.is_async = false});
 }
 
-// Lengths that vary do not make one host wait for another one.
-TEST(later_signatures_do_not_stall) {
-  std::atomic<int> num_posted = 0;
-  run(options_of(2), [&](Rank& me) {
-    for (int length = 1; length <= 8; ++length) me.finish(transpose(me, length));
-    if (me.rank == 1) CHECK(comes_true([&] { return num_posted == 4; }));
-    std::vector<OperationPtr> operations;
-    for (int length = 11; length <= 14; ++length, ++num_posted)
-      operations.push_back(transpose(me, length));
-    for (const auto& operation : operations) me.finish(operation);
-    me.finish(transpose(me, 11));
-    meet(me);
-    CHECK(!me.comm->failure());
+// No host waits for another one, whether the collective is new or not.
+TEST(new_collectives_do_not_stall) {
+  for (const int channel : {0, kCollectiveChannel}) {
+    std::atomic<int> num_posted = 0;
+    run(options_of(2), [&](Rank& me) {
+      if (me.rank == 1) CHECK(comes_true([&] { return num_posted == 4; }));
+      std::vector<Within> exchanges;
+      for (int turn = 0; turn < 4; ++turn, ++num_posted)
+        exchanges.push_back(post_within(me, {0, 1}, channel));
+      for (const Within& each : exchanges) each.finish(me);
+      meet(me);
+      CHECK(!me.comm->failure());
+    });
+  }
+}
+
+// What most ranks believe, and what the one or two that differ do.
+void expect_mismatch(const Options& options, const Uneven& agreed,
+                     const std::map<int, Uneven>& others, const std::vector<std::string>& texts,
+                     int num_known = 0) {
+  std::barrier meeting(options.size);
+  run(options, [&](Rank& me) {
+    const auto other = others.find(me.rank);
+    for (int turn = 0; turn < num_known; ++turn) CHECK(run_uneven(me, agreed));
+    meeting.arrive_and_wait();
+    const bool is_full = options.check == Check::full;
+    Uneven mine = other == others.end() ? agreed : other->second;
+    mine.is_compared_first = is_full && other != others.end();
+    const std::string text = mismatch_of(me, [&] { run_uneven(me, mine); });
+    for (const std::string& each : texts) CHECK_CONTAINS(text, each);
+    CHECK_CONTAINS(text, "all_to_all of float32");
+    if (is_full) CHECK_CONTAINS(text, "nothing was transferred between the two");
   });
 }
 
-TEST(later_mismatches_reach_everybody) {
-  run(options_of(3), [&](Rank& me) {
-    for (int length = 1; length <= 8; ++length) me.finish(transpose(me, length));
-    try {
-      me.finish(transpose(me, me.rank == 1 ? 20 : 21));
-    } catch (const PipeCommException& error) {
-      CHECK(error.failure()->kind == FailureKind::mismatch);
-    }
-    CHECK(failure_of(me)->kind == FailureKind::mismatch);
+// Of a pair that exchanges data, in groups and on channels of all kinds, when the call is new to all or to the
+// pair. One of the sizes may be 0.
+TEST(mismatched_sizes) {
+  for (const Check check : {Check::first_use, Check::full})
+    for (const int size : {2, 3, 9})
+      for (const int channel : {1, kCollectiveChannel})
+        for (const auto& [sent, wanted] : {std::pair(2, 3), std::pair(0, 2), std::pair(2, 0)})
+          for (const int num_known : {0, 3}) {
+            Uneven agreed = dense(size);
+            agreed.is_list = sent == 2;
+            agreed.scope.channel = channel;
+            const Uneven sends = with_size(agreed, 0, 1, sent);
+            expect_mismatch(options_of(size, check), num_known == 0 ? sends : agreed,
+                            {{0, sends}, {1, with_size(agreed, 0, 1, wanted)}},
+                            {bytes_text(4 * sent), bytes_text(4 * wanted)}, num_known);
+          }
+}
+
+// A message between ranks that are not next to each other in the tree, and that only one of them believes in.
+TEST(messages_that_one_end_does_not_know) {
+  constexpr int kFrom = 3, kTo = 6;
+  const Uneven without = ring(9), with = with_size(without, kFrom, kTo, 5);
+  for (const Check check : {Check::first_use, Check::full}) {
+    for (const int believer : {kFrom, kTo})
+      expect_mismatch(options_of(9, check), without, {{believer, with}}, {" 0 B", "20 B"});
+    // The end that has run it before announces nothing with Check::first_use: the other one does.
+    for (const int believer : {kFrom, kTo})
+      expect_mismatch(options_of(9, check), with, {{kFrom + kTo - believer, without}},
+                      {" 0 B", "20 B"}, 2);
+  }
+}
+
+TEST(mismatched_dtypes) {
+  for (const Check check : {Check::first_use, Check::full}) {
+    Uneven agreed = dense(3);
+    agreed.is_list = true;
+    Uneven other = agreed;
+    other.recv_dtype = {3, 4};  // int32
+    expect_mismatch(options_of(3, check), agreed, {{2, other}}, {"with other arguments"});
+  }
+}
+
+// Rank `other` makes another call than the rest.
+TEST(different_calls) {
+  using Call = std::function<void(Rank&)>;
+  const Call first = [](Rank& me) { me.finish(broadcast(me, 0)); };
+  const std::vector<std::pair<Call, std::string>> calls{
+      {[](Rank& me) { me.finish(broadcast(me, 1)); }, "broadcast of "},
+      {[](Rank& me) { me.finish(broadcast(me, 0, 7)); }, "float32[7]"},
+      {[](Rank& me) { run_uneven(me, ring(me.size)); }, "all_to_all of "},
+      {[](Rank& me) { meet(me); }, "barrier"}};
+  for (const Check check : {Check::first_use, Check::full})
+    for (const int size : {2, 5})
+      for (const int other : {0, size - 1})
+        for (const auto& [second, text] : calls) {
+          std::barrier meeting(size);
+          run(options_of(size, check), [&](Rank& me) {
+            first(me);
+            if (check == Check::full) second(me);  // known to all by then
+            meeting.arrive_and_wait();
+            const std::string found =
+                mismatch_of(me, [&] { (me.rank == other ? second : first)(me); });
+            CHECK_CONTAINS(found, text);
+            CHECK_CONTAINS(found, "broadcast of float32[4] with a message of ");
+          });
+        }
+}
+
+TEST(different_calls_within_a_group) {
+  run(options_of(5), [](Rank& me) {
+    const std::vector<int> members{0, 2, 3};
+    if (std::ranges::find(members, me.rank) != members.end())
+      mismatch_of(me, [&] {
+        // The last one believes that it is another pair.
+        post_within(me, me.rank == 3 ? std::vector{2, 3} : members, 0).finish(me);
+      });
     CHECK_CONTAINS(failure_of(me)->message, "all_to_all of float32");
   });
 }
 
-// Groups whose ranks tell each other directly, or along the tree of the group: after how many equal
-// calls they no longer compare them.
-struct Kind {
-  int size, direct_limit, num_compared;
-};
-constexpr Kind kKinds[] = {{3, kDirectLimit, 1}, {5, 2, 9}};
-
-Options options_of(const Kind& kind, Check check = Check::first_use) {
-  Options options = options_of(kind.size, check);
-  options.direct_limit = kind.direct_limit;
-  return options;
-}
-
-// Exchanges that are new to all ranks: refused on all, and the next one works.
-void expect_refusal(const Options& options, const Uneven& agreed, int64_t wanted) {
-  const int64_t sent = agreed.sizes[0][1];
-  run(options, [&](Rank& me) {
-    const Uneven mine = me.rank == 1 ? with_size(agreed, 0, 1, wanted) : agreed;
-    for (int turn = 0; turn < 2; ++turn) {
-      const std::string text = failure_text(FailureKind::mismatch, [&] { run_uneven(me, mine); });
-      if (me.rank < 2) CHECK_CONTAINS(text, "all_to_all of float32");
-      CHECK_CONTAINS(text, bytes_text(4 * sent));
-      CHECK_CONTAINS(text, bytes_text(4 * wanted));
-      CHECK_CONTAINS(text, "nothing was transferred");
-      if (me.rank > 1)
-        CHECK_CONTAINS(text, "rank 0 sends " + bytes_text(4 * sent) + " to rank 1, which expects " +
-                                 bytes_text(4 * wanted) + "; nothing");
-      CHECK(!me.comm->failure());
-    }
-    CHECK(run_uneven(me, agreed) && run_uneven(me, agreed) && !me.comm->failure());
-  });
-}
-
-TEST(mismatched_exchanges) {
-  for (const Check check : {Check::first_use, Check::full}) {
-    for (const bool is_list : {false, true})
-      for (const auto& [sent, wanted] : {std::pair(2, 3), std::pair(3, 2), std::pair(0, 2)})
-        expect_refusal(options_of(2, check), {{{1, sent}, {2, 1}}, is_list}, wanted);
-    for (const Kind& kind : kKinds)
-      for (const bool is_list : {false, true}) {
-        Uneven agreed = dense(kind.size);
-        agreed.is_list = is_list;
-        expect_refusal(options_of(kind, check), agreed, 9);
-      }
-    run(options_of(3, check), [&](Rank& me) {
-      Uneven agreed = dense(3);
-      agreed.is_list = true;
-      Uneven mine = agreed;
-      if (me.rank == 2) mine.recv_dtype = {3, 4};  // int32
-      const std::string text = failure_text(FailureKind::mismatch, [&] { run_uneven(me, mine); });
-      CHECK(contains(text, "rank") && contains(text, "dtypes"));
-      CHECK(!me.comm->failure());
-      CHECK(run_uneven(me, agreed));
+// Members of one communicator, which would get each other's data.
+TEST(groups_in_orders_that_contradict_each_other) {
+  run(options_of(3), [](Rank& me) {
+    const std::vector<int> all{0, 1, 2}, pair{0, 1};
+    mismatch_of(me, [&] {
+      std::vector<Within> posted;
+      for (const bool is_all : {me.rank != 1, me.rank == 1})
+        if (is_all || me.rank < 2) posted.push_back(post_within(me, is_all ? all : pair, 0));
+      for (const Within& each : posted) each.finish(me);
     });
-  }
-}
-
-// Two ranks change what they exchange, and disagree. The others have run their part often enough to
-// begin at once, so there is no way back: all ranks fail.
-void expect_late_mismatch(const Kind& kind, Check check, int64_t wanted) {
-  std::barrier meeting(kind.size);
-  run(options_of(kind, check), [&](Rank& me) {
-    const Uneven agreed = with_size(dense(kind.size), 0, 1, 2);
-    for (int turn = 0; turn < kind.num_compared; ++turn) CHECK(run_uneven(me, agreed));
-    meeting.arrive_and_wait();
-    const Uneven mine = me.rank == 0   ? with_size(agreed, 0, 1, 4)
-                        : me.rank == 1 ? with_size(agreed, 0, 1, wanted)
-                                       : agreed;
-    try {
-      run_uneven(me, mine);
-      CHECK(me.rank > 1 || kind.direct_limit == 2);  // may be done before the others find out
-    } catch (const PipeCommException& error) {
-      CHECK(error.failure()->kind == FailureKind::mismatch);
-    }
-    const FailurePtr failure = failure_of(me);
-    CHECK(failure->kind == FailureKind::mismatch);
-    CHECK_CONTAINS(failure->message, "16 B");
-    CHECK_CONTAINS(failure->message, bytes_text(4 * wanted));
   });
 }
 
-TEST(late_mismatches) {
-  for (const int64_t wanted : {2, 9}) {  // which rank 1 has seen before, or not
-    for (const Kind& kind : kKinds) expect_late_mismatch(kind, Check::first_use, wanted);
-    expect_late_mismatch(kKinds[0], Check::full, wanted);
-  }
-}
-
-// All hear of it, and the next call works, until it has been compared often enough: then the others
-// are on the device already.
+// All ranks fail with the reason, whether they have run that collective before or not. A collective that all
+// of them refuse is no disagreement.
 TEST(refused_collectives) {
-  for (const Kind& kind : kKinds) {
-    std::barrier meeting(kind.size);
-    Options options = options_of(kind);
-    options.end_limit = 300ms;
-    run(options, [&](Rank& me) {
-      const auto broadcast = [&](int64_t length, int source) {
-        return me.comm->broadcast(Tensor({length}, 1).ref(), source, {.is_async = false});
-      };
-      for (int turn = 0; turn < 3; ++turn) {
-        if (me.rank == turn)
-          me.comm->refuse(OpCode::broadcast, "ValueError: bad here");
-        else
-          CHECK_CONTAINS(failure_text(FailureKind::mismatch, [&] { broadcast(4, turn); }),
-                         "bad here");
-        broadcast_from(me, turn);
-        const std::string differ = failure_text(
-            FailureKind::mismatch, [&] { broadcast(me.rank == kind.size - 1 ? 8 : 6, turn); });
-        CHECK_CONTAINS(differ, "broadcast of float32[");
-        CHECK(run_uneven(me, dense(kind.size)) && run_uneven(me, ring(kind.size)));
-        CHECK(!me.comm->failure());
+  for (const Check check : {Check::first_use, Check::full, Check::off})
+    for (const int size : {2, 5})
+      for (const bool is_known : {false, true}) {
+        Options options = options_of(size, check);
+        options.end_limit = 300ms;
+        std::barrier meeting(size);
+        run(options, [&](Rank& me) {
+          for (int turn = 0; turn < 3 && check != Check::off; ++turn) {
+            me.comm->refuse(OpCode::broadcast, "ValueError: on all");
+            CHECK(run_uneven(me, dense(size)));
+          }
+          if (is_known) me.finish(broadcast(me, 1));
+          meeting.arrive_and_wait();
+          CHECK(!me.comm->failure());
+          meeting.arrive_and_wait();
+          if (me.rank == 1)
+            me.comm->refuse(OpCode::broadcast, "ValueError: bad here");
+          else
+            mismatch_of(me, [&] { me.finish(broadcast(me, 1)); });
+          CHECK_CONTAINS(failure_of(me)->message,
+                         "broadcast was refused by rank 1: ValueError: bad here");
+          CHECK_EQ(failure_of(me)->origin_rank, 1);
+        });
       }
-      for (int turn = 0; turn < kind.num_compared; ++turn) broadcast_from(me, 2);
-      meeting.arrive_and_wait();
-      if (me.rank == 1) {
-        me.comm->refuse(OpCode::broadcast, "ValueError: too late");
-      } else {
-        try {
-          broadcast(4, 2);
-        } catch (const PipeCommException& error) {
-          CHECK_CONTAINS(error.what(), "too late");  // it was already known
-        }
-      }
-      CHECK_CONTAINS(failure_of(me)->message, "too late");
-    });
+}
+
+// Its replays are not numbered.
+TEST(refusals_after_a_capture) {
+  Options options = options_of(2);
+  options.end_limit = 300ms;
+  run(options, [](Rank& me) {
+    me.finish(broadcast(me, 0));
+    meet(me);
+    const fake::GraphPtr graph = capture(me, [&] { me.follow(broadcast(me, 0)); });
+    play(me, graph);
+    meet(me);
+    if (me.rank == 1) me.comm->refuse(OpCode::broadcast, "ValueError: bad here");
+    CHECK_CONTAINS(failure_of(me)->message, "refused by rank 1: ValueError: bad here");
+  });
+}
+
+// With Check::full a call waits for what its peers announce.
+TEST(announcements_that_do_not_come) {
+  const auto swap = [](Rank& me) { me.p2p(Swap(me).on(), false); };
+  const auto exchange = [](Rank& me) { run_uneven(me, dense(2)); };
+  for (const std::function<void(Rank&)>& call :
+       std::vector<std::function<void(Rank&)>>{swap, exchange}) {
+    const auto run_alone = [&](Options options, const std::function<void(Rank&)>& alone,
+                               const std::function<void(Rank&)>& other) {
+      options.check = Check::full;
+      options.end_limit = 300ms;
+      std::barrier meeting(2);
+      run(options, [&](Rank& me) {
+        call(me);
+        meeting.arrive_and_wait();
+        const Clock::time_point begin = Clock::now();
+        (me.rank == 0 ? alone : other)(me);
+        CHECK(Clock::now() - begin < 15s);
+      });
+    };
+    Options limited = options_of(2);
+    limited.timeout = 500ms;
+    run_alone(
+        limited,
+        [&](Rank& me) {
+          CHECK_CONTAINS(failure_text(FailureKind::timeout, [&] { call(me); }),
+                         "(limit 0.5 s), rank 1 has not announced its part; rank 1 is connected");
+        },
+        [](Rank& me) { CHECK(failure_of(me)->kind == FailureKind::timeout); });
+    run_alone(
+        options_of(2),
+        [&](Rank& me) {
+          CHECK_CONTAINS(failure_text(FailureKind::peer_lost, [&] { call(me); }),
+                         "rank 1 has closed its communicator");
+        },
+        [](Rank& me) { me.comm->close(kNothing); });
+    run_alone(
+        options_of(2),
+        [&](Rank& me) {
+          const CallOptions options{.is_async = false,
+                                    .interrupted = [] { throw std::runtime_error("Ctrl-C"); }};
+          CHECK_THROWS(std::runtime_error, "Ctrl-C", me.comm->batch_p2p(Swap(me).on(), options));
+        },
+        [](Rank& me) {
+          CHECK_CONTAINS(failure_of(me)->message,
+                         "p2p was interrupted while it waited for other ranks");
+        });
   }
 }
 
-// What pairs of ranks have compared they have compared, whoever else takes part: nobody waits for a
-// rank that does not. Few members tell each other directly, many along a tree of their own.
+// Messages whose ends do not wait: each rank posts first what the other one posts last.
+TEST(asynchronous_messages_do_not_wait) {
+  run(options_of(2, Check::full), [](Rank& me) {
+    const Swap swap(me);
+    std::vector<OperationPtr> posted;
+    for (const PointToPoint& message : swap.on()) posted.push_back(me.p2p({message}, true));
+    std::vector<Within> exchanges;
+    for (const int channel : {me.rank, 1 - me.rank})
+      exchanges.push_back(post_within(me, {0, 1}, channel));
+    for (const OperationPtr& operation : posted) me.finish(operation);
+    for (const Within& each : exchanges) each.finish(me);
+    CHECK(swap.has_come());
+  });
+}
+
+// Nobody waits for a rank that does not take part.
 TEST(member_sets_overlap) {
-  for (const int direct_limit : {kDirectLimit, 2})
-    run(options_of(Kind{5, direct_limit, 0}), [](Rank& me) {
+  for (const Check check : {Check::first_use, Check::full})
+    run(options_of(5, check), [](Rank& me) {
       for (int turn = 0; turn < 10; ++turn)
         for (const std::vector<int>& members : std::vector<std::vector<int>>{
                  {0, 1}, {0, 1, 2, 3, 4}, {1, 2, 4}, {0, 2, 3, 4}, {2, 3}})
@@ -198,10 +278,11 @@ Descriptor describe_length(int64_t length) {
 TEST(tables_are_bounded) {
   MessageCheck ends[2] = {{2, 1, Check::first_use}, {2, 1, Check::first_use}};
   for (int64_t length = 0; length < 20000; ++length) {
-    Descriptor sent = describe_length(length), received = sent;
-    const auto claimed = ends[0].posted(1, Direction::send, sent);
-    CHECK(claimed.claim && ends[1].posted(0, Direction::recv, received).claim);
-    CHECK(!ends[1].heard(0, Direction::send, sent));
+    MessageCheck::Posted sent, received;
+    ends[0].post(1, Direction::send, describe_length(length), false, sent);
+    ends[1].post(0, Direction::recv, describe_length(length), false, received);
+    CHECK(sent.announcements.size() == 1 && received.announcements.size() == 1);
+    CHECK(!ends[1].receive(0, Direction::send, sent.announcements[0].descriptor));
   }
   int num_known = 0;
   for (int64_t length = 0; length < 20000; ++length) {
@@ -212,13 +293,13 @@ TEST(tables_are_bounded) {
   CHECK(num_known > 1000 && num_known < 10000);
 }
 
-// Either end may be the first: what the other one says of its message is kept until then.
+// Either end may be the first: what the other one announces is kept until then.
 TEST(a_claim_that_comes_first_is_compared) {
   for (const int64_t length : {4, 6}) {
     MessageCheck receiver(2, 1, Check::first_use);
-    Descriptor received = describe_length(4);
-    CHECK(!receiver.heard(0, Direction::send, describe_length(length)));
-    const auto posted = receiver.posted(0, Direction::recv, received);
+    CHECK(!receiver.receive(0, Direction::send, describe_length(length)));
+    MessageCheck::Posted posted;
+    receiver.post(0, Direction::recv, describe_length(4), false, posted);
     CHECK_EQ(posted.mismatch.has_value(), length != 4);
   }
 }
@@ -227,17 +308,20 @@ TEST(a_claim_that_comes_first_is_compared) {
 TEST(numbers_end_with_a_capture) {
   MessageCheck ends[2] = {{2, 1, Check::first_use}, {2, 1, Check::first_use}};
   Descriptor small = describe_length(4), large = describe_length(6);
-  const auto post = [&](int end, Descriptor descriptor) {
+  const auto post = [&](int end, const Descriptor& descriptor) {
     const auto direction = end == 0 ? Direction::send : Direction::recv;
-    const auto posted = ends[end].posted(1 - end, direction, descriptor);
+    MessageCheck::Posted posted;
+    ends[end].post(1 - end, direction, descriptor, false, posted);
     CHECK(!posted.mismatch);
-    if (posted.claim) CHECK(!ends[1 - end].heard(end, direction, descriptor));
+    for (const auto& each : posted.announcements)
+      CHECK(!ends[1 - end].receive(end, direction, each.descriptor));
   };
   post(0, small);
   post(1, small);
-  const auto news = ends[0].captured(1, Direction::send, small);
-  CHECK(news && !ends[1].heard(0, Direction::send, *news));
-  CHECK(!ends[0].captured(1, Direction::send, small));  // once
+  MessageCheck::Posted captured;
+  for (int turn = 0; turn < 2; ++turn) ends[0].capture(1, Direction::send, small, captured);
+  CHECK_EQ(captured.announcements.size(), 1u);
+  CHECK(!ends[1].receive(0, Direction::send, captured.announcements[0].descriptor));
   for (int replay = 0; replay < 3; ++replay) post(1, small);
   post(0, large);
   post(1, large);

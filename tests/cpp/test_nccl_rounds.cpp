@@ -118,25 +118,29 @@ Descriptor tensor_of(Dims shape, int channel = 0) {
   return describe(OpCode::p2p, channel, tensor, 0, tensor.num_bytes());
 }
 
-// Two ends that post and hear each other's claims.
+// Two ends that post and receive each other's claims.
 struct Pair {
   explicit Pair(Check check) : sender(2, 2, check), receiver(2, 2, check) {}
   MessageCheck sender, receiver;
   int num_claims = 0;
 
   std::optional<MessageCheck::Mismatch> send(Dims shape) {
-    Descriptor descriptor = tensor_of(std::move(shape));
-    auto posted = sender.posted(1, Direction::send, descriptor);
-    if (posted.mismatch) return posted.mismatch;
-    num_claims += posted.claim;
-    return posted.claim ? receiver.heard(0, Direction::send, descriptor) : std::nullopt;
+    return post(sender, receiver, 1, Direction::send, tensor_of(std::move(shape)));
   }
   std::optional<MessageCheck::Mismatch> recv(Dims shape) {
-    Descriptor descriptor = tensor_of(std::move(shape));
-    auto posted = receiver.posted(0, Direction::recv, descriptor);
+    return post(receiver, sender, 0, Direction::recv, tensor_of(std::move(shape)));
+  }
+
+ private:
+  std::optional<MessageCheck::Mismatch> post(MessageCheck& here, MessageCheck& there, int peer,
+                                             Direction direction, const Descriptor& descriptor) {
+    MessageCheck::Posted posted;
+    here.post(peer, direction, descriptor, false, posted);
     if (posted.mismatch) return posted.mismatch;
-    num_claims += posted.claim;
-    return posted.claim ? sender.heard(1, Direction::recv, descriptor) : std::nullopt;
+    num_claims += int(posted.announcements.size());
+    for (const auto& each : posted.announcements)
+      if (auto mismatch = there.receive(1 - peer, direction, each.descriptor)) return mismatch;
+    return std::nullopt;
   }
 };
 
@@ -184,7 +188,7 @@ TEST(disagreements_are_found) {
   }
   {  // nonsense from the wire
     MessageCheck check(2, 2, Check::full);
-    CHECK(!check.heard(7, Direction::send, tensor_of({4})));
-    CHECK(!check.heard(1, Direction::send, tensor_of({4}, 9)));
+    CHECK(!check.receive(7, Direction::send, tensor_of({4})));
+    CHECK(!check.receive(1, Direction::send, tensor_of({4}, 9)));
   }
 }

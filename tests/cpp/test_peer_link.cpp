@@ -64,16 +64,14 @@ class Pair {
   uint64_t num_packets_sent(int rank) const { return sides_[rank].num_packets_sent; }
 
   EntryPtr post(int rank, Direction direction, const Descriptor& descriptor,
-                const std::string& refusal = "", int64_t num_note_bytes = -1) {
+                const std::string& refusal = "") {
     Side& side = sides_[rank];
     const auto entry = std::make_shared<Entry>();
     entry->request = make_request(direction, 1 - rank, descriptor, nullptr);
     Request& request = *entry->request;
     request.refuses = !refusal.empty();
     request.refusal = refusal;
-    request.num_note_bytes = num_note_bytes;
-    entry->memory.assign(size_t(num_note_bytes >= 0 ? num_note_bytes : descriptor.num_bytes),
-                         std::byte{0xee});
+    entry->memory.assign(size_t(descriptor.num_bytes), std::byte{0xee});
     request.data = entry->memory.data();
     side.link->number(request);
     if (direction == Direction::send)
@@ -223,7 +221,7 @@ class Pair {
       const auto is_one_of = [kind](std::initializer_list<Kind> kinds) {
         return std::ranges::find(kinds, kind) != kinds.end();
       };
-      if (is_one_of({Kind::data, Kind::announce, Kind::describe, Kind::refuse})) {
+      if (is_one_of({Kind::data, Kind::announce, Kind::refuse})) {
         auto& unanswered = sides_[rank].unanswered[channel];
         CHECK(unanswered.insert(seq).second);
         most_unanswered_ = std::max(most_unanswered_, unanswered.size());
@@ -568,28 +566,6 @@ TEST(window) {
     check_window(num_bytes);
 }
 
-// A description of a message that travels elsewhere: its note arrives if both ends agree.
-TEST(descriptions) {
-  const Descriptor agreed = make_descriptor(0, 5 << 20), other = make_descriptor(0, 6 << 20);
-  for (const bool early : {false, true}) {
-    for (const auto& [theirs, note_bytes] : {std::pair(agreed, 24), std::pair(other, 24),
-                                             std::pair(agreed, 16), std::pair(agreed, -1)}) {
-      Random random(4);
-      Pair pair;
-      EntryPtr send, recv;
-      auto post_send = [&] { send = pair.post(0, Direction::send, agreed, "", 24); };
-      if (early) post_send(), pair.run_to_quiet(random);
-      recv = pair.post(1, Direction::recv, theirs, "", note_bytes);
-      if (!early) post_send();
-      pair.run_to_quiet(random);
-      const bool agrees = theirs.num_bytes == agreed.num_bytes && note_bytes == 24;
-      CHECK(send->succeeded() == agrees && recv->succeeded() == agrees);
-      CHECK_EQ(pair.num_pending(0) + pair.num_pending(1), 0u);
-      if (agrees) CHECK(recv->memory == send->memory);
-    }
-  }
-}
-
 // Nobody answers a message of the control channel, whatever becomes of it.
 TEST(control_channel) {
   Descriptor word = make_descriptor(kControlChannel, 24), other = word;
@@ -829,7 +805,7 @@ TEST(fuzz) {
     try {
       for (uint64_t number = 1; number <= 3; ++number) {
         for (int64_t left = random.between(1, 5); left > 0; --left) {
-          const auto kind = static_cast<Kind>(random.between(1, 13));
+          const auto kind = static_cast<Kind>(random.between(1, 12));
           const Descriptor descriptor = make_descriptor(0, random.between(0, 3) * 20'000);
           const bool described = kind == Kind::data || kind == Kind::announce ||
                                  kind == Kind::reject || kind >= Kind::send_claim;

@@ -19,10 +19,10 @@ constexpr uint32_t kEpoch = 0xfeedbeef;
 // Also the kinds that carry a descriptor, written down a second time.
 constexpr Kind kKinds[] = {Kind::data,    Kind::announce,   Kind::refuse,     Kind::accept,
                            Kind::reject,  Kind::refused,    Kind::failure,    Kind::closing,
-                           Kind::goodbye, Kind::send_claim, Kind::recv_claim, Kind::describe};
+                           Kind::goodbye, Kind::send_claim, Kind::recv_claim, Kind::ready};
 bool carries_descriptor(Kind kind) {
   return kind == Kind::data || kind == Kind::announce || kind == Kind::reject ||
-         kind == Kind::send_claim || kind == Kind::recv_claim || kind == Kind::describe;
+         kind == Kind::send_claim || kind == Kind::recv_claim || kind == Kind::ready;
 }
 
 Bytes random_bytes(size_t num_bytes, Random& random) {

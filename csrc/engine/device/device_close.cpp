@@ -30,26 +30,18 @@ void DeviceExecution::on_claim(int peer, Direction direction, const Descriptor& 
            "rank " + std::to_string(peer) +
                " sent an NCCL control message that this rank does not know; all ranks "
                "need the same version of pipecomm_ext");
-  } else if (const auto mismatch = check_.heard(peer, direction, theirs)) {
-    fail_mismatch(*mismatch);
+  } else if (const auto mismatch = check_.receive(
+                 peer, direction, theirs,
+                 std::string(reinterpret_cast<const char*>(note.data()), note.size()))) {
+    fail_mismatch(theirs.op, *mismatch);
   }
 }
 
 // Refuses what the peer, which has closed, will not match. Captured messages are not counted alike
 // on both ends, see say_closing().
 void DeviceExecution::check_open(OpCode op, Direction direction, int peer, int channel) const {
-  if (!has_captured_ && counts_.has_ended(peer, direction, channel)) throw_closed(op, peer);
-}
-
-void DeviceExecution::throw_closed(OpCode op, int peer) const {
-  Failure failure{.kind = FailureKind::peer_lost,
-                  .message = std::string(op_name(op)) + ": rank " + std::to_string(peer) +
-                             " has closed its communicator",
-                  .op = op_name(op),
-                  .rank = rank(),
-                  .peer = peer,
-                  .origin_rank = peer};
-  throw PipeCommException(std::move(failure));
+  if (!has_captured_ && counts_.has_ended(peer, direction, channel))
+    throw PipeCommException(closed_failure(op, peer));
 }
 
 // NCCL cannot take back a message, so one without another end fails the communicator.

@@ -38,10 +38,9 @@ void DeviceExecution::start() {
   is_looking_ = true;
 }
 
-DeviceOperationPtr DeviceExecution::make_operation(OpCode op, CallOptions options,
-                                                   uint64_t capture) {
+DeviceOperationPtr DeviceExecution::make_operation(OpCode op, bool is_async, uint64_t capture) {
   auto operation = std::make_shared<DeviceOperation>(op, communicator_.deadline_from_now(),
-                                                     runtime_->current_stream(), options.is_async);
+                                                     runtime_->current_stream(), is_async);
   operation->capture = capture;
   if (capture != 0) has_captured_ = true;
   communicator_.number(*operation);
@@ -140,8 +139,8 @@ OperationPtr DeviceExecution::batch_p2p(std::span<const PointToPoint> batch, Cal
   for (const PointToPoint& op : batch)
     if (op.peer != rank()) check_open(OpCode::p2p, op.direction, op.peer, op.channel);
   const uint64_t capture = check_captures(OpCode::p2p, forked);
-  const DeviceOperationPtr operation = make_operation(OpCode::p2p, std::move(options), capture);
-  check_messages(batch, *operation);
+  const DeviceOperationPtr operation = make_operation(OpCode::p2p, is_async, capture);
+  check_messages(batch, *operation, options.interrupted);
   for (const PointToPoint& op : batch)
     if (is_async && op.tensor.storage) operation->keep(op.tensor.storage);
 
@@ -178,33 +177,25 @@ OperationPtr DeviceExecution::batch_p2p(std::span<const PointToPoint> batch, Cal
 
 // What collectives have in common: they are compared with other ranks, and run on the stream of their
 // channel, on which `body(operation, stream)` enqueues them. `reserve(stream)` takes the memory for that
-// while the collective can still be refused; in a capture `body` does, when the stream is part of it.
+// before other ranks hear of the call; in a capture `body` does, when the stream is part of it.
 template <class Reserve, class Launch>
-OperationPtr DeviceExecution::run_collective(const Compared& compared,
+OperationPtr DeviceExecution::run_collective(const CollectiveCall& call,
                                              std::span<const TensorRef> inputs,
                                              std::span<const TensorRef> outputs,
                                              CallOptions options, Reserve&& reserve,
                                              Launch&& body) {
   in_flight_->sweep();
-  const OpCode op = compared.op;
-  const Scope& scope = compared.scope;
+  const OpCode op = call.op;
+  const Scope& scope = call.scope;
   const bool is_async = options.is_async;
-  const std::vector<int> peers = communicator_.peers_in(scope);
-  const bool are_many = communicator_.are_many(peers.size() + 1);
-  const std::vector<PeerMessages> pairs =
-      compared.messages_with(are_many ? compared.data_peers : peers);
+  const std::vector<PeerMessages> pairs = call.messages_with(call.data_peers);
   const bool moves_data = std::ranges::any_of(
       pairs, [](const PeerMessages& pair) { return pair.sends() || pair.receives(); });
   std::vector<LaneKey> links, forked;
   if (moves_data) links.push_back(lane_of_exchange(scope));
   if (is_async) forked.push_back({scope.channel});
-  std::lock_guard collective_lock(collective_mutex_);
   if (check_captures(op, forked) == 0)
     reserve(is_async ? links_->lane({scope.channel}).stream : runtime_->current_stream());
-  if (options_.check != Check::off && are_many && scope.channel == kCollectiveChannel)
-    agree_along_tree(compared, options.interrupted);
-  else if (options_.check != Check::off && !pairs.empty())
-    agree(compared, pairs, options.interrupted);
   require_links(op, links, options.interrupted);
 
   const auto lock = communicator_.lock_posts(op);
@@ -213,7 +204,8 @@ OperationPtr DeviceExecution::run_collective(const Compared& compared,
     if (pair.sends()) check_open(op, Direction::send, pair.peer, scope.channel);
     if (pair.receives()) check_open(op, Direction::recv, pair.peer, scope.channel);
   }
-  const DeviceOperationPtr operation = make_operation(op, std::move(options), capture);
+  check_collective(call, capture != 0, options);
+  const DeviceOperationPtr operation = make_operation(op, is_async, capture);
   for (const auto tensors : {inputs, outputs})
     for (const TensorRef& tensor : tensors)
       if (is_async && tensor.storage) operation->keep(tensor.storage);
@@ -235,16 +227,11 @@ OperationPtr DeviceExecution::run_collective(const Compared& compared,
 OperationPtr DeviceExecution::exchange(const ExchangeCall& call, CallOptions options) {
   const auto& [op, prepared, lowered, inputs, outputs, scope, after] = call;
   const std::vector<int> data_peers = peers_of(*lowered);
-  const Compared compared{op,
-                          scope,
-                          empty_message(op, scope.channel, prepared->plan(), 0),
-                          [op = op, channel = scope.channel, prepared = prepared,
-                           lowered = lowered](std::span<const int> peers) {
-                            return exchange_messages(op, channel, prepared->plan(), *lowered,
-                                                     peers);
-                          },
-                          data_peers,
-                          data_peers};
+  const CollectiveCall collective{op, scope, data_peers, data_peers,
+                                  [op = op, channel = scope.channel, &plan = prepared->plan(),
+                                   &lowered = *lowered](std::span<const int> peers) {
+                                    return exchange_messages(op, channel, plan, lowered, peers);
+                                  }};
   std::vector<const void*> sources;
   std::vector<void*> destinations;
   for (const TensorRef& tensor : inputs) sources.push_back(tensor.data);
@@ -280,22 +267,23 @@ OperationPtr DeviceExecution::exchange(const ExchangeCall& call, CallOptions opt
     send_staging = recv_staging = nullptr;  // while the stream is still the operation's
   };
   const OperationPtr operation =
-      run_collective(compared, inputs, outputs, std::move(options), reserve, enqueue);
+      run_collective(collective, inputs, outputs, std::move(options), reserve, enqueue);
   ++num_exchanges_;
   num_passes_ += lowered->copy_passes();
   return operation;
 }
 
 OperationPtr DeviceExecution::broadcast(const TensorRef& tensor, int source, CallOptions options) {
+  // The arguments say what each rank sends to whom, so neighbours find all disagreements.
   const Scope everybody;
-  const Compared compared{OpCode::broadcast,
-                          everybody,
-                          broadcast_message(tensor, source),
-                          [tensor, rank = rank(), source](std::span<const int> peers) {
-                            return broadcast_messages(tensor, rank, source, peers);
-                          },
-                          rank() == source ? communicator_.peers_in({}) : std::vector{source},
-                          tree_neighbours(rank(), size())};
+  const CollectiveCall collective{
+      OpCode::broadcast,
+      everybody,
+      rank() == source ? communicator_.peers_in({}) : std::vector{source},
+      {},
+      [&tensor, rank = rank(), source](std::span<const int> peers) {
+        return broadcast_messages(tensor, rank, source, peers);
+      }};
   const int64_t num_bytes = size() == 1 ? 0 : tensor.num_bytes();
   std::shared_ptr<std::byte> staging;
   const auto reserve = [&](StreamHandle stream) {
@@ -319,12 +307,7 @@ OperationPtr DeviceExecution::broadcast(const TensorRef& tensor, int source, Cal
     if (!scatters.empty()) runtime_->execute(scatters.tasks(), scatters.buffers(), Scale{}, stream);
     staging = nullptr;
   };
-  return run_collective(compared, {&tensor, 1}, {}, std::move(options), reserve, enqueue);
-}
-
-OperationPtr DeviceExecution::barrier(bool is_async) {
-  std::lock_guard collective_lock(collective_mutex_);
-  return communicator_.post_barrier(is_async);
+  return run_collective(collective, {&tensor, 1}, {}, std::move(options), reserve, enqueue);
 }
 
 }  // namespace pipecomm

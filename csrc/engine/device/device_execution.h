@@ -9,26 +9,22 @@
 // each other on one stream, whoever takes part; those of the same ranks have one communicator, in which
 // each is one kernel. The first call that needs a lane waits until it is made.
 //
-// Checks. Before a collective runs for the first time, ranks compare it on the control plane, pair
-// by pair (Agreement) or, in a large group, along its tree (CollectiveLine); from then on it runs
-// without host traffic. Point-to-point messages are compared behind the transfer (MessageCheck).
-// Inside a graph capture no call waits for other hosts, so those that would have to are refused.
+// Checks. What the ends of a message or collective believe of it is announced on the control plane and
+// compared beside the transfer (MessageCheck), if it is new to them or, with Check::full, always;
+// synchronous calls and collectives then wait for that before they enqueue anything. A disagreement
+// fails the communicator. Inside a graph capture nothing can be compared, so all must be known.
 #pragma once
 
-#include <deque>
 #include <functional>
 #include <future>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <span>
 #include <string>
-#include <unordered_map>
 #include <vector>
 
 #include "copy/device_runtime.h"
-#include "engine/agreement.h"
 #include "engine/communicator.h"
 #include "engine/device/in_flight.h"
 #include "engine/device/lane_batch.h"
@@ -37,7 +33,6 @@
 #include "engine/device/message_counts.h"
 #include "engine/device/replays.h"
 #include "engine/execution.h"
-#include "transport/group_tree.h"
 #include "transport/nccl/nccl_transport.h"
 
 namespace pipecomm {
@@ -63,15 +58,14 @@ class DeviceExecution final : public Execution {
                std::optional<Direction> direction) override;
   void connect(const Scope& scope) override;
 
-  // Tensors may have any strides. An exchange on a channel of the user is compared while it runs, and
-  // exchanges follow each other on a stream of it, so that what is to come `after` another one does.
+  // Tensors may have any strides. Exchanges on a channel of the user follow each other on a stream of
+  // it, so that what is to come `after` another one does.
   // `gradient_of` is not compared: it would make each exchange a new one.
   OperationPtr batch_p2p(std::span<const PointToPoint> batch, CallOptions options) override;
   OperationPtr exchange(const ExchangeCall& call, CallOptions options) override;
   OperationPtr broadcast(const TensorRef& tensor, int source, CallOptions options) override;
   OperationPtr barrier(bool is_async) override;
-  // If the others have run that collective before, they no longer compare it, and the communicator
-  // fails on all ranks.
+  // The communicator fails on all ranks, unless the others refuse the same collective.
   OperationPtr refuse(OpCode op, const std::string& reason, const Scope& scope) override;
 
   bool follow(Operation& operation) override;
@@ -93,22 +87,12 @@ class DeviceExecution final : public Execution {
   DeviceUsage device_usage() const override;
 
  private:
-  // A collective as its ranks compare it.
-  struct Compared {
+  struct CollectiveCall {
     OpCode op;
     const Scope& scope;
-    Descriptor common;  // see Collective
-    // What it is between this rank and these members. Owns what it needs.
+    std::vector<int> data_peers;      // increasing
+    std::vector<int> compared_peers;  // besides those that any collective is compared with
     std::function<std::vector<PeerMessages>(std::span<const int> peers)> messages_with;
-    std::vector<int> data_peers;
-    // Of many members, those with whom the messages are numbered and claimed.
-    std::vector<int> claimed_peers;
-  };
-  // What is verified behind the transfer, or refused.
-  struct Pending {
-    OperationPtr operation;
-    std::optional<Failure> failure_if_unheard;  // after kRefusalLimit
-    Clock::time_point since;
   };
 
   int rank() const { return communicator_.rank(); }
@@ -123,22 +107,16 @@ class DeviceExecution final : public Execution {
   void require_links(OpCode op, std::span<const LaneKey> keys, const Interrupted& interrupted);
   void check_answer(OpCode op, const LaneKey& key, Clock::time_point begin, Deadline deadline);
   uint64_t check_captures(OpCode op, std::span<const LaneKey> lanes) const;
-  DeviceOperationPtr make_operation(OpCode op, CallOptions options, uint64_t capture);
-  void check_messages(std::span<const PointToPoint> batch, DeviceOperation& operation);
-  void note_captured(int peer, Direction direction, const Descriptor& descriptor);
+  DeviceOperationPtr make_operation(OpCode op, bool is_async, uint64_t capture);
+  void check_messages(std::span<const PointToPoint> batch, DeviceOperation& operation,
+                      const Interrupted& interrupted);
+  void check_collective(const CollectiveCall& call, bool is_captured, const CallOptions& options);
+  MessageCheck::Collective compared(const CollectiveCall& call) const;
+  void announce(OpCode op, const MessageCheck::Posted& posted, const std::string& refusal = "");
+  void await_claims(OpCode op, std::span<const MessageCheck::Announcement> announced,
+                    Deadline deadline, const Interrupted& interrupted);
   void note_message(DeviceOperation& operation, Direction direction, int peer,
                     Descriptor descriptor);
-  void agree(const Compared& compared, std::span<const PeerMessages> pairs,
-             const Interrupted& interrupted);
-  void agree_along_tree(const Compared& compared, const Interrupted& interrupted);
-  void check_captured(OpCode op, std::span<const PeerMessages> pairs, bool is_new);
-  bool is_known(const PeerMessages& pair) const;
-  void claim(const PeerMessages& pair, bool is_compared);
-  void learn(std::span<const PeerMessages> pairs);
-  void compare_behind(const OperationPtr& operation);
-  void await_agreement(OpCode op, Operation& operation,
-                       const std::shared_ptr<const Agreement>& agreement, bool is_new_to_all,
-                       const Interrupted& interrupted);
   void follow_latest(const DeviceOperation& operation, const Lane& lane, StreamHandle stream);
   EventPtr note_latest(const DeviceOperation& operation, Lane& lane, StreamHandle stream);
   void enter(DeviceOperation& operation, const Lane& lane, StreamHandle stream,
@@ -149,7 +127,7 @@ class DeviceExecution final : public Execution {
   template <class Launch>
   void launch(const DeviceOperationPtr& operation, Launch&& body);
   template <class Reserve, class Launch>
-  OperationPtr run_collective(const Compared& compared, std::span<const TensorRef> inputs,
+  OperationPtr run_collective(const CollectiveCall& call, std::span<const TensorRef> inputs,
                               std::span<const TensorRef> outputs, CallOptions options,
                               Reserve&& reserve, Launch&& body);
   NcclTransport::KeepWaiting keep_waiting(Deadline deadline) const;
@@ -157,7 +135,11 @@ class DeviceExecution final : public Execution {
   void fail(FailureKind kind, const std::string& message, const std::string& op = "") {
     communicator_.fail(communicator_.own_failure(kind, message, op));
   }
-  void fail_mismatch(const MessageCheck::Mismatch& mismatch);
+  void fail_mismatch(OpCode op, const MessageCheck::Mismatch& mismatch);
+  Failure refused_failure(OpCode op, int by, const std::string& reason) const;
+  Failure closed_failure(OpCode op, int peer) const;
+  void fail_late(OpCode op, Clock::time_point begin, Deadline deadline, const std::string& what,
+                 std::optional<int> peer);
   void fail_expired(const Replays::Late& late);
   void fail_expired(OpCode op, const std::string& where, const std::string& remedy,
                     const FlightMessage* shown, Clock::duration elapsed, Clock::duration limit);
@@ -170,7 +152,6 @@ class DeviceExecution final : public Execution {
   void abort_nccl();
 
   void check_open(OpCode op, Direction direction, int peer, int channel) const;
-  [[noreturn]] void throw_closed(OpCode op, int peer) const;
   void check_unmatched();
   void say_closing();
   Deadline patience_with_peers() const;
@@ -189,16 +170,9 @@ class DeviceExecution final : public Execution {
   Replays replays_;
 
   MessageCounts counts_;
-  std::mutex collective_mutex_;  // the order of agreements is the order of collectives
-  // Under collective_mutex_: of each collective, the agreements that were awaited; and of distinct
-  // ones of many members, those along the tree, by members and digest.
-  std::map<OpCode, int> num_agreed_;
-  std::map<std::vector<int>, std::unordered_map<uint64_t, int>> num_compared_;
   std::atomic<int64_t> num_exchanges_{0};
   std::atomic<int64_t> num_passes_{0};
 
-  mutable std::mutex mutex_;
-  std::deque<Pending> pending_;
   std::mutex tick_mutex_;
   bool is_looking_ = false;                            // under tick_mutex_
   std::optional<Clock::time_point> nccl_error_since_;  // tick() only

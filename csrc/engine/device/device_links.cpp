@@ -77,29 +77,23 @@ void DeviceExecution::require_links(OpCode op, std::span<const LaneKey> keys,
 // Throws if a link has not come in time, or will not come.
 void DeviceExecution::check_answer(OpCode op, const LaneKey& key, Clock::time_point begin,
                                    Deadline deadline) {
-  if (const auto peer = links_->refused_by(key)) throw_closed(op, *peer);
+  const auto require_open = [&](int peer, bool has_closed) {
+    if (has_closed) throw PipeCommException(closed_failure(op, peer));
+  };
+  if (const auto peer = links_->refused_by(key)) require_open(*peer, true);
   const bool is_answered = links_->is_answered(key);
   std::vector<int> peers = ranks_of(key, size());
   std::erase(peers, rank());
   for (const int peer : peers)
-    if (communicator_.transport().has_closed(peer) || (!is_answered && counts_.has_limit(peer)))
-      throw_closed(op, peer);
+    require_open(peer, communicator_.transport().has_closed(peer) ||
+                           (!is_answered && counts_.has_limit(peer)));
   if (Clock::now() < deadline) return;
-  const bool is_pair = peers.size() == 1;
-  const std::string peer = "rank " + std::to_string(peers.front());
-  Failure failure = communicator_.own_failure(
-      FailureKind::timeout,
-      std::string(op_name(op)) + " timed out after " + seconds_text(Clock::now() - begin) +
-          " (limit " + seconds_text(deadline - begin) + "), NCCL has not connected " +
-          (is_pair ? "this rank and " + peer + "; " + peer + " " +
-                         communicator_.describe_peer(peers.front())
-                   : (key.ranks.empty() ? "all" : std::to_string(peers.size() + 1)) + " ranks") +
-          "; check that the other ranks make their communicators and call the matching operation, "
-          "or increase timeout=",
-      op_name(op));
-  if (is_pair) failure.peer = peers.front();
-  communicator_.fail(std::move(failure));
-  throw_failure();
+  if (peers.size() == 1)
+    fail_late(op, begin, deadline,
+              "NCCL has not connected this rank and rank " + std::to_string(peers.front()),
+              peers.front());
+  const std::string all = key.ranks.empty() ? "all" : std::to_string(peers.size() + 1);
+  fail_late(op, begin, deadline, "NCCL has not connected " + all + " ranks", std::nullopt);
 }
 
 DeviceUsage DeviceExecution::device_usage() const {

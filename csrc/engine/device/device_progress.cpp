@@ -12,8 +12,6 @@ constexpr auto kAssistLimit = std::chrono::milliseconds(20);
 // An error of NCCL's network names no rank; the control plane, which does, gets this long to notice
 // a dead peer first.
 constexpr auto kNamingLimit = std::chrono::seconds(1);
-// How long a refusal may go unheard by ranks that have run the same collective before.
-constexpr auto kRefusalLimit = std::chrono::seconds(5);
 
 constexpr const char* kConnectHint = "; NCCL_DEBUG=INFO shows what it tried";
 
@@ -78,17 +76,59 @@ bool DeviceExecution::is_late(const Operation& operation) const {
 // ------------------------------------------------------------------------------------------------
 // failing
 
-void DeviceExecution::fail_mismatch(const MessageCheck::Mismatch& mismatch) {
+void DeviceExecution::fail_mismatch(OpCode op, const MessageCheck::Mismatch& mismatch) {
+  if (!mismatch.refusal.empty())
+    return communicator_.fail(refused_failure(op, mismatch.peer, mismatch.refusal));
   const bool sends = mismatch.direction == Direction::send;
   Failure failure{.kind = FailureKind::mismatch, .rank = rank()};
   name_message(failure, mismatch.peer, mismatch.ours);
   failure.origin_rank = sends ? mismatch.peer : rank();
   failure.message =
       disagreement_text(mismatch.direction, mismatch.peer, mismatch.ours, mismatch.theirs) +
-      "; the transfer was under way, so what was received is not to be trusted";
+      (mismatch.is_under_way
+           ? "; the transfer was under way, so what was received is not to be trusted"
+           : "; nothing was transferred between the two; make the two calls agree");
   failure.ours = description_of(mismatch.ours);
   failure.theirs = description_of(mismatch.theirs);
   communicator_.fail(std::move(failure));
+}
+
+Failure DeviceExecution::refused_failure(OpCode op, int by, const std::string& reason) const {
+  const std::string name = op_name(op);
+  Failure failure = communicator_.own_failure(
+      FailureKind::mismatch,
+      name + " was refused by rank " + std::to_string(by) + ": " + reason +
+          "; other ranks had already started it, which cannot be undone",
+      name);
+  failure.origin_rank = by;
+  return failure;
+}
+
+Failure DeviceExecution::closed_failure(OpCode op, int peer) const {
+  return {.kind = FailureKind::peer_lost,
+          .message = std::string(op_name(op)) + ": rank " + std::to_string(peer) +
+                     " has closed its communicator",
+          .op = op_name(op),
+          .rank = rank(),
+          .peer = peer,
+          .origin_rank = peer};
+}
+
+// Of a call that waits on the host. `peer`: for which one, if it is one.
+void DeviceExecution::fail_late(OpCode op, Clock::time_point begin, Deadline deadline,
+                                const std::string& what, std::optional<int> peer) {
+  Failure failure = communicator_.own_failure(
+      FailureKind::timeout,
+      std::string(op_name(op)) + " timed out after " + seconds_text(Clock::now() - begin) +
+          " (limit " + seconds_text(deadline - begin) + "), " + what +
+          (peer ? "; rank " + std::to_string(*peer) + " " + communicator_.describe_peer(*peer)
+                : "") +
+          "; check that the other ranks make their communicators and call the matching operation, "
+          "or increase timeout=",
+      op_name(op));
+  failure.peer = peer.value_or(failure.peer);
+  communicator_.fail(std::move(failure));
+  throw_failure();
 }
 
 void DeviceExecution::expire(const Operation& operation) {
@@ -163,22 +203,7 @@ bool DeviceExecution::tick() {
 }
 
 void DeviceExecution::look_for_trouble() {
-  std::vector<Failure> failures;
-  {
-    std::lock_guard lock(mutex_);
-    std::erase_if(pending_, [&](const Pending& pending) {
-      if (pending.operation->done()) {
-        const FailurePtr failure = pending.operation->failure();
-        if (failure && !pending.failure_if_unheard) failures.push_back(*failure);
-        return true;
-      }
-      if (!pending.failure_if_unheard || Clock::now() - pending.since < kRefusalLimit) return false;
-      failures.push_back(*pending.failure_if_unheard);
-      return true;
-    });
-  }
   if (const auto late = replays_.late()) fail_expired(*late);
-  for (Failure& failure : failures) communicator_.fail(std::move(failure));
   check_unmatched();
 
   if (!nccl_) return;

@@ -13,83 +13,237 @@ constexpr size_t kMaxClaimsAhead = 16384;
 constexpr size_t kMaxKnown = 4096;
 constexpr uint64_t kNotNumbered = ~uint64_t{0};  // the `seq` of a claim about a whole order
 
-}  // namespace
+constexpr Direction kDirections[] = {Direction::send, Direction::recv};
 
-MessageCheck::MessageCheck(int size, int num_channels, Check check)
-    : size_(size), num_channels_(num_channels), check_(check) {}
-
-MessageCheck::Order& MessageCheck::order_of(int peer, Direction direction, int channel) {
-  const auto [found, is_new] = orders_.try_emplace({peer, direction, channel});
-  if (is_new) found->second.is_numbered = !unnumbered_channels_.contains(channel);
-  return found->second;
+const Descriptor& message_of(const PeerMessages& pair, Direction direction) {
+  return direction == Direction::send ? pair.send : pair.recv;
 }
 
-MessageCheck::Posted MessageCheck::posted(int peer, Direction direction, Descriptor& descriptor) {
+}  // namespace
+
+// ------------------------------------------------------------------------------------------------
+// messages of this rank
+
+void MessageCheck::post(int peer, Direction direction, Descriptor descriptor, bool is_awaited,
+                        Posted& posted) {
+  if (check_ == Check::off) return;
   std::lock_guard lock(mutex_);
-  Order& order = order_of(peer, direction, descriptor.channel);
-  descriptor.seq = order.next_seq++;
+  post({descriptor.channel, false, peer, direction}, {0, 0, descriptor, is_awaited, false}, posted);
+}
+
+MessageCheck::Posted MessageCheck::post(const Collective& collective, bool is_awaited) {
   Posted posted;
-  if (check_ == Check::off) return posted;
-  const bool is_new = learn(order, descriptor);
-  if (!order.is_numbered) return posted;
-
-  if (!order.runs.empty() && order.runs.back().end == descriptor.seq &&
-      order.runs.back().descriptor.agrees_with(descriptor)) {
-    order.runs.back().end = order.next_seq;
-  } else {
-    if (order.runs.size() == kMaxRuns) order.runs.pop_front();
-    order.runs.push_back({descriptor.seq, order.next_seq, descriptor});
-  }
-  posted.claim = is_new || check_ == Check::full;
-
-  if (const auto claim = order.claims.find(descriptor.seq); claim != order.claims.end()) {
-    if (!descriptor.agrees_with(claim->second))
-      posted.mismatch = Mismatch{peer, direction, descriptor, claim->second};
-    order.claims.erase(claim);
-  }
+  post(collective, is_awaited, false, posted);
   return posted;
 }
 
-std::optional<MessageCheck::Mismatch> MessageCheck::heard(int peer, Direction direction,
-                                                          const Descriptor& theirs) {
-  if (check_ == Check::off || peer < 0 || peer >= size_ ||
-      (theirs.channel >= num_channels_ && theirs.channel != kCollectiveChannel))
-    return std::nullopt;
-  const Direction ours = direction == Direction::send ? Direction::recv : Direction::send;
+MessageCheck::Posted MessageCheck::refuse(const Collective& collective) {
+  Posted posted;
+  posted.is_compared = check_ != Check::off;
+  post(collective, false, true, posted);
+  return posted;
+}
+
+void MessageCheck::post(const Collective& collective, bool is_awaited, bool is_refused,
+                        Posted& posted) {
+  if (check_ == Check::off) return;
   std::lock_guard lock(mutex_);
-  Order& order = order_of(peer, ours, theirs.channel);
-  if (theirs.seq == kNotNumbered) stop_numbers(order);
-  if (!order.is_numbered) return std::nullopt;
-  if (theirs.seq >= order.next_seq) {
-    if (order.claims.size() < kMaxClaimsAhead) order.claims.emplace(theirs.seq, theirs);
-    return std::nullopt;
+  const Pairs pairs = compared_messages(collective);
+  for (const PeerMessages& pair : pairs)
+    for (const Direction direction : kDirections)
+      post({collective.channel, true, pair.peer, direction},
+           {0, 0, message_of(pair, direction), is_awaited, is_refused}, posted);
+  if (pairs.empty()) return;
+  Collectives& collectives = collectives_on(collective.channel);
+  for (const int peer : collective.peers)
+    if (uint64_t& count = collectives.num_with[size_t(peer)]; count != kNotNumbered) ++count;
+  if (collectives.latest.size() == kMaxRuns) collectives.latest.pop_front();
+  Run empty{0, 0, pairs.front().send, is_awaited, is_refused};
+  empty.descriptor.num_bytes = 0;
+  collectives.latest.emplace_back(collective.peers, empty);
+}
+
+void MessageCheck::post(const Key& key, Run message, Posted& posted) {
+  Order& order = order_of(key);
+  message.begin = message.descriptor.seq = order.next_seq++;
+  message.end = order.next_seq;
+  const bool is_new = !message.is_refused && learn(order, message.descriptor);
+  if (!order.is_numbered) {
+    posted.is_compared = false;
+    return;
   }
-  const auto run = std::find_if(order.runs.rbegin(), order.runs.rend(),
-                                [&](const Run& each) { return each.begin <= theirs.seq; });
-  if (run == order.runs.rend() || run->end <= theirs.seq || run->descriptor.agrees_with(theirs))
-    return std::nullopt;
-  Mismatch mismatch{peer, ours, run->descriptor, theirs};
-  mismatch.ours.seq = theirs.seq;
-  return mismatch;
+  Run* const last = order.runs.empty() ? nullptr : &order.runs.back();
+  if (last && last->end == message.begin && last->is_awaited == message.is_awaited &&
+      last->is_refused == message.is_refused && last->descriptor.agrees_with(message.descriptor)) {
+    last->end = message.end;
+  } else {
+    if (order.runs.size() == kMaxRuns) order.runs.pop_front();
+    order.runs.push_back(message);
+  }
+  if (is_new || message.is_refused || check_ == Check::full)
+    posted.announcements.push_back({std::get<2>(key), std::get<3>(key), message.descriptor});
+  const auto claim = order.claims.extract(message.begin);
+  if (!claim) return;
+  if (auto mismatch = compare(key, message, message.begin, claim.mapped()); !posted.mismatch) {
+    posted.mismatch = std::move(mismatch);
+    if (posted.mismatch) posted.mismatch->is_under_way = false;
+  }
+}
+
+// The messages with the peers that have an order, and with those that get one now.
+MessageCheck::Pairs MessageCheck::compared_messages(const Collective& collective) const {
+  std::vector<int> peers = collective.compared;
+  for (auto order = orders_.lower_bound({collective.channel, true, 0, Direction::send});
+       order != orders_.end() && std::get<0>(order->first) == collective.channel; ++order) {
+    const int peer = std::get<2>(order->first);
+    if (std::ranges::binary_search(collective.peers, peer)) peers.push_back(peer);
+  }
+  std::ranges::sort(peers);
+  peers.erase(std::ranges::unique(peers).begin(), peers.end());
+  return collective.messages_with(peers);
 }
 
 bool MessageCheck::is_known(int peer, Direction direction, const Descriptor& descriptor) const {
   std::lock_guard lock(mutex_);
-  if (check_ == Check::off) return true;
-  const auto found = orders_.find({peer, direction, descriptor.channel});
-  return found != orders_.end() && found->second.known.contains(descriptor.digest());
+  return is_known({descriptor.channel, false, peer, direction}, descriptor);
 }
 
-void MessageCheck::skip(int peer, Direction direction, Descriptor& descriptor) {
+bool MessageCheck::is_known(const Collective& collective) const {
   std::lock_guard lock(mutex_);
-  Order& order = order_of(peer, direction, descriptor.channel);
-  descriptor.seq = order.next_seq++;
-  order.claims.erase(descriptor.seq);
+  return std::ranges::all_of(compared_messages(collective), [&](const PeerMessages& pair) {
+    return std::ranges::all_of(kDirections, [&](Direction direction) {
+      return is_known({collective.channel, true, pair.peer, direction},
+                      message_of(pair, direction));
+    });
+  });
 }
 
-void MessageCheck::learn(int peer, Direction direction, const Descriptor& descriptor) {
+bool MessageCheck::is_known(const Key& key, const Descriptor& descriptor) const {
+  const auto found = orders_.find(key);
+  return check_ == Check::off ||
+         (found != orders_.end() && found->second.known.contains(descriptor.digest()));
+}
+
+void MessageCheck::capture(int peer, Direction direction, const Descriptor& descriptor,
+                           Posted& posted) {
   std::lock_guard lock(mutex_);
-  learn(order_of(peer, direction, descriptor.channel), descriptor);
+  capture({descriptor.channel, false, peer, direction}, descriptor, posted);
+}
+
+MessageCheck::Posted MessageCheck::capture(const Collective& collective) {
+  std::lock_guard lock(mutex_);
+  Posted posted;
+  for (const PeerMessages& pair : compared_messages(collective))
+    for (const Direction direction : kDirections)
+      capture({collective.channel, true, pair.peer, direction}, message_of(pair, direction),
+              posted);
+  for (const int peer : collective.peers)
+    collectives_on(collective.channel).num_with[size_t(peer)] = kNotNumbered;
+  return posted;
+}
+
+void MessageCheck::capture(const Key& key, const Descriptor& descriptor, Posted& posted) {
+  Order& order = order_of(key);
+  if (check_ == Check::off || !order.is_numbered) return;
+  stop_numbers(order);
+  auto& news = posted.announcements.emplace_back(std::get<2>(key), std::get<3>(key), descriptor);
+  news.descriptor.seq = kNotNumbered;
+}
+
+// ------------------------------------------------------------------------------------------------
+// claims of peers
+
+std::optional<MessageCheck::Mismatch> MessageCheck::receive(int peer, Direction direction,
+                                                            const Descriptor& theirs,
+                                                            const std::string& refusal) {
+  if (check_ == Check::off || peer < 0 || peer >= size_ ||
+      (theirs.channel >= num_channels_ && theirs.channel != kCollectiveChannel))
+    return std::nullopt;
+  const Key key{theirs.channel, theirs.op != OpCode::p2p, peer, opposite(direction)};
+  const Claim claim{theirs, refusal};
+  std::lock_guard lock(mutex_);
+  const bool is_first = !orders_.contains(key);
+  Order& order = order_of(key);
+  if (theirs.seq == kNotNumbered) stop_numbers(order);
+  if (!order.is_numbered) {
+    // What this rank has posted cannot be found out.
+    return refusal.empty()
+               ? std::nullopt
+               : std::optional(Mismatch{peer, opposite(direction), theirs, theirs, refusal, true});
+  }
+  if (theirs.seq >= order.next_seq) {
+    if (order.claims.size() < kMaxClaimsAhead) order.claims.emplace(theirs.seq, claim);
+  } else {
+    const Run* const ours = find(key, order, theirs.seq, is_first && theirs.num_bytes > 0);
+    auto mismatch = ours ? compare(key, *ours, theirs.seq, claim) : std::nullopt;
+    if (mismatch) return mismatch;
+  }
+  order.num_received = theirs.seq + 1;
+  changed_.notify_all();
+  return std::nullopt;
+}
+
+std::optional<int> MessageCheck::missing(std::span<const Announcement> announcements,
+                                         Deadline until) const {
+  std::unique_lock lock(mutex_);
+  const auto find = [&] {
+    return std::ranges::find_if(announcements, [&](const Announcement& each) {
+      const Descriptor& descriptor = each.descriptor;
+      const Order& order =
+          orders_.at({descriptor.channel, descriptor.op != OpCode::p2p, each.peer, each.direction});
+      return order.is_numbered && order.num_received <= descriptor.seq;
+    });
+  };
+  changed_.wait_until(lock, until, [&] { return find() == announcements.end(); });
+  const auto found = find();
+  return found == announcements.end() ? std::nullopt : std::optional(found->peer);
+}
+
+// What this rank has posted, as far as it is remembered. `is_first`: the peer has announced data of a
+// collective that has none here, nor has any before.
+const MessageCheck::Run* MessageCheck::find(const Key& key, const Order& order, uint64_t seq,
+                                            bool is_first) {
+  const auto run = std::find_if(order.runs.rbegin(), order.runs.rend(),
+                                [&](const Run& each) { return each.begin <= seq; });
+  if (run != order.runs.rend() && seq < run->end) return &*run;
+  if (!is_first || !std::get<1>(key)) return nullptr;
+  const auto& latest = collectives_on(std::get<0>(key)).latest;
+  uint64_t number = order.next_seq;
+  for (auto each = latest.rbegin(); each != latest.rend(); ++each)
+    if (std::ranges::binary_search(each->first, std::get<2>(key)) && --number == seq)
+      return &each->second;
+  return nullptr;
+}
+
+std::optional<MessageCheck::Mismatch> MessageCheck::compare(const Key& key, const Run& ours,
+                                                            uint64_t seq, const Claim& theirs) {
+  const bool agrees = theirs.refusal.empty() && ours.descriptor.agrees_with(theirs.descriptor);
+  if (agrees || ours.is_refused)
+    return std::nullopt;  // a peer that takes part hears of the refusal
+  Mismatch mismatch{std::get<2>(key),  std::get<3>(key), ours.descriptor,
+                    theirs.descriptor, theirs.refusal,   !ours.is_awaited};
+  mismatch.ours.seq = seq;
+  return mismatch;
+}
+
+// ------------------------------------------------------------------------------------------------
+// orders
+
+MessageCheck::Order& MessageCheck::order_of(const Key& key) {
+  const auto [found, is_new] = orders_.try_emplace(key);
+  const auto& [channel, is_collective, peer, direction] = key;
+  if (is_new && is_collective) {
+    const uint64_t count = collectives_on(channel).num_with[size_t(peer)];
+    found->second.is_numbered = count != kNotNumbered;
+    found->second.next_seq = found->second.is_numbered ? count : 0;
+  }
+  return found->second;
+}
+
+MessageCheck::Collectives& MessageCheck::collectives_on(int channel) {
+  Collectives& collectives = collectives_[channel];
+  collectives.num_with.resize(size_t(size_));
+  return collectives;
 }
 
 bool MessageCheck::learn(Order& order, const Descriptor& descriptor) {
@@ -103,28 +257,11 @@ bool MessageCheck::learn(Order& order, const Descriptor& descriptor) {
   return true;
 }
 
-void MessageCheck::stop_numbers(int channel) {
-  std::lock_guard lock(mutex_);
-  unnumbered_channels_.insert(channel);
-  for (auto& [key, order] : orders_)
-    if (std::get<2>(key) == channel) stop_numbers(order);
-}
-
 void MessageCheck::stop_numbers(Order& order) {
   order.is_numbered = false;
   order.runs.clear();
   order.claims.clear();
-}
-
-std::optional<Descriptor> MessageCheck::captured(int peer, Direction direction,
-                                                 const Descriptor& descriptor) {
-  std::lock_guard lock(mutex_);
-  Order& order = order_of(peer, direction, descriptor.channel);
-  if (check_ == Check::off || !order.is_numbered) return std::nullopt;
-  stop_numbers(order);
-  Descriptor news = descriptor;
-  news.seq = kNotNumbered;
-  return news;
+  changed_.notify_all();
 }
 
 }  // namespace pipecomm

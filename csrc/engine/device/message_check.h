@@ -1,90 +1,144 @@
-// Finds out that two ends disagree about a message that neither of them describes on the wire: NCCL
-// moves bytes and nothing else. Both ends number their messages and tell each other, over the
-// control plane and without waiting, what they believe of the ones that are new to them (or of
-// all). An end that hears a claim which differs from its own message of that number has found a
-// mismatch.
+// Finds out that ranks disagree about messages that no one describes on the wire: NCCL moves bytes and
+// nothing else. The two ends of a message number it alike and announce to each other, over the control
+// plane, what they believe of the messages that are new to them (or of all). An end that receives a
+// claim which differs from its own message of that number has found a mismatch.
 //
-// Messages of collectives that are new to both ends are compared before they run (Agreement). What
-// is claimed of them is for an end that believes to know them.
+// Point-to-point messages are numbered by (peer, direction, channel). A collective has a message in each
+// direction between any two of its members, most of them empty, and is numbered by (peer, channel). A
+// rank compares it with its neighbours in the tree of the members, and with every peer that it has had
+// data with on this channel. The tree connects all members, so members that make different calls have
+// two neighbours that do; and a message that only one of its ends believes in is compared, since that
+// end announces it or, if it has been exchanged before, the other end announces that there is none.
 #pragma once
 
+#include <condition_variable>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <map>
 #include <mutex>
 #include <optional>
-#include <set>
+#include <span>
+#include <string>
 #include <tuple>
 #include <unordered_set>
+#include <utility>
+#include <vector>
 
-#include "message/descriptor.h"
+#include "engine/peer_messages.h"
 #include "message/operation.h"
-#include "transport/transport.h"
 
 namespace pipecomm {
 
 enum class Check : uint8_t {
   off,
-  first_use,  // claim each distinct (peer, direction, channel, description) once
-  full,       // claim every message
+  first_use,  // announce each distinct (peer, direction, channel, description) once
+  full,       // announce every message
 };
 
 class MessageCheck {
  public:
+  struct Announcement {
+    int peer;
+    Direction direction;  // as seen from here
+    Descriptor descriptor;
+  };
   struct Mismatch {
     int peer;
     Direction direction;  // as seen from here
     Descriptor ours, theirs;
+    std::string refusal;  // of the peer, which takes no part; "": it does
+    bool is_under_way;    // this rank may have enqueued its part of the message
   };
   struct Posted {
-    bool claim = false;  // tell the peer
+    std::vector<Announcement> announcements;
     std::optional<Mismatch> mismatch;
+    bool is_compared = true;  // false: some of it is no longer numbered
+  };
+  // A collective as one rank sees it.
+  struct Collective {
+    int channel;
+    std::vector<int> peers;     // the other members, increasing
+    std::vector<int> compared;  // those with which it is compared in any case
+    std::function<std::vector<PeerMessages>(std::span<const int> peers)> messages_with;
   };
 
-  MessageCheck(int size, int num_channels, Check check);
+  MessageCheck(int size, int num_channels, Check check)
+      : size_(size), num_channels_(num_channels), check_(check) {}
 
-  // Takes note of the next message of (peer, direction, channel), and numbers it (`seq`).
-  Posted posted(int peer, Direction direction, Descriptor& descriptor);
-  // A claim of the peer about one of its messages; `direction` as seen from there.
-  std::optional<Mismatch> heard(int peer, Direction direction, const Descriptor& theirs);
-  // Whether posting it would claim nothing because it is not new.
+  // Number the next message, or those of the next collective. The caller sends the announcements, and
+  // enqueues nothing if there is a mismatch, nor, if `is_awaited`, before missing() finds none.
+  void post(int peer, Direction direction, Descriptor descriptor, bool is_awaited, Posted& posted);
+  Posted post(const Collective& collective, bool is_awaited);
+  // This rank takes no part in the next collective. The announcements carry the reason.
+  Posted refuse(const Collective& collective);
+
+  // A claim of the peer about one of its messages; `direction` as seen from there. `refusal` is why it
+  // takes no part, or "".
+  std::optional<Mismatch> receive(int peer, Direction direction, const Descriptor& theirs,
+                                  const std::string& refusal = "");
+  // With Check::full: a peer whose claim about one of these messages has not come by then, or has shown
+  // a mismatch.
+  std::optional<int> missing(std::span<const Announcement> announcements, Deadline until) const;
+
+  // Whether posting it would announce nothing because it is not new.
   bool is_known(int peer, Direction direction, const Descriptor& descriptor) const;
-  // Numbers a message that is compared elsewhere: claims of the peer about it say nothing.
-  void skip(int peer, Direction direction, Descriptor& descriptor);
-  // The ends no longer number the messages of this channel alike.
-  void stop_numbers(int channel);
-  // Both ends agree about it, now and later.
-  void learn(int peer, Direction direction, const Descriptor& descriptor);
-  // A message of this order is now part of a graph. Its replays are not numbered, and the other end
-  // may count them as messages, so numbers of this order mean nothing any more: what the peer is to
-  // be told, once.
-  std::optional<Descriptor> captured(int peer, Direction direction, const Descriptor& descriptor);
+  bool is_known(const Collective& collective) const;
+  // Messages that are now part of a graph. Its replays are not numbered, and the other ends may count
+  // them as messages, so the numbers of these orders mean nothing from now on: what the peers are to be
+  // told, once.
+  void capture(int peer, Direction direction, const Descriptor& descriptor, Posted& posted);
+  Posted capture(const Collective& collective);
 
  private:
-  // Equal descriptions in a row, numbers [begin, end). Numbers between runs were skipped.
+  struct Claim {
+    Descriptor descriptor;
+    std::string refusal;
+  };
+  // Equal messages in a row, numbers [begin, end).
   struct Run {
     uint64_t begin, end;
     Descriptor descriptor;
+    bool is_awaited, is_refused;
   };
-  struct Order {  // the messages of one (peer, direction, channel)
+  struct Order {
     uint64_t next_seq = 0;
     bool is_numbered = true;
     std::unordered_set<uint64_t> known;  // digests of the latest descriptions
     std::deque<uint64_t> known_in_order;
-    std::deque<Run> runs;                   // the latest ones
-    std::map<uint64_t, Descriptor> claims;  // of messages that are not posted here yet
+    std::deque<Run> runs;              // the latest ones
+    std::map<uint64_t, Claim> claims;  // of messages that are not posted here yet
+    uint64_t num_received = 0;         // with Check::full: claims, which come in order
   };
+  // Of a channel.
+  struct Collectives {
+    std::vector<uint64_t> num_with;  // each peer; kNotNumbered if one was captured
+    std::deque<std::pair<std::vector<int>, Run>> latest;  // with whom, and an empty message of them
+  };
+  using Key = std::tuple<int, bool, int, Direction>;  // channel, of collectives, peer
+  using Pairs = std::vector<PeerMessages>;
+
+  // All with mutex_:
   static bool learn(Order& order, const Descriptor& descriptor);
-  static void stop_numbers(Order& order);
-  using Key = std::tuple<int, Direction, int>;
-  Order& order_of(int peer, Direction direction, int channel);  // with mutex_
+  Order& order_of(const Key& key);
+  Collectives& collectives_on(int channel);
+  Pairs compared_messages(const Collective& collective) const;
+  void post(const Key& key, Run message, Posted& posted);
+  void post(const Collective& collective, bool is_awaited, bool is_refused, Posted& posted);
+  void capture(const Key& key, const Descriptor& descriptor, Posted& posted);
+  void stop_numbers(Order& order);
+  bool is_known(const Key& key, const Descriptor& descriptor) const;
+  const Run* find(const Key& key, const Order& order, uint64_t seq, bool is_first);
+  static std::optional<Mismatch> compare(const Key& key, const Run& ours, uint64_t seq,
+                                         const Claim& theirs);
 
   const int size_;
   const int num_channels_;
   const Check check_;
   mutable std::mutex mutex_;
+  mutable std::condition_variable changed_;
   std::map<Key, Order> orders_;  // that have had messages, or claims
-  std::set<int> unnumbered_channels_;
+  std::map<int, Collectives> collectives_;
 };
 
 }  // namespace pipecomm

@@ -26,8 +26,7 @@ std::string_view as_text(std::span<const std::byte> bytes) {
 }  // namespace
 
 bool has_body(const Request& request) {
-  return !request.refuses && !request.only_describes() &&
-         request.descriptor.num_bytes > kMaxInlineBytes;
+  return !request.refuses && request.descriptor.num_bytes > kMaxInlineBytes;
 }
 
 namespace {
@@ -35,7 +34,7 @@ namespace {
 // Of the payload that travels inside a packet.
 int64_t inline_bytes(const Request& request) {
   if (request.refuses || has_body(request)) return 0;
-  return request.only_describes() ? request.num_note_bytes : request.descriptor.num_bytes;
+  return request.descriptor.num_bytes;
 }
 
 // The same, as its receiver sees it.
@@ -99,9 +98,6 @@ void PeerLink::transmit(const RequestPtr& request) {
   const auto ready = channel.ready.extract(descriptor.seq);
   if (request->refuses) {
     add_text(wire::Kind::refuse, descriptor.channel, descriptor.seq, request->refusal);
-  } else if (request->only_describes()) {
-    add(wire::Kind::describe, descriptor.channel, descriptor.seq, &descriptor,
-        {request->data, static_cast<size_t>(request->num_note_bytes)});
   } else if (has_body(*request)) {
     add(wire::Kind::announce, descriptor.channel, descriptor.seq, &descriptor, {});
     if (ready && ready.mapped().agrees_with(descriptor)) depart(channel, request);
@@ -170,7 +166,6 @@ void PeerLink::handle_record(const wire::Record& record) {
   switch (record.header.kind) {
     case wire::Kind::data:
     case wire::Kind::announce:
-    case wire::Kind::describe:
     case wire::Kind::refuse:
       return message_arrived(record);
     case wire::Kind::accept:
@@ -255,21 +250,12 @@ void PeerLink::check_message(const wire::Record& record, const Channel& channel)
     breaks("sends more than may wait for its receives");
 }
 
-// Only descriptions have notes, of the size that both ends have agreed on.
-bool PeerLink::has_expected_form(const Request& request, const Arrival& arrival) {
-  if (arrival.header.kind != wire::Kind::describe) return !request.only_describes();
-  return request.num_note_bytes == static_cast<int64_t>(arrival.payload.size());
-}
-
 void PeerLink::match(const Posted& posted, const Arrival& arrival) {
   const RequestPtr& request = posted.request;
   const int channel_idx = arrival.header.channel;
   const uint64_t seq = arrival.header.seq;
   Channel& channel = channels_[channel_idx];
-  Meeting meeting = meet(*request, arrival.header.kind == wire::Kind::refuse, arrival.descriptor);
-  if (meeting == Meeting::agree && !has_expected_form(*request, arrival))
-    meeting = Meeting::disagree;
-  switch (meeting) {
+  switch (meet(*request, arrival.header.kind == wire::Kind::refuse, arrival.descriptor)) {
     case Meeting::peer_refuses:
       add(wire::Kind::accept, channel_idx, seq, nullptr, {});
       return settle(request, request->refuses

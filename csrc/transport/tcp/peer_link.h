@@ -137,7 +137,6 @@ class PeerLink {
   void handle_record(const wire::Record& record);
   void message_arrived(const wire::Record& record);
   void check_message(const wire::Record& record, const Channel& channel) const;
-  static bool has_expected_form(const Request& request, const Arrival& arrival);
   void match(const Posted& posted, const Arrival& arrival);
   void say_ready(const Request& request);
   void peer_is_ready(const wire::Record& record);

@@ -134,8 +134,7 @@ PacketReader::PacketReader(std::span<const std::byte> packet, uint32_t epoch) {
       in.fail("unknown record kind " + std::to_string(static_cast<int>(kind)));
     const bool needs_descriptor = kind == Kind::data || kind == Kind::announce ||
                                   kind == Kind::reject || kind == Kind::send_claim ||
-                                  kind == Kind::recv_claim || kind == Kind::describe ||
-                                  kind == Kind::ready;
+                                  kind == Kind::recv_claim || kind == Kind::ready;
     if ((record.header.has_descriptor != 0) != needs_descriptor)
       in.fail("descriptor where none belongs, or none");
     if (needs_descriptor) record.descriptor = decode(in.value<WireDescriptor>("a descriptor"));

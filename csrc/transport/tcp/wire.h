@@ -17,7 +17,7 @@
 namespace pipecomm::wire {
 
 inline constexpr uint32_t kMagic = 0x31584350;  // "PCX1"
-inline constexpr uint16_t kVersion = 4;
+inline constexpr uint16_t kVersion = 5;
 inline constexpr size_t kMaxPacketBytes = 64 * 1024;
 inline constexpr size_t kMaxTextBytes = 4096;
 
@@ -35,8 +35,7 @@ enum class Kind : uint8_t {
   // they take; and a note.
   send_claim = 10,
   recv_claim = 11,
-  describe = 12,  // descriptor of a message that travels by other means, and a note
-  ready = 13,     // descriptor of a large receive: its body may be written at once
+  ready = 12,  // descriptor of a large receive: its body may be written at once
 };
 
 struct PacketHeader {
