@@ -176,7 +176,7 @@ MUTATIONS = [
     Mutation(
         "early-claims-are-forgotten",  # a mismatch over NCCL is not found if the peer was first
         "csrc/engine/device/message_check.cpp",
-        "    if (order.claims.size() < kMaxClaimsAhead) order.claims.emplace(theirs.seq, theirs);\n",
+        "    if (order.claims.size() < kMaxClaimsAhead) order.claims.emplace(theirs.seq, claim);\n",
         "",
         ("tests/cpp/test_device_checks.cpp", "tests/cpp/test_device.cpp"),
     ),

@@ -215,16 +215,31 @@ def test_a_disagreement_about_a_message_fails_both(world, check):
 
 
 @on_ranks(2, deadline=DEADLINE_S)
-def test_a_collective_that_one_rank_rejects(world):
-    comm = nccl_comm(world)
+@pytest.mark.parametrize("check", ["auto", "full"])
+def test_a_disagreement_about_a_collective_fails_both(world, check):
+    comm = nccl_comm(world, check=check)
     tensor = torch.zeros(4 if world.rank == 0 else 6, device="cuda")
-    with pytest.raises(PipeCommMismatch):
+    with pytest.raises(PipeCommMismatch, match=r"broadcast of float32\[[46]\]"):
         comm.broadcast(tensor, 0)
-    with pytest.raises(ValueError if world.rank == 0 else PipeCommMismatch, match="is on cpu"):
-        comm.broadcast(torch.zeros(4) if world.rank == 0 else torch.zeros(4, device="cuda"), 0)
+        comm.barrier()  # it is compared in parallel with the transfer, so the call may have returned
+    with pytest.raises(PipeCommMismatch):
+        comm.barrier()
+
+
+@on_ranks(2, deadline=DEADLINE_S)
+def test_a_collective_that_one_rank_refuses_fails_both(world):
+    comm = nccl_comm(world)
+    for _ in range(2):  # one that both refuse does not
+        with pytest.raises(ValueError, match="is on cpu"):
+            comm.broadcast(torch.zeros(4), 0)
     tensor = torch.full((4,), float(world.rank), device="cuda")
     comm.broadcast(tensor, 1)
     assert tensor.tolist() == [1.0] * 4
+    with pytest.raises(ValueError if world.rank == 0 else PipeCommMismatch, match="is on cpu"):
+        comm.broadcast(torch.zeros(4) if world.rank == 0 else torch.zeros(4, device="cuda"), 0)
+        comm.barrier()
+    with pytest.raises(PipeCommMismatch, match="refused by rank 0"):
+        comm.barrier()
 
 
 @on_ranks(2, deadline=DEADLINE_S)

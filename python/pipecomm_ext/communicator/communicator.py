@@ -56,8 +56,8 @@ class Communicator:
             is 600 s, math.inf no limit.
         check: CPU tensors: "auto" and "full" compare op, dtype, shape and arguments of every message; "off"
             compares sizes only. CUDA tensors (NCCL): "auto" compares each distinct message or collective at
-            its first use, "full" each one behind the transfer, which costs host time; a disagreement about a
-            message then fails the communicator. "off" compares nothing.
+            its first use, in parallel with the transfer, "full" all of them, for which synchronous calls and
+            collectives wait; a disagreement fails the communicator. "off" compares nothing.
 
     Peers are ranks of the group. After a failure (a dead peer, a timeout, `abort()`) every call raises the
     original cause. As a context manager it closes when the block is left, and aborts first if that is by an
