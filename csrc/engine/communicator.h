@@ -157,11 +157,6 @@ class Communicator final : private TransportEvents {
   }
   OperationPtr post_barrier(bool is_async);
   OperationPtr post_refusal(OpCode op, const std::string& reason, const Scope& scope);
-  // Tells a peer what this end believes of one message, see HostTransport.
-  void claim(int peer, Direction direction, const Descriptor& descriptor,
-             std::span<const std::byte> note = {}) {
-    transport_->claim(peer, direction, descriptor, note);
-  }
   // For operations without requests. While the lock is held no other call is posted, and none closes
   // the communicator. Throws if it is not usable.
   [[nodiscard]] std::unique_lock<std::mutex> lock_posts(OpCode op);
@@ -181,8 +176,7 @@ class Communicator final : private TransportEvents {
   void on_remote_failure(const Failure& failure) override;
   void on_refused(int peer, const std::string& why) override;
   void on_broken(const std::string& why) override;
-  void on_claim(int peer, Direction direction, const Descriptor& descriptor,
-                std::span<const std::byte> note) override;
+  void on_control(int peer, std::span<const std::byte> message) override;
 
   struct Unstarted {};
   Communicator(Unstarted, const CommunicatorOptions& options, const MakeTransport& make_transport,

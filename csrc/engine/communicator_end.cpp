@@ -127,12 +127,11 @@ void Communicator::on_broken(const std::string& why) {
   fail(own_failure(FailureKind::error, "transport failure: " + why));
 }
 
-void Communicator::on_claim(int peer, Direction direction, const Descriptor& descriptor,
-                            std::span<const std::byte> note) {
+void Communicator::on_control(int peer, std::span<const std::byte> message) {
   {
     std::lock_guard lock(mutex_);  // until there is a transport to answer by
   }
-  execution_->on_claim(peer, direction, descriptor, note);
+  execution_->on_control(peer, message);
 }
 
 void Communicator::expire(Operation& operation) {

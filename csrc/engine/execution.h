@@ -86,9 +86,8 @@ class Execution {
                        std::optional<Direction> /*direction*/) {}
   // Prepares exchanges on a channel, see Scope: of `within`, or of the members.
   virtual void connect(const Scope& /*scope*/) {}
-  // A peer's description of a message that the transport does not carry (NCCL does).
-  virtual void on_claim(int /*peer*/, Direction /*direction*/, const Descriptor& /*theirs*/,
-                        std::span<const std::byte> /*note*/) {}
+  // The execution of a peer has sent this, see HostTransport::send_control.
+  virtual void on_control(int /*peer*/, std::span<const std::byte> /*message*/) {}
 
   // Makes the caller's stream wait for the operation; false if only a host can wait for it.
   virtual bool follow(Operation& /*operation*/) { return false; }

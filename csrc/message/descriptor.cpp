@@ -4,6 +4,7 @@
 #include <cstdio>
 #include <utility>
 
+#include "message/descriptor_bytes.h"
 #include "plan/dtype.h"
 #include "plan/signature.h"
 
@@ -85,6 +86,36 @@ std::string Descriptor::text() const {
   const std::string tensor = std::string(dtype_name(dtype)) + shape_text(*this);
   if (op == OpCode::p2p) return tensor + " (" + bytes_text(num_bytes) + ")";
   return std::string(op_name(op)) + " of " + tensor + " with a message of " + bytes_text(num_bytes);
+}
+
+void append(std::vector<std::byte>& bytes, const Descriptor& d) {
+  WireDescriptor wire{static_cast<uint8_t>(d.op),
+                      d.dtype,
+                      d.num_dims,
+                      d.channel,
+                      0,
+                      d.seq,
+                      d.signature,
+                      d.num_bytes,
+                      {}};
+  std::ranges::copy(d.shape, wire.shape);
+  append(bytes, &wire, sizeof wire);
+}
+
+Descriptor read_descriptor(ByteReader& in) {
+  const auto wire = in.value<WireDescriptor>("a descriptor");
+  Descriptor d{.op = static_cast<OpCode>(wire.op),
+               .dtype = wire.dtype,
+               .num_dims = wire.num_dims,
+               .channel = wire.channel,
+               .seq = wire.seq,
+               .signature = wire.signature,
+               .num_bytes = wire.num_bytes};
+  std::ranges::copy(wire.shape, d.shape.begin());
+  if (d.num_bytes < 0) in.fail("a message of negative size");
+  if (std::ranges::any_of(d.shape, [](int64_t extent) { return extent < 0; }))
+    in.fail("a negative extent");
+  return d;
 }
 
 }  // namespace pipecomm

@@ -19,8 +19,6 @@ enum class OpCode : uint8_t {
   all_gather = 5,
   exchange = 6,
   relay = 7,
-  close = 8,
-  connect = 9,
 };
 
 const char* op_name(OpCode op);

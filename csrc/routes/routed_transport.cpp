@@ -319,10 +319,9 @@ void RoutedTransport::post_by(Way way, std::span<const RequestPtr> requests, boo
     Operation::settle(*request, gone_failure(rank_, *request, kHasClosed));
 }
 
-void RoutedTransport::claim(int peer, Direction direction, const Descriptor& descriptor,
-                            std::span<const std::byte> note) {
-  if (!tcp_) return HostTransport::claim(peer, direction, descriptor, note);
-  tcp_->claim(peer, direction, descriptor, note);
+void RoutedTransport::send_control(int peer, std::span<const std::byte> message) {
+  if (!tcp_) return HostTransport::send_control(peer, message);
+  tcp_->send_control(peer, message);
 }
 
 bool RoutedTransport::assist(Operation& operation) {

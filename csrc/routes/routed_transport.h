@@ -49,8 +49,7 @@ class RoutedTransport final : public HostTransport {
   std::shared_ptr<std::byte> allocate_result(int64_t num_bytes) override;
   void post(std::span<const RequestPtr> batch, bool is_async) override;
   void connect(int peer) override;
-  void claim(int peer, Direction direction, const Descriptor& descriptor,
-             std::span<const std::byte> note) override;
+  void send_control(int peer, std::span<const std::byte> message) override;
   bool assist(Operation& operation) override;
   void advance() override;
   bool tick() override;

@@ -35,9 +35,8 @@ class TransportEvents {
   virtual void on_refused(int peer, const std::string& why) = 0;
   // An error of the transport itself.
   virtual void on_broken(const std::string& why) = 0;
-  // How a peer describes a message between it and this rank (see HostTransport::claim).
-  virtual void on_claim(int /*peer*/, Direction /*direction*/, const Descriptor& /*descriptor*/,
-                        std::span<const std::byte> /*note*/) {}
+  // A peer has sent this with HostTransport::send_control.
+  virtual void on_control(int /*peer*/, std::span<const std::byte> /*message*/) {}
 };
 
 struct Route {
@@ -67,12 +66,11 @@ class HostTransport {
   // Begins to connect to a peer, if messages to it would have to do so first. Waits for nobody.
   virtual void connect(int /*peer*/) {}
 
-  // Tells a peer how this end describes a message that travels by other means; `direction` is seen
-  // from here. A claim is neither matched nor answered, and has no order with the messages. It may
-  // carry a short note. For transports that serve as the control plane of another one.
-  virtual void claim(int /*peer*/, Direction /*direction*/, const Descriptor& /*descriptor*/,
-                     std::span<const std::byte> /*note*/) {
-    throw std::logic_error("this transport carries no claims");
+  // Sends a short message to the owner of the peer's transport. It is neither matched nor answered, comes
+  // in the order of such messages, and has no order with requests. For transports that serve as the
+  // control plane of another one.
+  virtual void send_control(int /*peer*/, std::span<const std::byte> /*message*/) {
+    throw std::logic_error("this transport carries no control messages");
   }
 
   // Lends the waiting thread to the transport. Returns true if nothing is left that this thread can

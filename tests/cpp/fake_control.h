@@ -33,9 +33,9 @@ class Hub {
         tell(peer,
              [rank](TransportEvents& events) { events.on_peer_lost(rank, "connection closed"); });
   }
-  int num_claims() {
+  int num_control() {
     std::lock_guard lock(mutex_);
-    return num_claims_;
+    return num_control_;
   }
   int num_messages() {
     std::lock_guard lock(mutex_);
@@ -82,7 +82,7 @@ class Hub {
   std::map<std::tuple<int, int, int>, Queue> queues_;  // source, destination, channel
   std::set<int> lost_, closed_;
   std::latch joined_;
-  int num_claims_ = 0;
+  int num_control_ = 0;
   int num_messages_ = 0;
 
   std::mutex news_mutex_;
@@ -119,15 +119,13 @@ class HubTransport final : public HostTransport {
       }
     }
   }
-  void claim(int peer, Direction direction, const Descriptor& descriptor,
-             std::span<const std::byte> note) override {
+  void send_control(int peer, std::span<const std::byte> message) override {
     {
       std::lock_guard lock(hub_.mutex_);
-      ++hub_.num_claims_;
+      ++hub_.num_control_;
     }
-    hub_.tell(peer,
-              [rank = rank_, direction, descriptor, note = std::vector(note.begin(), note.end())](
-                  TransportEvents& events) { events.on_claim(rank, direction, descriptor, note); });
+    hub_.tell(peer, [rank = rank_, message = std::vector(message.begin(), message.end())](
+                        TransportEvents& events) { events.on_control(rank, message); });
   }
   bool tick() override { return false; }
   void abort(const Failure& failure) override {

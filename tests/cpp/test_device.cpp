@@ -195,7 +195,7 @@ TEST(changing_exchanges) {
     const Uneven second = with_size(first, 0, 1, 7);
     auto traffic_so_far = [&] {
       meeting.arrive_and_wait();
-      const int number = me.hub.num_messages() + me.hub.num_claims();
+      const int number = me.hub.num_messages() + me.hub.num_control();
       meeting.arrive_and_wait();
       return number;
     };
@@ -248,12 +248,12 @@ TEST(steady_state_has_no_host_traffic) {
     };
     step();
     meet(me);
-    const int num_claims = me.hub.num_claims();
+    const int num_claims = me.hub.num_control();
     CHECK(num_claims <= 12 + 5 + 5 + 5);  // of messages, two links of the pair, and one of all
     const int num_messages = me.hub.num_messages();
     meet(me);
     for (int idx = 0; idx < 5; ++idx) step();
-    CHECK(me.hub.num_claims() == num_claims);
+    CHECK(me.hub.num_control() == num_claims);
     meet(me);
     CHECK(me.hub.num_messages() <= num_messages + 4);  // the two meetings
   });

@@ -17,8 +17,8 @@ TEST(captures) {
 
     meet(me);
     int num_claims = -1;  // once what is said about the calls above has been answered
-    while (num_claims != me.hub.num_claims()) {
-      num_claims = me.hub.num_claims();
+    while (num_claims != me.hub.num_control()) {
+      num_claims = me.hub.num_control();
       std::this_thread::sleep_for(50ms);
     }
     meet(me);
@@ -36,7 +36,7 @@ TEST(captures) {
     CHECK_INVALID("captured in a CUDA graph", me.comm->is_completed(*captured));
     me.follow(captured);
     // Each of 6 orders may be told once by each rank that its numbers mean nothing any more.
-    CHECK(me.hub.num_claims() <= num_claims + 12);
+    CHECK(me.hub.num_control() <= num_claims + 12);
     meet(me);
 
     me.finish(in_flight ? in_flight : me.p2p({mine.to(peer)}, true));

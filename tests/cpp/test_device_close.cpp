@@ -302,10 +302,11 @@ TEST(the_end_of_nccl_fails) {
 struct Absent final : Listener {
   Absent(fake::Hub& hub, bool asks) : asks_(asks), control_(hub, 1, *this) {}
   void on_remote_failure(const Failure&) override { has_failed = true; }
-  void on_claim(int peer, Direction direction, const Descriptor& claim,
-                std::span<const std::byte> note) override {
-    if (asks_ && claim.op == OpCode::connect && note.empty())
-      control_.claim(peer, direction, claim, {});
+  void on_control(int peer, std::span<const std::byte> bytes) override {
+    ControlMessage message = ControlMessage::decoded(bytes);
+    if (!asks_ || !message.has_ranks()) return;
+    message.kind = ControlMessage::Kind::ask;
+    control_.send_control(peer, message.encoded());
   }
   std::atomic<bool> has_failed = false;
 

@@ -307,23 +307,22 @@ TEST(nccl_cannot_connect) {
   }
 }
 
-// Claims from another version, or another world: of links that nobody can know, and of one that all know.
-TEST(claims_without_sense) {
+// Messages from another version, or another world: of links that nobody can know, and of one that all know.
+TEST(control_messages_without_sense) {
+  using Kind = ControlMessage::Kind;
   struct Case {
-    uint64_t word, number = 0;
+    Kind kind;
+    uint64_t number = 0;
     size_t num_bytes = 0;
-    OpCode op = OpCode::connect;
     int channel = kCollectiveChannel;
     bool is_known = true, is_one_way = false;
   };
-  constexpr uint64_t kInvite = 0, kAsk = 1, kOffer = 2, kGo = 4, kRefuse = 5, kNoWord = 9;
-  for (const Case& each : {Case{kInvite, 0, 1}, Case{kInvite, 0, 8},
-                           Case{kInvite, 0, 8, OpCode::connect, 0, true, true},
-                           Case{kInvite, 0, 0, OpCode::connect, kControlChannel}, Case{kAsk, 0, 4},
-                           Case{kOffer, 0, 0, OpCode::connect, 0, false}, Case{kOffer},
-                           Case{kGo, 0, 128}, Case{kGo, 0, 127}, Case{kRefuse, 2}, Case{kNoWord},
-                           Case{Links::kMeeting, 77, 0, OpCode::close},
-                           Case{Links::kMeeting, 0, 0, OpCode::close, 0, false}}) {
+  for (const Case& each :
+       {Case{Kind::invite, 0, 1}, Case{Kind::invite, 0, 8}, Case{Kind::invite, 0, 8, 0, true, true},
+        Case{Kind::invite, 0, 0, kControlChannel}, Case{Kind::ask, 0, 4},
+        Case{Kind::offer, 0, 0, 0, false}, Case{Kind::offer}, Case{Kind::go, 0, 128},
+        Case{Kind::go, 0, 127}, Case{Kind::refuse, 2}, Case{Kind(99)}, Case{Kind::meet, 77},
+        Case{Kind::meet, 0, 0, 0, false}, Case{Kind::closing, 0, 1}}) {
     std::barrier meeting(2);
     run(options_of(2), [&](Rank& me) {
       const Tensor shared({4}, 1);
@@ -331,16 +330,53 @@ TEST(claims_without_sense) {
       meeting.arrive_and_wait();
       Signature name("link");
       name.add(int64_t{each.channel}).add(int64_t{each.is_one_way});
-      Descriptor claim{.op = each.op,
-                       .num_dims = each.is_one_way,
-                       .channel = uint8_t(each.channel),
-                       .seq = each.number,
-                       .signature = each.word};
-      claim.shape[0] = int64_t(name.value() >> 1) + !each.is_known;
-      const std::vector<std::byte> note(each.num_bytes);
-      if (me.rank == 1) me.comm->claim(0, Direction::send, claim, note);
+      const ControlMessage message{.kind = each.kind,
+                                   .channel = each.channel,
+                                   .is_one_way = each.is_one_way,
+                                   .link = name.value() + !each.is_known,
+                                   .number = each.number,
+                                   .payload = std::vector<std::byte>(each.num_bytes)};
+      if (me.rank == 1) me.comm->transport().send_control(0, message.encoded());
       CHECK_CONTAINS(failure_of(me)->message,
                      "sent an NCCL control message that this rank does not know");
     });
   }
+}
+
+ControlMessage some_message(std::mt19937& random) {
+  using Kind = ControlMessage::Kind;
+  ControlMessage message{.kind = Kind(random() % 9),
+                         .channel = int(random() % (kCollectiveChannel + 1)),
+                         .is_one_way = random() % 2 == 1,
+                         .direction = Direction(random() % 2),
+                         .link = random(),
+                         .number = random()};
+  if (message.has_ranks()) message.payload.resize(4 * (random() % 5));
+  if (message.kind == Kind::go) message.payload.resize(sizeof(NcclUniqueId));
+  if (message.kind == Kind::claim) message.payload.resize(random() % 9);
+  if (message.kind == Kind::claim) message.descriptor.num_bytes = int64_t(random());
+  for (std::byte& byte : message.payload) byte = std::byte(random());
+  return message;
+}
+
+// What is decoded is what was encoded; anything else is refused or has fields of the right form.
+TEST(control_messages) {
+  std::mt19937 random(7);
+  int num_refused = 0;
+  for (int attempt = 0; attempt < 20000; ++attempt) {
+    std::vector<std::byte> bytes = some_message(random).encoded();
+    CHECK(ControlMessage::decoded(bytes).encoded() == bytes);
+    if (attempt % 2 == 0) bytes.resize(random() % (bytes.size() + 9));
+    for (int changed = 0; changed < 3 && !bytes.empty(); ++changed)
+      bytes[random() % std::min<size_t>(bytes.size(), 8 + random() % 100)] ^= std::byte(random());
+    try {
+      const auto message = ControlMessage::decoded(bytes);
+      CHECK(message.channel <= kCollectiveChannel && message.descriptor.num_bytes >= 0);
+      CHECK_EQ(message.encoded().size(), bytes.size());
+    } catch (const std::runtime_error& error) {
+      CHECK_CONTAINS(error.what(), "malformed control message");
+      ++num_refused;
+    }
+  }
+  CHECK(num_refused > 5000 && num_refused < 19999);
 }

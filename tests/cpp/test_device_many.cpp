@@ -36,7 +36,7 @@ TEST(traffic_is_that_of_the_tree) {
   run(options, [&](Rank& me) {
     const auto so_far = [&] {
       meeting.arrive_and_wait();
-      const int number = me.hub.num_claims();
+      const int number = me.hub.num_control();
       meeting.arrive_and_wait();
       return number;
     };

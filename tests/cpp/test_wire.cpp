@@ -17,12 +17,12 @@ using Bytes = std::vector<std::byte>;
 constexpr uint32_t kEpoch = 0xfeedbeef;
 
 // Also the kinds that carry a descriptor, written down a second time.
-constexpr Kind kKinds[] = {Kind::data,    Kind::announce,   Kind::refuse,     Kind::accept,
-                           Kind::reject,  Kind::refused,    Kind::failure,    Kind::closing,
-                           Kind::goodbye, Kind::send_claim, Kind::recv_claim, Kind::ready};
+constexpr Kind kKinds[] = {Kind::data,    Kind::announce, Kind::refuse,  Kind::accept,
+                           Kind::reject,  Kind::refused,  Kind::failure, Kind::closing,
+                           Kind::goodbye, Kind::control,  Kind::ready};
 bool carries_descriptor(Kind kind) {
   return kind == Kind::data || kind == Kind::announce || kind == Kind::reject ||
-         kind == Kind::send_claim || kind == Kind::recv_claim || kind == Kind::ready;
+         kind == Kind::ready;
 }
 
 Bytes random_bytes(size_t num_bytes, Random& random) {

@@ -106,8 +106,13 @@ MessageCheck::Collective DeviceExecution::compared(const CollectiveCall& call) c
 
 void DeviceExecution::announce(OpCode op, const MessageCheck::Posted& posted,
                                const std::string& refusal) {
+  const auto reason = std::as_bytes(std::span(refusal));
   for (const auto& [peer, direction, descriptor] : posted.announcements)
-    communicator_.claim(peer, direction, descriptor, std::as_bytes(std::span(refusal)));
+    send({.kind = ControlMessage::Kind::claim,
+          .direction = direction,
+          .descriptor = descriptor,
+          .payload = {reason.begin(), reason.end()}},
+         peer);
   if (!posted.mismatch) return;
   fail_mismatch(op, *posted.mismatch);
   throw_failure();

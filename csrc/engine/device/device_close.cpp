@@ -9,9 +9,6 @@
 namespace pipecomm {
 namespace {
 
-// Signature of what a closing rank claims: how many messages of an order there were.
-constexpr uint64_t kCount = 0;
-static_assert(kCount != Links::kMeeting);
 constexpr const char* kGraphHint =
     "; destroy the CUDA graphs that hold operations of this communicator before it is closed";
 
@@ -20,25 +17,30 @@ constexpr const char* kGraphHint =
 // ------------------------------------------------------------------------------------------------
 // peers that close
 
-void DeviceExecution::on_claim(int peer, Direction direction, const Descriptor& theirs,
-                               std::span<const std::byte> note) {
-  if (theirs.op == OpCode::close && theirs.signature == kCount) {
-    counts_.limit(peer, opposite(direction), theirs.channel, theirs.seq);
-  } else if (theirs.op == OpCode::close || theirs.op == OpCode::connect) {
-    if (!links_->on_claim(peer, theirs, note))
-      fail(FailureKind::error,
-           "rank " + std::to_string(peer) +
-               " sent an NCCL control message that this rank does not know; all ranks "
-               "need the same version of pipecomm_ext");
-  } else if (const auto mismatch = check_.receive(
-                 peer, direction, theirs,
-                 std::string(reinterpret_cast<const char*>(note.data()), note.size()))) {
-    fail_mismatch(theirs.op, *mismatch);
+void DeviceExecution::on_control(int peer, std::span<const std::byte> bytes) {
+  try {
+    const auto message = ControlMessage::decoded(bytes);
+    const Direction direction = message.direction;
+    if (message.kind == ControlMessage::Kind::closing) {
+      counts_.limit(peer, opposite(direction), message.channel, message.number);
+    } else if (message.kind == ControlMessage::Kind::claim) {
+      const auto* const refusal = reinterpret_cast<const char*>(message.payload.data());
+      if (const auto mismatch = check_.receive(peer, direction, message.descriptor,
+                                               {refusal, message.payload.size()}))
+        fail_mismatch(message.descriptor.op, *mismatch);
+    } else if (!links_->receive(peer, message)) {
+      throw std::runtime_error("malformed control message: no link");
+    }
+  } catch (const std::runtime_error&) {
+    fail(FailureKind::error,
+         "rank " + std::to_string(peer) +
+             " sent an NCCL control message that this rank does not know; all ranks "
+             "need the same version of pipecomm_ext");
   }
 }
 
 // Refuses what the peer, which has closed, will not match. Captured messages are not counted alike
-// on both ends, see say_closing().
+// on both ends, see send_closing().
 void DeviceExecution::check_open(OpCode op, Direction direction, int peer, int channel) const {
   if (!has_captured_ && counts_.has_ended(peer, direction, channel))
     throw PipeCommException(closed_failure(op, peer));
@@ -64,7 +66,7 @@ void DeviceExecution::check_unmatched() {
 // Tells peers how many messages there have been: all of a small group, and those of a large one that
 // it has had messages with. A replay of a graph is not counted, so a rank that has captured something
 // says nothing.
-void DeviceExecution::say_closing() {
+void DeviceExecution::send_closing() {
   if (has_captured_ || communicator_.failure()) return;
   const bool are_many = communicator_.are_many(size_t(size()));
   for (int peer = 0; peer < size(); ++peer) {
@@ -72,9 +74,11 @@ void DeviceExecution::say_closing() {
     for (int idx = 0; idx <= num_channels(); ++idx) {
       const int channel = idx == num_channels() ? kCollectiveChannel : idx;
       for (const Direction direction : {Direction::send, Direction::recv}) {
-        Descriptor claim{.op = OpCode::close, .channel = uint8_t(channel), .signature = kCount};
-        claim.seq = counts_.count(peer, direction, channel);
-        communicator_.claim(peer, direction, claim);
+        send({.kind = ControlMessage::Kind::closing,
+              .channel = channel,
+              .direction = direction,
+              .number = counts_.count(peer, direction, channel)},
+             peer);
       }
     }
   }
@@ -138,7 +142,7 @@ void DeviceExecution::stop_looking() {
 
 void DeviceExecution::finish(const Interrupted& interrupted) {
   links_->refuse_more();
-  say_closing();
+  send_closing();
   if (!communicator_.failure())
     for (const DeviceOperationPtr& operation : in_flight_->all())
       communicator_.wait(*operation, Deadline::max(), interrupted);
@@ -170,7 +174,7 @@ void DeviceExecution::end(bool in_order) {
       end_warning_ = "NCCL did not end within " + seconds_text(options_.end_limit) +
                      ": its memory on the device stays in use until it does" + hint;
   }
-  links_->fall_silent();
+  links_->stop_sending();
   in_flight_->abandon(abort_is_stuck);
 }
 

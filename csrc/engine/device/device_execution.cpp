@@ -17,9 +17,7 @@ DeviceExecution::DeviceExecution(Communicator& communicator, const DeviceOptions
                                                           options_.max_ops_per_group)),
       links_(std::make_shared<Links>(
           rank(), size(), options_.host, runtime_, nccl_, options_.nccl,
-          [this](int peer, const Descriptor& claim, std::span<const std::byte> note) {
-            communicator_.claim(peer, Direction::send, claim, note);
-          })),
+          [this](int peer, const ControlMessage& message) { send(message, peer); })),
       in_flight_(std::make_shared<InFlight>(runtime_, communicator)),
       replays_(runtime_, timeout_) {}
 

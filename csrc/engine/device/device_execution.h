@@ -26,6 +26,7 @@
 
 #include "copy/device_runtime.h"
 #include "engine/communicator.h"
+#include "engine/device/control_message.h"
 #include "engine/device/in_flight.h"
 #include "engine/device/lane_batch.h"
 #include "engine/device/links.h"
@@ -74,8 +75,7 @@ class DeviceExecution final : public Execution {
   bool is_late(const Operation& operation) const override;
   bool tick() override;
   void expire(const Operation& operation) override;
-  void on_claim(int peer, Direction direction, const Descriptor& theirs,
-                std::span<const std::byte> note) override;
+  void on_control(int peer, std::span<const std::byte> bytes) override;
 
   // Return within a few seconds after the last operation, whatever holds up the end of NCCL.
   void finish(const Interrupted& interrupted) override;
@@ -132,6 +132,9 @@ class DeviceExecution final : public Execution {
                               Reserve&& reserve, Launch&& body);
   NcclTransport::KeepWaiting keep_waiting(Deadline deadline) const;
 
+  void send(const ControlMessage& message, int peer) {
+    communicator_.transport().send_control(peer, message.encoded());
+  }
   void fail(FailureKind kind, const std::string& message, const std::string& op = "") {
     communicator_.fail(communicator_.own_failure(kind, message, op));
   }
@@ -153,7 +156,7 @@ class DeviceExecution final : public Execution {
 
   void check_open(OpCode op, Direction direction, int peer, int channel) const;
   void check_unmatched();
-  void say_closing();
+  void send_closing();
   Deadline patience_with_peers() const;
   bool meet(const Interrupted& interrupted);
   void stop_looking();

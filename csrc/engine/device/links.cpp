@@ -5,6 +5,7 @@
 #include <cstring>
 #include <thread>
 
+#include "message/bytes.h"
 #include "message/start_thread.h"
 #include "plan/signature.h"
 #include "transport/group_tree.h"
@@ -19,23 +20,12 @@ LinkError link_error(const std::exception& error) {
   return {of_nccl ? of_nccl->result() : NcclResult::internal_error, error.what()};
 }
 
-// By which messages call a link: as an extent of a shape, which is not negative.
+// By which messages name a link.
 uint64_t name_of(const LaneKey& key) {
   Signature signature("link");
   signature.add(int64_t{key.channel}).add(int64_t{key.is_one_way});
   for (const int rank : key.ranks) signature.add(int64_t{rank});
-  return signature.value() >> 1;
-}
-
-Descriptor claim_of(OpCode op, const LaneKey& key, uint64_t name, uint64_t signature,
-                    uint64_t number) {
-  Descriptor claim{.op = op,
-                   .num_dims = key.is_one_way,
-                   .channel = uint8_t(key.channel),
-                   .seq = number,
-                   .signature = signature};
-  claim.shape[0] = static_cast<int64_t>(name);
-  return claim;
+  return signature.value();
 }
 
 bool has(const std::vector<int>& ranks, int rank) {
@@ -43,12 +33,13 @@ bool has(const std::vector<int>& ranks, int rank) {
 }
 
 // The ranks in an invitation, if a link of them is possible that has both of these.
-std::optional<std::vector<int>> ranks_in(std::span<const std::byte> note, bool is_one_way, int size,
-                                         int mine, int theirs) {
-  std::vector<int> ranks(note.size() / sizeof(int));
-  if (note.size() % sizeof(int) != 0 || (is_one_way && ranks.size() != 2)) return std::nullopt;
+std::optional<std::vector<int>> ranks_in(const ControlMessage& message, int size, int mine,
+                                         int theirs) {
+  const bool is_one_way = message.is_one_way;
+  std::vector<int> ranks(message.payload.size() / sizeof(int));
+  if (is_one_way && ranks.size() != 2) return std::nullopt;
   if (ranks.empty()) return ranks;
-  std::memcpy(ranks.data(), note.data(), note.size());
+  std::memcpy(ranks.data(), message.payload.data(), message.payload.size());
   std::vector<int> increasing = ranks;
   std::ranges::sort(increasing);
   const bool are_valid = increasing.front() >= 0 && increasing.back() < size &&
@@ -65,14 +56,14 @@ std::optional<int> other_of_pair(const LaneKey& key, int rank) {
 }  // namespace
 
 Links::Links(int rank, int size, uint64_t host, std::shared_ptr<DeviceRuntime> runtime,
-             std::shared_ptr<NcclTransport> nccl, NcclConfig config, Tell tell)
+             std::shared_ptr<NcclTransport> nccl, NcclConfig config, Send send)
     : rank_(rank),
       size_(size),
       host_(host),
       runtime_(std::move(runtime)),
       nccl_(std::move(nccl)),
       config_(std::move(config)),
-      tell_(std::move(tell)) {}
+      send_(std::move(send)) {}
 
 // ------------------------------------------------------------------------------------------------
 // making links
@@ -87,7 +78,7 @@ Links::Entry& Links::entry_of(const LaneKey& key) {
     const TreePlace place = tree_place(mine, size);
     if (!place.is_root()) link.parent = link.ranks[size_t(place.parent)];
     for (const int child : place.children) link.children.push_back(link.ranks[size_t(child)]);
-    link.heard_in_round.resize(size_t(std::bit_width(unsigned(size - 1))));
+    link.has_met_in_round.resize(size_t(std::bit_width(unsigned(size - 1))));
     link.name = name_of(key);
     link.host = host_;
     names_.emplace(link.name, &*found);
@@ -112,9 +103,9 @@ void Links::begin_locked(Entry& entry, int invited_by, ToDo& to_do) {
   if (!is_new) return;
   for (const int child : link.children)
     if (child != invited_by && !link.have_asked.contains(child))
-      to_do.said.push_back({child, &entry, kInvite});
+      to_do.to_send.push_back({child, message_of(entry, Kind::invite)});
   if (link.parent >= 0 && link.parent != invited_by && !link.has_asked)
-    to_do.said.push_back({link.parent, &entry, kInvite});
+    to_do.to_send.push_back({link.parent, message_of(entry, Kind::invite)});
 }
 
 // Takes the next steps of this rank, if it is their time.
@@ -125,10 +116,10 @@ void Links::go_on(Entry& entry, ToDo& to_do) {
   if (link.state == State::waiting && link.have_asked.size() == link.children.size()) {
     if (!is_root) {
       if (!std::exchange(link.has_asked, true))
-        to_do.said.push_back({link.parent, &entry, kAsk, link.host});
+        to_do.to_send.push_back({link.parent, message_of(entry, Kind::ask, link.host)});
     } else if (!is_ending_ && take_place(entry)) {
       link.state = State::offered;
-      say_to_children(entry, kOffer, to_do);
+      send_to_children(entry, message_of(entry, Kind::offer), to_do);
     }
   }
   if (link.state != State::offered || link.have_joined.size() < link.children.size()) return;
@@ -137,7 +128,7 @@ void Links::go_on(Entry& entry, ToDo& to_do) {
     to_do.to_connect.push_back({&entry, link.host != 0, std::nullopt});
   } else if (!link.has_joined && take_place(entry)) {
     link.has_joined = true;
-    to_do.said.push_back({link.parent, &entry, kJoin});
+    to_do.to_send.push_back({link.parent, message_of(entry, Kind::join)});
   }
 }
 
@@ -169,38 +160,43 @@ void Links::refuse_locked(Entry& entry, int by, ToDo& to_do) {
   if (link.refused_by || (link.state != State::waiting && link.state != State::offered)) return;
   link.refused_by = by;
   changed_.notify_all();
-  if (link.parent >= 0) to_do.said.push_back({link.parent, &entry, kRefuse, uint64_t(by)});
-  for (const int child : link.children)
-    to_do.said.push_back({child, &entry, kRefuse, uint64_t(by)});
+  const ControlMessage refusal = message_of(entry, Kind::refuse, uint64_t(by));
+  if (link.parent >= 0) to_do.to_send.push_back({link.parent, refusal});
+  send_to_children(entry, refusal, to_do);
   leave_place(entry, to_do);
 }
 
-void Links::say_to_children(const Entry& entry, Word word, ToDo& to_do, uint64_t number,
-                            const std::optional<NcclUniqueId>& id) {
-  for (const int child : entry.second.children)
-    to_do.said.push_back({child, &entry, word, number, id});
+ControlMessage Links::message_of(const Entry& entry, Kind kind, uint64_t number,
+                                 std::span<const std::byte> id) {
+  const auto& [key, link] = entry;
+  ControlMessage message{.kind = kind,
+                         .channel = key.channel,
+                         .is_one_way = key.is_one_way,
+                         .link = link.name,
+                         .number = number,
+                         .payload = {id.begin(), id.end()}};
+  if (message.has_ranks())
+    append(message.payload, key.ranks.data(), key.ranks.size() * sizeof(int));
+  return message;
+}
+
+void Links::send_to_children(const Entry& entry, const ControlMessage& message, ToDo& to_do) {
+  for (const int child : entry.second.children) to_do.to_send.push_back({child, message});
 }
 
 void Links::perform(const ToDo& to_do) {
-  for (const auto& [peer, entry, word, number, id] : to_do.said) {
-    const auto& [key, link] = *entry;
-    const bool names_ranks = word == kInvite || word == kAsk || word == kRefuse;
-    tell(peer, claim_of(OpCode::connect, key, link.name, word, number),
-         id            ? std::as_bytes(std::span(id->bytes))
-         : names_ranks ? std::as_bytes(std::span(key.ranks))
-                       : std::span<const std::byte>{});
-  }
+  for (const auto& [peer, message] : to_do.to_send) send(peer, message);
   for (const Connecting& connecting : to_do.to_connect) connect_apart(connecting);
 }
 
-void Links::tell(int peer, const Descriptor& claim, std::span<const std::byte> note) {
-  std::lock_guard lock(telling_mutex_);
-  if (tell_) tell_(peer, claim, note);
+void Links::send(int peer, const ControlMessage& message) {
+  std::lock_guard lock(sending_mutex_);
+  if (send_) send_(peer, message);
 }
 
-void Links::fall_silent() {
-  std::lock_guard lock(telling_mutex_);
-  tell_ = nullptr;
+void Links::stop_sending() {
+  std::lock_guard lock(sending_mutex_);
+  send_ = nullptr;
 }
 
 void Links::connect_apart(const Connecting& connecting) {
@@ -221,7 +217,10 @@ void Links::connect(const Connecting& connecting) {
     const NcclLane lane{key, id ? *id : nccl_->new_id(), is_within_host, runtime_->new_stream()};
     if (!id) {
       ToDo go;
-      say_to_children(*entry, kGo, go, is_within_host, lane.id);
+      send_to_children(
+          *entry,
+          message_of(*entry, Kind::go, is_within_host, std::as_bytes(std::span(lane.id.bytes))),
+          go);
       perform(go);
     }
     const int comm_idx = nccl_->connect(lane, config_);
@@ -249,59 +248,54 @@ void Links::settle(const LaneKey& key, State state, const std::function<void(Lin
 }
 
 // ------------------------------------------------------------------------------------------------
-// what peers say
+// messages of peers
 
-// The link that a claim is about; null if there is none.
-Links::Entry* Links::named(int peer, const Descriptor& claim, std::span<const std::byte> note) {
-  const auto found = names_.find(uint64_t(claim.shape[0]));
+// The link that a message is about; null if there is none.
+Links::Entry* Links::named(int peer, const ControlMessage& message) {
+  const auto found = names_.find(message.link);
   Entry* entry = found == names_.end() ? nullptr : found->second;
-  const uint64_t word = claim.signature;
-  if (claim.op == OpCode::connect && (word == kInvite || word == kAsk || word == kRefuse)) {
-    const auto ranks = ranks_in(note, claim.num_dims != 0, size_, rank_, peer);
-    if (!ranks) return nullptr;
-    const LaneKey key{claim.channel, *ranks, claim.num_dims != 0};
-    if (!entry && name_of(key) == uint64_t(claim.shape[0])) entry = &entry_of(key);
-    return entry && entry->first == key ? entry : nullptr;
-  }
-  const bool has_id = claim.op == OpCode::connect && word == kGo;
-  if (note.size() != (has_id ? sizeof(NcclUniqueId) : 0)) return nullptr;
-  return entry && has(entry->second.ranks, peer) ? entry : nullptr;
+  if (!message.has_ranks()) return entry && has(entry->second.ranks, peer) ? entry : nullptr;
+  const auto ranks = ranks_in(message, size_, rank_, peer);
+  if (!ranks) return nullptr;
+  const LaneKey key{message.channel, *ranks, message.is_one_way};
+  if (!entry && name_of(key) == message.link) entry = &entry_of(key);
+  return entry && entry->first == key ? entry : nullptr;
 }
 
-bool Links::on_claim(int peer, const Descriptor& claim, std::span<const std::byte> note) {
-  if (!nccl_ || claim.channel > kCollectiveChannel) return false;
+bool Links::receive(int peer, const ControlMessage& message) {
+  if (!nccl_) return false;
   ToDo to_do;
   {
     std::lock_guard lock(mutex_);
-    Entry* const entry = named(peer, claim, note);
-    if (!entry || !hear(peer, *entry, claim, note, to_do)) return false;
+    Entry* const entry = named(peer, message);
+    if (!entry || !handle(peer, *entry, message, to_do)) return false;
   }
   perform(to_do);
   return true;
 }
 
-bool Links::hear(int peer, Entry& entry, const Descriptor& claim, std::span<const std::byte> note,
-                 ToDo& to_do) {
+bool Links::handle(int peer, Entry& entry, const ControlMessage& message, ToDo& to_do) {
   Link& link = entry.second;
-  if (claim.op == OpCode::close) {
-    if (claim.seq >= link.heard_in_round.size()) return false;
-    return link.heard_in_round[claim.seq] = true;
+  const uint64_t number = message.number;
+  if (message.kind == Kind::meet) {
+    if (number >= link.has_met_in_round.size()) return false;
+    return link.has_met_in_round[number] = true;
   }
   const bool is_from_child = has(link.children, peer), is_from_parent = peer == link.parent;
   if (!is_from_child && !is_from_parent) return false;
-  switch (claim.signature) {
-    case kAsk:
+  switch (message.kind) {
+    case Kind::ask:
       if (!is_from_child) return false;
       link.have_asked.insert(peer);
-      if (claim.seq != link.host) link.host = 0;
+      if (number != link.host) link.host = 0;
       [[fallthrough]];
-    case kInvite:
+    case Kind::invite:
       if (is_ending_ && link.state == State::waiting)
         refuse_locked(entry, rank_, to_do);
       else
         begin_locked(entry, peer, to_do);
       return true;
-    case kOffer:
+    case Kind::offer:
       if (!is_from_parent || link.state != State::waiting) return false;
       if (link.refused_by) return true;
       if (is_ending_) {
@@ -309,26 +303,26 @@ bool Links::hear(int peer, Entry& entry, const Descriptor& claim, std::span<cons
         return true;
       }
       link.state = State::offered;
-      say_to_children(entry, kOffer, to_do);
+      send_to_children(entry, message_of(entry, Kind::offer), to_do);
       go_on(entry, to_do);
       return true;
-    case kJoin:
+    case Kind::join:
       if (!is_from_child) return false;
       link.have_joined.insert(peer);
       go_on(entry, to_do);
       return true;
-    case kGo: {
+    case Kind::go: {
       if (!is_from_parent || !link.has_joined || link.state != State::offered) return false;
       NcclUniqueId id{};
-      std::memcpy(&id, note.data(), sizeof id);
+      std::memcpy(&id, message.payload.data(), sizeof id);
       link.state = State::connecting;
-      say_to_children(entry, kGo, to_do, claim.seq, id);
-      to_do.to_connect.push_back({&entry, claim.seq != 0, id});
+      send_to_children(entry, message, to_do);
+      to_do.to_connect.push_back({&entry, number != 0, id});
       return true;
     }
-    case kRefuse:
-      if (claim.seq >= uint64_t(size_)) return false;
-      refuse_locked(entry, static_cast<int>(claim.seq), to_do);
+    case Kind::refuse:
+      if (number >= uint64_t(size_)) return false;
+      refuse_locked(entry, static_cast<int>(number), to_do);
       return true;
     default:
       return false;
@@ -399,7 +393,7 @@ StreamHandle Links::stream_of(const LaneKey& key) const {
 // ------------------------------------------------------------------------------------------------
 // the end
 
-// In round k of a link a rank tells the one 2^k above it that all it has heard of have come.
+// In round k of a link a rank sends the one 2^k above it a message once all before it have come.
 bool Links::meet(const std::function<bool()>& keeps_waiting,
                  const std::function<bool(int peer)>& has_closed) {
   const auto wait_for = [&](std::unique_lock<std::mutex>& lock, auto&& condition) {
@@ -425,19 +419,19 @@ bool Links::meet(const std::function<bool()>& keeps_waiting,
     for (Entry& entry : links_)
       if (entry.second.state == State::ready) ready.push_back(&entry);
   }
-  const auto tell_above = [&](const Entry& entry, size_t round) {
+  const auto send_above = [&](const Entry& entry, size_t round) {
     const auto& [key, link] = entry;
     const auto mine = size_t(std::ranges::find(link.ranks, rank_) - link.ranks.begin());
     const int above = link.ranks[(mine + (size_t{1} << round)) % link.ranks.size()];
-    tell(above, claim_of(OpCode::close, key, link.name, kMeeting, round), {});
+    send(above, message_of(entry, Kind::meet, round));
   };
-  for (const Entry* const entry : ready) tell_above(*entry, 0);
+  for (const Entry* const entry : ready) send_above(*entry, 0);
   for (const Entry* const entry : ready) {
-    const std::vector<bool>& heard = entry->second.heard_in_round;
-    for (size_t round = 0; round < heard.size(); ++round) {
-      if (round > 0) tell_above(*entry, round);
+    const std::vector<bool>& has_met = entry->second.has_met_in_round;
+    for (size_t round = 0; round < has_met.size(); ++round) {
+      if (round > 0) send_above(*entry, round);
       std::unique_lock lock(mutex_);
-      if (!wait_for(lock, [&] { return heard[round]; })) return false;
+      if (!wait_for(lock, [&] { return has_met[round]; })) return false;
     }
   }
   return true;

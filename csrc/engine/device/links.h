@@ -3,7 +3,7 @@
 // A lane is a communicator with a stream, on which everything runs in the order of the calls: the
 // messages from one rank to another one on a channel, or the exchanges of some ranks on a channel. So
 // no other messages wait for each other, and no lane is made that nobody uses. A link is what the
-// ranks of a lane say to each other until they have its communicator.
+// ranks of a lane send each other until they have its communicator.
 //
 // The ranks of a link make it in the background. NCCL's calls wait for all of them, so each rank calls
 // it on a thread of its own, and only after all have promised to come, along the tree of the ranks of
@@ -20,7 +20,7 @@
 // and threads of NCCL. The lower rank of a pair, which is the root, takes its place before it offers,
 // and the higher one before it joins; so no ranks wait for each other's places in a circle.
 //
-// A rank that is about to end refuses as long as it has no offer, and all ranks of the link hear so.
+// A rank that is about to end refuses as long as it has no offer, and all ranks of the link are told.
 #pragma once
 
 #include <condition_variable>
@@ -36,7 +36,7 @@
 #include <vector>
 
 #include "copy/device_runtime.h"
-#include "message/descriptor.h"
+#include "engine/device/control_message.h"
 #include "transport/nccl/nccl_transport.h"
 #include "transport/transport.h"
 
@@ -65,20 +65,18 @@ struct LinkError {
 // Threads that connect share it: one is left behind if NCCL does not return.
 class Links : public std::enable_shared_from_this<Links> {
  public:
-  // Tells a peer something about a link.
-  using Tell =
-      std::function<void(int peer, const Descriptor& claim, std::span<const std::byte> note)>;
+  using Send = std::function<void(int peer, const ControlMessage& message)>;
 
   // A rank that is alone has no `nccl`, and only streams. Ranks with the same `host`, which is not 0, are on
   // one host.
   Links(int rank, int size, uint64_t host, std::shared_ptr<DeviceRuntime> runtime,
-        std::shared_ptr<NcclTransport> nccl, NcclConfig config, Tell tell);
+        std::shared_ptr<NcclTransport> nccl, NcclConfig config, Send send);
 
   // Begins to make a link, if nobody has. Never waits.
   void begin(const LaneKey& key);
   bool is_ready(const LaneKey& key) const;
   bool wait_until_ready(const LaneKey& key, Deadline until) const;
-  // Whether its other ranks have said that they are there.
+  // Whether its other ranks have answered.
   bool is_answered(const LaneKey& key) const;
   // The rank that has refused it, if any.
   std::optional<int> refused_by(const LaneKey& key) const;
@@ -93,10 +91,8 @@ class Links : public std::enable_shared_from_this<Links> {
   // The stream of a lane if there is one yet, else null.
   StreamHandle stream_of(const LaneKey& key) const;
 
-  // What a peer says of a link, with OpCode::connect, or OpCode::close and kMeeting as `signature`.
-  // False if it makes no sense.
-  static constexpr uint64_t kMeeting = 1;
-  bool on_claim(int peer, const Descriptor& claim, std::span<const std::byte> note);
+  // A peer's message about a link. False if it makes no sense.
+  bool receive(int peer, const ControlMessage& message);
 
   // No link is begun from now on, and those that have not been offered are refused.
   void refuse_more();
@@ -105,8 +101,8 @@ class Links : public std::enable_shared_from_this<Links> {
   // answer any more.
   bool meet(const std::function<bool()>& keeps_waiting,
             const std::function<bool(int peer)>& has_closed);
-  // Nothing is said any more.
-  void fall_silent();
+  // Nothing is sent any more.
+  void stop_sending();
 
  private:
   // `offered`: it will be made, or one of its ranks refuses it.
@@ -115,7 +111,7 @@ class Links : public std::enable_shared_from_this<Links> {
     std::vector<int> ranks;  // increasing
     int parent = -1;         // in their tree; -1: this rank is the root
     std::vector<int> children;
-    uint64_t name = 0;  // for messages
+    uint64_t name = 0;  // in messages
     uint64_t host = 0;  // of this rank and those below that have asked; 0: several
     bool is_begun = false;
     bool has_asked = false, has_place = false, has_joined = false;
@@ -123,18 +119,14 @@ class Links : public std::enable_shared_from_this<Links> {
     State state = State::waiting;
     std::optional<int> refused_by;
     std::optional<LinkError> error;
-    std::vector<bool> heard_in_round;  // of the meeting at the end
+    std::vector<bool> has_met_in_round;  // of the meeting at the end
   };
   using Entry = std::pair<const LaneKey, Link>;
-  enum Word : uint64_t { kInvite, kAsk, kOffer, kJoin, kGo, kRefuse };
-  // What is to be said or done once the lock is free.
-  struct Said {
+  using Kind = ControlMessage::Kind;
+  // What is to be sent or done once the lock is free.
+  struct Outgoing {
     int peer;
-    const Entry* entry;
-    Word word;
-    uint64_t number =
-        0;  // of a rank that refuses; the host of ranks that ask; going: whether all are on one
-    std::optional<NcclUniqueId> id = std::nullopt;
+    ControlMessage message;
   };
   struct Connecting {
     const Entry* entry;
@@ -142,36 +134,36 @@ class Links : public std::enable_shared_from_this<Links> {
     std::optional<NcclUniqueId> id;  // none: this rank, the root, chooses it
   };
   struct ToDo {
-    std::vector<Said> said;
+    std::vector<Outgoing> to_send;
     std::vector<Connecting> to_connect;
   };
 
   // With the lock:
   Entry& entry_of(const LaneKey& key);
-  Entry* named(int peer, const Descriptor& claim, std::span<const std::byte> note);
+  Entry* named(int peer, const ControlMessage& message);
   void begin_locked(Entry& entry, int invited_by, ToDo& to_do);
   void go_on(Entry& entry, ToDo& to_do);
   void refuse_locked(Entry& entry, int by, ToDo& to_do);
   bool take_place(Entry& entry);
   void leave_place(Entry& entry, ToDo& to_do);
-  static void say_to_children(const Entry& entry, Word word, ToDo& to_do, uint64_t number = 0,
-                              const std::optional<NcclUniqueId>& id = std::nullopt);
-  bool hear(int peer, Entry& entry, const Descriptor& claim, std::span<const std::byte> note,
-            ToDo& to_do);
+  static ControlMessage message_of(const Entry& entry, Kind kind, uint64_t number = 0,
+                                   std::span<const std::byte> id = {});
+  static void send_to_children(const Entry& entry, const ControlMessage& message, ToDo& to_do);
+  bool handle(int peer, Entry& entry, const ControlMessage& message, ToDo& to_do);
   // Without it:
   void perform(const ToDo& to_do);
   void connect_apart(const Connecting& connecting);
   void connect(const Connecting& connecting);
   void settle(const LaneKey& key, State state, const std::function<void(Link&)>& note);
-  void tell(int peer, const Descriptor& claim, std::span<const std::byte> note);
+  void send(int peer, const ControlMessage& message);
 
   const int rank_, size_;
   const uint64_t host_;
   const std::shared_ptr<DeviceRuntime> runtime_;
   const std::shared_ptr<NcclTransport> nccl_;
   const NcclConfig config_;
-  std::mutex telling_mutex_;
-  Tell tell_;  // null: nobody is told any more
+  std::mutex sending_mutex_;
+  Send send_;  // null: nothing is sent any more
 
   mutable std::mutex mutex_;
   mutable std::condition_variable changed_;

@@ -182,12 +182,8 @@ void PeerLink::handle_record(const wire::Record& record) {
     case wire::Kind::failure:
       failure_ = decode_failure(record.payload);
       return;
-    case wire::Kind::send_claim:
-    case wire::Kind::recv_claim:
-      claims_.push_back(
-          {record.header.kind == wire::Kind::send_claim ? Direction::send : Direction::recv,
-           record.descriptor,
-           {record.payload.begin(), record.payload.end()}});
+    case wire::Kind::control:
+      control_.emplace_back(record.payload.begin(), record.payload.end());
       return;
     case wire::Kind::closing:
       peer_closes_ = true;
@@ -396,10 +392,8 @@ void PeerLink::say_failure(const Failure& failure) {
   add(wire::Kind::failure, 0, 0, nullptr, encode_failure(failure));
 }
 
-void PeerLink::say_claim(Direction direction, const Descriptor& descriptor,
-                         std::span<const std::byte> note) {
-  add(direction == Direction::send ? wire::Kind::send_claim : wire::Kind::recv_claim,
-      descriptor.channel, descriptor.seq, &descriptor, note);
+void PeerLink::send_control(std::span<const std::byte> message) {
+  add(wire::Kind::control, 0, 0, nullptr, message);
 }
 
 void PeerLink::leave() {

@@ -68,9 +68,8 @@ class PeerLink {
   void say_closing();
   void say_goodbye();
   void say_failure(const Failure& failure);
-  // See HostTransport::claim.
-  void say_claim(Direction direction, const Descriptor& descriptor,
-                 std::span<const std::byte> note);
+  // See HostTransport.
+  void send_control(std::span<const std::byte> message);
   // The connection is gone: everything under way fails.
   void lose();
   // The peer has left, or died, before it met this rank: what follows is no loss.
@@ -88,12 +87,7 @@ class PeerLink {
   std::vector<Outcome> take_outcomes() { return std::exchange(outcomes_, {}); }
   // Sends whose receivers stand ready for the bodies, which follow what flush() sends.
   std::vector<RequestPtr> take_departing() { return std::exchange(departing_, {}); }
-  struct Claim {
-    Direction direction;  // as seen from the peer
-    Descriptor descriptor;
-    std::vector<std::byte> note;
-  };
-  std::vector<Claim> take_claims() { return std::exchange(claims_, {}); }
+  std::vector<std::vector<std::byte>> take_control() { return std::exchange(control_, {}); }
   // Of the peer's communicator, once it has said so.
   const std::optional<Failure>& failure() const { return failure_; }
 
@@ -168,7 +162,7 @@ class PeerLink {
   bool dropped_ = false;
   std::vector<Outcome> outcomes_;
   std::vector<RequestPtr> departing_;
-  std::vector<Claim> claims_;
+  std::vector<std::vector<std::byte>> control_;  // messages of the peer
   std::optional<Failure> failure_;
 };
 

@@ -163,7 +163,7 @@ void TcpTransport::lost(Peer& peer, std::unique_lock<std::mutex>& lock, const st
 void TcpTransport::act(Peer& peer, std::unique_lock<std::mutex>& lock) {
   PeerLink& link = peer.connection.link();
   const auto outcomes = link.take_outcomes();
-  const auto claims = link.take_claims();
+  const auto control = link.take_control();
   const std::optional<Failure> failure = link.failure();
   const bool is_news = failure && !std::exchange(peer.failure_told, true);
   lock.unlock();
@@ -180,8 +180,7 @@ void TcpTransport::act(Peer& peer, std::unique_lock<std::mutex>& lock) {
   // for that cause, also one that is being posted now.
   if (is_news) events_.on_remote_failure(*failure);
   if (!failure) settle(true);
-  for (const PeerLink::Claim& claim : claims)
-    events_.on_claim(link.peer(), claim.direction, claim.descriptor, claim.note);
+  for (const auto& message : control) events_.on_control(link.peer(), message);
   if (outcomes.empty()) return;
   num_pending_ -= static_cast<int64_t>(outcomes.size());
   nudge();

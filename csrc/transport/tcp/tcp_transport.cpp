@@ -130,12 +130,11 @@ void TcpTransport::post(std::span<const RequestPtr> batch, bool is_async) {
   if (is_async) arm();
 }
 
-void TcpTransport::claim(int peer_idx, Direction direction, const Descriptor& descriptor,
-                         std::span<const std::byte> note) {
+void TcpTransport::send_control(int peer_idx, std::span<const std::byte> message) {
   if (aborted_) return;
   Peer& peer = peer_for(peer_idx);
   std::unique_lock lock(peer.mutex);
-  peer.connection.link().say_claim(direction, descriptor, note);
+  peer.connection.link().send_control(message);
   write(peer);
   act(peer, lock);
 }

@@ -60,8 +60,7 @@ class TcpTransport final : public HostTransport {
   ~TcpTransport() override;
 
   void post(std::span<const RequestPtr> batch, bool is_async) override;
-  void claim(int peer, Direction direction, const Descriptor& descriptor,
-             std::span<const std::byte> note) override;
+  void send_control(int peer, std::span<const std::byte> message) override;
   void connect(int peer) override;
   // Where a peer listens, and who it is: connections to it can be made from now on.
   void introduce(int peer, const Introduction& introduction);

@@ -5,54 +5,14 @@
 #include <utility>
 
 #include "message/bytes.h"
+#include "message/descriptor_bytes.h"
 #include "transport/transport.h"
 
 namespace pipecomm::wire {
 namespace {
 
-struct WireDescriptor {
-  uint8_t op, dtype, num_dims, channel;
-  uint32_t reserved;
-  uint64_t seq;
-  uint64_t signature;
-  int64_t num_bytes;
-  int64_t shape[kMaxDescriptorDims];
-};
-static_assert(sizeof(WireDescriptor) == 32 + 8 * kMaxDescriptorDims);
-
 constexpr size_t kAlign = 8;
 constexpr size_t aligned(size_t num_bytes) { return (num_bytes + kAlign - 1) / kAlign * kAlign; }
-
-WireDescriptor encode(const Descriptor& d) {
-  WireDescriptor wire{static_cast<uint8_t>(d.op),
-                      d.dtype,
-                      d.num_dims,
-                      d.channel,
-                      0,
-                      d.seq,
-                      d.signature,
-                      d.num_bytes,
-                      {}};
-  for (int dim = 0; dim < kMaxDescriptorDims; ++dim) wire.shape[dim] = d.shape[dim];
-  return wire;
-}
-
-Descriptor decode(const WireDescriptor& wire) {
-  Descriptor d;
-  d.op = static_cast<OpCode>(wire.op);
-  d.dtype = wire.dtype;
-  d.num_dims = wire.num_dims;
-  d.channel = wire.channel;
-  d.seq = wire.seq;
-  d.signature = wire.signature;
-  d.num_bytes = wire.num_bytes;
-  if (d.num_bytes < 0) throw std::runtime_error("malformed packet: a message of negative size");
-  for (int dim = 0; dim < kMaxDescriptorDims; ++dim) {
-    if (wire.shape[dim] < 0) throw std::runtime_error("malformed packet: a negative extent");
-    d.shape[dim] = wire.shape[dim];
-  }
-  return d;
-}
 
 }  // namespace
 
@@ -69,10 +29,7 @@ bool PacketWriter::add(Kind kind, int channel, uint64_t seq, const Descriptor* d
   RecordHeader header{kind, static_cast<uint8_t>(channel), descriptor != nullptr,
                       static_cast<uint32_t>(payload.size()), seq};
   append(bytes_, &header, sizeof header);
-  if (descriptor) {
-    const WireDescriptor wire = encode(*descriptor);
-    append(bytes_, &wire, sizeof wire);
-  }
+  if (descriptor) append(bytes_, *descriptor);
   append(bytes_, payload.data(), payload.size());
   bytes_.resize(bytes_.size() + aligned(payload.size()) - payload.size());
   ++num_records_;
@@ -132,12 +89,11 @@ PacketReader::PacketReader(std::span<const std::byte> packet, uint32_t epoch) {
     const Kind kind = record.header.kind;
     if (kind < Kind::data || kind > Kind::ready)
       in.fail("unknown record kind " + std::to_string(static_cast<int>(kind)));
-    const bool needs_descriptor = kind == Kind::data || kind == Kind::announce ||
-                                  kind == Kind::reject || kind == Kind::send_claim ||
-                                  kind == Kind::recv_claim || kind == Kind::ready;
+    const bool needs_descriptor =
+        kind == Kind::data || kind == Kind::announce || kind == Kind::reject || kind == Kind::ready;
     if ((record.header.has_descriptor != 0) != needs_descriptor)
       in.fail("descriptor where none belongs, or none");
-    if (needs_descriptor) record.descriptor = decode(in.value<WireDescriptor>("a descriptor"));
+    if (needs_descriptor) record.descriptor = read_descriptor(in);
     const size_t num_payload_bytes = record.header.num_payload_bytes;
     record.payload = in.take(aligned(num_payload_bytes), "a payload").first(num_payload_bytes);
     if ((kind == Kind::refuse || kind == Kind::refused) && num_payload_bytes > kMaxTextBytes)

@@ -31,11 +31,8 @@ enum class Kind : uint8_t {
   failure = 7,   // an encoded Failure: the sender's communicator is unusable
   closing = 8,   // the sender posts nothing more
   goodbye = 9,   // the sender is about to disconnect
-  // Descriptor of a message that the sender of the record sends, or expects, by other means, or of what
-  // they take; and a note.
-  send_claim = 10,
-  recv_claim = 11,
-  ready = 12,  // descriptor of a large receive: its body may be written at once
+  control = 10,  // bytes for the peer's owner, see HostTransport::send_control
+  ready = 11,    // descriptor of a large receive: its body may be written at once
 };
 
 struct PacketHeader {
