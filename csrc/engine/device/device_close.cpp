@@ -14,75 +14,20 @@ constexpr const char* kGraphHint =
 
 }  // namespace
 
+void DeviceExecution::on_control(int peer, std::span<const std::byte> bytes) {
+  std::optional<ControlMessage> message;
+  try {
+    message = ControlMessage::decoded(bytes);
+  } catch (const std::runtime_error&) {
+  }
+  if (message && (checks_.receive(peer, *message) || links_->receive(peer, *message))) return;
+  fail(FailureKind::error, "rank " + std::to_string(peer) +
+                               " sent an NCCL control message that this rank does not know; all "
+                               "ranks need the same version of pipecomm_ext");
+}
+
 // ------------------------------------------------------------------------------------------------
 // peers that close
-
-void DeviceExecution::on_control(int peer, std::span<const std::byte> bytes) {
-  try {
-    const auto message = ControlMessage::decoded(bytes);
-    const Direction direction = message.direction;
-    if (message.kind == ControlMessage::Kind::closing) {
-      counts_.limit(peer, opposite(direction), message.channel, message.number);
-    } else if (message.kind == ControlMessage::Kind::claim) {
-      const auto* const refusal = reinterpret_cast<const char*>(message.payload.data());
-      if (const auto mismatch = check_.receive(peer, direction, message.descriptor,
-                                               {refusal, message.payload.size()}))
-        fail_mismatch(message.descriptor.op, *mismatch);
-    } else if (!links_->receive(peer, message)) {
-      throw std::runtime_error("malformed control message: no link");
-    }
-  } catch (const std::runtime_error&) {
-    fail(FailureKind::error,
-         "rank " + std::to_string(peer) +
-             " sent an NCCL control message that this rank does not know; all ranks "
-             "need the same version of pipecomm_ext");
-  }
-}
-
-// Refuses what the peer, which has closed, will not match. Captured messages are not counted alike
-// on both ends, see send_closing().
-void DeviceExecution::check_open(OpCode op, Direction direction, int peer, int channel) const {
-  if (!has_captured_ && counts_.has_ended(peer, direction, channel))
-    throw PipeCommException(closed_failure(op, peer));
-}
-
-// NCCL cannot take back a message, so one without another end fails the communicator.
-void DeviceExecution::check_unmatched() {
-  const auto unmatched = has_captured_ ? std::nullopt : counts_.unmatched();
-  if (!unmatched) return;
-  Descriptor descriptor;
-  descriptor.channel = static_cast<uint8_t>(unmatched->channel);
-  descriptor.seq = unmatched->seq;
-  Failure failure{.kind = FailureKind::peer_lost, .rank = rank(), .origin_rank = unmatched->peer};
-  name_message(failure, unmatched->peer, descriptor);
-  failure.message = (descriptor.channel == kCollectiveChannel
-                         ? "a collective with rank " + std::to_string(unmatched->peer)
-                         : message_text(unmatched->direction, unmatched->peer, descriptor)) +
-                    " has no other end: rank " + std::to_string(unmatched->peer) +
-                    " has closed its communicator";
-  communicator_.fail(std::move(failure));
-}
-
-// Tells peers how many messages there have been: all of a small group, and those of a large one that
-// it has had messages with. A replay of a graph is not counted, so a rank that has captured something
-// says nothing.
-void DeviceExecution::send_closing() {
-  if (has_captured_ || communicator_.failure()) return;
-  const bool are_many = communicator_.are_many(size_t(size()));
-  for (int peer = 0; peer < size(); ++peer) {
-    if (peer == rank() || (are_many && !counts_.has_any(peer))) continue;
-    for (int idx = 0; idx <= num_channels(); ++idx) {
-      const int channel = idx == num_channels() ? kCollectiveChannel : idx;
-      for (const Direction direction : {Direction::send, Direction::recv}) {
-        send({.kind = ControlMessage::Kind::closing,
-              .channel = channel,
-              .direction = direction,
-              .number = counts_.count(peer, direction, channel)},
-             peer);
-      }
-    }
-  }
-}
 
 // Over a network NCCL may hold a message on this host until its receiver takes it, and would lose it at
 // the end. A receiver has its timeout for that.
@@ -90,7 +35,7 @@ Deadline DeviceExecution::patience_with_peers() const {
   const Deadline least = Clock::now() + options_.end_limit;
   Clock::time_point sent_at = nccl_->sent_over_network_at();
   if (sent_at == Clock::time_point::min()) return least;
-  if (has_captured_) sent_at = Clock::now();  // nobody sees when a graph was replayed
+  if (checks_.has_captured()) sent_at = Clock::now();  // nobody sees when a graph was replayed
   if (!timeout_) return Deadline::max();
   return std::max(least, sent_at + std::chrono::duration_cast<Clock::duration>(*timeout_));
 }
@@ -142,7 +87,7 @@ void DeviceExecution::stop_looking() {
 
 void DeviceExecution::finish(const Interrupted& interrupted) {
   links_->refuse_more();
-  send_closing();
+  checks_.send_closing();
   if (!communicator_.failure())
     for (const DeviceOperationPtr& operation : in_flight_->all())
       communicator_.wait(*operation, Deadline::max(), interrupted);
@@ -156,7 +101,7 @@ void DeviceExecution::end(bool in_order) {
   const auto is_late = [](const std::future<void>& ended, std::chrono::nanoseconds limit) {
     return ended.wait_for(limit) != std::future_status::ready;
   };
-  const std::string hint = has_captured_ ? kGraphHint : "";
+  const std::string hint = checks_.has_captured() ? kGraphHint : "";
   const bool aborts = !in_order || communicator_.failure();
   bool abort_is_stuck = false;
   if (nccl_ && aborts) {
@@ -170,7 +115,7 @@ void DeviceExecution::end(bool in_order) {
   } else if (nccl_) {
     const auto ended = run_apart([nccl = nccl_] { nccl->finish(); });
     // Without graphs it may be the ranks of other links that hold up one of this rank.
-    if (all_have_come_ && is_late(ended, options_.end_limit) && has_captured_)
+    if (all_have_come_ && is_late(ended, options_.end_limit) && checks_.has_captured())
       end_warning_ = "NCCL did not end within " + seconds_text(options_.end_limit) +
                      ": its memory on the device stays in use until it does" + hint;
   }

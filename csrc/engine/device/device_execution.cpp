@@ -1,5 +1,6 @@
 #include "engine/device/device_execution.h"
 
+#include "engine/device/failures.h"
 #include "engine/device/packed_sends.h"
 #include "engine/whole_copies.h"
 
@@ -11,13 +12,13 @@ DeviceExecution::DeviceExecution(Communicator& communicator, const DeviceOptions
       options_(options),
       timeout_(communicator.options().timeout),
       runtime_(std::move(runtime)),
-      check_(size(), num_channels(), options.check),
+      checks_(communicator, options.check),
       nccl_(size() == 1 ? nullptr
                         : std::make_shared<NcclTransport>(api, runtime_, rank(), size(),
                                                           options_.max_ops_per_group)),
       links_(std::make_shared<Links>(
           rank(), size(), options_.host, runtime_, nccl_, options_.nccl,
-          [this](int peer, const ControlMessage& message) { send(message, peer); })),
+          [this](int peer, const ControlMessage& message) { send(communicator_, peer, message); })),
       in_flight_(std::make_shared<InFlight>(runtime_, communicator)),
       replays_(runtime_, timeout_) {}
 
@@ -36,11 +37,38 @@ void DeviceExecution::start() {
   is_looking_ = true;
 }
 
+// The capture that the call is part of, or 0. The streams of `lanes` will be made to wait for the
+// caller's: one that takes part in a capture cannot wait for anything outside of it, and to try
+// breaks the capture.
+uint64_t DeviceExecution::check_captures(OpCode op, std::span<const LaneKey> lanes) const {
+  const uint64_t capture = runtime_->capture_of(runtime_->current_stream());
+  if (capture == kBrokenCapture)
+    throw std::invalid_argument(
+        std::string(op_name(op)) +
+        " inside a CUDA graph capture that an earlier error has broken; end "
+        "it, and capture again");
+  if (capture != 0 && !options_.capture_problem.empty())
+    throw std::invalid_argument(std::string(op_name(op)) +
+                                " inside a CUDA graph capture: " + options_.capture_problem);
+  for (const LaneKey& key : lanes) {
+    const StreamHandle stream = links_->stream_of(key);
+    const uint64_t other = stream ? runtime_->capture_of(stream) : 0;
+    if (other == 0 || other == capture) continue;
+    const bool is_collective = key.channel == kCollectiveChannel;
+    const std::string order = is_collective ? "the collectives take"
+                                            : "channel " + std::to_string(key.channel) + " takes";
+    throw std::invalid_argument(
+        std::string(op_name(op)) + " beside a CUDA graph capture, which " + order +
+        " part in until it ends; call it inside of the capture or after its end" +
+        (is_collective ? "" : ", or use another channel"));
+  }
+  return capture;
+}
+
 DeviceOperationPtr DeviceExecution::make_operation(OpCode op, bool is_async, uint64_t capture) {
   auto operation = std::make_shared<DeviceOperation>(op, communicator_.deadline_from_now(),
                                                      runtime_->current_stream(), is_async);
   operation->capture = capture;
-  if (capture != 0) has_captured_ = true;
   communicator_.number(*operation);
   return operation;
 }
@@ -106,13 +134,13 @@ void DeviceExecution::launch(const DeviceOperationPtr& operation, Launch&& body)
   } catch (const std::exception& error) {
     fail_enqueue(operation->op(), error);
     if (!operation->is_captured()) track(operation);
-    throw_failure();
+    throw_failure(communicator_);
   }
 }
 
 NcclTransport::KeepWaiting DeviceExecution::keep_waiting(Deadline deadline) const {
   return [this, deadline] {
-    if (communicator_.failure()) throw_failure();
+    if (communicator_.failure()) throw_failure(communicator_);
     if (Clock::now() >= deadline)
       throw NcclError(NcclResult::in_progress, "NCCL did not take it before the deadline");
   };
@@ -135,10 +163,10 @@ OperationPtr DeviceExecution::batch_p2p(std::span<const PointToPoint> batch, Cal
 
   const auto lock = communicator_.lock_posts(OpCode::p2p);
   for (const PointToPoint& op : batch)
-    if (op.peer != rank()) check_open(OpCode::p2p, op.direction, op.peer, op.channel);
+    if (op.peer != rank()) checks_.require_open(OpCode::p2p, op.direction, op.peer, op.channel);
   const uint64_t capture = check_captures(OpCode::p2p, forked);
   const DeviceOperationPtr operation = make_operation(OpCode::p2p, is_async, capture);
-  check_messages(batch, *operation, options.interrupted);
+  checks_.post(batch, *operation, options.interrupted);
   for (const PointToPoint& op : batch)
     if (is_async && op.tensor.storage) operation->keep(op.tensor.storage);
 
@@ -199,18 +227,18 @@ OperationPtr DeviceExecution::run_collective(const CollectiveCall& call,
   const auto lock = communicator_.lock_posts(op);
   const uint64_t capture = check_captures(op, forked);  // again: a capture may have come since
   for (const PeerMessages& pair : pairs) {
-    if (pair.sends()) check_open(op, Direction::send, pair.peer, scope.channel);
-    if (pair.receives()) check_open(op, Direction::recv, pair.peer, scope.channel);
+    if (pair.sends()) checks_.require_open(op, Direction::send, pair.peer, scope.channel);
+    if (pair.receives()) checks_.require_open(op, Direction::recv, pair.peer, scope.channel);
   }
-  check_collective(call, capture != 0, options);
+  checks_.post(call, capture != 0, options);
   const DeviceOperationPtr operation = make_operation(op, is_async, capture);
   for (const auto tensors : {inputs, outputs})
     for (const TensorRef& tensor : tensors)
       if (is_async && tensor.storage) operation->keep(tensor.storage);
   for (const PeerMessages& pair : pairs)
-    if (pair.sends()) note_message(*operation, Direction::send, pair.peer, pair.send);
+    if (pair.sends()) checks_.number(*operation, Direction::send, pair.peer, pair.send);
   for (const PeerMessages& pair : pairs)
-    if (pair.receives()) note_message(*operation, Direction::recv, pair.peer, pair.recv);
+    if (pair.receives()) checks_.number(*operation, Direction::recv, pair.peer, pair.recv);
   launch(operation, [&] {
     Lane& lane = links_->lane({scope.channel});
     const StreamHandle stream = is_async ? lane.stream : operation->caller;
@@ -306,6 +334,21 @@ OperationPtr DeviceExecution::broadcast(const TensorRef& tensor, int source, Cal
     staging = nullptr;
   };
   return run_collective(collective, {&tensor, 1}, {}, std::move(options), reserve, enqueue);
+}
+
+OperationPtr DeviceExecution::barrier(bool is_async) {
+  checks_.post_barrier();
+  return communicator_.post_barrier(is_async);
+}
+
+// The others hear of it in the place of their collective, whether they have begun it or not.
+OperationPtr DeviceExecution::refuse(OpCode op, const std::string& reason, const Scope& scope) {
+  const OperationPtr nobody_waits = communicator_.make_operation(op);
+  nobody_waits->seal();
+  if (size() == 1) return nobody_waits;
+  const auto lock = communicator_.lock_posts(op);
+  checks_.refuse(op, reason, scope);
+  return nobody_waits;
 }
 
 }  // namespace pipecomm

@@ -26,12 +26,10 @@
 
 #include "copy/device_runtime.h"
 #include "engine/communicator.h"
-#include "engine/device/control_message.h"
 #include "engine/device/in_flight.h"
 #include "engine/device/lane_batch.h"
 #include "engine/device/links.h"
-#include "engine/device/message_check.h"
-#include "engine/device/message_counts.h"
+#include "engine/device/peer_checks.h"
 #include "engine/device/replays.h"
 #include "engine/execution.h"
 #include "transport/nccl/nccl_transport.h"
@@ -87,14 +85,6 @@ class DeviceExecution final : public Execution {
   DeviceUsage device_usage() const override;
 
  private:
-  struct CollectiveCall {
-    OpCode op;
-    const Scope& scope;
-    std::vector<int> data_peers;      // increasing
-    std::vector<int> compared_peers;  // besides those that any collective is compared with
-    std::function<std::vector<PeerMessages>(std::span<const int> peers)> messages_with;
-  };
-
   int rank() const { return communicator_.rank(); }
   int size() const { return communicator_.size(); }
   int num_channels() const { return communicator_.options().num_channels; }
@@ -108,15 +98,6 @@ class DeviceExecution final : public Execution {
   void check_answer(OpCode op, const LaneKey& key, Clock::time_point begin, Deadline deadline);
   uint64_t check_captures(OpCode op, std::span<const LaneKey> lanes) const;
   DeviceOperationPtr make_operation(OpCode op, bool is_async, uint64_t capture);
-  void check_messages(std::span<const PointToPoint> batch, DeviceOperation& operation,
-                      const Interrupted& interrupted);
-  void check_collective(const CollectiveCall& call, bool is_captured, const CallOptions& options);
-  MessageCheck::Collective compared(const CollectiveCall& call) const;
-  void announce(OpCode op, const MessageCheck::Posted& posted, const std::string& refusal = "");
-  void await_claims(OpCode op, std::span<const MessageCheck::Announcement> announced,
-                    Deadline deadline, const Interrupted& interrupted);
-  void note_message(DeviceOperation& operation, Direction direction, int peer,
-                    Descriptor descriptor);
   void follow_latest(const DeviceOperation& operation, const Lane& lane, StreamHandle stream);
   EventPtr note_latest(const DeviceOperation& operation, Lane& lane, StreamHandle stream);
   void enter(DeviceOperation& operation, const Lane& lane, StreamHandle stream,
@@ -132,31 +113,19 @@ class DeviceExecution final : public Execution {
                               Reserve&& reserve, Launch&& body);
   NcclTransport::KeepWaiting keep_waiting(Deadline deadline) const;
 
-  void send(const ControlMessage& message, int peer) {
-    communicator_.transport().send_control(peer, message.encoded());
-  }
   void fail(FailureKind kind, const std::string& message, const std::string& op = "") {
     communicator_.fail(communicator_.own_failure(kind, message, op));
   }
-  void fail_mismatch(OpCode op, const MessageCheck::Mismatch& mismatch);
-  Failure refused_failure(OpCode op, int by, const std::string& reason) const;
-  Failure closed_failure(OpCode op, int peer) const;
-  void fail_late(OpCode op, Clock::time_point begin, Deadline deadline, const std::string& what,
-                 std::optional<int> peer);
   void fail_expired(const Replays::Late& late);
   void fail_expired(OpCode op, const std::string& where, const std::string& remedy,
                     const FlightMessage* shown, Clock::duration elapsed, Clock::duration limit);
   void fail_enqueue(OpCode op, const std::exception& error);
   void fail_connecting(OpCode op, const LinkError& error);
   void fail_posting(OpCode op, const std::string& why, bool is_peer);
-  void throw_failure() const;
 
   void look_for_trouble();
   void abort_nccl();
 
-  void check_open(OpCode op, Direction direction, int peer, int channel) const;
-  void check_unmatched();
-  void send_closing();
   Deadline patience_with_peers() const;
   bool meet(const Interrupted& interrupted);
   void stop_looking();
@@ -166,13 +135,12 @@ class DeviceExecution final : public Execution {
   const DeviceOptions options_;
   const std::optional<std::chrono::nanoseconds> timeout_;
   const std::shared_ptr<DeviceRuntime> runtime_;
-  MessageCheck check_;
+  PeerChecks checks_;
   std::shared_ptr<NcclTransport> nccl_;  // null if there are no other ranks
   const std::shared_ptr<Links> links_;
   std::shared_ptr<InFlight> in_flight_;
   Replays replays_;
 
-  MessageCounts counts_;
   std::atomic<int64_t> num_exchanges_{0};
   std::atomic<int64_t> num_passes_{0};
 
@@ -181,7 +149,6 @@ class DeviceExecution final : public Execution {
   std::optional<Clock::time_point> nccl_error_since_;  // tick() only
   std::future<void> aborted_;                          // tick(), then end(); if NCCL is aborted
   bool all_have_come_ = false;                         // to the end
-  std::atomic<bool> has_captured_{false};
   std::string end_warning_;
   std::atomic<bool> has_warned_{false};
 };

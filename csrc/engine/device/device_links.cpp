@@ -5,6 +5,7 @@
 #include <set>
 
 #include "engine/device/device_execution.h"
+#include "engine/device/failures.h"
 
 namespace pipecomm {
 namespace {
@@ -66,7 +67,7 @@ void DeviceExecution::require_links(OpCode op, std::span<const LaneKey> keys,
       communicator_.check_usable(op);
       if (const auto error = links_->error(has_closed)) {
         fail_connecting(op, *error);
-        throw_failure();
+        throw_failure(communicator_);
       }
       check_answer(op, key, begin, deadline);
       if (interrupted) interrupted();
@@ -78,7 +79,7 @@ void DeviceExecution::require_links(OpCode op, std::span<const LaneKey> keys,
 void DeviceExecution::check_answer(OpCode op, const LaneKey& key, Clock::time_point begin,
                                    Deadline deadline) {
   const auto require_open = [&](int peer, bool has_closed) {
-    if (has_closed) throw PipeCommException(closed_failure(op, peer));
+    if (has_closed) throw PipeCommException(closed_failure(communicator_, op, peer));
   };
   if (const auto peer = links_->refused_by(key)) require_open(*peer, true);
   const bool is_answered = links_->is_answered(key);
@@ -86,14 +87,15 @@ void DeviceExecution::check_answer(OpCode op, const LaneKey& key, Clock::time_po
   std::erase(peers, rank());
   for (const int peer : peers)
     require_open(peer, communicator_.transport().has_closed(peer) ||
-                           (!is_answered && counts_.has_limit(peer)));
+                           (!is_answered && checks_.is_closing(peer)));
   if (Clock::now() < deadline) return;
   if (peers.size() == 1)
-    fail_late(op, begin, deadline,
+    fail_late(communicator_, op, begin, deadline,
               "NCCL has not connected this rank and rank " + std::to_string(peers.front()),
               peers.front());
   const std::string all = key.ranks.empty() ? "all" : std::to_string(peers.size() + 1);
-  fail_late(op, begin, deadline, "NCCL has not connected " + all + " ranks", std::nullopt);
+  fail_late(communicator_, op, begin, deadline, "NCCL has not connected " + all + " ranks",
+            std::nullopt);
 }
 
 DeviceUsage DeviceExecution::device_usage() const {

@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "engine/device/device_execution.h"
+#include "engine/device/failures.h"
 
 namespace pipecomm {
 namespace {
@@ -27,7 +28,7 @@ bool blames_network(NcclResult result) {
 bool DeviceExecution::follow(Operation& any) {
   if (!any.is_on_device()) return false;
   auto& operation = static_cast<DeviceOperation&>(any);
-  if (!operation.done() && communicator_.failure()) throw_failure();
+  if (!operation.done() && communicator_.failure()) throw_failure(communicator_);
   if (const FailurePtr failure = operation.failure()) throw PipeCommException(failure);
   const StreamHandle current = runtime_->current_stream();
   const uint64_t capture = runtime_->capture_of(current);
@@ -75,61 +76,6 @@ bool DeviceExecution::is_late(const Operation& operation) const {
 
 // ------------------------------------------------------------------------------------------------
 // failing
-
-void DeviceExecution::fail_mismatch(OpCode op, const MessageCheck::Mismatch& mismatch) {
-  if (!mismatch.refusal.empty())
-    return communicator_.fail(refused_failure(op, mismatch.peer, mismatch.refusal));
-  const bool sends = mismatch.direction == Direction::send;
-  Failure failure{.kind = FailureKind::mismatch, .rank = rank()};
-  name_message(failure, mismatch.peer, mismatch.ours);
-  failure.origin_rank = sends ? mismatch.peer : rank();
-  failure.message =
-      disagreement_text(mismatch.direction, mismatch.peer, mismatch.ours, mismatch.theirs) +
-      (mismatch.is_under_way
-           ? "; the transfer was under way, so what was received is not to be trusted"
-           : "; nothing was transferred between the two; make the two calls agree");
-  failure.ours = description_of(mismatch.ours);
-  failure.theirs = description_of(mismatch.theirs);
-  communicator_.fail(std::move(failure));
-}
-
-Failure DeviceExecution::refused_failure(OpCode op, int by, const std::string& reason) const {
-  const std::string name = op_name(op);
-  Failure failure = communicator_.own_failure(
-      FailureKind::mismatch,
-      name + " was refused by rank " + std::to_string(by) + ": " + reason +
-          "; other ranks had already started it, which cannot be undone",
-      name);
-  failure.origin_rank = by;
-  return failure;
-}
-
-Failure DeviceExecution::closed_failure(OpCode op, int peer) const {
-  return {.kind = FailureKind::peer_lost,
-          .message = std::string(op_name(op)) + ": rank " + std::to_string(peer) +
-                     " has closed its communicator",
-          .op = op_name(op),
-          .rank = rank(),
-          .peer = peer,
-          .origin_rank = peer};
-}
-
-// Of a call that waits on the host. `peer`: for which one, if it is one.
-void DeviceExecution::fail_late(OpCode op, Clock::time_point begin, Deadline deadline,
-                                const std::string& what, std::optional<int> peer) {
-  Failure failure = communicator_.own_failure(
-      FailureKind::timeout,
-      std::string(op_name(op)) + " timed out after " + seconds_text(Clock::now() - begin) +
-          " (limit " + seconds_text(deadline - begin) + "), " + what +
-          (peer ? "; rank " + std::to_string(*peer) + " " + communicator_.describe_peer(*peer)
-                : "") +
-          "; check that the other ranks make their communicators and call the matching operation, "
-          "or increase timeout=",
-      op_name(op));
-  failure.peer = peer.value_or(failure.peer);
-  communicator_.fail(std::move(failure));
-  throw_failure();
-}
 
 void DeviceExecution::expire(const Operation& operation) {
   const auto& messages = static_cast<const DeviceOperation&>(operation).messages;
@@ -204,7 +150,7 @@ bool DeviceExecution::tick() {
 
 void DeviceExecution::look_for_trouble() {
   if (const auto late = replays_.late()) fail_expired(*late);
-  check_unmatched();
+  checks_.fail_unmatched();
 
   if (!nccl_) return;
   const auto link_error =

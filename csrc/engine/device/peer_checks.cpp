@@ -1,0 +1,238 @@
+#include "engine/device/peer_checks.h"
+
+#include "engine/device/failures.h"
+#include "transport/group_tree.h"
+
+namespace pipecomm {
+namespace {
+
+constexpr auto kClaimPoll = std::chrono::milliseconds(10);
+constexpr size_t kMaxReasonBytes = 4096;
+
+}  // namespace
+
+PeerChecks::PeerChecks(Communicator& communicator, Check check)
+    : communicator_(communicator),
+      check_(check),
+      messages_(communicator.size(), communicator.options().num_channels, check) {}
+
+// ------------------------------------------------------------------------------------------------
+// what ranks announce
+
+// Inside a capture no call waits for other ranks, so what it takes part in must be known.
+void PeerChecks::post(std::span<const PointToPoint> batch, DeviceOperation& operation,
+                      const Interrupted& interrupted) {
+  const bool is_awaited = check_ == Check::full && !operation.is_async;
+  MessageCheck::Posted posted;
+  for (const PointToPoint& op : batch) {
+    if (op.peer == rank()) continue;
+    const Descriptor descriptor =
+        describe(OpCode::p2p, op.channel, op.tensor, op.signature, op.tensor.num_bytes());
+    if (!operation.is_captured()) {
+      messages_.post(op.peer, op.direction, descriptor, is_awaited, posted);
+    } else if (messages_.is_known(op.peer, op.direction, descriptor)) {
+      messages_.capture(op.peer, op.direction, descriptor, posted);
+    } else {
+      throw std::invalid_argument(
+          "first " + std::string(op.direction == Direction::send ? "send to" : "recv from") +
+          " rank " + std::to_string(op.peer) + " of " + descriptor.text() +
+          " inside a CUDA graph capture, where the two ranks cannot compare it; run the batch "
+          "once before capturing, or use check=\"off\"");
+    }
+    number(operation, op.direction, op.peer, descriptor);
+  }
+  if (operation.is_captured()) has_captured_ = true;
+  announce(OpCode::p2p, posted);
+  if (is_awaited && !operation.is_captured())
+    await_claims(OpCode::p2p, posted.announcements, operation.deadline(), interrupted);
+}
+
+void PeerChecks::post(const CollectiveCall& call, bool is_captured, const CallOptions& options) {
+  const MessageCheck::Collective collective = compared(call);
+  if (is_captured) {
+    if (!messages_.is_known(collective))
+      throw std::invalid_argument(std::string("first ") + op_name(call.op) +
+                                  " with these arguments inside a CUDA graph capture, where the "
+                                  "ranks cannot compare them; run it once before capturing");
+    has_captured_ = true;
+    return announce(call.op, messages_.capture(collective));
+  }
+  // Asynchronous calls on several channels may come in any order, as messages do.
+  const bool is_awaited =
+      check_ == Check::full && (!options.is_async || call.scope.channel == kCollectiveChannel);
+  const MessageCheck::Posted posted = messages_.post(collective, is_awaited);
+  announce(call.op, posted);
+  if (is_awaited)
+    await_claims(call.op, posted.announcements, communicator_.deadline_from_now(),
+                 options.interrupted);
+}
+
+MessageCheck::Collective PeerChecks::compared(const CollectiveCall& call) const {
+  const std::vector<int>& members = call.scope.members;
+  std::vector<int> peers = call.compared_peers;
+  if (members.empty()) {
+    std::ranges::copy(tree_neighbours(rank(), size()), std::back_inserter(peers));
+  } else {
+    const auto place = std::ranges::find(members, rank()) - members.begin();
+    for (const int member : tree_neighbours(int(place), int(members.size())))
+      peers.push_back(members[size_t(member)]);
+  }
+  return {call.scope.channel, communicator_.peers_in(call.scope), std::move(peers),
+          call.messages_with};
+}
+
+void PeerChecks::announce(OpCode op, const MessageCheck::Posted& posted,
+                          const std::string& refusal) {
+  const auto reason = std::as_bytes(std::span(refusal));
+  for (const auto& [peer, direction, descriptor] : posted.announcements)
+    send(communicator_, peer,
+         {.kind = ControlMessage::Kind::claim,
+          .direction = direction,
+          .descriptor = descriptor,
+          .payload = {reason.begin(), reason.end()}});
+  if (!posted.mismatch) return;
+  fail_mismatch(op, *posted.mismatch);
+  throw_failure(communicator_);
+}
+
+// The other ends have announced their messages too, and agree. A call that does not get that far has
+// taken its place among the messages and enqueues nothing, so all ranks fail.
+void PeerChecks::await_claims(OpCode op, std::span<const MessageCheck::Announcement> announced,
+                              Deadline deadline, const Interrupted& interrupted) {
+  const Clock::time_point begin = Clock::now();
+  while (const auto peer = messages_.missing(announced, Clock::now() + kClaimPoll)) {
+    if (communicator_.failure()) throw_failure(communicator_);
+    if (communicator_.transport().has_closed(*peer) ||
+        (counts_.has_limit(*peer) && messages_.missing(announced, Clock::now()) == peer)) {
+      communicator_.fail(closed_failure(communicator_, op, *peer));
+    } else if (Clock::now() >= deadline) {
+      fail_late(communicator_, op, begin, deadline,
+                "rank " + std::to_string(*peer) + " has not announced its part", *peer);
+    } else if (interrupted) {
+      try {
+        interrupted();
+      } catch (...) {
+        communicator_.abort(std::string(op_name(op)) +
+                            " was interrupted while it waited for other ranks");
+        throw;
+      }
+    }
+  }
+}
+
+// Numbers a message in the order of its (peer, direction, channel), like the host transports do.
+void PeerChecks::number(DeviceOperation& operation, Direction direction, int peer,
+                        Descriptor descriptor) {
+  descriptor.seq = counts_.next(peer, direction, descriptor.channel);
+  operation.add_message(direction, peer, descriptor);
+}
+
+void PeerChecks::post_barrier() {
+  const Descriptor empty = describe(OpCode::barrier, kCollectiveChannel, {}, 0, 0);
+  const Scope everybody;
+  announce(
+      OpCode::barrier,
+      messages_.post(compared({OpCode::barrier, everybody, {}, {}, empty_messages(empty)}), false));
+}
+
+void PeerChecks::refuse(OpCode op, const std::string& reason, const Scope& scope) {
+  const Descriptor empty = describe(op, scope.channel, {}, 0, 0);
+  const auto posted = messages_.refuse(compared({op, scope, {}, {}, empty_messages(empty)}));
+  announce(op, posted, reason.empty() ? "no reason was given" : reason.substr(0, kMaxReasonBytes));
+  if (!posted.is_compared) communicator_.fail(refused_failure(op, rank(), reason));
+}
+
+// ------------------------------------------------------------------------------------------------
+// what peers announce
+
+bool PeerChecks::receive(int peer, const ControlMessage& message) {
+  const Direction direction = message.direction;
+  if (message.kind == ControlMessage::Kind::closing) {
+    counts_.limit(peer, opposite(direction), message.channel, message.number);
+    return true;
+  }
+  if (message.kind != ControlMessage::Kind::claim) return false;
+  const auto* const refusal = reinterpret_cast<const char*>(message.payload.data());
+  if (const auto mismatch =
+          messages_.receive(peer, direction, message.descriptor, {refusal, message.payload.size()}))
+    fail_mismatch(message.descriptor.op, *mismatch);
+  return true;
+}
+
+// Refuses what the peer, which has closed, will not match. Captured messages are not counted alike
+// on both ends, see send_closing().
+void PeerChecks::require_open(OpCode op, Direction direction, int peer, int channel) const {
+  if (!has_captured_ && counts_.has_ended(peer, direction, channel))
+    throw PipeCommException(closed_failure(communicator_, op, peer));
+}
+
+void PeerChecks::fail_mismatch(OpCode op, const MessageCheck::Mismatch& mismatch) {
+  if (!mismatch.refusal.empty())
+    return communicator_.fail(refused_failure(op, mismatch.peer, mismatch.refusal));
+  const bool sends = mismatch.direction == Direction::send;
+  Failure failure{.kind = FailureKind::mismatch, .rank = rank()};
+  name_message(failure, mismatch.peer, mismatch.ours);
+  failure.origin_rank = sends ? mismatch.peer : rank();
+  failure.message =
+      disagreement_text(mismatch.direction, mismatch.peer, mismatch.ours, mismatch.theirs) +
+      (mismatch.is_under_way
+           ? "; the transfer was under way, so what was received is not to be trusted"
+           : "; nothing was transferred between the two; make the two calls agree");
+  failure.ours = description_of(mismatch.ours);
+  failure.theirs = description_of(mismatch.theirs);
+  communicator_.fail(std::move(failure));
+}
+
+Failure PeerChecks::refused_failure(OpCode op, int by, const std::string& reason) const {
+  const std::string name = op_name(op);
+  Failure failure = communicator_.own_failure(
+      FailureKind::mismatch,
+      name + " was refused by rank " + std::to_string(by) + ": " + reason +
+          "; other ranks had already started it, which cannot be undone",
+      name);
+  failure.origin_rank = by;
+  return failure;
+}
+
+// ------------------------------------------------------------------------------------------------
+// the end
+
+// NCCL cannot take back a message, so one without another end fails the communicator.
+void PeerChecks::fail_unmatched() {
+  const auto unmatched = has_captured_ ? std::nullopt : counts_.unmatched();
+  if (!unmatched) return;
+  Descriptor descriptor;
+  descriptor.channel = static_cast<uint8_t>(unmatched->channel);
+  descriptor.seq = unmatched->seq;
+  Failure failure{.kind = FailureKind::peer_lost, .rank = rank(), .origin_rank = unmatched->peer};
+  name_message(failure, unmatched->peer, descriptor);
+  failure.message = (descriptor.channel == kCollectiveChannel
+                         ? "a collective with rank " + std::to_string(unmatched->peer)
+                         : message_text(unmatched->direction, unmatched->peer, descriptor)) +
+                    " has no other end: rank " + std::to_string(unmatched->peer) +
+                    " has closed its communicator";
+  communicator_.fail(std::move(failure));
+}
+
+// Tells peers how many messages there have been: all of a small group, and those of a large one that
+// it has had messages with. A replay of a graph is not counted, so a rank that has captured something
+// says nothing.
+void PeerChecks::send_closing() {
+  if (has_captured_ || communicator_.failure()) return;
+  const bool are_many = communicator_.are_many(size_t(size()));
+  for (int peer = 0; peer < size(); ++peer) {
+    if (peer == rank() || (are_many && !counts_.has_any(peer))) continue;
+    for (int idx = 0; idx <= communicator_.options().num_channels; ++idx) {
+      const int channel = idx == communicator_.options().num_channels ? kCollectiveChannel : idx;
+      for (const Direction direction : {Direction::send, Direction::recv}) {
+        send(communicator_, peer,
+             {.kind = ControlMessage::Kind::closing,
+              .channel = channel,
+              .direction = direction,
+              .number = counts_.count(peer, direction, channel)});
+      }
+    }
+  }
+}
+
+}  // namespace pipecomm

@@ -1,0 +1,74 @@
+// What a device execution and its peers announce to each other about their messages: what they are, so
+// that a disagreement fails the communicator, and how many there were when one of them closes.
+#pragma once
+
+#include <atomic>
+#include <functional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "engine/communicator.h"
+#include "engine/device/control_message.h"
+#include "engine/device/device_operation.h"
+#include "engine/device/message_check.h"
+#include "engine/device/message_counts.h"
+
+namespace pipecomm {
+
+inline void send(Communicator& communicator, int peer, const ControlMessage& message) {
+  communicator.transport().send_control(peer, message.encoded());
+}
+
+struct CollectiveCall {
+  OpCode op;
+  const Scope& scope;
+  std::vector<int> data_peers;      // increasing
+  std::vector<int> compared_peers;  // besides those that any collective is compared with
+  std::function<std::vector<PeerMessages>(std::span<const int> peers)> messages_with;
+};
+
+class PeerChecks {
+ public:
+  PeerChecks(Communicator& communicator, Check check);
+
+  // Come before anything is enqueued, with the lock of posts. They throw if the communicator fails, or
+  // std::invalid_argument for what is new inside a capture.
+  void post(std::span<const PointToPoint> batch, DeviceOperation& operation,
+            const Interrupted& interrupted);
+  void post(const CollectiveCall& call, bool is_captured, const CallOptions& options);
+  void post_barrier();
+  void refuse(OpCode op, const std::string& reason, const Scope& scope);
+  // Adds a message to an operation. post() of a batch does.
+  void number(DeviceOperation& operation, Direction direction, int peer, Descriptor descriptor);
+
+  // False if it is none that concerns messages.
+  bool receive(int peer, const ControlMessage& message);
+  // Throws if the peer has closed and will not match the next message.
+  void require_open(OpCode op, Direction direction, int peer, int channel) const;
+  // Whether the peer has announced that it posts nothing more.
+  bool is_closing(int peer) const { return counts_.has_limit(peer); }
+
+  void fail_unmatched();
+  void send_closing();
+  // Replays are not counted.
+  bool has_captured() const { return has_captured_; }
+
+ private:
+  int rank() const { return communicator_.rank(); }
+  int size() const { return communicator_.size(); }
+  MessageCheck::Collective compared(const CollectiveCall& call) const;
+  void announce(OpCode op, const MessageCheck::Posted& posted, const std::string& refusal = "");
+  void await_claims(OpCode op, std::span<const MessageCheck::Announcement> announced,
+                    Deadline deadline, const Interrupted& interrupted);
+  void fail_mismatch(OpCode op, const MessageCheck::Mismatch& mismatch);
+  Failure refused_failure(OpCode op, int by, const std::string& reason) const;
+
+  Communicator& communicator_;
+  const Check check_;
+  MessageCheck messages_;
+  MessageCounts counts_;
+  std::atomic<bool> has_captured_{false};
+};
+
+}  // namespace pipecomm
