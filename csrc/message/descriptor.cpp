@@ -4,7 +4,6 @@
 #include <cstdio>
 #include <utility>
 
-#include "message/descriptor_bytes.h"
 #include "plan/dtype.h"
 #include "plan/signature.h"
 
@@ -88,33 +87,25 @@ std::string Descriptor::text() const {
   return std::string(op_name(op)) + " of " + tensor + " with a message of " + bytes_text(num_bytes);
 }
 
+// Four small fields, four bytes of padding, and then the rest.
 void append(std::vector<std::byte>& bytes, const Descriptor& d) {
-  WireDescriptor wire{static_cast<uint8_t>(d.op),
-                      d.dtype,
-                      d.num_dims,
-                      d.channel,
-                      0,
-                      d.seq,
-                      d.signature,
-                      d.num_bytes,
-                      {}};
-  std::ranges::copy(d.shape, wire.shape);
-  append(bytes, &wire, sizeof wire);
+  const uint8_t small[8] = {static_cast<uint8_t>(d.op), d.dtype, d.num_dims, d.channel};
+  append(bytes, small, sizeof small);
+  for (const uint64_t value : {d.seq, d.signature, uint64_t(d.num_bytes)})
+    append(bytes, &value, sizeof value);
+  append(bytes, d.shape.data(), sizeof d.shape);
 }
 
 Descriptor read_descriptor(ByteReader& in) {
-  const auto wire = in.value<WireDescriptor>("a descriptor");
-  Descriptor d{.op = static_cast<OpCode>(wire.op),
-               .dtype = wire.dtype,
-               .num_dims = wire.num_dims,
-               .channel = wire.channel,
-               .seq = wire.seq,
-               .signature = wire.signature,
-               .num_bytes = wire.num_bytes};
-  std::ranges::copy(wire.shape, d.shape.begin());
+  const auto small = in.value<std::array<uint8_t, 8>>("a descriptor");
+  Descriptor d{
+      .op = OpCode(small[0]), .dtype = small[1], .num_dims = small[2], .channel = small[3]};
+  d.seq = in.value<uint64_t>("a descriptor");
+  d.signature = in.value<uint64_t>("a descriptor");
+  d.num_bytes = in.value<int64_t>("a descriptor");
+  d.shape = in.value<decltype(d.shape)>("a descriptor");
   if (d.num_bytes < 0) in.fail("a message of negative size");
-  if (std::ranges::any_of(d.shape, [](int64_t extent) { return extent < 0; }))
-    in.fail("a negative extent");
+  if (std::ranges::min(d.shape) < 0) in.fail("a negative extent");
   return d;
 }
 

@@ -7,6 +7,9 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <vector>
+
+#include "message/bytes.h"
 
 namespace pipecomm {
 
@@ -45,6 +48,12 @@ struct Descriptor {
   // Equal for descriptors of one channel that agree.
   uint64_t digest() const;
 };
+
+// As it travels.
+inline constexpr size_t kDescriptorBytes = 32 + 8 * kMaxDescriptorDims;
+void append(std::vector<std::byte>& bytes, const Descriptor& descriptor);
+// Throws std::runtime_error if a size is negative.
+Descriptor read_descriptor(ByteReader& in);
 
 std::string shape_text(const Descriptor& descriptor);
 std::string bytes_text(int64_t num_bytes);

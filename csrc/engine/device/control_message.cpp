@@ -1,7 +1,6 @@
 #include "engine/device/control_message.h"
 
 #include "message/bytes.h"
-#include "message/descriptor_bytes.h"
 #include "transport/nccl/nccl_api.h"
 #include "transport/transport.h"
 

@@ -1,6 +1,5 @@
 #include "engine/device/device_execution.h"
 
-#include "engine/device/failures.h"
 #include "engine/device/packed_sends.h"
 #include "engine/whole_copies.h"
 
@@ -349,6 +348,18 @@ OperationPtr DeviceExecution::refuse(OpCode op, const std::string& reason, const
   const auto lock = communicator_.lock_posts(op);
   checks_.refuse(op, reason, scope);
   return nobody_waits;
+}
+
+void DeviceExecution::on_control(int peer, std::span<const std::byte> bytes) {
+  std::optional<ControlMessage> message;
+  try {
+    message = ControlMessage::decoded(bytes);
+  } catch (const std::runtime_error&) {
+  }
+  if (message && (checks_.receive(peer, *message) || links_->receive(peer, *message))) return;
+  fail(FailureKind::error, "rank " + std::to_string(peer) +
+                               " sent an NCCL control message that this rank does not know; all "
+                               "ranks need the same version of pipecomm_ext");
 }
 
 }  // namespace pipecomm

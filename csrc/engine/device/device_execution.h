@@ -113,6 +113,9 @@ class DeviceExecution final : public Execution {
                               Reserve&& reserve, Launch&& body);
   NcclTransport::KeepWaiting keep_waiting(Deadline deadline) const;
 
+  std::function<bool(int peer)> has_closed() const {
+    return [this](int peer) { return communicator_.transport().has_closed(peer); };
+  }
   void fail(FailureKind kind, const std::string& message, const std::string& op = "") {
     communicator_.fail(communicator_.own_failure(kind, message, op));
   }

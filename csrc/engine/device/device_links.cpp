@@ -5,7 +5,6 @@
 #include <set>
 
 #include "engine/device/device_execution.h"
-#include "engine/device/failures.h"
 
 namespace pipecomm {
 namespace {
@@ -60,12 +59,11 @@ void DeviceExecution::require_links(OpCode op, std::span<const LaneKey> keys,
         "once before capturing, or call connect() in time");
   const Clock::time_point begin = Clock::now();
   const Deadline deadline = communicator_.deadline_from_now();
-  const auto has_closed = [this](int peer) { return communicator_.transport().has_closed(peer); };
   for (const LaneKey& key : by_distance(keys, size())) links_->begin(key);
   for (const LaneKey& key : keys) {
     while (!links_->wait_until_ready(key, Clock::now() + kPoll)) {
       communicator_.check_usable(op);
-      if (const auto error = links_->error(has_closed)) {
+      if (const auto error = links_->error(has_closed())) {
         fail_connecting(op, *error);
         throw_failure(communicator_);
       }
@@ -111,10 +109,9 @@ std::string DeviceExecution::take_warning() {
   return "rank " + std::to_string(rank()) + " has made " +
          std::to_string(nccl_->usage().num_within_host) +
          " NCCL communicators with ranks of its host; on a host with NVSwitch NCCL takes one of "
-         "128 "
-         "multicast groups for each, which torch's communicators need, too. Set "
-         "NCCL_NVLS_ENABLE=0, use "
-         "fewer channels, or one exchange instead of messages between many pairs";
+         "128 multicast groups for each, which torch's communicators need, too. Set "
+         "NCCL_NVLS_ENABLE=0, use fewer channels, or one exchange instead of messages between many "
+         "pairs";
 }
 
 }  // namespace pipecomm

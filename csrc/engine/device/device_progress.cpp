@@ -1,8 +1,9 @@
-// Operations of a DeviceExecution after the launch: waiting for them, watching them, failing.
+// Operations of a DeviceExecution after the launch: waiting for them, watching them, failing, the end.
 #include <algorithm>
+#include <future>
 
 #include "engine/device/device_execution.h"
-#include "engine/device/failures.h"
+#include "message/start_thread.h"
 
 namespace pipecomm {
 namespace {
@@ -14,6 +15,8 @@ constexpr auto kAssistLimit = std::chrono::milliseconds(20);
 // a dead peer first.
 constexpr auto kNamingLimit = std::chrono::seconds(1);
 
+constexpr const char* kGraphHint =
+    "; destroy the CUDA graphs that hold operations of this communicator before it is closed";
 constexpr const char* kConnectHint = "; NCCL_DEBUG=INFO shows what it tried";
 
 bool blames_network(NcclResult result) {
@@ -153,8 +156,7 @@ void DeviceExecution::look_for_trouble() {
   checks_.fail_unmatched();
 
   if (!nccl_) return;
-  const auto link_error =
-      links_->error([this](int peer) { return communicator_.transport().has_closed(peer); });
+  const auto link_error = links_->error(has_closed());
   std::string text;
   NcclResult result = NcclResult::success;
   try {
@@ -172,6 +174,99 @@ void DeviceExecution::look_for_trouble() {
   if (!nccl_error_since_) nccl_error_since_ = Clock::now();
   if (is_peer && Clock::now() - *nccl_error_since_ < kNamingLimit) return;
   fail(is_peer ? FailureKind::peer_lost : FailureKind::error, text);
+}
+
+// ------------------------------------------------------------------------------------------------
+// the end. Nothing here waits without a limit, while NCCL's calls wait for ranks, graphs and the driver
+
+// Over a network NCCL may hold a message on this host until its receiver takes it, and would lose it at
+// the end. A receiver has its timeout for that.
+Deadline DeviceExecution::patience_with_peers() const {
+  const Deadline least = Clock::now() + options_.end_limit;
+  Clock::time_point sent_at = nccl_->sent_over_network_at();
+  if (sent_at == Clock::time_point::min()) return least;
+  if (checks_.has_captured()) sent_at = Clock::now();  // nobody sees when a graph was replayed
+  if (!timeout_) return Deadline::max();
+  return std::max(least, sent_at + std::chrono::duration_cast<Clock::duration>(*timeout_));
+}
+
+// Until the ranks of all links have nothing in flight either. False if that takes too long.
+bool DeviceExecution::meet(const Interrupted& interrupted) {
+  const Deadline limit = patience_with_peers();
+  const auto keeps_waiting = [&] {
+    if (interrupted) interrupted();
+    return !communicator_.failure() && Clock::now() < limit;
+  };
+  return links_->meet(keeps_waiting, has_closed()) && !communicator_.failure();
+}
+
+// On a thread that owns what it needs, and is left behind if it is stuck.
+std::future<void> DeviceExecution::run_apart(std::function<void()> body) const {
+  const auto task = std::make_shared<std::packaged_task<void()>>(std::move(body));
+  try {
+    const auto run = [runtime = runtime_, task] {
+      try {
+        runtime->adopt_thread();
+      } catch (const std::exception&) {
+        // The device has failed, which must not keep NCCL from its end.
+      }
+      (*task)();
+    };
+    start_thread(run, rank()).detach();
+  } catch (const PipeCommException&) {
+    (*task)();
+  }
+  return task->get_future();
+}
+
+void DeviceExecution::abort_nccl() {
+  if (nccl_ && !aborted_.valid()) aborted_ = run_apart([nccl = nccl_] { nccl->abort(); });
+}
+
+void DeviceExecution::stop_looking() {
+  {
+    std::lock_guard lock(tick_mutex_);
+    is_looking_ = false;
+  }
+  in_flight_->stop();
+}
+
+void DeviceExecution::finish(const Interrupted& interrupted) {
+  links_->refuse_more();
+  checks_.send_closing();
+  if (!communicator_.failure())
+    for (const DeviceOperationPtr& operation : in_flight_->all())
+      communicator_.wait(*operation, Deadline::max(), interrupted);
+  stop_looking();
+  all_have_come_ = nccl_ && !communicator_.failure() && meet(interrupted);
+}
+
+void DeviceExecution::end(bool in_order) {
+  links_->refuse_more();
+  stop_looking();
+  const auto is_late = [](const std::future<void>& ended, std::chrono::nanoseconds limit) {
+    return ended.wait_for(limit) != std::future_status::ready;
+  };
+  const std::string hint = checks_.has_captured() ? kGraphHint : "";
+  const bool aborts = !in_order || communicator_.failure();
+  bool abort_is_stuck = false;
+  if (nccl_ && aborts) {
+    abort_nccl();
+    abort_is_stuck = is_late(aborted_, options_.end_limit);
+    if (abort_is_stuck)
+      end_warning_ = "NCCL could not be aborted within " + seconds_text(options_.end_limit) +
+                     ": its kernels may still run, and the tensors of operations in flight are "
+                     "kept until the process ends" +
+                     hint;
+  } else if (nccl_) {
+    const auto ended = run_apart([nccl = nccl_] { nccl->finish(); });
+    // Without graphs it may be the ranks of other links that hold up one of this rank.
+    if (all_have_come_ && is_late(ended, options_.end_limit) && checks_.has_captured())
+      end_warning_ = "NCCL did not end within " + seconds_text(options_.end_limit) +
+                     ": its memory on the device stays in use until it does" + hint;
+  }
+  links_->stop_sending();
+  in_flight_->abandon(abort_is_stuck);
 }
 
 }  // namespace pipecomm

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "transport/transport.h"
+
 namespace pipecomm {
 namespace {
 
@@ -12,12 +14,6 @@ constexpr size_t kMaxClaimsAhead = 16384;
 // Both ends forget the same description at the same message, and so compare it again together.
 constexpr size_t kMaxKnown = 4096;
 constexpr uint64_t kNotNumbered = ~uint64_t{0};  // the `seq` of a claim about a whole order
-
-constexpr Direction kDirections[] = {Direction::send, Direction::recv};
-
-const Descriptor& message_of(const PeerMessages& pair, Direction direction) {
-  return direction == Direction::send ? pair.send : pair.recv;
-}
 
 }  // namespace
 
@@ -31,36 +27,23 @@ void MessageCheck::post(int peer, Direction direction, Descriptor descriptor, bo
   post({descriptor.channel, false, peer, direction}, {0, 0, descriptor, is_awaited, false}, posted);
 }
 
-MessageCheck::Posted MessageCheck::post(const Collective& collective, bool is_awaited) {
-  Posted posted;
-  post(collective, is_awaited, false, posted);
-  return posted;
-}
-
-MessageCheck::Posted MessageCheck::refuse(const Collective& collective) {
-  Posted posted;
-  posted.is_compared = check_ != Check::off;
-  post(collective, false, true, posted);
-  return posted;
-}
-
-void MessageCheck::post(const Collective& collective, bool is_awaited, bool is_refused,
-                        Posted& posted) {
-  if (check_ == Check::off) return;
+MessageCheck::Posted MessageCheck::post(const Collective& collective, bool is_awaited,
+                                        bool is_refused) {
+  Posted posted{.is_compared = check_ != Check::off};
+  if (!posted.is_compared) return posted;
   std::lock_guard lock(mutex_);
-  const Pairs pairs = compared_messages(collective);
-  for (const PeerMessages& pair : pairs)
-    for (const Direction direction : kDirections)
-      post({collective.channel, true, pair.peer, direction},
-           {0, 0, message_of(pair, direction), is_awaited, is_refused}, posted);
-  if (pairs.empty()) return;
+  const Messages messages = compared_messages(collective);
+  for (const auto& [key, descriptor] : messages)
+    post(key, {0, 0, descriptor, is_awaited, is_refused}, posted);
+  if (messages.empty()) return posted;
   Collectives& collectives = collectives_on(collective.channel);
   for (const int peer : collective.peers)
     if (uint64_t& count = collectives.num_with[size_t(peer)]; count != kNotNumbered) ++count;
   if (collectives.latest.size() == kMaxRuns) collectives.latest.pop_front();
-  Run empty{0, 0, pairs.front().send, is_awaited, is_refused};
+  Run empty{0, 0, messages.front().second, is_awaited, is_refused};
   empty.descriptor.num_bytes = 0;
   collectives.latest.emplace_back(collective.peers, empty);
+  return posted;
 }
 
 void MessageCheck::post(const Key& key, Run message, Posted& posted) {
@@ -91,7 +74,7 @@ void MessageCheck::post(const Key& key, Run message, Posted& posted) {
 }
 
 // The messages with the peers that have an order, and with those that get one now.
-MessageCheck::Pairs MessageCheck::compared_messages(const Collective& collective) const {
+MessageCheck::Messages MessageCheck::compared_messages(const Collective& collective) const {
   std::vector<int> peers = collective.compared;
   for (auto order = orders_.lower_bound({collective.channel, true, 0, Direction::send});
        order != orders_.end() && std::get<0>(order->first) == collective.channel; ++order) {
@@ -100,7 +83,12 @@ MessageCheck::Pairs MessageCheck::compared_messages(const Collective& collective
   }
   std::ranges::sort(peers);
   peers.erase(std::ranges::unique(peers).begin(), peers.end());
-  return collective.messages_with(peers);
+  Messages messages;
+  for (const PeerMessages& pair : collective.messages_with(peers)) {
+    messages.emplace_back(Key{collective.channel, true, pair.peer, Direction::send}, pair.send);
+    messages.emplace_back(Key{collective.channel, true, pair.peer, Direction::recv}, pair.recv);
+  }
+  return messages;
 }
 
 bool MessageCheck::is_known(int peer, Direction direction, const Descriptor& descriptor) const {
@@ -110,11 +98,8 @@ bool MessageCheck::is_known(int peer, Direction direction, const Descriptor& des
 
 bool MessageCheck::is_known(const Collective& collective) const {
   std::lock_guard lock(mutex_);
-  return std::ranges::all_of(compared_messages(collective), [&](const PeerMessages& pair) {
-    return std::ranges::all_of(kDirections, [&](Direction direction) {
-      return is_known({collective.channel, true, pair.peer, direction},
-                      message_of(pair, direction));
-    });
+  return std::ranges::all_of(compared_messages(collective), [this](const auto& message) {
+    return is_known(message.first, message.second);
   });
 }
 
@@ -133,10 +118,8 @@ void MessageCheck::capture(int peer, Direction direction, const Descriptor& desc
 MessageCheck::Posted MessageCheck::capture(const Collective& collective) {
   std::lock_guard lock(mutex_);
   Posted posted;
-  for (const PeerMessages& pair : compared_messages(collective))
-    for (const Direction direction : kDirections)
-      capture({collective.channel, true, pair.peer, direction}, message_of(pair, direction),
-              posted);
+  for (const auto& [key, descriptor] : compared_messages(collective))
+    capture(key, descriptor, posted);
   for (const int peer : collective.peers)
     collectives_on(collective.channel).num_with[size_t(peer)] = kNotNumbered;
   return posted;

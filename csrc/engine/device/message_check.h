@@ -69,9 +69,8 @@ class MessageCheck {
   // Number the next message, or those of the next collective. The caller sends the announcements, and
   // enqueues nothing if there is a mismatch, nor, if `is_awaited`, before missing() finds none.
   void post(int peer, Direction direction, Descriptor descriptor, bool is_awaited, Posted& posted);
-  Posted post(const Collective& collective, bool is_awaited);
-  // This rank takes no part in the next collective. The announcements carry the reason.
-  Posted refuse(const Collective& collective);
+  // `is_refused`: this rank takes no part in the collective. The announcements carry the reason.
+  Posted post(const Collective& collective, bool is_awaited, bool is_refused = false);
 
   // A claim of the peer about one of its messages; `direction` as seen from there. `refusal` is why it
   // takes no part, or "".
@@ -116,15 +115,14 @@ class MessageCheck {
     std::deque<std::pair<std::vector<int>, Run>> latest;  // with whom, and an empty message of them
   };
   using Key = std::tuple<int, bool, int, Direction>;  // channel, of collectives, peer
-  using Pairs = std::vector<PeerMessages>;
+  using Messages = std::vector<std::pair<Key, Descriptor>>;
 
   // All with mutex_:
   static bool learn(Order& order, const Descriptor& descriptor);
   Order& order_of(const Key& key);
   Collectives& collectives_on(int channel);
-  Pairs compared_messages(const Collective& collective) const;
+  Messages compared_messages(const Collective& collective) const;
   void post(const Key& key, Run message, Posted& posted);
-  void post(const Collective& collective, bool is_awaited, bool is_refused, Posted& posted);
   void capture(const Key& key, const Descriptor& descriptor, Posted& posted);
   void stop_numbers(Order& order);
   bool is_known(const Key& key, const Descriptor& descriptor) const;

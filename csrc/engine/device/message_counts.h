@@ -31,13 +31,11 @@ class MessageCounts {
   }
   uint64_t count(int peer, Direction direction, int channel) const {
     std::lock_guard lock(mutex_);
-    const auto found = peers_.find(peer);
-    return found == peers_.end() ? 0 : found->second.counts[idx_of(direction, channel)];
+    return with(peer).counts[idx_of(direction, channel)];
   }
   bool has_any(int peer) const {
     std::lock_guard lock(mutex_);
-    const auto found = peers_.find(peer);
-    return found != peers_.end() && std::ranges::any_of(found->second.counts, std::identity());
+    return std::ranges::any_of(with(peer).counts, std::identity());
   }
   // The peer posts no more than these; `direction` as seen from here.
   void limit(int peer, Direction direction, int channel, uint64_t count) {
@@ -47,9 +45,7 @@ class MessageCounts {
   }
   bool has_limit(int peer) const {
     std::lock_guard lock(mutex_);
-    const auto found = peers_.find(peer);
-    return found != peers_.end() &&
-           std::ranges::any_of(found->second.limits, [](const auto& limit) { return !!limit; });
+    return std::ranges::any_of(with(peer).limits, [](const auto& limit) { return !!limit; });
   }
   // The first message beyond a limit.
   std::optional<Unmatched> unmatched() const {
@@ -63,10 +59,8 @@ class MessageCounts {
   // Whether the peer will not match the next message.
   bool has_ended(int peer, Direction direction, int channel) const {
     std::lock_guard lock(mutex_);
-    const auto found = peers_.find(peer);
-    if (found == peers_.end()) return false;
     const size_t idx = idx_of(direction, channel);
-    const auto& [counts, limits] = found->second;
+    const auto& [counts, limits] = with(peer);
     return limits[idx] && counts[idx] >= *limits[idx];
   }
 
@@ -76,6 +70,11 @@ class MessageCounts {
     std::array<uint64_t, kNumOrders> counts{};
     std::array<std::optional<uint64_t>, kNumOrders> limits{};
   };
+  const Messages& with(int peer) const {
+    static const Messages none;
+    const auto found = peers_.find(peer);
+    return found == peers_.end() ? none : found->second;
+  }
   static size_t idx_of(Direction direction, int channel) {
     return size_t(direction) * kNumChannels + size_t(channel);
   }

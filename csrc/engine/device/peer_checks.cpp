@@ -1,6 +1,5 @@
 #include "engine/device/peer_checks.h"
 
-#include "engine/device/failures.h"
 #include "transport/group_tree.h"
 
 namespace pipecomm {
@@ -11,13 +10,31 @@ constexpr size_t kMaxReasonBytes = 4096;
 
 }  // namespace
 
-PeerChecks::PeerChecks(Communicator& communicator, Check check)
-    : communicator_(communicator),
-      check_(check),
-      messages_(communicator.size(), communicator.options().num_channels, check) {}
+Failure closed_failure(const Communicator& communicator, OpCode op, int peer) {
+  return {.kind = FailureKind::peer_lost,
+          .message = std::string(op_name(op)) + ": rank " + std::to_string(peer) +
+                     " has closed its communicator",
+          .op = op_name(op),
+          .rank = communicator.rank(),
+          .peer = peer,
+          .origin_rank = peer};
+}
 
-// ------------------------------------------------------------------------------------------------
-// what ranks announce
+void fail_late(Communicator& communicator, OpCode op, Clock::time_point begin, Deadline deadline,
+               const std::string& what, std::optional<int> peer) {
+  Failure failure = communicator.own_failure(
+      FailureKind::timeout,
+      std::string(op_name(op)) + " timed out after " + seconds_text(Clock::now() - begin) +
+          " (limit " + seconds_text(deadline - begin) + "), " + what +
+          (peer ? "; rank " + std::to_string(*peer) + " " + communicator.describe_peer(*peer)
+                : "") +
+          "; check that the other ranks make their communicators and call the matching operation, "
+          "or increase timeout=",
+      op_name(op));
+  failure.peer = peer.value_or(failure.peer);
+  communicator.fail(std::move(failure));
+  throw_failure(communicator);
+}
 
 // Inside a capture no call waits for other ranks, so what it takes part in must be known.
 void PeerChecks::post(std::span<const PointToPoint> batch, DeviceOperation& operation,
@@ -137,13 +154,11 @@ void PeerChecks::post_barrier() {
 
 void PeerChecks::refuse(OpCode op, const std::string& reason, const Scope& scope) {
   const Descriptor empty = describe(op, scope.channel, {}, 0, 0);
-  const auto posted = messages_.refuse(compared({op, scope, {}, {}, empty_messages(empty)}));
+  const auto posted =
+      messages_.post(compared({op, scope, {}, {}, empty_messages(empty)}), false, true);
   announce(op, posted, reason.empty() ? "no reason was given" : reason.substr(0, kMaxReasonBytes));
   if (!posted.is_compared) communicator_.fail(refused_failure(op, rank(), reason));
 }
-
-// ------------------------------------------------------------------------------------------------
-// what peers announce
 
 bool PeerChecks::receive(int peer, const ControlMessage& message) {
   const Direction direction = message.direction;
@@ -193,9 +208,6 @@ Failure PeerChecks::refused_failure(OpCode op, int by, const std::string& reason
   failure.origin_rank = by;
   return failure;
 }
-
-// ------------------------------------------------------------------------------------------------
-// the end
 
 // NCCL cannot take back a message, so one without another end fails the communicator.
 void PeerChecks::fail_unmatched() {

@@ -4,6 +4,7 @@
 
 #include <atomic>
 #include <functional>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -16,6 +17,14 @@
 
 namespace pipecomm {
 
+[[noreturn]] inline void throw_failure(const Communicator& communicator) {
+  throw PipeCommException(communicator.failure());
+}
+Failure closed_failure(const Communicator& communicator, OpCode op, int peer);
+// A call that waits on the host since `begin` has passed its deadline. `peer`: for which one, if it is
+// one.
+[[noreturn]] void fail_late(Communicator& communicator, OpCode op, Clock::time_point begin,
+                            Deadline deadline, const std::string& what, std::optional<int> peer);
 inline void send(Communicator& communicator, int peer, const ControlMessage& message) {
   communicator.transport().send_control(peer, message.encoded());
 }
@@ -30,7 +39,10 @@ struct CollectiveCall {
 
 class PeerChecks {
  public:
-  PeerChecks(Communicator& communicator, Check check);
+  PeerChecks(Communicator& communicator, Check check)
+      : communicator_(communicator),
+        check_(check),
+        messages_(communicator.size(), communicator.options().num_channels, check) {}
 
   // Come before anything is enqueued, with the lock of posts. They throw if the communicator fails, or
   // std::invalid_argument for what is new inside a capture.

@@ -5,7 +5,6 @@
 #include <utility>
 
 #include "message/bytes.h"
-#include "message/descriptor_bytes.h"
 #include "transport/transport.h"
 
 namespace pipecomm::wire {
@@ -17,14 +16,14 @@ constexpr size_t aligned(size_t num_bytes) { return (num_bytes + kAlign - 1) / k
 }  // namespace
 
 size_t max_inline_bytes() {
-  return kMaxPacketBytes - sizeof(PacketHeader) - sizeof(RecordHeader) - sizeof(WireDescriptor);
+  return kMaxPacketBytes - sizeof(PacketHeader) - sizeof(RecordHeader) - kDescriptorBytes;
 }
 
 bool PacketWriter::add(Kind kind, int channel, uint64_t seq, const Descriptor* descriptor,
                        std::span<const std::byte> payload) {
   if (bytes_.empty()) bytes_.resize(sizeof(PacketHeader));
   const size_t num_new =
-      sizeof(RecordHeader) + (descriptor ? sizeof(WireDescriptor) : 0) + aligned(payload.size());
+      sizeof(RecordHeader) + (descriptor ? kDescriptorBytes : 0) + aligned(payload.size());
   if (bytes_.size() + num_new > kMaxPacketBytes || num_records_ == UINT16_MAX) return false;
   RecordHeader header{kind, static_cast<uint8_t>(channel), descriptor != nullptr,
                       static_cast<uint32_t>(payload.size()), seq};
