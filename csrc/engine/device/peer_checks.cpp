@@ -146,10 +146,8 @@ void PeerChecks::number(DeviceOperation& operation, Direction direction, int pee
 
 void PeerChecks::post_barrier() {
   const Descriptor empty = describe(OpCode::barrier, kCollectiveChannel, {}, 0, 0);
-  const Scope everybody;
-  announce(
-      OpCode::barrier,
-      messages_.post(compared({OpCode::barrier, everybody, {}, {}, empty_messages(empty)}), false));
+  const CollectiveCall call{OpCode::barrier, {}, {}, {}, empty_messages(empty)};
+  announce(OpCode::barrier, messages_.post(compared(call), false));
 }
 
 void PeerChecks::refuse(OpCode op, const std::string& reason, const Scope& scope) {
