@@ -60,7 +60,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """What only torch.distributed has, but no `__path__`, which would make this module a package."""
+    """Returns other names of torch.distributed, except `__path__`, which would make this module a package."""
     if name.startswith("__") or not hasattr(dist, name):
         raise AttributeError(f"neither {__name__} nor torch.distributed has an attribute {name!r}")
     return getattr(dist, name)
@@ -113,7 +113,7 @@ def send(
 def recv(
     tensor: Tensor, src: int | None = None, group: Any = None, tag: int = 0, group_src: int | None = None
 ) -> int:
-    """`irecv`, and waits. Returns the global rank of the sender, or -1 outside the group."""
+    """`irecv` that waits. Returns the global rank of the sender, or -1 outside the group."""
     if _is_outside(group):
         return -1
     if torch.compiler.is_compiling():
@@ -164,8 +164,8 @@ _DIRECTIONS = {isend: Send, irecv: Recv, dist.isend: Send, dist.irecv: Recv}
 
 
 def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
-    """Starts all sends and receives of the list as one batch. Returns a list of one handle, or of none for an
-    empty batch.
+    """Starts all sends and receives of the list as one batch. Returns a list of one handle; an empty one for
+    an empty batch.
 
     The elements are `P2POp` of this module or of torch.distributed, all of the same group. A message to
     oneself needs its receive in the same batch. In a graph of torch.compile the batch is done when this
@@ -473,7 +473,7 @@ def _peer_of(op: P2POp | dist.P2POp) -> int:
 
 
 def _peer(group: Any, global_rank: int | None, group_rank: int | None, name: str) -> int:
-    """The peer's rank in the group, from one of two ways to say it."""
+    """The peer's rank in the group, given as a global rank or as a rank of the group."""
     if (global_rank is None) == (group_rank is None):
         if global_rank is not None:
             raise ValueError(f"give {name} (a global rank) or group_{name} (a rank of the group), not both")

@@ -1,9 +1,9 @@
 """`DualPipe` and `DualPipeV` with the constructor and `step()` of DeepSeek-AI's package of that name, 2025.
 
 Thin layers over the plans `dualpipe` and `dualpipev` and the Executor. The same as there: placement, rank
-mapping, who gives inputs and labels, scaling, results. Different: messages run on the given group; borders
-may have tensors of any shapes and dtypes, learned from the stages; stages may return views and their inputs,
-have outputs without gradient, no parameters, and live on a CPU; what is wrong raises on all ranks.
+mapping, which ranks pass inputs and labels, scaling, results. Different: messages run on the given group;
+borders may have tensors of any shapes and dtypes, learned from the stages; stages may return views and their
+inputs, have outputs without gradient or no parameters, and be on a CPU; an error raises on all ranks.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class _TwoStagesPerRank(nn.Module):
         self._communicator: Communicator | None = None
         self._has_failed = False
         self._executors: dict[int, Executor] = {}
-        self._last: Executor | None = None  # that has trained
+        self._last: Executor | None = None  # the last that has trained
 
     @property
     def executor(self) -> Executor:
@@ -110,7 +110,7 @@ class _TwoStagesPerRank(nn.Module):
         return self._last
 
     def _require_ranks(self) -> None:
-        """Raises ValueError if the group has not as many ranks as this needs."""
+        """Raises ValueError if the group does not have the number of ranks that this class needs."""
 
     def step(
         self,
@@ -126,17 +126,17 @@ class _TwoStagesPerRank(nn.Module):
             inputs: of the whole batch, on the ranks with a first stage; cut along `batch_dim` into chunks of
                 one size. None stays None in every chunk. Ignored elsewhere.
             num_chunks: number of micro-batches over both directions, at least twice the ranks; required.
-            criterion: `criterion(*outputs, *labels)` gives the loss of a chunk: one element, or with grad
+            criterion: `criterion(*outputs, *labels)` returns the loss of a chunk: one element, or with grad
                 mode off any shape; needed on ranks with a last stage if grad mode is on.
-            labels: of the batch whose outputs arrive here, likewise.
+            labels: of the batch whose outputs arrive here, cut like the inputs.
 
         Returns:
             The losses of the chunks, stacked, without gradient, on ranks with a last stage, if there is a
             criterion, else None; and the outputs of the last stage, put together along `batch_dim`: a tensor,
             or a tuple of them if there are several, None elsewhere or if not asked for.
 
-        Nothing is divided by the number of chunks. Gradients add up in `.grad`. After an exception, which
-        reaches all ranks, gradients are those of a part of the step, and the next step makes new connections.
+        Nothing is divided by the number of chunks. Gradients accumulate in `.grad`. An exception reaches all
+        ranks; gradients are then those of a part of the step, and the next step makes new connections.
         """
         with failing_together(self._abort):
             self._connect()
@@ -207,7 +207,7 @@ class _TwoStagesPerRank(nn.Module):
         return joined[0] if len(joined) == 1 else joined
 
     def _connect(self) -> None:
-        """Collective, if this is the first step, or the first one after a failure."""
+        """Connects, if this is the first step or the first one after a failure; then collective."""
         # A failure that this rank has not raised yet is left alone: the step will raise it.
         if self._has_failed or not all(executor.is_usable for executor in self._executors.values()):
             self.close()
@@ -239,7 +239,7 @@ class DualPipe(_TwoStagesPerRank):
             of both; the user adds up the gradients of the copies, or calls `sum_replica_gradients`.
         batch_dim: the dim of inputs and labels that is cut into chunks.
         process_group: the ranks of the pipeline; None: all.
-        rank_mapping: `rank_mapping[group rank]` is the pipeline rank; None: the same.
+        rank_mapping: `rank_mapping[group rank]` is the pipeline rank; None: they are equal.
 
     The inputs of the first rank end on the last one and the other way round: labels, loss and outputs on the
     first rank belong to the inputs of the last rank.
@@ -270,7 +270,7 @@ class DualPipeV(_TwoStagesPerRank):
     """A model of 2P stages on P ranks, placed as a V; inputs, labels, loss and outputs are on the first rank.
 
     Args:
-        modules: stage `rank` and stage `2P - 1 - rank` of the model; the others as those of DualPipe.
+        modules: stage `rank` and stage `2P - 1 - rank` of the model; the other arguments as for DualPipe.
     """
 
     _make_plan = staticmethod(dualpipev)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 
 class PipeCommError(RuntimeError):
-    """A communication failed. What does not apply is None.
+    """A communication failed. Attributes that do not apply are None.
 
     Attributes:
         op: name of the operation.
@@ -52,7 +52,7 @@ class PipeCommPeerLost(PipeCommError):
 
 
 class MessageDescription(NamedTuple):
-    """What one end of a message says of it.
+    """How one end of a message describes it.
 
     Attributes:
         op: name of the operation.
@@ -70,8 +70,8 @@ class PipeCommMismatch(PipeCommError):
     """Two ranks disagree about an operation, or a rank refused to take part in a collective.
 
     Attributes:
-        ours, theirs: what the two ends say of a message about which they disagree, first the end that found
-            it; else None.
+        ours, theirs: if two ends disagree about a message, the description of the end that found it, and the
+            other one's; else None.
 
     Example:
         ```python

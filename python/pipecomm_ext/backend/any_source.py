@@ -1,9 +1,9 @@
 """Receives from any source.
 
-The engine matches messages of one source with receives from that source, and knows no other ones. So a rank
-that waits for a send which nobody has received yet writes into the store of the group how many it has sent
-with this tag to that rank, and a receive from any source looks there for a rank that has sent more than this
-one has received. A program without such receives writes nothing as long as its sends match soon.
+The engine matches only receives that name their source. So if a send is not received soon, its rank writes
+into the store of the group how many messages it has sent with this tag to that rank, and a receive from any
+source looks there for a rank that has sent more than this one has received. A program without such receives
+writes nothing if its sends match soon.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from ..core.rendezvous import stores_of
 from ..errors import PipeCommTimeout
 from .endpoint import Endpoint
 
-_PATIENCE_S = 0.01  # with a send that finds no receive, before the store hears of it
-_IDLE_S = 1.0  # without a send, after which the thread has nothing to look after
+_PATIENCE_S = 0.01  # after which a send without a receive is written to the store
+_IDLE_S = 1.0  # without a pending send, after which the thread stops watching
 _STORE_LIMIT_S = 5.0
 _LONGEST_REST_S = 0.02
 
 
 class SendWatch:
-    """Tells the store of the sends of this rank that wait for their receives."""
+    """Writes to the store which sends of this rank wait for their receives."""
 
     is_patient = True
 
@@ -38,7 +38,7 @@ class SendWatch:
         self._is_watched = False
 
     def add(self, work: Any, dst: int, tag: int) -> None:
-        """A send that has just been posted."""
+        """Adds a send that has just been posted."""
         key = (dst, tag)
         self._num_sent[key] += 1
         self._pending.append((work, key, time.monotonic()))
@@ -47,7 +47,7 @@ class SendWatch:
             finish_in_background(self)
 
     def poll(self) -> bool:
-        """Whether there has been nothing to look after for a while."""
+        """Whether no send has been pending for a while."""
         now = time.monotonic()
         left = []
         for _ in range(len(self._pending)):
@@ -62,7 +62,7 @@ class SendWatch:
                     self._endpoint.check_usable()
                     _, background = stores_of(self._endpoint.group)
                     background.set(_key(*key, self._endpoint.rank), str(count).encode(), _STORE_LIMIT_S)
-                except Exception:  # the store is gone: who receives learns of it, too
+                except Exception:  # the store is gone; receivers notice, too
                     return self._stop()
                 self._told[key] = count
         self._pending.extendleft(reversed(left))
@@ -81,8 +81,8 @@ class SendWatch:
 
 
 class AnySource:
-    """A receive that has no source yet. Has the methods of a Work. It fails if it finds none within the
-    timeout of the group."""
+    """A receive that has no source yet. Has the methods of a Work. Fails if it finds no source within the
+    group's timeout."""
 
     def __init__(
         self,
@@ -129,7 +129,7 @@ class AnySource:
         time.sleep(0.002)
 
     def _find(self) -> bool:
-        """Whether the source is known; then the receive is posted."""
+        """Whether the source is known and the receive posted, or the search has failed."""
         if self._work is not None or self._error is not None:
             return True
         if not self._lock.acquire(blocking=False):

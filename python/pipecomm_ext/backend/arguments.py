@@ -28,12 +28,12 @@ def tensor_list(tensors: Any) -> list[Tensor]:
 
 
 def waits(opts: Any) -> bool:
-    """Whether the caller waits for the call at once, and for as long as the group's timeout says."""
+    """Whether the caller waits for the call at once, with the group's timeout."""
     return opts is not None and not getattr(opts, "asyncOp", True) and timeout_of(opts, None) is None
 
 
 def timeout_of(opts: Any, timeout: timedelta | None) -> timedelta | None:
-    """The timeout of the call itself; torch says by a negative one that there is none."""
+    """The timeout of the call itself; torch passes a negative one if there is none."""
     timeout = timeout or getattr(opts, "timeout", None)
     return None if timeout is None or timeout <= timedelta(0) else timeout
 
@@ -45,7 +45,7 @@ def root_of(opts: Any, kwargs: dict[str, Any]) -> int:
 
 
 def with_operator(opts: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """The operator of a reduction, and its options; an operator may stand in their place."""
+    """The operator of a reduction, and its options; the operator may be passed instead of the options."""
     if "op" in kwargs:
         return kwargs["op"], opts
     if isinstance(opts, (dist.ReduceOp, dist.ReduceOp.RedOpType)):
@@ -58,7 +58,7 @@ def operator_name(op: Any) -> str:
 
 
 def splits(spec: Any, lengths: Any, size: int, name: str) -> tuple[int, ...]:
-    """The lengths along dim 0; none at all means equal ones."""
+    """The lengths along dim 0; None or an empty list means equal lengths."""
     if lengths:
         return tuple(lengths)
     shape, _ = spec

@@ -43,7 +43,7 @@ from .work import BackendWork, Together, explained
 
 
 class Collectives:
-    """What the group and the backend that is registered on it have in common."""
+    """The collectives, which the group and the backend that is registered on it have in common."""
 
     endpoint: Endpoint
     messages: Messages
@@ -66,7 +66,7 @@ class Collectives:
         return work
 
     def _explaining(self, what: str, begin: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Begins a call, whose errors say what it is."""
+        """Begins a call, and names it in its errors."""
         try:
             with torch.no_grad():
                 return begin(*args, **kwargs)
@@ -91,7 +91,7 @@ class Collectives:
     def _lists(
         self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], device_of: Tensor, opts: Any, what: str
     ) -> BackendWork:
-        """An all-to-all of lists, in which a rank that gives or gets nothing has an empty tensor."""
+        """An all-to-all of lists; a rank that sends or receives nothing has an empty tensor there."""
         connection = self._connection(device_of)
         comm = connection.communicator
 

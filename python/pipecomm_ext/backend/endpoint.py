@@ -18,8 +18,8 @@ from ..core.process_groups import StoreGroup
 from ..core.rendezvous import close_stores
 from ..errors import PipeCommAborted, PipeCommError
 
-# The numbers of channels for the tags from 0 on, and for all other tags; one more is for the second exchange
-# of reductions. Of CUDA tensors each one takes memory.
+# The number of tags from 0 on with their own channel, and of channels that all other tags share; one more is
+# for the second exchange of reductions. For CUDA tensors each channel takes memory.
 _CHANNELS = {"cpu": (11, 3), "cuda": (2, 1)}
 
 
@@ -37,7 +37,7 @@ class Connection:
         return self.num_own_tags + self.num_shared
 
     def channel_of(self, tag: int) -> tuple[int, int]:
-        """The channel of a tag, and what the ends compare, so that tags which share one never mix."""
+        """The channel of a tag, and a number that the ends compare, so that tags on one channel never mix."""
         if 0 <= tag < self.num_own_tags:
             return tag, 0
         return self.num_own_tags + tag % self.num_shared, (tag << 1 | 1) & (2**64 - 1)
@@ -86,8 +86,8 @@ class Endpoint:
             return self._connections[device]
 
     def limit(self, timeout: timedelta | None) -> timedelta | None:
-        """How long to wait for a call with this timeout (negative: none was given); None: for as long as the
-        communicator does."""
+        """Returns how long to wait for a call with this timeout (negative: none was given); None: the
+        communicator's timeout."""
         if timeout is not None and timeout.total_seconds() > 0:
             return timeout
         return self._changed_timeout
@@ -96,11 +96,11 @@ class Endpoint:
 
     def set_timeout(self, timeout: timedelta) -> None:
         self.timeout = timeout
-        if self._connections:  # whose own timeouts stay
+        if self._connections:  # their own timeouts stay
             self._changed_timeout = timeout
 
     def shutdown(self) -> None:
-        """Waits for what is in flight, and closes. Again: nothing is left to do."""
+        """Waits for what is in flight, and closes. Idempotent."""
         for communicator in self._end("shut down"):
             try:
                 communicator.close()

@@ -1,7 +1,7 @@
 """The process group, and the backend that is registered on it.
 
-Both have the same methods. torch's Python calls those of the group and gets its handles; C++ looks the
-backend up by device, and sees of a handle what torch shows of one made in Python: its wait and its future.
+Both have the same methods. torch's Python calls those of the group and gets its handles; C++ looks up the
+backend by device, and can use only the wait and the future of a handle that is made in Python.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .monitored_barrier import monitored_barrier
 from .names import DEVICES, NAME
 from .work import BackendWork
 
-_TIMEOUT = "_timeout"  # torch's name of it
+_TIMEOUT = "_timeout"  # torch's name for it
 _DEFAULT_TIMEOUT = dist.distributed_c10d.default_pg_timeout
 # A group's Python half lives as long as the group is in use, even if only C++ refers to it (DETAIL debug).
 _alive: set[Any] = set()
@@ -91,7 +91,7 @@ class Member(Collectives):
 
 
 class PipeCommBackend(Member, Backend):
-    """What C++ finds for a device."""
+    """The backend that torch's C++ finds for a device."""
 
     def __init__(self, endpoint: Endpoint, messages: Messages) -> None:
         Backend.__init__(self, endpoint.rank, endpoint.size)
@@ -118,7 +118,7 @@ class PipeCommBackend(Member, Backend):
         self.endpoint.set_timeout(timeout)
 
     def split(self, store: dist.Store, ranks: list[int], options: Any) -> Any:
-        """The backend of some ranks of this one. None for the others would crash torch's C++."""
+        """The backend of some ranks of this one. Returning None on the others would crash torch's C++."""
         if self.endpoint.rank not in ranks:
             raise ValueError(f"rank {self.endpoint.rank} splits a group for ranks {ranks}, without itself")
         mine = self.endpoint.ranks or list(range(self.endpoint.size))
@@ -141,10 +141,10 @@ class PipeCommBackend(Member, Backend):
         return PipeCommBackend(endpoint, Messages(endpoint))
 
     def perform_nocolor_split(self, device: Any) -> None:
-        """Ranks outside of a split have nothing to do."""
+        """Does nothing: ranks outside a split have no part in it."""
 
     def eager_connect_single_device(self, device: Any = None) -> None:
-        """Two ranks connect when they first need each other."""
+        """Does nothing: two ranks connect when they first need each other."""
 
     def _set_group_uid(self, uid: str) -> None:
         pass
@@ -154,7 +154,7 @@ class PipeCommBackend(Member, Backend):
 
 
 class PipeCommGroup(Member, ProcessGroup):  # type: ignore[misc]  # torch's have other forms, too
-    """What torch.distributed calls."""
+    """The group that torch.distributed calls."""
 
     def __init__(self, store: dist.Store, endpoint: Endpoint, devices: list[str]) -> None:
         ProcessGroup.__init__(self, store, endpoint.rank, endpoint.size)
@@ -202,7 +202,7 @@ class PipeCommGroup(Member, ProcessGroup):  # type: ignore[misc]  # torch's have
 
 
 def create(options: Any, backend_options: Any = None) -> Any:
-    """What torch calls to make this rank's part of a group."""
+    """Makes this rank's part of a group; called by torch."""
     timeout = getattr(backend_options, _TIMEOUT, None) or options.timeout
     endpoint = Endpoint(
         options.store,
@@ -215,14 +215,14 @@ def create(options: Any, backend_options: Any = None) -> Any:
     named = _named_backends()
     others = {device: name for device, name in named.items() if name != NAME}
     if others:
-        # A group of ours would take the place of the one that is to get the other backends, too.
+        # A PipeCommGroup would replace the group that torch gives the other backends, too.
         return PipeCommBackend(endpoint, Messages(endpoint))
     return PipeCommGroup(options.store, endpoint, list(named) or DEVICES)
 
 
 def _named_backends() -> dict[str, str]:
-    """The backend for each device, as the string says that the group is made with. torch does not pass it on,
-    so it is read from the function that makes the group; {}: that has changed."""
+    """The backend for each device, from the string that the user makes the group with. torch does not pass it
+    on, so it is read from torch's calling function; {} if that has changed."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         config = frame.f_locals.get("backend_config")

@@ -91,7 +91,7 @@ class Messages:
         return work
 
     def _receive(self, tensor: Tensor, src: int, tag: int) -> Handle:
-        """Posts a receive. Under the lock, so that those of a source and tag are counted as they match."""
+        """Posts a receive. Called under the lock, so that receives are counted in the order they match."""
         connection = self._endpoint.connection(tensor.device)
         channel, signature = connection.channel_of(tag)
         flat = buffer_for(tensor)
@@ -134,11 +134,11 @@ class Messages:
     # ---- batches
 
     def start_coalescing(self) -> None:
-        """What an exception has left of a block before is dropped."""
+        """Begins a batch; drops what an exception has left of an earlier one."""
         self._batch = Batch()
 
     def note(self, work: BackendWork) -> None:
-        """A collective within a block is begun at once, and waited for by the block's handle."""
+        """Adds a collective within a block: it is begun at once, and the block's handle waits for it."""
         if self._batch is not None:
             self._batch.handles.append(work)
             self._batch.tensors += work.result()
@@ -168,7 +168,7 @@ class Messages:
 
 
 class Batch:
-    """What the calls between start_coalescing and end_coalescing have asked for."""
+    """The calls made between start_coalescing and end_coalescing."""
 
     def __init__(self) -> None:
         self.messages: dict[Communicator, list[Any]] = {}

@@ -1,4 +1,4 @@
-"""A barrier that tells which ranks have not come, through the store of the group."""
+"""A barrier through the store of the group, which reports the ranks that have not arrived."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _PASSED = b"passed"
 
 
 def monitored_barrier(group: StoreGroup, number: int, timeout: timedelta, wait_all_ranks: bool) -> None:
-    """Rank 0 waits for all others in their order and raises with the first one that has not come within the
-    timeout, or, with `wait_all_ranks`, with all of them. The others then raise, too.
+    """Rank 0 waits for all others in rank order. Its error names the first one that has not arrived within
+    the timeout, or, with `wait_all_ranks`, all of them. The others then raise, too.
     """
     prefix, seconds = f"pipecomm/monitored_barrier/{number}", timeout.total_seconds()
     front, _ = stores_of(group)

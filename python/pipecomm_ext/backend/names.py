@@ -1,4 +1,4 @@
-"""What the backend is called, and what it is for."""
+"""The name of the backend, and the devices it serves."""
 
 NAME = "pipecomm"
 MIN_TORCH = (2, 14)

@@ -1,4 +1,4 @@
-"""How torch.distributed comes to know the backend."""
+"""Registers the backend with torch.distributed."""
 
 from __future__ import annotations
 

@@ -15,12 +15,12 @@ from torch._C._distributed_c10d import Work as TorchWork
 from ..communicator.continuation import deadline_of, finish_in_background
 from ..errors import PipeCommError, PipeCommMismatch, PipeCommTimeout
 
-_NONE = timedelta(0)  # torch's way to say that a wait has no timeout of its own
+_NONE = timedelta(0)  # torch's value for a wait without a timeout of its own
 _futures_lock = threading.Lock()
 
 
 class Handle(Protocol):
-    """What a call is waited for by: a Work of the engine's, a Continuation, ..."""
+    """Waits for a call: a Work of the engine, a Continuation, ..."""
 
     def wait(self, timeout: Any = None) -> Any: ...
     def is_completed(self) -> bool: ...
@@ -42,7 +42,7 @@ class Together:
 
 
 class BackendWork(TorchWork):
-    """Dropping it is legal: what it stands for is done all the same. Waiting twice is, too.
+    """The handle of a call. It may be dropped, and the call is done all the same; it may be waited for twice.
 
     `what` is the call in words, for errors; `limit` how long `wait` waits, None: as the communicator does.
     """
@@ -110,7 +110,7 @@ class BackendWork(TorchWork):
         return self.outputs
 
     def get_future(self) -> Any:
-        """A future that has the list of the tensors once the call is done, whether or not anybody waits."""
+        """Returns a future that has the list of tensors once the call is done, even if no thread waits."""
         with _futures_lock:
             is_new = self._future is None
             if is_new:
@@ -165,7 +165,7 @@ class BackendWork(TorchWork):
 
 
 def explained(error: PipeCommError, rank: int, what: str) -> PipeCommError:
-    """The error, which then says what call of torch's it came from."""
+    """Adds to an error which call of torch's it came from."""
     if isinstance(error, PipeCommTimeout):
         note = f"; the timeout of {what} on rank {rank} has passed"
     elif isinstance(error, PipeCommMismatch):
@@ -178,7 +178,7 @@ def explained(error: PipeCommError, rank: int, what: str) -> PipeCommError:
 
 
 class ReceiveWork(BackendWork):
-    """That of a receive whose source is known."""
+    """The handle of a receive whose source is known."""
 
     def __init__(self, *args: Any, source: int) -> None:
         super().__init__(*args)

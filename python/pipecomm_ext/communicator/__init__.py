@@ -1,4 +1,4 @@
-"""The communicator, and the ones that this process keeps."""
+"""The communicator, and the communicators that this process keeps."""
 
 from ..core.process_groups import device_of, own_group
 from . import operators  # noqa: F401  (registers them)

@@ -38,20 +38,20 @@ open_communicators: weakref.WeakSet[Communicator] = weakref.WeakSet()
 class Communicator:
     """Moves tensors between the ranks of a group. All ranks of the group construct it, with equal arguments.
 
-    The constructor waits for nobody: two ranks connect when one of them first needs the other, or when
-    `connect` names it. (CUDA tensors with transport="auto": it waits until all ranks have said whether they
-    can use NCCL.)
+    The constructor waits for no other rank: two ranks connect when one of them first needs the other, or when
+    `connect` names it. (CUDA tensors with transport="auto": it waits until all ranks have reported whether
+    they can use NCCL.)
 
     Args:
         group: a torch ProcessGroup; None is the default group. Only its store and its ranks are used: the
             communicator makes its own connections.
         device: "cpu", "cuda" or "cuda:1", where the tensors are; "cuda" is the device that is current now.
-            None takes what the group is for: "cpu" if its backend for CUDA is gloo, or if it has none.
+            None follows the group: "cpu" if its backend for CUDA is gloo, or if it has none, else "cuda".
         transport: "auto", or "tcp", "nccl" or "shm" to insist on one; "c10d" is the former name of "tcp".
         channels: number of independent message orders per pair of ranks, 1 to 15 (say 0 for activations, 1
             for gradients): messages match in post order per (source, destination, channel). Over NCCL they
-            are independent as long as their kernels fit the device (docs/nccl.md), and what is part
-            of a CUDA graph is part of one on all its ranks.
+            are independent while their kernels fit the device (docs/nccl.md), and an operation that
+            one rank captures in a CUDA graph must be captured on all its ranks.
         timeout: seconds or timedelta after which an operation fails, on all ranks, with PipeCommTimeout; None
             is 600 s, math.inf no limit.
         check: CPU tensors: "auto" and "full" compare op, dtype, shape and arguments of every message; "off"
@@ -60,11 +60,11 @@ class Communicator:
             collectives wait; a disagreement fails the communicator. "off" compares nothing.
 
     Peers are ranks of the group. After a failure (a dead peer, a timeout, `abort()`) every call raises the
-    original cause. As a context manager it closes when the block is left, and aborts first if that is by an
-    exception.
+    original cause. As a context manager it closes at the end of the block, and aborts first if an exception ends
+    the block.
 
     Raises:
-        ValueError, TypeError: wrong arguments. Ranks that need this one then raise PipeCommMismatch, which
+        ValueError, TypeError: wrong arguments. Ranks that need this one then raise a PipeCommMismatch that
             names it.
         PipeCommMismatch: arguments that differ from those of the rank that came first.
         PipeCommTimeout: for CUDA tensors with "auto", a rank did not join within `timeout`.
@@ -160,12 +160,12 @@ class Communicator:
         direction: Literal["send", "recv"] | None = None,
         together: bool = False,
     ) -> None:
-        """Begins to connect to these peers (None: to all ranks), so that no first message has to; waits for
-        nobody, and one of the two ends is enough. Nothing is left to do once the communicator has failed or
+        """Begins to connect to these peers (None: to all ranks), so that no first message has to. Returns at
+        once; it is enough that one of the two ends calls it. Does nothing once the communicator has failed or
         is closed.
 
         Over NCCL each direction of each channel of a peer takes memory of the device: `channels` and
-        `direction` name those to connect. None are all of them; and, for all ranks, what the collectives use.
+        `direction` select those to connect. None: all of them, and with all ranks also those of collectives.
         Call it before messages are in flight: while NCCL connects, CUDA may wait for kernels that wait for
         other ranks, and a link that needs such a wait is never made.
 
@@ -189,21 +189,21 @@ class Communicator:
 
     @property
     def transport(self) -> str:
-        """The name of what moves the bytes: "tcp", "nccl" or "shm", or "mixed" if that is not the same for
+        """The transport that moves the bytes: "tcp", "nccl" or "shm", or "mixed" if it is not the same for
         all pairs of ranks.
 
-        It follows from where the ranks are, and is equal on all of them; `route` tells of pairs that turned
-        out otherwise. Waits until all ranks have made the communicator.
+        It follows from where the ranks are, and is equal on all of them; `route` shows pairs that use another
+        one. Waits until all ranks have made the communicator.
 
         Raises:
-            PipeCommTimeout: a rank has not within `timeout`.
-            PipeCommMismatch: a rank refuses to.
+            PipeCommTimeout: a rank has not made it within `timeout`.
+            PipeCommMismatch: a rank refuses to make it.
         """
         return self.transport_among(range(self.size))
 
     @property
     def transport_reason(self) -> str:
-        """Why `transport` is what it is, and what NCCL has taken of the device so far. Waits as that does."""
+        """Why `transport` is what it is, and how much device memory NCCL has taken. Waits as `transport`."""
         if self._transport is None:
             return self._routes.reason()
         if self._transport == "nccl":
@@ -212,14 +212,14 @@ class Communicator:
 
     @property
     def nccl_usage(self) -> tuple[int, int]:
-        """The NCCL communicators that this rank has made so far, and the bytes of its device that were taken
-        meanwhile, by whomever; zeros without NCCL.
+        """The number of NCCL communicators that this rank has made so far, and the bytes of its device that
+        all processes have taken meanwhile; zeros without NCCL.
         """
         return self._c.nccl_usage()
 
     @property
     def known_transport(self) -> str:
-        """What `transport` says if that is known without waiting, else "auto"."""
+        """The value of `transport` if it is known without waiting, else "auto"."""
         if self._transport is None and not self._routes.are_all_known():
             return "auto"
         return self.transport
@@ -227,25 +227,25 @@ class Communicator:
     @property
     def num_cores(self) -> int | None:
         """Number of processor cores that the ranks may use together if `transport` is "shm", else None. Waits
-        as that does; equal on all ranks.
+        as `transport`; equal on all ranks.
         """
         return self._routes.num_cores() if self._transport in (None, "shm") else None
 
     def transport_among(self, ranks: Iterable[int]) -> str:
-        """What `transport` says, of some ranks. Equal on all of them."""
+        """The transport used among `ranks`; the same on each of them."""
         return self._transport or self._routes.transport_among(ranks)
 
     def route(self, peer: int) -> tuple[str, str]:
-        """Returns by what transport messages to and from `peer` travel ("tcp", "nccl" or "shm"), and why; or
-        ("self", ...) for the rank itself, whose messages are copies.
+        """Returns the transport of messages to and from `peer` ("tcp", "nccl" or "shm"), and why; or ("self",
+        ...) for the rank itself, whose messages are copies.
 
-        A route that is not made yet is the one that is expected; that waits until `peer` has made the
+        If the route is not made yet, returns the expected one, after waiting until `peer` has made the
         communicator.
 
         Raises:
             TypeError, ValueError: `peer` is not a rank of the group.
             PipeCommTimeout: `peer` has not made the communicator within `timeout`.
-            PipeCommMismatch: it refuses to.
+            PipeCommMismatch: it refuses to make it.
         """
         if self._checked_peer(peer) == self.rank:
             return "self", "a message to oneself is a copy"
@@ -363,7 +363,7 @@ class Communicator:
             comm.batch_p2p([Send(torch.ones(1024, 1024), 1 - comm.rank), Recv(received, 1 - comm.rank)])
             ```
         """
-        is_sequence = isinstance(shape, (list, tuple)) or isinstance(shape, Sequence)  # the latter takes long
+        is_sequence = isinstance(shape, (list, tuple)) or isinstance(shape, Sequence)  # the latter is slow
         if isinstance(shape, str) or not is_sequence:
             raise TypeError(f"shape must be a sequence of lengths, not {type(shape).__name__}")
         if not isinstance(dtype, torch.dtype):
@@ -377,10 +377,10 @@ class Communicator:
                     return result
             if len(shape) == 0:
                 return torch.empty((), dtype=dtype, device=self.device)
-            # torch reads lengths that are arguments of their own in two thirds of the time.
+            # torch reads lengths passed as separate arguments in two thirds of the time.
             return torch.empty(*shape, dtype=dtype, device=self.device)
         except (TypeError, RuntimeError):
-            self._c.empty(list(shape), dtype)  # says what is wrong with a length
+            self._c.empty(list(shape), dtype)  # raises an error about the wrong length
             raise
 
     @overload
@@ -439,8 +439,8 @@ class Communicator:
         every run.
 
         Args:
-            tensor: any shape and strides, alike on all ranks.
-            async_op: alike on all ranks. With it, every rank gets the tensors of all ranks and reduces them
+            tensor: any shape and strides, the same on all ranks.
+            async_op: the same on all ranks. With it, every rank gets the tensors of all ranks and reduces them
                 itself, so its memory and traffic grow with their number.
             op: an operator of torch.distributed.ReduceOp. float16 and bfloat16 are reduced in float32;
                 integers wrap; of bool, SUM is "any", PRODUCT "all" and BXOR the parity.
@@ -561,20 +561,20 @@ class Communicator:
     ) -> Work | None:
         """Runs an exchange plan: packs what is not contiguous, moves one message per peer, unpacks.
 
-        All ranks call it, with plans made from the same arguments, or only the ranks `members` (increasing)
-        that the plan moves data between.
+        All ranks call it, with plans made from the same arguments; or only the ranks `members` (increasing),
+        if the plan moves data only between them.
 
         Args:
-            plan: the plan, or a function that makes it; what that raises refuses the exchange.
+            plan: the plan, or a function that makes it; if that raises, the exchange is refused.
             inputs, outputs: tensors of the shapes and dtypes that the plan has for them, with any strides.
-            within: over NCCL, exchanges of the same members on a channel have one NCCL communicator; with
-                this one they share that of these ranks (increasing, the members among them).
+            within: over NCCL, exchanges of the same members on a channel have an NCCL communicator of their
+                own; with `within` they use that of these ranks (increasing, the members among them).
             channel: exchanges of a channel are posted in the order of the calls; None is the order of all
                 collectives.
             after: the Work of another exchange. This one is posted once that one has succeeded, and fails if
-                it fails, whether or not anybody waits.
+                it fails, even if no thread waits.
             gradient_of: the `number` of the Work whose gradients are moved. CPU tensors: ranks compare it.
-            returns_work: return the Work, which is done, without async_op, too.
+            returns_work: return the Work also without async_op; it is then done.
         """
         try:
             if callable(plan):
@@ -605,16 +605,16 @@ class Communicator:
     def collective(
         self, op: str, members: Sequence[int] = (), channel: int | None = None
     ) -> contextlib.AbstractContextManager[None]:
-        """Wraps what precedes a collective (of `members`, on `channel`, see `exchange`). If this rank raises
-        anything here, every other rank's call of the same collective raises PipeCommMismatch with the reason;
-        no rank waits, and the next call works.
+        """Wraps the steps before a collective (of `members`, on `channel`, see `exchange`). If this rank
+        raises anything here, every other rank's call of the same collective raises PipeCommMismatch with the
+        reason; no rank waits, and the next call works.
         """
         return RefusedOnError(self, op, members, channel)
 
     def refuse(
         self, op: str, error: Exception, members: Sequence[int] = (), channel: int | None = None
     ) -> None:
-        """Refuses a collective, which this rank cannot take part in because of `error`. Does not wait."""
+        """Refuses a collective that this rank cannot take part in because of `error`. Does not wait."""
         self._c.refuse(op, summary_of(error), members, channel)
 
     # ---------------------------------------------------------------- record
@@ -643,9 +643,9 @@ class Communicator:
         by any thread.
 
         Args:
-            reason: what the error says.
-            cause: another communicator of the same ranks. If it has failed, calls raise the error that its
-                calls raise.
+            reason: a text for the error.
+            cause: another communicator of the same ranks. If it has failed, calls of this one raise the same
+                error as its calls.
         """
         self._c.abort(str(reason), None if cause is None else cause._c)
 
@@ -653,7 +653,7 @@ class Communicator:
         """Waits for what is in flight, then releases connections and threads. Idempotent.
 
         Raises:
-            PipeCommPeerLost: a message that nothing else has waited for cannot match any more, because its
+            PipeCommPeerLost: a message, for which no other call has waited, cannot match any more because its
                 peer has closed.
             PipeCommTimeout: a message found no match within the communicator's timeout.
         """
@@ -670,7 +670,7 @@ class Communicator:
         if exc_type is None:
             return self.close()
         self.abort(summary_of(exc))
-        with contextlib.suppress(Exception):  # the block's own exception tells more
+        with contextlib.suppress(Exception):  # the block's own exception is more helpful
             self.close()
 
     # ---------------------------------------------------------------- details
@@ -719,8 +719,8 @@ def communicator_for(
     timeout: float | datetime.timedelta | None = None,
     transport: str = "auto",
 ) -> Communicator:
-    """A Communicator that meets those of the same purpose, whatever else a rank makes before. The package
-    makes its own in this way, so that they do not shift the numbers of the user's.
+    """Makes a Communicator that meets those of the same purpose, whatever else a rank made before. The
+    package makes its own ones in this way, so that they do not shift the numbers of the user's.
     """
     communicator = Communicator.__new__(Communicator)
     communicator._set_up(group, device, transport, channels, timeout, "auto", purpose)
@@ -729,12 +729,12 @@ def communicator_for(
 
 
 def graph_name(communicator: Communicator) -> str:
-    """Stands for the communicator within this process and can be traced."""
+    """Returns a string that stands for the communicator within this process and can be traced."""
     return f"{NAME_IN_GRAPHS} {id(communicator)}"
 
 
 def all_reduce_in_line(comm: Communicator, tensor: torch.Tensor, op: Any, channel: int, line: Line) -> None:
-    """`Communicator.all_reduce` that other ranks may begin without a wait: its second exchange has its own
+    """`Communicator.all_reduce` that other ranks may begin with `async_op`: its second exchange has its own
     channel."""
     reductions.all_reduce(comm, comm._c, tensor, op, channel, line)
 

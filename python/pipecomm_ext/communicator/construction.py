@@ -1,5 +1,5 @@
-"""How a communicator is made: the arguments checked and compared with those of the rank that came first, the
-record of this rank published, the transport chosen.
+"""Makes a communicator: checks the arguments, compares them with those of the rank that came first, publishes
+the record of this rank, chooses the transport.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MAX_CHANNELS = 15
 
 @dataclass(frozen=True)
 class Made:
-    """What a communicator consists of."""
+    """The parts of a communicator."""
 
     engine: _C.Communicator
     meeting: Rendezvous
@@ -51,8 +51,8 @@ def make(
     check: str,
     purpose: str,
 ) -> Made:
-    """Makes this rank's part of a communicator. Waits for other ranks only where `auto` has to know whether
-    all of them can use NCCL.
+    """Makes this rank's part of a communicator. Waits for other ranks only where `auto` has to find out
+    whether all of them can use NCCL.
 
     Communicators of one `purpose` meet in the order in which each rank makes them.
     """
@@ -87,7 +87,7 @@ def make(
         record = {**routes.record, "nccl": local}
         engine, name, reason = _engine(meeting, routes, record, own_device, arguments, settings)
     except (PipeCommMismatch, PipeCommTimeout):
-        raise  # the others have heard of it, have said it, or may come for the next attempt
+        raise  # the others know of it, have reported it, or may be in time for the next attempt
     except Exception as failed:
         meeting.refuse(summary_of(failed))
         raise
@@ -113,14 +113,14 @@ def _engine(
     arguments: Mapping[str, Any],
     settings: Mapping[str, Any],
 ) -> tuple[_C.Communicator, str | None, str]:
-    """The communicator of the extension, the name of its transport if all pairs have the same, and why.
+    """Returns the extension's communicator, the name of its transport if all pairs have the same, and why.
 
-    Publishes the `record` of this rank: when nothing can go wrong any more, or before, where the ranks have
-    to choose together.
+    Publishes the `record` of this rank once nothing can fail any more, or earlier where the ranks have to
+    choose together.
     """
     requested = arguments["transport"]
     if device.type == "cuda" and requested == "nccl":
-        # Ranks that ask for NCCL hear from NCCL itself what it thinks of a shared GPU.
+        # For ranks that ask for NCCL, NCCL itself reports whether it accepts a shared GPU.
         engine = nccl.engine(meeting, routes.connections, device, arguments, settings)
         meeting.publish(record)
         return engine, "nccl", "asked for"
@@ -164,7 +164,7 @@ def _arguments(
     check: str,
     settings: Mapping[str, Any],
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """What must be equal on all ranks, and what NCCL has to know of this one."""
+    """Returns the arguments, which must be equal on all ranks, and this rank's facts for NCCL."""
     names = ("auto", *sorted(TRANSPORTS))
     if isinstance(transport, str):
         transport = FORMER_NAMES.get(transport, transport)

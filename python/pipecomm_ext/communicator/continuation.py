@@ -1,12 +1,12 @@
 """Operations of several exchanges, with computations between and after them, behind one handle.
 
 A reduction is written as a generator that yields the Work of each exchange and is resumed once that is done.
-Whoever looks at its handle resumes it; `finish_in_background` has a thread do so if nobody does.
+Any thread that waits for or polls its handle resumes it; `finish_in_background` makes a thread do so.
 
-With CUDA tensors "done" is an order of streams: an exchange that is waited for on a stream is done for what
-comes later there. An asynchronous operation computes on a stream of its communicator's own, whichever thread
-resumes it, and whoever waits for the handle makes the current stream wait for that one. In the caller's
-stream it would hold up what is enqueued there before the wait, on which the other ranks may depend.
+With CUDA tensors "done" is an order of streams: after a wait on a stream, an exchange is done for everything
+enqueued there later. An asynchronous operation computes on its communicator's own stream, whichever thread
+resumes it; a wait for the handle makes the current stream wait for that one. On the caller's stream it would
+delay what is enqueued there before the wait, on which other ranks may depend.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ import torch
 from ..core.extension import _C
 from ..errors import PipeCommTimeout
 
-_SLICE_S = 0.001  # that the thread waits before it looks at all handles once more
+_SLICE_S = 0.001  # pause of the thread before it polls all handles again
 
 
 def deadline_of(timeout: float | datetime.timedelta | None) -> float:
-    """The time, as time.monotonic() tells it, at which a wait that begins now has lasted too long."""
+    """Returns the time, by time.monotonic(), at which a wait that begins now has lasted too long."""
     seconds = None if timeout is None else _C.timeout_seconds(timeout)
     return math.inf if seconds is None else time.monotonic() + seconds
 
 
 class Line:
-    """The operations of a communicator whose second exchange has a channel of its own: all ranks post those
-    in the order in which they have posted the first ones."""
+    """The operations of a communicator whose second exchange has a channel of its own: all ranks post the
+    second exchanges in the order of the first ones."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -44,9 +44,9 @@ class Line:
 
 
 class Continuation:
-    """Has the methods of a Work. The generator is begun at once, so that what it raises first comes out of
-    the call. With a `line`, its second exchange waits for those of the operations before it there. With a
-    `stream`, the generator runs there, as if it were called where the caller's stream is now."""
+    """Has the methods of a Work. The generator is begun at once, so that the call raises its first errors.
+    With a `line`, its second exchange waits for those of earlier operations in the line. With a `stream`, the
+    generator runs there, ordered after what the caller's stream has enqueued so far."""
 
     def __init__(
         self, steps: Iterator[_C.Work], line: Line | None = None, stream: torch.cuda.Stream | None = None
@@ -86,20 +86,20 @@ class Continuation:
             self._event.synchronize()
 
     def is_completed(self) -> bool:
-        """Whether the operation has ended, well or not. Blocks for no other rank."""
+        """Whether the operation has ended, well or not. Does not wait for other ranks."""
         return self.poll() and (self._event is None or self._event.query())
 
     def poll(self) -> bool:
-        """Whether nothing is left to be done by a thread."""
+        """Runs the steps that need no wait; returns whether no step is left."""
         return self._current is None or self._run(None)
 
     def rest(self) -> None:
-        """Waits a moment, without a part in the waits of others for the exchange in flight."""
+        """Waits a moment, without disturbing threads that wait for the exchange in flight."""
         time.sleep(_SLICE_S)
 
     def _run(self, deadline: float | None, only_first: bool = False) -> bool:
-        """Goes on until all (or the first exchange) is done, or until the deadline; None: while nothing has
-        to be waited for. Returns whether it is."""
+        """Continues until all (or the first exchange) is done, or until the deadline; None: until it would
+        have to wait. Returns whether it is done."""
         if deadline is None:
             if not self._lock.acquire(blocking=False):
                 return False
@@ -162,8 +162,8 @@ def begin(
     waits: bool,
     line: Line | None = None,
 ) -> Continuation:
-    """An operation on a communicator. `tensors` are those made outside of the steps which they work on;
-    `waits`: the caller waits for the handle at once. Within a capture all of it is captured by the call.
+    """Begins an operation on a communicator. `tensors` are those that the steps use but have not made;
+    `waits`: the caller waits for the handle at once. Within a capture, the call captures the whole operation.
     """
     if comm.device.type != "cuda" or waits:
         return Continuation(steps, line)
@@ -200,8 +200,8 @@ def _left(deadline: float) -> float:
 
 
 class Pollable(Protocol):
-    """What the thread looks after until `poll` returns True. `rest` waits a moment for it to get on; one with
-    `is_patient` is looked at while the others rest."""
+    """An object that the thread polls until `poll` returns True. `rest` waits a moment for progress; with
+    `is_patient`, that of other objects is called instead."""
 
     def poll(self) -> bool: ...
     def rest(self) -> None: ...
@@ -241,5 +241,5 @@ _background = _Background()
 
 
 def finish_in_background(handle: Pollable) -> None:
-    """Has a thread poll `handle` until it is done, whether or not anybody waits for it."""
+    """Makes a thread poll `handle` until it is done, even if no other thread waits for it."""
     _background.add(handle)

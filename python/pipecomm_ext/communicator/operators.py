@@ -1,7 +1,7 @@
-"""In a compiled graph: what a communicator does itself, as custom operators that name it.
+"""A communicator's own operations in a compiled graph, as custom operators that name it.
 
-They write no argument: a graph keeps the order of those that communicate, see `communicates`, only if they
-are functions. So the callers copy what has come into the buffers that were given.
+They write no argument: a graph keeps the order of communicating operators (see `communicates`) only if they
+are pure functions. So the callers copy received data into the buffers that were given.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def _(tensor, group, src) -> Tensor:
     return torch.empty_like(tensor)
 
 
-# One batch: tensors to send, their receivers and channels, and buffers like what is to be received, with its
-# senders and channels. Done when it returns.
+# One batch: tensors to send, their receivers and channels; and buffers of the shapes and dtypes to receive,
+# with their senders and channels. Done when it returns.
 @torch.library.custom_op(
     "pipecomm_ext::batch_p2p",
     mutates_args=(),

@@ -1,7 +1,7 @@
 """Reductions as exchange plans: pieces are exchanged, then reduced in the order of the ranks.
 
-Every rank computes an element from the same numbers in the same order, or gets it from the one rank that has,
-so all ranks hold the same bits, in every run. Nothing here depends on when a message comes.
+Every rank computes an element from the same numbers in the same order, or receives it from the one rank that
+has computed it, so all ranks hold the same bits, in every run. Nothing here depends on when messages arrive.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Operator:
     """A reduce operator of torch's, checked for a dtype.
 
     Raises:
-        TypeError: it is none.
+        TypeError: not a reduce operator.
         ValueError: it has no meaning for this dtype.
     """
 
@@ -61,15 +61,15 @@ class Operator:
         self.is_native = device.type == "cpu" and _C.reduces(self.reduction, dtype)
 
     def before(self, tensor: Tensor) -> Tensor:
-        """What this rank brings in, of `tensor`."""
+        """Returns this rank's input to the reduction of `tensor`."""
         return tensor if self.factor is None else (tensor * self.factor).to(tensor.dtype)
 
     def reduce(self, rows: Sequence[Tensor], output: Tensor) -> None:
-        """The reduction of one contiguous tensor of each rank, in their order, into `output`, which may be
-        one of them."""
+        """Reduces one contiguous tensor of each rank, in rank order, into `output`, which may be one of
+        them."""
         if self.is_native:
             return _C.reduce(output, rows, self.reduction)
-        with torch.inference_mode(output.is_inference()), torch.no_grad():  # of whichever thread this is
+        with torch.inference_mode(output.is_inference()), torch.no_grad():  # in any thread
             return self._reduce(rows, output)
 
     def _reduce(self, rows: Sequence[Tensor], output: Tensor) -> None:
@@ -90,7 +90,7 @@ class Operator:
         return None
 
     def _fold_unsigned(self, rows: Sequence[Tensor]) -> Tensor:
-        """Of integers without a sign, seen as some with one: where that matters, the top bit is flipped."""
+        """Reduces unsigned integers viewed as signed ones: where that matters, the top bit is flipped."""
         if self.name not in ("MIN", "MAX"):
             return self._fold(rows)
         top = torch.iinfo(rows[0].dtype).min
@@ -123,7 +123,7 @@ def _combiner(name: str, dtype: torch.dtype) -> Callable[..., Tensor]:
 
 @functools.lru_cache(maxsize=256)
 def whole_plan(rank: int, size: int, length: int, dtype: torch.dtype, root: int, tag: str) -> Any:
-    """Every other rank's tensor to rank `root`, or to all ranks (-1), one after the other."""
+    """Moves every other rank's tensor to rank `root`, or to all ranks (-1), one after the other."""
     everybody, lengths = list(range(size)), [length] * size
     target = (everybody, 0, None, True) if root < 0 else ([root], 0, [size * length], False)
     whole = ((size * length,), dtype)
@@ -134,7 +134,7 @@ def whole_plan(rank: int, size: int, length: int, dtype: torch.dtype, root: int,
 
 @functools.lru_cache(maxsize=256)
 def _scatter_plan(rank: int, size: int, lengths: tuple[int, ...], dtype: torch.dtype, tag: str) -> Any:
-    """Piece r of every other rank's tensor to rank r."""
+    """Moves piece r of every other rank's tensor to rank r."""
     whole = ((sum(lengths),), dtype)
     return _C.plan_collect_pieces(rank, size, whole, (list(range(size)), 0, lengths, False), True, tag)
 
@@ -143,8 +143,8 @@ def _scatter_plan(rank: int, size: int, lengths: tuple[int, ...], dtype: torch.d
 def _all_reduce_plans(
     rank: int, size: int, length: int, dtype: torch.dtype, name: str, has_order: bool
 ) -> list[Any]:
-    """One, or for large tensors two if the order of the second one is sure: the pieces of a tensor to the
-    ranks that reduce them, and piece r of rank r's tensor to the tensors of all other ranks."""
+    """One plan; or, for large tensors if the order of the second exchange is certain, two: the pieces of a
+    tensor to the ranks that reduce them, then piece r of rank r's tensor to those of all other ranks."""
     tag = f"all_reduce {name} {dtype}"
     if not has_order or length * dtype.itemsize <= MAX_WHOLE_BYTES:
         return [whole_plan(rank, size, length, dtype, -1, tag)]
@@ -155,14 +155,14 @@ def _all_reduce_plans(
 
 
 # ---- the operations, of contiguous tensors of one dim ----------------------------------------------------
-# `comm` is a Communicator. `waits`: the exchanges are waited for where they are posted.
+# `comm` is a Communicator. `waits`: the thread that posts an exchange waits for it at once.
 
 
 def all_reduce_steps(
     comm: Any, tensor: Tensor, op: Operator, waits: bool, channel: int | None = None
 ) -> Iterator[_C.Work]:
-    """In place. Large tensors take two exchanges if the order of the second one is sure: on a channel that is
-    kept for it, or because the caller waits. Else every rank gets whole tensors.
+    """Reduces in place. Large tensors take two exchanges if the order of the second one is certain: on a
+    channel that is kept for it, or because the caller waits. Else every rank gets whole tensors.
     """
     rank, size, length, dtype = comm.rank, comm.size, tensor.numel(), tensor.dtype
     brought = op.before(tensor)
@@ -187,7 +187,7 @@ def all_reduce_steps(
 
 
 def reduce_steps(comm: Any, tensor: Tensor, op: Operator, root: int, waits: bool) -> Iterator[_C.Work]:
-    """In place on rank `root`; `tensor` of the others stays as it is."""
+    """Reduces in place on rank `root`; `tensor` of the others stays unchanged."""
     rank, size, length, dtype = comm.rank, comm.size, tensor.numel(), tensor.dtype
     tag = f"reduce {op.name} {dtype} {root}"
     rows = comm.empty((size * length,), dtype) if rank == root else None
@@ -201,7 +201,7 @@ def reduce_steps(comm: Any, tensor: Tensor, op: Operator, root: int, waits: bool
 def reduce_scatter_steps(
     comm: Any, output: Tensor, tensor: Tensor, lengths: tuple[int, ...], op: Operator, waits: bool
 ) -> Iterator[_C.Work]:
-    """Piece r of `tensor`, of lengths[r] elements, reduced into `output` of rank r."""
+    """Reduces piece r of `tensor`, of lengths[r] elements, into `output` of rank r."""
     rank, size, dtype = comm.rank, comm.size, tensor.dtype
     tag = _tag_of_reduce_scatter(op, dtype)
     others, brought = _rows(comm, size - 1, lengths[rank], dtype), op.before(tensor)
@@ -230,7 +230,7 @@ def flattened(tensor: Tensor) -> Tensor:
 
 
 def buffer_for(tensor: Tensor) -> Tensor:
-    """`flattened`, for a tensor that is written as a whole: what it holds is not copied."""
+    """`flattened` for a tensor that will be overwritten: its contents are not copied."""
     if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
         return tensor.detach().view(-1)
     return torch.empty(tensor.numel(), dtype=tensor.dtype, device=tensor.device)
@@ -239,7 +239,7 @@ def buffer_for(tensor: Tensor) -> Tensor:
 def with_copies(
     steps: Iterator[_C.Work], sources: Sequence[Tensor], targets: Sequence[Tensor]
 ) -> Iterator[_C.Work]:
-    """`steps`, after which each target has the elements of its source, unless that is its own memory."""
+    """Runs `steps`, then copies each source to its target unless they share memory."""
     yield from steps
     for source, target in zip(sources, targets, strict=True):
         copy_into(source, target)
@@ -252,7 +252,7 @@ def copy_into(source: Tensor, target: Tensor) -> None:
 
 
 def _joined(tensors: Sequence[Tensor]) -> tuple[Tensor, Sequence[Tensor]]:
-    """The elements of all tensors as one dim, and those of each as parts of it."""
+    """The elements of all tensors as one dim, and each tensor's part of it."""
     if len(tensors) == 1:
         flat = flattened(tensors[0])
         return flat, [flat]
@@ -261,7 +261,7 @@ def _joined(tensors: Sequence[Tensor]) -> tuple[Tensor, Sequence[Tensor]]:
 
 
 def _check(comm: Any, tensor: Any, name: str, is_received: bool = False) -> None:
-    """Before anything is sent, as for a message."""
+    """Checks a tensor before anything is sent, as for a message."""
     _C.check_tensor(tensor, name, str(comm.device), is_received)
 
 
@@ -281,8 +281,8 @@ def _operator(op: Any, dtype: torch.dtype, device: torch.device) -> Operator:
 
 
 def _same_object(op: Any) -> Any:
-    """The operator as the one object that stands for it, by which C++ finds what it has prepared: torch
-    passes a new object in each call."""
+    """The same object for equal operators, by which C++ finds what it has prepared: torch passes a new object
+    in each call."""
     kind = getattr(op, "op", op)
     return op if kind is op or kind == ReduceOp.PREMUL_SUM else getattr(ReduceOp, kind.name, op)
 
@@ -290,7 +290,7 @@ def _same_object(op: Any) -> Any:
 def _plans_in_one_call(
     rank: int, size: int, length: int, dtype: torch.dtype, op: Any
 ) -> tuple[str, list[Any]] | None:
-    """What C++ runs to reduce a tensor of `length` elements in place; None: it cannot."""
+    """What C++ needs to reduce a tensor of `length` elements in place; None: it cannot."""
     operator_ = _operator(op, dtype, torch.device("cpu"))
     if size == 1 or not operator_.is_native or operator_.factor is not None:
         return None
@@ -306,7 +306,7 @@ def all_reduce(
     line: Line | None = None,
 ) -> None:
     """Reduces one tensor in place and waits; in host memory by one call of C++, unless operations in the line
-    have not posted their second exchanges."""
+    still have to post their second exchanges."""
     try:
         op = _same_object(op)
         if line is None:
@@ -353,8 +353,8 @@ def begin_reduce_scatter(
 ) -> Continuation:
     """Reduces piece r of all ranks into rank r's outputs, as one exchange of one dtype.
 
-    inputs[r] is what rank r is to get, a tensor, or for several outputs a list of them; the sizes of the
-    ranks may differ. Or `inputs` is one tensor with the pieces one after the other, alike for all ranks.
+    inputs[r] is the piece for rank r, a tensor, or for several outputs a list of them; the ranks' sizes may
+    differ. Or `inputs` is one tensor with the pieces one after the other, of one size for all ranks.
     """
     with comm.collective("exchange"):
         _check_targets(comm, outputs, "output")
@@ -383,7 +383,7 @@ def _scatter_in_one_call(
 
 
 def reduce_scatter(comm: Any, engine: _C.Communicator, output: Tensor, input: Any, op: Any) -> None:
-    """`begin_reduce_scatter` into one tensor, waited for; of one tensor in host memory by one call of C++."""
+    """`begin_reduce_scatter` into one tensor, and waits; for one tensor in host memory one call of C++."""
     if isinstance(input, Tensor):
         try:
             is_done = engine.reduce_scatter(output, input, _same_object(op), _scatter_in_one_call)
@@ -400,7 +400,7 @@ def _tag_of_reduce_scatter(op: Operator, dtype: torch.dtype) -> str:
 
 
 def _lengths_in(comm: Any, outputs: Sequence[Tensor], tensor: Tensor) -> tuple[int, ...]:
-    """Of the pieces of a tensor that holds those of all ranks, checked."""
+    """The checked lengths of the pieces of a tensor that holds those of all ranks."""
     _check(comm, tensor, "input")
     [output] = outputs
     if output.dtype != tensor.dtype or output.numel() * comm.size != tensor.numel():
@@ -440,7 +440,7 @@ def _gather_in_one_call(
 
 
 def all_gather(comm: Any, engine: _C.Communicator, output: Tensor, input: Tensor) -> None:
-    """`begin_all_gather`, waited for; of contiguous tensors in host memory by one call of C++."""
+    """`begin_all_gather`, and waits; for contiguous tensors in host memory one call of C++."""
     try:
         is_done = engine.all_gather(output, input, _gather_in_one_call)
     except Exception as error:
@@ -451,8 +451,8 @@ def all_gather(comm: Any, engine: _C.Communicator, output: Tensor, input: Tensor
 
 
 def begin_all_gather(comm: Any, output: Tensor, tensor: Tensor, waits: bool) -> Any:
-    """The tensors of all ranks, one after the other, into `output`, whose shape is free. A Work, or what has
-    its methods."""
+    """Gathers the tensors of all ranks, one after the other, into `output` of any shape. Returns a Work or an
+    object with its methods."""
     with comm.collective("all_gather"):
         _check(comm, tensor, "input")
         _check_targets(comm, [output], "output")

@@ -1,4 +1,4 @@
-"""What a rank tells the others if it cannot take part in a collective."""
+"""How a rank informs the others that it cannot take part in a collective."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from ..errors import PipeCommError
 def refuse_for(
     comm: Any, op: str, error: Exception, members: Sequence[int] = (), channel: int | None = None
 ) -> None:
-    """Tells the other ranks that this one takes no part, because of `error`; unless that is a failure, of
-    which they hear otherwise, or a signal handler has raised it while the collective was under way."""
+    """Tells the other ranks that this one takes no part because of `error`; unless it is a failure, which
+    reaches them anyway, or a signal handler raised it while the collective was in flight."""
     if isinstance(error, PipeCommError) or error.__dict__.pop("_pipecomm_posted", False):
         return
     comm.refuse(op, error, members, channel)
 
 
 class RefusedOnError:
-    """See `Communicator.collective`. A class, since a generator takes a microsecond; calls that take few of
-    them use `refuse_for`."""
+    """See `Communicator.collective`. A class, since a generator takes a microsecond; calls of only a few
+    microseconds use `refuse_for`."""
 
     __slots__ = ("_channel", "_comm", "_members", "_op")
 

@@ -18,7 +18,7 @@ from ..errors import summary_of
 from .communicator import NAME_IN_GRAPHS, Communicator, communicator_for, graph_name, open_communicators
 from .construction import MAX_CHANNELS
 
-_LAST_CALLS_S = 10.0  # at exit, for threads of the library that call Python; to close takes them 3 at most
+_LAST_CALLS_S = 10.0  # at exit, for threads of the library that call Python; closing takes them at most 3 s
 
 _kept: weakref.WeakKeyDictionary[Any, dict[tuple[str, str], Communicator]] = weakref.WeakKeyDictionary()
 
@@ -26,11 +26,11 @@ _kept: weakref.WeakKeyDictionary[Any, dict[tuple[str, str], Communicator]] = wea
 def get_communicator(
     group: dist.ProcessGroup | None = None, device: str | torch.device | None = None
 ) -> Communicator:
-    """The communicator of a group and device, made at the first call, which waits for nobody (for CUDA
-    tensors, until all ranks have said whether they can use NCCL).
+    """The communicator of a group and device. The first call makes it without waiting for other ranks (for
+    CUDA tensors, it waits until all ranks have reported whether they can use NCCL).
 
     Its timeout is the group's. It is closed at exit, or when another one is made after torch has destroyed
-    its group. A closed one is replaced by a new one; a failed one is returned and goes on raising its cause
+    its group. A closed one is replaced by a new one; a failed one is returned and keeps raising its cause
     until it is closed.
 
     Example:
@@ -51,7 +51,7 @@ def kept_communicator(
     channels: Mapping[str, int],
 ) -> Communicator:
     """Like `get_communicator`, with one communicator for each purpose, so that messages of different purposes
-    do not meet. `channels` is by kind of device.
+    do not match. `channels` is by kind of device.
     """
     group = own_group(group)
     device = device_of(group, device)
@@ -64,7 +64,7 @@ def kept_communicator(
 
 
 def _close_those_of_destroyed_groups() -> None:
-    """A Communicator refers to its group, so neither would ever end of itself."""
+    """Needed because a Communicator refers to its group, so neither would ever be destroyed."""
     groups = dist.distributed_c10d._world.pg_map
     for group in [group for group in _kept if group not in groups]:
         for communicator in _kept.pop(group).values():
@@ -73,7 +73,7 @@ def _close_those_of_destroyed_groups() -> None:
 
 def communicator_of(process_group: Any, tensor: Any) -> Communicator:
     """The kept communicator of a torch group (None: the default one) for the device of `tensor`. A
-    Communicator stands for itself.
+    Communicator is returned as it is.
     """
     if isinstance(process_group, Communicator):
         return process_group
@@ -105,9 +105,9 @@ def named_group(name: str) -> Any:
 
 
 def rank_and_size(process_group: Any, name: str = "the group") -> tuple[int, int]:
-    """This rank's number in the group, and the number of its ranks, without making a Communicator.
+    """This process's rank in the group, and the group's size, without making a Communicator.
 
-    ValueError, in which the group is called `name`, if this rank is not a member.
+    Raises a ValueError that calls the group `name` if this rank is not a member.
     """
     if isinstance(process_group, Communicator):
         return process_group.rank, process_group.size
@@ -121,7 +121,7 @@ def _end() -> None:
 
 
 def close_all() -> None:
-    """Closes what is open at the end of the process; aborts it first if the process ends by an exception."""
+    """Closes open communicators at exit; aborts them first if an exception ends the process."""
     crashed = getattr(sys, "last_value", None)
     for communicator in list(open_communicators):
         with contextlib.suppress(Exception):

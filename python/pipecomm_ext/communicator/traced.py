@@ -1,7 +1,7 @@
 """Point-to-point calls and broadcasts in a graph of torch.compile, by the operators of `operators.py`.
 
-Those are functions, as graphs want them, so what comes is copied into the buffers here. Each call is done
-when it returns.
+Those are pure functions, as graphs need them, so received data is copied into the buffers here. Each call is
+done when it returns.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Message(NamedTuple):
 
 
 class DoneWork:
-    """The handle of an operation that is done: what a `Work` has, so that it stands for one."""
+    """The handle of an operation that is done, with the methods of a `Work`."""
 
     def wait(self, timeout: object = None) -> None:
         """Returns at once."""

@@ -17,7 +17,7 @@ _PACKAGE_DIR = Path(__file__).resolve().parents[1]
 
 
 def _source_dir() -> str:
-    """The folder to build from, as messages name it: this checkout, or a placeholder if this is none."""
+    """The source folder as messages name it: this checkout, or a placeholder outside a checkout."""
     root = _PACKAGE_DIR.parents[1]
     return f"-e {root}" if (root / "setup.py").is_file() else "<pipecomm_ext source folder>"
 

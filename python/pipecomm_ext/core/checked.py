@@ -11,9 +11,9 @@ import torch
 
 
 def whole_number(value: Any, name: str) -> int:
-    """An int from an int, a numpy integer or a 0-dim integer tensor; symbolic ints stay what they are.
+    """Returns an int, a numpy integer or a 0-dim integer tensor as an int; leaves symbolic ints unchanged.
 
-    Raises TypeError, which calls it `name`, for everything else, bools included.
+    Raises a TypeError that calls the value `name` for everything else, including bools.
     """
     if isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool):
         return cast(int, value)
@@ -25,7 +25,7 @@ def whole_number(value: Any, name: str) -> int:
 
 
 def require_attributes(config: Any) -> None:
-    """Raises TypeError for a dict in the place of Megatron's config, of which only attributes are read."""
+    """Raises TypeError for a dict instead of Megatron's config, which is read by attribute."""
     if isinstance(config, Mapping):
         raise TypeError(
             "config must be an object with attributes, such as PipelineConfig(**config), not a "

@@ -38,7 +38,7 @@ class Choice:
     """One of a few words."""
 
     words: tuple[str, ...]
-    former: Mapping[str, str] = field(default_factory=dict)  # names that are still accepted: today's
+    former: Mapping[str, str] = field(default_factory=dict)  # names that are still accepted -> today's
 
     @property
     def text(self) -> str:
@@ -68,7 +68,7 @@ class Folder:
 
 @dataclass(frozen=True)
 class Secret:
-    """Any text, which nothing shows: see `secret`."""
+    """Any text; it is never shown, see `secret`."""
 
     text: str = "a text that is not empty"
 
@@ -85,8 +85,8 @@ class Variable:
 
     Its grammar's `text` completes "NAME must be ..."; `parse` returns None for a wrong value. `default` is
     the value if it is not set, None if `meaning` says what happens then. `on_wire`: all ranks of a
-    communicator must have the same value. `argument` names the argument that it is the default of; the ranks
-    then compare that argument instead.
+    communicator must have the same value. `argument` names the argument whose default it is; the ranks then
+    compare that argument instead.
     """
 
     name: str
@@ -128,7 +128,7 @@ _warned_of: set[str] = set()
 
 
 def read(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """The value of each variable, set or default, by name. ValueError for a value outside its grammar."""
+    """Returns the value of each variable, set or default, by name. ValueError for one outside its grammar."""
     environ = os.environ if environ is None else environ
     return {variable.name: value_of(variable, environ.get(variable.name)) for variable in VARIABLES}
 
@@ -144,18 +144,18 @@ def value_of(variable: Variable, text: str | None) -> Any:
 
 
 def secret(variable: Variable) -> bytes:
-    """What a variable is set to whose grammar is `Secret`; empty if it is not set."""
+    """Returns the value of a variable whose grammar is `Secret`; empty if it is not set."""
     return os.fsencode(os.environ.get(variable.name, ""))
 
 
 def on_wire(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of `settings` that must be equal on all ranks and that no argument stands for."""
+    """Returns the `settings` that must be equal on all ranks and are not the default of an argument."""
     names = [variable.name for variable in VARIABLES if variable.on_wire and variable.argument is None]
     return {name: settings[name] for name in names}
 
 
 def unknown(environ: Mapping[str, str] | None = None) -> dict[str, str | None]:
-    """Names that begin with PIPECOMM_ and mean nothing, each with the most similar known name."""
+    """Returns unknown names that begin with PIPECOMM_, each with the most similar known name."""
     environ = os.environ if environ is None else environ
     known = [*(variable.name for variable in VARIABLES), *BUILD_VARIABLES]
     ours = sorted(name for name in environ if name.startswith("PIPECOMM_"))
@@ -164,7 +164,7 @@ def unknown(environ: Mapping[str, str] | None = None) -> dict[str, str | None]:
 
 
 def warn_of_unknown(stacklevel: int = 2) -> None:
-    """Warns once in the life of the process of each unknown name (RuntimeWarning)."""
+    """Warns of each unknown name, once per process (RuntimeWarning)."""
     for name, similar in unknown().items():
         if name in _warned_of:
             continue

@@ -2,7 +2,7 @@
 
 The extension always records. If PIPECOMM_FLIGHT_DIR is set, the record of a communicator is written when one
 of its operations fails, again when the communicator itself fails, and on SIGUSR1 unless that signal has a
-handler. A separate thread writes it, woken from C++, so that the main thread may be stuck anywhere but with
+handler. A separate thread, which C++ wakes, writes it: the main thread may be stuck anywhere, unless it holds
 the GIL. Files are always new (O_EXCL, mode 0600), and nothing in them is ever executed or unpickled.
 """
 
@@ -32,7 +32,7 @@ _PACKAGE_DIR = Path(__file__).resolve().parents[1]
 _MAX_FRAMES = 32  # of a thread's stack
 Recorded = Any  # a Communicator, which core does not know
 
-_folder: str | None = None  # where records go that no call asks for
+_folder: str | None = None  # of records that no call asks for
 _writer: threading.Thread | None = None
 _stopping = False
 _watched: weakref.WeakSet[Recorded] = weakref.WeakSet()
@@ -69,7 +69,7 @@ def start(folder: str | None) -> None:
 
 
 def watch(communicator: Recorded) -> None:
-    """Has failures and the signal write the record of this communicator, too."""
+    """From now on, failures and the signal also write the record of this communicator."""
     _watched.add(communicator)
 
 
@@ -86,7 +86,7 @@ def dump(communicator: Recorded, folder: str | os.PathLike[str], reason: str) ->
                 for line in _lines(communicator, reason):
                     file.write(json.dumps(line) + "\n")
         except BaseException:
-            os.unlink(name, dir_fd=folder_fd)  # no part of a record: the disk is full, say
+            os.unlink(name, dir_fd=folder_fd)  # leave no partial record, e.g. on a full disk
             raise
     finally:
         os.close(folder_fd)
@@ -184,7 +184,7 @@ def _try_dump(communicator: Recorded, reason: str) -> None:
         print(f"pipecomm_ext: the flight record could not be written: {error}", file=sys.stderr)
 
 
-@atexit.register  # before the function that closes all communicators is, so that this one runs after it
+@atexit.register  # earlier than the function that closes all communicators, so this one runs after it
 def _stop() -> None:
     """Ends the writer: a thread that waits in C++ must not return to an interpreter that has ended."""
     global _stopping

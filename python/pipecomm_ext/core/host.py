@@ -1,4 +1,4 @@
-"""Where this process runs, as ranks compare it."""
+"""Where this process runs: facts that ranks compare."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def read_text(path: str) -> str | None:
 
 
 def network_namespace() -> str | None:
-    """Ranks of one host with equal ones reach each other over the loopback."""
+    """Returns the network namespace; ranks of one host that share it reach each other over the loopback."""
     return _namespace("net")
 
 
@@ -27,7 +27,7 @@ def place() -> dict[str, str | None]:
 
 
 def usable_cores() -> int:
-    """The processor cores on which this process may run, a bit each."""
+    """Returns the processor cores on which this process may run, as a bit mask."""
     cores: Iterable[int]
     try:
         cores = os.sched_getaffinity(0)
@@ -37,7 +37,7 @@ def usable_cores() -> int:
 
 
 def num_local_ranks() -> int:
-    """Ranks of the whole job on this host, as torchrun, Open MPI or MPICH says; else all may be here."""
+    """Returns how many ranks of the job torchrun, Open MPI or MPICH started on this host; else all ranks."""
     for name in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"):
         if os.environ.get(name, "").isdigit():
             return max(int(os.environ[name]), 1)

@@ -14,12 +14,12 @@ from torch.library import CustomOpDef
 
 
 def communicates(operator: CustomOpDef) -> Callable[[Callable], Callable]:
-    """Registers the fake kernel of an operator that other ranks take part in. Its calls stay in the graph, in
-    the order of the program, together with those of its like.
+    """Registers the fake kernel of an operator that other ranks take part in. The calls of all such operators
+    stay in the graph, in program order.
 
-    A compiler takes operators that change no argument for functions, whose calls it drops if nobody uses the
-    result, merges if the arguments are equal, and moves. Other ranks, with graphs of their own, would wait
-    for them, or get the data of another call.
+    A compiler treats operators that change no argument as pure functions: it drops calls whose result is
+    unused, merges calls with equal arguments, and reorders calls. Other ranks, whose graphs may differ, would
+    wait for them, or receive the data of another call.
     """
     _register_effectful_op(operator._opoverload, _EffectType.ORDERED)
 
@@ -46,9 +46,9 @@ def _keep_out_of_checkpoints() -> None:
 
 
 def _order_effects_in_inductor() -> None:
-    """Makes up for an error of inductor, which loses the order of effects: it notes by names of buffers what
-    must come first, and looks for names of operations (pytorch/pytorch#189209). Only if it is loaded: to
-    import it takes seconds. It traces fake kernels before it lowers them.
+    """Works around a bug of inductor, which loses the order of effects: it records by buffer name what must
+    come first, and looks it up by operation name (pytorch/pytorch#189209). Only if inductor is loaded:
+    importing it takes seconds. A call from a fake kernel is early enough: those are traced before lowering.
     """
     lowering = sys.modules.get("torch._inductor.lowering")
     if lowering is None:

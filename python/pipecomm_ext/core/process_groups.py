@@ -13,7 +13,7 @@ from .extension import build_info
 
 @dataclass(frozen=True, eq=False)
 class StoreGroup:
-    """What a communicator needs of a group of ranks, for one that torch does not know, or not yet."""
+    """What a communicator needs to know of a group of ranks that torch does not know, or not yet."""
 
     store: dist.Store
     rank: int
@@ -30,7 +30,7 @@ def place_in(group: dist.ProcessGroup | StoreGroup) -> tuple[int, int, dist.Stor
 
 
 def own_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """The group, or the default one for None. ValueError if there is none, or if this rank is not in it."""
+    """Returns the group, the default one for None. ValueError if there is none, or without this rank."""
     if not dist.is_initialized():
         raise ValueError(
             "torch.distributed is not initialised; call torch.distributed.init_process_group() first"
@@ -44,7 +44,7 @@ def own_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 
 def rank_in(group: dist.ProcessGroup | None, name: str = "the group") -> int:
-    """This process's rank in `group`. ValueError, which calls the group `name`, if it is not a member."""
+    """Returns this process's rank in `group`. If it is not a member, a ValueError calls the group `name`."""
     rank = dist.get_rank(group)
     if rank < 0:
         raise ValueError(f"rank {dist.get_rank()} (global) is not a member of {name}")
@@ -52,19 +52,19 @@ def rank_in(group: dist.ProcessGroup | None, name: str = "the group") -> int:
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
-    """The timeout that torch's group was made with; None if its backend does not tell."""
+    """The timeout that torch's group was made with; None if its backend does not expose it."""
     try:
         options = group._get_backend(device).options
     except (AttributeError, RuntimeError):
         return None
-    timeout = getattr(options, "_timeout", None)  # torch's name of it
+    timeout = getattr(options, "_timeout", None)  # torch's name for it
     return timeout if timeout is not None and timeout > timedelta(0) else None
 
 
 def device_of(group: dist.ProcessGroup | StoreGroup, device: str | torch.device | None) -> torch.device:
-    """`device`, or for None what the group is for; a CUDA device with its index, by default the current one.
+    """Returns `device`, or the group's for None; a CUDA device with its index, by default the current one.
 
-    gloo, which a group may name for CUDA tensors too, is for tensors of the host.
+    gloo counts as a backend for CPU tensors, even where a group names it for CUDA tensors.
     """
     if device is None:
         device = "cuda" if _backend_for_cuda(group) != "gloo" and torch.cuda.is_available() else "cpu"

@@ -22,27 +22,27 @@ from ..errors import PipeCommError, PipeCommMismatch, PipeCommTimeout, summary_o
 from .limited_store import LimitedStore, StoreIsSilent, UsedAfterFork
 from .process_groups import StoreGroup, place_in
 
-_SHORT_LIMIT_S = 1.0  # for an answer of the store, in the background, to a rank that fails, and at least
-_LONGEST_REST_S = 0.1  # between two looks for what other ranks have still to say
+_SHORT_LIMIT_S = 1.0  # of a store call in the background or of a rank that fails; the least limit of any call
+_LONGEST_REST_S = 0.1  # between two checks for records of other ranks
 _MAX_RECORD_BYTES = 1 << 20
 _COMMON, _RECORD = "common", "record"  # stages
 # Keys of a choice, see `first_problem`.
 _PROBLEM, _HAS_TOLD, _NUM_TOLD, _VERDICT, _NAME = "problem", "has_told", "num_told", "verdict", "name"
 _NO_PROBLEM = "none"
-# In the place of a record whose rank has given up; it may come again.
+# Replaces the record of a rank that has given up; the rank may publish again.
 _WITHDRAWN = b"withdrawn"
 
 T = TypeVar("T")
 Method = TypeVar("Method", bound=Callable[..., Any])
 
-# For each group its store, for callers and for threads in the background. These have a connection of their
-# own, since a thread of the program that waits in a TCPStore keeps all others out of it.
+# The store of each group, for callers and for background threads. These have a connection of their own, since
+# a thread of the program that waits in a TCPStore blocks all others.
 _stores: weakref.WeakKeyDictionary[Any, tuple[LimitedStore, LimitedStore]] = weakref.WeakKeyDictionary()
 _stores_lock = threading.Lock()
 
 
 def stores_of(group: dist.ProcessGroup | StoreGroup) -> tuple[LimitedStore, LimitedStore]:
-    """The store of the group, for callers and for threads in the background."""
+    """Returns the store of the group, for callers and for background threads."""
     with _stores_lock:
         if group not in _stores:
             rank, _, store = place_in(group)
@@ -51,7 +51,7 @@ def stores_of(group: dist.ProcessGroup | StoreGroup) -> tuple[LimitedStore, Limi
 
 
 def close_stores(group: StoreGroup) -> None:
-    """Ends the threads that look at the store of a group that has ended."""
+    """Ends the threads that call the store of a group that has ended."""
     with _stores_lock:
         stores = _stores.pop(group, ())
     for store in stores:
@@ -73,8 +73,8 @@ _num_made: weakref.WeakKeyDictionary[Any, dict[str, int]] = weakref.WeakKeyDicti
 
 
 def _of_an_attempt(method: Method) -> Method:
-    """A method that a construction waits for. If that lasts too long, the next attempt of this rank has the
-    same number, and meets the ranks that were late for this one, or for which the store has answered."""
+    """Wraps a method that a construction waits for. After a timeout, the next attempt of this rank has the
+    same number, so it meets the ranks that were late, and those to which the store has answered."""
 
     @functools.wraps(method)
     def call(self: Rendezvous, *args: Any, **kwargs: Any) -> Any:
@@ -82,22 +82,22 @@ def _of_an_attempt(method: Method) -> Method:
             return method(self, *args, **kwargs)
         except PipeCommTimeout:
             _num_made[self._group][self._name] = self._number
-            self._record = None  # what is left of this attempt says no farewell into the next one
+            self._record = None  # a farewell of this attempt must not reach the next one
             raise
 
     return cast(Method, call)
 
 
 class Rendezvous:
-    """One construction, as one rank sees it. Ranks construct what has the same name in the same order: the
-    first constructions of all ranks are one, and so on.
+    """One construction, as one rank sees it. All ranks make the constructions of one name in the same order:
+    the first ones of all ranks belong together, and so on.
 
-    A rank that waits for nobody calls `propose` and `publish`, and later `look_up`. The other methods are
-    collective: all ranks get the same result or error.
+    A rank that does not wait for others calls `propose` and `publish`, and later `look_up`. The other methods
+    are collective: all ranks get the same result or error.
 
-    `what` names in errors what is made, which `purpose` tells from others of the kind; `timeout` (seconds,
-    None: no limit) is for all that waits. A store that does not answer by then raises PipeCommTimeout, one
-    that cannot be reached PipeCommError.
+    Errors call the object `what`; `purpose` tells it from others of its kind. `timeout` (seconds, None: no
+    limit) limits all waits. A store that does not answer by then raises PipeCommTimeout, one that cannot be
+    reached PipeCommError.
     """
 
     def __init__(
@@ -120,13 +120,13 @@ class Rendezvous:
         self._record: dict[str, Any] | None = None  # of this rank, once it is published
         self._own_keys: list[str] = []
 
-    # ---- waits for nobody
+    # ---- does not wait for other ranks
 
     @_of_an_attempt
     def propose(self, arguments: dict[str, Any], chosen: dict[str, Any]) -> dict[str, Any]:
-        """What the first rank has `chosen` that came here: `chosen` if it is this one.
+        """Returns what the first rank to call this has `chosen`.
 
-        Raises PipeCommMismatch if its arguments were not equal to these; the others hear of it.
+        Raises PipeCommMismatch if that rank's `arguments` were not equal; the others learn of it.
         """
         own = {"rank": self.rank, "arguments": arguments, "chosen": chosen}
         first = self._parsed(self._compare_set(_COMMON, own), self.rank)
@@ -142,29 +142,27 @@ class Rendezvous:
 
     @_of_an_attempt
     def publish(self, record: Mapping[str, Any]) -> None:
-        """Shows the others the record of this rank."""
+        """Publishes the record of this rank."""
         self._set(_RECORD, record)
         self._record = dict(record)
 
     def refuse(self, text: str) -> None:
-        """Shows the others why this rank takes no part, if the store answers: it has an error to raise."""
-        self._record = None  # a farewell must not take its place
+        """Publishes why this rank takes no part, if the store answers; the caller raises its error anyway."""
+        self._record = None  # a farewell must not replace the refusal
         refusal = {"rank": self.rank, "error": text}
         with contextlib.suppress(PipeCommError):
             self._set(_RECORD, refusal, _SHORT_LIMIT_S)
             self._ask(self._front.set, _VERDICT, _json(refusal), limit_s=_SHORT_LIMIT_S)
 
     def look_up(self, rank: int) -> dict[str, Any] | None:
-        """The record that `rank` has published, None if it has not yet. Takes a second at most, and may be
-        called by any thread.
+        """Returns the record that `rank` has published, None if it has not yet. Takes at most a second; any
+        thread may call it.
         """
         data = self._ask(self._background.find, f"{_RECORD}/{rank}", limit_s=_SHORT_LIMIT_S)
         return None if data is None or data == _WITHDRAWN else self._parsed(data, rank)
 
     def say_farewell(self, farewell: bytes) -> None:
-        """Adds to the record of this rank how it has ended. Takes a second at most, and may be called by any
-        thread.
-        """
+        """Adds to the record of this rank how it ended. Takes at most a second; any thread may call it."""
         if self._record is None:
             return  # it has refused
         record = {**self._record, "farewell": farewell.hex()}
@@ -172,7 +170,7 @@ class Rendezvous:
         self._ask(self._background.set, key, _json(record), limit_s=_SHORT_LIMIT_S)
 
     def wait_for(self, rank: int) -> dict[str, Any]:
-        """The record of `rank`, which all ranks publish sooner or later.
+        """Waits for the record of `rank`. All ranks publish one sooner or later.
 
         Raises:
             PipeCommMismatch: that rank refuses.
@@ -192,13 +190,13 @@ class Rendezvous:
 
     @_of_an_attempt
     def first_problem(self, problem: str) -> str:
-        """The problem of the first rank that has one, "" if none has: the same on all ranks, each of which
-        looks into the store a few times, however many there are.
+        """Returns the problem of the first rank that has one, "" if none has: the same on all ranks. Each
+        rank makes a few calls of the store, however many ranks there are.
         """
         if problem:
             self._compare_set(_PROBLEM, problem)
         own_key = f"{_HAS_TOLD}/{self.rank}"
-        if self._find(own_key) is None:  # else in an attempt before
+        if self._find(own_key) is None:  # else set in an earlier attempt
             self._ask(self._front.set, own_key, b"")
             if self._ask(self._front.add, _NUM_TOLD, 1) == self.size:
                 found = json.loads(self._compare_set(_PROBLEM, _NO_PROBLEM))
@@ -211,15 +209,15 @@ class Rendezvous:
 
     @_of_an_attempt
     def taken_by(self, name: str) -> int:
-        """The first rank that has asked for this name."""
+        """Returns the first rank that has asked for this name."""
         return json.loads(self._compare_set(f"{_NAME}/{name}", self.rank))
 
     @_of_an_attempt
     def gather(self, stage: str, record: dict[str, Any]) -> list[dict[str, Any]]:
-        """Every rank's record, in rank order.
+        """Returns every rank's record, in rank order.
 
-        A record with the key "error" is the refusal of its rank: all others raise PipeCommMismatch that names
-        it. The rank itself is to raise its own exception afterwards; `agree` does.
+        A record with the key "error" is the refusal of its rank: all others raise a PipeCommMismatch that
+        names it. The rank itself must raise its own exception afterwards; `agree` does.
         """
         self._set(stage, record)
         records = {rank: record if rank == self.rank else self._get(stage, rank) for rank in range(self.size)}
@@ -234,10 +232,10 @@ class Rendezvous:
     def agree(
         self, stage: str, facts: dict[str, Any], error: Exception | None, *, private: Sequence[str] = ()
     ) -> list[dict[str, Any]]:
-        """Every rank's facts, which must be equal but for the keys `private`.
+        """Returns every rank's facts, which must be equal except for the keys `private`.
 
-        Raises `error` if there is one: this rank has found its own arguments wrong, and the others get to
-        hear of it. Facts that differ raise PipeCommMismatch on all ranks.
+        Raises `error` if there is one: this rank's own arguments are wrong, and the others learn of it. Facts
+        that differ raise PipeCommMismatch on all ranks.
         """
         try:
             everybody = self.gather(stage, facts if error is None else {"error": summary_of(error)})
@@ -252,8 +250,8 @@ class Rendezvous:
         return everybody
 
     def make(self, stage: str, make: Callable[[], T]) -> T:
-        """What `make` returns, once it has returned on all ranks. A rank where it raises raises that, all
-        others PipeCommMismatch with the reason.
+        """Returns what `make` returns, once it has returned on all ranks. If it raises on a rank, that rank
+        raises the same, and all others PipeCommMismatch with the reason.
         """
         made: T | None = None
         error: Exception | None = None
@@ -264,7 +262,7 @@ class Rendezvous:
         try:
             self.agree(stage, {}, error)
         except Exception:
-            made = None  # ends now, and not with the traceback
+            made = None  # destroyed now, not with the traceback
             raise
         return cast(T, made)  # without an error
 
@@ -280,12 +278,12 @@ class Rendezvous:
         return self._read(f"{stage}/{rank}", rank)
 
     def _read(self, key: str, rank: int) -> dict[str, Any]:
-        """What comes under this key, for which `rank` is the last to be waited for."""
+        """Waits for the value of this key. An error names `rank` if no other rank is missing."""
         if (data := self._await(key)) is not None:
             return self._parsed(data, rank)
         keys = key.rpartition("/")[0] or _HAS_TOLD
         missing = [r for r in range(self.size) if self._find(f"{keys}/{r}") is None] or [rank]
-        # The ranks that were late must read what the next attempt says.
+        # The ranks that were late must read the records of the next attempt.
         with contextlib.suppress(PipeCommError):
             for own_key in self._own_keys:
                 self._ask(self._front.set, own_key, _WITHDRAWN)
@@ -294,7 +292,7 @@ class Rendezvous:
         raise self._missing(missing, advice)
 
     def _await(self, key: str) -> bytes | None:
-        """What comes under this key within the timeout, or None."""
+        """Waits for the value of this key; returns None after the timeout."""
         rest_s = 0.001
         while (data := self._find(key)) is None or data == _WITHDRAWN:
             if time.monotonic() > self._deadline:
@@ -321,11 +319,11 @@ class Rendezvous:
         return self._ask(self._front.find, key)
 
     def _compare_set(self, key: str, value: Any) -> bytes:
-        """What is under the key, `value` if there was nothing."""
+        """Sets the key to `value` unless it is set; returns its value."""
         return self._ask(self._front.compare_set, key, b"", _json(value))
 
     def _ask(self, call: Callable[..., T], key: str, *args: Any, limit_s: float | None = None) -> T:
-        """A call of the store, within a limit (None: what is left of the timeout)."""
+        """Calls the store, within a limit (None: what is left of the timeout)."""
         if limit_s is None:
             limit_s = max(_SHORT_LIMIT_S, self._deadline - time.monotonic())
         who, place = f"rank {self.rank}: {self._what}", _place_of(self.store)

@@ -1,4 +1,4 @@
-"""Where a warning belongs: the line outside this package that has led to it."""
+"""Finds the line outside this package that a warning belongs to."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ def get_pipeline_topology() -> PipelineTopology:
 
 
 def destroy() -> None:
-    """Forgets the defaults. Idempotent; groups and communicators are not closed."""
+    """Removes the defaults. Idempotent; groups and communicators are not closed."""
     global _state, _topology
     _state = _topology = None
 

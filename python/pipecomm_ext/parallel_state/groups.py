@@ -12,8 +12,8 @@ from ..communicator import DEFAULT_TIMEOUT_S
 from ..core.rendezvous import Rendezvous
 
 # torch >= 2.14 names a group that only its members make after its ranks and a counter, which it increments on
-# the members only. Ranks whose counters differ wait for each other for ever in their next `new_group`. Groups
-# made here take numbers that torch's own counter never reaches, and leave that counter as it was.
+# the members only. Ranks whose counters differ wait for each other forever in their next `new_group`. Groups
+# made here take numbers that torch's own counter never reaches, and leave that counter unchanged.
 FIRST_NUMBER = 1 << 40
 _next_number = FIRST_NUMBER
 
@@ -59,8 +59,8 @@ def _make_numbered_groups(
 def _make_equally_many_groups(
     group: dist.ProcessGroup, all_ranks: list[list[int]]
 ) -> Sequence[tuple[list[int], object]]:
-    """torch < 2.14 counts the groups that a process has made, so all ranks must make equally many: a rank
-    that is not a member makes a group of its own."""
+    """torch < 2.14 counts the groups that a process has made, so all ranks must make the same number: a rank
+    that is not a member makes a group with itself."""
     me, names = dist.get_rank(), dist.distributed_c10d._world.pg_names
     meeting = Rendezvous(group, DEFAULT_TIMEOUT_S, "PipelineTopology")
     records = meeting.gather("groups", {"num_made": len(names)})

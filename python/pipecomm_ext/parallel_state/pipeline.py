@@ -159,7 +159,7 @@ class PipelineTopology:
         return self._virtual_stage_idx
 
     def set_virtual_pipeline_model_parallel_rank(self, rank: int) -> None:
-        """Sets the model chunk that this rank is working on, which `ignore_virtual=False` asks for."""
+        """Sets the model chunk that this rank is working on, for calls with `ignore_virtual=False`."""
         if not 0 <= rank < self._num_virtual_stages:
             raise ValueError(f"virtual stage {rank} is not in 0..{self._num_virtual_stages - 1}")
         self._virtual_stage_idx = rank

@@ -1,4 +1,4 @@
-"""Which route is fastest: a model of latencies and bandwidths that every rank evaluates alike."""
+"""Which route is fastest: a model of latencies and bandwidths with the same result on every rank."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def choose(
     # Two hops. Every byte crosses once, over as many pairs as there are; then the receivers gather the parts.
     first_s = crossing_s / min(num_speakers, num_receivers)
     second_s = num_bytes * (num_receivers - 1) / num_receivers / within_costs.stage_bytes_per_s
-    # One more chunk costs a hop, and lets more of the shorter hop run beside the longer one.
+    # One more chunk costs a hop, and lets more of the shorter hop overlap with the longer one.
     best = round(math.sqrt(min(first_s, second_s) / costs.hop_s))
     num_chunks = max(1, min(most_chunks, num_bytes // MIN_CHUNK_BYTES, best))
     overlapped_s = (num_chunks - 1) * max(first_s, second_s) / num_chunks

@@ -1,4 +1,4 @@
-"""The relay as autograd sees it: one stage gives a tensor to another, and gets its gradient back."""
+"""The relay as autograd sees it: one stage sends a tensor to another, and receives its gradient."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from .link import Link
 
 
 class SentToken(Tensor):
-    """What the source keeps of a tensor that it gave away: no elements, and a place in the graph."""
+    """Represents a tensor that the source has sent: it has no elements, but a place in the graph."""
 
-    # As torch itself does it; its stub takes the function for a method.
+    # As torch does; its stub declares the function as a method.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def backward(self, gradient: Tensor | None = None, *args: Any, **kwargs: Any) -> None:
-        """Receives the gradient and goes on from there; needs no argument, as there are no elements."""
+        """Receives the gradient and continues backward; needs no argument, as there are no elements."""
         super().backward(torch.empty_like(self) if gradient is None else gradient, *args, **kwargs)
 
 

@@ -9,9 +9,9 @@ FORWARD, BACKWARD = "forward", "backward"
 
 @dataclasses.dataclass(frozen=True)
 class Link:
-    """Two stages and the orders of messages: channels, or None for the order of all collectives.
+    """Two stages and the channels of their messages; None: in the order of all collectives.
 
-    `stage_channel` carries what the ranks of the source settle among each other before they send.
+    `stage_channel` carries what the ranks of the source agree on before they send.
     """
 
     kind: str
@@ -23,11 +23,11 @@ class Link:
 
     @property
     def within_stage(self) -> tuple[int, ...]:
-        """The ranks among whose exchanges those on `stage_channel` are; none: the source alone."""
+        """`within` of exchanges on `stage_channel`, see `Communicator.exchange`; (): the source alone."""
         return self.members if self.stage_channel == self.channel else ()
 
     def reversed(self) -> Link:
-        """For the gradient of what goes over this link."""
+        """Returns the link of the gradients of this link's tensors."""
         kind = BACKWARD if self.kind == FORWARD else FORWARD
         return dataclasses.replace(
             self, kind=kind, source_idx=self.destination_idx, destination_idx=self.source_idx

@@ -1,4 +1,4 @@
-"""Gradients that the ranks of a stage hold in different versions, added up piece by piece."""
+"""Reduces, piece by piece, gradients of which the ranks of a stage hold different versions."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """How a boundary tensor gets from one stage to another: hops in their order, as data.
 
-A hop is one exchange plan. All ranks of both stages take part in the first hop, whether it moves data of
-theirs or not: so they all learn whether they agree, and no later hop is posted if they do not.
+A hop is one exchange plan. All ranks of both stages take part in the first hop, even those without data in
+it: so they all learn whether they agree, and no later hop is posted if they do not.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ HELD, RESULT = "held", "result"
 class Holding:
     """How a stage holds a tensor: along `dim` in remainder-first pieces, or (None) each rank the whole.
 
-    `speaks_by_leader`: what the first rank holds counts, and only that.
+    `speaks_by_leader`: only what the first rank holds is sent.
     """
 
     ranks: tuple[int, ...]
@@ -89,7 +89,7 @@ class Relayed:
 
     @property
     def takes_one_hop(self) -> bool:
-        """Whether every piece goes straight to the ranks that are to hold it."""
+        """Whether every piece goes directly to the ranks that need it."""
         is_held_once = self.destination.dim is not None or len(self.destination.ranks) == 1
         return is_held_once or self.algorithm == "direct"
 
@@ -131,9 +131,9 @@ class _RouteBuilder:
         return (self._arrival((0, self._length), layout, received, after=None),)
 
     def sharded(self) -> tuple[Hop, ...]:
-        """Two hops for each chunk: it arrives while the chunk before is gathered in the stage.
+        """Two hops for each chunk: a chunk arrives while the one before it is gathered in the stage.
 
-        All chunks follow the first one, with which the ranks agree, so the source never waits for more.
+        The ranks agree with the first chunk, and all others follow it: the source waits for nothing else.
         """
         offsets = accumulate(self._cut(self._length, self._relayed.num_chunks), initial=0)
         chunks = [(start, end - start) for start, end in pairwise(offsets)]
@@ -154,7 +154,7 @@ class _RouteBuilder:
         return Hop(plan, self._relayed.members, inputs, outputs, after)
 
     def _gather(self, chunk: Span, after: int) -> Hop:
-        """The hop in the stage that gives every rank all pieces of a chunk; its own one lies in its place."""
+        """The hop that gathers a chunk on every rank of the stage; a rank's own piece is already in place."""
         plan = self._plan(
             chunk[1], self._pieces(chunk), self._replicas, f"gather {chunk[0]}", own_in_place=True
         )
@@ -165,7 +165,7 @@ class _RouteBuilder:
         return Hop(plan, tuple(sorted(self._destination.ranks)), inputs, outputs, after)
 
     def _piece_of(self, chunk: Span) -> Span | None:
-        """This rank's part of a chunk that the destination shares out."""
+        """This rank's part of a chunk that is divided among the destination's ranks."""
         ranks = self._destination.ranks
         if self._rank not in ranks:
             return None
@@ -173,7 +173,7 @@ class _RouteBuilder:
         return chunk[0] + sum(lengths[:idx]), lengths[idx]
 
     def _pieces(self, chunk: Span) -> _Layout:
-        """A chunk that the destination shares out."""
+        """The layout of a chunk that is divided among the destination's ranks."""
         ranks = self._destination.ranks
         return ranks, self._dim, self._cut(chunk[1], len(ranks)), False
 
@@ -184,7 +184,7 @@ class _RouteBuilder:
         return tuple(end - begin for begin, end in pairwise(min(n * granule, length) for n in granules))
 
     def _source_layout(self, start: int, length: int) -> tuple[View | None, _Layout]:
-        """What this rank gives of a span of the cut dim, and how the source holds that span."""
+        """What this rank sends of a span of the cut dim, and how the source holds that span."""
         source, dim = self._source, self._dim
         is_mine = self._rank in source.ranks
         if source.dim is None:

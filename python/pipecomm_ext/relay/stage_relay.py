@@ -28,7 +28,7 @@ from .operators import anchor_of, traced_relay
 from .reduction import reduced
 from .route import HELD, RESULT, Holding, Relayed, View, route_of
 
-# Routes of earlier versions, which no case is faster by, and what takes their place.
+# Routes of earlier versions, which are never faster, and their replacements.
 _REPLACED = {"leader": "direct", "pipelined": "direct"}
 ALGORITHMS = ("auto", "sharded", "direct", *_REPLACED)
 GRAD_REDUCES = ("leader", "sum", "mean")
@@ -55,14 +55,14 @@ class StageRelay:
             "leader" (the first rank's), "sum" or "mean" over the ranks, accumulated in fp32 if the dtype is
             smaller. The reduction is done in the stage when it is called, also with `async_op`.
         communicator: over the topology's group; None is the topology's own. Its first six channels carry
-            the relay's messages, one for each link and direction. From one that has fewer, a new one with the
+            the relay's messages, one for each link and direction. If it has fewer, a new one with the
             same device and transport is made here, which is a collective call.
 
     Arguments are the same on all ranks. All ranks of both stages call, in the same order; forward goes to the
-    next stage, from the last stage to the first, and backward the other way. The two ways, and the two links
-    of a stage, do not wait for each other. Shapes are always those of the **whole** boundary tensor; tensors
-    are what this rank holds of it. A call that one rank rejects, or about which ranks disagree (shape, dtype,
-    layout, algorithm), raises on all ranks of both stages, and the next call works.
+    next stage, from the last stage to the first, and backward the other way. Neither the two directions nor
+    the two links of a stage wait for each other. Shapes are always those of the **whole** boundary tensor;
+    tensors are what this rank holds of it. A call that one rank rejects, or about which ranks disagree
+    (shape, dtype, layout, algorithm), raises on all ranks of both stages, and the next call works.
 
     Raises:
         ValueError, TypeError: an unknown algorithm, layout or grad_reduce; a communicator of another group.
@@ -115,10 +115,10 @@ class StageRelay:
     def send_forward(
         self, tensor: Tensor, async_op: bool = False, *, shape: Sequence[int] | None = None
     ) -> Work | None:
-        """Sends the boundary tensor to the next stage; returns when that has taken it, or a Work.
+        """Sends the boundary tensor to the next stage; returns when that has received it, or returns a Work.
 
-        `shape` is that of the whole tensor. If all ranks of a sharded stage give it, they need not tell each
-        other their lengths first. The tensor must not change until the Work is done.
+        `shape` is that of the whole tensor. If all ranks of a sharded stage pass it, they need not exchange
+        their lengths first. The tensor must not change until the Work is done.
         """
         return self._send(FORWARD, tensor, async_op, shape)
 
@@ -153,7 +153,7 @@ class StageRelay:
     ) -> Tensor | tuple[Tensor, Work]:
         """Receives from the previous stage: a fresh tensor, or (tensor, Work) before it has arrived.
 
-        The part within the stage runs as soon as the data are there, whether anybody waits or not.
+        The part within the stage runs as soon as the data arrive, even if no thread waits.
         """
         return self._recv(FORWARD, shape, dtype, async_op)
 
@@ -183,8 +183,8 @@ class StageRelay:
     def drain(self) -> None:
         """Waits for all sends of `async_op`.
 
-        Raises the error of the first one that has failed since the last `drain`, also if its handle has
-        raised it before or was dropped.
+        Raises the error of the first one that has failed since the last `drain`, even if its handle has
+        raised it already or was dropped.
         """
         self._settle(self._pending)
         self._pending = []
@@ -285,7 +285,7 @@ class StageRelay:
     def recv_on(
         self, link: Link, shape: Sequence[int], dtype: torch.dtype, async_op: bool
     ) -> tuple[Tensor, Work | None]:
-        """Receives what this rank of the link's destination is to hold; the Work says when it is there."""
+        """Receives what this rank of the link's destination needs; the Work is done when it has arrived."""
         with self._refused_on(link):
             if not isinstance(dtype, torch.dtype):
                 raise TypeError(f"dtype must be a torch.dtype, not {type(dtype).__name__}")
@@ -299,11 +299,11 @@ class StageRelay:
     ) -> Work | None:
         comm = self.communicator
         tensors = {name: tensor for name, tensor in ((HELD, held), (RESULT, result)) if tensor is not None}
-        in_flight = async_op or relayed.num_chunks > 1  # else each hop is waited for when it is posted
+        in_flight = async_op or relayed.num_chunks > 1  # else this thread waits for each hop when it posts it
         works: list[Work | None] = []
         for hop in route_of(comm.rank, comm.size, relayed):
             after = None if hop.after is None else works[hop.after]
-            if after is not None and not async_op:  # waits itself, so that it needs no channel
+            if after is not None and not async_op:  # this thread waits, so that the hop needs no channel
                 after.wait()
                 after = None
             work = comm.exchange(
@@ -357,7 +357,7 @@ class StageRelay:
         return relayed, reduced(self.communicator, held, relayed, self._grad_reduce, link)
 
     def _agreed_shape(self, link: Link, tensor: Tensor) -> Shape:
-        """The shape of the whole tensor, from the lengths that the ranks of the source tell each other."""
+        """The shape of the whole tensor, from the lengths that the ranks of the source exchange."""
         comm = self.communicator
         with self._refused_in_source(link):
             spec_of(tensor, "tensor")
@@ -396,7 +396,7 @@ class StageRelay:
     # ---------------------------------------------------------------- what both ends know
 
     def _connect_neighbours(self) -> None:
-        """Connects to the stages before and after mine, those of a ring not included, before data flow."""
+        """Begins to connect to the stages before and after mine, without wrapping around at the ends."""
         mine, last = self.topology.get_vtp_my_stage_idx(), len(self._stages) - 1
         for kind, receives in itertools.product((FORWARD, BACKWARD), (False, True)):
             is_to_next = (kind == FORWARD) != receives
@@ -404,7 +404,7 @@ class StageRelay:
                 self.connect(self.link(kind, receives))
 
     def connect(self, link: Link) -> None:
-        """Begins to connect the ranks of a link, if it has a channel and this one is among them."""
+        """Begins to connect the ranks of a link, if it has a channel and this rank is among them."""
         if link.channel is not None and self.communicator.rank in link.members:
             self.communicator.connect(link.members, channels=[link.channel], together=True)
 
@@ -431,7 +431,7 @@ class StageRelay:
     ) -> Link:
         """Where a tensor goes from stage `source_idx` to stage `destination_idx`.
 
-        `stage_channel` carries what the ranks of the source settle among each other; default: `channel`.
+        `stage_channel` carries what the ranks of the source agree on first; default: `channel`.
         """
         members = tuple(sorted(self._stages[source_idx] + self._stages[destination_idx]))
         stage_channel = channel if stage_channel is None else stage_channel
@@ -453,7 +453,7 @@ class StageRelay:
         return self._dims[stage_idx] is not None and len(self._stages[stage_idx]) > 1
 
     def _reduces(self, link: Link) -> bool:
-        """Whether the source adds up its ranks' gradients, each rank a piece of them."""
+        """Whether the source sums its ranks' gradients, each rank one piece."""
         is_replicated = self._dims[link.source_idx] is None and len(self._stages[link.source_idx]) > 1
         return is_replicated and link.kind == BACKWARD and self._grad_reduce != "leader"
 
@@ -506,7 +506,7 @@ class StageRelay:
 
     @contextlib.contextmanager
     def _refused_on(self, link: Link) -> Iterator[None]:
-        """Wraps what comes before a relay: if it fails here, the relay raises on all ranks of both stages.
+        """Wraps the steps before a relay: if one fails, the relay raises on all ranks of both stages.
 
         Wrong arguments, ranks of this stage that disagree, and a lack of memory are such failures.
         """

@@ -7,9 +7,9 @@ from .shm import Shm
 from .tcp import Tcp
 from .transport import Costs, Transport
 
-# In order of preference. All that is asked of a transport by its name is looked up here.
+# In order of preference. Every question to a transport by name is answered from this table.
 TRANSPORTS: dict[str, Transport] = {row.name: row for row in (Shm(), Nccl(), Tcp())}
-FORMER_NAMES = {"c10d": "tcp"}  # are still accepted
+FORMER_NAMES = {"c10d": "tcp"}  # still accepted
 
 for _row in TRANSPORTS.values():
     environment.declare(*_row.variables)

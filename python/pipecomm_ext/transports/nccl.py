@@ -1,4 +1,4 @@
-"""NCCL between GPUs: whether these ranks can use it, its options, and what it takes of them."""
+"""NCCL between GPUs: whether these ranks can use it, its options, and the memory it takes."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def options(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def capture_problem(environ: Mapping[str, str]) -> str:
-    """Why nothing can be part of a CUDA graph with these variables, or ""."""
+    """Returns why these variables rule out CUDA graphs, or ""."""
     settings = environ.get("PYTORCH_ALLOC_CONF") or environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
     has_segments = "expandable_segments:true" in settings.lower().replace(" ", "")
     if not has_segments or environ.get("NCCL_GRAPH_REGISTER") == "0":
@@ -78,7 +78,7 @@ def capture_problem(environ: Mapping[str, str]) -> str:
 
 
 def environment_warnings(environ: Mapping[str, str]) -> list[str]:
-    """Variables that make NCCL, or the streams of its communicators, behave otherwise than is expected."""
+    """Warnings of variables that make NCCL, or the streams of its communicators, behave unexpectedly."""
     found = []
     connections = environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
     if connections.isdigit() and int(connections) < _NUM_QUEUES:
@@ -149,7 +149,7 @@ class Nccl(Transport):
 
 
 def host_name() -> str:
-    """NCCL takes ranks that have different NCCL_HOSTID for ranks of different hosts."""
+    """Returns the host as NCCL sees it: ranks with different NCCL_HOSTID count as on different hosts."""
     return os.environ.get("NCCL_HOSTID", platform.node())
 
 
@@ -160,8 +160,8 @@ def engine(
     arguments: Mapping[str, Any],
     settings: Mapping[str, Any],
 ) -> _C.Communicator:
-    """The communicator over NCCL, whose control plane is over `connections`. Waits for nobody: NCCL connects
-    ranks when they first need each other.
+    """Makes the communicator over NCCL, with its control plane over `connections`. Waits for no other rank:
+    NCCL connects ranks when they first need each other.
     """
     for text in environment_warnings(os.environ):
         warnings.warn(text, RuntimeWarning, stacklevel=4)
@@ -180,8 +180,8 @@ def engine(
 
 
 def usage_text(num_comms: int, num_bytes: int, device: torch.device) -> str:
-    """What NCCL has taken of the device for a communicator so far. That includes what other processes took
-    while it was connecting.
+    """States how much device memory NCCL has taken for a communicator so far. That includes what other
+    processes took while it was connecting.
     """
     if num_comms == 0:
         return "nothing is connected yet"

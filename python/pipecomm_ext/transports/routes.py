@@ -1,5 +1,5 @@
-"""How the ranks of a communicator reach each other: what each has published of itself, and what follows from
-that for any two of them.
+"""How the ranks of a communicator reach each other: the record that each one publishes, and what follows from
+the records of any two.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ Introduction = _C.Introduction
 
 
 def draw() -> dict[str, Any]:
-    """Random numbers, equal on all ranks of a communicator: the name of its traffic, and a token that tells
-    its ranks from strangers.
+    """Draws random numbers that one rank chooses for all: the name of the communicator's traffic, and a token
+    that tells its ranks from strangers.
     """
     return {"epoch": secrets.randbits(32), "token": secrets.token_hex(32)}
 
@@ -34,8 +34,8 @@ def draw() -> dict[str, Any]:
 class Routes:
     """The routes of one rank of a communicator, over shared memory, TCP or both.
 
-    What follows from the records of the ranks is the same on all of them. What only one end of a pair finds
-    out (the memory of the other rank cannot be mapped) is known to the engine, which tells the other end.
+    All ranks draw the same conclusions from the records. If only one end of a pair finds an obstacle (it
+    cannot map the other rank's memory), the engine keeps that and informs the other end.
     """
 
     def __init__(
@@ -101,19 +101,19 @@ class Routes:
         return shm.obstacle(ranks, [self._sharing(self._record_of(rank)) for rank in ranks])
 
     def transport_among(self, ranks: Iterable[int]) -> str:
-        """By what messages between any two of these ranks travel: "shm", "tcp" or "mixed"."""
+        """Returns the transport between any two of these ranks: "shm", "tcp" or "mixed"."""
         hosts = self._hosts(tuple(sorted(ranks)))
         if len(hosts) <= 1:
             return "shm" if self._uses_memory else "tcp"
         return MIXED if any(len(host) > 1 for host in hosts) else "tcp"
 
     def are_all_known(self) -> bool:
-        """Whether `transport_among` all ranks need not wait."""
+        """Whether `transport_among` would return for all ranks without waiting."""
         with self._lock:
             return len(self._records) == self._meeting.size
 
     def reason(self) -> str:
-        """Why `transport_among` all ranks is what it is."""
+        """Returns why `transport_among` all ranks is what it is."""
         everybody = tuple(range(self._meeting.size))
         hosts = self._hosts(everybody)
         if len(hosts) == 1:
@@ -137,7 +137,7 @@ class Routes:
         return cores.bit_count()
 
     def _hosts(self, ranks: tuple[int, ...]) -> list[list[int]]:
-        """The ranks by host, as far as those of a host share memory; each by itself that does not."""
+        """Groups the ranks that share memory on a host; a rank that shares none is a group by itself."""
         if ranks not in self._known_hosts:
             self._known_hosts[ranks] = self._found_hosts(ranks)
         return self._known_hosts[ranks]
@@ -164,7 +164,7 @@ class Routes:
         with self._lock:
             return self._records.setdefault(rank, record)
 
-    # ---- for the engine, which asks when it needs a peer
+    # ---- called by the engine when it needs a peer
 
     def _look_up(self, peer: int) -> Introduction | None:
         record = self._meeting.look_up(peer)
@@ -203,14 +203,14 @@ class Routes:
         return Introduction(**introduction)
 
     def _shortage(self, record: Mapping[str, Any]) -> str | None:
-        """The memory of one more peer that shares it."""
+        """Returns why memory does not suffice for one more peer that shares it, or None."""
         available_bytes = min(facts["shm"]["available_bytes"] for facts in (self.record, record))
         text = shm.shortage(self._num_sharing + 1, self._channels, self._settings, available_bytes)
         self._num_sharing += text is None
         return text
 
     def _warn(self, reason: str) -> None:
-        """Once: ranks on one host that use sockets may not have expected it."""
+        """Warns once: users may not expect ranks on one host to use sockets."""
         if self._has_warned:
             return
         self._has_warned = True

@@ -47,7 +47,7 @@ class Shm(Transport):
             return False, f"memfd, pidfd or /proc cannot be used here ({error})"
 
     def local_facts(self, device: torch.device) -> dict[str, Any]:
-        """What decides about sharing memory with another rank."""
+        """Returns the facts that decide whether another rank can share memory with this one."""
         is_usable, reason = self.status()
         return {
             "user": os.geteuid(),
@@ -59,7 +59,7 @@ class Shm(Transport):
 def create_memory(
     connections: _C.Connections, size: int, channels: int, settings: Mapping[str, Any], facts: dict[str, Any]
 ) -> None:
-    """Creates this rank's memory and adds to its `facts` where it is, or the obstacle."""
+    """Creates this rank's memory and adds its location, or the obstacle, to `facts`."""
     if facts["obstacle"] is None and not facts["available_bytes"]:
         facts["obstacle"] = "it cannot read its available_bytes in /proc"
     if facts["obstacle"] is None and size > _MAX_RANKS:
@@ -78,8 +78,8 @@ def create_memory(
 
 
 def shortage(num_ranks: int, channels: int, settings: Mapping[str, Any], available_bytes: int) -> str | None:
-    """Why so many ranks should not share the memory that is available, or None."""
-    # Rings take memory when they are used: further channels than these carry little, if anything.
+    """Returns why the available memory does not suffice for `num_ranks` ranks, or None."""
+    # Rings take memory only when used: channels beyond the first two carry little, if anything.
     used_bytes = _C.Connections.memory_bytes(num_ranks, min(channels, 2), _ring_bytes(settings))
     needed_bytes = num_ranks * used_bytes
     if needed_bytes <= available_bytes // 2:
@@ -115,7 +115,7 @@ def _ring_bytes(settings: Mapping[str, Any]) -> int:
 
 
 def available_bytes() -> int:
-    """Memory that the machine, or the control group of this process, still has for it."""
+    """Returns how much more memory the machine and the control group of this process can give it."""
     free_bytes = []
     for line in (read_text("/proc/meminfo") or "").splitlines():
         if line.startswith("MemAvailable:"):

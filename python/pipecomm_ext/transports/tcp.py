@@ -1,5 +1,5 @@
-"""The portable transport: TCP between any hosts, for tensors of any device. Its connections are made when
-they are used; those of `nccl` are its control plane.
+"""The portable transport: TCP between any hosts, for tensors of any device. It connects ranks on first use,
+and is also the control plane of `nccl`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Tcp(Transport):
 
 
 def key_of(token: str) -> bytes:
-    """By what the ranks of a communicator know each other; `token` is in the store."""
+    """Returns the key by which ranks prove that they belong to a communicator; `token` is in the store."""
     return hmac.digest(environment.secret(_SECRET), bytes.fromhex(token), "sha256")
 
 
@@ -74,14 +74,14 @@ def listen(connections: _C.Connections, settings: Mapping[str, Any], store: dist
 
 
 def hosts_of(other: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
-    """Where to look for a rank. Within one network, the loopback is there whatever interfaces there are."""
+    """Returns the addresses of a rank. Within one network namespace, the loopback always works."""
     if all(own[key] is not None and own[key] == other[key] for key in ("boot_id", "network")):
         return [_LOOPBACK, *other["hosts"]]
     return other["hosts"] or [_LOOPBACK]
 
 
 def _by_promise(hosts: Sequence[str], store: dist.Store) -> list[str]:
-    """`hosts`, those first by which this process reaches the store: the others have reached it, too."""
+    """Sorts `hosts`: first the address from which this process reaches the store, as all ranks can."""
     first, base = None, store
     while isinstance(base, dist.PrefixStore):
         base = base.underlying_store

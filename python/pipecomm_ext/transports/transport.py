@@ -14,8 +14,8 @@ from ..core.environment import Variable
 
 @dataclass(frozen=True)
 class Costs:
-    """A relay chooses its route by these: the time of one hop, and the bytes per second that one rank sends
-    or receives, between the stages of a pipeline and within one.
+    """The basis on which a relay chooses its route: the time of one hop, and the bytes per second that one
+    rank sends or receives, between the stages of a pipeline and within one.
     """
 
     hop_s: float
@@ -30,7 +30,7 @@ class Transport(ABC):
     name: str
     devices: tuple[str, ...]  # kinds of tensors that it moves
     costs: Costs
-    waits_on_device = False  # a message occupies the device from its post until the other end has come
+    waits_on_device = False  # a message occupies the device from its post until the other end joins
     variables: tuple[Variable, ...] = ()  # environment variables that concern it alone
 
     @abstractmethod
