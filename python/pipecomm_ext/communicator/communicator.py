@@ -46,7 +46,7 @@ class Communicator:
         group: a torch ProcessGroup; None is the default group. Only its store and its ranks are used: the
             communicator makes its own connections.
         device: "cpu", "cuda" or "cuda:1", where the tensors are; "cuda" is the device that is current now.
-            None follows the group: "cpu" if its backend for CUDA is gloo, or if it has none, else "cuda".
+            None follows the group: "cpu" if its backend for CUDA is gloo, or if it has none.
         transport: "auto", or "tcp", "nccl" or "shm" to insist on one; "c10d" is the former name of "tcp".
         channels: number of independent message orders per pair of ranks, 1 to 15 (say 0 for activations, 1
             for gradients): messages match in post order per (source, destination, channel). Over NCCL they
@@ -60,8 +60,8 @@ class Communicator:
             collectives wait; a disagreement fails the communicator. "off" compares nothing.
 
     Peers are ranks of the group. After a failure (a dead peer, a timeout, `abort()`) every call raises the
-    original cause. As a context manager it closes at the end of the block, and aborts first if an exception ends
-    the block.
+    original cause. As a context manager it closes at the end of the block, and aborts first if an exception
+    ends the block.
 
     Raises:
         ValueError, TypeError: wrong arguments. Ranks that need this one then raise a PipeCommMismatch that
@@ -440,8 +440,8 @@ class Communicator:
 
         Args:
             tensor: any shape and strides, the same on all ranks.
-            async_op: the same on all ranks. With it, every rank gets the tensors of all ranks and reduces them
-                itself, so its memory and traffic grow with their number.
+            async_op: the same on all ranks. If set, every rank gets the tensors of all ranks and reduces
+                them itself, so its memory and traffic grow with their number.
             op: an operator of torch.distributed.ReduceOp. float16 and bfloat16 are reduced in float32;
                 integers wrap; of bool, SUM is "any", PRODUCT "all" and BXOR the parity.
 

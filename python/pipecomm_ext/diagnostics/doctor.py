@@ -136,8 +136,8 @@ class _Rank:
 
 
 def diagnose(deadline_s: float) -> int:
-    """Prints the verdict, a line for each step of the self-test, and what this machine offers. Returns 0 if
-    all steps pass.
+    """Prints the verdict, a line for each step of the self-test, and the facts of `info`. Returns 0 if all
+    steps pass.
     """
     if sys.stderr.isatty():
         print("doctor: two ranks test this machine, which takes some seconds", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""`python -m pipecomm_ext doctor --flight DIR`: who waited for whom, from the flight records of all ranks.
+"""`python -m pipecomm_ext doctor --flight DIR`: which rank waited for which, from the flight records of all.
 
 A rank waits while one of its operations is not done. The two ends of a message are found by (source,
 destination, channel, number). If the other end was never posted, this rank waits for the rank that should
@@ -196,7 +196,7 @@ def explain(history: History, all_histories: list[History]) -> tuple[bool, str]:
 
 @dataclass(frozen=True)
 class _Wait:
-    """Rank `rank` waits in `operation` for the other end of `message`; `why` says what that rank has done."""
+    """Rank `rank` waits in `operation` for the other end of `message`; `why`: what that rank has done."""
 
     rank: int
     operation: dict[str, Any]
@@ -217,7 +217,7 @@ def _first_wait(history: History, rank: int) -> _Wait | None:
 
 
 def _other_end(history: History, rank: int, message: dict[str, Any]) -> tuple[str, bool]:
-    """Returns what the peer's record says of the other end of a message, and whether the peer has not posted
+    """Returns what the peer's record shows of the other end of a message, and whether the peer has not posted
     it.
     """
     peer, direction = message["peer"], "recv" if message["direction"] == "send" else "send"
@@ -250,7 +250,7 @@ def _wait_text(history: History, wait: _Wait) -> str:
 
 
 def _causes(history: History, waits: dict[int, _Wait], all_histories: list[History]) -> Iterator[str]:
-    """Says where the chains of waiting end: in circles, or at ranks that wait for no other rank here."""
+    """Yields where the chains of waiting end: in circles, or at ranks that wait for no other rank here."""
     told: set[int] = set()
     for start in waits:
         chain = [start]
@@ -274,7 +274,7 @@ def _causes(history: History, waits: dict[int, _Wait], all_histories: list[Histo
 
 
 def _at_the_end(history: History, rank: int, all_histories: list[History]) -> str:
-    """Says what is known of a rank that others wait for but that waits for none in this communicator."""
+    """Returns what is known of a rank that others wait for but that waits for none in this communicator."""
     if rank not in history.ranks:
         return (
             f"Rank {rank} left no record: it died, or could not write one; what the others wait for is to be "
@@ -307,7 +307,7 @@ def _failures(history: History) -> Iterator[str]:
     if failures:
         origin = failures[0].get("origin_rank")
         told_by = history.ranks.get(origin)
-        # Else that of the rank which noticed it: the others quote it.
+        # Otherwise the text of the rank that detected the failure: the others quote it.
         failure = (told_by and told_by.head["failure"]) or min(failures, key=lambda f: len(f["message"]))
         where = f", first on rank {origin}" if isinstance(origin, int) and origin >= 0 else ""
         yield f"It failed ({failure.get('kind')}{where}): {failure['message']}."

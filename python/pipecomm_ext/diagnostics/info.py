@@ -1,4 +1,4 @@
-"""What was built, what this machine offers, and which transports can therefore be used."""
+"""Facts about the build and this machine, and which transports can therefore be used."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def info() -> dict[str, Any]:
     * choice: what `auto` takes for "cpu" and "cuda" tensors and why, as far as one process can know (`shm`
       also needs all ranks on one host).
     * environment: every PIPECOMM_* variable that is set, without the values of secrets and of unknown names.
-    * settings: the value in effect of every PIPECOMM_* variable that there is; None: its meaning says.
+    * settings: the value in effect of every known PIPECOMM_* variable; None: see its meaning.
     * communicators: for each one that is open here its rank, size, device and transport, the number of NCCL
       communicators that it has made (`nccl_communicators`), and the memory of the device that was taken
       meanwhile (`nccl_bytes`).
@@ -47,7 +47,7 @@ def info() -> dict[str, Any]:
     known = ("gloo", "nccl", "mpi", "ucc") if dist.is_available() else ()
     backends = [name for name in known if dist.is_backend_available(name)]
     settings, environment_warnings = _environment_facts()
-    # A name that means nothing may be that of a secret, misspelt.
+    # An unknown name may be the misspelt name of a secret.
     hidden = {*environment.unknown(), *(key for key in settings if settings[key] == environment.HIDDEN)}
     transports = transport_status()
     return {
@@ -148,7 +148,7 @@ def format_info(facts: dict[str, Any], has_defaults: bool = True) -> str:
 
 
 def _environment_facts() -> tuple[dict[str, Any], list[str]]:
-    """The value of each variable as `environment.read` has it, and what is wrong with those that are set."""
+    """The value of each variable by `environment.read`, and what is wrong with those that are set."""
     settings, problems = {}, []
     for variable in environment.VARIABLES:
         try:

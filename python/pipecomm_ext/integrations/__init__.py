@@ -1,4 +1,4 @@
-"""Other libraries' models over this package. A module is loaded, and its library with it, when it is used."""
+"""Other libraries' models over this package. A module and its library are loaded on first use."""
 
 import importlib
 

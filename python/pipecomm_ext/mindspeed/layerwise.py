@@ -1,13 +1,13 @@
 """MindSpeed-MM's layerwise-disaggregated point-to-point functions, for pipelines in U shape.
 
 With `config.layerwise_disaggregated_training` the first stage runs the first and the last layers: what the
-last stage computes goes back to the first, and `is_end_stage` says which end of the U a call of the first
-stage is about. First and last stage are asked of the topology, virtual stages ignored.
+last stage computes goes back to the first, and `is_end_stage` selects the end of the U that a call of the
+first stage is for. The topology determines the first and last stage; virtual stages are ignored.
 
-Same names, arguments and results. Different on purpose: a handle that is dropped loses no message, and with
-several groups none of the handles; the mean of several tensors waits for nothing but them; every message has
-its shape and dtype checked; a tensor that is not contiguous is copied; `use_ring_exchange_p2p` and
-`batch_p2p_sync` have nothing to switch here but what is returned.
+Same names, arguments and results. Different on purpose: dropping a handle loses no message, and with several
+groups no handle is lost; the mean of several tensors waits only for them; the shape and dtype of every
+message are checked; a tensor that is not contiguous is copied; `use_ring_exchange_p2p` and `batch_p2p_sync`
+change only what is returned.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def recv_forward_with_reqs(
 
     Args:
         tensor_shape: its shape; its dtype is `config.pipeline_dtype`.
-        group, prev_rank, next_rank: torch group(s) and global rank(s) on the other end; a list of both gives
-            the fp32 mean of what comes from each. Default: this rank's chain of the topology.
+        group, prev_rank, next_rank: torch group(s) and global rank(s) on the other end; with lists of both,
+            the result is the fp32 mean of what comes from each. Default: this rank's chain of the topology.
         wait_on_reqs: False returns before it has arrived.
         topology: default that of `parallel_state`.
 
@@ -89,7 +89,7 @@ def send_backward(
 
 
 def _is_end(topology: PipelineTopology, config: Any, is_end_stage: bool) -> bool:
-    """Whether nothing comes after: the last stage, or the far end of the U."""
+    """Whether no stage follows: the last stage, or the far end of the U."""
     if getattr(config, "layerwise_disaggregated_training", False):
         return topology.is_pipeline_first_stage() and is_end_stage
     return topology.is_pipeline_last_stage()
@@ -134,4 +134,4 @@ def _peers(topology: PipelineTopology, side: str, kind: int, kwargs: dict[str, A
     default_rank = getattr(topology, f"get_pipeline_model_parallel_{side}_rank")()
     peers = peers_of(topology, kwargs.get("group"), kwargs.get(f"{side}_rank"), default_rank, kind)
     others = kwargs.get("prev_rank" if side == "next" else "next_rank")
-    return peers[: len(others)] if isinstance(others, list) else peers  # the shortest list ends it, as there
+    return peers[: len(others)] if isinstance(others, list) else peers  # the shortest list counts, as there

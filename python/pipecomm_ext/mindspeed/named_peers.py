@@ -1,12 +1,12 @@
 """Messages to and from ranks that the caller names: one or several of them, over a group each.
 
 Semantics of MindSpeed-MM's layerwise-disaggregated p2p: `group`, `next_rank` and `prev_rank` are single
-values or lists that are walked together; the same tensor goes to all, and what comes from several is
+values or lists that are read in parallel; the same tensor goes to all, and what comes from several is
 averaged. Messages within the topology use its connections, whatever group of its ranks is named; for any
 other group connections are made at its first use, by all its ranks, which must be first in their stages.
 
 With `vtp_*` a message to or from the first rank of a neighbouring stage is an exchange in the order of the
-relays between the two stages. So it meets the relay of an end that names nobody, and both ends learn of it.
+relays between the two stages. So if the other end names no ranks, it meets that end's relay and both raise.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def peers_of(topology: PipelineTopology, groups: Any, ranks: Any, default_rank: 
     ranks = ranks if isinstance(ranks, list) else [ranks]
     peers = []
     known_ranks = set(dist.get_process_group_ranks(topology.group))
-    for group, rank in zip(groups, ranks, strict=False):  # the shortest list ends it, as there
+    for group, rank in zip(groups, ranks, strict=False):  # the shortest list counts, as there
         rank = default_rank if rank is None else rank
         if group is None or known_ranks.issuperset(dist.get_process_group_ranks(group)):
             comm, first_channel, group = topology.communicator, NUM_RELAY_CHANNELS, topology.group
@@ -100,7 +100,7 @@ def send_to(peers: Sequence[Peer], tensor: torch.Tensor) -> list[Work]:
 
 
 class Received:
-    """A tensor on its way from one rank, or from several whose mean it will be.
+    """A tensor in flight from one rank, or the mean of tensors from several ranks.
 
     Like a Work, but with several sources only one thread at a time may call `wait`. The mean is taken in fp32
     by one kernel, on the current stream if the tensor is on a device.
@@ -117,12 +117,12 @@ class Received:
         if len(self._buffers) > 1:
             _C.reduce(self.tensor, self._buffers, "AVG")
             for buffer in self._buffers:
-                if buffer.is_cuda:  # or its memory could be used again on the stream that it was made for
+                if buffer.is_cuda:  # else the stream that it was made on could reuse its memory
                     buffer.record_stream(torch.cuda.current_stream(buffer.device))
             self._buffers = self._buffers[:1]
 
     def is_completed(self) -> bool:
-        """Whether everything has arrived; the mean is taken by `wait`."""
+        """Whether everything has arrived; `wait` computes the mean."""
         return all(work.is_completed() for work in self._works)
 
 
@@ -143,5 +143,5 @@ def required(tensor_shape: Any, config: Any) -> tuple[Sequence[int], torch.dtype
 
 
 def leaf(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, which requires grad from now on if its dtype can."""
+    """Makes the tensor require grad if its dtype can; returns it."""
     return tensor.requires_grad_(tensor.is_floating_point() or tensor.is_complex())

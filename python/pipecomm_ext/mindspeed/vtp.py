@@ -2,13 +2,13 @@
 
 Same names, arguments and results. Different on purpose: the part within the stage starts when the data arrive
 and not in `wait()`; `wait()` may be called twice; a tensor that is not contiguous is copied; shapes and
-dtypes that do not fit raise on all ranks; several sources give their mean; sequence parallelism, where ranks
-would hold pieces, is refused (use a `StageRelay` with a sharded layout).
+dtypes that do not fit raise on all ranks; tensors of several sources are averaged; sequence parallelism, in
+which ranks would hold pieces, is refused (use a `StageRelay` with a sharded layout).
 
 Without `group`, `next_rank`, `prev_rank` a call is a `StageRelay` of replicated tensors over the topology,
 and every rank of both stages takes part. With any of them the first rank of the stage exchanges with the
-ranks named, over the groups named, and passes on to its stage. All ranks of both stages do the one or the
-other: a rank that waits and finds that they do not aborts the topology's communicator with this reason.
+named ranks, over the named groups, and passes tensors on to its stage. All ranks of both stages must use the
+same form: a waiting rank that finds otherwise aborts the topology's communicator with this reason.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ from .named_peers import (
 def vtp_recv_forward(
     tensor_shape: Sequence[int], config: Any, async_op: bool = False, **kwargs: Any
 ) -> torch.Tensor | tuple[torch.Tensor, dict[str, Any]]:
-    """Receives an activation from the previous stage, in the first one from the last.
+    """Receives an activation from the previous stage (the first stage: from the last).
 
     Args:
         tensor_shape: shape of the whole tensor.
         config: its `pipeline_dtype` is the dtype.
         async_op: return (tensor, {"recv_prev": work}) before it has arrived.
-        group, prev_rank: torch group(s) and global rank(s) to receive from; a list of both gives the fp32
-            mean of what comes from each. The part in the stage then starts in `wait()`, which all its ranks
-            call.
+        group, prev_rank: torch group(s) and global rank(s) to receive from; with lists of both, the result is
+            the fp32 mean of what comes from each. The part in the stage then starts in `wait()`, which all
+            its ranks call.
         topology: default that of `parallel_state`.
 
     Returns:
@@ -65,7 +65,7 @@ def vtp_recv_forward(
 def vtp_recv_backward(
     tensor_shape: Sequence[int], config: Any, async_op: bool = False, **kwargs: Any
 ) -> torch.Tensor | tuple[torch.Tensor, dict[str, Any]]:
-    """Receives a gradient from the next stage, in the last one from the first.
+    """Receives a gradient from the next stage (the last stage: from the first).
 
     See `vtp_recv_forward`, with `next_rank` and {"recv_next": work}.
     """
@@ -73,7 +73,7 @@ def vtp_recv_backward(
 
 
 def vtp_send_forward(tensor: torch.Tensor, **kwargs: Any) -> list[Work] | None:
-    """Sends an activation, which all ranks of the stage hold, to the next stage, in the last to the first.
+    """Sends an activation, which all ranks of the stage hold, to the next stage (the last: to the first).
 
     `group`, `next_rank`, `topology`: see `vtp_recv_forward`; the same tensor goes to each rank of a list.
 
@@ -86,7 +86,7 @@ def vtp_send_forward(tensor: torch.Tensor, **kwargs: Any) -> list[Work] | None:
 def vtp_send_backward(tensor: torch.Tensor, **kwargs: Any) -> list[Work] | None:
     """Sends a gradient to the previous stage; see `vtp_send_forward`, with `prev_rank`.
 
-    It is the gradient of the first rank of this stage: nothing is added up.
+    It is the gradient of the first rank of this stage: the ranks' gradients are not summed.
     """
     return _send(BACKWARD, "prev", tensor, kwargs)
 
@@ -159,8 +159,8 @@ def _named_peers(
 
 @contextlib.contextmanager
 def _naming_alike(topology: PipelineTopology) -> Iterator[None]:
-    """Wraps a wait. If one end names the other and is not named itself, other ranks of both stages would wait
-    until the deadline, so the communicator is aborted with the reason.
+    """Wraps a wait. If only one of two ends names ranks, other ranks of both stages would wait until the
+    deadline, so the communicator is aborted with the reason.
     """
     try:
         yield
@@ -180,7 +180,7 @@ def _ops_of(error: PipeCommMismatch) -> set[str]:
 class _PassedOn:
     """A tensor that the first rank of a stage receives, and passes on to the others in `wait`.
 
-    If what arrives does not fit, all ranks of the stage raise.
+    If a tensor that arrives does not fit, all ranks of the stage raise.
     """
 
     def __init__(
@@ -209,7 +209,7 @@ class _PassedOn:
                 raise
 
     def is_completed(self) -> bool:
-        """Whether `wait` has passed it on, or has failed to."""
+        """Whether `wait` has passed it on, or has failed."""
         return self._is_done or self._mismatch is not None
 
     def _receive_and_pass_on(self, timeout: float | None) -> None:

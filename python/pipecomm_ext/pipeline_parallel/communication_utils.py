@@ -1,13 +1,13 @@
 """Messages of pipeline-parallel inference: a tensor to the next stage, results of the last one to all.
 
-Names, arguments and results: megatron.core.inference.communication_utils (Core 0.20), and of older versions
-`broadcast_from_last_to_first_pipeline_stage`. Different on purpose: tensors may be on the CPU and have any
-strides; shapes and dtypes that differ raise on all ranks that take part, instead of assertions and lost data;
-no device is synchronised.
+Names, arguments and results: megatron.core.inference.communication_utils (Core 0.20), and
+`broadcast_from_last_to_first_pipeline_stage` of older versions. Different on purpose: tensors may be on the
+CPU and have any strides; shapes and dtypes that differ raise on all ranks that take part, instead of
+assertions and lost data; no device is synchronised.
 
 `pp_group` is a torch ProcessGroup or a Communicator, whose ranks are the stages; None is the group of the
 default pipeline. A group without a communicator gets one at the first call here, which all its ranks make.
-What the broadcasts return is on the device of that communicator.
+The broadcasts return tensors on the device of that communicator.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def recv_from_prev_pipeline_rank_(recv_buffer: torch.Tensor, pp_group: Any = Non
 
 
 def send_to_next_pipeline_rank(tensor: torch.Tensor, pp_group: Any = None) -> None:
-    """Sends `tensor` to the next stage, in the last stage to the first; returns when it has been accepted."""
+    """Sends `tensor` to the next stage (the last stage: to the first); returns when it has been accepted."""
     comm = _communicator(pp_group, tensor)
     comm.send(tensor.detach(), (comm.rank + 1) % comm.size, ACTIVATIONS)
 
@@ -51,7 +51,7 @@ def send_to_next_pipeline_rank(tensor: torch.Tensor, pp_group: Any = None) -> No
 def broadcast_from_last_pipeline_stage(
     size: Sequence[int], dtype: torch.dtype, tensor: torch.Tensor | None = None, pp_group: Any = None
 ) -> torch.Tensor:
-    """Gives all stages the `tensor` of the last one, which has this size and dtype."""
+    """Returns on all stages the `tensor` of the last one, which has this size and dtype."""
     comm = _communicator(pp_group)
     return _broadcast(comm, size, dtype, tensor, comm.size - 1)
 
@@ -59,14 +59,14 @@ def broadcast_from_last_pipeline_stage(
 def broadcast_from_last_to_first_pipeline_stage(
     size: Sequence[int], dtype: torch.dtype, tensor: torch.Tensor | None = None, pp_group: Any = None
 ) -> torch.Tensor | None:
-    """Gives the first stage the `tensor` of the last one, too; those between get None."""
+    """Returns the `tensor` of the last stage on the first and the last one; those between get None."""
     comm = _communicator(pp_group)
     first, last = 0, comm.size - 1
     if comm.rank not in (first, last):
         return None
     if comm.rank != last:
         tensor = comm.empty(size, dtype)
-        comm.recv(tensor, last, GRADIENTS)  # the other order of messages: apart from activations round a ring
+        comm.recv(tensor, last, GRADIENTS)  # a separate channel from activations around a ring
     elif last != first:
         comm.send(cast(torch.Tensor, tensor), first, GRADIENTS)
     return tensor
@@ -79,8 +79,8 @@ def broadcast_tensor(
     rank: int = 0,
     data_parallel: bool = False,
 ) -> torch.Tensor:
-    """Gives all ranks of the world the `tensor` of global rank `rank`. With `data_parallel`, the ranks of
-    this rank's replica of the model get that of its first rank, and `rank` is not used.
+    """Returns on all ranks of the world the `tensor` of global rank `rank`. With `data_parallel`, the ranks
+    of this rank's replica of the model get that of its first rank, and `rank` is not used.
     """
     return _broadcast_from(rank, size, dtype, tensor, data_parallel)
 
@@ -92,21 +92,21 @@ def broadcast_list(
     rank: int = 0,
     data_parallel: bool = False,
 ) -> torch.Tensor:
-    """Gives all ranks the `size` values of a list as a tensor; see `broadcast_tensor`."""
+    """Returns on all ranks the `size` values of a list as a tensor; see `broadcast_tensor`."""
     return _broadcast_from(rank, size, dtype, list_values, data_parallel)
 
 
 def broadcast_int_list(
     size: int, int_list: Sequence[int] | None = None, rank: int = 0, data_parallel: bool = False
 ) -> torch.Tensor:
-    """Gives all ranks the `size` whole numbers of a list, as a tensor of int64; see `broadcast_tensor`."""
+    """Returns on all ranks the `size` integers of a list, as a tensor of int64; see `broadcast_tensor`."""
     return broadcast_list(size, torch.int64, int_list, rank, data_parallel)
 
 
 def broadcast_float_list(
     size: int, float_list: Sequence[float] | None = None, rank: int = 0, data_parallel: bool = False
 ) -> torch.Tensor:
-    """Gives all ranks the `size` numbers of a list, as a tensor of float32; see `broadcast_tensor`."""
+    """Returns on all ranks the `size` numbers of a list, as a tensor of float32; see `broadcast_tensor`."""
     return broadcast_list(size, torch.float32, float_list, rank, data_parallel)
 
 
@@ -123,7 +123,7 @@ def _broadcast_from(
 
 
 def _broadcast(comm: Communicator, size: Any, dtype: torch.dtype, values: Any, source: int) -> torch.Tensor:
-    """The tensor of rank `source`, where `values` are a tensor or a list, on all ranks."""
+    """Returns the `values` of rank `source`, a tensor or a list there, as a tensor on all ranks."""
     with comm.collective("broadcast"):
         shape = (size,) if isinstance(size, int) else tuple(size)
         if comm.rank != source:

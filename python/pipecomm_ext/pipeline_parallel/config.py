@@ -1,4 +1,4 @@
-"""The settings of a pipeline, by Megatron-core's names. Any object with some of these attributes will do."""
+"""The settings of a pipeline, by Megatron-core's names. Any object with some of these attributes works."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from ..core.checked import require_attributes
 
 @dataclass
 class PipelineConfig:
-    """What `P2PCommunicator` and the schedules read. Names and defaults are those of Megatron-core's
-    `ModelParallelConfig`, except where noted as ours.
+    """The settings that `P2PCommunicator` and the schedules read. Names and defaults are those of
+    Megatron-core's `ModelParallelConfig`, except where noted as ours.
 
     Attributes: Messages
         pipeline_dtype: of the tensors between stages; a sequence with one dtype per tensor of a boundary
             (ours). Needed wherever something is received.
-        variable_seq_lengths, mtp_standalone: either one has every message preceded by its shapes and dtypes.
+        variable_seq_lengths, mtp_standalone: with either, each message is preceded by its shapes and dtypes.
         batch_p2p_comm: all directions of a call as one batch, else one batch per direction.
         overlap_p2p_comm, overlap_p2p_comm_warmup_flush: checked as in Megatron (the first needs
-            batch_p2p_comm=False, the second needs the first); without effect on the schedules, which always
-            wait for a message only where the next compute needs it.
+            batch_p2p_comm=False, the second needs the first); no effect on schedules, which always wait for a
+            message only where the next compute needs it.
         batch_p2p_sync, use_ring_exchange_p2p: accepted, without effect: there is nothing to synchronise.
-        deallocate_pipeline_outputs: the schedules free the data of an output once it is on its way.
-        device: "cpu" or "cuda" (ours); None: what the group can do, "cuda" first.
+        deallocate_pipeline_outputs: the schedules free the data of an output once its send is posted.
+        device: "cpu" or "cuda" (ours); None: a device that the group supports, preferably "cuda".
 
     Attributes: Schedules
         virtual_pipeline_model_parallel_size: chunks per rank, None without interleaving.
@@ -34,7 +34,7 @@ class PipelineConfig:
         num_microbatches_with_partial_activation_checkpoints: see `forward_backward_no_pipelining`.
         hidden_size, sequence_parallel: for the shape of a boundary tensor.
         enable_autocast, autocast_dtype: run forward steps under torch.autocast.
-        timers: `timers(name, log_level=2)` gives an object with start() and stop().
+        timers: `timers(name, log_level=2)` returns an object with start() and stop().
         barrier_with_L1_time: the timer "forward-backward", of level 1, is started with barrier=True.
 
     Attributes: Losses and gradients
@@ -42,8 +42,8 @@ class PipelineConfig:
         calculate_per_token_loss: the loss is a sum over tokens, divided in finalize_model_grads_func.
         num_moe_experts, mtp_num_layers, experimental_attention_variant: which auxiliary losses there are.
         set_auxiliary_loss_scale: `f(kind, scale)` (ours), called after every forward with kind "moe", "mtp"
-            or "attention". None: Megatron's scaler classes are told, as by Megatron's schedules; if they
-            cannot be imported, a config with an auxiliary loss is refused.
+            or "attention". None: sets the scale of Megatron's scaler classes, as Megatron's schedules do; if
+            they cannot be imported, a config with an auxiliary loss is refused.
         no_sync_func, grad_sync_func, param_sync_func, finalize_model_grads_func: hooks of data parallelism.
         defer_embedding_wgrad_compute, wgrad_deferral_limit: see `finish_embedding_wgrad_compute`.
     """
@@ -94,7 +94,7 @@ def setting(config: Any, name: str) -> Any:
 
 
 def has_variable_shapes(config: Any) -> bool:
-    """Whether messages tell their shapes and dtypes."""
+    """Whether messages carry their shapes and dtypes."""
     return bool(setting(config, "variable_seq_lengths") or setting(config, "mtp_standalone"))
 
 
@@ -109,7 +109,7 @@ _NOT_SUPPORTED = (
 
 
 def check_supported(config: Any) -> None:
-    """Raises ValueError if a setting is on that would be ignored, and change what training computes."""
+    """Raises ValueError if a setting is on that changes what training computes and would be ignored."""
     require_attributes(config)
     refused = [name for name in _NOT_SUPPORTED if getattr(config, name, False)]
     if getattr(config, "cuda_graph_impl", None) == "local":

@@ -22,8 +22,8 @@ _NONE_GIVEN = (
 
 
 def default_sizes() -> tuple[int, int, int | None]:
-    """(ranks, my rank, chunks per rank or None without interleaving) of the default pipeline. Without one: a
-    pipeline of one rank.
+    """Returns (ranks, my rank, chunks per rank or None without interleaving) of the default pipeline, or
+    those of a pipeline of one rank if there is none.
 
     Raises:
         ValueError: there is none, but there are several ranks.
@@ -35,7 +35,7 @@ def default_sizes() -> tuple[int, int, int | None]:
         return 1, 0, None
     num_chunks = state.get_virtual_pipeline_model_parallel_world_size()
     if isinstance(state, PipelineTopology) and num_chunks == 1:
-        num_chunks = None  # its default; Megatron tells one chunk from none
+        num_chunks = None  # its default; Megatron distinguishes one chunk from none
     return (
         state.get_pipeline_model_parallel_world_size(),
         state.get_pipeline_model_parallel_rank(),
@@ -47,7 +47,7 @@ def is_default_last_stage(chunk: int | None) -> bool:
     """Whether this chunk (None: the only one) of this rank ends the default pipeline.
 
     Raises:
-        ValueError: there is no default pipeline but several ranks, or the chunk is not given, of several.
+        ValueError: there are several ranks but no default pipeline, or several chunks and none is given.
     """
     num_ranks, rank, num_chunks = default_sizes()
     if chunk is None and (num_chunks or 1) > 1:

@@ -8,10 +8,10 @@ purpose:
 * One chunk per rank works with interleaving.
 * In every mode a message is posted when its producer is expected to be done and waited for at its consumer,
   also with variable shapes: the header is read there.
-* A stage whose output needs no gradient keeps its neighbours going: its gradients are None, or zeros with
+* A stage whose output needs no gradient does not block its neighbours: its gradients are None, or zeros with
   fixed shapes.
 * The config is only read. An exception on one rank aborts the communicator, so that the others fail at once
-  with the cause; P2PCommunicator.close() then makes room for a new one.
+  with the cause; after P2PCommunicator.close() a new one can be made.
 * Wrong arguments are ValueError, TypeError or RuntimeError, not assertions.
 
 Without `p2p_communicator` and `pg_collection`, groups are those of the default pipeline: of an initialised
@@ -52,7 +52,7 @@ def get_forward_backward_func(
     `schedule_pg_collection` has no effect.
 
     Raises:
-        ValueError: no sizes are given, there are none to be found, and there are several ranks; or
+        ValueError: no sizes are given, none can be found, and there are several ranks; or
             `schedule_pg_collection` is Megatron's for pipelines of several modules, which are not supported.
     """
     if type(schedule_pg_collection).__name__ == "MultiModuleProcessGroupCollection":
@@ -101,12 +101,12 @@ def forward_backward_no_pipelining(step: StepArguments) -> list[Any]:
         seq_length, micro_batch_size, decoder_seq_length, p2p_communicator: not used here.
         collect_non_loss_data, first_val_step: see `forward_step_calc_loss` and `check_first_val_step`.
         adjust_tensor_shapes_fn: must be None.
-        pg_collection: its `cp` and `tp` are read if it has them; handed on to
-            config.finalize_model_grads_func as it is, also if it is None.
-        force_all_reduce: handed to it, too, if it is true or the function takes it.
+        pg_collection: its `cp` and `tp` are read if it has them; passed on unchanged to
+            config.finalize_model_grads_func, even if it is None.
+        force_all_reduce: also passed to that function if it is true or the function takes it.
 
     Returns:
-        What the loss function gave beside the loss, one entry per micro-batch.
+        What the loss function returned besides the loss, one entry per micro-batch.
     """
     if step.adjust_tensor_shapes_fn is not None:
         raise ValueError("adjust_tensor_shapes_fn has nothing to adjust without pipelining")
@@ -125,14 +125,14 @@ def forward_backward_pipelining_without_interleaving(step: StepArguments) -> lis
             config.num_microbatches_with_partial_activation_checkpoints, it gets a third argument: whether to
             recompute all activations of this micro-batch.
         data_iterator, model, num_microbatches, forward_only: as in `forward_backward_no_pipelining`.
-        collect_non_loss_data, first_val_step, force_all_reduce: likewise.
+        collect_non_loss_data, first_val_step, force_all_reduce: the same.
         seq_length, micro_batch_size, decoder_seq_length: of a micro-batch; see `get_tensor_shapes`.
         adjust_tensor_shapes_fn: (shapes received by a stage, shapes sent) -> the same two lists, changed.
         p2p_communicator, pg_collection: both or neither; the latter has `tp`, `cp`, and what
             config.finalize_model_grads_func reads.
 
     Returns:
-        On the last stage what the loss function gave beside the loss, one entry per micro-batch; else [].
+        On the last stage what the loss function returned besides the loss, one per micro-batch; else [].
 
     Raises:
         ValueError, TypeError: wrong arguments.
@@ -173,7 +173,7 @@ def forward_backward_pipelining_with_interleaving(step: StepArguments) -> list[A
         raise ValueError(f"there are {num_chunks} model chunks and {len(step.data_iterator)} data iterators")
     if step.adjust_tensor_shapes_fn is not None:
         raise ValueError("adjust_tensor_shapes_fn is not supported with interleaving")
-    step.decoder_seq_length = None  # Megatron's interleaved schedule does not look at it
+    step.decoder_seq_length = None  # Megatron's interleaved schedule ignores it
     p2p, shapes = _pipeline(step)
     num_ranks = p2p.total_stages
     if num_ranks == 1:
@@ -229,12 +229,12 @@ def _run_rank(
 
 
 def _finalize_options(finalize: Callable[..., Any], step: StepArguments) -> dict[str, Any]:
-    """The keywords for the hook, whose signature differs between versions of Megatron: those that it takes.
-    A force_all_reduce that is on is never left out."""
+    """The keywords that the hook takes; its signature differs between versions of Megatron. If
+    force_all_reduce is on, it is always passed."""
     options = {"pg_collection": step.pg_collection, "force_all_reduce": step.force_all_reduce}
     try:
         parameters = inspect.signature(finalize).parameters
-    except ValueError:  # some callables of C have none
+    except ValueError:  # some C callables have no signature
         return options
     if any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters.values()):
         return options
@@ -253,7 +253,7 @@ def _as_one_chunk(step: StepArguments) -> None:
 
 
 def _pipeline(step: StepArguments) -> tuple[P2PCommunicator, Shapes]:
-    """The step's communicator, if need be that of the default pipeline, and the shapes of a border."""
+    """The step's communicator, or that of the default pipeline, and the shapes of a border."""
     config, p2p, groups = step.config, step.p2p_communicator, step.pg_collection
     if setting(config, "overlap_p2p_comm"):
         if setting(config, "batch_p2p_comm"):

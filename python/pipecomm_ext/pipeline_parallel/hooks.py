@@ -16,7 +16,7 @@ from .config import setting
 
 
 class Hooks:
-    """The hooks of a schedule without interleaving, which says before and after each step what it does.
+    """The hooks of a schedule without interleaving, which calls these methods before and after each step.
 
     A context manager: leaving it, also by an exception, leaves no_sync.
 

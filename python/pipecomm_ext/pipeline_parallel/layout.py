@@ -37,11 +37,11 @@ class PipelineParallelLayerLayout:
         input_data: the layout as given.
         pipeline_model_parallel_size, virtual_pipeline_model_parallel_size: ranks, and chunks per rank.
         layout: `layout[pp][vp]` is the list of LayerType of that chunk.
-        flatten_layout: all of them, in the order in which data pass.
+        flatten_layout: all of them, in the order of the data flow.
 
     Raises:
-        LayoutError (a ValueError), TypeError: `layout` cannot be read, or has not as many stages as it
-            must. `validate_layer_layout` checks whether it fits a model.
+        LayoutError (a ValueError), TypeError: `layout` cannot be read, or has the wrong number of stages.
+            `validate_layer_layout` checks whether it fits a model.
     """
 
     def __init__(self, layout: str | Sequence[Sequence[LayerType | str]], pipeline_model_parallel_size: int):
@@ -140,10 +140,10 @@ class PipelineParallelLayerLayout:
             allow_split_mtp: layers of type m may be in several stages.
 
         Raises:
-            LayoutError: one of these rules is broken; the message says which one, and where. There is one E,
-                the first layer of the first stage, and one L, the last layer of the last stage; the numbers
-                of t and m are right; no t is behind an m; all m are in one stage, in the last chunk of its
-                rank, and not on the first rank.
+            LayoutError: one of these rules is broken; the message states which one, and where. There is one
+                E, the first layer of the first stage, and one L, the last layer of the last stage; the
+                numbers of t and m are right; no t follows an m; all m are in one stage, in the last chunk of
+                its rank, and not on the first rank.
             NotImplementedError: there is a layer of type encoder.
         """
         for layer_type, number in [

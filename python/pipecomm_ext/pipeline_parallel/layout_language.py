@@ -19,8 +19,8 @@ MAX_ITEMS = 1_000_000  # layers and stage borders
 
 
 class LayerType(Enum):
-    """What a layer is; in the layout language `E` (embedding), `L` (loss), `t` (decoder), `m` (multi-token
-    prediction).
+    """The type of a layer; in the layout language `E` (embedding), `L` (loss), `t` (decoder), `m`
+    (multi-token prediction).
     """
 
     embedding = 1
@@ -39,7 +39,7 @@ class LayoutError(ValueError):
 
     def __init__(self, problem: str, text: str | None = None, position: int | None = None):
         if text is not None and position is not None:
-            start, end = max(0, position - 60), position + 40  # of a long text, what is around
+            start, end = max(0, position - 60), position + 40  # the surroundings in a long text
             problem = (
                 f"{problem}, at position {position}:\n  {text[start:end]}\n  {' ' * (position - start)}^"
             )

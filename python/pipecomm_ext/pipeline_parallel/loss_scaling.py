@@ -1,4 +1,4 @@
-"""Scales losses, and tells auxiliary losses their scale.
+"""Scales losses, and sets the scale of auxiliary losses.
 
 Semantics: megatron.core.pipeline_parallel.schedules (Core 0.20).
 """
@@ -14,7 +14,7 @@ import torch
 
 from .config import setting
 
-# The settings that mean that there is an auxiliary loss, by its kind.
+# The settings that enable an auxiliary loss, by its kind.
 _FEATURES = {
     "moe": "num_moe_experts",
     "mtp": "mtp_num_layers",
@@ -33,8 +33,8 @@ def scaled_loss(
 ) -> tuple[torch.Tensor, Any, Any]:
     """From what a loss function returned: (loss to run backward from, number of tokens, reduced data).
 
-    Of (loss, num_tokens, data) the loss, a sum over tokens, is divided by num_tokens (at least 1) and by the
-    number of micro-batches, or left as it is if `is_per_token`. Of (loss, data) the loss is multiplied by
+    For (loss, num_tokens, data) the loss, a sum over tokens, is divided by num_tokens (at least 1) and by the
+    number of micro-batches, or left unchanged if `is_per_token`. For (loss, data) the loss is multiplied by
     cp_size and divided by the number of micro-batches.
     """
     if not isinstance(outputs, (tuple, list)) or len(outputs) not in (2, 3):
@@ -80,8 +80,8 @@ def auxiliary_loss_scales(
 
 
 def auxiliary_loss_setters(config: Any) -> dict[str, Callable[[torch.Tensor], object]]:
-    """By kind of auxiliary loss that `config` has, what to call with its scale: set_auxiliary_loss_scale, or
-    else set_loss_scale of Megatron's class.
+    """The function that sets the scale of each kind of auxiliary loss of `config`: set_auxiliary_loss_scale,
+    or else set_loss_scale of Megatron's class.
 
     Raises:
         ValueError: there is neither; the loss would be scaled wrongly.

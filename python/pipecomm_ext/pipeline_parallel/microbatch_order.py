@@ -20,7 +20,7 @@ def get_pp_rank_microbatches(
     """(forwards of this rank, whether all are warm-up, number of warm-up forwards, the remaining ones).
 
     Args:
-        p2p_communicator: tells `total_stages`, `current_stage` and `virtual_pipeline_model_parallel_size`
+        p2p_communicator: has `total_stages`, `current_stage` and `virtual_pipeline_model_parallel_size`
             (None: no interleaving, if there is one chunk). None: those of the default pipeline.
     """
     if p2p_communicator is None:

@@ -1,7 +1,7 @@
 """The names of megatron.core.pipeline_parallel.p2p_communication, for code that imports that module.
 
 `_batched_p2p_ops` and `_p2p_ops` are private there, and used by code that patches it. Here activations, which
-go to the next stage, have tag 0 and gradients tag 1, so that two stages do not take one for the other.
+go to the next stage, have tag 0 and gradients tag 1, so that two stages cannot swap them.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _ops(
     tensor_send_next: torch.Tensor | None,
     tensor_recv_next: torch.Tensor | None,
 ) -> dict[str, tuple[Any, torch.Tensor, int, int]]:
-    """Function, tensor, peer and tag of each message that there is."""
+    """Function, tensor, peer and tag of each message."""
     every = {
         "send_prev": (dist.isend, tensor_send_prev, prev_rank, GRADIENTS),
         "recv_prev": (dist.irecv, tensor_recv_prev, prev_rank, ACTIVATIONS),

@@ -4,13 +4,13 @@ Semantics: megatron.core.pipeline_parallel.p2p_communication (Megatron Core 0.20
 
 * Activations and gradients have channels of their own, so two stages work in every mode, batched or not.
 * With variable shapes a message is preceded by one header of fixed size: any number of dims, tensors and
-  dtypes; no round trip, no device synchronisation. The header also says which tensors are None.
-* With fixed shapes a gradient that is None travels as zeros, so that the receiver is not left waiting.
-* A list of tensors is one batch. A tuple is as good as a list. Tensors may have any strides.
+  dtypes; no round trip, no device synchronisation. The header also marks the tensors that are None.
+* With fixed shapes a gradient that is None is sent as zeros, so that the receiver does not wait in vain.
+* A list of tensors is one batch. A tuple may replace a list. Tensors may have any strides.
 * `is_single_shape` decides everywhere: a list of ints is one shape, also in the combined methods.
-* As many tensors as shapes, else ValueError before anything is sent; shapes and dtypes that differ between
-  the ends raise PipeCommMismatch on both. If lists of fixed shapes differ in length, the end of the longer
-  one has messages left that match nothing: whoever catches that error has to `abort`.
+* If the numbers of tensors and shapes differ, ValueError before anything is sent; shapes and dtypes that
+  differ between the ends raise PipeCommMismatch on both. If lists of fixed shapes differ in length, the end
+  with the longer one has unmatched messages left: code that catches that error must call `abort`.
 * Tensors of integer dtypes are received without requires_grad, and have no gradient message.
 * Every method can overlap; with overlap and batch_p2p_comm both, ValueError instead of an assertion.
 * batch_p2p_sync and use_ring_exchange_p2p have no effect.
@@ -35,7 +35,7 @@ from .config import has_variable_shapes, setting
 from .shapes import is_single_shape, shape_list, tensor_list
 
 ACTIVATIONS, GRADIENTS = 0, 1
-NUM_CHANNELS = 2 * NUM_DATA_CHANNELS  # each one's headers have a channel, too
+NUM_CHANNELS = 2 * NUM_DATA_CHANNELS  # one more for the headers of each
 
 _PASS_NAMES = {ACTIVATIONS: "forward", GRADIENTS: "backward"}
 _SEND_NAMES = {ACTIVATIONS: "send_next", GRADIENTS: "send_prev"}
@@ -99,27 +99,27 @@ class P2PCommunicator:
 
     Args:
         pp_group: torch ProcessGroup, or a Communicator (of 4 channels if shapes are variable). Construction
-            is collective over it: at the first time its connections are made, and kept for later objects.
+            is collective over it: the first one makes its connections, which later objects share.
         config: see `PipelineConfig`.
 
     Attributes:
         pp_group, config, virtual_pipeline_model_parallel_size: as given.
         communicator: moves the tensors.
         total_stages, current_stage: number of ranks of the pipeline, and my rank in it.
-        is_pp_first_stage, is_pp_last_stage: whether that is the first or the last one, whatever the chunks.
+        is_pp_first_stage, is_pp_last_stage: whether that is the first or the last one, for any chunk.
         prev_rank, next_rank: global ranks of the neighbours; the first and the last stage are neighbours.
         has_variable_shapes: whether every message is preceded by its shapes.
 
     "tensor_shapes" is the shape of one tensor, which makes results single tensors, or a list of shapes, which
-    makes them lists. With variable shapes only that difference counts: give any shape; [()] is a list, of as
-    many tensors as are sent. An empty list is no message. Received tensors are fresh leaves that require grad
-    if their dtype can. A stage at an edge, where there is nothing to receive, gets None, or a list of None.
+    makes them lists. With variable shapes only that difference counts: pass any shape; [()] is a list of
+    however many tensors are sent. An empty list is no message. Received tensors are fresh leaves that require
+    grad if their dtype can. A stage at an edge, with nothing to receive, gets None, or a list of None.
 
-    Methods return when what they receive is there and what they send has been taken. With
-    `overlap_p2p_comm=True` they return (what they return otherwise, handles) at once: `handles` maps
-    "send_next", "recv_prev", "send_prev", "recv_next" to Work as far as there is such a message; a received
-    tensor may be used after its `wait()`, a sent one must not change before. Waiting twice is legal, and so
-    is dropping handles. With variable shapes a receive returns when the header has come.
+    Methods return when what they receive has arrived and what they send has been received. With
+    `overlap_p2p_comm=True` they return (the usual result, handles) at once: `handles` maps "send_next",
+    "recv_prev", "send_prev", "recv_next" to the Work of each message that exists; a received tensor may be
+    used after its `wait()`, a sent one must not change before. Handles may be waited for twice or dropped.
+    With variable shapes a receive returns when the header has arrived.
 
     Raises:
         RuntimeError: something is to be received and `pipeline_dtype`, or the shapes, are None.
@@ -238,7 +238,7 @@ class P2PCommunicator:
         self, output_tensor: Any, recv_prev: bool, tensor_shape: Any, overlap_p2p_comm: bool = False
     ) -> Any:
         """Sends the output, if there is one, to the next stage; receives an input from the previous one if
-        `recv_prev`, else gives None."""
+        `recv_prev`, else returns None."""
         sends = [(ACTIVATIONS, _given(output_tensor, "output_tensor"))]
         wanted = _Wanted.if_asked(ACTIVATIONS, tensor_shape, is_due=recv_prev)
         return self._call(sends, [wanted], overlap_p2p_comm)
@@ -247,7 +247,7 @@ class P2PCommunicator:
         self, input_tensor_grad: Any, recv_next: bool, tensor_shape: Any, overlap_p2p_comm: bool = False
     ) -> Any:
         """Sends a gradient, if there is one, to the previous stage; receives one from the next stage if
-        `recv_next`, else gives None."""
+        `recv_next`, else returns None."""
         sends = [(GRADIENTS, _given(input_tensor_grad, "input_tensor_grad"))]
         wanted = _Wanted.if_asked(GRADIENTS, tensor_shape, is_due=recv_next)
         return self._call(sends, [wanted], overlap_p2p_comm)
@@ -262,7 +262,7 @@ class P2PCommunicator:
         *,
         overlap_p2p_comm: bool = False,
     ) -> Any:
-        """All four directions at once: (input, gradient of the output), each None if not asked for."""
+        """All four directions at once: (input, gradient of the output), each None if not requested."""
         sends = [
             (ACTIVATIONS, _given(output_tensor, "output_tensor")),
             (GRADIENTS, _given(input_tensor_grad, "input_tensor_grad")),
@@ -285,9 +285,9 @@ class P2PCommunicator:
         tensor_shape: Any,
         wait_on_reqs: bool = True,
     ) -> tuple[Any, Any, dict[str, Work] | None]:
-        """(tensor from the previous stage, tensor from the next one, handles if nothing was waited for).
+        """(tensor from the previous stage, tensor from the next one, handles if it did not wait).
 
-        It is here for code written over Megatron's method; the nine methods do not call it.
+        Exists for code that uses Megatron's method; the nine methods do not call it.
         """
         result = self.send_forward_backward_recv_forward_backward(
             tensor_send_next,
@@ -304,7 +304,7 @@ class P2PCommunicator:
         self, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool
     ) -> tuple[list[int], list[int]]:
         """Shapes of what the previous and the next stage are about to send, 3-d tensors, as lists; [0, 0, 0]
-        where nothing is received. Like `_communicate`: messages of this package tell their shapes anyway.
+        where nothing is received. Exists for the same reason: messages of this package carry their shapes.
         """
         comm, shapes = self.communicator, []
         ops: list[Send | Recv] = []
@@ -328,13 +328,13 @@ class P2PCommunicator:
     def post(
         self, sends: Sequence[Message], recvs: Sequence[tuple[int, Any]]
     ) -> tuple[list[Work], list[Receipt]]:
-        """Starts any number of messages as one batch, in order for each channel; waits for nothing.
+        """Starts any number of messages as one batch, in order for each channel; does not wait.
 
         Args:
             sends: (channel, tensors): ACTIVATIONS to the next stage, GRADIENTS to the previous one.
             recvs: (channel, list of shapes), from the other side.
 
-        Sends are done when all works are; `Receipt.wait()` gives what was received.
+        Sends are done when all works are; `Receipt.wait()` returns what was received.
         """
         return self._channels.post(*self._prepared(sends, recvs))
 
@@ -369,7 +369,7 @@ class P2PCommunicator:
         return Outgoing(tensors, peer, channel, self._channels.header(specs, peer, channel))
 
     def _answer(self, channel: int, sent: Any, num_sent: int, tensor_shapes: Any, is_due: bool) -> _Wanted:
-        """What comes back for `sent`: as many tensors, and in its form."""
+        """What comes back for `sent`: the same number of tensors, in the same form."""
         shapes = [] if tensor_shapes is None else shape_list(tensor_shapes)
         if is_due and tensor_shapes is not None and not self.has_variable_shapes and len(shapes) != num_sent:
             raise ValueError(
@@ -411,7 +411,7 @@ class P2PCommunicator:
         return Incoming([spec if self._has_gradient(spec.dtype) else None for spec in specs], peer, channel)
 
     def _sendable(self, channel: int, tensors: Tensors) -> Tensors:
-        """The tensors as they are sent. With fixed shapes nothing tells the receiver that one is None, so it
+        """The tensors as they are sent. With fixed shapes the receiver cannot know that one is None, so it
         gets zeros."""
         specs = self._last_forward_specs if channel == GRADIENTS else ()
         sendable: list[torch.Tensor | None] = []
@@ -431,7 +431,7 @@ class P2PCommunicator:
         return sendable
 
     def _call(self, messages: list[Message], wanted: list[_Wanted], overlap: bool) -> Any:
-        """Carries a method out. A message without tensors is not sent; it only names the timer."""
+        """Carries out a method. A message without tensors is not sent; it only names the timer."""
         is_batch = bool(setting(self.config, "batch_p2p_comm"))
         if overlap and is_batch:
             raise ValueError(

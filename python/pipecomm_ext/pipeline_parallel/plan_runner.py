@@ -30,8 +30,8 @@ class StepArguments:
     """The arguments that Megatron's three schedules have in common.
 
     A schedule first brings them into one form: `model` and `data_iterator` are lists with one entry for each
-    chunk of this rank, `p2p_communicator` is there unless nothing crosses ranks, and `groups` are those of
-    `pg_collection`, or the default ones if the caller gave none.
+    chunk of this rank, `p2p_communicator` is set unless nothing crosses ranks, and `groups` are those of
+    `pg_collection`, or the default ones if the caller passed none.
     """
 
     forward_step_func: Callable[..., Any]
@@ -59,8 +59,8 @@ class StepArguments:
 class P2PMailbox(Mailbox):
     """The messages of one step over a `P2PCommunicator`.
 
-    `shapes` says what is received: ACT inputs of a stage, GRAD gradients of its outputs. The timers of sends
-    measure their posts; those of receives measure what the next compute waits.
+    `shapes` are those of received tensors: ACT inputs of a stage, GRAD gradients of its outputs. The timers
+    of sends measure their posts; those of receives measure how long the next compute waits.
     """
 
     def __init__(self, plan: Plan, rank: int, step: StepArguments, shapes: dict[str, Shapes]):
@@ -71,7 +71,7 @@ class P2PMailbox(Mailbox):
         self._frees_outputs = self.is_training and setting(step.config, "deallocate_pipeline_outputs")
 
     def put(self, what: str, stage: int, micro: int, tensors: Tensors) -> None:
-        """Hands what a stage made to the stage that needs it, if there is one."""
+        """Passes what a stage made to the stage that needs it, if there is one."""
         consumers = self.plan.next_of if what == ACT else self.plan.prev_of
         if consumers[stage] is not None:
             self.outbox[what, stage, micro] = tensors
@@ -107,7 +107,7 @@ class P2PMailbox(Mailbox):
 class PlanRunner:
     """One step of one rank with Megatron's step functions.
 
-    `shapes` says what is received, see `P2PMailbox`; a plan of one rank needs none.
+    `shapes`: see `P2PMailbox`; a plan of one rank needs none.
     """
 
     def __init__(
@@ -125,12 +125,12 @@ class PlanRunner:
         self._num_forwards = self._num_backwards = 0
         self._in_flight: dict[tuple[int, int], tuple[Tensors, list]] = {}  # inputs and outputs
         self.forward_data_store: list = []
-        # Where the messages are: finalize_model_grads_func broadcasts the count over the pipeline.
+        # On the device of the messages: finalize_model_grads_func broadcasts the count over the pipeline.
         device = None if step.p2p_communicator is None else step.p2p_communicator.communicator.device
         self.total_num_tokens: Any = torch.tensor(0, dtype=torch.int, device=device)
 
     def run(self) -> None:
-        """Runs the row. If anything fails, so does the communicator, on all ranks, with the reason."""
+        """Runs the row. If anything raises, the communicator fails on all ranks, with the reason."""
         loop = PlanLoop(self._plan, self._mailbox, self._chain_input, self._compute)
 
         def abort(reason: str) -> None:
@@ -186,10 +186,10 @@ class PlanRunner:
         inputs, outputs = self._in_flight.pop((stage, micro))
         self._hooks.before_backward(self._num_backwards)
         if grads is None:
-            outputs = outputs[:1]  # the loss; whatever is beside it is the user's
+            outputs = outputs[:1]  # the loss; other outputs are the user's
             grads = [None]
         else:
-            # None is no gradient here, not the gradient of a loss.
+            # Here None means that there is no gradient, not the gradient of a loss.
             kept = [pair for pair in zip(outputs, grads, strict=True) if pair[1] is not None]
             outputs, grads = [pair[0] for pair in kept], [pair[1] for pair in kept]
         if outputs:

@@ -1,4 +1,4 @@
-"""Shapes of the tensors between stages: from the config, and in the forms that callers may give them."""
+"""Shapes of the tensors between stages: from the config, and in the forms that callers may pass."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def forward_step(
             third argument unless that is None.
         model: offers `set_input_tensor(list)`; may offer `set_is_first_microbatch()`.
         input_tensor: a tensor, None on the first stage, or a list of them.
-        forward_data_store: the last stage appends what the loss function gives beside the loss.
+        forward_data_store: the last stage appends what the loss function returns in addition to the loss.
         cp_group_size: number of ranks that share a sequence.
 
     Returns:
@@ -93,9 +93,9 @@ def forward_step_calc_loss(
 ) -> tuple[Any, Any]:
     """Calls the loss function, as a part of `forward_step`; returns (output or loss, number of tokens).
 
-    `loss_func(output)` gives (loss, data) or (loss, number of tokens, data). With `collect_non_loss_data`
+    `loss_func(output)` returns (loss, data) or (loss, number of tokens, data). With `collect_non_loss_data`
     `loss_func(output, non_loss_data=True)` is called, and its result stored. Without a `loss_func` the output
-    is stored. If `cp_group_size` or `is_last_stage` is None, the default pipeline tells it.
+    is stored. If `cp_group_size` or `is_last_stage` is None, that of the default pipeline is used.
     """
     model_vp_stage = getattr(model, "vp_stage", None)
     if None not in (vp_stage, model_vp_stage) and vp_stage != model_vp_stage:
@@ -137,7 +137,7 @@ def backward_step(
         output_tensor: the same; those that do not require grad are skipped.
         output_tensor_grad: the gradient of each output. The first one is None on the last stage: the output
             is a loss, scaled by config.grad_scale_func if there is one.
-        model_type: not used. Older versions of Megatron have it, newer ones have `config` in its place.
+        model_type: not used. Older versions of Megatron have it, newer ones have `config` instead.
         config: see `PipelineConfig`.
     """
     config = model_type if config is None else config
@@ -219,9 +219,9 @@ def deallocate_output_tensor(out: Any, deallocate_pipeline_outputs: bool = False
 
 
 def check_first_val_step(first_val_step: bool | None, forward_only: bool, cond: bool) -> bool:
-    """Whether weights that are cached for a step must be made anew.
+    """Whether weights that are cached for a step must be recomputed.
 
-    That is `cond`, and in evaluation `first_val_step`, too, unless it is None.
+    That is `cond`, in evaluation `cond and first_val_step` unless the latter is None.
     """
     if forward_only and first_val_step is not None:
         return first_val_step and cond

@@ -1,4 +1,4 @@
-"""Runs plans on real ranks: the Executor, and what it is made of."""
+"""Runs plans on real ranks: the Executor and its parts."""
 
 from ..errors import StageError
 from .backward import run_backward

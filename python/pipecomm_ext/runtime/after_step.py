@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class _Run(Protocol):
-    """What an Executor has for these calls."""
+    """The attributes of an Executor that these calls use."""
 
     communicator: Communicator
     _gradients: StepGradients
@@ -44,15 +44,15 @@ class AfterStep:
         """Replaces the gradients of weights that several stages share, as tied embeddings, by their sum.
 
         Collective, once after the last step() before the optimizer. The sums are the same bits on all ranks.
-        A gradient that is None counts as zeros; one of a Parameter in several stages of a rank has their
-        parts already. Copies have equal shapes and dtypes. Wrong arguments are refused on all ranks, and so
+        A gradient that is None counts as zeros; that of a Parameter in several stages of a rank is their sum
+        already. Copies have equal shapes and dtypes. Wrong arguments are refused on all ranks, and so
         are gradients that were added up before and have not been zeroed since, and a weight with two names.
 
         Args:
-            weights: for each shared weight, by its name in these stages (without what wrappers add) or by the
-                Parameter of this rank, the stages that hold it; or, if names differ, a mapping from each such
-                stage to its name. The same weights in the same order on all ranks that hold any; others may
-                pass an empty mapping. Naming one of `plan.replicas` names all of them.
+            weights: for each shared weight, by its name in these stages (without the prefixes of wrappers) or
+                by the Parameter of this rank, the stages that hold it; or, if names differ, a mapping from
+                each such stage to its name. The same weights in the same order on all ranks that hold any;
+                others may pass an empty mapping. One stage of `plan.replicas` stands for all its replicas.
 
         Call it before `sum_replica_gradients`, which leaves these weights alone, and `clip_grad_norm_`, which
         counts them once. Pipeline ranks of several ranks, which must be of one size, add up rank by rank.
@@ -64,9 +64,9 @@ class AfterStep:
     def average_replica_buffers(self: _Run) -> None:
         """Replaces floating-point buffers of stages with the same weights (`plan.replicas`) by their mean.
 
-        Each copy sees some of the micro-batches only, so the running statistics of its BatchNorm are its own.
+        Each copy sees only some of the micro-batches, so the running statistics of its BatchNorm differ.
         Collective, before the copies are saved or evaluated, or after each step. Integers, such as the number
-        of batches, stay as they are. The stages must be modules with buffers of the same shapes.
+        of batches, stay unchanged. The stages must be modules with buffers of the same shapes.
         """
         with failing_together(self._abort):
             self._gradients.average_buffers()
@@ -80,11 +80,11 @@ class AfterStep:
         Collective, after the sums of gradients and before `clip_grad_norm_`, `scaler.step(optimizer)` and
         `scaler.update()`. Every rank has a GradScaler of its own, made with equal arguments; `loss_fn` scales
         the loss with that of its rank. A disabled scaler does nothing. A step warns if a scaler in `loss_fn`
-        was updated without this; one in a step's `criterion` is not looked for.
+        was updated without this; it does not detect one in a step's `criterion`.
 
         Args:
-            optimizer: this rank's; None if none of its stages is trained. Call it for each if there are
-                several, as many on all ranks.
+            optimizer: this rank's; None if none of its stages is trained. With several optimizers, call it
+                for each one, the same number of times on all ranks.
 
         Raises:
             PipeCommMismatch: the scalers of two ranks have different scales, or one is disabled.
@@ -96,7 +96,7 @@ class AfterStep:
     ) -> torch.Tensor:
         """Scales all gradients of the pipeline so that their total norm is at most `max_norm`. Collective.
 
-        The same as `torch.nn.utils.clip_grad_norm_` of the whole model: weights count once that are in
+        The same as `torch.nn.utils.clip_grad_norm_` of the whole model: weights count once if they are in
         replicated stages (`plan.replicas`), were in `sum_shared_gradients` since the last step, or are copies
         on the ranks of one stage of a topology; there, a parameter with Megatron's attribute
         `tensor_model_parallel` is a piece and counts on each rank. DTensors (FSDP2, tensor parallelism) count
@@ -107,7 +107,7 @@ class AfterStep:
         Args:
             norm_type: a positive number, or inf.
             error_if_nonfinite: if the norm is nan or inf, raise RuntimeError on all ranks and leave gradients
-                as they are. It makes the host wait for the device.
+                unchanged. The check makes the host wait for the device.
 
         Returns the norm before clipping, float64[], the same bits on all ranks.
         """

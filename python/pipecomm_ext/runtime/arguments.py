@@ -40,7 +40,7 @@ def by_stage(
 
 
 def pre_split(name: str, values: Any, mbs_name: str, mbs: Any) -> Any:
-    """`values`, or in their place the list that torch.distributed.pipelining calls `mbs_name`."""
+    """`values`, or instead the list that torch.distributed.pipelining calls `mbs_name`."""
     if mbs is None:
         return values
     if values is not None:
@@ -104,8 +104,8 @@ def _cut(name: str, batch: Any, num_micros: int) -> list[Any]:
 
 
 def split_apart(tensor: torch.Tensor, num: int, dim: int = 0) -> list[torch.Tensor]:
-    """`torch.tensor_split`, but a stage may write into its piece: that counts as no write into the others,
-    as it does for views of one tensor."""
+    """`torch.tensor_split`, but a stage may write into its piece: unlike with views of one tensor, that does
+    not count as a write into the others."""
     return [piece if piece.requires_grad else piece.data for piece in tensor.tensor_split(num, dim)]
 
 
@@ -154,7 +154,7 @@ def one_or_many(by_stage: dict[int, list]) -> Any:
 def ranks_by_pipeline_rank(
     plan: Plan, comm: Communicator, topology: PipelineTopology | None, rank_mapping: Sequence[int] | None
 ) -> tuple[tuple[int, ...], ...]:
-    """For each pipeline rank the ranks of the communicator that it stands for."""
+    """The ranks of the communicator that form each pipeline rank."""
     if topology is None:
         if comm.size != plan.P:
             raise ValueError(
@@ -175,7 +175,7 @@ def ranks_by_pipeline_rank(
 
 
 def pipeline_order(rank_mapping: Sequence[int] | None, size: int) -> list[int]:
-    """For each pipeline rank its rank in the group, from the pipeline rank of each rank (None: the same)."""
+    """The group rank of each pipeline rank, from the pipeline rank of each group rank (None: the same)."""
     if rank_mapping is None:
         return list(range(size))
     mapping = list(rank_mapping)
@@ -216,7 +216,7 @@ def loss_factor(loss_scale: Any, plan: Plan) -> float:
 
 
 def warn_of_unequal(micro_batches: Mapping[int, Sequence[Any]]) -> None:
-    """Warns if those of a stage have different numbers of rows."""
+    """Warns if the micro-batches of a stage have different numbers of rows."""
     for micros in micro_batches.values():
         num_rows = list(dict.fromkeys(map(_num_rows, micros)))
         if len(num_rows) > 1:
@@ -246,7 +246,7 @@ def device_of(stages: Any) -> torch.device | None:
 
 
 def require_equal_settings(comm: Communicator, settings: Mapping[str, tuple]) -> None:
-    """Compares each setting of all ranks. The first element of a value is the one that an error shows."""
+    """Compares each setting between all ranks. Errors show the first element of a value."""
     digests = [hashlib.sha256(repr(value).encode()).digest()[:7] for value in settings.values()]
     mine = torch.tensor([int.from_bytes(digest, "big") for digest in digests], device=comm.device)
     everybody = _of_all_ranks(comm, mine)

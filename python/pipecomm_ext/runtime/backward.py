@@ -3,13 +3,13 @@
 A gradient edge stands for a tensor in the autograd graph and holds none of its memory, so an output may be
 freed as soon as it is sent.
 
-The split of an ordinary module. Let a node of the graph lead to the stage's inputs. Where one of its children
-does not, a weight joins. I runs backward for the inputs only and keeps the gradient that arrives at each such
-node; W runs each of those nodes again, for its weights only. No work is done twice if no weight (and nothing
-made of weights) hangs below two of them, and if the nodes compute only what is asked for, as those of torch
-do. Else, for a graph with shared weights, with a Python autograd Function at a join, or with reentrant
-activation checkpointing, I is the whole backward and W runs what layers have put into `WeightGradStore`
-meanwhile.
+The split of an ordinary module. Consider a node of the graph that leads to the stage's inputs. If one of its
+children does not, a weight joins there. I runs backward for the inputs only and keeps the gradient that
+arrives at each such node; W runs each of those nodes again, for its weights only. No work is done twice if no
+weight (and nothing made of weights) is below two of them, and if nodes compute only what is requested, as
+those of torch do. Else, for a graph with shared weights, with a Python autograd Function at a join, or with
+reentrant activation checkpointing, I is the whole backward and W runs what layers have put into
+`WeightGradStore` meanwhile.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ Work = Callable[[], object]
 
 
 def run_backward(outputs: Sequence[Root], gradients: Sequence[torch.Tensor | None]) -> None:
-    """Backward from the outputs of a stage, given as tensors or gradient edges, with the gradient of each;
-    gradients accumulate in `.grad`. Nothing happens if there are no outputs."""
+    """Runs backward from the outputs of a stage, given as tensors or gradient edges, with the gradient of
+    each; gradients accumulate in `.grad`. Does nothing without outputs."""
     if outputs:
-        # torch takes tensors and edges side by side, too
+        # torch also accepts a mix of tensors and edges
         torch.autograd.backward(tuple(outputs), tuple(gradients))  # type: ignore[arg-type]
 
 
@@ -45,7 +45,7 @@ def split_backward(
     """
     if not roots:
         return []
-    if not inputs:  # nobody waits for this backward
+    if not inputs:  # no stage waits for this backward
         return [functools.partial(run_backward, roots, gradients)]
     edges = [root if isinstance(root, GradientEdge) else get_gradient_edge(root) for root in roots]
     joins = _find_joins(edges, inputs)
@@ -60,18 +60,18 @@ def split_backward(
         for hook in hooks:
             hook.remove()
     for join in joins:
-        if join.is_root:  # no input leads to it: I did not come here
+        if join.is_root:  # no path from it to an input: I did not run it
             mine = [idx for idx, edge in enumerate(edges) if edge.node is join.node]
             join.roots = [edges[idx] for idx in mine], [gradients[idx] for idx in mine]
     return [join.run for join in joins]
 
 
 class _Join:
-    """A node with weights below it that I does not reach through it."""
+    """A node with weights below it whose gradients I does not compute."""
 
     def __init__(self, node: Node, weights: list[torch.Tensor], is_root: bool):
         self.node, self.weights, self.is_root = node, weights, is_root
-        # Where W starts, unless with what has arrived.
+        # Where W starts if no gradient has arrived at the node.
         self.roots: tuple[list[GradientEdge], list[torch.Tensor | None]] = ([], [])
         self._arrived: tuple[torch.Tensor | None, ...] | None = None  # by output of the node
 
@@ -84,8 +84,8 @@ class _Join:
             if edges:
                 torch.autograd.backward(edges, gradients, inputs=self.weights)
             return
-        # Hooks on the node's outputs, which run again now, have changed these gradients already in I. They
-        # get zeros, so that what they add up, `.grad` after retain_grad() above all, is right.
+        # Hooks on the node's outputs run again now, but have changed these gradients already in I. They get
+        # zeros, so that what they accumulate, above all `.grad` after retain_grad(), is right.
         edges, zeros = [], []
         for number, gradient in enumerate(self._arrived):
             if gradient is not None:
@@ -104,20 +104,20 @@ def _zeros_like(tensor: torch.Tensor) -> torch.Tensor:
     if type(tensor) is not torch.Tensor or tensor.layout != torch.strided:
         return torch.zeros_like(tensor)
     zeros = _zeros(tensor.shape, tensor.dtype, tensor.device)
-    if zeros._version:  # a hook has written into it: torch refuses that only for several elements at once
+    if zeros._version:  # a hook wrote into it, which torch refuses only for several elements
         _zeros.cache_clear()
         zeros = _zeros(tensor.shape, tensor.dtype, tensor.device)
     return zeros
 
 
-@functools.lru_cache(maxsize=512)  # making them costs as much as all the rest of a join
+@functools.lru_cache(maxsize=512)  # making them takes as long as the rest of a join
 def _zeros(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """They share the memory of one element."""
+    """Returns zeros that share the memory of one element."""
     return torch.zeros((), dtype=dtype, device=device).expand(shape)
 
 
 def _find_joins(edges: Sequence[GradientEdge], inputs: Sequence[torch.Tensor]) -> list[_Join] | None:
-    """None if the backward cannot be split, or not without doing work twice."""
+    """Returns the joins; None if the backward cannot be split, or not without doing work twice."""
     children_of = _children_first(edges)
     if any(map(needs_whole_backward, children_of)):
         return None
@@ -151,17 +151,17 @@ def _find_joins(edges: Sequence[GradientEdge], inputs: Sequence[torch.Tensor]) -
 
 
 def needs_whole_backward(node: Node) -> bool:
-    """Whether a Function, as those of reentrant checkpointing (torch's, Megatron's, DeepSpeed's), asks torch
-    if the backward is one of some inputs only, to refuse it then."""
+    """Whether a Function refuses a backward for some inputs only, as those of reentrant checkpointing do
+    (torch's, Megatron's, DeepSpeed's)."""
     if not isinstance(node, BackwardCFunction):
         return False
-    function: Any = node  # its class, which torch makes for each Function, names that
+    function: Any = node  # torch makes its class for each Function, and it refers to the Function
     backward = inspect.unwrap(function._forward_cls.backward)
     return "_is_checkpoint_valid" in getattr(getattr(backward, "__code__", None), "co_names", ())
 
 
 def _children_first(edges: Sequence[GradientEdge]) -> dict[Node, list[Node]]:
-    """All nodes of the graph with their children, each behind all of its children."""
+    """All nodes of the graph with their children, each node after all of its children."""
     children_of: dict[Node, list[Node]] = {}
     entered: dict[Node, list[Node]] = {}
     stack = [edge.node for edge in edges]

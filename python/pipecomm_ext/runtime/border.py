@@ -1,12 +1,12 @@
-"""The border of two stages: what both ends know of its tensors, and the header that tells the other end.
+"""The border of two stages: the specs of its tensors, and the header that sends them to the other end.
 
-    header = number of words, number of tensors, then of each tensor
+    header = number of words, number of tensors, then for each tensor
              dtype, is_differentiable, number of dims, dim, dim, ...
              then, if they are no plain tuple, their structure (`values`): number of characters, characters
 
 in 64-bit words, eight characters in each; a tensor that is None is the word ABSENT alone. The first
-HEADER_WORDS words are a message of their own, whose receive can be posted without knowing anything; the rest,
-if there is any, is a second one.
+HEADER_WORDS words are a message of their own, whose receive can be posted in advance; the rest, if there is
+any, is a second one.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ FullSpecs = tuple[BorderSpec, ...]  # no tensor is None
 
 
 class OutputSpecs(NamedTuple):
-    """What a stage of the Executor passes on."""
+    """The specs and the structure of what a stage of the Executor passes on."""
 
     tensors: FullSpecs
     structure: str = PLAIN
@@ -124,7 +124,7 @@ def num_words_after(head: Sequence[int]) -> int:
 
 
 def specs_in(words: Sequence[int]) -> tuple[BorderSpec | None, ...]:
-    """The specs that the words of a header announce, of which there is a plain list."""
+    """The specs that the words of a header of a plain list announce."""
     specs, structure = _specs_and_structure(words)
     if structure != PLAIN:
         raise PipeCommError(f"the peer sends tensors as {structure[:100]}, where a plain list was expected")
@@ -132,7 +132,7 @@ def specs_in(words: Sequence[int]) -> tuple[BorderSpec | None, ...]:
 
 
 def output_specs_in(words: Sequence[int]) -> OutputSpecs:
-    """The specs that the words of a header announce; the structure has the place of what is None."""
+    """The specs that the words of a header announce; None values are only in the structure."""
     specs, structure = _specs_and_structure(words)
     return OutputSpecs(cast(FullSpecs, specs), structure)
 

@@ -1,8 +1,8 @@
-"""Messages that cross borders, each a list of tensors whose specs the receiver knows or has to be told.
+"""Messages that cross borders, each a list of tensors whose specs the receiver knows or gets in a header.
 
-Activations and gradients have channels of their own, and so have the headers: two stages that are each
-other's next and previous one cannot swap anything. A header never waits for an answer and never touches a
-device: the receiver reads it on the host, and then knows what to receive.
+Activations, gradients and headers have separate channels, so two stages that are each other's next and
+previous one cannot swap anything. A header never waits for an answer and never touches a device: the receiver
+reads it on the host, and then knows what to receive.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ NUM_DATA_CHANNELS = 2  # activations and gradients
 def connect(
     group: dist.ProcessGroup | None, device: torch.device | None, has_relays: bool = False
 ) -> Communicator:
-    """Makes a communicator for an executor; a collective call. Channels cost nothing on the host, so there
-    are some for the words of two chains; NCCL needs a communicator for each. Relays may need all of them."""
+    """Makes a communicator for an executor; a collective call. Channels cost nothing on the host, so it has
+    some for the words of two chains; NCCL needs a communicator for each. Relays may need all channels."""
     group = own_group(group)
     device = device_of(group, device)
     num_channels = NUM_DATA_CHANNELS + (2 if device.type == "cpu" else 0)
@@ -56,8 +56,8 @@ def connect(
 
 
 class Outgoing(NamedTuple):
-    """A message to send. `header`, from `BorderChannels.header`, goes ahead of it unless the receiver knows
-    the specs."""
+    """A message to send. `header`, from `BorderChannels.header`, precedes it unless the receiver knows the
+    specs."""
 
     tensors: Tensors
     peer: int
@@ -75,8 +75,8 @@ class Incoming(NamedTuple):
 
 
 class Arrival:
-    """Tensors that come by another way than a message: they are there when `work` is done, or at once, from a
-    stage of this rank, which must not write into them before they are taken."""
+    """Tensors that do not come by a message: they are ready when `work` is done, or at once if they come from
+    a stage of this rank, which must not write into them before they are taken."""
 
     __slots__ = ("_tensors", "_versions", "_work")
 
@@ -114,7 +114,7 @@ class Receipt:
         self._tensors: list[torch.Tensor | None] | None = None
 
     def _begin(self, works: Sequence[Work]) -> None:
-        """The receives of the tensors have been posted, so they may be made to require grad."""
+        """Takes the works of the posted receives, and makes the tensors require grad where specified."""
         for tensor, spec in zip(self.tensors(), self._specs, strict=True):
             if tensor is not None and spec is not None:
                 if spec.is_differentiable:
@@ -141,9 +141,9 @@ class BorderChannels:
 
     Args:
         data: moves the tensors.
-        headers: may be `data`, of which it then uses the channels behind the first NUM_DATA_CHANNELS; None:
-            there are none, all specs are known.
-        num_header_channels: that many of them.
+        headers: may be `data`, whose channels after the first NUM_DATA_CHANNELS it then uses; None: no
+            headers are needed, all specs are known.
+        num_header_channels: how many channels it uses.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class BorderChannels:
 
     @classmethod
     def for_chains(cls, data: Communicator, num_chains: int) -> BorderChannels:
-        """Channels with one header channel for each chain: channels of `data` if it has enough, else of a
+        """Makes one header channel for each chain: channels of `data` if it has enough, else of a
         communicator that is made here (a collective call)."""
         if data.device.type == "cpu" and data.channels >= NUM_DATA_CHANNELS + num_chains:
             return cls(data, data, num_chains)
@@ -170,13 +170,13 @@ class BorderChannels:
 
     @property
     def waits_on_device(self) -> bool:
-        """Whether a message occupies the device from its post until the other end has come, so that none
-        should be posted before it is needed."""
+        """Whether a message occupies the device from its post until the other end joins, so that none should
+        be posted before it is needed."""
         return self.data.device.type == "cuda" and TRANSPORTS[self.data.transport].waits_on_device
 
     def abort(self, reason: str) -> None:
         """Makes every pending and later call fail, on all ranks, with this reason, or with the first failure
-        if there was one: both communicators tell the same, whichever tells first."""
+        if there was one: both communicators report the same cause, whichever fails first."""
         both = [self.data] if self.headers is None else [self.data, self.headers]
         both.sort(key=lambda comm: comm.failure is None)
         for comm in both:
@@ -199,7 +199,7 @@ class BorderChannels:
         return self._words.isend(words, peer, self._first_header_channel + idx)
 
     def begin_words(self, num_words: int, peer: int, idx: int) -> tuple[torch.Tensor, Work]:
-        """Starts to receive words; they are there when the Work is done."""
+        """Starts to receive words; they have arrived when the Work is done."""
         words = torch.empty(num_words, dtype=torch.int64)
         return words, self._words.irecv(words, peer, self._first_header_channel + idx)
 
@@ -210,7 +210,7 @@ class BorderChannels:
         return words.tolist()
 
     def header(self, specs: Specs, peer: int, idx: int, structure: str = PLAIN) -> list[Send]:
-        """The messages that tell these specs on the header channel `idx`."""
+        """The messages that send these specs on the header channel `idx`."""
         parts = header_of(tuple(specs), structure)
         return [Send(part, peer, self._first_header_channel + idx) for part in parts]
 
@@ -237,10 +237,10 @@ class BorderChannels:
     def post(
         self, sends: Sequence[Outgoing], recvs: Sequence[Incoming], waits: bool = False
     ) -> tuple[list[Work], list[Receipt]]:
-        """One batch of these messages. The works are those of all that is posted now, in any order.
+        """Posts these messages as one batch. The works are those of all that is posted now, in any order.
 
-        A receive whose specs must be waited for is posted when its receipt is asked for, and so are those
-        that come behind it from the same peer on the same channel.
+        A receive whose specs are not known yet is posted when its receipt is used, and so are the receives
+        after it from the same peer on the same channel.
 
         `waits`: the caller would wait for all of it at once, so it may be done on return.
         """
@@ -277,7 +277,7 @@ class BorderChannels:
         return False
 
     def _receives(self, receipt: Receipt) -> list[Send | Recv]:
-        """Allocates what the receipt's message fills, once its specs are known; the receives for it."""
+        """Allocates the tensors of the receipt's message once its specs are known; returns their receives."""
         specs, peer, channel = receipt.incoming
         if callable(specs):
             specs = specs()
@@ -287,8 +287,8 @@ class BorderChannels:
         return self._parts(Recv, tensors, peer, channel)
 
     def _parts(self, op: type[Send | Recv], tensors: Tensors, peer: int, channel: int) -> list[Send | Recv]:
-        """A message as operations. Where no header does, their signatures tell the engine that lists of
-        different lengths do not match."""
+        """A message as operations. Without a header, their signatures let the engine detect lists of
+        different lengths."""
         if self.headers is not None:
             return [op(tensor, peer, channel) for tensor in tensors if tensor is not None]
         signature = len(tensors) << 32
@@ -310,6 +310,6 @@ class BorderChannels:
 
 
 def _batch(comm: Communicator, ops: Sequence[Send | Recv], waits: bool = False) -> list[Work]:
-    """Posts these as one batch; its work, if anything is left to do."""
+    """Posts these as one batch; returns its work, if anything is left to do."""
     work = comm.batch_p2p(ops, async_op=not waits) if ops else None
     return [] if work is None else [work]

@@ -13,7 +13,7 @@ from .values import as_tuple, detached
 
 
 class StepResult(NamedTuple):
-    """What a step gives on this rank.
+    """What a step returns on this rank.
 
     losses     one per micro-batch, in order, without gradient; None on ranks without a loss
     outputs    of the last stage, one per micro-batch, as the stage returned them, without gradient; None on
@@ -31,10 +31,10 @@ class ChainEnds:
 
     Args:
         stages: the loss stages of this rank.
-        targets: by stage, of each micro-batch; a stage that has none has no loss unless it returns it.
+        targets: by stage, of each micro-batch; a stage without targets has no loss unless it returns it.
         loss_fn: called as `loss_fn(output, target)`.
-        criterion: in its place, called as `criterion(*outputs, *targets)`.
-        factor: of losses before backward.
+        criterion: used instead, called as `criterion(*outputs, *targets)`.
+        factor: multiplies losses before backward.
     """
 
     def __init__(
@@ -53,8 +53,8 @@ class ChainEnds:
         self._outputs: dict[int, list[Any]] = {stage: [None] * num_micros for stage in stages}
 
     def finish(self, stage: int, micro: int, output: Any, loss: Any = None) -> torch.Tensor | None:
-        """Records the output of a micro-batch, and its loss unless that is given. Returns the loss to run
-        backward from, or None."""
+        """Records the output of a micro-batch and its loss, which is computed unless given. Returns the loss
+        to run backward from, or None."""
         if self._keeps_outputs:
             self._outputs[stage][micro] = detached(output)
         if loss is None:
@@ -116,8 +116,8 @@ class ChainEnds:
 
 
 def _require_gradient(loss: torch.Tensor, output: Any) -> None:
-    """Raises what `loss.backward()` raises for a loss that is complex, or has lost the gradient that the
-    output asks for. A model of which nothing requires grad is no error: other stages may learn."""
+    """Raises what `loss.backward()` raises for a loss that is complex, or that does not require grad although
+    the output does. A model in which nothing requires grad is no error: other stages may be trained."""
     if loss.requires_grad:
         if loss.is_complex():
             raise RuntimeError(

@@ -5,8 +5,8 @@ has one backward for each micro-batch, in any order and maybe in two halves, and
 that these wrappers rely on. So they only accumulate during a step, as in torch's gradient accumulation, and
 then run their own reduction: with their buckets, communication hooks, dtypes and process groups.
 
-torch.distributed.pipelining does the same for schedules that do not split the backward. What is not public
-in torch is used in this file only; `_require` names it if a release of torch has changed it.
+torch.distributed.pipelining does the same for schedules that do not split the backward. Private names of
+torch's wrappers are used in this file only; `_require` reports one that a release of torch has changed.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ Work = Callable[[], object]
 
 
 def loaded(module: str, name: str) -> Any:
-    """A class of a module of torch, for `isinstance`; () if nobody has imported it, so it has no objects."""
+    """A class of a torch module, for `isinstance`; () if the module is not imported, so it has no objects."""
     return getattr(sys.modules.get(module), name, ())
 
 
 def modules_of(functions: Iterable[Any]) -> list[nn.Module]:
-    """All modules in the given ones, and in what the given functions are bound to, close over or name."""
+    """All modules in the given ones, and in what given functions are bound to, close over or name."""
     held = held_objects(functions, nn.Module)
     return list(dict.fromkeys(part for module in held for part in module.modules()))
 
 
 def held_objects(functions: Iterable[Any], kind: type) -> list[Any]:
-    """The objects of a kind among the given ones, and in what the given functions are bound to, close over or
-    name."""
+    """The objects of a kind among the given ones, and among those that given functions are bound to, close
+    over or name."""
     found: dict[Any, None] = {}
     waiting, seen = list(functions)[::-1], set()
     while waiting:
@@ -58,7 +58,7 @@ def _held_by(function: Any, kind: type) -> Iterator[Any]:
         yield owner
         yield from (value for value in getattr(owner, "__dict__", {}).values() if isinstance(value, kind))
     for cell in getattr(function, "__closure__", None) or ():
-        with contextlib.suppress(ValueError):  # a cell that is empty yet
+        with contextlib.suppress(ValueError):  # the cell is still empty
             yield cell.cell_contents
     names_of_module = getattr(function, "__globals__", {})
     for name in getattr(getattr(function, "__code__", None), "co_names", ()):
@@ -83,7 +83,7 @@ def _refuse_unsupported(modules: Iterable[nn.Module]) -> None:
 
 
 def _refuse_foreign(module: nn.Module) -> None:
-    """FSDP1, DeepSpeed's engine and others; not Megatron-core's DDP if it reduces after the step."""
+    """Refuses FSDP1, DeepSpeed's engine and others; not Megatron-core's DDP if it reduces after the step."""
     config, kind = getattr(module, "ddp_config", None), type(module)
     if getattr(config, "overlap_grad_reduce", True):
         raise ValueError(
@@ -113,8 +113,8 @@ def _refuse_ddp(ddp: DistributedDataParallel) -> None:
 
 
 class ReducedOnce:
-    """The data-parallel modules of a step, if it is one of training. A context: they accumulate within it,
-    and reduce at its end; after an exception they forget the step instead."""
+    """The data-parallel modules of a training step. A context manager: they accumulate within it, and reduce
+    at its end; after an exception they discard the step instead."""
 
     def __init__(self, stages: Mapping[int, Any], others: Iterable[Any], is_training: bool):
         functions = [*stages.values(), *others] if is_training else []
@@ -129,7 +129,7 @@ class ReducedOnce:
         }
 
     def weight_work(self, stage: int, works: list[Work]) -> list[Work]:
-        """The work of a W, with the stage's weights gathered before and its gradients put away after it."""
+        """The work of a W, with the stage's weights gathered before it and its gradients stored after it."""
         modules = self._sharded_of.get(stage)
         if not modules or not works:
             return works
@@ -152,7 +152,7 @@ class ReducedOnce:
 
 
 class _Ddp:
-    """A DDP module. Within its user's `no_sync()` it goes on accumulating at the end of the step, too."""
+    """A DDP module. Within its user's `no_sync()` it also keeps accumulating at the end of the step."""
 
     def __init__(self, module: DistributedDataParallel):
         self._module = module
@@ -166,7 +166,7 @@ class _Ddp:
         self._module.require_backward_grad_sync = self._reduces
 
     def reduce(self) -> None:
-        """A backward that has no gradient for any parameter makes DDP reduce what they have in `.grad`."""
+        """Runs a backward without gradients of parameters, which makes DDP reduce what is in `.grad`."""
         if not self._reduces:
             return
         parameters = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
@@ -192,7 +192,7 @@ class _NoGradients(torch.autograd.Function):
 
 @contextlib.contextmanager
 def _without_hooks(parameter: nn.Parameter) -> Iterator[None]:
-    """Its users' hooks have seen the gradients already, and do not expect None."""
+    """Removes its users' hooks, which have seen the gradients already and do not expect None."""
     hooks = parameter._backward_hooks
     held = dict(hooks or {})
     (hooks or held).clear()
@@ -204,8 +204,8 @@ def _without_hooks(parameter: nn.Parameter) -> Iterator[None]:
 
 
 class _Sharded:
-    """All FSDP2 modules of a rank. What their users have set (`set_requires_gradient_sync` and so on) is put
-    back at the end of the step, and decides what is reduced and resharded then."""
+    """All FSDP2 modules of a rank. The settings of their users (`set_requires_gradient_sync` and so on) are
+    restored at the end of the step, and decide what is reduced and resharded then."""
 
     _FLAGS = ("reduce_grads", "all_reduce_grads", "reshard_after_backward")
 

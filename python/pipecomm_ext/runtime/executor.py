@@ -49,7 +49,7 @@ from .values import Call, flattened, signature
 
 
 class _Alive(NamedTuple):
-    """What a forward leaves for its backward: no outputs, so that they are freed when they have been sent."""
+    """What a forward keeps for its backward: no outputs, so that they are freed when they have been sent."""
 
     inputs: tuple[torch.Tensor, ...]
     edges: tuple[GradientEdge, ...]  # of the outputs that are differentiable
@@ -66,12 +66,12 @@ class Executor(AfterStep):
             tuples, lists and dicts of them; the last one may return anything. A tuple or a list calls the
             next stage with positional arguments, a dict (a `ModelOutput` is one) with keywords; within them,
             subclasses arrive as plain tuples and dicts. Views and inputs may be returned as they are.
-        communicator: a Communicator or a torch group with plan.P ranks; None or a group: one of its own is
-            made, and made anew after a failed step. Give different executors that may run at the same time
-            different ones.
-        loss_fn: `loss_fn(output, target)` gives the loss of a micro-batch from what the last stage returned:
-            one element; forward only, any shape. None: a last stage returns its loss itself; forward only, it
-            may return anything else, and then there are no losses.
+        communicator: a Communicator or a torch group with plan.P ranks; None or a group: the executor makes
+            its own, and a new one after a failed step. Executors that may run at the same time need different
+            ones.
+        loss_fn: `loss_fn(output, target)` returns the loss of a micro-batch from the output of the last
+            stage: one element; forward only, any shape. None: a last stage returns its loss itself; forward
+            only, it may return anything else, and then there are no losses.
         loss_scale: the factor of losses before backward: "sum" (1), "mean" (1 / plan.M, with a UserWarning if
             targets on this rank differ in rows), or a number. Reported losses are not scaled.
         rank_mapping: pipeline rank of each rank of the communicator; None: the same.
@@ -92,11 +92,11 @@ class Executor(AfterStep):
     `overlapped_forward_backward` if both stages are of one class that has it (DualPipe's contract), else
     forward, then backward.
 
-    If anything raises on a rank, the communicator is aborted, so every rank raises at once (one that has done
-    its part of the step, in its next): StageError here (the user's exception is its cause), PipeCommAborted
-    with the reason there, ValueError and TypeError for wrong arguments. Gradients are then those of a part of
-    the step: zero them. The executor can be used again if the communicator is its own, or if arguments of a
-    step were wrong on all ranks; else a given communicator has failed for good.
+    If anything raises on a rank, the communicator is aborted, so every rank raises at once (a rank that has
+    done its part of the step, in its next one): StageError on that rank (the user's exception is its cause),
+    PipeCommAborted with the reason on the others, ValueError and TypeError for wrong arguments. Gradients are
+    then those of a part of the step: zero them. The executor can be used again if the communicator is its
+    own, or if arguments of a step were wrong on all ranks; else the given communicator remains failed.
 
     A context manager; `close()` releases the communicator if it is the executor's own.
 
@@ -105,7 +105,7 @@ class Executor(AfterStep):
         rank: my pipeline rank.
         stages: the stages of this rank, by id.
         communicator: moves the tensors of the borders.
-        is_usable: False once this rank has raised in a step or in a call after it, until it connects anew.
+        is_usable: False once this rank has raised in a step or in a call after it, until it reconnects.
 
     Example:
         ```python
@@ -156,7 +156,7 @@ class Executor(AfterStep):
             self.rank = next(rank for rank, ranks in enumerate(self._ranks_of) if comm.rank in ranks)
             self.stages = stages_by_id(plan, self.rank, stages)
             self._loss_factor, self._is_mean = loss_factor(loss_scale, plan), loss_scale == "mean"
-            ReducedOnce(self.stages, (loss_fn,), is_training=True)  # refuses what it cannot do
+            ReducedOnce(self.stages, (loss_fn,), is_training=True)  # refuses unsupported modules
             check(plan)
         own_program = [row_text(row) for row in plan.program] if plan.has_own_program else None
         settings = {
@@ -189,8 +189,8 @@ class Executor(AfterStep):
 
     @contextlib.contextmanager
     def _closed_on_failure(self) -> Iterator[None]:
-        """Closes a communicator of the executor's own if the constructor's checks fail, after the other ranks
-        have been told."""
+        """Closes a communicator of the executor's own if the constructor's checks fail, after informing the
+        other ranks."""
         try:
             yield
         except BaseException:
@@ -253,20 +253,20 @@ class Executor(AfterStep):
         Args:
             inputs: on ranks with a chain's first stage, a list with one entry per micro-batch: a tensor, a
                 tuple of positional arguments, or a dict of keywords. They may differ in shape. Or a whole
-                batch: a tensor, or a tuple or dict of tensors and None, which is cut along dim 0 as
-                `torch.tensor_split` does it, the first micro-batches longer by one if need be. (A tuple of
+                batch: a tensor, or a tuple or dict of tensors and None, which is cut along dim 0 as by
+                `torch.tensor_split`, the first micro-batches longer by one if necessary. (A tuple of
                 as many parts as there are micro-batches could be either and is refused.) Or a mapping from
                 first stage to either, needed if two chains start on this rank.
-            targets: on ranks with a loss stage, what `loss_fn` gets as its second argument, likewise.
+            targets: on ranks with a loss stage, the second argument of `loss_fn`, in the same forms.
             kwargs: further keywords of this rank's stages, which may be any objects: one dict for all
                 micro-batches, or a list of one dict for each; or a mapping from stage to either, if not all
                 stages get the same. A tensor in it is not cut, and gets no gradient from the executor.
             arg_mbs, kwarg_mbs, target_mbs: `inputs`, `kwargs` and `targets` as lists with one entry per
-                micro-batch, under the names that torch.distributed.pipelining has for them (torch >= 2.14).
+                micro-batch, under the names of torch.distributed.pipelining (torch >= 2.14).
             criterion: instead of `loss_fn` in this step, called as `criterion(*outputs, *targets)`.
             return_outputs: instead of the constructor's in this step; None: the same.
 
-        What is not for stages of this rank is ignored: all ranks may make the same call.
+        Arguments for stages of other ranks are ignored, so all ranks may make the same call.
         """
         is_training = torch.is_grad_enabled()
         if self._is_closed:
@@ -339,7 +339,7 @@ class Executor(AfterStep):
         return {stage: [self._kind(is_training, stage, micro) for micro in micros] for stage in self._inputs}
 
     def _kind(self, is_training: bool, stage: int, micro: int) -> int:
-        """A number for everything on this rank that the shapes of the stages' outputs may depend on."""
+        """A number that stands for all that the shapes of the stages' outputs on this rank may depend on."""
         args, kwargs, _ = self._inputs[stage][micro]
         named = (kwargs, self._keywords_of(stage, micro)) if kwargs or self._keywords else ()
         key = is_training, signature(args), signature(named)
@@ -350,7 +350,7 @@ class Executor(AfterStep):
 
     @property
     def _running(self) -> ChainEnds:
-        """The ends of the step that runs."""
+        """The chain ends of the running step."""
         assert self._ends is not None
         return self._ends
 
@@ -390,7 +390,7 @@ class Executor(AfterStep):
         self._keep(stage, micro, call, output)
 
     def _keep(self, stage: int, micro: int, call: Call, output: Any, loss: Any = None) -> None:
-        """Hands a stage's output over, and keeps what the backward needs of it."""
+        """Passes a stage's output on, and keeps what the backward needs of it."""
         edges: tuple[GradientEdge, ...] = ()
         if self.plan.next_of[stage] is None:
             loss = self._running.finish(stage, micro, output, loss)
@@ -432,7 +432,7 @@ class Executor(AfterStep):
         module0, module1 = self.stages[stage0], self.stages[stage1]
         overlapped = getattr(type(module0), "overlapped_forward_backward", None)
         roots, root_gradients = _roots(self._alive[stage1, micro1], gradients)
-        has_keywords = call.kwargs or self._keywords_of(stage0, micro0)  # for which the method has no place
+        has_keywords = call.kwargs or self._keywords_of(stage0, micro0)  # which the method cannot take
         if overlapped is None or type(module0) is not type(module1) or not roots or has_keywords:
             self._forward(stage0, micro0, call)
             self._backward(stage1, micro1, gradients)
@@ -453,7 +453,7 @@ class Executor(AfterStep):
         "W": _weight_backward,
     }
 
-    # ---------------------------------------------------------------- its end
+    # ---------------------------------------------------------------- after steps
 
     def timeline(self) -> Timeline:
         """When the actions of the last step ran on all ranks, in seconds. Collective; the Executor must have
@@ -464,7 +464,7 @@ class Executor(AfterStep):
         return gather_timeline(self.plan, self.rank, self.communicator, self._ranks_of, self._recorder)
 
     def _reconnect(self) -> None:
-        """After a failed step, which failed on all ranks: a new communicator in place of the failed one."""
+        """Replaces the failed communicator after a failed step, which failed on all ranks."""
         if self._owns_communicator:
             self._release()
             self.communicator = self._new_communicator(self.communicator.device)
@@ -487,7 +487,7 @@ class Executor(AfterStep):
         if exc_type is None:
             return self.close()
         self._channels.abort(summary_of(exc))
-        with contextlib.suppress(Exception):  # the block's own exception tells more
+        with contextlib.suppress(Exception):  # the block's own exception is more helpful
             self.close()
 
 

@@ -1,17 +1,17 @@
 """The Executor's mailbox: outputs and gradients between ranks or within one, whose specs are learned.
 
-Shapes. At the start of a step, the rank of a chain's first stage tells all ranks of the chain the kind of
+Shapes. At the start of a step, the rank of a chain's first stage sends all ranks of the chain the kind of
 each micro-batch (a number that stands for: training or not, shapes and dtypes of its inputs). The first time
-that a border sees a kind, the specs of the tensors travel ahead of them; from then on both ends know them. So
-sizes may differ between micro-batches and between steps, at the price of one small message per rank and step.
-These messages have a channel of their own for each chain: what two ranks tell each other about a chain has
-one order, independent of the data and of the other chains.
+that a kind crosses a border, the specs precede the tensors; from then on both ends know them. So sizes may
+differ between micro-batches and between steps, at the price of one small message per rank and step. Each
+chain has a channel for these messages: those of two ranks about a chain have one order, independent of the
+data and of the other chains.
 
 Only differentiable tensors have a gradient message. A gradient that autograd did not produce travels as
 zeros: the other end waits for it.
 
-A pipeline rank may stand for several ranks, a stage of a topology. The first of them then does what is said
-here of a rank, and tells the others. See `relayed.py`.
+A pipeline rank may stand for several ranks, a stage of a topology. The first of them then does what is
+described here, and informs the others. See `relayed.py`.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
 
 class _Header:
-    """The kinds of a chain's micro-batches in this step. The rank of the first stage knows them, and each
-    rank of the chain passes them on to the ranks that it is the first to reach. `mates` share that stage."""
+    """The kinds of a chain's micro-batches in this step. The rank of the first stage knows them; each rank of
+    the chain passes them on to its `children`. `mates` are the other ranks of the first stage."""
 
     def __init__(self, plan: Plan, chain_idx: int, ranks_of: Sequence[Sequence[int]], me: int):
         self.chain_idx = chain_idx
@@ -90,7 +90,7 @@ class ExecutorMailbox(Mailbox):
         dynamic_shapes: specs travel with every output, for shapes that do not follow from the inputs'.
         check_border: called with (stage, specs) of every output; may raise.
 
-    The methods put_* hand over what a stage made, `post` runs a group of the program, take_* wait for what a
+    The methods put_* pass on what a stage made, `post` runs a group of the program, take_* wait for what a
     stage needs. A neighbour on the same rank gets the tensor itself, detached.
     """
 
@@ -215,12 +215,12 @@ class ExecutorMailbox(Mailbox):
                 )
         return header.kinds[micro]
 
-    # ---------------------------------------------------------------- handing over and taking
+    # ---------------------------------------------------------------- putting and taking
 
     def put_output(
         self, stage: int, micro: int, outputs: Sequence[torch.Tensor], structure: str = PLAIN
     ) -> None:
-        """Hands the outputs of F to the next stage of the chain."""
+        """Passes the outputs of F to the next stage of the chain."""
         specs = specs_of(outputs, structure)
         if self._check_border is not None:
             self._check_border(stage, specs.tensors)
@@ -232,8 +232,8 @@ class ExecutorMailbox(Mailbox):
         self.note_sent(stage, micro, outputs)
 
     def put_gradient(self, stage: int, micro: int, inputs: tuple[torch.Tensor, ...]) -> None:
-        """Hands the gradients that B or I left in the inputs of a stage to the stage before it. They are
-        taken away: until W the graph may go on holding the inputs."""
+        """Passes the gradients that B or I left in the inputs of a stage to the stage before it. It removes
+        them from the inputs, which the graph may hold until W."""
         gradients = []
         for tensor in inputs:
             gradients.append(torch.zeros_like(tensor) if tensor.grad is None else tensor.grad)
@@ -259,11 +259,11 @@ class ExecutorMailbox(Mailbox):
     def post(self, group: PreparedGroup) -> None:
         """Starts the sends and receives of a group.
 
-        Where messages wait on the device they are one batch, as the plan has it. Else a consumer waits for
-        its message alone, and the receives of the next group are posted already: what is produced early
-        then arrives during a compute.
+        Where messages wait on the device they are one batch, as in the plan. Else a consumer waits only for
+        its own message, and the receives of the next group are posted already: what is produced early then
+        arrives during a compute.
         """
-        sends = self._sends_of(group)  # announces: a peer may wait for that before it sends what comes here
+        sends = self._sends_of(group)  # announces specs, which a peer may need before it sends
         if sends and not self._waits_on_device:
             self.works += self._channels.post(sends, [])[0]
         batch: list[tuple[_Route, Incoming]] = []
@@ -291,7 +291,7 @@ class ExecutorMailbox(Mailbox):
             self.receipts[route.key] = self._channels.receive(incoming)
 
     def _sends_of(self, group: PreparedGroup) -> list[Outgoing]:
-        """The messages of the group's sends; what a relay sends is started here."""
+        """The messages of the group's sends; starts those of relays."""
         outgoing = []
         for route in group.sends:
             what, stage, micro = route.key
@@ -312,7 +312,7 @@ class ExecutorMailbox(Mailbox):
         return outgoing
 
     def _compare(self, link: Link, stage: int, micro: int, gradients: Sequence[torch.Tensor]) -> None:
-        """Warns if the ranks of a stage have different gradients and that of the first one is sent."""
+        """Warns if the ranks of a stage have different gradients, of which only the first rank's is sent."""
         leader = self._relays.leader_to_compare(link)
         if leader is None or not gradients:
             return
@@ -333,7 +333,7 @@ class ExecutorMailbox(Mailbox):
                 )
 
     def _receive(self, route: _Route, specs: FullSpecs, batch: list[tuple[_Route, Incoming]]) -> None:
-        """Adds a message to the batch of those to be received; a relay is started here."""
+        """Adds a message to the batch of receives; starts a relay."""
         if route.link is None:
             batch.append((route, Incoming(specs, route.peer, route.channel)))
             return
@@ -346,7 +346,7 @@ class ExecutorMailbox(Mailbox):
     # ---------------------------------------------------------------- specs
 
     def _announce(self, route: _Route, specs: OutputSpecs) -> OutputSpecs:
-        """Tells the receiver the specs of an output if it does not know them. Returns those of the whole
+        """Sends the specs of an output to a receiver that does not know them. Returns those of the whole
         tensors."""
         _, stage, micro = route.key
         kind = self._kind(stage, micro)
@@ -366,8 +366,8 @@ class ExecutorMailbox(Mailbox):
         return known
 
     def _announced(self, route: _Route, specs_by_rank: dict[int, OutputSpecs]) -> OutputSpecs:
-        """The specs of the whole tensors, from what the speakers say and what is in `specs_by_rank`
-        already."""
+        """The specs of the whole tensors, from the speakers' announcements and those already in
+        `specs_by_rank`."""
         _, stage, _ = route.key
         for speaker in route.speakers:
             chain_idx = self._header_of[stage].chain_idx
@@ -378,7 +378,7 @@ class ExecutorMailbox(Mailbox):
         return specs
 
     def _learned(self, route: _Route) -> FullSpecs:
-        """The specs of a message to receive; waits for their announcement if there must be one."""
+        """The specs of a message to receive; waits for their announcement if they are not known."""
         _, stage, micro = route.key
         kind = self._kind(stage, micro)
         specs = self._known_specs.get((stage, kind))

@@ -1,7 +1,7 @@
 """A GradScaler on every rank of a pipeline: an overflow in any stage counts on all ranks.
 
-torch has no public way to tell a GradScaler of an overflow elsewhere; its own ShardedGradScaler writes to the
-same place as `unscale` does.
+torch has no public way to inform a GradScaler of an overflow elsewhere; its own ShardedGradScaler writes to
+the same field as `unscale` does.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def unscale(scaler: Any, optimizer: Any, communicator: Communicator) -> None:
                 scaler.unscale_(optimizer)
             found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
             mine[0] = scaler.get_scale()
-            # Without an optimizer, what is there has come from other ranks, of the optimizers before.
+            # Without an optimizer, `found` holds overflows of other ranks, from earlier calls.
             for overflow in found.values() if optimizer is not None else ():
                 mine[1] += overflow.to(device)
     everybody = [torch.empty_like(mine) for _ in range(communicator.size)]
@@ -63,7 +63,7 @@ class _Use:
     """How a GradScaler is used, by all executors together."""
 
     states: dict  # of its optimizers; update() begins a new one, loading a state does not
-    has_agreed: bool = False  # since
+    has_agreed: bool = False  # since the last update()
 
 
 _uses: weakref.WeakKeyDictionary[torch.amp.GradScaler, _Use] = weakref.WeakKeyDictionary()
@@ -78,7 +78,7 @@ class ScalerWatch:
         for scaler in held_objects(functions, torch.amp.GradScaler):
             if not isinstance(scaler, sharded):
                 use = _uses.setdefault(scaler, _Use(scaler._per_optimizer_states))
-                use.states = scaler._per_optimizer_states  # what came before is none of ours
+                use.states = scaler._per_optimizer_states  # earlier uses do not concern this watch
                 self._watched.append((scaler, use))
 
     def begin_step(self) -> None:

@@ -1,4 +1,4 @@
-"""What follows a step: gradients of weights that several stages hold, buffers of copies, and the whole norm.
+"""After a step: sums of the gradients of shared weights, means of buffers of copies, and the total norm.
 
 Gradients are local tensors here: a DTensor (of FSDP2 or tensor parallelism) stands for the part of this rank.
 """
@@ -33,13 +33,13 @@ Held = dict[int, list[nn.Parameter]]  # by pipeline rank; those of other ranks a
 
 
 class StepGradients:
-    """The gradients after a step, and which weights have been added up since.
+    """The gradients after a step, and which weights have been summed since.
 
     Args:
         stages: those of pipeline rank `rank`.
         loss_fn: its parameters count in the norm, if it is a module.
-        ranks_of: for each pipeline rank the ranks of the communicator that it stands for.
-        graph_parameters: what the stages' graphs have shown.
+        ranks_of: the ranks of the communicator that form each pipeline rank.
+        graph_parameters: the parameters found in the stages' graphs.
         before: the gradients of the step before, when the step begins.
     """
 
@@ -58,11 +58,11 @@ class StepGradients:
         self._communicator, self._ranks_of = communicator, ranks_of
         self._graph_parameters = graph_parameters
         self._place = ranks_of[rank].index(communicator.rank)  # within my pipeline rank
-        self._shared: dict[torch.Tensor, bool] = {}  # added up by sum_shared: whether it counts in the norm
+        self._shared: dict[torch.Tensor, bool] = {}  # summed by sum_shared: whether it counts in the norm
         self._has_summed_replicas = self._has_clipped = False
         self._sums: dict[nn.Parameter, weakref.ref[torch.Tensor]] = {}  # gradients that are sums by now
         self._kept: dict[nn.Parameter, torch.Tensor] = {}  # of steps before: whether this one adds to them
-        # Versions when the first step began; empty if there is nothing to say, None before that step.
+        # Versions when the first step began; empty if no warning is needed, None before that step.
         self._buffers: dict[tuple[int, str], tuple[int, int]] | None = None
         if before is not None:
             self._buffers = _buffer_versions(plan, stages) if before._buffers is None else before._buffers
@@ -72,7 +72,7 @@ class StepGradients:
     # ---------------------------------------------------------------- sums
 
     def _keep_sums(self, before: StepGradients) -> None:
-        """Notes which sums are still there, in the same tensors. Whether they have been zeroed is read if it
+        """Records which sums are still in the same tensors. Whether they have been zeroed is read only if it
         matters, since that waits for the device."""
         for parameter, total in before._sums.items():
             if parameter.grad is not None and parameter.grad is total():
@@ -82,7 +82,7 @@ class StepGradients:
                 self._kept[parameter] = is_kept if was_kept is None else is_kept & was_kept
 
     def _require_fresh(self, parameters: Iterable[nn.Parameter], call: str) -> None:
-        """Raises if one has the sum of an earlier step in its gradient, which another sum would double."""
+        """Raises if a gradient contains the sum of an earlier step, which another sum would double."""
         if self._has_clipped:
             raise ValueError(f"{call} must precede clip_grad_norm_, which needs the sums")
         kept = [self._kept[parameter] for parameter in parameters if parameter in self._kept]
@@ -93,7 +93,7 @@ class StepGradients:
             )
 
     def require_replicas_unsummed(self) -> None:
-        """Raises ValueError, alike on all ranks."""
+        """Raises ValueError, on all ranks, if this step's gradients are summed already."""
         if self._has_summed_replicas:
             raise ValueError(
                 "sum_replica_gradients must be called once: the gradients of this step are sums already"
@@ -197,7 +197,7 @@ class StepGradients:
             self._shared |= dict.fromkeys(others, False)
 
     def _held(self, key: str | nn.Parameter, stages: Names) -> Held:
-        """Who holds a weight, replicas included."""
+        """The holders of a weight, including replicas."""
         if isinstance(stages, (str, int)) or not isinstance(stages, Iterable):
             raise TypeError(f"the stages of a shared weight must be a list or a mapping, not {stages!r}")
         names = dict(stages) if isinstance(stages, Mapping) else dict.fromkeys(stages, key)
@@ -236,7 +236,7 @@ class StepGradients:
                 self._kept.pop(copy, None)
 
     def _exchanged(self, tensors: Sequence[tuple[Sequence[int], torch.Tensor]]) -> list[list[torch.Tensor]]:
-        """For each tensor, which the pipeline ranks beside it hold, too, those of all of them in order."""
+        """Exchanges each tensor with the pipeline ranks listed with it; returns all of theirs, in order."""
         parts: list[list[torch.Tensor]] = []
         ops: list[Send | Recv] = []
         for owners, tensor in tensors:
@@ -252,7 +252,7 @@ class StepGradients:
     # ---------------------------------------------------------------- norm
 
     def total_norm(self, norm_type: float) -> torch.Tensor:
-        """Over the whole pipeline, each weight once."""
+        """The norm over the whole pipeline, each weight once."""
         if self._plan.replicas and not self._has_summed_replicas:
             warnings.warn(
                 f"clip_grad_norm_ of {self._plan.name} before sum_replica_gradients takes the gradients of "
@@ -283,7 +283,7 @@ class StepGradients:
         return list(dict.fromkeys([*self._parameters_of(self._stages), *_named_parameters(self._loss_fn)]))
 
     def _parameters_of(self, stages: Iterable[int]) -> list[torch.Tensor]:
-        """Those of its modules, and those that its graphs have shown."""
+        """The parameters of the stages' modules, and those found in their graphs."""
         stages = list(stages)
         for stage in stages:
             named = _named_parameters(self._stages[stage])
@@ -296,26 +296,26 @@ class StepGradients:
         return [*named, *self._graph_parameters.of(stages)]
 
     def _gather(self, number: torch.Tensor) -> torch.Tensor:
-        """[ranks of the communicator]: the numbers, float64[], of all of them."""
+        """The number, float64[], of each rank of the communicator, as one tensor."""
         mine = number.to(self._communicator.device)
         numbers = [torch.empty_like(mine) for _ in range(self._communicator.size)]
         self._communicator.all_to_all([mine] * len(numbers), numbers)
         return torch.stack(numbers)
 
     def _copies(self) -> set[torch.Tensor]:
-        """Those of my stages whose first replica is another stage."""
+        """The parameters of my stages whose first replica is another stage."""
         further = {stage for group in self._plan.replicas for stage in group[1:]} & {*self._stages}
         return {*self._parameters_of(further)} - {*self._parameters_of({*self._stages} - further)}
 
     def _counts(self, parameter: torch.Tensor, is_copy: bool) -> bool:
-        """Whether this rank counts a parameter: of several copies one does, and each rank its own pieces."""
+        """Whether this rank counts a parameter: one of several copies counts, and all pieces do."""
         if not self._shared.get(parameter, not is_copy):
             return False
         is_first = self._ranks_of[self._rank][0] == self._communicator.rank
         return is_first or getattr(parameter, "tensor_model_parallel", False)
 
     def _norm(self, parameters: list[torch.Tensor], norm_type: float) -> torch.Tensor:
-        """Of the gradients of whole parameters; those that are sharded over a mesh are added up over it."""
+        """The norm of the gradients of whole parameters; sharded ones are summed over their mesh."""
         by_sharding: dict[Any, list[torch.Tensor]] = {}
         for parameter in parameters:
             gradient = _local_gradient_or_none(parameter)
@@ -337,7 +337,7 @@ class StepGradients:
 
 
 def require_norm(max_norm: Any, norm_type: Any) -> tuple[float, float]:
-    """Raises ValueError or TypeError."""
+    """Returns both as floats. Raises ValueError or TypeError."""
     max_norm, norm_type = float(max_norm), float(norm_type)
     if not max_norm >= 0:
         raise ValueError(f"max_norm must be a number >= 0, got {max_norm}")
@@ -361,7 +361,7 @@ def _trained_parameters(stage: int, module: Any) -> list[nn.Parameter]:
 
 
 def _parameter(stage: int, module: Any, name: str | nn.Parameter) -> nn.Parameter:
-    """A parameter of a stage, given itself or by its name, where what wrappers add to names is left out."""
+    """A parameter of a stage, given itself or by its name without the prefixes of wrappers."""
     trained = _trained_parameters(stage, module)
     if isinstance(name, nn.Parameter):
         found = [parameter for parameter in trained if parameter is name]
@@ -394,7 +394,7 @@ def _averaged_buffers(module: Any) -> list[torch.Tensor]:
 
 
 def _buffer_versions(plan: Plan, stages: Mapping[int, Any]) -> dict[tuple[int, str], tuple[int, int]]:
-    """Of the buffers of stages that have copies, if there is something to average: what a forward changes."""
+    """The versions of the buffers that `average_buffers` would average; a forward may change them."""
     replicated = {stage for group in plan.replicas for stage in group} & {*stages}
     modules = {stage: stages[stage] for stage in replicated if _averaged_buffers(stages[stage])}
     return {
@@ -417,7 +417,7 @@ def _sharding(parameter: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:
 
 
 def _local_gradient_or_none(parameter: torch.Tensor) -> torch.Tensor | None:
-    """Shares its memory with the gradient."""
+    """Returns the local part of the gradient, with which it shares memory."""
     gradient = parameter.grad
     if not (_is_dtensor(gradient) and _is_dtensor(parameter)):
         return gradient
@@ -427,7 +427,7 @@ def _local_gradient_or_none(parameter: torch.Tensor) -> torch.Tensor | None:
 
 
 def _local_gradient(parameter: nn.Parameter) -> torch.Tensor:
-    """Zeros of its own if there is none."""
+    """Returns the local part of the gradient, or new zeros if there is none."""
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     gradient = _local_gradient_or_none(parameter)

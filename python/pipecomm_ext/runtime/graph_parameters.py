@@ -1,4 +1,4 @@
-"""The parameters that a stage's graph shows: a function cannot be asked for its own."""
+"""Finds the parameters of a stage in its autograd graph, since a function does not list its own."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from .data_parallel import modules_of
 
 
 class GraphParameters:
-    """The leaves of the graphs of this rank's stages. A module's graph is looked at once, since it names its
-    parameters itself; a function's in each forward, which may use others."""
+    """The leaves of the graphs of this rank's stages. A module's graph is searched once, since the module
+    lists its parameters itself; a function's in each forward, which may use others."""
 
     def __init__(self, stages: Mapping[int, Any]):
         self._stages = stages
-        self._unseen = set(stages)  # whose graphs are still to be looked at
+        self._unseen = set(stages)  # whose graphs are still to be searched
         self._seen: dict[int, dict[int, weakref.ref[torch.Tensor]]] = {stage: {} for stage in stages}
         self._hiding: set[int] = set()
 
@@ -42,7 +42,7 @@ class GraphParameters:
                 self._see_recomputed(stage, vars(node).values())
 
     def _see_recomputed(self, stage: int, held: Iterable[Any]) -> None:
-        """Learns from what the Function holds that runs a graph of its own."""
+        """Searches what is held by a Function that runs a graph of its own."""
         parts = [part for value in held for part in (value if isinstance(value, (list, tuple)) else [value])]
         modules = modules_of([part for part in parts if callable(part)])
         if not modules:
@@ -55,8 +55,8 @@ class GraphParameters:
         return [leaf for leaf in leaves if leaf is not None]
 
     def may_hide(self, stage: int) -> bool:
-        """Whether the stage is a function, and a Function in its graph runs a graph of its own, of which it
-        holds no modules."""
+        """Whether the stage is a function whose graph contains a Function that runs another graph and holds
+        none of its modules."""
         return stage in self._hiding
 
 

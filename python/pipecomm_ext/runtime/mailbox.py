@@ -19,9 +19,9 @@ Key = tuple[str, int, int]  # what, producing stage, micro-batch
 
 
 class Mailbox(abc.ABC):
-    """The messages of a step. A message is waited for by the compute that needs it.
+    """The messages of a step. The compute that needs a message waits for it.
 
-    A subclass puts what leaves this rank into the outbox; its `post` sends that, and leaves a receipt of each
+    A subclass puts what leaves this rank into the outbox; its `post` sends that, and keeps a receipt of each
     message to come.
     """
 
@@ -53,8 +53,8 @@ class Mailbox(abc.ABC):
         return self.is_training or what == ACT
 
     def note_sent(self, stage: int, micro: int, outputs: Iterable[torch.Tensor]) -> None:
-        """Outputs that must not be written from here on."""
-        for output in outputs:  # a view may be gone before the buffer that it shows
+        """Records outputs that must not be written from here on."""
+        for output in outputs:  # a view may be freed before its base
             base = output if output._base is None else output._base
             self._sent.append((weakref.ref(base), version_of(base), stage, micro))
 

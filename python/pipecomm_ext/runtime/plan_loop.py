@@ -14,7 +14,7 @@ from ..schedules.actions import Action, Compute, Fused, Item, actions_in
 from ..schedules.plan import Plan
 from .mailbox import Mailbox
 
-# How long a rank whose arguments of a step are wrong waits to hear that those of all others are, too.
+# How long a rank with wrong step arguments waits for the other ranks to report the same.
 REFUSAL_S = 2.0
 _COMPUTE = (Action, Fused)
 
@@ -23,7 +23,7 @@ class PlanLoop:
     """Posts the groups of a row, and computes its slots, each as soon as it has what it needs.
 
     Args:
-        chain_input: `chain_input(stage, micro)` gives the input of a chain's first stage.
+        chain_input: `chain_input(stage, micro)` returns the input of a chain's first stage.
         compute: `compute(item, position, actions, operands)` computes a slot: in training the actions of the
             item, else only its forward. An operand is what an action needs from outside its stage: inputs
             (F), gradients of the outputs (B, I), or None.
@@ -84,7 +84,7 @@ def failing_together(abort: Callable[[str], None]) -> Iterator[None]:
 @contextlib.contextmanager
 def refused_together(given: Communicator | None, abort: Callable[[str], None]) -> Iterator[None]:
     """Wraps the checks of a step's arguments. If all ranks raise here, nothing has been sent, and a `given`
-    communicator remains usable. A rank that goes on would wait for this one: then `abort`."""
+    communicator remains usable. If only some do, the others would wait, so this calls `abort`."""
     try:
         yield
     except BaseException as error:

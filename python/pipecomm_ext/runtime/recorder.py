@@ -20,7 +20,7 @@ class Recorder:
     def __init__(self, device: torch.device):
         self._is_cuda = device.type == "cuda"
         self._marks: list[tuple[Any, Any]] = []
-        self._origin: tuple[Any, float] | None = None  # an event, and the host's time when it was over
+        self._origin: tuple[Any, float] | None = None  # an event, and the host's time when it was complete
         self.is_training = True
 
     def begin_step(self, is_training: bool) -> None:
@@ -55,16 +55,16 @@ class Recorder:
 def gather_timeline(
     plan: Plan, rank: int, comm: Communicator, ranks_of: Sequence[Sequence[int]], mine: Recorder
 ) -> Timeline:
-    """The last step of all pipeline ranks (by the first one of each, if it is several ranks) as one Timeline,
-    in seconds. Collective. Ranks of one host have one clock; between hosts the times are as exact as their
-    wall clocks agree.
+    """The last step of all pipeline ranks (of the first rank of each, if it is several) as one Timeline, in
+    seconds. Collective. Ranks of one host share a clock; between hosts the times are only as accurate as
+    their wall clocks.
     """
     items = [_computed(row, mine.is_training) for row in plan.compute]
     seconds = mine.seconds()
     with comm.collective("all_to_all"):
         if len(seconds) != len(items[rank]):
             raise ValueError("no step has been recorded yet: run step() before timeline()")
-    # The largest difference: a thread that stands still between the two readings makes it smaller.
+    # The largest difference: a pause of the thread between the two readings makes it smaller.
     wall_clock = max(time.time() - time.perf_counter() for _ in range(10))
     outgoing = (seconds + wall_clock).to(comm.device)
     incoming = [torch.empty(0)] * comm.size

@@ -1,7 +1,7 @@
 """Borders of pipeline ranks that are several ranks: a `StageRelay` moves their tensors.
 
 All ranks of both ends take part in each relay. The specs of such a border describe whole tensors: its ranks
-tell each other what they hold, and each one infers the whole from the layout.
+exchange the specs of what they hold, and each one infers the whole from the layout.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class RelayedBorders:
         ]
 
     def receive(self, link: Link, specs: Sequence[BorderSpec]) -> tuple[list[torch.Tensor], Work | None]:
-        """The parts that this rank will hold, and the work after which they are there."""
+        """The parts that this rank will hold, and the work after which they have arrived."""
         received = [self._relay.recv_on(link, spec.shape, spec.dtype, True) for spec in specs]
         work = _C.join_works([work for _, work in received]) if received else None
         return [tensor for tensor, _ in received], work
@@ -78,7 +78,7 @@ class RelayedBorders:
         return [rank for rank in self._sources(link) if rank != self._me]
 
     def leader_to_compare(self, link: Link) -> int | None:
-        """The rank whose gradient is sent for those of all ranks of the source; None if there is none."""
+        """The rank whose gradient is sent on behalf of all ranks of the source; None if there is none."""
         return self._sources(link)[0] if self._relay.is_led(link) else None
 
     def _sources(self, link: Link) -> tuple[int, ...]:

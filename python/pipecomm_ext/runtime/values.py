@@ -1,4 +1,4 @@
-"""What stages pass on: tensors and None in tuples, lists and dicts, as flat tensors and a structure.
+"""The values that stages pass on: tensors and None in tuples, lists and dicts, as tensors and a structure.
 
 A structure is JSON text: a tensor is 1, None is null, a dict an object, a tuple ["tuple", ...] and a list
 ["list", ...]. PLAIN, the empty text, is a tuple of tensors or a single one: the usual case, which costs
@@ -34,7 +34,7 @@ class Call(NamedTuple):
 
     @classmethod
     def of(cls, value: Any, received: Sequence[torch.Tensor] = ()) -> Call:
-        """A mapping is keywords, a tuple or a list positional arguments, anything else the only one."""
+        """A mapping becomes keywords, a tuple or a list positional arguments, anything else the only one."""
         if isinstance(value, torch.Tensor):
             return cls((value,), _NO_KEYWORDS, received)
         if isinstance(value, Mapping):
@@ -42,7 +42,7 @@ class Call(NamedTuple):
         return cls(as_tuple(value), _NO_KEYWORDS, received)
 
     def run(self, stage: int, module: Callable[..., Any], keywords: Mapping[str, Any] = _NO_KEYWORDS) -> Any:
-        """What the stage returns, called with `keywords`, too."""
+        """Calls the stage, with `keywords` in addition, and returns its result."""
         try:
             return module(*self.args, **self.kwargs, **keywords)
         except TypeError as error:
@@ -113,7 +113,7 @@ def rebuilt(tensors: Sequence[torch.Tensor], structure: str) -> Any:
     """The value whose tensors and structure these are; of a PLAIN one the tensors.
 
     Raises:
-        PipeCommError: the structure is none, or belongs to another number of tensors.
+        PipeCommError: the structure is invalid, or belongs to another number of tensors.
     """
     if structure == PLAIN:
         return tensors

@@ -11,9 +11,9 @@ Closure = Callable[[], object]
 
 
 class WeightGradStore:
-    """Where the autograd Functions of a stage put the work of their weight gradients.
+    """Collects the weight-gradient work of the autograd Functions of a stage.
 
-    A layer takes part with a Function of its own, whose backward does, in place of that work,
+    A layer takes part with a Function of its own, whose backward does, instead of that work,
 
         if WeightGradStore.enabled:
             WeightGradStore.put(compute_weight_gradient)
@@ -56,8 +56,8 @@ class WeightGradStore:
     @classmethod
     @contextlib.contextmanager
     def recording(cls) -> Iterator[list[Closure]]:
-        """Enables the store for a block and yields the list of what is put meanwhile; what was there before
-        comes back at the end, also after an exception. Other threads wait for their turn."""
+        """Enables the store for a block and yields the list of what is put meanwhile; restores the previous
+        state at the end, also after an exception. Other threads wait for their turn."""
         with cls._one_recording:
             before = cls.enabled, cls.cache
             cls.enabled, cls.cache = True, []

@@ -1,7 +1,7 @@
 """Pipeline schedules as data: generate, check, simulate, lower and draw them without processes or devices.
 
-Nothing here imports the rest of the package. The classes that run plans live in folders above this one; this
-module hands them out when they are asked for.
+Nothing here imports the rest of the package. The classes that run plans are in higher layers; this module
+imports them on access.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ..dualpipe import DualPipe, DualPipeV, set_p2p_tensor_dtype, set_p2p_tensor_shapes
     from ..runtime import Executor, StageError, StepResult, WeightGradStore, run_backward
 
-    # Those of the schedules that `generators` finds; a type checker takes what is not here for Any.
+    # The schedules that `generators` finds; to a type checker, those not listed here are Any.
     from .generators.bidirectional import dualpipe as dualpipe
     from .generators.bidirectional import dualpipev as dualpipev
     from .generators.classic import gpipe as gpipe

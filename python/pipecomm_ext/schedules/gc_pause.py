@@ -10,7 +10,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-MANY_OBJECTS = 100_000  # a collection of fewer takes less than a question about what the program has frozen
+MANY_OBJECTS = 100_000  # collecting fewer takes less time than asking what the program has frozen
 
 
 @contextmanager

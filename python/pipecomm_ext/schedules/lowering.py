@@ -4,8 +4,8 @@ Equation. Sort all compute slots of all ranks by their estimated end and put eac
 producer: one global sequence. The program of a rank is what remains of that sequence when only the rank's
 computes, sends and receives are kept.
 
-Why no program of this kind can deadlock, however long things really take: running the global sequence one
-item after the other is a valid execution, every rank follows it, and so does every pair of ranks. Messages
+Why no program of this kind can deadlock, whatever the real durations: running the global sequence one item
+after the other is a valid execution, every rank follows it, and so does every pair of ranks. Messages
 therefore match in order, for each pair and channel and also without channels. Merging neighbours into a group
 only starts an operation earlier, and no member of a group depends on another.
 
@@ -55,7 +55,7 @@ def _group_neighbours(events: list, max_group_ops: int) -> tuple[Item, ...]:
     """The program of one rank from its computes and, as plain tuples, its transfers with the estimates for
     their messages: when the producer begins, when the message arrives, when this rank needs it.
 
-    A group takes the next neighbour as long as
+    A group takes the next neighbour while
     * no consumer of the group would then wait longer than for its own message,
     * no receive can depend on a send of the same group: its producer begins before that send arrives.
     """

@@ -30,8 +30,8 @@ class Plan(ComputePlan):
         name: free text.
         P, M: number of ranks; number of micro-batches over all chains (each runs M / number of chains).
         owner: rank of each stage; stages are 0 .. S-1. A sequence or a mapping.
-        next_of: successor of each stage, None where a chain ends (a loss stage), likewise; default: one chain
-            0 .. S-1.
+        next_of: successor of each stage, None where a chain ends (a loss stage), in the same forms; default:
+            one chain 0 .. S-1.
         prev_of: predecessor of each stage; follows from next_of and is verified if given.
         replicas: groups of stages that hold the same weights.
         compute: one row per rank: actions, fused slots, or their texts; a whole row may be one text.
@@ -179,8 +179,8 @@ class Plan(ComputePlan):
 def lower(plan: Plan, costs: Costs = UNIT_COSTS, *, max_group_ops: int = MAX_GROUP_OPS) -> Plan:
     """The plan with its program, ordered by the times that `costs` predict.
 
-    The program is correct however long things really take; good estimates make it fast. Raises PlanError if
-    the compute rows are incomplete or deadlock.
+    The program is correct whatever the real durations; good estimates make it fast. Raises PlanError if the
+    compute rows are incomplete or deadlock.
     """
     program = lowered_rows(plan, costs, max_group_ops)
     lowered = object.__new__(Plan)  # the fields are valid already: nothing to read again

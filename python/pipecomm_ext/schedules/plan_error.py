@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 class PlanError(ValueError):
     """A plan that cannot be read or must not run.
 
-    What does not apply is None.
+    Attributes that do not apply are None.
 
     Attributes:
         rank: the rank whose row is wrong.

@@ -113,7 +113,7 @@ class ProgramRun:
         self._position[rank], self._clock[rank] = len(code), clock
 
     def _start_groups(self, rank: int) -> None:
-        """Starts the groups of the rank's queue one after the other, as long as each is done at once."""
+        """Starts the groups of the rank's queue one after the other, while each is done at once."""
         queue, begun = self._queues[rank], self._begun
         num_micros, num_stages = self._flow.num_micros, self._flow.num_stages
         while queue and not queue[0].has_started:

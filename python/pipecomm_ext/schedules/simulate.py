@@ -16,7 +16,7 @@ def simulate(plan: Plan, costs: Costs = UNIT_COSTS, *, compute_only: bool = Fals
     """The timeline of `plan` at `costs`.
 
     The plan's own program is simulated, or else its lowering for these costs, with one in-order
-    communication stream per rank. compute_only=True gives the lower bound instead: communication is
+    communication stream per rank. compute_only=True returns the lower bound instead: communication is
     unlimited, and a message arrives `comm` after its producer has ended. Raises PlanError for a deadlock or
     mismatched messages.
 

@@ -4,7 +4,7 @@
     (0F1;3B0)OVERLAP_F_B   a fused slot
     <empty>                the rank is idle
 
-There is one chain, along which stages are numbered, as they are here (V schedules included). What torch adds
+There is one chain, and stages are numbered along it, as they are here (V schedules included). What torch adds
 when it lowers a schedule (messages such as 0SEND_F1, UNSHARD, RESHARD and REDUCE_GRAD of FSDP, and the waits
 WAIT_SEND_F, WAIT_SEND_B and WAIT_REDUCE_GRAD of torch 2.15) is left out. The source of the form is
 torch/distributed/pipelining/schedules.py (`_Action`, `_load_csv`) of torch 2.11 to 2.15.

@@ -74,8 +74,8 @@ def all_to_all(
             remainder-first.
         gather_sizes: lengths along `gather_dim` that the ranks hold, instead of `gather_size`.
         async_op: return (tensor, work) at once. The tensor may be used after `work.wait()`. In the backward,
-            what was computed between the call and `wait()` runs beside the exchange of gradients. A captured
-            graph of torch.compile breaks here.
+            what was computed between the call and `wait()` overlaps with the exchange of gradients. A
+            captured graph of torch.compile breaks here.
 
     Returns:
         a fresh contiguous tensor of length sum(gather_sizes) along `gather_dim`, scatter_sizes[r] along
@@ -150,13 +150,13 @@ def all_to_all_many(
     """`all_to_all` of several tensors (say q, k and v) in one exchange, also in the backward.
 
     Each peer gets one message. The tensors may differ in shape and dtype. Arguments are those of
-    `all_to_all`, for all tensors alike; `scatter_sizes` and `gather_sizes` may also be one list (or None) per
-    tensor. The backward exchanges the gradients of the inputs that require one, which must be the same inputs
-    on all ranks: else it raises PipeCommMismatch.
+    `all_to_all`, and apply to all tensors; `scatter_sizes` and `gather_sizes` may also be one list (or None)
+    per tensor. The backward exchanges the gradients of the inputs that require one; if these are not the same
+    inputs on all ranks, it raises PipeCommMismatch.
 
     Warns:
         UserWarning: lengths that differ between the tensors are divided by default, and not all of them
-            evenly: as heads of q and of k and v, what a rank gets of them does not belong together.
+            evenly: if they are heads of q and of k and v, a rank gets heads that do not belong together.
 
     Returns:
         a list of fresh contiguous tensors, in the order of `inputs`; those require a gradient whose inputs
@@ -247,7 +247,7 @@ def exchange_step(
     gather_dim: int,
     needs: tuple[bool, ...] | None = None,
 ) -> Step:
-    """The step of these tensors. `needs` says which ones need a gradient; None: all whose dtype can."""
+    """The step of these tensors. `needs`: which ones need a gradient; None: all whose dtype can have one."""
     if not requests:
         raise ValueError("inputs must hold at least one tensor")
     num_dims = len(requests[0][0])
@@ -333,8 +333,8 @@ def _backward(ctx, grad):
 _compiled.register_autograd(_backward, setup_context=_save_for_backward)
 
 
-# Of several tensors: the lists of lengths, one for each tensor, travel as one flat list. With `are_equal` the
-# ranks' lengths along gather_dim were taken as equal.
+# For several tensors: their lists of lengths are passed as one flat list. With `are_equal` the ranks' lengths
+# along gather_dim were assumed to be equal.
 _SCHEMA_OF_MANY = """(Tensor[] inputs, str group, SymInt scatter_dim, SymInt gather_dim,
                       SymInt[] scatter_sizes, SymInt[] gather_sizes, bool are_equal) -> Tensor[]"""
 

@@ -1,8 +1,8 @@
 """Operations that do not wait: autograd posts their gradient exchange early and waits for it late.
 
-Each has two nodes in the graph: `_Post`, made by the call, and `_Join`, made by `wait()`. Autograd comes to
-them in reverse: `_Join` posts the exchange of the gradients, and `_Post` waits for it. What was computed
-between call and `wait()` lies between them in the backward, too, and runs beside the exchange of gradients.
+Each has two nodes in the graph: `_Post`, made by the call, and `_Join`, made by `wait()`. Autograd runs them
+in reverse: `_Join` posts the exchange of the gradients, and `_Post` waits for it. What was computed between
+call and `wait()` is between them in the backward, too, and overlaps with the exchange of gradients.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from .differentiable import Step, apply, told_of_backwards
 
 
 class StepWork:
-    """The handle of an operation whose results are on their way; like a `Work`.
+    """The handle of an operation in flight; like a `Work`.
 
-    The results may be used after `wait()`. One that is dropped without it is delivered all the same. The
-    inputs must not be written before it is done.
+    The results may be used after `wait()`. If the handle is dropped without it, the operation completes all
+    the same. The inputs must not be written before it is done.
     """
 
     def __init__(
@@ -44,12 +44,12 @@ class StepWork:
         self._lock = threading.Lock()
 
     def wait(self, timeout: float | datetime.timedelta | None = None) -> None:
-        """Blocks until the results are there; for CUDA tensors, makes the current stream wait.
+        """Blocks until the results have arrived; for CUDA tensors, makes the current stream wait.
 
         Raises:
-            PipeCommTimeout: `timeout`, in seconds, has passed; it may be waited for again.
+            PipeCommTimeout: `timeout`, in seconds, has passed; `wait` may be called again.
             PipeCommMismatch: another rank refused, or the ranks' arguments do not fit.
-            RuntimeError: an input was written meanwhile; what other ranks have received is not to be trusted.
+            RuntimeError: an input was written meanwhile; other ranks may have received wrong data.
         """
         if self._work is not None:
             with self._told():
@@ -61,7 +61,7 @@ class StepWork:
             join()
 
     def synchronize(self) -> None:
-        """Blocks the host until the results are there."""
+        """Blocks the host until the results have arrived."""
         if self._work is not None:
             with self._told():
                 self._work.synchronize()
@@ -85,7 +85,7 @@ class StepWork:
 
 
 class _Sent:
-    """What the two nodes of an operation share."""
+    """State that the two nodes of an operation share."""
 
     def __init__(self, group: Any, step: Step, told: Callable[[], AbstractContextManager]):
         self.group, self.step, self.told = group, step, told
@@ -120,7 +120,7 @@ class _Post(torch.autograd.Function):
                 work.wait()
                 if any(mine is not its for mine, its in zip(kept, posted, strict=True)):
                     results = None
-            if results is None:  # they were used without wait(): there are gradients that nobody has posted
+            if results is None:  # results were used without wait(): their gradients are not posted
                 results = apply(communicator_of(sent.group, kept[0]), sent.step.gradient(), kept, sent.number)
         input_grads = iter(results)
         return None, None, *(next(input_grads) if keep else None for keep in keeps)
@@ -130,7 +130,7 @@ class _Join(torch.autograd.Function):
     @staticmethod
     def forward(ctx, sent: _Sent, *outputs: Tensor) -> tuple[Tensor, ...]:
         ctx.sent = sent
-        ctx.mark_dirty(*outputs)  # written by now: autograd refuses what was saved of them before
+        ctx.mark_dirty(*outputs)  # written by now: autograd refuses what was saved of them earlier
         return outputs
 
     @staticmethod
@@ -150,7 +150,7 @@ def apply_async(
     gradient_of: int = 0,
     told: Callable[[], AbstractContextManager] = contextlib.nullcontext,
 ) -> tuple[Sequence[Tensor], StepWork]:
-    """`apply` that does not wait: results that are on their way, and their handle."""
+    """`apply` that does not wait: returns results that have yet to arrive, and their handle."""
     if forward_ad._current_level >= 0:
         return apply(group, step, inputs, gradient_of), StepWork(None, told)
     if not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)):

@@ -80,7 +80,7 @@ def packed_data_split_forward_gather_backward_with_cp(
     """Keeps my part of sequences packed along `dim`: each is cut over the ring, the result over Ulysses.
 
     The Ulysses group cuts the ring-local pieces of all sequences as one. Pieces are contiguous and
-    remainder-first, any length is legal, also none at all on a rank. With neither group enabled the result is
+    remainder-first; any length is legal, also an empty piece. With neither group enabled the result is
     a copy.
 
     Raises:
@@ -131,7 +131,7 @@ def _gather_over_ulysses(local: Tensor, dim: int, sizes: list[int], state: Paral
 def _refusing(
     state: ParallelState, tensor: Any, over: tuple[str, ...] = ("ulysses", "ring")
 ) -> Iterator[None]:
-    """Wraps what comes before the gathers over these groups: if it fails here, they raise on all ranks."""
+    """Wraps the steps before the gathers over these groups: if one fails, they raise on all ranks."""
     groups = []
     if "ulysses" in over and state.is_ulysses_enable():
         groups.append(state.get_ulysses_group())

@@ -31,7 +31,7 @@ def attention_with_cp(
     parallel_state: ParallelState | None = None,
     **attention_kwargs: Any,
 ) -> Tensor:
-    """Attention over a sequence that ranks hold as `split_forward_gather_backward_with_cp` gives it to them.
+    """Attention over a sequence that ranks hold as `split_forward_gather_backward_with_cp` returns it.
 
     The ranks of a Ulysses group exchange sequence for heads, in chunks (`ulysses_attention`); with its heads
     a rank attends over its ring group, which holds the sequence in zigzag order (`zigzag_attention`). With
@@ -81,14 +81,14 @@ def attention_with_cp(
         num_chunks, ring_length = 1, gather_size
         if ulysses is not None:
             ring_lengths = _ring_lengths(state, q.size(dims[1]), gather_size)
-            # The number of chunks is that of the longest: all ranks of the ring must come to the same one.
+            # The number of chunks follows from the longest: all ranks of the ring must choose the same one.
             layout = layout_of(ulysses, q, k, v, *dims, chunks, max(ring_lengths))
             over_ring.num_left = sum(sizes[ulysses.rank] > 0 for sizes in layout.heads.q_sizes)
             num_chunks = layout.num_chunks
             ring_length = None if gather_size is None else ring_lengths[state.get_ring_rank()]
     if ulysses is None:
         return over_ring(q, k, v)
-    if ring is not None and over_ring.num_left == 0:  # no heads: here it hears what the others hear with keys
+    if ring is not None and over_ring.num_left == 0:  # no heads: errors that others get with keys
         with _refusing(ulysses):
             ring.barrier()
     with _refusing(ring, lambda: over_ring.num_left > 0):
@@ -106,14 +106,14 @@ def attention_with_cp(
 
 
 def _ring_lengths(state: ParallelState, length: int, gather_size: int | None) -> list[int]:
-    """What each rank of the ring holds together with its Ulysses group; `length` is what this rank holds."""
+    """The length that each rank of the ring holds with its Ulysses group; `length` is that of this rank."""
     num_ranks = state.get_ring_group_size()
     slices = zigzag_slices(length * state.get_ulysses_group_size(), num_ranks, gather_size)
     return [slices[rank] + slices[-1 - rank] for rank in range(num_ranks)]
 
 
 class _OverRing:
-    """Attention over the ring, which has the heads of one chunk at a time; without a ring, attention."""
+    """Attention over the ring, for the heads of one chunk at a time; without a ring, attention alone."""
 
     def __init__(
         self,
@@ -133,7 +133,7 @@ class _OverRing:
         _, seq_dim = self.dims
         spans = [(q.size(seq_dim), k.size(seq_dim))]
         if self.ring is not None:
-            num_left, self.num_left = self.num_left - 1, 0  # what fails now fails on all ranks of the ring
+            num_left, self.num_left = self.num_left - 1, 0  # failures now reach all ranks of the ring
             k, v, spans = read_keys(self.ring, k, v, self.is_causal, seq_dim, self.gather_size)
             self.num_left = num_left
         first = 0 if heads is None else heads.start
@@ -142,8 +142,8 @@ class _OverRing:
 
 @contextlib.contextmanager
 def _refusing(comm: Communicator | None, is_awaited: Callable[[], bool] = lambda: True) -> Iterator[None]:
-    """Tells the ranks of `comm` of any error here, also of one that this rank has heard from another group,
-    if they wait for this rank then.
+    """Reports any error here to the ranks of `comm`, also one that this rank received from another group, if
+    they wait for this rank then.
     """
     try:
         yield

@@ -25,10 +25,10 @@ def can_have_gradient(dtype: torch.dtype) -> bool:
 class Step(ABC):
     """Makes outputs of known shapes and dtypes, and knows the step that their gradients take.
 
-    `gradient()` is the step from the gradients of the differentiable outputs to those of the inputs of these.
-    The gradient of the gradient step is this step again: every operation of this package is one of a pair,
-    also where the pair is adjoint only up to the scaling that its documentation states. So double backward
-    works to any order.
+    `gradient()` is the step from the gradients of the differentiable outputs to those of their inputs. The
+    gradient of the gradient step is this step again: every operation of this package is one of a pair, even
+    if the pair is adjoint only up to the scaling that its documentation states. So double backward works to
+    any order.
     """
 
     def __init__(self, outputs: Sequence[TensorSpec], gradient: Callable[[], Step]):
@@ -38,23 +38,23 @@ class Step(ABC):
 
     @abstractmethod
     def run(self, group: Any, /, inputs: Sequence[Tensor], gradient_of: int = 0) -> tuple[list[Tensor], int]:
-        """Fresh outputs, and the number of this run on all ranks, 0 if it does not communicate. For a step
-        that does, `group` is a Communicator, and `gradient_of` the number of the run whose gradients these
-        are: backwards in another order on another rank do not match.
+        """Returns fresh outputs, and the number of this run on all ranks, 0 if it does not communicate. For a
+        step that does, `group` is a Communicator, and `gradient_of` the number of the run whose gradients
+        these are: backwards in another order on another rank do not match.
         """
 
     def start(
         self, group: Any, /, inputs: Sequence[Tensor], gradient_of: int = 0
     ) -> tuple[list[Tensor], Work | None]:
-        """Like `run`, but does not wait: the outputs are there once the Work, if any, is done."""
+        """Like `run`, but does not wait: the outputs are valid once the Work, if any, is done."""
         return self.run(group, inputs, gradient_of)[0], None
 
 
 class ExchangeStep(Step):
     """Runs an exchange plan. Collective.
 
-    With `by_real_views` it is a plan for complex tensors as pairs of real numbers, since those can be scaled.
-    `is_differentiable` says which outputs have a gradient, if not all whose dtype can.
+    With `by_real_views` the plan is for complex tensors viewed as pairs of real numbers, which can be scaled.
+    `is_differentiable`: which outputs have a gradient; by default all whose dtype can have one.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ def real_views(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 @contextlib.contextmanager
 def told_of_backwards() -> Iterator[None]:
-    """Wraps the exchange of a backward: says what its PipeCommMismatch usually means."""
+    """Wraps the exchange of a backward: explains what its PipeCommMismatch usually means."""
     try:
         yield
     except PipeCommMismatch as error:
@@ -135,7 +135,7 @@ class _Apply(torch.autograd.Function):
 
 
 def apply(group: Any, step: Step, inputs: Sequence[Tensor], gradient_of: int = 0) -> Sequence[Tensor]:
-    """Runs a step, recorded by autograd if anything asks for it.
+    """Runs a step, recorded by autograd if an input requires it.
 
     Within `torch.autograd.forward_ad.dual_level()`, in which all ranks of a group must be together, a second
     run moves the tangents, since a step is linear.

@@ -1,4 +1,4 @@
-"""Which heads each rank attends to, in which chunk; and how many chunks are worth it."""
+"""Which heads each rank attends to, in which chunk; and how many chunks pay off."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from ..transports import TRANSPORTS
 from .sizes import Sizes, cal_split_sizes
 
 MAX_CHUNKS = 16
-# Floating-point operations that attention does in a second, by kind of device: guesses of the right order,
-# which only decide whether communication is small beside it.
+# Floating-point operations per second of attention, by kind of device: guesses of the right order, which only
+# decide whether communication is small in comparison.
 _FLOPS_PER_S = {"cpu": 1e11, "cuda": 3e14}
 # Posting and waiting for the four exchanges of a chunk, there and back.
 _HOPS_PER_CHUNK = 4
@@ -46,8 +46,8 @@ def kv_head_of(head: int, num_heads: int, num_kv_heads: int) -> int:
 
 
 def head_chunks(num_heads: int, num_kv_heads: int, num_ranks: int, num_chunks: int) -> HeadChunks:
-    """Query heads are divided over ranks remainder-first, then over chunks: between two key/value heads, as
-    long as a rank reads one for each chunk.
+    """Query heads are divided over ranks remainder-first, then over chunks: between two key/value heads if a
+    rank reads at least one for each chunk.
     """
     by_chunk: list[list[tuple[int, int, int, int]]] = [[] for _ in range(num_chunks)]
     end = 0
@@ -86,10 +86,10 @@ def head_chunks(num_heads: int, num_kv_heads: int, num_ranks: int, num_chunks: i
 def best_num_chunks(
     transport: str, device: str, num_bytes: int, num_flops: float, num_heads_each: int
 ) -> int:
-    """Chunks for exchanges of `num_bytes` beside attention of `num_flops` on one rank; equal on all ranks.
+    """Number of chunks for exchanges of `num_bytes` with attention of `num_flops` on one rank; equal on all.
 
     Of two overlapped parts the longer one counts, and one chunk of the shorter one. Where cores of the host
-    move the bytes there is nothing to gain: they would be taken from attention.
+    move the bytes there is nothing to gain: attention would lose those cores.
     """
     costs = TRANSPORTS[transport].costs if transport in TRANSPORTS else None
     if costs is None or costs.core_bytes_per_s < float("inf"):

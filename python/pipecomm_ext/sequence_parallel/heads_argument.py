@@ -1,4 +1,4 @@
-"""Functions of attention that ask which heads they are given, as those with a bias of each head (ALiBi)."""
+"""Attention functions that need to know which heads they get, such as those with a bias per head (ALiBi)."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ NAME = "heads"
 def heads_argument(
     attention: Callable[..., Any], kwargs: Mapping[str, Any], first: int, count: int
 ) -> dict[str, range]:
-    """The keyword `heads`, the numbers of these heads in the whole, if `attention` has a parameter of that
-    name which is still to be given; else none."""
+    """The keyword `heads`, the numbers of these heads among all heads, if `attention` has a parameter of that
+    name that `kwargs` does not set; else no keyword."""
     return {NAME: range(first, first + count)} if NAME not in kwargs and asks_for_heads(attention) else {}
 
 

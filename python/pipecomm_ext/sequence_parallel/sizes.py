@@ -18,7 +18,7 @@ Sizes = tuple[int, ...]
 
 
 def cal_split_sizes(dim_size: int, world_size: int) -> list[int]:
-    """Divides a dim over `world_size` ranks: equal lengths, of which the first ones are longer by one.
+    """Divides a dim over `world_size` ranks: equal lengths, but the first ones may be longer by one.
 
     (10, 4) -> [3, 3, 2, 2]; (2, 4) -> [1, 1, 0, 0]. 0-dim integer tensors are accepted. Semantics:
     MindSpeed-MM.
@@ -78,8 +78,8 @@ def checked_spec(tensor: Any, name: str) -> TensorSpec:
 
 
 class taken_as_equal:
-    """Wraps an exchange that takes the ranks' lengths along `dim` as equal, unless `cure` is None. If they
-    are not, its PipeCommMismatch says so and names the argument, `cure`, that the call needs. The plan's
+    """Wraps an exchange that assumes equal lengths of the ranks along `dim`, unless `cure` is None. If they
+    differ, its PipeCommMismatch says so and names the argument, `cure`, that the call needs. The plan's
     tensors have one of the `parts` in which these lengths are cut.
     """
 

@@ -58,9 +58,9 @@ def split_forward_gather_backward(
         process_group: a torch group, a Communicator, or None for the default group.
         dim: the dim to split, negative ones count from the end.
         split_sizes: length of each rank's piece, zeros allowed; default remainder-first (`cal_split_sizes`).
-        grad_scale: "down" divides the gradient by P, "up" multiplies by P, None leaves it.
-        async_op: return (tensor, work). The backward posts the gather of gradients where it comes to
-            `work.wait()`, and waits for it where it comes to the call.
+        grad_scale: "down" divides the gradient by P, "up" multiplies by P, None leaves it unchanged.
+        async_op: return (tensor, work). The backward posts the gather of gradients when it reaches
+            `work.wait()`, and waits for it when it reaches the call.
 
     Returns:
         a fresh contiguous tensor of length split_sizes[r] along `dim`. Nothing is communicated.
@@ -118,7 +118,7 @@ def gather_forward_split_backward(
         dim: the dim to gather, negative ones count from the end.
         gather_sizes: length of each rank's tensor, zeros allowed; without it all must be equal, which is
             checked.
-        grad_scale: "up" multiplies the gradient by P, "down" divides by P, None leaves it.
+        grad_scale: "up" multiplies the gradient by P, "down" divides by P, None leaves it unchanged.
         async_op: return (tensor, work) at once; the tensor may be used after `work.wait()`.
 
     Returns:

@@ -177,7 +177,7 @@ def _check_scale(grad_scale: Any) -> None:
 
 
 # ---- in a compiled graph: two custom operators ------------------------------------------------------------
-# A layout travels as a flat list of lengths, rank by rank, and their number on each rank: 0 is zigzag.
+# A layout is passed as a flat list of lengths, rank by rank, and their number on each rank: 0 is zigzag.
 
 
 def _flat(layout: Layout) -> tuple[list[int] | None, int]:

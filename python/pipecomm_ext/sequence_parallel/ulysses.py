@@ -1,10 +1,10 @@
 """Ulysses attention in one call: sequence for heads, attention, and back, in chunks of heads that overlap.
 
-While a chunk is computed the next ones arrive, AHEAD of them, and the result of the last one goes back. More
-would share the link, and a rank that is late with its first chunk stays late. Autograd runs the chunks
+While a chunk is computed the next AHEAD chunks arrive, and the result of the previous one goes back. More
+chunks would share the link, and a rank that is late with its first chunk stays late. Autograd runs the chunks
 backwards in the same way: `_Leave` posts the gradients of the first results, `_Depart` waits for those of a
 chunk and posts the next ones, `_Arrive` posts what attention's backward made of them, `_Enter` waits for all.
-These gradients travel beside the graph, in `_Run`, straight to and from the boxes of whole tensors, so no
+These gradients bypass the graph: `_Run` moves them directly to and from the boxes of whole tensors, so no
 chunk is cut out or put together by a copy. A backward that is itself recorded (create_graph=True) sends them
 through the graph, in one exchange for all chunks, without overlap.
 """
@@ -34,7 +34,7 @@ from .ulysses_plans import Layout, enter_gradient_plan, enter_plan, leave_gradie
 
 Attention = Callable[..., Tensor]
 
-AHEAD = 2  # chunks that are on their way while one is computed: one moves, one keeps the link busy after it
+AHEAD = 2  # chunks in flight while one is computed: one moves, one keeps the link busy after it
 
 
 def ulysses_attention(
@@ -50,7 +50,7 @@ def ulysses_attention(
     seq_dim: int = 1,
     **attention_kwargs: Any,
 ) -> Tensor:
-    """Attention over a sequence of which each rank holds a piece, with communication behind computation.
+    """Attention over a sequence of which each rank holds a piece; communication overlaps with computation.
 
     Every rank passes its piece of the sequence, with all heads. An all-to-all gives it the whole sequence of
     some heads, `attention` runs on them, and another all-to-all brings the result back. Heads are exchanged
@@ -65,19 +65,19 @@ def ulysses_attention(
             most those of `q`: query head h reads key/value head h * kv_heads // heads.
         attention: called as attention(q, k, v, **attention_kwargs) with tensors of the same layout, whole
             sequences and some of the heads, once per chunk; returns a tensor like its `q` (the number of
-            channels may be another one). With fewer key/value heads than query heads it gets as many fewer if
-            those of a chunk divide evenly, and else one for each query head. None: torch's
+            channels may be another one). With fewer key/value heads than query heads it gets these if those
+            of a chunk divide evenly, and else one for each query head. None: torch's
             scaled_dot_product_attention. It may be called with the heads of one rank only, so it must not
-            mix heads, nor make anything of how many there are. If it has a parameter `heads` (no default, or
+            mix heads or depend on their number. If it has a parameter `heads` (no default, or
             None), it gets their numbers among all query heads, a range: `slopes[heads]` for ALiBi.
         process_group: a torch group, a Communicator, or None for the default group.
-        chunks: how many, at most as many as a rank has query heads; 1 does not overlap. "auto" decides by a
-            model of the transport, alike on all ranks, and takes 1 where overlap does not pay: over shared
+        chunks: number of chunks, at most the query heads of a rank; 1 does not overlap. "auto" decides by a
+            model of the transport, equally on all ranks, and takes 1 where overlap does not pay: over shared
             memory the cores that would compute move the bytes. In a graph of torch.compile it is 1.
         gather_size: the length of the whole sequence, of which rank r must hold cal_split_sizes(gather_size,
             P)[r]. Without it all ranks must hold the same length, which is checked.
         heads_dim, seq_dim: dims of q, k and v; negative ones count from the end.
-        attention_kwargs: for `attention`, as they are (say is_causal=True).
+        attention_kwargs: passed to `attention` unchanged (say is_causal=True).
 
     Returns:
         a tensor like `q`, this rank's piece of the result.
@@ -154,7 +154,7 @@ def layout_of(comm, q, k, v, heads_dim, seq_dim, chunks, gather_size) -> Layout:
         seq_sizes = tuple(cal_split_sizes(whole_number(gather_size, "gather_size"), comm.size))
     most = max(1, -(-q.size(heads_dim) // comm.size))
     if chunks == "auto":
-        # Of the rank with the longest piece: all ranks must come to the same number.
+        # For the rank with the longest piece: all ranks must choose the same number.
         row_elements = [math.prod(t.shape[:seq_dim] + t.shape[seq_dim + 1 :]) for t in (q, k, v, q)]
         row_bytes = sum(n * t.element_size() for n, t in zip(row_elements, (q, k, v, q), strict=True))
         num_flops = 4 * row_elements[0] * sum(seq_sizes) ** 2 / comm.size
@@ -215,7 +215,7 @@ def _at(dim: int, indices: list[int]) -> tuple[Any, ...]:
 
 
 def _is_even(read: list[int]) -> bool:
-    """Whether each key/value head is read by equally many query heads, in order."""
+    """Whether each key/value head is read by the same number of query heads, in order."""
     needed = sorted(set(read))
     return read == [head for head in needed for _ in range(len(read) // len(needed))]
 
@@ -230,7 +230,7 @@ class _Posted:
 
 
 class _Run:
-    """One call: its exchanges, forward and backward, and what travels beside the graph."""
+    """One call: its exchanges, forward and backward, and the gradients that bypass the graph."""
 
     def __init__(self, comm: Communicator, layout: Layout, num_channels: int):
         self.comm, self.layout, self.num_channels = comm, layout, num_channels
@@ -266,7 +266,7 @@ class _Run:
         """Posts the exchange to the heads of a chunk, if there is one."""
         if chunk < self.layout.num_chunks:
             plan = enter_plan(self.layout, chunk)
-            with torch.no_grad():  # what is received into is the graph's already
+            with torch.no_grad():  # the receive buffers belong to the graph already
                 self.entering.append(self.post(plan, self.qkv, self.entered[chunk]))
 
     def refuse_the_rest(self, error: Exception) -> None:
@@ -277,7 +277,7 @@ class _Run:
             self.comm.refuse(OP, error)
 
     def arrive(self, chunk: int, entered: Sequence[Tensor]) -> list[Tensor]:
-        """Waits for the heads of a chunk, which are the graph's from here on."""
+        """Waits for the heads of a chunk, which belong to the graph from here on."""
         self.entering[chunk].work.wait()
         self.enter(chunk + AHEAD)
         arrived = list(entered)
@@ -295,8 +295,8 @@ class _Run:
         first, count = heads.q_starts[chunk][rank], heads.q_sizes[chunk][rank]
         shape = (*q.shape[:-1], self.num_channels)
         if count == 0:
-            # Nothing to attend to, but the gradients of this chunk are a collective, too. A product saves its
-            # factors, as attention does: a checkpoint around it recomputes now, as on the other ranks.
+            # No heads, but the gradients of this chunk are a collective, too. A product saves its factors, as
+            # attention does: so a checkpoint around it recomputes at the same point as on other ranks.
             nothing = q.narrow(-1, 0, 1) * kv[0].narrow(-1, 0, 1) * kv[1].narrow(-1, 0, 1)
             return nothing.to(q.dtype).expand(shape)
         read = heads.read_by(chunk, rank)
@@ -393,7 +393,7 @@ def _index(starts: Sizes, sizes: Sizes, device: torch.device) -> Tensor:
 
 
 class _Enter(torch.autograd.Function):
-    """Posts the first exchanges; returns the tensors of all chunks, on their way or not even that."""
+    """Posts the first exchanges; returns the tensors of all chunks, which may not even be posted yet."""
 
     @staticmethod
     def forward(ctx, run: _Run, *qkv: Tensor) -> tuple[Tensor, ...]:
@@ -405,7 +405,7 @@ class _Enter(torch.autograd.Function):
             run.outputs_of(enter_plan(run.layout, idx), qkv) for idx in range(run.layout.num_chunks)
         ]
         run.enter(0)
-        run.entering[0].work.wait()  # a rank that refuses the call refuses this exchange, and no other one
+        run.entering[0].work.wait()  # a rank that refuses the call refuses only this exchange
         for chunk in range(1, AHEAD):
             run.enter(chunk)
         outputs = [tensor for tensors in run.entered for tensor in tensors]

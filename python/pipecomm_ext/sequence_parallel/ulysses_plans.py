@@ -1,6 +1,6 @@
 """The exchanges of Ulysses attention, as plans: to and from the heads of one chunk.
 
-Each goes straight from, or to, the places of the chunk's heads in whole tensors.
+Each goes directly from, or to, the places of the chunk's heads in whole tensors.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _head_chunks = lru_cache(maxsize=64)(head_chunks)
 
 @dataclass(frozen=True)
 class Layout:
-    """All that the exchanges of a call depend on but the number of channels of the result."""
+    """All that the exchanges of a call depend on, except the number of channels of the result."""
 
     rank: int
     shapes: tuple[tuple[int, ...], ...]  # of q, k and v

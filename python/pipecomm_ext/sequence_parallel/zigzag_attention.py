@@ -20,7 +20,7 @@ from .sizes import Sizes, cal_split_sizes, checked_spec, taken_as_equal
 from .ulysses import Attention, checked_dims, sdpa
 from .zigzag_exchange import ReadStep, ZigzagLayout
 
-# What means the same whatever part of the sequence attention is given.
+# Keywords that mean the same for any part of the sequence.
 KEYWORDS = ("dropout_p", "scale", "enable_gqa")
 
 
@@ -37,21 +37,21 @@ def zigzag_attention(
     seq_dim: int = 1,
     **attention_kwargs: Any,
 ) -> Tensor:
-    """Attention over a sequence that ranks hold in zigzag order, with equally much work on each.
+    """Attention over a sequence that ranks hold in zigzag order, which balances the work.
 
     Of 2R slices of the sequence, rank r of R holds the slices r and 2R - 1 - r, as
-    `load_balanced_split_forward_gather_backward` gives them. One exchange brings the keys and values that its
-    queries read, in the order of the sequence: all of them, or, if attention is causal, those up to the end
-    of its second slice. One exchange returns their gradients, which are added up in the order of ranks. Equal
-    to attention on one rank that holds everything. In a causal one every rank has as many pairs of a query
-    and a key as any other, if slices are equal.
+    `load_balanced_split_forward_gather_backward` returns them. One exchange brings the keys and values that
+    its queries read, in the order of the sequence: all of them, or, if attention is causal, those up to the
+    end of its second slice. One exchange returns their gradients, which are summed in rank order. Equal to
+    attention on one rank that holds everything. If it is causal and the slices are equal, every rank has the
+    same number of query-key pairs.
 
     Args:
         q, k, v: as for `ulysses_attention`: equal lengths of the sequence, heads, a last dim of channels.
         attention: called as attention(q, k, v, is_causal=..., **attention_kwargs) with tensors of the same
-            layout; returns a tensor like its `q` (the number of channels may be another one). A causal one is
-            called for each slice of queries, with the keys up to the end of this slice, so that the last
-            query reads all keys, the one before it all but one, and so on (flash-attention's `causal`;
+            layout; returns a tensor like its `q` (the number of channels may be another one). If causal,
+            it is called for each slice of queries, with the keys up to the end of this slice, so that the
+            last query reads all keys, the one before it all but one, and so on (flash-attention's `causal`;
             torch's is_causal means this for equal lengths only). Else it is called once, with all keys. If it
             has a parameter `heads`, it gets their numbers, see `ulysses_attention`. None: torch's
             scaled_dot_product_attention.
@@ -60,8 +60,8 @@ def zigzag_attention(
         gather_size: the length of the whole sequence, cut in slices by cal_split_sizes(gather_size, 2R).
             Without it all ranks must hold the same even length, which is checked.
         heads_dim, seq_dim: dims of q, k and v; negative ones count from the end.
-        attention_kwargs: for `attention`: `dropout_p`, `scale` and `enable_gqa`. Others may depend on places
-            in the sequence, as masks do, and are refused; bind to `attention` what does not.
+        attention_kwargs: for `attention`: `dropout_p`, `scale` and `enable_gqa`. Others may depend on
+            positions in the sequence, as masks do, and are refused; bind the rest to `attention`.
 
     Returns:
         a tensor like `q`, for this rank's two slices.
@@ -91,7 +91,7 @@ def zigzag_attention(
 def check_arguments(
     q: Any, k: Any, v: Any, is_causal: Any, heads_dim: Any, seq_dim: Any, attention_kwargs: Mapping[str, Any]
 ) -> tuple[int, int]:
-    """Both dims, counted from the front, if all is well."""
+    """Checks the arguments; returns both dims, counted from the front."""
     if not torch.compiler.is_compiling():
         for name, tensor in (("q", q), ("k", k), ("v", v)):
             checked_spec(tensor, name)
@@ -210,7 +210,7 @@ def attend(
             )
         results.append(result.to(q.dtype))  # autocast may have lowered it
         begin += num_queries
-    # Nothing of each, so that the backward comes to the exchange on every rank, also on one without queries.
+    # Empty slices of all, so that the backward reaches the exchange on every rank, even one without queries.
     # A product saves its factors, as attention does: a checkpoint recomputes before that on every rank.
     nothing = (*q.shape[:seq_dim], 0, *q.shape[seq_dim + 1 : -1], v.size(-1))
     q, k, v = (tensor.narrow(seq_dim, 0, 0).reshape(nothing) for tensor in (q, k, v))
@@ -229,7 +229,7 @@ def _causal_sdpa(heads_dim: int, seq_dim: int) -> Callable[..., Tensor]:
             if torch.compiler.is_compiling():
                 ones = torch.ones(num_queries, num_keys, dtype=torch.bool, device=q.device)
                 mask = ones.tril(num_keys - num_queries)
-            else:  # no mask in memory where a kernel knows this one
+            else:  # needs no mask in memory if a kernel supports this one
                 mask = causal_lower_right(num_queries, num_keys)
             return whole(q, k, v, **{**kwargs, "attn_mask": mask})
         return whole(q, k, v, is_causal=is_causal, **kwargs)

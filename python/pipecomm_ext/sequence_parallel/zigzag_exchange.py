@@ -3,7 +3,7 @@
 A sequence is cut in 2R slices, of which rank r of R holds first slice r, then slice 2R - 1 - r. If attention
 is causal, rank r reads the slices 0 to 2R - 1 - r, else all: the first slice of every rank, and the second
 one of the ranks s >= r. Both directions are all-to-alls over a dim of one element that is appended to the
-tensors: whoever reads a slice has that element.
+tensors: the ranks that read a slice have that element.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .sizes import Sizes
 
 @dataclass(frozen=True)
 class ZigzagLayout:
-    """Who holds and who reads which slices of tensors of equal lengths along `seq_dim`."""
+    """Which ranks hold and read which slices of tensors of equal lengths along `seq_dim`."""
 
     rank: int
     specs: tuple[TensorSpec, ...]  # of this rank's tensors
@@ -97,7 +97,7 @@ def read_plan(layout: ZigzagLayout) -> _C.PreparedExchange:
         for shape, dtype in layout.specs
         for held, readers in layout.parts
     ]
-    starts = [(0,) * layout.num_ranks] * len(tensors)  # the one element is everybody's
+    starts = [(0,) * layout.num_ranks] * len(tensors)  # all ranks share the one element
     last_dim = len(tensors[0][0]) - 1
     return _C.plan_all_to_all(
         layout.rank, layout.num_ranks, tensors, last_dim, layout.seq_dim, scatter_starts=starts, tag="zigzag"
@@ -119,8 +119,8 @@ def return_plan(layout: ZigzagLayout) -> _C.PreparedExchange:
 
 
 class ReadStep(Step):
-    """Brings what this rank reads of each tensor, in the order of the sequence. `needs` says which of them
-    need a gradient. Collective.
+    """Brings what this rank reads of each tensor, in the order of the sequence. `needs`: which of them need a
+    gradient. Collective.
     """
 
     def __init__(self, layout: ZigzagLayout, needs: Sequence[bool]):
@@ -146,7 +146,7 @@ class ReadStep(Step):
 
 
 class ReturnStep(Step):
-    """Returns gradients of what was read to those who hold it, which add them up in the order of ranks."""
+    """Returns the gradients of what was read to the ranks that hold it, which sum them in rank order."""
 
     def __init__(self, layout: ZigzagLayout):
         super().__init__(layout.specs, lambda: ReadStep(layout, [True] * len(layout.specs)))

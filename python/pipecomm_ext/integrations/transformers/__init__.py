@@ -1,8 +1,8 @@
 """Sequence parallelism for models of Hugging Face transformers (docs/transformers.md).
 
 register() adds the attention "pipecomm_ulysses", for which every rank passes its piece of the sequence;
-split_batch() makes that piece of a whole batch, sum_gradients() sums the gradients of the pieces, and
-generate() computes a prompt that way.
+split_batch() cuts that piece from a whole batch, sum_gradients() sums the gradients of the pieces, and
+generate() computes a prompt in pieces.
 """
 
 from . import required as _required  # noqa: F401

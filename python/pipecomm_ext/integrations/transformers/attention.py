@@ -1,8 +1,8 @@
 """The attention and the mask that transformers finds under the name "pipecomm_ulysses".
 
 transformers makes the mask once for a forward, before any layer, and calls the attention in each layer. The
-mask of a split sequence is that of the whole one, as attention sees all of it; the 2-d mask that a model is
-given, which is that of the whole sequence on every rank, tells how long that is. What the layers get is no
+mask of a split sequence is that of the whole one, as attention sees all of it; its length is known from the
+2-d mask that a model gets, which is that of the whole sequence on every rank. What the layers get is not a
 tensor, so that a layer which computes attention in another way fails instead of attending to its piece only.
 """
 
@@ -24,7 +24,7 @@ from .pieces import lengths, refusing, state_of
 
 NAME = "pipecomm_ulysses"
 LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
-# Keywords of attention that change its result or ask for more, and that are not passed on.
+# Keywords of attention that change its result or request more results, and that are not passed on.
 REFUSED = {
     "softcap": "soft capping of scores",
     "s_aux": "attention sinks",
@@ -60,8 +60,8 @@ def register(process_group: Any = None, *, chunks: int | str = "auto") -> None:
 
     The model's forward then raises, on the rank that finds it, while all others raise PipeCommMismatch:
         ValueError: a batch that `split_batch` did not make for these ranks; a model, a layer, a mask, a loss
-            or an option whose result over a split sequence would be another one, which the text names; new
-            tokens behind a cache, which `generate` computes.
+            or an option, named by the text, whose result would differ for a split sequence; new tokens after
+            a cache, which `generate` computes.
 
     Example:
         ```python
@@ -77,19 +77,19 @@ def register(process_group: Any = None, *, chunks: int | str = "auto") -> None:
 
 
 def telling_the_others(tensor: Tensor) -> contextlib.AbstractContextManager[None]:
-    """Tells all ranks of the group that `register` was given what this rank raises here."""
+    """Reports what this rank raises here to all ranks of the group that was passed to `register`."""
     if _registered is None:
         return contextlib.nullcontext()
     return refusing(_registered.process_group, tensor)
 
 
 def registered_group() -> Any:
-    """What `register` was given."""
+    """The `process_group` that was passed to `register`."""
     return None if _registered is None else _registered.process_group
 
 
 class _NoTensorError(ValueError, AttributeError):
-    """Raised as the first, and for hasattr() the second."""
+    """A ValueError for users; also an AttributeError, for hasattr()."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ class _SplitAttention:
                     + GENERATE
                 )
             if attention_mask is None:
-                return None  # that of an encoder which is not there; else attend() refuses it
+                return None  # mask of an absent encoder; otherwise attend() refuses it
             length = attention_mask.size(-1)
             _check_keys(q_length, kv_length if kv_length != length else q_length)
             if not (allow_is_causal_skip or allow_is_bidirectional_skip):
@@ -219,7 +219,7 @@ class _Calls(threading.local):
     num = 0
 
     def count(self) -> None:
-        """Not in a captured graph, which would be guarded by the number."""
+        """Counts a call, except in a captured graph, which would be guarded by the number."""
         if not torch.compiler.is_compiling():
             self.num += 1
 
@@ -247,7 +247,7 @@ def check_config(config: Any) -> None:
 
 
 def _taken_as_it_is(mask: Tensor, sliding_window: int | None) -> _SplitMask:
-    """A 4-d mask that the model was given, which transformers hands on to all layers."""
+    """Wraps a 4-d mask that was passed to the model; transformers passes it on to all layers."""
     length = mask.size(-1)
     if mask.dim() != 4 or mask.size(1) != 1 or mask.size(2) != length:
         raise ValueError(

@@ -13,7 +13,7 @@ from .model_check import note_piece
 from .pieces import cut, ring_lengths, state_of
 
 IGNORED = -100  # the label of a token that does not count, in transformers
-# The sequence dim of what a model takes.
+# The sequence dim of each input of a model.
 SEQUENCE_DIM = {
     "input_ids": 1,
     "inputs_embeds": 1,
@@ -36,19 +36,19 @@ def split_batch(batch: Mapping[str, Any], process_group: Any = None) -> dict[str
         batch: what the model would be called with, [batch, tokens] each: `input_ids` or `inputs_embeds`
             ([batch, tokens, hidden]), and optionally `labels` (IGNORED, -100, does not count), or
             `shift_labels`, which are shifted already; `position_ids`; `token_type_ids`; `attention_mask`,
-            also with four dims, [batch or 1, 1, tokens, tokens]. What is no tensor, or has no dims, is passed
-            on: also `num_items_in_batch`, if several batches make one step.
-        process_group: the group that `register` was given.
+            also with four dims, [batch or 1, 1, tokens, tokens]. Values that are not tensors, or have no
+            dims, are passed on: also `num_items_in_batch`, if several batches make one step.
+        process_group: the group that was passed to `register`.
 
     Returns:
         a dict with pieces of all that has a token dim, and with
 
         * `attention_mask` of the whole sequence; ones if there was none. For packed sequences (no mask, and
-          positions that begin anew within a row) one of four dims, by which they do not see each other;
+          positions that restart within a row) one of four dims that separates them;
         * `position_ids` of these tokens, from 0 if there were none; models that count otherwise then refuse
           the piece;
-        * `shift_labels`, shifted before the cut, also as `labels`, without which models return no loss, and
-          `num_items_in_batch`, the number of labels that count in the whole batch.
+        * `shift_labels`, shifted before the cut, also as `labels`, since models return no loss without them,
+          and `num_items_in_batch`, the number of labels that count in the whole batch.
 
     Raises:
         ValueError: lengths that differ, fewer tokens than ranks, or a tensor whose layout is not known.
@@ -109,9 +109,9 @@ def _check_lengths(whole: dict[str, Any], mask: Any, length: int) -> None:
 
 
 def _mask_of(tokens: Tensor, position_ids: Tensor | None) -> Tensor:
-    """Ones, or what keeps packed sequences apart."""
+    """Returns ones, or a mask that separates packed sequences."""
     if position_ids is not None and position_ids.dim() == 2:
-        is_first = position_ids.diff(dim=1) != 1  # of the tokens but the first one
+        is_first = position_ids.diff(dim=1) != 1  # for all tokens but the first one
         if is_first.any():
             number = functional.pad(is_first.long().cumsum(1), (1, 0))
             return (number[:, None, :, None] == number[:, None, None, :]).tril()

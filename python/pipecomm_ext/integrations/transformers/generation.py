@@ -31,18 +31,18 @@ def generate(
     process_group: Any = None,
     **options: Any,
 ) -> Any:
-    """What `model.generate` returns; the prompt is computed split.
+    """Returns what `model.generate` returns; the prompt is computed in pieces.
 
     Each rank computes its piece of the prompt. Then all get the keys and values of all pieces, so that new
-    tokens need no communication: every rank generates all of them, with torch's attention. The ranks' tokens
-    are the same; if they are drawn (do_sample=True), only where the ranks' random numbers are equal.
+    tokens need no communication: every rank generates all of them, with torch's attention. All ranks generate
+    the same tokens; if these are sampled (do_sample=True), only if the ranks' random numbers are equal.
 
     Args:
         model: with attn_implementation="pipecomm_ulysses". Its cache is used even where its config says
             use_cache=False.
         input_ids, attention_mask: [batch, tokens], the same on all ranks, padded on the left; at least as
             many tokens as ranks.
-        process_group: the group that `register` was given.
+        process_group: the group that was passed to `register`.
         options: of `model.generate`, for greedy search or sampling of one sequence for each prompt.
 
     Raises:
@@ -84,7 +84,7 @@ def _check_options(model: Any, options: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _attention_of_torch(model: PreTrainedModel) -> Iterator[None]:
-    """In the place of this package's, wherever the model has it."""
+    """Replaces this package's attention by torch's, wherever the model uses it."""
     split = [config for config in configs_of(model.config) if config._attn_implementation == NAME]
     attention = "sdpa" if model._supports_sdpa else "eager"
     try:

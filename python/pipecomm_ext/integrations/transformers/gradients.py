@@ -29,7 +29,7 @@ def sum_gradients(model: torch.nn.Module, process_group: Any = None) -> None:
 
     Args:
         model: the same parameters on all ranks, in the same order.
-        process_group: the group that `register` was given.
+        process_group: the group that was passed to `register`.
 
     Raises:
         TypeError: a gradient is sparse, or a DTensor, as with FSDP.

@@ -1,8 +1,8 @@
-"""Sees each forward of a transformers model, and refuses a piece that it would compute as if it were all.
+"""Checks each forward of a transformers model, and refuses a piece that it would treat as a whole sequence.
 
-Only the model itself is sure to see the piece: what it derives from tokens, apart from its attention, never
-comes to this package. A piece is known by the lengths of tokens and mask, and by those that split_batch() has
-made in this process; a mark on the tensors would not survive `.to(device)`.
+Only the model itself is certain to get the piece: what it derives from tokens outside its attention never
+reaches this package. A piece is recognised by the lengths of tokens and mask, and by those that split_batch()
+has made in this process; a mark on the tensors would not survive `.to(device)`.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _pieces: set[tuple[int, int]] = set()  # tokens of the sequence, tokens of the p
 
 
 def note_piece(length: int, num_tokens: int) -> None:
-    """Of a sequence of `length` tokens, `num_tokens` of which this rank holds."""
+    """Records a piece of `num_tokens` tokens, which this rank holds of a sequence of `length` tokens."""
     _pieces.add((length, num_tokens))
 
 
 @contextlib.contextmanager
 def positions_as_given() -> Iterator[None]:
-    """Even where they count from 0."""
+    """Treats positions as passed by the user, even if they count from 0."""
     _thread.are_positions_given = True
     try:
         yield
@@ -47,7 +47,7 @@ def positions_as_given() -> Iterator[None]:
 
 
 def watch_models() -> None:
-    """Lets the forward of all transformers models begin and end with the checks; of those to come as well."""
+    """Adds the checks before and after the forward of all transformers models, including later classes."""
     make_class = PreTrainedModel.__init_subclass__.__func__  # type: ignore[attr-defined]
     make_model = PreTrainedModel.__init__
     if hasattr(make_model, "_checks_pieces"):
@@ -96,7 +96,7 @@ def _watch(cls: type[PreTrainedModel]) -> None:
 
 
 def _parameters(forward: Any) -> tuple[tuple[str, ...], frozenset[str] | None]:
-    """By place, and all that may be passed by name; None: everything. Quicker than a signature."""
+    """Positional parameters, and all that may be passed by name (None: any). Faster than a signature."""
     code = getattr(forward, "__code__", None)
     if code is None:
         return (), None
@@ -127,9 +127,9 @@ def _piece(
     if num_tokens > length:
         return None
     is_compiling = torch.compiler.is_compiling()
-    # In a graph the pieces would be guarded, and each new one compile anew.
+    # In a graph the pieces would be guarded, and each new one would cause a recompilation.
     is_noted = not is_compiling and (length, num_tokens) in _pieces
-    if num_tokens == length:  # in a group of one rank, where no more than labels are made for pieces
+    if num_tokens == length:  # in a group of one rank, where only labels differ from the batch
         has_labels = not is_compiling and given.get("shift_labels") is not None
         is_one = has_labels and (is_noted or _is_ours(model))
         return _Piece(tokens, num_tokens, length, True, False, given, accepted) if is_one else None
@@ -145,8 +145,8 @@ def _piece(
 
 
 def _holds_tokens(cache: Any) -> bool:
-    """Then the mask is that of these and the new ones. So it is, in advance, of a cache of fixed size, whose
-    length is a tensor that none may wait for.
+    """Whether the cache holds tokens, so that the mask covers these and the new ones. A cache of fixed size
+    counts as such: its length is a tensor, and reading it would wait for the device.
     """
     if cache is None:
         return False
@@ -154,7 +154,7 @@ def _holds_tokens(cache: Any) -> bool:
 
 
 class _Thread(threading.local):
-    shares: list[Any] | None = None  # losses of the model that is being computed, and of those that it calls
+    shares: list[Any] | None = None  # losses of the running model, and of those that it calls
     are_positions_given = False
 
 
@@ -162,7 +162,7 @@ _thread = _Thread()
 
 
 def _compute(model: PreTrainedModel, piece: _Piece, forward: Callable[[], Any]) -> Any:
-    if torch.compiler.is_compiling():  # what is seen of the forward would be guarded
+    if torch.compiler.is_compiling():  # anything read of the forward would be guarded
         _check_attention(model, piece)
         _check_options(type(model).__name__, piece)
         return forward()
@@ -208,7 +208,7 @@ def _check_attention(model: PreTrainedModel, piece: _Piece) -> None:
 
 
 def configs_of(config: Any) -> Iterator[PreTrainedConfig]:
-    """Of a model and of those that it is made of, which are checked alone, too, when they are called."""
+    """The config of a model and those of its parts, which are also checked when they are called alone."""
     yield config
     for name in config.sub_configs:
         if isinstance(part := getattr(config, name, None), PreTrainedConfig):
@@ -220,7 +220,7 @@ def _is_ours(model: PreTrainedModel) -> bool:
 
 
 def _has_users_attention(model: PreTrainedModel) -> bool:
-    """A function of the user's own, which may exchange tokens as well; no "owner/kernel" of the hub."""
+    """Whether the attention is a user's function, which may exchange tokens; no "owner/kernel" of the hub."""
     name = str(model.config._attn_implementation)
     function = ALL_ATTENTION_FUNCTIONS.get(name)
     return function is not None and "/" not in name and not function.__module__.startswith("transformers.")
@@ -291,7 +291,7 @@ def _check_config(name: str, config: Any, length: int) -> None:
 
 
 def _check_calls(model: PreTrainedModel, num_calls: int) -> None:
-    """A graph does not count its calls: so models that are compiled in part are believed."""
+    """Raises if the attention was not called. A graph does not count calls, so compiled models may pass."""
     if num_calls == 0 and not any(map(_is_compiled, model.modules())):
         raise ValueError(
             f"{type(model).__name__} computed its piece without {NAME}: what mixes its tokens is not that "

@@ -1,9 +1,9 @@
-"""Refuses losses of which a rank's share is not known: only those of next tokens are summed over the ranks.
+"""Refuses losses whose share of a rank is not known: only those of next tokens are summed over the ranks.
 
-split_batch() shifts the labels of the whole batch. Other models mean the labels of the tokens themselves,
-and some compute a mean of their own. The function that a model finds as its `loss_function` is therefore
-replaced for the time of a forward by one that sees its arguments, and whose result must be the model's loss:
-that of the model itself, and of each that it calls with labels.
+split_batch() shifts the labels of the whole batch. Other models expect the labels of the tokens themselves,
+and some compute a mean of their own. During a forward, a function that sees the arguments therefore replaces
+the model's `loss_function`, and its result must be the model's loss: that of the model itself, and of each
+model that it calls with labels.
 """
 
 from __future__ import annotations
@@ -65,11 +65,11 @@ def _loss_of(output: Any) -> Any:
 
 
 def _takes_shifted_labels(function: Any) -> bool:
-    """Others would ignore them, and take the shifted labels for those of the tokens themselves."""
+    """Whether it takes them. Others would use the shifted labels as those of the tokens themselves."""
     code = getattr(function, "__code__", None)
     if code is None or hasattr(function, "__wrapped__"):
         return "shift_labels" in inspect.signature(function).parameters
-    # Quicker than a signature, and asked in each forward.
+    # Faster than a signature, and needed in each forward.
     return "shift_labels" in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
 
 

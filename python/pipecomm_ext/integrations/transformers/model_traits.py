@@ -1,7 +1,7 @@
-"""What a model derives from the tokens that it is given, and would derive from a piece of them otherwise.
+"""What a model derives from its tokens, and would derive differently from a piece of them.
 
-It is read off the model's classes: which of them is asked for positions, whose RoPE depends on the longest
-position, and who computes attention without transformers' interface.
+This follows from the model's classes: which of them computes positions, which RoPE depends on the longest
+position, and which class computes attention without transformers' interface.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _OWN_ATTENTION = (
 
 @dataclass(frozen=True)
 class ModelTraits:
-    refusal: str | None  # why no piece goes through the model
-    positions: str | None  # BY_TOKENS, BY_MASK: what it counts them by, if none are given; None: from 0
+    refusal: str | None  # why the model cannot compute a piece
+    positions: str | None  # BY_TOKENS, BY_MASK: how it counts them, if none are given; None: from 0
     rotary_embeddings: tuple[nn.Module, ...]  # whose frequencies depend on the longest position
 
 
@@ -92,7 +92,7 @@ def _has_an_attention_of_its_own(cls: type[PreTrainedModel]) -> bool:
 
 
 def check_class(cls: type[PreTrainedModel]) -> None:
-    """Refuses classes that choose among attentions of their own, and do not find this one."""
+    """Refuses classes that choose among their own attention classes, and do not find this one."""
     for name, classes in getattr(sys.modules.get(cls.__module__), "__dict__", {}).items():
         if name.endswith("_ATTENTION_CLASSES") and isinstance(classes, dict) and NAME not in classes:
             raise ValueError(f"{NAME} cannot be the attention of {cls.__name__}, which {_OWN_ATTENTION}")
@@ -116,7 +116,7 @@ def _depends_on_the_longest_position(module: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def whole_positions(modules: tuple[nn.Module, ...], length: int, state: Any) -> Iterator[None]:
-    """Lets rotary embeddings see the positions of the whole sequence, and hands on what is of the piece."""
+    """Makes rotary embeddings see the positions of the whole sequence, and cuts the piece from the result."""
 
     def gather_positions(
         module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -17,7 +17,7 @@ from ...sequence_parallel.all_to_all import OP
 
 
 def state_of(process_group: Any) -> ParallelState:
-    """A ParallelState stands for itself; a torch group, a Communicator or None (the default group) is a
+    """Returns a ParallelState as it is; a torch group, a Communicator or None (the default group) becomes its
     Ulysses group.
     """
     if isinstance(process_group, ParallelState):
@@ -27,13 +27,13 @@ def state_of(process_group: Any) -> ParallelState:
 
 @contextlib.contextmanager
 def refusing(process_group: Any, tensor: Tensor) -> Iterator[None]:
-    """Tells all ranks of the groups what this rank raises here, before attention."""
-    if torch.compiler.is_compiling():  # a captured graph has no place for it
+    """Reports what this rank raises here, before attention, to all ranks of the groups."""
+    if torch.compiler.is_compiling():  # a captured graph cannot contain it
         yield
         return
     try:
         yield
-    except Exception:  # nothing is prepared for it: each layer of each forward comes here
+    except Exception:  # no preparation before: each layer of each forward comes here
         state = state_of(process_group)
         groups = [state.get_ulysses_group()] if state.get_ulysses_group() is not None else []
         groups += [state.get_ring_group()] if state.is_ring_enable() else []
@@ -44,7 +44,7 @@ def refusing(process_group: Any, tensor: Tensor) -> Iterator[None]:
 
 
 def ring_lengths(state: ParallelState, length: int) -> list[int]:
-    """How many tokens each rank of the ring holds with its Ulysses group: of 2R slices two each."""
+    """How many tokens each rank of the ring holds with its Ulysses group: two of 2R slices each."""
     size = state.get_ring_group_size()
     slices = cal_split_sizes(length, 2 * size)
     return [slices[rank] + slices[2 * size - 1 - rank] for rank in range(size)]
@@ -77,7 +77,7 @@ def gather(tensor: Tensor, dim: int, length: int, state: ParallelState) -> Tenso
 
 
 def _ring_places(state: ParallelState, length: int) -> list[Tensor]:
-    """Where in the sequence are the tokens that each rank of the ring holds, in its order."""
+    """The positions in the sequence of the tokens that each rank of the ring holds, in its order."""
     size = state.get_ring_group_size()
     slices = torch.arange(length).split(cal_split_sizes(length, 2 * size))
     return [torch.cat([slices[rank], slices[2 * size - 1 - rank]]) for rank in range(size)]

@@ -1,4 +1,4 @@
-"""Says what is missing before anything else of transformers is imported."""
+"""Checks the version of transformers before anything else of it is imported."""
 
 NEEDED = (
     "pipecomm_ext.integrations.transformers needs Hugging Face transformers from 5.10 on: "
@@ -12,4 +12,4 @@ except ImportError as error:
 _number = tuple(map(int, version.split(".")[:2]))
 if _number < (5, 10):  # older ones make masks of positions
     raise ImportError(f"{NEEDED}; it is {version}")
-CACHE = "cache" if _number >= (5, 24) else "past_key_values"  # what takes the cache of a forward
+CACHE = "cache" if _number >= (5, 24) else "past_key_values"  # the keyword for the cache of a forward

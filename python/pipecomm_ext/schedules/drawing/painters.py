@@ -9,8 +9,8 @@ from .scene import FAINT, FONT_SIZE, IDLE, INK, RULE, Label, Scene
 
 FONT_FAMILY = "Helvetica, Arial, 'DejaVu Sans', sans-serif"
 MAX_INTERACTIVE_RECTS = 20_000  # a page with more would be slow
-# On a dark page there is no paper, and what lies on the page is light. Texts on coloured boxes, which have an
-# anchor, remain dark.
+# A dark page has no background of its own, and what is drawn on it is light. Texts on coloured boxes, which
+# have an anchor, remain dark.
 DARK = (
     "<style>@media (prefers-color-scheme: dark) {"
     f'.paper {{fill: none}} text[fill="{INK}"]:not([text-anchor]) {{fill: #e3e6ec}} '
@@ -166,5 +166,5 @@ def save_png(scene: Scene, path) -> None:
     figure.set_dpi(dots_per_inch * PNG_PIXELS_PER_PIXEL)
     canvas.draw()
     image = Image.frombuffer("RGBA", canvas.get_width_height(), bytes(canvas.buffer_rgba()))
-    # Flat colours: a palette loses nothing that can be seen and makes the file several times smaller.
+    # Flat colours: a palette loses nothing visible and makes the file several times smaller.
     image.convert("RGB").quantize(192, dither=Image.Dither.NONE).save(path, format="png", optimize=True)

@@ -1,7 +1,7 @@
 """The picture of timelines as plain shapes in pixels, for any painter.
 
-Each timeline has a panel, with one row per rank; all panels share one scale, but for those that would be too
-small to be read. The colour of a rectangle shows the kind of the action, its shade the stage among those of
+Each timeline has a panel, with one row per rank; all panels share one scale, except those that would be too
+small to read. The colour of a rectangle shows the kind of the action, its shade the stage among those of
 the rank (lighter comes first), and its number the micro-batch. A fused slot is one rectangle cut in two:
 forward above, backward below.
 """
@@ -89,7 +89,7 @@ def build_scene(timelines: list[Timeline], titles: list[str], width: float) -> S
 
 
 def _longest_of_scales(makespans: list[Number]) -> dict[Number, Number]:
-    """For each makespan the longest one that shares its scale: seconds and slots, say, have one each."""
+    """For each makespan the longest one that shares its scale; seconds and slots have different scales."""
     found: dict[Number, Number] = {}
     longest = max(makespans)
     for makespan in sorted(makespans, reverse=True):
@@ -157,7 +157,7 @@ class _Panel:
                     )
 
     def _micro_key(self, action: Action) -> str:
-        """A key that also tells apart chains, which number their micro-batches alike, and panels."""
+        """A key that also distinguishes panels, and chains, which number their micro-batches equally."""
         plan, chain_idx = self.timeline.plan, 0
         if plan is not None:
             chain_idx = next(idx for idx, chain in enumerate(plan.chains) if action.stage in chain)

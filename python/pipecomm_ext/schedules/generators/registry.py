@@ -1,4 +1,4 @@
-"""`@generator` puts a schedule under its name; `get_plan` makes the plan of a name."""
+"""`@generator` registers a schedule under its name; `get_plan` makes the plan of a name."""
 
 from __future__ import annotations
 
