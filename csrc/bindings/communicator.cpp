@@ -52,8 +52,8 @@ std::unique_ptr<BoundCommunicator> make_communicator(Connections& connections, i
 
 using Refs = InlineVector<TensorRef, 4>;
 
-// The tensors of one call, as the engine takes them. Those of an asynchronous operation are looked at
-// again at its end, unless it runs on streams, whose order then holds for their memory, too.
+// The tensors of one call, as the engine takes them. Those of an asynchronous operation are checked again
+// at its end, unless it runs on streams, whose order then also protects their memory.
 class BoundCommunicator::Tensors {
  public:
   Tensors(const BoundCommunicator& communicator, size_t number, bool async_op)
@@ -112,7 +112,7 @@ BoundCommunicator::WorkPtr BoundCommunicator::work(Tensors tensors, Post&& post)
   return std::make_shared<OperationWork>(communicator_, std::move(operation), std::move(awaited));
 }
 
-// A call that waits is one call of Python's: it posts and waits without the GIL.
+// A call that waits is a single call from Python: it posts and waits without the GIL.
 template <class Post>
 BoundCommunicator::WorkPtr BoundCommunicator::run(Tensors tensors, bool async_op, Post&& post,
                                                   bool returns_work) {
@@ -266,7 +266,7 @@ bool BoundCommunicator::all_gather(const py::object& output, const py::object& i
   return true;
 }
 
-// Whether both are contiguous and the one has as many elements as each rank's piece of the other.
+// Whether both are contiguous and `piece` has as many elements as each rank's piece of `whole`.
 bool BoundCommunicator::is_share_of(const TensorRef& piece, const TensorRef& whole) const {
   return piece.dtype == whole.dtype && piece.is_contiguous() && whole.is_contiguous() &&
          piece.num_bytes() * communicator_->size() == whole.num_bytes();
@@ -360,7 +360,7 @@ void BoundCommunicator::close() {
     py::gil_scoped_release no_gil;
     communicator_->close(check_signals);
   } catch (...) {
-    if (!warn()) PyErr_Clear();  // the failure tells more
+    if (!warn()) PyErr_Clear();  // the failure is more helpful
     throw;
   }
   if (!warn()) throw py::error_already_set();

@@ -1,5 +1,5 @@
-// Python's communicator. Where its tensors are, and what moves them, follows from the arguments of
-// its constructor.
+// Python's communicator. The arguments of its constructor decide where its tensors are and what
+// moves them.
 #pragma once
 
 #include <memory>
@@ -20,8 +20,8 @@ class BoundCommunicator {
  public:
   using WorkPtr = std::shared_ptr<Work>;
 
-  // Takes the communicator over. `on_streams`: its operations run on streams of the device, after
-  // what the caller has enqueued and before what follows, so tensors need no care of the host.
+  // Takes ownership of the communicator. `on_streams`: its operations run on streams of the device,
+  // after what the caller has enqueued and before what follows, so the host need not protect tensors.
   BoundCommunicator(std::unique_ptr<Communicator> communicator, const DeviceArgument& device,
                     bool on_streams)
       : communicator_(shared_with_python(std::move(communicator))),
@@ -36,8 +36,8 @@ class BoundCommunicator {
   void recv(const py::object& tensor, const py::object& src, const py::object& channel);
   WorkPtr broadcast(const py::object& tensor, const py::object& src, const py::object& async_op);
   WorkPtr barrier(const py::object& async_op, const py::object& timeout);
-  // Of contiguous tensors in host memory, waited for; else they do nothing and return false. `make`
-  // makes the plans, see PreparedCollectives.
+  // For contiguous tensors in host memory they run and wait; for others they do nothing and return
+  // false. `make` makes the plans, see PreparedCollectives.
   bool all_reduce(const py::object& tensor, const py::object& op, const py::object& make,
                   const py::object& channel);
   bool reduce_scatter(const py::object& output, const py::object& input, const py::object& op,
@@ -54,11 +54,11 @@ class BoundCommunicator {
   void connect(const std::vector<int>& peers, const std::optional<std::vector<int>>& channels,
                const std::optional<std::string>& direction);
   void connect_exchanges(std::vector<int> members, const py::object& channel);
-  // Name of the transport, "" if it is not settled, and the reason if there is one to tell.
+  // Name of the transport, "" if it is not decided yet, and the reason, if any.
   std::pair<std::string, std::string> route(int peer) const;
-  // For results: in memory that peers write directly. None if the transport has no such memory.
+  // A tensor for results, in memory that peers write directly. None if the transport has none.
   py::object empty(const std::vector<int64_t>& shape, const py::object& dtype);
-  // `cause`: another one, of the same ranks, or null.
+  // `cause`: another communicator of the same ranks, or null.
   void abort(const py::str& reason, const BoundCommunicator* cause);
   void close();
 
@@ -88,7 +88,7 @@ class BoundCommunicator {
   PreparedCollectives prepared_;
 };
 
-// With a constructor for tensors that hosts move, and one for those that NCCL does.
+// Binds it with a constructor for tensors that hosts move, and one for those that NCCL moves.
 py::class_<BoundCommunicator> bind_communicator(py::module_& m);
 void bind_nccl_communicator(py::module_& m, py::class_<BoundCommunicator>& communicator);
 

@@ -11,7 +11,7 @@
 namespace pipecomm {
 namespace {
 
-// A function that threads of the transport call. It ends with the GIL held, too, or not at all if the
+// A function that threads of the transport call. It is also freed with the GIL held, or not at all if the
 // interpreter is ending.
 using Held = std::shared_ptr<py::function>;
 
@@ -34,11 +34,11 @@ Result call(const Held& function, MakeArgument make_argument) {
   try {
     return (*function)(make_argument()).template cast<Result>();
   } catch (const py::error_already_set& error) {
-    throw std::runtime_error(text_argument(py::str(error.value())));  // ends outside the lock
+    throw std::runtime_error(text_argument(py::str(error.value())));  // destroyed outside the lock
   }
 }
 
-// A bit for each core; those with higher numbers than a CoreSet holds are left out.
+// From a bit mask of cores; cores with higher numbers than a CoreSet holds are left out.
 CoreSet core_set(const py::int_& cores) {
   if (cores < py::int_(0)) throw std::invalid_argument("cores must not be negative");
   const std::string digits = py::str(cores.attr("__format__")("b"));

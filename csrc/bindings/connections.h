@@ -1,5 +1,5 @@
-// What a rank needs to meet the others, as Python has set it up: a communicator makes its transport
-// from it.
+// What a rank needs to connect to the others, as Python has set it up: a communicator makes its
+// transport from it.
 #pragma once
 
 #include <pybind11/pybind11.h>

@@ -23,10 +23,10 @@ namespace {
 // so that two of them never have one address; only under the GIL.
 class CallSites {
  public:
-  // Frames of files that begin with this are the library's own. Empty: nothing is noted.
+  // Frames of files that begin with this are the library's own. Empty: no call sites are recorded.
   std::string library_prefix;
 
-  // To find the line takes longer than all else here, so places are remembered.
+  // Finding the line takes longer than everything else here, so places are cached.
   uint32_t number_of(PyFrameObject* frame, PyCodeObject* code) {
 #if PY_VERSION_HEX >= 0x030b0000
     const Key place{code, PyFrame_GetLasti(frame)};
@@ -123,7 +123,7 @@ bool catch_signal(int number) {
   return sigaction(number, &ours, nullptr) == 0;
 }
 
-// Blocks until the alarm was raised since the last call; the number of signals caught so far.
+// Blocks until the alarm has been raised since the last call; returns the number of signals so far.
 uint64_t wait_for_alarm() {
   py::gil_scoped_release no_gil;
   while (sem_wait(&alarm_of_process.raised) != 0) {
@@ -172,7 +172,7 @@ py::dict message_dict(const FlightMessage& message) {
   return dict;
 }
 
-// Turns times of the clock that operations use into seconds since 1970.
+// Converts times of the operations' clock to seconds since 1970.
 class WallClock {
  public:
   py::object seconds(Clock::time_point time) const {

@@ -15,7 +15,7 @@ py::list flights_list(const std::vector<Flight>& flights);
 // The fields of a failure as a dict; None if there is none.
 py::object failure_dict(const FailurePtr& failure);
 
-// Notes where in the user's program this thread is, for the operations that it makes; with the GIL.
+// Records where in the user's program this thread is, for the operations that it makes; with the GIL.
 void note_call_site();
 
 // Wakes the thread in `flight_wait()`; async-signal-safe.

@@ -16,15 +16,15 @@ struct Uses {
   ForkMark mark;
 };
 
-// Never freed, since threads may outlive static objects. A fork, which has no other thread, begins
-// again.
+// Never freed, since threads may outlive static objects. A fork has no other thread and starts with
+// new ones.
 Uses& uses() {
   static std::atomic<Uses*> current = new Uses;
   if (current.load()->mark.is_in_fork()) current = new Uses;
   return *current;
 }
 
-// Waits for the uses that exist, and then permits no other.
+// Waits for the existing uses, and then permits no further one.
 void end_interpreter_use(double limit_s) {
   const py::gil_scoped_release no_gil;
   const auto limit = std::chrono::steady_clock::now() +

@@ -6,7 +6,7 @@
 
 namespace pipecomm {
 
-// While one exists the end of the interpreter waits, for a limited time.
+// While one exists, the end of the interpreter waits for a limited time.
 class InterpreterUse {
  public:
   InterpreterUse();  // throws std::runtime_error once the interpreter is ending

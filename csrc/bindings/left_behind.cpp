@@ -12,8 +12,8 @@ namespace {
 thread_local bool is_left_behind = false;
 std::terminate_handler others = nullptr;
 
-// Until 3.14 Python ends a thread that asks for its lock once the interpreter ends. A destructor of pybind11's
-// asks when the call returns, and a thread must not end within a destructor: the process would be aborted.
+// Before 3.14, Python ends a thread that requests the GIL once the interpreter ends. A destructor of pybind11
+// requests it when the call returns, and a thread that ends within a destructor aborts the process.
 [[noreturn]] void stay_or_terminate() {
   while (is_left_behind) pause();  // the process ends without this thread
   others();

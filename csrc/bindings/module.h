@@ -1,4 +1,4 @@
-// The parts of the module whose C++ nobody else uses.
+// The parts of the module whose C++ only the module uses.
 #pragma once
 
 #include "bindings/python.h"
@@ -7,7 +7,7 @@ namespace pipecomm {
 
 // How this build was made.
 void bind_build_info(py::module_& m);
-// Threads of Python's that may be left behind in a call of torch's when the interpreter ends.
+// Python threads that may be left behind in a call of torch when the interpreter ends.
 void bind_left_behind(py::module_& m);
 // Makes the calling thread one of them, and is_own_thread true.
 void leave_behind();

@@ -1,4 +1,4 @@
-// What Python has for NCCL: a constructor of its communicator.
+// NCCL for Python: a constructor of its communicator.
 #include "bindings/communicator.h"
 #include "bindings/connections.h"
 #include "bindings/cuda.h"

@@ -31,7 +31,7 @@ struct Table {
 
 }  // namespace
 
-// Takes the place of the allocator's own deleter, in storages that have been pinned once.
+// Replaces the allocator's own deleter, in storages that have been pinned once.
 void free_unless_pinned(void* memory) {
   Table& table = Table::table();
   {

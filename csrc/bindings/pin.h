@@ -1,11 +1,11 @@
-// Memory of a tensor that an operation in flight uses, while its storage may be given other memory.
+// Memory of a tensor that an operation in flight uses, while its storage may get other memory.
 #pragma once
 
 #include "bindings/storage_fields.h"
 
 namespace pipecomm {
 
-// Memory of torch's CPU allocator is not freed before the last of its pins goes, whatever becomes of
+// Memory of torch's CPU allocator is not freed before its last pin is destroyed, whatever happens to
 // the storage (share_memory_(), resize_()). Other memory is not pinned.
 class Pin {
  public:
@@ -24,7 +24,7 @@ class Pin {
   friend void free_unless_pinned(void* memory);
   void* memory_ = nullptr;
   bool is_freed_ = false;
-  Pin* next_ = nullptr;  // of the memory that has the same place in the table
+  Pin* next_ = nullptr;  // of memory with the same place in the table
   Pin* previous_ = nullptr;
 };
 

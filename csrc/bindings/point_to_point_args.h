@@ -18,13 +18,13 @@ struct PointToPointArg {
 struct SendArg : PointToPointArg {};
 struct RecvArg : PointToPointArg {};
 
-// Their Python classes: to compare them is quicker than to let pybind11 look for the object's.
+// Their Python classes: comparing them is faster than pybind11's look-up of the object's class.
 struct PointToPointClasses {
   py::handle send, recv;
 };
 const PointToPointClasses& point_to_point_classes();
 
-// Null unless the object is of the class, which Arg was bound to, or of one derived from it.
+// Null unless the object is of the class that Arg was bound to, or of one derived from it.
 template <class Arg>
 const Arg* as(py::handle object, py::handle type) {
   if (py::type::handle_of(object).is(type))

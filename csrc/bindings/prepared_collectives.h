@@ -19,9 +19,9 @@ struct PreparedCollective {
 // Used with the GIL.
 class PreparedCollectives {
  public:
-  // Of tensors like this one (`object` in Python) and an operator, None if there is none. If they are
-  // new, make(rank, size, number of elements, dtype, op) says what to run: (name of the reduction or
-  // None, list of plans); or None, if C++ cannot. Null: it cannot, or the tensor has gaps.
+  // The plans for tensors like this one (`object` in Python) and an operator (None: no reduction). For
+  // new ones, make(rank, size, number of elements, dtype, op) returns (name of the reduction or None,
+  // list of plans), or None if C++ cannot run it. Null: it cannot, or the tensor has gaps.
   std::shared_ptr<const PreparedCollective> find(const Communicator& communicator,
                                                  py::handle object, const py::object& op,
                                                  const TensorRef& tensor, const py::object& make);
@@ -38,7 +38,7 @@ class PreparedCollectives {
     size_t operator()(const Key& key) const;
   };
   struct Entry {
-    py::object make, op;  // so that no others get their addresses
+    py::object make, op;  // keeps their addresses from being reused
     std::shared_ptr<const PreparedCollective> prepared;
   };
   static constexpr size_t kMaxEntries = 256;

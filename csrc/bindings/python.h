@@ -1,5 +1,5 @@
-// pybind11, with the conversions of the standard library's containers: a file without these would
-// compile, and fail when it is called.
+// pybind11, with the conversions of the standard library's containers: a file without these compiles,
+// but its functions fail when called.
 #pragma once
 
 #include <pybind11/pybind11.h>

@@ -58,7 +58,7 @@ void raise_failure(const Failure& failure) {
   auto optional = [](int64_t value) -> py::object {
     return value < 0 ? py::none() : py::object(py::int_(value));
   };
-  // Texts of peers may be cut off within a character, or be no text at all.
+  // Texts of peers may be cut off within a character, or not be valid text.
   auto text = [](const std::string& bytes) {
     return py::reinterpret_steal<py::object>(
         PyUnicode_DecodeUTF8(bytes.data(), static_cast<Py_ssize_t>(bytes.size()), "replace"));

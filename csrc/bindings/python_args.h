@@ -16,7 +16,7 @@ namespace pipecomm {
 // A real integer (operator.index); bool, float and str are TypeErrors.
 int index_argument(py::handle object, const std::string& name);
 
-// UTF-8; what has none, of a file name of other bytes, is written as an escape.
+// UTF-8; characters without one, as in file names of other bytes, are written as escapes.
 std::string text_argument(const py::str& text);
 
 // None -> nullopt; a positive number of seconds or a timedelta. Zero, negative, NaN and absurdly
@@ -28,8 +28,8 @@ void raise_failure(const Failure& failure);
 
 // Runs pending signal handlers (Ctrl-C); call without the GIL.
 void check_signals();
-// The same in the wait of a call that has been posted, which its exception then says by an attribute
-// of this name: the call cannot be refused any more.
+// The same in the wait of a call that has been posted. An attribute of this name marks the exception:
+// the call cannot be refused any more.
 void check_signals_of_posted();
 inline constexpr const char* kPostedMark = "_pipecomm_posted";
 

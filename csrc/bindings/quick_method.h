@@ -1,5 +1,5 @@
-// Methods that Python calls without the dispatch of pybind11, which takes as long as all else on the way
-// of a small call into C++: no overloads, no names of arguments, objects as they are.
+// Methods that Python calls without pybind11's dispatch, which takes as long as the rest of a small call
+// into C++: no overloads, no names of arguments, objects as they are.
 #pragma once
 
 #include <cstddef>
@@ -20,7 +20,7 @@ inline void set_failure(const Failure& failure) {
   }
 }
 
-// What pybind11 makes of exceptions, of those that calls of ours throw.
+// Translates exceptions as pybind11 does, those that our calls throw.
 template <class Call>
 PyObject* result_or_error(Call&& call) {
   try {

@@ -18,7 +18,7 @@ bool reduces(const std::string& name, py::handle dtype) {
   return can_reduce(reduction_argument(name), dtype_argument(dtype));
 }
 
-// On a device, where there are means only, it is enqueued on the current stream.
+// On a device, which supports means only, it is enqueued on the current stream.
 void reduce(const py::object& output, const py::sequence& tensors, const std::string& name) {
   const Reduction reduction = reduction_argument(name);
   std::vector<dlpack::Tensor> views;

@@ -11,14 +11,14 @@ namespace {
 
 void delete_on_another_thread(Communicator* communicator) {
   try {
-    // Its threads call Python. The use begins here, so that the interpreter does not end in between.
+    // Its threads call Python. The use begins here, so the interpreter cannot end before the thread runs.
     const auto body = [communicator, use = std::make_shared<InterpreterUse>()] {
       leave_behind();
       delete communicator;
     };
     start_thread(body, communicator->rank()).detach();
   } catch (const std::exception&) {
-    // There is no other thread, or the interpreter is ending: it stays until the process ends.
+    // No thread can be started, or the interpreter is ending: it stays until the process ends.
   }
 }
 

@@ -62,7 +62,7 @@ void find_storage_fields() {
     deleter = first.free;
   }
   if (num_found == 1) return;
-  offset = 0;  // nowhere, or it is not clear where
+  offset = 0;  // not found, or ambiguous
   deleter = nullptr;
 }
 

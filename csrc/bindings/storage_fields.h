@@ -1,4 +1,4 @@
-// The fields of a torch storage that describe its memory, read where this torch was found to keep them:
+// The fields of a torch storage that describe its memory, at the place that was found for this torch: read
 // without a call into Python, on any thread.
 #pragma once
 
@@ -10,7 +10,7 @@
 namespace pipecomm {
 
 // A part of c10::StorageImpl, the same in every torch so far. For memory of the CPU allocator,
-// `context` is the memory once more.
+// `context` equals `memory`.
 struct StorageFields {
   std::atomic<void*> memory;
   std::atomic<void (*)(void* context)> free;
@@ -21,11 +21,11 @@ struct StorageFields {
 
 // Null if this torch keeps them elsewhere; with the GIL. It lives as long as the storage.
 StorageFields* fields_of(py::handle storage);
-// What frees memory of torch's CPU allocator; null like the fields.
+// The function that frees memory of torch's CPU allocator; null if fields_of returns null.
 void (*free_of_torch())(void*);
 
-// Looks for them once: two storages of the allocator must agree, and one of other memory must not
-// look like them.
+// Finds the place once: two storages of the allocator must agree on it, and one of other memory must
+// not match.
 void find_storage_fields();
 
 }  // namespace pipecomm

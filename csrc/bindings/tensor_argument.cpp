@@ -26,7 +26,7 @@ int64_t num_elements(const dlpack::Tensor& view) {
   return product;
 }
 
-// From the first element to behind the last one.
+// From the first element to the end of the last one.
 int64_t reach_of(const dlpack::Tensor& view) {
   int64_t reach = 1;
   for (int dim = 0; dim < view.num_dims; ++dim) reach += (view.shape[dim] - 1) * view.strides[dim];
@@ -63,8 +63,8 @@ void check_device(const dlpack::Device& found, py::handle object, const Argument
                         ", but the communicator is for " + wanted.text() + " tensors");
 }
 
-// Of a tensor that DLPack does not describe: as integers if only its dtype is in the way, else an
-// error that says what it is.
+// A tensor that DLPack does not describe: viewed as integers if only its dtype is the obstacle, else an
+// error that states the obstacle.
 py::object as_integers(py::handle object, const ArgumentName& name, const DeviceArgument& device) {
   const TorchNames& names = torch_names();
   const std::string kind = names.is_nested.is_true(object)      ? "nested"
@@ -74,7 +74,7 @@ py::object as_integers(py::handle object, const ArgumentName& name, const Device
     throw py::value_error(name.text() + " must be a dense tensor, not " + kind);
   const std::string place = text_of(names.device(object).attr("type"));
   if (place != (device.is_cuda() ? "cuda" : "cpu")) check_device({}, object, name, device);
-  dtype_argument(names.dtype(object));  // one that is known
+  dtype_argument(names.dtype(object));  // throws unless it is known
   const int size = names.itemsize(object).cast<int>();
   const char* const integers = size == 1 ? "uint8" : size == 2 ? "int16" : "int32";
   try {
@@ -93,7 +93,7 @@ StorageArgument checked_storage(py::handle object, const dlpack::Tensor& view, i
   StorageFields* const fields = fields_of(storage);
   const int64_t has = fields ? fields->num_bytes : names.num_bytes.number(storage);
   const int64_t reach = reach_of(view) * itemsize;
-  // A tensor that fills its storage begins where that does.
+  // A tensor that fills its storage begins at its start.
   const int64_t offset = has == reach ? 0 : names.storage_offset.number(object) * itemsize;
   if (offset + reach <= has && view.data)
     return {std::move(storage), static_cast<std::byte*>(view.data) - offset, fields};
@@ -103,7 +103,7 @@ StorageArgument checked_storage(py::handle object, const dlpack::Tensor& view, i
                         "; its memory has been freed or resized");
 }
 
-// To be asked of a tensor that has memory. What torch makes from complex tensors has gaps.
+// Only for a tensor that has memory. The views that torch makes of complex tensors have gaps.
 bool is_conjugate_or_negative(py::handle object, const dlpack::Tensor& view) {
   const bool is_complex = view.dtype.code == dlpack::kComplex;
   const bool is_float = view.dtype.code == dlpack::kFloat || view.dtype.code == dlpack::kBfloat;
@@ -126,7 +126,7 @@ void check_writable(py::handle object, const ArgumentName& name, const TensorRef
 }
 
 // ------------------------------------------------------------------------------------------------
-// storages that are let go of without the GIL
+// storages that are released without the GIL
 
 std::atomic<KeptStorages*> put_aside{nullptr};  // a stack; a fork finds it whole
 thread_local bool drops_when_gil_is_back = false;
@@ -145,7 +145,7 @@ void let_go(KeptStorages* kept) {
   kept->next = put_aside.load();
   while (!put_aside.compare_exchange_weak(kept->next, kept)) {
   }
-  // On a thread of our own. The main thread drops it soon, if no call of ours does before.
+  // On a thread of the library. The main thread drops it soon, unless one of our calls does so first.
   if (!drops_when_gil_is_back && Py_IsInitialized())
     Py_AddPendingCall(drop_what_was_put_aside, nullptr);
 }
@@ -181,7 +181,7 @@ void KeptStorages::add(StorageArgument storage, Access access) {
   ++num_kept_;
 }
 
-// What resizes or shares a storage gives it other memory.
+// Resizing or sharing a storage gives it other memory.
 bool KeptStorages::has_moved(const Kept& kept) {
   const auto& [object, data, fields] = kept.storage;
   if (!kept.is_looked_at) return false;
@@ -258,7 +258,7 @@ AwaitedTensors::AwaitedTensors(std::shared_ptr<KeptStorages> kept,
                                std::vector<py::object> received)
     : kept_(kept), watch_(std::move(watch)), received_(std::move(received)) {}
 
-// A call into Python may let another thread in, which finishes the same tensors.
+// During a call into Python, another thread may run and finish the same tensors.
 bool AwaitedTensors::finish() {
   const auto watch = watch_;
   if (!watch) return true;

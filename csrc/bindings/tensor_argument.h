@@ -53,11 +53,11 @@ struct TensorArgument {
 TensorArgument tensor_argument(py::handle object, const ArgumentName& name, Access access,
                                const DeviceArgument& device);
 
-// The storages of an operation, which any thread may let go of. Without the GIL they are put aside,
-// and go when a thread that has it comes along.
+// The storages of an operation, which any thread may release. Without the GIL they are put aside, and
+// the next thread that has it drops them.
 class KeptStorages {
  public:
-  // Outlives them, for who waits for the operation; with the GIL.
+  // Outlives them, for the waiter of the operation; with the GIL.
   struct Watch {
     bool has_moved = false;  // what was received did not reach a tensor, or what was sent was freed
     bool is_over = false;
@@ -67,32 +67,32 @@ class KeptStorages {
   ~KeptStorages();
   static void* operator new(size_t) { return RecycledBlocks<sizeof(KeptStorages)>::take(); }
   static void operator delete(void* kept) { RecycledBlocks<sizeof(KeptStorages)>::give_back(kept); }
-  // Of an asynchronous operation also against being given other memory, as far as they can be.
+  // For an asynchronous operation, also pins its memory where possible.
   void add(StorageArgument storage, Access access);
-  // With the GIL: notes whether a message has been lost to other memory by now.
+  // With the GIL: records whether a message has been lost because a storage got other memory.
   void look() const;
 
-  KeptStorages* next = nullptr;  // that was put aside
+  KeptStorages* next = nullptr;  // in the list of those put aside
 
  private:
   KeptStorages(size_t number, std::shared_ptr<Watch> watch) : watch_(std::move(watch)) {
     if (number > few_.size()) more_.reserve(number - few_.size());
   }
 
-  const std::shared_ptr<Watch> watch_;  // null: nobody asks
+  const std::shared_ptr<Watch> watch_;  // null: not needed
   struct Kept {
     Kept(StorageArgument argument, bool is_async, Access access)
         : storage(std::move(argument)),
           pin(is_async && storage.fields ? Pin(*storage.fields) : Pin()),
           is_looked_at(is_async && (access == Access::write || !pin)) {}
     StorageArgument storage;
-    Pin pin;  // made in its place: to move one takes a lock
+    Pin pin;  // constructed in place: moving one takes a lock
     bool is_looked_at;
   };
   static bool has_moved(const Kept& kept);
 
   size_t num_kept_ = 0;
-  std::array<std::optional<Kept>, 8> few_;  // most calls have no more
+  std::array<std::optional<Kept>, 8> few_;  // enough for most calls
   std::vector<Kept> more_;
 };
 
@@ -108,16 +108,16 @@ class WithoutGil {
   PyThreadState* const state_;
 };
 
-// What Python is to hear at the end of an operation that goes on after its call. It keeps nothing
-// alive that is sent.
+// What must be done in Python at the end of an operation that outlives its call. It does not keep
+// sent tensors alive.
 class AwaitedTensors {
  public:
   AwaitedTensors() = default;
   AwaitedTensors(std::shared_ptr<KeptStorages> kept, std::shared_ptr<KeptStorages::Watch> watch,
                  std::vector<py::object> received);
-  // With the GIL, once the operation has succeeded: the version of what was received changes again,
-  // as it may have been used meanwhile. False if the storage of a tensor was given other memory, so
-  // that the message is lost.
+  // With the GIL, once the operation has succeeded: increments the versions of received tensors again,
+  // as they may have been used meanwhile. False if the storage of a tensor got other memory, so that
+  // the message is lost.
   bool finish();
 
  private:

@@ -19,7 +19,7 @@ py::object call(PyObject* function, PyObject* const* args, size_t num_args) {
 // These live as long as the process.
 const TorchNames* names = nullptr;
 std::unordered_map<PyObject*, DType>* known_dtypes = nullptr;
-std::unordered_map<uint32_t, DType>* dtypes_by_dlpack = nullptr;  // filled as tensors come
+std::unordered_map<uint32_t, DType>* dtypes_by_dlpack = nullptr;  // filled as types occur
 
 uint32_t key_of(dlpack::DataType type) { return std::bit_cast<uint32_t>(type); }
 dlpack::DataType type_of(uint32_t key) { return std::bit_cast<dlpack::DataType>(key); }
@@ -45,8 +45,8 @@ py::object Attribute::operator()(py::handle object) const {
   return value;
 }
 
-// torch.autograd.graph.increment_version is the public name of what it calls, which takes a third of
-// its time.
+// torch.autograd.graph.increment_version is the public function; the one it calls takes a third of its
+// time.
 TorchNames::TorchNames(py::handle module)
     : torch(module),
       tensor(forever(torch.attr("Tensor"))),
@@ -104,7 +104,7 @@ std::optional<dlpack::DataType> dlpack_type(py::handle dtype) {
   const py::object none = names->torch.attr("empty")(0, py::arg("dtype") = dtype);
   dlpack::Tensor view;
   if (exchange_api().tensor_from_python(none.ptr(), &view) == 0) {
-    dtype_of(none, view.dtype);  // known from now on
+    dtype_of(none, view.dtype);  // caches it
     return view.dtype;
   }
   PyErr_Clear();
@@ -137,7 +137,7 @@ void load_torch_names() {
   for (int number = 0; number < num_dtypes(); ++number) {
     const auto code = static_cast<uint8_t>(number);
     const char* const name = dtype_name(code);
-    if (!py::hasattr(torch, name)) continue;  // of a later torch
+    if (!py::hasattr(torch, name)) continue;  // added in a later torch
     const py::handle dtype = forever(torch.attr(name));
     known_dtypes->emplace(dtype.ptr(), DType{code, dtype.attr("itemsize").cast<uint8_t>()});
   }

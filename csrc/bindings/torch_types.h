@@ -1,5 +1,5 @@
-// Types and functions of torch, as Python has them: no C++ type of torch is used, so that one build
-// serves every torch.
+// Types and functions of torch, by way of Python: no C++ type of torch is used, so one build serves
+// every torch.
 #pragma once
 
 #include <optional>
@@ -34,7 +34,7 @@ class Attribute {
   PyObject* name_;
 };
 
-// What the bindings call, looked up once.
+// The names that the bindings use, looked up once.
 struct TorchNames {
   explicit TorchNames(py::handle torch);
 
@@ -49,23 +49,23 @@ struct TorchNames {
 const TorchNames& torch_names();
 
 bool is_tensor(py::handle object);
-// Whether its class leaves operations to torch: torch.Tensor, torch.nn.Parameter, and classes without
-// a __torch_dispatch__ of their own.
+// Whether its class does not intercept operations: torch.Tensor, torch.nn.Parameter, and classes
+// without a __torch_dispatch__ of their own.
 bool is_plain_tensor(py::handle object);
 
 // TypeError unless it is a torch.dtype that this build knows.
 DType dtype_argument(py::handle dtype);
-// Of a tensor whose elements are of this type to DLPack.
+// The dtype of a tensor whose elements have this type in DLPack.
 DType dtype_of(py::handle tensor, dlpack::DataType type);
 // Nothing if DLPack has no such type.
 std::optional<dlpack::DataType> dlpack_type(py::handle dtype);
 
 bool is_grad_enabled();
 
-// What is written behind autograd's back is noted, so that it can complain about saved tensors.
+// Tells autograd that these were written, so that it can report saved tensors that have changed.
 void mark_written(std::span<const py::object> tensors);
 
-// Meets the torch of this process. Throws py::import_error if it is too old, or too new.
+// Looks up the names in the torch of this process. Throws py::import_error if it is too old or too new.
 void load_torch_names();
 
 }  // namespace pipecomm

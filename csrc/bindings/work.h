@@ -1,4 +1,4 @@
-// What Python holds of an operation in flight.
+// Python's handle of an operation in flight.
 #pragma once
 
 #include <memory>
@@ -14,11 +14,11 @@
 
 namespace pipecomm {
 
-// Owns nothing that the operation does not own itself: dropping it is legal.
+// Owns only what the operation owns itself, so it may be dropped.
 class Work {
  public:
   virtual ~Work() = default;
-  // Until `timeout` passes (PipeCommTimeout, and the operation stays in flight); None is the
+  // Waits until `timeout` passes (PipeCommTimeout; the operation stays in flight); None is the
   // communicator's own limit.
   virtual void wait(const py::object& timeout) = 0;
   virtual void synchronize() = 0;
@@ -45,10 +45,10 @@ class OperationWork final : public Work {
 
   std::shared_ptr<Communicator> communicator_;
   OperationPtr operation_;
-  AwaitedTensors awaited_;  // until Python has heard of the end
+  AwaitedTensors awaited_;  // until they are finished
 };
 
-// On several operations at once.
+// A handle of several operations at once.
 class JoinedWork final : public Work {
  public:
   explicit JoinedWork(std::vector<std::shared_ptr<Work>> works) : works_(std::move(works)) {}
@@ -66,7 +66,7 @@ Scope scope_argument(std::vector<int> members, const py::object& channel);
 
 void bind_work(py::module_& m);
 
-// PipeCommTimeout of a wait(), not of the operation, that names the messages which are `pending`.
+// Throws the PipeCommTimeout of a wait(), not of the operation; it names the `pending` messages.
 [[noreturn]] void throw_still_in_flight(OpCode op, int rank, std::span<const FlightMessage> pending,
                                         const py::object& timeout);
 

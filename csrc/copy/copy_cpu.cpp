@@ -21,7 +21,7 @@ constexpr int64_t kMinThreadBytes = 1 << 20;    // below, waking a thread costs 
 
 // ---- copying one run ----
 
-// The hardware foresees neither the jump to the next run nor that its lines will be written, so
+// The hardware predicts neither the jump to the next run nor that its lines will be written, so
 // they are prefetched: about 25 % faster for runs of 256 B to 16 KiB. Streaming stores
 // were slower than this at 4, 25 and 100 MB (measured on a Xeon with AVX-512, one thread).
 inline void prefetch_for_writing(const char* dst, int64_t ahead_bytes, int64_t bytes) {
@@ -109,7 +109,7 @@ void walk(const StridedCopy& copy, char* dst, const char* src, int64_t begin, in
   }
   int64_t remaining = end - begin;
   while (remaining > 0) {
-    // To the end of the innermost loop, in whole runs but for the first and the last.
+    // To the end of the innermost loop, in whole runs except the first and the last.
     int64_t num_runs = last < 0 ? 1 : copy.count[last] - index[last];
     const int64_t src_stride = last < 0 ? 0 : copy.src_stride_bytes[last];
     const int64_t dst_stride = last < 0 ? 0 : copy.dst_stride_bytes[last];

@@ -8,8 +8,8 @@ namespace pipecomm {
 
 namespace {
 
-// Descriptors travel as kernel arguments: nothing to allocate, to upload or to keep alive, and a
-// captured graph holds its own. 4 KiB is what every driver takes, 32 KiB what CUDA 12.1 added.
+// Descriptors are kernel arguments: nothing to allocate, upload or keep alive, and a captured graph
+// holds its own. Every driver accepts 4 KiB of arguments; since CUDA 12.1 32 KiB are possible.
 constexpr int kFewTasks = 4;
 constexpr int kSomeTasks = 24;
 #if CUDART_VERSION >= 12010
@@ -18,13 +18,13 @@ constexpr int kManyTasks = 196;
 constexpr int kManyTasks = kSomeTasks;
 #endif
 
-// The tasks of a group take turns: the boxes of one tensor lie between each other in memory, and
-// blocks that run side by side should read and write the same pages of it.
+// The tasks of a group take turns: the boxes of one tensor interleave in memory, and blocks that run
+// at the same time should read and write the same pages of it.
 template <int kCapacity>
 struct TaskBatch {
   int32_t num_groups = 0;
   uint32_t first_tile[kCapacity + 1];  // of each group, and the end of the last one
-  uint8_t first_task[kCapacity + 1];   // likewise
+  uint8_t first_task[kCapacity + 1];   // the same
   VectorTask tasks[kCapacity];
   static_assert(kCapacity <= UINT8_MAX);
 
@@ -141,13 +141,13 @@ struct TaskRange {
   size_t begin, end;
 };
 
-// Blocks without work stand in for the tiles that the shorter tasks of a group lack: at most a
-// quarter as many as there are tiles.
+// Shorter tasks of a group get blocks without work for the tiles they lack: at most a quarter of the
+// number of tiles.
 bool may_take_turns(int64_t num_tasks, int64_t longest, int64_t num_tiles) {
   return 4 * num_tasks * longest <= 5 * num_tiles;
 }
 
-// Launches the first tasks of the range: as many as the capacity takes, with fewer than 2^31 tiles.
+// Launches the first tasks of the range: as many as fit the capacity and fewer than 2^31 tiles.
 template <int kCapacity, typename Tile>
 cudaError_t launch_batch(TaskRange& range, const Tile& tile, const CudaLaunch& launch) {
   TaskBatch<kCapacity> batch;
@@ -218,7 +218,7 @@ cudaError_t preload_tile() {
 
 }  // namespace
 
-// One launch for each kind of arithmetic, and an exchange hardly ever has two.
+// One launch for each kind of arithmetic; an exchange rarely has two.
 cudaError_t execute_cuda(const ResolvedTasks& tasks, const CopyBuffers& buffers, const Scale& scale,
                          const CudaLaunch& launch) {
   for (size_t begin = 0, end; begin < tasks.size(); begin = end) {

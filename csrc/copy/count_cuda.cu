@@ -6,8 +6,8 @@ namespace pipecomm {
 
 namespace {
 
-// Atomic, because two graphs with the same operation may run at once. The host only reads, so it does
-// not matter whether the bus has atomic operations.
+// Atomic, because two graphs with the same operation may run at once. The host only reads, so the bus
+// need not support atomic operations.
 __global__ void count_kernel(uint32_t* counter) { atomicAdd_system(counter, 1u); }
 
 }  // namespace

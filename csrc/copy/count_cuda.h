@@ -1,4 +1,4 @@
-// Counts how often streams of a CUDA device come to a place, in memory that the host reads.
+// Counts how often streams of a CUDA device reach a point, in memory that the host reads.
 #pragma once
 
 #include <cuda_runtime_api.h>

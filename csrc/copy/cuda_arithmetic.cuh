@@ -10,10 +10,10 @@
 
 namespace pipecomm {
 
-// Multiplies numbers by one, or divides them by one without a division for each: by a product with
-// the reciprocal, which is off by a rounding or two, and a correction by the remainder, which fma
-// gives exactly. The result is the rounded quotient where nothing over- or underflows on the way;
-// other numbers are divided.
+// Multiplies numbers by a factor, or divides them by a divisor without a division for each: by a
+// product with the reciprocal, which is off by a rounding or two, and a correction by the remainder,
+// which fma computes exactly. The result is the rounded quotient unless an intermediate value over- or
+// underflows; such numbers are divided.
 template <typename T>
 class Scaling {
  public:
@@ -49,7 +49,7 @@ class Scaling {
   static constexpr T kSmallest = sizeof(T) == 4 ? T{0x1p-100} : static_cast<T>(0x1p-900);
   static constexpr T kMaxDivisor = T{0x1p20};
 
-  // Rare, so in little code: each value in turn is divided in the first place and goes to the last.
+  // Rare, so compact code: each value in turn is divided in the first slot, then moves to the last.
   template <int kCount>
   __device__ __forceinline__ void divide(T (&values)[kCount]) const {
 #pragma unroll 1

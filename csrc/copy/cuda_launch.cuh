@@ -10,8 +10,8 @@
 
 namespace pipecomm {
 
-// A block that shares its multiprocessor with others, and one that has to fill it alone. Kernels
-// are compiled for both (__launch_bounds__(kMaxThreads)).
+// Threads of a block that shares its multiprocessor with others, and of one that has to fill it
+// alone. Kernels are compiled for both (__launch_bounds__(kMaxThreads)).
 inline constexpr int kThreads = 256;
 inline constexpr int kMaxThreads = 512;
 
@@ -19,9 +19,9 @@ inline int threads_of(const CudaLaunch& launch) {
   return launch.num_sms > 0 ? kMaxThreads : kThreads;
 }
 
-// A block for each tile: an H100 deals out blocks better than they share the tiles among themselves
-// (with as many blocks as it holds, 0.94 of a device-to-device copy; so, 0.98). A limit of n
-// multiprocessors is n blocks, which cannot lie on more and go from tile to tile.
+// A block for each tile: an H100 distributes blocks better than a loop over tiles does (0.98 of a
+// device-to-device copy; with as many blocks as it holds, 0.94). A limit of n multiprocessors is n
+// blocks, which cannot occupy more, and loop over the tiles.
 template <auto kKernel, typename... Arguments>
 cudaError_t launch_blocks(int64_t num_tiles, const CudaLaunch& launch,
                           const Arguments&... arguments) {
@@ -41,7 +41,7 @@ cudaError_t preload() {
   return cudaFuncGetAttributes(&attributes, kKernel);
 }
 
-// The first failure of some calls, all of which are made.
+// The first error of some calls, all of which are made.
 inline cudaError_t first_error(std::initializer_list<cudaError_t> errors) {
   const auto failed = std::find_if(errors.begin(), errors.end(),
                                    [](cudaError_t error) { return error != cudaSuccess; });

@@ -9,7 +9,7 @@
 namespace pipecomm {
 
 // Some vectors of a task, a block's width apart. Those beyond its end do not exist; the first vector
-// of the task is read in their place. (What is never written would have registers of its own.)
+// of the task is read instead. (Registers that are never written would be allocated separately.)
 template <int kCount>
 struct ThreadVectors {
   VectorPlace places[kCount];
@@ -27,7 +27,7 @@ struct ThreadVectors {
   }
 };
 
-// Of a tile in vectors, those that one thread moves.
+// The vectors of a tile that one thread moves.
 struct TileVectors : ThreadVectors<kVectorsPerThread> {
   const VectorTask& task;
 
@@ -49,7 +49,7 @@ struct TileVectors : ThreadVectors<kVectorsPerThread> {
   }
 };
 
-// Gives `move` the vectors of a tile, in a turn for each vector that 16 bytes hold.
+// Passes the vectors of a tile to `move`, in one turn for each vector that 16 bytes hold.
 template <typename Move>
 __device__ __forceinline__ void move_turns(const VectorTask& task, uint32_t tile,
                                            const Move& move) {

@@ -30,14 +30,14 @@ struct VectorOf<1> {
   using Type = uint8_t;
 };
 
-// With no hint about caching: neighbours of what is fetched belong to other boxes, whose blocks run
-// at the same time (with ld.cs runs of 128 B are a tenth slower on an H100).
+// Without a caching hint: the neighbouring bytes belong to other boxes, whose blocks run at the same
+// time (with ld.cs runs of 128 B are a tenth slower on an H100).
 template <typename Vector>
 __device__ __forceinline__ Vector load_vector(const void* address) {
   return *static_cast<const Vector*>(address);
 }
 
-// Of memory that no other block reads, whole vectors are marked as read once (ld.cs).
+// For memory that no other block reads: whole vectors are marked as read once (ld.cs).
 template <typename Vector>
 __device__ __forceinline__ Vector load_once(const void* address) {
   const auto* vector = static_cast<const Vector*>(address);

@@ -1,5 +1,5 @@
-// The few things that a communicator asks of a device: streams, events, memory, copies. The real
-// one is CUDA; tests put a fake behind it.
+// The few things that a communicator needs of a device: streams, events, memory, copies. The real
+// one is CUDA; tests replace it by a fake.
 #pragma once
 
 #include <atomic>
@@ -24,13 +24,13 @@ class DeviceRuntime {
  public:
   virtual ~DeviceRuntime() = default;
 
-  // First on a thread that belongs to the library, whose calls then do no harm to captures on others.
+  // First call on a thread of the library: its calls then do not disturb captures on other threads.
   virtual void adopt_thread() {}
   virtual StreamHandle current_stream() = 0;  // of the calling thread
-  // Of high priority. Serves this object alone as long as it lives, and is never destroyed.
+  // Of high priority. Serves only this object during its life, and is never destroyed.
   virtual StreamHandle new_stream() = 0;
-  // Which capture of a graph the stream takes part in, 0: none. One that an error has broken, and
-  // that is not ended yet, is kBrokenCapture.
+  // The capture of a graph that the stream takes part in, 0: none. kBrokenCapture: an error has
+  // invalidated it, and it is not ended yet.
   virtual uint64_t capture_of(StreamHandle stream) = 0;
   bool is_capturing(StreamHandle stream) { return capture_of(stream) != 0; }
 
@@ -42,15 +42,15 @@ class DeviceRuntime {
   // Memory for work on `stream` only; may be dropped as soon as that work is enqueued.
   virtual std::shared_ptr<std::byte> allocate(int64_t num_bytes, StreamHandle stream) = 0;
 
-  // Of the device, whoever uses the rest.
+  // Free memory of the device.
   virtual int64_t free_bytes() { return 0; }
   virtual int num_multiprocessors() { return 128; }
 
   // Memory of the host that the device reads and writes, too. Harmless to captures on other threads.
   virtual std::shared_ptr<std::byte> allocate_host(int64_t num_bytes) = 0;
 
-  // A number that `count` adds 1 to, and that is read at any time: 0 at first, and there for good,
-  // since a graph may outlive everything else. Null if the device cannot count.
+  // A number to which `count` adds 1, readable at any time: 0 at first, and never freed, since a graph
+  // may outlive everything else. Null if the device cannot count.
   using Counter = std::atomic<uint32_t>;
   virtual Counter* new_counter() { return nullptr; }
   virtual void count(StreamHandle, Counter&) {}

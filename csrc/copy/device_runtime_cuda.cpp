@@ -27,7 +27,7 @@ void require(cudaError_t error, const char* what) {
 
 cudaStream_t stream_of(StreamHandle stream) { return static_cast<cudaStream_t>(stream); }
 
-// The driver's functions, by way of the runtime: nothing links to libcuda.
+// The driver's functions, obtained from the runtime: nothing links to libcuda.
 template <class Function>
 Function* driver_function(const char* name) {
   void* function = nullptr;
@@ -38,8 +38,8 @@ Function* driver_function(const char* name) {
   return reinterpret_cast<Function*>(function);
 }
 
-// The device of this thread while a call runs. cudaSetDevice could not undo itself: on a thread that
-// never chose a device, going back to device 0 would make a context there.
+// Sets the device of this thread while a call runs. cudaSetDevice could not be undone: on a thread that
+// never chose a device, going back to device 0 would create a context there.
 class DeviceGuard {
  public:
   explicit DeviceGuard(int device_idx) {
@@ -77,8 +77,8 @@ class DeviceGuard {
   bool has_pushed_ = false;
 };
 
-// Lets this thread ask about events while it, or another thread, captures a graph: a question about
-// work outside the capture does no harm to it.
+// Allows this thread to query events while it, or another thread, captures a graph: querying work
+// outside the capture does not affect it.
 class RelaxedCapture {
  public:
   RelaxedCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
@@ -98,7 +98,7 @@ cudaError_t load_kernels() {
   return error == cudaSuccess ? preload_cuda_count() : error;
 }
 
-// For GPUs that this build has no kernels for: the loops of a task from `dim` on, by the driver.
+// For GPUs without kernels in this build: the driver copies the loops of a task from `dim` on.
 cudaError_t copy_with_driver(const StridedCopy& copy, const char* source, char* destination,
                              cudaStream_t stream, int dim = 0) {
   const int64_t run = copy.run_bytes;
@@ -125,7 +125,7 @@ constexpr size_t kNumPinnedCounters = 1 << 14;
 static_assert(sizeof(DeviceRuntime::Counter) == sizeof(uint32_t) &&
               DeviceRuntime::Counter::is_always_lock_free);
 
-// What all communicators of this process on one device share; lives as long as the process.
+// Shared by all communicators of this process on one device; lives as long as the process.
 class SharedDevice {
  public:
   static SharedDevice& get(int device_idx) {
@@ -137,8 +137,8 @@ class SharedDevice {
 
   std::mutex launch_mutex;
 
-  // Streams are used again and never destroyed: torch's allocator keeps blocks under the handle of
-  // the stream for which they were made, and would meet a dead handle, or another stream's.
+  // Streams are reused and never destroyed: torch's allocator keeps blocks under the handle of the
+  // stream for which they were made, and the handle would be invalid, or that of another stream.
   cudaStream_t take() {
     std::lock_guard lock(mutex_);
     if (free_.empty()) return nullptr;
@@ -146,7 +146,7 @@ class SharedDevice {
     free_.pop_back();
     return stream;
   }
-  // But for those on which a kernel may still be stuck.
+  // Except those on which a kernel may still hang.
   void give_back(const std::vector<cudaStream_t>& streams) {
     const RelaxedCapture relaxed;
     std::lock_guard lock(mutex_);
@@ -155,8 +155,8 @@ class SharedDevice {
     cudaGetLastError();
   }
 
-  // Pinning memory may wait for the device, and so for other ranks: the first numbers are there
-  // before a communicator enqueues anything.
+  // Pinning memory may wait for the device, and so for other ranks: the first counters are made before
+  // a communicator enqueues anything.
   void reserve_counters() {
     std::lock_guard lock(counters_mutex_);
     pin_counters();
@@ -183,7 +183,7 @@ class SharedDevice {
   std::mutex mutex_;
   std::vector<cudaStream_t> free_;
   std::mutex counters_mutex_;
-  std::span<DeviceRuntime::Counter> counters_;  // that nobody has
+  std::span<DeviceRuntime::Counter> counters_;  // not handed out yet
 };
 
 class CudaRuntime final : public DeviceRuntime {
@@ -248,7 +248,7 @@ class CudaRuntime final : public DeviceRuntime {
             "waiting for an event");
   }
 
-  // Guarded too: the first question of a thread would make a context on device 0.
+  // Guarded, too: the first query of a thread would create a context on device 0.
   bool is_done(const EventPtr& event) override {
     const DeviceGuard guard(device_idx_);
     const RelaxedCapture relaxed;
@@ -340,7 +340,7 @@ class CudaRuntime final : public DeviceRuntime {
     }
   }
 
-  // Outlives the runtime as long as an event is out.
+  // Outlives the runtime while an event is in use.
   class Events : public std::enable_shared_from_this<Events> {
    public:
     ~Events() {

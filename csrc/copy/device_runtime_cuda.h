@@ -10,9 +10,9 @@
 
 namespace pipecomm {
 
-// What is here exists if PIPECOMM_WITH_CUDA. `num_sms`: multiprocessors that pack and unpack kernels
-// may occupy, 0: all. Loads the kernels; without any for this device, the driver copies boxes one by
-// one and nothing can be scaled. Throws std::runtime_error if there is no such device.
+// All of this exists only with PIPECOMM_WITH_CUDA. `num_sms`: multiprocessors that pack and unpack
+// kernels may occupy, 0: all. Loads the kernels; without any for this device, the driver copies boxes
+// one by one and nothing can be scaled. Throws std::runtime_error if there is no such device.
 std::shared_ptr<DeviceRuntime> make_cuda_runtime(int device_idx, int num_sms);
 
 // Why the kernels cannot be loaded on the device, or "".

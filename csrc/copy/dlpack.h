@@ -54,7 +54,7 @@ struct ExchangeApi {
                   void (*set_error)(void* error_context, const char* kind, const char* message));
   int (*managed_from_python)(void* object, ManagedTensor** out);
   int (*managed_to_python)(ManagedTensor* tensor, void** out);
-  // Valid as long as the object is. May be null.
+  // Valid while the object lives. May be null.
   int (*tensor_from_python)(void* object, Tensor* out);
   int (*current_stream)(int32_t device_type, int32_t device_id, void** out);
 };

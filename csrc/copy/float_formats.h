@@ -1,5 +1,5 @@
-// fp16 and bf16 as bits: conversion from and to fp32, rounding to nearest even. On the host without
-// branches, so that loops over them vectorise for any instruction set.
+// fp16 and bf16 as bits: conversion from and to fp32, rounding to nearest even. The host code has no
+// branches, so that loops over it vectorise for any instruction set.
 #pragma once
 
 #include <cstdint>
@@ -42,7 +42,7 @@ struct Float16 {
     const uint32_t magnitude = half & 0x7fffu;
     const uint32_t normal = (magnitude << 13) + kRebias;
     const uint32_t special = normal + kRebias;  // infinity and NaN: the largest exponent again
-    // A subnormal is a number of steps of 2^-24, which are the last bits of floats in [0.5, 1).
+    // A subnormal is a multiple of 2^-24, the step of floats in [0.5, 1).
     const uint32_t subnormal = float_bits(float_from_bits(0x3f000000u | magnitude) - 0.5f);
     const uint32_t finite = magnitude < 0x0400u ? subnormal : normal;
     return float_from_bits(sign | (magnitude >= 0x7c00u ? special : finite));

@@ -1,5 +1,5 @@
-// Whether a process is a fork of the one that made an object: threads and connections of that one
-// do not exist in it. Costs no system call.
+// Whether this process is a fork of the one that made an object, whose threads and connections do not
+// exist here. Costs no system call.
 #pragma once
 
 #include <pthread.h>
@@ -14,7 +14,7 @@ class ForkMark {
   bool is_in_fork() const { return forks().load(std::memory_order_relaxed) != num_forks_; }
 
  private:
-  // How many forks led to this process since the first mark was made.
+  // The number of forks that led to this process since the first mark was made.
   static std::atomic<int>& forks() {
     static std::atomic<int> num_forks{0};
     [[maybe_unused]] static const int registered =

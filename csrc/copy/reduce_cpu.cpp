@@ -17,7 +17,7 @@ namespace {
 constexpr int64_t kBlockElements = 2048;  // the results of a block stay in the L1 cache
 constexpr int64_t kMinThreadElements = 1 << 18;
 
-// ---- elements: an integer as a format is its own type; it is added and multiplied without a sign ----
+// ---- elements: the format of an integer is its type; sums and products are unsigned ----
 
 template <typename T>
 struct Integer {
@@ -107,7 +107,7 @@ template <Reduction kReduction, typename Format>
   }
 }
 
-// The same loops for each instruction set, chosen by what the CPU has.
+// The same loops for each instruction set, chosen by the CPU's features.
 #if defined(__x86_64__)
 template <Reduction kReduction, typename Format>
 [[gnu::target("avx2")]] void reduce_avx2(const Job& job) {
@@ -210,7 +210,7 @@ Loop loop_for(Reduction reduction) {
   return nullptr;
 }
 
-// What it is for bools, as the bytes 0 and 1.
+// The equivalent reduction for bools as the bytes 0 and 1.
 Reduction of_bits(Reduction reduction) {
   switch (reduction) {
     case Reduction::kSum:

@@ -21,14 +21,14 @@ enum class Reduction : uint8_t {
   kBitXor,
 };
 
-// Whether reduce_cpu takes it: means of floats, bitwise reductions of integers and bool, and the others of
-// both; no complex numbers, and no floats of 8 bits.
+// Whether reduce_cpu supports it: means of floats, bitwise reductions of integers and bool, and the others
+// of all these; no complex numbers, and no floats of 8 bits.
 bool can_reduce(Reduction reduction, DType dtype);
 
 // dst[i] = srcs[0][i] op srcs[1][i] op ..., in this order: fp16 and bf16 in fp32, all others in their own
-// type, in which integers wrap. A mean is the sum, divided by the number of sources. The smallest and the
-// largest of NaN and a number are NaN. dst may be one of the sources. One pass over memory. Throws
-// std::invalid_argument if there are no sources, or for what cannot be reduced.
+// type, in which integers wrap. A mean is the sum divided by the number of sources. The minimum and the
+// maximum of NaN and a number are NaN. dst may be one of the sources. One pass over memory. Throws
+// std::invalid_argument without sources, or if the reduction is not supported.
 void reduce_cpu(Reduction reduction, void* dst, std::span<const void* const> srcs, int64_t count,
                 DType dtype, ThreadPool* pool = nullptr);
 

@@ -16,7 +16,7 @@ class ThreadPool::Workers {
     try {
       for (int i = 0; i < num_threads; ++i) threads_.emplace_back([this] { work(); });
     } catch (const std::system_error&) {
-      // The limit on threads is reached: those that exist, if any, and the caller do the work.
+      // The limit on threads is reached: the existing ones, if any, and the caller do the work.
     }
   }
 

@@ -1,5 +1,5 @@
-// What torch lends to work on a device: its current stream, and memory of its allocator. By C
-// functions only, whose ABI torch keeps.
+// torch's current stream on a device, and memory of its allocator: through C functions only, whose
+// ABI torch keeps.
 #pragma once
 
 #include <cstddef>

@@ -31,7 +31,7 @@ int64_t run_vectors_of(const VectorTask& task, int64_t run_bytes) {
                         : run_bytes / task.vector_bytes;
 }
 
-// The tensor that a task boxes: the input, or for what comes from staging the output.
+// The tensor of a task's box: the input, or the output if the source is staging.
 std::pair<bool, int> tensor_of(const CopyTask& task) {
   const bool is_input = task.src_tensor_idx >= 0;
   return {is_input, is_input ? task.src_tensor_idx : task.dst_tensor_idx};

@@ -4,11 +4,11 @@
 //   vector v of a task:  run = v / run_vectors,  column = v % run_vectors
 //   digits of its run:   (i_0, ..., i_n-1) in the mixed base count[0..n-1], the last one fastest
 //   src address:         src + sum_d i_d * src_stride_bytes[d] + column * vector_bytes
-//   dst address:         likewise
+//   dst address:         the same
 //
 // Vectors have 16, 8, 4, 2 or 1 bytes, as addresses, strides and run allow. Long runs that allow
-// fewer than 16 move in pieces: column k is then what the run has of the k-th aligned 16 bytes of
-// the destination that it touches, so that all but its ends is stored in whole vectors.
+// fewer than 16 move in pieces: column k is then the run's part of the k-th aligned 16 bytes of the
+// destination that it touches, so that everything except its ends is stored in whole vectors.
 //
 // A task has fewer than 2^31 vectors (larger ones are cut into several), so divisions are in 32
 // bits; offsets are in 64.
@@ -98,23 +98,22 @@ inline constexpr int64_t kMinRunInPieces = 128;
 // have 16 or those of an element.
 int vector_bytes_of(const CopyTask& task, const void* src, const void* dst);
 
-// The vector tasks of copy tasks, ordered by arithmetic and by the tensor that they box. Apart from
-// their addresses they depend on the buffers by alignment alone, so they are made once for most
-// callers.
+// The vector tasks of copy tasks, ordered by arithmetic and by the tensor of their boxes. Apart from
+// their addresses they depend only on the alignment of the buffers, so most callers make them once.
 class ResolvedTasks {
  public:
   // Tasks of more than `max_vectors` vectors become several.
   ResolvedTasks(std::span<const CopyTask> tasks, const CopyBuffers& buffers,
                 int64_t max_vectors = (int64_t{1} << 31) - 1);
 
-  // Whether they are right for these buffers too.
+  // Whether they also fit these buffers.
   bool suits(const CopyBuffers& buffers) const { return alignment_ == alignment_of(buffers); }
 
   size_t size() const { return tasks_.size(); }
   int64_t num_vectors(size_t idx) const { return tasks_[idx].task.num_vectors; }
-  // Each of as many bytes as so many threads move in vectors of 16, kVectorsPerThread each.
+  // A tile has the bytes that `num_threads` threads move in kVectorsPerThread vectors of 16 bytes each.
   int64_t num_tiles(size_t idx, int num_threads) const;
-  // Whether two tasks have their runs between each other's, as boxes of one tensor.
+  // Whether the runs of two tasks interleave, as those of boxes of one tensor do.
   bool lie_together(size_t a, size_t b) const;
   Arithmetic arithmetic(size_t idx) const { return tasks_[idx].from.arithmetic; }
   // Whether tasks [begin, end) have 16-byte vectors only.
@@ -124,7 +123,7 @@ class ResolvedTasks {
  private:
   struct Resolved {
     VectorTask task;  // without addresses
-    CopyTask from;    // whose ends they are found by
+    CopyTask from;    // gives the addresses
   };
 
   static std::vector<uint8_t> alignment_of(const CopyBuffers& buffers);
@@ -134,10 +133,10 @@ class ResolvedTasks {
   std::vector<uint8_t> alignment_;  // addresses of inputs, outputs and staging modulo 16
 };
 
-// Resolves what is executed again and again only once. For one thread at a time.
+// Resolves repeated lists of tasks only once. For one thread at a time.
 class RecentTasks {
  public:
-  // Good until the next call.
+  // Valid until the next call.
   const ResolvedTasks& resolve(std::span<const CopyTask> tasks, const CopyBuffers& buffers);
 
  private:

@@ -48,7 +48,7 @@ void require_length(int64_t length, int64_t expected, const char* op, const std:
   }
 }
 
-// Where the piece of each rank begins: as given, or one behind the other so that they fill `length`.
+// Where the piece of each rank begins: as given, or one after the other so that they fill `length`.
 Sizes starts_of(const Sizes& given, const Sizes& sizes, int64_t length, const char* op,
                 const std::string& name) {
   if (given.empty()) {
@@ -130,8 +130,7 @@ Signature dim_signature(const char* op, Member me, const TensorSpec& full, int d
       .add(scale);
 }
 
-// Every rank sends its tensor to all ranks; segments_of(rank) says where it belongs in the full
-// one.
+// Every rank sends its tensor to all ranks; segments_of(rank) is where it belongs in the full one.
 template <typename SegmentsOf>
 ExchangePlan gather_segments(const char* op, Member me, const TensorSpec& local, int dim,
                              int64_t full_length, Scale scale, const SegmentsOf& segments_of) {

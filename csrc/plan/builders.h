@@ -1,6 +1,6 @@
 // Pure functions that turn the arguments of an operation into this rank's exchange plan. Dims are
-// already normalised (0 <= dim < ndim). Every argument is checked; std::invalid_argument says what
-// was expected and what came.
+// already normalised (0 <= dim < ndim). Every argument is checked; std::invalid_argument states what
+// was expected and what was passed.
 #pragma once
 
 #include <vector>
@@ -13,9 +13,9 @@ namespace pipecomm {
 // gather_sizes[rank], along the scatter dim sum(scatter_sizes). The output has sum(gather_sizes)
 // along the gather dim and scatter_sizes[rank] along the scatter dim.
 //
-// With starts, pieces need not follow each other: that of rank r begins at starts[r]. Those of the
-// input may have gaps and share elements, those of the output may have gaps, which stay as they
-// are in an output of `gather_length`.
+// With starts, pieces need not follow each other: that of rank r begins at starts[r]. Pieces of the
+// input may have gaps and share elements; those of the output may have gaps, which stay unchanged in
+// an output of `gather_length`.
 struct AllToAllTensor {
   TensorSpec input;
   Sizes scatter_sizes;
@@ -42,9 +42,9 @@ ExchangePlan zigzag_gather_plan(Member me, const TensorSpec& local, int dim, Sca
 ExchangePlan packed_gather_plan(Member me, const TensorSpec& local, int dim,
                                 const std::vector<Sizes>& rows, Scale scale = {});
 
-// torch.distributed's forms. Split sizes along dim 0, and the tensors of lists, are known to one
-// rank only, so the signature leaves them out. The engine compares the bytes and dtypes of each
-// pair.
+// The collectives of torch.distributed. Only the rank itself knows its split sizes along dim 0 and
+// the tensors of its lists, so the signature leaves them out. The engine compares the bytes and
+// dtypes of each pair.
 ExchangePlan all_to_all_single_plan(Member me, const TensorSpec& input, const TensorSpec& output,
                                     const Sizes& input_splits, const Sizes& output_splits);
 ExchangePlan all_to_all_list_plan(Member me, const std::vector<TensorSpec>& inputs,

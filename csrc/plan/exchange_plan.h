@@ -1,5 +1,5 @@
-// A communication operation as data: which boxes of my inputs go to which peer, and which boxes of
-// my outputs the messages of which peer fill.
+// A communication operation as data: which boxes of my inputs go to each peer, and which boxes of my
+// outputs each peer's message fills.
 #pragma once
 
 #include <cstdint>
@@ -44,7 +44,7 @@ struct Transfer {
 
 inline constexpr int64_t kTensorAlignBytes = 16;
 
-// Walks a message: place() gives the byte offset of the next box.
+// Walks a message: place() returns the byte offset of the next box.
 class MessageCursor {
  public:
   int64_t place(int tensor_idx, int64_t bytes);

@@ -1,5 +1,5 @@
-// A vector of few elements, which lie in the object itself: making one asks for no memory. More than N
-// lie in a std::vector.
+// A vector whose elements lie in the object itself, without an allocation. More than N elements lie in a
+// std::vector.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +12,7 @@
 
 namespace pipecomm {
 
-// T has a default value, which places that are not used hold.
+// T has a default value, which unused places hold.
 template <class T, size_t N>
 class InlineVector {
  public:
@@ -110,7 +110,7 @@ class InlineVector {
     std::move(few_.begin(), few_.begin() + size_, std::back_inserter(many_));
     std::fill_n(few_.begin(), size_, T());
   }
-  // Into an empty one.
+  // Only into an empty vector.
   void take(InlineVector& other) noexcept {
     if (other.many_.empty()) {
       std::move(other.few_.begin(), other.few_.begin() + other.size_, few_.begin());
@@ -122,7 +122,7 @@ class InlineVector {
 
   size_t size_ = 0;
   std::array<T, N> few_{};
-  std::vector<T> many_;  // all of them, if there are more than N, or have been
+  std::vector<T> many_;  // all elements, if there are or have been more than N
 };
 
 }  // namespace pipecomm

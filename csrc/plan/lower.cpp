@@ -11,7 +11,7 @@ namespace pipecomm {
 
 namespace {
 
-// A box against its place in a message, with dims of length 1 dropped.
+// A box and its place in a message, without dims of length 1.
 struct PlacedBox {
   int tensor_idx = 0;
   int64_t tensor_offset_bytes = 0;
@@ -53,7 +53,7 @@ struct LoopNest {
     std::reverse(loops.begin(), loops.end());
   }
 
-  // Whether `outer` goes on where all of `inner` ends, on both sides.
+  // Whether `outer` continues where all of `inner` ends, on both sides.
   static bool continues(const Loop& inner, const Loop& outer) {
     return outer.src_stride_bytes == inner.count * inner.src_stride_bytes &&
            outer.dst_stride_bytes == inner.count * inner.dst_stride_bytes;
@@ -180,7 +180,7 @@ PlacedMessage place_message(const Transfer& transfer, const std::vector<StridedL
   return message;
 }
 
-// Hashes the dtypes of runs, not of boxes: the two ends may cut the same message into other boxes.
+// Hashes the dtypes of runs, not of boxes: the two ends may cut one message into different boxes.
 uint64_t hash_dtypes(const PlacedMessage& message, const std::vector<TensorSpec>& tensors) {
   if (message.boxes.empty()) return 0;
   Signature signature("dtypes");
@@ -235,7 +235,7 @@ class Lowering {
                                  : arithmetic_of(plan_.inputs[tensor_idx].dtype);
   }
 
-  // Fills in where the message lies, if that needs no tasks.
+  // If the message needs no tasks, fills in where it lies.
   bool lower_in_place(const PlacedMessage& placed, bool scaled, LoweredMessage& message) const {
     message.bytes = placed.bytes;
     if (placed.bytes == 0) return true;

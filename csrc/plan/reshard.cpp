@@ -105,8 +105,8 @@ class ResolvedLayout {
   Sizes sizes_, offsets_;
 };
 
-// The region that source i sends to destination j. A destination that already holds the whole as a
-// replicated source takes everything from itself.
+// The region that source i sends to destination j. A destination that is also a replicated source
+// holds the whole already, and takes everything from itself.
 Region transferred(const ResolvedLayout& source, int i, const ResolvedLayout& destination, int j,
                    const Dims& shape) {
   Region sent = source.piece(i);

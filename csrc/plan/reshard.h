@@ -20,8 +20,8 @@ struct ShardLayout {
 
 struct ReshardOptions {
   Scale scale = {};
-  // What a rank would send to itself stays where it is: in the output already, or, of collected pieces,
-  // in the input, without an output.
+  // Data of a rank for itself are not copied: they are in the output already, or, for collected pieces,
+  // stay in the input, without an output.
   bool own_in_place = false;
   std::string tag = {};                  // further arguments on which all ranks must agree
   std::optional<TensorSpec> shown = {};  // in errors, if `whole` is a form of another tensor
@@ -33,7 +33,7 @@ ExchangePlan reshard_plan(Member me, const TensorSpec& whole, const ShardLayout&
                           const ShardLayout& destination, const ReshardOptions& options = {});
 
 // Every rank of the layout holds a whole tensor of its own, and collects its piece of each: one
-// input, one output per rank of the layout. A reduce-scatter adds the outputs up.
+// input, one output per rank of the layout. A reduce-scatter sums the outputs.
 ExchangePlan collect_pieces_plan(Member me, const TensorSpec& whole, const ShardLayout& pieces,
                                  const ReshardOptions& options = {});
 

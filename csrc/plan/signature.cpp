@@ -4,7 +4,7 @@
 
 namespace pipecomm {
 
-// The finaliser of splitmix64 after each word: each bit of the value reaches each bit of the state.
+// The finaliser of splitmix64 after each word: each bit of the value affects each bit of the state.
 Signature& Signature::add(int64_t value) {
   uint64_t x = state_ * 0xd1342543de82ef95u + static_cast<uint64_t>(value) + 0x9e3779b97f4a7c15u;
   x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;

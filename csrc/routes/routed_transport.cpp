@@ -27,7 +27,7 @@ RoutedTransport::RoutedTransport(RoutedOptions options, TransportEvents& events)
       ways_(static_cast<size_t>(options.size)),
       num_unknown_(memory_ ? options.size - 1 : 0) {
   if (size_ == 1) return;
-  std::unique_lock lock(mutex_);  // what threads report meanwhile waits until all is there
+  std::unique_lock lock(mutex_);  // reports of threads wait until construction is complete
   for (std::atomic<Way>& way : ways_) way = memory_ ? Way::unknown : Way::tcp;
   directory_ = std::make_unique<Directory>(
       rank_, std::move(options.lookup),
@@ -66,7 +66,7 @@ RoutedTransport::RoutedTransport(RoutedOptions options, TransportEvents& events)
     }
     directory_->start();
     for (const int peer : control_neighbours(rank_, size_)) {
-      // One connection is enough; but both ends look whether they agree.
+      // One connection is enough; but both ends check whether they agree.
       if (peer > rank_ || shm_)
         connect(peer);
       else
@@ -81,7 +81,7 @@ RoutedTransport::RoutedTransport(RoutedOptions options, TransportEvents& events)
 
 RoutedTransport::~RoutedTransport() { close(Clock::now()); }
 
-// On threads of the transports, where nobody could catch what `action` throws: memory may be used up.
+// On threads of the transports, where an exception of `action` would be uncaught: out of memory, say.
 template <class Action>
 void RoutedTransport::or_break(Action action) {
   try {
@@ -100,11 +100,11 @@ void RoutedTransport::connect(int peer) {
   if (way_to(peer) == Way::unknown) directory_->want(peer);
 }
 
-// On the directory's thread. Returns what keeps this rank from meeting the peer for now, or "".
+// On the directory's thread. Returns what keeps this rank from reaching the peer for now, or "".
 std::string RoutedTransport::found(int peer, const Introduction& introduction) {
   if (!introduction.refusal.empty()) {
     events_.on_refused(peer, introduction.refusal);
-    if (tcp_) tcp_->introduce(peer, {});  // which cannot be reached
+    if (tcp_) tcp_->introduce(peer, {});  // the peer cannot be reached
     return "";
   }
   if (introduction.farewell) {
@@ -116,7 +116,7 @@ std::string RoutedTransport::found(int peer, const Introduction& introduction) {
   if (!shm_ || way_to(peer) != Way::unknown) return "";
   std::string obstacle;
   const Way way = map_memory(peer, introduction, obstacle);
-  if (way == Way::unknown) return obstacle;  // or the peer is missed
+  if (way == Way::unknown) return obstacle;  // or the peer counts as missed
   std::unique_lock lock(mutex_);
   if (way == Way::shm) {
     pending_[peer].is_mapped = true;
@@ -126,7 +126,7 @@ std::string RoutedTransport::found(int peer, const Introduction& introduction) {
   return "";
 }
 
-// On the directory's thread. The peer is not there any more, and has never met this rank.
+// On the directory's thread. The peer is gone, and has never met this rank.
 void RoutedTransport::gone(int peer, const std::optional<std::string>& farewell,
                            const std::string& why) {
   if (farewell && !farewell->empty())
@@ -140,14 +140,14 @@ void RoutedTransport::gone(int peer, const std::optional<std::string>& farewell,
   settle(peer, Way::left, lock);
 }
 
-// Maps the memory of a peer; returns in which way messages go, for shared memory once it has met us.
-// While this rank has no descriptor left, nothing is decided, and `obstacle` says so.
+// Maps the memory of a peer; returns how messages travel, for shared memory once it has met us. While
+// this rank has no file descriptor left, nothing is decided, and `obstacle` is set.
 RoutedTransport::Way RoutedTransport::map_memory(int peer, const Introduction& introduction,
                                                  std::string& obstacle) {
   std::string reason = introduction.reason;
   if (introduction.memory_fd >= 0) {
     try {
-      // The watch comes first: what is opened after it belongs to the process that is watched.
+      // The watch is made first: memory opened after it belongs to the watched process.
       auto watch = std::make_unique<ProcessWatch>(introduction.pid);
       if (!tcp_ && watch->has_ended()) {
         directory_->miss(peer, "its process has ended");
@@ -197,7 +197,7 @@ void RoutedTransport::met(int peer) {
     directory_->want(peer);
 }
 
-// The peer cannot map this rank's memory, or the two never thought of it.
+// The peer cannot map this rank's memory, or the two never considered shared memory.
 void RoutedTransport::connected(int peer) {
   directory_->want(peer);
   if (!memory_) return;
@@ -205,7 +205,7 @@ void RoutedTransport::connected(int peer) {
   settle(peer, Way::tcp, lock);
 }
 
-// Whether every peer that may look for this rank hears of its end otherwise.
+// Whether every peer that may look for this rank learns of its end without a farewell.
 bool RoutedTransport::has_met_all() const {
   for (int peer = 0; peer < size_; ++peer) {
     const Way way = way_to(peer);
@@ -215,8 +215,8 @@ bool RoutedTransport::has_met_all() const {
   return true;
 }
 
-// Without a farewell, peers that look for this rank take it for dead. A thread of its own says it: the
-// caller may be one that signals interrupt.
+// Without a farewell, peers that look for this rank assume that it has died. A separate thread writes it,
+// since signals may interrupt the caller.
 void RoutedTransport::say_farewell() {
   if (std::exchange(has_said_farewell_, true)) return;
   std::unique_lock lock(mutex_);
@@ -231,11 +231,11 @@ void RoutedTransport::say_farewell() {
   try {
     start_thread(say, rank_).join();
   } catch (const PipeCommException&) {
-    // There is no thread for it.
+    // No thread can be started.
   }
 }
 
-// Posts what has waited for the route, in order; later messages then find it themselves.
+// Posts the messages that waited for the route, in order; later ones are then posted directly.
 void RoutedTransport::settle(int peer, Way way, std::unique_lock<std::mutex>& lock) {
   if (way_to(peer) != Way::unknown || std::exchange(pending_[peer].is_settling, true)) return;
   while (!pending_[peer].requests.empty()) {
@@ -250,7 +250,7 @@ void RoutedTransport::settle(int peer, Way way, std::unique_lock<std::mutex>& lo
   if (way == Way::tcp) ++num_tcp_;
   const bool are_all_known = --num_unknown_ == 0;
   if (way == Way::shm) shm_->note_routed(peer);
-  if (are_all_known && shm_) shm_->note_all_added();  // none: its constructor has failed
+  if (are_all_known && shm_) shm_->note_all_added();  // null if its constructor has failed
   lock.unlock();
   settled_.notify_all();
   if (way == Way::tcp) tcp_->note_routed(peer);
@@ -300,7 +300,7 @@ void RoutedTransport::post(std::span<const RequestPtr> batch, bool is_async) {
     }
     (way == Way::shm ? by_shm : way == Way::tcp ? by_tcp : to_nobody).push_back(request);
   }
-  // A thread can help with what travels in one way only.
+  // A thread can help only with messages of one transport.
   is_async |= by_shm.size() < batch.size() && by_tcp.size() < batch.size();
   post_by(Way::shm, by_shm, is_async);
   post_by(Way::tcp, by_tcp, is_async);
@@ -313,7 +313,7 @@ void RoutedTransport::post_by(Way way, std::span<const RequestPtr> requests, boo
   if (way == Way::tcp) return tcp_->post(requests, is_async);
   {
     std::lock_guard lock(mutex_);
-    if (aborted_) return;  // they fail for that cause
+    if (aborted_) return;  // the owner fails them for that cause
   }
   for (const RequestPtr& request : requests)
     Operation::settle(*request, gone_failure(rank_, *request, kHasClosed));
@@ -335,7 +335,7 @@ bool RoutedTransport::assist(Operation& operation) {
     has_shm |= way == Way::shm;
     has_tcp |= way == Way::tcp;
   }
-  // What this thread does not help with, another one does.
+  // Another thread serves the transport that this one does not.
   if (has_tcp && !has_shm) {
     shm_->advance();
     return tcp_->assist(operation);
@@ -394,7 +394,7 @@ void RoutedTransport::abort(const Failure& failure) {
 
 void RoutedTransport::begin_close() {
   {
-    // What waited for a route is posted before this rank says that it posts no more.
+    // Messages that waited for a route are posted before this rank announces its end.
     std::unique_lock lock(mutex_);
     settled_.wait(lock, [this] {
       return std::none_of(pending_.begin(), pending_.end(),
@@ -408,13 +408,13 @@ void RoutedTransport::begin_close() {
 void RoutedTransport::close(Deadline deadline) {
   if (size_ == 1) return;
   begin_close();
-  // A peer that reads the farewell turns this rank's connections away.
+  // A peer that reads the farewell rejects this rank's connections.
   if (tcp_) tcp_->begin_disconnect();
-  directory_->begin_stop();  // a look-up that is under way may take as long as the farewell
+  directory_->begin_stop();  // a look-up in progress may take as long as the farewell
   const auto began_at = Clock::now();
   if (!has_met_all()) say_farewell();
   directory_->stop();
-  deadline += Clock::now() - began_at;  // a store that is silent takes nothing from the goodbye
+  deadline += Clock::now() - began_at;  // a silent store must not shorten the goodbye
   if (shm_) shm_->close(deadline);
   if (tcp_) tcp_->close(deadline);
 }

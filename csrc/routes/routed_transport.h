@@ -1,11 +1,11 @@
-// The transport of a communicator whose pairs of ranks may reach each other in different ways: each
-// over shared memory if the two can map each other's, else over TCP.
+// The transport of a communicator whose pairs of ranks may use different transports: shared memory if
+// the two can map each other's, else TCP.
 //
 // A route is made when one of its two ends first needs it, or when the other end shows that it does;
-// routes between neighbours (control_neighbours), which tell each other of failures, in the
-// background from the start. Messages that are posted before wait here, and nobody waits for a peer.
-// A rank takes shared memory once it has mapped the peer's and the peer has mapped its own; one that
-// cannot map it connects over TCP instead, which tells the other one.
+// routes between neighbours (control_neighbours), which forward failures, are made in the background
+// from the start. Messages posted earlier wait here; no thread waits for a peer. A rank uses shared
+// memory once it has mapped the peer's and the peer has mapped its own; a rank that cannot map it
+// connects over TCP instead, from which the other one learns of it.
 #pragma once
 
 #include <atomic>
@@ -31,8 +31,8 @@ struct RoutedOptions {
   int size = 1;
   int num_local_ranks = 1;  // of the whole job, on this host
   Directory::Lookup lookup;
-  // Adds the farewell of this rank to what it has published: whoever looks it up afterwards sees it.
-  // May throw, and takes a second at most.
+  // Adds the farewell of this rank to its record, for peers that look it up afterwards. May throw, and
+  // takes a second at most.
   std::function<void(const std::string& farewell)> say_farewell;
   // At least one of these two, if there is more than one rank.
   shm::SegmentPtr memory;              // null: no shared memory
@@ -66,7 +66,7 @@ class RoutedTransport final : public HostTransport {
   struct Pending {
     bool is_mapped = false;    // the peer's memory, by this rank
     bool is_met = false;       // this rank's memory, by the peer
-    bool is_settling = false;  // its way is known, and what has waited for it is being posted
+    bool is_settling = false;  // its way is known, and messages that waited are being posted
     std::vector<RequestPtr> requests;
   };
 
@@ -96,7 +96,7 @@ class RoutedTransport final : public HostTransport {
   std::map<int, std::string> reasons_;  // why a peer shares no memory
   int num_unknown_ = 0;                 // peers whose way is not known
   bool aborted_ = false;
-  std::string farewell_;            // what peers hear that have not met this rank
+  std::string farewell_;            // for peers that have not met this rank
   bool has_said_farewell_ = false;  // of the thread that closes
   // ---
 

@@ -11,7 +11,7 @@ namespace {
 
 using namespace std::chrono_literals;
 
-// Between two looks at peers that are not there yet: ranks mostly start together, or much later.
+// Between two look-ups of missing peers: ranks mostly start together, or much later.
 constexpr auto kFirstRest = 2ms;
 constexpr auto kLongestRest = 100ms;
 
@@ -113,7 +113,7 @@ std::optional<std::string> Directory::farewell_of(int peer) const {
   try {
     if (const auto introduction = lookup_(peer)) return introduction->farewell;
   } catch (const std::exception&) {
-    // Nobody knows.
+    // The store cannot tell.
   }
   return std::nullopt;
 }

@@ -1,7 +1,7 @@
 // Peer lookup: each rank publishes its addresses, and a thread reads a peer's record on first use; the peer
 // may not have made its communicator yet. A rank that closes before every peer has met it adds a farewell
-// to its record, with the failure that it knows of. So a peer that finds the rank gone can tell a close
-// from a death, and learns the first cause.
+// to its record, with the failure that it knows of. So a peer that no longer finds the rank can distinguish a
+// close from a death, and learns the first cause.
 #pragma once
 
 #include <sys/types.h>
@@ -22,7 +22,7 @@
 
 namespace pipecomm {
 
-// How to meet one peer.
+// How to reach one peer.
 struct Introduction {
   bool is_on_this_host = false;
   CoreSet cores;  // if so, on which it may run
@@ -30,27 +30,27 @@ struct Introduction {
   // Where it listens for connections, most promising host first.
   std::vector<std::string> hosts;
   uint16_t port = 0;
-  // Its shared memory, which `pid` holds open under `memory_fd`; -1: the two share none, and why.
+  // Its shared memory, which `pid` holds open under `memory_fd`; -1: the two share none, for `reason`.
   int memory_fd = -1;
   uint64_t memory_inode = 0;
   int64_t window_bytes = 0;
   std::string reason;
   // Not empty: the peer has refused to make the communicator.
   std::string refusal;
-  // Once the peer has closed its communicator: why that had failed (encoded), or nothing.
+  // Set once the peer has closed its communicator: its failure (encoded), or empty.
   std::optional<std::string> farewell;
 };
 
 class Directory {
  public:
-  // What the peer has published, or nothing if it has not yet. May throw, and takes a second at most.
+  // The peer's record, or nothing if it has not published one yet. May throw, and takes a second at most.
   using Lookup = std::function<std::optional<Introduction>(int peer)>;
   // Called on the directory's thread.
   struct Events {
-    // For each peer that was wanted, until it returns "". It returns as a predicate what keeps this rank
-    // from meeting the peer for now, and is called again after a rest.
+    // Called for each wanted peer until it returns "". Otherwise it returns as a predicate what keeps this
+    // rank from reaching the peer for now, and is called again after a pause.
     std::function<std::string(int peer, const Introduction& introduction)> on_found;
-    // Of a peer that was missed; without a farewell it has not closed its communicator.
+    // Called for a missed peer; without a farewell it has not closed its communicator.
     std::function<void(int peer, const std::optional<std::string>& farewell,
                        const std::string& why)>
         on_gone;
@@ -58,15 +58,15 @@ class Directory {
 
   Directory(int rank, Lookup lookup, Events events);
   ~Directory();
-  void start();       // throws PipeCommException if there is no thread for it
+  void start();       // throws PipeCommException if no thread can be started
   void begin_stop();  // nothing more is looked up
   void stop();        // idempotent; nothing is called afterwards
 
   void want(int peer);
-  // The peer, which was found, is not where it should be: looks again whether it has closed. A rank
-  // says so before it stops listening, so one look is enough, if the store answers.
+  // A peer that was found does not respond: looks up again whether it has closed. A rank publishes that
+  // before it stops listening, so one look-up is enough, if the store answers.
   void miss(int peer, const std::string& why);
-  // Why a wanted peer is not known yet, as a predicate; empty if it is, or was not wanted.
+  // Why a wanted peer is not known yet, as a predicate; empty if it is known, or was not wanted.
   std::string problem(int peer) const;
 
  private:

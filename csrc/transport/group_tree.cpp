@@ -8,7 +8,7 @@ TreePlace tree_place(int member, int size) {
   TreePlace place;
   place.member = member;
   if (member > 0) place.parent = member & (member - 1);
-  const int reach = member > 0 ? member & -member : size;  // of a subtree: [member, member + reach)
+  const int reach = member > 0 ? member & -member : size;  // subtree: [member, member + reach)
   for (int distance = 1; distance < reach && distance < size - member; distance *= 2)
     place.children.insert(place.children.begin(), member + distance);
   return place;

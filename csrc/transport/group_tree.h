@@ -1,6 +1,6 @@
-// Who is next to whom in a group of any size: the tree along which its collectives run, and the
-// neighbours that tell each other of a failure. A rank works out its own place, from its number and
-// the size of the group; nobody knows the whole.
+// The neighbours of a rank in a group of any size: in the tree along which its collectives run, and
+// those that inform each other of a failure. A rank computes only its own place, from its number and
+// the size of the group.
 #pragma once
 
 #include <vector>
@@ -22,8 +22,8 @@ TreePlace tree_place(int member, int size);
 std::vector<int> tree_neighbours(int member, int size);
 
 // How the payload of a broadcast travels along that tree. A source that is not the root sends it
-// whole to the root, without waiting for anybody; from the root it goes down in pieces, once all
-// agree. Each -1 is nobody.
+// whole to the root, without waiting for other ranks; from the root it goes down in pieces, once all
+// agree. -1 means no rank.
 struct BroadcastRoute {
   int whole_from = -1, whole_to = -1;
   int pieces_from = -1;
@@ -31,9 +31,9 @@ struct BroadcastRoute {
 };
 BroadcastRoute broadcast_route(const TreePlace& place, int source);
 
-// The ranks at distances 2^k of `rank`, in both directions around the ring of all ranks. Each of
-// them tells its own: whatever one rank knows, all know within ceil(log2(size)) rounds, though some
-// are gone.
+// The ranks at distances 2^k of `rank`, in both directions around the ring of all ranks. Each of them
+// forwards to its own: what one rank knows, all know within ceil(log2(size)) rounds, even if some are
+// gone.
 std::vector<int> control_neighbours(int rank, int size);
 
 }  // namespace pipecomm

@@ -8,11 +8,11 @@
 namespace pipecomm {
 namespace {
 
-// A yield takes less, unless other work takes the core for a time slice of the scheduler, 2 ms or more.
-// Ranks that share a core hand it over sooner.
+// A yield takes less, unless other work gets the core for a time slice of the scheduler, 2 ms or more.
+// Ranks that share a core give it back sooner.
 constexpr auto kInterruption = std::chrono::microseconds(1500);
 
-BusyTime busy_time;  // of the cores, which all communicators of the process share
+BusyTime busy_time;  // all communicators of the process share the cores
 
 void pause_briefly() {
 #if defined(__x86_64__)
@@ -45,7 +45,7 @@ void SharedCores::add(const CoreSet& cores) {
   suffice_ = cores_.count() >= num_ranks_;
 }
 
-// Of two threads that are interrupted at once, one counts.
+// If two threads are interrupted at once, one counts.
 void BusyTime::note_interruption(Clock::time_point now) {
   if (includes(now)) return;
   const auto length = length_.load();

@@ -1,8 +1,8 @@
 // How long a thread that waits for a peer stays awake before it sleeps.
 //
-// A sleeper costs its peer a system call, and itself tens of microseconds until it runs. With a core for
-// each rank a thread therefore spins for some time first. It never yields: it would give its core to
-// other work for a time slice of some milliseconds, while one that only spins loses no more than its
+// A sleeping thread costs its peer a system call, and itself tens of microseconds until it runs. With a
+// core for each rank a thread therefore spins for some time first. It never yields: other work would get
+// its core for a time slice of some milliseconds, while a thread that only spins loses no more than its
 // share, and one that sleeps runs soon after it is woken. Ranks that share cores yield to each other,
 // which takes a microsecond, unless other work takes the slice: then all waiting threads of the process
 // sleep at once for some time.
@@ -24,8 +24,8 @@ CoreSet usable_cores();  // by this thread
 // Whether each rank of this host has a core of its own. Thread-safe.
 class SharedCores {
  public:
-  // `num_ranks`: of the whole job, on this host. They may run where this process may, until it is told of
-  // more.
+  // `num_ranks`: of the whole job, on this host. They are assumed to run on the cores of this process,
+  // until `add` adds more.
   explicit SharedCores(int num_ranks);
   // A rank, which may be pinned, may run on these.
   void add(const CoreSet& cores);
@@ -38,14 +38,14 @@ class SharedCores {
   std::atomic<bool> suffice_;
 };
 
-// The time in which shared cores are taken for busy with other work. It is longer each time that they
-// prove to be busy still.
+// The time for which shared cores are assumed to be busy with other work. It grows each time that they
+// are found busy again.
 class BusyTime {
  public:
   using Clock = std::chrono::steady_clock;
 
-  // Each attempt to yield costs a time slice if the cores are busy, and each busy time some speed if they
-  // are not.
+  // If the cores are busy, each attempt to yield costs a time slice; if not, each busy time costs some
+  // speed.
   static constexpr Clock::duration kShortest = std::chrono::milliseconds(16);
   static constexpr Clock::duration kLongest = std::chrono::milliseconds(1024);
 
@@ -57,8 +57,8 @@ class BusyTime {
   std::atomic<Clock::duration> length_{Clock::duration::zero()};
 };
 
-// How long the waiting threads of a transport spin, one at a time. Where that was in vain, for a peer that
-// computes, or that needs this very core, they spin for half as long the next time; once it was not, or
+// How long the waiting threads of a transport spin, one at a time. After spinning in vain, for a peer that
+// computes or needs this very core, they spin for half as long the next time; once it was not in vain, or
 // after some waits, for the whole time again.
 class SpinTime {
  public:
@@ -78,18 +78,18 @@ class SpinTime {
   int num_sleeps_ = 0;
 };
 
-// Of one thread while it waits.
+// How long one waiting thread stays awake.
 class Patience {
  public:
   using Clock = BusyTime::Clock;
 
-  // Spins if `spin_time` is not null, which outlives it; then, unless the cores are busy, yields its core
-  // `num_yields` times.
+  // Spins if `spin_time`, which must outlive it, is not null; then, unless the cores are busy, yields its
+  // core `num_yields` times.
   Patience(SpinTime* spin_time, int num_yields) : spin_time_(spin_time), num_yields_(num_yields) {}
 
   void note_moved();
   void note_slept();
-  // If nothing has moved: stays awake for a moment and returns true, or returns false: sleep.
+  // Call it if nothing has moved: stays awake for a moment and returns true, or returns false: sleep.
   bool lasts();
 
  private:

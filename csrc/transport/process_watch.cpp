@@ -33,7 +33,7 @@ bool is_ending(pid_t pid) {
   std::array<char, 512> text{};
   const ssize_t num_bytes = ::read(fd, text.data(), text.size() - 1);
   ::close(fd);
-  if (num_bytes <= 0) return true;  // it has been waited for since
+  if (num_bytes <= 0) return true;  // its parent has reaped it
   // The name, which may hold anything, is in parentheses. The state and five numbers precede the
   // flags.
   std::string_view rest(text.data(), size_t(num_bytes));

@@ -1,11 +1,11 @@
-// Notices the end of another process of this host, whoever else still holds its connections.
+// Notices the end of another process of this host, even if others still hold its connections.
 #pragma once
 
 #include <sys/types.h>
 
 namespace pipecomm {
 
-// A process that has ended already is none to wait for. Takes one file descriptor.
+// A process that has already ended is not watched. Takes one file descriptor.
 class ProcessWatch {
  public:
   explicit ProcessWatch(pid_t pid);  // throws std::system_error

@@ -18,8 +18,8 @@ namespace pipecomm {
 
 inline constexpr int kMaxUserChannels = 15;
 inline constexpr int kCollectiveChannel = kMaxUserChannels;  // of broadcast, barrier and exchanges
-// Of the small messages by which many ranks agree on a collective. Nobody answers them: what they
-// mean to their receiver shows in the messages that follow.
+// Of the small messages by which many ranks agree on a collective. They are not answered: the receiver's
+// later messages show how it understood them.
 inline constexpr int kControlChannel = kCollectiveChannel + 1;
 inline constexpr int kNumChannels = kControlChannel + 1;
 
@@ -31,7 +31,7 @@ class TransportEvents {
   virtual void on_peer_lost(int peer, const std::string& why) = 0;
   // A peer announced that its communicator failed.
   virtual void on_remote_failure(const Failure& failure) = 0;
-  // A peer takes no part in the communicator, or not in one like this: `why` says what and where.
+  // A peer takes no part in the communicator, or not in one like this: `why` states what and where.
   virtual void on_refused(int peer, const std::string& why) = 0;
   // An error of the transport itself.
   virtual void on_broken(const std::string& why) = 0;
@@ -40,8 +40,8 @@ class TransportEvents {
 };
 
 struct Route {
-  std::string transport;  // its name; empty: not settled yet
-  std::string reason;     // of another one than both ends might have expected, or empty
+  std::string transport;  // its name; empty: not decided yet
+  std::string reason;     // why it is not the expected transport, or empty
 };
 
 // Results below this size come from the ordinary allocator: they do not pay for a grant.
@@ -59,11 +59,11 @@ class HostTransport {
   // will do. It goes back to the transport with the last reference, and may outlive it.
   virtual std::shared_ptr<std::byte> allocate_result(int64_t /*num_bytes*/) { return nullptr; }
 
-  // Takes the whole batch in order and never waits for a peer. Settles each request exactly once.
+  // Takes the whole batch in order and never waits for a peer. Completes each request exactly once.
   // If `is_async` is false the calling thread waits for the operation next and makes its progress.
   virtual void post(std::span<const RequestPtr> batch, bool is_async) = 0;
 
-  // Begins to connect to a peer, if messages to it would have to do so first. Waits for nobody.
+  // Begins to connect to a peer, if messages to it would have to do so first. Does not wait.
   virtual void connect(int /*peer*/) {}
 
   // Sends a short message to the owner of the peer's transport. It is neither matched nor answered, comes
@@ -73,11 +73,11 @@ class HostTransport {
     throw std::logic_error("this transport carries no control messages");
   }
 
-  // Lends the waiting thread to the transport. Returns true if nothing is left that this thread can
-  // help with, false if it was cut short (see tick): look at the clock, then call again.
+  // Lets the waiting thread work for the transport. Returns true if nothing is left that this thread
+  // can help with, false if it was cut short (see tick): check the clock, then call again.
   virtual bool assist(Operation& /*operation*/) { return true; }
 
-  // Moves what can move at once, for a caller that asks again and again whether an operation is done.
+  // Moves what can move at once, for a caller that polls whether an operation is done.
   virtual void advance() {}
 
   // Looks for dead peers and frees threads that assist. Called by a watchdog: every few milliseconds
@@ -85,17 +85,17 @@ class HostTransport {
   virtual bool tick() = 0;
 
   // Tells every live peer that this communicator failed, and stops all transfers: requests in
-  // flight are dropped, not settled (the owner fails their operations itself). Idempotent.
+  // flight are dropped, not completed (the owner fails their operations itself). Idempotent.
   virtual void abort(const Failure& failure) = 0;
 
   // Tells every peer that this rank posts nothing more: requests that can no longer match fail on
   // both ends. Idempotent.
   virtual void begin_close() = 0;
 
-  // Says goodbye within the deadline, then releases threads, connections and memory. Idempotent.
+  // Sends goodbyes within the deadline, then releases threads, connections and memory. Idempotent.
   virtual void close(Deadline deadline) = 0;
 
-  // How messages to and from a peer travel, as far as that is settled.
+  // How messages to and from a peer travel, as far as that is decided.
   virtual Route route(int /*peer*/) const { return {}; }
 
   // Whether this rank knows that a peer has closed its communicator.

@@ -27,21 +27,21 @@ inline void wake(Bell& bell, uint32_t who) {
           nullptr, who);
 }
 
-// To be called after a sequentially consistent store of anything that a sleeper may wait for.
+// Call this after a sequentially consistent store of anything that a sleeper may wait for.
 inline void wake_sleepers(Bell& bell) {
   const uint32_t who = bell.sleepers.load();
   if (who != kNobody) wake(bell, who == kDeferred ? kProgress : who);
 }
-// The same, of what a rank that defers its progress may see later.
+// The same, after a store that a rank which defers its progress may see later.
 inline void wake_unless_deferred(Bell& bell) {
   if (const uint32_t who = bell.sleepers.load(); (who & kEverybody) != 0) wake(bell, who);
 }
-// By a rank that waits for the owner of the bell.
+// Called by a rank that waits for the owner of the bell.
 inline void wake_deferred(Bell& bell) {
   if (bell.sleepers.load() == kDeferred) wake(bell, kProgress);
 }
 
-// Sleeps until somebody wakes `who`, unless that has happened since the bell's count was `count`.
+// Sleeps until a thread wakes `who`, unless that has happened since the bell's count was `count`.
 // Returns early for signals and after `limit`.
 inline void sleep(Bell& bell, uint32_t count, uint32_t who, std::chrono::nanoseconds limit) {
   timespec until{};  // FUTEX_WAIT_BITSET takes absolute time

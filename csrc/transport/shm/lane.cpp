@@ -20,15 +20,15 @@ RingMemory ring_memory(Segment& receiver, int source, int lane_idx) {
   return {receiver.ring(source, lane_idx), static_cast<uint64_t>(receiver.shape().ring_bytes)};
 }
 
-// What `peer` has said there when it closed: 0 before that, and 1 if it has never met this rank. Its
-// goodbye, which comes last, is read first.
+// What `peer` has written there when it closed: 0 before that, and 1 if it has never met this rank. Its
+// goodbye, which it writes last, is read first.
 uint64_t num_final(Segment& peer, const Counter& word) {
   const bool has_left = peer.status().goodbye.load(std::memory_order_acquire) != 0;
   const uint64_t num = word.load(std::memory_order_acquire);
   return num == 0 && has_left ? 1 : num;
 }
 
-// Large messages need both ranks while they move, and collectives go on from what has come.
+// Large messages need both ranks while they move, and collectives continue when their messages arrive.
 bool needs_both_ranks(const Request& request, int64_t max_eager_bytes) {
   const Descriptor& descriptor = request.descriptor;
   return descriptor.op != OpCode::p2p || descriptor.num_bytes > max_eager_bytes || request.refuses;

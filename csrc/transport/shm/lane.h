@@ -1,5 +1,5 @@
 // The two ends of a lane: messages of one source and channel, in order. Not thread-safe: the
-// transport calls them under its lock, and completes what they settle after releasing it. A payload
+// transport calls them under its lock, and completes finished requests after releasing it. A payload
 // that its receiver has granted is written in pieces, without the lock, by one or more threads.
 #pragma once
 
@@ -59,7 +59,7 @@ class Outbound {
   Outbound(LaneContext& context, Segment& receiver, int lane_idx);
 
   void post(RequestPtr send);
-  // Moves as much as goes without waiting, a few chunks at most. Throws std::runtime_error if the
+  // Moves as much as it can without waiting, a few chunks at most. Throws std::runtime_error if the
   // other end breaks the protocol.
   bool advance();
   bool busy() const { return !unanswered_.empty(); }
@@ -68,13 +68,13 @@ class Outbound {
     return num_answered_ < num_until_urgent_ || num_sent_ < unanswered_.size();
   }
   void wake_peer() { wake_deferred(bell_); }
-  // Whether some of a granted payload is not being written yet, and the next piece of it.
+  // Whether part of a granted payload is not being written yet, and the next piece of it.
   bool has_piece() const;
   Piece take_piece();
   void note_written() { --num_pieces_; }
   // Nothing more is posted.
   void finish() { lane_.num_final_sends.store(num_posted_ + 1); }
-  // No piece may be being written.
+  // Only while no piece is being written.
   void drop();
   // Whether the receiver has posted its last receive before message `seq`.
   bool is_final_for_receiver(uint64_t seq) const;

@@ -6,8 +6,8 @@
 //   Multicast + ring               payloads owner -> all (broadcast): one writer, all ranks read
 //   window                         results of the owner, which its peers write directly
 //
-// Every word but a bell's count and `num_met` has one writer: the owner, or the rank named below. Nothing is
-// locked across ranks, so a rank may die at any instruction. Bytes that another rank has written
+// Every word except a bell's count and `num_met` has one writer: the owner, or the rank named below. Nothing
+// is locked across ranks, so a rank may die at any instruction. Bytes that another rank has written
 // are copied out, then checked.
 //
 // Messages. Per lane, in order, each record begins at a multiple of kRecordAlignBytes:
@@ -22,9 +22,9 @@
 // and no payload of a rendezvous is ever sent. A message that finds no posted receive stays in its
 // ring and holds up its sender: memory is bounded, and no other channel waits for it.
 //
-// Meeting. A rank that needs a peer maps its segment and says so there (`met`). Messages go that way
-// once both have: a rank that cannot map the other one's segment never says so, and connects to it by
-// other means, which tells the other one.
+// Meeting. A rank that needs a peer maps its segment and sets a flag there (`met`). Messages use shared
+// memory once both have: a rank that cannot map the other one's segment never sets the flag, and connects
+// over TCP instead, from which the other one learns of it.
 //
 // Ends. `num_final_*` is one more than the number of messages that a rank has posted when it
 // closes: later ones can never match and fail on the other end. The death of a process shows as a
@@ -36,10 +36,10 @@
 // that changes something that another one may wait for stores first and then looks at `sleepers`.
 // All four accesses are sequentially consistent, so either the sleeper sees the change or the other
 // rank sees the sleeper. While a rank is awake its `sleepers` is 0, and its peers pay one load.
-// A rank defers its progress (`kDeferred`) while none of its threads waits and all it has posted are small
-// messages, whose sends lie in their rings. Small messages and answers do not wake it then. A peer that
-// is about to sleep until it answers does, so most messages cost no system call, and do not interrupt
-// what the receiver computes.
+// A rank defers its progress (`kDeferred`) while none of its threads waits and it has posted only small
+// messages, whose sends lie in their rings. Small messages and answers do not wake it then, but a peer
+// does that is about to sleep until it answers. So most messages cost no system call, and do not interrupt
+// the receiver's computation.
 #pragma once
 
 #include <array>

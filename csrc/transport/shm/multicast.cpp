@@ -39,7 +39,7 @@ bool MulticastWriter::advance() {
   MulticastMessage& message = *messages_.front();
   const int64_t num_bytes = message.source->descriptor.num_bytes;
   const uint64_t end = message.position + record_span(static_cast<uint64_t>(num_bytes));
-  if (message.num_unsettled == 0) {  // nobody reads the rest of it
+  if (message.num_unsettled == 0) {  // no rank reads the rest of it
     messages_.pop_front();
     publish(end);
     return true;

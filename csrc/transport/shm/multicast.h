@@ -1,5 +1,5 @@
 // Payloads from one rank to all its peers: written once, read by every rank. There is no grant to wait
-// for and one copy per reader less than in a send to each: broadcasts of 64 KiB to 1 MiB are twice
+// for, and one copy per reader less than with separate sends: broadcasts of 64 KiB to 1 MiB are twice
 // as fast (4 ranks).
 #pragma once
 
@@ -21,7 +21,7 @@ struct MulticastMessage {
   RequestPtr source;  // one of the requests: all have the same payload
   uint64_t position = 0;
   int64_t offset = 0;
-  int num_unsettled = 0;       // requests; at 0 nobody needs the payload
+  int num_unsettled = 0;       // requests; at 0 no reader needs the payload
   std::vector<uint64_t> seqs;  // of the message per reader
 };
 
@@ -57,7 +57,7 @@ class MulticastReader {
 
   // Throws std::runtime_error unless the next message begins at `position`.
   void check_position(uint64_t position) const;
-  // Copies payload from `offset` on to its place and returns the number of bytes.
+  // Copies payload, starting at `offset`, to its place and returns the number of bytes.
   int64_t read(const Request& recv, int64_t offset);
   // Passes over a message instead of reading it, perhaps before it is written.
   void skip(int64_t num_bytes);

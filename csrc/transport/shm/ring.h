@@ -1,5 +1,5 @@
 // A byte ring with one writer and one reader, or one writer and several readers. Positions count
-// bytes from the beginning of time.
+// bytes since the ring was created.
 #pragma once
 
 #include <algorithm>
@@ -11,7 +11,7 @@
 
 namespace pipecomm::shm {
 
-// Of a payload that goes through a ring: the reader begins while the writer goes on.
+// Of a payload that goes through a ring: the reader begins while the writer continues.
 inline constexpr int64_t kMaxChunkBytes = 128 << 10;
 
 struct RingMemory {
@@ -50,7 +50,7 @@ class RingWriter {
   std::span<std::byte> piece(uint64_t ahead, uint64_t max_bytes) const {
     return memory_.piece(head_ + ahead, max_bytes);
   }
-  // To be followed by waking the reader.
+  // The caller then wakes the reader.
   void publish(uint64_t num_bytes) { head_word_.store(head_ += num_bytes); }
   uint64_t head() const { return head_; }
 
@@ -67,7 +67,7 @@ class RingReader {
   RingReader(const Counter& head, Counter& tail, RingMemory memory)
       : head_word_(head), tail_word_(tail), memory_(memory) {}
 
-  // Bytes that can be read, at least `wanted` if there are as many.
+  // Bytes that can be read; at least `wanted` if that many are available.
   uint64_t available(uint64_t wanted) {
     if (head_ - tail_ < wanted) {
       const uint64_t head = head_word_.load(std::memory_order_acquire);
@@ -79,7 +79,7 @@ class RingReader {
   std::span<const std::byte> piece(uint64_t ahead, uint64_t max_bytes) const {
     return memory_.piece(tail_ + ahead, max_bytes);
   }
-  // To be followed by waking the writer.
+  // The caller then wakes the writer.
   void release(uint64_t num_bytes) { tail_word_.store(tail_ += num_bytes); }
   uint64_t tail() const { return tail_; }
 

@@ -22,7 +22,7 @@ struct SegmentShape {
   int64_t control_bytes() const;  // all but the window
 };
 
-// Where a process holds a segment open. The inode tells it from a later file with the same number.
+// Where a process holds a segment open. The inode distinguishes it from a later file with this number.
 struct SegmentName {
   pid_t pid = 0;
   int fd = -1;
@@ -47,7 +47,7 @@ class Segment {
   const SegmentShape& shape() const { return shape_; }
   int fd() const { return fd_; }
   uint64_t inode() const;
-  // Nobody can map it any more.
+  // After this, no process can map it any more.
   void close_fd();
   // Gives the pages of the rings from `sources` back to the system. The status stays readable.
   void release_rings(std::span<const int> sources);

@@ -16,7 +16,7 @@ constexpr int kNumYields = 20;
 // A waiting thread returns to the engine this often, which looks at deadlines and signals.
 constexpr auto kAssistTime = std::chrono::milliseconds(50);
 
-// No thread depends on being woken for longer than this, whatever a system does.
+// No thread depends on being woken for longer than this, whatever the system does.
 constexpr auto kLongestSleep = std::chrono::seconds(1);
 
 // Messages of this size wake a second thread, which costs some microseconds.
@@ -144,10 +144,10 @@ void ShmTransport::post(std::span<const RequestPtr> batch, bool is_async) {
   if (is_async)
     hand_over();
   else
-    turn(By::others, kNobody);  // the caller goes on from here, in assist()
+    turn(By::others, kNobody);  // the caller continues in assist()
 }
 
-// Does what is quickly done, and leaves the rest to the progress thread. If nothing moves, all that
+// Does what takes little time, and leaves the rest to the progress thread. If nothing moves, all that
 // is left waits for a peer, which will wake this rank.
 void ShmTransport::hand_over() {
   for (int num_turns = 0; num_turns < 2; ++num_turns)
@@ -155,7 +155,7 @@ void ShmTransport::hand_over() {
   wake_unless_deferred(own_.status().bell);
 }
 
-// A ring has the same readers for ever: it takes what goes to all peers, once all are added.
+// The readers of a ring never change: it is used for payloads to all peers, once all are added.
 void ShmTransport::post_multicasts(std::span<const RequestPtr> batch) {
   if (!all_added_ || batch.empty() || batch.front()->descriptor.op != OpCode::broadcast) return;
   std::vector<RequestPtr> sends;
@@ -180,8 +180,8 @@ bool ShmTransport::is_urgent() const {
          std::ranges::any_of(sending_, is_urgent);
 }
 
-// After a look, before which the peers have been told whom to wake: if nothing is left, they need not; if
-// this rank may defer its progress, they learn that; else it needs peers that have deferred theirs.
+// Called after a turn, before which the peers were told which threads to wake. If nothing is left, they wake
+// none; if this rank may defer its progress, it sets that; else it wakes peers that have deferred theirs.
 void ShmTransport::update_sleepers(uint32_t sleepers) {
   Word& asleep = own_.status().bell.sleepers;
   if (!busy()) {
@@ -195,10 +195,10 @@ void ShmTransport::update_sleepers(uint32_t sleepers) {
   }
 }
 
-// Looks once at everything that may have moved, under the lock, then settles without it. `sleepers`
-// are the threads that peers shall wake from now on; if a thread assists, it decides. A message
-// that this rank has not posted yet need not wake anybody, which would cost each message a system
-// call, but for a thread that waits: another thread may be about to post what it waits for.
+// Checks once, under the lock, everything that may have moved, then completes requests without it.
+// `sleepers` are the threads that peers shall wake from now on; if a thread assists, it decides. A
+// message that this rank has not posted yet need not wake any thread, which would cost a system call
+// per message, except one that waits: another thread may be about to post what it waits for.
 ShmTransport::Turn ShmTransport::turn(By by, uint32_t sleepers) {
   Settlements settled;
   std::vector<Failure> failures;
@@ -224,8 +224,8 @@ ShmTransport::Turn ShmTransport::turn(By by, uint32_t sleepers) {
     }
     if (!assisted_by_other) update_sleepers(sleepers);
     settled = std::move(context_.settled);
-    // A peer's failure explains the messages that can no longer match. The thread that saw it tells
-    // the owner, perhaps later, and the owner then fails all operations for that cause.
+    // A peer's failure explains the messages that can no longer match. The thread that saw it reports it
+    // to the owner, perhaps later, and the owner then fails all operations for that cause.
     if (any_failure_seen_)
       for (Settlement& settlement : settled)
         if (settlement.failure) settlement.request = nullptr;
@@ -300,7 +300,7 @@ bool ShmTransport::assist(Operation& operation) {
       std::lock_guard lock(mutex_);
       is_awaited_ = true;
     }
-    hand_over();  // in case the one that assists ends just now
+    hand_over();  // in case the assisting thread is just leaving
     return true;
   }
   {
@@ -365,7 +365,7 @@ bool ShmTransport::tick() {
   std::vector<int> met;
   {
     std::lock_guard lock(mutex_);
-    met = newly_met();  // after a failure, too, which they are to hear of
+    met = newly_met();  // also after a failure, which must reach them
     for (int peer_idx = 0; peer_idx < size_; ++peer_idx) {
       Peer* const peer = peers_[peer_idx].get();
       if (!peer) continue;
@@ -382,7 +382,7 @@ bool ShmTransport::tick() {
   for (const int peer : met)
     if (options_.on_met) options_.on_met(peer);
   if (ended.empty()) return false;
-  turn(By::others, kProgress);  // their last words, if any
+  turn(By::others, kProgress);  // reads their last messages, if any
   for (const auto& [peer, segment] : ended)
     if (segment->status().goodbye.load() == 0 && segment->status().failed.load() == 0)
       events_.on_peer_lost(peer, "its process has ended");
@@ -434,7 +434,7 @@ void ShmTransport::begin_close() {
   }
 }
 
-// Peers need nothing from this rank any more: its messages and answers lie in their memory.
+// Peers need nothing from this rank any more: its messages and answers are in their memory.
 void ShmTransport::close(Deadline /*deadline*/) {
   if (stopping_.exchange(true)) return;
   begin_close();

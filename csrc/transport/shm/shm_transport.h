@@ -3,9 +3,9 @@
 //
 // The calling thread does the work: post() moves what can move at once, and a waiting thread
 // advances the lanes itself (assist), so that blocking messages need no hand-over between threads.
-// While no user waits, one thread sleeps until a peer wakes it, and so asynchronous operations
-// progress. Any change that makes a transfer possible wakes one of them. Both write large payloads
-// that their receiver has granted, if there are cores for two.
+// While no user thread waits, the progress thread sleeps until a peer wakes it, so asynchronous
+// operations progress. Any change that makes a transfer possible wakes one of the two. Both write large
+// payloads that their receiver has granted, if there are enough cores.
 #pragma once
 
 #include <atomic>
@@ -28,10 +28,10 @@ namespace pipecomm::shm {
 
 struct ShmOptions {
   std::shared_ptr<const SharedCores> cores;
-  // Peers that have mapped this rank's segment, or have left without, each told once: messages may go
-  // to those that this rank has added, too. Called without a lock.
+  // Called once for each peer that has mapped this rank's segment, or has left without doing so:
+  // messages may go to it if this rank has added it, too. Called without a lock.
   std::function<void(int peer)> on_met = nullptr;
-  // Requests have been settled, by a thread that may not be the one that waits for them.
+  // Requests have been completed, by a thread that may not be the one that waits for them.
   std::function<void()> on_settled = nullptr;
 };
 
@@ -47,9 +47,9 @@ class ShmTransport final : public HostTransport {
   void add_peer(SegmentPtr segment, std::unique_ptr<ProcessWatch> watch);
   // No peer is added from now on: a broadcast to all of them may go through one ring.
   void note_all_added() { all_added_ = true; }
-  // What has waited to be posted to and from the peer is, all else comes directly.
+  // Messages that waited for the route to the peer are posted; all others now come directly.
   void note_routed(int peer);
-  // A thread that assists looks whether its operation is done.
+  // Makes an assisting thread check whether its operation is done.
   void nudge();
   void post(std::span<const RequestPtr> batch, bool is_async) override;
   bool assist(Operation& operation) override;

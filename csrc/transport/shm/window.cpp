@@ -13,7 +13,7 @@ namespace {
 constexpr int64_t kMaxIdleBytes = int64_t{1} << 30;
 constexpr int64_t kScratchBytes = 64 << 10;
 
-// Bytes from the first to the last byte of a part, or nothing if a field makes no sense.
+// Bytes from the first to the last byte of a part, or nothing if a field is invalid.
 std::optional<int64_t> span_bytes(const StridedCopy& copy) {
   if (copy.run_bytes < 1 || copy.num_dims < 0 || copy.num_dims > kMaxCopyDims) return {};
   int64_t span = copy.run_bytes;

@@ -13,8 +13,8 @@
 
 namespace pipecomm::shm {
 
-// Hands out the window of the rank's own segment, lowest address first, so that pages are reused:
-// the first touch of a page costs more than copying it.
+// Allocates from the window of the rank's own segment, lowest address first, so that pages are
+// reused: the first touch of a page costs more than copying it.
 class WindowPool {
  public:
   explicit WindowPool(SegmentPtr segment);
@@ -26,7 +26,7 @@ class WindowPool {
   std::optional<Grant> find(const Request& recv) const;
 
  private:
-  struct State {  // outlives the pool while results are out
+  struct State {  // outlives the pool while results are in use
     SegmentPtr segment;
     std::mutex mutex;
     std::map<int64_t, int64_t> free;  // offset -> bytes, merged
