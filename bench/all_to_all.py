@@ -1,4 +1,4 @@
-"""Pieces of two dims trade places, even and uneven, against the algorithms in use."""
+"""All-to-all between two dims, even and uneven, against the algorithms in use."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pipecomm_ext import all_to_all, cal_split_sizes
 from pipecomm_ext import distributed as pipecomm_dist
 
 LIST = "list + cat"
-BARE = "bare a2a"  # all_to_all_single of as many packed bytes into kept memory: the least over torch
+BARE = "bare a2a"  # all_to_all_single of the packed bytes into kept memory: the minimum over torch
 SEQ, HEADS = 1, 2  # dims of [batch, seq, heads, head_dim]
 HEAD_DIM = 128
 
@@ -25,7 +25,7 @@ def build(bench: Bench, num_bytes: int) -> Iterator[Case]:
         yield _matrix_case(bench)
         return
     odd = bench.size - 1 if bench.size > 2 else 1
-    # 24 heads as in HunyuanVideo; 25 divide by no number of ranks in use but 5.
+    # 24 heads as in HunyuanVideo; 25 are divisible by 5 ranks only.
     for label, batch, heads, extra_tokens, scatter, gather in [
         ("even, H to S", 1, 24, 0, HEADS, SEQ),
         ("even, S to H", 1, 24, 0, SEQ, HEADS),
@@ -100,7 +100,7 @@ class Trade:
         return sent, [size * self.scatter_sizes[self.rank] * rest for size in self.gather_sizes]
 
     def by_permutation(self, mine: torch.Tensor) -> torch.Tensor:
-        """Ranks' shares of the scatter dim to the front (if one is uneven, the whole dim), and back."""
+        """Moves the ranks' shares of the scatter dim (if uneven, the whole dim) to the front, and back."""
         sent, received = self.counts(mine)
         is_even = len(set(self.scatter_sizes)) == len(set(self.gather_sizes)) == 1
         front = mine.unflatten(self.scatter, (len(sent), -1)) if is_even else mine
@@ -110,7 +110,7 @@ class Trade:
         if is_even:
             whole_shape = self._part_shape(mine, sum(self.gather_sizes))
             if torch.Size(whole_shape[: self.gather]).numel() == 1:
-                return unpacked.view(whole_shape)  # the parts follow each other as they should
+                return unpacked.view(whole_shape)  # the parts are in the right order already
             return torch.cat(self._shaped(unpacked, received, mine), self.gather)
         parts = []
         for part, length in zip(unpacked.split(received), self.gather_sizes, strict=True):
@@ -120,10 +120,10 @@ class Trade:
         return torch.cat(parts, self.gather)
 
     def by_lists(self, mine: torch.Tensor) -> torch.Tensor:
-        """A piece for each rank, and a concatenation of what comes from each."""
+        """Sends a piece to each rank, and concatenates what comes from each."""
         sent, received = self.counts(mine)
         if torch.Size(mine.shape[: self.scatter]).numel() == 1:
-            packed = mine.view(-1)  # the pieces follow each other as they are
+            packed = mine.view(-1)  # the pieces are contiguous already
         else:
             packed = mine.new_empty(sum(sent))
             pieces = mine.split(self.scatter_sizes, self.scatter)
@@ -134,7 +134,7 @@ class Trade:
         return torch.cat(self._shaped(unpacked, received, mine), self.gather)
 
     def _part_shape(self, mine: torch.Tensor, length: int) -> list[int]:
-        """The shape that comes from a rank which holds `length` of the gather dim."""
+        """The shape of the part from a rank that holds `length` of the gather dim."""
         shape = list(mine.shape)
         shape[self.scatter] = self.scatter_sizes[self.rank]
         shape[self.gather] = length
@@ -148,7 +148,7 @@ class Trade:
 
 
 def _matrix_case(bench: Bench) -> Case:
-    """The bytes of a matrix, as they lie: nothing is packed."""
+    """The bytes of a matrix, without packing."""
     size, rank = bench.size, bench.rank
     counts = [[bench.numel(num_bytes) if num_bytes else 0 for num_bytes in row] for row in bench.matrix]
     sent, received = counts[rank], [row[rank] for row in counts]

@@ -1,4 +1,4 @@
-"""Two TCP sockets and nothing else: the least time that a message over TCP takes (`%bound` of tcp)."""
+"""Two TCP sockets and nothing else: the minimum time of a message over TCP (`%bound` of tcp)."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class BareSockets:
         self._spins = dist.get_world_size() <= len(os.sched_getaffinity(0))
 
     def exchange(self, sent: torch.Tensor | None, received: torch.Tensor | None) -> None:
-        """Returns once all is handed to the kernel and all has arrived. Both are contiguous."""
+        """Returns once the kernel has taken all sent bytes, and all others have come. Both are contiguous."""
         outgoing, incoming = _bytes_of(sent), _bytes_of(received)
         while outgoing or incoming:
             if not self._spins:

@@ -1,4 +1,4 @@
-"""Other work on every core while ranks are measured, as a data loader or a neighbour on the machine is."""
+"""Other work on every core while ranks are measured, like that of a data loader or of another user."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SPIN = "import os\nparent = os.getppid()\nwhile os.getppid() == parent:\n    for
 
 @contextlib.contextmanager
 def busy_cores() -> Iterator[None]:
-    """A process per core that this one may use, spinning."""
+    """Runs a spinning process on each core that this process may use."""
     spinning = [subprocess.Popen([sys.executable, "-c", SPIN]) for _ in os.sched_getaffinity(0)]
     try:
         yield

@@ -17,7 +17,7 @@ from pipecomm_ext import (
     packed_data_gather_forward_split_backward,
 )
 
-BARE = "bare all_gather"  # of equal pieces, into kept memory, nothing put in order
+BARE = "bare all_gather"  # of equal pieces, into kept memory, without reordering
 HIDDEN = 1280  # of a vision encoder
 NUM_SEQUENCES = 16
 

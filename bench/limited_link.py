@@ -1,4 +1,4 @@
-"""A network of this process's own, whose only link carries a limited number of bits in a second."""
+"""A network namespace of this process, whose only link carries a limited number of bits per second."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import subprocess
 from tools import find_tool, missing
 
 CLONE_NEWNET = 0x40000000  # of <sched.h>
-# What waits in the queue, and what passes at once after a pause.
+# The queue's limit, and what passes at once after a pause.
 BURST, LATENCY = "1mb", "100ms"
 
 
 def limit(rate: str) -> str | None:
-    """Moves this process, and those that it starts, into a network of its own; or says why it cannot.
+    """Moves this process, and those that it starts, into a new network namespace; or returns why it cannot.
 
-    All ranks share the link, its loopback device, as hosts share a switch; shared memory is not concerned.
+    All ranks share the link, its loopback device, as hosts share a switch; shared memory is not affected.
     """
     if reason := missing("ip", "tc"):
         return reason

@@ -1,4 +1,4 @@
-"""Checks a case, then times its implementations in turns, so that drift of the machine hits all alike."""
+"""Checks a case, then times its implementations in turns, so that drift of the machine affects all alike."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def _count_wrong(case: Case, call: Callable[[], object]) -> int:
 
 
 def _num_different(actual: torch.Tensor, expected: torch.Tensor, tolerance: float) -> int:
-    """Elements of which any byte differs, or with a tolerance, whose values do."""
+    """Number of elements with a different byte, or, with a tolerance, a different value."""
     if actual.shape != expected.shape:
         return expected.numel()
     if tolerance:
@@ -133,7 +133,7 @@ def _num_different(actual: torch.Tensor, expected: torch.Tensor, tolerance: floa
 
 
 def _timer(case: Case, call: Callable[[], object], device: torch.device) -> Callable[[], float]:
-    """Seconds of one call on this rank, or of a part of it; of posting alone if the case has a drain."""
+    """Times one call on this rank, or a part of it, in seconds; only the posting if the case has a drain."""
 
     def timed() -> float:
         start = case.clock()

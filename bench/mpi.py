@@ -23,7 +23,7 @@ def has_started() -> bool:
 
 
 def start(num_ranks: int) -> int:
-    """Runs this command on ranks that MPI starts; the exit code."""
+    """Runs this command on ranks that MPI starts; returns the exit code."""
     own = Path(sys.executable).parent / "mpiexec"
     mpiexec = str(own) if own.exists() else find_tool("mpiexec")
     if mpiexec is None or importlib.util.find_spec("mpi4py") is None:

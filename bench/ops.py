@@ -21,7 +21,7 @@ from work import Work
 from pipecomm_ext import Communicator, Recv, Send
 
 BASELINE = "torch"
-MEMCPY = "memcpy"  # all ranks copy as many bytes at once: the least over memory
+MEMCPY = "memcpy"  # all ranks copy the same number of bytes at once: the minimum over memory
 NUM_HOST_OPS = 8  # operations of the batch whose posting is measured
 
 
@@ -47,7 +47,7 @@ class Bench:
         return (self.rank - 1) % self.size
 
     def data(self, numel: int, sender: int, message_idx: int = 0) -> torch.Tensor:
-        """What rank `sender` sends: small whole numbers that tell sender, message and position."""
+        """What rank `sender` sends: small whole numbers that identify sender, message and position."""
         codes = (torch.arange(numel) + 13 * sender + 29 * message_idx) % 113
         return codes.to(self.dtype).to(self.device)
 
@@ -58,7 +58,7 @@ class Bench:
         return {name: lambda comm=comm: call(comm) for name, comm in self.comms.items()}
 
     def by_mpi(self, call: Callable[..., object], *tensors: torch.Tensor) -> dict[str, Callable]:
-        """call(communicator, buffer of each tensor), if MPI is there."""
+        """call(communicator, buffer of each tensor), if MPI has started the ranks."""
         if self.mpi is None:
             return {}
         buffers = [mpi.buffer_of(tensor) for tensor in tensors]
@@ -80,8 +80,8 @@ class Bench:
     def with_bounds(
         self, calls: dict[str, Callable], copied: torch.Tensor, over_torch: str | None = None
     ) -> tuple[dict[str, Callable], dict[str, str]]:
-        """The calls, and which of them bounds which: `over_torch` or bare sockets, if there, what torch's
-        transport and ours over TCP carry, and a copy of `copied` by all ranks at once the rest.
+        """The calls, and which of them bounds which: `over_torch` and bare sockets, where available, bound
+        torch's transport and ours over TCP; a copy of `copied` by all ranks at once bounds the rest.
         """
         if SOCKET in calls:
             over_torch = SOCKET
@@ -108,7 +108,7 @@ class Case:
     returns: torch.Tensor | None = None  # what a call must return, where results are fresh tensors
     bound_of: dict[str, str] = field(
         default_factory=dict
-    )  # the call that shows an implementation's least time
+    )  # the call that shows an implementation's minimum time
     work: Callable[[str], Work] | None = None  # what one call of an implementation copies and allocates
     tolerance: float = 0.0  # of what arrived, relative to its largest value; 0: every byte counts
     clock: Callable[[], float] = time.perf_counter  # in seconds
@@ -122,7 +122,7 @@ class Case:
 
     @property
     def bounds(self) -> set[str]:
-        """Calls that only show the least possible time; their results are not checked."""
+        """Calls that only show the minimum possible time; their results are not checked."""
         return self.parts.union(self.bound_of.values())
 
 
@@ -188,7 +188,7 @@ def pingpong(bench: Bench, num_bytes: int) -> Case:
     numel = bench.numel(num_bytes)
     peer = bench.rank ^ 1
     sent, received = bench.data(numel, bench.rank), bench.poison(numel)
-    if peer >= bench.size:  # the last of an odd number has nobody to play with
+    if peer >= bench.size:  # the last of an odd number has no partner
         names = [BASELINE, *bench.comms, *([mpi.NAME] if bench.mpi else [])]
         calls = dict.fromkeys(names, lambda: None) | bench.over_sockets(None, None, lambda _: None)
         calls, bound_of = bench.with_bounds(calls, copied=sent[:0])

@@ -13,7 +13,7 @@ from work import Work, count_work
 from pipecomm_ext import Communicator, gather_forward_split_backward
 
 LIST = "list + cat"
-COPY = "plain copy"  # of as many bytes, into kept memory
+COPY = "plain copy"  # of the same number of bytes, into kept memory
 OURS = "pipecomm"
 NUM_PEERS = 8
 
@@ -32,7 +32,7 @@ def build(bench: Bench, num_bytes: int) -> Iterator[Case]:
 
 
 def _case(bench: Bench, alone: Communicator, num_bytes: int, label: str, run_numel: int, parts: int) -> Case:
-    """A gather over one rank is a copy by the engine; of a permuted view it is what packing does."""
+    """A gather over one rank is a copy by the engine; for a permuted view it does the same as packing."""
     tokens = max(1, num_bytes // (NUM_PEERS * run_numel * bench.dtype.itemsize))
     fused = bench.data(tokens * parts * NUM_PEERS * run_numel, sender=bench.rank)
     rows = fused.view(tokens, parts, NUM_PEERS, run_numel)[:, 0]

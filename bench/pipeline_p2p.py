@@ -11,7 +11,7 @@ from ops import BASELINE, KIB, MIB, Bench, Case, Op
 from pipecomm_ext.pipeline_parallel import P2PCommunicator, PipelineConfig
 
 HIDDEN = 1024
-VARIABLE = "variable"  # added to the names of those that tell the shape with every message
+VARIABLE = "variable"  # added to the names of those that send the shape with every message
 
 
 def build(bench: Bench, num_bytes: int) -> Case:

@@ -11,7 +11,7 @@ TIME_UNITS = ((1e6, "s"), (1e3, "ms"), (1.0, "us"))
 
 
 def draw(path: str, results: list[Result], title: str) -> None:
-    """Writes time, and bandwidth where the operation has one. The name's ending chooses the format."""
+    """Draws time, and bandwidth if the operation has one. The suffix of `path` selects the format."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -57,7 +57,7 @@ def _lines(plt, results: list[Result]):
 
 
 def _bars(plt, results: list[Result]):
-    """A row of panels for each size, with times of its own. In it a group of bars for each case, a bar for
+    """A row of panels for each size, with its own time scale. In it a group of bars for each case, a bar for
     each implementation, its whisker from min to p99."""
     rows: dict[str, list[Result]] = {}
     for result in sorted(results, key=lambda result: result.num_bytes):
@@ -120,7 +120,7 @@ def _legend(figure, axes) -> None:
 
 
 def _rounded_size(num_bytes: int) -> str:
-    """Sizes that differ by little, as those of even and uneven parts do, are one."""
+    """Rounds sizes so that those that differ little, as of even and uneven parts, are equal."""
     for unit, name in ((1 << 20, "MiB"), (1 << 10, "KiB")):
         if num_bytes >= unit:
             size = num_bytes / unit

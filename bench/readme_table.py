@@ -1,6 +1,6 @@
 """The tables of results, made from the files that `bench/run.py --json` wrote.
 
-docs/benchmarks.md has all rows, in one table beside torch and in one beside MPI; README.md has those of
+docs/benchmarks.md has all rows, in one table against torch and one against MPI; README.md has those of
 MPI_HIGHLIGHTS and HIGHLIGHTS, and one of a GPU. A test compares the files.
 
 python bench/readme_table.py             # prints the long table
@@ -126,7 +126,7 @@ def _mpi_times(op: str) -> Iterator[tuple[str, dict[str, dict[str, float]]]]:
 
 
 def front_rows() -> Iterator[str]:
-    """The rows of README.md: medians, and how many times as fast ours is, as the other tables have it."""
+    """The rows of README.md: medians, and how many times faster ours is, as in the other tables."""
     for op in MPI_OPS:
         for name, times in _mpi_times(op):
             if name in MPI_HIGHLIGHTS:

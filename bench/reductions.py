@@ -15,7 +15,7 @@ def all_reduce(bench: Bench, num_bytes: int) -> Case:
     ones = torch.ones_like(tensor)
 
     def summed(reduce) -> torch.Tensor:
-        tensor.copy_(ones)  # or numbers would grow from call to call
+        tensor.copy_(ones)  # else numbers would grow from call to call
         reduce()
         return tensor
 

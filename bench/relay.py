@@ -74,7 +74,7 @@ def _case(
             impl = name if algorithm == "auto" else f"{name.split()[-1]} {algorithm}"
             calls[impl] = lambda relay=relay: relay_call(relay)
             used[impl] = comm
-    # The least over memory: every receiver writes it once, all at the same time.
+    # The minimum over memory: every receiver writes it once, all at the same time.
     calls, bound_of = bench.with_bounds(calls, copied=mine[:0] if sends else mine)
     return Case(
         num_bytes=whole.nbytes,

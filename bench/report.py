@@ -53,7 +53,7 @@ def row(result: Result) -> str:
 
 
 def environment() -> dict[str, str]:
-    """The settings that may change a result; nothing else of the user's environment leaves the machine."""
+    """The settings that may change a result; no other part of the user's environment is reported."""
     return {
         name: value
         for name, value in sorted(os.environ.items())

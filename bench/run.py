@@ -62,13 +62,13 @@ QUICK_ITERATIONS, QUICK_SIZES = 20, (4 << 10, 1 << 20)
 
 
 def run_op(args: argparse.Namespace) -> int:
-    """One rank's part of the benchmark; the exit code."""
+    """Runs one rank's part of the benchmark; returns the exit code."""
     device = torch.device(args.device)
     comms = {}
     for transport in args.transport:
         comm = Communicator(device=device, transport=transport, channels=CHANNELS[device.type])
         if comms.setdefault(f"pipecomm {comm.transport}", comm) is not comm:
-            comm.close()  # "auto" chose what is named, too
+            comm.close()  # "auto" chose one that is named, too
     bench = Bench(
         dist.get_rank(),
         dist.get_world_size(),
@@ -260,7 +260,7 @@ def main(arguments: list[str] | None = None) -> int:
             args.link = None
     if args.mpi and mpi.has_started():
         mpi.join()
-        args.busy = False  # the process that has started the ranks sees to it
+        args.busy = False  # the process that has started the ranks keeps the cores busy
     with busy_cores() if args.busy else contextlib.nullcontext():
         if args.mpi and not mpi.has_started():
             return mpi.start(args.ranks)

@@ -29,7 +29,7 @@ from pipecomm_ext import Communicator, Recv, Send
 from pipecomm_ext import distributed as pipecomm_dist
 
 DEFAULT_RANKS, QUICK_RANKS = [2, 4, 8, 16, 32, 48], [2, 4]
-CHANNELS = 1  # rings of more would not fit into the memory of a small machine with 48 ranks
+CHANNELS = 1  # rings of more channels would not fit into the memory of a small machine with 48 ranks
 PAIR_BYTES = 256  # of the all-to-all, from each rank to each
 NUM_CONSTRUCTIONS = 10  # of each implementation
 STAGES = "constructed", "neighbours used", "all ranks used"
@@ -38,16 +38,16 @@ FOOTPRINT_COLUMNS = "{:>6} {:<22} {:<16} {:>8} {:>12} {:>12}"
 
 @dataclass(frozen=True)
 class Footprint:
-    """What a process holds."""
+    """The resources that a process holds."""
 
     num_threads: int
     num_descriptors: int
-    memory_kib: int  # its own and its part of what it shares, files apart
+    memory_kib: int  # its own and its part of shared memory, without files
 
     @classmethod
     def now(cls) -> Footprint:
         gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)  # what glibc keeps for later allocations is not held
+        ctypes.CDLL(None).malloc_trim(0)  # does not count what glibc keeps for later allocations
         return cls(
             _fields("/proc/self/status")["Threads"],
             len(os.listdir("/proc/self/fd")),
@@ -59,7 +59,7 @@ class Footprint:
 
 
 def _fields(path: str) -> dict[str, int]:
-    """Whole numbers of lines like "Name: 12 kB"."""
+    """The integers of lines like "Name: 12 kB"."""
     pairs = (
         line.split(":", 1) for line in Path(path).read_text(encoding="utf-8").splitlines() if ":" in line
     )
@@ -126,9 +126,9 @@ def run_world(args: argparse.Namespace) -> int:
 
 
 def _join_over_tcp(args: argparse.Namespace) -> None:
-    """The store that jobs have: of a FileStore, every reader reads all that was ever written."""
+    """Joins over a TCPStore, as jobs do: a reader of a FileStore reads all that was ever written."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    dist.barrier()  # nobody goes while others are still connecting
+    dist.barrier()  # no rank continues while others are still connecting
     dist.destroy_process_group()
     store = dist.TCPStore("127.0.0.1", args.store_port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
@@ -168,7 +168,7 @@ def _without_bounds(case: Case, label: str) -> Case:
 
 
 def _construction(constructors: dict[str, Callable[[], Communicator]]) -> Case:
-    """Until the first barrier is done, at which all are connected that torch connects."""
+    """Measures until the first barrier is done, when torch has made all its connections."""
 
     def torch_call():
         group = dist.new_group(_everybody())
@@ -257,7 +257,7 @@ def _neighbours() -> list[int]:
 
 
 def _growth(*steps: Callable[[], None]) -> dict[str, Footprint]:
-    """What has been added after each step, on the rank that has most of it."""
+    """What each step has added, on the rank that has most of it."""
     before = Footprint.now()
     growth = {}
     for stage, step in zip(STAGES, steps, strict=True):
@@ -286,7 +286,7 @@ def rank_counts(is_quick: bool) -> list[int]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures one world after another, or the one whose rank this process is; the exit code."""
+    """Measures one world after another, or the world of this rank; returns the exit code."""
     exit_code, worlds = 0, []
     with tempfile.TemporaryDirectory(prefix="pipecomm-scale-") as directory:
         for num_ranks in [0] if launch.has_ranks() else args.rank_counts:  # 0: as many as there are

@@ -37,7 +37,7 @@ class Layer(nn.Module):
 
 
 class Gain(nn.Module):
-    """Next to no work: what remains is the time of the runtime."""
+    """Almost no work: what remains is the time of the runtime."""
 
     def __init__(self, _hidden: int, _depth: int):
         super().__init__()
@@ -125,7 +125,7 @@ def _torch_step(bench: Bench, plan: Plan, stages, schedule: str, batch, targets)
     from torch.distributed.pipelining import PipelineStage, schedules  # takes seconds to import
 
     local = [PipelineStage(module, stage, plan.num_stages, bench.device) for stage, module in stages.items()]
-    for stage in local:  # V schedules greet themselves before the first step, which gloo refuses
+    for stage in local:  # V schedules send to themselves before the first step, which gloo refuses
         stage._get_init_p2p_neighbors_ops = list
     runner = getattr(schedules, schedule)(
         local[0] if len(local) == 1 else local,

@@ -17,7 +17,7 @@ Interval = tuple[float, float]  # seconds since 1970
 ROWS = ("attention", "q, k, v", "result")  # of a rank; the last two with their gradients
 COLORS = dict(zip(ROWS, ("#d9904a", "#4878a8", "#6aa56e"), strict=True))
 ROWS_APART = 3.5  # of one rank and the next
-NUM_LANES = 3  # of a row of exchanges, in turns: as many as are mostly under way
+NUM_LANES = 3  # of a row of exchanges, used in turns: about as many as are in flight
 
 
 @dataclass
@@ -35,7 +35,7 @@ def duration_s(calls: list[Call]) -> float:
 
 
 class Stamped:
-    """Attention that notes when it starts and ends, forward and backward."""
+    """Attention that records when it starts and ends, forward and backward."""
 
     def __init__(self, attention: Callable[..., torch.Tensor]):
         self.attention = attention
@@ -64,13 +64,13 @@ class _Stamp(torch.autograd.Function):
 
 
 def record(comm: Communicator, num_chunks: int, attention: Stamped, call: Callable[[], object]) -> list[Call]:
-    """One call on all ranks, by rank; collective. Chunks must be of one size."""
+    """Records one call on all ranks; returns it by rank. Collective. Chunks must be of one size."""
     dist.barrier()
     last = max((op["number"] for op in comm.flight_record()), default=-1)
     begin = time.time()
     call()
     end = time.time()
-    # Chunk by chunk, in the backward in reverse; of a pass the smaller exchanges are those of results.
+    # Chunk by chunk, in the backward in reverse; the smaller exchanges of a pass are those of results.
     ops = [op for op in comm.flight_record() if op["number"] > last]
     rows: dict[str, list[list[Interval]]] = {row: [] for row in ROWS}
     while ops:

@@ -33,7 +33,7 @@ def build(bench: Bench, num_bytes: int) -> Iterator[Case]:
 
 
 def timelines(bench: Bench, num_bytes: int) -> dict[str, list[timeline.Call]]:
-    """Of one chunk and of most chunks over the first transport: the fastest of some calls, with backward."""
+    """The fastest of some calls with one chunk, and with most chunks; first transport, with backward."""
     sublayer = Sublayer.of(bench, num_bytes, has_backward=True)
     comm = next(iter(bench.comms.values()))
     if bench.attention == "sleep":
@@ -114,7 +114,7 @@ class Sublayer:
         return cls(bench.rank, bench.size, whole, mine, heads, gradients, has_backward, sdpa)
 
     def sleep_as_long_as(self, seconds: float) -> None:
-        """In the place of attention, forward and backward together."""
+        """Replaces attention by sleep, forward and backward together."""
         self.attention = asleep(seconds / (1 + self.has_backward))
 
     def by_ours(self, comm: Communicator, chunks: int | str) -> torch.Tensor:
@@ -164,7 +164,7 @@ def sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 
 def asleep(seconds: float) -> Callable[..., torch.Tensor]:
-    """What takes `seconds` for all heads of a rank, forward and again backward, and no core: returns `q`."""
+    """An attention that sleeps `seconds` for all heads of a rank, forward and again backward; returns `q`."""
     return lambda q, k, v: _Sleep.apply(seconds / HEADS_EACH, q, k, v)
 
 
@@ -195,7 +195,7 @@ class _Traded(torch.autograd.Function):
 
 
 def _duration_s(call: Callable[[], object]) -> float:
-    """Of the fastest of some calls, on its slowest rank; the same on all ranks."""
+    """The time of the fastest of some calls, on its slowest rank; the same on all ranks."""
     seconds = []
     for _ in range(NUM_TRIALS):
         dist.barrier()

@@ -11,15 +11,15 @@ from torch.utils._pytree import tree_leaves
 
 from pipecomm_ext import Communicator
 
-# Of torch's operators those that write a whole result by reading tensors; collectives are not among them.
+# The operators of torch that write a whole result by reading tensors, without collectives.
 COPYING = {"aten::clone", "aten::copy_", "aten::cat", "aten::cat.out", "aten::_to_copy", "aten::contiguous"}
 
 
 @dataclass(frozen=True)
 class Work:
-    """Of one call."""
+    """The copies and allocations of one call."""
 
-    copy_passes: float  # passes over the local tensor, beside the transfer itself
+    copy_passes: float  # passes over the local tensor, in addition to the transfer itself
     allocated_bytes: int  # results and temporaries, of torch and of staging
 
 
@@ -49,7 +49,7 @@ class _Counter(TorchDispatchMode):
 
 
 def count_work(call: Callable[[], object], num_bytes: int, comm: Communicator | None) -> Work:
-    """Of one warm call; `num_bytes` are the local tensor's, `comm` the communicator that it uses, if ours."""
+    """Counts one warm call; `num_bytes` of the local tensor; `comm`: our communicator, if it uses one."""
     counters = {"num_passes": 0, "num_staging_allocations": 0}
     before = comm._c.copy_counters() if comm is not None else counters
     with _Counter() as counter:

@@ -143,7 +143,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    # torch.optim imports torch._dynamo at its first step, in every rank anew if not here.
+    # torch.optim imports torch._dynamo at its first step, in each rank separately if not here.
     return launch.run(run_rank, parse_arguments(arguments), preload=("torch._dynamo",))
 
 

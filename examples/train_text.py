@@ -71,13 +71,13 @@ def num_stages_of(args: argparse.Namespace, num_ranks: int) -> int:
 
 
 def is_reporter(link: RankLink | RelayLink, piece: SequencePiece) -> bool:
-    """Whether this rank tells the result: the last stage's, of its ranks the first."""
+    """Whether this rank reports the result: the first rank of the last stage."""
     return link.stage_idx == link.num_stages - 1 and link.is_leader and piece.idx == 0
 
 
 @dataclass
 class Training:
-    """What the last stage knows after the training."""
+    """The results of the last stage after the training."""
 
     losses: list[float]
     seconds: float
@@ -150,8 +150,8 @@ class UnsplitModel:
     def follow(self, split_loss: float, split_gradients: list[torch.Tensor]) -> None:
         """Compares the next step with the split model's, then makes it with the split model's gradients.
 
-        So both have the same weights before every step, and each step is compared for itself. With its own
-        gradients the weights would part: where a gradient is next to nothing, Adam turns the rounding of sums
+        So both have the same weights before every step, and each step is compared separately. With its own
+        gradients the weights would diverge: where a gradient is almost zero, Adam turns the rounding of sums
         in another order into steps of full length.
         """
         loss, gradients = self.backward()
@@ -176,7 +176,7 @@ def plus(sizes: Iterable[int]) -> str:
 def report(
     args: argparse.Namespace, link: RankLink | RelayLink, training: Training, stage: Stage | PlannedStages
 ) -> int:
-    """The last stage's summary, the picture and the verification; the exit code."""
+    """Shows the last stage's summary, the picture and the verification; returns the exit code."""
     batches = batches_of(args)
     comm = link.comm
     owned = split_layers(args.layers, num_stages_of(args, link.num_stages))
@@ -234,7 +234,7 @@ def verify(unsplit: UnsplitModel, line: Callable[[str, str], None]) -> int:
 
 @contextlib.contextmanager
 def links(args: argparse.Namespace) -> Iterator[tuple[RankLink | RelayLink, Communicator | None]]:
-    """My link to the other stages, and what joins all pieces of my stage's sequences."""
+    """My link to the other stages, and the communicator of all pieces of my stage's sequences."""
     if args.stages is not None:
         topology = PipelineTopology(args.stages)
         with topology.communicator:
@@ -256,7 +256,7 @@ def links(args: argparse.Namespace) -> Iterator[tuple[RankLink | RelayLink, Comm
 
 
 def run_stage(args: argparse.Namespace) -> int:
-    """Trains this rank's stage; the exit code."""
+    """Trains this rank's stage; returns the exit code."""
     with links(args) as (link, pieces):
         piece = piece_of(args, pieces)
         training, stage = train_pipeline(args, link, piece)
@@ -373,7 +373,7 @@ def check_stages(parser: argparse.ArgumentParser, args: argparse.Namespace) -> N
 
 
 def main(arguments: list[str] | None = None) -> int:
-    # torch.optim imports torch._dynamo at its first step, in every rank anew if not here.
+    # torch.optim imports torch._dynamo at its first step, in each rank separately if not here.
     return launch.run(run_stage, parse_arguments(arguments), preload=("torch._dynamo",))
 
 

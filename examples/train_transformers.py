@@ -31,7 +31,7 @@ NUM_NEW_TOKENS = 24
 
 
 def make_model(args: argparse.Namespace, attention: str):
-    """With the same weights at every call."""
+    """Makes the model, with the same weights at every call."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     config = LlamaConfig(
@@ -58,8 +58,8 @@ class UnsplitModel:
         self.worst = 0.0
 
     def follow(self, batch: dict, split_loss: torch.Tensor, split_gradients: list[torch.Tensor]) -> None:
-        """Compares a step, then makes it with the split model's gradients, so that each one is compared for
-        itself."""
+        """Compares a step, then makes it with the split model's gradients, so that each step is compared
+        separately."""
         self.optimizer.zero_grad()
         loss = self.model(**batch).loss
         loss.backward()
@@ -67,7 +67,7 @@ class UnsplitModel:
         for parameter, gradient in zip(self.model.parameters(), split_gradients, strict=True):
             differences.append(relative_difference(gradient, parameter.grad))
             parameter.grad = gradient.clone()
-        # A NaN stays one.
+        # Keeps a NaN.
         self.worst = torch.tensor([self.worst, *differences]).max().item()
         self.optimizer.step()
 
@@ -118,7 +118,7 @@ def report(
     tokens: torch.Tensor,
     unsplit: UnsplitModel | None,
 ) -> int:
-    """Prints on the first rank; the exit code."""
+    """Prints on the first rank; returns the exit code."""
     sizes = cal_split_sizes(args.seq_len, comm.size)
     lines = [
         f"ranks      {comm.size}, {comm.transport}: {comm.transport_reason}",

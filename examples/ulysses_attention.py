@@ -50,7 +50,7 @@ class Attention(nn.Module):
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         self.embedding = nn.Embedding(VOCABULARY, hidden)
         self.q = nn.Linear(hidden, hidden)
-        # A bias of the keys would move all scores of a query alike and have no gradient but rounding.
+        # A bias of the keys would shift all scores of a query equally; its gradient would be only rounding.
         self.k = nn.Linear(hidden, num_kv_heads * head_dim, bias=False)
         self.v = nn.Linear(hidden, num_kv_heads * head_dim)
         self.out = nn.Linear(hidden, VOCABULARY)
@@ -66,7 +66,7 @@ class Attention(nn.Module):
 
 
 def summed_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Nats of all tokens given."""
+    """The loss in nats, summed over all tokens."""
     return functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
 
 
@@ -102,7 +102,7 @@ def run_rank(args: argparse.Namespace) -> int:
         logits = gather_forward_split_backward(my_logits.detach(), comm, SEQ, seq_sizes)
         loss = my_loss.detach().clone()
         dist.all_reduce(loss)
-        for parameter in model.parameters():  # each rank saw its tokens only: the sum over ranks is the whole
+        for parameter in model.parameters():  # each rank saw only its tokens: the sum over ranks is the whole
             dist.all_reduce(parameter.grad)
 
         differences = {"output": relative_difference(logits, whole_logits.detach())}

@@ -1,1 +1,1 @@
-"""What the example programs share. Nothing here is a program of its own."""
+"""Code that the example programs share. No file here is a program."""

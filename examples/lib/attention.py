@@ -14,7 +14,7 @@ def kv_head_of(head: int, num_heads: int, num_kv_heads: int) -> int:
 
 
 def take_heads(x: torch.Tensor, heads: list[int]) -> torch.Tensor:
-    """These heads in this order, without a copy if they are all of them as they are."""
+    """These heads in this order, without a copy if they are all heads in their order."""
     return x if heads == list(range(x.size(HEADS))) else x[:, :, heads]
 
 
@@ -25,7 +25,7 @@ def attend_whole(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Ten
 
 
 def attend_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Causal attention of as many key/value as query heads; also of none, as ranks beyond the heads have."""
+    """Causal attention with as many key/value as query heads; also with none, on ranks beyond the heads."""
     if q.size(HEADS) == 0:
         return q
     q, k, v = (tensor.transpose(SEQ, HEADS) for tensor in (q, k, v))

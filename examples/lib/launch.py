@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-GRACE_S = 5.0  # for the other ranks to tell their part once one has failed
+GRACE_S = 5.0  # for the other ranks to report, once one has failed
 DEVICE_OPTION = {
     "choices": ["auto", "cpu", "cuda"],
     "default": "auto",
@@ -27,9 +27,9 @@ DEVICE_OPTION = {
 }
 # NCCL between ranks on one GPU, with few thread blocks, since all ranks' blocks must fit at once.
 SHARED_GPU = {"NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": "4", "NCCL_RAS_ENABLE": "0"}
-# From NCCL 2.30 on two ranks may share a GPU.
+# From NCCL 2.30 on, two ranks may share a GPU.
 TWO_RANKS = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NET_GDR_LEVEL": "LOC", "CUDA_MODULE_LOADING": "EAGER"}
-# Else they are ranks of different hosts, between which there are sockets on the loopback device.
+# Otherwise they count as on different hosts, and use sockets on the loopback device.
 AS_HOSTS = {
     "NCCL_NET": "Socket",
     "NCCL_SOCKET_IFNAME": "lo",
@@ -42,12 +42,12 @@ Body = Callable[[argparse.Namespace], int]
 
 
 def run(body: Body, args: argparse.Namespace, preload: tuple[str, ...] = ()) -> int:
-    """Calls body(args) on `args.ranks` ranks, each with the default group initialised; the exit code.
+    """Calls body(args) on `args.ranks` ranks, each with the default group initialised; returns the exit code.
 
-    Under torchrun this process is one of them, and so it is if it has joined a default group already: the
-    number of its ranks replaces `args.ranks`. Otherwise the ranks are started here and none outlives this
-    call. `args.device` "auto" becomes "cuda" if there is a GPU for each rank, else "cpu"; with "cuda", ranks
-    share GPUs if need be. `body` is module-level and returns an exit code; `preload` names modules to import
+    Under torchrun, or if it has joined a default group already, this process is one of them, and the number
+    of ranks there replaces `args.ranks`. Otherwise the ranks are started here and none outlives this call.
+    `args.device` "auto" becomes "cuda" if there is a GPU for each rank, else "cpu"; with "cuda", ranks share
+    GPUs if necessary. `body` is module-level and returns an exit code; `preload` names modules to import
     once for all ranks. If ranks fail, the first cause is printed, not its consequences on other ranks.
     """
     if dist.is_initialized():
@@ -60,7 +60,7 @@ def run(body: Body, args: argparse.Namespace, preload: tuple[str, ...] = ()) -> 
 
 
 def parsed(parser: argparse.ArgumentParser, arguments: list[str] | None) -> argparse.Namespace:
-    """The arguments; those that no rank could run with end the program with a line."""
+    """Parses the arguments; arguments that no rank could run with end the program with one line."""
     args = parser.parse_args(arguments)
     if args.device == "cuda" and torch.cuda.device_count() == 0:
         parser.error("--device cuda: this process sees no CUDA device; use --device cpu")
@@ -68,7 +68,7 @@ def parsed(parser: argparse.ArgumentParser, arguments: list[str] | None) -> argp
 
 
 def num_ranks_of(args: argparse.Namespace) -> int:
-    """Those of the launcher, if there is one."""
+    """The number of ranks: the launcher's, if there is one."""
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", args.ranks))
 
 
@@ -95,8 +95,8 @@ def _run_rank(body: Body, args: argparse.Namespace, local_rank: int, **group_arg
 def take_gpu(local_rank: int, num_local_ranks: int) -> None:
     """Makes a GPU the current one, before NCCL is used: one for each rank of the machine if there are enough.
 
-    The GPU serves the processes of ranks that share it in turns, so that results are right and times on the
-    device mean nothing.
+    Processes of ranks that share a GPU run on it in turns, so results are right but times on the device are
+    meaningless.
     """
     num_gpus = torch.cuda.device_count()
     if num_gpus == 0:
@@ -116,7 +116,7 @@ def shared_gpu(
 
 
 def _started_rank(rank: int, body: Body, args: argparse.Namespace, directory: str) -> None:
-    gc.freeze()  # a collection would copy the pages of all that the server has imported
+    gc.freeze()  # a collection would copy the pages of everything that the server has imported
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the script, which ends its ranks
     store = dist.FileStore(os.path.join(directory, "store"), args.ranks)
     try:

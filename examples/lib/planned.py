@@ -61,7 +61,7 @@ class PlannedStages:
         self.num_bytes_sent = 0
 
     def step(self, inputs: tuple[torch.Tensor, ...], targets: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
-        """One optimizer step; on the last rank the mean of the losses, of my tokens, and [] elsewhere."""
+        """One optimizer step; returns the mean loss of my tokens on the last rank, and [] elsewhere."""
         self.optimizer.zero_grad()
         losses = self.executor.step(self._by_stage(0, inputs), self._by_stage(-1, targets)).losses
         self.num_bytes_sent += self.num_bytes_per_step
@@ -77,7 +77,7 @@ class PlannedStages:
         return [total / self.plan.M] if self.comm.rank == self.comm.size - 1 else []
 
     def _by_stage(self, end: int, micro_batches: tuple[torch.Tensor, ...]) -> dict[int, list[torch.Tensor]]:
-        """What the chains get whose first (0) or last (-1) stage is mine."""
+        """The micro-batches of the chains whose first (0) or last (-1) stage is mine."""
         num_micro = self.plan.micros_per_chain
         return {
             chain[end]: list(micro_batches[idx * num_micro : (idx + 1) * num_micro])

@@ -1,4 +1,4 @@
-"""What a program shows: a progress bar while it works, and a picture at its end."""
+"""The output of a program: a progress bar while it works, and a picture at its end."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ SMOOTHING = 0.8  # of the plotted loss, per step
 
 
 def progress_bar(num_steps: int, is_shown: bool, what: str = "training") -> tqdm:
-    """A bar on the rank that shows it; where the output is no terminal, a line every five seconds."""
-    tqdm.set_lock(threading.RLock())  # its default lock is a semaphore of the system, left behind by a kill
+    """A bar on the rank that shows it; if the output is not a terminal, a line every five seconds."""
+    tqdm.set_lock(threading.RLock())  # its default lock is a system semaphore, which a kill leaves behind
     return tqdm(
         total=num_steps,
         desc=what,

@@ -16,7 +16,7 @@ class SequencePiece:
     """The tokens of each sequence that this rank holds, and how they attend to all of them.
 
     `comm` joins the ranks that split the sequence, remainder-first; None: this rank holds the whole.
-    `attend` takes and gives q, k, v and the result as [batch, my tokens, all heads, head_dim].
+    `attend` takes q, k, v and returns the result, as [batch, my tokens, all heads, head_dim].
     """
 
     def __init__(self, seq_len: int, num_heads: int, comm: Communicator | None = None):
@@ -32,7 +32,7 @@ class SequencePiece:
         self.tokens = slice(start, start + self.sizes[self.idx])
 
     def sum_over_pieces(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The sums over the ranks that split the sequence, alike on all of them, by one all-reduce."""
+        """The sums over the ranks that split the sequence, on all of them, by one all-reduce."""
         if self.comm is None:
             return tensors
         flat = torch.cat([tensor.flatten() for tensor in tensors])

@@ -47,7 +47,7 @@ class Stage:
     def step(self, inputs: tuple[torch.Tensor, ...], targets: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
         """One optimizer step over the micro-batches of my tokens, by 1F1B.
 
-        On the last stage my tokens' share of the losses, to be summed over the pieces; [] elsewhere.
+        Returns on the last stage my tokens' share of the losses, to be summed over the pieces; [] elsewhere.
         """
         num_micro = len(inputs)
         num_warmup = min(self.link.num_stages - self.link.stage_idx - 1, num_micro)

@@ -1,7 +1,7 @@
 """The layers of the text model split over the ranks of a stage: heads of the attention, neurons of the MLP.
 
 Every rank of a stage holds whole activations, and a part of the weights between them (Megatron's tensor
-parallelism). Layers without a large product are on all ranks.
+parallelism). Layers without a large product are replicated.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .text_model import HEAD_DIM, Block
 
 
 class _Copied(torch.autograd.Function):
-    """What all ranks hold enters the split part: the ranks' gradients are added up."""
+    """Activations that all ranks hold enter the split part: the ranks' gradients are summed."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -32,7 +32,7 @@ class _Copied(torch.autograd.Function):
 
 
 class _AddedUp(torch.autograd.Function):
-    """The ranks' parts of a sum leave the split part: all ranks hold the sum, and its gradient."""
+    """The ranks' parts of a sum leave the split part: all ranks get the sum, and hold its gradient."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -55,7 +55,7 @@ class SplitBlock(nn.Module):
         num_heads = block.out.in_features // HEAD_DIM
         head_sizes = [n * HEAD_DIM for n in cal_split_sizes(num_heads, dist.get_world_size(group))]
         up_sizes = cal_split_sizes(block.up.out_features, dist.get_world_size(group))
-        # (name, weight, dim that is split, sizes); q, k and v are split each for itself
+        # (name, weight, dim that is split, sizes); q, k and v are split separately
         qkv_weight, qkv_bias = block.qkv.weight.unflatten(0, (3, -1)), block.qkv.bias.unflatten(0, (3, -1))
         self.cuts = {
             "qkv_weight": (qkv_weight, 1, head_sizes),

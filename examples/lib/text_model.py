@@ -46,7 +46,7 @@ class Block(nn.Module):
         for linear in (
             self.out,
             self.down,
-        ):  # residual branches start small: the sum over the depth keeps its scale
+        ):  # residual branches start small, so that the sum over the depth keeps its scale
             nn.init.normal_(linear.weight, std=0.02 / (2 * depth) ** 0.5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -92,7 +92,7 @@ def split_layers(num_blocks: int, num_stages: int) -> list[range]:
 
 
 def loss_of(logits: torch.Tensor, targets: torch.Tensor, seq_len: int) -> torch.Tensor:
-    """Cross entropy in nats per byte of whole sequences; for a piece of them its share, which may be 0."""
+    """Cross entropy in nats per byte of whole sequences; for a piece, its share, which may be 0."""
     nats = functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
     return nats / (len(targets) * seq_len)
 
