@@ -1,4 +1,4 @@
-"""Attention over ranks in every way, beside attention of the whole in one process."""
+"""Attention over ranks in every way, compared with attention of the whole sequence in one process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WAYS = ["ulysses", "zigzag", "ring by ulysses"]
 
 
 def plain_attention(q, k, v, is_causal=False, bias=0):
-    """By the formula, of tensors [batch, sequence, heads, channels]; the last query reads the last key."""
+    """Attention by the formula, for [batch, sequence, heads, channels]; the last query reads the last key."""
     read = torch.arange(q.size(HEADS)) * k.size(HEADS) // q.size(HEADS)
     k, v = (tensor.index_select(HEADS, read) for tensor in (k, v))
     scores = torch.einsum("bqhc,bkhc->bhqk", q, k) / q.size(-1) ** 0.5 + bias
@@ -29,7 +29,7 @@ def plain_attention(q, k, v, is_causal=False, bias=0):
 
 
 def alibi_attention(q, k, v, is_causal=False, heads=None):
-    """With a bias of each head, which asks for the numbers of these heads among all of them (8 at most)."""
+    """Attention with a bias per head, which needs the numbers of these heads among all (at most 8)."""
     slopes = 0.5 ** torch.arange(1.0, 9.0, dtype=q.dtype)
     slopes = slopes[: q.size(HEADS)] if heads is None else slopes[heads]
     later = torch.arange(q.size(SEQ))[:, None] + k.size(SEQ) - q.size(SEQ) - torch.arange(k.size(SEQ))
@@ -55,7 +55,7 @@ def state_of(num_ulysses: int) -> ParallelState:
 
 
 def my_piece(tensor, state, dim=SEQ):
-    """Of my two zigzag slices, my Ulysses piece."""
+    """My Ulysses piece of my two zigzag slices."""
     slices = zigzag(tensor, state.get_ring_rank(), state.get_ring_group_size(), dim)
     sizes = remainder_first(slices.size(dim), state.get_ulysses_group_size())
     return cut(slices, dim, sizes, state.get_ulysses_rank())
@@ -72,7 +72,7 @@ class Way(NamedTuple):
         return [self.piece(tensor.detach()).requires_grad_(tensor.requires_grad) for tensor in whole]
 
     def check(self, whole, is_causal, attention=None, reference=plain_attention):
-        """The result and all gradients, for a loss that weighs each element differently."""
+        """Checks the result and all gradients, for a loss that weights each element differently."""
         expected = reference(*whole, is_causal)
         weights = numbers(tuple(expected.shape), expected.dtype, "weights")
         (expected * weights).sum().backward()

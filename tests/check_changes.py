@@ -58,7 +58,7 @@ def id_of(name: str) -> str:
 
 
 def chosen_tests(files: Iterable[str], tests_of: dict[str, list[str]]) -> list[str]:
-    """The tests for these files, each once; a file of a folder that is chosen as a whole is left out."""
+    """The tests for these files, each once; files of a folder that is chosen as a whole are left out."""
     chosen: dict[str, None] = {}
     for file in files:
         places = [place for place in tests_of if file == place or file.startswith(place.rstrip("/") + "/")]
@@ -72,7 +72,7 @@ def chosen_tests(files: Iterable[str], tests_of: dict[str, list[str]]) -> list[s
 
 
 def lint(files: list[str]) -> list[list[str]]:
-    """The commands that look at these files and change nothing."""
+    """The commands that check these files without changing them."""
     there = [file for file in files if (ROOT / file).exists()]
     python = [file for file in there if file.endswith(".py")]
     cxx = [file for file in there if file.endswith(CXX_SUFFIXES)]

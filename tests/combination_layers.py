@@ -1,4 +1,4 @@
-"""Layers of schedules/test_combinations.py: what people build models of beside linear layers."""
+"""Layers of schedules/test_combinations.py: what users build models of, besides linear layers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 
 class Seeded(nn.Module):
-    """Dropout whose seed travels with the data, maybe within a checkpoint that recomputes it."""
+    """Dropout whose seed is part of the data, maybe within a checkpoint that recomputes it."""
 
     def __init__(self, depth: int, use_reentrant: bool | None = None):
         super().__init__()
@@ -38,7 +38,7 @@ def in_reentrant_checkpoints(depth: int) -> nn.Module:
 
 
 class Adapted(nn.Module):
-    """LoRA: two small matrices beside frozen weights; the first layer has none, so nothing to train."""
+    """LoRA: two small matrices added to frozen weights; the first layer has none, so nothing to train."""
 
     def __init__(self, depth: int):
         super().__init__()
@@ -84,7 +84,7 @@ class Parametrized(Block):
 
 
 class Compiled(Block):
-    """Of torch.compile; a copy compiles for itself."""
+    """A block of torch.compile; each copy is compiled separately."""
 
     compiled = None
 
@@ -95,7 +95,7 @@ class Compiled(Block):
 
 
 class Penalised(Block):
-    """A gradient within the forward, that is differentiated again."""
+    """Computes a gradient within the forward, which is differentiated again."""
 
     def forward(self, x):
         with torch.enable_grad():
@@ -106,7 +106,7 @@ class Penalised(Block):
 
 
 class Retaining(Block):
-    """Keeps the gradient of an activation at which a split backward divides, one for each micro-batch."""
+    """Keeps the gradient of an activation where a split backward is divided, one for each micro-batch."""
 
     def __init__(self, depth: int):
         super().__init__(depth)
@@ -120,7 +120,7 @@ class Retaining(Block):
 
 
 class Summing(Block):
-    """A hook of a tensor that adds up the gradients it sees."""
+    """Has a hook on a tensor that sums the gradients it sees."""
 
     def __init__(self, depth: int):
         super().__init__(depth)

@@ -46,7 +46,7 @@ def foreach_optimizer(side: Side) -> None:
 
 
 def accumulation_in_place(side: Side, then: Callable[[], Any] = lambda: None) -> list[Any]:
-    """Zeros instead of None between optimizer steps: what was added up once is no sum any more."""
+    """Zeros instead of None between optimizer steps: a gradient that was summed once is no sum any more."""
     optimizer, results = side.optimizer(), []
     for num_steps in (1, 2, 2):
         for _ in range(num_steps):
@@ -63,7 +63,7 @@ def clipped(side: Side) -> list[torch.Tensor]:
 
 
 def scaled(side: Side) -> list[float]:
-    """The gradients of the first stage overflow in the second step: nobody steps, all lower the scale."""
+    """The first stage's gradients overflow in the second step: no optimizer steps, all lower the scale."""
     side.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
     optimizer, scales = side.optimizer(), []
     for idx in range(5):
@@ -100,7 +100,7 @@ def moving_average(side: Side) -> dict[int, Any]:
 
 
 def evaluation_between(side: Side) -> dict[int, Any]:
-    """Between two steps whose gradients add up, in both modes of the modules."""
+    """Evaluates between two steps whose gradients accumulate, in both modes of the modules."""
     optimizer = side.optimizer()
     side.step()
     for module in side.modules.values():
@@ -118,7 +118,7 @@ def evaluation_between(side: Side) -> dict[int, Any]:
 
 def evaluation(side: Side) -> dict[int, Any]:
     side.evaluate()
-    return side.evaluate()  # a rank that was done with the first hears of its error here
+    return side.evaluate()  # a rank that was done with the first gets its error here
 
 
 def saved_and_loaded(side: Side) -> None:
@@ -137,7 +137,7 @@ def saved_and_loaded(side: Side) -> None:
 
 
 def error_and_next_step(side: Side) -> None:
-    """What has come of the failed step is zeroed."""
+    """Zeroes the gradients of a failed step, and runs another one."""
     optimizer = side.optimizer()
     train(side, optimizer, 1)
     handles = [side.modules[1].register_forward_hook(failing)] if 1 in side.modules else []
@@ -155,7 +155,7 @@ def failing(*_args) -> None:
 
 
 def of_modules(side: Side) -> dict[int, Any]:
-    """Hooks of modules that change what passes them, and one that adds up what it sees."""
+    """Hooks of modules that change the values, and one that sums what it sees."""
     seen = {depth: [torch.zeros(()).double()] * 3 for depth in side.modules}
 
     def note(depth, idx, number):
@@ -177,7 +177,7 @@ def of_modules(side: Side) -> dict[int, Any]:
 
 
 def sums_of_hooks(side: Side) -> None:
-    """Of those that the layers Summing have."""
+    """The sums of the hooks in the layers Summing."""
     train(side)
     for depth in sorted(side.modules):
         side.of_all_copies(side.modules[depth].seen)
@@ -195,7 +195,7 @@ def retained(side: Side) -> dict[tuple[int, int], Any]:
 
 
 def after_accumulation(side: Side) -> None:
-    """Gradients that hooks move elsewhere, as Megatron's main gradients."""
+    """Gradients that hooks move elsewhere, like Megatron's main gradients."""
     for parameter in side.parameters():
         parameter.main_grad = torch.zeros_like(parameter)
 
@@ -221,7 +221,7 @@ def optimizer_in_backward(side: Side) -> None:
 
 
 def gradients_of_inputs(side: Side) -> dict[int, Any]:
-    """By chain."""
+    """The gradients of the inputs, by chain."""
     pipeline = side.pipeline
     given = [[x.clone().requires_grad_() for x in micros] for micros in pipeline.inputs]
     before, pipeline.inputs = pipeline.inputs, given
@@ -233,7 +233,7 @@ def gradients_of_inputs(side: Side) -> dict[int, Any]:
 
 
 def of_batches(side: Side) -> None:
-    """Running statistics; with two copies the means of what each of them has seen."""
+    """Running statistics; with two copies, the means of those of each copy."""
     optimizer = side.optimizer()
     for _ in range(2):
         side.step()

@@ -1,6 +1,6 @@
 """The two sides of a row of schedules/test_combinations.py: a model in one process, and cut over ranks.
 
-There is one class for each way to cut it that the package offers.
+There is one class for each of the package's ways to cut it.
 """
 
 from __future__ import annotations
@@ -60,15 +60,15 @@ class Side:
         return kind(self.parameters() or [torch.zeros(1, requires_grad=True)], lr=0.1, **options)
 
     def of_all_copies(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum of what the copies of a stage have made."""
+        """The sum of the tensor over the copies of a stage."""
         return tensor
 
     def chains(self, depth: int) -> list[int]:
-        """Of which this process computes the stage at a depth."""
+        """The chains of which this process computes the stage at a depth."""
         return list(range(len(self.pipeline.plan.chains)))
 
     def recover(self) -> None:
-        """What a user does after a failed step."""
+        """Does what a user does after a failed step."""
 
     def sum(self) -> None:
         pass
@@ -199,7 +199,7 @@ def _whole(micros: list) -> list[torch.Tensor]:
 
 
 class Chunk(nn.Module):
-    """A stage as Megatron has it: tensors of three dims, the input by another way."""
+    """A stage of Megatron's kind: tensors of three dims; the input is set by a method."""
 
     def __init__(self, module: nn.Module, config: PipelineConfig, is_last: bool):
         super().__init__()
@@ -289,7 +289,7 @@ class OnMessages(OnRanks):
         try:
             self._step()
         except Exception as error:
-            self.topology.communicator.abort(str(error))  # or the other rank waits for its deadline
+            self.topology.communicator.abort(str(error))  # else the other rank waits for its deadline
             raise
 
     def evaluate(self) -> dict[int, list[torch.Tensor]]:

@@ -16,16 +16,16 @@ from torch import nn
 class Row(NamedTuple):
     script: Callable[[Side], Any] = scripts.train
     layer: Callable[[int], nn.Module] = Block
-    applies: Sequence[str] = tuple(ENTRIES)  # the others have no such call, or take too long
+    applies: Sequence[str] = tuple(ENTRIES)  # other entries have no such call, or take too long
     refused: str | None = None  # by an error with this text
     refused_in: Sequence[str] = tuple(ENTRIES)
     warned: str | None = None
     seeded: bool = False
     dtype: torch.dtype = torch.float64
-    fails: bool = False  # a step does: it needs a communicator of its own
+    fails: bool = False  # a step fails, so the row needs a communicator of its own
 
     def outcome(self, entry: str) -> str:
-        """What is to come of it with an entry point."""
+        """The expected outcome with an entry point."""
         if entry not in self.applies:
             return "not run"
         return "refused" if self.refused and entry in self.refused_in else "right"

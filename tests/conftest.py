@@ -10,12 +10,12 @@
 * Scripts run on the pool as well, with one command line of each in a Python of its own (scripts.py).
 * `make test` runs as many workers as there are cores, each with its own pool: much of the time is waiting.
   A test is alone in its ranks, but not on the machine, which may stand still for seconds.
-* No test has an upper limit of time, but `make faults`, on a machine that does nothing else, judges them:
-  those of ranks.assert_within(), and test_step_time.py. A test that would need a second try is a defect;
-  flaky.py finds it.
-* What breaks a communicator does so in World.breaking() or World.broken_comm() of ranks.py.
+* No test has an upper time limit, except in `make faults`, on a machine that does nothing else: it judges
+  the limits of ranks.assert_within(), and test_step_time.py. A test that would need a second try is a
+  defect; flaky.py finds it.
+* Tests break communicators within World.breaking() or World.broken_comm() of ranks.py.
 * The marker `slow` is for a test that starts Pythons or compilers, or computes for long.
-* The marker `smoke` is on what the table SMOKE names: what another torch may break, in a minute.
+* The marker `smoke` is on the tests in the table SMOKE: what another torch may break, in a minute.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from ranks import JUDGES_TIMES, RankPool
 
 collect_ignore = [] if JUDGES_TIMES else ["test_step_time.py"]
 
-# For each layer files, or tests of them, whose first case of each test is part of `pytest -m smoke`, the slow
-# ones and those of one rank apart: what we depend on of torch, in about a minute.
+# For each layer, files or tests of which `pytest -m smoke` runs the first case of each test, except slow ones
+# and those of one rank: what we depend on of torch, in about a minute.
 SMOKE = {
     "bindings": [
         "test_core.py",
@@ -74,7 +74,7 @@ TESTS = Path(__file__).parent
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """For the smoke set no other file is imported."""
+    """Ignores all files outside the smoke set when it is selected."""
     if config.option.markexpr != "smoke" or not collection_path.match("test_*.py"):
         return None
     files = {entry.partition("::")[0] for entries in SMOKE.values() for entry in entries}
@@ -88,7 +88,7 @@ def of_one_rank(item: pytest.Item) -> bool:
 
 
 def mark_smoke(items: list[pytest.Item]) -> set[str]:
-    """Marks the first case of each test that SMOKE names; the entries that name a test."""
+    """Marks the first case of each test that SMOKE names; returns the entries that name a test."""
     entries, marked, used = {entry for some in SMOKE.values() for entry in some}, set(), set()
     for item in sorted(items, key=of_one_rank):
         file = item.path.relative_to(TESTS).as_posix() if item.path.is_relative_to(TESTS) else ""
@@ -121,8 +121,8 @@ def host_pool() -> Iterator[host_worlds.HostPool]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """What measures time comes first, while no pool of ranks loads the machine yet; then what compiles, which
-    would take both cores for itself at the end.
+    """Puts tests that measure time first, while no pool of ranks loads the machine yet; then those that
+    compile, which would occupy both cores at the end.
     """
     first = ["test_step_time.py", "test_cpp.py"]
     items.sort(key=lambda item: first.index(item.path.name) if item.path.name in first else len(first))

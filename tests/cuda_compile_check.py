@@ -1,5 +1,5 @@
-"""Compiles the CUDA kernels for every supported architecture and reads what came out; builds the program
-that runs them (cpp/kernels); compares our declarations of NCCL with its header. No GPU is needed.
+"""Compiles the CUDA kernels for every supported architecture and inspects the result; builds the program that
+runs them (cpp/kernels); compares our declarations of NCCL with its header. No GPU is needed.
 
     python tests/cuda_compile_check.py      or      pytest tests/cuda_compile_check.py
 
@@ -31,14 +31,14 @@ COMPILE_TIMEOUT_S = 900
 
 
 class Budget(NamedTuple):
-    """What a kernel may have, and how many blocks of 256 threads a multiprocessor then holds of it."""
+    """The limits of a kernel, and how many of its blocks of 256 threads a multiprocessor then holds."""
 
     registers: int
     instructions: int
     blocks: int
 
 
-# By the part of a kernel's name that tells it from others, and how many there are of each.
+# By a part of the kernel's name that identifies it, and how many kernels match.
 BUDGETS = {
     "copy": {
         "AlignedTile": (3, Budget(40, 250, 6)),
@@ -100,19 +100,19 @@ def accesses(lines: list[str], pattern: str) -> list[str]:
 
 
 def instructions_of(lines: list[str]) -> list[str]:
-    """Without labels, encodings and padding."""
+    """The instructions, without labels, encodings and padding."""
     found = [re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;", line) for line in lines]
     return [match.group(1) for match in found if match and not match.group(1).startswith("NOP")]
 
 
 def blocks_per_multiprocessor(registers: int) -> int:
-    """Of 256 threads: warps get registers in units of 256, a multiprocessor has 65536 and 64 warps."""
+    """For 256 threads: warps get registers in units of 256; a multiprocessor has 65536, and 64 warps."""
     per_warp = -(-registers * 32 // 256) * 256
     return min(64, 65536 // per_warp) // 8
 
 
 def check_registers(source: str, log: str) -> dict[str, int]:
-    """Budgets of registers, spills and stacks from what ptxas printed; the registers per kernel."""
+    """Checks registers, spills and stacks in the output of ptxas; returns the registers per kernel."""
     assert "warning" not in log, log
     for number in re.findall(r"(\d+) bytes (?:spill|stack frame)", log):
         assert number == "0", log
@@ -130,7 +130,7 @@ def check_registers(source: str, log: str) -> dict[str, int]:
 
 
 def check_machine_code(source: str, arch: str, kernels: dict[str, list[str]]) -> dict[str, int]:
-    """Budgets of instructions, and what no kernel may have; the instructions per kernel."""
+    """Checks the number and kinds of instructions; returns the instructions per kernel."""
     sizes = {}
     leeway = 1.0 if arch == "90" else 1.05  # the same code takes some instructions more elsewhere
     for name, lines in kernels.items():
@@ -189,7 +189,7 @@ def test_kernels(arch: str, source: str, tmp_path: Path) -> None:
 @pytest.mark.timeout(COMPILE_TIMEOUT_S)
 @pytest.mark.skipif(bool(missing("nvcc")), reason=str(missing("nvcc")))
 def test_ptx(tmp_path: Path) -> None:
-    """What is read where no disassembler is installed; all architectures have the same accesses in PTX."""
+    """The check without a disassembler; all architectures have the same accesses in PTX."""
     ptx = tmp_path / "copy.ptx"
     compile_kernels("copy", ARCHS[0], "ptx", ptx)
     check_ptx(kernels_of(ptx.read_text(), r"\.entry (\w+)"))
@@ -198,7 +198,7 @@ def test_ptx(tmp_path: Path) -> None:
 @pytest.mark.timeout(COMPILE_TIMEOUT_S)
 @pytest.mark.skipif(bool(missing("nvcc", "cmake")), reason=str(missing("nvcc", "cmake")))
 def test_program(tmp_path: Path) -> None:
-    """It is built, and fails where there is no GPU for it."""
+    """The program is built, and fails where it has no GPU."""
     source, cmake = CSRC.parent / "tests" / "cpp" / "kernels", find_tool("cmake")
     run(cmake, "-S", str(source), "-B", str(tmp_path), f"-DCMAKE_CUDA_ARCHITECTURES={ARCHS[1]}")
     run(cmake, "--build", str(tmp_path), "--parallel", str(len(os.sched_getaffinity(0))))
@@ -235,7 +235,7 @@ def test_nccl_declarations(tmp_path: Path) -> None:
 @no_nccl_header
 @pytest.mark.parametrize("define", ["ncclUint8=ncclInt32", "ncclBroadcast=ncclReduce", "maxCTAs=minCTAs"])
 def test_another_declaration_of_nccl_is_found(define: str, tmp_path: Path) -> None:
-    """The define stands for a header that says something else."""
+    """The define simulates a header with another declaration."""
     with pytest.raises(AssertionError, match="error"):
         compile_nccl_check(nccl_headers()[0], tmp_path / "check.o", f"-D{define}")
 

@@ -1,4 +1,4 @@
-"""Stages in wrappers of torch, 2 pipelines of 2 ranks, beside one process with the data of both."""
+"""Stages in wrappers of torch, 2 pipelines of 2 ranks, compared with one process with the data of both."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def communicator():
 
 
 class TwoBlocks(nn.Module):
-    """A stage with modules within that are sharded on their own."""
+    """A stage whose submodules are sharded separately."""
 
     def __init__(self, depth: int):
         super().__init__()
@@ -67,7 +67,7 @@ class Replicas(Pipeline):
         return self.of_my(0, self.inputs), self.of_my(-1, self.targets)
 
     def run_all(self, scale: float = 1.0) -> list:
-        """The gradients of `whole` become means over the pipelines; the losses of this one."""
+        """Makes the gradients of `whole` means over the pipelines; returns the losses of this one."""
         for seed in (1, 2):
             self.set_data(seed, 2)
             losses = self.run_whole(scale=scale / 2)

@@ -29,7 +29,7 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path("out/flaky")
-SEED, FAILURES = "FLAKY_SEED", "FLAKY_FAILURES"  # how a run tells the plugin
+SEED, FAILURES = "FLAKY_SEED", "FLAKY_FAILURES"  # variables from a run to the plugin
 NUM_LINES = 12  # of a failure in the summary
 NUM_LOG_LINES = 30  # of a run that failed outside of its tests
 SPIN = "import os, sys\nwhile os.getppid() == int(sys.argv[1]):\n    for _ in range(10**6): pass"
@@ -40,7 +40,7 @@ SPIN = "import os, sys\nwhile os.getppid() == int(sys.argv[1]):\n    for _ in ra
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """All workers of pytest-xdist must have the same order, and have the same seed."""
+    """Shuffles the tests. All workers of pytest-xdist need the same order, and have the same seed."""
     items.sort(key=lambda item: item.nodeid)
     random.Random(int(os.environ[SEED])).shuffle(items)
 
@@ -70,7 +70,7 @@ class _FailureList:
 
 
 def _essence(text: str) -> str:
-    """The first lines that say what went wrong, which pytest marks with an E, else the first lines."""
+    """The first lines of the error, which pytest marks with an E, else the first lines."""
     lines = text.splitlines()
     marked = [line for line in lines if line.startswith("E ")]
     return "\n".join((marked or lines)[:NUM_LINES])
@@ -111,7 +111,7 @@ class Run:
 
 @contextlib.contextmanager
 def spinning(is_busy: bool) -> Iterator[None]:
-    """One process for each core that does nothing but use it, for as long as this process lives."""
+    """Runs one spinning process on each core while this process lives."""
     num = len(os.sched_getaffinity(0)) if is_busy else 0
     spinners = [subprocess.Popen([sys.executable, "-c", SPIN, str(os.getpid())]) for _ in range(num)]
     try:
@@ -123,7 +123,7 @@ def spinning(is_busy: bool) -> Iterator[None]:
 
 
 def play(run: Run, pytest_args: list[str]) -> None:
-    """One run of pytest, with its output in a file; `run` holds how it ended, also after Ctrl-C."""
+    """Runs pytest once, with its output in a file; records in `run` how it ended, also after Ctrl-C."""
     failures = run.log.with_suffix(".failures")
     failures.unlink(missing_ok=True)
     paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]

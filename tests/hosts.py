@@ -3,12 +3,12 @@
     with HostPool(HostPlan(num_ranks=2), HostPlan(num_ranks=2)) as hosts:   # a pool as of ranks.py
         hosts.run(4, body)                       # ranks 0 and 1 on the first host, 2 and 3 on the second
         with hosts.disposable(4, body) as world:
-            world.cut_link(1)                    # silently: nobody is told
+            world.cut_link(1)                    # silently: no rank is notified
             world.kill_host(1)
 
 A host is a network, PID, mount, UTS and IPC namespace with a name, an address, an /etc/hosts, a /proc and a
 /dev/shm of its own. A further network namespace is the switch: a bridge, to which a veth pair connects each
-host. All belongs to processes and goes with them. It takes root, `ip` and what tools.py finds of util-linux.
+host. All of it belongs to processes and ends with them. Needs root, `ip` and some tools of util-linux.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(frozen=True)
 class HostPlan:
-    """What a host is like."""
+    """The properties of a host."""
 
     num_ranks: int
     resolves_itself_to_loopback: bool = False  # 127.0.1.1, as an installed Debian or Ubuntu does
@@ -134,7 +134,7 @@ def fork(body: Callable[[], None]) -> int:
 
 
 def switch_main(control: Connection, lifeline: Connection) -> None:
-    """A network that others are connected to, until it is killed."""
+    """The network that connects the others, until it is killed."""
     die_with(lifeline)
     checked(libc.unshare(CLONE_NEWNET))
     control.send(os.getpid())
@@ -150,7 +150,7 @@ def host_main(
     rank_arguments: list[tuple[Any, ...]],
     size: int,
 ) -> None:
-    """A host, until it is killed: its first process, and, once the network is there, its ranks.
+    """A host, until it is killed: its first process, and, once the network is up, its ranks.
 
     This process keeps the host's network, but is itself outside its PID namespace.
     """
@@ -167,7 +167,7 @@ def host_main(
     first = fork(lambda: first_process(tell_up))
     os.read(is_up, 1)
     control.send((os.getpid(), first))
-    control.recv()  # the network is there
+    control.recv()  # the network is up
     pids = []
     while rank_arguments:
         rank, device, pipe, rank_lifeline = rank_arguments.pop(0)
@@ -192,13 +192,13 @@ def first_process(tell_up: int) -> None:
     """The PID namespace lives as long as this process."""
     mount("proc", "/proc", "proc")
     os.write(tell_up, b".")
-    os.closerange(3, 1024)  # what belongs to ranks must end with them
+    os.closerange(3, 1024)  # file descriptors of ranks must close with them
     while True:
         signal.pause()
 
 
 def rank_environment(host: int, plans: list[HostPlan], rank: int, size: int) -> dict[str, str]:
-    """As torchrun sets it on each host."""
+    """The environment that torchrun sets on each host."""
     first_rank = sum(plan.num_ranks for plan in plans[:host])
     environment = {
         "RANK": str(rank),
@@ -220,7 +220,7 @@ def rank_environment(host: int, plans: list[HostPlan], rank: int, size: int) -> 
 class DistantProcess:
     """A process of another parent, with the part of multiprocessing.Process's interface that is needed."""
 
-    exitcode = None  # its parent's to know
+    exitcode = None  # known to its parent only
 
     def __init__(self, pid: int):
         self.pid = pid
@@ -320,14 +320,14 @@ class HostGroup(RankGroup):
         assert done.returncode == 0, f"{commands}: {done.stderr}"
 
     def limit_rate(self, host: int, rate: str) -> None:
-        """Of what the host receives, like "400mbit"; without `tc` the test is skipped."""
+        """Limits the rate at which the host receives, e.g. "400mbit"; without `tc` the test is skipped."""
         if reason := cannot_limit():
             pytest.skip(f"the rate of a link cannot be limited here: {reason}")
         entered = [find_tool("nsenter"), "--target", str(self._switch.pid), "--net"]
         subprocess.run([*entered, find_tool("tc"), *shaped(f"port{host}", rate)], check=True)
 
     def cut_link(self, host: int) -> float:
-        """Nothing passes any more, and nobody is told; the time of doing so."""
+        """Cuts the link silently; returns the time of doing so."""
         self.run_ip(self._switch.pid, f"link set port{host} down")
         return time.monotonic()
 
@@ -353,7 +353,7 @@ class HostGroup(RankGroup):
 
 
 class HostPool(RankPool):
-    """A pool of worlds on such hosts; all have the same size. Where hosts cannot be, the test is skipped."""
+    """A pool of worlds on such hosts; all have the same size. Without hosts, the test is skipped."""
 
     def __init__(self, *plans: HostPlan, device: str = "cpu"):
         if reason := missing():

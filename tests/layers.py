@@ -8,8 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-# Bottom first. A file may use its own room and those of earlier rows. Rooms of one row do not know each
-# other.
+# Bottom first. A file may use its own room and those of earlier rows, but not other rooms of its own row.
 CSRC = (
     ("plan",),
     ("copy",),
@@ -36,12 +35,12 @@ PYTHON = (
 )
 # Rooms that import nothing else of the package, although the rows below would allow it.
 ALONE = frozenset({"errors", "schedules"})
-# `schedules` hands out the names of its executors when they are asked for, so that type checkers see them.
+# `schedules` imports the names of the executors on access, where type checkers see them.
 HANDED_OUT = frozenset({("schedules", "runtime"), ("schedules", "dualpipe")})
-# Transports do not know each other, but for the modules that they share: in C++ they are folders of the room,
-# in Python modules of it.
+# Transports do not use each other, only the modules that they share: in C++ they are folders of the room, in
+# Python modules of it.
 SHARED_BY_TRANSPORTS = frozenset({"transports", "transports.routes", "transports.transport"})
-# Made by the build, loaded by core/extension.py, which hands them to all others.
+# Made by the build and loaded by core/extension.py, from which all others import it.
 BUILT = frozenset({"_C"})
 
 PACKAGE = "pipecomm_ext"
@@ -49,7 +48,7 @@ PACKAGE = "pipecomm_ext"
 
 @dataclass(frozen=True)
 class Finding:
-    """A line that breaks a rule; `subject` is what it names."""
+    """A line that breaks a rule; `subject` is the name in it."""
 
     path: str
     line: int
@@ -210,7 +209,7 @@ def _read_package(package: Path) -> dict[str, _Module]:
 
 
 def _imports_in(tree: ast.Module, around: list[str], known) -> Iterator[_Import]:
-    """Imports of this package, wherever they stand; `from .a import b` of a module b is one of a.b."""
+    """Imports of this package, at any depth; `from .a import b` of a module b is an import of a.b."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -263,7 +262,7 @@ def _private_uses(module: _Module, modules: Mapping[str, _Module]) -> Iterator[F
     """Uses of private attributes that some other module defines and this one does not, and private members of
     classes of other modules that a class here replaces.
 
-    Attributes of what comes from outside the package (`torch`, `sys`) are not ours to judge.
+    Attributes of objects from outside the package (`torch`, `sys`) are not checked.
     """
     owners: dict[str, list[str]] = {}
     for other in modules.values():

@@ -1,7 +1,7 @@
-"""Mutations of the library, over all layers, and the tests that are to notice them (mutations.py).
+"""Mutations of the library, over all layers, and the tests that must detect them (mutations.py).
 
-Each is a bug that a user would suffer from. `old` is in the file exactly once; when the code changes, its
-mutation is rewritten. `tests` are files, the cheapest first: those of tests/cpp need no module.
+Each is a bug that would affect users. `old` is in the file exactly once; when the code changes, its mutation
+is rewritten. `tests` are files, the cheapest first: those of tests/cpp need no module.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MUTATIONS = [
         ("tests/cpp/test_plan.cpp", "tests/test_split_gather.py"),
     ),
     Mutation(
-        "sends-share-a-wrong-copy",  # peers that are sent as many boxes as another one get what that one gets
+        "sends-share-a-wrong-copy",  # peers with the same number of boxes get the same data
         "csrc/plan/lower.cpp",
         "earlier.first->boxes == send.boxes;",
         "earlier.first->boxes.size() == send.boxes.size();",
@@ -57,7 +57,7 @@ MUTATIONS = [
         ("tests/cpp/test_operation.cpp", "tests/test_bad_calls.py"),
     ),
     Mutation(
-        "done-operation-keeps-tensors",  # as long as anybody has its handle
+        "done-operation-keeps-tensors",  # while its handle exists
         "csrc/message/operation.cpp",
         "  const auto kept = std::move(kept_);\n",
         "",
@@ -79,7 +79,7 @@ MUTATIONS = [
         ("tests/cpp/test_tcp.cpp", "tests/test_faults.py"),
     ),
     Mutation(
-        "consequence-before-cause",  # "has closed" is told ahead of the failure that made the peer close
+        "consequence-before-cause",  # "has closed" is reported before the failure that made the peer close
         "csrc/transport/tcp/tcp_peers.cpp",
         "  settle(false);\n",
         "  settle(false);\n  settle(true);\n",
@@ -94,7 +94,7 @@ MUTATIONS = [
         ("tests/cpp/test_shm.cpp", "tests/cpp/test_fuzz_shm.cpp", "tests/test_shm.py"),
     ),
     Mutation(
-        "verdict-is-overwritten",  # that a message does not match, by that on the next one
+        "verdict-is-overwritten",  # about one message by that about the next
         "csrc/transport/shm/lane.cpp",
         "if (leaves_verdict && lane_.has_verdict.load(std::memory_order_acquire) != 0)",
         "if (false)",
@@ -109,7 +109,7 @@ MUTATIONS = [
     ),
     # ---- csrc/routes
     Mutation(
-        "leaves-before-it-has-told",  # a failed rank ends before neighbours that are to meet it hear why
+        "leaves-before-it-has-told",  # a failed rank ends before neighbours that still look for it learn why
         "csrc/routes/routed_transport.cpp",
         "  if (!has_met_all()) say_farewell();\n",
         "",
@@ -153,7 +153,7 @@ MUTATIONS = [
         ),
     ),
     Mutation(
-        "deadline-runs-while-queued",  # an exchange behind others times out early
+        "deadline-runs-while-queued",  # an exchange that follows others times out early
         "csrc/engine/host_execution.cpp",
         "                             operation->restart(communicator_.deadline_from_now());\n",
         "",
@@ -167,7 +167,7 @@ MUTATIONS = [
         ("tests/cpp/test_device.cpp", "tests/cpp/test_device_lanes.cpp"),
     ),
     Mutation(
-        "packed-sends-are-freed-early",  # the memory of an asynchronous send is used again before it is sent
+        "packed-sends-are-freed-early",  # the memory of an asynchronous send is reused before it is sent
         "csrc/engine/device/device_execution.cpp",
         "    if (is_async && packed) operation->keep(packed);\n",
         "",
@@ -190,7 +190,7 @@ MUTATIONS = [
     ),
     # ---- Python: core, communicator, distributed, parallel_state
     Mutation(
-        "only-some-ranks-disagree",  # the others go on, and hang later
+        "only-some-ranks-disagree",  # the others continue, and hang later
         "python/pipecomm_ext/core/rendezvous.py",
         "for rank, other in enumerate(everybody):",
         "for rank, other in enumerate(everybody[: self.rank + 1]):",

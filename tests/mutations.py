@@ -35,7 +35,7 @@ BUILT = re.compile(r"(^build/|^out/|\.so$|(^|/)(__pycache__|\.git)/)")  # not co
 
 
 class Outcome(NamedTuple):
-    """What became of some tests: who failed first, None if nobody, and whether any ran."""
+    """The outcome of some tests: which failed first (None: none), and whether any ran."""
 
     failed: str | None
     has_run: bool = True
@@ -74,7 +74,7 @@ def chosen(names: Sequence[str]) -> list[Mutation]:
 
 
 def run(command: Sequence[object], limit_s: float) -> tuple[int | None, str]:
-    """The exit code, None if the deadline passed, and what was printed. No process is left behind."""
+    """Returns the exit code (None after the deadline) and the output. Leaves no process behind."""
     name, value = MARK.split("=")
     environment = os.environ | {
         name: value,
@@ -140,7 +140,7 @@ class Copy:
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(source, target)
                 shutil.copymode(source, target)
-        git(TREE, "init", "-q")  # some tests ask git what there is
+        git(TREE, "init", "-q")  # some tests ask git for the files
         git(TREE, "add", "-A")
         identity = ("-c", "user.name=mutations", "-c", "user.email=")
         git(TREE, *identity, "commit", "-q", "--allow-empty", "--no-verify", "-m", "A copy")
@@ -149,7 +149,7 @@ class Copy:
     def write(self, file: str, text: str) -> None:
         path = TREE / file
         path.write_text(text)
-        # Its bytecode counts as valid if size and second of the source agree.
+        # Bytecode counts as valid if the size and the time, in seconds, of the source agree.
         Path(importlib.util.cache_from_source(str(path))).unlink(missing_ok=True)
         self._is_module_stale |= file.startswith("csrc/")
 
@@ -171,7 +171,7 @@ class Copy:
         return folder / "tests" / "cpp" / Path(test).stem
 
     def outcome(self, tests: Sequence[str]) -> Outcome:
-        """C++ tests run one by one and first, for they need no module."""
+        """Runs C++ tests one by one and first, since they need no module."""
         has_run = False
         for test in tests:
             if test.endswith(".cpp"):
@@ -237,7 +237,7 @@ def pytest_failure(code: int | None, output: str) -> str:
 
 
 def check_base(copy: Copy, mutations: Sequence[Mutation]) -> None:
-    """Each test that is to kill must pass without a mutation, and must not only skip."""
+    """Checks that each test that must kill passes without a mutation, and is not skipped."""
     for test in sorted({test for mutation in mutations for test in mutation.tests}):
         begin = time.monotonic()
         outcome = copy.outcome([test])

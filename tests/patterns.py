@@ -1,4 +1,4 @@
-"""Test data that tells where it came from, and comparison by bytes."""
+"""Test data that shows where it came from, and comparison by bytes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if hasattr(torch, "bcomplex32"):  # from 2.14 on
 
 
 def pattern(shape: int | tuple[int, ...], dtype: torch.dtype, *key: object) -> torch.Tensor:
-    """Random bytes (so NaN payloads, -0.0 and denormals too) that only (shape, dtype, key) decide.
+    """Random bytes (so also NaN payloads, -0.0 and denormals) that depend only on (shape, dtype, key).
 
     Any rank can compute what another one sends: `key` names sender, receiver, channel, position, ...
     """
@@ -39,13 +39,13 @@ def poison(shape: int | tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 def bytes_of(tensor: torch.Tensor) -> bytes:
     """The elements' bytes in row-major order."""
     if tensor.numel() == 0:
-        return b""  # torch calls any strides of it contiguous, and views it only with some
+        return b""  # torch calls it contiguous with any strides, but can view it only with some
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().tobytes()
 
 
 def assert_same(actual: torch.Tensor, expected: torch.Tensor, what: object = "") -> None:
-    """Equal shape, dtype and bytes."""
+    """Asserts equal shape, dtype and bytes."""
     assert actual.dtype == expected.dtype, f"{what}: dtype {actual.dtype}, expected {expected.dtype}"
     assert actual.shape == expected.shape, (
         f"{what}: shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"

@@ -43,7 +43,7 @@ def squared_error(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 class Pipeline:
-    """A plan's stages of this rank beside the whole unsplit model, with data for all chains.
+    """A plan's stages of this rank and the whole unsplit model, with data for all chains.
 
     `layer(depth)` makes a layer of the model; both sides start from equal weights.
     """
@@ -71,7 +71,7 @@ class Pipeline:
         self.targets = [batches(num_micros, 500 + chain_seed, rows, last_rows) for chain_seed in seeds]
 
     def of_my(self, end: int, data: list[list]) -> dict[int, list] | None:
-        """By stage the data of the chains whose first (0) or last (-1) stage is mine."""
+        """The data of the chains whose first (0) or last (-1) stage is mine, by stage."""
         mine = {
             chain[end]: values
             for chain, values in zip(self.plan.chains, data, strict=True)
@@ -83,7 +83,7 @@ class Pipeline:
         return executor.step(self.of_my(0, self.inputs), self.of_my(-1, self.targets))
 
     def run_whole(self, backward: bool = True, scale: float = 1.0) -> list[list[torch.Tensor]]:
-        """Adds the gradients of all micro-batches to the unsplit model; the losses by chain."""
+        """Adds the gradients of all micro-batches to the unsplit model; returns the losses by chain."""
         losses = []
         for inputs, targets in zip(self.inputs, self.targets, strict=True):
             losses.append([])
@@ -108,7 +108,7 @@ class Pipeline:
             torch.testing.assert_close(by_stage[stage], losses, rtol=1e-12, atol=1e-12)
 
     def assert_gradients(self) -> None:
-        """Of all my stages; a replicated one has its part only, so give replicas' sums before."""
+        """Checks all my stages; a replicated one has only its part, so sum the replicas before."""
         for stage, module in self.stages.items():
             whole = self.whole[self.depth_of[stage]]
             for (name, mine), theirs in zip(module.named_parameters(), whole.parameters(), strict=True):
@@ -130,7 +130,7 @@ def plan_named(name: str, P: int, M: int | None = None) -> Plan:
 
 
 def executor_of(world, plan: Plan, stages, **options) -> Executor:
-    """Over a communicator that other tests use, too, unless `options` has one."""
+    """An Executor over a communicator that tests share, unless `options` has one."""
     options.setdefault("communicator", world.shared_comm(channels=4))
     return Executor(plan, stages, **options)
 
@@ -145,7 +145,7 @@ def prepared(world, plan: Plan, layer=Block, loss_fn=squared_error, **options) -
 
 
 def compare_step(world, plan: Plan, layer=Block, loss_fn=squared_error, scale: float = 1.0, **options):
-    """What a step returns, after comparing losses and gradients with the unsplit model."""
+    """Runs a step, compares losses and gradients with the unsplit model, and returns the step's result."""
     pipeline, executor = prepared(world, plan, layer, loss_fn, **options)
     result = pipeline.step(executor)
     if plan.replicas:
@@ -156,7 +156,7 @@ def compare_step(world, plan: Plan, layer=Block, loss_fn=squared_error, scale: f
 
 
 class Failing(Block):
-    """Raises once, in the forward or backward of a micro-batch, as soon as `where` says."""
+    """Raises once, in the forward or backward of the micro-batch given by `where`."""
 
     def __init__(self, depth: int, where: str | None = None, micro: int = 2):
         super().__init__(depth)
@@ -178,7 +178,7 @@ class Failing(Block):
 
 
 class Selecting(nn.Module):
-    """Passes on as many rows as the data say."""
+    """Passes on a number of rows that depends on the data."""
 
     def __init__(self, depth: int):
         super().__init__()
@@ -241,7 +241,7 @@ class StoringLinear(torch.autograd.Function):
 
 
 class StoringBlock(nn.Module):
-    """As DualPipe's users write them, with a method of its own for a fused slot, whose calls it counts."""
+    """A block as DualPipe's users write it, with its own method for a fused slot, whose calls it counts."""
 
     num_calls = 0
 
@@ -269,7 +269,7 @@ class StoringBlock(nn.Module):
 
 
 class MegatronChunk(nn.Module):
-    """A stage as Megatron's schedules take one: [..., WIDTH] of the stage before it, or the data."""
+    """A stage for Megatron's schedules: takes [..., WIDTH] of the stage before it, or the data."""
 
     def __init__(self, stage: int, config):
         super().__init__()
@@ -308,7 +308,7 @@ class MegatronCheckpoint(torch.autograd.Function):
 
 
 class ReentrantBlock(Block):
-    """A Block whose first half is recomputed, in the ways of torch and of Megatron-core by turns."""
+    """A Block whose first half is recomputed, alternately by torch's and by Megatron-core's checkpoint."""
 
     def __init__(self, depth: int):
         super().__init__(depth)

@@ -1,4 +1,4 @@
-"""Which process a number means: on a busy machine the numbers of ended processes are soon those of others."""
+"""Identifies processes: on a busy machine the pids of ended processes are soon reused."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def start_of(pid: int) -> str | None:
-    """When the process that has this number began, in ticks since the machine did; None if it has ended."""
+    """When the process with this pid began, in ticks since boot; None if it has ended."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except (FileNotFoundError, ProcessLookupError):
@@ -16,5 +16,5 @@ def start_of(pid: int) -> str | None:
 
 
 def running(starts: dict[int, str | None]) -> list[int]:
-    """Those of these processes, with their starts, that have not ended."""
+    """Which of these processes, given with their starts, have not ended."""
     return [pid for pid, start in starts.items() if start_of(pid) == start is not None]

@@ -18,9 +18,9 @@ A body breaks a communicator, or anything that uses one, between two meetings of
     with world.breaking(), pytest.raises(...):     # the same around an executor's step, say
         executor.step(...)
 
-Each world size has its own processes, forked from a server that has torch imported and joined once in a gloo
+Each world size has its own processes, forked from a server that has imported torch, and joined once in a gloo
 default group over a FileStore. A world that dies, hangs past its deadline or fails unexpectedly is killed,
-reported with the stacks of all its threads, and made anew for the next test.
+reported with the stacks of all its threads, and replaced for the next test.
 """
 
 from __future__ import annotations
@@ -50,16 +50,16 @@ from typing import Any
 
 import pytest
 
-DEFAULT_DEADLINE_S = 100.0  # far from what any body takes: it ends hangs, and judges nothing
-START_DEADLINE_S = 100.0  # until new processes have joined their world: no part of a body's deadline
+DEFAULT_DEADLINE_S = 100.0  # much longer than any body takes: it only ends hangs
+START_DEADLINE_S = 100.0  # until new processes have joined their world: not part of a body's deadline
 MAX_CALLS_OF_A_WORLD = 150
 MAX_WARM_RANKS = 16  # worlds of 1 to 5 ranks, or of 8 and some; a new one takes a tenth of a second
-GROUP_TIMEOUT_S = 200.0  # of the gloo group itself: so long that it never decides a test
+GROUP_TIMEOUT_S = 200.0  # of the gloo group itself: too long to decide any test
 GRACE_S = 3.0  # for the other ranks of a world in which one rank has died, or failed unexpectedly
 STACKS_SIGNAL = signal.SIGUSR2
 LOG_TAIL_BYTES = 8000
-# What ranks would import themselves, seconds each time: some comes with the first backward(), with the first
-# step of an optimizer or with the first torch.compile.
+# Modules that ranks would otherwise import themselves, which takes seconds each time: some with the first
+# backward(), the first step of an optimizer or the first torch.compile.
 PRELOADED = [
     "torch",
     "torch.distributed",
@@ -117,9 +117,9 @@ JUDGES_TIMES = os.environ.get("PIPECOMM_TEST_FAULTS") == "all"
 
 
 def assert_within(limit_s: float, took_s: float, what: object = "") -> None:
-    """A time that is promised, judged by `make faults` alone, for a machine that does nothing else.
+    """Asserts a promised time, but only in `make faults`, on a machine that does nothing else.
 
-    A machine that runs a test suite may stand still for seconds. There, the kind of an error says that it
+    A machine that runs a test suite may stall for seconds. There, only the kind of an error shows that it
     came before the end of a wait.
     """
     assert not JUDGES_TIMES or took_s < limit_s, f"took {took_s:.2f} s, not {limit_s} s: {what}"
@@ -138,12 +138,12 @@ def _groups_of_torch() -> set[Any]:
 
 
 def keep_groups() -> None:
-    """Keeps the groups of torch's that exist now for later tests, for those who cache them."""
+    """Keeps torch's existing groups for later tests, for callers that cache them."""
     _kept_groups.update(_groups_of_torch())
 
 
 def once_a_test(make: Callable) -> Callable:
-    """functools.cache until the end of a test, for what holds groups of torch's."""
+    """functools.cache until the end of a test, for objects that hold torch's groups."""
 
     @functools.wraps(make)
     def cached(*args):
@@ -187,15 +187,15 @@ class World:
         return self._fresh[-1]
 
     def meet(self) -> None:
-        """Returns once all ranks have called it; over gloo, so that no communicator has a part in it."""
+        """Returns once all ranks have called it; over gloo, so that no communicator is involved."""
         import torch.distributed as dist
 
         dist.barrier(self.group)
 
     @contextlib.contextmanager
     def breaking(self) -> Iterator[None]:
-        """Around what makes a communicator fail, on all ranks: the failure meets no rank that is still in a
-        constructor or a call before it, and no rank goes on, or closes, before all have seen theirs."""
+        """Wraps, on all ranks, what makes a communicator fail: the failure finds no rank still in a
+        constructor or an earlier call, and no rank continues or closes before all have seen theirs."""
         self.meet()
         yield
         self.meet()
@@ -215,14 +215,14 @@ class World:
         return pipecomm_ext.Communicator(self.group, **{"device": self.device, **kwargs})
 
     def mark(self, name: str) -> None:
-        """Tells the parent that this point is reached (see RankGroup.await_mark)."""
+        """Reports to the parent that this point is reached (see RankGroup.await_mark)."""
         self._pipe.send_bytes(pickle.dumps(("mark", name, time.monotonic())))
 
     def begin_test(self) -> None:
-        """Destroys the groups of torch's that the test before has made, now that no rank is in it any more.
+        """Destroys torch's groups of the previous test, now that no rank is in that test any more.
 
-        Each has threads that wake up a hundred times a second: hundreds load the machine. torch < 2.14 gives
-        the name of one that its members made alone to another one later, whose ranks may find old addresses.
+        Each has threads that wake up a hundred times a second: hundreds load the machine. torch < 2.14 may
+        reuse the name of a group that only its members made, and ranks of the later one find old addresses.
         """
         import torch
         import torch.distributed as dist
@@ -277,7 +277,7 @@ def _can_pickle(value: Any) -> bool:
 
 
 def _answer(world: World, call_bytes: bytes) -> bytes:
-    """Runs one call; the pickled ("returned", value, time) or ("raised", error, time)."""
+    """Runs one call; returns the pickled ("returned", value, time) or ("raised", error, time)."""
     import torch
 
     torch.manual_seed(0)
@@ -298,7 +298,7 @@ def _answer(world: World, call_bytes: bytes) -> bytes:
 
 
 def die_with(lifeline: Connection) -> None:
-    """Has the kernel kill this process when the pipe's other end closes, even if it hangs in native code."""
+    """Makes the kernel kill this process when the pipe's other end closes, even in native code that hangs."""
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(lifeline, fcntl.F_SETFL, os.O_ASYNC)
@@ -323,8 +323,8 @@ def serve_rank(
 ) -> None:
     """Joins a world as init_process_group does, then answers calls until the pipe closes."""
     die_with(lifeline)
-    gc.freeze()  # a collection would copy the pages of all that the server has imported
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is pytest's business
+    gc.freeze()  # a collection would copy the pages of everything that the server has imported
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # pytest handles Ctrl-C
     log = open(os.path.join(directory, f"rank{rank}.log"), "wb", buffering=0)
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
@@ -408,7 +408,7 @@ class RankGroup:
                 rank.pipe.send_bytes(call_bytes)
 
     def _receive(self, timeout_s: float) -> None:
-        """Takes in what ranks report or how they end, waiting at most `timeout_s` for something."""
+        """Reads the reports and ends of ranks, waiting at most `timeout_s` for the first."""
         pending = {rank.pipe: idx for idx, rank in enumerate(self._ranks) if idx not in self._outcomes}
         for pipe in wait(pending, timeout_s):
             idx = pending[pipe]
@@ -429,7 +429,7 @@ class RankGroup:
                 self._outcomes[idx] = Outcome(idx, status, error=payload, ended_at=at)
 
     def await_mark(self, rank: int, name: str, deadline: float = DEFAULT_DEADLINE_S) -> float:
-        """Waits until the rank's body has called world.mark(name); the time at which it did."""
+        """Waits until the rank's body has called world.mark(name); returns the time of that call."""
         until = time.monotonic() + deadline
         marks = self._ranks[rank].marks
         while name not in marks:
@@ -439,11 +439,11 @@ class RankGroup:
         return marks[name]
 
     def await_marks(self, name: str, deadline: float = DEFAULT_DEADLINE_S) -> float:
-        """Waits until all ranks' bodies have called world.mark(name); the time at which the last one did."""
+        """Waits until all ranks' bodies have called world.mark(name); returns the time of the last call."""
         return max(self.await_mark(rank, name, deadline) for rank in range(self.size))
 
     def signal(self, rank: int, number: int) -> float:
-        """Sends a signal to one rank; the time of doing so."""
+        """Sends a signal to one rank; returns the time of doing so."""
         os.kill(self._ranks[rank].process.pid, number)
         return time.monotonic()
 
@@ -453,8 +453,8 @@ class RankGroup:
     def collect(
         self, deadline: float = DEFAULT_DEADLINE_S, give_up_on: tuple[str, ...] = ()
     ) -> list[Outcome]:
-        """Outcomes in rank order, after all ranks ended, or `deadline` seconds, or GRACE_S after the first
-        rank that ended in one of the ways `give_up_on`. Ranks still busy then are hung: see their `log`.
+        """Returns outcomes in rank order, after all ranks ended, or `deadline` seconds, or GRACE_S after the
+        first rank that ended in one of the ways `give_up_on`. Ranks still busy then count as hung: see `log`.
         """
         until = time.monotonic() + deadline
         while len(self._outcomes) < self.size and (now := time.monotonic()) < until:
@@ -513,7 +513,7 @@ class RankPool:
     def run(
         self, size: int, body: Callable, *args, deadline: float = DEFAULT_DEADLINE_S, **kwargs
     ) -> list[Any]:
-        """Calls body(world, *args, **kwargs) on every rank of a world of `size`; the results in rank order.
+        """Calls body(world, *args, **kwargs) on every rank of a world of `size`; returns results by rank.
 
         Raises RankFailure, and replaces the world, if a rank raises, dies or is not done after `deadline` s.
         """
@@ -528,8 +528,8 @@ class RankPool:
         return self._call(size, _Call.of(body, args, kwargs), deadline, ok=("returned", "raised"))
 
     def retire_old_worlds(self) -> None:
-        """Ends worlds that have run many tests, and those that have waited longest if many ranks wait: each
-        group of torch's has a thread that wakes up a hundred times a second."""
+        """Ends worlds that have run many tests, and, if many ranks are idle, those idle for longest: each of
+        torch's groups has a thread that wakes up a hundred times a second."""
         num_ranks = 0
         for size, world in reversed(list(self._worlds.items())):  # the one that was used last first
             num_ranks += size

@@ -27,13 +27,13 @@ def topology_of(world, stages) -> PipelineTopology:
 
 
 def numbers(shape, dtype, *key) -> torch.Tensor:
-    """Whole numbers that depend on the key alone; exact in every dtype."""
+    """Whole numbers that depend only on the key; exact in every dtype."""
     generator = torch.Generator().manual_seed(zlib.crc32(repr(key).encode()))
     return torch.randint(-60, 60, tuple(shape), generator=generator).to(dtype)
 
 
 def piece(whole: torch.Tensor, layout: Layout, position: int, stage_size: int) -> torch.Tensor:
-    """What the rank at a position of a stage holds of a tensor."""
+    """The part of a tensor that the rank at a position of a stage holds."""
     if layout == "replicated":
         return whole
     dim = layout[1]

@@ -1,4 +1,4 @@
-"""Runs the repository's scripts: as a user would, watching what they leave behind, or on the warm rank pool.
+"""Runs the repository's scripts: as a user would, checking what they leave behind, or on the warm rank pool.
 
 A new Python takes seconds to import torch. One script of each kind is a command line of its own (`is_fresh`);
 others are processes forked from the pool's server (Script, run_script, run_under_torchrun), or only call
@@ -36,24 +36,24 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 
 
 def take_interrupts() -> None:
-    """Like a shell's foreground: what runs in the background of a script ignores SIGINT, and so would we."""
+    """Takes SIGINT like a shell's foreground process: background processes of a script ignore it."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def short_folder() -> Path:
-    """An empty folder for temporary files: of a socket's name of 107 bytes, tmp_path would take most."""
+    """An empty folder for temporary files: tmp_path would use most of the 107 bytes of a socket's name."""
     return Path(tempfile.mkdtemp(prefix="pc-"))
 
 
 def files_in(scratch: Path) -> list[str]:
-    """Names of temporary files, apart from torch's caches, and matplotlib's where HOME is read-only."""
+    """Names of temporary files, except torch's caches, and matplotlib's where HOME is read-only."""
     return [path.name for path in scratch.iterdir() if not path.name.startswith(("torch", "matplotlib-"))]
 
 
 def _run_forked(
     path: str, arguments: list[str], folder: Path, environment: dict[str, str], output: Connection
 ) -> None:
-    """What a new Python does with a script, in a process that has imported torch already."""
+    """Runs a script as a new Python would, in a process that has imported torch already."""
     os.setsid()
     gc.freeze()  # see ranks.py
     take_interrupts()
@@ -120,7 +120,7 @@ class Script:
         shutil.rmtree(self.scratch, ignore_errors=True)
 
     def read(self, until: float) -> bool:
-        """Takes in what is printed next; whether there is an end yet."""
+        """Reads the next output; returns whether the script has ended."""
         if not wait([self._output], max(until - time.monotonic(), 0.0)):
             raise TimeoutError(self.text)
         some = os.read(self._output.fileno(), 1 << 16)
@@ -128,7 +128,7 @@ class Script:
         return not some
 
     def finish(self, timeout_s: float) -> tuple[int, str]:
-        """The exit code and what was printed."""
+        """Waits for the end; returns the exit code and the output."""
         until = time.monotonic() + timeout_s
         while not self.read(until):
             pass
@@ -152,7 +152,7 @@ class Script:
         return sorted(found)
 
     def assert_nothing_left(self, within_s: float = 5.0) -> None:
-        """No process and no temporary file of the script is left."""
+        """Asserts that no process and no temporary file of the script is left."""
         until = time.monotonic() + within_s
         while True:
             pids = self.pids()
@@ -166,7 +166,7 @@ class Script:
 def run_script(
     path: str | Path, *arguments: object, timeout_s: float = 250.0, **options: object
 ) -> tuple[int, str]:
-    """Runs a script to its end; (exit code, output). Fails if it leaves a process or temporary file."""
+    """Runs a script; returns (exit code, output). Fails if it leaves a process or temporary file."""
     with Script(path, *arguments, **options) as script:
         result = script.finish(timeout_s)
         script.assert_nothing_left()
@@ -174,7 +174,7 @@ def run_script(
 
 
 def run_under_torchrun(command: str, folder: Path, timeout_s: float = 250.0) -> str:
-    """What `torchrun --standalone --nproc-per-node N script arguments` prints, without its own process.
+    """Returns the output of `torchrun --standalone --nproc-per-node N script arguments`, without torchrun.
 
     Each rank is a script with the environment that torchrun gives it; all must end well.
     """
@@ -199,7 +199,7 @@ def run_under_torchrun(command: str, folder: Path, timeout_s: float = 250.0) -> 
 
 
 def run_on_ranks(ranks, size: int, module: str, *arguments: object) -> str:
-    """Calls main(arguments) of a script on all ranks of a world; what they print. All must end well."""
+    """Calls main(arguments) of a script on all ranks of a world; returns the output. All must succeed."""
     texts = ["--device", "cpu", *map(str, arguments)]
     results = ranks.run(size, main_on_rank, module, texts)
     output = "".join(output for _, output in results)
@@ -215,7 +215,7 @@ def main_on_rank(world, module: str, arguments: list[str]) -> tuple[int, str]:
 
 
 def assert_refused(capsys, parse, arguments: str, message: str) -> None:
-    """That a script explains what is wrong with its arguments."""
+    """Asserts that a script explains what is wrong with its arguments."""
     with pytest.raises(SystemExit) as ended:
         parse(arguments.split())
     assert ended.value.code == 2 and message in capsys.readouterr().err
@@ -223,7 +223,7 @@ def assert_refused(capsys, parse, arguments: str, message: str) -> None:
 
 @contextlib.contextmanager
 def locked_build() -> Iterator[None]:
-    """The build folders are this test's alone: workers may run two tests at once that build there."""
+    """Locks the build folders: workers may run two tests at once that build there."""
     with open(REPOSITORY / "build" / ".lock", "w", encoding="utf-8") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield

@@ -1,4 +1,4 @@
-"""Cases of sequence-parallel operations, drawn in the test process, and what ranks check them with."""
+"""Cases of sequence-parallel operations, drawn in the test process, and the checks that ranks run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.com
 
 
 def remainder_first(length: int, size: int) -> list[int]:
-    """The split rule, counted out: one element after the other goes to the rank whose turn it is."""
+    """The split rule by counting: elements go to the ranks in turn, one at a time."""
     pieces = [0] * size
     for element in range(length):
         pieces[element % size] += 1
@@ -40,7 +40,7 @@ def random_lengths(rng: random.Random, size: int, longest: int) -> list[int]:
 
 
 def numbers(shape, dtype, *key):
-    """Ordinary random numbers that only shape, dtype and key decide."""
+    """Ordinary random numbers that depend only on shape, dtype and key."""
     generator = torch.Generator().manual_seed(random.Random(repr((shape, key))).getrandbits(60))
     if dtype.is_complex:
         return torch.randn((*shape, 2), generator=generator).to(dtype.to_real()).view(dtype).squeeze(-1)
@@ -63,7 +63,7 @@ def laid_out(tensor: torch.Tensor, layout: str) -> torch.Tensor:
     if layout == "reversed":  # dims in opposite order in memory
         order = list(range(tensor.dim()))[::-1]
         return tensor.permute(order).contiguous().permute(order)
-    if layout == "sliced":  # a part of something larger in every dim
+    if layout == "sliced":  # a part of a larger tensor in every dim
         larger = tensor.new_zeros([2 * length + 1 for length in tensor.shape])
         part = larger[tuple(slice(1, None, 2) for _ in tensor.shape)]
         return part.copy_(tensor)
@@ -75,7 +75,7 @@ LAYOUTS = ["contiguous", "reversed", "sliced"]
 
 
 def assert_same(actual: torch.Tensor, expected: torch.Tensor, what: object = "") -> None:
-    """Equal in dtype, shape and bytes, whatever the strides (those of a single element may be anything)."""
+    """Asserts equal dtype, shape and bytes, for any strides (those of a single element are arbitrary)."""
     fresh = torch.contiguous_format
     patterns.assert_same(
         actual.detach().clone(memory_format=fresh), expected.detach().clone(memory_format=fresh), what
@@ -109,9 +109,9 @@ def check_gather(gather, piece, whole, own_grad, size, scale="up", layout="conti
 
 @dataclass(frozen=True)
 class AllToAllCase:
-    """Global lengths are the sums; `arguments` is what the caller passes beside input, group and dims."""
+    """Global lengths are the sums; `arguments` are those other than input, group and dims."""
 
-    shape: tuple[int, ...]  # of this rank's input, but for the two dims
+    shape: tuple[int, ...]  # of this rank's input, except the two dims
     dtype: torch.dtype
     scatter_dim: int
     gather_dim: int
@@ -184,7 +184,7 @@ def _case(
 
 @once_a_test
 def grid(ring_size: int, neighbours: str = "ulysses") -> tuple[ParallelState, int, int]:
-    """(state, ring rank, Ulysses rank); `neighbours` says which group's ranks follow each other."""
+    """(state, ring rank, Ulysses rank); `neighbours`: the group whose ranks are consecutive."""
     ulysses_size = dist.get_world_size() // ring_size
     places = [divmod(rank, ulysses_size) for rank in range(dist.get_world_size())]
     if neighbours == "ring":
@@ -212,7 +212,7 @@ def error_of(call, *args, **kwargs) -> tuple[str, str]:
 
 
 def check_refused(world, wrong, right, kind: type, text: str) -> None:
-    """`wrong` on all ranks, then on rank 1 alone, of which the others hear; `right` works after both."""
+    """Calls `wrong` on all ranks, then only on rank 1, so that all raise; `right` works after both."""
     for bad_ranks in (range(world.size), [1]):
         is_bad = world.rank in bad_ranks
         name, message = error_of(wrong if is_bad else right)
@@ -237,5 +237,5 @@ class Seen(torch.autograd.Function):
 
 
 def num_posted(comm) -> int:
-    """Operations that this rank has posted so far, of which there is at least one."""
+    """The number of operations that this rank has posted so far, at least one."""
     return 1 + max(flight["number"] for flight in comm.flight_record())

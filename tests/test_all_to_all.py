@@ -1,4 +1,4 @@
-"""all_to_all and all_to_all_many: the right bytes, errors on all ranks alike, no needless copies."""
+"""all_to_all and all_to_all_many: the right bytes, the same errors on all ranks, no needless copies."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_process_groups_and_communicators_are_equal_arguments(world):
 
 
 def test_large_messages(ranks):
-    """Larger than what travels inline, on every route: in place, packed, unpacked."""
+    """Larger than inline payloads, with every handling: in place, packed, unpacked."""
     shape, cases = (2, 3 * 1024, 40), []
     for scatter_dim, gather_dim in [(0, 1), (1, 0), (2, 1), (1, 2)]:
         sizes = {
@@ -125,7 +125,7 @@ def test_many_tensors_are_one_exchange(world, seed):
         assert_same(output, cut(whole, 2, pieces, world.rank))
     assert not outputs[2].requires_grad
     grads = [pattern(whole.shape, whole.dtype, "gradient", n) for n, whole in enumerate(wholes)]
-    used = [0, 3]  # the gradient of what is not used is zero
+    used = [0, 3]  # the gradients of the others are zero
     torch.autograd.backward(
         [outputs[n] for n in used], [cut(grads[n], 2, kinds[n][0], world.rank) for n in used]
     )
@@ -238,7 +238,7 @@ def test_the_cure_of_unequal_lengths_is_named_where_it_was_left_out(world, trans
 
 @on_ranks(4)
 def test_heads_that_do_not_belong_together(world):
-    """Of 8 query heads and 2 key heads, ranks 2 and 3 would get query heads without a key head."""
+    """With 8 query heads and 2 key heads, ranks 2 and 3 would get query heads without a key head."""
 
     def exchange(*num_heads, **sizes):
         all_to_all_many([torch.zeros(1, 2, heads, 3) for heads in num_heads], world.comm, **sizes)

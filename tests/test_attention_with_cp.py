@@ -1,6 +1,6 @@
 """attention_with_cp over ring x Ulysses groups: values, groups, compiled graphs.
 
-What it has in common with other ways is in test_sequence_attention.py.
+Tests that it shares with other attentions are in test_sequence_attention.py.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def test_in_one_graph_for_all_lengths(world):
 
 @on_ranks(4)
 def test_attention_that_raises_with_the_last_keys(world):
-    """Nobody waits then; its Ulysses group hears of it, and the next call works on all."""
+    """No rank waits then; its Ulysses group gets the error, and the next call works on all."""
     state = state_of(2)
 
     def attention(q, k, v, is_causal):

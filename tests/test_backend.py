@@ -1,4 +1,4 @@
-"""The backend "pipecomm": torch.distributed's calls give what plain torch computes in one process."""
+"""The backend "pipecomm": torch.distributed's calls return what plain torch computes in one process."""
 
 from __future__ import annotations
 
@@ -321,7 +321,7 @@ def test_plans_are_made_once_for_all_calls_alike(world):
 
 @both(2, 3)
 def test_some_ranks_wait_for_a_reduction_and_others_do_not(world):
-    """Small and large ones, behind others in flight: the exchanges of all ranks are in one order."""
+    """Small and large ones, after others in flight: the exchanges of all ranks are in one order."""
     group, size = group_of(world.size), world.size
     for first in range(4):
         tensors = [torch.full((length,), 1.0) for length in (10, 50_000, 20, 60_000, 50_000)]
@@ -510,7 +510,7 @@ def test_a_pipeline_and_a_checkpoint_of_torch(world):
 @needs_new_torch
 @pytest.mark.slow
 def test_the_block_of_the_document(tmp_path):
-    """A program that knows nothing of pipecomm_ext but the backend's name. Then a mesh, a second group."""
+    """A program that uses only the backend's name of pipecomm_ext. Then a mesh, a second group."""
     check = """
 import sys, torch
 numbers = torch.ones(4) * dist.get_rank()

@@ -38,7 +38,7 @@ def test_subgroups_and_their_end(world):
 @pytest.mark.parametrize("debug", ["OFF", "DETAIL"])
 @both(4)
 def test_groups_are_split_and_merged(world, debug):
-    """By the methods that `dist.split_group` calls, which itself wants an accelerator."""
+    """Through the methods that `dist.split_group` calls, which itself needs an accelerator."""
     limit = timedelta(seconds=50)
     before = dist.get_debug_level()
     dist.set_debug_level(getattr(dist.DebugLevel, debug))

@@ -1,4 +1,4 @@
-"""Wrong calls get the right answer, name what was wrong, and leave the communicator in use.
+"""Wrong calls raise the right error, which names the mistake, and leave the communicator usable.
 
 Either the calling rank refuses before anything is sent, or the two ends find the disagreement and both raise,
 naming both descriptions. Unusual calls that are legal are in test_p2p.py.
@@ -74,7 +74,7 @@ REFUSED = {
 @on_ranks(2)
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_before_anything_is_sent(world, name):
-    """One rank makes the call, the other none: nothing was sent, and both go on."""
+    """One rank makes the call, the other none: nothing was sent, and both continue."""
     call, expected, message = REFUSED[name]
     if world.rank == 0:
         with pytest.raises(expected, match=message) as caught:
@@ -112,7 +112,7 @@ def test_a_global_rank_where_a_group_rank_is_meant_is_explained(world):
 
 @on_ranks(2)
 def test_accepted_kinds_of_peers(world):
-    """Whatever operator.index takes, but bool."""
+    """Whatever operator.index takes, except bool."""
     peer = np.int64(1 - world.rank)
     received = poison(3, torch.int32)
     world.comm.batch_p2p([Send(pattern(3, torch.int32, world.rank), peer), Recv(received, peer, np.uint8(0))])
@@ -121,7 +121,7 @@ def test_accepted_kinds_of_peers(world):
 
 @on_ranks(2)
 def test_a_constructor_with_other_arguments_is_refused_by_both(world):
-    """By the constructor of the rank that comes second, and by the first call of the other one."""
+    """The constructor of the second rank raises, and the first call of the other one."""
     with pytest.raises(PipeCommMismatch, match=r"channels: [23] on rank [01], [23] on rank [01]"):
         Communicator(world.group, device="cpu", channels=2 + world.rank).barrier()
     assert_usable(world.fresh_comm(), "after")
@@ -145,7 +145,7 @@ MISMATCHES = {
 
 
 def assert_mismatch(error: PipeCommMismatch, world, *specs: tuple) -> None:
-    """Both descriptions are in it, as text and as data, and who speaks with whom."""
+    """Asserts that it has both descriptions, as text and as data, and both ranks."""
     text = str(error)
     ours, theirs = specs if world.rank == 0 else reversed(specs)
     for side, (shape, dtype) in ((error.ours, ours), (error.theirs, theirs)):
@@ -162,7 +162,7 @@ def assert_mismatch(error: PipeCommMismatch, world, *specs: tuple) -> None:
 @pytest.mark.parametrize("receiver_first", [False, True], ids=["sender first", "receiver first"])
 @pytest.mark.parametrize("name", MISMATCHES)
 def test_both_ends_of_a_mismatch_raise(world, name, receiver_first):
-    """The receive buffer stays as it was, later messages match again, and other channels never noticed."""
+    """The receive buffer is unchanged, later messages match again, and other channels are not affected."""
     sent_shape, sent_dtype, shape, dtype = MISMATCHES[name]
     if (world.rank == 1) != receiver_first:
         time.sleep(0.02)
@@ -195,7 +195,7 @@ def test_two_swapped_messages_are_found(world):
 
 @on_ranks(2)
 def test_each_of_several_mismatches_reaches_its_sender(world):
-    """Also if all of them are found before the sender looks at the first one."""
+    """Even if all of them are found before the sender sees the first one."""
     if world.rank == 0:
         works = [world.comm.isend(torch.ones(2), 1) for _ in range(8)]
         dist.barrier(world.group)
@@ -210,7 +210,7 @@ def test_each_of_several_mismatches_reaches_its_sender(world):
 
 @on_ranks(3)
 def test_a_mismatch_concerns_its_two_ends_only(world):
-    """Rank 2 talks to both through it, and the good messages of the same batch arrive."""
+    """Rank 2 exchanges messages with both meanwhile, and the good messages of the same batch arrive."""
     if world.rank == 2:
         received = [poison(5, torch.int32) for _ in range(2)]
         world.comm.batch_p2p([Recv(received[peer], peer) for peer in range(2)])
@@ -246,7 +246,7 @@ def test_another_collective_is_named_beside_the_own_one(world):
 @on_ranks(2, 3)
 @pytest.mark.parametrize("empty", [False, True], ids=["full", "own and empty"])
 def test_lists_of_as_many_bytes_of_another_dtype(world, empty):
-    """Where there are elements: pieces without any have no dtype to compare."""
+    """Only pieces with elements: empty ones have no dtype to compare."""
     dtype = torch.int32 if world.rank == 1 else torch.float32
     shapes = [(0 if empty and rank != world.rank else 4, 2) for rank in range(world.size)]
     inputs = [pattern(shape, dtype, world.rank) for shape in shapes]

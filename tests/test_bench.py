@@ -1,4 +1,4 @@
-"""The benchmarks move and compute what is right, by every implementation, and count wrong data and work."""
+"""The benchmarks move and compute the right data, by every implementation, and count wrong data and work."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from schedule import SCHEDULE_OPS  # noqa: E402
 from sequence_ops import SEQUENCE_OPS  # noqa: E402
 from work import count_work  # noqa: E402
 
-NUM_BLOCKS = 2  # that a test shows what it measures takes no more
+NUM_BLOCKS = 2  # enough for tests
 
 
 def bench_of(world, *transports, dtype=torch.bfloat16, channels=2, **options) -> Bench:
@@ -181,7 +181,7 @@ def test_a_matrix_of_bytes(world):
 
 @on_ranks(2)
 def test_wrong_data_is_counted_over_all_ranks(world):
-    """A call that changes one element on each rank, and one that does nothing; limits of what is right."""
+    """A call that changes one element on each rank, one that does nothing, and the limits of tolerance."""
     buffer, expected = torch.zeros(10), torch.full((10,), 5.0)
 
     def almost():

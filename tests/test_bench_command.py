@@ -144,7 +144,7 @@ def test_a_footprint_counts_threads_descriptors_and_memory(world):
     for descriptor in descriptors:
         os.close(descriptor)
     assert (growth.num_threads, growth.num_descriptors) == (1, 2), growth
-    # Beside it, other memory of the process may come and go.
+    # Meanwhile, other memory of the process may change.
     assert abs(growth.memory_kib - (64 << 10)) < 2 << 10, (growth, len(memory))
 
 

@@ -1,4 +1,4 @@
-"""Headers of borders, one format for the Executor and for Megatron's layer, and the messages behind them."""
+"""Headers of borders, one format for the Executor and for Megatron's layer, and the messages after them."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_headers_on_a_communicator_of_their_own(world):
 @on_ranks(3)
 @pytest.mark.parametrize("first", ["data", "headers"])
 def test_both_communicators_tell_the_first_cause(world, first):
-    """Whichever of them brings it to a rank."""
+    """Whichever of them reports it to a rank."""
     with world.broken_comm(channels=2) as data:
         channels = BorderChannels.for_chains(data, 1)
         channels.headers.barrier()
@@ -180,7 +180,7 @@ def test_receives_of_known_specs_queue_behind_those_that_are_not_known_yet(world
         [Outgoing([mine[0]], peer, 0, channels.header(specs, peer, 0)), Outgoing([mine[1]], peer, 0)], []
     )
     assert not asked
-    for idx in (1, 0):  # whichever is asked for first
+    for idx in (1, 0):  # in either order
         [tensor] = receipts[idx].wait()
         assert tensor.tolist() == [10 * peer + idx] * 2 and asked == [True]
     for work in works:

@@ -1,4 +1,4 @@
-"""Broadcast, barrier, and the life of communicators: groups, independence, timeouts, nothing leaked."""
+"""Broadcast, barrier, and the life of communicators: groups, independence, timeouts, no leaks."""
 
 from __future__ import annotations
 
@@ -156,11 +156,11 @@ def wakeups() -> dict[str, int]:
 @on_ranks(2)
 @pytest.mark.parametrize("transport", ["tcp", "shm"])
 def test_an_idle_communicator_hardly_wakes_up(world, transport):
-    """Each wake-up takes time from what computes, and there may be dozens of communicators in a process."""
+    """Each wake-up takes time from computation, and a process may have dozens of communicators."""
     others = wakeups()
     comm = world.fresh_comm(transport=transport)
     comm.barrier()
-    time.sleep(0.5)  # it may be asked for more at once
+    time.sleep(0.5)  # it may get more work at once
     before = wakeups()
     time.sleep(1.0)
     after = wakeups()

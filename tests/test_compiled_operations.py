@@ -46,7 +46,7 @@ def compiled(function: Callable, backend: Any = "aot_eager", dynamic: bool = Tru
 def check_lengths(
     function: Callable, inputs_of: Callable[[int], list[torch.Tensor]], lengths: Sequence[int] = LENGTHS
 ) -> None:
-    """Equal results and gradients with and without compilation, of one graph for all lengths."""
+    """Checks equal results and gradients with and without compilation, and one graph for all lengths."""
     counter = CompileCounterWithBackend("aot_eager")
     graph = compiled(function, counter, dynamic=len(lengths) > 1)
     for length in lengths:
@@ -77,7 +77,7 @@ def inputs_with_gradient(length: int, rank: int) -> list[torch.Tensor]:
 
 @on_ranks(1, 2)
 def test_all_to_all_of_uneven_pieces(world):
-    """Heads and sequence, there and back, with arithmetic in between; every way to name the group."""
+    """Heads and sequence, there and back, with arithmetic in between; every way to pass the group."""
     size, groups = world.size, (dist.group.WORLD, None, world.comm)
     lengths, heads = remainder_first(4 * size + 1, size), remainder_first(2 * size + 1, size)
 
@@ -97,7 +97,7 @@ def test_all_to_all_of_uneven_pieces(world):
 
 @on_ranks(2)
 def test_all_to_all_splits_and_gathers(world):
-    """Lengths that do not divide where they need not; zigzag pieces are quarters."""
+    """Lengths that are not divisible unless they must be; zigzag pieces are quarters."""
     groups = (world.comm, None)
 
     def function(x, y):
@@ -141,7 +141,7 @@ def test_changed_arguments_compile_again(world):
 
 @on_ranks(2)
 def test_ulysses_attention(world):
-    """With grouped heads that do not divide, and uneven lengths."""
+    """With grouped heads that are not divisible by the ranks, and uneven lengths."""
     groups = (world.comm, None)
 
     def function(x, whole):
@@ -161,7 +161,7 @@ def test_ulysses_attention(world):
 
 
 def qkv(length: int, rank: int) -> list[torch.Tensor]:
-    """Of a sequence that divides, with heads that do not; the last one has no gradient."""
+    """q, k, v of a divisible sequence, with heads that are not divisible; the last one has no gradient."""
     q, k = (numbers((length, heads, 3), torch.float64, rank, heads).requires_grad_() for heads in (5, 4))
     return [q, k, numbers((length, 6, 3), torch.float64, rank).int()]
 
@@ -187,7 +187,7 @@ def test_several_tensors(world):
 
 @on_ranks(2)
 def test_unequal_lengths(world):
-    """What only the ranks together can know is wrong is refused by the graph, and the next call works."""
+    """The graph refuses what only the ranks together can find wrong, and the next call works."""
     comm = world.comm
     many = compiled(lambda x: all_to_all_many([x], comm, 1, 0)[0])
     single = torch.compile(lambda x: all_to_all(x, world.group, 1, 0), fullgraph=True, backend="aot_eager")
@@ -229,7 +229,7 @@ def test_a_channel_that_is_not_there_and_a_communicator_that_is_closed(world):
 
 @on_ranks(2)
 def test_a_buffer_that_requires_grad(world):
-    """Is legal only without recording, as it is without compilation."""
+    """It is legal only without recording, as without compilation."""
     x, comm = numbers((3,), torch.float64, world.rank).requires_grad_(), world.comm
     if world.rank == 1:
         for call in (lambda x: comm.recv(x, 0), lambda x: comm.broadcast(x, 0)):
@@ -254,7 +254,7 @@ def test_a_stage_relay_that_is_gone(world):
 
 @on_ranks(2)
 def test_calls_are_neither_dropped_nor_merged(world):
-    """One rank uses what the other does not, and they call the same with equal arguments."""
+    """Each rank uses a result that the other does not, and both make the same call with equal arguments."""
     x = numbers((6, 4), torch.float64, 0)
     world.comm.barrier()
 
@@ -272,7 +272,7 @@ def test_calls_are_neither_dropped_nor_merged(world):
 
 
 def ordered_calls(world, x, y):
-    """Calls without data between them, of whose results the ranks use different ones."""
+    """Calls without data dependencies, of which the ranks use different results."""
     peer, comm = 1 - world.rank, world.comm
     first, second, unused = (torch.empty_like(x) for _ in range(3))
     for buffer, sent in ((first, x), (unused, y), (second, y)):
@@ -287,7 +287,7 @@ def ordered_calls(world, x, y):
 @pytest.mark.skipif(IS_TORCH_213, reason="torch 2.13 saves tokens of effects, and fails")
 @on_ranks(2)
 def test_activation_checkpoints(world):
-    """They compute again what lies between the exchanges, whose results are saved in a graph."""
+    """They recompute what is between the exchanges, whose results are saved in a graph."""
 
     def block(x):
         heads = all_to_all(x.sin(), world.comm, 1, 0)
@@ -307,7 +307,7 @@ def test_activation_checkpoints(world):
 @pytest.mark.slow
 @on_ranks(2)
 def test_inductor_keeps_the_order(world):
-    """Inductor moves what does not depend on each other. The gradient's graph has calls of its own."""
+    """Inductor reorders independent operations. The gradient's graph has calls of its own."""
     import torch._inductor.config as inductor
 
     inputs = inputs_with_gradient(6, world.rank)
@@ -365,7 +365,7 @@ def test_stage_relay(world):
 
 @on_ranks(2)
 def test_batches(world):
-    """Two whose messages fit each other, and one whose result nobody uses. None is differentiable."""
+    """Two whose messages match, and one whose result is not used. None is differentiable."""
     peer, groups = 1 - world.rank, (world.comm, None)
 
     def function(x, y):
@@ -387,7 +387,7 @@ def test_batches(world):
 @pytest.mark.skipif(IS_TORCH_213, reason="torch 2.13 does not trace its P2POp")
 @on_ranks(2)
 def test_batches_of_a_communicator(world):
-    """Of torch's elements, with views as buffers and two channels."""
+    """With torch's elements, views as buffers and two channels."""
     peer = 1 - world.rank
 
     def function(x, y):
@@ -421,7 +421,7 @@ def test_messages_one_by_one_and_broadcasts(world):
             sent, received = x.sin(), (x * y).detach()
             distributed.broadcast(sent, 0, group)
             world.comm.broadcast(received, 1)
-            distributed.broadcast(y.detach().clone(), group_src=0, group=group)  # nobody uses it
+            distributed.broadcast(y.detach().clone(), group_src=0, group=group)  # not used
             results += [sent.cos(), received * y]
         return results
 
@@ -433,7 +433,7 @@ def test_messages_one_by_one_and_broadcasts(world):
 
 @on_ranks(1, 2)
 def test_opcheck(world):
-    """Schema, fake kernel, autograd and dynamic shapes of each operator; of a group of one rank some."""
+    """Schema, fake kernel, autograd and dynamic shapes of each operator; some in a group of one rank."""
     operators, name, size = torch.ops.pipecomm_ext, graph_name(world.comm), world.size
     group, peer = world.group.group_name, size - 1 - world.rank
     x = numbers((2, 4, 2 * size + 1), torch.float64, world.rank).requires_grad_()
@@ -459,7 +459,7 @@ def test_opcheck(world):
             (operators.batch_p2p, (*batch, name)),
             (operators.batch_p2p, (*batch, group)),
             (operators.broadcast, (flat, name, 1)),
-            (operators.empty, ([3, 0], torch.int32, name)),  # what is in memory differs from call to call
+            (operators.empty, ([3, 0], torch.int32, name)),  # its contents differ from call to call
             (operators.relay_receive, (anchor, *link, [3, 4], torch.float64))
             if world.rank
             else (operators.relay_send, (flat.clone().requires_grad_(), anchor, *link, [3, 4])),

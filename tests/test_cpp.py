@@ -32,13 +32,13 @@ def run(*command: object, limit_s: float) -> None:
         try:
             output, _ = process.communicate(timeout=limit_s)
         except BaseException:
-            os.killpg(process.pid, signal.SIGKILL)  # compilers outlive the build tool that is killed alone
+            os.killpg(process.pid, signal.SIGKILL)  # compilers would outlive the build tool
             raise
     assert process.returncode == 0, f"{' '.join(map(str, command))} ended with {process.returncode}\n{output}"
 
 
 def build_folder() -> Path:
-    """Where setup.py has built the module for this Python; the latest, if with and without CUDA."""
+    """Where setup.py has built the module for this Python; the latest, if built with and without CUDA."""
     folders = (REPOSITORY / "build").glob(f"{sys.implementation.cache_tag}-c*")
     return max(folders, key=lambda folder: (folder / "build.ninja").stat().st_mtime)
 
@@ -57,7 +57,7 @@ def programs() -> Path:
 @pytest.mark.timeout(2 * BUILD_LIMIT_S)
 @pytest.mark.parametrize("part", ["values 5", "many", "mean", "large 10", "bandwidth 1"])
 def test_the_program_of_kernels_can_fail(part) -> None:
-    """For a wrong byte in a result and for one beside it."""
+    """For a wrong byte in a result and for one outside it."""
     for planted in ("result", "guard"):
         command = [str(programs() / "copy_kernels_on_host"), *part.split(), "--plant", planted]
         done = subprocess.run(command, capture_output=True, text=True, timeout=TEST_LIMIT_S, check=False)

@@ -1,4 +1,4 @@
-"""Which device and transport a communicator takes, without a GPU: what the group is for, indices, options and
+"""Which device and transport a communicator chooses, without a GPU: the group's device, indices, options and
 reasons of NCCL, refusals."""
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def two_gpus(monkeypatch):
 
 @on_ranks(2)
 def test_a_gloo_group_is_for_cpu_tensors_beside_a_gpu(world):
-    """Whoever leaves the device out gets the CPU: the quickstart, the topology, kept communicators."""
+    """Without a device argument the CPU is used: the quickstart, the topology, kept communicators."""
     assert dist.get_backend_config() in (GLOO, "cpu:gloo")
     is_available, torch.cuda.is_available = torch.cuda.is_available, lambda: True
     try:
@@ -116,7 +116,7 @@ def test_options_come_from_the_environment(monkeypatch):
 
 
 class Meeting(Rendezvous):
-    """One construction of a group that is nothing but a store."""
+    """One construction of a group that is only a store."""
 
     def __init__(self, store, rank, size, timeout=None):
         self.store, self.rank, self.size = store, rank, size
@@ -131,7 +131,7 @@ class Meeting(Rendezvous):
 
 
 def choices(gpus, problems=None):
-    """What each rank of a group takes to be the problem with NCCL, all at the same time over one store."""
+    """The problem with NCCL that each rank of a group finds, all at the same time over one store."""
     store, size = dist.HashStore(), len(gpus)
     with ThreadPoolExecutor(size) as pool:
         meetings = [Meeting(store, rank, size) for rank in range(size)]
@@ -139,7 +139,7 @@ def choices(gpus, problems=None):
 
 
 def test_a_farewell_leaves_a_refusal_as_it_is():
-    """A rank that finds out after it has published that it cannot take part."""
+    """A rank that finds that it cannot take part after it has published."""
     store = dist.HashStore()
     meeting, other = Meeting(store, 0, 2), Meeting(store, 1, 2)
     meeting.publish({"port": 1})

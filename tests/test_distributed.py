@@ -1,4 +1,4 @@
-"""A program for torch.distributed gives the same with pipecomm_ext.distributed, where more is legal."""
+"""A program for torch.distributed has the same results with pipecomm_ext.distributed, which allows more."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_every_other_name_is_torchs_own():
 
 @on_ranks(2)
 def test_a_training_script_with_one_line_changed(world):
-    """Reductions, groups and queries are torch's, messages are ours; a compiled function may ask, too."""
+    """Reductions, groups and queries are torch's, messages are ours; also in a compiled function."""
     from pipecomm_ext.distributed import ReduceOp, all_reduce, new_group
 
     assert dist.is_initialized() and (dist.get_rank(), dist.get_world_size()) == (world.rank, 2)
@@ -190,7 +190,7 @@ def test_strided_tensors_of_any_dtype_and_waiting_twice(world, dtype):
 
 @on_ranks(2)
 def test_a_leaf_that_requires_grad_may_be_received_into_as_in_torch(world):
-    """Pipeline schedules allocate their buffers so."""
+    """Pipeline schedules allocate such buffers."""
     following, previous = ring(world)
     leaf = torch.zeros(3, requires_grad=True)
     works = [dist.isend(torch.full((3,), 1.0 + world.rank), following), dist.irecv(leaf, previous)]
@@ -204,7 +204,7 @@ def test_a_leaf_that_requires_grad_may_be_received_into_as_in_torch(world):
 
 @on_ranks(2)
 def test_the_same_call_with_tensors_of_other_strides(world):
-    """What is prepared for one layout in memory serves no other one."""
+    """A plan prepared for one memory layout is not used for another one."""
     expected = torch.cat([pattern((4, 4), torch.int32, rank).chunk(2)[world.rank] for rank in range(2)])
     for is_transposed in (False, True, False):
         sent = pattern((4, 4), torch.int32, world.rank)
@@ -249,7 +249,7 @@ def test_all_to_all_single(world):
 
 @on_ranks(1, 2, 4)
 def test_lists(world):
-    """Any shape and dtype for each pair of ranks, zero sizes too."""
+    """Any shape and dtype for each pair of ranks, including zero sizes."""
     rng = random.Random(2)
     size, rank = world.size, world.rank
     for idx in range(10):
@@ -315,14 +315,14 @@ REFUSED = [
 
 @on_ranks(2)
 def test_wrong_arguments(world):
-    """Refused on the calling rank; the communicator stays in use."""
+    """Refused on the calling rank; the communicator stays usable."""
     for call, text in REFUSED:
         with pytest.raises(ValueError, match=re.escape(text)):
             call(torch.ones(3))
     test_torchs_operations_are_accepted_in_a_batch.rank_body(world)
 
 
-# One of two ranks, or both: all are told.
+# On one of two ranks, or both: all raise.
 REFUSED_COLLECTIVES = [
     (lambda x: dist.all_to_all_single(x, x, [4, 1], [2, 2]), "sum of output_split_sizes [4, 1] is 5"),
     (lambda x: dist.all_to_all_single(x[:3], x[:3]), "dim 0 of input of shape [3, 2] must divide by the 2"),
@@ -349,7 +349,7 @@ def test_misuse_is_refused_everywhere(world, bad_ranks):
 @on_ranks(2)
 def test_barrier_with_a_timeout(world):
     short = datetime.timedelta(seconds=0.05)
-    if world.rank == 0:  # nobody joins in time: an error here alone, and the barrier stays open
+    if world.rank == 0:  # no other rank joins in time: only this rank raises, and the barrier stays open
         with pytest.raises(PipeCommTimeout):
             dist.barrier(timeout=short)
         dist.send(torch.zeros(1), 1)
@@ -362,12 +362,12 @@ def test_barrier_with_a_timeout(world):
     dist.barrier()
 
 
-# ---- who has to be there -----------------------------------------------------------------------------------
+# ---- which ranks must take part ----------------------------------------------------------------------------
 
 
 @on_ranks(4)
 def test_two_ranks_of_four_exchange_while_the_others_have_not_come(world):
-    """The first call included: nothing waits for ranks that have nothing to say."""
+    """Including the first call: nothing waits for ranks that do not take part."""
     group, peer = torch_dist.new_group(list(range(4))), 4 - world.rank
     if world.rank in (1, 3):
         received, sent = poison(50_000, torch.float32), pattern(50_000, torch.float32, world.rank)
@@ -375,8 +375,8 @@ def test_two_ranks_of_four_exchange_while_the_others_have_not_come(world):
         for call in calls if world.rank == 1 else reversed(calls):
             call()
         assert_same(received, pattern(50_000, torch.float32, peer))
-    world.meet()  # the others come to `group` behind this only
-    # What else a rank has made does not matter.
+    world.meet()  # the others use `group` only after this
+    # Other communicators of a rank do not matter.
     with pipecomm_ext.Communicator(group, device="cpu", channels=3) as other:
         other.barrier()
     everywhere = torch.full((3,), float(world.rank))

@@ -1,7 +1,7 @@
 """Every block of code of every document is accounted for: a test executes it as it is printed, or BLOCKS says
-why none does. Blocks of Python of the guides run here, given the names that they take from the reader, with
-smaller sizes, CPUs and other folders where the test says so. Output and trees are compared with what is
-there.
+why none does. Blocks of Python of the guides run here, given the names that the reader would define, with
+smaller sizes, CPUs and other folders where the test sets them. Output and trees are compared with the real
+ones.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ sys.path.insert(0, str(ROOT / "bench"))
 
 
 class Checked(str):
-    """Why a block is not executed, and what is looked at instead."""
+    """Why a block is not executed, and what is checked instead."""
 
 
 MIGRATING = "test_migrating.py::"
@@ -53,8 +53,8 @@ README = "test_readme.py::test_the_"
 QUICKSTART = "test_readme.py::test_the_quickstart_runs_as_printed"
 CPP = Checked("parts of files that are not there; test_the_parts_of_the_contribution_guide looks at names")
 
-# For each document its blocks in order: words that a line begins with, and the test. A block that is new or
-# gone fails the test below.
+# The blocks of each document in order: the beginning of a line, and the test. A new or missing block fails
+# the test below.
 BLOCKS: dict[str, dict[str, str]] = {
     "CONTRIBUTING.md": {
         "make setup": Checked("long; test_the_targets_and_files_of_commands_exist"),
@@ -202,7 +202,7 @@ def test_the_commands_of_schedules(tmp_path, monkeypatch, capsys) -> None:
 
 @pytest.mark.slow
 def test_the_commands_and_programs_of_the_tutorial(tmp_path) -> None:
-    """All train alike: torch's calls, ours in their place, and two schedules, which write their pictures."""
+    """All train equally: torch's calls, ours instead, and two schedules, which write their pictures."""
     document = "docs/tutorial.md"
     programs = {"plain.py": block(document, "rank = "), "pipeline.py": block(document, "name = ")}
     changed_line = "import torch.distributed as dist\n"
@@ -222,7 +222,7 @@ def test_the_commands_and_programs_of_the_tutorial(tmp_path) -> None:
 
 
 def assert_can_be_read(page: str) -> None:
-    """Both panels are in seconds, and wide enough however slow this machine was."""
+    """Asserts that both panels are in seconds, and wide enough however slow this machine was."""
     assert "simulated, in seconds" in page and "measured, in seconds" in page
     boxes = re.findall(r'<rect x="([\d.]+)"[^>]* width="([\d.]+)"[^>]* data-m="(\d+)-', page)
     panels = {panel for _, _, panel in boxes}
@@ -292,7 +292,7 @@ def test_the_commands_for_a_flight_record(tmp_path, capsys) -> None:
     ) as process:
         try:
             await_that(lambda: (tmp_path / "hangs").exists(), process)
-            time.sleep(1.5)  # less is no waiting to the doctor
+            time.sleep(1.5)  # the doctor ignores shorter waits
             assert signal_it[0] == "pkill"
             assert not re.search(
                 signal_it[-1],
@@ -404,7 +404,7 @@ WIDTH, NUM_CLASSES = 6, 4
 
 
 class Stage(torch.nn.Module):
-    """Takes a mask as the masks of the page go."""
+    """Takes a mask in the way of the page's masks."""
 
     def __init__(self, stage: int, num_stages: int):
         super().__init__()

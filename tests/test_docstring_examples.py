@@ -1,4 +1,4 @@
-"""The examples of docstrings run as they are printed, on two ranks, and give what they say."""
+"""The examples of docstrings run as they are printed, on two ranks, with the results that they state."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HAS_TRANSFORMERS = importlib.util.find_spec("transformers") is not None
 if HAS_TRANSFORMERS:
     ranks.PRELOADED.append("transformers.models.llama.modeling_llama")
 
-# For each name, by its place in the reference, what holds after its example.
+# A check to run after the example of each name, by its place in the reference.
 EXAMPLES = {
     "Communicator": "received.tolist() == [other] * 4",
     "Communicator.batch_p2p": "received.tolist() == [1.0] * 4",
@@ -102,7 +102,7 @@ def test_an_example_has_a_few_lines(name: str) -> None:
 def run_example(world, name: str, names: dict[str, Any]) -> None:
     exec(compile(example_of(name), f"example of {name}", "exec"), names)
     if name == "PipeCommMismatch":
-        # An `except` clause forgets its name: once more, to look at it.
+        # An `except` clause deletes its name: raise it once more to check it.
         with pytest.raises(pipecomm_ext.PipeCommMismatch) as caught:
             names["comm"].batch_p2p(
                 [

@@ -1,4 +1,4 @@
-"""PIPECOMM_* variables: strict, in one place, compared between ranks, and documented as they are."""
+"""PIPECOMM_* variables: strict, in one place, compared between ranks, and documented correctly."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_ranks_that_differ_get_one_clear_error_on_all(world):
         with environ(**{name: (first, second)[world.rank]}):
             with pytest.raises(PipeCommMismatch, match=f"disagree about {told}"):
                 world.fresh_comm().barrier()
-    with environ(PIPECOMM_PACK_SMS=str(1 + world.rank)):  # concerns nobody else
+    with environ(PIPECOMM_PACK_SMS=str(1 + world.rank)):  # affects no other rank
         world.fresh_comm().barrier()
 
 
@@ -117,7 +117,7 @@ def test_ranks_with_different_secrets_name_the_variable(world):
 
 
 def listening_at(port: int) -> set[str]:
-    """The addresses of this network, as the kernel writes them, where somebody listens on the port."""
+    """The addresses of this network, as the kernel writes them, on which a process listens on the port."""
     found = set()
     for family in ("tcp", "tcp6"):
         for line in Path(f"/proc/self/net/{family}").read_text(encoding="utf-8").splitlines()[1:]:
@@ -155,7 +155,7 @@ def test_the_first_communicator_warns_of_unknown_names_once(world):
     with environ(PIPECOMM_SHM_RINGBYTES="1"):
         with pytest.warns(RuntimeWarning, match=told) as caught:
             world.fresh_comm()
-        assert [Path(warning.filename).name for warning in caught] == ["ranks.py"]  # who made it
+        assert [Path(warning.filename).name for warning in caught] == ["ranks.py"]  # the caller's file
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             world.fresh_comm()
@@ -176,7 +176,7 @@ def test_the_check_can_be_switched_off_from_outside(world):
     with environ(PIPECOMM_CHECK="off"):
         exchange()
         assert torch.equal(received.view(torch.int32), sent)
-        with pytest.raises(PipeCommMismatch):  # the argument comes first
+        with pytest.raises(PipeCommMismatch):  # the argument takes precedence
             exchange(check="full")
 
 

@@ -1,4 +1,4 @@
-"""The examples train, equal the unsplit model and say so if they do not, and end cleanly whatever happens."""
+"""The examples train, equal the unsplit model or report a difference, and end cleanly in all cases."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ OTHERS = {  # script, ranks, arguments, a line of its output
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_examples_equal_the_unsplit_computation(ranks, tmp_path, name):
-    """The first one of each script as a command that starts its ranks, the other one on those of the pool."""
+    """The first row of each script is a command that starts its ranks; others run on ranks of the pool."""
     module, size, arguments, line = OTHERS[name]
     if module == "train_transformers":
         pytest.importorskip("transformers")
@@ -199,7 +199,7 @@ def test_other_examples_equal_the_unsplit_computation(ranks, tmp_path, name):
 
 
 def test_a_difference_of_attention_is_found(monkeypatch, tmp_path):
-    """With a limit that nothing can meet, the verdict and the exit code are the other ones."""
+    """With a limit that no result can meet, the verdict and the exit code report a difference."""
     monkeypatch.setitem(ulysses_attention.LIMIT, torch.float32, -1.0)
     for name, value in {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}.items():
         monkeypatch.setenv(name, str(value))

@@ -1,4 +1,4 @@
-"""When ranks die, leave or wait too long, all others hear of it in time and are told where it began.
+"""When ranks die, leave or wait too long, all others learn of it in time, and of its origin.
 
 Faults in each operation, on three ranks, are in reliability/: here are other worlds and other moments.
 """
@@ -36,7 +36,7 @@ VICTIM = 1
 
 
 def run_until_killed(world, scene):
-    """The body of all ranks: acts out `scene` until the victim is gone; survivors report what they got."""
+    """The body of all ranks: runs `scene` until the victim is gone; survivors report what they got."""
     comm = Communicator(world.group, device="cpu", timeout=20)
     try:
         comm.barrier()
@@ -73,7 +73,7 @@ def before_a_message(world, comm):
 
 
 def in_the_middle_of(world, comm, sender, receiver):
-    """256 MB; the receiver tells the parent as soon as the first bytes have come."""
+    """256 MB; the receiver reports to the parent as soon as the first bytes have arrived."""
     if world.rank == sender:
         comm.send(torch.ones(2**28, dtype=torch.uint8), receiver)
     elif world.rank == receiver:
@@ -104,7 +104,7 @@ def while_idle(world, comm):
 
 
 def while_others_talk(world, comm):
-    """Two ranks that never talk to the victim hear of it, too."""
+    """Two ranks that never exchange messages with the victim learn of it, too."""
     if world.rank == VICTIM:
         die(world)
     peer = 2 - world.rank
@@ -200,7 +200,7 @@ def comm_over(world, group, way, timeout=20):
 @pytest.mark.parametrize("absent", [0, 2])
 @pytest.mark.parametrize("kind", [PipeCommTimeout, PipeCommAborted])
 def test_a_rank_that_comes_when_all_have_failed_and_closed_hears_the_first_cause(world, way, absent, kind):
-    """Nobody is there any more who could say it: not "rank 1 has closed its communicator"."""
+    """No rank is left that could report it; the error is not "rank 1 has closed its communicator"."""
     group = dist.new_group(list(range(3)))
     if world.rank == absent:
         dist.barrier()
@@ -226,7 +226,7 @@ def test_a_rank_that_comes_when_all_have_closed_hears_that(world, way):
         dist.barrier()
     with comm_over(world, group, way) as comm:
         if world.rank == 2:
-            for peer in (0, 1, 0):  # each message by itself: the communicator has not failed
+            for peer in (0, 1, 0):  # each message fails separately: the communicator has not failed
                 with pytest.raises(PipeCommPeerLost, match=f"rank {peer} has closed its communicator"):
                     comm.send(torch.ones(1), peer)
     if world.rank != 2:
@@ -235,7 +235,7 @@ def test_a_rank_that_comes_when_all_have_closed_hears_that(world, way):
 
 @on_ranks(2)
 def test_an_idle_communicator_outlives_its_timeout(world):
-    """The timeout is of operations; silence is no failure."""
+    """The timeout applies to operations; silence is not a failure."""
     comm = world.fresh_comm(timeout=1)
     time.sleep(1.2)
     world.meet()
@@ -336,7 +336,7 @@ LEFT_BY = {
 @on_ranks(2, 3)
 @pytest.mark.parametrize("text", LEFT_BY)
 def test_leaving_by_an_exception_aborts_all(world, text):
-    """Peers that wait get PipeCommAborted naming the origin and its reason, whatever the text is."""
+    """Waiting peers get a PipeCommAborted that names the origin and its reason, for any text."""
     with world.broken_comm() as comm:
         if world.rank == 1:
             with pytest.raises(type(LEFT_BY[text])) as left_by, comm:
@@ -365,7 +365,7 @@ def test_abort_frees_a_waiting_thread(world):
 
 @on_ranks(2)
 def test_a_message_that_meets_a_closed_peer_fails(world):
-    """A send that nobody will receive ends when the peer closes, not at the deadline."""
+    """A send that will never be received ends when the peer closes, not at the deadline."""
     with world.broken_comm() as comm:
         if world.rank == 0:
             work = comm.isend(torch.ones(4), 1)
@@ -380,7 +380,7 @@ def test_a_message_that_meets_a_closed_peer_fails(world):
 @on_ranks(3)
 @pytest.mark.parametrize("transport", ["tcp", "shm"])
 def test_what_a_peer_has_sent_before_it_closed_arrives(world, transport):
-    """Also if nobody waits for it until then, and a long message from elsewhere keeps the transport busy."""
+    """Even if nothing waits for it until then, and a long message from elsewhere keeps the transport busy."""
     with Communicator(world.group, device="cpu", transport=transport, timeout=20) as comm:
         long, short = torch.zeros(256 << 20, dtype=torch.uint8), torch.full((20_000,), float(world.rank))
         comm.barrier()
@@ -403,10 +403,10 @@ def test_what_a_peer_has_sent_before_it_closed_arrives(world, transport):
 @on_ranks(3)
 @pytest.mark.parametrize("transport", ["tcp", "shm"])
 def test_an_abort_that_is_followed_by_a_close_is_heard_as_an_abort(world, transport):
-    """Also if two peers tell of it at once, and one of them has closed already."""
+    """Even if two peers report it at once, and one of them has closed already."""
     for round_idx in range(12):
         comm = Communicator(world.group, device="cpu", transport=transport, timeout=20)
-        world.meet()  # and no more: how they connect, and who closes first, is what this is about
+        world.meet()  # nothing else: the test is about how they connect and which closes first
         if world.rank == round_idx % world.size:
             comm.abort("enough")
         else:

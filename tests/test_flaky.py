@@ -1,4 +1,4 @@
-"""`make flaky` finds a test that fails now and then, over a small suite in a folder of its own."""
+"""`make flaky` finds a test that fails sometimes, over a small suite in a folder of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Flight records: what is on record, what it costs, where it is written, and what the doctor makes of it."""
+"""Flight records: what is recorded, what it costs, where it is written, and what the doctor reports."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from pipecomm_ext.diagnostics import flight_report
 
 over_transports = pytest.mark.parametrize("transport", ["tcp", "shm"])
 NUM_KEPT = 1024  # operations that have ended
-LARGE = 1 << 18  # elements of a message whose payload travels apart
+LARGE = 1 << 18  # elements of a message whose payload is sent separately
 
 
 def last(comm: Communicator) -> dict:
@@ -253,7 +253,7 @@ def dumps(folder: Path) -> list[dict]:
 
 
 def await_dumps(folder: Path, count: int) -> list[dict]:
-    """The heads of the files once there are `count` that are whole."""
+    """The heads of the files, once `count` of them are complete."""
     until = time.monotonic() + 10
     while time.monotonic() < until:
         paths = list(folder.glob("flight-*"))
@@ -456,7 +456,7 @@ def write(folder: Path, rank: int, /, *operations, size=2, id="0badcafe", name="
 
 
 def diagnosis(folder: Path, capsys) -> str:
-    """Of trouble; empty if there is none."""
+    """The doctor's diagnosis; empty if there is no problem."""
     status = flight_report.report(str(folder))
     text = " ".join(capsys.readouterr().out.split())
     assert status == ("no rank waits" not in text), text

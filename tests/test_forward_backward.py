@@ -67,14 +67,14 @@ def chunks_of(world, num_chunks: int, config: PipelineConfig) -> list[Chunk]:
 
 
 def check_gradients(world, chunks: list[Chunk], data, scale: float = 1.0) -> None:
-    """Those of this rank's chunks, against the unsplit model."""
+    """Compares the gradients of this rank's chunks with the unsplit model."""
     _, expected = unsplit(world.size * len(chunks), data)
     for idx, chunk in enumerate(chunks):
         torch.testing.assert_close(chunk.weight.grad, scale * expected[idx * world.size + world.rank])
 
 
 def work_of(model, data, func=forward_step_func, **kwargs) -> dict:
-    """What every schedule is given; `kwargs` come instead."""
+    """The arguments of every schedule; `kwargs` replace some."""
     arguments = {
         "forward_step_func": func,
         "data_iterator": [iter(data) for _ in model] if isinstance(model, list) else iter(data),
@@ -228,7 +228,7 @@ class Frozen(Chunk):
 @on_ranks(3)
 @pytest.mark.parametrize("mode", MODES)
 def test_frozen_stages_keep_their_neighbours_going(world, mode):
-    """The gradients before a frozen stage are none, or zero; behind it they are right."""
+    """The gradients before a frozen stage are None, or zero; after it they are right."""
     data = micro_batches(4)
     losses, expected = unsplit(3, data)
     for variable, frozen in itertools.product((False, True), (0, 1)):
@@ -258,7 +258,7 @@ def test_groups_of_the_default_topology(world):
         parallel_state.initialize_pipeline([1, 1], group=world.group, virtual_stages=num_chunks)
         try:
             chunks = chunks_of(world, num_chunks, config_of())
-            other_length = {"decoder_seq_length": 7 * SEQ} if num_chunks == 2 else {}  # only 1F1B looks at it
+            other_length = {"decoder_seq_length": 7 * SEQ} if num_chunks == 2 else {}  # only 1F1B uses it
             results = default_step(chunks, data, **other_length)
             warmup = get_pp_rank_microbatches(4, num_chunks, None)[2]
         finally:
@@ -269,7 +269,7 @@ def test_groups_of_the_default_topology(world):
 
 
 class MegatronState(ModuleType):
-    """megatron.core.parallel_state, as far as the schedules ask it, of a pipeline of all ranks."""
+    """The part of megatron.core.parallel_state that the schedules use, for a pipeline of all ranks."""
 
     def __init__(self, world, vp_size: int | None, is_initialized: bool = True):
         super().__init__("megatron.core.parallel_state")
@@ -283,7 +283,7 @@ class MegatronState(ModuleType):
 
 
 def default_step(chunks, data, **kwargs):
-    """Over the default groups."""
+    """Runs a step over the default groups."""
     return get_forward_backward_func()(**work_of(chunks, data, **kwargs))
 
 
@@ -291,7 +291,7 @@ def default_step(chunks, data, **kwargs):
 def test_sizes_and_groups_of_megatrons_state(world):
     finalized = []
     config = config_of(
-        # Megatron's own function takes its own groups for None, and refuses groups without `embd`.
+        # Megatron's own function uses its own groups for None, and refuses groups without `embd`.
         finalize_model_grads_func=lambda model, num_tokens, pg_collection: finalized.append(pg_collection),
     )
     data = micro_batches(4)
@@ -475,7 +475,7 @@ def test_an_exception_in_one_stage_reaches_all(world, failing_rank, overlap):
 
 @on_ranks(1)
 def test_a_pipeline_of_one_rank(world):
-    """1F1B of one rank is no pipelining; there is nothing to interleave."""
+    """1F1B of one rank equals no pipelining; there is nothing to interleave."""
     check(world, None, 3)
     config = config_of()
     p2p, data, losses = P2PCommunicator(world.group, config), micro_batches(3), unsplit(1, micro_batches(3))

@@ -1,4 +1,4 @@
-"""A rank that is gone ends what was posted to it at once, however it went; tensors that have no memory."""
+"""When a rank ends, in any way, messages posted to it fail at once; tensors that have no memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def large() -> torch.Tensor:
     return torch.ones(MANY_BYTES // 4)
 
 
-# What the rank that goes has posted, and what the other one waits in.
+# What the ending rank has posted, and the call in which the other one waits.
 POSTED = {
     "a receive": (
         lambda comm: comm.irecv(torch.zeros(4), 0),
@@ -64,7 +64,7 @@ class Interrupted(Exception):
 
 @contextlib.contextmanager
 def interrupted_soon() -> Iterator[None]:
-    """A block that a handler of a signal ends by an exception, while it waits."""
+    """Interrupts a block, while it waits, by an exception of a signal handler."""
 
     def interrupt(*_):
         raise Interrupted
@@ -129,7 +129,7 @@ def told(comm) -> None:
 @TRANSPORTS
 @pytest.mark.parametrize("call", [summed, scattered, gathered, exchanged, told])
 def test_what_a_signal_interrupts_is_not_refused(world, transport, call):
-    """It has been posted, so the other rank's call and the next ones find their messages."""
+    """It has been posted, so the other rank's call and later ones find their messages."""
     comm = world.fresh_comm(transport=transport)
     call(comm)
     world.meet()
@@ -146,7 +146,7 @@ def test_what_a_signal_interrupts_is_not_refused(world, transport, call):
 @on_ranks(2)
 @TRANSPORTS
 def test_a_reduction_in_two_parts_that_a_signal_interrupts(world, transport):
-    """The rank has no part in the second one, of which the other rank hears; the next call works."""
+    """The rank takes no part in the second one, and the other rank is informed; the next call works."""
     numel = 100_000
     comm = world.fresh_comm(transport=transport)
     summed(comm, numel)

@@ -1,4 +1,4 @@
-"""The stages of `make gpu-check`, with commands that need no GPU: none stops another."""
+"""The stages of `make gpu-check`, with commands that need no GPU: a failing one does not stop the others."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_nothing_but_good_stages_and_an_interrupt(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("num_gpus", [0, 1, 4])
 def test_the_stages_name_what_exists(num_gpus: int) -> None:
-    """Files, stages that others come after, and every test of tests/gpu in one of `make gpu-check`."""
+    """Files, stages on which others depend, and every test of tests/gpu in a stage of `make gpu-check`."""
     stages = gpu_check.all_stages(num_gpus) if num_gpus else gpu_check.first_stages()
     names = [each.name for each in stages]
     assert len(set(names)) == len(names)
@@ -107,7 +107,7 @@ def test_without_a_gpu_it_says_so(tmp_path: Path, capsys, monkeypatch) -> None:
 
 @pytest.mark.parametrize(("folder", "script"), [("bench", "run"), ("examples", "train_text")])
 def test_the_stages_pass_options_that_exist(monkeypatch, folder: str, script: str) -> None:
-    """Of scripts of ours; a wrong one ends the test by SystemExit."""
+    """The options of our scripts; a wrong one ends the test by SystemExit."""
     monkeypatch.syspath_prepend(REPOSITORY / folder)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     module = importlib.import_module(script)
@@ -122,7 +122,7 @@ def test_the_stages_pass_options_that_exist(monkeypatch, folder: str, script: st
 @pytest.mark.parametrize("nccl_version", [(2, 28, 9), (2, 30, 7)])
 @pytest.mark.parametrize(("num_gpus", "num_ranks"), [(1, 2), (1, 3), (2, 2), (2, 4)])
 def test_ranks_share_gpus_if_there_are_too_few(monkeypatch, num_gpus, num_ranks, nccl_version) -> None:
-    """From NCCL 2.30 on two of them in its mode for that, else each as on a host of its own."""
+    """From NCCL 2.30 on, two ranks use its mode for that; otherwise each counts as on its own host."""
     monkeypatch.syspath_prepend(REPOSITORY / "examples")
     launch = importlib.import_module("lib.launch")
     taken, hosts = [], []

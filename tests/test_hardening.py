@@ -1,4 +1,4 @@
-"""What the built extension module is made of: nothing writable is executable, and one name is visible."""
+"""The built extension module: nothing writable is executable, and one name is visible."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SHT_DYNSYM, SHN_UNDEF, STB_LOCAL = 11, 0, 0
 
 
 class Elf:
-    """As much of a 64-bit little-endian ELF file as these tests look at."""
+    """The parts of a 64-bit little-endian ELF file that these tests check."""
 
     def __init__(self, path: Path):
         self.data = path.read_bytes()

@@ -40,13 +40,13 @@ from pipecomm_ext import (
 
 sys.path.insert(0, str(REPOSITORY / "examples"))
 
-# What "auto" makes of a communicator over several hosts: as a whole, inside a host, and between two.
+# What "auto" chooses for a communicator over several hosts: as a whole, within a host, and between two.
 WHOLE, INSIDE, BETWEEN = "mixed", "shm", "tcp"
 
 HOST_OF = (0, 0, 1, 1)
 NUM_RANKS = len(HOST_OF)
 VICTIM = 3
-LOST_S = 2.0  # until all know of a dead rank
+LOST_S = 2.0  # until all ranks know of a dead rank
 TIMEOUT_S = 2.0  # of communicators whose peers fall silent
 AFTER_TIMEOUT_S = 1.0
 LARGE = 1 << 24  # elements of a message of 64 MiB
@@ -139,7 +139,7 @@ def exchanges_once(world, numel: int) -> None:
 
 
 def ring_exchange(comm: Communicator, numel: int) -> Callable[[], None]:
-    """From each rank to the next one, and checked."""
+    """Sends from each rank to the next one, and checks the data."""
     following, previous = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     sent, expected = (torch.arange(numel, dtype=torch.int32) + rank for rank in (comm.rank, previous))
     received = torch.empty_like(sent)
@@ -156,7 +156,7 @@ def ring_exchange(comm: Communicator, numel: int) -> Callable[[], None]:
 
 
 class Work(NamedTuple):
-    """What a communicator of its own does again and again, until it fails."""
+    """The operations that a communicator of its own repeats until it fails."""
 
     what: str
     timeout_s: float
@@ -184,7 +184,7 @@ def communicator_for(world, work: Work) -> Communicator:
 
 
 def steps_of(comm: Communicator, work: Work) -> tuple[Callable[[], None], Callable[[], None]]:
-    """What works once, and what is then run until it fails."""
+    """A step that works once, and the step that is then run until it fails."""
     if work.what == "barriers":
         return comm.barrier, comm.barrier
     exchange = ring_exchange(comm, LARGE if work.what.startswith("large") else 100)
@@ -205,7 +205,7 @@ def until_it_fails(comm: Communicator, run: Callable[[], None]) -> Ending:
 
 
 def work_until_all_fail(world, works: list[Work]) -> list[Ending]:
-    """All at the same time, in a thread each: a world is struck once for all of them."""
+    """Runs all at the same time, in a thread each: the fault hits a world once for all of them."""
     comms = [communicator_for(world, work) for work in works]
     steps = [steps_of(comm, work) for comm, work in zip(comms, works, strict=True)]
     for first, _ in steps:
@@ -222,7 +222,7 @@ def work_until_all_fail(world, works: list[Work]) -> list[Ending]:
 def endings_of(
     pool: HostPool, works: list[Work], strike: Callable[[HostGroup], float], survivors: list[int]
 ) -> list[list[Ending]]:
-    """How each work ended on the survivors, with times since the strike; nothing of the world is left."""
+    """How each work ended on the survivors, with times since the fault; nothing of the world is left."""
     with pool.disposable(NUM_RANKS, work_until_all_fail, works) as world:
         pids = [world.pid(rank) for rank in range(NUM_RANKS)]
         pids += [pid for host in world.hosts for pid in (host.pid, host.first_pid)]
@@ -284,7 +284,7 @@ def test_a_host_of_which_all_processes_are_killed_is_known(host_pool):
 
 
 def check_silence(endings: list[Ending], silent: Callable[[int], set[int]]) -> None:
-    """All end by their timeout and name whom they waited for; that may be a rank that waits itself."""
+    """Checks that all end by their timeout and name the rank they waited for, which may wait itself."""
     named = []
     for rank, ending in enumerate(endings):
         assert ending.kind is PipeCommTimeout, ending
@@ -322,14 +322,14 @@ def test_a_cut_link_ends_all_waits_by_their_timeout_or_heartbeat(host_pool):
     *timely, patient, silent = endings_of(host_pool, works, lambda world: world.cut_link(1), [0, 1, 2, 3])
     for endings in timely:
         check_silence(endings, lambda rank: {0, 1} if rank >= 2 else {2, 3})
-    # A timeout tells of a host that confirms nothing, once that is certain. Of a pair, at least one has sent
-    # what is not confirmed; in a ring, one that only receives may fail first and tell the others.
+    # A timeout names a host that acknowledges nothing, once that is certain. Of a pair, at least one has sent
+    # unacknowledged data; in a ring, a rank that only receives may fail first and inform the others.
     cut = "its host confirms nothing that is sent to it: it or the network may be down"
     told = [(ending, re.search(rf"rank (\d) is connected, but {cut}", ending.text)) for ending in patient]
     assert any(match for _, match in told), patient
     for ending, match in told:
         assert match is None or int(match[1]) != ending.origin, ending
-    # A heartbeat finds the silent host long before the timeout; nothing is under way that would be confirmed.
+    # A heartbeat finds the silent host long before the timeout; nothing in flight would be acknowledged.
     for rank, ending in enumerate(silent):
         assert ending.kind is PipeCommPeerLost, ending
         assert HOST_OF[ending.origin] != HOST_OF[rank] and ending.ended_at > 1.0, ending
@@ -340,7 +340,7 @@ def test_a_cut_link_ends_all_waits_by_their_timeout_or_heartbeat(host_pool):
 
 
 def connects_without_interface(world) -> float:
-    """torch's own group needs GLOO_SOCKET_IFNAME where names are wrong; the communicator is on its own."""
+    """torch's own group needs GLOO_SOCKET_IFNAME where names are wrong; the communicator does not."""
     with mock.patch.dict(os.environ):
         os.environ.pop("GLOO_SOCKET_IFNAME", None)
         began_at = time.monotonic()
@@ -381,7 +381,7 @@ def idles(world) -> None:
 
 @pytest.mark.slow
 def test_torchrun_gives_its_ranks_what_those_of_hosts_have(host_pool, tmp_path):
-    """So that what passes on them passes under torchrun on several machines."""
+    """So tests that pass on them also pass under torchrun on several machines."""
     with host_pool.disposable(NUM_RANKS, idles) as world:
         nodes = []
         for host in (0, 1):

@@ -1,7 +1,7 @@
-"""What a call that follows others like it asks of the system, beside the time that it waits: nothing.
+"""A call that follows similar ones makes no allocations and no system calls, apart from its wait.
 
-counting_calls.cpp counts what the extension itself asks for, on the thread that calls. How long a thread
-waits, and with how many looks, is a matter of time; how much memory it takes for a call is not.
+counting_calls.cpp counts those of the extension itself, on the calling thread. How long a thread waits, and
+how often it polls, depends on timing; how much memory a call allocates does not.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from tools import find_tool
 from pipecomm_ext import _C, Recv, Send
 
 NUM_WARM, NUM_COUNTED = 100, 200
-# The watchdog holds an operation now and then, and the call that meets it asks for memory: the least of some
-# counts is what the calls ask for themselves.
+# The watchdog sometimes holds an operation, and a call meanwhile allocates memory: the minimum of some counts
+# is what the calls allocate themselves.
 NUM_COUNTS = 3
 SOURCE = Path(__file__).parent / "reliability" / "counting_calls.cpp"
 SMALL, LARGE = 2, 1024  # elements: 8 bytes and 4 KiB
@@ -85,7 +85,7 @@ CALLS = (there_and_back, ring, broadcast, all_gather, all_reduce, reduce_scatter
 @pytest.mark.slow
 def test_a_hot_call_asks_for_no_memory_and_makes_no_system_call(world, library):
     counter = ctypes.CDLL(library)
-    assert counter.watch(_C.__file__.encode()) >= 3  # new, and what sleeps and yields
+    assert counter.watch(_C.__file__.encode()) >= 3  # new, and the functions that sleep and yield
     comm = world.fresh_comm(transport="shm")
     asked = {}
     for make in CALLS if world.size == 2 else CALLS[1:]:

@@ -27,7 +27,7 @@ NUM_ELEMENTS = [64, 1 << 16, 1 << 22]
 
 
 def churn():
-    """Gets and overwrites memory that has been freed."""
+    """Allocates and overwrites memory that has been freed."""
     return [torch.full((64,), float("nan")) for _ in range(200)]
 
 
@@ -36,7 +36,7 @@ def churn():
 @pytest.mark.parametrize("num_elements", NUM_ELEMENTS)
 @pytest.mark.parametrize("move", MOVES)
 def test_storage_that_moves(world, transport, num_elements, move):
-    """Nothing is damaged. What was there is sent; a receiver is told that the message is lost."""
+    """Nothing is damaged. The original data are sent; a receiver gets an error that the message is lost."""
     comm, peer = world.shared_comm(transport=transport), 1 - world.rank
     sent = pattern(num_elements, torch.float32)
     if world.rank == 0:
@@ -71,7 +71,7 @@ def test_storage_that_moves(world, transport, num_elements, move):
 @on_ranks(2)
 @TRANSPORTS
 def test_pinned_memory_is_freed_in_the_end(world, transport):
-    """Of 100 tensors of 4 MB each that move in flight, none stays."""
+    """100 tensors of 4 MB each move in flight, and all are freed."""
     comm, peer = world.shared_comm(transport=transport), 1 - world.rank
 
     def resident_kb():
@@ -103,7 +103,7 @@ def borrowed(*shape: int) -> tuple[torch.Tensor, numpy.ndarray]:
 @pytest.mark.parametrize("num_elements", [64, 1 << 16, 1 << 22])
 @pytest.mark.parametrize("wait", ["wait", "is_completed"])
 def test_other_memory_that_moves_is_told_of(world, transport, num_elements, wait):
-    """Also to who sends, since it may have been freed."""
+    """Also on the sender, since the memory may have been freed."""
     comm, peer = world.shared_comm(transport=transport), 1 - world.rank
     sent = pattern(num_elements, torch.float32)
     if world.rank == 0:
@@ -142,7 +142,7 @@ def test_other_memory_that_moves_is_told_of(world, transport, num_elements, wait
 @on_ranks(2)
 @TRANSPORTS
 def test_a_tensor_that_gets_another_storage_is_harmless(world, transport):
-    """The operation goes on with the storage that it began with, and keeps that alive."""
+    """The operation continues with the storage that it began with, and keeps that alive."""
     comm, peer = world.shared_comm(transport=transport), 1 - world.rank
     sent, number = pattern(1 << 18, torch.float32), 1 << 18
     for change in (
@@ -165,7 +165,7 @@ def test_a_tensor_that_gets_another_storage_is_harmless(world, transport):
 @on_ranks(2)
 @TRANSPORTS
 def test_what_an_operation_kept_goes_at_its_end(world, transport):
-    """On whichever thread it ends, and though nobody waits for it."""
+    """On any thread on which it ends, and even if nothing waits for it."""
     comm, peer = world.shared_comm(transport=transport), 1 - world.rank
     for num_elements in (16, 1 << 18):
         storages = []
@@ -229,7 +229,7 @@ def test_autograd_hears_when_the_data_land(world, transport, operation):
         assert tensor._version > version and tensor.equal(one)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             product.sum().backward()
-        (x * tensor).sum().backward()  # what is saved afterwards is right
+        (x * tensor).sum().backward()  # a tensor saved afterwards is valid
         assert x.grad.equal(one)
     else:
         world.meet()

@@ -1,4 +1,4 @@
-"""info() and the command line: facts, reasons, and a doctor that tells sick from well."""
+"""info() and the command line: facts, reasons, and a doctor that finds what is wrong."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_info_shows_no_secret_and_no_value_of_a_name_that_may_be_a_misspelt_one(
 
 
 def status_with(cuda: dict, nccl: dict, monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, Any]]:
-    """What `info` says of the transports in a process with these facts."""
+    """What `info` reports of the transports in a process with these facts."""
     monkeypatch.setattr(nccl_module, "cuda_facts", lambda: cuda)
     monkeypatch.setattr(nccl_module, "nccl_facts", lambda: nccl)
     monkeypatch.setattr(nccl_module, "engine_problem", lambda: "")

@@ -1,4 +1,4 @@
-"""No include or import runs up or in a circle, and no file uses the private names of another one."""
+"""No include or import goes up or forms a cycle, and no file uses the private names of another one."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Mine(Communicator):
 """
 TYPES = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from ..distributed import send\n"
 UNKNOWN = "no place in the order of layers"
-OUT_OF_ORDER = [  # file, what stands in it, line, rule
+OUT_OF_ORDER = [  # file, its text, line, rule
     ("csrc/plan/dtype.h", '\n#include "copy/copy_cpu.h"', 2, "plan does not know copy"),
     ("csrc/plan/dtype.h", '#include "plan/dtype.h"', 1, "include each other"),
     ("csrc/plan/dtype.h", '#include "dtype.h"', 1, "not a path below csrc"),

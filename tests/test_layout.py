@@ -97,7 +97,7 @@ def test_the_caret_stays_in_sight_in_a_long_text():
 
 
 def test_random_texts_against_their_expansion():
-    """Texts are made together with what they mean, from the inside out."""
+    """Texts are generated together with their expansion, from the inside out."""
     rng = random.Random(5)
 
     def make(depth: int) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""Who may outlive whom: communicators, their handles and tensors, and processes forked from a rank."""
+"""Which objects may outlive which: communicators, handles, tensors, and processes forked from a rank."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_a_forked_child_leaves_the_connections_of_its_parent_alone(world, transp
             with pytest.raises(PipeCommError, match="was forked"):
                 call()
         comm.abort("in the child")
-        close_all()  # what the end of the interpreter does
+        close_all()  # as at the end of the interpreter
         held.clear()  # the last reference
         gc.collect()
 
@@ -99,7 +99,7 @@ def test_a_handle_may_be_the_last_owner_of_a_communicator(world, transport):
     for round_idx in range(10):
         comm = Communicator(world.group, device="cpu", transport=transport)
         other = 1 - world.rank
-        # Non-contiguous: the engine keeps the tensor itself, whose only reference is soon there.
+        # Non-contiguous: the engine keeps the tensor itself, and soon has its only reference.
         work = comm.irecv(poison((64, 64), torch.int64).t(), other)
         comm.isend(pattern((64, 64), torch.int64, world.rank), other)
         if round_idx % 2 == 0:
@@ -117,7 +117,7 @@ def test_a_handle_may_be_the_last_owner_of_a_communicator(world, transport):
 @pytest.mark.parametrize("collector", ["its own thread", "the thread of the store"])
 @TRANSPORTS
 def test_a_communicator_may_end_on_any_thread(world, transport, collector):
-    """On whichever one Python's collector runs: also on one that the communicator has to join, or needs."""
+    """On the one where Python's collector runs: also one that the communicator has to join, or needs."""
     owner, name = {
         "its own thread": (Routes, "_look_up"),
         "the thread of the store": (_Call, "run"),
@@ -134,7 +134,7 @@ def test_a_communicator_may_end_on_any_thread(world, transport, collector):
     if world.rank == 0:
         with mock.patch.object(owner, name, call):
             comm = Communicator(world.group, device="cpu", transport=transport)
-            comm.irecv(torch.zeros(3), 1)  # rank 1 is looked for, and is not there yet
+            comm.irecv(torch.zeros(3), 1)  # looks for rank 1, which has not joined yet
             weakref.finalize(comm, lambda: ended_on.append(threading.current_thread()))
             open_communicators.discard(comm)
             cycle = [comm]
@@ -214,7 +214,7 @@ def test_errors_survive_texts_cut_within_a_character(world):
 
 @on_ranks(2)
 def test_communicators_of_a_group_share_one_connection_to_its_store(world):
-    """To connect to a TCPStore takes a lookup of names, which may take seconds."""
+    """Connecting to a TCPStore requires a lookup of names, which may take seconds."""
     connections = set()
     for number in range(3):
         meeting = Rendezvous(world.group, 10, "a test of the store", str(number))
@@ -227,7 +227,7 @@ def test_communicators_of_a_group_share_one_connection_to_its_store(world):
 
 @on_ranks(2)
 def test_communicators_of_destroyed_groups_end(world):
-    """Their threads and those of torch's group, too: the ranks of a long job may make and destroy many."""
+    """So do their threads and those of torch's group: ranks of a long job may make and destroy many."""
     numbers = []
     for _ in range(6):
         group = dist.new_group([0, 1])

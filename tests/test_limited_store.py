@@ -1,6 +1,6 @@
-"""Calls of a store that end within a limit, whatever it does. test_store.py has those of communicators.
+"""Calls of a store that end within a limit, whatever the store does. test_store.py tests communicators.
 
-`Slate` is a store that does what a test wants.
+`Slate` is a store with programmable behaviour.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Slate(dist.Store):
 
 
 class Cloned(Slate):
-    """`failing`: what is not reached, numbers of connections in the order in which they are made."""
+    """`failing`: the connections that fail, numbered in the order in which they are made."""
 
     def __init__(self, failing: set[int], made: list[Slate] | None = None, values=None):
         self.made = [] if made is None else made
@@ -97,7 +97,7 @@ def silent_store(**arguments):
         answers.set()
 
 
-# ---- what comes back --------------------------------------------------------------------------------------
+# ---- results ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("in_background", [False, True])
@@ -296,7 +296,7 @@ def test_in_the_foreground_there_is_one_connection_and_one_try():
 
 
 def test_a_signal_interrupts_a_caller():
-    # A shell lets what it starts in the background ignore this signal.
+    # Background processes of a shell ignore this signal.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     with silent_store() as (limited, _, answers):
         threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
@@ -338,7 +338,7 @@ def test_it_ends_with_its_last_reference():
     worker = threading.enumerate()[-1]
     limited.set("key", b"value", 20)
     del limited, store
-    assert held() is None  # nobody has to wait until the thread has ended
+    assert held() is None  # no caller has to wait until the thread has ended
     worker.join(DEADLINE_S / 2)
     assert not worker.is_alive()
 
@@ -362,7 +362,7 @@ def end_while_a_call_does(pid: int, port: int, strike: int) -> None:
     limited.set("key", b"value", 20)
     os.kill(pid, signal.SIGSTOP)
     while " T " not in Path(f"/proc/{pid}/stat").read_text(encoding="utf-8"):
-        time.sleep(0.01)  # it stops when it gets a processor
+        time.sleep(0.01)  # it stops once it is scheduled
     with pytest.raises(StoreIsSilent):
         limited.find("key", 0.2)
 

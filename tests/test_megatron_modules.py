@@ -1,4 +1,4 @@
-"""Code that imports Megatron's modules by name, and calls what is in them as Megatron's users do."""
+"""Code that imports Megatron's modules by name, and calls their functions as Megatron's users do."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_the_private_methods_of_megatron(world):
 
 @on_ranks(2)
 def test_who_calculates_the_loss(world):
-    """Without `is_last_stage` and `cp_group_size` the default pipeline is asked, as in Megatron."""
+    """Without `is_last_stage` and `cp_group_size` the default pipeline decides, as in Megatron."""
 
     def stored(vp_stage=None, **kwargs):
         store = []
@@ -218,7 +218,7 @@ def test_the_default_pipeline_and_lists_for_all(world):
 
 @on_ranks(2)
 def test_wrong_tensors(world):
-    """What the source holds contradicts its size or dtype, or ranks do: all raise, the next call works."""
+    """The source's tensor contradicts size or dtype, or ranks disagree: all raise, the next call works."""
     for value, text in [
         (torch.ones(3), r"must be torch.float32\[2\], not torch.float32\[3\]"),
         (torch.ones(2).double(), r"must be torch.float32\[2\], not torch.float64\[2\]"),

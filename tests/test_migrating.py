@@ -1,8 +1,8 @@
-"""The code of docs/migrating.md: every block runs, and all that it imports from this package is there.
+"""The code of docs/migrating.md: every block runs, and everything that it imports from this package exists.
 
-Blocks run as printed where torch or transformers is what they leave. Those that leave Megatron-core run from
-"# after" on, and yunchang has a stand-in; tests of clients run them with these frameworks. MindSpeed-MM's
-functions are named only, in comments that begin with "# instead of".
+Blocks that replace torch or transformers run as printed. Those that replace Megatron-core run from "# after"
+on, and yunchang has a stand-in; tests of clients run them with these frameworks. MindSpeed-MM's functions
+appear only in comments that begin with "# instead of".
 """
 
 from __future__ import annotations
@@ -340,7 +340,7 @@ def test_stages_of_a_llama(world):
 
 @on_ranks(2)
 def test_yunchang(world):
-    """Its module by a stand-in: what the block puts into it exchanges heads for sequence."""
+    """With a stand-in for its module: the attention that the block sets exchanges heads for sequence."""
     modules = {
         name: ModuleType(name) for name in ("yunchang", "yunchang.ulysses", "yunchang.ulysses.attn_layer")
     }

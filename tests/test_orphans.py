@@ -1,4 +1,4 @@
-"""A dead rank is noticed though its children hold its connections; a failed construction names who failed."""
+"""A dead rank is detected even if its children hold its connections; a failed construction names the rank."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ranks import assert_within, on_ranks
 from pipecomm_ext import Communicator, PipeCommError, PipeCommMismatch, PipeCommPeerLost
 
 TRANSPORTS = pytest.mark.parametrize("transport", ["tcp", "shm"])
-CHILD_S = 100  # how long a child lives if nobody ends it: longer than the communicator's timeout
+CHILD_S = 100  # how long a child lives unless it is killed: longer than the communicator's timeout
 
 
 def forked() -> int:
@@ -29,7 +29,7 @@ def forked() -> int:
 
 
 def executed() -> int:
-    """A program that inherits every descriptor that may be inherited."""
+    """Starts a program that inherits every inheritable descriptor."""
     return subprocess.Popen(
         [sys.executable, "-c", f"import time; time.sleep({CHILD_S})"], close_fds=False
     ).pid
@@ -118,7 +118,7 @@ def test_programs_do_not_inherit_connections(world):
 
 
 def inherited_sockets():
-    """The sockets that a program started by this process would get."""
+    """The sockets that a program started by this process would inherit."""
     sockets = set()
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # closed meanwhile

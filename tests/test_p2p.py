@@ -1,4 +1,4 @@
-"""Messages arrive where they belong and in order: channels, dtypes, sizes, layouts, handles."""
+"""Messages arrive at the right place and in order: channels, dtypes, sizes, layouts, handles."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ EDGE_SIZES = [0, 1, 2, 15, 16, 17, 255, 4095, 4096, 4097, 65535, 65536, 65537]
 
 
 def message(sender: int, receiver: int, channel: int, position: int) -> torch.Tensor:
-    """Sizes differ from message to message, so that a swap cannot go unnoticed even by luck; some are 0."""
+    """Sizes differ from message to message, so that a swap is always detected; some are 0."""
     numel = (sender * 7 + receiver * 5 + channel * 3 + position * 11) % 23
     return pattern(numel, torch.float32, "message", sender, receiver, channel, position)
 
 
 def neighbours(world) -> list[int]:
-    """Previous and next stage; one rank if they are the same, but then it plays both parts."""
+    """The previous and the next stage; if they are the same rank, it has both roles."""
     return [(world.rank - 1) % world.size, (world.rank + 1) % world.size]
 
 
@@ -65,7 +65,7 @@ def pipeline_traffic(world, num_micro: int) -> tuple[Sends, Expected]:
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("longest", [10**6, 4], ids=["one batch", "separate batches"])
 def test_activations_and_gradients_are_never_swapped(world, longest, seed):
-    """Each rank orders sends and receives of the two channels as it likes, and cuts them into batches of
+    """Each rank interleaves sends and receives of the two channels at random, and cuts them into batches of
     random lengths that it waits for in random order.
     """
     rng = random.Random(f"{seed} {world.rank}")
@@ -105,7 +105,7 @@ SPECS = [((3, 5), dtype) for dtype in DTYPES] + [(shape, torch.float32) for shap
 
 
 def swap(world, sent: torch.Tensor, received: torch.Tensor) -> None:
-    """Sends to the other one of two ranks, and receives from it."""
+    """Sends to the other of two ranks, and receives from it."""
     peer = 1 - world.rank
     world.comm.batch_p2p([Send(sent, peer), Recv(received, peer)])
 
@@ -120,7 +120,7 @@ def test_every_dtype_moves_as_bytes_in_any_shape(world, shape, dtype):
 
 @on_ranks(2)
 def test_edge_sizes_between_guards(world):
-    """Every size of the edges, at misaligned offsets, between guard bytes that must not change."""
+    """Every edge size, at misaligned offsets, between guard bytes that must not change."""
     peer = 1 - world.rank
     guard = 64
     for size_idx, num_bytes in enumerate(EDGE_SIZES):
@@ -233,7 +233,7 @@ def test_a_leaf_may_be_filled_under_no_grad_and_sent_with_its_graph(world):
 
 @on_ranks(2)
 def test_dropped_handles_are_delivered(world):
-    """The operation holds its tensors; neither the handle nor the sender's tensor need live."""
+    """The operation keeps its tensors; neither the handle nor the sender's tensor must be kept."""
     peer = 1 - world.rank
     for idx in range(50):
         world.comm.isend(pattern(1000, torch.float32, world.rank, idx), peer)
@@ -262,7 +262,7 @@ def test_a_buffer_that_is_resized_or_dropped_in_flight_is_still_delivered(world)
 
 
 def in_threads(calls) -> None:
-    """Raises what the first call raised that did."""
+    """Runs the calls in threads; raises the first of their errors."""
     with ThreadPoolExecutor(len(calls)) as pool:
         for future in [pool.submit(call) for call in calls]:
             future.result(timeout=60)

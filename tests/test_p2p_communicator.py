@@ -28,7 +28,7 @@ SHAPE_FORMS = {
 
 
 class Stage:
-    """One rank's calls in one mode, with the tensors that every rank can compute for every other one."""
+    """One rank's calls in one mode, with tensors that every rank can compute for every other one."""
 
     def __init__(self, world, mode: str, variable: bool, comm=None):
         is_batch, self.overlap = MODES[mode]
@@ -41,7 +41,7 @@ class Stage:
         self.previous, self.next = (self.rank - 1) % self.size, (self.rank + 1) % self.size
 
     def payload(self, sender: int, kind: str, shapes, step: str):
-        """What `sender` sends: a tensor for a single shape, else a list; lengths vary if they may."""
+        """What `sender` sends: a tensor for a single shape, else a list; lengths vary where allowed."""
         if not isinstance(shapes[0], int):
             return [self.payload(sender, kind, shape, f"{step} {idx}") for idx, shape in enumerate(shapes)]
         shape = list(shapes)
@@ -50,7 +50,7 @@ class Stage:
         return pattern(tuple(shape), torch.float32, sender, kind, step)
 
     def call(self, method: str, *args):
-        """The result; in overlapped mode after waiting for all handles, twice."""
+        """Returns the result; in overlapped mode after waiting for all handles, twice."""
         if not self.overlap:
             return getattr(self.p2p, method)(*args)
         result, handles = getattr(self.p2p, method)(*args, overlap_p2p_comm=True)
@@ -61,7 +61,7 @@ class Stage:
         return result
 
     def check(self, received, is_absent: bool, sender: int, kind: str, shapes, step: str) -> None:
-        """That `received` is what `sender` sent, or nothing."""
+        """Asserts that `received` is what `sender` sent, or nothing."""
         if is_absent:
             assert received is None if isinstance(shapes[0], int) else received == [None] * len(shapes)
             return
@@ -101,7 +101,7 @@ def both_ways(stage: Stage, shapes) -> None:
 
 
 def shifts(stage: Stage, shapes, is_ring: bool) -> None:
-    """Every rank sends on and receives, per direction and both at once; as a ring, or with open ends."""
+    """Every rank sends and receives, in each direction and both at once; as a ring, or with open ends."""
     step = f"shift {is_ring}"
     has_next, has_previous = is_ring or not stage.is_last, is_ring or not stage.is_first
     output = stage.payload(stage.rank, FORWARD, shapes, step) if has_next else None
@@ -236,7 +236,7 @@ def test_strides_of_any_kind_and_tensors_that_require_grad(world, variable):
 
 @on_ranks(2)
 def test_one_dtype_that_has_no_gradients(world):
-    """A single pipeline_dtype is that of everything, gradients too."""
+    """A single pipeline_dtype applies to everything, including gradients."""
     for dtype in (torch.int32, torch.float64):
         p2p = p2p_of(world, pipeline_dtype=dtype)
         values = torch.arange(6).reshape(2, 3).to(dtype)
@@ -270,7 +270,7 @@ def test_an_absent_gradient_arrives_as_none_or_as_zeros(world, mode):
 
 @on_ranks(3)
 def test_variable_shapes_of_many_messages_in_flight(world):
-    """Headers are read in the order of their messages, whatever order receipts are waited for in."""
+    """Headers are read in the order of their messages, in whatever order the caller waits."""
     p2p = p2p_of(world, variable_seq_lengths=True)
     sizes = [5, 0, 70_000, 1, 33, 12_000]
     sends = [
@@ -339,8 +339,8 @@ def test_disagreement_raises_on_both_ends_and_the_pipeline_goes_on(world):
 @on_ranks(2)
 @pytest.mark.parametrize("num_expected", [1, 2, 4])
 def test_lists_of_different_lengths_do_not_shift_into_each_other(world, num_expected):
-    """Shapes and dtypes agree, so nothing but the lengths of the lists can tell. The end of the longer one
-    is told too, though its further tensors have nobody to take them.
+    """Shapes and dtypes agree, so only the lengths of the lists differ. The end with the longer list also
+    raises, although its further tensors match no receive.
     """
     with world.broken_comm() as comm:
         p2p = P2PCommunicator(comm, PipelineConfig(pipeline_dtype=torch.float32))

@@ -42,7 +42,7 @@ def test_metadata_names_torch_python_and_license() -> None:
 
 @pytest.fixture
 def sources(tmp_path: Path) -> Path:
-    """A copy of what metadata are made of, so that nothing is written beside the sources."""
+    """A copy of the files that metadata are made from, so that nothing is written next to the sources."""
     (tmp_path / "python" / "pipecomm_ext").mkdir(parents=True)
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE", "python/pipecomm_ext/__init__.py"):
         shutil.copy(ROOT / name, tmp_path / name)
@@ -94,7 +94,7 @@ def import_in_fake_environment(
     extension: str | None = 'raise SystemExit("_C was touched")\n',
     prelude: str = "",
 ) -> subprocess.CompletedProcess:
-    """Imports a copy of the package beside stand-ins of torch and `_C`."""
+    """Imports a copy of the package with stand-ins of torch and `_C`."""
     package, torch_package = folder / "pipecomm_ext", folder / "torch"
     left_out = shutil.ignore_patterns("_C*", "__pycache__")
     shutil.copytree(PACKAGE_DIR, package, ignore=left_out)
@@ -217,7 +217,7 @@ def test_stub_has_the_members_of_the_classes() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1000)  # most of it for the lock
+@pytest.mark.timeout(1000)  # mostly waiting for the lock
 def test_wheel_holds_the_package_and_imports(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "-q"]
     with locked_build():

@@ -1,4 +1,4 @@
-"""What of the schedules needs no ranks: counts, orders, losses, steps, hooks, deferred gradients."""
+"""The parts of the schedules that need no ranks: counts, orders, losses, steps, hooks, deferred gradients."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def test_auxiliary_loss_scales():
 
 
 class Scaler:
-    """A class like Megatron's, which keeps what it is told."""
+    """A class like Megatron's, which stores the scale that is set."""
 
     def __init__(self):
         self.scales = []
@@ -449,7 +449,7 @@ def test_nothing_is_deferred_elsewhere():
 
 
 class Recorder(list):
-    """A config whose hooks write down that they are called."""
+    """A config whose hooks record their calls."""
 
     def config(self, num_chunks: int, grad_sync: bool = True, param_sync: bool = True) -> PipelineConfig:
         @contextlib.contextmanager
@@ -506,7 +506,7 @@ def test_hooks_with_interleaving():
     assert record.walk(hooks, 6, 6) == [
         "no_sync", "params 0 1", "params 1 1",
         "F0", "params 2 1", "F1", "F2", "F3", "F4", "F5",  # a step before the first forward of chunk 1
-        "B0", "B1", "B2", "sync", "grads 2 1", "no_sync",  # a step behind the last backward of chunk 2
+        "B0", "B1", "B2", "sync", "grads 2 1", "no_sync",  # a step after the last backward of chunk 2
         "B3", "B4", "sync", "grads 1 1", "no_sync",
         "B5", "sync", "grads 0 1",
     ]  # fmt: skip

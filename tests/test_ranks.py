@@ -170,7 +170,7 @@ def test_inner(ranks):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)  # the inner run imports everything anew
+@pytest.mark.timeout(300)  # the inner run imports everything again
 @pytest.mark.parametrize("ending", ["normal", "ctrl-c", "kill"])
 def test_nothing_is_left_behind(tmp_path, ending):
     """Runs a pytest of its own whose warm pool is idle, busy and interrupted, or orphaned by SIGKILL."""

@@ -31,7 +31,7 @@ def page(name: str) -> str:
 
 
 def rows(text: str) -> list[list[str]]:
-    """The cells of all table rows; a bar within backticks is no border."""
+    """The cells of all table rows; a bar within backticks is not a border."""
     border = re.compile(r"\|(?=(?:[^`]*`[^`]*`)*[^`]*$)")
     lines = [line for line in text.splitlines() if line.startswith("| ")]
     return [[cell.strip() for cell in border.split(line)[1:-1]] for line in lines]
@@ -50,7 +50,7 @@ def code_words(cell: str) -> list[str]:
     [("README.md", ["--short"]), ("docs/benchmarks.md", []), ("docs/benchmarks.md", ["--mpi"])],
 )
 def test_the_tables_of_results_are_what_the_benchmarks_wrote(page: str, options: list[str]) -> None:
-    """python bench/readme_table.py --write"""
+    """`python bench/readme_table.py --write` updates them."""
     command = [sys.executable, str(ROOT / "bench" / "readme_table.py"), *options]
     table = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     num_rows = table.count("\n") - 2
@@ -65,7 +65,7 @@ def test_the_readme_is_short_and_shows_code_at_once() -> None:
 
 @on_ranks(2)
 def test_the_message_of_the_readme_is_real(world) -> None:
-    """Of the same two calls torch delivers the bytes, in the wrong shape."""
+    """With the same two calls torch delivers the bytes in the wrong shape."""
     told = block("README.md", "PipeCommMismatch")
     sent, received = torch.randn(4, 32), torch.zeros(32, 4)
     with pytest.raises(PipeCommMismatch) as caught:
@@ -86,7 +86,7 @@ def test_the_message_of_the_readme_is_real(world) -> None:
 
 
 def test_the_backend_of_the_readme_is_that_of_its_document() -> None:
-    """Which test_backend.py executes."""
+    """test_backend.py executes it."""
     line = block("README.md", 'dist.init_process_group("pipecomm")')
     assert block("docs/backend.md", "import torch.distributed").endswith(line)
 
@@ -141,10 +141,10 @@ def test_the_quickstart_runs_as_printed(tmp_path: Path) -> None:
         env=os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)},
         capture_output=True,
         text=True,
-        timeout=250,  # it ends hangs, and judges nothing
+        timeout=250,  # only ends hangs
     )
     assert result.returncode == 0, result.stderr
-    # Two ranks print at once: a line is whole, but its end may come after the other's line.
+    # Two ranks print at once: a line is not split, but its newline may come after the other's line.
     for line in printed.splitlines():
         assert result.stdout.count(line) == 1, (result.stdout, result.stderr)
 

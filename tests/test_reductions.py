@@ -41,7 +41,7 @@ def values(length: int, dtype: torch.dtype, rank: int) -> torch.Tensor:
 
 
 def truth(name: str, tensors: list[torch.Tensor]) -> torch.Tensor:
-    """In rank order, float16 and bfloat16 in float32, integers as int64, of which the low bits are right."""
+    """Reduces in rank order, float16 and bfloat16 in float32, integers as int64, whose low bits are right."""
     dtype = tensors[0].dtype
     wide = torch.int64 if not dtype.is_floating_point else dtype
     wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else wide
@@ -97,7 +97,7 @@ def test_forms_of_tensors(world):
 
 @on_ranks(3)
 def test_a_dropped_handle_is_reduced_and_the_bits_are_the_same_everywhere(world):
-    """Ranks come at other times in each run, and finish in another order."""
+    """Ranks join at different times in each run, and finish in a different order."""
     comm, size = world.comm, world.size
     everybody = [torch.randn(20_000, generator=torch.Generator().manual_seed(rank)) for rank in range(size)]
     bits = set()

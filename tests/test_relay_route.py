@@ -1,4 +1,4 @@
-"""Routes of the stage relay as data, without processes: hops, who sends what, how often each byte goes."""
+"""Routes of the stage relay as data, without processes: hops, which rank sends what, how often."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def relayed_of(sizes, source_dim, destination_dim, algorithm, num_chunks=1, by_l
 
 
 def sent_bytes(hops, receivers) -> int:
-    """To these ranks, in all hops."""
+    """The bytes sent to these ranks, in all hops."""
     return sum(
         4 * math.prod(extent)
         for hop in hops
@@ -67,7 +67,7 @@ def test_bytes_and_hops(sizes, algorithm):
         for route in routes:
             assert route[0].members == tuple(range(size)) and route[0].after is None
             assert all(hop.after is not None for hop in route[1:])
-        for position in range(hops[1]):  # all ranks of a hop speak of the same
+        for position in range(hops[1]):  # all ranks of a hop describe the same one
             signatures = {
                 (hop.plan.signature, hop.members)
                 for route in receivers
@@ -88,7 +88,7 @@ def test_who_speaks():
 
 
 def test_chunks_overlap():
-    """All chunks are under way before the first one is gathered in the stage."""
+    """All chunks are in flight before the first one is gathered in the stage."""
     relayed = relayed_of((1, 3), None, None, "sharded", num_chunks=3)
     receiver = route_of(1, 4, relayed)
     assert [(hop.members, hop.after) for hop in receiver] == [

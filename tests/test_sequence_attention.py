@@ -1,6 +1,6 @@
-"""What holds for attention over ranks in every way: layouts, gradients, refusals.
+"""Properties of all attentions over ranks: layouts, gradients, refusals.
 
-What is particular to one way is in test_ulysses.py, test_zigzag_attention.py and test_attention_with_cp.py.
+Those of one attention are in test_ulysses.py, test_zigzag_attention.py and test_attention_with_cp.py.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def test_random_cases(world, name):
 @IN_EVERY_WAY
 @on_ranks(4)
 def test_layouts(world, layout, name):
-    """Any order of dims, with batch dims or without."""
+    """Any order of dims, with or without batch dims."""
     names, way = layout.split(), way_of(name, world)
     heads_dim, seq_dim = names.index("heads"), names.index("seq") - len(names) - 1
     lengths = {"batch": 2, "heads": 4, "seq": 16}
@@ -126,7 +126,7 @@ def test_backward_twice_and_by_recomputation(world, name):
 @IN_EVERY_WAY
 @on_ranks(4)
 def test_recomputation_where_ranks_have_nothing_to_attend_to(world, length, heads, name):
-    """They compute their part anew when the others do, or the collectives of the ranks would not fit."""
+    """They recompute their part when the others do; else the collectives of the ranks would not match."""
     whole, way = whole_tensors(1, length, heads, heads), way_of(name, world)
     (plain_attention(*whole, True) ** 2).sum().backward()
     local = way.leaves(whole)
@@ -152,7 +152,7 @@ def test_autocast(world, attention, name):
 
 # ---- errors -----------------------------------------------------------------------------------------------
 
-# The wrong arguments made of good ones, the error, its text, and the ways that refuse them.
+# How to make wrong arguments from good ones, the error, its text, and the attentions that refuse them.
 WRONG = {
     "dims": (lambda q, k, v: ((q[0], k, v), {}), ValueError, "the same number of dims, at least three", WAYS),
     "same": (lambda q, k, v: ((q, k, v), {"heads_dim": 1}), ValueError, "must differ", WAYS),
@@ -187,7 +187,7 @@ WRONG = {
 )
 @on_ranks(4)
 def test_wrong_arguments_of_one_rank(world, name, case):
-    """It raises there, all others hear why, of both groups if there are two, and the next call works."""
+    """It raises there, all others get the reason (in both groups, if two), and the next call works."""
     change, kind, text, _ = WRONG[case]
     way = way_of(name, world)
     with_one_head = [] if case in ("heads", "values") else [(1, 1)]
@@ -205,7 +205,7 @@ def test_wrong_arguments_of_one_rank(world, name, case):
 @IN_CHUNKS
 @on_ranks(4)
 def test_attention_that_raises_on_one_rank(world, failing_call, name):
-    """The others do not wait for it, whether or not they still have chunks to ask for."""
+    """The others do not wait for it, whether or not they still need chunks."""
     way, calls = way_of(name, world, chunks=3), []
 
     def attention(q, k, v, is_causal):
@@ -246,7 +246,7 @@ def test_unequal_lengths_without_gather_size(world, name):
 @IN_EVERY_WAY
 @on_ranks(4)
 def test_ranks_that_disagree(world, name):
-    """About the number of chunks, or whether attention is causal."""
+    """They disagree about the number of chunks, or whether attention is causal."""
     q, is_other = numbers((1, 4, 16, 4), torch.float64, "q"), world.rank >= 2
     way = way_of(name, world, chunks=2 + is_other)
     with pytest.raises(PipeCommMismatch):

@@ -1,4 +1,4 @@
-"""Gradients of the sequence-parallel operations: double backward, what wraps autograd, asynchronous calls."""
+"""Gradients of the sequence-parallel operations: double backward, autograd wrappers, asynchronous calls."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def sequence_rows(size):
 
 
 def second_of(result):
-    """Of `all_to_all_many`: the second tensor instead of the list."""
+    """The second tensor of the result of `all_to_all_many`."""
     return (result[0][1], result[1]) if isinstance(result, tuple) else result[1]
 
 
@@ -104,7 +104,7 @@ def test_gradcheck(world, name):
 @pytest.mark.parametrize("name", OPERATIONS)
 @on_ranks(1, 2, 3)
 def test_double_backward(world, name):
-    """Backward is linear in the gradient, and differentiating it gives the operation itself again."""
+    """Backward is linear in the gradient, and differentiating it yields the operation itself again."""
     call = OPERATIONS[name][0]
     x = local_input(world, name)
     y = call(x, world.comm)
@@ -130,7 +130,7 @@ def test_double_backward(world, name):
 @pytest.mark.parametrize("transport", ["tcp", "shm"])
 @pytest.mark.parametrize("name", ["all_to_all", "all_to_all_many"])
 def test_backwards_in_another_order_are_told(world, transport, name):
-    """Gradients of one shape would change places."""
+    """Gradients of one shape would be swapped."""
     comm, call = world.shared_comm(transport=transport), OPERATIONS[name][0]
     x, y = local_input(world, name), local_input(world, name)
     for is_refused in (True, False):
@@ -164,7 +164,7 @@ def test_refused_and_interleaved_calls_do_not_disturb_the_numbers(world, transpo
     assert_same(grad, torch.ones_like(x))
 
 
-# ---- what wraps autograd ----------------------------------------------------------------------------------
+# ---- wrappers of autograd ---------------------------------------------------------------------------------
 
 
 @on_ranks(2, 3)
@@ -240,7 +240,7 @@ def test_hooks_and_accumulation(world):
     assert torch.equal(x.grad, torch.full_like(x, 3.0))
 
 
-# ---- async_op=True: results on their way, and gradients that travel beside what is computed ---------------
+# ---- async_op=True: results in flight, and gradients that overlap with computation ------------------------
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
@@ -291,7 +291,7 @@ def test_what_was_computed_meanwhile_runs_beside_the_exchange_of_gradients(world
 
 @on_ranks(2)
 def test_results_that_are_used_without_wait_have_gradients_too(world):
-    """Their values are not promised, but the backward is whole, on all ranks."""
+    """Their values are undefined, but the backward is complete, on all ranks."""
     x = numbers((2, 4), torch.float64, "x", world.rank).requires_grad_()
     result, work = all_to_all(x, world.comm, 1, 0, 4, async_op=True)
     early = 3 * result

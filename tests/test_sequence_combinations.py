@@ -1,7 +1,7 @@
-"""What people combine with attention over split sequences, in every way: the same as in one process.
+"""Features that users combine with attention over split sequences: the same results as in one process.
 
-The scripts are those of schedules/test_combinations.py. Between its layers, which compute each token by
-itself, is attention; the ranks hold pieces of the sequence, and add up their gradients as the guide says.
+The scripts are those of schedules/test_combinations.py. Between its layers, which compute each token
+separately, is attention; the ranks hold pieces of the sequence, and sum their gradients as in the guide.
 ELSEWHERE names the tests of the combinations that are not rows here.
 """
 
@@ -37,7 +37,7 @@ class Mixer(nn.Module):
     def __init__(self, depth: int, attention: Callable[..., torch.Tensor], use_reentrant: bool | None):
         super().__init__()
         self.attention, self.use_reentrant = attention, use_reentrant
-        # A bias of keys has no gradient but rounding, which Adam would scale up.
+        # The gradient of a bias of keys is only rounding, which Adam would scale up.
         self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False, dtype=torch.float64)
         with torch.no_grad():
             self.qkv.weight.copy_(numbers((3 * WIDTH, WIDTH), torch.float64, "mixer", depth) / 3)
@@ -53,7 +53,7 @@ class Mixer(nn.Module):
 
 
 class OverSequences(Side):
-    """One process, or with a `way` a rank that holds a piece."""
+    """One process, or, with a `way`, a rank that holds a piece."""
 
     def __init__(self, made: Sequence[nn.Module], way: Way | None, world, use_reentrant: bool | None):
         super().__init__(SimpleNamespace(), dict(enumerate(copy.deepcopy(made))))
@@ -190,7 +190,7 @@ def masked_attention(q, k, v, is_causal=False, bias=None):
 
 
 def biases() -> dict[str, torch.Tensor]:
-    """What is added to all scores of a sequence; -inf hides a key from a query."""
+    """Biases that are added to all scores of a sequence; -inf hides a key from a query."""
     rows, columns = torch.arange(LENGTH)[:, None], torch.arange(LENGTH)
     packed = torch.arange(LENGTH) >= 4  # two rows
     kept = {
@@ -211,7 +211,7 @@ def biases() -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("name", biases())
 @pytest.mark.parametrize("way_name", WAYS)
 def test_masks_are_right_or_refused(world, way_name, name):
-    """Over Ulysses attention sees the whole sequence, whose masks are right; over a ring a part of it."""
+    """Over Ulysses, attention sees the whole sequence, and masks are right; over a ring, a part of it."""
     way, bias = way_of(way_name, world), biases()[name].requires_grad_(name == "a bias")
     whole = whole_tensors(2, LENGTH, 4, 2)
     call = functools.partial(way.function, attention=masked_attention, is_causal=True, gather_size=LENGTH)

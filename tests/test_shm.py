@@ -1,6 +1,6 @@
-"""Ranks on one host through shared memory: who gets it, what it costs, and that nothing of it remains.
+"""Ranks on one host through shared memory: which ranks use it, what it costs, and that nothing of it remains.
 
-What is moved through it, in random programs too, is in cpp/test_shm.cpp.
+cpp/test_shm.cpp tests the transfers, also in random programs.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def descriptors_and_maps() -> tuple[int, int]:
     return len(os.listdir("/proc/self/fd")), num_maps
 
 
-# ---- who gets it -----------------------------------------------------------------------------------------
+# ---- which ranks use it ----------------------------------------------------------------------------------
 
 
 @on_ranks(1, 2, 3)
@@ -82,7 +82,7 @@ def test_the_environment_chooses(world):
 
 
 def check_routes(world, transport, obstacles, warns=True):
-    """What auto takes where there are `obstacles` between pairs of ranks, and that shm alone fails."""
+    """Checks what auto chooses with `obstacles` between pairs of ranks, and that shm alone fails."""
     own = {peer: cause for pair, cause in obstacles.items() if world.rank in pair for peer in pair}
     own.pop(world.rank, None)
     expected = warns and bool(own)
@@ -137,7 +137,7 @@ def test_ranks_that_are_pinned_have_the_cores_of_all(world):
 
 @on_ranks(2)
 def test_who_asks_sees_what_has_come(world):
-    """A message that nobody waits for wakes nobody, but is there for the next question."""
+    """A message without a waiter wakes no thread, but the next query finds it."""
     with Communicator(world.group, device="cpu", transport="shm", timeout=20) as comm:
         comm.barrier()
         num_seen = 0
@@ -188,13 +188,13 @@ def test_without_a_launcher_all_ranks_may_be_here(world):
 
 
 def placed(**changes):
-    """As if this process were somewhere else."""
+    """Pretends that this process is somewhere else."""
     return replaced(routes, "place", lambda: {**host.place(), **changes})
 
 
 @on_ranks(2, 3)
 def test_another_host(world):
-    """That of the last rank."""
+    """The last rank is on another host."""
     last, mine = world.size - 1, range(world.size - 1)
     with placed(boot_id=f"host {world.rank == last}"):
         causes = {(peer, last): f"ranks {peer} and {last} are on different hosts" for peer in mine}
@@ -234,7 +234,7 @@ def test_one_rank_that_cannot_create_memory(world):
 
 @on_ranks(3)
 def test_one_rank_that_cannot_map_memory(world):
-    """Only it knows: the others learn it from its connection."""
+    """Only that rank knows it: the others learn it from its connection."""
 
     def elsewhere(**facts):
         return _C.Introduction(**{**facts, "memory_fd": 1_000_000} if "memory_fd" in facts else facts)
@@ -300,7 +300,7 @@ def test_ring_sizes_must_agree(world):
 
 
 def test_only_the_right_memory_is_mapped():
-    """Each wrong one is told from the right one when the peer is met."""
+    """Each wrong one is detected when the peer is added."""
 
     def connections(rank=0, epoch=1, channels=1, lookup=lambda rank: None, ring_bytes=65536):
         made = _C.Connections(rank, 2, epoch, bytes(32), lookup, lambda farewell: None)
@@ -331,7 +331,7 @@ def test_only_the_right_memory_is_mapped():
     plain = os.memfd_create("pipecomm")
     try:
         assert "rank 1 is not sealed" in refusal(plain)
-        # The rank has closed its memory, and the number is given to something else.
+        # The rank has closed its memory, and its descriptor number is reused.
         assert "lost the connection to rank 1" in refusal(plain, inode=right.memory_inode)
         assert "rank 1 has closed its communicator" in refusal(plain, right.memory_inode, farewell=b"")
     finally:
@@ -345,7 +345,7 @@ def test_only_the_right_memory_is_mapped():
 
 @on_ranks(2, 4)
 def test_transfers_go_on_while_the_caller_computes(world):
-    """Nobody calls into the library after posting."""
+    """No thread calls into the library after posting."""
     comm = shm_comm(world)
     peers = [peer for peer in range(world.size) if peer != world.rank]
     numel = 2_000_000
@@ -421,7 +421,7 @@ SIZES = [0, 1, 127, 128, 129, 4096, 32767, 32768, 32769, 70_000, 300_000]
 
 
 def exchange_at_random(comm, rng) -> None:
-    """Messages of any size between all pairs, or a broadcast, or a barrier: all ranks draw alike."""
+    """Messages of any size between all pairs, or a broadcast, or a barrier: all ranks draw the same."""
     kind, num_bytes = rng.choice(["messages"] * 8 + ["broadcast", "barrier"]), rng.choice(SIZES)
     if kind == "barrier":
         comm.barrier()

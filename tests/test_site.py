@@ -1,6 +1,6 @@
 """The documentation site against the code: its navigation has every page, its reference every public name.
 
-`make docs` builds it, and checks links and anchors; this needs nothing but the files.
+`make docs` builds it, and checks links and anchors; this needs only the files.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def test_every_public_name_is_in_the_reference() -> None:
 
 
 def test_links_have_titles_as_texts(monkeypatch) -> None:
-    """Where the repository has names of files."""
+    """On pages where the repository has file names."""
     for name in ("mkdocs", "mkdocs.exceptions", "mkdocs.structure", "mkdocs.structure.files"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     sys.modules["mkdocs.exceptions"].PluginError = RuntimeError

@@ -241,7 +241,7 @@ def check_cp(world, ring_size, neighbours):
     assert state.is_ulysses_enable() == (ulysses_size > 1) and state.get_ulysses_rank() == ulysses
 
     def check(split, gather, shape, dim, of_ring):
-        """`of_ring(tensor)` is what the ranks of my Ulysses group hold together."""
+        """`of_ring(tensor)` is the part that the ranks of my Ulysses group hold together."""
 
         def my_part(tensor):
             local = of_ring(tensor)
@@ -298,7 +298,7 @@ def test_the_default_parallel_state(world):
 
 
 class AnotherState:
-    """Of another package, with the same methods and more."""
+    """The state of another package, with the same methods and more."""
 
     def __init__(self, state):
         self._state = state
@@ -308,7 +308,7 @@ class AnotherState:
 
 
 def test_a_foreign_state_with_nothing_enabled():
-    """Its groups are not asked for: it has none."""
+    """Its groups are not read: it has none."""
     full = torch.arange(6.0, requires_grad=True)
     state = SimpleNamespace(is_ring_enable=lambda: False, is_ulysses_enable=lambda: False)
     for result in (
@@ -321,7 +321,7 @@ def test_a_foreign_state_with_nothing_enabled():
 @pytest.mark.parametrize("bad_rank", [0, 3])
 @on_ranks(4)
 def test_context_parallel_refusal_reaches_the_whole_grid(world, bad_rank):
-    """A gather_size that one rank of the grid gets wrong."""
+    """One rank of the grid passes a wrong gather_size."""
     state, _, _ = grid(2, "ring")
     gather = functools.partial(gather_forward_split_backward_with_cp, dim=0, parallel_state=state)
     for bad, kind, text in [
@@ -425,7 +425,7 @@ def test_bad_lengths(world):
             )
 
 
-# Of tensors [3, 2] of two ranks; more in cpp/test_plan.cpp.
+# For tensors [3, 2] of two ranks; more in cpp/test_plan.cpp.
 BAD_ROWS = [
     ([[3, 1], [3, 1]], ValueError, "of the split sizes [3, 1] is 4, but the tensor has length 3"),
     (3, ValueError, "all_split_sizes must be a tensor [ranks, sequences], not int"),
@@ -450,7 +450,7 @@ def test_bad_rows_are_refused_everywhere(world):
 
 @on_ranks(2)
 def test_a_split_is_local(world):
-    """Nobody else takes part in a forward split; its backward is one exchange."""
+    """No other rank takes part in a forward split; its backward is one exchange."""
     counters = world.comm._c.copy_counters
     before = counters()["num_exchanges"]
     if world.rank == 0:

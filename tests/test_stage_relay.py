@@ -49,7 +49,7 @@ def all_at_once(relay: StageRelay, traffic: Traffic) -> None:
 
 
 def started(relay: StageRelay, traffic: Traffic) -> Callable[[], None]:
-    """Starts all; what it returns waits and compares."""
+    """Starts all; returns a function that waits and compares."""
     spec = (traffic.shape, traffic.dtype)
     gradient, gradient_work = relay.recv_backward(*spec, async_op=True)
     sends = [relay.send_backward(traffic.sent_backward(), async_op=True)]
@@ -67,7 +67,7 @@ def started(relay: StageRelay, traffic: Traffic) -> Callable[[], None]:
 
 
 def stage_by_stage(relay: StageRelay, traffic: Traffic) -> None:
-    """Round the ring and back, each call waiting."""
+    """Around the ring and back; each call waits."""
     spec = (traffic.shape, traffic.dtype)
     if traffic.stage_idx == 0:
         assert relay.send_forward(traffic.sent_forward()) is None
@@ -107,7 +107,7 @@ def test_values_and_gradients(ranks, sizes):
     with_gradients = itertools.product(routes, layouts, ["leader", "sum", "mean"], SPECS)
     without = itertools.product(routes, layouts, ["leader"], NO_GRADIENTS)
     cases = [*with_gradients, *without]
-    # Every fifth one still has every value of each factor: their numbers are no multiples of 5.
+    # Every fifth case still covers every value of each factor: their numbers are not multiples of 5.
     ranks.run(sum(sizes), run_cases, sizes, cases if sum(sizes) <= 3 else cases[::5], None)
 
 
@@ -120,7 +120,7 @@ def test_values_and_gradients_over_sockets(ranks, sizes):
 @on_ranks(5)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_large_tensors_of_mixed_dtypes(world, algorithm):
-    """Enough bytes for rendezvous, windows and several chunks; several relays under way in each direction."""
+    """Enough bytes for rendezvous, windows and several chunks; several relays in flight in each direction."""
     topology = topology_of(world, [2, 3])
     layouts = [["replicated"] * 2, [("sharded", 1), "replicated"]]
     specs = [((300, 1001), torch.float32), ((1 << 10, 1 << 10), torch.bfloat16)]
@@ -135,7 +135,7 @@ def test_large_tensors_of_mixed_dtypes(world, algorithm):
 @on_ranks(5)
 @pytest.mark.parametrize("algorithm", ["leader", "pipelined"])
 def test_former_routes_mean_direct(world, algorithm):
-    """Their names are accepted, also by one stage alone, and give the same bits."""
+    """Their names are accepted, also by one stage alone, and produce the same bits."""
     topology = topology_of(world, [2, 3])
     mine = algorithm if topology.is_pipeline_first_stage() else "direct"
     for name, grad_reduce in ((algorithm, "leader"), (mine, "mean")):
@@ -204,7 +204,7 @@ def test_arrives_without_anybody_waiting(world, algorithm, transport):
 @on_ranks(4)
 @pytest.mark.parametrize("transport", ["tcp", "shm"])
 def test_many_large_tensors_in_flight_both_ways(world, transport):
-    """Operations that are waited for before they are posted, and handles that are dropped."""
+    """Waits for operations before they are posted, and dropped handles."""
     topology, rows = topology_of(world, [2, 2]), [40_000] * 5 + [30_001]
     comm = world.shared_comm(channels=6, transport=transport)
     relay = StageRelay(topology, algorithm="sharded", communicator=comm)
@@ -314,7 +314,7 @@ def test_pieces_must_be_remainder_first(world):
 @pytest.mark.parametrize("grad_reduce", ["leader", "sum", "mean"])
 @pytest.mark.parametrize("layout", ["replicated", ("sharded", 0), [("sharded", 1), "replicated"]], ids=str)
 def test_one_rank_rejects_the_call(world, layout, grad_reduce):
-    """Before its stage adds up or behind that: neither the stage nor the link is left out of step."""
+    """Before or after its stage reduces: neither the stage nor the link is left out of step."""
     topology = topology_of(world, [2, 3])
     relay = StageRelay(topology, layout=layout, grad_reduce=grad_reduce)
     layouts = layout if isinstance(layout, list) else [layout] * 2
@@ -366,7 +366,7 @@ def test_integer_gradients_have_no_mean(world):
 
 @on_ranks(3)
 def test_bad_arguments(world):
-    """Those that are in no communicator's matrix of reliability/bad_input_targets_parallel.py."""
+    """Those that are not in the matrix of reliability/bad_input_targets_parallel.py."""
     topology = topology_of(world, [1, 2])
     for kind, text, arguments in [
         (TypeError, "topology must be a PipelineTopology, not list", {"topology": [1, 2]}),
@@ -382,7 +382,7 @@ def test_bad_arguments(world):
 
 @on_ranks(3)
 def test_a_communicator_with_few_channels(world):
-    """Its transport is taken; the messages have channels of their own."""
+    """Its transport is used; the messages have channels of their own."""
     topology = topology_of(world, [1, 2])
     comm = world.fresh_comm(channels=2, transport="tcp", timeout=33)
     relay = StageRelay(topology, communicator=comm)
@@ -417,7 +417,7 @@ def test_relay_is_differentiable(world, algorithm, grad_reduce):
     x = numbers(shape, dtype, "x").requires_grad_()
     weights = [numbers(shape, dtype, "weight", idx).requires_grad_() for idx in range(3)]
 
-    # The ranks of a stage hold replicas, of which each one's loss is the part 1 / n.
+    # The ranks of a stage hold replicas; each one's loss is 1 / n of the whole.
     factor = {"leader": 1.0, "sum": 0.5}[grad_reduce]
     if stage_idx == 0:
         token = relay.relay(x * weights[0], shape, dtype, 0, 2)
@@ -453,7 +453,7 @@ def test_relay_of_integers_and_of_what_needs_no_gradient(world):
     if topology.is_pipeline_first_stage():
         token = relay.relay(indices, [4], torch.int64, 0, 1)
         assert token.numel() == 0 and not token.requires_grad
-        relay.relay(values, [4], torch.float32, 0, 1).backward()  # receives it, though nobody wants it
+        relay.relay(values, [4], torch.float32, 0, 1).backward()  # receives it, although it is not needed
         assert values.grad is None
     else:
         received = relay.relay(None, [4], torch.int64, 0, 1)
@@ -491,8 +491,8 @@ def test_relay_arguments(world):
 
 @on_ranks(6, deadline=60)
 def test_over_nccl_a_link_has_one_communicator(world):
-    """What a rank connects and runs, as `DeviceExecution` hears of it: of each link and way the ranks of both
-    stages, and no more."""
+    """What a rank connects and runs, as seen by `DeviceExecution`: for each link and direction the ranks of
+    both stages, and no more."""
     topology = topology_of(world, [2, 2, 2])
     connected, used = set(), set()
     comm = topology.communicator
@@ -521,7 +521,7 @@ def test_over_nccl_a_link_has_one_communicator(world):
     assert used == connected and len(used) == (4 if stage == 1 else 2)
 
 
-# ---- the model of costs -----------------------------------------------------------------------------------
+# ---- the cost model ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("within", ["shm", "tcp", "nccl"])
@@ -544,9 +544,9 @@ def test_choice_of_route(crossing, within):
 
 def test_what_decides_the_route():
     assert cost.choose("nccl", "nccl", 100 << 20, 8, 8)[0] == "sharded"
-    # Through shared memory it is cores that copy: with two, one rank's threads occupy them.
+    # In shared memory, cores do the copies: with two, one rank's threads occupy them.
     assert cost.choose("shm", "shm", 100 << 20, 1, 2, num_cores=2)[0] == "direct"
     assert cost.choose("shm", "shm", 100 << 20, 1, 2, num_cores=16)[0] == "sharded"
-    # Between two hosts each byte crosses once, and the host that receives spreads it through its memory.
+    # Between two hosts each byte crosses once, and the receiving host distributes it through its memory.
     assert cost.choose("tcp", "shm", 100 << 20, 1, 4)[0] == "sharded"
     assert cost.choose("shm", "tcp", 100 << 20, 2, 4)[0] == "direct"

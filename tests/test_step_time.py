@@ -1,7 +1,7 @@
-"""A step takes the time that its schedule says: stages that only sleep, against the makespan of `simulate`.
-Waiting for a message too early changes no value; it shows here.
+"""A step takes the time of its schedule: stages that only sleep, against the makespan of `simulate`.
+Waiting for a message too early changes no value; it is detected here.
 
-That takes a machine that does nothing else: `make faults` plays it, the suite does not (conftest.py).
+This needs a machine that does nothing else: `make faults` runs it, the suite does not (conftest.py).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pipecomm_ext.pipeline_parallel import P2PCommunicator, PipelineConfig, get_
 from pipecomm_ext.schedules import Costs, DualPipe, DualPipeV, Executor, Plan, simulate
 
 COSTS = Costs(F=0.024, I=0.048, W=0)  # seconds; a stage's weight is so small that W is free
-NUM_STEPS = 5  # of which the middle one counts
+NUM_STEPS = 5  # of which the median counts
 NUM_MICROBATCHES = 8
 BOUND = 1.15  # times the makespan; waiting for each message when it is posted costs 1.5 and more
 SHAPE = (2, 1, 4)
@@ -54,7 +54,7 @@ class SleepingStage(nn.Module):
 
 
 def assert_takes_its_makespan(world, step, plan: Plan) -> None:
-    """The median of some steps."""
+    """Checks the median of some steps."""
     ratios = []
     for _ in range(NUM_STEPS):
         world.meet()

@@ -1,6 +1,6 @@
-"""A store that does not answer holds up no constructor, no close and no exit.
+"""A store that does not answer blocks no constructor, no close and no exit.
 
-The store is a process of its own, as torchrun's agent is; rank 1 of the group never comes.
+The store is a process of its own, like torchrun's agent; rank 1 of the group never joins.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def serve(pipe, lifeline) -> None:
 
 @contextlib.contextmanager
 def stores(num: int) -> Iterator[list[tuple[int, int]]]:
-    """The pid and the port of each."""
+    """Starts stores; yields the pid and the port of each."""
     context = fork_context()
     processes, found, kept = [], [], []
     try:
@@ -61,7 +61,7 @@ def stores(num: int) -> Iterator[list[tuple[int, int]]]:
 
 
 def join(port: int) -> None:
-    """A group of two ranks, of which this is the first. Nothing but its store is used."""
+    """Makes a group of two ranks, of which this is the first. Only its store is used."""
     from torch.testing._internal.distributed import fake_pg  # noqa: F401  (registers the backend)
 
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=100))
@@ -69,7 +69,7 @@ def join(port: int) -> None:
 
 
 def lose_the_store(world, found):
-    """Each rank plays a case of its own."""
+    """Each rank runs a different case."""
     (transport, strike), (pid, port) = CASES[world.rank], found[world.rank]
     dist.destroy_process_group()
     join(port)
@@ -90,11 +90,11 @@ def lose_the_store(world, found):
         Communicator(**arguments)
     assert_within(TIMEOUT_S + SPARE_S, time.monotonic() - began_at, "the constructor")
     assert (type(caught.value) is PipeCommTimeout) == (strike == "stopped")
-    with pytest.raises(ValueError, match="transport must be one of"):  # and not the store's error
+    with pytest.raises(ValueError, match="transport must be one of"):  # not the store's error
         Communicator(**{**arguments, "transport": "by hand"})
     if strike == "stopped":
         os.kill(pid, signal.SIGCONT)
-        with Communicator(**arguments) as comm:  # all is as it was
+        with Communicator(**arguments) as comm:  # everything works as before
             assert comm.known_transport == transport
 
 
@@ -105,7 +105,7 @@ def test_a_store_that_is_lost(ranks):
 
 
 def retry_when_the_store_answers(world, found):
-    """Rank 1 is late, and has not been hit. Both start with the first attempt, and meet."""
+    """Rank 1 is late, and was not affected. Both start with the first attempt, and meet."""
     [(pid, port)] = found
     dist.destroy_process_group()
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=100))
@@ -202,7 +202,7 @@ class Relay:
 
 
 def test_a_connection_to_the_store_that_breaks():
-    """As a firewall does with one that is idle for hours: what may be asked twice is asked once more."""
+    """As by a firewall after hours of idling: calls that may be repeated are made once more."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     relay = Relay(store.port)
     client = dist.TCPStore("127.0.0.1", relay.port, is_master=False)

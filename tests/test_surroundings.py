@@ -1,5 +1,5 @@
-"""What else happens around ranks: signals in every call, another user, a network of small packets, and clocks
-that jump.
+"""The environment of ranks: signals in every call, another user, a network of small packets, and clocks that
+jump.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def exchange_all(comm, length: int, key: int) -> None:
 @on_ranks(11)
 @pytest.mark.parametrize("transport", ["tcp", "shm"])
 def test_a_storm_of_signals(world, transport):
-    """Every system call of the main thread is interrupted at some time; its handler runs Python."""
+    """Every system call of the main thread is interrupted at some time; the signal handler runs Python."""
     num_signals = 0
 
     def handler(*_) -> None:
@@ -63,13 +63,13 @@ def test_a_storm_of_signals(world, transport):
 
 
 def test_ranks_of_two_users(host_pool):
-    """They share no memory, since one could not open that of the other, and talk over TCP."""
+    """They share no memory, since one could not open that of the other, and use TCP."""
     host_pool.run(4, exchange_as_two_users)
 
 
 def exchange_as_two_users(world) -> None:
     """Ranks 0 and 1 are on one host, 2 and 3 on another."""
-    world.fresh_comm().barrier()  # imports what the other user may not be able to read
+    world.fresh_comm().barrier()  # imports files that the other user may not be able to read
     if world.rank == 1:
         os.seteuid(NOBODY)
     try:
@@ -86,7 +86,7 @@ def exchange_as_two_users(world) -> None:
 
 
 def test_packets_of_576_bytes(host_pool):
-    """As some tunnels have; and of 9000 bytes at one end only."""
+    """As in some tunnels; and packets of 9000 bytes at one end only."""
     [ip] = needs("ip")
     host_pool.run(4, exchange_with_mtu, ip)
 
@@ -112,7 +112,7 @@ A_DAY_S = 86_400
 
 @pytest.mark.slow
 def test_clocks_that_jump(tmp_path):
-    """By a day, forth and back, 50 times a second: in all that two ranks do, waits end when they should."""
+    """By a day, back and forth, 50 times a second: in all that two ranks do, waits end when they should."""
     library = compile_library(Path(__file__).with_name("jumping_clock.cpp"), tmp_path)
     store = str(tmp_path / "store")
     program = f"import test_surroundings; test_surroundings.play_while_clocks_jump({store!r})"
@@ -160,7 +160,7 @@ def play_while_clocks_jump(store: str) -> None:
 
 
 def test_no_wait_looks_at_the_time_of_day() -> None:
-    """Clocks may jump: deadlines are of the monotonic clock, and the time of day is for records alone."""
+    """Clocks may jump: deadlines use the monotonic clock, and the time of day is only for records."""
     for_records = {"csrc/bindings/flight.cpp", "runtime/recorder.py", "core/flight.py"}
     wall_clock = re.compile(r"system_clock|gettimeofday|CLOCK_REALTIME|\btime\.time\(")
     paths = [path for folder in ("csrc", "python") for path in (REPOSITORY / folder).rglob("*.*")]

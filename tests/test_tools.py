@@ -1,4 +1,4 @@
-"""tools.py finds what others start, and nobody looks for a program by themselves."""
+"""tools.py finds the programs that other files start, and no file looks for a program itself."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_tool_that_is_missing_is_named(monkeypatch):
 
 
 def bare_names(source: str) -> list[str]:
-    """Calls that leave it to PATH which program is started; all machines have `sh`."""
+    """Calls that let PATH decide which program is started; all machines have `sh`."""
     found = []
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):

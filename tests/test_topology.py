@@ -1,4 +1,4 @@
-"""Pipeline stages of any sizes: who is in which stage and chain, and what is refused."""
+"""Pipeline stages of any sizes: which rank is in which stage and chain, and what is refused."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from relay_cases import topology_of
 from pipecomm_ext import PipeCommMismatch, parallel_state
 from pipecomm_ext.parallel_state import PipelineTopology
 
-# What is asked for, the stages, and the chains by rank. A stage's ranks need neither be neighbours nor in
-# order; the first one of its list leads.
+# The argument, the stages, and the chains by rank. A stage's ranks need neither be neighbours nor in order;
+# the first one of its list leads.
 STAGES = [
     ([1, 2, 2], [[0], [1, 2], [3, 4]], [[0, 1, 3], [0, 1, 3], [0, 2, 4], [0, 1, 3], [0, 2, 4]]),
     ([[4, 1], [0], [2, 3]], [[4, 1], [0], [2, 3]], [[4, 0, 2], [1, 0, 3], [4, 0, 2], [1, 0, 3], [4, 0, 2]]),
@@ -77,7 +77,7 @@ def test_the_timeout_is_that_of_the_communicator(world):
 
 @on_ranks(3)
 def test_part_of_the_world(world):
-    """Over a group: its ranks count, and ranks outside have no part in it."""
+    """Over a group: ranks are those of the group, and ranks outside take no part."""
     group = dist.new_group([0, 2])
     if world.rank == 1:
         with pytest.raises(ValueError, match="not a member of the group"):

@@ -1,4 +1,4 @@
-"""Batches that are split elsewhere than in front of the model, and what the package keeps of them."""
+"""Batches that are not split right before the model, and what the package keeps of them."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from pipecomm_ext.parallel_state import ParallelState
 
 
 def split_by_a_worker(integration, batch, group):
-    """As a DataLoader does in collate_fn; ranks of the tests are daemons, for which it starts no worker."""
+    """As a DataLoader does in collate_fn; test ranks are daemons, in which it cannot start workers."""
     reader, writer = os.pipe()
     if os.fork() == 0:
         try:
             piece = io.BytesIO()
             torch.save(integration.split_batch(batch, group), piece)
-            os.write(writer, piece.getvalue())  # less than a pipe takes at once
+            os.write(writer, piece.getvalue())  # less than the capacity of a pipe
         finally:
             os._exit(0)
     os.close(writer)
@@ -42,7 +42,7 @@ MODELS = {
 @pytest.mark.parametrize("name", MODELS)
 @on_ranks(2)
 def test_positions_of_a_batch_that_a_loader_has_split(world, name):
-    """Its workers are processes of their own, so that this one has not seen the batch."""
+    """Its workers are separate processes, so this one has not seen the batch."""
     kind, options, given, text = MODELS[name]
     integration = registered(None)
     piece = split_by_a_worker(integration, {"input_ids": tokens(13), **given}, None)
@@ -54,7 +54,7 @@ def test_positions_of_a_batch_that_a_loader_has_split(world, name):
 
 @on_ranks(2)
 def test_positions_that_are_given_do_not_depend_on_earlier_batches(world):
-    """From 0 they are refused, and others taken, whichever came first."""
+    """Positions from 0 are refused, and others accepted, in either order."""
     integration, comm = registered(world.comm), world.comm
     model = make_model(*MODELS["roberta"][:2], "pipecomm_ulysses")
     from_0 = {"input_ids": tokens(12), "position_ids": torch.arange(12).expand(2, 12)}
@@ -67,7 +67,7 @@ def test_positions_that_are_given_do_not_depend_on_earlier_batches(world):
 
 @on_ranks(2)
 def test_labels_of_a_loader_in_a_group_of_one_rank(world):
-    """They are shifted there, too, and a model that means the tokens' own must refuse them."""
+    """They are shifted there, too, and a model that expects the tokens' own labels must refuse them."""
     groups = [dist.new_group([rank]) for rank in range(world.size)]
     alone = groups[world.rank]
     integration = registered(alone)
@@ -91,13 +91,13 @@ def test_no_tensor_of_a_batch_is_kept(world):
     lengths = range(15, 40)
     for length in lengths:
         integration.split_batch({"input_ids": tokens(length)}, state)
-    # Tensors that earlier tests have left may come to their end meanwhile.
+    # Tensors left by earlier tests may be freed meanwhile.
     assert count_tensors() < before + len(lengths)
 
 
 @on_ranks(2)
 def test_a_model_of_a_module_that_is_not_registered(world):
-    """As code is that was executed from a text."""
+    """As with code that was executed from a text."""
     integration, comm = registered(world.comm), world.comm
     names = {"__name__": "nowhere"}
     exec("from transformers import LlamaForCausalLM\nclass Mine(LlamaForCausalLM): pass", names)

@@ -1,6 +1,6 @@
-"""What people combine with a model of transformers over split sequences: the same as in one process.
+"""Features that users combine with models of transformers over split sequences: the same as in one process.
 
-The scripts are those of schedules/test_combinations.py; the ranks add up their gradients as the guide says.
+The scripts are those of schedules/test_combinations.py; the ranks sum their gradients as in the guide.
 """
 
 from __future__ import annotations

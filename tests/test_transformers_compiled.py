@@ -72,9 +72,9 @@ def test_an_attention_of_the_users_own_is_trusted_in_a_graph_too(world):
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @on_ranks(2)
 def test_static_caches_of_a_model_that_nobody_split(world, attention):
-    """Prompt and new tokens, each in one graph: the length of such a cache is a tensor that none may ask for.
+    """Prompt and new tokens, each in one graph: the length of such a cache is a tensor that must not be read.
 
-    The mask of the prompt has columns for all that the cache may hold, as generate() makes it.
+    The mask of the prompt has columns for all tokens that the cache may hold, as generate() makes it.
     """
     from transformers import StaticCache
 

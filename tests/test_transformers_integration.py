@@ -68,7 +68,7 @@ def config_of(name, **changed):
 
 
 def exact_loss(logits, labels, vocab_size, num_items_in_batch=None, shift_labels=None, **_):
-    """That of transformers, without its conversion to float32."""
+    """The loss of transformers, without its conversion to float32."""
     if shift_labels is None:
         shift_labels = functional.pad(labels, (0, 1), value=-100)[:, 1:]
     reduction = "mean" if num_items_in_batch is None else "sum"
@@ -77,7 +77,7 @@ def exact_loss(logits, labels, vocab_size, num_items_in_batch=None, shift_labels
 
 
 def make_model(name, attention="pipecomm_ulysses", **changed):
-    """Every call makes an equal one."""
+    """Makes a model; all calls make equal ones."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
@@ -111,7 +111,7 @@ def make_batch(length, **parts):
 
 
 def ignoring(batch):
-    """With labels that do not count, more on one rank than on another."""
+    """Makes some labels not count, more on one rank than on another."""
     batch["labels"] = batch["labels"].clone()
     batch["labels"][0, :5] = -100
     return batch
@@ -126,7 +126,7 @@ def assert_close(actual, expected):
 
 
 def check_equal(world, integration, comm, batch, whole, model, only_tokens=False):
-    """Logits of each piece (without those of padding if `only_tokens`), loss and gradients of all ranks."""
+    """Compares logits of each piece (without padding if `only_tokens`), loss and gradients of all ranks."""
     whole.zero_grad(), model.zero_grad()
     expected = whole(**batch)
     expected.loss.backward()
@@ -225,7 +225,7 @@ def test_one_graph_of_torch_compile(world):
 
 @on_ranks(2)
 def test_the_loss_of_transformers_and_the_default_group(world):
-    """As the package is used: its own loss, in float32, and no communicator."""
+    """As in normal use: its own loss, in float32, and no communicator."""
     integration = registered(None)
     whole, model = make_model("llama", "sdpa"), make_model("llama")
     del whole._loss_function, model._loss_function
@@ -320,8 +320,8 @@ def test_the_code_of_the_guide(world):
 
 @on_ranks(2, 3)
 def test_gradients_are_summed_over_the_pieces(world):
-    """Several dtypes, more bytes than a bucket has, strides, a frozen parameter, one with a gradient on some
-    ranks only, one with none; and what is refused is refused on all ranks."""
+    """Several dtypes, more bytes than a bucket holds, strides, a frozen parameter, one with a gradient on
+    some ranks only, one with none; and refusals are raised on all ranks."""
     integration = registered(world.comm)
     shapes = [(3,), (2, 2), (9_000_000,), (5,), (4,), (4,), (2, 3)]
     model = torch.nn.ParameterList([torch.zeros(shape) for shape in shapes]).double()
@@ -377,7 +377,7 @@ def check_generation(world, name):
 
 @on_ranks(2)
 def test_the_logits_of_a_prefill(world):
-    """A forward with a cache gives those of the unsplit model, too; the cache holds the piece."""
+    """A forward with a cache also returns those of the unsplit model; the cache holds the piece."""
     integration = registered(world.comm)
     batch = {"input_ids": tokens(7), "use_cache": True}
     expected = make_model("llama", "sdpa")(**batch)
@@ -514,7 +514,7 @@ def test_a_piece(world):
 
 @pytest.mark.parametrize("installed", [None, types.SimpleNamespace(__version__="5.9.3")])
 def test_without_transformers(monkeypatch, installed):
-    """The text says what to install, as the extra does."""
+    """The text names what to install, like the extra."""
     integrations = importlib.import_module("pipecomm_ext.integrations")
     for name in [name for name in sys.modules if name.split(".")[0] == "transformers"]:
         monkeypatch.delitem(sys.modules, name)

@@ -1,7 +1,7 @@
 """What models derive from their tokens, over split sequences: right to float64, or refused by name.
 
-Each row of the tables is a model, what is changed in the batch or the call, and None or the text of the
-refusal. What is right is compared with one process.
+Each row of the tables is a model, the changes to the batch or the call, and None or the text of the refusal.
+Accepted rows are compared with one process.
 """
 
 from __future__ import annotations
@@ -243,7 +243,7 @@ MASKED = {
 @pytest.mark.parametrize("name", MASKED)
 @on_ranks(2)
 def test_labels_of_the_tokens_themselves(world, name):
-    """They are refused, in a group of one rank, too, and by a direct forward; and right as the text says."""
+    """They are refused, also in a group of one rank and by a direct forward; and right if used as advised."""
     kind, options, head, given = MASKED[name]
     integration = registered(None)
     whole, model = (make_model(kind, options, name, head) for name in ("sdpa", "pipecomm_ulysses"))
@@ -297,7 +297,7 @@ def without(name):
 
 
 def by_hand(model, piece):
-    """As a script cuts by itself: split_batch() has not made the piece."""
+    """As in a script that cuts itself: split_batch() has not made the piece."""
     model(input_ids=tokens(31)[:, :15], attention_mask=torch.ones(2, 31))
 
 
@@ -406,14 +406,14 @@ def test_generation(world, name):
         options_of = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None} | changed
         options_of |= {"output_logits": True, "return_dict_in_generate": True}
         model = make_model(kind, options, "pipecomm_ulysses")
-        if "generation_config" in changed:  # what it leaves open is that of the model
+        if "generation_config" in changed:  # unset options are those of the model
             model.generation_config.num_beams = 2
             options_of = {"generation_config": GenerationConfig(**changed["generation_config"])}
         if refusal is not None:
             with pytest.raises(ValueError, match=refusal):
                 integration.generate(model, **prompt, process_group=comm, **options_of)
             continue
-        # The reference has a cache: without one, all tokens are rotated anew at each step.
+        # The reference has a cache: without one, all tokens are rotated again at each step.
         whole = make_model(kind, options | {"use_cache": True}, "sdpa")
         expected = whole.generate(**prompt, **options_of)
         result = integration.generate(model, **prompt, process_group=comm, **options_of)

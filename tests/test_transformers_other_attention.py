@@ -26,7 +26,7 @@ REFUSED = (
 
 
 def register_attention_without_a_mask():
-    """As users write one: transformers then drops the mask."""
+    """As users may write one: transformers then drops the mask."""
     from transformers import AttentionInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -124,7 +124,7 @@ def test_a_second_model_of_the_same_config(world):
 
 @on_ranks(2)
 def test_a_model_of_several(world):
-    """The config of the text decides, whatever the images' attention is."""
+    """The config of the text model decides, whatever the attention for images is."""
     from transformers import LlavaConfig, LlavaForConditionalGeneration
 
     integration = registered(world.comm)
@@ -183,7 +183,7 @@ def test_a_compiled_model_is_refused(world, attention):
 
 @on_ranks(2)
 def test_the_length_of_a_static_cache_is_not_asked_for(world):
-    """It is a tensor on the device, which each model of each new token would wait for."""
+    """It is a tensor on the device, for which each model would wait at each new token."""
     from transformers import StaticCache
 
     class Watched(StaticCache):
@@ -210,7 +210,7 @@ def test_the_length_of_a_static_cache_is_not_asked_for(world):
 
 @on_ranks(2)
 def test_what_is_not_split_goes_through_any_attention(world):
-    """Though pieces of the same lengths were made: whole batches, caches of all kinds, masks of none."""
+    """Even if pieces of the same lengths were made: whole batches, all kinds of caches, no masks."""
     from transformers import DynamicCache, StaticCache
 
     integration = registered(world.comm)

@@ -1,4 +1,4 @@
-"""What models return for pieces: outputs of all tokens, types of the user's own, losses of wrapped models."""
+"""What models return for pieces: outputs of all tokens, user-defined types, losses of wrapped models."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_outputs_of_a_type_of_the_users_own(world):
 
 
 def wrapped(make_loss, llm=None):
-    """A model around another one, as users write them for heads and extra inputs of their own."""
+    """A model around another one, as users write them for their own heads and extra inputs."""
     from transformers import PreTrainedModel
 
     class Wrapper(PreTrainedModel):

@@ -1,6 +1,6 @@
-"""ulysses_attention: values, its chunks and when they travel, the heads of each rank.
+"""ulysses_attention: values, its chunks and when they are sent, the heads of each rank.
 
-What it has in common with other ways is in test_sequence_attention.py.
+Tests that it shares with other attentions are in test_sequence_attention.py.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def test_equal_to_attention_of_the_whole(world, heads, kv_heads, chunks):
 
 @on_ranks(2)
 def test_communication_runs_beside_attention(world):
-    """While a chunk is computed, the next ones' heads have been asked for and the last result is on its way;
-    in the backward likewise.
+    """While a chunk is computed, exchanges of the next ones' heads and of the last result are in flight; the
+    same in the backward.
     """
     world.comm.barrier()
     comm, seen, start = world.comm, [], num_posted(world.comm)
@@ -42,7 +42,7 @@ def test_communication_runs_beside_attention(world):
 
     local = [numbers((1, 3, 8, 4), torch.float64, name, world.rank).requires_grad_() for name in "qkv"]
     ulysses_attention(*local, attention, comm, chunks=4).sum().backward()
-    # Forward: three exchanges in, then one out behind each chunk, and in for the last chunk. Backward: eight
+    # Forward: three exchanges in, then one out after each chunk, and in for the last chunk. Backward: eight
     # before, three back, then those of attention's first chunk, and the last one back.
     assert seen == [("forward", 3), ("forward", 5), ("forward", 6), ("forward", 7)] + [
         ("backward", 11),
@@ -54,7 +54,7 @@ def test_communication_runs_beside_attention(world):
 
 @on_ranks(2)
 def test_own_attention(world):
-    """It gets whole sequences, some heads, as few key/value heads as there are, and the keywords."""
+    """It gets whole sequences, some heads, no more key/value heads than exist, and the keywords."""
     shapes = []
 
     def attention(q, k, v, factor):
@@ -85,7 +85,7 @@ def test_heads_that_do_not_divide_come_one_for_each_query_head(world):
 
 @on_ranks(2)
 def test_gradients_where_a_rank_has_no_heads(world):
-    """Of k and v alone: a rank that attends to nothing takes part in the backward."""
+    """Gradients of k and v only: a rank that attends to nothing takes part in the backward."""
     whole = whole_tensors(1, 4, 1, 1)
     whole[0].requires_grad_(False)
     plain_attention(*whole).sum().backward()
@@ -132,7 +132,7 @@ def test_every_head_goes_to_one_rank_with_what_it_reads():
 
 @on_ranks(2, 3)
 def test_ranks_with_other_lengths_choose_alike(world):
-    """The model is asked with numbers that are the same on all ranks, also on one without tokens."""
+    """The model gets the same numbers on all ranks, also on one without tokens."""
     asked = []
 
     def note(transport, device, *numbers):

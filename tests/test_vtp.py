@@ -41,7 +41,7 @@ def finish(works) -> None:
 
 @on_ranks(3)
 def test_vtp_example_of_the_reference(world):
-    """[1, 2]: rank 0 sends (3, 4); the gradient of rank 1 comes back, nothing is added up."""
+    """[1, 2]: rank 0 sends (3, 4); the gradient of rank 1 comes back, nothing is summed."""
     topology = topology_of(world, [1, 2])
     if world.rank == 0:
         works = vtp_send_forward(torch.tensor([3.0, 4.0]), topology=topology)
@@ -109,7 +109,7 @@ def test_vtp_errors(world):
 
 @on_ranks(4)
 def test_vtp_with_named_ranks(world):
-    """Stage 1 of two ranks hears from the two ranks of lists: it gets their fp32 mean, all its ranks."""
+    """Stage 1 of two ranks receives from the two ranks of lists: all its ranks get the fp32 mean."""
     topology = topology_of(world, [1, 2, 1])
     group = dist.group.WORLD
     for is_async in (False, True):
@@ -139,9 +139,9 @@ def test_vtp_with_named_ranks(world):
 
 @on_ranks(4)
 def test_named_ranks_that_do_not_fit(world):
-    """The whole receiving stage hears of it; rank 3, of the same group, has no part in any of this."""
+    """The whole receiving stage raises; rank 3, of the same group, takes no part."""
     topology = topology_of(world, [1, 2, 1])
-    pair = dist.new_group([0, 1])  # what it is on the other ranks, nobody looks at
+    pair = dist.new_group([0, 1])  # unused on the other ranks
     name = {"topology": topology, "group": pair}
     if world.rank == 0:
         for dtype in (torch.float64, torch.float32):
@@ -172,7 +172,7 @@ def test_named_ranks_that_do_not_fit(world):
 )
 @on_ranks(3)
 def test_only_one_end_names_the_other(world, stages, who):
-    """Nobody waits for a deadline, and the reason reaches all ranks."""
+    """No rank waits for a deadline, and the reason reaches all ranks."""
     topology = PipelineTopology(stages, timeout=60)
     is_source, is_first = topology.is_pipeline_first_stage(), topology.is_vtp_stage_rank0()
     names = {"the source": is_source, "the destination": not is_source, "the first ranks": is_first}[who]
@@ -247,7 +247,7 @@ def config_of(**changes) -> SimpleNamespace:
 @on_ranks(3)
 @pytest.mark.parametrize("modes", [{}, {"batch_p2p_comm": True}, {"use_ring_exchange_p2p": True}], ids=str)
 def test_u_shape(world, modes):
-    """Down the stages and back to the first, which has both ends; gradients the other way round."""
+    """Down the stages and back to the first, which has both ends; gradients in the opposite direction."""
     topology = topology_of(world, [1, 1, 1])
     config, key = config_of(**modes), {"topology": topology}
     requests = [] if "use_ring_exchange_p2p" in modes else None
@@ -265,7 +265,7 @@ def test_u_shape(world, modes):
         assert same_bytes(received, g[1])
         assert send_backward(g[0], config, **key) is None
     else:
-        is_end_stage = world.rank == 2  # means nothing but in the first stage
+        is_end_stage = world.rank == 2  # only meaningful in the first stage
         received, reqs = recv_forward_with_reqs((2, 3), config, is_end_stage, **key)
         assert same_bytes(received, x[world.rank - 1]) and reqs == requests
         send_forward(x[world.rank], config, is_end_stage, **key)
@@ -276,7 +276,7 @@ def test_u_shape(world, modes):
 
 @on_ranks(2)
 def test_straight_pipeline_and_requests(world):
-    """Not disaggregated: the last stage has nothing after it. Without waiting, requests by name."""
+    """Not disaggregated: no stage follows the last one. Without waiting, requests by name."""
     topology = topology_of(world, [1, 1])
     config, key = config_of(layerwise_disaggregated_training=False), {"topology": topology}
     if world.rank == 0:
@@ -322,7 +322,7 @@ def test_mean_of_several(world, dtype):
 
 @on_ranks(3)
 def test_the_shortest_list_ends_it(world):
-    """Two groups and two next ranks, but one previous one: a single exchange, with the first of each."""
+    """Two groups and two next ranks, but one previous rank: a single exchange, with the first of each."""
     topology = topology_of(world, [1, 1, 1])
     lists = {"group": [dist.group.WORLD] * 2, "next_rank": [1, 2], "prev_rank": [2], "topology": topology}
     edge = {"group": dist.group.WORLD, "prev_rank": 0, "topology": topology}
@@ -379,7 +379,7 @@ def test_timers(world):
 
 
 def test_the_stream_that_takes_the_mean_keeps_the_memory(monkeypatch):
-    """`wait` on another stream than the one that the tensors were received for."""
+    """`wait` on another stream than the one for which the tensors were received."""
 
     class Buffer:
         is_cuda, device = True, torch.device("cuda", 0)

@@ -1,4 +1,4 @@
-"""The scripts of release/ on projects, wheels and modules that are made up."""
+"""The scripts of release/ on artificial projects, wheels and modules."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def toy(folder: Path) -> Path:
 
 def test_a_wheel_says_its_kind_and_has_the_time_of_the_commit(tmp_path: Path, monkeypatch) -> None:
     needs("git")
-    monkeypatch.setenv("PIP_NO_BUILD_ISOLATION", "0")  # pip's word for: no isolation
+    monkeypatch.setenv("PIP_NO_BUILD_ISOLATION", "0")  # pip's value for: no isolation
     source = toy(tmp_path / "source")
     built = []
     for name in ("one", "two"):
@@ -100,7 +100,7 @@ def test_a_module_with_symbols_is_refused(tmp_path: Path) -> None:
 
 # ---- independence of torch --------------------------------------------------------------------------------
 
-# What C calls a symbol, and what is told of it.
+# Mangled symbols, and how they are reported.
 FOREIGN = {
     "_ZN2at5emptyEv": "at::empty()",
     "_ZN3c105ErrorD1Ev": "c10::Error::~Error()",
@@ -117,7 +117,7 @@ OURS = ["PyErr_Clear", "malloc", "dlsym", "_ZNSt6vectorIiSaIiEE2atEm", "_ZN6form
 
 
 def module_with(folder: Path, names: list[str], *options: str | Path) -> Path:
-    """A module that refers to these symbols, which are nowhere."""
+    """A module that refers to these undefined symbols."""
     (compiler,) = needs("c++")
     source, module = folder / "module.c", folder / "module.so"
     declarations = "".join(f"extern char {name}[];\n" for name in names)

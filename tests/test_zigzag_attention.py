@@ -1,6 +1,6 @@
 """zigzag_attention: values, balance, what is exchanged.
 
-What it has in common with other ways is in test_sequence_attention.py.
+Tests that it shares with other attentions are in test_sequence_attention.py.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pipecomm_ext.sequence_parallel.zigzag_exchange import ZigzagLayout, read_pl
 @pytest.mark.parametrize(("heads", "kv_heads"), [(8, 8), (8, 2), (5, 5), (7, 3)])
 @on_ranks(1, 2, 3, 4)
 def test_equal_to_attention_of_the_whole(world, heads, kv_heads, is_causal):
-    """Also with slices of unequal lengths, and with none for some ranks."""
+    """Also with slices of unequal lengths, and without slices on some ranks."""
     for length in (24, 13, 2 * world.size - 1, 1):
         zigzag_way(world).check(whole_tensors(2, length, heads, kv_heads), is_causal)
 
@@ -52,7 +52,7 @@ def test_dtypes(world, dtype):
 @pytest.mark.parametrize("is_causal", [True, False])
 @on_ranks(1, 2, 3, 4)
 def test_every_rank_has_as_many_pairs(world, is_causal):
-    """Of a query and a key that it reads."""
+    """The pairs of a query and a key that it reads."""
     length = 6 * world.size
     pairs, calls = [], []
 
@@ -98,7 +98,7 @@ def test_one_exchange_forward_and_one_backward(world):
 
 @on_ranks(2)
 def test_forward_mode(world):
-    """Tangents of keys and values travel, too."""
+    """Tangents of keys and values are exchanged, too."""
     whole = [tensor.detach() for tensor in whole_tensors(1, 8, 4, 2)]
     tangents = [numbers(tuple(tensor.shape), torch.float64, "t", idx) for idx, tensor in enumerate(whole)]
     call = functools.partial(
@@ -117,8 +117,8 @@ def test_forward_mode(world):
 
 @on_ranks(3)
 def test_backwards_that_do_not_read_keys(world):
-    """The exchange of gradients is collective, whatever attention makes of its arguments."""
-    local = zigzag_way(world).leaves(whole_tensors(1, 4, 2, 2))  # nothing is left for most second slices
+    """The exchange of gradients is collective, whatever attention does with its arguments."""
+    local = zigzag_way(world).leaves(whole_tensors(1, 4, 2, 2))  # most second slices are empty
     if world.rank == 1:
         result = zigzag_attention(
             *local, lambda q, k, v, is_causal: q.clone(), world.comm, is_causal=True, gather_size=4

@@ -13,7 +13,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
-# Debian keeps `ip` and `tc` where the PATH of an ordinary user does not lead.
+# Debian keeps `ip` and `tc` outside the PATH of an ordinary user.
 SYSTEM_FOLDERS = ["/usr/local/sbin", "/usr/sbin", "/sbin"]
 PACKAGES = {
     **dict.fromkeys(["ip", "tc"], "iproute2"),
@@ -25,7 +25,7 @@ PACKAGES = {
 
 
 def folders() -> list[str]:
-    """Where tools are looked for: this Python's environment comes first, as in setup.py."""
+    """The folders to search for tools: this Python's environment comes first, as in setup.py."""
     site_packages = Path(sysconfig.get_path("purelib"))
     return [
         str(Path(sys.executable).parent),
@@ -52,7 +52,7 @@ def missing(*names: str) -> str | None:
 
 
 def needs(*names: str) -> list[str]:
-    """The paths of programs without which the test that calls this is skipped."""
+    """The paths of programs; the calling test is skipped if one is missing."""
     import pytest  # scripts that only look for a tool need no pytest
 
     if reason := missing(*names):

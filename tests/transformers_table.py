@@ -1,4 +1,4 @@
-"""The table of test_transformers_combinations.py: scripts, models and what wraps them."""
+"""The table of test_transformers_combinations.py: scripts, models and their wrappers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def in_reentrant_checkpoints(model: nn.Module) -> nn.Module:
 
 
 class Adapted(nn.Module):
-    """LoRA of a frozen layer."""
+    """LoRA on a frozen layer."""
 
     def __init__(self, base: nn.Linear):
         super().__init__()
@@ -96,7 +96,7 @@ class OverTokens(Side):
 
 
 class InReplicas(OverTokens):
-    """In DDP, whose gradients are means over the ranks."""
+    """A model in DDP, whose gradients are means over the ranks."""
 
     def __init__(self, model: nn.Module, batches: list[dict], split: Callable[[dict], dict]):
         super().__init__(self.wrapped(model), batches, split)
@@ -110,7 +110,7 @@ class InReplicas(OverTokens):
 
 
 class InShards(InReplicas):
-    """In FSDP2, likewise."""
+    """A model in FSDP2, with means as well."""
 
     def wrapped(self, model: nn.Module) -> nn.Module:
         mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))

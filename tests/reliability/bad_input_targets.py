@@ -1,4 +1,4 @@
-"""What may be called wrongly, for bad_inputs.py: Communicator and pipecomm_ext.distributed."""
+"""Functions to call wrongly, for bad_inputs.py: Communicator and pipecomm_ext.distributed."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ method("empty", "local", shape=([2, 3], "shape"), dtype=(torch.float32, "dtype")
 
 
 def make_and_use(comm: Communicator, **arguments: Any) -> None:
-    """The constructor waits for nobody: a rank hears of another one's mistake when it needs that one."""
+    """The constructor does not wait: a rank learns of another one's mistake when it needs that one."""
     with Communicator(comm.group, **arguments) as made:
         made.barrier()
 

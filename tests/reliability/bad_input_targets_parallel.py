@@ -1,4 +1,4 @@
-"""What may be called wrongly, for bad_inputs.py: sequence parallelism, pipelines, relays, schedules."""
+"""Functions to call wrongly, for bad_inputs.py: sequence parallelism, pipelines, relays, schedules."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ for name, length, others in [
     ("zigzag_attention", 4, {"is_causal": (True, None)}),
     ("attention_with_cp", 3, {"chunks": (2, "count"), "is_causal": (True, None)}),
 ]:
-    is_whole = name != "attention_with_cp"  # which hands on to the others what these refuse
+    is_whole = name != "attention_with_cp"  # it passes the refusals of the others on
     over_group(
         name,
         q=(ones(2, length, 4, 2), "tensor", *[FEWER_HEADS] * is_whole),

@@ -1,8 +1,8 @@
 """Wrong arguments: every mistake of a kind, for every parameter of that kind, of every public function.
 
-A `Target` is a function with good arguments and the kind of each; `MISTAKES` holds, for each kind, what may
-be given instead and what must be said of it. The matrix is their product. One rank makes the wrong call. If
-it is a collective, the others make the right one, and are told.
+A `Target` is a function with good arguments and the kind of each; `MISTAKES` holds, for each kind, wrong
+values and what the error must state. The matrix is their product. One rank makes the wrong call. If it is a
+collective, the others make the right one, and learn of the mistake.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class Mistake(NamedTuple):
     name: str
     value: Callable[[Any], Any]  # from the good value
     raises: tuple[type, ...]
-    says: str  # a pattern, of what came
+    says: str  # a pattern in the error text
 
 
 def ints(*others: Mistake) -> list[Mistake]:
-    """For whatever must be a whole number."""
+    """Mistakes for arguments that must be whole numbers."""
     return [
         Mistake("a float", lambda good: 1.5, TYPE, "float"),
         Mistake("a string", lambda good: "1", TYPE, "str"),
@@ -69,7 +69,7 @@ TENSORS = [
     ),
     Mistake("meta", lambda good: torch.empty_like(good, device="meta"), VALUE, "meta"),
 ]
-# Of tensors that a function writes to.
+# Mistakes of tensors that a function writes to.
 TARGETS_ONLY = [
     Mistake("expanded", lambda good: good[:1].expand_as(good), VALUE, "overlap|expand|share memory"),
     Mistake(
@@ -85,7 +85,7 @@ LEAF = [
 
 
 def in_list(mistakes: list[Mistake]) -> list[Mistake]:
-    """The last tensor of a list is wrong, or the list is."""
+    """The last tensor of a list is wrong, or the list itself."""
     return [
         Mistake("None instead of a list", lambda good: None, TYPE, "None"),
         Mistake("a tensor instead of a list", lambda good: good[0], EITHER, "Tensor|shape"),
@@ -130,7 +130,7 @@ MESSAGE_PEERS = [*PEERS, Mistake("oneself", lambda good: 0, VALUE, "itself|onese
 
 MISTAKES: dict[str, list[Mistake]] = {
     "tensor": TENSORS,
-    # A list of numbers is a list whose elements are no tensors.
+    # A list of numbers is a list whose elements are not tensors.
     "tensor or list": [
         mistake._replace(says="float") if mistake.name == "a list" else mistake for mistake in TENSORS
     ],
@@ -246,14 +246,14 @@ class Argument(NamedTuple):
 
 class Target(NamedTuple):
     name: str
-    # "collective": the others make the good call. "message": they do nothing. "local": nobody is concerned.
+    # "collective": the others make the good call. "message": they do nothing. "local": no other rank matters.
     # "relay": the other stage makes the opposite call.
     form: str
     function: Callable[..., Any]  # of the communicator and the arguments
     arguments: dict[str, Argument]
 
     def good(self, comm: Communicator) -> dict[str, Any]:
-        """Arguments for a call, of their own."""
+        """New good arguments for a call."""
         return {
             name: good(comm) if callable(good) else copy.deepcopy(good)
             for name, (good, *_) in self.arguments.items()
@@ -264,7 +264,7 @@ TARGETS: dict[str, Target] = {}
 
 
 def target(name: str, form: str, function: Callable[..., Any], /, **arguments: tuple) -> None:
-    """Adds a function to the table. An argument is its good value, its kind and further mistakes."""
+    """Adds a function to the table. Each argument has its good value, its kind and further mistakes."""
     arguments = {key: Argument(*value[:2], value[2:]) for key, value in arguments.items()}
     TARGETS[name] = Target(name, form, function, arguments)
 

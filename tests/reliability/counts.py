@@ -72,7 +72,7 @@ def bad_input_table() -> list[str]:
 
 
 def combination_table() -> list[str]:
-    """Of features that people combine with this package."""
+    """The counts of features that users combine with this package."""
     pipelines = collections.Counter(row.outcome(entry) for row in ROWS.values() for entry in ENTRIES)
     masks = sequences.biases()
     kinds = {
@@ -104,7 +104,7 @@ def counted() -> str:
 
 
 def with_counts(page: str) -> str:
-    """The page with its block of counts made anew."""
+    """The page with its block of counts updated."""
     before, rest = page.split(BEGIN)
     return before + BEGIN + "\n" + counted() + "\n" + END + rest.split(END)[1]
 

@@ -48,11 +48,11 @@ SOON_S = 15.0  # all ranks have ended, whatever failed
 TRANSPORTS = ("tcp", "shm")
 SOURCE = Path(__file__).with_name("failing_calls.cpp")
 
-# The order is that of failing_calls.cpp. How often a rank sleeps and looks is a matter of time: all of these
-# calls fail, once, and are not counted.
+# The order is that of failing_calls.cpp. How often a rank sleeps and polls depends on timing: each of these
+# calls fails once, but they are not counted.
 COUNTED = ("thread", "memory", "system call")
 KINDS = (*COUNTED, "sleep")
-# What the victim's error says.
+# Part of the text of the victim's error.
 SAYS = {
     "thread": "cannot start a thread: Resource temporarily unavailable; raise|can't start new thread",
     "memory": "allocate|bad_alloc|memory",
@@ -76,7 +76,7 @@ def load(library: Path) -> ctypes.CDLL:
 
 
 class Injector:
-    """Lets calls of this rank fail while a `with injector:` block is executed; without a library, none.
+    """Makes calls of this rank fail within a `with injector:` block; without a library, none.
 
     `kind`: of KINDS, or the name of one function, whose calls fail with `error`.
     """
@@ -105,7 +105,7 @@ class Injector:
 
     @contextlib.contextmanager
     def functions_of_python(self) -> Iterator[None]:
-        """Has the calls that the package itself makes count, too."""
+        """Also counts the calls that the package itself makes."""
         with contextlib.ExitStack() as stack:
             for owner, name, error in PYTHON_CALLS if self._calls else ():
                 stack.enter_context(mock.patch.object(owner, name, self._failing(owner, name, error)))
@@ -175,7 +175,7 @@ def close(connect: Connect, injector: Injector) -> None:
 
 
 def calls(name: str, *operations: str) -> None:
-    """Adds a program that does these operations, with small and with large tensors."""
+    """Adds a program that runs these operations, with small and with large tensors."""
 
     @program(name)
     def play(connect: Connect, injector: Injector) -> None:
@@ -228,7 +228,7 @@ calls("pipeline step", "schedules.Executor.step")
 
 @dataclass
 class Report:
-    """How a rank came through a program."""
+    """How a rank ended a program."""
 
     took_s: float
     error: str | None  # type and text
@@ -267,7 +267,7 @@ def play(
 
 
 def check(kind: str, reports: list[Report]) -> None:
-    """What must be, whatever has failed."""
+    """Checks what must hold, whatever has failed."""
     victim = reports[VICTIM]
     assert_within(SOON_S, max(report.took_s for report in reports))
     assert not any(report.error and report.error.startswith("PipeCommTimeout") for report in reports)
@@ -287,10 +287,10 @@ def gather(world, report: Report) -> list[Report]:
 
 
 def play_all(world, library: Path, name: str, transport: str) -> dict[str, int]:
-    """Each call of each kind fails once; the number of these failures by kind."""
+    """Makes each call of each kind fail once; returns the number of these failures by kind."""
     counts = dict.fromkeys(COUNTED, 0)
     run = PROGRAMS[name]
-    play(world, None, run, transport, KINDS[0], 1)  # what is made at the first use is there
+    play(world, None, run, transport, KINDS[0], 1)  # makes what is made at first use
     for kind in KINDS:
         for nth in itertools.count(1):
             doing = f"{name}, {transport}, {kind} {nth}"
@@ -330,7 +330,7 @@ def cell(counts: dict[str, int]) -> str:
 
 
 def documented() -> Counts:
-    """What the page has of each program and transport."""
+    """The counts in the page, by program and transport."""
     rows = re.findall(
         r"^\| (.*?) \| (.*?) \| (.*?) \|$",
         PAGE.read_text(encoding="utf-8").split(BEGIN)[1].split(END)[0],

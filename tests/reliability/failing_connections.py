@@ -1,10 +1,10 @@
 """Connections whose calls fail, once, with each error that the kernel may give.
 
-Three ranks make a communicator, meet, exchange messages and close it. One of them, the victim, speaks first,
-is spoken to first, or both. The n-th call of one function fails there with one error, for each n, function
-and error: of the sockets, of the memory that others map, and of the directory that finds the others. All
-ranks end soon. What breaks while two ranks meet is tried again; what breaks later, or what a rank cannot do
-without, ends all ranks with an error that names the victim.
+Three ranks make a communicator, connect, exchange messages and close it. One of them, the victim, connects
+first, is connected to first, or both. The n-th call of one function fails there with one error, for each n,
+function and error: of the sockets, of the memory that others map, and of the directory that finds the others.
+All ranks end soon. A failure while two ranks connect is retried; a later failure, or one of something
+essential, ends all ranks with an error that names the victim.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from ranks import assert_within
 
 from pipecomm_ext import Communicator, Recv, Send
 
-# By function, as the manual pages have them; without those that would be a lie about another process, such
-# as ESRCH, and those of wrong arguments.
+# By function, from the manual pages; without errors that would misreport another process, such as ESRCH, and
+# those of wrong arguments.
 ERRORS = {
     "socket": "EMFILE ENFILE ENOBUFS ENOMEM",
     "connect": "ECONNREFUSED ETIMEDOUT ENETUNREACH EHOSTUNREACH EADDRNOTAVAIL EAGAIN EPERM ENOBUFS",
@@ -71,7 +71,7 @@ WAITS_FOR_DESCRIPTORS = ("is not possible: pidfd_open", "is not possible: openin
 SIDES = ("guest", "listener", "both")  # of the victim
 TRANSPORTS = ("tcp", "shm", "auto")
 LATER_S = 0.02
-MAX_CALLS = 25  # of one function; those that come later move messages as these do
+MAX_CALLS = 25  # of one function; later ones move messages in the same way
 
 
 def number_of(error: str) -> int:
@@ -87,7 +87,7 @@ def text_of(error: str) -> str:
 
 
 def exchange_with_all(comm: Communicator) -> None:
-    """A message to and from each other rank, and a barrier."""
+    """Exchanges a message with each other rank, then calls a barrier."""
     others = [rank for rank in range(comm.size) if rank != comm.rank]
     received = {rank: poison(5, torch.float32) for rank in others}
     sends = [Send(pattern(5, torch.float32, comm.rank, rank), rank) for rank in others]
@@ -103,14 +103,14 @@ def meeting(side: str) -> Callable[[Connect, Injector], None]:
     def run(connect: Connect, injector: Injector) -> None:
         with injector, injector.functions_of_python(), connect() as comm:
             if side == ("listener" if comm.rank == VICTIM else "guest"):
-                time.sleep(LATER_S)  # the other ones call
+                time.sleep(LATER_S)  # the others connect
             exchange_with_all(comm)
 
     return run
 
 
 def check(reports: list[Report], error: str) -> None:
-    """The victim says what has failed, or to which rank; the others name the victim."""
+    """Checks that the victim's error states what has failed, or the peer; the others name the victim."""
     assert_within(SOON_S, max(report.took_s for report in reports))
     for rank, report in enumerate(reports):
         if report.error is None:
@@ -121,17 +121,17 @@ def check(reports: list[Report], error: str) -> None:
         assert not report.error.startswith("PipeCommTimeout")
         if rank != VICTIM:
             assert report.is_ours and f"rank {VICTIM}" in report.error
-        elif text_of(error) not in report.error:  # which a constructor raises as it is
+        elif text_of(error) not in report.error:  # a constructor raises it unchanged
             assert report.is_ours and re.search(r"rank \d", report.error)
 
 
 def play_meetings(
     world, library: Path, side: str, transport: str, max_calls: int, max_errors: int | None
 ) -> dict[str, int]:
-    """How many calls of each function have failed."""
+    """Plays the meetings; returns how many calls of each function have failed."""
     counts = dict.fromkeys(ERRORS, 0)
     run = meeting(side)
-    play(world, None, run, transport, "socket", 1)  # what is made at the first use is there
+    play(world, None, run, transport, "socket", 1)  # makes what is made at first use
     for function, errors in ERRORS.items():
         for error in errors.split()[:max_errors]:
             for nth in range(1, max_calls + 1):

@@ -1,6 +1,6 @@
-"""A rank's way through any fault, what all others must report of it, and the matrix of cases.
+"""What a rank does in any fault, what all others must report of it, and the matrix of cases.
 
-What a fault is, see faults.py.
+faults.py defines the faults.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pipecomm_ext import (
     PipeCommTimeout,
 )
 
-# What the texts say is to be done, or was the reason.
+# The advice or reason in the error texts.
 CURES = {
     PipeCommPeerLost: "make a new group and Communicator of the other ranks|has closed its communicator",
     PipeCommTimeout: "check that the other rank calls the matching operation, or increase timeout=",
@@ -51,7 +51,7 @@ class Report:
 
 
 def act(world, fault_name: str, operation_name: str, transport: str) -> Report:
-    """What every rank does: the scene; then its report; then it goes on with those that are left."""
+    """Runs on every rank: the scene; then its report; then it continues with the remaining ranks."""
     fault, operation = FAULTS[fault_name], OPERATIONS[operation_name]
     stage = Stage(world, operation, transport, fault.timeout_s)
     world.meet()
@@ -61,7 +61,7 @@ def act(world, fault_name: str, operation_name: str, transport: str) -> Report:
     try:
         stage.comm.barrier()
         stage.descriptors = [int(name) for name in descriptor_names() - descriptors]
-        # What dies or stops within the scene meets nobody after it: the parent waits for all others.
+        # A rank that dies or stops within the scene cannot meet others after it: the parent waits for these.
         scope = world.breaking() if fault.victim == "lives" else contextlib.nullcontext()
         with scope:
             num_before = len(stage.comm.flight_record())
@@ -104,7 +104,7 @@ def check_that_it_stays_failed(comm: Communicator, report: Report) -> None:
 
 
 def go_on(world, fault: Fault, operation: Operation, transport: str) -> None:
-    """A new communicator of the ranks that are left does the operation."""
+    """Runs the operation on a new communicator of the remaining ranks."""
     group = world.group
     if fault.victim != "lives":
         left = [rank for rank in range(world.size) if rank != VICTIM]
@@ -142,7 +142,7 @@ def all_cases() -> list[Case]:
 
 
 def chosen_cases() -> list[Case]:
-    """A few for every fault and transport; which operations, goes round."""
+    """A few cases for every fault and transport, with operations in turn."""
     chosen, turn = [], 0
     for fault in FAULTS:
         for transport in ("tcp", "shm"):
@@ -154,7 +154,7 @@ def chosen_cases() -> list[Case]:
 
 
 def run_case(ranks, case: Case) -> None:
-    """Plays a case and compares how all ranks ended with what must be."""
+    """Plays a case and checks how all ranks ended."""
     fault = FAULTS[case.fault]
     if fault.strike is None:
         reports = ranks.run(NUM_RANKS, act, *case)
@@ -162,7 +162,7 @@ def run_case(ranks, case: Case) -> None:
     else:
         with ranks.disposable(NUM_RANKS, act, *case) as world:
             struck_at = fault.strike(world)
-            if fault.victim == "stops":  # nobody needs to wait for it
+            if fault.victim == "stops":  # no need to wait for it
                 for rank in set(range(NUM_RANKS)) - {VICTIM}:
                     world.await_mark(rank, "done")
             outcomes = world.collect(deadline=0.5 if fault.victim == "stops" else DEFAULT_DEADLINE_S)
@@ -187,7 +187,7 @@ def check_report(fault: Fault, rank: int, report: Report, struck_at: float) -> N
         assert report.kind is None, report
         return
     assert report.kind is not None, f"rank {rank} did not notice"
-    # Where a rank gives up because of an error, those whom that did not concern hear of it.
+    # If a rank gives up because of an error, ranks that it did not concern get PipeCommAborted.
     allowed = (*fault.expected, PipeCommAborted) if fault.origin == "any" else fault.expected
     assert report.kind in allowed and re.search(CURES[report.kind], report.text), report
     assert_within(fault.begins_after_s + fault.limit_s, report.ended_at - struck_at, f"rank {rank}: {report}")
@@ -197,12 +197,12 @@ def check_report(fault: Fault, rank: int, report: Report, struck_at: float) -> N
     if fault.origin == "victim":
         assert origin == VICTIM and f"rank {VICTIM}" in report.text, report
     elif fault.origin == "either end":
-        # The victim loses its peers one after the other, and tells those that it still has.
+        # The victim loses its peers one after the other, and informs those that it still has.
         assert f"rank {VICTIM}" in report.text, report
     elif fault.origin == "others":
         assert origin in range(NUM_RANKS) and origin != VICTIM, report
     gave_up = fault.origin == "any" and report.kind is PipeCommAborted
     if attributes["op"] is None and (gave_up or not fault.is_in_call or not report.has_posted):
-        return  # heard of before the next call, or before the first one on busy cores
+        return  # the failure arrived before the next call, or before the first one on busy cores
     for name in ("op", "peer", "seq", "shape", "dtype"):
         assert attributes[name] is not None, f"{name}: {report}"

@@ -1,7 +1,7 @@
-"""What can go wrong with a rank in the middle of any operation, and what all other ranks must make of it.
+"""What can go wrong with a rank in the middle of any operation, and how all other ranks must react.
 
-Each fault is a scene that all ranks act: the victim misbehaves, the others are in the operation. A rank
-reports how it ended; expectations are stated beside the scene. `Stage` is what a scene sees.
+Each fault is a scene that all ranks run: the victim misbehaves, the others are in the operation. A rank
+reports how it ended; expectations are stated with the scene. `Stage` is what a scene sees.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from pipecomm_ext import (
 
 VICTIM = 1
 NUM_RANKS = 3
-PATIENT_S = 20.0  # the timeout of communicators where something else must be faster
-IMPATIENT_S = 1.0  # where it is the timeout that ends the wait
+PATIENT_S = 20.0  # the timeout of communicators if something else must be faster
+IMPATIENT_S = 1.0  # if the timeout must end the wait
 FIRST_HEARS_S = 1.0  # until one rank knows of a dead peer
 ALL_HEAR_S = 2.0  # until all do
 AFTER_TIMEOUT_S = 1.0  # until all know that one rank's wait timed out
@@ -58,7 +58,7 @@ class Stage:
         return self.world.rank == VICTIM
 
     def strike(self) -> None:
-        """The trouble begins here."""
+        """Marks where the fault begins."""
         self.struck_at = time.monotonic()
 
     def connect(self, **kwargs) -> Communicator:
@@ -69,7 +69,7 @@ class Stage:
         return (operation or self.operation).prepare(self.comm, draw)
 
     def await_end(self) -> None:
-        """Marks the place at which the parent strikes."""
+        """Marks the point at which the parent causes the fault."""
         self.world.mark("here")
         time.sleep(60)
 
@@ -78,15 +78,15 @@ class Fault(NamedTuple):
     name: str
     scene: Callable[[Stage], None]
     expected: tuple[type, ...]  # how the others end; () means that they return
-    # Of the error: "victim", "others" (whoever waits finds a timeout), "either end" of a connection, "any".
+    # Of the error: "victim", "others" (a waiting rank finds a timeout), "either end" of a connection, "any".
     origin: str = "victim"
     victim: str = "lives"  # "lives", "dies", "stops"
-    # What the parent does to the victim of fresh processes, and when. Other faults happen within warm ones.
+    # What the parent does to the victim in new processes, and when. Other faults happen within warm ones.
     strike: Callable[[Any], float] | None = None
-    begins_after_s: float = 0.0  # time of the wait that is no detection
+    begins_after_s: float = 0.0  # part of the wait that does not count as detection
     limit_s: float = ALL_HEAR_S
     timeout_s: float = PATIENT_S
-    keeps: bool = False  # the same communicator must go on after it
+    keeps: bool = False  # the same communicator must still work after it
     is_in_call: bool = True  # all others are in the operation when it happens, not between two
     concerns: Callable[[Operation, str], bool] = lambda operation, transport: True
 
@@ -327,7 +327,7 @@ def disagreement(what: str, draw: Draw) -> None:
 
     @fault(f"another {what}", PipeCommMismatch, origin="any", concerns=compares)
     def disagrees(stage: Stage) -> None:
-        """Those whom it does not concern hear of it when another rank gives up."""
+        """Ranks that it does not concern learn of it when another rank gives up."""
         call = stage.prepare(draw if stage.is_victim else SMALL)
         stage.strike()
         call.run()
@@ -337,7 +337,7 @@ disagreement("shape", Draw(length=7))
 disagreement("dtype", Draw(length=5, dtype=torch.int32))
 disagreement("plan", Draw(length=5, variant=1))
 
-# ---- means run out -----------------------------------------------------------------------------------------
+# ---- resources run out -------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -352,7 +352,7 @@ def limited(what: int, limit: int):
 
 @fault("no descriptor is left", keeps=True)
 def no_descriptors(stage: Stage) -> None:
-    """An open communicator needs no further one. (Modules that are imported at their first use do.)"""
+    """An open communicator needs no more descriptors. (Modules that are imported on first use do.)"""
     stage.prepare().run()
     call = stage.prepare(Draw(length=6000))
     scope = limited(resource.RLIMIT_NOFILE, 3) if stage.is_victim else contextlib.nullcontext()
@@ -364,7 +364,7 @@ def no_descriptors(stage: Stage) -> None:
 
 @fault("no shared memory is left", keeps=True, concerns=lambda op, transport: transport == "shm")
 def no_shared_memory(stage: Stage) -> None:
-    """Found while connecting: "shm" is refused on all ranks, "auto" connects to the victim, and says why."""
+    """Found while connecting: "shm" is refused on all ranks, "auto" connects to the victim and warns."""
     scope = limited(resource.RLIMIT_FSIZE, 8 << 20) if stage.is_victim else contextlib.nullcontext()
     with scope:
         try:

@@ -1,13 +1,13 @@
-"""Every public operation once: how all ranks call it with what a draw decides, and what the right answer is.
+"""Every public operation once: how all ranks call it with arguments from a draw, and the right result.
 
     call = OPERATIONS["broadcast"].prepare(comm, draw)   # data, nothing is sent
     for work in call.start():                            # may be repeated
         work.wait()
     call.check()                                         # against a model of all ranks, by bytes
 
-All ranks prepare an operation with equal draws, unless a test wants them to disagree. The communicator needs
-NUM_CHANNELS channels. The fault suite, the soak and the matrix of wrong calls all read this table: an
-operation that is added here is tested by all of them.
+All ranks prepare an operation with equal draws, unless a test needs a disagreement. The communicator needs
+NUM_CHANNELS channels. The fault suite, the soak and the matrix of wrong calls all read this table: they all
+test an operation that is added here.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NUM_CHANNELS = 7  # those of a relay, and one more
 
 @dataclass(frozen=True)
 class Draw:
-    """What a call is made of, whatever the operation."""
+    """The parameters of a call of any operation."""
 
     key: object = 0  # names the data
     length: int = 6  # of the dims that are moved
@@ -43,7 +43,7 @@ class Draw:
 
 
 class Call(NamedTuple):
-    start: Callable[[], list[Any]]  # what it returns is to be waited for
+    start: Callable[[], list[Any]]  # returns what must be waited for
     check: Callable[[], None]
 
     def run(self) -> None:
@@ -55,12 +55,12 @@ class Call(NamedTuple):
 class Operation(NamedTuple):
     name: str
     prepare: Callable[[Communicator, Draw], Call]
-    # "collective": a rank that disagrees is noticed by all. "ring": by its neighbours, and all ranks end.
-    # "chain": by its neighbours, and those behind them go on waiting. "apart": it has connections of its own,
-    # so faults of this communicator do not concern it.
+    # "collective": all ranks detect one that disagrees. "ring": its neighbours do, and all ranks end.
+    # "chain": its neighbours do, and later ranks keep waiting. "apart": it has connections of its own, so
+    # faults of this communicator do not affect it.
     form: str
-    # In which of shape, dtype, plan (Draw.variant) two ranks may disagree and are found out. Lists are
-    # compared by bytes and dtypes, not by shapes; a split of integers has no backward, so nothing to compare.
+    # In which of shape, dtype, plan (Draw.variant) a disagreement of two ranks is detected. Lists are
+    # compared by bytes and dtypes, not by shapes; a split of integers has no backward to compare.
     compares: tuple[str, ...]
 
 
@@ -87,7 +87,7 @@ def run_some(comm: Communicator, rng: random.Random, operation: Operation, lengt
 
 
 def works_of(*works: Any) -> list[Any]:
-    """Handles without the None of calls that returned when they were done."""
+    """The handles, without the None of calls that have waited themselves."""
     return [work for work in works if work is not None]
 
 
@@ -213,12 +213,12 @@ def facade_barrier(comm: Communicator, draw: Draw) -> Call:
 
 
 def _rows(draw: Draw, source: int, destination: int) -> int:
-    """Uneven numbers of rows that all ranks know, zeros among them."""
+    """Uneven numbers of rows that all ranks know, including zeros."""
     return draw.length * ((source + 2 * destination + draw.variant) % 4)
 
 
 class Lists:
-    """A tensor from everybody for everybody."""
+    """A tensor from every rank for every rank."""
 
     def __init__(self, comm: Communicator, draw: Draw):
         me, everybody = comm.rank, range(comm.size)
@@ -261,7 +261,7 @@ def all_to_all_single(comm: Communicator, draw: Draw) -> Call:
 
 @operation("exchange", "collective")
 def exchange(comm: Communicator, draw: Draw) -> Call:
-    """An uneven all-to-all of two dims, into memory that peers may write."""
+    """An uneven all-to-all of two dims, into memory that peers may write directly."""
     whole_shape = (comm.size + draw.variant % 3, draw.length + comm.size, 2)
     scatter, gather = (remainder_first(length, comm.size) for length in whole_shape[:2])
     whole = pattern(whole_shape, draw.dtype, draw.key)
@@ -277,7 +277,7 @@ def exchange(comm: Communicator, draw: Draw) -> Call:
 
 
 class Gathered:
-    """A tensor of everybody for all; they differ in length by rank and variant."""
+    """A tensor of every rank for all; they differ in length by rank and variant."""
 
     def __init__(self, comm: Communicator, draw: Draw):
         self.lengths = [draw.length + (rank * draw.variant) % 3 for rank in range(comm.size)]
@@ -313,7 +313,7 @@ def all_gather_into_tensor(comm: Communicator, draw: Draw) -> Call:
 
 
 def small_numbers(shape: tuple[int, ...], draw: Draw, rank: int) -> torch.Tensor:
-    """Whole numbers whose sums every dtype holds."""
+    """Whole numbers whose sums every dtype can represent."""
     return (pattern(shape, torch.uint8, draw.key, rank) % 8).to(draw.dtype)
 
 
@@ -331,7 +331,7 @@ def all_reduce(comm: Communicator, draw: Draw) -> Call:
 
 @operation("distributed.reduce_scatter", "collective", "dtype")
 def reduce_scatter(comm: Communicator, draw: Draw) -> Call:
-    """What the ranks get differs in length."""
+    """The ranks' results differ in length."""
     shapes = [(draw.length + rank % 2, 2) for rank in range(comm.size)]
     pieces = [small_numbers(shape, draw, comm.rank) for shape in shapes]
     mine = [small_numbers(shapes[comm.rank], draw, rank) for rank in range(comm.size)]

@@ -26,7 +26,7 @@ def differentiable(
     grad: torch.Tensor,
     expected_grad: torch.Tensor,
 ) -> Call:
-    """A function of one tensor, and its backward if the dtype has gradients."""
+    """A call of a function of one tensor, and its backward if the dtype has gradients."""
     results: list[torch.Tensor] = []
 
     def start() -> list[Any]:
@@ -92,7 +92,7 @@ def all_to_all_many(comm: Communicator, draw: Draw) -> Call:
 def attention(
     comm: Communicator, draw: Draw, num_heads: int, held: Callable[[torch.Tensor], torch.Tensor], call
 ) -> Call:
-    """With an attention that gives back what this rank holds, so that every dtype will do."""
+    """Uses an attention that returns what this rank holds, so that every dtype works."""
     whole, grads = whole_tensors(comm, draw, (draw.length, num_heads, 2))
     mine, grad = held(whole), held(grads[0])
     options = {"gather_size": draw.length, "heads_dim": 1, "seq_dim": 0}
@@ -359,7 +359,7 @@ class Stage:
 
 
 def of_stages(name: str, form: str):
-    """Adds a function that makes a stage's calls and returns what came with what should have come."""
+    """Adds a function that makes a stage's calls and returns what arrived and what was expected."""
 
     def register(play: Callable[[Stage], list[tuple[Any, torch.Tensor | None]]]) -> None:
         @operation(f"P2PCommunicator.{name}", form, "shape")
@@ -398,7 +398,7 @@ def backward(stage: Stage):
 
 @of_stages("send_forward_recv_backward, send_backward_recv_forward", "chain")
 def steady_state(stage: Stage):
-    """A micro-batch down and its gradient up while the next one comes, as in 1F1B."""
+    """Sends a micro-batch down and its gradient up while the next one arrives, as in 1F1B."""
     first = stage.p2p.recv_forward(stage.shape, stage.is_first)
     grad = stage.p2p.send_forward_recv_backward(stage.output(), stage.shape, stage.is_last)
     second = stage.p2p.send_backward_recv_forward(stage.grad(), stage.shape, stage.is_first)

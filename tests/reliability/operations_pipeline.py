@@ -36,8 +36,8 @@ def topology_of(comm: Communicator) -> PipelineTopology:
 
 def make_equally_many_groups(group: Any) -> None:
     """torch < 2.14 names a group that only its members make by how many groups each of them has had: ranks
-    that are in more groups than others could make no group of those that are left with them. Later releases
-    count calls of new_group, of which all ranks here have made equally many."""
+    that are in more groups than others could not make a group with the remaining ones. Later releases count
+    calls of new_group, of which all ranks here have made the same number."""
     if torch.__version__ >= "2.14":
         return
     names = dist.distributed_c10d._world.pg_names
@@ -48,7 +48,7 @@ def make_equally_many_groups(group: Any) -> None:
 
 
 class Boundary:
-    """A tensor from either stage for the other."""
+    """A tensor from each stage for the other."""
 
     def __init__(self, comm: Communicator, draw: Draw):
         self.topology = topology_of(comm)
@@ -64,7 +64,7 @@ class Boundary:
 
 
 def finished(*works: Any) -> list[Any]:
-    """Relays post on the first channels when it is their turn: nobody else may use these meanwhile."""
+    """Waits at once: relays post on the first channels in their turn, and no other call may use these."""
     for work in works:
         work.wait()
     return []
@@ -124,7 +124,7 @@ class Scale(torch.nn.Module):
 
 
 class Training:
-    """A step of a pipeline with one stage per rank; the loss is the first element of what comes out."""
+    """A step of a pipeline with one stage per rank; the loss is the first element of the output."""
 
     def __init__(self, comm: Communicator, draw: Draw):
         self.num_micros = comm.size + draw.variant % 2
@@ -168,7 +168,7 @@ def executor_step(comm: Communicator, draw: Draw) -> Call:
 
 
 class ScaleOfInput(Scale):
-    """The same, with what Megatron's schedules ask of a model."""
+    """The same, with what Megatron's schedules need of a model."""
 
     def __init__(self, factor: float, config: PipelineConfig):
         super().__init__(factor)
@@ -183,7 +183,7 @@ class ScaleOfInput(Scale):
 
 @operation("pipeline_parallel.forward_backward_pipelining_without_interleaving", "chain", "")
 def megatron_1f1b(comm: Communicator, draw: Draw) -> Call:
-    """With losses per token, so that nothing is divided and all is exact."""
+    """With losses per token, so that nothing is divided and all results are exact."""
     training = Training(comm, draw)
 
     def start() -> list[Any]:

@@ -1,7 +1,7 @@
-"""Random programs: a few operations that all ranks draw alike from a seed, each rank in a rhythm of its own.
+"""Random programs: a few operations that all ranks draw from the same seed, each with its own timing.
 
-Everything received is compared by bytes. Now and then a rank makes a wrong call, or two ranks disagree: all
-raise, and the program goes on over the same communicator.
+Everything received is compared by bytes. Sometimes a rank makes a wrong call, or two ranks disagree: all
+raise, and the program continues over the same communicator.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from operations import NUM_CHANNELS, OPERATIONS, Call, Draw
 
 from pipecomm_ext import Communicator, PipeCommAborted, PipeCommError, PipeCommMismatch
 
-LENGTHS = [1, 3, 40, 3000]  # over and under what travels inline
+LENGTHS = [1, 3, 40, 3000]  # above and below the limit of inline payloads
 TROUBLE = 0.1  # of the steps
 ABORT = 0.01  # of the programs
 
@@ -34,7 +34,7 @@ class Program:
         self._pending: list[tuple[str, Draw, Call, list[Any]]] = []
 
     def play(self) -> collections.Counter[str]:
-        """What was done, by kind."""
+        """Plays the program; returns counts of what was done, by kind."""
         for _ in range(self.common.randrange(2, 9)):
             if self.common.random() < TROUBLE and self.comm.size > 1:
                 self._trouble(self.common.choice([self._refuse, self._disagree, self._sleep]))
@@ -59,7 +59,7 @@ class Program:
         self.counts["operations"] += 1
 
     def _finish(self) -> None:
-        """Waits in any order for what was started, and compares."""
+        """Waits in any order for the started operations, and compares."""
         pending, self._pending = self._pending, []
         works = [work for *_, works in pending for work in works]
         self.mine.shuffle(works)
@@ -86,7 +86,7 @@ class Program:
             assert error.origin_rank == victim, error
 
     def _disagree(self, victim: int) -> None:
-        """A rank means another message than its peer: both raise, nobody else notices."""
+        """A rank describes a message differently from its peer: both raise, no other rank does."""
         peer = (victim + 1) % self.comm.size
         channel, buffer = self.common.randrange(NUM_CHANNELS), torch.zeros(9)
         if self.comm.rank == victim:
@@ -109,7 +109,7 @@ def must_raise(kinds: tuple[type, ...], call) -> Any:
 
 
 def abort_and_close(world, comm: Communicator, seed: int) -> None:
-    """One rank gives up: all others, who wait for it, hear why."""
+    """One rank gives up: all others, which wait for it, get the reason."""
     victim = seed % comm.size
     with world.breaking():
         if comm.rank == victim:

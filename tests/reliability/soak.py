@@ -40,22 +40,22 @@ from ranks import RankFailure, RankPool
 from pipecomm_ext import Communicator, PipeCommError, PipeCommPeerLost, PipeCommTimeout, Recv, Send
 
 TRANSPORTS = ("shm", "tcp")
-BATCH_S = 5.0  # of programs between two looks at the ranks
+BATCH_S = 5.0  # of programs between two checks of the ranks
 ATTACK_EVERY_S = 20.0
 WARM_UP_S = 60.0  # caches fill
-MANY = 2000, 1_000_000, 10  # communicators, messages of each rank, looks at each
+MANY = 2000, 1_000_000, 10  # communicators, messages of each rank, checks of each
 MAX_KEPT_KIB = 4  # of a communicator, in a FileStore
 MAX_GROWTH = 0.02  # of the resident memory, after the first minute
 DETECTION_S = {PipeCommPeerLost: 2.0, PipeCommTimeout: 2.5}  # with a timeout of 1 s
 
 
 class SoakFailure(AssertionError):
-    """The text ends with the command that plays the same again."""
+    """The text ends with the command that repeats the run."""
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """What a rank holds."""
+    """The resources that a rank holds."""
 
     resident_mib: float
     num_descriptors: int
@@ -64,7 +64,7 @@ class Footprint:
     @classmethod
     def now(cls) -> Footprint:
         gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)  # what glibc keeps for later allocations is not held
+        ctypes.CDLL(None).malloc_trim(0)  # does not count what glibc keeps for later allocations
         resident_pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1])
         return cls(
             resident_pages * os.sysconf("SC_PAGE_SIZE") / 2**20,
@@ -82,15 +82,15 @@ def connect_only(group, transport: str, timeout_s: float = 30.0) -> Communicator
 
 def connect(group, transport: str, timeout_s: float = 30.0) -> Communicator:
     comm = connect_only(group, transport, timeout_s)
-    topology_of(comm)  # what relays make once for a group, before anybody is lost
+    topology_of(comm)  # makes what relays make once for a group, before a rank is lost
     return comm
 
 
 def play(world, transports: tuple[str, ...], first: int, num_programs: int):
-    """Programs one after the other, over the transports in turn; then everything is given back."""
+    """Plays programs one after the other, over the transports in turn; then releases everything."""
     comms = {transport: connect(world.group, transport) for transport in transports}
     for operation in OPERATIONS.values():
-        if operation.form == "apart":  # what it has started once stays
+        if operation.form == "apart":  # what it has started once remains
             operation.prepare(comms[transports[0]], Draw()).run()
     counts: collections.Counter[str] = collections.Counter()
     for seed in range(first, first + num_programs):
@@ -111,8 +111,8 @@ def play(world, transports: tuple[str, ...], first: int, num_programs: int):
 
 
 def make_many(world, transport: str, num_comms: int, num_messages: int, num_looks: int) -> list[Footprint]:
-    """Makes, uses and closes communicators one after the other, then moves small messages over one. What this
-    rank holds, each time a `num_looks`-th part of either is done.
+    """Makes, uses and closes communicators one after the other, then moves small messages over one. Returns
+    what this rank holds, each time a `num_looks`-th part of either is done.
     """
     footprints = []
     for number in range(num_comms):
@@ -132,12 +132,12 @@ def make_many(world, transport: str, num_comms: int, num_messages: int, num_look
 
 
 def check_many(ranks: RankPool, transport: str, num_comms: int, num_messages: int, num_looks: int) -> str:
-    """What each rank holds at the first look and at the last one, of each part. Raises SoakFailure if
-    descriptors or threads are not given back, or memory: but for a hundredth, and for what each communicator
-    leaves in the store."""
+    """Returns what each rank holds at the first and at the last check of each part. Raises SoakFailure if
+    descriptors, threads or memory are not released, except a hundredth of the memory and what each
+    communicator leaves in the store."""
     parts, kept_mib = [], num_comms * MAX_KEPT_KIB / 1024
     for each in ranks.run(2, make_many, transport, num_comms, num_messages, num_looks, deadline=1000):
-        # Between two looks at messages the watch of the peer's process may be opened.
+        # Between two checks of messages the watch of the peer's process may be opened.
         for name, looks, more_mib, more_descriptors in (
             ("communicators", each[:num_looks], kept_mib, 0),
             ("messages", each[num_looks:], 0.0, 1),
@@ -155,7 +155,7 @@ def check_many(ranks: RankPool, transport: str, num_comms: int, num_messages: in
 
 
 def play_until_one_is_lost(world, transport: str, seed: int, timeout_s: float):
-    """How and when this rank heard of it; then it goes on with the others."""
+    """Returns how and when this rank learned of it; then continues with the others."""
     comm = connect(world.group, transport, timeout_s)
     comm.barrier()
     world.mark("plays")
@@ -169,7 +169,7 @@ def play_until_one_is_lost(world, transport: str, seed: int, timeout_s: float):
     if num_left > 1:
         group = dist.new_group(list(range(num_left)), backend="gloo", use_local_synchronization=True)
         with connect(group, transport) as comm:
-            Program(comm, seed).play()  # the ranks may have been in different ones when they heard
+            Program(comm, seed).play()  # the ranks may have been in different programs at that moment
     world.mark("went on")
     return heard
 
@@ -179,7 +179,7 @@ def play_until_one_is_lost(world, transport: str, seed: int, timeout_s: float):
 
 @dataclass
 class Soak:
-    """A run, and what came of it."""
+    """A run and its results."""
 
     num_ranks: int = 4
     transports: tuple[str, ...] = TRANSPORTS
@@ -244,7 +244,7 @@ class Soak:
             thread.join()
 
     def attack(self, ranks: RankPool, rng: random.Random) -> None:
-        """The last rank of a fresh world is killed, or stopped for good, at any moment."""
+        """Kills the last rank of a new world, or stops it for good, at a random moment."""
         size, transport = rng.randrange(2, 9), rng.choice(self.transports)
         number, expected = rng.choice([(signal.SIGKILL, PipeCommPeerLost), (signal.SIGSTOP, PipeCommTimeout)])
         seed, lost = rng.getrandbits(30), size - 1
@@ -273,7 +273,7 @@ class Soak:
         self.counts[number.name] += 1
 
     def check_footprints(self, began_at: float) -> None:
-        """Growth since the first minute, or since the second look in a shorter run, where memory may grow."""
+        """Checks growth since the first minute; in a shorter run since the second check, except memory."""
         after_warm_up = [entry for entry in self.footprints if entry[0] - began_at >= WARM_UP_S]
         is_long = len(after_warm_up) > 1
         looks = after_warm_up if is_long else self.footprints[1:]

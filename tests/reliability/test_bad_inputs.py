@@ -31,7 +31,7 @@ TRANSPORTS = pytest.mark.parametrize("transport", ["tcp", "shm"])
 
 
 def make_wrong_call(comm, target: Target, argument: str, mistake) -> str:
-    """The text of the error, after checking that it is the right one."""
+    """Makes the call; checks the error and returns its text."""
     arguments = target.good(comm)
     arguments[argument] = mistake.value(arguments[argument])
     try:
@@ -63,7 +63,7 @@ def try_one(comm, target: Target, argument: str, mistake) -> None:
 @TRANSPORTS
 @pytest.mark.parametrize("name", TARGETS)
 def test_wrong_arguments(world, transport, name):
-    """The rank that is wrong gets ValueError or TypeError, collectives are refused on all, and all go on."""
+    """The wrong rank gets ValueError or TypeError, collectives are refused on all, and all continue."""
     target, failures = TARGETS[name], []
     topology_of(world.comm)  # collective, once
     for argument, mistake in matrix(target):
@@ -71,12 +71,12 @@ def test_wrong_arguments(world, transport, name):
         went_wrong = torch.zeros(1)
         try:
             try_one(comm, target, argument, mistake)
-        except BaseException as error:  # that of pytest.raises included
+        except BaseException as error:  # including that of pytest.raises
             failures.append(f"{argument}: {mistake.name}: {error}")
             went_wrong += 1
             comm.abort("the test failed")
         dist.all_reduce(went_wrong)
-        if went_wrong:  # what is on its way between the ranks now does not match
+        if went_wrong:  # messages in flight between the ranks do not match any more
             comm.close()
     assert not failures, "\n".join([name, *failures])
 
@@ -85,7 +85,7 @@ def test_wrong_arguments(world, transport, name):
 @TRANSPORTS
 @pytest.mark.parametrize("name", TARGETS)
 def test_the_arguments_that_are_called_good_are(world, transport, name):
-    """Else the matrix would show nothing. What is left of messages ends with the communicator."""
+    """Otherwise the matrix would prove nothing. Messages that are left end with the communicator."""
     target = TARGETS[name]
     topology_of(world.comm)
     with Communicator(
@@ -144,7 +144,7 @@ def test_tensors_that_share_memory_are_refused(world, name):
 
 @on_ranks(2, 3)
 def test_a_gather_in_place_is_legal(world):
-    """The input is its own place in the output; columns of one tensor share nothing either."""
+    """The input is its own place in the output; columns of one tensor do not share memory either."""
     expected = pattern((4 * world.size, 3), torch.int32)
     output = poison((4 * world.size, 3), torch.int32)
     mine = output[4 * world.rank : 4 * world.rank + 4]

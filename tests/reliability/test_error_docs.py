@@ -19,7 +19,7 @@ def section(title: str) -> str:
 
 
 def text_of(node: ast.expr) -> str:
-    """A string expression with UNKNOWN in the place of what is computed."""
+    """A string expression with UNKNOWN instead of computed parts."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if isinstance(node, ast.JoinedStr):
@@ -57,7 +57,7 @@ def failure_texts() -> list[str]:
 
 
 def documented() -> list[str]:
-    """The pieces of the messages of all tables but that of classes."""
+    """The pieces of the messages of all tables except that of classes."""
     pieces = []
     for title in (
         "Wrong arguments",

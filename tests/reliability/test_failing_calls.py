@@ -38,8 +38,8 @@ QUICK = [
 ]
 PLAYED = ALL if JUDGES_TIMES else QUICK
 MEETINGS = (MAX_CALLS, None) if JUDGES_TIMES else (2, 1)  # calls of a function, errors
-# Functions of the C library that cannot fail, or not so that anything could be done about it: memory and
-# texts, clocks, limits, what ends something, what threads of the same process share, and bells (read, write).
+# Functions of the C library that cannot fail, or whose failure could not be handled: memory and texts,
+# clocks, limits, those that end something, those on what threads share, and bells (read, write).
 CANNOT_FAIL = set(
     "__cxa_atexit __cxa_finalize __errno_location __libc_single_threaded __memcpy_chk __sched_cpucount "
     "__snprintf_chk __stack_chk_fail __tls_get_addr clock_gettime close free freeaddrinfo freeifaddrs frexp "
@@ -53,11 +53,11 @@ ALWAYS_CALLED = {
     "shm": "memfd_create mmap open pidfd_open fstat ftruncate".split(),
     "auto": "socket bind epoll_ctl memfd_create mmap open pidfd_open".split(),
 }
-# They fail in failing_calls.py alone, with one error each.
+# They fail only in failing_calls.py, with one error each.
 OF_ONE_ERROR = {"poll", "syscall", "posix_memalign", "aligned_alloc", "_Znwm"}
-# NCCL is looked for with these (test_device_choice.py); a signal that cannot be caught raises ValueError.
+# The first two look up NCCL (test_device_choice.py); a signal that cannot be caught raises ValueError.
 TESTED_ELSEWHERE = {"dlopen", "dlsym", "sigaction"}
-# While the module is imported: pybind11's texts, what a forked child does, and whose a function is.
+# Called at import: pybind11's texts, handlers for forks, and the library of a function.
 AT_IMPORT = {"strdup", "__register_atfork", "dladdr"}
 
 
@@ -66,7 +66,7 @@ def in_libc(name: str) -> bool:
 
 
 def imported_by_our_objects() -> set[str]:
-    """The module itself has the CUDA runtime in it, too."""
+    """The symbols of our object files: the module itself also contains the CUDA runtime."""
     [nm] = needs("nm")
     built = Path(__file__).parents[2] / "build"
     folders = [path.parent for path in built.glob(f"{sys.implementation.cache_tag}-*/CMakeCache.txt")]
@@ -85,9 +85,9 @@ def library(tmp_path_factory) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "transport"), PLAYED)
 def test_every_call_fails_once(ranks, library, name, transport):
-    """The page says how many there are."""
+    """The page states the number of calls."""
     counts, expected = count(ranks, library, name, transport), dict(documented()[name, transport])
-    for counted in (counts, expected):  # routes, made in the background, take memory and descriptors
+    for counted in (counts, expected):  # routes made in the background take memory and descriptors
         counted.pop("memory"), counted.pop("system call")
     assert counts == expected, "run: python tests/reliability/failing_calls.py"
 

@@ -1,8 +1,8 @@
 """The client of a group's store, whose system calls fail once with each error that the kernel may give.
 
-They are torch's own calls: its library is watched as the extension is, see failing_calls.py. One of two ranks
-loses a call while it makes a communicator, meets the other rank and closes. Both end within their timeout,
-with the right result or an error of this package.
+They are torch's own calls: its library is watched like the extension, see failing_calls.py. On one of two
+ranks a call fails while it makes a communicator, connects to the other rank and closes. Both end within their
+timeout, with the right result or an error of this package.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pipecomm_ext import Communicator, PipeCommError
 LIBRARY = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
 FUNCTIONS = ("send", "recv", "poll")
 ERRORS_OF_POLL = "EINTR ENOMEM"
-TIMEOUT_S = 1.0 if JUDGES_TIMES else 10.0  # a rank that loses nothing must not run into it
+TIMEOUT_S = 1.0 if JUDGES_TIMES else 10.0  # a rank without failures must not reach it
 CLOSE_S, SPARE_S = 3.0, 1.0
 MAX_CALLS, MAX_ERRORS = (25, None) if JUDGES_TIMES else (4, 1)
 
@@ -54,7 +54,7 @@ def meet_by_a_store(rank: int, store: dist.Store, injector: Injector) -> Report:
 
 
 def play(world, port: int, library: Path) -> int:
-    """The number of calls that have failed."""
+    """Plays the rounds; returns the number of calls that have failed."""
     dist.destroy_process_group()
     calls = load(library)
     assert all(calls.watch(str(LIBRARY).encode(), function.encode()) for function in FUNCTIONS)

@@ -1,4 +1,4 @@
-"""Ranks that are killed while routes are made: the survivors hear of a death, at once, and never of a close.
+"""Ranks are killed while routes are made: the survivors learn at once of a death, and never of a close.
 
 The suite plays a few kills over each transport; PIPECOMM_TEST_FAULTS=all, or `make faults`, 500.
 """
@@ -23,13 +23,13 @@ from pipecomm_ext.core.rendezvous import Rendezvous
 NUM_KILLS = 500 if JUDGES_TIMES else 12  # over each transport
 NUM_VICTIMS = 12  # of one world of processes: each joins the two survivors for one round
 SURVIVORS, VICTIM = (0, 1), 2  # ranks of a round
-LATEST_KILL_S = 0.012  # after the victim can be found; before, it is a rank that never comes
+LATEST_KILL_S = 0.012  # after the victim can be found; earlier, it would be a rank that never joins
 HEARD_S = 1.0
 PATIENT_S = 60.0
 
 
 def play(world, port_file: str, transport: str):
-    """Survivors return for each round how and when they heard of the death."""
+    """Survivors return for each round how and when they learned of the death."""
     dist.destroy_process_group()
     if world.rank == 0:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -51,12 +51,12 @@ def play(world, port_file: str, transport: str):
 
 
 def join(store: dist.Store, number: int, rank: int, transport: str) -> Communicator:
-    """The communicator of this round."""
+    """Makes the communicator of this round."""
     store = dist.PrefixStore(f"round {number}", store)
     store.set_timeout(timedelta(seconds=GROUP_TIMEOUT_S))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
     is_connected = False
-    while not is_connected:  # torch looks up names for it, which may take seconds
+    while not is_connected:  # torch looks up host names, which may take seconds
         with contextlib.suppress(PipeCommTimeout):
             Rendezvous(dist.group.WORLD, PATIENT_S, "a connection to the store").look_up(rank)
             is_connected = True
@@ -68,7 +68,7 @@ def join(store: dist.Store, number: int, rank: int, transport: str) -> Communica
 def survive(store: dist.Store, number: int, rank: int, transport: str) -> tuple:
     comm = join(store, number, rank, transport)
     joined_at = time.monotonic()
-    # In every other round the survivors wait for each other alone.
+    # In every other round the survivors wait only for each other.
     peer = VICTIM if number % 2 else 1 - rank
     with pytest.raises(Exception) as caught:
         while True:  # the victim may have sent once

@@ -1,4 +1,4 @@
-"""The table of operations itself: every call gives the right answer, on every transport."""
+"""The table of operations itself: every call has the right result, on every transport."""
 
 from __future__ import annotations
 

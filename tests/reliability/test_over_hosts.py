@@ -27,7 +27,7 @@ def runs_over_hosts(world, name: str) -> None:
 
 
 def cases_over_hosts() -> list[Case]:
-    """Over whatever "auto" chooses; all of them, or one for each fault with operations that go round."""
+    """Cases over what "auto" chooses: all of them, or one for each fault, with operations in turn."""
     cases = [case._replace(transport="auto") for case in all_cases() if case.transport == "tcp"]
     if os.environ.get("PIPECOMM_TEST_FAULTS") == "all":
         return cases
@@ -37,7 +37,7 @@ def cases_over_hosts() -> list[Case]:
 
 @pytest.fixture(scope="module")
 def victim_beside_one() -> Iterator[HostPool]:
-    """Three ranks: the victim shares its host with one of the others, and only that one."""
+    """Three ranks: the victim shares its host with exactly one of the others."""
     with HostPool(HostPlan(1), HostPlan(2)) as pool:
         yield pool
 

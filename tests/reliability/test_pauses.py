@@ -1,6 +1,6 @@
-"""A rank that stands still while others connect to it is not lost: it is stopped, or has no descriptor left.
+"""A rank that pauses while others connect to it is not lost: it is stopped, or has no descriptor left.
 
-`make faults` has it stand still for longer than an end of a handshake waits for an answer, five seconds.
+`make faults` makes it pause for longer than an end of a handshake waits for an answer, five seconds.
 """
 
 from __future__ import annotations

@@ -20,5 +20,5 @@ def test_soak(ranks) -> None:
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_many_communicators_and_messages_take_nothing(ranks, transport) -> None:
-    """As far as a few show it; `make faults` plays all."""
+    """Only a few here; `make faults` plays all."""
     print(check_many(ranks, transport, *(MANY if JUDGES_TIMES else (40, 4000, 2))))

@@ -1,4 +1,4 @@
-"""check: every generated plan passes; every way to be wrong is refused with its place and reason."""
+"""check: every generated plan passes; every kind of error is refused with its place and reason."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ACCEPTS = {
 
 
 def generated_plans(P: int, M: int):
-    """All plans that the generators make for P and M."""
+    """All plans of the generators for P and M."""
     for name, generate in schedules.GENERATORS.items():
         if name != "interleaved_1f1b" and (name not in ACCEPTS or ACCEPTS[name](P, M)):
             yield generate(P, M)
@@ -102,12 +102,12 @@ def test_cyclic_compute_rows():
         schedules.lower(plan)
     given = plan.replace(program=["[A2.0<1] F3.0 F0.0 [A0.0>1] B3.0 [G3.0>1 G1.0<1] B0.0",
                                   "[A0.0<0] F1.0 F2.0 [A2.0>0] B1.0 [G1.0>0 G3.0<0] B2.0"])  # fmt: skip
-    with pytest.raises(PlanError, match="deadlock in the compute rows"):  # named even so
+    with pytest.raises(PlanError, match="deadlock in the compute rows"):  # named all the same
         check(given)
 
 
 def test_deadlock_reports_the_ring_first_and_cuts_long_lists_and_rows():
-    """Rank 5 wants gradient 29 before it computes output 30, without which rank 6 never gets there."""
+    """Rank 5 needs gradient 29 before it computes output 30, which rank 6 needs to make that gradient."""
     plan = schedules.one_f_one_b(24, 40)
     rows = [list(row) for row in plan.compute]
     rows[5].remove(("F", 5, 30))
@@ -170,7 +170,7 @@ def test_messages_out_of_order_are_refused():
 
 
 def test_channels_match_on_their_own():
-    """Activations and gradients of one pair of ranks may pass each other, on their own channels."""
+    """Activations and gradients of one pair of ranks may overtake each other, on their own channels."""
     plan = Plan(
         **{**CROSS, "M": 2},
         program=["F0.0 [A0.0>1] [A2.0<1] F3.0 B3.0 [G1.0<1 G3.0>1] B0.0",
@@ -231,7 +231,7 @@ def test_limits():
 
 
 def num_calls_of_planning(P: int, M: int) -> int:
-    """How many functions are called, of Python and of C."""
+    """The number of calls of Python and C functions."""
     num_calls = 0
 
     def count(_frame, event, _argument):
@@ -249,6 +249,6 @@ def num_calls_of_planning(P: int, M: int) -> int:
 
 
 def test_the_work_of_planning_grows_as_the_plan():
-    """Of P=64, M=512, V=4, 262144 slots, it takes seconds; anything quadratic would take hours."""
+    """For P=64, M=512, V=4, 262144 slots, it takes seconds; anything quadratic would take hours."""
     small, large = num_calls_of_planning(4, 16), num_calls_of_planning(8, 32)
     assert large < 1.2 * 4 * small, (small, large)

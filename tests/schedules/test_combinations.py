@@ -1,7 +1,7 @@
-"""What people combine with a pipeline, by every entry point: the same as in one process, in float64.
+"""Features that users combine with a pipeline, by every entry point: the same as in one process, in float64.
 
-A row is a script that trains a model without knowing whether it is cut: weights, buffers and what the script
-returns are then compared.
+A row is a script that trains a model without knowing whether it is cut: weights, buffers and the script's
+results are then compared.
 """
 
 from __future__ import annotations

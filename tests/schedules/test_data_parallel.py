@@ -1,4 +1,4 @@
-"""Stages in DDP and FSDP2 with every schedule; what only DDP has; and what is refused."""
+"""Stages in DDP and FSDP2 with every schedule; features of DDP only; and refusals."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PLANS = ["gpipe", "one_f_one_b", "interleaved_1f1b", "zb_h1", "zb_v", "dualpipev
     ids=lambda value: getattr(value, "__name__", value),
 )
 def test_gradients_are_those_of_all_the_data(world, wrap, name):
-    """Two steps accumulate, and a third one follows on an optimizer step."""
+    """Two steps accumulate, and a third one follows an optimizer step."""
     plan = plan_named(name, 2, 4)
     pipeline = Replicas(plan, wrap)
     executor = pipeline.executor(loss_scale="mean")
@@ -51,7 +51,7 @@ def test_gradients_are_those_of_all_the_data(world, wrap, name):
 
 
 class Uneven(TwoBlocks):
-    """With a weight that nobody uses, one that only the second pipeline uses, a frozen one, and a buffer."""
+    """Has an unused weight, one that only the second pipeline uses, a frozen one, and a buffer."""
 
     def __init__(self, depth: int):
         super().__init__(depth)
@@ -92,7 +92,7 @@ def test_unused_and_frozen_weights_views_hooks_and_buffers(world, name):
     for step in range(3):
         buckets.clear()
         pipeline.step(executor)
-        assert len(buckets) == len(set(buckets)) * len(pipeline.stages) > 2  # each once in a step
+        assert len(buckets) == len(set(buckets)) * len(pipeline.stages) > 2  # each once per step
         run_all_uneven(pipeline)
         pipeline.assert_gradients()
         for stage in pipeline.stages.values():
@@ -206,7 +206,7 @@ def test_what_cannot_be_right_is_refused(world, wrap, what):
 
 
 class Engine(nn.Module):
-    """As Megatron-core's DDP."""
+    """Like Megatron-core's DDP."""
 
     ddp_config = SimpleNamespace(overlap_grad_reduce=True)
 

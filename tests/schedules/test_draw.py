@@ -1,4 +1,4 @@
-"""draw and the command line: shapes where the times say, files that parse, errors."""
+"""draw and the command line: shapes at the right times, files that parse, errors."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def widths_of_panels(makespans):
 
 
 def test_panels_in_other_units_can_be_read():
-    """27 slots beside 27 ms: a measured timeline next to a plan of equal slots was one pixel wide."""
+    """27 slots next to 27 ms: on one scale, the measured timeline would be one pixel wide."""
     full = 1200 - 2 * 20 - 58 - 118
     widths, notes = widths_of_panels([27, 0.027, 0.0135])
     assert widths == pytest.approx([full, full, full / 2], abs=1) and notes == [False, True, True]

@@ -137,7 +137,7 @@ def test_a_group_smaller_than_the_world_and_modules_without_parameters(world):
 
 @on_ranks(2)
 def test_losses_keep_their_shape(world):
-    """As they come from a criterion: one element in training, anything in inference (reduction="none")."""
+    """As the criterion returns them: one element in training, any shape in inference (reduction="none")."""
     pipe = DualPipe((Block(world.rank), Block(1 - world.rank)))
     x, labels = batch(4 * ROWS, world.rank), batch(4 * ROWS, 5)
 
@@ -241,7 +241,7 @@ def test_failures_after_a_step_reach_all_ranks_and_the_next_step_works(world):
             patch.setattr(torch.nn.utils, "get_total_norm", fail)
             with pytest.raises(MemoryError):
                 pipe.executor.clip_grad_norm_(1.0)
-        else:  # which does not clip hears of it in its next step
+        else:  # does not clip, and gets the error in its next step
             while pipe.executor.communicator.failure is None:
                 time.sleep(0.001)
             with pytest.raises(PipeCommAborted, match="no memory"):

@@ -102,7 +102,7 @@ def test_user_plans_merged_backwards_and_programs_for_other_costs(world):
 
 @on_ranks(2, 4)
 def test_groups_as_single_batches_as_on_an_in_order_stream(world):
-    """What a program does where receives must not be posted before their place (NCCL)."""
+    """As for transports with which receives must not be posted before their place (NCCL)."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("pipecomm_ext.runtime.border_channels.BorderChannels.waits_on_device", True)
         for name in ("one_f_one_b", "zb_v", "dualpipe"):
@@ -117,7 +117,7 @@ def test_sockets_serve_as_well_as_shared_memory(world):
 
 
 class Unsteady(Block):
-    """Takes now and then much longer than planned."""
+    """Sometimes takes much longer than planned."""
 
     def __init__(self, depth: int):
         super().__init__(depth)
@@ -130,10 +130,10 @@ class Unsteady(Block):
 
 @on_ranks(4)
 def test_unsteady_durations_and_sizes_that_change_in_every_step(world):
-    """Other shapes are announced while messages of known ones are under way."""
+    """New shapes are announced while messages of known ones are in flight."""
     for name in ("interleaved_1f1b", "zb_v", "dualpipe"):
         pipeline, executor = prepared(world, plan_named(name, world.size), Unsteady)
-        sizes = random.Random(5)  # alike on all ranks
+        sizes = random.Random(5)  # the same on all ranks
         for step in range(4):
             pipeline.set_data(seed=step, last_rows=1 + sizes.randrange(4))
             for data in pipeline.inputs, pipeline.targets:
@@ -184,7 +184,7 @@ def rich_loss(output, target):
 
 @on_ranks(2, 3)
 def test_borders_of_several_tensors(world):
-    """Integers, masks, views, empty tensors, and one that nobody uses, whose gradient is None."""
+    """Integers, masks, views, empty tensors, and an unused one, whose gradient is None."""
     for name in ("one_f_one_b", "zb_v", "dualpipev"):
         result = compare_step(world, plan_named(name, world.size), Rich, rich_loss)
         if result.outputs is not None:
@@ -239,7 +239,7 @@ def test_stages_without_gradients(world):
         pipeline, executor = prepared(world, plan_named(name, 3), Frozen)
         pipeline.assert_losses(pipeline.step(executor).losses, pipeline.run_whole(backward=False))
         gradients = [parameter.grad for parameter in pipeline.stages[world.rank].parameters()]
-        if world.rank == 1:  # zeros arrived: the last stage had no gradient to give
+        if world.rank == 1:  # zeros arrived: the last stage had no gradient to send
             assert all(gradient is not None and not gradient.any() for gradient in gradients)
         else:
             assert gradients == [None, None]
@@ -255,7 +255,7 @@ def test_shapes_that_depend_on_data(world):
         losses = pipeline.step(executor).losses
         pipeline.assert_losses(losses, pipeline.run_whole())
     pipeline.assert_gradients()
-    if world.rank == 0:  # else nobody announces them
+    if world.rank == 0:  # else no rank announces them
         expected, message = ValueError, r"stage 0 made \(float64\[.*dynamic_shapes=True"
     else:
         expected, message = PipeCommAborted, "dynamic_shapes=True"

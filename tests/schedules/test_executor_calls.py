@@ -1,4 +1,4 @@
-"""What users may pass to an Executor beside the usual, and what they are told if it is wrong."""
+"""Less usual arguments of an Executor, and the errors for wrong ones."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TWINS = Plan("twins", P=3, M=4, owner=[0, 1, 2, 0, 1, 2], next_of=[1, 2, None, 4
 @on_ranks(3)
 @pytest.mark.filterwarnings("ignore:.*micro-batches are fewer than the stages")
 def test_two_chains_in_one_direction(world):
-    """What is told about one chain must not get between what is told about the other."""
+    """Announcements of one chain must not mix with those of the other."""
     for num_channels in (4, 3):  # 3: the executor makes a communicator for its headers
         pipeline = Pipeline(TWINS, world.rank)
         with make_executor(
@@ -200,7 +200,7 @@ def test_replicas_that_are_no_modules_are_refused_on_all_ranks(world):
         pytest.raises(expected, match="stage 0 must be a module to have gradients, not partial"),
     ):
         executor.sum_replica_gradients()
-    assert pipeline.step(executor).losses is not None  # it goes on
+    assert pipeline.step(executor).losses is not None  # it still works
     executor.close()
 
 

@@ -48,7 +48,7 @@ def test_an_exception_in_a_stage_reaches_all_ranks(world, where, failing_rank):
     if world.rank == failing_rank:
         assert str(caught.value.action) == action
         assert isinstance(caught.value.__cause__, KeyError)
-    # Its own communicator is made anew: the next step works.
+    # It makes a new communicator of its own: the next step works.
     pipeline.set_data(seed=2)
     losses = pipeline.step(executor).losses
     pipeline.assert_losses(losses, pipeline.run_whole(backward=False))
@@ -88,7 +88,7 @@ def test_wrong_steps_are_refused_on_all_ranks(world):
         with world.breaking(), pytest.raises(error_type) as caught:
             executor.step(*(arguments if world.rank == rank else good))
         assert message in str(caught.value), str(caught.value)
-        assert pipeline.step(executor).outputs is None or world.rank == 1  # it goes on
+        assert pipeline.step(executor).outputs is None or world.rank == 1  # it still works
     with world.breaking(), pytest.raises((ValueError, PipeCommAborted), match="run the same on all ranks"):
         with torch.set_grad_enabled(world.rank == 0):
             pipeline.step(executor)
@@ -117,7 +117,7 @@ def test_steps_that_are_wrong_on_all_ranks_leave_a_given_communicator_usable(wor
         expected = ValueError if world.rank == 0 else PipeCommAborted
         with world.breaking(), pytest.raises(expected, match="has 3 micro-batches"):
             executor.step(inputs[:3] if world.rank == 0 else inputs, targets)
-        with pytest.raises(PipeCommAborted):  # this one has failed for good
+        with pytest.raises(PipeCommAborted):  # the given one remains failed
             pipeline.step(executor)
 
 
@@ -146,7 +146,7 @@ def test_losses_that_backward_would_refuse(world, loss, name):
     if owns_loss:
         assert isinstance(caught.value.__cause__, RuntimeError)
     with torch.no_grad():
-        losses = pipeline.step(executor).losses  # without a backward any loss will do
+        losses = pipeline.step(executor).losses  # without a backward any loss is valid
     assert (losses is not None) == owns_loss
     executor.close()
 
@@ -216,7 +216,7 @@ def test_wrong_constructions_are_refused_on_all_ranks(world):
 
 @on_ranks(2)
 def test_wrong_constructions_are_refused_on_all_ranks_over_communicators_of_their_own(world):
-    """The refusal arrives although nothing is left of the executor that made it, and of its communicator."""
+    """The refusal arrives although the executor that made it, and its communicator, are gone."""
     plan = plan_named("one_f_one_b", 2)
     for delay_s in (0, 0.3):
         with pytest.raises(PipeCommMismatch if world.rank else ValueError, match="stages has 0 entries"):
@@ -230,7 +230,7 @@ def test_wrong_constructions_are_refused_on_all_ranks_over_communicators_of_thei
 
 
 class _SlowList(list):
-    """Its rank comes late to the collective of the constructor."""
+    """Makes its rank late for the collective of the constructor."""
 
     def __init__(self, stages, delay_s: float):
         super().__init__(stages)
@@ -275,7 +275,7 @@ def test_an_output_that_is_written_while_it_is_sent_is_refused(world, form):
             pytest.raises((ValueError, PipeCommAborted), match="stage 0 has written into its"),
         ):
             executor.eval(micros)
-            executor.eval(micros)  # a rank that is done with the first hears of it here
+            executor.eval(micros)  # a rank that is done with the first gets the error here
 
 
 class Masking(nn.Module):
@@ -324,7 +324,7 @@ def test_views_of_one_buffer_count_together(world):
             pytest.raises((ValueError, PipeCommAborted), match="views of one tensor count as one"),
         ):
             executor.eval(batches(4, 1))
-            executor.eval(batches(4, 1))  # a rank that is done with the first hears of it here
+            executor.eval(batches(4, 1))  # a rank that is done with the first gets the error here
 
 
 @on_ranks(2)

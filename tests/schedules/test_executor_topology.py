@@ -27,7 +27,7 @@ def summed_error(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 class Stages(Pipeline):
-    """A plan's stages of this rank, one of maybe several of its pipeline rank, each with all weights.
+    """A plan's stages of this rank, which may be one of several of its pipeline rank, each with all weights.
 
     Where the layout is sharded, it computes its piece of every micro-batch, and gradients and losses are
     those of the pieces.
@@ -43,7 +43,7 @@ class Stages(Pipeline):
         return self.layouts[self.rank]
 
     def of_my(self, end, data):
-        """Of inputs and targets this rank's pieces; losses, which have no dims, as they are."""
+        """This rank's pieces of inputs and targets; losses, which have no dims, unchanged."""
         mine = super().of_my(end, data)
         return mine and {
             stage: [value if value.ndim == 0 else self.piece_of(value) for value in values]
@@ -56,13 +56,13 @@ class Stages(Pipeline):
         return piece(whole, layout or self.layout, position, size)
 
     def add_up(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Over the ranks of this stage, if each has its piece only."""
+        """Sums over the ranks of this stage if each has only its piece."""
         if self.layout != "replicated":
             dist.all_reduce(tensor, group=self.topology.get_tensor_model_parallel_group())
         return tensor
 
     def compare(self, executor) -> None:
-        """Two steps that accumulate; losses of the last one, then gradients."""
+        """Runs two steps that accumulate; compares losses of the last one, then gradients."""
         for _ in range(2):
             losses = self.step(executor).losses
             expected = self.run_whole()
@@ -145,7 +145,7 @@ def test_ranks_in_any_order_over_sockets_and_on_an_in_order_stream(world):
 
 
 class Scale(nn.Module):
-    """Elementwise: any piece of its input gives that piece of its output."""
+    """Elementwise: any piece of its input determines that piece of its output."""
 
     def __init__(self, depth: int):
         super().__init__()
@@ -179,7 +179,7 @@ def test_borders_between_two_ranks_have_messages(world):
 
 @on_ranks(3)
 def test_whole_sizes_are_told_apart_where_pieces_of_a_rank_are_equal(world):
-    """3 and 4 rows are both 2 on the first of two ranks, 2 and 3 rows both 1 on the second."""
+    """Of 3 and of 4 rows the first of two ranks has 2; of 2 and of 3 rows the second one has 1."""
     for sizes, layout in (([2, 1], [ROWS, "replicated"]), ([1, 2], ["replicated", ROWS])):
         topology = topology_of(world, sizes)
         plan = plan_named("interleaved_1f1b", 2, 6)
@@ -273,11 +273,11 @@ def test_an_exception_on_one_rank_of_a_stage_reaches_all(world, failing_rank):
         assert f"rank {failing_rank}: F{[0, 1, 1][failing_rank]}.2" in str(caught.value)
         assert caught.value.origin_rank == failing_rank
         stages.zero_grad()
-        stages.compare(executor)  # its own communicator has been made anew
+        stages.compare(executor)  # it has made a new communicator of its own
 
 
 class Uneven(nn.Module):
-    """Gives the second rank of a stage one row more than it got."""
+    """On the second rank of a stage, returns one row more than it got."""
 
     def __init__(self, position: int):
         super().__init__()

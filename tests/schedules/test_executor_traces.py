@@ -14,8 +14,8 @@ from pipecomm_ext.schedules import Executor
 
 
 class Growing(nn.Module):
-    """Large outputs that its own backward does not need; at each backward it counts how many are left, once
-    the other rank has had the time to receive them."""
+    """Makes large outputs that its own backward does not need; counts at each backward how many are left,
+    once the other rank has had the time to receive them."""
 
     def __init__(self):
         super().__init__()
@@ -54,7 +54,7 @@ def test_outputs_are_freed_when_they_are_sent_and_not_at_their_backward(world):
 
 
 class Watching(nn.Module):
-    """At each forward it counts how many inputs of earlier forwards are left."""
+    """Counts at each forward how many inputs of earlier forwards are left."""
 
     def __init__(self):
         super().__init__()

@@ -1,5 +1,5 @@
-"""What passes between stages, what micro-batches may be, and keywords of stages: as Hugging Face's models and
-torch.distributed.pipelining's users write them."""
+"""Values between stages, forms of micro-batches, and keywords of stages: as in Hugging Face's models and in
+programs for torch.distributed.pipelining."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*micro-batches are fewer than t
 
 
 class ModelOutput(OrderedDict):
-    """Of transformers' form: a dict of the fields that are not None, which are attributes, too."""
+    """Like transformers' class: a dict of the fields that are not None, which are also attributes."""
 
     def __init__(self, **fields):
         super().__init__((name, value) for name, value in fields.items() if value is not None)
@@ -86,7 +86,7 @@ def test_broken_words_of_structures_are_refused():
 
 
 class Layer(nn.Module):
-    """Passes on what `form` makes of its hidden states and a mask; calls `read` for what it gets."""
+    """Passes on `form` of its hidden states and a mask; uses `read` to read its arguments."""
 
     def __init__(self, depth: int, form, read):
         super().__init__()
@@ -258,7 +258,7 @@ def test_whole_batches_of_two_chains(world):
 
 
 class Scale:
-    """An object that cannot travel."""
+    """An object that cannot be sent."""
 
     def __init__(self, factor):
         self.factor = factor
@@ -360,7 +360,7 @@ def test_wrong_arguments_are_refused_on_all_ranks_with_their_cure(world):
         with world.breaking(), pytest.raises(kind if world.rank == rank else PipeCommAborted) as caught:
             executor.step(**{**good, **wrong} if world.rank == rank else good)
         assert message in str(caught.value), str(caught.value)
-        assert executor.step(**good).losses is None or world.rank == 1  # it goes on
+        assert executor.step(**good).losses is None or world.rank == 1  # it still works
     executor.close()
 
 

@@ -1,4 +1,4 @@
-"""The garbage collector while plans are built: paused, and afterwards as the program has set it."""
+"""The garbage collector is paused while plans are built, and restored to the program's setting."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_it_is_paused_and_then_as_before_whatever_happens(is_enabled):
 
 
 def test_a_small_plan_does_not_count_what_the_program_has_frozen(monkeypatch):
-    """That walks over all of it: tens of milliseconds once torch is frozen, for each plan."""
+    """Counting walks over all frozen objects: tens of milliseconds per plan once torch is frozen."""
     monkeypatch.setattr(gc, "get_freeze_count", lambda: pytest.fail("counted"))
     one_f_one_b(4, 8)
 

@@ -107,7 +107,7 @@ def test_a_scaler_that_is_loaded_is_no_warning(world):
 @on_ranks(2)
 @pytest.mark.parametrize("overflows", [(True, False), (False, True), (False, False)])
 def test_each_optimizer_skips_by_itself(world, overflows):
-    """As in one process, and the scale follows all of them, on a rank that trains nothing, too."""
+    """As in one process, and the scale follows all of them, also on a rank that trains nothing."""
     _, executor = prepared(world, get_plan("one_f_one_b", 2, 4))
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     scaler.scale(torch.zeros(()))

@@ -49,7 +49,7 @@ class TiedPipeline(Pipeline):
         return list(nn.ModuleList(self.whole).parameters())
 
     def expected_norm(self, max_norm, norm_type=2.0):
-        """Clips the gradients of the whole model."""
+        """Clips the gradients of the whole model; returns the norm."""
         return torch.nn.utils.clip_grad_norm_(self.parameters_of_whole(), max_norm, norm_type)
 
 
@@ -129,7 +129,7 @@ def test_wrong_calls_raise_on_all_ranks_and_the_next_step_works(world):
         raises = pytest.raises((error, PipeCommMismatch), match=text)
         with world.breaking(), raises if weights else contextlib.nullcontext():
             executor.sum_shared_gradients(weights)
-            if error is PipeCommMismatch and world.rank == 1:  # which holds none
+            if error is PipeCommMismatch and world.rank == 1:  # holds no shared weight
                 raise PipeCommMismatch(text)
     del stage.frozen
     pipeline.zero_grad()
@@ -149,7 +149,7 @@ def test_wrong_calls_raise_on_all_ranks_and_the_next_step_works(world):
     pipeline.step(executor)
     with world.breaking(), pytest.raises(PipeCommError, match="6, 6"):
         executor.sum_shared_gradients({"any": {0: "matrix", 2: "first.weight"}})
-        executor.clip_grad_norm_(1.0)  # rank 1, which holds none, hears of it here
+        executor.clip_grad_norm_(1.0)  # rank 1, which holds none, gets the error here
     executor.close()
 
 
@@ -175,7 +175,7 @@ def test_gradients_that_are_not_finite_missing_or_of_several_dtypes(world):
         RuntimeError, match="the total norm of order 2.0 is inf: gradients that are not finite"
     ):
         executor.clip_grad_norm_(1.0, error_if_nonfinite=True)
-    torch.testing.assert_close(stage.single.grad[0], torch.tensor(1.0), rtol=1e-2, atol=0)  # as it was
+    torch.testing.assert_close(stage.single.grad[0], torch.tensor(1.0), rtol=1e-2, atol=0)  # unchanged
     assert not executor.clip_grad_norm_(1.0).isfinite()
 
 
@@ -238,14 +238,14 @@ def test_clipping_before_the_sum_of_copies_warns(world):
         UserWarning, match="before sum_replica_gradients takes the gradients of the first copies"
     ) as caught:
         executor.clip_grad_norm_(1.0)
-    assert caught[0].filename == __file__  # the line that is to change
+    assert caught[0].filename == __file__  # the line that the user must change
 
 
 # ---- stages that are functions ----------------------------------------------------------------------------
 
 
 class Trainer:
-    """Its stage is a method, with modules where nobody looks."""
+    """Its stage is a method, with modules in hidden places."""
 
     def __init__(self, module):
         self.parts = {"block": [module]}
@@ -258,7 +258,7 @@ class Trainer:
 
 
 def with_leaves(module):
-    """The weights are a dict of tensors that are no parameters."""
+    """The weights are a dict of tensors that are not parameters."""
     weights = {name: part.detach().clone().requires_grad_() for name, part in module.named_parameters()}
     return lambda x: functional_call(module, weights, (x,)), list(weights.values())
 
@@ -279,7 +279,7 @@ FORMS = {
 @pytest.mark.parametrize("name", ["one_f_one_b", "zb_v"])
 @pytest.mark.parametrize("form", FORMS)
 def test_parameters_of_stages_that_are_functions(world, form, name):
-    """Inputs that require grad are none; nor is what made them."""
+    """Inputs that require grad are not parameters, nor are the tensors that they were made from."""
     plan = get_plan(name, 2, 4)
     pipeline = Pipeline(plan, world.rank)
     made = {stage: FORMS[form](module) for stage, module in pipeline.stages.items()}
@@ -344,7 +344,7 @@ def test_functions_that_hide_their_parameters_are_refused_or_a_warning(world, sh
 
 @on_ranks(4)
 def test_stages_of_several_ranks(world):
-    """Copies count once, and pieces, which have Megatron's attribute, each; shared weights rank by rank."""
+    """Copies count once, pieces (with Megatron's attribute) on each rank; shared weights rank by rank."""
     topology = topology_of(world, [1, 2, 1])
     plan = get_plan("one_f_one_b", 3, 3)
     pipeline = TiedPipeline(plan, topology.get_vtp_my_stage_idx())

@@ -85,7 +85,7 @@ def replay(plan, duration, latency):
 
 
 class TableCosts(Costs):
-    """A duration of its own for every slot."""
+    """A separate duration for every slot."""
 
     def __init__(self, table, comm):
         super().__init__(comm=comm)
@@ -151,7 +151,7 @@ def test_500_random_runs_never_deadlock_and_match_the_replay():
 
 
 def test_replay_and_check_agree_on_which_programs_get_stuck():
-    """Programs with split groups and sends put off: check refuses just those that get stuck."""
+    """Programs with split groups and delayed sends: check refuses exactly those that get stuck."""
     rng = random.Random(7)
     num_stuck = 0
     for _ in range(150):
@@ -172,7 +172,7 @@ def test_replay_and_check_agree_on_which_programs_get_stuck():
 
 
 def split_and_shift(row, rng, probability):
-    """Single-operation groups; at times a send goes behind the receive that follows it."""
+    """Makes single-operation groups; at random moves a send after the receive that follows it."""
     result = []
     for item in row:
         for part in [Group((op,)) for op in item.ops] if isinstance(item, Group) else [item]:
@@ -187,7 +187,7 @@ def split_and_shift(row, rng, probability):
 
 @pytest.mark.parametrize("plan", SMALL_PLANS[::3], ids=repr)
 def test_program_is_the_projection_of_one_global_order(plan):
-    """Each transfer stands at both ends; over all ranks there is one order of all computes and transfers."""
+    """Each transfer occurs at both ends; all ranks follow one order of all computes and transfers."""
     successors = {}
     for rank, row in enumerate(plan.program):
         nodes = []

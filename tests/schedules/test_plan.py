@@ -190,7 +190,7 @@ def test_csv_reader_refuses_other_types_and_missing_files(tmp_path):
 
 
 def test_csv_survives_random_corruption_without_other_errors():
-    """Whatever is damaged, the reader answers with a plan or a PlanError, nothing else."""
+    """Whatever is damaged, the reader returns a plan or raises a PlanError, nothing else."""
     rng = random.Random(6)
     text = schedules.lower(schedules.dualpipe(2, 4)).to_csv()
     num_refused = 0

@@ -1,4 +1,4 @@
-"""Stages in FSDP2 and tensor parallelism: what only they have, and what they have in common with DDP."""
+"""Stages in FSDP2 and tensor parallelism: their own features, and those that they share with DDP."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from pipecomm_ext.schedules import Executor, Plan, StageError
 
 
 class Recomputed(TwoBlocks):
-    """One block is recomputed in a way, the other in none."""
+    """One block is recomputed, the other is not."""
 
     use_reentrant = False
 
@@ -54,14 +54,14 @@ def test_recomputation(world, wrap, layer):
 
 
 def inner_only(module, **options):
-    """Two roots in a stage, and weights that are not sharded and not trained."""
+    """Makes two roots in a stage, and weights that are neither sharded nor trained."""
     for block in module.blocks:
         fully_shard(block, mesh=mesh()["dp"], **options)
     return module
 
 
 def count_reductions(pipeline: Replicas, executor: Executor) -> int:
-    """Reduce-scatters in a step."""
+    """The number of reduce-scatters in a step."""
     name = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
     with mock.patch.object(dist, name, wraps=getattr(dist, name)) as reduce_scatter:
         pipeline.step(executor)
@@ -116,7 +116,7 @@ class Scaled(TwoBlocks):
 
 
 def late_weights(M: int) -> Plan:
-    """All W behind all I, and a forward in between, which frees the weights that it has gathered."""
+    """All W after all I, and a forward in between, which frees the weights that it has gathered."""
     rows = [
         [*(f"{kind}{stage}.{micro}" for kind in "FI" for micro in range(M - 1)), f"F{stage}.{M - 1}"]
         + [*(f"W{stage}.{micro}" for micro in range(M - 1)), f"I{stage}.{M - 1}", f"W{stage}.{M - 1}"]
@@ -163,8 +163,8 @@ def test_mixed_precision_sums_micro_batches_in_the_dtype_of_the_reduction(world,
 @on_ranks(4)
 @pytest.mark.parametrize("wrap", [ddp, fsdp], ids=["ddp", "fsdp"])
 def test_after_a_failed_step_the_next_one_is_right(world, wrap, tmp_path):
-    """Both pipelines fail with the same micro-batch, once their first stages can only wait: a copy that went
-    on would wait for the other one in a collective of torch's."""
+    """Both pipelines fail with the same micro-batch, once their first stages can only wait: a copy that
+    continued would wait for the other one in a collective of torch."""
     num_micros = 4
     pipeline = Replicas(plan_named("zb_h1", 2, num_micros), wrap)
     executor = pipeline.executor(communicator=mesh()["pp"].get_group())
@@ -198,7 +198,7 @@ def test_after_a_failed_step_the_next_one_is_right(world, wrap, tmp_path):
 
 
 class Narrow(TwoBlocks):
-    """With a parameter that has no part for the second rank; a weight of all stages is one and the same."""
+    """Has a parameter without a part for the second rank; all stages share one weight."""
 
     def __init__(self, depth: int):
         super().__init__(depth)
@@ -306,7 +306,7 @@ def test_a_dtensor_between_stages_is_refused(world):
 def test_a_distributed_checkpoint_of_the_whole_model(world, wrap, tmp_path):
     layer = Mlp if wrap is tensor_parallel else TwoBlocks
     pipeline = Replicas(plan_named("zb_v", 2, 4), wrap, layer)
-    pipeline.step(pipeline.executor())  # FSDP2 leaves nothing gathered behind
+    pipeline.step(pipeline.executor())  # FSDP2 leaves nothing gathered
     mine = {
         f"layers.{pipeline.depth_of[stage]}.{name}": value
         for stage, module in pipeline.stages.items()

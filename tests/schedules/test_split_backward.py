@@ -1,4 +1,4 @@
-"""Backward in two halves: the same gradients, each in its half, and no work twice where that is promised."""
+"""Backward in two halves: the same gradients, each in its half, and no repeated work where promised."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_without_inputs_everything_is_for_w():
 
 
 def test_outputs_that_no_input_leads_to():
-    """One of them twice, with other gradients."""
+    """One of them twice, with different gradients."""
     weights = [nn.Parameter(torch.ones(3)) for _ in range(2)]
     x = torch.ones(3, requires_grad=True)
     roots = [x * weights[0], output := (weights[1] * 2).exp(), output]
@@ -142,7 +142,7 @@ def test_outputs_that_no_input_leads_to():
 
 
 class Hooked(nn.Module):
-    """Hooks on tensors change gradients: in front of weights, of an output, and where a Tanh is between."""
+    """Hooks on tensors change gradients: before weights, before an output, and with a Tanh in between."""
 
     def __init__(self):
         super().__init__()
@@ -167,7 +167,7 @@ def test_hooks_that_change_gradients_change_them_once():
 
 
 class Written(nn.Module):
-    """A hook writes into the gradient in front of the second layer; `.grad` there is kept in `between`."""
+    """A hook writes into the gradient before the second layer; `.grad` there is kept in `between`."""
 
     def __init__(self, size, write):
         super().__init__()
@@ -189,7 +189,7 @@ WRITES = {
 
 @pytest.mark.parametrize("writes", WRITES)
 def test_hooks_that_write_into_a_gradient_spoil_none_of_others(writes):
-    """W has zeros that many joins share, some of which can be written."""
+    """W uses zeros that many joins share, some of which are writable."""
     size, write = WRITES[writes]
 
     def difference(module):
@@ -212,7 +212,7 @@ def test_hooks_that_write_into_a_gradient_spoil_none_of_others(writes):
 
 
 def test_shared_weights_are_counted_once():
-    """They hang below two nodes: I is the whole backward."""
+    """They are below two nodes: I is the whole backward."""
     layer = nn.Linear(8, 8)
     whole, x, split, y, work = whole_and_split(nn.Sequential(layer, nn.Tanh(), layer))
     assert work == []

@@ -93,7 +93,7 @@ def test_random_graphs(part):
                 after_input_half = [None if x.grad is None else x.grad.clone() for x in inputs]
                 for rest in work:
                     rest()
-                assert_equal(seed, after_input_half, [x.grad for x in inputs])  # W leaves them alone
+                assert_equal(seed, after_input_half, [x.grad for x in inputs])  # W does not change them
             results.append([leaf.grad for leaf in (*weights, *inputs)])
         assert_equal(seed, *results)
     assert num_split > 40

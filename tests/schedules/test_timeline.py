@@ -1,4 +1,4 @@
-"""Timelines as text, and what their durations say; no processes."""
+"""Timelines as text, and numbers derived from their durations; no processes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pipecomm_ext.schedules import Costs, Timeline, get_plan, simulate
 
 
 def test_a_picture_in_text_shows_fused_slots():
-    """Those of other schedules: test_generators.py."""
+    """Pictures of other schedules: test_generators.py."""
     assert simulate(get_plan("dualpipe", 2, 4)).text_picture(width=24).splitlines() == [
         "  0 |FFFFFFBBBBXXXXXXBBBBIIWW|",
         "  1 |FFFFFFBBBBXXXXXXBBBBIIWW|",

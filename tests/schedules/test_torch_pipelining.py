@@ -1,4 +1,4 @@
-"""Beside torch.distributed.pipelining: its CSV of schedules, and its results with the same stages."""
+"""Compared with torch.distributed.pipelining: its CSV of schedules, and its results with the same stages."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from pipecomm_ext.schedules import Executor, Plan, PlanError
 
 
 def local_stages(mine: Iterable[int], size: int, num_stages: int) -> list[SimpleNamespace]:
-    """What torch's schedules need of the stages of rank 0 to be constructed."""
+    """What torch's schedules need of the stages of rank 0 for construction."""
     common = dict(group_size=size, group_rank=0, num_stages=num_stages, submod=nn.Identity())
     return [SimpleNamespace(stage_index=stage, is_last=stage == num_stages - 1, **common) for stage in mine]
 
 
 def torch_rows(name: str, size: int, num_micros: int) -> list[list[str]]:
-    """The cells that torch writes for its schedule. Interleaved1F1B of one stage per rank is 1F1B; the order
-    that Schedule1F1B of torch 2.11 shows begins with micro-batch 1 on the last rank."""
+    """The cells that torch writes for its schedule. Interleaved1F1B with one stage per rank is 1F1B; the
+    order of Schedule1F1B of torch 2.11 begins with micro-batch 1 on the last rank."""
     from torch.distributed.pipelining import schedules as theirs
 
     if name == "Schedule1F1B":
@@ -68,7 +68,7 @@ def test_a_plan_from_the_csv_of_torch(name, size, num_micros, tmp_path):
         "ScheduleZBVZeroBubble": schedules.zb_v,
         "ScheduleDualPipeV": schedules.dualpipev,
     }.get(name, lambda P, M: schedules.interleaved_1f1b(P, M, 2))
-    assert plan.owner == placed_as(size, num_micros).owner  # stages are numbered alike
+    assert plan.owner == placed_as(size, num_micros).owner  # stages have the same numbers
 
 
 def torch_reads(path, plan: Plan):
@@ -136,7 +136,7 @@ def test_what_is_not_of_one_form_is_refused():
 @on_ranks(2)
 @pytest.mark.parametrize("name", ["Schedule1F1B", "ScheduleInterleaved1F1B"])
 def test_torch_and_the_executor_give_the_same_losses_and_gradients(world, name):
-    """Torch's plan runs here, this library's plan runs there (interleaved), and docs/migrating.md's lines."""
+    """Torch's plan runs here, this library's plan in torch (interleaved), and the lines of docs/migrating.md."""
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
     from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
