@@ -1,4 +1,4 @@
-"""Ulysses attention whose exchanges run beside computation, against exchange, attention, exchange in turn."""
+"""Ulysses attention whose exchanges overlap with computation, against exchange, attention, exchange in turn."""
 
 from __future__ import annotations
 

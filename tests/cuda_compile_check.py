@@ -209,7 +209,7 @@ def test_program(tmp_path: Path) -> None:
 
 
 def nccl_headers() -> list[Path]:
-    """The folders of nccl.h in the wheels beside this Python's torch."""
+    """The folders of nccl.h in the wheels installed with this Python's torch."""
     return sorted(path.parent for path in Path(sysconfig.get_path("purelib")).glob("nvidia/*/include/nccl.h"))
 
 

@@ -153,7 +153,7 @@ def test_a_rank_that_never_joins_is_named(world):
     # A group of its own: communicators of one group are counted, and later tests count on world.group.
     group = dist.new_group(list(range(3)))
     if world.rank != VICTIM:
-        comm = Communicator(group, device="cpu", timeout=0.5)  # waits for nobody
+        comm = Communicator(group, device="cpu", timeout=0.5)  # does not wait
         with pytest.raises(PipeCommTimeout, match="rank 1 has not made its communicator"):
             comm.barrier()
     world.meet()

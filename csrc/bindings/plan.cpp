@@ -10,7 +10,7 @@ namespace pipecomm {
 
 namespace {
 
-// (shape, dtype) as Python gives it.
+// (shape, dtype) as passed by Python.
 TensorSpec spec_of(const Dims& shape, const py::object& dtype) {
   return {shape, dtype_argument(dtype)};
 }

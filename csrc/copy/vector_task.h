@@ -123,7 +123,7 @@ class ResolvedTasks {
  private:
   struct Resolved {
     VectorTask task;  // without addresses
-    CopyTask from;    // gives the addresses
+    CopyTask from;    // yields the addresses
   };
 
   static std::vector<uint8_t> alignment_of(const CopyBuffers& buffers);

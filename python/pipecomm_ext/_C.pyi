@@ -1,4 +1,4 @@
-"""The C++ core. Use the Python package instead: it checks, documents and completes what is here."""
+"""The C++ core. Use the Python package instead: it checks, documents and completes this one."""
 
 from __future__ import annotations
 

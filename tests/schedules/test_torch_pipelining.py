@@ -136,7 +136,7 @@ def test_what_is_not_of_one_form_is_refused():
 @on_ranks(2)
 @pytest.mark.parametrize("name", ["Schedule1F1B", "ScheduleInterleaved1F1B"])
 def test_torch_and_the_executor_give_the_same_losses_and_gradients(world, name):
-    """Torch's plan runs here, this library's plan in torch (interleaved), and the lines of docs/migrating.md."""
+    """Torch's plan runs here, this library's plan in torch (interleaved), and docs/migrating.md's lines."""
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
     from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 

@@ -49,7 +49,7 @@ class Segment {
   uint64_t inode() const;
   // After this, no process can map it any more.
   void close_fd();
-  // Gives the pages of the rings from `sources` back to the system. The status stays readable.
+  // Returns the pages of the rings from `sources` to the system. The status stays readable.
   void release_rings(std::span<const int> sources);
 
   Status& status() { return *at<Status>(kPageBytes); }

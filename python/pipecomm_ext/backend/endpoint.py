@@ -44,7 +44,7 @@ class Connection:
 
 
 class Endpoint:
-    """Communicators are made at the first call for a device, which waits for nobody."""
+    """Makes the communicator of a device at the first call for it, without waiting for other ranks."""
 
     def __init__(
         self, store: dist.Store, rank: int, size: int, name: str, ranks: list[int], timeout: timedelta

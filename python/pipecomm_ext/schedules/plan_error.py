@@ -1,4 +1,4 @@
-"""`PlanError`, and the texts that show where a plan fails: the place in its row, and who waits for whom."""
+"""`PlanError`, and the texts that show where a plan fails: the place in its row, and which ranks wait."""
 
 from __future__ import annotations
 

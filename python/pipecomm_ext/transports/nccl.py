@@ -142,7 +142,7 @@ class Nccl(Transport):
         if problem:
             return {"problem": problem, "gpu": ""}
         host = host_name()
-        # From 2.30 on NCCL lets ranks share a GPU if it is told to.
+        # From 2.30 on, NCCL lets ranks share a GPU if this variable is set.
         if os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1":
             host += f"/{os.getpid()}"
         return {"problem": "", "gpu": f"{host}/{torch.cuda.get_device_properties(device).uuid}"}

@@ -81,7 +81,7 @@ def hosts_of(other: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
 
 
 def _by_promise(hosts: Sequence[str], store: dist.Store) -> list[str]:
-    """Sorts `hosts`: first the address from which this process reaches the store, as all ranks can."""
+    """Sorts `hosts`, first the one from which this process reaches the store, which all ranks reach."""
     first, base = None, store
     while isinstance(base, dist.PrefixStore):
         base = base.underlying_store

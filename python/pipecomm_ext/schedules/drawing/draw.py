@@ -23,8 +23,8 @@ def draw(
 ) -> None:
     """Draws a plan (simulated at `costs`), a timeline (simulated or measured), or several on one scale.
 
-    A picture 20 times shorter than another one, as a measured timeline (in seconds) beside a plan simulated
-    at costs of 1, gets a scale of its own: `simulate(plan, timeline.costs())` is what compares with it.
+    A picture 20 times shorter than another one, like a measured timeline (in seconds) next to a plan
+    simulated at costs of 1, gets its own scale; `simulate(plan, timeline.costs())` is comparable with it.
 
     The suffix of `path` decides the format: .svg, .html (self-contained; hovering shows action, time and
     messages, and follows the micro-batch) or .png (needs matplotlib). `width` is in pixels. `titles`, one per
