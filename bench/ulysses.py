@@ -1,4 +1,4 @@
-"""Ulysses attention whose exchanges overlap with computation, against exchange, attention, exchange in turn."""
+"""Ulysses attention whose exchanges overlap with computation, against the same calls one after the other."""
 
 from __future__ import annotations
 
