@@ -1,4 +1,4 @@
-"""Ulysses attention whose exchanges overlap with computation, against the same calls one after the other."""
+"""Ulysses attention whose exchanges overlap computation, against exchange, attention, exchange in turn."""
 
 from __future__ import annotations
 

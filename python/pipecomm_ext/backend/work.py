@@ -20,7 +20,7 @@ _futures_lock = threading.Lock()
 
 
 class Handle(Protocol):
-    """Waits for a call: a Work of the engine, a Continuation, ..."""
+    """An object that waits for a call: a Work of the engine, a Continuation, ..."""
 
     def wait(self, timeout: Any = None) -> Any: ...
     def is_completed(self) -> bool: ...

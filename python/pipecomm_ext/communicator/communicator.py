@@ -734,7 +734,7 @@ def graph_name(communicator: Communicator) -> str:
 
 
 def all_reduce_in_line(comm: Communicator, tensor: torch.Tensor, op: Any, channel: int, line: Line) -> None:
-    """`Communicator.all_reduce` that other ranks may begin with `async_op`: its second exchange has its own
+    """`Communicator.all_reduce` that other ranks may begin without waiting: its second exchange has its own
     channel."""
     reductions.all_reduce(comm, comm._c, tensor, op, channel, line)
 

@@ -115,7 +115,7 @@ class P2PCommunicator:
     however many tensors are sent. An empty list is no message. Received tensors are fresh leaves that require
     grad if their dtype can. A stage at an edge, with nothing to receive, gets None, or a list of None.
 
-    Methods return when what they receive has arrived and what they send has been received. With
+    Methods return when what they receive has arrived and what they send has been accepted. With
     `overlap_p2p_comm=True` they return (the usual result, handles) at once: `handles` maps "send_next",
     "recv_prev", "send_prev", "recv_next" to the Work of each message that exists; a received tensor may be
     used after its `wait()`, a sent one must not change before. Handles may be waited for twice or dropped.
@@ -304,7 +304,7 @@ class P2PCommunicator:
         self, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool
     ) -> tuple[list[int], list[int]]:
         """Shapes of what the previous and the next stage are about to send, 3-d tensors, as lists; [0, 0, 0]
-        where nothing is received. Exists for the same reason: messages of this package carry their shapes.
+        where nothing is received. Like `_communicate`, not called here: messages carry their shapes anyway.
         """
         comm, shapes = self.communicator, []
         ops: list[Send | Recv] = []

@@ -115,7 +115,7 @@ class StageRelay:
     def send_forward(
         self, tensor: Tensor, async_op: bool = False, *, shape: Sequence[int] | None = None
     ) -> Work | None:
-        """Sends the boundary tensor to the next stage; returns when that has received it, or returns a Work.
+        """Sends the boundary tensor to the next stage; returns when that has accepted it, or returns a Work.
 
         `shape` is that of the whole tensor. If all ranks of a sharded stage pass it, they need not exchange
         their lengths first. The tensor must not change until the Work is done.
