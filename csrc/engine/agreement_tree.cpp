@@ -30,7 +30,7 @@ std::vector<AgreementTree::Message> AgreementTree::hear(int from, const Statemen
   }
   std::vector<Message> messages;
   if (verdict_) return messages;
-  // The verdict of a parent that cannot be heard any more may come before this member has spoken.
+  // If the parent is lost, its verdict may come before this member has sent its statement.
   if (!has_spoken_) messages.push_back({place_.parent, Statement::objection(joined_.common)});
   has_spoken_ = true;
   decide(statement, messages);

@@ -1,6 +1,6 @@
-// How the members of a collective find out with one small message per edge of their tree whether
-// all of them make the same call: statements are joined on their way to the root, whose verdict
-// comes back. Pure logic, one object for each member and collective.
+// The members of a collective check that all of them make the same call, with one small message per
+// edge of their tree and direction: statements are joined on the way to the root, which returns a
+// verdict. Pure logic, one object for each member and collective.
 #pragma once
 
 #include <cstdint>
@@ -13,14 +13,14 @@
 
 namespace pipecomm {
 
-// What some members say of one collective, as it travels.
+// The joint statement of some members about one collective, as it is sent.
 struct Statement {
   uint64_t common = 0;  // a hash of what all members must share
   // Over all messages of these members: a hash of each, added by its sender and subtracted by its
   // receiver. Over all members it is 0 if the two ends of every message agree.
   uint64_t balance = 0;
-  // Somebody refuses or cannot be heard, or members differ in `common`. As a verdict: the members
-  // do not agree, and tell each other directly what is wrong.
+  // Not 0 if a member refuses or cannot be reached, or members differ in `common`. As a verdict:
+  // the members do not agree, and exchange messages directly to find out what is wrong.
   uint64_t objects = 0;
 
   // `request` is a message that this member sends or expects from now on.
@@ -38,13 +38,12 @@ class AgreementTree {
     int to;  // a member
     Statement statement;
   };
-  // What there is to send after this member has made its own statement, and then after it has heard
-  // that of a child or the verdict of the parent. Each edge carries one message in each direction,
-  // whatever happens.
+  // Return the messages to send: start() after this member's own statement, hear() after that of a
+  // child or the verdict of the parent. Each edge always carries one message in each direction.
   std::vector<Message> start(const Statement& own);
   std::vector<Message> hear(int from, const Statement& statement);
 
-  // Whether all members agree, once that is known here.
+  // Whether all members agree; none until this member knows it.
   std::optional<bool> verdict() const { return verdict_; }
 
  private:
@@ -52,7 +51,7 @@ class AgreementTree {
   void decide(const Statement& verdict, std::vector<Message>& messages);
 
   TreePlace place_;
-  size_t num_missing_;       // children that have not been heard
+  size_t num_missing_;       // children whose statement has not come
   bool has_spoken_ = false;  // to the parent
   Statement joined_;
   std::optional<bool> verdict_;

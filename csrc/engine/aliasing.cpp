@@ -14,7 +14,7 @@ struct Interval {
   bool contains(const Interval& other) const { return begin <= other.begin && other.end <= end; }
 };
 
-// All bytes of a contiguous tensor, the first element of another one.
+// All bytes of a contiguous tensor, or the first element of a tensor with gaps.
 Interval memory_of(const TensorRef& tensor) {
   const int64_t num_bytes = tensor.num_bytes();
   if (num_bytes == 0) return {};
@@ -28,7 +28,7 @@ Interval own_place(const ExchangePlan& plan, const TensorRef& output, int output
     if (recv.peer != plan.rank) continue;
     for (const Box& box : recv.boxes) {
       if (box.tensor_idx != output_idx) continue;
-      // A run: whole rows of all dims behind the first one that has more than one element.
+      // A run: full extent in all dims after the first one that has more than one element.
       size_t dim = 0;
       while (dim < box.extent.size() && box.extent[dim] == 1) ++dim;
       int64_t begin = 0, num_elements = 1;
@@ -44,8 +44,8 @@ Interval own_place(const ExchangePlan& plan, const TensorRef& output, int output
   return {};
 }
 
-// Whether an input is a slice of an output into which nothing is received, unless it is the very
-// slice that this rank sends to itself.
+// Whether an input is a slice of an output that receives nothing from other ranks, nor from this
+// rank, unless it is exactly the slice that this rank sends to itself.
 bool is_slice_that_stays(const ExchangePlan& plan, const TensorRef& input, const TensorRef& output,
                          int output_idx) {
   const size_t num_dims = output.shape.size();

@@ -8,10 +8,10 @@
 
 namespace pipecomm {
 
-// Throws std::invalid_argument if two outputs share memory, or an output and an input do. Legal is
-// an input that is its own place in an output, as in a gather in place, or a slice of it into which
-// nothing is received. Tensors with gaps between their elements may interleave; of those only a
-// common first element is noticed.
+// Throws std::invalid_argument if two outputs share memory, or an output and an input do. An input
+// may be this rank's own place in an output, as in an in-place gather, or a slice of an output into
+// which nothing is received. Tensors with gaps between their elements may interleave; for them,
+// only the first element is checked.
 void check_aliasing(const ExchangePlan& plan, std::span<const TensorRef> inputs,
                     std::span<const TensorRef> outputs);
 

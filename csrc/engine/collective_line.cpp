@@ -17,8 +17,8 @@ void CollectiveLine::submit(Collective collective, bool is_async) {
   run(lock, is_async);
 }
 
-// Goes on until nothing is left to do now. The operations that are through are released last: the
-// epilogue of one may take its time, and must not keep the next one from its start.
+// Runs until nothing is left to do now. Operations whose messages are all posted are released last:
+// the epilogue of one may be slow, and must not delay the start of the next one.
 void CollectiveLine::run(std::unique_lock<std::mutex>& lock, bool is_async) {
   if (std::exchange(is_running_, true)) return;
   while (!is_stopped_ && step(lock, is_async)) {
@@ -40,14 +40,14 @@ void CollectiveLine::run(std::unique_lock<std::mutex>& lock, bool is_async) {
   for (const OperationPtr& operation : through) operation->release();
 }
 
-// Sends wait until all that is known has been looked at, so that a verdict and the data that come
-// with it leave in one batch.
+// Sends wait until all events have been handled, so that a verdict and the data that follow from it
+// are posted in one batch.
 bool CollectiveLine::step(std::unique_lock<std::mutex>& lock, bool is_async) {
   Batch batch;
   if (!events_.empty()) {
     const Event event = std::move(events_.front());
     events_.pop_front();
-    if (!current_ || event.number != number_) return true;  // it was settled without this
+    if (!current_ || event.number != number_) return true;  // settled without this event
     lock.unlock();
     handle(event, batch);
   } else if (!current_ && !waiting_.empty()) {
@@ -66,7 +66,7 @@ bool CollectiveLine::step(std::unique_lock<std::mutex>& lock, bool is_async) {
   const OperationPtr operation = current_->collective.operation;
   for (const auto* requests : {&batch.recvs, &batch.sends})
     for (const RequestPtr& request : *requests) request->operation = operation;
-  std::optional<Current> over;  // ends without the lock
+  std::optional<Current> over;  // destroyed without the lock
   if (current_->is_over) over.swap(current_);
   lock.lock();
   sends_.insert(sends_.end(), batch.sends.begin(), batch.sends.end());
@@ -87,7 +87,7 @@ void CollectiveLine::post(std::unique_lock<std::mutex>& lock, std::vector<Reques
                           bool is_async) {
   if (requests.empty() || is_stopped_) return;
   lock.unlock();
-  std::vector<OperationPtr> operations;  // one, or the one before and the one that follows
+  std::vector<OperationPtr> operations;  // one, or the previous and the current one
   for (const RequestPtr& request : requests) {
     request->operation->add(request);
     if (operations.empty() || operations.back() != request->operation)
@@ -105,7 +105,7 @@ std::function<FailurePtr(FailurePtr)> CollectiveLine::tell(What what, int idx) {
       events_.push_back({number, what, idx, failure});
       run(lock, true);
     }
-    // A member that cannot be heard is no failure yet: the direct exchange says whose it is.
+    // A member that cannot be reached is not a failure yet: the direct exchange attributes it.
     return what == What::heard ? nullptr : failure;
   };
 }
@@ -126,11 +126,11 @@ bool CollectiveLine::wait_until_idle(Deadline until) {
 void CollectiveLine::stop() {
   std::unique_lock lock(mutex_);
   is_stopped_ = true;
-  run(lock, true);  // lets go of everything, unless another thread is about to
+  run(lock, true);  // drops everything, unless another thread is about to
 }
 
 // ------------------------------------------------------------------------------------------------
-// the members of the collective in hand
+// the members of the current collective
 
 int CollectiveLine::num_members() const {
   const auto& members = current_->collective.members;
@@ -158,7 +158,7 @@ std::vector<int> CollectiveLine::peers() const {
   return peers;
 }
 
-// Ends that are in different operations disagree, which counts as an objection.
+// If the two ends are in different operations, the message fails, which counts as an objection.
 RequestPtr CollectiveLine::control_request(Direction direction, int member, Statement* word) const {
   Descriptor descriptor = current_->collective.common;
   descriptor.channel = kControlChannel;
@@ -168,7 +168,7 @@ RequestPtr CollectiveLine::control_request(Direction direction, int member, Stat
 }
 
 // ------------------------------------------------------------------------------------------------
-// its course
+// its steps
 
 void CollectiveLine::start(Batch& batch) {
   Current& current = *current_;
@@ -199,8 +199,8 @@ void CollectiveLine::start(Batch& batch) {
       (sends ? batch.sends : batch.recvs).push_back(request);
     }
   }
-  // First the children: a flight record that follows the first message that a rank waits for comes
-  // to the member that all wait for.
+  // Children come first: following the first pending message from rank to rank in the flight
+  // records then leads to the member that all wait for.
   std::vector<int> edges = place.children;
   if (!place.is_root()) edges.push_back(place.parent);
   for (size_t idx = 0; idx < edges.size(); ++idx) {
@@ -253,7 +253,7 @@ void CollectiveLine::decide(Batch& batch) {
   pass_on(batch);
 }
 
-// All of it, but what this rank has posted already.
+// Posts all messages of the direct exchange, except those that this rank has posted already.
 void CollectiveLine::exchange_directly(Batch& batch) {
   for (const RequestPtr& request : current_->collective.messages_with(peers())) {
     if (current_->posted.contains({request->direction, request->peer})) continue;
@@ -276,7 +276,7 @@ void CollectiveLine::receive_pieces(Batch& batch) {
   }
 }
 
-// In order, whatever order they came in.
+// Sends the pieces in order, regardless of the order of arrival.
 void CollectiveLine::pass_on(Batch& batch) {
   Current& current = *current_;
   const size_t num_pieces = current.has_piece.size();
@@ -285,7 +285,7 @@ void CollectiveLine::pass_on(Batch& batch) {
     if (!current.is_whole_here && !current.has_piece[current.num_passed_on]) return;
     for (const int member : current.route.pieces_to) {
       const RequestPtr request = piece_request(Direction::send, member, current.num_passed_on);
-      // Those below count on it.
+      // The members below expect the message even if this rank has no data for it.
       request->refuses = current.payload_failure != nullptr;
       if (request->refuses) request->refusal = current.payload_failure->message;
       batch.sends.push_back(request);

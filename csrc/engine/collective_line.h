@@ -1,20 +1,20 @@
-// Runs the collectives of a large group: agreement along a tree, and only then, if the members do
-// not agree, a message in each direction between any two of them, which names what is wrong as in a
-// small group.
+// Runs the collectives of a large group: agreement along a tree, and only if the members do not
+// agree, a message in each direction between any two of them, which names the error as in a small
+// group.
 //
-// An exchange sends its data at once, beside the agreement. A broadcast sends them down the tree
-// once all agree. If the members do not agree, each posts what it has not posted yet of the direct
-// exchange, so any two still have one message in each direction, and the next collective finds both
-// at the same place in the order.
+// An exchange sends its data immediately, in parallel with the agreement. A broadcast sends its
+// data down the tree once all agree. If the members do not agree, each posts the remaining messages
+// of the direct exchange, so any two still have one message in each direction, and both are at the
+// same place in the order when the next collective starts.
 //
 // The collectives of a rank run one after the other: the next one starts when this rank has posted
-// the last message of the one before. Otherwise what a verdict or a piece that arrives brings about
-// would come after messages of later collectives on one rank and before them on another. All ranks
-// call them in one order, so nobody waits for a rank that waits for it.
+// the last message of the previous one. Otherwise the messages that follow a verdict or a piece
+// would be posted after those of later collectives on one rank and before them on another. All
+// ranks call the collectives in one order, so they cannot wait for each other in a circle.
 //
-// There is no thread for this: whoever starts a collective or settles one of its messages goes on
-// with what is next. One thread at a time does, without holding a lock while it posts, since posting
-// may settle further messages at once; others leave it what they have heard.
+// This class has no thread: the thread that starts a collective or settles one of its messages also
+// runs the next steps. One thread at a time does so, and holds no lock while it posts, since
+// posting may settle further messages at once; other threads queue their events for it.
 #pragma once
 
 #include <condition_variable>
@@ -47,7 +47,8 @@ inline constexpr int64_t kPieceBytes = 1 << 20;
 struct Collective {
   OperationPtr operation;
   std::vector<int> members;  // increasing, this rank among them; empty: all ranks
-  // How all members describe a message without data; of a broadcast, the one with the payload.
+  // All members' description of a message without data; for a broadcast, of the one with the
+  // payload.
   Descriptor common = {};
   bool refuses = false;
   // The direct exchange with these ranks: the receives from all of them, then the sends.
@@ -62,15 +63,15 @@ class CollectiveLine {
   CollectiveLine(int rank, int size, int direct_limit, HostTransport& transport)
       : rank_(rank), size_(size), direct_limit_(direct_limit), transport_(transport) {}
 
-  // Takes its place behind all that came before. Not called by two threads at a time.
+  // Queues the collective behind all earlier ones. Not called by two threads at a time.
   void submit(Collective collective, bool is_async);
-  // Whether nothing more is to be posted, but for operations whose end is known to their callers.
+  // Whether nothing more is to be posted, except for operations whose end their callers have seen.
   bool wait_until_idle(Deadline until);
-  // Nothing more is posted, and what waits is let go.
+  // Posts nothing more, and drops the queued collectives.
   void stop();
 
  private:
-  // The words that travel along the edges; belongs to the operation.
+  // Buffers of the statements that the edges carry; the operation keeps them alive.
   struct Words {
     std::vector<Statement> heard, said;
   };
@@ -85,7 +86,7 @@ class CollectiveLine {
     FailurePtr payload_failure;
     std::vector<bool> has_piece;
     size_t num_passed_on = 0;
-    bool is_over = false;  // all is posted
+    bool is_over = false;  // all messages are posted
   };
   enum class What : uint8_t { heard, whole, piece };
   struct Event {
@@ -102,7 +103,7 @@ class CollectiveLine {
   bool step(std::unique_lock<std::mutex>& lock, bool is_async);
   void post(std::unique_lock<std::mutex>& lock, std::vector<RequestPtr> requests, bool is_async);
 
-  // Of the collective in hand; called by the thread that runs, without the lock.
+  // For the current collective; called by the thread that runs, without the lock.
   void start(Batch& batch);
   void handle(const Event& event, Batch& batch);
   void say(const std::vector<AgreementTree::Message>& messages, Batch& batch);
@@ -128,12 +129,12 @@ class CollectiveLine {
   std::deque<Event> events_;
   bool is_running_ = false;
   bool is_stopped_ = false;
-  // Of the thread that runs:
+  // Used by the thread that runs:
   std::optional<Current> current_;
   uint64_t number_ = 0;                // of `current_`
-  OperationPtr current_operation_;     // written under the lock, too
-  std::vector<RequestPtr> sends_;      // to be posted when nothing else is left to do, as one batch
-  std::vector<OperationPtr> through_;  // whose messages are posted, to be released
+  OperationPtr current_operation_;     // also written under the lock
+  std::vector<RequestPtr> sends_;      // to be posted as one batch when nothing else is left to do
+  std::vector<OperationPtr> through_;  // all messages are posted; to be released
 };
 
 }  // namespace pipecomm

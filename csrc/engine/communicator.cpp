@@ -12,7 +12,7 @@
 namespace pipecomm {
 namespace {
 
-// How long a batch whose failure is known waits for the rest of it, which mostly comes through.
+// How long a failed batch waits for its other messages, most of which complete.
 constexpr auto kRestLimit = std::chrono::seconds(1);
 constexpr size_t kMinSweep = 1024;
 
@@ -168,7 +168,7 @@ void Communicator::post_locked(const OperationPtr& operation, bool is_async) {
   operation->note_posted();
 }
 
-// With the lock, which they outlive: some may have no other owner by now.
+// With the lock. The caller destroys the result without it: an operation may have no other owner.
 std::vector<OperationPtr> Communicator::in_flight() const {
   std::vector<OperationPtr> operations;
   for (size_t idx = 0; idx < in_flight_.size(); ++idx)
@@ -177,7 +177,7 @@ std::vector<OperationPtr> Communicator::in_flight() const {
 }
 
 void Communicator::note_in_flight(const OperationPtr& operation) {
-  std::vector<OperationPtr> swept;  // of which some may have no other owner by now
+  std::vector<OperationPtr> swept;  // destroyed without the lock: they may have no other owner
   std::unique_lock lock(mutex_);
   if (failure_) {  // since the check above, and without this operation
     const FailurePtr failure = failure_;
@@ -195,9 +195,9 @@ void Communicator::note_in_flight(const OperationPtr& operation) {
   if (std::exchange(is_watchdog_idle_, false)) wake_watchdog_.notify_one();
 }
 
-// Those that callers wait for end in the order opposite to that in which they began, mostly.
+// Operations that callers wait for mostly end in the reverse order of their start.
 void Communicator::note_ended(const Operation& operation) {
-  OperationPtr last;  // which, if it is another one, does not end under the lock
+  OperationPtr last;  // if it is another operation, it is destroyed without the lock
   std::lock_guard lock(mutex_);
   if (in_flight_.empty()) return;
   last = in_flight_.back().lock();

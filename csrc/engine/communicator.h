@@ -1,4 +1,4 @@
-// The engine: validates calls, orders them, has their data moved (Execution), and turns an error on
+// The engine: validates and orders calls, lets an Execution move their data, and turns an error on
 // any rank into one error on all of them. It knows tensors only as addresses, shapes and strides.
 #pragma once
 
@@ -37,9 +37,10 @@ struct CommunicatorOptions {
   bool checks = true;  // compare dtypes, shapes and arguments, not only sizes
   // Called when an operation or the communicator has failed, see FlightRecord.
   std::function<void()> on_failure = nullptr;
-  // Up to this many members of a collective tell each other directly, without a tree.
+  // Up to this many members of a collective compare it directly, without a tree.
   int direct_limit = kDirectLimit;
-  // Where the tensors are; null: in host memory. Calls then wait for what the caller's stream holds.
+  // The device of the tensors, whose calls wait for the work on the caller's stream; null: host
+  // memory.
   std::shared_ptr<DeviceRuntime> device = nullptr;
 };
 
@@ -47,7 +48,7 @@ class Communicator final : private TransportEvents {
  public:
   using MakeTransport = std::function<std::unique_ptr<HostTransport>(TransportEvents&)>;
   using MakeExecution = std::function<std::unique_ptr<Execution>(Communicator&)>;
-  // Waits for nobody. Without `make_execution` its execution is a HostExecution.
+  // Does not wait for other ranks. Without `make_execution` its execution is a HostExecution.
   Communicator(const CommunicatorOptions& options, const MakeTransport& make_transport,
                const MakeExecution& make_execution = nullptr);
   ~Communicator() override;
@@ -62,15 +63,16 @@ class Communicator final : private TransportEvents {
   // Point-to-point: one group of messages.
   OperationPtr batch_p2p(std::span<const PointToPoint> batch, CallOptions options = {});
 
-  // Collectives: every rank hears of every other one, so that all know of a rank that refuses.
-  // An exchange on a channel of the user is posted when all earlier ones on that channel are, and
-  // `after`, if given, has succeeded; it fails if `after` fails. No caller has to wait for that.
+  // Collectives: every rank gets a report from every other one, so all learn of a rank that
+  // refuses. An exchange on a channel of the user is posted when all earlier ones on that channel
+  // are, and `after`, if given, has succeeded; it fails if `after` fails. The caller does not wait
+  // for that.
   OperationPtr exchange(OpCode op, const PreparedExchangePtr& plan,
                         std::span<const TensorRef> inputs, std::span<const TensorRef> outputs,
                         CallOptions options = {}, const Scope& scope = {},
                         const OperationPtr& after = nullptr);
   OperationPtr broadcast(const TensorRef& tensor, int source, CallOptions options = {});
-  // Meets the hosts of all ranks, whatever runs on streams.
+  // Synchronizes the hosts of all ranks, independent of the work on streams.
   OperationPtr barrier(bool is_async = true);
   // Begins to connect to these ranks, see HostTransport::connect and Execution::connect.
   void connect(std::span<const int> peers,
@@ -85,31 +87,32 @@ class Communicator final : private TransportEvents {
   std::shared_ptr<std::byte> allocate_result(int64_t num_bytes) {
     return transport_->allocate_result(num_bytes);
   }
-  // Memory of the host for what lies between the steps of one call.
+  // Host memory for intermediate results of one call.
   StagingPool& scratch() { return scratch_; }
-  // Call it instead of a collective that this rank cannot take part in. Done once all others have
-  // heard it.
+  // Called instead of a collective that this rank cannot take part in. Done once all others have
+  // received the refusal.
   OperationPtr refuse(OpCode op, const std::string& reason, const Scope& scope = {});
 
   // Blocks until the operation is done and throws its failure, if any; false if `until` passes
   // first.
   bool wait(Operation& operation, Deadline until, const Interrupted& interrupted);
-  // What the caller does next, or enqueues on its current stream, comes after the operation.
+  // Orders the caller's next work, on the host or on its current stream, after the operation.
   void follow(Operation& operation, const Interrupted& interrupted);
-  // Whether it has ended, well or not.
+  // Whether it has ended, with or without a failure.
   bool is_completed(Operation& operation);
 
   // The failure of all operations from now on, on all ranks; the first one counts.
   void fail(Failure failure);
-  // With the failure `cause`, if there is one: that of another communicator of the same ranks.
+  // `cause`: the failure to report instead, that of another communicator of the same ranks; or
+  // null.
   void abort(const std::string& reason, const FailurePtr& cause = nullptr);
-  // Finishes what is under way, says goodbye and releases everything. Throws if operations were
-  // still pending when their deadline passed. If `interrupted` throws, the communicator is aborted,
-  // the rest is done all the same, and the exception goes on. Idempotent.
+  // Finishes the operations in flight, says goodbye and releases everything. Throws if operations
+  // were still pending when their deadline passed. If `interrupted` throws, the communicator is
+  // aborted and closed all the same, and the exception is rethrown. Idempotent.
   void close(const Interrupted& interrupted);
-  // What the user should know of the calls so far, once; or "".
+  // A warning for the user about the calls so far, returned once; or "".
   std::string take_warning() { return execution_->take_warning(); }
-  // What close() has left behind, and how to avoid it; or "".
+  // A warning about what close() has left behind, and how to avoid it; or "".
   std::string end_warning() const { return execution_->end_warning(); }
   bool closed() const { return closed_; }
   // Threads and connections stay with the process that made them: in a fork every call is refused,
@@ -136,11 +139,11 @@ class Communicator final : private TransportEvents {
             .origin_rank = rank()};
   }
   OperationPtr make_operation(OpCode op) const;
-  // What peers compare of a description: with check="off" nothing but the size.
+  // The part of a description that peers compare: with check="off" only the size.
   Descriptor checked(const Descriptor& descriptor) const;
   HostTransport& transport() { return *transport_; }
   bool runs_in_line(int channel) const { return line_ && channel == kCollectiveChannel; }
-  // Whether so many members are too many to tell each other directly.
+  // Whether a collective of `num_members` has too many to be compared directly.
   bool are_many(size_t num_members) const {
     return num_members > static_cast<size_t>(options_.direct_limit);
   }
@@ -148,22 +151,23 @@ class Communicator final : private TransportEvents {
   std::span<const int> others() const { return others_; }
   // Posts the requests of an operation.
   void post(const OperationPtr& operation, bool is_async = true);
-  // With all ranks in one order. `collective.members` are those of a scope that has been checked.
+  // In the same order on all ranks. `collective.members` are those of a scope that has been
+  // checked.
   void post_collective(Collective collective, int channel, bool is_async = true);
-  // Calls `post` behind what came before on this channel of the user, and behind `after` (or null).
+  // Calls `post` after the earlier posts on this channel of the user, and after `after` (or null).
   void post_after(int channel, const OperationPtr& after, const OperationPtr& operation,
                   std::function<void()> post) {
     sequencers_[channel]->submit(after, operation, std::move(post));
   }
   OperationPtr post_barrier(bool is_async);
   OperationPtr post_refusal(OpCode op, const std::string& reason, const Scope& scope);
-  // For operations without requests. While the lock is held no other call is posted, and none closes
-  // the communicator. Throws if it is not usable.
+  // For operations without requests. While the lock is held, no other call is posted, and no thread
+  // closes the communicator. Throws if the communicator is not usable.
   [[nodiscard]] std::unique_lock<std::mutex> lock_posts(OpCode op);
-  // Its place in the order of posts; with that lock.
+  // Assigns its place in the order of posts; with that lock.
   void number(Operation& operation) { operation.record_in(flight_record_, num_posted_++); }
-  // From now on it has a deadline and fails with the communicator. Comes before its messages are posted:
-  // one that finds its peer lost would end without the cause.
+  // From now on it has a deadline and fails with the communicator. Called before its messages are
+  // posted, since a message to a lost peer would otherwise end without the cause.
   void note_in_flight(const OperationPtr& operation);
 
  private:
@@ -181,7 +185,7 @@ class Communicator final : private TransportEvents {
   struct Unstarted {};
   Communicator(Unstarted, const CommunicatorOptions& options, const MakeTransport& make_transport,
                const MakeExecution& make_execution);
-  // The communicator's failure as one of its operations reports it: with what that operation was
+  // The communicator's failure as one of its operations reports it, with the message that it was
   // waiting for.
   static FailurePtr failure_for(const FailurePtr& failure, const Operation& operation);
   void post_locked(const OperationPtr& operation, bool is_async);
@@ -203,7 +207,7 @@ class Communicator final : private TransportEvents {
   std::mutex telling_mutex_;
   mutable std::mutex mutex_;
   FailurePtr failure_;
-  Queue<std::weak_ptr<Operation>> in_flight_;  // in post order, and so in order of deadlines
+  Queue<std::weak_ptr<Operation>> in_flight_;  // in post order, so in order of deadlines
   size_t sweep_at_ = 0;                        // length at which finished ones are removed
   std::atomic<bool> closed_{false};
   bool closing_ = false;
@@ -212,7 +216,7 @@ class Communicator final : private TransportEvents {
   std::vector<std::unique_ptr<Sequencer>> sequencers_;  // one per channel of the user
   std::mutex post_mutex_;  // the order of posts is the order of matches
   uint64_t num_posted_ = 0;
-  uint64_t num_collectives_ = 0;  // refused ones included, so that ranks count alike
+  uint64_t num_collectives_ = 0;  // with refused ones, so that all ranks count the same
   std::unique_ptr<HostTransport> transport_;
   std::unique_ptr<CollectiveLine> line_;  // null: collectives are direct
   std::condition_variable wake_watchdog_;

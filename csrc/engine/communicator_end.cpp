@@ -16,7 +16,7 @@ Communicator::~Communicator() {
   if (closed_) return;
   {
     std::scoped_lock lock(post_mutex_, mutex_);
-    closing_ = true;  // for what is still to be posted
+    closing_ = true;  // so that later posts are refused
     is_usable_ = false;
   }
   execution_->end(false);
@@ -51,8 +51,8 @@ FailurePtr Communicator::failure_for(const FailurePtr& failure, const Operation&
 }
 
 void Communicator::fail(Failure failure) {
-  // A second caller returns only once everything has failed: what its peer said next must not reach
-  // operations ahead of the cause.
+  // A second caller returns only once all operations have failed: the next message from its peer
+  // must not reach operations ahead of the cause.
   std::lock_guard failing_lock(failing_mutex_);
   auto shared = std::make_shared<const Failure>(std::move(failure));
   std::vector<OperationPtr> pending;
@@ -129,7 +129,7 @@ void Communicator::on_broken(const std::string& why) {
 
 void Communicator::on_control(int peer, std::span<const std::byte> message) {
   {
-    std::lock_guard lock(mutex_);  // until there is a transport to answer by
+    std::lock_guard lock(mutex_);  // waits until there is a transport for the answer
   }
   execution_->on_control(peer, message);
 }
@@ -157,7 +157,7 @@ void Communicator::watch() {
     is_watchdog_idle_ = num_idle_ticks >= kTicksUntilIdle;
     wake_watchdog_.wait_for(lock, is_watchdog_idle_ ? kIdleTick : kTick);
     is_watchdog_idle_ = false;
-    std::vector<OperationPtr> ended;  // of which some may have no other owner by now
+    std::vector<OperationPtr> ended;  // destroyed without the lock: they may have no other owner
     OperationPtr oldest;
     while (!in_flight_.empty()) {
       oldest = in_flight_.front().lock();
@@ -192,7 +192,7 @@ void Communicator::close(const Interrupted& interrupted) {
       if (!error) error = std::current_exception();
     } catch (...) {
       error = std::current_exception();
-      // Peers that wait for what is still pending must hear that it will not come.
+      // Peers that wait for pending messages must learn that these will not come.
       abort("its close() was interrupted");
     }
   };
@@ -214,11 +214,11 @@ void Communicator::close(const Interrupted& interrupted) {
     pending = in_flight();
   }
   std::erase_if(pending, [](const auto& operation) { return operation->is_on_device(); });
-  // The thread that failed it may not have told all peers yet, and they must hear that first.
+  // The thread that failed it may not have told all peers yet; they must get the failure first.
   if (failed_before) tell_peers(*failed_before);
   attempt([&] { execution_->finish(interrupted); });
   execution_->end(true);
-  // What collectives have still to post must come before this rank says that it posts no more.
+  // Remaining messages of collectives must be posted before this rank announces its end.
   if (line_ && !failed_before && !error) attempt([&] { wait_until_idle(*line_); });
   if (line_) line_->stop();
   transport_->begin_close();
@@ -231,7 +231,7 @@ void Communicator::close(const Interrupted& interrupted) {
   if (error) std::rethrow_exception(error);
 }
 
-// No transport is left that could complete what is pending now.
+// After the transport is closed, nothing can complete the operations that are still pending.
 void Communicator::end() {
   transport_->close(Clock::now() + kGoodbyeLimit);
   std::vector<OperationPtr> pending;

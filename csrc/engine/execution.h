@@ -1,8 +1,8 @@
-// How the data of a communicator's calls move: by messages between hosts, or on streams of a device.
+// Moves the data of a communicator's calls: by messages between hosts, or on streams of a device.
 //
 // The Communicator checks the arguments of a call, keeps the order of calls, compares them with other
-// ranks over its HostTransport, and knows of deadlines, failures and the end. An execution makes the
-// operation of a call and posts it through the Communicator, to which it belongs.
+// ranks over its HostTransport, and handles deadlines, failures and the end. An execution makes the
+// operation of a call and posts it through the Communicator that owns it.
 #pragma once
 
 #include <cstdint>
@@ -20,15 +20,15 @@
 
 namespace pipecomm {
 
-// Asked now and then on a thread that waits, if there is one; may throw (pending signals).
+// Called now and then by a thread that waits, unless null; may throw (pending signals).
 using Interrupted = std::function<void()>;
 
-// Who takes part in a collective, and in which order of messages.
+// The members of a collective, and the channel that orders its messages.
 struct Scope {
   std::vector<int> members;          // increasing, this rank among them; empty: all ranks
   int channel = kCollectiveChannel;  // or one of the user's
-  // Increasing, the members among them: the ranks whose exchanges it shares a communicator with; empty:
-  // the members. The same on all of them.
+  // The ranks of the NCCL communicator that the exchange runs on: increasing, with the members
+  // among them, and the same on all of them; empty: the members.
   std::vector<int> within = {};
   // The number of the collective whose gradients this one moves, which the ranks compare; or 0.
   uint64_t gradient_of = 0;
@@ -37,7 +37,7 @@ struct Scope {
 struct CallOptions {
   bool is_async = true;  // false: the caller waits for the operation next, on the same thread
   Interrupted interrupted =
-      nullptr;  // of a call that has to hear from other ranks before it returns
+      nullptr;  // for a call that waits for messages of other ranks before it returns
 };
 
 struct ExchangeCall {
@@ -46,7 +46,7 @@ struct ExchangeCall {
   const std::shared_ptr<const LoweredExchange>& lowered;  // for these tensors
   std::span<const TensorRef> inputs, outputs;
   const Scope& scope;
-  const OperationPtr& after;  // or null: what must succeed first
+  const OperationPtr& after;  // must succeed first; or null
 };
 
 // Bytes and passes that exchanges of this communicator have copied, for tests and benchmarks.
@@ -56,7 +56,7 @@ struct CopyCounters {
   int64_t num_staging_allocations = 0;
 };
 
-// What the execution has made on the device for messages, and the memory that was taken meanwhile.
+// The NCCL communicators of an execution, and the device memory that their creation took.
 struct DeviceUsage {
   int num_nccl_comms = 0;
   int64_t num_bytes = 0;
@@ -70,7 +70,7 @@ class Execution {
   virtual void start() {}
 
   virtual OperationPtr batch_p2p(std::span<const PointToPoint> batch, CallOptions options) = 0;
-  // Whether every message of an exchange has to lie in staging memory.
+  // Whether every message of an exchange must be in staging memory.
   virtual bool stages_all() const { return false; }
   virtual OperationPtr exchange(const ExchangeCall& call, CallOptions options) = 0;
   virtual OperationPtr broadcast(const TensorRef& tensor, int source, CallOptions options) = 0;
@@ -78,22 +78,22 @@ class Execution {
   virtual OperationPtr barrier(bool is_async) = 0;
   virtual OperationPtr refuse(OpCode op, const std::string& reason, const Scope& scope) = 0;
 
-  // Prepares messages to or from these ranks, or both, if more than the transport has to; on these
-  // channels of the user, or on all. Of all channels, both ways and all ranks, the collectives, too.
-  // Waits for nobody.
+  // Prepares messages to or from these ranks, or both, where that needs more than the transport; on
+  // these channels of the user, or on all. For all channels, directions and ranks, it also prepares
+  // the collectives. Does not wait for other ranks.
   virtual void connect(std::span<const int> /*peers*/,
                        const std::optional<std::vector<int>>& /*channels*/,
                        std::optional<Direction> /*direction*/) {}
-  // Prepares exchanges on a channel, see Scope: of `within`, or of the members.
+  // Prepares exchanges on a channel among the ranks of `within`, or the members, see Scope.
   virtual void connect(const Scope& /*scope*/) {}
   // The execution of a peer has sent this, see HostTransport::send_control.
   virtual void on_control(int /*peer*/, std::span<const std::byte> /*message*/) {}
 
   // Makes the caller's stream wait for the operation; false if only a host can wait for it.
   virtual bool follow(Operation& /*operation*/) { return false; }
-  // Finds out whether it has ended, if nobody is told.
+  // Whether it has ended; asks the device or transport if nothing reports that.
   virtual bool poll(Operation& operation) { return operation.done(); }
-  // Lends it a thread that waits, see HostTransport.
+  // Lends a waiting thread to the operation, see HostTransport.
   virtual bool assist(Operation& operation) = 0;
   virtual bool is_late(const Operation& operation) const {
     return Clock::now() >= operation.deadline();
@@ -103,13 +103,13 @@ class Execution {
   // Fails the communicator because of an operation on a device that is late.
   virtual void expire(const Operation& /*operation*/) {}
 
-  // The end of a communicator that is closing: waits for what is in flight, and throws its failure.
+  // When the communicator closes: waits for the operations in flight, and throws their failure.
   virtual void finish(const Interrupted& /*interrupted*/) {}
-  // Moves nothing any more. In order: after finish(), if the communicator has not failed.
+  // After this, no data move. `in_order`: after finish(), if the communicator has not failed.
   virtual void end(bool /*in_order*/) {}
-  // What the user should know of the calls so far, once; or "".
+  // A warning for the user about the calls so far, returned once; or "".
   virtual std::string take_warning() { return ""; }
-  // What the end has left behind, and how to avoid it; or "".
+  // A warning about what end() has left behind, and how to avoid it; or "".
   virtual std::string end_warning() const { return ""; }
 
   virtual CopyCounters copy_counters() const = 0;

@@ -14,7 +14,7 @@ StagingPool pool_for(const std::shared_ptr<DeviceRuntime>& device) {
   return StagingPool([device](int64_t num_bytes) { return device->allocate_host(num_bytes); });
 }
 
-// Those of one call are mostly held as one.
+// Tensors of one call often share a storage, which is kept only once.
 void keep_storages(Operation& operation, std::span<const TensorRef> tensors) {
   const void* last = nullptr;
   for (const TensorRef& tensor : tensors) {
@@ -151,8 +151,8 @@ void HostExecution::copy(std::span<const CopyTask> tasks, const CopyBuffers& buf
   execute_cpu(tasks, buffers, scale, lock ? &threads_ : nullptr);
 }
 
-// Tensors with gaps, or of a device: in which memory they travel, and the copies before and after.
-// Null if all travel as they lie; messages to oneself are then copied here.
+// Staging memory for tensors with gaps or on a device, and the copies before and after. Null if all
+// tensors are sent in place; messages to oneself are then copied here.
 std::shared_ptr<StagedBatch> HostExecution::stage(Operation& operation,
                                                   std::span<const PointToPoint> batch,
                                                   const OwnMessages& own) {
@@ -178,8 +178,8 @@ std::shared_ptr<StagedBatch> HostExecution::stage(Operation& operation,
   return staged;
 }
 
-// The copies that precede the messages. On a device they, and those that follow the messages, come
-// after the caller's work. An error there leaves peers waiting, so all ranks fail.
+// Runs the copies that precede the messages. On a device, these and the copies that follow the
+// messages come after the caller's work; an error there leaves peers waiting, so all ranks fail.
 void HostExecution::before_posting(const Operation& operation, const EventPtr& caller,
                                    const std::function<void()>& copies) {
   if (!staging_) return copies();
@@ -231,7 +231,7 @@ void HostExchange::begin() {
 
 void HostExchange::end() {
   if (stages_) execution_.copy(lowered_->unpack(), buffers_.view(), Scale{});
-  // Back in the pool before waiters run, so that their next exchange finds it there.
+  // Returned to the pool before waiters run, so that their next exchange can use it.
   buffers_.send_staging.reset();
   buffers_.recv_staging.reset();
 }

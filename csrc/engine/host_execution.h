@@ -1,6 +1,6 @@
-// How a host moves the data of operations: copies into messages, messages of the HostTransport, copies
-// out of them. Tensors in host memory travel as they lie where that is possible; those of a device
-// are staged (HostStaging).
+// Moves the data of operations by host messages: copies into messages, messages of the
+// HostTransport, copies out of them. Tensors in host memory are sent in place where possible; those
+// of a device are staged (HostStaging).
 #pragma once
 
 #include <atomic>
@@ -49,7 +49,7 @@ class HostExecution final : public Execution {
   friend HostExchange;
 
   void copy(std::span<const CopyTask> tasks, const CopyBuffers& buffers, const Scale& scale);
-  // What the caller's stream holds, which copies of a device follow; null in host memory.
+  // An event after the caller's work, which device copies wait for; null for host memory.
   EventPtr work_of_caller(OpCode op);
   std::shared_ptr<StagedBatch> stage(Operation& operation, std::span<const PointToPoint> batch,
                                      const OwnMessages& own);
@@ -75,7 +75,7 @@ class HostExchange : public std::enable_shared_from_this<HostExchange> {
   void take_memory();
   // The copies that precede the messages.
   void begin();
-  // Those that follow them; the memory goes back.
+  // The copies that follow the messages; then returns the staging memory.
   void end();
   // The receives, then the sends; a message without data is described as `empty`.
   RequestList requests(const Descriptor& empty, std::span<const int> peers);

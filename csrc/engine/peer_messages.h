@@ -1,6 +1,5 @@
 // The messages of a collective as one rank sees them. There is one in each direction between any
-// two ranks that take part, an empty one if they have nothing to say: that is how ranks hear of
-// each other.
+// two ranks that take part, even if it is empty, so that each rank gets a report from every other.
 #pragma once
 
 #include <span>
@@ -21,13 +20,13 @@ struct PeerMessages {
   bool receives() const { return recv.num_bytes > 0; }
 };
 
-// The messages of one direction, as peers increase.
+// The messages of one direction, by increasing peer.
 class MessagesByPeer {
  public:
   explicit MessagesByPeer(const std::vector<LoweredMessage>& messages)
       : next_(messages.begin()), end_(messages.end()) {}
 
-  // Null: there is none. Peers are asked for in increasing order.
+  // Null if there is none. Call it with increasing peers.
   const LoweredMessage* with(int peer) {
     while (next_ != end_ && next_->peer < peer) ++next_;
     return next_ != end_ && next_->peer == peer ? &*next_++ : nullptr;
@@ -37,7 +36,7 @@ class MessagesByPeer {
   std::vector<LoweredMessage>::const_iterator next_, end_;
 };
 
-// Of a message of an exchange, or (null) one without data, which is described as `empty`.
+// Describes a message of an exchange; null: a message without data, which is described as `empty`.
 inline Descriptor described(const Descriptor& empty, const LoweredMessage* message) {
   Descriptor descriptor = empty;
   if (message) {
@@ -58,12 +57,12 @@ std::vector<int> peers_of(const LoweredExchange& lowered);
 // which are increasing.
 void check_peers(const LoweredExchange& lowered, std::span<const int> peers);
 
-// With each of `peers`, which are increasing.
+// The messages with each of `peers`, which are increasing.
 std::vector<PeerMessages> exchange_messages(OpCode op, int channel, const ExchangePlan& plan,
                                             const LoweredExchange& lowered,
                                             std::span<const int> peers, uint64_t gradient_of = 0);
 
-// Of what moves no data.
+// The messages of an operation that moves no data.
 inline auto empty_messages(const Descriptor& empty) {
   return [empty](std::span<const int> peers) {
     std::vector<PeerMessages> messages;

@@ -71,11 +71,11 @@ void check_batch(std::span<const PointToPoint> batch, int size, int num_channels
       intervals.push_back({op.tensor.data, op.tensor.data + num_bytes, op_idx});
   }
   if (!receives || intervals.size() < 2) return;
-  // Sends may share memory with sends; a receive with nothing.
+  // Sends may share memory with sends; a receive must not share memory.
   std::sort(intervals.begin(), intervals.end(),
             [](const Interval& a, const Interval& b) { return a.begin < b.begin; });
-  const Interval* furthest = nullptr;       // reaches furthest of all before
-  const Interval* furthest_recv = nullptr;  // of the receives before
+  const Interval* furthest = nullptr;       // of the earlier ones, the one with the highest end
+  const Interval* furthest_recv = nullptr;  // the same among receives
   for (const Interval& interval : intervals) {
     const bool is_recv = batch[interval.op_idx].direction == Direction::recv;
     const Interval* before = is_recv ? furthest : furthest_recv;

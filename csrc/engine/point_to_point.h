@@ -1,5 +1,4 @@
-// A batch of point-to-point messages, and what makes it legal. Shared by host and device
-// communicators.
+// A batch of point-to-point messages, and its validation. Shared by host and device communicators.
 #pragma once
 
 #include <cstddef>
@@ -15,7 +14,7 @@
 
 namespace pipecomm {
 
-// Of the tensor of one call. Few have more.
+// Shape or strides of a tensor of one call. Few tensors have more than six dims.
 using TensorDims = InlineVector<int64_t, 6>;
 
 // A tensor in memory that `storage` keeps alive.
@@ -36,7 +35,7 @@ struct PointToPoint {
   int peer = 0;
   int channel = 0;
   TensorRef tensor;
-  uint64_t signature = 0;  // what both ends must agree on beside shape and dtype
+  uint64_t signature = 0;  // both ends must agree on it, as on shape and dtype
 };
 
 // The description of a message of `num_bytes` that is, or belongs to, `tensor`.
@@ -46,8 +45,8 @@ Descriptor describe(OpCode op, int channel, const TensorRef& tensor, uint64_t si
 // Throws std::invalid_argument unless 0 <= peer < size; `what` names the argument.
 void check_peer(int peer, int size, const std::string& what);
 
-// Peers and channels in range, no receive that shares memory with anything else in the batch, of
-// contiguous tensors.
+// Throws std::invalid_argument unless peers and channels are in range and no receive shares memory
+// with another tensor of the batch; only contiguous tensors are compared.
 void check_batch(std::span<const PointToPoint> batch, int size, int num_channels);
 
 // Messages of `rank` to itself: the k-th send of a channel meets the k-th receive of that channel,

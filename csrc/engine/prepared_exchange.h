@@ -1,4 +1,4 @@
-// A plan with the copies that it lowers to, kept per combination of strides: made once, run many
+// A plan with the copies that it lowers to, kept per combination of strides: lowered once, run many
 // times.
 #pragma once
 
@@ -20,7 +20,7 @@ class PreparedExchange {
 
   const ExchangePlan& plan() const { return plan_; }
   // For tensors of rank `rank` of `size`. Throws std::invalid_argument if the plan is not for that
-  // rank, a tensor not of the plan's shape and dtype, or outputs share memory.
+  // rank, a tensor does not have the plan's shape and dtype, or outputs share memory.
   std::shared_ptr<const LoweredExchange> lowered_for(int rank, int size,
                                                      std::span<const TensorRef> inputs,
                                                      std::span<const TensorRef> outputs,

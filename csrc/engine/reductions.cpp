@@ -10,7 +10,7 @@
 namespace pipecomm {
 namespace {
 
-// Memory that peers write directly if the transport has it. It outlives an operation that fails.
+// Memory that peers write directly, if the transport has some. It outlives a failed operation.
 std::shared_ptr<std::byte> memory_for(Communicator& communicator, int64_t num_bytes) {
   if (auto shared = communicator.allocate_result(num_bytes)) return shared;
   return communicator.scratch().acquire(num_bytes);
@@ -34,7 +34,7 @@ class Reducer {
         reduction_(reduction),
         interrupted_(interrupted) {}
 
-  // Every rank's tensor comes here.
+  // Receives every other rank's whole tensor.
   void reduce_whole(const PreparedExchangePtr& plan, const TensorRef& whole) {
     const int64_t length = length_of(whole);
     const TensorRef rows = new_row(size_ * length);
@@ -45,7 +45,7 @@ class Reducer {
     reduce(sources, whole);
   }
 
-  // Every other rank's piece of this rank comes here. `next`: the exchange that follows, or null.
+  // Receives this rank's piece from every other rank. `next`: the exchange that follows, or null.
   void reduce_pieces(const PreparedExchangePtr& plan, const TensorRef& whole, const TensorRef& own,
                      const TensorRef& target, const Scope* next = nullptr) {
     const int64_t length = length_of(own);
@@ -73,7 +73,7 @@ class Reducer {
       communicator_.follow(*operation, interrupted_);
     } catch (const PipeCommException&) {
       throw;
-    } catch (...) {  // of `interrupted_`: this rank has no part in what the others do next
+    } catch (...) {  // thrown by `interrupted_`: this rank takes no part in the next exchange
       if (next) refuse(*next);
       throw;
     }
@@ -85,7 +85,7 @@ class Reducer {
       communicator_.refuse(OpCode::exchange, "an exception ended its first part on this rank",
                            scope);
     } catch (const PipeCommException&) {
-      // All ranks hear of that.
+      // That failure reaches all ranks.
     }
   }
   TensorRef new_row(int64_t length) {

@@ -1,5 +1,5 @@
-// Reductions of tensors in host memory that their caller waits for: exchanges, and one pass of arithmetic
-// over what they bring. The bits are the same on all ranks and in every run: each element is computed from
+// Blocking reductions of tensors in host memory: exchanges, and one pass of arithmetic over the
+// received data. The bits are the same on all ranks and in every run: each element is computed from
 // the same numbers in the order of the ranks, or by one rank.
 #pragma once
 
@@ -10,19 +10,20 @@
 
 namespace pipecomm {
 
-// In place. With one plan, every rank gets the tensors of all other ones, in the order of the ranks with a
-// gap for its own one, and reduces them itself. With two, it gets its piece of each (remainder_first) and
-// reduces that; the second plan brings the pieces to all, in the order of `second`. `tensor` is contiguous.
+// In place. With one plan, every rank receives the tensors of all others, in the order of the ranks
+// with a gap for its own, and reduces them itself. With two, it receives its piece of each
+// (remainder_first) and reduces that; the second plan sends the pieces to all, in the order of
+// `second`. `tensor` is contiguous.
 void all_reduce(Communicator& communicator, const TensorRef& tensor, Reduction reduction,
                 std::span<const PreparedExchangePtr> plans, const Scope& second,
                 const Interrupted& interrupted);
 
-// The contiguous tensors of all ranks, one after the other, into `output`.
+// Writes the contiguous tensors of all ranks into `output`, one after the other.
 void all_gather(Communicator& communicator, const TensorRef& output, const TensorRef& input,
                 const PreparedExchangePtr& plan, const Interrupted& interrupted);
 
-// This rank's piece of `input` of all ranks into `output`; `plan` brings those of the others. The pieces are
-// equal in length. Both are contiguous.
+// Reduces this rank's piece of `input` over all ranks into `output`; `plan` moves the pieces of the
+// others. The pieces have equal lengths. Both tensors are contiguous.
 void reduce_scatter(Communicator& communicator, const TensorRef& output, const TensorRef& input,
                     Reduction reduction, const PreparedExchangePtr& plan,
                     const Interrupted& interrupted);

@@ -1,5 +1,5 @@
-// Posts operations one after the other, each when what it depends on is done, while no caller
-// waits: the second hop of a relay starts when the first has arrived.
+// Posts operations one after the other, each when the operation that it depends on is done, without
+// blocking the caller: the second hop of a relay starts when the first has arrived.
 #pragma once
 
 #include <condition_variable>
@@ -15,18 +15,18 @@ namespace pipecomm {
 class Sequencer {
  public:
   using Post = std::function<void()>;
-  // Null if the operation succeeds.
+  // Waits for the operation; returns its failure, or null.
   using Await = std::function<FailurePtr(Operation&)>;
   explicit Sequencer(Await await) : await_(std::move(await)) {}
-  // Everything queued must be able to end: what it waits for done, or failed.
+  // The operations that queued steps wait for must be done or have failed.
   ~Sequencer();
 
   // Calls `post` once everything submitted before has been posted and `after` (or null) has
-  // succeeded: here and now, or later on the sequencer's thread. If `after` or `post` fails, so
-  // does `operation`; here and now that is an exception.
+  // succeeded: in this call, or later on the sequencer's thread. If `after` or `post` fails, so
+  // does `operation`; in this call, an exception is thrown.
   void submit(OperationPtr after, const OperationPtr& operation, Post post);
 
-  // Whether everything submitted is posted or has failed; waits for it, but not longer.
+  // Whether everything submitted is posted or has failed; waits for that until `until`.
   bool wait_until_idle(Deadline until);
 
  private:

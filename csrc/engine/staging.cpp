@@ -10,8 +10,7 @@ namespace pipecomm {
 namespace {
 
 constexpr int64_t kPageBytes = 4096;
-// More than enough for the exchanges that one communicator has under way; the rest goes back to the
-// system.
+// More than enough for the exchanges in flight on one communicator; further buffers are freed.
 constexpr size_t kMaxFreeBuffers = 16;
 
 std::shared_ptr<std::byte> allocate_pages(int64_t num_bytes) {
@@ -49,7 +48,7 @@ std::shared_ptr<std::byte> StagingPool::acquire(int64_t num_bytes) {
   std::byte* const data = buffer.data.get();
   return {data,
           [state = state_, buffer = std::move(buffer)](std::byte*) {
-            Buffer dropped;  // ends without the lock
+            Buffer dropped;  // destroyed without the lock
             std::lock_guard lock(state->mutex);
             if (state->free.size() == kMaxFreeBuffers) {
               dropped = std::move(state->free.front());

@@ -15,7 +15,7 @@ namespace pipecomm {
 class StagingPool {
  public:
   using Allocate = std::function<std::shared_ptr<std::byte>(int64_t num_bytes)>;
-  // By default of ordinary memory, aligned to a page.
+  // By default, ordinary memory aligned to a page.
   StagingPool();
   explicit StagingPool(Allocate allocate) : allocate_(std::move(allocate)) {}
 

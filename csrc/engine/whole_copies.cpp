@@ -26,7 +26,7 @@ void WholeCopies::add(const TensorRef& from, std::byte* to) {
   add(spec_of(from), from.data, layout_of(from), to, StridedLayout::contiguous(spec_of(from)));
 }
 
-// What a plan of one rank lowers to, which sends the tensor to itself.
+// The copies that a plan of one rank lowers to if the rank sends the tensor to itself.
 void WholeCopies::add(const TensorSpec& spec, const std::byte* from,
                       const StridedLayout& from_layout, std::byte* to,
                       const StridedLayout& to_layout) {

@@ -12,7 +12,7 @@ class WholeCopies {
  public:
   // Tensors of one shape and dtype, with any strides.
   void add(const TensorRef& from, const TensorRef& to);
-  // `from` lies without gaps at this address.
+  // The other side is contiguous, at this address.
   void add(const std::byte* from, const TensorRef& to);
   void add(const TensorRef& from, std::byte* to);
 
