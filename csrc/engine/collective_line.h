@@ -47,8 +47,7 @@ inline constexpr int64_t kPieceBytes = 1 << 20;
 struct Collective {
   OperationPtr operation;
   std::vector<int> members;  // increasing, this rank among them; empty: all ranks
-  // All members' description of a message without data; for a broadcast, of the one with the
-  // payload.
+  // All members' description of a message without data; for a broadcast, of the payload message.
   Descriptor common = {};
   bool refuses = false;
   // The direct exchange with these ranks: the receives from all of them, then the sends.

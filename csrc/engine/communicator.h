@@ -39,8 +39,7 @@ struct CommunicatorOptions {
   std::function<void()> on_failure = nullptr;
   // Up to this many members of a collective compare it directly, without a tree.
   int direct_limit = kDirectLimit;
-  // The device of the tensors, whose calls wait for the work on the caller's stream; null: host
-  // memory.
+  // Device of the tensors; calls then wait for the work on the caller's stream. Null: host memory.
   std::shared_ptr<DeviceRuntime> device = nullptr;
 };
 
@@ -103,8 +102,7 @@ class Communicator final : private TransportEvents {
 
   // The failure of all operations from now on, on all ranks; the first one counts.
   void fail(Failure failure);
-  // `cause`: the failure to report instead, that of another communicator of the same ranks; or
-  // null.
+  // `cause`: the failure of another communicator of the same ranks, to report instead; or null.
   void abort(const std::string& reason, const FailurePtr& cause = nullptr);
   // Finishes the operations in flight, says goodbye and releases everything. Throws if operations
   // were still pending when their deadline passed. If `interrupted` throws, the communicator is
@@ -151,8 +149,7 @@ class Communicator final : private TransportEvents {
   std::span<const int> others() const { return others_; }
   // Posts the requests of an operation.
   void post(const OperationPtr& operation, bool is_async = true);
-  // In the same order on all ranks. `collective.members` are those of a scope that has been
-  // checked.
+  // In one order on all ranks. `collective.members` are those of a scope that has been checked.
   void post_collective(Collective collective, int channel, bool is_async = true);
   // Calls `post` after the earlier posts on this channel of the user, and after `after` (or null).
   void post_after(int channel, const OperationPtr& after, const OperationPtr& operation,

@@ -1,4 +1,4 @@
-// What the device executions of two ranks send each other over the host transport while NCCL moves the
+// The messages that device executions send each other over the host transport, while NCCL moves the
 // data.
 #pragma once
 
@@ -14,22 +14,22 @@ namespace pipecomm {
 
 struct ControlMessage {
   enum class Kind : uint8_t {
-    // Of a link, see links.h. Those that may be the first have its ranks as payload.
+    // About a link, see links.h. Kinds that may come first carry its ranks as payload.
     invite,
-    ask,  // number: the host of all ranks that have asked so far; 0: several
+    ask,  // number: the common host of the ranks that have asked so far; 0: several
     offer,
     join,
     go,      // number: whether all ranks are on one host; payload: NCCL's id
     refuse,  // number: the rank that refuses
     meet,    // number: the round
-    // Of the messages of a channel in one direction, as the sender of this one sees it.
+    // About the messages of a channel in one direction, as the sender of this one sees it.
     closing,  // number: how many there have been; there will be no more
-    claim,  // a description of one of them, see message_check.h; payload: why it is refused, if it is
+    claim,  // a description of one of them, see message_check.h; payload: why it is refused, if so
   };
 
   Kind kind = Kind::invite;
   int channel = 0;
-  bool is_one_way = false;  // the link
+  bool is_one_way = false;  // of the link
   Direction direction = Direction::send;
   uint64_t link = 0;  // a hash of its ranks and channel
   uint64_t number = 0;

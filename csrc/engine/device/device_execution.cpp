@@ -36,9 +36,9 @@ void DeviceExecution::start() {
   is_looking_ = true;
 }
 
-// The capture that the call is part of, or 0. The streams of `lanes` will be made to wait for the
-// caller's: one that takes part in a capture cannot wait for anything outside of it, and to try
-// breaks the capture.
+// The capture that the call is part of, or 0. The streams of `lanes` will wait for the caller's
+// stream; a stream that is part of a capture cannot wait for work outside of it, and the attempt
+// would invalidate the capture.
 uint64_t DeviceExecution::check_captures(OpCode op, std::span<const LaneKey> lanes) const {
   const uint64_t capture = runtime_->capture_of(runtime_->current_stream());
   if (capture == kBrokenCapture)
@@ -73,7 +73,7 @@ DeviceOperationPtr DeviceExecution::make_operation(OpCode op, bool is_async, uin
 }
 
 // NCCL runs the operations of one communicator one by one. Work before a capture is not part of the
-// graph; the user orders replays, as for any graph.
+// graph; the user must order replays, as for any graph.
 void DeviceExecution::follow_latest(const DeviceOperation& operation, const Lane& lane,
                                     StreamHandle stream) {
   const Lane::Latest& latest = operation.is_captured() ? lane.latest_in_capture : lane.latest;
@@ -106,7 +106,7 @@ EventPtr DeviceExecution::leave(DeviceOperation& operation, Lane& lane, StreamHa
   return end;
 }
 
-// Memory that streams use is kept first of all, whatever has become of the communicator.
+// First keeps the memory that streams use, even if the communicator has failed.
 void DeviceExecution::track(const DeviceOperationPtr& operation) {
   in_flight_->add(operation);
   communicator_.note_in_flight(operation);
@@ -117,12 +117,12 @@ void DeviceExecution::publish(const DeviceOperationPtr& operation) {
     if (operation->ends.empty()) return operation->end();
     return track(operation);
   }
-  operation->write_down_captured();  // its replays are nothing that anybody can wait for
+  operation->write_down_captured();  // now, since no thread can wait for its replays
   replays_.add(*operation);
 }
 
-// An error while work is being enqueued leaves peers waiting for the rest of it: all ranks fail. What
-// has been enqueued may run until NCCL is aborted, and its tensors stay for so long.
+// An error while work is being enqueued leaves peers waiting for the rest of it, so all ranks fail.
+// The enqueued part may run until NCCL is aborted; its tensors are kept until then.
 template <class Launch>
 void DeviceExecution::launch(const DeviceOperationPtr& operation, Launch&& body) {
   try {
@@ -152,7 +152,7 @@ OperationPtr DeviceExecution::batch_p2p(std::span<const PointToPoint> batch, Cal
   const auto own = pair_own_messages(sends.batch(), rank());
   std::vector<LaneBatch> parts = LaneBatch::split(sends.batch(), own, rank());
   std::vector<LaneKey> links;
-  // A synchronous batch runs on the caller's stream, but for all lanes except the first.
+  // The first lane of a synchronous batch runs on the caller's stream, the others on their own.
   std::vector<LaneKey> forked;
   for (const LaneBatch& part : parts) {
     if (part.key().is_one_way) links.push_back(part.key());
@@ -171,8 +171,8 @@ OperationPtr DeviceExecution::batch_p2p(std::span<const PointToPoint> batch, Cal
 
   std::shared_ptr<std::byte> packed;
   launch(operation, [&] {
-    // On the caller's stream: no lane waits for another one, and what a tensor with gaps receives in
-    // the same batch comes after what it sends.
+    // On the caller's stream: no lane waits for another one, and a tensor with gaps is packed
+    // before the same batch receives into it.
     packed = sends.pack(*runtime_, operation->caller);
     if (is_async && packed) operation->keep(packed);
     const EventPtr start = forked.empty() ? nullptr : runtime_->record(operation->caller);
@@ -200,9 +200,10 @@ OperationPtr DeviceExecution::batch_p2p(std::span<const PointToPoint> batch, Cal
   return operation;
 }
 
-// What collectives have in common: they are compared with other ranks, and run on the stream of their
-// channel, on which `body(operation, stream)` enqueues them. `reserve(stream)` takes the memory for that
-// before other ranks hear of the call; in a capture `body` does, when the stream is part of it.
+// The common part of collectives: compares the call with other ranks, and lets `body(operation,
+// stream)` enqueue it on the stream of its channel. `reserve(stream)` allocates the memory for that
+// before other ranks learn of the call; in a capture `body` does, once the stream is part of the
+// capture.
 template <class Reserve, class Launch>
 OperationPtr DeviceExecution::run_collective(const CollectiveCall& call,
                                              std::span<const TensorRef> inputs,
@@ -224,7 +225,7 @@ OperationPtr DeviceExecution::run_collective(const CollectiveCall& call,
   require_links(op, links, options.interrupted);
 
   const auto lock = communicator_.lock_posts(op);
-  const uint64_t capture = check_captures(op, forked);  // again: a capture may have come since
+  const uint64_t capture = check_captures(op, forked);  // again: a capture may have begun since
   for (const PeerMessages& pair : pairs) {
     if (pair.sends()) checks_.require_open(op, Direction::send, pair.peer, scope.channel);
     if (pair.receives()) checks_.require_open(op, Direction::recv, pair.peer, scope.channel);
@@ -289,7 +290,7 @@ OperationPtr DeviceExecution::exchange(const ExchangeCall& call, CallOptions opt
           nccl_->send_and_receive({&lane, 1}, keep_waiting(operation.deadline()));
     }
     if (!lowered->unpack().empty()) runtime_->execute(lowered->unpack(), buffers, Scale{}, stream);
-    send_staging = recv_staging = nullptr;  // while the stream is still the operation's
+    send_staging = recv_staging = nullptr;  // while the operation still runs on the stream
   };
   const OperationPtr operation =
       run_collective(collective, inputs, outputs, std::move(options), reserve, enqueue);
@@ -340,7 +341,7 @@ OperationPtr DeviceExecution::barrier(bool is_async) {
   return communicator_.post_barrier(is_async);
 }
 
-// The others hear of it in the place of their collective, whether they have begun it or not.
+// The others get the refusal in place of this rank's part, even if they have already begun theirs.
 OperationPtr DeviceExecution::refuse(OpCode op, const std::string& reason, const Scope& scope) {
   const OperationPtr nobody_waits = communicator_.make_operation(op);
   nobody_waits->seal();

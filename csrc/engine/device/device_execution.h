@@ -1,18 +1,20 @@
-// Tensors in device memory. The data go over NCCL, enqueued on streams: no call waits for the device.
-// The hosts' messages are the control plane: over them the Communicator notices dead peers, carries a
-// failure of one rank to all others, and compares what ranks are about to do.
+// Execution for tensors in device memory. NCCL moves the data, enqueued on streams: no call waits
+// for the device. The hosts' messages are the control plane: over them the Communicator notices
+// dead peers, forwards a failure of one rank to all others, and compares the calls of ranks.
 //
 // Streams. A synchronous operation runs on the caller's current stream. An asynchronous one runs on
-// the streams of its lanes, after what the caller's stream holds at that moment. The messages from
-// one rank to another one on a channel have a lane of their own (see links.h), so that none waits
-// behind a message of another channel, of another rank or the other way. Exchanges of a channel follow
-// each other on one stream, whoever takes part; those of the same ranks have one communicator, in which
-// each is one kernel. The first call that needs a lane waits until it is made.
+// the streams of its lanes, after the work that the caller's stream has at that moment. The
+// messages from one rank to another one on a channel have a lane of their own (see links.h), so
+// that none waits behind a message of another channel, another rank or the other direction.
+// Exchanges of a channel run one after another on one stream, regardless of their members; those of
+// the same ranks share a communicator, in which each is one kernel. The first call that needs a
+// lane waits until it is made.
 //
-// Checks. What the ends of a message or collective believe of it is announced on the control plane and
-// compared beside the transfer (MessageCheck), if it is new to them or, with Check::full, always;
-// synchronous calls and collectives then wait for that before they enqueue anything. A disagreement
-// fails the communicator. Inside a graph capture nothing can be compared, so all must be known.
+// Checks. Each end announces its description of a message or collective on the control plane, where
+// it is compared in parallel with the transfer (MessageCheck): when it is new, or with Check::full
+// always; synchronous calls and collectives then wait for that before they enqueue anything. A
+// disagreement fails the communicator. Inside a graph capture nothing can be compared, so every
+// message must be known.
 #pragma once
 
 #include <functional>
@@ -40,7 +42,7 @@ struct DeviceOptions {
   Check check = Check::first_use;
   int max_ops_per_group = kDefaultMaxOpsPerGroup;
   NcclConfig nccl;
-  uint64_t host = 0;            // ranks with the same one are on one host; 0: it is not known
+  uint64_t host = 0;            // ranks with the same one are on one host; 0: not known
   std::string capture_problem;  // why nothing can be captured, or ""
   // Limit of each step of the shutdown that other ranks, the driver or the user's graphs can block.
   std::chrono::nanoseconds end_limit = std::chrono::seconds(5);
@@ -52,14 +54,14 @@ class DeviceExecution final : public Execution {
                   std::shared_ptr<DeviceRuntime> runtime, const NcclApi& api);
 
   void start() override;
-  // Begins to make links; that of the collectives if no channels are named, and `peers` are all.
+  // Begins to make links; also that of the collectives if `channels` is none and `peers` are all.
   void connect(std::span<const int> peers, const std::optional<std::vector<int>>& channels,
                std::optional<Direction> direction) override;
   void connect(const Scope& scope) override;
 
-  // Tensors may have any strides. Exchanges on a channel of the user follow each other on a stream of
-  // it, so that what is to come `after` another one does.
-  // `gradient_of` is not compared: it would make each exchange a new one.
+  // Tensors may have any strides. Exchanges on a channel of the user run one after another on its
+  // stream, so an exchange comes after its `after`. `gradient_of` is not compared: it would make
+  // each exchange a new one.
   OperationPtr batch_p2p(std::span<const PointToPoint> batch, CallOptions options) override;
   OperationPtr exchange(const ExchangeCall& call, CallOptions options) override;
   OperationPtr broadcast(const TensorRef& tensor, int source, CallOptions options) override;
@@ -75,7 +77,7 @@ class DeviceExecution final : public Execution {
   void expire(const Operation& operation) override;
   void on_control(int peer, std::span<const std::byte> bytes) override;
 
-  // Return within a few seconds after the last operation, whatever holds up the end of NCCL.
+  // Return within a few seconds after the last operation, even if the shutdown of NCCL is blocked.
   void finish(const Interrupted& interrupted) override;
   void end(bool in_order) override;
   std::string end_warning() const override { return end_warning_; }
@@ -89,7 +91,7 @@ class DeviceExecution final : public Execution {
   int size() const { return communicator_.size(); }
   int num_channels() const { return communicator_.options().num_channels; }
 
-  // The communicator of an exchange.
+  // The key of the communicator of an exchange.
   LaneKey lane_of_exchange(const Scope& scope) const {
     const std::vector<int>& ranks = scope.within.empty() ? scope.members : scope.within;
     return {scope.channel, ranks.size() == size_t(size()) ? std::vector<int>{} : ranks};
@@ -151,7 +153,7 @@ class DeviceExecution final : public Execution {
   bool is_looking_ = false;                            // under tick_mutex_
   std::optional<Clock::time_point> nccl_error_since_;  // tick() only
   std::future<void> aborted_;                          // tick(), then end(); if NCCL is aborted
-  bool all_have_come_ = false;                         // to the end
+  bool all_have_come_ = false;                         // all ranks, to the meeting at the end
   std::string end_warning_;
   std::atomic<bool> has_warned_{false};
 };

@@ -1,4 +1,4 @@
-// How the calls of a DeviceExecution come to the links that they need.
+// The part of DeviceExecution that makes links, or waits for those that a call needs.
 #include <algorithm>
 #include <cstdlib>
 #include <numeric>
@@ -11,8 +11,8 @@ namespace {
 
 constexpr auto kPoll = std::chrono::milliseconds(10);
 
-// So that ranks which need many links begin with different ones: of a distance around the ring of ranks
-// and a channel, each rank has a send and a receive with two others.
+// Sorts links so that ranks which need many begin with different peers: for one distance around the
+// ring of ranks and one channel, each rank has links with two others at most.
 std::vector<LaneKey> by_distance(std::span<const LaneKey> keys, int size) {
   std::vector<LaneKey> ordered(keys.begin(), keys.end());
   std::ranges::stable_sort(ordered, {}, [size](const LaneKey& key) {
@@ -46,8 +46,8 @@ void DeviceExecution::connect(const Scope& scope) {
   if (nccl_) links_->begin(lane_of_exchange(scope));
 }
 
-// Peers make them in the background, whatever their users do. So a call waits here for no call of
-// another rank.
+// Peers make links in the background, independent of their application. So this does not wait for a
+// call of another rank.
 void DeviceExecution::require_links(OpCode op, std::span<const LaneKey> keys,
                                     const Interrupted& interrupted) {
   const auto is_ready = [this](const LaneKey& key) { return links_->is_ready(key); };

@@ -1,5 +1,5 @@
 // A call whose work runs on streams of a device. It has no requests, and is held until the host has
-// seen the end of that work.
+// observed the end of that work.
 #pragma once
 
 #include <atomic>
@@ -25,13 +25,13 @@ class DeviceOperation final : public Operation {
 
   // Filled in before the operation is in flight:
   uint64_t capture =
-      0;  // of a CUDA graph that it is part of: it runs at each replay, never by itself
+      0;  // the CUDA graph capture that it is part of: it runs only when the graph is replayed
   struct End {
     StreamHandle stream;
     EventPtr event;
   };
   std::vector<End> ends;  // all done = operation done
-  // Of a captured operation, on one stream: how often it has begun and ended.
+  // A captured operation on one stream: how often it has begun and ended there.
   struct Part {
     StreamHandle stream;
     DeviceRuntime::Counter *started, *ended;
@@ -47,12 +47,12 @@ class DeviceOperation final : public Operation {
       messages.push_back({direction, MessageState::posted, false, peer, descriptor});
   }
 
-  // The host has seen the end. An operation that fails with its communicator is done without it.
+  // The host has observed the end. An operation that fails with its communicator is done earlier.
   void end() {
     if (!has_ended_.exchange(true)) release();
   }
   bool has_ended() const { return has_ended_; }
-  // A captured one has no end that the host could see.
+  // For a captured operation, whose end the host cannot observe.
   void write_down_captured() {
     std::lock_guard lock(mutex_);
     write_down();
@@ -69,7 +69,7 @@ class DeviceOperation final : public Operation {
     flight.num_messages = num_messages;
     return flight;
   }
-  // The recorded end is when the host saw it; the device came to it some time before.
+  // The recorded end is the time when the host observed it; the device ended earlier.
   FlightMessage flight_message(size_t idx) const override {
     FlightMessage message = messages[idx];
     if (has_ended_ || is_captured()) message.state = MessageState::done;

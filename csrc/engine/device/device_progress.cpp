@@ -1,4 +1,4 @@
-// Operations of a DeviceExecution after the launch: waiting for them, watching them, failing, the end.
+// Operations of a DeviceExecution after the launch: waiting, watching, failing, the shutdown.
 #include <algorithm>
 #include <future>
 
@@ -11,8 +11,8 @@ namespace {
 constexpr auto kNamingPoll = std::chrono::milliseconds(10);
 constexpr auto kSyncPoll = std::chrono::microseconds(20);
 constexpr auto kAssistLimit = std::chrono::milliseconds(20);
-// An error of NCCL's network names no rank; the control plane, which does, gets this long to notice
-// a dead peer first.
+// A network error of NCCL does not name a rank; the control plane does, and gets this long to
+// notice a dead peer first.
 constexpr auto kNamingLimit = std::chrono::seconds(1);
 
 constexpr const char* kGraphHint =
@@ -36,7 +36,7 @@ bool DeviceExecution::follow(Operation& any) {
   const StreamHandle current = runtime_->current_stream();
   const uint64_t capture = runtime_->capture_of(current);
   if (operation.is_captured()) {
-    // The graph holds the order, and outside of it there is nothing to wait for.
+    // The graph itself keeps the order, and outside of it there is no work to wait for.
     if (operation.capture != capture) return true;
   } else if (capture != 0) {
     if (operation.done() || in_flight_->has_ended(operation)) return true;
@@ -46,8 +46,8 @@ bool DeviceExecution::follow(Operation& any) {
   }
   if (operation.is_async || current != operation.caller)
     for (const auto& end : operation.ends) runtime_->wait(current, end.event);
-  // The caller's stream is now ordered behind the last use of the tensors, and their memory is
-  // allocated next on that stream. For any other stream the host has to see the end.
+  // The caller's stream is now ordered after the last use of the tensors, and their memory is
+  // allocated next on that stream. For any other stream, the host must observe the end.
   if (current == operation.caller && !operation.is_captured()) operation.let_go();
   in_flight_->sweep();
   return true;
@@ -63,7 +63,7 @@ bool DeviceExecution::poll(Operation& operation) {
   return in_flight_->poll(on_device);
 }
 
-// The thread asks more often than the one that looks after all operations.
+// A waiting thread polls more often than the thread that watches all operations.
 bool DeviceExecution::assist(Operation& operation) {
   if (!operation.is_on_device()) return communicator_.transport().assist(operation);
   for (const Deadline until = Clock::now() + kAssistLimit; !poll(operation);) {
@@ -148,7 +148,7 @@ bool DeviceExecution::tick() {
     abort_nccl();
   else
     look_for_trouble();
-  return true;  // no operation in flight shows replays of graphs, nor errors of NCCL
+  return true;  // keeps ticking: replays and NCCL errors need no operation in flight
 }
 
 void DeviceExecution::look_for_trouble() {
@@ -177,20 +177,20 @@ void DeviceExecution::look_for_trouble() {
 }
 
 // ------------------------------------------------------------------------------------------------
-// the end. Nothing here waits without a limit, while NCCL's calls wait for ranks, graphs and the driver
+// the shutdown; every wait has a limit, since NCCL's calls block on ranks, graphs and the driver
 
-// Over a network NCCL may hold a message on this host until its receiver takes it, and would lose it at
-// the end. A receiver has its timeout for that.
+// Over a network NCCL may hold a message on this host until its receiver takes it, and a shutdown
+// would lose it. The receiver has up to its timeout to take it.
 Deadline DeviceExecution::patience_with_peers() const {
   const Deadline least = Clock::now() + options_.end_limit;
   Clock::time_point sent_at = nccl_->sent_over_network_at();
   if (sent_at == Clock::time_point::min()) return least;
-  if (checks_.has_captured()) sent_at = Clock::now();  // nobody sees when a graph was replayed
+  if (checks_.has_captured()) sent_at = Clock::now();  // the time of the last replay is unknown
   if (!timeout_) return Deadline::max();
   return std::max(least, sent_at + std::chrono::duration_cast<Clock::duration>(*timeout_));
 }
 
-// Until the ranks of all links have nothing in flight either. False if that takes too long.
+// Waits until the other ranks of all links have nothing in flight. False if that takes too long.
 bool DeviceExecution::meet(const Interrupted& interrupted) {
   const Deadline limit = patience_with_peers();
   const auto keeps_waiting = [&] {
@@ -200,7 +200,7 @@ bool DeviceExecution::meet(const Interrupted& interrupted) {
   return links_->meet(keeps_waiting, has_closed()) && !communicator_.failure();
 }
 
-// On a thread that owns what it needs, and is left behind if it is stuck.
+// Runs `body` on a detached thread, which is left behind if it is stuck; `body` owns what it needs.
 std::future<void> DeviceExecution::run_apart(std::function<void()> body) const {
   const auto task = std::make_shared<std::packaged_task<void()>>(std::move(body));
   try {
@@ -208,7 +208,7 @@ std::future<void> DeviceExecution::run_apart(std::function<void()> body) const {
       try {
         runtime->adopt_thread();
       } catch (const std::exception&) {
-        // The device has failed, which must not keep NCCL from its end.
+        // The device has failed; NCCL must be shut down all the same.
       }
       (*task)();
     };
@@ -260,7 +260,7 @@ void DeviceExecution::end(bool in_order) {
                      hint;
   } else if (nccl_) {
     const auto ended = run_apart([nccl = nccl_] { nccl->finish(); });
-    // Without graphs it may be the ranks of other links that hold up one of this rank.
+    // No warning without graphs: ranks of other links may be the cause of the delay.
     if (all_have_come_ && is_late(ended, options_.end_limit) && checks_.has_captured())
       end_warning_ = "NCCL did not end within " + seconds_text(options_.end_limit) +
                      ": its memory on the device stays in use until it does" + hint;

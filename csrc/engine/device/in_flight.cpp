@@ -11,13 +11,13 @@ namespace pipecomm {
 namespace {
 
 constexpr auto kTick = std::chrono::milliseconds(10);
-// For so many ticks the thread looks in vain before it sleeps until it is woken, since that costs
-// the caller more than all the rest of a small operation.
+// After this many ticks without operations, the thread sleeps until it is woken. Not earlier, since
+// waking it costs the caller more than the rest of a small operation.
 constexpr int kMaxIdleTicks = 100;
-// After a deadline, how long the device has to answer whether the operation is done.
+// How long after a deadline the device may take to answer whether the operation is done.
 constexpr auto kAnswerLimit = std::chrono::milliseconds(500);
 constexpr auto kStopLimit = std::chrono::seconds(1);
-// How many operations a thread of the user looks at in passing.
+// How many operations a thread of the user polls in passing.
 constexpr size_t kMaxSwept = 16;
 
 }  // namespace
@@ -39,7 +39,7 @@ void InFlight::stop() {
     communicator_ = nullptr;
   }
   if (!thread_.joinable()) return;
-  const std::future<void> ended = std::move(ended_);  // which holds the task, and that this object
+  const std::future<void> ended = std::move(ended_);  // keeps the task, and so this object, alive
   if (ended.wait_for(kStopLimit) == std::future_status::ready)
     thread_.join();
   else
@@ -76,14 +76,14 @@ void InFlight::add(const DeviceOperationPtr& operation) {
   changed_.notify_all();
 }
 
-// An aborted NCCL kernel leaves its stream without an error, so events that are done after a
-// failure mean nothing.
+// An aborted NCCL kernel leaves its stream without an error, so completed events prove nothing
+// after a failure.
 bool InFlight::has_ended(DeviceOperation& operation) {
   std::optional<std::string> broken;
   try {
     for (const auto& end : operation.ends)
       if (!runtime_->is_done(end.event)) return false;
-  } catch (const std::exception& error) {  // of the device: nothing on it works any more
+  } catch (const std::exception& error) {  // a device error: nothing on it works any more
     broken = error.what();
   }
   std::lock_guard lock(communicator_mutex_);
@@ -99,12 +99,12 @@ bool InFlight::poll(DeviceOperation& operation) {
   return operation.done();
 }
 
-// On a thread that captures, memory that goes back to the device's allocator could upset the graph.
+// Does nothing on a capturing thread, where freeing device memory could disturb the graph.
 void InFlight::sweep() {
   if (!runtime_->is_capturing(runtime_->current_stream())) sweep_first(kMaxSwept);
 }
 
-// The device is asked without the lock, and not about what comes behind unfinished work on a stream.
+// Polls without the lock, and skips operations that follow unfinished ones on a stream.
 void InFlight::sweep_first(size_t max_asked) {
   std::vector<DeviceOperationPtr> asked;
   {
@@ -120,7 +120,7 @@ void InFlight::sweep_first(size_t max_asked) {
     if (operation->done() || (!is_behind && poll(*operation))) continue;
     for (const auto& end : operation->ends) busy.push_back(end.stream);
   }
-  std::vector<DeviceOperationPtr> ended;  // they go without the lock
+  std::vector<DeviceOperationPtr> ended;  // destroyed without the lock
   std::lock_guard lock(mutex_);
   std::erase_if(operations_, [&](const DeviceOperationPtr& operation) {
     if (operation->has_ended()) ended.push_back(operation);

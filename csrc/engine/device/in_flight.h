@@ -1,7 +1,7 @@
-// The operations that streams still work on, and who finds out that they have ended: threads of the
-// user that ask anyway, and a thread of its own, so that deadlines and memory need no call of the
-// user. A question about an event can be stuck in the CUDA driver behind the very work that never
-// ends; nothing else waits for that thread.
+// The operations that streams still work on. Threads of the user poll them in passing, and one
+// thread of this class polls all, so that deadlines and the release of memory need no call of the
+// user. An event query can be stuck in the CUDA driver behind the very work that never ends; no
+// other thread waits for that one.
 #pragma once
 
 #include <condition_variable>
@@ -24,23 +24,23 @@ class InFlight : public std::enable_shared_from_this<InFlight> {
       : runtime_(std::move(runtime)), communicator_(&communicator) {}
 
   void start(int rank);
-  // Leaves the thread behind if it is stuck in the driver. The communicator may go after that.
+  // Leaves the thread behind if it is stuck in the driver. The communicator may then be destroyed.
   void stop();
 
   void add(const DeviceOperationPtr& operation);
-  // Whether all its work is done; asks the device, without memory of the operation going back. A
-  // device that reports an error fails the communicator.
+  // Whether all its work is done; asks the device, and does not free memory of the operation. An
+  // error of the device fails the communicator.
   bool has_ended(DeviceOperation& operation);
-  // The same, and the operation is done if it has.
+  // The same, and marks an ended operation as done.
   bool poll(DeviceOperation& operation);
-  // Forgets finished ones among the first operations.
+  // Removes finished ones among the first operations.
   void sweep();
 
   std::vector<DeviceOperationPtr> all() const;
-  // Whether the device has been asked after the deadline, or does not answer.
+  // Whether it is past its deadline, and either was polled since or the device does not answer.
   bool is_late(const Operation& operation) const;
-  // Those that have no end after the failure of the communicator. If kernels may still run, the
-  // memory of their tensors stays for good.
+  // Drops operations that have not ended. If kernels may still run, the memory of their tensors is
+  // never freed.
   void abandon(bool kernels_may_run);
 
  private:
@@ -49,14 +49,14 @@ class InFlight : public std::enable_shared_from_this<InFlight> {
 
   const std::shared_ptr<DeviceRuntime> runtime_;
   std::mutex communicator_mutex_;
-  Communicator* communicator_;  // null: nobody is to be told any more
+  Communicator* communicator_;  // null after stop()
 
   mutable std::mutex mutex_;
   std::deque<DeviceOperationPtr> operations_;
   std::condition_variable changed_;
   bool stopping_ = false;
   bool is_asleep_ = false;         // the thread: add() has to wake it
-  Clock::time_point looked_at_{};  // when the thread began to ask about all there were
+  Clock::time_point looked_at_{};  // when the thread began its latest poll of all operations
   std::thread thread_;
   std::future<void> ended_;
 };

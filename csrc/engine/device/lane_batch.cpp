@@ -15,7 +15,7 @@ std::vector<LaneBatch> LaneBatch::split(std::span<const PointToPoint> batch, con
     if (op.peer != rank)
       lane(lane_of(op.channel, op.direction, rank, op.peer)).messages_.push_back(&op);
   for (const auto& messages : own) {
-    const LaneKey of_channel{messages.first->channel};  // before all others
+    const LaneKey of_channel{messages.first->channel};  // sorts before all others
     const auto first = lanes.lower_bound(of_channel);
     const bool has_one = first != lanes.end() && first->first.channel == of_channel.channel;
     lane(has_one ? first->first : of_channel).own_.push_back(messages);

@@ -18,15 +18,15 @@ class LaneBatch {
  public:
   using OwnMessages = std::vector<std::pair<const PointToPoint*, const PointToPoint*>>;
 
-  // By the lanes that a batch uses; messages to oneself run on the first of the channel.
+  // One part per lane of the batch; messages to oneself run on the first lane of the channel.
   static std::vector<LaneBatch> split(std::span<const PointToPoint> batch, const OwnMessages& own,
                                       int rank);
 
   const LaneKey& key() const { return key_; }
-  // Enqueues what comes before the messages. What arrives for tensors with gaps goes through memory
-  // without.
+  // Enqueues the work before the messages, and returns these. Tensors with gaps receive into
+  // contiguous memory.
   std::vector<DeviceMessage> begin(DeviceRuntime& runtime, StreamHandle stream);
-  // And from there to all of them in one launch.
+  // Copies from there to all those tensors in one launch.
   void end(DeviceRuntime& runtime, StreamHandle stream) {
     if (!scatters_.empty())
       runtime.execute(scatters_.tasks(), scatters_.buffers(), Scale{}, stream);

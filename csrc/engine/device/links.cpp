@@ -20,7 +20,7 @@ LinkError link_error(const std::exception& error) {
   return {of_nccl ? of_nccl->result() : NcclResult::internal_error, error.what()};
 }
 
-// By which messages name a link.
+// The name of a link in messages.
 uint64_t name_of(const LaneKey& key) {
   Signature signature("link");
   signature.add(int64_t{key.channel}).add(int64_t{key.is_one_way});
@@ -32,7 +32,7 @@ bool has(const std::vector<int>& ranks, int rank) {
   return std::ranges::find(ranks, rank) != ranks.end();
 }
 
-// The ranks in an invitation, if a link of them is possible that has both of these.
+// The ranks in an invitation, if they are a valid link with both of these ranks.
 std::optional<std::vector<int>> ranks_in(const ControlMessage& message, int size, int mine,
                                          int theirs) {
   const bool is_one_way = message.is_one_way;
@@ -108,7 +108,7 @@ void Links::begin_locked(Entry& entry, int invited_by, ToDo& to_do) {
     to_do.to_send.push_back({link.parent, message_of(entry, Kind::invite)});
 }
 
-// Takes the next steps of this rank, if it is their time.
+// Takes the next steps of this rank, as far as possible now.
 void Links::go_on(Entry& entry, ToDo& to_do) {
   Link& link = entry.second;
   if (!link.is_begun || link.refused_by) return;
@@ -154,7 +154,7 @@ void Links::leave_place(Entry& entry, ToDo& to_do) {
   }
 }
 
-// Marks a link as refused, unless its ranks have been let go.
+// Marks a link as refused, unless its ranks already connect.
 void Links::refuse_locked(Entry& entry, int by, ToDo& to_do) {
   Link& link = entry.second;
   if (link.refused_by || (link.state != State::waiting && link.state != State::offered)) return;
@@ -250,7 +250,7 @@ void Links::settle(const LaneKey& key, State state, const std::function<void(Lin
 // ------------------------------------------------------------------------------------------------
 // messages of peers
 
-// The link that a message is about; null if there is none.
+// The link that a message is about, or null.
 Links::Entry* Links::named(int peer, const ControlMessage& message) {
   const auto found = names_.find(message.link);
   Entry* entry = found == names_.end() ? nullptr : found->second;
@@ -393,7 +393,8 @@ StreamHandle Links::stream_of(const LaneKey& key) const {
 // ------------------------------------------------------------------------------------------------
 // the end
 
-// In round k of a link a rank sends the one 2^k above it a message once all before it have come.
+// In round k of a link, a rank sends a message to the rank 2^k above it once it has those of the
+// earlier rounds.
 bool Links::meet(const std::function<bool()>& keeps_waiting,
                  const std::function<bool(int peer)>& has_closed) {
   const auto wait_for = [&](std::unique_lock<std::mutex>& lock, auto&& condition) {
@@ -413,7 +414,7 @@ bool Links::meet(const std::function<bool()>& keeps_waiting,
   };
   std::vector<Entry*> ready;
   {
-    // A rank whose link is nearly made will make it, and then waits for this one.
+    // The other ranks of a link that is being made will complete it, and then wait for this one.
     std::unique_lock lock(mutex_);
     if (!wait_for(lock, [&] { return std::ranges::none_of(links_, is_being_made); })) return false;
     for (Entry& entry : links_)

@@ -1,26 +1,27 @@
-// The NCCL communicators of a rank, which are made when they are needed.
+// The NCCL communicators of a rank, which are made on first use.
 //
-// A lane is a communicator with a stream, on which everything runs in the order of the calls: the
-// messages from one rank to another one on a channel, or the exchanges of some ranks on a channel. So
-// no other messages wait for each other, and no lane is made that nobody uses. A link is what the
-// ranks of a lane send each other until they have its communicator.
+// A lane is a communicator with a stream, which runs its work in the order of the calls: the
+// messages from one rank to another one on a channel, or the exchanges of some ranks on a channel.
+// So messages of different lanes do not wait for each other, and no unused lane is made. A link is
+// the protocol by which the ranks of a lane make its communicator.
 //
-// The ranks of a link make it in the background. NCCL's calls wait for all of them, so each rank calls
-// it on a thread of its own, and only after all have promised to come, along the tree of the ranks of
-// the link (group_tree.h):
+// The ranks of a link make it in the background. NCCL's calls wait for all of them, so each rank
+// calls NCCL on a separate thread, and only after all have promised to come, along the tree of the
+// ranks of the link (group_tree.h):
 //
-// * Invite. A rank that needs a link invites its neighbours in the tree, which take part whatever
-//   their users do, and invite theirs.
+// * Invite. A rank that needs a link invites its neighbours in the tree, which take part
+//   independent of their application, and invite theirs.
 // * Ask. A rank asks its parent once all ranks below it have asked.
 // * Offer. The root offers to make it, down the tree.
 // * Join. A rank below which all ranks have joined promises to come.
-// * Go. The root chooses NCCL's id, and sends it down the tree; whoever has it connects.
+// * Go. The root chooses NCCL's id, and sends it down the tree; each rank that has it connects.
 //
-// A rank has at most kMaxInTheMaking links of pairs between offer and end, since each takes a thread
-// and threads of NCCL. The lower rank of a pair, which is the root, takes its place before it offers,
-// and the higher one before it joins; so no ranks wait for each other's places in a circle.
+// A rank has at most kMaxInTheMaking links of pairs between offer and completion, since each takes
+// a thread and threads of NCCL. The lower rank of a pair, which is the root, takes one of these
+// places before it offers, and the higher one before it joins; so ranks cannot wait for places in a
+// circle.
 //
-// A rank that is about to end refuses as long as it has no offer, and all ranks of the link are told.
+// A closing rank refuses links that it has no offer for; the refusal reaches all their ranks.
 #pragma once
 
 #include <condition_variable>
@@ -45,7 +46,7 @@ namespace pipecomm {
 inline constexpr int kMaxInTheMaking = 4;
 
 struct Lane {
-  // The end of an operation, and where that ran.
+  // The end of an operation, and the stream that it ran on.
   struct Latest {
     StreamHandle stream = nullptr;
     EventPtr end;
@@ -53,8 +54,8 @@ struct Lane {
   };
   StreamHandle stream = nullptr;
   int comm_idx = -1;         // of NcclTransport; -1: none yet
-  Latest latest;             // of those that run by themselves
-  Latest latest_in_capture;  // of those that are part of a graph
+  Latest latest;             // operation outside of graphs
+  Latest latest_in_capture;  // operation that is part of a graph
 };
 
 struct LinkError {
@@ -62,57 +63,57 @@ struct LinkError {
   std::string text;
 };
 
-// Threads that connect share it: one is left behind if NCCL does not return.
+// Shared with the threads that connect, since one is left behind if NCCL does not return.
 class Links : public std::enable_shared_from_this<Links> {
  public:
   using Send = std::function<void(int peer, const ControlMessage& message)>;
 
-  // A rank that is alone has no `nccl`, and only streams. Ranks with the same `host`, which is not 0, are on
-  // one host.
+  // A group of one has no `nccl`, and only streams. Ranks with the same `host`, if it is not 0, are
+  // on one host.
   Links(int rank, int size, uint64_t host, std::shared_ptr<DeviceRuntime> runtime,
         std::shared_ptr<NcclTransport> nccl, NcclConfig config, Send send);
 
-  // Begins to make a link, if nobody has. Never waits.
+  // Begins to make a link, unless that has begun. Never waits.
   void begin(const LaneKey& key);
   bool is_ready(const LaneKey& key) const;
   bool wait_until_ready(const LaneKey& key, Deadline until) const;
-  // Whether its other ranks have answered.
+  // Whether the other ranks of the link have answered.
   bool is_answered(const LaneKey& key) const;
-  // The rank that has refused it, if any.
+  // The rank that has refused the link, if any.
   std::optional<int> refused_by(const LaneKey& key) const;
-  // Why a link could not be made, if so. One of a pair whose other rank `has_closed` counts as refused
-  // instead.
+  // Why a link could not be made, if one failed. A pair's link counts as refused instead if the
+  // other rank `has_closed`.
   std::optional<LinkError> error(const std::function<bool(int peer)>& has_closed);
 
-  // The lane of a ready link; or, with the key of the exchanges of all ranks on a channel, the stream
-  // on which all exchanges of that channel follow each other, at any time. It stays where it is; only
-  // the holder of the lock of posts may use what it says of the latest operation.
+  // The lane of a ready link; or, at any time, with the key of the exchanges of all ranks on a
+  // channel, the lane whose stream runs all exchanges of that channel. The reference stays valid;
+  // only the holder of the lock of posts may use its latest operations.
   Lane& lane(const LaneKey& key);
   // The stream of a lane if there is one yet, else null.
   StreamHandle stream_of(const LaneKey& key) const;
 
-  // A peer's message about a link. False if it makes no sense.
+  // Handles a peer's message about a link. False if it is invalid.
   bool receive(int peer, const ControlMessage& message);
 
-  // No link is begun from now on, and those that have not been offered are refused.
+  // Begins no link any more, and refuses those that have not been offered.
   void refuse_more();
-  // The end: whether all ranks of each link have come to it. Until then they may read memory that
-  // NCCL would free. Asks `keeps_waiting` now and then; `has_closed` tells of ranks that will not
-  // answer any more.
+  // At shutdown: waits for all ranks of each link, and returns whether they have come. Until then
+  // they may read memory that NCCL would free. Calls `keeps_waiting` now and then; a rank that
+  // `has_closed` will not answer any more.
   bool meet(const std::function<bool()>& keeps_waiting,
             const std::function<bool(int peer)>& has_closed);
-  // Nothing is sent any more.
+  // Sends nothing any more.
   void stop_sending();
 
  private:
-  // `offered`: it will be made, or one of its ranks refuses it.
+  // `offered`: the link will be made, or one of its ranks refuses it.
   enum class State : uint8_t { waiting, offered, connecting, ready, failed };
   struct Link {
     std::vector<int> ranks;  // increasing
     int parent = -1;         // in their tree; -1: this rank is the root
     std::vector<int> children;
     uint64_t name = 0;  // in messages
-    uint64_t host = 0;  // of this rank and those below that have asked; 0: several
+    uint64_t host = 0;  // of this rank and the ranks below that have asked; 0: several
     bool is_begun = false;
     bool has_asked = false, has_place = false, has_joined = false;
     std::set<int> have_asked, have_joined;  // of its children
@@ -123,7 +124,7 @@ class Links : public std::enable_shared_from_this<Links> {
   };
   using Entry = std::pair<const LaneKey, Link>;
   using Kind = ControlMessage::Kind;
-  // What is to be sent or done once the lock is free.
+  // Messages to send and links to connect once the lock is released.
   struct Outgoing {
     int peer;
     ControlMessage message;

@@ -7,8 +7,8 @@
 namespace pipecomm {
 namespace {
 
-// Bounds of what is remembered per order. A claim about a message that has left the log is not
-// compared any more; one too far ahead of us is dropped.
+// Limits of the log per order. A claim about a message that has left the log is not compared any
+// more; a claim too far ahead of this rank is dropped.
 constexpr size_t kMaxRuns = 256;
 constexpr size_t kMaxClaimsAhead = 16384;
 // Both ends forget the same description at the same message, and so compare it again together.
@@ -73,7 +73,7 @@ void MessageCheck::post(const Key& key, Run message, Posted& posted) {
   }
 }
 
-// The messages with the peers that have an order, and with those that get one now.
+// The messages with peers that have an order already, or get one now.
 MessageCheck::Messages MessageCheck::compared_messages(const Collective& collective) const {
   std::vector<int> peers = collective.compared;
   for (auto order = orders_.lower_bound({collective.channel, true, 0, Direction::send});
@@ -149,7 +149,7 @@ std::optional<MessageCheck::Mismatch> MessageCheck::receive(int peer, Direction 
   Order& order = order_of(key);
   if (theirs.seq == kNotNumbered) stop_numbers(order);
   if (!order.is_numbered) {
-    // What this rank has posted cannot be found out.
+    // Without numbers, the message of this rank cannot be found.
     return refusal.empty()
                ? std::nullopt
                : std::optional(Mismatch{peer, opposite(direction), theirs, theirs, refusal, true});
@@ -182,8 +182,8 @@ std::optional<int> MessageCheck::missing(std::span<const Announcement> announcem
   return found == announcements.end() ? std::nullopt : std::optional(found->peer);
 }
 
-// What this rank has posted, as far as it is remembered. `is_first`: the peer has announced data of a
-// collective that has none here, nor has any before.
+// The message that this rank has posted, if it is still in the log. `is_first`: the peer has
+// announced data of a collective that, like all earlier ones, has none here.
 const MessageCheck::Run* MessageCheck::find(const Key& key, const Order& order, uint64_t seq,
                                             bool is_first) {
   const auto run = std::find_if(order.runs.rbegin(), order.runs.rend(),
@@ -202,7 +202,7 @@ std::optional<MessageCheck::Mismatch> MessageCheck::compare(const Key& key, cons
                                                             uint64_t seq, const Claim& theirs) {
   const bool agrees = theirs.refusal.empty() && ours.descriptor.agrees_with(theirs.descriptor);
   if (agrees || ours.is_refused)
-    return std::nullopt;  // a peer that takes part hears of the refusal
+    return std::nullopt;  // a peer that takes part receives our refusal
   Mismatch mismatch{std::get<2>(key),  std::get<3>(key), ours.descriptor,
                     theirs.descriptor, theirs.refusal,   !ours.is_awaited};
   mismatch.ours.seq = seq;

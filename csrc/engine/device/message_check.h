@@ -1,14 +1,15 @@
-// Finds out that ranks disagree about messages that no one describes on the wire: NCCL moves bytes and
-// nothing else. The two ends of a message number it alike and announce to each other, over the control
-// plane, what they believe of the messages that are new to them (or of all). An end that receives a
-// claim which differs from its own message of that number has found a mismatch.
+// Detects that ranks disagree about messages, since NCCL moves bytes without a description. The two
+// ends of a message give it the same number and announce their descriptions of new messages (or of
+// all) to each other over the control plane. An end that receives a claim which differs from its
+// own message of that number has found a mismatch.
 //
-// Point-to-point messages are numbered by (peer, direction, channel). A collective has a message in each
-// direction between any two of its members, most of them empty, and is numbered by (peer, channel). A
-// rank compares it with its neighbours in the tree of the members, and with every peer that it has had
-// data with on this channel. The tree connects all members, so members that make different calls have
-// two neighbours that do; and a message that only one of its ends believes in is compared, since that
-// end announces it or, if it has been exchanged before, the other end announces that there is none.
+// Point-to-point messages are numbered by (peer, direction, channel). A collective has a message in
+// each direction between any two of its members, most of them empty, and is numbered by (peer,
+// channel). A rank compares it with its neighbours in the tree of the members, and with every peer
+// that it has exchanged data with on this channel. The tree connects all members, so if calls
+// differ, they differ between two neighbours. A message that only one end expects is compared as
+// well: that end announces it or, if the two have exchanged it before, the other end announces that
+// there is none.
 #pragma once
 
 #include <condition_variable>
@@ -47,7 +48,7 @@ class MessageCheck {
     int peer;
     Direction direction;  // as seen from here
     Descriptor ours, theirs;
-    std::string refusal;  // of the peer, which takes no part; "": it does
+    std::string refusal;  // why the peer takes no part; "": it does
     bool is_under_way;    // this rank may have enqueued its part of the message
   };
   struct Posted {
@@ -59,7 +60,7 @@ class MessageCheck {
   struct Collective {
     int channel;
     std::vector<int> peers;     // the other members, increasing
-    std::vector<int> compared;  // those with which it is compared in any case
+    std::vector<int> compared;  // the members with which it is always compared
     std::function<std::vector<PeerMessages>(std::span<const int> peers)> messages_with;
   };
 
@@ -76,16 +77,16 @@ class MessageCheck {
   // takes no part, or "".
   std::optional<Mismatch> receive(int peer, Direction direction, const Descriptor& theirs,
                                   const std::string& refusal = "");
-  // With Check::full: a peer whose claim about one of these messages has not come by then, or has shown
-  // a mismatch.
+  // With Check::full: a peer whose claim about one of these messages has not come before `until`,
+  // or has shown a mismatch.
   std::optional<int> missing(std::span<const Announcement> announcements, Deadline until) const;
 
   // Whether posting it would announce nothing because it is not new.
   bool is_known(int peer, Direction direction, const Descriptor& descriptor) const;
   bool is_known(const Collective& collective) const;
-  // Messages that are now part of a graph. Its replays are not numbered, and the other ends may count
-  // them as messages, so the numbers of these orders mean nothing from now on: what the peers are to be
-  // told, once.
+  // For messages that are now part of a graph. Its replays are not numbered, and the other ends may
+  // count them as messages, so the numbers of these orders are meaningless from now on. Returns the
+  // announcements of that, once per order.
   void capture(int peer, Direction direction, const Descriptor& descriptor, Posted& posted);
   Posted capture(const Collective& collective);
 
@@ -109,10 +110,10 @@ class MessageCheck {
     std::map<uint64_t, Claim> claims;  // of messages that are not posted here yet
     uint64_t num_received = 0;         // with Check::full: claims, which come in order
   };
-  // Of a channel.
+  // The collectives of a channel.
   struct Collectives {
     std::vector<uint64_t> num_with;  // each peer; kNotNumbered if one was captured
-    std::deque<std::pair<std::vector<int>, Run>> latest;  // with whom, and an empty message of them
+    std::deque<std::pair<std::vector<int>, Run>> latest;  // peers, and the empty message
   };
   using Key = std::tuple<int, bool, int, Direction>;  // channel, of collectives, peer
   using Messages = std::vector<std::pair<Key, Descriptor>>;

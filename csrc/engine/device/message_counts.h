@@ -1,5 +1,5 @@
-// How many messages each (peer, direction, channel) has had on this rank; and, once a peer closes,
-// how many it has had there. A message beyond that has no other end.
+// Counts the messages of each (peer, direction, channel) on this rank; and, once a peer closes,
+// keeps its counts as limits. A message beyond a limit has no other end.
 #pragma once
 
 #include <algorithm>
@@ -37,7 +37,7 @@ class MessageCounts {
     std::lock_guard lock(mutex_);
     return std::ranges::any_of(with(peer).counts, std::identity());
   }
-  // The peer posts no more than these; `direction` as seen from here.
+  // The peer posts no more than `count`; `direction` as seen from here.
   void limit(int peer, Direction direction, int channel, uint64_t count) {
     std::lock_guard lock(mutex_);
     if (channel >= 0 && channel < kNumChannels)

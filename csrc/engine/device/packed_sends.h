@@ -1,4 +1,4 @@
-// The sends of a batch, of which NCCL takes only what lies in memory without gaps.
+// Packs the sends of a batch that have gaps, since NCCL sends only contiguous memory.
 #pragma once
 
 #include <memory>
@@ -16,8 +16,8 @@ class PackedSends {
 
   // The batch, with sends that are contiguous once pack() has been called.
   std::span<const PointToPoint> batch() const { return packed_.empty() ? given_ : packed_; }
-  // Enqueues one launch for all sends with gaps. What it returns, if there are any, has to live until
-  // the messages have been sent.
+  // Enqueues one launch for all sends with gaps. Returns their memory, which must live until the
+  // messages have been sent; null if there are none.
   std::shared_ptr<std::byte> pack(DeviceRuntime& runtime, StreamHandle stream);
 
  private:

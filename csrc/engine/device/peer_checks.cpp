@@ -36,7 +36,7 @@ void fail_late(Communicator& communicator, OpCode op, Clock::time_point begin, D
   throw_failure(communicator);
 }
 
-// Inside a capture no call waits for other ranks, so what it takes part in must be known.
+// Inside a capture no call waits for other ranks, so its messages must be known.
 void PeerChecks::post(std::span<const PointToPoint> batch, DeviceOperation& operation,
                       const Interrupted& interrupted) {
   const bool is_awaited = check_ == Check::full && !operation.is_async;
@@ -112,8 +112,8 @@ void PeerChecks::announce(OpCode op, const MessageCheck::Posted& posted,
   throw_failure(communicator_);
 }
 
-// The other ends have announced their messages too, and agree. A call that does not get that far has
-// taken its place among the messages and enqueues nothing, so all ranks fail.
+// Waits until the other ends have announced their messages and agree. If that fails, the call has
+// numbered its messages but enqueues nothing, so all ranks fail.
 void PeerChecks::await_claims(OpCode op, std::span<const MessageCheck::Announcement> announced,
                               Deadline deadline, const Interrupted& interrupted) {
   const Clock::time_point begin = Clock::now();
@@ -137,7 +137,7 @@ void PeerChecks::await_claims(OpCode op, std::span<const MessageCheck::Announcem
   }
 }
 
-// Numbers a message in the order of its (peer, direction, channel), like the host transports do.
+// Numbers a message in the order of its (peer, direction, channel), as the host transports do.
 void PeerChecks::number(DeviceOperation& operation, Direction direction, int peer,
                         Descriptor descriptor) {
   descriptor.seq = counts_.next(peer, direction, descriptor.channel);
@@ -172,8 +172,8 @@ bool PeerChecks::receive(int peer, const ControlMessage& message) {
   return true;
 }
 
-// Refuses what the peer, which has closed, will not match. Captured messages are not counted alike
-// on both ends, see send_closing().
+// Throws for a message that a closed peer will not match. Captured messages are not counted the
+// same on both ends, see send_closing().
 void PeerChecks::require_open(OpCode op, Direction direction, int peer, int channel) const {
   if (!has_captured_ && counts_.has_ended(peer, direction, channel))
     throw PipeCommException(closed_failure(communicator_, op, peer));
@@ -224,9 +224,9 @@ void PeerChecks::fail_unmatched() {
   communicator_.fail(std::move(failure));
 }
 
-// Tells peers how many messages there have been: all of a small group, and those of a large one that
-// it has had messages with. A replay of a graph is not counted, so a rank that has captured something
-// says nothing.
+// Sends the message counts to peers: to all of a small group, and to those of a large one that this
+// rank has had messages with. Replays of a graph are not counted, so a rank that has captured a
+// message sends nothing.
 void PeerChecks::send_closing() {
   if (has_captured_ || communicator_.failure()) return;
   const bool are_many = communicator_.are_many(size_t(size()));

@@ -1,5 +1,5 @@
-// What a device execution and its peers announce to each other about their messages: what they are, so
-// that a disagreement fails the communicator, and how many there were when one of them closes.
+// Announcements between a device execution and its peers: descriptions of messages, so that a
+// disagreement fails the communicator, and their counts when one of them closes.
 #pragma once
 
 #include <atomic>
@@ -21,8 +21,8 @@ namespace pipecomm {
   throw PipeCommException(communicator.failure());
 }
 Failure closed_failure(const Communicator& communicator, OpCode op, int peer);
-// A call that waits on the host since `begin` has passed its deadline. `peer`: for which one, if it is
-// one.
+// For a call that has waited on the host since `begin` and passed its deadline. `peer`: the rank
+// that it waits for, if it is one.
 [[noreturn]] void fail_late(Communicator& communicator, OpCode op, Clock::time_point begin,
                             Deadline deadline, const std::string& what, std::optional<int> peer);
 inline void send(Communicator& communicator, int peer, const ControlMessage& message) {
@@ -44,17 +44,17 @@ class PeerChecks {
         check_(check),
         messages_(communicator.size(), communicator.options().num_channels, check) {}
 
-  // Come before anything is enqueued, with the lock of posts. They throw if the communicator fails, or
-  // std::invalid_argument for what is new inside a capture.
+  // Called before anything is enqueued, with the lock of posts. They throw if the communicator
+  // fails, or std::invalid_argument for a new message inside a capture.
   void post(std::span<const PointToPoint> batch, DeviceOperation& operation,
             const Interrupted& interrupted);
   void post(const CollectiveCall& call, bool is_captured, const CallOptions& options);
   void post_barrier();
   void refuse(OpCode op, const std::string& reason, const Scope& scope);
-  // Adds a message to an operation. post() of a batch does.
+  // Adds a message to an operation; post() of a batch calls it.
   void number(DeviceOperation& operation, Direction direction, int peer, Descriptor descriptor);
 
-  // False if it is none that concerns messages.
+  // False if the control message does not concern messages.
   bool receive(int peer, const ControlMessage& message);
   // Throws if the peer has closed and will not match the next message.
   void require_open(OpCode op, Direction direction, int peer, int channel) const;

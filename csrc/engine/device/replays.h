@@ -1,6 +1,6 @@
 // The deadlines of captured operations. The host does not observe replays, so each part of a
 // captured operation, which runs on one stream, counts when it begins and when it ends, in memory of
-// the host. Who looks at the numbers now and then asks the driver nothing.
+// the host. Reading these counters now and then needs no call of the driver.
 #pragma once
 
 #include <chrono>
@@ -26,13 +26,13 @@ class Replays {
   Replays(std::shared_ptr<DeviceRuntime> runtime, std::optional<std::chrono::nanoseconds> timeout)
       : runtime_(std::move(runtime)), timeout_(timeout) {}
 
-  // Enqueue what counts, around the part of a captured operation on a stream.
+  // Enqueue the counting, around the part of a captured operation on a stream.
   void begin_part(DeviceOperation& operation, StreamHandle stream);
   void end_part(const DeviceOperation& operation, StreamHandle stream);
-  // All parts have been captured: watches them from now on.
+  // Called when all parts have been captured; watches them from now on.
   void add(const DeviceOperation& operation);
 
-  // The first one that has been running for longer than the timeout. Looks a few times in a timeout.
+  // The first one running for longer than the timeout, or none. Checks a few times per timeout.
   std::optional<Late> late();
 
  private:
@@ -42,7 +42,7 @@ class Replays {
     OpCode op;
     std::optional<FlightMessage> first_message;
     uint32_t started = 0, ended = 0;         // as last seen
-    Clock::time_point since = Clock::now();  // when they became so
+    Clock::time_point since = Clock::now();  // when they last changed
   };
 
   const std::shared_ptr<DeviceRuntime> runtime_;
