@@ -15,11 +15,11 @@ static_assert(std::endian::native == std::endian::little, "the wire format is li
 
 inline void append(std::vector<std::byte>& bytes, const void* data, size_t num_bytes) {
   const size_t old_size = bytes.size();
-  bytes.resize(old_size + num_bytes);  // g++ 12 warns of an insert, wrongly
+  bytes.resize(old_size + num_bytes);  // g++ 12 wrongly warns about an insert
   if (num_bytes > 0) std::memcpy(bytes.data() + old_size, data, num_bytes);
 }
 
-// Takes bytes off the front and refuses to go beyond the end. Errors are std::runtime_error:
+// Reads bytes from the front and never beyond the end. Errors are std::runtime_error:
 // "malformed packet: a descriptor is cut off".
 class ByteReader {
  public:

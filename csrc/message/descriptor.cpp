@@ -37,8 +37,8 @@ std::optional<OpCode> op_code(std::string_view op_name) {
 
 bool Descriptor::agrees_with(const Descriptor& other) const {
   if (op != other.op || signature != other.signature || num_bytes != other.num_bytes) return false;
-  // The ranks of a collective may hold tensors of different shapes. The signature covers all that
-  // they must share.
+  // The ranks of a collective may hold tensors of different shapes. The signature covers everything
+  // that they must share.
   return op != OpCode::p2p ||
          (dtype == other.dtype && num_dims == other.num_dims && shape == other.shape);
 }
@@ -87,7 +87,7 @@ std::string Descriptor::text() const {
   return std::string(op_name(op)) + " of " + tensor + " with a message of " + bytes_text(num_bytes);
 }
 
-// Four small fields, four bytes of padding, and then the rest.
+// Four small fields, four bytes of padding, then the other fields.
 void append(std::vector<std::byte>& bytes, const Descriptor& d) {
   const uint8_t small[8] = {static_cast<uint8_t>(d.op), d.dtype, d.num_dims, d.channel};
   append(bytes, small, sizeof small);

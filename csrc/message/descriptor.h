@@ -1,5 +1,5 @@
-// The fixed description that travels with (or ahead of) every message, so that two ends that
-// disagree find out before any byte lands in a tensor.
+// The fixed-size description that is sent with (or ahead of) every message, so that two ends detect
+// a disagreement before any byte is written to a tensor.
 #pragma once
 
 #include <array>
@@ -37,11 +37,11 @@ struct Descriptor {
   uint8_t channel = 0;
   uint64_t seq = 0;        // position within (source, destination, channel), set by the transport
   uint64_t signature = 0;  // other things that both ends must share, such as arguments
-  int64_t num_bytes = 0;   // payload bytes of this very message
+  int64_t num_bytes = 0;   // payload bytes of this one message
   std::array<int64_t, kMaxDescriptorDims> shape{};  // of the tensor that this rank passed in
 
-  // Whether both ends describe the same message. `seq` and `channel` are not compared: only
-  // messages that share them ever meet.
+  // Whether both ends describe the same message. `seq` and `channel` are not compared: matching
+  // only pairs messages with equal ones.
   bool agrees_with(const Descriptor& other) const;
   // "broadcast of bfloat16[8, 4096] (64.0 KiB)"
   std::string text() const;
@@ -49,7 +49,7 @@ struct Descriptor {
   uint64_t digest() const;
 };
 
-// As it travels.
+// Its size on the wire.
 inline constexpr size_t kDescriptorBytes = 32 + 8 * kMaxDescriptorDims;
 void append(std::vector<std::byte>& bytes, const Descriptor& descriptor);
 // Throws std::runtime_error if a size is negative.

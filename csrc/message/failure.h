@@ -1,4 +1,4 @@
-// A failure as data: the same record travels between ranks, is thrown in C++ and becomes the
+// A failure as data: the same record is sent between ranks, thrown in C++ and converted to the
 // exception in Python.
 #pragma once
 
@@ -15,7 +15,7 @@ namespace pipecomm {
 
 enum class FailureKind : uint8_t { error, timeout, peer_lost, mismatch, aborted };
 
-// What one end says of a message.
+// One end's description of a message.
 struct MessageDescription {
   std::string op = {}, dtype = {};  // the dtype as torch prints it, without "torch."
   std::vector<int64_t> shape = {};  // of the tensor that the rank passed in
@@ -25,16 +25,16 @@ struct MessageDescription {
 
 struct Failure {
   FailureKind kind = FailureKind::error;
-  std::string message = {};  // without the "rank 1: " that is put before it in the end
+  std::string message = {};  // without the prefix "rank 1: " of the final text
   std::string op = {};
-  int rank = -1;           // who reports
+  int rank = -1;           // that reports
   int peer = -1;           // the other end of the message, -1 if none
   int channel = -1;        // -1 if none
   int64_t seq = -1;        // number of the message within (peer, channel, direction), -1 if none
   std::string dtype = {};  // as torch prints it, without "torch."
   std::vector<int64_t> shape = {};
-  int origin_rank = -1;  // the rank on which the trouble began
-  // What the two ends say of a message about which they disagree, first the end that found it.
+  int origin_rank = -1;  // the rank where the failure began
+  // Both descriptions of a message, if its ends disagree; `ours` is from the end that found it.
   std::optional<MessageDescription> ours = {}, theirs = {};
   bool operator==(const Failure&) const = default;
 };
@@ -54,7 +54,7 @@ class PipeCommException : public std::runtime_error {
 };
 
 // Bytes on the wire for a failure: fixed little-endian layout, no pickle. `decode_failure` throws
-// std::runtime_error on any length or value that does not fit.
+// std::runtime_error on any invalid length or value.
 std::vector<std::byte> encode_failure(const Failure& failure);
 Failure decode_failure(std::span<const std::byte> bytes);
 

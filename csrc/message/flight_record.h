@@ -1,6 +1,6 @@
-// What a communicator has done lately, to tell after a hang which rank waits for which. Operations
-// that have ended are kept here, in memory that is allocated once. Those that have not are looked
-// at when somebody asks (Communicator::flights), so newer ones never push out one that is stuck.
+// The latest operations of a communicator, to find out after a hang which rank waits for which.
+// Ended operations are kept here, in memory that is allocated once. Pending ones are read on
+// request (Communicator::flights), so newer operations never displace one that is stuck.
 #pragma once
 
 #include <algorithm>
@@ -15,8 +15,8 @@
 namespace pipecomm {
 
 enum class MessageState : uint8_t {
-  posted,   // has not met its other end
-  started,  // has met it, and its payload is under way; only if it travels apart from the header
+  posted,   // not matched with its other end yet
+  started,  // matched, and its payload is being moved; only if it is sent apart from the header
   done,
 };
 
@@ -28,7 +28,7 @@ struct FlightMessage {
   Descriptor descriptor;
 };
 
-// One operation. A time that is not known is the epoch of the clock.
+// One operation. An unknown time is the epoch of the clock.
 struct FlightOperation {
   uint64_t number = 0;  // counts the operations of its communicator
   OpCode op = OpCode::p2p;
@@ -37,7 +37,7 @@ struct FlightOperation {
   bool ended = false;
   uint32_t call_site = 0;
   Clock::time_point posted_at;
-  Clock::time_point started_at;  // its first message met the other end
+  Clock::time_point started_at;  // its first message was matched
   Clock::time_point ended_at;
   FailurePtr failure;
   size_t num_messages = 0;
@@ -45,7 +45,7 @@ struct FlightOperation {
 
 struct Flight {
   FlightOperation operation;
-  std::vector<FlightMessage> messages;  // as far as they are kept
+  std::vector<FlightMessage> messages;  // those that are kept
 };
 
 class FlightRecord {
@@ -54,11 +54,11 @@ class FlightRecord {
   static constexpr size_t kNumMessages = 2048;
   static constexpr size_t kMaxMessagesPerOperation = 64;
 
-  // `on_failure` is called for every operation that fails, and by note_failure(), on any thread and
-  // perhaps under locks of the engine.
+  // `on_failure` is called for every operation that fails, and by note_failure(), on any thread,
+  // possibly with locks of the engine held.
   explicit FlightRecord(std::function<void()> on_failure = nullptr);
 
-  // The next operation that has ended; `message(idx)` describes its messages.
+  // Adds the next operation that has ended; `message(idx)` describes its messages.
   template <class Message>
   void add(const FlightOperation& operation, Message&& message) {
     {
@@ -79,8 +79,8 @@ class FlightRecord {
   // Operations that have ended, in the order in which they did.
   std::vector<Flight> ended() const;
 
-  // Says where in the caller's program this thread is, in a numbering of the caller's own; recorded
-  // with the operations that the thread makes.
+  // The place in the caller's program where this thread is, as a number that the caller assigns;
+  // recorded with the operations that the thread makes.
   static inline thread_local uint32_t call_site = 0;
 
  private:
@@ -98,7 +98,7 @@ class FlightRecord {
   uint64_t num_messages_ = 0;
 };
 
-// Both lists in one, by number. An operation that is in both has ended meanwhile.
+// Merges both lists by number. An operation that is in both has ended meanwhile.
 std::vector<Flight> merge_flights(std::vector<Flight> pending, std::vector<Flight> ended);
 
 }  // namespace pipecomm

@@ -1,4 +1,4 @@
-// How a message meets a receive: the same rules and the same words for every transport.
+// Matches a message with a receive: the same rules and error texts for every transport.
 #pragma once
 
 #include <cstdint>
@@ -10,9 +10,9 @@
 namespace pipecomm {
 
 enum class Meeting : uint8_t {
-  agree,         // the payload goes to its place, the sender hears "accepted"
-  peer_refuses,  // the sender takes no part: accepted, the receive fails unless it refuses too
-  self_refuses,  // the receiver takes no part: the sender hears why
+  agree,         // the payload goes to its place, the sender gets "accepted"
+  peer_refuses,  // the sender takes no part: accepted, the receive fails unless it also refuses
+  self_refuses,  // the receiver takes no part: the sender gets the reason
   disagree,      // both ends fail with both descriptions, nothing is transferred
 };
 
@@ -22,7 +22,7 @@ Meeting meet(const Request& recv, bool message_refuses, const Descriptor& messag
 // The failure of `request` on `rank`, whose peer ...
 FailurePtr mismatch_failure(int rank, const Request& request, const Descriptor& theirs);
 FailurePtr refusal_failure(int rank, const Request& request, std::string_view reason);
-// ... will never match it. `peer_text` says why: "has closed its communicator".
+// ... will never match it. `peer_text` is the reason: "has closed its communicator".
 FailurePtr gone_failure(int rank, const Request& request, const std::string& peer_text);
 // ... answered a send with a refusal: only a rank that closes refuses point-to-point messages.
 FailurePtr refused_send_failure(int rank, const Request& send, std::string_view reason,

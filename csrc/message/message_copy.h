@@ -28,8 +28,8 @@ struct MessageCopy {
   std::shared_ptr<const ExchangeBuffers> buffers;
 };
 
-// Copies bytes [begin, end) of the payload from their place to `chunk`, and the other way. Scaled
-// messages are cut at multiples of 8 bytes.
+// Copy bytes [begin, end) of the payload from their place to `chunk`, and back. Scaled messages are
+// cut at multiples of 8 bytes.
 inline void read_payload(const Request& send, int64_t begin, int64_t end, std::byte* chunk) {
   if (const MessageCopy* copy = send.copy.get())
     pack_range(*copy->exchange, *copy->message, copy->buffers->view(), begin, end, chunk);

@@ -12,7 +12,7 @@ namespace pipecomm {
 
 std::string message_text(Direction direction, int peer, const Descriptor& descriptor) {
   const bool sends = direction == Direction::send;
-  if (descriptor.op != OpCode::p2p)  // the caller knows of no channel and of no number
+  if (descriptor.op != OpCode::p2p)  // channel and number mean nothing to the caller
     return (sends ? "the message to rank " : "the message from rank ") + std::to_string(peer);
   return (sends ? "send #" : "recv #") + std::to_string(descriptor.seq) + " on channel " +
          std::to_string(descriptor.channel) + (sends ? " to rank " : " from rank ") +
@@ -43,7 +43,7 @@ MessageDescription description_of(const Descriptor& descriptor) {
           .num_bytes = descriptor.num_bytes};
 }
 
-// The tensors that the ranks of a collective name may differ, and tell nothing then.
+// The ranks of a collective may legally describe different tensors, so these explain nothing.
 std::string disagreement_text(Direction direction, int peer, const Descriptor& ours,
                               const Descriptor& theirs) {
   const std::string other = ", but rank " + std::to_string(peer);
@@ -104,7 +104,7 @@ void Operation::hold() {
 
 void Operation::add(RequestPtr request) {
   std::lock_guard lock(mutex_);
-  if (done_) return;  // failed as a whole; its messages are sent all the same
+  if (done_) return;  // the operation has failed; its messages are sent all the same
   ++num_pending_;
   requests_.push_back(std::move(request));
 }
@@ -125,7 +125,7 @@ void Operation::settle(Request& request, FailurePtr failure) {
 
 void Operation::settle_one(FailurePtr failure) {
   std::unique_lock lock(mutex_);
-  if (done_) return;  // failed as a whole earlier
+  if (done_) return;  // the operation has failed earlier
   if (failure && !failure_) {
     failure_ = std::move(failure);
     failed_at_ = Clock::now();
@@ -133,8 +133,8 @@ void Operation::settle_one(FailurePtr failure) {
   if (--num_pending_ == 0) finish(lock);
 }
 
-// Runs the epilogue without the lock, then publishes the end. Resources go last, after waiters may
-// run, and always without the lock: the end of a tensor may have to wait for Python.
+// Runs the epilogue without the lock, then publishes the end. Resources are released last, when
+// waiters can run, and always without the lock: freeing a tensor may have to wait for Python.
 void Operation::finish(std::unique_lock<std::mutex>& lock) {
   if (epilogue_ && !failure_) {
     auto epilogue = std::move(epilogue_);
@@ -165,8 +165,8 @@ void Operation::fail(FailurePtr failure) {
   if (done_) return;
   if (!failure_) failure_ = std::move(failure);
   write_down();
-  // The transport may still hold the requests, which own this operation and so the memory in use:
-  // keep `kept_`.
+  // `kept_` stays: the transport may still hold the requests, which own this operation and so the
+  // memory in use.
   const auto requests = std::move(requests_);
   const auto epilogue = std::move(epilogue_);
   done_.store(true, std::memory_order_release);
@@ -230,7 +230,7 @@ FlightMessage Operation::flight_message(size_t idx) const {
   return {request.direction, state, request.refuses, request.peer, request.descriptor};
 }
 
-// The unsettled ones tell the story: first.
+// Unsettled messages come first, since they explain a hang.
 std::vector<FlightMessage> Operation::pending_messages() const {
   std::vector<FlightMessage> messages;
   for (const bool settled : {false, true})
@@ -241,7 +241,7 @@ std::vector<FlightMessage> Operation::pending_messages() const {
   return messages;
 }
 
-// Before waiters hear of the end, so that a record that they ask for has it.
+// Called before waiters are woken, so that a record that they read includes the operation.
 void Operation::write_down() const {
   if (!record_) return;
   FlightOperation flight = flight_operation();

@@ -1,5 +1,4 @@
-// One call of the user: a set of requests that succeed or fail together, and the thing that a Work
-// handle waits on.
+// One call of the user: requests that succeed or fail together. A Work handle waits for it.
 #pragma once
 
 #include <atomic>
@@ -40,7 +39,7 @@ using OperationPtr = std::shared_ptr<Operation>;
 struct Request {
   Direction direction = Direction::send;
   int peer = 0;
-  Descriptor descriptor;  // what this end believes; the transport fills in `seq`
+  Descriptor descriptor;  // of this end; the transport fills in `seq`
   // The payload of `descriptor.num_bytes`, contiguous at `data`, which may be null if it is empty;
   // or, for transports that copy on the way, gathered and scattered by `copy`.
   std::byte* data = nullptr;
@@ -54,13 +53,13 @@ struct Request {
   std::string refusal;
 
   std::atomic<bool> settled{false};
-  // When its payload began to move, for payloads that travel apart from their description; 0: not
+  // When its payload began to move, for payloads that are sent apart from their description; 0: not
   // yet. See note_started().
   mutable std::atomic<Clock::rep> started_at{0};
   std::shared_ptr<void> transport_state;  // the transport's own, opaque to all others
 
-  // Told on the settling thread how the request has ended, before its operation is; what it returns
-  // is the failure that the operation hears of.
+  // Called on the settling thread with the failure of the request, or null, before its operation is
+  // notified; returns the failure to report to the operation.
   std::function<FailurePtr(FailurePtr)> on_settled;
 
   void note_started() const {
@@ -73,7 +72,7 @@ using RequestList = InlineVector<RequestPtr, 8>;
 RequestPtr make_request(Direction direction, int peer, const Descriptor& descriptor,
                         std::byte* data);
 
-// "recv #3 on channel 0 from rank 1"; of a collective "the message from rank 1"
+// "recv #3 on channel 0 from rank 1"; for a collective "the message from rank 1"
 std::string message_text(Direction direction, int peer, const Descriptor& descriptor);
 inline std::string request_text(const Request& request) {
   return message_text(request.direction, request.peer, request.descriptor);
@@ -82,7 +81,7 @@ inline std::string request_text(const Request& request) {
 // "12.5 s"
 std::string seconds_text(Clock::duration duration);
 
-// Fills in the fields of a failure that say which message it is about.
+// Fills in the fields of a failure that identify its message.
 void name_message(Failure& failure, int peer, const Descriptor& descriptor);
 MessageDescription description_of(const Descriptor& descriptor);
 
@@ -90,7 +89,7 @@ MessageDescription description_of(const Descriptor& descriptor);
 std::string disagreement_text(Direction direction, int peer, const Descriptor& ours,
                               const Descriptor& theirs);
 
-// What the error of a deadline ends with.
+// The end of the error text of a timeout.
 inline constexpr char kFlightHint[] =
     "; with PIPECOMM_FLIGHT_DIR=FOLDER, `python -m pipecomm_ext doctor --flight FOLDER` shows "
     "which "
@@ -101,7 +100,7 @@ class Operation {
   Operation(OpCode op, Deadline deadline);
   virtual ~Operation() = default;
 
-  // Whether its data move on streams of a device, and not by requests.
+  // Whether streams of a device move its data, instead of requests.
   virtual bool is_on_device() const { return false; }
 
   OpCode op() const { return op_; }
@@ -109,7 +108,7 @@ class Operation {
   Deadline deadline() const { return deadline_; }
 
   // --- building, before the operation is posted ---
-  // Counts from now on, if it is posted later than it was made.
+  // Restarts its time, if it is posted later than it was made.
   void restart(Deadline deadline) {
     posted_at_ = Clock::now();
     deadline_ = deadline;
@@ -124,48 +123,48 @@ class Operation {
   }
   // Releases them early; the caller must know that nothing uses them any more.
   void let_go();
-  // Runs once, on the thread that settles the last request, and only if all succeeded: the unpack
-  // copy of an exchange.
+  // Sets what runs once, on the thread that settles the last request, and only if all succeeded:
+  // the unpack copy of an exchange.
   void on_success(std::function<void()> epilogue) {
     std::lock_guard lock(mutex_);
     epilogue_ = std::move(epilogue);
   }
-  // Its end is written down in `record`, which outlives it; `number` is its place in the order of
-  // posts.
+  // Records its end in `record`, which outlives it; `number` is its place in the order of posts.
   void record_in(FlightRecord& record, uint64_t number) {
     record_ = &record;
     number_ = number;
   }
-  // Its place among the collectives of its communicator, from 1; 0: it is none.
+  // Its place among the collectives of its communicator, from 1; 0: not a collective.
   void set_number_of_collective(uint64_t number) { number_of_collective_ = number; }
   uint64_t number_of_collective() const { return number_of_collective_; }
-  // Call once after the last add_request: the requests to post. Settles at once if there are none.
+  // Called once after the last add_request; returns the requests to post. Settles at once if there
+  // are none.
   RequestList seal();
   // Instead of seal(), for an operation whose next requests depend on how earlier ones end: it is not
   // done before release(). Each request is added before it is posted.
   void hold();
   void add(RequestPtr request);
   void release() { settle_one(nullptr); }
-  // The transport has all requests so far: from now on waiters may help with them. An operation that
-  // follows another one is waited for while it is still being built, on another thread.
+  // The transport has all requests so far: from now on waiters may help with them. A waiter may
+  // come earlier: an operation that follows another one is built later, on another thread.
   void note_posted();
 
   // --- called by transports: the first call for a request counts, later ones are ignored ---
   static void settle(Request& request, FailurePtr failure);
 
-  // Fails the operation at once, whatever its requests do (communicator failure). What the requests
-  // point to stays alive as long as the transport holds them, since a request owns its operation.
+  // Fails the operation at once, independent of its requests (communicator failure). Memory of the
+  // requests stays alive as long as the transport holds them, since a request owns its operation.
   void fail(FailurePtr failure);
 
   // --- called by waiters ---
   bool done() const { return done_.load(std::memory_order_acquire); }
   FailurePtr failure() const;
-  // Whether one of its messages failed before `time`, though others may be pending still.
+  // Whether one of its messages failed before `time`; others may still be pending.
   bool failed_before(Clock::time_point time) const;
-  // Whether a caller has been told of the failure.
+  // Whether the failure has been reported to a caller.
   bool failure_seen() const { return failure_seen_; }
   void note_failure_seen() { failure_seen_ = true; }
-  // False if `until` passes first, or once after requests were added, with which a waiter may help.
+  // False if `until` passes first, or once after requests were added, so that a waiter can help.
   bool wait_until(Deadline until);
 
   // Whether it has no request yet, but will.
@@ -176,11 +175,11 @@ class Operation {
   RequestPtr first_pending() const;
   // The requests that a waiting thread may help with (empty once done).
   RequestList requests() const;
-  // What a flight record says of it while it is pending; nothing once it has ended.
+  // Its flight record entry while it is pending; none once it has ended.
   std::optional<Flight> pending_flight() const;
 
  protected:
-  // All with the lock: what a flight record says of it, and of its messages.
+  // All with the lock: its flight record entry, and those of its messages.
   virtual FlightOperation flight_operation() const;
   virtual FlightMessage flight_message(size_t idx) const;
   virtual std::vector<FlightMessage> pending_messages() const;
@@ -210,7 +209,7 @@ class Operation {
   RequestList requests_;
   size_t num_posted_ = 0;          // of `requests_`
   bool is_held_ = false;           // until release()
-  bool has_new_requests_ = false;  // which no waiter has been woken for
+  bool has_new_requests_ = false;  // no waiter has been woken for them yet
 };
 
 }  // namespace pipecomm

@@ -1,4 +1,4 @@
-// A queue that keeps its memory: only one that grows longer than ever asks for more.
+// A queue that keeps its memory: it allocates only when it grows beyond its greatest length so far.
 #pragma once
 
 #include <cstddef>
@@ -7,7 +7,7 @@
 
 namespace pipecomm {
 
-// T has a default value, which places that are not used hold.
+// Unused places hold a default value of T.
 template <class T>
 class Queue {
  public:
@@ -33,7 +33,7 @@ class Queue {
     back() = T();
     --size_;
   }
-  // The rest stays in order.
+  // The remaining elements stay in order.
   template <class Predicate>
   void erase_if(Predicate predicate) {
     size_t num_kept = 0;

@@ -1,5 +1,5 @@
-// Memory of objects that every call makes and drops again. What one call returns the next one takes,
-// so a call that follows others like it asks the system for none.
+// Recycles the memory of objects that every call makes and drops: the next call reuses it, so
+// repeated calls allocate nothing.
 #pragma once
 
 #include <atomic>
@@ -18,11 +18,11 @@ namespace pipecomm {
 #ifndef PIPECOMM_RECYCLES
 #define PIPECOMM_RECYCLES true
 #endif
-// A sanitizer of addresses is to see each object end.
+// Off under AddressSanitizer, so that it sees each object freed.
 inline constexpr bool kRecycles = PIPECOMM_RECYCLES;
 #undef PIPECOMM_RECYCLES
 
-// Blocks of one size. Several threads may use it; one that finds another there goes to the system.
+// Blocks of one size. Thread-safe; a thread that finds the list in use calls the system allocator.
 template <size_t kNumBytes>
 class RecycledBlocks {
  public:
@@ -57,8 +57,8 @@ class RecycledBlocks {
   struct Block {
     Block* next;
   };
-  // Blocks outlive everything else, since threads may end operations while the process ends. In a
-  // fork, `is_taken` may stay set: the child then goes to the system.
+  // Blocks outlive everything else, since threads may end operations while the process exits. In a
+  // fork, `is_taken` may stay set: the child then uses the system allocator.
   struct State {
     std::atomic_flag is_taken;
     Block* first = nullptr;

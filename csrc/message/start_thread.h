@@ -1,4 +1,4 @@
-// The one way in which the library starts threads.
+// Starts all threads of the library.
 #pragma once
 
 #include <memory>
@@ -12,8 +12,8 @@
 
 namespace pipecomm {
 
-// Whether the library has started this thread. On it, Python's collector or a tensor that is dropped
-// may destroy any object, also a communicator that has to join this thread.
+// Whether the library has started this thread. On it, Python's garbage collector or a dropped
+// tensor may destroy any object, even a communicator that has to join this thread.
 inline thread_local bool is_own_thread = false;
 
 #ifdef PIPECOMM_FAULTS
@@ -21,7 +21,7 @@ inline thread_local bool is_own_thread = false;
 inline thread_local int failing_thread = 0;
 #endif
 
-// Throws PipeCommException of this rank, which says what to do, if the system gives no thread.
+// Throws PipeCommException of this rank, with a remedy, if the system cannot start a thread.
 template <class Body>
 std::thread start_thread(Body&& body, int rank) {
   try {

@@ -47,7 +47,7 @@ class DeviceOperation final : public Operation {
       messages.push_back({direction, MessageState::posted, false, peer, descriptor});
   }
 
-  // The host has observed the end. An operation that fails with its communicator is done earlier.
+  // The host has observed the end. An operation that fails with its communicator does not need it.
   void end() {
     if (!has_ended_.exchange(true)) release();
   }

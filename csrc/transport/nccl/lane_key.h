@@ -1,4 +1,5 @@
-// What follows each other on a device, and so has an NCCL communicator of its own.
+// Identifies messages or exchanges that run one after another on a device, on one NCCL
+// communicator.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +13,7 @@
 namespace pipecomm {
 
 // The messages of a channel from ranks[0] to ranks[1], or the exchanges of a channel between `ranks`,
-// which increase; none are all ranks. The same on each of them.
+// which increase; empty: all ranks. The same on each of them.
 struct LaneKey {
   int channel = kCollectiveChannel;
   std::vector<int> ranks = {};
@@ -25,7 +26,7 @@ inline LaneKey lane_of(int channel, Direction direction, int rank, int peer) {
   return {channel, {peer, rank}, true};
 }
 
-// Increasing: in NCCL, the number of a rank is its place among them.
+// Increasing: the NCCL rank is the place in this list.
 inline std::vector<int> ranks_of(const LaneKey& key, int group_size) {
   std::vector<int> ranks = key.ranks;
   if (ranks.empty()) {

@@ -1,6 +1,6 @@
-// The functions of NCCL that we use, as a table that is filled at run time from the copy that torch
-// loaded, or by a test. They are declared here once more, so that a build needs no nccl.h and serves
-// every NCCL; `make compile-check` compares them with the headers of the NCCL that is installed.
+// The NCCL functions in use, as a table that is filled at run time from the copy that torch loaded,
+// or by a test. They are declared here again, so that a build needs no nccl.h and works with every
+// NCCL; `make compile-check` compares them with the headers of the installed NCCL.
 #pragma once
 
 #include <chrono>
@@ -28,7 +28,7 @@ struct NcclUniqueId {  // ncclUniqueId
 };
 
 inline constexpr int kNcclBytes = 1;           // ncclUint8: everything is moved as bytes
-inline constexpr int kMinNcclVersion = 22700;  // the first whose abort is dependable
+inline constexpr int kMinNcclVersion = 22700;  // the first with a reliable abort
 
 // Options of a communicator, equal on every rank; -1 or "" leaves the choice to NCCL.
 struct NcclConfig {
@@ -48,7 +48,7 @@ struct NcclApi {
   NcclResult (*comm_finalize)(NcclComm* comm);
   NcclResult (*comm_destroy)(NcclComm* comm);
   NcclResult (*comm_abort)(NcclComm* comm);
-  // Makes kernels and calls in flight leave, and frees nothing; null before 2.28.7.
+  // Makes kernels and calls in flight return, and frees nothing; null before 2.28.7.
   NcclResult (*comm_revoke)(NcclComm* comm, int flags);
   NcclResult (*group_start)();
   NcclResult (*group_end)();
@@ -62,7 +62,7 @@ struct NcclApi {
   std::function<NcclResult(NcclComm** comm, int size, const NcclUniqueId& id, int rank,
                            const NcclConfig& config)>
       comm_init;
-  // How a thread sleeps that has polled in vain.
+  // Sleeps between polls.
   std::function<void(std::chrono::microseconds)> sleep = [](std::chrono::microseconds duration) {
     std::this_thread::sleep_for(duration);
   };
@@ -71,15 +71,15 @@ struct NcclApi {
 // "2.28.9"
 std::string nccl_version_text(int version_code);
 
-// Why this library cannot be used, or "".
+// Why this version of NCCL cannot be used, or "".
 std::string nccl_version_problem(int version_code);
 
 // "ncclGroupEnd: remote process exited or there was a network error (Connection closed ...)"
 std::string nccl_error_text(const NcclApi& api, const char* call, NcclResult result,
                             NcclComm* comm);
 
-// The table of the copy of NCCL in this process, found by soname and never loaded by us; filled
-// once. Throws std::runtime_error if there is none.
+// The table of the copy of NCCL that this process has already loaded, found by soname; filled once.
+// Throws std::runtime_error if there is none.
 const NcclApi& loaded_nccl();
 
 }  // namespace pipecomm

@@ -1,4 +1,4 @@
-// NCCL's structure of options as NCCL 2.28 declares it; later versions add to its end, and take a
+// NCCL's options structure as NCCL 2.28 declares it; later versions append to it, and accept the
 // shorter one of an earlier version.
 #pragma once
 

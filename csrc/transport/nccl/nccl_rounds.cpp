@@ -17,7 +17,7 @@ std::vector<std::vector<DeviceMessage>> cut_rounds(std::span<const DeviceMessage
   for (const DeviceMessage& message : messages) {
     const bool sends = message.direction == Direction::send;
     const int distance = sends ? message.peer - rank : rank - message.peer;
-    const int step = (distance + size) % size - 1;  // from 0; never oneself
+    const int step = (distance + size) % size - 1;  // from 0; a rank never sends to itself
     int64_t& piece_idx = num_pieces[(sends ? 0 : size) + message.peer];
     for (int64_t begin = 0; begin < message.num_bytes; begin += kMaxPieceBytes) {
       DeviceMessage piece = message;

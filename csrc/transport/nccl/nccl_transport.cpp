@@ -11,9 +11,9 @@ constexpr auto kPollInterval = std::chrono::microseconds(50);
 // A launch takes tens of microseconds, a sleep at least a hundred.
 constexpr auto kPollLimit = std::chrono::microseconds(200);
 constexpr int kMaxCtas = 64;    // NCCL's limit
-constexpr int kOwnChoice = 32;  // of NCCL, at most
+constexpr int kOwnChoice = 32;  // NCCL's own choice, at most
 
-// Between two looks at something that another thread does: at first nothing but a look around.
+// Pauses between two polls for the progress of another thread: yields at first, sleeps later.
 class Pause {
  public:
   explicit Pause(const NcclApi& api) : api_(api) {}
@@ -29,7 +29,8 @@ class Pause {
   const Clock::time_point begin_ = Clock::now();
 };
 
-// The communicator of the collectives has NCCL's own choice. NCCL refuses a minimum without a maximum.
+// The communicator of the collectives leaves the choice to NCCL. NCCL refuses a minimum without a
+// maximum.
 NcclConfig config_of(const NcclConfig& given, const NcclLane& lane) {
   NcclConfig config = given;
   const LaneKey& key = lane.key;
@@ -89,7 +90,7 @@ void NcclTransport::require(const char* call, NcclResult result, NcclComm* comm)
   throw NcclError(result, nccl_error_text(api_, call, result, comm));
 }
 
-// The state of a communicator, whose call goes on in a thread of NCCL; throws its error.
+// Whether a call of the communicator still runs on a thread of NCCL; throws its error.
 bool NcclTransport::in_progress(const char* call, NcclComm* comm) const {
   NcclResult state = NcclResult::success;
   require("ncclCommGetAsyncError", api_.comm_get_async_error(comm, &state), comm);
@@ -97,7 +98,7 @@ bool NcclTransport::in_progress(const char* call, NcclComm* comm) const {
   return state == NcclResult::in_progress;
 }
 
-// A call of a non-blocking communicator returns "in progress" and goes on in a thread of NCCL.
+// A call of a non-blocking communicator returns "in progress" and continues on a thread of NCCL.
 // Nothing else may be called until it is done.
 void NcclTransport::settle(const char* call, NcclResult result, Comms comms,
                            const KeepWaiting& keep_waiting) const {
@@ -161,8 +162,9 @@ int NcclTransport::connect(const NcclLane& lane, const NcclConfig& config) {
   throw_ended();
 }
 
-// By itself, since NCCL calls CUDA from threads of its own where a group makes several: in those a call
-// that a capture of another thread forbids would break that and fail, see adopt_thread().
+// Not in a group: for several communicators NCCL would call CUDA from threads of its own, where a
+// call that another thread's capture forbids would fail and invalidate that capture, see
+// adopt_thread().
 void NcclTransport::init(const NcclLane& lane, const NcclConfig& config, Comm& comm) {
   comm.key = lane.key;
   comm.ranks = ranks_of(lane.key, size_);
@@ -178,8 +180,8 @@ void NcclTransport::init(const NcclLane& lane, const NcclConfig& config, Comm& c
   settle("ncclCommInitRankConfig", result, std::span(&comm.comm, 1), [] {});
 }
 
-// One byte the way that the communicator carries messages, or each way; of all ranks a broadcast, too:
-// NCCL connects a pair, and builds its rings and trees, at their first use.
+// Sends one byte in each direction that the communicator carries messages; with all ranks also a
+// broadcast: NCCL connects a pair, and builds its rings and trees, at their first use.
 void NcclTransport::greet_peers(const NcclLane& lane, const Comm& comm) {
   const std::shared_ptr<std::byte> scratch =
       runtime_->allocate(int64_t(comm.ranks.size()) + 1, lane.stream);
@@ -203,8 +205,9 @@ void NcclTransport::greet_peers(const NcclLane& lane, const Comm& comm) {
   }
 }
 
-// The i-th group holds the i-th round of every lane. Rounds of a lane are alike on both ends of each
-// message; lanes have streams of their own, so how their rounds meet in groups does not matter.
+// The i-th group holds the i-th round of every lane. Rounds of a lane are the same on both ends of
+// each message; lanes have separate streams, so it does not matter which of their rounds share a
+// group.
 void NcclTransport::enqueue(std::span<const LaneMessages> lanes, std::span<const Comm> comms,
                             const KeepWaiting& keep_waiting) {
   std::vector<std::vector<std::vector<DeviceMessage>>> rounds;  // [lane][round][message]
@@ -236,8 +239,8 @@ void NcclTransport::enqueue(std::span<const LaneMessages> lanes, std::span<const
   }
 }
 
-// How far the messages of a lane go, around the ring of all ranks, and on which channel: the same on both
-// ends.
+// The distance of a lane's messages around the ring of all ranks, and their channel: the same on
+// both ends.
 std::pair<int, int> NcclTransport::step_of(const LaneMessages& lane) const {
   const int channel = comms_[size_t(lane.comm_idx)].key.channel;
   if (lane.messages.empty()) return {0, channel};
@@ -247,9 +250,10 @@ std::pair<int, int> NcclTransport::step_of(const LaneMessages& lane) const {
   return {(distance + size_) % size_, channel};
 }
 
-// Kernels that wait for each other's peers must fit the device together, beside those of the user: a batch
-// whose lanes, in the order of their steps, have more thread blocks is cut. The send and the receive of a
-// step stay together, so no circle of ranks waits for sends that come after receives.
+// Kernels whose peers depend on each other must fit on the device together, along with those of the
+// user: a batch with too many thread blocks is cut, in the order of its steps. The send and the
+// receive of a step stay together, so ranks cannot wait in a circle for sends that come after
+// receives.
 std::vector<std::span<const LaneMessages>> NcclTransport::cut_batch(
     std::span<const LaneMessages> lanes) const {
   std::vector<std::span<const LaneMessages>> parts;
@@ -280,7 +284,7 @@ void NcclTransport::note_use(const LaneMessages& lane) {
     sent_over_network_at_ = Clock::now();
 }
 
-// NCCL on one device is given work by one thread at a time, even for several communicators.
+// Only one thread at a time enqueues NCCL work on a device, even for several communicators.
 int NcclTransport::send_and_receive(std::span<const LaneMessages> lanes,
                                     const KeepWaiting& keep_waiting) {
   std::scoped_lock lock(calls_, runtime_->launch_mutex());
@@ -298,7 +302,7 @@ int NcclTransport::send_and_receive(std::span<const LaneMessages> lanes,
   std::ranges::stable_sort(in_order, {}, [this](const auto& lane) { return step_of(lane); });
   std::span<const LaneMessages> before;
   for (const auto part : cut_batch(in_order)) {
-    // All of a part wait for one event, which is behind all of the part before.
+    // All lanes of a part wait for one event, which comes after all lanes of the previous part.
     for (const LaneMessages& lane : before)
       runtime_->wait(part.front().stream, runtime_->record(lane.stream));
     if (const EventPtr start = before.empty() ? nullptr : runtime_->record(part.front().stream))
@@ -329,12 +333,12 @@ void NcclTransport::broadcast(const LaneMessages& lane, int source,
 
 void NcclTransport::poll() {
   std::unique_lock lock(calls_, std::try_to_lock);
-  if (!lock || ended_) return;  // a call under way looks at errors itself
+  if (!lock || ended_) return;  // a running call checks for errors itself
   for (const Comm& comm : comms_) in_progress("NCCL", comm.comm);
 }
 
-// Where the library can, kernels and calls in flight are told to leave before anything is freed: a thread
-// that is inside of such a call would come back to memory that is gone.
+// With comm_revoke, kernels and calls in flight return before anything is freed: otherwise a thread
+// inside such a call would use freed memory.
 void NcclTransport::abort() {
   if (ended_.exchange(true)) return;
   if (api_.comm_revoke) {
@@ -345,7 +349,7 @@ void NcclTransport::abort() {
   abort_all(std::exchange(comms_, {}));
 }
 
-// In one group, so that the kernels of all communicators are told to leave before any call waits
+// In one group, so that the kernels of all communicators are told to return before any call waits
 // for the device.
 void NcclTransport::abort_all(std::vector<Comm> comms) {
   api_.group_start();
@@ -354,8 +358,8 @@ void NcclTransport::abort_all(std::vector<Comm> comms) {
   api_.group_end();
 }
 
-// NCCL waits for the ranks of a communicator one after the other: all ranks end them in one order. Those
-// that a graph may hold up come last.
+// NCCL waits for the ranks of one communicator after another, so all ranks end them in one order.
+// Communicators that a graph may block come last.
 void NcclTransport::finish() {
   if (ended_.exchange(true)) return;
   std::lock_guard lock(calls_);

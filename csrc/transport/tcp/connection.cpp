@@ -12,11 +12,11 @@
 namespace pipecomm::tcp {
 namespace {
 
-// Between two pieces of a body, what is more urgent gets its turn.
+// Packets, which are more urgent, are sent between two pieces of a body.
 constexpr int64_t kMaxPieceBytes = 1 << 20;
-// A large part of a body is read into its place without the buffer, and begins or ends in it.
+// Large bodies mostly bypass the buffer; their beginning or end may pass through it.
 constexpr size_t kBufferBytes = 2 * wire::kMaxPacketBytes;
-// Of one peer, before others get their turn.
+// Read from one peer, before others get their turn.
 constexpr int64_t kMaxTurnBytes = 4 << 20;
 constexpr size_t kMaxPacketsAtOnce = 16;
 
@@ -42,7 +42,7 @@ void Connection::attach(Socket socket, bool speaks_first) {
 }
 
 void Connection::detach() {
-  // A socket that is closed with bytes unread takes back what the peer has not received yet.
+  // Closing a socket with unread bytes resets the connection, and the peer loses data in flight.
   if (socket_)
     while (recv(socket_.fd(), buffer_.data(), buffer_.size(), MSG_DONTWAIT) > 0) {
     }
@@ -58,7 +58,7 @@ std::string Connection::describe() const {
 }
 
 // ------------------------------------------------------------------------------------------------
-// coming in
+// receiving
 
 bool Connection::read() {
   if (num_queued_bytes_ > max_queued_bytes_)
@@ -68,7 +68,7 @@ bool Connection::read() {
   while (num_left > 0) {
     std::array<iovec, 2> parts{};
     size_t num_parts = 0;
-    // A piece is under way only when the buffer is empty.
+    // A piece is read directly only when the buffer is empty.
     if (piece_missing_ > 0 && piece_place_)
       parts[num_parts++] = {piece_place_, static_cast<size_t>(piece_missing_)};
     parts[num_parts++] = {buffer_.data() + num_buffered_, buffer_.size() - num_buffered_};
@@ -91,7 +91,7 @@ bool Connection::read() {
   return true;
 }
 
-// Of bytes that have just been read to where read() has said.
+// Handles bytes that read() has just read into the piece and the buffer.
 void Connection::take_in(size_t num_bytes) {
   if (piece_missing_ > 0 && piece_place_) {
     const size_t in_place = std::min(num_bytes, static_cast<size_t>(piece_missing_));
@@ -123,7 +123,7 @@ void Connection::take_in(size_t num_bytes) {
   num_buffered_ -= taken;
 }
 
-// The bytes of a whole packet, or of the header of a piece; 0 if they are not all there.
+// Returns the length of a whole packet, or of the header of a piece; 0 if it is not complete yet.
 size_t Connection::begin_frame(std::span<const std::byte> bytes) {
   if (bytes.size() < wire::kFrameHeaderBytes) return 0;
   if (const auto piece = wire::piece_header(bytes, epoch_)) {
@@ -148,7 +148,7 @@ void Connection::end_piece_if_in() {
 }
 
 // ------------------------------------------------------------------------------------------------
-// going out
+// sending
 
 void Connection::write() {
   if (!attached() || !is_free_) return;
@@ -162,7 +162,7 @@ void Connection::write() {
   } while (has_unsent() && send_some() && num_left > 0);
 }
 
-// Queues the header of the next piece, which follows the packets that are queued already.
+// Queues the header of the next piece behind the packets that are already queued.
 void Connection::begin_piece() {
   Body body = std::move(bodies_.front());
   bodies_.pop_front();
@@ -186,7 +186,7 @@ void Connection::begin_piece() {
     bodies_.push_back(std::move(body));
 }
 
-// False if the socket takes no more for now.
+// False if the socket is full for now.
 bool Connection::send_some() {
   std::array<iovec, kMaxPacketsAtOnce + 1> parts{};
   size_t num_parts = 0;
@@ -195,7 +195,7 @@ bool Connection::send_some() {
     parts[num_parts++] = {const_cast<std::byte*>(data), num_bytes};
     total += num_bytes;
   };
-  // While a piece is under way, the packets before it are those that were queued when it began.
+  // While a piece is being sent, the packets before it are those that were queued when it began.
   const size_t num_packets = std::min(packets_.size(), kMaxPacketsAtOnce);
   const size_t num_before =
       piece_left_ > 0 ? std::min(num_packets, num_before_piece_) : num_packets;
@@ -232,7 +232,7 @@ bool Connection::send_some() {
 std::vector<RequestPtr> Connection::drop() {
   bodies_.clear();
   piece_ends_ = nullptr;
-  if (piece_left_ > 0) {  // the peer expects so many bytes before it hears of anything else
+  if (piece_left_ > 0) {  // the peer expects these bytes before any other packet
     stand_in_.assign(static_cast<size_t>(piece_left_), std::byte{0});
     piece_data_ = stand_in_.data();
   }

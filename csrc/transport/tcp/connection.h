@@ -1,5 +1,6 @@
-// The connection to one peer: what the PeerLink says goes into the socket, what arrives goes to the
-// link, and bodies move between the socket and the memory of their requests without a copy.
+// The connection to one peer: writes the packets of the PeerLink to the socket, passes arriving
+// packets to it, and moves bodies between the socket and the memory of their requests without a
+// copy.
 #pragma once
 
 #include <chrono>
@@ -17,16 +18,16 @@
 
 namespace pipecomm::tcp {
 
-// The socket is at its end, or broken.
+// The peer has closed the socket, or it is broken.
 class ConnectionLost : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
 };
 
-// What a peer that reads never makes this rank keep: more than the windows of all channels, and answers.
+// A peer that reads never makes this rank queue so much: more than all windows, and answers.
 inline constexpr size_t kMaxQueuedBytes = 128 << 20;
 
-// Not thread-safe. What is said before there is a socket waits for it.
+// Not thread-safe. Packets that are queued before there is a socket wait for it.
 class Connection {
  public:
   Connection(int rank, int peer, uint32_t epoch, size_t max_queued_bytes = kMaxQueuedBytes);
@@ -36,26 +37,26 @@ class Connection {
   PeerLink& link() { return link_; }
   const PeerLink& link() const { return link_; }
 
-  // A peer that may have given this connection up hears nothing before it has spoken: what is lost
-  // with it is then said on the next one.
+  // Unless `speaks_first`, nothing is sent before the peer has spoken: it may have abandoned this
+  // connection, and the packets then wait for the next one.
   void attach(Socket socket, bool speaks_first);
   void detach();
   bool attached() const { return static_cast<bool>(socket_); }
   const Socket& socket() const { return socket_; }
 
-  // Takes in what has arrived, within limits: returns whether there may be more. Throws
-  // ConnectionLost behind the last byte, std::runtime_error if the peer breaks the protocol.
+  // Reads arrived data, within limits; returns whether there may be more. Throws ConnectionLost
+  // after the last byte, std::runtime_error if the peer breaks the protocol.
   bool read();
-  // Writes what goes without waiting. A broken socket shows when it is read.
+  // Writes as much as possible without waiting. A broken socket is detected by read().
   void write();
-  // Whether something waits for the socket to take more.
+  // Whether data wait for room in the socket.
   bool has_unsent() const {
     return is_free_ && (!packets_.empty() || !bodies_.empty() || piece_left_ > 0);
   }
 
   // For error texts, like "is connected".
   std::string describe() const;
-  // Forgets all requests under way, and gives their memory up.
+  // Drops all unfinished requests and returns them; their memory is not used any more.
   std::vector<RequestPtr> drop();
 
  private:
@@ -76,16 +77,16 @@ class Connection {
   const size_t max_queued_bytes_;
   PeerLink link_;
   Socket socket_;
-  bool is_free_ = false;  // to speak
+  bool is_free_ = false;  // to send
 
-  // Coming in: bytes that are not taken in yet, and where those of the piece under way go.
+  // Receiving: bytes that are not handled yet, and the place of the current piece.
   std::vector<std::byte> buffer_;
   size_t num_buffered_ = 0;
   int64_t piece_missing_ = 0;
-  std::byte* piece_place_ = nullptr;  // null: nobody wants it
+  std::byte* piece_place_ = nullptr;  // null: its bytes are discarded
   wire::PieceHeader piece_header_;
 
-  // Going out: whole packets, then the piece under way, which nothing may interrupt, then bodies in
+  // Sending: whole packets, then the current piece, which nothing may interrupt, then bodies in
   // turns.
   std::deque<std::vector<std::byte>> packets_;
   size_t num_queued_bytes_ = 0;  // of them

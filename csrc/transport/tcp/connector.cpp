@@ -63,7 +63,7 @@ void Connector::stop() {
   if (thread_.joinable()) thread_.join();
   pairs_.clear();
   guests_.clear();
-  // Ends them for a forked child, too, which would keep the port open.
+  // Also closes them for a forked child, which would keep the port open.
   for (const Socket& listener : listeners_) ::shutdown(listener.fd(), SHUT_RD);
   listeners_.clear();
 }
@@ -126,7 +126,7 @@ void Connector::run() {
   while (take_news()) {
     wait_for_events();
     for (auto& [peer, pair] : pairs_) {
-      // What one attempt leads to may end any other, and begin some that are not due in this turn.
+      // Handling one attempt may end any other, and begin some that are not due in this turn.
       const auto next = [&tries = pair.tries] {
         return std::find_if(tries.begin(), tries.end(),
                             [](const Try& each) { return each.is_due; });
@@ -162,7 +162,7 @@ bool Connector::take_news() {
   return true;
 }
 
-// Marks what is due: something has come, or its time is up.
+// Marks the attempts and guests that are due: data have arrived, or their time is up.
 void Connector::wait_for_events() {
   std::vector<pollfd> polled{{bell_.fd(), POLLIN, 0}};
   const Deadline room_at = is_full() ? may_go_at(*first_to_go()) : Clock::now();
@@ -315,7 +315,7 @@ void Connector::hear(int peer, Pair& pair, Try& attempt, const Greeting& greetin
 // ------------------------------------------------------------------------------------------------
 // welcoming
 
-// What a peer says first mostly comes with its connection.
+// The first word of a peer mostly arrives with its connection.
 void Connector::accept_guests(const Socket& listener) {
   try {
     for (size_t num_left = kMaxGuests; num_left > 0; --num_left) {
@@ -330,7 +330,7 @@ void Connector::accept_guests(const Socket& listener) {
       if (!advance(guests_.back())) guests_.pop_back();
     }
   } catch (const std::system_error&) {
-    std::this_thread::sleep_for(limits_.rest);  // no descriptor is left: the peer waits
+    std::this_thread::sleep_for(limits_.rest);  // no file descriptor is left: the peer waits
   }
 }
 
@@ -345,8 +345,8 @@ Deadline Connector::may_go_at(const Guest& guest) const {
   return guest.came_at + (guest.peer < 0 ? limits_.silent_guest : limits_.guest);
 }
 
-// Of those that may go, one whose descriptor is of the reserve, then a silent one, then the oldest; else
-// the one that may go next.
+// Among guests that may be dropped, first one with a descriptor of the reserve, then a silent one,
+// then the oldest; else the guest that may be dropped next.
 std::list<Connector::Guest>::iterator Connector::first_to_go() {
   const auto now = Clock::now();
   const auto rank_of = [&](const Guest& guest) {
@@ -397,7 +397,7 @@ void Connector::take(Guest& guest, const Greeting& ready) {
   Pair& pair = pair_of(guest.peer);
   if (!pair.handshake.take(guest.attempt)) return;
   carry_out(guest.peer, pair);
-  say(guest.socket, Word::taken, guest.peer, guest.attempt, guest.nonces);  // or it breaks
+  say(guest.socket, Word::taken, guest.peer, guest.attempt, guest.nonces);  // or the socket breaks
   connected(guest.peer, std::move(guest.socket), {.is_own = false, .number = guest.attempt});
 }
 

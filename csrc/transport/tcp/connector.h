@@ -1,10 +1,10 @@
-// Makes the connections of a rank in the background, each when one of its two ends wants it: carries out
-// what the Handshake of each peer decides, on a thread of its own.
+// Makes the connections of a rank in the background, each when one of its two ends needs it:
+// carries out the decisions of the Handshake of each peer, on a separate thread.
 //
-// Any program may connect. Few such guests are kept at a time, and the next ones wait in the queue of the
-// listening socket until a guest has proven that it belongs or its time has passed. So strangers use up
-// neither the descriptors nor the memory of this process, and many peers that connect at once do not push
-// each other out.
+// Any program may connect. Few such guests are kept at a time; the next ones wait in the queue of
+// the listening socket until a guest has proven that it belongs or its time has passed. So
+// strangers cannot exhaust the file descriptors or the memory of this process, and many peers that
+// connect at once do not displace each other.
 #pragma once
 
 #include <array>
@@ -27,7 +27,7 @@
 
 namespace pipecomm::tcp {
 
-// Where a rank listens, most promising host first.
+// The addresses on which a rank listens, most promising host first.
 struct Contact {
   std::vector<std::string> hosts;
   uint16_t port = 0;
@@ -36,9 +36,9 @@ struct Contact {
 struct ConnectorLimits {
   std::chrono::milliseconds connecting{3000};   // for one address
   std::chrono::milliseconds greeting{5000};     // for each answer
-  std::chrono::milliseconds next_address{250};  // until it is tried beside those before it
+  std::chrono::milliseconds next_address{250};  // until it is tried in parallel with earlier ones
   std::chrono::milliseconds rest{100};          // between two rounds over the addresses of a peer
-  // How long a guest keeps its place though others wait for it: a silent one, and one that has said hello.
+  // How long a guest keeps its place while others wait: a silent one, and one that has said hello.
   std::chrono::milliseconds silent_guest{50}, guest{250};
 };
 
@@ -46,11 +46,11 @@ class Connector {
  public:
   // Called on the connector's thread.
   struct Events {
-    // In the place of an older connection to that peer, if there is one.
+    // Replaces an older connection to that peer, if there is one.
     std::function<void(int peer, Socket socket, AttemptId id)> on_connected;
-    // Nobody listens for that rank, or it is through with this one.
+    // No process listens for that rank, or its end of the pair is finished.
     std::function<void(int peer, const std::string& why)> on_missed;
-    // No connection can be made any more: memory is used up.
+    // No connection can be made any more: out of memory.
     std::function<void(const std::string& why)> on_broken;
   };
 
@@ -61,9 +61,9 @@ class Connector {
   void start();  // throws PipeCommException if there is no thread for it
   void stop();   // idempotent; nothing is called afterwards
 
-  // Connects to a peer that listens there, unless the two are connected.
+  // Connects to a peer that listens at `contact`, unless the two are connected.
   void connect(int peer, Contact contact);
-  // What has become of the connection `id`, see Handshake.
+  // Report on the connection `id`, see Handshake.
   void spoke(int peer, AttemptId id);
   void ended(int peer, AttemptId id, const std::string& why);
   void end(int peer);
@@ -78,7 +78,7 @@ class Connector {
     size_t num_read = 0;
   };
   struct Problem {
-    bool is_refusal = false;  // nobody listens there
+    bool is_refusal = false;  // no process listens there
     std::string why{};
   };
   struct Try {
@@ -141,7 +141,7 @@ class Connector {
   std::vector<Socket> listeners_;
   const Events events_;
   const Socket bell_;
-  const int first_reserved_fd_;  // which guests leave to the rest of the program
+  const int first_reserved_fd_;  // from here on, descriptors are left to the rest of the program
 
   mutable std::mutex mutex_;  // down to the line
   News news_;

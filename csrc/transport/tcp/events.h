@@ -1,4 +1,4 @@
-// The queues of events of sockets, and bells: what wakes a thread that waits for one.
+// Event queues of sockets, and bells, which wake a thread that waits on such a queue.
 #pragma once
 
 #include <sys/epoll.h>
@@ -29,7 +29,7 @@ inline void watch(const Socket& epoll, int operation, const Socket& socket, uint
 
 inline void ring(const Socket& bell) {
   const uint64_t one = 1;
-  (void)!::write(bell.fd(), &one, sizeof one);  // fails only if it has been rung often
+  (void)!::write(bell.fd(), &one, sizeof one);  // fails only when its count is full
 }
 
 inline void silence(const Socket& bell) {

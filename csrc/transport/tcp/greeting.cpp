@@ -51,7 +51,7 @@ bool is_greeting(const Greeting& greeting, int from, int to) {
 
 bool is_proven(const Greeting& greeting, const Nonces& nonces, const Key& key) {
   const Digest proof = proof_of(greeting, nonces, key);
-  std::byte difference{};  // in the same time, wherever they differ
+  std::byte difference{};  // compares in constant time
   for (size_t idx = 0; idx < proof.size(); ++idx) difference |= proof[idx] ^ greeting.proof[idx];
   return difference == std::byte{0};
 }

@@ -34,7 +34,8 @@ void Handshake::begin_round() {
   dial_next();
 }
 
-// The next address, while those before it have not answered yet; or what follows from their answers.
+// Dials the next address while earlier ones have not answered yet; after the last one, acts on
+// their answers.
 void Handshake::dial_next() {
   if (next_address_ < *num_addresses_) {
     tries_.push_back({++num_tries_});

@@ -9,8 +9,8 @@
 namespace pipecomm {
 namespace {
 
-// What may be unanswered on a channel: messages, and their payload inside packets. This bounds the
-// memory of records that wait for their receive.
+// Limits of the unanswered messages of a channel: their number, and their payload inside packets.
+// They bound the memory of records that wait for their receive.
 constexpr size_t kWindowRecords = 4096;
 constexpr int64_t kWindowBytes = 4 << 20;
 
@@ -31,7 +31,7 @@ bool has_body(const Request& request) {
 
 namespace {
 
-// Of the payload that travels inside a packet.
+// Bytes of the payload that are sent inside a packet.
 int64_t inline_bytes(const Request& request) {
   if (request.refuses || has_body(request)) return 0;
   return request.descriptor.num_bytes;
@@ -68,7 +68,7 @@ void PeerLink::post(const RequestPtr& request) {
   } else if (state_ != State::open) {
     settle(request, gone(*request));
   } else {
-    // A peer keeps only so many of these.
+    // A peer keeps at most kWindowRecords of these.
     const bool is_ready_said = has_body(*request) && channel.posted.size() < kWindowRecords;
     if (is_ready_said) say_ready(*request);
     channel.posted.push_back({request, is_ready_said});
@@ -228,8 +228,8 @@ void PeerLink::message_arrived(const wire::Record& record) {
   }
 }
 
-// Refuses what a sender that follows the rules never does: the two ends would use memory without
-// bounds, or wait for a body that only one of them knows of.
+// Throws if the sender breaks the rules: the ends would use unbounded memory, or wait for a body
+// that only one of them knows.
 void PeerLink::check_message(const wire::Record& record, const Channel& channel) const {
   auto breaks = [&](const std::string& what) {
     throw std::runtime_error("rank " + std::to_string(peer_) + " " + what);
@@ -285,7 +285,7 @@ void PeerLink::say_ready(const Request& request) {
   add(wire::Kind::ready, descriptor.channel, descriptor.seq, &descriptor, {});
 }
 
-// A receive that does not agree with the message gets to see its announcement, and rejects it.
+// If the receive does not agree with the message, it gets the announcement later and rejects it.
 void PeerLink::peer_is_ready(const wire::Record& record) {
   if (dropped_) return;
   Channel& channel = channels_[record.header.channel];
@@ -324,7 +324,7 @@ void PeerLink::answered(const wire::Record& record) {
   } else if (record.header.kind == wire::Kind::reject) {
     settle(request, mismatch_failure(rank_, *request, record.descriptor));
   } else {
-    // Nothing but closing makes a rank refuse point-to-point messages.
+    // A rank refuses point-to-point messages only when it closes.
     peer_closes_ |= request->descriptor.op == OpCode::p2p;
     settle(request, refused_send_failure(rank_, *request, record.text(), describe()));
   }
@@ -365,7 +365,7 @@ void PeerLink::greet() {
 void PeerLink::say_closing() {
   if (std::exchange(closing_said_, true)) return;
   send_closing();
-  // A message that has not met a receive by now never will.
+  // A message without a receive by now will never get one.
   for (int channel_idx = 0; channel_idx < kNumChannels; ++channel_idx) {
     for (const Arrival& arrival : std::exchange(channels_[channel_idx].unexpected, {}))
       if (is_answered(channel_idx))
@@ -374,7 +374,7 @@ void PeerLink::say_closing() {
   }
 }
 
-// Not before the last message: the peer then gives up every receive that is still unmatched.
+// Sent after the last message, since the peer then fails every receive that is still unmatched.
 void PeerLink::send_closing() {
   if (!closing_said_ || closing_sent_) return;
   for (const Channel& channel : channels_)

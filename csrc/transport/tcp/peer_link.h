@@ -1,14 +1,15 @@
 // The message protocol between this rank and one peer: order, matching, agreement, flow control,
-// goodbye. Pure logic over control packets: carrying the packets and the bodies is the transport's
-// business, in order.
+// goodbye. Pure logic over control packets: the transport carries the packets and the bodies, in
+// order.
 //
-// A message of up to kMaxInlineBytes is one `data` record. A larger one is an `announce` record, and
-// its body follows once the receiver has said with a `ready` record that it expects that very
-// message: when the receive is posted, or when the announcement meets it, whichever comes first.
-// So a body goes straight to its place, and ends that disagree never touch each other's memory. The
-// receiver answers every other message but those of the control channel: `accept`, `reject` with what
-// it expected, or `refused` with a reason. Records of one channel are matched with receives in order;
-// one that comes before its receive is kept, and the sender bounds how much of that there can be.
+// A message of up to kMaxInlineBytes is one `data` record. A larger one is an `announce` record,
+// and its body follows once the receiver has sent a `ready` record, which describes the message
+// that it expects: when the receive is posted, or when the announcement meets it, whichever comes
+// first. So a body goes directly to its place, and ends that disagree never touch each other's
+// memory. The receiver answers every other message except those of the control channel: `accept`,
+// `reject` with the expected descriptor, or `refused` with a reason. Records of one channel are
+// matched with receives in order; one that comes before its receive is kept, and the sender limits
+// how many there can be.
 #pragma once
 
 #include <array>
@@ -31,7 +32,7 @@ namespace pipecomm {
 
 inline constexpr int64_t kMaxInlineBytes = 32 << 10;
 
-// Whether the payload travels outside the packets.
+// Whether the payload is sent outside the packets.
 bool has_body(const Request& request);
 
 // Not thread-safe: the owner holds its lock around every call, and acts on the results of the
@@ -52,16 +53,16 @@ class PeerLink {
   // Gives the request its place in the order; must precede post().
   void number(Request& request);
   void post(const RequestPtr& request);
-  // The body of a send that its receiver stands ready for has left: the message is complete.
+  // The body of a send has left, for which its receiver was ready: the message is complete.
   void body_gone(const RequestPtr& request);
-  // The place for the next `num_bytes` of the body of receive `seq`; empty if nobody wants them any
-  // more. Throws std::runtime_error if no such body is expected. piece_arrived() follows.
+  // The place for the next `num_bytes` of the body of receive `seq`; empty if they are to be
+  // discarded. Throws std::runtime_error if no such body is expected. piece_arrived() follows.
   std::span<std::byte> place_for(int channel, uint64_t seq, uint32_t num_bytes);
   void piece_arrived(int channel, uint64_t seq);
   // Throws std::runtime_error if the packet breaks the protocol.
   void handle_packet(std::span<const std::byte> packet);
   void flush();
-  // Says something, whatever there is to say: a peer that has never spoken has never met this rank.
+  // Sends a packet even if it is empty: to the peer, this rank is unmet until its first packet.
   void greet();
   bool has_met_peer() const { return last_packet_received_ > 0; }
 
@@ -70,11 +71,11 @@ class PeerLink {
   void say_failure(const Failure& failure);
   // See HostTransport.
   void send_control(std::span<const std::byte> message);
-  // The connection is gone: everything under way fails.
+  // The connection is lost: all unfinished requests fail.
   void lose();
-  // The peer has left, or died, before it met this rank: what follows is no loss.
+  // The peer has left, or died, before it met this rank: later requests fail without a loss.
   void leave();
-  // Forgets all requests under way without settling them, and returns them.
+  // Drops all unfinished requests without settling them, and returns them.
   std::vector<RequestPtr> drop();
 
   int peer() const { return peer_; }
@@ -85,10 +86,10 @@ class PeerLink {
 
   // The requests that the calls since the last take have settled.
   std::vector<Outcome> take_outcomes() { return std::exchange(outcomes_, {}); }
-  // Sends whose receivers stand ready for the bodies, which follow what flush() sends.
+  // Sends whose receivers are ready for the bodies, which follow the packets that flush() sends.
   std::vector<RequestPtr> take_departing() { return std::exchange(departing_, {}); }
   std::vector<std::vector<std::byte>> take_control() { return std::exchange(control_, {}); }
-  // Of the peer's communicator, once it has said so.
+  // Failure of the peer's communicator, once the peer has reported it.
   const std::optional<Failure>& failure() const { return failure_; }
 
  private:
@@ -108,15 +109,15 @@ class PeerLink {
     RequestPtr request;
     int64_t num_arrived = 0;
   };
-  // Channels do not wait for each other, whatever a receiver leaves unmatched on one of them.
+  // Channels are independent, even if a receiver leaves messages on one of them unmatched.
   struct Channel {
     std::deque<RequestPtr> backlog;             // sends that wait for the window to open
     std::deque<Posted> posted;                  // receives without a record
     std::deque<Arrival> unexpected;             // records without a receive
     std::map<uint64_t, RequestPtr> unanswered;  // sends without an answer
-    std::map<uint64_t, RequestPtr> departing;   // sends whose body is under way
-    std::map<uint64_t, Receiving> receiving;    // receives whose body is under way
-    std::map<uint64_t, Descriptor> ready;       // the peer's receives of what is still to be sent
+    std::map<uint64_t, RequestPtr> departing;   // sends whose body is being sent
+    std::map<uint64_t, Receiving> receiving;    // receives whose body is arriving
+    std::map<uint64_t, Descriptor> ready;       // the peer's receives of bodies still to be sent
     int64_t unanswered_bytes = 0;               // of their payloads inside packets
     int64_t unexpected_bytes = 0;
     uint64_t next_send = 0;
@@ -155,7 +156,7 @@ class PeerLink {
   uint64_t last_packet_received_ = 0;
   bool closing_said_ = false;  // by the owner
   bool closing_sent_ = false;  // to the peer, behind the last message
-  bool peer_closes_ = false;   // it has said so, or shown it
+  bool peer_closes_ = false;   // it has sent `closing`, or a refusal implies it
   bool goodbye_said_ = false;
   bool goodbye_answered_ = false;
   bool goodbye_heard_ = false;

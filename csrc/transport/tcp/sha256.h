@@ -1,6 +1,6 @@
-// SHA-256 and HMAC (FIPS 180-4, RFC 2104), by which ranks prove that they belong. Neither torch nor the
-// standard library offers them to C++, Python's cannot be called on the thread that needs them, and
-// OpenSSL would be a dependency for these lines alone.
+// SHA-256 and HMAC (FIPS 180-4, RFC 2104), with which ranks prove that they belong. Neither torch
+// nor the standard library has them for C++, Python's cannot be called on the thread that needs
+// them, and OpenSSL would be a dependency for these few lines.
 #pragma once
 
 #include <array>

@@ -32,7 +32,7 @@ constexpr int kPortAttempts = 16;
 }
 
 void set_option(const Socket& socket, int level, int option, int value) {
-  // An option that a system lacks costs speed, or the early notice of a silent end: no more.
+  // A missing option only costs speed, or the early detection of a silent peer.
   (void)setsockopt(socket.fd(), level, option, &value, sizeof value);
 }
 
@@ -113,7 +113,7 @@ std::vector<std::string> local_hosts(const std::string& interfaces) {
       v4.push_back(digits_of(each->ifa_addr, sizeof(sockaddr_in)));
     } else if (family == AF_INET6) {
       const auto* address = reinterpret_cast<const sockaddr_in6*>(each->ifa_addr);
-      if (IN6_IS_ADDR_LINKLOCAL(&address->sin6_addr)) continue;  // has no meaning elsewhere
+      if (IN6_IS_ADDR_LINKLOCAL(&address->sin6_addr)) continue;  // meaningless on other hosts
       v6.push_back(digits_of(each->ifa_addr, sizeof(sockaddr_in6)));
     } else {
       continue;
@@ -130,7 +130,7 @@ std::vector<std::string> local_hosts(const std::string& interfaces) {
 
 std::vector<Socket> listen_at(const std::vector<std::string>& hosts, uint16_t& port) {
   if (hosts.empty()) {
-    // One socket for both families, where there are two.
+    // One socket for both address families, if the system has both.
     std::vector<Socket> listeners;
     try {
       listeners.push_back(listen_on({"::", 0}, false));
@@ -151,7 +151,7 @@ std::vector<Socket> listen_at(const std::vector<std::string>& hosts, uint16_t& p
           listeners.push_back(listen_on({*host, port}, true));
           port = port_of(listeners[0]);
         } catch (const std::system_error& error) {
-          // An address that is not usable yet, or no longer, does not rule out the others.
+          // The other addresses may work even if this one is not usable now.
           if (error.code() != std::errc::address_not_available) throw;
           unusable = std::current_exception();
         }
@@ -159,7 +159,7 @@ std::vector<Socket> listen_at(const std::vector<std::string>& hosts, uint16_t& p
       if (listeners.empty()) std::rethrow_exception(unusable);
       return listeners;
     } catch (const std::system_error& error) {
-      // Another program may have the port that was chosen at the first address.
+      // Another program may have the port that was chosen for the first address.
       if (error.code() != std::errc::address_in_use || num_left == 1) throw;
     }
   }
@@ -198,7 +198,7 @@ int error_of(const Socket& socket) {
 std::string error_text(int error) { return std::generic_category().message(error); }
 
 bool is_unconfirmed(const Socket& socket) {
-  constexpr int kTwice = 2;  // sent again: for longer than one lost packet takes
+  constexpr int kTwice = 2;  // retransmissions: more than one lost packet needs
   tcp_info info{};
   socklen_t num_bytes = sizeof info;
   return getsockopt(socket.fd(), IPPROTO_TCP, TCP_INFO, &info, &num_bytes) == 0 &&
@@ -211,7 +211,7 @@ void keep_alive(const Socket& socket, std::chrono::seconds interval, std::chrono
   set_option(socket, SOL_SOCKET, SO_KEEPALIVE, 1);
   set_option(socket, IPPROTO_TCP, TCP_KEEPIDLE, interval_s);
   set_option(socket, IPPROTO_TCP, TCP_KEEPINTVL, interval_s);
-  // The first question comes after an interval of silence. TCP_USER_TIMEOUT would be stricter, but
+  // The first probe comes after an interval of silence. TCP_USER_TIMEOUT would be stricter, but
   // also end the connection to a process that a debugger has stopped.
   set_option(socket, IPPROTO_TCP, TCP_KEEPCNT, std::max(1, limit_s / interval_s - 1));
 }

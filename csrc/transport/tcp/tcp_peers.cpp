@@ -1,4 +1,4 @@
-// Peers of the TCP transport: how they are made, connected, missed and lost.
+// Peers of the TCP transport: making, connecting, missing and losing them.
 #include <algorithm>
 #include <exception>
 #include <system_error>
@@ -51,7 +51,7 @@ void TcpTransport::connected(int peer_idx, Socket socket, AttemptId attempt) {
   Peer& peer = peer_for(peer_idx);
   std::unique_lock lock(peer.mutex);
   if (stopping_ || peer.is_over || peer.connection.link().has_met_peer()) return;
-  detach(peer);  // from an older attempt, on which nothing has been said
+  detach(peer);  // from an older attempt, on which nothing was sent
   if (closing_) say_closing(peer);
   keep_alive(socket, options_.heartbeat, options_.heartbeat_limit);
   peer.num_ticks_left = Peer::kLastTicks;
@@ -75,7 +75,7 @@ void TcpTransport::missed(int peer_idx, const std::string& why) {
   miss(peer, lock, why);
 }
 
-// A forked child may hold the socket, too, and would keep it in the queue of events.
+// A forked child may also hold the socket, and would keep it in the event queue.
 void TcpTransport::detach(Peer& peer) {
   if (peer.connection.attached())
     try_watch(sockets_, EPOLL_CTL_DEL, peer.connection.socket(), 0, 0);
@@ -83,8 +83,8 @@ void TcpTransport::detach(Peer& peer) {
   peer.connection.detach();
 }
 
-// With the peer's lock held, which is released. The connection has ended before the peer has spoken: it
-// closed, or died, or it has given this attempt up and makes another one.
+// With the peer's lock held, which is released. The connection has ended before the peer has
+// spoken: the peer closed, died, or abandoned this attempt and makes another one.
 void TcpTransport::ended_unmet(Peer& peer, std::unique_lock<std::mutex>& lock,
                                const std::string& why) {
   if (peer.has_left) peer.connection.link().leave();
@@ -108,7 +108,7 @@ void TcpTransport::note_gone(int peer_idx, bool has_closed, const std::string& w
   std::unique_lock lock(peer.mutex);
   if (stopping_ || peer.is_over) return;
   if (peer.connection.attached()) {
-    peer.has_left = has_closed;  // what it may have said before is on its way
+    peer.has_left = has_closed;  // its earlier packets may still arrive
     return;
   }
   if (has_closed) peer.connection.link().leave();
@@ -116,7 +116,7 @@ void TcpTransport::note_gone(int peer_idx, bool has_closed, const std::string& w
   try {
     has_ended = peer.pid != 0 && ProcessWatch(peer.pid).has_ended();
   } catch (const std::system_error&) {
-    // Nothing is known of its process.
+    // The state of its process is unknown.
   }
   lost(peer, lock, has_ended ? "its process has ended" : why);
 }
@@ -141,7 +141,7 @@ void TcpTransport::note_closed(Peer& peer) {
 void TcpTransport::lost(Peer& peer, std::unique_lock<std::mutex>& lock, const std::string& why) {
   if (std::exchange(peer.is_over, true)) return;
   PeerLink& link = peer.connection.link();
-  // What it has said before explains its end.
+  // Its earlier packets may explain its end.
   const bool orderly =
       disconnecting_ || link.state() == PeerLink::State::disconnecting || link.failure();
   detach(peer);
@@ -159,7 +159,7 @@ void TcpTransport::lost(Peer& peer, std::unique_lock<std::mutex>& lock, const st
   act(peer, lock);
 }
 
-// Releases the lock, then does what the link has decided. User code may run here.
+// Releases the lock, then carries out the decisions of the link. User code may run here.
 void TcpTransport::act(Peer& peer, std::unique_lock<std::mutex>& lock) {
   PeerLink& link = peer.connection.link();
   const auto outcomes = link.take_outcomes();
@@ -177,7 +177,7 @@ void TcpTransport::act(Peer& peer, std::unique_lock<std::mutex>& lock) {
   };
   settle(false);
   // A peer's failure explains the messages that can no longer match: the owner fails all operations
-  // for that cause, also one that is being posted now.
+  // for that cause, including one that is being posted now.
   if (is_news) events_.on_remote_failure(*failure);
   if (!failure) settle(true);
   for (const auto& message : control) events_.on_control(link.peer(), message);

@@ -14,14 +14,14 @@
 namespace pipecomm::tcp {
 namespace {
 
-// How long a thread that waits stays awake, which must be longer than it takes to wake another one
-// (50 us or more on an idle virtual machine): else each end sleeps before the answer of the other,
-// for as long as they talk. With more ranks than cores, ranks that have work need the core.
+// How long a waiting thread stays awake. It must be longer than waking another thread takes (50 us
+// or more on an idle virtual machine): else each end sleeps before the other answers, in every
+// round trip. With more ranks than cores, ranks that have work need the core.
 constexpr auto kSpinTime = std::chrono::microseconds(200);
-// A waiting thread returns to the engine this often, which looks at deadlines and signals.
+// A waiting thread returns to the engine this often, which checks deadlines and signals.
 constexpr auto kAssistTime = std::chrono::milliseconds(50);
 constexpr int kMaxEvents = 32;
-constexpr uint32_t kBell = UINT32_MAX;  // in the place of a peer
+constexpr uint32_t kBell = UINT32_MAX;  // instead of a peer's index
 
 [[noreturn]] void throw_no_queue(int rank) {
   throw PipeCommException(std::make_shared<Failure>(
@@ -42,7 +42,7 @@ void watch_bell(const Socket& epoll, const Socket& bell, int rank) {
   if (!try_watch(epoll, EPOLL_CTL_ADD, bell, EPOLLIN, kBell)) throw_no_queue(rank);
 }
 
-// A payload that lies in several tensors goes through memory in between.
+// Gives a payload that is spread over several tensors a contiguous buffer.
 void make_contiguous(Request& request) {
   const int64_t num_bytes = request.descriptor.num_bytes;
   const std::shared_ptr<std::byte[]> memory(new std::byte[static_cast<size_t>(num_bytes)]);
@@ -89,7 +89,7 @@ TcpTransport::TcpTransport(TcpOptions options, std::vector<Socket> listeners,
 
 TcpTransport::~TcpTransport() { close(Clock::now()); }
 
-// Where nobody could catch what `action` throws: memory may be used up.
+// On threads where an exception of `action` would be uncaught: out of memory, say.
 template <class Action>
 void TcpTransport::or_break(Action action) {
   try {
@@ -116,7 +116,7 @@ void TcpTransport::post(std::span<const RequestPtr> batch, bool is_async) {
     if (request->copy) make_contiguous(*request);
     Peer& peer = peer_for(request->peer);
     std::lock_guard lock(peer.mutex);
-    if (aborted_) return;  // what was posted before is among the dropped
+    if (aborted_) return;  // earlier requests are among the dropped ones
     peer.connection.link().number(*request);
     peer.connection.link().post(request);
     if (std::find(touched.rbegin(), touched.rend(), &peer) == touched.rend())
@@ -188,14 +188,14 @@ std::string TcpTransport::describe_peer(int peer_idx) const {
 // ------------------------------------------------------------------------------------------------
 // serving the sockets
 
-// Leaves the sockets to the progress thread, unless somebody assists.
+// Leaves the sockets to the progress thread, unless a thread assists.
 void TcpTransport::arm() {
   std::lock_guard lock(arming_mutex_);
   if (is_armed_ || is_assisted_) return;
   is_armed_ = try_watch(around_, EPOLL_CTL_ADD, sockets_, EPOLLIN, 0);
 }
 
-// Takes them from it: it is not even woken.
+// Takes the sockets from the progress thread, which then is not woken.
 void TcpTransport::disarm() {
   std::lock_guard lock(arming_mutex_);
   is_assisted_ = true;
@@ -259,7 +259,7 @@ bool TcpTransport::tick() {
   for_each_peer([&](Peer& peer) {
     std::unique_lock lock(peer.mutex, std::try_to_lock);
     if (!lock || stopping_) return;
-    // In case its socket could not be watched for room.
+    // In case its socket could not be watched for room to write.
     if (peer.connection.has_unsent() && !peer.wants_out) write(peer);
     again |= look_after(peer, lock);
     if (lock) act(peer, lock);
@@ -267,7 +267,8 @@ bool TcpTransport::tick() {
   return again;
 }
 
-// Once its process is known: children of one that has ended may still hold its port.
+// Watches the peer's process once it is known, since children of an ended process may hold its
+// connections.
 void TcpTransport::watch_process(Peer& peer) {
   if (peer.is_watch_tried || peer.pid == 0) return;
   peer.is_watch_tried = true;
@@ -275,7 +276,7 @@ void TcpTransport::watch_process(Peer& peer) {
   try {
     peer.watch = std::make_unique<ProcessWatch>(peer.pid);
   } catch (const std::system_error&) {
-    // No descriptor is left, or no pidfd is allowed: its connection has to tell.
+    // No file descriptor is left, or pidfds are not allowed: only its connection shows its end.
   }
 }
 
@@ -285,13 +286,13 @@ bool TcpTransport::look_after(Peer& peer, std::unique_lock<std::mutex>& lock) {
   if (peer.is_over || !peer.watch || !peer.watch->has_ended()) return false;
   if (--peer.num_ticks_left > 0) return true;
   try {
-    // The thread that serves the sockets may be busy with what came before.
+    // The thread that serves the sockets may still be busy with earlier data.
     while (peer.connection.attached() && peer.connection.read()) {
     }
   } catch (const std::exception&) {
-    // This was the last of it.
+    // All its data have been read.
   }
-  act(peer, lock);  // its last words count before its end
+  act(peer, lock);  // its last packets count before its end
   lock.lock();
   if (peer.is_over) return false;
   if (peer.connection.link().has_met_peer())
@@ -312,7 +313,7 @@ void TcpTransport::abort(const Failure& failure) {
     aborted_ = true;
   }
   for_each_peer([&](Peer& peer) {
-    std::vector<RequestPtr> dropped;  // ends without the lock
+    std::vector<RequestPtr> dropped;  // destroyed without the lock
     std::lock_guard lock(peer.mutex);
     if (stopping_ || peer.is_over) return;
     peer.connection.link().say_failure(failure);
@@ -350,7 +351,7 @@ void TcpTransport::begin_close() {
 }
 
 void TcpTransport::begin_disconnect() {
-  std::lock_guard lock(making_mutex_);  // later peers hear it when they are made
+  std::lock_guard lock(making_mutex_);  // later peers get it when they are made
   disconnecting_ = true;
 }
 
@@ -362,7 +363,7 @@ void TcpTransport::close(Deadline deadline) {
     std::unique_lock lock(peer.mutex);
     peer.connection.link().say_goodbye();
     write(peer);
-    if (!peer.connection.attached()) note_closed(peer);  // it hears of the end by the directory
+    if (!peer.connection.attached()) note_closed(peer);  // it learns of the end from the directory
     act(peer, lock);
   });
   arm();
@@ -374,7 +375,7 @@ void TcpTransport::close(Deadline deadline) {
   stop();
 }
 
-// Ends the threads, then gives up what they have used.
+// Ends the threads, then releases what they have used.
 void TcpTransport::stop() {
   connector_->stop();
   ring(progress_bell_);

@@ -1,13 +1,13 @@
 // Transport over TCP between ranks of any hosts, which find each other through a c10d store.
 //
-// Each pair of ranks speaks the protocol of PeerLink over one connection, which is made when one of
-// them first needs it and knows where the other one listens. A rank has two threads, however many
-// peers: one that makes connections, and one that serves them while nobody waits. A thread that waits for an operation serves them itself
-// (assist): it takes the sockets from that thread, so that no message is handed from one to the
-// other.
+// Each pair of ranks uses the protocol of PeerLink over one connection, which is made when one of
+// them first needs it and knows where the other one listens. A rank has two threads, for any number
+// of peers: one makes connections, and one serves them while no other thread waits. A thread that
+// waits for an operation serves the sockets itself instead (assist), so that no message is passed
+// between threads.
 //
 // A connection that ends without a goodbye means that the peer is lost. Children of a dead process
-// may hold its connections, so peers on this host are watched as well.
+// may hold its connections, so processes of peers on this host are watched as well.
 #pragma once
 
 #include <atomic>
@@ -34,22 +34,22 @@ struct TcpOptions {
   int rank = 0;
   int size = 1;
   uint32_t epoch = 0;  // random, the same on all ranks
-  Key key{};           // as well, and known to nobody else
+  Key key{};           // the same on all ranks, and secret
   ConnectorLimits limits{};
   std::shared_ptr<const SharedCores> cores;
-  // How often silent peers are asked whether they are there, and how long without an answer.
+  // Interval of keepalive probes to silent peers; time without a reply until a peer is lost.
   std::chrono::seconds heartbeat{10}, heartbeat_limit{60};
   // Whether messages may reach this transport later than they were posted, and after begin_close():
-  // a peer does not hear that nothing more comes before note_routed().
+  // `closing` is then sent to a peer only after note_routed().
   bool waits_for_routes = false;
-  // A peer is needed whose introduction is still to come.
+  // A peer is needed that has not been introduced yet.
   std::function<void(int peer)> on_wanted = nullptr;
-  // A peer has connected to this rank, or this rank to it. May come again, if that connection breaks, or
-  // if the peer makes a newer one.
+  // A peer has connected to this rank, or this rank to it. Called again if that connection breaks
+  // or the peer makes a newer one.
   std::function<void(int peer)> on_connected = nullptr;
-  // A peer that this rank has never met is not there: note_gone() follows.
+  // A peer that this rank has never met cannot be found: note_gone() follows.
   std::function<void(int peer, const std::string& why)> on_missed = nullptr;
-  // Requests have been settled, by a thread that may not be the one that waits for them.
+  // Requests have been settled, possibly by another thread than the one that waits for them.
   std::function<void()> on_settled = nullptr;
 };
 
@@ -62,24 +62,24 @@ class TcpTransport final : public HostTransport {
   void post(std::span<const RequestPtr> batch, bool is_async) override;
   void send_control(int peer, std::span<const std::byte> message) override;
   void connect(int peer) override;
-  // Where a peer listens, and who it is: connections to it can be made from now on.
+  // The addresses and the process of a peer: connections to it can be made from now on.
   void introduce(int peer, const Introduction& introduction);
   // A peer that never met this rank has closed its communicator, or has died without a farewell.
   void note_gone(int peer, bool has_closed, const std::string& why);
-  // Whether the peer has spoken, and so hears of the end of this rank.
+  // Whether the peer has spoken, and so will learn of the end of this rank.
   bool has_met(int peer) const;
-  // What has waited to be posted to and from the peer is, all else comes directly: see
+  // All messages with the peer that waited for a route are posted; later ones come directly: see
   // TcpOptions::waits_for_routes.
   void note_routed(int peer);
-  // Sees to it that a thread serves the connections, though none assists.
+  // Makes the progress thread serve the connections while no thread assists.
   void attend() { arm(); }
-  // A thread that assists looks whether its operation is done.
+  // Makes an assisting thread check whether its operation is done.
   void nudge();
   bool assist(Operation& operation) override;
   bool tick() override;
   void abort(const Failure& failure) override;
   void begin_close() override;
-  // From now on the end of a connection is no news: close() follows, and peers may know of it already.
+  // From now on the end of a connection is not a loss: close() follows, and peers may know that.
   void begin_disconnect();
   void close(Deadline deadline) override;
   bool has_closed(int peer) const override;
@@ -90,18 +90,18 @@ class TcpTransport final : public HostTransport {
     Peer(int rank, int peer, uint32_t epoch) : connection(rank, peer, epoch) {}
     std::mutex mutex;  // guards everything here
     Connection connection;
-    AttemptId attempt;  // that it comes from
+    AttemptId attempt;  // that made the connection
     bool is_routed = false;
     bool failure_told = false;
-    bool wants_out = false;     // its socket is watched for room, too
+    bool wants_out = false;     // its socket is also watched for room
     bool is_over = false;       // lost, or left: nothing is read any more
-    bool is_open = true;        // has neither answered our goodbye nor gone
+    bool is_open = true;        // has neither answered our goodbye nor left
     std::atomic<pid_t> pid{0};  // of its process, if it can be watched
-    bool has_left = false;      // by its farewell, while it was still connected
+    bool has_left = false;      // has left a farewell while it was still connected
     bool is_watch_tried = false;
     std::unique_ptr<ProcessWatch> watch;
-    // Ticks without news until the connection of a process that has ended is given up: what it sent
-    // last is in the socket. Time does not count, in which this process may have been stopped.
+    // Ticks without new data until an ended process counts as lost: its last data are in the
+    // socket. Not a time limit, since this process may have been stopped meanwhile.
     int num_ticks_left = 0;
     static constexpr int kLastTicks = 10;
   };
@@ -142,8 +142,8 @@ class TcpTransport final : public HostTransport {
   std::map<int, Introduction> introductions_;
   // ---
 
-  // All sockets and the waiter's bell; and around it what the progress thread waits for: those, if
-  // it is armed, and its own bell.
+  // `sockets_`: all sockets and the waiter's bell. `around_`, for the progress thread: `sockets_`,
+  // if it is armed, and its own bell.
   Socket sockets_, around_, waiter_bell_, progress_bell_;
   std::mutex assist_mutex_;  // held by the one thread that assists; down to the line
   SpinTime spin_time_;

@@ -1,4 +1,4 @@
-// What two ranks write into their connection: packets of records, and pieces of bodies, in a fixed
+// The wire format of a connection: packets of records, and pieces of bodies, in a fixed
 // little-endian layout. Every length that comes from a peer is checked before use. A packet carries
 // several records: a batch of small messages to one peer is one packet.
 #pragma once
@@ -23,8 +23,8 @@ inline constexpr size_t kMaxTextBytes = 4096;
 
 enum class Kind : uint8_t {
   data = 1,      // descriptor + the whole payload
-  announce = 2,  // descriptor; the payload follows in pieces once the receiver stands ready
-  refuse = 3,    // text: this end takes no part in the collective that comes next on the channel
+  announce = 2,  // descriptor; the payload follows in pieces once the receiver is ready
+  refuse = 3,    // text: this end takes no part in the next collective on the channel
   accept = 4,    // the message was matched and (for data) copied to its place
   reject = 5,    // descriptor of what the receiver expected instead
   refused = 6,   // text: the receiver takes no part
@@ -47,12 +47,12 @@ static_assert(sizeof(PacketHeader) == 24);
 
 inline constexpr uint32_t kPieceMagic = 0x31425850;  // "PXB1"
 
-// Ahead of a part of a body, whose parts come in order.
+// Precedes a piece of a body; pieces of one body come in order.
 struct PieceHeader {
   uint32_t magic = kPieceMagic;
   uint32_t channel = 0;
   uint32_t epoch = 0;
-  uint32_t num_bytes = 0;  // that follow
+  uint32_t num_bytes = 0;  // of the piece
   uint64_t seq = 0;
 };
 static_assert(sizeof(PieceHeader) == sizeof(PacketHeader));
@@ -76,15 +76,15 @@ struct Record {
   }
 };
 
-// Largest payload that travels inside a packet.
+// Largest payload that is sent inside a packet.
 size_t max_inline_bytes();
 
 class PacketWriter {
  public:
   bool empty() const { return num_records_ == 0; }
   size_t num_bytes() const { return bytes_.size(); }
-  // False, and nothing written, if the record does not fit any more. A record always fits an empty
-  // packet if its payload has at most max_inline_bytes().
+  // Returns false and writes nothing if the record does not fit any more. A record always fits an
+  // empty packet if its payload has at most max_inline_bytes().
   bool add(Kind kind, int channel, uint64_t seq, const Descriptor* descriptor,
            std::span<const std::byte> payload);
   bool add_text(Kind kind, int channel, uint64_t seq, std::string_view text);
@@ -99,11 +99,11 @@ class PacketWriter {
 // The length of the packet that begins with these kFrameHeaderBytes. Throws std::runtime_error as
 // PacketReader does.
 size_t packet_bytes(std::span<const std::byte> header, uint32_t epoch);
-// Nothing if it is no piece that begins with them.
+// None if these bytes are not the header of a piece.
 std::optional<PieceHeader> piece_header(std::span<const std::byte> header, uint32_t epoch);
 
-// Checks the whole packet before it gives out the first record. Throws std::runtime_error if
-// anything is wrong.
+// Checks the whole packet before it returns the first record. Throws std::runtime_error if anything
+// is wrong.
 class PacketReader {
  public:
   PacketReader(std::span<const std::byte> packet, uint32_t epoch);
