@@ -1,5 +1,5 @@
 // Random cases of every plan builder, for all ranks of a group, with the positions that each rank
-// holds before and after. The positions are found by dealing out single elements.
+// holds before and after. The positions are computed by dealing out single elements.
 #pragma once
 
 #include "plan/builders.h"

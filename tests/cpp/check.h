@@ -46,13 +46,13 @@ inline constexpr bool kSanitized = true;
 inline constexpr bool kSanitized = false;
 #endif
 
-// How often a loop runs that looks for what is rare. A sanitizer makes each round several times as
-// slow, and sees what is wrong in any of them.
+// The number of rounds of a loop that looks for rare errors. A sanitizer makes each round several
+// times as slow, but detects an error in any of them.
 inline double rounds_factor = kSanitized ? 0.1 : 1;  // --rounds of main.cpp
 inline int rounds(int number) { return std::max(1, int(number * rounds_factor)); }
 
 inline int num_failures = 0;
-inline std::string context;  // the case in hand, printed with a failure
+inline std::string context;  // the current case, printed with a failure
 
 struct Test {
   const char* name;
@@ -91,7 +91,7 @@ void expect_throw(const char* file, int line, const std::string& text, const Fun
   fail(file, line, "no error with '" + text + "'");
 }
 
-// Runs body(number) for each number below `num`, on a thread of its own.
+// Runs body(number) for each number below `num`, each on a separate thread.
 template <typename Body>
 void in_threads(int num, const Body& body) {
   std::vector<std::jthread> threads;
@@ -129,7 +129,7 @@ inline int report(const char* name) {
 
 #define CHECK_CONTAINS(text, part) check::expect_contains(__FILE__, __LINE__, text, part)
 
-// The statement throws an Error whose text has `part` in it.
+// The statement throws an Error whose text contains `part`.
 #define CHECK_THROWS(Error, part, ...) \
   check::expect_throw<Error>(__FILE__, __LINE__, part, [&] { (void)(__VA_ARGS__); })
 #define CHECK_INVALID(part, ...) CHECK_THROWS(std::invalid_argument, part, __VA_ARGS__)

@@ -14,7 +14,7 @@ struct Uneven {
   bool is_compared_first = false;  // a mismatch leaves the outputs as they are
 };
 
-// Runs it with values that say where they come from; false if what came is wrong.
+// Runs it with values that encode their origin; false if a received value is wrong.
 inline bool run_uneven(Rank& me, const Uneven& uneven) {
   Sizes sends = uneven.sizes[me.rank], recvs;
   for (const Sizes& row : uneven.sizes) recvs.push_back(row[me.rank]);
@@ -64,7 +64,7 @@ inline bool run_uneven(Rank& me, const Uneven& uneven) {
   return got == values;
 }
 
-// What this rank believes: `agreed`, but for its messages with one peer.
+// `agreed` with another size from `from` to `to`.
 inline Uneven with_size(Uneven agreed, int from, int to, int64_t size) {
   agreed.sizes[from][to] = size;
   return agreed;
@@ -79,7 +79,7 @@ inline Uneven dense(int size) {
   return uneven;
 }
 
-// Each to the next one.
+// Each rank sends to the next one.
 inline Uneven ring(int size) {
   Uneven uneven{std::vector<Sizes>(size, Sizes(size, 0))};
   for (int rank = 0; rank < size; ++rank) uneven.sizes[rank][(rank + 1) % size] = 1 + rank;

@@ -14,7 +14,7 @@ inline const auto kNothing = [] {};
 struct Options : CommunicatorOptions, DeviceOptions {
   std::function<NcclResult(const std::string& call, int rank)> inject;  // an error for a call
   std::function<void(fake::World&)> prepare;
-  std::vector<uint64_t> hosts;  // of the ranks; none: `host` is that of all
+  std::vector<uint64_t> hosts;  // of the ranks; empty: `host` is that of all
 };
 
 inline Options options_of(int size, Check check = Check::first_use) {
@@ -31,7 +31,7 @@ struct Rank {
   fake::Hub& hub;
   std::unique_ptr<Communicator> comm;
 
-  // Waits for the operation; if nothing can move any more, ends the communicator.
+  // Waits for the operation; ends the communicator in a deadlock.
   void finish(const OperationPtr& posted) {
     const auto& operation = static_cast<const DeviceOperation&>(*posted);
     struct Waiting {
@@ -161,8 +161,8 @@ std::string failure_text(FailureKind kind, Function&& function) {
   return "";
 }
 
-// Of a program that has come to a deadlock. The abort of one rank frees its streams, after which an operation
-// of a peer may still end well.
+// The end of a program that is in a deadlock. The abort of one rank frees its streams, after which
+// an operation of a peer may still succeed.
 inline void finish_stuck(Rank& me, const std::function<void()>& finish) {
   try {
     finish();
@@ -181,7 +181,7 @@ bool comes_true(Condition&& condition) {
   return condition();
 }
 
-// What `body` enqueues, as a graph; and one replay of it, to its end.
+// Captures the work that `body` enqueues as a graph; and runs one replay of it to its end.
 template <class Body>
 fake::GraphPtr capture(Rank& me, Body&& body) {
   me.runtime->begin_capture();

@@ -1,7 +1,6 @@
 // A host transport between the ranks of one process: matches requests in memory, and can lose a
-// rank. What ranks hear of each other comes on a thread of the hub, as it does from real
-// transports: a rank that is failing holds locks which another failing one must not have to wait
-// for.
+// rank. Events of peers are reported on a thread of the hub, as by real transports: a failing rank
+// holds locks that another failing rank must not wait for.
 #pragma once
 
 #include "check.h"
@@ -89,7 +88,7 @@ class Hub {
   std::condition_variable news_changed_;
   std::deque<std::pair<int, News>> news_;  // for rank
   bool stopping_ = false;
-  std::mutex delivery_mutex_;  // held while somebody is told
+  std::mutex delivery_mutex_;  // held while an event is reported
   std::thread messenger_;
 };
 

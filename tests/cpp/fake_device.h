@@ -1,6 +1,6 @@
 // A device and an NCCL without any hardware, for several ranks in one process. Captures follow
 // CUDA's rules: forks and joins by events, no dependency on work outside or in another capture, no
-// questions about captured events, nothing left unjoined. Who breaks them breaks the capture.
+// queries of captured events, no unjoined stream. Breaking a rule invalidates the capture.
 #pragma once
 
 #include "copy/copy_cpu.h"
@@ -24,7 +24,7 @@ class Runtime final : public DeviceRuntime {
     std::lock_guard lock(world->mutex);
     stream_of(current_)->capture = std::make_shared<Graph>();
   }
-  // NCCL's communicators in the graph live no shorter than it does.
+  // NCCL's communicators in the graph live at least as long as the graph.
   GraphPtr end_capture(bool is_broken = false) {
     std::lock_guard lock(world->mutex);
     const GraphPtr graph = stream_of(current_)->capture;

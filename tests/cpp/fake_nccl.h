@@ -1,7 +1,7 @@
-// An NCCL without hardware, with the habits of the real one (2.28): groups are launched in an order
+// An NCCL without hardware that behaves like the real one (2.28): groups are launched in an order
 // of NCCL's choice, by blocking communicators at a cost to the caller and by others later from
-// another thread; a kernel holds its stream until its peers come; and the end of a communicator waits
-// for graphs and for its peers.
+// another thread; a kernel occupies its stream until its peers come; and the destruction of a
+// communicator waits for graphs and for its peers.
 #pragma once
 
 #include "fake_world.h"
@@ -29,7 +29,7 @@ class KernelRun {
 
   bool operator()() {
     NcclComm& comm = *kernel_.comm;
-    if (comm.aborted || comm.revoked) return leave();  // at once, with garbage
+    if (comm.aborted || comm.revoked) return leave();  // immediately, with garbage
     if (!running_ && !begin(comm)) return false;
     world->has_started = true;
     if (!(kernel_.root >= 0 ? broadcast_done(comm) : messages_done())) return false;
@@ -139,7 +139,7 @@ inline void launch(const std::vector<std::pair<Kernel, Stream*>>& kernels) {
   world->advance();
 }
 
-// A launch queue that is full: the call waits until kernels before it have left.
+// With a full launch queue, the call waits until earlier kernels have left.
 inline void wait_for_room(const std::vector<std::pair<Kernel, Stream*>>& kernels) {
   std::unique_lock lock(world->mutex);
   for (const auto& [kernel, stream] : kernels) ++kernel.comm->num_calls;
@@ -153,7 +153,7 @@ inline void wait_for_room(const std::vector<std::pair<Kernel, Stream*>>& kernels
   for (const auto& [kernel, stream] : kernels) --kernel.comm->num_calls;
 }
 
-// Takes its time, or returns at once if that is for another thread to do.
+// Takes the time of a launch, or returns immediately if another thread launches.
 inline NcclResult launch_group(std::vector<std::pair<Kernel, Stream*>> kernels) {
   if (world->max_queue != size_t(-1)) wait_for_room(kernels);
   {
@@ -206,7 +206,7 @@ inline bool breaks_capture() {
   return breaks;
 }
 
-// CUDA may wait for kernels of the device where NCCL takes memory of it.
+// CUDA may wait for kernels of the device when NCCL allocates device memory.
 inline bool may_join(const NcclComm* comm) {
   return (!world->init_waits || world->num_resident[comm->device] == 0) &&
          world->max_in_the_making >= world->inits_wait_for;
@@ -324,7 +324,7 @@ inline void leave(NcclComm* comm) {
   world->advance();
 }
 
-// What blocks is the rest, at the end of the group. It must not come while a call uses the communicator.
+// The rest, at the end of the group, blocks. It must not run while a call uses the communicator.
 inline NcclResult abort(NcclComm* comm) {
   std::lock_guard lock(world->mutex);
   if (comm->ended || comm->aborted) {
@@ -341,7 +341,7 @@ inline NcclResult abort(NcclComm* comm) {
   return NcclResult::success;
 }
 
-// Kernels leave, and so do calls that wait for them; nothing is freed.
+// Kernels and calls that wait for them return; nothing is freed.
 inline NcclResult revoke(NcclComm* comm, int flags) {
   std::lock_guard lock(world->mutex);
   if (comm->ended || flags != 0) world->errors.push_back("a wrong ncclCommRevoke");

@@ -1,5 +1,5 @@
-// What the ranks of a test share: streams, which one simulation advances under one lock, the thread
-// in which NCCL launches, and a look at whether anything can still move.
+// The state that the ranks of a test share: streams, which one simulation advances under one lock,
+// the thread in which NCCL launches, and the detection of deadlocks.
 #pragma once
 
 #include "check.h"
@@ -40,14 +40,14 @@ struct Graph {
   std::vector<std::shared_ptr<std::atomic<int>>> refs;  // of the communicators in it
   bool capturing = true;
   bool is_broken =
-      false;  // by what CUDA forbids: nothing more can be captured, and there is no graph
+      false;  // by a forbidden call: nothing more can be captured, and there is no graph
   ~Graph() {
     for (const auto& ref : refs) --*ref;
   }
 };
 using GraphPtr = std::shared_ptr<Graph>;
 
-// What a stream does next. Work that runs until its peers come has `started` by then.
+// One task of a stream. Work that waits for its peers has `started` when they come.
 struct Task {
   Work work;
   bool is_record = false, started = false;
@@ -57,13 +57,13 @@ struct Stream {
   const void* device = nullptr;
   std::deque<Task> tasks;
   std::deque<Stream*>* queue = nullptr;
-  size_t num_passed = 0;  // of its tasks, by a look along the queue
+  size_t num_passed = 0;  // of its tasks, in a pass over the queue
   GraphPtr capture;
   Clocks before;
-  int num_launching = 0;  // NCCL calls whose launch is under way: nothing else may be enqueued
+  int num_launching = 0;  // NCCL calls that are launching: nothing else may be enqueued
 };
 
-// The device whose captures calls of this thread do not break: it has asked CUDA for that.
+// The device whose captures are not invalidated by calls of this thread, as it has requested.
 inline thread_local const void* adopted = nullptr;
 
 struct Half {  // one direction of a message inside a kernel
@@ -74,7 +74,7 @@ struct Half {  // one direction of a message inside a kernel
 using HalfPtr = std::shared_ptr<Half>;
 
 // The messages of one communicator from one rank to another. Small ones wait in the receiver's
-// memory, as far as there is room; a large one moves while both kernels run.
+// memory if there is room; a large one moves while both kernels run.
 struct Pipe {
   std::deque<HalfPtr> sends, recvs;
   std::deque<std::vector<std::byte>> buffered;
@@ -139,7 +139,7 @@ struct NcclComm {
   int num_launching = 0;  // groups that are not launched yet
   NcclResult async_error = NcclResult::success;
   bool revoked = false, aborted = false, finalized = false, ended = false;
-  int num_calls = 0;  // of threads that are inside of NCCL with it
+  int num_calls = 0;  // calls of NCCL that are using it
   bool running = false;
   int num_broadcasts = 0;
   std::shared_ptr<std::atomic<int>> refs = std::make_shared<std::atomic<int>>(0);  // live graphs
@@ -149,7 +149,7 @@ struct NcclComm {
 namespace fake {
 
 struct World {
-  // What a test chooses:
+  // Set by a test:
   std::chrono::microseconds launch_cost{15};
   size_t fifo_bytes = 0;  // per pair and communicator
   int ranks_per_host = 1 << 20;
@@ -158,29 +158,29 @@ struct World {
   size_t max_queue = size_t(-1);     // operations of a stream, beyond which NCCL's calls wait
   size_t num_queues = size_t(-1);    // of the hardware, which the streams of a device share in turn
   bool init_waits = false;           // while kernels of NCCL run on the device of its rank
-  int inits_wait_for = 0;            // until so many have been in the making on a device at once
+  int inits_wait_for = 0;            // until this many have been in progress on a device at once
   int num_hosts = 0;                 // threads of ranks
   bool expects_stuck = false;
-  bool expects_all_to_connect = false;  // nobody waits in NCCL for a rank that does not come
+  bool expects_all_to_connect = false;  // no rank waits in NCCL for one that does not come
   bool is_blocking = true;              // as NCCL_COMM_BLOCKING has it
   bool abort_is_stuck = false;          // until finish()
   std::function<NcclResult(const std::string& call, int rank)> inject;  // an error for a call
 
-  std::atomic<bool> driver_is_stuck{false};  // questions about events do not return
+  std::atomic<bool> driver_is_stuck{false};  // event queries do not return
 
   std::recursive_mutex mutex;
   std::vector<std::unique_ptr<Stream>> streams;
   std::map<const void*, std::deque<std::deque<Stream*>>>
       queues;                                 // by device: whose tasks, in order
   std::map<const void*, size_t> num_streams;  // by device
-  bool has_started = false;                   // the task that is looked at runs from now on
+  bool has_started = false;                   // the current task runs from now on
   std::vector<std::unique_ptr<NcclComm>> comms;
   std::map<const void*, int> rank_of_device;
   int host_of(const void* device) const { return rank_of_device.at(device) / ranks_per_host; }
   std::map<std::tuple<int, int, int>, Pipe> pipes;      // id, source, destination
   std::map<int, int> num_joined, num_leaving;           // ranks, per id
   std::map<std::pair<int, int>, Broadcast> broadcasts;  // id, number
-  std::vector<std::string> errors;  // what a real device would punish with a hang or garbage
+  std::vector<std::string> errors;  // that would hang or produce garbage on a real device
   int num_ids = 0;
   size_t max_group_ops = 0;  // of one communicator
   int num_kernels = 0;
@@ -216,7 +216,7 @@ struct World {
     return all_ended;
   }
 
-  // A call that blocks its thread until `done`, or the end of the test.
+  // Blocks the calling thread until `done`, or the end of the test.
   void block(const std::function<bool()>& done) {
     ++num_calls_;
     while (true) {
@@ -252,7 +252,7 @@ struct World {
     }
   }
 
-  // Multicast slots of the host that has most: NVSwitch has 128, of which NCCL takes one for each
+  // Multicast slots of the host that uses most: NVSwitch has 128, of which NCCL takes one for each
   // communicator that has two devices there.
   int max_slots() {
     std::lock_guard lock(mutex);
@@ -270,8 +270,8 @@ struct World {
     return num_group_ends[rank];
   }
   void note_progress() { ++progress_; }
-  void touch(Pipe& pipe) { touched_pipes_.push_back(&pipe); }  // in which more can move than before
-  // What ends may drop memory, which is work again.
+  void touch(Pipe& pipe) { touched_pipes_.push_back(&pipe); }  // more of it can move than before
+  // Ended work may drop memory, which is new work.
   void advance() {
     if (std::exchange(advances_, true)) return;
     while (!launches_.empty() && launches_.front().due <= FakeClock::now()) {
@@ -300,13 +300,14 @@ struct World {
     return &stream;
   }
   void enqueue(Stream* stream, Work work, bool is_record = false) {
-    if (stream->tasks.empty()) stream->num_passed = 0;  // perhaps during a look
+    if (stream->tasks.empty()) stream->num_passed = 0;  // possibly during a pass
     stream->tasks.push_back({std::move(work), is_record});
     if (stream->queue->empty()) busy_queues_.push_back(stream->queue);
     stream->queue->push_back(stream);
   }
-  // In the order in which the tasks came. One that cannot start yet, since it waits for an event, for room or
-  // for the one before it on its stream, holds up all behind it, whatever their streams; a record does not.
+  // In the order in which the tasks came. A task that cannot start yet, since it waits for an
+  // event, for room or for the previous one of its stream, blocks all later ones of any stream; a
+  // record does not.
   void run_hardware_queue(std::deque<Stream*>& queue) {
     for (Stream* stream : queue) stream->num_passed = 0;
     for (size_t idx = 0; idx < queue.size();) {
@@ -329,8 +330,8 @@ struct World {
     }
   }
 
-  // Hosts that wait for events, or add no work any more. If that is all of them, and no event that
-  // they wait for can come, the program has come to a deadlock.
+  // Hosts that wait for events, or add no work any more. If all hosts do, and none of these events
+  // can come, the program is in a deadlock.
   void begin_wait(int rank, std::vector<EventPtr> ends) {
     std::lock_guard lock(mutex);
     waiting_[rank] = std::move(ends);
@@ -343,8 +344,8 @@ struct World {
     std::lock_guard lock(mutex);
     ++num_ended_hosts_;
   }
-  // Another host may be about to fail for a reason of its own, so unless the test expects a deadlock
-  // it has to last for a while, which `num_stuck` counts.
+  // Another host may be about to fail for another reason, so unless the test expects a deadlock, it
+  // must last for a while, which `num_stuck` counts.
   bool is_stuck(int* num_stuck) {
     std::lock_guard lock(mutex);
     if (!nothing_moves())
@@ -372,7 +373,7 @@ struct World {
     FakeClock::time_point due;
     std::function<void()> launch;
   };
-  // Whether or not anybody asks.
+  // Launches independent of calls.
   void launch_loop() {
     while (!stopping_) {
       std::this_thread::sleep_for(std::chrono::microseconds(300));

@@ -1,7 +1,7 @@
-// A model of ranks of which each pair comes to one connection. The rules are those of Handshake. Around them is
-// a model of what carries them out: a network whose connections bring what was said in order, and the few rules
-// of TcpTransport about the end of a connection. A rank that is stopped, or slow, is one that does not come to
-// its turn; every time limit may pass at any moment.
+// A model of ranks that connect in pairs. The rules are those of Handshake. The rest is modelled: a
+// network whose connections deliver words in order, and the few rules of TcpTransport about the end
+// of a connection. A rank that is stopped, or slow, does not get its turn; every time limit may
+// pass at any moment.
 #pragma once
 
 #include "check.h"
@@ -9,11 +9,13 @@
 
 namespace pipecomm::tcp {
 
-// Makes one of all handshakes that do the same from now on: numbers of attempts only count by their order.
+// Maps all handshakes that behave the same from now on to one: only the order of attempt numbers
+// counts.
 class Normal {
  public:
   using Number = std::function<void(uint32_t&)>;
-  // `attempts`: of the peer that are under way; `of_own` and `of_peer` are shown each number that counts.
+  // `attempts`: unfinished ones of the peer; `of_own` and `of_peer` are called with each number
+  // that counts.
   static void forget(Handshake& it, const std::set<uint32_t>& attempts, bool& has_timer) {
     using State = Handshake::State;
     if (it.state_ != State::trying) it.next_address_ = it.num_refused_ = 0;
@@ -48,7 +50,7 @@ namespace handshake_model {
 using tcp::AttemptId;
 using tcp::Handshake;
 
-// Each of these was another one once, which the model is to find wrong.
+// Each of these rules once was another one, which the model must find wrong.
 struct Rules {
   bool has_confirmation = true;  // else hello and its answer connect the two
   bool tries_again = true;       // else a connection that ends before its answer is a refusal
@@ -58,10 +60,10 @@ struct Rules {
 
 struct Bounds {
   int num_ranks = 2;
-  size_t num_addresses = 1;  // of each rank; the last one is right, nobody listens at the others
+  size_t num_addresses = 1;  // of each rank; the last one is right, no rank listens at the others
   int num_breaks = 0, num_kills = 0, num_closes = 0;
   size_t num_connections = 2;  // of a pair at a time
-  bool has_patience = false;   // for ever: no time limit of an answer passes
+  bool has_patience = false;   // no time limit of an answer passes
   bool has_children = false;   // that outlive a killed rank, and hold its sockets
   Rules rules{};
   bool has_faults() const { return num_breaks + num_kills + num_closes > 0; }
@@ -74,7 +76,7 @@ struct Connection {
   int guest, host;
   uint32_t number;
   bool is_right;
-  bool is_cut = false;  // the host hears nothing of it any more, not even its end
+  bool is_cut = false;  // nothing of it reaches the host any more, not even its end
   At at_guest = At::connecting, at_host = At::connecting;
   std::vector<Said> to_guest{}, to_host{};
   auto operator<=>(const Connection&) const = default;
@@ -85,12 +87,12 @@ struct News {
   AttemptId id{};
 };
 
-// Of a rank towards a peer.
+// The state of a rank towards a peer.
 struct End {
   Handshake handshake;
   bool is_introduced = false;
   bool has_timer = false;
-  bool is_missed = false;               // the directory is about to look for a farewell
+  bool is_missed = false;               // the directory will look for a farewell
   std::optional<AttemptId> attached{};  // as the transport has it
   bool has_met = false;
   enum Fate : uint8_t { none, closed, died } fate = none;  // of the peer
@@ -112,7 +114,7 @@ struct World {
   int num_breaks = 0, num_kills = 0, num_closes = 0;  // so far
 };
 
-// Tells worlds apart: of a few million, two have the same number once in ten million runs.
+// Identifies a world: among a few million, two have the same number once in ten million runs.
 uint64_t digest(const World& world) {
   std::string text;
   const auto put = [&](auto... values) { (text.push_back(static_cast<char>(values)), ...); };
@@ -215,7 +217,7 @@ class Turn {
     if (e.attached) close(rank, find(rank, peer, *e.attached));
     e.attached.reset();
     e.news.push_back({News::end});
-    if (world_.ranks[rank].state == Rank::closing) return;  // it does not care any more
+    if (world_.ranks[rank].state == Rank::closing) return;  // has no effect any more
     const Rank& other = world_.ranks[peer];
     const bool has_closed = other.state != Rank::open && !other.is_killed;
     if (fate == End::closed && !other.has_said_farewell && !has_closed)
@@ -313,7 +315,7 @@ class Turn {
     }
   }
 
-  // A peer is missed: what has become of it?
+  // Looks up the fate of a missed peer.
   void look_for(int rank, int peer) {
     const Rank& other = world_.ranks[peer];
     const bool has_closed =
@@ -337,18 +339,18 @@ class Turn {
       const int peer = is_guest ? each.host : each.guest;
       const End& e = end(rank, peer);
       const bool is_the_one = e.attached == AttemptId{.is_own = is_guest, .number = each.number};
-      // A host that the guest has not spoken to yet says nothing.
+      // A host sends nothing before the guest has spoken.
       if (!is_killed && is_the_one && (is_guest || e.has_met))
         (is_guest ? each.to_host : each.to_guest).push_back(Said::bye);
       if (!world_.ranks[rank].has_child) close(rank, &each);
     }
     world_.ranks[rank].state = Rank::gone;
     world_.ranks[rank].is_killed = is_killed;
-    for (auto& [pair, e] : world_.ends)  // nothing of it matters any more
+    for (auto& [pair, e] : world_.ends)  // its state has no effect any more
       if (pair.first == rank) e = End{Handshake(rank < pair.second)};
   }
 
-  // Forgets what nobody can notice any more.
+  // Drops state that no rank can observe any more.
   void tidy() {
     for (Connection& each : world_.connections) {
       if (!is_alive(each.guest) && each.at_host == At::closed) each.at_guest = At::closed;

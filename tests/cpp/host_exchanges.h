@@ -1,4 +1,4 @@
-// What ranks over transports of hosts do with each other, and what must come of it.
+// Programs of ranks over host transports, and their expected results.
 #pragma once
 
 #include "cases.h"
@@ -6,7 +6,7 @@
 
 namespace meeting {
 
-// Messages between all pairs, both ways at once, into windows where there are any.
+// Messages between all pairs, in both directions at once, into windows if the transport has them.
 inline void exchange_with_all(Communicator& comm, int64_t num_bytes, int round,
                               bool is_async = true) {
   const auto key = [round](int source, int destination) {
@@ -77,7 +77,7 @@ inline void all_to_all(Communicator& comm, const Dims& global, int scatter_dim, 
   }
 }
 
-// A random program of all ranks: messages, to oneself too, and collectives.
+// A random program of all ranks: messages, also to oneself, and collectives.
 struct Program {
   struct Step {
     OpCode op = OpCode::p2p;
@@ -117,8 +117,8 @@ struct Program {
   std::vector<Step> steps;
 };
 
-// This rank's part: messages in random batches, everything waited for late by two threads, in any
-// order or not at all, and then closed.
+// This rank's part: messages in random batches; two threads wait for the operations late, in any
+// order or not at all; then closes.
 inline void play(const Program& program, Communicator& comm) {
   std::mt19937_64 random(program.seed * 31 + comm.rank());
   std::vector<std::pair<size_t, std::shared_ptr<Bytes>>> received;  // by step
@@ -160,7 +160,7 @@ inline void play(const Program& program, Communicator& comm) {
   check::in_threads(2, [&](int) {
     for (const OperationPtr& operation : operations) wait(comm, operation);
   });
-  comm.close(nullptr);  // what nobody waits for arrives all the same
+  comm.close(nullptr);  // messages without a waiter arrive all the same
   for (const auto& [idx, bytes] : received)
     CHECK(*bytes == coded_bytes(idx, program.steps[idx].num_bytes));
 }

@@ -1,4 +1,4 @@
-// An owner of a transport that hears everything and does nothing.
+// An owner of a transport that ignores all events.
 #pragma once
 
 #include "check.h"

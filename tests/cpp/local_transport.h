@@ -9,7 +9,7 @@
 
 namespace local {
 
-// What joins the ranks: an inbox each.
+// Connects the ranks: one inbox each.
 class Hub {
  public:
   explicit Hub(int size) : inboxes_(size) {}
@@ -43,7 +43,7 @@ class Hub {
   }
   void shut(int rank) {
     Inbox& inbox = inboxes_[rank];
-    std::deque<Delivery> unread;  // ends without the lock
+    std::deque<Delivery> unread;  // destroyed without the lock
     {
       std::lock_guard lock(inbox.mutex);
       inbox.shut = true;
@@ -188,7 +188,7 @@ class Transport final : public HostTransport {
     close_changed_.notify_all();
   }
 
-  // Bodies travel as packets do, behind their announcements.
+  // Bodies are delivered like packets, after their announcements.
   void flush(Connection& connection) {
     PeerLink& link = *connection.link;
     std::vector<RequestPtr> departing;

@@ -1,4 +1,4 @@
-// Runs the tests of one program, all or the named ones, and says how long each takes:
+// Runs the tests of one program, all or the named ones, and prints the duration of each:
 //   test_NAME [--rounds FACTOR] [test ...]
 #include "check.h"
 

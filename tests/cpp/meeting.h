@@ -1,5 +1,5 @@
-// Ranks of a group that are threads of this process, and reach each other as processes do: over
-// shared memory, real sockets of this host, or both.
+// Ranks of a group as threads of this process that communicate as processes do: over shared memory,
+// real sockets of this host, or both.
 #pragma once
 
 #include <fcntl.h>
@@ -36,7 +36,7 @@ inline void wait(Communicator& comm, const OperationPtr& operation) {
   comm.wait(*operation, Deadline::max(), nullptr);
 }
 
-// Of an operation that `post` posts, at the call or later; null: it succeeds.
+// The failure of an operation that `post` posts, at the call or later; null: it succeeds.
 inline FailurePtr failure_of(Communicator& comm, const std::function<OperationPtr()>& post) {
   try {
     wait(comm, post());
@@ -63,7 +63,7 @@ inline shm::SegmentShape shape_of(int size, int64_t window_bytes = 0, int num_ch
           .epoch = kEpoch};
 }
 
-// What the ranks of a group know of each other before they meet. Tests may change it.
+// The ranks' records of each other before they meet. Tests may change them.
 struct Meeting {
   explicit Meeting(int num_ranks)
       : size(num_ranks), introductions(num_ranks), farewells(num_ranks) {
@@ -166,7 +166,7 @@ inline std::unique_ptr<HostTransport> over_same_memory(const std::vector<shm::Se
   return transport;
 }
 
-// Runs `body` on a thread and a communicator per rank; what it throws is a failed check.
+// Runs `body` on a thread and a communicator per rank; an exception is a failed check.
 inline void run_ranks(int size, const std::function<std::unique_ptr<Communicator>(int rank)>& make,
                       const std::function<void(Communicator&)>& body) {
   check::in_threads(size, [&](int rank) {

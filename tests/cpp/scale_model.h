@@ -1,6 +1,6 @@
 // A group of thousands of ranks on one thread, in simulated time: hosts of 8 ranks, a port per rank
-// that sends and receives one message at a time, latency and bandwidth per link. What ranks decide
-// is the code of the library (agreement_tree.h, group_tree.h); only the network is a model.
+// that sends and receives one message at a time, latency and bandwidth per link. The decisions of
+// ranks are code of the library (agreement_tree.h, group_tree.h); only the network is a model.
 #pragma once
 
 #include "check.h"
@@ -39,7 +39,7 @@ class Network {
     ++num_sent_[from];
     num_bytes_[from] += num_bytes;
   }
-  // Until nothing is under way. The time of the last arrival.
+  // Runs until nothing is in flight. Returns the time of the last arrival.
   double run() {
     while (!events_.empty()) {
       now_ = events_.top().time;
@@ -74,7 +74,7 @@ struct Course {
   int64_t most_sent = 0, most_bytes = 0;
   double mean_sent = 0;
   double seconds = 0;
-  size_t most_edges = 0;  // what a rank keeps of the group
+  size_t most_edges = 0;  // that a rank keeps of the group
 };
 
 // One collective: agreement of all, then the payload of a broadcast, if there is one.
@@ -163,8 +163,9 @@ class Group {
   std::vector<std::unique_ptr<Rank>> ranks_;
 };
 
-// Rounds in which ranks tell their control neighbours, until all that are left know of the dead.
-// Those next to a dead rank notice by themselves, before the first round. -1: some never hear of it.
+// Rounds in which ranks notify their control neighbours, until all survivors know of the dead
+// ranks. Neighbours of a dead rank notice it themselves, before the first round. -1: some never
+// learn of it.
 inline int rounds_of_failure(const std::vector<bool>& is_dead) {
   const int size = int(is_dead.size());
   std::vector<bool> knows(size);

@@ -1,4 +1,5 @@
-// What scaling does to one element, by the compiler's own _Float16 and by exact rounding of bf16.
+// The effect of scaling on one element, by the compiler's own _Float16 and by exact rounding of
+// bf16.
 #pragma once
 
 #include "world.h"
@@ -48,7 +49,7 @@ inline void scale_element(uint8_t* element, DType dtype, const Scale& scale) {
   std::memcpy(element, &half, 2);
 }
 
-// What an exchange with this scale does to its elements.
+// The effect of an exchange with this scale on its elements.
 inline world::Transform transform_of(const Scale& scale) {
   if (scale.is_none()) return nullptr;
   return [scale](uint8_t* element, DType dtype) { scale_element(element, dtype, scale); };

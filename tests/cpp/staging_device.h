@@ -1,5 +1,6 @@
-// A device whose memory the host cannot touch: its addresses are mapped without any access, and only
-// the device's streams know where the bytes really are. Streams are threads, which take their time.
+// A device whose memory the host cannot access: its addresses are mapped without permissions, and
+// only the device's streams know where the bytes really are. Streams are threads, which run with
+// delays.
 #pragma once
 
 #include <sys/mman.h>
@@ -23,7 +24,7 @@ class Stream {
     queue_.push_back(std::move(work));
     changed_.notify_all();
   }
-  // After what is in the queue.
+  // Waits after the queued work.
   void delay(std::chrono::microseconds time) {
     add([time] { std::this_thread::sleep_for(time); });
   }

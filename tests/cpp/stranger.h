@@ -1,4 +1,5 @@
-// Who else may connect to a rank, and to whom else it may: one end of a connection that a test speaks for.
+// Other programs that may connect to a rank, or that it may connect to: a test plays one end of a
+// connection.
 #pragma once
 
 #include <netinet/in.h>
@@ -20,7 +21,7 @@ inline size_t num_entries(const char* folder) {
   return count;
 }
 
-// A process that holds what this one has open at the time, as a worker of a DataLoader does.
+// A process that holds the open files of this one, as a worker of a DataLoader does.
 class Child {
  public:
   explicit Child(const std::function<void()>& body = nullptr) : pid_(fork()) {
@@ -50,7 +51,7 @@ inline sockaddr_in loopback(uint16_t port, uint8_t last_digit = 1) {
   return address;
 }
 
-// One end of a connection to a rank, which says what it likes.
+// One end of a connection to a rank, which sends arbitrary words.
 class Stranger {
  public:
   explicit Stranger(uint16_t port) : fd_(::socket(AF_INET, SOCK_STREAM, 0)) {
@@ -66,7 +67,7 @@ class Stranger {
   void say(const void* data, size_t num_bytes) {
     CHECK_EQ(send(fd_, data, num_bytes, MSG_NOSIGNAL), static_cast<ssize_t>(num_bytes));
   }
-  // As rank `from` of `meeting` would.
+  // Sends a word as rank `from` of `meeting` would.
   void say(const Meeting& meeting, tcp::Word word, int from, int to, uint32_t attempt = 1) {
     if (word == tcp::Word::hello) nonces.guest[0] = std::byte{7};
     said = tcp::make_greeting(word, from, to, attempt, nonces, meeting.key);
@@ -78,7 +79,7 @@ class Stranger {
     (is_guest ? nonces.guest : nonces.listener) = heard.nonce;
     return heard.word == word;
   }
-  // Whether the rank has it for its connection to the peer.
+  // Whether the rank has taken this connection as the one to the peer.
   bool is_taken(const Meeting& meeting, int from, int to, uint32_t attempt = 1) {
     say(meeting, tcp::Word::hello, from, to, attempt);
     if (!hears(tcp::Word::welcome)) return false;

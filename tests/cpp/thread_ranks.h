@@ -7,7 +7,7 @@
 
 namespace threads {
 
-inline constexpr auto kLong = 60s;  // hard limit of whatever must not hang
+inline constexpr auto kLong = 60s;  // hard limit of anything that must not hang
 
 // A tensor of bytes with a storage of its own.
 struct Tensor {
@@ -44,7 +44,7 @@ inline std::unique_ptr<Communicator> join(const std::shared_ptr<local::Hub>& hub
   });
 }
 
-// Runs `body` on a thread and a communicator per rank; what it throws is a failed check.
+// Runs `body` on a thread and a communicator per rank; an exception is a failed check.
 inline void run_ranks(int size, std::chrono::nanoseconds timeout_of_rank_0,
                       const std::function<void(Communicator&, int)>& body,
                       const std::shared_ptr<local::Hub>& given = nullptr) {

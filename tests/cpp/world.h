@@ -1,6 +1,6 @@
 // All ranks of a group in one process: tensors with position-coded elements, and an exchange that
-// moves messages by memcpy. What a tensor must hold is computed element by element from lists of
-// global positions, without anything of the library.
+// moves messages by memcpy. The expected elements of a tensor are computed one by one from lists of
+// global positions, without code of the library.
 #pragma once
 
 #include "check.h"
@@ -144,10 +144,10 @@ struct Held {
   }
 };
 
-// What an element becomes on its way: nothing for plain copies.
+// Changes an element as its transfer does; null for plain copies.
 using Transform = std::function<void(uint8_t* element, DType dtype)>;
 
-// Which NaN comes out of arithmetic is not defined: any is as good as any other.
+// Arithmetic may produce any NaN, so all count as equal.
 inline bool both_are_nan(const uint8_t* a, const uint8_t* b, DType dtype) {
   const auto is_nan = [dtype](const uint8_t* element) {
     uint64_t bits = 0;
@@ -321,7 +321,7 @@ class Simulation {
                 static_cast<const uint8_t*>(from) + send.offset_bytes, send.bytes);
   }
 
-  // Both ends cut the message where they like.
+  // Both ends cut the message at random places.
   void deliver_in_ranges(Side& sender, const LoweredMessage& send, Side& receiver,
                          const LoweredMessage& recv) {
     std::vector<uint8_t> message(send.bytes);

@@ -1,4 +1,5 @@
-// How fast the kernels move what exchanges move, each case in turns with cudaMemcpyAsync of as many bytes.
+// Bandwidth of the kernels on copies of exchanges, alternating with cudaMemcpyAsync of the same
+// size.
 #include <functional>
 
 #include "parts.h"
@@ -25,7 +26,7 @@ struct Case {
   }
 };
 
-// num_rows runs, so far from each other on either side.
+// num_rows runs, with these strides on the two sides.
 CopyTask rows_task(int64_t src, int64_t dst, int64_t run, int64_t num_rows, int64_t src_stride,
                    int64_t dst_stride) {
   CopyTask task = run_task(src, dst, run);

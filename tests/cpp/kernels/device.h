@@ -19,7 +19,7 @@ inline void require(cudaError_t error, const char* what) {
     throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(error));
 }
 
-// An error that shows that the checks can fail: a byte of every result, or of what surrounds it.
+// A planted error, to show that the checks can fail: in a byte of every result, or of its guards.
 enum class Plant { kNothing, kResult, kGuard };
 inline Plant plant = Plant::kNothing;
 
@@ -27,7 +27,7 @@ inline constexpr uint8_t kGuardByte = 0x5A;
 
 // Memory in an allocation of its own, which begins at an address of the given residue modulo 16.
 // With few guard bytes a sanitizer sees every access beyond it; the guards show what was written.
-// What the host does to it is done when the call returns, for streams that wait for no other.
+// Host operations on it are complete when the call returns, also for non-blocking streams.
 class Memory {
  public:
   explicit Memory(int64_t bytes, int64_t residue = 0, int64_t guard_bytes = 64)
@@ -91,7 +91,7 @@ class Stream {
   cudaStream_t stream_ = nullptr;
 };
 
-// What `enqueue` puts on the stream, to be launched any number of times.
+// The work that `enqueue` puts on the stream, to be launched any number of times.
 class Graph {
  public:
   template <typename Enqueue>
@@ -113,7 +113,7 @@ class Graph {
   cudaGraphExec_t exec_ = nullptr;
 };
 
-// Microseconds between events before and after what `enqueue` puts on the stream.
+// Microseconds between events before and after the work that `enqueue` puts on the stream.
 class Timer {
  public:
   Timer() {

@@ -1,4 +1,4 @@
-// What one call costs: on the host, and on the device in a graph, from 1 to 1000 tasks of 1 KiB.
+// The cost of one call: on the host, and on the device in a graph, from 1 to 1000 tasks of 1 KiB.
 #include <chrono>
 
 #include "parts.h"

@@ -1,10 +1,10 @@
-// The CUDA copy kernels without torch: right values, and how fast they come.
+// The CUDA copy kernels without torch: correctness and speed.
 //
 //   copy_kernels values [CASES] | many | large [LOG2] | mean | bandwidth [MIB] | latency [ROUNDS]
 //                [--json FILE] [--plant result|guard]
 //
-// Exit status 1 if a byte is wrong, 77 if the device is too small for the part. --plant spoils what is
-// compared, so that the program has to fail.
+// Exit status 1 if a byte is wrong, 77 if the device is too small for the part. --plant corrupts
+// the compared data, so that the program must fail.
 #include <cstring>
 #include <fstream>
 #include <iostream>

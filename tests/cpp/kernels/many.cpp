@@ -7,7 +7,7 @@ namespace parts {
 
 namespace {
 
-// Sizes from 16 bytes to 16 KiB, odd ones too, in allocations of their own.
+// Sizes from 16 bytes to 16 KiB, also odd ones, in separate allocations.
 class Copies {
  public:
   Copies(int num_tasks, Random& random) {
@@ -87,8 +87,8 @@ constexpr int64_t kChunkRows = int64_t{1} << 25;
 
 uint8_t byte_of(int64_t row) { return static_cast<uint8_t>(row * 2654435761 >> 13); }
 
-// Calls visit(first row, bytes) for the table's rows in chunks; the bytes are what a column holds, or,
-// with two columns, rows of byte_of and poison.
+// Calls visit(first row, bytes) for the table's rows in chunks; the bytes are the contents of one
+// column, or, with two columns, rows of byte_of and poison.
 template <typename Visit>
 void in_chunks(int64_t all_rows, int num_columns, const Visit& visit) {
   std::vector<uint8_t> chunk;

@@ -1,4 +1,4 @@
-// Buffers of the host on the device, each as large as the tasks need it, for one execution.
+// Device copies of host buffers, each as large as the tasks need it, for one execution.
 #pragma once
 
 #include <map>
@@ -40,7 +40,7 @@ class Mirror {
 
   const CopyBuffers& buffers() const { return buffers_; }
 
-  // Brings the results to the host.
+  // Copies the results to the host.
   void finish() {
     for (const auto& [address, copy] : sources_) {
       const std::vector<uint8_t> bytes = copy->download();

@@ -20,7 +20,7 @@ struct Figures {
   std::string device = device::name();
   std::vector<std::pair<std::string, std::vector<std::pair<std::string, double>>>> rows;
 
-  bool is_of_host() const { return device == "host"; }  // by the shim: its times say nothing
+  bool is_of_host() const { return device == "host"; }  // by the shim: its times mean nothing
 };
 
 void values(int64_t num_cases);
