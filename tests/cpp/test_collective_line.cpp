@@ -1,5 +1,5 @@
-// Collectives of groups that are too large for a message between any two: by the tree, and as in a
-// small group where ranks do not agree.
+// Collectives of groups that are too large for a message between any two: by the tree, and
+// directly, as in a small group, where ranks do not agree.
 
 #include "plan/builders.h"
 #include "plan/reshard.h"
@@ -28,7 +28,7 @@ TEST(barrier) {
   }
 }
 
-// From every source: nothing, a message inside a packet, one beside it, and several pieces.
+// From every source: nothing, a message inside a packet, one outside of it, and several pieces.
 TEST(broadcast) {
   constexpr int64_t kNumBytes[] = {0, 1, 700, 5000, 2 * kPieceBytes, 2 * kPieceBytes + 77};
   for (const int size : kSizes) {
@@ -112,8 +112,8 @@ TEST(exchanges) {
   }
 }
 
-// Many under way at once, of all kinds, waited for in any order or not at all, with messages of
-// point-to-point operations between them.
+// Many collectives in flight at once, of all kinds, waited for in any order or not at all, with
+// point-to-point messages between them.
 TEST(many_in_flight) {
   for (const int size : {9, 16}) {
     check::context = case_of("many in flight", size);
@@ -203,7 +203,7 @@ std::vector<Failure> failures(int size, int limit,
   run_ranks(size, kLong, [&](Communicator& comm, int rank) {
     const OperationPtr operation = call(comm, rank);
     failures[rank] = failure_of([&] { wait(comm, operation); });
-    // It goes on working, and the ranks are still at one place in their order.
+    // The communicator still works, and the ranks are at the same place in their order.
     const Shifted next(rank, size, {1, 2}, 2000, 7);
     wait(comm, next.start(comm));
     CHECK(next.is_right());
@@ -216,7 +216,7 @@ std::vector<Failure> failures(int size, int limit,
   return failures;
 }
 
-// The texts are the same, too.
+// The error texts are also the same.
 void check_same_errors(int size, const std::function<OperationPtr(Communicator&, int)>& call) {
   const auto by_tree = failures(size, kDirectLimit, call);
   const auto directly = failures(size, size, call);
@@ -312,7 +312,7 @@ TEST(timeout) {
       if (rank != absent) {
         const Tensor tensor(100);
         OperationPtr first, second;
-        const Failure late = failure_of([&] {  // on a machine that stood still so long
+        const Failure late = failure_of([&] {  // if the machine stalled for so long
           first = comm->barrier();
           second = comm->broadcast(tensor.ref(), 1);
         });
@@ -336,8 +336,8 @@ TEST(timeout) {
         CHECK_FAILURE(failure, timeout, failure.origin_rank, "barrier timed out after");
       };
       if (rank == absent) {
-        // It may not have heard of it yet, and rank 0, to which all have said that they had come, is
-        // through the barrier at once. Whatever comes later fails for the first cause.
+        // This rank may not know of the failure yet, and rank 0, which has got the statements of
+        // all, completes the barrier immediately. Later calls fail with the first cause.
         const Tensor tensor(100);
         const Failure first = end([&] { return comm->barrier(); });
         if (rank != 0 || first.message != "(no failure)") expect_timeout(first);
@@ -349,7 +349,7 @@ TEST(timeout) {
   }
 }
 
-// Aborted at any moment, also inside the tree: all calls end, and nothing stays behind.
+// Aborted at any moment, also inside the tree: all calls end, and nothing leaks.
 TEST(abort) {
   constexpr int kSize = 9;
   for (int round = 0; round < 12; ++round) {
@@ -431,7 +431,7 @@ TEST(closed_member) {
   }
 }
 
-// close() waits for what is under way, which ends as soon as a member that does not take part closes.
+// close() waits for collectives in flight, which end once a member that takes no part closes.
 TEST(close_with_pending) {
   constexpr int kSize = 12;
   for (const int odd : {0, 4, 11}) {
@@ -455,7 +455,7 @@ TEST(close_with_pending) {
   }
 }
 
-// What an operation that is under way shows of itself.
+// The flight record of a pending operation.
 TEST(flight_record) {
   constexpr int kSize = 12;
   check::context = "flight record";

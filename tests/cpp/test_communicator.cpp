@@ -1,5 +1,5 @@
-// Communicators of several threads as ranks: what calls do, and how they fail, whatever the timing.
-// The point of most of this is to run under ThreadSanitizer and AddressSanitizer.
+// Communicators of several threads as ranks: results and failures of calls, at any timing. Most of
+// these tests are meant to run under ThreadSanitizer and AddressSanitizer.
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -12,7 +12,7 @@
 
 using namespace threads;
 
-// By messages between every two ranks, and by the tree.
+// Runs with messages between every two ranks, and with the tree.
 #define TEST_TWICE(name)              \
   static void name##_at_a_limit();    \
   TEST(name) { name##_at_a_limit(); } \
@@ -23,7 +23,7 @@ using namespace threads;
   }                                   \
   static void name##_at_a_limit()
 
-// The first test: no thread of another one is left behind in the child.
+// Must be the first test: no thread of another test exists when it forks.
 TEST(fork) {
   const auto hub = std::make_shared<local::Hub>(1);
   const auto comm = join(hub, options_of(0, 1));
@@ -70,8 +70,8 @@ TEST_TWICE(exchange) {
   });
 }
 
-// From rank 0 to 1 and on to 2, which waits for nothing but the end: 1 passes on what it has not
-// waited for. Rank 0 refuses some rounds, then nobody posts the second hop.
+// From rank 0 to 1 and on to 2, which waits only at the end: rank 1 passes data on without waiting
+// for them. Rank 0 refuses some rounds; then the second hop is not posted.
 TEST_TWICE(exchanges_that_follow_each_other) {
   constexpr int kSize = 3, kNumRounds = 40;
   const auto refuses = [](int round) { return round % 7 == 3; };
@@ -162,7 +162,7 @@ TEST(slices_that_stay) {
   }
 }
 
-// What is queued behind an exchange that never comes ends with the communicator.
+// Exchanges that are queued behind one that never comes end with the communicator.
 TEST_TWICE(what_follows_ends_with_the_communicator) {
   run_ranks(2, kLong, [&](Communicator& comm, int rank) {
     const TensorSpec whole{{8}, dtypes::kUInt8};
@@ -237,7 +237,7 @@ TEST(bad_arguments) {
   CHECK_INVALID("channels must be 1 to 15, not 16", Communicator(options, nullptr));
 }
 
-// A rank that cannot take part, or has other arguments: all ranks hear it, and the next call works.
+// A rank cannot take part, or has other arguments: all ranks report it, and the next call works.
 TEST_TWICE(refusal_and_mismatch) {
   constexpr int kSize = 3;
   run_ranks(kSize, kLong, [&](Communicator& comm, int rank) {
@@ -285,13 +285,13 @@ TEST_TWICE(timeout) {
   run_ranks(3, 300ms, [&](Communicator& comm, int rank) {
     const auto started = Clock::now();
     const Tensor tensor(16);
-    // Nobody sends what rank 0 expects.
+    // No rank sends the message that rank 0 expects.
     OperationPtr operation;
     if (rank != 0) operation = comm.barrier();
     everybody.arrive_and_wait();
     if (rank == 0) {
       operation = irecv(comm, tensor, 1, 2);
-      failure_of([&] {  // unless this thread stood still so long that it is the deadline already
+      failure_of([&] {  // unless this thread stalled until the deadline
         CHECK(!comm.wait(*operation, Clock::now() + 20ms, nullptr));
       });
     }
@@ -308,7 +308,7 @@ TEST_TWICE(timeout) {
       CHECK_EQ(failure.op, "barrier");
     }
     CHECK_EQ(failure.rank, rank);
-    // The cause stays.
+    // Later calls report the same cause.
     CHECK_FAILURE(failure_of([&] { comm.barrier(); }), timeout, 0, "p2p timed out");
     CHECK_FAILURE(failure_of([&] { comm.refuse(OpCode::barrier, ""); }), timeout, 0,
                   "p2p timed out");
@@ -347,7 +347,7 @@ TEST_TWICE(peer_lost) {
 }
 
 // An abort by another thread, in the middle of posts and waits of several threads: every call ends,
-// and nothing of it stays behind.
+// and nothing leaks.
 TEST_TWICE(abort_in_the_middle) {
   constexpr int kSize = 3, kNumThreads = 3;
   for (int round = 0; round < 12; ++round) {
@@ -392,7 +392,7 @@ TEST_TWICE(abort_in_the_middle) {
   }
 }
 
-// What can still match does; what cannot fails on both ends.
+// Messages that can still match do; the others fail on both ends.
 TEST_TWICE(close) {
   for (int round = 0; round < 10; ++round) {
     check::context = "close, round " + std::to_string(round);
@@ -468,7 +468,7 @@ TEST_TWICE(close_while_posting) {
   }
 }
 
-// A signal in the middle of close(): it ends all the same, and what waits fails, on the peers too.
+// A signal in the middle of close(): it ends all the same; pending operations fail, also on peers.
 TEST_TWICE(interrupted_close) {
   std::barrier everybody(2);
   run_ranks(2, kLong, [&](Communicator& comm, int rank) {
@@ -489,7 +489,7 @@ TEST_TWICE(interrupted_close) {
       CHECK(interrupted && comm.closed());
       waiter.join();
       comm.close(nullptr);
-    } else {  // it hears of the close or of its interruption, whichever comes first
+    } else {  // it sees the close or its interruption, whichever comes first
       const Tensor tensor(100'000);
       const Failure failure = failure_of([&] { wait(comm, irecv(comm, tensor, 0)); });
       CHECK_EQ(failure.origin_rank, 0);
@@ -498,7 +498,7 @@ TEST_TWICE(interrupted_close) {
   });
 }
 
-// Without close(): peers learn it, and the tensors of what was under way are let go.
+// Without close(): peers learn of the end, and the tensors of pending operations are released.
 TEST_TWICE(dropped_communicator) {
   std::weak_ptr<void> storage;
   std::barrier everybody(2);
@@ -557,8 +557,8 @@ TEST(a_post_wakes_the_watchdog) {
   CHECK(shortest < 125ms);
 }
 
-// A transport whose threads have a failure to report before its owner has it in hand, and whose
-// abort takes its time: what the owner does next must wait until it is through.
+// A transport whose threads report a failure before its constructor returns, and whose abort is
+// slow: the owner's next call must wait until the abort is complete.
 TEST(failure_during_construction) {
   class Hasty final : public HostTransport {
    public:

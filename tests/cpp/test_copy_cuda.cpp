@@ -1,5 +1,5 @@
-// The CUDA executor, compiled for the host by shim/cuda_runtime.h: arithmetic, tasks and launches. What
-// it makes of exchanges is tested by kernels/.
+// The CUDA executor, compiled for the host by shim/cuda_runtime.h: arithmetic, tasks and launches.
+// kernels/ tests it on exchanges.
 
 #include "copy/copy_cuda.cu"
 #include "copy/mean_cuda.cu"
@@ -186,7 +186,7 @@ TEST(scaling) {
   test_scaling_of<double, uint64_t>();
 }
 
-// A block for each tile of 16 KiB; a limit of multiprocessors is one of blocks.
+// One block for each tile of 16 KiB; a limit of multiprocessors limits the blocks.
 TEST(grid) {
   std::vector<uint8_t> from((1 << 20) + 16, 7), to((1 << 20) + 16, 0);
   const void* const inputs[] = {from.data()};

@@ -152,7 +152,7 @@ TEST(mismatched_messages) {
     run(options_of(2, check), [](Rank& me) {
       const Tensor mine({4}, 1);
       Tensor theirs({me.rank == 0 ? 4 : 6});
-      // The rank that posts last may hear of it at once, and the device may be done before that.
+      // The rank that posts last may fail immediately, and its device may be done before that.
       try {
         me.finish(me.p2p({me.rank == 0 ? mine.to(1) : theirs.from(0)}, true));
       } catch (const PipeCommException& error) {
@@ -187,7 +187,7 @@ TEST(errors_show_the_tensor_of_the_plan) {
   });
 }
 
-// Only ranks that change what they exchange hear of each other, and only the first time.
+// Only ranks that change their exchange send each other claims, and only the first time.
 TEST(changing_exchanges) {
   std::barrier meeting(3);
   run(options_of(3), [&](Rank& me) {
@@ -204,8 +204,8 @@ TEST(changing_exchanges) {
       CHECK(run_uneven(me, uneven));
       return traffic_so_far() - before;
     };
-    // Claims of both directions, and what makes the link of all ranks: at most five messages on each of
-    // two edges.
+    // Claims of both directions, and the messages that make the link of all ranks: at most five on
+    // each of two edges.
     const int first_traffic = traffic(first);
     CHECK(first_traffic >= 12 + 8 && first_traffic <= 12 + 10);
     CHECK(traffic(first) == 0);
@@ -286,8 +286,8 @@ TEST(flight_records) {
   });
 }
 
-// Memory that one rank does not have is missed before anything is on its device: the collective is
-// refused, as Python does with what it throws.
+// One rank runs out of memory before it enqueues anything: it refuses the collective, as Python
+// does after an exception.
 TEST(memory_that_one_rank_lacks) {
   run(options_of(3), [](Rank& me) {
     const Tensor whole({4, 2}, 1);
@@ -362,7 +362,7 @@ TEST(dead_peer) {
     ++num_waiting;
     failure_text(FailureKind::peer_lost, [&] { me.finish(operation); });
     CHECK(failure_of(me)->origin_rank == 2);
-    // The kernel left when NCCL was aborted; that is no success.
+    // The kernel returned when NCCL was aborted, which must not count as success.
     std::this_thread::sleep_for(100ms);
     failure_text(FailureKind::peer_lost, [&] { me.follow(operation); });
   });

@@ -1,4 +1,4 @@
-// CUDA graphs: what can be captured, what is refused beside a capture, and what replays do.
+// CUDA graphs: calls that can be captured, calls that are refused during a capture, and replays.
 #include <barrier>
 
 #include "device_world.h"
@@ -16,7 +16,7 @@ TEST(captures) {
     me.finish(me.comm->broadcast(shared.ref(), 0, {.is_async = false}));
 
     meet(me);
-    int num_claims = -1;  // once what is said about the calls above has been answered
+    int num_claims = -1;  // once the messages about the calls above have been answered
     while (num_claims != me.hub.num_control()) {
       num_claims = me.hub.num_control();
       std::this_thread::sleep_for(50ms);
@@ -35,7 +35,7 @@ TEST(captures) {
     meet(me);
     CHECK_INVALID("captured in a CUDA graph", me.comm->is_completed(*captured));
     me.follow(captured);
-    // Each of 6 orders may be told once by each rank that its numbers mean nothing any more.
+    // Each rank may announce once for each of 6 orders that its numbers are meaningless now.
     CHECK(me.hub.num_control() <= num_claims + 12);
     meet(me);
 
@@ -44,7 +44,7 @@ TEST(captures) {
   });
 }
 
-// What each rank sends to itself and to the other one.
+// Each rank sends a half to itself and one to the other rank.
 PreparedExchangePtr halves_plan(const Rank& me) {
   const TensorSpec spec{{8}, dtypes::kFloat32};
   return std::make_shared<PreparedExchange>(
@@ -240,7 +240,7 @@ TEST(replays_without_a_deadline) {
   }
 }
 
-// It goes on counting in memory that nobody looks at any more.
+// The graph keeps counting in memory that is not read any more.
 TEST(graphs_outlive_their_communicator) {
   Options options = with_timeout(1s);
   options.end_limit = 200ms;
@@ -256,7 +256,7 @@ TEST(graphs_outlive_their_communicator) {
   });
 }
 
-// NCCL registers memory in a capture, which goes wrong for some: the reason is what the user reads.
+// NCCL registers memory in a capture, which fails for some memory: the error gives the reason.
 TEST(captures_that_nccl_would_spoil) {
   Options options = options_of(2);
   options.capture_problem = "memory in segments";

@@ -1,4 +1,4 @@
-// How the device communicator compares what ranks do, and what becomes of a disagreement: all ranks fail, and
+// The device communicator compares the calls of ranks. After a disagreement all ranks fail, and
 // none waits for a deadline.
 #include "device_exchanges.h"
 
@@ -34,7 +34,7 @@ TEST(new_collectives_do_not_stall) {
   }
 }
 
-// What most ranks believe, and what the one or two that differ do.
+// `agreed`: the call of most ranks, and the calls of the one or two that differ.
 void expect_mismatch(const Options& options, const Uneven& agreed,
                      const std::map<int, Uneven>& others, const std::vector<std::string>& texts,
                      int num_known = 0) {
@@ -71,7 +71,7 @@ TEST(mismatched_sizes) {
           }
 }
 
-// A message between ranks that are not next to each other in the tree, and that only one of them believes in.
+// A message between ranks that are not neighbours in the tree, and that only one of them expects.
 TEST(messages_that_one_end_does_not_know) {
   constexpr int kFrom = 3, kTo = 6;
   const Uneven without = ring(9), with = with_size(without, kFrom, kTo, 5);
@@ -126,7 +126,7 @@ TEST(different_calls_within_a_group) {
     const std::vector<int> members{0, 2, 3};
     if (std::ranges::find(members, me.rank) != members.end())
       mismatch_of(me, [&] {
-        // The last one believes that it is another pair.
+        // The last rank calls it with another pair.
         post_within(me, me.rank == 3 ? std::vector{2, 3} : members, 0).finish(me);
       });
     CHECK_CONTAINS(failure_of(me)->message, "all_to_all of float32");
@@ -190,7 +190,7 @@ TEST(refusals_after_a_capture) {
   });
 }
 
-// With Check::full a call waits for what its peers announce.
+// With Check::full a call waits for the announcements of its peers.
 TEST(announcements_that_do_not_come) {
   const auto swap = [](Rank& me) { me.p2p(Swap(me).on(), false); };
   const auto exchange = [](Rank& me) { run_uneven(me, dense(2)); };
@@ -254,7 +254,7 @@ TEST(asynchronous_messages_do_not_wait) {
   });
 }
 
-// Nobody waits for a rank that does not take part.
+// No rank waits for one that does not take part.
 TEST(member_sets_overlap) {
   for (const Check check : {Check::first_use, Check::full})
     run(options_of(5, check), [](Rank& me) {
@@ -293,7 +293,7 @@ TEST(tables_are_bounded) {
   CHECK(num_known > 1000 && num_known < 10000);
 }
 
-// Either end may be the first: what the other one announces is kept until then.
+// Either end may be first: a claim that comes before the message is kept until then.
 TEST(a_claim_that_comes_first_is_compared) {
   for (const int64_t length : {4, 6}) {
     MessageCheck receiver(2, 1, Check::first_use);

@@ -74,7 +74,7 @@ TEST(a_replay_works_until_the_end) {
   });
 }
 
-// The other ranks of the node come late, or never.
+// The other ranks of the node close late, or never.
 TEST(a_peer_does_not_close) {
   std::barrier meeting(2);
   run(closing_options(2), [&](Rank& me) {
@@ -86,15 +86,15 @@ TEST(a_peer_does_not_close) {
     }
     meeting.arrive_and_wait();
     if (me.rank == 0) return;
-    // Nothing more can be said to it, and that is known at once.
+    // No message can reach it any more, and this rank knows that immediately.
     CHECK_CONTAINS(failure_text(FailureKind::peer_lost, [&] { me.p2p({swap.mine.to(0)}, true); }),
                    "rank 0 has closed");
     CHECK(!me.comm->failure());
   });
 }
 
-// A message to or from a rank that has closed ends long before the deadline of 600 s. What it has
-// posted before it closed arrives.
+// A message to or from a rank that has closed ends long before the deadline of 600 s. Messages that
+// it posted before it closed arrive.
 TEST(messages_to_a_closed_peer_end) {
   Options options = closing_options(3);
   options.prepare = [](fake::World& world) { world.fifo_bytes = 1024; };
@@ -140,8 +140,8 @@ TEST(both_close_with_receives_pending) {
   });
 }
 
-// Ctrl-C, while a message is pending or while the peer has not come to close: the communicator is
-// aborted, all is released, and the exception goes on.
+// Ctrl-C, while a message is pending or while the peer has not called close(): the communicator is
+// aborted, everything is released, and the exception is rethrown.
 TEST(a_close_is_interrupted) {
   for (const bool has_pending : {true, false}) {
     std::barrier meeting(2);
@@ -178,7 +178,7 @@ TEST(a_peer_dies) {
   });
 }
 
-// The kernel may still write to the tensor: it stays, although nobody else holds it.
+// The kernel may still write to the tensor, so it is kept although it has no other owner.
 TEST(an_abort_is_stuck) {
   Options options = closing_options(2);
   options.prepare = [](fake::World& world) { world.abort_is_stuck = true; };
@@ -204,8 +204,8 @@ TEST(an_abort_is_stuck) {
   }
 }
 
-// A thread is inside of NCCL when the communicator fails, since its stream is full of kernels that wait:
-// it comes out with the error, and nothing is freed before.
+// A thread is inside a call of NCCL when the communicator fails, since its stream is full of
+// waiting kernels: the call returns the error, and nothing is freed before.
 TEST(an_abort_under_a_thread_that_posts) {
   Options options = closing_options(2);
   options.prepare = [](fake::World& world) { world.max_queue = 8; };
@@ -297,8 +297,8 @@ TEST(the_end_of_nccl_fails) {
   }
 }
 
-// A rank that knows nothing of NCCL, or that asks for a link as often as it hears of one, and then does
-// not come.
+// A rank that does not use NCCL, or that asks for a link whenever it gets a message about one, and
+// then does not connect.
 struct Absent final : Listener {
   Absent(fake::Hub& hub, bool asks) : asks_(asks), control_(hub, 1, *this) {}
   void on_remote_failure(const Failure&) override { has_failed = true; }
@@ -315,8 +315,9 @@ struct Absent final : Listener {
   fake::HubTransport control_;
 };
 
-// Rank 1 does not come to NCCL. What rank 0 posts ends at its deadline, and tells rank 1, or at a
-// Ctrl-C, after which the communicator goes on. A thread that waits in NCCL is left behind.
+// Rank 1 does not connect to NCCL. The messages of rank 0 end at the deadline, and rank 1 is
+// notified, or at a Ctrl-C, after which the communicator still works. A thread that waits in NCCL
+// is left behind.
 TEST(a_rank_does_not_connect) {
   for (const bool asks : {false, true}) {
     for (const bool is_interrupted : {false, true}) {

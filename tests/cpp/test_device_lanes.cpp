@@ -1,11 +1,11 @@
-// The order of calls: which programs run, which come to a deadlock, and what a call costs the host.
+// The order of calls: programs that run or deadlock, and the cost of a call on the host.
 
 #include "device_world.h"
 #include "plan/builders.h"
 
 constexpr int64_t kSmall = 4, kLarge = 5000;  // floats; the FIFO holds 1 KiB
 
-// Each in a call of its own, all before anything is waited for.
+// Posts each in a separate call, all before waiting for any.
 void post_and_finish(Rank& me, const std::vector<PointToPoint>& calls) {
   std::vector<OperationPtr> operations;
   for (const PointToPoint& call : calls) operations.push_back(me.p2p({call}, true));
@@ -14,8 +14,8 @@ void post_and_finish(Rank& me, const std::vector<PointToPoint>& calls) {
 
 enum class Order { recv_first, send_first, mixed };
 
-// Every rank sends to the next one and receives from the one before, and the other way round, in
-// calls of their own on one channel.
+// Every rank sends to the next one and receives from the previous one, and the reverse, in separate
+// calls on one channel.
 TEST(rings) {
   for (const int size : {2, 3, 4}) {
     Options options = options_of(size);
@@ -39,7 +39,7 @@ TEST(rings) {
   }
 }
 
-// The fake finds out that nothing moves, long before a deadline.
+// The fake detects a deadlock long before a deadline.
 TEST(deadlocks_are_found) {
   Options options = options_of(2);
   options.timeout = 600s;
@@ -51,7 +51,7 @@ TEST(deadlocks_are_found) {
   });
 }
 
-// What three ranks send upwards, each in another order.
+// Three ranks send messages upwards, each in another order.
 TEST(orders_that_contradict_each_other) {
   for (const int64_t length : {kSmall, kLarge}) {
     run(options_of(3), [&](Rank& me) {
@@ -224,7 +224,7 @@ TEST(a_batch_on_two_channels_is_one_group) {
   });
 }
 
-// While another thread launches, this one looks for 200 us before it sleeps.
+// While another thread launches, this one polls for 200 us before it sleeps.
 TEST(polling_comes_before_sleeping) {
   for (const auto launch_cost : {15us, 3000us}) {
     Options options = options_of(2);

@@ -1,5 +1,5 @@
-// Links: made between ranks that need each other and no others, when they do, whatever the users of the
-// other ranks are doing.
+// Links: made only between ranks that need each other, on first use, independent of the
+// applications of the other ranks.
 
 #include "device_exchanges.h"
 #include "plan/signature.h"
@@ -9,9 +9,9 @@ int num_comms() {
   return int(fake::world->comms.size());
 }
 
-// Two ranks of four exchange messages while the others call nothing. A constructor makes nothing, a
-// pair one communicator for each direction of a channel that it uses, on either end, and the
-// collectives one.
+// Two ranks of four exchange messages while the others call nothing. A constructor makes no
+// communicator, a pair makes one for each direction of a channel that it uses, on either end, and
+// the collectives make one.
 TEST(only_ranks_that_need_each_other) {
   run(options_of(4), [](Rank& me) {
     const Tensor mine({4}, float(me.rank)), theirs({4});
@@ -83,8 +83,8 @@ TEST(connecting_early) {
   });
 }
 
-// Both ends, all pairs, all channels and the collectives at once, again and again. Links come to be in
-// another order on each rank, and end in one.
+// Both ends, all pairs, all channels and the collectives at once, repeatedly. Each rank makes links
+// in another order, and ends them in the same one.
 TEST(everybody_at_once) {
   for (int attempt = 0; attempt < 10; ++attempt) {
     Options options = options_of(5);
@@ -210,7 +210,7 @@ TEST(connecting_beside_a_capture) {
   });
 }
 
-// Its user has closed the communicator long ago, and the two have never had anything to say.
+// The peer has closed the communicator long ago, and the two have never exchanged a message.
 TEST(a_peer_that_has_closed) {
   for (const int size : {3, 10}) {
     std::atomic<int> num_closed = 0;
@@ -232,8 +232,8 @@ TEST(a_peer_that_has_closed) {
   }
 }
 
-// The other one closes while the first message to it is on its way, sooner or later: whoever asks hears
-// of that, and nothing waits for the deadline.
+// The other rank closes while the first message to it is in flight, sooner or later: the sender
+// learns of that, and nothing waits for the deadline.
 TEST(a_peer_that_closes_meanwhile) {
   for (int attempt = 0; attempt < 60; ++attempt) {
     Options options = options_of(2 + attempt % 2);
@@ -260,8 +260,8 @@ TEST(a_peer_that_closes_meanwhile) {
   }
 }
 
-// Ranks connect to all and close at once, each at a time of its own: what is refused holds up nobody, and
-// no thread is left in NCCL.
+// Ranks connect to all and close immediately, each at another time: refused links block no rank,
+// and no thread is left in NCCL.
 TEST(connecting_and_closing) {
   for (int attempt = 0; attempt < 40; ++attempt) {
     Options options = options_of(2 + attempt % 4);
@@ -280,7 +280,7 @@ TEST(connecting_and_closing) {
   }
 }
 
-// NCCL cannot make a communicator on the higher rank of a pair: all hear why, whoever needed it.
+// NCCL cannot make a communicator on the higher rank of a pair: all ranks get the reason.
 TEST(nccl_cannot_connect) {
   for (const int needing : {0, 1, 2}) {
     const std::string first_use = needing == 0 ? "ncclRecv" : "ncclSend";
@@ -307,7 +307,7 @@ TEST(nccl_cannot_connect) {
   }
 }
 
-// Messages from another version, or another world: of links that nobody can know, and of one that all know.
+// Messages of another version or group: about links that no rank can know, and one that all know.
 TEST(control_messages_without_sense) {
   using Kind = ControlMessage::Kind;
   struct Case {

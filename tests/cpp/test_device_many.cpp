@@ -2,7 +2,7 @@
 
 #include "device_exchanges.h"
 
-// With barriers that nobody waits for in between.
+// With barriers in between that no rank waits for.
 TEST(all_collectives) {
   for (const Check check : {Check::first_use, Check::full, Check::off}) {
     for (const int size : {3, 5, 9}) {
@@ -24,8 +24,8 @@ TEST(all_collectives) {
   }
 }
 
-// What is new to a rank is announced to its neighbours in the tree and to the ranks that it has exchanged
-// data with, and nothing else is.
+// A rank announces new messages to its neighbours in the tree and to the ranks that it has
+// exchanged data with, and announces nothing else.
 TEST(traffic_is_that_of_the_tree) {
   constexpr int kSize = 16, kNumEdges = kSize - 1;
   // Of the ring, edges of which are edges of the tree, too: 0-1, 2-3, ..., 14-15.

@@ -12,7 +12,7 @@ int num_kernels() {
   return fake::world->num_kernels;
 }
 
-// Members ask each other, and nobody else takes part.
+// Only members ask each other; no other rank takes part.
 TEST(members_have_a_communicator) {
   run(options_of(4), [](Rank& me) {
     exchange_within(me, {0, 2, 3});
@@ -127,7 +127,7 @@ TEST(within_a_larger_set) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// what programs take
+// resources of programs
 
 // A stage of ranks one after the other.
 std::vector<int> stage_of(int stage, int num_ranks) {

@@ -15,7 +15,7 @@ Options with_queues(int size, size_t num_queues, bool expects_stuck = false) {
   return options;
 }
 
-// Both directions between neighbours on the given channels, whatever uses them first.
+// Connects neighbours in both directions on the given channels, before any message.
 void connect_with_neighbours(Rank& me, const std::vector<int>& channels) {
   std::vector<int> neighbours;
   for (const int peer : {me.rank - 1, me.rank + 1})
@@ -53,7 +53,7 @@ void run_1f1b(Rank& me, int num_rounds) {
   for (const auto& [tensor, first] : expected) CHECK(tensor.counts_from(first));
 }
 
-// Also with the single queue that Megatron-core asks for.
+// Also with the single queue that Megatron-core requires.
 TEST(pipelines_hold_with_any_number_of_queues) {
   for (const size_t num_queues : {1, 2, 3, 8})
     for (const int size : {2, 4}) {
@@ -139,7 +139,7 @@ TEST(a_link_waits_for_kernels_of_its_device) {
   }
 }
 
-// What NCCL takes of the device while links are made is what a user is told.
+// The usage reported to a user is the device memory that NCCL takes while links are made.
 TEST(memory_of_communicators_is_counted) {
   run(options_of(4), [](Rank& me) {
     CHECK_EQ(me.comm->device_usage().num_bytes, 0);

@@ -1,9 +1,9 @@
-// Tensors with gaps between their elements: how they travel, and how many launches that takes.
+// Tensors with gaps between their elements: their messages, and the number of launches.
 #include "device_world.h"
 
 constexpr int64_t kRows = 5, kColumns = 80;
 
-// A matrix whose columns travel. The element of row r and column c is `first + 100 * r + c`.
+// A matrix whose columns are sent. The element of row r and column c is `first + 100 * r + c`.
 struct Table {
   Tensor tensor{{kRows, kColumns}};
   explicit Table(float first) { fill(first); }

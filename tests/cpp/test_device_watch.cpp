@@ -1,5 +1,5 @@
-// What the device communicator does while its work is on the device: notices what has ended, names
-// who is to blame, gives memory back, and leaves forks alone.
+// The device communicator while its work is on the device: it detects ended operations, names the
+// rank that is to blame, frees memory, and does nothing in forks.
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -61,7 +61,7 @@ TEST(forks_leave_the_parent_alone) {
   });
 }
 
-// NCCL fails a call because a peer died, before the control plane has noticed who.
+// NCCL fails a call because a peer died, before the control plane has detected which one.
 TEST(dead_peers_are_named_whoever_notices) {
   for (const NcclResult result : {NcclResult::remote_error, NcclResult::system_error}) {
     std::atomic<bool> is_dead = false;
@@ -105,7 +105,7 @@ TEST(a_stuck_driver_hides_no_timeout) {
   });
 }
 
-// Finished sends are given back although receives before them are not done, and with no further call.
+// Finished sends are released although earlier receives are not done, and without a further call.
 TEST(memory_goes_back_without_calls) {
   run(options_of(2), [](Rank& me) {
     constexpr int kNumWaiting = 6;

@@ -22,7 +22,7 @@ void add(FlightRecord& record, uint64_t number, size_t num_messages, FailurePtr 
 
 bool is_whole(const Flight& flight) {
   for (size_t idx = 0; idx < flight.messages.size(); ++idx) {
-    // Of messages that are not all kept, the last ones are.
+    // If not all messages are kept, the last ones are.
     const size_t first =
         std::min(flight.operation.num_messages, FlightRecord::kMaxMessagesPerOperation) -
         flight.messages.size();

@@ -1,7 +1,7 @@
-// Shared memory with a peer that writes whatever it likes: this rank must go on or say that the
-// peer breaks the protocol, and never touch memory that is not its own. Both ends of real lanes
-// are turned in one thread, with words, records, grants and verdicts of the other end overwritten
-// in between. Run it under AddressSanitizer; payloads lie in blocks of exactly their size.
+// Shared memory with a peer that writes arbitrary data: this rank must continue or report that the
+// peer breaks the protocol, and never access memory that is not its own. One thread runs both ends
+// of real lanes, with words, records, grants and verdicts of the other end overwritten in between.
+// Run it under AddressSanitizer; payloads are in blocks of exactly their size.
 
 #include "check.h"
 #include "engine/point_to_point.h"
@@ -88,7 +88,7 @@ class Round {
   Round(const Round&) = delete;
   Round& operator=(const Round&) = delete;
 
-  // As a transport does at its end: what is under way forgets what it refers to.
+  // As a transport does at its end: drops unfinished requests.
   ~Round() {
     for (const auto& rank : ranks_) {
       for (int lane = 0; lane < 2; ++lane) {
@@ -99,12 +99,12 @@ class Round {
     }
   }
 
-  // Whether rank 0 found the peer out.
+  // Whether rank 0 detected the violation.
   bool run() {
     for (int step = 0; step < kNumSteps; ++step) {
       if (random_.one_in(2)) post(random_.one_in(5));
       if (random_.one_in(3)) ruin();
-      // The other end is a victim of what it is made to say: it may give up, and falls silent.
+      // The corrupted data may also confuse rank 1: it may then fail, and sends nothing more.
       if (!silent_) {
         try {
           ranks_[1]->advance();
@@ -127,7 +127,7 @@ class Round {
   int num_delivered() const { return num_delivered_; }
 
  private:
-  // A message between the two ranks, its two ends perhaps at odds.
+  // A message between the two ranks, whose ends may disagree.
   void post(bool is_multicast) {
     static constexpr int64_t kSizes[] = {0, 1, 128, 4096, 16384, 16385, 40000, 70000, 200000};
     const int lane = is_multicast ? kCollectiveLane : int(random_.below(2));
@@ -159,7 +159,7 @@ class Round {
     }
   }
 
-  // Overwrites something that rank 1 says to rank 0.
+  // Overwrites some data that rank 1 has written for rank 0.
   void ruin() {
     const int lane_idx = int(random_.below(2));
     shm::Lane& to_us = segments_[0]->lane(1, lane_idx);

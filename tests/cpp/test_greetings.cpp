@@ -1,4 +1,4 @@
-// What the two ends of a new TCP connection say to each other, and what strangers may say.
+// The greetings of the two ends of a new TCP connection, and of strangers.
 #include <sys/resource.h>
 
 #include "stranger.h"
@@ -30,7 +30,7 @@ TEST(strangers_are_sent_away) {
   });
 }
 
-// Nothing is taken from one that cannot prove that it belongs, though it has heard all that was said.
+// A peer without a proof is not accepted, even if it has seen all greetings.
 TEST(proofs) {
   using tcp::Word;
   Meeting meeting(2), other(2);
@@ -64,7 +64,7 @@ TEST(proofs) {
   comm->abort("enough");
 }
 
-// Ranks of which one has another key both say so.
+// If one of two ranks has another key, both report it.
 TEST(ranks_with_different_secrets) {
   Meeting meeting(2), other(2);
   meeting.over_tcp();
@@ -82,8 +82,8 @@ TEST(ranks_with_different_secrets) {
   });
 }
 
-// Rank 1 comes late, or is stopped: the system takes connections for it, and rank 0 gives each up after a
-// while. What rank 1 finds first are those that rank 0 has given up.
+// Rank 1 comes late, or is stopped: the system accepts connections for it, and rank 0 abandons each
+// after a while. Rank 1 first finds the abandoned ones.
 TEST(a_rank_that_is_slow_while_others_connect) {
   Meeting meeting(2);
   meeting.over_tcp();
@@ -153,7 +153,7 @@ TEST(connections_that_break_while_they_are_made) {
   comm->close(nullptr);
 }
 
-// The other end says that it is through with this rank, or nobody listens: one look at the store decides.
+// The other end answers `gone`, or no process listens: one look-up in the store decides.
 TEST(peers_that_are_missed) {
   using tcp::Word;
   for (const bool is_gone : {false, true}) {
@@ -207,7 +207,7 @@ TEST(calls_that_meet_the_loss_of_a_peer) {
   }
 }
 
-// Words with wrong bytes, from either end: nothing comes of them.
+// Words with wrong bytes, from either end, have no effect.
 TEST(fuzzed_greetings) {
   using tcp::Word;
   std::mt19937_64 random(5);
@@ -245,7 +245,7 @@ TEST(fuzzed_greetings) {
   comm->close(nullptr);
 }
 
-// Whatever connects, a reserve of descriptors is left, and the peer gets through.
+// However many strangers connect, a reserve of file descriptors is left, and the peer connects.
 TEST(strangers_leave_descriptors) {
   rlimit before{};
   CHECK_EQ(getrlimit(RLIMIT_NOFILE, &before), 0);
@@ -282,7 +282,7 @@ TEST(strangers_leave_descriptors) {
   }
 }
 
-// More peers connect at once than are kept as guests: they wait for each other, and each gets through.
+// More peers connect at once than are kept as guests: they wait for each other, and each connects.
 TEST(more_peers_than_guests) {
   using tcp::Word;
   constexpr int kSize = 120;

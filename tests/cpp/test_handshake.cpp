@@ -1,5 +1,5 @@
-// How two ranks come to one connection: everything that may happen to them, in any order, within bounds. The
-// model is in handshake_world.h.
+// Two ranks settle on one connection: all possible events, in any order, within bounds. The model
+// is in handshake_world.h.
 #include <unordered_map>
 
 #include "handshake_world.h"
@@ -15,7 +15,7 @@ struct Next {
   std::string wrong;
 };
 
-// What may happen next, within the bounds.
+// All possible next events, within the bounds.
 void for_each_next(const Bounds& bounds, const World& world,
                    const std::function<void(Next)>& visit) {
   const auto play = [&](const char* event, const std::function<void(Turn&, World&)>& happen) {
@@ -119,7 +119,7 @@ void for_each_next(const Bounds& bounds, const World& world,
         ++w.num_breaks;
         w.connections[idx].to_guest = w.connections[idx].to_host = {Said::end};
       });
-    // It would find any cut, but so late that nobody is to depend on it as long as both ranks live.
+    // Keepalive detects any cut, but so late that no rank may depend on it while both live.
     if (c.is_cut && host_lives && !is_alive(c.guest))
       play("the heartbeat finds nobody", [&, idx](Turn&, World& w) {
         w.connections[idx].is_cut = false;
@@ -154,7 +154,7 @@ void for_each_next(const Bounds& bounds, const World& world,
   }
 }
 
-// Nobody waits for anything: each pair has met on one connection, or knows that the other has gone.
+// No rank waits: each pair has met on one connection, or knows that the other rank has gone.
 bool is_settled(const World& world) {
   return std::all_of(world.ends.begin(), world.ends.end(), [&](const auto& each) {
     const auto& [rank, peer] = each.first;
@@ -184,7 +184,7 @@ bool has_two_connections(const World& world) {
   return false;
 }
 
-// The worlds that are found, and what is wrong in the first one in which something is, with the way to it.
+// The number of worlds found, and the first error with the events that lead to it.
 struct Outcome {
   size_t num_states = 0;
   std::string wrong{};
@@ -240,7 +240,7 @@ Outcome explore(const Bounds& bounds) {
          it != ways.end() && it->first == number; ++it)
       if (!std::exchange(known[it->second].leads_home, true)) home.push_back(it->second);
   }
-  // Where every event comes to its turn at last, each way leads home if from everywhere some way does.
+  // If every event happens eventually, only a world without a path to a settled one gets stuck.
   for (uint32_t number = 0; number < known.size() && wrong.empty(); ++number)
     if (!known[number].leads_home) note(number, "somebody waits for ever");
   return {known.size(), wrong};

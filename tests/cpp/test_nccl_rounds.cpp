@@ -1,4 +1,4 @@
-// Rounds that both ends compute alike, and message checks that find disagreements.
+// Rounds that are the same on both ends, and message checks that find disagreements.
 
 #include "check.h"
 #include "engine/device/message_check.h"

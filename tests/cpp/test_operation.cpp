@@ -1,4 +1,4 @@
-// Operations under many threads that settle, wait, fail and let go of handles at any moment. Most of
+// Operations under many threads that settle, wait, fail and drop handles at any moment. Most of
 // these tests are meant to run under ThreadSanitizer and AddressSanitizer.
 
 #include "check.h"
@@ -44,7 +44,7 @@ TEST(order_of_the_end) {
     CHECK(operation->pending_text() == "0 send, 0 recv pending");  // not under the lock
   });
   const auto requests = seal(operation);
-  CHECK(operation->requests().empty());  // nobody helps before the transport has them
+  CHECK(operation->requests().empty());  // no thread helps before the transport has them
   operation->note_posted();
   CHECK_EQ(operation->requests().size(), 2u);
   CHECK(operation->pending_text() == "1 send, 1 recv pending");
@@ -62,8 +62,8 @@ TEST(order_of_the_end) {
   CHECK(operation->requests().empty() && operation->first_pending() == nullptr);
 }
 
-// Requests that come while it is under way: it is not done before release(), and waiters are woken
-// once the transport has them.
+// Requests that are added to a pending operation: it is not done before release(), and waiters are
+// woken once the transport has the requests.
 TEST(held_operation) {
   const auto request_to = [](const OperationPtr& operation, int peer) {
     const RequestPtr request = make_request(Direction::recv, peer, Descriptor(), nullptr);
@@ -137,7 +137,7 @@ TEST(failures_count_once) {
   CHECK_EQ(broken->failure()->message, "unpack failed: no room");
 }
 
-// What a destructor of a kept thing or of an epilogue does may need the operation's lock: through
+// The destructor of a kept resource or of an epilogue may need the operation's lock: through
 // another thread that has it, here directly.
 TEST(resources_end_without_the_lock) {
   struct Probe {

@@ -1,4 +1,4 @@
-// When waiting threads go to sleep, and for how long they take the cores for busy.
+// When waiting threads go to sleep, and how long they assume that the cores are busy.
 
 #include <sched.h>
 
@@ -96,7 +96,7 @@ TEST(patience_ends_after_its_spin_time) {
   CHECK(spin.now() == 500us);
 }
 
-// Other work that takes the core at a yield makes all of the process sleep, but for those with a core each.
+// Other work that takes the core at a yield makes the process sleep, unless each thread has a core.
 TEST(yields_to_other_work_end_patience) {
   const int core = sched_getcpu();
   const auto pin = [core] {

@@ -1,5 +1,5 @@
-// Two PeerLinks joined by a wire in memory that keeps the order of packets and nothing else. The
-// outcome of every message follows from the two programs alone, at any timing.
+// Two PeerLinks joined by a wire in memory that keeps only the order of packets. The outcome of
+// every message depends only on the two programs, at any timing.
 
 #include "check.h"
 #include "plan/dtype.h"
@@ -13,7 +13,7 @@ using world::Random;
 using Bytes = std::vector<std::byte>;
 
 constexpr uint32_t kEpoch = 77;
-// The promise to receivers: what a channel can leave with them unmatched.
+// The promise to receivers: how many messages of a channel they may have to keep unmatched.
 constexpr size_t kWindowRecords = 4096;
 constexpr int64_t kWindowBytes = 4 << 20;
 constexpr const char* kClosedText = "has closed its communicator";
@@ -33,7 +33,7 @@ std::byte byte_of(int rank, int channel, uint64_t seq, size_t idx) {
   return static_cast<std::byte>((idx * 7 + seq * 31 + channel * 101 + rank * 11 + 5) & 0xff);
 }
 
-// A request of the program, and what became of it.
+// A request of the program, and its outcome.
 struct Entry {
   RequestPtr request;
   Bytes memory;
@@ -155,7 +155,7 @@ class Pair {
     }
   }
 
-  // Everything that is under way arrives.
+  // Delivers everything that is in flight.
   void run_to_quiet(Random& random) {
     for (bool busy = true; busy;) {
       busy = false;
@@ -346,7 +346,7 @@ void check_failure(const Entry& entry, int rank, FailureKind kind, int origin,
   CHECK_CONTAINS(entry.failure->message, text);
 }
 
-// What must have become of a message whose two halves were both posted.
+// Checks the outcome of a message whose two halves were both posted.
 void check_met(const Message& message, int sender, const Entry& send, const Entry& recv) {
   const int receiver = 1 - sender;
   const auto untouched = [&] {
@@ -391,7 +391,7 @@ void for_each_message(const Case& plan, const Visit& visit) {
   }
 }
 
-// Both ranks close at some point of their program and everything under way ends as it must.
+// Both ranks close at some point of their program, and all unfinished messages end as they must.
 void check_closed(const Case& plan) {
   for_each_message(
       plan, [](const Message& message, int sender, const Entry* send, const Entry* recv) {
@@ -493,7 +493,7 @@ void run_program(int seed, End end) {
       const auto heard = pair.link(1 - first).failure();
       CHECK(heard && heard->message == "too late" && heard->kind == FailureKind::timeout);
       pair.drop(1 - first);
-      // What arrives or is posted afterwards is nobody's.
+      // Later arrivals and posts have no owner.
       pair.run_to_quiet(random);
       break;
     }
@@ -537,7 +537,7 @@ void check_window(int64_t num_bytes) {
     CHECK_EQ(pair.most_unanswered(), window);
     CHECK_EQ(pair.num_pending(0), size_t(num_messages));
 
-    // A channel that nobody reads holds up no other one.
+    // A channel whose messages are not received does not block others.
     pair.post(0, Direction::send, small);
     const EntryPtr other = pair.post(1, Direction::recv, small);
     pair.run_to_quiet(random);
@@ -566,7 +566,7 @@ TEST(window) {
     check_window(num_bytes);
 }
 
-// Nobody answers a message of the control channel, whatever becomes of it.
+// Messages of the control channel are never answered.
 TEST(control_channel) {
   Descriptor word = make_descriptor(kControlChannel, 24), other = word;
   other.op = OpCode::relay;
@@ -596,7 +596,7 @@ TEST(control_channel) {
   pair.flush(0);
   CHECK(pair.deliver(0));
   pair.flush(1);
-  CHECK_EQ(pair.num_packets_sent(1), 1u);  // that it closes
+  CHECK_EQ(pair.num_packets_sent(1), 1u);  // `closing`
   CHECK(pair.deliver(1));
   CHECK(waiting->failure && waiting->failure->kind == FailureKind::peer_lost);
 }
@@ -641,7 +641,7 @@ TEST(ready) {
     check_failure(*wrong, 1, FailureKind::mismatch, 1, "32.0 KiB");
     check_failure(*refused, 0, FailureKind::mismatch, 1, "32.0 KiB");
   }
-  // Receives beyond what a peer keeps word of are called for when their messages come.
+  // Bodies of receives beyond the limit of `ready` records are requested when their messages come.
   std::vector<EntryPtr> recvs;
   for (size_t idx = 0; idx < kWindowRecords + 10; ++idx)
     recvs.push_back(pair.post(1, Direction::recv, body));
@@ -670,7 +670,7 @@ TEST(announced_by_a_peer_that_left) {
   check_failure(*pair.post(1, Direction::send, body), 1, FailureKind::peer_lost, 0, kClosedText);
 }
 
-class RawPeer {  // writes what it likes
+class RawPeer {  // writes arbitrary records
  public:
   RawPeer() : link_(0, 1, kEpoch, [](Bytes) {}) {}
   PeerLink& link() { return link_; }
@@ -724,7 +724,7 @@ TEST(protocol_violations) {
     for (int times = 0; times < 2; ++times) peer.say(Kind::goodbye, 0, 0, nullptr, {});
     CHECK_REFUSED(peer, "rank 1 says goodbye twice", 1);
   }
-  {  // bodies that nobody has called for, or of other lengths
+  {  // bodies that were not requested, or of other lengths
     RawPeer peer;
     const auto expect_throw = [&](const char* text, int channel, uint64_t seq, uint32_t num_bytes) {
       CHECK_THROWS(std::runtime_error, text, peer.link().place_for(channel, seq, num_bytes));

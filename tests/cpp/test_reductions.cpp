@@ -1,4 +1,4 @@
-// Reductions of several threads as ranks: the sums, and what a failure in the middle leaves.
+// Reductions of several threads as ranks: the sums, and the state after a failure in the middle.
 #include "engine/reductions.h"
 
 #include "check.h"

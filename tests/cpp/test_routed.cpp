@@ -1,4 +1,4 @@
-// Routes: pairs of ranks that reach each other in different ways, made when they are used.
+// Routes: pairs of ranks that use different transports, made on first use.
 #include <future>
 
 #include "host_exchanges.h"
@@ -75,7 +75,7 @@ TEST(one_end_without_memory) {
   }
 }
 
-// Without TCP there is no other way: the pair fails, and with it the communicator.
+// Without TCP there is no alternative: the pair fails, and so does the communicator.
 TEST(only_memory_and_none) {
   Meeting meeting(4);
   meeting.over_memory(shape_of(4));
@@ -87,7 +87,7 @@ TEST(only_memory_and_none) {
   });
 }
 
-// An operation whose rank looked just before its communicator failed whether it had, and posts after.
+// A rank checks for a failure just before its communicator fails, and posts an operation after.
 TEST(posting_after_a_refusal) {
   struct Events : TransportEvents {
     void on_peer_lost(int, const std::string& why) override {
@@ -150,7 +150,7 @@ TEST(a_rank_that_comes_later) {
   }
 }
 
-// The store cannot be asked, or nobody is there: the operation says so when its time is over.
+// The store does not answer, or the rank never comes: the operation reports that at its deadline.
 TEST(a_rank_that_never_comes) {
   for (const bool throws : {false, true}) {
     check::context = throws ? "no store" : "never";
@@ -171,7 +171,7 @@ TEST(a_rank_that_never_comes) {
   }
 }
 
-// All of eight ranks hear that rank 5 refuses, whoever they need.
+// All of eight ranks learn that rank 5 refuses, even those that do not need it.
 TEST(a_rank_that_refuses) {
   Meeting meeting(8);
   meeting.over_tcp();
@@ -189,7 +189,7 @@ TEST(a_rank_that_refuses) {
   });
 }
 
-// Rank 0 has gone before rank 1 looks for it: what rank 1 posts fails, and the communicator does not.
+// Rank 0 has gone before rank 1 looks for it: messages of rank 1 fail, its communicator does not.
 TEST(a_rank_that_has_left) {
   for (const bool tcp : {false, true}) {
     check::context = tcp ? "left, both" : "left, memory";
@@ -214,7 +214,7 @@ void over(Meeting& meeting, const std::string& ways) {
   if (ways != "memory") meeting.over_tcp();
 }
 
-// Rank 0 has failed and gone before rank 1 looks for it, or after: it hears why, as if they had met.
+// Rank 0 fails and goes before rank 1 looks for it, or after: rank 1 gets the cause all the same.
 TEST(a_rank_that_has_failed) {
   for (const std::string ways : {"memory", "tcp", "both"}) {
     for (const bool looks_before : {false, true}) {
@@ -250,7 +250,7 @@ TEST(a_rank_that_has_failed) {
   }
 }
 
-// Rank 0 has said nothing when rank 1 finds it gone: it has died, which is not to be taken for a close.
+// Rank 0 has left no farewell when rank 1 looks for it: it has died, and must not count as closed.
 TEST(a_rank_that_has_died) {
   for (const std::string ways : {"memory", "tcp", "both"}) {
     check::context = "died, " + ways;
@@ -269,7 +269,7 @@ TEST(a_rank_that_has_died) {
   }
 }
 
-// Rank 0 closes while it connects to rank 1, which has read the farewell and turns it away: that is no death.
+// Rank 0 closes while it connects to rank 1, which has read the farewell and rejects it: no loss.
 TEST(a_rank_that_is_turned_away_as_it_closes) {
   for (int round = 0; round < check::rounds(20); ++round) {
     Meeting meeting(2);
@@ -320,7 +320,7 @@ TEST(a_close_while_a_look_up_hangs) {
   CHECK(!hung_for_nothing);
 }
 
-// Ranks that post and close at once, while their routes are being made: what has a match arrives.
+// Ranks post and close immediately, while their routes are being made: matched messages arrive.
 TEST(closing_while_routes_are_made) {
   for (int round = 0; round < check::rounds(40); ++round) {
     check::context = "closing " + std::to_string(round);

@@ -1,6 +1,6 @@
-// What collectives and failures cost as a group grows to thousands of ranks: messages per rank and
-// simulated time go with log P, and a rank keeps nothing that grows faster. Prints the table of
-// docs/scale.md.
+// The cost of collectives and failures as a group grows to thousands of ranks: messages per rank
+// and simulated time grow with log P, and a rank keeps no state that grows faster. Prints the table
+// of docs/scale.md.
 #include "scale_model.h"
 
 #include "check.h"
@@ -13,7 +13,7 @@ int ceil_log2(int size) { return size <= 1 ? 0 : std::bit_width(unsigned(size - 
 
 Statement of_barrier(int) { return {.common = 17}; }
 
-// The messages of a halo exchange: with both neighbours in the ring of all ranks. `odd` believes in
+// The messages of a halo exchange: with both neighbours in the ring of all ranks. `odd` expects
 // other sizes than its neighbours.
 Statement of_exchange(int rank, int size, int odd) {
   Statement statement{.common = 99};
@@ -36,7 +36,7 @@ void check_cost(const Course& course, int size) {
   CHECK(course.most_edges <= size_t(log) + 1);
 }
 
-// Every size up to 70, and some beyond: every rank hears the same, and pays no more than it may.
+// Every size up to 70, and some beyond: all ranks get one verdict, within the limit of messages.
 TEST(agreement) {
   std::vector<int> sizes;
   for (int size = 1; size <= 70; ++size) sizes.push_back(size);
@@ -92,7 +92,7 @@ TEST(control_neighbours) {
   }
 }
 
-// One rank, some, and up to a quarter of all die at once. The most rounds that it took.
+// One rank, some, and up to a quarter of all die at once. Returns the most rounds that were needed.
 int failure_rounds(int size, int num_seeds) {
   int most = 0;
   for (int seed = 0; seed < num_seeds; ++seed) {

@@ -112,14 +112,14 @@ void post(HostTransport& transport, const OperationPtr& operation) {
   transport.post(requests, true);
   operation->note_posted();
 }
-// As a Communicator waits, but for its patience: who does not assist is woken, or the test fails.
+// Waits like a Communicator, but does not poll: a thread that does not assist must be woken.
 void wait_for(HostTransport& transport, const OperationPtr& operation) {
   while (!operation->done())
     if (transport.assist(*operation)) CHECK(operation->wait_until(Clock::now() + kLimit));
 }
 
-// What a thread waits for may be posted later, by another one: when its route is made, or its turn in
-// a sequence has come. The peer must wake the thread then.
+// Another thread may post the operation that a thread waits for later: when its route is made, or
+// its turn in a sequence has come. The peer must wake the thread then.
 TEST(a_thread_that_waits_hears_of_later_posts) {
   const TwoRanks ranks;
   int num_woken = 0;
@@ -140,8 +140,8 @@ TEST(a_thread_that_waits_hears_of_later_posts) {
   CHECK(num_woken >= kRounds / 2);  // not all: threads may be late
 }
 
-// A small message wakes no rank for which no thread waits. A peer does that waits for the answer, and so does
-// a message of another kind.
+// A small message does not wake a rank without a waiting thread. A peer that waits for the answer
+// does, and so does a message of another kind.
 TEST(small_messages_do_not_wake_a_rank_that_does_not_wait) {
   const TwoRanks ranks;
   const Deadline limit = Clock::now() + kManySleeps;
@@ -171,7 +171,7 @@ TEST(small_messages_do_not_wake_a_rank_that_does_not_wait) {
   CHECK(Clock::now() < limit);
 }
 
-// A sender whose messages fill the ring of such a rank wakes it, too.
+// A sender whose messages fill the ring of such a rank also wakes it.
 TEST(a_full_ring_wakes_a_rank_that_does_not_wait) {
   const TwoRanks ranks;
   const Deadline limit = Clock::now() + kManySleeps;
@@ -189,7 +189,7 @@ TEST(a_full_ring_wakes_a_rank_that_does_not_wait) {
   CHECK(Clock::now() < limit);
 }
 
-// Of two threads that wait one makes progress for both. The other one may still wait when that has what it wants.
+// One of two waiting threads makes progress for both; the other may still wait when it is done.
 TEST(a_second_thread_that_waits) {
   const TwoRanks ranks;
   const Deadline limit = Clock::now() + kManySleeps;
@@ -319,7 +319,7 @@ TEST(aborts_reach_all_ranks) {
   });
 }
 
-// The peer's threads see its abort and its close at once, and must tell of the abort.
+// The peer's threads see the abort and the close at the same time, and must report the abort.
 TEST(a_close_does_not_overtake_an_abort) {
   for (int round = 0; round < check::rounds(100); ++round) {
     check::context = "abort and close, round " + std::to_string(round);
@@ -419,8 +419,8 @@ TEST(nonsense_from_a_peer_is_an_error) {
   }
 }
 
-// A rank that has closed its memory may have given the number to anything. What that is refuses to be
-// opened in its own way, none of which may be taken for a machine without shared memory.
+// After a rank has closed its memory, the file descriptor may be anything else. Each kind fails to
+// open in another way, none of which may count as a machine without shared memory.
 TEST(memory_that_is_gone) {
   const shm::SegmentShape shape = shape_of(2);
   auto segment = shm::Segment::create(0, shape);
@@ -449,7 +449,7 @@ TEST(memory_that_is_gone) {
   segment.reset();
   CHECK_EQ(error_of(name), ENOENT);
 
-  // What is there and refuses says why.
+  // A file that exists but cannot be used: the error gives the cause.
   const int read_only = open("/proc/self/exe", O_RDONLY | O_CLOEXEC);
   struct stat facts{};
   CHECK_EQ(fstat(read_only, &facts), 0);
@@ -457,7 +457,7 @@ TEST(memory_that_is_gone) {
   close(read_only);
 }
 
-// Whoever is not root may not look for the files of a process that is ending.
+// Without root, the files of an ending process cannot be read.
 TEST(a_process_that_is_ending) {
   CHECK(!is_ending(getpid()));
   const pid_t child = fork();
@@ -509,7 +509,7 @@ TEST(a_grant_must_lie_in_the_window) {
 
 constexpr const char* kText = "cannot start a thread: Resource temporarily unavailable; raise";
 
-// Rank 1 cannot be made: it says why, and what rank 0 has posted ends with that reason.
+// Rank 1 cannot be made: it reports why, and messages of rank 0 end with that reason.
 TEST(constructors_without_a_thread) {
   int num_faults = 0;
   for (int nth = 1;; ++nth) {

@@ -1,5 +1,5 @@
-// Tensors of a device over a transport of the host: whatever a program does there must come out as
-// it does in host memory. Each program runs twice, and all memory of all ranks is compared.
+// Tensors of a device over a transport of the host: each program must have the same result as in
+// host memory. It runs twice, and all memory of all ranks is compared.
 
 #include "plan/builders.h"
 #include "plan/reshard.h"
@@ -66,7 +66,7 @@ class Memory {
 
 using Program = std::function<void(Communicator&, Memory&, int rank)>;
 
-// What all memory holds at the end, per rank.
+// The contents of all memory at the end, per rank.
 std::vector<Bytes> run(int size, bool on_device, const Program& program,
                        std::chrono::nanoseconds timeout_of_rank_0 = kLong) {
   const auto hub = std::make_shared<local::Hub>(size);
@@ -291,7 +291,7 @@ TEST(capture) {
   });
 }
 
-// An error of the device before the messages are posted, and a stream that never comes to the call.
+// An error of the device before the messages are posted, and a stream that never reaches the call.
 TEST(failures) {
   for (const bool hangs : {false, true}) {
     check::context = hangs ? "a stream that hangs" : "a broken device";

@@ -22,8 +22,8 @@ TEST(large_messages_both_ways_between_all_pairs) {
   });
 }
 
-// The watchdog may find room in a socket before anybody else does, also for the last bytes. Nothing
-// that comes from the peer afterwards tells of them.
+// The watchdog may find room in a socket before any other thread does, also for the last bytes. No
+// later packet of the peer reports these.
 TEST(ticks_beside_large_messages) {
   constexpr int kNumRanks = 5;
   Meeting meeting(kNumRanks);
@@ -60,7 +60,7 @@ TEST(ticks_beside_large_messages) {
   check::in_threads(kNumRanks, take_part);
 }
 
-// Ranks 0 and 3 of eight are no neighbours: both ends find out at once that they need each other.
+// Ranks 0 and 3 of eight are not neighbours: both ends connect at the same time.
 TEST(both_ends_connect_at_once) {
   for (int round = 0; round < 20; ++round) {
     check::context = "both at once, round " + std::to_string(round);
@@ -127,7 +127,7 @@ TEST(addresses_that_lead_elsewhere) {
   run_ranks(meeting, [&](Communicator& comm) { wait(comm, comm.barrier()); });
 }
 
-// A rank that has closed answers all messages, and the peer does not read: at some time that is enough.
+// A rank that has closed answers all messages, but the peer does not read: at a limit it is lost.
 TEST(a_peer_that_does_not_read) {
   int fds[2];
   CHECK_EQ(socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK, 0, fds), 0);
@@ -155,7 +155,7 @@ TEST(a_peer_that_does_not_read) {
   CHECK_THROWS(std::runtime_error, "rank 0 sends, but does not read what is said to it", flood());
 }
 
-// Three addresses where something takes connections, and says nothing, come before the right one.
+// Three addresses where connections are accepted, but not answered, come before the right one.
 TEST(addresses_are_tried_side_by_side) {
   Meeting meeting(2);
   meeting.over_tcp();
@@ -194,7 +194,7 @@ TEST(listening_at_chosen_addresses) {
   }
 }
 
-// One that two interfaces have, and one that this host does not have (any more).
+// An address that two interfaces have, and one that this host does not have (any more).
 TEST(listening_where_it_can) {
   uint16_t port = 0;
   CHECK_EQ(tcp::listen_at({"127.0.0.2", "127.0.0.2"}, port).size(), 1u);
@@ -207,7 +207,7 @@ TEST(listening_where_it_can) {
                tcp::listen_at({"203.0.113.7", "203.0.113.8"}, port));
 }
 
-// A peer that knows the secret, and then breaks the protocol or off.
+// A peer that knows the secret, and then breaks the protocol or the connection.
 TEST(a_peer_that_breaks) {
   const auto expect = [](const std::string& what, const std::function<void(Stranger&)>& act,
                          FailureKind kind, const std::string& text) {
@@ -302,7 +302,7 @@ TEST(a_closed_peer_whose_child_lives) {
   comm->close(nullptr);
 }
 
-// A rank aborts, and its process ends, while all threads of its peer that could hear of it are busy.
+// A rank aborts, and its process ends, while all threads of its peer that could read that are busy.
 TEST(a_process_that_ends_after_an_abort) {
   Child process;
   Meeting meeting(2);
@@ -426,7 +426,7 @@ TEST(a_peer_that_closes_while_it_is_looked_up) {
   comm->close(nullptr);
 }
 
-// Somebody takes the connection and says nothing: the error says so at the deadline.
+// A program accepts the connection and sends nothing: the error states that at the deadline.
 TEST(a_peer_that_cannot_be_reached) {
   Meeting meeting(2);
   meeting.over_tcp();

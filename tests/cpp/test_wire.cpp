@@ -1,5 +1,5 @@
-// Control packets and failure records read back as they were written, and no sequence of bytes does
-// worse than raise an error.
+// Control packets and failure records are read back as they were written, and any sequence of bytes
+// at worst raises an error.
 
 #include "check.h"
 #include "message/failure.h"
