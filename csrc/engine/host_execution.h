@@ -66,7 +66,7 @@ class HostExecution final : public Execution {
   std::atomic<int64_t> num_passes_{0};
 };
 
-// The copies and messages of one exchange. Messages lie in staging memory unless they are in one
+// The copies and messages of one exchange. Messages are in staging memory unless they are in one
 // piece in a tensor, or the transport packs and unpacks them on the way.
 class HostExchange : public std::enable_shared_from_this<HostExchange> {
  public:

@@ -1,4 +1,4 @@
-// Writing and reading the bytes of records that travel between ranks: little-endian, packed.
+// Writing and reading the bytes of records that ranks exchange: little-endian, packed.
 #pragma once
 
 #include <bit>

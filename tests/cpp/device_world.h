@@ -194,7 +194,7 @@ inline void play(Rank& me, const fake::GraphPtr& graph) {
   CHECK(comes_true([&] { return me.runtime->is_done(end); }));
 }
 
-// What two ranks send each other.
+// The tensors that two ranks send each other.
 struct Swap {
   explicit Swap(const Rank& me) : peer(1 - me.rank), mine({4}, float(me.rank)) {}
   std::vector<PointToPoint> on(int channel = 0) const {

@@ -147,7 +147,7 @@ TEST(many_in_flight) {
       std::shuffle(operations.begin(), operations.end(), random);
       for (const OperationPtr& operation : operations) wait(comm, operation);
       operations.clear();
-      comm.close(nullptr);  // the others end, too
+      comm.close(nullptr);  // the others also end
       for (const auto& [tensor, seed] : received)
         CHECK(*tensor.bytes == *patterned(std::ssize(*tensor.bytes), seed).bytes);
       for (const auto& exchange : exchanges) CHECK(exchange->is_right());

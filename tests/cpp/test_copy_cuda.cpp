@@ -26,7 +26,7 @@ TEST(divisor) {
   }
 }
 
-// As many launches as 196 tasks each need, all tasks run once.
+// One launch for each 196 tasks; all tasks run once.
 TEST(number_of_launches) {
   std::vector<uint8_t> from(500 * 3), to(500 * 3, 0);
   for (size_t i = 0; i < from.size(); ++i) from[i] = uint8_t(i * 31 + 7);

@@ -410,7 +410,7 @@ TEST(lifetimes) {
     {
       Tensor mine({4}, 1);
       alive = mine.data;
-      me.p2p({mine.to(1)}, true);  // the handle is dropped, too
+      me.p2p({mine.to(1)}, true);  // also drops the handle
     }
     CHECK(!alive.expired());
     meet(me);

@@ -53,8 +53,8 @@ void expect_mismatch(const Options& options, const Uneven& agreed,
   });
 }
 
-// Of a pair that exchanges data, in groups and on channels of all kinds, when the call is new to all or to the
-// pair. One of the sizes may be 0.
+// A pair disagrees about sizes, in groups and on channels of all kinds, when the call is new to all
+// or to the pair. One of the sizes may be 0.
 TEST(mismatched_sizes) {
   for (const Check check : {Check::first_use, Check::full})
     for (const int size : {2, 3, 9})

@@ -86,8 +86,9 @@ TEST(halo_exchanges) {
   }
 }
 
-// A program that all ranks make alike from a seed: messages in one global order, cut by operations
-// of all ranks. A rank keeps that order between each two ranks on each channel, and is free otherwise.
+// A program that all ranks generate from one seed: messages in one global order, cut by operations
+// of all ranks. A rank keeps that order between each two ranks on each channel, and is free
+// otherwise.
 struct Step {
   int source, destination, channel;
   int64_t length;

@@ -142,8 +142,8 @@ TEST(more_lanes_than_run_at_once) {
   });
 }
 
-// Each rank connects to all others on all channels at once: NCCL makes few communicators at a time, and all
-// of them. The user is told, once, if they are so many that their host may run out of what NCCL takes.
+// Each rank connects to all others on all channels at once: NCCL makes few communicators at a time,
+// and all of them in the end. The user is warned once if the host may run out of multicast groups.
 TEST(few_in_the_making_and_a_warning_of_many) {
   for (const uint64_t host : {0, 1}) {
     Options options = options_of(7);
@@ -359,7 +359,7 @@ ControlMessage some_message(std::mt19937& random) {
   return message;
 }
 
-// What is decoded is what was encoded; anything else is refused or has fields of the right form.
+// Decoding returns the encoded message; other bytes are refused or give fields of a valid form.
 TEST(control_messages) {
   std::mt19937 random(7);
   int num_refused = 0;

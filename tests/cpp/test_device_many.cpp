@@ -28,7 +28,7 @@ TEST(all_collectives) {
 // exchanged data with, and announces nothing else.
 TEST(traffic_is_that_of_the_tree) {
   constexpr int kSize = 16, kNumEdges = kSize - 1;
-  // Of the ring, edges of which are edges of the tree, too: 0-1, 2-3, ..., 14-15.
+  // Pairs of the ring and the tree; some are in both: 0-1, 2-3, ..., 14-15.
   constexpr int kNumPairs = kNumEdges + kSize - kSize / 2;
   std::barrier meeting(kSize);
   Options options = options_of(kSize);

@@ -33,8 +33,8 @@ TEST(members_have_a_communicator) {
   });
 }
 
-// Each of three ranks exchanges with the next one, then with the one before: on one channel all wait for each
-// other, which the fake finds out; on a channel for each pair nobody does.
+// Each of three ranks exchanges with the next one, then with the previous one: on one channel this
+// is a deadlock, which the fake detects; with a channel for each pair it is not.
 TEST(sets_in_orders_that_contradict_each_other) {
   for (const bool share_channel : {true, false}) {
     Options options = options_of(3);
@@ -57,8 +57,8 @@ TEST(sets_in_orders_that_contradict_each_other) {
   }
 }
 
-// Sets of all kinds on several channels, in one order on each channel, channels and messages in between in
-// orders of each rank's own: nobody waits for ever, and few thread blocks are enough.
+// Sets of all kinds on several channels, in one order on each channel, with channels and messages
+// interleaved differently on each rank: no deadlock, and few thread blocks are enough.
 TEST(sets_on_several_channels) {
   for (unsigned seed = 0; seed < unsigned(check::rounds(12)); ++seed) {
     check::context = "sets " + std::to_string(seed);
@@ -165,8 +165,8 @@ void relay(Rank& me, const std::vector<int>& source, const std::vector<int>& des
   CHECK(result.counts_from(float(channel)));
 }
 
-// Communicators of the rank that has most, and multicast slots of a host with so many ranks, on which
-// NCCL takes one for each communicator that has two of them.
+// Communicators of the rank that has most, and multicast slots of a host with this many ranks, on
+// which NCCL takes one for each communicator that has two of them.
 struct Counts {
   int of_a_rank = 0, slots = 0;
 };
@@ -235,7 +235,7 @@ TEST(communicators_and_slots) {
          4, 40);
   expect("all-to-all of 64", counts_of(64, 8, [](Rank& me) { CHECK(run_uneven(me, dense(64))); }),
          1, 40);
-  // Which goes by communicators of pairs, all of which lie on one host here, and 14 of rank 0 there.
+  // These use communicators of pairs, all of which are on one host here, 14 of them on rank 0.
   const auto batch_with_all = [](Rank& me, bool is_star) {
     std::vector<PointToPoint> batch;
     std::vector<Tensor> tensors;

@@ -1,6 +1,6 @@
-// What CUDA does not promise: streams that share a queue of the hardware hold each other up, and NCCL may wait
-// for kernels of the device while it makes a communicator. Programs of both kinds, in the orders that hold all
-// the same and in those that do not.
+// Limits of CUDA: streams that share a hardware queue block each other, and NCCL may wait for
+// kernels of the device while it makes a communicator. Programs of both kinds, in the orders that
+// are safe on any device and in those that are not.
 
 #include "device_world.h"
 
@@ -80,9 +80,9 @@ TEST(a_batch_holds_with_one_queue) {
     });
 }
 
-// Two receives on one lane, and then the send that the peer waits for: the second receive cannot start
-// before the first one ends, and behind it, in the queue that all streams share, lies the send. With as many
-// queues as a device has by default nothing is in the way.
+// Two receives on one lane, and then the send that the peer waits for: the second receive cannot
+// start before the first one ends, and in the queue that all streams share it blocks the send. With
+// as many queues as a device has by default nothing blocks it.
 TEST(separate_calls_wait_for_each_other_in_one_queue) {
   for (const bool is_alone : {true, false})
     run(with_queues(2, is_alone ? 1 : 8, is_alone), [&](Rank& me) {

@@ -125,7 +125,7 @@ TEST(operations_write_themselves_down) {
   CHECK(pending.has_value());
   CHECK(pending->operation.number == 5 && pending->operation.call_site == 42);
   CHECK(!pending->operation.ended && pending->operation.started_at > Clock::time_point());
-  // What is missing comes first.
+  // The missing message comes first.
   CHECK(pending->messages[0].peer == 0 && pending->messages[0].state == MessageState::posted);
   CHECK(pending->messages[1].peer == 1 && pending->messages[1].state == MessageState::done);
   CHECK(record.ended().empty());

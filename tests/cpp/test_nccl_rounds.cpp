@@ -80,7 +80,7 @@ TEST(rounds_agree_on_both_ends) {
     std::vector<Rounds> rounds;
     int64_t cut = 0;
     for (int rank = 0; rank < size; ++rank) {
-      // The order across peers is the caller's own affair.
+      // The caller may choose any order across peers.
       std::stable_sort(batches[rank].begin(), batches[rank].end(),
                        [&](const auto& a, const auto& b) {
                          return (a.peer * 7 + case_idx) % size < (b.peer * 7 + case_idx) % size;

@@ -543,7 +543,7 @@ void check_window(int64_t num_bytes) {
     pair.run_to_quiet(random);
     CHECK(other->succeeded());
 
-    // What waits for the window still arrives after its sender has said that it is closing.
+    // Messages that wait for the window still arrive after their sender has announced its close.
     if (closes) pair.link(0).say_closing();
     for (int idx = 0; idx < num_messages; ++idx) {
       recvs.push_back(pair.post(1, Direction::recv, large));

@@ -289,7 +289,7 @@ TEST(lower_errors) {
   CHECK_INVALID("negative strides [24, -4, 1]", lower_with({{2, 6, 4}, {24, -4, 1}, 4}, good));
   CHECK_INVALID("output 0 has elements that share memory",
                 lower_with(good, {{2, 6, 4}, {0, 4, 1}, 4}));
-  // An expanded input is read where it lies.
+  // An expanded input is read in place.
   CHECK_EQ(lower_with({{2, 6, 4}, {0, 4, 1}, 4}, good).local()[0].copy.num_dims, 1);
 
   // A self transfer between different shapes is a copy if both sides are runs, an error otherwise.

@@ -30,7 +30,7 @@ int32_t sum_of(int64_t idx, int size) {
   return int32_t(idx * 7 * size + 1000 * size * (size - 1) / 2);
 }
 
-// As Python makes them: one, or two for large tensors.
+// Plans as Python makes them: one, or two for large tensors.
 std::vector<PreparedExchangePtr> plans_for(const Communicator& comm, int64_t length,
                                            bool is_large) {
   const Member me{comm.rank(), comm.size()};

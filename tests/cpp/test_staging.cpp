@@ -25,7 +25,7 @@ class Memory {
     if (device_) Device::current = device_->make_stream();
   }
 
-  // At a new place, with `gap` elements between the rows of the last dim.
+  // A new tensor, with `gap` elements between the rows of the last dim.
   TensorRef tensor(const Dims& shape, DType dtype, int64_t gap) {
     TensorRef ref{nullptr, dtype, shape, Dims(shape.size()), nullptr};
     int64_t stride = 1;
@@ -39,7 +39,7 @@ class Memory {
     next_ = end + dtype.itemsize;
     return ref;
   }
-  // As a kernel does it, some time later if this is a device.
+  // Writes as a kernel does, some time later if this is a device.
   void fill(const TensorRef& tensor, uint64_t seed) {
     const auto write = [this, tensor, seed] {
       std::byte* const data = device_ ? device_->behind(tensor.data) : tensor.data;
@@ -51,7 +51,7 @@ class Memory {
     Device::current->delay(300us);
     Device::current->add(write);
   }
-  // At once, in no order with any stream.
+  // Reads immediately, without ordering with any stream.
   Bytes now() { return {here(0), here(0) + Device::kNumBytes}; }
   Device* device() const { return device_.get(); }
 
@@ -186,7 +186,8 @@ TEST(relays) {
   }
 }
 
-// Of the collectives' channel, with strides on both sides and a factor; the sender's stream is late.
+// On the collectives' channel, with strides on both sides and a factor; the sender's stream is
+// late.
 TEST(exchanges) {
   constexpr int kSize = 3;
   for (const Scale& scale : {Scale::none(), Scale::multiply(3), Scale::divide(3)}) {

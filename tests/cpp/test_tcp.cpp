@@ -253,7 +253,7 @@ TEST(a_peer_that_breaks) {
       FailureKind::error, "belongs to another communicator");
 }
 
-// In the middle of a body, and while messages wait for their turn.
+// Aborts in the middle of a body, and while messages wait for their turn.
 TEST(aborts_reach_all_ranks) {
   Meeting meeting(4);
   meeting.over_tcp();

@@ -16,7 +16,7 @@ using Bytes = std::vector<std::byte>;
 
 constexpr uint32_t kEpoch = 0xfeedbeef;
 
-// Also the kinds that carry a descriptor, written down a second time.
+// The kinds, and those that carry a descriptor, as an independent copy.
 constexpr Kind kKinds[] = {Kind::data,    Kind::announce, Kind::refuse,  Kind::accept,
                            Kind::reject,  Kind::refused,  Kind::failure, Kind::closing,
                            Kind::goodbye, Kind::control,  Kind::ready};
