@@ -98,7 +98,8 @@ class HostTransport {
   // How messages to and from a peer travel, as far as that is decided.
   virtual Route route(int /*peer*/) const { return {}; }
 
-  // Whether this rank knows that a peer has closed its communicator.
+  // Whether this rank knows that a peer has closed its communicator. A transport that knows that the
+  // communicator had failed there reports the failure instead.
   virtual bool has_closed(int /*peer*/) const { return false; }
   // The state of a peer as a predicate, for error texts: "has closed its communicator".
   virtual std::string describe_peer(int peer) const = 0;

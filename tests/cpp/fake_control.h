@@ -79,7 +79,8 @@ class Hub {
   std::recursive_mutex mutex_;
   std::vector<std::atomic<TransportEvents*>> events_;
   std::map<std::tuple<int, int, int>, Queue> queues_;  // source, destination, channel
-  std::set<int> lost_, closed_;
+  std::set<int> lost_;
+  std::set<std::pair<int, int>> closed_;  // a rank, and a peer that knows it
   std::latch joined_;
   int num_control_ = 0;
   int num_messages_ = 0;
@@ -138,16 +139,18 @@ class HubTransport final : public HostTransport {
         hub_.tell(peer, [failure](TransportEvents& events) { events.on_remote_failure(failure); });
   }
   void begin_close() override {}
+  // Peers learn of it after what this rank has sent before.
   void close(Deadline) override {
-    {
-      std::lock_guard lock(hub_.mutex_);
-      hub_.closed_.insert(rank_);
-    }
+    for (int peer = 0; peer < int(hub_.events_.size()); ++peer)
+      hub_.tell(peer, [this_hub = &hub_, known = std::pair(rank_, peer)](TransportEvents&) {
+        std::lock_guard lock(this_hub->mutex_);
+        this_hub->closed_.insert(known);
+      });
     hub_.leave(rank_);
   }
   bool has_closed(int peer) const override {
     std::lock_guard lock(hub_.mutex_);
-    return hub_.closed_.contains(peer);
+    return hub_.closed_.contains({peer, rank_});
   }
   std::string describe_peer(int) const override { return "is connected"; }
 

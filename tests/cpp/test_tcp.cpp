@@ -278,6 +278,36 @@ TEST(aborts_reach_all_ranks) {
 }
 
 // Rank 1 knows where rank 0 listened, and comes when that one has closed; its child holds the port.
+// Between a failure and the end of the rank that reports it, no call may take the end for the cause.
+TEST(a_peer_that_fails_and_closes_has_failed) {
+  Meeting meeting(2);
+  meeting.over_tcp();
+  std::barrier<> both(2);
+  check::in_threads(2, [&](int rank) {
+    HostTransport* transport = nullptr;
+    Communicator comm({.rank = rank, .size = 2, .timeout = kLimit}, [&](TransportEvents& events) {
+      auto made = meeting.transport(rank, events);
+      transport = made.get();
+      return made;
+    });
+    wait(comm, comm.barrier());
+    both.arrive_and_wait();
+    if (rank == 1) {
+      comm.abort("enough");
+      comm.close(nullptr);
+    } else {
+      const auto until = std::chrono::steady_clock::now() + kLimit;
+      while ((comm.describe_peer(1) != "has closed its communicator" || !comm.failure()) &&
+             std::chrono::steady_clock::now() < until)
+        std::this_thread::sleep_for(1ms);
+      CHECK_EQ(comm.describe_peer(1), "has closed its communicator");
+      CHECK(!transport->has_closed(1));
+      CHECK_CONTAINS(comm.failure()->message, "enough");
+      comm.close(nullptr);
+    }
+  });
+}
+
 TEST(a_closed_peer_whose_child_lives) {
   Meeting meeting(2);
   meeting.over_tcp();

@@ -29,7 +29,8 @@ void MessageCheck::post(int peer, Direction direction, Descriptor descriptor, bo
 
 MessageCheck::Posted MessageCheck::post(const Collective& collective, bool is_awaited,
                                         bool is_refused) {
-  Posted posted{.is_compared = check_ != Check::off};
+  Posted posted;
+  posted.is_compared = check_ != Check::off;
   if (!posted.is_compared) return posted;
   std::lock_guard lock(mutex_);
   const Messages messages = compared_messages(collective);

@@ -173,7 +173,8 @@ bool TcpTransport::has_closed(int peer_idx) const {
   Peer* const peer = find(peer_idx);
   if (!peer) return false;
   std::lock_guard lock(peer->mutex);
-  return peer->connection.link().has_closed();
+  const PeerLink& link = peer->connection.link();
+  return link.has_closed() && !link.failure();
 }
 
 std::string TcpTransport::describe_peer(int peer_idx) const {
