@@ -31,6 +31,13 @@ def test_every_file_of_the_library_has_tests() -> None:
     assert sources and [file for file in sources if not chosen_tests([file], table())] == []
 
 
+def test_every_folder_of_the_library_has_a_row_of_its_own() -> None:
+    """The row of the package itself does not count: it tests what the package offers."""
+    sources = {path.parent for path in (ROOT / "python/pipecomm_ext").glob("*/*.py")}
+    places = {ROOT / place for place in table()} - {ROOT / "python/pipecomm_ext"}
+    assert len(sources) > 10 and sorted(sources - places) == []
+
+
 @pytest.mark.parametrize(
     ("files", "expected"),
     [
