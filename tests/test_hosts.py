@@ -21,7 +21,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from hosts import MASTER_PORT, HostGroup, HostPlan, HostPool, address, rank_environment
+from hosts import INTERFACE, MASTER_PORT, HostGroup, HostPlan, HostPool, address, rank_environment
 from patterns import assert_same, pattern, poison
 from processes import running, start_of
 from ranks import Outcome, RankFailure, assert_within
@@ -123,6 +123,59 @@ def relays(world, algorithm: str, layout) -> None:
             work.wait(20)
         assert same_bytes(activation, traffic.received_forward())
         assert same_bytes(gradient, traffic.received_backward())
+
+
+def test_reductions_and_gathers_cross_the_network_once_per_host(host_pool):
+    for sent_bytes in host_pool.run(NUM_RANKS, reduces_and_counts):
+        for what, (own_bytes, needed_bytes) in sent_bytes.items():
+            assert needed_bytes <= own_bytes < 1.5 * needed_bytes, (what, own_bytes, needed_bytes)
+
+
+def reduces_and_counts(world) -> dict[str, tuple[int, int]]:
+    """Returns how many bytes this rank's host has sent in each call, and how many it must send."""
+    comm, size, rank = world.comm, world.size, world.rank
+    tensor, ones = torch.empty(1 << 20), torch.ones(1 << 20)
+    piece = torch.empty(len(tensor) // size)
+    half = tensor.nbytes // 2
+    group = dist.new_group(backend="pipecomm")
+    calls = {
+        "all_reduce": (tensor, tensor.nbytes, lambda: comm.all_reduce(tensor.fill_(rank))),
+        "reduce_scatter": (piece, half, lambda: comm.reduce_scatter(piece, rank * ones)),
+        "all_gather": (tensor, half, lambda: comm.all_gather(tensor, piece.fill_(6))),
+        "all_reduce of the backend": (
+            tensor,
+            tensor.nbytes,
+            lambda: dist.all_reduce(tensor.fill_(rank), group=group, async_op=rank % 2 == 0),
+        ),
+        "reduce_scatter of the backend": (
+            piece,
+            half,
+            lambda: dist.reduce_scatter_tensor(piece, rank * ones, group=group, async_op=rank % 2 == 0),
+        ),
+        "all_gather of the backend": (
+            tensor,
+            half,
+            lambda: dist.all_gather_into_tensor(tensor, piece.fill_(6), group=group, async_op=rank % 2 == 0),
+        ),
+    }
+    counted = {}
+    for what, (result, needed_bytes, call) in calls.items():
+        for _ in range(2):  # the first call makes connections
+            dist.barrier()
+            before = sent_by_this_host()
+            dist.barrier()  # no rank has begun
+            if (work := call()) is not None:
+                work.wait()
+            dist.barrier()
+            counted[what] = sent_by_this_host() - before, needed_bytes
+        assert torch.equal(result, torch.full_like(result, 6)), what  # 0 + 1 + 2 + 3
+    return counted
+
+
+def sent_by_this_host() -> int:
+    with open("/proc/net/dev", encoding="ascii") as table:
+        [line] = [line for line in table if line.strip().startswith(INTERFACE)]
+    return int(line.partition(":")[2].split()[8])
 
 
 def test_large_messages_over_a_slow_link(host_pool):

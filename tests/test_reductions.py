@@ -103,11 +103,11 @@ def test_a_dropped_handle_is_reduced_and_the_bits_are_the_same_everywhere(world)
     bits = set()
     rng = random.Random(world.rank)
     for _ in range(15):
-        line = reductions.Line()
+        line = reductions.Line(1)
         world_tensors = [everybody[world.rank].clone() for _ in range(3)]
         handles = []
         for tensor in world_tensors:
-            handles.append(reductions.begin_all_reduce(comm, [tensor], ReduceOp.SUM, False, 1, line))
+            handles.append(reductions.begin_all_reduce(comm, [tensor], ReduceOp.SUM, False, line))
             sum(range(rng.randrange(20_000)))  # some time
         rng.shuffle(handles)
         for handle in handles:

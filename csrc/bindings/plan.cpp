@@ -145,11 +145,15 @@ void bind_plan(py::module_& m) {
       py::arg("input_splits"), py::arg("output_splits"));
   m.def(
       "plan_all_to_all_list",
-      [](int rank, int size, const std::vector<PySpec>& inputs,
-         const std::vector<PySpec>& outputs) {
-        return prepare(all_to_all_list_plan({rank, size}, specs_of(inputs), specs_of(outputs)));
+      [](int rank, int size, const std::vector<PySpec>& inputs, const std::vector<PySpec>& outputs,
+         const std::string& tag, const std::optional<PySpec>& shown) {
+        std::optional<TensorSpec> spec;
+        if (shown) spec = spec_of(*shown);
+        return prepare(all_to_all_list_plan({rank, size}, specs_of(inputs), specs_of(outputs), tag,
+                                            std::move(spec)));
       },
-      py::arg("rank"), py::arg("size"), py::arg("inputs"), py::arg("outputs"));
+      py::arg("rank"), py::arg("size"), py::arg("inputs"), py::arg("outputs"), py::arg("tag") = "",
+      py::arg("shown") = py::none());
   m.def(
       "plan_reshard",
       [](int rank, int size, const PySpec& whole, const PyLayout& source,

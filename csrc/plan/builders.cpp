@@ -320,7 +320,8 @@ ExchangePlan all_to_all_single_plan(Member me, const TensorSpec& input, const Te
 }
 
 ExchangePlan all_to_all_list_plan(Member me, const std::vector<TensorSpec>& inputs,
-                                  const std::vector<TensorSpec>& outputs) {
+                                  const std::vector<TensorSpec>& outputs, const std::string& tag,
+                                  std::optional<TensorSpec> shown) {
   constexpr const char* kOp = "all_to_all_list";
   require_member(me, kOp);
   if (std::ssize(inputs) != me.size || std::ssize(outputs) != me.size) {
@@ -338,7 +339,11 @@ ExchangePlan all_to_all_list_plan(Member me, const std::vector<TensorSpec>& inpu
     plan.sends.push_back({peer, {whole(inputs[peer], peer)}});
     plan.recvs.push_back({peer, {whole(outputs[peer], peer)}});
   }
-  return finished(std::move(plan), Signature(kOp).add(int64_t{me.size}));
+  plan.shown = std::move(shown);
+  Signature signature(kOp);
+  signature.add(int64_t{me.size});
+  if (!tag.empty()) signature.add(tag);
+  return finished(std::move(plan), signature);
 }
 
 ExchangePlan all_gather_list_plan(Member me, const TensorSpec& input,

@@ -44,11 +44,14 @@ ExchangePlan packed_gather_plan(Member me, const TensorSpec& local, int dim,
 
 // The collectives of torch.distributed. Only the rank itself knows its split sizes along dim 0 and
 // the tensors of its lists, so the signature leaves them out. The engine compares the bytes and
-// dtypes of each pair.
+// dtypes of each pair. `tag` and `shown`, if given, are what all ranks must have alike: see
+// ReshardOptions.
 ExchangePlan all_to_all_single_plan(Member me, const TensorSpec& input, const TensorSpec& output,
                                     const Sizes& input_splits, const Sizes& output_splits);
 ExchangePlan all_to_all_list_plan(Member me, const std::vector<TensorSpec>& inputs,
-                                  const std::vector<TensorSpec>& outputs);
+                                  const std::vector<TensorSpec>& outputs,
+                                  const std::string& tag = {},
+                                  std::optional<TensorSpec> shown = {});
 ExchangePlan all_gather_list_plan(Member me, const TensorSpec& input,
                                   const std::vector<TensorSpec>& outputs);
 

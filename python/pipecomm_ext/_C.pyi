@@ -249,7 +249,12 @@ def plan_all_to_all_single(
     output_splits: Sequence[int],
 ) -> PreparedExchange: ...
 def plan_all_to_all_list(
-    rank: int, size: int, inputs: Sequence[_Spec], outputs: Sequence[_Spec]
+    rank: int,
+    size: int,
+    inputs: Sequence[_Spec],
+    outputs: Sequence[_Spec],
+    tag: str = "",
+    shown: _Spec | None = None,
 ) -> PreparedExchange: ...
 def plan_all_gather_list(
     rank: int, size: int, input: _Spec, outputs: Sequence[_Spec]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..communicator.communicator import all_reduce_in_line, list_plan
+from ..communicator.communicator import all_reduce_in_line, list_plan, reduce_scatter_in_line
 from ..communicator.continuation import Continuation, begin, finish_in_background
 from ..communicator.reductions import (
     begin_all_gather,
@@ -178,9 +178,10 @@ class Collectives:
 
     @profiled
     def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> BackendWork:
-        comm = self._connection(tensor).communicator
+        connection = self._connection(tensor)
+        comm, line = connection.communicator, connection.line
         what = "all_gather_single"
-        handle = self._explaining(what, begin_all_gather, comm, output, tensor, waits(opts))
+        handle = self._explaining(what, begin_all_gather, comm, output, tensor, waits(opts), line)
         return self._begun(handle, [output], opts, what)
 
     _allgather_base = all_gather_single
@@ -245,16 +246,16 @@ class Collectives:
     def _all_reduce(self, tensors: list[Tensor], op: Any, opts: Any, what: str) -> BackendWork:
         connection = self._connection(tensors[0])
         what = f"{what} with {operator_name(op)}"
-        comm, channel, line = connection.communicator, connection.reduction_channel, connection.line
+        comm, line = connection.communicator, connection.line
         handle: Any
         if len(tensors) == 1 and tensors[0].layout != torch.strided:
-            args = comm, tensors[0], op, waits(opts), channel, line
+            args = comm, tensors[0], op, waits(opts), line
             handle = self._explaining(what, begin_sparse_all_reduce, *args)
         elif waits(opts) and len(tensors) == 1:
-            self._explaining(what, all_reduce_in_line, comm, tensors[0], op, channel, line)
+            self._explaining(what, all_reduce_in_line, comm, tensors[0], op, line)
             handle = done_work()
         else:
-            handle = self._explaining(what, begin_all_reduce, comm, tensors, op, waits(opts), channel, line)
+            handle = self._explaining(what, begin_all_reduce, comm, tensors, op, waits(opts), line)
         return self._begun(handle, tensors, opts, what)
 
     @profiled
@@ -292,14 +293,16 @@ class Collectives:
 
     def _reduce_scatter(self, outputs: list[Tensor], pieces: Any, opts: Any, what: str) -> BackendWork:
         op, opts = with_operator(opts, {})
-        comm = self._connection(outputs[0]).communicator
+        connection = self._connection(outputs[0])
+        comm, line = connection.communicator, connection.line
         what = f"{what} with {operator_name(op)}"
         handle: Any
         if waits(opts) and len(outputs) == 1:
-            self._explaining(what, comm.reduce_scatter, outputs[0], pieces, op)
+            self._explaining(what, reduce_scatter_in_line, comm, outputs[0], pieces, op, line)
             handle = done_work()
         else:
-            handle = self._explaining(what, begin_reduce_scatter, comm, outputs, pieces, op, waits(opts))
+            args = comm, outputs, pieces, op, waits(opts), line
+            handle = self._explaining(what, begin_reduce_scatter, *args)
         return self._begun(handle, outputs, opts, what)
 
     # ---- barriers

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -14,12 +15,14 @@ import torch.distributed as dist
 
 from ..communicator import Communicator, communicator_for
 from ..communicator.continuation import Line
+from ..core.host import place
+from ..core.levels import Levels, levels_among
 from ..core.process_groups import StoreGroup
-from ..core.rendezvous import close_stores
+from ..core.rendezvous import Rendezvous, close_stores
 from ..errors import PipeCommAborted, PipeCommError
 
 # The number of tags from 0 on with their own channel, and of channels that all other tags share; one more is
-# for the second exchange of reductions. For CUDA tensors each channel takes memory.
+# for the later exchanges of reductions and gathers. For CUDA tensors each channel takes memory.
 _CHANNELS = {"cpu": (11, 3), "cuda": (2, 1)}
 
 
@@ -30,11 +33,7 @@ class Connection:
     communicator: Communicator
     num_own_tags: int
     num_shared: int
-    line: Line = field(default_factory=Line)
-
-    @property
-    def reduction_channel(self) -> int:
-        return self.num_own_tags + self.num_shared
+    line: Line  # of reductions and gathers
 
     def channel_of(self, tag: int) -> tuple[int, int]:
         """The channel of a tag, and a number that the ends compare, so that tags on one channel never mix."""
@@ -56,6 +55,9 @@ class Endpoint:
         self._connections: dict[torch.device, Connection] = {}
         self._lock = threading.Lock()
         self._ended = ""
+        # Published now, since a call that must not wait for other ranks' calls may need the hosts.
+        self._places = Rendezvous(self.group, self.timeout.total_seconds() or None, "process group", "hosts")
+        self._places.publish(place())
 
     def check_usable(self) -> None:
         if self._ended:
@@ -82,8 +84,17 @@ class Endpoint:
                     ),
                     num_own,
                     num_shared,
+                    Line(num_own + num_shared, self.levels if device.type == "cpu" else lambda: None),
                 )
             return self._connections[device]
+
+    @functools.cached_property
+    def _levels(self) -> Levels | None:
+        return levels_among(self.rank, [self._places.wait_for(rank) for rank in range(self.size)])
+
+    def levels(self) -> Levels | None:
+        """The levels of the ranks' hosts. Waits until all ranks have made the group."""
+        return self._levels
 
     def limit(self, timeout: timedelta | None) -> timedelta | None:
         """Returns how long to wait for a call with this timeout (negative: none was given); None: the

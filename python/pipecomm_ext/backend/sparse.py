@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from ..communicator.continuation import Continuation, Line, begin
-from ..communicator.reductions import whole_plan
+from ..communicator.reduction_plans import whole_plan
 from ..core.extension import _C
 from ..core.tensor_specs import spec_of, specs_of
 from .arguments import operator_name
@@ -21,9 +21,7 @@ from .arguments import operator_name
 _WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 
-def begin_sparse_all_reduce(
-    comm: Any, tensor: Tensor, op: Any, waits: bool, channel: int, line: Line
-) -> Continuation:
+def begin_sparse_all_reduce(comm: Any, tensor: Tensor, op: Any, waits: bool, line: Line) -> Continuation:
     """Sums `tensor` in place, which is coalesced then.
 
     Raises:
@@ -35,7 +33,7 @@ def begin_sparse_all_reduce(
         if getattr(op, "op", op) != ReduceOp.SUM:
             raise ValueError(f"all_reduce of sparse tensors supports SUM, not {operator_name(op)}")
         mine = tensor.detach().coalesce()
-    return begin(comm, _steps(comm, tensor, mine, waits, channel), [mine.values()], waits, line)
+    return begin(comm, _steps(comm, tensor, mine, waits, line.channel), [mine.values()], waits, line)
 
 
 def _steps(comm: Any, tensor: Tensor, mine: Tensor, waits: bool, channel: int) -> Iterator[_C.Work]:

@@ -18,6 +18,7 @@ from torch.compiler import is_compiling
 from ..core import environment, flight
 from ..core.checked import whole_number
 from ..core.extension import _C
+from ..core.levels import Levels
 from ..core.process_groups import StoreGroup, own_group
 from ..core.tensor_specs import TensorSpec, specs_of
 from ..errors import summary_of
@@ -231,6 +232,11 @@ class Communicator:
         """
         return self._routes.num_cores() if self._transport in (None, "shm") else None
 
+    def levels(self) -> Levels | None:
+        """The levels of reductions over several hosts, of tensors in host memory; None: there is one level.
+        Waits as `transport`; all ranks come to the same result."""
+        return self._routes.levels() if self.device.type == "cpu" else None
+
     def transport_among(self, ranks: Iterable[int]) -> str:
         """The transport used among `ranks`; the same on each of them."""
         return self._transport or self._routes.transport_among(ranks)
@@ -436,7 +442,7 @@ class Communicator:
         self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, *, async_op: bool = False
     ) -> Work | None:
         """Reduces the `tensor` of all ranks in place, element by element: all ranks get the same bits, in
-        every run.
+        every run on the same hosts.
 
         Args:
             tensor: any shape and strides, the same on all ranks.
@@ -457,7 +463,7 @@ class Communicator:
         if not async_op:
             reductions.all_reduce(self, self._c, tensor, op)
             return None
-        return self._in_background(reductions.begin_all_reduce(self, [tensor], op, False, None, None))
+        return self._in_background(reductions.begin_all_reduce(self, [tensor], op, False, None))
 
     def reduce_scatter(
         self,
@@ -733,10 +739,14 @@ def graph_name(communicator: Communicator) -> str:
     return f"{NAME_IN_GRAPHS} {id(communicator)}"
 
 
-def all_reduce_in_line(comm: Communicator, tensor: torch.Tensor, op: Any, channel: int, line: Line) -> None:
-    """`Communicator.all_reduce` that other ranks may begin without waiting: its second exchange has its own
-    channel."""
-    reductions.all_reduce(comm, comm._c, tensor, op, channel, line)
+def all_reduce_in_line(comm: Communicator, tensor: torch.Tensor, op: Any, line: Line) -> None:
+    """`Communicator.all_reduce` that other ranks may begin without waiting."""
+    reductions.all_reduce(comm, comm._c, tensor, op, line)
+
+
+def reduce_scatter_in_line(comm: Communicator, output: torch.Tensor, input: Any, op: Any, line: Line) -> None:
+    """`Communicator.reduce_scatter` that other ranks may begin without waiting."""
+    reductions.reduce_scatter(comm, comm._c, output, input, op, line)
 
 
 @functools.lru_cache(maxsize=256)

@@ -17,7 +17,7 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -35,23 +35,31 @@ def deadline_of(timeout: float | datetime.timedelta | None) -> float:
 
 
 class Line:
-    """The operations of a communicator whose second exchange has a channel of its own: all ranks post the
-    second exchanges in the order of the first ones."""
+    """The operations of a communicator whose exchanges after the first have a channel of their own: all ranks
+    post those of an operation after those of earlier ones, in the order of the first exchanges.
 
-    def __init__(self) -> None:
+    `levels` returns the levels of the group's hosts (see levels.py).
+    """
+
+    def __init__(self, channel: int, levels: Callable[[], Any] = lambda: None) -> None:
+        self.channel, self.levels = channel, levels
         self.lock = threading.Lock()
         self.last: Continuation | None = None
 
 
 class Continuation:
     """Has the methods of a Work. The generator is begun at once, so that the call raises its first errors.
-    With a `line`, its second exchange waits for those of earlier operations in the line. With a `stream`, the
-    generator runs there, ordered after what the caller's stream has enqueued so far."""
+    With a `line`, its `num_later` exchanges after the first wait for those of earlier operations in the line.
+    With a `stream`, the generator runs there, ordered after what the caller's stream has enqueued so far."""
 
     def __init__(
-        self, steps: Iterator[_C.Work], line: Line | None = None, stream: torch.cuda.Stream | None = None
+        self,
+        steps: Iterator[_C.Work],
+        line: Line | None = None,
+        stream: torch.cuda.Stream | None = None,
+        num_later: int = 1,
     ) -> None:
-        self._steps = steps
+        self._steps, self._num_later = steps, num_later
         self._lock = threading.Lock()
         self._error: BaseException | None = None
         self._previous: Continuation | None = None
@@ -97,16 +105,16 @@ class Continuation:
         """Waits a moment, without disturbing threads that wait for the exchange in flight."""
         time.sleep(_SLICE_S)
 
-    def _run(self, deadline: float | None, only_first: bool = False) -> bool:
-        """Continues until all (or the first exchange) is done, or until the deadline; None: until it would
-        have to wait. Returns whether it is done."""
+    def _run(self, deadline: float | None, until_posted: bool = False) -> bool:
+        """Continues until all is done (or all exchanges are posted), or until the deadline; None: until it
+        would have to wait. Returns whether it is done."""
         if deadline is None:
             if not self._lock.acquire(blocking=False):
                 return False
         elif not self._lock.acquire(timeout=_left(deadline)):
             return False
         try:
-            while self._current is not None and not (only_first and self._num_done):
+            while self._current is not None and not (until_posted and self._num_done >= self._num_later):
                 if deadline is None and not self._current.is_completed():
                     return False
                 if not self._step(self._current, deadline):
@@ -149,7 +157,7 @@ class Continuation:
             waiting.append(previous)
             previous = previous._previous
         for other in reversed(waiting):
-            if not other._run(deadline, only_first=True):
+            if not other._run(deadline, until_posted=True):
                 return False
         self._previous = None
         return True
@@ -161,20 +169,21 @@ def begin(
     tensors: Sequence[torch.Tensor],
     waits: bool,
     line: Line | None = None,
+    num_later: int = 1,
 ) -> Continuation:
     """Begins an operation on a communicator. `tensors` are those that the steps use but have not made;
     `waits`: the caller waits for the handle at once. Within a capture, the call captures the whole operation.
     """
     if comm.device.type != "cuda" or waits:
-        return Continuation(steps, line)
+        return Continuation(steps, line, num_later=num_later)
     if torch.cuda.is_current_stream_capturing():
-        handle = Continuation(steps, line)
+        handle = Continuation(steps, line, num_later=num_later)
         handle.wait()
         return handle
     stream = _stream_of(comm)
     for tensor in tensors:
         tensor.record_stream(stream)
-    return Continuation(steps, line, stream)
+    return Continuation(steps, line, stream, num_later)
 
 
 def _stream_of(comm: Any) -> torch.cuda.Stream:

@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from ..communicator import Communicator
-from ..communicator.reductions import Operator
+from ..communicator.reduce_operators import Operator
 from ..core.extension import _C
 from .link import Link
 from .route import Relayed

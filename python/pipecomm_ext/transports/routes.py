@@ -16,6 +16,7 @@ import torch
 
 from ..core.extension import _C
 from ..core.host import num_local_ranks, place, usable_cores
+from ..core.levels import Levels, levels_among
 from ..core.rendezvous import Rendezvous
 from ..errors import PipeCommError
 from . import shm, tcp
@@ -78,6 +79,8 @@ class Routes:
         self._lock = threading.Lock()
         self._records: dict[int, dict[str, Any]] = {meeting.rank: self.record}
         self._known_hosts: dict[tuple[int, ...], list[list[int]]] = {}
+        self._levels: Levels | None = None
+        self._has_levels = False
         self._num_sharing = 1
         self._has_warned = False
 
@@ -125,6 +128,13 @@ class Routes:
             return f"the portable transport (TCP), because {obstacle}"
         parts = " | ".join(", ".join(map(str, host)) for host in hosts)
         return f"shared memory among ranks {parts}, else TCP, because {obstacle}"
+
+    def levels(self) -> Levels | None:
+        """The levels of the ranks' hosts. Waits until all have published their records."""
+        if not self._has_levels:
+            places = [self._record_of(rank) for rank in range(self._meeting.size)]
+            self._levels, self._has_levels = levels_among(self._meeting.rank, places), True
+        return self._levels
 
     def num_cores(self) -> int | None:
         """The cores that the ranks may use together if all share memory, else None."""

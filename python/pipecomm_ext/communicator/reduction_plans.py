@@ -1,0 +1,67 @@
+"""The exchange plans of reductions and gathers. All tensors have one dim."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from ..core.extension import _C
+
+# Up to here every rank gets whole tensors and reduces them itself, in one exchange.
+MAX_WHOLE_BYTES = 32 << 10
+
+
+@functools.lru_cache(maxsize=256)
+def whole_plan(rank: int, size: int, length: int, dtype: torch.dtype, root: int, tag: str) -> Any:
+    """Moves every other rank's tensor to rank `root`, or to all ranks (-1), one after the other."""
+    everybody, lengths = list(range(size)), [length] * size
+    target = (everybody, 0, None, True) if root < 0 else ([root], 0, [size * length], False)
+    whole = ((size * length,), dtype)
+    return _C.plan_reshard(
+        rank, size, whole, (everybody, 0, lengths, False), target, True, tag, ((length,), dtype)
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def scatter_plan(rank: int, size: int, lengths: tuple[int, ...], dtype: torch.dtype, tag: str) -> Any:
+    """Moves piece r of every other rank's tensor to rank r, which has one output for each other rank."""
+    pieces = (list(range(size)), 0, lengths, False)
+    return _C.plan_collect_pieces(rank, size, ((sum(lengths),), dtype), pieces, True, tag)
+
+
+@functools.lru_cache(maxsize=256)
+def all_reduce_plans(
+    rank: int, size: int, length: int, dtype: torch.dtype, name: str, has_order: bool
+) -> list[Any]:
+    """One plan; or, for large tensors if the order of the second exchange is certain, two: the pieces of a
+    tensor to the ranks that reduce them, then piece r of rank r's tensor to those of all other ranks."""
+    tag = f"all_reduce {name} {dtype}"
+    if not has_order or length * dtype.itemsize <= MAX_WHOLE_BYTES:
+        return [whole_plan(rank, size, length, dtype, -1, tag)]
+    everybody, lengths = list(range(size)), tuple(_C.remainder_first(length, size))
+    source, target = (everybody, 0, lengths, False), (everybody, 0, None, True)
+    gather = _C.plan_reshard(rank, size, ((length,), dtype), source, target, True, tag)
+    return [scatter_plan(rank, size, lengths, dtype, tag), gather]
+
+
+@functools.lru_cache(maxsize=256)
+def list_plan(
+    rank: int,
+    size: int,
+    sent: tuple[int, ...],
+    received: tuple[int, ...],
+    dtype: torch.dtype,
+    tag: str,
+    num_shown: int,
+) -> Any:
+    """Moves one tensor from each rank to each, of these lengths. All ranks must have the same `tag` and
+    `num_shown`, the length of the tensor that errors show."""
+    inputs, outputs = ([((length,), dtype) for length in lengths] for lengths in (sent, received))
+    return _C.plan_all_to_all_list(rank, size, inputs, outputs, f"{tag} {num_shown}", ((num_shown,), dtype))
+
+
+@functools.lru_cache(maxsize=256)
+def all_gather_plan(rank: int, size: int, length: int, dtype: torch.dtype) -> Any:
+    return _C.plan_gather(rank, size, ((length,), dtype), 0, [length] * size)

@@ -1,0 +1,92 @@
+"""The exchanges of reductions among all ranks, and what is computed between them. All tensors are contiguous
+and have one dim.
+
+Every rank computes an element from the same numbers in the same order, or receives it from the one rank that
+has computed it, so all ranks hold the same bits, in every run. Nothing here depends on when messages arrive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core.extension import _C
+from .reduce_operators import Operator
+from .reduction_plans import all_reduce_plans, scatter_plan, whole_plan
+
+
+class Exchanges:
+    """The exchanges of one operation on a Communicator. Those after the first one follow others, so their
+    order must be certain: they have a `channel` of their own, or the caller `waits` for each one at once."""
+
+    def __init__(self, comm: Any, waits: bool, channel: int | None = None, op: str = "exchange") -> None:
+        self.comm, self.rank, self.size = comm, comm.rank, comm.size
+        self.has_order = waits or channel is not None
+        self._channel = channel
+        self._options: Any = {"async_op": not waits, "op": op, "returns_work": True}
+        self._is_first = True
+
+    def run(self, plan: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> _C.Work:
+        channel = None if self._is_first else self._channel
+        self._is_first = False
+        return self.comm.exchange(plan, inputs, outputs, channel=channel, **self._options)
+
+    def rows(self, num_rows: int, length: int, dtype: torch.dtype) -> list[Tensor]:
+        return list(self.comm.empty((num_rows * length,), dtype).view(num_rows, length).unbind(0))
+
+
+def all_reduce(exchanges: Exchanges, brought: Tensor, tensor: Tensor, op: Operator) -> Iterator[_C.Work]:
+    """Reduces `brought` of all ranks into `tensor`, which may be the same. Large tensors take two exchanges
+    if the order of the second one is certain; else every rank gets whole tensors."""
+    rank, size, length, dtype = exchanges.rank, exchanges.size, tensor.numel(), tensor.dtype
+    if size == 1:
+        if length:
+            op.reduce([brought], tensor)
+        return
+    plans = all_reduce_plans(rank, size, length, dtype, op.name, exchanges.has_order)
+    if len(plans) == 1:
+        whole = exchanges.comm.empty((size * length,), dtype)
+        yield exchanges.run(plans[0], [brought], [whole])
+        op.reduce(_with_own(whole.view(size, length), rank, brought), tensor)
+        return
+    lengths = tuple(_C.remainder_first(length, size))
+    own = tensor.split(lengths)[rank]
+    rows = exchanges.rows(size - 1, lengths[rank], dtype)
+    yield exchanges.run(plans[0], [brought], rows)
+    rows.insert(rank, brought.split(lengths)[rank])
+    op.reduce(rows, own)
+    yield exchanges.run(plans[1], [own], [tensor])
+
+
+def reduce(exchanges: Exchanges, tensor: Tensor, op: Operator, root: int) -> Iterator[_C.Work]:
+    """Reduces in place on rank `root`; `tensor` of the others stays unchanged."""
+    rank, size, length, dtype = exchanges.rank, exchanges.size, tensor.numel(), tensor.dtype
+    plan = whole_plan(rank, size, length, dtype, root, f"reduce {op.name} {dtype} {root}")
+    brought = op.before(tensor)
+    wholes = [exchanges.comm.empty((size * length,), dtype)] if rank == root else []
+    yield exchanges.run(plan, [brought], wholes)
+    for whole in wholes:
+        op.reduce(_with_own(whole.view(size, length), rank, brought), tensor)
+
+
+def reduce_scatter(
+    exchanges: Exchanges, brought: Tensor, lengths: tuple[int, ...], op: Operator, output: Tensor
+) -> Iterator[_C.Work]:
+    """Reduces piece r of `brought`, of lengths[r] elements, into `output` of rank r."""
+    rank, size, dtype = exchanges.rank, exchanges.size, brought.dtype
+    rows = exchanges.rows(size - 1, lengths[rank], dtype)
+    plan = scatter_plan(rank, size, lengths, dtype, tag_of_reduce_scatter(op))
+    yield exchanges.run(plan, [brought], rows)
+    rows.insert(rank, brought.split(lengths)[rank])
+    op.reduce(rows, output)
+
+
+def tag_of_reduce_scatter(op: Operator) -> str:
+    return f"reduce_scatter {op.name} {op.dtype}"
+
+
+def _with_own(whole: Tensor, rank: int, own: Tensor) -> Sequence[Tensor]:
+    return [own if idx == rank else row for idx, row in enumerate(whole.unbind(0))]
