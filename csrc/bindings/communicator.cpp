@@ -370,6 +370,15 @@ py::object BoundCommunicator::failure() const { return failure_dict(communicator
 
 py::list BoundCommunicator::flight_record() const { return flights_list(communicator_->flights()); }
 
+py::list BoundCommunicator::connection_events() const {
+  std::vector<ConnectionEvent> events;
+  {
+    const py::gil_scoped_release no_gil;
+    events = communicator_->connections();
+  }
+  return connections_list(events);
+}
+
 py::dict BoundCommunicator::copy_counters() const {
   return counters_dict(communicator_->copy_counters());
 }
@@ -430,6 +439,7 @@ py::class_<BoundCommunicator> bind_communicator(py::module_& m) {
       .def("nccl_usage", &Bound::nccl_usage)
       .def("failure", &Bound::failure)
       .def("flight_record", &Bound::flight_record)
+      .def("connection_events", &Bound::connection_events)
       .def_property_readonly("closed", &Bound::closed)
       .def_property_readonly("failed", &Bound::failed);
   return bound;

@@ -66,6 +66,7 @@ class BoundCommunicator {
   bool failed() const { return communicator_->failure() != nullptr; }
   py::object failure() const;
   py::list flight_record() const;
+  py::list connection_events() const;
   py::dict copy_counters() const;
   // The number of NCCL communicators, and the memory of the device that they took.
   std::pair<int, int64_t> nccl_usage() const;

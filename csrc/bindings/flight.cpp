@@ -185,18 +185,20 @@ class WallClock {
   const std::chrono::nanoseconds wall_now_ = std::chrono::system_clock::now().time_since_epoch();
 };
 
+// Of the bytes of a text that a peer or the system has chosen.
+py::object text_of(const std::string& bytes) {
+  return py::reinterpret_steal<py::object>(
+      PyUnicode_DecodeUTF8(bytes.data(), static_cast<Py_ssize_t>(bytes.size()), "replace"));
+}
+
 }  // namespace
 
 py::object failure_dict(const FailurePtr& failure) {
   if (!failure) return py::none();
   static constexpr const char* kNames[] = {"error", "timeout", "peer_lost", "mismatch", "aborted"};
-  auto text = [](const std::string& bytes) {
-    return py::reinterpret_steal<py::object>(
-        PyUnicode_DecodeUTF8(bytes.data(), static_cast<Py_ssize_t>(bytes.size()), "replace"));
-  };
   py::dict dict;
   dict["kind"] = kNames[static_cast<int>(failure->kind)];
-  dict["message"] = text(failure->message);
+  dict["message"] = text_of(failure->message);
   dict["origin_rank"] = failure->origin_rank;
   dict["peer"] = failure->peer;
   return dict;
@@ -221,6 +223,22 @@ py::list flights_list(const std::vector<Flight>& flights) {
     dict["num_messages"] = operation.num_messages;
     dict["messages"] = messages;
     dict["failure"] = failure_dict(operation.failure);
+    list.append(dict);
+  }
+  return list;
+}
+
+py::list connections_list(const std::vector<ConnectionEvent>& events) {
+  const WallClock clock;
+  py::list list;
+  for (const ConnectionEvent& event : events) {
+    py::dict dict;
+    dict["time"] = clock.seconds(event.at);
+    dict["connection"] = event.connection;
+    dict["peer"] = event.peer >= 0 ? py::object(py::int_(event.peer)) : py::none();
+    dict["state"] = event.state;
+    dict["detail"] = text_of(event.detail);
+    dict["peer_now"] = event.peer_now.empty() ? py::none() : text_of(event.peer_now);
     list.append(dict);
   }
   return list;

@@ -6,12 +6,14 @@
 #include <vector>
 
 #include "bindings/python.h"
+#include "message/connection_events.h"
 #include "message/flight_record.h"
 
 namespace pipecomm {
 
-// A list of dicts, one for each operation.
+// A list of dicts, one for each operation or event.
 py::list flights_list(const std::vector<Flight>& flights);
+py::list connections_list(const std::vector<ConnectionEvent>& events);
 // The fields of a failure as a dict; None if there is none.
 py::object failure_dict(const FailurePtr& failure);
 

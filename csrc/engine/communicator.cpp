@@ -94,10 +94,9 @@ void Communicator::check_process() const {
 
 void Communicator::check_usable(OpCode op) const {
   check_process();
-  if (is_usable_) return;
+  if (state_ == CommunicatorState::open) return;
   std::lock_guard lock(mutex_);
   if (failure_) throw PipeCommException(failure_);
-  if (!closing_) return;
   const std::string name = op_name(op);
   throw PipeCommException(
       own_failure(FailureKind::aborted,
@@ -298,7 +297,7 @@ void Communicator::connect(std::span<const int> peers,
                            const std::optional<std::vector<int>>& channels,
                            std::optional<Direction> direction) {
   check_process();
-  if (closed_ || failure()) return;
+  if (closed() || failure()) return;
   for (const int peer : peers)
     if (peer != rank()) transport_->connect(peer);
   execution_->connect(peers, channels, direction);
@@ -307,7 +306,7 @@ void Communicator::connect(std::span<const int> peers,
 void Communicator::connect(const Scope& scope) {
   check_process();
   const std::vector<int> peers = peers_in(scope);
-  if (closed_ || failure()) return;
+  if (closed() || failure()) return;
   for (const int peer : peers) transport_->connect(peer);
   execution_->connect(scope);
 }

@@ -16,10 +16,12 @@
 #include "copy/device_runtime.h"
 #include "copy/fork_mark.h"
 #include "engine/collective_line.h"
+#include "engine/communicator_state.h"
 #include "engine/execution.h"
 #include "engine/point_to_point.h"
 #include "engine/sequencer.h"
 #include "engine/staging.h"
+#include "message/connection_events.h"
 #include "message/failure.h"
 #include "message/flight_record.h"
 #include "message/operation.h"
@@ -112,7 +114,7 @@ class Communicator final : private TransportEvents {
   std::string take_warning() { return execution_->take_warning(); }
   // A warning about what close() has left behind, and how to avoid it; or "".
   std::string end_warning() const { return execution_->end_warning(); }
-  bool closed() const { return closed_; }
+  bool closed() const { return state_ == CommunicatorState::closed; }
   // Threads and connections stay with the process that made them: in a fork every call is refused,
   // close() does nothing, and the object must not be destroyed.
   bool is_in_fork() const { return fork_mark_.is_in_fork(); }
@@ -123,10 +125,13 @@ class Communicator final : private TransportEvents {
   Deadline deadline_from_now() const;
   // The latest operations that have ended, and all that have not, by number.
   std::vector<Flight> flights() const;
+  // The states that its connections have entered, and it itself; none in a fork.
+  std::vector<ConnectionEvent> connections() const;
   CopyCounters copy_counters() const { return execution_->copy_counters(); }
   DeviceUsage device_usage() const { return execution_->device_usage(); }
 
   // --- for its execution ---
+  std::shared_ptr<ConnectionEvents> connection_events() override { return connection_events_; }
   void check_usable(OpCode op) const;
   // A failure that begins on this rank.
   Failure own_failure(FailureKind kind, std::string message, std::string op = "") const {
@@ -185,6 +190,7 @@ class Communicator final : private TransportEvents {
   // The communicator's failure as one of its operations reports it, with the message that it was
   // waiting for.
   static FailurePtr failure_for(const FailurePtr& failure, const Operation& operation);
+  void enter(CommunicatorState state, const std::string& why = "");
   void post_locked(const OperationPtr& operation, bool is_async);
   void note_ended(const Operation& operation);
   std::vector<OperationPtr> in_flight() const;
@@ -197,6 +203,7 @@ class Communicator final : private TransportEvents {
   std::vector<int> others_;
   const ForkMark fork_mark_;
   FlightRecord flight_record_;
+  const std::shared_ptr<ConnectionEvents> connection_events_ = std::make_shared<ConnectionEvents>();
   StagingPool scratch_;
   std::unique_ptr<Execution> execution_;
 
@@ -206,9 +213,7 @@ class Communicator final : private TransportEvents {
   FailurePtr failure_;
   Queue<std::weak_ptr<Operation>> in_flight_;  // in post order, so in order of deadlines
   size_t sweep_at_ = 0;                        // length at which finished ones are removed
-  std::atomic<bool> closed_{false};
-  bool closing_ = false;
-  std::atomic<bool> is_usable_{true};  // it has not failed and is not closing
+  std::atomic<CommunicatorState> state_{CommunicatorState::open};
 
   std::vector<std::unique_ptr<Sequencer>> sequencers_;  // one per channel of the user
   std::mutex post_mutex_;  // the order of posts is the order of matches

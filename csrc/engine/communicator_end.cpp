@@ -2,6 +2,8 @@
 #include <algorithm>
 #include <exception>
 #include <functional>
+#include <set>
+#include <utility>
 
 #include "engine/communicator.h"
 
@@ -12,12 +14,17 @@ constexpr auto kGoodbyeLimit = std::chrono::seconds(2);
 
 }  // namespace
 
+// With `mutex_` held.
+void Communicator::enter(CommunicatorState state, const std::string& why) {
+  connection_events_->enter(state_, state, "communicator", -1, why);
+}
+
 Communicator::~Communicator() {
-  if (closed_) return;
+  if (closed()) return;
   {
     std::scoped_lock lock(post_mutex_, mutex_);
-    closing_ = true;  // so that later posts are refused
-    is_usable_ = false;
+    // So that later posts are refused. An exception may have cut close() short.
+    if (state_ < CommunicatorState::closing) enter(CommunicatorState::closing);
   }
   execution_->end(false);
   std::vector<OperationPtr> pending;
@@ -58,9 +65,9 @@ void Communicator::fail(Failure failure) {
   std::vector<OperationPtr> pending;
   {
     std::lock_guard lock(mutex_);
-    if (failure_ || closed_) return;
+    if (failure_ || closed()) return;
     failure_ = shared;
-    is_usable_ = false;
+    if (state_ == CommunicatorState::open) enter(CommunicatorState::failed, shared->message);
     pending = in_flight();
     in_flight_.clear();
   }
@@ -87,6 +94,16 @@ std::vector<Flight> Communicator::flights() const {
   for (const OperationPtr& operation : operations)
     if (auto flight = operation->pending_flight()) pending.push_back(*std::move(flight));
   return merge_flights(std::move(pending), flight_record_.ended());
+}
+
+std::vector<ConnectionEvent> Communicator::connections() const {
+  if (is_in_fork()) return {};
+  std::vector<ConnectionEvent> events = connection_events_->all();
+  std::set<std::pair<std::string, int>> seen;
+  for (auto event = events.rbegin(); event != events.rend(); ++event)
+    if (event->peer >= 0 && seen.emplace(event->connection, event->peer).second)
+      event->peer_now = describe_peer(event->peer);
+  return events;
 }
 
 void Communicator::abort(const std::string& reason, const FailurePtr& cause) {
@@ -208,8 +225,8 @@ void Communicator::close(const Interrupted& interrupted) {
   {
     std::lock_guard post_lock(post_mutex_);
     std::lock_guard lock(mutex_);
-    if (std::exchange(closing_, true)) return;
-    is_usable_ = false;
+    if (state_ >= CommunicatorState::closing) return;
+    enter(CommunicatorState::closing);
     failed_before = failure_;
     pending = in_flight();
   }
@@ -237,7 +254,8 @@ void Communicator::end() {
   std::vector<OperationPtr> pending;
   {
     std::lock_guard lock(mutex_);
-    closing_ = stop_watching_ = closed_ = true;
+    enter(CommunicatorState::closed);
+    stop_watching_ = true;
     pending = in_flight();
     in_flight_.clear();
   }

@@ -24,11 +24,12 @@ RoutedTransport::RoutedTransport(RoutedOptions options, TransportEvents& events)
       say_farewell_(std::move(options.say_farewell)),
       memory_(std::move(options.memory)),
       cores_(std::make_shared<SharedCores>(options.num_local_ranks)),
-      ways_(static_cast<size_t>(options.size)),
+      connection_events_(events.connection_events()),
+      routes_(static_cast<size_t>(options.size)),
       num_unknown_(memory_ ? options.size - 1 : 0) {
   if (size_ == 1) return;
   std::unique_lock lock(mutex_);  // reports of threads wait until construction is complete
-  for (std::atomic<Way>& way : ways_) way = memory_ ? Way::unknown : Way::tcp;
+  for (auto& route : routes_) route = memory_ ? RouteState::unwanted : RouteState::tcp;
   directory_ = std::make_unique<Directory>(
       rank_, std::move(options.lookup),
       Directory::Events{
@@ -67,10 +68,10 @@ RoutedTransport::RoutedTransport(RoutedOptions options, TransportEvents& events)
     directory_->start();
     for (const int peer : control_neighbours(rank_, size_)) {
       // One connection is enough; but both ends check whether they agree.
-      if (peer > rank_ || shm_)
-        connect(peer);
+      if (peer > rank_ && !shm_)
+        tcp_->connect(peer);
       else
-        directory_->want(peer);
+        want(peer);
     }
   } catch (...) {
     lock.unlock();
@@ -94,15 +95,28 @@ void RoutedTransport::or_break(Action action) {
 // ------------------------------------------------------------------------------------------------
 // making routes
 
+void RoutedTransport::enter(int peer, RouteState state, const std::string& detail) {
+  connection_events_->enter(routes_[peer], state, "route", peer, detail);
+}
+
+void RoutedTransport::want(int peer) {
+  if (route_to(peer) == RouteState::unwanted) enter(peer, RouteState::wanted);
+  directory_->want(peer);
+}
+
 void RoutedTransport::connect(int peer) {
   if (size_ == 1) return;
   if (!shm_) return tcp_->connect(peer);
-  if (way_to(peer) == Way::unknown) directory_->want(peer);
+  if (knows_way_to(peer)) return;
+  std::lock_guard lock(mutex_);
+  want(peer);
 }
 
 // On the directory's thread. Returns what keeps this rank from reaching the peer for now, or "".
 std::string RoutedTransport::found(int peer, const Introduction& introduction) {
   if (!introduction.refusal.empty()) {
+    if (std::lock_guard lock(mutex_); route_to(peer) < RouteState::refused)
+      enter(peer, RouteState::refused, introduction.refusal);
     events_.on_refused(peer, introduction.refusal);
     if (tcp_) tcp_->introduce(peer, {});  // the peer cannot be reached
     return "";
@@ -113,16 +127,15 @@ std::string RoutedTransport::found(int peer, const Introduction& introduction) {
   }
   cores_->add(introduction.cores);
   if (tcp_) tcp_->introduce(peer, introduction);
-  if (!shm_ || way_to(peer) != Way::unknown) return "";
+  if (!shm_ || knows_way_to(peer)) return "";
   std::string obstacle;
-  const Way way = map_memory(peer, introduction, obstacle);
-  if (way == Way::unknown) return obstacle;  // or the peer counts as missed
+  const auto way = map_memory(peer, introduction, obstacle);
+  if (!way) return obstacle;  // or the peer counts as missed
   std::unique_lock lock(mutex_);
-  if (way == Way::shm) {
-    pending_[peer].is_mapped = true;
-    if (!pending_[peer].is_met) return "";
-  }
-  settle(peer, way, lock);
+  if (*way == RouteState::shm && route_to(peer) < RouteState::met)
+    enter(peer, RouteState::mapped);
+  else
+    settle(peer, *way, reasons_[peer], lock);
   return "";
 }
 
@@ -135,15 +148,15 @@ void RoutedTransport::gone(int peer, const std::optional<std::string>& farewell,
     tcp_->note_gone(peer, farewell.has_value(), why);
   else if (!farewell)
     events_.on_peer_lost(peer, why);
-  if (!shm_ || way_to(peer) != Way::unknown) return;
+  if (!shm_ || knows_way_to(peer)) return;
   std::unique_lock lock(mutex_);
-  settle(peer, Way::left, lock);
+  settle(peer, RouteState::gone, farewell ? kHasClosed : why, lock);
 }
 
 // Maps the memory of a peer; returns how messages travel, for shared memory once it has met us. While
 // this rank has no file descriptor left, nothing is decided, and `obstacle` is set.
-RoutedTransport::Way RoutedTransport::map_memory(int peer, const Introduction& introduction,
-                                                 std::string& obstacle) {
+std::optional<RouteState> RoutedTransport::map_memory(int peer, const Introduction& introduction,
+                                                      std::string& obstacle) {
   std::string reason = introduction.reason;
   if (introduction.memory_fd >= 0) {
     try {
@@ -151,25 +164,25 @@ RoutedTransport::Way RoutedTransport::map_memory(int peer, const Introduction& i
       auto watch = std::make_unique<ProcessWatch>(introduction.pid);
       if (!tcp_ && watch->has_ended()) {
         directory_->miss(peer, "its process has ended");
-        return Way::unknown;
+        return std::nullopt;
       }
       shm::SegmentShape shape = memory_->shape();
       shape.window_bytes = introduction.window_bytes;
       const shm::SegmentName name{introduction.pid, introduction.memory_fd,
                                   introduction.memory_inode};
       shm_->add_peer(shm::Segment::open(name, peer, shape), std::move(watch));
-      return Way::shm;
+      return RouteState::shm;
     } catch (const std::system_error& error) {
       reason = error.what();
       const int code = error.code().value();
       if (!tcp_ && (code == EMFILE || code == ENFILE)) {
         obstacle = "has shared memory that this rank cannot open yet: " + reason;
-        return Way::unknown;
+        return std::nullopt;
       }
       const bool is_gone = code == ENOENT;
       if (!tcp_ && (is_gone || is_ending(introduction.pid))) {
         directory_->miss(peer, is_gone ? "its shared memory is gone" : "its process has ended");
-        return Way::unknown;
+        return std::nullopt;
       }
     } catch (const std::exception& error) {
       reason = error.what();
@@ -178,23 +191,21 @@ RoutedTransport::Way RoutedTransport::map_memory(int peer, const Introduction& i
   {
     std::lock_guard lock(mutex_);
     reasons_[peer] = reason;
+    if (!tcp_ && route_to(peer) < RouteState::refused) enter(peer, RouteState::refused, reason);
   }
-  if (tcp_) return Way::tcp;
+  if (tcp_) return RouteState::tcp;
   events_.on_refused(peer,
                      "transport=\"shm\" is not possible: " + reason + "; use \"auto\" or \"tcp\"");
-  return Way::left;
+  return RouteState::gone;
 }
 
 // The peer has mapped this rank's memory, or has left.
 void RoutedTransport::met(int peer) {
   std::unique_lock lock(mutex_);
-  if (way_to(peer) != Way::unknown) return;
-  Pending& pending = pending_[peer];
-  pending.is_met = true;
-  if (pending.is_mapped)
-    settle(peer, Way::shm, lock);
-  else
-    directory_->want(peer);
+  const RouteState route = route_to(peer);
+  if (route == RouteState::mapped) return settle(peer, RouteState::shm, "", lock);
+  if (route < RouteState::mapped) enter(peer, RouteState::met);
+  if (!is_decided(route)) directory_->want(peer);
 }
 
 // The peer cannot map this rank's memory, or the two never considered shared memory.
@@ -202,14 +213,14 @@ void RoutedTransport::connected(int peer) {
   directory_->want(peer);
   if (!memory_) return;
   std::unique_lock lock(mutex_);
-  settle(peer, Way::tcp, lock);
+  settle(peer, RouteState::tcp, "the peer has connected", lock);
 }
 
 // Whether every peer that may look for this rank learns of its end without a farewell.
 bool RoutedTransport::has_met_all() const {
   for (int peer = 0; peer < size_; ++peer) {
-    const Way way = way_to(peer);
-    if (peer != rank_ && (way == Way::unknown || (way == Way::tcp && !tcp_->has_met(peer))))
+    const RouteState route = route_to(peer);
+    if (peer != rank_ && (!is_decided(route) || (route == RouteState::tcp && !tcp_->has_met(peer))))
       return false;
   }
   return true;
@@ -236,40 +247,40 @@ void RoutedTransport::say_farewell() {
 }
 
 // Posts the messages that waited for the route, in order; later ones are then posted directly.
-void RoutedTransport::settle(int peer, Way way, std::unique_lock<std::mutex>& lock) {
-  if (way_to(peer) != Way::unknown || std::exchange(pending_[peer].is_settling, true)) return;
-  while (!pending_[peer].requests.empty()) {
-    std::vector<RequestPtr> requests = std::exchange(pending_[peer].requests, {});
+void RoutedTransport::settle(int peer, RouteState way, std::string why,
+                             std::unique_lock<std::mutex>& lock) {
+  if (route_to(peer) >= RouteState::settling) return;
+  enter(peer, RouteState::settling);
+  while (!waiting_[peer].empty()) {
+    std::vector<RequestPtr> requests = std::exchange(waiting_[peer], {});
     lock.unlock();
     post_by(way, requests, true);
     lock.lock();
   }
-  ways_[peer].store(way, std::memory_order_release);
-  pending_.erase(peer);
-  if (way == Way::shm) ++num_shm_;
-  if (way == Way::tcp) ++num_tcp_;
+  enter(peer, way, why);
+  waiting_.erase(peer);
+  if (way == RouteState::shm) ++num_shm_;
+  if (way == RouteState::tcp) ++num_tcp_;
   const bool are_all_known = --num_unknown_ == 0;
-  if (way == Way::shm) shm_->note_routed(peer);
+  if (way == RouteState::shm) shm_->note_routed(peer);
   if (are_all_known && shm_) shm_->note_all_added();  // null if its constructor has failed
   lock.unlock();
   settled_.notify_all();
-  if (way == Way::tcp) tcp_->note_routed(peer);
+  if (way == RouteState::tcp) tcp_->note_routed(peer);
 }
 
 Route RoutedTransport::route(int peer) const {
   if (size_ == 1) return {};
   std::lock_guard lock(mutex_);
   const auto reason = reasons_.find(peer);
-  switch (way_to(peer)) {
-    case Way::shm:
+  switch (route_to(peer)) {
+    case RouteState::shm:
       return {"shm", ""};
-    case Way::tcp:
+    case RouteState::tcp:
       return {"tcp", reason == reasons_.end() ? "" : reason->second};
-    case Way::left:
-    case Way::unknown:
-      break;
+    default:
+      return {};
   }
-  return {};
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -281,36 +292,40 @@ std::shared_ptr<std::byte> RoutedTransport::allocate_result(int64_t num_bytes) {
 
 void RoutedTransport::post(std::span<const RequestPtr> batch, bool is_async) {
   if (!shm_) return tcp_->post(batch, is_async);
-  if (std::all_of(batch.begin(), batch.end(),
-                  [this](const RequestPtr& request) { return way_to(request->peer) == Way::shm; }))
+  if (std::all_of(batch.begin(), batch.end(), [this](const RequestPtr& request) {
+        return route_to(request->peer) == RouteState::shm;
+      }))
     return shm_->post(batch, is_async);
   std::vector<RequestPtr> by_shm, by_tcp, to_nobody;
   for (const RequestPtr& request : batch) {
-    Way way = way_to(request->peer);
-    if (way == Way::unknown) {
+    RouteState way = route_to(request->peer);
+    if (!is_decided(way)) {
       std::lock_guard lock(mutex_);
-      way = way_to(request->peer);
-      if (way == Way::unknown) {
+      way = route_to(request->peer);
+      if (!is_decided(way)) {
         if (aborted_) continue;
-        std::vector<RequestPtr>& waiting = pending_[request->peer].requests;
-        if (waiting.empty()) directory_->want(request->peer);
+        std::vector<RequestPtr>& waiting = waiting_[request->peer];
+        if (waiting.empty()) want(request->peer);
         waiting.push_back(request);
         continue;
       }
     }
-    (way == Way::shm ? by_shm : way == Way::tcp ? by_tcp : to_nobody).push_back(request);
+    (way == RouteState::shm   ? by_shm
+     : way == RouteState::tcp ? by_tcp
+                              : to_nobody)
+        .push_back(request);
   }
   // A thread can help only with messages of one transport.
   is_async |= by_shm.size() < batch.size() && by_tcp.size() < batch.size();
-  post_by(Way::shm, by_shm, is_async);
-  post_by(Way::tcp, by_tcp, is_async);
-  post_by(Way::left, to_nobody, is_async);
+  post_by(RouteState::shm, by_shm, is_async);
+  post_by(RouteState::tcp, by_tcp, is_async);
+  post_by(RouteState::gone, to_nobody, is_async);
 }
 
-void RoutedTransport::post_by(Way way, std::span<const RequestPtr> requests, bool is_async) {
+void RoutedTransport::post_by(RouteState way, std::span<const RequestPtr> requests, bool is_async) {
   if (requests.empty()) return;
-  if (way == Way::shm) return shm_->post(requests, is_async);
-  if (way == Way::tcp) return tcp_->post(requests, is_async);
+  if (way == RouteState::shm) return shm_->post(requests, is_async);
+  if (way == RouteState::tcp) return tcp_->post(requests, is_async);
   {
     std::lock_guard lock(mutex_);
     if (aborted_) return;  // the owner fails them for that cause
@@ -331,9 +346,9 @@ bool RoutedTransport::assist(Operation& operation) {
   bool has_shm = false, has_tcp = false;
   for (const RequestPtr& request : operation.requests()) {
     if (request->settled) continue;
-    const Way way = way_to(request->peer);
-    has_shm |= way == Way::shm;
-    has_tcp |= way == Way::tcp;
+    const RouteState way = route_to(request->peer);
+    has_shm |= way == RouteState::shm;
+    has_tcp |= way == RouteState::tcp;
   }
   // Another thread serves the transport that this one does not.
   if (has_tcp && !has_shm) {
@@ -349,23 +364,21 @@ void RoutedTransport::advance() {
 }
 
 bool RoutedTransport::has_closed(int peer) const {
-  if (way_to(peer) == Way::left) return true;
+  if (route_to(peer) == RouteState::gone) return true;
   return tcp_ && tcp_->has_closed(peer);
 }
 
 std::string RoutedTransport::describe_peer(int peer) const {
   const std::string problem = directory_->problem(peer);
   if (!problem.empty()) return problem;
-  switch (way_to(peer)) {
-    case Way::tcp:
+  switch (route_to(peer)) {
+    case RouteState::tcp:
       return tcp_->describe_peer(peer);
-    case Way::left:
+    case RouteState::gone:
       return kHasClosed;
-    case Way::shm:
-    case Way::unknown:
-      break;
+    default:
+      return shm_->describe_peer(peer);
   }
-  return shm_->describe_peer(peer);
 }
 
 bool RoutedTransport::tick() {
@@ -384,9 +397,8 @@ void RoutedTransport::abort(const Failure& failure) {
       const std::vector<std::byte> record = encode_failure(failure);
       farewell_.assign(reinterpret_cast<const char*>(record.data()), record.size());
     }
-    for (auto& [peer, pending] : pending_)
-      for (RequestPtr& request : std::exchange(pending.requests, {}))
-        dropped.push_back(std::move(request));
+    for (auto& [peer, requests] : waiting_)
+      for (RequestPtr& request : std::exchange(requests, {})) dropped.push_back(std::move(request));
   }
   if (tcp_) tcp_->abort(failure);
   if (shm_) shm_->abort(failure);
@@ -397,8 +409,8 @@ void RoutedTransport::begin_close() {
     // Messages that waited for a route are posted before this rank announces its end.
     std::unique_lock lock(mutex_);
     settled_.wait(lock, [this] {
-      return std::none_of(pending_.begin(), pending_.end(),
-                          [](const auto& each) { return each.second.is_settling; });
+      return std::none_of(routes_.begin(), routes_.end(),
+                          [](const auto& route) { return route.load() == RouteState::settling; });
     });
   }
   if (tcp_) tcp_->begin_close();

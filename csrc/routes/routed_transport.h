@@ -18,6 +18,7 @@
 #include <string>
 #include <vector>
 
+#include "routes/route_state.h"
 #include "transport/directory.h"
 #include "transport/shm/segment.h"
 #include "transport/shm/shm_transport.h"
@@ -61,25 +62,22 @@ class RoutedTransport final : public HostTransport {
   Route route(int peer) const override;
 
  private:
-  enum class Way : uint8_t { unknown, shm, tcp, left };  // left: its communicator is closed
-  // A route in the making.
-  struct Pending {
-    bool is_mapped = false;    // the peer's memory, by this rank
-    bool is_met = false;       // this rank's memory, by the peer
-    bool is_settling = false;  // its way is known, and messages that waited are being posted
-    std::vector<RequestPtr> requests;
-  };
+  RouteState route_to(int peer) const { return routes_[peer].load(std::memory_order_acquire); }
+  bool knows_way_to(int peer) const { return is_decided(route_to(peer)); }
+  // With the lock:
+  void enter(int peer, RouteState state, const std::string& detail = "");
+  void want(int peer);
 
-  Way way_to(int peer) const { return ways_[peer].load(std::memory_order_acquire); }
   std::string found(int peer, const Introduction& introduction);
   void gone(int peer, const std::optional<std::string>& farewell, const std::string& why);
-  Way map_memory(int peer, const Introduction& introduction, std::string& obstacle);
+  std::optional<RouteState> map_memory(int peer, const Introduction& introduction,
+                                       std::string& obstacle);
   void met(int peer);
   void connected(int peer);
   bool has_met_all() const;
   void say_farewell();
-  void settle(int peer, Way way, std::unique_lock<std::mutex>& lock);
-  void post_by(Way way, std::span<const RequestPtr> requests, bool is_async);
+  void settle(int peer, RouteState way, std::string why, std::unique_lock<std::mutex>& lock);
+  void post_by(RouteState way, std::span<const RequestPtr> requests, bool is_async);
   template <class Action>
   void or_break(Action action);
 
@@ -88,10 +86,11 @@ class RoutedTransport final : public HostTransport {
   const std::function<void(const std::string& farewell)> say_farewell_;
   const shm::SegmentPtr memory_;
   const std::shared_ptr<SharedCores> cores_;
-  std::vector<std::atomic<Way>> ways_;  // by rank
+  const std::shared_ptr<ConnectionEvents> connection_events_;
+  std::vector<std::atomic<RouteState>> routes_;  // by rank; entered with the lock
 
-  mutable std::mutex mutex_;  // down to the line
-  std::map<int, Pending> pending_;
+  mutable std::mutex mutex_;                        // down to the line
+  std::map<int, std::vector<RequestPtr>> waiting_;  // for their route
   std::condition_variable settled_;
   std::map<int, std::string> reasons_;  // why a peer shares no memory
   int num_unknown_ = 0;                 // peers whose way is not known

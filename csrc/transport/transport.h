@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "message/connection_events.h"
 #include "message/descriptor.h"
 #include "message/failure.h"
 #include "message/operation.h"
@@ -37,6 +38,10 @@ class TransportEvents {
   virtual void on_broken(const std::string& why) = 0;
   // A peer has sent this with HostTransport::send_control.
   virtual void on_control(int /*peer*/, std::span<const std::byte> /*message*/) {}
+  // Where the transport records the states of its connections, with its locks held.
+  virtual std::shared_ptr<ConnectionEvents> connection_events() {
+    return std::make_shared<ConnectionEvents>();
+  }
 };
 
 struct Route {

@@ -1,6 +1,7 @@
 // The flight record: what it keeps, in which order, and that it can be read while it is written.
 
 #include "check.h"
+#include "message/connection_events.h"
 #include "message/flight_record.h"
 
 FlightMessage message_of(uint64_t number, size_t idx) {
@@ -137,4 +138,74 @@ TEST(operations_write_themselves_down) {
   CHECK(ended[0].operation.ended && ended[0].operation.ended_at >= ended[0].operation.started_at);
   CHECK(ended[0].messages[1].descriptor.num_bytes == 11);
   for (const RequestPtr& request : requests) request->operation = nullptr;
+}
+
+// ------------------------------------------------------------------------------------------------
+// connections
+
+enum class DoorState : uint8_t { closed, open, locked };
+
+constexpr StateRule rule_of(DoorState state) {
+  using enum DoorState;
+  switch (state) {
+    case closed:
+      return {"closed", after(open, locked)};
+    case open:
+      return {"open", after(closed)};
+    case locked:
+      return {"locked", after(closed)};
+  }
+  return {};
+}
+
+TEST(a_state_follows_only_its_predecessors) {
+  ConnectionEvents events;
+  DoorState door = DoorState::closed;
+  events.enter(door, DoorState::open, "door", 3, "by a key");
+  CHECK_THROWS(std::logic_error,
+               "door connection with rank 3 is open, from where it cannot become locked",
+               events.enter(door, DoorState::locked, "door", 3));
+  CHECK(door == DoorState::open);
+  events.enter(door, DoorState::closed, "door", 3);
+  std::atomic<DoorState> other = DoorState::closed;
+  events.enter(other, DoorState::locked, "door", 4);
+  CHECK(other == DoorState::locked);
+  const std::vector<ConnectionEvent> all = events.all();
+  CHECK_EQ(all.size(), 3u);
+  CHECK(all[0].state == "open" && all[0].detail == "by a key" && all[0].peer == 3);
+  CHECK(all[1].state == "closed" && all[1].detail.empty() && all[1].at >= all[0].at);
+  CHECK(all[2].state == "locked" && all[2].peer == 4);
+}
+
+// One connection that changes all the time displaces neither the state nor the latest events of others.
+TEST(the_latest_event_of_each_connection_is_kept) {
+  ConnectionEvents events;
+  for (int peer = 0; peer < 100; ++peer) {
+    DoorState door = DoorState::closed;
+    events.enter(door, DoorState::locked, "door", peer);
+  }
+  DoorState door = DoorState::closed;
+  const size_t num_entered = 2 * ConnectionEvents::kNumEarlier + 1;
+  for (size_t idx = 0; idx < num_entered; ++idx)
+    events.enter(door, idx % 2 == 0 ? DoorState::open : DoorState::closed, "door", 100);
+  const std::vector<ConnectionEvent> all = events.all();
+  CHECK_EQ(all.size(), ConnectionEvents::kNumEarlier + 101);
+  for (int peer = 0; peer < 100; ++peer)
+    CHECK(all[size_t(peer)].peer == peer && all[size_t(peer)].state == "locked");
+  CHECK(all.back().peer == 100 && all.back().state == "open");
+}
+
+TEST(reading_events_while_threads_write) {
+  ConnectionEvents events;
+  std::atomic<int> num_running{3};
+  check::in_threads(4, [&](int thread) {
+    while (thread == 3 && num_running > 0)
+      for (const ConnectionEvent& event : events.all()) CHECK_EQ(event.connection, "door");
+    if (thread == 3) return;
+    DoorState door = DoorState::closed;
+    for (int idx = 0; idx < 1000; ++idx)
+      events.enter(door, idx % 2 == 0 ? DoorState::open : DoorState::closed, "door", thread);
+    --num_running;
+  });
+  CHECK_EQ(events.all().size(), ConnectionEvents::kNumEarlier + 3);
 }

@@ -359,3 +359,111 @@ TEST(aborting_while_routes_are_made) {
   operation.reset();
   comm->close(nullptr);
 }
+
+// ------------------------------------------------------------------------------------------------
+// recorded states
+
+// "wanted mapped settling shm": the states of a connection, oldest first.
+std::string states_of(const Communicator& comm, const std::string& connection, int peer) {
+  std::string states;
+  for (const ConnectionEvent& event : comm.connections())
+    if (event.connection == connection && event.peer == peer)
+      states += (states.empty() ? "" : " ") + event.state;
+  return states;
+}
+
+ConnectionEvent latest(const Communicator& comm, const std::string& connection, int peer) {
+  ConnectionEvent found;
+  for (const ConnectionEvent& event : comm.connections())
+    if (event.connection == connection && event.peer == peer) found = event;
+  return found;
+}
+
+void await_state(const Communicator& comm, const std::string& connection, int peer,
+                 const std::string& state) {
+  const auto until = Clock::now() + kLimit;
+  while (latest(comm, connection, peer).state != state && Clock::now() < until)
+    std::this_thread::sleep_for(1ms);
+  CHECK_EQ(latest(comm, connection, peer).state, state);
+}
+
+TEST(the_states_of_pairs_that_meet) {
+  Meeting meeting(3);
+  meeting.over_tcp().over_memory(shape_of(3));
+  place(meeting, {0, 0, 1});
+  std::barrier<> all_have_looked(3);
+  run_ranks(meeting, [&](Communicator& comm) {
+    wait(comm, comm.barrier());
+    for (int peer = 0; peer < 3; ++peer) {
+      if (peer == comm.rank()) continue;
+      const bool is_shm = comm.rank() + peer == 1;
+      await_state(comm, "route", peer, is_shm ? "shm" : "tcp");
+      const std::string states = states_of(comm, "route", peer);
+      CHECK(states.starts_with("wanted ") || states.starts_with("met ") ||
+            states.starts_with("settling "));
+      CHECK(states.ends_with(is_shm ? " settling shm" : " settling tcp"));
+      CHECK_EQ(latest(comm, "route", peer).peer_now, "is connected");
+      if (!is_shm) CHECK(states_of(comm, "tcp", peer).ends_with("attached connected"));
+    }
+    all_have_looked.arrive_and_wait();
+  });
+}
+
+TEST(the_state_of_a_rank_that_never_comes) {
+  for (const std::string ways : {"memory", "tcp", "both"}) {
+    check::context = "never, " + ways;
+    Meeting meeting(2);
+    over(meeting, ways);
+    meeting.look_up = [](int, int) { return std::nullopt; };
+    const auto comm = meeting.communicator(0);
+    const OperationPtr barrier = comm->barrier();
+    const std::string connection = ways == "tcp" ? "tcp" : "route";
+    await_state(*comm, connection, 1, "wanted");
+    while (comm->describe_peer(1) != "has not made its communicator")
+      std::this_thread::sleep_for(1ms);
+    CHECK_EQ(latest(*comm, connection, 1).peer_now, "has not made its communicator");
+    comm->abort("enough");
+    CHECK_CONTAINS(latest(*comm, "communicator", -1).detail, "enough");
+    comm->close(nullptr);
+    CHECK_EQ(states_of(*comm, "communicator", -1), "failed closing closed");
+  }
+}
+
+// Rank 1 listens but answers no attempt, as a process that is stopped; later it ends.
+TEST(the_state_of_a_handshake_that_is_stuck) {
+  Meeting meeting(2);
+  meeting.over_tcp();
+  const auto comm = meeting.communicator(0);
+  const OperationPtr barrier = comm->barrier();
+  await_state(*comm, "tcp", 1, "connecting");
+  CHECK_CONTAINS(latest(*comm, "tcp", 1).detail,
+                 "127.0.0.1 port " + std::to_string(meeting.introductions[1].port));
+  meeting.listeners[1].clear();
+  await_state(*comm, "tcp", 1, "lost");
+  CHECK(states_of(*comm, "tcp", 1).starts_with("wanted connecting"));
+  CHECK(states_of(*comm, "tcp", 1).ends_with("missed lost"));
+  CHECK_CONTAINS(latest(*comm, "tcp", 1).detail, "nobody listens at 127.0.0.1");
+  comm->close(nullptr);
+}
+
+TEST(the_states_of_refusals_and_of_ends) {
+  {
+    Meeting meeting(2);
+    meeting.over_memory(shape_of(2));
+    place(meeting, {0, 1});
+    const auto comm = meeting.communicator(0);
+    await_state(*comm, "route", 1, "gone");
+    CHECK_EQ(states_of(*comm, "route", 1), "wanted refused settling gone");
+    CHECK_EQ(latest(*comm, "route", 1).detail, "another host");
+    comm->close(nullptr);
+  }
+  Meeting meeting(2);
+  meeting.over_tcp();
+  run_ranks(meeting, [&](Communicator& comm) {
+    wait(comm, comm.barrier());
+    if (comm.rank() == 1) return;
+    await_state(comm, "tcp", 1, "closed");
+    CHECK(check::contains(states_of(comm, "tcp", 1), "attached connected "));
+    CHECK_EQ(latest(comm, "tcp", 1).detail, "the connection was closed");
+  });
+}

@@ -231,7 +231,9 @@ NOT_IN_THE_MATRIX = {
     "vtp_recv_forward": "StageRelay.recv_forward",
     "vtp_recv_backward": "StageRelay.recv_backward",
 }
-METHODS_NOT_IN_THE_MATRIX = {"abort", "barrier", "close", "collective", "dump_flight", "flight_record"}
+METHODS_NOT_IN_THE_MATRIX = {
+    "abort", "barrier", "close", "collective", "connection_events", "dump_flight", "flight_record",
+}  # fmt: skip
 
 
 def public_names() -> set[str]:

@@ -17,7 +17,8 @@ DeviceExecution::DeviceExecution(Communicator& communicator, const DeviceOptions
                                                           options_.max_ops_per_group)),
       links_(std::make_shared<Links>(
           rank(), size(), options_.host, runtime_, nccl_, options_.nccl,
-          [this](int peer, const ControlMessage& message) { send(communicator_, peer, message); })),
+          [this](int peer, const ControlMessage& message) { send(communicator_, peer, message); },
+          communicator.connection_events())),
       in_flight_(std::make_shared<InFlight>(runtime_, communicator)),
       replays_(runtime_, timeout_) {}
 

@@ -53,16 +53,27 @@ std::optional<int> other_of_pair(const LaneKey& key, int rank) {
   return key.ranks.front() == rank ? key.ranks.back() : key.ranks.front();
 }
 
+// "nccl of ranks 0 > 1 on channel 2"
+std::string text_of(const LaneKey& key) {
+  std::string ranks;
+  for (const int rank : key.ranks)
+    ranks += (ranks.empty() ? "ranks " : key.is_one_way ? " > " : ", ") + std::to_string(rank);
+  return "nccl of " + (ranks.empty() ? "all ranks" : ranks) + " on channel " +
+         std::to_string(key.channel);
+}
+
 }  // namespace
 
 Links::Links(int rank, int size, uint64_t host, std::shared_ptr<DeviceRuntime> runtime,
-             std::shared_ptr<NcclTransport> nccl, NcclConfig config, Send send)
+             std::shared_ptr<NcclTransport> nccl, NcclConfig config, Send send,
+             std::shared_ptr<ConnectionEvents> connection_events)
     : rank_(rank),
       size_(size),
       host_(host),
       runtime_(std::move(runtime)),
       nccl_(std::move(nccl)),
       config_(std::move(config)),
+      connection_events_(std::move(connection_events)),
       send_(std::move(send)) {}
 
 // ------------------------------------------------------------------------------------------------
@@ -86,6 +97,12 @@ Links::Entry& Links::entry_of(const LaneKey& key) {
   return *found;
 }
 
+void Links::enter(Entry& entry, State state, const std::string& detail) {
+  auto& [key, link] = entry;
+  connection_events_->enter(link.state, state, text_of(key), other_of_pair(key, rank_).value_or(-1),
+                            detail);
+}
+
 void Links::begin(const LaneKey& key) {
   ToDo to_do;
   {
@@ -97,8 +114,9 @@ void Links::begin(const LaneKey& key) {
 
 void Links::begin_locked(Entry& entry, int invited_by, ToDo& to_do) {
   Link& link = entry.second;
-  if (is_ending_ || link.refused_by) return;
-  const bool is_new = !std::exchange(link.is_begun, true);
+  if (is_ending_ || link.state == State::refused) return;
+  const bool is_new = link.state == State::unused;
+  if (is_new) enter(entry, State::waiting);
   go_on(entry, to_do);
   if (!is_new) return;
   for (const int child : link.children)
@@ -111,20 +129,19 @@ void Links::begin_locked(Entry& entry, int invited_by, ToDo& to_do) {
 // Takes the next steps of this rank, as far as possible now.
 void Links::go_on(Entry& entry, ToDo& to_do) {
   Link& link = entry.second;
-  if (!link.is_begun || link.refused_by) return;
   const bool is_root = link.parent < 0;
   if (link.state == State::waiting && link.have_asked.size() == link.children.size()) {
     if (!is_root) {
       if (!std::exchange(link.has_asked, true))
         to_do.to_send.push_back({link.parent, message_of(entry, Kind::ask, link.host)});
     } else if (!is_ending_ && take_place(entry)) {
-      link.state = State::offered;
+      enter(entry, State::offered);
       send_to_children(entry, message_of(entry, Kind::offer), to_do);
     }
   }
   if (link.state != State::offered || link.have_joined.size() < link.children.size()) return;
   if (is_root) {
-    link.state = State::connecting;
+    enter(entry, State::connecting);
     to_do.to_connect.push_back({&entry, link.host != 0, std::nullopt});
   } else if (!link.has_joined && take_place(entry)) {
     link.has_joined = true;
@@ -157,7 +174,8 @@ void Links::leave_place(Entry& entry, ToDo& to_do) {
 // Marks a link as refused, unless its ranks already connect.
 void Links::refuse_locked(Entry& entry, int by, ToDo& to_do) {
   Link& link = entry.second;
-  if (link.refused_by || (link.state != State::waiting && link.state != State::offered)) return;
+  if (link.state > State::offered) return;
+  enter(entry, State::refused, "by rank " + std::to_string(by));
   link.refused_by = by;
   changed_.notify_all();
   const ControlMessage refusal = message_of(entry, Kind::refuse, uint64_t(by));
@@ -239,8 +257,9 @@ void Links::settle(const LaneKey& key, State state, const std::function<void(Lin
   {
     std::lock_guard lock(mutex_);
     Entry& entry = entry_of(key);
-    entry.second.state = state;
     note(entry.second);
+    const auto& error = entry.second.error;
+    enter(entry, state, error ? error->text : "");
     leave_place(entry, to_do);
   }
   changed_.notify_all();
@@ -290,19 +309,20 @@ bool Links::handle(int peer, Entry& entry, const ControlMessage& message, ToDo& 
       if (number != link.host) link.host = 0;
       [[fallthrough]];
     case Kind::invite:
-      if (is_ending_ && link.state == State::waiting)
+      if (is_ending_ && link.state <= State::waiting)
         refuse_locked(entry, rank_, to_do);
       else
         begin_locked(entry, peer, to_do);
       return true;
     case Kind::offer:
-      if (!is_from_parent || link.state != State::waiting) return false;
-      if (link.refused_by) return true;
+      if (!is_from_parent) return false;
+      if (link.state == State::refused) return true;
+      if (link.state != State::waiting) return false;
       if (is_ending_) {
         refuse_locked(entry, rank_, to_do);
         return true;
       }
-      link.state = State::offered;
+      enter(entry, State::offered);
       send_to_children(entry, message_of(entry, Kind::offer), to_do);
       go_on(entry, to_do);
       return true;
@@ -315,7 +335,7 @@ bool Links::handle(int peer, Entry& entry, const ControlMessage& message, ToDo& 
       if (!is_from_parent || !link.has_joined || link.state != State::offered) return false;
       NcclUniqueId id{};
       std::memcpy(&id, message.payload.data(), sizeof id);
-      link.state = State::connecting;
+      enter(entry, State::connecting);
       send_to_children(entry, message, to_do);
       to_do.to_connect.push_back({&entry, number != 0, id});
       return true;
@@ -345,7 +365,7 @@ bool Links::wait_until_ready(const LaneKey& key, Deadline until) const {
 
 bool Links::is_answered(const LaneKey& key) const {
   std::lock_guard lock(mutex_);
-  return links_.at(key).state != State::waiting;
+  return links_.at(key).state > State::waiting;
 }
 
 std::optional<int> Links::refused_by(const LaneKey& key) const {
@@ -370,9 +390,7 @@ void Links::refuse_more() {
     std::lock_guard lock(mutex_);
     is_ending_ = true;
     for (Entry& entry : links_)
-      if (const Link& link = entry.second;
-          link.state == State::waiting && (link.is_begun || !link.have_asked.empty()))
-        refuse_locked(entry, rank_, to_do);
+      if (entry.second.state == State::waiting) refuse_locked(entry, rank_, to_do);
   }
   perform(to_do);
 }
@@ -409,7 +427,7 @@ bool Links::meet(const std::function<bool()>& keeps_waiting,
   const auto is_being_made = [&](const Entry& entry) {
     const auto& [key, link] = entry;
     const auto peer = other_of_pair(key, rank_);
-    return (link.state == State::offered || link.state == State::connecting) && !link.refused_by &&
+    return (link.state == State::offered || link.state == State::connecting) &&
            !(peer && has_closed(*peer));
   };
   std::vector<Entry*> ready;

@@ -38,6 +38,7 @@
 
 #include "copy/device_runtime.h"
 #include "engine/device/control_message.h"
+#include "engine/device/link_state.h"
 #include "transport/nccl/nccl_transport.h"
 #include "transport/transport.h"
 
@@ -71,7 +72,8 @@ class Links : public std::enable_shared_from_this<Links> {
   // A group of one has no `nccl`, and only streams. Ranks with the same `host`, if it is not 0, are
   // on one host.
   Links(int rank, int size, uint64_t host, std::shared_ptr<DeviceRuntime> runtime,
-        std::shared_ptr<NcclTransport> nccl, NcclConfig config, Send send);
+        std::shared_ptr<NcclTransport> nccl, NcclConfig config, Send send,
+        std::shared_ptr<ConnectionEvents> connection_events);
 
   // Begins to make a link, unless that has begun. Never waits.
   void begin(const LaneKey& key);
@@ -106,18 +108,16 @@ class Links : public std::enable_shared_from_this<Links> {
   void stop_sending();
 
  private:
-  // `offered`: the link will be made, or one of its ranks refuses it.
-  enum class State : uint8_t { waiting, offered, connecting, ready, failed };
+  using State = LinkState;
   struct Link {
     std::vector<int> ranks;  // increasing
     int parent = -1;         // in their tree; -1: this rank is the root
     std::vector<int> children;
     uint64_t name = 0;  // in messages
     uint64_t host = 0;  // of this rank and the ranks below that have asked; 0: several
-    bool is_begun = false;
     bool has_asked = false, has_place = false, has_joined = false;
     std::set<int> have_asked, have_joined;  // of its children
-    State state = State::waiting;
+    State state = State::unused;
     std::optional<int> refused_by;
     std::optional<LinkError> error;
     std::vector<bool> has_met_in_round;  // of the meeting at the end
@@ -141,6 +141,7 @@ class Links : public std::enable_shared_from_this<Links> {
 
   // With the lock:
   Entry& entry_of(const LaneKey& key);
+  void enter(Entry& entry, State state, const std::string& detail = "");
   Entry* named(int peer, const ControlMessage& message);
   void begin_locked(Entry& entry, int invited_by, ToDo& to_do);
   void go_on(Entry& entry, ToDo& to_do);
@@ -163,6 +164,7 @@ class Links : public std::enable_shared_from_this<Links> {
   const std::shared_ptr<DeviceRuntime> runtime_;
   const std::shared_ptr<NcclTransport> nccl_;
   const NcclConfig config_;
+  const std::shared_ptr<ConnectionEvents> connection_events_;
   std::mutex sending_mutex_;
   Send send_;  // null: nothing is sent any more
 

@@ -25,24 +25,40 @@ TcpTransport::Peer& TcpTransport::peer_for(int peer_idx) {
     std::lock_guard close_lock(close_mutex_);
     ++num_open_;
   }
-  peers_[peer_idx].store(&peer, std::memory_order_release);
-  if (const auto known = introductions_.find(peer_idx); known != introductions_.end())
+  const auto known = introductions_.find(peer_idx);
+  const bool is_known = known != introductions_.end();
+  if (is_known)
     start_connecting_to(peer, known->second);
-  else if (options_.on_wanted)
-    options_.on_wanted(peer_idx);
+  else
+    enter(peer, PeerState::wanted);
+  peers_[peer_idx].store(&peer, std::memory_order_release);
+  if (!is_known && options_.on_wanted) options_.on_wanted(peer_idx);
   return peer;
 }
 
-// With `making_mutex_` held.
+// With the peer's lock held, if other threads know it.
+void TcpTransport::enter(Peer& peer, PeerState state, const std::string& detail) {
+  connection_events_->enter(peer.state, state, "tcp", peer.connection.link().peer(), detail);
+}
+
+// With `making_mutex_` held, and the peer's lock, if other threads know it.
 void TcpTransport::start_connecting_to(Peer& peer, const Introduction& introduction) {
   peer.pid = introduction.pid;
+  if (peer.state < PeerState::connecting) {
+    std::string hosts;
+    for (const std::string& host : introduction.hosts) hosts += host + " ";
+    enter(peer, PeerState::connecting, hosts + "port " + std::to_string(introduction.port));
+  }
   connector_->connect(peer.connection.link().peer(), {introduction.hosts, introduction.port});
 }
 
 void TcpTransport::introduce(int peer_idx, const Introduction& introduction) {
   std::lock_guard lock(making_mutex_);
   if (!introductions_.emplace(peer_idx, introduction).second) return;
-  if (Peer* const peer = find(peer_idx)) start_connecting_to(*peer, introduction);
+  if (Peer* const peer = find(peer_idx)) {
+    std::lock_guard peer_lock(peer->mutex);
+    start_connecting_to(*peer, introduction);
+  }
 }
 
 // On the connector's thread.
@@ -50,13 +66,15 @@ void TcpTransport::connected(int peer_idx, Socket socket, AttemptId attempt) {
   if (options_.on_connected) options_.on_connected(peer_idx);
   Peer& peer = peer_for(peer_idx);
   std::unique_lock lock(peer.mutex);
-  if (stopping_ || peer.is_over || peer.connection.link().has_met_peer()) return;
+  if (stopping_ || peer.is_over() || peer.connection.link().has_met_peer()) return;
   detach(peer);  // from an older attempt, on which nothing was sent
   if (closing_) say_closing(peer);
   keep_alive(socket, options_.heartbeat, options_.heartbeat_limit);
   peer.num_ticks_left = Peer::kLastTicks;
   peer.attempt = attempt;
   peer.connection.attach(std::move(socket), attempt.is_own);
+  if (peer.state != PeerState::closing)
+    enter(peer, PeerState::attached, attempt.is_own ? "by this rank" : "by the peer");
   try {
     watch(sockets_, EPOLL_CTL_ADD, peer.connection.socket(), EPOLLIN | EPOLLRDHUP,
           static_cast<uint32_t>(peer_idx));
@@ -71,7 +89,7 @@ void TcpTransport::connected(int peer_idx, Socket socket, AttemptId attempt) {
 void TcpTransport::missed(int peer_idx, const std::string& why) {
   Peer& peer = peer_for(peer_idx);
   std::unique_lock lock(peer.mutex);
-  if (stopping_ || peer.is_over || peer.connection.attached()) return;
+  if (stopping_ || peer.is_over() || peer.connection.attached()) return;
   miss(peer, lock, why);
 }
 
@@ -87,9 +105,11 @@ void TcpTransport::detach(Peer& peer) {
 // spoken: the peer closed, died, or abandoned this attempt and makes another one.
 void TcpTransport::ended_unmet(Peer& peer, std::unique_lock<std::mutex>& lock,
                                const std::string& why) {
-  if (peer.has_left) peer.connection.link().leave();
-  if (disconnecting_ || peer.has_left) return lost(peer, lock, why);
+  const bool has_left = peer.state == PeerState::closing;
+  if (has_left) peer.connection.link().leave();
+  if (disconnecting_ || has_left) return lost(peer, lock, why);
   detach(peer);
+  enter(peer, PeerState::connecting, why);
   connector_->ended(peer.connection.link().peer(), peer.attempt, why);
   lock.unlock();
 }
@@ -98,6 +118,7 @@ void TcpTransport::ended_unmet(Peer& peer, std::unique_lock<std::mutex>& lock,
 void TcpTransport::miss(Peer& peer, std::unique_lock<std::mutex>& lock, const std::string& why) {
   if (disconnecting_) return lost(peer, lock, why);
   detach(peer);
+  enter(peer, PeerState::missed, why);
   peer.watch.reset();
   lock.unlock();
   if (options_.on_missed) options_.on_missed(peer.connection.link().peer(), why);
@@ -106,9 +127,10 @@ void TcpTransport::miss(Peer& peer, std::unique_lock<std::mutex>& lock, const st
 void TcpTransport::note_gone(int peer_idx, bool has_closed, const std::string& why) {
   Peer& peer = peer_for(peer_idx);
   std::unique_lock lock(peer.mutex);
-  if (stopping_ || peer.is_over) return;
+  if (stopping_ || peer.is_over()) return;
   if (peer.connection.attached()) {
-    peer.has_left = has_closed;  // its earlier packets may still arrive
+    if (has_closed && peer.state != PeerState::closing)
+      enter(peer, PeerState::closing, "has left a farewell");
     return;
   }
   if (has_closed) peer.connection.link().leave();
@@ -139,11 +161,12 @@ void TcpTransport::note_closed(Peer& peer) {
 
 // With the peer's lock held, which is released, unless the peer was lost before.
 void TcpTransport::lost(Peer& peer, std::unique_lock<std::mutex>& lock, const std::string& why) {
-  if (std::exchange(peer.is_over, true)) return;
+  if (peer.is_over()) return;
   PeerLink& link = peer.connection.link();
   // Its earlier packets may explain its end.
   const bool orderly =
       disconnecting_ || link.state() == PeerLink::State::disconnecting || link.failure();
+  enter(peer, orderly ? PeerState::closed : PeerState::lost, why);
   detach(peer);
   peer.watch.reset();
   connector_->end(link.peer());
@@ -194,7 +217,7 @@ void TcpTransport::nudge() {
 // With the peer's lock held.
 void TcpTransport::write(Peer& peer) {
   Connection& connection = peer.connection;
-  if (peer.is_over || !connection.attached()) return;
+  if (peer.is_over() || !connection.attached()) return;
   connection.write();
   const bool wants_out = connection.has_unsent();
   if (peer.wants_out == wants_out) return;

@@ -57,6 +57,7 @@ TcpTransport::TcpTransport(TcpOptions options, std::vector<Socket> listeners,
                            TransportEvents& events)
     : options_(std::move(options)),
       events_(events),
+      connection_events_(events.connection_events()),
       peers_(static_cast<size_t>(options_.size)),
       spin_time_(kSpinTime) {
   if (options_.size == 1) return;
@@ -181,7 +182,7 @@ std::string TcpTransport::describe_peer(int peer_idx) const {
   Peer* const peer = find(peer_idx);
   if (!peer) return "is not connected";
   std::lock_guard lock(peer->mutex);
-  if (peer->connection.attached() || peer->is_over) return peer->connection.describe();
+  if (peer->connection.attached() || peer->is_over()) return peer->connection.describe();
   const std::string problem = connector_->problem(peer_idx);
   return "is not connected" + (problem.empty() ? "" : " (" + problem + ")");
 }
@@ -219,7 +220,7 @@ bool TcpTransport::serve_events(int timeout_ms) {
 void TcpTransport::serve(int peer_idx) {
   Peer& peer = *find(peer_idx);
   std::unique_lock lock(peer.mutex);
-  if (peer.is_over || !peer.connection.attached()) return;
+  if (peer.is_over() || !peer.connection.attached()) return;
   peer.num_ticks_left = Peer::kLastTicks;
   const PeerLink& link = peer.connection.link();
   const bool had_met = link.has_met_peer();
@@ -234,7 +235,12 @@ void TcpTransport::serve(int peer_idx) {
     lock.lock();
     return lost(peer, lock, error.what());
   }
-  if (!had_met && link.has_met_peer()) connector_->spoke(peer_idx, peer.attempt);
+  if (!had_met && link.has_met_peer()) {
+    connector_->spoke(peer_idx, peer.attempt);
+    if (peer.state == PeerState::attached) enter(peer, PeerState::connected);
+  }
+  if (link.state() != PeerLink::State::open && peer.state == PeerState::connected)
+    enter(peer, PeerState::closing, link.describe());
   write(peer);
   if (link.goodbye_answered()) note_closed(peer);
   act(peer, lock);
@@ -283,8 +289,8 @@ void TcpTransport::watch_process(Peer& peer) {
 
 // Returns whether its process has ended and its connection has ticks left.
 bool TcpTransport::look_after(Peer& peer, std::unique_lock<std::mutex>& lock) {
-  if (!peer.is_over) watch_process(peer);
-  if (peer.is_over || !peer.watch || !peer.watch->has_ended()) return false;
+  if (!peer.is_over()) watch_process(peer);
+  if (peer.is_over() || !peer.watch || !peer.watch->has_ended()) return false;
   if (--peer.num_ticks_left > 0) return true;
   try {
     // The thread that serves the sockets may still be busy with earlier data.
@@ -295,7 +301,7 @@ bool TcpTransport::look_after(Peer& peer, std::unique_lock<std::mutex>& lock) {
   }
   act(peer, lock);  // its last packets count before its end
   lock.lock();
-  if (peer.is_over) return false;
+  if (peer.is_over()) return false;
   if (peer.connection.link().has_met_peer())
     lost(peer, lock, "its process has ended");
   else
@@ -316,7 +322,7 @@ void TcpTransport::abort(const Failure& failure) {
   for_each_peer([&](Peer& peer) {
     std::vector<RequestPtr> dropped;  // destroyed without the lock
     std::lock_guard lock(peer.mutex);
-    if (stopping_ || peer.is_over) return;
+    if (stopping_ || peer.is_over()) return;
     peer.connection.link().say_failure(failure);
     peer.connection.link().flush();
     dropped = peer.connection.drop();
@@ -387,7 +393,7 @@ void TcpTransport::stop() {
     std::vector<RequestPtr> dropped;
     std::lock_guard lock(peer.mutex);
     dropped = peer.connection.drop();
-    peer.is_over = true;
+    if (!peer.is_over()) enter(peer, PeerState::closed);
     detach(peer);
     peer.watch.reset();
   });

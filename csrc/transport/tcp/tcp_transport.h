@@ -26,6 +26,7 @@
 #include "transport/process_watch.h"
 #include "transport/tcp/connection.h"
 #include "transport/tcp/connector.h"
+#include "transport/tcp/peer_state.h"
 #include "transport/transport.h"
 
 namespace pipecomm::tcp {
@@ -90,14 +91,14 @@ class TcpTransport final : public HostTransport {
     Peer(int rank, int peer, uint32_t epoch) : connection(rank, peer, epoch) {}
     std::mutex mutex;  // guards everything here
     Connection connection;
+    PeerState state = PeerState::unused;
+    bool is_over() const { return state >= PeerState::closed; }
     AttemptId attempt;  // that made the connection
     bool is_routed = false;
     bool failure_told = false;
     bool wants_out = false;     // its socket is also watched for room
-    bool is_over = false;       // lost, or left: nothing is read any more
     bool is_open = true;        // has neither answered our goodbye nor left
     std::atomic<pid_t> pid{0};  // of its process, if it can be watched
-    bool has_left = false;      // has left a farewell while it was still connected
     bool is_watch_tried = false;
     std::unique_ptr<ProcessWatch> watch;
     // Ticks without new data until an ended process counts as lost: its last data are in the
@@ -113,6 +114,7 @@ class TcpTransport final : public HostTransport {
   template <class Action>
   void or_break(Action action);
 
+  void enter(Peer& peer, PeerState state, const std::string& detail = "");
   void start_connecting_to(Peer& peer, const Introduction& introduction);
   void connected(int peer_idx, Socket socket, AttemptId attempt);
   void missed(int peer_idx, const std::string& why);
@@ -135,6 +137,7 @@ class TcpTransport final : public HostTransport {
 
   const TcpOptions options_;
   TransportEvents& events_;
+  const std::shared_ptr<ConnectionEvents> connection_events_;
   std::vector<std::atomic<Peer*>> peers_;  // made when first needed
   std::mutex making_mutex_;                // down to the line
   std::vector<std::unique_ptr<Peer>> made_;

@@ -632,6 +632,13 @@ class Communicator:
         """
         return self._c.flight_record()
 
+    def connection_events(self) -> list[dict[str, Any]]:
+        """Returns the states that the connections of this rank have entered, oldest first, as plain data
+        (docs/flight_record.md lists the states): the latest of each connection, and the last 1024 others. May
+        be called by any thread, in any state.
+        """
+        return self._c.connection_events()
+
     def dump_flight(self, folder: str | os.PathLike[str]) -> str:
         """Writes the flight record to a new file of JSON lines in `folder`, which is made if it does not
         exist, and returns its path. `python -m pipecomm_ext doctor --flight FOLDER` reads it.

@@ -127,6 +127,7 @@ def _lines(communicator: Recorded, reason: str) -> list[dict[str, Any]]:
         "closed": communicator.closed,
         "failure": communicator.failure,
         "threads": _stacks(),
+        "connections": communicator.connection_events(),
     }
     return [head, *({"kind": "operation", **operation} for operation in operations)]
 
