@@ -119,8 +119,8 @@ MUTATIONS = [
     Mutation(
         "last-failure-counts",  # and not the first one
         "csrc/engine/communicator_end.cpp",
-        "if (failure_ || closed_) return;",
-        "if (closed_) return;",
+        "if (failure_ || closed()) return;",
+        "if (closed()) return;",
         ("tests/cpp/test_communicator.cpp", "tests/test_faults.py"),
     ),
     Mutation(

@@ -14,17 +14,13 @@ enum class CommunicatorState : uint8_t {
 
 constexpr StateRule rule_of(CommunicatorState state) {
   using enum CommunicatorState;
-  switch (state) {
-    case open:
-      return {"open", 0};
-    case failed:
-      return {"failed", after(open)};
-    case closing:
-      return {"closing", after(open, failed)};
-    case closed:
-      return {"closed", after(closing)};
-  }
-  return {};
+  constexpr StateRule kRules[] = {
+      {"open", 0},
+      {"failed", after(open)},
+      {"closing", after(open, failed)},
+      {"closed", after(closing)},
+  };
+  return kRules[static_cast<size_t>(state)];
 }
 
 }  // namespace pipecomm

@@ -49,8 +49,8 @@ class ConnectionEvents {
     const State present = state;
     const StateRule rule = rule_of(next);
     if ((rule.predecessors & after(present)) == 0)
-      throw std::logic_error(connection + " connection with rank " + std::to_string(peer) + " is " +
-                             rule_of(present).name + ", from where it cannot become " + rule.name);
+      throw std::logic_error(connection + ", peer " + std::to_string(peer) +
+                             ": no transition from " + rule_of(present).name + " to " + rule.name);
     add({Clock::now(), connection, peer, rule.name, detail});
     state = next;
   }

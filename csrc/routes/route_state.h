@@ -20,27 +20,18 @@ enum class RouteState : uint8_t {
 
 constexpr StateRule rule_of(RouteState state) {
   using enum RouteState;
-  switch (state) {
-    case unwanted:
-      return {"unwanted", 0};
-    case wanted:
-      return {"wanted", after(unwanted)};
-    case mapped:
-      return {"mapped", after(unwanted, wanted)};
-    case met:
-      return {"met", after(unwanted, wanted)};
-    case refused:
-      return {"refused", after(unwanted, wanted, mapped, met)};
-    case settling:
-      return {"settling", after(unwanted, wanted, mapped, met, refused)};
-    case shm:
-      return {"shm", after(settling)};
-    case tcp:
-      return {"tcp", after(settling)};
-    case gone:
-      return {"gone", after(settling)};
-  }
-  return {};
+  constexpr StateRule kRules[] = {
+      {"unwanted", 0},
+      {"wanted", after(unwanted)},
+      {"mapped", after(unwanted, wanted)},
+      {"met", after(unwanted, wanted)},
+      {"refused", after(unwanted, wanted, mapped, met)},
+      {"settling", after(unwanted, wanted, mapped, met, refused)},
+      {"shm", after(settling)},
+      {"tcp", after(settling)},
+      {"gone", after(settling)},
+  };
+  return kRules[static_cast<size_t>(state)];
 }
 
 constexpr bool is_decided(RouteState state) { return state >= RouteState::shm; }

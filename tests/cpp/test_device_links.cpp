@@ -36,6 +36,23 @@ TEST(only_ranks_that_need_each_other) {
   });
 }
 
+// Both ends record how far each link has come.
+TEST(the_states_of_links) {
+  run(options_of(2), [](Rank& me) {
+    const Tensor tensor({4});
+    me.finish(me.p2p({me.rank == 0 ? tensor.to(1) : tensor.from(0)}));
+    me.finish(me.comm->broadcast(tensor.ref(), 0));
+    std::map<std::pair<std::string, int>, std::string> states;
+    for (const ConnectionEvent& event : me.comm->connections())
+      states[{event.connection, event.peer}] += " " + event.state;
+    const std::string made = " waiting offered connecting ready";
+    CHECK_EQ((states[{"nccl of ranks 0 > 1 on channel 0", 1 - me.rank}]), made);
+    CHECK_EQ((states[{"nccl of all ranks on channel 15", -1}]), made);
+    CHECK_EQ(states.size(), 2u);
+    meet(me);
+  });
+}
+
 // The first message to a rank whose user is busy with something else: it is connected all the same.
 TEST(the_other_user_sleeps) {
   std::atomic<bool> is_posted = false;

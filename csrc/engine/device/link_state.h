@@ -17,23 +17,16 @@ enum class LinkState : uint8_t {
 
 constexpr StateRule rule_of(LinkState state) {
   using enum LinkState;
-  switch (state) {
-    case unused:
-      return {"unused", 0};
-    case waiting:
-      return {"waiting", after(unused)};
-    case offered:
-      return {"offered", after(waiting)};
-    case connecting:
-      return {"connecting", after(offered)};
-    case ready:
-      return {"ready", after(connecting)};
-    case failed:
-      return {"failed", after(connecting, ready)};
-    case refused:
-      return {"refused", after(unused, waiting, offered)};
-  }
-  return {};
+  constexpr StateRule kRules[] = {
+      {"unused", 0},
+      {"waiting", after(unused)},
+      {"offered", after(waiting)},
+      {"connecting", after(offered)},
+      {"ready", after(connecting)},
+      {"failed", after(connecting, ready)},
+      {"refused", after(unused, waiting, offered)},
+  };
+  return kRules[static_cast<size_t>(state)];
 }
 
 }  // namespace pipecomm

@@ -20,28 +20,19 @@ enum class PeerState : uint8_t {
 
 constexpr StateRule rule_of(PeerState state) {
   using enum PeerState;
-  constexpr uint32_t kUnmet = after(unused, wanted, connecting, attached, missed);
-  switch (state) {
-    case unused:
-      return {"unused", 0};
-    case wanted:
-      return {"wanted", after(unused)};
-    case connecting:
-      return {"connecting", after(unused, wanted, attached)};
-    case attached:
-      return {"attached", after(wanted, connecting, attached, missed)};
-    case connected:
-      return {"connected", after(attached)};
-    case closing:
-      return {"closing", after(attached, connected)};
-    case missed:
-      return {"missed", after(wanted, connecting, attached, closing, missed)};
-    case closed:
-      return {"closed", kUnmet | after(connected, closing)};
-    case lost:
-      return {"lost", kUnmet | after(connected, closing)};
-  }
-  return {};
+  constexpr uint32_t kNotOver = after(wanted, connecting, attached, connected, closing, missed);
+  constexpr StateRule kRules[] = {
+      {"unused", 0},
+      {"wanted", after(unused)},
+      {"connecting", after(unused, wanted, attached)},
+      {"attached", after(wanted, connecting, attached, missed)},
+      {"connected", after(attached)},
+      {"closing", after(attached, connected)},
+      {"missed", after(wanted, connecting, attached, closing, missed)},
+      {"closed", kNotOver},
+      {"lost", kNotOver},
+  };
+  return kRules[static_cast<size_t>(state)];
 }
 
 }  // namespace pipecomm::tcp

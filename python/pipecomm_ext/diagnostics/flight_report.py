@@ -3,11 +3,12 @@
 A rank waits while one of its operations is not done. The two ends of a message are found by (source,
 destination, channel, number). If the other end was never posted, this rank waits for the rank that should
 have posted it. Following that from rank to rank ends at a rank that waits for no other, at one without a
-record, or in a circle.
+record, or in a circle. The report also tells which connections are not made.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 import textwrap
@@ -18,6 +19,7 @@ from typing import Any
 
 from ..communicator import MAX_CHANNELS  # the channels of collectives come after those
 from ..core.flight import FORMAT_VERSION
+from .connection_report import EVENT_FIELDS, unmade_connections
 
 STUCK_AFTER_S = 1.0  # younger operations of a healthy communicator are simply in flight
 MAX_FILE_BYTES = 64 << 20
@@ -148,6 +150,10 @@ def _read(path: Path) -> RankRecord:
     head.setdefault("failure", None)
     if head["failure"] is not None and not isinstance(head["failure"].get("message"), str):
         raise ValueError("a failure without a message")
+    if not isinstance(head.setdefault("connections", []), list):  # earlier releases recorded none
+        raise ValueError(f"a communicator whose connections is {head['connections']!r}")
+    for event in head["connections"]:
+        _check_fields(event, EVENT_FIELDS, "connection")
     operations = []
     for line in lines[1:]:
         operation = _checked(line, _OPERATION_FIELDS, "operation")
@@ -186,6 +192,7 @@ def explain(history: History, all_histories: list[History]) -> tuple[bool, str]:
     sentences = list(_failures(history))
     sentences += [_wait_text(history, wait) for wait in list(waits.values())[:_MAX_SENTENCES]]
     sentences += _causes(history, waits, all_histories)
+    sentences += itertools.islice(_connections(history), _MAX_SENTENCES)
     if missing and not any(f"Rank {rank} left no record" in text for text in sentences for rank in missing):
         sentences.append(f"{_ranks(missing)} left no record.")
     if not sentences:
@@ -319,6 +326,12 @@ def _failures(history: History) -> Iterator[str]:
                 f"On rank {rank} {len(failed)} operations failed, the last of them {failed[-1]['op']} "
                 f"#{failed[-1]['number']}: {failed[-1]['failure']['message']}."
             )
+
+
+def _connections(history: History) -> Iterator[str]:
+    for rank, record in sorted(history.ranks.items()):
+        has_failed = record.head["failure"] is not None
+        yield from unmade_connections(rank, record.head, 0.0 if has_failed else STUCK_AFTER_S)
 
 
 def _ranks(ranks: list[int]) -> str:
