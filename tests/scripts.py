@@ -2,7 +2,7 @@
 
 A new Python takes seconds to import torch. One script of each kind is a command line of its own (`is_fresh`);
 others are processes forked from the pool's server (Script, run_script, run_under_torchrun), or only call
-main() on ranks that are there already (run_on_ranks).
+main() on ranks that are there already (run_on_ranks). Where the end of Python matters: run_program.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import gc
 import importlib
 import io
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import runpy
 import shlex
@@ -27,12 +28,14 @@ import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch.distributed as dist
 from ranks import fork_context
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+TESTS = Path(__file__).resolve().parent
+REPOSITORY = TESTS.parent
 
 
 def take_interrupts() -> None:
@@ -67,6 +70,10 @@ def _run_forked(
     tempfile.tempdir = None
     fork = multiprocessing.get_context("fork")  # a server of its own would import torch anew
     multiprocessing.get_context = lambda method=None: fork
+    if path == "-c":
+        code, *arguments = arguments
+        sys.argv, sys.path[0:0] = [path, *arguments], [str(folder)]
+        _run_to_the_end(code)
     sys.argv, sys.path[0:0] = [path, *arguments], [os.path.dirname(path)]
     try:
         runpy.run_path(path, run_name="__main__")
@@ -74,8 +81,32 @@ def _run_forked(
         atexit._run_exitfuncs()
 
 
+def _run_to_the_end(code: str) -> NoReturn:
+    """Runs a program, after which all that Python does at its end is done, in half a second."""
+    multiprocessing.forkserver.os = _OsThatEnds()
+    try:
+        exec(code, sys.modules["__main__"].__dict__)
+    except Exception as error:  # what it refers to lives until the end
+        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
+        sys.excepthook(type(error), error, error.__traceback__)
+        sys.exit(1)
+    sys.exit(0)
+
+
+class _OsThatEnds:
+    """`os` for the server's code, which would end a forked process by _exit()."""
+
+    _exit = staticmethod(sys.exit)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(os, name)
+
+
 class Script:
-    """A running script in a session of its own, so that all its processes can be found and signalled."""
+    """A running script in a session of its own, so that all its processes can be found and signalled.
+
+    With the path "-c", the first argument is the program; see run_program.
+    """
 
     def __init__(
         self,
@@ -86,7 +117,7 @@ class Script:
         **environment: str,
     ):
         self.scratch = short_folder()
-        path, texts = str(folder / path), [*map(str, arguments)]
+        path, texts = "-c" if path == "-c" else str(folder / path), [*map(str, arguments)]
         environment = os.environ | {"TMPDIR": str(self.scratch)} | environment
         context = fork_context()
         self._output, output = context.Pipe(duplex=False)
@@ -171,6 +202,16 @@ def run_script(
         result = script.finish(timeout_s)
         script.assert_nothing_left()
     return result
+
+
+def run_program(code: str, *arguments: object, timeout_s: float = 100.0, **environment: str) -> str:
+    """Runs a program in the folder of the tests as `python -c` would; returns its output after its good end.
+
+    Unlike a script, which is left as soon as it is done, it ends with its interpreter.
+    """
+    exit_code, output = run_script("-c", code, *arguments, folder=TESTS, timeout_s=timeout_s, **environment)
+    assert exit_code == 0, output
+    return output
 
 
 def run_under_torchrun(command: str, folder: Path, timeout_s: float = 250.0) -> str:

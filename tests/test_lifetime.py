@@ -5,14 +5,11 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import subprocess
-import sys
 import tempfile
 import threading
 import time
 import traceback
 import weakref
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -20,6 +17,7 @@ import torch
 import torch.distributed as dist
 from patterns import assert_same, pattern, poison
 from ranks import assert_within, on_ranks
+from scripts import TESTS, Script
 
 from pipecomm_ext import Communicator, PipeCommError
 from pipecomm_ext.communicator.communicator import open_communicators
@@ -190,11 +188,8 @@ def end_on_another_thread_and_exit(transport: str) -> None:
 @TRANSPORTS
 def test_a_program_may_exit_while_a_communicator_ends(transport):
     program = f"import test_lifetime; test_lifetime.end_on_another_thread_and_exit({transport!r})"
-    command, folder = [sys.executable, "-c", program], Path(__file__).parent
-    processes = [subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True) for _ in range(2)]
-    for process in processes:
-        _, errors = process.communicate(timeout=100)
-        assert process.returncode == 0, errors
+    with Script("-c", program, folder=TESTS) as one, Script("-c", program, folder=TESTS) as other:
+        assert [script.finish(100) for script in (one, other)] == [(0, "")] * 2
 
 
 @on_ranks(2)

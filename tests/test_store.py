@@ -9,8 +9,6 @@ import contextlib
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -20,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import assert_within, die_with, fork_context
+from scripts import TESTS, Script
 
 from pipecomm_ext import Communicator, PipeCommError, PipeCommTimeout, get_communicator
 from pipecomm_ext.core.limited_store import LimitedStore
@@ -147,23 +146,17 @@ def test_a_program_ends_without_its_store():
     program = (
         "import sys, test_store; test_store.end_without_a_store(*map(int, sys.argv[1:3]), *sys.argv[3:])"
     )
-    with stores(len(endings)) as found:
-        processes = [
-            subprocess.Popen(
-                [sys.executable, "-c", program, str(pid), str(port), *ending],
-                cwd=os.path.dirname(__file__),
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for (pid, port), ending in zip(found, endings, strict=True)
+    with stores(len(endings)) as found, contextlib.ExitStack() as stack:
+        programs = [
+            stack.enter_context(Script("-c", program, *store, *ending, folder=TESTS))
+            for store, ending in zip(found, endings, strict=True)
         ]
-        for process, (strike, ending) in zip(processes, endings, strict=True):
-            output, errors = process.communicate(timeout=100)
-            took_s = time.monotonic() - float(output)
-            assert process.returncode == (1 if ending == "raises" else 0), errors
-            assert ("OSError: no such file" in errors) == (ending == "raises"), errors
-            assert "terminate called" not in errors and "Exception ignored" not in errors, errors
+        for script, (strike, ending) in zip(programs, endings, strict=True):
+            exit_code, output = script.finish(100)
+            took_s = time.monotonic() - float(output.split()[0])
+            assert exit_code == (1 if ending == "raises" else 0), output
+            assert ("OSError: no such file" in output) == (ending == "raises"), output
+            assert "terminate called" not in output and "Exception ignored" not in output, output
             assert_within(2 * CLOSE_S, took_s, f"{strike}, {ending}")
 
 
