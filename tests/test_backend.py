@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import os
 import re
-import subprocess
-import sys
 import tempfile
 import time
 from datetime import timedelta
@@ -18,6 +16,7 @@ import torch.distributed as dist
 from documents import block
 from patterns import assert_same, pattern, poison
 from ranks import on_ranks, once_a_test
+from scripts import Script
 
 from pipecomm_ext import PipeCommMismatch, PipeCommPeerLost, PipeCommTimeout
 from pipecomm_ext.backend import MIN_TORCH, register
@@ -527,17 +526,14 @@ dist.destroy_process_group()
     program = tmp_path / "program.py"
     program.write_text(block("docs/backend.md", "import torch.distributed") + check, encoding="utf-8")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    environment = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
     environment |= {"WORLD_SIZE": "2", "TORCHELASTIC_USE_AGENT_STORE": "True", "OMP_NUM_THREADS": "1"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(program), str(tmp_path / "store"), rank],
-            env=environment | {"RANK": rank},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in ("0", "1")
-    ]
-    for process in processes:
-        _, errors = process.communicate(timeout=100)
-        assert process.returncode == 0, errors
+    with contextlib.ExitStack() as stack:
+        ranks = [
+            stack.enter_context(
+                Script(program, tmp_path / "store", rank, is_fresh=rank == 0, RANK=str(rank), **environment)
+            )
+            for rank in range(2)
+        ]
+        ends = [rank.finish(100) for rank in ranks]
+    assert [exit_code for exit_code, _ in ends] == [0, 0], ends

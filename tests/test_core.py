@@ -14,7 +14,7 @@ import torch
 from pipecomm_ext import _C, cal_split_sizes
 from pipecomm_ext.core.checked import whole_number
 from pipecomm_ext.pipeline_parallel import PipelineParallelLayerLayout
-from pipecomm_ext.schedules import gpipe
+from pipecomm_ext.schedules import dualpipe, gpipe
 
 
 class Index:
@@ -112,7 +112,7 @@ def test_a_plan_has_the_public_attributes():
         assert hasattr(plan, name), name
 
 
-def test_public_modules_are_attributes_of_the_package():
+def test_a_new_python_has_the_public_modules_as_attributes_and_the_same_hashes():
     program = """
 import sys, pipecomm_ext
 assert "pipecomm_ext.schedules" not in sys.modules, "loaded before use"
@@ -120,5 +120,10 @@ for name in ("distributed", "integrations", "parallel_state", "pipeline_parallel
     assert getattr(pipecomm_ext, name) is sys.modules[f"pipecomm_ext.{name}"]
 assert not hasattr(pipecomm_ext, "no_such_module")
 assert "transformers" not in sys.modules, "loaded before use"
+plan = pipecomm_ext.schedules.dualpipe(4, 8)
+print(hash(plan), plan.digest)
 """
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=200)
+    command = [sys.executable, "-c", program]
+    printed = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=200).stdout
+    plan = dualpipe(4, 8)
+    assert printed.split() == [str(hash(plan)), plan.digest]

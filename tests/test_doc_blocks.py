@@ -24,9 +24,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.run
 from documents import DOCUMENTS, ROOT, begins, block, blocks, blocks_of, execute
 from ranks import on_ranks
-from scripts import run_on_ranks, run_under_torchrun
+from scripts import Script, run_on_ranks, run_under_torchrun
 from tools import needs
 from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
@@ -279,47 +280,34 @@ def test_the_commands_for_a_flight_record(tmp_path, capsys) -> None:
     variable, program, *words = start
     assert (variable, program) == ("PIPECOMM_FLIGHT_DIR=/tmp/flights", "torchrun")
     [pkill] = needs(signal_it[0])
-    environment = {"PIPECOMM_FLIGHT_DIR": str(flights), "PIPECOMM_TRANSPORT": "shm"}
-    environment |= {"OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
-    with subprocess.Popen(
-        [sys.executable, "-m", "torch.distributed.run", *words],
-        cwd=tmp_path,
-        env=os.environ | environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    ) as process:
-        try:
-            await_that(lambda: (tmp_path / "hangs").exists(), process)
-            time.sleep(1.5)  # the doctor ignores shorter waits
-            assert signal_it[0] == "pkill"
-            assert not re.search(
-                signal_it[-1],
-                Path(f"/proc/{process.pid}/cmdline").read_text(encoding="utf-8").replace("\0", " "),
-            )
-            assert explain[:4] == ["python", "-m", "pipecomm_ext", "doctor"]
+    environment = {"PIPECOMM_FLIGHT_DIR": str(flights), "PIPECOMM_TRANSPORT": "shm", "OMP_NUM_THREADS": "1"}
+    with Script(torch.distributed.run.__file__, *words, folder=tmp_path, **environment) as script:
+        await_that(lambda: (tmp_path / "hangs").exists(), script)
+        time.sleep(1.5)  # the doctor ignores shorter waits
+        assert signal_it[0] == "pkill"
+        torchrun = [sys.executable, "-m", "torch.distributed.run", *words]
+        assert not re.search(signal_it[-1], " ".join(torchrun))
+        assert explain[:4] == ["python", "-m", "pipecomm_ext", "doctor"]
 
-            def doctor_sees_it() -> bool:  # once the other rank has waited for long enough
-                for path in whole_files(flights):
-                    path.unlink()
-                subprocess.run([pkill, signal_it[1], "-P", str(process.pid), *signal_it[2:]], check=True)
-                await_that(lambda: len(whole_files(flights)) == 2, process)
-                capsys.readouterr()
-                return command_line.main([*explain[3:-1], str(flights)]) == 1
+        def doctor_sees_it() -> bool:  # once the other rank has waited for long enough
+            for path in whole_files(flights):
+                path.unlink()
+            subprocess.run([pkill, signal_it[1], "-P", str(script.process.pid), *signal_it[2:]], check=True)
+            await_that(lambda: len(whole_files(flights)) == 2, script)
+            capsys.readouterr()
+            return command_line.main([*explain[3:-1], str(flights)]) == 1
 
-            await_that(doctor_sees_it, process)
-        finally:
-            os.killpg(process.pid, signal.SIGTERM)
-            process.communicate(timeout=60)
+        await_that(doctor_sees_it, script)
+        os.killpg(script.process.pid, signal.SIGTERM)
+        script.finish(60)
     [expected] = blocks("docs/flight_record.md", "text")
     assert without_numbers(expected) in without_numbers(capsys.readouterr().out)
 
 
-def await_that(holds: Callable[[], bool], process: subprocess.Popen) -> None:
+def await_that(holds: Callable[[], bool], script: Script) -> None:
     until = time.monotonic() + 250
     while not holds():
-        assert process.poll() is None, process.communicate()
+        assert script.process.is_alive(), script.finish(10)
         assert time.monotonic() < until
         time.sleep(0.05)
 

@@ -158,14 +158,14 @@ def test_a_reader_may_stop_early() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_doctor_passes_here() -> None:
-    command = [sys.executable, "-m", "pipecomm_ext", "doctor", "--deadline", "40"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert result.returncode == 0, result.stdout + result.stderr
-    passed = [line.split()[1] for line in result.stdout.splitlines() if line.startswith("ok ")]
+def test_doctor_passes_here(capfd: pytest.CaptureFixture[str]) -> None:
+    exit_code = command_line.main(["doctor", "--deadline", "40"])
+    output = capfd.readouterr().out
+    assert exit_code == 0, output
+    passed = [line.split()[1] for line in output.splitlines() if line.startswith("ok ")]
     assert passed == list(doctor.STEPS)
-    assert result.stdout.startswith("doctor: all is well\nok    join ")
-    assert "  torch       " in result.stdout and "  default     " not in result.stdout
+    assert output.startswith("doctor: all is well\nok    join ")
+    assert "  torch       " in output and "  default     " not in output
 
 
 def test_doctor_names_the_step_that_failed_and_shows_the_error(

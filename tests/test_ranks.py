@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from processes import running, start_of
-from ranks import RankFailure, on_ranks
+from ranks import RankFailure, RankPool, on_ranks
 from scripts import files_in, short_folder, take_interrupts
 
 FOREVER_S = 10_000.0  # longer than any test may take
@@ -152,6 +152,14 @@ def test_decorated_bodies_run_on_every_rank(world, word, tmp_path):
     assert len(list(tmp_path.iterdir())) == world.size
 
 
+def test_a_pool_that_ends_leaves_nothing_behind():
+    with RankPool() as pool:
+        pids = {result[2] for size in (1, 2) for result in pool.run(size, identify)}
+        starts, directory = {pid: start_of(pid) for pid in pids}, Path(pool._directory)
+        assert len(pids) == 3 and len(list(directory.iterdir())) == 2
+    assert not running(starts) and not directory.exists()
+
+
 INNER_TEST = """
 import os, time
 from pathlib import Path
@@ -171,9 +179,9 @@ def test_inner(ranks):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)  # the inner run imports everything again
-@pytest.mark.parametrize("ending", ["normal", "ctrl-c", "kill"])
+@pytest.mark.parametrize("ending", ["ctrl-c", "kill"])
 def test_nothing_is_left_behind(tmp_path, ending):
-    """Runs a pytest of its own whose warm pool is idle, busy and interrupted, or orphaned by SIGKILL."""
+    """Runs a pytest of its own whose warm pool is busy and interrupted, or orphaned by SIGKILL."""
     (tmp_path / "conftest.py").write_text((Path(__file__).parent / "conftest.py").read_text())
     (tmp_path / "test_inner.py").write_text(INNER_TEST)
     scratch = short_folder()
@@ -181,7 +189,7 @@ def test_nothing_is_left_behind(tmp_path, ending):
     environment = os.environ | {
         "TMPDIR": str(scratch),
         "INNER_DIR": str(tmp_path),
-        "INNER_SECONDS": "0" if ending == "normal" else str(FOREVER_S),
+        "INNER_SECONDS": str(FOREVER_S),
         "PYTHONPATH": os.pathsep.join(python_path),
     }
     pytest_process = subprocess.Popen(
@@ -194,21 +202,16 @@ def test_nothing_is_left_behind(tmp_path, ending):
         preexec_fn=take_interrupts,
     )
     try:
-        if ending != "normal":
-            wait_for(lambda: len(processes_in(tmp_path)) == 2, seconds=250)
-            if ending == "ctrl-c":
-                os.killpg(pytest_process.pid, signal.SIGINT)
-            else:
-                pytest_process.kill()
+        wait_for(lambda: len(processes_in(tmp_path)) == 2, seconds=250)
+        if ending == "ctrl-c":
+            os.killpg(pytest_process.pid, signal.SIGINT)
+        else:
+            pytest_process.kill()
         output, _ = pytest_process.communicate(timeout=100)
     finally:
         pytest_process.kill()
     wait_for(lambda: not running(processes_in(tmp_path)), seconds=250)
-    expected = {
-        "normal": pytest.ExitCode.OK,
-        "ctrl-c": pytest.ExitCode.INTERRUPTED,
-        "kill": -signal.SIGKILL,
-    }
+    expected = {"ctrl-c": pytest.ExitCode.INTERRUPTED, "kill": -signal.SIGKILL}
     assert pytest_process.returncode == expected[ending], output.decode()
     if ending != "kill":
         wait_for(lambda: not files_in(scratch), seconds=250)
