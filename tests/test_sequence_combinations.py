@@ -94,7 +94,7 @@ class OverSequences(Side):
             losses.append(self.loss(x, target))
             if torch.is_grad_enabled():
                 losses[-1].backward()
-        return {0: [self.of_all_copies(loss.detach().clone()) for loss in losses]}
+        return {0: list(self.of_all_copies(torch.stack(losses).detach()))}
 
     def step(self) -> None:
         self._run()
@@ -104,9 +104,10 @@ class OverSequences(Side):
             return self._run()
 
     def sum(self) -> None:
-        for parameter in self.parameters():
-            if parameter.grad is not None:
-                self.of_all_copies(parameter.grad)
+        grads = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
+        sums = self.of_all_copies(torch.cat([grad.flatten() for grad in grads]))
+        for grad, total in zip(grads, sums.split([grad.numel() for grad in grads]), strict=True):
+            grad.copy_(total.view_as(grad))
 
     def clip(self, max_norm: float) -> torch.Tensor:
         return nn.utils.clip_grad_norm_(self.parameters(), max_norm)
