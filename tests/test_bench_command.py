@@ -41,7 +41,7 @@ def test_a_run_writes_table_json_and_picture(tmp_path, monkeypatch):
     monkeypatch.setenv("SECRET_TOKEN", "not for the report")
     numbers, picture = tmp_path / "out" / "numbers.json", tmp_path / "out" / "picture.png"
     options = ["--ranks", 2, "--sizes", "4K,64K", "--iters", 10, "--json", numbers, "--plot", picture]
-    exit_code, output = run_script(RUN, "p2p", *options, is_fresh=True)
+    exit_code, output = run_script(RUN, "p2p", *options)
     assert exit_code == 0, output
     assert all(column in output for column in COLUMNS), output
     assert picture.read_bytes()[:8] == PNG and picture.stat().st_size > 10_000
@@ -78,6 +78,12 @@ def test_scale_goes_through_numbers_of_ranks(tmp_path):
     assert picture.read_bytes()[:8] == PNG
 
 
+@pytest.mark.slow
+def test_it_is_a_command_line_of_its_own():
+    exit_code, output = run_script(RUN, "--help", is_fresh=True)
+    assert exit_code == 0 and "--quick" in output, output
+
+
 def check_world(world: dict, num_ranks: int, impls: list[str]) -> None:
     cases = ["constructor and barrier", "barrier", "broadcast, 4K", "broadcast, 1M"]
     cases += ["all-to-all, 256 a pair", "there and back, 1K"]
@@ -103,14 +109,14 @@ def test_runs_on_ranks_that_are_there(ranks, tmp_path):
         output = run_on_ranks(ranks, size, "run", *arguments, "--json", numbers)
         return output, json.loads(numbers.read_text())
 
-    _, document = run(2, "host", "--quick", "--plot", tmp_path / "p.png")
+    _, document = run(2, "host", "--quick", "--iters", 10, "--plot", tmp_path / "p.png")
     assert all(result["algbw_gb_per_s"] is None for result in document["results"])
 
-    output, _ = run(3, "relay", "--ranks", 3, "--sizes", "64K", "--iters", 10)
+    output, _ = run(3, "relay", "--ranks", 3, "--sizes", "64K", "--iters", 3)
     assert "1 to 2, R to R" in output and "shm sharded" in output and "2 to 1, S0 to S1" in output
 
     matrix.write_text("# to 0, to 1\n0 64K\n1000 0\n")
-    output, document = run(2, "all_to_all", "--matrix", matrix, "--iters", 20)
+    output, document = run(2, "all_to_all", "--matrix", matrix, "--iters", 5)
     assert "%bound" in output and "copies" in output
     assert [result["size_bytes"] for result in document["results"]] == [65536] * 2
     assert all(result["copy_passes"] == 0 and result["case"] == "matrix" for result in document["results"])
@@ -285,14 +291,26 @@ def test_without_mpi_the_command_says_how_to_get_it(monkeypatch, capsys):
             parse_arguments(["p2p", "--mpi", *options])
 
 
+MPI_OPS = ["p2p", "sendrecv", "pingpong", "broadcast", "all_reduce", "reduce_scatter", "all_gather"]
+MPI_PROGRAM = f"""
+import sys
+sys.path.insert(0, {str(REPOSITORY / "bench")!r})
+import mpi, run
+for op in {MPI_OPS} if mpi.has_started() else ["p2p"]:  # this process only starts the ranks
+    if exit_code := run.main([op, "--mpi", "--quick", "--json", f"{{op}}.json"]):
+        sys.exit(exit_code)
+"""
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("mpi4py") is None, reason="mpi4py is not installed")
-@pytest.mark.parametrize(
-    "op", ["p2p", "sendrecv", "pingpong", "broadcast", "all_reduce", "reduce_scatter", "all_gather"]
-)
-def test_mpi_moves_the_right_data(op, tmp_path):
-    numbers = tmp_path / "numbers.json"
-    command = [sys.executable, str(REPOSITORY / RUN), op, "--mpi", "--quick", "--json", str(numbers)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+def test_mpi_moves_the_right_data(tmp_path):
+    """All in one program: each new rank takes seconds."""
+    (tmp_path / "program.py").write_text(MPI_PROGRAM)
+    command = [sys.executable, "program.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
-    results = [result for result in json.loads(numbers.read_text())["results"] if result["impl"] == "mpi"]
-    assert results and all(result["num_wrong"] == 0 for result in results)
+    for op in MPI_OPS:
+        every = json.loads((tmp_path / f"{op}.json").read_text())["results"]
+        results = [result for result in every if result["impl"] == "mpi"]
+        assert results and all(result["num_wrong"] == 0 for result in results), op

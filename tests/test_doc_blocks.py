@@ -188,7 +188,7 @@ def test_the_commands_of_benchmarks(ranks, tmp_path, monkeypatch) -> None:
     for line in lines:
         size = int(line[line.index("--ranks") + 1])
         line = [str(tmp_path / word) if word.startswith("out/") else word for word in line if word != "--mpi"]
-        run_on_ranks(ranks, size, "run", *line, "--quick", "--sizes", "64K")
+        run_on_ranks(ranks, size, "run", *line, "--quick", "--sizes", "64K", "--iters", 3)
     written = {path.name for path in (tmp_path / "out").iterdir()}
     assert written == {"batch.json", "batch.png", "timeline.png"}
 

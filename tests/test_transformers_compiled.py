@@ -69,9 +69,8 @@ def test_an_attention_of_the_users_own_is_trusted_in_a_graph_too(world):
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @on_ranks(2)
-def test_static_caches_of_a_model_that_nobody_split(world, attention):
+def test_static_caches_of_a_model_that_nobody_split(world):
     """Prompt and new tokens, each in one graph: the length of such a cache is a tensor that must not be read.
 
     The mask of the prompt has columns for all tokens that the cache may hold, as generate() makes it.
@@ -79,7 +78,7 @@ def test_static_caches_of_a_model_that_nobody_split(world, attention):
     from transformers import StaticCache
 
     registered(world.comm)
-    model = make_model("llama", attention)
+    model = make_model("llama", ("sdpa", "eager")[world.rank])
     mask = torch.ones(2, 12, dtype=torch.long)
     prompt, new = tokens(8), tokens(1)
     position_ids = torch.arange(9).expand(2, 9)

@@ -58,7 +58,7 @@ TEST(number_of_launches) {
 
 // Tasks above the limit of 2^31 vectors are cut; the pieces cover the same index space.
 TEST(cut_tasks) {
-  for (int seed = 0; seed < 300; ++seed) {
+  for (int seed = 0; seed < 120; ++seed) {
     check::context = "cut tasks, seed " + std::to_string(seed);
     Random random(seed);
     CopyTask task;

@@ -20,7 +20,7 @@
 using namespace meeting;
 
 TEST(random_programs) {
-  for (int seed = 0; seed < check::rounds(1000) && check::num_failures == 0; ++seed) {
+  for (int seed = 0; seed < check::rounds(500) && check::num_failures == 0; ++seed) {
     check::context = "program " + std::to_string(seed);
     const Program program(seed, 4, 3, 300'000);
     run_ranks(shape_of(program.size, 0, program.num_channels, int64_t{64 << 10} << seed % 3),

@@ -14,6 +14,7 @@ ACCEPTS = {
     "dualpipe": lambda P, M: M >= 2 * P and P % 2 == 0 and M % 2 == 0,
     "dualpipev": lambda P, M: M >= 2 * P,
 }
+SOME_NUMBERS_OF_RANKS = [*range(2, 10), 12, 13, 16]
 
 
 def generated_plans(P: int, M: int):
@@ -28,7 +29,7 @@ def generated_plans(P: int, M: int):
             yield schedules.interleaved_1f1b(P, M, V, group_size=P + 1)
 
 
-@pytest.mark.parametrize("P", range(2, 17))
+@pytest.mark.parametrize("P", SOME_NUMBERS_OF_RANKS)
 def test_every_generated_plan_passes(P):
     names = set()
     for M in sorted({1, 2, P - 1, P, 2 * P, 3 * P + 1} | ({64} if P <= 6 else set())):

@@ -6,7 +6,7 @@ import random
 from fractions import Fraction
 
 import pytest
-from test_check import generated_plans
+from test_check import SOME_NUMBERS_OF_RANKS, generated_plans
 
 from pipecomm_ext import schedules
 from pipecomm_ext.schedules import RECV, Costs, Fused, Group, PlanError, check, lower, simulate
@@ -104,7 +104,7 @@ def random_costs(plan, rng) -> TableCosts:
     return TableCosts(table, [Fraction(rng.randint(0, 100), 100) for _ in range(plan.num_stages)])
 
 
-@pytest.mark.parametrize("P", range(2, 17))
+@pytest.mark.parametrize("P", SOME_NUMBERS_OF_RANKS)
 def test_lowered_programs_reach_the_compute_only_makespan(P):
     """With one in-order stream per rank, at unit costs and no latency."""
     for M in (3, 2 * P, *([33 if P % 2 else 64] if P <= 6 else [])):
@@ -134,10 +134,9 @@ def test_500_random_runs_never_deadlock_and_match_the_replay():
     """Lowered for unit costs, run with other durations: always to the end, with the times that an independent
     replay finds, and not much slower than with unlimited communication."""
     rng = random.Random(20261121)
-    worst = Fraction(0)
+    worst, programs = Fraction(0), [lower(plan) for plan in SMALL_PLANS]
     for run_idx in range(500):
-        plan = SMALL_PLANS[run_idx % len(SMALL_PLANS)]
-        program = lower(plan)
+        plan, program = (of[run_idx % len(SMALL_PLANS)] for of in (SMALL_PLANS, programs))
         costs = random_costs(plan, rng)
         timeline = simulate(program, costs)
         bound = simulate(plan, costs, compute_only=True)
