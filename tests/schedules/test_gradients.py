@@ -63,7 +63,7 @@ def test_tied_weights_and_clipping(world, is_one):
         plan = get_plan(name, P, M)
         pipeline = TiedPipeline(plan, world.rank, is_one)
         executor = make_executor(world, plan, pipeline)
-        for max_norm, norm_type in ((0.5, 2), (1e6, 3.0), (0.01, math.inf)):
+        for max_norm, norm_type in ((0.5, 2), (0.01, math.inf)) if is_one else ((0.5, 2), (1e6, 3.0)):
             pipeline.zero_grad()
             for _ in range(2):
                 pipeline.step(executor)

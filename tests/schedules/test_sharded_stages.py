@@ -41,16 +41,22 @@ class Reentrant(Recomputed):
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("wrap", [ddp, fsdp], ids=["ddp", "fsdp"])
-@pytest.mark.parametrize("layer", [Recomputed, Reentrant])
-def test_recomputation(world, wrap, layer):
-    for name in ("one_f_one_b", "zb_v"):
-        pipeline = Replicas(plan_named(name, 2, 4), wrap, layer)
-        executor = pipeline.executor()
-        for _ in range(2):
-            pipeline.step(executor)
-            pipeline.run_all()
-        pipeline.assert_gradients()
+@pytest.mark.parametrize(
+    "wrap, layer, name",  # every pair of two of them
+    [
+        (ddp, Recomputed, "one_f_one_b"),
+        (ddp, Reentrant, "zb_v"),
+        (fsdp, Recomputed, "zb_v"),
+        (fsdp, Reentrant, "one_f_one_b"),
+    ],
+)
+def test_recomputation(world, wrap, layer, name):
+    pipeline = Replicas(plan_named(name, 2, 4), wrap, layer)
+    executor = pipeline.executor()
+    for _ in range(2):
+        pipeline.step(executor)
+        pipeline.run_all()
+    pipeline.assert_gradients()
 
 
 def inner_only(module, **options):
