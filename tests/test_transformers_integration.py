@@ -318,7 +318,7 @@ def test_the_code_of_the_guide(world):
     assert torch.equal(names["tokens"], expected)
 
 
-@on_ranks(2, 3)
+@on_ranks(3)
 def test_gradients_are_summed_over_the_pieces(world):
     """Several dtypes, more bytes than a bucket holds, strides, a frozen parameter, one with a gradient on
     some ranks only, one with none; and refusals are raised on all ranks."""
