@@ -167,13 +167,12 @@ def qkv(length: int, rank: int) -> list[torch.Tensor]:
 
 @on_ranks(2)
 def test_several_tensors(world):
-    groups, scatter_sizes = (world.comm, None), [[2, 3], [2, 2], None]
+    """In the default group, and in that of a communicator."""
+    scatter_sizes = [[2, 3], [2, 2], None]
 
     def function(q, k, ids):
-        results = []
-        for group in groups:
-            there = all_to_all_many([q.sin(), k, ids], group, 1, 0, scatter_sizes=scatter_sizes)
-            results += [there[0].cumsum(0), there[1].cos(), there[2]]
+        there = all_to_all_many([q.sin(), k, ids], None, 1, 0, scatter_sizes=scatter_sizes)
+        results = [there[0].cumsum(0), there[1].cos(), there[2]]
         sizes = [3, q.size(0) - 3]
         results += all_to_all_many([q, k], world.comm, 0, -2, scatter_sizes=[sizes, sizes])
         return results + all_to_all_many([ids], world.comm, 1, 0, 2 * ids.size(0))
