@@ -342,7 +342,7 @@ def test_the_schedule_of_the_contribution_guide(monkeypatch) -> None:
 
 
 def test_the_parts_of_the_contribution_guide() -> None:
-    """The Python of a transport and of a collective, with a stand-in for the part that is C++."""
+    """The C++ of a transport and of a collective, and the Python of both with a stand-in for the C++."""
     names = {"math": math, "Any": Any, "Sequence": Sequence, "Mapping": Mapping, "functools": functools}
     names |= {"torch": torch, "_C": mock.Mock(), "TensorSpec": None}
     for module, wanted in {
@@ -364,12 +364,26 @@ def test_the_parts_of_the_contribution_guide() -> None:
     [call] = names["_C"].plan_ring_shift.call_args_list
     assert call.args[:2] == (0, 2) and call.args[3] == 1
     comm.exchange.assert_called_once()
-    words = re.findall(
-        r"\b(?:HostTransport|Member|Signature|make_plan|finished)\b",
-        "\n".join(blocks("CONTRIBUTING.md", "cpp")),
-    )
-    source = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "csrc").rglob("*.[ch]*"))
-    assert len(set(words)) == 5 and all(word in source for word in words)
+    transport, builder, binding = blocks("CONTRIBUTING.md", "cpp")
+    sources = {name: (ROOT / "csrc" / name).read_text(encoding="utf-8") for name in PLACES}
+    whole_transport = f'#include "transport/transport.h"\nnamespace pipecomm {{\n{transport}}}\n'
+    whole_transport += "void make() { pipecomm::LoopbackTransport transport; }\n"
+    end = "}  // namespace pipecomm\n"
+    with_builder = sources["plan/builders.cpp"].removesuffix(end) + builder + end
+    for text in (whole_transport, with_builder):
+        assert_compiles(text)
+    known = sources["bindings/plan.cpp"]
+    assert all(word in known for word in re.findall(r"PySpec|prepare\(|spec_of\(|py::arg", binding))
+
+
+PLACES = ("plan/builders.cpp", "bindings/plan.cpp")  # of the functions of a collective
+
+
+def assert_compiles(text: str) -> None:
+    [compiler] = needs(os.environ.get("CXX", "c++"))
+    command = [compiler, "-std=c++20", "-fsyntax-only", f"-I{ROOT / 'csrc'}", "-xc++", "-"]
+    done = subprocess.run(command, input=text, text=True, capture_output=True)
+    assert done.returncode == 0, done.stderr
 
 
 # ---- schedules --------------------------------------------------------------------------------------------

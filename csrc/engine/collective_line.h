@@ -34,10 +34,12 @@
 
 namespace pipecomm {
 
-// Up to this many members tell each other directly. Measured on two cores, when it still ran over
-// gloo: with 8 ranks an all-to-all with data between all pairs is 1.3 times faster without the
-// agreement beside it, with 16 ranks 1.2; barriers, broadcasts and sparse exchanges are 1.3 to 1.8
-// and 1.7 to 3.6 times faster by the tree.
+// Up to this many members tell each other directly. The limit is the same for all transports, since
+// ranks must choose alike before they know their routes. Measured on two cores with 4 to 16 ranks
+// (medians): exchanges of data between all pairs are 1.4 to 1.7 times faster without the agreement
+// beside them. Over TCP the tree makes barriers 2.4, broadcasts 1.6 and sparse exchanges 1.3 times
+// faster with 8 ranks, and 4.2, 3.1 and 2.6 times with 16. Over shared memory it makes barriers and
+// sparse exchanges 1.1 to 1.4 times slower, and broadcasts from 8 ranks on 1.1 times faster at most.
 inline constexpr int kDirectLimit = 8;
 
 // Payloads of broadcasts are passed on in pieces of this size.
