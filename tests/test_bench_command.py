@@ -304,6 +304,8 @@ if mpi.has_started():
 for op in {MPI_OPS} if mpi.has_started() else ["p2p"]:  # else it only starts the ranks
     if exit_code := run.main([op, "--mpi", "--quick", "--json", f"{{op}}.json"]):
         sys.exit(exit_code)
+if mpi.has_started():
+    dist.destroy_process_group()  # else gloo's thread may abort a process that ends
 """
 
 
