@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import random
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from pipecomm_ext import PipeCommMismatch
 from pipecomm_ext.communicator import reductions
 from pipecomm_ext.communicator.communicator import all_reduce_in_line, reduce_scatter_in_line
 from pipecomm_ext.communicator.continuation import Line, finish_in_background
+from pipecomm_ext.communicator.reduce_operators import Operator
 from pipecomm_ext.communicator.reduction_plans import MAX_WHOLE_BYTES
 from pipecomm_ext.core.levels import levels_among
 
@@ -210,3 +212,24 @@ def test_disagreements_reach_all_ranks_and_the_next_call_works(world):
     tensor = torch.ones(20_000)
     all_reduce_in_line(comm, tensor, ReduceOp.SUM, line)
     assert torch.equal(tensor, torch.full_like(tensor, 4))
+
+
+@pytest.mark.parametrize("layout", ["aabb", "aaaa"])
+@on_ranks(4)
+def test_a_rank_without_memory_for_what_it_computes_refuses_the_next_exchange(world, layout):
+    comm, rank = world.comm, world.rank
+    line = Line(1) if layout == "aaaa" else line_over(world, layout)
+    for waits in (False, True):
+        tensor = torch.ones(20_000)
+        if rank == 2:
+            with (
+                mock.patch.object(Operator, "reduce", side_effect=MemoryError("no memory is left")),
+                pytest.raises(MemoryError),
+            ):
+                reductions.begin_all_reduce(comm, [tensor], ReduceOp.SUM, waits, line).wait()
+        else:
+            with pytest.raises(PipeCommMismatch, match=r"rank 2.*no memory is left"):
+                reductions.begin_all_reduce(comm, [tensor], ReduceOp.SUM, waits, line).wait()
+        tensor = torch.ones(20_000)
+        all_reduce_in_line(comm, tensor, ReduceOp.SUM, line)
+        assert torch.equal(tensor, torch.full_like(tensor, 4))

@@ -56,8 +56,12 @@ class Endpoint:
         self._lock = threading.Lock()
         self._ended = ""
         # Published now, since a call that must not wait for other ranks' calls may need the hosts.
-        self._places = Rendezvous(self.group, self.timeout.total_seconds() or None, "process group", "hosts")
+        self._places = Rendezvous(self.group, self._timeout_s, "process group", "hosts")
         self._places.publish(place())
+
+    @property
+    def _timeout_s(self) -> float | None:
+        return self.timeout.total_seconds() if self.timeout > timedelta(0) else None
 
     def check_usable(self) -> None:
         if self._ended:
@@ -80,7 +84,7 @@ class Endpoint:
                         self.group,
                         device,
                         num_own + num_shared + 1,
-                        timeout=self.timeout if self.timeout.total_seconds() > 0 else None,
+                        timeout=self._timeout_s,
                     ),
                     num_own,
                     num_shared,

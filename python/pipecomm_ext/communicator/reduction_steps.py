@@ -7,6 +7,7 @@ has computed it, so all ranks hold the same bits, in every run. Nothing here dep
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..core.extension import _C
+from ..errors import PipeCommError
 from .reduce_operators import Operator
 from .reduction_plans import all_reduce_plans, scatter_plan, whole_plan
 
@@ -24,15 +26,32 @@ class Exchanges:
 
     def __init__(self, comm: Any, waits: bool, channel: int | None = None, op: str = "exchange") -> None:
         self.comm, self.rank, self.size = comm, comm.rank, comm.size
+        self._op = op
         self.has_order = waits or channel is not None
         self._channel = channel
         self._options: Any = {"async_op": not waits, "op": op, "returns_work": True}
-        self._is_first = True
+        self._num_posted = 0
 
     def run(self, plan: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> _C.Work:
-        channel = None if self._is_first else self._channel
-        self._is_first = False
+        channel = self._next_channel()
         return self.comm.exchange(plan, inputs, outputs, channel=channel, **self._options)
+
+    def _next_channel(self) -> int | None:
+        self._num_posted += 1
+        return None if self._num_posted == 1 else self._channel
+
+    def refusing(self, steps: Iterator[_C.Work], num_exchanges: int) -> Iterator[_C.Work]:
+        """Runs `steps`, which post so many exchanges. If a computation between them raises on this rank, it
+        refuses the next one, which then fails on all ranks, so that none posts those that follow."""
+        try:
+            yield from steps
+        except PipeCommError:  # all ranks know of it
+            raise
+        except Exception as error:
+            if self._num_posted < num_exchanges:
+                with contextlib.suppress(PipeCommError):
+                    self.comm.refuse(self._op, error, channel=self._next_channel())
+            raise
 
     def rows(self, num_rows: int, length: int, dtype: torch.dtype) -> list[Tensor]:
         return list(self.comm.empty((num_rows * length,), dtype).view(num_rows, length).unbind(0))

@@ -126,17 +126,17 @@ def begin_all_reduce(
         operator_ = operator_for(op, tensors[0].dtype, comm.device)
         flat, parts = _joined(tensors)
         levels = _levels(comm, flat.nbytes, waits, line)
+        brought = operator_.before(flat)
     exchanges = Exchanges(comm, waits, line.channel if line else None)
-    brought = operator_.before(flat)
-    steps = (
-        steps_of.all_reduce(exchanges, brought, flat, operator_)
-        if levels is None
-        else level_steps.all_reduce(exchanges, levels, brought, flat, operator_)
-    )
-    steps = with_copies(steps, parts, tensors)
-    if flat.nbytes <= MAX_WHOLE_BYTES:
-        line = None  # there is one exchange
-    return begin(comm, steps, [flat, *tensors], waits, line, num_later=1 if levels is None else 3)
+    if levels is not None:
+        num_exchanges = 4
+        steps = level_steps.all_reduce(exchanges, levels, brought, flat, operator_)
+    else:
+        num_exchanges = 2 if exchanges.has_order and flat.nbytes > MAX_WHOLE_BYTES else 1
+        steps = steps_of.all_reduce(exchanges, brought, flat, operator_)
+    steps = with_copies(exchanges.refusing(steps, num_exchanges), parts, tensors)
+    line = line if num_exchanges > 1 else None
+    return begin(comm, steps, [flat, *tensors], waits, line, num_exchanges - 1)
 
 
 def begin_reduce(comm: Any, tensor: Tensor, op: Any, root: int, waits: bool) -> Continuation:
@@ -175,17 +175,16 @@ def begin_reduce_scatter(
         buffers = [buffer_for(output) for output in outputs]
         whole = buffers[0] if len(buffers) == 1 else flat.new_empty(lengths[comm.rank])
         levels = _levels(comm, flat.nbytes, waits, line)
-        if levels is not None and not level_steps.saves_traffic(levels, operator_):
-            levels = None
+        brought = operator_.before(flat)
     exchanges = Exchanges(comm, waits, line.channel if line else None)
-    brought = operator_.before(flat)
-    steps = (
-        steps_of.reduce_scatter(exchanges, brought, lengths, operator_, whole)
-        if levels is None
-        else level_steps.reduce_scatter(exchanges, levels, brought, lengths, operator_, whole)
-    )
+    if levels is not None and level_steps.saves_traffic(levels, operator_):
+        steps = level_steps.reduce_scatter(exchanges, levels, brought, lengths, operator_, whole)
+        steps = exchanges.refusing(steps, 2)
+    else:
+        line = None
+        steps = steps_of.reduce_scatter(exchanges, brought, lengths, operator_, whole)
     steps = with_copies(steps, whole.split([output.numel() for output in outputs]), outputs)
-    return begin(comm, steps, [flat, whole, *outputs], waits, None if levels is None else line)
+    return begin(comm, steps, [flat, whole, *outputs], waits, line)
 
 
 def _scatter_in_one_call(
@@ -291,5 +290,5 @@ def begin_all_gather(comm: Any, output: Tensor, tensor: Tensor, waits: bool, lin
             return work
         steps, line = iter([work]), None
     else:
-        steps = level_steps.all_gather(exchanges, levels, flat, whole)
+        steps = exchanges.refusing(level_steps.all_gather(exchanges, levels, flat, whole), 2)
     return begin(comm, with_copies(steps, [whole], [output]), [whole, output], waits, line)
