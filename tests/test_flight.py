@@ -235,11 +235,11 @@ def test_a_planted_file_is_not_written_through(world, tmp_path):
 
 @on_ranks(1)
 def test_a_full_disk_keeps_no_part_of_a_record(world, tmp_path):
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    comm, limits = world.comm, resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
     try:
         with pytest.raises(OSError, match="File too large"):
-            world.comm.dump_flight(tmp_path)
+            comm.dump_flight(tmp_path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert os.listdir(tmp_path) == []

@@ -42,6 +42,24 @@ class Connection:
         return self.num_own_tags + tag % self.num_shared, (tag << 1 | 1) & (2**64 - 1)
 
 
+class _Hosts:
+    """The hosts of a group's ranks. Each rank publishes its own with the group, since a call that must not
+    wait for calls of other ranks may need them. It does not refer to the Endpoint: a line keeps it."""
+
+    def __init__(self, group: StoreGroup, timeout_s: float | None) -> None:
+        self._rank, self._size = group.rank, group.size
+        self._rendezvous = Rendezvous(group, timeout_s, "process group", "hosts")
+        self._rendezvous.publish(place())
+
+    @functools.cached_property
+    def _levels(self) -> Levels | None:
+        return levels_among(self._rank, [self._rendezvous.wait_for(rank) for rank in range(self._size)])
+
+    def levels(self) -> Levels | None:
+        """The levels of the ranks' hosts. Waits until all ranks have made the group."""
+        return self._levels
+
+
 class Endpoint:
     """Makes the communicator of a device at the first call for it, without waiting for other ranks."""
 
@@ -55,9 +73,7 @@ class Endpoint:
         self._connections: dict[torch.device, Connection] = {}
         self._lock = threading.Lock()
         self._ended = ""
-        # Published now, since a call that must not wait for other ranks' calls may need the hosts.
-        self._places = Rendezvous(self.group, self._timeout_s, "process group", "hosts")
-        self._places.publish(place())
+        self._hosts = _Hosts(self.group, self._timeout_s)
 
     @property
     def _timeout_s(self) -> float | None:
@@ -88,17 +104,9 @@ class Endpoint:
                     ),
                     num_own,
                     num_shared,
-                    Line(num_own + num_shared, self.levels if device.type == "cpu" else lambda: None),
+                    Line(num_own + num_shared, self._hosts.levels if device.type == "cpu" else lambda: None),
                 )
             return self._connections[device]
-
-    @functools.cached_property
-    def _levels(self) -> Levels | None:
-        return levels_among(self.rank, [self._places.wait_for(rank) for rank in range(self.size)])
-
-    def levels(self) -> Levels | None:
-        """The levels of the ranks' hosts. Waits until all ranks have made the group."""
-        return self._levels
 
     def limit(self, timeout: timedelta | None) -> timedelta | None:
         """Returns how long to wait for a call with this timeout (negative: none was given); None: the
