@@ -18,8 +18,8 @@ from pipecomm_ext import PipeCommMismatch
 from pipecomm_ext.communicator import reductions
 from pipecomm_ext.communicator.communicator import all_reduce_in_line, reduce_scatter_in_line
 from pipecomm_ext.communicator.continuation import Line, finish_in_background
+from pipecomm_ext.communicator.plans import MAX_WHOLE_BYTES
 from pipecomm_ext.communicator.reduce_operators import Operator
-from pipecomm_ext.communicator.reduction_plans import MAX_WHOLE_BYTES
 from pipecomm_ext.core.levels import levels_among
 
 # The host of each rank.

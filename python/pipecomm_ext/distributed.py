@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .communicator import Communicator, Recv, Send, Work, traced
-from .communicator.communicator import list_plan
+from .communicator.plans import list_plan
 from .communicator.registry import communicator_of, group_name, rank_and_size
 from .core.checked import whole_number
 from .core.extension import _C

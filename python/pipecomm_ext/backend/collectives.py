@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..communicator.communicator import all_reduce_in_line, list_plan, reduce_scatter_in_line
+from ..communicator.communicator import all_reduce_in_line, reduce_scatter_in_line
 from ..communicator.continuation import Continuation, begin, finish_in_background
+from ..communicator.plans import list_plan
 from ..communicator.reductions import (
     begin_all_gather,
     begin_all_reduce,

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from ..communicator.continuation import Continuation, Line, begin
-from ..communicator.reduction_plans import whole_plan
+from ..communicator.plans import whole_plan
 from ..core.extension import _C
 from ..core.tensor_specs import spec_of, specs_of
 from .arguments import operator_name

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import functools
 import math
 import os
 import weakref
@@ -20,12 +19,13 @@ from ..core.checked import whole_number
 from ..core.extension import _C
 from ..core.levels import Levels
 from ..core.process_groups import StoreGroup, own_group
-from ..core.tensor_specs import TensorSpec, specs_of
+from ..core.tensor_specs import specs_of
 from ..errors import summary_of
 from ..transports import nccl
 from . import reductions, traced
 from .construction import make
 from .continuation import Continuation, Line, finish_in_background
+from .plans import list_plan
 from .refusal import RefusedOnError, refuse_for
 
 Send = _C.Send
@@ -231,11 +231,6 @@ class Communicator:
         as `transport`; equal on all ranks.
         """
         return self._routes.num_cores() if self._transport in (None, "shm") else None
-
-    def levels(self) -> Levels | None:
-        """The levels of reductions over several hosts, of tensors in host memory; None: there is one level.
-        Waits as `transport`; all ranks come to the same result."""
-        return self._routes.levels() if self.device.type == "cpu" else None
 
     def transport_among(self, ranks: Iterable[int]) -> str:
         """The transport used among `ranks`; the same on each of them."""
@@ -461,7 +456,7 @@ class Communicator:
             ```
         """
         if not async_op:
-            reductions.all_reduce(self, self._c, tensor, op)
+            reductions.all_reduce(self, self._c, tensor, op, find=self._levels)
             return None
         return self._in_background(reductions.begin_all_reduce(self, [tensor], op, False, None))
 
@@ -484,9 +479,12 @@ class Communicator:
             ```
         """
         if not async_op:
-            reductions.reduce_scatter(self, self._c, output, input, op)
+            reductions.reduce_scatter(self, self._c, output, input, op, find=self._levels)
             return None
         return self._in_background(reductions.begin_reduce_scatter(self, [output], input, op, False))
+
+    def _levels(self) -> Levels | None:
+        return self._routes.levels if self.device.type == "cpu" else None
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor, *, async_op: bool = False) -> Work | None:
         """Gathers the `input` of all ranks into `output`, concatenated along dim 0 or stacked.
@@ -498,7 +496,7 @@ class Communicator:
             ```
         """
         if not async_op:
-            reductions.all_gather(self, self._c, output, input)
+            reductions.all_gather(self, self._c, output, input, find=self._levels)
             return None
         return self._in_background(reductions.begin_all_gather(self, output, input, False))
 
@@ -754,11 +752,3 @@ def all_reduce_in_line(comm: Communicator, tensor: torch.Tensor, op: Any, line: 
 def reduce_scatter_in_line(comm: Communicator, output: torch.Tensor, input: Any, op: Any, line: Line) -> None:
     """`Communicator.reduce_scatter` that other ranks may begin without waiting."""
     reductions.reduce_scatter(comm, comm._c, output, input, op, line)
-
-
-@functools.lru_cache(maxsize=256)
-def list_plan(
-    rank: int, size: int, inputs: tuple[TensorSpec, ...], outputs: tuple[TensorSpec, ...]
-) -> _C.PreparedExchange:
-    """The plan of an all-to-all of lists."""
-    return _C.plan_all_to_all_list(rank, size, inputs, outputs)

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from ..core.extension import _C
 from ..core.levels import Levels
+from .plans import list_plan
 from .reduce_operators import Operator
-from .reduction_plans import list_plan
 from .reduction_steps import Exchanges, tag_of_reduce_scatter
 
 
@@ -26,7 +26,7 @@ class LevelExchanges:
     reaches all. `tag` and `length` are those of the whole operation, alike on all ranks."""
 
     def __init__(self, exchanges: Exchanges, tag: str, length: int) -> None:
-        self._exchanges, self._tag, self._length = exchanges, tag, length
+        self._exchanges, self._tag, self._length = exchanges, f"{tag} of {length}", length
         self.rows = exchanges.rows
 
     def scatter(self, members: Sequence[int], pieces: Sequence[Tensor], rows: Sequence[Tensor]) -> _C.Work:
@@ -43,15 +43,9 @@ class LevelExchanges:
         for idx, member in enumerate(members):
             if member != rank:
                 inputs[member], outputs[member] = sent[idx], received[idx]
-        plan = list_plan(
-            rank,
-            size,
-            tuple(tensor.numel() for tensor in inputs),
-            tuple(tensor.numel() for tensor in outputs),
-            inputs[0].dtype,
-            self._tag,
-            self._length,
-        )
+        dtype = inputs[0].dtype
+        sizes = (tuple(((each.numel(),), dtype) for each in tensors) for tensors in (inputs, outputs))
+        plan = list_plan(rank, size, *sizes, self._tag, ((self._length,), dtype))
         return self._exchanges.run(plan, inputs, outputs)
 
 
@@ -71,7 +65,7 @@ def all_reduce(
 
 def saves_traffic(levels: Levels, op: Operator) -> bool:
     """Whether a reduce-scatter sends less over the network in levels, where its sums may be wider numbers."""
-    return len(levels.local) * op.dtype.itemsize > op.partial[1].itemsize
+    return len(levels.local) * op.dtype.itemsize > op.partial.dtype.itemsize
 
 
 def reduce_scatter(
@@ -112,9 +106,8 @@ def _reduced(
     rows = within.rows(len(members), own.numel(), own.dtype)
     yield within.scatter(members, pieces, rows)
     rows[own_idx] = own
-    partial, dtype = op.partial
-    part = torch.empty(own.numel(), dtype=dtype)
-    partial.reduce([row.to(dtype) for row in rows], part)
+    part = torch.empty(own.numel(), dtype=op.partial.dtype)
+    op.partial.reduce([row.to(part.dtype) for row in rows], part)
     return part
 
 

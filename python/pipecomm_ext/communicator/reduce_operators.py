@@ -56,12 +56,12 @@ class Operator:
         self.is_native = device.type == "cpu" and _C.reduces(self.reduction, dtype)
 
     @functools.cached_property
-    def partial(self) -> tuple[Operator, torch.dtype]:
-        """The operator for the parts of several levels, and the dtype of what it computes; see `finish`."""
+    def partial(self) -> Operator:
+        """The operator, and its dtype, for the parts of two levels; see `finish`."""
         is_exact = self.name in ("MIN", "MAX")
         dtype = self.dtype if is_exact else _WIDER.get(self.dtype, self.dtype)
         op = ReduceOp.SUM if self.name in _SUMS else getattr(ReduceOp, self.name)
-        return Operator(op, dtype, self.device), dtype
+        return Operator(op, dtype, self.device)
 
     def finish(self, total: Tensor, num_ranks: int, output: Tensor) -> None:
         """Writes the result, given what `partial` has computed of all ranks."""

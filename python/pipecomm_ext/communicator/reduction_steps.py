@@ -16,8 +16,8 @@ from torch import Tensor
 
 from ..core.extension import _C
 from ..errors import PipeCommError
+from .plans import all_reduce_plans, scatter_plan, whole_plan
 from .reduce_operators import Operator
-from .reduction_plans import all_reduce_plans, scatter_plan, whole_plan
 
 
 class Exchanges:

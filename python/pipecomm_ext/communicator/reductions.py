@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,12 +13,15 @@ from ..core.levels import Levels
 from . import level_steps
 from . import reduction_steps as steps_of
 from .continuation import Continuation, Line, begin
+from .plans import MAX_WHOLE_BYTES, all_gather_plan, all_reduce_plans, scatter_plan
 from .reduce_operators import operator_for, same_object
-from .reduction_plans import MAX_WHOLE_BYTES, all_gather_plan, all_reduce_plans, scatter_plan
 from .reduction_steps import Exchanges
 from .refusal import refuse_for
 
-# `comm` is a Communicator. `waits`: the thread that posts an exchange waits for it at once.
+# `comm` is a Communicator. `waits`: the thread that posts an exchange waits for it at once. `find` returns
+# the levels of the ranks' hosts, if there is no line that does. It waits for all ranks, so only calls that
+# wait pass it.
+FindLevels = Callable[[], Levels | None]
 
 # ---- tensors of any form -----------------------------------------------------------------------------------
 
@@ -72,13 +75,12 @@ def _check_targets(comm: Any, tensors: Sequence[Tensor], name: str) -> None:
         _check(comm, tensor, name if len(tensors) == 1 else f"{name}s[{idx}]", is_received=True)
 
 
-def _levels(comm: Any, num_bytes: int, waits: bool, line: Line | None) -> Levels | None:
+def _levels(comm: Any, num_bytes: int, line: Line | None, find: FindLevels | None) -> Levels | None:
     """The levels of an operation of that size; None: it takes one. Waits until all ranks are known."""
-    if num_bytes <= MAX_WHOLE_BYTES or comm.size < 4:
+    find = find if line is None else line.levels
+    if find is None or num_bytes <= MAX_WHOLE_BYTES or comm.size < 4:
         return None
-    if line is not None:
-        return line.levels()
-    return comm.levels() if waits else None
+    return find()
 
 
 def _num_bytes(tensor: Any) -> int:
@@ -96,13 +98,20 @@ def _plans_in_one_call(
     return operator_.reduction, all_reduce_plans(rank, size, length, dtype, operator_.name, True)
 
 
-def all_reduce(comm: Any, engine: _C.Communicator, tensor: Tensor, op: Any, line: Line | None = None) -> None:
+def all_reduce(
+    comm: Any,
+    engine: _C.Communicator,
+    tensor: Tensor,
+    op: Any,
+    line: Line | None = None,
+    find: FindLevels | None = None,
+) -> None:
     """Reduces one tensor in place and waits; in host memory by one call of C++, unless there are two levels
     or operations in the line still have to post their later exchanges."""
     try:
         op = same_object(op)
         num_bytes = _num_bytes(tensor)
-        if _levels(comm, num_bytes, True, line) is not None:
+        if _levels(comm, num_bytes, line, find) is not None:
             is_done = False
         elif line is None:
             is_done = engine.all_reduce(tensor, op, _plans_in_one_call, None)
@@ -114,18 +123,23 @@ def all_reduce(comm: Any, engine: _C.Communicator, tensor: Tensor, op: Any, line
         refuse_for(comm, "exchange", error)
         raise
     if not is_done:
-        begin_all_reduce(comm, [tensor], op, True, line).wait()
+        begin_all_reduce(comm, [tensor], op, True, line, find).wait()
 
 
 def begin_all_reduce(
-    comm: Any, tensors: Sequence[Tensor], op: Any, waits: bool, line: Line | None
+    comm: Any,
+    tensors: Sequence[Tensor],
+    op: Any,
+    waits: bool,
+    line: Line | None,
+    find: FindLevels | None = None,
 ) -> Continuation:
     """Reduces tensors of one dtype in place, as one."""
     with comm.collective("exchange"):
         _check_targets(comm, tensors, "tensor")
         operator_ = operator_for(op, tensors[0].dtype, comm.device)
         flat, parts = _joined(tensors)
-        levels = _levels(comm, flat.nbytes, waits, line)
+        levels = _levels(comm, flat.nbytes, line, find)
         brought = operator_.before(flat)
     exchanges = Exchanges(comm, waits, line.channel if line else None)
     if levels is not None:
@@ -158,6 +172,7 @@ def begin_reduce_scatter(
     op: Any,
     waits: bool,
     line: Line | None = None,
+    find: FindLevels | None = None,
 ) -> Continuation:
     """Reduces piece r of all ranks into rank r's outputs, which have one dtype.
 
@@ -174,7 +189,7 @@ def begin_reduce_scatter(
         operator_ = operator_for(op, outputs[0].dtype, comm.device)
         buffers = [buffer_for(output) for output in outputs]
         whole = buffers[0] if len(buffers) == 1 else flat.new_empty(lengths[comm.rank])
-        levels = _levels(comm, flat.nbytes, waits, line)
+        levels = _levels(comm, flat.nbytes, line, find)
         brought = operator_.before(flat)
     exchanges = Exchanges(comm, waits, line.channel if line else None)
     if levels is not None and level_steps.saves_traffic(levels, operator_):
@@ -199,13 +214,19 @@ def _scatter_in_one_call(
 
 
 def reduce_scatter(
-    comm: Any, engine: _C.Communicator, output: Tensor, input: Any, op: Any, line: Line | None = None
+    comm: Any,
+    engine: _C.Communicator,
+    output: Tensor,
+    input: Any,
+    op: Any,
+    line: Line | None = None,
+    find: FindLevels | None = None,
 ) -> None:
     """`begin_reduce_scatter` into one tensor, and waits; for one tensor in host memory and one level by one
     call of C++."""
     if isinstance(input, Tensor):
         try:
-            is_done = _levels(comm, _num_bytes(input), True, line) is None and engine.reduce_scatter(
+            is_done = _levels(comm, _num_bytes(input), line, find) is None and engine.reduce_scatter(
                 output, input, same_object(op), _scatter_in_one_call
             )
         except Exception as error:
@@ -213,7 +234,7 @@ def reduce_scatter(
             raise
         if is_done:
             return
-    begin_reduce_scatter(comm, [output], input, op, True, line).wait()
+    begin_reduce_scatter(comm, [output], input, op, True, line, find).wait()
 
 
 def _lengths_in(comm: Any, outputs: Sequence[Tensor], tensor: Tensor) -> tuple[int, ...]:
@@ -256,20 +277,29 @@ def _gather_in_one_call(
     return None if size == 1 else (None, [all_gather_plan(rank, size, length, dtype)])
 
 
-def all_gather(comm: Any, engine: _C.Communicator, output: Tensor, input: Tensor) -> None:
+def all_gather(
+    comm: Any, engine: _C.Communicator, output: Tensor, input: Tensor, find: FindLevels | None = None
+) -> None:
     """`begin_all_gather`, and waits; for contiguous tensors in host memory and one level one call of C++."""
     try:
-        is_done = _levels(comm, _num_bytes(output), True, None) is None and engine.all_gather(
+        is_done = _levels(comm, _num_bytes(output), None, find) is None and engine.all_gather(
             output, input, _gather_in_one_call
         )
     except Exception as error:
         refuse_for(comm, "all_gather", error)
         raise
     if not is_done:
-        begin_all_gather(comm, output, input, True).wait()
+        begin_all_gather(comm, output, input, True, None, find).wait()
 
 
-def begin_all_gather(comm: Any, output: Tensor, tensor: Tensor, waits: bool, line: Line | None = None) -> Any:
+def begin_all_gather(
+    comm: Any,
+    output: Tensor,
+    tensor: Tensor,
+    waits: bool,
+    line: Line | None = None,
+    find: FindLevels | None = None,
+) -> Any:
     """Gathers the tensors of all ranks, one after the other, into `output` of any shape. Returns a Work or an
     object with its methods."""
     with comm.collective("all_gather"):
@@ -281,7 +311,7 @@ def begin_all_gather(comm: Any, output: Tensor, tensor: Tensor, waits: bool, lin
                 f"shape {list(tensor.shape)}, {tensor.dtype}"
             )
         flat, whole = flattened(tensor), buffer_for(output)
-        levels = _levels(comm, whole.nbytes, waits, line)
+        levels = _levels(comm, whole.nbytes, line, find)
     exchanges = Exchanges(comm, waits, line.channel if line else None, op="all_gather")
     if levels is None:
         plan = all_gather_plan(comm.rank, comm.size, flat.numel(), flat.dtype)

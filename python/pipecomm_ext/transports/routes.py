@@ -4,6 +4,7 @@ the records of any two.
 
 from __future__ import annotations
 
+import functools
 import os
 import secrets
 import threading
@@ -79,8 +80,6 @@ class Routes:
         self._lock = threading.Lock()
         self._records: dict[int, dict[str, Any]] = {meeting.rank: self.record}
         self._known_hosts: dict[tuple[int, ...], list[list[int]]] = {}
-        self._levels: Levels | None = None
-        self._has_levels = False
         self._num_sharing = 1
         self._has_warned = False
 
@@ -129,12 +128,11 @@ class Routes:
         parts = " | ".join(", ".join(map(str, host)) for host in hosts)
         return f"shared memory among ranks {parts}, else TCP, because {obstacle}"
 
+    @functools.cached_property
     def levels(self) -> Levels | None:
         """The levels of the ranks' hosts. Waits until all have published their records."""
-        if not self._has_levels:
-            places = [self._record_of(rank) for rank in range(self._meeting.size)]
-            self._levels, self._has_levels = levels_among(self._meeting.rank, places), True
-        return self._levels
+        places = [self._record_of(rank) for rank in range(self._meeting.size)]
+        return levels_among(self._meeting.rank, places)
 
     def num_cores(self) -> int | None:
         """The cores that the ranks may use together if all share memory, else None."""

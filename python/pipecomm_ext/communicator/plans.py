@@ -1,4 +1,4 @@
-"""The exchange plans of reductions and gathers. All tensors have one dim."""
+"""The exchange plans of reductions, gathers and lists. A tensor with only a length here has one dim."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..core.extension import _C
+from ..core.tensor_specs import TensorSpec
 
 # Up to here every rank gets whole tensors and reduces them itself, in one exchange.
 MAX_WHOLE_BYTES = 32 << 10
@@ -50,16 +51,14 @@ def all_reduce_plans(
 def list_plan(
     rank: int,
     size: int,
-    sent: tuple[int, ...],
-    received: tuple[int, ...],
-    dtype: torch.dtype,
-    tag: str,
-    num_shown: int,
+    inputs: tuple[TensorSpec, ...],
+    outputs: tuple[TensorSpec, ...],
+    tag: str = "",
+    shown: TensorSpec | None = None,
 ) -> Any:
-    """Moves one tensor from each rank to each, of these lengths. All ranks must have the same `tag` and
-    `num_shown`, the length of the tensor that errors show."""
-    inputs, outputs = ([((length,), dtype) for length in lengths] for lengths in (sent, received))
-    return _C.plan_all_to_all_list(rank, size, inputs, outputs, f"{tag} {num_shown}", ((num_shown,), dtype))
+    """Moves a tensor from each rank to each. All ranks must have the same `tag`. Errors show `shown` (None:
+    the first input)."""
+    return _C.plan_all_to_all_list(rank, size, inputs, outputs, tag, shown)
 
 
 @functools.lru_cache(maxsize=256)
