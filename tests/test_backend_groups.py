@@ -93,3 +93,11 @@ def test_groups_that_have_ended_leave_no_thread_and_no_descriptor(world):
     gc.enable()
     dist.barrier()
     assert counts[-1] <= counts[0], counts
+
+
+@both(4)
+def test_a_group_that_is_not_used_starts_no_thread(world):
+    before = in_use()
+    group = dist.new_group(range(world.size), backend="pipecomm")
+    assert in_use() == before
+    dist.destroy_process_group(group)

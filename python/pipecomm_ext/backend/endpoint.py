@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ..communicator import Communicator, communicator_for
 from ..communicator.continuation import Line
 from ..core.host import place
-from ..core.levels import Levels, levels_among
+from ..core.levels import MIN_RANKS, Levels, levels_among
 from ..core.process_groups import StoreGroup
 from ..core.rendezvous import Rendezvous, close_stores
 from ..errors import PipeCommAborted, PipeCommError
@@ -49,7 +49,8 @@ class _Hosts:
     def __init__(self, group: StoreGroup, timeout_s: float | None) -> None:
         self._rank, self._size = group.rank, group.size
         self._rendezvous = Rendezvous(group, timeout_s, "process group", "hosts")
-        self._rendezvous.publish(place())
+        if group.size >= MIN_RANKS:
+            self._rendezvous.publish_with_group(place())
 
     @functools.cached_property
     def _levels(self) -> Levels | None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..core.extension import _C
-from ..core.levels import Levels
+from ..core.levels import MIN_RANKS, Levels
 from . import level_steps
 from . import reduction_steps as steps_of
 from .continuation import Continuation, Line, begin
@@ -78,7 +78,7 @@ def _check_targets(comm: Any, tensors: Sequence[Tensor], name: str) -> None:
 def _levels(comm: Any, num_bytes: int, line: Line | None, find: FindLevels | None) -> Levels | None:
     """The levels of an operation of that size; None: it takes one. Waits until all ranks are known."""
     find = find if line is None else line.levels
-    if find is None or num_bytes <= MAX_WHOLE_BYTES or comm.size < 4:
+    if find is None or num_bytes <= MAX_WHOLE_BYTES or comm.size < MIN_RANKS:
         return None
     return find()
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+MIN_RANKS = 4  # two hosts of two ranks
+
 
 @dataclass(frozen=True)
 class Levels:

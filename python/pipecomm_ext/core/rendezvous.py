@@ -108,7 +108,6 @@ class Rendezvous:
         purpose: str = "",
     ) -> None:
         self.rank, self.size, self.store = place_in(group)
-        self._front, self._background = stores_of(group)
         self._group, self._what = group, what
         self._name = f"{what}/{purpose}"
         num_made = _num_made.setdefault(group, {})
@@ -120,7 +119,24 @@ class Rendezvous:
         self._record: dict[str, Any] | None = None  # of this rank, once it is published
         self._own_keys: list[str] = []
 
+    @functools.cached_property
+    def _stores(self) -> tuple[LimitedStore, LimitedStore]:
+        return stores_of(self._group)
+
+    @property
+    def _front(self) -> LimitedStore:
+        return self._stores[0]
+
+    @property
+    def _background(self) -> LimitedStore:
+        return self._stores[1]
+
     # ---- does not wait for other ranks
+
+    def publish_with_group(self, record: Mapping[str, Any]) -> None:
+        """Publishes the record of this rank by the store's own call, without a limit, as torch does while it
+        makes a group. Starts no thread, since many groups are never used further."""
+        self.store.set(f"{self._prefix}/{_RECORD}/{self.rank}", _json(dict(record)).decode())
 
     @_of_an_attempt
     def propose(self, arguments: dict[str, Any], chosen: dict[str, Any]) -> dict[str, Any]:
