@@ -120,7 +120,7 @@ class Meeting(Rendezvous):
 
     def __init__(self, store, rank, size, timeout=None):
         self.store, self.rank, self.size = store, rank, size
-        self._front = self._background = LimitedStore(store, rank)
+        self._stores = (LimitedStore(store, rank),) * 2
         self._group, self._what, self._name, self._number = self, "Communicator", "Communicator/", 0
         self._prefix, self._timeout, self._own_keys = "pipecomm", timeout, []
         rendezvous._num_made[self] = {}
