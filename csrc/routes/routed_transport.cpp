@@ -369,9 +369,13 @@ bool RoutedTransport::has_closed(int peer) const {
 }
 
 std::string RoutedTransport::describe_peer(int peer) const {
-  const std::string problem = directory_->problem(peer);
-  if (!problem.empty()) return problem;
-  switch (route_to(peer)) {
+  const RouteState route = route_to(peer);
+  // A peer that connects may be heard before its record is found.
+  const bool has_met =
+      route == RouteState::shm || (route == RouteState::tcp && tcp_->has_met(peer));
+  if (const std::string problem = directory_->problem(peer); !has_met && !problem.empty())
+    return problem;
+  switch (route) {
     case RouteState::tcp:
       return tcp_->describe_peer(peer);
     case RouteState::gone:

@@ -429,6 +429,30 @@ TEST(the_state_of_a_rank_that_never_comes) {
   }
 }
 
+// Rank 1 connects while rank 0 cannot read its record: what rank 0 says of it follows the connection.
+TEST(the_state_of_a_rank_that_connects_before_it_is_found) {
+  for (const bool over_memory : {false, true}) {
+    check::context = over_memory ? "not found, memory" : "not found, tcp";
+    Meeting meeting(2);
+    if (over_memory) meeting.over_memory(shape_of(2));
+    meeting.over_tcp();
+    place(meeting, {0, 1});
+    std::atomic<int> num_look_ups{0};
+    meeting.look_up = [&, others = meeting.look_up](int rank, int peer) {
+      if (rank == 1) return others(rank, peer);
+      ++num_look_ups;
+      return std::optional<Introduction>();
+    };
+    std::barrier<> both_have_looked(2);
+    run_ranks(meeting, [&](Communicator& comm) {
+      wait(comm, comm.barrier());
+      for (int before = num_look_ups; num_look_ups < before + 2;) std::this_thread::sleep_for(1ms);
+      CHECK_EQ(comm.describe_peer(1 - comm.rank()), "is connected");
+      both_have_looked.arrive_and_wait();
+    });
+  }
+}
+
 // Rank 1 listens but answers no attempt, as a process that is stopped; later it ends.
 TEST(the_state_of_a_handshake_that_is_stuck) {
   Meeting meeting(2);
