@@ -6,6 +6,7 @@ backend by device, and can use only the wait and the future of a handle that is 
 
 from __future__ import annotations
 
+import os
 import sys
 from datetime import timedelta
 from types import FrameType
@@ -17,6 +18,7 @@ from torch._C._distributed_c10d import Backend, ErrorType, ProcessGroup
 
 from .collectives import Collectives
 from .endpoint import Endpoint
+from .hooks import Hook, Hooks, refuse_nan
 from .messages import Messages
 from .monitored_barrier import monitored_barrier
 from .names import DEVICES, NAME
@@ -165,6 +167,27 @@ class PipeCommGroup(Member, ProcessGroup):  # type: ignore[misc]  # torch's have
         self._set_default_backend(ProcessGroup.BackendType.CUSTOM)
         for device in devices:
             self._register_backend(torch.device(device), ProcessGroup.BackendType.CUSTOM, self._backend)
+        self._hooks = Hooks(self)
+        if os.environ.get("TORCH_DIST_NAN_CHECK", "0") == "1":
+            self._hooks.add("before", "nan", refuse_nan)
+
+    # torch's own hooks are for the calls that its C++ dispatches.
+
+    def register_pre_hook(self, hook_id: int, hook: Hook) -> None:
+        super().register_pre_hook(hook_id, hook)
+        self._hooks.add("before", hook_id, hook)
+
+    def unregister_pre_hook(self, hook_id: int) -> None:
+        super().unregister_pre_hook(hook_id)
+        self._hooks.remove("before", hook_id)
+
+    def register_post_hook(self, hook_id: int, hook: Hook) -> None:
+        super().register_post_hook(hook_id, hook)
+        self._hooks.add("after", hook_id, hook)
+
+    def unregister_post_hook(self, hook_id: int) -> None:
+        super().unregister_post_hook(hook_id)
+        self._hooks.remove("after", hook_id)
 
     # torch keeps neither for a group made in Python.
 
@@ -194,10 +217,12 @@ class PipeCommGroup(Member, ProcessGroup):  # type: ignore[misc]  # torch's have
 
     def shutdown(self) -> None:
         _alive.discard(self)
+        self._hooks.clear()
         self._backend.shutdown()
 
     def abort(self) -> None:
         _alive.discard(self)
+        self._hooks.clear()
         self._backend.abort()
 
 

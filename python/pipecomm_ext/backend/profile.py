@@ -31,17 +31,17 @@ def profiled(method: Method) -> Method:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not torch.autograd._profiler_enabled():
             return method(self, *args, **kwargs)
-        with _RecordFunctionFast(name, _tensors(args)):
+        with _RecordFunctionFast(name, tensors_in(args)):
             return method(self, *args, **kwargs)
 
     return cast(Method, call)
 
 
-def _tensors(args: Any) -> list[Tensor]:
+def tensors_in(args: Any) -> list[Tensor]:
     found = []
     for arg in args:
         if isinstance(arg, Tensor):
             found.append(arg)
         elif isinstance(arg, (list, tuple)):
-            found += _tensors(arg)
+            found += tensors_in(arg)
     return found

@@ -1,0 +1,114 @@
+"""Pre- and post-hooks of a group (torch's Hooks.hpp), for calls that torch's Python makes.
+
+torch fires hooks where its C++ dispatches a call. torch.distributed calls the methods of a group made in
+Python directly, so these fire the hooks here. Without a hook the methods are not replaced.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import HookOpName, PostHookArgs, PreHookArgs, ProcessGroup
+
+from .arguments import root_of
+from .profile import tensors_in
+
+Hook = Callable[[Any], None]
+
+# What hooks are told of each method: the operation, and what its leading arguments are.
+_BOTH = ("outputs", "inputs")
+_METHODS = {
+    name: (operation, arguments)
+    for operation, arguments, names in [
+        (HookOpName.BROADCAST, ("inputs", "root"), "broadcast"),
+        (HookOpName.REDUCE, ("inputs", "root"), "reduce"),
+        (HookOpName.GATHER, (*_BOTH, "root"), "gather gather_single gather_into_tensor"),
+        (HookOpName.SCATTER, (*_BOTH, "root"), "scatter"),
+        (HookOpName.ALLREDUCE, ("inputs",), "allreduce allreduce_coalesced"),
+        (HookOpName.ALLGATHER, _BOTH, "allgather allgather_coalesced all_gather_single _allgather_base"),
+        (HookOpName.ALLGATHER, _BOTH, "all_gather_single_coalesced allgather_into_tensor_coalesced"),
+        (HookOpName.REDUCE_SCATTER, _BOTH, "reduce_scatter reduce_scatter_single _reduce_scatter_base"),
+        (HookOpName.REDUCE_SCATTER, _BOTH, "reduce_scatter_single_coalesced reduce_scatter_tensor_coalesced"),
+        (HookOpName.ALLTOALL, _BOTH, "alltoall alltoall_base all_to_all_single"),
+        (HookOpName.SEND, ("inputs", "peer"), "send"),
+        (HookOpName.RECV, ("outputs", "peer"), "recv"),
+        (HookOpName.RECV, ("outputs",), "recv_anysource recvAnysource"),
+        (HookOpName.BARRIER, (), "barrier"),
+    ]
+    for name in names.split()
+}
+_MESSAGES = {HookOpName.SEND, HookOpName.RECV}
+# Of the calls that torch's C++ dispatches, the same hooks get numbers from 0 on.
+_FIRST_ID = 1 << 32
+
+
+class Hooks:
+    """The hooks of one group. While there are any, its instance has methods that call them."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group = weakref.ref(group)
+        self._before: dict[Any, Hook] = {}
+        self._after: dict[Any, Hook] = {}
+        self._ids = itertools.count(_FIRST_ID)
+        self._calling = threading.local()
+
+    def add(self, kind: str, hook_id: Any, hook: Hook) -> None:
+        """Calls `hook` "before" or "after" each call from now on."""
+        self._of(kind)[hook_id] = hook
+        group = self._group()
+        for name, (operation, arguments) in _METHODS.items():
+            method = getattr(type(group), name).__get__(group)
+            setattr(group, name, functools.partial(self._call, method, operation, arguments))
+
+    def remove(self, kind: str, hook_id: Any) -> None:
+        self._of(kind).pop(hook_id, None)
+        if not self._before and not self._after:
+            self.clear()
+
+    def clear(self) -> None:
+        self._before.clear()
+        self._after.clear()
+        for name in _METHODS:
+            vars(self._group()).pop(name, None)
+
+    def _of(self, kind: str) -> dict[Any, Hook]:
+        return self._before if kind == "before" else self._after
+
+    def _call(
+        self, method: Callable[..., Any], name: HookOpName, kinds: tuple[str, ...], *args: Any, **kwargs: Any
+    ) -> Any:
+        if getattr(self._calling, "now", False):  # within a method for which they have been called
+            return method(*args, **kwargs)
+        given: dict[str, Any] = dict(zip(kinds, args, strict=False))
+        options = [arg for arg in (*args, *kwargs.values()) if hasattr(arg, "asyncOp")]
+        before, after = PreHookArgs(), PostHookArgs()
+        before.name = after.name = name
+        before.op_id = after.op_id = next(self._ids)
+        before.async_op = after.async_op = name in _MESSAGES or not options or options[0].asyncOp
+        before.input_tensors = tensors_in([given.get("inputs")])
+        before.output_tensors = tensors_in([given.get("outputs")])
+        root = root_of(given.get("root"), kwargs) if "root" in kinds else -1
+        before.root = given.get("peer", root)
+        for hook in list(self._before.values()):
+            hook(before)
+        self._calling.now = True
+        try:
+            work = method(*args, **kwargs)
+        finally:
+            self._calling.now = False
+        after.work = work
+        for hook in list(self._after.values()):
+            hook(after)
+        return work
+
+
+def refuse_nan(args: PreHookArgs) -> None:
+    """The hook for TORCH_DIST_NAN_CHECK=1."""
+    for tensor in args.input_tensors:
+        torch.ops.c10d.check_for_nan(tensor)
