@@ -49,6 +49,17 @@ struct LaneMessages {
   bool is_captured = false;  // in a graph, whose replays are not observed
 };
 
+// One call of ncclAllReduce, ncclReduce, ncclReduceScatter or ncclAllGather.
+struct NcclReduction {
+  OpCode op;
+  const std::byte* source;
+  std::byte* destination;
+  size_t count;  // elements that one rank sends to all, or receives of the result
+  int dtype;
+  int reduction = 0;  // unused by all_gather
+  int root = 0;       // of reduce
+};
+
 // Thread blocks of a communicator other than that of the collectives, unless the options set more:
 // over a network, and within a host, where NVLink needs more of them. NCCL allocates buffers for
 // each block, and waiting blocks spin: many lanes with NCCL's own choice would take tens of GB and
@@ -82,11 +93,12 @@ class NcclTransport {
   // threads may call it. Throws NcclError, and then leaves nothing behind.
   int connect(const NcclLane& lane, const NcclConfig& config);
 
-  // These enqueue on streams; a broadcast is one message. The first returns the number of thread
-  // blocks of its kernels. They throw NcclError, after which only abort() makes sense. All lanes of
-  // a batch share the groups.
+  // These enqueue on streams; a broadcast and a reduction are one message. The first returns the
+  // number of thread blocks of its kernels. They throw NcclError, after which only abort() makes
+  // sense. All lanes of a batch share the groups.
   int send_and_receive(std::span<const LaneMessages> lanes, const KeepWaiting& keep_waiting);
   void broadcast(const LaneMessages& lane, int source, const KeepWaiting& keep_waiting);
+  void reduce(const LaneMessages& lane, const NcclReduction& call, const KeepWaiting& keep_waiting);
 
   struct Usage {
     int num_comms = 0;
