@@ -24,7 +24,7 @@ from ..errors import summary_of
 from ..transports import nccl
 from . import reductions, traced
 from .construction import make
-from .continuation import Continuation, Line, finish_in_background
+from .continuation import Continuation, finish_in_background
 from .plans import list_plan
 from .refusal import RefusedOnError, refuse_for
 
@@ -458,7 +458,7 @@ class Communicator:
         if not async_op:
             reductions.all_reduce(self, self._c, tensor, op, find=self._levels)
             return None
-        return self._in_background(reductions.begin_all_reduce(self, [tensor], op, False, None))
+        return self._in_background(reductions.begin_all_reduce(self, self._c, [tensor], op, False, None))
 
     def reduce_scatter(
         self,
@@ -481,7 +481,8 @@ class Communicator:
         if not async_op:
             reductions.reduce_scatter(self, self._c, output, input, op, find=self._levels)
             return None
-        return self._in_background(reductions.begin_reduce_scatter(self, [output], input, op, False))
+        handle = reductions.begin_reduce_scatter(self, self._c, [output], input, op, False)
+        return self._in_background(handle)
 
     def _levels(self) -> Levels | None:
         return self._routes.levels if self.device.type == "cpu" else None
@@ -498,7 +499,7 @@ class Communicator:
         if not async_op:
             reductions.all_gather(self, self._c, output, input, find=self._levels)
             return None
-        return self._in_background(reductions.begin_all_gather(self, output, input, False))
+        return self._in_background(reductions.begin_all_gather(self, self._c, output, input, False))
 
     @overload
     def exchange(
@@ -744,11 +745,6 @@ def graph_name(communicator: Communicator) -> str:
     return f"{NAME_IN_GRAPHS} {id(communicator)}"
 
 
-def all_reduce_in_line(comm: Communicator, tensor: torch.Tensor, op: Any, line: Line) -> None:
-    """`Communicator.all_reduce` that other ranks may begin without waiting."""
-    reductions.all_reduce(comm, comm._c, tensor, op, line)
-
-
-def reduce_scatter_in_line(comm: Communicator, output: torch.Tensor, input: Any, op: Any, line: Line) -> None:
-    """`Communicator.reduce_scatter` that other ranks may begin without waiting."""
-    reductions.reduce_scatter(comm, comm._c, output, input, op, line)
+def engine_of(communicator: Communicator) -> _C.Communicator:
+    """Returns the communicator of the extension, which the functions of `reductions` take."""
+    return communicator._c
