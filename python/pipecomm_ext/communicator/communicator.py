@@ -436,15 +436,18 @@ class Communicator:
     def all_reduce(
         self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, *, async_op: bool = False
     ) -> Work | None:
-        """Reduces the `tensor` of all ranks in place, element by element: all ranks get the same bits, in
-        every run on the same hosts.
+        """Reduces the `tensor` of all ranks in place, element by element: all ranks get the same bits; of CPU
+        tensors in every run on the same hosts.
+
+        Over NCCL, NCCL's own functions reduce CUDA tensors if they have the dtype and the operator
+        (docs/backend.md), and float16 and bfloat16 are then rounded at each rank.
 
         Args:
             tensor: any shape and strides, the same on all ranks.
             async_op: the same on all ranks. If set, every rank gets the tensors of all ranks and reduces
-                them itself, so its memory and traffic grow with their number.
-            op: an operator of torch.distributed.ReduceOp. float16 and bfloat16 are reduced in float32;
-                integers wrap; of bool, SUM is "any", PRODUCT "all" and BXOR the parity.
+                them itself, unless NCCL does, so its memory and traffic grow with their number.
+            op: an operator of torch.distributed.ReduceOp. float16 and bfloat16 are reduced in float32, unless
+                NCCL reduces them; integers wrap; of bool, SUM is "any", PRODUCT "all" and BXOR the parity.
 
         Raises:
             ValueError: `op` has no meaning for the dtype: AVG of integers, bitwise operators of floats.
