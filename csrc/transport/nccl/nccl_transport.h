@@ -71,8 +71,9 @@ inline constexpr int kHostMaxCtas = 16;
 inline constexpr int kManyWithinHost = 48;
 
 // Only one thread at a time may call functions that enqueue work; any thread may call the others.
-// Only connect() waits for other ranks, so the communicators are blocking; calls of non-blocking
-// ones (the user has set NCCL_COMM_BLOCKING=0) are waited for.
+// Only connect() waits for other ranks, and a reduction that is the first to take an algorithm of
+// NCCL, so the communicators are blocking; calls of non-blocking ones (the user has set
+// NCCL_COMM_BLOCKING=0) are waited for.
 class NcclTransport {
  public:
   // Called repeatedly while a call waits for NCCL; ends the wait by throwing.
