@@ -243,20 +243,25 @@ TEST(nothing_to_reduce) {
   });
 }
 
-// On the streams of callers and on that of the collectives, among other collectives.
+// On the streams of callers and on that of the collectives, among other collectives, also if NCCL
+// enqueues them on threads of its own.
 TEST(order) {
-  run(options_of(3), [](Rank& me) {
-    for (int turn = 0; turn < 4; ++turn) {
-      const Tensor tensor({4}, 1);
-      const OperationPtr first = all_reduce(me, tensor, Reduction::kSum, true);
-      const OperationPtr second = me.comm->broadcast(tensor.ref(), 1, {.is_async = true});
-      me.follow(second);
-      me.finish(all_reduce(me, tensor));
-      me.finish(first);
-      for (int idx = 0; idx < 4; ++idx) CHECK((*tensor.data)[idx] == 9 * float(1 + idx));
-      exchange_within(me, {0, 1, 2});
-    }
-  });
+  for (const bool is_blocking : {true, false}) {
+    Options options = options_of(3);
+    options.prepare = [=](fake::World& world) { world.is_blocking = is_blocking; };
+    run(options, [](Rank& me) {
+      for (int turn = 0; turn < 4; ++turn) {
+        const Tensor tensor({4}, 1);
+        const OperationPtr first = all_reduce(me, tensor, Reduction::kSum, true);
+        const OperationPtr second = me.comm->broadcast(tensor.ref(), 1, {.is_async = true});
+        me.follow(second);
+        me.finish(all_reduce(me, tensor));
+        me.finish(first);
+        for (int idx = 0; idx < 4; ++idx) CHECK((*tensor.data)[idx] == 9 * float(1 + idx));
+        exchange_within(me, {0, 1, 2});
+      }
+    });
+  }
 }
 
 TEST(captured) {
