@@ -436,6 +436,7 @@ TEST(a_rank_that_does_not_come) {
     CHECK(failure_of(me)->kind == FailureKind::timeout);
     meeting.arrive_and_wait();
   });
+  std::barrier others(2);  // none of them closes before both have failed
   run(options_of(3), [&](Rank& me) {
     const Tensor tensor({4}, 1);
     me.finish(all_reduce(me, tensor));
@@ -443,6 +444,7 @@ TEST(a_rank_that_does_not_come) {
     CHECK_CONTAINS(failure_text(FailureKind::peer_lost,
                                 [&] { me.finish(all_reduce(me, tensor, Reduction::kSum, true)); }),
                    "rank 1 has closed its communicator");
+    others.arrive_and_wait();
   });
 }
 
