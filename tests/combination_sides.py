@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -385,6 +387,22 @@ class OnDifferentiableRelay(OnMessages):
             for end in ends:
                 end.backward()
         return [end.detach() for end in ends]
+
+
+def flat(result: Any) -> list[torch.Tensor]:
+    """All tensors of what a script returns."""
+    if isinstance(result, torch.Tensor):
+        return [result.detach()]
+    parts = result.values() if isinstance(result, dict) else result or ()
+    return [tensor for part in parts for tensor in flat(part)]
+
+
+def assert_tests_exist(places: Iterable[str], folder: Path) -> None:
+    """Asserts that `file::test` of each place is there."""
+    for place in places:
+        file, _, test = place.partition("::")
+        source = (folder / file).read_text(encoding="utf-8")
+        assert re.search(rf"^def {test}\(", source, re.MULTILINE), place
 
 
 def _dtype_of(pipeline: Pipeline) -> torch.dtype:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from attention_cases import SEQ, WAYS, Way, assert_close, plain_attention, way_of, whole_tensors
-from combination_sides import Side
+from combination_sides import Side, assert_tests_exist, flat
 from pipelines import WIDTH, Block
 from ranks import on_ranks
 from sequence_cases import numbers
@@ -181,13 +180,6 @@ def compare(ours: OverSequences, theirs: OverSequences, returned: Any, expected:
         assert_close(mine, ours.piece(truth) if truth.dim() == 3 and truth.size(SEQ) == LENGTH else truth)
 
 
-def flat(result: Any) -> list[torch.Tensor]:
-    if isinstance(result, torch.Tensor):
-        return [result.detach()]
-    parts = result.values() if isinstance(result, dict) else result or ()
-    return [tensor for part in parts for tensor in flat(part)]
-
-
 # ---- masks ------------------------------------------------------------------------------------------------
 
 
@@ -250,7 +242,4 @@ def test_attention_to_another_sequence_is_refused(world, way_name):
 
 
 def test_the_tests_elsewhere_exist():
-    for place in ELSEWHERE.values():
-        file, _, test = place.partition("::")
-        source = (Path(__file__).parent / file).read_text()
-        assert re.search(rf"^def {test}\(", source, re.MULTILINE), place
+    assert_tests_exist(ELSEWHERE.values(), Path(__file__).parent)
