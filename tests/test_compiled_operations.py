@@ -185,7 +185,7 @@ def test_several_tensors(world):
         results += all_to_all_many([q, k], world.comm, 0, -2, scatter_sizes=[sizes, sizes])
         return results + all_to_all_many([ids], world.comm, 1, 0, 2 * ids.size(0))
 
-    check_lengths(function, lambda length: qkv(length, world.rank))
+    check_lengths(function, lambda length: qkv(length, world.rank), dims=(0, 0, 0))
 
 
 # ---- errors -----------------------------------------------------------------------------------------------
