@@ -78,6 +78,23 @@ class Side:
     def average_buffers(self) -> None:
         pass
 
+    def _run(self) -> dict[int, list[torch.Tensor]]:
+        """The losses by chain; with their backwards, unless gradients are disabled."""
+        raise NotImplementedError
+
+    def step(self) -> None:
+        self._run()
+
+    def evaluate(self) -> dict[int, list[torch.Tensor]]:
+        with torch.no_grad():
+            return self._run()
+
+    def clip(self, max_norm: float) -> torch.Tensor:
+        return nn.utils.clip_grad_norm_(self.parameters(), max_norm)
+
+    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
+        self.scaler.unscale_(optimizer)
+
 
 class OneProcess(Side):
     def __init__(self, pipeline: Pipeline):
@@ -96,19 +113,6 @@ class OneProcess(Side):
                 if torch.is_grad_enabled():
                     loss.backward()
         return losses
-
-    def step(self) -> None:
-        self._run()
-
-    def evaluate(self) -> dict[int, list[torch.Tensor]]:
-        with torch.no_grad():
-            return self._run()
-
-    def clip(self, max_norm: float) -> torch.Tensor:
-        return nn.utils.clip_grad_norm_(self.parameters(), max_norm)
-
-    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
-        self.scaler.unscale_(optimizer)
 
 
 class OnRanks(Side):

@@ -95,24 +95,11 @@ class OverSequences(Side):
                 losses[-1].backward()
         return {0: list(self.of_all_copies(torch.stack(losses).detach()))}
 
-    def step(self) -> None:
-        self._run()
-
-    def evaluate(self) -> dict[int, list[torch.Tensor]]:
-        with torch.no_grad():
-            return self._run()
-
     def sum(self) -> None:
         grads = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
         sums = self.of_all_copies(torch.cat([grad.flatten() for grad in grads]))
         for grad, total in zip(grads, sums.split([grad.numel() for grad in grads]), strict=True):
             grad.copy_(total.view_as(grad))
-
-    def clip(self, max_norm: float) -> torch.Tensor:
-        return nn.utils.clip_grad_norm_(self.parameters(), max_norm)
-
-    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
-        self.scaler.unscale_(optimizer)
 
 
 class Row(NamedTuple):
