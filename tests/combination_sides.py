@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -76,6 +78,23 @@ class Side:
     def average_buffers(self) -> None:
         pass
 
+    def _run(self) -> dict[int, list[torch.Tensor]]:
+        """The losses by chain; with their backwards, unless gradients are disabled."""
+        raise NotImplementedError
+
+    def step(self) -> None:
+        self._run()
+
+    def evaluate(self) -> dict[int, list[torch.Tensor]]:
+        with torch.no_grad():
+            return self._run()
+
+    def clip(self, max_norm: float) -> torch.Tensor:
+        return nn.utils.clip_grad_norm_(self.parameters(), max_norm)
+
+    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
+        self.scaler.unscale_(optimizer)
+
 
 class OneProcess(Side):
     def __init__(self, pipeline: Pipeline):
@@ -94,19 +113,6 @@ class OneProcess(Side):
                 if torch.is_grad_enabled():
                     loss.backward()
         return losses
-
-    def step(self) -> None:
-        self._run()
-
-    def evaluate(self) -> dict[int, list[torch.Tensor]]:
-        with torch.no_grad():
-            return self._run()
-
-    def clip(self, max_norm: float) -> torch.Tensor:
-        return nn.utils.clip_grad_norm_(self.parameters(), max_norm)
-
-    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
-        self.scaler.unscale_(optimizer)
 
 
 class OnRanks(Side):
@@ -385,6 +391,22 @@ class OnDifferentiableRelay(OnMessages):
             for end in ends:
                 end.backward()
         return [end.detach() for end in ends]
+
+
+def flat(result: Any) -> list[torch.Tensor]:
+    """All tensors of what a script returns."""
+    if isinstance(result, torch.Tensor):
+        return [result.detach()]
+    parts = result.values() if isinstance(result, dict) else result or ()
+    return [tensor for part in parts for tensor in flat(part)]
+
+
+def assert_tests_exist(places: Iterable[str], folder: Path) -> None:
+    """Asserts that `file::test` of each place is there."""
+    for place in places:
+        file, _, test = place.partition("::")
+        source = (folder / file).read_text(encoding="utf-8")
+        assert re.search(rf"^def {test}\(", source, re.MULTILINE), place
 
 
 def _dtype_of(pipeline: Pipeline) -> torch.dtype:

@@ -31,7 +31,27 @@ class Row(NamedTuple):
         return "refused" if self.refused and entry in self.refused_in else "right"
 
 
-ROWS = {
+# What a row takes in turn: loops of the user's own over functions that only send, and the plans of DualPipe,
+# which run in an Executor and in its classes.
+IN_TURN = (
+    ("vtp_*", "..._with_reqs", "StageRelay"),
+    ("dualpipev", "DualPipeV"),
+    ("dualpipe", "DualPipe"),
+)
+
+
+def in_turn(rows: dict[str, Row]) -> dict[str, Row]:
+    """The rows, each with one entry point of each group of IN_TURN that it applies to."""
+    chosen = {}
+    for idx, (name, row) in enumerate(rows.items()):
+        groups = [[entry for entry in group if entry in row.applies] for group in IN_TURN]
+        taken = {group[idx % len(group)] for group in groups if group}
+        left_out = {entry for group in groups for entry in group} - taken
+        chosen[name] = row._replace(applies=[entry for entry in row.applies if entry not in left_out])
+    return chosen
+
+
+ALL_ROWS = {
     "autocast": Row(scripts.autocast, dtype=torch.float32),
     "anomaly detection": Row(scripts.anomaly_detection, warned="Anomaly Detection"),
     "saved_tensors_hooks": Row(scripts.saved_tensors_elsewhere),
@@ -69,6 +89,7 @@ ROWS = {
     "an error, and the next step": Row(scripts.error_and_next_step, fails=True),
     "saving and loading": Row(scripts.saved_and_loaded),
 }
+ROWS = in_turn(ALL_ROWS)
 
 # Combinations that are not rows here, and their tests.
 ELSEWHERE = {

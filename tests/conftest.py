@@ -20,6 +20,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,6 +28,8 @@ import hosts as host_worlds
 import pytest
 from ranks import JUDGES_TIMES, RankPool
 
+# Torch here and in all that is started: further threads would only spin beside the ranks of other tests.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 collect_ignore = [] if JUDGES_TIMES else ["test_step_time.py"]
 
 # For each layer, files or tests of which `pytest -m smoke` runs the first case of each test, except slow ones

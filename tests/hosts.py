@@ -336,10 +336,6 @@ class HostGroup(RankGroup):
         os.kill(self.hosts[host].first_pid, signal.SIGKILL)
         return time.monotonic()
 
-    def command_on(self, host: int, *arguments: str) -> list[str]:
-        """A command line that runs these arguments on the host."""
-        return [find_tool("nsenter"), "--target", str(self.hosts[host].first_pid), "--all", *arguments]
-
     def close(self, grace_s: float = 0.0) -> None:
         super().close(grace_s)
         for host in [*self.hosts, *([self._switch] if self._switch else [])]:

@@ -29,6 +29,7 @@ from collections.abc import Iterator
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import NoReturn
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -242,7 +243,7 @@ def run_under_torchrun(command: str, folder: Path, timeout_s: float = 250.0) -> 
 def run_on_ranks(ranks, size: int, module: str, *arguments: object) -> str:
     """Calls main(arguments) of a script on all ranks of a world; returns the output. All must succeed."""
     texts = ["--device", "cpu", *map(str, arguments)]
-    results = ranks.run(size, main_on_rank, module, texts)
+    results = ranks.run(size, bench_on_rank if module == "run" else main_on_rank, module, texts)
     output = "".join(output for _, output in results)
     assert [exit_code for exit_code, _ in results] == [0] * size, output
     return output
@@ -253,6 +254,13 @@ def main_on_rank(world, module: str, arguments: list[str]) -> tuple[int, str]:
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
         exit_code = importlib.import_module(module).main(arguments)
     return exit_code, output.getvalue()
+
+
+def bench_on_rank(world, module: str, arguments: list[str]) -> tuple[int, str]:
+    """The benchmark's command line, with few blocks of each measurement."""
+    importlib.import_module(module)
+    with mock.patch.object(importlib.import_module("measure"), "NUM_BLOCKS", 2):
+        return main_on_rank(world, module, arguments)
 
 
 def assert_refused(capsys, parse, arguments: str, message: str) -> None:

@@ -36,12 +36,11 @@ COLUMNS = "size count type impl min median p99 algbw busbw ratio #wrong %bound".
 
 
 @pytest.mark.slow
-def test_a_run_writes_table_json_and_picture(tmp_path, monkeypatch):
-    monkeypatch.setenv("PIPECOMM_TRANSPORT", "tcp")
-    monkeypatch.setenv("SECRET_TOKEN", "not for the report")
+def test_a_run_writes_table_json_and_picture(tmp_path):
+    variables = {"PIPECOMM_TRANSPORT": "tcp", "SECRET_TOKEN": "not for the report"}
     numbers, picture = tmp_path / "out" / "numbers.json", tmp_path / "out" / "picture.png"
     options = ["--ranks", 2, "--sizes", "4K,64K", "--iters", 10, "--json", numbers, "--plot", picture]
-    exit_code, output = run_script(RUN, "p2p", *options)
+    exit_code, output = run_script(RUN, "p2p", *options, **variables)
     assert exit_code == 0, output
     assert all(column in output for column in COLUMNS), output
     assert picture.read_bytes()[:8] == PNG and picture.stat().st_size > 10_000
@@ -68,7 +67,8 @@ def test_a_run_writes_table_json_and_picture(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_scale_goes_through_numbers_of_ranks(tmp_path):
     numbers, picture = tmp_path / "numbers.json", tmp_path / "scale.png"
-    options = ["--iters", 10, "--ranks", "2,3", "--transport", "shm", "--json", numbers, "--plot", picture]
+    options = ["--iters", 3, "--warmup", 1, "--ranks", "2,3", "--transport", "shm"]
+    options += ["--json", numbers, "--plot", picture]
     exit_code, output = run_script(RUN, "scale", *options)
     assert exit_code == 0, output
     assert "all-to-all, 256 a pair" in output and "all ranks used" in output, output
@@ -106,17 +106,17 @@ def test_runs_on_ranks_that_are_there(ranks, tmp_path):
     numbers, picture, matrix = (tmp_path / name for name in ("numbers.json", "out/timeline.png", "matrix"))
 
     def run(size: int, *arguments: object) -> tuple[str, dict]:
-        output = run_on_ranks(ranks, size, "run", *arguments, "--json", numbers)
+        output = run_on_ranks(ranks, size, "run", *arguments, "--warmup", 1, "--iters", 3, "--json", numbers)
         return output, json.loads(numbers.read_text())
 
-    _, document = run(2, "host", "--quick", "--iters", 10, "--plot", tmp_path / "p.png")
+    _, document = run(2, "host", "--quick", "--plot", tmp_path / "p.png")
     assert all(result["algbw_gb_per_s"] is None for result in document["results"])
 
-    output, _ = run(3, "relay", "--ranks", 3, "--sizes", "64K", "--iters", 3)
+    output, _ = run(3, "relay", "--ranks", 3, "--sizes", "64K")
     assert "1 to 2, R to R" in output and "shm sharded" in output and "2 to 1, S0 to S1" in output
 
     matrix.write_text("# to 0, to 1\n0 64K\n1000 0\n")
-    output, document = run(2, "all_to_all", "--matrix", matrix, "--iters", 5)
+    output, document = run(2, "all_to_all", "--matrix", matrix)
     assert "%bound" in output and "copies" in output
     assert [result["size_bytes"] for result in document["results"]] == [65536] * 2
     assert all(result["copy_passes"] == 0 and result["case"] == "matrix" for result in document["results"])

@@ -38,21 +38,29 @@ LENGTHS = range(13, 18)  # of which none is the length of another dim: equal one
 IS_TORCH_213 = torch.__version__ >= "2.13"
 
 
-def compiled(function: Callable, backend: Any = "aot_eager", dynamic: bool = True) -> Callable:
+def compiled(function: Callable, backend: Any = "aot_eager", dynamic: bool | None = True) -> Callable:
     torch._dynamo.reset()
     return torch.compile(function, fullgraph=True, backend=backend, dynamic=dynamic)
 
 
 def check_lengths(
-    function: Callable, inputs_of: Callable[[int], list[torch.Tensor]], lengths: Sequence[int] = LENGTHS
+    function: Callable,
+    inputs_of: Callable[[int], list[torch.Tensor]],
+    lengths: Sequence[int] = LENGTHS,
+    dims: Sequence[int] = (),
 ) -> None:
-    """Checks equal results and gradients with and without compilation, and one graph for all lengths."""
+    """Checks equal results and gradients with and without compilation, and one graph for all lengths.
+
+    Only `dims`, one of each input, are symbolic, which compiles faster; without them all dims are.
+    """
     counter = CompileCounterWithBackend("aot_eager")
-    graph = compiled(function, counter, dynamic=len(lengths) > 1)
+    graph = compiled(function, counter, dynamic=None if dims else len(lengths) > 1)
     for length in lengths:
         outcomes = []
         for call in (function, graph):
             inputs = inputs_of(length)
+            for tensor, dim in zip(inputs, dims, strict=False):
+                torch._dynamo.mark_dynamic(tensor, dim)
             results = call(*inputs)
             recorded = [result for result in results if result.requires_grad]
             if recorded:
@@ -153,7 +161,7 @@ def test_ulysses_attention(world):
         x = numbers((2, mine, 11, 16), torch.float64, world.rank, length).requires_grad_()
         return [x, torch.empty(length, 0)]
 
-    check_lengths(function, inputs_of)
+    check_lengths(function, inputs_of, dims=(1, 0))
 
 
 # ---- several tensors --------------------------------------------------------------------------------------
@@ -177,7 +185,7 @@ def test_several_tensors(world):
         results += all_to_all_many([q, k], world.comm, 0, -2, scatter_sizes=[sizes, sizes])
         return results + all_to_all_many([ids], world.comm, 1, 0, 2 * ids.size(0))
 
-    check_lengths(function, lambda length: qkv(length, world.rank))
+    check_lengths(function, lambda length: qkv(length, world.rank), dims=(0, 0, 0))
 
 
 # ---- errors -----------------------------------------------------------------------------------------------
@@ -355,7 +363,7 @@ def test_stage_relay(world):
                 results.append(relay.relay(None, shape, torch.int32, 0, 1) + 1)
         return results
 
-    check_lengths(function, lambda length: inputs_with_gradient(length, 0))
+    check_lengths(function, lambda length: inputs_with_gradient(length, 0), dims=(0, 0))
 
 
 # ---- point to point, broadcast, memory --------------------------------------------------------------------

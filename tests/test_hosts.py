@@ -9,7 +9,6 @@ import contextlib
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -428,39 +427,34 @@ def test_training_over_two_hosts(host_pool, tmp_path):
     assert re.search(rf"^transport +{WHOLE}: ", output, re.MULTILINE), output
 
 
-def idles(world) -> None:
-    time.sleep(100)
+def starts_torchrun(world, folder: str, variables: list[str]) -> None:
+    """On the first rank of each host: torchrun, whose ranks write their environments into files."""
+    from torch.distributed import run
+
+    if world.rank not in (0, 2):
+        return
+    torchrun = [
+        "--nnodes", 2, "--nproc-per-node", 2, "--node-rank", HOST_OF[world.rank],
+        "--master-addr", address(0), "--master-port", MASTER_PORT + 1,
+        "--no-python", "sh", "-c", 'env > "$0/$RANK"', folder,
+    ]  # fmt: skip
+    with mock.patch.dict(os.environ):
+        for name in variables:
+            os.environ.pop(name, None)
+        run.main([*map(str, torchrun)])
 
 
 @pytest.mark.slow
 def test_torchrun_gives_its_ranks_what_those_of_hosts_have(host_pool, tmp_path):
     """So tests that pass on them also pass under torchrun on several machines."""
-    with host_pool.disposable(NUM_RANKS, idles) as world:
-        nodes = []
-        for host in (0, 1):
-            torchrun = [
-                sys.executable, "-m", "torch.distributed.run", "--nnodes", 2, "--nproc-per-node", 2,
-                "--node-rank", host, "--master-addr", address(0), "--master-port", MASTER_PORT + 1,
-                "--no-python", "sh", "-c", 'env > "$0/$RANK"', tmp_path,
-            ]  # fmt: skip
-            nodes.append(
-                subprocess.Popen(
-                    world.command_on(host, *map(str, torchrun)),
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    text=True,
-                )
-            )
-        try:
-            output = "".join(node.communicate(timeout=100)[0] for node in nodes)
-        finally:
-            for node in nodes:
-                node.kill()
-                node.wait()
-    assert [node.returncode for node in nodes] == [0, 0], output
-    for rank, host in enumerate(HOST_OF):
+    environments = [
+        rank_environment(host, host_pool.plans, rank, NUM_RANKS) for rank, host in enumerate(HOST_OF)
+    ]
+    with host_pool.disposable(NUM_RANKS, starts_torchrun, str(tmp_path), list(environments[0])) as world:
+        outcomes = world.collect()
+    assert [outcome.status for outcome in outcomes] == ["returned"] * NUM_RANKS, RankFailure("", outcomes)
+    for rank, ours in enumerate(environments):
         given = (tmp_path / str(rank)).read_text(encoding="utf-8").splitlines()
-        ours = rank_environment(host, host_pool.plans, rank, NUM_RANKS)
         ours |= {"MASTER_PORT": str(MASTER_PORT + 1)}
         del ours["GLOO_SOCKET_IFNAME"]  # the user's
         assert {f"{name}={value}" for name, value in ours.items()} <= set(given), given

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
-import shlex
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from scripts import run_program
 
 import pipecomm_ext
 from pipecomm_ext import _C
@@ -153,9 +155,17 @@ def test_the_command_line_without_a_command(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_a_reader_may_stop_early() -> None:
-    command = f"{shlex.quote(sys.executable)} -m pipecomm_ext info | true"  # `true` reads nothing and ends
-    done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stderr) == (0, "")
+    """As in `python -m pipecomm_ext info | true`: output is kept until the end, and nobody reads it then."""
+    program = """
+import os, sys
+from pipecomm_ext.__main__ import main
+sys.stdout.reconfigure(line_buffering=False)
+reader, writer = os.pipe()
+os.dup2(writer, 1)
+os.close(reader)
+sys.exit(main(["info"]))
+"""
+    assert run_program(program) == ""
 
 
 def test_doctor_passes_here(capfd: pytest.CaptureFixture[str]) -> None:
@@ -169,9 +179,14 @@ def test_doctor_passes_here(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 def test_doctor_names_the_step_that_failed_and_shows_the_error(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """A rank fails in this process; the ranks that the doctor starts then print what it has printed."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no_such_interface")
+    monkeypatch.setattr(faulthandler, "dump_traceback_later", lambda *_, **__: None)
+    status, printed = doctor.run_rank(0, str(tmp_path / "store"), 40.0), capsys.readouterr()
+    prints = f'printf %s "$0"; printf %s "$1" >&2; exit {status}'
+    monkeypatch.setattr(doctor, "rank_command", lambda *_: ["sh", "-c", prints, printed.out, printed.err])
     assert command_line.main(["doctor", "--deadline", "40"]) == 1
     output = capsys.readouterr().out
     assert any(line.startswith("FAIL  join") for line in output.splitlines()), output

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -127,26 +125,14 @@ def test_the_hello_pipeline_has_25_lines() -> None:
 # ---- quickstart -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(not dist.is_available(), reason="torch was built without torch.distributed")
 def test_the_quickstart_runs_as_printed(tmp_path: Path) -> None:
+    """Without torchrun itself, which the commands of docs/flight_record.md start in test_doc_blocks.py."""
     program = block("README.md", "with Communicator")
     command, printed = (block("README.md", start) for start in ("torchrun", "rank 0: received"))
     assert len(program.splitlines()) <= 15
     (tmp_path / "quickstart.py").write_text(program)
-    launcher, *arguments = shlex.split(command)
-    assert launcher == "torchrun"
-    result = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", *arguments],
-        cwd=tmp_path,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=250,  # only ends hangs
-    )
-    assert result.returncode == 0, result.stderr
-    # Two ranks print at once: a line is not split, but its newline may come after the other's line.
-    for line in printed.splitlines():
-        assert result.stdout.count(line) == 1, (result.stdout, result.stderr)
+    output = run_under_torchrun(command, tmp_path)
+    assert sorted(output.splitlines()) == sorted(printed.splitlines())
 
 
 # ---- names ------------------------------------------------------------------------------------------------

@@ -187,15 +187,15 @@ WRONG = {
 )
 @on_ranks(4)
 def test_wrong_arguments_of_one_rank(world, name, case):
-    """It raises there, all others get the reason (in both groups, if two, wherever the rank is in them), and
-    the next call works."""
+    """It raises there, all others get the reason (in both groups, if two, where the rank is the first or the
+    last), and the next call works."""
     change, kind, text, _ = WRONG[case]
     way = way_of(name, world)
     with_one_head = [] if case in ("heads", "values") else [(1, 1)]
     for num_heads, num_kv_heads in [(4, 2), *with_one_head]:
         heads = zip("qkv", (num_heads, num_kv_heads, num_kv_heads), strict=True)
         tensors = [numbers((1, 4, number, 4), torch.float64, letter) for letter, number in heads]
-        for wrong in range(4) if name == "ring by ulysses" and num_heads > 1 else [1]:
+        for wrong in (0, 3) if name == "ring by ulysses" and num_heads > 1 else [1]:
             changed, keywords = change(*tensors) if world.rank == wrong else (tensors, {})
             with pytest.raises(kind if world.rank == wrong else PipeCommMismatch, match=text):
                 way.function(*changed, **{"is_causal": True, **keywords})

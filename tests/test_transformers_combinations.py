@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import copy
 import functools
-from typing import Any
 
 import pytest
 import torch
+from combination_sides import flat
 from ranks import on_ranks
 from test_transformers_integration import assert_close, ignoring, make_batch, make_model, registered
 from transformers_table import ROWS, OverTokens
@@ -36,10 +36,3 @@ def test_as_in_one_process(world, name):
         assert_close(*pair)
     for pair in zip(flat(returned), flat(expected), strict=True):
         assert_close(*pair)
-
-
-def flat(result: Any) -> list[torch.Tensor]:
-    if isinstance(result, torch.Tensor):
-        return [result.detach()]
-    parts = result.values() if isinstance(result, dict) else result or ()
-    return [tensor for part in parts for tensor in flat(part)]

@@ -62,7 +62,7 @@ def test_an_attention_of_the_users_own_is_trusted_in_a_graph_too(world):
         return value.repeat_interleave(query.size(1) // value.size(1), 1).transpose(1, 2), None
 
     AttentionInterface.register("own_exchange", attention)
-    model = make_model("llama", "own_exchange")
+    model = make_model("llama", "own_exchange", num_hidden_layers=1)
     piece = integration.split_batch(make_batch(9, use_cache=False), world.comm)
     result = torch.compile(model, backend="eager", fullgraph=True)(**piece).logits
     assert_close(result, model(**piece).logits)
@@ -78,7 +78,7 @@ def test_static_caches_of_a_model_that_nobody_split(world):
     from transformers import StaticCache
 
     registered(world.comm)
-    model = make_model("llama", ("sdpa", "eager")[world.rank])
+    model = make_model("llama", ("sdpa", "eager")[world.rank], num_hidden_layers=1)
     mask = torch.ones(2, 12, dtype=torch.long)
     prompt, new = tokens(8), tokens(1)
     position_ids = torch.arange(9).expand(2, 9)

@@ -77,22 +77,9 @@ class OverTokens(Side):
                 (loss if self.scaler is None else self.scaler.scale(loss)).backward()
         return {0: [self.of_all_copies(loss) for loss in losses]}
 
-    def step(self) -> None:
-        self._run()
-
-    def evaluate(self) -> dict[int, list[torch.Tensor]]:
-        with torch.no_grad():
-            return self._run()
-
     def sum(self) -> None:
         for parameter in self.parameters():
             self.of_all_copies(parameter.grad)
-
-    def clip(self, max_norm: float) -> torch.Tensor:
-        return nn.utils.clip_grad_norm_(self.parameters(), max_norm)
-
-    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
-        self.scaler.unscale_(optimizer)
 
 
 class InReplicas(OverTokens):

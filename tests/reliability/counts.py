@@ -75,14 +75,18 @@ def combination_table() -> list[str]:
     """The counts of features that users combine with this package."""
     pipelines = collections.Counter(row.outcome(entry) for row in ROWS.values() for entry in ENTRIES)
     masks = sequences.biases()
+    num_run = sum(map(len, sequences.WAYS_OF.values()))
     kinds = {
         "pipelines": (len(ENTRIES), len(ROWS), pipelines),
         "attention over split sequences": (
             len(WAYS),
             len(sequences.ROWS) + len(masks) + 1,
             collections.Counter(
-                right=len(sequences.ROWS) * len(WAYS) + len(masks),
-                refused=len(masks) * (len(WAYS) - 1) + len(WAYS),
+                {
+                    "right": num_run + len(masks),
+                    "refused": len(masks) * (len(WAYS) - 1) + len(WAYS),
+                    "not run": len(sequences.ROWS) * len(WAYS) - num_run,
+                }
             ),
         ),
         "models of transformers": (

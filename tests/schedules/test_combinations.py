@@ -7,13 +7,12 @@ results are then compared.
 from __future__ import annotations
 
 import contextlib
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from combination_sides import ENTRIES, NUM_ROWS, OneProcess, Side
+from combination_sides import ENTRIES, NUM_ROWS, OneProcess, Side, assert_tests_exist
 from combination_table import ELSEWHERE, ROWS
 from pipelines import Pipeline
 from ranks import on_ranks
@@ -72,7 +71,4 @@ def compare(ours: Side, theirs: Side, returned: Any, expected: Any, what: str, d
 
 
 def test_the_tests_elsewhere_exist():
-    for place in ELSEWHERE.values():
-        file, _, test = place.partition("::")
-        source = (Path(__file__).parent / file).read_text()
-        assert re.search(rf"^def {test}\(", source, re.MULTILINE), place
+    assert_tests_exist(ELSEWHERE.values(), Path(__file__).parent)
