@@ -233,7 +233,17 @@ def test_nccl_declarations(tmp_path: Path) -> None:
 
 
 @no_nccl_header
-@pytest.mark.parametrize("define", ["ncclUint8=ncclInt32", "ncclBroadcast=ncclReduce", "maxCTAs=minCTAs"])
+@pytest.mark.parametrize(
+    "define",
+    [
+        "ncclUint8=ncclInt32",
+        "ncclBroadcast=ncclReduce",
+        "ncclAllReduce=ncclReduce",
+        "ncclMin=ncclMax",
+        "ncclBfloat16=ncclFloat16",
+        "maxCTAs=minCTAs",
+    ],
+)
 def test_another_declaration_of_nccl_is_found(define: str, tmp_path: Path) -> None:
     """The define simulates a header with another declaration."""
     with pytest.raises(AssertionError, match="error"):

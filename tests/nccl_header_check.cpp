@@ -7,6 +7,7 @@
 
 #include "transport/nccl/nccl_api.h"
 #include "transport/nccl/nccl_config.h"
+#include "transport/nccl/nccl_reductions.h"
 
 namespace pipecomm {
 namespace {
@@ -43,10 +44,29 @@ SAME_FUNCTION(group_end, ncclGroupEnd);
 SAME_FUNCTION(send, ncclSend);
 SAME_FUNCTION(recv, ncclRecv);
 SAME_FUNCTION(broadcast, ncclBroadcast);
+SAME_FUNCTION(all_reduce, ncclAllReduce);
+SAME_FUNCTION(reduce, ncclReduce);
+SAME_FUNCTION(reduce_scatter, ncclReduceScatter);
+SAME_FUNCTION(all_gather, ncclAllGather);
 static_assert(kSameFunction<NcclInitRankConfig, decltype(&ncclCommInitRankConfig)>);
 
 static_assert(sizeof(ncclUniqueId) == sizeof(NcclUniqueId));
 static_assert(ncclUint8 == kNcclBytes);
+static_assert(nccl_dtype(dtypes::kInt8) == ncclInt8);
+static_assert(nccl_dtype(dtypes::kUInt8) == ncclUint8);
+static_assert(nccl_dtype(dtypes::kInt32) == ncclInt32);
+static_assert(nccl_dtype(dtypes::kUInt32) == ncclUint32);
+static_assert(nccl_dtype(dtypes::kInt64) == ncclInt64);
+static_assert(nccl_dtype(dtypes::kUInt64) == ncclUint64);
+static_assert(nccl_dtype(dtypes::kFloat16) == ncclFloat16);
+static_assert(nccl_dtype(dtypes::kFloat32) == ncclFloat32);
+static_assert(nccl_dtype(dtypes::kFloat64) == ncclFloat64);
+static_assert(nccl_dtype(dtypes::kBFloat16) == ncclBfloat16);
+static_assert(nccl_operator(Reduction::kSum) == ncclSum);
+static_assert(nccl_operator(Reduction::kProduct) == ncclProd);
+static_assert(nccl_operator(Reduction::kMax) == ncclMax);
+static_assert(nccl_operator(Reduction::kMin) == ncclMin);
+static_assert(nccl_operator(Reduction::kMean) == ncclAvg);
 static_assert(ncclSuccess == int(NcclResult::success));
 static_assert(ncclUnhandledCudaError == int(NcclResult::unhandled_cuda_error));
 static_assert(ncclSystemError == int(NcclResult::system_error));

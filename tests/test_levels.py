@@ -16,7 +16,7 @@ from test_reductions import FLOATS, INTEGERS, OPERATORS, UNSIGNED, ReduceOp, val
 
 from pipecomm_ext import PipeCommMismatch
 from pipecomm_ext.communicator import reductions
-from pipecomm_ext.communicator.communicator import all_reduce_in_line, reduce_scatter_in_line
+from pipecomm_ext.communicator.communicator import engine_of
 from pipecomm_ext.communicator.continuation import Line, finish_in_background
 from pipecomm_ext.communicator.plans import MAX_WHOLE_BYTES
 from pipecomm_ext.communicator.reduce_operators import Operator
@@ -87,9 +87,11 @@ def test_all_reduce(world, dtype):
                 expected, op = truth(name, everybody, layout), getattr(ReduceOp, name)
                 tensor = everybody[world.rank].clone()
                 if (world.rank + idx) % 2:  # some ranks wait for it, others do not
-                    all_reduce_in_line(world.comm, tensor, op, line)
+                    reductions.all_reduce(world.comm, engine_of(world.comm), tensor, op, line)
                 else:
-                    reductions.begin_all_reduce(world.comm, [tensor], op, False, line).wait()
+                    reductions.begin_all_reduce(
+                        world.comm, engine_of(world.comm), [tensor], op, False, line
+                    ).wait()
                 assert bytes_of(tensor) == bytes_of(expected), (layout, length, name)
 
 
@@ -98,18 +100,20 @@ def test_all_reduce_of_other_forms(world):
     line, rank, size = line_over(world, "abab"), world.rank, world.size
     for whole in (torch.arange(40_000.0).view(200, 200).t(), torch.ones(2, 30_000)[:, ::2]):
         tensor = whole + rank
-        all_reduce_in_line(world.comm, tensor, ReduceOp.SUM, line)
+        reductions.all_reduce(world.comm, engine_of(world.comm), tensor, ReduceOp.SUM, line)
         assert torch.equal(tensor, whole * size + 6)
     numbers = torch.full((20_000,), complex(rank, 1), dtype=torch.complex64)
     for op, expected in [(ReduceOp.SUM, complex(6, 4)), (ReduceOp.AVG, complex(1.5, 1))]:
         tensor = numbers.clone()
-        all_reduce_in_line(world.comm, tensor, op, line)
+        reductions.all_reduce(world.comm, engine_of(world.comm), tensor, op, line)
         assert torch.equal(tensor, torch.full_like(tensor, expected))
     tensor = torch.ones(20_000)
-    all_reduce_in_line(world.comm, tensor, torch.distributed._make_nccl_premul_sum(2.0), line)
+    reductions.all_reduce(
+        world.comm, engine_of(world.comm), tensor, torch.distributed._make_nccl_premul_sum(2.0), line
+    )
     assert torch.equal(tensor, torch.full_like(tensor, 8))
     parts = [torch.full((10_000 + idx,), float(rank)) for idx in range(3)]
-    reductions.begin_all_reduce(world.comm, parts, ReduceOp.SUM, False, line).wait()
+    reductions.begin_all_reduce(world.comm, engine_of(world.comm), parts, ReduceOp.SUM, False, line).wait()
     assert all(torch.equal(part, torch.full_like(part, 6)) for part in parts)
 
 
@@ -127,9 +131,11 @@ def test_reduce_scatter(world, dtype):
                 pieces = list(everybody[rank].split(lengths))
                 brought = everybody[rank] if len(set(lengths)) == 1 else pieces
                 if rank % 2:
-                    reduce_scatter_in_line(world.comm, output, brought, op, line)
+                    reductions.reduce_scatter(world.comm, engine_of(world.comm), output, brought, op, line)
                 else:
-                    reductions.begin_reduce_scatter(world.comm, [output], brought, op, False, line).wait()
+                    reductions.begin_reduce_scatter(
+                        world.comm, engine_of(world.comm), [output], brought, op, False, line
+                    ).wait()
                 assert bytes_of(output) == bytes_of(expected), (layout, lengths, name)
 
 
@@ -144,7 +150,9 @@ def test_all_gather(world):
                 torch.empty(size, length, dtype=dtype),
                 torch.empty(length, size, dtype=dtype).t(),
             ):
-                reductions.begin_all_gather(world.comm, output, everybody[rank], bool(rank % 2), line).wait()
+                reductions.begin_all_gather(
+                    world.comm, engine_of(world.comm), output, everybody[rank], bool(rank % 2), line
+                ).wait()
                 assert bytes_of(output) == bytes_of(torch.stack(everybody)), (layout, dtype)
 
 
@@ -162,19 +170,23 @@ def test_many_in_flight_with_delays_have_the_same_bits_in_every_run(world):
             time.sleep(rng.random() / 500)
             if idx == 4:
                 small = torch.ones(3)
-                all_reduce_in_line(comm, small, ReduceOp.SUM, line)
+                reductions.all_reduce(comm, engine_of(comm), small, ReduceOp.SUM, line)
                 assert small.tolist() == [size] * 3
             if idx % 3 == 2:
                 whole = torch.empty(size, 20_000)
-                handles.append(reductions.begin_all_gather(comm, whole, everybody[rank], False, line))
+                handles.append(
+                    reductions.begin_all_gather(comm, engine_of(comm), whole, everybody[rank], False, line)
+                )
                 finish_in_background(handles[-1])
                 results.append((whole, torch.stack(everybody)))
                 continue
             tensor = everybody[rank].clone()
             if idx == 3 and rng.random() < 0.5:
-                all_reduce_in_line(comm, tensor, ReduceOp.SUM, line)
+                reductions.all_reduce(comm, engine_of(comm), tensor, ReduceOp.SUM, line)
             else:
-                handles.append(reductions.begin_all_reduce(comm, [tensor], ReduceOp.SUM, False, line))
+                handles.append(
+                    reductions.begin_all_reduce(comm, engine_of(comm), [tensor], ReduceOp.SUM, False, line)
+                )
                 finish_in_background(handles[-1])
             results.append((tensor, expected))
         rng.shuffle(handles)
@@ -197,20 +209,29 @@ def test_disagreements_reach_all_ranks_and_the_next_call_works(world):
     }
     for make in calls.values():
         with pytest.raises(PipeCommMismatch):
-            all_reduce_in_line(comm, make(), ReduceOp.SUM, line)
+            reductions.all_reduce(comm, engine_of(comm), make(), ReduceOp.SUM, line)
     with pytest.raises(PipeCommMismatch):
-        all_reduce_in_line(comm, torch.ones(20_000), ReduceOp.MAX if rank == 2 else ReduceOp.SUM, line)
+        reductions.all_reduce(
+            comm, engine_of(comm), torch.ones(20_000), ReduceOp.MAX if rank == 2 else ReduceOp.SUM, line
+        )
     refused = ValueError if rank == 2 else PipeCommMismatch
     with pytest.raises(refused):
-        all_reduce_in_line(comm, torch.ones(20_000), ReduceOp.BAND if rank == 2 else ReduceOp.SUM, line)
+        reductions.all_reduce(
+            comm, engine_of(comm), torch.ones(20_000), ReduceOp.BAND if rank == 2 else ReduceOp.SUM, line
+        )
     handle = None
     with pytest.raises(PipeCommMismatch):
         handle = reductions.begin_all_gather(
-            comm, torch.empty(4 * (9_000 + rank // 3)), torch.ones(9_000 + rank // 3), False, line
+            comm,
+            engine_of(comm),
+            torch.empty(4 * (9_000 + rank // 3)),
+            torch.ones(9_000 + rank // 3),
+            False,
+            line,
         )
         handle.wait()
     tensor = torch.ones(20_000)
-    all_reduce_in_line(comm, tensor, ReduceOp.SUM, line)
+    reductions.all_reduce(comm, engine_of(comm), tensor, ReduceOp.SUM, line)
     assert torch.equal(tensor, torch.full_like(tensor, 4))
 
 
@@ -226,10 +247,10 @@ def test_a_rank_without_memory_for_what_it_computes_refuses_the_next_exchange(wo
                 mock.patch.object(Operator, "reduce", side_effect=MemoryError("no memory is left")),
                 pytest.raises(MemoryError),
             ):
-                reductions.begin_all_reduce(comm, [tensor], ReduceOp.SUM, waits, line).wait()
+                reductions.begin_all_reduce(comm, engine_of(comm), [tensor], ReduceOp.SUM, waits, line).wait()
         else:
             with pytest.raises(PipeCommMismatch, match=r"rank 2.*no memory is left"):
-                reductions.begin_all_reduce(comm, [tensor], ReduceOp.SUM, waits, line).wait()
+                reductions.begin_all_reduce(comm, engine_of(comm), [tensor], ReduceOp.SUM, waits, line).wait()
         tensor = torch.ones(20_000)
-        all_reduce_in_line(comm, tensor, ReduceOp.SUM, line)
+        reductions.all_reduce(comm, engine_of(comm), tensor, ReduceOp.SUM, line)
         assert torch.equal(tensor, torch.full_like(tensor, 4))

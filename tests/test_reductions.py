@@ -14,6 +14,7 @@ from ranks import on_ranks
 
 from pipecomm_ext import _C, PipeCommMismatch
 from pipecomm_ext.communicator import reductions
+from pipecomm_ext.communicator.communicator import engine_of
 
 ReduceOp = torch_dist.ReduceOp
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -107,7 +108,9 @@ def test_a_dropped_handle_is_reduced_and_the_bits_are_the_same_everywhere(world)
         world_tensors = [everybody[world.rank].clone() for _ in range(3)]
         handles = []
         for tensor in world_tensors:
-            handles.append(reductions.begin_all_reduce(comm, [tensor], ReduceOp.SUM, False, line))
+            handles.append(
+                reductions.begin_all_reduce(comm, engine_of(comm), [tensor], ReduceOp.SUM, False, line)
+            )
             sum(range(rng.randrange(20_000)))  # some time
         rng.shuffle(handles)
         for handle in handles:

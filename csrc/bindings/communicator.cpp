@@ -266,6 +266,32 @@ bool BoundCommunicator::all_gather(const py::object& output, const py::object& i
   return true;
 }
 
+BoundCommunicator::WorkPtr BoundCommunicator::reduce(const py::object& op, const py::object& output,
+                                                     const py::object& input,
+                                                     const py::object& reduction,
+                                                     const py::object& root,
+                                                     const py::object& is_async) {
+  const bool async_op = is_true(is_async);
+  const OpCode code = collective_code(argument<std::string>(op, "op"));
+  const auto name = argument<std::optional<std::string>>(reduction, "reduction");
+  Tensors tensors(*this, 2, async_op);
+  const TensorRef source = tensors.ref(input, {.element = "input"}, Access::read);
+  const TensorRef target =
+      output.is_none() ? source : tensors.ref(output, {.element = "output"}, Access::write);
+  const ReduceCall call{code, source, target, name ? reduction_argument(*name) : Reduction::kSum,
+                        index_argument(root, "root")};
+  const auto post = [&] { return communicator_->reduce(call, {async_op, check_signals}); };
+  return run(std::move(tensors), async_op, post, true);
+}
+
+bool BoundCommunicator::can_reduce(const std::string& op,
+                                   const std::optional<std::string>& reduction,
+                                   const py::object& dtype) const {
+  return communicator_->can_reduce(collective_code(op),
+                                   reduction ? reduction_argument(*reduction) : Reduction::kSum,
+                                   dtype_argument(dtype));
+}
+
 // Whether both are contiguous and `piece` has as many elements as each rank's piece of `whole`.
 bool BoundCommunicator::is_share_of(const TensorRef& piece, const TensorRef& whole) const {
   return piece.dtype == whole.dtype && piece.is_contiguous() && whole.is_contiguous() &&
@@ -416,6 +442,8 @@ py::class_<BoundCommunicator> bind_communicator(py::module_& m) {
                                     "reduce_scatter($self, output, input, op, make, /)\n--\n\n");
   def_quick<&Bound::all_gather>(bound, "all_gather",
                                 "all_gather($self, output, input, make, /)\n--\n\n");
+  def_quick<&Bound::reduce>(
+      bound, "reduce", "reduce($self, op, output, input, reduction, root, async_op, /)\n--\n\n");
   def_quick<&Bound::exchange>(bound, "exchange",
                               "exchange($self, op, plan, inputs, outputs, async_op, members, "
                               "within, channel, after, gradient_of, returns_work, /)\n--\n\n");
@@ -426,6 +454,7 @@ py::class_<BoundCommunicator> bind_communicator(py::module_& m) {
       .def("isend", &Bound::isend, py::arg("tensor"), py::arg("dst"), py::arg("channel") = 0)
       .def("irecv", &Bound::irecv, py::arg("tensor"), py::arg("src"), py::arg("channel") = 0)
       .def("empty", &Bound::empty, py::arg("shape"), py::arg("dtype"))
+      .def("can_reduce", &Bound::can_reduce, py::arg("op"), py::arg("reduction"), py::arg("dtype"))
       .def("refuse", &Bound::refuse, py::arg("op"), py::arg("reason"),
            py::arg("members") = std::vector<int>(), py::arg("channel") = py::none())
       .def("connect", &Bound::connect, py::arg("peers"), py::arg("channels") = py::none(),

@@ -43,6 +43,13 @@ class BoundCommunicator {
   bool reduce_scatter(const py::object& output, const py::object& input, const py::object& op,
                       const py::object& make);
   bool all_gather(const py::object& output, const py::object& input, const py::object& make);
+  // An all_reduce, reduce, reduce_scatter or all_gather as one operation of the engine. `reduction`
+  // is the name of the operator, None for an all_gather; `output` is None if this rank gets nothing.
+  // The Work is done without `async_op`.
+  WorkPtr reduce(const py::object& op, const py::object& output, const py::object& input,
+                 const py::object& reduction, const py::object& root, const py::object& async_op);
+  bool can_reduce(const std::string& op, const std::optional<std::string>& reduction,
+                  const py::object& dtype) const;
   // With `returns_work` the result is a Work that is done.
   WorkPtr exchange(const py::object& op, const py::object& plan, const py::object& inputs,
                    const py::object& outputs, const py::object& async_op, const py::object& members,

@@ -44,6 +44,12 @@ OperationPtr Communicator::broadcast(const TensorRef& tensor, int source, CallOp
   return execution_->broadcast(tensor, source, std::move(options));
 }
 
+OperationPtr Communicator::reduce(const ReduceCall& call, CallOptions options) {
+  check_usable(call.op);
+  check_reduce(call, rank(), size());
+  return execution_->reduce(call, std::move(options));
+}
+
 OperationPtr Communicator::barrier(bool is_async) {
   check_usable(OpCode::barrier);
   return execution_->barrier(is_async);

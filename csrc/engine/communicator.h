@@ -39,6 +39,11 @@ class Communicator final : public Dispatch {
                         CallOptions options = {}, const Scope& scope = {},
                         const OperationPtr& after = nullptr);
   OperationPtr broadcast(const TensorRef& tensor, int source, CallOptions options = {});
+  // One operation, for which can_reduce() must be true.
+  OperationPtr reduce(const ReduceCall& call, CallOptions options = {});
+  bool can_reduce(OpCode op, Reduction reduction, DType dtype) const {
+    return execution_->can_reduce(op, reduction, dtype);
+  }
   // Synchronizes the hosts of all ranks, independent of the work on streams.
   OperationPtr barrier(bool is_async = true);
   // Called instead of a collective that this rank cannot take part in. Done once all others have

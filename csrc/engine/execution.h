@@ -9,12 +9,14 @@
 #include <memory>
 #include <optional>
 #include <span>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "engine/dispatch.h"
 #include "engine/point_to_point.h"
 #include "engine/prepared_exchange.h"
+#include "engine/reduce_call.h"
 #include "message/operation.h"
 #include "transport/transport.h"
 
@@ -58,6 +60,13 @@ class Execution : public DispatchEvents {
   virtual bool stages_all() const { return false; }
   virtual OperationPtr exchange(const ExchangeCall& call, CallOptions options) = 0;
   virtual OperationPtr broadcast(const TensorRef& tensor, int source, CallOptions options) = 0;
+  // Whether reduce() does it. If not, the caller exchanges tensors, and reduces them itself.
+  virtual bool can_reduce(OpCode /*op*/, Reduction /*reduction*/, DType /*dtype*/) const {
+    return false;
+  }
+  virtual OperationPtr reduce(const ReduceCall& /*call*/, CallOptions /*options*/) {
+    throw std::logic_error("this communicator does not reduce tensors in one operation");
+  }
   // These two move no data.
   virtual OperationPtr barrier(bool is_async) = 0;
   virtual OperationPtr refuse(OpCode op, const std::string& reason, const Scope& scope) = 0;

@@ -62,11 +62,11 @@ std::vector<PeerMessages> exchange_messages(OpCode op, int channel, const Exchan
                                             const LoweredExchange& lowered,
                                             std::span<const int> peers, uint64_t gradient_of = 0);
 
-// The messages of an operation that moves no data.
-inline auto empty_messages(const Descriptor& empty) {
-  return [empty](std::span<const int> peers) {
+// The messages of an operation that all ranks describe alike, in both directions.
+inline auto same_messages(const Descriptor& descriptor) {
+  return [descriptor](std::span<const int> peers) {
     std::vector<PeerMessages> messages;
-    for (const int peer : peers) messages.push_back({peer, empty, empty});
+    for (const int peer : peers) messages.push_back({peer, descriptor, descriptor});
     return messages;
   };
 }

@@ -19,6 +19,9 @@ constexpr std::pair<OpCode, const char*> kOpNames[] = {
     {OpCode::all_gather, "all_gather"},
     {OpCode::exchange, "exchange"},
     {OpCode::relay, "relay"},
+    {OpCode::all_reduce, "all_reduce"},
+    {OpCode::reduce, "reduce"},
+    {OpCode::reduce_scatter, "reduce_scatter"},
 };
 
 }  // namespace

@@ -22,6 +22,9 @@ enum class OpCode : uint8_t {
   all_gather = 5,
   exchange = 6,
   relay = 7,
+  all_reduce = 8,
+  reduce = 9,
+  reduce_scatter = 10,
 };
 
 const char* op_name(OpCode op);

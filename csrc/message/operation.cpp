@@ -50,7 +50,7 @@ std::string disagreement_text(Direction direction, int peer, const Descriptor& o
   if (ours.op != OpCode::p2p && theirs.op != OpCode::p2p)
     return "this rank calls " + ours.text() + other + " calls " + theirs.text() +
            (ours.op == theirs.op && ours.num_bytes == theirs.num_bytes
-                ? " with other arguments (sizes, dims, dtypes or source rank differ)"
+                ? " with other arguments (sizes, dims, dtypes, operator, source or root differ)"
                 : "");
   const bool sends = direction == Direction::send;
   return message_text(direction, peer, ours) + (sends ? " carries " : " expects ") + ours.text() +

@@ -183,6 +183,18 @@ class Communicator:
         self, output: torch.Tensor, input: torch.Tensor, op: Any, make: _MakePlans, /
     ) -> bool: ...
     def all_gather(self, output: torch.Tensor, input: torch.Tensor, make: _MakePlans, /) -> bool: ...
+    # As one operation, where can_reduce() says so. The Work is done without `async_op`.
+    def reduce(
+        self,
+        op: str,
+        output: torch.Tensor | None,
+        input: torch.Tensor,
+        reduction: str | None,
+        root: int,
+        async_op: bool,
+        /,
+    ) -> Work: ...
+    def can_reduce(self, op: str, reduction: str | None, dtype: torch.dtype) -> bool: ...
     def exchange(
         self,
         op: str,

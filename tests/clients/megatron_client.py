@@ -101,6 +101,7 @@ def model_parallel(setup: Setup) -> Iterator[None]:
         tensor_model_parallel_size=setup.tp,
         pipeline_model_parallel_size=setup.pp,
         virtual_pipeline_model_parallel_size=setup.vp,
+        expert_model_parallel_size=setup.config.get("expert_model_parallel_size", 1),
     )
     try:
         yield

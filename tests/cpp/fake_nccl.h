@@ -17,7 +17,7 @@ struct Kernel {
   };
   NcclComm* comm;
   std::vector<Op> ops;
-  int root = -1;  // of a broadcast of the one op
+  std::optional<CollectiveCall> collective = std::nullopt;  // in place of messages
 
   size_t num_blocks() const { return size_t(std::max(2, comm->config.max_ctas) / 2); }
 };
@@ -32,7 +32,7 @@ class KernelRun {
     if (comm.aborted || comm.revoked) return leave();  // immediately, with garbage
     if (!running_ && !begin(comm)) return false;
     world->has_started = true;
-    if (!(kernel_.root >= 0 ? broadcast_done(comm) : messages_done())) return false;
+    if (!(kernel_.collective ? collective_done(comm) : messages_done())) return false;
     comm.running = false;
     return leave();
   }
@@ -50,9 +50,9 @@ class KernelRun {
     }
     comm.running = running_ = true;
     world->num_resident[device_] += kernel_.num_blocks();
-    if (kernel_.root >= 0) {
-      number_ = comm.num_broadcasts++;
-      ++world->broadcasts[{comm.id, number_}].num_joined;
+    if (kernel_.collective) {
+      number_ = comm.num_collectives++;
+      world->collectives[{comm.id, number_}].join(comm.rank, comm.size, *kernel_.collective);
     } else {
       for (const Kernel::Op& op : kernel_.ops) {
         halves_.push_back(std::make_shared<Half>(Half{op.data, op.num_bytes}));
@@ -70,18 +70,9 @@ class KernelRun {
     return std::all_of(halves_.begin(), halves_.end(),
                        [](const HalfPtr& half) { return half->done; });
   }
-  bool broadcast_done(const NcclComm& comm) {
-    Broadcast& broadcast = world->broadcasts[{comm.id, number_}];
-    const Kernel::Op& op = kernel_.ops.front();
-    if (kernel_.root == comm.rank && !broadcast.has_data) {
-      broadcast.data.assign(op.data, op.data + op.num_bytes);
-      broadcast.has_data = true;
-      world->note_progress();
-    }
-    const bool is_small = op.num_bytes <= world->fifo_bytes;
-    if (!broadcast.has_data || (!is_small && broadcast.num_joined < comm.size)) return false;
-    std::memcpy(op.data, broadcast.data.data(), std::min(op.num_bytes, broadcast.data.size()));
-    return true;
+  bool collective_done(const NcclComm& comm) const {
+    return world->collectives[{comm.id, number_}].finish(comm.rank, comm.size, world->fifo_bytes,
+                                                         *kernel_.collective);
   }
 
   const Kernel kernel_;
@@ -187,8 +178,7 @@ inline NcclResult add_to_group(const char* call, bool sends, std::byte* data, si
   auto* const stream = static_cast<Stream*>(pointer);
   auto found = std::find_if(group.kernels.begin(), group.kernels.end(),
                             [&](const auto& each) { return each.first.comm == comm; });
-  if (found == group.kernels.end())
-    found = group.kernels.insert(found, {Kernel{comm, {}, -1}, stream});
+  if (found == group.kernels.end()) found = group.kernels.insert(found, {Kernel{comm, {}}, stream});
   if (found->second != stream)
     world->errors.push_back("two streams of one communicator in a group");
   found->first.ops.push_back({sends, peer, data, num_bytes});
@@ -351,17 +341,16 @@ inline NcclResult revoke(NcclComm* comm, int flags) {
   return NcclResult::success;
 }
 
-inline NcclResult broadcast(const void*, void* data, size_t count, int, int root, NcclComm* comm,
-                            NcclStream stream) {
-  const std::pair kernel(Kernel{comm, {{false, root, static_cast<std::byte*>(data), count}}, root},
-                         static_cast<Stream*>(stream));
+inline NcclResult collect(const char* name, const CollectiveCall& call, NcclComm* comm,
+                          NcclStream stream) {
+  const std::pair kernel(Kernel{comm, {}, call}, static_cast<Stream*>(stream));
   {
     std::lock_guard lock(world->mutex);
-    if (!is_usable(comm, "ncclBroadcast")) return NcclResult::invalid_usage;
-    if (group.depth > 0) {
-      group.kernels.push_back(kernel);
-      return NcclResult::in_progress;
-    }
+    const NcclResult error = injected(name, comm->rank);
+    if (error != NcclResult::success) return error;
+    if (!is_usable(comm, name)) return NcclResult::invalid_usage;
+    if (call.count == 0 || !call.source || !call.destination || group.depth > 0)
+      world->errors.push_back(std::string("a wrong ") + name);
   }
   return launch_group({kernel});
 }
@@ -413,7 +402,44 @@ inline NcclApi make_api() {
     return add_to_group("ncclRecv", false, static_cast<std::byte*>(data), count, dtype, peer, comm,
                         stream);
   };
-  api.broadcast = broadcast;
+  using Kind = CollectiveKind;
+  static constexpr auto call_of = [](Kind kind, const void* source, void* destination, size_t count,
+                                     int dtype, int op = 0, int root = 0) {
+    return CollectiveCall{kind,
+                          static_cast<const std::byte*>(source),
+                          static_cast<std::byte*>(destination),
+                          count,
+                          dtype,
+                          op,
+                          root};
+  };
+  api.broadcast = [](const void* source, void* destination, size_t count, int dtype, int root,
+                     NcclComm* comm, NcclStream stream) {
+    return collect("ncclBroadcast",
+                   call_of(Kind::broadcast, source, destination, count, dtype, 0, root), comm,
+                   stream);
+  };
+  api.all_reduce = [](const void* source, void* destination, size_t count, int dtype, int op,
+                      NcclComm* comm, NcclStream stream) {
+    return collect("ncclAllReduce",
+                   call_of(Kind::all_reduce, source, destination, count, dtype, op), comm, stream);
+  };
+  api.reduce = [](const void* source, void* destination, size_t count, int dtype, int op, int root,
+                  NcclComm* comm, NcclStream stream) {
+    return collect("ncclReduce", call_of(Kind::reduce, source, destination, count, dtype, op, root),
+                   comm, stream);
+  };
+  api.reduce_scatter = [](const void* source, void* destination, size_t count, int dtype, int op,
+                          NcclComm* comm, NcclStream stream) {
+    return collect("ncclReduceScatter",
+                   call_of(Kind::reduce_scatter, source, destination, count, dtype, op), comm,
+                   stream);
+  };
+  api.all_gather = [](const void* source, void* destination, size_t count, int dtype,
+                      NcclComm* comm, NcclStream stream) {
+    return collect("ncclAllGather", call_of(Kind::all_gather, source, destination, count, dtype),
+                   comm, stream);
+  };
   api.sleep = note_sleep;
   return api;
 }

@@ -5,6 +5,7 @@
 #include "check.h"
 
 #include "copy/device_runtime.h"
+#include "fake_collectives.h"
 #include "transport/nccl/nccl_api.h"
 
 namespace fake {
@@ -120,12 +121,6 @@ struct Pipe {
   }
 };
 
-struct Broadcast {
-  std::vector<std::byte> data;
-  bool has_data = false;
-  int num_joined = 0;
-};
-
 }  // namespace fake
 
 namespace pipecomm {
@@ -141,7 +136,7 @@ struct NcclComm {
   bool revoked = false, aborted = false, finalized = false, ended = false;
   int num_calls = 0;  // calls of NCCL that are using it
   bool running = false;
-  int num_broadcasts = 0;
+  int num_collectives = 0;
   std::shared_ptr<std::atomic<int>> refs = std::make_shared<std::atomic<int>>(0);  // live graphs
 };
 }  // namespace pipecomm
@@ -177,9 +172,9 @@ struct World {
   std::vector<std::unique_ptr<NcclComm>> comms;
   std::map<const void*, int> rank_of_device;
   int host_of(const void* device) const { return rank_of_device.at(device) / ranks_per_host; }
-  std::map<std::tuple<int, int, int>, Pipe> pipes;      // id, source, destination
-  std::map<int, int> num_joined, num_leaving;           // ranks, per id
-  std::map<std::pair<int, int>, Broadcast> broadcasts;  // id, number
+  std::map<std::tuple<int, int, int>, Pipe> pipes;        // id, source, destination
+  std::map<int, int> num_joined, num_leaving;             // ranks, per id
+  std::map<std::pair<int, int>, Collective> collectives;  // id, number
   std::vector<std::string> errors;  // that would hang or produce garbage on a real device
   int num_ids = 0;
   size_t max_group_ops = 0;  // of one communicator

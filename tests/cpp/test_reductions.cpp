@@ -125,3 +125,16 @@ TEST(failures_in_the_middle) {
     }
   });
 }
+
+// The engine exchanges tensors in host memory, and adds them in its caller.
+TEST(there_is_no_operation_that_reduces) {
+  run_ranks(2, kLong, [&](Communicator& comm, int rank) {
+    const Numbers mine = numbers(4, rank);
+    const TensorRef tensor = tensor_of(mine);
+    for (const OpCode op : {OpCode::all_reduce, OpCode::all_gather})
+      CHECK(!comm.can_reduce(op, Reduction::kSum, tensor.dtype));
+    CHECK_THROWS(std::logic_error, "does not reduce tensors in one operation",
+                 comm.reduce({OpCode::all_reduce, tensor, tensor}));
+    wait(comm, comm.barrier());
+  });
+}

@@ -1,4 +1,5 @@
-"""Reductions of CUDA tensors: the sums of one process, whichever stream and thread resumes them."""
+"""Reductions of CUDA tensors, by NCCL's own functions and by exchanges: the sums of one process, whichever
+stream and thread resumes them."""
 
 from __future__ import annotations
 
@@ -8,9 +9,20 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from gpu_world import DEADLINE_S, comm_over, finish, nccl_comm, on_devices, over_transports
+from gpu_world import (
+    DEADLINE_S,
+    comm_on,
+    comm_over,
+    finish,
+    nccl_comm,
+    on_devices,
+    over_transports,
+    take_device,
+)
 from ranks import on_ranks
+from test_backend import group_of, needs_new_torch
 
+from pipecomm_ext import PipeCommMismatch
 from pipecomm_ext.communicator import reductions
 
 ReduceOp = dist.ReduceOp
@@ -24,8 +36,14 @@ def numbers(length: int, dtype: torch.dtype, rank: int) -> torch.Tensor:
 
 def truth(name: str, length: int, dtype: torch.dtype, size: int) -> torch.Tensor:
     everybody = torch.stack([numbers(length, torch.int64, rank) for rank in range(size)])
-    found = {"SUM": everybody.sum(0), "PRODUCT": everybody.prod(0), "MAX": everybody.amax(0)}[name]
-    return found.to(dtype)
+    combine = {"SUM": torch.sum, "PRODUCT": torch.prod, "MIN": torch.amin, "MAX": torch.amax}
+    return combine[name](everybody, 0).to(dtype)
+
+
+def ended(work) -> None:
+    """Waits for a call, if it was asynchronous."""
+    if work is not None:
+        work.wait()
 
 
 @on_ranks(2, 3, deadline=DEADLINE_S)
@@ -33,25 +51,108 @@ def truth(name: str, length: int, dtype: torch.dtype, size: int) -> torch.Tensor
 @on_devices
 def test_reductions_and_gathers(world, device, over):
     comm, size, rank = comm_over(world, device, over), world.size, world.rank
-    dtypes = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.uint8, torch.int64]
+    dtypes = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+    dtypes += [torch.int8, torch.uint8, torch.int32, torch.uint32, torch.int64, torch.uint64, torch.int16]
     for dtype, length, async_op in itertools.product(dtypes, (0, 1, 30_003), (False, True)):
-        for name in ("SUM", "PRODUCT", "MAX"):
+        for name in ("SUM", "PRODUCT", "MIN", "MAX"):
             tensor = numbers(length, dtype, rank).to(device)
-            work = comm.all_reduce(tensor, getattr(ReduceOp, name), async_op=async_op)
-            if async_op:
-                work.wait()
+            ended(comm.all_reduce(tensor, getattr(ReduceOp, name), async_op=async_op))
             assert torch.equal(tensor.cpu(), truth(name, length, dtype, size)), (dtype, length, name)
         whole = numbers(length * size, dtype, rank).to(device)
         part = torch.empty(length, dtype=dtype, device=device)
-        work = comm.reduce_scatter(part, whole, async_op=async_op)
-        if async_op:
-            work.wait()
+        ended(comm.reduce_scatter(part, whole, async_op=async_op))
         expected = truth("SUM", length * size, dtype, size)
         assert torch.equal(part.cpu(), expected.view(size, length)[rank]), (dtype, length)
-        work = comm.all_gather(whole, part, async_op=async_op)
-        if async_op:
-            work.wait()
+        ended(comm.all_gather(whole, part, async_op=async_op))
         assert torch.equal(whole.cpu(), expected), (dtype, length)
+
+
+@on_ranks(2, 3, deadline=DEADLINE_S)
+@over_transports
+@on_devices
+def test_what_nccl_reduces_and_what_is_exchanged(world, device, over):
+    comm, size, rank = comm_over(world, device, over), world.size, world.rank
+    is_nccl = device == "cuda" and over == "own transport"
+
+    def reduced(tensor: torch.Tensor, op) -> torch.Tensor:
+        tensor = tensor.to(device)
+        comm.all_reduce(tensor, op)
+        return tensor
+
+    def scattered(lengths) -> torch.Tensor:
+        pieces = [torch.full((n,), float(rank + other), device=device) for other, n in enumerate(lengths)]
+        output = torch.empty(lengths[rank], device=device)
+        comm.reduce_scatter(output, pieces)
+        return output
+
+    def check(result: torch.Tensor, expected: torch.Tensor, name: str, tolerance: float = 0) -> None:
+        assert comm.flight_record()[-1]["op"] == (name if is_nccl else "exchange")
+        torch.testing.assert_close(result.cpu(), expected, rtol=tolerance, atol=tolerance)
+
+    total = size * (size - 1) // 2
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        mine, mean = torch.full((5,), float(rank), dtype=dtype), torch.full((5,), total / size, dtype=dtype)
+        check(reduced(mine, ReduceOp.AVG), mean, "all_reduce", 1e-2)
+    doubled = dist._make_nccl_premul_sum(2.0)
+    check(reduced(torch.full((5,), float(rank)), doubled), torch.full((5,), 2.0 * total), "all_reduce")
+    for dtype in (torch.complex64, torch.complex128):
+        mine = torch.tensor([rank + 1j], dtype=dtype)
+        expected = torch.tensor([total + size * 1j], dtype=dtype)
+        check(reduced(mine.clone(), ReduceOp.SUM), expected, "all_reduce")
+        check(reduced(mine.clone(), ReduceOp.AVG), expected / size, "all_reduce", 1e-5)
+        check(reduced(mine.clone(), ReduceOp.PRODUCT), _product(size).to(dtype), "exchange")
+    flags = torch.tensor([rank == 1, False])
+    check(reduced(flags, ReduceOp.SUM), torch.tensor([True, False]), "exchange")
+    check(reduced(torch.tensor([1 << rank]), ReduceOp.BOR), torch.tensor([(1 << size) - 1]), "exchange")
+    strided = torch.full((5, 4), float(rank)).t()[::2]
+    check(reduced(strided, ReduceOp.SUM), torch.full((2, 5), float(total)), "all_reduce")
+    expected = float(total + size * rank)
+    check(scattered([3] * size), torch.full((3,), expected), "reduce_scatter")
+    check(scattered(range(1, size + 1)), torch.full((rank + 1,), expected), "exchange")
+
+
+def _product(size: int) -> torch.Tensor:
+    return torch.stack([torch.tensor([rank + 1j]) for rank in range(size)]).prod(0)
+
+
+@needs_new_torch
+@on_ranks(2, 3, deadline=DEADLINE_S)
+@pytest.mark.parametrize("async_op", [False, True], ids=["sync", "async"])
+@on_devices
+def test_the_backend(world, device, async_op):
+    take_device(world, device)
+    group, size, rank = group_of(world.size), world.size, world.rank
+    total, length = size * (size - 1) // 2, 20_001
+    tensor = torch.full((length,), float(rank), device=device)
+    ended(dist.all_reduce(tensor, group=group, async_op=async_op))
+    assert torch.all(tensor == total)
+    ended(dist.reduce(tensor.fill_(rank), size - 1, ReduceOp.SUM, group, async_op))
+    assert torch.all(tensor == (total if rank == size - 1 else rank))
+    whole, piece = torch.full((size, length), float(rank), device=device), torch.empty(length, device=device)
+    ended(dist.reduce_scatter_tensor(piece, whole, group=group, async_op=async_op))
+    assert torch.all(piece == total)
+    ended(dist.reduce_scatter(piece, list(whole), ReduceOp.MAX, group, async_op))
+    assert torch.all(piece == size - 1)
+    ended(dist.all_gather_into_tensor(whole, piece.fill_(rank), group, async_op))
+    assert torch.equal(whole[:, 0].cpu(), torch.arange(size).float()) and torch.all(whole == whole[:, :1])
+    tensors = [torch.full((4,), float(rank), device=device), torch.full((3,), rank, device=device)]
+    with dist._coalescing_manager(group, async_ops=async_op) as works:
+        for each in tensors:
+            dist.all_reduce(each, group=group)
+    if async_op:
+        works.wait()
+    assert all(torch.all(each == total) for each in tensors)
+
+
+@on_ranks(2, deadline=DEADLINE_S)
+@on_devices
+def test_operators_that_differ(world, device):
+    comm = comm_on(world, device)
+    comm.all_reduce(torch.ones(4, device=device))
+    with world.breaking(), pytest.raises(PipeCommMismatch, match=r"of float32\[4\]"):
+        tensor = torch.ones(4, device=device)
+        comm.all_reduce(tensor, ReduceOp.MAX if world.rank == 1 else ReduceOp.SUM)
+        comm.barrier()  # NCCL's call is compared in parallel with it, so it may have returned
 
 
 @on_ranks(2, deadline=DEADLINE_S)
@@ -116,14 +217,16 @@ def test_streams(world, device):
 @on_ranks(2, deadline=DEADLINE_S)
 @pytest.mark.parametrize("device", ["cuda"])
 @pytest.mark.parametrize("async_op", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int16], ids=str)  # by NCCL, by exchanges
 @pytest.mark.parametrize("length", [1000, reductions.MAX_WHOLE_BYTES])
-def test_captured(world, device, async_op, length):
-    comm, tensor = nccl_comm(world), torch.zeros(length, device=device)
+def test_captured(world, device, async_op, dtype, length):
+    comm, tensor = nccl_comm(world), torch.zeros(length, dtype=dtype, device=device)
+    part, whole = tensor.new_zeros(length // 2), tensor.new_zeros(length)
 
     def step() -> None:
-        work = comm.all_reduce(tensor, async_op=async_op)
-        if async_op:
-            work.wait()
+        ended(comm.all_reduce(tensor, async_op=async_op))
+        ended(comm.reduce_scatter(part, tensor, async_op=async_op))
+        ended(comm.all_gather(whole, part, async_op=async_op))
         tensor.mul_(3)
 
     step()
@@ -136,5 +239,6 @@ def test_captured(world, device, async_op, length):
         torch.cuda.synchronize()
         graph.replay()
         torch.cuda.synchronize()
-        assert torch.all(tensor == 3 * (2 * round_idx + 1)), round_idx
+        total = 2 * round_idx + 1
+        assert torch.all(tensor == 3 * total) and torch.all(whole == 2 * total), round_idx
     graph.reset()

@@ -3,6 +3,7 @@
 #include "engine/communicator.h"
 #include "engine/device/packed_sends.h"
 #include "engine/whole_copies.h"
+#include "transport/group_tree.h"
 
 namespace pipecomm {
 
@@ -335,6 +336,41 @@ OperationPtr DeviceExecution::broadcast(const TensorRef& tensor, int source, Cal
     staging = nullptr;
   };
   return run_collective(collective, {&tensor, 1}, {}, std::move(options), reserve, enqueue);
+}
+
+OperationPtr DeviceExecution::reduce(const ReduceCall& call, CallOptions options) {
+  const auto& [op, input, output, reduction, root] = call;
+  if (!can_reduce(op, reduction, input.dtype)) return Execution::reduce(call, std::move(options));
+  // NCCL does not tell which ranks it waits for. The record of the operation names all others, in a
+  // large group only those with which it is compared.
+  const Scope everybody;
+  const std::vector<int> peers = communicator_.are_many(size_t(size()))
+                                     ? tree_neighbours(rank(), size())
+                                     : communicator_.peers_in(everybody);
+  const Descriptor message = reduce_message(call);
+  const CollectiveCall collective{op, everybody, peers, {}, same_messages(message)};
+  const bool moves_bytes = op == OpCode::all_gather;
+  const NcclReduction enqueued{op,
+                               input.data,
+                               output.data,
+                               size_t(message.num_bytes / (moves_bytes ? 1 : input.dtype.itemsize)),
+                               moves_bytes ? kNcclBytes : *nccl_dtype(input.dtype),
+                               moves_bytes ? 0 : *nccl_operator(reduction),
+                               root};
+  const auto enqueue = [&](DeviceOperation& operation, StreamHandle stream) {
+    if (message.num_bytes == 0) return;
+    if (size() > 1) {
+      const DeviceMessage sent{Direction::send, rank(), input.data, message.num_bytes};
+      return nccl_->reduce({links_->lane({}).comm_idx, stream, {sent}, operation.is_captured()},
+                           enqueued, keep_waiting(operation.deadline()));
+    }
+    if (input.data == output.data) return;
+    WholeCopies copies;
+    copies.add(input, output.data);
+    runtime_->execute(copies.tasks(), copies.buffers(), Scale{}, stream);
+  };
+  return run_collective(
+      collective, {&input, 1}, {&output, 1}, std::move(options), [](StreamHandle) {}, enqueue);
 }
 
 OperationPtr DeviceExecution::barrier(bool is_async) {

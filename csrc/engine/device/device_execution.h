@@ -34,6 +34,7 @@
 #include "engine/device/replays.h"
 #include "engine/dispatch.h"
 #include "engine/execution.h"
+#include "transport/nccl/nccl_reductions.h"
 #include "transport/nccl/nccl_transport.h"
 
 namespace pipecomm {
@@ -65,6 +66,11 @@ class DeviceExecution final : public Execution {
   OperationPtr batch_p2p(std::span<const PointToPoint> batch, CallOptions options) override;
   OperationPtr exchange(const ExchangeCall& call, CallOptions options) override;
   OperationPtr broadcast(const TensorRef& tensor, int source, CallOptions options) override;
+  // By NCCL's own functions, on the communicator of the collectives.
+  bool can_reduce(OpCode op, Reduction reduction, DType dtype) const override {
+    return op == OpCode::all_gather || nccl_reduces(reduction, dtype);
+  }
+  OperationPtr reduce(const ReduceCall& call, CallOptions options) override;
   OperationPtr barrier(bool is_async) override;
   // The communicator fails on all ranks, unless the others refuse the same collective.
   OperationPtr refuse(OpCode op, const std::string& reason, const Scope& scope) override;

@@ -143,14 +143,14 @@ void PeerChecks::number(DeviceOperation& operation, Direction direction, int pee
 
 void PeerChecks::post_barrier() {
   const Descriptor empty = describe(OpCode::barrier, kCollectiveChannel, {}, 0, 0);
-  const CollectiveCall call{OpCode::barrier, {}, {}, {}, empty_messages(empty)};
+  const CollectiveCall call{OpCode::barrier, {}, {}, {}, same_messages(empty)};
   announce(OpCode::barrier, messages_.post(compared(call), false));
 }
 
 void PeerChecks::refuse(OpCode op, const std::string& reason, const Scope& scope) {
   const Descriptor empty = describe(op, scope.channel, {}, 0, 0);
   const auto posted =
-      messages_.post(compared({op, scope, {}, {}, empty_messages(empty)}), false, true);
+      messages_.post(compared({op, scope, {}, {}, same_messages(empty)}), false, true);
   announce(op, posted, reason.empty() ? "no reason was given" : reason.substr(0, kMaxReasonBytes));
   if (!posted.is_compared) dispatch_.fail(refused_failure(op, rank(), reason));
 }

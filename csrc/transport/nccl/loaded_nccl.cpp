@@ -58,6 +58,10 @@ NcclApi load() {
   fill(library, "ncclSend", api.send);
   fill(library, "ncclRecv", api.recv);
   fill(library, "ncclBroadcast", api.broadcast);
+  fill(library, "ncclAllReduce", api.all_reduce);
+  fill(library, "ncclReduce", api.reduce);
+  fill(library, "ncclReduceScatter", api.reduce_scatter);
+  fill(library, "ncclAllGather", api.all_gather);
   NcclInitRankConfig init_rank_config = nullptr;
   fill(library, "ncclCommInitRankConfig", init_rank_config);
   api.comm_init = [init_rank_config, version](NcclComm** comm, int size, const NcclUniqueId& id,

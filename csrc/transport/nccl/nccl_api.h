@@ -27,7 +27,7 @@ struct NcclUniqueId {  // ncclUniqueId
   char bytes[128];
 };
 
-inline constexpr int kNcclBytes = 1;           // ncclUint8: everything is moved as bytes
+inline constexpr int kNcclBytes = 1;           // ncclUint8: what is not reduced is moved as bytes
 inline constexpr int kMinNcclVersion = 22700;  // the first with a reliable abort
 
 // Options of a communicator, equal on every rank; -1 or "" leaves the choice to NCCL.
@@ -58,6 +58,14 @@ struct NcclApi {
                      NcclStream stream);
   NcclResult (*broadcast)(const void* source, void* destination, size_t count, int dtype, int root,
                           NcclComm* comm, NcclStream stream);
+  NcclResult (*all_reduce)(const void* source, void* destination, size_t count, int dtype, int op,
+                           NcclComm* comm, NcclStream stream);
+  NcclResult (*reduce)(const void* source, void* destination, size_t count, int dtype, int op,
+                       int root, NcclComm* comm, NcclStream stream);
+  NcclResult (*reduce_scatter)(const void* source, void* destination, size_t count, int dtype,
+                               int op, NcclComm* comm, NcclStream stream);
+  NcclResult (*all_gather)(const void* source, void* destination, size_t count, int dtype,
+                           NcclComm* comm, NcclStream stream);
   // ncclCommInitRankConfig, blocking unless NCCL_COMM_BLOCKING=0 is set.
   std::function<NcclResult(NcclComm** comm, int size, const NcclUniqueId& id, int rank,
                            const NcclConfig& config)>

@@ -331,6 +331,30 @@ void NcclTransport::broadcast(const LaneMessages& lane, int source,
                     lane.stream, keep_waiting);
 }
 
+void NcclTransport::reduce(const LaneMessages& lane, const NcclReduction& call,
+                           const KeepWaiting& keep_waiting) {
+  std::scoped_lock lock(calls_, runtime_->launch_mutex());
+  check_alive();
+  note_use(lane);
+  NcclComm* const comm = comms_[size_t(lane.comm_idx)].comm;
+  const auto& [op, source, destination, count, dtype, reduction, root] = call;
+  const auto enqueued = [&](const char* name, NcclResult result) {
+    settle(name, result, std::span(&comm, 1), keep_waiting);
+  };
+  if (op == OpCode::all_reduce)
+    enqueued("ncclAllReduce",
+             api_.all_reduce(source, destination, count, dtype, reduction, comm, lane.stream));
+  else if (op == OpCode::reduce)
+    enqueued("ncclReduce",
+             api_.reduce(source, destination, count, dtype, reduction, root, comm, lane.stream));
+  else if (op == OpCode::reduce_scatter)
+    enqueued("ncclReduceScatter",
+             api_.reduce_scatter(source, destination, count, dtype, reduction, comm, lane.stream));
+  else
+    enqueued("ncclAllGather",
+             api_.all_gather(source, destination, count, dtype, comm, lane.stream));
+}
+
 void NcclTransport::poll() {
   std::unique_lock lock(calls_, std::try_to_lock);
   if (!lock || ended_) return;  // a running call checks for errors itself

@@ -49,6 +49,17 @@ struct LaneMessages {
   bool is_captured = false;  // in a graph, whose replays are not observed
 };
 
+// One call of ncclAllReduce, ncclReduce, ncclReduceScatter or ncclAllGather.
+struct NcclReduction {
+  OpCode op;
+  const std::byte* source;
+  std::byte* destination;
+  size_t count;  // elements that one rank sends to all, or receives of the result
+  int dtype;
+  int reduction = 0;  // unused by all_gather
+  int root = 0;       // of reduce
+};
+
 // Thread blocks of a communicator other than that of the collectives, unless the options set more:
 // over a network, and within a host, where NVLink needs more of them. NCCL allocates buffers for
 // each block, and waiting blocks spin: many lanes with NCCL's own choice would take tens of GB and
@@ -60,8 +71,9 @@ inline constexpr int kHostMaxCtas = 16;
 inline constexpr int kManyWithinHost = 48;
 
 // Only one thread at a time may call functions that enqueue work; any thread may call the others.
-// Only connect() waits for other ranks, so the communicators are blocking; calls of non-blocking
-// ones (the user has set NCCL_COMM_BLOCKING=0) are waited for.
+// Only connect() waits for other ranks, and a reduction that is the first to take an algorithm of
+// NCCL, so the communicators are blocking; calls of non-blocking ones (the user has set
+// NCCL_COMM_BLOCKING=0) are waited for.
 class NcclTransport {
  public:
   // Called repeatedly while a call waits for NCCL; ends the wait by throwing.
@@ -82,11 +94,12 @@ class NcclTransport {
   // threads may call it. Throws NcclError, and then leaves nothing behind.
   int connect(const NcclLane& lane, const NcclConfig& config);
 
-  // These enqueue on streams; a broadcast is one message. The first returns the number of thread
-  // blocks of its kernels. They throw NcclError, after which only abort() makes sense. All lanes of
-  // a batch share the groups.
+  // These enqueue on streams; a broadcast and a reduction are one message. The first returns the
+  // number of thread blocks of its kernels. They throw NcclError, after which only abort() makes
+  // sense. All lanes of a batch share the groups.
   int send_and_receive(std::span<const LaneMessages> lanes, const KeepWaiting& keep_waiting);
   void broadcast(const LaneMessages& lane, int source, const KeepWaiting& keep_waiting);
+  void reduce(const LaneMessages& lane, const NcclReduction& call, const KeepWaiting& keep_waiting);
 
   struct Usage {
     int num_comms = 0;

@@ -17,7 +17,7 @@
 namespace pipecomm::wire {
 
 inline constexpr uint32_t kMagic = 0x31584350;  // "PCX1"
-inline constexpr uint16_t kVersion = 5;
+inline constexpr uint16_t kVersion = 6;
 inline constexpr size_t kMaxPacketBytes = 64 * 1024;
 inline constexpr size_t kMaxTextBytes = 4096;
 

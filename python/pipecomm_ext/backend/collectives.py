@@ -10,16 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..communicator.communicator import all_reduce_in_line, reduce_scatter_in_line
+from ..communicator.communicator import engine_of
 from ..communicator.continuation import Continuation, begin, finish_in_background
 from ..communicator.plans import list_plan
 from ..communicator.reductions import (
+    all_reduce,
     begin_all_gather,
     begin_all_reduce,
     begin_reduce,
     begin_reduce_scatter,
     buffer_for,
     flattened,
+    reduce_scatter,
     with_copies,
 )
 from ..communicator.traced import done_work
@@ -182,7 +184,8 @@ class Collectives:
         connection = self._connection(tensor)
         comm, line = connection.communicator, connection.line
         what = "all_gather_single"
-        handle = self._explaining(what, begin_all_gather, comm, output, tensor, waits(opts), line)
+        args = comm, engine_of(comm), output, tensor, waits(opts), line
+        handle = self._explaining(what, begin_all_gather, *args)
         return self._begun(handle, [output], opts, what)
 
     _allgather_base = all_gather_single
@@ -248,15 +251,16 @@ class Collectives:
         connection = self._connection(tensors[0])
         what = f"{what} with {operator_name(op)}"
         comm, line = connection.communicator, connection.line
+        engine = engine_of(comm)
         handle: Any
         if len(tensors) == 1 and tensors[0].layout != torch.strided:
             args = comm, tensors[0], op, waits(opts), line
             handle = self._explaining(what, begin_sparse_all_reduce, *args)
         elif waits(opts) and len(tensors) == 1:
-            self._explaining(what, all_reduce_in_line, comm, tensors[0], op, line)
+            self._explaining(what, all_reduce, comm, engine, tensors[0], op, line)
             handle = done_work()
         else:
-            handle = self._explaining(what, begin_all_reduce, comm, tensors, op, waits(opts), line)
+            handle = self._explaining(what, begin_all_reduce, comm, engine, tensors, op, waits(opts), line)
         return self._begun(handle, tensors, opts, what)
 
     @profiled
@@ -265,7 +269,7 @@ class Collectives:
         op, opts = with_operator(opts, kwargs)
         comm = self._connection(tensor).communicator
         what = f"reduce with {operator_name(op)} to rank {root}"
-        handle = self._explaining(what, begin_reduce, comm, tensor, op, root, waits(opts))
+        handle = self._explaining(what, begin_reduce, comm, engine_of(comm), tensor, op, root, waits(opts))
         return self._begun(handle, [tensor], opts, what)
 
     @profiled
@@ -296,13 +300,14 @@ class Collectives:
         op, opts = with_operator(opts, {})
         connection = self._connection(outputs[0])
         comm, line = connection.communicator, connection.line
+        engine = engine_of(comm)
         what = f"{what} with {operator_name(op)}"
         handle: Any
         if waits(opts) and len(outputs) == 1:
-            self._explaining(what, reduce_scatter_in_line, comm, outputs[0], pieces, op, line)
+            self._explaining(what, reduce_scatter, comm, engine, outputs[0], pieces, op, line)
             handle = done_work()
         else:
-            args = comm, outputs, pieces, op, waits(opts), line
+            args = comm, engine, outputs, pieces, op, waits(opts), line
             handle = self._explaining(what, begin_reduce_scatter, *args)
         return self._begun(handle, outputs, opts, what)
 

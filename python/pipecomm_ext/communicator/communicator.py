@@ -24,7 +24,7 @@ from ..errors import summary_of
 from ..transports import nccl
 from . import reductions, traced
 from .construction import make
-from .continuation import Continuation, Line, finish_in_background
+from .continuation import Continuation, finish_in_background
 from .plans import list_plan
 from .refusal import RefusedOnError, refuse_for
 
@@ -436,15 +436,18 @@ class Communicator:
     def all_reduce(
         self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, *, async_op: bool = False
     ) -> Work | None:
-        """Reduces the `tensor` of all ranks in place, element by element: all ranks get the same bits, in
-        every run on the same hosts.
+        """Reduces the `tensor` of all ranks in place, element by element: all ranks get the same bits; of CPU
+        tensors in every run on the same hosts.
+
+        Over NCCL, NCCL's own functions reduce CUDA tensors if they have the dtype and the operator
+        (docs/backend.md), and float16 and bfloat16 are then rounded at each rank.
 
         Args:
             tensor: any shape and strides, the same on all ranks.
             async_op: the same on all ranks. If set, every rank gets the tensors of all ranks and reduces
-                them itself, so its memory and traffic grow with their number.
-            op: an operator of torch.distributed.ReduceOp. float16 and bfloat16 are reduced in float32;
-                integers wrap; of bool, SUM is "any", PRODUCT "all" and BXOR the parity.
+                them itself, unless NCCL does, so its memory and traffic grow with their number.
+            op: an operator of torch.distributed.ReduceOp. float16 and bfloat16 are reduced in float32, unless
+                NCCL reduces them; integers wrap; of bool, SUM is "any", PRODUCT "all" and BXOR the parity.
 
         Raises:
             ValueError: `op` has no meaning for the dtype: AVG of integers, bitwise operators of floats.
@@ -458,7 +461,7 @@ class Communicator:
         if not async_op:
             reductions.all_reduce(self, self._c, tensor, op, find=self._levels)
             return None
-        return self._in_background(reductions.begin_all_reduce(self, [tensor], op, False, None))
+        return self._in_background(reductions.begin_all_reduce(self, self._c, [tensor], op, False, None))
 
     def reduce_scatter(
         self,
@@ -481,7 +484,8 @@ class Communicator:
         if not async_op:
             reductions.reduce_scatter(self, self._c, output, input, op, find=self._levels)
             return None
-        return self._in_background(reductions.begin_reduce_scatter(self, [output], input, op, False))
+        handle = reductions.begin_reduce_scatter(self, self._c, [output], input, op, False)
+        return self._in_background(handle)
 
     def _levels(self) -> Levels | None:
         return self._routes.levels if self.device.type == "cpu" else None
@@ -498,7 +502,7 @@ class Communicator:
         if not async_op:
             reductions.all_gather(self, self._c, output, input, find=self._levels)
             return None
-        return self._in_background(reductions.begin_all_gather(self, output, input, False))
+        return self._in_background(reductions.begin_all_gather(self, self._c, output, input, False))
 
     @overload
     def exchange(
@@ -744,11 +748,6 @@ def graph_name(communicator: Communicator) -> str:
     return f"{NAME_IN_GRAPHS} {id(communicator)}"
 
 
-def all_reduce_in_line(comm: Communicator, tensor: torch.Tensor, op: Any, line: Line) -> None:
-    """`Communicator.all_reduce` that other ranks may begin without waiting."""
-    reductions.all_reduce(comm, comm._c, tensor, op, line)
-
-
-def reduce_scatter_in_line(comm: Communicator, output: torch.Tensor, input: Any, op: Any, line: Line) -> None:
-    """`Communicator.reduce_scatter` that other ranks may begin without waiting."""
-    reductions.reduce_scatter(comm, comm._c, output, input, op, line)
+def engine_of(communicator: Communicator) -> _C.Communicator:
+    """Returns the communicator of the extension, which the functions of `reductions` take."""
+    return communicator._c

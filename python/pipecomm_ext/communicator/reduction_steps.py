@@ -80,11 +80,12 @@ def all_reduce(exchanges: Exchanges, brought: Tensor, tensor: Tensor, op: Operat
     yield exchanges.run(plans[1], [own], [tensor])
 
 
-def reduce(exchanges: Exchanges, tensor: Tensor, op: Operator, root: int) -> Iterator[_C.Work]:
-    """Reduces in place on rank `root`; `tensor` of the others stays unchanged."""
+def reduce(
+    exchanges: Exchanges, brought: Tensor, tensor: Tensor, op: Operator, root: int
+) -> Iterator[_C.Work]:
+    """Reduces `brought` of all ranks into `tensor` of rank `root`, which may be the same."""
     rank, size, length, dtype = exchanges.rank, exchanges.size, tensor.numel(), tensor.dtype
     plan = whole_plan(rank, size, length, dtype, root, f"reduce {op.name} {dtype} {root}")
-    brought = op.before(tensor)
     wholes = [exchanges.comm.empty((size * length,), dtype)] if rank == root else []
     yield exchanges.run(plan, [brought], wholes)
     for whole in wholes:

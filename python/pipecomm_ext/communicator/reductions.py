@@ -12,15 +12,15 @@ from ..core.extension import _C
 from ..core.levels import MIN_RANKS, Levels
 from . import level_steps
 from . import reduction_steps as steps_of
-from .continuation import Continuation, Line, begin
+from .continuation import Line, begin
 from .plans import MAX_WHOLE_BYTES, all_gather_plan, all_reduce_plans, scatter_plan
-from .reduce_operators import operator_for, same_object
+from .reduce_operators import Operator, operator_for, same_object
 from .reduction_steps import Exchanges
 from .refusal import refuse_for
 
-# `comm` is a Communicator. `waits`: the thread that posts an exchange waits for it at once. `find` returns
-# the levels of the ranks' hosts, if there is no line that does. It waits for all ranks, so only calls that
-# wait pass it.
+# `comm` is a Communicator, and `engine` that of the extension. `waits`: the thread that posts an operation
+# waits for it at once. `find` returns the levels of the ranks' hosts, if there is no line that does. It waits
+# for all ranks, so only calls that wait pass it.
 FindLevels = Callable[[], Levels | None]
 
 # ---- tensors of any form -----------------------------------------------------------------------------------
@@ -98,6 +98,51 @@ def _plans_in_one_call(
     return operator_.reduction, all_reduce_plans(rank, size, length, dtype, operator_.name, True)
 
 
+# ---- in one operation of the engine, which NCCL does ------------------------------------------------------
+
+
+def _engine_reduces(engine: _C.Communicator, name: str, op: Operator) -> bool:
+    dtype = op.dtype.to_real() if _is_complex_sum(op) else op.dtype
+    return engine.can_reduce(name, op.reduction, dtype)
+
+
+def _is_complex_sum(op: Operator) -> bool:
+    return op.dtype.is_complex and op.reduction in ("SUM", "AVG")
+
+
+def _name_of(engine: _C.Communicator, name: str) -> str:
+    """What errors call a reduction that this rank refuses."""
+    return name if engine.can_reduce("all_gather", None, torch.uint8) else "exchange"
+
+
+def _begin_in_engine(
+    comm: Any,
+    engine: _C.Communicator,
+    name: str,
+    output: Tensor | None,
+    tensor: Tensor,
+    op: Operator | None,
+    waits: bool,
+    sources: Sequence[Tensor],
+    targets: Sequence[Tensor],
+    root: int = 0,
+) -> Any:
+    """Begins it, and copies each source, a part of `output`, to its target unless they share memory."""
+    results = [] if output is None else [output]
+    if op is not None and _is_complex_sum(op):
+        tensor, *results = (torch.view_as_real(each).view(-1) for each in (tensor, *results))
+    with comm.collective(name):
+        reduction = None if op is None else op.reduction
+        work = engine.reduce(name, results[0] if results else None, tensor, reduction, root, not waits)
+    if all(source.data_ptr() == target.data_ptr() for source, target in zip(sources, targets, strict=True)):
+        return work
+    steps = with_copies(iter([work]), sources, targets)
+    return begin(comm, steps, [*sources, *targets], waits)
+
+
+# ---- the calls --------------------------------------------------------------------------------------------
+
+
 def all_reduce(
     comm: Any,
     engine: _C.Communicator,
@@ -123,24 +168,27 @@ def all_reduce(
         refuse_for(comm, "exchange", error)
         raise
     if not is_done:
-        begin_all_reduce(comm, [tensor], op, True, line, find).wait()
+        begin_all_reduce(comm, engine, [tensor], op, True, line, find).wait()
 
 
 def begin_all_reduce(
     comm: Any,
+    engine: _C.Communicator,
     tensors: Sequence[Tensor],
     op: Any,
     waits: bool,
     line: Line | None,
     find: FindLevels | None = None,
-) -> Continuation:
-    """Reduces tensors of one dtype in place, as one."""
-    with comm.collective("exchange"):
+) -> Any:
+    """Reduces tensors of one dtype in place, as one. Returns a Work or an object with its methods."""
+    with comm.collective(_name_of(engine, "all_reduce")):
         _check_targets(comm, tensors, "tensor")
         operator_ = operator_for(op, tensors[0].dtype, comm.device)
         flat, parts = _joined(tensors)
         levels = _levels(comm, flat.nbytes, line, find)
         brought = operator_.before(flat)
+    if _engine_reduces(engine, "all_reduce", operator_):
+        return _begin_in_engine(comm, engine, "all_reduce", flat, brought, operator_, waits, parts, tensors)
     exchanges = Exchanges(comm, waits, line.channel if line else None)
     if levels is not None:
         num_exchanges = 4
@@ -150,36 +198,43 @@ def begin_all_reduce(
         steps = steps_of.all_reduce(exchanges, brought, flat, operator_)
     steps = with_copies(exchanges.refusing(steps, num_exchanges), parts, tensors)
     line = line if num_exchanges > 1 else None
-    return begin(comm, steps, [flat, *tensors], waits, line, num_exchanges - 1)
+    return begin(comm, steps, [flat, brought, *tensors], waits, line, num_exchanges - 1)
 
 
-def begin_reduce(comm: Any, tensor: Tensor, op: Any, root: int, waits: bool) -> Continuation:
-    """Reduces `tensor` in place on rank `root`."""
-    with comm.collective("exchange"):
+def begin_reduce(comm: Any, engine: _C.Communicator, tensor: Tensor, op: Any, root: int, waits: bool) -> Any:
+    """Reduces `tensor` in place on rank `root`. Returns a Work or an object with its methods."""
+    with comm.collective(_name_of(engine, "reduce")):
         _check_targets(comm, [tensor], "tensor")
         operator_ = operator_for(op, tensor.dtype, comm.device)
         flat = flattened(tensor)
-    steps = steps_of.reduce(Exchanges(comm, waits), flat, operator_, root)
-    is_root = comm.rank == root
-    steps = with_copies(steps, [flat] if is_root else [], [tensor] if is_root else [])
-    return begin(comm, steps, [flat, tensor], waits)
+        brought = operator_.before(flat)
+    sources, targets = ([flat], [tensor]) if comm.rank == root else ([], [])
+    if _engine_reduces(engine, "reduce", operator_):
+        output = flat if comm.rank == root else None
+        return _begin_in_engine(
+            comm, engine, "reduce", output, brought, operator_, waits, sources, targets, root
+        )
+    steps = steps_of.reduce(Exchanges(comm, waits), brought, flat, operator_, root)
+    return begin(comm, with_copies(steps, sources, targets), [flat, brought, tensor], waits)
 
 
 def begin_reduce_scatter(
     comm: Any,
+    engine: _C.Communicator,
     outputs: Sequence[Tensor],
     inputs: Tensor | Sequence[Any],
     op: Any,
     waits: bool,
     line: Line | None = None,
     find: FindLevels | None = None,
-) -> Continuation:
-    """Reduces piece r of all ranks into rank r's outputs, which have one dtype.
+) -> Any:
+    """Reduces piece r of all ranks into rank r's outputs, which have one dtype. Returns a Work or an object
+    with its methods.
 
     inputs[r] is the piece for rank r, a tensor, or for several outputs a list of them; the ranks' sizes may
     differ. Or `inputs` is one tensor with the pieces one after the other, of one size for all ranks.
     """
-    with comm.collective("exchange"):
+    with comm.collective(_name_of(engine, "reduce_scatter")):
         _check_targets(comm, outputs, "output")
         if isinstance(inputs, Tensor):
             lengths = _lengths_in(comm, outputs, inputs)
@@ -191,6 +246,11 @@ def begin_reduce_scatter(
         whole = buffers[0] if len(buffers) == 1 else flat.new_empty(lengths[comm.rank])
         levels = _levels(comm, flat.nbytes, line, find)
         brought = operator_.before(flat)
+    parts = whole.split([output.numel() for output in outputs])
+    if len(set(lengths)) == 1 and _engine_reduces(engine, "reduce_scatter", operator_):
+        return _begin_in_engine(
+            comm, engine, "reduce_scatter", whole, brought, operator_, waits, parts, outputs
+        )
     exchanges = Exchanges(comm, waits, line.channel if line else None)
     if levels is not None and level_steps.saves_traffic(levels, operator_):
         steps = level_steps.reduce_scatter(exchanges, levels, brought, lengths, operator_, whole)
@@ -198,8 +258,7 @@ def begin_reduce_scatter(
     else:
         line = None
         steps = steps_of.reduce_scatter(exchanges, brought, lengths, operator_, whole)
-    steps = with_copies(steps, whole.split([output.numel() for output in outputs]), outputs)
-    return begin(comm, steps, [flat, whole, *outputs], waits, line)
+    return begin(comm, with_copies(steps, parts, outputs), [brought, whole, *outputs], waits, line)
 
 
 def _scatter_in_one_call(
@@ -234,7 +293,7 @@ def reduce_scatter(
             raise
         if is_done:
             return
-    begin_reduce_scatter(comm, [output], input, op, True, line, find).wait()
+    begin_reduce_scatter(comm, engine, [output], input, op, True, line, find).wait()
 
 
 def _lengths_in(comm: Any, outputs: Sequence[Tensor], tensor: Tensor) -> tuple[int, ...]:
@@ -289,11 +348,12 @@ def all_gather(
         refuse_for(comm, "all_gather", error)
         raise
     if not is_done:
-        begin_all_gather(comm, output, input, True, None, find).wait()
+        begin_all_gather(comm, engine, output, input, True, None, find).wait()
 
 
 def begin_all_gather(
     comm: Any,
+    engine: _C.Communicator,
     output: Tensor,
     tensor: Tensor,
     waits: bool,
@@ -312,6 +372,8 @@ def begin_all_gather(
             )
         flat, whole = flattened(tensor), buffer_for(output)
         levels = _levels(comm, whole.nbytes, line, find)
+    if engine.can_reduce("all_gather", None, flat.dtype):
+        return _begin_in_engine(comm, engine, "all_gather", whole, flat, None, waits, [whole], [output])
     exchanges = Exchanges(comm, waits, line.channel if line else None, op="all_gather")
     if levels is None:
         plan = all_gather_plan(comm.rank, comm.size, flat.numel(), flat.dtype)
