@@ -344,9 +344,9 @@ OperationPtr DeviceExecution::reduce(const ReduceCall& call, CallOptions options
   // NCCL does not tell which ranks it waits for. The record of the operation names all others, in a
   // large group only those with which it is compared.
   const Scope everybody;
-  const std::vector<int> peers = communicator_.are_many(size_t(size()))
+  const std::vector<int> peers = dispatch_.are_many(size_t(size()))
                                      ? tree_neighbours(rank(), size())
-                                     : communicator_.peers_in(everybody);
+                                     : dispatch_.peers_in(everybody);
   const Descriptor message = reduce_message(call);
   const CollectiveCall collective{op, everybody, peers, {}, same_messages(message)};
   const bool moves_bytes = op == OpCode::all_gather;
