@@ -118,7 +118,7 @@ MUTATIONS = [
     # ---- csrc/engine
     Mutation(
         "last-failure-counts",  # and not the first one
-        "csrc/engine/communicator_end.cpp",
+        "csrc/engine/dispatch_end.cpp",
         "if (failure_ || closed()) return;",
         "if (closed()) return;",
         ("tests/cpp/test_communicator.cpp", "tests/test_faults.py"),

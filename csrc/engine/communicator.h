@@ -1,62 +1,28 @@
-// The engine: validates and orders calls, lets an Execution move their data, and turns an error on
-// any rank into one error on all of them. It knows tensors only as addresses, shapes and strides.
+// The engine: checks the arguments of calls and lets an Execution move their data. It knows tensors
+// only as addresses, shapes and strides.
 #pragma once
 
-#include <atomic>
-#include <condition_variable>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <span>
 #include <string>
-#include <thread>
 #include <vector>
 
-#include "copy/device_runtime.h"
-#include "copy/fork_mark.h"
-#include "engine/collective_line.h"
-#include "engine/communicator_state.h"
+#include "engine/dispatch.h"
 #include "engine/execution.h"
 #include "engine/point_to_point.h"
-#include "engine/sequencer.h"
 #include "engine/staging.h"
-#include "message/connection_events.h"
-#include "message/failure.h"
-#include "message/flight_record.h"
-#include "message/operation.h"
-#include "message/queue.h"
-#include "transport/transport.h"
 
 namespace pipecomm {
 
-struct CommunicatorOptions {
-  int rank = 0;
-  int size = 1;
-  int num_channels = 2;
-  std::optional<std::chrono::nanoseconds> timeout;  // none: wait forever
-  int num_threads = 1;                              // for packing
-  bool checks = true;  // compare dtypes, shapes and arguments, not only sizes
-  // Called when an operation or the communicator has failed, see FlightRecord.
-  std::function<void()> on_failure = nullptr;
-  // Up to this many members of a collective compare it directly, without a tree.
-  int direct_limit = kDirectLimit;
-  // Device of the tensors; calls then wait for the work on the caller's stream. Null: host memory.
-  std::shared_ptr<DeviceRuntime> device = nullptr;
-};
-
-class Communicator final : private TransportEvents {
+class Communicator final : public Dispatch {
  public:
-  using MakeTransport = std::function<std::unique_ptr<HostTransport>(TransportEvents&)>;
-  using MakeExecution = std::function<std::unique_ptr<Execution>(Communicator&)>;
+  using MakeExecution = std::function<std::unique_ptr<Execution>(Dispatch&)>;
   // Does not wait for other ranks. Without `make_execution` its execution is a HostExecution.
   Communicator(const CommunicatorOptions& options, const MakeTransport& make_transport,
                const MakeExecution& make_execution = nullptr);
-  ~Communicator() override;
-
-  int rank() const { return options_.rank; }
-  int size() const { return options_.size; }
-  const CommunicatorOptions& options() const { return options_; }
+  ~Communicator() override { drop(); }
 
   // All calls below throw std::invalid_argument before anything is posted, or PipeCommException
   // with the original cause once the communicator has failed or is closed.
@@ -80,156 +46,38 @@ class Communicator final : private TransportEvents {
   }
   // Synchronizes the hosts of all ranks, independent of the work on streams.
   OperationPtr barrier(bool is_async = true);
+  // Called instead of a collective that this rank cannot take part in. Done once all others have
+  // received the refusal.
+  OperationPtr refuse(OpCode op, const std::string& reason, const Scope& scope = {});
   // Begins to connect to these ranks, see HostTransport::connect and Execution::connect.
   void connect(std::span<const int> peers,
                const std::optional<std::vector<int>>& channels = std::nullopt,
                std::optional<Direction> direction = std::nullopt);
   // Begins to connect these ranks for their exchanges on a channel.
   void connect(const Scope& scope);
-  // See HostTransport::describe_peer.
-  std::string describe_peer(int peer) const { return transport_->describe_peer(peer); }
-  Route route(int peer) const { return transport_->route(peer); }
-  // Memory for a result into which peers may write directly, or null: see HostTransport.
-  std::shared_ptr<std::byte> allocate_result(int64_t num_bytes) {
-    return transport_->allocate_result(num_bytes);
-  }
-  // Host memory for intermediate results of one call.
-  StagingPool& scratch() { return scratch_; }
-  // Called instead of a collective that this rank cannot take part in. Done once all others have
-  // received the refusal.
-  OperationPtr refuse(OpCode op, const std::string& reason, const Scope& scope = {});
 
-  // Blocks until the operation is done and throws its failure, if any; false if `until` passes
-  // first.
-  bool wait(Operation& operation, Deadline until, const Interrupted& interrupted);
   // Orders the caller's next work, on the host or on its current stream, after the operation.
   void follow(Operation& operation, const Interrupted& interrupted);
   // Whether it has ended, with or without a failure.
   bool is_completed(Operation& operation);
 
-  // The failure of all operations from now on, on all ranks; the first one counts.
-  void fail(Failure failure);
-  // `cause`: the failure of another communicator of the same ranks, to report instead; or null.
-  void abort(const std::string& reason, const FailurePtr& cause = nullptr);
-  // Finishes the operations in flight, says goodbye and releases everything. Throws if operations
-  // were still pending when their deadline passed. If `interrupted` throws, the communicator is
-  // aborted and closed all the same, and the exception is rethrown. Idempotent.
-  void close(const Interrupted& interrupted);
+  Route route(int peer) { return transport().route(peer); }
+  // Memory for a result into which peers may write directly, or null: see HostTransport.
+  std::shared_ptr<std::byte> allocate_result(int64_t num_bytes) {
+    return transport().allocate_result(num_bytes);
+  }
+  // Host memory for intermediate results of one call.
+  StagingPool& scratch() { return scratch_; }
   // A warning for the user about the calls so far, returned once; or "".
   std::string take_warning() { return execution_->take_warning(); }
   // A warning about what close() has left behind, and how to avoid it; or "".
   std::string end_warning() const { return execution_->end_warning(); }
-  bool closed() const { return state_ == CommunicatorState::closed; }
-  // Threads and connections stay with the process that made them: in a fork every call is refused,
-  // close() does nothing, and the object must not be destroyed.
-  bool is_in_fork() const { return fork_mark_.is_in_fork(); }
-  void check_process() const;  // throws PipeCommException in a fork
-  // The other ranks that take part. Throws std::invalid_argument if `scope` is not possible.
-  std::vector<int> peers_in(const Scope& scope) const;
-  FailurePtr failure() const;
-  Deadline deadline_from_now() const;
-  // The latest operations that have ended, and all that have not, by number.
-  std::vector<Flight> flights() const;
-  // The states that its connections have entered, and it itself; none in a fork.
-  std::vector<ConnectionEvent> connections() const;
   CopyCounters copy_counters() const { return execution_->copy_counters(); }
   DeviceUsage device_usage() const { return execution_->device_usage(); }
 
-  // --- for its execution ---
-  std::shared_ptr<ConnectionEvents> connection_events() override { return connection_events_; }
-  void check_usable(OpCode op) const;
-  // A failure that begins on this rank.
-  Failure own_failure(FailureKind kind, std::string message, std::string op = "") const {
-    return {.kind = kind,
-            .message = std::move(message),
-            .op = std::move(op),
-            .rank = rank(),
-            .origin_rank = rank()};
-  }
-  OperationPtr make_operation(OpCode op) const;
-  // The part of a description that peers compare: with check="off" only the size.
-  Descriptor checked(const Descriptor& descriptor) const;
-  HostTransport& transport() { return *transport_; }
-  bool runs_in_line(int channel) const { return line_ && channel == kCollectiveChannel; }
-  // Whether a collective of `num_members` has too many to be compared directly.
-  bool are_many(size_t num_members) const {
-    return num_members > static_cast<size_t>(options_.direct_limit);
-  }
-  // All other ranks, increasing.
-  std::span<const int> others() const { return others_; }
-  // Posts the requests of an operation.
-  void post(const OperationPtr& operation, bool is_async = true);
-  // In one order on all ranks. `collective.members` are those of a scope that has been checked.
-  void post_collective(Collective collective, int channel, bool is_async = true);
-  // Calls `post` after the earlier posts on this channel of the user, and after `after` (or null).
-  void post_after(int channel, const OperationPtr& after, const OperationPtr& operation,
-                  std::function<void()> post) {
-    sequencers_[channel]->submit(after, operation, std::move(post));
-  }
-  OperationPtr post_barrier(bool is_async);
-  OperationPtr post_refusal(OpCode op, const std::string& reason, const Scope& scope);
-  // For operations without requests. While the lock is held, no other call is posted, and no thread
-  // closes the communicator. Throws if the communicator is not usable.
-  [[nodiscard]] std::unique_lock<std::mutex> lock_posts(OpCode op);
-  // Assigns its place in the order of posts; with that lock.
-  void number(Operation& operation) { operation.record_in(flight_record_, num_posted_++); }
-  // From now on it has a deadline and fails with the communicator. Called before its messages are
-  // posted, since a message to a lost peer would otherwise end without the cause.
-  void note_in_flight(const OperationPtr& operation);
-
  private:
-  static constexpr auto kTick = std::chrono::milliseconds(20);
-  // The interval of an idle watchdog: nothing was in flight for kTicksUntilIdle ticks. A post wakes it.
-  static constexpr auto kIdleTick = std::chrono::milliseconds(250);
-  static constexpr int kTicksUntilIdle = 10;
-
-  void on_peer_lost(int peer, const std::string& why) override;
-  void on_remote_failure(const Failure& failure) override;
-  void on_refused(int peer, const std::string& why) override;
-  void on_broken(const std::string& why) override;
-  void on_control(int peer, std::span<const std::byte> message) override;
-
-  struct Unstarted {};
-  Communicator(Unstarted, const CommunicatorOptions& options, const MakeTransport& make_transport,
-               const MakeExecution& make_execution);
-  // The communicator's failure as one of its operations reports it, with the message that it was
-  // waiting for.
-  static FailurePtr failure_for(const FailurePtr& failure, const Operation& operation);
-  void enter(CommunicatorState state, const std::string& why = "");
-  void post_locked(const OperationPtr& operation, bool is_async);
-  void note_ended(const Operation& operation);
-  std::vector<OperationPtr> in_flight() const;
-  void tell_peers(const Failure& failure);
-  void watch();
-  void expire(Operation& operation);
-  void end();
-
-  const CommunicatorOptions options_;
-  std::vector<int> others_;
-  const ForkMark fork_mark_;
-  FlightRecord flight_record_;
-  const std::shared_ptr<ConnectionEvents> connection_events_ = std::make_shared<ConnectionEvents>();
   StagingPool scratch_;
-  std::unique_ptr<Execution> execution_;
-
-  std::mutex failing_mutex_;  // held before mutex_
-  std::mutex telling_mutex_;
-  mutable std::mutex mutex_;
-  FailurePtr failure_;
-  Queue<std::weak_ptr<Operation>> in_flight_;  // in post order, so in order of deadlines
-  size_t sweep_at_ = 0;                        // length at which finished ones are removed
-  std::atomic<CommunicatorState> state_{CommunicatorState::open};
-
-  std::vector<std::unique_ptr<Sequencer>> sequencers_;  // one per channel of the user
-  std::mutex post_mutex_;  // the order of posts is the order of matches
-  uint64_t num_posted_ = 0;
-  uint64_t num_collectives_ = 0;  // with refused ones, so that all ranks count the same
-  std::unique_ptr<HostTransport> transport_;
-  std::unique_ptr<CollectiveLine> line_;  // null: collectives are direct
-  std::condition_variable wake_watchdog_;
-  bool stop_watching_ = false;
-  bool is_watchdog_idle_ = false;
-  std::thread watchdog_;
+  const std::unique_ptr<Execution> execution_;
 };
 
 }  // namespace pipecomm

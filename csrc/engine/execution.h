@@ -1,8 +1,7 @@
 // Moves the data of a communicator's calls: by messages between hosts, or on streams of a device.
 //
-// The Communicator checks the arguments of a call, keeps the order of calls, compares them with other
-// ranks over its HostTransport, and handles deadlines, failures and the end. An execution makes the
-// operation of a call and posts it through the Communicator that owns it.
+// An execution makes the operation of a call, whose arguments the Communicator has checked, and posts
+// it through the Dispatch.
 #pragma once
 
 #include <cstdint>
@@ -14,6 +13,7 @@
 #include <string>
 #include <vector>
 
+#include "engine/dispatch.h"
 #include "engine/point_to_point.h"
 #include "engine/prepared_exchange.h"
 #include "engine/reduce_call.h"
@@ -21,20 +21,6 @@
 #include "transport/transport.h"
 
 namespace pipecomm {
-
-// Called now and then by a thread that waits, unless null; may throw (pending signals).
-using Interrupted = std::function<void()>;
-
-// The members of a collective, and the channel that orders its messages.
-struct Scope {
-  std::vector<int> members;          // increasing, this rank among them; empty: all ranks
-  int channel = kCollectiveChannel;  // or one of the user's
-  // The ranks of the NCCL communicator that the exchange runs on: increasing, with the members
-  // among them, and the same on all of them; empty: the members.
-  std::vector<int> within = {};
-  // The number of the collective whose gradients this one moves, which the ranks compare; or 0.
-  uint64_t gradient_of = 0;
-};
 
 struct CallOptions {
   bool is_async = true;  // false: the caller waits for the operation next, on the same thread
@@ -64,11 +50,9 @@ struct DeviceUsage {
   int64_t num_bytes = 0;
 };
 
-class Execution {
+class Execution : public DispatchEvents {
  public:
-  virtual ~Execution() = default;
-
-  // Before the first call, once the Communicator has its transport.
+  // Before the first call, once the Dispatch has its transport.
   virtual void start() {}
 
   virtual OperationPtr batch_p2p(std::span<const PointToPoint> batch, CallOptions options) = 0;
@@ -95,27 +79,12 @@ class Execution {
                        std::optional<Direction> /*direction*/) {}
   // Prepares exchanges on a channel among the ranks of `within`, or the members, see Scope.
   virtual void connect(const Scope& /*scope*/) {}
-  // The execution of a peer has sent this, see HostTransport::send_control.
-  virtual void on_control(int /*peer*/, std::span<const std::byte> /*message*/) {}
 
   // Makes the caller's stream wait for the operation; false if only a host can wait for it.
   virtual bool follow(Operation& /*operation*/) { return false; }
   // Whether it has ended; asks the device or transport if nothing reports that.
   virtual bool poll(Operation& operation) { return operation.done(); }
-  // Lends a waiting thread to the operation, see HostTransport.
-  virtual bool assist(Operation& operation) = 0;
-  virtual bool is_late(const Operation& operation) const {
-    return Clock::now() >= operation.deadline();
-  }
-  // Looks for trouble on a thread of the Communicator, as often as HostTransport::tick().
-  virtual bool tick() { return false; }
-  // Fails the communicator because of an operation on a device that is late.
-  virtual void expire(const Operation& /*operation*/) {}
 
-  // When the communicator closes: waits for the operations in flight, and throws their failure.
-  virtual void finish(const Interrupted& /*interrupted*/) {}
-  // After this, no data move. `in_order`: after finish(), if the communicator has not failed.
-  virtual void end(bool /*in_order*/) {}
   // A warning for the user about the calls so far, returned once; or "".
   virtual std::string take_warning() { return ""; }
   // A warning about what end() has left behind, and how to avoid it; or "".

@@ -25,74 +25,73 @@ void keep_storages(Operation& operation, std::span<const TensorRef> tensors) {
 
 }  // namespace
 
-HostExecution::HostExecution(Communicator& communicator)
-    : communicator_(communicator),
-      staging_(communicator.options().device
-                   ? std::make_unique<HostStaging>(communicator.options().device)
-                   : nullptr),
-      pool_(pool_for(communicator.options().device)),
-      threads_(communicator.options().num_threads) {}
+HostExecution::HostExecution(Dispatch& dispatch)
+    : dispatch_(dispatch),
+      staging_(dispatch.options().device ? std::make_unique<HostStaging>(dispatch.options().device)
+                                         : nullptr),
+      pool_(pool_for(dispatch.options().device)),
+      threads_(dispatch.options().num_threads) {}
 
 OperationPtr HostExecution::batch_p2p(std::span<const PointToPoint> batch, CallOptions options) {
-  const int rank = communicator_.rank();
+  const int rank = dispatch_.rank();
   const auto own = pair_own_messages(batch, rank);
-  const OperationPtr operation = communicator_.make_operation(OpCode::p2p);
+  const OperationPtr operation = dispatch_.make_operation(OpCode::p2p);
   const auto staged = stage(*operation, batch, own);
   for (size_t idx = 0; idx < batch.size(); ++idx) {
     const PointToPoint& op = batch[idx];
     if (op.tensor.storage) operation->keep(op.tensor.storage);
     if (op.peer == rank) continue;
     operation->add_request(op.direction, op.peer,
-                           communicator_.checked(describe(OpCode::p2p, op.channel, op.tensor,
-                                                          op.signature, op.tensor.num_bytes())),
+                           dispatch_.checked(describe(OpCode::p2p, op.channel, op.tensor,
+                                                      op.signature, op.tensor.num_bytes())),
                            staged ? staged->data[idx] : op.tensor.data);
   }
-  communicator_.post(operation, options.is_async);
+  dispatch_.post(operation, options.is_async);
   return operation;
 }
 
 OperationPtr HostExecution::exchange(const ExchangeCall& call, CallOptions options) {
   const OpCode op = call.op;
   const int channel = call.scope.channel;
-  const OperationPtr operation = communicator_.make_operation(op);
+  const OperationPtr operation = dispatch_.make_operation(op);
   const auto exchange = std::allocate_shared<HostExchange>(
       Recycled<HostExchange>(), *this, call,
-      stages_all() || !communicator_.transport().copies_on_the_way());
+      stages_all() || !dispatch_.transport().copies_on_the_way());
   keep_storages(*operation, call.inputs);
   keep_storages(*operation, call.outputs);
   operation->keep(exchange);
   const EventPtr caller = work_of_caller(op);
-  const Descriptor empty = communicator_.checked(
-      empty_message(op, channel, call.prepared->plan(), call.scope.gradient_of));
-  if (channel == kCollectiveChannel && !communicator_.runs_in_line(channel)) {
+  const Descriptor empty =
+      dispatch_.checked(empty_message(op, channel, call.prepared->plan(), call.scope.gradient_of));
+  if (channel == kCollectiveChannel && !dispatch_.runs_in_line(channel)) {
     begin_exchange(*operation, caller, *exchange);
     if (call.scope.members.empty())
-      operation->add_requests(exchange->requests(empty, communicator_.others()));
+      operation->add_requests(exchange->requests(empty, dispatch_.others()));
     else
-      operation->add_requests(exchange->requests(empty, communicator_.peers_in(call.scope)));
-    communicator_.post(operation, options.is_async);
+      operation->add_requests(exchange->requests(empty, dispatch_.peers_in(call.scope)));
+    dispatch_.post(operation, options.is_async);
     return operation;
   }
   Collective collective{operation, call.scope.members};
-  if (communicator_.runs_in_line(channel)) collective.common = empty;
+  if (dispatch_.runs_in_line(channel)) collective.common = empty;
   collective.messages_with = [exchange, empty](std::span<const int> peers) {
     return exchange->requests(empty, peers);
   };
   auto start = [this, collective = std::move(collective), channel, caller, exchange,
                 is_async = options.is_async]() mutable {
     begin_exchange(*collective.operation, caller, *exchange);
-    if (communicator_.runs_in_line(channel)) collective.data_peers = peers_of(exchange->lowered());
-    communicator_.post_collective(std::move(collective), channel, is_async);
+    if (dispatch_.runs_in_line(channel)) collective.data_peers = peers_of(exchange->lowered());
+    dispatch_.post_collective(std::move(collective), channel, is_async);
   };
   if (channel == kCollectiveChannel) {
     start();
     return operation;
   }
-  communicator_.post_after(channel, call.after, operation,
-                           [this, operation, start = std::move(start)]() mutable {
-                             operation->restart(communicator_.deadline_from_now());
-                             start();
-                           });
+  dispatch_.post_after(channel, call.after, operation,
+                       [this, operation, start = std::move(start)]() mutable {
+                         operation->restart(dispatch_.deadline_from_now());
+                         start();
+                       });
   return operation;
 }
 
@@ -105,14 +104,14 @@ void HostExecution::begin_exchange(Operation& operation, const EventPtr& caller,
 }
 
 OperationPtr HostExecution::broadcast(const TensorRef& tensor, int source, CallOptions options) {
-  const int rank = communicator_.rank();
-  const OperationPtr operation = communicator_.make_operation(OpCode::broadcast);
+  const int rank = dispatch_.rank();
+  const OperationPtr operation = dispatch_.make_operation(OpCode::broadcast);
   if (tensor.storage) operation->keep(tensor.storage);
   const Direction way = source == rank ? Direction::send : Direction::recv;
   const PointToPoint whole{way, -1, kCollectiveChannel, tensor, 0};
   const auto staged = stage(*operation, {&whole, 1}, {});
   std::byte* const data = staged ? staged->data[0] : tensor.data;
-  const Descriptor common = communicator_.checked(broadcast_message(tensor, source));
+  const Descriptor common = dispatch_.checked(broadcast_message(tensor, source));
   const auto messages_with = [rank, source, data, common](std::span<const int> peers) {
     RequestList requests;
     for (const Direction direction : {Direction::recv, Direction::send}) {
@@ -126,16 +125,16 @@ OperationPtr HostExecution::broadcast(const TensorRef& tensor, int source, CallO
     }
     return requests;
   };
-  if (!communicator_.runs_in_line(kCollectiveChannel)) {
-    operation->add_requests(messages_with(communicator_.others()));
-    communicator_.post(operation, options.is_async);
+  if (!dispatch_.runs_in_line(kCollectiveChannel)) {
+    operation->add_requests(messages_with(dispatch_.others()));
+    dispatch_.post(operation, options.is_async);
     return operation;
   }
   Collective collective{operation, {}, common};
   collective.source = source;
   collective.payload = data;
   collective.messages_with = messages_with;
-  communicator_.post_collective(std::move(collective), kCollectiveChannel, options.is_async);
+  dispatch_.post_collective(std::move(collective), kCollectiveChannel, options.is_async);
   return operation;
 }
 
@@ -167,7 +166,7 @@ std::shared_ptr<StagedBatch> HostExecution::stage(Operation& operation,
   const EventPtr caller = work_of_caller(operation.op());
   const auto which = staging_ ? Staged::all : Staged::with_gaps;
   const auto staged =
-      std::make_shared<StagedBatch>(stage_batch(batch, own, communicator_.rank(), which, pool_));
+      std::make_shared<StagedBatch>(stage_batch(batch, own, dispatch_.rank(), which, pool_));
   before_posting(operation, caller,
                  [&] { copy(staged->outgoing.tasks(), staged->outgoing.buffers(), Scale{}); });
   operation.keep(staged);
@@ -185,11 +184,11 @@ void HostExecution::before_posting(const Operation& operation, const EventPtr& c
   if (!staging_) return copies();
   const auto fail_with = [&](FailureKind kind, const std::string& text) {
     const std::string name = op_name(operation.op());
-    communicator_.fail(communicator_.own_failure(kind, name + text, name));
+    dispatch_.fail(dispatch_.own_failure(kind, name + text, name));
   };
   try {
     staging_->wait(caller, [&] {
-      communicator_.check_usable(operation.op());
+      dispatch_.check_usable(operation.op());
       if (Clock::now() >= operation.deadline())
         fail_with(
             FailureKind::timeout,
@@ -202,7 +201,7 @@ void HostExecution::before_posting(const Operation& operation, const EventPtr& c
     throw;
   } catch (const std::exception& error) {
     fail_with(FailureKind::error, std::string(" could not be enqueued: ") + error.what());
-    communicator_.check_usable(operation.op());
+    dispatch_.check_usable(operation.op());
     throw;
   }
 }
@@ -262,8 +261,8 @@ RequestList HostExchange::requests(const Descriptor& empty, std::span<const int>
     MessagesByPeer messages(sends ? lowered_->sends : lowered_->recvs);
     for (const int peer : peers) {
       const LoweredMessage* const message = messages.with(peer);
-      requests.push_back(request(
-          direction, peer, execution_.communicator_.checked(described(empty, message)), message));
+      requests.push_back(request(direction, peer,
+                                 execution_.dispatch_.checked(described(empty, message)), message));
     }
   }
   return requests;

@@ -12,7 +12,7 @@
 
 #include "copy/device_runtime.h"
 #include "copy/thread_pool.h"
-#include "engine/communicator.h"
+#include "engine/dispatch.h"
 #include "engine/execution.h"
 #include "engine/host_staging.h"
 #include "engine/peer_messages.h"
@@ -26,21 +26,21 @@ class HostExchange;
 
 class HostExecution final : public Execution {
  public:
-  explicit HostExecution(Communicator& communicator);
+  explicit HostExecution(Dispatch& dispatch);
 
   OperationPtr batch_p2p(std::span<const PointToPoint> batch, CallOptions options) override;
   bool stages_all() const override { return staging_ != nullptr; }
   OperationPtr exchange(const ExchangeCall& call, CallOptions options) override;
   OperationPtr broadcast(const TensorRef& tensor, int source, CallOptions options) override;
-  OperationPtr barrier(bool is_async) override { return communicator_.post_barrier(is_async); }
+  OperationPtr barrier(bool is_async) override { return dispatch_.post_barrier(is_async); }
   OperationPtr refuse(OpCode op, const std::string& reason, const Scope& scope) override {
-    return communicator_.post_refusal(op, reason, scope);
+    return dispatch_.post_refusal(op, reason, scope);
   }
   bool poll(Operation& operation) override {
-    if (!operation.done()) communicator_.transport().advance();
+    if (!operation.done()) dispatch_.transport().advance();
     return operation.done();
   }
-  bool assist(Operation& operation) override { return communicator_.transport().assist(operation); }
+  bool assist(Operation& operation) override { return dispatch_.transport().assist(operation); }
   CopyCounters copy_counters() const override {
     return {num_exchanges_, num_passes_, pool_.num_allocations()};
   }
@@ -57,7 +57,7 @@ class HostExecution final : public Execution {
   void before_posting(const Operation& operation, const EventPtr& caller,
                       const std::function<void()>& copy);
 
-  Communicator& communicator_;
+  Dispatch& dispatch_;
   const std::unique_ptr<HostStaging> staging_;
   StagingPool pool_;
   ThreadPool threads_;

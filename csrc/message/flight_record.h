@@ -1,6 +1,6 @@
 // The latest operations of a communicator, to find out after a hang which rank waits for which.
 // Ended operations are kept here, in memory that is allocated once. Pending ones are read on
-// request (Communicator::flights), so newer operations never displace one that is stuck.
+// request (Dispatch::flights), so newer operations never displace one that is stuck.
 #pragma once
 
 #include <algorithm>

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "check.h"
+#include "engine/communicator.h"
 #include "engine/device/device_execution.h"
 #include "fake_control.h"
 #include "fake_device.h"
@@ -41,7 +42,7 @@ struct Rank {
     std::vector<EventPtr> ends;
     for (const auto& end : operation.ends) ends.push_back(end.event);
     if (!operation.is_captured()) fake::world->begin_wait(rank, std::move(ends));
-    const Deadline limit = Clock::now() + 60s;
+    const Deadline limit = Clock::now() + 150s;  // on busy cores; deadlocks are found below
     int num_stuck = 0;
     while (!comm->wait(*posted, Clock::now() + 5ms, kNothing)) {
       if (fake::world->is_stuck(&num_stuck)) comm->abort("all streams wait");

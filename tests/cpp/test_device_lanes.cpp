@@ -196,7 +196,7 @@ TEST(random_programs) {
   }
 }
 
-// NCCL's launch takes 15 us in the fake, once per group.
+// A launch of NCCL takes time once per group.
 TEST(a_batch_on_two_channels_is_one_group) {
   Options options = options_of(2, Check::off);
   run(options, [](Rank& me) {
@@ -209,19 +209,8 @@ TEST(a_batch_on_two_channels_is_one_group) {
     }
     me.finish(me.p2p(batch));  // connects
     const int num_before = fake::world->num_group_ends_of(me.rank);
-    auto best = Clock::duration::max();
-    for (int attempt = 0; attempt < 1000; ++attempt) {
-      const auto begin = Clock::now();
-      const OperationPtr operation = me.p2p(batch, true);
-      best = std::min(best, Clock::now() - begin);
-      me.finish(operation);
-    }
-    CHECK(fake::world->num_group_ends_of(me.rank) == num_before + 1000);
-    // About 30 us; a sleep or a second group would make it 130 or more on any machine.
-    if (!check::kSanitized) CHECK(best <= 100us);
-    if (me.rank == 0)
-      std::printf("a batch of 8 on two channels: %.1f us of the host at best\n",
-                  std::chrono::duration<double, std::micro>(best).count());
+    for (int attempt = 0; attempt < 100; ++attempt) me.finish(me.p2p(batch, true));
+    CHECK(fake::world->num_group_ends_of(me.rank) == num_before + 100);
   });
 }
 

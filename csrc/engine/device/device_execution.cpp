@@ -1,34 +1,35 @@
 #include "engine/device/device_execution.h"
 
+#include "engine/communicator.h"
 #include "engine/device/packed_sends.h"
 #include "engine/whole_copies.h"
 #include "transport/group_tree.h"
 
 namespace pipecomm {
 
-DeviceExecution::DeviceExecution(Communicator& communicator, const DeviceOptions& options,
+DeviceExecution::DeviceExecution(Dispatch& dispatch, const DeviceOptions& options,
                                  std::shared_ptr<DeviceRuntime> runtime, const NcclApi& api)
-    : communicator_(communicator),
+    : dispatch_(dispatch),
       options_(options),
-      timeout_(communicator.options().timeout),
+      timeout_(dispatch.options().timeout),
       runtime_(std::move(runtime)),
-      checks_(communicator, options.check),
+      checks_(dispatch, options.check),
       nccl_(size() == 1 ? nullptr
                         : std::make_shared<NcclTransport>(api, runtime_, rank(), size(),
                                                           options_.max_ops_per_group)),
       links_(std::make_shared<Links>(
           rank(), size(), options_.host, runtime_, nccl_, options_.nccl,
-          [this](int peer, const ControlMessage& message) { send(communicator_, peer, message); },
-          communicator.connection_events())),
-      in_flight_(std::make_shared<InFlight>(runtime_, communicator)),
+          [this](int peer, const ControlMessage& message) { send(dispatch_, peer, message); },
+          dispatch.connection_events())),
+      in_flight_(std::make_shared<InFlight>(runtime_, dispatch)),
       replays_(runtime_, timeout_) {}
 
 std::unique_ptr<Communicator> make_device_communicator(
     CommunicatorOptions options, const DeviceOptions& device_options,
     const std::shared_ptr<DeviceRuntime>& runtime, const NcclApi& api,
-    const Communicator::MakeTransport& make_transport) {
-  return std::make_unique<Communicator>(options, make_transport, [&](Communicator& communicator) {
-    return std::make_unique<DeviceExecution>(communicator, device_options, runtime, api);
+    const Dispatch::MakeTransport& make_transport) {
+  return std::make_unique<Communicator>(options, make_transport, [&](Dispatch& dispatch) {
+    return std::make_unique<DeviceExecution>(dispatch, device_options, runtime, api);
   });
 }
 
@@ -67,10 +68,10 @@ uint64_t DeviceExecution::check_captures(OpCode op, std::span<const LaneKey> lan
 }
 
 DeviceOperationPtr DeviceExecution::make_operation(OpCode op, bool is_async, uint64_t capture) {
-  auto operation = std::make_shared<DeviceOperation>(op, communicator_.deadline_from_now(),
+  auto operation = std::make_shared<DeviceOperation>(op, dispatch_.deadline_from_now(),
                                                      runtime_->current_stream(), is_async);
   operation->capture = capture;
-  communicator_.number(*operation);
+  dispatch_.number(*operation);
   return operation;
 }
 
@@ -111,7 +112,7 @@ EventPtr DeviceExecution::leave(DeviceOperation& operation, Lane& lane, StreamHa
 // First keeps the memory that streams use, even if the communicator has failed.
 void DeviceExecution::track(const DeviceOperationPtr& operation) {
   in_flight_->add(operation);
-  communicator_.note_in_flight(operation);
+  dispatch_.note_in_flight(operation);
 }
 
 void DeviceExecution::publish(const DeviceOperationPtr& operation) {
@@ -135,13 +136,13 @@ void DeviceExecution::launch(const DeviceOperationPtr& operation, Launch&& body)
   } catch (const std::exception& error) {
     fail_enqueue(operation->op(), error);
     if (!operation->is_captured()) track(operation);
-    throw_failure(communicator_);
+    throw_failure(dispatch_);
   }
 }
 
 NcclTransport::KeepWaiting DeviceExecution::keep_waiting(Deadline deadline) const {
   return [this, deadline] {
-    if (communicator_.failure()) throw_failure(communicator_);
+    if (dispatch_.failure()) throw_failure(dispatch_);
     if (Clock::now() >= deadline)
       throw NcclError(NcclResult::in_progress, "NCCL did not take it before the deadline");
   };
@@ -162,7 +163,7 @@ OperationPtr DeviceExecution::batch_p2p(std::span<const PointToPoint> batch, Cal
   }
   require_links(OpCode::p2p, links, options.interrupted);
 
-  const auto lock = communicator_.lock_posts(OpCode::p2p);
+  const auto lock = dispatch_.lock_posts(OpCode::p2p);
   for (const PointToPoint& op : batch)
     if (op.peer != rank()) checks_.require_open(OpCode::p2p, op.direction, op.peer, op.channel);
   const uint64_t capture = check_captures(OpCode::p2p, forked);
@@ -226,7 +227,7 @@ OperationPtr DeviceExecution::run_collective(const CollectiveCall& call,
     reserve(is_async ? links_->lane({scope.channel}).stream : runtime_->current_stream());
   require_links(op, links, options.interrupted);
 
-  const auto lock = communicator_.lock_posts(op);
+  const auto lock = dispatch_.lock_posts(op);
   const uint64_t capture = check_captures(op, forked);  // again: a capture may have begun since
   for (const PeerMessages& pair : pairs) {
     if (pair.sends()) checks_.require_open(op, Direction::send, pair.peer, scope.channel);
@@ -304,14 +305,13 @@ OperationPtr DeviceExecution::exchange(const ExchangeCall& call, CallOptions opt
 OperationPtr DeviceExecution::broadcast(const TensorRef& tensor, int source, CallOptions options) {
   // The arguments say what each rank sends to whom, so neighbours find all disagreements.
   const Scope everybody;
-  const CollectiveCall collective{
-      OpCode::broadcast,
-      everybody,
-      rank() == source ? communicator_.peers_in({}) : std::vector{source},
-      {},
-      [&tensor, rank = rank(), source](std::span<const int> peers) {
-        return broadcast_messages(tensor, rank, source, peers);
-      }};
+  const CollectiveCall collective{OpCode::broadcast,
+                                  everybody,
+                                  rank() == source ? dispatch_.peers_in({}) : std::vector{source},
+                                  {},
+                                  [&tensor, rank = rank(), source](std::span<const int> peers) {
+                                    return broadcast_messages(tensor, rank, source, peers);
+                                  }};
   const int64_t num_bytes = size() == 1 ? 0 : tensor.num_bytes();
   std::shared_ptr<std::byte> staging;
   const auto reserve = [&](StreamHandle stream) {
@@ -344,9 +344,9 @@ OperationPtr DeviceExecution::reduce(const ReduceCall& call, CallOptions options
   // NCCL does not tell which ranks it waits for. The record of the operation names all others, in a
   // large group only those with which it is compared.
   const Scope everybody;
-  const std::vector<int> peers = communicator_.are_many(size_t(size()))
+  const std::vector<int> peers = dispatch_.are_many(size_t(size()))
                                      ? tree_neighbours(rank(), size())
-                                     : communicator_.peers_in(everybody);
+                                     : dispatch_.peers_in(everybody);
   const Descriptor message = reduce_message(call);
   const CollectiveCall collective{op, everybody, peers, {}, same_messages(message)};
   const bool moves_bytes = op == OpCode::all_gather;
@@ -375,15 +375,15 @@ OperationPtr DeviceExecution::reduce(const ReduceCall& call, CallOptions options
 
 OperationPtr DeviceExecution::barrier(bool is_async) {
   checks_.post_barrier();
-  return communicator_.post_barrier(is_async);
+  return dispatch_.post_barrier(is_async);
 }
 
 // The others get the refusal in place of this rank's part, even if they have already begun theirs.
 OperationPtr DeviceExecution::refuse(OpCode op, const std::string& reason, const Scope& scope) {
-  const OperationPtr nobody_waits = communicator_.make_operation(op);
+  const OperationPtr nobody_waits = dispatch_.make_operation(op);
   nobody_waits->seal();
   if (size() == 1) return nobody_waits;
-  const auto lock = communicator_.lock_posts(op);
+  const auto lock = dispatch_.lock_posts(op);
   checks_.refuse(op, reason, scope);
   return nobody_waits;
 }

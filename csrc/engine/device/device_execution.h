@@ -27,12 +27,12 @@
 #include <vector>
 
 #include "copy/device_runtime.h"
-#include "engine/communicator.h"
 #include "engine/device/in_flight.h"
 #include "engine/device/lane_batch.h"
 #include "engine/device/links.h"
 #include "engine/device/peer_checks.h"
 #include "engine/device/replays.h"
+#include "engine/dispatch.h"
 #include "engine/execution.h"
 #include "transport/nccl/nccl_reductions.h"
 #include "transport/nccl/nccl_transport.h"
@@ -51,7 +51,7 @@ struct DeviceOptions {
 
 class DeviceExecution final : public Execution {
  public:
-  DeviceExecution(Communicator& communicator, const DeviceOptions& options,
+  DeviceExecution(Dispatch& dispatch, const DeviceOptions& options,
                   std::shared_ptr<DeviceRuntime> runtime, const NcclApi& api);
 
   void start() override;
@@ -93,9 +93,9 @@ class DeviceExecution final : public Execution {
   DeviceUsage device_usage() const override;
 
  private:
-  int rank() const { return communicator_.rank(); }
-  int size() const { return communicator_.size(); }
-  int num_channels() const { return communicator_.options().num_channels; }
+  int rank() const { return dispatch_.rank(); }
+  int size() const { return dispatch_.size(); }
+  int num_channels() const { return dispatch_.options().num_channels; }
 
   // The key of the communicator of an exchange.
   LaneKey lane_of_exchange(const Scope& scope) const {
@@ -122,10 +122,10 @@ class DeviceExecution final : public Execution {
   NcclTransport::KeepWaiting keep_waiting(Deadline deadline) const;
 
   std::function<bool(int peer)> has_closed() const {
-    return [this](int peer) { return communicator_.transport().has_closed(peer); };
+    return [this](int peer) { return dispatch_.transport().has_closed(peer); };
   }
   void fail(FailureKind kind, const std::string& message, const std::string& op = "") {
-    communicator_.fail(communicator_.own_failure(kind, message, op));
+    dispatch_.fail(dispatch_.own_failure(kind, message, op));
   }
   void fail_expired(const Replays::Late& late);
   void fail_expired(OpCode op, const std::string& where, const std::string& remedy,
@@ -142,7 +142,7 @@ class DeviceExecution final : public Execution {
   void stop_looking();
   std::future<void> run_apart(std::function<void()> body) const;
 
-  Communicator& communicator_;
+  Dispatch& dispatch_;
   const DeviceOptions options_;
   const std::optional<std::chrono::nanoseconds> timeout_;
   const std::shared_ptr<DeviceRuntime> runtime_;
@@ -164,9 +164,10 @@ class DeviceExecution final : public Execution {
   std::atomic<bool> has_warned_{false};
 };
 
+class Communicator;
 std::unique_ptr<Communicator> make_device_communicator(
     CommunicatorOptions options, const DeviceOptions& device_options,
     const std::shared_ptr<DeviceRuntime>& runtime, const NcclApi& api,
-    const Communicator::MakeTransport& make_transport);
+    const Dispatch::MakeTransport& make_transport);
 
 }  // namespace pipecomm

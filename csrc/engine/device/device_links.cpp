@@ -58,14 +58,14 @@ void DeviceExecution::require_links(OpCode op, std::span<const LaneKey> keys,
         " between these ranks inside a CUDA graph capture, where NCCL cannot connect them; run it "
         "once before capturing, or call connect() in time");
   const Clock::time_point begin = Clock::now();
-  const Deadline deadline = communicator_.deadline_from_now();
+  const Deadline deadline = dispatch_.deadline_from_now();
   for (const LaneKey& key : by_distance(keys, size())) links_->begin(key);
   for (const LaneKey& key : keys) {
     while (!links_->wait_until_ready(key, Clock::now() + kPoll)) {
-      communicator_.check_usable(op);
+      dispatch_.check_usable(op);
       if (const auto error = links_->error(has_closed())) {
         fail_connecting(op, *error);
-        throw_failure(communicator_);
+        throw_failure(dispatch_);
       }
       check_answer(op, key, begin, deadline);
       if (interrupted) interrupted();
@@ -77,22 +77,22 @@ void DeviceExecution::require_links(OpCode op, std::span<const LaneKey> keys,
 void DeviceExecution::check_answer(OpCode op, const LaneKey& key, Clock::time_point begin,
                                    Deadline deadline) {
   const auto require_open = [&](int peer, bool has_closed) {
-    if (has_closed) throw PipeCommException(closed_failure(communicator_, op, peer));
+    if (has_closed) throw PipeCommException(closed_failure(dispatch_, op, peer));
   };
   if (const auto peer = links_->refused_by(key)) require_open(*peer, true);
   const bool is_answered = links_->is_answered(key);
   std::vector<int> peers = ranks_of(key, size());
   std::erase(peers, rank());
   for (const int peer : peers)
-    require_open(peer, communicator_.transport().has_closed(peer) ||
-                           (!is_answered && checks_.is_closing(peer)));
+    require_open(
+        peer, dispatch_.transport().has_closed(peer) || (!is_answered && checks_.is_closing(peer)));
   if (Clock::now() < deadline) return;
   if (peers.size() == 1)
-    fail_late(communicator_, op, begin, deadline,
+    fail_late(dispatch_, op, begin, deadline,
               "NCCL has not connected this rank and rank " + std::to_string(peers.front()),
               peers.front());
   const std::string all = key.ranks.empty() ? "all" : std::to_string(peers.size() + 1);
-  fail_late(communicator_, op, begin, deadline, "NCCL has not connected " + all + " ranks",
+  fail_late(dispatch_, op, begin, deadline, "NCCL has not connected " + all + " ranks",
             std::nullopt);
 }
 

@@ -31,7 +31,7 @@ bool blames_network(NcclResult result) {
 bool DeviceExecution::follow(Operation& any) {
   if (!any.is_on_device()) return false;
   auto& operation = static_cast<DeviceOperation&>(any);
-  if (!operation.done() && communicator_.failure()) throw_failure(communicator_);
+  if (!operation.done() && dispatch_.failure()) throw_failure(dispatch_);
   if (const FailurePtr failure = operation.failure()) throw PipeCommException(failure);
   const StreamHandle current = runtime_->current_stream();
   const uint64_t capture = runtime_->capture_of(current);
@@ -65,7 +65,7 @@ bool DeviceExecution::poll(Operation& operation) {
 
 // A waiting thread polls more often than the thread that watches all operations.
 bool DeviceExecution::assist(Operation& operation) {
-  if (!operation.is_on_device()) return communicator_.transport().assist(operation);
+  if (!operation.is_on_device()) return dispatch_.transport().assist(operation);
   for (const Deadline until = Clock::now() + kAssistLimit; !poll(operation);) {
     if (Clock::now() >= until) return false;
     std::this_thread::sleep_for(kSyncPoll);
@@ -96,10 +96,10 @@ void DeviceExecution::fail_expired(OpCode op, const std::string& where, const st
                                    const FlightMessage* shown, Clock::duration elapsed,
                                    Clock::duration limit) {
   Failure failure =
-      communicator_.own_failure(FailureKind::timeout,
-                                op_name(op) + where + " timed out on the device after " +
-                                    seconds_text(elapsed) + " (limit " + seconds_text(limit) + ")",
-                                op_name(op));
+      dispatch_.own_failure(FailureKind::timeout,
+                            op_name(op) + where + " timed out on the device after " +
+                                seconds_text(elapsed) + " (limit " + seconds_text(limit) + ")",
+                            op_name(op));
   if (op == OpCode::p2p && shown) {
     name_message(failure, shown->peer, shown->descriptor);
     failure.message += "; its first message is " +
@@ -116,7 +116,7 @@ void DeviceExecution::fail_expired(OpCode op, const std::string& where, const st
                        "them: put messages that depend on each other in one batch";
   failure.message += "; check that the other ranks " + remedy + ", or increase timeout=";
   failure.message += kFlightHint;
-  communicator_.fail(std::move(failure));
+  dispatch_.fail(std::move(failure));
 }
 
 void DeviceExecution::fail_enqueue(OpCode op, const std::exception& error) {
@@ -132,7 +132,7 @@ void DeviceExecution::fail_connecting(OpCode op, const LinkError& error) {
 
 void DeviceExecution::fail_posting(OpCode op, const std::string& why, bool is_peer) {
   const Deadline until = Clock::now() + kNamingLimit;
-  while (is_peer && !communicator_.failure() && Clock::now() < until)
+  while (is_peer && !dispatch_.failure() && Clock::now() < until)
     std::this_thread::sleep_for(kNamingPoll);
   fail(is_peer ? FailureKind::peer_lost : FailureKind::error, std::string(op_name(op)) + why,
        op_name(op));
@@ -144,7 +144,7 @@ void DeviceExecution::fail_posting(OpCode op, const std::string& why, bool is_pe
 bool DeviceExecution::tick() {
   std::lock_guard lock(tick_mutex_);
   if (!is_looking_) return false;
-  if (communicator_.failure())
+  if (dispatch_.failure())
     abort_nccl();
   else
     look_for_trouble();
@@ -195,9 +195,9 @@ bool DeviceExecution::meet(const Interrupted& interrupted) {
   const Deadline limit = patience_with_peers();
   const auto keeps_waiting = [&] {
     if (interrupted) interrupted();
-    return !communicator_.failure() && Clock::now() < limit;
+    return !dispatch_.failure() && Clock::now() < limit;
   };
-  return links_->meet(keeps_waiting, has_closed()) && !communicator_.failure();
+  return links_->meet(keeps_waiting, has_closed()) && !dispatch_.failure();
 }
 
 // Runs `body` on a detached thread, which is left behind if it is stuck; `body` owns what it needs.
@@ -234,11 +234,11 @@ void DeviceExecution::stop_looking() {
 void DeviceExecution::finish(const Interrupted& interrupted) {
   links_->refuse_more();
   checks_.send_closing();
-  if (!communicator_.failure())
+  if (!dispatch_.failure())
     for (const DeviceOperationPtr& operation : in_flight_->all())
-      communicator_.wait(*operation, Deadline::max(), interrupted);
+      dispatch_.wait(*operation, Deadline::max(), interrupted);
   stop_looking();
-  all_have_come_ = nccl_ && !communicator_.failure() && meet(interrupted);
+  all_have_come_ = nccl_ && !dispatch_.failure() && meet(interrupted);
 }
 
 void DeviceExecution::end(bool in_order) {
@@ -248,7 +248,7 @@ void DeviceExecution::end(bool in_order) {
     return ended.wait_for(limit) != std::future_status::ready;
   };
   const std::string hint = checks_.has_captured() ? kGraphHint : "";
-  const bool aborts = !in_order || communicator_.failure();
+  const bool aborts = !in_order || dispatch_.failure();
   bool abort_is_stuck = false;
   if (nccl_ && aborts) {
     abort_nccl();

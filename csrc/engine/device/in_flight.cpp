@@ -35,8 +35,8 @@ void InFlight::stop() {
   }
   changed_.notify_all();
   {
-    std::lock_guard lock(communicator_mutex_);
-    communicator_ = nullptr;
+    std::lock_guard lock(dispatch_mutex_);
+    dispatch_ = nullptr;
   }
   if (!thread_.joinable()) return;
   const std::future<void> ended = std::move(ended_);  // keeps the task, and so this object, alive
@@ -86,12 +86,11 @@ bool InFlight::has_ended(DeviceOperation& operation) {
   } catch (const std::exception& error) {  // a device error: nothing on it works any more
     broken = error.what();
   }
-  std::lock_guard lock(communicator_mutex_);
-  if (!communicator_) return false;
+  std::lock_guard lock(dispatch_mutex_);
+  if (!dispatch_) return false;
   if (broken)
-    communicator_->fail(
-        communicator_->own_failure(FailureKind::error, *broken, op_name(operation.op())));
-  return !communicator_->failure();
+    dispatch_->fail(dispatch_->own_failure(FailureKind::error, *broken, op_name(operation.op())));
+  return !dispatch_->failure();
 }
 
 bool InFlight::poll(DeviceOperation& operation) {

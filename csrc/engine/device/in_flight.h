@@ -13,15 +13,15 @@
 #include <vector>
 
 #include "copy/device_runtime.h"
-#include "engine/communicator.h"
 #include "engine/device/device_operation.h"
+#include "engine/dispatch.h"
 
 namespace pipecomm {
 
 class InFlight : public std::enable_shared_from_this<InFlight> {
  public:
-  InFlight(std::shared_ptr<DeviceRuntime> runtime, Communicator& communicator)
-      : runtime_(std::move(runtime)), communicator_(&communicator) {}
+  InFlight(std::shared_ptr<DeviceRuntime> runtime, Dispatch& dispatch)
+      : runtime_(std::move(runtime)), dispatch_(&dispatch) {}
 
   void start(int rank);
   // Leaves the thread behind if it is stuck in the driver. The communicator may then be destroyed.
@@ -48,8 +48,8 @@ class InFlight : public std::enable_shared_from_this<InFlight> {
   void sweep_first(size_t max_asked);
 
   const std::shared_ptr<DeviceRuntime> runtime_;
-  std::mutex communicator_mutex_;
-  Communicator* communicator_;  // null after stop()
+  std::mutex dispatch_mutex_;
+  Dispatch* dispatch_;  // null after stop()
 
   mutable std::mutex mutex_;
   std::deque<DeviceOperationPtr> operations_;

@@ -10,30 +10,29 @@ constexpr size_t kMaxReasonBytes = 4096;
 
 }  // namespace
 
-Failure closed_failure(const Communicator& communicator, OpCode op, int peer) {
+Failure closed_failure(const Dispatch& dispatch, OpCode op, int peer) {
   return {.kind = FailureKind::peer_lost,
           .message = std::string(op_name(op)) + ": rank " + std::to_string(peer) +
                      " has closed its communicator",
           .op = op_name(op),
-          .rank = communicator.rank(),
+          .rank = dispatch.rank(),
           .peer = peer,
           .origin_rank = peer};
 }
 
-void fail_late(Communicator& communicator, OpCode op, Clock::time_point begin, Deadline deadline,
+void fail_late(Dispatch& dispatch, OpCode op, Clock::time_point begin, Deadline deadline,
                const std::string& what, std::optional<int> peer) {
-  Failure failure = communicator.own_failure(
+  Failure failure = dispatch.own_failure(
       FailureKind::timeout,
       std::string(op_name(op)) + " timed out after " + seconds_text(Clock::now() - begin) +
           " (limit " + seconds_text(deadline - begin) + "), " + what +
-          (peer ? "; rank " + std::to_string(*peer) + " " + communicator.describe_peer(*peer)
-                : "") +
+          (peer ? "; rank " + std::to_string(*peer) + " " + dispatch.describe_peer(*peer) : "") +
           "; check that the other ranks make their communicators and call the matching operation, "
           "or increase timeout=",
       op_name(op));
   failure.peer = peer.value_or(failure.peer);
-  communicator.fail(std::move(failure));
-  throw_failure(communicator);
+  dispatch.fail(std::move(failure));
+  throw_failure(dispatch);
 }
 
 // Inside a capture no call waits for other ranks, so its messages must be known.
@@ -80,8 +79,7 @@ void PeerChecks::post(const CollectiveCall& call, bool is_captured, const CallOp
   const MessageCheck::Posted posted = messages_.post(collective, is_awaited);
   announce(call.op, posted);
   if (is_awaited)
-    await_claims(call.op, posted.announcements, communicator_.deadline_from_now(),
-                 options.interrupted);
+    await_claims(call.op, posted.announcements, dispatch_.deadline_from_now(), options.interrupted);
 }
 
 MessageCheck::Collective PeerChecks::compared(const CollectiveCall& call) const {
@@ -94,22 +92,21 @@ MessageCheck::Collective PeerChecks::compared(const CollectiveCall& call) const 
     for (const int member : tree_neighbours(int(place), int(members.size())))
       peers.push_back(members[size_t(member)]);
   }
-  return {call.scope.channel, communicator_.peers_in(call.scope), std::move(peers),
-          call.messages_with};
+  return {call.scope.channel, dispatch_.peers_in(call.scope), std::move(peers), call.messages_with};
 }
 
 void PeerChecks::announce(OpCode op, const MessageCheck::Posted& posted,
                           const std::string& refusal) {
   const auto reason = std::as_bytes(std::span(refusal));
   for (const auto& [peer, direction, descriptor] : posted.announcements)
-    send(communicator_, peer,
+    send(dispatch_, peer,
          {.kind = ControlMessage::Kind::claim,
           .direction = direction,
           .descriptor = descriptor,
           .payload = {reason.begin(), reason.end()}});
   if (!posted.mismatch) return;
   fail_mismatch(op, *posted.mismatch);
-  throw_failure(communicator_);
+  throw_failure(dispatch_);
 }
 
 // Waits until the other ends have announced their messages and agree. If that fails, the call has
@@ -118,19 +115,19 @@ void PeerChecks::await_claims(OpCode op, std::span<const MessageCheck::Announcem
                               Deadline deadline, const Interrupted& interrupted) {
   const Clock::time_point begin = Clock::now();
   while (const auto peer = messages_.missing(announced, Clock::now() + kClaimPoll)) {
-    if (communicator_.failure()) throw_failure(communicator_);
-    if (communicator_.transport().has_closed(*peer) ||
+    if (dispatch_.failure()) throw_failure(dispatch_);
+    if (dispatch_.transport().has_closed(*peer) ||
         (counts_.has_limit(*peer) && messages_.missing(announced, Clock::now()) == peer)) {
-      communicator_.fail(closed_failure(communicator_, op, *peer));
+      dispatch_.fail(closed_failure(dispatch_, op, *peer));
     } else if (Clock::now() >= deadline) {
-      fail_late(communicator_, op, begin, deadline,
+      fail_late(dispatch_, op, begin, deadline,
                 "rank " + std::to_string(*peer) + " has not announced its part", *peer);
     } else if (interrupted) {
       try {
         interrupted();
       } catch (...) {
-        communicator_.abort(std::string(op_name(op)) +
-                            " was interrupted while it waited for other ranks");
+        dispatch_.abort(std::string(op_name(op)) +
+                        " was interrupted while it waited for other ranks");
         throw;
       }
     }
@@ -155,7 +152,7 @@ void PeerChecks::refuse(OpCode op, const std::string& reason, const Scope& scope
   const auto posted =
       messages_.post(compared({op, scope, {}, {}, same_messages(empty)}), false, true);
   announce(op, posted, reason.empty() ? "no reason was given" : reason.substr(0, kMaxReasonBytes));
-  if (!posted.is_compared) communicator_.fail(refused_failure(op, rank(), reason));
+  if (!posted.is_compared) dispatch_.fail(refused_failure(op, rank(), reason));
 }
 
 bool PeerChecks::receive(int peer, const ControlMessage& message) {
@@ -176,12 +173,12 @@ bool PeerChecks::receive(int peer, const ControlMessage& message) {
 // same on both ends, see send_closing().
 void PeerChecks::require_open(OpCode op, Direction direction, int peer, int channel) const {
   if (!has_captured_ && counts_.has_ended(peer, direction, channel))
-    throw PipeCommException(closed_failure(communicator_, op, peer));
+    throw PipeCommException(closed_failure(dispatch_, op, peer));
 }
 
 void PeerChecks::fail_mismatch(OpCode op, const MessageCheck::Mismatch& mismatch) {
   if (!mismatch.refusal.empty())
-    return communicator_.fail(refused_failure(op, mismatch.peer, mismatch.refusal));
+    return dispatch_.fail(refused_failure(op, mismatch.peer, mismatch.refusal));
   const bool sends = mismatch.direction == Direction::send;
   Failure failure{.kind = FailureKind::mismatch, .rank = rank()};
   name_message(failure, mismatch.peer, mismatch.ours);
@@ -193,16 +190,16 @@ void PeerChecks::fail_mismatch(OpCode op, const MessageCheck::Mismatch& mismatch
            : "; nothing was transferred between the two; make the two calls agree");
   failure.ours = description_of(mismatch.ours);
   failure.theirs = description_of(mismatch.theirs);
-  communicator_.fail(std::move(failure));
+  dispatch_.fail(std::move(failure));
 }
 
 Failure PeerChecks::refused_failure(OpCode op, int by, const std::string& reason) const {
   const std::string name = op_name(op);
-  Failure failure = communicator_.own_failure(
-      FailureKind::mismatch,
-      name + " was refused by rank " + std::to_string(by) + ": " + reason +
-          "; other ranks had already started it, which cannot be undone",
-      name);
+  Failure failure =
+      dispatch_.own_failure(FailureKind::mismatch,
+                            name + " was refused by rank " + std::to_string(by) + ": " + reason +
+                                "; other ranks had already started it, which cannot be undone",
+                            name);
   failure.origin_rank = by;
   return failure;
 }
@@ -221,21 +218,21 @@ void PeerChecks::fail_unmatched() {
                          : message_text(unmatched->direction, unmatched->peer, descriptor)) +
                     " has no other end: rank " + std::to_string(unmatched->peer) +
                     " has closed its communicator";
-  communicator_.fail(std::move(failure));
+  dispatch_.fail(std::move(failure));
 }
 
 // Sends the message counts to peers: to all of a small group, and to those of a large one that this
 // rank has had messages with. Replays of a graph are not counted, so a rank that has captured a
 // message sends nothing.
 void PeerChecks::send_closing() {
-  if (has_captured_ || communicator_.failure()) return;
-  const bool are_many = communicator_.are_many(size_t(size()));
+  if (has_captured_ || dispatch_.failure()) return;
+  const bool are_many = dispatch_.are_many(size_t(size()));
   for (int peer = 0; peer < size(); ++peer) {
     if (peer == rank() || (are_many && !counts_.has_any(peer))) continue;
-    for (int idx = 0; idx <= communicator_.options().num_channels; ++idx) {
-      const int channel = idx == communicator_.options().num_channels ? kCollectiveChannel : idx;
+    for (int idx = 0; idx <= dispatch_.options().num_channels; ++idx) {
+      const int channel = idx == dispatch_.options().num_channels ? kCollectiveChannel : idx;
       for (const Direction direction : {Direction::send, Direction::recv}) {
-        send(communicator_, peer,
+        send(dispatch_, peer,
              {.kind = ControlMessage::Kind::closing,
               .channel = channel,
               .direction = direction,

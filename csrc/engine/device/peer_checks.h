@@ -9,24 +9,24 @@
 #include <string>
 #include <vector>
 
-#include "engine/communicator.h"
 #include "engine/device/control_message.h"
 #include "engine/device/device_operation.h"
 #include "engine/device/message_check.h"
 #include "engine/device/message_counts.h"
+#include "engine/execution.h"
 
 namespace pipecomm {
 
-[[noreturn]] inline void throw_failure(const Communicator& communicator) {
-  throw PipeCommException(communicator.failure());
+[[noreturn]] inline void throw_failure(const Dispatch& dispatch) {
+  throw PipeCommException(dispatch.failure());
 }
-Failure closed_failure(const Communicator& communicator, OpCode op, int peer);
+Failure closed_failure(const Dispatch& dispatch, OpCode op, int peer);
 // For a call that has waited on the host since `begin` and passed its deadline. `peer`: the rank
 // that it waits for, if it is one.
-[[noreturn]] void fail_late(Communicator& communicator, OpCode op, Clock::time_point begin,
+[[noreturn]] void fail_late(Dispatch& dispatch, OpCode op, Clock::time_point begin,
                             Deadline deadline, const std::string& what, std::optional<int> peer);
-inline void send(Communicator& communicator, int peer, const ControlMessage& message) {
-  communicator.transport().send_control(peer, message.encoded());
+inline void send(Dispatch& dispatch, int peer, const ControlMessage& message) {
+  dispatch.transport().send_control(peer, message.encoded());
 }
 
 struct CollectiveCall {
@@ -39,10 +39,10 @@ struct CollectiveCall {
 
 class PeerChecks {
  public:
-  PeerChecks(Communicator& communicator, Check check)
-      : communicator_(communicator),
+  PeerChecks(Dispatch& dispatch, Check check)
+      : dispatch_(dispatch),
         check_(check),
-        messages_(communicator.size(), communicator.options().num_channels, check) {}
+        messages_(dispatch.size(), dispatch.options().num_channels, check) {}
 
   // Called before anything is enqueued, with the lock of posts. They throw if the communicator
   // fails, or std::invalid_argument for a new message inside a capture.
@@ -67,8 +67,8 @@ class PeerChecks {
   bool has_captured() const { return has_captured_; }
 
  private:
-  int rank() const { return communicator_.rank(); }
-  int size() const { return communicator_.size(); }
+  int rank() const { return dispatch_.rank(); }
+  int size() const { return dispatch_.size(); }
   MessageCheck::Collective compared(const CollectiveCall& call) const;
   void announce(OpCode op, const MessageCheck::Posted& posted, const std::string& refusal = "");
   void await_claims(OpCode op, std::span<const MessageCheck::Announcement> announced,
@@ -76,7 +76,7 @@ class PeerChecks {
   void fail_mismatch(OpCode op, const MessageCheck::Mismatch& mismatch);
   Failure refused_failure(OpCode op, int by, const std::string& reason) const;
 
-  Communicator& communicator_;
+  Dispatch& dispatch_;
   const Check check_;
   MessageCheck messages_;
   MessageCounts counts_;

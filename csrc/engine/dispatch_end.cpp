@@ -5,7 +5,7 @@
 #include <set>
 #include <utility>
 
-#include "engine/communicator.h"
+#include "engine/dispatch.h"
 
 namespace pipecomm {
 namespace {
@@ -15,18 +15,18 @@ constexpr auto kGoodbyeLimit = std::chrono::seconds(2);
 }  // namespace
 
 // With `mutex_` held.
-void Communicator::enter(CommunicatorState state, const std::string& why) {
+void Dispatch::enter(CommunicatorState state, const std::string& why) {
   connection_events_->enter(state_, state, "communicator", -1, why);
 }
 
-Communicator::~Communicator() {
+void Dispatch::drop() {
   if (closed()) return;
   {
     std::scoped_lock lock(post_mutex_, mutex_);
     // So that later posts are refused. An exception may have cut close() short.
     if (state_ < CommunicatorState::closing) enter(CommunicatorState::closing);
   }
-  execution_->end(false);
+  events_->end(false);
   std::vector<OperationPtr> pending;
   {
     std::lock_guard lock(mutex_);
@@ -43,7 +43,7 @@ Communicator::~Communicator() {
   end();
 }
 
-FailurePtr Communicator::failure_for(const FailurePtr& failure, const Operation& operation) {
+FailurePtr Dispatch::failure_for(const FailurePtr& failure, const Operation& operation) {
   auto own = std::make_shared<Failure>(*failure);
   if (const RequestPtr request = operation.first_pending()) {
     const Descriptor& descriptor = request->descriptor;
@@ -57,7 +57,7 @@ FailurePtr Communicator::failure_for(const FailurePtr& failure, const Operation&
   return own;
 }
 
-void Communicator::fail(Failure failure) {
+void Dispatch::fail(Failure failure) {
   // A second caller returns only once all operations have failed: the next message from its peer
   // must not reach operations ahead of the cause.
   std::lock_guard failing_lock(failing_mutex_);
@@ -78,12 +78,12 @@ void Communicator::fail(Failure failure) {
 }
 
 // A second caller returns once the first one has told all peers.
-void Communicator::tell_peers(const Failure& failure) {
+void Dispatch::tell_peers(const Failure& failure) {
   std::lock_guard telling_lock(telling_mutex_);
   transport_->abort(failure);
 }
 
-std::vector<Flight> Communicator::flights() const {
+std::vector<Flight> Dispatch::flights() const {
   if (is_in_fork()) return {};
   std::vector<OperationPtr> operations;
   {
@@ -96,7 +96,7 @@ std::vector<Flight> Communicator::flights() const {
   return merge_flights(std::move(pending), flight_record_.ended());
 }
 
-std::vector<ConnectionEvent> Communicator::connections() const {
+std::vector<ConnectionEvent> Dispatch::connections() const {
   if (is_in_fork()) return {};
   std::vector<ConnectionEvent> events = connection_events_->all();
   std::set<std::pair<std::string, int>> seen;
@@ -106,14 +106,14 @@ std::vector<ConnectionEvent> Communicator::connections() const {
   return events;
 }
 
-void Communicator::abort(const std::string& reason, const FailurePtr& cause) {
+void Dispatch::abort(const std::string& reason, const FailurePtr& cause) {
   if (is_in_fork()) return;
   if (cause) return fail(*cause);
   fail(own_failure(FailureKind::aborted, "communicator aborted by rank " + std::to_string(rank()) +
                                              (reason.empty() ? "" : ": " + reason)));
 }
 
-void Communicator::on_peer_lost(int peer, const std::string& why) {
+void Dispatch::on_peer_lost(int peer, const std::string& why) {
   fail({.kind = FailureKind::peer_lost,
         .message = "lost the connection to rank " + std::to_string(peer) +
                    ", which died or was cut off (" + why +
@@ -123,7 +123,7 @@ void Communicator::on_peer_lost(int peer, const std::string& why) {
         .origin_rank = peer});
 }
 
-void Communicator::on_remote_failure(const Failure& remote) {
+void Dispatch::on_remote_failure(const Failure& remote) {
   Failure failure = remote;
   failure.rank = rank();
   failure.message =
@@ -131,7 +131,7 @@ void Communicator::on_remote_failure(const Failure& remote) {
   fail(std::move(failure));
 }
 
-void Communicator::on_refused(int peer, const std::string& why) {
+void Dispatch::on_refused(int peer, const std::string& why) {
   fail({.kind = FailureKind::mismatch,
         .message = why,
         .op = "Communicator",
@@ -140,19 +140,19 @@ void Communicator::on_refused(int peer, const std::string& why) {
         .origin_rank = peer});
 }
 
-void Communicator::on_broken(const std::string& why) {
+void Dispatch::on_broken(const std::string& why) {
   fail(own_failure(FailureKind::error, "transport failure: " + why));
 }
 
-void Communicator::on_control(int peer, std::span<const std::byte> message) {
+void Dispatch::on_control(int peer, std::span<const std::byte> message) {
   {
     std::lock_guard lock(mutex_);  // waits until there is a transport for the answer
   }
-  execution_->on_control(peer, message);
+  events_->on_control(peer, message);
 }
 
-void Communicator::expire(Operation& operation) {
-  if (operation.is_on_device()) return execution_->expire(operation);
+void Dispatch::expire(Operation& operation) {
+  if (operation.is_on_device()) return events_->expire(operation);
   std::string text = std::string(op_name(operation.op())) + " timed out after " +
                      seconds_text(Clock::now() - operation.posted_at()) + " (limit " +
                      seconds_text(operation.deadline() - operation.posted_at()) + "), " +
@@ -168,7 +168,7 @@ void Communicator::expire(Operation& operation) {
   fail(own_failure(FailureKind::timeout, text, op_name(operation.op())));
 }
 
-void Communicator::watch() {
+void Dispatch::watch() {
   std::unique_lock lock(mutex_);
   for (int num_idle_ticks = 0; !stop_watching_;) {
     is_watchdog_idle_ = num_idle_ticks >= kTicksUntilIdle;
@@ -183,12 +183,12 @@ void Communicator::watch() {
       in_flight_.pop_front();
     }
     num_idle_ticks = in_flight_.empty() && !failure_ ? num_idle_ticks + 1 : 0;
-    OperationPtr expired = oldest && execution_->is_late(*oldest) ? oldest : nullptr;
+    OperationPtr expired = oldest && events_->is_late(*oldest) ? oldest : nullptr;
     lock.unlock();
     ended.clear();
     oldest.reset();
     if (transport_->tick()) num_idle_ticks = 0;
-    if (execution_->tick()) num_idle_ticks = 0;
+    if (events_->tick()) num_idle_ticks = 0;
     // The rest of a failed batch, for which no thread waits any more, does not fail the communicator.
     if (expired && expired->failure())
       expired->fail(nullptr);
@@ -199,7 +199,7 @@ void Communicator::watch() {
   }
 }
 
-void Communicator::close(const Interrupted& interrupted) {
+void Dispatch::close(const Interrupted& interrupted) {
   if (is_in_fork()) return;
   std::exception_ptr error;
   const auto attempt = [&](auto&& body) {
@@ -233,8 +233,8 @@ void Communicator::close(const Interrupted& interrupted) {
   std::erase_if(pending, [](const auto& operation) { return operation->is_on_device(); });
   // The thread that failed it may not have told all peers yet; they must get the failure first.
   if (failed_before) tell_peers(*failed_before);
-  attempt([&] { execution_->finish(interrupted); });
-  execution_->end(true);
+  attempt([&] { events_->finish(interrupted); });
+  events_->end(true);
   // Remaining messages of collectives must be posted before this rank announces its end.
   if (line_ && !failed_before && !error) attempt([&] { wait_until_idle(*line_); });
   if (line_) line_->stop();
@@ -249,7 +249,7 @@ void Communicator::close(const Interrupted& interrupted) {
 }
 
 // After the transport is closed, nothing can complete the operations that are still pending.
-void Communicator::end() {
+void Dispatch::end() {
   transport_->close(Clock::now() + kGoodbyeLimit);
   std::vector<OperationPtr> pending;
   {
