@@ -1,6 +1,6 @@
 """Frameworks in which nothing is changed but the name of torch.distributed's backend.
 
-    python tests/clients/backend_client.py CLIENT BACKEND FOLDER    rank r leaves its results in FOLDER/r.pt
+python tests/clients/backend_client.py CLIENT BACKEND FOLDER    rank r leaves its results in FOLDER/r.pt
 """
 
 from __future__ import annotations
