@@ -314,6 +314,10 @@ TEST(mismatches) {
     };
   };
   const auto any = [](OpCode op) { return [op](Rank& me) { call(me, op, true); }; };
+  const auto broadcast = [](Rank& me) {  // may end before the disagreement is known
+    const Tensor tensor({4});
+    me.finish(me.comm->broadcast(tensor.ref(), 0, {.is_async = false}));
+  };
   using Call = std::function<void(Rank&)>;
   const Call sum = all_reduce_of(4, dtypes::kFloat32, Reduction::kSum);
   const std::vector<std::tuple<Call, Call, std::string, std::string>> pairs{
@@ -332,7 +336,7 @@ TEST(mismatches) {
       {sum, reduce_to(0), "calls all_reduce of", "calls reduce of"},
       {sum, any(OpCode::all_gather), "calls all_reduce of", "calls all_gather of"},
       {any(OpCode::reduce_scatter), any(OpCode::all_gather), "reduce_scatter of", "all_gather of"},
-      {sum, [](Rank& me) { broadcast_from(me, 0); }, "all_reduce of float32[4]", "broadcast of "},
+      {sum, broadcast, "all_reduce of float32[4]", "broadcast of "},
       {sum, [](Rank& me) { run_uneven(me, ring(me.size)); }, "all_reduce of", "all_to_all of "}};
   for (const Check check : {Check::first_use, Check::full})
     for (const int size : {2, 5})
