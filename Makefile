@@ -98,7 +98,7 @@ flaky: $(BUILT) ## the suite RUNS=12 times in random order, every other time on 
 mutations: $(BUILT) ## how many of 40 mutations of the library the tests notice (ARGS='--list' or '--only NAME')
 	$(TOOLS) $(PY) tests/mutations.py $(ARGS)
 
-clients: ## Megatron-core, transformers, torchtitan and yunchang: as they are, and with our parts (Python 3.12)
+clients: ## Megatron-core, transformers, torchtitan, accelerate and yunchang: as they are, and with our parts (Python 3.12)
 	@[ -n "$(PYTHON312)" ] || { echo "make clients needs Python 3.12, as megatron-core does; none that runs is on PATH or in pyenv"; exit 1; }
 	@$(MAKE) --no-print-directory client-tests VENV=.venv-clients PYTHON=$(PYTHON312) PIPECOMM_CUDA=OFF \
 	  EXTRA_REQUIREMENTS=tests/clients/requirements.txt
