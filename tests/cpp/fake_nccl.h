@@ -341,6 +341,19 @@ inline NcclResult revoke(NcclComm* comm, int flags) {
   return NcclResult::success;
 }
 
+// The first reductions of an algorithm, here of a kind, connect their ranks while the callers wait.
+inline NcclResult connect_for(const CollectiveCall& call, NcclComm* comm) {
+  std::unique_lock lock(world->mutex);
+  std::set<int>& ranks = world->ranks_reducing[{comm->id, int(call.kind)}];
+  ranks.insert(comm->rank);
+  ++comm->num_calls;
+  lock.unlock();
+  world->block([&] { return int(ranks.size()) == comm->size || comm->revoked; });
+  lock.lock();
+  --comm->num_calls;
+  return comm->revoked ? NcclResult::internal_error : NcclResult::success;
+}
+
 inline NcclResult collect(const char* name, const CollectiveCall& call, NcclComm* comm,
                           NcclStream stream) {
   const std::pair kernel(Kernel{comm, {}, call}, static_cast<Stream*>(stream));
@@ -352,6 +365,9 @@ inline NcclResult collect(const char* name, const CollectiveCall& call, NcclComm
     if (call.count == 0 || !call.source || !call.destination || group.depth > 0)
       world->errors.push_back(std::string("a wrong ") + name);
   }
+  if (world->connects_at_reductions && call.kind != CollectiveKind::broadcast)
+    if (const NcclResult error = connect_for(call, comm); error != NcclResult::success)
+      return error;
   return launch_group({kernel});
 }
 

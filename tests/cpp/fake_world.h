@@ -172,9 +172,11 @@ struct World {
   std::vector<std::unique_ptr<NcclComm>> comms;
   std::map<const void*, int> rank_of_device;
   int host_of(const void* device) const { return rank_of_device.at(device) / ranks_per_host; }
-  std::map<std::tuple<int, int, int>, Pipe> pipes;        // id, source, destination
-  std::map<int, int> num_joined, num_leaving;             // ranks, per id
-  std::map<std::pair<int, int>, Collective> collectives;  // id, number
+  std::map<std::tuple<int, int, int>, Pipe> pipes;              // id, source, destination
+  std::map<int, int> num_joined, num_leaving;                   // ranks, per id
+  bool connects_at_reductions = false;                          // at the first of each kind
+  std::map<std::pair<int, int>, std::set<int>> ranks_reducing;  // per id and kind
+  std::map<std::pair<int, int>, Collective> collectives;        // id, number
   std::vector<std::string> errors;  // that would hang or produce garbage on a real device
   int num_ids = 0;
   size_t max_group_ops = 0;  // of one communicator

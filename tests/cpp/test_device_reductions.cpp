@@ -194,6 +194,16 @@ TEST(what_nccl_reduces) {
   });
 }
 
+// Before NCCL 2.28.7 nothing could end a reduction that waits in NCCL for other ranks.
+TEST(an_older_nccl) {
+  fake::world_has_revoke = false;
+  run(options_of(2), [](Rank& me) {
+    for (const OpCode op : kOps) CHECK(!me.comm->can_reduce(op, Reduction::kSum, dtypes::kFloat32));
+    meet(me);
+  });
+  fake::world_has_revoke = true;
+}
+
 // A gather moves bytes of any dtype.
 TEST(gathers_of_other_dtypes) {
   run(options_of(3), [](Rank& me) {
@@ -450,6 +460,27 @@ TEST(a_rank_that_does_not_come) {
                    "rank 1 has closed its communicator");
     others.arrive_and_wait();
   });
+}
+
+// NCCL connects the ranks at their first reduction, which waits on the host for a rank that does not come.
+TEST(a_rank_that_does_not_come_to_the_first) {
+  for (const bool is_async : {false, true}) {
+    Options options = options_of(3);
+    options.timeout = 700ms;
+    options.end_limit = 300ms;
+    options.prepare = [](fake::World& world) { world.connects_at_reductions = true; };
+    std::barrier meeting(3);
+    run(options, [&](Rank& me) {
+      const Tensor tensor({4}, 1);
+      me.finish(all_reduce(me, tensor));
+      if (me.rank != 1)
+        CHECK_CONTAINS(
+            failure_text(FailureKind::timeout, [&] { call(me, OpCode::reduce, is_async); }),
+            "reduce timed out on the device after");
+      CHECK(failure_of(me)->kind == FailureKind::timeout);
+      meeting.arrive_and_wait();
+    });
+  }
 }
 
 // All other ranks of a small group, and of a large one those with which a call is compared.

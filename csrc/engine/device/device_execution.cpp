@@ -109,33 +109,29 @@ EventPtr DeviceExecution::leave(DeviceOperation& operation, Lane& lane, StreamHa
   return end;
 }
 
-// First keeps the memory that streams use, even if the communicator has failed.
-void DeviceExecution::track(const DeviceOperationPtr& operation) {
-  in_flight_->add(operation);
-  dispatch_.note_in_flight(operation);
-}
-
 void DeviceExecution::publish(const DeviceOperationPtr& operation) {
   if (!operation->is_captured()) {
     if (operation->ends.empty()) return operation->end();
-    return track(operation);
+    return in_flight_->add(operation);
   }
   operation->write_down_captured();  // now, since no thread can wait for its replays
   replays_.add(*operation);
 }
 
-// An error while work is being enqueued leaves peers waiting for the rest of it, so all ranks fail.
-// The enqueued part may run until NCCL is aborted; its tensors are kept until then.
+// The deadline also ends an enqueuing call that waits in NCCL for other ranks. An error while work is
+// being enqueued leaves peers waiting for the rest of it, so all ranks fail. The enqueued part may
+// run until NCCL is aborted; its tensors are kept until then.
 template <class Launch>
 void DeviceExecution::launch(const DeviceOperationPtr& operation, Launch&& body) {
+  if (!operation->is_captured()) dispatch_.note_in_flight(operation);
   try {
     body();
   } catch (const PipeCommException&) {
-    if (!operation->is_captured()) track(operation);
+    if (!operation->is_captured()) in_flight_->add(operation);
     throw;
   } catch (const std::exception& error) {
     fail_enqueue(operation->op(), error);
-    if (!operation->is_captured()) track(operation);
+    if (!operation->is_captured()) in_flight_->add(operation);
     throw_failure(dispatch_);
   }
 }

@@ -66,9 +66,11 @@ class DeviceExecution final : public Execution {
   OperationPtr batch_p2p(std::span<const PointToPoint> batch, CallOptions options) override;
   OperationPtr exchange(const ExchangeCall& call, CallOptions options) override;
   OperationPtr broadcast(const TensorRef& tensor, int source, CallOptions options) override;
-  // By NCCL's own functions, on the communicator of the collectives.
+  // By NCCL's own functions, on the communicator of the collectives. The first that takes an
+  // algorithm waits in NCCL for the other ranks, which only a revoke can end.
   bool can_reduce(OpCode op, Reduction reduction, DType dtype) const override {
-    return op == OpCode::all_gather || nccl_reduces(reduction, dtype);
+    return (!nccl_ || nccl_->can_revoke()) &&
+           (op == OpCode::all_gather || nccl_reduces(reduction, dtype));
   }
   OperationPtr reduce(const ReduceCall& call, CallOptions options) override;
   OperationPtr barrier(bool is_async) override;
@@ -111,7 +113,6 @@ class DeviceExecution final : public Execution {
   void enter(DeviceOperation& operation, const Lane& lane, StreamHandle stream,
              const EventPtr& start);
   EventPtr leave(DeviceOperation& operation, Lane& lane, StreamHandle stream);
-  void track(const DeviceOperationPtr& operation);
   void publish(const DeviceOperationPtr& operation);
   template <class Launch>
   void launch(const DeviceOperationPtr& operation, Launch&& body);

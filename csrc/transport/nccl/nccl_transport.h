@@ -111,6 +111,8 @@ class NcclTransport {
   // until its receiver takes it. Long ago if there was none.
   Clock::time_point sent_over_network_at() const { return sent_over_network_at_; }
 
+  // Whether abort() ends calls that wait in NCCL for other ranks.
+  bool can_revoke() const { return api_.comm_revoke != nullptr; }
   // Throws the asynchronous error of a communicator, if there is one. Never waits.
   void poll();
 
