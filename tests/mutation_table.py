@@ -155,7 +155,7 @@ MUTATIONS = [
     Mutation(
         "deadline-runs-while-queued",  # an exchange that follows others times out early
         "csrc/engine/host_execution.cpp",
-        "                             operation->restart(communicator_.deadline_from_now());\n",
+        "                         operation->restart(dispatch_.deadline_from_now());\n",
         "",
         ("tests/cpp/test_communicator.cpp", "tests/test_stage_relay.py"),
     ),
