@@ -62,10 +62,9 @@ class Collectives:
         limit = endpoint.limit(getattr(opts, "timeout", None))
         work = BackendWork(handle, outputs, limit, endpoint.rank, what, endpoint.num_collectives)
         self.messages.note(work)
-        if not waits(opts):
-            for part in handle if isinstance(handle, list) else [handle]:
-                if isinstance(part, Continuation):
-                    finish_in_background(part)
+        for part in handle if isinstance(handle, list) else [handle]:
+            if isinstance(part, Continuation) and not waits(opts):
+                finish_in_background(part)
         return work
 
     def _explaining(self, what: str, begin: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -75,6 +74,19 @@ class Collectives:
                 return begin(*args, **kwargs)
         except PipeCommError as error:
             raise explained(error, self.endpoint.rank, what) from None
+
+    def _waited(
+        self, reduce: Callable[..., None], *args: Any, outputs: list[Tensor], what: str
+    ) -> BackendWork:
+        """Makes a reduction that waits by itself; the operator is the last argument but one."""
+        endpoint = self.endpoint
+        try:
+            reduce(*args)
+        except PipeCommError as error:
+            raise explained(error, endpoint.rank, f"{what} with {operator_name(args[-2])}") from None
+        work = BackendWork(done_work(), outputs, None, endpoint.rank, what, endpoint.num_collectives)
+        self.messages.note(work)
+        return work
 
     def _exchange(
         self,
@@ -249,18 +261,16 @@ class Collectives:
 
     def _all_reduce(self, tensors: list[Tensor], op: Any, opts: Any, what: str) -> BackendWork:
         connection = self._connection(tensors[0])
+        comm, line, is_waited = connection.communicator, connection.line, waits(opts)
+        engine, is_dense = engine_of(comm), tensors[0].layout == torch.strided
+        if is_waited and len(tensors) == 1 and is_dense:
+            return self._waited(all_reduce, comm, engine, tensors[0], op, line, outputs=tensors, what=what)
         what = f"{what} with {operator_name(op)}"
-        comm, line = connection.communicator, connection.line
-        engine = engine_of(comm)
-        handle: Any
-        if len(tensors) == 1 and tensors[0].layout != torch.strided:
-            args = comm, tensors[0], op, waits(opts), line
+        if len(tensors) == 1 and not is_dense:
+            args = comm, tensors[0], op, is_waited, line
             handle = self._explaining(what, begin_sparse_all_reduce, *args)
-        elif waits(opts) and len(tensors) == 1:
-            self._explaining(what, all_reduce, comm, engine, tensors[0], op, line)
-            handle = done_work()
         else:
-            handle = self._explaining(what, begin_all_reduce, comm, engine, tensors, op, waits(opts), line)
+            handle = self._explaining(what, begin_all_reduce, comm, engine, tensors, op, is_waited, line)
         return self._begun(handle, tensors, opts, what)
 
     @profiled
@@ -299,16 +309,15 @@ class Collectives:
     def _reduce_scatter(self, outputs: list[Tensor], pieces: Any, opts: Any, what: str) -> BackendWork:
         op, opts = with_operator(opts, {})
         connection = self._connection(outputs[0])
-        comm, line = connection.communicator, connection.line
+        comm, line, is_waited = connection.communicator, connection.line, waits(opts)
         engine = engine_of(comm)
+        if is_waited and len(outputs) == 1:
+            args = comm, engine, outputs[0], pieces, op, line
+            return self._waited(reduce_scatter, *args, outputs=outputs, what=what)
         what = f"{what} with {operator_name(op)}"
-        handle: Any
-        if waits(opts) and len(outputs) == 1:
-            self._explaining(what, reduce_scatter, comm, engine, outputs[0], pieces, op, line)
-            handle = done_work()
-        else:
-            args = comm, engine, outputs, pieces, op, waits(opts), line
-            handle = self._explaining(what, begin_reduce_scatter, *args)
+        handle = self._explaining(
+            what, begin_reduce_scatter, comm, engine, outputs, pieces, op, is_waited, line
+        )
         return self._begun(handle, outputs, opts, what)
 
     # ---- barriers
