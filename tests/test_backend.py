@@ -146,6 +146,25 @@ def test_reductions(world):
     assert torch.equal(scaled, torch.full((3,), 2.5 * size))
 
 
+@pytest.mark.parametrize("length", [2, 20_000])
+@pytest.mark.parametrize("async_op", [False, True], ids=["sync", "async"])
+@both(2)
+def test_parameters_are_overwritten_as_by_gloo(world, async_op, length):
+    """Also outside of torch.no_grad(), although they are leaves that require gradients."""
+    group, parameter = group_of(2), torch.nn.Parameter(torch.ones(length))
+    half, both_pieces = torch.full((length // 2,), 3.0), torch.ones(2 * length)
+    calls = [
+        (2, lambda: dist.all_reduce(parameter, group=group, async_op=async_op)),
+        (2, lambda: dist.broadcast(parameter, 0, group, async_op)),
+        (3, lambda: dist.all_gather_single(parameter, half, group, async_op)),
+        (2, lambda: dist.reduce_scatter_single(parameter, both_pieces, group=group, async_op=async_op)),
+        (6, lambda: dist.reduce_scatter(parameter, [half.repeat(2)] * 2, group=group, async_op=async_op)),
+    ]
+    for value, call in calls:
+        ended(call())
+        assert parameter.requires_grad and (parameter == value).all()
+
+
 @both(2, 3)
 def test_coalesced_and_object_collectives(world):
     group, size, rank = group_of(world.size), world.size, world.rank

@@ -76,14 +76,15 @@ class Collectives:
             raise explained(error, self.endpoint.rank, what) from None
 
     def _waited(
-        self, reduce: Callable[..., None], *args: Any, outputs: list[Tensor], what: str
+        self, what: str, op: Any, outputs: list[Tensor], reduce: Callable[..., None], *args: Any
     ) -> BackendWork:
-        """Makes a reduction that waits by itself; the operator is the last argument but one."""
+        """Makes a reduction that waits by itself; its name in words is needed only for an error."""
         endpoint = self.endpoint
         try:
-            reduce(*args)
+            with torch.no_grad():
+                reduce(*args)
         except PipeCommError as error:
-            raise explained(error, endpoint.rank, f"{what} with {operator_name(args[-2])}") from None
+            raise explained(error, endpoint.rank, f"{what} with {operator_name(op)}") from None
         work = BackendWork(done_work(), outputs, None, endpoint.rank, what, endpoint.num_collectives)
         self.messages.note(work)
         return work
@@ -264,7 +265,7 @@ class Collectives:
         comm, line, is_waited = connection.communicator, connection.line, waits(opts)
         engine, is_dense = engine_of(comm), tensors[0].layout == torch.strided
         if is_waited and len(tensors) == 1 and is_dense:
-            return self._waited(all_reduce, comm, engine, tensors[0], op, line, outputs=tensors, what=what)
+            return self._waited(what, op, tensors, all_reduce, comm, engine, tensors[0], op, line)
         what = f"{what} with {operator_name(op)}"
         if len(tensors) == 1 and not is_dense:
             args = comm, tensors[0], op, is_waited, line
@@ -313,7 +314,7 @@ class Collectives:
         engine = engine_of(comm)
         if is_waited and len(outputs) == 1:
             args = comm, engine, outputs[0], pieces, op, line
-            return self._waited(reduce_scatter, *args, outputs=outputs, what=what)
+            return self._waited(what, op, outputs, reduce_scatter, *args)
         what = f"{what} with {operator_name(op)}"
         handle = self._explaining(
             what, begin_reduce_scatter, comm, engine, outputs, pieces, op, is_waited, line
