@@ -1,6 +1,6 @@
 // Orders, numbers and posts the operations of a communicator over its HostTransport, compares
 // collectives with other ranks, watches deadlines, and turns an error on any rank into one error on
-// all of them. What moves the data of an operation, and its calls, are the execution's.
+// all of them. An Execution makes the operations and moves their data.
 #pragma once
 
 #include <atomic>
@@ -136,10 +136,10 @@ class Dispatch : private TransportEvents {
   // The states that its connections have entered, and it itself; none in a fork.
   std::vector<ConnectionEvent> connections() const;
 
-  // Failures. Both of these throw PipeCommException: the first also with the original cause once the
-  // communicator has failed or is closed, both in a fork.
-  void check_usable(OpCode op) const;
+  // Throws PipeCommException in a fork.
   void check_process() const;
+  // Also throws it, with the original cause, once the communicator has failed or is closed.
+  void check_usable(OpCode op) const;
   // Threads and connections stay with the process that made them: in a fork every call is refused,
   // close() does nothing, and the object must not be destroyed.
   bool is_in_fork() const { return fork_mark_.is_in_fork(); }
