@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from tools import find_tool
+from tools import SLEEPING, find_tool
 
 ROOT = Path(__file__).resolve().parent.parent
 CXX_SUFFIXES = (".h", ".cuh", ".cpp", ".cu")
@@ -53,6 +53,8 @@ def table() -> dict[str, list[str]]:
 
 def id_of(name: str) -> str:
     if program := CPP_PROGRAM.fullmatch(name):
+        if program[1] in SLEEPING:
+            return "tests/test_cpp.py::test_programs_that_sleep_pass"
         return f"tests/test_cpp.py::test_the_program_passes[{program[1]}]"
     return f"tests/{name}"
 

@@ -1,7 +1,7 @@
 """The C++ tests of tests/cpp as part of the suite; `make sanitize` runs them under sanitizers.
 
 They are a target of the module's own build folder and link its objects: only the tests are compiled here.
-Each program is a test of its own, so that workers share them: much of their time is waiting.
+Each program is a test of its own, so that workers share them, except those that mostly sleep.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from pathlib import Path
 
 import pytest
 from scripts import REPOSITORY, locked_build
-from tools import needs
+from tools import SLEEPING, needs
 
 SOURCES = REPOSITORY / "tests" / "cpp"
 BUILD_LIMIT_S, TEST_LIMIT_S = 900, 200  # minutes and seconds on free cores, much more on busy ones
+NAMES = sorted(path.stem[len("test_") :] for path in SOURCES.glob("test_*.cpp"))
 
 
 def run(*command: object, limit_s: float) -> None:
@@ -66,13 +67,22 @@ def test_the_program_of_kernels_can_fail(part) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(2 * BUILD_LIMIT_S)
-@pytest.mark.parametrize(
-    "name", ["kernels_.*", *sorted(path.stem[len("test_") :] for path in SOURCES.glob("test_*.cpp"))]
-)
+@pytest.mark.parametrize("name", ["kernels_.*", *(name for name in NAMES if name not in SLEEPING)])
 def test_the_program_passes(name) -> None:
+    run_programs(name)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2 * BUILD_LIMIT_S)
+def test_programs_that_sleep_pass() -> None:
+    assert {*SLEEPING} <= {*NAMES}
+    run_programs("|".join(SLEEPING), "--parallel", len(SLEEPING))
+
+
+def run_programs(names: str, *options: object) -> None:
     [ctest] = needs("ctest")
-    options = ["--output-on-failure", "--no-tests=error", "--timeout", TEST_LIMIT_S]
-    run(ctest, "--test-dir", programs(), "--tests-regex", f"^{name}$", *options, limit_s=BUILD_LIMIT_S)
+    options = ["--output-on-failure", "--no-tests=error", "--timeout", TEST_LIMIT_S, *options]
+    run(ctest, "--test-dir", programs(), "--tests-regex", f"^({names})$", *options, limit_s=BUILD_LIMIT_S)
 
 
 @pytest.mark.slow

@@ -79,7 +79,8 @@ def test_the_levels_of_hosts(layout, ranks):
 def test_all_reduce(world, dtype):
     names = ["SUM", "PRODUCT", "MIN", "MAX"]
     names += ["AVG"] if dtype.is_floating_point else ["BAND", "BOR", "BXOR"]
-    for layout in LAYOUTS[world.size]:
+    layouts = LAYOUTS[world.size]
+    for layout in layouts if dtype in (torch.bfloat16, torch.int16) else layouts[:1]:
         line = line_over(world, layout)
         for length in (MAX_WHOLE_BYTES // dtype.itemsize + 1, 40_001):
             everybody = [values(length, dtype, rank) for rank in range(world.size)]

@@ -22,6 +22,9 @@ PACKAGES = {
     **dict.fromkeys(["pkill"], "procps"),
     **dict.fromkeys(["c++"], "g++"),
 }
+# C++ tests of tests/cpp that wait for deadlines: a minute one after the other, with idle cores.
+SLEEPING = ["device", "device_captures", "device_close", "device_links", "device_queues"]
+SLEEPING += ["device_reductions", "device_watch", "greetings"]
 
 
 def folders() -> list[str]:
