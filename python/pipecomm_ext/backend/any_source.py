@@ -35,49 +35,47 @@ class SendWatch:
         self._num_sent: Counter[tuple[int, int]] = Counter()  # by destination and tag
         self._told: Counter[tuple[int, int]] = Counter()
         self._pending: deque[tuple[Any, tuple[int, int], float]] = deque()
+        self._lock = threading.Lock()
         self._is_watched = False
+        self._last_at = 0.0
 
     def add(self, work: Any, dst: int, tag: int) -> None:
         """Adds a send that has just been posted."""
         key = (dst, tag)
-        self._num_sent[key] += 1
-        self._pending.append((work, key, time.monotonic()))
-        if not self._is_watched:
-            self._is_watched = True
+        with self._lock:
+            while self._pending and self._pending[0][0].is_completed():
+                self._pending.popleft()
+            self._num_sent[key] += 1
+            self._last_at = time.monotonic()
+            self._pending.append((work, key, self._last_at))
+            is_watched, self._is_watched = self._is_watched, True
+        if not is_watched:
             finish_in_background(self)
 
     def poll(self) -> bool:
         """Whether no send has been pending for a while."""
         now = time.monotonic()
-        left = []
-        for _ in range(len(self._pending)):
-            work, key, posted_at = self._pending.popleft()
-            if work.is_completed():
-                self._last_at = posted_at
+        with self._lock:
+            self._pending = deque(send for send in self._pending if not send[0].is_completed())
+            if not self._pending and now - self._last_at > _IDLE_S:
+                self._is_watched = False
+                return True
+            late = {key: self._num_sent[key] for _, key, at in self._pending if now - at > _PATIENCE_S}
+        for key, count in late.items():
+            if self._told[key] == count:
                 continue
-            left.append((work, key, posted_at))
-            if now - posted_at > _PATIENCE_S and self._told[key] < self._num_sent[key]:
-                count = self._num_sent[key]
-                try:
-                    self._endpoint.check_usable()
-                    _, background = stores_of(self._endpoint.group)
-                    background.set(_key(*key, self._endpoint.rank), str(count).encode(), _STORE_LIMIT_S)
-                except Exception:  # the store is gone; receivers notice, too
-                    return self._stop()
-                self._told[key] = count
-        self._pending.extendleft(reversed(left))
-        if not self._pending and now - self._last_at > _IDLE_S:
-            return self._stop()
+            try:
+                self._endpoint.check_usable()
+                _, background = stores_of(self._endpoint.group)
+                background.set(_key(*key, self._endpoint.rank), str(count).encode(), _STORE_LIMIT_S)
+            except Exception:  # the store is gone; receivers notice, too
+                self._is_watched = False  # until the next send
+                return True
+            self._told[key] = count
         return False
-
-    _last_at = 0.0
 
     def rest(self) -> None:
         time.sleep(_PATIENCE_S / 2)
-
-    def _stop(self) -> bool:
-        self._is_watched = False
-        return not self._pending
 
 
 class AnySource:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 _SUM = dist.ReduceOp.SUM
+_NONE = timedelta(0)
 
 
 def single(tensors: Any, name: str) -> Tensor:
@@ -29,13 +30,13 @@ def tensor_list(tensors: Any) -> list[Tensor]:
 
 def waits(opts: Any) -> bool:
     """Whether the caller waits for the call at once, with the group's timeout."""
-    return opts is not None and not getattr(opts, "asyncOp", True) and timeout_of(opts, None) is None
+    return opts is not None and not getattr(opts, "asyncOp", True) and opts.timeout <= _NONE
 
 
 def timeout_of(opts: Any, timeout: timedelta | None) -> timedelta | None:
     """The timeout of the call itself; torch passes a negative one if there is none."""
     timeout = timeout or getattr(opts, "timeout", None)
-    return None if timeout is None or timeout <= timedelta(0) else timeout
+    return None if timeout is None or timeout <= _NONE else timeout
 
 
 def root_of(opts: Any, kwargs: dict[str, Any]) -> int:
@@ -48,9 +49,12 @@ def with_operator(opts: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
     """The operator of a reduction, and its options; the operator may be passed instead of the options."""
     if "op" in kwargs:
         return kwargs["op"], opts
+    op = getattr(opts, "reduceOp", None)
+    if op is not None:
+        return op, opts
     if isinstance(opts, (dist.ReduceOp, dist.ReduceOp.RedOpType)):
         return opts, None
-    return getattr(opts, "reduceOp", _SUM), opts
+    return _SUM, opts
 
 
 def operator_name(op: Any) -> str:

@@ -14,6 +14,7 @@ from ..communicator.communicator import engine_of
 from ..communicator.continuation import Continuation, begin, finish_in_background
 from ..communicator.plans import list_plan
 from ..communicator.reductions import (
+    all_gather,
     all_reduce,
     begin_all_gather,
     begin_all_reduce,
@@ -26,6 +27,7 @@ from ..communicator.reductions import (
 )
 from ..communicator.traced import done_work
 from ..core.extension import _C
+from ..core.grad_mode import without_grad
 from ..core.tensor_specs import spec_of, specs_of
 from ..errors import PipeCommError
 from .arguments import (
@@ -44,6 +46,8 @@ from .profile import profiled
 from .sparse import begin_sparse_all_reduce
 from .work import BackendWork, Together, explained
 
+_CPU = torch.device("cpu")
+
 
 class Collectives:
     """The collectives, which the group and the backend that is registered on it have in common."""
@@ -53,9 +57,9 @@ class Collectives:
 
     # ---- details
 
-    def _connection(self, tensor: Tensor) -> Connection:
+    def _connection(self, device: torch.device) -> Connection:
         self.endpoint.num_collectives += 1
-        return self.endpoint.connection(tensor.device)
+        return self.endpoint.connection(device)
 
     def _begun(self, handle: Any, outputs: list[Tensor], opts: Any, what: str) -> BackendWork:
         endpoint = self.endpoint
@@ -70,21 +74,26 @@ class Collectives:
     def _explaining(self, what: str, begin: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Begins a call, and names it in its errors."""
         try:
-            with torch.no_grad():
+            with without_grad():
                 return begin(*args, **kwargs)
         except PipeCommError as error:
             raise explained(error, self.endpoint.rank, what) from None
 
     def _waited(
-        self, what: str, op: Any, outputs: list[Tensor], reduce: Callable[..., None], *args: Any
+        self, what: str, op: Any, outputs: list[Tensor], call: Callable[..., Any], *args: Any
     ) -> BackendWork:
-        """Makes a reduction that waits by itself; its name in words is needed only for an error."""
-        endpoint = self.endpoint
+        """Makes a call that waits by itself. Only its errors name the operator (None: it has none)."""
         try:
-            with torch.no_grad():
-                reduce(*args)
+            with without_grad():
+                call(*args)
         except PipeCommError as error:
-            raise explained(error, endpoint.rank, f"{what} with {operator_name(op)}") from None
+            name = f"{what} with {operator_name(op)}" if op is not None else what
+            raise explained(error, self.endpoint.rank, name) from None
+        return self._done(outputs, what)
+
+    def _done(self, outputs: list[Tensor], what: str) -> BackendWork:
+        """The handle of a call that has waited."""
+        endpoint = self.endpoint
         work = BackendWork(done_work(), outputs, None, endpoint.rank, what, endpoint.num_collectives)
         self.messages.note(work)
         return work
@@ -108,7 +117,7 @@ class Collectives:
         self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], device_of: Tensor, opts: Any, what: str
     ) -> BackendWork:
         """An all-to-all of lists; a rank that sends or receives nothing has an empty tensor there."""
-        connection = self._connection(device_of)
+        connection = self._connection(device_of.device)
         comm = connection.communicator
 
         def plan() -> _C.PreparedExchange:
@@ -128,14 +137,15 @@ class Collectives:
     @profiled
     def broadcast(self, tensors: Any, opts: Any = None, *args: Any, **kwargs: Any) -> BackendWork:
         tensor, root = single(tensors, "broadcast"), root_of(opts, kwargs)
-        comm = self._connection(tensor).communicator
+        comm, is_waited = self._connection(tensor.device).communicator, waits(opts)
         flat = flattened(tensor) if comm.rank == root else buffer_for(tensor)
         what = f"broadcast from rank {root}"
-        work = self._explaining(what, comm.broadcast, flat, root, async_op=not waits(opts)) or done_work()
-        handle: Any = work
+        handle = self._explaining(what, comm.broadcast, flat, root, async_op=not is_waited)
         if comm.rank != root and flat.data_ptr() != tensor.data_ptr():
-            steps = with_copies(iter([work]), [flat], [tensor])
-            handle = begin(comm, steps, [flat, tensor], waits(opts))
+            steps = with_copies(iter([handle or done_work()]), [flat], [tensor])
+            handle = begin(comm, steps, [flat, tensor], is_waited)
+        elif is_waited:
+            return self._done([tensor], what)
         return self._begun(handle, [tensor], opts, what)
 
     @profiled
@@ -169,7 +179,7 @@ class Collectives:
     @profiled
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None, **kwargs: Any) -> BackendWork:
         tensor, targets = single(inputs, "allgather"), tensor_list(outputs)
-        connection = self._connection(tensor)
+        connection = self._connection(tensor.device)
         comm = connection.communicator
         handle = self._exchange(
             connection,
@@ -194,12 +204,12 @@ class Collectives:
 
     @profiled
     def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> BackendWork:
-        connection = self._connection(tensor)
-        comm, line = connection.communicator, connection.line
-        what = "all_gather_single"
-        args = comm, engine_of(comm), output, tensor, waits(opts), line
-        handle = self._explaining(what, begin_all_gather, *args)
-        return self._begun(handle, [output], opts, what)
+        connection = self._connection(tensor.device)
+        comm, line, what = connection.communicator, connection.line, "all_gather_single"
+        args = comm, engine_of(comm), output, tensor
+        if waits(opts):
+            return self._waited(what, None, [output], all_gather, *args, line)
+        return self._begun(self._explaining(what, begin_all_gather, *args, False, line), [output], opts, what)
 
     _allgather_base = all_gather_single
 
@@ -218,7 +228,7 @@ class Collectives:
         input_splits: Any = (),
         opts: Any = None,
     ) -> BackendWork:
-        connection = self._connection(tensor)
+        connection = self._connection(tensor.device)
         comm = connection.communicator
 
         def plan() -> _C.PreparedExchange:
@@ -261,7 +271,7 @@ class Collectives:
         return work
 
     def _all_reduce(self, tensors: list[Tensor], op: Any, opts: Any, what: str) -> BackendWork:
-        connection = self._connection(tensors[0])
+        connection = self._connection(tensors[0].device)
         comm, line, is_waited = connection.communicator, connection.line, waits(opts)
         engine, is_dense = engine_of(comm), tensors[0].layout == torch.strided
         if is_waited and len(tensors) == 1 and is_dense:
@@ -278,7 +288,7 @@ class Collectives:
     def reduce(self, tensors: Any, opts: Any = None, *args: Any, **kwargs: Any) -> BackendWork:
         tensor, root = single(tensors, "reduce"), root_of(opts, kwargs)
         op, opts = with_operator(opts, kwargs)
-        comm = self._connection(tensor).communicator
+        comm = self._connection(tensor.device).communicator
         what = f"reduce with {operator_name(op)} to rank {root}"
         handle = self._explaining(what, begin_reduce, comm, engine_of(comm), tensor, op, root, waits(opts))
         return self._begun(handle, [tensor], opts, what)
@@ -290,7 +300,7 @@ class Collectives:
 
     @profiled
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> BackendWork:
-        return self.reduce_scatter_single_coalesced([output], [tensor], opts)
+        return self._reduce_scatter([output], tensor, opts, "reduce_scatter_single")
 
     _reduce_scatter_base = reduce_scatter_single
 
@@ -309,7 +319,7 @@ class Collectives:
 
     def _reduce_scatter(self, outputs: list[Tensor], pieces: Any, opts: Any, what: str) -> BackendWork:
         op, opts = with_operator(opts, {})
-        connection = self._connection(outputs[0])
+        connection = self._connection(outputs[0].device)
         comm, line, is_waited = connection.communicator, connection.line, waits(opts)
         engine = engine_of(comm)
         if is_waited and len(outputs) == 1:
@@ -325,16 +335,17 @@ class Collectives:
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> BackendWork:
         device = getattr(opts, "device", None)
-        on_cuda = device is not None and device.type == "cuda" and "cpu" not in self._device_kinds()
-        comm = self._connection(torch.empty(0, device=device if on_cuda else "cpu")).communicator
-        work = BackendWork(
-            self._explaining("barrier", comm.barrier, async_op=not waits(opts)) or done_work(),
-            [],
-            self.endpoint.limit(timeout_of(opts, timeout)),
-            self.endpoint.rank,
-            "barrier",
-            self.endpoint.num_collectives,
-        )
+        if device is None or device.type != "cuda" or "cpu" in self._device_kinds():
+            device = _CPU
+        elif device.index is None:
+            device = torch.empty(0, device=device).device
+        comm = self._connection(device).communicator
+        handle = self._explaining("barrier", comm.barrier, async_op=not waits(opts))
+        if handle is None:
+            return self._done([], "barrier")
+        limit = self.endpoint.limit(timeout_of(opts, timeout))
+        number = self.endpoint.num_collectives
+        work = BackendWork(handle, [], limit, self.endpoint.rank, "barrier", number)
         self.messages.note(work)
         return work
 

@@ -47,6 +47,8 @@ class BackendWork(TorchWork):
     `what` is the call in words, for errors; `limit` how long `wait` waits, None: as the communicator does.
     """
 
+    _future: Any = None
+
     def __init__(
         self,
         handle: Handle,
@@ -56,11 +58,9 @@ class BackendWork(TorchWork):
         what: str,
         number: int = 0,
     ) -> None:
-        super().__init__()
+        TorchWork.__init__(self)
         self._handle, self.outputs, self._limit = handle, outputs, limit
         self._rank, self._what, self._number = rank, what, number
-        self._future: Any = None
-        self._error: BaseException | None = None
 
     def wait(self, timeout: timedelta | float | None = _NONE) -> bool:
         """Waits until the call is done; returns True.

@@ -139,8 +139,11 @@ def operator_for(op: Any, dtype: torch.dtype, device: torch.device) -> Operator:
     return Operator(op, dtype, device)
 
 
+_KINDS = {kind: kind for kind in ReduceOp.RedOpType.__members__.values() if kind != ReduceOp.PREMUL_SUM}
+
+
 def same_object(op: Any) -> Any:
     """The same object for equal operators, by which C++ finds what it has prepared: torch passes a new object
     in each call."""
     kind = getattr(op, "op", op)
-    return op if kind is op or kind == ReduceOp.PREMUL_SUM else getattr(ReduceOp, kind.name, op)
+    return op if kind is op else _KINDS.get(kind, op)

@@ -28,17 +28,26 @@ FindLevels = Callable[[], Levels | None]
 
 def flattened(tensor: Tensor) -> Tensor:
     """The elements of a dense tensor as one dim: its own memory if it is contiguous, else a copy."""
-    tensor = tensor.detach()
-    if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
-        tensor = tensor.resolve_conj().resolve_neg().contiguous()
-    return tensor.view(-1)
+    if _is_plain(tensor):
+        return _as_one_dim(tensor)
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
 
 
 def buffer_for(tensor: Tensor) -> Tensor:
     """`flattened` for a tensor that will be overwritten: its contents are not copied."""
-    if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
-        return tensor.detach().view(-1)
+    if _is_plain(tensor):
+        return _as_one_dim(tensor)
     return torch.empty(tensor.numel(), dtype=tensor.dtype, device=tensor.device)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _as_one_dim(tensor: Tensor) -> Tensor:
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    return tensor if tensor.dim() == 1 else tensor.view(-1)
 
 
 def with_copies(
@@ -337,18 +346,23 @@ def _gather_in_one_call(
 
 
 def all_gather(
-    comm: Any, engine: _C.Communicator, output: Tensor, input: Tensor, find: FindLevels | None = None
+    comm: Any,
+    engine: _C.Communicator,
+    output: Tensor,
+    input: Tensor,
+    line: Line | None = None,
+    find: FindLevels | None = None,
 ) -> None:
     """`begin_all_gather`, and waits; for contiguous tensors in host memory and one level one call of C++."""
     try:
-        is_done = _levels(comm, _num_bytes(output), None, find) is None and engine.all_gather(
+        is_done = _levels(comm, _num_bytes(output), line, find) is None and engine.all_gather(
             output, input, _gather_in_one_call
         )
     except Exception as error:
         refuse_for(comm, "all_gather", error)
         raise
     if not is_done:
-        begin_all_gather(comm, engine, output, input, True, None, find).wait()
+        begin_all_gather(comm, engine, output, input, True, line, find).wait()
 
 
 def begin_all_gather(
