@@ -4,6 +4,7 @@
     python bench/run.py batch --ranks 4 --sizes 4K,1M --json out/batch.json --plot out/batch.png
     python bench/run.py host --ranks 2                    host time of posting 8 operations
     python bench/run.py all_reduce --ranks 4              also: reduce_scatter, all_gather, barrier
+    python bench/run.py backend --ranks 2                 host time of a process group's small calls
     python bench/run.py p2p --mpi                         beside MPI; also pingpong, broadcast, ...
     python bench/run.py all_to_all --ranks 2 --sizes 25M --dtype bfloat16     also: gather, pack
     python bench/run.py relay --ranks 3 --sizes 16M       stages of 1 and 2 ranks, and of 2 and 1
@@ -40,6 +41,7 @@ import timeline  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import ulysses  # noqa: E402
+from backend import BACKEND_OPS  # noqa: E402
 from busy import busy_cores  # noqa: E402
 from lib import launch  # noqa: E402
 from measure import measure  # noqa: E402
@@ -53,7 +55,7 @@ from sequence_ops import SEQUENCE_OPS  # noqa: E402
 from pipecomm_ext import Communicator  # noqa: E402
 
 COUNTED_OPS = {**SEQUENCE_OPS, "relay": Op(relay.build, (MIB, 16 * MIB))}
-OPS_OF_CASES = {**SCHEDULE_OPS, **ulysses.ULYSSES_OPS}
+OPS_OF_CASES = {**SCHEDULE_OPS, **ulysses.ULYSSES_OPS, **BACKEND_OPS}
 OPS = {**POINT_TO_POINT_OPS, **REDUCTION_OPS, **PIPELINE_OPS, **OPS_OF_CASES, **COUNTED_OPS}
 CHANNELS = {"cpu": 4, "cuda": 2}  # on the host they cost nothing, and pipeline_p2p needs four
 TRANSPORTS = ("auto", "tcp", "shm", "nccl")

@@ -218,8 +218,8 @@ class World:
         """Reports to the parent that this point is reached (see RankGroup.await_mark)."""
         self._pipe.send_bytes(pickle.dumps(("mark", name, time.monotonic())))
 
-    def begin_test(self) -> None:
-        """Destroys torch's groups of the previous test, now that no rank is in that test any more.
+    def tidy(self) -> None:
+        """Destroys torch's groups of the last test, once no rank is in that test any more.
 
         Each has threads that wake up a hundred times a second: hundreds load the machine. torch < 2.14 may
         reuse the name of a group that only its members made, and ranks of the later one find old addresses.
@@ -282,7 +282,6 @@ def _answer(world: World, call_bytes: bytes) -> bytes:
 
     torch.manual_seed(0)
     failed = True
-    world.begin_test()
     try:
         value = pickle.loads(call_bytes)(world)
         failed = False
@@ -343,7 +342,10 @@ def serve_rank(
     world.mark("joined")
     with contextlib.suppress(EOFError, BrokenPipeError):
         while True:
-            pipe.send_bytes(_answer(world, pipe.recv_bytes()))
+            if call_bytes := pipe.recv_bytes():
+                pipe.send_bytes(_answer(world, call_bytes))
+            else:
+                world.tidy()
 
 
 # ---- the parent's side ------------------------------------------------------------------------------------
@@ -406,6 +408,12 @@ class RankGroup:
         for rank in self._ranks:
             with contextlib.suppress(BrokenPipeError):  # dead: collect() reports it
                 rank.pipe.send_bytes(call_bytes)
+
+    def tidy(self) -> None:
+        """Makes all ranks, which have ended a call, drop what it has left. Does not wait for them."""
+        for rank in self._ranks:
+            with contextlib.suppress(BrokenPipeError):
+                rank.pipe.send_bytes(b"")
 
     def _receive(self, timeout_s: float) -> None:
         """Reads the reports and ends of ranks, waiting at most `timeout_s` for the first."""
@@ -547,6 +555,7 @@ class RankPool:
             outcomes = world.collect(deadline, give_up_on=bad)
             if not all(outcome.status in ok for outcome in outcomes):
                 raise RankFailure(f"{call.qualname} failed in a world of {size}", outcomes)
+            world.tidy()
         except BaseException:  # Ctrl-C and pytest's timeout included: the state of these ranks is unknown
             world.close()
             raise

@@ -11,12 +11,14 @@ import torch
 from patterns import assert_same, pattern, poison
 from ranks import on_ranks
 from scripts import REPOSITORY
+from test_backend import needs_new_torch
 
 sys.path.insert(0, str(REPOSITORY / "bench"))
 import all_to_all as all_to_all_op  # noqa: E402
 import measure as measure_module  # noqa: E402
 import relay  # noqa: E402
 import ulysses  # noqa: E402
+from backend import BACKEND_OPS  # noqa: E402
 from bare_socket import NAME as SOCKET  # noqa: E402
 from bare_socket import BareSockets, is_possible  # noqa: E402
 from measure import Result  # noqa: E402
@@ -101,6 +103,14 @@ def test_pipelines_compute_the_gradients_of_the_unsplit_model(world):
             results = measured(case, torch.float32)
             assert all(result.algbw is None and result.min_us > 0 for result in results)
             assert row(results[-1]).endswith(case.label)
+
+
+@needs_new_torch
+@on_ranks(2, 3)
+def test_small_calls_of_a_process_group(world):
+    cases = BACKEND_OPS["backend"].build(bench_of(world, "tcp", "shm"), 8)
+    labels = [result.label for case in cases for result in measured(case)]
+    assert labels[0] == "all_reduce" and labels[-1] == "send and recv" and len(labels) == 6 * 4
 
 
 @on_ranks(2, 3)
