@@ -251,6 +251,7 @@ void RoutedTransport::settle(int peer, RouteState way, std::string why,
                              std::unique_lock<std::mutex>& lock) {
   if (route_to(peer) >= RouteState::settling) return;
   enter(peer, RouteState::settling);
+  settling_[peer] = way;
   while (!waiting_[peer].empty()) {
     std::vector<RequestPtr> requests = std::exchange(waiting_[peer], {});
     lock.unlock();
@@ -259,6 +260,7 @@ void RoutedTransport::settle(int peer, RouteState way, std::string why,
   }
   enter(peer, way, why);
   waiting_.erase(peer);
+  settling_.erase(peer);
   if (way == RouteState::shm) ++num_shm_;
   if (way == RouteState::tcp) ++num_tcp_;
   const bool are_all_known = --num_unknown_ == 0;
@@ -273,7 +275,8 @@ Route RoutedTransport::route(int peer) const {
   if (size_ == 1) return {};
   std::lock_guard lock(mutex_);
   const auto reason = reasons_.find(peer);
-  switch (route_to(peer)) {
+  const auto settling = settling_.find(peer);  // a message that waited may be done already
+  switch (settling == settling_.end() ? route_to(peer) : settling->second) {
     case RouteState::shm:
       return {"shm", ""};
     case RouteState::tcp:

@@ -91,6 +91,7 @@ class RoutedTransport final : public HostTransport {
 
   mutable std::mutex mutex_;                        // down to the line
   std::map<int, std::vector<RequestPtr>> waiting_;  // for their route
+  std::map<int, RouteState> settling_;              // the ways to peers in that state
   std::condition_variable settled_;
   std::map<int, std::string> reasons_;  // why a peer shares no memory
   int num_unknown_ = 0;                 // peers whose way is not known
