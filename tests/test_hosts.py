@@ -26,6 +26,7 @@ from processes import running, start_of
 from ranks import Outcome, RankFailure, assert_within
 from relay_cases import Traffic, same_bytes, topology_of
 from scripts import REPOSITORY, run_on_ranks
+from test_backend import IS_NEW_ENOUGH
 
 from pipecomm_ext import (
     Communicator,
@@ -136,7 +137,7 @@ def reduces_and_counts(world) -> dict[str, tuple[int, int]]:
     tensor, ones = torch.empty(1 << 20), torch.ones(1 << 20)
     piece = torch.empty(len(tensor) // size)
     half = tensor.nbytes // 2
-    group = dist.new_group(backend="pipecomm")
+    group = dist.new_group(backend="pipecomm") if IS_NEW_ENOUGH else None
     calls = {
         "all_reduce": (tensor, tensor.nbytes, lambda: comm.all_reduce(tensor.fill_(rank))),
         "reduce_scatter": (piece, half, lambda: comm.reduce_scatter(piece, rank * ones)),
@@ -159,6 +160,8 @@ def reduces_and_counts(world) -> dict[str, tuple[int, int]]:
     }
     counted = {}
     for what, (result, needed_bytes, call) in calls.items():
+        if "backend" in what and group is None:
+            continue
         for _ in range(2):  # the first call makes connections
             dist.barrier()
             before = sent_by_this_host()

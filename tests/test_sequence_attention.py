@@ -17,6 +17,7 @@ from sequence_cases import numbers
 from torch.utils.checkpoint import checkpoint
 
 from pipecomm_ext import PipeCommMismatch
+from pipecomm_ext.sequence_parallel.heads_argument import asks_for_heads
 
 IN_EVERY_WAY = pytest.mark.parametrize("name", WAYS)
 IN_CHUNKS = pytest.mark.parametrize("name", ["ulysses", "ring by ulysses"])
@@ -69,6 +70,42 @@ def test_attention_that_asks_for_its_heads(world, num_heads, num_kv_heads, name)
         way_of(name, world, 2).check(whole, True, attention, alibi_attention)
         for tensor in whole:
             tensor.grad = None
+
+
+class Attends(torch.nn.Module):
+    def forward(self, q, k, v, heads=None):
+        return q
+
+    def with_own(self, q, k, v, heads=3):
+        return q
+
+
+@pytest.mark.parametrize(
+    ("attention", "asks"),
+    [
+        (lambda q, k, v: q, False),
+        (lambda q, k, v, **others: q, False),
+        (lambda q, k, v, heads: q, True),
+        (lambda q, k, v, scale=1, heads=None, bias=2: q, True),
+        (lambda q, k, v, heads, bias=2: q, True),
+        (lambda q, k, v, heads=3, bias=None: q, False),
+        (lambda q, k, v, *, heads: q, True),
+        (lambda q, k, v, *, heads=None: q, True),
+        (lambda q, k, v, *, heads=3: q, False),
+        (lambda q, k, v: (heads := q) + heads, False),
+        (Attends(), True),
+        (Attends().forward, True),
+        (Attends().with_own, False),
+        (functools.partial(alibi_attention, is_causal=True), True),
+        (functools.partial(alibi_attention, heads=range(2)), False),
+        (functools.partial(functools.partial(plain_attention), is_causal=True), False),
+        (functools.wraps(alibi_attention)(lambda *a, **k: None), True),
+        (torch.nn.functional.scaled_dot_product_attention, False),
+        (max, False),
+    ],
+)
+def test_which_attention_asks_for_its_heads(attention, asks):
+    assert asks_for_heads(attention) == asks
 
 
 @IN_EVERY_WAY

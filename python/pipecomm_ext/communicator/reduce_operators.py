@@ -42,9 +42,9 @@ class Operator:
             raise TypeError(f"op must be a ReduceOp of torch.distributed, not {op!r}")
         self.factor: Any = None
         if self.name == "PREMUL_SUM":
-            self.factor = getattr(op, "factor", None)
-            if self.factor is None:
+            if kind is op:
                 raise ValueError("PREMUL_SUM needs a factor: torch.distributed.ReduceOp.PREMUL_SUM(factor)")
+            self.factor = op.__getstate__()[1]  # torch 2.11 has no attribute for it
         is_float = dtype.is_floating_point or dtype.is_complex
         if self.name in _BITWISE and is_float:
             raise ValueError(f"{self.name} is for integers and bool, not for {dtype}")

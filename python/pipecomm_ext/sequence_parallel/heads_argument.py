@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -22,12 +23,28 @@ def heads_argument(
 def asks_for_heads(attention: Callable[..., Any]) -> bool:
     function = getattr(attention, "_orig_mod", attention)  # of torch.compile
     function = function.forward if isinstance(function, nn.Module) else function
-    code = getattr(function, "__code__", None)
-    if code is not None and not hasattr(function, "__wrapped__"):  # a quick no for most
-        if NAME not in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]:
+    innermost = function
+    while isinstance(innermost, functools.partial):
+        innermost = innermost.func
+    code = getattr(innermost, "__code__", None)
+    # For most without inspect.signature, which torch.compile cannot trace before torch 2.13.
+    if code is not None and not hasattr(innermost, "__wrapped__"):
+        names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+        if NAME not in names:
             return False
+        if innermost is function:
+            return _default(function, names.index(NAME), code.co_argcount) is None
     try:
         parameter = inspect.signature(function).parameters.get(NAME)
     except (TypeError, ValueError):  # it has no signature
         return False
     return parameter is not None and (parameter.default is parameter.empty or parameter.default is None)
+
+
+def _default(function: Any, idx: int, num_positional: int) -> Any:
+    """The default value of a parameter; None if it has none."""
+    if idx >= num_positional:
+        return (function.__kwdefaults__ or {}).get(NAME)
+    defaults = function.__defaults__ or ()
+    place = idx - num_positional + len(defaults)
+    return defaults[place] if place >= 0 else None
