@@ -13,6 +13,7 @@ from ..communicator import Communicator
 from ..communicator.registry import communicator_of
 from ..parallel_state import ParallelState, get_parallel_state
 from .all_to_all import OP
+from .heads_argument import AsksForHeads
 from .ulysses import Attention, layout_of, ulysses_attention
 from .zigzag_attention import attend, check_arguments, read_keys, traced_keys, zigzag_slices
 
@@ -172,4 +173,4 @@ def _traced(
     if gather_size is not None:
         ring_length = _ring_lengths(state, q.size(seq_dim), gather_size)[state.get_ring_rank()]
     places = {"gather_size": ring_length, "heads_dim": heads_dim, "seq_dim": seq_dim}
-    return ulysses_attention(q, k, v, over_ring, state.get_ulysses_group(), **places)
+    return ulysses_attention(q, k, v, AsksForHeads(over_ring), state.get_ulysses_group(), **places)

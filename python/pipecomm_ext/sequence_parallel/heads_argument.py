@@ -20,31 +20,31 @@ def heads_argument(
     return {NAME: range(first, first + count)} if NAME not in kwargs and asks_for_heads(attention) else {}
 
 
+class AsksForHeads:
+    """An attention with a parameter `heads`. The graph of torch.compile cannot contain inspect.signature of a
+    nested function before torch 2.14."""
+
+    def __init__(self, attention: Callable[..., Any]) -> None:
+        self._attention = attention
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._attention(*args, **kwargs)
+
+
 def asks_for_heads(attention: Callable[..., Any]) -> bool:
+    if isinstance(attention, AsksForHeads):
+        return True
     function = getattr(attention, "_orig_mod", attention)  # of torch.compile
     function = function.forward if isinstance(function, nn.Module) else function
     innermost = function
     while isinstance(innermost, functools.partial):
         innermost = innermost.func
     code = getattr(innermost, "__code__", None)
-    # For most without inspect.signature, which torch.compile cannot trace before torch 2.13.
-    if code is not None and not hasattr(innermost, "__wrapped__"):
-        names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-        if NAME not in names:
+    if code is not None and not hasattr(innermost, "__wrapped__"):  # a quick no for most
+        if NAME not in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]:
             return False
-        if innermost is function:
-            return _default(function, names.index(NAME), code.co_argcount) is None
     try:
         parameter = inspect.signature(function).parameters.get(NAME)
     except (TypeError, ValueError):  # it has no signature
         return False
     return parameter is not None and (parameter.default is parameter.empty or parameter.default is None)
-
-
-def _default(function: Any, idx: int, num_positional: int) -> Any:
-    """The default value of a parameter; None if it has none."""
-    if idx >= num_positional:
-        return (function.__kwdefaults__ or {}).get(NAME)
-    defaults = function.__defaults__ or ()
-    place = idx - num_positional + len(defaults)
-    return defaults[place] if place >= 0 else None
