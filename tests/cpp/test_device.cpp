@@ -435,6 +435,29 @@ TEST(lifetimes) {
   });
 }
 
+// NCCL runs the operations of one communicator one by one, whatever streams they are enqueued on.
+TEST(one_lane_on_several_streams) {
+  for (const bool is_async : {false, true}) {
+    std::barrier both_are_enqueued(2);
+    run(options_of(2), [&](Rank& me) {
+      const float begin = me.rank == 0 ? 1 : -1;
+      const Tensor first({4}, begin), second({4}, begin);
+      if (me.rank == 0) {
+        me.p2p({first.to(1)}, is_async);
+        me.runtime->set_current(me.runtime->new_stream());
+        const OperationPtr operation = me.p2p({second.to(1)});
+        both_are_enqueued.arrive_and_wait();
+        me.finish(operation);
+      } else {
+        both_are_enqueued.arrive_and_wait();
+        me.finish(me.p2p({first.from(0)}));
+        me.finish(me.p2p({second.from(0)}));
+        CHECK(first.counts_from(1) && second.counts_from(1));
+      }
+    });
+  }
+}
+
 TEST(one_rank) {
   run(options_of(1), [](Rank& me) {
     const Tensor mine({4}, 2);
