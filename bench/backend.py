@@ -22,7 +22,8 @@ def build(bench: Bench, num_bytes: int) -> Iterator[Case]:
     """Calls of a group of torch's, with gloo and with the backend pipecomm, and of a Communicator."""
     groups = {BASELINE: dist.group.WORLD, f"group {NAME}": dist.new_group(backend=NAME)}
     numel = bench.numel(num_bytes)
-    mine, zeros = bench.data(numel, bench.rank), torch.zeros(numel * bench.size, dtype=bench.dtype)
+    mine = bench.data(numel, bench.rank)
+    zeros = torch.zeros(numel * bench.size, dtype=bench.dtype, device=bench.device)
     whole, piece = torch.empty_like(zeros), torch.empty_like(mine)
     everybody = torch.cat([bench.data(numel, rank) for rank in range(bench.size)])
     shared = bench.data(numel, ROOT) if bench.rank == ROOT else torch.empty_like(mine)
