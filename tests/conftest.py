@@ -113,14 +113,20 @@ def pool() -> Iterator[RankPool]:
 def ranks(pool: RankPool) -> Iterator[RankPool]:
     """The pool of rank processes; see ranks.py."""
     yield pool
-    pool.retire_old_worlds()
+    pool.rest()
 
 
 @pytest.fixture(scope="session")
-def host_pool() -> Iterator[host_worlds.HostPool]:
-    """Two hosts of two ranks each; see hosts.py."""
+def kept_host_pool() -> Iterator[host_worlds.HostPool]:
     with host_worlds.HostPool(host_worlds.HostPlan(2), host_worlds.HostPlan(2)) as pool:
         yield pool
+
+
+@pytest.fixture
+def host_pool(kept_host_pool: host_worlds.HostPool) -> Iterator[host_worlds.HostPool]:
+    """Two hosts of two ranks each; see hosts.py."""
+    yield kept_host_pool
+    kept_host_pool.rest()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -19,8 +19,8 @@ A body breaks a communicator, or anything that uses one, between two meetings of
         executor.step(...)
 
 Each world size has its own processes, forked from a server that has imported torch, and joined once in a gloo
-default group over a FileStore. A world that dies, hangs past its deadline or fails unexpectedly is killed,
-reported with the stacks of all its threads, and replaced for the next test.
+default group over a FileStore, and is stopped between two tests. A world that dies, hangs past its deadline
+or fails unexpectedly is killed, reported with the stacks of all its threads, and replaced for the next test.
 """
 
 from __future__ import annotations
@@ -221,8 +221,8 @@ class World:
     def tidy(self) -> None:
         """Destroys torch's groups of the last test, once no rank is in that test any more.
 
-        Each has threads that wake up a hundred times a second: hundreds load the machine. torch < 2.14 may
-        reuse the name of a group that only its members made, and ranks of the later one find old addresses.
+        torch < 2.14 may reuse the name of a group that only its members made, and ranks of the later one find
+        old addresses.
         """
         import torch
         import torch.distributed as dist
@@ -342,10 +342,9 @@ def serve_rank(
     world.mark("joined")
     with contextlib.suppress(EOFError, BrokenPipeError):
         while True:
-            if call_bytes := pipe.recv_bytes():
-                pipe.send_bytes(_answer(world, call_bytes))
-            else:
-                world.tidy()
+            call_bytes = pipe.recv_bytes()
+            world.tidy()
+            pipe.send_bytes(_answer(world, call_bytes))
 
 
 # ---- the parent's side ------------------------------------------------------------------------------------
@@ -372,6 +371,7 @@ class RankGroup:
     def __init__(self, size: int, device: str, parent_directory: str):
         self.size = size
         self.num_calls = 0
+        self._is_paused = False
         self.directory = Path(tempfile.mkdtemp(prefix=f"world{size}-", dir=parent_directory))
         self._ranks: list[RankProcess] = []
         self.reset()
@@ -404,16 +404,28 @@ class RankGroup:
     def submit(self, call: _Call) -> None:
         self.num_calls += 1
         self.reset()
+        self._resume()
         call_bytes = pickle.dumps(call)
         for rank in self._ranks:
             with contextlib.suppress(BrokenPipeError):  # dead: collect() reports it
                 rank.pipe.send_bytes(call_bytes)
 
-    def tidy(self) -> None:
-        """Makes all ranks, which have ended a call, drop what it has left. Does not wait for them."""
-        for rank in self._ranks:
-            with contextlib.suppress(BrokenPipeError):
-                rank.pipe.send_bytes(b"")
+    def pause(self) -> None:
+        """Stops all ranks until the next call. Each of torch's groups has a thread that wakes up a hundred
+        times a second, and idle worlds of all workers have hundreds of groups."""
+        if not self._is_paused:
+            self._is_paused = True
+            self._signal_all(signal.SIGSTOP)
+
+    def _resume(self) -> None:
+        if self._is_paused:
+            self._is_paused = False
+            self._signal_all(signal.SIGCONT)
+
+    def _signal_all(self, number: int) -> None:
+        for rank in range(self.size):
+            with contextlib.suppress(ProcessLookupError):
+                self.signal(rank, number)
 
     def _receive(self, timeout_s: float) -> None:
         """Reads the reports and ends of ranks, waiting at most `timeout_s` for the first."""
@@ -493,6 +505,7 @@ class RankGroup:
         """Ends all processes (by themselves within `grace_s`, else by SIGKILL) and removes the files."""
         for rank in self._ranks:
             rank.pipe.close()
+        self._resume()
         until = time.monotonic() + grace_s
         for rank in self._ranks:
             rank.process.join(max(0.0, until - time.monotonic()))
@@ -535,14 +548,16 @@ class RankPool:
         """Like run, but exceptions of ranks are results, and the world stays in use after them."""
         return self._call(size, _Call.of(body, args, kwargs), deadline, ok=("returned", "raised"))
 
-    def retire_old_worlds(self) -> None:
-        """Ends worlds that have run many tests, and, if many ranks are idle, those idle for longest: each of
-        torch's groups has a thread that wakes up a hundred times a second."""
+    def rest(self) -> None:
+        """Pauses all worlds until they are used again. Ends those that have run many tests, and, if many
+        ranks are idle, those idle for longest."""
         num_ranks = 0
         for size, world in reversed(list(self._worlds.items())):  # the one that was used last first
             num_ranks += size
             if world.num_calls >= MAX_CALLS_OF_A_WORLD or num_ranks > MAX_WARM_RANKS:
                 self._worlds.pop(size).close(grace_s=2.0)
+            else:
+                world.pause()
 
     def _new_world(self, size: int) -> RankGroup:
         return RankGroup(size, self.device, self._directory)
@@ -555,7 +570,6 @@ class RankPool:
             outcomes = world.collect(deadline, give_up_on=bad)
             if not all(outcome.status in ok for outcome in outcomes):
                 raise RankFailure(f"{call.qualname} failed in a world of {size}", outcomes)
-            world.tidy()
         except BaseException:  # Ctrl-C and pytest's timeout included: the state of these ranks is unknown
             world.close()
             raise

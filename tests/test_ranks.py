@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from processes import running, start_of
+from processes import running, start_of, state_of
 from ranks import RankFailure, RankPool, on_ranks
 from scripts import files_in, short_folder, take_interrupts
 
@@ -158,6 +158,19 @@ def test_a_pool_that_ends_leaves_nothing_behind():
         starts, directory = {pid: start_of(pid) for pid in pids}, Path(pool._directory)
         assert len(pids) == 3 and len(list(directory.iterdir())) == 2
     assert not running(starts) and not directory.exists()
+
+
+def test_idle_worlds_stand_still_until_they_are_used():
+    with RankPool() as pool:
+        pids = [result[2] for result in pool.run(2, identify)]
+        for _ in range(2):
+            pool.rest()
+            while {state_of(pid) for pid in pids} != {"T"}:
+                time.sleep(0.01)
+            assert pool.run(2, all_reduce_rank) == [1, 1]
+            assert {state_of(pid) for pid in pids} <= {"R", "S"}
+        pool.rest()
+    assert {state_of(pid) for pid in pids} == {None}
 
 
 INNER_TEST = """
