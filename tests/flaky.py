@@ -5,7 +5,7 @@
 
 A run is known by its seed, which gives the order of the tests; with an odd seed one process per core spins
 beside the tests. At the end, also after Ctrl-C, there is a table of the runs, and each test that failed even
-once with its seeds and the first lines of its failures. Logs lie in out/flaky.
+once with its seeds, and the first and last lines of its failures. Logs lie in out/flaky.
 
 Which worker runs a test depends on time, so a seed makes a failure likely again, not certain (`-n 0` after
 the -- takes one process). The module is also the pytest plugin that shuffles the tests and lists failures.
@@ -30,7 +30,7 @@ import pytest
 
 FOLDER = Path("out/flaky")
 SEED, FAILURES = "FLAKY_SEED", "FLAKY_FAILURES"  # variables from a run to the plugin
-NUM_LINES = 12  # of a failure in the summary
+NUM_FIRST_LINES, NUM_LAST_LINES = 8, 16  # of a failure in the summary
 NUM_LOG_LINES = 30  # of a run that failed outside of its tests
 SPIN = "import os, sys\nwhile os.getppid() == int(sys.argv[1]):\n    for _ in range(10**6): pass"
 
@@ -70,10 +70,12 @@ class _FailureList:
 
 
 def _essence(text: str) -> str:
-    """The first lines of the error, which pytest marks with an E, else the first lines."""
+    """The first and the last lines of the error, which pytest marks with an E, else of the text."""
     lines = text.splitlines()
-    marked = [line for line in lines if line.startswith("E ")]
-    return "\n".join((marked or lines)[:NUM_LINES])
+    lines = [line for line in lines if line.startswith("E ")] or lines
+    if len(lines) > NUM_FIRST_LINES + NUM_LAST_LINES:
+        lines[NUM_FIRST_LINES:-NUM_LAST_LINES] = ["..."]
+    return "\n".join(lines)
 
 
 # ---- the runs ----------------------------------------------------------------------------------------------

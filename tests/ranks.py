@@ -49,6 +49,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import state_of
 
 DEFAULT_DEADLINE_S = 100.0  # much longer than any body takes: it only ends hangs
 START_DEADLINE_S = 100.0  # until new processes have joined their world: not part of a body's deadline
@@ -57,6 +58,7 @@ MAX_WARM_RANKS = 16  # worlds of 1 to 5 ranks, or of 8 and some; a new one takes
 GROUP_TIMEOUT_S = 200.0  # of the gloo group itself: too long to decide any test
 GRACE_S = 3.0  # for the other ranks of a world in which one rank has died, or failed unexpectedly
 STACKS_SIGNAL = signal.SIGUSR2
+STACKS_LIMIT_S = 5.0  # for a rank that hangs to begin to write its stacks
 LOG_TAIL_BYTES = 8000
 # Modules that ranks would otherwise import themselves, which takes seconds each time: some with the first
 # backward(), the first step of an optimizer or the first torch.compile.
@@ -483,10 +485,7 @@ class RankGroup:
                 until = min(until, time.monotonic() + GRACE_S)
                 give_up_on = ()
         hung = [idx for idx in range(self.size) if idx not in self._outcomes]
-        for idx in hung:
-            with contextlib.suppress(ProcessLookupError):
-                self.signal(idx, STACKS_SIGNAL)
-        time.sleep(0.3 if hung else 0.0)  # for the stacks to be written
+        self._write_stacks(hung)
         for idx in hung:
             self._outcomes[idx] = Outcome(idx, ended_at=time.monotonic())
         outcomes = [self._outcomes[idx] for idx in range(self.size)]
@@ -495,11 +494,27 @@ class RankGroup:
                 outcome.log = self._log_tail(outcome.rank)
         return outcomes
 
-    def _log_tail(self, rank: int) -> str:
+    def _write_stacks(self, ranks: list[int]) -> None:
+        """Makes these ranks write the stacks of their threads into their logs, except any that is stopped."""
+        before = {rank: len(self._log(rank)) for rank in ranks}
+        for rank in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                self.signal(rank, STACKS_SIGNAL)
+        until = time.monotonic() + STACKS_LIMIT_S
+        while time.monotonic() < until and any(
+            len(self._log(rank)) == size and state_of(self.pid(rank)) not in (None, "T")
+            for rank, size in before.items()
+        ):
+            time.sleep(0.02)
+        time.sleep(0.2 if ranks else 0.0)  # for their last lines
+
+    def _log(self, rank: int) -> bytes:
         with contextlib.suppress(FileNotFoundError):
-            log = (self.directory / f"rank{rank}.log").read_bytes()
-            return log[-LOG_TAIL_BYTES:].decode(errors="replace")
-        return ""
+            return (self.directory / f"rank{rank}.log").read_bytes()
+        return b""
+
+    def _log_tail(self, rank: int) -> str:
+        return self._log(rank)[-LOG_TAIL_BYTES:].decode(errors="replace")
 
     def close(self, grace_s: float = 0.0) -> None:
         """Ends all processes (by themselves within `grace_s`, else by SIGKILL) and removes the files."""

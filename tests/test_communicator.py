@@ -189,5 +189,7 @@ def test_100_communicators_leak_nothing(world, transport):
         cycle(idx)
     gc.collect()
     *counts, resident = resources()
-    assert counts == [*before[:3]], f"(file descriptors, threads, segments): {before[:3]} -> {counts}"
+    # Fewer, if what an earlier test has left behind has ended meanwhile.
+    is_more = [now > was for now, was in zip(counts, before[:3], strict=True)]
+    assert not any(is_more), f"(file descriptors, threads, segments): {before[:3]} -> {counts}"
     assert resident - before[3] < 4 << 20, f"{(resident - before[3]) / 2**20:.1f} MiB more resident memory"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import os
-import signal
 import tempfile
 import threading
 import time
@@ -27,16 +27,15 @@ from pipecomm_ext.core.rendezvous import Rendezvous
 from pipecomm_ext.transports.routes import Routes
 
 TRANSPORTS = pytest.mark.parametrize("transport", ["tcp", "shm"])
-HANG_LIMIT_S = 20
+HANG_LIMIT_S = 60
 
 
 def run_forked(body) -> None:
-    """Runs `body` in a forked child, which must return in time."""
+    """Runs `body` in a forked child; fails with its stacks if it hangs."""
     with tempfile.TemporaryFile("w+", encoding="utf-8") as said:
         child = os.fork()
         if child == 0:
-            signal.signal(signal.SIGALRM, signal.SIG_DFL)
-            signal.alarm(HANG_LIMIT_S)
+            faulthandler.dump_traceback_later(HANG_LIMIT_S, exit=True, file=said)
             status = 1
             try:
                 body()

@@ -229,7 +229,7 @@ def test_one_rank_that_cannot_create_memory(world):
     with replaced(_C, "Connections", NoMemory if world.rank == 1 else _C.Connections):
         check_routes(world, "mixed", {(0, 1): cause, (1, 2): cause}).close()
     gc.collect()
-    assert descriptors_and_maps()[1] == before
+    assert descriptors_and_maps()[1] <= before
 
 
 @on_ranks(3)
@@ -257,7 +257,7 @@ def test_one_rank_that_cannot_map_memory(world):
     comm.close()
     del comm
     gc.collect()
-    assert descriptors_and_maps()[1] == before
+    assert descriptors_and_maps()[1] <= before
 
 
 @on_ranks(2)
@@ -266,7 +266,7 @@ def test_a_constructor_that_fails_leaves_nothing_open(world):
         raise RuntimeError("no engine")
 
     gc.collect()
-    before = len(os.listdir("/proc/self/fd")), descriptors_and_maps()[1]
+    before = descriptors_and_maps()
     if world.rank == 1:
         with replaced(_C, "Communicator", broken), pytest.raises(RuntimeError, match="no engine"):
             Communicator(world.group, device="cpu", timeout=20)
@@ -276,7 +276,8 @@ def test_a_constructor_that_fails_leaves_nothing_open(world):
                 comm.barrier()
         del comm
     gc.collect()
-    assert (len(os.listdir("/proc/self/fd")), descriptors_and_maps()[1]) == before
+    # Fewer, if what an earlier test has left behind has ended meanwhile.
+    assert all(now <= was for now, was in zip(descriptors_and_maps(), before, strict=True))
 
 
 @on_ranks(2)
@@ -489,13 +490,15 @@ def test_kill_at_random_moments(ranks):
 
 @on_ranks(3)
 def test_only_its_own_memory_stays_open_and_only_with_the_communicator(world):
-    def descriptors():
+    def open_memory():
+        """The inodes of the memory that is open."""
         links = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
-        return sum(os.path.islink(link) and "memfd:pipecomm" in os.readlink(link) for link in links)
+        ours = [link for link in links if os.path.islink(link) and "memfd:pipecomm" in os.readlink(link)]
+        return {os.stat(link).st_ino for link in ours}
 
-    before = descriptors()
+    before = open_memory()
     comm = shm_comm(world)
     comm.barrier()
-    assert descriptors() == before + 1
+    assert len(open_memory() - before) == 1
     comm.close()
-    assert descriptors() == before
+    assert not open_memory() - before

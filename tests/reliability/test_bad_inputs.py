@@ -179,14 +179,20 @@ def test_every_operation_on_a_closed_communicator(world, transport):
     all_must_raise(calls, PipeCommAborted, "closed communicator; create a new")
 
 
-@on_ranks(2)
-@TRANSPORTS
-def test_every_operation_in_a_forked_child(world, transport):
-    comm = world.shared_comm(transport=transport, channels=NUM_CHANNELS)
+def every_operation_in_a_forked_child(world, transport):
+    comm = world.fresh_comm(transport=transport, channels=NUM_CHANNELS)
     calls = calls_over(comm)
     told = "was forked.*make a new group and Communicator"
     run_forked(lambda: all_must_raise(calls, PipeCommError, told))
     assert_usable(comm, "fork")
+
+
+@TRANSPORTS
+def test_every_operation_in_a_forked_child(ranks, transport):
+    """On new ranks: where an earlier backward has started threads, torch refuses any in a forked child."""
+    with ranks.disposable(2, every_operation_in_a_forked_child, transport) as world:
+        outcomes = world.collect()
+    assert all(outcome.status == "returned" for outcome in outcomes), "\n".join(map(str, outcomes))
 
 
 @on_ranks(2)
