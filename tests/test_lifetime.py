@@ -31,10 +31,11 @@ HANG_LIMIT_S = 60
 
 
 def run_forked(body) -> None:
-    """Runs `body` in a forked child; fails with its stacks if it hangs."""
+    """Runs `body` in a forked child; fails with its stacks if it hangs or crashes."""
     with tempfile.TemporaryFile("w+", encoding="utf-8") as said:
         child = os.fork()
         if child == 0:
+            faulthandler.enable(said)
             faulthandler.dump_traceback_later(HANG_LIMIT_S, exit=True, file=said)
             status = 1
             try:

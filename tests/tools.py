@@ -24,7 +24,7 @@ PACKAGES = {
 }
 # C++ tests of tests/cpp that wait for deadlines: a minute one after the other, with idle cores.
 SLEEPING = ["device", "device_captures", "device_close", "device_links", "device_queues"]
-SLEEPING += ["device_reductions", "device_watch", "greetings"]
+SLEEPING += ["device_reductions", "device_watch", "ends", "greetings"]
 
 
 def folders() -> list[str]:

@@ -377,14 +377,15 @@ void BoundCommunicator::abort(const py::str& reason, const BoundCommunicator* ca
   communicator_->abort(text, cause ? cause->communicator_->failure() : nullptr);
 }
 
-void BoundCommunicator::close() {
+void BoundCommunicator::close(py::handle patience) {
+  const auto limit = timeout_argument(patience);
   const auto warn = [&] {
     const std::string text = communicator_->end_warning();
     return text.empty() || PyErr_WarnEx(PyExc_RuntimeWarning, text.c_str(), 1) == 0;
   };
   try {
     py::gil_scoped_release no_gil;
-    communicator_->close(check_signals);
+    communicator_->close(check_signals, limit);
   } catch (...) {
     if (!warn()) PyErr_Clear();  // the failure is more helpful
     throw;
@@ -463,7 +464,7 @@ py::class_<BoundCommunicator> bind_communicator(py::module_& m) {
            py::arg("channel") = py::none())
       .def("route", &Bound::route, py::arg("peer"))
       .def("abort", &Bound::abort, py::arg("reason"), py::arg("cause") = py::none())
-      .def("close", &Bound::close)
+      .def("close", &Bound::close, py::arg("patience") = py::none())
       .def("copy_counters", &Bound::copy_counters)
       .def("nccl_usage", &Bound::nccl_usage)
       .def("failure", &Bound::failure)

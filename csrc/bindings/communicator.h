@@ -67,7 +67,7 @@ class BoundCommunicator {
   py::object empty(const std::vector<int64_t>& shape, const py::object& dtype);
   // `cause`: another communicator of the same ranks, or null.
   void abort(const py::str& reason, const BoundCommunicator* cause);
-  void close();
+  void close(py::handle patience);
 
   bool closed() const { return communicator_->closed(); }
   bool failed() const { return communicator_->failure() != nullptr; }

@@ -161,7 +161,11 @@ void Dispatch::post_locked(const OperationPtr& operation, bool is_async) {
     operation->set_number_of_collective(++num_collectives_);
   for (const RequestPtr& request : requests) request->operation = operation;
   note_in_flight(operation);
-  transport_->post(requests, is_async);
+  try {
+    transport_->post(requests, is_async);
+  } catch (const std::exception& error) {
+    on_broken(error.what());  // peers may have got a part of it
+  }
   operation->note_posted();
 }
 

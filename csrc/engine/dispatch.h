@@ -159,8 +159,9 @@ class Dispatch : private TransportEvents {
 
   // Finishes the operations in flight, says goodbye and releases everything. Throws if operations
   // were still pending when their deadline passed. If `interrupted` throws, the communicator is
-  // aborted and closed all the same, and the exception is rethrown. Idempotent.
-  void close(const Interrupted& interrupted);
+  // aborted and closed all the same, and the exception is rethrown. Idempotent. After `patience`,
+  // receives in host memory that no message has met are given up.
+  void close(const Interrupted& interrupted, std::optional<std::chrono::nanoseconds> patience = {});
   bool closed() const { return state_ == CommunicatorState::closed; }
 
  protected:

@@ -199,7 +199,16 @@ void Dispatch::watch() {
   }
 }
 
-void Dispatch::close(const Interrupted& interrupted) {
+// Whether what is left of it are receives that no message has met.
+static bool has_only_receives(const Operation& operation) {
+  const RequestList requests = operation.requests();
+  return std::all_of(requests.begin(), requests.end(), [](const RequestPtr& request) {
+    return request->settled || (request->direction == Direction::recv && request->started_at == 0);
+  });
+}
+
+void Dispatch::close(const Interrupted& interrupted,
+                     std::optional<std::chrono::nanoseconds> patience) {
   if (is_in_fork()) return;
   std::exception_ptr error;
   const auto attempt = [&](auto&& body) {
@@ -239,9 +248,14 @@ void Dispatch::close(const Interrupted& interrupted) {
   if (line_ && !failed_before && !error) attempt([&] { wait_until_idle(*line_); });
   if (line_) line_->stop();
   transport_->begin_close();
+  const Deadline patient_until = patience ? Clock::now() + *patience : Deadline::max();
   for (const OperationPtr& operation : pending) {
     if (failed_before || operation->failure_seen()) continue;
-    attempt([&] { wait(*operation, Deadline::max(), interrupted); });
+    attempt([&] {
+      Deadline until = patient_until;
+      while (!wait(*operation, until, interrupted) && !has_only_receives(*operation))
+        until = Clock::now() + 5 * kTick;
+    });
   }
   pending.clear();
   end();

@@ -255,7 +255,7 @@ void RoutedTransport::settle(int peer, RouteState way, std::string why,
   while (!waiting_[peer].empty()) {
     std::vector<RequestPtr> requests = std::exchange(waiting_[peer], {});
     lock.unlock();
-    post_by(way, requests, true);
+    or_break([&] { post_by(way, requests, true); });  // the route is decided all the same
     lock.lock();
   }
   enter(peer, way, why);
@@ -271,19 +271,21 @@ void RoutedTransport::settle(int peer, RouteState way, std::string why,
   if (way == RouteState::tcp) tcp_->note_routed(peer);
 }
 
+// How messages to the peer travel; one that waited may be done before all of them are posted.
+RouteState RoutedTransport::way_to(int peer) const {
+  std::lock_guard lock(mutex_);
+  const auto settling = settling_.find(peer);
+  return settling == settling_.end() ? route_to(peer) : settling->second;
+}
+
 Route RoutedTransport::route(int peer) const {
   if (size_ == 1) return {};
+  const RouteState way = way_to(peer);
+  if (way == RouteState::shm) return {"shm", ""};
+  if (way != RouteState::tcp) return {};
   std::lock_guard lock(mutex_);
   const auto reason = reasons_.find(peer);
-  const auto settling = settling_.find(peer);  // a message that waited may be done already
-  switch (settling == settling_.end() ? route_to(peer) : settling->second) {
-    case RouteState::shm:
-      return {"shm", ""};
-    case RouteState::tcp:
-      return {"tcp", reason == reasons_.end() ? "" : reason->second};
-    default:
-      return {};
-  }
+  return {"tcp", reason == reasons_.end() ? "" : reason->second};
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -372,7 +374,7 @@ bool RoutedTransport::has_closed(int peer) const {
 }
 
 std::string RoutedTransport::describe_peer(int peer) const {
-  const RouteState route = route_to(peer);
+  const RouteState route = way_to(peer);
   // A peer that connects may be heard before its record is found.
   const bool has_met =
       route == RouteState::shm || (route == RouteState::tcp && tcp_->has_met(peer));

@@ -62,6 +62,7 @@ class RoutedTransport final : public HostTransport {
   Route route(int peer) const override;
 
  private:
+  RouteState way_to(int peer) const;
   RouteState route_to(int peer) const { return routes_[peer].load(std::memory_order_acquire); }
   bool knows_way_to(int peer) const { return is_decided(route_to(peer)); }
   // With the lock:

@@ -40,6 +40,21 @@ void check_window(int64_t num_bytes) {
   }
 }
 
+// A receiver that closes refuses a full window of messages, and those that its sender then lets follow.
+TEST(a_full_window_that_is_refused) {
+  Random random(4);
+  Pair pair;
+  std::vector<EntryPtr> sends;
+  for (int idx = 0; idx < 500; ++idx)
+    sends.push_back(pair.post(0, Direction::send, make_descriptor(0, kMaxInlineBytes)));
+  pair.run_to_quiet(random);
+  pair.link(1).say_closing();
+  pair.run_to_quiet(random);
+  for (const EntryPtr& send : sends)
+    CHECK(send->num_outcomes == 1 && send->failure &&
+          check::contains(send->failure->message, kClosedText));
+}
+
 TEST(window) {
   for (const int64_t num_bytes :
        {int64_t{8}, kWindowBytes / int64_t{kWindowRecords}, kMaxInlineBytes})

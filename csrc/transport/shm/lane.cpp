@@ -23,8 +23,8 @@ RingMemory ring_memory(Segment& receiver, int source, int lane_idx) {
 // What `peer` has written there when it closed: 0 before that, and 1 if it has never met this rank. Its
 // goodbye, which it writes last, is read first.
 uint64_t num_final(Segment& peer, const Counter& word) {
-  const bool has_left = peer.status().goodbye.load(std::memory_order_acquire) != 0;
-  const uint64_t num = word.load(std::memory_order_acquire);
+  const bool has_left = peer.status().goodbye.load() != 0;
+  const uint64_t num = word.load();
   return num == 0 && has_left ? 1 : num;
 }
 
@@ -69,6 +69,13 @@ bool Outbound::is_final_for_receiver(uint64_t seq) const {
 }
 
 bool Outbound::advance() {
+  if (go_on()) return true;
+  // Its receiver does nothing after its goodbye, so what it has not answered by then, it never will.
+  if (receiver_.status().goodbye.load() == 0) return false;
+  return go_on() || give_up();
+}
+
+bool Outbound::go_on() {
   bool moved = take_answers();
   for (int num_turns = 0; num_turns < kMessagesPerTurn && num_sent_ < unanswered_.size();
        ++num_turns) {
@@ -96,9 +103,20 @@ bool Outbound::advance() {
   return moved;
 }
 
+// Returns whether anything was left.
+bool Outbound::give_up() {
+  if (num_pieces_ > 0 || unanswered_.empty()) return false;
+  for (size_t idx = 0; idx < unanswered_.size(); ++idx)
+    settle(unanswered_[idx], gone_failure(context_.rank, *unanswered_[idx], kClosed));
+  unanswered_.clear();
+  num_sent_ = 0;
+  start_over();
+  return true;
+}
+
 bool Outbound::take_answers() {
   bool moved = false;
-  const uint64_t num_answered = lane_.num_answered.load(std::memory_order_acquire);
+  const uint64_t num_answered = lane_.num_answered.load();
   const uint64_t num_begun = num_answered_ + num_sent_ + (stage_ == Stage::grant ? 1 : 0);
   if (num_answered < num_answered_ || num_answered > num_begun)
     broken(receiver_, "an answer to no message");
@@ -131,7 +149,7 @@ bool Outbound::take_answers() {
 }
 
 FailurePtr Outbound::verdict_on(const Request& send) {
-  if (lane_.has_verdict.load(std::memory_order_acquire) == 0) return nullptr;
+  if (lane_.has_verdict.load() == 0) return nullptr;
   const Verdict verdict = lane_.verdict;
   if (verdict.seq != send.descriptor.seq) return nullptr;
   lane_.has_verdict.store(0);
@@ -226,7 +244,7 @@ void Outbound::start_over() {
 }
 
 bool Outbound::take_grant(const Request& send) {
-  if (lane_.num_granted.load(std::memory_order_acquire) != send.descriptor.seq + 1) return false;
+  if (lane_.num_granted.load() != send.descriptor.seq + 1) return false;
   const Grant grant = lane_.grant;
   send.note_started();
   if (grant.kind == GrantKind::stream) {
@@ -300,6 +318,13 @@ void Inbound::post(RequestPtr recv) {
 }
 
 bool Inbound::advance() {
+  if (!is_over_ && go_on()) return true;
+  // Nothing arrives after the sender's goodbye.
+  if (sender_.status().goodbye.load() == 0) return false;
+  return (!is_over_ && go_on()) || give_up();
+}
+
+bool Inbound::go_on() {
   bool moved = fail_final_receives();
   for (int num_turns = 0; num_turns < kMessagesPerTurn && !posted_.empty(); ++num_turns) {
     const uint64_t num_answered = num_answered_;
@@ -323,6 +348,15 @@ bool Inbound::advance() {
     if (!went_on || (stage != Stage::header && num_answered == num_answered_)) break;
   }
   return moved;
+}
+
+// Also for all later receives: what the sender has left in the ring may be half a message.
+bool Inbound::give_up() {
+  if (posted_.empty()) return false;
+  is_over_ = true;
+  for (; !posted_.empty(); posted_.pop_front())
+    context_.settle(posted_.front(), gone_failure(context_.rank, *posted_.front(), kClosed));
+  return true;
 }
 
 bool Inbound::fail_final_receives() {
@@ -383,7 +417,7 @@ bool Inbound::meet_message(const RecordHeader& header) {
   const bool refuses = header.kind == RecordKind::refusal;
   const Meeting meeting = meet(recv, refuses, header.descriptor);
   const bool leaves_verdict = meeting == Meeting::self_refuses || meeting == Meeting::disagree;
-  if (leaves_verdict && lane_.has_verdict.load(std::memory_order_acquire) != 0)
+  if (leaves_verdict && lane_.has_verdict.load() != 0)
     return false;  // the sender has yet to read the last one
 
   std::string refusal;

@@ -82,6 +82,8 @@ class Outbound {
  private:
   enum class Stage : uint8_t { header, grant, stream, direct };
 
+  bool go_on();
+  bool give_up();
   bool take_answers();
   bool begin(const RequestPtr& send);
   bool take_grant(const Request& send);
@@ -129,6 +131,8 @@ class Inbound {
  private:
   enum class Stage : uint8_t { header, stream, landing, multicast };
 
+  bool go_on();
+  bool give_up();
   bool fail_final_receives();
   bool take_header();
   bool meet_message(const RecordHeader& header);
@@ -155,6 +159,7 @@ class Inbound {
   uint64_t num_until_urgent_ = 0;  // as in Outbound
   Stage stage_ = Stage::header;
   int64_t offset_ = 0;
+  bool is_over_ = false;
 };
 
 }  // namespace pipecomm::shm

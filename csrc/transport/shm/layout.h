@@ -27,7 +27,8 @@
 // over TCP instead, from which the other one learns of it.
 //
 // Ends. `num_final_*` is one more than the number of messages that a rank has posted when it
-// closes: later ones can never match and fail on the other end. The death of a process shows as a
+// closes: later ones can never match and fail on the other end. After its goodbye a rank reads and writes
+// nothing, so whatever is then still in flight with it fails, too. The death of a process shows as a
 // pidfd that becomes readable without a goodbye. A peer that says goodbye without having met this rank
 // never had a message for it.
 //

@@ -47,7 +47,7 @@ bool MulticastWriter::advance() {
   const int64_t chunk = std::min(chunk_bytes(memory_.num_bytes), num_bytes - message.offset);
   for (int reader = 0; reader < static_cast<int>(bells_.size()); ++reader) {
     if (!bells_[reader] || is_gone_(reader, message.seqs[reader])) continue;
-    const uint64_t tail = multicast_.tail_of_rank[reader].value.load(std::memory_order_acquire);
+    const uint64_t tail = multicast_.tail_of_rank[reader].value.load();
     if (is_before(head_, tail)) continue;  // this reader skips the message
     const uint64_t used = checked_distance(tail, head_, memory_.num_bytes);
     if (used + record_span(static_cast<uint64_t>(chunk)) > memory_.num_bytes) return false;
@@ -84,7 +84,7 @@ void MulticastReader::check_position(uint64_t position) const {
 
 int64_t MulticastReader::read(const Request& recv, int64_t offset) {
   const int64_t num_bytes = recv.descriptor.num_bytes;
-  const uint64_t head = head_word_.load(std::memory_order_acquire);
+  const uint64_t head = head_word_.load();
   if (is_before(head, tail_)) return 0;  // the writer has not reached the end of a skipped message
   const uint64_t available = std::min(checked_distance(tail_, head, memory_.num_bytes),
                                       static_cast<uint64_t>(num_bytes - offset));

@@ -41,7 +41,7 @@ class RingWriter {
   // Whether `num_bytes` can be written.
   bool has_space(uint64_t num_bytes) {
     if (memory_.num_bytes - (head_ - tail_) >= num_bytes) return true;
-    const uint64_t tail = tail_word_.load(std::memory_order_acquire);
+    const uint64_t tail = tail_word_.load();
     checked_distance(tail, head_, memory_.num_bytes);
     tail_ = tail;
     return memory_.num_bytes - (head_ - tail_) >= num_bytes;
@@ -70,8 +70,9 @@ class RingReader {
   // Bytes that can be read; at least `wanted` if that many are available.
   uint64_t available(uint64_t wanted) {
     if (head_ - tail_ < wanted) {
-      const uint64_t head = head_word_.load(std::memory_order_acquire);
+      const uint64_t head = head_word_.load();
       checked_distance(tail_, head, memory_.num_bytes);
+      if (head % kRecordAlignBytes != 0) throw std::runtime_error("a position within a record");
       head_ = head;
     }
     return head_ - tail_;

@@ -5,11 +5,14 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <new>
 #include <stdexcept>
 #include <system_error>
 #include <utility>
+
+#include "transport/shm/ring.h"
 
 namespace pipecomm::shm {
 namespace {
@@ -139,7 +142,11 @@ void Segment::release_rings(std::span<const int> sources) {
   for (const int source : sources)
     for (int lane_idx = 0; lane_idx < shape_.num_lanes(); ++lane_idx)
       release(ring(source, lane_idx));
-  release(multicast_ring());
+  const uint64_t head = multicast().head.load();
+  const bool is_read = std::all_of(sources.begin(), sources.end(), [&](int reader) {
+    return !is_before(multicast().tail_of_rank[reader].value.load(), head);
+  });
+  if (is_read) release(multicast_ring());  // else its pages last as long as a peer maps them
 }
 
 Segment::~Segment() {

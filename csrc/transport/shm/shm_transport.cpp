@@ -15,6 +15,7 @@ constexpr auto kSpinTime = std::chrono::microseconds(50);
 constexpr int kNumYields = 20;
 // A waiting thread returns to the engine this often, which looks at deadlines and signals.
 constexpr auto kAssistTime = std::chrono::milliseconds(50);
+constexpr uint32_t kMovesPerLook = 16;  // at the clock, of a thread that moves data
 
 // No thread depends on being woken for longer than this, whatever the system does.
 constexpr auto kLongestSleep = std::chrono::seconds(1);
@@ -42,7 +43,9 @@ ShmTransport::ShmTransport(SegmentPtr own, ShmOptions options, TransportEvents& 
     context_.window = &*window_;
   }
   multicast_.emplace(own_, [this, lane = own_.shape().num_channels](int reader, uint64_t seq) {
-    return peers_[reader]->outbound[lane]->is_final_for_receiver(seq);
+    const Peer& peer = *peers_[reader];
+    return peer.segment->status().goodbye.load() != 0 ||
+           peer.outbound[lane]->is_final_for_receiver(seq);
   });
   if (size_ == 1) return;
   try {
@@ -285,7 +288,7 @@ void ShmTransport::look_for_failures(std::vector<Failure>& failures) {
   for (const auto& peer : peers_) {
     if (!peer || peer->failure_seen) continue;
     const Status& status = peer->segment->status();
-    if (status.failed.load(std::memory_order_acquire) == 0) continue;
+    if (status.failed.load() == 0) continue;
     peer->failure_seen = any_failure_seen_ = true;
     const size_t num_bytes = std::min<size_t>(status.num_failure_bytes, kMaxFailureBytes);
     const std::vector<std::byte> record(status.failure.begin(), status.failure.begin() + num_bytes);
@@ -312,20 +315,23 @@ bool ShmTransport::assist(Operation& operation) {
   const bool spins = options_.cores->suffice();
   Patience patience(spins ? &spin_time_ : nullptr, spins ? 0 : kNumYields);
   bool cut_short = false;
+  uint32_t num_moves = 0;
   while (!operation.done()) {
     const Turn result = turn(By::assistant, kNobody);
     if (result == Turn::over) break;
+    if (operation.done()) break;
     if (result == Turn::moved) {
       patience.note_moved();
+      if (++num_moves % kMovesPerLook != 0) continue;
+    } else if (patience.lasts()) {
       continue;
     }
-    if (operation.done()) break;
-    if (patience.lasts()) continue;
     const auto now = Clock::now();
     if (now >= until) {
       cut_short = true;
       break;
     }
+    if (result == Turn::moved) continue;
     const uint32_t count = bell.count.load();
     if (turn(By::assistant, kWaiter) != Turn::idle || operation.done()) {
       patience.note_moved();
@@ -434,7 +440,8 @@ void ShmTransport::begin_close() {
   }
 }
 
-// Peers need nothing from this rank any more: its messages and answers are in their memory.
+// Peers need nothing from this rank any more: its messages and answers are in their memory. Only broadcasts
+// lie in its own, which peers may still have to read.
 void ShmTransport::close(Deadline /*deadline*/) {
   if (stopping_.exchange(true)) return;
   begin_close();

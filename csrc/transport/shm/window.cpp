@@ -56,6 +56,7 @@ std::shared_ptr<std::byte> WindowPool::allocate(int64_t num_bytes) {
 }
 
 void WindowPool::State::release(int64_t offset, int64_t num_bytes) {
+  if (fork_mark.is_in_fork()) return;  // the memory is the parent's, and its lock may be taken
   std::lock_guard lock(mutex);
   auto next = free.lower_bound(offset);
   idle_bytes += num_bytes;

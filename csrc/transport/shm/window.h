@@ -8,6 +8,7 @@
 #include <optional>
 #include <vector>
 
+#include "copy/fork_mark.h"
 #include "message/message_copy.h"
 #include "transport/shm/segment.h"
 
@@ -31,6 +32,7 @@ class WindowPool {
     std::mutex mutex;
     std::map<int64_t, int64_t> free;  // offset -> bytes, merged
     int64_t idle_bytes = 0;           // free, and perhaps still backed by pages
+    ForkMark fork_mark;
     void release(int64_t offset, int64_t num_bytes);
   };
 

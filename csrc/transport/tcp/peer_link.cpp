@@ -367,6 +367,7 @@ void PeerLink::say_closing() {
   send_closing();
   // A message without a receive by now will never get one.
   for (int channel_idx = 0; channel_idx < kNumChannels; ++channel_idx) {
+    channels_[channel_idx].unexpected_bytes = 0;
     for (const Arrival& arrival : std::exchange(channels_[channel_idx].unexpected, {}))
       if (is_answered(channel_idx))
         add_text(wire::Kind::refused, channel_idx, arrival.header.seq,

@@ -672,11 +672,7 @@ class Communicator:
                 peer has closed.
             PipeCommTimeout: a message found no match within the communicator's timeout.
         """
-        open_communicators.discard(self)
-        try:
-            self._c.close()
-        finally:
-            flight.dump_if_failed(self)
+        self._close(None)
 
     def __enter__(self) -> Communicator:
         return self
@@ -689,6 +685,13 @@ class Communicator:
             self.close()
 
     # ---------------------------------------------------------------- details
+
+    def _close(self, patience_s: float | None) -> None:
+        open_communicators.discard(self)
+        try:
+            self._c.close(patience_s)
+        finally:
+            flight.dump_if_failed(self)
 
     def _checked_peer(self, peer: int) -> int:
         peer = whole_number(peer, "peer")
@@ -751,3 +754,8 @@ def graph_name(communicator: Communicator) -> str:
 def engine_of(communicator: Communicator) -> _C.Communicator:
     """Returns the communicator of the extension, which the functions of `reductions` take."""
     return communicator._c
+
+
+def close_patiently(communicator: Communicator, patience_s: float) -> None:
+    """Closes it, but after that time gives up receives on the CPU that no rank has matched."""
+    communicator._close(patience_s)
