@@ -114,14 +114,14 @@ class Endpoint:
         communicator's timeout."""
         if timeout is not None and timeout.total_seconds() > 0:
             return timeout
-        return self._changed_timeout
+        return self.changed_timeout
 
-    _changed_timeout: timedelta | None = None
+    changed_timeout: timedelta | None = None  # another one than the communicators have
 
     def set_timeout(self, timeout: timedelta) -> None:
         self.timeout = timeout
         if self._connections:  # their own timeouts stay
-            self._changed_timeout = timeout
+            self.changed_timeout = timeout
 
     def shutdown(self) -> None:
         """Waits for what is in flight, and closes. Idempotent."""
