@@ -12,7 +12,7 @@ from torch._C._profiler import _RecordFunctionFast
 
 from .names import NAME
 
-Method = TypeVar("Method", bound=Callable[..., Any])
+Result = TypeVar("Result")
 # What torch calls an argument that may be passed instead of the options, and its name among these.
 _FIELDS = {"root": "rootRank", "op": "reduceOp", "timeout": "timeout"}
 _RANGES = {
@@ -27,7 +27,7 @@ _RANGES = {
 
 def collective(
     options: Callable[[], Any], *names: str, instead: tuple[str, ...] = ()
-) -> Callable[[Method], Method]:
+) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
     """A method that torch calls with arguments of these names ("a|b": it uses both names) and with options.
     Instead of these, a caller may pass nothing, or some of what they hold: `instead` and a timeout. The
     method itself always gets options. While torch's profiler runs, the call is a range with its tensors.
@@ -35,7 +35,7 @@ def collective(
     others, num_args = (*instead, "timeout"), len(names) + 1
     spellings = [name.split("|") for name in names]
 
-    def decorate(method: Method) -> Method:
+    def decorate(method: Callable[..., Result]) -> Callable[..., Result]:
         name = f"{NAME}:{_RANGES.get(method.__name__, method.__name__)}"
 
         def as_options(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
@@ -62,7 +62,7 @@ def collective(
             return (*given, chosen)
 
         @functools.wraps(method)
-        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        def call(self: Any, *args: Any, **kwargs: Any) -> Result:
             if kwargs or len(args) != num_args or type(args[-1]) is not options:
                 args = as_options(args, kwargs)
             if not torch.autograd._profiler_enabled():
@@ -71,7 +71,7 @@ def collective(
                 return method(self, *args)
 
         cast(Any, call).as_options = as_options
-        return cast(Method, call)
+        return call
 
     return decorate
 

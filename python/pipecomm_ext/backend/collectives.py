@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import (
 )
 
 from ..communicator.communicator import engine_of
-from ..communicator.continuation import Continuation, begin, finish_in_background
+from ..communicator.continuation import Continuation, begin
 from ..communicator.plans import list_plan
 from ..communicator.reductions import (
     all_gather,
@@ -76,7 +76,7 @@ class Collectives:
         work = BackendWork(handle, outputs, limit, endpoint.rank, what, endpoint.num_collectives)
         for part in handle if isinstance(handle, list) else [handle]:
             if isinstance(part, Continuation) and not self._waits(opts):
-                finish_in_background(part)
+                endpoint.finish(part)
         return work
 
     def _explaining(self, what: str, begin: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

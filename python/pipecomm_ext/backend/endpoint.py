@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
+import time
 import warnings
+import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -14,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ..communicator import Communicator, communicator_for
-from ..communicator.continuation import Line
+from ..communicator.continuation import Continuation, Line, deadline_of, finish_in_background
 from ..core.host import place
 from ..core.levels import MIN_RANKS, Levels, levels_among
 from ..core.process_groups import StoreGroup
@@ -24,6 +27,7 @@ from ..errors import PipeCommAborted, PipeCommError
 # The number of tags from 0 on with their own channel, and of channels that all other tags share; one more is
 # for the later exchanges of reductions and gathers. For CUDA tensors each channel takes memory.
 _CHANNELS = {"cpu": (11, 3), "cuda": (2, 1)}
+_PATIENCE_S = 3.0  # of a shutdown with receives that no rank matches
 
 
 @dataclass
@@ -73,6 +77,7 @@ class Endpoint:
         self.num_collectives = 0
         self._connections: dict[torch.device, Connection] = {}
         self._lock = threading.Lock()
+        self._unfinished: weakref.WeakSet[Continuation] = weakref.WeakSet()
         self._ended = ""
         self._hosts = _Hosts(self.group, self._timeout_s)
 
@@ -123,11 +128,24 @@ class Endpoint:
         if self._connections:  # their own timeouts stay
             self.changed_timeout = timeout
 
+    def finish(self, continuation: Continuation) -> None:
+        """Makes a thread continue a collective; a shutdown waits until it has posted all its exchanges."""
+        with self._lock:
+            self._unfinished.add(continuation)
+        finish_in_background(continuation)
+
     def shutdown(self) -> None:
         """Waits for what is in flight, and closes. Idempotent."""
-        for communicator in self._end("shut down"):
+        communicators = self._end("shut down")
+        with self._lock:
+            unfinished, deadline = list(self._unfinished), deadline_of(self.timeout)
+        for continuation in unfinished:
+            with contextlib.suppress(Exception):  # which the call's own handle raises
+                continuation.wait(max(0.0, deadline - time.monotonic()))
+        for communicator in communicators:
             try:
-                communicator.close()
+                with _giving_up_receives(communicator):
+                    communicator.close()
             except PipeCommError as error:
                 if communicator.failure is None:
                     warnings.warn(f"process group {self.group.group_name}: {error}", stacklevel=3)
@@ -151,3 +169,36 @@ class Endpoint:
     @property
     def failure(self) -> Any:
         return next(filter(None, (c.communicator.failure for c in self._connections.values())), None)
+
+
+@contextlib.contextmanager
+def _giving_up_receives(communicator: Communicator) -> Iterator[None]:
+    """Aborts the communicator if after a while nothing but receives without a match keeps it from closing."""
+    has_closed = threading.Event()
+
+    def watch() -> None:
+        while not has_closed.wait(_PATIENCE_S):
+            pending = _pending(communicator)
+            if pending and all(map(_is_unmatched_receive, pending)):
+                with contextlib.suppress(PipeCommError):
+                    communicator.abort(
+                        "it has shut down the process group, with receives that no rank matched"
+                    )
+
+    if _pending(communicator):
+        threading.Thread(target=watch, name="pipecomm shutdown", daemon=True).start()
+    try:
+        yield
+    finally:
+        has_closed.set()
+
+
+def _pending(communicator: Communicator) -> list[dict[str, Any]]:
+    return [operation for operation in communicator.flight_record() if operation["state"] == "pending"]
+
+
+def _is_unmatched_receive(operation: dict[str, Any]) -> bool:
+    messages = operation["messages"]
+    return operation["op"] == "p2p" and all(
+        message["direction"] == "recv" and message["state"] == "posted" for message in messages
+    )
