@@ -272,25 +272,6 @@ def test_a_receive_from_any_source_gives_up(world):
     dist.destroy_process_group(group)
 
 
-@both(2, 3)
-def test_a_batch_is_one_work(world):
-    group, size, rank = group_of(world.size), world.size, world.rank
-    following, previous = (rank + 1) % size, (rank - 1) % size
-    received = [poison((3, 2), torch.float32) for _ in range(3)]
-    ops = [
-        dist.P2POp(dist.isend, pattern((2, 3), torch.float32, rank, idx), following, group, 40 * idx)
-        for idx in range(3)
-    ] + [dist.P2POp(dist.irecv, received[idx].t(), previous, group, 40 * idx) for idx in range(3)]
-    works = dist.batch_isend_irecv(ops)
-    assert len(works) == 1
-    ended(works[0])
-    for idx in range(3):
-        assert_same(received[idx].t(), pattern((2, 3), torch.float32, previous, idx))
-    with pytest.raises(KeyError), dist.distributed_c10d._coalescing_manager(group, torch.device("cpu")):
-        raise KeyError
-    dist.barrier(group)
-
-
 # ---- handles ----------------------------------------------------------------------------------------------
 
 

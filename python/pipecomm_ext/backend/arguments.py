@@ -2,59 +2,32 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 
-_SUM = dist.ReduceOp.SUM
-_NONE = timedelta(0)
+
+def plain(tensor: Any) -> Any:
+    """The tensor itself of a result of a functional collective, after a wait for it."""
+    if type(tensor) is Tensor or not hasattr(tensor, "trigger_wait"):
+        return tensor
+    return tensor.trigger_wait()
 
 
 def single(tensors: Any, name: str) -> Tensor:
     """The tensor of a call that torch gives a list of one."""
-    if isinstance(tensors, Tensor):
-        return tensors
-    if len(tensors) != 1:
-        raise ValueError(f"{name}: one tensor for each rank is supported, not {len(tensors)}")
-    return tensors[0]
+    if not isinstance(tensors, Tensor):
+        if len(tensors) != 1:
+            raise ValueError(f"{name}: one tensor for each rank is supported, not {len(tensors)}")
+        tensors = tensors[0]
+    return tensors if type(tensors) is Tensor else plain(tensors)
 
 
 def tensor_list(tensors: Any) -> list[Tensor]:
     """The list of a call that torch gives a list of one list."""
     if len(tensors) == 1 and isinstance(tensors[0], (list, tuple)):
-        return list(tensors[0])
-    return list(tensors)
-
-
-def waits(opts: Any) -> bool:
-    """Whether the caller waits for the call at once, with the group's timeout."""
-    return opts is not None and not getattr(opts, "asyncOp", True) and opts.timeout <= _NONE
-
-
-def timeout_of(opts: Any, timeout: timedelta | None) -> timedelta | None:
-    """The timeout of the call itself; torch passes a negative one if there is none."""
-    timeout = timeout or getattr(opts, "timeout", None)
-    return None if timeout is None or timeout <= _NONE else timeout
-
-
-def root_of(opts: Any, kwargs: dict[str, Any]) -> int:
-    if isinstance(opts, int):
-        return opts
-    return kwargs["root"] if "root" in kwargs else getattr(opts, "rootRank", 0)
-
-
-def with_operator(opts: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """The operator of a reduction, and its options; the operator may be passed instead of the options."""
-    if "op" in kwargs:
-        return kwargs["op"], opts
-    op = getattr(opts, "reduceOp", None)
-    if op is not None:
-        return op, opts
-    if isinstance(opts, (dist.ReduceOp, dist.ReduceOp.RedOpType)):
-        return opts, None
-    return _SUM, opts
+        tensors = tensors[0]
+    return [plain(tensor) for tensor in tensors]
 
 
 def operator_name(op: Any) -> str:

@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._distributed_c10d import (
+    AllgatherOptions,
+    AllreduceCoalescedOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    BarrierOptions,
+    BroadcastOptions,
+    GatherOptions,
+    ReduceOptions,
+    ReduceScatterOptions,
+    ScatterOptions,
+)
 
 from ..communicator.communicator import engine_of
-from ..communicator.continuation import Continuation, begin, finish_in_background
+from ..communicator.continuation import Continuation, begin
 from ..communicator.plans import list_plan
 from ..communicator.reductions import (
     all_gather,
@@ -30,23 +43,15 @@ from ..core.extension import _C
 from ..core.grad_mode import without_grad
 from ..core.tensor_specs import spec_of, specs_of
 from ..errors import PipeCommError
-from .arguments import (
-    operator_name,
-    root_of,
-    single,
-    splits,
-    tensor_list,
-    timeout_of,
-    waits,
-    with_operator,
-)
+from .arguments import operator_name, plain, single, splits, tensor_list
+from .calls import collective
 from .endpoint import Connection, Endpoint
 from .messages import Messages
-from .profile import profiled
 from .sparse import begin_sparse_all_reduce
 from .work import BackendWork, Together, explained
 
 _CPU = torch.device("cpu")
+_NONE = timedelta(0)
 
 
 class Collectives:
@@ -61,14 +66,17 @@ class Collectives:
         self.endpoint.num_collectives += 1
         return self.endpoint.connection(device)
 
+    def _waits(self, opts: Any) -> bool:
+        """Whether the caller waits for the call at once, for as long as the communicators do."""
+        return not opts.asyncOp and self.endpoint.changed_timeout is None and opts.timeout <= _NONE
+
     def _begun(self, handle: Any, outputs: list[Tensor], opts: Any, what: str) -> BackendWork:
         endpoint = self.endpoint
-        limit = endpoint.limit(getattr(opts, "timeout", None))
+        limit = endpoint.limit(opts.timeout)
         work = BackendWork(handle, outputs, limit, endpoint.rank, what, endpoint.num_collectives)
-        self.messages.note(work)
         for part in handle if isinstance(handle, list) else [handle]:
-            if isinstance(part, Continuation) and not waits(opts):
-                finish_in_background(part)
+            if isinstance(part, Continuation) and not self._waits(opts):
+                endpoint.finish(part)
         return work
 
     def _explaining(self, what: str, begin: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -94,9 +102,7 @@ class Collectives:
     def _done(self, outputs: list[Tensor], what: str) -> BackendWork:
         """The handle of a call that has waited."""
         endpoint = self.endpoint
-        work = BackendWork(done_work(), outputs, None, endpoint.rank, what, endpoint.num_collectives)
-        self.messages.note(work)
-        return work
+        return BackendWork(done_work(), outputs, None, endpoint.rank, what, endpoint.num_collectives)
 
     def _exchange(
         self,
@@ -108,7 +114,7 @@ class Collectives:
         outputs: Sequence[Tensor],
         opts: Any,
     ) -> Any:
-        exchange, is_async = connection.communicator.exchange, not waits(opts)
+        exchange, is_async = connection.communicator.exchange, not self._waits(opts)
         return self._explaining(
             what, exchange, plan, inputs, outputs, op=op, async_op=is_async, returns_work=True
         )
@@ -129,15 +135,15 @@ class Collectives:
 
     def _together(self, works: Sequence[BackendWork], opts: Any, what: str) -> BackendWork:
         outputs = [tensor for work in works for tensor in work.result()]
-        limit = self.endpoint.limit(getattr(opts, "timeout", None))
+        limit = self.endpoint.limit(opts.timeout)
         return BackendWork(Together(works), outputs, limit, self.endpoint.rank, what)
 
     # ---- one to all, all to one
 
-    @profiled
-    def broadcast(self, tensors: Any, opts: Any = None, *args: Any, **kwargs: Any) -> BackendWork:
-        tensor, root = single(tensors, "broadcast"), root_of(opts, kwargs)
-        comm, is_waited = self._connection(tensor.device).communicator, waits(opts)
+    @collective(BroadcastOptions, "tensors|tensor", instead=("root",))
+    def broadcast(self, tensors: Any, opts: Any) -> BackendWork:
+        tensor, root = single(tensors, "broadcast"), opts.rootRank
+        comm, is_waited = self._connection(tensor.device).communicator, self._waits(opts)
         flat = flattened(tensor) if comm.rank == root else buffer_for(tensor)
         what = f"broadcast from rank {root}"
         handle = self._explaining(what, comm.broadcast, flat, root, async_op=not is_waited)
@@ -148,26 +154,27 @@ class Collectives:
             return self._done([tensor], what)
         return self._begun(handle, [tensor], opts, what)
 
-    @profiled
-    def gather(self, outputs: Any, inputs: Any, opts: Any = None, **kwargs: Any) -> BackendWork:
-        tensor, root = single(inputs, "gather"), root_of(opts, kwargs)
+    @collective(GatherOptions, "output_tensors", "input_tensors|input_tensor", instead=("root",))
+    def gather(self, outputs: Any, inputs: Any, opts: Any) -> BackendWork:
+        tensor, root = single(inputs, "gather"), opts.rootRank
         rank, size = self.endpoint.rank, self.endpoint.size
         none = tensor.new_empty(0)
         targets = tensor_list(outputs) if rank == root else [none] * size
         sources = [tensor if dst == root else none for dst in range(size)]
         return self._lists(sources, targets, tensor, opts, f"gather to rank {root}")
 
-    @profiled
-    def gather_single(self, output: Any, tensor: Tensor, opts: Any = None, **kwargs: Any) -> BackendWork:
-        root, size = root_of(opts, kwargs), self.endpoint.size
-        outputs = [] if self.endpoint.rank != root else list(output.view(size, *tensor.shape).unbind(0))
+    @collective(GatherOptions, "output", "input", instead=("root",))
+    def gather_single(self, output: Any, tensor: Tensor, opts: Any) -> BackendWork:
+        outputs = []
+        if self.endpoint.rank == opts.rootRank:
+            outputs = list(plain(output).view(self.endpoint.size, *tensor.shape).unbind(0))
         return self.gather([outputs], [tensor], opts)
 
     gather_into_tensor = gather_single
 
-    @profiled
-    def scatter(self, outputs: Any, inputs: Any, opts: Any = None, **kwargs: Any) -> BackendWork:
-        output, root = single(outputs, "scatter"), root_of(opts, kwargs)
+    @collective(ScatterOptions, "output_tensors|output_tensor", "input_tensors", instead=("root",))
+    def scatter(self, outputs: Any, inputs: Any, opts: Any) -> BackendWork:
+        output, root = single(outputs, "scatter"), opts.rootRank
         rank, size = self.endpoint.rank, self.endpoint.size
         none = output.new_empty(0)
         sources = tensor_list(inputs) if rank == root else [none] * size
@@ -176,8 +183,8 @@ class Collectives:
 
     # ---- all to all
 
-    @profiled
-    def allgather(self, outputs: Any, inputs: Any, opts: Any = None, **kwargs: Any) -> BackendWork:
+    @collective(AllgatherOptions, "output_tensors", "input_tensors|input_tensor")
+    def allgather(self, outputs: Any, inputs: Any, opts: Any) -> BackendWork:
         tensor, targets = single(inputs, "allgather"), tensor_list(outputs)
         connection = self._connection(tensor.device)
         comm = connection.communicator
@@ -194,7 +201,8 @@ class Collectives:
         )
         return self._begun(handle, targets, opts, "all_gather")
 
-    def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> BackendWork:
+    @collective(AllgatherOptions, "output_lists", "input_list")
+    def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any) -> BackendWork:
         """outputs[rank][i] gets inputs[i] of that rank."""
         works = [
             self.allgather([[of_rank[idx] for of_rank in outputs]], [tensor])
@@ -202,77 +210,89 @@ class Collectives:
         ]
         return self._together(works, opts, "all_gather_coalesced")
 
-    @profiled
-    def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> BackendWork:
+    @collective(AllgatherOptions, "output", "input")
+    def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any) -> BackendWork:
+        output, tensor = plain(output), plain(tensor)
         connection = self._connection(tensor.device)
         comm, line, what = connection.communicator, connection.line, "all_gather_single"
         args = comm, engine_of(comm), output, tensor
-        if waits(opts):
+        if self._waits(opts):
             return self._waited(what, None, [output], all_gather, *args, line)
         return self._begun(self._explaining(what, begin_all_gather, *args, False, line), [output], opts, what)
 
     _allgather_base = all_gather_single
 
-    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> BackendWork:
+    @collective(AllgatherOptions, "outputs|output_lists", "inputs|input_list")
+    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any) -> BackendWork:
         works = [self.all_gather_single(*pair) for pair in zip(outputs, inputs, strict=True)]
         return works[0] if len(works) == 1 else self._together(works, opts, "all_gather_single_coalesced")
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
-    @profiled
+    @collective(
+        AllToAllOptions,
+        "output|output_tensor",
+        "input|input_tensor",
+        "output_split_sizes",
+        "input_split_sizes",
+    )
     def all_to_all_single(
-        self,
-        output: Tensor,
-        tensor: Tensor,
-        output_splits: Any = (),
-        input_splits: Any = (),
-        opts: Any = None,
+        self, output: Tensor, tensor: Tensor, output_splits: Any, input_splits: Any, opts: Any
     ) -> BackendWork:
-        connection = self._connection(tensor.device)
+        output, tensor = plain(output), plain(tensor)
+        connection, what = self._connection(tensor.device), "all_to_all_single"
         comm = connection.communicator
+        has_equal_rows = tensor.shape[1:] == output.shape[1:]
+        source, target = (tensor, output) if has_equal_rows else (flattened(tensor), buffer_for(output))
 
         def plan() -> _C.PreparedExchange:
-            spec, output_spec = spec_of(tensor, "input"), spec_of(output, "output")
-            return _all_to_all_single_plan(
-                comm.rank,
-                comm.size,
-                spec,
-                output_spec,
-                splits(spec, input_splits, comm.size, "input"),
-                splits(output_spec, output_splits, comm.size, "output"),
-            )
+            specs = spec_of(tensor, "input"), spec_of(output, "output")
+            lengths = [
+                splits(spec, given, comm.size, name)
+                for spec, given, name in zip(
+                    specs, (input_splits, output_splits), ("input", "output"), strict=True
+                )
+            ]
+            if not has_equal_rows:
+                lengths = [_in_elements(*each) for each in zip(lengths, specs, strict=True)]
+                specs = spec_of(source, "input"), spec_of(target, "output")
+            return _all_to_all_single_plan(comm.rank, comm.size, *specs, *lengths)
 
-        handle = self._exchange(connection, "all_to_all", "all_to_all_single", plan, [tensor], [output], opts)
-        return self._begun(handle, [output], opts, "all_to_all_single")
+        handle = self._exchange(connection, "all_to_all", what, plan, [source], [target], opts)
+        if target.data_ptr() != output.data_ptr():
+            steps = with_copies(iter([handle]), [target], [output])
+            handle = begin(comm, steps, [target, output], self._waits(opts))
+        return self._begun(handle, [output], opts, what)
 
     alltoall_base = all_to_all_single
 
-    @profiled
-    def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> BackendWork:
+    @collective(AllToAllOptions, "output_tensors|output_tensor|output", "input_tensors|input_tensor|input")
+    def alltoall(self, outputs: Any, inputs: Any, opts: Any) -> BackendWork:
+        outputs, inputs = tensor_list(outputs), tensor_list(inputs)
         return self._lists(inputs, outputs, inputs[0], opts, "all_to_all")
 
     # ---- reductions
 
-    @profiled
-    def allreduce(self, tensors: Any, opts: Any = None, *args: Any, **kwargs: Any) -> BackendWork:
-        op, opts = with_operator(opts, kwargs)
-        return self._all_reduce([single(tensors, "all_reduce")], op, opts, "all_reduce")
+    @collective(AllreduceOptions, "tensors|tensor", instead=("op",))
+    def allreduce(self, tensors: Any, opts: Any) -> BackendWork:
+        return self._all_reduce([single(tensors, "all_reduce")], opts, self._waits(opts), "all_reduce")
 
-    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> BackendWork:
-        op, opts = with_operator(opts, {})
+    @collective(AllreduceCoalescedOptions, "tensors")
+    def allreduce_coalesced(self, tensors: Any, opts: Any) -> BackendWork:
+        tensors, what = tensor_list(tensors), "all_reduce_coalesced"
         if len({tensor.dtype for tensor in tensors}) == 1:
-            return self._all_reduce(list(tensors), op, opts, "all_reduce_coalesced")
+            return self._all_reduce(tensors, opts, self._waits(opts), what)
         works = [
-            self._all_reduce(some, op, None, "all_reduce_coalesced")
+            self._all_reduce(some, opts, False, what)
             for some in _by_dtype(tensors, [tensor.dtype for tensor in tensors])
         ]
-        work = self._together(works, opts, "all_reduce_coalesced")
-        work.outputs = list(tensors)
+        work = self._together(works, opts, what)
+        work.outputs = tensors
         return work
 
-    def _all_reduce(self, tensors: list[Tensor], op: Any, opts: Any, what: str) -> BackendWork:
-        connection = self._connection(tensors[0].device)
-        comm, line, is_waited = connection.communicator, connection.line, waits(opts)
+    def _all_reduce(self, tensors: list[Tensor], opts: Any, is_waited: bool, what: str) -> BackendWork:
+        connection, op = self._connection(tensors[0].device), opts.reduceOp
+        comm, line = connection.communicator, connection.line
         engine, is_dense = engine_of(comm), tensors[0].layout == torch.strided
         if is_waited and len(tensors) == 1 and is_dense:
             return self._waited(what, op, tensors, all_reduce, comm, engine, tensors[0], op, line)
@@ -284,27 +304,32 @@ class Collectives:
             handle = self._explaining(what, begin_all_reduce, comm, engine, tensors, op, is_waited, line)
         return self._begun(handle, tensors, opts, what)
 
-    @profiled
-    def reduce(self, tensors: Any, opts: Any = None, *args: Any, **kwargs: Any) -> BackendWork:
-        tensor, root = single(tensors, "reduce"), root_of(opts, kwargs)
-        op, opts = with_operator(opts, kwargs)
+    @collective(ReduceOptions, "tensors|tensor", instead=("root", "op"))
+    def reduce(self, tensors: Any, opts: Any) -> BackendWork:
+        tensor, root, op = single(tensors, "reduce"), opts.rootRank, opts.reduceOp
         comm = self._connection(tensor.device).communicator
         what = f"reduce with {operator_name(op)} to rank {root}"
-        handle = self._explaining(what, begin_reduce, comm, engine_of(comm), tensor, op, root, waits(opts))
+        handle = self._explaining(
+            what, begin_reduce, comm, engine_of(comm), tensor, op, root, self._waits(opts)
+        )
         return self._begun(handle, [tensor], opts, what)
 
-    @profiled
-    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, **kwargs: Any) -> BackendWork:
+    @collective(
+        ReduceScatterOptions, "output_tensors|output", "input_tensors|input_tensor|input", instead=("op",)
+    )
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any) -> BackendWork:
         output, pieces = single(outputs, "reduce_scatter"), tensor_list(inputs)
         return self._reduce_scatter([output], pieces, opts, "reduce_scatter")
 
-    @profiled
-    def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> BackendWork:
-        return self._reduce_scatter([output], tensor, opts, "reduce_scatter_single")
+    @collective(ReduceScatterOptions, "outputTensor", "inputTensor", instead=("op",))
+    def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any) -> BackendWork:
+        return self._reduce_scatter([plain(output)], plain(tensor), opts, "reduce_scatter_single")
 
     _reduce_scatter_base = reduce_scatter_single
 
-    def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> BackendWork:
+    @collective(ReduceScatterOptions, "outputs|outputTensors", "inputs|inputTensors")
+    def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any) -> BackendWork:
+        outputs, inputs = tensor_list(outputs), tensor_list(inputs)
         works, size = [], self.endpoint.size
         for idxs in _by_dtype(range(len(outputs)), [output.dtype for output in outputs]):
             some = [outputs[idx] for idx in idxs]
@@ -318,9 +343,8 @@ class Collectives:
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     def _reduce_scatter(self, outputs: list[Tensor], pieces: Any, opts: Any, what: str) -> BackendWork:
-        op, opts = with_operator(opts, {})
-        connection = self._connection(outputs[0].device)
-        comm, line, is_waited = connection.communicator, connection.line, waits(opts)
+        connection, op = self._connection(outputs[0].device), opts.reduceOp
+        comm, line, is_waited = connection.communicator, connection.line, self._waits(opts)
         engine = engine_of(comm)
         if is_waited and len(outputs) == 1:
             args = comm, engine, outputs[0], pieces, op, line
@@ -334,20 +358,22 @@ class Collectives:
     # ---- barriers
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> BackendWork:
-        device = getattr(opts, "device", None)
+        if opts is None or isinstance(opts, timedelta):
+            opts, timeout = BarrierOptions(), opts or timeout
+        if timeout is not None:
+            opts.timeout = timeout
+        device = opts.device
         if device is None or device.type != "cuda" or "cpu" in self._device_kinds():
             device = _CPU
         elif device.index is None:
             device = torch.empty(0, device=device).device
         comm = self._connection(device).communicator
-        handle = self._explaining("barrier", comm.barrier, async_op=not waits(opts))
+        handle = self._explaining("barrier", comm.barrier, async_op=not self._waits(opts))
         if handle is None:
             return self._done([], "barrier")
-        limit = self.endpoint.limit(timeout_of(opts, timeout))
+        limit = self.endpoint.limit(opts.timeout)
         number = self.endpoint.num_collectives
-        work = BackendWork(handle, [], limit, self.endpoint.rank, "barrier", number)
-        self.messages.note(work)
-        return work
+        return BackendWork(handle, [], limit, self.endpoint.rank, "barrier", number)
 
     def _device_kinds(self) -> set[str]:
         return {"cpu", "cuda"}
@@ -363,6 +389,12 @@ def _all_to_all_single_plan(
     rank: int, size: int, spec: Any, output: Any, lengths: Any, output_lengths: Any
 ) -> _C.PreparedExchange:
     return _C.plan_all_to_all_single(rank, size, spec, output, lengths, output_lengths)
+
+
+def _in_elements(lengths: tuple[int, ...], spec: Any) -> tuple[int, ...]:
+    """Lengths along dim 0 as numbers of elements."""
+    shape, _ = spec
+    return tuple(length * math.prod(shape[1:]) for length in lengths)
 
 
 def _by_dtype(items: Any, dtypes: list[torch.dtype]) -> list[list[Any]]:

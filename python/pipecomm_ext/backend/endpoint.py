@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
+import time
 import warnings
+import weakref
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -14,7 +16,8 @@ import torch
 import torch.distributed as dist
 
 from ..communicator import Communicator, communicator_for
-from ..communicator.continuation import Line
+from ..communicator.communicator import close_patiently
+from ..communicator.continuation import Continuation, Line, deadline_of, finish_in_background
 from ..core.host import place
 from ..core.levels import MIN_RANKS, Levels, levels_among
 from ..core.process_groups import StoreGroup
@@ -24,6 +27,7 @@ from ..errors import PipeCommAborted, PipeCommError
 # The number of tags from 0 on with their own channel, and of channels that all other tags share; one more is
 # for the later exchanges of reductions and gathers. For CUDA tensors each channel takes memory.
 _CHANNELS = {"cpu": (11, 3), "cuda": (2, 1)}
+_PATIENCE_S = 3.0  # of a shutdown with receives that no rank has matched
 
 
 @dataclass
@@ -73,6 +77,7 @@ class Endpoint:
         self.num_collectives = 0
         self._connections: dict[torch.device, Connection] = {}
         self._lock = threading.Lock()
+        self._unfinished: weakref.WeakSet[Continuation] = weakref.WeakSet()
         self._ended = ""
         self._hosts = _Hosts(self.group, self._timeout_s)
 
@@ -114,20 +119,32 @@ class Endpoint:
         communicator's timeout."""
         if timeout is not None and timeout.total_seconds() > 0:
             return timeout
-        return self._changed_timeout
+        return self.changed_timeout
 
-    _changed_timeout: timedelta | None = None
+    changed_timeout: timedelta | None = None  # another one than the communicators have
 
     def set_timeout(self, timeout: timedelta) -> None:
         self.timeout = timeout
         if self._connections:  # their own timeouts stay
-            self._changed_timeout = timeout
+            self.changed_timeout = timeout
+
+    def finish(self, continuation: Continuation) -> None:
+        """Makes a thread continue a collective; a shutdown waits until it has posted all its exchanges."""
+        with self._lock:
+            self._unfinished.add(continuation)
+        finish_in_background(continuation)
 
     def shutdown(self) -> None:
         """Waits for what is in flight, and closes. Idempotent."""
-        for communicator in self._end("shut down"):
+        communicators = self._end("shut down")
+        with self._lock:
+            unfinished, deadline = list(self._unfinished), deadline_of(self.timeout)
+        for continuation in unfinished:
+            with contextlib.suppress(Exception):  # which the call's own handle raises
+                continuation.wait(max(0.0, deadline - time.monotonic()))
+        for communicator in communicators:
             try:
-                communicator.close()
+                close_patiently(communicator, _PATIENCE_S)
             except PipeCommError as error:
                 if communicator.failure is None:
                     warnings.warn(f"process group {self.group.group_name}: {error}", stacklevel=3)

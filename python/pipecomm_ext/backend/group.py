@@ -40,24 +40,16 @@ class Member(Collectives):
 
     # ---- point to point
 
-    def send(self, tensors: Any, dst: int, tag: int = 0) -> BackendWork | None:
+    def send(self, tensors: Any, dst: int, tag: int = 0) -> BackendWork:
         return self.messages.send(tensors, dst, tag)
 
-    def recv(self, tensors: Any, src: int, tag: int = 0) -> BackendWork | None:
+    def recv(self, tensors: Any, src: int, tag: int = 0) -> BackendWork:
         return self.messages.recv(tensors, src, tag)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> BackendWork:
         return self.messages.recv_anysource(tensors, tag)
 
     recvAnysource = recv_anysource
-
-    def start_coalescing(self, device: Any = None) -> None:
-        self.messages.start_coalescing()
-
-    def end_coalescing(self, device: Any = None) -> BackendWork:
-        return self.messages.end_coalescing()
-
-    _start_coalescing, _end_coalescing = start_coalescing, end_coalescing
 
     # ---- state
 
@@ -109,7 +101,9 @@ class PipeCommBackend(Member, Backend):
 
     @property
     def supports_coalescing(self) -> bool:
-        return True
+        """False: torch posts the messages of a batch one by one. It would keep the state of a batch for each
+        group, not for each thread, and after an exception it would never end the batch."""
+        return False
 
     @property
     def supports_splitting(self) -> bool:

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import HookOpName, PostHookArgs, PreHookArgs, ProcessGroup
 
-from .arguments import root_of
-from .profile import tensors_in
+from .calls import tensors_in
 
 Hook = Callable[[Any], None]
 
@@ -85,6 +84,9 @@ class Hooks:
     ) -> Any:
         if getattr(self._calling, "now", False):  # within a method for which they have been called
             return method(*args, **kwargs)
+        as_options = getattr(method, "as_options", None)
+        if as_options is not None:
+            args, kwargs = as_options(args, kwargs), {}
         given: dict[str, Any] = dict(zip(kinds, args, strict=False))
         options = [arg for arg in (*args, *kwargs.values()) if hasattr(arg, "asyncOp")]
         before, after = PreHookArgs(), PostHookArgs()
@@ -93,8 +95,7 @@ class Hooks:
         before.async_op = after.async_op = name in _MESSAGES or not options or options[0].asyncOp
         before.input_tensors = tensors_in([given.get("inputs")])
         before.output_tensors = tensors_in([given.get("outputs")])
-        root = root_of(given.get("root"), kwargs) if "root" in kinds else -1
-        before.root = given.get("peer", root)
+        before.root = options[0].rootRank if "root" in kinds else given.get("peer", -1)
         for hook in list(self._before.values()):
             hook(before)
         self._calling.now = True

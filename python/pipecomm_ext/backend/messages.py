@@ -1,4 +1,4 @@
-"""Point to point: any tag, any source, messages to oneself, and batches by coalescing."""
+"""Point to point: any tag, any source, and messages to oneself."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..communicator import Communicator, Recv, Send
+from ..communicator import Recv, Send
 from ..communicator.continuation import Continuation, begin, finish_in_background
 from ..communicator.reductions import buffer_for, copy_into, flattened, with_copies
 from ..errors import PipeCommError, PipeCommMismatch, PipeCommTimeout
 from .any_source import AnySource, SendWatch
+from .arguments import single
 from .endpoint import Endpoint
-from .work import BackendWork, Handle, ReceiveWork, Together
+from .work import BackendWork, Handle, ReceiveWork
 
 
 class Messages:
@@ -28,9 +29,8 @@ class Messages:
         self._num_received: Counter[tuple[int, int]] = Counter()
         self._posting = threading.Lock()
         self._own: defaultdict[int, tuple[deque[Any], deque[Any]]] = defaultdict(lambda: (deque(), deque()))
-        self._batch: Batch | None = None
 
-    def send(self, tensors: list[Tensor], dst: int, tag: int) -> BackendWork | None:
+    def send(self, tensors: list[Tensor], dst: int, tag: int) -> BackendWork:
         tensor, what = _only(tensors), f"send to rank {dst} with tag {tag}"
         self._check(dst, "destination")
         flat = flattened(tensor)
@@ -40,10 +40,6 @@ class Messages:
             return self._returned(message, [tensor], what)
         connection = self._endpoint.connection(tensor.device)
         channel, signature = connection.channel_of(tag)
-        if self._batch is not None:
-            self._batch.add(connection.communicator, Send(flat, dst, channel, signature=signature), tensor)
-            self._batch.sent.append((dst, tag))
-            return None
         if signature:
             send = Send(flat, dst, channel, signature=signature)
             work = connection.communicator.batch_p2p([send], async_op=True)
@@ -52,21 +48,13 @@ class Messages:
         self._sends.add(work, dst, tag)
         return BackendWork(work, [tensor], self._endpoint.limit(None), self._rank, what)
 
-    def recv(self, tensors: list[Tensor], src: int, tag: int) -> BackendWork | None:
+    def recv(self, tensors: list[Tensor], src: int, tag: int) -> BackendWork:
         tensor, what = _only(tensors), f"recv from rank {src} with tag {tag}"
         self._check(src, "source")
         if src == self._rank:
             with self._posting:
                 message = self._own_recv(tensor, tag)
             return self._returned(message, [tensor], what)
-        if self._batch is not None:
-            connection = self._endpoint.connection(tensor.device)
-            channel, signature = connection.channel_of(tag)
-            flat = buffer_for(tensor)
-            self._batch.add(connection.communicator, Recv(flat, src, channel, signature=signature), tensor)
-            self._batch.copies.append((flat, tensor))
-            self._num_received[src, tag] += 1
-            return None
         with self._posting:
             handle = self._receive(tensor, src, tag)
         if isinstance(handle, Continuation):
@@ -86,8 +74,6 @@ class Messages:
         limit = endpoint.limit(None) or endpoint.timeout
         work = BackendWork(handle, [tensor], limit, self._rank, f"recv from any source with tag {tag}")
         finish_in_background(work)
-        if self._batch is not None:
-            self._batch.handles.append(handle)
         return work
 
     def _receive(self, tensor: Tensor, src: int, tag: int) -> Handle:
@@ -124,62 +110,9 @@ class Messages:
         recvs.append(message) if not sends else message.meet(sends.popleft())
         return message
 
-    def _returned(self, handle: OwnMessage, tensors: list[Tensor], what: str) -> BackendWork | None:
-        if self._batch is not None:
-            self._batch.handles.append(handle)
-            return None
+    def _returned(self, handle: OwnMessage, tensors: list[Tensor], what: str) -> BackendWork:
         limit = self._endpoint.limit(None) or self._endpoint.timeout
         return ReceiveWork(handle, tensors, limit, self._rank, what, source=self._rank)
-
-    # ---- batches
-
-    def start_coalescing(self) -> None:
-        """Begins a batch; drops what an exception has left of an earlier one."""
-        self._batch = Batch()
-
-    def note(self, work: BackendWork) -> None:
-        """Adds a collective within a block: it is begun at once, and the block's handle waits for it."""
-        if self._batch is not None:
-            self._batch.handles.append(work)
-            self._batch.tensors += work.result()
-
-    def end_coalescing(self) -> BackendWork:
-        batch, self._batch = self._batch, None
-        if batch is None:
-            raise RuntimeError("end_coalescing() without start_coalescing()")
-        handles: list[Any] = []
-        for communicator, messages in batch.messages.items():
-            with self._posting:
-                work = communicator.batch_p2p(messages, async_op=True)
-            handles.append(work)
-            for dst, tag in batch.sent:
-                self._sends.add(work, dst, tag)
-            copies = [pair for pair in batch.copies if pair[0].data_ptr() != pair[1].data_ptr()]
-            if copies:
-                flats, targets = zip(*copies, strict=True)
-                steps = with_copies(iter([work]), flats, targets)
-                handles.append(begin(communicator, steps, [*flats, *targets], waits=False))
-                finish_in_background(handles[-1])
-            batch.copies.clear()
-        handles += batch.handles
-        handle = handles[0] if len(handles) == 1 else Together(handles)
-        what = f"a batch of {sum(map(len, batch.messages.values()))} messages"
-        return BackendWork(handle, batch.tensors, self._endpoint.limit(None), self._rank, what)
-
-
-class Batch:
-    """The calls made between start_coalescing and end_coalescing."""
-
-    def __init__(self) -> None:
-        self.messages: dict[Communicator, list[Any]] = {}
-        self.sent: list[tuple[int, int]] = []
-        self.copies: list[tuple[Tensor, Tensor]] = []
-        self.tensors: list[Tensor] = []
-        self.handles: list[Any] = []
-
-    def add(self, communicator: Communicator, message: Any, tensor: Tensor) -> None:
-        self.messages.setdefault(communicator, []).append(message)
-        self.tensors.append(tensor)
 
 
 class OwnMessage:
@@ -214,9 +147,9 @@ class OwnMessage:
         return self._met.is_set()
 
 
-def _only(tensors: list[Tensor]) -> Tensor:
-    if isinstance(tensors, torch.Tensor):
-        return tensors
-    if len(tensors) != 1:
-        raise ValueError(f"a message is one tensor, not {len(tensors)}")
-    return tensors[0]
+def _only(tensors: Any) -> Tensor:
+    """The tensor of a message. One that cannot be a message is refused before anything is posted."""
+    tensor = single(tensors, "a message")
+    if tensor.layout is not torch.strided:
+        raise ValueError(f"the tensor of a message must be dense, not {tensor.layout}")
+    return tensor

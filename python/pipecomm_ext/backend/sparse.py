@@ -75,5 +75,7 @@ def _indices(piece: Tensor, num_entries: int, num_dims: int) -> Tensor:
 def _sum(indices: Sequence[Tensor], values: Sequence[Tensor], like: Tensor) -> Tensor:
     """Sums the entries of all ranks, those of equal indices in rank order."""
     wide = torch.cat(list(values)).to(_WIDE.get(like.dtype, like.dtype))
-    every = torch.sparse_coo_tensor(torch.cat(list(indices), 1), wide, like.shape, check_invariants=False)
+    every = torch.sparse_coo_tensor(
+        torch.cat(list(indices), 1), wide, like.shape, device=wide.device, check_invariants=False
+    )
     return every.coalesce().to(like.dtype)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Work as TorchWork
 
 from ..communicator.continuation import deadline_of, finish_in_background
+from ..core.extension import _C
 from ..errors import PipeCommError, PipeCommMismatch, PipeCommTimeout
 
 _NONE = timedelta(0)  # torch's value for a wait without a timeout of its own
@@ -48,6 +50,7 @@ class BackendWork(TorchWork):
     """
 
     _future: Any = None
+    _is_settled = False
 
     def __init__(
         self,
@@ -93,7 +96,7 @@ class BackendWork(TorchWork):
         self.wait()
 
     def is_completed(self) -> bool:
-        """Whether the call has ended, well or not."""
+        """Whether the call has ended, well or not. Its future has ended then, too."""
         if not self._handle.is_completed():
             return False
         if self._future is not None:
@@ -116,7 +119,6 @@ class BackendWork(TorchWork):
             if is_new:
                 devices: list[Any] = [tensor.device for tensor in self.outputs[:1] if tensor.is_cuda]
                 self._future = torch.futures.Future(devices=devices)
-                self._is_settled = False
         if is_new and not self.is_completed():
             finish_in_background(self)
         return self._future
@@ -132,9 +134,16 @@ class BackendWork(TorchWork):
     def _get_sequence_number(self) -> int:
         return self._number
 
-    # ---- for the thread that completes futures
+    # ---- for the background thread
 
-    poll = is_completed
+    def poll(self) -> bool:
+        """Whether the call has ended. Callbacks of its future may wait for calls that the background thread
+        has to end, so another thread runs them."""
+        if not self._handle.is_completed():
+            return False
+        if self._future is not None and self._claims_future():
+            _in_new_thread(self._complete, self._outcome())
+        return True
 
     def rest(self) -> None:
         time.sleep(0.001)
@@ -149,19 +158,41 @@ class BackendWork(TorchWork):
             return self._explained(error) if isinstance(error, PipeCommError) else error
         return None
 
-    def _settle(self, error: BaseException | None) -> None:
+    def _claims_future(self) -> bool:
+        """Whether the calling thread is the one that completes the future."""
         with _futures_lock:
-            future = None if self._future is None or self._is_settled else self._future
-            self._is_settled = True
-        if future is None:
+            is_settled, self._is_settled = self._is_settled, True
+        return not is_settled
+
+    def _settle(self, error: BaseException | None) -> None:
+        """Completes the future, or waits until the thread that does so has (its callbacks may still run)."""
+        if self._future is None:
             return
+        if self._claims_future():
+            self._complete(error)
+        elif not self._future.done():
+            with contextlib.suppress(Exception):  # its error is that of the call
+                self._future.wait()
+
+    def _complete(self, error: BaseException | None) -> None:
         if error is None:
-            future.set_result(self.outputs)
+            self._future.set_result(self.outputs)
         else:
-            future.set_exception(error)
+            self._future.set_exception(error)
 
     def _explained(self, error: PipeCommError) -> PipeCommError:
         return explained(error, self._rank, self._what)
+
+
+def _in_new_thread(function: Callable[..., None], *args: Any) -> None:
+    def run() -> None:
+        _C.leave_behind()
+        function(*args)
+
+    try:
+        threading.Thread(target=run, name="pipecomm future", daemon=True).start()
+    except RuntimeError:  # no thread can be started, for example while the interpreter ends
+        function(*args)
 
 
 def explained(error: PipeCommError, rank: int, what: str) -> PipeCommError:

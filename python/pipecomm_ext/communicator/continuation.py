@@ -138,9 +138,11 @@ class Continuation:
                 return False
             self._current = self._next()
             self._num_done += 1
-        except Exception as error:
+        except BaseException as error:  # also an interrupt: what it has cut short cannot be continued
             self._error, self._current, self._previous = error, None, None
             self._steps = iter(())
+            if not isinstance(error, Exception):
+                raise
         return True
 
     def _next(self) -> _C.Work | None:
@@ -242,8 +244,12 @@ class _Background:
                 self._new.clear()
             pending = [handle for handle in pending if not handle.poll()]
             if pending:
-                urgent = (handle for handle in pending if not getattr(handle, "is_patient", False))
-                next(urgent, pending[0]).rest()
+                _most_urgent(pending).rest()
+
+
+def _most_urgent(pending: list[Any]) -> Any:
+    """A function of its own, since a local variable of the thread would keep tensors that are done with."""
+    return next((handle for handle in pending if not getattr(handle, "is_patient", False)), pending[0])
 
 
 _background = _Background()

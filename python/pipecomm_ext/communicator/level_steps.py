@@ -106,7 +106,7 @@ def _reduced(
     rows = within.rows(len(members), own.numel(), own.dtype)
     yield within.scatter(members, pieces, rows)
     rows[own_idx] = own
-    part = torch.empty(own.numel(), dtype=op.partial.dtype)
+    part = torch.empty(own.numel(), dtype=op.partial.dtype, device=own.device)
     op.partial.reduce([row.to(part.dtype) for row in rows], part)
     return part
 
