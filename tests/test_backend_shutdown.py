@@ -60,8 +60,9 @@ def test_receives_that_nobody_matches_do_not_hold_up_the_end(world):
         return
     if world.size == 3:
         messages = torch.full((2,), float(world.rank)), torch.zeros(2)
-        for op, message in zip((dist.isend, dist.irecv), messages, strict=True):
-            ended(op(message, 3 - world.rank, group))
+        ops = zip((dist.isend, dist.irecv), messages, strict=True)
+        for work in [op(message, 3 - world.rank, group) for op, message in ops]:
+            ended(work)
         assert messages[1].eq(3 - world.rank).all()
     dist.destroy_process_group(group)
 
