@@ -486,7 +486,7 @@ class _Depart(torch.autograd.Function):
             [grad] = posted.tensors
             ctx.run.return_grad(ctx.chunk - AHEAD)
             return None, None, grad, None
-        # Recorded: the gradients of what arrived depend on all of it, so that the next backward is collective.
+        # The gradients of what arrived depend on all of it, so that the next backward is collective, too.
         return None, None, grad, grad.new_zeros((), dtype=ctx.link_dtype)
 
 
