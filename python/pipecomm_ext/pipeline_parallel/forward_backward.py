@@ -47,19 +47,21 @@ def get_forward_backward_func(
 ) -> Callable[..., list[Any]]:
     """The schedule for a pipeline of `pp_size` ranks and `vp_size` chunks per rank (None: no interleaving).
 
-    Both None: those of an initialised `megatron.core.parallel_state`, else of
-    `parallel_state.initialize_pipeline`, else, in a world of one rank, no pipelining.
+    Without `pp_size` it is that of an initialised `megatron.core.parallel_state`, else of
+    `parallel_state.initialize_pipeline`, else, in a world of one rank, 1: no pipelining. So is `vp_size` if
+    both are None.
     `schedule_pg_collection` has no effect.
 
     Raises:
-        ValueError: no sizes are given, none can be found, and there are several ranks; or
+        ValueError: no `pp_size` is given, none can be found, and there are several ranks; or
             `schedule_pg_collection` is Megatron's for pipelines of several modules, which are not supported.
     """
     if type(schedule_pg_collection).__name__ == "MultiModuleProcessGroupCollection":
         raise ValueError("pipelines of several modules are not supported; use Megatron's own schedules")
-    if pp_size is None and vp_size is None:
-        pp_size, _, vp_size = default_sizes()
-    if pp_size is None or pp_size <= 1:
+    if pp_size is None:
+        pp_size, _, default_vp_size = default_sizes()
+        vp_size = default_vp_size if vp_size is None else vp_size
+    if pp_size <= 1:
         return forward_backward_no_pipelining
     if vp_size is None:
         return forward_backward_pipelining_without_interleaving
