@@ -101,7 +101,7 @@ def forward_step_calc_loss(
     if None not in (vp_stage, model_vp_stage) and vp_stage != model_vp_stage:
         raise ValueError(f"vp_stage is {vp_stage}, but the model says {model_vp_stage}")
     cp_size = size_of(megatron_cp_group()) if cp_group_size is None else cp_group_size
-    num_tokens: Any = torch.tensor(0, dtype=torch.int)
+    num_tokens: Any = torch.tensor(0, dtype=torch.int, device="cpu")
     if is_default_last_stage(vp_stage) if is_last_stage is None else is_last_stage:
         if loss_func is None:
             forward_data_store.append(output_tensor)
