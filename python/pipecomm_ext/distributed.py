@@ -170,7 +170,12 @@ class P2POp:
         return f"P2POp({self.op.__name__}, {what}, {peer}, tag={self.tag})"
 
 
-DIRECTIONS = {isend: Send, irecv: Recv, dist.isend: Send, dist.irecv: Recv}
+DIRECTIONS: dict[Any, type[Send] | type[Recv]] = {
+    isend: Send,
+    irecv: Recv,
+    dist.isend: Send,
+    dist.irecv: Recv,
+}
 
 
 def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:

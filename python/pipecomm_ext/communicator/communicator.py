@@ -726,7 +726,7 @@ class Communicator:
             raise TypeError(
                 f"ops[{op_idx}] must be a Send, a Recv or a torch.distributed.P2POp, not {type(op).__name__}"
             )
-        peer = dist.get_group_rank(self.group, op.peer)
+        peer = dist.get_group_rank(self.group, cast(int, op.peer))
         return DIRECTIONS[op.op](op.tensor, peer, op.tag)
 
 
