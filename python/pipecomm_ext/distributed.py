@@ -26,7 +26,7 @@ import datetime
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -209,13 +209,14 @@ def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
         return []
     if torch.compiler.is_compiling():
         messages = [
-            traced.Message(DIRECTIONS[op.op] is Send, op.tensor, op.group_peer, op.tag) for op in p2p_op_list
+            traced.Message(DIRECTIONS[op.op] is Send, op.tensor, cast(int, op.group_peer), op.tag)
+            for op in p2p_op_list
         ]
         with torch.no_grad():
             traced.batch_p2p(group_name(group), messages)
         return [traced.done_work()]
     comm = communicator_of(group, p2p_op_list[0].tensor)
-    batch = [DIRECTIONS[op.op](op.tensor, op.group_peer, op.tag) for op in p2p_op_list]
+    batch = [DIRECTIONS[op.op](op.tensor, cast(int, op.group_peer), op.tag) for op in p2p_op_list]
     with torch.no_grad():
         return [comm.batch_p2p(batch, async_op=True)]
 
