@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import time
 from types import SimpleNamespace
 from typing import get_args
 
@@ -189,6 +190,25 @@ def test_generation_over_a_group(world):
         assert torch.equal(scores, torch.full((2, 3), 0.5))
     else:
         assert scores is None
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize(
+    "tensor", [None, torch.ones(2), torch.ones(2, 3).int()], ids=["none", "shape", "dtype"]
+)
+def test_what_the_last_stage_cannot_send_is_refused_on_the_first(world, tensor):
+    last, comm = world.size - 1, world.fresh_comm(timeout=60)
+    begin = time.monotonic()
+    if world.rank in (0, last):
+        expected = (TypeError, ValueError) if world.rank == last else PipeCommMismatch
+        with pytest.raises(expected, match="tensor must be"):
+            given = tensor if world.rank == last else None
+            broadcast_from_last_to_first_pipeline_stage([2, 3], torch.float32, given, comm)
+    comm.barrier()
+    assert time.monotonic() - begin < 30
+    scores = torch.full((2,), 0.5) if world.rank == last else None
+    scores = broadcast_from_last_to_first_pipeline_stage([2], torch.float32, scores, comm)
+    assert scores is None if 0 < world.rank < last else scores.tolist() == [0.5] * 2
 
 
 @on_ranks(3)

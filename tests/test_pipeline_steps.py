@@ -354,6 +354,19 @@ def test_a_backward_step_from_a_loss():
         backward_step([x], [x, x], [None], config)
 
 
+def test_outputs_without_a_gradient():
+    """They are skipped, unless none has one: then the first is a loss."""
+    x, config = torch.ones(2, requires_grad=True), PipelineConfig(grad_scale_func=lambda loss: loss * 8)
+    for grads, expected in [([torch.ones(2), None], 2), ([None, torch.ones(2)], 10)]:
+        x.grad = None
+        assert backward_step([x], [x * 2, x * 10], grads, config)[0].tolist() == [expected] * 2
+    x.grad = None
+    assert backward_step([x], [x.sum(), x * 10], [None, None], config)[0].tolist() == [8, 8]
+    for outputs in ([x * 2], [x * 2, x * 10]):
+        with pytest.raises(ValueError, match="2 elements and no gradient; only a loss"):
+            backward_step([x], outputs, [None] * len(outputs), config)
+
+
 def test_a_backward_step_with_and_without_a_model_type():
     config = PipelineConfig(grad_scale_func=lambda loss: loss * 8)
     x, kind = torch.ones(3, requires_grad=True), "encoder_or_decoder"

@@ -26,7 +26,7 @@ import datetime
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -139,7 +139,9 @@ def _traced_message(
 
 @dataclass(eq=False, repr=False)
 class P2POp:
-    """One element of `batch_isend_irecv`: `op` is isend or irecv, of this module or of torch.distributed."""
+    """One element of `batch_isend_irecv`: `op` is isend or irecv, of this module or of torch.distributed.
+    As in torch, `peer`, `group_peer` and `group` are set whichever was given.
+    """
 
     op: Any
     tensor: Tensor
@@ -149,10 +151,18 @@ class P2POp:
     group_peer: int | None = None
 
     def __post_init__(self) -> None:
-        if self.op not in _DIRECTIONS:
+        if self.op not in DIRECTIONS:
             raise ValueError(f"op must be isend or irecv, not {getattr(self.op, '__name__', self.op)}")
         if not isinstance(self.tensor, Tensor):
             raise TypeError(f"tensor must be a torch.Tensor, not {type(self.tensor).__name__}")
+        if _is_outside(self.group):
+            return
+        self.group_peer = _peer(self.group, self.peer, self.group_peer, "peer")
+        group = _torch_group(self.group)
+        if self.peer is None and isinstance(group, dist.ProcessGroup):
+            self.peer = dist.get_global_rank(group, self.group_peer)
+        if self.group is None:
+            self.group = group
 
     def __repr__(self) -> str:
         peer = f"peer={self.peer}" if self.peer is not None else f"group_peer={self.group_peer}"
@@ -160,7 +170,12 @@ class P2POp:
         return f"P2POp({self.op.__name__}, {what}, {peer}, tag={self.tag})"
 
 
-_DIRECTIONS = {isend: Send, irecv: Recv, dist.isend: Send, dist.irecv: Recv}
+DIRECTIONS: dict[Any, type[Send] | type[Recv]] = {
+    isend: Send,
+    irecv: Recv,
+    dist.isend: Send,
+    dist.irecv: Recv,
+}
 
 
 def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
@@ -194,20 +209,14 @@ def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
         return []
     if torch.compiler.is_compiling():
         messages = [
-            traced.Message(_DIRECTIONS[op.op] is Send, op.tensor, _peer_of(op), op.tag) for op in p2p_op_list
+            traced.Message(DIRECTIONS[op.op] is Send, op.tensor, cast(int, op.group_peer), op.tag)
+            for op in p2p_op_list
         ]
         with torch.no_grad():
             traced.batch_p2p(group_name(group), messages)
         return [traced.done_work()]
     comm = communicator_of(group, p2p_op_list[0].tensor)
-    batch = [
-        _DIRECTIONS[op.op](
-            op.tensor,
-            _peer_of(op),
-            op.tag,
-        )
-        for op in p2p_op_list
-    ]
+    batch = [DIRECTIONS[op.op](op.tensor, cast(int, op.group_peer), op.tag) for op in p2p_op_list]
     with torch.no_grad():
         return [comm.batch_p2p(batch, async_op=True)]
 
@@ -466,10 +475,6 @@ def _torch_group(group: Any) -> Any:
 
 def _is_outside(group: Any) -> bool:
     return group is dist.GroupMember.NON_GROUP_MEMBER
-
-
-def _peer_of(op: P2POp | dist.P2POp) -> int:
-    return op.group_peer if isinstance(op, dist.P2POp) else _peer(op.group, op.peer, op.group_peer, "peer")
 
 
 def _peer(group: Any, global_rank: int | None, group_rank: int | None, name: str) -> int:

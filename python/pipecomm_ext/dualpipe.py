@@ -119,7 +119,7 @@ class _TwoStagesPerRank(nn.Module):
         criterion: Callable[..., torch.Tensor] | None = None,
         labels: Sequence[torch.Tensor | None] = (),
         return_outputs: bool = False,
-    ) -> tuple[torch.Tensor | None, torch.Tensor | tuple[torch.Tensor, ...] | None]:
+    ) -> tuple[torch.Tensor | None, torch.Tensor | tuple[torch.Tensor | None, ...] | None]:
         """One training step, or with grad mode off one inference. Collective.
 
         Args:
@@ -133,7 +133,7 @@ class _TwoStagesPerRank(nn.Module):
         Returns:
             The losses of the chunks, stacked, without gradient, on ranks with a last stage, if there is a
             criterion, else None; and the outputs of the last stage, put together along `batch_dim`: a tensor,
-            or a tuple of them if there are several, None elsewhere or if not asked for.
+            or a tuple of them if there are several (None stays None), None elsewhere or if not asked for.
 
         Nothing is divided by the number of chunks. Gradients accumulate in `.grad`. An exception reaches all
         ranks; gradients are then those of a part of the step, and the next step makes new connections.
@@ -201,9 +201,9 @@ class _TwoStagesPerRank(nn.Module):
             cut.append(split_apart(tensor, num_chunks, self.batch_dim))
         return [tuple(pieces[chunk] for pieces in cut) for chunk in range(num_chunks)]
 
-    def _joined(self, outputs: list) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    def _joined(self, outputs: list) -> torch.Tensor | None | tuple[torch.Tensor | None, ...]:
         parts = zip(*map(as_tuple, outputs), strict=True)
-        joined = tuple(torch.cat(pieces, self.batch_dim) for pieces in parts)
+        joined = tuple(None if pieces[0] is None else torch.cat(pieces, self.batch_dim) for pieces in parts)
         return joined[0] if len(joined) == 1 else joined
 
     def _connect(self) -> None:

@@ -52,7 +52,7 @@ class PipeCommPeerLost(PipeCommError):
 
 
 class MessageDescription(NamedTuple):
-    """How one end of a message describes it.
+    """How one end of a message describes it. Its fields can be read by name, too, and `dict()` takes it.
 
     Attributes:
         op: name of the operation.
@@ -64,6 +64,12 @@ class MessageDescription(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
     num_bytes: int
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._asdict()[key] if isinstance(key, str) else tuple.__getitem__(self, key)
+
+    def keys(self) -> tuple[str, ...]:
+        return self._fields
 
 
 class PipeCommMismatch(PipeCommError):

@@ -117,6 +117,22 @@ class Pair(nn.Module):
         return (x, mask) if mask is not None else (x, x[:, :0] > 0)
 
 
+class WithNone(nn.Linear):
+    def forward(self, x, mask=None):
+        return super().forward(x), None
+
+
+@on_ranks(1)
+def test_an_output_that_is_none(world):
+    pipe = DualPipeV((WithNone(3, 3), WithNone(3, 3)))
+    loss = {"criterion": lambda hidden, mask: hidden.sum()}
+    for is_training in (True, False):
+        with torch.set_grad_enabled(is_training):
+            _, (hidden, mask) = pipe.step(torch.ones(4, 3), num_chunks=2, return_outputs=True, **loss)
+        assert hidden.shape == (4, 3) and mask is None
+    pipe.close()
+
+
 @on_ranks(3)
 def test_a_group_smaller_than_the_world_and_modules_without_parameters(world):
     group = dist.new_group([2, 0])

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections import OrderedDict
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -319,6 +320,29 @@ def test_a_fused_slot_with_keywords_runs_forward_and_backward(world):
         assert (StoringBlock.num_calls > before) == is_overlapped
         hidden = torch.full((1, WIDTH), shift, dtype=torch.float64)
         torch.testing.assert_close(losses, [stages[1](hidden, shift).sum().detach()] * 4)
+
+
+class Batch(NamedTuple):
+    x: torch.Tensor
+    mask: torch.Tensor
+
+
+@on_ranks(1)
+@pytest.mark.parametrize("num_micros", [1, 2, 4])
+def test_a_named_tuple_is_a_whole_batch(world, num_micros):
+    """Also if it has as many fields as there are micro-batches."""
+    seen, weight = [], torch.ones((), requires_grad=True)
+
+    def stage(x, mask):
+        seen.append((len(x), len(mask)))
+        return x * mask * weight
+
+    executor = Executor(
+        get_plan("gpipe", 1, num_micros), [stage], communicator=world.comm, loss_fn=lambda out, _: out.sum()
+    )
+    batch = Batch(torch.ones(4, 2), torch.zeros(4, 1))
+    executor.step(batch, [None] * num_micros)
+    assert seen == [(4 // num_micros,) * 2] * num_micros
 
 
 # ---- refused ----------------------------------------------------------------------------------------------

@@ -267,8 +267,9 @@ class Communicator:
         """Posts sends and receives as one group.
 
         Args:
-            ops: any number of `Send` and `Recv`, or of torch.distributed.P2POp, whose peers are global ranks
-                and whose tags are channels. A message to oneself needs its receive in the same batch.
+            ops: a list or a tuple of any number of `Send` and `Recv`, or of P2POp of torch.distributed or
+                `pipecomm_ext.distributed`, whose peers are global ranks and whose tags are channels. A
+                message to oneself needs its receive in the same batch.
             async_op: return a Work instead of waiting.
 
         Shapes and dtypes must agree on both ends, otherwise both raise PipeCommMismatch and nothing is
@@ -284,6 +285,8 @@ class Communicator:
             work.wait()  # compute in between
             ```
         """
+        if not isinstance(ops, (list, tuple)):  # an iterator could be read only once
+            raise TypeError(f"ops must be a list or a tuple, not {type(ops).__name__}")
         if is_compiling() and all(isinstance(op, dist.P2POp) for op in ops):
             traced.batch_p2p(graph_name(self), [self._traced_message(op) for op in ops])
             return traced.done_work() if async_op else None
@@ -720,12 +723,14 @@ class Communicator:
     def _from_torch(self, op: Any, op_idx: int) -> Send | Recv:
         if type(op) is Send or type(op) is Recv:
             return op
-        if not isinstance(op, dist.P2POp):
+        from ..distributed import DIRECTIONS, P2POp  # it imports this module
+
+        if not isinstance(op, (dist.P2POp, P2POp)):
             raise TypeError(
                 f"ops[{op_idx}] must be a Send, a Recv or a torch.distributed.P2POp, not {type(op).__name__}"
             )
-        peer = dist.get_group_rank(self.group, op.peer)
-        return (Send if op.op is dist.isend else Recv)(op.tensor, peer, op.tag)
+        peer = dist.get_group_rank(self.group, cast(int, op.peer))
+        return DIRECTIONS[op.op](op.tensor, peer, op.tag)
 
 
 def communicator_for(

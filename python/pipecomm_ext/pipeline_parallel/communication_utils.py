@@ -13,16 +13,17 @@ The broadcasts return tensors on the device of that communicator.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ..communicator import Communicator
 from ..communicator.registry import communicator_of
+from ..core.extension import _C
 from ..core.tensor_specs import spec_of
 from .default_pipeline import default_groups, default_replica
-from .p2p_communicator import ACTIVATIONS, GRADIENTS
+from .p2p_communicator import ACTIVATIONS
 
 __all__ = [
     "broadcast_float_list",
@@ -59,17 +60,23 @@ def broadcast_from_last_pipeline_stage(
 def broadcast_from_last_to_first_pipeline_stage(
     size: Sequence[int], dtype: torch.dtype, tensor: torch.Tensor | None = None, pp_group: Any = None
 ) -> torch.Tensor | None:
-    """Returns the `tensor` of the last stage on the first and the last one; those between get None."""
+    """Returns the `tensor` of the last stage, which has this size and dtype, on the first and the last one;
+    those between get None.
+    """
     comm = _communicator(pp_group)
     first, last = 0, comm.size - 1
     if comm.rank not in (first, last):
         return None
-    if comm.rank != last:
-        tensor = comm.empty(size, dtype)
-        comm.recv(tensor, last, GRADIENTS)  # a separate channel from activations around a ring
-    elif last != first:
-        comm.send(cast(torch.Tensor, tensor), first, GRADIENTS)
-    return tensor
+    both = sorted({first, last})
+    with comm.collective("broadcast", both):
+        values = _checked_values(comm, size, dtype, tensor, last).detach()
+        if first == last:
+            return tensor
+        whole, end = spec_of(values, "tensor"), (0, None, True)
+        plan = _C.plan_reshard(comm.rank, comm.size, whole, ([last], *end), ([first], *end), tag="to first")
+    sent, received = ([values], []) if comm.rank == last else ([], [values])
+    comm.exchange(plan, sent, received, op="broadcast", members=both)
+    return tensor if comm.rank == last else values
 
 
 def broadcast_tensor(
@@ -125,12 +132,20 @@ def _broadcast_from(
 def _broadcast(comm: Communicator, size: Any, dtype: torch.dtype, values: Any, source: int) -> torch.Tensor:
     """Returns the `values` of rank `source`, a tensor or a list there, as a tensor on all ranks."""
     with comm.collective("broadcast"):
-        shape = (size,) if isinstance(size, int) else tuple(size)
-        if comm.rank != source:
-            values = comm.empty(shape, dtype)
-        elif isinstance(values, (list, tuple)):
-            values = torch.tensor(values, dtype=dtype, device=comm.device)
-        if (given := spec_of(values, "tensor")) != (shape, dtype):
-            raise ValueError(f"tensor must be {dtype}{list(shape)}, not {given[1]}{list(given[0])}")
+        values = _checked_values(comm, size, dtype, values, source)
     comm.broadcast(values.detach(), source)
+    return values
+
+
+def _checked_values(
+    comm: Communicator, size: Any, dtype: torch.dtype, values: Any, source: int
+) -> torch.Tensor:
+    """The `values` of rank `source` as a tensor of this size and dtype; elsewhere an empty one to receive."""
+    shape = (size,) if isinstance(size, int) else tuple(size)
+    if comm.rank != source:
+        return comm.empty(shape, dtype)
+    if isinstance(values, (list, tuple)):
+        values = torch.tensor(values, dtype=dtype, device=comm.device)
+    if (given := spec_of(values, "tensor")) != (shape, dtype):
+        raise ValueError(f"tensor must be {dtype}{list(shape)}, not {given[1]}{list(given[0])}")
     return values

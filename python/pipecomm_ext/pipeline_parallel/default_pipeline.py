@@ -59,7 +59,7 @@ def default_groups() -> SimpleNamespace:
     """The groups `pp`, `tp` and `cp` (None: no context parallelism) of the default pipeline.
 
     Raises:
-        ValueError: there is none, or its stages have different numbers of ranks.
+        ValueError: there is none, or its stages have different numbers of ranks or are not in their order.
     """
     state = _megatron_state()
     if state is not None:
@@ -76,6 +76,13 @@ def default_groups() -> SimpleNamespace:
             "the stages of the default topology have different numbers of ranks, "
             f"{topology.get_vtp_size_list()}; Megatron's schedules need equal ones: use "
             "schedules.Executor(topology=) for these"
+        )
+    stages = topology.get_vtp_stage_ranks()
+    if any(list(chain) != sorted(chain) for chain in zip(*stages, strict=True)):
+        raise ValueError(
+            f"the stages {stages} of the default topology are not in the order of their ranks, in which "
+            "torch sorts the group that tells Megatron's schedules the order of stages: list the stages by "
+            "increasing ranks, or use schedules.Executor(topology=) for these"
         )
     return SimpleNamespace(
         pp=topology.get_pipeline_model_parallel_group(),

@@ -20,6 +20,7 @@ Without `p2p_communicator` and `pg_collection`, groups are those of the default 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable
@@ -27,6 +28,7 @@ from types import SimpleNamespace
 from typing import Any, ParamSpec
 
 from ..core.timers import timed
+from ..runtime.plan_loop import failing_together, refused_together
 from ..schedules import ACT, GRAD, Plan, interleaved_1f1b, one_f_one_b
 from ..schedules.actions import actions_in
 from .config import check_supported, setting
@@ -47,19 +49,21 @@ def get_forward_backward_func(
 ) -> Callable[..., list[Any]]:
     """The schedule for a pipeline of `pp_size` ranks and `vp_size` chunks per rank (None: no interleaving).
 
-    Both None: those of an initialised `megatron.core.parallel_state`, else of
-    `parallel_state.initialize_pipeline`, else, in a world of one rank, no pipelining.
+    Without `pp_size` it is that of an initialised `megatron.core.parallel_state`, else of
+    `parallel_state.initialize_pipeline`, else, in a world of one rank, 1: no pipelining. So is `vp_size` if
+    both are None.
     `schedule_pg_collection` has no effect.
 
     Raises:
-        ValueError: no sizes are given, none can be found, and there are several ranks; or
+        ValueError: no `pp_size` is given, none can be found, and there are several ranks; or
             `schedule_pg_collection` is Megatron's for pipelines of several modules, which are not supported.
     """
     if type(schedule_pg_collection).__name__ == "MultiModuleProcessGroupCollection":
         raise ValueError("pipelines of several modules are not supported; use Megatron's own schedules")
-    if pp_size is None and vp_size is None:
-        pp_size, _, vp_size = default_sizes()
-    if pp_size is None or pp_size <= 1:
+    if pp_size is None:
+        pp_size, _, default_vp_size = default_sizes()
+        vp_size = default_vp_size if vp_size is None else vp_size
+    if pp_size <= 1:
         return forward_backward_no_pipelining
     if vp_size is None:
         return forward_backward_pipelining_without_interleaving
@@ -197,12 +201,13 @@ def _run(
     plan: Plan, make_hooks: type[Hooks], step: StepArguments, shapes: dict[str, Shapes] | None = None
 ) -> list[Any]:
     """Runs the plan, and the hooks that follow it."""
-    config = step.config
-    check_supported(config)
-    auxiliary_loss_setters(config)  # raises before anything is sent
+    config, p2p = step.config, step.p2p_communicator
+    with refused_together(None if p2p is None else p2p.communicator, step.abort):
+        check_supported(config)
+        auxiliary_loss_setters(config)
     barrier = {"barrier": True} if setting(config, "barrier_with_L1_time") else {}
     with timed(setting(config, "timers"), "forward-backward", 1, **barrier):
-        rank = 0 if step.p2p_communicator is None else step.p2p_communicator.current_stage
+        rank = 0 if p2p is None else p2p.current_stage
         return _run_rank(plan, rank, make_hooks, step, shapes)
 
 
@@ -210,14 +215,18 @@ def _run_rank(
     plan: Plan, rank: int, make_hooks: type[Hooks], step: StepArguments, shapes: dict[str, Shapes] | None
 ) -> list[Any]:
     config, is_training = step.config, not step.forward_only
-    is_last_rank = rank == plan.P - 1
-    embedding = clear_embedding_activation_buffer(config, step.model, is_last_rank) if is_training else None
+    is_last_rank, embedding = rank == plan.P - 1, None
     actions = [action for item in plan.compute[rank] for action in actions_in(item)]
     forward_chunks, backward_chunks = (
         [action.stage // plan.P for action in actions if action.kind == kind] for kind in "FB"
     )
-    with make_hooks(config, step.model, rank, forward_chunks, backward_chunks, step.forward_only) as hooks:
-        runner = PlanRunner(plan, rank, step, hooks, shapes)
+    with contextlib.ExitStack() as entered:
+        with failing_together(step.abort):  # hooks are the user's code, and the other ranks wait
+            if is_training:
+                embedding = clear_embedding_activation_buffer(config, step.model, is_last_rank)
+            hooks = make_hooks(config, step.model, rank, forward_chunks, backward_chunks, step.forward_only)
+            entered.enter_context(hooks)
+            runner = PlanRunner(plan, rank, step, hooks, shapes)
         runner.run()
     if embedding is not None:
         finish_embedding_wgrad_compute(config, embedding, is_last_rank, getattr(step.groups, "tp", None))

@@ -44,7 +44,7 @@ def scaled_loss(
         )
     if len(outputs) == 2:
         loss, data = outputs
-        return loss * cp_size / num_microbatches, torch.tensor(0, dtype=torch.int), data
+        return loss * cp_size / num_microbatches, torch.tensor(0, dtype=torch.int, device="cpu"), data
     loss, num_tokens, data = outputs
     if not is_per_token:
         loss = loss / torch.clamp(torch.as_tensor(num_tokens, device=loss.device), min=1) / num_microbatches

@@ -55,6 +55,11 @@ class StepArguments:
         """The config of the first chunk."""
         return attribute_of(self.model[0], "config")
 
+    def abort(self, reason: str) -> None:
+        """Fails the communication, if there is any, on all ranks, with the reason."""
+        if self.p2p_communicator is not None:
+            self.p2p_communicator.abort(reason)
+
 
 class P2PMailbox(Mailbox):
     """The messages of one step over a `P2PCommunicator`.
@@ -126,7 +131,7 @@ class PlanRunner:
         self._in_flight: dict[tuple[int, int], tuple[Tensors, list]] = {}  # inputs and outputs
         self.forward_data_store: list = []
         # On the device of the messages: finalize_model_grads_func broadcasts the count over the pipeline.
-        device = None if step.p2p_communicator is None else step.p2p_communicator.communicator.device
+        device = "cpu" if step.p2p_communicator is None else step.p2p_communicator.communicator.device
         self.total_num_tokens: Any = torch.tensor(0, dtype=torch.int, device=device)
 
     def run(self) -> None:
@@ -134,10 +139,7 @@ class PlanRunner:
         loop = PlanLoop(self._plan, self._mailbox, self._chain_input, self._compute)
 
         def abort(reason: str) -> None:
-            if self._step.p2p_communicator is not None:
-                self._step.p2p_communicator.abort(
-                    f"{self._plan.name}, rank {self._rank}, {loop.item}: {reason}"
-                )
+            self._step.abort(f"{self._plan.name}, rank {self._rank}, {loop.item}: {reason}")
 
         with failing_together(abort):
             loop.run(self._plan.program[self._rank], is_training=not self._step.forward_only)

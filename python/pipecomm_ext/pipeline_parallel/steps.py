@@ -101,7 +101,7 @@ def forward_step_calc_loss(
     if None not in (vp_stage, model_vp_stage) and vp_stage != model_vp_stage:
         raise ValueError(f"vp_stage is {vp_stage}, but the model says {model_vp_stage}")
     cp_size = size_of(megatron_cp_group()) if cp_group_size is None else cp_group_size
-    num_tokens: Any = torch.tensor(0, dtype=torch.int)
+    num_tokens: Any = torch.tensor(0, dtype=torch.int, device="cpu")
     if is_default_last_stage(vp_stage) if is_last_stage is None else is_last_stage:
         if loss_func is None:
             forward_data_store.append(output_tensor)
@@ -135,10 +135,13 @@ def backward_step(
     Args:
         input_tensor: a tensor, None, or a list of them.
         output_tensor: the same; those that do not require grad are skipped.
-        output_tensor_grad: the gradient of each output. The first one is None on the last stage: the output
-            is a loss, scaled by config.grad_scale_func if there is one.
+        output_tensor_grad: the gradient of each output; outputs without one are skipped. All None is the last
+            stage: the first output is a loss, scaled by config.grad_scale_func if there is one.
         model_type: not used. Older versions of Megatron have it, newer ones have `config` instead.
         config: see `PipelineConfig`.
+
+    Raises:
+        ValueError: no output has a gradient, and the first one does not have one element, as a loss does.
     """
     config = model_type if config is None else config
     if config is None:
@@ -152,16 +155,18 @@ def backward_step(
         for tensor in inputs:
             if tensor is not None and tensor.requires_grad:
                 tensor.retain_grad()
-        grad_scale_func = setting(config, "grad_scale_func")
-        if grads[0] is None and grad_scale_func is not None:
-            outputs[0] = grad_scale_func(outputs[0])
-        _run_backward(
-            [
-                (output, grad)
-                for output, grad in zip(outputs, grads, strict=True)
-                if isinstance(output, torch.Tensor) and output.requires_grad
-            ]
-        )
+        pairs = [pair for pair in zip(outputs, grads, strict=True) if pair[1] is not None]
+        if not pairs:
+            grad_scale_func = setting(config, "grad_scale_func")
+            loss = outputs[0] if grad_scale_func is None else grad_scale_func(outputs[0])
+            pairs = [(loss, None)]
+        pairs = [pair for pair in pairs if isinstance(pair[0], torch.Tensor) and pair[0].requires_grad]
+        if pairs and pairs[0][1] is None and (num_elements := pairs[0][0].numel()) != 1:
+            raise ValueError(
+                f"the output has {num_elements} elements and no gradient; only a loss, of one element, needs "
+                "none: give its gradient, or return a scalar from the loss function"
+            )
+        _run_backward(pairs)
     input_grads = [None if tensor is None else tensor.grad for tensor in inputs]
     return input_grads if isinstance(input_tensor, list) else input_grads[0]
 

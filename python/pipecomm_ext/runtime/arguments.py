@@ -64,8 +64,9 @@ def _micro_batches(name: str, values: Any, num_micros: int) -> Sequence[Any]:
             f"{name} is a tuple of {num_micros}, which may mean micro-batches or the parts of a whole batch; "
             "give a list if they are micro-batches, else a dict, or a list of tuples"
         )
+    is_named_tuple = isinstance(values, tuple) and hasattr(values, "_fields")
     if isinstance(values, (torch.Tensor, Mapping)) or (
-        isinstance(values, tuple) and len(values) != num_micros
+        isinstance(values, tuple) and (is_named_tuple or len(values) != num_micros)
     ):
         return _cut(name, values, num_micros)
     return _as_many(name, values, num_micros, "micro-batches", ", or a whole batch (a tensor, tuple or dict)")

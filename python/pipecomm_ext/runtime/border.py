@@ -113,7 +113,7 @@ def header_of(specs: tuple[BorderSpec | None, ...], structure: str = PLAIN) -> t
     words[0] = len(words)
     words += [0] * (HEADER_WORDS - len(words))
     head, rest = words[:HEADER_WORDS], words[HEADER_WORDS:]
-    return tuple(torch.tensor(part, dtype=torch.int64) for part in (head, rest) if part)
+    return tuple(torch.tensor(part, dtype=torch.int64, device="cpu") for part in (head, rest) if part)
 
 
 def num_words_after(head: Sequence[int]) -> int:

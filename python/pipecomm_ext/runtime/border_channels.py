@@ -200,7 +200,7 @@ class BorderChannels:
 
     def begin_words(self, num_words: int, peer: int, idx: int) -> tuple[torch.Tensor, Work]:
         """Starts to receive words; they have arrived when the Work is done."""
-        words = torch.empty(num_words, dtype=torch.int64)
+        words = torch.empty(num_words, dtype=torch.int64, device="cpu")
         return words, self._words.irecv(words, peer, self._first_header_channel + idx)
 
     def receive_words(self, num_words: int, peer: int, idx: int) -> list[int]:

@@ -179,10 +179,12 @@ class ExecutorMailbox(Mailbox):
             header.kinds = header.pending = None
             if header.is_mine:
                 header.kinds = self._agreed(kinds_of[header.first_stage], header)
-                self._pass_on(header, torch.tensor([is_training, *header.kinds], dtype=torch.int64))
+                self._pass_on(
+                    header, torch.tensor([is_training, *header.kinds], dtype=torch.int64, device="cpu")
+                )
             elif header.parent is not None:
                 if (mine := kinds_of.get(header.first_stage)) is not None:
-                    words = torch.tensor(mine, dtype=torch.int64)
+                    words = torch.tensor(mine, dtype=torch.int64, device="cpu")
                     self.works.append(self._channels.send_words(words, header.parent, header.chain_idx))
                 num_words = 1 + self.plan.micros_per_chain
                 header.pending = self._channels.begin_words(num_words, header.parent, header.chain_idx)
@@ -317,13 +319,15 @@ class ExecutorMailbox(Mailbox):
         if leader is None or not gradients:
             return
         chain_idx = self._header_of[stage].chain_idx
-        norms = torch.tensor([gradient.norm().item() for gradient in gradients], dtype=torch.float64)
+        norms = torch.tensor(
+            [gradient.norm().item() for gradient in gradients], dtype=torch.float64, device="cpu"
+        )
         if leader != self._me:
             self.works.append(self._channels.send_words(norms.view(torch.int64), leader, chain_idx))
             return
         for mate in self._relays.sources_but_me(link):
             words = self._channels.receive_words(len(norms), mate, chain_idx)
-            theirs = torch.tensor(words, dtype=torch.int64).view(torch.float64)
+            theirs = torch.tensor(words, dtype=torch.int64, device="cpu").view(torch.float64)
             if not torch.allclose(norms, theirs, rtol=1e-2, atol=0, equal_nan=True):
                 warnings.warn(
                     f"stage {stage}, micro-batch {micro}: the gradients of its inputs differ between its "

@@ -174,7 +174,7 @@ class StepGradients:
                     "a weight must be named once in sum_shared_gradients: its gradient is a sum already"
                 )
             self._require_fresh(mine, "sum_shared_gradients")
-        numbers = self._gather(torch.tensor(float(len(held)), dtype=torch.float64)).tolist()
+        numbers = self._gather(torch.tensor(float(len(held)), dtype=torch.float64, device="cpu")).tolist()
         owners = {owner for copies in held for owner in copies}
         for rank in sorted(rank for owner in owners for rank in self._ranks_of[owner]):
             if numbers[rank] != len(held):

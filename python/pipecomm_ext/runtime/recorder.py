@@ -44,12 +44,12 @@ class Recorder:
     def seconds(self) -> torch.Tensor:
         """Starts and ends by the host's clock, float64[actions, 2]."""
         if not self._is_cuda or not self._marks:
-            return torch.tensor(self._marks, dtype=torch.float64).view(-1, 2)
+            return torch.tensor(self._marks, dtype=torch.float64, device="cpu").view(-1, 2)
         self._marks[-1][1].synchronize()
         assert self._origin is not None
         event, origin_s = self._origin
         rows = [[origin_s + event.elapsed_time(mark) / 1e3 for mark in marks] for marks in self._marks]
-        return torch.tensor(rows, dtype=torch.float64)
+        return torch.tensor(rows, dtype=torch.float64, device="cpu")
 
 
 def gather_timeline(
@@ -67,7 +67,7 @@ def gather_timeline(
     # The largest difference: a pause of the thread between the two readings makes it smaller.
     wall_clock = max(time.time() - time.perf_counter() for _ in range(10))
     outgoing = (seconds + wall_clock).to(comm.device)
-    incoming = [torch.empty(0)] * comm.size
+    incoming = [torch.empty(0, device="cpu")] * comm.size
     for row_items, peers in zip(items, ranks_of, strict=True):
         for peer in peers:
             incoming[peer] = torch.empty(len(row_items), 2, dtype=torch.float64, device=comm.device)

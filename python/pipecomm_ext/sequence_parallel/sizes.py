@@ -45,7 +45,7 @@ def cal_split_sizes_multi(sizes: Sequence[int] | Tensor, world_size: int) -> Ten
     """
     columns = [cal_split_sizes(whole_number(size, "dim_size"), world_size) for size in sizes]
     rows = list(zip(*columns, strict=True)) if columns else [()] * whole_number(world_size, "world_size")
-    return torch.tensor(rows, dtype=torch.int64)
+    return torch.tensor(rows, dtype=torch.int64, device="cpu")
 
 
 def dim_index(dim: Any, num_dims: int, name: str) -> int:

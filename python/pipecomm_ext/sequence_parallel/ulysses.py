@@ -27,6 +27,7 @@ from ..core.extension import _C
 from ..errors import PipeCommError, PipeCommMismatch
 from .all_to_all import OP, all_to_all, exchange_step
 from .differentiable import apply
+from .graph_link import graph_link
 from .head_chunks import best_num_chunks, head_chunks
 from .heads_argument import heads_argument
 from .sizes import Sizes, cal_split_sizes, checked_spec, dim_index, taken_as_equal
@@ -111,8 +112,9 @@ def ulysses_attention(
         try:
             for chunk in range(run.layout.num_chunks):
                 arrived = run.arrive(chunk, entered[3 * chunk : 3 * chunk + 3])
+                link = graph_link(*arrived)
                 result = run.attend(chunk, arrived, attention or sdpa(*dims), attention_kwargs)
-                chunk_results.append(_Depart.apply(run, chunk, result))
+                chunk_results.append(_Depart.apply(run, chunk, result, link))
         except Exception as error:
             run.refuse_the_rest(error)
             raise
@@ -195,14 +197,16 @@ def _traced(q, k, v, attention, process_group, heads_dim, seq_dim, gather_size, 
         all_to_all(tensor, process_group, heads_dim, seq_dim, gather_size, scatter_sizes=sizes)
         for tensor, sizes in ((q, q_sizes), (k, kv_sizes), (v, kv_sizes))
     )
+    link = graph_link(q, k, v).to(q.dtype)
+    nothing = link.expand(*q.shape[:heads_dim], 0, *q.shape[heads_dim + 1 : -1], v.size(-1))
     if q_sizes[rank] == 0:
-        result = q.narrow(-1, 0, 1).expand(*q.shape[:-1], v.size(-1))
+        result = nothing
     else:
         read = [head - heads.kv_starts[0][rank] for head in heads.read_by(0, rank)]
         if not _is_even(read):
             k, v = (tensor[_at(heads_dim, read)] for tensor in (k, v))
         asked = heads_argument(attention, kwargs, heads.q_starts[0][rank], q_sizes[rank])
-        result = attention(q, k, v, **kwargs, **asked).to(q.dtype)
+        result = torch.cat([attention(q, k, v, **kwargs, **asked).to(q.dtype), nothing], heads_dim)
     length = result.size(seq_dim)
     seq_sizes = [length // size] * size if gather_size is None else cal_split_sizes(length, size)
     return all_to_all(
@@ -295,10 +299,7 @@ class _Run:
         first, count = heads.q_starts[chunk][rank], heads.q_sizes[chunk][rank]
         shape = (*q.shape[:-1], self.num_channels)
         if count == 0:
-            # No heads, but the gradients of this chunk are a collective, too. A product saves its factors, as
-            # attention does: so a checkpoint around it recomputes at the same point as on other ranks.
-            nothing = q.narrow(-1, 0, 1) * kv[0].narrow(-1, 0, 1) * kv[1].narrow(-1, 0, 1)
-            return nothing.to(q.dtype).expand(shape)
+            return q.new_empty(shape)
         read = heads.read_by(chunk, rank)
         k, v = self._kv_of(read[0], read[-1] + 1)
         if not _is_even(read):
@@ -461,11 +462,13 @@ class _Arrive(torch.autograd.Function):
 
 
 class _Depart(torch.autograd.Function):
-    """Posts the return of a chunk's result."""
+    """Posts the return of a chunk's result. Its `link` to what arrived makes autograd run the `_Arrive` of
+    this chunk also if attention did not use some of it.
+    """
 
     @staticmethod
-    def forward(ctx, run: _Run, chunk: int, result: Tensor) -> Tensor:
-        ctx.run, ctx.chunk = run, chunk
+    def forward(ctx, run: _Run, chunk: int, result: Tensor, link: Tensor) -> Tensor:
+        ctx.run, ctx.chunk, ctx.link_dtype = run, chunk, link.dtype
         ctx.set_materialize_grads(False)
         plan = leave_plan(run.layout, chunk, run.num_channels, result.dtype)
         if run.result is None:
@@ -482,7 +485,9 @@ class _Depart(torch.autograd.Function):
             posted.work.wait()
             [grad] = posted.tensors
             ctx.run.return_grad(ctx.chunk - AHEAD)
-        return None, None, grad
+            return None, None, grad, None
+        # The gradients of what arrived depend on all of it, so that the next backward is collective, too.
+        return None, None, grad, grad.new_zeros((), dtype=ctx.link_dtype)
 
 
 class _Leave(torch.autograd.Function):

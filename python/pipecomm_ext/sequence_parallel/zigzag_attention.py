@@ -14,6 +14,7 @@ from ..core.checked import whole_number
 from ..core.tensor_specs import spec_of
 from .all_to_all import OP, all_to_all_many
 from .differentiable import apply
+from .graph_link import graph_link
 from .head_chunks import kv_head_of
 from .heads_argument import heads_argument
 from .sizes import Sizes, cal_split_sizes, checked_spec, taken_as_equal
@@ -210,11 +211,10 @@ def attend(
             )
         results.append(result.to(q.dtype))  # autocast may have lowered it
         begin += num_queries
-    # Empty slices of all, so that the backward reaches the exchange on every rank, even one without queries.
-    # A product saves its factors, as attention does: a checkpoint recomputes before that on every rank.
-    nothing = (*q.shape[:seq_dim], 0, *q.shape[seq_dim + 1 : -1], v.size(-1))
-    q, k, v = (tensor.narrow(seq_dim, 0, 0).reshape(nothing) for tensor in (q, k, v))
-    return torch.cat([*results, (q * k * v).to(q.dtype)], seq_dim)
+    # So that the backward reaches the exchange on every rank, even one without queries.
+    link = graph_link(q, k, v).to(q.dtype)
+    nothing = link.expand(*q.shape[:seq_dim], 0, *q.shape[seq_dim + 1 : -1], v.size(-1))
+    return torch.cat([*results, nothing], seq_dim)
 
 
 def _causal_sdpa(heads_dim: int, seq_dim: int) -> Callable[..., Tensor]:

@@ -79,5 +79,5 @@ def gather(tensor: Tensor, dim: int, length: int, state: ParallelState) -> Tenso
 def _ring_places(state: ParallelState, length: int) -> list[Tensor]:
     """The positions in the sequence of the tokens that each rank of the ring holds, in its order."""
     size = state.get_ring_group_size()
-    slices = torch.arange(length).split(cal_split_sizes(length, 2 * size))
+    slices = torch.arange(length, device="cpu").split(cal_split_sizes(length, 2 * size))
     return [torch.cat([slices[rank], slices[2 * size - 1 - rank]]) for rank in range(size)]
