@@ -151,7 +151,7 @@ class P2POp:
     group_peer: int | None = None
 
     def __post_init__(self) -> None:
-        if self.op not in DIRECTIONS:
+        if self.op not in _DIRECTIONS:
             raise ValueError(f"op must be isend or irecv, not {getattr(self.op, '__name__', self.op)}")
         if not isinstance(self.tensor, Tensor):
             raise TypeError(f"tensor must be a torch.Tensor, not {type(self.tensor).__name__}")
@@ -164,13 +164,18 @@ class P2POp:
         if self.group is None:
             self.group = group
 
+    @property
+    def message_type(self) -> type[Send] | type[Recv]:
+        """The form in which a `Communicator` takes it."""
+        return _DIRECTIONS[self.op]
+
     def __repr__(self) -> str:
         peer = f"peer={self.peer}" if self.peer is not None else f"group_peer={self.group_peer}"
         what = f"{self.tensor.dtype}{list(self.tensor.shape)}"
         return f"P2POp({self.op.__name__}, {what}, {peer}, tag={self.tag})"
 
 
-DIRECTIONS: dict[Any, type[Send] | type[Recv]] = {
+_DIRECTIONS: dict[Any, type[Send] | type[Recv]] = {
     isend: Send,
     irecv: Recv,
     dist.isend: Send,
@@ -209,14 +214,14 @@ def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
         return []
     if torch.compiler.is_compiling():
         messages = [
-            traced.Message(DIRECTIONS[op.op] is Send, op.tensor, cast(int, op.group_peer), op.tag)
+            traced.Message(_DIRECTIONS[op.op] is Send, op.tensor, cast(int, op.group_peer), op.tag)
             for op in p2p_op_list
         ]
         with torch.no_grad():
             traced.batch_p2p(group_name(group), messages)
         return [traced.done_work()]
     comm = communicator_of(group, p2p_op_list[0].tensor)
-    batch = [DIRECTIONS[op.op](op.tensor, cast(int, op.group_peer), op.tag) for op in p2p_op_list]
+    batch = [_DIRECTIONS[op.op](op.tensor, cast(int, op.group_peer), op.tag) for op in p2p_op_list]
     with torch.no_grad():
         return [comm.batch_p2p(batch, async_op=True)]
 

@@ -723,14 +723,13 @@ class Communicator:
     def _from_torch(self, op: Any, op_idx: int) -> Send | Recv:
         if type(op) is Send or type(op) is Recv:
             return op
-        from ..distributed import DIRECTIONS, P2POp  # it imports this module
-
-        if not isinstance(op, (dist.P2POp, P2POp)):
+        if isinstance(op, dist.P2POp):
+            kind = Send if op.op is dist.isend else Recv
+        elif (kind := getattr(op, "message_type", None)) is None:  # that of pipecomm_ext.distributed has it
             raise TypeError(
                 f"ops[{op_idx}] must be a Send, a Recv or a torch.distributed.P2POp, not {type(op).__name__}"
             )
-        peer = dist.get_group_rank(self.group, cast(int, op.peer))
-        return DIRECTIONS[op.op](op.tensor, peer, op.tag)
+        return kind(op.tensor, dist.get_group_rank(self.group, op.peer), op.tag)
 
 
 def communicator_for(
