@@ -723,9 +723,10 @@ class Communicator:
     def _from_torch(self, op: Any, op_idx: int) -> Send | Recv:
         if type(op) is Send or type(op) is Recv:
             return op
+        kind: Any = getattr(op, "message_type", None)  # of a P2POp of pipecomm_ext.distributed
         if isinstance(op, dist.P2POp):
             kind = Send if op.op is dist.isend else Recv
-        elif (kind := getattr(op, "message_type", None)) is None:  # that of pipecomm_ext.distributed has it
+        if kind is None:
             raise TypeError(
                 f"ops[{op_idx}] must be a Send, a Recv or a torch.distributed.P2POp, not {type(op).__name__}"
             )
