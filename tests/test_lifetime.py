@@ -32,6 +32,7 @@ HANG_LIMIT_S = 60
 
 def run_forked(body) -> None:
     """Runs `body` in a forked child; fails with its stacks if it hangs or crashes."""
+    gc.collect()  # a child that collects torch's groups of earlier tests joins threads that it does not have
     with tempfile.TemporaryFile("w+", encoding="utf-8") as said:
         child = os.fork()
         if child == 0:
