@@ -390,6 +390,7 @@ TEST(nonsense_from_a_peer_is_an_error) {
   };
   const std::vector<Ruin> ruins = {
       {"head beyond the ring", [](shm::Lane& lane, std::byte*) { lane.head.store(1 << 20); }},
+      {"head within a record", [](shm::Lane& lane, std::byte*) { lane.head.store(64); }},
       {"half a record",
        [&](shm::Lane& lane, std::byte* ring) {
          record(ring, [](shm::RecordHeader&) {});

@@ -103,7 +103,6 @@ bool Outbound::go_on() {
   return moved;
 }
 
-// Returns whether anything was left.
 bool Outbound::give_up() {
   if (num_pieces_ > 0 || unanswered_.empty()) return false;
   for (size_t idx = 0; idx < unanswered_.size(); ++idx)
@@ -350,7 +349,6 @@ bool Inbound::go_on() {
   return moved;
 }
 
-// Also for all later receives: what the sender has left in the ring may be half a message.
 bool Inbound::give_up() {
   if (posted_.empty()) return false;
   is_over_ = true;

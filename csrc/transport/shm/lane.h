@@ -82,8 +82,8 @@ class Outbound {
  private:
   enum class Stage : uint8_t { header, grant, stream, direct };
 
-  bool go_on();
-  bool give_up();
+  bool go_on();    // moves what it can
+  bool give_up();  // fails all that is left
   bool take_answers();
   bool begin(const RequestPtr& send);
   bool take_grant(const Request& send);
@@ -131,7 +131,7 @@ class Inbound {
  private:
   enum class Stage : uint8_t { header, stream, landing, multicast };
 
-  bool go_on();
+  bool go_on();  // as in Outbound
   bool give_up();
   bool fail_final_receives();
   bool take_header();
@@ -159,7 +159,7 @@ class Inbound {
   uint64_t num_until_urgent_ = 0;  // as in Outbound
   Stage stage_ = Stage::header;
   int64_t offset_ = 0;
-  bool is_over_ = false;
+  bool is_over_ = false;  // the sender has left, perhaps with half a message in the ring
 };
 
 }  // namespace pipecomm::shm
