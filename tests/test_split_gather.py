@@ -342,11 +342,12 @@ def check_usable(world) -> None:
     assert gather_forward_split_backward(torch.zeros(2, 2), world.comm, 0).shape == (4, 2)
 
 
-# Arguments for [2, 2] of two ranks; more in reliability/bad_inputs.py, cpp/test_plan.cpp.
+# Arguments for [2, 2] of two ranks; more in reliability/bad_inputs.py.
 BAD_GATHERS = {
     "dim": ({"dim": 2}, IndexError, "dim 2 is out of range for a tensor of 2 dims"),
     "scale": ({"grad_scale": "Up"}, ValueError, 'grad_scale must be "up", "down" or None, not \'Up\''),
     "empty": ({"gather_sizes": []}, ValueError, "one entry for each of the 2 ranks, got 0"),
+    "negative": ({"gather_sizes": [2, -1]}, ValueError, "gather_sizes must not be negative, got [2, -1]"),
     "tensor": ({"gather_sizes": torch.tensor([2, 2])}, ValueError, "must be a list of one length per rank"),
 }
 
@@ -425,8 +426,12 @@ def test_bad_lengths(world):
             )
 
 
-# For tensors [3, 2] of two ranks; more in cpp/test_plan.cpp.
+# For tensors [3, 2] of two ranks.
 BAD_ROWS = [
+    ([[3]], ValueError, "one entry for each of the 2 ranks, got 1"),
+    ([[], []], ValueError, "lengths of the same sequences, at least one"),
+    ([[2, 1], [3]], ValueError, "lengths of the same sequences, at least one"),
+    ([[4, -1], [4, -1]], ValueError, "must not be negative, got [(4, -1), (4, -1)]"),
     ([[3, 1], [3, 1]], ValueError, "of the split sizes [3, 1] is 4, but the tensor has length 3"),
     (3, ValueError, "all_split_sizes must be a tensor [ranks, sequences], not int"),
     ([3, 3], ValueError, "all_split_sizes[0] must be a list of one length per rank, not int"),

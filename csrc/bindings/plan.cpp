@@ -109,30 +109,12 @@ void bind_plan(py::module_& m) {
       py::arg("tag") = "");
   m.def(
       "plan_gather",
-      [](int rank, int size, const PySpec& local, int dim, const Sizes& sizes,
+      [](int rank, int size, const PySpec& local, int dim, const std::vector<Segments>& segments,
          const std::optional<std::string>& scale) {
         return prepare(
-            gather_plan({rank, size}, spec_of(local), dim, sizes, scale_of(scale, size)));
+            gather_plan({rank, size}, spec_of(local), dim, segments, scale_of(scale, size)));
       },
-      py::arg("rank"), py::arg("size"), py::arg("local"), py::arg("dim"), py::arg("sizes"),
-      py::arg("scale") = py::none());
-  m.def(
-      "plan_zigzag_gather",
-      [](int rank, int size, const PySpec& local, int dim,
-         const std::optional<std::string>& scale) {
-        return prepare(
-            zigzag_gather_plan({rank, size}, spec_of(local), dim, scale_of(scale, size)));
-      },
-      py::arg("rank"), py::arg("size"), py::arg("local"), py::arg("dim"),
-      py::arg("scale") = py::none());
-  m.def(
-      "plan_packed_gather",
-      [](int rank, int size, const PySpec& local, int dim, const std::vector<Sizes>& rows,
-         const std::optional<std::string>& scale) {
-        return prepare(
-            packed_gather_plan({rank, size}, spec_of(local), dim, rows, scale_of(scale, size)));
-      },
-      py::arg("rank"), py::arg("size"), py::arg("local"), py::arg("dim"), py::arg("rows"),
+      py::arg("rank"), py::arg("size"), py::arg("local"), py::arg("dim"), py::arg("segments"),
       py::arg("scale") = py::none());
   m.def(
       "plan_all_to_all_single",

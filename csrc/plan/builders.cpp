@@ -95,107 +95,6 @@ ExchangePlan finished(ExchangePlan plan, const Signature& signature) {
   return plan;
 }
 
-// A rank's part of a gathered dim: pieces [start, start + length) of the full tensor, in the order
-// in which the rank holds them.
-struct Segment {
-  int64_t start;
-  int64_t length;
-};
-using Segments = std::vector<Segment>;
-
-std::vector<Box> local_boxes(const TensorSpec& local, int dim, const Segments& segments) {
-  std::vector<Box> boxes;
-  int64_t start = 0;
-  for (const Segment& segment : segments) {
-    boxes.push_back(piece(local, dim, start, segment.length));
-    start += segment.length;
-  }
-  return boxes;
-}
-
-std::vector<Box> full_boxes(const TensorSpec& full, int dim, const Segments& segments) {
-  std::vector<Box> boxes;
-  for (const Segment& segment : segments) {
-    boxes.push_back(piece(full, dim, segment.start, segment.length));
-  }
-  return boxes;
-}
-
-Signature dim_signature(const char* op, Member me, const TensorSpec& full, int dim, Scale scale) {
-  return Signature(op)
-      .add(int64_t{me.size})
-      .add(full.shape)
-      .add(full.dtype)
-      .add(int64_t{dim})
-      .add(scale);
-}
-
-// Every rank sends its tensor to all ranks; segments_of(rank) is where it belongs in the full one.
-template <typename SegmentsOf>
-ExchangePlan gather_segments(const char* op, Member me, const TensorSpec& local, int dim,
-                             int64_t full_length, Scale scale, const SegmentsOf& segments_of) {
-  const TensorSpec full = with_length(local, dim, full_length);
-  ExchangePlan plan = make_plan(op, me, {local}, {full}, scale);
-  const std::vector<Box> mine = local_boxes(local, dim, segments_of(me.rank));
-  for (int peer = 0; peer < me.size; ++peer) {
-    plan.sends.push_back({peer, mine});
-    plan.recvs.push_back({peer, full_boxes(full, dim, segments_of(peer))});
-  }
-  return plan;
-}
-
-Segments zigzag_segments(int rank, int size, int64_t chunk) {
-  const auto [first, second] = zigzag_chunks(rank, size);
-  return {{first * chunk, chunk}, {second * chunk, chunk}};
-}
-
-// Where the piece that each rank holds of each sequence lies in the full packed tensor.
-class PackedLayout {
- public:
-  PackedLayout(const std::vector<Sizes>& rows, Member me, const char* op) : rows_(rows) {
-    if (std::ssize(rows) != me.size) {
-      reject(std::string(op) + ": split sizes need one row for each of the " +
-             std::to_string(me.size) + " ranks, got " + std::to_string(rows.size()));
-    }
-    const size_t num_sequences = rows[0].size();
-    if (num_sequences == 0) reject(std::string(op) + ": there must be at least one sequence");
-    starts_.assign(me.size, Sizes(num_sequences));
-    for (size_t rank = 0; rank < rows.size(); ++rank) {
-      if (rows[rank].size() != num_sequences) {
-        reject(std::string(op) + ": rank 0 has " + std::to_string(num_sequences) +
-               " sequences, rank " + std::to_string(rank) + " has " +
-               std::to_string(rows[rank].size()));
-      }
-      for (int64_t length : rows[rank]) {
-        if (length < 0) {
-          reject(std::string(op) + ": lengths must not be negative, got " + to_string(rows[rank]));
-        }
-      }
-    }
-    for (size_t sequence = 0; sequence < num_sequences; ++sequence) {
-      for (size_t rank = 0; rank < rows.size(); ++rank) {
-        starts_[rank][sequence] = total_;
-        total_ = checked_add(total_, rows[rank][sequence]);
-      }
-    }
-  }
-
-  int64_t total() const { return total_; }
-
-  Segments segments_of(int rank) const {
-    Segments segments;
-    for (size_t sequence = 0; sequence < rows_[rank].size(); ++sequence) {
-      segments.push_back({starts_[rank][sequence], rows_[rank][sequence]});
-    }
-    return segments;
-  }
-
- private:
-  const std::vector<Sizes>& rows_;
-  std::vector<Sizes> starts_;  // [rank][sequence]
-  int64_t total_ = 0;
-};
-
 }  // namespace
 
 ExchangePlan all_to_all_plan(Member me, const std::vector<AllToAllTensor>& tensors, int scatter_dim,
@@ -247,46 +146,41 @@ ExchangePlan all_to_all_plan(Member me, const std::vector<AllToAllTensor>& tenso
   return finished(std::move(plan), signature);
 }
 
-ExchangePlan gather_plan(Member me, const TensorSpec& local, int dim, const Sizes& sizes,
-                         Scale scale) {
+ExchangePlan gather_plan(Member me, const TensorSpec& local, int dim,
+                         const std::vector<Segments>& segments, Scale scale) {
   constexpr const char* kOp = "gather";
   require_member(me, kOp);
   require_dim(local.shape, dim, kOp, "dim");
-  require_sizes(sizes, me.size, kOp, "gather_sizes");
-  require_length(local.shape[dim], sizes[me.rank], kOp,
-                 "entry " + std::to_string(me.rank) + " of gather_sizes " + to_string(sizes));
-  const Sizes offsets = offsets_of(sizes);
-  ExchangePlan plan = gather_segments(kOp, me, local, dim, offsets.back(), scale, [&](int rank) {
-    return Segments{{offsets[rank], sizes[rank]}};
-  });
-  return finished(std::move(plan), dim_signature(kOp, me, plan.outputs[0], dim, scale).add(sizes));
-}
-
-ExchangePlan zigzag_gather_plan(Member me, const TensorSpec& local, int dim, Scale scale) {
-  constexpr const char* kOp = "zigzag_gather";
-  require_member(me, kOp);
-  require_dim(local.shape, dim, kOp, "dim");
-  const int64_t full_length = checked_mul(local.shape[dim], me.size);
-  const int64_t chunk = zigzag_chunk_size(full_length, me.size);
-  ExchangePlan plan = gather_segments(kOp, me, local, dim, full_length, scale, [&](int rank) {
-    return zigzag_segments(rank, me.size, chunk);
-  });
-  return finished(std::move(plan), dim_signature(kOp, me, plan.outputs[0], dim, scale));
-}
-
-ExchangePlan packed_gather_plan(Member me, const TensorSpec& local, int dim,
-                                const std::vector<Sizes>& rows, Scale scale) {
-  constexpr const char* kOp = "packed_gather";
-  require_member(me, kOp);
-  require_dim(local.shape, dim, kOp, "dim");
-  const PackedLayout layout(rows, me, kOp);
-  require_length(
-      local.shape[dim], checked_sum(rows[me.rank]), kOp,
-      "sum of row " + std::to_string(me.rank) + " of the split sizes " + to_string(rows[me.rank]));
-  ExchangePlan plan = gather_segments(kOp, me, local, dim, layout.total(), scale,
-                                      [&](int rank) { return layout.segments_of(rank); });
-  Signature signature = dim_signature(kOp, me, plan.outputs[0], dim, scale);
-  for (const Sizes& row : rows) signature.add(row);
+  if (std::ssize(segments) != me.size) {
+    reject("gather: there are segments of " + std::to_string(segments.size()) + " ranks, not of " +
+           std::to_string(me.size));
+  }
+  Signature signature(kOp);
+  std::vector<Box> mine;
+  int64_t held = 0, full_length = 0;
+  for (const auto& [_, length] : segments[me.rank]) {
+    mine.push_back(piece(local, dim, held, length));
+    held = checked_add(held, length);
+  }
+  require_length(local.shape[dim], held, kOp, "sum of the segments");
+  for (const Segments& of_rank : segments) {
+    signature.add(std::ssize(of_rank));
+    for (const auto& [start, length] : of_rank) {
+      full_length = checked_add(full_length, length);
+      signature.add(start).add(length);
+    }
+  }
+  const TensorSpec full = with_length(local, dim, full_length);
+  ExchangePlan plan = make_plan(kOp, me, {local}, {full}, scale);
+  for (int peer = 0; peer < me.size; ++peer) {
+    std::vector<Box> theirs;
+    for (const auto& [start, length] : segments[peer]) {
+      theirs.push_back(piece(full, dim, start, length));
+    }
+    plan.sends.push_back({peer, mine});
+    plan.recvs.push_back({peer, std::move(theirs)});
+  }
+  signature.add(full.shape).add(full.dtype).add(int64_t{dim}).add(scale);
   return finished(std::move(plan), signature);
 }
 

@@ -3,6 +3,7 @@
 // was expected and what was passed.
 #pragma once
 
+#include <utility>
 #include <vector>
 
 #include "plan/exchange_plan.h"
@@ -29,18 +30,12 @@ struct AllToAllTensor {
 ExchangePlan all_to_all_plan(Member me, const std::vector<AllToAllTensor>& tensors, int scatter_dim,
                              int gather_dim, Scale scale = {}, const std::string& tag = "");
 
-// Rank-order concatenation along `dim`; sizes[rank] is the length of each rank's tensor.
-ExchangePlan gather_plan(Member me, const TensorSpec& local, int dim, const Sizes& sizes,
-                         Scale scale = {});
+// (start, length) of the parts of a dim of a full tensor that a rank holds, in the order it does.
+using Segments = std::vector<std::pair<int64_t, int64_t>>;
 
-// Zigzag order: the dim is cut into 2 * size equal chunks; rank r holds the chunks r and
-// 2 * size - 1 - r.
-ExchangePlan zigzag_gather_plan(Member me, const TensorSpec& local, int dim, Scale scale = {});
-
-// Packed sequences: rows[rank][sequence] is the length that `rank` holds of each sequence. The full
-// tensor holds each sequence whole, in order; a local one holds the rank's pieces in that order.
-ExchangePlan packed_gather_plan(Member me, const TensorSpec& local, int dim,
-                                const std::vector<Sizes>& rows, Scale scale = {});
+// Every rank sends its tensor to all ranks, which put it where segments[rank] says.
+ExchangePlan gather_plan(Member me, const TensorSpec& local, int dim,
+                         const std::vector<Segments>& segments, Scale scale = {});
 
 // The collectives of torch.distributed. Only the rank itself knows its split sizes along dim 0 and
 // the tensors of its lists, so the signature leaves them out. The engine compares the bytes and

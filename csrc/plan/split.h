@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <utility>
 #include <vector>
 
 #include "plan/checked.h"
@@ -15,13 +14,5 @@ Sizes remainder_first(int64_t dim_size, int world_size);
 
 // Where each piece starts, with the total as the last entry: [3, 2] -> [0, 3, 5].
 Sizes offsets_of(const Sizes& sizes);
-
-// The two of 2 * world_size equal chunks that `rank` holds in zigzag order: the chunks `rank` and
-// 2 * world_size - 1 - rank.
-std::pair<int, int> zigzag_chunks(int rank, int world_size);
-
-// Length of one of the 2 * world_size zigzag chunks. Throws std::invalid_argument if `dim_size` is
-// not divisible by their number.
-int64_t zigzag_chunk_size(int64_t dim_size, int world_size);
 
 }  // namespace pipecomm

@@ -245,13 +245,12 @@ def plan_all_to_all(
     tag: str = "",
 ) -> PreparedExchange: ...
 def plan_gather(
-    rank: int, size: int, local: _Spec, dim: int, sizes: Sequence[int], scale: str | None = None
-) -> PreparedExchange: ...
-def plan_zigzag_gather(
-    rank: int, size: int, local: _Spec, dim: int, scale: str | None = None
-) -> PreparedExchange: ...
-def plan_packed_gather(
-    rank: int, size: int, local: _Spec, dim: int, rows: Sequence[Sequence[int]], scale: str | None = None
+    rank: int,
+    size: int,
+    local: _Spec,
+    dim: int,
+    segments: Sequence[Sequence[tuple[int, int]]],
+    scale: str | None = None,
 ) -> PreparedExchange: ...
 def plan_all_to_all_single(
     rank: int,

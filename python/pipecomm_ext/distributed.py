@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .communicator import Communicator, Recv, Send, Work, traced
-from .communicator.plans import list_plan
+from .communicator.plans import concatenation_plan, list_plan
 from .communicator.registry import communicator_of, group_name, rank_and_size
 from .core.checked import whole_number
 from .core.extension import _C
@@ -466,7 +466,7 @@ def _all_gather_into_plan(rank, size, spec, output_spec) -> _C.PreparedExchange:
             f"output_tensor of shape {list(output_shape)}, {output_dtype}, holds the tensors of {size} ranks "
             f"neither concatenated nor stacked: input_tensor has shape {list(shape)}, {dtype}"
         )
-    return _C.plan_gather(rank, size, spec, 0, sizes)
+    return concatenation_plan(rank, spec, sizes)
 
 
 # ---- groups and ranks -------------------------------------------------------------------------------------

@@ -113,6 +113,18 @@ inline std::vector<Rank> tokens_to_heads(const Dims& global, DType dtype, const 
   return ranks;
 }
 
+// Runs of positions, cut at random.
+inline Segments random_segments(Random& random, const Dims& positions) {
+  Segments segments;
+  for (int64_t position : positions) {
+    const bool follows =
+        !segments.empty() && segments.back().first + segments.back().second == position;
+    if (!follows || random.chance(0.1)) segments.push_back({position, 0});
+    ++segments.back().second;
+  }
+  return segments;
+}
+
 // A gather of one tensor along one dim: of pieces, of zigzag chunks, of packed sequences.
 inline std::vector<Rank> gather(Random& random, int kind, int size, int num_dims,
                                 const Scale& scale) {
@@ -120,19 +132,12 @@ inline std::vector<Rank> gather(Random& random, int kind, int size, int num_dims
   TensorSpec full{random_shape(random, num_dims), random_dtype(random, scale)};
   int64_t& length = full.shape[dim];
   std::vector<Dims> positions;  // that each rank holds
-  std::function<ExchangePlan(Member, const TensorSpec& local)> make_plan;
   if (kind == 0) {
     const Sizes sizes = random_sizes(random, length, size);
     for (int r = 0; r < size; ++r) positions.push_back(positions_of_piece(sizes, r));
-    make_plan = [=](Member me, const TensorSpec& local) {
-      return gather_plan(me, local, dim, sizes, scale);
-    };
   } else if (kind == 1) {
     length = 2 * size * random.between(0, 3);
     for (int r = 0; r < size; ++r) positions.push_back(zigzag_positions(length, r, size));
-    make_plan = [=](Member me, const TensorSpec& local) {
-      return zigzag_gather_plan(me, local, dim, scale);
-    };
   } else {
     std::vector<Sizes> rows(size);
     length = 0;
@@ -143,15 +148,15 @@ inline std::vector<Rank> gather(Random& random, int kind, int size, int num_dims
       for (int r = 0; r < size; ++r) rows[r].push_back(sizes[r]);
     }
     for (int r = 0; r < size; ++r) positions.push_back(packed_positions(rows, r));
-    make_plan = [=](Member me, const TensorSpec& local) {
-      return packed_gather_plan(me, local, dim, rows, scale);
-    };
   }
+  std::vector<Segments> segments;
+  for (const Dims& held : positions) segments.push_back(random_segments(random, held));
   std::vector<Rank> ranks;
   for (int r = 0; r < size; ++r) {
     const Held local = Held::along(full.shape, dim, positions[r]);
+    const TensorSpec spec{local.shape(), full.dtype};
     ranks.push_back(
-        {make_plan({r, size}, {local.shape(), full.dtype}), {local}, {Held::all(full.shape)}});
+        {gather_plan({r, size}, spec, dim, segments, scale), {local}, {Held::all(full.shape)}});
   }
   return ranks;
 }

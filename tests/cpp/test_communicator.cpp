@@ -227,7 +227,7 @@ TEST(bad_arguments) {
                                    {Direction::send, 1 - rank, 0, tensor.ref()}};
     CHECK_INVALID("ops[0] and ops[1] share memory", comm.batch_p2p(shared));
     const auto plan = std::make_shared<PreparedExchange>(
-        gather_plan({1 - rank, 2}, {{2}, dtypes::kUInt8}, 0, {2, 2}));
+        gather_plan({1 - rank, 2}, {{2}, dtypes::kUInt8}, 0, {{{0, 2}}, {{2, 2}}}));
     CHECK_INVALID("the plan is for rank", comm.exchange(OpCode::exchange, plan, {}, {}));
     wait(comm, comm.barrier());
   });

@@ -251,8 +251,8 @@ TEST(no_memory_for_messages_that_waited) {
   const auto comm = meeting.communicator(0);
   constexpr int64_t kWidth = kLarge;
   const TensorSpec spec{{4, kWidth}, kByte};
-  const auto plan =
-      std::make_shared<PreparedExchange>(gather_plan({0, 2}, spec, 1, {kWidth, kWidth}));
+  const auto plan = std::make_shared<PreparedExchange>(
+      gather_plan({0, 2}, spec, 1, {{{0, kWidth}}, {{kWidth, kWidth}}}));
   Bytes local(4 * kWidth), whole(8 * kWidth);
   const TensorRef input{local.data(), kByte, {4, kWidth}, {kWidth, 1}, nullptr};
   const TensorRef output{whole.data(), kByte, {4, 2 * kWidth}, {2 * kWidth, 1}, nullptr};

@@ -33,11 +33,8 @@ TEST(split_rules) {
   CHECK(remainder_first(2, 4) == (Sizes{1, 1, 0, 0}));
   CHECK(remainder_first(0, 2) == (Sizes{0, 0}));
   CHECK(offsets_of({3, 2}) == (Sizes{0, 3, 5}));
-  CHECK(zigzag_chunks(1, 4) == (std::pair{1, 6}));
-  CHECK_EQ(zigzag_chunk_size(24, 3), 4);
   CHECK_INVALID("at least 1, got 0", remainder_first(4, 0));
   CHECK_INVALID("negative, got -1", remainder_first(-1, 2));
-  CHECK_INVALID("2 * group size = 4, got length 10", zigzag_chunk_size(10, 2));
   constexpr int64_t kHuge = std::numeric_limits<int64_t>::max();
   CHECK_INVALID("size overflow", offsets_of({kHuge, 1}));
   CHECK_INVALID("size overflow", checked_product({kHuge, 2}));
@@ -70,8 +67,8 @@ TEST(signatures) {
   CHECK(plan(0, {2, 1}, {5, 5}, dtypes::kFloat32).signature !=
         plan(1, {2, 1}, {4, 4}, dtypes::kFloat32).signature);
   const TensorSpec local{{4, 3}, dtypes::kFloat32};
-  CHECK(gather_plan({0, 2}, local, 0, {4, 4}).signature !=
-        gather_plan({0, 2}, local, 0, {4, 4}, Scale::divide(2)).signature);
+  CHECK(gather_plan({0, 2}, local, 0, {{{0, 4}}, {{4, 4}}}).signature !=
+        gather_plan({0, 2}, local, 0, {{{0, 4}}, {{4, 4}}}, Scale::divide(2)).signature);
 }
 
 // Pieces that begin where they are told to: with gaps and twice in the input, with gaps in the output.
@@ -121,20 +118,15 @@ TEST(builder_errors) {
   CHECK_INVALID("entry 0 of gather_sizes [5, 6] is 5, but the tensor has length 6",
                 all_to_all(2, 1, two, {5, 6}));
   CHECK_INVALID("at least one tensor", all_to_all_plan(me, {}, 0, 1));
-  CHECK_INVALID("rank 2 is not a rank in a group of 2", gather_plan({2, 2}, kTensor, 0, two));
-  CHECK_INVALID("entry 0 of gather_sizes [3, 2] is 3", gather_plan(me, kTensor, 0, {3, 2}));
-  CHECK_INVALID("gather_sizes needs one entry", gather_plan(me, kTensor, 0, {}));
-  CHECK_INVALID("2 * group size = 4, got length 6",
-                zigzag_gather_plan(me, {{3}, dtypes::kInt32}, 0));
-  CHECK_INVALID("at least one sequence", packed_gather_plan(me, kTensor, 1, {{}, {}}));
-  CHECK_INVALID("one row for each of the 2 ranks, got 1",
-                packed_gather_plan(me, kTensor, 1, {{6}}));
-  CHECK_INVALID("rank 0 has 2 sequences, rank 1 has 1",
-                packed_gather_plan(me, kTensor, 1, {{2, 1}, {3}}));
-  CHECK_INVALID("must not be negative, got [-1, 4]",
-                packed_gather_plan(me, kTensor, 1, {{-1, 4}, {0, 3}}));
-  CHECK_INVALID("sum of row 0 of the split sizes [2, 1] is 3",
-                packed_gather_plan(me, kTensor, 1, {{2, 1}, {1, 1}}));
+  const std::vector<Segments> halves{{{0, 2}}, {{2, 2}}};
+  CHECK_INVALID("rank 2 is not a rank in a group of 2", gather_plan({2, 2}, kTensor, 0, halves));
+  CHECK_INVALID("sum of the segments is 3, but the tensor has length 2",
+                gather_plan(me, kTensor, 0, {{{0, 1}, {3, 2}}, {{1, 2}}}));
+  CHECK_INVALID("segments of 0 ranks, not of 2", gather_plan(me, kTensor, 0, {}));
+  CHECK_INVALID("two receives write the same elements",
+                gather_plan(me, kTensor, 0, {{{0, 2}}, {{1, 2}}}));
+  CHECK_INVALID("leaves the output tensor", gather_plan(me, kTensor, 0, {{{0, 2}}, {{3, 2}}}));
+  CHECK_INVALID("leaves the output tensor", gather_plan(me, kTensor, 0, {{{0, 2}}, {{2, -1}}}));
   CHECK_INVALID("must agree in dtype", all_to_all_single_plan(me, {{4, 3}, dtypes::kInt32},
                                                               {{4, 2}, dtypes::kInt32}, two, two));
   CHECK_INVALID(
@@ -166,8 +158,8 @@ TEST(builder_errors) {
   CHECK_INVALID("destination dim -1 is out of range",
                 reshard_plan(me, kTensor, {{0}, {}, false, 1}, {{1}, {}, false, -1}));
   CHECK_INVALID("float64 can be scaled, got int32",
-                gather_plan(me, {{2}, dtypes::kInt32}, 0, two, Scale::divide(2)));
-  CHECK_INVALID("finite and not zero", gather_plan(me, kTensor, 0, two, Scale::divide(0)));
+                gather_plan(me, {{2}, dtypes::kInt32}, 0, halves, Scale::divide(2)));
+  CHECK_INVALID("finite and not zero", gather_plan(me, kTensor, 0, halves, Scale::divide(0)));
 }
 
 // Each rank of the layout gets its piece of every other one's tensor; an own piece that lies in
@@ -241,7 +233,8 @@ TEST(copy_passes) {
   CHECK_EQ(direct.send_staging_bytes, 0);
   CHECK_EQ(direct.sends[0].tensor_idx, 0);
   CHECK_EQ(direct.sends[2].bytes, 0);
-  CHECK_EQ(lowered(packed_gather_plan({1, 2}, {{3, 4}, dtypes::kUInt8}, 0, {{2, 3}, {1, 2}}))
+  CHECK_EQ(lowered(gather_plan({1, 2}, {{3, 4}, dtypes::kUInt8}, 0,
+                               {{{0, 2}, {3, 3}}, {{2, 1}, {6, 2}}}))
                .send_staging_bytes,
            0);
 }
@@ -249,8 +242,8 @@ TEST(copy_passes) {
 // The send of a gather is the same for all peers: one staged copy. Scaling always needs one.
 TEST(shared_staging) {
   const TensorSpec local{{2, 3}, dtypes::kFloat32};
-  const LoweredExchange scaled =
-      lowered(gather_plan({2, 4}, local, 0, {2, 2, 2, 2}, Scale::divide(4)));
+  const std::vector<Segments> quarters{{{0, 2}}, {{2, 2}}, {{4, 2}}, {{6, 2}}};
+  const LoweredExchange scaled = lowered(gather_plan({2, 4}, local, 0, quarters, Scale::divide(4)));
   CHECK_EQ(scaled.sends.size(), 3u);
   CHECK_EQ(scaled.pack().size(), 1u);
   CHECK_EQ(scaled.local().size(), 1u);
@@ -260,7 +253,7 @@ TEST(shared_staging) {
     CHECK_EQ(send.offset_bytes, 0);
     CHECK_EQ(send.task_end - send.task_begin, 1);
   }
-  const LoweredExchange plain = lowered(gather_plan({2, 4}, local, 0, {2, 2, 2, 2}));
+  const LoweredExchange plain = lowered(gather_plan({2, 4}, local, 0, quarters));
   CHECK_EQ(plain.send_staging_bytes + plain.recv_staging_bytes, 0);
   CHECK_EQ(plain.copy_passes(), 0);
   CHECK(plain.unpack().empty());
@@ -274,7 +267,7 @@ TEST(shared_staging) {
 }
 
 TEST(lower_errors) {
-  const ExchangePlan plan = gather_plan({0, 1}, kTensor, 1, {6});
+  const ExchangePlan plan = gather_plan({0, 1}, kTensor, 1, {{{0, 6}}});
   const StridedLayout good = StridedLayout::contiguous(kTensor);
   const auto lower_with = [&](StridedLayout input, StridedLayout output) {
     return lower(plan, {input}, {output});
@@ -305,8 +298,8 @@ TEST(many_dims) {
   const TensorSpec tensor{{2, 2, 2, 2, 2, 2, 2}, dtypes::kUInt8};
   StridedLayout input = StridedLayout::contiguous(tensor);
   for (int64_t& stride : input.strides) stride *= stride * 2;  // nothing merges
-  const LoweredExchange exchange =
-      lower(gather_plan({0, 1}, tensor, 0, {2}), {input}, {StridedLayout::contiguous(tensor)});
+  const LoweredExchange exchange = lower(gather_plan({0, 1}, tensor, 0, {{{0, 2}}}), {input},
+                                         {StridedLayout::contiguous(tensor)});
   CHECK_EQ(exchange.local().size(), 8u);
   for (const CopyTask& task : exchange.local()) CHECK_EQ(task.copy.num_dims, kMaxCopyDims);
 }
@@ -320,6 +313,7 @@ TEST(large) {
   CHECK_EQ(lowered(plan).pack()[0].copy.count[0], rows);
   CHECK_EQ(lowered(plan).recvs[0].offset_bytes, 0);
   CHECK_EQ(lowered(plan).local()[0].dst_offset_bytes, rows * 16);
-  CHECK_INVALID("size overflow", gather_plan({0, 2}, {{int64_t{1} << 61}, dtypes::kFloat64}, 0,
-                                             {int64_t{1} << 61, int64_t{1} << 61}));
+  CHECK_INVALID("size overflow",
+                gather_plan({0, 2}, {{int64_t{1} << 61}, dtypes::kFloat64}, 0,
+                            {{{0, int64_t{1} << 61}}, {{int64_t{1} << 61, int64_t{1} << 61}}}));
 }

@@ -279,7 +279,8 @@ TEST(threads) {
 TEST(capture) {
   run(2, true, [](Communicator& comm, Memory& memory, int rank) {
     const TensorRef tensor = memory.tensor({10}, dtypes::kUInt8, 0);
-    const auto plan = prepared(gather_plan({rank, 2}, {{10}, dtypes::kUInt8}, 0, {10, 10}));
+    const auto plan =
+        prepared(gather_plan({rank, 2}, {{10}, dtypes::kUInt8}, 0, {{{0, 10}}, {{10, 10}}}));
     const TensorRef output = memory.tensor({20}, dtypes::kUInt8, 0);
     const PointToPoint message{rank == 0 ? Direction::send : Direction::recv, 1 - rank, 0, tensor};
     Device::current->is_captured = true;

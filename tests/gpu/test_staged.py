@@ -30,7 +30,8 @@ def test_messages_and_collectives(world):
             comm.batch_p2p([Send(sent, following), Recv(table[:, 1], previous)], async_op=True).wait()
             assert_same(table[:, 1].contiguous().cpu(), pattern(numel, torch.bfloat16, previous), numel)
             assert not table[:, 0].any()
-    plan = _C.plan_gather(world.rank, world.size, ((2, 3), torch.int32), 0, [2] * world.size)
+    segments = [[(2 * rank, 2)] for rank in range(world.size)]
+    plan = _C.plan_gather(world.rank, world.size, ((2, 3), torch.int32), 0, segments)
     output = torch.zeros(2 * world.size, 3, dtype=torch.int32, device="cuda")
     comm.exchange(plan, [pattern((2, 3), torch.int32, world.rank).cuda()], [output])
     expected = torch.cat([pattern((2, 3), torch.int32, rank) for rank in range(world.size)])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -63,4 +65,10 @@ def list_plan(
 
 @functools.lru_cache(maxsize=256)
 def all_gather_plan(rank: int, size: int, length: int, dtype: torch.dtype) -> Any:
-    return _C.plan_gather(rank, size, ((length,), dtype), 0, [length] * size)
+    return concatenation_plan(rank, ((length,), dtype), [length] * size)
+
+
+def concatenation_plan(rank: int, local: TensorSpec, lengths: Sequence[int]) -> Any:
+    """Gives all ranks the concatenation along dim 0 of their tensors of these lengths."""
+    segments = [[segment] for segment in zip(accumulate(lengths, initial=0), lengths, strict=False)]
+    return _C.plan_gather(rank, len(lengths), local, 0, segments)

@@ -16,7 +16,7 @@ from ..core.operators import communicates
 from ..core.tensor_specs import TensorSpec
 from .asynchronous import StepWork, apply_async
 from .differentiable import ExchangeStep, Step, apply, real_views
-from .layouts import ZIGZAG, Layout, is_packed, segments_of
+from .layouts import ZIGZAG, Layout, gather_segments, is_packed, split_segments
 from .sizes import cal_split_sizes, checked_spec, dim_index, taken_as_equal
 
 OP = "all_gather"  # the name of a gather in errors and records
@@ -142,7 +142,7 @@ def _split_step(
     shape, dtype = spec
     if layout is None:
         layout = tuple(cal_split_sizes(shape[dim], size))
-    segments = segments_of(layout, rank, size, shape[dim])
+    segments = split_segments(layout, rank, size, shape[dim])
     local = (*shape[:dim], sum(length for _, length in segments), *shape[dim + 1 :]), dtype
     gradient = partial(_gather_step, rank, size, local, dim, layout, grad_scale, scale)
     return _SplitStep(dim, segments, size, local, gradient, scale)
@@ -159,12 +159,8 @@ def _gather_step(
     by_real_views = scale is not None and dtype.is_complex
     if by_real_views:
         spec = (*shape, 2), dtype.to_real()
-    if isinstance(layout, str):
-        plan = _C.plan_zigzag_gather(rank, size, spec, dim, scale)
-    elif is_packed(layout):
-        plan = _C.plan_packed_gather(rank, size, spec, dim, layout, scale)
-    else:
-        plan = _C.plan_gather(rank, size, spec, dim, layout, scale)
+    segments = gather_segments(layout, rank, size, shape[dim])
+    plan = _C.plan_gather(rank, size, spec, dim, segments, scale)
     [full_shape] = plan.output_shapes
     full = full_shape[: len(shape)], dtype
     gradient = partial(_split_step, rank, size, full, dim, layout, grad_scale, scale)
