@@ -3,43 +3,13 @@
 #pragma once
 
 #include <cstddef>
-#include <new>
-#include <stdexcept>
+#include <exception>
 #include <type_traits>
 #include <utility>
 
 #include "bindings/python_args.h"
 
 namespace pipecomm {
-
-inline void set_failure(const Failure& failure) {
-  try {
-    raise_failure(failure);
-  } catch (py::error_already_set& error) {
-    error.restore();
-  }
-}
-
-// Translates exceptions as pybind11 does, those that our calls throw.
-template <class Call>
-PyObject* result_or_error(Call&& call) {
-  try {
-    return call();
-  } catch (py::error_already_set& error) {
-    error.restore();
-  } catch (const py::builtin_exception& error) {
-    error.set_error();
-  } catch (const PipeCommException& error) {
-    set_failure(*error.failure());
-  } catch (const std::invalid_argument& error) {
-    PyErr_SetString(PyExc_ValueError, error.what());
-  } catch (const std::bad_alloc& error) {
-    PyErr_SetString(PyExc_MemoryError, error.what());
-  } catch (const std::exception& error) {
-    PyErr_SetString(PyExc_RuntimeError, error.what());
-  }
-  return nullptr;
-}
 
 template <class Method>
 struct MethodParts;
@@ -54,7 +24,7 @@ struct MethodParts<Result_ (Class_::*)(Args...)> {
 template <auto kMethod>
 PyObject* call_method(PyObject* self, PyObject* const* args, Py_ssize_t num_args) {
   using Parts = MethodParts<decltype(kMethod)>;
-  return result_or_error([&]() -> PyObject* {
+  try {
     if (num_args != Parts::kNumArgs)
       throw py::type_error("takes " + std::to_string(Parts::kNumArgs) +
                            " positional arguments, not " + std::to_string(num_args));
@@ -72,7 +42,10 @@ PyObject* call_method(PyObject* self, PyObject* const* args, Py_ssize_t num_args
     } else {
       return py::cast(call(kArgs)).release().ptr();
     }
-  });
+  } catch (const std::exception&) {  // not the unwinding of a thread that ends
+    py::detail::try_translate_exceptions();
+    return nullptr;
+  }
 }
 
 // `doc` begins with the signature: "name($self, tensor, /)\n--\n\n".
