@@ -56,35 +56,25 @@ py::list transfers(const std::vector<Transfer>& transfers) {
   return list;
 }
 
-py::list shapes(const std::vector<TensorSpec>& specs) {
-  py::list list;
-  for (const TensorSpec& spec : specs) list.append(py::tuple(py::cast(spec.shape)));
-  return list;
-}
-
 }  // namespace
 
 void bind_plan(py::module_& m) {
   py::class_<PreparedExchange, PreparedExchangePtr>(
       m, "PreparedExchange",
       "An exchange plan, which boxes go to, and come from, each peer, with its lowerings.")
-      .def_property_readonly("op", [](const PreparedExchange& self) { return self.plan().op; })
-      .def_property_readonly("rank", [](const PreparedExchange& self) { return self.plan().rank; })
-      .def_property_readonly("size", [](const PreparedExchange& self) { return self.plan().size; })
       .def_property_readonly("signature",
                              [](const PreparedExchange& self) { return self.plan().signature; })
-      .def_property_readonly(
-          "input_shapes", [](const PreparedExchange& self) { return shapes(self.plan().inputs); })
-      .def_property_readonly(
-          "output_shapes", [](const PreparedExchange& self) { return shapes(self.plan().outputs); })
+      .def_property_readonly("output_shapes",
+                             [](const PreparedExchange& self) {
+                               py::list shapes;
+                               for (const TensorSpec& spec : self.plan().outputs)
+                                 shapes.append(py::tuple(py::cast(spec.shape)));
+                               return shapes;
+                             })
       .def_property_readonly(
           "sends", [](const PreparedExchange& self) { return transfers(self.plan().sends); })
       .def_property_readonly(
-          "recvs", [](const PreparedExchange& self) { return transfers(self.plan().recvs); })
-      .def("__repr__", [](const PreparedExchange& self) {
-        return "<PreparedExchange " + self.plan().op + ", rank " +
-               std::to_string(self.plan().rank) + " of " + std::to_string(self.plan().size) + ">";
-      });
+          "recvs", [](const PreparedExchange& self) { return transfers(self.plan().recvs); });
 
   m.def("remainder_first", &remainder_first, py::arg("dim_size"), py::arg("world_size"));
   m.def(

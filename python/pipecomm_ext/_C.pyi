@@ -81,11 +81,7 @@ def join_works(works: Sequence[Work]) -> Work: ...
 def timeout_seconds(timeout: float | datetime.timedelta) -> float | None: ...
 
 class PreparedExchange:
-    op: Final[str]
-    rank: Final[int]
-    size: Final[int]
     signature: Final[int]
-    input_shapes: Final[list[tuple[int, ...]]]
     output_shapes: Final[list[tuple[int, ...]]]
     sends: Final[list[tuple[int, list[tuple[int, list[int], list[int]]]]]]
     recvs: Final[list[tuple[int, list[tuple[int, list[int], list[int]]]]]]
