@@ -13,7 +13,7 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
@@ -245,10 +245,8 @@ class Rendezvous:
             raise self._mismatch(min(refusals), self.refusal_text(refusals))
         return records
 
-    def agree(
-        self, stage: str, facts: dict[str, Any], error: Exception | None, *, private: Sequence[str] = ()
-    ) -> list[dict[str, Any]]:
-        """Returns every rank's facts, which must be equal except for the keys `private`.
+    def agree(self, stage: str, facts: dict[str, Any], error: Exception | None) -> list[dict[str, Any]]:
+        """Returns every rank's facts, which must be equal.
 
         Raises `error` if there is one: this rank's own arguments are wrong, and the others learn of it. Facts
         that differ raise PipeCommMismatch on all ranks.
@@ -260,27 +258,10 @@ class Rendezvous:
                 raise error
         for key, value in everybody[0].items():
             for rank, other in enumerate(everybody):
-                if key not in private and other[key] != value:
+                if other[key] != value:
                     values = f"{value!r} on rank 0, {other[key]!r} on rank {rank}"
                     raise self._mismatch(rank, f"{self._what}: ranks disagree about {key}: {values}")
         return everybody
-
-    def make(self, stage: str, make: Callable[[], T]) -> T:
-        """Returns what `make` returns, once it has returned on all ranks. If it raises on a rank, that rank
-        raises the same, and all others PipeCommMismatch with the reason.
-        """
-        made: T | None = None
-        error: Exception | None = None
-        try:
-            made = make()
-        except Exception as failed:
-            error = failed
-        try:
-            self.agree(stage, {}, error)
-        except Exception:
-            made = None  # destroyed now, not with the traceback
-            raise
-        return cast(T, made)  # without an error
 
     def _restart(self) -> None:
         self._deadline = math.inf if self._timeout is None else time.monotonic() + self._timeout
