@@ -76,6 +76,9 @@ void bind_plan(py::module_& m) {
       .def_property_readonly(
           "recvs", [](const PreparedExchange& self) { return transfers(self.plan().recvs); });
 
+  std::vector<const char*> names;
+  for (int code = 0; code < num_dtypes(); ++code) names.push_back(dtype_name(uint8_t(code)));
+  m.attr("DTYPE_NAMES") = names;
   m.def("remainder_first", &remainder_first, py::arg("dim_size"), py::arg("world_size"));
   m.def(
       "plan_all_to_all",

@@ -288,6 +288,7 @@ def plan_collect_pieces(
 ) -> PreparedExchange: ...
 def check_tensor(tensor: torch.Tensor, name: str, device: str, is_received: bool) -> None: ...
 
+DTYPE_NAMES: Final[list[str]]
 MIN_RESULT_BYTES: Final[int]
 build_info: Final[dict[str, Any]]
 
