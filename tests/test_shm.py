@@ -312,9 +312,7 @@ def test_only_the_right_memory_is_mapped():
 
     def refusal(fd, inode=None, timeout_s=20.0, farewell=None):
         inode = inode or os.fstat(fd).st_ino
-        met = _C.Introduction(
-            is_on_this_host=True, pid=os.getpid(), memory_fd=fd, memory_inode=inode, farewell=farewell
-        )
+        met = _C.Introduction(pid=os.getpid(), memory_fd=fd, memory_inode=inode, farewell=farewell)
         comm = _C.Communicator(connections(lookup=lambda rank: met), 0, 2, 1, timeout_s, 1)
         try:
             with pytest.raises((PipeCommMismatch, PipeCommTimeout, PipeCommPeerLost)) as error:

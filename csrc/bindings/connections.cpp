@@ -98,12 +98,11 @@ std::unique_ptr<HostTransport> Connections::make_transport(TransportEvents& even
 
 void bind_connections(py::module_& m) {
   py::class_<Introduction>(m, "Introduction", "How to meet a rank, or why it refuses.")
-      .def(py::init([](bool is_on_this_host, const py::int_& cores, int pid,
-                       std::vector<std::string> hosts, uint16_t port, int memory_fd,
-                       uint64_t memory_inode, int64_t window_bytes, const py::str& reason,
-                       const py::str& refusal, std::optional<std::string> farewell) {
-             return Introduction{is_on_this_host,
-                                 core_set(cores),
+      .def(py::init([](const py::int_& cores, int pid, std::vector<std::string> hosts,
+                       uint16_t port, int memory_fd, uint64_t memory_inode, int64_t window_bytes,
+                       const py::str& reason, const py::str& refusal,
+                       std::optional<std::string> farewell) {
+             return Introduction{core_set(cores),
                                  pid,
                                  std::move(hosts),
                                  port,
@@ -114,8 +113,8 @@ void bind_connections(py::module_& m) {
                                  text_argument(refusal),
                                  std::move(farewell)};
            }),
-           py::kw_only(), py::arg("is_on_this_host") = false, py::arg("cores") = 0,
-           py::arg("pid") = 0, py::arg("hosts") = std::vector<std::string>(), py::arg("port") = 0,
+           py::kw_only(), py::arg("cores") = 0, py::arg("pid") = 0,
+           py::arg("hosts") = std::vector<std::string>(), py::arg("port") = 0,
            py::arg("memory_fd") = -1, py::arg("memory_inode") = 0, py::arg("window_bytes") = 0,
            py::arg("reason") = "", py::arg("refusal") = "", py::arg("farewell") = py::none());
   py::class_<Connections>(

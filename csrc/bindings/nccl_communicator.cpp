@@ -28,8 +28,8 @@ Check check_argument(const std::string& name) {
 std::unique_ptr<BoundCommunicator> make_nccl_communicator(
     Connections& connections, int rank, int size, int num_channels, const py::object& timeout,
     const std::string& check, int device_idx, int max_ops_per_group, int min_ctas, int max_ctas,
-    int num_channels_per_net_peer, int traffic_class, int num_sms, const std::string& name,
-    const std::string& host, const std::string& capture_problem) {
+    int num_channels_per_net_peer, int traffic_class, int num_sms, const std::string& host,
+    const std::string& capture_problem) {
   CommunicatorOptions options;
   options.rank = rank;
   options.size = size;
@@ -39,7 +39,7 @@ std::unique_ptr<BoundCommunicator> make_nccl_communicator(
   DeviceOptions device_options;
   device_options.check = check_argument(check);
   device_options.max_ops_per_group = max_ops_per_group;
-  device_options.nccl = {min_ctas, max_ctas, num_channels_per_net_peer, traffic_class, name};
+  device_options.nccl = {min_ctas, max_ctas, num_channels_per_net_peer, traffic_class};
   if (!host.empty()) device_options.host = Signature(host).value() | 1;
   device_options.capture_problem = capture_problem;
   py::gil_scoped_release no_gil;
@@ -72,8 +72,7 @@ void bind_nccl_communicator(py::module_& m, py::class_<BoundCommunicator>& commu
                    py::arg("device_idx"), py::arg("max_ops_per_group") = kDefaultMaxOpsPerGroup,
                    py::arg("min_ctas") = -1, py::arg("max_ctas") = -1,
                    py::arg("channels_per_net_peer") = -1, py::arg("traffic_class") = -1,
-                   py::arg("num_sms") = 0, py::arg("name") = "pipecomm", py::arg("host") = "",
-                   py::arg("capture_problem") = "");
+                   py::arg("num_sms") = 0, py::arg("host") = "", py::arg("capture_problem") = "");
 }
 
 }  // namespace pipecomm

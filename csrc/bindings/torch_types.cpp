@@ -54,10 +54,7 @@ TorchNames::TorchNames(py::handle module)
       parameter(forever(torch.attr("nn").attr("Parameter"))),
       default_dispatch(forever(tensor.attr("__torch_dispatch__"))),
       grad_enabled(forever(torch.attr("is_grad_enabled"))),
-      increment_version(
-          forever(py::hasattr(torch.attr("_C"), "_increment_version")
-                      ? torch.attr("_C").attr("_increment_version")
-                      : py::module_::import("torch.autograd.graph").attr("increment_version"))),
+      increment_version(forever(torch.attr("_C").attr("_increment_version"))),
       is_functional_tensor(forever(torch.attr("_is_functional_tensor"))),
       untyped_storage(tensor, "untyped_storage"),
       storage_offset(tensor, "storage_offset"),

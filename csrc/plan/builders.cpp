@@ -91,7 +91,6 @@ ExchangePlan make_plan(const char* op, Member me, std::vector<TensorSpec> inputs
 
 ExchangePlan finished(ExchangePlan plan, const Signature& signature) {
   plan.signature = signature.value();
-  plan.validate();
   return plan;
 }
 

@@ -1,6 +1,6 @@
 // Pure functions that turn the arguments of an operation into this rank's exchange plan. Dims are
-// already normalised (0 <= dim < ndim). Every argument is checked; std::invalid_argument states what
-// was expected and what was passed.
+// already normalised (0 <= dim < ndim). std::invalid_argument states what was expected and what was
+// passed; ExchangePlan::validate() finds the rest.
 #pragma once
 
 #include <utility>

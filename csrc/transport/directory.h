@@ -24,8 +24,7 @@ namespace pipecomm {
 
 // How to reach one peer.
 struct Introduction {
-  bool is_on_this_host = false;
-  CoreSet cores;  // if so, on which it may run
+  CoreSet cores;  // on which it may run, if it is on this host
   pid_t pid = 0;  // of a process that this one can watch, else 0
   // Where it listens for connections, most promising host first.
   std::vector<std::string> hosts;

@@ -93,7 +93,6 @@ class Introduction:
     def __init__(
         self,
         *,
-        is_on_this_host: bool = False,
         cores: int = 0,
         pid: int = 0,
         hosts: Sequence[str] = (),
@@ -156,7 +155,6 @@ class Communicator:
         channels_per_net_peer: int = -1,
         traffic_class: int = -1,
         num_sms: int = 0,
-        name: str = "pipecomm",
         host: str = "",
         capture_problem: str = "",
     ) -> None: ...

@@ -68,7 +68,6 @@ struct Meeting {
   explicit Meeting(int num_ranks)
       : size(num_ranks), introductions(num_ranks), farewells(num_ranks) {
     for (size_t byte = 0; byte < key.size(); ++byte) key[byte] = std::byte(byte + 1);
-    for (Introduction& each : introductions) each.is_on_this_host = true;
   }
   ~Meeting() {
     for (const Introduction& each : introductions)

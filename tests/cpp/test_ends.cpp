@@ -242,7 +242,6 @@ TEST(no_memory_for_messages_that_waited) {
   meeting.look_up = [&](int, int peer) -> std::optional<Introduction> {
     if (!is_known) return std::nullopt;
     Introduction introduction = meeting.introductions[peer];
-    introduction.is_on_this_host = false;
     introduction.pid = 0;
     introduction.memory_fd = -1;
     introduction.reason = "another host";

@@ -9,6 +9,11 @@
 
 const TensorSpec kTensor{{2, 6, 4}, dtypes::kFloat32};
 
+ExchangePlan valid(ExchangePlan plan) {
+  plan.validate();
+  return plan;
+}
+
 LoweredExchange lowered(const ExchangePlan& plan) {
   std::vector<StridedLayout> inputs, outputs;
   for (const TensorSpec& tensor : plan.inputs) inputs.push_back(StridedLayout::contiguous(tensor));
@@ -92,12 +97,12 @@ TEST(all_to_all_with_starts) {
   CHECK(all_to_all_plan({0, 2}, {elsewhere}, 1, 0).signature != plan.signature);
   CHECK(all_to_all_plan({0, 2}, {forward}, 1, 0, {}, "tag").signature != plan.signature);
   elsewhere.scatter_starts = {1, 4};
-  CHECK_INVALID("", all_to_all_plan({0, 2}, {elsewhere}, 1, 0));
+  CHECK_INVALID("", valid(all_to_all_plan({0, 2}, {elsewhere}, 1, 0)));
   elsewhere.scatter_starts = {1};
   CHECK_INVALID("scatter_starts needs one entry", all_to_all_plan({0, 2}, {elsewhere}, 1, 0));
   AllToAllTensor twice = backward;
   twice.gather_starts = {0, 1};
-  CHECK_INVALID("", all_to_all_plan({0, 2}, {twice}, 0, 1));
+  CHECK_INVALID("", valid(all_to_all_plan({0, 2}, {twice}, 0, 1)));
 }
 
 TEST(builder_errors) {
@@ -124,9 +129,10 @@ TEST(builder_errors) {
                 gather_plan(me, kTensor, 0, {{{0, 1}, {3, 2}}, {{1, 2}}}));
   CHECK_INVALID("segments of 0 ranks, not of 2", gather_plan(me, kTensor, 0, {}));
   CHECK_INVALID("two receives write the same elements",
-                gather_plan(me, kTensor, 0, {{{0, 2}}, {{1, 2}}}));
-  CHECK_INVALID("leaves the output tensor", gather_plan(me, kTensor, 0, {{{0, 2}}, {{3, 2}}}));
-  CHECK_INVALID("leaves the output tensor", gather_plan(me, kTensor, 0, {{{0, 2}}, {{2, -1}}}));
+                valid(gather_plan(me, kTensor, 0, {{{0, 2}}, {{1, 2}}})));
+  for (const Segments& theirs : {Segments{{3, 2}}, Segments{{2, -1}}})
+    CHECK_INVALID("leaves the output tensor",
+                  valid(gather_plan(me, kTensor, 0, {{{0, 2}}, theirs})));
   CHECK_INVALID("must agree in dtype", all_to_all_single_plan(me, {{4, 3}, dtypes::kInt32},
                                                               {{4, 2}, dtypes::kInt32}, two, two));
   CHECK_INVALID(
@@ -136,8 +142,9 @@ TEST(builder_errors) {
                 all_to_all_single_plan(me, {{}, dtypes::kInt32}, {{}, dtypes::kInt32}, two, two));
   CHECK_INVALID("got 1 inputs and 2 outputs",
                 all_to_all_list_plan(me, {kTensor}, {kTensor, kTensor}));
-  CHECK_INVALID("sends 192 bytes to itself but receives 4",
-                all_to_all_list_plan(me, {kTensor, kTensor}, {{{1}, kTensor.dtype}, kTensor}));
+  CHECK_INVALID(
+      "sends 192 bytes to itself but receives 4",
+      valid(all_to_all_list_plan(me, {kTensor, kTensor}, {{{1}, kTensor.dtype}, kTensor})));
   CHECK_INVALID(
       "rank 0 keeps its own input [2, 6, 4] float32, but output 0 is [2, 6, 4] int32",
       all_to_all_list_plan(me, {kTensor, kTensor}, {{kTensor.shape, dtypes::kInt32}, kTensor}));
@@ -158,8 +165,9 @@ TEST(builder_errors) {
   CHECK_INVALID("destination dim -1 is out of range",
                 reshard_plan(me, kTensor, {{0}, {}, false, 1}, {{1}, {}, false, -1}));
   CHECK_INVALID("float64 can be scaled, got int32",
-                gather_plan(me, {{2}, dtypes::kInt32}, 0, halves, Scale::divide(2)));
-  CHECK_INVALID("finite and not zero", gather_plan(me, kTensor, 0, halves, Scale::divide(0)));
+                valid(gather_plan(me, {{2}, dtypes::kInt32}, 0, halves, Scale::divide(2))));
+  CHECK_INVALID("finite and not zero",
+                valid(gather_plan(me, kTensor, 0, halves, Scale::divide(0))));
 }
 
 // Each rank of the layout gets its piece of every other one's tensor; an own piece that lies in

@@ -10,7 +10,6 @@ void place(Meeting& meeting, const std::vector<int>& hosts) {
   meeting.look_up = [&meeting, hosts](int rank, int peer) -> std::optional<Introduction> {
     Introduction introduction = meeting.introductions[peer];
     if (hosts[rank] != hosts[peer]) {
-      introduction.is_on_this_host = false;
       introduction.pid = 0;
       introduction.memory_fd = -1;
       introduction.reason = "another host";

@@ -135,10 +135,6 @@ TEST(limits) {
   const Bytes packet = writer.take(kEpoch, 1);
   CHECK_EQ(packet.size(), wire::kMaxPacketBytes);
   CHECK_EQ(PacketReader(packet, kEpoch).records().size(), 1u);
-
-  CHECK(writer.add_text(Kind::refuse, 0, 0, std::string(100'000, 'x')));
-  const Bytes text = writer.take(kEpoch, 2);
-  CHECK_EQ(PacketReader(text, kEpoch).records()[0].text(), std::string(wire::kMaxTextBytes, 'x'));
 }
 
 template <class T>

@@ -30,7 +30,7 @@ NcclResult init(NcclInitRankConfig init_rank_config, int version, NcclComm** com
   if (options.min_ctas > 0) config.min_ctas = options.min_ctas;
   if (options.max_ctas > 0) config.max_ctas = options.max_ctas;
   if (options.traffic_class >= 0) config.traffic_class = options.traffic_class;
-  if (!options.name.empty()) config.comm_name = options.name.c_str();
+  config.comm_name = options.name.c_str();
   if (options.num_channels_per_net_peer > 0)
     config.num_channels_per_net_peer = options.num_channels_per_net_peer;
   return init_rank_config(comm, size, id, rank, &config);

@@ -36,7 +36,7 @@ struct NcclConfig {
   int max_ctas = -1;
   int num_channels_per_net_peer = -1;
   int traffic_class = -1;
-  std::string name;  // shown in NCCL's logs
+  std::string name = "pipecomm";  // shown in NCCL's logs
 };
 
 struct NcclApi {

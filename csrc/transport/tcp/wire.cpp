@@ -35,11 +35,6 @@ bool PacketWriter::add(Kind kind, int channel, uint64_t seq, const Descriptor* d
   return true;
 }
 
-bool PacketWriter::add_text(Kind kind, int channel, uint64_t seq, std::string_view text) {
-  text = text.substr(0, kMaxTextBytes);
-  return add(kind, channel, seq, nullptr, std::as_bytes(std::span(text.data(), text.size())));
-}
-
 std::vector<std::byte> PacketWriter::take(uint32_t epoch, uint64_t packet_number) {
   if (bytes_.empty()) bytes_.resize(sizeof(PacketHeader));
   PacketHeader header;

@@ -82,12 +82,10 @@ size_t max_inline_bytes();
 class PacketWriter {
  public:
   bool empty() const { return num_records_ == 0; }
-  size_t num_bytes() const { return bytes_.size(); }
   // Returns false and writes nothing if the record does not fit any more. A record always fits an
   // empty packet if its payload has at most max_inline_bytes().
   bool add(Kind kind, int channel, uint64_t seq, const Descriptor* descriptor,
            std::span<const std::byte> payload);
-  bool add_text(Kind kind, int channel, uint64_t seq, std::string_view text);
   // Ends the packet, which may have no records, and starts the next one.
   std::vector<std::byte> take(uint32_t epoch, uint64_t packet_number);
 

@@ -14,7 +14,7 @@ def register() -> None:
     """Registers the backend, unless it is registered already. On a torch that is too old, making a group of
     it raises a RuntimeError that says so.
     """
-    if not dist.is_available() or hasattr(dist.Backend, NAME.upper()):
+    if hasattr(dist.Backend, NAME.upper()):
         return
     create = _create if is_new_enough() else refuse
     dist.Backend.register_backend(NAME, create, extended_api=True, devices=DEVICES)

@@ -19,11 +19,7 @@ _SUMS = ("SUM", "AVG", "PREMUL_SUM")
 _WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.complex32: torch.complex64} | {
     getattr(torch, name): torch.float32 for name in dir(torch) if name.startswith("float8_")
 }
-_SIGNED = {
-    getattr(torch, f"uint{bits}"): getattr(torch, f"int{bits}")
-    for bits in (16, 32, 64)
-    if hasattr(torch, f"uint{bits}")
-}
+_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
 
 class Operator:

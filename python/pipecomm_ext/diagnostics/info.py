@@ -44,8 +44,7 @@ def info() -> dict[str, Any]:
         ```
     """
     nccl = nccl_facts()
-    known = ("gloo", "nccl", "mpi", "ucc") if dist.is_available() else ()
-    backends = [name for name in known if dist.is_backend_available(name)]
+    backends = [name for name in ("gloo", "nccl", "mpi", "ucc") if dist.is_backend_available(name)]
     settings, environment_warnings = _environment_facts()
     # An unknown name may be the misspelt name of a secret.
     hidden = {*environment.unknown(), *(key for key in settings if settings[key] == environment.HIDDEN)}

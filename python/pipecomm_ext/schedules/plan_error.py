@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+_NUM_AROUND = 24  # items of a row on each side of the failing one
+_MAX_SHOWN = 16  # ranks of a deadlock
+
 
 class PlanError(ValueError):
     """A plan that cannot be read or must not run.
@@ -44,11 +47,11 @@ def slot_error(name: str, rows, rank: int, position: int, problem: str, waits_fo
     return error_in_row(headline, rows, rank, position, item, waits_for)
 
 
-def _marked_row(row, position: int | None, num_around: int = 24) -> str:
+def _marked_row(row, position: int | None) -> str:
     """The row as text with `>>item<<` at `position`; long rows are cut around it."""
     if position is None:
-        return row_text(row) if len(row) <= 2 * num_around else f"{row_text(row[: 2 * num_around])} ..."
-    begin, end = max(0, position - num_around), position + num_around + 1
+        return row_text(row) if len(row) <= 2 * _NUM_AROUND else f"{row_text(row[: 2 * _NUM_AROUND])} ..."
+    begin, end = max(0, position - _NUM_AROUND), position + _NUM_AROUND + 1
     here = f">>{row[position]}<<" if position < len(row) else ">>end<<"
     parts = [
         "..." if begin else "",
@@ -70,9 +73,7 @@ class Blocked(NamedTuple):
     source: int
 
 
-def deadlock_error(
-    name: str, rows, blocked: dict[int, Blocked], where: str, max_shown: int = 16
-) -> PlanError:
+def deadlock_error(name: str, rows, blocked: dict[int, Blocked], where: str) -> PlanError:
     """The error for a set of blocked ranks; a ring of ranks that wait for each other comes first."""
     path, rank = [], min(blocked)
     while rank in blocked and rank not in path:
@@ -81,7 +82,7 @@ def deadlock_error(
     ring = path[path.index(rank) :] if rank in path else path[-1:]
     turn = ring.index(min(ring))
     ring = ring[turn:] + ring[:turn]
-    shown = (ring + [rank for rank in sorted(blocked) if rank not in ring])[:max_shown]
+    shown = (ring + [rank for rank in sorted(blocked) if rank not in ring])[:_MAX_SHOWN]
     lines = [
         f"  rank {rank}, position {position}: {item} waits for {waits_for} from rank {source}"
         for rank, position, item, waits_for, source in map(blocked.__getitem__, shown)

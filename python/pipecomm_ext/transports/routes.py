@@ -188,7 +188,6 @@ class Routes:
         is_here = own["boot_id"] is not None and own["boot_id"] == record["boot_id"]
         is_watchable = is_here and own["pid_namespace"] == record["pid_namespace"] is not None
         introduction: dict[str, Any] = {
-            "is_on_this_host": is_here,
             "cores": int(record["cores"], 16) if is_here else 0,
             "pid": record["pid"] if is_watchable and record["pid"] != os.getpid() else 0,
         }
