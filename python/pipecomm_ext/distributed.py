@@ -33,11 +33,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .communicator import Communicator, Recv, Send, Work, traced
-from .communicator.plans import concatenation_plan, list_plan
+from .communicator.plans import all_gather_list_plan, all_to_all_single_plan, concatenation_plan, list_plan
 from .communicator.registry import communicator_of, group_name, rank_and_size
 from .core.checked import whole_number
 from .core.extension import _C
-from .core.tensor_specs import TensorSpec, spec_of, specs_of
+from .core.tensor_specs import spec_of, specs_of
 
 __all__ = [
     "P2POp",
@@ -287,7 +287,7 @@ def all_to_all_single(
     """
 
     def plan(comm: Communicator) -> _C.PreparedExchange:
-        return _all_to_all_single_plan(
+        return all_to_all_single_plan(
             comm.rank,
             comm.size,
             spec_of(input, "input"),
@@ -322,7 +322,7 @@ def all_gather(
 
     def plan(comm: Communicator) -> _C.PreparedExchange:
         specs = spec_of(tensor, "tensor"), specs_of(tensor_list, "tensor_list")
-        return _all_gather_plan(comm.rank, comm.size, *specs)
+        return all_gather_list_plan(comm.rank, comm.size, *specs)
 
     return _exchange("all_gather", plan, [tensor], tensor_list, group, async_op)
 
@@ -343,7 +343,7 @@ def all_gather_into_tensor(
         spec, output_spec = spec_of(input_tensor, "input_tensor"), spec_of(output_tensor, "output_tensor")
         if output_spec == ((comm.size, *spec[0]), spec[1]):
             outputs.extend(output_tensor.unbind(0))
-            return _all_gather_plan(comm.rank, comm.size, spec, (spec,) * comm.size)
+            return all_gather_list_plan(comm.rank, comm.size, spec, (spec,) * comm.size)
         outputs.append(output_tensor)
         return _all_gather_into_plan(comm.rank, comm.size, spec, output_spec)
 
@@ -425,31 +425,6 @@ def _splits(sizes: Any, name: str) -> tuple[int, ...] | None:
     if not isinstance(sizes, (list, tuple)):
         raise TypeError(f"{name} must be a list of ints, not {type(sizes).__name__}")
     return tuple(whole_number(size, f"{name}[{rank}]") for rank, size in enumerate(sizes)) or None
-
-
-def _equal_splits(spec: TensorSpec, size: int, name: str) -> tuple[int, ...]:
-    shape, _ = spec
-    if not shape or shape[0] % size:
-        raise ValueError(
-            f"dim 0 of {name} of shape {list(shape)} must divide by the {size} ranks; or give sizes"
-        )
-    return (shape[0] // size,) * size
-
-
-@lru_cache(maxsize=256)
-def _all_to_all_single_plan(
-    rank, size, input_spec, output_spec, input_splits, output_splits
-) -> _C.PreparedExchange:
-    if input_splits is None:
-        input_splits = _equal_splits(input_spec, size, "input")
-    if output_splits is None:
-        output_splits = _equal_splits(output_spec, size, "output")
-    return _C.plan_all_to_all_single(rank, size, input_spec, output_spec, input_splits, output_splits)
-
-
-@lru_cache(maxsize=256)
-def _all_gather_plan(rank, size, spec, outputs) -> _C.PreparedExchange:
-    return _C.plan_all_gather_list(rank, size, spec, outputs)
 
 
 @lru_cache(maxsize=256)

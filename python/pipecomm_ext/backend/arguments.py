@@ -32,15 +32,3 @@ def tensor_list(tensors: Any) -> list[Tensor]:
 
 def operator_name(op: Any) -> str:
     return getattr(getattr(op, "op", op), "name", str(op))
-
-
-def splits(spec: Any, lengths: Any, size: int, name: str) -> tuple[int, ...]:
-    """The lengths along dim 0; None or an empty list means equal lengths."""
-    if lengths:
-        return tuple(lengths)
-    shape, _ = spec
-    if not shape or shape[0] % size:
-        raise ValueError(
-            f"dim 0 of {name} of shape {list(shape)} must divide by the {size} ranks; give sizes"
-        )
-    return (shape[0] // size,) * size

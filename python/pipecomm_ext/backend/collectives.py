@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -25,7 +24,7 @@ from torch._C._distributed_c10d import (
 
 from ..communicator.communicator import engine_of
 from ..communicator.continuation import Continuation, begin
-from ..communicator.plans import list_plan
+from ..communicator.plans import all_gather_list_plan, all_to_all_single_plan, list_plan, split_lengths
 from ..communicator.reductions import (
     all_gather,
     all_reduce,
@@ -43,7 +42,7 @@ from ..core.extension import _C
 from ..core.grad_mode import without_grad
 from ..core.tensor_specs import spec_of, specs_of
 from ..errors import PipeCommError
-from .arguments import operator_name, plain, single, splits, tensor_list
+from .arguments import operator_name, plain, single, tensor_list
 from .calls import collective
 from .endpoint import Connection, Endpoint
 from .messages import Messages
@@ -192,7 +191,7 @@ class Collectives:
             connection,
             "all_gather",
             "all_gather",
-            lambda: _all_gather_plan(
+            lambda: all_gather_list_plan(
                 comm.rank, comm.size, spec_of(tensor, "tensor"), specs_of(targets, "tensor_list")
             ),
             [tensor],
@@ -248,7 +247,7 @@ class Collectives:
         def plan() -> _C.PreparedExchange:
             specs = spec_of(tensor, "input"), spec_of(output, "output")
             lengths = [
-                splits(spec, given, comm.size, name)
+                split_lengths(spec, given, comm.size, name)
                 for spec, given, name in zip(
                     specs, (input_splits, output_splits), ("input", "output"), strict=True
                 )
@@ -256,7 +255,7 @@ class Collectives:
             if not has_equal_rows:
                 lengths = [_in_elements(*each) for each in zip(lengths, specs, strict=True)]
                 specs = spec_of(source, "input"), spec_of(target, "output")
-            return _all_to_all_single_plan(comm.rank, comm.size, *specs, *lengths)
+            return all_to_all_single_plan(comm.rank, comm.size, *specs, *lengths)
 
         handle = self._exchange(connection, "all_to_all", what, plan, [source], [target], opts)
         if target.data_ptr() != output.data_ptr():
@@ -377,18 +376,6 @@ class Collectives:
 
     def _device_kinds(self) -> set[str]:
         return {"cpu", "cuda"}
-
-
-@functools.lru_cache(maxsize=256)
-def _all_gather_plan(rank: int, size: int, spec: Any, outputs: Any) -> _C.PreparedExchange:
-    return _C.plan_all_gather_list(rank, size, spec, outputs)
-
-
-@functools.lru_cache(maxsize=256)
-def _all_to_all_single_plan(
-    rank: int, size: int, spec: Any, output: Any, lengths: Any, output_lengths: Any
-) -> _C.PreparedExchange:
-    return _C.plan_all_to_all_single(rank, size, spec, output, lengths, output_lengths)
 
 
 def _in_elements(lengths: tuple[int, ...], spec: Any) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ import torch
 from ..core.extension import _C
 from ..core.tensor_specs import TensorSpec
 
+Lengths = Sequence[int] | None
 # Up to here every rank gets whole tensors and reduces them itself, in one exchange.
 MAX_WHOLE_BYTES = 32 << 10
 
@@ -72,3 +73,29 @@ def concatenation_plan(rank: int, local: TensorSpec, lengths: Sequence[int]) -> 
     """Gives all ranks the concatenation along dim 0 of their tensors of these lengths."""
     segments = [[segment] for segment in zip(accumulate(lengths, initial=0), lengths, strict=False)]
     return _C.plan_gather(rank, len(lengths), local, 0, segments)
+
+
+@functools.lru_cache(maxsize=256)
+def all_gather_list_plan(rank: int, size: int, local: TensorSpec, outputs: tuple[TensorSpec, ...]) -> Any:
+    return _C.plan_all_gather_list(rank, size, local, outputs)
+
+
+@functools.lru_cache(maxsize=256)
+def all_to_all_single_plan(
+    rank: int, size: int, local: TensorSpec, output: TensorSpec, sent: Lengths, received: Lengths
+) -> Any:
+    """`sent` and `received`: lengths along dim 0, see `split_lengths`."""
+    lengths = split_lengths(local, sent, size, "input"), split_lengths(output, received, size, "output")
+    return _C.plan_all_to_all_single(rank, size, local, output, *lengths)
+
+
+def split_lengths(spec: TensorSpec, lengths: Lengths, size: int, name: str) -> tuple[int, ...]:
+    """Lengths along dim 0; as in torch, None or an empty list means equal ones."""
+    if lengths:
+        return tuple(lengths)
+    shape, _ = spec
+    if not shape or shape[0] % size:
+        raise ValueError(
+            f"dim 0 of {name} of shape {list(shape)} must divide by the {size} ranks; or give sizes"
+        )
+    return (shape[0] // size,) * size
