@@ -81,24 +81,12 @@ Scope scope_argument(std::vector<int> members, const py::object& channel) {
 }
 
 void bind_work(py::module_& m) {
-  py::class_<Work, std::shared_ptr<Work>>(m, "Work", R"doc(Handle on an operation in flight.
-
-It keeps nothing alive that the operation does not keep alive itself: dropping it is legal, and the data are delivered.
-If a tensor's storage is given other memory meanwhile (share_memory_(), resize_()), the operation goes on with the old one, and
-the wait() of a receive raises PipeCommError. Assigning tensor.data and set_() are harmless.)doc")
-      .def("wait", &Work::wait, py::arg("timeout") = py::none(),
-           R"doc(Wait until the operation is done.
-
-CPU tensors: blocks. CUDA tensors (NCCL): makes the current stream wait and returns at once, as torch's Work does; with a
-timeout it blocks the host.
-timeout: seconds or a timedelta; None waits as long as the communicator's own timeout allows. Raises PipeCommTimeout when it
-passes, and then the operation stays in flight; raises the operation's own error if it failed. Idempotent, from any thread.)doc")
-      .def("synchronize", &Work::synchronize, "Block the host until the operation is done.")
-      .def("is_completed", &Work::is_completed,
-           "Whether the operation has ended, well or not. Never blocks.")
-      .def_property_readonly("number", &Work::number,
-                             "The place of a collective of CPU tensors in the order of its "
-                             "communicator, equal on all ranks; else 0.");
+  py::class_<Work, std::shared_ptr<Work>>(
+      m, "Work", "Handle on an operation in flight; documented in pipecomm_ext/_C.pyi.")
+      .def("wait", &Work::wait, py::arg("timeout") = py::none())
+      .def("synchronize", &Work::synchronize)
+      .def("is_completed", &Work::is_completed)
+      .def_property_readonly("number", &Work::number);
   m.def(
       "join_works",
       [](std::vector<std::shared_ptr<Work>> works) -> std::shared_ptr<Work> {
