@@ -11,6 +11,7 @@
 #include <unordered_map>
 #include <utility>
 
+#include "bindings/python_args.h"
 #include "plan/dtype.h"
 
 namespace pipecomm {
@@ -184,12 +185,6 @@ class WallClock {
   const Clock::time_point now_ = Clock::now();
   const std::chrono::nanoseconds wall_now_ = std::chrono::system_clock::now().time_since_epoch();
 };
-
-// Of the bytes of a text that a peer or the system has chosen.
-py::object text_of(const std::string& bytes) {
-  return py::reinterpret_steal<py::object>(
-      PyUnicode_DecodeUTF8(bytes.data(), static_cast<Py_ssize_t>(bytes.size()), "replace"));
-}
 
 }  // namespace
 

@@ -29,6 +29,11 @@ std::string text_argument(const py::str& text) {
   return bytes;
 }
 
+py::object text_of(const std::string& bytes) {
+  return py::reinterpret_steal<py::object>(
+      PyUnicode_DecodeUTF8(bytes.data(), static_cast<Py_ssize_t>(bytes.size()), "replace"));
+}
+
 std::optional<std::chrono::nanoseconds> timeout_argument(py::handle object) {
   if (object.is_none()) return std::nullopt;
   double seconds;
@@ -58,22 +63,19 @@ void raise_failure(const Failure& failure) {
   auto optional = [](int64_t value) -> py::object {
     return value < 0 ? py::none() : py::object(py::int_(value));
   };
-  // Texts of peers may be cut off within a character, or not be valid text.
-  auto text = [](const std::string& bytes) {
-    return py::reinterpret_steal<py::object>(
-        PyUnicode_DecodeUTF8(bytes.data(), static_cast<Py_ssize_t>(bytes.size()), "replace"));
-  };
   const std::string who = failure.rank < 0 ? "" : "rank " + std::to_string(failure.rank) + ": ";
   const py::object error = errors.attr(kNames[static_cast<int>(failure.kind)])(
-      text(who + failure.message), py::arg("op") = text(failure.op),
+      text_of(who + failure.message), py::arg("op") = text_of(failure.op),
       py::arg("rank") = optional(failure.rank), py::arg("peer") = optional(failure.peer),
       py::arg("channel") = optional(failure.channel), py::arg("seq") = optional(failure.seq),
-      py::arg("dtype") = text(failure.dtype), py::arg("shape") = py::tuple(py::cast(failure.shape)),
+      py::arg("dtype") = text_of(failure.dtype),
+      py::arg("shape") = py::tuple(py::cast(failure.shape)),
       py::arg("origin_rank") = optional(failure.origin_rank));
   const auto describe = [&](const char* name, const std::optional<MessageDescription>& side) {
     if (side)
-      error.attr(name) = errors.attr("MessageDescription")(
-          text(side->op), text(side->dtype), py::tuple(py::cast(side->shape)), side->num_bytes);
+      error.attr(name) =
+          errors.attr("MessageDescription")(text_of(side->op), text_of(side->dtype),
+                                            py::tuple(py::cast(side->shape)), side->num_bytes);
   };
   describe("ours", failure.ours);
   describe("theirs", failure.theirs);

@@ -19,6 +19,9 @@ int index_argument(py::handle object, const std::string& name);
 // UTF-8; characters without one, as in file names of other bytes, are written as escapes.
 std::string text_argument(const py::str& text);
 
+// What a peer or the system has written: may be cut off within a character, or not be valid text.
+py::object text_of(const std::string& bytes);
+
 // None -> nullopt; a positive number of seconds or a timedelta. Zero, negative, NaN and absurdly
 // large values are ValueErrors, infinity is legal and means "no limit".
 std::optional<std::chrono::nanoseconds> timeout_argument(py::handle object);

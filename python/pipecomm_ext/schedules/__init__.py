@@ -69,17 +69,9 @@ __all__ = [
     *GENERATORS,  # pyright: ignore[reportUnsupportedDunderAll]
 ]
 
-_HOME_OF = {
-    "DualPipe": "dualpipe",
-    "DualPipeV": "dualpipe",
-    "Executor": "runtime",
-    "StageError": "runtime",
-    "StepResult": "runtime",
-    "WeightGradStore": "runtime",
-    "run_backward": "runtime",
-    "set_p2p_tensor_dtype": "dualpipe",
-    "set_p2p_tensor_shapes": "dualpipe",
-}
+_OF_DUALPIPE = ("DualPipe", "DualPipeV", "set_p2p_tensor_dtype", "set_p2p_tensor_shapes")
+_OF_RUNTIME = ("Executor", "StageError", "StepResult", "WeightGradStore", "run_backward")
+_HOME_OF = dict.fromkeys(_OF_DUALPIPE, "dualpipe") | dict.fromkeys(_OF_RUNTIME, "runtime")
 
 
 def __getattr__(name: str) -> Any:
