@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -197,9 +196,9 @@ def test_unequal_lengths(world):
     comm = world.comm
     many = compiled(lambda x: all_to_all_many([x], comm, 1, 0)[0])
     single = torch.compile(lambda x: all_to_all(x, world.group, 1, 0), fullgraph=True, backend="aot_eager")
-    for function, told in ((many, "unequal lengths along dim 0"), (single, r"(?=.*\[3, 4\]).*\[4, 4\]")):
+    for function in (many, single):
         kind, text = error_of(function, numbers((3 + world.rank, 4), torch.float32, 0))
-        assert kind == "PipeCommMismatch" and re.search(told, text), text
+        assert kind == "PipeCommMismatch" and "unequal lengths along dim 0" in text, text
         assert function(numbers((4, 4), torch.float32, 0)).shape == (8, 2)
 
 
@@ -446,7 +445,7 @@ def test_opcheck(world):
     flat = numbers((3, 4), torch.float64, world.rank)
     sizes, equal = remainder_first(2 * size + 1, size), [4] * size
     checks = [
-        (operators.all_to_all, (x, group, -1, 0, 2 * size, sizes[::-1], None)),
+        (operators.all_to_all_many, ([x], group, 2, 0, sizes[::-1], [2] * size, False)),
         (operators.split, (x, group, 1, [2 // size] * (2 * size), 2, None, "up")),
         (operators.gather, (x, group, 2, None, 1, None, "up")),
     ]
@@ -456,7 +455,6 @@ def test_opcheck(world):
         batch = [flat, flat.int()], [peer] * 2, [0, 1], [flat.clone(), flat.int()], [peer] * 2, [0, 1]
         two, lists = [x, x.detach().int()], (sizes * 2, equal * 2)
         checks += [
-            (operators.all_to_all, (x, group, 2, 1, None, None, None)),
             (operators.all_to_all_many, ([x], name, 2, 1, sizes, equal, True)),
             (operators.all_to_all_many, (two, group, 2, 1, *lists, False)),
             (operators.split, (x, group, 2, None, 1, None, "down")),

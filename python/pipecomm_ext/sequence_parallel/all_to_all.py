@@ -93,8 +93,8 @@ def all_to_all(
         ```
     """
     if torch.compiler.is_compiling() and not async_op:
-        group = group_name(process_group)
-        return _compiled(input_, group, scatter_dim, gather_dim, gather_size, scatter_sizes, gather_sizes)
+        lists = [scatter_sizes], [gather_sizes]
+        return _traced([input_], process_group, scatter_dim, gather_dim, gather_size, *lists)[0]
     comm = communicator_of(process_group, input_)
     with comm.collective(OP):
         request = _request(input_, "input_", gather_size, scatter_sizes, gather_sizes)
@@ -169,7 +169,7 @@ def all_to_all_many(
         ```
     """
     if torch.compiler.is_compiling() and not async_op:
-        return _traced_many(
+        return _traced(
             inputs, process_group, scatter_dim, gather_dim, gather_size, scatter_sizes, gather_sizes
         )
     comm = communicator_of(process_group, inputs[0] if isinstance(inputs, (list, tuple)) and inputs else None)
@@ -288,58 +288,15 @@ def _warn_of_unlike_shares(requests: tuple[Request, ...], size: int, scatter_dim
         )
 
 
-# ---- in a compiled graph: two custom operators ------------------------------------------------------------
+# ---- in a compiled graph: a custom operator ---------------------------------------------------------------
+# The tensors' lists of lengths are passed as one flat list. With `are_equal` the ranks' lengths along
+# gather_dim were assumed to be equal.
+
+_SCHEMA = """(Tensor[] inputs, str group, SymInt scatter_dim, SymInt gather_dim,
+              SymInt[] scatter_sizes, SymInt[] gather_sizes, bool are_equal) -> Tensor[]"""
 
 
-_SCHEMA = """(Tensor input_, str group, SymInt scatter_dim, SymInt gather_dim, SymInt? gather_size,
-              SymInt[]? scatter_sizes, SymInt[]? gather_sizes) -> Tensor"""
-
-
-@torch.library.custom_op("pipecomm_ext::all_to_all", mutates_args=(), schema=_SCHEMA)
-def _compiled(input_, group, scatter_dim, gather_dim, gather_size, scatter_sizes, gather_sizes):
-    sizes = {"scatter_sizes": scatter_sizes, "gather_sizes": gather_sizes}
-    return all_to_all(input_, named_group(group), scatter_dim, gather_dim, gather_size, **sizes)
-
-
-def _resolved(input_, group, scatter_dim, gather_dim, gather_size, scatter_sizes, gather_sizes):
-    """This rank, dims that count from the front, and both size lists."""
-    rank, size = rank_and_size(named_group(group))
-    scatter_dim = dim_index(scatter_dim, input_.dim(), "scatter_dim")
-    gather_dim = dim_index(gather_dim, input_.dim(), "gather_dim")
-    sizes = _sizes_of(input_.shape, size, scatter_dim, gather_dim, gather_size, scatter_sizes, gather_sizes)
-    return rank, scatter_dim, gather_dim, *sizes
-
-
-@communicates(_compiled)
-def _(input_, *arguments) -> Tensor:
-    rank, scatter_dim, gather_dim, scatter_sizes, gather_sizes = _resolved(input_, *arguments)
-    shape = list(input_.shape)
-    shape[scatter_dim] = scatter_sizes[rank]
-    shape[gather_dim] = sum(gather_sizes)
-    return input_.new_empty(shape)
-
-
-def _save_for_backward(ctx, inputs, output) -> None:
-    _, *ctx.dims_and_sizes = _resolved(*inputs)
-    ctx.group = inputs[1]
-
-
-def _backward(ctx, grad):
-    scatter_dim, gather_dim, scatter_sizes, gather_sizes = ctx.dims_and_sizes
-    grad = _compiled(grad, ctx.group, gather_dim, scatter_dim, None, gather_sizes, scatter_sizes)
-    return grad, *[None] * 6  # group, scatter_dim, gather_dim, gather_size, scatter_sizes, gather_sizes
-
-
-_compiled.register_autograd(_backward, setup_context=_save_for_backward)
-
-
-# For several tensors: their lists of lengths are passed as one flat list. With `are_equal` the ranks' lengths
-# along gather_dim were assumed to be equal.
-_SCHEMA_OF_MANY = """(Tensor[] inputs, str group, SymInt scatter_dim, SymInt gather_dim,
-                      SymInt[] scatter_sizes, SymInt[] gather_sizes, bool are_equal) -> Tensor[]"""
-
-
-def _traced_many(inputs, process_group, scatter_dim, gather_dim, gather_size, scatter_sizes, gather_sizes):
+def _traced(inputs, process_group, scatter_dim, gather_dim, gather_size, scatter_sizes, gather_sizes):
     if not isinstance(inputs, (list, tuple)):
         raise TypeError(f"inputs must be a list of tensors, not {type(inputs).__name__}")
     if not inputs:
@@ -357,7 +314,7 @@ def _traced_many(inputs, process_group, scatter_dim, gather_dim, gather_size, sc
                 raise ValueError(f"{name} needs one entry for each rank, got {len(sizes)}")
             lengths += sizes
     are_equal = gather_size is None and any(sizes is None for sizes in gather_lists)
-    return _compiled_many(list(inputs), group_name(process_group), scatter_dim, gather_dim, *flat, are_equal)
+    return _compiled(list(inputs), group_name(process_group), scatter_dim, gather_dim, *flat, are_equal)
 
 
 def _cut(lengths: Sequence[int], num_tensors: int) -> list[list[int]]:
@@ -366,8 +323,8 @@ def _cut(lengths: Sequence[int], num_tensors: int) -> list[list[int]]:
     return [list(lengths[idx * size : (idx + 1) * size]) for idx in range(num_tensors)]
 
 
-@torch.library.custom_op("pipecomm_ext::all_to_all_many", mutates_args=(), schema=_SCHEMA_OF_MANY)
-def _compiled_many(inputs, group, scatter_dim, gather_dim, scatter_sizes, gather_sizes, are_equal):
+@torch.library.custom_op("pipecomm_ext::all_to_all_many", mutates_args=(), schema=_SCHEMA)
+def _compiled(inputs, group, scatter_dim, gather_dim, scatter_sizes, gather_sizes, are_equal):
     with taken_as_equal(gather_dim, _CURE if are_equal else None):
         return all_to_all_many(
             inputs,
@@ -379,7 +336,7 @@ def _compiled_many(inputs, group, scatter_dim, gather_dim, scatter_sizes, gather
         )
 
 
-@communicates(_compiled_many)
+@communicates(_compiled)
 def _(inputs, group, scatter_dim, gather_dim, scatter_sizes, gather_sizes, are_equal) -> list[Tensor]:
     rank, _ = rank_and_size(named_group(group))
     outputs = []
@@ -392,24 +349,24 @@ def _(inputs, group, scatter_dim, gather_dim, scatter_sizes, gather_sizes, are_e
     return outputs
 
 
-def _save_for_backward_of_many(ctx, inputs, output) -> None:
+def _save_for_backward(ctx, inputs, output) -> None:
     tensors, ctx.group, *ctx.dims, scatter_sizes, gather_sizes, _ = inputs
     ctx.needs = [tensor.requires_grad for tensor in tensors]
     ctx.sizes = _cut(scatter_sizes, len(tensors)), _cut(gather_sizes, len(tensors))
     ctx.mark_non_differentiable(*(out for out, need in zip(output, ctx.needs, strict=True) if not need))
 
 
-def _backward_of_many(ctx, grads):
+def _backward(ctx, grads):
     scatter_dim, gather_dim = ctx.dims
     kept = [grad for grad, need in zip(grads, ctx.needs, strict=True) if need]
     scatter_sizes, gather_sizes = (
         [length for sizes, need in zip(lists, ctx.needs, strict=True) if need for length in sizes]
         for lists in ctx.sizes
     )
-    back = _compiled_many(kept, ctx.group, gather_dim, scatter_dim, gather_sizes, scatter_sizes, False)
+    back = _compiled(kept, ctx.group, gather_dim, scatter_dim, gather_sizes, scatter_sizes, False)
     back = iter(back)
     # group, scatter_dim, gather_dim, scatter_sizes, gather_sizes, are_equal
     return [next(back) if need else None for need in ctx.needs], *[None] * 6
 
 
-_compiled_many.register_autograd(_backward_of_many, setup_context=_save_for_backward_of_many)
+_compiled.register_autograd(_backward, setup_context=_save_for_backward)
