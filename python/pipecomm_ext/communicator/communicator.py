@@ -507,39 +507,6 @@ class Communicator:
             return None
         return self._in_background(reductions.begin_all_gather(self, self._c, output, input, False))
 
-    @overload
-    def exchange(
-        self,
-        plan: _C.PreparedExchange | Callable[[], _C.PreparedExchange],
-        inputs: Sequence[torch.Tensor],
-        outputs: Sequence[torch.Tensor],
-        *,
-        async_op: Literal[True],
-        op: str = "exchange",
-        members: Sequence[int] = (),
-        within: Sequence[int] = (),
-        channel: int | None = None,
-        after: Work | None = None,
-        gradient_of: int = 0,
-        returns_work: bool = False,
-    ) -> Work: ...
-    @overload
-    def exchange(
-        self,
-        plan: _C.PreparedExchange | Callable[[], _C.PreparedExchange],
-        inputs: Sequence[torch.Tensor],
-        outputs: Sequence[torch.Tensor],
-        *,
-        async_op: bool = False,
-        op: str = "exchange",
-        members: Sequence[int] = (),
-        within: Sequence[int] = (),
-        channel: int | None = None,
-        after: Work | None = None,
-        gradient_of: int = 0,
-        returns_work: Literal[True],
-    ) -> Work: ...
-    @overload
     def exchange(
         self,
         plan: _C.PreparedExchange | Callable[[], _C.PreparedExchange],
@@ -554,22 +521,7 @@ class Communicator:
         after: Work | None = None,
         gradient_of: int = 0,
         returns_work: bool = False,
-    ) -> Work | None: ...
-    def exchange(
-        self,
-        plan: _C.PreparedExchange | Callable[[], _C.PreparedExchange],
-        inputs: Sequence[torch.Tensor],
-        outputs: Sequence[torch.Tensor],
-        *,
-        async_op: bool = False,
-        op: str = "exchange",
-        members: Sequence[int] = (),
-        within: Sequence[int] = (),
-        channel: int | None = None,
-        after: Work | None = None,
-        gradient_of: int = 0,
-        returns_work: bool = False,
-    ) -> Work | None:
+    ) -> Work:
         """Runs an exchange plan: packs what is not contiguous, moves one message per peer, unpacks.
 
         All ranks call it, with plans made from the same arguments; or only the ranks `members` (increasing),
@@ -585,7 +537,7 @@ class Communicator:
             after: the Work of another exchange. This one is posted once that one has succeeded, and fails if
                 it fails, even if no thread waits.
             gradient_of: the `number` of the Work whose gradients are moved. CPU tensors: ranks compare it.
-            returns_work: return the Work also without async_op; it is then done.
+            returns_work: return the Work also without async_op; it is then done. With neither, None is returned.
         """
         try:
             if callable(plan):
