@@ -14,7 +14,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any
 
-from ..communicator.continuation import deadline_of, finish_in_background
+from ..communicator.continuation import deadline_of, finish_in_background, timeout_until
 from ..core.rendezvous import stores_of
 from ..errors import PipeCommTimeout
 from .endpoint import Endpoint
@@ -108,7 +108,7 @@ class AnySource:
             rest_s = min(2 * rest_s, _LONGEST_REST_S)
         if self._error is not None:
             raise self._error
-        self._work.wait(None if timeout is None else max(0.0, deadline - time.monotonic()))
+        self._work.wait(timeout_until(deadline))
 
     def _found_none(self) -> PipeCommTimeout:
         rank = self._endpoint.rank

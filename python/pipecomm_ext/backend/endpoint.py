@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-import time
 import warnings
 import weakref
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ import torch.distributed as dist
 
 from ..communicator import Communicator, communicator_for
 from ..communicator.communicator import close_patiently
-from ..communicator.continuation import Continuation, Line, deadline_of, finish_in_background
+from ..communicator.continuation import Continuation, Line, deadline_of, finish_in_background, timeout_until
 from ..core.host import place
 from ..core.levels import MIN_RANKS, Levels, levels_among
 from ..core.process_groups import StoreGroup
@@ -141,7 +140,7 @@ class Endpoint:
             unfinished, deadline = list(self._unfinished), deadline_of(self.timeout)
         for continuation in unfinished:
             with contextlib.suppress(Exception):  # which the call's own handle raises
-                continuation.wait(max(0.0, deadline - time.monotonic()))
+                continuation.wait(timeout_until(deadline))
         for communicator in communicators:
             try:
                 close_patiently(communicator, _PATIENCE_S)

@@ -14,6 +14,7 @@ from torch.distributed import ReduceOp
 
 from ..communicator.continuation import Continuation, Line, begin
 from ..communicator.plans import whole_plan
+from ..communicator.reduction_steps import Exchanges
 from ..core.extension import _C
 from ..core.tensor_specs import spec_of, specs_of
 from .arguments import operator_name
@@ -33,18 +34,19 @@ def begin_sparse_all_reduce(comm: Any, tensor: Tensor, op: Any, waits: bool, lin
         if getattr(op, "op", op) != ReduceOp.SUM:
             raise ValueError(f"all_reduce of sparse tensors supports SUM, not {operator_name(op)}")
         mine = tensor.detach().coalesce()
-    return begin(comm, _steps(comm, tensor, mine, waits, line.channel), [mine.values()], waits, line)
+    exchanges = Exchanges(comm, waits, line.channel)
+    steps = exchanges.refusing(_steps(exchanges, tensor, mine), 2)
+    return begin(comm, steps, [mine.values()], waits, line)
 
 
-def _steps(comm: Any, tensor: Tensor, mine: Tensor, waits: bool, channel: int) -> Iterator[_C.Work]:
+def _steps(exchanges: Exchanges, tensor: Tensor, mine: Tensor) -> Iterator[_C.Work]:
     """Two exchanges: the numbers of entries, with what the ranks must agree on; then the entries as bytes."""
-    rank, size = comm.rank, comm.size
-    options: Any = {"async_op": not waits, "op": "exchange", "returns_work": True}
+    rank, size = exchanges.rank, exchanges.size
     num_dims, shape = mine.sparse_dim(), list(tensor.shape)
     tag = f"all_reduce SUM {tensor.dtype} sparse {num_dims} of {shape}"
     count = torch.tensor([mine._nnz()], device=tensor.device)
     counts = count.repeat(size)
-    yield comm.exchange(whole_plan(rank, size, 1, torch.int64, -1, tag), [count], [counts], **options)
+    yield exchanges.run(whole_plan(rank, size, 1, torch.int64, -1, tag), [count], [counts])
 
     entries = counts.tolist()
     entry_shape = mine.values().shape[1:]
@@ -53,7 +55,7 @@ def _steps(comm: Any, tensor: Tensor, mine: Tensor, waits: bool, channel: int) -
     pieces = [own if src == rank else own.new_empty(num * bytes_each) for src, num in enumerate(entries)]
     outputs = [own.new_empty(own.shape) if src == rank else piece for src, piece in enumerate(pieces)]
     plan = _C.plan_all_gather_list(rank, size, spec_of(own, "entries"), specs_of(outputs, "entries"))
-    yield comm.exchange(plan, [own], outputs, channel=channel, **options)
+    yield exchanges.run(plan, [own], outputs)
 
     indices = [_indices(piece, num, num_dims) for piece, num in zip(pieces, entries, strict=True)]
     values = [

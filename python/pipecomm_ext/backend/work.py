@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Work as TorchWork
 
-from ..communicator.continuation import deadline_of, finish_in_background
+from ..communicator.continuation import deadline_of, finish_in_background, timeout_until
 from ..core.extension import _C
 from ..errors import PipeCommError, PipeCommMismatch, PipeCommTimeout
 
@@ -37,7 +37,7 @@ class Together:
     def wait(self, timeout: Any = None) -> None:
         deadline = deadline_of(timeout)
         for handle in self._handles:
-            handle.wait(None if timeout is None else max(0.0, deadline - time.monotonic()))
+            handle.wait(timeout_until(deadline))
 
     def is_completed(self) -> bool:
         return all([handle.is_completed() for handle in self._handles])
@@ -74,16 +74,10 @@ class BackendWork(TorchWork):
         """
         try:
             self._handle.wait(self._limit if timeout is None or timeout == _NONE else timeout)
-        except PipeCommTimeout as error:
-            if self._handle.is_completed():
-                self._settle(error)
-            raise self._explained(error) from None
-        except PipeCommError as error:
-            self._settle(error)
-            raise self._explained(error) from None
         except BaseException as error:
-            if self._handle.is_completed():
-                self._settle(error)
+            self.is_completed()  # its future may have ended; a timeout or a signal handler ends only the wait
+            if isinstance(error, PipeCommError):
+                raise self._explained(error) from None
             raise
         if self._future is not None:
             self._settle(None)

@@ -575,7 +575,7 @@ class Communicator:
         return RefusedOnError(self, op, members, channel)
 
     def refuse(
-        self, op: str, error: Exception, members: Sequence[int] = (), channel: int | None = None
+        self, op: str, error: BaseException, members: Sequence[int] = (), channel: int | None = None
     ) -> None:
         """Refuses a collective that this rank cannot take part in because of `error`. Does not wait."""
         self._c.refuse(op, summary_of(error), members, channel)

@@ -23,15 +23,21 @@ from typing import Any, Protocol
 import torch
 
 from ..core.extension import _C
-from ..errors import PipeCommTimeout
+from ..errors import PipeCommError, PipeCommTimeout
 
 _SLICE_S = 0.001  # pause of the thread before it polls all handles again
+_LEAST_S = 0.001  # in which a wait sees that its operation is done
 
 
 def deadline_of(timeout: float | datetime.timedelta | None) -> float:
     """Returns the time, by time.monotonic(), at which a wait that begins now has lasted too long."""
     seconds = None if timeout is None else _C.timeout_seconds(timeout)
     return math.inf if seconds is None else time.monotonic() + seconds
+
+
+def timeout_until(deadline: float) -> float | None:
+    """Returns the timeout of a wait that ends at that time, also if it has passed."""
+    return None if deadline == math.inf else max(_LEAST_S, deadline - time.monotonic())
 
 
 class Line:
@@ -125,25 +131,33 @@ class Continuation:
 
     def _step(self, current: _C.Work, deadline: float | None) -> bool:
         try:
-            try:
-                with _on(self._stream):
-                    current.wait(
-                        None if deadline in (None, math.inf) else max(0.0, deadline - time.monotonic())
-                    )
-            except PipeCommTimeout:
-                if not current.is_completed():
-                    return False
-                raise
-            if not self._run_those_before(deadline):
-                return False
+            with _on(self._stream):
+                if deadline is not None and deadline != math.inf:
+                    try:
+                        current.wait(timeout_until(deadline))
+                    except PipeCommTimeout:
+                        if not current.is_completed():
+                            return False
+                current.wait()
+        except Exception as error:
+            if deadline is not None and not isinstance(error, PipeCommError):
+                raise  # a signal handler's: the operation stays in flight
+            self._end(error)
+            return True
+        if not self._run_those_before(deadline):
+            return False
+        try:
             self._current = self._next()
             self._num_done += 1
-        except BaseException as error:  # also an interrupt: what it has cut short cannot be continued
-            self._error, self._current, self._previous = error, None, None
-            self._steps = iter(())
+        except BaseException as error:  # also an interrupt: the steps that it has cut short cannot go on
+            self._end(error)
             if not isinstance(error, Exception):
                 raise
         return True
+
+    def _end(self, error: BaseException) -> None:
+        self._error, self._current, self._previous = error, None, None
+        self._steps = iter(())
 
     def _next(self) -> _C.Work | None:
         with _on(self._stream):

@@ -41,13 +41,14 @@ class Exchanges:
         return None if self._num_posted == 1 else self._channel
 
     def refusing(self, steps: Iterator[_C.Work], num_exchanges: int) -> Iterator[_C.Work]:
-        """Runs `steps`, which post so many exchanges. If a computation between them raises on this rank, it
-        refuses the next one, which then fails on all ranks, so that none posts those that follow."""
+        """Runs `steps`, which post so many exchanges. If a computation between them raises on this rank, or a
+        signal handler during a call that waits, it refuses the next one, which then fails on all ranks, so
+        that none posts those that follow."""
         try:
             yield from steps
-        except PipeCommError:  # all ranks know of it
+        except (PipeCommError, GeneratorExit):  # all ranks know of the first; the other ends a generator
             raise
-        except Exception as error:
+        except BaseException as error:
             if self._num_posted < num_exchanges:
                 with contextlib.suppress(PipeCommError):
                     self.comm.refuse(self._op, error, channel=self._next_channel())
