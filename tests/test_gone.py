@@ -125,9 +125,17 @@ def told(comm) -> None:
     assert_same(tensor, torch.ones(2))
 
 
+def met(comm) -> None:
+    comm.barrier()
+
+
+def met_in_time(comm) -> None:
+    comm.barrier(timeout=60)
+
+
 @on_ranks(2)
 @TRANSPORTS
-@pytest.mark.parametrize("call", [summed, scattered, gathered, exchanged, told])
+@pytest.mark.parametrize("call", [summed, scattered, gathered, exchanged, told, met, met_in_time])
 def test_what_a_signal_interrupts_is_not_refused(world, transport, call):
     """It has been posted, so the other rank's call and later ones find their messages."""
     comm = world.fresh_comm(transport=transport)

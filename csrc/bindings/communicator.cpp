@@ -208,13 +208,9 @@ BoundCommunicator::WorkPtr BoundCommunicator::broadcast(const py::object& object
              [&] { return communicator_->broadcast(tensor, source, {async_op, check_signals}); });
 }
 
-BoundCommunicator::WorkPtr BoundCommunicator::barrier(const py::object& is_async,
-                                                      const py::object& timeout) {
+BoundCommunicator::WorkPtr BoundCommunicator::barrier(const py::object& is_async) {
   const bool async_op = is_true(is_async);
-  const auto post = [&] { return communicator_->barrier(async_op); };
-  if (timeout.is_none()) return run({*this, 0, async_op}, async_op, post);
-  work({*this, 0, async_op}, post)->wait(timeout);
-  return nullptr;
+  return run({*this, 0, async_op}, async_op, [&] { return communicator_->barrier(async_op); });
 }
 
 bool BoundCommunicator::all_reduce(const py::object& object, const py::object& op,
@@ -436,7 +432,7 @@ py::class_<BoundCommunicator> bind_communicator(py::module_& m) {
   def_quick<&Bound::batch_p2p>(bound, "batch_p2p", "batch_p2p($self, ops, async_op, /)\n--\n\n");
   def_quick<&Bound::broadcast>(bound, "broadcast",
                                "broadcast($self, tensor, src, async_op, /)\n--\n\n");
-  def_quick<&Bound::barrier>(bound, "barrier", "barrier($self, async_op, timeout, /)\n--\n\n");
+  def_quick<&Bound::barrier>(bound, "barrier", "barrier($self, async_op, /)\n--\n\n");
   def_quick<&Bound::all_reduce>(bound, "all_reduce",
                                 "all_reduce($self, tensor, op, make, channel, /)\n--\n\n");
   def_quick<&Bound::reduce_scatter>(bound, "reduce_scatter",

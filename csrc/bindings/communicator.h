@@ -35,7 +35,7 @@ class BoundCommunicator {
   void send(const py::object& tensor, const py::object& dst, const py::object& channel);
   void recv(const py::object& tensor, const py::object& src, const py::object& channel);
   WorkPtr broadcast(const py::object& tensor, const py::object& src, const py::object& async_op);
-  WorkPtr barrier(const py::object& async_op, const py::object& timeout);
+  WorkPtr barrier(const py::object& async_op);
   // For contiguous tensors in host memory they run and wait; for others they do nothing and return
   // false. `make` makes the plans, see PreparedCollectives.
   bool all_reduce(const py::object& tensor, const py::object& op, const py::object& make,

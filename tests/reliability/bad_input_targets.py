@@ -85,6 +85,11 @@ target(
 )
 method("route", "local", peer=(1, "peer"))
 target("Communicator.connect", "local", lambda comm, peer: comm.connect([0, peer]), peer=(1, "peer"))
+BARRIER: dict[str, tuple] = {
+    "timeout": (10.0, "timeout"),
+    "async_op": (False, None, Mistake("a timeout for a handle", lambda good: True, VALUE, "wait")),
+}
+method("barrier", "collective", **BARRIER)
 method("broadcast", "collective", tensor=(ones(), "target"), src=(1, "peer"))
 method(
     "all_to_all",
@@ -196,13 +201,7 @@ target(
     p2p_op_list=(lambda comm: [facade.P2POp(facade.isend, ones(), 1, comm)], "batch"),
 )
 collective("broadcast", tensor=(ones(), "facade target"), src=(1, "facade peer"))
-target(
-    "distributed.barrier",
-    "local",
-    lambda comm, **kw: facade.barrier(comm, **kw),
-    async_op=(True, None),
-    timeout=(None, None, Mistake("one for a handle", lambda good: 3.0, VALUE, "wait")),
-)
+collective("barrier", **BARRIER)
 
 
 def split_sizes(comm: Communicator) -> list[int]:

@@ -237,7 +237,7 @@ NOT_IN_THE_MATRIX = {
     "vtp_recv_backward": "StageRelay.recv_backward",
 }
 METHODS_NOT_IN_THE_MATRIX = {
-    "abort", "barrier", "close", "collective", "connection_events", "dump_flight", "flight_record",
+    "abort", "close", "collective", "connection_events", "dump_flight", "flight_record",
 }  # fmt: skip
 
 

@@ -399,11 +399,20 @@ class Communicator:
         """Returns when all ranks have called it, or a Work that is done by then. `timeout` limits how long
         this rank waits; it then raises PipeCommTimeout, and the barrier stays in flight.
         """
-        if async_op and timeout is not None:
-            raise ValueError(
-                "barrier: timeout has no effect with async_op=True; pass it to the handle's wait()"
-            )
-        return self._c.barrier(async_op, timeout)
+        try:
+            if timeout is None:
+                return self._c.barrier(async_op)
+            if async_op:
+                raise ValueError(
+                    "barrier: timeout has no effect with async_op=True; pass it to the handle's wait()"
+                )
+            _C.timeout_seconds(timeout)  # raises before the barrier is posted if it is wrong
+            work = self._c.barrier(True)
+        except Exception as error:
+            refuse_for(self, "barrier", error)
+            raise
+        work.wait(timeout)
+        return None
 
     @overload
     def all_to_all(
