@@ -73,6 +73,40 @@ def test_all_reduce(world, dtype):
                 assert bytes_of(tensor) == bytes_of(expected), (length, name)
 
 
+@on_ranks(1, 2, 3)
+def test_bools_of_any_bytes(world):
+    """All bytes but 0 are true, as in uint8 tensors that are viewed as bool; results are 0 or 1."""
+    comm, size = world.comm, world.size
+    for length in LENGTHS:
+        everybody = [values(length, torch.uint8, rank) % 4 for rank in range(size)]
+        for name in ("SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"):
+            expected = truth(name, [tensor != 0 for tensor in everybody])
+            for async_op in (False, True):
+                tensor = everybody[world.rank].clone()
+                work = comm.all_reduce(tensor.view(torch.bool), getattr(ReduceOp, name), async_op=async_op)
+                if async_op:
+                    work.wait()
+                assert bytes_of(tensor) == bytes_of(expected), (length, name)
+
+
+@on_ranks(1, 2, 3)
+def test_a_reduce_scatter_into_any_place_of_its_input(world):
+    comm, size, rank = world.comm, world.size, world.rank
+    for length in (8, 5_000):
+        for begin in (0, 1, length - 1, max(0, rank * length - 1), rank * length, (size - 1) * length + 1):
+            for form in ("sync", "async", "list"):
+                memory = torch.arange((size + 1.0) * length)
+                source, output = memory[: size * length], memory[begin : begin + length]
+                expected = source[rank * length : (rank + 1) * length] * size
+                if form == "list":
+                    comm.reduce_scatter(output, source.split(length))
+                elif form == "sync":
+                    comm.reduce_scatter(output, source)
+                else:
+                    comm.reduce_scatter(output, source, async_op=True).wait()
+                assert torch.equal(output, expected), (length, begin, form)
+
+
 @on_ranks(2, 3)
 def test_forms_of_tensors(world):
     comm, size, rank = world.comm, world.size, world.rank

@@ -5,6 +5,7 @@
 #endif
 
 #include <algorithm>
+#include <memory>
 #include <stdexcept>
 #include <string>
 #include <type_traits>
@@ -25,6 +26,14 @@ struct Integer {
   using Compute = T;
   static T load(T value) { return value; }
   static T store(T value) { return value; }
+};
+
+// Bytes other than 0 and 1 are true, too: torch views uint8 tensors as bool.
+struct Bool {
+  using Storage = uint8_t;
+  using Compute = uint8_t;
+  static uint8_t load(uint8_t value) { return value != 0; }
+  static uint8_t store(uint8_t value) { return value; }
 };
 
 template <typename Format>
@@ -210,7 +219,7 @@ Loop loop_for(Reduction reduction) {
   return nullptr;
 }
 
-// The equivalent reduction for bools as the bytes 0 and 1.
+// The equivalent reduction for bools.
 Reduction of_bits(Reduction reduction) {
   switch (reduction) {
     case Reduction::kSum:
@@ -237,7 +246,7 @@ Loop loop_for(Reduction reduction, DType dtype) {
     case Arithmetic::kBytes:
       break;
   }
-  if (dtype == dtypes::kBool) return loop_for<Integer<uint8_t>>(of_bits(reduction));
+  if (dtype == dtypes::kBool) return loop_for<Bool>(of_bits(reduction));
   if (dtype == dtypes::kUInt8) return loop_for<Integer<uint8_t>>(reduction);
   if (dtype == dtypes::kInt8) return loop_for<Integer<int8_t>>(reduction);
   if (dtype == dtypes::kUInt16) return loop_for<Integer<uint16_t>>(reduction);
@@ -260,6 +269,18 @@ void reduce_cpu(Reduction reduction, void* dst, std::span<const void* const> src
   if (!loop)
     throw std::invalid_argument(std::string("this reduction is not defined for ") +
                                 dtype_name(dtype.code));
+  const int64_t num_bytes = count * dtype.itemsize;
+  auto* const begin = static_cast<std::byte*>(dst);
+  const auto is_cut = [&](const void* src) {
+    const auto* const from = static_cast<const std::byte*>(src);
+    return from != begin && from < begin + num_bytes && begin < from + num_bytes;
+  };
+  if (std::ranges::any_of(srcs, is_cut)) {
+    const auto result = std::make_unique_for_overwrite<std::byte[]>(num_bytes);
+    reduce_cpu(reduction, result.get(), srcs, count, dtype, pool);
+    std::copy_n(result.get(), num_bytes, begin);
+    return;
+  }
   const int64_t max_parts = pool ? pool->num_threads() : 1;
   const int64_t num_parts = std::clamp<int64_t>(count / kMinThreadElements, 1, max_parts);
   if (num_parts == 1) return loop({dst, srcs, 0, count});

@@ -27,8 +27,8 @@ bool can_reduce(Reduction reduction, DType dtype);
 
 // dst[i] = srcs[0][i] op srcs[1][i] op ..., in this order: fp16 and bf16 in fp32, all others in their own
 // type, in which integers wrap. A mean is the sum divided by the number of sources. The minimum and the
-// maximum of NaN and a number are NaN. dst may be one of the sources. One pass over memory. Throws
-// std::invalid_argument without sources, or if the reduction is not supported.
+// maximum of NaN and a number are NaN. dst may be one of the sources; then, and if it overlaps none, this is
+// one pass over memory. Throws std::invalid_argument without sources, or if the reduction is not supported.
 void reduce_cpu(Reduction reduction, void* dst, std::span<const void* const> srcs, int64_t count,
                 DType dtype, ThreadPool* pool = nullptr);
 

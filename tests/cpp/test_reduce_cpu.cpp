@@ -197,3 +197,22 @@ TEST(what_is_not_defined) {
   CHECK_INVALID("reduction of no tensors",
                 reduce_cpu(Reduction::kSum, memory.data(), {}, 3, dtypes::kFloat32));
 }
+
+TEST(a_result_that_overlaps_its_sources) {
+  ThreadPool pool(3);
+  const int64_t count = 600'000;
+  for (const int64_t begin : {0, 1, 5, 4000}) {
+    for (const size_t num_sources : {size_t{1}, size_t{2}, size_t{3}}) {
+      std::vector<int32_t> memory(count + 4000), ones(count, 1);
+      std::iota(memory.begin(), memory.end(), 0);
+      std::vector<const void*> sources(num_sources, ones.data());
+      sources.back() = memory.data() + 5;
+      int32_t* const result = memory.data() + begin;
+      reduce_cpu(Reduction::kSum, result, sources, count, dtypes::kInt32, &pool);
+      bool is_right = true;
+      for (int64_t i = 0; i < count; ++i)
+        is_right = is_right && result[i] == i + 5 + int64_t(num_sources) - 1;
+      CHECK(is_right);
+    }
+  }
+}
