@@ -8,10 +8,9 @@
 
 namespace pipecomm {
 
-// Throws std::invalid_argument if two outputs share memory, or an output and an input do. An input
-// may be this rank's own place in an output, as in an in-place gather, or a slice of an output into
-// which nothing is received. Tensors with gaps between their elements may interleave; for them,
-// only the first element is checked.
+// Throws std::invalid_argument if two outputs share memory, or an input lies where this rank writes
+// into an output. What it sends to itself may lie at its place there, as in an in-place gather.
+// Tensors with gaps between their elements may interleave.
 void check_aliasing(const ExchangePlan& plan, std::span<const TensorRef> inputs,
                     std::span<const TensorRef> outputs);
 

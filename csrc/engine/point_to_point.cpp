@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <stdexcept>
 
+#include "engine/overlap.h"
+#include "plan/signature.h"
 #include "transport/transport.h"
 
 namespace pipecomm {
@@ -66,24 +68,35 @@ void check_batch(std::span<const PointToPoint> batch, int size, int num_channels
                      " is the highest channel, and so the highest tag= of torch.distributed's calls"
                : "; make the Communicator with channels=" + std::to_string(op.channel + 1)));
     receives |= op.direction == Direction::recv;
-    const int64_t num_bytes = op.tensor.num_bytes();
-    if (num_bytes > 0 && op.tensor.is_contiguous())  // gaps may hold another tensor
-      intervals.push_back({op.tensor.data, op.tensor.data + num_bytes, op_idx});
+    const std::byte* const end = end_of(op.tensor);
+    if (end > op.tensor.data) intervals.push_back({op.tensor.data, end, op_idx});
   }
   if (!receives || intervals.size() < 2) return;
   // Sends may share memory with sends; a receive must not share memory.
+  const auto receives_into = [&](const Interval& interval) {
+    return batch[interval.op_idx].direction == Direction::recv;
+  };
+  const auto refuse = [](size_t a, size_t b) {
+    throw std::invalid_argument(
+        "ops[" + std::to_string(std::min(a, b)) + "] and ops[" + std::to_string(std::max(a, b)) +
+        "] share memory, and at least one of them receives into it; use separate tensors");
+  };
   std::sort(intervals.begin(), intervals.end(),
             [](const Interval& a, const Interval& b) { return a.begin < b.begin; });
-  const Interval* furthest = nullptr;       // of the earlier ones, the one with the highest end
+  const Interval* furthest =
+      nullptr;  // of the earlier contiguous ones, the one with the highest end
   const Interval* furthest_recv = nullptr;  // the same among receives
   for (const Interval& interval : intervals) {
-    const bool is_recv = batch[interval.op_idx].direction == Direction::recv;
+    const TensorRef& tensor = batch[interval.op_idx].tensor;
+    const bool is_recv = receives_into(interval);
     const Interval* before = is_recv ? furthest : furthest_recv;
-    if (before && before->end > interval.begin) {
-      const auto [first, second] = std::minmax(before->op_idx, interval.op_idx);
-      throw std::invalid_argument(
-          "ops[" + std::to_string(first) + "] and ops[" + std::to_string(second) +
-          "] share memory, and at least one of them receives into it; use separate tensors");
+    if (before && before->end > interval.begin) refuse(before->op_idx, interval.op_idx);
+    if (!tensor.is_contiguous()) {
+      for (const Interval* next = &interval + 1;
+           next != intervals.end() && next->begin < interval.end; ++next)
+        if ((is_recv || receives_into(*next)) && overlap(tensor, batch[next->op_idx].tensor))
+          refuse(interval.op_idx, next->op_idx);
+      continue;
     }
     if (!furthest || interval.end > furthest->end) furthest = &interval;
     if (is_recv && (!furthest_recv || interval.end > furthest_recv->end)) furthest_recv = &interval;

@@ -46,7 +46,7 @@ Descriptor describe(OpCode op, int channel, const TensorRef& tensor, uint64_t si
 void check_peer(int peer, int size, const std::string& what);
 
 // Throws std::invalid_argument unless peers and channels are in range and no receive shares memory
-// with another tensor of the batch; only contiguous tensors are compared.
+// with another tensor of the batch.
 void check_batch(std::span<const PointToPoint> batch, int size, int num_channels);
 
 // Messages of `rank` to itself: the k-th send of a channel meets the k-th receive of that channel,

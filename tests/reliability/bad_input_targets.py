@@ -59,10 +59,10 @@ for kind, made in (("tensor", Send), ("target", Recv)):
 BOTH_OPS = r"ops\[0\].*ops\[1\]|ops\[1\].*ops\[0\]"
 
 
-def overlapping(other_kind: type) -> Callable[[Any], Any]:
+def overlapping(other_kind: type, shape: tuple[int, ...] = (16,)) -> Callable[[Any], Any]:
     def ops(good: Any) -> Any:
-        buffer = torch.ones(16)
-        return [Recv(buffer[0:6], 1), other_kind(buffer[5:9], 1, 1)]
+        buffer = torch.ones(shape)
+        return [Recv(buffer[..., 0:6], 1), other_kind(buffer[..., 5:9], 1, 1)]
 
     return ops
 
@@ -75,6 +75,8 @@ method(
         "batch",
         Mistake("two receives that overlap", overlapping(Recv), VALUE, BOTH_OPS),
         Mistake("a send that overlaps a receive", overlapping(Send), VALUE, BOTH_OPS),
+        Mistake("columns of receives that overlap", overlapping(Recv, (3, 16)), VALUE, BOTH_OPS),
+        Mistake("columns of a send that overlap a receive", overlapping(Send, (3, 16)), VALUE, BOTH_OPS),
     ),
 )
 target(

@@ -112,10 +112,15 @@ def lists(outputs: list[torch.Tensor], inputs: list[torch.Tensor]):
 
 
 ONE, BUFFER, ROWS = torch.ones(4, 3), torch.ones(7, 3), torch.ones(8, 3)
+GRID = torch.ones(4, 7)
 # Calls whose tensors share memory, and the same calls of the other rank.
 ALIASED = {
     "an output twice": lists([ONE, ONE], fresh(2)),
     "outputs that overlap": lists([BUFFER[:4], BUFFER[3:]], fresh(2)),
+    "an input in the place of another one": lists([ONE, *fresh(1)], [*fresh(1), ONE]),
+    "columns of outputs that overlap": lists([GRID[:, :3], GRID[:, 2:5]], fresh(2)),
+    "a column and a row that cross": lists([torch.ones(4, 3), GRID.view(7, 4)[:3].t()], [GRID[:, 4:]] * 2),
+    "columns of inputs in those of outputs": lists([GRID[:, 1:4], GRID[:, 4:]], [GRID[:, :3], GRID[:, 3:6]]),
     "outputs are the inputs": lists(ROWS.chunk(2), ROWS.chunk(2)[::-1]),
     "output is the input": (
         lambda comm: facade.all_to_all_single(ROWS, ROWS, group=comm),
@@ -150,6 +155,11 @@ def test_a_gather_in_place_is_legal(world):
     mine.copy_(expected[4 * world.rank : 4 * world.rank + 4])
     facade.all_gather_into_tensor(output, mine, world.comm)
     assert_same(output, expected)
+    own = pattern((4, 3), torch.int32, world.rank)
+    everybody = [own if rank == world.rank else poison((4, 3), torch.int32) for rank in range(world.size)]
+    world.comm.all_to_all([own] * world.size, everybody)
+    for rank, received in enumerate(everybody):
+        assert_same(received, pattern((4, 3), torch.int32, rank))
     columns = poison((4, world.size), torch.int32)
     facade.all_gather(list(columns.split(1, 1)), expected[:4, :1] + world.rank, world.comm)
     assert_same(columns, expected[:4, :1] + torch.arange(world.size, dtype=torch.int32))
