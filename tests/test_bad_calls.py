@@ -181,6 +181,17 @@ def test_both_ends_of_a_mismatch_raise(world, name, receiver_first):
 
 
 @on_ranks(2)
+def test_dims_beyond_those_in_the_message_are_compared(world):
+    lengths = [2, 3] if world.rank == 0 else [3, 2]
+    with pytest.raises(PipeCommMismatch, match="with other further dims"):
+        if world.rank == 0:
+            world.comm.send(torch.ones([1] * 8 + lengths), 1)
+        else:
+            world.comm.recv(torch.empty([1] * 8 + lengths), 0)
+    assert_usable(world.comm, "many dims")
+
+
+@on_ranks(2)
 def test_two_swapped_messages_are_found(world):
     """A batch that receives in another order than the peer sends."""
     shapes = [(3,), (4, 4)]

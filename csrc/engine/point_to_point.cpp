@@ -33,6 +33,12 @@ Descriptor describe(OpCode op, int channel, const TensorRef& tensor, uint64_t si
   descriptor.num_dims = static_cast<uint8_t>(tensor.shape.size());
   const size_t num_kept = std::min<size_t>(tensor.shape.size(), kMaxDescriptorDims);
   std::copy_n(tensor.shape.begin(), num_kept, descriptor.shape.begin());
+  // The signatures of collectives cover all that the ranks must share.
+  if (op == OpCode::p2p && num_kept < tensor.shape.size())
+    signature = Signature()
+                    .add(static_cast<int64_t>(signature))
+                    .add(std::span(tensor.shape).subspan(num_kept))
+                    .value();
   descriptor.signature = signature;
   descriptor.num_bytes = num_bytes;
   return descriptor;

@@ -55,9 +55,10 @@ std::string disagreement_text(Direction direction, int peer, const Descriptor& o
   const bool sends = direction == Direction::send;
   return message_text(direction, peer, ours) + (sends ? " carries " : " expects ") + ours.text() +
          other + (sends ? " expects " : " sends ") + theirs.text() +
-         (ours.text() == theirs.text()
-              ? " as part of another list of tensors (their numbers differ)"
-              : "");
+         (ours.text() != theirs.text() ? ""
+          : ours.num_dims > kMaxDescriptorDims
+              ? " with other further dims, or as part of another list of tensors"
+              : " as part of another list of tensors (their numbers differ)");
 }
 
 RequestPtr make_request(Direction direction, int peer, const Descriptor& descriptor,
