@@ -245,6 +245,30 @@ def test_stages_without_gradients(world):
             assert gradients == [None, None]
 
 
+class Toggling(nn.Module):
+    """Passes on a tensor without gradient beside one with, and switches gradients of what it receives: `r`
+    to on, as for a gradient penalty, `h` to off in the first micro-batch, as truncated backpropagation."""
+
+    def __init__(self, depth: int):
+        super().__init__()
+        self.linear, self.num_calls = Block(depth), 0
+
+    def forward(self, h, r=None):
+        self.num_calls += 1
+        if r is None:
+            return self.linear(h), h * 1.0
+        if self.num_calls == 1:
+            h = h.detach_() if h._base is None else h
+        return self.linear(h) * r.requires_grad_(), r.detach() + 1
+
+
+@on_ranks(1, 2)
+def test_a_stage_may_switch_gradients_of_what_it_receives(world):
+    for name in ("interleaved_1f1b", "zb_v"):
+        loss_fn = lambda outputs, target: squared_error(outputs[0], target)  # noqa: E731
+        compare_step(world, plan_named(name, world.size, 4), Toggling, loss_fn, dynamic_shapes=True)
+
+
 @on_ranks(2)
 def test_shapes_that_depend_on_data(world):
     pipeline, executor = prepared(

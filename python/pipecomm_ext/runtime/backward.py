@@ -41,10 +41,11 @@ def split_backward(
     roots: Sequence[Root], gradients: Sequence[torch.Tensor | None], inputs: Sequence[torch.Tensor]
 ) -> list[Work]:
     """Adds the gradients of `inputs` (leaves) to their `.grad`, and returns what remains to do for the
-    weights.
+    weights. Inputs that the stage has detached get none.
     """
     if not roots:
         return []
+    inputs = [tensor for tensor in inputs if tensor.requires_grad]
     if not inputs:  # no stage waits for this backward
         return [functools.partial(run_backward, roots, gradients)]
     edges = [root if isinstance(root, GradientEdge) else get_gradient_edge(root) for root in roots]

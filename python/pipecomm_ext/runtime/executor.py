@@ -51,7 +51,7 @@ from .values import Call, flattened, signature
 class _Alive(NamedTuple):
     """What a forward keeps for its backward: no outputs, so that they are freed when they have been sent."""
 
-    inputs: tuple[torch.Tensor, ...]
+    inputs: tuple[torch.Tensor, ...]  # whose gradients the stage before waits for
     edges: tuple[GradientEdge, ...]  # of the outputs that are differentiable
     loss: torch.Tensor | None  # scaled, of a loss stage
 
@@ -403,8 +403,7 @@ class Executor(AfterStep):
                 roots = edges if loss is None else (loss,)
                 given = call, self._keywords_of(stage, micro), self._running.targets_of(stage, micro)
                 self._graph_parameters.see(stage, roots, given)
-            leaves = tuple([tensor for tensor in call.received if tensor.requires_grad])
-            self._alive[stage, micro] = _Alive(leaves, edges, loss)
+            self._alive[stage, micro] = _Alive(tuple(call.received), edges, loss)
 
     def _backward(self, stage: int, micro: int, gradients: list[torch.Tensor] | None) -> None:
         alive = self._alive.pop((stage, micro))

@@ -248,7 +248,9 @@ class ExecutorMailbox(Mailbox):
     def take_inputs(self, stage: int, micro: int) -> Call:
         tensors = super().take_inputs(stage, micro)
         structure = self._structures.pop((self.plan.stage_before(stage), micro), PLAIN)
-        return Call.of(rebuilt(tensors, structure), tensors) if structure else Call(tensors, {}, tensors)
+        # The stage may switch requires_grad; a gradient is sent for what had it when it was sent.
+        differentiable = [tensor for tensor in tensors if tensor.requires_grad]
+        return Call.of(rebuilt(tensors, structure), differentiable)
 
     def _noted(self, stage: int, micro: int, specs: OutputSpecs) -> FullSpecs:
         """The specs of the tensors; their structure is kept until they are taken."""

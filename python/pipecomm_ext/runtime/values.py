@@ -26,7 +26,7 @@ _NO_KEYWORDS: Mapping[str, Any] = {}
 
 
 class Call(NamedTuple):
-    """How a stage is called. `received` are the tensors that came over a border, for their gradients."""
+    """How a stage is called. `received` are the differentiable tensors that came over a border."""
 
     args: Sequence[Any]
     kwargs: Mapping[str, Any] = _NO_KEYWORDS
