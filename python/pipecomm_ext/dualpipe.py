@@ -21,6 +21,7 @@ from .runtime.border import FullSpecs, text_of
 from .runtime.border_channels import connect
 from .runtime.executor import Executor
 from .runtime.plan_loop import failing_together
+from .runtime.step_count import StepCount
 from .runtime.values import as_tuple
 from .schedules.generators.bidirectional import dualpipe, dualpipev
 from .schedules.plan import Plan
@@ -98,6 +99,7 @@ class _TwoStagesPerRank(nn.Module):
         self.next_rank = None if self.is_last_rank else group_rank_of[self.rank + 1]
         self._communicator: Communicator | None = None
         self._has_failed = False
+        self._step_count = StepCount()
         self._executors: dict[int, Executor] = {}
         self._last: Executor | None = None  # the last that has trained
 
@@ -136,10 +138,14 @@ class _TwoStagesPerRank(nn.Module):
             or a tuple of them if there are several (None stays None), None elsewhere or if not asked for.
 
         Nothing is divided by the number of chunks. Gradients accumulate in `.grad`. An exception reaches all
-        ranks; gradients are then those of a part of the step, and the next step makes new connections.
+        ranks, if they have finished this step in a later one, which then raises on all; gradients are those
+        of a part of the step, and the next step makes new connections.
         """
+        self._step_count.begin()
         with failing_together(self._abort):
             self._connect()
+        self._step_count.require_joint()
+        with failing_together(self._abort):
             executor = self._executor_of(num_chunks)
             plan = executor.plan
             starts = any(plan.owner[chain[0]] == self.rank for chain in plan.chains)
@@ -213,6 +219,7 @@ class _TwoStagesPerRank(nn.Module):
             self.close()
         if self._communicator is None:
             self._communicator = connect(self.group, device_of(self.module) or torch.device("cpu"))
+            self._step_count.compare(self._communicator)
             self._has_failed = False
 
     def _abort(self, reason: str) -> None:

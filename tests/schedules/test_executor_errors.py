@@ -69,6 +69,49 @@ def test_a_communicator_that_was_given_has_failed_for_good(world):
             pipeline.step(executor)
 
 
+def skip_failed_batches(step, communicator, num_batches: int = 6) -> list[bool]:
+    """A usual loop; returns which batches have succeeded. A rank has raised by the fourth one."""
+    outcomes = []
+    for number in range(num_batches):
+        while number == 3 and all(outcomes) and communicator().failure is None:
+            time.sleep(0.001)
+        try:
+            step(number)
+            outcomes.append(True)
+        except (StageError, PipeCommAborted) as error:
+            assert "no such expert" in str(error) or "has given up" in str(error), str(error)
+            outcomes.append(False)
+    return outcomes
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("is_training", [True, False])
+def test_a_loop_that_skips_failed_batches_keeps_the_batches_of_ranks_together(world, is_training):
+    """The last backward of the second step fails on rank 0, whose neighbour has finished that step; forward
+    only the second step fails on the last rank, when rank 0 is ahead by some steps."""
+    plan = plan_named("one_f_one_b", world.size)
+    pipeline = Pipeline(plan, world.rank, Failing, last_rows=None)
+    failing_rank, num_micros = 0 if is_training else world.size - 1, plan.micros_per_chain
+    if world.rank == failing_rank:
+        stage = pipeline.stages[failing_rank]
+        stage.where, stage.micro = (
+            ("backward", 2 * num_micros - 1) if is_training else ("forward", num_micros)
+        )
+    executor = make_executor(world, plan, pipeline, communicator=None)
+
+    def step(number: int) -> None:
+        pipeline.set_data(seed=number)
+        with torch.set_grad_enabled(is_training):
+            losses = pipeline.step(executor).losses
+        pipeline.assert_losses(losses, pipeline.run_whole(backward=False))
+
+    with world.breaking():
+        outcomes = skip_failed_batches(step, lambda: executor.communicator)
+        assert outcomes[0] and outcomes[4:] == [True, True], outcomes
+        assert world.rank != failing_rank or not outcomes[1]
+        executor.close()
+
+
 @on_ranks(2)
 def test_wrong_steps_are_refused_on_all_ranks(world):
     plan = plan_named("one_f_one_b", 2, 4)

@@ -216,6 +216,16 @@ def loss_factor(loss_scale: Any, plan: Plan) -> float:
     return float(loss_scale)
 
 
+def warn_of_idle(plan: Plan) -> None:
+    """Warns if there are too few micro-batches to keep all stages of a chain busy."""
+    if plan.micros_per_chain < max(map(len, plan.chains)):
+        warnings.warn(
+            f"{plan.name}: {plan.micros_per_chain} micro-batches are fewer than the stages of a chain: "
+            "ranks will be idle most of the time",
+            stacklevel=3,
+        )
+
+
 def warn_of_unequal(micro_batches: Mapping[int, Sequence[Any]]) -> None:
     """Warns if the micro-batches of a stage have different numbers of rows."""
     for micros in micro_batches.values():
@@ -250,7 +260,7 @@ def require_equal_settings(comm: Communicator, settings: Mapping[str, tuple]) ->
     """Compares each setting between all ranks. Errors show the first element of a value."""
     digests = [hashlib.sha256(repr(value).encode()).digest()[:7] for value in settings.values()]
     mine = torch.tensor([int.from_bytes(digest, "big") for digest in digests], device=comm.device)
-    everybody = _of_all_ranks(comm, mine)
+    everybody = of_all_ranks(comm, mine)
     for peer, other in enumerate(everybody):
         if other.equal(everybody[0]):
             continue
@@ -258,7 +268,7 @@ def require_equal_settings(comm: Communicator, settings: Mapping[str, tuple]) ->
         name = list(settings)[place]
         shown = repr(settings[name][0]) if name != "plan" else settings[name][0]
         text = shown.encode()[:_SHOWN_BYTES].ljust(_SHOWN_BYTES)
-        texts = _of_all_ranks(comm, torch.tensor(list(text), dtype=torch.uint8, device=comm.device))
+        texts = of_all_ranks(comm, torch.tensor(list(text), dtype=torch.uint8, device=comm.device))
         theirs, first = (bytes(texts[rank].tolist()).decode(errors="replace").strip() for rank in (peer, 0))
         raise PipeCommMismatch(
             f"rank {comm.rank}: Executor: rank {peer} has another {name} than rank 0: {theirs}, and rank 0 "
@@ -270,7 +280,8 @@ def require_equal_settings(comm: Communicator, settings: Mapping[str, tuple]) ->
         )
 
 
-def _of_all_ranks(comm: Communicator, mine: torch.Tensor) -> list[torch.Tensor]:
+def of_all_ranks(comm: Communicator, mine: torch.Tensor) -> list[torch.Tensor]:
+    """This tensor of each rank, all of one shape. Collective."""
     everybody = [torch.empty_like(mine) for _ in range(comm.size)]
     comm.all_to_all([mine] * comm.size, everybody)
     return everybody

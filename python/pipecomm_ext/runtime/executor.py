@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -32,6 +31,7 @@ from .arguments import (
     ranks_by_pipeline_rank,
     require_equal_settings,
     stages_by_id,
+    warn_of_idle,
     warn_of_unequal,
 )
 from .backward import Work, run_backward, split_backward
@@ -45,6 +45,7 @@ from .graph_parameters import GraphParameters
 from .plan_loop import PlanLoop, failing_together, refused_together
 from .recorder import Recorder, gather_timeline
 from .relayed import RelayedBorders, make_relay
+from .step_count import StepCount
 from .values import Call, flattened, signature
 
 
@@ -94,8 +95,9 @@ class Executor(AfterStep):
 
     If anything raises on a rank, the communicator is aborted, so every rank raises at once (a rank that has
     done its part of the step, in its next one): StageError on that rank (the user's exception is its cause),
-    PipeCommAborted with the reason on the others, ValueError and TypeError for wrong arguments. Gradients are
-    then those of a part of the step: zero them. The executor can be used again if the communicator is its
+    PipeCommAborted with the reason on the others, ValueError and TypeError for wrong arguments. A step that
+    one rank gives up in this way raises PipeCommAborted on all. Gradients are then those of a part of the
+    step: zero them. The executor can be used again if the communicator is its
     own, or if arguments of a step were wrong on all ranks; else the given communicator remains failed.
 
     A context manager; `close()` releases the communicator if it is the executor's own.
@@ -168,12 +170,7 @@ class Executor(AfterStep):
         }
         with self._closed_on_failure():
             require_equal_settings(comm, settings)
-        if plan.micros_per_chain < max(map(len, plan.chains)):
-            warnings.warn(
-                f"{plan.name}: {plan.micros_per_chain} micro-batches are fewer than the stages of a chain: "
-                "ranks will be idle most of the time",
-                stacklevel=2,
-            )
+        warn_of_idle(plan)
         self._loss_fn = loss_fn
         self._return_outputs = return_outputs
         self._options: dict[str, Any] = {"dynamic_shapes": dynamic_shapes, "check_border": check_border}
@@ -182,6 +179,7 @@ class Executor(AfterStep):
         self._loss_stages = [chain[-1] for chain in plan.chains if plan.owner[chain[-1]] == self.rank]
         self._kind_of: dict[Any, int] = {}
         self._is_closed = False
+        self._step_count = StepCount()
         self._graph_parameters = GraphParameters(self.stages)
         self._scaler_watch = ScalerWatch([loss_fn] if comm.size > 1 else [])
         self._forget_step()
@@ -271,10 +269,12 @@ class Executor(AfterStep):
         is_training = torch.is_grad_enabled()
         if self._is_closed:
             raise ValueError("this Executor is closed; make a new one")
+        self._step_count.begin()
         try:
             with failing_together(self._abort):
                 if not self.is_usable:
                     self._reconnect()
+            self._step_count.require_joint()
             with refused_together(None if self._owns_communicator else self.communicator, self._abort):
                 inputs = pre_split("inputs", inputs, "arg_mbs", arg_mbs)
                 targets = pre_split("targets", targets, "target_mbs", target_mbs)
@@ -468,6 +468,7 @@ class Executor(AfterStep):
             self._release()
             self.communicator = self._new_communicator(self.communicator.device)
             self._connect()
+            self._step_count.compare(self.communicator)
 
     def close(self) -> None:
         """Ends the communicator if it is the executor's own; no step can follow. Idempotent."""

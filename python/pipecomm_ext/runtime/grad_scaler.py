@@ -17,6 +17,7 @@ import torch
 from ..communicator import Communicator
 from ..core.user_code import stacklevel_of_user
 from ..errors import PipeCommMismatch
+from .arguments import of_all_ranks
 from .data_parallel import held_objects, loaded
 
 
@@ -38,9 +39,7 @@ def unscale(scaler: Any, optimizer: Any, communicator: Communicator) -> None:
             # Without an optimizer, `found` holds overflows of other ranks, from earlier calls.
             for overflow in found.values() if optimizer is not None else ():
                 mine[1] += overflow.to(device)
-    everybody = [torch.empty_like(mine) for _ in range(communicator.size)]
-    communicator.all_to_all([mine] * communicator.size, everybody)
-    scales, overflows = torch.stack(everybody).unbind(1)
+    scales, overflows = torch.stack(of_all_ranks(communicator, mine)).unbind(1)
     for rank, scale in enumerate(scales.tolist()):
         if scale != scales[0]:
             raise PipeCommMismatch(

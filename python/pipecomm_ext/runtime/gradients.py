@@ -20,6 +20,7 @@ from ..core.tensor_specs import version_of
 from ..core.user_code import stacklevel_of_user
 from ..errors import PipeCommMismatch
 from ..schedules.plan import Plan
+from .arguments import of_all_ranks
 from .data_parallel import loaded, modules_of
 from .graph_parameters import GraphParameters
 
@@ -295,12 +296,9 @@ class StepGradients:
         named = [part for stage in stages for part in _named_parameters(self._stages[stage])]
         return [*named, *self._graph_parameters.of(stages)]
 
-    def _gather(self, number: torch.Tensor) -> torch.Tensor:
-        """The number, float64[], of each rank of the communicator, as one tensor."""
-        mine = number.to(self._communicator.device)
-        numbers = [torch.empty_like(mine) for _ in range(self._communicator.size)]
-        self._communicator.all_to_all([mine] * len(numbers), numbers)
-        return torch.stack(numbers)
+    def _gather(self, mine: torch.Tensor) -> torch.Tensor:
+        """This tensor of each rank of the communicator, as one tensor."""
+        return torch.stack(of_all_ranks(self._communicator, mine.to(self._communicator.device)))
 
     def _copies(self) -> set[torch.Tensor]:
         """The parameters of my stages whose first replica is another stage."""
