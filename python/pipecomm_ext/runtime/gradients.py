@@ -5,6 +5,7 @@ Gradients are local tensors here: a DTensor (of FSDP2 or tensor parallelism) sta
 
 from __future__ import annotations
 
+import hashlib
 import math
 import warnings
 import weakref
@@ -161,7 +162,8 @@ class StepGradients:
                     "sum_shared_gradients needs the gradients as the step left them: call it before "
                     "sum_replica_gradients"
                 )
-            held = [self._held(key, names) for key, names in weights.items()]
+            names = [self._names(key, stages) for key, stages in weights.items()]
+            held = [self._held(name_of) for name_of in names]
             mine: list[nn.Parameter] = []
             for key, copies in zip(weights, held, strict=True):
                 if any(copy is other for copy in copies.get(self._rank, ()) for other in mine):
@@ -175,18 +177,30 @@ class StepGradients:
                     "a weight must be named once in sum_shared_gradients: its gradient is a sum already"
                 )
             self._require_fresh(mine, "sum_shared_gradients")
-        numbers = self._gather(torch.tensor(float(len(held)), dtype=torch.float64, device="cpu")).tolist()
-        owners = {owner for copies in held for owner in copies}
-        for rank in sorted(rank for owner in owners for rank in self._ranks_of[owner]):
-            if numbers[rank] != len(held):
-                raise PipeCommMismatch(
-                    f"rank {self._communicator.rank}: sum_shared_gradients: {len(held)} weights here, "
-                    f"{numbers[rank]:.0f} on rank {rank}, which holds one of them; give the same on both",
-                    op="sum_shared_gradients",
-                    rank=self._communicator.rank,
-                    peer=rank,
-                )
+        self._require_same_weights([sorted(name_of) for name_of in names])
         return held
+
+    def _require_same_weights(self, weights: Sequence[Sequence[int]]) -> None:
+        """Raises PipeCommMismatch, on all ranks, unless each rank and those that name weights of its stages
+        name the same ones. Each weight is the list of its stages."""
+        owner_of, claims = self._plan.owner, []
+        for owner in range(self._plan.P):
+            claimed = [stages for stages in weights if owner in {owner_of[stage] for stage in stages}]
+            digest = hashlib.sha256(repr(claimed).encode()).digest()
+            claims.append(int.from_bytes(digest[:7], "little") if claimed else 0)
+        everybody = self._gather(torch.tensor(claims, dtype=torch.int64, device="cpu")).tolist()
+        for rank, theirs in enumerate(everybody):
+            for owner, claim in enumerate(theirs):
+                for holder in self._ranks_of[owner]:
+                    if claim and claim != everybody[holder][owner]:
+                        raise PipeCommMismatch(
+                            f"rank {self._communicator.rank}: sum_shared_gradients: ranks {rank} and "
+                            f"{holder} name different weights of rank {holder}; give the same weights in "
+                            "the same order on all ranks that hold any of them",
+                            op="sum_shared_gradients",
+                            rank=self._communicator.rank,
+                            peer=holder,
+                        )
 
     def sum_shared(self, held: Sequence[Held]) -> None:
         """See `Executor.sum_shared_gradients`."""
@@ -197,16 +211,22 @@ class StepGradients:
             self._shared[first] = self._rank == min(copies)
             self._shared |= dict.fromkeys(others, False)
 
-    def _held(self, key: str | nn.Parameter, stages: Names) -> Held:
-        """The holders of a weight, including replicas."""
+    def _names(self, key: str | nn.Parameter, stages: Names) -> dict[int, str | nn.Parameter]:
+        """The stages that hold a weight, including replicas, with its name there."""
         if isinstance(stages, (str, int)) or not isinstance(stages, Iterable):
             raise TypeError(f"the stages of a shared weight must be a list or a mapping, not {stages!r}")
-        names = dict(stages) if isinstance(stages, Mapping) else dict.fromkeys(stages, key)
+        names: dict[int, str | nn.Parameter] = (
+            {**stages} if isinstance(stages, Mapping) else dict.fromkeys(stages, key)
+        )
         if not names or not all(isinstance(s, int) and 0 <= s < len(self._plan.owner) for s in names):
             raise ValueError(f"the stages of a shared weight must be some of this plan, got {list(names)}")
         for group in self._plan.replicas:
             for stage in [stage for stage in group if stage in names]:
                 names |= dict.fromkeys(group, names[stage])
+        return names
+
+    def _held(self, names: Mapping[int, str | nn.Parameter]) -> Held:
+        """The holders of a weight that has these names in the stages."""
         held: Held = {}
         for stage, name in names.items():
             copies = held.setdefault(self._plan.owner[stage], [])
