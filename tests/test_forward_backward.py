@@ -473,6 +473,26 @@ def test_an_exception_in_one_stage_reaches_all(world, failing_rank, overlap):
     step(world, chunk, data, config, p2p=again)
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("what", ["finalize", "shapes", "model"])
+def test_what_fails_before_and_after_the_schedule_reaches_all(world, what):
+    def fail(*_, **__):
+        if world.rank == 1:
+            raise KeyError("no such weight")
+        return [], []
+
+    config = config_of(finalize_model_grads_func=fail if what == "finalize" else None)
+    chunk, data = Chunk(world.rank, config), micro_batches(3)
+    wrong: dict = {"adjust_tensor_shapes_fn": fail} if what == "shapes" else {}
+    model = [chunk] * 2 if what == "model" and world.rank == 1 else chunk
+    expected = (KeyError if what != "model" else ValueError) if world.rank == 1 else PipeCommAborted
+    with world.broken_comm(channels=4) as comm:
+        p2p = P2PCommunicator(comm, config)
+        with pytest.raises(expected, match="no such weight|model must be one, or a list of one"):
+            step(world, model, data, config, p2p=p2p, **(wrong if world.rank == 1 else {}))
+            step(world, chunk, data, config, p2p=p2p)  # a rank that was done gets the error here
+
+
 @on_ranks(1)
 def test_a_pipeline_of_one_rank(world):
     """1F1B of one rank equals no pipelining; there is nothing to interleave."""

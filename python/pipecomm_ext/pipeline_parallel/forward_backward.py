@@ -20,7 +20,6 @@ Without `p2p_communicator` and `pg_collection`, groups are those of the default 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 from collections.abc import Callable
@@ -71,22 +70,30 @@ def get_forward_backward_func(
 
 
 Parameters = ParamSpec("Parameters")
+Prepared = tuple[Plan, type[Hooks], dict[str, Shapes] | None]  # shapes: see `P2PMailbox`
 
 
 def _with_arguments_of(
     make_step: Callable[Parameters, StepArguments],
-) -> Callable[[Callable[[StepArguments], list[Any]]], Callable[Parameters, list[Any]]]:
-    """Decorator: a function of one StepArguments becomes one with their fields as keywords."""
+) -> Callable[[Callable[[StepArguments], Prepared]], Callable[Parameters, list[Any]]]:
+    """Decorator: a function that checks StepArguments and prepares the step becomes a schedule, with their
+    fields as keywords."""
 
-    def decorate(run: Callable[[StepArguments], list[Any]]) -> Callable[Parameters, list[Any]]:
+    def decorate(prepare: Callable[[StepArguments], Prepared]) -> Callable[Parameters, list[Any]]:
         def schedule(*args: Parameters.args, **kwargs: Parameters.kwargs) -> list[Any]:
             try:
                 step = make_step(*args, **kwargs)
             except TypeError as error:  # a missing or unknown argument
-                raise TypeError(str(error).replace("StepArguments.__init__", run.__name__)) from None
-            return run(step)
+                raise TypeError(str(error).replace("StepArguments.__init__", prepare.__name__)) from None
+            with refused_together(lambda: step.communicator, step.abort):
+                plan, make_hooks, shapes = prepare(step)
+                check_supported(step.config)
+                auxiliary_loss_setters(step.config)
+            barrier = {"barrier": True} if setting(step.config, "barrier_with_L1_time") else {}
+            with timed(setting(step.config, "timers"), "forward-backward", 1, **barrier):
+                return _run(plan, make_hooks, step, shapes)
 
-        functools.update_wrapper(schedule, run)
+        functools.update_wrapper(schedule, prepare)
         signature = inspect.signature(make_step).replace(return_annotation="list")
         schedule.__signature__ = signature  # type: ignore[attr-defined]  # any function may have one
         return schedule
@@ -95,7 +102,7 @@ def _with_arguments_of(
 
 
 @_with_arguments_of(StepArguments)
-def forward_backward_no_pipelining(step: StepArguments) -> list[Any]:
+def forward_backward_no_pipelining(step: StepArguments) -> Prepared:
     """Forward and backward of each micro-batch in turn; no messages.
 
     Args:
@@ -112,16 +119,16 @@ def forward_backward_no_pipelining(step: StepArguments) -> list[Any]:
     Returns:
         What the loss function returned besides the loss, one entry per micro-batch.
     """
+    step.p2p_communicator = None
     if step.adjust_tensor_shapes_fn is not None:
         raise ValueError("adjust_tensor_shapes_fn has nothing to adjust without pipelining")
     _as_one_chunk(step)
-    step.p2p_communicator = None
     step.groups = step.pg_collection or SimpleNamespace(cp=megatron_cp_group())
-    return _run(_one_f_one_b(1, step.num_microbatches), UnpipelinedHooks, step)
+    return _one_f_one_b(1, step.num_microbatches), UnpipelinedHooks, None
 
 
 @_with_arguments_of(StepArguments)
-def forward_backward_pipelining_without_interleaving(step: StepArguments) -> list[Any]:
+def forward_backward_pipelining_without_interleaving(step: StepArguments) -> Prepared:
     """1F1B: the plan `schedules.one_f_one_b`. Collective over the pipeline.
 
     Args:
@@ -148,11 +155,11 @@ def forward_backward_pipelining_without_interleaving(step: StepArguments) -> lis
     if step.adjust_tensor_shapes_fn is not None:
         recv_shapes, send_shapes = map(shape_list, step.adjust_tensor_shapes_fn(shapes, shapes))
     plan = _one_f_one_b(p2p.total_stages, step.num_microbatches)
-    return _run(plan, Hooks, step, {ACT: recv_shapes, GRAD: send_shapes})
+    return plan, Hooks, {ACT: recv_shapes, GRAD: send_shapes}
 
 
 @_with_arguments_of(StepArguments)
-def forward_backward_pipelining_with_interleaving(step: StepArguments) -> list[Any]:
+def forward_backward_pipelining_with_interleaving(step: StepArguments) -> Prepared:
     """Interleaved 1F1B: the plan `schedules.interleaved_1f1b`. Collective over the pipeline.
 
     Arguments and results are those of `forward_backward_pipelining_without_interleaving`, except:
@@ -194,46 +201,34 @@ def forward_backward_pipelining_with_interleaving(step: StepArguments) -> list[A
             f"{num_microbatches % group_size}; it must have at least {num_ranks}, as many as pipeline ranks"
         )
     plan = _interleaved_1f1b(num_ranks, num_microbatches, num_chunks, group_size)
-    return _run(plan, InterleavedHooks, step, {ACT: shapes, GRAD: shapes})
+    return plan, InterleavedHooks, {ACT: shapes, GRAD: shapes}
 
 
 def _run(
-    plan: Plan, make_hooks: type[Hooks], step: StepArguments, shapes: dict[str, Shapes] | None = None
+    plan: Plan, make_hooks: type[Hooks], step: StepArguments, shapes: dict[str, Shapes] | None
 ) -> list[Any]:
     """Runs the plan, and the hooks that follow it."""
-    config, p2p = step.config, step.p2p_communicator
-    with refused_together(None if p2p is None else p2p.communicator, step.abort):
-        check_supported(config)
-        auxiliary_loss_setters(config)
-    barrier = {"barrier": True} if setting(config, "barrier_with_L1_time") else {}
-    with timed(setting(config, "timers"), "forward-backward", 1, **barrier):
-        rank = 0 if p2p is None else p2p.current_stage
-        return _run_rank(plan, rank, make_hooks, step, shapes)
-
-
-def _run_rank(
-    plan: Plan, rank: int, make_hooks: type[Hooks], step: StepArguments, shapes: dict[str, Shapes] | None
-) -> list[Any]:
-    config, is_training = step.config, not step.forward_only
+    config, p2p, is_training = step.config, step.p2p_communicator, not step.forward_only
+    rank = 0 if p2p is None else p2p.current_stage
     is_last_rank, embedding = rank == plan.P - 1, None
     actions = [action for item in plan.compute[rank] for action in actions_in(item)]
     forward_chunks, backward_chunks = (
         [action.stage // plan.P for action in actions if action.kind == kind] for kind in "FB"
     )
-    with contextlib.ExitStack() as entered:
-        with failing_together(step.abort):  # hooks are the user's code, and the other ranks wait
-            if is_training:
-                embedding = clear_embedding_activation_buffer(config, step.model, is_last_rank)
-            hooks = make_hooks(config, step.model, rank, forward_chunks, backward_chunks, step.forward_only)
-            entered.enter_context(hooks)
+    with failing_together(step.abort):  # hooks are the user's code, and the other ranks wait
+        if is_training:
+            embedding = clear_embedding_activation_buffer(config, step.model, is_last_rank)
+        hooks = make_hooks(config, step.model, rank, forward_chunks, backward_chunks, step.forward_only)
+        with hooks:
             runner = PlanRunner(plan, rank, step, hooks, shapes)
-        runner.run()
-    if embedding is not None:
-        finish_embedding_wgrad_compute(config, embedding, is_last_rank, getattr(step.groups, "tp", None))
-    finalize = setting(config, "finalize_model_grads_func")
-    if is_training and finalize is not None:
-        num_tokens = runner.total_num_tokens if setting(config, "calculate_per_token_loss") else None
-        finalize(list(step.model), num_tokens, **_finalize_options(finalize, step))
+            runner.run()
+        if embedding is not None:
+            tp_group = getattr(step.groups, "tp", None)
+            finish_embedding_wgrad_compute(config, embedding, is_last_rank, tp_group)
+        finalize = setting(config, "finalize_model_grads_func")
+        if is_training and finalize is not None:
+            num_tokens = runner.total_num_tokens if setting(config, "calculate_per_token_loss") else None
+            finalize(list(step.model), num_tokens, **_finalize_options(finalize, step))
     return runner.forward_data_store
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..communicator import Communicator
 from ..core.timers import timed
 from ..runtime.border import Tensors
 from ..runtime.mailbox import Mailbox
@@ -55,9 +56,15 @@ class StepArguments:
         """The config of the first chunk."""
         return attribute_of(self.model[0], "config")
 
+    @property
+    def communicator(self) -> Communicator | None:
+        """That of the messages; None without any, or if the caller has passed something else."""
+        p2p = self.p2p_communicator
+        return p2p.communicator if isinstance(p2p, P2PCommunicator) else None
+
     def abort(self, reason: str) -> None:
         """Fails the communication, if there is any, on all ranks, with the reason."""
-        if self.p2p_communicator is not None:
+        if isinstance(self.p2p_communicator, P2PCommunicator):
             self.p2p_communicator.abort(reason)
 
 

@@ -275,7 +275,8 @@ class Executor(AfterStep):
                 if not self.is_usable:
                     self._reconnect()
             self._step_count.require_joint()
-            with refused_together(None if self._owns_communicator else self.communicator, self._abort):
+            given = None if self._owns_communicator else self.communicator
+            with refused_together(lambda: given, self._abort):
                 inputs = pre_split("inputs", inputs, "arg_mbs", arg_mbs)
                 targets = pre_split("targets", targets, "target_mbs", target_mbs)
                 kwargs = pre_split("kwargs", kwargs, "kwarg_mbs", kwarg_mbs)

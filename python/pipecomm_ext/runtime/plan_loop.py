@@ -82,16 +82,19 @@ def failing_together(abort: Callable[[str], None]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def refused_together(given: Communicator | None, abort: Callable[[str], None]) -> Iterator[None]:
+def refused_together(
+    given: Callable[[], Communicator | None], abort: Callable[[str], None]
+) -> Iterator[None]:
     """Wraps the checks of a step's arguments. If all ranks raise here, nothing has been sent, and a `given`
     communicator remains usable. If only some do, the others would wait, so this calls `abort`."""
     try:
         yield
     except BaseException as error:
         try:
-            if given is None or not isinstance(error, (ValueError, TypeError)):
+            communicator = given()
+            if communicator is None or not isinstance(error, Exception):
                 raise
-            given.barrier(timeout=REFUSAL_S)
+            communicator.barrier(timeout=REFUSAL_S)
         except BaseException:
             abort(summary_of(error))
         raise
