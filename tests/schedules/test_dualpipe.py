@@ -182,6 +182,37 @@ def test_what_a_rank_tells_about_itself(world):
 
 
 @on_ranks(2)
+def test_sums_are_made_once_whatever_executor_makes_them(world):
+    """DualPipe has an Executor for each number of chunks, and a failure replaces them."""
+    modules = (Block(world.rank), Block(1 - world.rank))
+    pipe, x, labels = DualPipe(modules), batch(8, 1), batch(8, 2)
+
+    def step(num_chunks):
+        pipe.step(x, num_chunks=num_chunks, criterion=squared_error, labels=[labels])
+
+    for num_chunks in (4, 8):
+        step(4)
+        pipe.sum_replica_gradients()
+        step(num_chunks)
+        with world.breaking(), pytest.raises((ValueError, PipeCommAborted), match="have not been zeroed"):
+            pipe.sum_replica_gradients()
+        pipe.zero_grad(set_to_none=num_chunks == 4)
+        step(num_chunks)
+        pipe.sum_replica_gradients()
+        pipe.zero_grad()
+    plan = get_plan("dualpipe", 2, 4)
+    pair = [Executor(plan, modules, loss_fn=squared_error) for _ in range(2)]
+    for executor in pair:
+        inputs, targets = {plan.chains[world.rank][0]: x}, {plan.chains[1 - world.rank][-1]: labels}
+        executor.step(inputs, targets)
+    pair[0].sum_replica_gradients()
+    with world.breaking(), pytest.raises((ValueError, PipeCommAborted), match="have not been zeroed"):
+        pair[1].sum_replica_gradients()
+    for executor in (pipe, *pair):
+        executor.close()
+
+
+@on_ranks(2)
 def test_wrong_steps_raise_on_all_ranks_and_the_next_step_works(world):
     pipe = DualPipe((Block(world.rank), Block(1 - world.rank)))
     x, labels = batch(4, 1), batch(4, 2)

@@ -9,12 +9,13 @@ import hashlib
 import math
 import warnings
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeGuard
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..communicator import Communicator, Recv, Send
 from ..core.tensor_specs import version_of
@@ -32,6 +33,31 @@ CHANNEL = 1  # of gradients
 _WRAPPERS = {"module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 Names = Iterable[int] | Mapping[int, str]
 Held = dict[int, list[nn.Parameter]]  # by pipeline rank; those of other ranks are not known: []
+
+
+class _Sum(NamedTuple):
+    """A gradient that contains a sum."""
+
+    total: weakref.ref[torch.Tensor]
+    is_kept: torch.Tensor | None = None  # whether no later step has found it zeroed; None: no step since
+
+    def is_of(self, parameter: torch.Tensor) -> bool:
+        return parameter.grad is not None and parameter.grad is self.total()
+
+
+# Of all executors together: several may have the same stages, as those of DualPipe do.
+_sums: MutableMapping[torch.Tensor, _Sum] = WeakIdKeyDictionary()
+
+
+def _note_step() -> None:
+    """Records, before a step, which sums are still in the same tensors. Whether they have been zeroed is read
+    only if it matters, since that waits for the device."""
+    for parameter, made in list(_sums.items()):
+        if made.is_of(parameter):
+            is_kept = _local_gradient(parameter).any()
+            _sums[parameter] = _Sum(made.total, is_kept if made.is_kept is None else is_kept & made.is_kept)
+        else:
+            del _sums[parameter]
 
 
 class StepGradients:
@@ -62,33 +88,20 @@ class StepGradients:
         self._place = ranks_of[rank].index(communicator.rank)  # within my pipeline rank
         self._shared: dict[torch.Tensor, bool] = {}  # summed by sum_shared: whether it counts in the norm
         self._has_summed_replicas = self._has_clipped = False
-        self._sums: dict[nn.Parameter, weakref.ref[torch.Tensor]] = {}  # gradients that are sums by now
-        self._kept: dict[nn.Parameter, torch.Tensor] = {}  # of steps before: whether this one adds to them
         # Versions when the first step began; empty if no warning is needed, None before that step.
         self._buffers: dict[tuple[int, str], tuple[int, int]] | None = None
         if before is not None:
             self._buffers = _buffer_versions(plan, stages) if before._buffers is None else before._buffers
-        if before is not None and before._sums:
-            self._keep_sums(before)
+            _note_step()
 
     # ---------------------------------------------------------------- sums
-
-    def _keep_sums(self, before: StepGradients) -> None:
-        """Records which sums are still in the same tensors. Whether they have been zeroed is read only if it
-        matters, since that waits for the device."""
-        for parameter, total in before._sums.items():
-            if parameter.grad is not None and parameter.grad is total():
-                is_kept = _local_gradient(parameter).any()
-                was_kept = before._kept.get(parameter)
-                self._sums[parameter] = total
-                self._kept[parameter] = is_kept if was_kept is None else is_kept & was_kept
 
     def _require_fresh(self, parameters: Iterable[nn.Parameter], call: str) -> None:
         """Raises if a gradient contains the sum of an earlier step, which another sum would double."""
         if self._has_clipped:
             raise ValueError(f"{call} must precede clip_grad_norm_, which needs the sums")
-        kept = [self._kept[parameter] for parameter in parameters if parameter in self._kept]
-        if any(kept):
+        sums = [_sums[part] for part in parameters if part in _sums and _sums[part].is_of(part)]
+        if any(made.is_kept is None or made.is_kept for made in sums):
             raise ValueError(
                 f"{call} must be called once, after the last step before the optimizer: the gradients were "
                 "added up after an earlier step already, and have not been zeroed since"
@@ -253,8 +266,7 @@ class StepGradients:
             for copy in held[self._rank]:
                 _local_gradient(copy).copy_(total)
                 assert copy.grad is not None
-                self._sums[copy] = weakref.ref(copy.grad)
-                self._kept.pop(copy, None)
+                _sums[copy] = _Sum(weakref.ref(copy.grad))
 
     def _exchanged(self, tensors: Sequence[tuple[Sequence[int], torch.Tensor]]) -> list[list[torch.Tensor]]:
         """Exchanges each tensor with the pipeline ranks listed with it; returns all of theirs, in order."""
@@ -444,7 +456,7 @@ def _local_gradient_or_none(parameter: torch.Tensor) -> torch.Tensor | None:
     return gradient.to_local()
 
 
-def _local_gradient(parameter: nn.Parameter) -> torch.Tensor:
+def _local_gradient(parameter: torch.Tensor) -> torch.Tensor:
     """Returns the local part of the gradient, or new zeros if there is none."""
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
