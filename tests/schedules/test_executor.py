@@ -269,6 +269,25 @@ def test_a_stage_may_switch_gradients_of_what_it_receives(world):
         compare_step(world, plan_named(name, world.size, 4), Toggling, loss_fn, dynamic_shapes=True)
 
 
+class Table(nn.Module):
+    """The first stage passes on its table; the next one, unless unsplit, gives it a sparse gradient."""
+
+    def __init__(self, depth: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, 5 * WIDTH, dtype=torch.float64).view(5, WIDTH))
+
+    def forward(self, x, table=None):
+        if table is None:
+            return (x * 10).long() % 5, self.weight * 1
+        return nn.functional.embedding(x, table, sparse=table.is_leaf).sum(1) * self.weight[0]
+
+
+@on_ranks(1, 2)
+def test_a_sparse_gradient_of_what_a_stage_receives(world):
+    for name in ("interleaved_1f1b",) if world.size == 1 else ("one_f_one_b", "zb_h1"):
+        compare_step(world, plan_named(name, world.size, 2), Table)
+
+
 @on_ranks(2)
 def test_shapes_that_depend_on_data(world):
     pipeline, executor = prepared(

@@ -238,7 +238,8 @@ class ExecutorMailbox(Mailbox):
         them from the inputs, which the graph may hold until W."""
         gradients = []
         for tensor in inputs:
-            gradients.append(torch.zeros_like(tensor) if tensor.grad is None else tensor.grad)
+            gradient = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+            gradients.append(gradient if gradient.layout == torch.strided else gradient.to_dense())
             tensor.grad = None
         if self.plan.owner[self.plan.stage_before(stage)] == self.rank:
             self.receipts[GRAD, stage, micro] = Arrival(gradients)
