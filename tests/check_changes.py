@@ -16,12 +16,12 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from tools import SLEEPING, find_tool
+from tools import find_tool
 
 ROOT = Path(__file__).resolve().parent.parent
 CXX_SUFFIXES = (".h", ".cuh", ".cpp", ".cu")
 QUOTED = re.compile(r"`([^`]+)`")
-CPP_PROGRAM = re.compile(r"test_cpp\[(\w+)\]")
+CPP_PROGRAM = re.compile(r"tests/test_cpp\[(\w+)\]")
 
 
 def git(*arguments: str) -> list[str]:
@@ -40,23 +40,15 @@ def changed_files(base: str | None) -> list[str]:
 
 
 def table() -> dict[str, list[str]]:
-    """Paths that are named in the second column, and what pytest gets for the names in the third."""
+    """Paths that are named in the second column, and the tests in the third."""
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     section = text.split("## Where to change what")[1].split("\n## ")[0]
     rows = [row.strip("|").split("|") for row in section.splitlines() if row.startswith("| ")][1:]
     tests_of: dict[str, list[str]] = {}
     for _, places, tests in rows:
         for place in QUOTED.findall(places):
-            tests_of[place] = [id_of(name) for name in QUOTED.findall(tests)]
+            tests_of[place] = [f"tests/{name}" for name in QUOTED.findall(tests)]
     return tests_of
-
-
-def id_of(name: str) -> str:
-    if program := CPP_PROGRAM.fullmatch(name):
-        if program[1] in SLEEPING:
-            return "tests/test_cpp.py::test_programs_that_sleep_pass"
-        return f"tests/test_cpp.py::test_the_program_passes[{program[1]}]"
-    return f"tests/{name}"
 
 
 def chosen_tests(files: Iterable[str], tests_of: dict[str, list[str]]) -> list[str]:
@@ -69,7 +61,7 @@ def chosen_tests(files: Iterable[str], tests_of: dict[str, list[str]]) -> list[s
         elif re.fullmatch(r"tests/(\w+/)*test_\w+\.py", file) and (ROOT / file).exists():
             chosen[file] = None
         elif program := re.fullmatch(r"tests/cpp/test_(\w+)\.cpp", file):
-            chosen[id_of(f"test_cpp[{program[1]}]")] = None
+            chosen[f"tests/test_cpp[{program[1]}]"] = None
     return [test for test in chosen if not any(test.startswith(f"{folder}/") for folder in chosen)]
 
 
@@ -93,7 +85,10 @@ def main() -> int:
     options, for_pytest = parser.parse_known_args()
     files = changed_files(options.base)
     commands = lint(files)
-    if tests := chosen_tests(files, table()):
+    tests = chosen_tests(files, table())
+    if programs := [match[1] for match in map(CPP_PROGRAM.fullmatch, tests) if match]:
+        commands.append([sys.executable, "tests/test_cpp.py", *programs])
+    if tests := [test for test in tests if not CPP_PROGRAM.fullmatch(test)]:
         workers = ["-n", "auto", "--maxprocesses", "4", "--dist", "worksteal"]
         commands.append([sys.executable, "-m", "pytest", "-q", *workers, *for_pytest, *tests])
     print(f"{len(files)} files have changed")

@@ -1,7 +1,8 @@
 """The C++ tests of tests/cpp as part of the suite; `make sanitize` runs them under sanitizers.
 
 They are a target of the module's own build folder and link its objects: only the tests are compiled here.
-Each program is a test of its own, so that workers share them, except those that mostly sleep.
+
+    python tests/test_cpp.py plan exchange    # builds all, runs these: `make check`
 """
 
 from __future__ import annotations
@@ -15,11 +16,10 @@ from pathlib import Path
 
 import pytest
 from scripts import REPOSITORY, locked_build
-from tools import SLEEPING, needs
+from tools import needs
 
-SOURCES = REPOSITORY / "tests" / "cpp"
 BUILD_LIMIT_S, TEST_LIMIT_S = 900, 200  # minutes and seconds on free cores, much more on busy ones
-NAMES = sorted(path.stem[len("test_") :] for path in SOURCES.glob("test_*.cpp"))
+AT_ONCE = 8  # programs: many mostly wait for deadlines
 
 
 def run(*command: object, limit_s: float) -> None:
@@ -67,21 +67,13 @@ def test_the_program_of_kernels_can_fail(part) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(2 * BUILD_LIMIT_S)
-@pytest.mark.parametrize("name", ["kernels_.*", *(name for name in NAMES if name not in SLEEPING)])
-def test_the_program_passes(name) -> None:
-    run_programs(name)
+def test_the_programs_pass() -> None:
+    run_programs(".*")
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(2 * BUILD_LIMIT_S)
-def test_programs_that_sleep_pass() -> None:
-    assert {*SLEEPING} <= {*NAMES}
-    run_programs("|".join(SLEEPING), "--parallel", len(SLEEPING))
-
-
-def run_programs(names: str, *options: object) -> None:
+def run_programs(names: str) -> None:
     [ctest] = needs("ctest")
-    options = ["--output-on-failure", "--no-tests=error", "--timeout", TEST_LIMIT_S, *options]
+    options = ["--output-on-failure", "--no-tests=error", "--timeout", TEST_LIMIT_S, "--parallel", AT_ONCE]
     run(ctest, "--test-dir", programs(), "--tests-regex", f"^({names})$", *options, limit_s=BUILD_LIMIT_S)
 
 
@@ -102,3 +94,7 @@ def test_a_ccache_that_cannot_write_is_not_used(tmp_path: Path, cache: str) -> N
     done = subprocess.run(command, env=os.environ | folder, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     assert ("launcher=." in done.stdout) == bool(cache), done.stdout
+
+
+if __name__ == "__main__":
+    run_programs("|".join(sys.argv[1:]))

@@ -22,9 +22,6 @@ PACKAGES = {
     **dict.fromkeys(["pkill"], "procps"),
     **dict.fromkeys(["c++"], "g++"),
 }
-# C++ tests of tests/cpp that wait for deadlines: a minute one after the other, with idle cores.
-SLEEPING = ["device", "device_captures", "device_close", "device_links", "device_queues"]
-SLEEPING += ["device_reductions", "device_watch", "ends", "greetings"]
 
 
 def folders() -> list[str]:
