@@ -64,9 +64,9 @@ def bad_input_table() -> list[str]:
         lines.append(f"| {len(targets)} ({form}) | {count} | {who} |")
     num_states = len(STATES) * len(OPERATIONS)
     lines.append(
-        f"\n{total} wrong arguments and {num_states} calls on communicators that are closed, in a forked "
-        f"child or used by another thread, each on {len(TRANSPORTS)} transports: "
-        f"{len(TRANSPORTS) * (total + num_states)} calls, all in the test suite."
+        f"\n{total} wrong arguments, over the transports in turn, and {num_states} calls on communicators "
+        f"that are closed, in a forked child or used by another thread, each on {len(TRANSPORTS)} "
+        f"transports: {total + len(TRANSPORTS) * num_states} calls, all in the test suite."
     )
     return lines
 
