@@ -7,14 +7,12 @@ how often it polls, depends on timing; how much memory a call allocates does not
 from __future__ import annotations
 
 import ctypes
-import os
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 from ranks import on_ranks
-from tools import find_tool
+from tools import compile_library
 
 from pipecomm_ext import _C, Recv, Send
 
@@ -27,12 +25,8 @@ SMALL, LARGE = 2, 1024  # elements: 8 bytes and 4 KiB
 
 
 @pytest.fixture(scope="session")
-def library(tmp_path_factory) -> str:
-    path = tmp_path_factory.mktemp("counting_calls") / "libcounting_calls.so"
-    compiler = os.environ.get("CXX") or find_tool("c++") or "g++"
-    flags = ["-std=c++20", "-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC"]
-    subprocess.run([compiler, *flags, str(SOURCE), "-o", str(path)], check=True)
-    return str(path)
+def library() -> str:
+    return str(compile_library(SOURCE))
 
 
 def there_and_back(comm, numel):

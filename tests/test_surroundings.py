@@ -113,7 +113,7 @@ A_DAY_S = 86_400
 @pytest.mark.slow
 def test_clocks_that_jump(tmp_path):
     """By a day, back and forth, 50 times a second: in all that two ranks do, waits end when they should."""
-    library = compile_library(Path(__file__).with_name("jumping_clock.cpp"), tmp_path)
+    library = compile_library(Path(__file__).with_name("jumping_clock.cpp"))
     store = str(tmp_path / "store")
     program = f"import test_surroundings; test_surroundings.play_while_clocks_jump({store!r})"
     subprocess.run(

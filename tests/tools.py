@@ -6,13 +6,16 @@ find_tool("nvcc")         # anywhere: its path, or None
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
 from pathlib import Path
 
+REPOSITORY = Path(__file__).resolve().parent.parent
 # Debian keeps `ip` and `tc` outside the PATH of an ordinary user.
 SYSTEM_FOLDERS = ["/usr/local/sbin", "/usr/sbin", "/sbin"]
 PACKAGES = {
@@ -60,10 +63,17 @@ def needs(*names: str) -> list[str]:
     return [find_tool(name) for name in names]
 
 
-def compile_library(source: Path, folder: Path) -> Path:
-    """A shared library of one C++ file."""
-    library = folder / f"lib{source.stem}.so"
+def compile_library(source: Path) -> Path:
+    """A shared library of one C++ file, which is compiled once, and again when it or a header has changed."""
     compiler = os.environ.get("CXX") or find_tool("c++") or "g++"
-    flags = ["-std=c++20", "-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC"]
-    subprocess.run([compiler, *flags, str(source), "-o", str(library)], check=True)
+    command = [compiler, *"-std=c++20 -O1 -Wall -Wextra -Werror -shared -fPIC".split(), str(source)]
+    read = hashlib.sha256(repr(command).encode())
+    for path in (source, *sorted(source.parent.glob("*.h"))):
+        read.update(path.read_bytes())
+    library = REPOSITORY / "build" / f"lib{source.stem}-{read.hexdigest()[:16]}.so"
+    if not library.exists():
+        library.parent.mkdir(exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=library.parent) as folder:  # of this worker
+            subprocess.run([*command, "-o", f"{folder}/{library.name}"], check=True)
+            os.replace(f"{folder}/{library.name}", library)
     return library

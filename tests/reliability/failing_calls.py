@@ -18,7 +18,6 @@ import itertools
 import os
 import re
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -351,9 +350,8 @@ def count(pool: RankPool, library: Path, name: str, transport: str) -> dict[str,
 
 def main() -> None:
     """Plays everything and writes the table into the page."""
-    with tempfile.TemporaryDirectory() as folder, RankPool() as pool:
-        library = compile_library(SOURCE, Path(folder))
-        counts = {}
+    library, counts = compile_library(SOURCE), {}
+    with RankPool() as pool:
         for name, transport in itertools.product(PROGRAMS, TRANSPORTS):
             counts[name, transport] = count(pool, library, name, transport)
             print(f"{name}, {transport}: {cell(counts[name, transport])}", flush=True)

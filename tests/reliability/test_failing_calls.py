@@ -81,8 +81,8 @@ def imported_by_our_objects() -> set[str]:
 
 
 @pytest.fixture(scope="session")
-def library(tmp_path_factory) -> Path:
-    return compile_library(SOURCE, tmp_path_factory.mktemp("failing_calls"))
+def library() -> Path:
+    return compile_library(SOURCE)
 
 
 @pytest.mark.slow

@@ -82,8 +82,8 @@ def play(world, port: int, library: Path) -> int:
 
 
 @pytest.mark.slow
-def test_every_call_of_the_stores_client_fails_with_each_error(ranks, tmp_path):
-    library = compile_library(SOURCE, tmp_path)
+def test_every_call_of_the_stores_client_fails_with_each_error(ranks):
+    library = compile_library(SOURCE)
     with stores(1) as [(_, port)], ranks.disposable(2, play, port, library) as world:
         outcomes = world.collect(deadline=250, give_up_on=("raised", "died"))
     assert all(outcome.status == "returned" for outcome in outcomes), "\n".join(map(str, outcomes))
