@@ -74,9 +74,13 @@ def test_sequence_parallel_results_and_gradients(world, device, grad_scale):
 # ---- stage relay -----------------------------------------------------------------------------------------
 
 
-@over_transports
-@pytest.mark.parametrize("stages", [(1, 1), (1, 2), (2, 1)], ids=str)
-@on_devices
+RELAYS = [
+    ("cpu", (1, 2), "own transport"),
+    *itertools.product(["cuda"], [(1, 1), (1, 2), (2, 1)], ["own transport", "tcp"]),
+]
+
+
+@pytest.mark.parametrize(("device", "stages", "over"), RELAYS, ids=str)
 def test_relays(ranks, device, stages, over):
     ranks.run(sum(stages), body_relays, device, stages, over, deadline=DEADLINE_S)
 

@@ -19,7 +19,7 @@ from ranks import on_ranks
 from pipecomm_ext import PipeCommError, Recv, Send
 
 # More than NCCL buffers: 32 MiB between two GPUs (8 thread blocks, 8 steps of 512 KiB), 2 MiB over sockets.
-LARGE = (64 if torch.cuda.device_count() > 1 else 8) << 20
+LARGE = {0: 1 << 18, 1: 8 << 20}.get(torch.cuda.device_count(), 64 << 20)
 
 
 @on_ranks(2, 3, deadline=DEADLINE_S)
