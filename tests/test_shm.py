@@ -32,7 +32,7 @@ from pipecomm_ext.core import host
 from pipecomm_ext.transports import routes
 from pipecomm_ext.transports import shm as shared_memory
 
-NUM_KILLS = int(os.environ.get("PIPECOMM_TEST_KILLS", "6"))
+NUM_KILLS = int(os.environ.get("PIPECOMM_TEST_KILLS", "3"))
 
 
 @contextmanager

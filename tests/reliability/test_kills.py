@@ -20,7 +20,7 @@ from ranks import GROUP_TIMEOUT_S, JUDGES_TIMES, assert_within
 from pipecomm_ext import Communicator, PipeCommPeerLost, PipeCommTimeout
 from pipecomm_ext.core.rendezvous import Rendezvous
 
-NUM_KILLS = 500 if JUDGES_TIMES else 12  # over each transport
+NUM_KILLS = 500 if JUDGES_TIMES else 6  # over each transport
 NUM_VICTIMS = 12  # of one world of processes: each joins the two survivors for one round
 SURVIVORS, VICTIM = (0, 1), 2  # ranks of a round
 LATEST_KILL_S = 0.012  # after the victim can be found; earlier, it would be a rank that never joins
