@@ -25,7 +25,7 @@ from measure import Result  # noqa: E402
 from ops import BASELINE  # noqa: E402
 from plots import draw  # noqa: E402
 from report import environment, size_text  # noqa: E402
-from run import parse_arguments, scale  # noqa: E402
+from run import main, parse_arguments, scale  # noqa: E402
 
 RUN = "bench/run.py"
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -298,25 +298,23 @@ sys.path.insert(0, {str(REPOSITORY / "bench")!r})
 import run
 import mpi
 import torch.distributed as dist
-if mpi.has_started():
-    mpi.join()
-    dist.init_process_group("gloo")
-for op in {MPI_OPS} if mpi.has_started() else ["p2p"]:  # else it only starts the ranks
+mpi.join()
+dist.init_process_group("gloo")
+for op in {MPI_OPS}:
     if exit_code := run.main([op, "--mpi", "--quick", "--json", f"{{op}}.json"]):
         sys.exit(exit_code)
-if mpi.has_started():
-    dist.destroy_process_group()  # else gloo's thread may abort a process that ends
+dist.destroy_process_group()  # else gloo's thread may abort a process that ends
 """
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("mpi4py") is None, reason="mpi4py is not installed")
-def test_mpi_moves_the_right_data(tmp_path):
-    """All in one program: each new rank takes seconds."""
+def test_mpi_moves_the_right_data(tmp_path, monkeypatch):
+    """The command starts this program on ranks; all in one, since each new rank takes seconds."""
     (tmp_path / "program.py").write_text(MPI_PROGRAM)
-    command = [sys.executable, "program.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 0, done.stderr
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["program.py"])
+    assert main(["p2p", "--mpi"]) == 0
     for op in MPI_OPS:
         every = json.loads((tmp_path / f"{op}.json").read_text())["results"]
         results = [result for result in every if result["impl"] == "mpi"]

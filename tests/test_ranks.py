@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -15,7 +12,7 @@ import torch
 import torch.distributed as dist
 from processes import running, start_of, state_of
 from ranks import RankFailure, RankPool, on_ranks
-from scripts import files_in, short_folder, take_interrupts
+from scripts import TESTS, Script
 
 FOREVER_S = 10_000.0  # longer than any test may take
 
@@ -173,66 +170,47 @@ def test_idle_worlds_stand_still_until_they_are_used():
     assert {state_of(pid) for pid in pids} == {None}
 
 
-INNER_TEST = """
-import os, time
+INNER_PROGRAM = """
+import os, sys, time
 from pathlib import Path
-import ranks as pool
+import inner
+import ranks
 from processes import start_of
 
-del pool.PRELOADED[2:]  # to import the others takes seconds
+del ranks.PRELOADED[2:]  # to import the others takes seconds
 
-def body(world, directory, seconds):
+def body(world, directory):
     Path(directory, f"process{world.rank}").write_text(f"{os.getpid()} {start_of(os.getpid())}")
-    time.sleep(seconds)
+    time.sleep(10_000)
 
-def test_inner(ranks):
-    ranks.run(2, body, os.environ["INNER_DIR"], float(os.environ["INNER_SECONDS"]), deadline=10_000)
+if __name__ == "__main__":
+    with ranks.RankPool() as pool:
+        pool.run(2, inner.body, sys.argv[1], deadline=10_000)
 """
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)  # the inner run imports everything again
-@pytest.mark.parametrize("ending", ["ctrl-c", "kill"])
-def test_nothing_is_left_behind(tmp_path, ending):
-    """Runs a pytest of its own whose warm pool is busy and interrupted, or orphaned by SIGKILL."""
-    (tmp_path / "conftest.py").write_text((Path(__file__).parent / "conftest.py").read_text())
-    (tmp_path / "test_inner.py").write_text(INNER_TEST)
-    scratch = short_folder()
-    python_path = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = os.environ | {
-        "TMPDIR": str(scratch),
-        "INNER_DIR": str(tmp_path),
-        "INNER_SECONDS": str(FOREVER_S),
-        "PYTHONPATH": os.pathsep.join(python_path),
-    }
-    pytest_process = subprocess.Popen(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_inner.py"],
-        cwd=tmp_path,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-        preexec_fn=take_interrupts,
-    )
-    try:
+@pytest.mark.timeout(300)  # the server of the inner pool imports torch again
+@pytest.mark.parametrize("strike", [signal.SIGINT, signal.SIGKILL])
+def test_nothing_is_left_behind(tmp_path, strike):
+    """A program whose warm pool is busy is interrupted, or its ranks are orphaned."""
+    (tmp_path / "inner.py").write_text(INNER_PROGRAM)
+    python_path = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
+    with Script("inner.py", tmp_path, folder=tmp_path, is_fresh=True, PYTHONPATH=python_path) as script:
         wait_for(lambda: len(processes_in(tmp_path)) == 2, seconds=250)
-        if ending == "ctrl-c":
-            os.killpg(pytest_process.pid, signal.SIGINT)
+        if strike == signal.SIGINT:
+            os.killpg(script.process.pid, strike)
         else:
-            pytest_process.kill()
-        output, _ = pytest_process.communicate(timeout=100)
-    finally:
-        pytest_process.kill()
-    wait_for(lambda: not running(processes_in(tmp_path)), seconds=250)
-    expected = {"ctrl-c": pytest.ExitCode.INTERRUPTED, "kill": -signal.SIGKILL}
-    assert pytest_process.returncode == expected[ending], output.decode()
-    if ending != "kill":
-        wait_for(lambda: not files_in(scratch), seconds=250)
-    shutil.rmtree(scratch)
+            script.process.kill()
+        exit_code, output = script.finish(100)
+        wait_for(lambda: not running(processes_in(tmp_path)), seconds=250)
+        assert exit_code == -strike and ("KeyboardInterrupt" in output) == (strike == signal.SIGINT), output
+        if strike == signal.SIGINT:
+            script.assert_nothing_left(within_s=250)
 
 
 def processes_in(directory: Path) -> dict[int, str | None]:
-    """What the ranks of INNER_TEST have written, with their starts."""
+    """What the ranks of INNER_PROGRAM have written, with their starts."""
     written = [path.read_text(encoding="utf-8").split() for path in directory.glob("process*")]
     return {int(words[0]): words[1] for words in written if len(words) == 2}
 
