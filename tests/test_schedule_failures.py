@@ -48,14 +48,13 @@ def config_of(**settings):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("failing_rank", [0, 1])
 @pytest.mark.parametrize(
-    ("settings", "num_chunks", "error", "text"),
+    ("failing_rank", "settings", "num_chunks", "error", "text"),
     [
-        ({"no_sync_func": failing}, 1, KeyError, "no such parameter"),
-        ({"param_sync_func": failing}, 2, KeyError, "no such parameter"),
-        ({"num_moe_experts": 2}, 1, ValueError, "set_auxiliary_loss_scale"),
-        ({"param_sync_func": [print]}, 2, ValueError, "param_sync_func"),
+        (0, {"no_sync_func": failing}, 1, KeyError, "no such parameter"),
+        (1, {"param_sync_func": failing}, 2, KeyError, "no such parameter"),
+        (1, {"num_moe_experts": 2}, 1, ValueError, "set_auxiliary_loss_scale"),
+        (0, {"param_sync_func": [print]}, 2, ValueError, "param_sync_func"),
     ],
     ids=["a hook", "a hook of chunks", "a check", "a check of hooks"],
 )
