@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,23 +19,9 @@ from pipelines import WIDTH, Pipeline, executor_of, squared_error
 from relay_cases import topology_of
 from torch import nn
 
-from pipecomm_ext import (
-    StageRelay,
-    vtp_recv_backward,
-    vtp_recv_forward,
-    vtp_send_backward,
-    vtp_send_forward,
-)
+from pipecomm_ext import StageRelay
 from pipecomm_ext.parallel_state import PipelineTopology
-from pipecomm_ext.pipeline_parallel import (
-    P2PCommunicator,
-    PipelineConfig,
-    get_forward_backward_func,
-    recv_backward_with_reqs,
-    recv_forward_with_reqs,
-    send_backward,
-    send_forward,
-)
+from pipecomm_ext.pipeline_parallel import P2PCommunicator, PipelineConfig, get_forward_backward_func
 from pipecomm_ext.schedules import DualPipe, DualPipeV, get_plan
 
 NUM_ROWS = 3  # of each micro-batch
@@ -269,10 +255,9 @@ class OnMegatron(OnRanks):
         return self._by_chain(self.step(forward_only=True))
 
 
-class OnMessages(OnRanks):
-    """A loop of the user's own, all forwards and then all backwards, over functions between two stages."""
-
-    make_functions: Callable[..., list[Callable]]  # to receive and send activations, then gradients
+class OnRelay(OnRanks):
+    """A loop of the user's own, all forwards and then all backwards, over `StageRelay.relay`, which autograd
+    runs backward. Functions that only send and receive see none of what rows combine: plain tensors."""
 
     def connect(self) -> None:
         self.topology = (
@@ -280,7 +265,9 @@ class OnMessages(OnRanks):
             if self.fails
             else topology_of(self.world, [1, 1])
         )
-        self.functions = self.make_functions(self.topology, _dtype_of(self.pipeline))
+        self.relay = functools.partial(
+            StageRelay(self.topology).relay, dtype=_dtype_of(self.pipeline), src_stage=0, dst_stage=1
+        )
         [self.depth], [self.module] = self.modules, self.modules.values()
 
     def close(self) -> None:
@@ -304,89 +291,13 @@ class OnMessages(OnRanks):
 
     def _step(self) -> list[torch.Tensor]:
         """The losses, on the rank that has them."""
-        receive, send, receive_gradient, send_gradient = self.functions
-        kept = []
-        for x, target in zip(self.pipeline.inputs[0], self.pipeline.targets[0], strict=True):
-            x, *others = x if isinstance(x, tuple) else (x,)
-            x = receive((NUM_ROWS, WIDTH)) if self.depth else x
-            output = self.module(x, *others)
-            output = output[0] if isinstance(output, tuple) else output
-            if self.depth:
-                output = self.loss(output, target)
-            else:
-                send(output.detach())
-            kept.append((x, output))
-        for x, output in kept if torch.is_grad_enabled() else ():
-            gradient = None if self.depth else receive_gradient((NUM_ROWS, WIDTH))
-            if output.requires_grad:
-                output.backward(gradient)
-            if self.depth:
-                send_gradient(torch.zeros_like(x) if x.grad is None else x.grad)
-        return [output.detach() for _, output in kept]
-
-
-class OnVtp(OnMessages):
-    """MindSpeed-MM's functions between stages of any sizes."""
-
-    @staticmethod
-    def make_functions(topology: PipelineTopology, dtype: torch.dtype) -> list[Callable]:
-        def sent(send: Callable, tensor: torch.Tensor) -> None:
-            for work in send(tensor, topology=topology) or []:
-                work.wait()
-
-        config = SimpleNamespace(pipeline_dtype=dtype)
-        return [
-            functools.partial(vtp_recv_forward, config=config, topology=topology),
-            functools.partial(sent, vtp_send_forward),
-            functools.partial(vtp_recv_backward, config=config, topology=topology),
-            functools.partial(sent, vtp_send_backward),
-        ]
-
-
-class OnLayerwise(OnMessages):
-    """MindSpeed-MM's functions that return requests, without their U."""
-
-    @staticmethod
-    def make_functions(topology: PipelineTopology, dtype: torch.dtype) -> list[Callable]:
-        config = SimpleNamespace(pipeline_dtype=dtype)
-        own = {"config": config, "topology": topology}
-        return [
-            lambda shape: recv_forward_with_reqs(shape, **own)[0],
-            functools.partial(send_forward, **own),
-            lambda shape: recv_backward_with_reqs(shape, **own)[0],
-            functools.partial(send_backward, **own),
-        ]
-
-
-class OnRelay(OnMessages):
-    @staticmethod
-    def make_functions(topology: PipelineTopology, dtype: torch.dtype) -> list[Callable]:
-        relay = StageRelay(topology)
-        return [
-            lambda shape: relay.recv_forward(shape, dtype).requires_grad_(),
-            relay.send_forward,
-            lambda shape: relay.recv_backward(shape, dtype),
-            relay.send_backward,
-        ]
-
-
-class OnDifferentiableRelay(OnMessages):
-    """`StageRelay.relay`, which autograd runs backward."""
-
-    @staticmethod
-    def make_functions(topology: PipelineTopology, dtype: torch.dtype) -> list[Callable]:
-        relay = StageRelay(topology)
-        return [functools.partial(relay.relay, dtype=dtype, src_stage=0, dst_stage=1)]
-
-    def _step(self) -> list[torch.Tensor]:
-        [relay] = self.functions
         ends = []
         for x, target in zip(self.pipeline.inputs[0], self.pipeline.targets[0], strict=True):
             x, *others = x if isinstance(x, tuple) else (x,)
-            x = relay(None, (NUM_ROWS, WIDTH)) if self.depth else x
+            x = self.relay(None, (NUM_ROWS, WIDTH)) if self.depth else x
             output = self.module(x, *others)
             output = output[0] if isinstance(output, tuple) else output
-            ends.append(self.loss(output, target) if self.depth else relay(output, (NUM_ROWS, WIDTH)))
+            ends.append(self.loss(output, target) if self.depth else self.relay(output, (NUM_ROWS, WIDTH)))
         if torch.is_grad_enabled():
             for end in ends:
                 end.backward()
@@ -423,10 +334,7 @@ ENTRIES = {  # the plan, with whole, split or fused backwards, one copy or two, 
     "DualPipe": (get_plan("dualpipe", 2, 4), OnDualPipe),
     "Megatron's 1F1B": (get_plan("one_f_one_b", 2, 4), OnMegatron),
     "Megatron's interleaved 1F1B": (get_plan("interleaved_1f1b", 2, 4, 2), OnMegatron),
-    "vtp_*": (get_plan("one_f_one_b", 2, 4), OnVtp),
-    "..._with_reqs": (get_plan("one_f_one_b", 2, 4), OnLayerwise),
-    "StageRelay": (get_plan("one_f_one_b", 2, 4), OnRelay),
-    "StageRelay.relay": (get_plan("one_f_one_b", 2, 4), OnDifferentiableRelay),
+    "StageRelay.relay": (get_plan("one_f_one_b", 2, 4), OnRelay),
 }
 EXECUTORS = [name for name, (_, kind) in ENTRIES.items() if kind in (OnRanks, OnDualPipe)]
-POSTED = [name for name, (_, kind) in ENTRIES.items() if not issubclass(kind, OnMessages)]  # sends go on
+POSTED = [name for name, (_, kind) in ENTRIES.items() if kind is not OnRelay]  # sends go on

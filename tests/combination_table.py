@@ -31,13 +31,10 @@ class Row(NamedTuple):
         return "refused" if self.refused and entry in self.refused_in else "right"
 
 
-# What a row takes in turn: loops of the user's own over functions that only send, and the plans of DualPipe,
-# which run in an Executor and in its classes.
-IN_TURN = (
-    ("vtp_*", "..._with_reqs", "StageRelay"),
-    ("dualpipev", "DualPipeV"),
-    ("dualpipe", "DualPipe"),
-)
+# What a row takes in turn: the plans of DualPipe run in an Executor and in its classes.
+IN_TURN = (("dualpipev", "DualPipeV"), ("dualpipe", "DualPipe"))
+# For what only uses gradients: an Executor, and one that adds those of replicas.
+USES_GRADIENTS = ("zb_v", "dualpipe", "DualPipe")
 
 
 def in_turn(rows: dict[str, Row]) -> dict[str, Row]:
@@ -74,9 +71,9 @@ ALL_ROWS = {
     ),
     "accumulation, zeroed in place": Row(scripts.accumulation_in_place),
     "accumulation, clipped": Row(scripts.clipped, applies=EXECUTORS),
-    "moving average of weights": Row(scripts.moving_average),
-    "fused optimizer": Row(scripts.fused_optimizer),
-    "foreach optimizer": Row(scripts.foreach_optimizer),
+    "moving average of weights": Row(scripts.moving_average, applies=USES_GRADIENTS),
+    "fused optimizer": Row(scripts.fused_optimizer, applies=USES_GRADIENTS),
+    "foreach optimizer": Row(scripts.foreach_optimizer, applies=USES_GRADIENTS),
     "gradients of inputs": Row(scripts.gradients_of_inputs),
     "evaluation between steps": Row(scripts.evaluation_between),
     "outputs in a buffer": Row(
@@ -87,7 +84,7 @@ ALL_ROWS = {
         fails=True,
     ),
     "an error, and the next step": Row(scripts.error_and_next_step, fails=True),
-    "saving and loading": Row(scripts.saved_and_loaded),
+    "saving and loading": Row(scripts.saved_and_loaded, applies=USES_GRADIENTS),
 }
 ROWS = in_turn(ALL_ROWS)
 

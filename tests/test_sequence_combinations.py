@@ -2,7 +2,8 @@
 
 The scripts are those of schedules/test_combinations.py. Between its layers, which compute each token
 separately, is attention; the ranks hold pieces of the sequence, and sum their gradients as in the guide.
-ELSEWHERE names the tests of the combinations that are not rows here.
+What uses only the sums, such as an optimizer, is none of ours here. ELSEWHERE names the tests of the
+combinations that are not rows here.
 """
 
 from __future__ import annotations
@@ -111,23 +112,13 @@ class Row(NamedTuple):
 
 ROWS = {
     "training": Row(in_every_way=True),
-    "GradScaler": Row(scripts.scaled),
     "checkpoints": Row(use_reentrant=False, in_every_way=True),
     "reentrant checkpoints": Row(use_reentrant=True, in_every_way=True),
-    "frozen weights, LoRA": Row(layer=layers.Adapted),
-    "parametrizations, a layer twice": Row(layer=layers.Parametrized),
     "saved_tensors_hooks": Row(scripts.saved_tensors_elsewhere, in_every_way=True),
     "gradients within the forward": Row(layer=layers.Penalised),
-    "hooks of modules": Row(scripts.of_modules),
-    "hooks after accumulation": Row(scripts.after_accumulation),
     "retain_grad": Row(scripts.retained, layers.Retaining),
-    "accumulation, clipped": Row(scripts.clipped),
-    "moving average of weights": Row(scripts.moving_average),
-    "fused optimizer": Row(scripts.fused_optimizer),
-    "foreach optimizer": Row(scripts.foreach_optimizer),
     "gradients of inputs": Row(scripts.gradients_of_inputs),
     "evaluation between steps": Row(scripts.evaluation_between),
-    "saving and loading": Row(scripts.saved_and_loaded),
 }
 WAYS_OF = {
     name: WAYS if row.in_every_way else [WAYS[idx % len(WAYS)]]

@@ -115,18 +115,12 @@ class Row(NamedTuple):
 
 ROWS = {
     "training": Row(),
-    "GradScaler": Row(scripts.scaled),
     "checkpoints": Row(made=in_checkpoints),
     "reentrant checkpoints": Row(made=in_reentrant_checkpoints),
     "LoRA": Row(made=adapted),
     "saved_tensors_hooks": Row(scripts.saved_tensors_elsewhere),
     "hooks after accumulation": Row(scripts.after_accumulation),
-    "accumulation, clipped": Row(scripts.clipped),
-    "moving average of weights": Row(scripts.moving_average),
-    "fused optimizer": Row(scripts.fused_optimizer),
-    "foreach optimizer": Row(scripts.foreach_optimizer),
     "evaluation between steps": Row(scripts.evaluation_between),
-    "saving and loading": Row(scripts.saved_and_loaded),
     "DDP": Row(side=InReplicas),
     "DDP, checkpoints": Row(made=in_checkpoints, side=InReplicas),
     "DDP, LoRA": Row(made=adapted, side=InReplicas),
