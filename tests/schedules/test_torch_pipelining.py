@@ -8,7 +8,6 @@ import io
 import os
 import tempfile
 from collections.abc import Iterable
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -136,7 +135,7 @@ def test_what_is_not_of_one_form_is_refused():
 @on_ranks(2)
 @pytest.mark.parametrize("name", ["Schedule1F1B", "ScheduleInterleaved1F1B"])
 def test_torch_and_the_executor_give_the_same_losses_and_gradients(world, name):
-    """Torch's plan runs here, this library's plan in torch (interleaved), and docs/migrating.md's lines."""
+    """Torch's plan runs here, and this library's plan in torch (interleaved)."""
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
     from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
@@ -186,41 +185,6 @@ def test_torch_and_the_executor_give_the_same_losses_and_gradients(world, name):
     expected, *others = results.values()
     for other in others:
         assert all(map(torch.equal, expected, other))
-
-
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "migrating.md").read_text(encoding="utf-8")
-
-
-def code_after(heading: str) -> str:
-    """The lines that replace torch's in the section of migrating.md."""
-    block = PAGE.split(f"## {heading}\n")[1].split("```python\n")[1].split("```")[0]
-    return block[block.index("from pipecomm_ext") :]
-
-
-@on_ranks(4)
-def test_the_lines_of_migrating_md(world):
-    """Both sections; equal to one process."""
-    whole = [Block(stage) for stage in range(8)]
-    x, y = torch.cat(batches(8, 1)), torch.cat(batches(8, 2))
-    expected = []
-    for part, target in zip(x.tensor_split(8), y.tensor_split(8), strict=True):
-        loss = squared_error(nn.Sequential(*whole)(part), target)
-        (loss / 8).backward()
-        expected.append(loss.detach())
-    for heading in ("torch.distributed.pipelining", "torchtitan"):
-        modules = {stage: Block(stage) for stage in (world.rank, world.rank + 4)}
-        stages = [SimpleNamespace(stage_index=stage, submod=module) for stage, module in modules.items()]
-        names = dict(modules=modules, loss_fn=squared_error, x=x, y=y, torch=torch, stages=stages, pp_size=4,
-                     pp_mesh=SimpleNamespace(get_group=lambda: world.group), num_microbatches=8,
-                     inputs=x, labels=y)  # fmt: skip
-        exec(code_after(heading), names)
-        if world.rank == 3:
-            assert torch.equal(torch.stack(names["losses"]), torch.stack(expected))
-            assert names.get("loss", torch.stack(expected).mean()) == torch.stack(expected).mean()
-        for stage, module in modules.items():
-            for mine, theirs in zip(module.parameters(), whole[stage].parameters(), strict=True):
-                torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-11, atol=1e-12)
-        names.get("executor", names.get("pp_executor")).close()
 
 
 # ---- the same arguments -----------------------------------------------------------------------------------
