@@ -96,8 +96,9 @@ def test_gradients_of_one_input_and_twice(world):
 @pytest.mark.parametrize("name", ["ulysses", "zigzag"])
 @pytest.mark.parametrize("off", [[], [0]])
 @pytest.mark.parametrize("needed", [(0,), (1,), (0, 1, 2)])
-def test_double_backward_with_fewer_heads_than_ranks(world, name, off, needed):
-    """The loss is linear in the result, so that only attention has a second derivative."""
+@pytest.mark.parametrize("is_linear", [True, False])
+def test_double_backward_with_fewer_heads_than_ranks(world, name, off, needed, is_linear):
+    """If the loss is linear in the result, only attention has a second derivative."""
     tokens = 2 * world.size
     whole = whole_tensors(1, tokens, 2 if off else 1, 2 if off else 1)
     for idx, tensor in enumerate(whole):
@@ -106,7 +107,9 @@ def test_double_backward_with_fewer_heads_than_ranks(world, name, off, needed):
 
     def second(call, tensors):
         tensors = [tensors[idx] for idx in needed]
-        first = torch.autograd.grad(call().sum(), tensors, create_graph=True)
+        result = call()
+        loss = result.sum() if is_linear else (result**2).sum()
+        first = torch.autograd.grad(loss, tensors, create_graph=True)
         return torch.autograd.grad(sum((grad**2).sum() for grad in first), tensors)
 
     local = way.leaves(whole)

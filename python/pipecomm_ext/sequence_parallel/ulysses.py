@@ -486,8 +486,9 @@ class _Depart(torch.autograd.Function):
             [grad] = posted.tensors
             ctx.run.return_grad(ctx.chunk - AHEAD)
             return None, None, grad, None
-        # The gradients of what arrived depend on all of it, so that the next backward is collective, too.
-        return None, None, grad, grad.new_zeros((), dtype=ctx.link_dtype)
+        # The gradients of what arrived depend on all of it, and on `grad`, even if attention did not use it:
+        # so the next backward is collective, too.
+        return None, None, grad, grad.narrow(-1, 0, 0).sum().to(ctx.link_dtype)
 
 
 class _Leave(torch.autograd.Function):
