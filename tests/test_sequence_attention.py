@@ -262,6 +262,31 @@ def test_attention_of_a_wrong_shape(world, name, text):
     check_usable(way)
 
 
+@pytest.mark.parametrize("needs_grad", [False, True])
+@IN_EVERY_WAY
+@on_ranks(4)
+def test_attention_that_writes_to_its_keys(world, name, needs_grad):
+    """Other calls read them; q is its own."""
+    way, whole = way_of(name, world), whole_tensors(1, 16, 8, 2)
+
+    def writing(letter):
+        def attention(q, k, v, is_causal):
+            {"q": q, "k": k, "v": v}[letter].mul_(2)
+            return plain_attention(q, k, v, is_causal)
+
+        return attention
+
+    with torch.set_grad_enabled(needs_grad):
+        for letter in "kv":
+            local = [tensor * 1 for tensor in way.leaves(whole)]
+            with pytest.raises((ValueError, PipeCommMismatch), match="attention wrote to its k or v"):
+                way.function(*local, writing(letter), is_causal=True)
+        local = [tensor * 1 for tensor in way.leaves(whole)]
+        result = way.function(*local, writing("q"), is_causal=True)
+        assert_close(result, way.piece(plain_attention(2 * whole[0], *whole[1:], True)))
+    check_usable(way)
+
+
 @IN_EVERY_WAY
 @on_ranks(4)
 def test_unequal_lengths_without_gather_size(world, name):

@@ -13,6 +13,8 @@ from ranks import on_ranks
 from test_compiled_operations import compiled
 from torch.utils.checkpoint import checkpoint
 
+from pipecomm_ext import PipeCommMismatch
+
 LENGTH = 12
 
 
@@ -68,6 +70,62 @@ def test_inputs_that_are_frozen(world, heads, kv_heads, chunks):
             for tensor, need in zip(whole, needs, strict=True):
                 tensor.requires_grad_(need)
             check(world, "ulysses", chunks, whole, plain_attention)
+
+
+def with_weight(weight, used):
+    """Attention that multiplies the heads `used` by a parameter."""
+
+    def attention(q, k, v, is_causal=False, heads=None):
+        heads = range(q.size(HEADS)) if heads is None else heads
+        result = plain_attention(q, k, v, is_causal)
+        is_used = torch.tensor([head in used for head in heads], dtype=q.dtype)
+        return result * (1 + (weight - 1) * is_used)[:, None] if is_used.any() else result
+
+    return attention
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("name", ["ulysses", "ring by ulysses"])
+@pytest.mark.parametrize(
+    ("heads", "chunks", "used"),
+    [(1, 1, [0]), (2, 1, [0, 1]), (4, 2, [0, 2]), (4, 2, [1, 3]), (8, 4, [2, 6]), (8, 4, [3])],
+)
+def test_a_parameter_of_attention(world, name, heads, chunks, used):
+    """Beside inputs that need no gradient it would have one on some ranks, or in some chunks, only: all ranks
+    refuse it, and say what to do.
+    """
+    way, weight = way_of(name, world, chunks), torch.nn.Parameter(torch.tensor(1.5, dtype=torch.float64))
+    attention = with_weight(weight, used)
+    whole = [tensor.detach() for tensor in whole_tensors(1, LENGTH, heads, heads)]
+    local = way.leaves(whole)
+    with pytest.raises((ValueError, PipeCommMismatch), match=r"call q\.requires_grad_\(\) on all ranks"):
+        way.function(*local, attention, is_causal=False)
+    with torch.no_grad():
+        assert_close(way.function(*local, attention, is_causal=False), way.piece(attention(*whole)))
+    local[0].requires_grad_()
+    result = way.function(*local, attention, is_causal=False)
+    result.sin().sum().backward()
+    mine = torch.zeros(1, dtype=weight.dtype) if weight.grad is None else weight.grad.reshape(1)
+    of_all = torch.empty(world.size, dtype=weight.dtype)
+    world.comm.all_gather(of_all, mine)
+    weight.grad = None
+    attention(*whole).sin().sum().backward()
+    assert_close(of_all.sum(), weight.grad)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_a_result_has_a_backward_only_if_an_input_has(world, is_compiled):
+    """So layers that are frozen cost no backward."""
+    way, weight = way_of("ulysses", world, 1), torch.nn.Parameter(torch.tensor(1.5, dtype=torch.float64))
+    attention = with_weight(weight, [0, 1])
+    local = way.leaves([tensor.detach() for tensor in whole_tensors(1, LENGTH, 2, 2)])
+    if is_compiled:
+        torch._dynamo.reset()
+    function = torch.compile(way.function, backend="aot_eager") if is_compiled else way.function
+    assert not function(*local, plain_attention, is_causal=False).requires_grad
+    with pytest.raises(ValueError, match=r"call q\.requires_grad_\(\) on all ranks"):
+        function(*local, attention, is_causal=False)
 
 
 @on_ranks(2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 
@@ -14,3 +15,16 @@ def graph_link(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """
     q, k, v = (tensor.narrow(-1, 0, 0).sum() for tensor in (q, k, v))
     return (q + k + v).exp()
+
+
+def check_linked(result: Tensor, link: Tensor) -> None:
+    """Checks that a result of attention has a backward only if q, k or v does.
+
+    Ranks without heads know of a backward by q, k and v alone. If the link always required a gradient, they
+    would know, but autograd would go back through all layers below, also where everything is frozen.
+    """
+    if result.requires_grad and not link.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            "the result of attention requires a gradient, but none of q, k and v does, by which all ranks "
+            "know that there is a backward: call q.requires_grad_() on all ranks"
+        )

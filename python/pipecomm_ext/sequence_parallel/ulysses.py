@@ -26,10 +26,10 @@ from ..core.checked import whole_number
 from ..core.extension import _C
 from ..errors import PipeCommError, PipeCommMismatch
 from .all_to_all import OP, all_to_all, exchange_step
+from .attention_calls import call_attention
 from .differentiable import apply
-from .graph_link import graph_link
+from .graph_link import check_linked, graph_link
 from .head_chunks import best_num_chunks, head_chunks
-from .heads_argument import heads_argument
 from .sizes import Sizes, cal_split_sizes, checked_spec, dim_index, taken_as_equal
 from .ulysses_plans import Layout, enter_gradient_plan, enter_plan, leave_gradient_plan, leave_plan
 
@@ -70,7 +70,8 @@ def ulysses_attention(
             of a chunk divide evenly, and else one for each query head. None: torch's
             scaled_dot_product_attention. It may be called with the heads of one rank only, so it must not
             mix heads or depend on their number. If it has a parameter `heads` (no default, or
-            None), it gets their numbers among all query heads, a range: `slopes[heads]` for ALiBi.
+            None), it gets their numbers among all query heads, a range: `slopes[heads]` for ALiBi. It must
+            not write to its k and v. If it uses trained parameters, q, k or v must require a gradient.
         process_group: a torch group, a Communicator, or None for the default group.
         chunks: number of chunks, at most the query heads of a rank; 1 does not overlap. "auto" decides by a
             model of the transport, equally on all ranks, and takes 1 where overlap does not pay: over shared
@@ -84,7 +85,7 @@ def ulysses_attention(
         a tensor like `q`, this rank's piece of the result.
 
     Raises:
-        ValueError, IndexError, TypeError: bad arguments on this rank; nothing was sent.
+        ValueError, IndexError, TypeError: bad arguments on this rank, or a wrong result of its attention.
         PipeCommMismatch: another rank refused, its attention raised, or the ranks' arguments do not fit; the
             next call works.
 
@@ -114,6 +115,7 @@ def ulysses_attention(
                 arrived = run.arrive(chunk, entered[3 * chunk : 3 * chunk + 3])
                 link = graph_link(*arrived)
                 result = run.attend(chunk, arrived, attention or sdpa(*dims), attention_kwargs)
+                check_linked(result, link)
                 chunk_results.append(_Depart.apply(run, chunk, result, link))
         except Exception as error:
             run.refuse_the_rest(error)
@@ -205,8 +207,9 @@ def _traced(q, k, v, attention, process_group, heads_dim, seq_dim, gather_size, 
         read = [head - heads.kv_starts[0][rank] for head in heads.read_by(0, rank)]
         if not _is_even(read):
             k, v = (tensor[_at(heads_dim, read)] for tensor in (k, v))
-        asked = heads_argument(attention, kwargs, heads.q_starts[0][rank], q_sizes[rank])
-        result = torch.cat([attention(q, k, v, **kwargs, **asked).to(q.dtype), nothing], heads_dim)
+        result = call_attention(attention, q, k, v, kwargs, heads.q_starts[0][rank], q_sizes[rank])
+        check_linked(result, link)
+        result = torch.cat([result.to(q.dtype), nothing], heads_dim)
     length = result.size(seq_dim)
     seq_sizes = [length // size] * size if gather_size is None else cal_split_sizes(length, size)
     return all_to_all(
@@ -305,7 +308,7 @@ class _Run:
         if not _is_even(read):
             index = torch.tensor([head - read[0] for head in read], device=k.device)
             k, v = k.index_select(dim, index), v.index_select(dim, index)
-        result = attention(q, k, v, **kwargs, **heads_argument(attention, kwargs, first, count))
+        result = call_attention(attention, q, k, v, kwargs, first, count)
         spec = checked_spec(result, "the result of attention")
         if tuple(spec[0]) != shape or result.device != q.device:
             raise ValueError(
@@ -442,7 +445,7 @@ class _Arrive(torch.autograd.Function):
     @staticmethod
     def forward(ctx, run: _Run, chunk: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.run, ctx.chunk = run, chunk
-        ctx.mark_dirty(*tensors)  # they are written from here on, and attention may write to them as well
+        ctx.mark_dirty(*tensors)  # they are written by now, and attention may write to its q
         return tensors
 
     @staticmethod

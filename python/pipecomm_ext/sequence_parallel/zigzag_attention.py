@@ -13,10 +13,10 @@ from ..communicator.registry import communicator_of, rank_and_size
 from ..core.checked import whole_number
 from ..core.tensor_specs import spec_of
 from .all_to_all import OP, all_to_all_many
+from .attention_calls import call_attention
 from .differentiable import apply
 from .graph_link import graph_link
 from .head_chunks import kv_head_of
-from .heads_argument import heads_argument
 from .sizes import Sizes, cal_split_sizes, checked_spec, taken_as_equal
 from .ulysses import Attention, checked_dims, sdpa
 from .zigzag_exchange import ReadStep, ZigzagLayout
@@ -191,7 +191,6 @@ def attend(
     """Attention of consecutive queries, one call for each span with queries, put together."""
     attention = _causal_sdpa(heads_dim, seq_dim) if attention is None else attention
     num_heads, num_kv_heads = q.size(heads_dim), k.size(heads_dim)
-    kwargs = {**kwargs, **heads_argument(attention, kwargs, first_head, num_heads)}
     if num_heads % num_kv_heads:
         read = [kv_head_of(head, num_heads, num_kv_heads) for head in range(num_heads)]
         index: tuple[Any, ...] = (*(slice(None),) * heads_dim, read)
@@ -202,7 +201,8 @@ def attend(
             continue
         some = q.narrow(seq_dim, begin, num_queries)
         keys, values = (tensor.narrow(seq_dim, 0, num_keys) for tensor in (k, v))
-        result = attention(some, keys, values, is_causal=is_causal, **kwargs)
+        given = {**kwargs, "is_causal": is_causal}
+        result = call_attention(attention, some, keys, values, given, first_head, num_heads)
         shape = (*some.shape[:-1], v.size(-1))
         if tuple(spec_of(result, "the result of attention")[0]) != shape:
             raise ValueError(
