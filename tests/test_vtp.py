@@ -138,6 +138,51 @@ def test_vtp_with_named_ranks(world):
 
 
 @on_ranks(4)
+@pytest.mark.parametrize("is_async", [False, True])
+def test_the_mean_of_any_dtype(world, is_async):
+    """Of {1, 6}, cast back to the dtype, for stages of one rank and of several."""
+    stages, group = topology_of(world, [1, 2, 1]), dist.group.WORLD
+    dtypes = [torch.complex64, torch.complex128, torch.int64, torch.int32, torch.uint8, torch.bool]
+    for dtype in [*dtypes, torch.float8_e5m2, torch.float16, torch.float64]:
+        config, value = SimpleNamespace(pipeline_dtype=dtype), {0: 1, 3: 6}.get(world.rank)
+        if value is not None:
+            tensor = torch.full((2,), value * (1 + 2j if dtype.is_complex else 1)).to(dtype)
+            finish(vtp_send_forward(tensor, topology=stages, group=group, next_rank=1))
+            continue
+        lists = {"group": [group, group], "prev_rank": [0, 3], "topology": stages}
+        received = vtp_recv_forward([2], config, async_op=is_async, **lists)
+        if is_async:
+            received, works = received
+            works["recv_prev"].wait()
+        expected = torch.tensor(3.5 + 7j if dtype.is_complex else 3.5).to(dtype)
+        assert received.dtype == dtype and received.tolist() == [expected.item()] * 2
+
+
+@on_ranks(4)
+def test_a_mean_that_fails_on_the_first_rank(world):
+    """All ranks of its stage hear of it, and the next call works."""
+    topology, group = topology_of(world, [1, 2, 1]), dist.group.WORLD
+    lists = {"group": [group, group], "prev_rank": [0, 3], "topology": topology}
+
+    def fails(*_):
+        raise RuntimeError("out of luck")
+
+    for is_lucky in (False, True):
+        if world.rank in (0, 3):
+            finish(vtp_send_forward(torch.ones(2), topology=topology, group=group, next_rank=1))
+        elif is_lucky:
+            assert vtp_recv_forward([2], FP32, **lists).tolist() == [1.0, 1.0]
+        else:
+            _, works = vtp_recv_forward([2], FP32, async_op=True, **lists)
+            with pytest.MonkeyPatch.context() as patched:
+                patched.setattr(named_peers, "_take_mean", fails)
+                for _ in range(2):
+                    kind = RuntimeError if world.rank == 1 else PipeCommMismatch
+                    with pytest.raises(kind, match="out of luck"):
+                        works["recv_prev"].wait()
+
+
+@on_ranks(4)
 def test_named_ranks_that_do_not_fit(world):
     """The whole receiving stage raises; rank 3, of the same group, takes no part."""
     topology = topology_of(world, [1, 2, 1])
@@ -388,6 +433,9 @@ def test_the_stream_that_takes_the_mean_keeps_the_memory(monkeypatch):
             self.streams = []
             self.record_stream = self.streams.append
 
+        def detach(self):
+            return self
+
     buffers = []
     means = []
     comm = SimpleNamespace(
@@ -395,11 +443,11 @@ def test_the_stream_that_takes_the_mean_keeps_the_memory(monkeypatch):
         irecv=lambda *args: SimpleNamespace(wait=lambda timeout: None),
     )
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "the stream of wait()")
-    monkeypatch.setattr(named_peers, "_C", SimpleNamespace(reduce=lambda *args: means.append(args)))
+    monkeypatch.setattr(named_peers, "_take_mean", lambda *args: means.append(args))
     for num_sources in (1, 3):
         buffers.clear()
         received = named_peers.Received([named_peers.Peer(comm, 0, 0)] * num_sources, (4,), torch.float32)
         received.wait()
         expected = [] if num_sources == 1 else ["the stream of wait()"]
         assert [buffer.streams for buffer in buffers] == [expected] * num_sources
-    assert [(len(buffers), name) for _, buffers, name in means] == [(3, "AVG")]
+    assert [len(tensors) for _, tensors in means] == [3]

@@ -102,8 +102,8 @@ def send_to(peers: Sequence[Peer], tensor: torch.Tensor) -> list[Work]:
 class Received:
     """A tensor in flight from one rank, or the mean of tensors from several ranks.
 
-    Like a Work, but with several sources only one thread at a time may call `wait`. The mean is taken in fp32
-    by one kernel, on the current stream if the tensor is on a device.
+    Like a Work, but with several sources only one thread at a time may call `wait`. The mean is taken on the
+    current stream if the tensor is on a device.
     """
 
     def __init__(self, peers: Sequence[Peer], shape: Sequence[int], dtype: torch.dtype):
@@ -115,7 +115,7 @@ class Received:
         for work in self._works:
             work.wait(timeout)
         if len(self._buffers) > 1:
-            _C.reduce(self.tensor, self._buffers, "AVG")
+            _take_mean(self.tensor.detach(), self._buffers)
             for buffer in self._buffers:
                 if buffer.is_cuda:  # else the stream that it was made on could reuse its memory
                     buffer.record_stream(torch.cuda.current_stream(buffer.device))
@@ -124,6 +124,18 @@ class Received:
     def is_completed(self) -> bool:
         """Whether everything has arrived; `wait` computes the mean."""
         return all(work.is_completed() for work in self._works)
+
+
+def _take_mean(output: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+    """Writes the mean: by one kernel, in fp32 if the dtype is smaller; of dtypes without a kernel (integers,
+    bool, float8) in fp64, then cast back to the dtype.
+    """
+    if output.is_complex():
+        output, tensors = torch.view_as_real(output), list(map(torch.view_as_real, tensors))
+    if _C.reduces("AVG", output.dtype):
+        _C.reduce(output, tensors, "AVG")
+    else:
+        output.copy_(torch.stack([tensor.to(torch.float64) for tensor in tensors]).mean(0))
 
 
 def required(tensor_shape: Any, config: Any) -> tuple[Sequence[int], torch.dtype]:

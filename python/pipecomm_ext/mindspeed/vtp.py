@@ -180,7 +180,7 @@ def _ops_of(error: PipeCommMismatch) -> set[str]:
 class _PassedOn:
     """A tensor that the first rank of a stage receives, and passes on to the others in `wait`.
 
-    If a tensor that arrives does not fit, all ranks of the stage raise.
+    If what should arrive cannot be passed on, all ranks of the stage raise.
     """
 
     def __init__(
@@ -194,23 +194,25 @@ class _PassedOn:
         self._topology, self._channel = topology, channel
         self._received = Received(peers, shape, dtype) if topology.is_vtp_stage_rank0() else None
         self._is_done = False
-        self._mismatch: PipeCommMismatch | None = None
+        self._failure: Exception | None = None
         self.tensor = self._received.tensor if self._received else topology.communicator.empty(shape, dtype)
 
     def wait(self, timeout: float | None = None) -> None:
-        if self._mismatch is not None:
-            raise self._mismatch
+        if self._failure is not None:
+            raise self._failure
         if not self._is_done:
             try:
                 self._receive_and_pass_on(timeout)
                 self._is_done = True
-            except PipeCommMismatch as error:
-                self._mismatch = error
+            except PipeCommTimeout:
+                raise  # `wait` may be called again
+            except Exception as error:
+                self._failure = error
                 raise
 
     def is_completed(self) -> bool:
         """Whether `wait` has passed it on, or has failed."""
-        return self._is_done or self._mismatch is not None
+        return self._is_done or self._failure is not None
 
     def _receive_and_pass_on(self, timeout: float | None) -> None:
         comm, (leader, *others) = self._topology.communicator, self._topology.stage_ranks
@@ -218,7 +220,9 @@ class _PassedOn:
             try:
                 with _naming_alike(self._topology):
                     self._received.wait(timeout)
-            except PipeCommMismatch as error:
+            except PipeCommTimeout:
+                raise
+            except Exception as error:
                 if others and comm.failure is None:  # else it has been aborted, with the reason
                     comm.refuse("exchange", error, sorted(self._topology.stage_ranks), self._channel)
                 raise
