@@ -452,6 +452,7 @@ def test_opcheck(world):
     if size == 2:
         relay = StageRelay(topology_of(world, [1, 1]))
         link, anchor = (id(relay), "forward", 0, 1), torch.empty(0, requires_grad=True)
+        number = torch.tensor(3)  # one that is not given differs from call to call
         batch = [flat, flat.int()], [peer] * 2, [0, 1], [flat.clone(), flat.int()], [peer] * 2, [0, 1]
         two, lists = [x, x.detach().int()], (sizes * 2, equal * 2)
         checks += [
@@ -464,9 +465,9 @@ def test_opcheck(world):
             (operators.batch_p2p, (*batch, group)),
             (operators.broadcast, (flat, name, 1)),
             (operators.empty, ([3, 0], torch.int32, name)),  # its contents differ from call to call
-            (operators.relay_receive, (anchor, *link, [3, 4], torch.float64))
+            (operators.relay_receive, (anchor, *link, [3, 4], torch.float64, number))
             if world.rank
-            else (operators.relay_send, (flat.clone().requires_grad_(), anchor, *link, [3, 4])),
+            else (operators.relay_send, (flat.clone().requires_grad_(), anchor, *link, [3, 4], number)),
         ]
     for operator, arguments in checks:
         torch.library.opcheck(operator, arguments)

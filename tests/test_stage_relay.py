@@ -445,6 +445,29 @@ def test_relay_is_differentiable(world, algorithm, grad_reduce):
         assert torch.equal(weights[stage_idx].grad, expected[stage_idx].grad * own), position
 
 
+@on_ranks(5)
+@pytest.mark.parametrize("algorithm", ["direct", "sharded"])
+def test_backwards_in_another_order_are_told(world, algorithm):
+    """Gradients of one shape would be swapped. Stage 0 counts more relays than each of the others."""
+    topology = topology_of(world, [1, 2, 2])
+    relays = [StageRelay(topology, algorithm=algorithm) for _ in range(2)]
+    mine, shape = topology.get_vtp_my_stage_idx(), (3,)
+    leaves = [torch.zeros(shape, requires_grad=True) for _ in range(4)]
+    ends = []  # of relays to stages 1, 2, 1, 2
+    for idx, leaf in enumerate(leaves):
+        stage = 1 + idx % 2
+        if mine in (0, stage):
+            ends.append(relays[idx // 2].relay(None if mine else leaf * 1, shape, torch.float32, 0, stage))
+    losses = ends if mine == 0 else [(1 + idx) * end.sum() for idx, end in enumerate(ends)]
+    if mine != 2:  # stage 0 begins with the first relay, the joint backward of stage 1 with the last one
+        with pytest.raises(PipeCommMismatch, match="and backwards run in the same order"):
+            (sum(losses) if mine else losses[0]).backward(retain_graph=True)
+    for loss in losses:
+        loss.backward()
+    if mine == 0:
+        assert [leaf.grad[0].item() for leaf in leaves] == [1, 1, 2, 2]
+
+
 @on_ranks(3)
 def test_relay_of_integers_and_of_what_needs_no_gradient(world):
     topology = topology_of(world, [1, 2])

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..sequence_parallel.differentiable import told_of_backwards
 from .link import Link
 
 
@@ -52,7 +53,8 @@ class _Give(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *_):
-        gradient, _ = ctx.relay.recv_on(ctx.link, ctx.shape, ctx.dtype, False)
+        with told_of_backwards():
+            gradient, _ = ctx.relay.recv_on(ctx.link, ctx.shape, ctx.dtype, False)
         return None, None, None, gradient, None  # relay, link, shape, tensor's, anchor
 
 
@@ -65,5 +67,6 @@ class _Take(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *gradients):
         [gradient] = gradients
-        ctx.relay.send_on(ctx.link, gradient, False, ctx.shape)
+        with told_of_backwards():
+            ctx.relay.send_on(ctx.link, gradient, False, ctx.shape)
         return None, None, None, None, None  # relay, link, shape, dtype, anchor

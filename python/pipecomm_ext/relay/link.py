@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+from weakref import WeakKeyDictionary
+
+from ..communicator import Communicator
 
 FORWARD, BACKWARD = "forward", "backward"
 
@@ -11,7 +15,8 @@ FORWARD, BACKWARD = "forward", "backward"
 class Link:
     """Two stages and the channels of their messages; None: in the order of all collectives.
 
-    `stage_channel` carries what the ranks of the source agree on before they send.
+    `stage_channel` carries what the ranks of the source agree on before they send. Both stages compare
+    `number`, see `numbered`.
     """
 
     kind: str
@@ -20,6 +25,7 @@ class Link:
     members: tuple[int, ...]
     channel: int | None
     stage_channel: int | None
+    number: int = 0
 
     @property
     def within_stage(self) -> tuple[int, ...]:
@@ -33,5 +39,18 @@ class Link:
             self, kind=kind, source_idx=self.destination_idx, destination_idx=self.source_idx
         )
 
+    def numbered(self, comm: Communicator) -> Link:
+        """Returns the link with the number of the next relay that both stages record for a backward, which
+        its gradient keeps: gradients of one shape would be swapped if the stages ran backwards in different
+        orders. The number of a Work does not do: it counts collectives with other stages, too.
+        """
+        numbers = _num_recorded.setdefault(comm, collections.Counter())
+        numbers[self.members] += 1
+        return dataclasses.replace(self, number=numbers[self.members])
+
     def __str__(self) -> str:
         return f"{self.kind}, stage {self.source_idx} to stage {self.destination_idx}"
+
+
+# Relays of all StageRelays on a communicator, by the ranks of both stages, which make the same calls.
+_num_recorded: WeakKeyDictionary[Communicator, collections.Counter[tuple[int, ...]]] = WeakKeyDictionary()

@@ -208,10 +208,11 @@ class StageRelay:
             sends the gradient. In the source a tensor without elements, whose `backward()`, or that of
             anything computed with it, receives the gradient of `tensor` (a constant for second
             derivatives). Every call waits for the other stage, so both stages make their calls, backwards
-            included, in one order.
+            included, in one order; autograd runs the backwards of a loss in the reverse order of the calls.
 
         Raises:
             ValueError: this rank is in neither stage, or the stages are the same.
+            PipeCommMismatch: in the backward of CPU tensors, if the stages run backwards in different orders.
         """
         for name, stage_idx in (("src_stage", src_stage), ("dst_stage", dst_stage)):
             if not 0 <= stage_idx < len(self._stages):
@@ -225,7 +226,7 @@ class StageRelay:
         if torch.compiler.is_compiling():
             _check_given(tensor, dtype, is_source)
             return traced_relay(self, tensor, shape, dtype, src_stage, dst_stage)
-        link = self.link_between(FORWARD, src_stage, dst_stage, None)
+        link = self.link_between(FORWARD, src_stage, dst_stage, None).numbered(self.communicator)
         with self._refused_on(link):
             _check_given(tensor, dtype, is_source)
         if tensor is not None:
@@ -316,6 +317,7 @@ class StageRelay:
                 within=link.members,
                 channel=link.channel,
                 after=after,
+                gradient_of=0 if works else link.number,
             )
             works.append(work)
         if not in_flight:
