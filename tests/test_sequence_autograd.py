@@ -339,6 +339,23 @@ def test_an_input_that_is_written_before_wait_is_refused(world, needs_grad):
 
 
 @on_ranks(2)
+def test_a_buffer_that_is_filled_piece_by_piece(world):
+    """A piece is written while another one is in flight: torch counts the writes of the buffer only."""
+    buffer, in_flight = torch.zeros(3, 4, 2), []
+    for idx, piece in enumerate(buffer):
+        piece.fill_(2 * idx + world.rank)
+        in_flight.append(all_to_all(piece, world.comm, 1, 0, async_op=True))
+    for idx, (result, work) in enumerate(in_flight):
+        work.wait()
+        assert result.flatten().tolist() == [2 * idx] * 4 + [2 * idx + 1] * 4
+    whole = torch.zeros(4, 6)
+    _, work = all_to_all(whole.view(2, 12), world.comm, 1, 0, async_op=True)  # a view of all of it is judged
+    whole.add_(1)
+    with pytest.raises(RuntimeError, match="was written between the call and wait"):
+        work.wait()
+
+
+@on_ranks(2)
 def test_errors_come_with_wait(world):
     x = torch.zeros(2 + world.rank, 4)
     with pytest.raises(PipeCommMismatch, match="so give gather_size"):

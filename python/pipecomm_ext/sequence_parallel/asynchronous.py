@@ -28,7 +28,8 @@ class StepWork:
     """The handle of an operation in flight; like a `Work`.
 
     The results may be used after `wait()`. If the handle is dropped without it, the operation completes all
-    the same. The inputs must not be written before it is done.
+    the same. The inputs must not be written before it is done. A write is noticed, unless the input is a view
+    of a part of a tensor: torch counts the writes of the whole, of which other parts may be written.
     """
 
     def __init__(
@@ -38,7 +39,7 @@ class StepWork:
         inputs: Sequence[Tensor] = (),
     ):
         self._work, self._told = work, told
-        self._inputs = [(tensor, version_of(tensor)) for tensor in inputs]
+        self._inputs = [(tensor, version_of(tensor)) for tensor in inputs if not _is_part(tensor)]
         self._was_written = False
         self._to_join: Callable[[], Any] | None = None
         self._lock = threading.Lock()
@@ -82,6 +83,11 @@ class StepWork:
                 "an input of this operation was written between the call and wait(), when it may not have "
                 "been sent yet: write into it after wait(), or pass a clone"
             )
+
+
+def _is_part(tensor: Tensor) -> bool:
+    base = tensor._base
+    return base is not None and tensor.numel() < base.numel()
 
 
 class _Sent:
