@@ -164,6 +164,16 @@ def test_refused_and_interleaved_calls_do_not_disturb_the_numbers(world, transpo
     assert_same(grad, torch.ones_like(x))
 
 
+@on_ranks(2)
+def test_a_split_of_one_rank_does_not_disturb_the_others(world):
+    """It is local, which is why the order of its backwards is not checked."""
+    x = torch.ones(4, requires_grad=True)
+    if world.rank == 0:
+        split_forward_gather_backward(x, world.comm, 0)
+    split_forward_gather_backward(x, world.comm, 0).sum().backward()
+    assert x.grad.tolist() == [0.5] * 4
+
+
 # ---- wrappers of autograd ---------------------------------------------------------------------------------
 
 
@@ -224,6 +234,19 @@ def test_autocast(world):
         assert result.dtype == torch.bfloat16
         result.sum().backward()
     assert x.grad.dtype == torch.float32 and x.grad.isfinite().all()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("operation", [split_forward_gather_backward, gather_forward_split_backward])
+def test_gradients_of_float8_are_not_scaled(world, operation):
+    x = torch.ones(4).to(torch.float8_e4m3fn).requires_grad_()
+    with pytest.raises(ValueError, match="cannot be scaled: pass grad_scale=None"):
+        operation(x, world.comm, 0)
+    y = operation(x, world.comm, 0, grad_scale=None)
+    y.backward(torch.ones_like(y))
+    assert x.grad.float().tolist() == [1.0] * 4
+    with torch.no_grad():
+        assert operation(x, world.comm, 0).dtype == x.dtype
 
 
 @on_ranks(2)

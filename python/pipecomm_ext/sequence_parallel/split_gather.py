@@ -3,7 +3,8 @@
 A split is a local copy of what every rank holds, its backward a gather; a gather is one exchange, its
 backward a local split. Gradients are scaled by the number of ranks as the reference (MindSpeed-MM) does: "up"
 multiplies, "down" divides, on the small side and in the dtype of the gradient ("up" can overflow float16).
-There is no sum over ranks. With async_op=True each returns (tensor, work), as `all_to_all` does.
+There is no sum over ranks. With async_op=True each returns (tensor, work), as `all_to_all` does. Backwards of
+splits must run in one order on all ranks. This is not checked: a split is local, so some ranks may make more.
 """
 
 from __future__ import annotations
@@ -66,8 +67,8 @@ def split_forward_gather_backward(
         a fresh contiguous tensor of length split_sizes[r] along `dim`. Nothing is communicated.
 
     Raises:
-        ValueError: `split_sizes` is not a list of P lengths >= 0 with the right sum, or `grad_scale` is
-            unknown.
+        ValueError: `split_sizes` is not a list of P lengths >= 0 with the right sum; `grad_scale` is unknown,
+            or not None for a float8 tensor that requires a gradient.
         IndexError: `dim` is out of range.
 
     Example:

@@ -57,6 +57,7 @@ def _run_split(
     async_op: bool = False,
 ) -> Result:
     spec = checked_spec(input_, "input_")
+    _check_gradient(input_, grad_scale)
     dim = dim_index(dim, input_.dim(), "dim")
     step = _split_step(*rank_and_size(process_group), spec, dim, layout, scale, grad_scale)
     return _applied(process_group, step, input_, async_op)
@@ -74,6 +75,7 @@ def _run_gather(
     comm = communicator_of(process_group, input_)
     with comm.collective(OP):
         spec = checked_spec(input_, "input_")
+        _check_gradient(input_, grad_scale)
         dim = dim_index(dim, input_.dim(), "dim")
         layout_ = layout()
         step = _gather_step(comm.rank, comm.size, spec, dim, layout_, scale, grad_scale)
@@ -170,6 +172,14 @@ def _gather_step(
 def _check_scale(grad_scale: Any) -> None:
     if grad_scale not in ("up", "down", None):
         raise ValueError(f'grad_scale must be "up", "down" or None, not {grad_scale!r}')
+
+
+def _check_gradient(tensor: Tensor, grad_scale: Scale) -> None:
+    is_float8 = tensor.is_floating_point() and tensor.itemsize == 1
+    if is_float8 and grad_scale is not None and tensor.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            f"a gradient of {tensor.dtype} cannot be scaled: pass grad_scale=None, or convert the tensor"
+        )
 
 
 # ---- in a compiled graph: two custom operators ------------------------------------------------------------
