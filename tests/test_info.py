@@ -154,18 +154,25 @@ def test_the_command_line_without_a_command(capsys: pytest.CaptureFixture[str]) 
     assert capsys.readouterr().out == f"pipecomm_ext {pipecomm_ext.__version__}\n"
 
 
-def test_a_reader_may_stop_early() -> None:
-    """As in `python -m pipecomm_ext info | true`: output is kept until the end, and nobody reads it then."""
-    program = """
+def test_a_reader_may_stop_early(tmp_path: Path) -> None:
+    """As in `python -m pipecomm_ext info | true`, or with `>&-`: the status is that of the command."""
+    plan = "check 1f1b --ranks 8 --microbatches 600"
+    commands = {"info": 0, f"{plan} --print": 0, f"{plan} --max-activations 1 --print": 1}
+    commands |= {f"doctor --flight {tmp_path}": 2, "doctor --deadline 0": 1}
+    program = f"""
 import os, sys
 from pipecomm_ext.__main__ import main
-sys.stdout.reconfigure(line_buffering=False)
 reader, writer = os.pipe()
 os.dup2(writer, 1)
 os.close(reader)
-sys.exit(main(["info"]))
+for has_stdout in (True, False):
+    for command, status in {commands}.items():
+        assert main(command.split()) == status, command
+        if has_stdout:
+            os.dup2(writer, 1)
+    sys.stdout = None
 """
-    assert run_program(program) == ""
+    assert "Broken pipe" not in run_program(program)
 
 
 def test_doctor_passes_here(capfd: pytest.CaptureFixture[str]) -> None:

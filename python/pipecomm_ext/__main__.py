@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import json
 import os
 import sys
@@ -28,7 +30,8 @@ def run_doctor(args: argparse.Namespace) -> int:
     from .diagnostics.doctor import diagnose, run_rank
 
     if args.rank is not None:
-        return run_rank(args.rank, args.store, args.deadline)
+        with contextlib.redirect_stdout(sys.__stdout__):  # at once: a rank that hangs is killed
+            return run_rank(args.rank, args.store, args.deadline)
     return diagnose(args.deadline)
 
 
@@ -74,13 +77,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.command is None:
         parser.print_help()
         return 0
+    output = io.StringIO()
     try:
-        status = args.run(args)
-        sys.stdout.flush()
-    except BrokenPipeError:  # the reader of the output has seen enough
+        with contextlib.redirect_stdout(output):
+            return args.run(args)
+    finally:
+        _show(output.getvalue())
+
+
+def _show(text: str) -> None:
+    """Prints the output of a command after its end, so that a reader who stops early changes no status."""
+    try:
+        print(text, end="", flush=True)
+    except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    return status
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from fractions import Fraction
 
@@ -271,10 +272,12 @@ def test_exact_with_fractions():
 @pytest.mark.parametrize(
     "arguments, error, message",
     [
-        (dict(F=-1), ValueError, "cost F must not be negative, got -1"),
+        (dict(F=-1), ValueError, "cost F must be finite and not negative, got -1"),
+        (dict(W=math.inf), ValueError, "cost W must be finite and not negative, got inf"),
+        (dict(F=[1, math.nan]), ValueError, "cost F must be finite and not negative, got nan"),
         (dict(I="2"), TypeError, "cost I must be a number or one per stage, got '2'"),
         (dict(W=None), TypeError, "cost W must be a number"),
-        (dict(comm=[1, -2]), ValueError, "cost comm must not be negative, got -2"),
+        (dict(comm=[1, -2]), ValueError, "cost comm must be finite and not negative, got -2"),
     ],
 )
 def test_bad_costs(arguments, error, message):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from fractions import Fraction
@@ -43,8 +44,8 @@ class Costs:
             for value in cost if isinstance(cost, tuple) else (cost,):
                 if not isinstance(value, Real):
                     raise TypeError(f"cost {field.name} must be a number or one per stage, got {value!r}")
-                if value < 0:
-                    raise PlanError(f"cost {field.name} must not be negative, got {value}")
+                if value < 0 or not value < math.inf:
+                    raise PlanError(f"cost {field.name} must be finite and not negative, got {value}")
 
     def durations(self, row: Iterable[Compute]) -> list[Number]:
         """The duration of each compute slot of a row."""
