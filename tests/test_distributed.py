@@ -89,7 +89,7 @@ def test_every_other_name_is_torchs_own():
         for name in dir(torch_dist)
         if not name.startswith("__") and getattr(dist, name) is not getattr(torch_dist, name)
     }
-    assert differ == {*dist.__all__, "Work"} & {*dir(torch_dist)} and dist.Work is pipecomm_ext.Work
+    assert differ == {*dist.__all__} & {*dir(torch_dist)}
     assert {*dir(torch_dist), *dist.__all__} <= set(dir(dist))
     assert dist.group.WORLD is torch_dist.group.WORLD and dist.ReduceOp.SUM == torch_dist.ReduceOp.SUM
     with pytest.raises(
@@ -328,6 +328,7 @@ REFUSED_COLLECTIVES = [
     (lambda x: dist.all_to_all_single(x[:3], x[:3]), "dim 0 of input of shape [3, 2] must divide by the 2"),
     (lambda x: dist.all_to_all_single(x, x, [True, 3]), "output_split_sizes[0] must be an int, not bool"),
     (lambda x: dist.all_to_all_single(x.double(), x), "must agree in dtype"),
+    (lambda x: dist.all_to_all_single(x[:2], x), "bytes to itself but receives"),
     (lambda x: dist.all_to_all([x, x], [x]), "one input and one output for each of the 2 ranks"),
     (lambda x: dist.all_gather([x, x, x], x), "one output for each of the 2 ranks, got 3"),
     (lambda x: dist.all_gather_into_tensor(x, x), "neither concatenated nor stacked"),
@@ -344,6 +345,94 @@ def test_misuse_is_refused_everywhere(world, bad_ranks):
         with pytest.raises((ValueError, TypeError) if is_bad else PipeCommMismatch, match=re.escape(text)):
             call(tensor) if is_bad else dist.barrier()
         dist.all_gather_into_tensor(torch.zeros(8, 2), tensor)
+
+
+@pytest.mark.parametrize("async_op", [False, True], ids=["sync", "async"])
+@on_ranks(2)
+def test_all_to_all_single_of_other_shapes_and_in_place(world, async_op):
+    """Each side is split along its own dim 0, as with torch."""
+    results = []
+    for api in (torch_dist, dist):
+        for shape, source_shape in [((8,), (4, 2)), ((4, 2), (8,)), ((2, 4), (4, 2)), ((4, 2), (2, 4))]:
+            output = torch.zeros(shape)
+            source = torch.arange(8.0).view(source_shape if world.rank else shape) + 10 * world.rank
+            work = api.all_to_all_single(output, source, async_op=async_op)
+            if work is not None:
+                work.wait()
+            results.append(output.tolist())
+        output = torch.zeros(6)
+        splits = ([2, 4], [1, 2]) if world.rank == 0 else ([4, 2], [2, 1])
+        work = api.all_to_all_single(output, torch.arange(6.0).view(3, 2), *splits, async_op=async_op)
+        if work is not None:
+            work.wait()
+        results.append(output.tolist())
+    assert results[:5] == results[5:]
+    same = torch.arange(4.0) + 10 * world.rank
+    work = dist.all_to_all_single(same, same, async_op=async_op)
+    if work is not None:
+        work.wait()
+    assert same.tolist() == ([0, 1, 10, 11] if world.rank == 0 else [2, 3, 12, 13])
+
+
+@on_ranks(2)
+def test_results_of_functional_collectives_are_tensors(world):
+    from torch.distributed import _functional_collectives as funcol
+
+    def lazy(*shape: int) -> torch.Tensor:
+        result = funcol.all_reduce(torch.ones(shape) * (world.rank + 1), "sum", world.group)
+        assert isinstance(result, funcol.AsyncCollectiveTensor)
+        return result
+
+    outs = [lazy(4), lazy(4), *(torch.zeros(shape) for shape in (8, 2, 4, 4, 2, 4))]
+    rows = [[torch.zeros(4), torch.zeros(4)] for _ in range(2)]
+    dist.all_reduce(outs[0])
+    dist.broadcast(outs[1], 0)
+    dist.all_gather_into_tensor(outs[2], lazy(4))
+    dist.reduce_scatter_tensor(outs[3], lazy(4))
+    dist.all_to_all_single(outs[4], lazy(4))
+    dist.all_gather(rows[0], lazy(4))
+    dist.all_to_all(rows[1], [lazy(4), lazy(4)])
+    dist.reduce_scatter(outs[6], [lazy(2), lazy(2)])
+    other = 1 - world.rank
+    ops = [dist.P2POp(dist.isend, lazy(4), other), dist.P2POp(dist.irecv, outs[5], other)]
+    for work in [*dist.batch_isend_irecv(ops), dist.isend(lazy(4), other), dist.irecv(outs[7], other)]:
+        work.wait()
+    sums = {0: 6.0, 3: 6.0, 6: 6.0}
+    for idx, out in enumerate(outs):
+        assert torch.equal(out + 0, torch.full_like(out + 0, sums.get(idx, 3.0))), idx
+    assert all(torch.equal(row, torch.full((4,), 3.0)) for row in [*rows[0], *rows[1]])
+
+
+@on_ranks(2)
+def test_work_is_torchs(world):
+    class Done(dist.Work):
+        def wait(self, timeout: datetime.timedelta | None = None) -> bool:
+            return True
+
+    assert Done().wait()
+    parts = [torch.empty(1), torch.empty(1)] if world.rank == 0 else None
+    work = dist.gather(torch.ones(1), parts, 0, async_op=True)
+    assert isinstance(work, dist.Work)
+    work.wait()
+
+
+@on_ranks(2)
+def test_compiled_calls_outside_of_the_group_do_nothing(world):
+    group = torch_dist.new_group([1])
+    calls = {
+        "all_reduce": lambda x: dist.all_reduce(x, group=group),
+        "reduce_scatter": lambda x: dist.reduce_scatter(x, [x.clone()], group=group),
+        "reduce_scatter_tensor": lambda x: dist.reduce_scatter_tensor(x, x.clone(), group=group),
+    }
+    for name, call in calls.items():
+
+        def step(x, call=call):
+            call(x)
+            return x + 1
+
+        torch._dynamo.reset()
+        result = torch.compile(step, backend="aot_eager", fullgraph=True)(torch.ones(3))
+        assert torch.equal(result, torch.full((3,), 2.0)), name
 
 
 @on_ranks(2)

@@ -191,11 +191,9 @@ ExchangePlan all_to_all_single_plan(Member me, const TensorSpec& input, const Te
   require_dim(output.shape, 0, kOp, "dim");
   require_sizes(input_splits, me.size, kOp, "input_split_sizes");
   require_sizes(output_splits, me.size, kOp, "output_split_sizes");
-  const Dims input_row(input.shape.begin() + 1, input.shape.end());
-  const Dims output_row(output.shape.begin() + 1, output.shape.end());
-  if (input.dtype != output.dtype || input_row != output_row) {
+  if (input.dtype != output.dtype) {
     reject(std::string(kOp) + ": input " + to_string(input) + " and output " + to_string(output) +
-           " must agree in dtype and in all dims but the first");
+           " must agree in dtype");
   }
   const Sizes input_offsets = offsets_of(input_splits);
   const Sizes output_offsets = offsets_of(output_splits);
@@ -208,8 +206,7 @@ ExchangePlan all_to_all_single_plan(Member me, const TensorSpec& input, const Te
     plan.sends.push_back({peer, {piece(input, 0, input_offsets[peer], input_splits[peer])}});
     plan.recvs.push_back({peer, {piece(output, 0, output_offsets[peer], output_splits[peer])}});
   }
-  return finished(std::move(plan),
-                  Signature(kOp).add(int64_t{me.size}).add(input.dtype).add(input_row));
+  return finished(std::move(plan), Signature(kOp).add(int64_t{me.size}).add(input.dtype));
 }
 
 ExchangePlan all_to_all_list_plan(Member me, const std::vector<TensorSpec>& inputs,

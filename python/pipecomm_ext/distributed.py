@@ -32,12 +32,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .communicator import Communicator, Recv, Send, Work, traced
+from .communicator import Communicator, Recv, Send, traced
+from .communicator import Work as _Handle  # `Work` is torch's here
 from .communicator.plans import all_gather_list_plan, all_to_all_single_plan, concatenation_plan, list_plan
 from .communicator.registry import communicator_of, group_name, rank_and_size
 from .core.checked import whole_number
+from .core.copyable import copyable
 from .core.extension import _C
-from .core.tensor_specs import spec_of, specs_of
+from .core.tensor_specs import plain, spec_of, specs_of
 
 __all__ = [
     "P2POp",
@@ -75,24 +77,24 @@ def __dir__() -> list[str]:
 
 def isend(
     tensor: Tensor, dst: int | None = None, group: Any = None, tag: int = 0, group_dst: int | None = None
-) -> Work | None:
+) -> _Handle | None:
     """Starts sending `tensor` to global rank `dst` (or `group_dst`, a rank of the group) on channel `tag`."""
     if _is_outside(group):
         return None
     comm = communicator_of(group, tensor)
-    return comm.isend(tensor, _peer(group, dst, group_dst, "dst"), tag)
+    return comm.isend(plain(tensor), _peer(group, dst, group_dst, "dst"), tag)
 
 
 def irecv(
     tensor: Tensor, src: int | None = None, group: Any = None, tag: int = 0, group_src: int | None = None
-) -> Work | None:
+) -> _Handle | None:
     """Starts receiving into `tensor` from global rank `src` (or `group_src`, a rank of the group)."""
     if _is_outside(group):
         return None
     comm = communicator_of(group, tensor)
     peer = _peer(group, src, group_src, "src")
     with torch.no_grad():  # buffers that require grad are legal here, as in torch
-        return comm.irecv(tensor, peer, tag)
+        return comm.irecv(plain(tensor), peer, tag)
 
 
 def send(
@@ -183,7 +185,7 @@ _DIRECTIONS: dict[Any, type[Send] | type[Recv]] = {
 }
 
 
-def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
+def batch_isend_irecv(p2p_op_list: Sequence[P2POp | dist.P2POp]) -> list[_Handle]:
     """Starts all sends and receives of the list as one batch. Returns a list of one handle; an empty one for
     an empty batch.
 
@@ -221,7 +223,7 @@ def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
             traced.batch_p2p(group_name(group), messages)
         return [traced.done_work()]
     comm = communicator_of(group, p2p_op_list[0].tensor)
-    batch = [_DIRECTIONS[op.op](op.tensor, cast(int, op.group_peer), op.tag) for op in p2p_op_list]
+    batch = [_DIRECTIONS[op.op](plain(op.tensor), cast(int, op.group_peer), op.tag) for op in p2p_op_list]
     with torch.no_grad():
         return [comm.batch_p2p(batch, async_op=True)]
 
@@ -235,7 +237,7 @@ def broadcast(
     group: Any = None,
     async_op: bool = False,
     group_src: int | None = None,
-) -> Work | None:
+) -> _Handle | None:
     """Copies `tensor` of global rank `src` (or `group_src`) into `tensor` of all other ranks of the group."""
     if _is_outside(group):
         return None
@@ -248,7 +250,7 @@ def broadcast(
     with torch.no_grad():
         with comm.collective("broadcast"):
             source = _peer(group, src, group_src, "src")
-        return comm.broadcast(tensor, source, async_op=async_op)
+        return comm.broadcast(plain(tensor), source, async_op=async_op)
 
 
 def barrier(
@@ -256,7 +258,7 @@ def barrier(
     async_op: bool = False,
     device_ids: Any = None,
     timeout: datetime.timedelta | None = None,
-) -> Work | None:
+) -> _Handle | None:
     """Returns when all ranks of the group have called it, or returns a handle that is done by then.
 
     Args:
@@ -276,15 +278,17 @@ def all_to_all_single(
     input_split_sizes: Sequence[int] | None = None,
     group: Any = None,
     async_op: bool = False,
-) -> Work | None:
+) -> _Handle | None:
     """Sends piece r of `input` to rank r and receives piece r of `output` from it. Pieces are cut along dim
     0.
 
     Args:
-        output, input: tensors of one dtype and, but for dim 0, of one shape, with any strides.
+        output, input: tensors of one dtype, or the same tensor twice. Their strides are arbitrary if they
+            differ in dim 0 only.
         output_split_sizes, input_split_sizes: lengths along dim 0, one per rank, zeros allowed; None divides
             the dim equally.
     """
+    output, input = plain(output), plain(input)
 
     def plan(comm: Communicator) -> _C.PreparedExchange:
         return all_to_all_single_plan(
@@ -296,7 +300,9 @@ def all_to_all_single(
             _splits(output_split_sizes, "output_split_sizes"),
         )
 
-    return _exchange("all_to_all", plan, [input], [output], group, async_op)
+    is_in_place = input is output and isinstance(input, Tensor)
+    source = copyable(input).clone().view(input.dtype) if is_in_place else input
+    return _exchange("all_to_all", plan, [source], [output], group, async_op)
 
 
 def all_to_all(
@@ -304,32 +310,33 @@ def all_to_all(
     input_tensor_list: Sequence[Tensor],
     group: Any = None,
     async_op: bool = False,
-) -> Work | None:
+) -> _Handle | None:
     """Sends input_tensor_list[r] to rank r, receives output_tensor_list[r] from it: any shapes and dtypes."""
+    inputs, outputs = _all_plain(input_tensor_list), _all_plain(output_tensor_list)
 
     def plan(comm: Communicator) -> _C.PreparedExchange:
-        inputs = specs_of(input_tensor_list, "input_tensor_list")
-        outputs = specs_of(output_tensor_list, "output_tensor_list")
-        return list_plan(comm.rank, comm.size, inputs, outputs)
+        specs = specs_of(inputs, "input_tensor_list"), specs_of(outputs, "output_tensor_list")
+        return list_plan(comm.rank, comm.size, *specs)
 
-    return _exchange("all_to_all", plan, input_tensor_list, output_tensor_list, group, async_op)
+    return _exchange("all_to_all", plan, inputs, outputs, group, async_op)
 
 
 def all_gather(
     tensor_list: Sequence[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False
-) -> Work | None:
+) -> _Handle | None:
     """Receives rank r's `tensor` into tensor_list[r]. The tensors of the ranks may have different shapes."""
+    input, outputs = plain(tensor), _all_plain(tensor_list)
 
     def plan(comm: Communicator) -> _C.PreparedExchange:
-        specs = spec_of(tensor, "tensor"), specs_of(tensor_list, "tensor_list")
+        specs = spec_of(input, "tensor"), specs_of(outputs, "tensor_list")
         return all_gather_list_plan(comm.rank, comm.size, *specs)
 
-    return _exchange("all_gather", plan, [tensor], tensor_list, group, async_op)
+    return _exchange("all_gather", plan, [input], outputs, group, async_op)
 
 
 def all_gather_into_tensor(
     output_tensor: Tensor, input_tensor: Tensor, group: Any = None, async_op: bool = False
-) -> Work | None:
+) -> _Handle | None:
     """Gathers the ranks' `input_tensor` into one tensor.
 
     Args:
@@ -337,6 +344,7 @@ def all_gather_into_tensor(
         input_tensor: a tensor of the same dtype. If they are concatenated, their lengths along dim 0 may
             differ by one: rank r has entry r of pipecomm_ext.cal_split_sizes(len(output_tensor), P).
     """
+    output_tensor, input_tensor = plain(output_tensor), plain(input_tensor)
     outputs: list[Tensor] = []
 
     def plan(comm: Communicator) -> _C.PreparedExchange:
@@ -359,12 +367,12 @@ def all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, a
     `async_op` is the same on all ranks. Sparse tensors are refused: torch.distributed.all_reduce takes them.
     In a graph of torch.compile this is torch's own call.
     """
-    if torch.compiler.is_compiling():
-        return dist.all_reduce(tensor, op, _torch_group(group), async_op)
     if _is_outside(group):
         return None
+    if torch.compiler.is_compiling():
+        return dist.all_reduce(tensor, op, _torch_group(group), async_op)
     with torch.no_grad():
-        return communicator_of(group, tensor).all_reduce(tensor, op, async_op=async_op)
+        return communicator_of(group, tensor).all_reduce(plain(tensor), op, async_op=async_op)
 
 
 def reduce_scatter(
@@ -375,12 +383,13 @@ def reduce_scatter(
     async_op: bool = False,
 ) -> Any:
     """Reduces input_list[r] of all ranks into `output` of rank r. The tensors may differ in shape."""
-    if torch.compiler.is_compiling():
-        return dist.reduce_scatter(output, list(input_list), op, _torch_group(group), async_op)
     if _is_outside(group):
         return None
+    if torch.compiler.is_compiling():
+        return dist.reduce_scatter(output, list(input_list), op, _torch_group(group), async_op)
     with torch.no_grad():
-        return communicator_of(group, output).reduce_scatter(output, input_list, op, async_op=async_op)
+        output, inputs = plain(output), _all_plain(input_list)
+        return communicator_of(group, output).reduce_scatter(output, inputs, op, async_op=async_op)
 
 
 def reduce_scatter_tensor(
@@ -391,12 +400,17 @@ def reduce_scatter_tensor(
     async_op: bool = False,
 ) -> Any:
     """Reduces piece r of `input` of all ranks, cut along dim 0, into `output` of rank r."""
-    if torch.compiler.is_compiling():
-        return dist.reduce_scatter_tensor(output, input, op, _torch_group(group), async_op)
     if _is_outside(group):
         return None
+    if torch.compiler.is_compiling():
+        return dist.reduce_scatter_tensor(output, input, op, _torch_group(group), async_op)
     with torch.no_grad():
+        output, input = plain(output), plain(input)
         return communicator_of(group, output).reduce_scatter(output, input, op, async_op=async_op)
+
+
+def _all_plain(tensors: Any) -> Any:
+    return [plain(tensor) for tensor in tensors] if isinstance(tensors, (list, tuple)) else tensors
 
 
 def _exchange(
@@ -406,7 +420,7 @@ def _exchange(
     outputs: Any,
     group: Any,
     async_op: bool,
-) -> Work | None:
+) -> _Handle | None:
     if _is_outside(group):
         return None
     first = inputs[0] if isinstance(inputs, (list, tuple)) and inputs else None

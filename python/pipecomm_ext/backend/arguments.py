@@ -6,12 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-
-def plain(tensor: Any) -> Any:
-    """The tensor itself of a result of a functional collective, after a wait for it."""
-    if type(tensor) is Tensor or not hasattr(tensor, "trigger_wait"):
-        return tensor
-    return tensor.trigger_wait()
+from ..core.tensor_specs import plain
 
 
 def single(tensors: Any, name: str) -> Tensor:

@@ -38,11 +38,12 @@ from ..communicator.reductions import (
     with_copies,
 )
 from ..communicator.traced import done_work
+from ..core.copyable import copyable
 from ..core.extension import _C
 from ..core.grad_mode import without_grad
-from ..core.tensor_specs import spec_of, specs_of
+from ..core.tensor_specs import plain, spec_of, specs_of
 from ..errors import PipeCommError
-from .arguments import operator_name, plain, single, tensor_list
+from .arguments import operator_name, single, tensor_list
 from .calls import collective
 from .endpoint import Connection, Endpoint
 from .messages import Messages
@@ -241,6 +242,8 @@ class Collectives:
         output, tensor = plain(output), plain(tensor)
         connection, what = self._connection(tensor.device), "all_to_all_single"
         comm = connection.communicator
+        if tensor is output:
+            tensor = copyable(tensor).clone().view(tensor.dtype)
         has_equal_rows = tensor.shape[1:] == output.shape[1:]
         source, target = (tensor, output) if has_equal_rows else (flattened(tensor), buffer_for(output))
 

@@ -1,4 +1,4 @@
-"""Shapes and dtypes: all that a plan needs to know of tensors."""
+"""Tensors as arguments: shapes and dtypes, all that a plan needs to know of them."""
 
 from __future__ import annotations
 
@@ -24,6 +24,13 @@ def specs_of(tensors: Any, name: str) -> tuple[TensorSpec, ...]:
     if not isinstance(tensors, (list, tuple)):
         raise TypeError(f"{name} must be a list of tensors, not {type(tensors).__name__}")
     return tuple(spec_of(tensor, f"{name}[{idx}]") for idx, tensor in enumerate(tensors))
+
+
+def plain(tensor: Any) -> Any:
+    """The tensor itself of a result of a functional collective, after a wait for it."""
+    if type(tensor) is torch.Tensor or not hasattr(tensor, "trigger_wait"):
+        return tensor
+    return tensor.trigger_wait()
 
 
 def version_of(tensor: torch.Tensor) -> int:
