@@ -149,7 +149,12 @@ def assert_mismatch(error: PipeCommMismatch, world, *specs: tuple) -> None:
     text = str(error)
     ours, theirs = specs if world.rank == 0 else reversed(specs)
     for side, (shape, dtype) in ((error.ours, ours), (error.theirs, theirs)):
-        assert side == ("p2p", str(dtype)[6:], shape, math.prod(shape) * dtype.itemsize)
+        assert side == {
+            "op": "p2p",
+            "dtype": str(dtype)[6:],
+            "shape": shape,
+            "num_bytes": math.prod(shape) * dtype.itemsize,
+        }
     assert pickle.loads(pickle.dumps(error)).theirs == error.theirs
     for shape, dtype in specs:
         assert f"{str(dtype)[6:]}{list(shape)}" in text, text

@@ -73,9 +73,10 @@ void raise_failure(const Failure& failure) {
       py::arg("origin_rank") = optional(failure.origin_rank));
   const auto describe = [&](const char* name, const std::optional<MessageDescription>& side) {
     if (side)
-      error.attr(name) =
-          errors.attr("MessageDescription")(text_of(side->op), text_of(side->dtype),
-                                            py::tuple(py::cast(side->shape)), side->num_bytes);
+      error.attr(name) = errors.attr("MessageDescription")(
+          py::arg("op") = text_of(side->op), py::arg("dtype") = text_of(side->dtype),
+          py::arg("shape") = py::tuple(py::cast(side->shape)),
+          py::arg("num_bytes") = side->num_bytes);
   };
   describe("ours", failure.ours);
   describe("theirs", failure.theirs);

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 
 class PipeCommError(RuntimeError):
@@ -51,8 +51,8 @@ class PipeCommPeerLost(PipeCommError):
     """A rank died, was cut off, or closed its communicator while a message to or from it was pending."""
 
 
-class MessageDescription(NamedTuple):
-    """How one end of a message describes it. Its fields can be read by name, too, and `dict()` takes it.
+class MessageDescription(dict[str, Any]):
+    """How one end of a message describes it: a dict, whose entries are attributes as well.
 
     Attributes:
         op: name of the operation.
@@ -65,11 +65,10 @@ class MessageDescription(NamedTuple):
     shape: tuple[int, ...]
     num_bytes: int
 
-    def __getitem__(self, key: Any) -> Any:
-        return self._asdict()[key] if isinstance(key, str) else tuple.__getitem__(self, key)
-
-    def keys(self) -> tuple[str, ...]:
-        return self._fields
+    def __getattr__(self, name: str) -> Any:
+        if name not in self:
+            raise AttributeError(f"a description of a message has no {name!r}")
+        return self[name]
 
 
 class PipeCommMismatch(PipeCommError):
