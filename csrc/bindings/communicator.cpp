@@ -59,6 +59,7 @@ class BoundCommunicator::Tensors {
   Tensors(const BoundCommunicator& communicator, size_t number, bool async_op)
       : device_(communicator.device_) {
     if (number == 0) return;
+    check_not_traced();
     if (async_op && !communicator.on_streams_) watch_ = std::make_shared<KeptStorages::Watch>();
     kept_ = KeptStorages::make(number, watch_);
   }
@@ -417,6 +418,7 @@ py::class_<BoundCommunicator> bind_communicator(py::module_& m) {
       "check_tensor",
       [](const py::object& tensor, const std::string& name, const std::string& device,
          bool is_received) {
+        check_not_traced();
         tensor_argument(tensor, {.element = name.c_str()},
                         is_received ? Access::write : Access::read, DeviceArgument::parse(device));
       },

@@ -1,5 +1,7 @@
 #include "bindings/torch_types.h"
 
+#include <dlfcn.h>
+
 #include <bit>
 #include <string>
 #include <unordered_map>
@@ -25,6 +27,25 @@ uint32_t key_of(dlpack::DataType type) { return std::bit_cast<uint32_t>(type); }
 dlpack::DataType type_of(uint32_t key) { return std::bit_cast<dlpack::DataType>(key); }
 
 py::handle forever(py::object object) { return object.release(); }
+
+// One of an enumeration that Python shows in part.
+uint16_t dispatch_key(py::handle torch, const char* name) {
+  return torch.attr("_C").attr("_parse_dispatch_key")(name).attr("value").cast<uint16_t>();
+}
+
+bool has_key_by_python(uint16_t key) {
+  const py::object torch_c = names->torch.attr("_C");
+  return torch_c.attr("_dispatch_tls_is_dispatch_key_included")(torch_c.attr("DispatchKey")(key))
+      .cast<bool>();
+}
+
+// torch's own function takes a nanosecond, with Python in between fifty.
+bool (*key_test())(uint16_t) {
+  constexpr const char* kName = "_ZN3c104impl28tls_is_dispatch_key_includedENS_11DispatchKeyE";
+  void* const library = dlopen("libc10.so", RTLD_NOLOAD | RTLD_NOW);
+  void* const test = library ? dlsym(library, kName) : nullptr;
+  return test ? reinterpret_cast<bool (*)(uint16_t)>(test) : has_key_by_python;
+}
 
 }  // namespace
 
@@ -62,7 +83,11 @@ TorchNames::TorchNames(py::handle module)
       is_neg(tensor, "is_neg"),
       is_zerotensor(tensor, "_is_zerotensor"),
       num_bytes(storage, "nbytes"),
-      data_ptr(storage, "data_ptr") {}
+      data_ptr(storage, "data_ptr"),
+      has_key(key_test()),
+      tracer_key(dispatch_key(torch, "Tracer")),
+      mode_key(dispatch_key(torch, "Python")),
+      early_mode_key(dispatch_key(torch, "PreDispatch")) {}
 
 const TorchNames& torch_names() { return *names; }
 
@@ -106,6 +131,18 @@ std::optional<dlpack::DataType> dlpack_type(py::handle dtype) {
   }
   PyErr_Clear();
   return std::nullopt;
+}
+
+void check_not_traced() {
+  const auto has_proxies = [] {
+    const auto tensors = py::module_::import("torch.fx.experimental.proxy_tensor");
+    return !tensors.attr("get_proxy_mode")().is_none();
+  };
+  const bool has_modes = names->has_key(names->mode_key) || names->has_key(names->early_mode_key);
+  if (names->has_key(names->tracer_key) || (has_modes && has_proxies()))
+    throw py::type_error(
+        "torch.jit.trace and make_fx cannot record communication, which their graphs would not "
+        "repeat; use torch.compile or torch.export");
 }
 
 bool is_grad_enabled() { return call(names->grad_enabled.ptr(), nullptr, 0).ptr() == Py_True; }

@@ -2,6 +2,7 @@
 // every torch.
 #pragma once
 
+#include <cstdint>
 #include <optional>
 #include <span>
 #include <vector>
@@ -42,6 +43,8 @@ struct TorchNames {
   py::handle parameter, default_dispatch, grad_enabled, increment_version, is_functional_tensor;
   Method untyped_storage, storage_offset, is_conj, is_neg, is_zerotensor;  // of a tensor
   Method num_bytes, data_ptr;                                              // of a storage
+  bool (*has_key)(uint16_t);  // whether this thread dispatches operations to a key
+  uint16_t tracer_key, mode_key, early_mode_key;
   Attribute is_nested{"is_nested"}, is_quantized{"is_quantized"}, layout{"layout"},
       device{"device"}, itemsize{"itemsize"}, dtype{"dtype"}, requires_grad{"requires_grad"},
       cdata{"_cdata"};
@@ -61,6 +64,9 @@ DType dtype_of(py::handle tensor, dlpack::DataType type);
 std::optional<dlpack::DataType> dlpack_type(py::handle dtype);
 
 bool is_grad_enabled();
+
+// TypeError within torch.jit.trace and make_fx, which would drop the communication from their graph.
+void check_not_traced();
 
 // Tells autograd that these were written, so that it can report saved tensors that have changed.
 void mark_written(std::span<const py::object> tensors);
