@@ -4,6 +4,20 @@
 
 namespace pipecomm {
 
+namespace {
+
+// A handle that is written in Python.
+class PythonWork final : public Work {
+ public:
+  void wait(const py::object& timeout) override {
+    PYBIND11_OVERRIDE_PURE(void, Work, wait, timeout);
+  }
+  void synchronize() override { PYBIND11_OVERRIDE_PURE(void, Work, synchronize); }
+  bool is_completed() override { PYBIND11_OVERRIDE_PURE(bool, Work, is_completed); }
+};
+
+}  // namespace
+
 void OperationWork::wait(const py::object& timeout) {
   if (const auto limit = timeout_argument(timeout))
     return block_until(Clock::now() + *limit, timeout);
@@ -81,8 +95,9 @@ Scope scope_argument(std::vector<int> members, const py::object& channel) {
 }
 
 void bind_work(py::module_& m) {
-  py::class_<Work, std::shared_ptr<Work>>(
+  py::class_<Work, PythonWork, std::shared_ptr<Work>>(
       m, "Work", "Handle on an operation in flight; documented in pipecomm_ext/_C.pyi.")
+      .def(py::init<>())
       .def("wait", &Work::wait, py::arg("timeout") = py::none())
       .def("synchronize", &Work::synchronize)
       .def("is_completed", &Work::is_completed)

@@ -8,7 +8,7 @@ import math
 import os
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, cast, overload
+from typing import Any, Literal, overload
 
 import torch
 import torch.distributed as dist
@@ -445,6 +445,14 @@ class Communicator:
             op="all_to_all",
         )
 
+    @overload
+    def all_reduce(
+        self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, *, async_op: Literal[True]
+    ) -> Work: ...
+    @overload
+    def all_reduce(
+        self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, *, async_op: bool = False
+    ) -> Work | None: ...
     def all_reduce(
         self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, *, async_op: bool = False
     ) -> Work | None:
@@ -475,6 +483,24 @@ class Communicator:
             return None
         return self._in_background(reductions.begin_all_reduce(self, self._c, [tensor], op, False, None))
 
+    @overload
+    def reduce_scatter(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor | Sequence[torch.Tensor],
+        op: Any = dist.ReduceOp.SUM,
+        *,
+        async_op: Literal[True],
+    ) -> Work: ...
+    @overload
+    def reduce_scatter(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor | Sequence[torch.Tensor],
+        op: Any = dist.ReduceOp.SUM,
+        *,
+        async_op: bool = False,
+    ) -> Work | None: ...
     def reduce_scatter(
         self,
         output: torch.Tensor,
@@ -502,6 +528,12 @@ class Communicator:
     def _levels(self) -> Levels | None:
         return self._routes.levels if self.device.type == "cpu" else None
 
+    @overload
+    def all_gather(self, output: torch.Tensor, input: torch.Tensor, *, async_op: Literal[True]) -> Work: ...
+    @overload
+    def all_gather(
+        self, output: torch.Tensor, input: torch.Tensor, *, async_op: bool = False
+    ) -> Work | None: ...
     def all_gather(self, output: torch.Tensor, input: torch.Tensor, *, async_op: bool = False) -> Work | None:
         """Gathers the `input` of all ranks into `output`, concatenated along dim 0 or stacked.
 
@@ -672,10 +704,10 @@ class Communicator:
         return channel
 
     @staticmethod
-    def _in_background(handle: Continuation | Work) -> Work:
+    def _in_background(handle: Work) -> Work:
         if isinstance(handle, Continuation):
             finish_in_background(handle)
-        return cast(Work, handle)  # has what a Work has
+        return handle
 
     def _traced_message(self, op: dist.P2POp) -> traced.Message:
         is_send, peer = op.op is dist.isend, dist.get_group_rank(self.group, op.peer)
@@ -713,8 +745,9 @@ def communicator_for(
 
 
 def graph_name(communicator: Communicator) -> str:
-    """Returns a string that stands for the communicator within this process and can be traced."""
-    return f"{NAME_IN_GRAPHS} {id(communicator)}"
+    """Returns a string that stands for the communicator, on all its ranks, and can be traced. A communicator
+    that is made later has another one."""
+    return f"{NAME_IN_GRAPHS} {communicator.id}"
 
 
 def engine_of(communicator: Communicator) -> _C.Communicator:

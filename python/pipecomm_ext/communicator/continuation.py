@@ -44,17 +44,20 @@ class Line:
     """The operations of a communicator whose exchanges after the first have a channel of their own: all ranks
     post those of an operation after those of earlier ones, in the order of the first exchanges.
 
-    `levels` returns the levels of the group's hosts (see levels.py).
+    `levels` returns the levels of the group's hosts (see levels.py). `compares_shapes`: ranks with other
+    shapes are refused in reductions and gathers; else only numbers of elements are compared.
     """
 
-    def __init__(self, channel: int, levels: Callable[[], Any] = lambda: None) -> None:
-        self.channel, self.levels = channel, levels
+    def __init__(
+        self, channel: int, levels: Callable[[], Any] = lambda: None, compares_shapes: bool = True
+    ) -> None:
+        self.channel, self.levels, self.compares_shapes = channel, levels, compares_shapes
         self.lock = threading.Lock()
         self.last: Continuation | None = None
 
 
-class Continuation:
-    """Has the methods of a Work. The generator is begun at once, so that the call raises its first errors.
+class Continuation(_C.Work):
+    """The generator is begun at once, so that the call raises its first errors.
     With a `line`, its `num_later` exchanges after the first wait for those of earlier operations in the line.
     With a `stream`, the generator runs there, ordered after what the caller's stream has enqueued so far."""
 
@@ -65,6 +68,7 @@ class Continuation:
         stream: torch.cuda.Stream | None = None,
         num_later: int = 1,
     ) -> None:
+        super().__init__()
         self._steps, self._num_later = steps, num_later
         self._lock = threading.Lock()
         self._error: BaseException | None = None
@@ -76,6 +80,7 @@ class Continuation:
             stream.wait_stream(torch.cuda.current_stream(stream.device))
         with line.lock if line is not None else contextlib.nullcontext():
             self._current = self._next()
+            self._number = 0 if self._current is None else self._current.number
             if line is not None and self._current is not None:
                 self._previous, line.last = line.last, self
 
@@ -87,7 +92,7 @@ class Continuation:
             PipeCommError: the operation's own error, if it failed.
         """
         if self._current is not None and not self._run(deadline_of(timeout)):
-            raise PipeCommTimeout("the operation has not ended within the timeout of the wait")
+            raise self._still_in_flight(timeout)
         if self._error is not None:
             raise self._error
         if self._event is not None and self._stream is not None:
@@ -102,6 +107,23 @@ class Continuation:
     def is_completed(self) -> bool:
         """Whether the operation has ended, well or not. Does not wait for other ranks."""
         return self.poll() and (self._event is None or self._event.query())
+
+    @property
+    def number(self) -> int:
+        """That of the first exchange."""
+        return self._number
+
+    def _still_in_flight(self, timeout: object) -> PipeCommTimeout:
+        """What a wait raises whose timeout has passed: it names what the exchange in flight waits for."""
+        error = PipeCommTimeout("the operation has not ended within the timeout of the wait")
+        if (current := self._current) is not None:
+            try:
+                current.wait(_SLICE_S)
+            except PipeCommTimeout as of_exchange:
+                if not current.is_completed():
+                    text = str(of_exchange).replace(f"{_SLICE_S} s of wait()", f"{timeout} s of wait()")
+                    error, error.args = of_exchange, (text,)
+        return error
 
     def poll(self) -> bool:
         """Runs the steps that need no wait; returns whether no step is left."""

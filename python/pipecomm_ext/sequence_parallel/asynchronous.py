@@ -24,8 +24,8 @@ from ..core.tensor_specs import version_of
 from .differentiable import Step, apply, told_of_backwards
 
 
-class StepWork:
-    """The handle of an operation in flight; like a `Work`.
+class StepWork(Work):
+    """The handle of an operation in flight.
 
     The results may be used after `wait()`. If the handle is dropped without it, the operation completes all
     the same. The inputs must not be written before it is done. A write is noticed, unless the input is a view
@@ -38,6 +38,7 @@ class StepWork:
         told: Callable[[], AbstractContextManager],
         inputs: Sequence[Tensor] = (),
     ):
+        super().__init__()
         self._work, self._told = work, told
         self._inputs = [(tensor, version_of(tensor)) for tensor in inputs if not _is_part(tensor)]
         self._was_written = False
@@ -74,6 +75,10 @@ class StepWork:
             return False
         self._check_inputs()  # from here on they may be written
         return True
+
+    @property
+    def number(self) -> int:
+        return 0 if self._work is None else self._work.number
 
     def _check_inputs(self) -> None:
         inputs, self._inputs = self._inputs, []
