@@ -248,7 +248,7 @@ def test_a_buffer_that_requires_grad(world):
 @on_ranks(2)
 def test_a_stage_relay_that_is_gone(world):
     relay = StageRelay(topology_of(world, [1, 1]))
-    link = id(relay), "forward", 0, 1
+    link = relay.name_in_graphs, "forward", 0, 1
     del relay
     with pytest.raises(ValueError, match="the StageRelay that a compiled function was traced with is gone"):
         torch.ops.pipecomm_ext.relay_receive(torch.empty(0), *link, [3, 4], torch.float64)
@@ -451,7 +451,7 @@ def test_opcheck(world):
     ]
     if size == 2:
         relay = StageRelay(topology_of(world, [1, 1]))
-        link, anchor = (id(relay), "forward", 0, 1), torch.empty(0, requires_grad=True)
+        link, anchor = (relay.name_in_graphs, "forward", 0, 1), torch.empty(0, requires_grad=True)
         number = torch.tensor(3)  # one that is not given differs from call to call
         batch = [flat, flat.int()], [peer] * 2, [0, 1], [flat.clone(), flat.int()], [peer] * 2, [0, 1]
         two, lists = [x, x.detach().int()], (sizes * 2, equal * 2)

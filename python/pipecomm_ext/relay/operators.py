@@ -9,6 +9,7 @@ whose exchanges compare it.
 from __future__ import annotations
 
 import dataclasses
+import secrets
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -20,16 +21,17 @@ from ..core.operators import communicates
 from .differentiable import SentToken
 from .link import BACKWARD, FORWARD, Link
 
-_relays: weakref.WeakSet[Any] = weakref.WeakSet()
+_relays: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 
 
-def anchor_of(relay: Any) -> Tensor:
-    """Makes a StageRelay known to the operators, by its id. Returns its anchor, which it keeps: a graph can
-    compute gradients only of tensors that it is given.
+def named_in_graphs(relay: Any) -> tuple[str, Tensor]:
+    """Makes a StageRelay known to the operators. Returns its name, which no later one gets, and its anchor: a
+    graph can compute gradients only of tensors that it is given. It keeps both.
     """
-    _relays.add(relay)
+    name = secrets.token_hex(8)
+    _relays[name] = relay
     with torch.inference_mode(False):
-        return torch.empty(0, device=relay.communicator.device, requires_grad=True)
+        return name, torch.empty(0, device=relay.communicator.device, requires_grad=True)
 
 
 def traced_relay(
@@ -38,17 +40,17 @@ def traced_relay(
     """`StageRelay.relay`, whose arguments are checked."""
     can_have_grad = dtype.is_floating_point or dtype.is_complex
     anchor = relay.anchor if can_have_grad else relay.anchor.detach()
-    link = id(relay), FORWARD, source, destination
+    link = relay.name_in_graphs, FORWARD, source, destination
     if tensor is None:
         return receive(anchor, *link, list(shape), dtype)[0]
     return send(tensor, anchor, *link, list(shape))[0].as_subclass(SentToken)
 
 
-def _relay_of(number: int) -> Any:
-    for relay in _relays:
-        if id(relay) == number:
-            return relay
-    raise ValueError("the StageRelay that a compiled function was traced with is gone")
+def _relay_of(name: str) -> Any:
+    relay = _relays.get(name)
+    if relay is None:
+        raise ValueError("the StageRelay that a compiled function was traced with is gone")
+    return relay
 
 
 def _link_of(relay: Any, kind: str, source: int, destination: int, number: Tensor | None) -> Link:
@@ -66,7 +68,7 @@ def _number_of(relay: Any, link: Link) -> Tensor:
 @torch.library.custom_op(
     "pipecomm_ext::relay_send",
     mutates_args=(),
-    schema="(Tensor tensor, Tensor anchor, int relay, str kind, int source, int destination, SymInt[] shape, "
+    schema="(Tensor tensor, Tensor anchor, str relay, str kind, int source, int destination, SymInt[] shape, "
     "Tensor? number=None) -> (Tensor, Tensor)",
 )
 def send(tensor, anchor, relay, kind, source, destination, shape, number=None):
@@ -84,7 +86,7 @@ def _(tensor, anchor, relay, kind, source, destination, shape, number=None) -> t
 @torch.library.custom_op(
     "pipecomm_ext::relay_receive",
     mutates_args=(),
-    schema="(Tensor anchor, int relay, str kind, int source, int destination, SymInt[] shape, "
+    schema="(Tensor anchor, str relay, str kind, int source, int destination, SymInt[] shape, "
     "ScalarType dtype, Tensor? number=None) -> (Tensor, Tensor)",
 )
 def receive(anchor, relay, kind, source, destination, shape, dtype, number=None):

@@ -24,7 +24,7 @@ from ..transports import MIXED
 from . import cost
 from .differentiable import give, take
 from .link import BACKWARD, FORWARD, Link
-from .operators import anchor_of, traced_relay
+from .operators import named_in_graphs, traced_relay
 from .reduction import reduced
 from .route import HELD, RESULT, Holding, Relayed, View, route_of
 
@@ -100,7 +100,7 @@ class StageRelay:
         self._send_failure: PipeCommError | None = None  # the first one, until `drain` raises it
         if communicator is None:
             self._connect_neighbours()
-        self.anchor = anchor_of(self)  # of compiled graphs
+        self.name_in_graphs, self.anchor = named_in_graphs(self)
 
     # ---------------------------------------------------------------- neighbours
 
