@@ -12,6 +12,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
+from ..core.copyable import copyable
 from ..core.extension import _C
 
 Work = _C.Work
@@ -27,7 +28,9 @@ class Message(NamedTuple):
 
 
 class DoneWork:
-    """The handle of an operation that is done, with the methods of a `Work`."""
+    """The handle of an operation that is done, with the methods of a `Work`, which graphs cannot make."""
+
+    number = 0
 
     def wait(self, timeout: object = None) -> None:
         """Returns at once."""
@@ -63,7 +66,7 @@ def batch_p2p(group: str, messages: Sequence[Message]) -> None:
             group,
         )
         for message, result in zip(recvs, results, strict=True):
-            message.tensor.copy_(result)
+            copyable(message.tensor).copy_(copyable(result))
 
 
 def broadcast(group: str, tensor: Tensor, src: int, is_source: bool) -> None:
@@ -73,7 +76,7 @@ def broadcast(group: str, tensor: Tensor, src: int, is_source: bool) -> None:
     with torch.no_grad():
         result = torch.ops.pipecomm_ext.broadcast(tensor, group, src)
         if not is_source:
-            tensor.copy_(result)
+            copyable(tensor).copy_(copyable(result))
 
 
 def _check_buffer(tensor: Tensor) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..communicator.registry import rank_and_size
 from ..core.checked import whole_number
+from ..core.copyable import copyable
 from .asynchronous import StepWork
 from .layouts import ZIGZAG
 from .sizes import checked_spec, dim_index, packed_rows, packed_split_rows, size_list
@@ -279,5 +280,6 @@ def reorder_output(attn_output: Tensor, cp_rank: int, cp_size: int, cp_group: An
     length = attn_output.size(dim)
     if num_chunks < 2 or length % num_chunks:
         raise ValueError(f"length {length} of dim {dim} must be divisible by 2 * cp_size = {num_chunks}")
-    chunks = attn_output.split(length // num_chunks, dim) if length else [attn_output]
-    return torch.cat([*chunks[0::2], *chunks[-1::-2]], dim)
+    copied = copyable(attn_output)
+    chunks = copied.split(length // num_chunks, dim) if length else [copied]
+    return torch.cat([*chunks[0::2], *chunks[-1::-2]], dim).view(attn_output.dtype)

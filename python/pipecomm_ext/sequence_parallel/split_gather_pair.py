@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..communicator.registry import communicator_of, group_name, named_group, rank_and_size
+from ..core.copyable import copyable
 from ..core.extension import _C
 from ..core.operators import communicates
 from ..core.tensor_specs import TensorSpec
@@ -43,6 +44,10 @@ def gather(
 ) -> Result:
     """Puts all ranks' pieces in their places. Collective: bad arguments of one rank raise on all ranks."""
     if torch.compiler.is_compiling() and not async_op:
+        # What the fake kernel would raise on this rank alone. If this raises, torch.compile runs the call
+        # itself, which refuses it on all ranks.
+        _check_scale(grad_scale)
+        dim = dim_index(dim, input_.dim(), "dim")
         return _compiled_gather(input_, group_name(process_group), dim, *_flat(layout()), None, grad_scale)
     return _run_gather(input_, process_group, dim, layout, None, grad_scale, async_op)
 
@@ -133,7 +138,7 @@ class _SplitStep(Step):
 
 
 def _copy(source: Tensor, _size: int, *, out: Tensor) -> None:
-    out.copy_(source)
+    copyable(out).copy_(copyable(source))
 
 
 @lru_cache(maxsize=256)
