@@ -113,6 +113,8 @@ class Interrupted(BaseException):
 
 def test_an_interrupted_step_is_an_error_of_later_waits():
     class Done:
+        number = 0
+
         def wait(self, timeout=None) -> None: ...
         def is_completed(self) -> bool:
             return True

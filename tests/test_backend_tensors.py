@@ -79,6 +79,40 @@ def test_all_to_all_single_of_other_shapes(world, async_op):
     assert results[:5] == results[5:]
 
 
+@pytest.mark.parametrize("async_op", [False, True], ids=["sync", "async"])
+@both(2)
+def test_shapes_of_equal_numbers_of_elements(world, async_op):
+    """As every backend of torch, in collectives of one tensor: elements have the order of memory."""
+    results = []
+    for group in (group_of(2), gloo_group(2)):
+        for scale in (1, 100):
+            shape = (2 * scale, 3 * scale) if world.rank == 0 else (3 * scale, 2 * scale)
+            mine = torch.arange(6.0 * scale**2).view(shape)
+            outs = [
+                mine.clone(),
+                mine.clone(),
+                mine.clone(),
+                torch.zeros(2 * shape[0], shape[1]),
+                torch.zeros(shape),
+            ]
+            outs.append(torch.zeros(shape))
+            calls = [
+                dist.all_reduce(outs[0], group=group, async_op=async_op),
+                dist.reduce(outs[1], 0, group=group, async_op=async_op),
+                dist.broadcast(outs[2], 0, group, async_op),
+                dist.all_gather_single(outs[3], mine, group, async_op),
+                dist.reduce_scatter_single(outs[4], torch.cat([mine, mine]), group=group, async_op=async_op),
+                dist.reduce_scatter(outs[5], [mine, mine + 1], group=group, async_op=async_op),
+            ]
+            for work in calls:
+                assert work is None or work.wait()
+            del outs[1 : 1 + world.rank]  # what a reduce leaves on other ranks is not defined
+            results.append(outs)
+    half = len(results) // 2
+    for ours, gloos in zip(results[:half], results[half:], strict=True):
+        assert all(torch.equal(*pair) for pair in zip(ours, gloos, strict=True))
+
+
 @both(2)
 def test_the_default_device_does_not_matter(world):
     group = group_of(2)

@@ -350,12 +350,12 @@ def test_misuse_is_refused_everywhere(world, bad_ranks):
 @pytest.mark.parametrize("async_op", [False, True], ids=["sync", "async"])
 @on_ranks(2)
 def test_all_to_all_single_of_other_shapes_and_in_place(world, async_op):
-    """Each side is split along its own dim 0, as with torch."""
+    """Each side is split along its own dim 0, as with torch. The ranks' inputs differ in dim 0 only."""
     results = []
     for api in (torch_dist, dist):
         for shape, source_shape in [((8,), (4, 2)), ((4, 2), (8,)), ((2, 4), (4, 2)), ((4, 2), (2, 4))]:
             output = torch.zeros(shape)
-            source = torch.arange(8.0).view(source_shape if world.rank else shape) + 10 * world.rank
+            source = torch.arange(8.0).view(source_shape) + 10 * world.rank
             work = api.all_to_all_single(output, source, async_op=async_op)
             if work is not None:
                 work.wait()
@@ -372,6 +372,11 @@ def test_all_to_all_single_of_other_shapes_and_in_place(world, async_op):
     if work is not None:
         work.wait()
     assert same.tolist() == ([0, 1, 10, 11] if world.rank == 0 else [2, 3, 12, 13])
+    source = torch.ones((4, 3) if world.rank else (6, 2))
+    with pytest.raises(PipeCommMismatch):
+        work = dist.all_to_all_single(torch.empty_like(source), source, async_op=async_op)
+        if work is not None:
+            work.wait()
 
 
 @on_ranks(2)

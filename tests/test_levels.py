@@ -205,6 +205,7 @@ def test_disagreements_reach_all_ranks_and_the_next_call_works(world):
     line = line_over(world, "aabb")
     calls = {
         "length": lambda: torch.ones(20_000 + (rank == 2)),
+        "shape": lambda: torch.ones((100, 200) if rank == 2 else (200, 100)),
         "size": lambda: torch.ones(20_000 if rank != 2 else 20),  # of one level
         "dtype": lambda: torch.ones(20_000, dtype=torch.float64 if rank == 2 else torch.float32),
     }

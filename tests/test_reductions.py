@@ -12,7 +12,7 @@ import torch.distributed as torch_dist
 from patterns import bytes_of
 from ranks import on_ranks
 
-from pipecomm_ext import _C, PipeCommMismatch
+from pipecomm_ext import _C, PipeCommMismatch, PipeCommTimeout, Work
 from pipecomm_ext.communicator import reductions
 from pipecomm_ext.communicator.communicator import engine_of
 
@@ -202,6 +202,92 @@ def test_what_is_refused_or_does_not_fit(world):
         comm.all_reduce(ones, ReduceOp.BAND if world.rank else ReduceOp.SUM)
     comm.all_reduce(ones)
     assert torch.equal(ones, torch.full((4,), 2.0))
+
+
+# Calls with a tensor of a shape; each gives an async_op.
+CALLS = {
+    "all_reduce": lambda comm, shape, async_op: comm.all_reduce(torch.ones(shape), async_op=async_op),
+    "reduce_scatter": lambda comm, shape, async_op: comm.reduce_scatter(
+        torch.empty(shape), torch.ones(comm.size, *shape), async_op=async_op
+    ),
+    "reduce_scatter of a list": lambda comm, shape, async_op: comm.reduce_scatter(
+        torch.empty(shape), [torch.ones(shape)] * comm.size, async_op=async_op
+    ),
+    "all_gather": lambda comm, shape, async_op: comm.all_gather(
+        torch.empty(comm.size, *shape), torch.ones(shape), async_op=async_op
+    ),
+}
+
+
+@pytest.mark.parametrize("scale", [1, 100], ids=["small", "large"])
+@pytest.mark.parametrize("async_op", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("name", CALLS)
+@on_ranks(2)
+def test_equal_numbers_of_elements_in_other_shapes_are_refused(world, name, async_op, scale):
+    """Large all_reduces take two exchanges. Both ends are told the shapes and the name of the call."""
+    comm, rank = world.comm, world.rank
+    for shapes in [((2 * scale, 3 * scale), (3 * scale, 2 * scale)), ((4,), (2, 2)), ((), (1,))]:
+        with pytest.raises(PipeCommMismatch) as caught:
+            work = CALLS[name](comm, shapes[rank], async_op)
+            if work is not None:
+                work.wait()
+        error = caught.value
+        assert error.op == error.ours.op == error.theirs.op == name.partition(" ")[0]
+        assert (error.ours.shape, error.theirs.shape) == (shapes[rank], shapes[1 - rank])
+    for shape in [(2 * scale, 3 * scale), (4,), ()]:
+        work = CALLS[name](comm, shape, async_op)
+        if work is not None:
+            work.wait()
+
+
+@on_ranks(2)
+def test_handles_are_works(world):
+    comm = world.comm
+    works = [call(comm, (3,), True) for call in CALLS.values()]
+    assert all(isinstance(work, Work) for work in works)
+    assert [work.number for work in works] == list(range(works[0].number, works[0].number + len(works)))
+    for work in works:
+        work.wait()
+    for name, call in CALLS.items():
+        if world.rank == 0:
+            work = call(comm, (3,), True)
+            with pytest.raises(PipeCommTimeout, match=r"is not done after 0.05 s of wait\(\)") as caught:
+                work.wait(0.05)
+            assert (caught.value.op, caught.value.rank) == (name.partition(" ")[0], 0)
+            assert (caught.value.peer, caught.value.shape) == (1, (3,))
+        torch_dist.barrier(world.group)
+        if world.rank == 1:
+            work = call(comm, (3,), True)
+        work.wait()
+
+
+@on_ranks(2)
+def test_operators_that_differ_name_the_call(world):
+    with pytest.raises(PipeCommMismatch) as caught:
+        world.comm.all_reduce(torch.ones(2), ReduceOp.SUM if world.rank else ReduceOp.MAX)
+    assert caught.value.op == caught.value.theirs.op == "all_reduce"
+
+
+@pytest.mark.parametrize("dtype", [torch.uint4, torch.int1, torch.uint8], ids=str)
+@on_ranks(2)
+def test_gathers_of_dtypes_that_torch_does_not_copy(world, dtype):
+    comm = world.comm
+    everybody = torch.arange(12, dtype=torch.uint8).view(2, 3, 2)
+    gathered = torch.zeros(2, 2, 3, dtype=torch.uint8)
+    for async_op in (False, True):
+        work = comm.all_gather(
+            gathered.zero_().view(dtype).transpose(1, 2), everybody[world.rank].view(dtype), async_op=async_op
+        )
+        if work is not None:
+            work.wait()
+        assert torch.equal(gathered.transpose(1, 2), everybody)
+        mine = everybody[world.rank].t().contiguous().t()
+        work = comm.all_gather(
+            gathered.zero_().view(2, 3, 2).view(dtype), mine.view(dtype), async_op=async_op
+        )
+        if work is not None:
+            work.wait()
+        assert torch.equal(gathered.view(2, 3, 2), everybody)
 
 
 def test_what_one_process_cannot_reduce_is_refused():

@@ -28,7 +28,7 @@ class StandIn:
     """An engine of CPU tensors with the reductions of NCCL, which notes them."""
 
     def __init__(self, comm) -> None:
-        self._comm, self.calls = comm, []
+        self._comm, self.calls, self.shapes = comm, [], []
 
     def can_reduce(self, op, reduction, dtype):
         is_known = dtype in FLOATS or (dtype in INTEGERS and reduction != "AVG")
@@ -39,17 +39,18 @@ class StandIn:
         assert op == "all_gather" or self.can_reduce(op, reduction, input.dtype)
         assert isinstance(async_op, bool) and (output is None) == (op == "reduce" and comm.rank != root)
         for tensor in (input,) if output is None else (input, output):
-            assert tensor.dim() == 1 and tensor.is_contiguous() and not tensor.is_conj()
+            assert tensor.is_contiguous() and not tensor.is_conj()
         self.calls.append(op)
+        self.shapes.append(tuple((output if op == "reduce_scatter" else input).shape))  # the ranks compare it
         everybody = [torch.empty_like(input) for _ in range(comm.size)]
         comm.all_to_all([input] * comm.size, everybody)
         if op == "all_gather":
-            output.copy_(torch.cat(everybody))
+            output.copy_(torch.stack(everybody).view(output.shape))
         elif output is not None:
             wide = [tensor.to(torch.float64) for tensor in everybody]
             total = COMBINE[reduction](torch.stack(wide), 0)
             pieces = total.view(comm.size, -1) if op == "reduce_scatter" else None
-            output.copy_(total if pieces is None else pieces[comm.rank])
+            output.copy_((total if pieces is None else pieces[comm.rank]).view(output.shape))
         return done_work()
 
     def all_reduce(self, *_):  # these are for tensors in host memory
@@ -139,6 +140,7 @@ def test_tensors_of_other_forms(world):
     reductions.all_gather(comm, engine, gathered, torch.tensor([rank == 1, True]))
     assert gathered.tolist() == [[each == 1, True] for each in range(size)]
     assert engine.calls == ["all_reduce", "all_reduce", "reduce_scatter", "reduce_scatter", "all_gather"]
+    assert engine.shapes == [(3, 4), (7,), (2, 2), (2,), (2,)]  # complex numbers have one dim more
 
     uneven = [torch.full((other + 1,), float(rank)) for other in range(size)]
     output = torch.empty(rank + 1)
@@ -148,13 +150,13 @@ def test_tensors_of_other_forms(world):
 
 @on_ranks(3)
 def test_a_refusal_names_the_operation(world):
-    """Of a reduction that the engine does; elsewhere the ranks exchange tensors."""
+    """Also where the ranks exchange tensors."""
     comm = world.comm
-    for engine, name in [(StandIn(comm), "reduce"), (engine_of(comm), "exchange")]:
+    for engine in (StandIn(comm), engine_of(comm)):
         if world.rank == 1:
             with pytest.raises(ValueError, match="BAND is for integers"):
                 reductions.begin_reduce(comm, engine, torch.ones(2), ReduceOp.BAND, 0, True)
-            assert comm.flight_record()[-1]["op"] == name
+            assert comm.flight_record()[-1]["op"] == "reduce"
         else:
             with pytest.raises(PipeCommMismatch, match="refused by rank 1: ValueError: BAND is for integers"):
                 reductions.begin_reduce(comm, engine_of(comm), torch.ones(2), ReduceOp.SUM, 0, True).wait()

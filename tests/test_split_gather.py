@@ -470,3 +470,23 @@ def test_a_split_is_local(world):
     assert counters()["num_exchanges"] == before + 2
     gathered.sum().backward()
     assert counters()["num_exchanges"] == before + 2
+
+
+@pytest.mark.parametrize("dtype", [torch.uint4, torch.int1, torch.uint8], ids=str)
+@on_ranks(2)
+def test_dtypes_that_torch_does_not_copy(world, dtype):
+    whole = torch.arange(32, dtype=torch.uint8).view(4, 8)
+    pairs = [
+        (split_forward_gather_backward, gather_forward_split_backward),
+        (load_balanced_split_forward_gather_backward, load_balanced_gather_forward_split_backward),
+    ]
+    for tensor in (whole, whole.t().contiguous().t()):
+        for split, gather in pairs:
+            gathered = gather(split(tensor.view(dtype), world.comm, 1), world.comm, 1)
+            assert gathered.dtype == dtype and torch.equal(gathered.view(torch.uint8), whole), split
+        pieces = packed_data_split_forward_gather_backward(tensor.view(dtype), world.comm, [5, 3], 1)
+        rows = cal_split_sizes_multi([5, 3], 2)
+        gathered = packed_data_gather_forward_split_backward(pieces, rows, world.comm, 1)
+        assert torch.equal(gathered.view(torch.uint8), whole)
+        ordered = reorder_output(tensor.view(dtype), 0, 2, None, 1).view(torch.uint8)
+        assert torch.equal(ordered, reorder_output(whole, 0, 2, None, 1))

@@ -20,8 +20,8 @@ struct PreparedCollective {
 class PreparedCollectives {
  public:
   // The plans for tensors like this one (`object` in Python) and an operator (None: no reduction). For
-  // new ones, make(rank, size, number of elements, dtype, op) returns (name of the reduction or None,
-  // list of plans), or None if C++ cannot run it. Null: it cannot, or the tensor has gaps.
+  // new ones, make(rank, size, shape, dtype, op) returns (name of the reduction or None, list of
+  // plans), or None if C++ cannot run it. Null: it cannot, or the tensor has gaps.
   std::shared_ptr<const PreparedCollective> find(const Communicator& communicator,
                                                  py::handle object, const py::object& op,
                                                  const TensorRef& tensor, const py::object& make);
@@ -30,7 +30,7 @@ class PreparedCollectives {
   struct Key {
     const void* make;
     const void* op;
-    int64_t num_elements;
+    decltype(TensorRef::shape) shape;
     uint8_t dtype;
     bool operator==(const Key&) const = default;
   };

@@ -31,7 +31,7 @@ void check_reduce(const ReduceCall& call, int rank, int size) {
 Descriptor reduce_message(const ReduceCall& call) {
   const TensorRef& piece = call.piece();
   Signature signature(op_name(call.op));
-  signature.add(piece.dtype).add(piece.num_bytes());
+  signature.add(piece.dtype).add(Dims(piece.shape));
   if (call.op != OpCode::all_gather) signature.add(static_cast<int64_t>(call.reduction));
   if (call.op == OpCode::reduce) signature.add(call.root);
   return describe(call.op, kCollectiveChannel, call.input, signature.value(), piece.num_bytes());

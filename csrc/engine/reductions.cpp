@@ -25,9 +25,10 @@ int64_t length_of(const TensorRef& tensor) { return tensor.num_bytes() / tensor.
 
 class Reducer {
  public:
-  Reducer(Communicator& communicator, DType dtype, Reduction reduction,
+  Reducer(Communicator& communicator, OpCode op, DType dtype, Reduction reduction,
           const Interrupted& interrupted)
       : communicator_(communicator),
+        op_(op),
         rank_(communicator.rank()),
         size_(communicator.size()),
         dtype_(dtype),
@@ -67,8 +68,8 @@ class Reducer {
   void exchange(const PreparedExchangePtr& plan, const TensorRef& input,
                 std::span<const TensorRef> outputs, const Scope& scope = {},
                 const Scope* next = nullptr) {
-    const OperationPtr operation = communicator_.exchange(OpCode::exchange, plan, {&input, 1},
-                                                          outputs, {false, interrupted_}, scope);
+    const OperationPtr operation =
+        communicator_.exchange(op_, plan, {&input, 1}, outputs, {false, interrupted_}, scope);
     try {
       communicator_.follow(*operation, interrupted_);
     } catch (const PipeCommException&) {
@@ -82,8 +83,7 @@ class Reducer {
  private:
   void refuse(const Scope& scope) {
     try {
-      communicator_.refuse(OpCode::exchange, "an exception ended its first part on this rank",
-                           scope);
+      communicator_.refuse(op_, "an exception ended its first part on this rank", scope);
     } catch (const PipeCommException&) {
       // That failure reaches all ranks.
     }
@@ -98,6 +98,7 @@ class Reducer {
   }
 
   Communicator& communicator_;
+  const OpCode op_;
   const int rank_, size_;
   const DType dtype_;
   const Reduction reduction_;
@@ -109,7 +110,7 @@ class Reducer {
 void all_reduce(Communicator& communicator, const TensorRef& tensor, Reduction reduction,
                 std::span<const PreparedExchangePtr> plans, const Scope& second,
                 const Interrupted& interrupted) {
-  Reducer reducer(communicator, tensor.dtype, reduction, interrupted);
+  Reducer reducer(communicator, OpCode::all_reduce, tensor.dtype, reduction, interrupted);
   const TensorRef whole = part_of(tensor, 0, length_of(tensor));
   if (plans.size() == 1) return reducer.reduce_whole(plans[0], whole);
   const Sizes lengths = remainder_first(length_of(tensor), communicator.size());
@@ -133,7 +134,7 @@ void all_gather(Communicator& communicator, const TensorRef& output, const Tenso
 void reduce_scatter(Communicator& communicator, const TensorRef& output, const TensorRef& input,
                     Reduction reduction, const PreparedExchangePtr& plan,
                     const Interrupted& interrupted) {
-  Reducer reducer(communicator, input.dtype, reduction, interrupted);
+  Reducer reducer(communicator, OpCode::reduce_scatter, input.dtype, reduction, interrupted);
   const int64_t length = length_of(output);
   reducer.reduce_pieces(plan, part_of(input, 0, length_of(input)),
                         part_of(input, communicator.rank() * length, length), output);

@@ -206,7 +206,8 @@ ExchangePlan all_to_all_single_plan(Member me, const TensorSpec& input, const Te
     plan.sends.push_back({peer, {piece(input, 0, input_offsets[peer], input_splits[peer])}});
     plan.recvs.push_back({peer, {piece(output, 0, output_offsets[peer], output_splits[peer])}});
   }
-  return finished(std::move(plan), Signature(kOp).add(int64_t{me.size}).add(input.dtype));
+  const Dims row(input.shape.begin() + 1, input.shape.end());  // the output may have any
+  return finished(std::move(plan), Signature(kOp).add(int64_t{me.size}).add(input.dtype).add(row));
 }
 
 ExchangePlan all_to_all_list_plan(Member me, const std::vector<TensorSpec>& inputs,

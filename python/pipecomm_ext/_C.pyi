@@ -12,8 +12,10 @@ _Spec = tuple[Sequence[int], torch.dtype]
 # Ranks, dim, lengths (None: remainder-first), replicated.
 _Layout = tuple[Sequence[int], int, Sequence[int] | None, bool]
 
-# Called with rank, size, number of elements, dtype and operator; returns a reduction, and plans.
-_MakePlans = Callable[[int, int, int, torch.dtype, Any], tuple[str | None, list[PreparedExchange]] | None]
+# Called with rank, size, shape, dtype and operator; returns a reduction, and plans.
+_MakePlans = Callable[
+    [int, int, tuple[int, ...], torch.dtype, Any], tuple[str | None, list[PreparedExchange]] | None
+]
 
 class _Message:
     tensor: Final[torch.Tensor]

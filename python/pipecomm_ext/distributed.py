@@ -283,8 +283,8 @@ def all_to_all_single(
     0.
 
     Args:
-        output, input: tensors of one dtype, or the same tensor twice. Their strides are arbitrary if they
-            differ in dim 0 only.
+        output, input: tensors of one dtype, or the same tensor twice. The inputs of the ranks differ in dim 0
+            only. Strides are arbitrary if input and output, too, differ in dim 0 only.
         output_split_sizes, input_split_sizes: lengths along dim 0, one per rank, zeros allowed; None divides
             the dim equally.
     """

@@ -97,7 +97,7 @@ TEST(failures_in_the_middle) {
     const auto plans = plans_for(comm, kLength, true);
     const Numbers mine = numbers(kLength, rank);
     if (rank == 2) {
-      wait(comm, comm.refuse(OpCode::exchange, "not today"));
+      wait(comm, comm.refuse(OpCode::all_reduce, "not today"));
     } else {
       const Failure failure = failure_of(
           [&] { all_reduce(comm, tensor_of(mine), Reduction::kSum, plans, {}, nullptr); });
@@ -116,7 +116,7 @@ TEST(failures_in_the_middle) {
         others.push_back(tensor_of(rows.back()));
       }
       const TensorRef whole = tensor_of(last);
-      wait(comm, comm.exchange(OpCode::exchange, plans[0], {&whole, 1}, others));
+      wait(comm, comm.exchange(OpCode::all_reduce, plans[0], {&whole, 1}, others));
       comm.abort("rank 2 has enough");
     } else {
       const Failure failure = failure_of(

@@ -72,7 +72,6 @@ def test_reductions_and_gathers(world, device, over):
 @on_devices
 def test_what_nccl_reduces_and_what_is_exchanged(world, device, over):
     comm, size, rank = comm_over(world, device, over), world.size, world.rank
-    is_nccl = device == "cuda" and over == "own transport"
 
     def reduced(tensor: torch.Tensor, op) -> torch.Tensor:
         tensor = tensor.to(device)
@@ -86,7 +85,7 @@ def test_what_nccl_reduces_and_what_is_exchanged(world, device, over):
         return output
 
     def check(result: torch.Tensor, expected: torch.Tensor, name: str, tolerance: float = 0) -> None:
-        assert comm.flight_record()[-1]["op"] == (name if is_nccl else "exchange")
+        assert comm.flight_record()[-1]["op"] == name
         torch.testing.assert_close(result.cpu(), expected, rtol=tolerance, atol=tolerance)
 
     total = size * (size - 1) // 2
@@ -100,15 +99,15 @@ def test_what_nccl_reduces_and_what_is_exchanged(world, device, over):
         expected = torch.tensor([total + size * 1j], dtype=dtype)
         check(reduced(mine.clone(), ReduceOp.SUM), expected, "all_reduce")
         check(reduced(mine.clone(), ReduceOp.AVG), expected / size, "all_reduce", 1e-5)
-        check(reduced(mine.clone(), ReduceOp.PRODUCT), _product(size).to(dtype), "exchange")
+        check(reduced(mine.clone(), ReduceOp.PRODUCT), _product(size).to(dtype), "all_reduce")
     flags = torch.tensor([rank == 1, False])
-    check(reduced(flags, ReduceOp.SUM), torch.tensor([True, False]), "exchange")
-    check(reduced(torch.tensor([1 << rank]), ReduceOp.BOR), torch.tensor([(1 << size) - 1]), "exchange")
+    check(reduced(flags, ReduceOp.SUM), torch.tensor([True, False]), "all_reduce")
+    check(reduced(torch.tensor([1 << rank]), ReduceOp.BOR), torch.tensor([(1 << size) - 1]), "all_reduce")
     strided = torch.full((5, 4), float(rank)).t()[::2]
     check(reduced(strided, ReduceOp.SUM), torch.full((2, 5), float(total)), "all_reduce")
     expected = float(total + size * rank)
     check(scattered([3] * size), torch.full((3,), expected), "reduce_scatter")
-    check(scattered(range(1, size + 1)), torch.full((rank + 1,), expected), "exchange")
+    check(scattered(range(1, size + 1)), torch.full((rank + 1,), expected), "reduce_scatter")
 
 
 def _product(size: int) -> torch.Tensor:

@@ -109,7 +109,11 @@ class Endpoint:
                     ),
                     num_own,
                     num_shared,
-                    Line(num_own + num_shared, self._hosts.levels if device.type == "cpu" else lambda: None),
+                    Line(
+                        num_own + num_shared,
+                        self._hosts.levels if device.type == "cpu" else lambda: None,
+                        compares_shapes=False,  # as every backend of torch
+                    ),
                 )
             return self._connections[device]
 

@@ -28,13 +28,13 @@ def begin_sparse_all_reduce(comm: Any, tensor: Tensor, op: Any, waits: bool, lin
     Raises:
         ValueError: another operator than SUM, or another layout than torch.sparse_coo.
     """
-    with comm.collective("exchange"):
+    with comm.collective("all_reduce"):
         if tensor.layout != torch.sparse_coo:
             raise ValueError(f"all_reduce supports the sparse layout torch.sparse_coo, not {tensor.layout}")
         if getattr(op, "op", op) != ReduceOp.SUM:
             raise ValueError(f"all_reduce of sparse tensors supports SUM, not {operator_name(op)}")
         mine = tensor.detach().coalesce()
-    exchanges = Exchanges(comm, waits, line.channel)
+    exchanges = Exchanges(comm, "all_reduce", waits, line.channel)
     steps = exchanges.refusing(_steps(exchanges, tensor, mine), 2)
     return begin(comm, steps, [mine.values()], waits, line)
 
@@ -46,7 +46,7 @@ def _steps(exchanges: Exchanges, tensor: Tensor, mine: Tensor) -> Iterator[_C.Wo
     tag = f"all_reduce SUM {tensor.dtype} sparse {num_dims} of {shape}"
     count = torch.tensor([mine._nnz()], device=tensor.device)
     counts = count.repeat(size)
-    yield exchanges.run(whole_plan(rank, size, 1, torch.int64, -1, tag), [count], [counts])
+    yield exchanges.run(whole_plan(rank, size, (1,), torch.int64, -1, tag), [count], [counts])
 
     entries = counts.tolist()
     entry_shape = mine.values().shape[1:]

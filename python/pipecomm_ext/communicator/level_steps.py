@@ -9,24 +9,26 @@ sums and products of floats of less than 32 bits are float32.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
+from ..core.copyable import copyable
 from ..core.extension import _C
 from ..core.levels import Levels
-from .plans import list_plan
+from .plans import Shape, list_plan, tag_with
 from .reduce_operators import Operator
 from .reduction_steps import Exchanges, tag_of_reduce_scatter
 
 
 class LevelExchanges:
     """Exchanges whose data moves between some ranks. All ranks take part, so a rank that disagrees or refuses
-    reaches all. `tag` and `length` are those of the whole operation, alike on all ranks."""
+    reaches all. `tag` is that of the whole operation, alike on all ranks; errors show `shape`."""
 
-    def __init__(self, exchanges: Exchanges, tag: str, length: int) -> None:
-        self._exchanges, self._tag, self._length = exchanges, f"{tag} of {length}", length
+    def __init__(self, exchanges: Exchanges, tag: str, shape: Shape) -> None:
+        self._exchanges, self._tag, self._shape = exchanges, tag, shape
         self.rows = exchanges.rows
 
     def scatter(self, members: Sequence[int], pieces: Sequence[Tensor], rows: Sequence[Tensor]) -> _C.Work:
@@ -45,15 +47,15 @@ class LevelExchanges:
                 inputs[member], outputs[member] = sent[idx], received[idx]
         dtype = inputs[0].dtype
         sizes = (tuple(((each.numel(),), dtype) for each in tensors) for tensors in (inputs, outputs))
-        plan = list_plan(rank, size, *sizes, self._tag, ((self._length,), dtype))
+        plan = list_plan(rank, size, *sizes, self._tag, (self._shape, dtype))
         return self._exchanges.run(plan, inputs, outputs)
 
 
 def all_reduce(
-    exchanges: Exchanges, levels: Levels, brought: Tensor, tensor: Tensor, op: Operator
+    exchanges: Exchanges, levels: Levels, shape: Shape, brought: Tensor, tensor: Tensor, op: Operator
 ) -> Iterator[_C.Work]:
     """Reduces `brought` of all ranks into `tensor`, which may be the same."""
-    within = LevelExchanges(exchanges, f"all_reduce {op.name} {op.dtype}", tensor.numel())
+    within = LevelExchanges(exchanges, tag_with(f"all_reduce {op.name} {op.dtype}", shape), shape)
     local = _C.remainder_first(tensor.numel(), len(levels.local))
     pieces = tensor.split(local)
     across = _C.remainder_first(local[levels.place], len(levels.across))
@@ -71,14 +73,16 @@ def saves_traffic(levels: Levels, op: Operator) -> bool:
 def reduce_scatter(
     exchanges: Exchanges,
     levels: Levels,
+    shapes: Sequence[Shape],
     brought: Tensor,
-    lengths: Sequence[int],
     op: Operator,
     output: Tensor,
 ) -> Iterator[_C.Work]:
-    """Reduces piece r of `brought`, of lengths[r] elements, into `output` of rank r."""
-    within = LevelExchanges(exchanges, tag_of_reduce_scatter(op), brought.numel())
-    of_ranks = brought.split(list(lengths))
+    """Reduces piece r of `brought`, of shapes[r], into `output` of rank r."""
+    tag = tag_with(tag_of_reduce_scatter(op), *shapes)
+    within = LevelExchanges(exchanges, tag, shapes[exchanges.rank])
+    lengths = list(map(math.prod, shapes))
+    of_ranks = brought.split(lengths)
     by_place = [torch.cat([of_ranks[rank] for rank in ranks]) for ranks in zip(*levels.ranks, strict=True)]
     across = [lengths[rank] for rank in levels.across]
     yield from _reduce_scatter(within, levels, by_place, across, op, output)
@@ -111,19 +115,21 @@ def _reduced(
     return part
 
 
-def all_gather(exchanges: Exchanges, levels: Levels, tensor: Tensor, output: Tensor) -> Iterator[_C.Work]:
+def all_gather(
+    exchanges: Exchanges, levels: Levels, shape: Shape, tensor: Tensor, output: Tensor
+) -> Iterator[_C.Work]:
     """Gathers the tensors of all ranks into `output`, one after the other."""
-    within = LevelExchanges(exchanges, f"all_gather {output.dtype}", output.numel())
+    within = LevelExchanges(exchanges, tag_with(f"all_gather {output.dtype}", shape), shape)
     length = tensor.numel()
     by_place = exchanges.comm.empty((output.numel(),), output.dtype).split(len(levels.across) * length)
     column = by_place[levels.place]
     parts = column.split(length)
     with torch.inference_mode(tensor.is_inference()), torch.no_grad():
-        parts[levels.host].copy_(tensor)
+        copyable(parts[levels.host]).copy_(copyable(tensor))
     yield within.gather(levels.across, tensor, parts)
     yield within.gather(levels.local, column, by_place)
     of_ranks = output.split(length)
     with torch.inference_mode(output.is_inference()), torch.no_grad():
         for place, of_place in enumerate(by_place):
             for host, part in enumerate(of_place.split(length)):
-                of_ranks[levels.ranks[host][place]].copy_(part)
+                copyable(of_ranks[levels.ranks[host][place]]).copy_(copyable(part))

@@ -1,8 +1,10 @@
-"""The exchange plans of reductions, gathers and lists. A tensor with only a length here has one dim."""
+"""The exchange plans of reductions, gathers and lists. Reductions and gathers move tensors of one dim;
+`shape` is that of the tensor of the caller, which the ranks compare and errors show."""
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
@@ -13,41 +15,57 @@ from ..core.extension import _C
 from ..core.tensor_specs import TensorSpec
 
 Lengths = Sequence[int] | None
+Shape = tuple[int, ...]
 # Up to here every rank gets whole tensors and reduces them itself, in one exchange.
 MAX_WHOLE_BYTES = 32 << 10
 
 
 @functools.lru_cache(maxsize=256)
-def whole_plan(rank: int, size: int, length: int, dtype: torch.dtype, root: int, tag: str) -> Any:
+def whole_plan(
+    rank: int, size: int, shape: Shape, dtype: torch.dtype, root: int, tag: str, own_in_place: bool = True
+) -> Any:
     """Moves every other rank's tensor to rank `root`, or to all ranks (-1), one after the other."""
-    everybody, lengths = list(range(size)), [length] * size
+    everybody, length = list(range(size)), math.prod(shape)
+    source, whole = (everybody, 0, [length] * size, False), ((size * length,), dtype)
     target = (everybody, 0, None, True) if root < 0 else ([root], 0, [size * length], False)
-    whole = ((size * length,), dtype)
-    return _C.plan_reshard(
-        rank, size, whole, (everybody, 0, lengths, False), target, True, tag, ((length,), dtype)
-    )
+    tag, shown = tag_with(tag, shape), (shape, dtype)
+    return _C.plan_reshard(rank, size, whole, source, target, own_in_place, tag, shown)
+
+
+def tag_with(tag: str, *shapes: Shape) -> str:
+    """A tag of plans that states the shapes, too."""
+    return " ".join([tag, *(str(list(shape)) for shape in shapes)])
 
 
 @functools.lru_cache(maxsize=256)
-def scatter_plan(rank: int, size: int, lengths: tuple[int, ...], dtype: torch.dtype, tag: str) -> Any:
-    """Moves piece r of every other rank's tensor to rank r, which has one output for each other rank."""
+def scatter_plan(rank: int, size: int, shapes: tuple[Shape, ...], dtype: torch.dtype, tag: str) -> Any:
+    """Moves piece r, of shapes[r], of every other rank's tensor to rank r, which has one output for each
+    other rank."""
+    tag, shown = tag_with(tag, *shapes), (shapes[rank], dtype)
+    return _collect_plan(rank, size, tuple(map(math.prod, shapes)), dtype, tag, shown)
+
+
+def _collect_plan(
+    rank: int, size: int, lengths: tuple[int, ...], dtype: torch.dtype, tag: str, shown: TensorSpec
+) -> Any:
     pieces = (list(range(size)), 0, lengths, False)
-    return _C.plan_collect_pieces(rank, size, ((sum(lengths),), dtype), pieces, True, tag)
+    return _C.plan_collect_pieces(rank, size, ((sum(lengths),), dtype), pieces, True, tag, shown)
 
 
 @functools.lru_cache(maxsize=256)
 def all_reduce_plans(
-    rank: int, size: int, length: int, dtype: torch.dtype, name: str, has_order: bool
+    rank: int, size: int, shape: Shape, dtype: torch.dtype, name: str, has_order: bool
 ) -> list[Any]:
     """One plan; or, for large tensors if the order of the second exchange is certain, two: the pieces of a
     tensor to the ranks that reduce them, then piece r of rank r's tensor to those of all other ranks."""
-    tag = f"all_reduce {name} {dtype}"
+    tag, length = f"all_reduce {name} {dtype}", math.prod(shape)
     if not has_order or length * dtype.itemsize <= MAX_WHOLE_BYTES:
-        return [whole_plan(rank, size, length, dtype, -1, tag)]
+        return [whole_plan(rank, size, shape, dtype, -1, tag)]
+    tag, shown = tag_with(tag, shape), (shape, dtype)
     everybody, lengths = list(range(size)), tuple(_C.remainder_first(length, size))
     source, target = (everybody, 0, lengths, False), (everybody, 0, None, True)
-    gather = _C.plan_reshard(rank, size, ((length,), dtype), source, target, True, tag)
-    return [scatter_plan(rank, size, lengths, dtype, tag), gather]
+    gather = _C.plan_reshard(rank, size, ((length,), dtype), source, target, True, tag, shown)
+    return [_collect_plan(rank, size, lengths, dtype, tag, shown), gather]
 
 
 @functools.lru_cache(maxsize=256)
@@ -62,11 +80,6 @@ def list_plan(
     """Moves a tensor from each rank to each. All ranks must have the same `tag`. Errors show `shown` (None:
     the first input)."""
     return _C.plan_all_to_all_list(rank, size, inputs, outputs, tag, shown)
-
-
-@functools.lru_cache(maxsize=256)
-def all_gather_plan(rank: int, size: int, length: int, dtype: torch.dtype) -> Any:
-    return concatenation_plan(rank, ((length,), dtype), [length] * size)
 
 
 def concatenation_plan(rank: int, local: TensorSpec, lengths: Sequence[int]) -> Any:

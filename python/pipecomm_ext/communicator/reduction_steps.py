@@ -8,6 +8,7 @@ has computed it, so all ranks hold the same bits, in every run. Nothing here dep
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from ..core.extension import _C
 from ..errors import PipeCommError
-from .plans import all_reduce_plans, scatter_plan, whole_plan
+from .plans import Shape, all_reduce_plans, scatter_plan, whole_plan
 from .reduce_operators import Operator
 
 
@@ -24,7 +25,7 @@ class Exchanges:
     """The exchanges of one operation on a Communicator. Those after the first one follow others, so their
     order must be certain: they have a `channel` of their own, or the caller `waits` for each one at once."""
 
-    def __init__(self, comm: Any, waits: bool, channel: int | None = None, op: str = "exchange") -> None:
+    def __init__(self, comm: Any, op: str, waits: bool, channel: int | None = None) -> None:
         self.comm, self.rank, self.size = comm, comm.rank, comm.size
         self._op = op
         self.has_order = waits or channel is not None
@@ -58,7 +59,9 @@ class Exchanges:
         return list(self.comm.empty((num_rows * length,), dtype).view(num_rows, length).unbind(0))
 
 
-def all_reduce(exchanges: Exchanges, brought: Tensor, tensor: Tensor, op: Operator) -> Iterator[_C.Work]:
+def all_reduce(
+    exchanges: Exchanges, shape: Shape, brought: Tensor, tensor: Tensor, op: Operator
+) -> Iterator[_C.Work]:
     """Reduces `brought` of all ranks into `tensor`, which may be the same. Large tensors take two exchanges
     if the order of the second one is certain; else every rank gets whole tensors."""
     rank, size, length, dtype = exchanges.rank, exchanges.size, tensor.numel(), tensor.dtype
@@ -66,7 +69,7 @@ def all_reduce(exchanges: Exchanges, brought: Tensor, tensor: Tensor, op: Operat
         if length:
             op.reduce([brought], tensor)
         return
-    plans = all_reduce_plans(rank, size, length, dtype, op.name, exchanges.has_order)
+    plans = all_reduce_plans(rank, size, shape, dtype, op.name, exchanges.has_order)
     if len(plans) == 1:
         whole = exchanges.comm.empty((size * length,), dtype)
         yield exchanges.run(plans[0], [brought], [whole])
@@ -86,7 +89,7 @@ def reduce(
 ) -> Iterator[_C.Work]:
     """Reduces `brought` of all ranks into `tensor` of rank `root`, which may be the same."""
     rank, size, length, dtype = exchanges.rank, exchanges.size, tensor.numel(), tensor.dtype
-    plan = whole_plan(rank, size, length, dtype, root, f"reduce {op.name} {dtype} {root}")
+    plan = whole_plan(rank, size, (length,), dtype, root, f"reduce {op.name} {dtype} {root}")
     wholes = [exchanges.comm.empty((size * length,), dtype)] if rank == root else []
     yield exchanges.run(plan, [brought], wholes)
     for whole in wholes:
@@ -94,12 +97,13 @@ def reduce(
 
 
 def reduce_scatter(
-    exchanges: Exchanges, brought: Tensor, lengths: tuple[int, ...], op: Operator, output: Tensor
+    exchanges: Exchanges, shapes: tuple[Shape, ...], brought: Tensor, op: Operator, output: Tensor
 ) -> Iterator[_C.Work]:
-    """Reduces piece r of `brought`, of lengths[r] elements, into `output` of rank r."""
+    """Reduces piece r of `brought`, of shapes[r], into `output` of rank r."""
     rank, size, dtype = exchanges.rank, exchanges.size, brought.dtype
+    lengths = tuple(map(math.prod, shapes))
     rows = exchanges.rows(size - 1, lengths[rank], dtype)
-    plan = scatter_plan(rank, size, lengths, dtype, tag_of_reduce_scatter(op))
+    plan = scatter_plan(rank, size, shapes, dtype, tag_of_reduce_scatter(op))
     yield exchanges.run(plan, [brought], rows)
     rows.insert(rank, brought.split(lengths)[rank])
     op.reduce(rows, output)

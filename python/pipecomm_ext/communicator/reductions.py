@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..core.copyable import copyable
 from ..core.extension import _C
 from ..core.levels import MIN_RANKS, Levels
 from . import level_steps
 from . import reduction_steps as steps_of
 from .continuation import Line, begin
-from .plans import MAX_WHOLE_BYTES, all_gather_plan, all_reduce_plans, scatter_plan
+from .plans import MAX_WHOLE_BYTES, Shape, all_reduce_plans, scatter_plan, whole_plan
 from .reduce_operators import Operator, operator_for, same_object
 from .reduction_steps import Exchanges
 from .refusal import refuse_for
@@ -30,7 +32,8 @@ def flattened(tensor: Tensor) -> Tensor:
     """The elements of a dense tensor as one dim: its own memory if it is contiguous, else a copy."""
     if _is_plain(tensor):
         return _as_one_dim(tensor)
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    return copyable(tensor).contiguous().view(-1).view(tensor.dtype)
 
 
 def buffer_for(tensor: Tensor) -> Tensor:
@@ -50,6 +53,10 @@ def _as_one_dim(tensor: Tensor) -> Tensor:
     return tensor if tensor.dim() == 1 else tensor.view(-1)
 
 
+def _as_shape(tensor: Tensor, shape: Shape) -> Tensor:
+    return tensor if len(shape) == 1 else tensor.view(shape)
+
+
 def with_copies(
     steps: Iterator[_C.Work], sources: Sequence[Tensor], targets: Sequence[Tensor]
 ) -> Iterator[_C.Work]:
@@ -62,7 +69,7 @@ def with_copies(
 def copy_into(source: Tensor, target: Tensor) -> None:
     if source.data_ptr() != target.data_ptr():
         with torch.inference_mode(target.is_inference()), torch.no_grad():
-            target.copy_(source.view(target.shape))
+            copyable(target).copy_(copyable(source).view(target.shape))
 
 
 def _joined(tensors: Sequence[Tensor]) -> tuple[Tensor, Sequence[Tensor]]:
@@ -97,14 +104,53 @@ def _num_bytes(tensor: Any) -> int:
     return tensor.numel() * tensor.element_size() if isinstance(tensor, Tensor) else 0
 
 
-def _plans_in_one_call(
-    rank: int, size: int, length: int, dtype: torch.dtype, op: Any
-) -> tuple[str, list[Any]] | None:
-    """What C++ needs to reduce a tensor of `length` elements in place; None: it cannot."""
+# ---- what C++ needs for one call ---------------------------------------------------------------------------
+
+InOneCall = tuple[str | None, list[Any]] | None  # None: C++ cannot do it
+
+
+def _all_reduce_in_one_call(rank: int, size: int, shape: Shape, dtype: torch.dtype, op: Any) -> InOneCall:
     operator_ = operator_for(op, dtype, torch.device("cpu"))
     if size == 1 or not operator_.is_native or operator_.factor is not None:
         return None
-    return operator_.reduction, all_reduce_plans(rank, size, length, dtype, operator_.name, True)
+    return operator_.reduction, all_reduce_plans(rank, size, shape, dtype, operator_.name, True)
+
+
+def _scatter_in_one_call(rank: int, size: int, shape: Shape, dtype: torch.dtype, op: Any) -> InOneCall:
+    """For pieces of that shape."""
+    operator_ = operator_for(op, dtype, torch.device("cpu"))
+    if size == 1 or not operator_.is_native or operator_.factor is not None:
+        return None
+    tag = steps_of.tag_of_reduce_scatter(operator_)
+    return operator_.reduction, [scatter_plan(rank, size, (shape,) * size, dtype, tag)]
+
+
+def _gather_in_one_call(rank: int, size: int, shape: Shape, dtype: torch.dtype, op: None) -> InOneCall:
+    return None if size == 1 else (None, [_all_gather_plan(rank, size, shape, dtype)])
+
+
+def _all_gather_plan(rank: int, size: int, shape: Shape, dtype: torch.dtype) -> Any:
+    return whole_plan(rank, size, shape, dtype, -1, f"all_gather {dtype}", own_in_place=False)
+
+
+def _of_any_shape(make: Callable[..., InOneCall]) -> Callable[..., InOneCall]:
+    """`make` for ranks that compare numbers of elements only."""
+    return lambda rank, size, shape, *args: make(rank, size, (math.prod(shape),), *args)
+
+
+# Made once, as C++ keeps the plans for each of these functions.
+_OF_ANY_SHAPE = {
+    make: _of_any_shape(make) for make in (_all_reduce_in_one_call, _scatter_in_one_call, _gather_in_one_call)
+}
+
+
+def _make_for(line: Line | None, make: Callable[..., InOneCall]) -> Callable[..., InOneCall]:
+    return make if line is None or line.compares_shapes else _OF_ANY_SHAPE[make]
+
+
+def _compared(line: Line | None, tensor: Tensor) -> Shape:
+    """What the ranks compare of the tensor's shape."""
+    return tensor.shape if line is None or line.compares_shapes else (tensor.numel(),)
 
 
 # ---- in one operation of the engine, which NCCL does ------------------------------------------------------
@@ -117,11 +163,6 @@ def _engine_reduces(engine: _C.Communicator, name: str, op: Operator) -> bool:
 
 def _is_complex_sum(op: Operator) -> bool:
     return op.dtype.is_complex and op.reduction in ("SUM", "AVG")
-
-
-def _name_of(engine: _C.Communicator, name: str) -> str:
-    """What errors call a reduction that this rank refuses."""
-    return name if engine.can_reduce("all_gather", None, torch.uint8) else "exchange"
 
 
 def _begin_in_engine(
@@ -139,7 +180,7 @@ def _begin_in_engine(
     """Begins it, and copies each source, a part of `output`, to its target unless they share memory."""
     results = [] if output is None else [output]
     if op is not None and _is_complex_sum(op):
-        tensor, *results = (torch.view_as_real(each).view(-1) for each in (tensor, *results))
+        tensor, *results = (torch.view_as_real(each) for each in (tensor, *results))
     with comm.collective(name):
         reduction = None if op is None else op.reduction
         work = engine.reduce(name, results[0] if results else None, tensor, reduction, root, not waits)
@@ -164,17 +205,17 @@ def all_reduce(
     or operations in the line still have to post their later exchanges."""
     try:
         op = same_object(op)
-        num_bytes = _num_bytes(tensor)
+        num_bytes, make = _num_bytes(tensor), _make_for(line, _all_reduce_in_one_call)
         if _levels(comm, num_bytes, line, find) is not None:
             is_done = False
         elif line is None:
-            is_done = engine.all_reduce(tensor, op, _plans_in_one_call, None)
+            is_done = engine.all_reduce(tensor, op, make, None)
         else:
             with line.lock:
                 has_no_other = line.last is None or line.last.poll()
-                is_done = has_no_other and engine.all_reduce(tensor, op, _plans_in_one_call, line.channel)
+                is_done = has_no_other and engine.all_reduce(tensor, op, make, line.channel)
     except Exception as error:
-        refuse_for(comm, "exchange", error)
+        refuse_for(comm, "all_reduce", error)
         raise
     if not is_done:
         begin_all_reduce(comm, engine, [tensor], op, True, line, find).wait()
@@ -190,21 +231,23 @@ def begin_all_reduce(
     find: FindLevels | None = None,
 ) -> Any:
     """Reduces tensors of one dtype in place, as one. Returns a Work or an object with its methods."""
-    with comm.collective(_name_of(engine, "all_reduce")):
+    with comm.collective("all_reduce"):
         _check_targets(comm, tensors, "tensor")
         operator_ = operator_for(op, tensors[0].dtype, comm.device)
         flat, parts = _joined(tensors)
+        shape = _compared(line, tensors[0] if len(tensors) == 1 else flat)
         levels = _levels(comm, flat.nbytes, line, find)
         brought = operator_.before(flat)
     if _engine_reduces(engine, "all_reduce", operator_):
-        return _begin_in_engine(comm, engine, "all_reduce", flat, brought, operator_, waits, parts, tensors)
-    exchanges = Exchanges(comm, waits, line.channel if line else None)
+        output, brought = _as_shape(flat, shape), _as_shape(brought, shape)
+        return _begin_in_engine(comm, engine, "all_reduce", output, brought, operator_, waits, parts, tensors)
+    exchanges = Exchanges(comm, "all_reduce", waits, line.channel if line else None)
     if levels is not None:
         num_exchanges = 4
-        steps = level_steps.all_reduce(exchanges, levels, brought, flat, operator_)
+        steps = level_steps.all_reduce(exchanges, levels, shape, brought, flat, operator_)
     else:
         num_exchanges = 2 if exchanges.has_order and flat.nbytes > MAX_WHOLE_BYTES else 1
-        steps = steps_of.all_reduce(exchanges, brought, flat, operator_)
+        steps = steps_of.all_reduce(exchanges, shape, brought, flat, operator_)
     steps = with_copies(exchanges.refusing(steps, num_exchanges), parts, tensors)
     line = line if num_exchanges > 1 else None
     return begin(comm, steps, [flat, brought, *tensors], waits, line, num_exchanges - 1)
@@ -212,7 +255,7 @@ def begin_all_reduce(
 
 def begin_reduce(comm: Any, engine: _C.Communicator, tensor: Tensor, op: Any, root: int, waits: bool) -> Any:
     """Reduces `tensor` in place on rank `root`. Returns a Work or an object with its methods."""
-    with comm.collective(_name_of(engine, "reduce")):
+    with comm.collective("reduce"):
         _check_targets(comm, [tensor], "tensor")
         operator_ = operator_for(op, tensor.dtype, comm.device)
         flat = flattened(tensor)
@@ -223,7 +266,7 @@ def begin_reduce(comm: Any, engine: _C.Communicator, tensor: Tensor, op: Any, ro
         return _begin_in_engine(
             comm, engine, "reduce", output, brought, operator_, waits, sources, targets, root
         )
-    steps = steps_of.reduce(Exchanges(comm, waits), brought, flat, operator_, root)
+    steps = steps_of.reduce(Exchanges(comm, "reduce", waits), brought, flat, operator_, root)
     return begin(comm, with_copies(steps, sources, targets), [flat, brought, tensor], waits)
 
 
@@ -243,42 +286,32 @@ def begin_reduce_scatter(
     inputs[r] is the piece for rank r, a tensor, or for several outputs a list of them; the ranks' sizes may
     differ. Or `inputs` is one tensor with the pieces one after the other, of one size for all ranks.
     """
-    with comm.collective(_name_of(engine, "reduce_scatter")):
+    with comm.collective("reduce_scatter"):
         _check_targets(comm, outputs, "output")
         if isinstance(inputs, Tensor):
-            lengths = _lengths_in(comm, outputs, inputs)
-            flat = flattened(inputs)
+            _check_pieces(comm, outputs, inputs)
+            flat, shapes = flattened(inputs), (_compared(line, outputs[0]),) * comm.size
         else:
-            flat, lengths = _joined_inputs(comm, outputs, inputs)
+            flat, shapes = _joined_inputs(comm, outputs, inputs, line)
         operator_ = operator_for(op, outputs[0].dtype, comm.device)
         buffers = [buffer_for(output) for output in outputs]
-        whole = buffers[0] if len(buffers) == 1 else flat.new_empty(lengths[comm.rank])
+        whole = buffers[0] if len(buffers) == 1 else flat.new_empty(shapes[comm.rank])
         levels = _levels(comm, flat.nbytes, line, find)
         brought = operator_.before(flat)
     parts = whole.split([output.numel() for output in outputs])
-    if len(set(lengths)) == 1 and _engine_reduces(engine, "reduce_scatter", operator_):
+    if len(set(shapes)) == 1 and _engine_reduces(engine, "reduce_scatter", operator_):
+        output = _as_shape(whole, shapes[0])
         return _begin_in_engine(
-            comm, engine, "reduce_scatter", whole, brought, operator_, waits, parts, outputs
+            comm, engine, "reduce_scatter", output, brought, operator_, waits, parts, outputs
         )
-    exchanges = Exchanges(comm, waits, line.channel if line else None)
+    exchanges = Exchanges(comm, "reduce_scatter", waits, line.channel if line else None)
     if levels is not None and level_steps.saves_traffic(levels, operator_):
-        steps = level_steps.reduce_scatter(exchanges, levels, brought, lengths, operator_, whole)
+        steps = level_steps.reduce_scatter(exchanges, levels, shapes, brought, operator_, whole)
         steps = exchanges.refusing(steps, 2)
     else:
         line = None
-        steps = steps_of.reduce_scatter(exchanges, brought, lengths, operator_, whole)
+        steps = steps_of.reduce_scatter(exchanges, shapes, brought, operator_, whole)
     return begin(comm, with_copies(steps, parts, outputs), [brought, whole, *outputs], waits, line)
-
-
-def _scatter_in_one_call(
-    rank: int, size: int, length: int, dtype: torch.dtype, op: Any
-) -> tuple[str, list[Any]] | None:
-    """As `_plans_in_one_call`, for pieces of `length` elements."""
-    operator_ = operator_for(op, dtype, torch.device("cpu"))
-    if size == 1 or not operator_.is_native or operator_.factor is not None:
-        return None
-    lengths, tag = (length,) * size, steps_of.tag_of_reduce_scatter(operator_)
-    return operator_.reduction, [scatter_plan(rank, size, lengths, dtype, tag)]
 
 
 def reduce_scatter(
@@ -295,18 +328,18 @@ def reduce_scatter(
     if isinstance(input, Tensor):
         try:
             is_done = _levels(comm, _num_bytes(input), line, find) is None and engine.reduce_scatter(
-                output, input, same_object(op), _scatter_in_one_call
+                output, input, same_object(op), _make_for(line, _scatter_in_one_call)
             )
         except Exception as error:
-            refuse_for(comm, "exchange", error)
+            refuse_for(comm, "reduce_scatter", error)
             raise
         if is_done:
             return
     begin_reduce_scatter(comm, engine, [output], input, op, True, line, find).wait()
 
 
-def _lengths_in(comm: Any, outputs: Sequence[Tensor], tensor: Tensor) -> tuple[int, ...]:
-    """The checked lengths of the pieces of a tensor that holds those of all ranks."""
+def _check_pieces(comm: Any, outputs: Sequence[Tensor], tensor: Tensor) -> None:
+    """Checks a tensor that holds the pieces of all ranks."""
     _check(comm, tensor, "input")
     [output] = outputs
     if output.dtype != tensor.dtype or output.numel() * comm.size != tensor.numel():
@@ -314,12 +347,12 @@ def _lengths_in(comm: Any, outputs: Sequence[Tensor], tensor: Tensor) -> tuple[i
             f"input of shape {list(tensor.shape)}, {tensor.dtype}, is not {comm.size} times output of shape "
             f"{list(output.shape)}, {output.dtype}"
         )
-    return (output.numel(),) * comm.size
 
 
 def _joined_inputs(
-    comm: Any, outputs: Sequence[Tensor], inputs: Sequence[Any]
-) -> tuple[Tensor, tuple[int, ...]]:
+    comm: Any, outputs: Sequence[Tensor], inputs: Sequence[Any], line: Line | None
+) -> tuple[Tensor, tuple[Shape, ...]]:
+    """The elements of all pieces as one dim, and what the ranks compare of the shapes of the pieces."""
     if not isinstance(inputs, (list, tuple)):
         raise TypeError(f"input must be a tensor or a list of them, not {type(inputs).__name__}")
     if len(inputs) != comm.size:
@@ -334,15 +367,11 @@ def _joined_inputs(
                 f"the output has {output.numel()} elements of {output.dtype}, what is reduced into it has "
                 f"{tensor.numel()} of {tensor.dtype}"
             )
-    lengths = tuple(sum(tensor.numel() for tensor in of_rank) for of_rank in pieces)
-    return _joined([tensor for of_rank in pieces for tensor in of_rank])[0], lengths
-
-
-def _gather_in_one_call(
-    rank: int, size: int, length: int, dtype: torch.dtype, op: None
-) -> tuple[None, list[Any]] | None:
-    """The plan of an all-gather of `length` elements per rank; None: it is a copy."""
-    return None if size == 1 else (None, [all_gather_plan(rank, size, length, dtype)])
+    shapes = tuple(
+        _compared(line, of_rank[0]) if len(of_rank) == 1 else (sum(tensor.numel() for tensor in of_rank),)
+        for of_rank in pieces
+    )
+    return _joined([tensor for of_rank in pieces for tensor in of_rank])[0], shapes
 
 
 def all_gather(
@@ -356,7 +385,7 @@ def all_gather(
     """`begin_all_gather`, and waits; for contiguous tensors in host memory and one level one call of C++."""
     try:
         is_done = _levels(comm, _num_bytes(output), line, find) is None and engine.all_gather(
-            output, input, _gather_in_one_call
+            output, input, _make_for(line, _gather_in_one_call)
         )
     except Exception as error:
         refuse_for(comm, "all_gather", error)
@@ -384,17 +413,18 @@ def begin_all_gather(
                 f"output of shape {list(output.shape)}, {output.dtype}, is not {comm.size} times input of "
                 f"shape {list(tensor.shape)}, {tensor.dtype}"
             )
-        flat, whole = flattened(tensor), buffer_for(output)
+        flat, whole, shape = flattened(tensor), buffer_for(output), _compared(line, tensor)
         levels = _levels(comm, whole.nbytes, line, find)
     if engine.can_reduce("all_gather", None, flat.dtype):
-        return _begin_in_engine(comm, engine, "all_gather", whole, flat, None, waits, [whole], [output])
-    exchanges = Exchanges(comm, waits, line.channel if line else None, op="all_gather")
+        brought = _as_shape(flat, shape)
+        return _begin_in_engine(comm, engine, "all_gather", whole, brought, None, waits, [whole], [output])
+    exchanges = Exchanges(comm, "all_gather", waits, line.channel if line else None)
     if levels is None:
-        plan = all_gather_plan(comm.rank, comm.size, flat.numel(), flat.dtype)
+        plan = _all_gather_plan(comm.rank, comm.size, shape, flat.dtype)
         work = exchanges.run(plan, [flat], [whole])
         if whole.data_ptr() == output.data_ptr():
             return work
         steps, line = iter([work]), None
     else:
-        steps = exchanges.refusing(level_steps.all_gather(exchanges, levels, flat, whole), 2)
+        steps = exchanges.refusing(level_steps.all_gather(exchanges, levels, shape, flat, whole), 2)
     return begin(comm, with_copies(steps, [whole], [output]), [whole, output], waits, line)

@@ -52,7 +52,7 @@ def sum_gradients(model: torch.nn.Module, process_group: Any = None) -> None:
 
 def _sum_over(group: Any, parameters: Sequence[Tensor]) -> None:
     comm = communicator_of(group, parameters[0])
-    with comm.collective("exchange"):
+    with comm.collective("all_reduce"):
         for parameter in parameters:
             _check(parameter.grad)
     has_gradient = torch.tensor([p.grad is not None for p in parameters], device=comm.device)
