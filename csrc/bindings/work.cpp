@@ -89,6 +89,10 @@ bool JoinedWork::is_completed() {
                      [](const auto& work) { return work->is_completed(); });
 }
 
+bool JoinedWork::is_captured() const {
+  return std::ranges::any_of(works_, [](const auto& work) { return work->is_captured(); });
+}
+
 Scope scope_argument(std::vector<int> members, const py::object& channel) {
   if (channel.is_none()) return {std::move(members)};
   return {std::move(members), index_argument(channel, "channel")};
@@ -101,6 +105,7 @@ void bind_work(py::module_& m) {
       .def("wait", &Work::wait, py::arg("timeout") = py::none())
       .def("synchronize", &Work::synchronize)
       .def("is_completed", &Work::is_completed)
+      .def_property_readonly("is_captured", &Work::is_captured)
       .def_property_readonly("number", &Work::number);
   m.def(
       "join_works",

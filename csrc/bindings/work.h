@@ -23,6 +23,7 @@ class Work {
   virtual void wait(const py::object& timeout) = 0;
   virtual void synchronize() = 0;
   virtual bool is_completed() = 0;
+  virtual bool is_captured() const = 0;
   virtual uint64_t number() const { return 0; }
 };
 
@@ -36,8 +37,12 @@ class OperationWork final : public Work {
   void wait(const py::object& timeout) override;
   void synchronize() override { block_until(Deadline::max(), py::none()); }
   bool is_completed() override;
+  bool is_captured() const override { return operation_->is_captured(); }
   uint64_t number() const override { return operation_->number_of_collective(); }
   const OperationPtr& operation() const { return operation_; }
+  bool is_of(const Communicator& communicator) const {
+    return communicator_.get() == &communicator;
+  }
 
  private:
   void block_until(Deadline until, const py::object& timeout);
@@ -55,6 +60,7 @@ class JoinedWork final : public Work {
   void wait(const py::object& timeout) override;
   void synchronize() override;
   bool is_completed() override;
+  bool is_captured() const override;
 
  private:
   const std::vector<std::shared_ptr<Work>> works_;

@@ -102,6 +102,8 @@ class Operation {
 
   // Whether streams of a device move its data, instead of requests.
   virtual bool is_on_device() const { return false; }
+  // Part of a CUDA graph: it runs when the graph does, and has no end of its own.
+  virtual bool is_captured() const { return false; }
 
   OpCode op() const { return op_; }
   Clock::time_point posted_at() const { return posted_at_; }

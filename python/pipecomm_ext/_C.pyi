@@ -74,6 +74,12 @@ class Work:
         """Whether the operation has ended, well or not. Never blocks."""
 
     @property
+    def is_captured(self) -> bool:
+        """Whether a CUDA graph has captured the operation: it runs when the graph does, and has no end of its
+        own.
+        """
+
+    @property
     def number(self) -> int:
         """The place of a collective of CPU tensors in the order of its communicator, equal on all ranks; else
         0.

@@ -41,7 +41,6 @@ class DeviceOperation final : public Operation {
   size_t num_messages = 0;
   int num_blocks = 0;  // of its kernels
 
-  bool is_captured() const { return capture != 0; }
   void add_message(Direction direction, int peer, const Descriptor& descriptor) {
     if (++num_messages <= FlightRecord::kMaxMessagesPerOperation)
       messages.push_back({direction, MessageState::posted, false, peer, descriptor});
@@ -59,6 +58,7 @@ class DeviceOperation final : public Operation {
   }
 
   bool is_on_device() const override { return true; }
+  bool is_captured() const override { return capture != 0; }
   bool waits_to_start() const override { return false; }
 
  protected:
