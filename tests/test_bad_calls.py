@@ -19,6 +19,7 @@ from patterns import assert_same, pattern, poison
 from ranks import on_ranks
 
 from pipecomm_ext import (
+    _C,
     Communicator,
     PipeCommMismatch,
     Recv,
@@ -117,6 +118,20 @@ def test_accepted_kinds_of_peers(world):
     received = poison(3, torch.int32)
     world.comm.batch_p2p([Send(pattern(3, torch.int32, world.rank), peer), Recv(received, peer, np.uint8(0))])
     assert_same(received, pattern(3, torch.int32, int(peer)))
+
+
+@on_ranks(2)
+def test_an_exchange_follows_one_of_its_own_communicator(world):
+    comm, other = world.fresh_comm(), world.fresh_comm()
+    spec = ((2,), torch.float32)
+    plan = _C.plan_all_to_all_single(world.rank, 2, spec, spec, [1, 1], [1, 1])
+    given, taken = torch.ones(2), torch.ones(2)
+    work = other.exchange(plan, [given], [taken], async_op=True)
+    for wrong in (work, _C.join_works([work, work])):
+        with pytest.raises(TypeError, match="after must be the Work of one exchange of this communicator"):
+            comm.exchange(plan, [given], [taken], channel=0, after=wrong)
+    work.wait()
+    comm.exchange(plan, [given], [taken], channel=0)
 
 
 @on_ranks(2)

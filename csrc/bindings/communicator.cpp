@@ -313,7 +313,8 @@ BoundCommunicator::WorkPtr BoundCommunicator::exchange(
   scope.gradient_of = argument<uint64_t>(gradient_of, "gradient_of");
   const auto first = argument<std::shared_ptr<Work>>(after, "after");
   const auto* one = dynamic_cast<const OperationWork*>(first.get());
-  if (first && !one) throw py::type_error("after must be the Work of one exchange");
+  if (first && (!one || !one->is_of(*communicator_)))
+    throw py::type_error("after must be the Work of one exchange of this communicator");
   const auto post = [&] {
     return communicator_->exchange(code, prepared, input_refs, output_refs,
                                    {async_op, check_signals}, scope,

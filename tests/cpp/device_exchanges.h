@@ -129,3 +129,15 @@ inline void exchange_within(Rank& me, const std::vector<int>& members) {
   if (std::ranges::find(members, me.rank) == members.end()) return;
   post_within(me, members, kCollectiveChannel, false).finish(me);
 }
+
+// Two ranks send each other a tensor by an exchange.
+inline OperationPtr exchange_swap(Rank& me, const Tensor& sent, const Tensor& received, int channel,
+                                  bool is_async = true, const OperationPtr& after = nullptr) {
+  const int64_t size = checked_product(sent.shape);
+  const Sizes sizes = me.rank == 0 ? Sizes{0, size} : Sizes{size, 0};
+  const TensorSpec spec{sent.shape, dtypes::kFloat32};
+  auto plan = all_to_all_single_plan({me.rank, 2}, spec, spec, sizes, sizes);
+  return me.comm->exchange(OpCode::exchange, std::make_shared<PreparedExchange>(std::move(plan)),
+                           std::vector{sent.ref()}, std::vector{received.ref()},
+                           {.is_async = is_async}, Scope{{}, channel}, after);
+}

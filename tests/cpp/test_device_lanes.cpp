@@ -1,7 +1,6 @@
 // The order of calls: programs that run or deadlock, and the cost of a call on the host.
 
-#include "device_world.h"
-#include "plan/builders.h"
+#include "device_exchanges.h"
 
 constexpr int64_t kSmall = 4, kLarge = 5000;  // floats; the FIFO holds 1 KiB
 
@@ -285,4 +284,44 @@ TEST(thread_blocks) {
               (comm->config.name.empty() ? each.collective_max : each.lane_max));
     });
   }
+}
+
+// An exchange sends what the operation before it has received, in whichever orders the two are.
+TEST(exchanges_after_others) {
+  using First = std::function<OperationPtr(Rank&, const Swap&)>;
+  std::vector<First> firsts{[](Rank& me, const Swap& swap) { return me.p2p(swap.on(), true); }};
+  for (const int channel : {0, 1, kCollectiveChannel})
+    firsts.push_back([channel](Rank& me, const Swap& swap) {
+      return exchange_swap(me, swap.mine, swap.theirs, channel);
+    });
+  Options options = options_of(2);
+  options.prepare = [](fake::World& world) { world.fifo_bytes = 1024; };  // a send leaves at once
+  run(options, [&](Rank& me) {
+    const auto there_and_back = [&](const First& first, bool is_async) {
+      const Swap swap(me);
+      const Tensor returned({4});
+      meet(me);
+      if (me.rank == 1) std::this_thread::sleep_for(20ms);
+      const OperationPtr one = first(me, swap);
+      me.finish(exchange_swap(me, swap.theirs, returned, 1, is_async, one));
+      CHECK(returned.counts_from(float(me.rank)));
+    };
+    for (const First& first : firsts)
+      for (const bool is_async : {false, true, false}) there_and_back(first, is_async);
+  });
+}
+
+// No stream can wait for a barrier of the hosts, so the call does.
+TEST(exchanges_after_a_barrier) {
+  std::atomic<bool> has_come = false;
+  run(options_of(2), [&](Rank& me) {
+    const Swap swap(me);
+    me.finish(exchange_swap(me, swap.mine, swap.theirs, 1));
+    if (me.rank == 1) std::this_thread::sleep_for(100ms);
+    has_come = me.rank == 1;
+    const OperationPtr met = me.comm->barrier();
+    const OperationPtr second = exchange_swap(me, swap.mine, swap.theirs, 1, true, met);
+    CHECK(has_come);
+    me.finish(second);
+  });
 }

@@ -16,7 +16,7 @@ from gpu_world import DEADLINE_S, comm_on, comm_over, finish, nccl_comm, on_devi
 from patterns import assert_same, pattern, poison
 from ranks import on_ranks
 
-from pipecomm_ext import PipeCommError, Recv, Send
+from pipecomm_ext import _C, PipeCommError, Recv, Send
 
 # More than NCCL buffers: 32 MiB between two GPUs (8 thread blocks, 8 steps of 512 KiB), 2 MiB over sockets.
 LARGE = {0: 1 << 18, 1: 8 << 20}.get(torch.cuda.device_count(), 64 << 20)
@@ -221,3 +221,25 @@ def test_a_group_of_the_host_has_a_communicator_of_the_host(world, device):
     received = torch.zeros(4)
     comm.batch_p2p([Send(torch.ones(4), peer), Recv(received, peer)])
     assert received.tolist() == [1.0] * 4
+
+
+@on_ranks(2, deadline=DEADLINE_S)
+@on_devices
+@pytest.mark.parametrize("first_channel", [0, 1, None])
+@pytest.mark.parametrize("is_async", [True, False], ids=["async", "sync"])
+def test_an_exchange_sends_what_the_one_before_it_has_received(world, device, first_channel, is_async):
+    """`after=` holds whatever orders the two are in."""
+    comm, length = comm_on(world, device), 30_000
+    spec, lengths = ((length,), torch.float32), [0, length] if world.rank == 0 else [length, 0]
+    plan = _C.plan_all_to_all_single(world.rank, 2, spec, spec, lengths, lengths)
+    for round_idx in range(5):
+        mine = torch.full((length,), float(2 * round_idx + world.rank), device=device)
+        theirs, returned = torch.full_like(mine, -1), torch.full_like(mine, -1)
+        if world.rank == 1:
+            time.sleep(0.02)
+        first = comm.exchange(plan, [mine], [theirs], async_op=True, channel=first_channel)
+        second = comm.exchange(plan, [theirs], [returned], async_op=is_async, channel=1, after=first)
+        if second is not None:
+            second.wait()
+        finish(device)
+        assert torch.equal(returned, mine), round_idx

@@ -266,7 +266,17 @@ OperationPtr DeviceExecution::exchange(const ExchangeCall& call, CallOptions opt
     send_staging = runtime_->allocate(lowered->send_staging_bytes, stream);
     recv_staging = runtime_->allocate(lowered->recv_staging_bytes, stream);
   };
+  DeviceOperation* earlier = nullptr;
+  if (after && after->is_on_device())
+    earlier = static_cast<DeviceOperation*>(after.get());
+  else if (after)
+    dispatch_.wait(*after, Deadline::max(), options.interrupted);
+  const bool follows =
+      earlier && must_follow(*earlier, runtime_->capture_of(runtime_->current_stream()), "after=");
   const auto enqueue = [&](DeviceOperation& operation, StreamHandle stream) {
+    if (follows)
+      for (const auto& end : earlier->ends)
+        if (end.stream != stream) runtime_->wait(stream, end.event);
     if (operation.is_captured()) reserve(stream);
     const CopyBuffers buffers{sources, destinations, send_staging.get(), recv_staging.get()};
     std::vector<DeviceMessage> messages;

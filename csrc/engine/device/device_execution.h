@@ -61,8 +61,8 @@ class DeviceExecution final : public Execution {
   void connect(const Scope& scope) override;
 
   // Tensors may have any strides. Exchanges on a channel of the user run one after another on its
-  // stream, so an exchange comes after its `after`. `gradient_of` is not compared: it would make
-  // each exchange a new one.
+  // stream, which waits for `after`; if that is one of the hosts' operations, the call does.
+  // `gradient_of` is not compared: it would make each exchange a new one.
   OperationPtr batch_p2p(std::span<const PointToPoint> batch, CallOptions options) override;
   OperationPtr exchange(const ExchangeCall& call, CallOptions options) override;
   OperationPtr broadcast(const TensorRef& tensor, int source, CallOptions options) override;
@@ -113,6 +113,7 @@ class DeviceExecution final : public Execution {
   void enter(DeviceOperation& operation, const Lane& lane, StreamHandle stream,
              const EventPtr& start);
   EventPtr leave(DeviceOperation& operation, Lane& lane, StreamHandle stream);
+  bool must_follow(DeviceOperation& earlier, uint64_t capture, const char* call);
   void publish(const DeviceOperationPtr& operation);
   template <class Launch>
   void launch(const DeviceOperationPtr& operation, Launch&& body);

@@ -28,27 +28,30 @@ bool blames_network(NcclResult result) {
 // ------------------------------------------------------------------------------------------------
 // waiting
 
+// Whether work that is enqueued now, in this capture or outside of any (0), has to wait for the ends
+// of an earlier operation. Throws its failure.
+bool DeviceExecution::must_follow(DeviceOperation& earlier, uint64_t capture, const char* call) {
+  if (!earlier.done() && dispatch_.failure()) throw_failure(dispatch_);
+  if (const FailurePtr failure = earlier.failure()) throw PipeCommException(failure);
+  // The graph itself keeps the order, and outside of it there is no work to wait for.
+  if (earlier.is_captured()) return earlier.capture == capture;
+  if (capture == 0) return true;
+  if (earlier.done() || in_flight_->has_ended(earlier)) return false;
+  throw std::invalid_argument(std::string(call) + " inside a CUDA graph capture for a " +
+                              op_name(earlier.op()) +
+                              " that was posted before it; wait before the capture begins");
+}
+
 bool DeviceExecution::follow(Operation& any) {
   if (!any.is_on_device()) return false;
   auto& operation = static_cast<DeviceOperation&>(any);
-  if (!operation.done() && dispatch_.failure()) throw_failure(dispatch_);
-  if (const FailurePtr failure = operation.failure()) throw PipeCommException(failure);
   const StreamHandle current = runtime_->current_stream();
-  const uint64_t capture = runtime_->capture_of(current);
-  if (operation.is_captured()) {
-    // The graph itself keeps the order, and outside of it there is no work to wait for.
-    if (operation.capture != capture) return true;
-  } else if (capture != 0) {
-    if (operation.done() || in_flight_->has_ended(operation)) return true;
-    throw std::invalid_argument(std::string("wait() inside a CUDA graph capture for a ") +
-                                op_name(operation.op()) +
-                                " that was posted before it; wait before the capture begins");
-  }
+  if (!must_follow(operation, runtime_->capture_of(current), "wait()")) return true;
   if (operation.is_async || current != operation.caller)
     for (const auto& end : operation.ends) runtime_->wait(current, end.event);
   // The caller's stream is now ordered after the last use of the tensors, and their memory is
   // allocated next on that stream. For any other stream, the host must observe the end.
-  if (current == operation.caller && !operation.is_captured()) operation.let_go();
+  if (current == operation.caller) operation.let_go();
   in_flight_->sweep();
   return true;
 }

@@ -575,8 +575,8 @@ class Communicator:
                 own; with `within` they use that of these ranks (increasing, the members among them).
             channel: exchanges of a channel are posted in the order of the calls; None is the order of all
                 collectives.
-            after: the Work of another exchange. This one is posted once that one has succeeded, and fails if
-                it fails, even if no thread waits.
+            after: the Work of another exchange of this communicator, in any order. This one is posted once
+                that one has succeeded, and fails if it fails, even if no thread waits.
             gradient_of: the `number` of the Work whose gradients are moved. CPU tensors: ranks compare it.
             returns_work: return the Work also without async_op; it is then done. With neither, None is returned.
         """
