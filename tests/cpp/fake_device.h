@@ -124,13 +124,17 @@ class Runtime final : public DeviceRuntime {
   }
 
   // Like memory of a stream-ordered allocator: overwritten once the work enqueued until it was
-  // dropped is done.
+  // dropped is done. What is dropped after the capture that it was allocated in stays the graph's.
   std::shared_ptr<std::byte> allocate(int64_t num_bytes, StreamHandle stream) override {
     if (num_bytes == 0) return nullptr;
     if (is_out_of_memory) throw std::runtime_error("CUDA out of memory");
     auto memory = std::make_shared<std::vector<std::byte>>(num_bytes);
-    return {memory->data(), [this, memory, stream](std::byte*) {
-              std::lock_guard lock(world->mutex);
+    std::lock_guard lock(world->mutex);
+    const GraphPtr graph = stream_of(stream)->capture;
+    if (graph) graph->pool.push_back(memory);
+    return {memory->data(), [this, memory, stream, is_of_graph = bool(graph)](std::byte*) {
+              std::lock_guard lock_again(world->mutex);
+              if (is_of_graph && !stream_of(stream)->capture) return;
               make(stream_of(stream), [memory](Replay&) -> Work {
                 return [memory] {
                   std::fill(memory->begin(), memory->end(), std::byte{0xEE});

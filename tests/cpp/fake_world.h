@@ -39,6 +39,7 @@ using Make = std::function<Work(Replay&)>;
 struct Graph {
   std::map<Stream*, std::vector<Make>> parts;
   std::vector<std::shared_ptr<std::atomic<int>>> refs;  // of the communicators in it
+  std::vector<std::shared_ptr<void>> pool;              // memory allocated during the capture
   bool capturing = true;
   bool is_broken =
       false;  // by a forbidden call: nothing more can be captured, and there is no graph

@@ -1,8 +1,7 @@
 // CUDA graphs: calls that can be captured, calls that are refused during a capture, and replays.
 #include <barrier>
 
-#include "device_world.h"
-#include "plan/builders.h"
+#include "device_exchanges.h"
 
 TEST(captures) {
   run(options_of(2), [](Rank& me) {
@@ -272,5 +271,136 @@ TEST(captures_that_nccl_would_spoil) {
     meet(me);
     me.finish(me.p2p(swap.on()));
     CHECK(swap.has_come());
+  });
+}
+
+// An exchange after another operation, in a graph: of the same graph, or that has ended before.
+TEST(exchanges_after_others_in_a_graph) {
+  Options options = options_of(2);
+  options.prepare = [](fake::World& world) { world.fifo_bytes = 1024; };  // a send leaves at once
+  run(options, [](Rank& me) {
+    const Swap swap(me);
+    const Tensor returned({4});
+    OperationPtr before;
+    const auto there_and_back = [&] {
+      before = exchange_swap(me, swap.mine, swap.theirs, 0);
+      me.follow(exchange_swap(me, swap.theirs, returned, 1, true, before));
+    };
+    there_and_back();
+    me.finish(before);
+    meet(me);
+    const OperationPtr in_flight =
+        me.rank == 0 ? exchange_swap(me, swap.mine, swap.theirs, 0) : nullptr;
+    const fake::GraphPtr graph = capture(me, [&] {
+      if (in_flight)
+        CHECK_INVALID("after= inside a CUDA graph capture for a exchange that was posted before it",
+                      exchange_swap(me, swap.theirs, returned, 1, true, in_flight));
+      me.follow(exchange_swap(me, swap.theirs, returned, 1, true, before));
+    });
+    meet(me);
+    me.finish(in_flight ? in_flight : exchange_swap(me, swap.mine, swap.theirs, 0));
+    const fake::GraphPtr both = capture(me, there_and_back);
+    for (int attempt = 0; attempt < 3; ++attempt) {
+      for (const Tensor& tensor : {swap.theirs, returned})
+        std::ranges::fill(*tensor.data, float(-1 - attempt));
+      meet(me);
+      if (me.rank == 1) std::this_thread::sleep_for(20ms);
+      play(me, both);
+      CHECK(returned.counts_from(float(me.rank)));
+    }
+    play(me, graph);
+    CHECK(!me.comm->failure());
+  });
+}
+
+// A batch that is refused because one of its messages is new has changed nothing for the others.
+TEST(refused_batches_leave_no_trace) {
+  std::barrier together(2);
+  for (const Check check : {Check::first_use, Check::full})
+    run(options_of(2, check), [&](Rank& me) {
+      const Swap swap(me);
+      const Tensor fresh({9}, 1), wide({2, 4}, 1), tall({4, 2}, 1);
+      me.finish(me.p2p(swap.on()));
+      meet(me);
+      if (me.rank == 0)
+        capture(me, [&] {
+          CHECK_INVALID("inside a CUDA graph capture",
+                        me.p2p({swap.mine.to(1), swap.theirs.from(1), fresh.to(1)}));
+        });
+      together.arrive_and_wait();
+      me.finish(me.p2p(swap.on()));
+      meet(me);
+      const auto send = [&] { me.finish(me.p2p({me.rank == 0 ? wide.to(1) : tall.from(0)})); };
+      try {
+        send();
+      } catch (const PipeCommException&) {
+      }
+      CHECK(failure_of(me)->kind == FailureKind::mismatch);
+    });
+  run(options_of(2), [&](Rank& me) {
+    const Swap swap(me);
+    me.finish(me.p2p(swap.on()));
+    meet(me);
+    if (me.rank == 0)
+      capture(me, [&] {
+        CHECK_INVALID("inside a CUDA graph capture",
+                      me.p2p({swap.mine.to(1), Tensor({9}, 1).to(1)}));
+      });
+    together.arrive_and_wait();
+    if (me.rank == 1) return;  // closes in order, after as many messages as it has announced
+    std::this_thread::sleep_for(300ms);
+    CHECK(!me.comm->failure());
+  });
+}
+
+// The handle of a captured operation may be dropped; its memory is the graph's until the capture ends,
+// and then the pool's of the graph.
+TEST(dropped_handles_in_a_graph) {
+  run(options_of(2), [](Rank& me) {
+    const Tensor whole({8}, 1), plain({4}, 50);
+    const Tensor got({4}), more({4});
+    PointToPoint strided = whole.to(1);
+    strided.tensor.shape = {4};
+    strided.tensor.strides = {2};
+    std::weak_ptr<void> temporary;
+    const auto step = [&] {
+      const Tensor third({4}, 60);
+      temporary = third.data;
+      me.p2p({me.rank == 0 ? strided : got.from(0)}, true);
+      me.p2p({me.rank == 0 ? third.to(1) : more.from(0)}, true);
+      me.follow(me.p2p({me.rank == 0 ? plain.to(1) : more.from(0)}, true));  // joins the lane
+    };
+    step();
+    meet(me);
+    const fake::GraphPtr graph = capture(me, [&] {
+      step();
+      me.p2p({});
+      CHECK(me.rank == 1 || !temporary.expired());
+    });
+    CHECK(comes_true([&] { return temporary.expired(); }));
+    meet(me);
+    std::ranges::fill(*got.data, -1.0f);
+    if (me.rank == 1) std::this_thread::sleep_for(20ms);  // the send of rank 0 waits
+    play(me, graph);
+    if (me.rank == 1)
+      for (int idx = 0; idx < 4; ++idx) CHECK_EQ((*got.data)[size_t(idx)], float(1 + 2 * idx));
+    meet(me);
+  });
+}
+
+// After a wait within the capture, later work of the graph may have the memory.
+TEST(memory_of_awaited_operations_in_a_graph) {
+  run(options_of(2), [](Rank& me) {
+    const Swap swap(me);
+    me.finish(me.p2p(swap.on(), true));
+    capture(me, [&] {
+      std::weak_ptr<void> temporary;
+      {
+        const Tensor mine({4}, 1);
+        temporary = mine.data;
+        me.follow(me.p2p({mine.to(swap.peer), swap.theirs.from(swap.peer)}, true));
+      }
+      CHECK(temporary.expired());
+    });
   });
 }

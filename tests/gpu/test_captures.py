@@ -223,3 +223,52 @@ def test_a_call_beside_a_capture_is_refused(world):
     step.fill(4)
     step()
     step.verify(4)
+
+
+@on_ranks(2, deadline=DEADLINE_S)
+def test_the_handle_of_a_captured_send_may_be_dropped(world):
+    """Its memory is not given to what the same graph computes later."""
+    comm, numel = nccl_comm(world), 1 << 20
+    given, other, received = (torch.zeros(numel, device="cuda") for _ in range(3))
+
+    def step():
+        if world.rank == 0:
+            comm.isend(given * 2, 1)
+            for _ in range(4):
+                torch.full_like(given, -1)
+            comm.isend(other, 1).wait()  # joins the same lane
+        else:
+            comm.irecv(received, 0)
+            comm.irecv(other, 0).wait()
+
+    step()
+    torch.cuda.synchronize()
+    graph = captured(step)
+    for round_idx in range(5):
+        given.fill_(round_idx)
+        if world.rank == 1:
+            time.sleep(0.05)  # so that the send waits
+        graph.replay()
+        torch.cuda.synchronize()
+        assert world.rank == 0 or torch.all(received == 2 * round_idx), round_idx
+
+
+@on_ranks(2, deadline=DEADLINE_S)
+@pytest.mark.parametrize("check", ["auto", "full"])
+def test_a_refused_batch_changes_nothing(world, check):
+    """One that had run before, with one that had not."""
+    comm = nccl_comm(world, check=check)
+    step, fresh = Step(comm), torch.zeros(17, device="cuda")
+    step()
+    torch.cuda.synchronize()
+    if world.rank == 0:
+        graph = torch.cuda.CUDAGraph()
+        batch = [Send(step.sent, 1), Recv(step.received, 1), Send(fresh, 1)]
+        with torch.cuda.graph(graph):
+            step.sent.add_(0)
+            with pytest.raises(ValueError, match="inside a CUDA graph capture"):
+                comm.batch_p2p(batch)
+    for round_idx in range(3):
+        step.fill(round_idx)
+        step()
+        step.verify(round_idx)

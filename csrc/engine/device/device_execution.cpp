@@ -110,12 +110,16 @@ EventPtr DeviceExecution::leave(DeviceOperation& operation, Lane& lane, StreamHa
 }
 
 void DeviceExecution::publish(const DeviceOperationPtr& operation) {
-  if (!operation->is_captured()) {
-    if (operation->ends.empty()) return operation->end();
-    return in_flight_->add(operation);
+  const bool has_work = !operation->ends.empty();
+  if (operation->is_captured()) {
+    operation->write_down_captured();  // now, since no thread can wait for its replays
+    replays_.add(*operation);
+    if (operation->is_async && has_work) in_flight_->add(operation);
+  } else if (has_work) {
+    in_flight_->add(operation);
+  } else {
+    operation->end();
   }
-  operation->write_down_captured();  // now, since no thread can wait for its replays
-  replays_.add(*operation);
 }
 
 // The deadline also ends an enqueuing call that waits in NCCL for other ranks. An error while work is

@@ -50,15 +50,16 @@ void InFlight::look() {
   runtime_->adopt_thread();
   std::unique_lock lock(mutex_);
   for (int num_idle_ticks = 0; !stopping_;) {
-    if (operations_.empty() && ++num_idle_ticks > kMaxIdleTicks) {
+    if (is_idle() && ++num_idle_ticks > kMaxIdleTicks) {
       is_asleep_ = true;
-      changed_.wait(lock, [this] { return stopping_ || !operations_.empty(); });
+      changed_.wait(lock, [this] { return stopping_ || !is_idle(); });
       is_asleep_ = false;
     }
-    if (!operations_.empty()) {
+    if (!is_idle()) {
       num_idle_ticks = 0;
       lock.unlock();
       const Clock::time_point begin = Clock::now();
+      drop_captured();
       sweep_first(std::numeric_limits<size_t>::max());
       lock.lock();
       looked_at_ = begin;
@@ -70,10 +71,34 @@ void InFlight::look() {
 void InFlight::add(const DeviceOperationPtr& operation) {
   {
     std::lock_guard lock(mutex_);
-    operations_.push_back(operation);
+    if (operation->is_captured())
+      captured_[operation->capture].push_back(operation);
+    else
+      operations_.push_back(operation);
     if (!is_asleep_) return;
   }
   changed_.notify_all();
+}
+
+// The lanes of an operation take part in its capture until that ends. A device that has failed
+// captures nothing.
+void InFlight::drop_captured() {
+  std::vector<std::pair<uint64_t, StreamHandle>> asked;
+  {
+    std::lock_guard lock(mutex_);
+    for (const auto& [capture, operations] : captured_)
+      asked.emplace_back(capture, operations.front()->ends.front().stream);
+  }
+  for (const auto& [capture, stream] : asked) {
+    try {
+      if (runtime_->capture_of(stream) == capture) continue;
+    } catch (const std::exception&) {
+    }
+    std::vector<DeviceOperationPtr> ended;  // destroyed without the lock
+    std::lock_guard lock(mutex_);
+    ended.swap(captured_[capture]);
+    captured_.erase(capture);
+  }
 }
 
 // An aborted NCCL kernel leaves its stream without an error, so completed events prove nothing
@@ -143,9 +168,11 @@ void InFlight::abandon(bool kernels_may_run) {
   static std::mutex kept_mutex;
   static auto* const kept = new std::vector<DeviceOperationPtr>;
   std::deque<DeviceOperationPtr> operations;
+  decltype(captured_) captured;  // destroyed without the lock
   {
     std::lock_guard lock(mutex_);
     operations.swap(operations_);
+    captured.swap(captured_);
   }
   if (!kernels_may_run) return;
   std::lock_guard lock(kept_mutex);

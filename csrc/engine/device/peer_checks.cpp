@@ -35,26 +35,31 @@ void fail_late(Dispatch& dispatch, OpCode op, Clock::time_point begin, Deadline 
   throw_failure(dispatch);
 }
 
-// Inside a capture no call waits for other ranks, so its messages must be known.
+// Inside a capture no call waits for other ranks, so its messages must be known: all of them, before
+// anything is noted of the first.
 void PeerChecks::post(std::span<const PointToPoint> batch, DeviceOperation& operation,
                       const Interrupted& interrupted) {
   const bool is_awaited = check_ == Check::full && !operation.is_async;
+  const auto descriptor_of = [](const PointToPoint& op) {
+    return describe(OpCode::p2p, op.channel, op.tensor, op.signature, op.tensor.num_bytes());
+  };
+  for (const PointToPoint& op : batch) {
+    if (!operation.is_captured()) break;
+    if (op.peer == rank() || messages_.is_known(op.peer, op.direction, descriptor_of(op))) continue;
+    throw std::invalid_argument(
+        "first " + std::string(op.direction == Direction::send ? "send to" : "recv from") +
+        " rank " + std::to_string(op.peer) + " of " + descriptor_of(op).text() +
+        " inside a CUDA graph capture, where the two ranks cannot compare it; run the batch once "
+        "before capturing, or use check=\"off\"");
+  }
   MessageCheck::Posted posted;
   for (const PointToPoint& op : batch) {
     if (op.peer == rank()) continue;
-    const Descriptor descriptor =
-        describe(OpCode::p2p, op.channel, op.tensor, op.signature, op.tensor.num_bytes());
-    if (!operation.is_captured()) {
-      messages_.post(op.peer, op.direction, descriptor, is_awaited, posted);
-    } else if (messages_.is_known(op.peer, op.direction, descriptor)) {
+    const Descriptor descriptor = descriptor_of(op);
+    if (operation.is_captured())
       messages_.capture(op.peer, op.direction, descriptor, posted);
-    } else {
-      throw std::invalid_argument(
-          "first " + std::string(op.direction == Direction::send ? "send to" : "recv from") +
-          " rank " + std::to_string(op.peer) + " of " + descriptor.text() +
-          " inside a CUDA graph capture, where the two ranks cannot compare it; run the batch "
-          "once before capturing, or use check=\"off\"");
-    }
+    else
+      messages_.post(op.peer, op.direction, descriptor, is_awaited, posted);
     number(operation, op.direction, op.peer, descriptor);
   }
   if (operation.is_captured()) has_captured_ = true;
