@@ -218,8 +218,8 @@ void Dispatch::post_collective(Collective collective, int channel, bool is_async
   line_->submit(std::move(collective), is_async);
 }
 
-OperationPtr Dispatch::post_barrier(bool is_async) {
-  const OperationPtr operation = make_operation(OpCode::barrier);
+OperationPtr Dispatch::post_barrier(bool is_async, OpCode op) {
+  const OperationPtr operation = make_operation(op);
   const Descriptor descriptor = describe(OpCode::barrier, kCollectiveChannel, {}, 0, 0);
   if (!runs_in_line(kCollectiveChannel)) {
     operation->add_requests(both_ways(descriptor)(others()));

@@ -118,7 +118,8 @@ class Dispatch : private TransportEvents {
                   std::function<void()> post) {
     sequencers_[channel]->submit(after, operation, std::move(post));
   }
-  OperationPtr post_barrier(bool is_async);
+  // A barrier of the hosts, as a part of a call of `op`.
+  OperationPtr post_barrier(bool is_async, OpCode op = OpCode::barrier);
   OperationPtr post_refusal(OpCode op, const std::string& reason, const Scope& scope);
   // For operations without requests. While the lock is held, no other call is posted, and no thread
   // closes the communicator. Throws if the communicator is not usable.

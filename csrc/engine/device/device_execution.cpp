@@ -1,8 +1,11 @@
 #include "engine/device/device_execution.h"
 
+#include <bit>
+
 #include "engine/communicator.h"
 #include "engine/device/packed_sends.h"
 #include "engine/whole_copies.h"
+#include "plan/signature.h"
 #include "transport/group_tree.h"
 
 namespace pipecomm {
@@ -140,6 +143,21 @@ void DeviceExecution::launch(const DeviceOperationPtr& operation, Launch&& body)
   }
 }
 
+// At its first reduction of a kind NCCL waits for all ranks while this rank's locks are held. Another
+// rank may need a call of another thread of this rank before it comes, so all come before that. The
+// call is announced already: if it fails, so do all ranks.
+void DeviceExecution::meet_for_first(OpCode op, const Interrupted& interrupted) {
+  const OperationPtr meeting = dispatch_.post_barrier(true, op);
+  try {
+    dispatch_.wait(*meeting, Deadline::max(), interrupted);
+  } catch (const PipeCommException&) {
+    throw;
+  } catch (...) {
+    dispatch_.abort(std::string(op_name(op)) + " was interrupted while it waited for other ranks");
+    throw;
+  }
+}
+
 NcclTransport::KeepWaiting DeviceExecution::keep_waiting(Deadline deadline) const {
   return [this, deadline] {
     if (dispatch_.failure()) throw_failure(dispatch_);
@@ -227,13 +245,18 @@ OperationPtr DeviceExecution::run_collective(const CollectiveCall& call,
     reserve(is_async ? links_->lane({scope.channel}).stream : runtime_->current_stream());
   require_links(op, links, options.interrupted);
 
-  const auto lock = dispatch_.lock_posts(op);
+  auto lock = dispatch_.lock_posts(op);
   const uint64_t capture = check_captures(op, forked);  // again: a capture may have begun since
   for (const PeerMessages& pair : pairs) {
     if (pair.sends()) checks_.require_open(op, Direction::send, pair.peer, scope.channel);
     if (pair.receives()) checks_.require_open(op, Direction::recv, pair.peer, scope.channel);
   }
   checks_.post(call, capture != 0, options);
+  if (call.kind != 0 && capture == 0 && kinds_.insert(call.kind).second) {
+    lock.unlock();
+    meet_for_first(op, options.interrupted);
+    lock = dispatch_.lock_posts(op);
+  }
   const DeviceOperationPtr operation = make_operation(op, is_async, capture);
   for (const auto tensors : {inputs, outputs})
     for (const TensorRef& tensor : tensors)
@@ -358,7 +381,6 @@ OperationPtr DeviceExecution::reduce(const ReduceCall& call, CallOptions options
                                      ? tree_neighbours(rank(), size())
                                      : dispatch_.peers_in(everybody);
   const Descriptor message = reduce_message(call);
-  const CollectiveCall collective{op, everybody, peers, {}, same_messages(message)};
   const bool moves_bytes = op == OpCode::all_gather;
   const NcclReduction enqueued{op,
                                input.data,
@@ -367,6 +389,12 @@ OperationPtr DeviceExecution::reduce(const ReduceCall& call, CallOptions options
                                moves_bytes ? kNcclBytes : *nccl_dtype(input.dtype),
                                moves_bytes ? 0 : *nccl_operator(reduction),
                                root};
+  Signature kind(op_name(op));
+  kind.add(int64_t{enqueued.dtype}).add(int64_t{enqueued.reduction});
+  kind.add(int64_t{std::bit_width(uint64_t(message.num_bytes))});
+  const bool connects = size() > 1 && message.num_bytes > 0;
+  const CollectiveCall collective{
+      op, everybody, peers, {}, same_messages(message), connects ? kind.value() : 0};
   const auto enqueue = [&](DeviceOperation& operation, StreamHandle stream) {
     if (message.num_bytes == 0) return;
     if (size() > 1) {

@@ -22,6 +22,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <span>
 #include <string>
 #include <vector>
@@ -67,7 +68,7 @@ class DeviceExecution final : public Execution {
   OperationPtr exchange(const ExchangeCall& call, CallOptions options) override;
   OperationPtr broadcast(const TensorRef& tensor, int source, CallOptions options) override;
   // By NCCL's own functions, on the communicator of the collectives. The first that takes an
-  // algorithm waits in NCCL for the other ranks, which only a revoke can end.
+  // algorithm connects the ranks, and waits in NCCL until all have come, which only a revoke can end.
   bool can_reduce(OpCode op, Reduction reduction, DType dtype) const override {
     return (!nccl_ || nccl_->can_revoke()) &&
            (op == OpCode::all_gather || nccl_reduces(reduction, dtype));
@@ -121,6 +122,7 @@ class DeviceExecution final : public Execution {
   OperationPtr run_collective(const CollectiveCall& call, std::span<const TensorRef> inputs,
                               std::span<const TensorRef> outputs, CallOptions options,
                               Reserve&& reserve, Launch&& body);
+  void meet_for_first(OpCode op, const Interrupted& interrupted);
   NcclTransport::KeepWaiting keep_waiting(Deadline deadline) const;
 
   std::function<bool(int peer)> has_closed() const {
@@ -153,6 +155,7 @@ class DeviceExecution final : public Execution {
   const std::shared_ptr<Links> links_;
   std::shared_ptr<InFlight> in_flight_;
   Replays replays_;
+  std::set<uint64_t> kinds_;  // of the reductions so far; with the lock of posts
 
   std::atomic<int64_t> num_exchanges_{0};
   std::atomic<int64_t> num_passes_{0};
