@@ -32,8 +32,12 @@ template <class Function>
 Function* driver_function(const char* name) {
   void* function = nullptr;
   cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
+#if CUDART_VERSION >= 12050
   require(cudaGetDriverEntryPointByVersion(name, &function, 12000, cudaEnableDefault, &found),
           name);
+#else
+  require(cudaGetDriverEntryPoint(name, &function, cudaEnableDefault, &found), name);
+#endif
   if (!function) throw std::runtime_error(std::string("CUDA: the driver has no ") + name);
   return reinterpret_cast<Function*>(function);
 }
@@ -76,6 +80,16 @@ class DeviceGuard {
 
   bool has_pushed_ = false;
 };
+
+// For destructors: does nothing if the driver has already shut down, as when the process ends.
+template <class Body>
+void at_the_end(int device_idx, Body&& body) {
+  try {
+    const DeviceGuard guard(device_idx);
+    body();
+  } catch (const std::exception&) {
+  }
+}
 
 // Allows this thread to query events while it, or another thread, captures a graph: querying work
 // outside the capture does not affect it.
@@ -202,12 +216,13 @@ class CudaRuntime final : public DeviceRuntime {
       cudaGetLastError();
     }
   }
-  ~CudaRuntime() override { shared_.give_back(streams_); }
+  ~CudaRuntime() override {
+    at_the_end(device_idx_, [this] { shared_.give_back(streams_); });
+  }
 
   void adopt_thread() override {
     require(cudaSetDevice(device_idx_), "choosing the device");
-    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
-    require(cudaThreadExchangeStreamCaptureMode(&mode), "choosing the mode of captures");
+    relax_captures();
   }
 
   StreamHandle current_stream() override { return current_torch_stream(device_idx_); }
@@ -287,12 +302,10 @@ class CudaRuntime final : public DeviceRuntime {
     require(cudaHostAlloc(&data, static_cast<size_t>(num_bytes), cudaHostAllocPortable),
             "allocating pinned memory");
     return {static_cast<std::byte*>(data), [device_idx = device_idx_](std::byte* memory) {
-              int current = device_idx;
-              cudaGetDevice(&current);
-              cudaSetDevice(device_idx);  // not DeviceGuard, which throws when the process ends
-              const RelaxedCapture relaxed_too;
-              cudaFreeHost(memory);
-              cudaSetDevice(current);
+              at_the_end(device_idx, [memory] {
+                const RelaxedCapture relaxed_too;
+                cudaFreeHost(memory);
+              });
             }};
   }
 
@@ -389,6 +402,11 @@ std::shared_ptr<DeviceRuntime> make_cuda_runtime(int device_idx, int num_sms) {
     throw std::runtime_error("there is no CUDA device " + std::to_string(device_idx) +
                              ": this process sees " + std::to_string(num_devices));
   return std::make_shared<CudaRuntime>(device_idx, num_sms);
+}
+
+void relax_captures() {
+  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+  require(cudaThreadExchangeStreamCaptureMode(&mode), "choosing the mode of captures");
 }
 
 std::string cuda_kernel_problem(int device_idx) {

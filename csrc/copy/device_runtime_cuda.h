@@ -15,6 +15,9 @@ namespace pipecomm {
 // one by one and nothing can be scaled. Throws std::runtime_error if there is no such device.
 std::shared_ptr<DeviceRuntime> make_cuda_runtime(int device_idx, int num_sms);
 
+// From now on, calls of this thread do not disturb captures on other threads.
+void relax_captures();
+
 // Why the kernels cannot be loaded on the device, or "".
 std::string cuda_kernel_problem(int device_idx);
 
