@@ -143,6 +143,47 @@ def test_the_backend(world, device, async_op):
     assert all(torch.all(each == total) for each in tensors)
 
 
+@needs_new_torch
+@on_ranks(2, deadline=DEADLINE_S)
+@pytest.mark.parametrize("async_op", [False, True], ids=["sync", "async"])
+def test_a_barrier_of_the_backend_waits_for_the_device(world, async_op):
+    take_device(world, "cuda")
+    group, is_done = group_of(2), torch.cuda.Event()
+    dist.all_reduce(torch.ones(4, device="cuda"), group=group)
+    torch.cuda._sleep(LONG_CYCLES)
+    is_done.record()
+    ended(dist.barrier(group, async_op=async_op))
+    assert is_done.query()
+
+
+@needs_new_torch
+@on_ranks(2, deadline=DEADLINE_S)
+def test_threads_of_the_library_disturb_no_capture_and_no_other_device(world):
+    """They continue an all-reduce of several exchanges
+    while this thread captures, and complete its future."""
+    take_device(world, "cuda")
+    group, other_device = group_of(2), (torch.cuda.current_device() + 1) % torch.cuda.device_count()
+    has_context = [torch._C._cuda_hasPrimaryContext(device) for device in (other_device, 0)]
+    given, computed = torch.zeros(1000, device="cuda"), torch.zeros(1000, device="cuda")
+    for round_idx in range(3):
+        tensor = torch.full((100_000,), world.rank + 1, dtype=torch.int16, device="cuda")
+        if world.rank == 1:
+            time.sleep(0.1)  # so that rank 0 captures while the call is in flight
+        future = dist.all_reduce(tensor, group=group, async_op=True).get_future()
+        graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        with torch.cuda.stream(side):  # torch.cuda.graph() would first wait for the device
+            graph.capture_begin()
+            time.sleep(0.3)
+            computed.copy_(given * 2)
+            graph.capture_end()
+        future.wait()
+        given.fill_(round_idx)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.all(tensor == 3) and torch.all(computed == 2 * round_idx)
+    assert has_context == [torch._C._cuda_hasPrimaryContext(device) for device in (other_device, 0)]
+
+
 @on_ranks(2, deadline=DEADLINE_S)
 @on_devices
 def test_operators_that_differ(world, device):

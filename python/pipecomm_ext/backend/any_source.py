@@ -40,12 +40,14 @@ class SendWatch:
         self._last_at = 0.0
 
     def add(self, work: Any, dst: int, tag: int) -> None:
-        """Adds a send that has just been posted."""
+        """Adds a send that has just been posted. One that a CUDA graph has captured is only counted."""
         key = (dst, tag)
         with self._lock:
             while self._pending and self._pending[0][0].is_completed():
                 self._pending.popleft()
             self._num_sent[key] += 1
+            if work.is_captured:
+                return
             self._last_at = time.monotonic()
             self._pending.append((work, key, self._last_at))
             is_watched, self._is_watched = self._is_watched, True

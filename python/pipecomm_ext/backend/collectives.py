@@ -370,6 +370,7 @@ class Collectives:
         elif device.index is None:
             device = torch.empty(0, device=device).device
         comm = self._connection(device).communicator
+        self.endpoint.wait_for_devices()
         handle = self._explaining("barrier", comm.barrier, async_op=not self._waits(opts))
         if handle is None:
             return self._done([], "barrier")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Work as TorchWork
 
-from ..communicator.continuation import deadline_of, finish_in_background, timeout_until
+from ..communicator.continuation import deadline_of, finish_in_background, timeout_until, work_on
 from ..core.extension import _C
 from ..errors import PipeCommError, PipeCommMismatch, PipeCommTimeout
 
@@ -26,6 +26,12 @@ class Handle(Protocol):
 
     def wait(self, timeout: Any = None) -> Any: ...
     def is_completed(self) -> bool: ...
+
+
+def has_ended(handle: Handle) -> bool:
+    """Whether a call has ended. One that a CUDA graph has captured has no end of its own, and counts as
+    ended: the graph keeps the order."""
+    return getattr(handle, "is_captured", False) or handle.is_completed()
 
 
 class Together:
@@ -91,17 +97,17 @@ class BackendWork(TorchWork):
 
     def is_completed(self) -> bool:
         """Whether the call has ended, well or not. Its future has ended then, too."""
-        if not self._handle.is_completed():
+        if not has_ended(self._handle):
             return False
         if self._future is not None:
             self._settle(self._outcome())
         return True
 
     def is_success(self) -> bool:
-        return self._handle.is_completed() and self._outcome() is None
+        return has_ended(self._handle) and self._outcome() is None
 
     def exception(self) -> BaseException | None:
-        return self._outcome() if self._handle.is_completed() else None
+        return self._outcome() if has_ended(self._handle) else None
 
     def result(self) -> list[Tensor]:
         return self.outputs
@@ -130,13 +136,21 @@ class BackendWork(TorchWork):
 
     # ---- for the background thread
 
+    @property
+    def device(self) -> torch.device | None:
+        return self.outputs[0].device if self.outputs else None
+
     def poll(self) -> bool:
         """Whether the call has ended. Callbacks of its future may wait for calls that the background thread
         has to end, so another thread runs them."""
-        if not self._handle.is_completed():
-            return False
+        try:
+            if not has_ended(self._handle):
+                return False
+            error = self._outcome()
+        except Exception as raised:  # the device has failed
+            error = raised
         if self._future is not None and self._claims_future():
-            _in_new_thread(self._complete, self._outcome())
+            _in_new_thread(self.device, self._complete, error)
         return True
 
     def rest(self) -> None:
@@ -178,9 +192,10 @@ class BackendWork(TorchWork):
         return explained(error, self._rank, self._what)
 
 
-def _in_new_thread(function: Callable[..., None], *args: Any) -> None:
+def _in_new_thread(device: torch.device | None, function: Callable[..., None], *args: Any) -> None:
     def run() -> None:
         _C.leave_behind()
+        work_on(device)
         function(*args)
 
     try:

@@ -129,6 +129,10 @@ class Continuation(_C.Work):
         """Runs the steps that need no wait; returns whether no step is left."""
         return self._current is None or self._run(None)
 
+    @property
+    def device(self) -> torch.device | None:
+        return None if self._stream is None else self._stream.device
+
     def rest(self) -> None:
         """Waits a moment, without disturbing threads that wait for the exchange in flight."""
         time.sleep(_SLICE_S)
@@ -247,8 +251,8 @@ def _left(deadline: float) -> float:
 
 
 class Pollable(Protocol):
-    """An object that the thread polls until `poll` returns True. `rest` waits a moment for progress; with
-    `is_patient`, that of other objects is called instead."""
+    """An object that the thread polls until `poll` returns True or raises, on its `device` if it has one.
+    `rest` waits a moment for progress; with `is_patient`, that of other objects is called instead."""
 
     def poll(self) -> bool: ...
     def rest(self) -> None: ...
@@ -278,9 +282,25 @@ class _Background:
                     self._changed.wait()
                 pending += self._new
                 self._new.clear()
-            pending = [handle for handle in pending if not handle.poll()]
+            pending = [handle for handle in pending if not _has_ended(handle)]
             if pending:
                 _most_urgent(pending).rest()
+
+
+def work_on(device: torch.device | None) -> None:
+    """Prepares a thread of the library for calls on a device: none of them makes a context on device 0, or
+    breaks the capture of a CUDA graph on another thread."""
+    if device is not None and device.type == "cuda":
+        torch.cuda.set_device(device)
+        _C.relax_captures()
+
+
+def _has_ended(handle: Pollable) -> bool:
+    try:
+        work_on(getattr(handle, "device", None))
+        return handle.poll()
+    except Exception:  # its own threads get the error when they wait; other handles go on
+        return True
 
 
 def _most_urgent(pending: list[Any]) -> Any:

@@ -238,7 +238,7 @@ class StageRelay:
     def _send(self, kind: str, tensor: Tensor, async_op: bool, shape: Sequence[int] | None) -> Work | None:
         work = self.send_on(self.link(kind, receives=False), tensor, async_op, shape)
         if work is not None:
-            done = [pending for pending in self._pending if pending.is_completed()]
+            done = [pending for pending in self._pending if pending.is_captured or pending.is_completed()]
             self._settle(done)
             self._pending = [pending for pending in self._pending if pending not in done] + [work]
         return work
