@@ -283,7 +283,7 @@ class Executor(AfterStep):
                 kinds_of = self._begin_step(inputs, targets, kwargs, is_training, criterion, return_outputs)
             with failing_together(self._abort):
                 self._mailbox.begin_step(kinds_of, is_training)
-                loop = PlanLoop(self.plan, self._mailbox, self._chain_input, self._compute)
+                loop = PlanLoop(self.plan, self._mailbox, lambda s, m: self._inputs[s][m], self._compute)
                 self._reduced = ReducedOnce(self.stages, (self._loss_fn, criterion), is_training)
                 with self._reduced:
                     loop.run(self._program, is_training)
@@ -356,9 +356,6 @@ class Executor(AfterStep):
         return self._ends
 
     # ---------------------------------------------------------------- actions
-
-    def _chain_input(self, stage: int, micro: int) -> Call:
-        return self._inputs[stage][micro]
 
     def _compute(
         self, item: Compute, position: int, actions: Sequence[Action], operands: Sequence[Any]
