@@ -578,7 +578,8 @@ class Communicator:
             after: the Work of another exchange of this communicator, in any order. This one is posted once
                 that one has succeeded, and fails if it fails, even if no thread waits.
             gradient_of: the `number` of the Work whose gradients are moved. CPU tensors: ranks compare it.
-            returns_work: return the Work also without async_op; it is then done. With neither, None is returned.
+            returns_work: return the Work also without async_op; it is then done. With neither, None is
+                returned.
         """
         try:
             if callable(plan):
