@@ -14,6 +14,8 @@ class PythonWork final : public Work {
   }
   void synchronize() override { PYBIND11_OVERRIDE_PURE(void, Work, synchronize); }
   bool is_completed() override { PYBIND11_OVERRIDE_PURE(bool, Work, is_completed); }
+  // Steps on the host lie between its operations, which no graph repeats.
+  bool is_captured() const override { return false; }
 };
 
 }  // namespace
