@@ -5,6 +5,8 @@ from __future__ import annotations
 import faulthandler
 import gc
 import os
+import resource
+import signal
 import tempfile
 import threading
 import time
@@ -19,7 +21,7 @@ from patterns import assert_same, pattern, poison
 from ranks import assert_within, on_ranks
 from scripts import TESTS, Script
 
-from pipecomm_ext import Communicator, PipeCommError
+from pipecomm_ext import Communicator, PipeCommError, Recv, Send
 from pipecomm_ext.communicator.communicator import open_communicators
 from pipecomm_ext.communicator.registry import close_all, get_communicator
 from pipecomm_ext.core.limited_store import _Call
@@ -30,8 +32,8 @@ TRANSPORTS = pytest.mark.parametrize("transport", ["tcp", "shm"])
 HANG_LIMIT_S = 60
 
 
-def run_forked(body) -> None:
-    """Runs `body` in a forked child; fails with its stacks if it hangs or crashes."""
+def run_forked(body, meanwhile=None) -> None:
+    """Runs `body` in a forked child, and `meanwhile` here; fails with its stacks if it hangs or crashes."""
     gc.collect()  # a child that collects torch's groups of earlier tests joins threads that it does not have
     with tempfile.TemporaryFile("w+", encoding="utf-8") as said:
         child = os.fork()
@@ -47,6 +49,8 @@ def run_forked(body) -> None:
                 said.flush()
             finally:
                 os._exit(status)
+        if meanwhile is not None:
+            meanwhile()
         exit_code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         said.seek(0)
         assert exit_code == 0, f"the child ended with {exit_code}\n{said.read()}"
@@ -88,6 +92,67 @@ def test_a_forked_child_leaves_the_connections_of_its_parent_alone(world, transp
     pending.wait()
     assert_same(received, pattern(1000, torch.int32, other), "after the fork")
     held.pop().close()
+
+
+@on_ranks(2)
+def test_a_forked_child_has_results_of_its_own(world):
+    """As of all other tensors: what one process writes, or a peer of it, no other one sees."""
+    shape = (300, 1000)
+    comms = [world.fresh_comm(transport="shm") for _ in range(2)]
+    received = [comm.empty(shape, torch.uint8) for comm in comms]
+    gathered = [comm.empty((2, *shape), torch.uint8) for comm in comms]
+    expected = torch.stack([pattern(shape, torch.uint8, rank) for rank in range(2)])
+    for comm, tensor, both in zip(comms, received, gathered, strict=True):
+        comm.batch_p2p([Send(pattern(shape, torch.uint8, 7), 1 - world.rank), Recv(tensor, 1 - world.rank)])
+        comm.all_gather(both, pattern(shape, torch.uint8, world.rank))
+    comms[1].close()  # its results outlive it
+    changed, changes = os.pipe()
+
+    def child() -> None:
+        assert os.read(changed, 1) == b"x"
+        for tensor in received:
+            assert_same(tensor, pattern(shape, torch.uint8, 7), "in the child")
+        for tensor in gathered:
+            assert_same(tensor, expected, "in the child")
+            tensor.zero_()
+        assert comms[0].empty(shape, torch.uint8).zero_().numel() == 300_000  # ordinary memory
+        gathered.clear()
+
+    def change() -> None:
+        comms[0].batch_p2p(
+            [Send(pattern(shape, torch.uint8, 9), 1 - world.rank), Recv(received[0], 1 - world.rank)]
+        )
+        received[1].zero_()
+        os.write(changes, b"x")
+
+    run_forked(child, meanwhile=change)
+    for tensor in gathered:
+        assert_same(tensor, expected, "in the parent")
+    assert_same(received[0], pattern(shape, torch.uint8, 9), "in the parent")
+    os.close(changed), os.close(changes)
+
+
+@on_ranks(2)
+def test_a_fork_without_memory_for_copies_of_results(world):
+    """The child cannot use the results, and all else goes on."""
+    comm = world.fresh_comm(transport="shm")
+    results = [comm.empty([64 << 20], torch.uint8).fill_(1) for _ in range(2)]
+    ordinary = torch.ones(1000)
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    with open("/proc/self/statm", encoding="utf-8") as sizes:
+        num_bytes = int(sizes.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (num_bytes + (32 << 20), limits[1]))
+    try:
+        child = os.fork()
+        if child == 0:
+            faulthandler.disable()
+            is_right = ordinary.eq(1).all()
+            os._exit(int(results[0][0]) if is_right else 1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGSEGV
+    assert all(result.eq(1).all() for result in results)
+    comm.barrier()
 
 
 @on_ranks(2)

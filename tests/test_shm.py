@@ -15,6 +15,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+import torch.distributed as dist
 from patterns import assert_same, pattern, poison
 from ranks import assert_within, on_ranks
 
@@ -414,6 +415,58 @@ def test_results_are_used_again_and_outlive_the_communicator(world):
         third.view(-1).resize_(1 << 20)
     third.share_memory_()
     assert (third == 3).all() and third.data_ptr() != address
+
+
+def end_in_the_middle_of_a_payload(world, end):
+    """Rank 1 is stopped while it writes a result of rank 0, and goes on once rank 0 is done with that."""
+    num_bytes = 96 << 20
+    comm = shm_comm(world, timeout=3)
+    comm.barrier()
+    pids = [None] * world.size
+    dist.all_gather_object(pids, os.getpid(), group=world.group)
+    if world.rank == 1:
+        tensor = torch.ones(num_bytes, dtype=torch.uint8)
+        world.meet()
+        with pytest.raises(PipeCommTimeout):
+            while True:
+                comm.send(tensor, 0)
+        world.meet()
+        return
+    tensor = comm.empty([num_bytes], torch.uint8)
+    address, is_whole = tensor.data_ptr(), True
+    world.meet()
+    while is_whole:  # the message came before the signal
+        tensor.zero_()
+        work = comm.irecv(tensor, 1)
+        while tensor[4 << 20] == 0 and not work.is_completed():
+            pass
+        os.kill(pids[1], signal.SIGSTOP)
+        is_whole = bool(tensor[-1] == 1)
+        if is_whole:
+            os.kill(pids[1], signal.SIGCONT)
+            work.wait()
+    try:
+        with pytest.raises(PipeCommTimeout):
+            work.wait()
+        if end == "closed":
+            comm.close()
+        else:
+            del work, tensor
+            gc.collect()
+            tensor = comm.empty([num_bytes], torch.uint8)
+            assert tensor.data_ptr() != address
+        tensor.zero_()
+    finally:
+        os.kill(pids[1], signal.SIGCONT)
+    world.meet()
+    assert not tensor.any()
+
+
+@pytest.mark.parametrize("end", ["closed", "used for another tensor"])
+def test_no_payload_comes_after_the_end(ranks, end):
+    with ranks.disposable(2, end_in_the_middle_of_a_payload, end) as world:
+        outcomes = world.collect()
+    assert all(outcome.status == "returned" for outcome in outcomes), outcomes
 
 
 # ---- deaths and ends -------------------------------------------------------------------------------------

@@ -138,6 +138,7 @@ void Operation::settle_one(FailurePtr failure) {
 // waiters can run, and always without the lock: freeing a tensor may have to wait for Python.
 void Operation::finish(std::unique_lock<std::mutex>& lock) {
   if (epilogue_ && !failure_) {
+    is_finishing_ = true;
     auto epilogue = std::move(epilogue_);
     lock.unlock();
     FailurePtr failure;
@@ -149,7 +150,6 @@ void Operation::finish(std::unique_lock<std::mutex>& lock) {
     }
     epilogue = nullptr;
     lock.lock();
-    if (done_) return;
     if (failure) failure_ = std::move(failure);
   }
   write_down();
@@ -163,7 +163,7 @@ void Operation::finish(std::unique_lock<std::mutex>& lock) {
 
 void Operation::fail(FailurePtr failure) {
   std::unique_lock lock(mutex_);
-  if (done_) return;
+  if (done_ || is_finishing_) return;
   if (!failure_) failure_ = std::move(failure);
   write_down();
   // `kept_` stays: the transport may still hold the requests, which own this operation and so the

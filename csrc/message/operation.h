@@ -154,8 +154,9 @@ class Operation {
   // --- called by transports: the first call for a request counts, later ones are ignored ---
   static void settle(Request& request, FailurePtr failure);
 
-  // Fails the operation at once, independent of its requests (communicator failure). Memory of the
-  // requests stays alive as long as the transport holds them, since a request owns its operation.
+  // Fails the operation at once, independent of its requests (communicator failure), unless all of them
+  // have succeeded: while its epilogue writes tensors, no waiter may go on. Memory of the requests stays
+  // alive as long as the transport holds them, since a request owns its operation.
   void fail(FailurePtr failure);
 
   // --- called by waiters ---
@@ -211,6 +212,7 @@ class Operation {
   RequestList requests_;
   size_t num_posted_ = 0;          // of `requests_`
   bool is_held_ = false;           // until release()
+  bool is_finishing_ = false;      // from the epilogue on
   bool has_new_requests_ = false;  // no waiter has been woken for them yet
 };
 

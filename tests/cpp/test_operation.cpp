@@ -137,6 +137,28 @@ TEST(failures_count_once) {
   CHECK_EQ(broken->failure()->message, "unpack failed: no room");
 }
 
+// The epilogue writes tensors, which waiters use once the operation is done.
+TEST(a_failure_while_the_epilogue_runs) {
+  const OperationPtr operation = make_operation();
+  add_requests(*operation, 1);
+  std::latch runs(1), may_end(1);
+  bool has_ended = false;
+  operation->on_success([&] {
+    runs.count_down();
+    may_end.wait();
+    has_ended = true;
+  });
+  const auto requests = seal(operation);
+  std::thread transport([&] { Operation::settle(*requests[0], nullptr); });
+  runs.wait();
+  operation->fail(failure_of("communicator"));
+  CHECK(!operation->done());
+  may_end.count_down();
+  CHECK(operation->wait_until(soon()) && operation->failure() == nullptr);
+  CHECK(has_ended);
+  transport.join();
+}
+
 // The destructor of a kept resource or of an epilogue may need the operation's lock: through
 // another thread that has it, here directly.
 TEST(resources_end_without_the_lock) {

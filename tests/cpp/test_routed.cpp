@@ -50,6 +50,44 @@ TEST(pairs_take_the_way_that_they_have) {
   }
 }
 
+__attribute__((no_sanitize("thread")))  // another thread is writing it
+bool is_written(const volatile std::byte& byte) {
+  return byte != std::byte{0};
+}
+
+// Once an operation has failed, its tensors may be used for something else: no thread may still unpack a
+// message.
+TEST(a_failure_while_a_message_is_unpacked) {
+  constexpr int64_t kRows = 4 << 20, kRunBytes = 8;
+  Meeting meeting(2);
+  meeting.over_tcp().over_memory(shape_of(2));
+  place(meeting, {0, 1});
+  run_ranks(meeting, [](Communicator& comm) {
+    const Sizes halves{kRows, kRows}, runs{kRunBytes, kRunBytes};
+    const Dims in{2 * kRows, kRunBytes}, out{kRows, 2 * kRunBytes};
+    const std::vector<AllToAllTensor> whole(1, {{in, kByte}, halves, runs});
+    const auto plan =
+        std::make_shared<PreparedExchange>(all_to_all_plan({comm.rank(), 2}, whole, 0, 1));
+    Bytes input(2 * kRows * kRunBytes, std::byte{1}), output(input.size());
+    const TensorRef from{input.data(), kByte, in, {kRunBytes, 1}, nullptr};
+    const TensorRef to{output.data(), kByte, out, {2 * kRunBytes, 1}, nullptr};
+    try {
+      const OperationPtr operation =
+          comm.exchange(OpCode::all_to_all, plan, {&from, 1}, {&to, 1}, {.is_async = true});
+      if (comm.rank() == 0) {
+        while (!is_written(output[kRunBytes])) std::this_thread::yield();
+        comm.abort("enough");
+      }
+      wait(comm, operation);
+    } catch (const PipeCommException& error) {
+      CHECK(error.failure()->message.find("enough") != std::string::npos);
+    }
+    const Bytes before = output;
+    std::this_thread::sleep_for(100ms);
+    CHECK(output == before);
+  });
+}
+
 // One end cannot use the memory of the other, which the other does not know.
 TEST(one_end_without_memory) {
   for (const bool cannot_map : {false, true}) {

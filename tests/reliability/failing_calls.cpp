@@ -88,6 +88,9 @@ FAILING(kSystemCall, fstat, ENOMEM, -1, (int fd, struct stat* facts), fd, facts)
 FAILING(kSystemCall, mmap, ENOMEM, MAP_FAILED,
         (void* at, size_t size, int protection, int flags, int fd, off_t offset), at, size,
         protection, flags, fd, offset)
+FAILING(kSystemCall, mremap, ENOMEM, MAP_FAILED,
+        (void* at, size_t size, size_t new_size, int flags, void* to), at, size, new_size, flags,
+        to)
 FAILING(kSystemCall, madvise, EAGAIN, -1, (void* at, size_t size, int advice), at, size, advice)
 FAILING(kSystemCall, sched_getaffinity, EPERM, -1, (pid_t pid, size_t size, cpu_set_t* cores), pid,
         size, cores)

@@ -59,6 +59,7 @@ ERRORS = {
     "open": "EMFILE ENFILE EACCES EINTR ELOOP ENOMEM EPERM",
     "fstat": "ENOMEM",
     "mmap": "ENOMEM EAGAIN ENFILE EPERM EACCES",
+    "mremap": "ENOMEM EAGAIN",
     "madvise": "EAGAIN ENOMEM",
     "stat": "EACCES ENOMEM",
     "listdir": "EMFILE ENFILE EACCES ENOMEM",

@@ -127,6 +127,10 @@ class Inbound {
   void wake_peer() { wake_deferred(bell_); }
   void finish() { lane_.num_final_recvs.store(num_posted_ + 1); }
   void drop() { posted_.clear(); }
+  // The receive whose payload the sender may be writing into the window, or null.
+  RequestPtr landing() const {
+    return stage_ == Stage::landing && !is_over_ ? posted_.front() : nullptr;
+  }
 
  private:
   enum class Stage : uint8_t { header, stream, landing, multicast };

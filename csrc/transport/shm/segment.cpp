@@ -149,6 +149,22 @@ void Segment::release_rings(std::span<const int> sources) {
   if (is_read) release(multicast_ring());  // else its pages last as long as a peer maps them
 }
 
+// In tests, peers are threads that write to this very mapping.
+__attribute__((no_sanitize("thread"))) void Segment::make_private(int64_t offset,
+                                                                  int64_t num_bytes) {
+  const auto size = static_cast<size_t>(num_bytes);
+  std::byte* const at = window() + offset;
+  void* const view = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE, fd_,
+                          shape_.control_bytes() + offset);
+  if (view == MAP_FAILED) return;
+  if (mremap(view, size, size, MREMAP_MAYMOVE | MREMAP_FIXED, at) == MAP_FAILED) {
+    munmap(view, size);
+    return;
+  }
+  for (size_t page = 0; page < size; page += kPageBytes)  // each page is copied when it is written
+    __atomic_fetch_or(reinterpret_cast<volatile uint8_t*>(at + page), 0, __ATOMIC_RELAXED);
+}
+
 Segment::~Segment() {
   if (base_) munmap(base_, static_cast<size_t>(segment_bytes_));
   close_fd();

@@ -61,6 +61,10 @@ class Segment {
   std::byte* multicast_ring() { return base_ + multicast_offset(shape_) + sizeof(Multicast); }
   std::byte* window() { return base_ + shape_.control_bytes(); }
   int64_t window_bytes() const { return shape_.window_bytes; }
+  // Gives the owner pages of its own for whole pages of the window, with their content, and loses no write
+  // of its threads meanwhile. The peers keep the shared ones, as does the owner if the system has no room
+  // for another mapping.
+  void make_private(int64_t offset, int64_t num_bytes);
 
   static int64_t multicast_offset(const SegmentShape& shape);
 

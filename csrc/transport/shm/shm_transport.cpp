@@ -405,12 +405,31 @@ void ShmTransport::wake_peers() {
   for (const SegmentPtr& segment : segments) wake_sleepers(segment->status().bell);
 }
 
+// With the lock, once nothing moves any more. A peer that is stopped in the middle of a payload goes on
+// writing when it is continued, and nobody waits for that.
+void ShmTransport::end_window() {
+  std::vector<RequestPtr> granted;
+  for (const auto& peer : peers_)
+    if (peer)
+      for (const auto& lane : peer->inbound)
+        if (RequestPtr recv = lane->landing()) granted.push_back(std::move(recv));
+  if (window_) window_->end(granted);
+}
+
 void ShmTransport::abort(const Failure& failure) {
   {
     std::unique_lock lock(mutex_);
     if (std::exchange(aborted_, true)) return;
     over_ = true;
     pieces_written_.wait(lock, [this] { return num_pieces_ == 0; });
+    const std::vector<std::byte> record = encode_failure(failure);
+    Status& status = own_.status();
+    if (record.size() <= kMaxFailureBytes) {
+      std::copy(record.begin(), record.end(), status.failure.begin());
+      status.num_failure_bytes = static_cast<uint32_t>(record.size());
+      status.failed.store(1);
+    }
+    end_window();
     for (const auto& peer : peers_) {
       if (!peer) continue;
       for (auto& lane : peer->outbound) lane->drop();
@@ -419,13 +438,6 @@ void ShmTransport::abort(const Failure& failure) {
     multicast_->drop();
     sending_.clear();
     receiving_.clear();
-    const std::vector<std::byte> record = encode_failure(failure);
-    Status& status = own_.status();
-    if (record.size() <= kMaxFailureBytes) {
-      std::copy(record.begin(), record.end(), status.failure.begin());
-      status.num_failure_bytes = static_cast<uint32_t>(record.size());
-      status.failed.store(1);
-    }
   }
   wake_peers();
   wake(own_.status().bell, kEverybody);
@@ -450,6 +462,7 @@ void ShmTransport::close(Deadline /*deadline*/) {
     over_ = true;
     pieces_written_.wait(lock, [this] { return num_pieces_ == 0; });
     own_.status().goodbye.store(1);
+    end_window();
   }
   wake_peers();
   wake(own_.status().bell, kEverybody);

@@ -88,6 +88,7 @@ class ShmTransport final : public HostTransport {
   void look_for_failures(std::vector<Failure>& failures);
   void post_multicasts(std::span<const RequestPtr> batch);
   void wake_peers();
+  void end_window();
   void progress();
 
   const SegmentPtr own_segment_;

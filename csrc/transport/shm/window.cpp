@@ -1,9 +1,13 @@
 #include "transport/shm/window.h"
 
+#include <pthread.h>
 #include <sys/mman.h>
 
 #include <algorithm>
 #include <array>
+#include <cstring>
+#include <exception>
+#include <set>
 #include <stdexcept>
 
 namespace pipecomm::shm {
@@ -34,16 +38,14 @@ std::optional<int64_t> span_bytes(const StridedCopy& copy) {
 WindowPool::WindowPool(SegmentPtr segment)
     : base_(segment->window()),
       num_bytes_(segment->window_bytes()),
-      state_(std::make_shared<State>()) {
-  state_->segment = std::move(segment);
-  if (num_bytes_ > 0) state_->free.emplace(0, num_bytes_);
-}
+      state_(std::make_shared<State>(std::move(segment))) {}
 
 std::shared_ptr<std::byte> WindowPool::allocate(int64_t num_bytes) {
   if (num_bytes <= 0 || num_bytes > num_bytes_) return nullptr;
   constexpr int64_t kPage = kPageBytes;
   num_bytes = (num_bytes + kPage - 1) / kPage * kPage;
   std::lock_guard lock(state_->mutex);
+  if (state_->is_over) return nullptr;
   const auto range = std::find_if(state_->free.begin(), state_->free.end(),
                                   [&](const auto& entry) { return entry.second >= num_bytes; });
   if (range == state_->free.end()) return nullptr;
@@ -55,11 +57,37 @@ std::shared_ptr<std::byte> WindowPool::allocate(int64_t num_bytes) {
           [state = state_, offset, num_bytes](std::byte*) { state->release(offset, num_bytes); }};
 }
 
+void WindowPool::end(std::span<const RequestPtr> granted) {
+  std::lock_guard lock(state_->mutex);
+  if (std::exchange(state_->is_over, true)) return;
+  constexpr int64_t kPage = kPageBytes;
+  std::vector<std::pair<int64_t, int64_t>> ranges;  // whole pages: no two results share one
+  for (const RequestPtr& recv : granted) {
+    const auto grant = find(*recv);
+    for (uint32_t idx = 0; grant && idx < grant->num_parts; ++idx) {
+      const auto& [position, begin, copy] = grant->parts[idx];
+      const int64_t end = begin + *span_bytes(copy);
+      ranges.emplace_back(begin / kPage * kPage, (end + kPage - 1) / kPage * kPage);
+    }
+  }
+  std::ranges::sort(ranges);
+  int64_t done = 0;  // a second time, a page would get back the content that it had in the file
+  for (const auto& [begin, end] : ranges) {
+    if (end <= done) continue;
+    state_->segment->make_private(std::max(begin, done), end - std::max(begin, done));
+    done = end;
+  }
+}
+
 void WindowPool::State::release(int64_t offset, int64_t num_bytes) {
-  if (fork_mark.is_in_fork()) return;  // the memory is the parent's, and its lock may be taken
   std::lock_guard lock(mutex);
+  if (is_over) {  // nobody uses it again: of these, the first is for shared pages, the other for private ones
+    for (const int advice : {MADV_REMOVE, MADV_DONTNEED})
+      madvise(segment->window() + offset, static_cast<size_t>(num_bytes), advice);
+  } else {
+    idle_bytes += num_bytes;
+  }
   auto next = free.lower_bound(offset);
-  idle_bytes += num_bytes;
   if (next != free.end() && offset + num_bytes == next->first) {
     num_bytes += next->second;
     next = free.erase(next);
@@ -76,6 +104,84 @@ void WindowPool::State::release(int64_t offset, int64_t num_bytes) {
   for (const auto& [begin, bytes] : free)
     madvise(segment->window() + begin, static_cast<size_t>(bytes), MADV_REMOVE);
   idle_bytes = 0;
+}
+
+// The states of this process, for its forks.
+struct WindowPool::AllStates {
+  AllStates() {
+    pthread_atfork(
+        [] {
+          get().mutex.lock();
+          for (State* state : get().states) state->before_fork();
+        },
+        [] {
+          for (State* state : get().states) state->after_fork_in_parent();
+          get().mutex.unlock();
+        },
+        [] {
+          for (State* state : get().states) state->after_fork_in_child();
+          get().states.clear();  // a fork of the child copies its memory like any other
+          get().mutex.unlock();
+        });
+  }
+  static AllStates& get() {
+    static auto* const only = new AllStates;  // results may outlive everything else
+    return *only;
+  }
+
+  std::mutex mutex;
+  std::set<State*> states;
+};
+
+WindowPool::State::State(SegmentPtr its_segment) : segment(std::move(its_segment)) {
+  if (segment->window_bytes() == 0) return;
+  free.emplace(0, segment->window_bytes());
+  std::lock_guard lock(AllStates::get().mutex);
+  AllStates::get().states.insert(this);
+}
+
+WindowPool::State::~State() {
+  std::lock_guard lock(AllStates::get().mutex);
+  AllStates::get().states.erase(this);
+}
+
+// What other threads write meanwhile may be missing in the copies.
+void WindowPool::State::before_fork() {
+  mutex.lock();
+  int64_t begin = 0;
+  const auto copy_until = [&](int64_t end) {
+    if (begin == end) return;
+    const auto num_bytes = static_cast<size_t>(end - begin);
+    void* const memory = mmap(nullptr, num_bytes, PROT_READ | PROT_WRITE,
+                              MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (memory == MAP_FAILED) return;  // the child does without
+    std::memcpy(memory, segment->window() + begin, num_bytes);
+    copies.push_back({memory, begin, end - begin});
+  };
+  for (const auto& [offset, num_bytes] : free) {
+    copy_until(offset);
+    begin = offset + num_bytes;
+  }
+  copy_until(segment->window_bytes());
+}
+
+void WindowPool::State::after_fork_in_parent() {
+  for (const Copy& copy : copies) munmap(copy.memory, static_cast<size_t>(copy.num_bytes));
+  copies.clear();
+  mutex.unlock();
+}
+
+// What could not be copied must not stay shared: a child that uses it ends by SIGSEGV.
+void WindowPool::State::after_fork_in_child() {
+  if (mmap(segment->window(), static_cast<size_t>(segment->window_bytes()), PROT_NONE,
+           MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0) == MAP_FAILED)
+    std::terminate();
+  for (const auto& [memory, offset, num_bytes] : copies)
+    mremap(memory, static_cast<size_t>(num_bytes), static_cast<size_t>(num_bytes),
+           MREMAP_MAYMOVE | MREMAP_FIXED, segment->window() + offset);
+  copies.clear();
+  is_over = true;
+  mutex.unlock();
 }
 
 std::optional<Grant> WindowPool::find(const Request& recv) const {

@@ -182,21 +182,30 @@ void TcpTransport::lost(Peer& peer, std::unique_lock<std::mutex>& lock, const st
   act(peer, lock);
 }
 
-// Releases the lock, then carries out the decisions of the link. User code may run here.
+// Writes payloads that are spread over tensors, then releases the lock and carries out the decisions of the
+// link. User code may run here.
 void TcpTransport::act(Peer& peer, std::unique_lock<std::mutex>& lock) {
   PeerLink& link = peer.connection.link();
-  const auto outcomes = link.take_outcomes();
+  auto outcomes = link.take_outcomes();
+  const auto num_outcomes = static_cast<int64_t>(outcomes.size());
   const auto control = link.take_control();
   const std::optional<Failure> failure = link.failure();
   const bool is_news = failure && !std::exchange(peer.failure_told, true);
+  const auto is_spread = [](const PeerLink::Outcome& outcome) {
+    const Request& request = *outcome.request;
+    return !outcome.failure && request.copy && request.direction == Direction::recv;
+  };
+  // An abort waits for this lock. After it nothing may be written: the owner fails all operations, and their
+  // tensors then belong to the caller.
+  if (aborted_) std::erase_if(outcomes, is_spread);
+  for (const auto& outcome : outcomes)
+    if (is_spread(outcome))
+      write_payload(*outcome.request, 0, outcome.request->descriptor.num_bytes,
+                    outcome.request->data);
   lock.unlock();
   const auto settle = [&](bool failed) {
-    for (const auto& [request, why] : outcomes) {
-      if ((why != nullptr) != failed) continue;
-      if (!failed && request->copy && request->direction == Direction::recv)
-        write_payload(*request, 0, request->descriptor.num_bytes, request->data);
-      Operation::settle(*request, why);
-    }
+    for (const auto& [request, why] : outcomes)
+      if ((why != nullptr) == failed) Operation::settle(*request, why);
   };
   settle(false);
   // A peer's failure explains the messages that can no longer match: the owner fails all operations
@@ -204,8 +213,8 @@ void TcpTransport::act(Peer& peer, std::unique_lock<std::mutex>& lock) {
   if (is_news) events_.on_remote_failure(*failure);
   if (!failure) settle(true);
   for (const auto& message : control) events_.on_control(link.peer(), message);
-  if (outcomes.empty()) return;
-  num_pending_ -= static_cast<int64_t>(outcomes.size());
+  if (num_outcomes == 0) return;
+  num_pending_ -= num_outcomes;
   nudge();
   if (options_.on_settled) options_.on_settled();
 }

@@ -357,9 +357,8 @@ class Communicator:
         """Returns an uninitialised tensor for results, on this communicator's device.
 
         With shared memory, peers can write into large ones directly, which saves a copy, and page faults once
-        memory is reused. They own their memory as any tensor does, but a forked child keeps sharing it with
-        this process, and their storage cannot be resized: torch raises a RuntimeError. Large are those of 64
-        KiB and more.
+        memory is reused. They own their memory as any tensor does, but their storage cannot be resized: torch
+        raises a RuntimeError. Large are those of 64 KiB and more.
 
         Example:
             ```python
