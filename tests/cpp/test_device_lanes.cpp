@@ -281,7 +281,7 @@ TEST(thread_blocks) {
       CHECK(fake::world->comms.size() == 6);
       for (const auto& comm : fake::world->comms)
         CHECK(comm->config.max_ctas ==
-              (comm->config.name.empty() ? each.collective_max : each.lane_max));
+              (comm->config.name == "pipecomm" ? each.collective_max : each.lane_max));
     });
   }
 }
