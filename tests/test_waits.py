@@ -161,6 +161,8 @@ def test_a_sparse_reduction_that_a_signal_interrupts(world):
 class Exchange:
     """Ends once a wait for it has timed out."""
 
+    number = 0
+
     def __init__(self, is_done: bool) -> None:
         self.is_done = is_done
 

@@ -208,7 +208,7 @@ def test_command_line_check(tmp_path, capsys):
         (["check", "gpipe", *size(2, 2), "--virtual-stages", "2"], "'gpipe' does not take --virtual-stages"),
         (["check", "gpipe", *size(2, 4), "--max-activations", "3"], "the limit is 3"),
         (["draw", "gpipe", *size(2, 4), "-o", "x.pdf"], "expected a path that ends"),
-        (["draw", "gpipe", *size(2, 4), "-o", "x.svg", "--F", "-1"], "must not be neg"),
+        (["draw", "gpipe", *size(2, 4), "-o", "x.svg", "--F", "-1"], "not negative"),
     ],
 )
 def test_command_line_errors(command, message, capsys, tmp_path, monkeypatch):
