@@ -468,7 +468,8 @@ def _torch_group(group: Any) -> Any:
 
 
 def _is_outside(group: Any) -> bool:
-    return group is dist.GroupMember.NON_GROUP_MEMBER
+    # By value: it is an int, and in a graph of torch 2.11 not the same object.
+    return isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER
 
 
 def _peer(group: Any, global_rank: int | None, group_rank: int | None, name: str) -> int:

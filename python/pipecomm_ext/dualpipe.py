@@ -143,11 +143,8 @@ class _TwoStagesPerRank(nn.Module):
         """
         self._step_count.begin()
         with failing_together(self._abort):
-            self._connect()
-        self._step_count.require_joint()
-        with failing_together(self._abort):
-            executor = self._executor_of(num_chunks)
-            plan = executor.plan
+            communicator, is_new = self._connect()
+            plan = self._plan_of(num_chunks)
             starts = any(plan.owner[chain[0]] == self.rank for chain in plan.chains)
             ends = any(plan.owner[chain[-1]] == self.rank for chain in plan.chains)
             if ends and torch.is_grad_enabled() and criterion is None:
@@ -158,7 +155,11 @@ class _TwoStagesPerRank(nn.Module):
             num_micros = plan.micros_per_chain
             micro_inputs = self._chunks("inputs", inputs, num_micros) if starts else None
             micro_labels = self._chunks("labels", labels, num_micros) if ends and criterion else None
-            result = executor.step(
+            if is_new:
+                self._step_count.compare(communicator)
+        self._step_count.require_joint()
+        with failing_together(self._abort):
+            result = self._executor_of(plan).step(
                 micro_inputs, micro_labels, criterion=criterion, return_outputs=return_outputs
             )
         losses, outputs = result  # lists: one chain ends here, or none
@@ -169,13 +170,18 @@ class _TwoStagesPerRank(nn.Module):
         """`step`."""
         return self.step(*inputs, **options)
 
-    def _executor_of(self, num_chunks: int) -> Executor:
+    def _plan_of(self, num_chunks: int) -> Plan:
         if isinstance(num_chunks, bool) or not isinstance(num_chunks, int) or num_chunks < 2 * self.num_ranks:
             raise ValueError(
                 f"num_chunks must be at least twice the {self.num_ranks} ranks, got {num_chunks!r}"
             )
+        if num_chunks in self._executors:
+            return self._executors[num_chunks].plan
+        return type(self)._make_plan(self.num_ranks, num_chunks)
+
+    def _executor_of(self, plan: Plan) -> Executor:
+        num_chunks = plan.M
         if num_chunks not in self._executors:
-            plan = type(self)._make_plan(self.num_ranks, num_chunks)
             self._executors[num_chunks] = Executor(
                 plan,
                 self.module,
@@ -212,15 +218,17 @@ class _TwoStagesPerRank(nn.Module):
         joined = tuple(None if pieces[0] is None else torch.cat(pieces, self.batch_dim) for pieces in parts)
         return joined[0] if len(joined) == 1 else joined
 
-    def _connect(self) -> None:
-        """Connects, if this is the first step or the first one after a failure; then collective."""
+    def _connect(self) -> tuple[Communicator, bool]:
+        """The communicator, and whether it is new: in the first step, and in the first one after a failure,
+        when this is collective."""
         # A failure that this rank has not raised yet is left alone: the step will raise it.
         if self._has_failed or not all(executor.is_usable for executor in self._executors.values()):
             self.close()
-        if self._communicator is None:
-            self._communicator = connect(self.group, device_of(self.module) or torch.device("cpu"))
-            self._step_count.compare(self._communicator)
-            self._has_failed = False
+        if self._communicator is not None:
+            return self._communicator, False
+        self._communicator = connect(self.group, device_of(self.module) or torch.device("cpu"))
+        self._has_failed = False
+        return self._communicator, True
 
     def _abort(self, reason: str) -> None:
         self._has_failed = True

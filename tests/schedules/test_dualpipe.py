@@ -248,6 +248,10 @@ def test_wrong_steps_raise_on_all_ranks_and_the_next_step_works(world):
         assert message in str(caught.value), str(caught.value)
         loss, _ = step(x)
         assert loss.shape == (2,)
+    for _ in range(30):  # wrong on all ranks: each reports its own, never the other's abort
+        with world.breaking(), pytest.raises(ValueError, match="does not divide into 2"):
+            step(x[:3])
+    assert step(x)[0].shape == (2,)
     pipe.close()
     with pytest.raises(ValueError, match=r"call step\(\) first"):
         pipe.sum_replica_gradients()

@@ -272,15 +272,22 @@ class Executor(AfterStep):
         self._step_count.begin()
         try:
             with failing_together(self._abort):
-                if not self.is_usable:
+                is_new = not self.is_usable and self._owns_communicator
+                if is_new:
                     self._reconnect()
-            self._step_count.require_joint()
             given = None if self._owns_communicator else self.communicator
             with refused_together(lambda: given, self._abort):
                 inputs = pre_split("inputs", inputs, "arg_mbs", arg_mbs)
                 targets = pre_split("targets", targets, "target_mbs", target_mbs)
                 kwargs = pre_split("kwargs", kwargs, "kwarg_mbs", kwarg_mbs)
-                kinds_of = self._begin_step(inputs, targets, kwargs, is_training, criterion, return_outputs)
+                self._take_arguments(inputs, targets, kwargs, is_training, criterion, return_outputs)
+            # Only now: a rank with wrong arguments reports those, not the abort by another such rank.
+            with failing_together(self._abort):
+                if is_new:
+                    self._step_count.compare(self.communicator)
+            self._step_count.require_joint()
+            with refused_together(lambda: given, self._abort):
+                kinds_of = self._begin_step(is_training)
             with failing_together(self._abort):
                 self._mailbox.begin_step(kinds_of, is_training)
                 loop = PlanLoop(self.plan, self._mailbox, lambda s, m: self._inputs[s][m], self._compute)
@@ -315,9 +322,9 @@ class Executor(AfterStep):
         self._weight_work: dict[tuple[int, int], list[Work]] = {}
         self._ends: ChainEnds | None = None
 
-    def _begin_step(
+    def _take_arguments(
         self, inputs: Any, targets: Any, kwargs: Any, is_training: bool, criterion: Any, keeps_outputs: Any
-    ) -> dict[int, list[int]]:
+    ) -> None:
         num_micros = self.plan.micros_per_chain
         has_loss = criterion is not None or self._loss_fn is not None
         needing = self._loss_stages if targets is not None or (is_training and has_loss) else []
@@ -331,12 +338,15 @@ class Executor(AfterStep):
         losses = (targets, self._loss_fn, criterion, self._loss_factor)
         keeps = self._return_outputs if keeps_outputs is None else keeps_outputs
         self._ends = ChainEnds(self._loss_stages, num_micros, *losses, keeps)
+
+    def _begin_step(self, is_training: bool) -> dict[int, list[int]]:
+        """The kinds of the micro-batches of the chains that start here, by first stage."""
         if is_training:
             self._begin_gradients()
             self._scaler_watch.begin_step()
         if self._recorder is not None:
             self._recorder.begin_step(is_training)
-        micros = range(num_micros)
+        micros = range(self.plan.micros_per_chain)
         return {stage: [self._kind(is_training, stage, micro) for micro in micros] for stage in self._inputs}
 
     def _kind(self, is_training: bool, stage: int, micro: int) -> int:
@@ -462,11 +472,9 @@ class Executor(AfterStep):
 
     def _reconnect(self) -> None:
         """Replaces the failed communicator after a failed step, which failed on all ranks."""
-        if self._owns_communicator:
-            self._release()
-            self.communicator = self._new_communicator(self.communicator.device)
-            self._connect()
-            self._step_count.compare(self.communicator)
+        self._release()
+        self.communicator = self._new_communicator(self.communicator.device)
+        self._connect()
 
     def close(self) -> None:
         """Ends the communicator if it is the executor's own; no step can follow. Idempotent."""
