@@ -474,6 +474,27 @@ def test_an_exception_in_one_stage_reaches_all(world, failing_rank, overlap):
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("what", ["model", "overlap", "interleaved"])
+def test_wrong_arguments_of_one_rank_reach_all_over_the_default_pipeline(world, what):
+    parallel_state.initialize_pipeline([1, 1], group=torch.distributed.new_group(), virtual_stages=1)
+    config, data = config_of(), micro_batches(4)
+    chunk, wrong = Chunk(world.rank, config), Chunk(world.rank, config_of(overlap_p2p_comm=True))
+    schedule = get_forward_backward_func(2, 2 if what == "interleaved" else None)
+    try:
+        default_step([chunk], data)
+        model = {"model": [chunk, chunk], "overlap": [wrong], "interleaved": [chunk]}[what]
+        arguments = work_of(model if world.rank == 1 else [chunk], data)
+        if what == "interleaved":
+            arguments["data_iterator"] = [iter(data)] * (2 if world.rank == 1 else 1)
+        text = "model must be one|overlap_p2p_comm needs|1 model chunks and 2 data iterators"
+        expected = ValueError if world.rank == 1 else PipeCommAborted
+        with world.breaking(), pytest.raises(expected, match=text):
+            schedule(**arguments)
+    finally:
+        parallel_state.destroy()
+
+
+@on_ranks(2)
 @pytest.mark.parametrize("what", ["finalize", "shapes", "model"])
 def test_what_fails_before_and_after_the_schedule_reaches_all(world, what):
     def fail(*_, **__):

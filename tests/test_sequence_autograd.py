@@ -364,8 +364,9 @@ def test_an_input_that_is_written_before_wait_is_refused(world, needs_grad):
 @on_ranks(2)
 def test_a_buffer_that_is_filled_piece_by_piece(world):
     """A piece is written while another one is in flight: torch counts the writes of the buffer only."""
-    buffer, in_flight = torch.zeros(3, 4, 2), []
+    buffer, in_flight = torch.zeros(4, 4, 2), []
     for idx, piece in enumerate(buffer):
+        piece = piece.detach() if idx % 2 else piece
         piece.fill_(2 * idx + world.rank)
         in_flight.append(all_to_all(piece, world.comm, 1, 0, async_op=True))
     for idx, (result, work) in enumerate(in_flight):

@@ -149,6 +149,9 @@ def test_reorder_output():
         for dim in (1, -2):
             assert torch.equal(reorder_output(shards, 0, cp_size, None, dim), whole)
     assert reorder_output(torch.zeros(0, 3), 0, 2, None).shape == (0, 3)
+    weights, x = torch.tensor([1.0, 10, 100, 1000]), torch.zeros(4, requires_grad=True)
+    (weights * reorder_output(x, 0, 2, None)).sum().backward()
+    assert x.grad is not None and x.grad.tolist() == [1, 1000, 10, 100]
     with pytest.raises(ValueError, match="length 6 of dim 0 must be divisible by 2 \\* cp_size = 4"):
         reorder_output(torch.zeros(6), 0, 2, None)
     with pytest.raises(IndexError, match="dim 1 is out of range"):

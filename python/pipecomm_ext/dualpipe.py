@@ -223,7 +223,7 @@ class _TwoStagesPerRank(nn.Module):
         when this is collective."""
         # A failure that this rank has not raised yet is left alone: the step will raise it.
         if self._has_failed or not all(executor.is_usable for executor in self._executors.values()):
-            self.close()
+            self._release()
         if self._communicator is not None:
             return self._communicator, False
         self._communicator = connect(self.group, device_of(self.module) or torch.device("cpu"))
@@ -236,7 +236,12 @@ class _TwoStagesPerRank(nn.Module):
             self._communicator.abort(reason)
 
     def close(self) -> None:
-        """Ends the connections; a later step makes new ones. Idempotent."""
+        """Ends the connections; a later step makes new ones, and is the first one again if all ranks have
+        called this. Idempotent."""
+        self._release()
+        self._step_count = StepCount()
+
+    def _release(self) -> None:
         for executor in self._executors.values():
             executor.close()
         self._executors.clear()

@@ -287,19 +287,26 @@ def test_failures_after_a_step_reach_all_ranks_and_the_next_step_works(world):
             with world.breaking(), pytest.raises((MemoryError, PipeCommAborted), match="no memory"):
                 call()
         torch.testing.assert_close(step(), expected, rtol=0, atol=0)
-    with world.breaking(), pytest.MonkeyPatch.context() as patch:
-        if world.rank == 0:
-            patch.setattr(torch.nn.utils, "get_total_norm", fail)
-            with pytest.raises(MemoryError):
-                pipe.executor.clip_grad_norm_(1.0)
-        else:  # does not clip, and gets the error in its next step
-            while pipe.executor.communicator.failure is None:
-                time.sleep(0.001)
-            with pytest.raises(PipeCommAborted, match="no memory"):
-                step()
+
+    def fail_to_clip_on_rank_0():
+        with world.breaking(), pytest.MonkeyPatch.context() as patch:
+            if world.rank == 0:
+                patch.setattr(torch.nn.utils, "get_total_norm", fail)
+                with pytest.raises(MemoryError):
+                    pipe.executor.clip_grad_norm_(1.0)
+            else:  # does not clip, and gets the error in its next step
+                while pipe.executor.communicator.failure is None:
+                    time.sleep(0.001)
+                with pytest.raises(PipeCommAborted, match="no memory"):
+                    step()
+
+    fail_to_clip_on_rank_0()
     if world.rank == 0:  # whose batches would be those before
         with pytest.raises(PipeCommAborted, match="rank 1 has given up this step, its number 6,"):
             step()
+    torch.testing.assert_close(step(), expected, rtol=0, atol=0)
+    fail_to_clip_on_rank_0()
+    pipe.close()  # on all ranks, which have agreed on the batch to go on with
     torch.testing.assert_close(step(), expected, rtol=0, atol=0)
     pipe.close()
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from pipelines import WIDTH, Block, Pipeline, executor_of, make_executor, prepared
+from pipelines import WIDTH, Block, Pipeline, executor_of, make_executor, prepared, squared_error
 from ranks import on_ranks
 from relay_cases import topology_of
 from torch import nn
@@ -197,6 +199,42 @@ def sum_shared(executor):
 
 def nothing(_executor):
     pass
+
+
+class Adding(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.ones(3)) for _ in range(10))
+
+    def forward(self, x):
+        return x + sum(self.weights)
+
+
+@on_ranks(1)
+def test_executors_of_several_threads(world):
+    """Each thread reads and drops gradients of its own stages only; those of others change meanwhile."""
+    plan, names = get_plan("interleaved_1f1b", P=1, M=2, V=2), [f"weights.{idx}" for idx in range(10)]
+
+    def train(group):
+        stages = [Adding(), Adding()]
+        with Executor(plan, stages, loss_fn=squared_error, communicator=group) as executor:
+            for _ in range(30):
+                nn.ModuleList(stages).zero_grad()
+                executor.step([torch.ones(2, 3)] * 2, [torch.zeros(2, 3)] * 2)
+                executor.sum_shared_gradients(dict.fromkeys(names, [0, 1]))
+        return stages[0].weights[0].grad
+
+    groups = [torch.distributed.new_group([0]) for _ in range(3)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-4)
+    try:
+        with ThreadPoolExecutor() as pool:
+            results = list(pool.map(train, groups))
+    finally:
+        sys.setswitchinterval(interval)
+    expected = torch.full((3,), 2 * 2 * 2 * 2 * 21 / 6)  # stages, micro-batches, rows; the slope at 21
+    for result in results:
+        torch.testing.assert_close(result, expected)
 
 
 def clip(executor):

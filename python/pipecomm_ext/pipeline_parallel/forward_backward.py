@@ -149,6 +149,7 @@ def forward_backward_pipelining_without_interleaving(step: StepArguments) -> Pre
         ValueError, TypeError: wrong arguments.
         PipeCommError: another rank failed.
     """
+    _connect(step)
     _as_one_chunk(step)
     p2p, shapes = _pipeline(step)
     recv_shapes, send_shapes = shapes, shapes
@@ -175,6 +176,7 @@ def forward_backward_pipelining_with_interleaving(step: StepArguments) -> Prepar
         ValueError: one rank; or not PP <= group size <= number of micro-batches.
         RuntimeError: the last group is smaller than PP.
     """
+    _connect(step)
     for name in ("model", "data_iterator"):
         value = getattr(step, name)
         if not isinstance(value, (list, tuple)) or not value:
@@ -256,9 +258,17 @@ def _as_one_chunk(step: StepArguments) -> None:
             raise ValueError(f"{name} must be one, or a list of one, not of {len(value)}")
 
 
+def _connect(step: StepArguments) -> None:
+    """Finds the communicator of the default pipeline, if none was passed: the first thing a schedule does,
+    since a refusal of its other arguments reaches the other ranks over it."""
+    if step.p2p_communicator is None and step.pg_collection is None and step.model not in ([], ()):
+        step.groups = default_groups()
+        step.p2p_communicator = P2PCommunicator(step.groups.pp, step.config)
+
+
 def _pipeline(step: StepArguments) -> tuple[P2PCommunicator, Shapes]:
-    """The step's communicator, or that of the default pipeline, and the shapes of a border."""
-    config, p2p, groups = step.config, step.p2p_communicator, step.pg_collection
+    """The step's communicator and the shapes of a border, after checks of the arguments about them."""
+    config, p2p, groups = step.config, step.p2p_communicator, step.groups or step.pg_collection
     if setting(config, "overlap_p2p_comm"):
         if setting(config, "batch_p2p_comm"):
             raise ValueError("config.overlap_p2p_comm needs config.batch_p2p_comm=False")
@@ -266,10 +276,7 @@ def _pipeline(step: StepArguments) -> tuple[P2PCommunicator, Shapes]:
         raise ValueError("config.overlap_p2p_comm_warmup_flush needs config.overlap_p2p_comm")
     if (p2p is None) != (groups is None):
         raise ValueError("give both p2p_communicator and pg_collection, or neither")
-    if p2p is None:
-        groups = default_groups()
-        p2p = step.p2p_communicator = P2PCommunicator(groups.pp, config)
-    elif not isinstance(p2p, P2PCommunicator):
+    if not isinstance(p2p, P2PCommunicator):
         raise TypeError(
             "p2p_communicator must be a pipecomm_ext.pipeline_parallel.P2PCommunicator, not "
             f"{type(p2p).__module__}.{type(p2p).__qualname__}"

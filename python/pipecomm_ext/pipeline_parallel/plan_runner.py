@@ -54,7 +54,8 @@ class StepArguments:
     @cached_property
     def config(self) -> Any:
         """The config of the first chunk."""
-        return attribute_of(self.model[0], "config")
+        first = self.model[0] if isinstance(self.model, (list, tuple)) else self.model
+        return attribute_of(first, "config")
 
     @property
     def communicator(self) -> Communicator | None:

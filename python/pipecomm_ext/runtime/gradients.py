@@ -49,15 +49,17 @@ class _Sum(NamedTuple):
 _sums: MutableMapping[torch.Tensor, _Sum] = WeakIdKeyDictionary()
 
 
-def _note_step() -> None:
-    """Records, before a step, which sums are still in the same tensors. Whether they have been zeroed is read
-    only if it matters, since that waits for the device."""
-    for parameter, made in list(_sums.items()):
-        if made.is_of(parameter):
+def _note_step(stages: Mapping[int, Any]) -> None:
+    """Records, before a step of the stages, which sums are still in the same tensors. Whether they have been
+    zeroed is read only if it matters, since that waits for the device. Other stages may be those of another
+    thread, which changes their gradients meanwhile."""
+    if not _sums:
+        return
+    for parameter in (part for module in stages.values() for part in _named_parameters(module)):
+        made = _sums.get(parameter)
+        if made is not None and made.is_of(parameter):
             is_kept = _local_gradient(parameter).any()
             _sums[parameter] = _Sum(made.total, is_kept if made.is_kept is None else is_kept & made.is_kept)
-        else:
-            del _sums[parameter]
 
 
 class StepGradients:
@@ -92,7 +94,7 @@ class StepGradients:
         self._buffers: dict[tuple[int, str], tuple[int, int]] | None = None
         if before is not None:
             self._buffers = _buffer_versions(plan, stages) if before._buffers is None else before._buffers
-            _note_step()
+            _note_step(stages)
 
     # ---------------------------------------------------------------- sums
 
@@ -100,8 +102,8 @@ class StepGradients:
         """Raises if a gradient contains the sum of an earlier step, which another sum would double."""
         if self._has_clipped:
             raise ValueError(f"{call} must precede clip_grad_norm_, which needs the sums")
-        sums = [_sums[part] for part in parameters if part in _sums and _sums[part].is_of(part)]
-        if any(made.is_kept is None or made.is_kept for made in sums):
+        sums = [(part, _sums.get(part)) for part in parameters]
+        if any(made and made.is_of(part) and (made.is_kept is None or made.is_kept) for part, made in sums):
             raise ValueError(
                 f"{call} must be called once, after the last step before the optimizer: the gradients were "
                 "added up after an earlier step already, and have not been zeroed since"

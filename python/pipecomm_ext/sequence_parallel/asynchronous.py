@@ -91,8 +91,7 @@ class StepWork(Work):
 
 
 def _is_part(tensor: Tensor) -> bool:
-    base = tensor._base
-    return base is not None and tensor.numel() < base.numel()
+    return tensor.numel() * tensor.element_size() < tensor.untyped_storage().nbytes()
 
 
 class _Sent:

@@ -282,4 +282,6 @@ def reorder_output(attn_output: Tensor, cp_rank: int, cp_size: int, cp_group: An
         raise ValueError(f"length {length} of dim {dim} must be divisible by 2 * cp_size = {num_chunks}")
     copied = copyable(attn_output)
     chunks = copied.split(length // num_chunks, dim) if length else [copied]
-    return torch.cat([*chunks[0::2], *chunks[-1::-2]], dim).view(attn_output.dtype)
+    ordered = torch.cat([*chunks[0::2], *chunks[-1::-2]], dim)
+    # A view of a dtype has no gradient, not even one of the same dtype.
+    return ordered if copied is attn_output else ordered.view(attn_output.dtype)
