@@ -324,7 +324,11 @@ TEST(mismatches) {
     };
   };
   const auto any = [](OpCode op) { return [op](Rank& me) { call(me, op, true); }; };
-  const auto broadcast = [](Rank& me) {  // may end before the disagreement is known
+  // These may end before the disagreement is known.
+  const auto all_reduce_in = [](const Dims& shape) {
+    return [=](Rank& me) { me.finish(all_reduce(me, Tensor(shape, 1))); };
+  };
+  const auto broadcast = [](Rank& me) {
     const Tensor tensor({4});
     me.finish(me.comm->broadcast(tensor.ref(), 0, {.is_async = false}));
   };
@@ -343,12 +347,8 @@ TEST(mismatches) {
        "with other arguments (sizes, dims, dtypes, operator, source or root differ)"},
       {reduce_to(0), reduce_to(1), "reduce of float32[4]",
        "with other arguments (sizes, dims, dtypes, operator, source or root differ)"},
-      {sum,
-       [](Rank& me) {
-         Tensor tensor(Dims{2, 2}, 1);
-         me.finish(all_reduce(me, tensor));
-       },
-       "all_reduce of float32[4]", "all_reduce of float32[2, 2]"},
+      {all_reduce_in({4}), all_reduce_in({2, 2}), "all_reduce of float32[4]",
+       "all_reduce of float32[2, 2]"},
       {sum, reduce_to(0), "calls all_reduce of", "calls reduce of"},
       {sum, any(OpCode::all_gather), "calls all_reduce of", "calls all_gather of"},
       {any(OpCode::reduce_scatter), any(OpCode::all_gather), "reduce_scatter of", "all_gather of"},
