@@ -29,11 +29,8 @@ struct Integer {
 };
 
 // Bytes other than 0 and 1 are true, too: torch views uint8 tensors as bool.
-struct Bool {
-  using Storage = uint8_t;
-  using Compute = uint8_t;
+struct Bool : Integer<uint8_t> {
   static uint8_t load(uint8_t value) { return value != 0; }
-  static uint8_t store(uint8_t value) { return value; }
 };
 
 template <typename Format>

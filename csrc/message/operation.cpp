@@ -137,9 +137,9 @@ void Operation::settle_one(FailurePtr failure) {
 // Runs the epilogue without the lock, then publishes the end. Resources are released last, when
 // waiters can run, and always without the lock: freeing a tensor may have to wait for Python.
 void Operation::finish(std::unique_lock<std::mutex>& lock) {
-  if (epilogue_ && !failure_) {
+  const auto epilogue = std::move(epilogue_);
+  if (epilogue && !failure_) {
     is_finishing_ = true;
-    auto epilogue = std::move(epilogue_);
     lock.unlock();
     FailurePtr failure;
     try {
@@ -148,14 +148,12 @@ void Operation::finish(std::unique_lock<std::mutex>& lock) {
       failure = std::make_shared<Failure>(
           Failure{.message = std::string("unpack failed: ") + error.what(), .op = op_name(op_)});
     }
-    epilogue = nullptr;
     lock.lock();
     if (failure) failure_ = std::move(failure);
   }
   write_down();
   const auto kept = std::move(kept_);
   const auto requests = std::move(requests_);
-  const auto epilogue = std::move(epilogue_);
   done_.store(true, std::memory_order_release);
   settled_.notify_all();
   lock.unlock();
@@ -163,7 +161,8 @@ void Operation::finish(std::unique_lock<std::mutex>& lock) {
 
 void Operation::fail(FailurePtr failure) {
   std::unique_lock lock(mutex_);
-  if (done_ || is_finishing_) return;
+  settled_.wait(lock, [this] { return done_ || !is_finishing_; });
+  if (done_) return;
   if (!failure_) failure_ = std::move(failure);
   write_down();
   // `kept_` stays: the transport may still hold the requests, which own this operation and so the

@@ -154,9 +154,10 @@ class Operation {
   // --- called by transports: the first call for a request counts, later ones are ignored ---
   static void settle(Request& request, FailurePtr failure);
 
-  // Fails the operation at once, independent of its requests (communicator failure), unless all of them
-  // have succeeded: while its epilogue writes tensors, no waiter may go on. Memory of the requests stays
-  // alive as long as the transport holds them, since a request owns its operation.
+  // Fails the operation, independent of its requests (communicator failure), unless all of them have
+  // succeeded: then its epilogue writes tensors, and neither a waiter nor the caller may go on before that
+  // has ended. Memory of the requests stays alive as long as the transport holds them, since a request
+  // owns its operation.
   void fail(FailurePtr failure);
 
   // --- called by waiters ---

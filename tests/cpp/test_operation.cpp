@@ -151,12 +151,17 @@ TEST(a_failure_while_the_epilogue_runs) {
   const auto requests = seal(operation);
   std::thread transport([&] { Operation::settle(*requests[0], nullptr); });
   runs.wait();
-  operation->fail(failure_of("communicator"));
+  std::thread failing([&] {
+    operation->fail(failure_of("communicator"));
+    CHECK(has_ended);  // whoever fails or closes a communicator may use its tensors afterwards
+  });
+  std::this_thread::sleep_for(20ms);
   CHECK(!operation->done());
   may_end.count_down();
   CHECK(operation->wait_until(soon()) && operation->failure() == nullptr);
   CHECK(has_ended);
   transport.join();
+  failing.join();
 }
 
 // The destructor of a kept resource or of an epilogue may need the operation's lock: through

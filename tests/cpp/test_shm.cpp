@@ -39,7 +39,7 @@ TEST(large_messages_into_windows) {
   });
 }
 
-// Once an operation has failed its tensors may be freed: no thread may still read or write them.
+// Once an operation has failed its tensors may be freed: no thread may still read them.
 TEST(an_abort_in_the_middle_of_a_payload) {
   std::mt19937_64 random(5);
   for (int round = 0; round < check::rounds(40); ++round) {

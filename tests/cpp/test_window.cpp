@@ -1,6 +1,7 @@
 // The window of a segment: what peers write there after the communicator has failed, and its results in forked
 // children.
 
+#include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -34,6 +35,44 @@ RequestPtr recv_of(std::byte* data, int64_t num_bytes) {
   Descriptor descriptor;
   descriptor.num_bytes = num_bytes;
   return make_request(Direction::recv, 1, descriptor, data);
+}
+
+int64_t bytes_in_use(const shm::Segment& segment) {
+  struct stat facts{};
+  fstat(segment.fd(), &facts);
+  return facts.st_blocks * 512;
+}
+
+TEST(the_end_takes_no_more_memory) {
+  TwoMappings mappings(8 * kMiB);
+  auto result = mappings.pool.allocate(4 * kMiB), other = mappings.pool.allocate(kMiB);
+  std::memset(result.get(), 1, 4 * kMiB);
+  std::memset(other.get(), 1, kMiB);
+  const RequestPtr recvs[] = {recv_of(result.get(), kMiB), recv_of(result.get() + 2 * kMiB, kMiB)};
+  mappings.pool.end(recvs);
+  CHECK(holds(result.get(), 4 * kMiB, 1));
+  const int64_t in_use = bytes_in_use(*mappings.own);
+  CHECK(in_use >= 3 * kMiB && in_use < 4 * kMiB);
+  result.reset();  // with private and shared pages in turn
+  CHECK(bytes_in_use(*mappings.own) < 2 * kMiB);
+  CHECK(holds(other.get(), kMiB, 1));
+}
+
+TEST(a_fork_leaves_pages_without_memory_that_nobody_has_written) {
+  TwoMappings mappings(8 * kMiB);
+  const auto result = mappings.pool.allocate(8 * kMiB);
+  for (const int64_t at : {int64_t{0}, 3 * kMiB, 8 * kMiB - kPage})
+    std::memset(result.get() + at, 1, kPage);
+  const pid_t child = fork();
+  if (child == 0)
+    _exit(holds(result.get(), kPage, 1) && holds(result.get() + kPage, 3 * kMiB - kPage, 0) &&
+                  holds(result.get() + 3 * kMiB, kPage, 1) &&
+                  holds(result.get() + 8 * kMiB - kPage, kPage, 1)
+              ? 0
+              : 1);
+  int status = 0;
+  CHECK(waitpid(child, &status, 0) == child && status == 0);
+  CHECK(bytes_in_use(*mappings.own) < kMiB);
 }
 
 TEST(what_peers_write_after_the_end) {

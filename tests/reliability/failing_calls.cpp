@@ -92,6 +92,9 @@ FAILING(kSystemCall, mremap, ENOMEM, MAP_FAILED,
         (void* at, size_t size, size_t new_size, int flags, void* to), at, size, new_size, flags,
         to)
 FAILING(kSystemCall, madvise, EAGAIN, -1, (void* at, size_t size, int advice), at, size, advice)
+FAILING(kSystemCall, fallocate, EOPNOTSUPP, -1, (int fd, int mode, off_t offset, off_t size), fd,
+        mode, offset, size)
+FAILING(kSystemCall, lseek, EINVAL, -1, (int fd, off_t offset, int whence), fd, offset, whence)
 FAILING(kSystemCall, sched_getaffinity, EPERM, -1, (pid_t pid, size_t size, cpu_set_t* cores), pid,
         size, cores)
 FAILING(kSystemCall, bind, EADDRINUSE, -1, (int fd, const sockaddr* address, socklen_t size), fd,

@@ -61,6 +61,8 @@ ERRORS = {
     "mmap": "ENOMEM EAGAIN ENFILE EPERM EACCES",
     "mremap": "ENOMEM EAGAIN",
     "madvise": "EAGAIN ENOMEM",
+    "fallocate": "EIO EINTR ENOSPC EOPNOTSUPP",
+    "lseek": "EINVAL",
     "stat": "EACCES ENOMEM",
     "listdir": "EMFILE ENFILE EACCES ENOMEM",
     "readlink": "EACCES ENOMEM",

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cstring>
 #include <new>
 #include <stdexcept>
 #include <system_error>
@@ -163,6 +164,21 @@ __attribute__((no_sanitize("thread"))) void Segment::make_private(int64_t offset
   }
   for (size_t page = 0; page < size; page += kPageBytes)  // each page is copied when it is written
     __atomic_fetch_or(reinterpret_cast<volatile uint8_t*>(at + page), 0, __ATOMIC_RELAXED);
+  fallocate(fd_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, shape_.control_bytes() + offset,
+            num_bytes);  // the shared pages; if that fails, they last as long as the segment
+}
+
+void Segment::read_window(int64_t begin, int64_t end, std::byte* into) const {
+  const int64_t window = shape_.control_bytes();
+  const auto next = [&](int whence, int64_t from, int64_t otherwise) {
+    const off_t found = fd_ < 0 ? -1 : lseek(fd_, window + from, whence);
+    return found >= 0 ? found - window : fd_ >= 0 && errno == ENXIO ? end : otherwise;
+  };
+  for (int64_t at = begin; (at = next(SEEK_DATA, at, at)) < end;) {
+    const int64_t hole = std::min(next(SEEK_HOLE, at, end), end);
+    std::memcpy(into + (at - begin), base_ + window + at, static_cast<size_t>(hole - at));
+    at = hole;
+  }
 }
 
 Segment::~Segment() {

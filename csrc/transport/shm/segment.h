@@ -61,6 +61,9 @@ class Segment {
   std::byte* multicast_ring() { return base_ + multicast_offset(shape_) + sizeof(Multicast); }
   std::byte* window() { return base_ + shape_.control_bytes(); }
   int64_t window_bytes() const { return shape_.window_bytes; }
+  // Copies a part of the window to zeroed memory. Pages that nobody has written stay without memory as long as
+  // the descriptor is open.
+  void read_window(int64_t begin, int64_t end, std::byte* into) const;
   // Gives the owner pages of its own for whole pages of the window, with their content, and loses no write
   // of its threads meanwhile. The peers keep the shared ones, as does the owner if the system has no room
   // for another mapping.

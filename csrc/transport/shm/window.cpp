@@ -72,18 +72,29 @@ void WindowPool::end(std::span<const RequestPtr> granted) {
   }
   std::ranges::sort(ranges);
   int64_t done = 0;  // a second time, a page would get back the content that it had in the file
-  for (const auto& [begin, end] : ranges) {
-    if (end <= done) continue;
-    state_->segment->make_private(std::max(begin, done), end - std::max(begin, done));
+  for (auto [begin, end] : ranges) {
+    begin = std::max(begin, done);
+    if (end <= begin) continue;
+    state_->segment->make_private(begin, end - begin);
+    state_->made_private.emplace_back(begin, end);
     done = end;
   }
 }
 
 void WindowPool::State::release(int64_t offset, int64_t num_bytes) {
   std::lock_guard lock(mutex);
-  if (is_over) {  // nobody uses it again: of these, the first is for shared pages, the other for private ones
-    for (const int advice : {MADV_REMOVE, MADV_DONTNEED})
-      madvise(segment->window() + offset, static_cast<size_t>(num_bytes), advice);
+  if (is_over) {  // nobody uses it again
+    const auto advise = [this](int64_t begin, int64_t end, int advice) {
+      if (begin < end) madvise(segment->window() + begin, static_cast<size_t>(end - begin), advice);
+    };
+    int64_t shared =
+        offset;  // only shared pages can be removed, and only without others between them
+    for (const auto& [begin, end] : made_private) {
+      advise(shared, std::min(begin, offset + num_bytes), MADV_REMOVE);
+      shared = std::max(shared, end);
+    }
+    advise(shared, offset + num_bytes, MADV_REMOVE);
+    advise(offset, offset + num_bytes, MADV_DONTNEED);
   } else {
     idle_bytes += num_bytes;
   }
@@ -134,7 +145,6 @@ struct WindowPool::AllStates {
 };
 
 WindowPool::State::State(SegmentPtr its_segment) : segment(std::move(its_segment)) {
-  if (segment->window_bytes() == 0) return;
   free.emplace(0, segment->window_bytes());
   std::lock_guard lock(AllStates::get().mutex);
   AllStates::get().states.insert(this);
@@ -155,7 +165,7 @@ void WindowPool::State::before_fork() {
     void* const memory = mmap(nullptr, num_bytes, PROT_READ | PROT_WRITE,
                               MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (memory == MAP_FAILED) return;  // the child does without
-    std::memcpy(memory, segment->window() + begin, num_bytes);
+    segment->read_window(begin, end, static_cast<std::byte*>(memory));
     copies.push_back({memory, begin, end - begin});
   };
   for (const auto& [offset, num_bytes] : free) {

@@ -50,7 +50,8 @@ class WindowPool {
     std::mutex mutex;
     std::map<int64_t, int64_t> free;  // offset -> bytes, merged
     int64_t idle_bytes = 0;           // free, and perhaps still backed by pages
-    bool is_over = false;      // perhaps because the pool belongs to the parent of this process
+    bool is_over = false;  // perhaps because the pool belongs to the parent of this process
+    std::vector<std::pair<int64_t, int64_t>> made_private;  // begins and ends, ascending
     std::vector<Copy> copies;  // of what is in use, while the process forks
   };
   struct AllStates;
