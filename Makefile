@@ -146,7 +146,7 @@ sanitize: $(READY) ## C++ tests under Address-, UndefinedBehavior- and ThreadSan
 	for kind in address,undefined thread; do \
 	  $(TOOLS) cmake -G Ninja -S tests/cpp -B build/sanitize-$$kind -DSANITIZE=$$kind && \
 	  $(TOOLS) cmake --build build/sanitize-$$kind && \
-	  $(TOOLS) ctest --test-dir build/sanitize-$$kind --parallel 2 --output-on-failure --timeout 900 || exit 1; \
+	  $(TOOLS) ctest --test-dir build/sanitize-$$kind --parallel 4 --output-on-failure --timeout 900 || exit 1; \
 	done
 
 compile-check: $(READY) ## nvcc for sm_80, sm_90, sm_100: spills, registers, vector loads (no GPU needed)

@@ -77,7 +77,9 @@ void DeviceExecution::require_links(OpCode op, std::span<const LaneKey> keys,
 void DeviceExecution::check_answer(OpCode op, const LaneKey& key, Clock::time_point begin,
                                    Deadline deadline) {
   const auto require_open = [&](int peer, bool has_closed) {
-    if (has_closed) throw PipeCommException(closed_failure(dispatch_, op, peer));
+    if (!has_closed) return;
+    dispatch_.check_usable(op);  // a rank that fails and closes may do both after the check before
+    throw PipeCommException(closed_failure(dispatch_, op, peer));
   };
   if (const auto peer = links_->refused_by(key)) require_open(*peer, true);
   const bool is_answered = links_->is_answered(key);
