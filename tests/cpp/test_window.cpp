@@ -110,7 +110,8 @@ TEST(the_end_loses_no_write_of_another_thread) {
     const RequestPtr recv = recv_of(result.get() + 8, 4 * kMiB - 16);
     volatile auto* const first = reinterpret_cast<int64_t*>(result.get());
     volatile auto* const last = reinterpret_cast<int64_t*>(result.get() + 4 * kMiB - 8);
-    *first = *last = 0;
+    *first = 0;
+    *last = 0;
     std::atomic<bool> ended{false};
     std::latch start(2);
     std::thread writer([&] {

@@ -391,7 +391,7 @@ OperationPtr DeviceExecution::reduce(const ReduceCall& call, CallOptions options
                                root};
   Signature kind(op_name(op));
   kind.add(int64_t{enqueued.dtype}).add(int64_t{enqueued.reduction});
-  kind.add(int64_t{std::bit_width(uint64_t(message.num_bytes))});
+  kind.add(int64_t(std::bit_width(uint64_t(message.num_bytes))));
   const bool connects = size() > 1 && message.num_bytes > 0;
   const CollectiveCall collective{
       op, everybody, peers, {}, same_messages(message), connects ? kind.value() : 0};
