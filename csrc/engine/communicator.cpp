@@ -17,6 +17,8 @@ Communicator::Communicator(const CommunicatorOptions& options, const MakeTranspo
   }
 }
 
+Communicator::~Communicator() { drop(); }
+
 OperationPtr Communicator::batch_p2p(std::span<const PointToPoint> batch, CallOptions options) {
   check_usable(OpCode::p2p);
   check_batch(batch, size(), Dispatch::options().num_channels);

@@ -22,7 +22,7 @@ class Communicator final : public Dispatch {
   // Does not wait for other ranks. Without `make_execution` its execution is a HostExecution.
   Communicator(const CommunicatorOptions& options, const MakeTransport& make_transport,
                const MakeExecution& make_execution = nullptr);
-  ~Communicator() override { drop(); }
+  ~Communicator() override;
 
   // All calls below throw std::invalid_argument before anything is posted, or PipeCommException
   // with the original cause once the communicator has failed or is closed.

@@ -25,41 +25,8 @@ class Runtime final : public DeviceRuntime {
     stream_of(current_)->capture = std::make_shared<Graph>();
   }
   // NCCL's communicators in the graph live at least as long as the graph.
-  GraphPtr end_capture(bool is_broken = false) {
-    std::lock_guard lock(world->mutex);
-    const GraphPtr graph = stream_of(current_)->capture;
-    if (graph->is_broken != is_broken)
-      world->errors.push_back("CUDA: operation failed due to a previous error during capture");
-    for (const auto& [stream, parts] : graph->parts)
-      if (!is_broken && stream_of(current_)->before[stream] < parts.size())
-        world->errors.push_back("CUDA: a capture ends with unjoined work");
-    for (const auto& stream : world->streams) {
-      if (stream->capture != graph) continue;
-      stream->capture = nullptr;
-      stream->before.clear();
-    }
-    graph->capturing = false;
-    return graph;
-  }
-  void replay(const GraphPtr& graph) {
-    std::lock_guard lock(world->mutex);
-    auto queues = std::make_shared<std::vector<std::deque<Work>>>();
-    Replay replay;
-    for (const auto& [stream, parts] : graph->parts) {
-      auto& queue = queues->emplace_back();
-      for (const Make& make : parts) queue.push_back(make(replay));
-    }
-    world->enqueue(stream_of(current_), [queues] {
-      bool done = true;
-      for (std::deque<Work>& queue : *queues) {
-        world->run_queue(queue);
-        done &= queue.empty();
-      }
-      world->has_started = true;
-      return done;
-    });
-    world->advance();
-  }
+  GraphPtr end_capture(bool is_broken = false);
+  void replay(const GraphPtr& graph);
 
   StreamHandle current_stream() override { return current_; }
   StreamHandle new_stream() override {
@@ -73,76 +40,13 @@ class Runtime final : public DeviceRuntime {
     return reinterpret_cast<uintptr_t>(graph.get());
   }
 
-  EventPtr record(StreamHandle handle) override {
-    std::lock_guard lock(world->mutex);
-    Stream* const stream = stream_of(handle);
-    check_free(stream);
-    auto event = std::make_shared<Event>();
-    make(
-        stream,
-        [event](Replay& replay) -> Work {
-          return [own = replay.of(event)] { return own->done = true; };
-        },
-        event);
-    if (stream->capture) {
-      event->captured = true;
-      event->graph = stream->capture;
-      event->before = stream->before;
-    }
-    return event;
-  }
-  void wait(StreamHandle handle, const EventPtr& pointer) override {
-    std::lock_guard lock(world->mutex);
-    Stream* const stream = stream_of(handle);
-    check_free(stream);
-    const auto event = std::static_pointer_cast<Event>(pointer);
-    if (stream->capture && !event->captured)
-      break_capture(stream, "dependency created on uncaptured work in another stream");
-    if (event->captured) {
-      const GraphPtr graph = event->graph.lock();
-      if (!graph || !graph->capturing)
-        break_capture(stream, "wait for an event of a capture that has ended");
-      if (stream->capture && stream->capture != graph)
-        break_capture(stream, "merge of two captures");
-      stream->capture = graph;
-      for (const auto& [other, count] : event->before)
-        stream->before[other] = std::max(stream->before[other], count);
-    }
-    make(
-        stream,
-        [event](Replay& replay) -> Work { return [own = replay.of(event)] { return own->done; }; },
-        event);
-  }
-  bool is_done(const EventPtr& pointer) override {
-    const auto event = std::static_pointer_cast<Event>(pointer);
-    if (event->captured) throw std::runtime_error("CUDA: query of a captured event");
-    while (world->driver_is_stuck) std::this_thread::sleep_for(std::chrono::milliseconds(1));
-    std::lock_guard lock(world->mutex);
-    ++world->num_event_queries;
-    world->advance();
-    return event->done;
-  }
+  EventPtr record(StreamHandle handle) override;
+  void wait(StreamHandle handle, const EventPtr& pointer) override;
+  bool is_done(const EventPtr& pointer) override;
 
   // Like memory of a stream-ordered allocator: overwritten once the work enqueued until it was
   // dropped is done. What is dropped after the capture that it was allocated in stays the graph's.
-  std::shared_ptr<std::byte> allocate(int64_t num_bytes, StreamHandle stream) override {
-    if (num_bytes == 0) return nullptr;
-    if (is_out_of_memory) throw std::runtime_error("CUDA out of memory");
-    auto memory = std::make_shared<std::vector<std::byte>>(num_bytes);
-    std::lock_guard lock(world->mutex);
-    const GraphPtr graph = stream_of(stream)->capture;
-    if (graph) graph->pool.push_back(memory);
-    return {memory->data(), [this, memory, stream, is_of_graph = bool(graph)](std::byte*) {
-              std::lock_guard lock_again(world->mutex);
-              if (is_of_graph && !stream_of(stream)->capture) return;
-              make(stream_of(stream), [memory](Replay&) -> Work {
-                return [memory] {
-                  std::fill(memory->begin(), memory->end(), std::byte{0xEE});
-                  return true;
-                };
-              });
-            }};
-  }
+  std::shared_ptr<std::byte> allocate(int64_t num_bytes, StreamHandle stream) override;
   std::shared_ptr<std::byte> allocate_host(int64_t) override {
     throw std::logic_error("nothing is staged here");
   }
@@ -164,17 +68,7 @@ class Runtime final : public DeviceRuntime {
     });
   }
   void execute(std::span<const CopyTask> tasks, const CopyBuffers& buffers, const Scale& scale,
-               StreamHandle stream) override {
-    ++num_launches;
-    enqueue(stream,
-            [tasks = std::vector<CopyTask>(tasks.begin(), tasks.end()),
-             inputs = std::vector<const void*>(buffers.inputs.begin(), buffers.inputs.end()),
-             outputs = std::vector<void*>(buffers.outputs.begin(), buffers.outputs.end()),
-             send = buffers.send_staging, recv = buffers.recv_staging, scale] {
-              execute_cpu(tasks, {inputs, outputs, send, recv}, scale);
-              return true;
-            });
-  }
+               StreamHandle stream) override;
 
   int64_t free_bytes() override {
     std::lock_guard lock(world->mutex);
@@ -201,18 +95,7 @@ class Runtime final : public DeviceRuntime {
     check_free(stream_of(stream));
     make(stream_of(stream), [work](Replay&) { return work; });
   }
-  void make(Stream* stream, const Make& work, const std::shared_ptr<Event>& event = nullptr) {
-    if (stream->capture) {
-      auto& parts = stream->capture->parts[stream];
-      parts.push_back(work);
-      stream->before[stream] = parts.size();
-      return;
-    }
-    Replay once;
-    if (event) once.events[event.get()] = event;
-    world->enqueue(stream, work(once), event != nullptr);
-    world->advance();
-  }
+  void make(Stream* stream, const Make& work, const std::shared_ptr<Event>& event = nullptr);
 
   std::mutex launch_mutex_;
   StreamHandle current_;

@@ -193,40 +193,14 @@ struct World {
   FakeClock::duration shortest_before_sleep = FakeClock::duration::max();  // since a call
   bool found_stuck = false;
 
-  World() : launcher_([this] { launch_loop(); }) {}
-  ~World() { finish(); }
+  World();
+  ~World();
 
   // Lets all calls that wait for something return; false if a communicator was leaked.
-  bool finish() {
-    {
-      std::lock_guard lock(mutex);
-      finished_ = true;
-    }
-    bool all_ended = false;
-    for (int attempt = 0; attempt < 10000 && !all_ended; ++attempt) {
-      if (attempt > 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
-      std::lock_guard lock(mutex);
-      all_ended = num_calls_ == 0;
-      for (const auto& comm : comms) all_ended &= comm->ended;
-    }
-    stopping_ = true;
-    if (launcher_.joinable()) launcher_.join();
-    return all_ended;
-  }
+  bool finish();
 
   // Blocks the calling thread until `done`, or the end of the test.
-  void block(const std::function<bool()>& done) {
-    ++num_calls_;
-    while (true) {
-      {
-        std::lock_guard lock(mutex);
-        advance();
-        if (finished_ || done()) break;
-      }
-      std::this_thread::sleep_for(std::chrono::microseconds(200));
-    }
-    --num_calls_;
-  }
+  void block(const std::function<bool()>& done);
   bool finished() const { return finished_; }
 
   void launch_later(std::function<void()> launch) {
@@ -234,34 +208,11 @@ struct World {
   }
 
   // The process of a rank ends: what NCCL holds on its host for receivers of other hosts is lost.
-  void end_process(int rank) {
-    std::lock_guard lock(mutex);
-    for (const auto& comm : comms) {
-      if (rank_of_device.at(comm->device) != rank) continue;
-      for (auto& [key, pipe] : pipes) {
-        if (std::get<0>(key) != comm->id || std::get<1>(key) != comm->rank) continue;
-        for (const auto& other : comms)
-          if (other->id == comm->id && other->rank == std::get<2>(key) &&
-              host_of(other->device) != host_of(comm->device)) {
-            pipe.lose_buffered();
-            touch(pipe);
-          }
-      }
-    }
-  }
+  void end_process(int rank);
 
   // Multicast slots of the host that uses most: NVSwitch has 128, of which NCCL takes one for each
   // communicator that has two devices there.
-  int max_slots() {
-    std::lock_guard lock(mutex);
-    std::map<std::pair<int, int>, int> num_devices;  // by host and communicator
-    for (const auto& comm : comms) ++num_devices[{host_of(comm->device), comm->id}];
-    std::map<int, int> num_slots;
-    for (const auto& [key, number] : num_devices) num_slots[key.first] += number > 1;
-    int most = 0;
-    for (const auto& [host, number] : num_slots) most = std::max(most, number);
-    return most;
-  }
+  int max_slots();
 
   int num_group_ends_of(int rank) {
     std::lock_guard lock(mutex);
@@ -270,33 +221,11 @@ struct World {
   void note_progress() { ++progress_; }
   void touch(Pipe& pipe) { touched_pipes_.push_back(&pipe); }  // more of it can move than before
   // Ended work may drop memory, which is new work.
-  void advance() {
-    if (std::exchange(advances_, true)) return;
-    while (!launches_.empty() && launches_.front().due <= FakeClock::now()) {
-      const auto launch = std::move(launches_.front().launch);
-      launches_.pop_front();
-      launch();
-    }
-    for (uint64_t before = progress_ - 1; before != progress_;) {
-      before = progress_;
-      for (size_t idx = 0; idx < busy_queues_.size(); ++idx) run_hardware_queue(*busy_queues_[idx]);
-      std::erase_if(busy_queues_, [](const auto* queue) { return queue->empty(); });
-      for (Pipe* pipe : std::exchange(touched_pipes_, {})) progress_ += pipe->advance(fifo_bytes);
-    }
-    advances_ = false;
-  }
+  void advance();
   void run_queue(std::deque<Work>& work) {
     for (; !work.empty() && work.front()(); ++progress_) work.pop_front();
   }
-  Stream* new_stream(const void* device) {
-    Stream& stream = *streams.emplace_back(std::make_unique<Stream>());
-    stream.device = device;
-    auto& of_device = queues[device];
-    const size_t number = num_streams[device]++ % num_queues;
-    if (number == of_device.size()) of_device.emplace_back();
-    stream.queue = &of_device[number];
-    return &stream;
-  }
+  Stream* new_stream(const void* device);
   void enqueue(Stream* stream, Work work, bool is_record = false) {
     if (stream->tasks.empty()) stream->num_passed = 0;  // possibly during a pass
     stream->tasks.push_back({std::move(work), is_record});
@@ -306,27 +235,7 @@ struct World {
   // In the order in which the tasks came. A task that cannot start yet, since it waits for an
   // event, for room or for the previous one of its stream, blocks all later ones of any stream; a
   // record does not.
-  void run_hardware_queue(std::deque<Stream*>& queue) {
-    for (Stream* stream : queue) stream->num_passed = 0;
-    for (size_t idx = 0; idx < queue.size();) {
-      Stream& stream = *queue[idx];
-      Task& task = stream.tasks[stream.num_passed];
-      if (stream.num_passed == 0) {
-        has_started = task.started;
-        if (task.work()) {
-          const Task ended = std::move(task);
-          stream.tasks.pop_front();
-          queue.erase(queue.begin() + std::ptrdiff_t(idx));
-          ++progress_;
-          continue;
-        }
-        task.started = has_started;
-      }
-      if (!task.started && !task.is_record) return;
-      ++stream.num_passed;
-      ++idx;
-    }
-  }
+  void run_hardware_queue(std::deque<Stream*>& queue);
 
   // Hosts that wait for events, or add no work any more. If all hosts do, and none of these events
   // can come, the program is in a deadlock.
@@ -344,28 +253,10 @@ struct World {
   }
   // Another host may be about to fail for another reason, so unless the test expects a deadlock, it
   // must last for a while, which `num_stuck` counts.
-  bool is_stuck(int* num_stuck) {
-    std::lock_guard lock(mutex);
-    if (!nothing_moves())
-      *num_stuck = 0;
-    else
-      ++*num_stuck;
-    if (*num_stuck < (expects_stuck ? 1 : 400)) return false;
-    return found_stuck = true;
-  }
+  bool is_stuck(int* num_stuck);
 
  private:
-  bool nothing_moves() {
-    if (!launches_.empty()) return false;
-    advance();
-    if (int(waiting_.size()) + num_ended_hosts_ < num_hosts) return false;
-    for (const auto& [rank, ends] : waiting_) {
-      bool done = true;
-      for (const EventPtr& end : ends) done &= static_cast<Event*>(end.get())->done;
-      if (done) return false;
-    }
-    return true;
-  }
+  bool nothing_moves();
 
   struct Launch {
     FakeClock::time_point due;

@@ -321,7 +321,7 @@ TEST(a_failing_call_reaches_everybody) {
     if (me.rank == 0) {
       CHECK_CONTAINS(failure_text(FailureKind::error, [&] { me.p2p({tensor.to(1, 1)}); }),
                      "ncclSend: some error (details of the fake)");
-      CHECK(fake::group.depth == 0);
+      CHECK(fake::group_depth() == 0);
     } else if (me.rank == 1) {
       CHECK_CONTAINS(
           failure_text(FailureKind::error, [&] { me.finish(me.p2p({tensor.from(0, 1)}, true)); }),

@@ -1,4 +1,6 @@
 // Routes: pairs of ranks that use different transports, made on first use.
+#include <unistd.h>
+
 #include <future>
 
 #include "host_exchanges.h"

@@ -80,12 +80,10 @@ std::vector<Bytes> run(int size, bool on_device, const Program& program,
                                   .timeout = rank == 0 ? timeout_of_rank_0 : kLong};
       if (on_device)
         options.device = {std::make_shared<int>(), memory.device()};  // owned by `memory`
-      Communicator comm(options, [&](TransportEvents& events) {
-        return std::make_unique<local::Transport>(hub, rank, events);
-      });
-      program(comm, memory, rank);
+      const auto comm = threads::join(hub, options);
+      program(*comm, memory, rank);
       ends[rank] = memory.now();
-      if (!comm.failure()) comm.close(nullptr);
+      if (!comm->failure()) comm->close(nullptr);
     } catch (const std::exception& error) {
       check::fail(__FILE__, __LINE__, "rank " + std::to_string(rank) + ": " + error.what());
     }

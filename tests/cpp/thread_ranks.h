@@ -13,9 +13,7 @@ inline constexpr auto kLong = 60s;  // hard limit of anything that must not hang
 struct Tensor {
   explicit Tensor(int64_t num_bytes, int fill = 0xee)
       : bytes(std::make_shared<std::vector<std::byte>>(num_bytes, static_cast<std::byte>(fill))) {}
-  TensorRef ref() const {
-    return {bytes->data(), dtypes::kUInt8, {int64_t(bytes->size())}, {1}, bytes};
-  }
+  TensorRef ref() const;
   std::shared_ptr<std::vector<std::byte>> bytes;
 };
 
@@ -37,27 +35,13 @@ inline CommunicatorOptions options_of(int rank, int size,
           .direct_limit = direct_limit};
 }
 
-inline std::unique_ptr<Communicator> join(const std::shared_ptr<local::Hub>& hub,
-                                          const CommunicatorOptions& options) {
-  return std::make_unique<Communicator>(options, [&](TransportEvents& events) {
-    return std::make_unique<local::Transport>(hub, options.rank, events);
-  });
-}
+std::unique_ptr<Communicator> join(const std::shared_ptr<local::Hub>& hub,
+                                   const CommunicatorOptions& options);
 
 // Runs `body` on a thread and a communicator per rank; an exception is a failed check.
-inline void run_ranks(int size, std::chrono::nanoseconds timeout_of_rank_0,
-                      const std::function<void(Communicator&, int)>& body,
-                      const std::shared_ptr<local::Hub>& given = nullptr) {
-  const auto hub = given ? given : std::make_shared<local::Hub>(size);
-  check::in_threads(size, [&](int rank) {
-    try {
-      const auto comm = join(hub, options_of(rank, size, rank == 0 ? timeout_of_rank_0 : kLong));
-      body(*comm, rank);
-    } catch (const std::exception& error) {
-      check::fail(__FILE__, __LINE__, "rank " + std::to_string(rank) + ": " + error.what());
-    }
-  });
-}
+void run_ranks(int size, std::chrono::nanoseconds timeout_of_rank_0,
+               const std::function<void(Communicator&, int)>& body,
+               const std::shared_ptr<local::Hub>& given = nullptr);
 
 inline void wait(Communicator& comm, const OperationPtr& operation) {
   if (!comm.wait(*operation, Clock::now() + kLong, nullptr))
@@ -74,25 +58,12 @@ inline Failure failure_of(const std::function<void()>& call) {
   return {.message = "(no failure)"};
 }
 
-inline void expect_failure(int line, const Failure& failure, FailureKind kind, int origin,
-                           const std::string& text) {
-  if (failure.kind != kind || failure.origin_rank != origin ||
-      failure.message.find(text) == std::string::npos)
-    check::fail(__FILE__, line,
-                "'" + text + "' of rank " + std::to_string(origin) + " expected: kind " +
-                    std::to_string(int(failure.kind)) + " of rank " +
-                    std::to_string(failure.origin_rank) + ": " + failure.message);
-}
+void expect_failure(int line, const Failure& failure, FailureKind kind, int origin,
+                    const std::string& text);
 #define CHECK_FAILURE(failure, kind, origin, text) \
   expect_failure(__LINE__, failure, FailureKind::kind, origin, text)
 
-inline OperationPtr isend(Communicator& comm, const Tensor& tensor, int peer, int channel = 0) {
-  const PointToPoint op{Direction::send, peer, channel, tensor.ref()};
-  return comm.batch_p2p({&op, 1});
-}
-inline OperationPtr irecv(Communicator& comm, const Tensor& tensor, int peer, int channel = 0) {
-  const PointToPoint op{Direction::recv, peer, channel, tensor.ref()};
-  return comm.batch_p2p({&op, 1});
-}
+OperationPtr isend(Communicator& comm, const Tensor& tensor, int peer, int channel = 0);
+OperationPtr irecv(Communicator& comm, const Tensor& tensor, int peer, int channel = 0);
 
 }  // namespace threads
