@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
 from test_backend import both, ended, group_of
 
 from pipecomm_ext import PipeCommMismatch
+from pipecomm_ext.backend import sparse
 
 ReduceOp = dist.ReduceOp
 
@@ -52,3 +56,16 @@ def test_sparse_tensors_that_do_not_fit_are_refused(world):
     with pytest.raises(ValueError, match=r"tensors\[0\] must be a dense tensor, not sparse_coo"):
         dist.all_reduce_coalesced([sparse_of(0, torch.float32, 1)] * 2, group=group)
     dist.barrier(group)
+
+
+@both(2)
+def test_an_exchange_that_cannot_be_posted_is_refused_once(world):
+    group, rank = group_of(world.size), world.rank
+    no_plan = mock.patch.object(sparse, "whole_plan", lambda *args: "no plan")
+    with no_plan if rank == 0 else contextlib.nullcontext():
+        with pytest.raises((TypeError, PipeCommMismatch), match="plan must"):
+            dist.all_reduce(sparse_of(rank, torch.float32, 1), group=group)
+    result = sparse_of(rank, torch.float32, 1)
+    dist.all_reduce(result, group=group)
+    expected = sum(sparse_of(src, torch.float32, 1).to_dense() for src in range(world.size))
+    assert torch.equal(result.to_dense(), expected)

@@ -58,6 +58,9 @@ class StandIn:
 
     reduce_scatter = all_gather = all_reduce
 
+    def exchange(self, *args):
+        return engine_of(self._comm).exchange(*args)
+
 
 def brought(shape, dtype: torch.dtype, rank: int) -> torch.Tensor:
     """Small whole numbers, whose sums and products are exact in every dtype."""

@@ -13,10 +13,11 @@ from test_backend import both, group_of
 from test_gone import interrupted_soon
 
 from pipecomm_ext import PipeCommMismatch, PipeCommTimeout
-from pipecomm_ext.communicator.continuation import Continuation
+from pipecomm_ext.communicator.continuation import Continuation, Line
 
 TRANSPORTS = pytest.mark.parametrize("transport", ["tcp", "shm"])
 MOMENT = timedelta(microseconds=1)
+LIMIT_S = 30.0
 NUMEL = 100_000  # a reduction takes two exchanges
 
 
@@ -70,6 +71,13 @@ CALLS = pytest.mark.parametrize("call", [summed, scattered, gathered])
 CALLS_OF_GROUPS = pytest.mark.parametrize(
     "call", [summed_in_group, summed_sparsely, scattered_together, told_by_any]
 )
+
+
+def within(is_so) -> None:
+    until = time.monotonic() + LIMIT_S
+    while not is_so():
+        assert time.monotonic() < until
+        time.sleep(0.001)
 
 
 def has_value(result: torch.Tensor, value: float) -> bool:
@@ -144,6 +152,7 @@ def test_a_wait_of_a_group_that_a_signal_interrupts(world, call):
 def test_a_sparse_reduction_that_a_signal_interrupts(world):
     """The rank takes no part in its second exchange, and the other rank is informed; the next call works."""
     group = group_of(2)
+    dist.barrier(group)  # connects the ranks
     tensor = ones_of(world.rank).to_sparse()
     if world.rank == 0:
         with interrupted_soon():
@@ -156,6 +165,52 @@ def test_a_sparse_reduction_that_a_signal_interrupts(world):
     work, result, value = summed_sparsely(group)
     work.wait()
     assert has_value(result, value)
+
+
+@pytest.mark.parametrize("is_sparse", [False, True], ids=["dense", "sparse"])
+@both(2)
+def test_a_signal_interrupts_a_reduction_that_follows_another_one(world, is_sparse):
+    """It stays in flight as the first one does: both ranks get the sums of both."""
+    group = group_of(2)
+    dist.barrier(group)
+    first, second = (times * ones_of(world.rank) for times in (1, 10))
+    if is_sparse:
+        first, second = first.to_sparse(), second.to_sparse()
+    if world.rank == 1:
+        world.meet()
+    work = dist.all_reduce(first, group=group, async_op=True)
+    if world.rank == 0:
+        with interrupted_soon():
+            dist.all_reduce(second, group=group)
+        world.meet()
+    else:
+        dist.all_reduce(second, group=group)
+    work.wait()
+    last, result, value = summed_in_group(group)
+    last.wait()
+    dist.barrier(group)
+    assert has_value(first, 3) and has_value(result, value)
+    within(lambda: has_value(second, 30))
+
+
+@both(2)
+def test_a_shutdown_posts_the_rest_of_what_a_signal_has_interrupted(world):
+    group = dist.new_group([0, 1], backend="pipecomm", timeout=timedelta(seconds=LIMIT_S))
+    dist.barrier(group)
+    first, second = ones_of(world.rank), 10 * ones_of(world.rank)
+    if world.rank == 1:
+        world.meet()
+        time.sleep(0.1)  # rank 0 closes
+    work = dist.all_reduce(first, group=group, async_op=True)
+    if world.rank == 0:
+        with interrupted_soon():
+            dist.all_reduce(second, group=group)
+        world.meet()
+    else:
+        dist.all_reduce(second, group=group)
+    dist.destroy_process_group(group)
+    work.wait()
+    assert has_value(first, 3) and has_value(second, 30)
 
 
 class Exchange:
@@ -189,3 +244,30 @@ def test_a_deadline_that_passes_during_a_step_or_as_an_exchange_ends():
     handle = Continuation(steps())
     handle.wait(0.01)
     assert ended
+
+
+def test_operations_after_one_that_failed_follow_those_before_it():
+    line, posted = Line(0), []
+
+    class Failing(Exchange):
+        def wait(self, timeout: float | None = None) -> None:
+            raise PipeCommMismatch("other shapes")
+
+    def begun(name: str, exchange: Exchange) -> Continuation:
+        def steps():
+            yield exchange
+            posted.append(name)
+            yield Exchange(is_done=True)
+
+        return Continuation(steps(), line)
+
+    waiting = Exchange(is_done=False)
+    first, failed = begun("first", waiting), begun("failed", Failing(is_done=True))
+    with pytest.raises(PipeCommMismatch):
+        failed.wait()
+    assert not line.has_posted_all()
+    last = begun("last", Exchange(is_done=True))
+    waiting.is_done = True
+    last.wait()
+    assert posted == ["first", "last"] and line.has_posted_all()
+    first.wait()

@@ -149,6 +149,9 @@ class Endpoint:
         communicators = self._end("shut down")
         with self._lock:
             unfinished, deadline = list(self._unfinished), deadline_of(self.timeout)
+            # Also what a signal handler has interrupted.
+            lasts = [connection.line.last for connection in self._connections.values()]
+            unfinished += [last for last in lasts if last is not None]
         for continuation in unfinished:
             with contextlib.suppress(Exception):  # which the call's own handle raises
                 continuation.wait(timeout_until(deadline))

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
+from ..communicator.communicator import engine_of
 from ..communicator.continuation import Continuation, Line, begin
 from ..communicator.plans import whole_plan
 from ..communicator.reduction_steps import Exchanges
@@ -34,9 +35,9 @@ def begin_sparse_all_reduce(comm: Any, tensor: Tensor, op: Any, waits: bool, lin
         if getattr(op, "op", op) != ReduceOp.SUM:
             raise ValueError(f"all_reduce of sparse tensors supports SUM, not {operator_name(op)}")
         mine = tensor.detach().coalesce()
-    exchanges = Exchanges(comm, "all_reduce", waits, line.channel)
+    exchanges = Exchanges(comm, engine_of(comm), "all_reduce", waits, line)
     steps = exchanges.refusing(_steps(exchanges, tensor, mine), 2)
-    return begin(comm, steps, [mine.values()], waits, line)
+    return begin(comm, steps, [mine.values()], exchanges.waits, line)
 
 
 def _steps(exchanges: Exchanges, tensor: Tensor, mine: Tensor) -> Iterator[_C.Work]:

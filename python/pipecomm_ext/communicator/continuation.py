@@ -55,6 +55,10 @@ class Line:
         self.lock = threading.Lock()
         self.last: Continuation | None = None
 
+    def has_posted_all(self) -> bool:
+        """Whether none of its operations still has to post an exchange. Does not wait for other ranks."""
+        return self.last is None or self.last.has_posted_all()
+
 
 class Continuation(_C.Work):
     """The generator is begun at once, so that the call raises its first errors.
@@ -74,6 +78,7 @@ class Continuation(_C.Work):
         self._error: BaseException | None = None
         self._previous: Continuation | None = None
         self._num_done = 0
+        self._line = line
         self._stream = stream
         self._event: Any = None  # torch.cuda.Event, after all that the operation has enqueued
         if stream is not None:
@@ -91,8 +96,16 @@ class Continuation(_C.Work):
             PipeCommTimeout: the timeout has passed; the operation stays in flight.
             PipeCommError: the operation's own error, if it failed.
         """
-        if self._current is not None and not self._run(deadline_of(timeout)):
-            raise self._still_in_flight(timeout)
+        if self._current is not None:
+            deadline = deadline_of(timeout)
+            try:
+                is_done = self._run(deadline)
+            except BaseException:  # a signal handler's; perhaps no other thread continues the operation
+                if self._line is not None:
+                    finish_in_background(self)
+                raise
+            if not is_done:
+                raise self._still_in_flight(timeout)
         if self._error is not None:
             raise self._error
         if self._event is not None and self._stream is not None:
@@ -128,6 +141,11 @@ class Continuation(_C.Work):
     def poll(self) -> bool:
         """Runs the steps that need no wait; returns whether no step is left."""
         return self._current is None or self._run(None)
+
+    def has_posted_all(self) -> bool:
+        """Whether it and those before it in the line have posted all exchanges. Does not wait for others."""
+        is_posted = self._current is None or self._run(None, until_posted=True)
+        return is_posted and (self._previous is None or self._run_those_before(None))
 
     @property
     def device(self) -> torch.device | None:
@@ -182,8 +200,8 @@ class Continuation(_C.Work):
         return True
 
     def _end(self, error: BaseException) -> None:
-        self._error, self._current, self._previous = error, None, None
-        self._steps = iter(())
+        self._error, self._current, self._steps = error, None, iter(())
+        self._run_those_before(None)  # else later operations follow them, as if this one had not failed
 
     def _next(self) -> _C.Work | None:
         with _on(self._stream):

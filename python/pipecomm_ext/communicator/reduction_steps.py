@@ -17,33 +17,47 @@ from torch import Tensor
 
 from ..core.extension import _C
 from ..errors import PipeCommError
+from .continuation import Line
 from .plans import Shape, all_reduce_plans, scatter_plan, whole_plan
 from .reduce_operators import Operator
+from .refusal import was_posted
 
 
 class Exchanges:
     """The exchanges of one operation on a Communicator. Those after the first one follow others, so their
-    order must be certain: they have a `channel` of their own, or the caller `waits` for each one at once."""
+    order must be certain: they have the channel of a `line`, or the caller `waits` for each one at once.
 
-    def __init__(self, comm: Any, op: str, waits: bool, channel: int | None = None) -> None:
+    While operations before it in the line have exchanges to post, its own wait for them: then it is like an
+    asynchronous one, also for a caller that waits."""
+
+    def __init__(
+        self, comm: Any, engine: _C.Communicator, op: str, waits: bool, line: Line | None = None
+    ) -> None:
         self.comm, self.rank, self.size = comm, comm.rank, comm.size
-        self._op = op
-        self.has_order = waits or channel is not None
-        self._channel = channel
-        self._options: Any = {"async_op": not waits, "op": op, "returns_work": True}
+        self._engine, self._op = engine, op
+        self.waits = waits and (line is None or line.has_posted_all())
+        self.has_order = waits or line is not None
+        self._channel = None if line is None else line.channel
         self._num_posted = 0
 
     def run(self, plan: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> _C.Work:
-        channel = self._next_channel()
-        return self.comm.exchange(plan, inputs, outputs, channel=channel, **self._options)
-
-    def _next_channel(self) -> int | None:
+        """Posts the next exchange. `refusing` informs the other ranks if that raises."""
+        args = self._op, plan, inputs, outputs, not self.waits, (), (), self._next_channel, None, 0, True
+        try:
+            work = self._engine.exchange(*args)
+        except BaseException as error:
+            self._num_posted += was_posted(error)
+            raise
         self._num_posted += 1
-        return None if self._num_posted == 1 else self._channel
+        return work
+
+    @property
+    def _next_channel(self) -> int | None:
+        return self._channel if self._num_posted else None
 
     def refusing(self, steps: Iterator[_C.Work], num_exchanges: int) -> Iterator[_C.Work]:
-        """Runs `steps`, which post so many exchanges. If a computation between them raises on this rank, or a
-        signal handler during a call that waits, it refuses the next one, which then fails on all ranks, so
+        """Runs `steps`, which post so many exchanges. If a step raises on this rank, or a signal handler
+        while it waits, the rank refuses the next one that is not posted, which then fails on all ranks, so
         that none posts those that follow."""
         try:
             yield from steps
@@ -52,7 +66,7 @@ class Exchanges:
         except BaseException as error:
             if self._num_posted < num_exchanges:
                 with contextlib.suppress(PipeCommError):
-                    self.comm.refuse(self._op, error, channel=self._next_channel())
+                    self.comm.refuse(self._op, error, channel=self._next_channel)
             raise
 
     def rows(self, num_rows: int, length: int, dtype: torch.dtype) -> list[Tensor]:

@@ -212,8 +212,7 @@ def all_reduce(
             is_done = engine.all_reduce(tensor, op, make, None)
         else:
             with line.lock:
-                has_no_other = line.last is None or line.last.poll()
-                is_done = has_no_other and engine.all_reduce(tensor, op, make, line.channel)
+                is_done = line.has_posted_all() and engine.all_reduce(tensor, op, make, line.channel)
     except Exception as error:
         refuse_for(comm, "all_reduce", error)
         raise
@@ -241,16 +240,16 @@ def begin_all_reduce(
     if _engine_reduces(engine, "all_reduce", operator_):
         output, brought = _as_shape(flat, shape), _as_shape(brought, shape)
         return _begin_in_engine(comm, engine, "all_reduce", output, brought, operator_, waits, parts, tensors)
-    exchanges = Exchanges(comm, "all_reduce", waits, line.channel if line else None)
+    is_ordered = waits or line is not None
+    num_exchanges = 4 if levels is not None else 2 if is_ordered and flat.nbytes > MAX_WHOLE_BYTES else 1
+    line = line if num_exchanges > 1 else None
+    exchanges = Exchanges(comm, engine, "all_reduce", waits, line)
     if levels is not None:
-        num_exchanges = 4
         steps = level_steps.all_reduce(exchanges, levels, shape, brought, flat, operator_)
     else:
-        num_exchanges = 2 if exchanges.has_order and flat.nbytes > MAX_WHOLE_BYTES else 1
         steps = steps_of.all_reduce(exchanges, shape, brought, flat, operator_)
     steps = with_copies(exchanges.refusing(steps, num_exchanges), parts, tensors)
-    line = line if num_exchanges > 1 else None
-    return begin(comm, steps, [flat, brought, *tensors], waits, line, num_exchanges - 1)
+    return begin(comm, steps, [flat, brought, *tensors], exchanges.waits, line, num_exchanges - 1)
 
 
 def begin_reduce(comm: Any, engine: _C.Communicator, tensor: Tensor, op: Any, root: int, waits: bool) -> Any:
@@ -266,7 +265,8 @@ def begin_reduce(comm: Any, engine: _C.Communicator, tensor: Tensor, op: Any, ro
         return _begin_in_engine(
             comm, engine, "reduce", output, brought, operator_, waits, sources, targets, root
         )
-    steps = steps_of.reduce(Exchanges(comm, "reduce", waits), brought, flat, operator_, root)
+    exchanges = Exchanges(comm, engine, "reduce", waits)
+    steps = exchanges.refusing(steps_of.reduce(exchanges, brought, flat, operator_, root), 1)
     return begin(comm, with_copies(steps, sources, targets), [flat, brought, tensor], waits)
 
 
@@ -304,14 +304,16 @@ def begin_reduce_scatter(
         return _begin_in_engine(
             comm, engine, "reduce_scatter", output, brought, operator_, waits, parts, outputs
         )
-    exchanges = Exchanges(comm, "reduce_scatter", waits, line.channel if line else None)
-    if levels is not None and level_steps.saves_traffic(levels, operator_):
+    if levels is None or not level_steps.saves_traffic(levels, operator_):
+        levels = line = None
+    exchanges = Exchanges(comm, engine, "reduce_scatter", waits, line)
+    if levels is not None:
         steps = level_steps.reduce_scatter(exchanges, levels, shapes, brought, operator_, whole)
-        steps = exchanges.refusing(steps, 2)
     else:
-        line = None
         steps = steps_of.reduce_scatter(exchanges, shapes, brought, operator_, whole)
-    return begin(comm, with_copies(steps, parts, outputs), [brought, whole, *outputs], waits, line)
+    steps = exchanges.refusing(steps, 1 if levels is None else 2)
+    steps = with_copies(steps, parts, outputs)
+    return begin(comm, steps, [brought, whole, *outputs], exchanges.waits, line)
 
 
 def reduce_scatter(
@@ -418,13 +420,13 @@ def begin_all_gather(
     if engine.can_reduce("all_gather", None, flat.dtype):
         brought = _as_shape(flat, shape)
         return _begin_in_engine(comm, engine, "all_gather", whole, brought, None, waits, [whole], [output])
-    exchanges = Exchanges(comm, "all_gather", waits, line.channel if line else None)
     if levels is None:
         plan = _all_gather_plan(comm.rank, comm.size, shape, flat.dtype)
-        work = exchanges.run(plan, [flat], [whole])
+        options: Any = {"op": "all_gather", "async_op": not waits, "returns_work": True}
+        work = comm.exchange(plan, [flat], [whole], **options)
         if whole.data_ptr() == output.data_ptr():
             return work
-        steps, line = iter([work]), None
-    else:
-        steps = exchanges.refusing(level_steps.all_gather(exchanges, levels, shape, flat, whole), 2)
-    return begin(comm, with_copies(steps, [whole], [output]), [whole, output], waits, line)
+        return begin(comm, with_copies(iter([work]), [whole], [output]), [whole, output], waits)
+    exchanges = Exchanges(comm, engine, "all_gather", waits, line)
+    steps = exchanges.refusing(level_steps.all_gather(exchanges, levels, shape, flat, whole), 2)
+    return begin(comm, with_copies(steps, [whole], [output]), [whole, output], exchanges.waits, line)

@@ -13,9 +13,14 @@ def refuse_for(
 ) -> None:
     """Tells the other ranks that this one takes no part because of `error`; unless it is a failure, which
     reaches them anyway, or a signal handler raised it while the collective was in flight."""
-    if isinstance(error, PipeCommError) or error.__dict__.pop("_pipecomm_posted", False):
-        return
-    comm.refuse(op, error, members, channel)
+    if not isinstance(error, PipeCommError) and not was_posted(error):
+        comm.refuse(op, error, members, channel)
+
+
+def was_posted(error: BaseException) -> bool:
+    """Whether a signal handler raised `error` while the collective was in flight. It says so once, as the
+    error may go on through another collective."""
+    return error.__dict__.pop("_pipecomm_posted", False)
 
 
 class RefusedOnError:
