@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import once_a_test
 from test_backend import both, group_of
 
+from pipecomm_ext import PipeCommMismatch
+from pipecomm_ext.backend.endpoint import Endpoint
 from pipecomm_ext.communicator import level_steps
 from pipecomm_ext.communicator.reduce_operators import operator_for
 
@@ -123,6 +128,21 @@ def test_the_default_device_does_not_matter(world):
                 work = dist.all_reduce(tensor, group=group, async_op=async_op)
                 assert work is None or work.wait()
         assert tensors[0].to_dense().sum() == 4 and tensors[1].sum() == 200_000
+
+
+@both(2)
+def test_wrong_calls_that_other_ranks_learn_of(world):
+    """Each would otherwise wait until its timeout."""
+    group, told = group_of(2), pytest.raises(PipeCommMismatch, match="refused by rank 0")
+    dist.barrier(group)
+    tensor = torch.ones(4).to_sparse() if world.rank == 0 else torch.ones(4)
+    with told if world.rank else pytest.raises(ValueError, match="must be a dense tensor"):
+        dist.all_to_all_single(tensor, tensor, group=group)
+    fails = mock.patch.object(Endpoint, "wait_for_devices", side_effect=RuntimeError("CUDA error"))
+    with fails if world.rank == 0 else contextlib.nullcontext():
+        with told if world.rank else pytest.raises(RuntimeError, match="CUDA error"):
+            dist.barrier(group)
+    dist.barrier(group)
 
 
 def test_the_default_device_does_not_matter_to_reductions_in_two_levels():

@@ -329,6 +329,7 @@ REFUSED_COLLECTIVES = [
     (lambda x: dist.all_to_all_single(x, x, [True, 3]), "output_split_sizes[0] must be an int, not bool"),
     (lambda x: dist.all_to_all_single(x.double(), x), "must agree in dtype"),
     (lambda x: dist.all_to_all_single(x[:2], x), "bytes to itself but receives"),
+    (lambda x: dist.all_to_all_single(*[x.to_sparse()] * 2), "input must be a dense tensor"),
     (lambda x: dist.all_to_all([x, x], [x]), "one input and one output for each of the 2 ranks"),
     (lambda x: dist.all_gather([x, x, x], x), "one output for each of the 2 ranks, got 3"),
     (lambda x: dist.all_gather_into_tensor(x, x), "neither concatenated nor stacked"),

@@ -37,7 +37,7 @@ from .communicator import Work as _Handle  # `Work` is torch's here
 from .communicator.plans import all_gather_list_plan, all_to_all_single_plan, concatenation_plan, list_plan
 from .communicator.registry import communicator_of, group_name, rank_and_size
 from .core.checked import whole_number
-from .core.copyable import copyable
+from .core.copyable import cloned
 from .core.extension import _C
 from .core.tensor_specs import plain, spec_of, specs_of
 
@@ -290,8 +290,10 @@ def all_to_all_single(
     """
     output, input = plain(output), plain(input)
 
+    inputs = [input]
+
     def plan(comm: Communicator) -> _C.PreparedExchange:
-        return all_to_all_single_plan(
+        plan = all_to_all_single_plan(
             comm.rank,
             comm.size,
             spec_of(input, "input"),
@@ -299,10 +301,11 @@ def all_to_all_single(
             _splits(input_split_sizes, "input_split_sizes"),
             _splits(output_split_sizes, "output_split_sizes"),
         )
+        if input is output:
+            inputs[0] = cloned(input)
+        return plan
 
-    is_in_place = input is output and isinstance(input, Tensor)
-    source = copyable(input).clone().view(input.dtype) if is_in_place else input
-    return _exchange("all_to_all", plan, [source], [output], group, async_op)
+    return _exchange("all_to_all", plan, inputs, [output], group, async_op)
 
 
 def all_to_all(

@@ -38,7 +38,7 @@ from ..communicator.reductions import (
     with_copies,
 )
 from ..communicator.traced import done_work
-from ..core.copyable import copyable
+from ..core.copyable import cloned
 from ..core.extension import _C
 from ..core.grad_mode import without_grad
 from ..core.tensor_specs import plain, spec_of, specs_of
@@ -242,25 +242,23 @@ class Collectives:
         output, tensor = plain(output), plain(tensor)
         connection, what = self._connection(tensor.device), "all_to_all_single"
         comm = connection.communicator
-        if tensor is output:
-            tensor = copyable(tensor).clone().view(tensor.dtype)
-        has_equal_rows = tensor.shape[1:] == output.shape[1:]
-        source, target = (tensor, output) if has_equal_rows else (flattened(tensor), buffer_for(output))
+        sources, targets = [tensor], [output]
 
         def plan() -> _C.PreparedExchange:
             specs = spec_of(tensor, "input"), spec_of(output, "output")
-            lengths = [
-                split_lengths(spec, given, comm.size, name)
-                for spec, given, name in zip(
-                    specs, (input_splits, output_splits), ("input", "output"), strict=True
-                )
-            ]
-            if not has_equal_rows:
-                lengths = [_in_elements(*each) for each in zip(lengths, specs, strict=True)]
-                specs = spec_of(source, "input"), spec_of(target, "output")
+            lengths = tuple(input_splits or ()), tuple(output_splits or ())
+            if tensor is output:
+                sources[0] = cloned(tensor)
+            if tensor.shape[1:] != output.shape[1:]:
+                sent = split_lengths(specs[0], lengths[0], comm.size, "input")
+                received = split_lengths(specs[1], lengths[1], comm.size, "output")
+                lengths = _in_elements(sent, specs[0]), _in_elements(received, specs[1])
+                sources[0], targets[0] = flattened(tensor), buffer_for(output)
+                specs = spec_of(sources[0], "input"), spec_of(targets[0], "output")
             return all_to_all_single_plan(comm.rank, comm.size, *specs, *lengths)
 
-        handle = self._exchange(connection, "all_to_all", what, plan, [source], [target], opts)
+        handle = self._exchange(connection, "all_to_all", what, plan, sources, targets, opts)
+        [target] = targets
         if target.data_ptr() != output.data_ptr():
             steps = with_copies(iter([handle]), [target], [output])
             handle = begin(comm, steps, [target, output], self._waits(opts))
@@ -370,7 +368,8 @@ class Collectives:
         elif device.index is None:
             device = torch.empty(0, device=device).device
         comm = self._connection(device).communicator
-        self.endpoint.wait_for_devices()
+        with comm.collective("barrier"):
+            self.endpoint.wait_for_devices()
         handle = self._explaining("barrier", comm.barrier, async_op=not self._waits(opts))
         if handle is None:
             return self._done([], "barrier")

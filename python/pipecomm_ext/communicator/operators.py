@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..core.copyable import copyable
+from ..core.copyable import cloned
 from ..core.operators import communicates
 from .communicator import Recv, Send
 from .registry import communicator_of, named_group
@@ -33,7 +33,7 @@ def _(shape, dtype, comm) -> Tensor:
 def broadcast(tensor, group, src):
     comm = communicator_of(named_group(group), tensor)
     is_source = src == comm.rank
-    result = copyable(tensor).clone().view(tensor.dtype) if is_source else torch.empty_like(tensor)
+    result = cloned(tensor) if is_source else torch.empty_like(tensor)
     with torch.no_grad():
         comm.broadcast(result, src)
     return result
