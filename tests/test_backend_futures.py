@@ -6,6 +6,7 @@ import gc
 import threading
 import time
 import weakref
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ import torch.distributed as dist
 from ranks import once_a_test
 from test_backend import both, group_of
 
+from pipecomm_ext import _C
+from pipecomm_ext.backend.work import BackendWork
 from pipecomm_ext.communicator import continuation
 
 LIMIT_S = 60.0
@@ -128,6 +131,37 @@ def test_an_interrupted_step_is_an_error_of_later_waits():
         with pytest.raises(Interrupted):
             handle.wait()
     assert handle.is_completed()
+
+
+@pytest.mark.parametrize("is_failed_before", [False, True])
+def test_a_future_ends_though_no_thread_can_use_its_device(is_failed_before):
+    """As after an error of CUDA, which each later call raises."""
+
+    class Failed:
+        is_failed = False
+
+        def wait(self, timeout=None) -> None: ...
+        def is_completed(self) -> bool:
+            if self.is_failed:
+                raise RuntimeError("CUDA error")
+            return False
+
+    class Output:
+        device, is_cuda = torch.device("cuda", 1), False
+
+    def set_device(device) -> None:
+        if is_failed_before or threading.current_thread().name == "pipecomm future":
+            raise RuntimeError("CUDA error")
+
+    handle = Failed()
+    with mock.patch("torch.cuda.set_device", set_device), mock.patch.object(_C, "relax_captures"):
+        work = BackendWork(handle, [Output()], None, 0, "all_reduce")
+        future, handle.is_failed = work.get_future(), True
+        until = time.monotonic() + LIMIT_S
+        while not future.done() and time.monotonic() < until:
+            time.sleep(0.01)
+    with pytest.raises(RuntimeError, match="CUDA error"):
+        assert future.done() and future.wait()
 
 
 def trained_by_power_sgd(group) -> list[torch.Tensor]:

@@ -195,7 +195,8 @@ class BackendWork(TorchWork):
 def _in_new_thread(device: torch.device | None, function: Callable[..., None], *args: Any) -> None:
     def run() -> None:
         _C.leave_behind()
-        work_on(device)
+        with contextlib.suppress(Exception):  # of a device that has failed: callers get the future's error
+            work_on(device)
         function(*args)
 
     try:

@@ -314,8 +314,9 @@ def work_on(device: torch.device | None) -> None:
 
 
 def _has_ended(handle: Pollable) -> bool:
-    try:
+    with contextlib.suppress(Exception):  # of a device that has failed, which poll() finds out, too
         work_on(getattr(handle, "device", None))
+    try:
         return handle.poll()
     except Exception:  # its own threads get the error when they wait; other handles go on
         return True
