@@ -246,6 +246,21 @@ def test_a_deadline_that_passes_during_a_step_or_as_an_exchange_ends():
     assert ended
 
 
+def test_a_wait_that_times_out_names_what_it_waits_for_though_that_ends_then():
+    class Slow(Exchange):
+        num_waits = 0
+
+        def wait(self, timeout: float | None = None) -> None:
+            self.num_waits += 1
+            if self.num_waits == 1:
+                raise PipeCommTimeout(f"a swap is not done after {timeout} s of wait()", op="swap")
+
+    slow = Slow(is_done=False)
+    with pytest.raises(PipeCommTimeout, match=r"a swap is not done after 0.01 s of wait\(\)") as caught:
+        Continuation(iter([slow])).wait(0.01)
+    assert caught.value.op == "swap" and slow.num_waits == 1
+
+
 def test_operations_after_one_that_failed_follow_those_before_it():
     line, posted = Line(0), []
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import math
+import re
 import threading
 import time
 import weakref
@@ -77,6 +78,7 @@ class Continuation(_C.Work):
         self._lock = threading.Lock()
         self._error: BaseException | None = None
         self._previous: Continuation | None = None
+        self._late: PipeCommTimeout | None = None  # of the last wait for an exchange whose timeout has passed
         self._num_done = 0
         self._line = line
         self._stream = stream
@@ -128,14 +130,15 @@ class Continuation(_C.Work):
 
     def _still_in_flight(self, timeout: object) -> PipeCommTimeout:
         """What a wait raises whose timeout has passed: it names what the exchange in flight waits for."""
-        error = PipeCommTimeout("the operation has not ended within the timeout of the wait")
-        if (current := self._current) is not None:
+        error, self._late = self._late, None
+        if error is None and (current := self._current) is not None:  # others took the time
             try:
                 current.wait(_SLICE_S)
             except PipeCommTimeout as of_exchange:
-                if not current.is_completed():
-                    text = str(of_exchange).replace(f"{_SLICE_S} s of wait()", f"{timeout} s of wait()")
-                    error, error.args = of_exchange, (text,)
+                error = of_exchange
+        if error is None:
+            return PipeCommTimeout("the operation has not ended within the timeout of the wait")
+        error.args = (re.sub(r"\S+ s of wait\(\)", f"{timeout} s of wait()", str(error)),)
         return error
 
     def poll(self) -> bool:
@@ -179,8 +182,9 @@ class Continuation(_C.Work):
                 if deadline is not None and deadline != math.inf:
                     try:
                         current.wait(timeout_until(deadline))
-                    except PipeCommTimeout:
+                    except PipeCommTimeout as late:
                         if not current.is_completed():
+                            self._late = late.with_traceback(None)  # which would keep this object
                             return False
                 current.wait()
         except Exception as error:
