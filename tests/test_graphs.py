@@ -87,6 +87,8 @@ def test_tracers_that_would_drop_communication_are_refused(world, name):
         lambda x: comm.all_reduce(x),
         lambda x: comm.all_reduce(x, async_op=True),
         lambda x: comm.broadcast(x, 0),
+        lambda x: comm.barrier(),
+        lambda x: comm.barrier(async_op=True),
         lambda x: distributed.all_gather_into_tensor(x.new_empty(16), x.view(-1)),
         lambda x: comm.send(x, other),
         lambda x: comm.batch_p2p([Send(x, other), Recv(x.clone(), other)]),

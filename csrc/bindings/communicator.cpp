@@ -58,8 +58,8 @@ class BoundCommunicator::Tensors {
  public:
   Tensors(const BoundCommunicator& communicator, size_t number, bool async_op)
       : device_(communicator.device_) {
-    if (number == 0) return;
     check_not_traced();
+    if (number == 0) return;
     if (async_op && !communicator.on_streams_) watch_ = std::make_shared<KeptStorages::Watch>();
     kept_ = KeptStorages::make(number, watch_);
   }
