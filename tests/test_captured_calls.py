@@ -3,17 +3,22 @@ CUDA graph has captured, and those of a device that has failed. They are stubs; 
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 import torch
 
 from pipecomm_ext import _C
 from pipecomm_ext.backend.any_source import SendWatch
+from pipecomm_ext.backend.endpoint import Endpoint
 from pipecomm_ext.backend.work import BackendWork
 from pipecomm_ext.communicator.continuation import finish_in_background
+from pipecomm_ext.communicator.traced import done_work
 
 LIMIT_S = 60.0
 
@@ -114,3 +119,29 @@ def test_a_thread_of_the_library_works_on_the_device_of_the_handle(monkeypatch):
     finish_in_background(handle)
     assert handle.is_polled.wait(LIMIT_S)
     assert calls == [("pipecomm finish", torch.device("cuda", 1)), ("pipecomm finish",)]
+
+
+def test_the_handle_of_a_call_that_has_ended_is_not_captured():
+    assert not done_work().is_captured
+
+
+def test_a_barrier_waits_for_each_device_that_captures_nothing():
+    current, waited = [0], []
+
+    @contextlib.contextmanager
+    def on(device: torch.device):
+        before, current[0] = current[0], cast(int, device.index)
+        yield
+        current[0] = before
+
+    def stream_of(device: torch.device | None = None):
+        return SimpleNamespace(
+            synchronize=lambda: waited.append(current[0] if device is None else device.index)
+        )
+
+    endpoint = object.__new__(Endpoint)
+    endpoint._connections = cast(Any, {torch.device("cuda", idx): None for idx in range(3)})
+    captures = mock.patch("torch.cuda.is_current_stream_capturing", lambda: current[0] == 1)
+    with captures, mock.patch("torch.cuda.device", on), mock.patch("torch.cuda.current_stream", stream_of):
+        endpoint.wait_for_devices()
+    assert waited == [0, 2]

@@ -135,8 +135,10 @@ class Endpoint:
         """Waits until the current streams of the group's CUDA devices have done their work, except within the
         capture of a CUDA graph."""
         for device in list(self._connections):
-            if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
-                torch.cuda.current_stream(device).synchronize()
+            if device.type == "cuda":
+                with torch.cuda.device(device):
+                    if not torch.cuda.is_current_stream_capturing():
+                        torch.cuda.current_stream().synchronize()
 
     def finish(self, continuation: Continuation) -> None:
         """Makes a thread continue a collective; a shutdown waits until it has posted all its exchanges."""

@@ -31,6 +31,7 @@ class DoneWork:
     """The handle of an operation that is done, with the methods of a `Work`, which graphs cannot make."""
 
     number = 0
+    is_captured = False
 
     def wait(self, timeout: object = None) -> None:
         """Returns at once."""
