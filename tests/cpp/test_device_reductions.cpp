@@ -538,3 +538,24 @@ TEST(first_reductions_leave_other_threads_free) {
     CHECK(!me.comm->failure());
   });
 }
+
+// Another thread of rank 0 captures the caller's stream while the call waits for rank 1.
+TEST(captures_that_begin_during_a_first_reduction) {
+  run(options_of(2), [](Rank& me) {
+    broadcast_from(me, 0);
+    meet(me);
+    std::thread other;
+    if (me.rank == 0)
+      other = std::thread([&] {
+        std::this_thread::sleep_for(50ms);
+        me.runtime->begin_capture();
+      });
+    else
+      std::this_thread::sleep_for(200ms);
+    CHECK_CONTAINS(failure_text(FailureKind::error, [&] { call(me, OpCode::all_reduce); }),
+                   "a CUDA graph capture of its stream has begun meanwhile");
+    if (me.rank != 0) return;
+    other.join();
+    me.runtime->end_capture();
+  });
+}

@@ -252,7 +252,8 @@ OperationPtr DeviceExecution::run_collective(const CollectiveCall& call,
     if (pair.receives()) checks_.require_open(op, Direction::recv, pair.peer, scope.channel);
   }
   checks_.post(call, capture != 0, options);
-  if (call.kind != 0 && capture == 0 && kinds_.insert(call.kind).second) {
+  const bool meets = call.kind != 0 && capture == 0 && kinds_.insert(call.kind).second;
+  if (meets) {
     lock.unlock();
     meet_for_first(op, options.interrupted);
     lock = dispatch_.lock_posts(op);
@@ -266,6 +267,8 @@ OperationPtr DeviceExecution::run_collective(const CollectiveCall& call,
   for (const PeerMessages& pair : pairs)
     if (pair.receives()) checks_.number(*operation, Direction::recv, pair.peer, pair.recv);
   launch(operation, [&] {
+    if (meets && check_captures(op, forked) != capture)
+      throw std::invalid_argument("a CUDA graph capture of its stream has begun meanwhile");
     Lane& lane = links_->lane({scope.channel});
     const StreamHandle stream = is_async ? lane.stream : operation->caller;
     enter(*operation, lane, stream, is_async ? runtime_->record(operation->caller) : nullptr);

@@ -35,7 +35,8 @@ struct CollectiveCall {
   std::vector<int> data_peers;      // increasing
   std::vector<int> compared_peers;  // besides those that any collective is compared with
   std::function<std::vector<PeerMessages>(std::span<const int> peers)> messages_with;
-  // Of a reduction: calls for which NCCL chooses the same algorithm have one kind; 0: not one.
+  // Of a reduction: calls for which NCCL presumably chooses the same algorithm (it does not tell) have
+  // one kind; 0: not one.
   uint64_t kind = 0;
 };
 
