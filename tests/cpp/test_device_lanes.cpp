@@ -317,8 +317,10 @@ TEST(exchanges_after_a_barrier) {
   run(options_of(2), [&](Rank& me) {
     const Swap swap(me);
     me.finish(exchange_swap(me, swap.mine, swap.theirs, 1));
-    if (me.rank == 1) std::this_thread::sleep_for(100ms);
-    has_come = me.rank == 1;
+    if (me.rank == 1) {
+      std::this_thread::sleep_for(100ms);
+      has_come = true;
+    }
     const OperationPtr met = me.comm->barrier();
     const OperationPtr second = exchange_swap(me, swap.mine, swap.theirs, 1, true, met);
     CHECK(has_come);
