@@ -541,17 +541,21 @@ TEST(first_reductions_leave_other_threads_free) {
 
 // Another thread of rank 0 captures the caller's stream while the call waits for rank 1.
 TEST(captures_that_begin_during_a_first_reduction) {
-  run(options_of(2), [](Rank& me) {
+  std::atomic<bool> captures{false};
+  run(options_of(2), [&](Rank& me) {
     broadcast_from(me, 0);
     meet(me);
     std::thread other;
-    if (me.rank == 0)
+    if (me.rank == 0) {
       other = std::thread([&] {
-        std::this_thread::sleep_for(50ms);
+        const auto waits = [](const Flight& each) { return !each.operation.ended; };
+        CHECK(comes_true([&] { return std::ranges::any_of(me.comm->flights(), waits); }));
         me.runtime->begin_capture();
+        captures = true;
       });
-    else
-      std::this_thread::sleep_for(200ms);
+    } else {
+      CHECK(comes_true([&] { return captures.load(); }));
+    }
     CHECK_CONTAINS(failure_text(FailureKind::error, [&] { call(me, OpCode::all_reduce); }),
                    "a CUDA graph capture of its stream has begun meanwhile");
     if (me.rank != 0) return;
