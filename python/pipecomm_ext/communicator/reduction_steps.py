@@ -42,9 +42,20 @@ class Exchanges:
 
     def run(self, plan: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> _C.Work:
         """Posts the next exchange. `refusing` informs the other ranks if that raises."""
-        args = self._op, plan, inputs, outputs, not self.waits, (), (), self._next_channel, None, 0, True
         try:
-            work = self._engine.exchange(*args)
+            work = self._engine.exchange(
+                self._op,
+                plan,
+                inputs,
+                outputs,
+                not self.waits,
+                (),  # members: all
+                (),  # within
+                self._next_channel,
+                None,  # after
+                0,  # gradient_of
+                True,  # returns_work
+            )
         except BaseException as error:
             self._num_posted += was_posted(error)
             raise
