@@ -449,10 +449,12 @@ TEST(a_rank_that_does_not_come) {
         meeting.arrive_and_wait();
       });
     }
+  std::barrier all(3);     // none closes, which fails the others, before all have had the first one
   std::barrier others(2);  // none of them closes before both have failed
   run(options_of(3), [&](Rank& me) {
     const Tensor tensor({4}, 1);
     me.finish(all_reduce(me, tensor));
+    all.arrive_and_wait();
     if (me.rank == 1) return;  // closes
     CHECK_CONTAINS(failure_text(FailureKind::peer_lost,
                                 [&] { me.finish(all_reduce(me, tensor, Reduction::kSum, true)); }),
