@@ -167,6 +167,21 @@ def test_a_sparse_reduction_that_a_signal_interrupts(world):
     assert has_value(result, value)
 
 
+def reduce_twice(world, group, first, second, later_s: float = 0.0):
+    """A signal interrupts the second call of rank 0, which waits for rank 1 until then; returns the first."""
+    if world.rank == 1:
+        world.meet()
+        time.sleep(later_s)
+    work = dist.all_reduce(first, group=group, async_op=True)
+    if world.rank == 0:
+        with interrupted_soon():
+            dist.all_reduce(second, group=group)
+        world.meet()
+    else:
+        dist.all_reduce(second, group=group)
+    return work
+
+
 @pytest.mark.parametrize("is_sparse", [False, True], ids=["dense", "sparse"])
 @both(2)
 def test_a_signal_interrupts_a_reduction_that_follows_another_one(world, is_sparse):
@@ -176,16 +191,7 @@ def test_a_signal_interrupts_a_reduction_that_follows_another_one(world, is_spar
     first, second = (times * ones_of(world.rank) for times in (1, 10))
     if is_sparse:
         first, second = first.to_sparse(), second.to_sparse()
-    if world.rank == 1:
-        world.meet()
-    work = dist.all_reduce(first, group=group, async_op=True)
-    if world.rank == 0:
-        with interrupted_soon():
-            dist.all_reduce(second, group=group)
-        world.meet()
-    else:
-        dist.all_reduce(second, group=group)
-    work.wait()
+    reduce_twice(world, group, first, second).wait()
     last, result, value = summed_in_group(group)
     last.wait()
     dist.barrier(group)
@@ -198,16 +204,7 @@ def test_a_shutdown_posts_the_rest_of_what_a_signal_has_interrupted(world):
     group = dist.new_group([0, 1], backend="pipecomm", timeout=timedelta(seconds=LIMIT_S))
     dist.barrier(group)
     first, second = ones_of(world.rank), 10 * ones_of(world.rank)
-    if world.rank == 1:
-        world.meet()
-        time.sleep(0.1)  # rank 0 closes
-    work = dist.all_reduce(first, group=group, async_op=True)
-    if world.rank == 0:
-        with interrupted_soon():
-            dist.all_reduce(second, group=group)
-        world.meet()
-    else:
-        dist.all_reduce(second, group=group)
+    work = reduce_twice(world, group, first, second, later_s=0.1)  # rank 0 closes meanwhile
     dist.destroy_process_group(group)
     work.wait()
     assert has_value(first, 3) and has_value(second, 30)

@@ -87,8 +87,7 @@ void WindowPool::State::release(int64_t offset, int64_t num_bytes) {
     const auto advise = [this](int64_t begin, int64_t end, int advice) {
       if (begin < end) madvise(segment->window() + begin, static_cast<size_t>(end - begin), advice);
     };
-    int64_t shared =
-        offset;  // only shared pages can be removed, and only without others between them
+    int64_t shared = offset;  // MADV_REMOVE fails where a private page lies between shared ones
     for (const auto& [begin, end] : made_private) {
       advise(shared, std::min(begin, offset + num_bytes), MADV_REMOVE);
       shared = std::max(shared, end);
