@@ -176,7 +176,7 @@ wheels: ## binary wheels for every installed Python, without CUDA and with it, c
 
 clean: ## remove what was built
 	rm -rf build dist out/site python/*.egg-info python/pipecomm_ext/_C.*.so \
-	  .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	  .pytest_cache .ruff_cache .mypy_cache
 	find python tests bench examples -name __pycache__ -prune -exec rm -rf {} +
 
 distclean: clean ## remove the environments too
