@@ -26,7 +26,7 @@ from pathlib import Path
 
 import hosts as host_worlds
 import pytest
-from ranks import JUDGES_TIMES, RankPool
+from ranks import JUDGES_TIMES, PRELOADED, RankPool
 
 # Torch here and in all that is started: further threads would only spin beside the ranks of other tests.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -133,6 +133,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Puts tests that measure time first, while no pool of ranks loads the machine yet; then those that
     compile, which would occupy both cores at the end.
     """
+    if any("transformers" in item.nodeid for item in items):  # it takes each rank more than a second
+        PRELOADED.append("pipecomm_ext.integrations.transformers")
     first = ["test_step_time.py", "test_cpp.py"]
     items.sort(key=lambda item: first.index(item.path.name) if item.path.name in first else len(first))
     used = mark_smoke(items)

@@ -31,8 +31,9 @@ def test_each_third_call():
     note("d")
     assert ORDER.read_text().count("d") % 3, "the third call"
 """
-# Without conftest.py and its pools of ranks, and without further processes.
-ARGS = ["--", "-n", "0", "-p", "no:cacheprovider"]
+# Without conftest.py and its pools of ranks, without further processes, and (see start()) without the plugins
+# of other packages, which take most of the time of such a run.
+ARGS = ["--", "-p", "xdist", "-n", "0", "-p", "no:cacheprovider"]
 
 pytestmark = pytest.mark.slow
 
@@ -42,6 +43,7 @@ def start(folder: Path, *args: str) -> subprocess.Popen:
     return subprocess.Popen(
         command,
         cwd=folder,
+        env=os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,
