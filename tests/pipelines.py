@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from unittest import mock
 
 import torch
 from torch import nn
@@ -153,6 +155,11 @@ def compare_step(world, plan: Plan, layer=Block, loss_fn=squared_error, scale: f
     pipeline.assert_losses(result.losses, pipeline.run_whole(scale=scale))
     pipeline.assert_gradients()
     return result
+
+
+def refused_by_one() -> AbstractContextManager:
+    """For steps whose arguments only some ranks refuse: these wait less long for the others to do so."""
+    return mock.patch("pipecomm_ext.runtime.plan_loop.REFUSAL_S", 0.1)
 
 
 class Failing(Block):

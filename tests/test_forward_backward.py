@@ -9,7 +9,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from pipelines import WIDTH
+from pipelines import WIDTH, refused_by_one
 from pipelines import MegatronChunk as Chunk
 from ranks import on_ranks
 from torch import nn
@@ -488,7 +488,7 @@ def test_wrong_arguments_of_one_rank_reach_all_over_the_default_pipeline(world, 
             arguments["data_iterator"] = [iter(data)] * (2 if world.rank == 1 else 1)
         text = "model must be one|overlap_p2p_comm needs|1 model chunks and 2 data iterators"
         expected = ValueError if world.rank == 1 else PipeCommAborted
-        with world.breaking(), pytest.raises(expected, match=text):
+        with world.breaking(), refused_by_one(), pytest.raises(expected, match=text):
             schedule(**arguments)
     finally:
         parallel_state.destroy()
@@ -507,7 +507,7 @@ def test_what_fails_before_and_after_the_schedule_reaches_all(world, what):
     wrong: dict = {"adjust_tensor_shapes_fn": fail} if what == "shapes" else {}
     model = [chunk] * 2 if what == "model" and world.rank == 1 else chunk
     expected = (KeyError if what != "model" else ValueError) if world.rank == 1 else PipeCommAborted
-    with world.broken_comm(channels=4) as comm:
+    with world.broken_comm(channels=4) as comm, refused_by_one():
         p2p = P2PCommunicator(comm, config)
         with pytest.raises(expected, match="no such weight|model must be one, or a list of one"):
             step(world, model, data, config, p2p=p2p, **(wrong if world.rank == 1 else {}))

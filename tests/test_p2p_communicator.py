@@ -337,7 +337,7 @@ def test_disagreement_raises_on_both_ends_and_the_pipeline_goes_on(world):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("num_expected", [1, 2, 4])
+@pytest.mark.parametrize("num_expected", [1, 4])
 def test_lists_of_different_lengths_do_not_shift_into_each_other(world, num_expected):
     """Shapes and dtypes agree, so only the lengths of the lists differ. The end with the longer list also
     raises, although its further tensors match no receive.

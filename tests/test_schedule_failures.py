@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from pipelines import WIDTH
+from pipelines import WIDTH, refused_by_one
 from pipelines import MegatronChunk as Chunk
 from ranks import on_ranks
 
@@ -64,7 +64,7 @@ def test_a_failure_before_the_first_action_reaches_all(
     config = config_of(**settings) if world.rank == failing_rank else config_of()
     begin = time.monotonic()
     expected = error if world.rank == failing_rank else PipeCommAborted
-    with world.broken_comm(channels=4) as comm, pytest.raises(expected, match=text):
+    with world.broken_comm(channels=4) as comm, refused_by_one(), pytest.raises(expected, match=text):
         run(P2PCommunicator(comm, config), config, num_chunks)
     assert time.monotonic() - begin < 10
     run(P2PCommunicator(world.fresh_comm(channels=4), config_of()), config_of(), num_chunks)

@@ -18,6 +18,7 @@ from pipelines import (
     make_executor,
     plan_named,
     prepared,
+    refused_by_one,
     squared_error,
 )
 from ranks import on_ranks
@@ -156,9 +157,8 @@ def test_steps_that_are_wrong_on_all_ranks_leave_a_given_communicator_usable(wor
                 executor.step(*arguments)
             pipeline.assert_losses(pipeline.step(executor).losses, pipeline.run_whole())
         pipeline.assert_gradients()
-        patch.setattr(plan_loop, "REFUSAL_S", 0.2)
         expected = ValueError if world.rank == 0 else PipeCommAborted
-        with world.breaking(), pytest.raises(expected, match="has 3 micro-batches"):
+        with world.breaking(), refused_by_one(), pytest.raises(expected, match="has 3 micro-batches"):
             executor.step(inputs[:3] if world.rank == 0 else inputs, targets)
         with pytest.raises(PipeCommAborted):  # the given one remains failed
             pipeline.step(executor)
