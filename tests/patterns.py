@@ -36,6 +36,12 @@ def poison(shape: int | tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return torch.full((*shape, dtype.itemsize), 0xA5, dtype=torch.uint8).view(dtype).reshape(shape)
 
 
+def awaited(work) -> None:
+    """Waits for a call that may be asynchronous, and have given no handle."""
+    if work is not None:
+        work.wait()
+
+
 def bytes_of(tensor: torch.Tensor) -> bytes:
     """The elements' bytes in row-major order."""
     if tensor.numel() == 0:

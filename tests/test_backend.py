@@ -33,6 +33,11 @@ def group_of(size: int):
     return dist.new_group(list(range(size)), backend="pipecomm", timeout=timedelta(seconds=50))
 
 
+@once_a_test
+def gloo_group(size: int):
+    return dist.new_group(list(range(size)), backend="gloo")
+
+
 def both(*sizes: int):
     """A test on real ranks that an older torch skips."""
     return lambda body: needs_new_torch(on_ranks(*sizes)(body))
@@ -449,7 +454,7 @@ def with_fsdp2(model, group):
 @pytest.mark.parametrize("wrap", [with_ddp, with_fsdp2])
 @both(2)
 def test_data_parallel_training_equals_gloo(world, wrap):
-    ours, theirs = trained(wrap, group_of(2)), trained(wrap, dist.new_group([0, 1], backend="gloo"))
+    ours, theirs = trained(wrap, group_of(2)), trained(wrap, gloo_group(2))
     for actual, expected in zip(ours, theirs, strict=True):
         torch.testing.assert_close(actual, expected)
 
@@ -479,7 +484,7 @@ def test_a_pipeline_and_a_checkpoint_of_torch(world):
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
     results = []
-    for group in (group_of(2), dist.new_group([0, 1], backend="gloo")):
+    for group in (group_of(2), gloo_group(2)):
         torch.manual_seed(world.rank)
         stage = torch.nn.Linear(4, 4)
         schedule = Schedule1F1B(

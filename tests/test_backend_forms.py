@@ -8,18 +8,12 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import once_a_test
-from test_backend import both, group_of
+from test_backend import both, gloo_group, group_of
 
 from pipecomm_ext import PipeCommTimeout
 
 MAX = dist.ReduceOp.MAX
 LIMIT = timedelta(seconds=40)
-
-
-@once_a_test
-def gloo_group(size: int):
-    return dist.new_group(list(range(size)), backend="gloo")
 
 
 def with_options(options, **fields):

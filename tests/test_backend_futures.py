@@ -11,19 +11,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import once_a_test
-from test_backend import both, group_of
+from test_backend import both, gloo_group, group_of
 
 from pipecomm_ext import _C
 from pipecomm_ext.backend.work import BackendWork
 from pipecomm_ext.communicator import continuation
 
 LIMIT_S = 60.0
-
-
-@once_a_test
-def gloo_group(size: int):
-    return dist.new_group(list(range(size)), backend="gloo")
 
 
 @both(2)

@@ -5,15 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import once_a_test
-from test_backend import both, group_of
+from patterns import awaited
+from test_backend import both, gloo_group, group_of
 
 HOOK = 7  # any number, by which a hook is removed again
-
-
-@once_a_test
-def gloo_group(size: int):
-    return dist.new_group(list(range(size)), backend="gloo")
 
 
 def every_call(group, rank: int, size: int) -> None:
@@ -36,8 +31,7 @@ def every_call(group, rank: int, size: int) -> None:
             dist.barrier(group, async_op),
         ]
         for work in works:
-            if work is not None:
-                work.wait()
+            awaited(work)
     if rank < 2:
         calls = [(dist.send, dist.isend), (dist.recv, dist.irecv)]
         for waits, begins in calls if rank == 0 else reversed(calls):

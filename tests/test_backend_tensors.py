@@ -8,18 +8,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import once_a_test
-from test_backend import both, group_of
+from test_backend import both, gloo_group, group_of
 
 from pipecomm_ext import PipeCommMismatch
 from pipecomm_ext.backend.endpoint import Endpoint
 from pipecomm_ext.communicator import level_steps
 from pipecomm_ext.communicator.reduce_operators import operator_for
-
-
-@once_a_test
-def gloo_group(size: int):
-    return dist.new_group(list(range(size)), backend="gloo")
 
 
 @pytest.mark.parametrize("async_op", [False, True], ids=["sync", "async"])

@@ -11,7 +11,7 @@ import re
 import pytest
 import torch
 import torch.distributed as torch_dist
-from patterns import DTYPES, pattern, poison
+from patterns import DTYPES, awaited, pattern, poison
 from ranks import on_ranks
 from sequence_cases import assert_same, cut, laid_out, random_lengths, remainder_first
 
@@ -241,8 +241,7 @@ def test_all_to_all_single(world):
             async_op=idx % 2 == 0,
         )
         assert (work is None) == (idx % 2 == 1)
-        if work:
-            work.wait()
+        awaited(work)
         for src, part in enumerate(output.split(received_lengths)):
             assert_same(part, parts[src][rank], (idx, src))
 
@@ -260,16 +259,12 @@ def test_lists(world):
         }
         outputs = [poison(*specs[src, rank]) for src in range(size)]
         inputs = [pattern(*specs[rank, dst], idx, rank, dst) for dst in range(size)]
-        work = dist.all_to_all(outputs, inputs, async_op=idx % 2 == 0)
-        if work:
-            work.wait()
+        awaited(dist.all_to_all(outputs, inputs, async_op=idx % 2 == 0))
         for src, output in enumerate(outputs):
             assert_same(output, pattern(*specs[src, rank], idx, src, rank))
 
         gathered = [poison(*specs[src, 0]) for src in range(size)]
-        work = dist.all_gather(gathered, pattern(*specs[rank, 0], idx, rank), async_op=idx % 2 == 0)
-        if work:
-            work.wait()
+        awaited(dist.all_gather(gathered, pattern(*specs[rank, 0], idx, rank), async_op=idx % 2 == 0))
         for src, output in enumerate(gathered):
             assert_same(output, pattern(*specs[src, 0], idx, src))
 
@@ -357,27 +352,19 @@ def test_all_to_all_single_of_other_shapes_and_in_place(world, async_op):
         for shape, source_shape in [((8,), (4, 2)), ((4, 2), (8,)), ((2, 4), (4, 2)), ((4, 2), (2, 4))]:
             output = torch.zeros(shape)
             source = torch.arange(8.0).view(source_shape) + 10 * world.rank
-            work = api.all_to_all_single(output, source, async_op=async_op)
-            if work is not None:
-                work.wait()
+            awaited(api.all_to_all_single(output, source, async_op=async_op))
             results.append(output.tolist())
         output = torch.zeros(6)
         splits = ([2, 4], [1, 2]) if world.rank == 0 else ([4, 2], [2, 1])
-        work = api.all_to_all_single(output, torch.arange(6.0).view(3, 2), *splits, async_op=async_op)
-        if work is not None:
-            work.wait()
+        awaited(api.all_to_all_single(output, torch.arange(6.0).view(3, 2), *splits, async_op=async_op))
         results.append(output.tolist())
     assert results[:5] == results[5:]
     same = torch.arange(4.0) + 10 * world.rank
-    work = dist.all_to_all_single(same, same, async_op=async_op)
-    if work is not None:
-        work.wait()
+    awaited(dist.all_to_all_single(same, same, async_op=async_op))
     assert same.tolist() == ([0, 1, 10, 11] if world.rank == 0 else [2, 3, 12, 13])
     source = torch.ones((4, 3) if world.rank else (6, 2))
     with pytest.raises(PipeCommMismatch):
-        work = dist.all_to_all_single(torch.empty_like(source), source, async_op=async_op)
-        if work is not None:
-            work.wait()
+        awaited(dist.all_to_all_single(torch.empty_like(source), source, async_op=async_op))
 
 
 @on_ranks(2)

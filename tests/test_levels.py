@@ -3,7 +3,6 @@ these tests are on one host and are told that they are on several; over hosts: t
 
 from __future__ import annotations
 
-import functools
 import random
 import time
 from unittest import mock
@@ -12,7 +11,7 @@ import pytest
 import torch
 from patterns import bytes_of
 from ranks import on_ranks
-from test_reductions import FEW, OPERATORS, ReduceOp, values
+from test_reductions import FEW, ReduceOp, names_for, truth, values
 
 from pipecomm_ext import PipeCommMismatch
 from pipecomm_ext.communicator import reductions
@@ -24,7 +23,6 @@ from pipecomm_ext.core.levels import levels_among
 
 # The host of each rank.
 LAYOUTS = {4: ["aabb", "abba"], 6: ["aaabbb", "abcabc", "abbcca"]}
-WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 
 def places(layout: str) -> list[dict[str, str | None]]:
@@ -35,21 +33,6 @@ def line_over(world, layout: str) -> Line:
     levels = levels_among(world.rank, places(layout))
     assert levels is not None
     return Line(1, lambda: levels)
-
-
-def truth(name: str, tensors: list[torch.Tensor], layout: str) -> torch.Tensor:
-    """Reduces over the ranks of each host, then over the hosts, in the order of their first ranks."""
-    dtype = tensors[0].dtype
-    wide = torch.int64 if not dtype.is_floating_point else WIDER.get(dtype, dtype)
-    combine = OPERATORS["SUM" if name == "AVG" else name]
-    of_hosts: dict[str, list[torch.Tensor]] = {}
-    for host, tensor in zip(layout, tensors, strict=True):
-        of_hosts.setdefault(host, []).append(tensor.to(wide))
-    total = functools.reduce(combine, [functools.reduce(combine, some) for some in of_hosts.values()])
-    total = total / len(tensors) if name == "AVG" else total
-    if dtype == torch.bool:
-        return total.bool() if name != "BXOR" else (total % 2).bool()
-    return total.to(dtype)
 
 
 @pytest.mark.parametrize(
@@ -77,8 +60,7 @@ def test_the_levels_of_hosts(layout, ranks):
 @pytest.mark.parametrize("dtype", FEW, ids=str)
 @on_ranks(4, 6)
 def test_all_reduce(world, dtype):
-    names = ["SUM", "PRODUCT", "MIN", "MAX"]
-    names += ["AVG"] if dtype.is_floating_point else ["BAND", "BOR", "BXOR"]
+    names = names_for(dtype)
     layouts = LAYOUTS[world.size]
     for layout in layouts if dtype in (torch.bfloat16, torch.int16) else layouts[:1]:
         line = line_over(world, layout)

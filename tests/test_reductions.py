@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 import torch.distributed as torch_dist
-from patterns import bytes_of
+from patterns import awaited, bytes_of
 from ranks import on_ranks
 
 from pipecomm_ext import _C, PipeCommMismatch, PipeCommTimeout, Work
@@ -42,14 +42,30 @@ def values(length: int, dtype: torch.dtype, rank: int) -> torch.Tensor:
     return torch.randint(0, 120, (length,), generator=generator).to(dtype)
 
 
-def truth(name: str, tensors: list[torch.Tensor]) -> torch.Tensor:
-    """Reduces in rank order, float16 and bfloat16 in float32, integers as int64, whose low bits are right."""
+def names_for(dtype: torch.dtype) -> list[str]:
+    """The operators of reductions of these dtypes."""
+    return [
+        "SUM",
+        "PRODUCT",
+        "MIN",
+        "MAX",
+        *(["AVG"] if dtype.is_floating_point else ["BAND", "BOR", "BXOR"]),
+    ]
+
+
+def truth(name: str, tensors: list[torch.Tensor], hosts: str | None = None) -> torch.Tensor:
+    """Reduces in rank order, float16 and bfloat16 in float32, integers as int64, whose low bits are right.
+
+    With the hosts of ranks: over those of each host, then over the hosts, in the order of their first ranks.
+    """
     dtype = tensors[0].dtype
     wide = torch.int64 if not dtype.is_floating_point else dtype
     wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else wide
-    total = functools.reduce(
-        OPERATORS["SUM" if name == "AVG" else name], [tensor.to(wide) for tensor in tensors]
-    )
+    combine = OPERATORS["SUM" if name == "AVG" else name]
+    of_hosts: dict[str, list[torch.Tensor]] = {}
+    for host, tensor in zip(hosts or "a" * len(tensors), tensors, strict=True):
+        of_hosts.setdefault(host, []).append(tensor.to(wide))
+    total = functools.reduce(combine, [functools.reduce(combine, some) for some in of_hosts.values()])
     total = total / len(tensors) if name == "AVG" else total
     if dtype == torch.bool:
         return total.bool() if name != "BXOR" else (total % 2).bool()
@@ -68,35 +84,22 @@ def test_all_reduce_of_more_ranks(world, dtype):
     check_all_reduce(world, dtype)
 
 
-def check_all_reduce(world, dtype):
-    comm, size = world.comm, world.size
-    names = ["SUM", "PRODUCT", "MIN", "MAX"]
-    names += ["AVG"] if dtype.is_floating_point else ["BAND", "BOR", "BXOR"]
-    for length in LENGTHS:
-        everybody = [values(length, dtype, rank) for rank in range(size)]
-        for name in names:
-            expected = truth(name, everybody)
-            for async_op in (False, True):
-                tensor = everybody[world.rank].clone()
-                work = comm.all_reduce(tensor, getattr(ReduceOp, name), async_op=async_op)
-                if async_op:
-                    work.wait()
-                assert bytes_of(tensor) == bytes_of(expected), (length, name)
-
-
 @on_ranks(1, 2, 3)
 def test_bools_of_any_bytes(world):
     """All bytes but 0 are true, as in uint8 tensors that are viewed as bool; results are 0 or 1."""
+    check_all_reduce(world, torch.bool, lambda length, _, rank: values(length, torch.uint8, rank) % 4)
+
+
+def check_all_reduce(world, dtype, bytes_as=values):
+    """`bytes_as` makes tensors, maybe of another dtype, whose bytes are viewed as `dtype`."""
     comm, size = world.comm, world.size
     for length in LENGTHS:
-        everybody = [values(length, torch.uint8, rank) % 4 for rank in range(size)]
-        for name in ("SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"):
-            expected = truth(name, [tensor != 0 for tensor in everybody])
+        everybody = [bytes_as(length, dtype, rank) for rank in range(size)]
+        for name in names_for(dtype):
+            expected = truth(name, [each if each.dtype == dtype else each != 0 for each in everybody])
             for async_op in (False, True):
                 tensor = everybody[world.rank].clone()
-                work = comm.all_reduce(tensor.view(torch.bool), getattr(ReduceOp, name), async_op=async_op)
-                if async_op:
-                    work.wait()
+                awaited(comm.all_reduce(tensor.view(dtype), getattr(ReduceOp, name), async_op=async_op))
                 assert bytes_of(tensor) == bytes_of(expected), (length, name)
 
 
@@ -228,16 +231,12 @@ def test_equal_numbers_of_elements_in_other_shapes_are_refused(world, name, asyn
     comm, rank = world.comm, world.rank
     for shapes in [((2 * scale, 3 * scale), (3 * scale, 2 * scale)), ((4,), (2, 2)), ((), (1,))]:
         with pytest.raises(PipeCommMismatch) as caught:
-            work = CALLS[name](comm, shapes[rank], async_op)
-            if work is not None:
-                work.wait()
+            awaited(CALLS[name](comm, shapes[rank], async_op))
         error = caught.value
         assert error.op == error.ours.op == error.theirs.op == name.partition(" ")[0]
         assert (error.ours.shape, error.theirs.shape) == (shapes[rank], shapes[1 - rank])
     for shape in [(2 * scale, 3 * scale), (4,), ()]:
-        work = CALLS[name](comm, shape, async_op)
-        if work is not None:
-            work.wait()
+        awaited(CALLS[name](comm, shape, async_op))
 
 
 @on_ranks(2)
@@ -275,18 +274,12 @@ def test_gathers_of_dtypes_that_torch_does_not_copy(world, dtype):
     everybody = torch.arange(12, dtype=torch.uint8).view(2, 3, 2)
     gathered = torch.zeros(2, 2, 3, dtype=torch.uint8)
     for async_op in (False, True):
-        work = comm.all_gather(
-            gathered.zero_().view(dtype).transpose(1, 2), everybody[world.rank].view(dtype), async_op=async_op
-        )
-        if work is not None:
-            work.wait()
+        output = gathered.zero_().view(dtype).transpose(1, 2)
+        awaited(comm.all_gather(output, everybody[world.rank].view(dtype), async_op=async_op))
         assert torch.equal(gathered.transpose(1, 2), everybody)
         mine = everybody[world.rank].t().contiguous().t()
-        work = comm.all_gather(
-            gathered.zero_().view(2, 3, 2).view(dtype), mine.view(dtype), async_op=async_op
-        )
-        if work is not None:
-            work.wait()
+        output = gathered.zero_().view(2, 3, 2).view(dtype)
+        awaited(comm.all_gather(output, mine.view(dtype), async_op=async_op))
         assert torch.equal(gathered.view(2, 3, 2), everybody)
 
 

@@ -19,6 +19,7 @@ from gpu_world import (
     over_transports,
     take_device,
 )
+from patterns import awaited
 from ranks import on_ranks
 from test_backend import group_of, needs_new_torch
 
@@ -40,12 +41,6 @@ def truth(name: str, length: int, dtype: torch.dtype, size: int) -> torch.Tensor
     return combine[name](everybody, 0).to(dtype)
 
 
-def ended(work) -> None:
-    """Waits for a call, if it was asynchronous."""
-    if work is not None:
-        work.wait()
-
-
 @on_ranks(2, 3, deadline=DEADLINE_S)
 @over_transports
 @on_devices
@@ -56,14 +51,14 @@ def test_reductions_and_gathers(world, device, over):
     for dtype, length, async_op in itertools.product(dtypes, (0, 1, 30_003), (False, True)):
         for name in ("SUM", "PRODUCT", "MIN", "MAX"):
             tensor = numbers(length, dtype, rank).to(device)
-            ended(comm.all_reduce(tensor, getattr(ReduceOp, name), async_op=async_op))
+            awaited(comm.all_reduce(tensor, getattr(ReduceOp, name), async_op=async_op))
             assert torch.equal(tensor.cpu(), truth(name, length, dtype, size)), (dtype, length, name)
         whole = numbers(length * size, dtype, rank).to(device)
         part = torch.empty(length, dtype=dtype, device=device)
-        ended(comm.reduce_scatter(part, whole, async_op=async_op))
+        awaited(comm.reduce_scatter(part, whole, async_op=async_op))
         expected = truth("SUM", length * size, dtype, size)
         assert torch.equal(part.cpu(), expected.view(size, length)[rank]), (dtype, length)
-        ended(comm.all_gather(whole, part, async_op=async_op))
+        awaited(comm.all_gather(whole, part, async_op=async_op))
         assert torch.equal(whole.cpu(), expected), (dtype, length)
 
 
@@ -123,16 +118,16 @@ def test_the_backend(world, device, async_op):
     group, size, rank = group_of(world.size), world.size, world.rank
     total, length = size * (size - 1) // 2, 20_001
     tensor = torch.full((length,), float(rank), device=device)
-    ended(dist.all_reduce(tensor, group=group, async_op=async_op))
+    awaited(dist.all_reduce(tensor, group=group, async_op=async_op))
     assert torch.all(tensor == total)
-    ended(dist.reduce(tensor.fill_(rank), size - 1, ReduceOp.SUM, group, async_op))
+    awaited(dist.reduce(tensor.fill_(rank), size - 1, ReduceOp.SUM, group, async_op))
     assert torch.all(tensor == (total if rank == size - 1 else rank))
     whole, piece = torch.full((size, length), float(rank), device=device), torch.empty(length, device=device)
-    ended(dist.reduce_scatter_tensor(piece, whole, group=group, async_op=async_op))
+    awaited(dist.reduce_scatter_tensor(piece, whole, group=group, async_op=async_op))
     assert torch.all(piece == total)
-    ended(dist.reduce_scatter(piece, list(whole), ReduceOp.MAX, group, async_op))
+    awaited(dist.reduce_scatter(piece, list(whole), ReduceOp.MAX, group, async_op))
     assert torch.all(piece == size - 1)
-    ended(dist.all_gather_into_tensor(whole, piece.fill_(rank), group, async_op))
+    awaited(dist.all_gather_into_tensor(whole, piece.fill_(rank), group, async_op))
     assert torch.equal(whole[:, 0].cpu(), torch.arange(size).float()) and torch.all(whole == whole[:, :1])
     tensors = [torch.full((4,), float(rank), device=device), torch.full((3,), rank, device=device)]
     with dist._coalescing_manager(group, async_ops=async_op) as works:
@@ -152,7 +147,7 @@ def test_a_barrier_of_the_backend_waits_for_the_device(world, async_op):
     dist.all_reduce(torch.ones(4, device="cuda"), group=group)
     torch.cuda._sleep(LONG_CYCLES)
     is_done.record()
-    ended(dist.barrier(group, async_op=async_op))
+    awaited(dist.barrier(group, async_op=async_op))
     assert is_done.query()
 
 
@@ -264,9 +259,9 @@ def test_captured(world, device, async_op, dtype, length):
     part, whole = tensor.new_zeros(length // 2), tensor.new_zeros(length)
 
     def step() -> None:
-        ended(comm.all_reduce(tensor, async_op=async_op))
-        ended(comm.reduce_scatter(part, tensor, async_op=async_op))
-        ended(comm.all_gather(whole, part, async_op=async_op))
+        awaited(comm.all_reduce(tensor, async_op=async_op))
+        awaited(comm.reduce_scatter(part, tensor, async_op=async_op))
+        awaited(comm.all_gather(whole, part, async_op=async_op))
         tensor.mul_(3)
 
     step()

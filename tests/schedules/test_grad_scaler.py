@@ -45,10 +45,7 @@ def test_scalers_that_differ_and_wrong_ones_are_refused_on_all_ranks(world):
 @on_ranks(2)
 def test_a_scaler_that_is_updated_alone_is_a_warning(world):
     scaler = torch.amp.GradScaler("cpu")
-    pipeline, executor = prepared(
-        world, get_plan("one_f_one_b", 2, 4), loss_fn=lambda output, target: scaler.scale(output.sum())
-    )
-    optimizer = torch.optim.SGD(nn.ModuleList(pipeline.stages.values()).parameters(), lr=0.1)
+    pipeline, executor, optimizer = scaled(world, scaler)
     scaler.scale(torch.zeros(()))
     for is_agreed in (True, True, False):
         with warnings.catch_warnings():
