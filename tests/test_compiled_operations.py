@@ -11,7 +11,6 @@ import torch.distributed as dist
 from ranks import on_ranks
 from relay_cases import topology_of
 from sequence_cases import assert_same, error_of, num_posted, numbers, remainder_first
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 from pipecomm_ext import (
@@ -52,6 +51,8 @@ def check_lengths(
 
     Only `dims`, one of each input, are symbolic, which compiles faster; without them all dims are.
     """
+    from torch._dynamo.testing import CompileCounterWithBackend  # imports what only ranks need
+
     counter = CompileCounterWithBackend("aot_eager")
     graph = compiled(function, counter, dynamic=None if dims else len(lengths) > 1)
     for length in lengths:

@@ -30,7 +30,6 @@ from ranks import on_ranks
 from scripts import Script, run_on_ranks, run_under_torchrun
 from tools import needs
 from torch.nn import functional
-from torch.nn.attention.bias import causal_lower_right
 
 import pipecomm_ext
 from pipecomm_ext import __main__ as command_line
@@ -522,6 +521,8 @@ def test_a_relay_through_three_stages(world):
 
 @on_ranks(2)
 def test_ulysses_attention_and_all_to_all(world):
+    from torch.nn.attention.bias import causal_lower_right  # imports torch._dynamo, as ranks have done
+
     def attention(q, k, v, is_causal=False):
         mask = causal_lower_right(q.size(1), k.size(1)) if is_causal else None
         heads_first = (tensor.transpose(1, 2) for tensor in (q, k, v))

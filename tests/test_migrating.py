@@ -23,7 +23,6 @@ from pipelines import WIDTH, MegatronChunk
 from ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.pipelining import PipelineStage
 from torch.nn import functional
 
 from pipecomm_ext import all_to_all, cal_split_sizes, parallel_state
@@ -164,6 +163,8 @@ def test_torchs_pipeline(world):
 @on_ranks(2)
 def test_torchtitan(world):
     """The stages that its splitter makes are torch's."""
+    from torch.distributed.pipelining import PipelineStage  # imports torch._dynamo, as ranks have done
+
     num_stages, device, (inputs, labels) = 2 * world.size, torch.device("cpu"), batch()
     mine, whole = make_stages(num_stages), make_stages(num_stages)
     names = {"torch": torch, "inputs": inputs, "labels": labels, "loss_fn": functional.cross_entropy}
