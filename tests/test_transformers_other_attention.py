@@ -54,21 +54,6 @@ def test_a_piece_in_a_model_with_another_attention_is_refused(world, attention):
 
 
 @on_ranks(2)
-def test_an_attention_of_the_users_own_is_trusted(world):
-    from transformers import AttentionInterface
-
-    integration, shapes = registered(world.comm), []
-
-    def attention(module, query, key, value, attention_mask, **_):
-        shapes.append(tuple(query.shape))
-        return value.repeat_interleave(query.size(1) // value.size(1), 1).transpose(1, 2), None
-
-    AttentionInterface.register("own_exchange", attention)
-    make_model("llama", "own_exchange")(**integration.split_batch(make_batch(9), world.comm))
-    assert {shape[2] for shape in shapes} == {5 - world.rank}
-
-
-@on_ranks(2)
 def test_a_kernel_of_the_hub_is_not_the_users_own(world):
     """transformers registers "owner/repository:function" with a function of the kernel's own module."""
     from transformers import AttentionInterface

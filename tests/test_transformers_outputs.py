@@ -20,10 +20,10 @@ from test_transformers_models import DECODER, ENCODER, MODERN, make_model
 from test_transformers_models import plain as make_plain
 
 
-@pytest.mark.parametrize("hidden_size", [32, 4])  # the other one is also the number of a rank's tokens
 @on_ranks(2)
-def test_the_pooled_output_of_an_encoder_is_none(world, hidden_size):
-    integration, comm = registered(world.comm), world.comm
+def test_the_pooled_output_of_an_encoder_is_none(world):
+    """Although it is as wide as a rank's tokens are many; of another width: test_outputs_of_one_token."""
+    integration, comm, hidden_size = registered(world.comm), world.comm, 4
     model = make_model("Bert", ENCODER | {"hidden_size": hidden_size}, "pipecomm_ulysses", "Model")
     piece = integration.split_batch({"input_ids": tokens(8)}, comm)
     result = model(**piece)
