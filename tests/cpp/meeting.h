@@ -33,6 +33,13 @@ inline void wait(Communicator& comm, const OperationPtr& operation) {
   comm.wait(*operation, Deadline::max(), nullptr);
 }
 
+// Posts one message.
+inline OperationPtr post(Communicator& comm, Direction direction, int peer, Bytes& bytes,
+                         int channel = 0) {
+  const PointToPoint op{direction, peer, channel, tensor(bytes)};
+  return comm.batch_p2p({&op, 1});
+}
+
 // The failure of an operation that `post` posts, at the call or later; null: it succeeds.
 FailurePtr failure_of(Communicator& comm, const std::function<OperationPtr()>& post);
 

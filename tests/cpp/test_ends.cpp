@@ -19,10 +19,6 @@ constexpr size_t kLarge = 1 << 20;
 std::atomic<bool> refuses_large{false};
 std::atomic<int> num_refused{0};
 
-PointToPoint op(Direction direction, int peer, Bytes& bytes) {
-  return {direction, peer, 0, tensor(bytes)};
-}
-
 }  // namespace
 
 void* operator new[](size_t num_bytes) {
@@ -102,25 +98,23 @@ static void check_rest_of_a_batch(
     Bytes bytes(16), rest_bytes(num_bytes);
     wait(comm, comm.barrier());
     if (comm.rank() == 0) {
-      const PointToPoint batch[] = {op(Direction::send, 1, bytes), op(rest, 2, rest_bytes)};
+      const PointToPoint batch[] = {{Direction::send, 1, 0, tensor(bytes)},
+                                    {rest, 2, 0, tensor(rest_bytes)}};
       says(failure_of(comm, [&] { return comm.batch_p2p(batch); }), FailureKind::mismatch,
            "rank 1");
       comm.close(nullptr);
       disagree.count_down();
     } else if (comm.rank() == 1) {
       bytes.resize(17);
-      const PointToPoint one = op(Direction::recv, 0, bytes);
-      says(failure_of(comm, [&] { return comm.batch_p2p({&one, 1}); }), FailureKind::mismatch,
-           "rank 0");
+      says(failure_of(comm, [&] { return post(comm, Direction::recv, 0, bytes); }),
+           FailureKind::mismatch, "rank 0");
       disagree.count_down();
     } else {
       disagree.wait();
       const Direction mine = rest == Direction::send ? Direction::recv : Direction::send;
-      for (int turn = 0; turn < 3; ++turn) {
-        const PointToPoint one = op(mine, 0, rest_bytes);
-        says(failure_of(comm, [&] { return comm.batch_p2p({&one, 1}); }), FailureKind::peer_lost,
-             "has closed its communicator");
-      }
+      for (int turn = 0; turn < 3; ++turn)
+        says(failure_of(comm, [&] { return post(comm, mine, 0, rest_bytes); }),
+             FailureKind::peer_lost, "has closed its communicator");
       CHECK(!comm.failure());
     }
   });
@@ -150,10 +144,8 @@ static void check_patient_close(
     Bytes bytes(100), more = comm.rank() == 1 ? coded_bytes(1, kLarge) : Bytes(kLarge);
     wait(comm, comm.barrier());
     if (comm.rank() == 0) {
-      const PointToPoint unmatched = op(Direction::recv, 2, bytes);
-      const PointToPoint late = op(Direction::recv, 1, more);
-      const OperationPtr first = comm.batch_p2p({&unmatched, 1});
-      const OperationPtr second = comm.batch_p2p({&late, 1});
+      const OperationPtr first = post(comm, Direction::recv, 2, bytes);  // unmatched
+      const OperationPtr second = post(comm, Direction::recv, 1, more);  // late
       matched.count_down();
       comm.close(nullptr, 300ms);
       says(first->failure(), FailureKind::aborted, "was pending when its communicator was closed");
@@ -163,18 +155,14 @@ static void check_patient_close(
     }
     if (comm.rank() == 1) {
       matched.arrive_and_wait();
-      const PointToPoint late = op(Direction::send, 0, more);
-      wait(comm, comm.batch_p2p({&late, 1}));
+      wait(comm, post(comm, Direction::send, 0, more));
     }
     closed.wait();
-    if (comm.rank() == 2) {
-      const PointToPoint one = op(Direction::send, 0, bytes);
-      says(failure_of(comm, [&] { return comm.batch_p2p({&one, 1}); }), FailureKind::peer_lost,
-           "closed");
-    }
-    const PointToPoint one =
-        op(comm.rank() == 1 ? Direction::send : Direction::recv, 3 - comm.rank(), bytes);
-    wait(comm, comm.batch_p2p({&one, 1}));
+    if (comm.rank() == 2)
+      says(failure_of(comm, [&] { return post(comm, Direction::send, 0, bytes); }),
+           FailureKind::peer_lost, "closed");
+    const Direction direction = comm.rank() == 1 ? Direction::send : Direction::recv;
+    wait(comm, post(comm, direction, 3 - comm.rank(), bytes));
   });
 }
 
@@ -202,8 +190,7 @@ TEST(a_full_window_of_messages_to_a_rank_that_closes) {
     if (comm.rank() == 1) {
       Bytes bytes(32 << 10);
       std::vector<OperationPtr> sends;
-      const PointToPoint one = op(Direction::send, 0, bytes);
-      for (int idx = 0; idx < 140; ++idx) sends.push_back(comm.batch_p2p({&one, 1}));
+      for (int idx = 0; idx < 140; ++idx) sends.push_back(post(comm, Direction::send, 0, bytes));
       posted.count_down();
       for (const OperationPtr& send : sends)
         says(failure_of(comm, [&] { return send; }), FailureKind::peer_lost, "closed");

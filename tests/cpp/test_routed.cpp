@@ -201,8 +201,8 @@ TEST(a_rank_that_never_comes) {
     };
     const auto comm = meeting.communicator(0, 300ms);
     Bytes bytes(8);
-    const PointToPoint recv{Direction::recv, 1, 0, tensor(bytes), 0};
-    says(failure_of(*comm, [&] { return comm->batch_p2p({&recv, 1}); }), FailureKind::timeout,
+    says(failure_of(*comm, [&] { return post(*comm, Direction::recv, 1, bytes); }),
+         FailureKind::timeout,
          throws
              ? "rank 1 has not made its communicator, as far as this rank knows: the store is gone"
              : "rank 1 has not made its communicator; check");
@@ -238,11 +238,9 @@ TEST(a_rank_that_has_left) {
     meeting.communicator(0)->close(nullptr);
     const auto comm = meeting.communicator(1);
     Bytes bytes(8);
-    for (const Direction direction : {Direction::recv, Direction::send}) {
-      const PointToPoint message{direction, 0, 0, tensor(bytes), 0};
-      says(failure_of(*comm, [&] { return comm->batch_p2p({&message, 1}); }),
+    for (const Direction direction : {Direction::recv, Direction::send})
+      says(failure_of(*comm, [&] { return post(*comm, direction, 0, bytes); }),
            FailureKind::peer_lost, "has closed its communicator");
-    }
     CHECK(comm->failure() == nullptr);
     comm->close(nullptr);
   }
@@ -280,8 +278,8 @@ TEST(a_rank_that_has_failed) {
       is_gone = true;
       if (!comm) comm = meeting.communicator(1);
       Bytes bytes(8);
-      const PointToPoint message{Direction::recv, 0, 0, tensor(bytes), 0};
-      const FailurePtr failure = failure_of(*comm, [&] { return comm->batch_p2p({&message, 1}); });
+      const FailurePtr failure =
+          failure_of(*comm, [&] { return post(*comm, Direction::recv, 0, bytes); });
       says(failure, FailureKind::timeout, "communicator failed on rank 0: barrier timed out after");
       CHECK(failure && failure->origin_rank == 0);
       comm->close(nullptr);
@@ -299,9 +297,8 @@ TEST(a_rank_that_has_died) {
     if (ways != "memory") meeting.listeners[0].clear();
     const auto comm = meeting.communicator(1);
     Bytes bytes(8);
-    const PointToPoint message{Direction::recv, 0, 0, tensor(bytes), 0};
-    says(failure_of(*comm, [&] { return comm->batch_p2p({&message, 1}); }), FailureKind::peer_lost,
-         "lost the connection to rank 0, which died or was cut off (");
+    says(failure_of(*comm, [&] { return post(*comm, Direction::recv, 0, bytes); }),
+         FailureKind::peer_lost, "lost the connection to rank 0, which died or was cut off (");
     CHECK(comm->failure() != nullptr);
     comm->close(nullptr);
     meeting.introductions[0].memory_fd = -1;
@@ -325,8 +322,7 @@ TEST(a_rank_that_is_turned_away_as_it_closes) {
     is_out.get_future().wait();
     const auto second = meeting.communicator(1);
     Bytes bytes(8);
-    const PointToPoint message{Direction::recv, 0, 0, tensor(bytes), 0};
-    says(failure_of(*second, [&] { return second->batch_p2p({&message, 1}); }),
+    says(failure_of(*second, [&] { return post(*second, Direction::recv, 0, bytes); }),
          FailureKind::peer_lost, "has closed its communicator");
     closes.join();
     CHECK(first->failure() == nullptr);
@@ -370,10 +366,8 @@ TEST(closing_while_routes_are_made) {
     run_ranks(meeting, [&](Communicator& comm) {
       Bytes mine = coded_bytes(comm.rank(), 100);
       const int next = (comm.rank() + 1) % 3, previous = (comm.rank() + 2) % 3;
-      const PointToPoint recv{Direction::recv, previous, 0, tensor(received[comm.rank()]), 0};
-      const PointToPoint send{Direction::send, next, 0, tensor(mine), 0};
-      comm.batch_p2p({&recv, 1});
-      comm.batch_p2p({&send, 1});
+      post(comm, Direction::recv, previous, received[comm.rank()]);
+      post(comm, Direction::send, next, mine);
       comm.close(nullptr);
     });
     for (int rank = 0; rank < 3; ++rank) CHECK(received[rank] == coded_bytes((rank + 2) % 3, 100));

@@ -225,15 +225,14 @@ TEST(unmatched_messages_hold_up_only_their_channel) {
     std::vector<PointToPoint> messages;
     const Direction direction = sends ? Direction::send : Direction::recv;
     for (Bytes& bytes : bulk) messages.push_back({direction, 1 - comm.rank(), 0, tensor(bytes)});
-    const PointToPoint urgent{direction, 1 - comm.rank(), 1, tensor(small)};
     if (sends) {
       const OperationPtr sent = comm.batch_p2p(messages);
-      wait(comm, comm.batch_p2p({&urgent, 1}));
+      wait(comm, post(comm, direction, 1, small, 1));
       CHECK(!sent->done());
       wait(comm, comm.barrier());
       wait(comm, sent);
     } else {
-      wait(comm, comm.batch_p2p({&urgent, 1}));
+      wait(comm, post(comm, direction, 0, small, 1));
       CHECK(small == coded_bytes(99, 8));
       wait(comm, comm.barrier());
       wait(comm, comm.batch_p2p(messages));
@@ -249,19 +248,17 @@ TEST(mismatches_are_told_on_both_ends) {
     check::context = "mismatch " + std::to_string(num_sent) + " " + std::to_string(num_expected);
     run_ranks(shape_of(2), [&](Communicator& comm) {
       const bool sends = comm.rank() == 0;
+      const Direction direction = sends ? Direction::send : Direction::recv;
       for (int turn = 0; turn < 3; ++turn) {  // and the communicator stays usable
         Bytes bytes(size_t(sends ? num_sent : num_expected));
-        const PointToPoint op{sends ? Direction::send : Direction::recv, 1 - comm.rank(), 0,
-                              tensor(bytes)};
-        const FailurePtr failure = failure_of(comm, [&] { return comm.batch_p2p({&op, 1}); });
+        const FailurePtr failure =
+            failure_of(comm, [&] { return post(comm, direction, 1 - comm.rank(), bytes); });
         says(failure, FailureKind::mismatch, std::to_string(num_sent));
         says(failure, FailureKind::mismatch, std::to_string(num_expected));
         CHECK(bytes == Bytes(bytes.size()));
       }
       Bytes good = sends ? coded_bytes(5, 100000) : Bytes(100000);
-      const PointToPoint op{sends ? Direction::send : Direction::recv, 1 - comm.rank(), 0,
-                            tensor(good)};
-      wait(comm, comm.batch_p2p({&op, 1}));
+      wait(comm, post(comm, direction, 1 - comm.rank(), good));
       CHECK(good == coded_bytes(5, 100000));
     });
   }
@@ -296,10 +293,9 @@ TEST(what_can_no_longer_match_fails_when_a_rank_closes) {
     run_ranks(shape_of(3), [&](Communicator& comm) {
       if (comm.rank() == 0) return;
       Bytes bytes(num_bytes);
-      const PointToPoint op{comm.rank() == 1 ? Direction::send : Direction::recv, 0, 0,
-                            tensor(bytes)};
-      says(failure_of(comm, [&] { return comm.batch_p2p({&op, 1}); }), FailureKind::peer_lost,
-           "rank 0 has closed its communicator");
+      const Direction direction = comm.rank() == 1 ? Direction::send : Direction::recv;
+      says(failure_of(comm, [&] { return post(comm, direction, 0, bytes); }),
+           FailureKind::peer_lost, "rank 0 has closed its communicator");
     });
   }
 }
@@ -307,8 +303,7 @@ TEST(what_can_no_longer_match_fails_when_a_rank_closes) {
 TEST(aborts_reach_all_ranks) {
   run_ranks(shape_of(3), [](Communicator& comm) {
     Bytes bytes(1000000);
-    const PointToPoint op{Direction::recv, (comm.rank() + 1) % 3, 0, tensor(bytes)};
-    const OperationPtr operation = comm.batch_p2p({&op, 1});
+    const OperationPtr operation = post(comm, Direction::recv, (comm.rank() + 1) % 3, bytes);
     const OperationPtr barrier = comm.barrier();
     if (comm.rank() == 1) {
       wait(comm, barrier);  // all have come this far; on the others it may be cut short
@@ -325,10 +320,9 @@ TEST(a_close_does_not_overtake_an_abort) {
     check::context = "abort and close, round " + std::to_string(round);
     run_ranks(shape_of(2), [](Communicator& comm) {
       Bytes bytes(1000);
-      const PointToPoint op{Direction::recv, 1 - comm.rank(), 0, tensor(bytes)};
       if (comm.rank() == 1) return comm.abort("enough");
-      says(failure_of(comm, [&] { return comm.batch_p2p({&op, 1}); }), FailureKind::aborted,
-           "enough");
+      says(failure_of(comm, [&] { return post(comm, Direction::recv, 1, bytes); }),
+           FailureKind::aborted, "enough");
     });
   }
 }
@@ -414,9 +408,8 @@ TEST(nonsense_from_a_peer_is_an_error) {
     const auto comm = memory.communicator(0);
     ruin.act(memory.segments[0]->lane(1, 0), memory.segments[0]->ring(1, 0));
     Bytes bytes(8);
-    const PointToPoint op{Direction::recv, 1, 0, tensor(bytes)};
-    says(failure_of(*comm, [&] { return comm->batch_p2p({&op, 1}); }), FailureKind::error,
-         "transport failure");
+    says(failure_of(*comm, [&] { return post(*comm, Direction::recv, 1, bytes); }),
+         FailureKind::error, "transport failure");
   }
 }
 
