@@ -36,7 +36,7 @@ def without_group(name: str, /, **arguments: Any) -> None:
 over_group(
     "all_to_all",
     input_=(ones(2, 3, 5), "tensor"),
-    scatter_dim=(2, "dim", Mistake("the gather dim", lambda good: 1, VALUE, "1")),
+    scatter_dim=(2, "dim", Mistake("the gather dim", lambda good: -2, VALUE, "must differ, both are 1")),
     gather_dim=(1, "dim"),
     scatter_sizes=([3, 2], "sizes"),
     gather_sizes=([3, 3], "sizes"),
@@ -91,7 +91,7 @@ over_group(
     input_=(ones(4, 3), "tensor", Mistake("an odd length", lambda good: ones(3, 3), VALUE, "length 6")),
     dim=(0, "dim"),
 )
-INDIVISIBLE = Mistake("a length that does not divide", lambda good: ones(6, good.size(1)), VALUE, "6")
+INDIVISIBLE = Mistake("a length that does not divide", lambda good: ones(6, good.size(1)), VALUE, "length 6")
 over_group(
     "load_balanced_split_forward_gather_backward",
     "local",

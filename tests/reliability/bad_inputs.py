@@ -34,12 +34,15 @@ class Mistake(NamedTuple):
     says: str  # a pattern in the error text
 
 
+NO_INT = "must be an int, (not|got .* of type) "
+
+
 def ints(*others: Mistake) -> list[Mistake]:
     """Mistakes for arguments that must be whole numbers."""
     return [
-        Mistake("a float", lambda good: 1.5, TYPE, "float"),
-        Mistake("a string", lambda good: "1", TYPE, "str"),
-        Mistake("a list", lambda good: [1], TYPE, "list"),
+        Mistake("a float", lambda good: 1.5, TYPE, NO_INT + "float"),
+        Mistake("a string", lambda good: "1", TYPE, NO_INT + "str"),
+        Mistake("a list", lambda good: [1], TYPE, NO_INT + "list"),
         *others,
     ]
 
@@ -101,23 +104,43 @@ def in_list(mistakes: list[Mistake]) -> list[Mistake]:
     ]
 
 
+NO_LIST = r"must be a list of (one length per rank|ints), not "
 SIZES = [
-    Mistake("a list that is too long", lambda good: [*good, 0], VALUE, r"\b[34]\b"),
-    Mistake("a list that is too short", lambda good: good[:-1], VALUE, r"\b[12]\b"),
-    Mistake("another sum", lambda good: [good[0] + 1, *good[1:]], VALUE, r"\d"),
-    Mistake("a negative size", lambda good: [good[0] + good[1] + 1, -1, *good[2:]], VALUE, "-1"),
-    Mistake("a float", lambda good: [float(good[0]), *good[1:]], TYPE, "float|2.0|3.0"),
-    Mistake("an int instead of a list", lambda good: 3, EITHER, "int"),
-    Mistake("a string", lambda good: "1, 2", EITHER, "str"),
+    Mistake(
+        "a list that is too long", lambda good: [*good, 0], VALUE, r"each of the [23] ranks, got [34]: \["
+    ),
+    Mistake(
+        "a list that is too short", lambda good: good[:-1], VALUE, r"each of the [23] ranks, got [12]: \["
+    ),
+    Mistake(
+        "another sum", lambda good: [good[0] + 1, *good[1:]], VALUE, r"is \d, but the tensor has length \d"
+    ),
+    Mistake(
+        "a negative size",
+        lambda good: [good[0] + good[1] + 1, -1, *good[2:]],
+        VALUE,
+        r"must not be negative, got \[\d, -1",
+    ),
+    Mistake("a float", lambda good: [float(good[0]), *good[1:]], TYPE, r"\[0\] must be an int, not float"),
+    Mistake("an int instead of a list", lambda good: 3, EITHER, NO_LIST + "int"),
+    Mistake("a string", lambda good: "1, 2", EITHER, NO_LIST + "str"),
     Mistake("too large a size", lambda good: [HUGE, *good[1:]], VALUE, r"\d"),
     Mistake("a size beyond 64 bits", lambda good: [2**70, *good[1:]], (*EITHER, OverflowError), ""),
 ]
+NO_LENGTHS = r"sequence lengths must be a list or a 1-d tensor, not "
 LENGTHS = [
-    Mistake("none at all", lambda good: [], VALUE, "at least one|no "),
-    Mistake("another sum", lambda good: [good[0] + 1, *good[1:]], VALUE, r"\d"),
-    Mistake("a negative length", lambda good: [sum(good) + 1, -1], VALUE, "-1"),
-    Mistake("a float", lambda good: [float(good[0]), *good[1:]], TYPE, "float"),
-    Mistake("a string", lambda good: "12", EITHER, "str"),
+    Mistake("none at all", lambda good: [], VALUE, "there must be at least one sequence length"),
+    Mistake(
+        "another sum",
+        lambda good: [good[0] + 1, *good[1:]],
+        VALUE,
+        r"is 9, but the tensor has length 8|means a length of \d along dim 0, not \d",
+    ),
+    Mistake("a negative length", lambda good: [sum(good) + 1, -1], VALUE, "cannot divide a length of -1"),
+    Mistake("a float", lambda good: [float(good[0]), *good[1:]], TYPE, "length must be an int, not float"),
+    Mistake("floats", lambda good: torch.tensor(good).float(), TYPE, "length must be an int, not float"),
+    Mistake("an int", lambda good: 6, VALUE, NO_LENGTHS + "int"),
+    Mistake("a string", lambda good: "12", VALUE, NO_LENGTHS + "str"),
 ]
 
 PEERS = ints(
@@ -151,8 +174,8 @@ MISTAKES: dict[str, list[Mistake]] = {
     ),
     "dim": ints(
         NONE,
-        Mistake("too large", lambda good: 7, RANGE, "7"),
-        Mistake("too far back", lambda good: -8, RANGE, "-8"),
+        Mistake("too large", lambda good: 7, RANGE, r"dim 7 is out of range for a tensor of \d dims"),
+        Mistake("too far back", lambda good: -8, RANGE, r"dim -8 is out of range for a tensor of \d dims"),
         Mistake("beyond 64 bits", lambda good: 2**70, (*RANGE, OverflowError), ""),
     ),
     "length": ints(
@@ -170,18 +193,24 @@ MISTAKES: dict[str, list[Mistake]] = {
         ),
     ],
     "rows": [
-        Mistake("None", lambda good: None, EITHER, "None"),
-        Mistake("a row too few", lambda good: good[:-1], VALUE, r"\b1\b"),
-        Mistake("another sum", lambda good: good + 1, VALUE, r"\d"),
-        Mistake("negative", lambda good: good - 9, VALUE, "-"),
-        Mistake("floats", lambda good: good.float(), EITHER, "float"),
-        Mistake("a list of ints", lambda good: [1, 2], EITHER, "int"),
+        Mistake("None", lambda good: None, VALUE, r"must be a tensor \[ranks, sequences\], not NoneType"),
+        Mistake("a row too few", lambda good: good[:-1], VALUE, "one entry for each of the 2 ranks, got 1"),
+        Mistake(
+            "another sum", lambda good: good + 1, VALUE, r"of the split sizes \[4, 2\] is 6, but .* length 4"
+        ),
+        Mistake(
+            "negative", lambda good: good + torch.tensor([2, -2]), VALUE, r"not be negative, got \[\(5, -1\)"
+        ),
+        Mistake("floats", lambda good: good.float(), TYPE, r"sizes\[0\]\[0\] must be an int, not float"),
+        Mistake(
+            "a list of ints", lambda good: [1, 2], VALUE, r"sizes\[0\] must be a list of one .*, not int"
+        ),
     ],
     "sequence lengths": LENGTHS,
     "grad_scale": [
-        Mistake("another word", lambda good: "sideways", VALUE, "sideways"),
-        Mistake("a number", lambda good: 2.0, VALUE, "2.0"),
-        Mistake("True", lambda good: True, VALUE, "True"),
+        Mistake("another word", lambda good: "Up", VALUE, 'must be "up", "down" or None, not .Up'),
+        Mistake("a number", lambda good: 2.0, VALUE, 'must be "up", "down" or None, not 2.0'),
+        Mistake("True", lambda good: True, VALUE, 'must be "up", "down" or None, not True'),
     ],
     "timeout": [
         Mistake("0", lambda good: 0, VALUE, "timeout.*0"),
