@@ -31,6 +31,18 @@ def churn():
     return [torch.full((64,), float("nan")) for _ in range(200)]
 
 
+def come_late(world, comm, sent: torch.Tensor, num_received: int) -> None:
+    """Is the other end of messages of rank 0 whose memory moves, and then of one more."""
+    world.meet()
+    for _ in range(2):
+        comm.send(sent, 0)
+    for _ in range(num_received):
+        received = torch.zeros(sent.numel())
+        comm.recv(received, 0, channel=1)
+        assert_same(received, sent)
+    comm.send(sent, 0)
+
+
 @on_ranks(2)
 @TRANSPORTS
 @pytest.mark.parametrize("num_elements", NUM_ELEMENTS)
@@ -57,14 +69,7 @@ def test_storage_that_moves(world, transport, num_elements, move):
         comm.recv(received, peer)
         assert_same(received, sent)
     else:
-        world.meet()
-        for _ in range(2):
-            comm.send(sent, peer)
-        for _ in range(2):
-            received = torch.zeros(num_elements)
-            comm.recv(received, peer, channel=1)
-            assert_same(received, sent)
-        comm.send(sent, peer)
+        come_late(world, comm, sent, num_received=2)
     comm.barrier()
 
 
@@ -100,7 +105,7 @@ def borrowed(*shape: int) -> tuple[torch.Tensor, numpy.ndarray]:
 
 @on_ranks(2)
 @TRANSPORTS
-@pytest.mark.parametrize("num_elements", [64, 1 << 16, 1 << 22])
+@pytest.mark.parametrize("num_elements", NUM_ELEMENTS)
 @pytest.mark.parametrize("wait", ["wait", "is_completed"])
 def test_other_memory_that_moves_is_told_of(world, transport, num_elements, wait):
     """Also on the sender, since the memory may have been freed."""
@@ -129,13 +134,7 @@ def test_other_memory_that_moves_is_told_of(world, transport, num_elements, wait
         comm.recv(received, peer)
         assert_same(received, sent)
     else:
-        world.meet()
-        for _ in range(2):
-            comm.send(sent, peer)
-        received = torch.zeros(num_elements)
-        comm.recv(received, peer, channel=1)
-        assert_same(received, sent)
-        comm.send(sent, peer)
+        come_late(world, comm, sent, num_received=1)
     comm.barrier()
 
 
