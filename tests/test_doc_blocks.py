@@ -350,6 +350,7 @@ def test_the_parts_of_the_contribution_guide() -> None:
         "communicator.registry": ["communicator_of"],
         "core.checked": ["whole_number"],
         "core.tensor_specs": ["spec_of"],
+        "sequence_parallel.differentiable": ["ExchangeStep", "Step", "apply"],
     }.items():
         found = importlib.import_module(f"pipecomm_ext.{module}")
         names |= {name: getattr(found, name) for name in wanted}
@@ -357,13 +358,15 @@ def test_the_parts_of_the_contribution_guide() -> None:
     transport = names["Loopback"]()
     assert transport.status() == (True, "a group of one rank")
     execute("CONTRIBUTING.md", "def ring_shift", names)
-    comm = mock.MagicMock(rank=0, size=2)
+    comm = mock.MagicMock(spec=pipecomm_ext.Communicator, rank=0, size=2)
+    comm.empty.side_effect = lambda shape, dtype: torch.zeros(shape, dtype=dtype)
     names["communicator_of"] = lambda group, tensor: comm
-    result = names["ring_shift"](torch.ones(2, 3))
-    assert result is comm.empty.return_value
-    [call] = names["_C"].plan_ring_shift.call_args_list
-    assert call.args[:2] == (0, 2) and call.args[3] == 1
-    comm.exchange.assert_called_once()
+    names["ring_shift"](torch.ones(2, 3, requires_grad=True)).sum().backward()
+    assert [call.args[:2] + call.args[3:] for call in names["_C"].plan_ring_shift.call_args_list] == [
+        (0, 2, 1),
+        (0, 2, -1),
+    ]
+    assert comm.exchange.call_count == 2
     transport, builder, binding = blocks("CONTRIBUTING.md", "cpp")
     sources = {name: (ROOT / "csrc" / name).read_text(encoding="utf-8") for name in PLACES}
     whole_transport = f'#include "transport/transport.h"\nnamespace pipecomm {{\n{transport}}}\n'
