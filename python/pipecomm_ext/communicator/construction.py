@@ -81,8 +81,8 @@ def make(
             arguments["channels"],
             settings,
             shared,
-            uses_memory=own_device.type == "cpu" and requested != "tcp",
-            uses_tcp=requested != "shm",
+            uses_memory=own_device.type == "cpu" and requested in ("auto", "shm"),
+            uses_tcp=requested in ("auto", "nccl", "tcp"),
         )
         record = {**routes.record, "nccl": local}
         engine, name, reason = _engine(meeting, routes, record, own_device, arguments, settings)
