@@ -26,6 +26,11 @@ def specs_of(tensors: Any, name: str) -> tuple[TensorSpec, ...]:
     return tuple(spec_of(tensor, f"{name}[{idx}]") for idx, tensor in enumerate(tensors))
 
 
+def can_have_gradient(dtype: torch.dtype) -> bool:
+    """Whether torch can differentiate with respect to tensors of this dtype."""
+    return dtype.is_floating_point or dtype.is_complex
+
+
 def plain(tensor: Any) -> Any:
     """The tensor itself of a result of a functional collective, after a wait for it."""
     if type(tensor) is torch.Tensor or not hasattr(tensor, "trigger_wait"):

@@ -27,9 +27,10 @@ import torch.distributed as dist
 
 from ..communicator import Communicator, Recv, Send, Work, kept_communicator
 from ..core.checked import require_attributes
+from ..core.tensor_specs import can_have_gradient
 from ..core.timers import timed
 from ..errors import PipeCommMismatch
-from ..runtime.border import BorderSpec, Tensors, can_have_gradient
+from ..runtime.border import BorderSpec, Tensors
 from ..runtime.border_channels import NUM_DATA_CHANNELS, BorderChannels, Incoming, Outgoing, Receipt
 from .config import has_variable_shapes, setting
 from .shapes import is_single_shape, shape_list, tensor_list

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core.tensor_specs import can_have_gradient
 from ..sequence_parallel.differentiable import told_of_backwards
 from .link import Link
 
@@ -40,8 +41,8 @@ def _anchor(dtype: Any, device: torch.device) -> Tensor:
 
     Each stage relies on the other's backward, whether or not anything before the relay requires grad.
     """
-    can_have_grad = isinstance(dtype, torch.dtype) and (dtype.is_floating_point or dtype.is_complex)
-    return torch.empty(0, device=device, requires_grad=can_have_grad)
+    requires_grad = isinstance(dtype, torch.dtype) and can_have_gradient(dtype)
+    return torch.empty(0, device=device, requires_grad=requires_grad)
 
 
 class _Give(torch.autograd.Function):

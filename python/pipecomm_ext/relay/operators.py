@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ..core.operators import communicates
+from ..core.tensor_specs import can_have_gradient
 from .differentiable import SentToken
 from .link import BACKWARD, FORWARD, Link
 
@@ -38,8 +39,7 @@ def traced_relay(
     relay: Any, tensor: Tensor | None, shape: Sequence[int], dtype: torch.dtype, source: int, destination: int
 ) -> Tensor:
     """`StageRelay.relay`, whose arguments are checked."""
-    can_have_grad = dtype.is_floating_point or dtype.is_complex
-    anchor = relay.anchor if can_have_grad else relay.anchor.detach()
+    anchor = relay.anchor if can_have_gradient(dtype) else relay.anchor.detach()
     link = relay.name_in_graphs, FORWARD, source, destination
     if tensor is None:
         return receive(anchor, *link, list(shape), dtype)[0]

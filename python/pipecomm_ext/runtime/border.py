@@ -58,11 +58,6 @@ class OutputSpecs(NamedTuple):
         return text_of(self.tensors) + (self.structure and f" as {self.structure}")
 
 
-def can_have_gradient(dtype: torch.dtype) -> bool:
-    """Whether torch can differentiate with respect to tensors of this dtype."""
-    return dtype.is_floating_point or dtype.is_complex
-
-
 def specs_of(tensors: Iterable[torch.Tensor], structure: str = PLAIN) -> OutputSpecs:
     """The specs of a stage's outputs."""
     return OutputSpecs(

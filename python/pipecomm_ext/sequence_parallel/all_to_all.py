@@ -14,8 +14,9 @@ from ..communicator.registry import communicator_of, group_name, named_group, ra
 from ..core.checked import whole_number
 from ..core.extension import _C
 from ..core.operators import communicates
+from ..core.tensor_specs import can_have_gradient
 from .asynchronous import StepWork, apply_async
-from .differentiable import ExchangeStep, Step, apply, can_have_gradient
+from .differentiable import ExchangeStep, Step, apply
 from .sizes import Sizes, cal_split_sizes, checked_spec, dim_index, size_list, taken_as_equal
 
 OP = "all_to_all"  # in errors and records

@@ -14,12 +14,8 @@ from torch.autograd import forward_ad
 from ..communicator import Communicator, Work
 from ..communicator.registry import communicator_of
 from ..core.extension import _C
-from ..core.tensor_specs import TensorSpec
+from ..core.tensor_specs import TensorSpec, can_have_gradient
 from ..errors import PipeCommMismatch
-
-
-def can_have_gradient(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point or dtype.is_complex
 
 
 class Step(ABC):
