@@ -16,17 +16,16 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from .weight_grad_store import WeightGradStore
+from .weight_grad_store import Closure, WeightGradStore
 
 Root = torch.Tensor | GradientEdge
-Work = Callable[[], object]
 
 
 def run_backward(outputs: Sequence[Root], gradients: Sequence[torch.Tensor | None]) -> None:
@@ -39,7 +38,7 @@ def run_backward(outputs: Sequence[Root], gradients: Sequence[torch.Tensor | Non
 
 def split_backward(
     roots: Sequence[Root], gradients: Sequence[torch.Tensor | None], inputs: Sequence[torch.Tensor]
-) -> list[Work]:
+) -> list[Closure]:
     """Adds the gradients of `inputs` (leaves) to their `.grad`, and returns what remains to do for the
     weights. Inputs that the stage has detached get none.
     """

@@ -14,14 +14,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-Work = Callable[[], object]
+from .weight_grad_store import Closure
 
 
 def loaded(module: str, name: str) -> Any:
@@ -128,7 +128,7 @@ class ReducedOnce:
             for stage, function in (stages.items() if self._sharded.modules else ())
         }
 
-    def weight_work(self, stage: int, works: list[Work]) -> list[Work]:
+    def weight_work(self, stage: int, works: list[Closure]) -> list[Closure]:
         """The work of a W, with the stage's weights gathered before it and its gradients stored after it."""
         modules = self._sharded_of.get(stage)
         if not modules or not works:

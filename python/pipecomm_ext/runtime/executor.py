@@ -34,7 +34,7 @@ from .arguments import (
     warn_of_idle,
     warn_of_unequal,
 )
-from .backward import Work, run_backward, split_backward
+from .backward import run_backward, split_backward
 from .border_channels import NUM_DATA_CHANNELS, BorderChannels, connect
 from .chain_ends import ChainEnds, StepResult
 from .data_parallel import ReducedOnce
@@ -47,6 +47,7 @@ from .recorder import Recorder, gather_timeline
 from .relayed import RelayedBorders, make_relay
 from .step_count import StepCount
 from .values import Call, flattened, signature
+from .weight_grad_store import Closure
 
 
 class _Alive(NamedTuple):
@@ -319,7 +320,7 @@ class Executor(AfterStep):
         self._inputs: dict[int, list[Call]] = {}
         self._keywords: dict[int, Sequence[Mapping[str, Any]]] = {}
         self._alive: dict[tuple[int, int], _Alive] = {}
-        self._weight_work: dict[tuple[int, int], list[Work]] = {}
+        self._weight_work: dict[tuple[int, int], list[Closure]] = {}
         self._ends: ChainEnds | None = None
 
     def _take_arguments(

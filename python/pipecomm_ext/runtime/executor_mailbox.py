@@ -363,7 +363,7 @@ class ExecutorMailbox(Mailbox):
                 self.works += self._channels.send_header(specs, peer, self._header_of[stage].chain_idx)
             known = self._known_specs[stage, kind] = self._announced(route, {self._me: specs})
             return known
-        held = known if route.link is None else self._relays.held(route.link, known)
+        held = known if route.link is None else self._relays.held(self._me, route.link, known)
         if held != specs:
             raise ValueError(
                 f"stage {stage} made {specs} of micro-batch {micro}, but {held} of "

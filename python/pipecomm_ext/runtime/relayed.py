@@ -86,11 +86,8 @@ class RelayedBorders:
 
     # ---------------------------------------------------------------- whole tensors and pieces
 
-    def held(self, link: Link, whole: OutputSpecs) -> OutputSpecs:
-        """The parts of whole tensors that this rank, one of the source, holds."""
-        return self._all_held_on(self._me, link, whole)
-
-    def _all_held_on(self, rank: int, link: Link, whole: OutputSpecs) -> OutputSpecs:
+    def held(self, rank: int, link: Link, whole: OutputSpecs) -> OutputSpecs:
+        """The parts of whole tensors that a rank of the source holds."""
         return whole._replace(tensors=tuple(self._held_on(rank, link, spec) for spec in whole.tensors))
 
     def _held_on(self, rank: int, link: Link, whole: BorderSpec) -> BorderSpec:
@@ -108,7 +105,7 @@ class RelayedBorders:
         pieces = zip(*(specs.tensors for specs in held), strict=False)
         whole = OutputSpecs(tuple(self._joined(link, specs) for specs in pieces), held[0].structure)
         for rank, specs in zip(ranks, held, strict=True):
-            if specs != self._all_held_on(rank, link, whole):
+            if specs != self.held(rank, link, whole):
                 shown = ", ".join(f"{specs_of[rank]} on rank {rank}" for rank in ranks)
                 raise ValueError(
                     f"stage {stage} made {shown}; by its layout these must be equal (replicated) or "

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..core.tensor_specs import version_of
-from .heads_argument import heads_argument
+from .heads_argument import NAME, asks_for_heads
 
 
 def call_attention(
@@ -27,7 +27,8 @@ def call_attention(
         ValueError: `attention` wrote to k or v, of which its other calls read the same memory. In inference
             mode tensors do not count writes, and a compiled graph holds one program for all values.
     """
-    heads = heads_argument(attention, kwargs, first_head, num_heads)
+    asks = NAME not in kwargs and asks_for_heads(attention)
+    heads = {NAME: range(first_head, first_head + num_heads)} if asks else {}
     if torch.compiler.is_compiling():
         return attention(q, k, v, **kwargs, **heads)
     versions = version_of(k), version_of(v)

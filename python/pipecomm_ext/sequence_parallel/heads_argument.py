@@ -4,20 +4,12 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
 NAME = "heads"
-
-
-def heads_argument(
-    attention: Callable[..., Any], kwargs: Mapping[str, Any], first: int, count: int
-) -> dict[str, range]:
-    """The keyword `heads`, the numbers of these heads among all heads, if `attention` has a parameter of that
-    name that `kwargs` does not set; else no keyword."""
-    return {NAME: range(first, first + count)} if NAME not in kwargs and asks_for_heads(attention) else {}
 
 
 class AsksForHeads:
