@@ -150,10 +150,6 @@ std::unique_lock<std::mutex> Dispatch::lock_posts(OpCode op) {
 
 void Dispatch::post(const OperationPtr& operation, bool is_async) {
   const auto lock = lock_posts(operation->op());
-  post_locked(operation, is_async);
-}
-
-void Dispatch::post_locked(const OperationPtr& operation, bool is_async) {
   number(*operation);
   const RequestList requests = operation->seal();
   if (requests.empty()) return;
@@ -207,11 +203,11 @@ void Dispatch::note_ended(const Operation& operation) {
 
 void Dispatch::post_collective(Collective collective, int channel, bool is_async) {
   const OperationPtr operation = collective.operation;
-  const bool is_direct = !runs_in_line(channel);
-  if (is_direct)
+  if (!runs_in_line(channel)) {
     operation->add_requests(collective.messages_with(peers_in({collective.members, channel})));
+    return post(operation, is_async);
+  }
   const auto lock = lock_posts(operation->op());
-  if (is_direct) return post_locked(operation, is_async);
   number(*operation);
   operation->set_number_of_collective(++num_collectives_);
   note_in_flight(operation);

@@ -190,7 +190,6 @@ class Dispatch : private TransportEvents {
   // waiting for.
   static FailurePtr failure_for(const FailurePtr& failure, const Operation& operation);
   void enter(CommunicatorState state, const std::string& why = "");
-  void post_locked(const OperationPtr& operation, bool is_async);
   void note_ended(const Operation& operation);
   std::vector<OperationPtr> in_flight() const;
   void tell_peers(const Failure& failure);

@@ -63,35 +63,33 @@ OperationPtr HostExecution::exchange(const ExchangeCall& call, CallOptions optio
   const EventPtr caller = work_of_caller(op);
   const Descriptor empty =
       dispatch_.checked(empty_message(op, channel, call.prepared->plan(), call.scope.gradient_of));
-  if (channel == kCollectiveChannel && !dispatch_.runs_in_line(channel)) {
+  if (dispatch_.runs_in_line(channel)) {
     begin_exchange(*operation, caller, *exchange);
-    if (call.scope.members.empty())
-      operation->add_requests(exchange->requests(empty, dispatch_.others()));
-    else
-      operation->add_requests(exchange->requests(empty, dispatch_.peers_in(call.scope)));
-    dispatch_.post(operation, options.is_async);
+    Collective collective{operation, call.scope.members, empty};
+    collective.messages_with = [exchange, empty](std::span<const int> peers) {
+      return exchange->requests(empty, peers);
+    };
+    collective.data_peers = peers_of(exchange->lowered());
+    dispatch_.post_collective(std::move(collective), channel, options.is_async);
     return operation;
   }
-  Collective collective{operation, call.scope.members};
-  if (dispatch_.runs_in_line(channel)) collective.common = empty;
-  collective.messages_with = [exchange, empty](std::span<const int> peers) {
-    return exchange->requests(empty, peers);
+  const auto post = [this, caller, empty, is_async = options.is_async](const OperationPtr& made,
+                                                                       HostExchange& messages,
+                                                                       std::span<const int> peers) {
+    begin_exchange(*made, caller, messages);
+    made->add_requests(messages.requests(empty, peers));
+    dispatch_.post(made, is_async);
   };
-  auto start = [this, collective = std::move(collective), channel, caller, exchange,
-                is_async = options.is_async]() mutable {
-    begin_exchange(*collective.operation, caller, *exchange);
-    if (dispatch_.runs_in_line(channel)) collective.data_peers = peers_of(exchange->lowered());
-    dispatch_.post_collective(std::move(collective), channel, is_async);
-  };
-  if (channel == kCollectiveChannel) {
-    start();
-    return operation;
-  }
-  dispatch_.post_after(channel, call.after, operation,
-                       [this, operation, start = std::move(start)]() mutable {
-                         operation->restart(dispatch_.deadline_from_now());
-                         start();
-                       });
+  if (channel != kCollectiveChannel)
+    dispatch_.post_after(channel, call.after, operation,
+                         [this, post, operation, exchange, peers = dispatch_.peers_in(call.scope)] {
+                           operation->restart(dispatch_.deadline_from_now());
+                           post(operation, *exchange, peers);
+                         });
+  else if (call.scope.members.empty())
+    post(operation, *exchange, dispatch_.others());
+  else
+    post(operation, *exchange, dispatch_.peers_in(call.scope));
   return operation;
 }
 
