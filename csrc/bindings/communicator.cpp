@@ -98,37 +98,25 @@ class BoundCommunicator::Tensors {
   InlineVector<py::object, 8> written_;
 };
 
-template <class Post>
-BoundCommunicator::WorkPtr BoundCommunicator::work(Tensors tensors, Post&& post) {
-  tensors.mark_written();
-  note_call_site();
-  AwaitedTensors awaited = tensors.awaited();
-  OperationPtr operation;
-  {
-    const WithoutGil no_gil;
-    operation = post();
-  }
-  if (const std::string text = communicator_->take_warning(); !text.empty())
-    if (PyErr_WarnEx(PyExc_RuntimeWarning, text.c_str(), 1) != 0) throw py::error_already_set();
-  return std::make_shared<OperationWork>(communicator_, std::move(operation), std::move(awaited));
-}
-
 // A call that waits is a single call from Python: it posts and waits without the GIL.
 template <class Post>
 BoundCommunicator::WorkPtr BoundCommunicator::run(Tensors tensors, bool async_op, Post&& post,
                                                   bool returns_work) {
-  if (async_op) return work(std::move(tensors), std::forward<Post>(post));
   tensors.mark_written();
   note_call_site();
+  AwaitedTensors awaited = tensors.awaited();  // none unless `async_op`
   OperationPtr operation;
   {
     const WithoutGil no_gil;
     operation = post();
-    communicator_->follow(*operation, check_signals_of_posted);
-    if (!returns_work) operation = nullptr;
+    if (!async_op) communicator_->follow(*operation, check_signals_of_posted);
+    if (!async_op && !returns_work) operation = nullptr;
   }
   if (!operation) return nullptr;
-  return std::make_shared<OperationWork>(communicator_, std::move(operation), AwaitedTensors());
+  if (async_op)
+    if (const std::string text = communicator_->take_warning(); !text.empty())
+      if (PyErr_WarnEx(PyExc_RuntimeWarning, text.c_str(), 1) != 0) throw py::error_already_set();
+  return std::make_shared<OperationWork>(communicator_, std::move(operation), std::move(awaited));
 }
 
 BoundCommunicator::WorkPtr BoundCommunicator::post_batch(Tensors tensors,

@@ -86,8 +86,6 @@ class BoundCommunicator {
   WorkPtr post_batch(Tensors tensors, std::span<const PointToPoint> batch, bool async_op);
   bool is_share_of(const TensorRef& piece, const TensorRef& whole) const;
   template <class Post>
-  WorkPtr work(Tensors tensors, Post&& post);
-  template <class Post>
   WorkPtr run(Tensors tensors, bool async_op, Post&& post, bool returns_work = false);
 
   const std::shared_ptr<Communicator> communicator_;
