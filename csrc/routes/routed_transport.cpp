@@ -35,11 +35,11 @@ RoutedTransport::RoutedTransport(RoutedOptions options, TransportEvents& events)
       Directory::Events{
           [this](int peer, const Introduction& introduction) {
             std::string obstacle;
-            or_break([&] { obstacle = found(peer, introduction); });
+            or_break(events_, [&] { obstacle = found(peer, introduction); });
             return obstacle;
           },
           [this](int peer, const std::optional<std::string>& farewell, const std::string& why) {
-            or_break([&] { gone(peer, farewell, why); });
+            or_break(events_, [&] { gone(peer, farewell, why); });
           },
       });
   try {
@@ -59,7 +59,7 @@ RoutedTransport::RoutedTransport(RoutedOptions options, TransportEvents& events)
     }
     if (memory_) {
       shm::ShmOptions shm{.cores = cores_};
-      shm.on_met = [this](int peer) { or_break([&] { met(peer); }); };
+      shm.on_met = [this](int peer) { or_break(events_, [&] { met(peer); }); };
       shm.on_settled = [this] {
         if (tcp_) tcp_->nudge();
       };
@@ -81,16 +81,6 @@ RoutedTransport::RoutedTransport(RoutedOptions options, TransportEvents& events)
 }
 
 RoutedTransport::~RoutedTransport() { close(Clock::now()); }
-
-// On threads of the transports, where an exception of `action` would be uncaught: out of memory, say.
-template <class Action>
-void RoutedTransport::or_break(Action action) {
-  try {
-    action();
-  } catch (const std::exception& error) {
-    events_.on_broken(error.what());
-  }
-}
 
 // ------------------------------------------------------------------------------------------------
 // making routes
@@ -255,7 +245,7 @@ void RoutedTransport::settle(int peer, RouteState way, std::string why,
   while (!waiting_[peer].empty()) {
     std::vector<RequestPtr> requests = std::exchange(waiting_[peer], {});
     lock.unlock();
-    or_break([&] { post_by(way, requests, true); });  // the route is decided all the same
+    or_break(events_, [&] { post_by(way, requests, true); });  // the route is decided all the same
     lock.lock();
   }
   enter(peer, way, why);
@@ -360,7 +350,7 @@ bool RoutedTransport::assist(Operation& operation) {
     shm_->advance();
     return tcp_->assist(operation);
   }
-  tcp_->attend();
+  tcp_->arm();
   return shm_->assist(operation);
 }
 

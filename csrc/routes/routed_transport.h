@@ -79,8 +79,6 @@ class RoutedTransport final : public HostTransport {
   void say_farewell();
   void settle(int peer, RouteState way, std::string why, std::unique_lock<std::mutex>& lock);
   void post_by(RouteState way, std::span<const RequestPtr> requests, bool is_async);
-  template <class Action>
-  void or_break(Action action);
 
   const int rank_, size_;
   TransportEvents& events_;

@@ -27,10 +27,8 @@ void Directory::start() {
 }
 
 void Directory::begin_stop() {
-  {
-    std::lock_guard lock(mutex_);
-    stopping_ = true;
-  }
+  std::lock_guard lock(mutex_);
+  stopping_ = true;
   changed_.notify_all();
 }
 
@@ -40,18 +38,14 @@ void Directory::stop() {
 }
 
 void Directory::want(int peer) {
-  {
-    std::lock_guard lock(mutex_);
-    wanted_.push_back(peer);
-  }
+  std::lock_guard lock(mutex_);
+  wanted_.push_back(peer);
   changed_.notify_all();
 }
 
 void Directory::miss(int peer, const std::string& why) {
-  {
-    std::lock_guard lock(mutex_);
-    missed_.emplace(peer, why);
-  }
+  std::lock_guard lock(mutex_);
+  missed_.emplace(peer, why);
   changed_.notify_all();
 }
 

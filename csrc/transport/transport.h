@@ -8,10 +8,8 @@
 #include <span>
 #include <stdexcept>
 #include <string>
-#include <vector>
 
 #include "message/connection_events.h"
-#include "message/descriptor.h"
 #include "message/failure.h"
 #include "message/operation.h"
 
@@ -43,6 +41,16 @@ class TransportEvents {
     return std::make_shared<ConnectionEvents>();
   }
 };
+
+// On threads where an exception of `action` would be uncaught: out of memory, say.
+template <class Action>
+void or_break(TransportEvents& events, Action action) {
+  try {
+    action();
+  } catch (const std::exception& error) {
+    events.on_broken(error.what());
+  }
+}
 
 struct Route {
   std::string transport;  // its name; empty: not decided yet

@@ -124,8 +124,8 @@ TEST(limits) {
   Random random(1);
   Descriptor descriptor = random_descriptor(random);
   PacketWriter writer;
-  const Bytes largest = random_bytes(wire::max_inline_bytes(), random);
-  const Bytes larger = random_bytes(wire::max_inline_bytes() + 1, random);
+  const Bytes largest = random_bytes(wire::kMaxPayloadBytes, random);
+  const Bytes larger = random_bytes(wire::kMaxPayloadBytes + 1, random);
   descriptor.num_bytes = int64_t(larger.size());
   CHECK(!writer.add(Kind::data, 0, 0, &descriptor, larger));
   CHECK(writer.empty());
@@ -228,7 +228,7 @@ TEST(failures) {
   Failure longest{.message = long_text, .op = long_text, .dtype = long_text, .shape = many_dims};
   longest.ours = longest.theirs = {long_text, long_text, many_dims, 1};
   const Bytes bytes = encode_failure(longest);
-  CHECK(bytes.size() < wire::max_inline_bytes());  // so it always fits a packet
+  CHECK(bytes.size() < wire::kMaxPayloadBytes);  // so it always fits a packet
   CHECK_EQ(decode_failure(bytes).message, std::string(2048, 'm'));
 }
 

@@ -43,8 +43,6 @@ bool needs_both_ranks(const Request& request, int64_t max_eager_bytes) {
 
 int64_t max_eager_bytes(int64_t ring_bytes) { return std::min(kMaxEagerBytes, ring_bytes / 4); }
 
-int64_t stream_chunk_bytes(int64_t ring_bytes) { return std::min(kMaxChunkBytes, ring_bytes / 4); }
-
 // ----------------------------------------------------------------------------------------------
 // sending
 
@@ -55,7 +53,7 @@ Outbound::Outbound(LaneContext& context, Segment& receiver, int lane_idx)
       bell_(receiver.status().bell),
       ring_(lane_.head, lane_.tail, ring_memory(receiver, context.rank, lane_idx)),
       max_eager_bytes_(max_eager_bytes(receiver.shape().ring_bytes)),
-      chunk_bytes_(stream_chunk_bytes(receiver.shape().ring_bytes)) {}
+      chunk_bytes_(chunk_bytes(receiver.shape().ring_bytes)) {}
 
 void Outbound::post(RequestPtr send) {
   send->descriptor.seq = num_posted_++;
@@ -308,7 +306,7 @@ Inbound::Inbound(LaneContext& context, Segment& own, Segment& sender, int lane_i
       ring_(lane_.head, lane_.tail, ring_memory(own, sender.rank(), lane_idx)),
       multicast_(sender, context.rank),
       max_eager_bytes_(max_eager_bytes(own.shape().ring_bytes)),
-      chunk_bytes_(stream_chunk_bytes(own.shape().ring_bytes)) {}
+      chunk_bytes_(chunk_bytes(own.shape().ring_bytes)) {}
 
 void Inbound::post(RequestPtr recv) {
   recv->descriptor.seq = num_posted_++;

@@ -4,9 +4,7 @@
 #pragma once
 
 #include <memory>
-#include <optional>
 #include <utility>
-#include <vector>
 
 #include "message/operation.h"
 #include "message/queue.h"
@@ -50,8 +48,6 @@ struct Piece {
 
 // Payloads up to this size need no grant.
 int64_t max_eager_bytes(int64_t ring_bytes);
-// Payload that moves before the next lane gets its turn.
-int64_t stream_chunk_bytes(int64_t ring_bytes);
 
 class Outbound {
  public:

@@ -80,6 +80,8 @@ struct SegmentHeader {
   uint64_t ring_bytes;
   uint64_t window_bytes;
   uint64_t segment_bytes;
+
+  bool operator==(const SegmentHeader&) const = default;
 };
 
 struct alignas(64) Bell {

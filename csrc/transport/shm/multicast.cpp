@@ -6,13 +6,6 @@
 #include "message/message_copy.h"
 
 namespace pipecomm::shm {
-namespace {
-
-int64_t chunk_bytes(uint64_t ring_bytes) {
-  return std::min(kMaxChunkBytes, static_cast<int64_t>(ring_bytes / 4));
-}
-
-}  // namespace
 
 MulticastWriter::MulticastWriter(Segment& own, IsGone is_gone)
     : multicast_(own.multicast()),
@@ -44,7 +37,8 @@ bool MulticastWriter::advance() {
     publish(end);
     return true;
   }
-  const int64_t chunk = std::min(chunk_bytes(memory_.num_bytes), num_bytes - message.offset);
+  const int64_t chunk =
+      std::min(chunk_bytes(static_cast<int64_t>(memory_.num_bytes)), num_bytes - message.offset);
   for (int reader = 0; reader < static_cast<int>(bells_.size()); ++reader) {
     if (!bells_[reader] || is_gone_(reader, message.seqs[reader])) continue;
     const uint64_t tail = multicast_.tail_of_rank[reader].value.load();

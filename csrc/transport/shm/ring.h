@@ -3,7 +3,6 @@
 #pragma once
 
 #include <algorithm>
-#include <cstring>
 #include <span>
 #include <stdexcept>
 
@@ -13,6 +12,7 @@ namespace pipecomm::shm {
 
 // Of a payload that goes through a ring: the reader begins while the writer continues.
 inline constexpr int64_t kMaxChunkBytes = 128 << 10;
+inline int64_t chunk_bytes(int64_t ring_bytes) { return std::min(kMaxChunkBytes, ring_bytes / 4); }
 
 struct RingMemory {
   std::byte* data = nullptr;

@@ -8,7 +8,6 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
-#include <new>
 #include <stdexcept>
 #include <system_error>
 #include <utility>
@@ -44,6 +43,19 @@ int64_t Segment::lane_offset(int source, int lane_idx) const {
   return first + (int64_t{source} * shape_.num_lanes() + lane_idx) * lane_bytes;
 }
 
+SegmentHeader Segment::header() const {
+  return {.magic = kSegmentMagic,
+          .version = kLayoutVersion,
+          .epoch = shape_.epoch,
+          .rank = static_cast<uint32_t>(rank_),
+          .size = static_cast<uint32_t>(shape_.size),
+          .num_lanes = static_cast<uint32_t>(shape_.num_lanes()),
+          .reserved = 0,
+          .ring_bytes = static_cast<uint64_t>(shape_.ring_bytes),
+          .window_bytes = static_cast<uint64_t>(shape_.window_bytes),
+          .segment_bytes = static_cast<uint64_t>(segment_bytes_)};
+}
+
 std::shared_ptr<Segment> Segment::create(int rank, const SegmentShape& shape) {
   if (shape.size < 1 || shape.size > kMaxRanks || rank < 0 || rank >= shape.size)
     throw std::invalid_argument("shared memory supports 1 to " + std::to_string(kMaxRanks) +
@@ -58,23 +70,12 @@ std::shared_ptr<Segment> Segment::create(int rank, const SegmentShape& shape) {
   segment->fd_ = memfd_create("pipecomm", MFD_CLOEXEC | MFD_ALLOW_SEALING);
   if (segment->fd_ < 0) fail("memfd_create");
   if (fchmod(segment->fd_, 0600) != 0) fail("fchmod of shared memory");
-  segment->segment_bytes_ = shape.control_bytes() + shape.window_bytes;
   if (ftruncate(segment->fd_, segment->segment_bytes_) != 0)
     fail("shared memory of " + bytes_text(segment->segment_bytes_));
   if (fcntl(segment->fd_, F_ADD_SEALS, kSeals) != 0) fail("sealing shared memory");
   segment->map();
   // Fresh pages are zero, which is right for every word.
-  *segment->at<SegmentHeader>(0) = {
-      .magic = kSegmentMagic,
-      .version = kLayoutVersion,
-      .epoch = shape.epoch,
-      .rank = static_cast<uint32_t>(rank),
-      .size = static_cast<uint32_t>(shape.size),
-      .num_lanes = static_cast<uint32_t>(shape.num_lanes()),
-      .reserved = 0,
-      .ring_bytes = static_cast<uint64_t>(shape.ring_bytes),
-      .window_bytes = static_cast<uint64_t>(shape.window_bytes),
-      .segment_bytes = static_cast<uint64_t>(segment->segment_bytes_)};
+  *segment->at<SegmentHeader>(0) = segment->header();
   return segment;
 }
 
@@ -103,18 +104,10 @@ std::shared_ptr<Segment> Segment::open(const SegmentName& name, int rank,
   segment->fd_ = fd;
   const int seals = fcntl(segment->fd_, F_GET_SEALS);
   if (seals < 0 || (seals & kSeals) != kSeals) throw wrong("is not sealed");
-  segment->segment_bytes_ = shape.control_bytes() + shape.window_bytes;
   if (facts.st_size != segment->segment_bytes_) throw wrong("has the wrong size");
   segment->map();
   segment->close_fd();
-  const SegmentHeader header = *segment->at<SegmentHeader>(0);
-  if (header.magic != kSegmentMagic || header.version != kLayoutVersion ||
-      header.epoch != shape.epoch || header.rank != static_cast<uint32_t>(rank) ||
-      header.size != static_cast<uint32_t>(shape.size) ||
-      header.num_lanes != static_cast<uint32_t>(shape.num_lanes()) ||
-      header.ring_bytes != static_cast<uint64_t>(shape.ring_bytes) ||
-      header.window_bytes != static_cast<uint64_t>(shape.window_bytes))
-    throw wrong("has the wrong header");
+  if (*segment->at<SegmentHeader>(0) != segment->header()) throw wrong("has the wrong header");
   return segment;
 }
 

@@ -5,7 +5,6 @@
 
 #include <memory>
 #include <span>
-#include <string>
 
 #include "transport/shm/layout.h"
 
@@ -72,7 +71,9 @@ class Segment {
   static int64_t multicast_offset(const SegmentShape& shape);
 
  private:
-  Segment(int rank, const SegmentShape& shape) : rank_(rank), shape_(shape) {}
+  Segment(int rank, const SegmentShape& shape)
+      : rank_(rank), shape_(shape), segment_bytes_(shape.control_bytes() + shape.window_bytes) {}
+  SegmentHeader header() const;
   void map();
   int64_t lane_offset(int source, int lane_idx) const;
   template <class T>
@@ -82,8 +83,8 @@ class Segment {
 
   const int rank_;
   const SegmentShape shape_;
+  const int64_t segment_bytes_;
   int fd_ = -1;
-  int64_t segment_bytes_ = 0;
   std::byte* base_ = nullptr;
 };
 

@@ -4,7 +4,6 @@
 #include <chrono>
 
 #include "message/start_thread.h"
-#include "transport/patience.h"
 
 namespace pipecomm::shm {
 namespace {
@@ -444,12 +443,10 @@ void ShmTransport::abort(const Failure& failure) {
 }
 
 void ShmTransport::begin_close() {
-  {
-    std::lock_guard lock(mutex_);
-    if (std::exchange(closing_, true)) return;
-    for (const auto& peer : peers_)
-      if (peer && peer->is_routed) finish(*peer);
-  }
+  std::lock_guard lock(mutex_);
+  if (std::exchange(closing_, true)) return;
+  for (const auto& peer : peers_)
+    if (peer && peer->is_routed) finish(*peer);
 }
 
 // Peers need nothing from this rank any more: its messages and answers are in their memory. Only broadcasts

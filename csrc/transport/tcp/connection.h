@@ -3,11 +3,9 @@
 // copy.
 #pragma once
 
-#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
-#include <memory>
 #include <span>
 #include <stdexcept>
 #include <string>

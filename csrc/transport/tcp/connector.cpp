@@ -7,7 +7,6 @@
 #include <algorithm>
 #include <cerrno>
 #include <climits>
-#include <cstring>
 #include <system_error>
 #include <tuple>
 
@@ -89,10 +88,8 @@ void Connector::end(int peer) {
 }
 
 void Connector::tell(int peer, std::function<void(Pair&)> what) {
-  {
-    std::lock_guard lock(mutex_);
-    news_.emplace_back(peer, std::move(what));
-  }
+  std::lock_guard lock(mutex_);
+  news_.emplace_back(peer, std::move(what));
   ring(bell_);
 }
 
@@ -283,10 +280,8 @@ void Connector::advance(int peer, Pair& pair, Try& attempt) {
   const Read result = read(attempt.socket, attempt.in);
   if (result == Read::broken) return fail(peer, pair, attempt, "the connection was closed");
   if (result == Read::whole) {
-    Greeting greeting;
-    std::memcpy(&greeting, attempt.in.bytes.data(), sizeof greeting);
     attempt.in.num_read = 0;
-    return hear(peer, pair, attempt, greeting);
+    return hear(peer, pair, attempt, attempt.in.greeting);
   }
   if (Clock::now() >= attempt.until) fail(peer, pair, attempt, "no answer");
 }
@@ -362,11 +357,9 @@ bool Connector::advance(Guest& guest) {
   const Read result = read(guest.socket, guest.in);
   if (result == Read::not_yet) return Clock::now() < guest.until;
   if (result == Read::broken) return false;
-  Greeting greeting;
-  std::memcpy(&greeting, guest.in.bytes.data(), sizeof greeting);
   guest.in.num_read = 0;
-  if (guest.peer < 0) return welcome(guest, greeting);
-  take(guest, greeting);
+  if (guest.peer < 0) return welcome(guest, guest.in.greeting);
+  take(guest, guest.in.greeting);
   return false;
 }
 
@@ -410,9 +403,10 @@ void Connector::connected(int peer, Socket socket, AttemptId id) {
 }
 
 Connector::Read Connector::read(const Socket& socket, Incoming& incoming) {
-  while (incoming.num_read < incoming.bytes.size()) {
-    const ssize_t count = recv(socket.fd(), incoming.bytes.data() + incoming.num_read,
-                               incoming.bytes.size() - incoming.num_read, MSG_DONTWAIT);
+  auto* const bytes = reinterpret_cast<std::byte*>(&incoming.greeting);
+  while (incoming.num_read < sizeof(Greeting)) {
+    const ssize_t count = recv(socket.fd(), bytes + incoming.num_read,
+                               sizeof(Greeting) - incoming.num_read, MSG_DONTWAIT);
     if (count < 0 && errno == EINTR) continue;
     if (count < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return Read::not_yet;
     if (count <= 0) return Read::broken;

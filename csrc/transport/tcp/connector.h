@@ -7,7 +7,6 @@
 // connect at once do not displace each other.
 #pragma once
 
-#include <array>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
@@ -74,7 +73,7 @@ class Connector {
  private:
   // A greeting on its way in.
   struct Incoming {
-    std::array<std::byte, sizeof(Greeting)> bytes;
+    Greeting greeting{};
     size_t num_read = 0;
   };
   struct Problem {

@@ -4,27 +4,19 @@
 #include <sys/epoll.h>
 #include <unistd.h>
 
-#include <cerrno>
 #include <cstdint>
-#include <system_error>
 
 #include "transport/tcp/socket.h"
 
 namespace pipecomm::tcp {
 
-// False if the kernel has no memory for it: the next tick tries again.
+// False, with errno, if the kernel has no memory for it: the next tick tries again.
 inline bool try_watch(const Socket& epoll, int operation, const Socket& socket, uint32_t events,
                       uint32_t tag) {
   epoll_event event{};
   event.events = events;
   event.data.u32 = tag;
   return epoll_ctl(epoll.fd(), operation, socket.fd(), &event) == 0;
-}
-
-inline void watch(const Socket& epoll, int operation, const Socket& socket, uint32_t events,
-                  uint32_t tag) {
-  if (!try_watch(epoll, operation, socket, events, tag))
-    throw std::system_error(errno, std::generic_category(), "epoll_ctl");
 }
 
 inline void ring(const Socket& bell) {

@@ -404,17 +404,8 @@ void PeerLink::leave() {
 
 void PeerLink::lose() {
   if (std::exchange(state_, State::lost) == State::lost) return;
-  for (Channel& channel : channels_) {
-    for (const RequestPtr& request : std::exchange(channel.backlog, {}))
-      settle(request, gone(*request));
-    for (const RequestPtr& request : take_posted(channel)) settle(request, gone(*request));
-    for (const auto& [seq, request] : std::exchange(channel.unanswered, {}))
-      settle(request, gone(*request));
-    for (const auto& [seq, request] : std::exchange(channel.departing, {}))
-      settle(request, gone(*request));
-    for (const auto& [seq, receiving] : std::exchange(channel.receiving, {}))
-      settle(receiving.request, gone(*receiving.request));
-  }
+  for (Channel& channel : channels_)
+    for (const RequestPtr& request : take_all(channel)) settle(request, gone(*request));
 }
 
 // Removes all posted receives and returns those that are still to be settled.
@@ -425,20 +416,24 @@ std::vector<RequestPtr> PeerLink::take_posted(Channel& channel) {
   return pending;
 }
 
+// The same with all unfinished requests.
+std::vector<RequestPtr> PeerLink::take_all(Channel& channel) {
+  std::vector<RequestPtr> requests(channel.backlog.begin(), channel.backlog.end());
+  channel.backlog.clear();
+  for (RequestPtr& request : take_posted(channel)) requests.push_back(std::move(request));
+  for (auto* const sends : {&channel.unanswered, &channel.departing})
+    for (const auto& [seq, request] : std::exchange(*sends, {})) requests.push_back(request);
+  for (const auto& [seq, receiving] : std::exchange(channel.receiving, {}))
+    requests.push_back(receiving.request);
+  return requests;
+}
+
 std::vector<RequestPtr> PeerLink::drop() {
   dropped_ = true;
   std::vector<RequestPtr> requests;
   for (Channel& channel : channels_) {
-    requests.insert(requests.end(), channel.backlog.begin(), channel.backlog.end());
-    channel.backlog.clear();
-    for (RequestPtr& request : take_posted(channel)) requests.push_back(std::move(request));
-    for (const auto* map : {&channel.unanswered, &channel.departing})
-      for (const auto& [seq, request] : *map) requests.push_back(request);
-    for (const auto& [seq, receiving] : channel.receiving) requests.push_back(receiving.request);
+    for (RequestPtr& request : take_all(channel)) requests.push_back(std::move(request));
     channel.unexpected.clear();
-    channel.unanswered.clear();
-    channel.departing.clear();
-    channel.receiving.clear();
   }
   departing_.clear();
   return requests;

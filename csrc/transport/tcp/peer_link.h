@@ -138,7 +138,8 @@ class PeerLink {
   void depart(Channel& channel, const RequestPtr& request);
   void answered(const wire::Record& record);
   void settle(const RequestPtr& request, FailurePtr failure);
-  std::vector<RequestPtr> take_posted(Channel& channel);
+  static std::vector<RequestPtr> take_posted(Channel& channel);
+  static std::vector<RequestPtr> take_all(Channel& channel);
   void add(wire::Kind kind, int channel, uint64_t seq, const Descriptor* descriptor,
            std::span<const std::byte> payload);
   void add_text(wire::Kind kind, int channel, uint64_t seq, std::string_view text);

@@ -1,6 +1,5 @@
 #include "transport/tcp/sha256.h"
 
-#include <algorithm>
 #include <bit>
 #include <cstdint>
 #include <vector>

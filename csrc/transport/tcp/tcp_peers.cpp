@@ -1,6 +1,6 @@
 // Peers of the TCP transport: making, connecting, missing and losing them.
 #include <algorithm>
-#include <exception>
+#include <cerrno>
 #include <system_error>
 #include <utility>
 
@@ -75,12 +75,9 @@ void TcpTransport::connected(int peer_idx, Socket socket, AttemptId attempt) {
   peer.connection.attach(std::move(socket), attempt.is_own);
   if (peer.state != PeerState::closing)
     enter(peer, PeerState::attached, attempt.is_own ? "by this rank" : "by the peer");
-  try {
-    watch(sockets_, EPOLL_CTL_ADD, peer.connection.socket(), EPOLLIN | EPOLLRDHUP,
-          static_cast<uint32_t>(peer_idx));
-  } catch (const std::system_error& error) {
-    return lost(peer, lock, error.what());
-  }
+  if (!try_watch(sockets_, EPOLL_CTL_ADD, peer.connection.socket(), EPOLLIN | EPOLLRDHUP,
+                 static_cast<uint32_t>(peer_idx)))
+    return lost(peer, lock, "epoll_ctl: " + error_text(errno));
   write(peer);
   act(peer, lock);
 }
@@ -152,10 +149,8 @@ bool TcpTransport::has_met(int peer_idx) const {
 
 void TcpTransport::note_closed(Peer& peer) {
   if (!std::exchange(peer.is_open, false)) return;
-  {
-    std::lock_guard close_lock(close_mutex_);
-    --num_open_;
-  }
+  std::lock_guard close_lock(close_mutex_);
+  --num_open_;
   close_changed_.notify_all();
 }
 

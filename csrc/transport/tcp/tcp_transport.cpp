@@ -24,12 +24,12 @@ constexpr int kMaxEvents = 32;
 constexpr uint32_t kBell = UINT32_MAX;  // instead of a peer's index
 
 [[noreturn]] void throw_no_queue(int rank) {
-  throw PipeCommException(std::make_shared<Failure>(
+  throw PipeCommException(
       Failure{.message = "cannot make a queue of events: " + error_text(errno) +
                          "; raise the limit on descriptors (ulimit -n), or on watched ones "
                          "(fs.epoll.max_user_watches)",
               .rank = rank,
-              .origin_rank = rank}));
+              .origin_rank = rank});
 }
 
 Socket checked(int fd, int rank) {
@@ -72,9 +72,11 @@ TcpTransport::TcpTransport(TcpOptions options, std::vector<Socket> listeners,
       checked(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK), options_.rank),
       Connector::Events{
           [this](int peer, Socket socket, AttemptId attempt) {
-            or_break([&] { connected(peer, std::move(socket), attempt); });
+            or_break(events_, [&] { connected(peer, std::move(socket), attempt); });
           },
-          [this](int peer, const std::string& why) { or_break([&] { missed(peer, why); }); },
+          [this](int peer, const std::string& why) {
+            or_break(events_, [&] { missed(peer, why); });
+          },
           [this](const std::string& why) { events_.on_broken(why); },
       });
   arm();
@@ -89,16 +91,6 @@ TcpTransport::TcpTransport(TcpOptions options, std::vector<Socket> listeners,
 }
 
 TcpTransport::~TcpTransport() { close(Clock::now()); }
-
-// On threads where an exception of `action` would be uncaught: out of memory, say.
-template <class Action>
-void TcpTransport::or_break(Action action) {
-  try {
-    action();
-  } catch (const std::exception& error) {
-    events_.on_broken(error.what());
-  }
-}
 
 template <class Function>
 void TcpTransport::for_each_peer(Function function) {
@@ -190,7 +182,6 @@ std::string TcpTransport::describe_peer(int peer_idx) const {
 // ------------------------------------------------------------------------------------------------
 // serving the sockets
 
-// Leaves the sockets to the progress thread, unless a thread assists.
 void TcpTransport::arm() {
   std::lock_guard lock(arming_mutex_);
   if (is_armed_ || is_assisted_) return;
@@ -212,7 +203,7 @@ bool TcpTransport::serve_events(int timeout_ms) {
     if (events[idx].data.u32 == kBell)
       silence(waiter_bell_);
     else
-      or_break([&] { serve(static_cast<int>(events[idx].data.u32)); });
+      or_break(events_, [&] { serve(static_cast<int>(events[idx].data.u32)); });
   }
   return num_events > 0;
 }

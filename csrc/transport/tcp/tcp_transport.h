@@ -72,8 +72,8 @@ class TcpTransport final : public HostTransport {
   // All messages with the peer that waited for a route are posted; later ones come directly: see
   // TcpOptions::waits_for_routes.
   void note_routed(int peer);
-  // Makes the progress thread serve the connections while no thread assists.
-  void attend() { arm(); }
+  // Leaves the sockets to the progress thread, unless a thread assists.
+  void arm();
   // Makes an assisting thread check whether its operation is done.
   void nudge();
   bool assist(Operation& operation) override;
@@ -111,8 +111,6 @@ class TcpTransport final : public HostTransport {
   Peer& peer_for(int peer);
   template <class Function>
   void for_each_peer(Function function);
-  template <class Action>
-  void or_break(Action action);
 
   void enter(Peer& peer, PeerState state, const std::string& detail = "");
   void start_connecting_to(Peer& peer, const Introduction& introduction);
@@ -124,7 +122,6 @@ class TcpTransport final : public HostTransport {
   void serve(int peer_idx);
   bool serve_events(int timeout_ms);
   void progress();
-  void arm();
   void disarm();
   void act(Peer& peer, std::unique_lock<std::mutex>& lock);
   void write(Peer& peer);

@@ -1,7 +1,6 @@
 #include "transport/tcp/wire.h"
 
 #include <cstring>
-#include <stdexcept>
 #include <utility>
 
 #include "message/bytes.h"
@@ -14,10 +13,6 @@ constexpr size_t kAlign = 8;
 constexpr size_t aligned(size_t num_bytes) { return (num_bytes + kAlign - 1) / kAlign * kAlign; }
 
 }  // namespace
-
-size_t max_inline_bytes() {
-  return kMaxPacketBytes - sizeof(PacketHeader) - sizeof(RecordHeader) - kDescriptorBytes;
-}
 
 bool PacketWriter::add(Kind kind, int channel, uint64_t seq, const Descriptor* descriptor,
                        std::span<const std::byte> payload) {

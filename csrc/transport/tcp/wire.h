@@ -7,12 +7,10 @@
 #include <cstdint>
 #include <optional>
 #include <span>
-#include <string>
 #include <string_view>
 #include <vector>
 
 #include "message/descriptor.h"
-#include "message/failure.h"
 
 namespace pipecomm::wire {
 
@@ -76,14 +74,14 @@ struct Record {
   }
 };
 
-// Largest payload that is sent inside a packet.
-size_t max_inline_bytes();
+// Largest payload that always fits an empty packet.
+inline constexpr size_t kMaxPayloadBytes =
+    kMaxPacketBytes - sizeof(PacketHeader) - sizeof(RecordHeader) - kDescriptorBytes;
 
 class PacketWriter {
  public:
   bool empty() const { return num_records_ == 0; }
-  // Returns false and writes nothing if the record does not fit any more. A record always fits an
-  // empty packet if its payload has at most max_inline_bytes().
+  // Returns false and writes nothing if the record does not fit any more.
   bool add(Kind kind, int channel, uint64_t seq, const Descriptor* descriptor,
            std::span<const std::byte> payload);
   // Ends the packet, which may have no records, and starts the next one.
