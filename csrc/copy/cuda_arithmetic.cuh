@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cmath>
-#include <limits>
 
 #include "copy/cuda_vectors.cuh"
 #include "copy/float_formats.h"

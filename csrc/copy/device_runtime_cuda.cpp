@@ -1,13 +1,10 @@
 #include <cuda.h>
 
 #include <algorithm>
-#include <cstdint>
 #include <map>
 #include <mutex>
 #include <new>
-#include <span>
 #include <stdexcept>
-#include <string>
 #include <vector>
 
 #include "copy/copy_cuda.h"

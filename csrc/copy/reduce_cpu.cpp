@@ -16,7 +16,6 @@ namespace pipecomm {
 namespace {
 
 constexpr int64_t kBlockElements = 2048;  // the results of a block stay in the L1 cache
-constexpr int64_t kMinThreadElements = 1 << 18;
 
 // ---- elements: the format of an integer is its type; sums and products are unsigned ----
 
@@ -80,7 +79,7 @@ struct Combine {
 struct Job {
   void* dst;
   std::span<const void* const> srcs;
-  int64_t begin, end;
+  int64_t count;
 };
 
 template <Reduction kReduction, typename Format>
@@ -96,13 +95,13 @@ template <Reduction kReduction, typename Format>
   Storage* const dst = static_cast<Storage*>(job.dst);
   if (job.srcs.size() == 2) {
     const Storage *a = source(0), *b = source(1);
-    for (int64_t i = job.begin; i < job.end; ++i)
+    for (int64_t i = 0; i < job.count; ++i)
       dst[i] = finished(combine(Format::load(a[i]), Format::load(b[i])));
     return;
   }
   Compute results[kBlockElements];
-  for (int64_t block = job.begin; block < job.end; block += kBlockElements) {
-    const int64_t count = std::min(kBlockElements, job.end - block);
+  for (int64_t block = 0; block < job.count; block += kBlockElements) {
+    const int64_t count = std::min(kBlockElements, job.count - block);
     const Storage* from = source(0) + block;
     for (int64_t i = 0; i < count; ++i) results[i] = Format::load(from[i]);
     for (size_t idx = 1; idx < job.srcs.size(); ++idx) {
@@ -152,8 +151,8 @@ template <Reduction kReduction>
   constexpr Combine<kReduction, Float16> combine;
   const auto num_srcs = static_cast<float>(job.srcs.size());
   float results[kBlockElements], operands[kBlockElements];
-  for (int64_t block = job.begin; block < job.end; block += kBlockElements) {
-    const int64_t count = std::min(kBlockElements, job.end - block);
+  for (int64_t block = 0; block < job.count; block += kBlockElements) {
+    const int64_t count = std::min(kBlockElements, job.count - block);
     const auto load = [&](size_t idx, float* floats) {
       load_halves(static_cast<const uint16_t*>(job.srcs[idx]) + block, floats, count);
     };
@@ -260,7 +259,7 @@ Loop loop_for(Reduction reduction, DType dtype) {
 bool can_reduce(Reduction reduction, DType dtype) { return loop_for(reduction, dtype) != nullptr; }
 
 void reduce_cpu(Reduction reduction, void* dst, std::span<const void* const> srcs, int64_t count,
-                DType dtype, ThreadPool* pool) {
+                DType dtype) {
   if (srcs.empty()) throw std::invalid_argument("the reduction of no tensors is not defined");
   const Loop loop = loop_for(reduction, dtype);
   if (!loop)
@@ -274,17 +273,11 @@ void reduce_cpu(Reduction reduction, void* dst, std::span<const void* const> src
   };
   if (std::ranges::any_of(srcs, is_cut)) {
     const auto result = std::make_unique_for_overwrite<std::byte[]>(num_bytes);
-    reduce_cpu(reduction, result.get(), srcs, count, dtype, pool);
+    loop({result.get(), srcs, count});
     std::copy_n(result.get(), num_bytes, begin);
-    return;
+  } else {
+    loop({dst, srcs, count});
   }
-  const int64_t max_parts = pool ? pool->num_threads() : 1;
-  const int64_t num_parts = std::clamp<int64_t>(count / kMinThreadElements, 1, max_parts);
-  if (num_parts == 1) return loop({dst, srcs, 0, count});
-  const int64_t part_elements = (count + num_parts - 1) / num_parts;
-  pool->parallel_for(static_cast<int>(num_parts), [&](int part) {
-    loop({dst, srcs, part * part_elements, std::min(count, (part + 1) * part_elements)});
-  });
 }
 
 }  // namespace pipecomm

@@ -4,7 +4,6 @@
 #include <cstdint>
 #include <span>
 
-#include "copy/thread_pool.h"
 #include "plan/dtype.h"
 
 namespace pipecomm {
@@ -30,6 +29,6 @@ bool can_reduce(Reduction reduction, DType dtype);
 // maximum of NaN and a number are NaN. dst may be one of the sources; then, and if it overlaps none, this is
 // one pass over memory. Throws std::invalid_argument without sources, or if the reduction is not supported.
 void reduce_cpu(Reduction reduction, void* dst, std::span<const void* const> srcs, int64_t count,
-                DType dtype, ThreadPool* pool = nullptr);
+                DType dtype);
 
 }  // namespace pipecomm

@@ -72,20 +72,12 @@ std::string bytes_text(int64_t num_bytes) {
   return text;
 }
 
-std::string shape_text(const Descriptor& descriptor) {
-  std::string text = "[";
-  const int num_shown = std::min<int>(descriptor.num_dims, kMaxDescriptorDims);
-  for (int dim = 0; dim < num_shown; ++dim) {
-    if (dim > 0) text += ", ";
-    text += std::to_string(descriptor.shape[dim]);
-  }
-  if (descriptor.num_dims > num_shown) text += ", ...";
-  return text + "]";
-}
-
 std::string Descriptor::text() const {
   if (op == OpCode::barrier) return "barrier";
-  const std::string tensor = std::string(dtype_name(dtype)) + shape_text(*this);
+  const int num_shown = std::min<int>(num_dims, kMaxDescriptorDims);
+  std::string tensor =
+      dtype_name(dtype) + to_string(std::vector(shape.begin(), shape.begin() + num_shown));
+  if (num_dims > num_shown) tensor.insert(tensor.size() - 1, ", ...");
   if (op == OpCode::p2p) return tensor + " (" + bytes_text(num_bytes) + ")";
   return std::string(op_name(op)) + " of " + tensor + " with a message of " + bytes_text(num_bytes);
 }

@@ -58,7 +58,6 @@ void append(std::vector<std::byte>& bytes, const Descriptor& descriptor);
 // Throws std::runtime_error if a size is negative.
 Descriptor read_descriptor(ByteReader& in);
 
-std::string shape_text(const Descriptor& descriptor);
 std::string bytes_text(int64_t num_bytes);
 
 }  // namespace pipecomm

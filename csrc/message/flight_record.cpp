@@ -1,6 +1,5 @@
 #include "message/flight_record.h"
 
-#include <algorithm>
 #include <unordered_set>
 #include <utility>
 

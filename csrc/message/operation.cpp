@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstdio>
-#include <iterator>
 
 #include "message/flight_record.h"
 #include "message/recycled.h"
@@ -74,11 +73,10 @@ RequestPtr make_request(Direction direction, int peer, const Descriptor& descrip
 Operation::Operation(OpCode op, Deadline deadline)
     : op_(op), posted_at_(Clock::now()), deadline_(deadline), call_site_(FlightRecord::call_site) {}
 
-Request& Operation::add_request(Direction direction, int peer, const Descriptor& descriptor,
-                                std::byte* data) {
+void Operation::add_request(Direction direction, int peer, const Descriptor& descriptor,
+                            std::byte* data) {
   std::lock_guard lock(mutex_);
   requests_.push_back(make_request(direction, peer, descriptor, data));
-  return *requests_.back();
 }
 
 void Operation::add_requests(RequestList requests) {

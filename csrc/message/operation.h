@@ -9,7 +9,6 @@
 #include <memory>
 #include <mutex>
 #include <optional>
-#include <span>
 #include <string>
 #include <vector>
 
@@ -115,8 +114,7 @@ class Operation {
     posted_at_ = Clock::now();
     deadline_ = deadline;
   }
-  Request& add_request(Direction direction, int peer, const Descriptor& descriptor,
-                       std::byte* data);
+  void add_request(Direction direction, int peer, const Descriptor& descriptor, std::byte* data);
   void add_requests(RequestList requests);
   // `resource` (a storage, a staging buffer) lives until the operation has settled.
   void keep(std::shared_ptr<void> resource) {

@@ -1,7 +1,6 @@
 // Starts all threads of the library.
 #pragma once
 
-#include <memory>
 #include <string>
 #include <system_error>
 #include <thread>
@@ -34,12 +33,12 @@ std::thread start_thread(Body&& body, int rank) {
       body();
     });
   } catch (const std::system_error& error) {
-    throw PipeCommException(std::make_shared<Failure>(
+    throw PipeCommException(
         Failure{.message = std::string("cannot start a thread: ") + error.what() +
                            "; raise the limit on threads (ulimit -u, or pids.max of the control "
                            "group)",
                 .rank = rank,
-                .origin_rank = rank}));
+                .origin_rank = rank});
   }
 }
 

@@ -5,7 +5,6 @@
 #include <cmath>
 #include <set>
 #include <stdexcept>
-#include <string>
 
 namespace pipecomm {
 

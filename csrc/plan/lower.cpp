@@ -11,15 +11,19 @@ namespace pipecomm {
 
 namespace {
 
+// Where a box lies in a tensor, or in a staging buffer (-1).
+struct Place {
+  int tensor_idx = -1;
+  int64_t offset_bytes = 0;
+  Dims stride_bytes;
+};
+
 // A box and its place in a message, without dims of length 1.
 struct PlacedBox {
-  int tensor_idx = 0;
-  int64_t tensor_offset_bytes = 0;
-  int64_t message_offset_bytes = 0;
   int64_t bytes = 0;
+  int64_t itemsize = 1;
   Dims extent;
-  Dims tensor_stride_bytes;
-  Dims message_stride_bytes;
+  Place in_tensor, in_message;
 };
 
 struct PlacedMessage {
@@ -150,20 +154,20 @@ void validate_layouts(const std::vector<TensorSpec>& tensors,
 
 PlacedBox place_box(const Box& box, const StridedLayout& layout) {
   PlacedBox placed;
-  placed.tensor_idx = box.tensor_idx;
-  placed.bytes = layout.itemsize;
+  placed.bytes = placed.itemsize = layout.itemsize;
+  placed.in_tensor.tensor_idx = box.tensor_idx;
   for (int d = static_cast<int>(box.extent.size()) - 1; d >= 0; --d) {
     const int64_t stride_bytes = layout.strides[d] * layout.itemsize;
-    placed.tensor_offset_bytes += box.start[d] * stride_bytes;
+    placed.in_tensor.offset_bytes += box.start[d] * stride_bytes;
     if (box.extent[d] == 1) continue;
     placed.extent.push_back(box.extent[d]);
-    placed.tensor_stride_bytes.push_back(stride_bytes);
-    placed.message_stride_bytes.push_back(placed.bytes);
+    placed.in_tensor.stride_bytes.push_back(stride_bytes);
+    placed.in_message.stride_bytes.push_back(placed.bytes);
     placed.bytes *= box.extent[d];
   }
-  std::reverse(placed.extent.begin(), placed.extent.end());
-  std::reverse(placed.tensor_stride_bytes.begin(), placed.tensor_stride_bytes.end());
-  std::reverse(placed.message_stride_bytes.begin(), placed.message_stride_bytes.end());
+  for (Dims* dims :
+       {&placed.extent, &placed.in_tensor.stride_bytes, &placed.in_message.stride_bytes})
+    std::ranges::reverse(*dims);
   return placed;
 }
 
@@ -173,7 +177,7 @@ PlacedMessage place_message(const Transfer& transfer, const std::vector<StridedL
   for (const Box& box : transfer.boxes) {
     if (checked_product(box.extent) == 0) continue;
     PlacedBox placed = place_box(box, layouts[box.tensor_idx]);
-    placed.message_offset_bytes = cursor.place(box.tensor_idx, placed.bytes);
+    placed.in_message.offset_bytes = cursor.place(box.tensor_idx, placed.bytes);
     message.boxes.push_back(std::move(placed));
   }
   message.bytes = cursor.message_bytes();
@@ -186,24 +190,22 @@ uint64_t hash_dtypes(const PlacedMessage& message, const std::vector<TensorSpec>
   Signature signature("dtypes");
   const DType* previous = nullptr;
   for (const PlacedBox& box : message.boxes) {
-    const DType& dtype = tensors[box.tensor_idx].dtype;
+    const DType& dtype = tensors[box.in_tensor.tensor_idx].dtype;
     if (!previous || *previous != dtype) signature.add(dtype);
     previous = &dtype;
   }
   return signature.value();
 }
 
-bool is_run(const PlacedBox& box) { return box.tensor_stride_bytes == box.message_stride_bytes; }
-
 // Whether all bytes of the message lie in order and without gaps in one tensor.
 bool is_one_run(const PlacedMessage& message) {
   for (size_t i = 0; i < message.boxes.size(); ++i) {
-    const PlacedBox& box = message.boxes[i];
-    if (!is_run(box)) return false;
+    const auto& [tensor_idx, offset_bytes, stride_bytes] = message.boxes[i].in_tensor;
+    if (stride_bytes != message.boxes[i].in_message.stride_bytes) return false;
     if (i == 0) continue;
     const PlacedBox& previous = message.boxes[i - 1];
-    if (box.tensor_idx != previous.tensor_idx ||
-        box.tensor_offset_bytes != previous.tensor_offset_bytes + previous.bytes) {
+    if (tensor_idx != previous.in_tensor.tensor_idx ||
+        offset_bytes != previous.in_tensor.offset_bytes + previous.bytes) {
       return false;
     }
   }
@@ -230,18 +232,13 @@ class Lowering {
  private:
   int num_tasks() const { return static_cast<int>(lowered_.tasks.size()); }
 
-  Arithmetic arithmetic_of_input(int tensor_idx) const {
-    return plan_.scale.is_none() ? Arithmetic::kBytes
-                                 : arithmetic_of(plan_.inputs[tensor_idx].dtype);
-  }
-
   // If the message needs no tasks, fills in where it lies.
   bool lower_in_place(const PlacedMessage& placed, bool scaled, LoweredMessage& message) const {
     message.bytes = placed.bytes;
     if (placed.bytes == 0) return true;
     if (scaled || all_staged_ || !is_one_run(placed)) return false;
-    message.tensor_idx = placed.boxes[0].tensor_idx;
-    message.offset_bytes = placed.boxes[0].tensor_offset_bytes;
+    message.tensor_idx = placed.boxes[0].in_tensor.tensor_idx;
+    message.offset_bytes = placed.boxes[0].in_tensor.offset_bytes;
     return true;
   }
 
@@ -270,7 +267,8 @@ class Lowering {
           message.offset_bytes = reserve(lowered_.send_staging_bytes, message.bytes);
           message.task_begin = num_tasks();
           TaskList tasks(lowered_.tasks);
-          for (const PlacedBox& box : placed.boxes) pack(box, message.offset_bytes, tasks);
+          for (const PlacedBox& box : placed.boxes)
+            copy(box, box.in_tensor, staged_at(box, message), tasks);
           message.task_end = num_tasks();
           staged.emplace_back(&send, static_cast<int>(lowered_.sends.size()));
         }
@@ -290,30 +288,18 @@ class Lowering {
         message.offset_bytes = reserve(lowered_.recv_staging_bytes, message.bytes);
         message.task_begin = num_tasks() - first_unpack_task;
         TaskList tasks(lowered_.tasks);
-        for (const PlacedBox& box : placed.boxes) unpack(box, message.offset_bytes, tasks);
+        for (const PlacedBox& box : placed.boxes)
+          copy(box, staged_at(box, message), box.in_tensor, tasks);
         message.task_end = num_tasks() - first_unpack_task;
       }
       lowered_.recvs.push_back(message);
     }
   }
 
-  void pack(const PlacedBox& box, int64_t staging_offset_bytes, TaskList& tasks) {
-    CopyTask task;
-    task.src_tensor_idx = box.tensor_idx;
-    task.src_offset_bytes = box.tensor_offset_bytes;
-    task.dst_offset_bytes = staging_offset_bytes + box.message_offset_bytes;
-    task.arithmetic = arithmetic_of_input(box.tensor_idx);
-    tasks.append(task, LoopNest(box.extent, box.tensor_stride_bytes, box.message_stride_bytes,
-                                inputs_[box.tensor_idx].itemsize));
-  }
-
-  void unpack(const PlacedBox& box, int64_t staging_offset_bytes, TaskList& tasks) {
-    CopyTask task;
-    task.dst_tensor_idx = box.tensor_idx;
-    task.src_offset_bytes = staging_offset_bytes + box.message_offset_bytes;
-    task.dst_offset_bytes = box.tensor_offset_bytes;
-    tasks.append(task, LoopNest(box.extent, box.message_stride_bytes, box.tensor_stride_bytes,
-                                outputs_[box.tensor_idx].itemsize));
+  static Place staged_at(const PlacedBox& box, const LoweredMessage& message) {
+    Place place = box.in_message;
+    place.offset_bytes += message.offset_bytes;
+    return place;
   }
 
   void lower_self() {
@@ -323,17 +309,18 @@ class Lowering {
     const bool boxes_match =
         std::equal(sent.boxes.begin(), sent.boxes.end(), received.boxes.begin(),
                    received.boxes.end(), [](const PlacedBox& a, const PlacedBox& b) {
-                     return a.extent == b.extent &&
-                            a.message_offset_bytes == b.message_offset_bytes && a.bytes == b.bytes;
+                     return a.extent == b.extent && a.bytes == b.bytes &&
+                            a.in_message.offset_bytes == b.in_message.offset_bytes;
                    });
     TaskList tasks(lowered_.tasks);
     if (boxes_match) {
-      for (size_t i = 0; i < sent.boxes.size(); ++i) copy(sent.boxes[i], received.boxes[i], tasks);
+      for (size_t i = 0; i < sent.boxes.size(); ++i)
+        copy(sent.boxes[i], sent.boxes[i].in_tensor, received.boxes[i].in_tensor, tasks);
     } else if (is_one_run(sent) && is_one_run(received)) {
       PlacedBox from = sent.boxes[0], to = received.boxes[0];
-      from.extent = {sent.bytes / inputs_[from.tensor_idx].itemsize};
-      from.tensor_stride_bytes = to.tensor_stride_bytes = {inputs_[from.tensor_idx].itemsize};
-      copy(from, to, tasks);
+      from.extent = {sent.bytes / from.itemsize};
+      from.in_tensor.stride_bytes = to.in_tensor.stride_bytes = {from.itemsize};
+      copy(from, from.in_tensor, to.in_tensor, tasks);
     } else {
       throw std::invalid_argument(
           plan_.op + ": the boxes that rank " + std::to_string(plan_.rank) +
@@ -349,15 +336,16 @@ class Lowering {
     return {};
   }
 
-  void copy(const PlacedBox& from, const PlacedBox& to, TaskList& tasks) {
+  // Scales what it reads from an input.
+  void copy(const PlacedBox& box, const Place& from, const Place& to, TaskList& tasks) {
     CopyTask task;
     task.src_tensor_idx = from.tensor_idx;
     task.dst_tensor_idx = to.tensor_idx;
-    task.src_offset_bytes = from.tensor_offset_bytes;
-    task.dst_offset_bytes = to.tensor_offset_bytes;
-    task.arithmetic = arithmetic_of_input(from.tensor_idx);
-    tasks.append(task, LoopNest(from.extent, from.tensor_stride_bytes, to.tensor_stride_bytes,
-                                inputs_[from.tensor_idx].itemsize));
+    task.src_offset_bytes = from.offset_bytes;
+    task.dst_offset_bytes = to.offset_bytes;
+    if (from.tensor_idx >= 0 && !plan_.scale.is_none())
+      task.arithmetic = arithmetic_of(plan_.inputs[from.tensor_idx].dtype);
+    tasks.append(task, LoopNest(box.extent, from.stride_bytes, to.stride_bytes, box.itemsize));
   }
 
   const ExchangePlan& plan_;

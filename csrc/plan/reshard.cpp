@@ -1,8 +1,8 @@
 #include "plan/reshard.h"
 
 #include <algorithm>
+#include <initializer_list>
 #include <stdexcept>
-#include <string>
 #include <string_view>
 
 #include "plan/signature.h"
@@ -11,8 +11,6 @@
 namespace pipecomm {
 
 namespace {
-
-constexpr const char* kOp = "reshard";
 
 [[noreturn]] void reject_reshard(const std::string& what) {
   throw std::invalid_argument("reshard: " + what);
@@ -132,9 +130,27 @@ TensorSpec spec_of(const Region& held, DType dtype) {
   return spec;
 }
 
-void sort_by_peer(std::vector<Transfer>& transfers) {
-  std::sort(transfers.begin(), transfers.end(),
-            [](const Transfer& a, const Transfer& b) { return a.peer < b.peer; });
+ExchangePlan new_plan(const char* op, Member me, const TensorSpec& whole,
+                      const ReshardOptions& options) {
+  ExchangePlan plan;
+  plan.op = op;
+  plan.rank = me.rank;
+  plan.size = me.size;
+  plan.scale = options.scale;
+  plan.shown = options.shown.value_or(whole);
+  return plan;
+}
+
+ExchangePlan finished(ExchangePlan plan, const TensorSpec& whole, const ReshardOptions& options,
+                      std::initializer_list<const ResolvedLayout*> layouts) {
+  std::ranges::sort(plan.sends, {}, &Transfer::peer);
+  std::ranges::sort(plan.recvs, {}, &Transfer::peer);
+  Signature signature(plan.op);
+  signature.add(int64_t{plan.size}).add(whole.shape).add(whole.dtype).add(options.scale);
+  signature.add(int64_t{options.own_in_place}).add(std::string_view(options.tag));
+  for (const ResolvedLayout* layout : layouts) layout->add_to(signature);
+  plan.signature = signature.value();
+  return plan;
 }
 
 }  // namespace
@@ -143,13 +159,7 @@ ExchangePlan reshard_plan(Member me, const TensorSpec& whole, const ShardLayout&
                           const ShardLayout& destination, const ReshardOptions& options) {
   const ResolvedLayout from(source, whole.shape, me.size, "source");
   const ResolvedLayout to(destination, whole.shape, me.size, "destination");
-
-  ExchangePlan plan;
-  plan.op = kOp;
-  plan.rank = me.rank;
-  plan.size = me.size;
-  plan.scale = options.scale;
-  plan.shown = options.shown.value_or(whole);
+  ExchangePlan plan = new_plan("reshard", me, whole, options);
   const auto is_moved = [&](int sender, int receiver, const Region& region) {
     return !region.empty() && !(options.own_in_place && sender == receiver);
   };
@@ -161,7 +171,6 @@ ExchangePlan reshard_plan(Member me, const TensorSpec& whole, const ShardLayout&
       if (!is_moved(me.rank, to.rank(j), region)) continue;
       plan.sends.push_back(transfer(to.rank(j), held, region));
     }
-    sort_by_peer(plan.sends);
   }
   if (const int j = to.find(me.rank); j >= 0) {
     const Region held = to.held(j);
@@ -171,26 +180,14 @@ ExchangePlan reshard_plan(Member me, const TensorSpec& whole, const ShardLayout&
       if (!is_moved(from.rank(i), me.rank, region)) continue;
       plan.recvs.push_back(transfer(from.rank(i), held, region));
     }
-    sort_by_peer(plan.recvs);
   }
-  Signature signature(kOp);
-  signature.add(int64_t{me.size}).add(whole.shape).add(whole.dtype).add(options.scale);
-  signature.add(int64_t{options.own_in_place}).add(std::string_view(options.tag));
-  from.add_to(signature);
-  to.add_to(signature);
-  plan.signature = signature.value();
-  return plan;
+  return finished(std::move(plan), whole, options, {&from, &to});
 }
 
 ExchangePlan collect_pieces_plan(Member me, const TensorSpec& whole, const ShardLayout& pieces,
                                  const ReshardOptions& options) {
   const ResolvedLayout layout(pieces, whole.shape, me.size, "piece");
-  ExchangePlan plan;
-  plan.op = "collect_pieces";
-  plan.rank = me.rank;
-  plan.size = me.size;
-  plan.scale = options.scale;
-  plan.shown = options.shown.value_or(whole);
+  ExchangePlan plan = new_plan("collect_pieces", me, whole, options);
   const int mine = layout.find(me.rank);
   if (mine < 0) throw std::invalid_argument("collect_pieces: this rank is not in the layout");
   plan.inputs = {whole};
@@ -205,14 +202,7 @@ ExchangePlan collect_pieces_plan(Member me, const TensorSpec& whole, const Shard
     plan.recvs.push_back(transfer(layout.rank(j), kept, kept));
     plan.recvs.back().boxes[0].tensor_idx = static_cast<int>(plan.outputs.size()) - 1;
   }
-  sort_by_peer(plan.sends);
-  sort_by_peer(plan.recvs);
-  Signature signature(plan.op);
-  signature.add(int64_t{me.size}).add(whole.shape).add(whole.dtype).add(options.scale);
-  signature.add(int64_t{options.own_in_place}).add(std::string_view(options.tag));
-  layout.add_to(signature);
-  plan.signature = signature.value();
-  return plan;
+  return finished(std::move(plan), whole, options, {&layout});
 }
 
 }  // namespace pipecomm

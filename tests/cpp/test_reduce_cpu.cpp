@@ -18,7 +18,6 @@ std::vector<const void*> pointers_to(const std::vector<std::vector<T>>& tensors)
 }
 
 TEST(mean) {
-  ThreadPool pool(3);
   const std::vector<std::vector<float>> pair{{1, 0.1f, 3}, {5, 0.2f, -3}};
   std::vector<float> result(3);
   reduce_cpu(Reduction::kMean, result.data(), pointers_to(pair), 3, dtypes::kFloat32);
@@ -39,7 +38,7 @@ TEST(mean) {
   reduce_cpu(Reduction::kMean, &half_mean, pointers_to(halves), 1, dtypes::kBFloat16);
   CHECK_EQ(half_mean, BFloat16::store((1.0f + 3.0f / 256) / 4));
 
-  // Many blocks and threads, the result in place of a source.
+  // Many blocks, the result in place of a source.
   Random random(1);
   const int64_t count = 1000003;
   std::vector<std::vector<uint16_t>> fp16(3, std::vector<uint16_t>(count));
@@ -47,7 +46,7 @@ TEST(mean) {
     for (uint16_t& value : tensor) value = Float16::store(float(random.between(-1000, 1000)) / 7);
   }
   const auto sources = fp16;
-  reduce_cpu(Reduction::kMean, fp16[1].data(), pointers_to(fp16), count, dtypes::kFloat16, &pool);
+  reduce_cpu(Reduction::kMean, fp16[1].data(), pointers_to(fp16), count, dtypes::kFloat16);
   bool is_equal = true;
   for (int64_t i = 0; i < count; ++i) {
     float sum = 0;
@@ -199,7 +198,6 @@ TEST(what_is_not_defined) {
 }
 
 TEST(a_result_that_overlaps_its_sources) {
-  ThreadPool pool(3);
   const int64_t count = 600'000;
   for (const int64_t begin : {0, 1, 5, 4000}) {
     for (const size_t num_sources : {size_t{1}, size_t{2}, size_t{3}}) {
@@ -208,7 +206,7 @@ TEST(a_result_that_overlaps_its_sources) {
       std::vector<const void*> sources(num_sources, ones.data());
       sources.back() = memory.data() + 5;
       int32_t* const result = memory.data() + begin;
-      reduce_cpu(Reduction::kSum, result, sources, count, dtypes::kInt32, &pool);
+      reduce_cpu(Reduction::kSum, result, sources, count, dtypes::kInt32);
       bool is_right = true;
       for (int64_t i = 0; i < count; ++i)
         is_right = is_right && result[i] == i + 5 + int64_t(num_sources) - 1;
