@@ -4,7 +4,6 @@
 
 #include "bindings/connections.h"
 #include "bindings/cuda.h"
-#include "bindings/flight.h"
 #include "bindings/quick_method.h"
 #include "engine/reductions.h"
 
@@ -114,7 +113,7 @@ BoundCommunicator::WorkPtr BoundCommunicator::run(Tensors tensors, bool async_op
   }
   if (!operation) return nullptr;
   if (async_op)
-    if (const std::string text = communicator_->take_warning(); !text.empty())
+    if (const std::string text = communicator_->execution().take_warning(); !text.empty())
       if (PyErr_WarnEx(PyExc_RuntimeWarning, text.c_str(), 1) != 0) throw py::error_already_set();
   return std::make_shared<OperationWork>(communicator_, std::move(operation), std::move(awaited));
 }
@@ -156,32 +155,24 @@ BoundCommunicator::WorkPtr BoundCommunicator::batch_p2p(const py::object& given,
 template <class Arg>
 BoundCommunicator::WorkPtr BoundCommunicator::post_one(const py::object& tensor,
                                                        const py::object& peer,
-                                                       const char* peer_name,
                                                        const py::object& channel, bool async_op) {
-  const auto arg = point_to_point_arg<Arg>(tensor, peer, peer_name, channel);
+  const auto arg = point_to_point_arg<Arg>(tensor, peer, Arg::kPeer, channel);
   Tensors tensors(*this, 1, async_op);
   const PointToPoint message = tensors.point_to_point(arg, {.element = "tensor"});
   return post_batch(std::move(tensors), {&message, 1}, async_op);
 }
 
-BoundCommunicator::WorkPtr BoundCommunicator::isend(const py::object& tensor, const py::object& dst,
+template <class Arg>
+BoundCommunicator::WorkPtr BoundCommunicator::begin(const py::object& tensor,
+                                                    const py::object& peer,
                                                     const py::object& channel) {
-  return post_one<SendArg>(tensor, dst, "dst", channel, true);
+  return post_one<Arg>(tensor, peer, channel, true);
 }
 
-BoundCommunicator::WorkPtr BoundCommunicator::irecv(const py::object& tensor, const py::object& src,
-                                                    const py::object& channel) {
-  return post_one<RecvArg>(tensor, src, "src", channel, true);
-}
-
-void BoundCommunicator::send(const py::object& tensor, const py::object& dst,
-                             const py::object& channel) {
-  post_one<SendArg>(tensor, dst, "dst", channel, false);
-}
-
-void BoundCommunicator::recv(const py::object& tensor, const py::object& src,
-                             const py::object& channel) {
-  post_one<RecvArg>(tensor, src, "src", channel, false);
+template <class Arg>
+void BoundCommunicator::complete(const py::object& tensor, const py::object& peer,
+                                 const py::object& channel) {
+  post_one<Arg>(tensor, peer, channel, false);
 }
 
 BoundCommunicator::WorkPtr BoundCommunicator::broadcast(const py::object& object,
@@ -272,9 +263,9 @@ BoundCommunicator::WorkPtr BoundCommunicator::reduce(const py::object& op, const
 bool BoundCommunicator::can_reduce(const std::string& op,
                                    const std::optional<std::string>& reduction,
                                    const py::object& dtype) const {
-  return communicator_->can_reduce(collective_code(op),
-                                   reduction ? reduction_argument(*reduction) : Reduction::kSum,
-                                   dtype_argument(dtype));
+  return communicator_->execution().can_reduce(
+      collective_code(op), reduction ? reduction_argument(*reduction) : Reduction::kSum,
+      dtype_argument(dtype));
 }
 
 // Whether both are contiguous and `piece` has as many elements as each rank's piece of `whole`.
@@ -343,7 +334,7 @@ void BoundCommunicator::connect_exchanges(std::vector<int> members, const py::ob
 }
 
 std::pair<std::string, std::string> BoundCommunicator::route(int peer) const {
-  const Route route = communicator_->route(peer);
+  const Route route = communicator_->transport().route(peer);
   return {route.transport, route.reason};
 }
 
@@ -352,7 +343,7 @@ py::object BoundCommunicator::empty(const std::vector<int64_t>& shape, const py:
   for (int64_t length : shape)
     if (length < 0 || __builtin_mul_overflow(num_bytes, length, &num_bytes))
       throw py::value_error("shape must hold lengths >= 0, and not too many elements");
-  auto memory = device_.is_cuda() ? nullptr : communicator_->allocate_result(num_bytes);
+  auto memory = device_.is_cuda() ? nullptr : communicator_->transport().allocate_result(num_bytes);
   const auto type = memory ? dlpack_type(dtype) : std::nullopt;
   return type ? tensor_in(std::move(memory), shape, *type) : py::none();
 }
@@ -366,7 +357,7 @@ void BoundCommunicator::abort(const py::str& reason, const BoundCommunicator* ca
 void BoundCommunicator::close(py::handle patience) {
   const auto limit = timeout_argument(patience);
   const auto warn = [&] {
-    const std::string text = communicator_->end_warning();
+    const std::string text = communicator_->execution().end_warning();
     return text.empty() || PyErr_WarnEx(PyExc_RuntimeWarning, text.c_str(), 1) == 0;
   };
   try {
@@ -379,10 +370,6 @@ void BoundCommunicator::close(py::handle patience) {
   if (!warn()) throw py::error_already_set();
 }
 
-py::object BoundCommunicator::failure() const { return failure_dict(communicator_->failure()); }
-
-py::list BoundCommunicator::flight_record() const { return flights_list(communicator_->flights()); }
-
 py::list BoundCommunicator::connection_events() const {
   std::vector<ConnectionEvent> events;
   {
@@ -392,12 +379,8 @@ py::list BoundCommunicator::connection_events() const {
   return connections_list(events);
 }
 
-py::dict BoundCommunicator::copy_counters() const {
-  return counters_dict(communicator_->copy_counters());
-}
-
 std::pair<int, int64_t> BoundCommunicator::nccl_usage() const {
-  const DeviceUsage usage = communicator_->device_usage();
+  const DeviceUsage usage = communicator_->execution().device_usage();
   return {usage.num_nccl_comms, usage.num_bytes};
 }
 
@@ -418,8 +401,10 @@ py::class_<BoundCommunicator> bind_communicator(py::module_& m) {
   py::class_<Bound> bound(m, "Communicator",
                           "Over the threads of hosts, or for CUDA tensors over NCCL, controlled "
                           "over the connections of its hosts: see the two constructors.");
-  def_quick<&Bound::send>(bound, "send", "send($self, tensor, dst, channel, /)\n--\n\n");
-  def_quick<&Bound::recv>(bound, "recv", "recv($self, tensor, src, channel, /)\n--\n\n");
+  def_quick<&Bound::complete<SendArg>>(bound, "send",
+                                       "send($self, tensor, dst, channel, /)\n--\n\n");
+  def_quick<&Bound::complete<RecvArg>>(bound, "recv",
+                                       "recv($self, tensor, src, channel, /)\n--\n\n");
   def_quick<&Bound::batch_p2p>(bound, "batch_p2p", "batch_p2p($self, ops, async_op, /)\n--\n\n");
   def_quick<&Bound::broadcast>(bound, "broadcast",
                                "broadcast($self, tensor, src, async_op, /)\n--\n\n");
@@ -439,8 +424,10 @@ py::class_<BoundCommunicator> bind_communicator(py::module_& m) {
       .def(py::init(&make_communicator), py::arg("connections"), py::arg("rank"), py::arg("size"),
            py::arg("channels"), py::arg("timeout"), py::arg("num_threads"),
            py::arg("checks") = true, py::arg("device") = "cpu", py::arg("num_sms") = 0)
-      .def("isend", &Bound::isend, py::arg("tensor"), py::arg("dst"), py::arg("channel") = 0)
-      .def("irecv", &Bound::irecv, py::arg("tensor"), py::arg("src"), py::arg("channel") = 0)
+      .def("isend", &Bound::begin<SendArg>, py::arg("tensor"), py::arg("dst"),
+           py::arg("channel") = 0)
+      .def("irecv", &Bound::begin<RecvArg>, py::arg("tensor"), py::arg("src"),
+           py::arg("channel") = 0)
       .def("empty", &Bound::empty, py::arg("shape"), py::arg("dtype"))
       .def("can_reduce", &Bound::can_reduce, py::arg("op"), py::arg("reduction"), py::arg("dtype"))
       .def("refuse", &Bound::refuse, py::arg("op"), py::arg("reason"),

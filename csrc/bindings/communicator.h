@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "bindings/flight.h"
 #include "bindings/point_to_point_args.h"
 #include "bindings/prepared_collectives.h"
 #include "bindings/python_args.h"
@@ -30,10 +31,11 @@ class BoundCommunicator {
 
   // Without `async_op` they wait, within the same call, and return null.
   WorkPtr batch_p2p(const py::object& ops, const py::object& async_op);
-  WorkPtr isend(const py::object& tensor, const py::object& dst, const py::object& channel);
-  WorkPtr irecv(const py::object& tensor, const py::object& src, const py::object& channel);
-  void send(const py::object& tensor, const py::object& dst, const py::object& channel);
-  void recv(const py::object& tensor, const py::object& src, const py::object& channel);
+  // A send or a receive, as Arg says: posted, or complete.
+  template <class Arg>
+  WorkPtr begin(const py::object& tensor, const py::object& peer, const py::object& channel);
+  template <class Arg>
+  void complete(const py::object& tensor, const py::object& peer, const py::object& channel);
   WorkPtr broadcast(const py::object& tensor, const py::object& src, const py::object& async_op);
   WorkPtr barrier(const py::object& async_op);
   // For contiguous tensors in host memory they run and wait; for others they do nothing and return
@@ -71,18 +73,20 @@ class BoundCommunicator {
 
   bool closed() const { return communicator_->closed(); }
   bool failed() const { return communicator_->failure() != nullptr; }
-  py::object failure() const;
-  py::list flight_record() const;
+  py::object failure() const { return failure_dict(communicator_->failure()); }
+  py::list flight_record() const { return flights_list(communicator_->flights()); }
   py::list connection_events() const;
-  py::dict copy_counters() const;
+  py::dict copy_counters() const {
+    return counters_dict(communicator_->execution().copy_counters());
+  }
   // The number of NCCL communicators, and the memory of the device that they took.
   std::pair<int, int64_t> nccl_usage() const;
 
  private:
   class Tensors;
   template <class Arg>
-  WorkPtr post_one(const py::object& tensor, const py::object& peer, const char* peer_name,
-                   const py::object& channel, bool async_op);
+  WorkPtr post_one(const py::object& tensor, const py::object& peer, const py::object& channel,
+                   bool async_op);
   WorkPtr post_batch(Tensors tensors, std::span<const PointToPoint> batch, bool async_op);
   bool is_share_of(const TensorRef& piece, const TensorRef& whole) const;
   template <class Post>

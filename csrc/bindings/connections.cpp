@@ -47,9 +47,10 @@ CoreSet core_set(const py::int_& cores) {
 
 }  // namespace
 
-Connections::Connections(int rank, int size, uint32_t epoch, const std::string& key,
+Connections::Connections(int rank, int size, uint32_t epoch, const py::bytes& key_bytes,
                          py::function lookup, py::function say_farewell,
                          std::optional<int> num_local_ranks) {
+  const std::string key = key_bytes;
   if (key.size() != options_.tcp.key.size())
     throw std::invalid_argument("key must have 32 bytes, not " + std::to_string(key.size()));
   std::memcpy(options_.tcp.key.data(), key.data(), key.size());
@@ -64,8 +65,6 @@ Connections::Connections(int rank, int size, uint32_t epoch, const std::string& 
     call<void>(held, [&] { return py::bytes(farewell); });
   };
 }
-
-Connections::~Connections() = default;
 
 void Connections::listen(const std::string& interfaces, int heartbeat_s, int heartbeat_limit_s) {
   hosts_ = tcp::local_hosts(interfaces);
@@ -124,14 +123,10 @@ void bind_connections(py::module_& m) {
       "shows these bytes to ranks that look this one up from now on. Any one thread calls them; "
       "they return or raise within a second. `num_local_ranks`, of the whole job, share the cores "
       "of this host (default: `size`).")
-      .def(
-          py::init([](int rank, int size, uint32_t epoch, const py::bytes& key, py::function lookup,
-                      py::function say_farewell, std::optional<int> num_local_ranks) {
-            return std::make_unique<Connections>(rank, size, epoch, key, std::move(lookup),
-                                                 std::move(say_farewell), num_local_ranks);
-          }),
-          py::arg("rank"), py::arg("size"), py::arg("epoch"), py::arg("key"), py::arg("lookup"),
-          py::arg("say_farewell"), py::arg("num_local_ranks") = py::none())
+      .def(py::init<int, int, uint32_t, const py::bytes&, py::function, py::function,
+                    std::optional<int>>(),
+           py::arg("rank"), py::arg("size"), py::arg("epoch"), py::arg("key"), py::arg("lookup"),
+           py::arg("say_farewell"), py::arg("num_local_ranks") = py::none())
       .def("listen", &Connections::listen, py::arg("interfaces") = "", py::arg("heartbeat_s") = 10,
            py::arg("heartbeat_limit_s") = 60)
       .def("create_memory", &Connections::create_memory, py::arg("channels"), py::arg("ring_bytes"),

@@ -2,8 +2,6 @@
 // transport from it.
 #pragma once
 
-#include <pybind11/pybind11.h>
-
 #include <memory>
 #include <optional>
 #include <string>
@@ -16,9 +14,8 @@ namespace pipecomm {
 
 class Connections {
  public:
-  Connections(int rank, int size, uint32_t epoch, const std::string& key, py::function lookup,
+  Connections(int rank, int size, uint32_t epoch, const py::bytes& key, py::function lookup,
               py::function say_farewell, std::optional<int> num_local_ranks);
-  ~Connections();
   Connections(const Connections&) = delete;
   Connections& operator=(const Connections&) = delete;
 

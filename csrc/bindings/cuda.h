@@ -1,8 +1,6 @@
 // The CUDA device, in builds with and without CUDA.
 #pragma once
 
-#include <pybind11/pybind11.h>
-
 #include <memory>
 
 #include "bindings/python.h"

@@ -1,8 +1,6 @@
 // Python's view of flight records, and what wakes the thread that writes them to files.
 #pragma once
 
-#include <pybind11/pybind11.h>
-
 #include <vector>
 
 #include "bindings/python.h"

@@ -3,7 +3,6 @@
 #include "bindings/connections.h"
 #include "bindings/cuda.h"
 #include "bindings/flight.h"
-#include "engine/communicator.h"
 #include "engine/device/device_execution.h"
 #include "plan/signature.h"
 

@@ -1,9 +1,6 @@
 // Send(tensor, peer, channel) and Recv(...), the elements of a batch as Python holds them.
 #pragma once
 
-#include <string>
-#include <vector>
-
 #include "bindings/python_args.h"
 #include "bindings/torch_types.h"
 
@@ -15,8 +12,12 @@ struct PointToPointArg {
   int channel;
   uint64_t signature = 0;
 };
-struct SendArg : PointToPointArg {};
-struct RecvArg : PointToPointArg {};
+struct SendArg : PointToPointArg {
+  static constexpr const char* kPeer = "dst";  // as send() calls it
+};
+struct RecvArg : PointToPointArg {
+  static constexpr const char* kPeer = "src";
+};
 
 // Their Python classes: comparing them is faster than pybind11's look-up of the object's class.
 struct PointToPointClasses {

@@ -1,11 +1,8 @@
 // From Python objects to what the engine takes, with errors that name the argument.
 #pragma once
 
-#include <pybind11/pybind11.h>
-
 #include <optional>
 #include <string>
-#include <vector>
 
 #include "bindings/python.h"
 #include "copy/reduce_cpu.h"

@@ -1,7 +1,5 @@
 #include "bindings/shared_communicator.h"
 
-#include <stdexcept>
-
 #include "bindings/interpreter_use.h"
 #include "bindings/module.h"
 #include "message/start_thread.h"

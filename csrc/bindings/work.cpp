@@ -43,7 +43,7 @@ bool OperationWork::is_completed() {
 void OperationWork::finish_tensors() {
   if (awaited_.finish()) return;
   const int rank = communicator_->rank();
-  throw PipeCommException(std::make_shared<Failure>(Failure{
+  throw PipeCommException(Failure{
       .message = std::string("the storage of a tensor was reallocated (share_memory_(), resize_()) "
                              "while ") +
                  op_name(operation_->op()) +
@@ -51,7 +51,7 @@ void OperationWork::finish_tensors() {
                  "its wait()",
       .op = op_name(operation_->op()),
       .rank = rank,
-      .origin_rank = rank}));
+      .origin_rank = rank});
 }
 
 void OperationWork::block_until(Deadline until, const py::object& timeout) {

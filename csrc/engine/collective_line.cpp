@@ -1,7 +1,6 @@
 #include "engine/collective_line.h"
 
 #include <algorithm>
-#include <iterator>
 #include <numeric>
 
 namespace pipecomm {

@@ -39,11 +39,8 @@ class Communicator final : public Dispatch {
                         CallOptions options = {}, const Scope& scope = {},
                         const OperationPtr& after = nullptr);
   OperationPtr broadcast(const TensorRef& tensor, int source, CallOptions options = {});
-  // One operation, for which can_reduce() must be true.
+  // One operation, for which Execution::can_reduce must be true.
   OperationPtr reduce(const ReduceCall& call, CallOptions options = {});
-  bool can_reduce(OpCode op, Reduction reduction, DType dtype) const {
-    return execution_->can_reduce(op, reduction, dtype);
-  }
   // Synchronizes the hosts of all ranks, independent of the work on streams.
   OperationPtr barrier(bool is_async = true);
   // Called instead of a collective that this rank cannot take part in. Done once all others have
@@ -61,22 +58,11 @@ class Communicator final : public Dispatch {
   // Whether it has ended, with or without a failure.
   bool is_completed(Operation& operation);
 
-  Route route(int peer) { return transport().route(peer); }
-  // Memory for a result into which peers may write directly, or null: see HostTransport.
-  std::shared_ptr<std::byte> allocate_result(int64_t num_bytes) {
-    return transport().allocate_result(num_bytes);
-  }
-  // Host memory for intermediate results of one call.
-  StagingPool& scratch() { return scratch_; }
-  // A warning for the user about the calls so far, returned once; or "".
-  std::string take_warning() { return execution_->take_warning(); }
-  // A warning about what close() has left behind, and how to avoid it; or "".
-  std::string end_warning() const { return execution_->end_warning(); }
-  CopyCounters copy_counters() const { return execution_->copy_counters(); }
-  DeviceUsage device_usage() const { return execution_->device_usage(); }
+  // For what needs no check: its warnings, its counters.
+  Execution& execution() const { return *execution_; }
+  StagingPool scratch;  // host memory for intermediate results of one call
 
  private:
-  StagingPool scratch_;
   const std::unique_ptr<Execution> execution_;
 };
 

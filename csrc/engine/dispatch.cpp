@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <exception>
-#include <functional>
 #include <numeric>
 
 #include "engine/point_to_point.h"

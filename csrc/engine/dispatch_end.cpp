@@ -1,7 +1,6 @@
 // How a communicator fails, on this rank and on all others, and how it ends.
 #include <algorithm>
 #include <exception>
-#include <functional>
 #include <set>
 #include <utility>
 

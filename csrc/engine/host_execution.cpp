@@ -3,7 +3,6 @@
 #include <algorithm>
 
 #include "copy/copy_cpu.h"
-#include "engine/peer_messages.h"
 #include "message/recycled.h"
 
 namespace pipecomm {
@@ -69,7 +68,7 @@ OperationPtr HostExecution::exchange(const ExchangeCall& call, CallOptions optio
     collective.messages_with = [exchange, empty](std::span<const int> peers) {
       return exchange->requests(empty, peers);
     };
-    collective.data_peers = peers_of(exchange->lowered());
+    collective.data_peers = peers_of(*exchange->lowered);
     dispatch_.post_collective(std::move(collective), channel, options.is_async);
     return operation;
   }
@@ -98,7 +97,7 @@ void HostExecution::begin_exchange(Operation& operation, const EventPtr& caller,
                                    HostExchange& exchange) {
   exchange.take_memory();
   before_posting(operation, caller, [&] { exchange.begin(); });
-  if (exchange.stages()) operation.on_success([&exchange] { exchange.end(); });
+  if (exchange.stages) operation.on_success([&exchange] { exchange.end(); });
 }
 
 OperationPtr HostExecution::broadcast(const TensorRef& tensor, int source, CallOptions options) {
@@ -207,27 +206,27 @@ void HostExecution::before_posting(const Operation& operation, const EventPtr& c
 // ------------------------------------------------------------------------------------------------
 // one exchange
 
-HostExchange::HostExchange(HostExecution& execution, const ExchangeCall& call, bool stages)
-    : execution_(execution), lowered_(call.lowered), stages_(stages) {
+HostExchange::HostExchange(HostExecution& execution, const ExchangeCall& call, bool stages_messages)
+    : lowered(call.lowered), stages(stages_messages), execution_(execution) {
   for (const TensorRef& tensor : call.inputs) buffers_.inputs.push_back(tensor.data);
   for (const TensorRef& tensor : call.outputs) buffers_.outputs.push_back(tensor.data);
 }
 
 void HostExchange::take_memory() {
-  if (!stages_) return;
-  buffers_.send_staging = execution_.pool_.acquire(lowered_->send_staging_bytes);
-  buffers_.recv_staging = execution_.pool_.acquire(lowered_->recv_staging_bytes);
+  if (!stages) return;
+  buffers_.send_staging = execution_.pool_.acquire(lowered->send_staging_bytes);
+  buffers_.recv_staging = execution_.pool_.acquire(lowered->recv_staging_bytes);
 }
 
 void HostExchange::begin() {
-  execution_.copy(stages_ ? lowered_->pack_and_local() : lowered_->local(), buffers_.view(),
-                  lowered_->scale);
+  execution_.copy(stages ? lowered->pack_and_local() : lowered->local(), buffers_.view(),
+                  lowered->scale);
   ++execution_.num_exchanges_;
-  execution_.num_passes_ += lowered_->copy_passes();
+  execution_.num_passes_ += lowered->copy_passes();
 }
 
 void HostExchange::end() {
-  if (stages_) execution_.copy(lowered_->unpack(), buffers_.view(), Scale{});
+  if (stages) execution_.copy(lowered->unpack(), buffers_.view(), Scale{});
   // Returned to the pool before waiters run, so that their next exchange can use it.
   buffers_.send_staging.reset();
   buffers_.recv_staging.reset();
@@ -240,11 +239,11 @@ RequestPtr HostExchange::request(Direction direction, int peer, const Descriptor
   std::shared_ptr<const MessageCopy> on_the_way;
   if (message && !message->is_staged())
     data = sends ? buffers_.inputs[message->tensor_idx] : buffers_.outputs[message->tensor_idx];
-  else if (message && stages_)
+  else if (message && stages)
     data = (sends ? buffers_.send_staging : buffers_.recv_staging).get();
   else if (message)
     on_the_way = std::allocate_shared<MessageCopy>(
-        Recycled<MessageCopy>(), MessageCopy{lowered_, message, {shared_from_this(), &buffers_}});
+        Recycled<MessageCopy>(), MessageCopy{lowered, message, {shared_from_this(), &buffers_}});
   auto* const bytes = static_cast<std::byte*>(const_cast<void*>(data));
   RequestPtr made =
       make_request(direction, peer, descriptor, bytes ? bytes + message->offset_bytes : nullptr);
@@ -256,7 +255,7 @@ RequestList HostExchange::requests(const Descriptor& empty, std::span<const int>
   RequestList requests;
   for (const Direction direction : {Direction::recv, Direction::send}) {
     const bool sends = direction == Direction::send;
-    MessagesByPeer messages(sends ? lowered_->sends : lowered_->recvs);
+    MessagesByPeer messages(sends ? lowered->sends : lowered->recvs);
     for (const int peer : peers) {
       const LoweredMessage* const message = messages.with(peer);
       requests.push_back(request(direction, peer,

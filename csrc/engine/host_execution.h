@@ -8,7 +8,6 @@
 #include <memory>
 #include <mutex>
 #include <span>
-#include <vector>
 
 #include "copy/device_runtime.h"
 #include "copy/thread_pool.h"
@@ -70,7 +69,7 @@ class HostExecution final : public Execution {
 // piece in a tensor, or the transport packs and unpacks them on the way.
 class HostExchange : public std::enable_shared_from_this<HostExchange> {
  public:
-  HostExchange(HostExecution& execution, const ExchangeCall& call, bool stages);
+  HostExchange(HostExecution& execution, const ExchangeCall& call, bool stages_messages);
 
   void take_memory();
   // The copies that precede the messages.
@@ -79,16 +78,15 @@ class HostExchange : public std::enable_shared_from_this<HostExchange> {
   void end();
   // The receives, then the sends; a message without data is described as `empty`.
   RequestList requests(const Descriptor& empty, std::span<const int> peers);
-  const LoweredExchange& lowered() const { return *lowered_; }
-  bool stages() const { return stages_; }
+
+  const std::shared_ptr<const LoweredExchange> lowered;
+  const bool stages;  // messages in staging memory
 
  private:
   RequestPtr request(Direction direction, int peer, const Descriptor& descriptor,
                      const LoweredMessage* message);
 
   HostExecution& execution_;
-  const std::shared_ptr<const LoweredExchange> lowered_;
-  const bool stages_;
   ExchangeBuffers buffers_;
 };
 

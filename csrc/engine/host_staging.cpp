@@ -38,9 +38,9 @@ StagedBatch stage_batch(std::span<const PointToPoint> batch, const OwnMessages& 
     data = is_staged(op) ? staged.memory.get() + offsets[idx] : op.tensor.data;
     if (data == op.tensor.data) continue;
     if (op.direction == Direction::send)
-      staged.outgoing.add(op.tensor, data);
+      staged.outgoing.add(op.tensor, contiguous_at(data, op.tensor));
     else
-      staged.incoming.add(data, op.tensor);
+      staged.incoming.add(contiguous_at(data, op.tensor), op.tensor);
   }
   for (const auto& [send, recv] : own) staged.outgoing.add(send->tensor, recv->tensor);
   return staged;

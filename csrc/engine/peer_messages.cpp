@@ -49,8 +49,8 @@ void check_peers(const LoweredExchange& lowered, std::span<const int> peers) {
 
 std::vector<PeerMessages> exchange_messages(OpCode op, int channel, const ExchangePlan& plan,
                                             const LoweredExchange& lowered,
-                                            std::span<const int> peers, uint64_t gradient_of) {
-  const Descriptor empty = empty_message(op, channel, plan, gradient_of);
+                                            std::span<const int> peers) {
+  const Descriptor empty = empty_message(op, channel, plan, 0);
   MessagesByPeer sends(lowered.sends), recvs(lowered.recvs);
   std::vector<PeerMessages> messages;
   messages.reserve(peers.size());

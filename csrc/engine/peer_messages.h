@@ -60,7 +60,7 @@ void check_peers(const LoweredExchange& lowered, std::span<const int> peers);
 // The messages with each of `peers`, which are increasing.
 std::vector<PeerMessages> exchange_messages(OpCode op, int channel, const ExchangePlan& plan,
                                             const LoweredExchange& lowered,
-                                            std::span<const int> peers, uint64_t gradient_of = 0);
+                                            std::span<const int> peers);
 
 // The messages of an operation that all ranks describe alike, in both directions.
 inline auto same_messages(const Descriptor& descriptor) {

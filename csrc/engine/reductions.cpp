@@ -3,7 +3,6 @@
 #include <cstdint>
 #include <memory>
 #include <utility>
-#include <vector>
 
 #include "plan/split.h"
 
@@ -12,8 +11,8 @@ namespace {
 
 // Memory that peers write directly, if the transport has some. It outlives a failed operation.
 std::shared_ptr<std::byte> memory_for(Communicator& communicator, int64_t num_bytes) {
-  if (auto shared = communicator.allocate_result(num_bytes)) return shared;
-  return communicator.scratch().acquire(num_bytes);
+  if (auto shared = communicator.transport().allocate_result(num_bytes)) return shared;
+  return communicator.scratch.acquire(num_bytes);
 }
 
 // Elements [begin, begin + length) of a contiguous tensor.

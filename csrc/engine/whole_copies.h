@@ -8,22 +8,19 @@
 
 namespace pipecomm {
 
+// A contiguous tensor of this shape and dtype at an address.
+TensorRef contiguous_at(std::byte* data, const TensorRef& like);
+
 class WholeCopies {
  public:
   // Tensors of one shape and dtype, with any strides.
   void add(const TensorRef& from, const TensorRef& to);
-  // The other side is contiguous, at this address.
-  void add(const std::byte* from, const TensorRef& to);
-  void add(const TensorRef& from, std::byte* to);
 
   bool empty() const { return tasks_.empty(); }
   std::span<const CopyTask> tasks() const { return tasks_; }
   CopyBuffers buffers() const { return {sources_, destinations_, nullptr, nullptr}; }
 
  private:
-  void add(const TensorSpec& spec, const std::byte* from, const StridedLayout& from_layout,
-           std::byte* to, const StridedLayout& to_layout);
-
   std::vector<CopyTask> tasks_;
   std::vector<const void*> sources_;
   std::vector<void*> destinations_;

@@ -13,7 +13,7 @@ void exchange_with_all(Communicator& comm, int64_t num_bytes, int round, bool is
     if (peer == comm.rank()) continue;
     const int channel = (comm.rank() + peer + round) % 2;
     mine[peer] = coded_bytes(key(comm.rank(), peer), num_bytes);
-    theirs[peer] = comm.allocate_result(num_bytes);
+    theirs[peer] = comm.transport().allocate_result(num_bytes);
     if (!theirs[peer]) {
       const auto ordinary = std::make_shared<Bytes>(num_bytes);
       theirs[peer] = {ordinary, ordinary->data()};
@@ -58,7 +58,7 @@ void all_to_all(Communicator& comm, const Dims& global, int scatter_dim, int gat
   Bytes input = elements_of(in);
   const Bytes expected = elements_of(out);
   for (int turn = 0; turn < 3; ++turn) {
-    const auto window = comm.allocate_result(std::ssize(expected));
+    const auto window = comm.transport().allocate_result(std::ssize(expected));
     Bytes ordinary(expected.size());
     std::byte* const data = window ? window.get() : ordinary.data();
     std::memset(data, 0xa5, expected.size());

@@ -60,7 +60,7 @@ TEST_TWICE(exchange) {
     for (int round = 1; round <= 3; ++round) {  // bodies and staging on both sides
       meeting::all_to_all(comm, {2, 12, 6, 2000}, 2, 1);
       wait(comm, comm.barrier());
-      const CopyCounters counters = comm.copy_counters();
+      const CopyCounters counters = comm.execution().copy_counters();
       CHECK_EQ(counters.num_exchanges, 3 * round);
       CHECK_EQ(counters.num_passes, 6 * round);
       if (round == 1) num_allocations = counters.num_staging_allocations;

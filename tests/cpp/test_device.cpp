@@ -126,7 +126,7 @@ TEST(collectives) {
         me.finish(me.comm->broadcast(tensor.ref(), source, {.is_async = source == 1}));
         CHECK(tensor.counts_from(50));
       }
-      CHECK(me.comm->copy_counters().num_exchanges == 3);
+      CHECK(me.comm->execution().copy_counters().num_exchanges == 3);
       meet(me);
     });
   }

@@ -251,7 +251,7 @@ TEST(graphs_outlive_their_communicator) {
     play(me, captured.graph);
     meet(me);
     me.comm->close(kNothing);
-    CHECK(contains(me.comm->end_warning(), "destroy the CUDA graphs"));
+    CHECK(contains(me.comm->execution().end_warning(), "destroy the CUDA graphs"));
     me.comm.reset();
     play(me, captured.graph);
     CHECK(captured.swap.has_come());

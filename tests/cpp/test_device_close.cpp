@@ -36,14 +36,14 @@ TEST(a_graph_is_alive) {
   run(closing_options(2), [&](Rank& me) {
     graphs[size_t(me.rank)] = captured_swap(me);
     CHECK(!close_in_time(me));
-    CHECK(contains(me.comm->end_warning(), "destroy the CUDA graphs"));
+    CHECK(contains(me.comm->execution().end_warning(), "destroy the CUDA graphs"));
   });
   graphs.clear();
   run(closing_options(2), [&](Rank& me) {
     captured_swap(me);
     meet(me);
     CHECK(!close_in_time(me));
-    CHECK(me.comm->end_warning().empty());
+    CHECK(me.comm->execution().end_warning().empty());
   });
 }
 
@@ -56,8 +56,8 @@ TEST(a_graph_is_alive_after_a_failure) {
     if (me.rank == 0) me.comm->abort("enough");
     failure_of(me);
     close_in_time(me);
-    CHECK(contains(me.comm->end_warning(), "could not be aborted") &&
-          contains(me.comm->end_warning(), "destroy the CUDA graphs"));
+    CHECK(contains(me.comm->execution().end_warning(), "could not be aborted") &&
+          contains(me.comm->execution().end_warning(), "destroy the CUDA graphs"));
   });
 }
 
@@ -82,7 +82,7 @@ TEST(a_peer_does_not_close) {
     me.finish(me.p2p(swap.on(), true));
     if (me.rank == 0) {
       CHECK(!close_in_time(me));
-      CHECK(me.comm->end_warning().empty());
+      CHECK(me.comm->execution().end_warning().empty());
     }
     meeting.arrive_and_wait();
     if (me.rank == 0) return;
@@ -174,7 +174,7 @@ TEST(a_peer_dies) {
     if (me.rank == 1) return me.hub.lose(1);
     failure_of(me);
     close_in_time(me);
-    CHECK(me.comm->end_warning().empty());
+    CHECK(me.comm->execution().end_warning().empty());
   });
 }
 
@@ -197,7 +197,7 @@ TEST(an_abort_is_stuck) {
         me.comm.reset();
       } else {
         close_in_time(me);
-        CHECK_CONTAINS(me.comm->end_warning(), "could not be aborted");
+        CHECK_CONTAINS(me.comm->execution().end_warning(), "could not be aborted");
       }
       CHECK(!alive[size_t(me.rank)].expired());
     });

@@ -243,7 +243,7 @@ TEST(receives_fill_the_device) {
   };
   run(options, [](Rank& me) {
     me.comm->connect(std::vector{0, 1, 2}, std::vector{0, 1, 2, 3, 4, 5, 6, 7, 8});
-    CHECK(comes_true([&] { return me.comm->device_usage().num_nccl_comms == 36; }));
+    CHECK(comes_true([&] { return me.comm->execution().device_usage().num_nccl_comms == 36; }));
     meet(me);
     const Tensor mine({kLarge}, float(me.rank)), theirs({kLarge});
     try {

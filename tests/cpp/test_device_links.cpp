@@ -25,13 +25,13 @@ TEST(only_ranks_that_need_each_other) {
       }
     meet(me);
     CHECK(num_comms() == 4);
-    CHECK(me.comm->device_usage().num_nccl_comms == (me.rank < 2 ? 2 : 0));
+    CHECK(me.comm->execution().device_usage().num_nccl_comms == (me.rank < 2 ? 2 : 0));
     meet(me);
     me.finish(me.comm->broadcast(theirs.ref(), 0));
     me.finish(me.comm->broadcast(theirs.ref(), 1));
     meet(me);
     CHECK(num_comms() == 8);
-    CHECK(me.comm->device_usage().num_nccl_comms == (me.rank < 2 ? 3 : 1));
+    CHECK(me.comm->execution().device_usage().num_nccl_comms == (me.rank < 2 ? 3 : 1));
     meet(me);
   });
 }
@@ -75,7 +75,8 @@ TEST(the_other_user_sleeps) {
 TEST(connecting_early) {
   run(options_of(3), [](Rank& me) {
     const auto comes_to = [&](int number) {
-      return comes_true([&] { return me.comm->device_usage().num_nccl_comms == number; });
+      return comes_true(
+          [&] { return me.comm->execution().device_usage().num_nccl_comms == number; });
     };
     if (me.rank == 2) me.comm->connect(std::vector{1, 2}, std::vector{1});
     CHECK(comes_to(me.rank == 0 ? 0 : 2));
@@ -125,7 +126,7 @@ TEST(everybody_at_once) {
       CHECK(shared.counts_from(7));
       const auto begin = Clock::now();
       me.comm->close(kNothing);
-      CHECK(Clock::now() - begin < 30s && me.comm->end_warning().empty());
+      CHECK(Clock::now() - begin < 30s && me.comm->execution().end_warning().empty());
     });
   }
 }
@@ -169,13 +170,13 @@ TEST(few_in_the_making_and_a_warning_of_many) {
     // The highest rank has a place for each of the first four that are offered to it.
     options.prepare = [](fake::World& world) { world.inits_wait_for = kMaxInTheMaking; };
     run(options, [&](Rank& me) {
-      CHECK(me.comm->take_warning().empty());
+      CHECK(me.comm->execution().take_warning().empty());
       me.comm->connect(std::vector{0, 1, 2, 3, 4, 5, 6}, std::vector{0, 1, 2, 3});
-      CHECK(comes_true([&] { return me.comm->device_usage().num_nccl_comms == 48; }));
-      const std::string text = me.comm->take_warning();
+      CHECK(comes_true([&] { return me.comm->execution().device_usage().num_nccl_comms == 48; }));
+      const std::string text = me.comm->execution().take_warning();
       if (host) CHECK_CONTAINS(text, "has made 48 NCCL communicators with ranks of its host");
       if (host) CHECK_CONTAINS(text, "NCCL_NVLS_ENABLE=0");
-      CHECK(text.empty() == !host && me.comm->take_warning().empty());
+      CHECK(text.empty() == !host && me.comm->execution().take_warning().empty());
       meet(me);
       std::lock_guard lock(fake::world->mutex);
       CHECK_EQ(fake::world->max_in_the_making, kMaxInTheMaking);
@@ -194,7 +195,7 @@ TEST(a_first_use_in_a_capture) {
     });
     meet(me);  // connecting reaches the peer, whatever its thread does
     me.comm->connect(std::vector{0, 1});
-    CHECK(comes_true([&] { return me.comm->device_usage().num_nccl_comms == 5; }));
+    CHECK(comes_true([&] { return me.comm->execution().device_usage().num_nccl_comms == 5; }));
     meet(me);
     play(me, capture(me, [&] { me.p2p(swap.on()); }));
     CHECK(swap.has_come());
@@ -213,7 +214,7 @@ TEST(connecting_beside_a_capture) {
     if (me.rank == 0) {
       graph = capture(me, [&] {
         me.p2p(batch);
-        CHECK(comes_true([&] { return me.comm->device_usage().num_nccl_comms == 4; }));
+        CHECK(comes_true([&] { return me.comm->execution().device_usage().num_nccl_comms == 4; }));
       });
     } else if (me.rank == 1) {
       me.p2p(batch, true);
@@ -292,7 +293,7 @@ TEST(connecting_and_closing) {
       std::this_thread::sleep_for(std::chrono::microseconds((attempt * me.rank * 131) % 2000));
       const auto begin = Clock::now();
       me.comm->close(kNothing);
-      CHECK(Clock::now() - begin < 30s && me.comm->end_warning().empty());
+      CHECK(Clock::now() - begin < 30s && me.comm->execution().end_warning().empty());
     });
   }
 }

@@ -23,7 +23,7 @@ TEST(members_have_a_communicator) {
     exchange_within(me, {0, 2, 3});
     meet(me);
     CHECK_EQ(num_kernels() - num_before, 3);  // one on each member
-    CHECK(me.comm->device_usage().num_nccl_comms == (me.rank == 1 ? 0 : 1));
+    CHECK(me.comm->execution().device_usage().num_nccl_comms == (me.rank == 1 ? 0 : 1));
     meet(me);
     exchange_within(me, {1, 2});
     exchange_within(me, {0, 1, 2, 3});
@@ -120,7 +120,7 @@ TEST(within_a_larger_set) {
                                   {.is_async = false}, {members, 0, {0, 1, 2}}));
       CHECK((*output.data)[0] == float(me.rank) && (*output.data)[1] == float(me.rank + 1));
     }
-    CHECK(comes_true([&] { return me.comm->device_usage().num_nccl_comms == 1; }));
+    CHECK(comes_true([&] { return me.comm->execution().device_usage().num_nccl_comms == 1; }));
     meet(me);
     CHECK_INVALID("within must be increasing ranks", me.comm->connect(Scope{{0, 1, 2}, 0, {0, 1}}));
   });
@@ -182,7 +182,8 @@ Counts counts_of(int size, int ranks_per_host, const std::function<void(Rank&)>&
     program(me);
     meet(me);
     std::lock_guard lock(mutex);
-    counts.of_a_rank = std::max(counts.of_a_rank, me.comm->device_usage().num_nccl_comms);
+    counts.of_a_rank =
+        std::max(counts.of_a_rank, me.comm->execution().device_usage().num_nccl_comms);
     counts.slots = std::max(counts.slots, fake::world->max_slots());
     CHECK(fake::world->max_in_the_making <= kMaxInTheMaking);
   });

@@ -22,7 +22,7 @@ void connect_with_neighbours(Rank& me, const std::vector<int>& channels) {
     if (peer >= 0 && peer < me.size) neighbours.push_back(peer);
   me.comm->connect(neighbours, channels);
   const int number = int(2 * neighbours.size() * channels.size());
-  CHECK(comes_true([&] { return me.comm->device_usage().num_nccl_comms == number; }));
+  CHECK(comes_true([&] { return me.comm->execution().device_usage().num_nccl_comms == number; }));
   meet(me);
 }
 
@@ -142,14 +142,16 @@ TEST(a_link_waits_for_kernels_of_its_device) {
 // The usage reported to a user is the device memory that NCCL takes while links are made.
 TEST(memory_of_communicators_is_counted) {
   run(options_of(4), [](Rank& me) {
-    CHECK_EQ(me.comm->device_usage().num_bytes, 0);
+    CHECK_EQ(me.comm->execution().device_usage().num_bytes, 0);
     meet(me);
     const Tensor mine({4}, float(me.rank)), theirs({4});
     if (me.rank < 2) me.finish(me.p2p({mine.to(1 - me.rank), theirs.from(1 - me.rank)}));
-    CHECK_EQ(me.comm->device_usage().num_bytes, me.rank < 2 ? 2 * fake::kBytesPerPeer : 0);
+    CHECK_EQ(me.comm->execution().device_usage().num_bytes,
+             me.rank < 2 ? 2 * fake::kBytesPerPeer : 0);
     meet(me);
     me.finish(me.comm->broadcast(theirs.ref(), 0));
-    CHECK_EQ(me.comm->device_usage().num_bytes, (me.rank < 2 ? 5 : 3) * fake::kBytesPerPeer);
+    CHECK_EQ(me.comm->execution().device_usage().num_bytes,
+             (me.rank < 2 ? 5 : 3) * fake::kBytesPerPeer);
     meet(me);
   });
 }

@@ -157,7 +157,7 @@ TEST(all_operations) {
         for (const OpCode op : kOps)
           for (const DType dtype : kDTypes)
             for (const Reduction reduction : kReductions) {
-              if (!me.comm->can_reduce(op, reduction, dtype)) continue;
+              if (!me.comm->execution().can_reduce(op, reduction, dtype)) continue;
               ++turn;
               Case each(me, op, dtype, reduction, 1 + turn % 5, turn % 2 == 0, turn % me.size);
               each.fill(turn);
@@ -180,13 +180,13 @@ TEST(what_nccl_reduces) {
     const Communicator& comm = *me.comm;
     for (const DType dtype : {dtypes::kBool, dtypes::kInt16, dtypes::kUInt16, dtypes::kComplex128})
       for (const Reduction reduction : kReductions) {
-        CHECK(!comm.can_reduce(OpCode::all_reduce, reduction, dtype));
-        CHECK(comm.can_reduce(OpCode::all_gather, reduction, dtype));
+        CHECK(!comm.execution().can_reduce(OpCode::all_reduce, reduction, dtype));
+        CHECK(comm.execution().can_reduce(OpCode::all_gather, reduction, dtype));
       }
     for (const Reduction reduction :
          {Reduction::kBitAnd, Reduction::kBitOr, Reduction::kBitXor, Reduction::kMean})
-      CHECK(!comm.can_reduce(OpCode::reduce, reduction, dtypes::kInt32));
-    CHECK(comm.can_reduce(OpCode::reduce_scatter, Reduction::kMean, dtypes::kBFloat16));
+      CHECK(!comm.execution().can_reduce(OpCode::reduce, reduction, dtypes::kInt32));
+    CHECK(comm.execution().can_reduce(OpCode::reduce_scatter, Reduction::kMean, dtypes::kBFloat16));
     const Numbers numbers(dtypes::kBool, 4);
     const TensorRef ref = numbers.part(0, 4);
     CHECK_THROWS(std::logic_error, "does not reduce tensors in one operation",
@@ -198,7 +198,8 @@ TEST(what_nccl_reduces) {
 TEST(an_older_nccl) {
   fake::world_has_revoke = false;
   run(options_of(2), [](Rank& me) {
-    for (const OpCode op : kOps) CHECK(!me.comm->can_reduce(op, Reduction::kSum, dtypes::kFloat32));
+    for (const OpCode op : kOps)
+      CHECK(!me.comm->execution().can_reduce(op, Reduction::kSum, dtypes::kFloat32));
     meet(me);
   });
   fake::world_has_revoke = true;

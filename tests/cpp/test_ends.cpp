@@ -206,7 +206,7 @@ TEST(a_limit_that_passes_while_data_move) {
   constexpr int64_t kNumBytes = 512 << 20;
   run_ranks(shape_of(2, int64_t{1} << 30), [&](Communicator& comm) {
     const bool sends = comm.rank() == 0;
-    const auto window = sends ? nullptr : comm.allocate_result(kNumBytes);
+    const auto window = sends ? nullptr : comm.transport().allocate_result(kNumBytes);
     Bytes bytes(sends ? kNumBytes : 0);
     const PointToPoint one{sends ? Direction::send : Direction::recv,
                            1 - comm.rank(),

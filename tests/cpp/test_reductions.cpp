@@ -132,7 +132,7 @@ TEST(there_is_no_operation_that_reduces) {
     const Numbers mine = numbers(4, rank);
     const TensorRef tensor = tensor_of(mine);
     for (const OpCode op : {OpCode::all_reduce, OpCode::all_gather})
-      CHECK(!comm.can_reduce(op, Reduction::kSum, tensor.dtype));
+      CHECK(!comm.execution().can_reduce(op, Reduction::kSum, tensor.dtype));
     CHECK_THROWS(std::logic_error, "does not reduce tensors in one operation",
                  comm.reduce({OpCode::all_reduce, tensor, tensor}));
     wait(comm, comm.barrier());

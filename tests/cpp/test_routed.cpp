@@ -47,7 +47,8 @@ TEST(pairs_take_the_way_that_they_have) {
       wait(comm, comm.barrier());
       for (int peer = 0; peer < size; ++peer)
         if (peer != comm.rank())
-          CHECK_EQ(comm.route(peer).transport, hosts[peer] == hosts[comm.rank()] ? "shm" : "tcp");
+          CHECK_EQ(comm.transport().route(peer).transport,
+                   hosts[peer] == hosts[comm.rank()] ? "shm" : "tcp");
     });
   }
 }
@@ -105,7 +106,7 @@ TEST(one_end_without_memory) {
     run_ranks(meeting, [&](Communicator& comm) {
       for (int round = 0; round < 3; ++round)
         exchange_with_all(comm, kNumBytes[round], round, round % 2);
-      const Route route = comm.route(1 - comm.rank());
+      const Route route = comm.transport().route(1 - comm.rank());
       CHECK_EQ(route.transport, "tcp");
       if (comm.rank() == 1)
         CHECK(route.reason.find(cannot_map ? "the shared memory of rank 0" : "too little memory") !=

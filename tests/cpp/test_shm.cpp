@@ -48,7 +48,7 @@ TEST(an_abort_in_the_middle_of_a_payload) {
     run_ranks(shape_of(2, 64 << 20), [&](Communicator& comm) {
       constexpr int64_t kNumBytes = 16 << 20;
       const bool sends = comm.rank() == 0;
-      const auto window = sends ? nullptr : comm.allocate_result(kNumBytes);
+      const auto window = sends ? nullptr : comm.transport().allocate_result(kNumBytes);
       auto heap = std::make_unique<Bytes>(sends ? kNumBytes : 0);
       const PointToPoint op{sends ? Direction::send : Direction::recv,
                             1 - comm.rank(),
@@ -342,19 +342,19 @@ TEST(exchanges) {
 TEST(results_return_to_their_pool_and_outlive_the_transport) {
   std::shared_ptr<std::byte> survivor;
   run_ranks(shape_of(2, 1 << 20), [&](Communicator& comm) {
-    auto first = comm.allocate_result(512 << 10);
+    auto first = comm.transport().allocate_result(512 << 10);
     std::byte* const address = first.get();
-    auto second = comm.allocate_result(512 << 10);
+    auto second = comm.transport().allocate_result(512 << 10);
     CHECK(second != nullptr);
-    CHECK(comm.allocate_result(512 << 10) == nullptr);  // full
+    CHECK(comm.transport().allocate_result(512 << 10) == nullptr);  // full
     first.reset();
-    first = comm.allocate_result(100 << 10);
+    first = comm.transport().allocate_result(100 << 10);
     CHECK(first.get() == address);
     first.reset();
     second.reset();
-    auto all = comm.allocate_result(1 << 20);  // the pieces have been merged
+    auto all = comm.transport().allocate_result(1 << 20);  // the pieces have been merged
     CHECK(all != nullptr);
-    CHECK(comm.allocate_result(1000) == nullptr);  // too small to be worth it
+    CHECK(comm.transport().allocate_result(1000) == nullptr);  // too small to be worth it
     if (comm.rank() == 0) survivor = std::move(all);
   });
   std::memset(survivor.get(), 1, 1 << 20);

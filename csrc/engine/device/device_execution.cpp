@@ -78,38 +78,26 @@ DeviceOperationPtr DeviceExecution::make_operation(OpCode op, bool is_async, uin
   return operation;
 }
 
-// NCCL runs the operations of one communicator one by one. Work before a capture is not part of the
-// graph; the user must order replays, as for any graph.
-void DeviceExecution::follow_latest(const DeviceOperation& operation, const Lane& lane,
-                                    StreamHandle stream) {
-  const Lane::Latest& latest = operation.is_captured() ? lane.latest_in_capture : lane.latest;
-  if (latest.end && latest.stream != stream && latest.capture == operation.capture)
-    runtime_->wait(stream, latest.end);
-}
-
-EventPtr DeviceExecution::note_latest(const DeviceOperation& operation, Lane& lane,
-                                      StreamHandle stream) {
-  EventPtr end = runtime_->record(stream);
-  (operation.is_captured() ? lane.latest_in_capture : lane.latest) = {stream, end,
-                                                                      operation.capture};
-  return end;
-}
-
 // Begins the operation's part on a stream: after what the caller has enqueued (`start`; null: the
-// stream is the caller's) and after the latest operation of the lane.
+// stream is the caller's) and after the latest operation of the lane, since NCCL runs those of one
+// communicator one by one. Work before a capture is not part of the graph; the user must order
+// replays, as for any graph.
 void DeviceExecution::enter(DeviceOperation& operation, const Lane& lane, StreamHandle stream,
                             const EventPtr& start) {
   if (start) runtime_->wait(stream, start);
-  follow_latest(operation, lane, stream);
+  const Lane::Latest& latest = operation.is_captured() ? lane.latest_in_capture : lane.latest;
+  if (latest.end && latest.stream != stream && latest.capture == operation.capture)
+    runtime_->wait(stream, latest.end);
   replays_.begin_part(operation, stream);
 }
 
-EventPtr DeviceExecution::leave(DeviceOperation& operation, Lane& lane, StreamHandle stream) {
+void DeviceExecution::leave(DeviceOperation& operation, Lane& lane, StreamHandle stream) {
   replays_.end_part(operation, stream);
-  EventPtr end = note_latest(operation, lane, stream);
+  const EventPtr end = runtime_->record(stream);
+  (operation.is_captured() ? lane.latest_in_capture : lane.latest) = {stream, end,
+                                                                      operation.capture};
   if (!operation.is_async && stream != operation.caller) runtime_->wait(operation.caller, end);
   operation.ends.push_back({stream, end});
-  return end;
 }
 
 void DeviceExecution::publish(const DeviceOperationPtr& operation) {
@@ -359,9 +347,9 @@ OperationPtr DeviceExecution::broadcast(const TensorRef& tensor, int source, Cal
     WholeCopies gathers, scatters;
     if (staging) {
       if (rank() == source)
-        gathers.add(tensor, staging.get());
+        gathers.add(tensor, contiguous_at(staging.get(), tensor));
       else
-        scatters.add(staging.get(), tensor);
+        scatters.add(contiguous_at(staging.get(), tensor), tensor);
     }
     if (!gathers.empty()) runtime_->execute(gathers.tasks(), gathers.buffers(), Scale{}, stream);
     const DeviceMessage message{rank() == source ? Direction::send : Direction::recv, source,
@@ -407,7 +395,7 @@ OperationPtr DeviceExecution::reduce(const ReduceCall& call, CallOptions options
     }
     if (input.data == output.data) return;
     WholeCopies copies;
-    copies.add(input, output.data);
+    copies.add(input, contiguous_at(output.data, input));
     runtime_->execute(copies.tasks(), copies.buffers(), Scale{}, stream);
   };
   return run_collective(

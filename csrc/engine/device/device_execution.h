@@ -109,11 +109,9 @@ class DeviceExecution final : public Execution {
   void check_answer(OpCode op, const LaneKey& key, Clock::time_point begin, Deadline deadline);
   uint64_t check_captures(OpCode op, std::span<const LaneKey> lanes) const;
   DeviceOperationPtr make_operation(OpCode op, bool is_async, uint64_t capture);
-  void follow_latest(const DeviceOperation& operation, const Lane& lane, StreamHandle stream);
-  EventPtr note_latest(const DeviceOperation& operation, Lane& lane, StreamHandle stream);
   void enter(DeviceOperation& operation, const Lane& lane, StreamHandle stream,
              const EventPtr& start);
-  EventPtr leave(DeviceOperation& operation, Lane& lane, StreamHandle stream);
+  void leave(DeviceOperation& operation, Lane& lane, StreamHandle stream);
   bool must_follow(DeviceOperation& earlier, uint64_t capture, const char* call);
   void publish(const DeviceOperationPtr& operation);
   template <class Launch>

@@ -125,7 +125,7 @@ void DeviceExecution::fail_expired(OpCode op, const std::string& where, const st
 void DeviceExecution::fail_enqueue(OpCode op, const std::exception& error) {
   const auto* const of_nccl = dynamic_cast<const NcclError*>(&error);
   fail_posting(op, std::string(" could not be enqueued: ") + error.what(),
-               of_nccl && blames_network(of_nccl->result()));
+               of_nccl && blames_network(of_nccl->result));
 }
 
 void DeviceExecution::fail_connecting(OpCode op, const LinkError& error) {
@@ -165,7 +165,7 @@ void DeviceExecution::look_for_trouble() {
   try {
     nccl_->poll();
   } catch (const NcclError& error) {
-    result = error.result();
+    result = error.result;
     text = error.what();
   }
   if (link_error) {

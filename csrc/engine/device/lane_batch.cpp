@@ -32,7 +32,7 @@ std::vector<DeviceMessage> LaneBatch::begin(DeviceRuntime& runtime, StreamHandle
     if (recv->tensor.is_contiguous())
       runtime.copy(recv->tensor.data, send->tensor.data, num_bytes, stream);
     else
-      scatters_.add(send->tensor.data, recv->tensor);
+      scatters_.add(send->tensor, recv->tensor);
   }
   std::vector<DeviceMessage> messages;
   for (const PointToPoint* op : messages_) {
@@ -40,7 +40,7 @@ std::vector<DeviceMessage> LaneBatch::begin(DeviceRuntime& runtime, StreamHandle
     std::byte* data = op->tensor.data;
     if (num_bytes > 0 && op->direction == Direction::recv && !op->tensor.is_contiguous()) {
       data = staging_.emplace_back(runtime.allocate(num_bytes, stream)).get();
-      scatters_.add(data, op->tensor);
+      scatters_.add(contiguous_at(data, op->tensor), op->tensor);
     }
     messages.push_back({op->direction, op->peer, data, num_bytes});
   }

@@ -3,7 +3,6 @@
 
 #include <memory>
 #include <span>
-#include <utility>
 #include <vector>
 
 #include "copy/device_runtime.h"
@@ -16,8 +15,6 @@ namespace pipecomm {
 
 class LaneBatch {
  public:
-  using OwnMessages = std::vector<std::pair<const PointToPoint*, const PointToPoint*>>;
-
   // One part per lane of the batch; messages to oneself run on the first lane of the channel.
   static std::vector<LaneBatch> split(std::span<const PointToPoint> batch, const OwnMessages& own,
                                       int rank);

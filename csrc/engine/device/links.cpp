@@ -17,7 +17,7 @@ constexpr auto kMeetingPoll = std::chrono::milliseconds(1);
 
 LinkError link_error(const std::exception& error) {
   const auto* const of_nccl = dynamic_cast<const NcclError*>(&error);
-  return {of_nccl ? of_nccl->result() : NcclResult::internal_error, error.what()};
+  return {of_nccl ? of_nccl->result : NcclResult::internal_error, error.what()};
 }
 
 // The name of a link in messages.

@@ -31,10 +31,9 @@ std::shared_ptr<std::byte> PackedSends::pack(DeviceRuntime& runtime, StreamHandl
   WholeCopies gathers;
   for (size_t idx = 0; idx < given_.size(); ++idx) {
     if (!is_packed(given_[idx])) continue;
-    TensorRef& tensor = packed_[idx].tensor;
-    tensor.data = memory.get() + offsets[idx];
-    tensor.strides = StridedLayout::contiguous({tensor.shape, tensor.dtype}).strides;
-    gathers.add(given_[idx].tensor, tensor.data);
+    const TensorRef& tensor = given_[idx].tensor;
+    packed_[idx].tensor = contiguous_at(memory.get() + offsets[idx], tensor);
+    gathers.add(tensor, packed_[idx].tensor);
   }
   runtime.execute(gathers.tasks(), gathers.buffers(), Scale{}, stream);
   return memory;

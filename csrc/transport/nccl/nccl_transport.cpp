@@ -1,6 +1,5 @@
 #include "transport/nccl/nccl_transport.h"
 
-#include <algorithm>
 #include <thread>
 #include <utility>
 
@@ -128,15 +127,13 @@ NcclUniqueId NcclTransport::new_id() const {
   return id;
 }
 
-void NcclTransport::note_connecting() {
-  const int64_t free_bytes = runtime_->free_bytes();
-  std::lock_guard lock(connect_mutex_);
-  check_alive();
-  if (num_connecting_++ == 0) free_bytes_before_ = free_bytes;
-}
-
 int NcclTransport::connect(const NcclLane& lane, const NcclConfig& config) {
-  note_connecting();
+  const int64_t free_bytes_before = runtime_->free_bytes();
+  {
+    std::lock_guard lock(connect_mutex_);
+    check_alive();
+    if (num_connecting_++ == 0) free_bytes_before_ = free_bytes_before;
+  }
   Comm comm;
   std::exception_ptr error;
   try {

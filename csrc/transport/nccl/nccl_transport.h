@@ -25,12 +25,9 @@ namespace pipecomm {
 
 class NcclError : public std::runtime_error {
  public:
-  NcclError(NcclResult result, const std::string& text)
-      : std::runtime_error(text), result_(result) {}
-  NcclResult result() const { return result_; }
-
- private:
-  NcclResult result_;
+  NcclError(NcclResult the_result, const std::string& text)
+      : std::runtime_error(text), result(the_result) {}
+  const NcclResult result;
 };
 
 // A communicator to be made.
@@ -155,7 +152,6 @@ class NcclTransport {
   std::pair<int, int> step_of(const LaneMessages& lane) const;
   std::vector<std::span<const LaneMessages>> cut_batch(std::span<const LaneMessages> lanes) const;
   void end_in_order(std::span<Comm> comms);
-  void note_connecting();
   void check_alive() const;
   [[noreturn]] static void throw_ended();
   void abort_all(std::vector<Comm> comms);
