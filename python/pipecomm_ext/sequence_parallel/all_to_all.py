@@ -15,7 +15,7 @@ from ..core.checked import whole_number
 from ..core.extension import _C
 from ..core.operators import communicates
 from ..core.tensor_specs import can_have_gradient
-from .asynchronous import StepWork, apply_async
+from .asynchronous import Result, StepWork, apply_async, apply_to_one
 from .differentiable import ExchangeStep, Step, apply
 from .sizes import Sizes, cal_split_sizes, checked_spec, dim_index, size_list, taken_as_equal
 
@@ -57,7 +57,7 @@ def all_to_all(
     scatter_sizes: Sequence[int] | None = None,
     gather_sizes: Sequence[int] | None = None,
     async_op: bool = False,
-) -> Tensor | tuple[Tensor, StepWork]:
+) -> Result:
     """Exchanges pieces so that each rank holds the whole `gather_dim` and only its piece of `scatter_dim`.
 
     With P ranks and the global tensor X, the rank-order concatenation of all inputs along `gather_dim`: rank
@@ -101,12 +101,7 @@ def all_to_all(
         request = _request(input_, "input_", gather_size, scatter_sizes, gather_sizes)
         step = exchange_step(comm.rank, comm.size, (request,), *_dims(scatter_dim, gather_dim))
     cure = _CURE if gather_size is None and gather_sizes is None else None
-    told = partial(taken_as_equal, gather_dim, cure)
-    if async_op:
-        [output], work = apply_async(comm, step, [input_], told=told)
-        return output, work
-    with told():
-        return apply(comm, step, [input_])[0]
+    return apply_to_one(comm, step, input_, async_op, partial(taken_as_equal, gather_dim, cure))
 
 
 # One list of lengths for all tensors, or a list with one (or None) for each.

@@ -172,3 +172,20 @@ def apply_async(
     recorded = [out for out, keep in zip(outputs, step.is_differentiable, strict=True) if keep]
     handle._to_join = lambda: _Join.apply(sent, *recorded)
     return outputs, handle
+
+
+Result = Tensor | tuple[Tensor, StepWork]  # the pair with async_op
+
+
+def apply_to_one(
+    group: Any,
+    step: Step,
+    input_: Tensor,
+    async_op: bool,
+    told: Callable[[], AbstractContextManager] = contextlib.nullcontext,
+) -> Result:
+    if async_op:
+        [output], work = apply_async(group, step, [input_], told=told)
+        return output, work
+    with told():
+        return apply(group, step, [input_])[0]

@@ -18,10 +18,10 @@ from torch import Tensor
 from ..communicator.registry import rank_and_size
 from ..core.checked import whole_number
 from ..core.copyable import copyable
-from .asynchronous import StepWork
+from .asynchronous import Result, StepWork
 from .layouts import ZIGZAG
 from .sizes import checked_spec, dim_index, packed_rows, packed_split_rows, size_list
-from .split_gather_pair import Result, gather, split
+from .split_gather_pair import gather, split
 
 
 @overload

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Any
@@ -15,13 +14,12 @@ from ..core.copyable import copyable
 from ..core.extension import _C
 from ..core.operators import communicates
 from ..core.tensor_specs import TensorSpec
-from .asynchronous import StepWork, apply_async
-from .differentiable import ExchangeStep, Step, apply, real_views
+from .asynchronous import Result, apply_to_one
+from .differentiable import ExchangeStep, Step, real_views
 from .layouts import ZIGZAG, Layout, gather_segments, is_packed, split_segments
 from .sizes import cal_split_sizes, checked_spec, dim_index, taken_as_equal
 
 OP = "all_gather"  # the name of a gather in errors and records
-Result = Tensor | tuple[Tensor, StepWork]  # the pair with async_op
 Scale = str | None  # "up": times the number of ranks, "down": divided by it
 
 
@@ -65,7 +63,7 @@ def _run_split(
     _check_gradient(input_, grad_scale)
     dim = dim_index(dim, input_.dim(), "dim")
     step = _split_step(*rank_and_size(process_group), spec, dim, layout, scale, grad_scale)
-    return _applied(process_group, step, input_, async_op)
+    return apply_to_one(process_group, step, input_, async_op)
 
 
 def _run_gather(
@@ -85,21 +83,7 @@ def _run_gather(
         layout_ = layout()
         step = _gather_step(comm.rank, comm.size, spec, dim, layout_, scale, grad_scale)
     told = partial(taken_as_equal, dim, "gather_sizes" if layout_ is None else None)
-    return _applied(comm, step, input_, async_op, told)
-
-
-def _applied(
-    group: Any,
-    step: Step,
-    input_: Tensor,
-    async_op: bool,
-    told: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
-) -> Result:
-    if async_op:
-        [output], work = apply_async(group, step, [input_], told=told)
-        return output, work
-    with told():
-        return apply(group, step, [input_])[0]
+    return apply_to_one(comm, step, input_, async_op, told)
 
 
 # ---- steps ------------------------------------------------------------------------------------------------

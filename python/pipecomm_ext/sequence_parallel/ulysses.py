@@ -455,10 +455,7 @@ class _Arrive(torch.autograd.Function):
             return None, None, *grads
         plan = enter_gradient_plan(run.layout, ctx.chunk, run.needs)
         if not run.whole_grads:
-            run.whole_grads = [
-                run.comm.empty(shape, grad.dtype)
-                for shape, grad in zip(plan.output_shapes, grads, strict=True)
-            ]
+            run.whole_grads = run.outputs_of(plan, grads)
         posted = run.post(plan, grads, run.whole_grads, gradient_of=run.enter_numbers[ctx.chunk])
         run.grads_out.append(posted.work)
         return None, None, *[None] * len(grads)
@@ -475,8 +472,7 @@ class _Depart(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         plan = leave_plan(run.layout, chunk, run.num_channels, result.dtype)
         if run.result is None:
-            [shape] = plan.output_shapes
-            run.result = run.comm.empty(shape, result.dtype)
+            [run.result] = run.outputs_of(plan, [result])
         run.leaving.append(run.post(plan, [result], [run.result]))
         return result
 

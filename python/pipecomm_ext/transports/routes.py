@@ -146,11 +146,8 @@ class Routes:
 
     def _hosts(self, ranks: tuple[int, ...]) -> list[list[int]]:
         """Groups the ranks that share memory on a host; a rank that shares none is a group by itself."""
-        if ranks not in self._known_hosts:
-            self._known_hosts[ranks] = self._found_hosts(ranks)
-        return self._known_hosts[ranks]
-
-    def _found_hosts(self, ranks: tuple[int, ...]) -> list[list[int]]:
+        if ranks in self._known_hosts:
+            return self._known_hosts[ranks]
         hosts: list[list[int]] = []
         for rank in ranks:
             host = next((host for host in hosts if self.obstacle(host[0], rank) is None), None)
@@ -158,6 +155,7 @@ class Routes:
                 hosts.append([rank])
             else:
                 host.append(rank)
+        self._known_hosts[ranks] = hosts
         return hosts
 
     @staticmethod

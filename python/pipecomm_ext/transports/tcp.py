@@ -84,11 +84,9 @@ def _by_promise(hosts: Sequence[str], store: dist.Store) -> list[str]:
     while isinstance(base, dist.PrefixStore):
         base = base.underlying_store
     if name := getattr(base, "host", None):
-        with contextlib.suppress(OSError), socket.socket(_family_of(name), socket.SOCK_DGRAM) as probe:
-            probe.connect((name, 9))  # sends nothing
-            first = probe.getsockname()[0]
+        with contextlib.suppress(OSError):
+            family = socket.getaddrinfo(name, None, type=socket.SOCK_DGRAM)[0][0]
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect((name, 9))  # sends nothing
+                first = probe.getsockname()[0]
     return sorted(hosts, key=lambda host: host != first)
-
-
-def _family_of(name: str) -> socket.AddressFamily:
-    return socket.getaddrinfo(name, None, type=socket.SOCK_DGRAM)[0][0]
