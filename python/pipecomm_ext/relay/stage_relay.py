@@ -270,7 +270,8 @@ class StageRelay:
             if self._reduces(link):
                 relayed, held = self._reduced(link, tensor, shape)
             else:
-                if shape is None and self._holds_pieces(link.source_idx):
+                holds_pieces = self._dims[link.source_idx] is not None
+                if shape is None and holds_pieces and len(self._stages[link.source_idx]) > 1:
                     shape = self._agreed_shape(link, tensor)
                 relayed, held = self._checked(link, tensor, shape)
         return self._run(relayed, held, None, link, async_op)
@@ -451,18 +452,18 @@ class StageRelay:
             )
         return Holding(self._stages[stage_idx], dim % num_dims)
 
-    def _holds_pieces(self, stage_idx: int) -> bool:
-        return self._dims[stage_idx] is not None and len(self._stages[stage_idx]) > 1
+    def _returns_copies(self, link: Link) -> bool:
+        """Whether several ranks of the source have a whole gradient."""
+        is_replicated = self._dims[link.source_idx] is None and len(self._stages[link.source_idx]) > 1
+        return is_replicated and link.kind == BACKWARD
 
     def _reduces(self, link: Link) -> bool:
         """Whether the source sums its ranks' gradients, each rank one piece."""
-        is_replicated = self._dims[link.source_idx] is None and len(self._stages[link.source_idx]) > 1
-        return is_replicated and link.kind == BACKWARD and self._grad_reduce != "leader"
+        return self._returns_copies(link) and self._grad_reduce != "leader"
 
     def is_led(self, link: Link) -> bool:
         """Whether several ranks have the whole gradient, and the first one sends its own."""
-        is_replicated = self._dims[link.source_idx] is None and len(self._stages[link.source_idx]) > 1
-        return is_replicated and link.kind == BACKWARD and not self._reduces(link)
+        return self._returns_copies(link) and self._grad_reduce == "leader"
 
     def _slowest_among(self, ranks: Sequence[int]) -> str:
         """The transport that messages between these ranks wait for."""

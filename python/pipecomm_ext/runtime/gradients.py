@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import hashlib
 import math
+import operator
 import warnings
 import weakref
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from functools import reduce
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import torch
@@ -149,12 +151,10 @@ class StepGradients:
             owners = sorted({self._plan.owner[stage] for stage in group})
             for copies in zip(*mine, strict=True):
                 wide = torch.complex128 if copies[0].is_complex() else torch.float64
-                first, *others = (copy.to(wide) for copy in copies)
-                sums.append((owners, sum(others, start=first)))
+                sums.append((owners, reduce(operator.add, [copy.to(wide) for copy in copies])))
                 places.append((copies, len(group)))
         for (copies, count), parts in zip(places, self._exchanged(sums), strict=True):
-            first, *others = parts
-            mean = sum(others, start=first) / count
+            mean = reduce(operator.add, parts) / count
             for copy in copies:
                 copy.copy_(mean)
 
@@ -257,13 +257,11 @@ class StepGradients:
 
     def _sum(self, weights: Sequence[Held]) -> None:
         """Replaces the gradients of each weight by their sum, the same bits on all ranks that hold it."""
-        mine = []
-        for held in weights:
-            first, *others = map(_local_gradient, held[self._rank])
-            mine.append((sorted(held), sum(others, start=first)))
-        totals = []  # all of them before any is stored: a parameter may be in several entries
-        for first, *others in self._exchanged(mine):
-            totals.append(sum(others, start=first))
+        mine = [
+            (sorted(held), reduce(operator.add, map(_local_gradient, held[self._rank]))) for held in weights
+        ]
+        # All of them before any is stored: a parameter may be in several entries.
+        totals = [reduce(operator.add, parts) for parts in self._exchanged(mine)]
         for held, total in zip(weights, totals, strict=True):
             for copy in held[self._rank]:
                 _local_gradient(copy).copy_(total)
