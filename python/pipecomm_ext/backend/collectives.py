@@ -373,9 +373,7 @@ class Collectives:
         handle = self._explaining("barrier", comm.barrier, async_op=not self._waits(opts))
         if handle is None:
             return self._done([], "barrier")
-        limit = self.endpoint.limit(opts.timeout)
-        number = self.endpoint.num_collectives
-        return BackendWork(handle, [], limit, self.endpoint.rank, "barrier", number)
+        return self._begun(handle, [], opts, "barrier")
 
     def _device_kinds(self) -> set[str]:
         return {"cpu", "cuda"}

@@ -58,21 +58,17 @@ def _steps(exchanges: Exchanges, tensor: Tensor, mine: Tensor) -> Iterator[_C.Wo
     plan = _C.plan_all_gather_list(rank, size, spec_of(own, "entries"), specs_of(outputs, "entries"))
     yield exchanges.run(plan, [own], outputs)
 
-    indices = [_indices(piece, num, num_dims) for piece, num in zip(pieces, entries, strict=True)]
-    values = [
-        piece[8 * num_dims * num :].view(tensor.dtype).view(num, *entry_shape)
-        for piece, num in zip(pieces, entries, strict=True)
-    ]
+    indices, values = [], []
+    for piece, num in zip(pieces, entries, strict=True):
+        end = 8 * num_dims * num
+        indices.append(piece[:end].view(torch.int64).view(num_dims, num))
+        values.append(piece[end:].view(tensor.dtype).view(num, *entry_shape))
     with torch.no_grad():
         tensor.copy_(_sum(indices, values, tensor))
 
 
 def _bytes(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(-1).view(torch.uint8)
-
-
-def _indices(piece: Tensor, num_entries: int, num_dims: int) -> Tensor:
-    return piece[: 8 * num_dims * num_entries].view(torch.int64).view(num_dims, num_entries)
 
 
 def _sum(indices: Sequence[Tensor], values: Sequence[Tensor], like: Tensor) -> Tensor:

@@ -92,8 +92,7 @@ class BackendWork(TorchWork):
     def synchronize(self) -> None:
         self.wait()
 
-    def block_current_stream(self) -> None:
-        self.wait()
+    block_current_stream = synchronize
 
     def is_completed(self) -> bool:
         """Whether the call has ended, well or not. Its future has ended then, too."""

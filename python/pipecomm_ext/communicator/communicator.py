@@ -23,7 +23,7 @@ from ..core.tensor_specs import specs_of
 from ..errors import summary_of
 from ..transports import nccl
 from . import reductions, traced
-from .construction import make
+from .construction import Made, make
 from .continuation import Continuation, finish_in_background
 from .plans import list_plan
 from .refusal import RefusedOnError, refuse_for
@@ -105,20 +105,11 @@ class Communicator:
         timeout: float | datetime.timedelta | None = None,
         check: Literal["auto", "full", "off"] = "auto",
     ) -> None:
-        self._set_up(own_group(group), device, transport, channels, timeout, check, purpose="")
+        group = own_group(group)
+        self._set_up(group, make(group, device, transport, channels, timeout, check, purpose=""))
         environment.warn_of_unknown(stacklevel=2)
 
-    def _set_up(
-        self,
-        group: dist.ProcessGroup | StoreGroup,
-        device: str | torch.device | None,
-        transport: str,
-        channels: int,
-        timeout: float | datetime.timedelta | None,
-        check: str,
-        purpose: str,
-    ) -> None:
-        made = make(group, device, transport, channels, timeout, check, purpose)
+    def _set_up(self, group: dist.ProcessGroup | StoreGroup, made: Made) -> None:
         self.group: Any = group
         self._transport, self._reason, self._routes = made.transport, made.reason, made.routes
         self.id, self.requested = made.id, made.requested
@@ -739,7 +730,8 @@ def communicator_for(
     package makes its own ones in this way, so that they do not shift the numbers of the user's.
     """
     communicator = Communicator.__new__(Communicator)
-    communicator._set_up(group, device, transport, channels, timeout, "auto", purpose)
+    made = make(group, device, transport, channels, timeout, "auto", purpose)
+    communicator._set_up(group, made)
     environment.warn_of_unknown(stacklevel=2)
     return communicator
 

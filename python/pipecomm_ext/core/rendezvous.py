@@ -324,31 +324,24 @@ class Rendezvous:
         if limit_s is None:
             limit_s = max(_SHORT_LIMIT_S, self._deadline - time.monotonic())
         who, place = f"rank {self.rank}: {self._what}", _place_of(self.store)
+        mine: dict[str, Any] = {"op": self._what, "rank": self.rank, "origin_rank": self.rank}
         try:
             return call(f"{self._prefix}/{key}", *args, limit_s=limit_s)
         except StoreIsSilent:
             raise PipeCommTimeout(
                 f"{who}: the store of the group does not answer ({place}): nothing came within "
                 f"{limit_s:.1f} s; is its process stopped, or its host cut off?",
-                op=self._what,
-                rank=self.rank,
-                origin_rank=self.rank,
+                **mine,
             ) from None
         except UsedAfterFork:
             raise PipeCommError(
                 f"{who}: this process was forked after the group was first used, and has no part in its "
                 "store; make a new group and Communicator here",
-                op=self._what,
-                rank=self.rank,
-                origin_rank=self.rank,
+                **mine,
             ) from None
         except RuntimeError as error:
-            raise PipeCommError(
-                f"{who}: the store of the group does not answer ({place}): {error}",
-                op=self._what,
-                rank=self.rank,
-                origin_rank=self.rank,
-            ) from error
+            text = f"{who}: the store of the group does not answer ({place}): {error}"
+            raise PipeCommError(text, **mine) from error
 
     def _parsed(self, data: bytes, rank: int) -> dict[str, Any]:
         if len(data) > _MAX_RECORD_BYTES:
