@@ -4,6 +4,8 @@ Environment: PIPECOMM_CUDA (AUTO, ON, OFF), PIPECOMM_FAULTS (ON, OFF), PIPECOMM_
 TORCH_CUDA_ARCH_LIST, CMAKE_BUILD_TYPE, CC, CXX, CUDACXX, CUDA_HOME.
 """
 
+import contextlib
+import importlib.metadata
 import os
 import shutil
 import subprocess
@@ -25,8 +27,14 @@ class CMakeExtension(Extension):
 
 
 def find_tool(name: str) -> str:
-    """The tool of this Python's environment, whose bin folder need not be on PATH, else the one on PATH."""
-    folders = [str(Path(sys.executable).parent), sysconfig.get_path("scripts"), os.environ.get("PATH", "")]
+    """The tool that pip has installed for this build or in this Python's environment (whose bin folder need
+    not be on PATH), else the one on PATH or beside Python.
+    """
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        for file in importlib.metadata.files(name) or ():
+            if file.name == name and (tool := shutil.which(str(Path(file.locate()).resolve()))):
+                return tool
+    folders = [os.environ.get("PATH", ""), str(Path(sys.executable).parent), sysconfig.get_path("scripts")]
     tool = shutil.which(name, path=os.pathsep.join(folders))
     if tool is None:
         raise SystemExit(f"pipecomm_ext: {name} is missing. Run: pip install cmake ninja")

@@ -67,7 +67,9 @@ function(pipecomm_look_for_cuda result)
     execute_process(
       COMMAND "${PIPECOMM_NVCC}" -ccbin "${CMAKE_CXX_COMPILER}" -cudart static "${probe}.cu" -o "${probe}"
       RESULT_VARIABLE status OUTPUT_VARIABLE output ERROR_VARIABLE output)
-    if(version VERSION_LESS 12)
+    if(CMAKE_VERSION VERSION_LESS 3.25.2)
+      set(reason "CMake ${CMAKE_VERSION} cannot compile CUDA as C++20, at least 3.25.2 is needed (pip install cmake)")
+    elseif(version VERSION_LESS 12)
       set(reason "${PIPECOMM_NVCC} is CUDA ${version}, at least 12.0 is needed")
     elseif(NOT status EQUAL 0)
       string(REGEX REPLACE "[\r\n\"\\]+" " " output "${output}")

@@ -70,6 +70,59 @@ def test_metadata_require_torch_at_run_time_and_use_nothing_deprecated(
         assert f"\n{line}\n" in metadata
 
 
+def test_a_build_takes_the_tools_that_pip_installed_for_it(sources: Path, tmp_path: Path) -> None:
+    """pip puts them in a folder of their own; those beside Python (in /usr/bin) may be older."""
+    packages, bin_folder = tmp_path / "overlay" / "lib", tmp_path / "overlay" / "bin"
+    bin_folder.mkdir(parents=True)
+    for name in ("cmake", "ninja"):
+        info = packages / f"{name}-99.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 99\n")
+        (info / "RECORD").write_text(f"{name}/completions/{name},,\n../bin/{name},,\n")
+        tool = bin_folder / name
+        tool.write_text(f'#!/bin/sh\necho "{name} 99: $@"\nexit 3\n')
+        tool.chmod(0o755)
+    result = subprocess.run(
+        [sys.executable, "setup.py", "build_ext", "--inplace"],
+        cwd=sources,
+        env={**os.environ, "PYTHONPATH": str(packages)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert result.returncode != 0 and "the build failed (status 3, see above)" in result.stderr, result.stderr
+    assert "cmake 99: -G Ninja" in result.stdout, result.stdout
+    assert f"-DCMAKE_MAKE_PROGRAM={bin_folder / 'ninja'}" in result.stdout, result.stdout
+
+
+@pytest.mark.parametrize(
+    ("cmake_version", "cuda_version", "reason"),
+    [
+        ("3.25.1", "13.0", "CMake 3.25.1 cannot compile CUDA as C++20, at least 3.25.2 is needed"),
+        ("3.25.2", "11.8", "is CUDA 11.8, at least 12.0 is needed"),
+    ],
+)
+def test_why_cuda_cannot_be_compiled(
+    tmp_path: Path, cmake_version: str, cuda_version: str, reason: str
+) -> None:
+    nvcc, script = tmp_path / "nvcc", tmp_path / "script.cmake"
+    nvcc.write_text(f"#!/bin/sh\necho release {cuda_version}\n")
+    nvcc.chmod(0o755)
+    lines = [f"set(CMAKE_VERSION {cmake_version})", "set(PIPECOMM_CUDA ON)"]
+    script.write_text("\n".join([*lines, f'include("{ROOT}/cmake/cuda.cmake")']))
+    [cmake] = needs("cmake")
+    result = subprocess.run(
+        [cmake, "-P", script],
+        cwd=tmp_path,
+        env={**os.environ, "CUDACXX": str(nvcc)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert result.returncode != 0
+    assert f"PIPECOMM_CUDA=ON, but {reason}" in re.sub(r"\s+", " ", result.stderr.replace(f"{nvcc} ", ""))
+
+
 def test_torch_is_no_build_requirement() -> None:
     requires = re.search(r"^requires = \[(.*)\]$", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     assert requires is not None and "torch" not in requires[1]
