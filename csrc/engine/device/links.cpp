@@ -5,7 +5,6 @@
 #include <cstring>
 #include <thread>
 
-#include "message/bytes.h"
 #include "message/start_thread.h"
 #include "plan/signature.h"
 #include "transport/group_tree.h"
@@ -193,8 +192,10 @@ ControlMessage Links::message_of(const Entry& entry, Kind kind, uint64_t number,
                          .link = link.name,
                          .number = number,
                          .payload = {id.begin(), id.end()}};
-  if (message.has_ranks())
-    append(message.payload, key.ranks.data(), key.ranks.size() * sizeof(int));
+  if (message.has_ranks()) {
+    const auto ranks = std::as_bytes(std::span(key.ranks));
+    message.payload.insert(message.payload.end(), ranks.begin(), ranks.end());
+  }
   return message;
 }
 
