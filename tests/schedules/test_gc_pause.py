@@ -38,10 +38,10 @@ def test_many_new_objects_are_old_afterwards_unless_the_program_has_frozen_some(
     gc.collect()
     if has_frozen:
         gc.freeze()
-    num_frozen = gc.get_freeze_count()
     with gc_pause.gc_paused():
         objects = [[] for _ in range(2 * gc_pause.MANY_OBJECTS)]
     gc.disable()
     num_young = len(gc.get_objects(generation=0)) + len(gc.get_objects(generation=1))
-    assert gc.get_freeze_count() == num_frozen
+    # All are still frozen, or none; other threads of the process may have freed some meanwhile.
+    assert (gc.get_freeze_count() > 0) == has_frozen
     assert (num_young < len(objects) // 2) != has_frozen
