@@ -6,6 +6,7 @@ from __future__ import annotations
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from pipecomm_ext.core.limited_store import LimitedStore
 from pipecomm_ext.core.process_groups import device_of
 from pipecomm_ext.core.rendezvous import Rendezvous
 from pipecomm_ext.parallel_state import PipelineTopology
-from pipecomm_ext.transports import TRANSPORTS, nccl
+from pipecomm_ext.transports import TRANSPORTS, Transport, nccl
 
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 GLOO = "cpu:gloo,cuda:gloo"
@@ -297,3 +298,22 @@ def test_wrong_arguments_of_a_device_communicator():
     ):
         with pytest.raises(ValueError, match=text):
             engine_of(**{"check": "auto", "device_idx": 0, **arguments})
+
+
+@on_ranks(2)
+def test_a_transport_without_a_way_between_two_ranks_is_refused(world):
+    """As one of which only the row in Python exists; other transports do not stand in for it."""
+
+    class Loopback(Transport):
+        name = "loopback"
+        devices = ("cpu",)
+
+        def status(self):
+            return True, "a group of one rank"
+
+    with (
+        mock.patch.dict(TRANSPORTS, loopback=Loopback()),
+        pytest.raises(ValueError, match="there is no way to other ranks"),
+    ):
+        pipecomm_ext.Communicator(world.group, transport="loopback")
+    world.meet()
