@@ -368,8 +368,9 @@ def start_beside_a_handler(world, folder):
     heard = []
     signal.signal(signal.SIGUSR1, lambda *_: heard.append(1))
     os.environ["PIPECOMM_FLIGHT_DIR"] = folder
-    with pytest.warns(RuntimeWarning, match="SIGUSR1 has a handler, which is left alone"):
+    with pytest.warns(RuntimeWarning, match="SIGUSR1 has a handler, which is left alone") as warned:
         comm = Communicator(world.group, device="cpu")
+    assert {warning.filename for warning in warned} == {__file__}
     os.kill(os.getpid(), signal.SIGUSR1)
     time.sleep(0.1)
     comm.close()

@@ -184,6 +184,7 @@ def apply_to_one(
     async_op: bool,
     told: Callable[[], AbstractContextManager] = contextlib.nullcontext,
 ) -> Result:
+    """The result of a step on one tensor; with `async_op` it has yet to arrive, and comes with its handle."""
     if async_op:
         [output], work = apply_async(group, step, [input_], told=told)
         return output, work
