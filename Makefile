@@ -122,7 +122,7 @@ demo: $(BUILT) ## train a small transformer on real text over 4 pipeline ranks, 
 	@echo "== training over 4 pipeline stages, each step compared with the unsplit model: 20 seconds"
 	$(PY) examples/train_text.py --ranks 4 --steps 50 --verify
 	@echo "== messages between two ranks beside torch over gloo: 20 seconds"
-	$(PY) bench/run.py p2p --ranks 2 --quick
+	$(PY) bench/run.py p2p --ranks 2 --sizes 4K,1M
 	@echo "== another schedule, $(SCHEDULE), with a picture of what ran when: 15 seconds"
 	$(PY) examples/train_text.py --ranks 2 --steps 20 --schedule $(SCHEDULE) --out out/train_text_$(SCHEDULE)
 	@echo "== done: out/train_text/loss.png, out/train_text_$(SCHEDULE)/timeline.html"
