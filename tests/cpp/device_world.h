@@ -84,11 +84,14 @@ void finish_stuck(Rank& me, const std::function<void()>& finish);
 
 inline void meet(Rank& me) { me.comm->wait(*me.comm->barrier(), Clock::now() + 20s, kNothing); }
 
+// Whether `condition` holds at some time of the next 10 s; it may be one that passes again.
 template <class Condition>
 bool comes_true(Condition&& condition) {
-  for (int attempt = 0; attempt < 10000 && !condition(); ++attempt)
+  for (int attempt = 0; attempt < 10000; ++attempt) {
+    if (condition()) return true;
     std::this_thread::sleep_for(1ms);
-  return condition();
+  }
+  return false;
 }
 
 // Captures the work that `body` enqueues as a graph; and runs one replay of it to its end.
