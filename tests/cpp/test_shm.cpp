@@ -136,6 +136,7 @@ TEST(a_thread_that_waits_hears_of_later_posts) {
     others.join();
     wait_for(*ranks.receiver, message.recv);
     CHECK(message.has_come());
+    wait_for(*ranks.sender, message.send);  // nothing else would end it
   }
   CHECK(num_woken >= kRounds / 2);  // not all: threads may be late
 }
