@@ -91,6 +91,8 @@ def _run_to_the_end(code: str) -> NoReturn:
         sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
         sys.excepthook(type(error), error, error.__traceback__)
         sys.exit(1)
+    finally:
+        gc.unfreeze()  # triton's objects, too, must go: what is left of them is told on stderr
     sys.exit(0)
 
 

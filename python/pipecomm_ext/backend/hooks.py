@@ -20,27 +20,41 @@ from .calls import tensors_in
 
 Hook = Callable[[Any], None]
 
+
+def _operation(name: str) -> HookOpName:
+    """Before torch 2.15, a variant has the operation that its name begins with."""
+    known = HookOpName.__members__
+    return known[max((each for each in known if name.startswith(each)), key=len)]
+
+
 # What hooks are told of each method: the operation, and what its leading arguments are.
 _BOTH = ("outputs", "inputs")
 _METHODS = {
-    name: (operation, arguments)
-    for operation, arguments, names in [
-        (HookOpName.BROADCAST, ("inputs", "root"), "broadcast"),
-        (HookOpName.REDUCE, ("inputs", "root"), "reduce"),
-        (HookOpName.GATHER, (*_BOTH, "root"), "gather gather_single gather_into_tensor"),
-        (HookOpName.SCATTER, (*_BOTH, "root"), "scatter"),
-        (HookOpName.ALLREDUCE, ("inputs",), "allreduce allreduce_coalesced"),
-        (HookOpName.ALLGATHER, _BOTH, "allgather allgather_coalesced all_gather_single _allgather_base"),
-        (HookOpName.ALLGATHER, _BOTH, "all_gather_single_coalesced allgather_into_tensor_coalesced"),
-        (HookOpName.REDUCE_SCATTER, _BOTH, "reduce_scatter reduce_scatter_single _reduce_scatter_base"),
-        (HookOpName.REDUCE_SCATTER, _BOTH, "reduce_scatter_single_coalesced reduce_scatter_tensor_coalesced"),
-        (HookOpName.ALLTOALL, _BOTH, "alltoall alltoall_base all_to_all_single"),
-        (HookOpName.SEND, ("inputs", "peer"), "send"),
-        (HookOpName.RECV, ("outputs", "peer"), "recv"),
-        (HookOpName.RECV, ("outputs",), "recv_anysource recvAnysource"),
-        (HookOpName.BARRIER, (), "barrier"),
+    method: (_operation(name), arguments)
+    for name, arguments, methods in [
+        ("BROADCAST", ("inputs", "root"), "broadcast"),
+        ("REDUCE", ("inputs", "root"), "reduce"),
+        ("GATHER", (*_BOTH, "root"), "gather gather_single gather_into_tensor"),
+        ("SCATTER", (*_BOTH, "root"), "scatter"),
+        ("ALLREDUCE", ("inputs",), "allreduce"),
+        ("ALLREDUCE_COALESCED", ("inputs",), "allreduce_coalesced"),
+        ("ALLGATHER", _BOTH, "allgather"),
+        ("ALLGATHER_COALESCED", _BOTH, "allgather_coalesced"),
+        ("ALLGATHER_BASE", _BOTH, "all_gather_single _allgather_base"),
+        ("ALLGATHER_INTO_TENSOR_COALESCED", _BOTH, "all_gather_single_coalesced"),
+        ("ALLGATHER_INTO_TENSOR_COALESCED", _BOTH, "allgather_into_tensor_coalesced"),
+        ("REDUCE_SCATTER", _BOTH, "reduce_scatter"),
+        ("REDUCE_SCATTER_BASE", _BOTH, "reduce_scatter_single _reduce_scatter_base"),
+        ("REDUCE_SCATTER_TENSOR_COALESCED", _BOTH, "reduce_scatter_single_coalesced"),
+        ("REDUCE_SCATTER_TENSOR_COALESCED", _BOTH, "reduce_scatter_tensor_coalesced"),
+        ("ALLTOALL", _BOTH, "alltoall"),
+        ("ALLTOALL_BASE", _BOTH, "alltoall_base all_to_all_single"),
+        ("SEND", ("inputs", "peer"), "send"),
+        ("RECV", ("outputs", "peer"), "recv"),
+        ("RECV", ("outputs",), "recv_anysource recvAnysource"),
+        ("BARRIER", (), "barrier"),
     ]
-    for name in names.split()
+    for method in methods.split()
 }
 _MESSAGES = {HookOpName.SEND, HookOpName.RECV}
 # Of the calls that torch's C++ dispatches, the same hooks get numbers from 0 on.

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 OLDEST_TORCH = "2.11"
-NEWEST_TESTED_TORCH = "2.14"
+NEWEST_TESTED_TORCH = "2.15"
 
 _PACKAGE_DIR = Path(__file__).resolve().parents[1]
 

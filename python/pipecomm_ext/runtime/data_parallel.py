@@ -240,7 +240,8 @@ class _Sharded:
         """Drops the gradients of unsharded weights, which no `zero_grad` reaches, and the hooks' state."""
         for group in _groups_of(self.modules):
             for part in group.fsdp_params:
-                part.unsharded_accumulated_grad = None
+                if "unsharded_accumulated_grad" in vars(part):  # in torch 2.15 it is the one below
+                    part.unsharded_accumulated_grad = None
                 if hasattr(part, "_unsharded_param"):
                     part._unsharded_param.grad = None
             group._training_state = type(group._training_state).IDLE
