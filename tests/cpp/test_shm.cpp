@@ -89,8 +89,22 @@ struct TwoRanks {
   const std::unique_ptr<HostTransport> sender = over_same_memory(memory.segments, 1, events);
 };
 
-// Without a wake-up a thread of a transport sleeps for a second.
-constexpr auto kManySleeps = std::chrono::seconds(10);
+// Without a wake-up a thread of a transport sleeps for a second, so all rounds are late or every other one.
+// On a busy machine some are.
+class Rounds {
+ public:
+  void end_one() {
+    const Clock::time_point now = Clock::now();
+    num_late_ += now - begin_ > std::chrono::milliseconds(900);
+    ++num_;
+    begin_ = now;
+  }
+  bool are_in_time() const { return 4 * num_late_ <= num_; }
+
+ private:
+  Clock::time_point begin_ = Clock::now();
+  int num_ = 0, num_late_ = 0;
+};
 
 struct Message {
   explicit Message(uint64_t code, int64_t num_bytes = 100)
@@ -145,7 +159,7 @@ TEST(a_thread_that_waits_hears_of_later_posts) {
 // does, and so does a message of another kind.
 TEST(small_messages_do_not_wake_a_rank_that_does_not_wait) {
   const TwoRanks ranks;
-  const Deadline limit = Clock::now() + kManySleeps;
+  Rounds rounds;
   const shm::Bell& bell = ranks.bell_of_receiver();
   constexpr int kRounds = 50;
   int num_not_woken = 0;
@@ -167,15 +181,16 @@ TEST(small_messages_do_not_wake_a_rank_that_does_not_wait) {
     CHECK(large.recv->wait_until(Clock::now() + kLimit) && large.has_come());
     CHECK(large.send->wait_until(Clock::now() + kLimit));
     wait_for(*ranks.sender, small.send);
+    rounds.end_one();
   }
   CHECK(num_not_woken >= kRounds / 2);  // not all: threads may be late
-  CHECK(Clock::now() < limit);
+  CHECK(rounds.are_in_time());
 }
 
 // A sender whose messages fill the ring of such a rank also wakes it.
 TEST(a_full_ring_wakes_a_rank_that_does_not_wait) {
   const TwoRanks ranks;
-  const Deadline limit = Clock::now() + kManySleeps;
+  Rounds rounds;
   for (int round = 0; round < 20; ++round) {
     std::vector<std::unique_ptr<Message>> messages;
     for (int number = 0; number < 40; ++number)
@@ -186,14 +201,15 @@ TEST(a_full_ring_wakes_a_rank_that_does_not_wait) {
     wait_for(*ranks.sender, messages.back()->send);
     for (const auto& message : messages)
       CHECK(message->recv->wait_until(Clock::now() + kLimit) && message->has_come());
+    rounds.end_one();
   }
-  CHECK(Clock::now() < limit);
+  CHECK(rounds.are_in_time());
 }
 
 // One of two waiting threads makes progress for both; the other may still wait when it is done.
 TEST(a_second_thread_that_waits) {
   const TwoRanks ranks;
-  const Deadline limit = Clock::now() + kManySleeps;
+  Rounds rounds;
   for (int round = 0; round < 50 && check::num_failures == 0; ++round) {
     check::context = "round " + std::to_string(round);
     const Message first(1), second(2);
@@ -211,8 +227,9 @@ TEST(a_second_thread_that_waits) {
     waits.join();
     CHECK(first.has_come() && second.has_come());
     wait_for(*ranks.sender, second.send);
+    rounds.end_one();
   }
-  CHECK(Clock::now() < limit);
+  CHECK(rounds.are_in_time());
 }
 
 TEST(unmatched_messages_hold_up_only_their_channel) {
