@@ -18,7 +18,7 @@
 #include <vector>
 
 #include "message/operation.h"
-#include "transport/patience.h"
+#include "transport/cores.h"
 
 namespace pipecomm {
 

@@ -24,27 +24,6 @@ void pause_briefly() {
 
 }  // namespace
 
-CoreSet usable_cores() {
-  CoreSet cores;
-  cpu_set_t set;
-  CPU_ZERO(&set);
-  if (sched_getaffinity(0, sizeof set, &set) != 0) CPU_SET(0, &set);
-  for (size_t core = 0; core < std::min<size_t>(cores.size(), CPU_SETSIZE); ++core)
-    cores[core] = CPU_ISSET(core, &set);
-  return cores;
-}
-
-SharedCores::SharedCores(int num_ranks)
-    : num_ranks_(static_cast<size_t>(num_ranks)),
-      cores_(usable_cores()),
-      suffice_(cores_.count() >= num_ranks_) {}
-
-void SharedCores::add(const CoreSet& cores) {
-  std::lock_guard lock(mutex_);
-  cores_ |= cores;
-  suffice_ = cores_.count() >= num_ranks_;
-}
-
 // If two threads are interrupted at once, one counts.
 void BusyTime::note_interruption(Clock::time_point now) {
   if (includes(now)) return;

@@ -9,34 +9,9 @@
 #pragma once
 
 #include <atomic>
-#include <bitset>
 #include <chrono>
-#include <cstddef>
-#include <mutex>
 
 namespace pipecomm {
-
-// The cores of a host, by their numbers.
-using CoreSet = std::bitset<1024>;
-
-CoreSet usable_cores();  // by this thread
-
-// Whether each rank of this host has a core of its own. Thread-safe.
-class SharedCores {
- public:
-  // `num_ranks`: of the whole job, on this host. They are assumed to run on the cores of this process,
-  // until `add` adds more.
-  explicit SharedCores(int num_ranks);
-  // A rank, which may be pinned, may run on these.
-  void add(const CoreSet& cores);
-  bool suffice() const { return suffice_; }
-
- private:
-  const size_t num_ranks_;
-  std::mutex mutex_;  // guards the line below
-  CoreSet cores_;
-  std::atomic<bool> suffice_;
-};
 
 // The time for which shared cores are assumed to be busy with other work. It grows each time that they
 // are found busy again.

@@ -140,23 +140,3 @@ TEST(yields_to_other_work_end_patience) {
   waiter.join();
   stranger.join();
 }
-
-TEST(cores_suffice_if_there_is_one_for_each_rank) {
-  const CoreSet all = usable_cores();
-  CHECK(all.count() >= 1);
-  const int num_cores = static_cast<int>(all.count());
-  CHECK(SharedCores(num_cores).suffice());
-  CHECK(!SharedCores(num_cores + 1).suffice());
-  std::thread pinned([&] {
-    cpu_set_t set;
-    CPU_ZERO(&set);
-    CPU_SET(all._Find_first(), &set);
-    CHECK_EQ(sched_setaffinity(0, sizeof set, &set), 0);
-    CHECK_EQ(usable_cores().count(), 1u);
-    SharedCores cores(num_cores);
-    CHECK_EQ(cores.suffice(), num_cores == 1);
-    cores.add(all);  // those of its peers
-    CHECK(cores.suffice());
-  });
-  pinned.join();
-}

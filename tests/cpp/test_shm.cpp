@@ -232,6 +232,34 @@ TEST(a_second_thread_that_waits) {
   CHECK(rounds.are_in_time());
 }
 
+// Two ranks that wait for each other must not stay on one core while another one is idle. The lower one moves
+// only if it finds the core shared again and again.
+TEST(a_rank_leaves_a_core_on_which_another_one_waits) {
+  const CoreSet all = usable_cores();
+  if (all.count() < 2) return;
+  for (const int rank : {0, 1}) {
+    constexpr int kRounds = 4;
+    int num_left = 0;
+    for (int round = 0; round < kRounds; ++round) {
+      const TwoRanks ranks;
+      HostTransport& transport = rank == 0 ? *ranks.receiver : *ranks.sender;
+      const OperationPtr recv = std::make_shared<Operation>(OpCode::p2p, Deadline::max());
+      Bytes bytes(8);
+      recv->add_request(Direction::recv, 1 - rank, describe(OpCode::p2p, 0, tensor(bytes), 0, 8),
+                        bytes.data());
+      post(transport, recv);
+      const int core = current_core();
+      ranks.memory.segments[1 - rank]->status().core = uint32_t(core + 1);
+      for (int wait = 0; wait < (rank == 0 ? 4 : 1); ++wait) transport.assist(*recv);
+      const uint32_t now = ranks.memory.segments[rank]->status().core;
+      num_left += now != 0 && now != uint32_t(core + 1);
+      CHECK(usable_cores() == all);
+      recv->fail(std::make_shared<Failure>());
+    }
+    CHECK(num_left >= kRounds * 3 / 4);  // not all: the kernel may have moved the thread before
+  }
+}
+
 TEST(unmatched_messages_hold_up_only_their_channel) {
   run_ranks(shape_of(2), [](Communicator& comm) {
     constexpr int kNumMessages = 100;  // many times the ring

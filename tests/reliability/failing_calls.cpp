@@ -97,6 +97,9 @@ FAILING(kSystemCall, fallocate, EOPNOTSUPP, -1, (int fd, int mode, off_t offset,
 FAILING(kSystemCall, lseek, EINVAL, -1, (int fd, off_t offset, int whence), fd, offset, whence)
 FAILING(kSystemCall, sched_getaffinity, EPERM, -1, (pid_t pid, size_t size, cpu_set_t* cores), pid,
         size, cores)
+FAILING(kSystemCall, sched_setaffinity, EPERM, -1, (pid_t pid, size_t size, const cpu_set_t* cores),
+        pid, size, cores)
+FAILING(kSystemCall, sched_getcpu, ENOSYS, -1, ())
 FAILING(kSystemCall, bind, EADDRINUSE, -1, (int fd, const sockaddr* address, socklen_t size), fd,
         address, size)
 FAILING(kSystemCall, listen, EADDRINUSE, -1, (int fd, int backlog), fd, backlog)

@@ -67,6 +67,8 @@ ERRORS = {
     "listdir": "EMFILE ENFILE EACCES ENOMEM",
     "readlink": "EACCES ENOMEM",
     "sched_getaffinity": "EPERM",
+    "sched_setaffinity": "EPERM EINVAL",
+    "sched_getcpu": "ENOSYS",
     "read_text": "EMFILE ENFILE EACCES",
 }
 # With transport="shm", a rank without a descriptor does this again, until it has one.

@@ -56,7 +56,7 @@
 namespace pipecomm::shm {
 
 inline constexpr uint64_t kSegmentMagic = 0x314d485350434950;  // "PIPCSHM1"
-inline constexpr uint32_t kLayoutVersion = 3;
+inline constexpr uint32_t kLayoutVersion = 4;
 inline constexpr uint32_t kRecordMagic = 0x52435053;
 inline constexpr size_t kPageBytes = 4096;
 inline constexpr size_t kRecordAlignBytes = 128;
@@ -98,6 +98,7 @@ struct Status {
   std::array<Word, kMaxRanks> met;
   alignas(64) Word failed;  // `failure` is valid
   Word goodbye;             // the owner has closed: the end of its process is no loss
+  Word core;                // + 1, where a thread of the owner has last begun to wait; 0: unknown
   uint32_t num_failure_bytes;
   std::array<std::byte, kMaxFailureBytes> failure;
 };

@@ -16,6 +16,10 @@ constexpr int kNumYields = 20;
 constexpr auto kAssistTime = std::chrono::milliseconds(50);
 constexpr uint32_t kMovesPerLook = 16;  // at the clock, of a thread that moves data
 
+// After moving to another core, a thread stays where the kernel puts it for at least this long.
+constexpr auto kShortestStay = std::chrono::milliseconds(5);
+constexpr int kLeftToHigher = 4;  // times that a rank finds its core shared before it moves itself
+
 // No thread depends on being woken for longer than this, whatever the system does.
 constexpr auto kLongestSleep = std::chrono::seconds(1);
 
@@ -313,6 +317,9 @@ bool ShmTransport::assist(Operation& operation) {
   const auto until = Clock::now() + kAssistTime;
   const bool spins = options_.cores->suffice();
   Patience patience(spins ? &spin_time_ : nullptr, spins ? 0 : kNumYields);
+  Word& core = own_.status().core;
+  if (const auto mine = static_cast<uint32_t>(current_core() + 1); core.load() != mine)
+    core.store(mine);
   bool cut_short = false;
   uint32_t num_moves = 0;
   while (!operation.done()) {
@@ -331,6 +338,10 @@ bool ShmTransport::assist(Operation& operation) {
       break;
     }
     if (result == Turn::moved) continue;
+    if (spins && leave_shared_core(now)) {
+      patience.note_moved();
+      continue;
+    }
     const uint32_t count = bell.count.load();
     if (turn(By::assistant, kWaiter) != Turn::idle || operation.done()) {
       patience.note_moved();
@@ -348,6 +359,35 @@ bool ShmTransport::assist(Operation& operation) {
   }
   if (leaves_work) hand_over();  // the progress thread has slept meanwhile
   return !cut_short;
+}
+
+// The kernel wakes a thread on the core of the thread that wakes it, and may leave two ranks that wait for
+// each other there although another core is idle, since neither of them runs for long: a message then takes
+// ten times as long. One of them moves to a core where no rank waits: the one with the higher number, or the
+// other one if that does not, since it sleeps too rarely to notice.
+bool ShmTransport::leave_shared_core(Clock::time_point now) {
+  const int core = current_core();
+  if (core < 0 || now - moved_at_ < kShortestStay) return false;
+  CoreSet taken;
+  bool is_with_lower = false, is_with_higher = false;
+  {
+    std::lock_guard lock(mutex_);
+    for (int peer_idx = 0; peer_idx < size_; ++peer_idx) {
+      if (!peers_[peer_idx]) continue;
+      const Status& status = peers_[peer_idx]->segment->status();
+      const uint32_t theirs = status.core.load();
+      if (theirs == 0 || theirs > taken.size() || status.goodbye.load() != 0) continue;
+      taken.set(theirs - 1);
+      if (theirs == static_cast<uint32_t>(core + 1))
+        (peer_idx < rank_ ? is_with_lower : is_with_higher) = true;
+    }
+  }
+  if (!is_with_lower && !(is_with_higher && ++num_left_to_higher_ % kLeftToHigher == 0))
+    return false;
+  moved_at_ = now;
+  if (!move_to(~taken)) return false;
+  own_.status().core.store(static_cast<uint32_t>(current_core() + 1));
+  return true;
 }
 
 void ShmTransport::progress() {

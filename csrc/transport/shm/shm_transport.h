@@ -18,6 +18,7 @@
 #include <thread>
 #include <vector>
 
+#include "transport/cores.h"
 #include "transport/patience.h"
 #include "transport/process_watch.h"
 #include "transport/shm/lane.h"
@@ -88,6 +89,7 @@ class ShmTransport final : public HostTransport {
   void post_multicasts(std::span<const RequestPtr> batch);
   void wake_peers();
   void end_window();
+  bool leave_shared_core(Clock::time_point now);
   void progress();
 
   const SegmentPtr own_segment_;
@@ -122,6 +124,8 @@ class ShmTransport final : public HostTransport {
   std::atomic<bool> stopping_{false};
   std::mutex assist_mutex_;  // held by the one thread that assists; down to the line
   SpinTime spin_time_;
+  Clock::time_point moved_at_;  // to another core
+  int num_left_to_higher_ = 0;
   // ---
   std::thread progress_thread_;
 };

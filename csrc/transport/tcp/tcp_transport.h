@@ -22,6 +22,7 @@
 #include <vector>
 
 #include "transport/directory.h"
+#include "transport/cores.h"
 #include "transport/patience.h"
 #include "transport/process_watch.h"
 #include "transport/tcp/connection.h"

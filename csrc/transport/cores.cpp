@@ -1,0 +1,47 @@
+#include "transport/cores.h"
+
+#include <sched.h>
+
+#include <algorithm>
+
+namespace pipecomm {
+namespace {
+
+constexpr size_t kNumKnown = std::min<size_t>(CoreSet().size(), CPU_SETSIZE);
+
+}  // namespace
+
+CoreSet usable_cores() {
+  CoreSet cores;
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  if (sched_getaffinity(0, sizeof set, &set) != 0) CPU_SET(0, &set);
+  for (size_t core = 0; core < kNumKnown; ++core) cores[core] = CPU_ISSET(core, &set);
+  return cores;
+}
+
+int current_core() { return sched_getcpu(); }
+
+bool move_to(const CoreSet& cores) {
+  cpu_set_t usable, chosen;
+  if (sched_getaffinity(0, sizeof usable, &usable) != 0) return false;
+  CPU_ZERO(&chosen);
+  for (size_t core = 0; core < kNumKnown; ++core)
+    if (cores[core] && CPU_ISSET(core, &usable)) CPU_SET(core, &chosen);
+  if (CPU_COUNT(&chosen) == 0 || sched_setaffinity(0, sizeof chosen, &chosen) != 0) return false;
+  sched_setaffinity(0, sizeof usable, &usable);
+  return true;
+}
+
+SharedCores::SharedCores(int num_ranks)
+    : num_ranks_(static_cast<size_t>(num_ranks)),
+      cores_(usable_cores()),
+      suffice_(cores_.count() >= num_ranks_) {}
+
+void SharedCores::add(const CoreSet& cores) {
+  std::lock_guard lock(mutex_);
+  cores_ |= cores;
+  suffice_ = cores_.count() >= num_ranks_;
+}
+
+}  // namespace pipecomm

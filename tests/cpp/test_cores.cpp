@@ -1,0 +1,38 @@
+// On which cores threads run, and how they get to another one.
+
+#include <sched.h>
+
+#include "check.h"
+#include "transport/cores.h"
+
+TEST(cores_suffice_if_there_is_one_for_each_rank) {
+  const CoreSet all = usable_cores();
+  CHECK(all.count() >= 1);
+  const int num_cores = static_cast<int>(all.count());
+  CHECK(SharedCores(num_cores).suffice());
+  CHECK(!SharedCores(num_cores + 1).suffice());
+  std::thread pinned([&] {
+    cpu_set_t set;
+    CPU_ZERO(&set);
+    CPU_SET(all._Find_first(), &set);
+    CHECK_EQ(sched_setaffinity(0, sizeof set, &set), 0);
+    CHECK_EQ(usable_cores().count(), 1u);
+    SharedCores cores(num_cores);
+    CHECK_EQ(cores.suffice(), num_cores == 1);
+    cores.add(all);  // those of its peers
+    CHECK(cores.suffice());
+  });
+  pinned.join();
+}
+
+TEST(a_thread_moves_and_may_run_where_it_could_before) {
+  const CoreSet all = usable_cores();
+  for (size_t core = 0; core < all.size(); ++core) {
+    if (!all[core]) continue;
+    CHECK(move_to(CoreSet().set(core)));
+    CHECK(usable_cores() == all);
+  }
+  CHECK(!move_to(CoreSet()));
+  CHECK(!move_to(~all));  // it may run on none of them
+  CHECK(usable_cores() == all);
+}
