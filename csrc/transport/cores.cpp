@@ -3,6 +3,7 @@
 #include <sched.h>
 
 #include <algorithm>
+#include <array>
 
 namespace pipecomm {
 namespace {
@@ -31,6 +32,20 @@ bool move_to(const CoreSet& cores) {
   if (CPU_COUNT(&chosen) == 0 || sched_setaffinity(0, sizeof chosen, &chosen) != 0) return false;
   sched_setaffinity(0, sizeof usable, &usable);
   return true;
+}
+
+CoreSet emptier_cores(int core, const CoreSet& usable, const std::vector<int>& others) {
+  std::array<size_t, CoreSet().size()> num_ranks{};
+  for (const int each : others) ++num_ranks[static_cast<size_t>(each)];
+  size_t fewest = num_ranks[static_cast<size_t>(core)];
+  CoreSet emptier;
+  for (size_t each = 0; each < usable.size(); ++each) {
+    if (!usable[each] || num_ranks[each] > fewest) continue;
+    if (num_ranks[each] < fewest) emptier.reset();
+    fewest = num_ranks[each];
+    emptier.set(each);
+  }
+  return fewest < num_ranks[static_cast<size_t>(core)] ? emptier : CoreSet();
 }
 
 SharedCores::SharedCores(int num_ranks)

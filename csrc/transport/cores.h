@@ -5,6 +5,7 @@
 #include <bitset>
 #include <cstddef>
 #include <mutex>
+#include <vector>
 
 namespace pipecomm {
 
@@ -17,6 +18,10 @@ int current_core();      // of this thread; -1: unknown
 // Moves the calling thread to one of these cores, after which it may run on all that it could run on before.
 // Returns false if it may run on none of them.
 bool move_to(const CoreSet& cores);
+
+// The cores, of those that a thread on `core` may use, on which the fewest other ranks are; none if `core` is
+// one of them. `others`: the cores of these ranks.
+CoreSet emptier_cores(int core, const CoreSet& usable, const std::vector<int>& others);
 
 // Whether each rank of this host has a core of its own. Thread-safe.
 class SharedCores {

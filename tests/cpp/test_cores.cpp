@@ -36,3 +36,21 @@ TEST(a_thread_moves_and_may_run_where_it_could_before) {
   CHECK(!move_to(~all));  // it may run on none of them
   CHECK(usable_cores() == all);
 }
+
+TEST(emptier_cores_have_fewer_ranks_than_that_of_the_thread) {
+  const auto set = [](std::initializer_list<size_t> cores) {
+    CoreSet chosen;
+    for (const size_t core : cores) chosen.set(core);
+    return chosen;
+  };
+  const CoreSet usable = set({0, 1, 1023});
+  CHECK(emptier_cores(0, usable, {}).none());
+  CHECK(emptier_cores(0, usable, {1, 1023}).none());
+  CHECK(emptier_cores(0, usable, {0}) == set({1, 1023}));
+  CHECK(emptier_cores(1, usable, {1, 0, 2}) == set({1023}));
+  CHECK(
+      emptier_cores(1023, usable, {0, 1, 1023}).none());  // no core would have fewer ranks than now
+  CHECK(emptier_cores(1023, usable, {0, 1, 1, 1023, 1023}) == set({0}));
+  CHECK(emptier_cores(5, set({5}), {5, 5}).none());
+  CHECK(emptier_cores(5, usable, {5}) == usable);  // its affinity has changed since
+}

@@ -16,9 +16,10 @@ constexpr int kNumYields = 20;
 constexpr auto kAssistTime = std::chrono::milliseconds(50);
 constexpr uint32_t kMovesPerLook = 16;  // at the clock, of a thread that moves data
 
-// After moving to another core, a thread stays where the kernel puts it for at least this long.
+// How often a thread that is about to sleep looks for an emptier core, and how long it stays there.
+constexpr auto kLookInterval = std::chrono::milliseconds(1);
 constexpr auto kShortestStay = std::chrono::milliseconds(5);
-constexpr int kLeftToHigher = 4;  // times that a rank finds its core shared before it moves itself
+constexpr int kLeftToHigher = 4;  // looks
 
 // No thread depends on being woken for longer than this, whatever the system does.
 constexpr auto kLongestSleep = std::chrono::seconds(1);
@@ -338,7 +339,7 @@ bool ShmTransport::assist(Operation& operation) {
       break;
     }
     if (result == Turn::moved) continue;
-    if (spins && leave_shared_core(now)) {
+    if (leave_crowded_core(now)) {
       patience.note_moved();
       continue;
     }
@@ -361,31 +362,32 @@ bool ShmTransport::assist(Operation& operation) {
   return !cut_short;
 }
 
-// The kernel wakes a thread on the core of the thread that wakes it, and may leave two ranks that wait for
-// each other there although another core is idle, since neither of them runs for long: a message then takes
-// ten times as long. One of them moves to a core where no rank waits: the one with the higher number, or the
-// other one if that does not, since it sleeps too rarely to notice.
-bool ShmTransport::leave_shared_core(Clock::time_point now) {
+// The kernel wakes a thread on the core of the thread that wakes it, and may leave ranks that wait for each
+// other there although fewer run on another core, since none of them runs for long: two that have a core each
+// then take ten times as long for a message. Of the ranks on a core the highest moves, or another one if that
+// does not, since it sleeps too rarely to notice.
+bool ShmTransport::leave_crowded_core(Clock::time_point now) {
   const int core = current_core();
-  if (core < 0 || now - moved_at_ < kShortestStay) return false;
-  CoreSet taken;
-  bool is_with_lower = false, is_with_higher = false;
+  if (core < 0 || core >= static_cast<int>(CoreSet().size()) || now < next_look_at_) return false;
+  next_look_at_ = now + kLookInterval;
+  std::vector<int> others;
+  bool is_highest = true;
   {
     std::lock_guard lock(mutex_);
     for (int peer_idx = 0; peer_idx < size_; ++peer_idx) {
       if (!peers_[peer_idx]) continue;
       const Status& status = peers_[peer_idx]->segment->status();
       const uint32_t theirs = status.core.load();
-      if (theirs == 0 || theirs > taken.size() || status.goodbye.load() != 0) continue;
-      taken.set(theirs - 1);
-      if (theirs == static_cast<uint32_t>(core + 1))
-        (peer_idx < rank_ ? is_with_lower : is_with_higher) = true;
+      if (theirs == 0 || theirs > CoreSet().size() || status.goodbye.load() != 0) continue;
+      others.push_back(static_cast<int>(theirs - 1));
+      if (others.back() == core && peer_idx > rank_) is_highest = false;
     }
   }
-  if (!is_with_lower && !(is_with_higher && ++num_left_to_higher_ % kLeftToHigher == 0))
-    return false;
-  moved_at_ = now;
-  if (!move_to(~taken)) return false;
+  if (std::ranges::find(others, core) == others.end()) return false;
+  const CoreSet emptier = emptier_cores(core, usable_cores(), others);
+  if (emptier.none() || (!is_highest && ++num_left_to_higher_ % kLeftToHigher != 0)) return false;
+  next_look_at_ = now + kShortestStay;
+  if (!move_to(emptier)) return false;
   own_.status().core.store(static_cast<uint32_t>(current_core() + 1));
   return true;
 }

@@ -89,7 +89,7 @@ class ShmTransport final : public HostTransport {
   void post_multicasts(std::span<const RequestPtr> batch);
   void wake_peers();
   void end_window();
-  bool leave_shared_core(Clock::time_point now);
+  bool leave_crowded_core(Clock::time_point now);
   void progress();
 
   const SegmentPtr own_segment_;
@@ -124,7 +124,7 @@ class ShmTransport final : public HostTransport {
   std::atomic<bool> stopping_{false};
   std::mutex assist_mutex_;  // held by the one thread that assists; down to the line
   SpinTime spin_time_;
-  Clock::time_point moved_at_;  // to another core
+  Clock::time_point next_look_at_;  // for an emptier core
   int num_left_to_higher_ = 0;
   // ---
   std::thread progress_thread_;
