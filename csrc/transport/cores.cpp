@@ -34,7 +34,7 @@ bool move_to(const CoreSet& cores) {
   return true;
 }
 
-CoreSet emptier_cores(int core, const CoreSet& usable, const std::vector<int>& others) {
+CoreSet emptier_cores(int core, const CoreSet& usable, std::span<const int> others) {
   std::array<size_t, CoreSet().size()> num_ranks{};
   for (const int each : others) ++num_ranks[static_cast<size_t>(each)];
   size_t fewest = num_ranks[static_cast<size_t>(core)];

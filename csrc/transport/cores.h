@@ -5,7 +5,7 @@
 #include <bitset>
 #include <cstddef>
 #include <mutex>
-#include <vector>
+#include <span>
 
 namespace pipecomm {
 
@@ -21,7 +21,7 @@ bool move_to(const CoreSet& cores);
 
 // The cores, of those that a thread on `core` may use, on which the fewest other ranks are; none if `core` is
 // one of them. `others`: the cores of these ranks.
-CoreSet emptier_cores(int core, const CoreSet& usable, const std::vector<int>& others);
+CoreSet emptier_cores(int core, const CoreSet& usable, std::span<const int> others);
 
 // Whether each rank of this host has a core of its own. Thread-safe.
 class SharedCores {

@@ -44,13 +44,15 @@ TEST(emptier_cores_have_fewer_ranks_than_that_of_the_thread) {
     return chosen;
   };
   const CoreSet usable = set({0, 1, 1023});
-  CHECK(emptier_cores(0, usable, {}).none());
-  CHECK(emptier_cores(0, usable, {1, 1023}).none());
-  CHECK(emptier_cores(0, usable, {0}) == set({1, 1023}));
-  CHECK(emptier_cores(1, usable, {1, 0, 2}) == set({1023}));
-  CHECK(
-      emptier_cores(1023, usable, {0, 1, 1023}).none());  // no core would have fewer ranks than now
-  CHECK(emptier_cores(1023, usable, {0, 1, 1, 1023, 1023}) == set({0}));
-  CHECK(emptier_cores(5, set({5}), {5, 5}).none());
-  CHECK(emptier_cores(5, usable, {5}) == usable);  // its affinity has changed since
+  const auto emptier = [](int core, const CoreSet& from, const std::vector<int>& others) {
+    return emptier_cores(core, from, others);
+  };
+  CHECK(emptier(0, usable, {}).none());
+  CHECK(emptier(0, usable, {1, 1023}).none());
+  CHECK(emptier(0, usable, {0}) == set({1, 1023}));
+  CHECK(emptier(1, usable, {1, 0, 2}) == set({1023}));
+  CHECK(emptier(1023, usable, {0, 1, 1023}).none());  // no core would have fewer ranks than now
+  CHECK(emptier(1023, usable, {0, 1, 1, 1023, 1023}) == set({0}));
+  CHECK(emptier(5, set({5}), {5, 5}).none());
+  CHECK(emptier(5, usable, {5}) == usable);  // its affinity has changed since
 }

@@ -1,7 +1,9 @@
 #include "transport/shm/shm_transport.h"
 
 #include <algorithm>
+#include <array>
 #include <chrono>
+#include <span>
 
 #include "message/start_thread.h"
 
@@ -370,8 +372,9 @@ bool ShmTransport::leave_crowded_core(Clock::time_point now) {
   const int core = current_core();
   if (core < 0 || core >= static_cast<int>(CoreSet().size()) || now < next_look_at_) return false;
   next_look_at_ = now + kLookInterval;
-  std::vector<int> others;
-  bool is_highest = true;
+  std::array<int, kMaxRanks> core_of_other;  // allocates nothing, which could fail
+  size_t num_others = 0;
+  bool is_highest = true, is_alone = true;
   {
     std::lock_guard lock(mutex_);
     for (int peer_idx = 0; peer_idx < size_; ++peer_idx) {
@@ -379,12 +382,15 @@ bool ShmTransport::leave_crowded_core(Clock::time_point now) {
       const Status& status = peers_[peer_idx]->segment->status();
       const uint32_t theirs = status.core.load();
       if (theirs == 0 || theirs > CoreSet().size() || status.goodbye.load() != 0) continue;
-      others.push_back(static_cast<int>(theirs - 1));
-      if (others.back() == core && peer_idx > rank_) is_highest = false;
+      const int other = core_of_other[num_others++] = static_cast<int>(theirs - 1);
+      if (other != core) continue;
+      is_alone = false;
+      if (peer_idx > rank_) is_highest = false;
     }
   }
-  if (std::ranges::find(others, core) == others.end()) return false;
-  const CoreSet emptier = emptier_cores(core, usable_cores(), others);
+  if (is_alone) return false;
+  const CoreSet emptier =
+      emptier_cores(core, usable_cores(), std::span(core_of_other).first(num_others));
   if (emptier.none() || (!is_highest && ++num_left_to_higher_ % kLeftToHigher != 0)) return false;
   next_look_at_ = now + kShortestStay;
   if (!move_to(emptier)) return false;

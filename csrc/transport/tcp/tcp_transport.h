@@ -21,8 +21,8 @@
 #include <thread>
 #include <vector>
 
-#include "transport/directory.h"
 #include "transport/cores.h"
+#include "transport/directory.h"
 #include "transport/patience.h"
 #include "transport/process_watch.h"
 #include "transport/tcp/connection.h"
