@@ -1,9 +1,14 @@
 #include "transport/cores.h"
 
+#include <fcntl.h>
 #include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <array>
+#include <charconv>
+#include <cstdio>
 
 namespace pipecomm {
 namespace {
@@ -22,6 +27,43 @@ CoreSet usable_cores() {
 }
 
 int current_core() { return sched_getcpu(); }
+
+CoreSet parse_cores(std::string_view text) {
+  CoreSet cores;
+  const char* at = text.data();
+  const char* const end = at + text.size();
+  const auto number = [&](size_t& value) {
+    const auto [next, error] = std::from_chars(at, end, value);
+    at = next;
+    return error == std::errc();
+  };
+  const auto skips = [&](char wanted) {
+    const bool is_there = at != end && *at == wanted;
+    at += is_there;
+    return is_there;
+  };
+  do {
+    size_t first = 0;
+    if (!number(first)) return ~CoreSet();
+    size_t last = first;
+    if (skips('-') && !number(last)) return ~CoreSet();
+    for (size_t core = first; core <= std::min(last, cores.size() - 1); ++core) cores.set(core);
+  } while (skips(','));
+  return cores;
+}
+
+CoreSet near_cores() {
+  unsigned node = 0;
+  if (syscall(SYS_getcpu, nullptr, &node, nullptr) != 0) return ~CoreSet();
+  std::array<char, 64> path;
+  std::snprintf(path.data(), path.size(), "/sys/devices/system/node/node%u/cpulist", node);
+  const int fd = open(path.data(), O_RDONLY | O_CLOEXEC);
+  if (fd < 0) return ~CoreSet();
+  std::array<char, 4096> text;
+  const ssize_t num_read = read(fd, text.data(), text.size());
+  close(fd);
+  return parse_cores({text.data(), static_cast<size_t>(std::max<ssize_t>(num_read, 0))});
+}
 
 bool move_to(const CoreSet& cores) {
   cpu_set_t usable, chosen;

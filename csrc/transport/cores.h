@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <mutex>
 #include <span>
+#include <string_view>
 
 namespace pipecomm {
 
@@ -14,6 +15,11 @@ using CoreSet = std::bitset<1024>;
 
 CoreSet usable_cores();  // by this thread
 int current_core();      // of this thread; -1: unknown
+// Those that share the memory of the current one (its NUMA node); all if that is unknown.
+CoreSet near_cores();
+
+// From Linux' text for cores, like "0-3,8\n"; all if it is none.
+CoreSet parse_cores(std::string_view text);
 
 // Moves the calling thread to one of these cores, after which it may run on all that it could run on before.
 // Returns false if it may run on none of them.

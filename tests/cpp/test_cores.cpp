@@ -56,3 +56,17 @@ TEST(emptier_cores_have_fewer_ranks_than_that_of_the_thread) {
   CHECK(emptier(5, set({5}), {5, 5}).none());
   CHECK(emptier(5, usable, {5}) == usable);  // its affinity has changed since
 }
+
+TEST(texts_for_cores) {
+  const auto set = [](const std::vector<size_t>& cores) {
+    CoreSet chosen;
+    for (const size_t core : cores) chosen.set(core);
+    return chosen;
+  };
+  CHECK(parse_cores("0\n") == set({0}));
+  CHECK(parse_cores("0-3,8,10-11\n") == set({0, 1, 2, 3, 8, 10, 11}));
+  CHECK(parse_cores("1022-99999") == set({1022, 1023}));
+  CHECK(parse_cores("5000").none());
+  for (const char* text : {"", "\n", "x", "1-", "1,", "-1"}) CHECK(parse_cores(text).all());
+  CHECK((near_cores() & usable_cores()).any());
+}

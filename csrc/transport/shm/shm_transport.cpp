@@ -393,7 +393,7 @@ bool ShmTransport::leave_crowded_core(Clock::time_point now) {
       emptier_cores(core, usable_cores(), std::span(core_of_other).first(num_others));
   if (emptier.none() || (!is_highest && ++num_left_to_higher_ % kLeftToHigher != 0)) return false;
   next_look_at_ = now + kShortestStay;
-  if (!move_to(emptier)) return false;
+  if (!move_to(emptier & near_cores())) return false;  // the thread's memory stays where it is
   own_.status().core.store(static_cast<uint32_t>(current_core() + 1));
   return true;
 }
