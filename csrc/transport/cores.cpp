@@ -2,7 +2,6 @@
 
 #include <fcntl.h>
 #include <sched.h>
-#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -14,6 +13,7 @@ namespace pipecomm {
 namespace {
 
 constexpr size_t kNumKnown = std::min<size_t>(CoreSet().size(), CPU_SETSIZE);
+constexpr int kMaxNodes = 64;
 
 }  // namespace
 
@@ -52,17 +52,20 @@ CoreSet parse_cores(std::string_view text) {
   return cores;
 }
 
-CoreSet near_cores() {
-  unsigned node = 0;
-  if (syscall(SYS_getcpu, nullptr, &node, nullptr) != 0) return ~CoreSet();
-  std::array<char, 64> path;
-  std::snprintf(path.data(), path.size(), "/sys/devices/system/node/node%u/cpulist", node);
-  const int fd = open(path.data(), O_RDONLY | O_CLOEXEC);
-  if (fd < 0) return ~CoreSet();
-  std::array<char, 4096> text;
-  const ssize_t num_read = read(fd, text.data(), text.size());
-  close(fd);
-  return parse_cores({text.data(), static_cast<size_t>(std::max<ssize_t>(num_read, 0))});
+CoreSet near_cores(int core) {
+  for (int node = 0; node < kMaxNodes; ++node) {
+    std::array<char, 64> path;
+    std::snprintf(path.data(), path.size(), "/sys/devices/system/node/node%d/cpulist", node);
+    const int fd = open(path.data(), O_RDONLY | O_CLOEXEC);
+    if (fd < 0) continue;
+    std::array<char, 4096> text;
+    const ssize_t num_read = read(fd, text.data(), text.size());
+    close(fd);
+    if (num_read < 0) continue;
+    const CoreSet cores = parse_cores({text.data(), static_cast<size_t>(num_read)});
+    if (cores[static_cast<size_t>(core)]) return cores;
+  }
+  return ~CoreSet();
 }
 
 bool move_to(const CoreSet& cores) {

@@ -13,12 +13,11 @@ namespace pipecomm {
 // The cores of a host, by their numbers.
 using CoreSet = std::bitset<1024>;
 
-CoreSet usable_cores();  // by this thread
-int current_core();      // of this thread; -1: unknown
-// Those that share the memory of the current one (its NUMA node); all if that is unknown.
-CoreSet near_cores();
+CoreSet usable_cores();        // by this thread
+int current_core();            // of this thread; -1: unknown
+CoreSet near_cores(int core);  // of its NUMA node; all if that is unknown
 
-// From Linux' text for cores, like "0-3,8\n"; all if it is none.
+// From the form in which Linux lists cores, like "0-3,8\n"; all if `text` has another one.
 CoreSet parse_cores(std::string_view text);
 
 // Moves the calling thread to one of these cores, after which it may run on all that it could run on before.

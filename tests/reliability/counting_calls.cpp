@@ -12,8 +12,8 @@
 
 namespace {
 
-// Of the thread that counts. A thread that waits looks for its message again and again, yields its core,
-// sleeps, and moves to another core; how often is a matter of time.
+// Of the thread that counts. A thread that waits looks for its message again and again, yields its core
+// and sleeps; how often is a matter of time.
 struct Counts {
   bool is_on = false;
   long num_allocations = 0;
@@ -47,8 +47,7 @@ pid_t counting_getpid() {
   return getpid();
 }
 long counting_syscall(long number, long a, long b, long c, long d, long e, long f) {
-  const bool is_of_wait = number == SYS_futex || number == SYS_getcpu;
-  (is_of_wait ? counts.num_waits : counts.num_system_calls) += counts.is_on;
+  (number == SYS_futex ? counts.num_waits : counts.num_system_calls) += counts.is_on;
   return syscall(number, a, b, c, d, e, f);
 }
 

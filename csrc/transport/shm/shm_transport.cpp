@@ -388,12 +388,13 @@ bool ShmTransport::leave_crowded_core(Clock::time_point now) {
       if (peer_idx > rank_) is_highest = false;
     }
   }
-  if (is_alone) return false;
-  const CoreSet emptier =
-      emptier_cores(core, usable_cores(), std::span(core_of_other).first(num_others));
-  if (emptier.none() || (!is_highest && ++num_left_to_higher_ % kLeftToHigher != 0)) return false;
+  const CoreSet usable = usable_cores();
+  const auto others = std::span(core_of_other).first(num_others);
+  if (is_alone || emptier_cores(core, usable, others).none()) return false;
+  if (!is_highest && ++num_left_to_higher_ % kLeftToHigher != 0) return false;
   next_look_at_ = now + kShortestStay;
-  if (!move_to(emptier & near_cores())) return false;  // the thread's memory stays where it is
+  // The thread's memory stays where it is.
+  if (!move_to(emptier_cores(core, usable & near_cores(core), others))) return false;
   own_.status().core.store(static_cast<uint32_t>(current_core() + 1));
   return true;
 }
