@@ -388,9 +388,10 @@ bool ShmTransport::leave_crowded_core(Clock::time_point now) {
       if (peer_idx > rank_) is_highest = false;
     }
   }
+  if (is_alone) return false;
   const CoreSet usable = usable_cores();
   const auto others = std::span(core_of_other).first(num_others);
-  if (is_alone || emptier_cores(core, usable, others).none()) return false;
+  if (emptier_cores(core, usable, others).none()) return false;
   if (!is_highest && ++num_left_to_higher_ % kLeftToHigher != 0) return false;
   next_look_at_ = now + kShortestStay;
   // The thread's memory stays where it is.
